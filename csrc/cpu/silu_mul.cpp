@@ -1,0 +1,32 @@
+// out = gate / (1 + exp(-gate)) * up. One row at a time, rows over threads.
+#include <cmath>
+
+#include "cpu/parallel.h"
+#include "params.h"
+
+DFLASH_NAMESPACE_BEGIN
+
+template <typename T>
+static void silu_mul_row(const SiluMulParams& p, int64_t row) {
+  const int64_t n = p.width;
+  const T* gate = static_cast<const T*>(p.gate_up) + row * 2 * n;
+  const T* up = gate + n;
+  T* out = static_cast<T*>(p.out) + row * n;
+  int64_t i = 0;
+  for (; i + kWidth <= n; i += kWidth) {
+    Vec g = load(gate + i);
+    store(out + i, g / (exp_vec(-g) + 1.0f) * load(up + i));
+  }
+  for (; i < n; ++i) {
+    const float g = to_float(gate[i]);
+    store_one(out + i, g / (std::exp(-g) + 1.0f) * to_float(up[i]));
+  }
+}
+
+void silu_mul(const SiluMulParams& p) {
+  parallel_for(p.rows, p.rows * p.width, p.threads, [&](int64_t row) {
+    p.dtype == DType::kFloat32 ? silu_mul_row<float>(p, row) : silu_mul_row<bf16>(p, row);
+  });
+}
+
+DFLASH_NAMESPACE_END

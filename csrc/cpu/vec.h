@@ -1,0 +1,111 @@
+// A short fp32 vector, as wide as the instruction set this file is compiled for (GCC/Clang vector extensions, so
+// that aarch64 builds too), bf16 conversion and a fixed-order horizontal sum. Every kernel is written once on this.
+#pragma once
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512F__)
+#define DFLASH_WIDTH 16
+#elif defined(__AVX2__)
+#define DFLASH_WIDTH 8
+#else
+#define DFLASH_WIDTH 4
+#endif
+
+// Each instruction set has its own namespace: the linker must never merge inline code across them.
+#define DFLASH_NAMESPACE_BEGIN \
+  namespace dflash {           \
+  namespace DFLASH_ISA {
+#define DFLASH_NAMESPACE_END \
+  }                          \
+  }
+
+DFLASH_NAMESPACE_BEGIN
+
+constexpr int kWidth = DFLASH_WIDTH;
+typedef float Vec __attribute__((vector_size(4 * DFLASH_WIDTH), aligned(4), may_alias));
+typedef int32_t IVec __attribute__((vector_size(4 * DFLASH_WIDTH), aligned(4), may_alias));
+typedef uint32_t UVec __attribute__((vector_size(4 * DFLASH_WIDTH), aligned(4), may_alias));
+typedef uint16_t HVec __attribute__((vector_size(2 * DFLASH_WIDTH), aligned(2), may_alias));
+
+struct bf16 {
+  uint16_t bits;
+};
+
+static inline Vec splat(float x) { return Vec{} + x; }
+
+static inline float to_float(float x) { return x; }
+static inline float to_float(bf16 x) {
+  uint32_t bits = uint32_t(x.bits) << 16;
+  float out;
+  std::memcpy(&out, &bits, 4);
+  return out;
+}
+
+// Round to nearest even; NaN stays NaN.
+static inline bf16 to_bf16(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return bf16{uint16_t((bits >> 16) | 0x40)};
+  return bf16{uint16_t((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16)};
+}
+static inline void store_one(float* p, float x) { *p = x; }
+static inline void store_one(bf16* p, float x) { *p = to_bf16(x); }
+
+static inline Vec load(const float* p) { return *reinterpret_cast<const Vec*>(p); }
+static inline Vec load(const bf16* p) {
+  UVec wide = __builtin_convertvector(*reinterpret_cast<const HVec*>(p), UVec) << 16;
+  return reinterpret_cast<Vec&>(wide);
+}
+static inline void store(float* p, Vec x) { *reinterpret_cast<Vec*>(p) = x; }
+static inline void store(bf16* p, Vec x) {
+  UVec bits = reinterpret_cast<UVec&>(x);
+  UVec rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  UVec quiet = (bits >> 16) | 0x40u;
+  UVec is_nan = reinterpret_cast<UVec>((bits & 0x7fffffffu) > 0x7f800000u);
+  *reinterpret_cast<HVec*>(p) = __builtin_convertvector((quiet & is_nan) | (rounded & ~is_nan), HVec);
+}
+
+// Lanes are added pairwise, in an order that does not depend on the data.
+static inline float sum(Vec x) {
+  float lane[kWidth];
+  std::memcpy(lane, &x, sizeof(x));
+  for (int step = kWidth / 2; step > 0; step /= 2)
+    for (int i = 0; i < step; ++i) lane[i] += lane[i + step];
+  return lane[0];
+}
+
+// A running sum in 16 lanes whatever the width, so that the error does not grow on narrow instruction sets.
+struct Sum16 {
+  static constexpr int kVecs = 16 / kWidth;
+  Vec lanes[kVecs] = {};
+  float total() const {
+    Vec x = lanes[0];
+    for (int i = 1; i < kVecs; ++i) x += lanes[i];
+    return sum(x);
+  }
+};
+
+// exp(x) for any x (0 below -87.3, saturating above 88): 2^n * p(r), |r| <= ln2 / 2, relative error < 2e-7.
+static inline Vec exp_vec(Vec x) {
+  const Vec low = splat(-87.33f), high = splat(88.37f);
+  IVec under = x < low;
+  x = reinterpret_cast<Vec>((reinterpret_cast<IVec>(low) & under) | (reinterpret_cast<IVec>(x) & ~under));
+  IVec over = x > high;
+  x = reinterpret_cast<Vec>((reinterpret_cast<IVec>(high) & over) | (reinterpret_cast<IVec>(x) & ~over));
+  const Vec magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  Vec n = (x * 1.44269504f + magic) - magic;
+  Vec r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  Vec p = splat(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * (r * r) + r + 1.0f;
+  IVec exponent = (__builtin_convertvector(n, IVec) + 127) << 23;
+  Vec y = p * reinterpret_cast<Vec&>(exponent);
+  return reinterpret_cast<Vec>(reinterpret_cast<IVec>(y) & ~under);
+}
+
+DFLASH_NAMESPACE_END
