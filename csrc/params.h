@@ -1,6 +1,6 @@
 // One plain struct per op. Every pointer carries its shape; all tensors are contiguous and row-major unless a
-// stride field says otherwise. Index tensors (positions, lengths, ids, counts) are int64. This header is all that
-// the kernels and the binding share.
+// stride field says otherwise. Index tensors (positions, lengths, ids, counts) are int64. This header is all
+// that the kernels and the binding share.
 #pragma once
 #include <cstdint>
 
@@ -10,12 +10,13 @@ enum class DType : int32_t { kFloat32 = 0, kBFloat16 = 1 };
 
 // RMSNorm, with an optional residual added first and an optional count of live rows per sequence.
 struct RmsNormParams {
-  const void* x;          // [rows, hidden]
-  const void* residual;   // [rows, hidden] or null
-  const void* weight;     // [hidden]
-  const int64_t* counts;  // [rows / rows_per_sequence] or null: rows past the count are written as zero, never read
-  void* out;              // [rows, hidden]
-  void* residual_out;     // [rows, hidden], x + residual; null without residual
+  const void* x;         // [rows, hidden]
+  const void* residual;  // [rows, hidden] or null
+  const void* weight;    // [hidden]
+  const int64_t*
+      counts;  // [rows / rows_per_sequence] or null: rows past the count are written as zero, never read
+  void* out;   // [rows, hidden]
+  void* residual_out;  // [rows, hidden], x + residual; null without residual
   int64_t rows;
   int64_t hidden;
   int64_t rows_per_sequence;
@@ -32,6 +33,134 @@ struct SiluMulParams {
   int64_t width;
   DType dtype;
   int32_t threads;
+};
+
+// Packed rows -> q heads (norm, RoPE) into q_out for the last q_rows rows; k heads (norm, RoPE) and v heads
+// into the cache at the rows' positions. A position outside [0, capacity) appends nothing.
+struct QkvNormRopeAppendParams {
+  const void* qkv;  // [batch, rows, (num_heads + 2 * num_kv_heads) * head_dim]: q heads, k heads, v heads
+  const int64_t* positions;   // [batch, rows]
+  const float* cos;           // [batch, rows, half]
+  const float* sin;           // [batch, rows, half]
+  const void* q_norm_weight;  // [head_dim] or null
+  const void* k_norm_weight;  // [head_dim] or null
+  void* q_out;                // [batch, q_rows, num_heads, head_dim]
+  void* k_cache;              // [batch, num_kv_heads, capacity, head_dim]
+  void* v_cache;              // [batch, num_kv_heads, capacity, head_dim]
+  int64_t batch;
+  int64_t rows;
+  int64_t q_rows;
+  int64_t num_heads;
+  int64_t num_kv_heads;
+  int64_t head_dim;
+  int64_t half;  // the first 2 * half dimensions of a head rotate
+  int64_t capacity;
+  float eps;
+  DType dtype;
+  int32_t threads;
+};
+
+// The same for K/V alone, for all layers.
+struct AppendContextKvParams {
+  const void* kv;             // [num_layers, batch, rows, 2 * num_kv_heads * head_dim]: k heads, v heads
+  const int64_t* positions;   // [batch, rows]
+  const float* cos;           // [batch, rows, half]
+  const float* sin;           // [batch, rows, half]
+  const void* k_norm_weight;  // [num_layers, head_dim] or null
+  void* const* k_caches;      // [num_layers] pointers to [batch, num_kv_heads, capacity, head_dim]
+  void* const* v_caches;      // [num_layers] pointers to [batch, num_kv_heads, capacity, head_dim]
+  int64_t num_layers;
+  int64_t batch;
+  int64_t rows;
+  int64_t num_kv_heads;
+  int64_t head_dim;
+  int64_t half;
+  int64_t capacity;
+  float eps;
+  DType dtype;
+  int32_t threads;
+};
+
+// cache[b, h, positions[b, r]] = new[b, h, r]; strides in elements, the last dimension dense.
+struct AppendKvParams {
+  const void* key;           // [batch, num_kv_heads, rows, head_dim], strided
+  const void* value;         // [batch, num_kv_heads, rows, v_head_dim], strided
+  const int64_t* positions;  // [batch, rows]
+  void* k_cache;             // [batch, num_kv_heads, capacity, head_dim]
+  void* v_cache;             // [batch, num_kv_heads, capacity, v_head_dim]
+  int64_t k_stride_batch, k_stride_head, k_stride_row;
+  int64_t v_stride_batch, v_stride_head, v_stride_row;
+  int64_t batch;
+  int64_t rows;
+  int64_t num_kv_heads;
+  int64_t head_dim;
+  int64_t v_head_dim;
+  int64_t capacity;
+  DType dtype;
+  int32_t threads;
+};
+
+// softmax(scale * q k^T) v over the keys that each query sees; query i of sequence b is at position
+// lengths[b] + i.
+struct BlockAttentionParams {
+  const void* q;        // [batch, rows, num_heads, head_dim], strided, the last dimension dense
+  const void* k_cache;  // [batch, num_kv_heads, capacity, head_dim]
+  const void* v_cache;  // [batch, num_kv_heads, capacity, v_head_dim]
+  const int64_t*
+      lengths;         // [batch]; slots 0 .. lengths[b] + rows - 1 are valid, those after them are never read
+  const float* sinks;  // [num_heads] or null
+  void* out;           // [batch, rows, num_heads, v_head_dim]
+  int64_t q_stride_batch, q_stride_row, q_stride_head;
+  int64_t batch;
+  int64_t rows;
+  int64_t num_heads;
+  int64_t num_kv_heads;
+  int64_t head_dim;
+  int64_t v_head_dim;
+  int64_t capacity;
+  int64_t window;  // 0: none
+  float scale;
+  float softcap;  // 0: none
+  bool causal;
+  DType dtype;
+  int32_t threads;
+};
+
+// ids = argmax(sharpness * filter(logits / temperature) + gumbel noise); -1 for a row that holds NaN.
+struct SelectTokensParams {
+  const void* logits;        // [batch, rows, vocab]
+  const int64_t* positions;  // [batch, rows]
+  const int64_t* seeds;      // [batch]
+  const float* temperature;  // [batch]; 0: plain argmax
+  const int64_t* top_k;      // [batch]; 0: off
+  const float* top_p;        // [batch]; 1: off
+  const float* min_p;        // [batch]; 0: off
+  const float* sharpness;    // [batch]; infinity: plain argmax
+  int64_t* ids;              // [batch, rows]
+  int64_t batch;
+  int64_t rows;
+  int64_t vocab;
+  DType dtype;
+  int32_t threads;
+};
+
+enum RowState : int64_t { kRunning = 0, kStop = 1, kLimit = 2, kInvalid = 3 };  // the values of done
+
+// The longest matching prefix and one token more are emitted; the whole state update of a step.
+struct AcceptPrefixParams {
+  const int64_t* block_ids;       // [batch, rows]: the anchor, then proposals; negative: none
+  const int64_t* posterior;       // [batch, rows]: the target's choices; negative: its logits held NaN
+  const int64_t* stop_token_ids;  // [num_stop_tokens]
+  const int64_t* limits;          // [batch]: tokens that the row may hold in all
+  int64_t* tokens;                // [batch, capacity]; 0 .. length are emitted
+  int64_t* length;                // [batch]
+  int64_t* num_context;           // [batch]
+  int64_t* done;                  // [batch], RowState
+  int64_t batch;
+  int64_t rows;
+  int64_t num_stop_tokens;
+  int64_t capacity;
+  int32_t device;  // the CUDA device that holds the tensors
 };
 
 }  // namespace dflash

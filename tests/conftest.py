@@ -1,7 +1,38 @@
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
 import pytest
 import torch
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("cuda") and not torch.cuda.is_available():
         pytest.skip("no GPU")
+
+
+@pytest.fixture(scope="session")
+def reference_package() -> ModuleType:
+    """``model.py`` of the reference package, in a folder and under a name of its own; installed there if need be."""
+    path = ROOT / ".peers" / "dflash" / "model.py"
+    if not path.exists():
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(ROOT / ".peers")]
+        subprocess.run([*pip, "dflash==0.1.0"], check=True)
+    spec = importlib.util.spec_from_file_location("dflash_reference_package", path)
+    sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def pair_dir() -> Path:
+    """The folder of the trained pair: ``target``, ``draft`` and ``prompts.jsonl``."""
+    folder = Path(os.environ.get("DFLASH_PAIR") or ROOT.parent / "shared" / "pair")
+    if not folder.is_dir():
+        pytest.skip(f"no trained pair at {folder}; DFLASH_PAIR names another folder")
+    return folder

@@ -1,5 +1,6 @@
-// A short fp32 vector, as wide as the instruction set this file is compiled for (GCC/Clang vector extensions, so
-// that aarch64 builds too), bf16 conversion and a fixed-order horizontal sum. Every kernel is written once on this.
+// A short fp32 vector, as wide as the instruction set this file is compiled for (GCC/Clang vector extensions,
+// so that aarch64 builds too), bf16 conversion and a fixed-order horizontal sum. Every kernel is written once
+// on this.
 #pragma once
 #include <cstdint>
 #include <cstring>

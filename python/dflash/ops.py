@@ -9,12 +9,27 @@ Ops that end in an underscore write into their arguments and return nothing. Non
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
 from . import _C, reference
 
-__all__ = ["add_rms_norm", "isa", "rms_norm", "silu_mul"]
+__all__ = [
+    "accept_prefix_",
+    "add_rms_norm",
+    "append_context_kv_",
+    "append_kv_",
+    "block_attention",
+    "cuda_status",
+    "fuse_features",
+    "isa",
+    "qkv_norm_rope_append_",
+    "rms_norm",
+    "select_tokens",
+    "silu_mul",
+]
 
 _LIBRARY = torch.library.Library("dflash", "DEF")
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
@@ -59,6 +74,16 @@ def isa() -> str:
     Chosen at first use from what the processor has; the environment variable ``DFLASH_ISA`` names another.
     """
     return _C.isa()
+
+
+@functools.cache
+def cuda_status(device: int = 0) -> str:
+    """Why the CUDA kernels of this build cannot run on CUDA device ``device``; empty when they can.
+
+    No kernels in the build, no driver or one too old for them, or a device that they hold no code for. The ops then
+    run their plain-torch twins. Looked up once per device.
+    """
+    return _C.cuda_status(device)
 
 
 # ---------------------------------------------------------------------------------------------- rms_norm
@@ -189,9 +214,7 @@ def _silu_mul_cpu(gate_up: Tensor) -> Tensor:
     gate_up = gate_up.contiguous()
     width = gate_up.shape[-1] // 2
     out = gate_up.new_empty(*gate_up.shape[:-1], width)
-    _C.silu_mul(
-        gate_up.data_ptr(), out.data_ptr(), out.numel() // max(width, 1), width, dtype, torch.get_num_threads()
-    )
+    _C.silu_mul(gate_up.data_ptr(), out.data_ptr(), out.numel() // max(width, 1), width, dtype, torch.get_num_threads())
     return out
 
 
@@ -216,3 +239,625 @@ def silu_mul(gate_up: Tensor) -> Tensor:
         ValueError: the last dimension is odd. TypeError: the dtype does not fit.
     """
     return torch.ops.dflash.silu_mul(gate_up)
+
+
+# ---------------------------------------------------------------------------------------------- fuse_features
+
+
+def _fuse_features_check(context: Tensor, num_context: Tensor, fc_weight: Tensor, norm_weight: Tensor) -> None:
+    if fc_weight.dim() != 2:
+        raise ValueError(f"fuse_features: fc_weight must be [hidden, taps * hidden], got {fc_weight.dim()} dimensions")
+    hidden, width = fc_weight.shape
+    _expect("fuse_features", "context", context, (None, None, width), fc_weight.dtype, "batch, rows, taps * hidden")
+    _expect("fuse_features", "num_context", num_context, (context.shape[0],), torch.int64, "batch")
+    _expect("fuse_features", "norm_weight", norm_weight, (hidden,), fc_weight.dtype, "hidden")
+
+
+def _fuse_features_cpu(
+    context: Tensor, num_context: Tensor, fc_weight: Tensor, norm_weight: Tensor, eps: float
+) -> Tensor:
+    _fuse_features_check(context, num_context, fc_weight, norm_weight)
+    _dtype("fuse_features", "context", context)
+    return _rms_norm_cpu(torch.nn.functional.linear(context, fc_weight), norm_weight, eps, num_context)
+
+
+def _fuse_features_fake(
+    context: Tensor, num_context: Tensor, fc_weight: Tensor, norm_weight: Tensor, eps: float
+) -> Tensor:
+    _fuse_features_check(context, num_context, fc_weight, norm_weight)
+    return context.new_empty(*context.shape[:-1], fc_weight.shape[0])
+
+
+_register(
+    "fuse_features(Tensor context, Tensor num_context, Tensor fc_weight, Tensor norm_weight, float eps) -> Tensor",
+    _fuse_features_cpu,
+    _fuse_features_fake,
+    reference.fuse_features,
+)
+
+
+def fuse_features(context: Tensor, num_context: Tensor, fc_weight: Tensor, norm_weight: Tensor, eps: float) -> Tensor:
+    """Target features for the drafter: ``rms_norm(context @ fc_weight.T)``, rounded once in between.
+
+    Args:
+        context: ``[batch, rows, taps * hidden]``, float32 or bfloat16: the tapped states side by side.
+        num_context: ``[batch]`` int64. Rows at or past it may hold anything and come back as zeros.
+        fc_weight: ``[hidden, taps * hidden]``, the dtype of ``context``.
+        norm_weight: ``[hidden]``, the dtype of ``context``.
+        eps: added to the mean square.
+
+    Returns:
+        ``[batch, rows, hidden]``, the dtype of ``context``.
+
+    Raises:
+        ValueError: a shape does not fit. TypeError: a dtype does not fit.
+    """
+    return torch.ops.dflash.fuse_features(context, num_context, fc_weight, norm_weight, eps)
+
+
+# ---------------------------------------------------------------------------------------------- K/V appends
+
+
+def _expect_cache(
+    op: str, names: tuple[str, str], k_cache: Tensor, v_cache: Tensor, batch: int, heads: int | None,
+    dims: tuple[int | None, int | None], dtype: torch.dtype, mutated: bool = True,
+) -> None:  # fmt: skip
+    """Raise unless both are caches ``[batch, heads, capacity, dim]`` of this dtype; contiguous where ``mutated``."""
+    k_name, v_name = names
+    _expect(op, k_name, k_cache, (batch, heads, None, dims[0]), dtype, "batch, num_kv_heads, capacity, head_dim")
+    wanted = (batch, k_cache.shape[1], k_cache.shape[2], dims[1])
+    _expect(op, v_name, v_cache, wanted, dtype, "batch, num_kv_heads, capacity, v_head_dim")
+    if k_cache.shape[2] == 0:
+        raise ValueError(f"{op}: {k_name} must have a capacity of at least 1, got {list(k_cache.shape)}")
+    for name, cache in ((k_name, k_cache), (v_name, v_cache)):
+        if mutated:
+            _expect_contiguous(op, name, cache)
+
+
+def _expect_contiguous(op: str, name: str, tensor: Tensor) -> None:
+    if not tensor.is_contiguous():
+        raise ValueError(f"{op}: {name} is written in place and must be contiguous, got strides {tensor.stride()}")
+
+
+def _expect_rope(op: str, positions: Tensor, cos: Tensor, sin: Tensor, batch: int, rows: int, head_dim: int) -> None:
+    _expect(op, "positions", positions, (batch, rows), torch.int64, "batch, rows")
+    _expect(op, "cos", cos, (batch, rows, None), torch.float32, "batch, rows, rotary / 2")
+    _expect(op, "sin", sin, (batch, rows, cos.shape[-1]), torch.float32, "batch, rows, rotary / 2")
+    if 2 * cos.shape[-1] > head_dim:
+        raise ValueError(f"{op}: cos may have at most head_dim / 2 = {head_dim // 2} columns, got {cos.shape[-1]}")
+
+
+def _dense(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.contiguous()
+
+
+def _unit_stride(tensor: Tensor) -> Tensor:
+    """The tensor itself when its last dimension is dense, whatever the other strides; else a copy."""
+    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
+
+
+def _qkv_norm_rope_append_check(
+    qkv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, q_norm_weight: Tensor | None,
+    k_norm_weight: Tensor | None, eps: float, q_out: Tensor, k_cache: Tensor, v_cache: Tensor,
+) -> None:  # fmt: skip
+    op = "qkv_norm_rope_append_"
+    _expect(op, "qkv", qkv, (None, None, None), qkv.dtype, "batch, rows, (num_heads + 2 * num_kv_heads) * head_dim")
+    batch, rows, width = qkv.shape
+    _expect(op, "q_out", q_out, (batch, None, None, None), qkv.dtype, "batch, q_rows, num_heads, head_dim")
+    _, q_rows, num_heads, head_dim = q_out.shape
+    _expect_cache(op, ("k_cache", "v_cache"), k_cache, v_cache, batch, None, (head_dim, head_dim), qkv.dtype)
+    _expect_contiguous(op, "q_out", q_out)
+    num_kv_heads = k_cache.shape[1]
+    if width != (num_heads + 2 * num_kv_heads) * head_dim:
+        raise ValueError(
+            f"{op}: qkv must be [batch, rows, ({num_heads} + 2 * {num_kv_heads}) * {head_dim}] "
+            f"as q_out and k_cache say, got {list(qkv.shape)}"
+        )
+    if q_rows > rows:
+        raise ValueError(f"{op}: q_out may have at most the {rows} rows of qkv, got {q_rows}")
+    _expect_rope(op, positions, cos, sin, batch, rows, head_dim)
+    for name, weight in (("q_norm_weight", q_norm_weight), ("k_norm_weight", k_norm_weight)):
+        if weight is not None:
+            _expect(op, name, weight, (head_dim,), qkv.dtype, "head_dim")
+
+
+def _qkv_norm_rope_append_cpu(
+    qkv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, q_norm_weight: Tensor | None,
+    k_norm_weight: Tensor | None, eps: float, q_out: Tensor, k_cache: Tensor, v_cache: Tensor,
+) -> None:  # fmt: skip
+    _qkv_norm_rope_append_check(qkv, positions, cos, sin, q_norm_weight, k_norm_weight, eps, q_out, k_cache, v_cache)
+    dtype = _dtype("qkv_norm_rope_append_", "qkv", qkv)
+    qkv, positions, cos, sin = qkv.contiguous(), positions.contiguous(), cos.contiguous(), sin.contiguous()
+    q_norm_weight, k_norm_weight = _dense(q_norm_weight), _dense(k_norm_weight)
+    batch, q_rows, num_heads, head_dim = q_out.shape
+    _C.qkv_norm_rope_append(
+        qkv.data_ptr(), positions.data_ptr(), cos.data_ptr(), sin.data_ptr(), _address(q_norm_weight),
+        _address(k_norm_weight), q_out.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), batch, qkv.shape[1], q_rows,
+        num_heads, k_cache.shape[1], head_dim, cos.shape[-1], k_cache.shape[2], eps, dtype, torch.get_num_threads(),
+    )  # fmt: skip
+
+
+_register(
+    "qkv_norm_rope_append_(Tensor qkv, Tensor positions, Tensor cos, Tensor sin, Tensor? q_norm_weight, "
+    "Tensor? k_norm_weight, float eps, Tensor(a!) q_out, Tensor(b!) k_cache, Tensor(c!) v_cache) -> ()",
+    _qkv_norm_rope_append_cpu,
+    _qkv_norm_rope_append_check,
+    reference.qkv_norm_rope_append_,
+)
+
+
+def qkv_norm_rope_append_(
+    qkv: Tensor,
+    positions: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    q_norm_weight: Tensor | None,
+    k_norm_weight: Tensor | None,
+    eps: float,
+    q_out: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+) -> None:
+    """Split packed QKV rows; norm and rotate q and k; write q of the last rows; append k and v to the cache.
+
+    The norm is RMSNorm over each head. RoPE is the half-split kind ("rotate_half") over the first ``rotary``
+    dimensions of a head, in fp32 on the fp32 normed value, rounded once.
+
+    Args:
+        qkv: ``[batch, rows, (num_heads + 2 * num_kv_heads) * head_dim]``, float32 or bfloat16: the q heads, the
+            k heads, the v heads.
+        positions: ``[batch, rows]`` int64, the cache slot of each row, all different within a sequence. A row whose
+            position is negative or not below the capacity appends nothing.
+        cos, sin: ``[batch, rows, rotary / 2]`` float32; those of rows that are off may hold anything.
+        q_norm_weight, k_norm_weight: ``[head_dim]``, the dtype of ``qkv``, or None for no norm.
+        eps: added to the mean square.
+        q_out: ``[batch, q_rows, num_heads, head_dim]``, contiguous; written. Row j comes from row
+            ``rows - q_rows + j`` of ``qkv``.
+        k_cache, v_cache: ``[batch, num_kv_heads, capacity, head_dim]``, contiguous; written.
+
+    Raises:
+        ValueError: a shape does not fit, or a written tensor is not contiguous. TypeError: a dtype does not fit.
+    """
+    torch.ops.dflash.qkv_norm_rope_append_(
+        qkv, positions, cos, sin, q_norm_weight, k_norm_weight, eps, q_out, k_cache, v_cache
+    )
+
+
+def _append_context_kv_check(
+    kv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, k_norm_weight: Tensor | None, eps: float,
+    k_caches: list[Tensor], v_caches: list[Tensor],
+) -> None:  # fmt: skip
+    op = "append_context_kv_"
+    names = "num_layers, batch, rows, 2 * num_kv_heads * head_dim"
+    _expect(op, "kv", kv, (None, None, None, None), kv.dtype, names)
+    num_layers, batch, rows, width = kv.shape
+    if len(k_caches) != num_layers or len(v_caches) != num_layers:
+        raise ValueError(f"{op}: kv has {num_layers} layers, got {len(k_caches)} k_caches and {len(v_caches)} v_caches")
+    heads = head_dim = None
+    for layer, (k_cache, v_cache) in enumerate(zip(k_caches, v_caches, strict=True)):
+        at = (f"k_caches[{layer}]", f"v_caches[{layer}]")
+        _expect_cache(op, at, k_cache, v_cache, batch, heads, (head_dim, k_cache.shape[-1]), kv.dtype)
+        _, heads, _, head_dim = k_cache.shape
+        if k_cache.shape != k_caches[0].shape:
+            raise ValueError(f"{op}: {at[0]} must be {list(k_caches[0].shape)}, got {list(k_cache.shape)}")
+    if num_layers == 0:
+        return
+    if width != 2 * heads * head_dim:
+        raise ValueError(f"{op}: kv must be [{names}] with 2 * {heads} * {head_dim} columns, got {list(kv.shape)}")
+    _expect_rope(op, positions, cos, sin, batch, rows, head_dim)
+    if k_norm_weight is not None:
+        _expect(op, "k_norm_weight", k_norm_weight, (num_layers, head_dim), kv.dtype, "num_layers, head_dim")
+
+
+def _append_context_kv_cpu(
+    kv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, k_norm_weight: Tensor | None, eps: float,
+    k_caches: list[Tensor], v_caches: list[Tensor],
+) -> None:  # fmt: skip
+    _append_context_kv_check(kv, positions, cos, sin, k_norm_weight, eps, k_caches, v_caches)
+    dtype = _dtype("append_context_kv_", "kv", kv)
+    if not k_caches:
+        return
+    kv, positions, cos, sin = kv.contiguous(), positions.contiguous(), cos.contiguous(), sin.contiguous()
+    k_norm_weight = _dense(k_norm_weight)
+    batch, num_kv_heads, capacity, head_dim = k_caches[0].shape
+    _C.append_context_kv(
+        kv.data_ptr(), positions.data_ptr(), cos.data_ptr(), sin.data_ptr(), _address(k_norm_weight),
+        [cache.data_ptr() for cache in k_caches], [cache.data_ptr() for cache in v_caches], batch, kv.shape[2],
+        num_kv_heads, head_dim, cos.shape[-1], capacity, eps, dtype, torch.get_num_threads(),
+    )  # fmt: skip
+
+
+_register(
+    "append_context_kv_(Tensor kv, Tensor positions, Tensor cos, Tensor sin, Tensor? k_norm_weight, float eps, "
+    "Tensor(a!)[] k_caches, Tensor(b!)[] v_caches) -> ()",
+    _append_context_kv_cpu,
+    _append_context_kv_check,
+    reference.append_context_kv_,
+)
+
+
+def append_context_kv_(
+    kv: Tensor,
+    positions: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_norm_weight: Tensor | None,
+    eps: float,
+    k_caches: list[Tensor],
+    v_caches: list[Tensor],
+) -> None:
+    """Norm and rotate context K and append K and V, for all draft layers at once (prefill).
+
+    Args:
+        kv: ``[num_layers, batch, rows, 2 * num_kv_heads * head_dim]``, float32 or bfloat16: the k heads, the v heads.
+        positions: ``[batch, rows]`` int64, as in :func:`qkv_norm_rope_append_`.
+        cos, sin: ``[batch, rows, rotary / 2]`` float32; those of rows that are off may hold anything.
+        k_norm_weight: ``[num_layers, head_dim]``, the dtype of ``kv``, or None for no norm.
+        eps: added to the mean square.
+        k_caches, v_caches: per layer ``[batch, num_kv_heads, capacity, head_dim]``, contiguous; written.
+
+    Raises:
+        ValueError: a shape does not fit, or a cache is not contiguous. TypeError: a dtype does not fit.
+    """
+    torch.ops.dflash.append_context_kv_(kv, positions, cos, sin, k_norm_weight, eps, k_caches, v_caches)
+
+
+def _append_kv_check(key: Tensor, value: Tensor, positions: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+    op = "append_kv_"
+    _expect(op, "key", key, (None, None, None, None), key.dtype, "batch, num_kv_heads, rows, head_dim")
+    batch, heads, rows, head_dim = key.shape
+    names = "batch, num_kv_heads, rows, v_head_dim"
+    _expect(op, "value", value, (batch, heads, rows, None), key.dtype, names)
+    _expect(op, "positions", positions, (batch, rows), torch.int64, "batch, rows")
+    _expect_cache(op, ("k_cache", "v_cache"), k_cache, v_cache, batch, heads, (head_dim, value.shape[-1]), key.dtype)
+
+
+def _append_kv_cpu(key: Tensor, value: Tensor, positions: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+    _append_kv_check(key, value, positions, k_cache, v_cache)
+    dtype = _dtype("append_kv_", "key", key)
+    key, value, positions = _unit_stride(key), _unit_stride(value), positions.contiguous()
+    batch, num_kv_heads, rows, head_dim = key.shape
+    _C.append_kv(
+        key.data_ptr(), value.data_ptr(), positions.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(),
+        key.stride()[:3], value.stride()[:3], batch, rows, num_kv_heads, head_dim, value.shape[-1], k_cache.shape[2],
+        dtype, torch.get_num_threads(),
+    )  # fmt: skip
+
+
+_register(
+    "append_kv_(Tensor key, Tensor value, Tensor positions, Tensor(a!) k_cache, Tensor(b!) v_cache) -> ()",
+    _append_kv_cpu,
+    _append_kv_check,
+    reference.append_kv_,
+)
+
+
+def append_kv_(key: Tensor, value: Tensor, positions: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+    """``cache[b, :, positions[b, r]] = new[b, :, r]`` for keys and values.
+
+    Args:
+        key: ``[batch, num_kv_heads, rows, head_dim]``, float32 or bfloat16, any strides.
+        value: ``[batch, num_kv_heads, rows, v_head_dim]``, the dtype of ``key``, any strides.
+        positions: ``[batch, rows]`` int64, as in :func:`qkv_norm_rope_append_`.
+        k_cache: ``[batch, num_kv_heads, capacity, head_dim]``, contiguous; written.
+        v_cache: ``[batch, num_kv_heads, capacity, v_head_dim]``, contiguous; written.
+
+    Raises:
+        ValueError: a shape does not fit, or a cache is not contiguous. TypeError: a dtype does not fit.
+    """
+    torch.ops.dflash.append_kv_(key, value, positions, k_cache, v_cache)
+
+
+# ---------------------------------------------------------------------------------------------- block_attention
+
+
+def _block_attention_check(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, scale: float, causal: bool, window: int,
+    softcap: float, sinks: Tensor | None, ancestors: Tensor | None,
+) -> None:  # fmt: skip
+    op = "block_attention"
+    _expect(op, "q", q, (None, None, None, None), q.dtype, "batch, rows, num_heads, head_dim")
+    batch, rows, num_heads, head_dim = q.shape
+    _expect_cache(op, ("k_cache", "v_cache"), k_cache, v_cache, batch, None, (head_dim, None), q.dtype, mutated=False)
+    num_kv_heads = k_cache.shape[1]
+    if num_kv_heads == 0 or num_heads % num_kv_heads:
+        raise ValueError(f"{op}: num_heads must be a multiple of num_kv_heads, got {num_heads} and {num_kv_heads}")
+    _expect(op, "lengths", lengths, (batch,), torch.int64, "batch")
+    if window < 0:
+        raise ValueError(f"{op}: window must be positive, or 0 for none, got {window}")
+    if softcap < 0:
+        raise ValueError(f"{op}: softcap must be positive, or 0 for none, got {softcap}")
+    if sinks is not None:
+        _expect(op, "sinks", sinks, (num_heads,), sinks.dtype, "num_heads")
+    if ancestors is not None:
+        _expect(op, "ancestors", ancestors, (rows, -(-rows // 64)), torch.int64, "rows, ceil(rows / 64)")
+        if window:
+            raise ValueError(f"{op}: ancestors cannot be combined with a window, got window {window}")
+
+
+def _block_attention_cpu(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, scale: float, causal: bool, window: int,
+    softcap: float, sinks: Tensor | None, ancestors: Tensor | None,
+) -> Tensor:  # fmt: skip
+    _block_attention_check(q, k_cache, v_cache, lengths, scale, causal, window, softcap, sinks, ancestors)
+    dtype = _dtype("block_attention", "q", q)
+    if ancestors is not None:
+        raise NotImplementedError("block_attention: ancestors has no CPU kernel yet")
+    q, k_cache, v_cache, lengths = _unit_stride(q), k_cache.contiguous(), v_cache.contiguous(), lengths.contiguous()
+    sinks = None if sinks is None else sinks.float().contiguous()
+    batch, rows, num_heads, head_dim = q.shape
+    _, num_kv_heads, capacity, v_head_dim = v_cache.shape
+    out = q.new_empty(batch, rows, num_heads, v_head_dim)
+    _C.block_attention(
+        q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), lengths.data_ptr(), _address(sinks), out.data_ptr(),
+        q.stride()[:3], batch, rows, num_heads, num_kv_heads, head_dim, v_head_dim, capacity, window, scale, softcap,
+        causal, dtype, torch.get_num_threads(),
+    )  # fmt: skip
+    return out
+
+
+def _block_attention_fake(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, scale: float, causal: bool, window: int,
+    softcap: float, sinks: Tensor | None, ancestors: Tensor | None,
+) -> Tensor:  # fmt: skip
+    _block_attention_check(q, k_cache, v_cache, lengths, scale, causal, window, softcap, sinks, ancestors)
+    return q.new_empty(*q.shape[:-1], v_cache.shape[-1])
+
+
+_register(
+    "block_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor lengths, float scale, bool causal, int window, "
+    "float softcap, Tensor? sinks, Tensor? ancestors) -> Tensor",
+    _block_attention_cpu,
+    _block_attention_fake,
+    reference.block_attention,
+)
+
+
+def block_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: Tensor,
+    scale: float,
+    causal: bool,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    ancestors: Tensor | None = None,
+) -> Tensor:
+    """Attention of a block of queries against a cache that already holds the block's own K/V.
+
+    Query i of sequence b sits at position ``lengths[b] + i``. The keys are slots ``0 .. lengths[b] + rows - 1``;
+    nothing past them is read. Key tiles are aligned to absolute positions and reduced in a fixed order, so that a
+    row's bits depend on its query and the keys it sees, not on its place in the block, on ``rows`` or on the batch.
+
+    Args:
+        q: ``[batch, rows, num_heads, head_dim]``, float32 or bfloat16, any strides.
+        k_cache: ``[batch, num_kv_heads, capacity, head_dim]``, the dtype of ``q``. Query head h uses
+            head ``h // (num_heads // num_kv_heads)``.
+        v_cache: ``[batch, num_kv_heads, capacity, v_head_dim]``, the dtype of ``q``.
+        lengths: ``[batch]`` int64, the position of each sequence's first query.
+        scale: the factor on the scores.
+        causal: True: a query sees the keys up to its own position. False: all of them.
+        window: a query sees keys less than ``window`` positions back and, unless causal, ahead; 0 for no window.
+        softcap: the scores become ``softcap * tanh(scores / softcap)`` after scaling; 0 for none.
+        sinks: ``[num_heads]``, one more logit per head in the softmax's denominator, not scaled; or None.
+        ancestors: ``[rows, ceil(rows / 64)]`` int64 or None: instead of ``causal``, a query sees every key before the
+            block, and row j of the block where bit ``j % 64`` of ``ancestors[i, j // 64]`` is set. Not on CPU yet.
+
+    Returns:
+        ``[batch, rows, num_heads, v_head_dim]``, the dtype of ``q``; zeros for a query that sees no key.
+
+    Raises:
+        ValueError: a shape or a value does not fit. TypeError: a dtype does not fit.
+        NotImplementedError: ``ancestors`` on CPU.
+    """
+    return torch.ops.dflash.block_attention(
+        q, k_cache, v_cache, lengths, scale, causal, window, softcap, sinks, ancestors
+    )
+
+
+# ---------------------------------------------------------------------------------------------- select_tokens
+
+
+def _select_tokens_check(
+    logits: Tensor,
+    positions: Tensor,
+    seeds: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    sharpness: Tensor,
+) -> None:
+    op = "select_tokens"
+    if logits.dim() != 3 or logits.shape[-1] == 0:
+        raise ValueError(f"{op}: logits must be [batch, rows, vocab] with vocab >= 1, got {list(logits.shape)}")
+    batch, rows, _ = logits.shape
+    _expect(op, "positions", positions, (batch, rows), torch.int64, "batch, rows")
+    for name, tensor, dtype in (
+        ("seeds", seeds, torch.int64),
+        ("temperature", temperature, torch.float32),
+        ("top_k", top_k, torch.int64),
+        ("top_p", top_p, torch.float32),
+        ("min_p", min_p, torch.float32),
+        ("sharpness", sharpness, torch.float32),
+    ):
+        _expect(op, name, tensor, (batch,), dtype, "batch")
+
+
+def _select_tokens_cpu(logits: Tensor, positions: Tensor, *parameters: Tensor) -> Tensor:
+    _select_tokens_check(logits, positions, *parameters)
+    dtype = _dtype("select_tokens", "logits", logits)
+    inputs = [x.contiguous() for x in (logits, positions, *parameters)]
+    ids = positions.new_empty(positions.shape)
+    _C.select_tokens(*(x.data_ptr() for x in inputs), ids.data_ptr(), *logits.shape, dtype, torch.get_num_threads())
+    return ids
+
+
+def _select_tokens_fake(logits: Tensor, positions: Tensor, *parameters: Tensor) -> Tensor:
+    _select_tokens_check(logits, positions, *parameters)
+    return positions.new_empty(positions.shape)
+
+
+def _select_tokens_cuda(logits: Tensor, positions: Tensor, *parameters: Tensor) -> Tensor:
+    _select_tokens_check(logits, positions, *parameters)
+    return reference.select_tokens(logits, positions, *parameters)
+
+
+_register(
+    "select_tokens(Tensor logits, Tensor positions, Tensor seeds, Tensor temperature, Tensor top_k, Tensor top_p, "
+    "Tensor min_p, Tensor sharpness) -> Tensor",
+    _select_tokens_cpu,
+    _select_tokens_fake,
+    _select_tokens_cuda,
+)
+
+
+def select_tokens(
+    logits: Tensor,
+    positions: Tensor,
+    seeds: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    sharpness: Tensor,
+) -> Tensor:
+    """Choose tokens by keyed noise: ``argmax(sharpness * filter(logits / temperature) + gumbel(seed, position, id))``.
+
+    A row's choice is a function of its logits, position and parameters alone, and the same bits on every device:
+    a Gumbel-max sample of the filtered softmax when ``sharpness`` is 1, and independent between positions and seeds.
+    Ties go to the lowest id. Filters run in the order top-k, top-p, min-p, each on the survivors of the one before;
+    every token equal to the threshold is kept, and the best token always is. Probabilities enter top-p as fixed point
+    (2^-38 of the best token's), so that their sum has no order. The noise is :func:`dflash.reference.gumbel_noise`.
+
+    Logits may be -inf: such a token is chosen only when all are, and then it is id 0. Of several logits that are +inf,
+    or become so when divided by the temperature, the lowest id wins. Nothing is read on the host.
+
+    Args:
+        logits: ``[batch, rows, vocab]``, float32 or bfloat16.
+        positions: ``[batch, rows]`` int64: the index of the token that each row chooses.
+        seeds: ``[batch]`` int64.
+        temperature: ``[batch]`` float32, finite and >= 0; 0 is plain argmax of the logits.
+        top_k: ``[batch]`` int64; 0 (or at least vocab) is off.
+        top_p: ``[batch]`` float32; 1 is off.
+        min_p: ``[batch]`` float32: least probability as a fraction of the best token's; 0 is off.
+        sharpness: ``[batch]`` float32 >= 0: 1 for a target; a drafter may use more, infinity being plain argmax.
+
+    Returns:
+        ``[batch, rows]`` int64; -1 for a row with a NaN logit.
+
+    Raises:
+        ValueError: a shape does not fit. TypeError: a dtype does not fit.
+    """
+    return torch.ops.dflash.select_tokens(logits, positions, seeds, temperature, top_k, top_p, min_p, sharpness)
+
+
+# ---------------------------------------------------------------------------------------------- accept_prefix_
+
+
+def _accept_prefix_check(
+    block_ids: Tensor,
+    posterior: Tensor,
+    stop_token_ids: Tensor,
+    limits: Tensor,
+    tokens: Tensor,
+    length: Tensor,
+    num_context: Tensor,
+    done: Tensor,
+) -> None:
+    op = "accept_prefix_"
+    if block_ids.dim() != 2 or block_ids.shape[1] == 0:
+        raise ValueError(f"{op}: block_ids must be [batch, rows] with rows >= 1, got {list(block_ids.shape)}")
+    batch, rows = block_ids.shape
+    for name, tensor, shape, names in (
+        ("block_ids", block_ids, (batch, rows), "batch, rows"),
+        ("posterior", posterior, (batch, rows), "batch, rows"),
+        ("stop_token_ids", stop_token_ids, (None,), "n"),
+        ("limits", limits, (batch,), "batch"),
+        ("tokens", tokens, (batch, None), "batch, capacity"),
+        ("length", length, (batch,), "batch"),
+        ("num_context", num_context, (batch,), "batch"),
+        ("done", done, (batch,), "batch"),
+    ):
+        _expect(op, name, tensor, shape, torch.int64, names)
+        if tensor.device != block_ids.device:
+            raise ValueError(f"{op}: {name} must be on {block_ids.device} as block_ids is, got {tensor.device}")
+    for name, tensor in (("tokens", tokens), ("length", length), ("num_context", num_context), ("done", done)):
+        if not tensor.is_contiguous():
+            raise ValueError(f"{op}: {name} is written in place and must be contiguous, got strides {tensor.stride()}")
+
+
+def _accept_prefix_run(kernel, tensors: tuple[Tensor, ...], *extra: int) -> None:
+    block_ids, posterior, stop_token_ids, limits, *state = tensors
+    inputs = [x.contiguous() for x in (block_ids, posterior, stop_token_ids, limits)]
+    kernel(
+        *(x.data_ptr() for x in (*inputs, *state)),
+        *block_ids.shape, stop_token_ids.shape[0], state[0].shape[1], *extra,
+    )  # fmt: skip
+
+
+def _accept_prefix_cpu(*tensors: Tensor) -> None:
+    _accept_prefix_check(*tensors)
+    _accept_prefix_run(_C.accept_prefix, tensors)
+
+
+def _accept_prefix_cuda(*tensors: Tensor) -> None:
+    _accept_prefix_check(*tensors)
+    index = tensors[0].device.index
+    if cuda_status(index):
+        reference.accept_prefix_(*tensors)
+    else:
+        stream = torch.cuda.current_stream(index).cuda_stream
+        _accept_prefix_run(_C.accept_prefix_cuda, tensors, index, stream)
+
+
+def _accept_prefix_fake(*tensors: Tensor) -> None:
+    _accept_prefix_check(*tensors)
+
+
+_register(
+    "accept_prefix_(Tensor block_ids, Tensor posterior, Tensor stop_token_ids, Tensor limits, Tensor(a!) tokens, "
+    "Tensor(b!) length, Tensor(c!) num_context, Tensor(d!) done) -> ()",
+    _accept_prefix_cpu,
+    _accept_prefix_fake,
+    _accept_prefix_cuda,
+)
+
+
+def accept_prefix_(
+    block_ids: Tensor,
+    posterior: Tensor,
+    stop_token_ids: Tensor,
+    limits: Tensor,
+    tokens: Tensor,
+    length: Tensor,
+    num_context: Tensor,
+    done: Tensor,
+) -> None:
+    """Emit the longest matching prefix and one more token of every running row, and advance its state.
+
+    Before, ``tokens[b, : length + 1]`` are emitted and ``tokens[b, length]`` is the anchor ``block_ids[b, 0]``. With n
+    the number of leading proposals ``block_ids[b, j + 1]`` that equal ``posterior[b, j]``, m = n + 1 tokens of the
+    posterior are emitted, but none past the first stop token and none past the room that ``limits`` and the capacity of
+    ``tokens`` leave. Then ``length += m`` and ``num_context = m``. A row that is done stays as it is, with
+    ``num_context`` 0, whatever its ids hold.
+
+    Args:
+        block_ids: ``[batch, rows]`` int64: the anchor, then proposals for the positions after it; -1 never matches.
+        posterior: ``[batch, rows]`` int64: the target's choice for the position after each row; -1: its logits held
+            NaN. Such a choice is never emitted; the row is done where it would have been.
+        stop_token_ids: ``[n]`` int64, n may be 0.
+        limits: ``[batch]`` int64: how many tokens the row may hold in all.
+        tokens: ``[batch, capacity]`` int64, written, contiguous.
+        length: ``[batch]`` int64, advanced in place, contiguous.
+        num_context: ``[batch]`` int64, written, contiguous: how many tokens were emitted.
+        done: ``[batch]`` int64, written, contiguous: 0 running, 1 a stop token was emitted, 2 the limit is reached,
+            3 the target's logits were NaN.
+
+    Raises:
+        ValueError: a shape or device does not fit, or a written tensor is not contiguous. TypeError: not int64.
+        RuntimeError: the CUDA kernel could not be launched.
+    """
+    torch.ops.dflash.accept_prefix_(block_ids, posterior, stop_token_ids, limits, tokens, length, num_context, done)

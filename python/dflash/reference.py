@@ -35,3 +35,288 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     """``silu(gate) * up`` for ``gate_up = [gate, up]`` side by side."""
     gate, up = gate_up.to(_compute_dtype(gate_up)).chunk(2, -1)
     return (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)
+
+
+def fuse_features(context: Tensor, num_context: Tensor, fc_weight: Tensor, norm_weight: Tensor, eps: float) -> Tensor:
+    """``rms_norm(context @ fc_weight.T)``; rows at or past ``num_context`` are zero."""
+    return rms_norm(torch.nn.functional.linear(context, fc_weight), norm_weight, eps, num_context)
+
+
+def _norm_rope(x: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
+    """RMSNorm over the heads of ``x [batch, rows, heads, head_dim]``, then half-split RoPE, rounded once."""
+    wide = x.to(_compute_dtype(x))
+    if weight is not None:
+        wide = rms_norm(wide, weight.to(wide.dtype), eps)
+    half = cos.shape[-1]
+    cos, sin = (t.to(wide.dtype).unsqueeze(2) for t in (cos, sin))
+    first, second, rest = wide[..., :half], wide[..., half : 2 * half], wide[..., 2 * half :]
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), -1).to(x.dtype)
+
+
+def _append(new: Tensor, positions: Tensor, cache: Tensor) -> None:
+    """``cache[b, :, positions[b, r]] = new[b, :, r]``, skipping positions outside the cache.
+
+    A skipped row repeats the write of a row that is not skipped, or where there is none puts slot 0 back.
+    """
+    if new.shape[2] == 0:
+        return
+    live = (positions >= 0) & (positions < cache.shape[2])
+    some = live.any(1, keepdim=True)
+    source = torch.where(live, torch.arange(new.shape[2], device=new.device), live.int().argmax(1, keepdim=True))
+    slots = torch.where(some, positions.gather(1, source), 0)
+    source, slots = (t[:, None, :, None].expand_as(new) for t in (source, slots))
+    new = torch.where(some[:, :, None, None], new.gather(2, source), cache.gather(2, slots))
+    cache.scatter_(2, slots, new)
+
+
+def qkv_norm_rope_append_(
+    qkv: Tensor,
+    positions: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    q_norm_weight: Tensor | None,
+    k_norm_weight: Tensor | None,
+    eps: float,
+    q_out: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+) -> None:
+    """Split packed rows into heads, norm and rotate q and k, write q of the last rows and append k and v."""
+    q_rows, num_heads, head_dim = q_out.shape[1:]
+    heads = qkv.unflatten(-1, (-1, head_dim))
+    q, k, v = heads.split([num_heads, k_cache.shape[1], v_cache.shape[1]], 2)
+    first = qkv.shape[1] - q_rows
+    q_out.copy_(_norm_rope(q[:, first:], q_norm_weight, eps, cos[:, first:], sin[:, first:]))
+    _append(_norm_rope(k, k_norm_weight, eps, cos, sin).transpose(1, 2), positions, k_cache)
+    _append(v.transpose(1, 2), positions, v_cache)
+
+
+def append_context_kv_(
+    kv: Tensor,
+    positions: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_norm_weight: Tensor | None,
+    eps: float,
+    k_caches: list[Tensor],
+    v_caches: list[Tensor],
+) -> None:
+    """Norm and rotate k and append k and v, for every layer."""
+    for layer, (k_cache, v_cache) in enumerate(zip(k_caches, v_caches, strict=True)):
+        k, v = kv[layer].unflatten(-1, (-1, k_cache.shape[-1])).chunk(2, 2)
+        weight = None if k_norm_weight is None else k_norm_weight[layer]
+        _append(_norm_rope(k, weight, eps, cos, sin).transpose(1, 2), positions, k_cache)
+        _append(v.transpose(1, 2), positions, v_cache)
+
+
+def append_kv_(key: Tensor, value: Tensor, positions: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+    """Append key and value rows at their positions."""
+    _append(key, positions, k_cache)
+    _append(value, positions, v_cache)
+
+
+def _visible(lengths: Tensor, rows: int, capacity: int, causal: bool, window: int, ancestors: Tensor | None) -> Tensor:
+    """``[batch, rows, capacity]``: which slots each query of the block sees."""
+    slot = torch.arange(capacity, device=lengths.device)
+    start = lengths[:, None, None]
+    query = start + torch.arange(rows, device=lengths.device)[:, None]
+    visible = (slot < start + rows).expand(-1, rows, -1)
+    if ancestors is not None:
+        bits = (ancestors[:, :, None] >> torch.arange(64, device=ancestors.device)) & 1
+        bits = bits.flatten(1)[:, :rows].bool()
+        tail = (slot - lengths[:, None]).clamp(0, rows - 1)
+        return visible & ((slot < start) | bits[:, tail].transpose(0, 1))
+    if causal:
+        visible = visible & (slot <= query)
+    if window:
+        visible = visible & (query - slot < window)
+        if not causal:
+            visible = visible & (slot - query < window)
+    return visible
+
+
+def block_attention(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: Tensor,
+    scale: float,
+    causal: bool,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    ancestors: Tensor | None = None,
+) -> Tensor:
+    """Attention of a block of queries over a cache that already holds the block; a query without keys gives zero."""
+    rows = q.shape[1]
+    num_kv_heads, capacity = k_cache.shape[1:3]
+    dtype = _compute_dtype(q)
+    visible = _visible(lengths, rows, capacity, causal, window, ancestors)
+    grouped = q.to(dtype).unflatten(2, (num_kv_heads, -1))
+    scores = torch.einsum("brhgd,bhcd->bhgrc", grouped, k_cache.to(dtype)) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = torch.where(visible[:, None, None], scores, float("-inf"))
+    top = scores.amax(-1, keepdim=True)
+    if sinks is not None:
+        sinks = sinks.to(dtype).view(num_kv_heads, -1, 1, 1)
+        top = torch.maximum(top, sinks)
+    top = torch.where(top == float("-inf"), 0.0, top)
+    weights = torch.exp(scores - top)
+    total = weights.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + torch.exp(sinks - top)
+    weights = weights / torch.where(total == 0, 1.0, total)
+    # A slot that a query does not see may hold anything, and 0 * NaN is NaN: such values are left out of the product,
+    # and the queries that do see them are marked.
+    finite = v_cache.isfinite().all(-1)
+    values = torch.where(finite[..., None], v_cache.to(dtype), 0.0)
+    out = torch.einsum("bhgrc,bhcv->brhgv", weights, values)
+    spoilt = torch.einsum("bhgrc,bhc->brhg", weights, (~finite).to(dtype)) != 0
+    return torch.where(spoilt[..., None], float("nan"), out).flatten(2, 3).to(q.dtype)
+
+
+# ---- token choice by keyed noise. Every step is one IEEE operation, in the order of csrc/noise.h: equal bits.
+
+_LOW32 = 0xFFFFFFFF
+
+
+def _philox(key: tuple[Tensor, Tensor], counter: list[Tensor]) -> list[Tensor]:
+    """Philox 4x32-10 (Salmon et al. 2011) on int64 tensors that hold 32-bit words; shapes broadcast."""
+    k0, k1 = key
+    c0, c1, c2, c3 = counter
+    for _ in range(10):
+        p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # wraps modulo 2^64, as wanted
+        c0, c1 = (p1 >> 32 & _LOW32) ^ c1 ^ k0, p1 & _LOW32
+        c2, c3 = (p0 >> 32 & _LOW32) ^ c3 ^ k1, p0 & _LOW32
+        k0, k1 = k0 + 0x9E3779B9 & _LOW32, k1 + 0xBB67AE85 & _LOW32
+    return [c0, c1, c2, c3]
+
+
+def _log64(x: Tensor) -> Tensor:
+    """ln(x) for positive normal float64: ``k ln2 + 2 artanh((m - 1) / (m + 1))``, m in [sqrt(1/2), sqrt(2))."""
+    bits = x.view(torch.int64) + (0x3FF0000000000000 - 0x3FE6A09E667F3BCD)
+    k = (bits >> 52) - 1023
+    m = ((bits & 0x000FFFFFFFFFFFFF) + 0x3FE6A09E667F3BCD).view(torch.float64)
+    s = (m - 1.0) / (m + 1.0)
+    square = s * s
+    series = torch.full_like(s, 1.0 / 19.0)
+    for divisor in (17.0, 15.0, 13.0, 11.0, 9.0, 7.0, 5.0, 3.0):
+        series = series * square + 1.0 / divisor
+    return k.to(torch.float64) * 0.6931471805599453 + (s + s) * (series * square + 1.0)
+
+
+def _shared_exp(d: Tensor) -> Tensor:
+    """exp(d) for fp32 d <= 0, relative error below 2e-7; 0 below -86."""
+    under = d < -86.0
+    d = torch.where(under, 0.0, d)
+    n = (d * 1.4426950216293335 + 12582912.0) - 12582912.0  # 1.5 * 2^23: rounds to an integer
+    r = (d - n * 0.693359375) - n * -2.12194442e-4
+    p = torch.full_like(r, 1.9875691e-4)
+    for c in (1.3981999e-3, 8.3334519e-3, 4.1665796e-2, 1.6666666e-1, 0.5, 1.0, 1.0):
+        p = p * r + c
+    scale = ((n.to(torch.int32) + 127) << 23).view(torch.float32)
+    return torch.where(under, 0.0, p * scale)
+
+
+def gumbel_noise(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
+    """The keyed noise of :func:`select_tokens`: standard Gumbel, a function of (seed, position, token id) alone.
+
+    Word ``id & 3`` of Philox 4x32-10 with the seed as key and (id >> 2, position low, position high, 0) as counter
+    is x; the noise is ``-ln(-ln(1 - (x + 0.5) / 2^32))`` in float64, rounded to fp32. It lies in (-3.14, 22.88).
+
+    Args:
+        seeds: ``[batch]`` int64.
+        positions: ``[batch, rows]`` int64.
+        vocab: how many token ids.
+
+    Returns:
+        ``[batch, rows, vocab]`` float32.
+    """
+    key = seeds[:, None, None]
+    position = positions[:, :, None]
+    group = torch.arange((vocab + 3) // 4, device=positions.device).expand(*positions.shape, -1)
+    counter = [group, position & _LOW32, position >> 32 & _LOW32, torch.zeros_like(position)]
+    words = torch.stack(_philox((key & _LOW32, key >> 32 & _LOW32), counter), -1).flatten(2)[..., :vocab]
+    w = (words.to(torch.float64) + 0.5) * 2.0**-32
+    return (-_log64(-_log64(1.0 - w))).to(torch.float32)
+
+
+def _lowest_argmax(x: Tensor) -> Tensor:
+    """argmax over the last dimension, ties to the lowest index on every device."""
+    ids = torch.arange(x.shape[-1], device=x.device)
+    return torch.where(x == x.amax(-1, keepdim=True), ids, x.shape[-1]).amin(-1)
+
+
+def select_tokens(
+    logits: Tensor,
+    positions: Tensor,
+    seeds: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    sharpness: Tensor,
+) -> Tensor:
+    """``argmax(sharpness * filter(logits / temperature) + gumbel_noise)``; -1 for a row that holds NaN."""
+    logits = logits.to(torch.float32)
+    vocab = logits.shape[-1]
+    temperature, top_k, top_p, min_p, sharpness = (
+        x[:, None, None] for x in (temperature, top_k, top_p, min_p, sharpness)
+    )
+    z = logits / temperature
+    order, index = z.sort(-1, descending=True)
+    best = order[..., :1]
+
+    kth = order.gather(-1, (top_k - 1).clamp(0, vocab - 1).expand_as(best))
+    in_top_k = (order >= kth) | (top_k <= 0) | (top_k >= vocab)
+    e = _shared_exp(torch.where(order == best, 0.0, order - best))
+    q = torch.where(in_top_k, torch.round(e * 2.0**38), 0.0).to(torch.int64)
+    before = q.cumsum(-1) - q
+    first = torch.cat([torch.ones_like(order[..., :1], dtype=torch.bool), order[..., 1:] != order[..., :-1]], -1)
+    greater = torch.where(first, before, 0).cummax(-1).values  # of equal tokens, what lies before the first
+    total = q.sum(-1, keepdim=True).to(torch.float64)
+    in_top_p = (greater.to(torch.float64) < top_p.to(torch.float64) * total) | ~(top_p < 1)
+    keep = in_top_k & in_top_p & ((e >= min_p) | ~(min_p > 0)) | (order == best)
+    keep = torch.empty_like(keep).scatter_(-1, index, keep)
+
+    score = torch.where(torch.isinf(z), z, sharpness * z) + gumbel_noise(seeds, positions, vocab)
+    greedy = ~(temperature > 0) | torch.isposinf(sharpness)
+    value = torch.where(greedy, logits, torch.where(keep, score, -torch.inf))
+    ids = _lowest_argmax(value)
+    return torch.where(torch.isnan(logits).any(-1), -1, ids)
+
+
+def accept_prefix_(
+    block_ids: Tensor,
+    posterior: Tensor,
+    stop_token_ids: Tensor,
+    limits: Tensor,
+    tokens: Tensor,
+    length: Tensor,
+    num_context: Tensor,
+    done: Tensor,
+) -> None:
+    """Emit the longest matching prefix and one more token of every running row, and advance its state."""
+    rows, capacity = block_ids.shape[1], tokens.shape[1]
+    steps = torch.arange(rows, device=tokens.device)
+    matches = (block_ids[:, 1:] == posterior[:, :-1]) & (posterior[:, :-1] >= 0)
+    count = matches.long().cumprod(-1).sum(-1) + 1
+    stops = (posterior[:, :, None] == stop_token_ids).any(-1) & (posterior >= 0)
+    count = torch.minimum(count, torch.where(stops, steps + 1, rows).amin(-1))
+    room = torch.minimum(limits, limits.new_full((), capacity)) - 1 - length
+    count = torch.minimum(count, room.clamp_min(0))
+    invalid = ((posterior < 0) & (steps < count[:, None])).any(-1)
+    count = count - invalid.long()  # -1 matches no proposal, so it can only be the last
+    running = done == 0
+    count = torch.where(running, count, 0)
+
+    last = (count - 1).clamp_min(0)[:, None]
+    stopped = stops.gather(1, last)[:, 0] & (count > 0)
+    state = torch.where(invalid, 3, torch.where(stopped, 1, torch.where(count >= room, 2, 0)))
+    offset = torch.arange(capacity, device=tokens.device) - (length + 1)[:, None]
+    fresh = (offset >= 0) & (offset < count[:, None])
+    tokens.copy_(torch.where(fresh, posterior.gather(1, offset.clamp(0, rows - 1)), tokens))
+    length.add_(count)
+    num_context.copy_(count)
+    done.copy_(torch.where(running, state, done))

@@ -1,0 +1,290 @@
+// id = argmax(sharpness * filter(logits / temperature) + gumbel(seed, position, id)), ties to the lowest id.
+// One row at a time, rows over threads. A first pass takes the maximum of each block of 64 logits and looks
+// for NaN; after that only blocks that can matter are read. A token needs its Philox word only if its score
+// with the largest noise there is would reach the best score so far, and a logarithm only if the bound
+// gumbel(word) <= -ln(word / 2^32) still lets it: fp32 addition is monotone, so what is skipped could not
+// have won, and the result is exact. The thresholds of the filters are found exactly, on the blocks that can
+// hold them. Needs -ffp-contract=off.
+#include <algorithm>
+#include <cmath>
+#include <functional>
+#include <limits>
+#include <utility>
+#include <vector>
+
+#ifdef __SSE2__
+#include <immintrin.h>
+#endif
+
+#include "cpu/parallel.h"
+#include "noise.h"
+#include "params.h"
+
+DFLASH_NAMESPACE_BEGIN
+
+constexpr int kBlock = 64;
+constexpr int kBuckets = 1024;  // of width 1/32 in z - zmax
+constexpr float kInf = std::numeric_limits<float>::infinity();
+constexpr float kLargestNoise = 22.875f;  // above 33 ln2
+
+struct Scratch {
+  std::vector<float> block_max;  // of the logits, then of z
+  std::vector<float> values;
+  std::vector<std::pair<float, int64_t>> bucket;
+};
+
+struct Row {
+  float temperature, sharpness, top_p, min_p;
+  int64_t top_k, vocab, blocks;
+  uint64_t position, seed;
+};
+
+// The maximum of every block; returns whether the row is free of NaN.
+template <typename T>
+static bool scan(const T* logits, const Row& row, float* block_max) {
+  IVec largest_bits = {};
+  const int64_t whole = row.vocab / kBlock;
+  for (int64_t b = 0; b < whole; ++b) {
+    const T* x = logits + b * kBlock;
+    Vec top = load(x);
+    for (int i = 0; i < kBlock; i += kWidth) {
+      const Vec v = load(x + i);
+      const IVec bits = reinterpret_cast<const IVec&>(v) & 0x7fffffff;
+      top = v > top ? v : top;
+      largest_bits = bits > largest_bits ? bits : largest_bits;
+    }
+    float lane[kWidth];
+    std::memcpy(lane, &top, sizeof(top));
+    for (int step = kWidth / 2; step > 0; step /= 2)
+      for (int i = 0; i < step; ++i) lane[i] = lane[i + step] > lane[i] ? lane[i + step] : lane[i];
+    block_max[b] = lane[0];
+  }
+  bool clean = true;
+  for (int i = 0; i < kWidth; ++i) clean &= largest_bits[i] <= 0x7f800000;
+  if (whole < row.blocks) {
+    float top = -kInf;
+    for (int64_t i = whole * kBlock; i < row.vocab; ++i) {
+      const float v = to_float(logits[i]);
+      clean &= v == v;
+      top = v > top ? v : top;
+    }
+    block_max[whole] = top;
+  }
+  return clean;
+}
+
+// logits / temperature of one block, padded with -inf.
+template <typename T>
+static void load_block(const T* logits, const Row& row, int64_t block, float* z) {
+  const int64_t begin = block * kBlock, count = std::min<int64_t>(kBlock, row.vocab - begin);
+  const T* x = logits + begin;
+  int64_t i = 0;
+  for (; i + kWidth <= count; i += kWidth) store(z + i, load(x + i) / splat(row.temperature));
+  for (; i < count; ++i) z[i] = to_float(x[i]) / row.temperature;
+  for (; i < kBlock; ++i) z[i] = -kInf;
+}
+
+// The k-th largest logit.
+template <typename T>
+static float kth_largest(const T* logits, const Row& row, Scratch& s) {
+  const int64_t k = row.top_k;
+  float at_least = -kInf;  // k blocks hold such a logit, hence k logits are as large
+  if (k <= row.blocks) {
+    s.values.assign(s.block_max.begin(), s.block_max.begin() + row.blocks);
+    std::nth_element(s.values.begin(), s.values.begin() + (k - 1), s.values.end(), std::greater<float>());
+    at_least = s.values[k - 1];
+  }
+  s.values.clear();
+  for (int64_t b = 0; b < row.blocks; ++b) {
+    if (s.block_max[b] < at_least) continue;
+    for (int64_t i = b * kBlock; i < std::min(row.vocab, (b + 1) * kBlock); ++i)
+      if (to_float(logits[i]) >= at_least) s.values.push_back(to_float(logits[i]));
+  }
+  std::nth_element(s.values.begin(), s.values.begin() + (k - 1), s.values.end(), std::greater<float>());
+  return s.values[k - 1];
+}
+
+typedef uint64_t LVec __attribute__((vector_size(4 * DFLASH_WIDTH)));
+
+// The product of the low halves.
+static inline LVec multiply_low(LVec a, LVec b) {
+#if defined(__AVX512F__)
+  return LVec(_mm512_maskz_mul_epu32(0xff, __m512i(a), __m512i(b)));  // GCC 12 warns of the plain one
+#elif defined(__AVX2__)
+  return LVec(_mm256_mul_epu32(__m256i(a), __m256i(b)));
+#elif defined(__SSE2__)
+  return LVec(_mm_mul_epu32(__m128i(a), __m128i(b)));
+#else
+  return (a & 0xffffffffu) * (b & 0xffffffffu);
+#endif
+}
+
+// noise_words for a whole block, a counter per 64-bit lane. Only low halves count; what is above them is
+// never masked.
+static void block_words(uint32_t group, uint64_t position, uint64_t seed, uint32_t* words) {
+  constexpr int kLanes = kWidth / 2;
+  uint64_t pairs[2][kBlock / 4];  // the first two words of each counter, the last two; little endian
+  LVec lane;
+  for (int i = 0; i < kLanes; ++i) lane[i] = i;
+  for (int g = 0; g < kBlock / 4; g += kLanes) {
+    LVec c0 = lane + (group + g), c1 = LVec{} + uint32_t(position), c2 = LVec{} + (position >> 32), c3 = {};
+    uint32_t k0 = uint32_t(seed), k1 = uint32_t(seed >> 32);
+    for (int round = 0; round < 10; ++round) {
+      const LVec p0 = multiply_low(c0, LVec{} + kPhiloxM0), p1 = multiply_low(c2, LVec{} + kPhiloxM1);
+      c0 = (p1 >> 32) ^ c1 ^ uint64_t(k0);
+      c2 = (p0 >> 32) ^ c3 ^ uint64_t(k1);
+      c1 = p1;
+      c3 = p0;
+      k0 += kPhiloxW0;
+      k1 += kPhiloxW1;
+    }
+    const LVec first = (c0 & 0xffffffffu) | (c1 << 32), second = (c2 & 0xffffffffu) | (c3 << 32);
+    std::memcpy(pairs[0] + g, &first, sizeof(first));
+    std::memcpy(pairs[1] + g, &second, sizeof(second));
+  }
+  uint64_t interleaved[kBlock / 2];
+  for (int g = 0; g < kBlock / 4; ++g) {
+    interleaved[2 * g] = pairs[0][g];
+    interleaved[2 * g + 1] = pairs[1][g];
+  }
+  std::memcpy(words, interleaved, sizeof(interleaved));
+}
+
+static inline float below_top(float z, float top) { return z == top ? 0.0f : z - top; }
+
+static inline int bucket_of(float d) {
+  const float bucket = d * -32.0f;
+  return int(bucket < float(kBuckets - 1) ? bucket : float(kBuckets - 1));
+}
+
+// The smallest z that top-p keeps among those from `floor` up: what is strictly above it weighs less than
+// top_p of all. Weights go into buckets of z first, and only the bucket in which the sum gets there is
+// sorted.
+template <typename T>
+static float top_p_threshold(const T* logits, const Row& row, float top, float floor, Scratch& s) {
+  int64_t weight[kBuckets] = {};
+  float z[kBlock], e[kBlock];
+  int64_t q[kBlock];
+  int bucket[kBlock];
+  const auto weigh = [&](int64_t b) {
+    load_block(logits, row, b, z);
+    for (int i = 0; i < kBlock; ++i) {
+      const float d = below_top(z[i], top);
+      e[i] = z[i] >= floor ? shared_exp(d) : 0.0f;
+      bucket[i] = bucket_of(d);
+    }
+    for (int i = 0; i < kBlock; ++i) q[i] = fixed_point(e[i]);
+  };
+  for (int64_t b = 0; b < row.blocks; ++b) {
+    if (s.block_max[b] < floor || below_top(s.block_max[b], top) < -28.0f)
+      continue;  // exp(-28) 2^38 rounds to 0
+    weigh(b);
+    for (int i = 0; i < kBlock; ++i) weight[bucket[i]] += q[i];
+  }
+  int64_t total = 0, above = 0;
+  for (int64_t w : weight) total += w;
+  const double limit = double(row.top_p) * double(total);
+  int crossing = 0;
+  while (crossing < kBuckets - 1 && double(above + weight[crossing]) < limit) above += weight[crossing++];
+  s.bucket.clear();
+  for (int64_t b = 0; b < row.blocks; ++b) {
+    if (s.block_max[b] < floor || bucket_of(below_top(s.block_max[b], top)) > crossing) continue;
+    weigh(b);
+    const int64_t count = std::min<int64_t>(kBlock, row.vocab - b * kBlock);
+    for (int i = 0; i < count; ++i)
+      if (bucket[i] == crossing && z[i] >= floor) s.bucket.emplace_back(z[i], q[i]);
+  }
+  std::sort(s.bucket.begin(), s.bucket.end(), std::greater<std::pair<float, int64_t>>());
+  float threshold = top;
+  for (size_t i = 0; i < s.bucket.size() && double(above) < limit;) {
+    threshold = s.bucket[i].first;
+    for (; i < s.bucket.size() && s.bucket[i].first == threshold; ++i) above += s.bucket[i].second;
+  }
+  return threshold;
+}
+
+template <typename T>
+static int64_t select_row(const T* logits, const Row& row, Scratch& s) {
+  float* block_max = s.block_max.data();
+  if (!scan(logits, row, block_max)) return -1;
+  const float largest = *std::max_element(block_max, block_max + row.blocks);
+  int64_t best_id = (std::find(block_max, block_max + row.blocks, largest) - block_max) * kBlock;
+  while (to_float(logits[best_id]) != largest) ++best_id;
+  if (!(row.temperature > 0.0f) || row.sharpness == kInf) return best_id;
+
+  const float top = largest / row.temperature;
+  if (top == -kInf) return 0;
+  float floor = -kInf;
+  if (row.top_k > 0 && row.top_k < row.vocab) floor = kth_largest(logits, row, s) / row.temperature;
+  for (int64_t b = 0; b < row.blocks; ++b) block_max[b] = block_max[b] / row.temperature;
+  if (row.top_p < 1.0f) floor = std::max(floor, top_p_threshold(logits, row, top, floor, s));
+  if (row.min_p > 0.0f) {  // only a lower bound, to skip by; the test itself is on the exponential
+    const double bound = double(top) + std::log(double(row.min_p));
+    floor = std::max(floor, std::min(top, float(bound - 1e-3 - 1e-6 * std::fabs(bound))));
+  }
+
+  const auto scaled = [&](float z) { return std::isinf(z) ? z : row.sharpness * z; };
+  const auto words_of = [&](int64_t id) { return noise_words(uint32_t(id >> 2), row.position, 0, row.seed); };
+  float best = scaled(top) + gumbel(words_of(best_id).word[best_id & 3]);
+
+  float z[kBlock], a[kBlock];
+  uint32_t word[kBlock];
+  int32_t hit[kBlock];
+  for (int64_t b = 0; b < row.blocks; ++b) {
+    if (block_max[b] < floor || scaled(block_max[b]) + kLargestNoise < best) continue;
+    load_block(logits, row, b, z);
+    block_words(uint32_t(b * (kBlock / 4)), row.position, row.seed, word);
+    // -ln(word / 2^32) <= ln2 (151 - bits / 2^23) for the bits of float(word >> 8): log2(1 + f) >= f on its
+    // mantissa.
+    IVec any = {};
+    for (int i = 0; i < kBlock; i += kWidth) {
+      const Vec v = load(z + i);
+      const IVec infinite = (reinterpret_cast<const IVec&>(v) & 0x7fffffff) == 0x7f800000;
+      const Vec score = infinite ? v : v * splat(row.sharpness);
+      const UVec high = *reinterpret_cast<const UVec*>(word + i) >> 8;
+      const Vec wide = __builtin_convertvector(reinterpret_cast<const IVec&>(high), Vec);
+      const Vec bits = __builtin_convertvector(reinterpret_cast<const IVec&>(wide), Vec);
+      const Vec bound = splat(104.6663f) - bits * splat(8.2629582e-8f);
+      const IVec live = (score + bound >= splat(best)) & (v >= splat(floor));
+      store(a + i, score);
+      *reinterpret_cast<IVec*>(hit + i) = live;
+      any |= live;
+    }
+    int32_t found = 0;
+    for (int i = 0; i < kWidth; ++i) found |= any[i];
+    if (!found) continue;
+    for (int i = 0; i < kBlock; ++i) {
+      const int64_t id = b * kBlock + i;
+      if (!hit[i] || id >= row.vocab) continue;
+      if (row.min_p > 0.0f && z[i] != top && !(shared_exp(z[i] - top) >= row.min_p)) continue;
+      const float score = a[i] + gumbel(word[i]);
+      if (score > best || (score == best && id < best_id)) best = score, best_id = id;
+    }
+  }
+  return best_id;
+}
+
+template <typename T>
+static void select_rows(const SelectTokensParams& p) {
+  parallel_for(p.batch * p.rows, p.batch * p.rows * p.vocab, p.threads, [&](int64_t i) {
+    static thread_local Scratch scratch;
+    const int64_t b = i / p.rows;
+    const Row row{p.temperature[b],
+                  p.sharpness[b],
+                  p.top_p[b],
+                  p.min_p[b],
+                  p.top_k[b],
+                  p.vocab,
+                  (p.vocab + kBlock - 1) / kBlock,
+                  uint64_t(p.positions[i]),
+                  uint64_t(p.seeds[b])};
+    scratch.block_max.resize(row.blocks);
+    p.ids[i] = select_row(static_cast<const T*>(p.logits) + i * p.vocab, row, scratch);
+  });
+}
+
+void select_tokens(const SelectTokensParams& p) {
+  p.dtype == DType::kFloat32 ? select_rows<float>(p) : select_rows<bf16>(p);
+}
+
+DFLASH_NAMESPACE_END

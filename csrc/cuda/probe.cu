@@ -1,0 +1,17 @@
+#include "cuda/device.cuh"
+#include "cuda/launch.h"
+
+namespace dflash {
+
+static __global__ void probe_kernel() {}
+
+cudaError_t probe_kernels(int device) {
+  const DeviceScope scope(device);
+  if (scope.error() != cudaSuccess) return scope.error();
+  cudaFuncAttributes attributes;
+  const cudaError_t error = cudaFuncGetAttributes(&attributes, probe_kernel);
+  cudaGetLastError();  // the answer, not a fault that a later launch should report
+  return error;
+}
+
+}  // namespace dflash

@@ -1,0 +1,237 @@
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from dflash import ops, reference
+
+pytestmark = pytest.mark.op
+
+BOTH = [ops.accept_prefix_, reference.accept_prefix_]
+RUNNING, STOP, LIMIT, INVALID = range(4)
+STALE = -7
+
+
+def slow_accept(block_ids, posterior, stop_token_ids, limits, tokens, length, num_context, done):
+    """The definition, on lists of one row; returns tokens, length, num_context, done."""
+    if done:
+        return tokens, length, 0, done
+    rows, room = len(block_ids), max(min(limits, len(tokens)) - 1 - length, 0)
+    n = 0
+    while n < rows - 1 and block_ids[n + 1] == posterior[n] and posterior[n] >= 0:
+        n += 1
+    emitted = posterior[: n + 1]
+    stops = [j for j, token in enumerate(emitted) if token in stop_token_ids and token >= 0]
+    emitted = emitted[: stops[0] + 1] if stops else emitted
+    emitted = emitted[:room]
+    if any(token < 0 for token in emitted):
+        emitted = emitted[: [token < 0 for token in emitted].index(True)]
+        done = INVALID
+    elif emitted and emitted[-1] in stop_token_ids:
+        done = STOP
+    elif len(emitted) == room:
+        done = LIMIT
+    count = len(emitted)
+    return tokens[: length + 1] + emitted + tokens[length + 1 + count :], length + count, count, done
+
+
+def state(batch, rows, block_ids, posterior, stops=(), limits=1000, capacity=50, length=3, done=0):
+    """The op's eight arguments; tokens are stale except the anchor."""
+
+    def whole(value, *shape):
+        return torch.as_tensor(value, dtype=torch.int64).expand(*shape).contiguous()
+
+    tokens = torch.full((batch, capacity), STALE)
+    length = whole(length, batch)
+    block_ids = whole(block_ids, batch, rows)
+    tokens.scatter_(1, length[:, None].clamp(max=capacity - 1), block_ids[:, :1])
+    return (
+        block_ids, whole(posterior, batch, rows), torch.tensor(stops, dtype=torch.int64), whole(limits, batch),
+        tokens, length, torch.full((batch,), STALE), whole(done, batch),
+    )  # fmt: skip
+
+
+def draw_case(seed, batch, rows):
+    """Mostly matching proposals, few ids, tight limits, capacities that end early, rows done and rows invalid."""
+    g = torch.Generator().manual_seed(seed)
+
+    def whole(low, high, *shape):
+        return torch.randint(low, high, shape, generator=g)
+
+    posterior = whole(0, 40, batch, rows)
+    posterior[torch.rand(batch, rows, generator=g) < 0.3 / rows] = -1
+    block_ids = torch.cat([whole(0, 40, batch, 1), posterior[:, :-1]], 1)
+    wrong = torch.rand(batch, rows, generator=g) < whole(0, 3, batch, 1) / rows
+    block_ids = torch.where(wrong, whole(-1, 40, batch, rows), block_ids)
+    stops = whole(0, 40, seed % 3).tolist() + [-1] * (seed % 2)
+    capacity = rows + 20
+    length = whole(0, capacity, batch)
+    limits = length + whole(0, rows + 6, batch)
+    done = whole(0, 4, batch) * (torch.rand(batch, generator=g) < 0.2)
+    return state(batch, rows, block_ids, posterior, stops, limits, capacity, length, done)
+
+
+def expected(case):
+    block_ids, posterior, stops, limits, tokens, length, num_context, done = (x.tolist() for x in case)
+    rows = [
+        slow_accept(*row[:2], stops, *row[2:])
+        for row in zip(block_ids, posterior, limits, tokens, length, num_context, done, strict=True)
+    ]
+    return [torch.tensor(column) for column in zip(*rows, strict=True)]
+
+
+def check(accept, case, device="cpu"):
+    before = [x.clone() for x in case[:4]]
+    wanted = expected(case)
+    case = [x.to(device, copy=True) for x in case]
+    assert accept(*case) is None
+    for have, want in zip(case[4:], wanted, strict=True):
+        assert torch.equal(have.cpu(), want)
+    for have, want in zip(case[:4], before, strict=True):
+        assert torch.equal(have.cpu(), want)
+
+
+@pytest.mark.parametrize("accept", BOTH)
+@pytest.mark.parametrize("rows", [1, 2, 7, 16, 31, 32, 33, 64, 113])
+def test_against_the_definition(accept, rows):
+    for seed in range(20):
+        check(accept, draw_case(seed, 17, rows))
+
+
+def test_random_cases_reach_every_state():
+    cases = [draw_case(seed, 17, rows) for rows in (7, 16) for seed in range(20)]
+    results = [expected(case) for case in cases]
+    counts, done = (torch.cat([result[i] for result in results]).tolist() for i in (2, 3))
+    assert set(zip(done, map(bool, counts), strict=True)) == {
+        (RUNNING, True), (STOP, True), (LIMIT, True), (INVALID, True), (LIMIT, False), (INVALID, False), (STOP, False),
+    }  # fmt: skip
+    assert set(counts) >= set(range(17))
+
+
+def run(accept, *args, **options):
+    case = state(1, len(args[0]), *args, **options)
+    accept(*case)
+    tokens, length, num_context, done = (x[0] for x in case[4:])
+    fresh = tokens[tokens != STALE].tolist()
+    return fresh, length.item(), num_context.item(), done.item()
+
+
+@pytest.mark.parametrize("accept", BOTH)
+def test_cases_by_hand(accept):
+    block = [9, 1, 2, 3]
+    assert run(accept, block, [1, 2, 3, 4]) == ([9, 1, 2, 3, 4], 7, 4, RUNNING)
+    assert run(accept, block, [1, 2, 8, 4]) == ([9, 1, 2, 8], 6, 3, RUNNING)
+    assert run(accept, block, [7, 2, 3, 4]) == ([9, 7], 4, 1, RUNNING)
+    assert run(accept, [9], [5]) == ([9, 5], 4, 1, RUNNING)
+    # a stop token that matches, one that is the bonus, one past the prefix
+    assert run(accept, block, [1, 2, 3, 4], stops=[2, 3]) == ([9, 1, 2], 5, 2, STOP)
+    assert run(accept, block, [1, 2, 8, 4], stops=[8]) == ([9, 1, 2, 8], 6, 3, STOP)
+    assert run(accept, block, [1, 7, 3, 4], stops=[3, 4]) == ([9, 1, 7], 5, 2, RUNNING)
+    # limits: room for 2, for exactly all, for none; a stop token at the limit, and behind it
+    assert run(accept, block, [1, 2, 3, 4], limits=6) == ([9, 1, 2], 5, 2, LIMIT)
+    assert run(accept, block, [1, 2, 3, 4], limits=8) == ([9, 1, 2, 3, 4], 7, 4, LIMIT)
+    assert run(accept, block, [1, 2, 3, 4], limits=9) == ([9, 1, 2, 3, 4], 7, 4, RUNNING)
+    assert run(accept, block, [1, 2, 3, 4], limits=4) == ([9], 3, 0, LIMIT)
+    assert run(accept, block, [1, 2, 3, 4], limits=0) == ([9], 3, 0, LIMIT)
+    assert run(accept, block, [1, 2, 3, 4], stops=[2], limits=6) == ([9, 1, 2], 5, 2, STOP)
+    assert run(accept, block, [1, 2, 3, 4], stops=[3], limits=6) == ([9, 1, 2], 5, 2, LIMIT)
+    assert run(accept, block, [1, 2, 3, 4], capacity=6) == ([9, 1, 2], 5, 2, LIMIT)
+    # NaN logits: at once, after a match, behind a mismatch, behind a stop token, behind the limit
+    assert run(accept, block, [-1, 2, 3, 4]) == ([9], 3, 0, INVALID)
+    assert run(accept, block, [1, 2, -1, 4]) == ([9, 1, 2], 5, 2, INVALID)
+    assert run(accept, block, [1, 7, -1, 4]) == ([9, 1, 7], 5, 2, RUNNING)
+    assert run(accept, block, [1, 2, -1, 4], stops=[2]) == ([9, 1, 2], 5, 2, STOP)
+    assert run(accept, block, [1, 2, -1, 4], limits=6) == ([9, 1, 2], 5, 2, LIMIT)
+    # -1 is no proposal and no stop token, even against an invalid choice
+    assert run(accept, [9, -1, -1, -1], [-1, -1, -1, -1], stops=[-1]) == ([9], 3, 0, INVALID)
+    assert run(accept, [9, -1, -1, -1], [4, 5, 6, 7]) == ([9, 4], 4, 1, RUNNING)
+
+
+@pytest.mark.parametrize("accept", BOTH)
+@pytest.mark.parametrize("done", [STOP, LIMIT, INVALID])
+def test_a_row_that_is_done_stays(accept, done):
+    case = state(2, 3, [[9, 1, 2], [-5, 2**62, -(2**63)]], [[1, 2, 3], [2**62, -1, 7]], [3], done=done)
+    tokens = case[4].clone()
+    accept(*case)
+    assert torch.equal(case[4], tokens)
+    assert case[5].tolist() == [3, 3]
+    assert case[6].tolist() == [0, 0]
+    assert case[7].tolist() == [done, done]
+
+
+def test_strided_inputs():
+    block_ids, posterior, *rest = draw_case(3, 6, 7)
+    wanted = expected((block_ids, posterior, *rest))
+    ops.accept_prefix_(block_ids.t().contiguous().t(), posterior.repeat(1, 2)[:, :7], *rest)
+    for have, want in zip(rest[2:], wanted, strict=True):
+        assert torch.equal(have, want)
+
+
+def test_opcheck():
+    torch.library.opcheck(torch.ops.dflash.accept_prefix_.default, draw_case(4, 5, 7))
+    torch.library.opcheck(torch.ops.dflash.accept_prefix_.default, draw_case(3, 5, 1))
+
+
+def test_runs_without_data():
+    case = draw_case(4, 5, 7)
+    with FakeTensorMode() as mode:
+        for accept in BOTH:
+            accept(*(mode.from_tensor(x) for x in case))
+
+
+def test_bad_input_is_named():
+    case = draw_case(4, 5, 7)
+    names = ["block_ids", "posterior", "stop_token_ids", "limits", "tokens", "length", "num_context", "done"]
+
+    def replaced(name, value):
+        return [value(x) if name == other else x for other, x in zip(names, case, strict=True)]
+
+    with pytest.raises(ValueError, match=r"accept_prefix_: block_ids must be \[batch, rows\] with rows >= 1"):
+        ops.accept_prefix_(*replaced("block_ids", lambda x: x[:, :0]))
+    with pytest.raises(ValueError, match=r"posterior must be \[batch, rows\] = \[5, 7\], got \[5, 6\]"):
+        ops.accept_prefix_(*replaced("posterior", lambda x: x[:, :6]))
+    with pytest.raises(ValueError, match=r"stop_token_ids must be \[n\], got 0 dimensions"):
+        ops.accept_prefix_(*replaced("stop_token_ids", lambda x: torch.tensor(3)))
+    with pytest.raises(ValueError, match=r"tokens must be \[batch, capacity\] = \[5, \*\], got \[4, 27\]"):
+        ops.accept_prefix_(*replaced("tokens", lambda x: x[:4]))
+    with pytest.raises(ValueError, match=r"tokens is written in place and must be contiguous, got strides"):
+        ops.accept_prefix_(*replaced("tokens", lambda x: x.t().contiguous().t()))
+    for name in ("limits", "length", "num_context", "done"):
+        with pytest.raises(ValueError, match=rf"{name} must be \[batch\] = \[5\], got \[4\]"):
+            ops.accept_prefix_(*replaced(name, lambda x: x[:4]))
+    for name in names:
+        with pytest.raises(TypeError, match=rf"{name} must be torch.int64, got torch.int32"):
+            ops.accept_prefix_(*replaced(name, lambda x: x.int()))
+    with pytest.raises(ValueError, match=r"done must be on cpu as block_ids is, got meta"):
+        ops._accept_prefix_check(*replaced("done", lambda x: x.to("meta")))
+
+
+def test_cuda_status_says_why():
+    assert isinstance(ops.cuda_status(0), str)
+    if not torch.cuda.is_available():
+        assert ops.cuda_status(0)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("accept", BOTH)
+@pytest.mark.parametrize("rows", [1, 2, 16, 31, 32, 33, 64, 113])
+def test_on_cuda(accept, rows):
+    if accept is ops.accept_prefix_:
+        assert ops.cuda_status(torch.cuda.current_device()) == ""
+    for seed in range(20):
+        check(accept, draw_case(seed, 17, rows), "cuda")
+
+
+@pytest.mark.cuda
+def test_runs_on_the_current_stream_and_inside_a_graph():
+    case = draw_case(6, 17, 16)
+    device = [x.cuda() for x in case]
+    initial = [x.clone() for x in device[4:]]
+    graph = torch.cuda.CUDAGraph()
+    ops.accept_prefix_(*device)
+    with torch.cuda.graph(graph):
+        ops.accept_prefix_(*device)
+    for x, value in zip(device[4:], initial, strict=True):
+        x.copy_(value)
+    graph.replay()
+    for have, want in zip(device[4:], expected(case), strict=True):
+        assert torch.equal(have.cpu(), want)

@@ -1,0 +1,106 @@
+import pytest
+import torch
+from op_checks import DTYPES, assert_as_exact_as_torch
+
+from dflash import ops, reference
+
+EPS, NAN = 1e-6, float("nan")
+SHAPES = [(2, 16, 16), (1, 64, 64), (3, 20, 10), (1, 128, 32)]  # kv heads, head_dim, rotary
+
+
+def draw(shape, num_layers, batch, rows, dtype, norm=True):
+    """The op's arguments for rows at positions 3 .., each sequence with its own count of rows that are on."""
+    num_kv_heads, head_dim, rotary = shape
+    generator = torch.Generator().manual_seed(rows)
+    kv = torch.randn(num_layers, batch, rows, 2 * num_kv_heads * head_dim, generator=generator) * 3
+    live = torch.arange(rows) < rows - 2 * torch.arange(batch)[:, None]
+    positions = torch.where(live, torch.arange(rows) + 3, -1)
+    angles = torch.rand(batch, rows, rotary // 2, generator=generator) * 7
+    cos, sin = (torch.where(live[..., None], t, NAN) for t in (angles.cos(), angles.sin()))
+    weight = torch.randn(num_layers, head_dim, generator=generator).add(1).to(dtype) if norm else None
+    caches = [torch.full((batch, num_kv_heads, rows + 4, head_dim), NAN, dtype=dtype) for _ in range(2 * num_layers)]
+    return [kv.to(dtype), positions, cos, sin, weight, EPS, caches[:num_layers], caches[num_layers:]]
+
+
+def run(op, args):
+    args = [*args[:6], *([x.clone() for x in caches] for caches in args[6:])]
+    op(*args)
+    return args[6:]
+
+
+def double(args):
+    args = [x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in args]
+    return [*args[:6], *([x.double() for x in caches] for caches in args[6:])]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_against_float64(shape, norm, dtype):
+    for num_layers, batch, rows in ((1, 1, 1), (3, 2, 15), (2, 3, 16), (5, 2, 113)):
+        args = draw(shape, num_layers, batch, rows, dtype, norm)
+        exact, twin, out = (
+            run(op, a)
+            for op, a in (
+                (reference.append_context_kv_, double(args)),
+                (reference.append_context_kv_, args),
+                (ops.append_context_kv_, args),
+            )
+        )
+        for o, t, e in zip(*(k + v for k, v in (out, twin, exact)), strict=True):
+            for b in range(batch):
+                on = max(0, rows - 2 * b)
+                assert not o[b, :, 3 : 3 + on].isnan().any()
+                assert o[b, :, :3].isnan().all()
+                assert o[b, :, 3 + on :].isnan().all()
+            assert torch.equal(t.isnan(), o.isnan())
+            assert_as_exact_as_torch(o.nan_to_num(), t.nan_to_num(), e.nan_to_num())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("norm", [True, False])
+def test_each_layer_has_the_bits_of_the_step_op(norm, dtype):
+    """A context row must not depend on whether prefill or a step injected it."""
+    args = draw((2, 40, 20), 3, 2, 17, dtype, norm)
+    k_caches, v_caches = run(ops.append_context_kv_, args)
+    for layer in range(3):
+        q_out = torch.empty(2, 0, 0, 40, dtype=dtype)
+        k_cache, v_cache = args[6][layer].clone(), args[7][layer].clone()
+        weight = args[4][layer] if norm else None
+        ops.qkv_norm_rope_append_(args[0][layer], *args[1:4], None, weight, EPS, q_out, k_cache, v_cache)
+        assert torch.equal(k_cache.nan_to_num(7), k_caches[layer].nan_to_num(7))
+        assert torch.equal(v_cache.nan_to_num(7), v_caches[layer].nan_to_num(7))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_opcheck(dtype):
+    args = draw((2, 16, 8), 2, 2, 5, dtype)
+    args[2:4] = [x.nan_to_num(1.0) for x in args[2:4]]
+    args[6:] = [[x.zero_() for x in caches] for caches in args[6:]]
+    torch.library.opcheck(torch.ops.dflash.append_context_kv_.default, tuple(args))
+    args[4] = None
+    torch.library.opcheck(torch.ops.dflash.append_context_kv_.default, tuple(args))
+
+
+def test_bad_input_is_named():
+    kv, positions, cos, sin, weight, eps, k_caches, v_caches = draw((2, 16, 16), 2, 2, 5, torch.float32)
+
+    def call(kv=kv, positions=positions, cos=cos, weight=weight, k=k_caches, v=v_caches):
+        ops.append_context_kv_(kv, positions, cos, sin, weight, eps, k, v)
+
+    with pytest.raises(ValueError, match=r"kv has 2 layers, got 1 k_caches and 2 v_caches"):
+        call(k=k_caches[:1])
+    with pytest.raises(ValueError, match=r"kv must be .* with 2 \* 2 \* 16 columns, got \[2, 2, 5, 63\]"):
+        call(kv=kv[..., :63])
+    with pytest.raises(ValueError, match=r"k_norm_weight must be \[num_layers, head_dim\] = \[2, 16\], got \[1, 16\]"):
+        call(weight=weight[:1])
+    with pytest.raises(ValueError, match=r"k_caches\[1\] must be \[2, 2, 9, 16\], got \[2, 2, 8, 16\]"):
+        call(k=[k_caches[0], k_caches[1][:, :, :8].contiguous()], v=[v_caches[0], v_caches[1][:, :, :8].contiguous()])
+    with pytest.raises(ValueError, match=r"v_caches\[0\] is written in place and must be contiguous"):
+        call(v=[v_caches[0].transpose(0, 1).contiguous().transpose(0, 1), v_caches[1]])
+    with pytest.raises(TypeError, match=r"v_caches\[1\] must be torch.float32, got torch.bfloat16"):
+        call(v=[v_caches[0], v_caches[1].bfloat16()])
+    with pytest.raises(ValueError, match=r"positions must be \[batch, rows\] = \[2, 5\], got \[2, 6\]"):
+        call(positions=torch.zeros(2, 6, dtype=torch.int64))
+    with pytest.raises(TypeError, match=r"kv must be float32 or bfloat16 on CPU, got torch.float64"):
+        call(kv.double(), weight=None, k=[x.double() for x in k_caches], v=[x.double() for x in v_caches])

@@ -1,0 +1,95 @@
+import pytest
+import torch
+from op_checks import DTYPES
+
+from dflash import ops, reference
+
+NAN = float("nan")
+
+
+def draw(batch, heads, rows, dims, dtype, capacity=200):
+    generator = torch.Generator().manual_seed(rows)
+    key, value = (torch.randn(batch, heads, rows, dim, generator=generator).to(dtype) for dim in dims)
+    positions = torch.stack([torch.randperm(capacity, generator=generator)[:rows] for _ in range(batch)])
+    caches = [torch.full((batch, heads, capacity, dim), NAN, dtype=dtype) for dim in dims]
+    return key, value, positions, *caches
+
+
+def expected(new, positions, cache):
+    cache = cache.clone()
+    for b in range(new.shape[0]):
+        for row, position in enumerate(positions[b].tolist()):
+            if 0 <= position < cache.shape[2]:
+                cache[b, :, position] = new[b, :, row]
+    return cache
+
+
+def assert_same(cache, want):
+    assert torch.equal(cache.nan_to_num(7.0), want.nan_to_num(7.0))
+    assert torch.equal(cache.isnan(), want.isnan())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("op", [ops.append_kv_, reference.append_kv_])
+@pytest.mark.parametrize("rows", [0, 1, 15, 16, 17, 113])
+def test_every_row_goes_to_its_slot_and_nowhere_else(rows, op, dtype):
+    for batch, heads, dims in ((1, 1, (64, 64)), (3, 2, (24, 16)), (2, 8, (5, 7))):
+        key, value, positions, k_cache, v_cache = draw(batch, heads, rows, dims, dtype)
+        positions[0, ::3] = -1
+        positions[-1, 1::3] = 200
+        want_k, want_v = expected(key, positions, k_cache), expected(value, positions, v_cache)
+        op(key, value, positions, k_cache, v_cache)
+        assert_same(k_cache, want_k)
+        assert_same(v_cache, want_v)
+
+
+@pytest.mark.parametrize("op", [ops.append_kv_, reference.append_kv_])
+def test_all_rows_off(op):
+    key, value, positions, k_cache, v_cache = draw(2, 2, 16, (8, 8), torch.float32)
+    positions[0], positions[1] = -1, 200
+    op(key, value, positions, k_cache, v_cache)
+    assert k_cache.isnan().all()
+    assert v_cache.isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_strided_views(dtype):
+    key, value, positions, k_cache, v_cache = draw(2, 3, 17, (24, 16), dtype)
+    want_k, want_v = expected(key, positions, k_cache), expected(value, positions, v_cache)
+    packed = torch.cat([key, value], -1).transpose(1, 2).contiguous().transpose(1, 2)
+    columns = value.transpose(2, 3).contiguous().transpose(2, 3)
+    for k, v in ((packed[..., :24], packed[..., 24:]), (key, columns)):
+        assert not v.is_contiguous()
+        out_k, out_v = k_cache.clone(), v_cache.clone()
+        ops.append_kv_(k, v, positions, out_k, out_v)
+        assert_same(out_k, want_k)
+        assert_same(out_v, want_v)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_opcheck(dtype):
+    key, value, positions, k_cache, v_cache = draw(2, 3, 5, (24, 16), dtype)
+    torch.library.opcheck(
+        torch.ops.dflash.append_kv_.default,
+        (key.transpose(1, 2).contiguous().transpose(1, 2), value, positions, k_cache.zero_(), v_cache.zero_()),
+    )
+
+
+def test_bad_input_is_named():
+    key, value, positions, k_cache, v_cache = draw(2, 3, 5, (24, 16), torch.float32)
+    with pytest.raises(ValueError, match=r"key must be \[batch, num_kv_heads, rows, head_dim\], got 3 dimensions"):
+        ops.append_kv_(key[0], value, positions, k_cache, v_cache)
+    with pytest.raises(ValueError, match=r"value must be .* = \[2, 3, 5, \*\], got \[2, 3, 4, 16\]"):
+        ops.append_kv_(key, value[:, :, :4], positions, k_cache, v_cache)
+    with pytest.raises(ValueError, match=r"positions must be \[batch, rows\] = \[2, 5\], got \[2, 4\]"):
+        ops.append_kv_(key, value, positions[:, :4], k_cache, v_cache)
+    with pytest.raises(ValueError, match=r"k_cache must be .* = \[2, 3, \*, 24\], got \[2, 3, 200, 16\]"):
+        ops.append_kv_(key, value, positions, v_cache, k_cache)
+    with pytest.raises(ValueError, match=r"v_cache is written in place and must be contiguous, got strides"):
+        ops.append_kv_(key, value, positions, k_cache, v_cache.transpose(1, 2).contiguous().transpose(1, 2))
+    with pytest.raises(ValueError, match=r"k_cache must have a capacity of at least 1, got \[2, 3, 0, 24\]"):
+        ops.append_kv_(key, value, positions, k_cache[:, :, :0], v_cache[:, :, :0])
+    with pytest.raises(TypeError, match=r"value must be torch.float32, got torch.bfloat16"):
+        ops.append_kv_(key, value.bfloat16(), positions, k_cache, v_cache)
+    with pytest.raises(TypeError, match=r"key must be float32 or bfloat16 on CPU, got torch.float16"):
+        ops.append_kv_(*(x.half() if i != 2 else x for i, x in enumerate((key, value, positions, k_cache, v_cache))))

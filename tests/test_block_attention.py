@@ -1,0 +1,268 @@
+import math
+
+import pytest
+import torch
+from op_checks import DTYPES, assert_as_exact_as_torch
+
+from dflash import ops, reference
+
+NAN = float("nan")
+HEADS = [(3, 1, 64, 64), (4, 2, 192, 128), (5, 1, 20, 12), (2, 2, 7, 3), (80, 1, 8, 8)]  # heads, kv heads, dims of k, v
+MODES = {
+    "full": {"causal": False},
+    "causal": {"causal": True},
+    "window": {"causal": True, "window": 37},
+    "window full": {"causal": False, "window": 5},
+    "softcap": {"causal": True, "softcap": 3.0},
+    "sinks": {"causal": True, "sinks": True},
+    "all": {"causal": False, "window": 130, "softcap": 20.0, "sinks": True},
+}
+
+
+def draw(heads, lengths, rows, dtype, capacity=None, seed=0):
+    """q, and caches that are NaN behind each sequence's block."""
+    num_heads, num_kv_heads, head_dim, v_head_dim = heads
+    generator = torch.Generator().manual_seed(seed)
+    capacity = capacity or max(lengths) + rows + 3
+    q = torch.randn(len(lengths), rows, num_heads, head_dim, generator=generator) * 2
+    k_cache = torch.randn(len(lengths), num_kv_heads, capacity, head_dim, generator=generator)
+    v_cache = torch.randn(len(lengths), num_kv_heads, capacity, v_head_dim, generator=generator)
+    for b, length in enumerate(lengths):
+        k_cache[b, :, length + rows :] = NAN
+        v_cache[b, :, length + rows :] = NAN
+    return q.to(dtype), k_cache.to(dtype), v_cache.to(dtype), torch.tensor(lengths)
+
+
+def options(mode, num_heads):
+    chosen = dict(MODES[mode])
+    if "sinks" in chosen:
+        chosen["sinks"] = torch.linspace(-2, 4, num_heads)
+    return chosen
+
+
+def by_hand(q, k_cache, v_cache, lengths, scale, causal, window=0, softcap=0.0, sinks=None):
+    """One query at a time in float64, from the sentence in the docstring."""
+    batch, rows, num_heads, _ = q.shape
+    heads = num_heads // k_cache.shape[1]
+    out = torch.zeros(batch, rows, num_heads, v_cache.shape[-1], dtype=torch.float64)
+    for b in range(batch):
+        for row in range(rows):
+            position, valid = int(lengths[b]) + row, min(int(lengths[b]) + rows, k_cache.shape[2])
+            keys = [
+                key
+                for key in range(valid)
+                if (not causal or key <= position) and (not window or abs(position - key) < window)
+            ]
+            for head in range(num_heads):
+                k, v = k_cache[b, head // heads, keys].double(), v_cache[b, head // heads, keys].double()
+                scores = k @ q[b, row, head].double() * scale
+                if softcap:
+                    scores = softcap * torch.tanh(scores / softcap)
+                if sinks is not None:
+                    scores = torch.cat([scores, sinks[head : head + 1].double()])
+                if len(scores):
+                    out[b, row, head] = torch.softmax(scores, 0)[: len(keys)] @ v
+    return out
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_twin_against_one_query_at_a_time(mode):
+    heads = (4, 2, 12, 8)
+    q, k_cache, v_cache, lengths = draw(heads, [0, 41], 5, torch.float64)
+    chosen = options(mode, heads[0])
+    out = reference.block_attention(q, k_cache, v_cache, lengths, 0.3, **chosen)
+    torch.testing.assert_close(out, by_hand(q, k_cache, v_cache, lengths, 0.3, **chosen), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("heads", HEADS)
+def test_against_float64(heads, mode, dtype):
+    for lengths, rows in ([[0, 1, 15], 16], [[16, 113], 17], [[1023, 17], 1], [[600], 130]):
+        q, k_cache, v_cache, lengths = draw(heads, lengths, rows, dtype)
+        chosen, scale = options(mode, heads[0]), heads[2] ** -0.5
+        exact = reference.block_attention(q.double(), k_cache.double(), v_cache.double(), lengths, scale, **chosen)
+        twin = reference.block_attention(q, k_cache, v_cache, lengths, scale, **chosen)
+        out = ops.block_attention(q, k_cache, v_cache, lengths, scale, **chosen)
+        assert_as_exact_as_torch(out, twin, exact)
+
+
+@pytest.mark.parametrize("size", [0.01, 1.0, 30.0])
+def test_softcap_keeps_its_precision_at_any_size(size):
+    q, k_cache, v_cache, lengths = draw((2, 1, 64, 64), [113], 16, torch.float32)
+    q = q * size
+    exact = by_hand(q, k_cache, v_cache, lengths, 0.125, True, softcap=50.0)
+    twin = reference.block_attention(q, k_cache, v_cache, lengths, 0.125, True, softcap=50.0)
+    assert_as_exact_as_torch(ops.block_attention(q, k_cache, v_cache, lengths, 0.125, True, softcap=50.0), twin, exact)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mode", ["causal", "window", "softcap", "sinks"])
+def test_a_row_has_the_same_bits_wherever_it_stands(mode, dtype):
+    heads = (6, 2, 64, 48)
+    q, k_cache, v_cache, _ = draw(heads, [700], 512, dtype)
+    chosen = options(mode, heads[0])
+
+    def attend(start, rows):
+        part = q[:, start : start + rows]
+        return ops.block_attention(part, k_cache, v_cache, torch.tensor([700 + start]), 0.125, **chosen)
+
+    whole = attend(0, 512)
+    assert whole.isfinite().all()
+    for start, rows in ((0, 1), (7, 1), (511, 1), (0, 16), (7, 16), (100, 17), (255, 113), (496, 16)):
+        assert torch.equal(attend(start, rows), whole[:, start : start + rows]), (start, rows)
+    # as row 0 of a block at 707 and as row 7 of a block at 700
+    assert torch.equal(attend(7, 16)[:, 0], attend(0, 16)[:, 7])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("causal", [True, False])
+def test_bits_do_not_depend_on_batch_head_count_or_threads(causal, dtype):
+    q, k_cache, v_cache, lengths = draw((6, 2, 64, 64), [1500, 17, 900], 16, dtype)
+    whole = ops.block_attention(q, k_cache, v_cache, lengths, 0.125, causal)
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2, 3, 7):
+            torch.set_num_threads(count)
+            assert torch.equal(ops.block_attention(q, k_cache, v_cache, lengths, 0.125, causal), whole)
+            for b in range(3):
+                for h in range(2):
+                    alone = ops.block_attention(
+                        q[b : b + 1, :, 3 * h : 3 * h + 3],
+                        k_cache[b : b + 1, h : h + 1],
+                        v_cache[b : b + 1, h : h + 1],
+                        lengths[b : b + 1],
+                        0.125,
+                        causal,
+                    )
+                    assert torch.equal(alone, whole[b : b + 1, :, 3 * h : 3 * h + 3])
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_strided_queries(dtype):
+    q, k_cache, v_cache, lengths = draw((4, 2, 40, 40), [0, 33], 16, dtype)
+    transposed = q.transpose(1, 2).contiguous().transpose(1, 2)
+    packed = torch.cat([q, q], -1).flatten(2).unflatten(2, (4, 80))[..., :40]
+    columns = q.transpose(2, 3).contiguous().transpose(2, 3)
+    want = ops.block_attention(q, k_cache, v_cache, lengths, 0.2, True)
+    for view in (transposed, packed, columns):
+        assert not view.is_contiguous()
+        out = ops.block_attention(view, k_cache, v_cache, lengths, 0.2, True)
+        assert torch.equal(out, want)
+        assert out.is_contiguous()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("op", [ops.block_attention, reference.block_attention])
+def test_a_slot_that_is_not_seen_may_hold_anything(op, dtype):
+    """A chunk of ragged prompts: rows past a prompt's end were not appended, and its own rows must not notice."""
+    q, k_cache, v_cache, lengths = draw((3, 1, 64, 64), [0, 50], 40, dtype)
+    clean = op(q, k_cache, v_cache, lengths, 0.125, True)
+    for bad in (NAN, float("inf")):
+        k_cache[0, :, 10:] = v_cache[0, :, 10:] = bad
+        out = op(q, k_cache, v_cache, lengths, 0.125, True)
+        assert torch.equal(out[0, :10], clean[0, :10])
+        assert torch.equal(out[1], clean[1])
+        assert out[0, 10:].isnan().all()
+    k_cache[0], v_cache[0] = 0.0, 1.0  # a value alone is noticed too, by the queries that see it
+    v_cache[0, :, 39, 5] = NAN
+    out = op(q, k_cache, v_cache, lengths, 0.125, True)
+    assert out[0, :39].isfinite().all()
+    assert out[0, 39].isnan().any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("op", [ops.block_attention, reference.block_attention])
+def test_a_query_without_keys_gives_zero(op, dtype):
+    """Rows past the end of the cache, with a window that reaches no slot."""
+    q, k_cache, v_cache, lengths = draw((3, 1, 16, 16), [14], 6, dtype, capacity=16)
+    out = op(q, k_cache, v_cache, lengths, 0.25, True, window=2)
+    assert out[:, 3:].eq(0).all()
+    assert out[:, :3].ne(0).all()
+    sinks = torch.tensor([0.0, 5.0, -math.inf])
+    assert op(q, k_cache, v_cache, lengths, 0.25, True, window=2, sinks=sinks)[:, 3:].eq(0).all()
+
+
+@pytest.mark.parametrize("shape", [(0, 4, 2), (2, 0, 2)])
+def test_empty(shape):
+    batch, rows, heads = shape
+    cache = torch.zeros(batch, 1, 8, 16)
+    lengths = torch.zeros(batch, dtype=torch.int64)
+    for op in (ops.block_attention, reference.block_attention):
+        assert op(torch.zeros(batch, rows, heads, 16), cache, cache, lengths, 1.0, True).shape == (*shape, 16)
+
+
+@pytest.mark.parametrize("rows", [1, 17, 64, 70])
+def test_ancestors_in_the_twin(rows):
+    q, k_cache, v_cache, lengths = draw((4, 2, 16, 16), [0, 33], rows, torch.float64)
+
+    def pack(seen):
+        words = torch.zeros(rows, -(-rows // 64), dtype=torch.int64)
+        for i, j in seen.nonzero().tolist():
+            bit = j % 64
+            words[i, j // 64] |= (1 << bit) - (1 << 64 if bit == 63 else 0)
+        return words
+
+    def attend(seen):
+        return reference.block_attention(q, k_cache, v_cache, lengths, 0.25, False, ancestors=pack(seen))
+
+    triangle = torch.ones(rows, rows).tril().bool()
+    chain = reference.block_attention(q, k_cache, v_cache, lengths, 0.25, True)
+    torch.testing.assert_close(attend(triangle), chain)
+    # a random tree: each row sees itself and what a random earlier row sees
+    generator, seen = torch.Generator().manual_seed(1), torch.eye(rows).bool()
+    for i in range(1, rows):
+        seen[i] |= seen[int(torch.randint(i, (1,), generator=generator))]
+    out = attend(seen)
+    for b, length in enumerate(lengths.tolist()):
+        for i in range(rows):
+            slots = [*range(length), *(length + j for j in seen[i].nonzero()[:, 0].tolist())]
+            alone = reference.block_attention(
+                q[b : b + 1, i : i + 1], k_cache[b : b + 1, :, slots], v_cache[b : b + 1, :, slots],
+                torch.tensor([len(slots) - 1]), 0.25, True,
+            )  # fmt: skip
+            torch.testing.assert_close(out[b, i], alone[0, 0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_opcheck(dtype):
+    q, k_cache, v_cache, lengths = draw((4, 2, 16, 24), [0, 33], 5, dtype)
+    op = torch.ops.dflash.block_attention.default
+    torch.library.opcheck(op, (q, k_cache, v_cache, lengths, 0.25, True, 0, 0.0, None, None))
+    torch.library.opcheck(op, (q, k_cache, v_cache, lengths, 0.25, False, 7, 9.0, torch.zeros(4), None))
+
+
+def test_bad_input_is_named():
+    q, k_cache, v_cache, lengths = draw((4, 2, 16, 16), [0, 33], 5, torch.float32)
+
+    def attend(q=q, k=k_cache, v=v_cache, lengths=lengths, **chosen):
+        return ops.block_attention(q, k, v, lengths, 0.25, True, **chosen)
+
+    with pytest.raises(ValueError, match=r"q must be \[batch, rows, num_heads, head_dim\], got 3 dimensions"):
+        attend(q=q[0])
+    with pytest.raises(ValueError, match=r"k_cache must be .*head_dim\] = \[2, \*, \*, 16\], got \[2, 2, 41, 8\]"):
+        attend(k=k_cache[..., :8])
+    with pytest.raises(ValueError, match=r"v_cache must be .* got \[2, 2, 40, 16\]"):
+        attend(v=v_cache[:, :, 1:])
+    with pytest.raises(ValueError, match=r"num_heads must be a multiple of num_kv_heads, got 3 and 2"):
+        attend(q=q[:, :, :3])
+    with pytest.raises(TypeError, match=r"k_cache must be torch.bfloat16, got torch.float32"):
+        attend(q=q.bfloat16())
+    with pytest.raises(TypeError, match=r"q must be float32 or bfloat16 on CPU, got torch.float16"):
+        attend(q=q.half(), k=k_cache.half(), v=v_cache.half())
+    with pytest.raises(TypeError, match=r"lengths must be torch.int64, got torch.int32"):
+        attend(lengths=lengths.int())
+    with pytest.raises(ValueError, match=r"window must be positive, or 0 for none, got -1"):
+        attend(window=-1)
+    with pytest.raises(ValueError, match=r"softcap must be positive, or 0 for none, got -1.0"):
+        attend(softcap=-1.0)
+    with pytest.raises(ValueError, match=r"sinks must be \[num_heads\] = \[4\], got \[3\]"):
+        attend(sinks=torch.zeros(3))
+    with pytest.raises(ValueError, match=r"ancestors must be .* = \[5, 1\], got \[5, 2\]"):
+        attend(ancestors=torch.zeros(5, 2, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"ancestors cannot be combined with a window, got window 3"):
+        attend(ancestors=torch.zeros(5, 1, dtype=torch.int64), window=3)
+    with pytest.raises(NotImplementedError, match=r"block_attention: ancestors has no CPU kernel yet"):
+        attend(ancestors=torch.zeros(5, 1, dtype=torch.int64))

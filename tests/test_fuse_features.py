@@ -1,0 +1,69 @@
+import pytest
+import torch
+from op_checks import DTYPES, assert_as_exact_as_torch
+
+from dflash import ops, reference
+
+EPS = 1e-6
+
+
+def draw(batch, rows, width, hidden, dtype):
+    generator = torch.Generator().manual_seed(0)
+    context = torch.randn(batch, rows, width, generator=generator)
+    fc_weight = torch.randn(hidden, width, generator=generator) * width**-0.5
+    norm_weight = torch.randn(hidden, generator=generator) + 1
+    return context.to(dtype), fc_weight.to(dtype), norm_weight.to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 15, 16, 17, 113])
+def test_against_float64_with_nan_behind_the_count(rows, dtype):
+    context, fc_weight, norm_weight = draw(3, rows, 200, 40, dtype)
+    counts = torch.tensor([0, rows, rows // 2])
+    exact = reference.fuse_features(context.double(), counts, fc_weight.double(), norm_weight.double(), EPS)
+    for b, count in enumerate(counts.tolist()):
+        context[b, count:] = float("nan")
+    out = ops.fuse_features(context, counts, fc_weight, norm_weight, EPS)
+    twin = reference.fuse_features(context, counts, fc_weight, norm_weight, EPS)
+    assert_as_exact_as_torch(out, twin, exact)
+    for b, count in enumerate(counts.tolist()):
+        assert out[b, count:].eq(0).all()
+        assert twin[b, count:].eq(0).all()
+
+
+def test_it_is_the_projection_and_then_the_norm():
+    context, fc_weight, norm_weight = draw(2, 5, 30, 10, torch.float64)
+    projected = context @ fc_weight.T
+    want = projected / (projected.square().mean(-1, keepdim=True) + EPS).sqrt() * norm_weight
+    out = reference.fuse_features(context, torch.tensor([5, 5]), fc_weight, norm_weight, EPS)
+    torch.testing.assert_close(out, want, rtol=1e-12, atol=1e-12)
+
+
+def test_no_rows():
+    context, fc_weight, norm_weight = draw(2, 0, 30, 10, torch.float32)
+    for op in (ops.fuse_features, reference.fuse_features):
+        assert op(context, torch.tensor([0, 0]), fc_weight, norm_weight, EPS).shape == (2, 0, 10)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_opcheck(dtype):
+    context, fc_weight, norm_weight = draw(2, 5, 30, 10, dtype)
+    op = torch.ops.dflash.fuse_features.default
+    torch.library.opcheck(op, (context, torch.tensor([2, 5]), fc_weight, norm_weight, EPS))
+
+
+def test_bad_input_is_named():
+    context, fc_weight, norm_weight = draw(2, 5, 30, 10, torch.float32)
+    counts = torch.tensor([2, 5])
+    with pytest.raises(ValueError, match=r"context must be .*taps \* hidden\] = \[\*, \*, 30\], got \[2, 5, 29\]"):
+        ops.fuse_features(context[..., :29], counts, fc_weight, norm_weight, EPS)
+    with pytest.raises(ValueError, match=r"fc_weight must be \[hidden, taps \* hidden\], got 1 dimensions"):
+        ops.fuse_features(context, counts, norm_weight, norm_weight, EPS)
+    with pytest.raises(ValueError, match=r"num_context must be \[batch\] = \[2\], got \[1\]"):
+        ops.fuse_features(context, counts[:1], fc_weight, norm_weight, EPS)
+    with pytest.raises(ValueError, match=r"norm_weight must be \[hidden\] = \[10\], got \[9\]"):
+        ops.fuse_features(context, counts, fc_weight, norm_weight[:9], EPS)
+    with pytest.raises(TypeError, match=r"context must be torch.float32, got torch.bfloat16"):
+        ops.fuse_features(context.bfloat16(), counts, fc_weight, norm_weight, EPS)
+    with pytest.raises(TypeError, match=r"context must be float32 or bfloat16 on CPU, got torch.float16"):
+        ops.fuse_features(context.half(), counts, fc_weight.half(), norm_weight.half(), EPS)

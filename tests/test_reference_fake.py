@@ -1,0 +1,64 @@
+"""No twin depends on data: each runs under FakeTensorMode, where reading a value is an error."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from dflash import reference
+
+BATCH, ROWS, HEADS, KV_HEADS, DIM, CAPACITY = 2, 5, 4, 2, 16, 40
+
+
+def floats(*shape):
+    return torch.zeros(shape, dtype=torch.bfloat16)
+
+
+def integers(*shape):
+    return torch.zeros(shape, dtype=torch.int64)
+
+
+def caches():
+    return [floats(BATCH, KV_HEADS, CAPACITY, DIM) for _ in range(2)]
+
+
+CALLS = {
+    "rms_norm": lambda: reference.rms_norm(floats(BATCH, ROWS, DIM), floats(DIM), 1e-6, integers(BATCH)),
+    "add_rms_norm": lambda: reference.add_rms_norm(floats(ROWS, DIM), floats(ROWS, DIM), floats(DIM), 1e-6)[0],
+    "silu_mul": lambda: reference.silu_mul(floats(ROWS, 2 * DIM)),
+    "fuse_features": lambda: reference.fuse_features(
+        floats(BATCH, ROWS, 3 * DIM), integers(BATCH), floats(DIM, 3 * DIM), floats(DIM), 1e-6
+    ),
+    "qkv_norm_rope_append_": lambda: reference.qkv_norm_rope_append_(
+        floats(BATCH, ROWS, (HEADS + 2 * KV_HEADS) * DIM), integers(BATCH, ROWS), torch.zeros(BATCH, ROWS, 4),
+        torch.zeros(BATCH, ROWS, 4), floats(DIM), None, 1e-6, floats(BATCH, 3, HEADS, DIM), *caches(),
+    ),
+    "append_context_kv_": lambda: reference.append_context_kv_(
+        floats(2, BATCH, ROWS, 2 * KV_HEADS * DIM), integers(BATCH, ROWS), torch.zeros(BATCH, ROWS, 8),
+        torch.zeros(BATCH, ROWS, 8), floats(2, DIM), 1e-6, caches(), caches(),
+    ),
+    "append_kv_": lambda: reference.append_kv_(
+        floats(BATCH, KV_HEADS, ROWS, DIM), floats(BATCH, KV_HEADS, ROWS, DIM), integers(BATCH, ROWS), *caches()
+    ),
+    "block_attention": lambda: reference.block_attention(
+        floats(BATCH, ROWS, HEADS, DIM), *caches(), integers(BATCH), 0.25, False, 9, 5.0, torch.zeros(HEADS)
+    ),
+    "block_attention, ancestors": lambda: reference.block_attention(
+        floats(BATCH, ROWS, HEADS, DIM), *caches(), integers(BATCH), 0.25, False, ancestors=integers(ROWS, 1)
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_runs_without_data(name):
+    real = CALLS[name]()
+    with FakeTensorMode():
+        fake = CALLS[name]()
+    assert (fake is None) == (real is None)
+    if real is not None:
+        assert (fake.shape, fake.dtype, fake.stride()) == (real.shape, real.dtype, real.stride())
+
+
+def test_fake_tensors_refuse_to_be_read():
+    """The check above can fail: a twin that read a value would raise this."""
+    with FakeTensorMode(), pytest.raises(torch._subclasses.fake_tensor.DataDependentOutputException):
+        integers(1).item()
