@@ -1,0 +1,346 @@
+import dataclasses
+import json
+import warnings
+
+import pytest
+import torch
+from draft_variants import FULL, LLAMA3, SLIDING, VARIANTS, YARN, config_dict, sliding
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.qwen3 import Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+
+from dflash import DraftConfig
+from dflash.config import Rope, build_target_layer_ids
+
+
+def parse(**changes) -> DraftConfig:
+    return DraftConfig.from_config(config_dict(**changes))
+
+
+def with_dflash(**more) -> dict:
+    return {"mask_token_id": 100, "target_layer_ids": [1, 9, 17], **more}
+
+
+# ---------------------------------------------------------------------------------------------- what is read
+
+
+def test_every_field():
+    config = parse(attention_bias=True, output_multiplier=0.5, input_embedding_scale=4, final_logit_softcapping=30)
+    assert config == DraftConfig(
+        hidden_size=64,
+        intermediate_size=88,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        block_size=16,
+        mask_token_id=100,
+        target_layer_ids=(1, 9, 17, 25, 33),
+        causal=(False, False, False),
+        window=(0, 0, 0),
+        rope=Rope(theta=1e6),
+        rms_norm_eps=1e-6,
+        attention_bias=True,
+        input_embedding_scale=4.0,
+        output_multiplier=0.5,
+        final_logit_softcapping=30.0,
+        vocab_size=101,
+        num_target_layers=36,
+        max_position_embeddings=4096,
+    )
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.block_size = 8
+    assert isinstance(hash(config), int)
+
+
+@pytest.mark.parametrize("key", ["block_size", "mask_token_id", "target_layer_ids", "num_target_layers"])
+def test_dflash_config_wins_over_the_top_level(key):
+    outer, inner = {"target_layer_ids": ([3], [4, 2, 4])}.get(key, (16, 24))
+    top = config_dict(**{key: outer, "dflash_config": {"mask_token_id": 100, "target_layer_ids": [1]}})
+    top["dflash_config"].pop(key, None)
+    read = lambda: getattr(DraftConfig.from_config(top), key)  # noqa: E731
+    assert read() == (tuple(outer) if isinstance(outer, list) else outer)
+    top["dflash_config"][key] = inner
+    assert read() == (tuple(inner) if isinstance(inner, list) else inner)
+
+
+@pytest.mark.parametrize("key", ["input_embedding_scale", "output_multiplier", "final_logit_softcapping"])
+def test_scales_stand_at_either_level(key):
+    assert getattr(parse(), key) == (0.0 if key == "final_logit_softcapping" else 1.0)
+    assert getattr(parse(**{key: 3}), key) == 3.0
+    assert getattr(parse(**{key: 3, "dflash_config": with_dflash(**{key: 0.25})}), key) == 0.25
+
+
+def test_what_may_be_missing():
+    config = parse(
+        vocab_size=None, head_dim=None, num_key_value_heads=None, block_size=None, layer_types=None,
+        rms_norm_eps=None, rope_theta=None, architectures=None, model_type=None, max_position_embeddings=None,
+        num_target_layers=None, attention_bias=None, hidden_act=None,
+    )  # fmt: skip
+    assert (config.vocab_size, config.head_dim, config.num_kv_heads, config.block_size) == (None, 16, 4, 16)
+    assert (config.window, config.rope, config.rms_norm_eps) == ((0, 0, 0), Rope(theta=10000.0), 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "taps"),
+    [
+        (36, 5, (1, 9, 17, 25, 33)),
+        (32, 5, (1, 8, 15, 22, 29)),
+        (40, 5, (1, 10, 19, 28, 37)),
+        (64, 5, (1, 16, 31, 46, 61)),
+        (24, 5, (1, 6, 11, 16, 21)),
+        (61, 6, (1, 12, 24, 35, 47, 58)),
+        (36, 1, (18,)),
+        (2, 1, (1,)),
+    ],
+)
+def test_missing_taps_are_interpolated(target, draft, taps):
+    assert build_target_layer_ids(target, draft) == taps
+    config = parse(
+        num_target_layers=target, num_hidden_layers=draft, layer_types=None, dflash_config={"mask_token_id": 1}
+    )
+    assert config.target_layer_ids == taps
+
+
+@pytest.mark.parametrize(
+    ("changes", "causal", "window"),
+    [
+        ({}, (False, False, False), (0, 0, 0)),
+        (sliding("sfs", 5), (True, False, True), (5, 0, 5)),
+        (sliding("sfs", 5) | {"use_sliding_window": None}, (True, False, True), (5, 0, 5)),
+        (sliding("sfs", 5) | {"is_causal": False}, (False, False, False), (5, 0, 5)),
+        (sliding("sfs", 5) | {"is_causal": True}, (True, True, True), (5, 0, 5)),
+        (sliding("sfs", 5) | {"dflash_config": with_dflash(causal=False)}, (False, False, False), (5, 0, 5)),
+        (sliding("sfs", 5) | {"dflash_config": with_dflash(causal=True)}, (True, True, True), (5, 0, 5)),
+        (sliding("sfs", 5) | {"is_causal": False, "dflash_config": with_dflash(causal=True)}, (False,) * 3, (5, 0, 5)),
+        ({"is_causal": True}, (True, True, True), (0, 0, 0)),
+        ({"sliding_window": 5, "use_sliding_window": False}, (False, False, False), (0, 0, 0)),
+        # without layer_types, as Qwen3's own config derives them
+        ({"layer_types": None, "sliding_window": 5, "use_sliding_window": True}, (False,) * 3, (0, 0, 0)),
+        (
+            {"layer_types": None, "sliding_window": 5, "use_sliding_window": True, "max_window_layers": 2},
+            (False, False, True),
+            (0, 0, 5),
+        ),
+        # a window over every layer, which are full by name
+        ({"dflash_config": with_dflash(use_swa=True, swa_window_size=9)}, (False,) * 3, (9, 9, 9)),
+        ({"dflash_config": with_dflash(use_swa=True, causal=True), "sliding_window": 7}, (True,) * 3, (7, 7, 7)),
+        (sliding("sfs", 5) | {"dflash_config": with_dflash(use_swa=True)}, (True, False, True), (5, 0, 5)),
+        (sliding("sfs", 5) | {"dflash_config": with_dflash(swa_window_size=6)}, (True, False, True), (6, 0, 6)),
+        ({"dflash_config": with_dflash(use_swa=False, swa_window_size=9)}, (False,) * 3, (0, 0, 0)),
+    ],
+)
+def test_causality_and_window_of_each_layer(changes, causal, window):
+    config = parse(**changes)
+    assert (config.causal, config.window) == (causal, window)
+
+
+def test_sinks():
+    assert not parse().attention_sinks
+    assert parse(attention_sink_bias=True).attention_sinks
+    assert parse(add_swa_attention_sink_bias=True).attention_sinks
+    assert parse(dflash_config=with_dflash(attention_sink_bias=True)).attention_sinks
+    assert not parse(
+        dflash_config=with_dflash(attention_sink_bias=False), add_swa_attention_sink_bias=True
+    ).attention_sinks
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_transformers_config_reads_the_same(name):
+    parsed = DraftConfig.from_config(VARIANTS[name])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert DraftConfig.from_config(Qwen3Config(**json.loads(json.dumps(VARIANTS[name])))) == parsed
+
+
+# ---------------------------------------------------------------------------------------------- rope
+
+OLD = {"original_max_position_embeddings": 512}
+ROPES = [
+    {"rope_type": "default", "rope_theta": 1e7},
+    {"rope_type": "default"},
+    {"rope_type": "linear", "factor": 2.5, "rope_theta": 5e5},
+    {"type": "linear", "factor": 8},
+    LLAMA3 | OLD | {"rope_theta": 5e5},
+    LLAMA3 | {"rope_theta": 5e5, "high_freq_factor": 3, "factor": 32, "original_max_position_embeddings": 8192},
+    LLAMA3 | {"rope_theta": 1e4},
+    YARN | OLD,
+    YARN | OLD | {"truncate": True, "rope_theta": 150000.0},
+    YARN | {"truncate": True, "factor": 1.0},
+    YARN | OLD | {"attention_factor": 0.7},
+    YARN | OLD | {"mscale": 1.0, "mscale_all_dim": 0.8},
+    YARN | OLD | {"mscale": 0.7},
+    YARN | OLD | {"beta_fast": None, "beta_slow": None},
+    YARN | {"factor": None, "original_max_position_embeddings": 100},
+    YARN | {"beta_fast": 1.0, "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 64},
+    YARN | {"original_max_position_embeddings": 8, "rope_theta": 1e6},
+]
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 128])
+@pytest.mark.parametrize("rope", ROPES)
+@pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
+def test_rope_has_the_bits_of_transformers(key, rope, head_dim):
+    config = config_dict(head_dim=head_dim, **{key: rope})
+    theirs = Qwen3Config(**json.loads(json.dumps(config)))
+    kind = theirs.rope_parameters["rope_type"]
+    build = Qwen3RotaryEmbedding.compute_default_rope_parameters if kind == "default" else ROPE_INIT_FUNCTIONS[kind]
+    frequencies, scaling = build(theirs)
+    ours = DraftConfig.from_config(config).rope
+    assert (ours.type, ours.attention_scaling) == (kind, scaling)
+    assert torch.equal(ours.inverse_frequencies(head_dim), frequencies)
+    assert DraftConfig.from_config(theirs).rope == ours
+
+
+def test_the_rope_of_the_top_level_original_length():
+    config = config_dict(rope_scaling=YARN | OLD, original_max_position_embeddings=256)
+    assert DraftConfig.from_config(config).rope.original_max_position_embeddings == 256
+
+
+@pytest.mark.parametrize(
+    ("rope", "message"),
+    [
+        (
+            {"rope_type": "dynamic", "factor": 2.0},
+            "RoPE type 'dynamic' is not supported: default, linear, llama3, yarn",
+        ),
+        ({"type": "longrope", "short_factor": [1], "long_factor": [1]}, "RoPE type 'longrope' is not supported"),
+        ({"rope_type": "proportional"}, "RoPE type 'proportional' is not supported"),
+        ({"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported"),
+        ({FULL: {"rope_type": "default"}, SLIDING: {"rope_type": "default"}}, "by layer type is not supported"),
+        ({"rope_type": "linear"}, "rope_parameters of type linear needs factor"),
+        ({"rope_type": "linear", "factor": "2"}, r"rope_parameters.factor must be a finite number, got '2'"),
+        ({"rope_type": "linear", "factor": 0}, r"rope_parameters.factor must be > 0, got 0"),
+        (LLAMA3 | {"low_freq_factor": 4.0}, "high_freq_factor must be above low_freq_factor, got 4.0 and 4.0"),
+        (LLAMA3 | {"original_max_position_embeddings": 0}, "original_max_position_embeddings must be an integer >= 1"),
+        (YARN | {"rope_theta": 1.0}, "rope_theta must be > 1 for yarn, got 1.0"),
+        (YARN | {"truncate": "no"}, "truncate must be true or false, got 'no'"),
+        ({"rope_theta": -1}, "rope_theta must be > 0, got -1"),
+        (3, "rope_parameters must be an object, got 3"),
+    ],
+)
+def test_bad_rope_is_named(rope, message):
+    with pytest.raises(ValueError, match=message):
+        parse(rope_parameters=rope)
+
+
+def test_rope_needs_a_length():
+    with pytest.raises(ValueError, match="of type yarn needs original_max_position_embeddings"):
+        parse(rope_scaling=YARN, max_position_embeddings=None)
+
+
+# ---------------------------------------------------------------------------------------------- what is refused
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["DFlash2DraftModel"]}, r"a DFlash 2 drafter \(architecture DFlash2DraftModel\).*own issue"),
+        ({"dflash_config": with_dflash(conv_kernel_size=2, conv_group_size=16)}, "conv_kernel_size, conv_group_size"),
+        ({"dflash_config": with_dflash(selector_rank=256)}, r"DFlash 2 drafter \(selector_rank\)"),
+        ({"selector_top_k": 16}, r"DFlash 2 drafter \(selector_top_k\)"),
+        ({"architectures": ["LlamaForCausalLM"]}, "architectures must name DFlashDraftModel, got LlamaForCausalLM"),
+        ({"model_type": "llama"}, "model_type must be qwen3, the shape of every DFlash drafter, got 'llama'"),
+        ({"hidden_act": "gelu"}, "hidden_act must be silu, got 'gelu'"),
+        ({"dflash_config": with_dflash(shift_label=True, foo=1)}, "unknown keys in dflash_config: foo, shift_label"),
+        ({"dflash_config": [1]}, r"dflash_config must be an object, got \[1\]"),
+        ({"draft_vocab_size": 50}, "draft_vocab_size = 50 differs from vocab_size = 101: a head over part"),
+        ({"target_hidden_size": 128}, "target_hidden_size = 128 differs from hidden_size = 64"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config = {'bits': 4} is not supported: quantised"),
+        ({"transformer_layer_config": {}}, "transformer_layer_config = {} is not supported: this is the speculators"),
+        ({"is_neox_style": False}, "is_neox_style = False is not supported: only the half-split kind"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported"),
+        ({"logit_scale": 0.5}, "logit_scale = 0.5 is not supported"),
+        ({"dflash_config": with_dflash(attention_value_scale=0.7)}, "attention_value_scale = 0.7 is not supported"),
+        ({"has_embed_tokens": True}, "has_embed_tokens = True is not supported"),
+        ({"has_lm_head": True}, "has_lm_head = True is not supported"),
+        ({"mask_embedding": True}, "mask_embedding = True is not supported"),
+        ({"dflash_config": with_dflash(use_aux_hidden_state=False)}, "use_aux_hidden_state = False is not supported"),
+        ({"dflash_config": with_dflash(projector_type="domino")}, "projector_type = 'domino' is not supported"),
+        ({"sample_from_anchor": False}, "sample_from_anchor = False is not supported"),
+        ({"add_full_attention_sink_bias": True}, "add_full_attention_sink_bias = True is not supported"),
+        ({"layer_types": [FULL, "chunked_attention", FULL]}, "or sliding_attention, got 'chunked_attention'"),
+    ],
+)
+def test_what_is_not_implemented_is_refused_by_name(changes, message):
+    with pytest.raises(ValueError, match=message):
+        parse(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": None}, "hidden_size is missing"),
+        ({"intermediate_size": None}, "intermediate_size is missing"),
+        ({"hidden_size": "64"}, "hidden_size must be an integer >= 1, got '64'"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers must be an integer >= 1, got 0"),
+        ({"num_hidden_layers": True}, "num_hidden_layers must be an integer >= 1, got True"),
+        ({"num_attention_heads": -4}, "num_attention_heads must be an integer >= 1, got -4"),
+        ({"num_key_value_heads": 3}, "num_attention_heads must be a multiple of num_key_value_heads, got 4 and 3"),
+        ({"head_dim": 0}, "head_dim must be an integer >= 1, got 0"),
+        ({"head_dim": 15}, "head_dim must be even for RoPE, got 15"),
+        ({"head_dim": None, "hidden_size": 62}, "no head_dim, and hidden_size 62 is no multiple"),
+        ({"block_size": 0}, "block_size must be an integer >= 1, got 0"),
+        ({"block_size": 8.0}, "block_size must be an integer >= 1, got 8.0"),
+        ({"dflash_config": {"target_layer_ids": [1]}}, "mask_token_id is missing"),
+        ({"dflash_config": with_dflash(mask_token_id=-1)}, "mask_token_id must be an integer >= 0, got -1"),
+        ({"dflash_config": with_dflash(mask_token_id=101)}, "mask_token_id must be below vocab_size 101, got 101"),
+        ({"dflash_config": with_dflash(target_layer_ids=[])}, r"must be a list of one or more layers, got \[\]"),
+        ({"dflash_config": with_dflash(target_layer_ids=3)}, "must be a list of one or more layers, got 3"),
+        (
+            {"dflash_config": with_dflash(target_layer_ids=[1, "2"])},
+            "target_layer_ids must be an integer >= 0, got '2'",
+        ),
+        ({"dflash_config": with_dflash(target_layer_ids=[-1])}, "target_layer_ids must be an integer >= 0, got -1"),
+        ({"dflash_config": with_dflash(target_layer_ids=[36])}, "must be below num_target_layers 36, got 36"),
+        (
+            {"dflash_config": {"mask_token_id": 1}, "num_target_layers": None},
+            "target_layer_ids is missing, and num_tar",
+        ),
+        ({"dflash_config": {"mask_token_id": 1}, "num_target_layers": 3}, "from 4 target layers or more, got 3"),
+        (
+            {"dflash_config": {"mask_token_id": 1}, "eagle_aux_hidden_state_layer_ids": [2]},
+            "eagle_aux_hidden_state_layer_ids without target_layer_ids",
+        ),
+        ({"layer_types": [FULL]}, r"layer_types must name each of the 3 layers, got \['full_attention'\]"),
+        (sliding("sfs", 0), "sliding_window must be an integer >= 1, got 0"),
+        (sliding("sfs", 5) | {"sliding_window": None}, "sliding_window must be an integer >= 1, got None"),
+        (sliding("sfs", 5) | {"use_sliding_window": False}, "but use_sliding_window is false"),
+        ({"dflash_config": with_dflash(use_swa=True)}, "sliding_window must be an integer >= 1, got None"),
+        ({"is_causal": "no"}, "is_causal must be true or false, got 'no'"),
+        ({"attention_bias": 1}, "attention_bias must be true or false, got 1"),
+        ({"rms_norm_eps": 0.0}, "rms_norm_eps must be > 0, got 0.0"),
+        ({"output_multiplier": float("nan")}, "output_multiplier must be a finite number, got nan"),
+        ({"input_embedding_scale": 0}, "input_embedding_scale must be > 0, got 0"),
+        ({"final_logit_softcapping": "30"}, "final_logit_softcapping must be a finite number, got '30'"),
+    ],
+)
+def test_values_that_cannot_be_are_named(changes, message):
+    with pytest.raises(ValueError, match=message):
+        parse(**changes)
+
+
+def test_neutral_values_of_refused_keys_pass():
+    config = parse(
+        draft_vocab_size=101, target_hidden_size=64, is_neox_style=True, partial_rotary_factor=1.0, logit_scale=1,
+        has_lm_head=False, conv_kernel_size=0, selector_rank=None, eagle_aux_hidden_state_layer_ids=[2, 10, 18, 26, 34],
+        dflash_config=with_dflash(use_aux_hidden_state=True, projector_type="dflash", mask_token="<|MASK|>"),
+    )  # fmt: skip
+    assert config == parse(dflash_config=with_dflash())
+
+
+def test_messages_name_their_source():
+    with pytest.raises(ValueError, match=r"^here/config\.json: block_size must be"):
+        DraftConfig.from_config(config_dict(block_size=0), "here/config.json")
+    with pytest.raises(ValueError, match=r"^draft config: must be a mapping or have to_dict\(\), got int"):
+        DraftConfig.from_config(3)
+
+
+def test_unknown_metadata_is_warned_about_once():
+    with pytest.warns(UserWarning, match="draft config: unknown keys are ignored: loss_decay, trained_by$") as caught:
+        parse(trained_by="someone", loss_decay=7, _private=1)
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        parse()

@@ -1,0 +1,523 @@
+import copy
+import json
+import pickle
+from types import SimpleNamespace
+
+import pytest
+import torch
+from draft_variants import VARIANTS, config_dict, random_drafter, random_tensors, save_checkpoint, tensor_shapes
+from op_checks import assert_as_exact_as_torch
+from safetensors.torch import load_file, save_file
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from dflash import DraftConfig, Drafter, load_draft
+
+ODD = config_dict(attention_bias=True, attention_sink_bias=True, num_key_value_heads=1)
+
+
+def assert_packed(draft: Drafter) -> None:
+    """Every projection is a view of its packed tensor, at its place, and the state dict keeps the published names."""
+    assert {name: tuple(t.shape) for name, t in draft.state_dict().items()} == tensor_shapes(draft.config)
+    for i, layer in enumerate(draft.layers):
+        attention, mlp = layer.self_attn, layer.mlp
+        groups = [(draft.qkv_weight[i], [getattr(attention, f"{name}_proj").weight for name in "qkv"])]
+        groups.append((draft.gate_up_weight[i], [mlp.gate_proj.weight, mlp.up_proj.weight]))
+        if draft.qkv_bias is not None:
+            groups.append((draft.qkv_bias[i], [getattr(attention, f"{name}_proj").bias for name in "qkv"]))
+        for packed, parts in groups:
+            assert torch.equal(torch.cat(parts), packed)
+            offset = packed.data_ptr()
+            for part in parts:
+                assert part.data_ptr() == offset
+                assert (part.dtype, part.device) == (draft.dtype, draft.device)
+                offset += part.numel() * part.element_size()
+    assert draft.inv_freq.dtype == torch.float32
+    assert torch.equal(draft.inv_freq, draft.config.rope.inverse_frequencies(draft.config.head_dim))
+
+
+def poisoned(draft: Drafter, batch: int, capacity: int):
+    cache = draft.new_cache(batch, capacity)
+    for buffer in (*cache.keys, *cache.values):
+        buffer.fill_(float("nan"))
+    return cache
+
+
+def two_passes(draft: Drafter, context, block, lengths, counts):
+    """Prefill ``lengths`` rows of ``context``, then draft twice, with ``counts`` rows in between."""
+    rows, cache = block.shape[1], poisoned(draft, len(context), 64)
+    lengths, counts = torch.tensor(lengths), torch.tensor(counts)
+    index = torch.arange(context.shape[1])
+    positions = torch.where(index < lengths[:, None], index, -1)
+    draft.inject_(draft.fuse(context, lengths), positions, cache)
+    nothing = torch.zeros_like(counts)
+    first = draft(draft.fuse(context[:, :rows], nothing), nothing, block, lengths, cache)
+    gather = (lengths[:, None] + torch.arange(rows)).clamp(max=context.shape[1] - 1)
+    fresh = context.gather(1, gather[..., None].expand(-1, -1, context.shape[2]))
+    second = draft(draft.fuse(fresh, counts), counts, block, lengths + counts, cache)
+    return first, second, cache
+
+
+def inputs(config: DraftConfig, batch: int, rows: int = 40, seed: int = 0, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(seed)
+    context = torch.randn(batch, rows, len(config.target_layer_ids) * config.hidden_size, generator=generator)
+    block = torch.randn(batch, config.block_size, config.hidden_size, generator=generator)
+    return context.to(dtype), block.to(dtype)
+
+
+# ---------------------------------------------------------------------------------------------- the forward pass
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["Qwen3-4B", "Gemma4-31B", "is_causal-false-with-window"])
+def test_rows_never_meet(name, dtype):
+    draft = random_drafter(VARIANTS[name], dtype=dtype)
+    context, block = inputs(draft.config, 3, dtype=dtype)
+    lengths, counts = [17, 1, 15], [3, 16, 1]
+    first, second, cache = two_passes(draft, context, block, lengths, counts)
+    assert first.isfinite().all()
+    assert second.isfinite().all()
+    context[1], block[1] = float("nan"), float("nan")
+    first_again, second_again, cache_again = two_passes(draft, context, block, [17, 23, 15], [3, 2, 1])
+    for row in (0, 2):
+        assert torch.equal(first_again[row], first[row])
+        assert torch.equal(second_again[row], second[row])
+        for ours, theirs in zip((*cache.keys, *cache.values), (*cache_again.keys, *cache_again.values), strict=True):
+            assert torch.equal(ours[row].nan_to_num(9.0), theirs[row].nan_to_num(9.0))
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_row_alone_gives_the_same(name):
+    draft = random_drafter(VARIANTS[name])
+    context, block = inputs(draft.config, 3)
+    lengths, counts = [17, 1, 16], [3, draft.config.block_size, 1]
+    batched = two_passes(draft, context, block, lengths, counts)
+    for row in range(3):
+        alone = two_passes(
+            draft, context[row : row + 1], block[row : row + 1], lengths[row : row + 1], counts[row : row + 1]
+        )
+        for ours, theirs in zip(batched[:2], alone[:2], strict=True):
+            torch.testing.assert_close(ours[row], theirs[0], rtol=2e-5, atol=2e-5)
+
+
+def test_only_appended_slots_are_written():
+    draft = random_drafter()
+    context, block = inputs(draft.config, 2)
+    _, _, cache = two_passes(draft, context, block, [5, 9], [4, 16])
+    for buffer in (*cache.keys, *cache.values):
+        for row, end in enumerate((5 + 4 + 16, 9 + 16 + 16)):
+            assert buffer[row, :, :end].isfinite().all()
+            assert buffer[row, :, end:].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("config", [VARIANTS["Qwen3-4B"], VARIANTS["gpt-oss-20b"], ODD], ids=["qwen", "bias", "sinks"])
+def test_prefill_appends_what_a_pass_appends(config, dtype):
+    """One projection for all layers, and the packed rows of each layer's own pass, give the same K/V."""
+    draft, exact = random_drafter(config, dtype=dtype), None
+    context, block = inputs(draft.config, 1, 8, dtype=dtype)
+    full = torch.tensor([8])
+    features = draft.fuse(context, full)
+    at_once, by_pass = poisoned(draft, 1, 32), poisoned(draft, 1, 32)
+    draft.inject_(features, torch.arange(8)[None], at_once)
+    draft(features, full, block, full, by_pass)
+    wide = random_drafter(config)
+    cos, sin = wide.rotary(torch.arange(8)[None])
+    for i, layer in enumerate(draft.layers):
+        attention = layer.self_attn
+        key = torch.nn.functional.linear(features.double(), attention.k_proj.weight.double())
+        value = torch.nn.functional.linear(features.double(), attention.v_proj.weight.double())
+        if draft.config.attention_bias:
+            key, value = key + attention.k_proj.bias.double(), value + attention.v_proj.bias.double()
+        key, value = (t.unflatten(-1, (-1, draft.config.head_dim)).transpose(1, 2) for t in (key, value))
+        key = key * (key.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * attention.k_norm.weight.double()
+        one, two = key.chunk(2, -1)
+        exact = torch.cat([one * cos - two * sin, two * cos + one * sin], -1)
+        assert_as_exact_as_torch(at_once.keys[i][:, :, :8], by_pass.keys[i][:, :, :8], exact)
+        assert_as_exact_as_torch(at_once.values[i][:, :, :8], by_pass.values[i][:, :, :8], value)
+
+
+def test_sinks_take_their_share():
+    draft = random_drafter(ODD)
+    context, block = inputs(draft.config, 1)
+    with_sinks = two_passes(draft, context, block, [9], [3])[0]
+    for layer in draft.layers:
+        layer.self_attn.attention_sink_bias.fill_(-1e9)
+    none = two_passes(draft, context, block, [9], [3])[0]
+    without = random_drafter(ODD | {"attention_sink_bias": False})
+    without.load_state_dict({k: v for k, v in draft.state_dict().items() if "sink" not in k})
+    torch.testing.assert_close(none, two_passes(without, context, block, [9], [3])[0], rtol=1e-5, atol=1e-5)
+    assert (with_sinks - none).abs().max() > 1e-2
+
+
+def test_rotary_scales_and_stays_float32():
+    draft = random_drafter(VARIANTS["gpt-oss-20b"], dtype=torch.bfloat16)
+    cos, sin = draft.rotary(torch.tensor([[0, 7], [-1, 4000]]))
+    assert cos.dtype == sin.dtype == torch.float32
+    assert cos.shape == (2, 2, draft.config.head_dim // 2)
+    scaling = draft.config.rope.attention_scaling
+    assert scaling > 1.1
+    torch.testing.assert_close(cos[0, 0], torch.full_like(cos[0, 0], scaling))
+    torch.testing.assert_close((cos**2 + sin**2).sqrt(), torch.full_like(cos, scaling))
+
+
+def test_nothing_depends_on_data():
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        draft = Drafter(DraftConfig.from_config(ODD))
+        context, block = torch.empty(2, 16, 5 * 64), torch.empty(2, 16, 64)
+        lengths = counts = torch.empty(2, dtype=torch.int64)
+        cache, features = draft.new_cache(2, 64), draft.fuse(context, counts)
+        draft.inject_(features, torch.empty(2, 16, dtype=torch.int64), cache)
+        assert draft(features, counts, block, lengths, cache).shape == (2, 16, 64)
+
+
+@pytest.mark.parametrize("config", [VARIANTS["Gemma4-31B"], ODD], ids=["window", "sinks"])
+def test_compiles_whole(config):
+    draft = random_drafter(config)
+    context, block = inputs(draft.config, 2)
+    expected = two_passes(draft, context, block, [9, 3], [2, 5])
+
+    def compiled(features, counts, block, lengths, cache):
+        return Drafter.forward(draft, features, counts, block, lengths, cache)
+
+    compile = lambda function: torch.compile(function, backend="aot_eager", fullgraph=True)  # noqa: E731
+    wrapped = SimpleNamespace(
+        fuse=compile(draft.fuse), inject_=compile(draft.inject_), config=draft.config, new_cache=draft.new_cache
+    )
+
+    class Compiled:
+        __call__ = staticmethod(compile(compiled))
+
+        def __getattr__(self, name):
+            return getattr(wrapped, name)
+
+    got = two_passes(Compiled(), context, block, [9, 3], [2, 5])
+    for ours, theirs in zip(got[:2], expected[:2], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+# ---------------------------------------------------------------------------------------------- packed parameters
+
+
+def test_moves_copies_and_loads_keep_the_views():
+    draft = random_drafter(ODD)
+    assert_packed(draft)
+    tensors = random_tensors(draft.config)
+    for other in (copy.deepcopy(draft), pickle.loads(pickle.dumps(draft))):
+        assert_packed(other)
+        assert other.qkv_weight.data_ptr() != draft.qkv_weight.data_ptr()
+        assert all(torch.equal(value, tensors[name]) for name, value in other.state_dict().items())
+    other.load_state_dict(random_tensors(draft.config, 1), assign=True)
+    assert_packed(other)
+    assert torch.equal(
+        other.layers[1].self_attn.k_proj.weight, random_tensors(draft.config, 1)["layers.1.self_attn.k_proj.weight"]
+    )
+    before = list(draft.parameters())
+    assert draft.to(torch.bfloat16) is draft
+    assert draft.dtype == torch.bfloat16
+    assert_packed(draft)
+    assert all(new is old for new, old in zip(draft.parameters(), before, strict=True))
+    assert all(torch.equal(value, tensors[name].bfloat16()) for name, value in draft.state_dict().items())
+    address = draft.qkv_weight.data_ptr(), draft.inv_freq.data_ptr()
+    draft.to("cpu", torch.bfloat16)
+    assert (draft.qkv_weight.data_ptr(), draft.inv_freq.data_ptr()) == address
+    there = copy.deepcopy(draft).to("meta")
+    assert there.device.type == there.qkv_weight.device.type == there.inv_freq.device.type == "meta"
+    back = there.to_empty(device="cpu")
+    back.load_state_dict(draft.state_dict())
+    assert_packed(back)
+
+
+def test_a_copy_that_shares_its_tensors_keeps_sharing():
+    draft = random_drafter()
+    memo = {id(tensor): tensor for tensor in (*draft.parameters(), *draft.buffers())}
+    twin = copy.deepcopy(draft, memo)
+    assert_packed(twin)
+    assert twin.qkv_weight is draft.qkv_weight
+    assert twin.layers[0].self_attn.q_proj.weight is draft.layers[0].self_attn.q_proj.weight
+
+
+def test_a_written_parameter_is_what_the_forward_reads():
+    draft = random_drafter()
+    context, block = inputs(draft.config, 1)
+    before = two_passes(draft, context, block, [9], [3])[0]
+    draft.layers[0].self_attn.v_proj.weight.mul_(2)
+    assert not torch.equal(two_passes(draft, context, block, [9], [3])[0], before)
+
+
+# ---------------------------------------------------------------------------------------------- loading
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """A folder with a checkpoint, its config and its tensors."""
+    config = config_dict(attention_bias=True)
+    tensors = random_tensors(DraftConfig.from_config(config))
+    return SimpleNamespace(folder=save_checkpoint(tmp_path / "draft", config, tensors), config=config, tensors=tensors)
+
+
+def shard(folder, tensors, parts=3) -> None:
+    """The same tensors in ``parts`` files with an index."""
+    (folder / "model.safetensors").unlink(missing_ok=True)
+    mapping = {}
+    for part in range(parts):
+        name = f"model-{part + 1:05d}-of-{parts:05d}.safetensors"
+        names = list(tensors)[part::parts]
+        save_file({key: tensors[key] for key in names}, folder / name)
+        mapping |= dict.fromkeys(names, name)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": mapping}))
+
+
+def assert_loaded(draft: Drafter, tensors: dict[str, torch.Tensor]) -> None:
+    assert_packed(draft)
+    assert not draft.training
+    assert not any(parameter.requires_grad for parameter in draft.parameters())
+    state = draft.state_dict()
+    assert all(torch.equal(state[name], tensors[name].to(draft.dtype)) for name in tensors)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_folder_round_trips(checkpoint, sharded, dtype, tmp_path):
+    tensors = {name: value.to(dtype) for name, value in checkpoint.tensors.items()}
+    folder = save_checkpoint(tmp_path / "other", checkpoint.config, tensors)
+    if sharded:
+        shard(folder, tensors)
+    for name in (folder, str(folder)):
+        draft = load_draft(name)
+        assert (draft.dtype, draft.device.type) == (dtype, "cpu")
+        assert_loaded(draft, tensors)
+    assert load_draft(folder, dtype=torch.float32, device="cpu").dtype == torch.float32
+    save_file(draft.state_dict(), tmp_path / "again.safetensors")
+    again = load_file(tmp_path / "again.safetensors")
+    assert again.keys() == tensors.keys()
+    assert all(torch.equal(again[name], tensors[name]) for name in tensors)
+
+
+def test_the_trained_pair_loads(pair_dir):
+    draft = load_draft(pair_dir / "draft")
+    assert_loaded(draft, load_file(pair_dir / "draft" / "model.safetensors"))
+    assert draft.config.target_layer_ids == (0, 1, 2)
+
+
+def test_fused_projections_are_split(checkpoint):
+    tensors = dict(checkpoint.tensors)
+    for i in range(3):
+        for kind in ("weight", "bias"):
+            parts = [tensors.pop(f"layers.{i}.self_attn.{name}_proj.{kind}") for name in "qkv"]
+            tensors[f"layers.{i}.self_attn.qkv_proj.{kind}"] = torch.cat(parts)
+        parts = [tensors.pop(f"layers.{i}.mlp.{name}_proj.weight") for name in ("gate", "up")]
+        tensors[f"layers.{i}.mlp.gate_up_proj.weight"] = torch.cat(parts)
+    assert_loaded(load_draft(save_checkpoint(checkpoint.folder, checkpoint.config, tensors)), checkpoint.tensors)
+    tensors["layers.1.mlp.up_proj.weight"] = checkpoint.tensors["layers.1.mlp.up_proj.weight"]
+    save_checkpoint(checkpoint.folder, checkpoint.config, tensors)
+    with pytest.raises(ValueError, match=r"gate_up_proj.weight and layers.1.mlp.up_proj.weight both hold"):
+        load_draft(checkpoint.folder)
+
+
+def test_other_names_of_the_same_tensors(tmp_path):
+    config = VARIANTS["one-layer"]
+    tensors = random_tensors(DraftConfig.from_config(config))
+
+    def rename(name: str) -> str:
+        name = name.replace("layers.0.", "midlayer.").replace("hidden_norm.", "encoder.output_norm_enc.")
+        return name.replace("fc.", "encoder.fc.")
+
+    renamed = {rename(name): value for name, value in tensors.items()} | {"rotary_emb.inv_freq": torch.ones(8)}
+    assert_loaded(load_draft(save_checkpoint(tmp_path / "a", config, renamed)), tensors)
+    prefixed = {f"model.{name}": value for name, value in tensors.items()}
+    assert_loaded(load_draft(save_checkpoint(tmp_path / "b", config, prefixed)), tensors)
+    twice = renamed | {"fc.weight": tensors["fc.weight"].clone()}
+    with pytest.raises(ValueError, match=r"tensors .*fc.weight and .*fc.weight both hold fc.weight"):
+        load_draft(save_checkpoint(tmp_path / "c", config, twice))
+
+
+def test_sinks_are_loaded(tmp_path):
+    tensors = random_tensors(DraftConfig.from_config(ODD))
+    assert_loaded(load_draft(save_checkpoint(tmp_path / "a", ODD, tensors)), tensors)
+    without = ODD | {"attention_sink_bias": False}
+    with pytest.raises(ValueError, match=r"unknown tensors: layers.0.self_attn.attention_sink_bias"):
+        load_draft(save_checkpoint(tmp_path / "b", without, tensors))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("layers.0.attention_conv.base_kernel", r"a DFlash 2 drafter \(tensors attention_conv\).*its own issue"),
+        ("layers.0.mlp_conv.kernel_projection.weight", r"DFlash 2 drafter \(tensors mlp_conv\)"),
+        ("candidate_selector.predecessor_codebook", r"DFlash 2 drafter \(tensors candidate_selector\)"),
+        ("lm_head.weight", "tensor lm_head.weight is not supported: a drafter predicts through the target's head"),
+        ("embed_tokens.weight", "tensor embed_tokens.weight is not supported: a drafter embeds with the target's"),
+        ("model.embed_tokens.weight", "tensor model.embed_tokens.weight is not supported"),
+        ("d2t", "tensor d2t is not supported: a head over part of the vocabulary"),
+        ("t2d", "tensor t2d is not supported"),
+        ("mask_embedding", "tensor mask_embedding is not supported: a mask embedding of the drafter's own"),
+        ("layers.3.input_layernorm.weight", "unknown tensors: layers.3.input_layernorm.weight"),
+        ("layers.0.self_attn.q_proj.weight_scale", "unknown tensors: layers.0.self_attn.q_proj.weight_scale"),
+    ],
+)
+def test_extra_tensors_are_refused_by_name(checkpoint, name, message):
+    save_checkpoint(checkpoint.folder, checkpoint.config, checkpoint.tensors | {name: torch.zeros(4)})
+    with pytest.raises(ValueError, match=message):
+        load_draft(checkpoint.folder)
+
+
+def test_missing_and_misshapen_tensors_are_named(checkpoint):
+    tensors = dict(checkpoint.tensors)
+    del tensors["layers.2.self_attn.o_proj.bias"], tensors["norm.weight"]
+    save_checkpoint(checkpoint.folder, checkpoint.config, tensors)
+    with pytest.raises(ValueError, match=r"draft: missing tensors: layers.2.self_attn.o_proj.bias, norm.weight"):
+        load_draft(checkpoint.folder)
+    tensors = checkpoint.tensors | {"layers.1.self_attn.k_proj.weight": torch.zeros(64, 64)}
+    save_checkpoint(checkpoint.folder, checkpoint.config, tensors)
+    with pytest.raises(
+        ValueError, match=r"layers.1.self_attn.k_proj.weight must be \[32, 64\] by the config, got \[64, 64"
+    ):
+        load_draft(checkpoint.folder)
+    save_checkpoint(
+        checkpoint.folder, checkpoint.config | {"num_hidden_layers": 4, "layer_types": None}, checkpoint.tensors
+    )
+    with pytest.raises(ValueError, match=r"missing tensors: layers.3.* and \d+ more"):
+        load_draft(checkpoint.folder)
+
+
+def test_quantised_tensors_are_refused(checkpoint):
+    tensors = checkpoint.tensors | {"fc.weight": checkpoint.tensors["fc.weight"].to(torch.float8_e4m3fn)}
+    save_checkpoint(checkpoint.folder, checkpoint.config, tensors)
+    with pytest.raises(ValueError, match=r"tensor fc.weight is stored as F8_E4M3: quantised drafters are not read"):
+        load_draft(checkpoint.folder)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_truncated_and_corrupt_files_are_named(checkpoint, sharded):
+    if sharded:
+        shard(checkpoint.folder, checkpoint.tensors)
+    path = sorted(checkpoint.folder.glob("*.safetensors"))[0]
+    whole = path.read_bytes()
+    for content in (
+        whole[:-100],
+        whole[: len(whole) // 2],
+        whole[:6],
+        b"",
+        b"\xff" * 200,
+        whole[:8] + b"x" + whole[9:],
+    ):
+        path.write_bytes(content)
+        with pytest.raises(ValueError, match=rf"{path.name}: not a whole safetensors file \(truncated or corrupt\?\)"):
+            load_draft(checkpoint.folder)
+
+
+def test_missing_files_are_named(checkpoint):
+    shard(checkpoint.folder, checkpoint.tensors)
+    (checkpoint.folder / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=r"shard model-00002-of-00003.safetensors, which .*index.json names"):
+        load_draft(checkpoint.folder)
+    index = checkpoint.folder / "model.safetensors.index.json"
+    index.write_text('{"weight_map": {"fc.weight": "../model.safetensors"}}')
+    with pytest.raises(ValueError, match=r"'../model.safetensors', which is not a file beside it"):
+        load_draft(checkpoint.folder)
+    index.write_text('{"weight_map": []}')
+    with pytest.raises(ValueError, match="weight_map must map tensor names to files"):
+        load_draft(checkpoint.folder)
+    index.unlink()
+    with pytest.raises(
+        FileNotFoundError, match=r"draft has neither model.safetensors nor model.safetensors.index.json"
+    ):
+        load_draft(checkpoint.folder)
+    (checkpoint.folder / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config.json: not valid JSON"):
+        load_draft(checkpoint.folder)
+    (checkpoint.folder / "config.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"is no drafter's folder: it has no config.json"):
+        load_draft(checkpoint.folder)
+
+
+def test_a_tensor_in_two_shards_is_named(checkpoint):
+    shard(checkpoint.folder, checkpoint.tensors)
+    path = checkpoint.folder / "model-00002-of-00003.safetensors"
+    save_file(load_file(path) | {"fc.weight": checkpoint.tensors["fc.weight"]}, path)
+    with pytest.raises(ValueError, match=r"tensor fc.weight is in model-00001.* and in model-00002"):
+        load_draft(checkpoint.folder)
+
+
+def test_a_mask_embedding_file_is_refused(checkpoint):
+    torch.save({"embedding": torch.zeros(64)}, checkpoint.folder / "mask_embedding.pt")
+    with pytest.raises(ValueError, match=r"mask_embedding.pt: a mask embedding of the drafter's own is not supported"):
+        load_draft(checkpoint.folder)
+
+
+def test_the_config_is_read_before_the_tensors(checkpoint):
+    (checkpoint.folder / "model.safetensors").write_bytes(b"")
+    (checkpoint.folder / "config.json").write_text(json.dumps(checkpoint.config | {"num_hidden_layers": 0}))
+    with pytest.raises(ValueError, match=r"draft/config.json: num_hidden_layers must be an integer >= 1, got 0"):
+        load_draft(checkpoint.folder)
+
+
+@pytest.mark.parametrize("error", [OSError("no route to the hub"), ValueError("gated\nmore")])
+def test_neither_a_folder_nor_a_repository(monkeypatch, error):
+    import huggingface_hub
+
+    def download(name, *, revision, allow_patterns):
+        assert "mask_embedding.pt" in allow_patterns
+        raise error
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    first = str(error).splitlines()[0]
+    message = f"draft 'z-lab/none' is neither a folder nor a hub repository within reach at revision 'v1': {first}$"
+    with pytest.raises(FileNotFoundError, match=message):
+        load_draft("z-lab/none", revision="v1")
+
+
+def test_a_name_that_no_repository_can_have():
+    with pytest.raises(FileNotFoundError, match=r"draft './no/such/folder' is neither a folder nor a hub repository"):
+        load_draft("./no/such/folder")
+
+
+def test_a_folder_has_no_revision(checkpoint):
+    with pytest.raises(ValueError, match=r"revision 'v1' is for a hub repository, but .* is a folder"):
+        load_draft(checkpoint.folder, revision="v1")
+
+
+def test_a_repository_is_downloaded(monkeypatch, checkpoint):
+    import huggingface_hub
+
+    def download(name, *, revision, allow_patterns):
+        assert (name, revision) == ("z-lab/some", "main")
+        return str(checkpoint.folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    assert_loaded(load_draft("z-lab/some", revision="main"), checkpoint.tensors)
+
+
+def test_modules():
+    draft = random_drafter()
+    assert load_draft(draft) is draft
+    assert load_draft(draft, dtype=torch.float32, device="cpu") is draft
+    other = load_draft(draft, dtype=torch.bfloat16)
+    assert (draft.dtype, other.dtype) == (torch.float32, torch.bfloat16)
+    assert_packed(draft)
+    assert_packed(other)
+    assert load_draft(torch.compile(draft)) is draft
+    for module, message in ((torch.nn.Linear(2, 2), "must be a drafter with a .config, got Linear"), (3, "got int")):
+        with pytest.raises(TypeError, match=message):
+            load_draft(module)
+    for dtype in ("float32", torch.int8):
+        with pytest.raises(TypeError, match=f"dtype must be a floating torch.dtype or None, got .*{dtype}"):
+            load_draft(draft, dtype=dtype)
+
+
+def test_another_module_with_these_names():
+    draft = random_drafter()
+
+    class Other(torch.nn.Module):
+        config = draft.config
+
+        def state_dict(self):
+            return draft.state_dict()
+
+    copied = load_draft(Other())
+    assert_loaded(copied, draft.state_dict())
+    assert copied.qkv_weight.data_ptr() != draft.qkv_weight.data_ptr()
+    tensors = {name: value for name, value in draft.state_dict().items() if name != "fc.weight"}
+    Other.state_dict = lambda self: tensors
+    with pytest.raises(ValueError, match=r"Other: missing tensors: fc.weight"):
+        load_draft(Other())
