@@ -1,0 +1,349 @@
+"""The target model: a structural twin of the user's Hugging Face model, with our attention, our cache and taps.
+
+The user's model is never touched. Its twin shares every parameter and buffer and owns everything else: config,
+hooks, attention implementation. This is the only module on the hot path that imports transformers.
+"""
+
+from __future__ import annotations
+
+import copy
+import types
+import weakref
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from . import ops
+from .cache import LazyKVCache
+
+# The name must not contain "flash" (transformers tests for it), and must have no mask interface: no mask is built.
+_ATTENTION = "block_verify"
+_PROBE_TOKENS = 24
+
+# Families whose twin is tested token for token against `generate`; any other is probed once, see `Target`.
+TESTED_FAMILIES = frozenset(
+    [
+        *("deepseek_v3", "gemma3_text", "gemma4_text", "glm4_moe", "gpt_oss", "kimi_k25", "llama"),
+        *("minimax_m2", "mistral", "qwen2", "qwen3", "qwen3_moe"),
+    ]
+)
+
+
+class UnsupportedTargetError(ValueError):
+    """The target cannot be run losslessly by this package; the message says why."""
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    block_lengths: Tensor | None = None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    **kwargs,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface over the full cache buffers that `_CacheView.update` returned.
+
+    ``query [batch, heads, rows, head_dim]``; ``key``, ``value [batch, kv_heads, capacity, head_dim]``.
+    """
+    if block_lengths is None or attention_mask is not None or position_bias is not None:
+        missing = "the cache lengths were not passed on" if block_lengths is None else "it builds its own mask or bias"
+        raise UnsupportedTargetError(f"{type(module).__name__} cannot run on dflash's attention: {missing}")
+    window = kwargs["sliding_window"] if "sliding_window" in kwargs else getattr(module, "sliding_window", None)
+    out = ops.block_attention(
+        query.transpose(1, 2),
+        key,
+        value,
+        block_lengths,
+        scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+        causal=True,
+        window=window or 0,
+        softcap=softcap or 0.0,
+        sinks=s_aux,
+    )
+    return out, None
+
+
+AttentionInterface.register(_ATTENTION, _attention)
+
+
+class _CacheView:
+    """What transformers' attention layers see as ``past_key_values`` during one forward.
+
+    ``update`` writes at device-side positions into the preallocated buffers and returns them whole.
+    """
+
+    is_compileable = True
+
+    def __init__(self, cache: LazyKVCache, positions: Tensor) -> None:
+        self.cache = cache
+        self.positions = positions
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        keys, values = self.cache.layer(layer_idx, key, value)
+        ops.append_kv_(key, value, self.positions, keys, values)
+        return keys, values
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return 0  # positions are always passed; nothing may be derived from the buffers
+
+
+def structural_twin(module: nn.Module) -> nn.Module:
+    """A copy of ``module`` that shares its parameters and buffers and owns everything else. Costs milliseconds."""
+    memo = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
+    twin = copy.deepcopy(module, memo)
+    for original, copied in zip(module.modules(), twin.modules(), strict=True):
+        forward = original.__dict__.get("forward")
+        if forward is None:
+            continue
+        # An instance-level forward (torch.compile, accelerate) closes over the user's module: undo it on the twin.
+        wrapped = getattr(forward, "_torchdynamo_orig_callable", None)
+        if wrapped is not None or hasattr(original, "_hf_hook"):
+            del copied.__dict__["forward"]
+        elif not isinstance(forward, types.MethodType):
+            raise UnsupportedTargetError(f"{type(original).__name__}.forward was replaced by {forward!r}")
+    return twin.eval()
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The module inside ``torch.compile(model)``, or ``model`` itself."""
+    return getattr(model, "_orig_mod", model)
+
+
+def _rope_types(config) -> set[str]:
+    parameters = getattr(config, "rope_parameters", None) or {}
+    nested = [value for value in parameters.values() if isinstance(value, dict)]
+    return {entry.get("rope_type", "default") for entry in (nested or [parameters])}
+
+
+def refusal(model: nn.Module) -> str | None:
+    """Why this target cannot be run, or None. Looks at the structure alone and computes nothing."""
+    if not isinstance(model, PreTrainedModel):
+        return f"a transformers PreTrainedModel is needed, got {type(model).__name__}"
+    config = text_config(model)
+    family = config.model_type
+    if getattr(model.config, "is_encoder_decoder", False):
+        return f"{family} is an encoder-decoder"
+    if model.get_output_embeddings() is None or not model.can_generate():
+        return f"{type(model).__name__} has no language-model head"
+    devices = {parameter.device for parameter in model.parameters()}
+    if any(device.type == "meta" for device in devices):
+        return "some of its weights are on the meta device: they were never loaded"
+    if len(devices) > 1:
+        return f"its weights are spread over {', '.join(sorted(map(str, devices)))}: one device is needed"
+    layer_types = set(getattr(config, "layer_types", None) or ())
+    if getattr(model, "_is_stateful", False) or any("linear" in kind or "mamba" in kind for kind in layer_types):
+        return f"{family} has stateful layers (linear attention, convolution): no counter can roll them back"
+    if getattr(config, "index_topk", None) is not None:
+        return f"{family} selects keys with a sparse-attention indexer"
+    if unknown := layer_types - {"full_attention", "sliding_attention"}:
+        return f"{family} has layers of type {', '.join(sorted(unknown))}"
+    if bad := _rope_types(config) & {"dynamic", "longrope"}:
+        return f"its RoPE is {bad.pop()!r}: its frequencies depend on the longest position in the batch"
+    if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):
+        return f"{family} attends in both directions"
+    if not getattr(model.get_decoder(), "_supports_attention_backend", False):
+        return f"{type(model).__name__} does not take an attention function by name (_supports_attention_backend)"
+    return None
+
+
+def _decoder_layers(model: PreTrainedModel, num_layers: int) -> nn.ModuleList:
+    for module in model.get_decoder().modules():
+        if isinstance(module, nn.ModuleList) and len(module) == num_layers:
+            return module
+    raise UnsupportedTargetError(f"{type(model).__name__}: no list of {num_layers} decoder layers was found")
+
+
+class Target:
+    """The user's target behind the three things the generator needs: embeddings, a head, and a tapped forward.
+
+    Args:
+        model: any full-attention causal language model of transformers (docs/targets.md lists the tested ones).
+        target_layer_ids: whose outputs are tapped; the last layer's is read after the final norm, as transformers'
+            ``hidden_states[-1]`` is.
+
+    Raises:
+        UnsupportedTargetError: the model cannot be run; nothing was changed.
+    """
+
+    def __init__(self, model: nn.Module, target_layer_ids: tuple[int, ...] = ()) -> None:
+        model = unwrap(model)
+        if reason := refusal(model):
+            raise UnsupportedTargetError(f"this target is not supported: {reason}")
+        self.config = text_config(model)
+        self.model = structural_twin(model)
+        for module in self.model.modules():
+            if isinstance(module, PreTrainedModel):
+                module.config._attn_implementation = _ATTENTION
+        text_config(self.model)._attn_implementation = _ATTENTION
+        self._taps: list[Tensor | None] = [None] * len(target_layer_ids)
+        self._add_taps(target_layer_ids)
+        if model.config.model_type not in TESTED_FAMILIES:
+            self._probe(model)
+
+    @property
+    def embedding_weight(self) -> Tensor:
+        """``[vocab, hidden]``, the raw input embeddings (no scale applied)."""
+        return self.model.get_input_embeddings().weight
+
+    @property
+    def head(self) -> nn.Module:
+        """The language-model head, hidden -> logits, without the family's own scaling."""
+        return self.model.get_output_embeddings()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embedding_weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding_weight.device
+
+    @property
+    def max_positions(self) -> int | None:
+        return getattr(self.config, "max_position_embeddings", None)
+
+    def _add_taps(self, target_layer_ids: tuple[int, ...]) -> None:
+        if not target_layer_ids:
+            return
+        num_layers = self.config.num_hidden_layers
+        layers = _decoder_layers(self.model, num_layers)
+        for index, layer_id in enumerate(target_layer_ids):
+            module = layers[layer_id]
+            if layer_id == num_layers - 1:
+                module = getattr(self.model.get_decoder(), "norm", None)
+                if module is None:
+                    raise UnsupportedTargetError(
+                        f"{type(self.model).__name__}: the last layer is tapped, but no final norm was found"
+                    )
+
+            def keep(_module, _args, output, index=index):
+                self._taps[index] = output[0] if isinstance(output, tuple) else output
+
+            module.register_forward_hook(keep)
+
+    def forward(
+        self, ids: Tensor, lengths: Tensor, cache: LazyKVCache, logits_to_keep: int | Tensor = 0
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Run ``ids`` at positions ``lengths[b] + i``, causal behind the cache.
+
+        Args:
+            ids: ``[batch, rows]`` int64.
+            lengths: ``[batch]`` int64, positions already in the cache.
+            cache: takes the K/V of these rows at their positions.
+            logits_to_keep: as in transformers: 0 for all rows, n for the last n, or row indices.
+
+        Returns:
+            Logits ``[batch, kept rows, vocab]`` and one ``[batch, rows, hidden]`` tensor per tap.
+        """
+        positions = lengths[:, None] + torch.arange(ids.shape[1], device=ids.device)
+        # Rows past the end of a request are computed and dropped; they must not index past a learned table.
+        limit = self.max_positions
+        output = self.model(
+            input_ids=ids,
+            position_ids=positions if limit is None else positions.clamp(max=limit - 1),
+            past_key_values=_CacheView(cache, positions),
+            use_cache=True,
+            logits_to_keep=logits_to_keep,
+            block_lengths=lengths,
+        )
+        taps = list(self._taps)
+        self._taps[:] = [None] * len(taps)
+        return output.logits, taps
+
+    @torch.no_grad()
+    def _probe(self, model: PreTrainedModel) -> None:
+        """Refuse a family that nobody has tested if the twin's logits differ from the model's own on a few tokens."""
+        vocab = self.embedding_weight.shape[0]
+        ids = torch.arange(_PROBE_TOKENS, device=self.device)[None] * 7919 % vocab
+        half = _PROBE_TOKENS // 2
+        expected = structural_twin(model)(input_ids=ids, use_cache=False).logits.float()
+        cache = LazyKVCache(1, _PROBE_TOKENS)
+        lengths = torch.zeros(1, dtype=torch.int64, device=self.device)
+        try:
+            first, _ = self.forward(ids[:, :half], lengths, cache)
+            second, _ = self.forward(ids[:, half:], lengths + half, cache)
+        except UnsupportedTargetError:
+            raise
+        except Exception as error:
+            raise UnsupportedTargetError(
+                f"this target is not supported: {self.config.model_type} failed in a trial run with dflash's cache "
+                f"and attention: {type(error).__name__}: {error}"
+            ) from error
+        got = torch.cat([first, second], 1).float()
+        difference = float((got - expected).norm() / expected.norm())
+        if not difference < (1e-3 if self.dtype == torch.float32 else 5e-2):
+            raise UnsupportedTargetError(
+                f"this target is not supported: {self.config.model_type} gives other logits with dflash's cache and "
+                f"attention (relative difference {difference:.1e} in a trial run)"
+            )
+
+
+_OFF = {
+    "num_beams": (None, 1),
+    "num_return_sequences": (None, 1),
+    "min_length": (None, 0),
+    "min_new_tokens": (None, 0),
+    "repetition_penalty": (None, 1.0),
+    "encoder_repetition_penalty": (None, 1.0),
+    "no_repeat_ngram_size": (None, 0),
+    "encoder_no_repeat_ngram_size": (None, 0),
+    "typical_p": (None, 1.0),
+    "epsilon_cutoff": (None, 0.0),
+    "eta_cutoff": (None, 0.0),
+    "top_h": (None,),
+    "guidance_scale": (None, 1.0),
+    "bad_words_ids": (None,),
+    "sequence_bias": (None,),
+    "suppress_tokens": (None, []),
+    "begin_suppress_tokens": (None, []),
+    "forced_bos_token_id": (None,),
+    "forced_eos_token_id": (None,),
+    "exponential_decay_length_penalty": (None,),
+    "watermarking_config": (None,),
+    "stop_strings": (None,),
+    "max_time": (None,),
+}
+
+
+def generation_defaults(model: nn.Module) -> dict:
+    """What the model's ``generation_config`` says of the arguments of ``generate``, None where it is silent.
+
+    ``unsupported`` maps every setting that would change the text and is not applied here to its value.
+    """
+    config = model.generation_config
+    eos = config.eos_token_id
+    names = ("do_sample", "temperature", "top_k", "top_p", "min_p", "max_new_tokens", "max_length", "pad_token_id")
+    return {
+        **{name: getattr(config, name, None) for name in names},
+        "eos_token_id": [] if eos is None else [eos] if isinstance(eos, int) else list(eos),
+        "unsupported": {
+            name: getattr(config, name, None) for name, off in _OFF.items() if getattr(config, name, None) not in off
+        },
+    }
+
+
+def text_config(model: nn.Module):
+    """The configuration of the language model inside ``model``."""
+    return model.config.get_text_config(decoder=True)
+
+
+class WeightsFingerprint:
+    """Notices when a module's tensors were replaced (``.to``, adapters, ``load_state_dict(assign=True)``)."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+        self._addresses = self._read(module)
+
+    @staticmethod
+    def _read(module: nn.Module) -> tuple:
+        return tuple((id(t), t.data_ptr(), t.dtype) for t in (*module.parameters(), *module.buffers()))
+
+    def matches(self, module: nn.Module) -> bool:
+        return self._module() is module and self._addresses == self._read(module)

@@ -1,0 +1,66 @@
+"""One-token decoding by transformers alone: its own cache and attention, one row, one token at a time."""
+
+import torch
+
+from dflash import reference
+
+
+@torch.no_grad()
+def greedy(target, prompt: torch.Tensor, new: int, stop: tuple[int, ...] = ()) -> torch.Tensor:
+    """New tokens of ``target.generate(do_sample=False)`` for a prompt ``[length]``."""
+    eos = list(stop) or None
+    out = target.generate(
+        prompt[None], do_sample=False, max_new_tokens=new, eos_token_id=eos, pad_token_id=0, use_cache=True
+    )
+    return out[0, len(prompt) :]
+
+
+@torch.no_grad()
+def sampled(
+    target,
+    prompt: torch.Tensor,
+    new: int,
+    seed: int,
+    temperature: float,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    stop: tuple[int, ...] = (),
+) -> torch.Tensor:
+    """New tokens by the sampling rule as the oracle states it: keyed noise on the target's logits."""
+
+    def one(value, dtype=torch.float32):
+        return torch.tensor([value], dtype=dtype)
+
+    tokens, cache, ids = [], None, prompt[None]
+    for index in range(new):
+        output = target(input_ids=ids, past_key_values=cache, use_cache=True)
+        cache = output.past_key_values
+        position = torch.tensor([[len(prompt) + index]])
+        ids = reference.select_tokens(
+            output.logits[:, -1:],
+            position,
+            one(seed, torch.int64),
+            one(temperature),
+            one(top_k, torch.int64),
+            one(top_p),
+            one(min_p),
+            one(1.0),
+        )
+        tokens.append(int(ids))
+        if tokens[-1] in stop:
+            break
+    return torch.tensor(tokens)
+
+
+def prompt(length: int, seed: int = 0, vocab: int = 97) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * seed + length)
+    return torch.randint(2, vocab, (length,), generator=generator)
+
+
+def left_padded(prompts: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """``ids``, ``attention_mask`` of a ragged batch as transformers pads it."""
+    longest = max(map(len, prompts))
+    ids = torch.stack([torch.cat([p.new_zeros(longest - len(p)), p]) for p in prompts])
+    mask = torch.stack([torch.arange(longest) >= longest - len(p) for p in prompts]).long()
+    return ids, mask

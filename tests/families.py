@@ -1,0 +1,148 @@
+"""Tiny random models of every target family that the engine is tested on, and random drafters that fit them."""
+
+import copy
+
+import torch
+from draft_variants import VARIANTS, random_drafter
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+import dflash
+
+VOCAB = 97
+
+_COMMON = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
+_MLA = {
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 8,
+}
+_MOE = {
+    "n_routed_experts": 8,
+    "num_experts": 8,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 2,
+    "topk_group": 1,
+}
+_MIXED = {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"] * 2}
+_DSA = {"index_n_heads": 4, "index_head_dim": 16, "index_topk": 8}
+
+# name -> (model_type, what differs from _COMMON)
+FAMILIES: dict[str, tuple[str, dict]] = {
+    "qwen3": ("qwen3", {}),
+    "qwen3 (windowed)": (
+        "qwen3",
+        {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 2},
+    ),
+    "qwen3_moe": ("qwen3_moe", _MOE),
+    "qwen2": ("qwen2", {}),
+    "llama": ("llama", {}),
+    "llama (llama3 RoPE)": (
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 10000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
+    ),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "mistral (windowed)": ("mistral", {"sliding_window": 20}),
+    "gemma3": ("gemma3_text", {**_MIXED, "query_pre_attn_scalar": 16}),
+    "gemma4": ("gemma4_text", _MIXED),
+    "gemma4 (shared K/V)": ("gemma4_text", {**_MIXED, "num_kv_shared_layers": 2}),
+    "gpt_oss": ("gpt_oss", {**_MOE, **_MIXED}),
+    "glm4_moe": ("glm4_moe", {**_MOE, "partial_rotary_factor": 0.5}),
+    "glm_moe_dsa": ("glm_moe_dsa", {**_MOE, **_MLA, **_DSA}),
+    "deepseek_v3": ("deepseek_v3", {**_MOE, **_MLA}),
+    "deepseek_v32": ("deepseek_v32", {**_MOE, **_MLA, **_DSA}),
+    "minimax_m2": ("minimax_m2", _MOE),
+    "kimi_k25": ("kimi_k25", {**_MOE, **_MLA}),
+}
+
+
+def make_config(name: str, **changes):
+    model_type, differences = FAMILIES[name]
+    config_class = CONFIG_MAPPING[model_type]
+    fields = {**_COMMON, **differences, **changes}
+    if model_type == "kimi_k25":
+        return config_class(text_config=fields)
+    return config_class(**fields)
+
+
+def make_target(name: str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes):
+    """A tiny random model whose logits are spread out, so that a greedy choice is never near a tie."""
+    torch.manual_seed(seed)
+    config = make_config(name, **changes)
+    auto = AutoModelForImageTextToText if config.model_type == "kimi_k25" else AutoModelForCausalLM
+    model = auto.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 1.2 * parameter.shape[-1] ** -0.5)
+    model.generation_config.max_length = None
+    return model.to(dtype).eval()
+
+
+def draft_config(target, variant: str = "Qwen3-4B") -> dict:
+    """A published variant's config, changed to fit ``target``: its width, vocabulary and layers."""
+    config = copy.deepcopy(VARIANTS[variant])
+    text = target.config.get_text_config(decoder=True)
+    config |= {
+        "hidden_size": text.hidden_size,
+        "vocab_size": text.vocab_size,
+        "num_target_layers": text.num_hidden_layers,
+    }
+    settings = config["dflash_config"]
+    settings["mask_token_id"] = 1
+    if "target_layer_ids" in settings:
+        settings["target_layer_ids"] = list(range(min(len(settings["target_layer_ids"]), text.num_hidden_layers)))
+    return config
+
+
+def make_draft(target, variant: str = "Qwen3-4B", seed: int = 0) -> dflash.Drafter:
+    """A random drafter that fits ``target``, in its dtype."""
+    return random_drafter(draft_config(target, variant), seed, target.dtype)
+
+
+class Cheat(dflash.Generator):
+    """A generator whose drafts are a given continuation with every n-th token spoilt: any acceptance length at will.
+
+    ``script [batch, capacity]`` holds the tokens by position; ``spoil`` is n, 0 for never.
+    """
+
+    script: torch.Tensor
+    spoil: int = 0
+
+    def _propose(self, anchor: torch.Tensor) -> torch.Tensor:
+        drafts = super()._propose(anchor)  # the real drafter runs too: its cache must stay right
+        positions = self.length[:, None] + torch.arange(1, self.block_size)
+        truth = self.script.gather(1, positions.clamp(max=self.script.shape[1] - 1))
+        if self.spoil:
+            truth = torch.where(positions % self.spoil == 0, (truth + 1) % self.vocab_size, truth)
+        return torch.where(drafts >= -1, truth, drafts)

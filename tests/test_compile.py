@@ -1,0 +1,56 @@
+"""The step under torch.compile: one graph, the same tokens, and no copy of a cache in the generated code."""
+
+import re
+
+import pytest
+import torch
+from baseline import greedy, left_padded, prompt, sampled
+from families import make_draft, make_target
+from torch._inductor.utils import run_and_get_code
+
+import dflash
+from dflash.sampling import fold
+
+MAX_LENGTH = 211  # with the block a capacity that no other size of the model has
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """A generator whose step was compiled while it ran, the code of that, and its target."""
+    torch._dynamo.reset()
+    target = make_target("qwen3", num_hidden_layers=2)
+    draft = make_draft(target, "Qwen3.6-27B")
+    generator = dflash.Generator(target, draft, max_length=MAX_LENGTH, batch_size=2)
+    generator.step = torch.compile(generator.step, fullgraph=True)
+    prompts = [prompt(3), prompt(20)]
+    ids, mask = left_padded(prompts)
+    output, code = run_and_get_code(lambda: generator.generate(ids, attention_mask=mask, max_new_tokens=12))
+    return generator, target, prompts, output, "\n".join(code)
+
+
+def test_the_compiled_step_writes_the_same_tokens(compiled):
+    generator, target, prompts, output, _ = compiled
+    ids, mask = left_padded(prompts)
+    for row, p in enumerate(prompts):
+        assert output[row, ids.shape[1] :].tolist() == greedy(target, p, 12).tolist()
+    output = generator.generate(ids, attention_mask=mask, max_new_tokens=12, temperature=1.0, top_p=0.9, seed=2)
+    for row, p in enumerate(prompts):
+        assert output[row, ids.shape[1] :].tolist() == sampled(target, p, 12, fold(2, row), 1.0, top_p=0.9).tolist()
+
+
+def test_the_generated_code_allocates_and_clones_no_cache(compiled):
+    generator, *_, code = compiled
+    capacity = generator.target_cache.capacity
+    assert capacity == MAX_LENGTH + 16
+    assert f"{capacity}" in code, "the caches should appear as inputs"
+    assert "torch.ops.dflash.block_attention" in code
+    allocations = re.findall(r"empty_strided\w*\(\((.*?)\)", code)
+    assert allocations
+    assert not any(str(capacity) in shape.split(", ") for shape in allocations)
+
+
+def test_compile_is_an_argument_of_the_generator():
+    target = make_target("qwen3", num_hidden_layers=1)
+    generator = dflash.Generator(target, None, max_length=32, block_size=4, compile=True)
+    p = prompt(5)
+    assert generator.generate(p[None], max_new_tokens=6)[0, 5:].tolist() == greedy(target, p, 6).tolist()

@@ -1,0 +1,285 @@
+"""The generator as its callers meet it: arguments, errors, statistics, and what is kept between calls."""
+
+import gc
+import sys
+import weakref
+
+import pytest
+import torch
+from baseline import greedy, left_padded, prompt
+from families import Cheat, draft_config, make_draft, make_target
+
+import dflash
+
+MODULE = sys.modules["dflash.generate"]  # the attribute of that name is the function
+NAN = float("nan")
+
+
+@pytest.fixture(scope="module")
+def target():
+    return make_target("qwen3")
+
+
+@pytest.fixture(scope="module")
+def draft(target):
+    return make_draft(target)
+
+
+def ids(rows: int = 1, length: int = 5) -> torch.Tensor:
+    return torch.arange(rows * length).view(rows, length) % 90 + 1
+
+
+BAD_CALLS = [
+    ({"ids": torch.zeros(1, 0, dtype=torch.int64)}, ValueError, r"at least one token in each row, got shape \[1, 0\]"),
+    ({"ids": ids()[None]}, ValueError, r"ids must be \[batch, length\], got 3 dimensions"),
+    ({"ids": ids()[0]}, ValueError, r"ids must be \[batch, length\], got 1 dimensions"),
+    ({"ids": ids().float()}, TypeError, r"ids must be int64 or int32, got torch.float32"),
+    ({"ids": [[1, 2]]}, TypeError, r"ids must be a tensor .* got list"),
+    ({"ids": ids() - 3}, ValueError, r"ids must lie in 0 \.\. 96 .* got -2"),
+    ({"ids": ids() + 92}, ValueError, r"ids must lie in 0 \.\. 96 .* got 97"),
+    ({"attention_mask": torch.ones(1, 4)}, ValueError, r"must have the shape of ids, \[1, 5\], got \[1, 4\]"),
+    ({"attention_mask": torch.tensor([[1, 0, 1, 1, 1]])}, ValueError, "attention_mask has holes"),
+    ({"attention_mask": torch.tensor([[0, 1, 0, 1, 0]])}, ValueError, "attention_mask has holes"),
+    ({"attention_mask": torch.zeros(1, 5)}, ValueError, "hides a whole row"),
+    ({"attention_mask": torch.full((1, 5), 2)}, ValueError, "zeros and ones only"),
+    ({"max_new_tokens": 0}, ValueError, "max_new_tokens must be an integer of at least 1, got 0"),
+    ({"max_new_tokens": -4}, ValueError, "max_new_tokens must be an integer of at least 1, got -4"),
+    ({"max_new_tokens": 2.5}, ValueError, "max_new_tokens must be an integer of at least 1, got 2.5"),
+    ({"max_new_tokens": 508}, ValueError, "5 tokens and 508 new tokens pass the target's max_position_embeddings, 512"),
+    ({"temperature": -0.1}, ValueError, "temperature must be a finite number of at least 0, got -0.1"),
+    ({"temperature": NAN}, ValueError, "temperature must be a finite number of at least 0, got nan"),
+    ({"temperature": "hot"}, TypeError, "temperature must be .*got 'hot'"),
+    ({"top_p": 0.0}, ValueError, r"top_p must lie in \(0, 1\]"),
+    ({"top_p": 1.1}, ValueError, r"top_p must lie in \(0, 1\]"),
+    ({"top_p": NAN}, ValueError, r"top_p must lie in \(0, 1\]"),
+    ({"top_k": -1}, ValueError, "top_k must be an integer of at least 0"),
+    ({"min_p": -0.1}, ValueError, r"min_p must lie in \[0, 1\]"),
+    ({"min_p": 1.5}, ValueError, r"min_p must lie in \[0, 1\]"),
+    ({"seed": [1, 2]}, ValueError, "seed must be an integer or one per row, 1 in all, got 2"),
+    ({"draft_sharpness": -1.0}, ValueError, "draft_sharpness must be at least 0"),
+    ({"draft_sharpness": NAN}, ValueError, "draft_sharpness must be at least 0"),
+    ({"stop_token_ids": [97]}, ValueError, r"stop_token_ids must lie in 0 \.\. 96, got 97"),
+    ({"stop_token_ids": [-1]}, ValueError, r"stop_token_ids must lie in 0 \.\. 96, got -1"),
+    ({"block_size": 17}, ValueError, "block_size must be at most the drafter's own, 16, got 17"),
+    ({"block_size": 0}, ValueError, "block_size must be an integer of at least 1, got 0"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "error", "message"), BAD_CALLS, ids=lambda value: str(value)[:40])
+def test_bad_arguments_are_named(target, draft, arguments, error, message):
+    call = {"ids": ids(), "max_new_tokens": 4, **arguments}
+    with pytest.raises(error, match=message):
+        dflash.generate(target, draft, **call)
+
+
+def test_a_generator_refuses_what_does_not_fit(target, draft):
+    generator = dflash.Generator(target, draft, max_length=20, batch_size=2)
+    with pytest.raises(ValueError, match="5 tokens and 16 new tokens do not fit this generator's max_length, 20"):
+        generator.generate(ids(), max_new_tokens=16)
+    with pytest.raises(ValueError, match="ids has 3 rows, this generator was made for 2"):
+        generator.generate(ids(3), max_new_tokens=4)
+    with pytest.raises(ValueError, match="max_length 600 is past the target's max_position_embeddings, 512"):
+        dflash.Generator(target, draft, max_length=600)
+    with pytest.raises(ValueError, match="max_length must be an integer of at least 2"):
+        dflash.Generator(target, draft, max_length=1)
+    with pytest.raises(ValueError, match="batch_size must be an integer of at least 1"):
+        dflash.Generator(target, draft, max_length=20, batch_size=0)
+
+
+class TestFit:
+    def check(self, other, message):
+        target = make_target("qwen3")
+        with pytest.raises(ValueError, match=message):
+            dflash.generate(target, other, ids(), max_new_tokens=4)
+
+    def test_hidden_size(self):
+        other = make_draft(make_target("qwen3", hidden_size=32))
+        self.check(other, "its hidden_size is 32, the target's is 64")
+
+    def test_layer_count(self):
+        other = make_draft(make_target("qwen3", num_hidden_layers=5))
+        self.check(other, "its num_target_layers is 5, the target's is 4")
+
+    def test_vocabulary(self):
+        other = make_draft(make_target("qwen3", vocab_size=101))
+        self.check(other, "its vocab_size is 101, the target's is 97")
+
+    def test_dtype(self):
+        other = make_draft(make_target("qwen3", dtype=torch.bfloat16))
+        self.check(other, "its dtype is torch.bfloat16, the target's is torch.float32")
+
+    def test_device(self):
+        other = make_draft(make_target("qwen3")).to("meta")
+        self.check(other, "its device is meta, the target's is cpu")
+
+    def test_taps(self):
+        config = draft_config(make_target("qwen3"))
+        del config["num_target_layers"]
+        config["dflash_config"] = {"mask_token_id": 1, "target_layer_ids": [0, 4]}
+        other = dflash.Drafter(dflash.DraftConfig.from_config(config))
+        self.check(other, r"it taps layers \[0, 4\], the target has layers 0 \.\. 3")
+
+    def test_mask_id(self):
+        config = draft_config(make_target("qwen3"))
+        del config["vocab_size"]
+        config["dflash_config"] = {"mask_token_id": 97, "target_layer_ids": [0, 2]}
+        other = dflash.Drafter(dflash.DraftConfig.from_config(config))
+        self.check(other, r"its mask_token_id is 97, the target embeds ids 0 \.\. 96")
+
+    def test_no_drafter_at_all(self):
+        with pytest.raises(TypeError, match="draft must be"):
+            dflash.generate(make_target("qwen3"), torch.nn.Linear(2, 2), ids(), max_new_tokens=4)
+
+
+def test_nan_logits_of_the_target_are_an_error_that_says_where(target, draft):
+    broken = make_target("qwen3")
+    with torch.no_grad():
+        broken.lm_head.weight[5] = NAN
+    with pytest.raises(ValueError, match="logits are NaN in row 0 for position 5"):
+        dflash.generate(broken, draft, ids(), max_new_tokens=4)
+    # NaN that appears later: only while the third new token is chosen.
+    answer = greedy(target, ids()[0], 4)
+    late = make_target("qwen3")
+    with torch.no_grad():
+        late.model.embed_tokens.weight[answer[1]] = NAN
+    for block_size in (1, 16):
+        with pytest.raises(ValueError, match="logits are NaN in row 0 for position 7"):
+            dflash.generate(late, make_draft(late), ids(), max_new_tokens=8, block_size=block_size)
+
+
+def test_nan_in_the_drafter_costs_speed_and_nothing_else(target):
+    broken = make_draft(target)
+    with torch.no_grad():
+        broken.norm.weight.fill_(NAN)
+    output = dflash.generate(target, broken, ids(), max_new_tokens=9)
+    assert output[0, 5:].tolist() == greedy(target, ids()[0], 9).tolist()
+
+
+def test_none_follows_the_generation_config(draft):
+    target = make_target("qwen3")
+    config = target.generation_config
+    full = greedy(target, ids()[0], 30)
+    config.max_new_tokens = 7
+    assert dflash.generate(target, draft, ids())[0, 5:].tolist() == full[:7].tolist()
+    config.max_new_tokens, config.max_length = None, 11
+    assert dflash.generate(target, draft, ids())[0, 5:].tolist() == full[:6].tolist()
+    config.max_length = None
+    assert dflash.generate(target, draft, ids()).shape == (1, 25)
+    config.eos_token_id = [int(full[3]), 96]
+    stopped = dflash.generate(target, draft, ids())
+    first = full.tolist().index(int(full[3]))
+    assert stopped[0, 5:].tolist() == full[: first + 1].tolist()
+    assert dflash.generate(target, draft, ids(), stop_token_ids=[]).shape == (1, 25)
+    config.do_sample, config.temperature, config.top_k, config.eos_token_id = True, 0.8, 3, None
+    by_config = dflash.generate(target, draft, ids(), seed=1)
+    assert torch.equal(by_config, dflash.generate(target, draft, ids(), seed=1, temperature=0.8, top_k=3))
+    assert not torch.equal(by_config, dflash.generate(target, draft, ids(), seed=1, temperature=0.8, top_k=0))
+
+
+def test_a_generation_config_that_cannot_be_followed_is_refused(draft):
+    target = make_target("qwen3")
+    target.generation_config.repetition_penalty = 1.1
+    with pytest.raises(ValueError, match=r"generation_config asks for repetition_penalty=1\.1"):
+        dflash.generate(target, draft, ids(), max_new_tokens=4)
+
+
+def test_the_prompt_comes_back_and_rows_are_right_padded(target, draft):
+    prompts = [prompt(3), prompt(8)]
+    batch, mask = left_padded(prompts)
+    full = [greedy(target, p, 12) for p in prompts]
+    stop = [int(full[0][2])]
+    output = dflash.generate(target, draft, batch, attention_mask=mask, max_new_tokens=12, stop_token_ids=stop)
+    expected = [greedy(target, p, 12, stop=tuple(stop)) for p in prompts]
+    assert output.shape == (2, 8 + max(map(len, expected)))
+    assert torch.equal(output[:, :8], batch)
+    for row, answer in zip(output, expected, strict=True):
+        assert row[8 : 8 + len(answer)].tolist() == answer.tolist()
+        assert row[8 + len(answer) :].eq(0).all()
+    right = torch.stack([torch.cat([p, p.new_zeros(8 - len(p))]) for p in prompts])
+    keep = torch.stack([torch.arange(8) < len(p) for p in prompts])
+    same = dflash.generate(target, draft, right, attention_mask=keep, max_new_tokens=12, stop_token_ids=stop)
+    assert torch.equal(same[:, 8:], output[:, 8:])
+    whole = dflash.generate(target, draft, batch[:1].int(), attention_mask=mask[:1], max_new_tokens=2)
+    assert torch.equal(whole[0, 8:], full[0][:2])
+
+
+def test_statistics_count_what_happened(target, draft):
+    p = prompt(6)
+    answer = greedy(target, p, 33)
+    generator = Cheat(target, draft, max_length=64, batch_size=2, block_size=8)
+    generator.script = torch.cat([p, answer])[None].repeat(2, 1)
+    batch = p[None].repeat(2, 1)
+    output = generator.generate(batch, max_new_tokens=33, return_dict_in_generate=True)
+    statistics = output.statistics
+    assert statistics.acceptance_lengths == [[8, 8, 8, 8]] * 2
+    assert statistics.acceptance_length == 8
+    assert statistics.histogram == [0] * 8 + [8]
+    assert statistics.acceptance_per_position == [1.0] * 7
+    assert statistics.num_new_tokens == [33, 33]
+    assert 0 < statistics.time_to_first_token < statistics.seconds
+    assert statistics.tokens_per_second == pytest.approx(66 / statistics.seconds)
+    assert output.finish_reasons == ["length", "length"]
+    generator.spoil = 4  # positions 8, 12, 16, ... are never drafted right
+    statistics = generator.generate(p[None], max_new_tokens=33, return_dict_in_generate=True).statistics
+    assert sum(statistics.acceptance_lengths[0]) == 32
+    assert statistics.acceptance_lengths[0][1:-1] == [4] * 7
+    one = generator.generate(p[None], max_new_tokens=1, return_dict_in_generate=True).statistics
+    assert one.acceptance_lengths == [[]]
+    assert one.num_new_tokens == [1]
+
+
+def test_a_generator_forgets_its_last_call(target, draft):
+    generator = dflash.Generator(target, draft, max_length=150, batch_size=2)
+    first = generator.generate(ids(2), max_new_tokens=20)
+    generator.generate(ids(1, 120), max_new_tokens=20, temperature=1.0, seed=4, stop_token_ids=list(range(40)))
+    addresses = [tensor.data_ptr() for tensor in (*generator.target_cache.keys.values(), *generator.draft_cache.keys)]
+    for cache in (*generator.target_cache.keys.values(), *generator.draft_cache.values):
+        cache.fill_(NAN)  # stale slots are never read
+    assert torch.equal(generator.generate(ids(2), max_new_tokens=20), first)
+    assert addresses == [
+        tensor.data_ptr() for tensor in (*generator.target_cache.keys.values(), *generator.draft_cache.keys)
+    ]
+
+
+def test_a_short_prefill_chunk_changes_nothing(target, draft):
+    prompts = [prompt(3), prompt(50), prompt(31)]
+    batch, mask = left_padded(prompts)
+    generator = dflash.Generator(target, draft, max_length=80, batch_size=3, prefill_chunk=7)
+    output = generator.generate(batch, attention_mask=mask, max_new_tokens=15)
+    assert torch.equal(output, dflash.generate(target, draft, batch, attention_mask=mask, max_new_tokens=15))
+
+
+class TestOneShot:
+    def test_caches_are_kept_and_released(self):
+        target = make_target("qwen3")
+        draft = make_draft(target)
+        dflash.generate(target, draft, ids(), max_new_tokens=4)
+        kept = MODULE._kept.generator
+        dflash.generate(target, draft, ids(1, 9), max_new_tokens=30)
+        assert MODULE._kept.generator is kept
+        dflash.generate(target, draft, ids(1, 9), max_new_tokens=400)
+        assert MODULE._kept.generator is not kept, "it had to grow"
+        dflash.release()
+        assert MODULE._kept is None
+
+    @pytest.mark.parametrize("dropped", ["target", "draft"])
+    def test_it_keeps_neither_module_alive(self, dropped):
+        modules = {"target": make_target("qwen3")}
+        modules["draft"] = make_draft(modules["target"])
+        dflash.generate(modules["target"], modules["draft"], ids(), max_new_tokens=4)
+        reference = weakref.ref(modules.pop(dropped))
+        gc.collect()
+        assert reference() is None
+        assert MODULE._kept is None
+
+    def test_changed_weights_are_seen(self):
+        target = make_target("qwen3")
+        draft = make_draft(target)
+        before = dflash.generate(target, draft, ids(), max_new_tokens=12)
+        with torch.no_grad():
+            target.lm_head.weight.copy_(target.lm_head.weight.flip(0))
+        changed = dflash.generate(target, draft, ids(), max_new_tokens=12)
+        assert changed[0, 5:].tolist() == greedy(target, ids()[0], 12).tolist()
+        assert not torch.equal(changed, before)
+        target.lm_head.weight = torch.nn.Parameter(target.lm_head.weight.flip(0))
+        assert torch.equal(dflash.generate(target, draft, ids(), max_new_tokens=12), before)

@@ -1,0 +1,161 @@
+"""The output is the target's own: greedy, sampled, in bf16, for every family, drafter, block size and batch."""
+
+import math
+
+import pytest
+import torch
+from baseline import greedy, left_padded, prompt, sampled
+from draft_variants import VARIANTS
+from families import FAMILIES, Cheat, make_draft, make_target
+
+import dflash
+from dflash.sampling import fold
+from dflash.target import refusal
+
+LENGTHS = [1, 2, 15, 16, 17, 113]
+BLOCK_SIZES = [1, 2, 7, 8, 16]
+NEW = 24
+SUPPORTED = [
+    "qwen3", "qwen3 (windowed)", "qwen3_moe", "qwen2", "llama", "llama (llama3 RoPE)", "mistral", "mistral (windowed)",
+    "gemma3", "gemma4", "gemma4 (shared K/V)", "gpt_oss", "glm4_moe", "deepseek_v3", "minimax_m2", "kimi_k25",
+]  # fmt: skip
+
+
+def rows_of(output: torch.Tensor, prompt_width: int, expected: list[torch.Tensor]) -> None:
+    """Each row holds exactly the expected new tokens, then pads."""
+    for row, answer in zip(output, expected, strict=True):
+        new = row[prompt_width:]
+        assert new[: len(answer)].tolist() == answer.tolist()
+        assert new[len(answer) :].eq(0).all()
+
+
+@pytest.mark.parametrize("family", SUPPORTED)
+def test_greedy_equals_generate_in_ragged_batches(family):
+    target = make_target(family)
+    draft = make_draft(target)
+    prompts = [prompt(length) for length in LENGTHS]
+    expected = [greedy(target, p, NEW) for p in prompts]
+    ids, mask = left_padded(prompts)
+    script = torch.zeros(len(prompts), 200, dtype=torch.int64)
+    for row, (p, answer) in enumerate(zip(prompts, expected, strict=True)):
+        script[row, : len(p) + NEW] = torch.cat([p, answer])
+    for block_size in BLOCK_SIZES:
+        generator = Cheat(target, draft, max_length=140, batch_size=len(prompts), block_size=block_size)
+        generator.script, generator.spoil = script, 5
+        output = generator.generate(ids, attention_mask=mask, max_new_tokens=NEW, return_dict_in_generate=True)
+        rows_of(output.sequences, ids.shape[1], expected)
+        if block_size > 2:
+            assert output.statistics.acceptance_length > 2, "the cheat should have been accepted"
+
+
+def test_every_family_is_tested_or_refused():
+    for name in FAMILIES:
+        assert (refusal(make_target(name)) is None) == (name in SUPPORTED), name
+
+
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+@pytest.mark.parametrize("length", LENGTHS)
+def test_greedy_equals_generate_for_each_prompt_length(length, block_size):
+    target = make_target("qwen3")
+    p = prompt(length, seed=1)
+    output = dflash.generate(target, make_draft(target), p[None], max_new_tokens=NEW, block_size=block_size)
+    assert output[0].tolist() == p.tolist() + greedy(target, p, NEW).tolist()
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_no_drafter_changes_the_text(variant):
+    target = make_target("qwen3")
+    prompts = [prompt(3, seed=2), prompt(30, seed=2)]
+    ids, mask = left_padded(prompts)
+    draft = make_draft(target, variant)
+    output = dflash.generate(target, draft, ids, attention_mask=mask, max_new_tokens=NEW)
+    rows_of(output, ids.shape[1], [greedy(target, p, NEW) for p in prompts])
+    output = dflash.generate(target, draft, ids, attention_mask=mask, max_new_tokens=NEW, temperature=1.0, seed=3)
+    rows_of(output, ids.shape[1], [sampled(target, p, NEW, fold(3, row), 1.0) for row, p in enumerate(prompts)])
+
+
+RULES = [
+    {"temperature": 1.0},
+    {"temperature": 0.7, "top_k": 5},
+    {"temperature": 1.3, "top_p": 0.8},
+    {"temperature": 2.0, "min_p": 0.1},
+    {"temperature": 1.5, "top_k": 40, "top_p": 0.95, "min_p": 0.01},
+]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=str)
+def test_sampled_output_equals_the_independent_baseline(rule):
+    target = make_target("llama")
+    draft = make_draft(target)
+    prompts = [prompt(length, seed=3) for length in (1, 16, 40)]
+    expected = [sampled(target, p, NEW, fold(11, row), **rule) for row, p in enumerate(prompts)]
+    ids, mask = left_padded(prompts)
+    for block_size, sharpness in ((16, 1.0), (5, math.inf), (2, 2.0), (1, 1.0)):
+        output = dflash.generate(
+            target,
+            draft,
+            ids,
+            attention_mask=mask,
+            max_new_tokens=NEW,
+            seed=11,
+            block_size=block_size,
+            draft_sharpness=sharpness,
+            **rule,
+        )
+        rows_of(output, ids.shape[1], expected)
+    alone = dflash.generate(target, draft, prompts[2][None], max_new_tokens=NEW, seed=fold(11, 2), **rule)
+    rows_of(alone, 40, expected[2:])
+
+
+@pytest.mark.parametrize("family", SUPPORTED)
+def test_sampled_output_equals_the_baseline_for_every_family(family):
+    target = make_target(family)
+    p = prompt(18, seed=4)
+    output = dflash.generate(target, make_draft(target), p[None], max_new_tokens=NEW, temperature=0.9, seed=-5)
+    rows_of(output, len(p), [sampled(target, p, NEW, -5, 0.9)])
+
+
+def test_stop_tokens_end_a_row_in_the_middle_of_a_block():
+    target = make_target("qwen3")
+    prompts = [prompt(4, seed=5), prompt(9, seed=5)]
+    full = [greedy(target, p, NEW) for p in prompts]
+    stop = (int(full[0][6]), int(full[1][13]))
+    expected = [greedy(target, p, NEW, stop) for p in prompts]
+    assert any(len(answer) < NEW for answer in expected)
+    ids, mask = left_padded(prompts)
+    generator = Cheat(target, make_draft(target), max_length=64, batch_size=2)
+    generator.script = torch.zeros(2, 80, dtype=torch.int64)
+    for row, (p, answer) in enumerate(zip(prompts, full, strict=True)):
+        generator.script[row, : len(p) + NEW] = torch.cat([p, answer])
+    output = generator.generate(
+        ids, attention_mask=mask, max_new_tokens=NEW, stop_token_ids=stop, return_dict_in_generate=True
+    )
+    rows_of(output.sequences, ids.shape[1], expected)
+    assert output.finish_reasons == ["stop" if answer[-1] in stop else "length" for answer in expected]
+
+
+class TestBfloat16:
+    """bf16 output equals, bit for bit, that of the one-token mode, which runs the same padded shapes."""
+
+    @pytest.mark.parametrize("temperature", [0.0, 1.0])
+    def test_equal_to_the_one_token_mode_for_five_drafters(self, temperature):
+        target = make_target("qwen3", dtype=torch.bfloat16)
+        prompts = [prompt(length, seed=6) for length in (1, 17, 60)]
+        ids, mask = left_padded(prompts)
+        call = {"attention_mask": mask, "max_new_tokens": 40, "temperature": temperature, "seed": 8}
+        one = dflash.Generator(target, None, max_length=128, batch_size=3, block_size=16)
+        expected = one.generate(ids, return_dict_in_generate=True, **call)
+        assert expected.statistics.acceptance_length == 1
+        script = torch.zeros(3, 160, dtype=torch.int64)
+        for row, p in enumerate(prompts):
+            script[row, : len(p) + 40] = torch.cat([p, expected.sequences[row, ids.shape[1] :]])
+        lengths = set()
+        for spoil in (0, 2, 5, 11):
+            cheat = Cheat(target, make_draft(target), max_length=128, batch_size=3)
+            cheat.script, cheat.spoil = script, spoil
+            output = cheat.generate(ids, return_dict_in_generate=True, **call)
+            assert torch.equal(output.sequences, expected.sequences)
+            lengths.update(length for row in output.statistics.acceptance_lengths for length in row)
+        assert max(lengths) == 16
+        random = dflash.generate(target, make_draft(target), ids, **call)
+        assert torch.equal(random, expected.sequences)

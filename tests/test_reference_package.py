@@ -1,0 +1,247 @@
+"""The drafter against the reference package ``dflash==0.1.0``: same checkpoint, same features, the same hidden states.
+
+Acceptance does not show a wrong mask inside the block; hidden states do.
+"""
+
+import copy
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+import torch
+from baseline import greedy, prompt
+from draft_variants import VARIANTS, config_dict, random_tensors, save_checkpoint
+from families import Cheat, draft_config, make_target
+from op_checks import assert_as_exact_as_torch, relative_error
+from transformers.models.qwen3 import Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+from dflash import DraftConfig, load_draft
+from dflash.config import build_target_layer_ids
+
+PROMPTS = (5, 19)
+STEPS = 6
+CAPACITY = 160
+
+
+def as_reference(package, config: dict, tensors: dict):
+    """The reference package's own model; it knows no ``dflash_config.causal``, so it gets that as ``is_causal``."""
+    config = copy.deepcopy(config)
+    causal = config["dflash_config"].pop("causal", None)
+    if causal is not None:
+        config.setdefault("is_causal", causal)
+    model = package.DFlashDraftModel(Qwen3Config(**config)).eval()
+    model.load_state_dict(tensors, strict=True)
+    return model
+
+
+def in_float64(model):
+    """A float64 copy, whose norms (transformers computes them in float32) are float64 too."""
+    model = copy.deepcopy(model).double()
+    for module in model.modules():
+        if isinstance(module, Qwen3RMSNorm):
+            module.forward = lambda x, m=module: m.weight * x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+    return model
+
+
+def simulate(package, config: dict, *, change=lambda parsed: parsed, folder, seed=0):
+    """Generate with both drafters, a batch of two ragged rows with ours: yields ``(ours, theirs, exact)`` per step.
+
+    Row b accepts a random number of rows each step. Ours runs on device-side lengths and a cache full of NaN;
+    the reference on its own cache, one row at a time; ``exact`` recomputes the row from nothing in float64.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    parsed = change(DraftConfig.from_config(config))
+    tensors = random_tensors(parsed, seed)
+    draft = load_draft(save_checkpoint(folder, config, tensors))
+    draft.config = change(draft.config)
+    model = as_reference(package, config, tensors)
+    exact_model = in_float64(model)
+    rows, hidden = parsed.block_size, parsed.hidden_size
+    states = torch.randn(2, CAPACITY, len(parsed.target_layer_ids) * hidden, generator=generator)
+
+    cache = draft.new_cache(2, CAPACITY)
+    for buffer in (*cache.keys, *cache.values):
+        buffer.fill_(float("nan"))
+    length = torch.tensor(PROMPTS)
+    for start in range(0, max(PROMPTS), 8):  # prefill in chunks; a row that has ended is off
+        positions = torch.arange(start, start + 8).expand(2, -1)
+        live = positions < length[:, None]
+        chunk = torch.where(live[..., None], states[:, start : start + 8], float("nan"))
+        draft.inject_(draft.fuse(chunk, live.sum(1)), torch.where(live, positions, -1), cache)
+
+    theirs_cache = [package._make_cache(model.config) for _ in PROMPTS]
+    length, num_context = list(PROMPTS), [0, 0]
+    for _ in range(STEPS):
+        embeds = draft.scale_embeddings(torch.randn(2, rows, hidden, generator=generator))
+        context = torch.full((2, rows, states.shape[-1]), float("nan"))
+        for row, count in enumerate(num_context):
+            context[row, :count] = states[row, length[row] - count : length[row]]
+        counts, lengths = torch.tensor(num_context), torch.tensor(length)
+        ours = draft(draft.fuse(context, counts), counts, embeds, lengths, cache)
+        for row, end in enumerate(length):
+            begin = end - num_context[row] if theirs_cache[row].get_seq_length() else 0
+            theirs = model(
+                target_hidden=states[row : row + 1, begin:end],
+                noise_embedding=embeds[row : row + 1],
+                position_ids=torch.arange(begin, end + rows)[None],
+                past_key_values=theirs_cache[row],
+                use_cache=True,
+            )
+            package._crop_to(theirs_cache[row], end)
+            exact = exact_model(
+                target_hidden=states[row : row + 1, :end].double(),
+                noise_embedding=embeds[row : row + 1].double(),
+                position_ids=torch.arange(end + rows)[None],
+            )
+            yield ours[row], theirs[0], exact[0]
+        num_context = torch.randint(1, rows + 1, (2,), generator=generator).tolist()
+        length = [end + count for end, count in zip(length, num_context, strict=True)]
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@torch.no_grad()
+def test_hidden_states_at_every_step(reference_package, name, tmp_path):
+    for ours, theirs, exact in simulate(reference_package, VARIANTS[name], folder=tmp_path):
+        assert exact.dtype == torch.float64
+        assert_as_exact_as_torch(ours, theirs, exact)
+
+
+class Recorder(Cheat):
+    """Keeps what the drafter was given and what it answered, step by step; its drafts are right up to every sixth."""
+
+    spoil = 6
+
+    def _prefill(self, prompts, limits):
+        self.prompt_taps, self.steps = [], []
+        fuse = self.draft.fuse
+        self.draft.fuse = lambda context, count: (
+            self.prompt_taps.append(context[0, : int(count)]) or fuse(context, count)
+        )
+        super()._prefill(prompts, limits)
+        del self.draft.fuse
+
+    def _propose(self, anchor):
+        given = (int(anchor), int(self.length), self.context[0, : int(self.num_context)].clone())
+        handle = self.draft.register_forward_hook(lambda _module, _args, hidden: self.steps.append((*given, hidden[0])))
+        drafts = super()._propose(anchor)
+        handle.remove()
+        return drafts
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@torch.no_grad()
+def test_hidden_states_at_every_step_of_a_generation(reference_package, name):
+    target = make_target("qwen3")
+    config = draft_config(target, name)
+    tensors = random_tensors(DraftConfig.from_config(config))
+    model = as_reference(reference_package, config, tensors)
+    exact_model = in_float64(model)
+    draft = load_draft(model)
+    p = prompt(21)
+    generator = Recorder(target, draft, max_length=100, prefill_chunk=8)
+    generator.script = torch.cat([p, greedy(target, p, 60)])[None]
+    generator.generate(p[None], max_new_tokens=60)
+    assert len(generator.steps) >= 10
+    cache, taps = reference_package._make_cache(model.config), torch.cat(generator.prompt_taps)
+    seen = 0  # positions that the reference's cache holds
+    for anchor, length, context, ours in generator.steps:
+        taps = torch.cat([taps, context])
+        assert len(taps) == length
+        ids = torch.tensor([[anchor] + [draft.config.mask_token_id] * (draft.config.block_size - 1)])
+        embeds = reference_package._raw_input_embeddings(target, ids, draft.config.input_embedding_scale)
+        positions = torch.arange(length + ids.shape[1])[None]
+        theirs = model(
+            target_hidden=taps[None, seen:],
+            noise_embedding=embeds,
+            position_ids=positions[:, seen:],
+            past_key_values=cache,
+            use_cache=True,
+        )
+        reference_package._crop_to(cache, length)
+        seen = length
+        exact = exact_model(target_hidden=taps[None].double(), noise_embedding=embeds.double(), position_ids=positions)
+        assert_as_exact_as_torch(ours, theirs[0], exact[0])
+
+
+def _flip_causal(config: DraftConfig) -> DraftConfig:
+    return dataclasses.replace(config, causal=tuple(not causal for causal in config.causal))
+
+
+def _wider_window(config: DraftConfig) -> DraftConfig:
+    return dataclasses.replace(config, window=tuple(window and window + 1 for window in config.window))
+
+
+def _no_rope_scaling(config: DraftConfig) -> DraftConfig:
+    return dataclasses.replace(config, rope=dataclasses.replace(config.rope, attention_scaling=1.0))
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("Qwen3-4B", _flip_causal),
+        ("is_causal-false-with-window", _flip_causal),
+        ("is_causal-false-with-window", _wider_window),
+        ("Qwen3.6-27B", _wider_window),
+        ("gpt-oss-20b", _no_rope_scaling),
+    ],
+)
+@torch.no_grad()
+def test_a_wrong_rule_is_seen(reference_package, name, change, tmp_path):
+    results = list(simulate(reference_package, VARIANTS[name], change=change, folder=tmp_path))
+    assert max(relative_error(ours, exact) for ours, _, exact in results) > 1e-3
+
+
+@pytest.mark.parametrize("name", ["Gemma4-31B", "is_causal-false-with-window", "Qwen3-4B"])
+@torch.no_grad()
+def test_logits_and_embeddings(reference_package, name, tmp_path):
+    config, head = VARIANTS[name], torch.nn.Linear(64, 50, bias=False)
+    tensors = random_tensors(DraftConfig.from_config(config))
+    draft = load_draft(save_checkpoint(tmp_path, config, tensors))
+    model = as_reference(reference_package, config, tensors)
+    hidden = 20 * torch.randn(2, 7, 64)
+    assert torch.equal(draft.logits(hidden, head), model.compute_logits(hidden, head))
+    target = SimpleNamespace(get_input_embeddings=lambda: embedding)
+    embedding, ids = torch.nn.Embedding(101, 64), torch.tensor([[3, 100, 100]])
+    scale = float(reference_package._draft_value(model.config, "input_embedding_scale", 1.0))
+    assert torch.equal(
+        draft.scale_embeddings(embedding(ids)), reference_package._raw_input_embeddings(target, ids, scale)
+    )
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_its_module_is_taken_over(reference_package, name, tmp_path):
+    config = VARIANTS[name]
+    parsed = DraftConfig.from_config(config)
+    tensors = random_tensors(parsed)
+    model = as_reference(reference_package, config, tensors)
+    draft = load_draft(model)
+    assert draft.config == parsed
+    state = draft.state_dict()
+    assert state.keys() == tensors.keys()
+    assert all(torch.equal(state[key], tensors[key]) for key in tensors)
+    with torch.no_grad():
+        draft.fc.weight.zero_()
+    assert torch.equal(model.fc.weight, tensors["fc.weight"])
+    assert load_draft(model, dtype=torch.bfloat16).dtype == torch.bfloat16
+    assert model.dtype == torch.float32
+
+
+def test_a_module_without_weights_or_of_the_second_kind_is_refused(reference_package):
+    config = config_dict()
+    with torch.device("meta"):
+        model = reference_package.DFlashDraftModel(Qwen3Config(**config))
+    with pytest.raises(ValueError, match="on the meta device"):
+        load_draft(model)
+    extra = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 4, "selector_top_k": 4}
+    config["dflash_config"].update(extra)
+    with pytest.raises(ValueError, match=r"DFlash2DraftModel.config: this is a DFlash 2 drafter.*its own issue"):
+        load_draft(reference_package.DFlash2DraftModel(Qwen3Config(**config)))
+
+
+def test_interpolated_taps(reference_package):
+    for layers in range(1, 9):
+        for target in range(4, 100):
+            assert list(build_target_layer_ids(target, layers)) == reference_package.build_target_layer_ids(
+                target, layers
+            )

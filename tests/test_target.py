@@ -1,0 +1,165 @@
+"""The structural twin: the same logits and taps, the user's model untouched, what cannot run refused by name."""
+
+import types
+
+import pytest
+import torch
+from families import FAMILIES, make_draft, make_target
+from test_losslessness import SUPPORTED
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, T5Config
+
+import dflash
+from dflash import target as target_module
+from dflash.cache import LazyKVCache
+from dflash.target import Target, UnsupportedTargetError, refusal, structural_twin
+
+
+def ids(length: int = 60) -> torch.Tensor:
+    return torch.arange(length)[None] * 7 % 90 + 1
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", SUPPORTED)
+def test_logits_and_taps_equal_the_model_in_two_chunks(family):
+    model = make_target(family)
+    plain = model(ids(), output_hidden_states=True)
+    target = Target(model, (0, 2, 3))
+    cache, zero = LazyKVCache(1, 70), torch.zeros(1, dtype=torch.int64)
+    first, taps_first = target.forward(ids()[:, :41], zero, cache)
+    second, taps_second = target.forward(ids()[:, 41:], zero + 41, cache)
+
+    torch.testing.assert_close(torch.cat([first, second], 1), plain.logits, rtol=0, atol=2e-4)
+    for index, layer in enumerate((0, 2, 3)):
+        tap = torch.cat([taps_first[index], taps_second[index]], 1)
+        torch.testing.assert_close(tap, plain.hidden_states[layer + 1], rtol=0, atol=2e-4)
+
+
+def test_the_users_model_is_left_as_it_was():
+    model = make_target("mistral (windowed)").train()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    attributes = {name: set(module.__dict__) for name, module in model.named_modules()}
+    config = model.config.to_dict()
+    draft = make_draft(model)
+    draft_before = {name: tensor.clone() for name, tensor in draft.state_dict().items()}
+    dflash.generate(model, draft, ids(9), max_new_tokens=8)
+    with pytest.raises(ValueError, match="temperature"):
+        dflash.generate(model, draft, ids(9), max_new_tokens=8, temperature=-1.0)
+    assert model.training
+    assert all(module.training for module in model.modules())
+    assert model.config.to_dict() == config
+    assert model.config._attn_implementation == "sdpa"
+    assert {name: set(module.__dict__) for name, module in model.named_modules()} == attributes
+    assert not any(module._forward_hooks for module in model.modules())
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name])
+    for name, tensor in draft.state_dict().items():
+        assert torch.equal(tensor, draft_before[name])
+
+
+def test_the_twin_shares_every_weight():
+    model = make_target("llama")
+    twin = structural_twin(model)
+    ours, theirs = dict(twin.named_parameters()), dict(model.named_parameters())
+    assert ours.keys() == theirs.keys()
+    assert all(ours[name] is theirs[name] for name in ours)
+    assert all(a is not b for a, b in zip(twin.modules(), model.modules(), strict=True))
+
+
+def test_a_compiled_model_and_a_compiled_forward_are_unwrapped():
+    model = make_target("qwen3")
+    draft = make_draft(model)
+    expected = dflash.generate(model, draft, ids(5), max_new_tokens=6)
+    assert torch.equal(dflash.generate(torch.compile(model), draft, ids(5), max_new_tokens=6), expected)
+    model.forward = torch.compile(model.forward)
+    assert torch.equal(dflash.generate(model, draft, ids(5), max_new_tokens=6), expected)
+
+
+def test_a_replaced_forward_is_refused():
+    model = make_target("qwen3")
+    model.model.layers[1].forward = lambda *args, **kwargs: None
+    with pytest.raises(UnsupportedTargetError, match=r"Qwen3DecoderLayer.forward was replaced"):
+        dflash.Generator(model, None, max_length=32)
+
+
+def rope(kind: str) -> dict:
+    extra = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8} if kind == "longrope" else {}
+    return {
+        "rope_parameters": {
+            "rope_type": kind,
+            "rope_theta": 10000.0,
+            "factor": 2.0,
+            "original_max_position_embeddings": 128,
+            **extra,
+        }
+    }
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rope_that_depends_on_data_is_refused(kind):
+    model = make_target("llama", **rope(kind))
+    with pytest.raises(ValueError, match=f"RoPE is '{kind}'.*depend"):
+        dflash.generate(model, None, ids(4), max_new_tokens=4)
+
+
+def test_stateful_layers_are_refused():
+    model = make_target("qwen3")
+    model._is_stateful = True
+    assert "stateful" in refusal(model)
+
+
+@pytest.mark.parametrize("family", sorted(set(FAMILIES) - set(SUPPORTED)))
+def test_sparse_attention_is_refused(family):
+    with pytest.raises(ValueError, match="sparse-attention indexer"):
+        dflash.generate(make_target(family), None, ids(4), max_new_tokens=4)
+
+
+def test_other_models_are_refused():
+    config = T5Config(vocab_size=50, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    with pytest.raises(ValueError, match="encoder-decoder"):
+        dflash.generate(AutoModelForSeq2SeqLM.from_config(config), None, ids(4), max_new_tokens=4)
+    with pytest.raises(ValueError, match="PreTrainedModel is needed, got Linear"):
+        dflash.generate(torch.nn.Linear(2, 2), None, ids(4), max_new_tokens=4)
+    with pytest.raises(ValueError, match="no language-model head"):
+        dflash.generate(make_target("qwen3").model, None, ids(4), max_new_tokens=4)
+
+
+def test_a_target_on_the_meta_device_is_refused():
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(make_target("qwen3").config)
+    with pytest.raises(ValueError, match="meta device"):
+        dflash.generate(model, None, ids(4), max_new_tokens=4)
+
+
+class TestProbe:
+    """A family that no test covers is tried on a few tokens before it is trusted."""
+
+    @pytest.fixture(autouse=True)
+    def _nothing_is_tested(self, monkeypatch):
+        monkeypatch.setattr(target_module, "TESTED_FAMILIES", frozenset())
+
+    def test_a_family_that_agrees_runs(self):
+        model = make_target("llama")
+        assert Target(model).config.model_type == "llama"
+
+    def test_a_family_whose_logits_differ_is_refused(self):
+        model = make_target("llama")
+        attention = model.model.layers[2].self_attn
+
+        def forward(self, hidden_states, **kwargs):
+            out, weights = type(self).forward(self, hidden_states, **kwargs)
+            return (out if self.config._attn_implementation == "sdpa" else out * 0.5), weights
+
+        attention.forward = types.MethodType(forward, attention)
+        with pytest.raises(UnsupportedTargetError, match=r"llama gives other logits .*relative difference"):
+            Target(model)
+
+    def test_a_family_that_ignores_the_cache_is_refused(self):
+        model = make_target("llama")
+        attention = model.model.layers[0].self_attn
+
+        def forward(self, hidden_states, past_key_values=None, **kwargs):
+            return type(self).forward(self, hidden_states, past_key_values=None, **kwargs)
+
+        attention.forward = types.MethodType(forward, attention)
+        with pytest.raises(UnsupportedTargetError, match=r"llama (gives other logits|failed in a trial run)"):
+            Target(model)
