@@ -4,6 +4,8 @@ from op_checks import DTYPES, assert_as_exact_as_torch
 
 from dflash import ops, reference
 
+pytestmark = pytest.mark.op
+
 EPS, NAN = 1e-6, float("nan")
 SHAPES = [(2, 16, 16), (1, 64, 64), (3, 20, 10), (1, 128, 32)]  # kv heads, head_dim, rotary
 

@@ -4,6 +4,8 @@ from op_checks import DTYPES
 
 from dflash import ops, reference
 
+pytestmark = pytest.mark.op
+
 NAN = float("nan")
 
 

@@ -6,6 +6,8 @@ from op_checks import DTYPES, assert_as_exact_as_torch
 
 from dflash import ops, reference
 
+pytestmark = pytest.mark.op
+
 NAN = float("nan")
 HEADS = [(3, 1, 64, 64), (4, 2, 192, 128), (5, 1, 20, 12), (2, 2, 7, 3), (80, 1, 8, 8)]  # heads, kv heads, dims of k, v
 MODES = {

@@ -4,6 +4,8 @@ from op_checks import DTYPES, assert_as_exact_as_torch
 
 from dflash import ops, reference
 
+pytestmark = pytest.mark.op
+
 EPS = 1e-6
 
 

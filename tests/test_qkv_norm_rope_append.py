@@ -4,6 +4,8 @@ from op_checks import DTYPES, assert_as_exact_as_torch
 
 from dflash import ops, reference
 
+pytestmark = pytest.mark.op
+
 EPS, NAN = 1e-6, float("nan")
 CAPACITY = 50
 SHAPES = [(4, 2, 16, 16), (3, 1, 64, 64), (8, 8, 20, 10), (5, 1, 128, 32), (2, 2, 6, 6)]  # heads, kv, head_dim, rotary

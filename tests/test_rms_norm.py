@@ -4,6 +4,8 @@ from op_checks import DTYPES, assert_as_exact_as_torch
 
 from dflash import ops, reference
 
+pytestmark = pytest.mark.op
+
 EPS = 1e-6
 SHAPES = [(1, 1, 1), (1, 2, 15), (2, 3, 16), (2, 5, 113), (1, 16, 1023), (3, 16, 4096)]
 

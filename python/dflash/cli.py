@@ -36,6 +36,7 @@ def generate(
 ) -> None:
     """Continue PROMPT with the target's own text, several tokens a step."""
     import torch
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
@@ -44,7 +45,12 @@ def generate(
     logging.disable_progress_bar()
     if dtype not in ("auto", "float32", "bfloat16", "float16"):
         raise ValueError(f"--dtype must be auto, float32, bfloat16 or float16, got {dtype!r}")
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"--device {device!r}: {str(error).splitlines()[0]}") from error
     # Settings and drafter first: a wrong one should not wait for a large target to load.
     tokenizer = AutoTokenizer.from_pretrained(_existing(model))
     ids = tokenizer(prompt).input_ids
@@ -54,7 +60,10 @@ def generate(
         ids = [tokenizer.bos_token_id, *ids]
     wanted = None if dtype == "auto" else getattr(torch, dtype)
     drafter = dflash.load_draft(draft, dtype=wanted, device=device)
-    target = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).to(device).eval()
+    try:
+        target = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).to(device).eval()
+    except SafetensorError as error:
+        raise ValueError(f"--model {model!r}: its weights are truncated or corrupt: {error}") from error
     output = dflash.generate(
         target,
         drafter,
