@@ -1,6 +1,8 @@
 """The house's import rules, read from the sources."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ MAY_IMPORT = {
     "drafter": {"ops", "cache", "config"},
     "target": {"ops", "cache"},
     "generate": {"ops", "cache", "sampling", "drafter", "config", "target"},
+    "doctor": {"ops"},
     "__init__": {"config", "drafter", "generate", "sampling", "target", "ops"},
 }
 
@@ -44,6 +47,7 @@ def test_imports_run_one_way(path):
     external, internal = imports(path)
     name = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
     assert "cli" not in internal, "nothing imports the command line"
+    assert "doctor" not in internal or name == "cli"
     if "_C" in internal:
         assert name == "ops"
     if "transformers" in external:
@@ -67,3 +71,16 @@ def test_csrc_includes_no_torch():
 
 def test_cmake_lists_stay_short():
     assert len((ROOT / "CMakeLists.txt").read_text().splitlines()) < 120
+
+
+def test_the_import_warns_of_the_other_distribution(tmp_path):
+    other = tmp_path / "dflash-0.1.0.dist-info"
+    other.mkdir()
+    (other / "METADATA").write_text("Metadata-Version: 2.1\nName: dflash\nVersion: 0.1.0\n")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    code = "import sys; sys.path.append(sys.argv[1]); import dflash"
+    for path, warned in ((tmp_path, True), (elsewhere, False)):
+        command = [sys.executable, "-c", code, str(path)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=elsewhere)
+        assert ("dflash and dflash-engine are both installed" in done.stderr) == warned

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 _state = {"debug": False}
@@ -86,6 +91,26 @@ def generate(
         f"of {statistics.block_size}, first token after {statistics.time_to_first_token * 1000:.0f} ms",
         err=True,
     )
+
+
+@app.command()
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON array.")] = False) -> None:
+    """Say what this installation has and what is wrong with it; exit code 1 if something does not work."""
+    from .doctor import examine
+
+    checks = examine()
+    if as_json:
+        typer.echo(json.dumps([dataclasses.asdict(check) for check in checks]))
+    else:
+        table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+        marks = {"ok": "[green]ok[/]", "warning": "[yellow]warning[/]", "error": "[red]error[/]"}
+        for check in checks:
+            table.add_row(marks[check.status], check.name, escape(check.found))
+            if check.advice:
+                table.add_row("", "", f"[bold]-> {escape(check.advice)}[/]")
+        Console().print(table)
+    if any(check.status == "error" for check in checks):
+        raise typer.Exit(1)
 
 
 def _existing(name: str) -> str:

@@ -24,6 +24,7 @@ __all__ = [
     "block_attention",
     "cuda_status",
     "fuse_features",
+    "has_cuda_kernels",
     "isa",
     "qkv_norm_rope_append_",
     "rms_norm",
@@ -74,6 +75,11 @@ def isa() -> str:
     Chosen at first use from what the processor has; the environment variable ``DFLASH_ISA`` names another.
     """
     return _C.isa()
+
+
+def has_cuda_kernels() -> bool:
+    """Whether this build holds CUDA kernels at all."""
+    return _C.with_cuda()
 
 
 @functools.cache

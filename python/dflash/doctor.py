@@ -1,0 +1,120 @@
+"""What this installation is and what is wrong with it: the checks behind ``dflash doctor``."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from . import ops
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the report.
+
+    Attributes:
+        name: what was looked at.
+        found: what it is.
+        status: ``"ok"``, ``"warning"`` (works, but slower or less than it could) or ``"error"`` (does not work).
+        advice: one line of what to do; empty when there is nothing to do.
+    """
+
+    name: str
+    found: str
+    status: str = "ok"
+    advice: str = ""
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _at_least(version: str, wanted: tuple[int, int]) -> bool:
+    parts = version.split("+")[0].split(".")
+    return tuple(int("".join(filter(str.isdigit, part)) or 0) for part in parts[:2]) >= wanted
+
+
+def _package(name: str, wanted: tuple[int, int]) -> Check:
+    version, least = _version(name), ".".join(map(str, wanted))
+    if version is None:
+        return Check(name, "not installed", "error", f"pip install '{name}>={least}'")
+    if not _at_least(version, wanted):
+        return Check(name, version, "error", f"pip install -U '{name}>={least}': older ones are not supported")
+    return Check(name, version)
+
+
+def _clash() -> Check:
+    if _version("dflash") is None:
+        return Check("import name", "dflash belongs to dflash-engine alone")
+    return Check(
+        "import name",
+        f"dflash {_version('dflash')} is installed too and owns the same import name",
+        "error",
+        "pip uninstall dflash dflash-engine, then install the one you want",
+    )
+
+
+def _instruction_set() -> Check:
+    chosen, forced = ops.isa(), os.environ.get("DFLASH_ISA")
+    if forced:
+        return Check("CPU kernels", f"{chosen}, because DFLASH_ISA is set", "warning", "unset DFLASH_ISA for the best")
+    if chosen == "scalar" and platform.machine() in ("x86_64", "AMD64"):
+        return Check("CPU kernels", "scalar", "warning", "this processor has no AVX2: expect low speed")
+    return Check("CPU kernels", chosen)
+
+
+def _gpu_present() -> bool:
+    """Whether the machine has an NVIDIA GPU, whatever torch thinks."""
+    return Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None
+
+
+def _gpu() -> Check:
+    if torch.cuda.is_available():
+        names = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
+        return Check("GPU", f"{names} (torch CUDA {torch.version.cuda})")
+    if not _gpu_present():
+        return Check("GPU", "none")
+    if torch.version.cuda is None:
+        found, advice = "present, but this torch is a CPU build", "install a CUDA build of torch (pytorch.org)"
+    else:
+        found, advice = "present, but torch cannot use it", "check the driver with nvidia-smi"
+    return Check("GPU", found, "warning", advice)
+
+
+def _cuda_kernels() -> Check:
+    name = "CUDA kernels"
+    if not ops.has_cuda_kernels():
+        if not torch.cuda.is_available():
+            return Check(name, "not in this build")
+        advice = "install the CUDA toolkit (nvcc) and reinstall; until then ops run in plain torch"
+        return Check(name, "not in this build", "warning", advice)
+    if not torch.cuda.is_available():
+        return Check(name, "in this build; no GPU to run on")
+    if reason := ops.cuda_status(torch.cuda.current_device()):
+        advice = "update the driver" if "driver" in reason else "rebuild with CMAKE_CUDA_ARCHITECTURES for this GPU"
+        return Check(name, f"in this build, but: {reason}", "warning", f"{advice}; until then ops run in plain torch")
+    return Check(name, "in this build and running")
+
+
+def examine() -> list[Check]:
+    """Look at this installation; runs no model and changes nothing."""
+    return [
+        Check("dflash-engine", _version("dflash-engine") or "not installed as a distribution"),
+        Check("python", platform.python_version()),
+        _package("torch", (2, 11)),
+        _package("transformers", (5, 15)),
+        _clash(),
+        _instruction_set(),
+        Check("CPU threads", f"{torch.get_num_threads()} of {os.cpu_count()} processors"),
+        _gpu(),
+        _cuda_kernels(),
+    ]
