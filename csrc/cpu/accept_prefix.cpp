@@ -40,8 +40,12 @@ static void accept_row(const AcceptPrefixParams& p, int64_t b) {
   p.done[b] = state;
 }
 
+DFLASH_NAMESPACE_END
+
+namespace dflash::DFLASH_ISA {
+
 void accept_prefix(const AcceptPrefixParams& p) {
   for (int64_t b = 0; b < p.batch; ++b) accept_row(p, b);
 }
 
-DFLASH_NAMESPACE_END
+}  // namespace dflash::DFLASH_ISA

@@ -4,6 +4,10 @@
 
 DFLASH_NAMESPACE_BEGIN
 
+DFLASH_NAMESPACE_END
+
+namespace dflash::DFLASH_ISA {
+
 void append_kv(const AppendKvParams& p) {
   const int64_t size = p.dtype == DType::kFloat32 ? 4 : 2;
   const int64_t k_bytes = p.head_dim * size, v_bytes = p.v_head_dim * size;
@@ -24,4 +28,4 @@ void append_kv(const AppendKvParams& p) {
   parallel_for(n, n * p.num_kv_heads * (p.head_dim + p.v_head_dim), p.threads, append);
 }
 
-DFLASH_NAMESPACE_END
+}  // namespace dflash::DFLASH_ISA

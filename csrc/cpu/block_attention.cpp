@@ -12,6 +12,7 @@
 #include <cstdlib>
 #include <type_traits>
 
+#include "cpu/buffer.h"
 #include "cpu/parallel.h"
 #include "params.h"
 
@@ -46,25 +47,9 @@ static inline Vec tanh_vec(Vec x) {
   return select(size < 0.625f, p * z * x + x, select(x < 0.0f, -far, far));
 }
 
-// Memory of one thread, kept between calls.
-struct Scratch {
-  float* data = nullptr;
-  int64_t size = 0;
-  ~Scratch() { std::free(data); }
-  float* get(int64_t floats) {
-    if (floats > size) {
-      std::free(data);
-      size = ceil_div(floats, 1024) * 1024;
-      data = static_cast<float*>(std::aligned_alloc(64, size * sizeof(float)));
-      if (!data) std::abort();
-    }
-    return data;
-  }
-};
-
 static float* thread_scratch(int64_t floats) {
-  static thread_local Scratch scratch;
-  return scratch.get(floats);
+  static thread_local Buffer<float> buffer;
+  return buffer.reserve(floats);
 }
 
 // The softmax state of the lanes of a group over some keys.
@@ -401,8 +386,8 @@ static void attend_all(const BlockAttentionParams& p) {
                  [&](int64_t task) { attend_group<T>(p, Group(p, task, groups, width)); });
     return;
   }
-  Scratch memory;
-  float* partials = memory.get(tasks * chunks * size);
+  Buffer<float> memory;
+  float* partials = memory.reserve(tasks * chunks * size);
 #pragma omp parallel for num_threads(p.threads) schedule(dynamic)
   for (int64_t i = 0; i < tasks * chunks; ++i)
     attend_chunk<T>(p, Group(p, i % tasks, groups, width), i / tasks,
@@ -412,8 +397,12 @@ static void attend_all(const BlockAttentionParams& p) {
   });
 }
 
+DFLASH_NAMESPACE_END
+
+namespace dflash::DFLASH_ISA {
+
 void block_attention(const BlockAttentionParams& p) {
   p.dtype == DType::kFloat32 ? attend_all<float>(p) : attend_all<bf16>(p);
 }
 
-DFLASH_NAMESPACE_END
+}  // namespace dflash::DFLASH_ISA

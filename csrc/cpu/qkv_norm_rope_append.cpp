@@ -88,13 +88,6 @@ static void qkv_row(const QkvNormRopeAppendParams& p, int64_t index) {
              static_cast<T*>(p.v_cache) + sequence, p.num_kv_heads, p.capacity, position);
 }
 
-void qkv_norm_rope_append(const QkvNormRopeAppendParams& p) {
-  const int64_t n = p.batch * p.rows, heads = p.num_heads + 2 * p.num_kv_heads;
-  parallel_for(n, n * heads * p.head_dim, p.threads, [&](int64_t row) {
-    p.dtype == DType::kFloat32 ? qkv_row<float>(p, row) : qkv_row<bf16>(p, row);
-  });
-}
-
 template <typename T>
 static void context_row(const AppendContextKvParams& p, int64_t index) {
   const int64_t layer = index / (p.batch * p.rows), row = index % (p.batch * p.rows), d = p.head_dim;
@@ -109,6 +102,17 @@ static void context_row(const AppendContextKvParams& p, int64_t index) {
              p.num_kv_heads, p.capacity, position);
 }
 
+DFLASH_NAMESPACE_END
+
+namespace dflash::DFLASH_ISA {
+
+void qkv_norm_rope_append(const QkvNormRopeAppendParams& p) {
+  const int64_t n = p.batch * p.rows, heads = p.num_heads + 2 * p.num_kv_heads;
+  parallel_for(n, n * heads * p.head_dim, p.threads, [&](int64_t row) {
+    p.dtype == DType::kFloat32 ? qkv_row<float>(p, row) : qkv_row<bf16>(p, row);
+  });
+}
+
 void append_context_kv(const AppendContextKvParams& p) {
   const int64_t n = p.num_layers * p.batch * p.rows;
   parallel_for(n, n * 2 * p.num_kv_heads * p.head_dim, p.threads, [&](int64_t row) {
@@ -116,4 +120,4 @@ void append_context_kv(const AppendContextKvParams& p) {
   });
 }
 
-DFLASH_NAMESPACE_END
+}  // namespace dflash::DFLASH_ISA

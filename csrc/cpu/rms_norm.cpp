@@ -47,10 +47,14 @@ static void norm_row(const RmsNormParams& p, int64_t row) {
   for (; i < n; ++i) store_one(out + i, to_float(x[i]) * scale * to_float(weight[i]));
 }
 
+DFLASH_NAMESPACE_END
+
+namespace dflash::DFLASH_ISA {
+
 void rms_norm(const RmsNormParams& p) {
   parallel_for(p.rows, p.rows * p.hidden, p.threads, [&](int64_t row) {
     p.dtype == DType::kFloat32 ? norm_row<float>(p, row) : norm_row<bf16>(p, row);
   });
 }
 
-DFLASH_NAMESPACE_END
+}  // namespace dflash::DFLASH_ISA

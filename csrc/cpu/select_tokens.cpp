@@ -7,15 +7,13 @@
 // hold them. Needs -ffp-contract=off.
 #include <algorithm>
 #include <cmath>
-#include <functional>
 #include <limits>
-#include <utility>
-#include <vector>
 
 #ifdef __SSE2__
 #include <immintrin.h>
 #endif
 
+#include "cpu/buffer.h"
 #include "cpu/parallel.h"
 #include "noise.h"
 #include "params.h"
@@ -27,10 +25,15 @@ constexpr int kBuckets = 1024;  // of width 1/32 in z - zmax
 constexpr float kInf = std::numeric_limits<float>::infinity();
 constexpr float kLargestNoise = 22.875f;  // above 33 ln2
 
+struct Value {
+  float z;
+  int64_t weight;
+  friend bool operator<(const Value& a, const Value& b) { return a.z > b.z; }  // the largest come first
+};
+
 struct Scratch {
-  std::vector<float> block_max;  // of the logits, then of z
-  std::vector<float> values;
-  std::vector<std::pair<float, int64_t>> bucket;
+  Buffer<float> maxima;
+  Buffer<Value> values;
 };
 
 struct Row {
@@ -76,7 +79,7 @@ static bool scan(const T* logits, const Row& row, float* block_max) {
 // logits / temperature of one block, padded with -inf.
 template <typename T>
 static void load_block(const T* logits, const Row& row, int64_t block, float* z) {
-  const int64_t begin = block * kBlock, count = std::min<int64_t>(kBlock, row.vocab - begin);
+  const int64_t begin = block * kBlock, left = row.vocab - begin, count = left < kBlock ? left : kBlock;
   const T* x = logits + begin;
   int64_t i = 0;
   for (; i + kWidth <= count; i += kWidth) store(z + i, load(x + i) / splat(row.temperature));
@@ -84,24 +87,30 @@ static void load_block(const T* logits, const Row& row, int64_t block, float* z)
   for (; i < kBlock; ++i) z[i] = -kInf;
 }
 
+// The k-th largest of count values, which it reorders.
+static float kth(Value* values, int64_t k, int64_t count) {
+  std::nth_element(values, values + (k - 1), values + count);
+  return values[k - 1].z;
+}
+
 // The k-th largest logit.
 template <typename T>
-static float kth_largest(const T* logits, const Row& row, Scratch& s) {
+static float kth_largest(const T* logits, const Row& row, const float* block_max, Scratch& s) {
   const int64_t k = row.top_k;
+  Value* values = s.values.reserve(row.vocab);
   float at_least = -kInf;  // k blocks hold such a logit, hence k logits are as large
   if (k <= row.blocks) {
-    s.values.assign(s.block_max.begin(), s.block_max.begin() + row.blocks);
-    std::nth_element(s.values.begin(), s.values.begin() + (k - 1), s.values.end(), std::greater<float>());
-    at_least = s.values[k - 1];
+    for (int64_t b = 0; b < row.blocks; ++b) values[b] = {block_max[b], 0};
+    at_least = kth(values, k, row.blocks);
   }
-  s.values.clear();
+  int64_t count = 0;
   for (int64_t b = 0; b < row.blocks; ++b) {
-    if (s.block_max[b] < at_least) continue;
-    for (int64_t i = b * kBlock; i < std::min(row.vocab, (b + 1) * kBlock); ++i)
-      if (to_float(logits[i]) >= at_least) s.values.push_back(to_float(logits[i]));
+    if (block_max[b] < at_least) continue;
+    const int64_t end = row.vocab < (b + 1) * kBlock ? row.vocab : (b + 1) * kBlock;
+    for (int64_t i = b * kBlock; i < end; ++i)
+      if (to_float(logits[i]) >= at_least) values[count++] = {to_float(logits[i]), 0};
   }
-  std::nth_element(s.values.begin(), s.values.begin() + (k - 1), s.values.end(), std::greater<float>());
-  return s.values[k - 1];
+  return kth(values, k, count);
 }
 
 typedef uint64_t LVec __attribute__((vector_size(4 * DFLASH_WIDTH)));
@@ -161,7 +170,8 @@ static inline int bucket_of(float d) {
 // top_p of all. Weights go into buckets of z first, and only the bucket in which the sum gets there is
 // sorted.
 template <typename T>
-static float top_p_threshold(const T* logits, const Row& row, float top, float floor, Scratch& s) {
+static float top_p_threshold(const T* logits, const Row& row, const float* block_max, float top, float floor,
+                             Scratch& s) {
   int64_t weight[kBuckets] = {};
   float z[kBlock], e[kBlock];
   int64_t q[kBlock];
@@ -176,8 +186,7 @@ static float top_p_threshold(const T* logits, const Row& row, float top, float f
     for (int i = 0; i < kBlock; ++i) q[i] = fixed_point(e[i]);
   };
   for (int64_t b = 0; b < row.blocks; ++b) {
-    if (s.block_max[b] < floor || below_top(s.block_max[b], top) < -28.0f)
-      continue;  // exp(-28) 2^38 rounds to 0
+    if (block_max[b] < floor || below_top(block_max[b], top) < -28.0f) continue;  // exp(-28) 2^38 rounds to 0
     weigh(b);
     for (int i = 0; i < kBlock; ++i) weight[bucket[i]] += q[i];
   }
@@ -186,38 +195,42 @@ static float top_p_threshold(const T* logits, const Row& row, float top, float f
   const double limit = double(row.top_p) * double(total);
   int crossing = 0;
   while (crossing < kBuckets - 1 && double(above + weight[crossing]) < limit) above += weight[crossing++];
-  s.bucket.clear();
+  Value* values = s.values.reserve(row.vocab);
+  int64_t found = 0;
   for (int64_t b = 0; b < row.blocks; ++b) {
-    if (s.block_max[b] < floor || bucket_of(below_top(s.block_max[b], top)) > crossing) continue;
+    if (block_max[b] < floor || bucket_of(below_top(block_max[b], top)) > crossing) continue;
     weigh(b);
-    const int64_t count = std::min<int64_t>(kBlock, row.vocab - b * kBlock);
+    const int64_t left = row.vocab - b * kBlock, count = left < kBlock ? left : kBlock;
     for (int i = 0; i < count; ++i)
-      if (bucket[i] == crossing && z[i] >= floor) s.bucket.emplace_back(z[i], q[i]);
+      if (bucket[i] == crossing && z[i] >= floor) values[found++] = {z[i], q[i]};
   }
-  std::sort(s.bucket.begin(), s.bucket.end(), std::greater<std::pair<float, int64_t>>());
+  std::sort(values, values + found);
   float threshold = top;
-  for (size_t i = 0; i < s.bucket.size() && double(above) < limit;) {
-    threshold = s.bucket[i].first;
-    for (; i < s.bucket.size() && s.bucket[i].first == threshold; ++i) above += s.bucket[i].second;
+  for (int64_t i = 0; i < found && double(above) < limit;) {
+    threshold = values[i].z;
+    for (; i < found && values[i].z == threshold; ++i) above += values[i].weight;
   }
   return threshold;
 }
 
 template <typename T>
 static int64_t select_row(const T* logits, const Row& row, Scratch& s) {
-  float* block_max = s.block_max.data();
+  float* block_max = s.maxima.reserve(row.blocks);  // of the logits, then of z
   if (!scan(logits, row, block_max)) return -1;
-  const float largest = *std::max_element(block_max, block_max + row.blocks);
-  int64_t best_id = (std::find(block_max, block_max + row.blocks, largest) - block_max) * kBlock;
+  int64_t first = 0;
+  for (int64_t b = 1; b < row.blocks; ++b) first = block_max[b] > block_max[first] ? b : first;
+  const float largest = block_max[first];
+  int64_t best_id = first * kBlock;
   while (to_float(logits[best_id]) != largest) ++best_id;
   if (!(row.temperature > 0.0f) || row.sharpness == kInf) return best_id;
 
   const float top = largest / row.temperature;
   if (top == -kInf) return 0;
   float floor = -kInf;
-  if (row.top_k > 0 && row.top_k < row.vocab) floor = kth_largest(logits, row, s) / row.temperature;
+  if (row.top_k > 0 && row.top_k < row.vocab)
+    floor = kth_largest(logits, row, block_max, s) / row.temperature;
   for (int64_t b = 0; b < row.blocks; ++b) block_max[b] = block_max[b] / row.temperature;
-  if (row.top_p < 1.0f) floor = std::max(floor, top_p_threshold(logits, row, top, floor, s));
+  if (row.top_p < 1.0f) floor = std::max(floor, top_p_threshold(logits, row, block_max, top, floor, s));
   if (row.min_p > 0.0f) {  // only a lower bound, to skip by; the test itself is on the exponential
     const double bound = double(top) + std::log(double(row.min_p));
     floor = std::max(floor, std::min(top, float(bound - 1e-3 - 1e-6 * std::fabs(bound))));
@@ -278,13 +291,16 @@ static void select_rows(const SelectTokensParams& p) {
                   (p.vocab + kBlock - 1) / kBlock,
                   uint64_t(p.positions[i]),
                   uint64_t(p.seeds[b])};
-    scratch.block_max.resize(row.blocks);
     p.ids[i] = select_row(static_cast<const T*>(p.logits) + i * p.vocab, row, scratch);
   });
 }
+
+DFLASH_NAMESPACE_END
+
+namespace dflash::DFLASH_ISA {
 
 void select_tokens(const SelectTokensParams& p) {
   p.dtype == DType::kFloat32 ? select_rows<float>(p) : select_rows<bf16>(p);
 }
 
-DFLASH_NAMESPACE_END
+}  // namespace dflash::DFLASH_ISA

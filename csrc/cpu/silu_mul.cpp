@@ -23,10 +23,14 @@ static void silu_mul_row(const SiluMulParams& p, int64_t row) {
   }
 }
 
+DFLASH_NAMESPACE_END
+
+namespace dflash::DFLASH_ISA {
+
 void silu_mul(const SiluMulParams& p) {
   parallel_for(p.rows, p.rows * p.width, p.threads, [&](int64_t row) {
     p.dtype == DType::kFloat32 ? silu_mul_row<float>(p, row) : silu_mul_row<bf16>(p, row);
   });
 }
 
-DFLASH_NAMESPACE_END
+}  // namespace dflash::DFLASH_ISA

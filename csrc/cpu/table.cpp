@@ -5,7 +5,7 @@
 #define DFLASH_QUOTE_(x) #x
 #define DFLASH_QUOTE(x) DFLASH_QUOTE_(x)
 
-DFLASH_NAMESPACE_BEGIN
+namespace dflash::DFLASH_ISA {
 
 void rms_norm(const RmsNormParams&);
 void silu_mul(const SiluMulParams&);
@@ -21,4 +21,4 @@ const CpuKernels kernels = {DFLASH_QUOTE(DFLASH_ISA), rms_norm,          silu_mu
                             qkv_norm_rope_append,     append_context_kv, append_kv,
                             block_attention,          select_tokens,     accept_prefix};
 
-DFLASH_NAMESPACE_END
+}  // namespace dflash::DFLASH_ISA
