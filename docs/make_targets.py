@@ -54,7 +54,10 @@ def try_family(name: str) -> str:
         return f"refused: {reason}"
     prompts = [prompt(length) for length in (1, 17, 60)]
     ids, mask = left_padded(prompts)
-    output = dflash.generate(target, make_draft(target), ids, attention_mask=mask, max_new_tokens=32)
+    try:
+        output = dflash.generate(target, make_draft(target), ids, attention_mask=mask, max_new_tokens=32)
+    except dflash.UnsupportedTargetError as error:
+        return f"refused: {error}"
     equal = [
         row[ids.shape[1] :].tolist() == greedy(target, p, 32).tolist() for row, p in zip(output, prompts, strict=True)
     ]

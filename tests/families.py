@@ -82,6 +82,7 @@ FAMILIES: dict[str, tuple[str, dict]] = {
     "deepseek_v3": ("deepseek_v3", {**_MOE, **_MLA}),
     "deepseek_v32": ("deepseek_v32", {**_MOE, **_MLA, **_DSA}),
     "minimax_m2": ("minimax_m2", _MOE),
+    "phimoe (windowed)": ("phimoe", {**_MOE, "sliding_window": 20}),
     "kimi_k25": ("kimi_k25", {**_MOE, **_MLA}),
 }
 

@@ -1,9 +1,11 @@
 """The generator as its callers meet it: arguments, errors, statistics, and what is kept between calls."""
 
+import concurrent.futures
 import gc
 import sys
 import weakref
 
+import numpy as np
 import pytest
 import torch
 from baseline import greedy, left_padded, prompt
@@ -44,7 +46,7 @@ BAD_CALLS = [
     ({"attention_mask": torch.full((1, 5), 2)}, ValueError, "zeros and ones only"),
     ({"max_new_tokens": 0}, ValueError, "max_new_tokens must be an integer of at least 1, got 0"),
     ({"max_new_tokens": -4}, ValueError, "max_new_tokens must be an integer of at least 1, got -4"),
-    ({"max_new_tokens": 2.5}, ValueError, "max_new_tokens must be an integer of at least 1, got 2.5"),
+    ({"max_new_tokens": 2.5}, TypeError, "max_new_tokens must be an integer, got 2.5"),
     ({"max_new_tokens": 508}, ValueError, "5 tokens and 508 new tokens pass the target's max_position_embeddings, 512"),
     ({"temperature": -0.1}, ValueError, "temperature must be a finite number of at least 0, got -0.1"),
     ({"temperature": NAN}, ValueError, "temperature must be a finite number of at least 0, got nan"),
@@ -60,16 +62,37 @@ BAD_CALLS = [
     ({"draft_sharpness": NAN}, ValueError, "draft_sharpness must be at least 0"),
     ({"stop_token_ids": [97]}, ValueError, r"stop_token_ids must lie in 0 \.\. 96, got 97"),
     ({"stop_token_ids": [-1]}, ValueError, r"stop_token_ids must lie in 0 \.\. 96, got -1"),
+    ({"stop_token_ids": 2.5}, TypeError, "stop_token_ids must be an integer, got 2.5"),
     ({"block_size": 17}, ValueError, "block_size must be at most the drafter's own, 16, got 17"),
     ({"block_size": 0}, ValueError, "block_size must be an integer of at least 1, got 0"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("arguments", "error", "message"), BAD_CALLS, ids=lambda value: str(value)[:40])
-def test_bad_arguments_are_named(target, draft, arguments, error, message):
+def test_bad_arguments_are_named_before_any_work(target, draft, arguments, error, message, monkeypatch):
+    dflash.generate(target, draft, ids(), max_new_tokens=1)
+    kept = MODULE._kept
+    monkeypatch.setattr(MODULE, "structural_twin", None)
+    monkeypatch.setattr(MODULE, "Target", None)
     call = {"ids": ids(), "max_new_tokens": 4, **arguments}
     with pytest.raises(error, match=message):
         dflash.generate(target, draft, **call)
+    assert MODULE._kept is kept
+    target.generation_config.max_new_tokens = 4
+    del call["max_new_tokens"]
+    if "max_new_tokens" not in arguments:
+        with pytest.raises(error, match=message):
+            dflash.generate(target, draft, **call)
+    target.generation_config.max_new_tokens = None
+
+
+def test_numbers_of_numpy_and_torch_are_taken(target, draft):
+    answer = greedy(target, ids()[0], 9)
+    stop = torch.tensor([int(answer[4])])
+    expected = dflash.generate(target, draft, ids(), max_new_tokens=9, stop_token_ids=stop.tolist())
+    for new, stops in ((np.int64(9), stop), (9, stop[0]), (9, stop.numpy()), (9, np.int32(stop[0]))):
+        assert torch.equal(dflash.generate(target, draft, ids(), max_new_tokens=new, stop_token_ids=stops), expected)
+    assert torch.equal(dflash.generate(target, draft, ids(), max_new_tokens=9, block_size=np.int64(3))[0, 5:], answer)
 
 
 def test_a_generator_refuses_what_does_not_fit(target, draft):
@@ -170,6 +193,8 @@ def test_none_follows_the_generation_config(draft):
     first = full.tolist().index(int(full[3]))
     assert stopped[0, 5:].tolist() == full[: first + 1].tolist()
     assert dflash.generate(target, draft, ids(), stop_token_ids=[]).shape == (1, 25)
+    config.eos_token_id = [97, 5000]  # past the vocabulary: never emitted
+    assert dflash.generate(target, draft, ids()).shape == (1, 25)
     config.do_sample, config.temperature, config.top_k, config.eos_token_id = True, 0.8, 3, None
     by_config = dflash.generate(target, draft, ids(), seed=1)
     assert torch.equal(by_config, dflash.generate(target, draft, ids(), seed=1, temperature=0.8, top_k=3))
@@ -249,6 +274,22 @@ def test_a_short_prefill_chunk_changes_nothing(target, draft):
     assert torch.equal(output, dflash.generate(target, draft, batch, attention_mask=mask, max_new_tokens=15))
 
 
+def test_a_generator_refuses_a_target_whose_tensors_were_replaced(draft):
+    target = make_target("qwen3")
+    generator = dflash.Generator(target, draft, max_length=32)
+    target.load_state_dict({name: tensor.clone() for name, tensor in target.state_dict().items()}, assign=True)
+    with pytest.raises(ValueError, match="tensors were replaced since this generator was made"):
+        generator.generate(ids(), max_new_tokens=4)
+
+
+def test_a_greedy_call_leaves_the_random_state(target, draft):
+    before = torch.random.get_rng_state()
+    dflash.generate(target, draft, ids(), max_new_tokens=4)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    dflash.generate(target, draft, ids(), max_new_tokens=4, temperature=1.0)
+    assert not torch.equal(torch.random.get_rng_state(), before)
+
+
 class TestOneShot:
     def test_caches_are_kept_and_released(self):
         target = make_target("qwen3")
@@ -267,10 +308,49 @@ class TestOneShot:
         modules = {"target": make_target("qwen3")}
         modules["draft"] = make_draft(modules["target"])
         dflash.generate(modules["target"], modules["draft"], ids(), max_new_tokens=4)
+        weight = weakref.ref(next(modules[dropped].parameters()))
         reference = weakref.ref(modules.pop(dropped))
         gc.collect()
         assert reference() is None
+        assert weight() is None, "a cycle keeps the weights"
         assert MODULE._kept is None
+
+    def test_changes_that_are_no_weights_are_seen(self):
+        target = make_target("qwen3")
+        draft = make_draft(target)
+        before = dflash.generate(target, draft, ids(), max_new_tokens=12)
+        handle = target.model.layers[1].register_forward_hook(lambda module, args, out: out * 1.5)
+        hooked = dflash.generate(target, draft, ids(), max_new_tokens=12)
+        assert hooked[0, 5:].tolist() == greedy(target, ids()[0], 12).tolist()
+        assert not torch.equal(hooked, before)
+        handle.remove()
+        assert torch.equal(dflash.generate(target, draft, ids(), max_new_tokens=12), before)
+        target.model.layers[0].self_attn.scaling *= 3
+        scaled = dflash.generate(target, draft, ids(), max_new_tokens=12)
+        assert scaled[0, 5:].tolist() == greedy(target, ids()[0], 12).tolist()
+        assert not torch.equal(scaled, before)
+
+    def test_calls_inside_and_outside_of_inference_mode_and_autocast(self):
+        target = make_target("qwen3")
+        draft = make_draft(target)
+        expected = greedy(target, ids()[0], 6).tolist()
+        with torch.inference_mode():
+            assert dflash.generate(target, draft, ids(), max_new_tokens=6)[0, 5:].tolist() == expected
+            generator = dflash.Generator(target, draft, max_length=20)
+        assert dflash.generate(target, draft, ids(), max_new_tokens=6)[0, 5:].tolist() == expected
+        assert generator.generate(ids(), max_new_tokens=6)[0, 5:].tolist() == expected
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert dflash.generate(target, draft, ids(), max_new_tokens=6)[0, 5:].tolist() == expected
+
+    def test_calls_from_threads_do_not_mix(self):
+        target = make_target("qwen3")
+        draft = make_draft(target)
+        prompts = [prompt(length, seed=9)[None] for length in (3, 9, 14, 30)]
+        expected = [greedy(target, p[0], 10).tolist() for p in prompts]
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            calls = [pool.submit(dflash.generate, target, draft, p, max_new_tokens=10) for p in prompts * 3]
+        for call, p, answer in zip(calls, prompts * 3, expected * 3, strict=True):
+            assert call.result()[0, p.shape[1] :].tolist() == answer
 
     def test_changed_weights_are_seen(self):
         target = make_target("qwen3")

@@ -46,12 +46,12 @@ def test_values_land_in_their_rows_and_addresses_stay():
 def test_seed_none_draws_from_the_default_generator():
     sampling = Sampling.create(2)
     torch.manual_seed(3)
-    sampling.set_(2)
+    sampling.set_(2, temperature=1.0)
     first = sampling.seeds.tolist()
-    sampling.set_(2)
+    sampling.set_(2, temperature=1.0)
     assert sampling.seeds.tolist() != first
     torch.manual_seed(3)
-    sampling.set_(2)
+    sampling.set_(2, temperature=1.0)
     assert sampling.seeds.tolist() == first == [first[0], fold(first[0], 1)]
 
 
@@ -60,7 +60,7 @@ def test_what_counts_as_a_number():
     sampling.set_(2, temperature=1, top_p=1, min_p=0, top_k=10**30, draft_sharpness=1e300, seed=torch.tensor([3, 4]))
     assert sampling.seeds.tolist() == [3, 4]
     assert sampling.top_k.tolist() == [2**63 - 1] * 2
-    assert torch.isfinite(sampling.sharpness).all()
+    assert sampling.sharpness.tolist() == [float("inf")] * 2  # past fp32: the plain argmax
     sampling.set_(2, temperature=1e-35)
     assert sampling.temperature.tolist() == [0.0, 0.0]
 

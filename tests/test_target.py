@@ -1,12 +1,14 @@
 """The structural twin: the same logits and taps, the user's model untouched, what cannot run refused by name."""
 
+import threading
 import types
+import weakref
 
 import pytest
 import torch
-from families import FAMILIES, make_draft, make_target
+from families import make_draft, make_target
 from test_losslessness import SUPPORTED
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, T5Config
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaForCausalLM, T5Config
 
 import dflash
 from dflash import target as target_module
@@ -107,7 +109,7 @@ def test_stateful_layers_are_refused():
     assert "stateful" in refusal(model)
 
 
-@pytest.mark.parametrize("family", sorted(set(FAMILIES) - set(SUPPORTED)))
+@pytest.mark.parametrize("family", ["glm_moe_dsa", "deepseek_v32"])
 def test_sparse_attention_is_refused(family):
     with pytest.raises(ValueError, match="sparse-attention indexer"):
         dflash.generate(make_target(family), None, ids(4), max_new_tokens=4)
@@ -130,12 +132,45 @@ def test_a_target_on_the_meta_device_is_refused():
         dflash.generate(model, None, ids(4), max_new_tokens=4)
 
 
+def test_float16_on_the_cpu_is_refused():
+    with pytest.raises(ValueError, match=r"dtype is torch\.float16, the CPU kernels take float32 and bfloat16"):
+        dflash.generate(make_target("qwen3").half(), None, ids(4), max_new_tokens=4)
+
+
+def test_a_window_that_only_the_mask_knows_is_refused():
+    model = make_target("phimoe (windowed)")
+    with pytest.raises(UnsupportedTargetError, match="PhimoeAttention applies its sliding window through a mask alone"):
+        dflash.generate(model, None, ids(4), max_new_tokens=4)
+
+
+def test_a_target_that_cannot_be_copied_is_refused():
+    model = make_target("qwen3")
+    model.lock = threading.Lock()
+    with pytest.raises(UnsupportedTargetError, match="Qwen3ForCausalLM holds something that cannot be copied"):
+        dflash.generate(model, None, ids(4), max_new_tokens=4)
+
+
+class NoLogitsToKeep(LlamaForCausalLM):
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, **kwargs):
+        kwargs.pop("logits_to_keep", None)
+        return super().forward(input_ids, attention_mask, position_ids, past_key_values, **kwargs)
+
+
+def test_a_model_that_ignores_logits_to_keep_still_chooses_from_the_right_row():
+    model = make_target("llama")
+    other = NoLogitsToKeep(model.config).eval()
+    other.load_state_dict(model.state_dict())
+    expected = dflash.generate(model, None, ids(), max_new_tokens=6)
+    assert torch.equal(dflash.generate(other, None, ids(), max_new_tokens=6), expected)
+
+
 class TestProbe:
     """A family that no test covers is tried on a few tokens before it is trusted."""
 
     @pytest.fixture(autouse=True)
     def _nothing_is_tested(self, monkeypatch):
         monkeypatch.setattr(target_module, "TESTED_FAMILIES", frozenset())
+        monkeypatch.setattr(target_module, "_PROBED", weakref.WeakSet())
 
     def test_a_family_that_agrees_runs(self):
         model = make_target("llama")

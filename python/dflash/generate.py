@@ -8,9 +8,10 @@ that. Slots beyond are stale and never read. Trimming a cache is therefore nothi
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -19,8 +20,17 @@ from torch import Tensor, nn
 from . import ops
 from .cache import LazyKVCache
 from .drafter import Drafter, load_draft
-from .sampling import Sampling
-from .target import Target, WeightsFingerprint, generation_defaults, refusal, structural_twin, text_config, unwrap
+from .sampling import Sampling, integer
+from .target import (
+    Target,
+    UnsupportedTargetError,
+    WeightsFingerprint,
+    generation_defaults,
+    refusal,
+    structural_twin,
+    text_config,
+    unwrap,
+)
 
 _RUNNING, _STOPPED, _LENGTH, _INVALID = range(4)
 _FINISH_REASONS = {_STOPPED: "stop", _LENGTH: "length"}
@@ -92,8 +102,6 @@ class GenerateOutput:
 
 def check_fit(target: nn.Module, draft: Drafter) -> None:
     """Raise ``ValueError`` unless ``draft`` was made for a target like ``target``; names both sides, runs nothing."""
-    if reason := refusal(target):
-        raise ValueError(f"this target is not supported: {reason}")
     config, theirs = draft.config, text_config(target)
     embedding = target.get_input_embeddings().weight
 
@@ -120,7 +128,7 @@ def check_fit(target: nn.Module, draft: Drafter) -> None:
     expect("dtype", draft.dtype, embedding.dtype)
 
 
-def _check_ids(ids: Tensor, attention_mask: Tensor | None, vocab: int) -> Tensor:
+def _check_ids(ids: Tensor, attention_mask: Tensor | None, vocab: int, device: torch.device) -> Tensor:
     """The mask as bool ``[batch, length]``; raises on any prompt that cannot be run."""
     if not isinstance(ids, Tensor):
         raise TypeError(f"ids must be a tensor [batch, length] of token ids, got {type(ids).__name__}")
@@ -128,6 +136,8 @@ def _check_ids(ids: Tensor, attention_mask: Tensor | None, vocab: int) -> Tensor
         raise ValueError(f"ids must be [batch, length], got {ids.dim()} dimensions")
     if ids.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"ids must be int64 or int32, got {ids.dtype}")
+    if ids.device != device:
+        raise ValueError(f"ids must be on the target's device, {device}, got {ids.device}")
     if ids.numel() == 0:
         raise ValueError(f"ids must hold at least one token in each row, got shape {list(ids.shape)}")
     if attention_mask is None:
@@ -136,6 +146,8 @@ def _check_ids(ids: Tensor, attention_mask: Tensor | None, vocab: int) -> Tensor
         if not isinstance(attention_mask, Tensor) or attention_mask.shape != ids.shape:
             got = list(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
             raise ValueError(f"attention_mask must have the shape of ids, {list(ids.shape)}, got {got}")
+        if attention_mask.device != device:
+            raise ValueError(f"attention_mask must be on the target's device, {device}, got {attention_mask.device}")
         if not attention_mask.eq(0).logical_or(attention_mask.eq(1)).all():
             raise ValueError("attention_mask must hold zeros and ones only")
         mask = attention_mask.bool()
@@ -152,9 +164,23 @@ def _check_ids(ids: Tensor, attention_mask: Tensor | None, vocab: int) -> Tensor
 
 
 def _whole(name: str, value: object, low: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise ValueError(f"{name} must be an integer of at least {low}, got {value!r}")
-    return value
+    whole = integer(name, value)
+    if whole < low:
+        raise ValueError(f"{name} must be an integer of at least {low}, got {whole}")
+    return whole
+
+
+def _check_pair(target: nn.Module, draft: Drafter | None, block_size: int | None) -> int:
+    """The block size of a generator for the two; raises unless they can run together."""
+    if reason := refusal(target):
+        raise UnsupportedTargetError(f"this target is not supported: {reason}")
+    if draft is not None:
+        check_fit(target, draft)
+    trained = None if draft is None else draft.config.block_size
+    rows = _whole("block_size", (trained or 1) if block_size is None else block_size, 1)
+    if trained is not None and rows > trained:
+        raise ValueError(f"block_size must be at most the drafter's own, {trained}, got {rows}")
+    return rows
 
 
 @dataclass
@@ -186,6 +212,9 @@ def _check_finite(progress: _Progress, ahead: int) -> None:
 class Generator:
     """Generates for one target and drafter, keeping caches and state between calls.
 
+    The target is taken as it is now: hooks, adapters and a generation_config that change later are not seen, and
+    tensors that are replaced later are an error. Calls from several threads run one after another.
+
     Args:
         target: the Hugging Face causal language model; it is never modified (see :mod:`dflash.target`).
         draft: a :class:`Drafter`, or any module that :func:`load_draft` takes. None decodes one token a step through
@@ -201,6 +230,7 @@ class Generator:
         ValueError: target and drafter do not fit, the target is not supported, or a number is out of range.
     """
 
+    @torch.inference_mode(False)  # what is made here is written outside of it too
     def __init__(
         self,
         target: nn.Module,
@@ -216,21 +246,14 @@ class Generator:
         self.max_length = _whole("max_length", max_length, 2)
         self.batch_size = batch = _whole("batch_size", batch_size, 1)
         self.prefill_chunk = _whole("prefill_chunk", prefill_chunk, 1)
-        if reason := refusal(target):
-            raise ValueError(f"this target is not supported: {reason}")
-        if draft is not None:
-            draft = load_draft(draft)
-            check_fit(target, draft)
-        trained = draft.config.block_size if draft is not None else None
-        self.block_size = rows = _whole("block_size", (trained or 1) if block_size is None else block_size, 1)
-        if trained is not None and rows > trained:
-            raise ValueError(f"block_size must be at most the drafter's own, {trained}, got {rows}")
+        draft = None if draft is None else load_draft(draft)
+        self.block_size = rows = _check_pair(target, draft, block_size)
         positions = getattr(text_config(target), "max_position_embeddings", None)
         if positions is not None and max_length > positions:
             raise ValueError(f"max_length {max_length} is past the target's max_position_embeddings, {positions}")
         self.draft = draft if rows > 1 else None
-        self.target = Target(target, self.draft.config.target_layer_ids if self.draft is not None else ())
-        self._defaults = generation_defaults(target)
+        self._take(target)
+        self._lock = threading.RLock()
         device, dtype = self.target.device, self.target.dtype
         self.vocab_size = self.target.embedding_weight.shape[0]
 
@@ -256,6 +279,12 @@ class Generator:
             self.draft_cache = self.draft.new_cache(batch, capacity)
         if compile:
             self.step = torch.compile(self.step, fullgraph=True, dynamic=False)
+
+    def _take(self, target: nn.Module) -> None:
+        """Twin the target as it is now; the caches and the state stay."""
+        self.target = Target(target, self.draft.config.target_layer_ids if self.draft is not None else ())
+        self._defaults = generation_defaults(target)
+        self._weights = WeightsFingerprint(target)
 
     # ------------------------------------------------------------------------------------------ the step
 
@@ -352,27 +381,41 @@ class Generator:
         Raises:
             ValueError: also when the batch is larger than ``batch_size`` or a row would pass ``max_length``.
         """
+        mask = _check_ids(ids, attention_mask, self.vocab_size, self.target.device)
         settings = resolve_settings(
-            self._defaults, ids, max_new_tokens, temperature, top_k, top_p, min_p, stop_token_ids
+            self._defaults, ids, max_new_tokens, temperature, top_k, top_p, min_p, stop_token_ids, self.vocab_size
         )
-        return self._generate(ids, attention_mask, settings, seed, draft_sharpness, return_dict_in_generate)
+        if self._weights.replaced():
+            raise ValueError("the target's tensors were replaced since this generator was made: make a new one")
+        return self._generate(ids, mask, settings, seed, draft_sharpness, return_dict_in_generate)
 
+    @torch.inference_mode(False)
     def _generate(
         self,
         ids: Tensor,
-        attention_mask: Tensor | None,
+        mask: Tensor,
+        settings: Settings,
+        seed: int | Sequence[int] | None,
+        draft_sharpness: float,
+        return_dict_in_generate: bool,
+    ) -> Tensor | GenerateOutput:
+        """The call behind both doors, on checked ids; one at a time, whatever thread it comes from."""
+        with self._lock, torch.autocast(ids.device.type, enabled=False):
+            return self._generate_locked(ids, mask, settings, seed, draft_sharpness, return_dict_in_generate)
+
+    def _generate_locked(
+        self,
+        ids: Tensor,
+        mask: Tensor,
         settings: Settings,
         seed: int | Sequence[int] | None,
         draft_sharpness: float,
         return_dict_in_generate: bool,
     ) -> Tensor | GenerateOutput:
         began = time.perf_counter()
-        mask = _check_ids(ids, attention_mask, self.vocab_size)
         batch = ids.shape[0]
         if batch > self.batch_size:
             raise ValueError(f"ids has {batch} rows, this generator was made for {self.batch_size}")
-        if ids.device != self.target.device:
-            raise ValueError(f"ids must be on the target's device, {self.target.device}, got {ids.device}")
         prompts = [row[live].long() for row, live in zip(ids, mask, strict=True)]
         new = settings.max_new_tokens
         longest = max(len(prompt) for prompt in prompts)
@@ -381,7 +424,6 @@ class Generator:
                 f"a prompt of {longest} tokens and {new} new tokens do not fit this generator's max_length, "
                 f"{self.max_length}"
             )
-        self._check_stop_token_ids(settings.stop_token_ids)
         self.sampling.set_(
             batch,
             temperature=settings.temperature,
@@ -435,11 +477,6 @@ class Generator:
                 progress.record(*snapshots[(step - 1) % 2].tolist())
             step += 1
 
-    def _check_stop_token_ids(self, ids: list[int]) -> None:
-        for token in ids:
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.vocab_size:
-                raise ValueError(f"stop_token_ids must lie in 0 .. {self.vocab_size - 1}, got {token!r}")
-
     def _set_stop_token_ids(self, ids: list[int]) -> None:
         if len(ids) > len(self.stop_token_ids):
             slots = -(-len(ids) // _STOP_SLOTS) * _STOP_SLOTS
@@ -471,6 +508,7 @@ def resolve_settings(
     top_p: float | None,
     min_p: float | None,
     stop_token_ids: Sequence[int] | int | None,
+    vocab: int,
 ) -> Settings:
     """Fill what is None from ``defaults`` (see :func:`dflash.target.generation_defaults`); a number given wins."""
     if unsupported := defaults["unsupported"]:
@@ -485,7 +523,7 @@ def resolve_settings(
             max_new_tokens = 20 if total is None else total - ids.shape[1]
             if max_new_tokens < 1:
                 raise ValueError(f"the prompt has {ids.shape[1]} tokens, generation_config.max_length is {total}")
-    _whole("max_new_tokens", max_new_tokens, 1)
+    max_new_tokens = _whole("max_new_tokens", max_new_tokens, 1)
     sampled = defaults["do_sample"]
 
     def pick(given, name: str, off):
@@ -498,9 +536,13 @@ def resolve_settings(
         temperature = (1.0 if defaults["temperature"] is None else defaults["temperature"]) if sampled else 0.0
     if stop_token_ids is None:
         stop_token_ids = defaults["eos_token_id"]
-    elif isinstance(stop_token_ids, int):
-        stop_token_ids = [stop_token_ids]
-    stop = stop_token_ids.tolist() if isinstance(stop_token_ids, Tensor) else list(stop_token_ids)
+    if hasattr(stop_token_ids, "tolist"):  # a tensor, an array or one of its scalars
+        stop_token_ids = stop_token_ids.tolist()
+    stop = list(stop_token_ids) if isinstance(stop_token_ids, Iterable) else [stop_token_ids]
+    stop = [integer("stop_token_ids", token) for token in stop]
+    for token in stop:
+        if not 0 <= token < vocab:
+            raise ValueError(f"stop_token_ids must lie in 0 .. {vocab - 1}, got {token}")
     pad = defaults["pad_token_id"]
     if pad is None:
         pad = stop[0] if stop else 0
@@ -544,6 +586,7 @@ class _Kept:
 
 
 _kept: _Kept | None = None
+_one_shot = threading.RLock()
 
 
 def release() -> None:
@@ -582,6 +625,9 @@ def generate(
     and the prefix alone, so that the text is the same for every drafter, block size and batch (drafter-invariant
     speculative decoding; Daliri et al., "Coupling without communication and drafter-invariant speculative decoding").
 
+    The caches of the last (target, draft) are kept for the next call (:func:`release` frees them); the target itself is
+    looked at anew each time, which takes about a millisecond a layer. Calls from several threads run one after another.
+
     Args:
         target: a causal language model of transformers; never modified.
         draft: a drafter from :func:`load_draft`, or a module it takes. None decodes one token a step.
@@ -612,20 +658,28 @@ def generate(
     global _kept
     target = unwrap(target)
     if reason := refusal(target):
-        raise ValueError(f"this target is not supported: {reason}")
-    config = text_config(target)
-    mask = _check_ids(ids, attention_mask, target.get_input_embeddings().weight.shape[0])
+        raise UnsupportedTargetError(f"this target is not supported: {reason}")
+    embedding = target.get_input_embeddings().weight
+    mask = _check_ids(ids, attention_mask, embedding.shape[0], embedding.device)
     settings = resolve_settings(
-        generation_defaults(target), ids, max_new_tokens, temperature, top_k, top_p, min_p, stop_token_ids
+        generation_defaults(target),
+        ids,
+        max_new_tokens,
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+        stop_token_ids,
+        embedding.shape[0],
     )
     needed = int(mask.sum(1).max()) + settings.max_new_tokens
-    positions = getattr(config, "max_position_embeddings", None)
+    positions = getattr(text_config(target), "max_position_embeddings", None)
     if positions is not None and needed > positions:
         raise ValueError(
             f"a prompt of {needed - settings.max_new_tokens} tokens and {settings.max_new_tokens} new tokens pass the "
             f"target's max_position_embeddings, {positions}"
         )
-    # Checked again by the generator, but here before a twin is made.
+    # Checked again by the generator, but here before anything is made or dropped.
     Sampling.create(ids.shape[0]).set_(
         ids.shape[0],
         temperature=settings.temperature,
@@ -635,12 +689,18 @@ def generate(
         seed=0 if seed is None else seed,
         draft_sharpness=draft_sharpness,
     )
-    if _kept is None or not _kept.serves(target, draft, block_size, ids.shape[0], needed):
-        release()
-        capacity = -(-needed // _CAPACITY_STEP) * _CAPACITY_STEP
-        if positions is not None:
-            capacity = min(capacity, positions)
-        drafter = structural_twin(draft) if isinstance(draft, Drafter) else draft
-        generator = Generator(target, drafter, max_length=capacity, batch_size=ids.shape[0], block_size=block_size)
-        _kept = _Kept(target, draft, block_size, generator)
-    return _kept.generator._generate(ids, attention_mask, settings, seed, draft_sharpness, return_dict_in_generate)
+    with _one_shot:
+        if _kept is not None and _kept.serves(target, draft, block_size, ids.shape[0], needed):
+            _kept.generator._take(target)  # hooks, adapters and attributes may have changed; the caches stay
+        else:
+            drafter = None if draft is None else load_draft(draft)
+            _check_pair(target, drafter, block_size)
+            release()
+            capacity = -(-needed // _CAPACITY_STEP) * _CAPACITY_STEP
+            if positions is not None:
+                capacity = min(capacity, positions)
+            if drafter is draft and draft is not None:
+                drafter = structural_twin(draft)
+            generator = Generator(target, drafter, max_length=capacity, batch_size=ids.shape[0], block_size=block_size)
+            _kept = _Kept(target, draft, block_size, generator)
+        return _kept.generator._generate(ids, mask, settings, seed, draft_sharpness, return_dict_in_generate)

@@ -46,7 +46,7 @@ def fold(seed: int, row: int) -> int:
     Raises:
         ValueError: out of range. TypeError: not an integer.
     """
-    seed, row = _seed("seed", seed), _integer("row", row)
+    seed, row = _seed("seed", seed), integer("row", row)
     if row < 0:
         raise ValueError(f"row must be at least 0, got {row}")
     if row == 0:
@@ -55,7 +55,8 @@ def fold(seed: int, row: int) -> int:
     return folded - 2**64 if folded >= 2**63 else folded
 
 
-def _integer(name: str, value: object) -> int:
+def integer(name: str, value: object) -> int:
+    """``value`` as an int; TypeError unless it is an integer of Python or numpy, and not a bool."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{name} must be an integer, got {value!r}")
     return int(value)
@@ -68,7 +69,7 @@ def _number(name: str, value: object, wanted: str) -> float:
 
 
 def _seed(name: str, value: object) -> int:
-    value = _integer(name, value)
+    value = integer(name, value)
     if not -(2**63) <= value < 2**63:
         raise ValueError(f"{name} must fit in int64, got {value}")
     return value
@@ -146,13 +147,13 @@ class Sampling:
         Raises:
             ValueError: a value is out of range, or as many seeds as rows were wanted. TypeError: of the wrong type.
         """
-        rows = _integer("rows", rows)
+        rows = integer("rows", rows)
         if not 1 <= rows <= len(self.seeds):
             raise ValueError(f"rows must lie in 1 .. {len(self.seeds)}, got {rows}")
         temperature = _number("temperature", temperature, "a finite number of at least 0")
         if not 0 <= temperature <= _LARGEST_FLOAT32:
             raise ValueError(f"temperature must be a finite number of at least 0, got {temperature}")
-        top_k = _integer("top_k", top_k)
+        top_k = integer("top_k", top_k)
         if top_k < 0:
             raise ValueError(f"top_k must be an integer of at least 0 (0 is off), got {top_k}")
         top_p = _number("top_p", top_p, "a number in (0, 1]")
@@ -164,10 +165,12 @@ class Sampling:
         sharpness = _number("draft_sharpness", draft_sharpness, "a number of at least 0")
         if math.isnan(sharpness) or sharpness < 0:
             raise ValueError(f"draft_sharpness must be at least 0 (infinity is allowed), got {sharpness}")
+        if seed is None and temperature < _SMALLEST_TEMPERATURE:
+            seed = 0  # greedy: leave torch's generator as it is
         seeds = _seeds(seed, rows)
         self.seeds[:rows] = torch.tensor(seeds, dtype=torch.int64)
         self.temperature[:rows] = temperature if temperature >= _SMALLEST_TEMPERATURE else 0.0
         self.top_k[:rows] = min(top_k, 2**63 - 1)
         self.top_p[:rows] = top_p
         self.min_p[:rows] = min_p
-        self.sharpness[:rows] = min(sharpness, _LARGEST_FLOAT32) if math.isfinite(sharpness) else sharpness
+        self.sharpness[:rows] = sharpness if sharpness <= _LARGEST_FLOAT32 else math.inf

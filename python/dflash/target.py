@@ -28,6 +28,7 @@ TESTED_FAMILIES = frozenset(
         *("minimax_m2", "mistral", "qwen2", "qwen3", "qwen3_moe"),
     ]
 )
+_PROBED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 class UnsupportedTargetError(ValueError):
@@ -55,7 +56,14 @@ def _attention(
     if block_lengths is None or attention_mask is not None or position_bias is not None:
         missing = "the cache lengths were not passed on" if block_lengths is None else "it builds its own mask or bias"
         raise UnsupportedTargetError(f"{type(module).__name__} cannot run on dflash's attention: {missing}")
-    window = kwargs["sliding_window"] if "sliding_window" in kwargs else getattr(module, "sliding_window", None)
+    if "sliding_window" in kwargs:
+        window = kwargs["sliding_window"]
+    elif hasattr(module, "sliding_window"):
+        window = module.sliding_window
+    elif getattr(getattr(module, "config", None), "sliding_window", None) is not None:
+        raise UnsupportedTargetError(f"{type(module).__name__} applies its sliding window through a mask alone")
+    else:
+        window = None
     out = ops.block_attention(
         query.transpose(1, 2),
         key,
@@ -97,7 +105,12 @@ class _CacheView:
 def structural_twin(module: nn.Module) -> nn.Module:
     """A copy of ``module`` that shares its parameters and buffers and owns everything else. Costs milliseconds."""
     memo = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
-    twin = copy.deepcopy(module, memo)
+    try:
+        twin = copy.deepcopy(module, memo)
+    except (TypeError, RuntimeError) as error:
+        raise UnsupportedTargetError(
+            f"{type(module).__name__} holds something that cannot be copied: {error}"
+        ) from error
     for original, copied in zip(module.modules(), twin.modules(), strict=True):
         forward = original.__dict__.get("forward")
         if forward is None:
@@ -137,6 +150,9 @@ def refusal(model: nn.Module) -> str | None:
         return "some of its weights are on the meta device: they were never loaded"
     if len(devices) > 1:
         return f"its weights are spread over {', '.join(sorted(map(str, devices)))}: one device is needed"
+    embedding = model.get_input_embeddings().weight
+    if embedding.device.type == "cpu" and embedding.dtype not in (torch.float32, torch.bfloat16):
+        return f"its dtype is {embedding.dtype}, the CPU kernels take float32 and bfloat16"
     layer_types = set(getattr(config, "layer_types", None) or ())
     if getattr(model, "_is_stateful", False) or any("linear" in kind or "mamba" in kind for kind in layer_types):
         return f"{family} has stateful layers (linear attention, convolution): no counter can roll them back"
@@ -184,8 +200,9 @@ class Target:
         text_config(self.model)._attn_implementation = _ATTENTION
         self._taps: list[Tensor | None] = [None] * len(target_layer_ids)
         self._add_taps(target_layer_ids)
-        if model.config.model_type not in TESTED_FAMILIES:
+        if model.config.model_type not in TESTED_FAMILIES and model not in _PROBED:
             self._probe(model)
+            _PROBED.add(model)
 
     @property
     def embedding_weight(self) -> Tensor:
@@ -223,8 +240,8 @@ class Target:
                         f"{type(self.model).__name__}: the last layer is tapped, but no final norm was found"
                     )
 
-            def keep(_module, _args, output, index=index):
-                self._taps[index] = output[0] if isinstance(output, tuple) else output
+            def keep(_module, _args, output, taps=self._taps, index=index):  # no reference to self: that is a cycle
+                taps[index] = output[0] if isinstance(output, tuple) else output
 
             module.register_forward_hook(keep)
 
@@ -255,7 +272,18 @@ class Target:
         )
         taps = list(self._taps)
         self._taps[:] = [None] * len(taps)
-        return output.logits, taps
+        return self._kept(output.logits, ids.shape[1], logits_to_keep), taps
+
+    def _kept(self, logits: Tensor, rows: int, logits_to_keep: int | Tensor) -> Tensor:
+        """The rows that were asked for, of a model that may not have heard of ``logits_to_keep``."""
+        asked = logits_to_keep.numel() if isinstance(logits_to_keep, Tensor) else logits_to_keep or rows
+        if logits.shape[1] == asked:
+            return logits
+        if logits.shape[1] != rows:
+            raise UnsupportedTargetError(
+                f"{type(self.model).__name__} returned {logits.shape[1]} rows of logits, {asked} were asked for"
+            )
+        return logits[:, logits_to_keep] if isinstance(logits_to_keep, Tensor) else logits[:, -asked:]
 
     @torch.no_grad()
     def _probe(self, model: PreTrainedModel) -> None:
@@ -268,7 +296,8 @@ class Target:
         lengths = torch.zeros(1, dtype=torch.int64, device=self.device)
         try:
             first, _ = self.forward(ids[:, :half], lengths, cache)
-            second, _ = self.forward(ids[:, half:], lengths + half, cache)
+            every = torch.arange(half, device=self.device)
+            second, _ = self.forward(ids[:, half:], lengths + half, cache, every[1::2])
         except UnsupportedTargetError:
             raise
         except Exception as error:
@@ -277,6 +306,7 @@ class Target:
                 f"and attention: {type(error).__name__}: {error}"
             ) from error
         got = torch.cat([first, second], 1).float()
+        expected = torch.cat([expected[:, :half], expected[:, half + 1 :: 2]], 1)
         difference = float((got - expected).norm() / expected.norm())
         if not difference < (1e-3 if self.dtype == torch.float32 else 5e-2):
             raise UnsupportedTargetError(
@@ -301,14 +331,21 @@ _OFF = {
     "guidance_scale": (None, 1.0),
     "bad_words_ids": (None,),
     "sequence_bias": (None,),
-    "suppress_tokens": (None, []),
-    "begin_suppress_tokens": (None, []),
+    "suppress_tokens": (None,),
+    "begin_suppress_tokens": (None,),
     "forced_bos_token_id": (None,),
     "forced_eos_token_id": (None,),
     "exponential_decay_length_penalty": (None,),
     "watermarking_config": (None,),
     "stop_strings": (None,),
     "max_time": (None,),
+    "penalty_alpha": (None,),
+    "dola_layers": (None,),
+    "constraints": (None,),
+    "force_words_ids": (None,),
+    "token_healing": (None, False),
+    "remove_invalid_values": (None, False),
+    "renormalize_logits": (None, False, True),  # changes no choice
 }
 
 
@@ -319,13 +356,18 @@ def generation_defaults(model: nn.Module) -> dict:
     """
     config = model.generation_config
     eos = config.eos_token_id
+    vocab = model.get_input_embeddings().weight.shape[0]
+
+    def asks(name: str, off: tuple) -> bool:
+        value = getattr(config, name, None)
+        return value not in off and not (isinstance(value, (list, tuple, dict)) and len(value) == 0)
+
     names = ("do_sample", "temperature", "top_k", "top_p", "min_p", "max_new_tokens", "max_length", "pad_token_id")
     return {
         **{name: getattr(config, name, None) for name in names},
-        "eos_token_id": [] if eos is None else [eos] if isinstance(eos, int) else list(eos),
-        "unsupported": {
-            name: getattr(config, name, None) for name, off in _OFF.items() if getattr(config, name, None) not in off
-        },
+        # An id past the vocabulary is never emitted.
+        "eos_token_id": [t for t in ([] if eos is None else [eos] if isinstance(eos, int) else eos) if 0 <= t < vocab],
+        "unsupported": {name: getattr(config, name) for name, off in _OFF.items() if asks(name, off)},
     }
 
 
@@ -335,7 +377,7 @@ def text_config(model: nn.Module):
 
 
 class WeightsFingerprint:
-    """Notices when a module's tensors were replaced (``.to``, adapters, ``load_state_dict(assign=True)``)."""
+    """Notices when a module's tensors were replaced (``.to``, ``load_state_dict(assign=True)``), and nothing else."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
@@ -346,4 +388,10 @@ class WeightsFingerprint:
         return tuple((id(t), t.data_ptr(), t.dtype) for t in (*module.parameters(), *module.buffers()))
 
     def matches(self, module: nn.Module) -> bool:
+        """Whether ``module`` is the same one, with the tensors it had."""
         return self._module() is module and self._addresses == self._read(module)
+
+    def replaced(self) -> bool:
+        """Whether the module still lives and has other tensors now."""
+        module = self._module()
+        return module is not None and self._addresses != self._read(module)
