@@ -268,3 +268,24 @@ def test_bad_input_is_named():
         attend(ancestors=torch.zeros(5, 1, dtype=torch.int64), window=3)
     with pytest.raises(NotImplementedError, match=r"block_attention: ancestors has no CPU kernel yet"):
         attend(ancestors=torch.zeros(5, 1, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_window_past_every_key_is_no_window(causal):
+    q, cache = torch.randn(1, 8, 2, 16), torch.randn(1, 1, 64, 16)
+    for op in (ops.block_attention, reference.block_attention):
+        wide = op(q, cache, cache, torch.tensor([20]), 0.2, causal, window=2**62)
+        assert torch.equal(wide, op(q, cache, cache, torch.tensor([20]), 0.2, causal))
+
+
+def test_empty_heads_are_refused():
+    q, cache = torch.randn(1, 8, 2, 0), torch.randn(1, 1, 64, 0)
+    with pytest.raises(ValueError, match=r"head_dim must be at least 1, got q \[1, 8, 2, 0\]"):
+        ops.block_attention(q, cache, cache, torch.tensor([20]), 1.0, True)
+
+
+@pytest.mark.cuda
+def test_the_twin_on_cuda_stands_behind_the_same_checks():
+    q, cache = torch.randn(1, 8, 2, 16, device="cuda"), torch.randn(1, 3, 64, 16, device="cuda")
+    with pytest.raises(ValueError, match="num_heads must be a multiple of num_kv_heads, got 2 and 3"):
+        ops.block_attention(q, cache, cache, torch.tensor([20], device="cuda"), 1.0, True)

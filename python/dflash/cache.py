@@ -16,7 +16,6 @@ class KVCache:
 
     Args:
         num_layers, batch_size, num_kv_heads, capacity, head_dim: the sizes; ``capacity`` counts lookahead slots too.
-        v_head_dim: width of a value where it differs from a key's.
         dtype, device: of every buffer.
     """
 
@@ -28,18 +27,16 @@ class KVCache:
         capacity: int,
         head_dim: int,
         *,
-        v_head_dim: int | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
         self.batch_size, self.capacity = batch_size, capacity
 
-        def layers(width: int) -> list[Tensor]:
-            shape = (batch_size, num_kv_heads, capacity, width)
+        def layers() -> list[Tensor]:
+            shape = (batch_size, num_kv_heads, capacity, head_dim)
             return [torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)]
 
-        self.keys = layers(head_dim)
-        self.values = layers(head_dim if v_head_dim is None else v_head_dim)
+        self.keys, self.values = layers(), layers()
 
 
 class LazyKVCache:

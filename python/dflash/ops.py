@@ -36,9 +36,19 @@ _LIBRARY = torch.library.Library("dflash", "DEF")
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 
-def _register(schema: str, cpu, fake, cuda) -> None:
-    """Define ``dflash::schema`` with one Python function per dispatch key and a fake kernel."""
+def _register(schema: str, cpu, fake, cuda=None) -> None:
+    """Define ``dflash::schema`` with one Python function per dispatch key and a fake kernel, which holds the checks.
+
+    Without a function of its own, CUDA runs the twin of the same name behind the same checks.
+    """
     name = schema.split("(", 1)[0]
+    if cuda is None:
+        twin = getattr(reference, name)
+
+        def cuda(*arguments):
+            fake(*arguments)
+            return twin(*arguments)
+
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(name, cpu, "CPU")
     _LIBRARY.impl(name, cuda, "CUDA")
@@ -96,7 +106,7 @@ def cuda_status(device: int = 0) -> str:
 
 
 def _rms_norm_check(x: Tensor, weight: Tensor, counts: Tensor | None) -> None:
-    if x.dim() < 2 or weight.shape != x.shape[-1:]:
+    if x.dim() < 2 or weight.shape != x.shape[-1:] or x.shape[-1] == 0:
         raise ValueError(
             f"rms_norm: weight must be [hidden] for x [..., hidden], got {list(weight.shape)} for {list(x.shape)}"
         )
@@ -131,7 +141,6 @@ _register(
     "rms_norm(Tensor x, Tensor weight, float eps, Tensor? counts) -> Tensor",
     _rms_norm_cpu,
     _rms_norm_fake,
-    reference.rms_norm,
 )
 
 
@@ -184,7 +193,6 @@ _register(
     "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)",
     _add_rms_norm_cpu,
     _add_rms_norm_fake,
-    reference.add_rms_norm,
 )
 
 
@@ -229,7 +237,7 @@ def _silu_mul_fake(gate_up: Tensor) -> Tensor:
     return gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
 
 
-_register("silu_mul(Tensor gate_up) -> Tensor", _silu_mul_cpu, _silu_mul_fake, reference.silu_mul)
+_register("silu_mul(Tensor gate_up) -> Tensor", _silu_mul_cpu, _silu_mul_fake)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
@@ -278,7 +286,6 @@ _register(
     "fuse_features(Tensor context, Tensor num_context, Tensor fc_weight, Tensor norm_weight, float eps) -> Tensor",
     _fuse_features_cpu,
     _fuse_features_fake,
-    reference.fuse_features,
 )
 
 
@@ -388,7 +395,6 @@ _register(
     "Tensor? k_norm_weight, float eps, Tensor(a!) q_out, Tensor(b!) k_cache, Tensor(c!) v_cache) -> ()",
     _qkv_norm_rope_append_cpu,
     _qkv_norm_rope_append_check,
-    reference.qkv_norm_rope_append_,
 )
 
 
@@ -478,7 +484,6 @@ _register(
     "Tensor(a!)[] k_caches, Tensor(b!)[] v_caches) -> ()",
     _append_context_kv_cpu,
     _append_context_kv_check,
-    reference.append_context_kv_,
 )
 
 
@@ -534,7 +539,6 @@ _register(
     "append_kv_(Tensor key, Tensor value, Tensor positions, Tensor(a!) k_cache, Tensor(b!) v_cache) -> ()",
     _append_kv_cpu,
     _append_kv_check,
-    reference.append_kv_,
 )
 
 
@@ -569,6 +573,8 @@ def _block_attention_check(
     if num_kv_heads == 0 or num_heads % num_kv_heads:
         raise ValueError(f"{op}: num_heads must be a multiple of num_kv_heads, got {num_heads} and {num_kv_heads}")
     _expect(op, "lengths", lengths, (batch,), torch.int64, "batch")
+    if head_dim == 0:
+        raise ValueError(f"{op}: head_dim must be at least 1, got q {list(q.shape)}")
     if window < 0:
         raise ValueError(f"{op}: window must be positive, or 0 for none, got {window}")
     if softcap < 0:
@@ -596,8 +602,8 @@ def _block_attention_cpu(
     out = q.new_empty(batch, rows, num_heads, v_head_dim)
     _C.block_attention(
         q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), lengths.data_ptr(), _address(sinks), out.data_ptr(),
-        q.stride()[:3], batch, rows, num_heads, num_kv_heads, head_dim, v_head_dim, capacity, window, scale, softcap,
-        causal, dtype, torch.get_num_threads(),
+        q.stride()[:3], batch, rows, num_heads, num_kv_heads, head_dim, v_head_dim, capacity, min(window, capacity),
+        scale, softcap, causal, dtype, torch.get_num_threads(),
     )  # fmt: skip
     return out
 
@@ -615,7 +621,6 @@ _register(
     "float softcap, Tensor? sinks, Tensor? ancestors) -> Tensor",
     _block_attention_cpu,
     _block_attention_fake,
-    reference.block_attention,
 )
 
 
@@ -791,8 +796,7 @@ def _accept_prefix_check(
         if tensor.device != block_ids.device:
             raise ValueError(f"{op}: {name} must be on {block_ids.device} as block_ids is, got {tensor.device}")
     for name, tensor in (("tokens", tokens), ("length", length), ("num_context", num_context), ("done", done)):
-        if not tensor.is_contiguous():
-            raise ValueError(f"{op}: {name} is written in place and must be contiguous, got strides {tensor.stride()}")
+        _expect_contiguous(op, name, tensor)
 
 
 def _accept_prefix_run(kernel, tensors: tuple[Tensor, ...], *extra: int) -> None:
