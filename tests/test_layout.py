@@ -19,9 +19,11 @@ MAY_IMPORT = {
     "config": set(),
     "drafter": {"ops", "cache", "config"},
     "target": {"ops", "cache"},
-    "generate": {"ops", "cache", "sampling", "drafter", "config", "target"},
+    "streaming": set(),
+    "generate": {"ops", "cache", "sampling", "drafter", "config", "target", "streaming"},
     "doctor": {"ops"},
-    "__init__": {"config", "drafter", "generate", "sampling", "target", "ops"},
+    "doors": {"cache", "drafter", "generate", "streaming", "target"},
+    "__init__": {"config", "doors", "drafter", "generate", "sampling", "target", "ops"},
 }
 
 

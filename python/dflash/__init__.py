@@ -4,8 +4,9 @@ import importlib.metadata as _metadata
 import warnings as _warnings
 
 from .config import DraftConfig
+from .doors import as_assistant, custom_generate
 from .drafter import Drafter, load_draft
-from .generate import GenerateOutput, Generator, Statistics, generate, release
+from .generate import GenerateOutput, Generator, Statistics, StreamEvent, generate, release, stream
 from .target import UnsupportedTargetError
 
 __all__ = [
@@ -14,10 +15,14 @@ __all__ = [
     "GenerateOutput",
     "Generator",
     "Statistics",
+    "StreamEvent",
     "UnsupportedTargetError",
+    "as_assistant",
+    "custom_generate",
     "generate",
     "load_draft",
     "release",
+    "stream",
 ]
 __version__ = "0.1.0"
 

@@ -8,11 +8,13 @@ that. Slots beyond are stale and never read. Trimming a cache is therefore nothi
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +23,14 @@ from . import ops
 from .cache import LazyKVCache
 from .drafter import Drafter, load_draft
 from .sampling import Sampling, integer
+from .streaming import TextDecoder, check_streamer, first_stop
 from .target import (
     Target,
     UnsupportedTargetError,
     WeightsFingerprint,
     generation_defaults,
     refusal,
+    stop_string_criterion,
     structural_twin,
     text_config,
     unwrap,
@@ -49,7 +53,9 @@ class Statistics:
         block_size: rows that each step verified.
         num_new_tokens: per row, tokens emitted.
         time_to_first_token: seconds from the call to the first token of every row.
-        seconds: seconds from the call to the last token.
+        seconds: seconds from the call to the last token; in a running call, to now.
+        num_prefilled_tokens: per row, prompt tokens that were run; the others were still in the caches of the call
+            before (see :class:`Generator`).
     """
 
     acceptance_lengths: list[list[int]]
@@ -57,6 +63,7 @@ class Statistics:
     num_new_tokens: list[int]
     time_to_first_token: float
     seconds: float
+    num_prefilled_tokens: list[int] = field(default_factory=list)
 
     @property
     def acceptance_length(self) -> float:
@@ -91,12 +98,34 @@ class GenerateOutput:
 
     Attributes:
         sequences: ``[batch, prompt + longest answer]`` int64, the prompt as given, right-padded with the pad id.
-        finish_reasons: per row ``"stop"`` (a stop token was emitted) or ``"length"``.
+        finish_reasons: per row ``"stop"`` (a stop token was emitted, or a stop string completed) or ``"length"``.
         statistics: see :class:`Statistics`.
     """
 
     sequences: Tensor
     finish_reasons: list[str]
+    statistics: Statistics
+
+
+@dataclass(frozen=True)
+class StreamEvent:
+    """What one step of a call added; the first event is the prompt's, with each row's first token.
+
+    Attributes:
+        ids: per row, the new token ids; none for a row that has finished.
+        accepted: per row, how many of them, counted from the first, were drafted and accepted. The one after them, if
+            there is one, is the bonus token, which the target chose itself.
+        text: per row, the text that became final; None without a tokenizer. It never ends inside a character or inside
+            what may become a stop string, and comes complete with the row's last event: joined, it is
+            ``tokenizer.decode(answer)``.
+        finish_reasons: per row, ``"stop"`` or ``"length"`` from the event of its last token on; None while it runs.
+        statistics: the call so far.
+    """
+
+    ids: list[list[int]]
+    accepted: list[int]
+    text: list[str] | None
+    finish_reasons: list[str | None]
     statistics: Statistics
 
 
@@ -185,17 +214,48 @@ def _check_pair(target: nn.Module, draft: Drafter | None, block_size: int | None
 
 @dataclass
 class _Progress:
-    """The host's view of a running batch, read one step late on CUDA so that the host never waits for the step."""
+    """The host's view of a running batch, read one step late on CUDA so that the host never waits for the step.
+
+    ``new_ids`` and ``accepted`` describe the last record, and are kept only where the call reads ids. ``closed`` rows
+    were ended by the host; what the device says of them was written before it knew.
+    """
 
     length: list[int]
     done: list[int]
-    acceptance_lengths: list[list[int]] = field(default_factory=list)
+    acceptance_lengths: list[list[int]]
+    prefilled: list[int] = field(default_factory=list)
+    time_to_first_token: float = 0.0
+    new_ids: list[list[int]] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    closed: set[int] = field(default_factory=set)
 
-    def record(self, length: list[int], done: list[int]) -> None:
-        for row, (old, new) in enumerate(zip(self.length, length, strict=True)):
-            if new > old:
-                self.acceptance_lengths[row].append(new - old)
-        self.length, self.done = length, done
+    def record(self, snapshot: list[list[int]]) -> None:
+        """Take over what :meth:`Generator._snapshot` read."""
+        self.new_ids, self.accepted = [], []
+        for row, (length, done, *ids) in enumerate(snapshot):
+            emitted = 0
+            if row not in self.closed:
+                emitted = length - self.length[row]
+                if emitted:
+                    self.acceptance_lengths[row].append(emitted)
+                self.length[row], self.done[row] = length, done
+            if ids:
+                rows = len(ids) // 2
+                new, drafts = ids[rows - emitted : rows], ids[rows + 1 :]
+                matches = [token == draft for token, draft in zip(new, drafts, strict=False)]
+                self.new_ids.append(new)
+                self.accepted.append((*matches, False).index(False))
+
+    def close(self, row: int, kept: int) -> None:
+        """End ``row`` behind the first ``kept`` of its new ids."""
+        dropped = len(self.new_ids[row]) - kept
+        self.new_ids[row] = self.new_ids[row][:kept]
+        self.accepted[row] = min(self.accepted[row], kept)
+        if dropped:
+            self.length[row] -= dropped
+            self.acceptance_lengths[row][-1] -= dropped
+        self.done[row] = _STOPPED
+        self.closed.add(row)
 
     @property
     def finished(self) -> bool:
@@ -225,6 +285,14 @@ class Generator:
         block_size: rows that a step verifies, 1 to the drafter's own block size (the default); 1 without a drafter.
         compile: run the step through ``torch.compile(fullgraph=True)``; the first call then takes long.
         prefill_chunk: prompt tokens in one forward pass.
+        reuse_prefix: run only what is new of a prompt whose first tokens are, row by row, those that the call before
+            left in the caches: a conversation then costs its last turn. The keys of an answer were computed in blocks
+            and not in a prompt, which is the same sum in another order: in fp32 the text stays the same, in bf16 a
+            near-tie may fall differently than in a generator that starts afresh. Weights that were moved, replaced
+            or changed in place are noticed; after a change through ``tensor.data`` call :meth:`reset`.
+
+    A call that starts while a stream of the same generator is not at its end takes over; the stream then raises
+    ``RuntimeError``.
 
     Raises:
         ValueError: target and drafter do not fit, the target is not supported, or a number is out of range.
@@ -241,6 +309,7 @@ class Generator:
         block_size: int | None = None,
         compile: bool = False,
         prefill_chunk: int = 512,
+        reuse_prefix: bool = True,
     ) -> None:
         target = unwrap(target)
         self.max_length = _whole("max_length", max_length, 2)
@@ -265,6 +334,7 @@ class Generator:
         self.length = index(batch)
         self.num_context = index(batch)
         self.done = index(batch, fill=_LENGTH)
+        self.block = index(batch, rows)  # the anchor and the proposals of the last step
         self.limits = index(batch)
         self.stop_token_ids = index(_STOP_SLOTS, fill=_NO_TOKEN)
         self.sampling = Sampling.create(batch, device)
@@ -277,6 +347,12 @@ class Generator:
             taps = len(config.target_layer_ids)
             self.context = torch.zeros(batch, rows, taps * config.hidden_size, dtype=dtype, device=device)
             self.draft_cache = self.draft.new_cache(batch, capacity)
+        self.reuse_prefix = reuse_prefix
+        self._lock = threading.RLock()
+        self._current: Call | None = None  # the call that the state belongs to
+        self._whole = False  # between two steps: the caches hold what `length` and `num_context` say
+        self._ran: list[WeightsFingerprint] = []  # the weights that the caches were computed with
+        self._runs_ahead = device.type == "cuda"
         if compile:
             self.step = torch.compile(self.step, fullgraph=True, dynamic=False)
 
@@ -315,7 +391,7 @@ class Generator:
         """
         length = self.length
         anchor = self.tokens.gather(1, length[:, None])
-        block = torch.cat([anchor, self._propose(anchor)], 1)
+        block = torch.cat([anchor, self._propose(anchor)], 1, out=self.block)
         logits, taps = self.target.forward(block.clamp(min=0), length, self.target_cache)
         posterior = self._select(logits, length[:, None] + self._offsets + 1, self._ones)
         if self.draft is not None:
@@ -326,30 +402,65 @@ class Generator:
 
     # ------------------------------------------------------------------------------------------ the prompt
 
+    def reset(self) -> None:
+        """Forget what the caches hold, so that the next call runs its whole prompt. An unfinished stream is ended."""
+        with self._lock:
+            self._current, self._whole = None, False
+
     @torch.no_grad()
-    def _prefill(self, prompts: list[Tensor], limits: list[int]) -> None:
-        """Fill both caches with the prompts and choose each row's first token from its last prompt row."""
+    def _prefix(self, ids: Tensor, lengths: list[int]) -> list[int]:
+        """How many leading tokens of each prompt need not be run, because both caches hold them.
+
+        At least a prompt's last token is run: its logits choose the first new one.
+        """
+        shared = ids.eq(self.tokens[:, : ids.shape[1]])
+        shared &= torch.arange(ids.shape[1], device=ids.device) < self.length[:, None]
+        shared = shared.long().cumprod(1).sum(1)
+        shared, drafted = torch.stack([shared, self.length - self.num_context]).tolist()
+        kept = [min(have, length - 1) for have, length in zip(shared, lengths, strict=True)]
+        # Every row runs as many positions as the one with the most; they must fit behind what it keeps.
+        most = max(length - have for length, have in zip(lengths, kept, strict=True))
+        kept = [min(have, self.tokens.shape[1] - most) for have in kept]
+        if self.draft is not None and any(have > held for have, held in zip(kept, drafted, strict=True)):
+            # The features of the last step's tokens wait in `context` for a step that will not come.
+            index = torch.arange(self.context.shape[1], device=ids.device)
+            positions = (self.length - self.num_context)[:, None] + index
+            positions = torch.where(index < self.num_context[:, None], positions, -1)
+            self.draft.inject_(self.draft.fuse(self.context, self.num_context), positions, self.draft_cache)
+        return kept
+
+    @torch.no_grad()
+    def _prefill(self, prompts: list[Tensor], limits: list[int], reuse: bool) -> list[int]:
+        """Fill both caches with the prompts and choose each row's first token from its last prompt row.
+
+        Returns:
+            Per row, how many tokens of its prompt were run.
+        """
         device, chunk = self.target.device, self.prefill_chunk
         lengths = [len(prompt) for prompt in prompts]
-        longest = max(lengths)
-        ids = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True)
+        pad = torch.nn.utils.rnn.pad_sequence
+        ids = pad(prompts, batch_first=True)
+        kept = self._prefix(ids, lengths) if reuse else [0] * len(prompts)
         self.tokens.zero_()
-        self.tokens[:, :longest] = ids
+        self.tokens[:, : ids.shape[1]] = ids
         self.length.copy_(torch.tensor(lengths))
         self.limits.copy_(torch.tensor(limits))
         self.num_context.zero_()
+        ids = pad([prompt[have:] for prompt, have in zip(prompts, kept, strict=True)], batch_first=True)
+        counts = [length - have for length, have in zip(lengths, kept, strict=True)]
+        held = torch.tensor(kept, device=device)
         last_logits: list[Tensor | None] = [None] * len(prompts)
-        for start in range(0, longest, chunk):
+        for start in range(0, ids.shape[1], chunk):
             rows = ids[:, start : start + chunk]
-            past = torch.full_like(self.length, start)
-            ending = {row: n - 1 - start for row, n in enumerate(lengths) if start < n <= start + chunk}
+            past = held + start
+            ending = {row: n - 1 - start for row, n in enumerate(counts) if start < n <= start + chunk}
             keep = sorted(set(ending.values())) or [0]
             logits, taps = self.target.forward(rows, past, self.target_cache, torch.tensor(keep, device=device))
             for row, index in ending.items():
                 last_logits[row] = logits[row, keep.index(index)]
             if self.draft is not None:
-                live = (self.length - start).clamp(0, rows.shape[1])
-                positions = start + torch.arange(rows.shape[1], device=device)
+                live = (self.length - past).clamp(0, rows.shape[1])
+                positions = past[:, None] + torch.arange(rows.shape[1], device=device)
                 positions = torch.where(positions < self.length[:, None], positions, -1)
                 self.draft.inject_(self.draft.fuse(torch.cat(taps, -1), live), positions, self.draft_cache)
         first = self._select(torch.stack(last_logits)[:, None], self.length[:, None], self._ones)
@@ -358,6 +469,7 @@ class Generator:
         full = self.length + 1 >= self.limits
         self.done.copy_(torch.where(stopped, _STOPPED, torch.where(full, _LENGTH, _RUNNING)))
         self.done.masked_fill_(first[:, 0] < 0, _INVALID)
+        return counts
 
     # ------------------------------------------------------------------------------------------ the host loop
 
@@ -374,6 +486,10 @@ class Generator:
         seed: int | Sequence[int] | None = None,
         draft_sharpness: float = 1.0,
         stop_token_ids: Sequence[int] | int | None = None,
+        stop_strings: Sequence[str] | str | None = None,
+        tokenizer: Any = None,
+        streamer: Any = None,
+        num_return_sequences: int | None = None,
         return_dict_in_generate: bool = False,
     ) -> Tensor | GenerateOutput:
         """What :func:`dflash.generate` does, with this generator's caches; see there for the arguments.
@@ -381,101 +497,223 @@ class Generator:
         Raises:
             ValueError: also when the batch is larger than ``batch_size`` or a row would pass ``max_length``.
         """
-        mask = _check_ids(ids, attention_mask, self.vocab_size, self.target.device)
-        settings = resolve_settings(
-            self._defaults, ids, max_new_tokens, temperature, top_k, top_p, min_p, stop_token_ids, self.vocab_size
-        )
-        if self._weights.replaced():
-            raise ValueError("the target's tensors were replaced since this generator was made: make a new one")
-        return self._generate(ids, mask, settings, seed, draft_sharpness, return_dict_in_generate)
-
-    @torch.inference_mode(False)
-    def _generate(
-        self,
-        ids: Tensor,
-        mask: Tensor,
-        settings: Settings,
-        seed: int | Sequence[int] | None,
-        draft_sharpness: float,
-        return_dict_in_generate: bool,
-    ) -> Tensor | GenerateOutput:
-        """The call behind both doors, on checked ids; one at a time, whatever thread it comes from."""
-        with self._lock, torch.autocast(ids.device.type, enabled=False):
-            return self._generate_locked(ids, mask, settings, seed, draft_sharpness, return_dict_in_generate)
-
-    def _generate_locked(
-        self,
-        ids: Tensor,
-        mask: Tensor,
-        settings: Settings,
-        seed: int | Sequence[int] | None,
-        draft_sharpness: float,
-        return_dict_in_generate: bool,
-    ) -> Tensor | GenerateOutput:
-        began = time.perf_counter()
-        batch = ids.shape[0]
-        if batch > self.batch_size:
-            raise ValueError(f"ids has {batch} rows, this generator was made for {self.batch_size}")
-        prompts = [row[live].long() for row, live in zip(ids, mask, strict=True)]
-        new = settings.max_new_tokens
-        longest = max(len(prompt) for prompt in prompts)
-        if longest + new > self.max_length:
-            raise ValueError(
-                f"a prompt of {longest} tokens and {new} new tokens do not fit this generator's max_length, "
-                f"{self.max_length}"
-            )
-        self.sampling.set_(
-            batch,
-            temperature=settings.temperature,
-            top_k=settings.top_k,
-            top_p=settings.top_p,
-            min_p=settings.min_p,
+        call = self._plan(
+            ids,
+            attention_mask=attention_mask,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
             seed=seed,
             draft_sharpness=draft_sharpness,
+            stop_token_ids=stop_token_ids,
+            stop_strings=stop_strings,
+            tokenizer=tokenizer,
+            streamer=streamer,
+            num_return_sequences=num_return_sequences,
         )
+        return self._generate(call, return_dict_in_generate)
+
+    def stream(
+        self, ids: Tensor, *, tokenizer: Any = None, skip_special_tokens: bool = False, **arguments: Any
+    ) -> Iterator[StreamEvent]:
+        """What :func:`dflash.stream` does, with this generator's caches; see there.
+
+        Closing the iterator, or an interrupt, leaves the generator ready for the next call.
+
+        Raises:
+            ValueError: also when the batch is larger than ``batch_size`` or a row would pass ``max_length``.
+        """
+        return self._stream(self._plan(ids, tokenizer=tokenizer, **arguments), skip_special_tokens)
+
+    def _plan(self, ids: Tensor, **arguments: Any) -> Call:
+        reuse = self.reuse_prefix
+        call = plan(self._defaults, self.vocab_size, self.target.device, ids, reuse_prefix=reuse, **arguments)
+        batch, longest = len(call.prompts), max(map(len, call.prompts))
+        if batch > self.batch_size:
+            raise ValueError(f"ids has {batch} rows, this generator was made for {self.batch_size}")
+        if longest + call.settings.max_new_tokens > self.max_length:
+            raise ValueError(
+                f"a prompt of {longest} tokens and {call.settings.max_new_tokens} new tokens do not fit this "
+                f"generator's max_length, {self.max_length}"
+            )
+        if self._weights.replaced():
+            raise ValueError("the target's tensors were replaced since this generator was made: make a new one")
+        return call
+
+    @contextlib.contextmanager
+    def _exclusive(self) -> Iterator[None]:
+        """One call at a time, whatever thread it comes from, and with none of the modes of its surroundings."""
+        with self._lock, torch.inference_mode(False), torch.autocast(self.tokens.device.type, enabled=False):
+            yield
+
+    def _generate(self, call: Call, return_dict_in_generate: bool, prompt_was_put: bool = False) -> Any:
+        """Run ``call`` to its end."""
+        streamer, progress = call.streamer, None
+        began = time.perf_counter()
+        with self._exclusive():
+            try:
+                if streamer is not None and not prompt_was_put:
+                    streamer.put(call.ids.cpu())
+                for progress in self._play(call, reads_ids=streamer is not None):
+                    if streamer is not None and progress.new_ids[0]:
+                        streamer.put(torch.tensor(progress.new_ids[0]))
+            finally:
+                if streamer is not None:
+                    streamer.end()
+            seconds = time.perf_counter() - began
+            sequences = self._sequences(call, progress)
+        if not return_dict_in_generate:
+            return sequences
+        reasons = [_FINISH_REASONS[code] for code in progress.done[: len(call.prompts)]]
+        return GenerateOutput(sequences, reasons, self._statistics(call, progress, seconds))
+
+    def _stream(self, call: Call, skip_special_tokens: bool) -> Iterator[StreamEvent]:
+        """The events of ``call``; checked now, run as they are asked for."""
+        decoders = None
+        if call.tokenizer is not None:
+            decoders = [TextDecoder(call.tokenizer, call.stop_strings, skip_special_tokens) for _ in call.prompts]
+
+        def events() -> Iterator[StreamEvent]:
+            began = time.perf_counter()
+            playing = self._play(call, reads_ids=True)
+            ended: set[int] = set()
+            try:
+                while True:
+                    with self._exclusive():
+                        progress = next(playing, None)
+                    if progress is None:
+                        return
+                    reasons = [_FINISH_REASONS.get(code) for code in progress.done[: len(call.prompts)]]
+                    ids = progress.new_ids[: len(reasons)]
+                    text = None
+                    if decoders is not None:
+                        text = [decoder.push(new) if new else "" for decoder, new in zip(decoders, ids, strict=True)]
+                        for row, reason in enumerate(reasons):
+                            if reason is not None and row not in ended:
+                                text[row] += decoders[row].finish()
+                                ended.add(row)
+                    statistics = self._statistics(call, progress, time.perf_counter() - began)
+                    yield StreamEvent(ids, progress.accepted[: len(reasons)], text, reasons, statistics)
+            finally:
+                playing.close()
+
+        return events()
+
+    def _play(self, call: Call, reads_ids: bool) -> Iterator[_Progress]:
+        """The one loop: set the state, run the prompt, step until every row is done.
+
+        Yields the same object after the prompt and after every step. Between two of them the state is whole, and the
+        loop may be left for good.
+        """
+        began = time.perf_counter()
+        settings, batch, prompts = call.settings, len(call.prompts), call.prompts
+        modules = [module for module in (self.target.model, self.draft) if module is not None]
+        reuse = self._whole and call.reuse_prefix
+        reuse = reuse and all(seen.matches(module) for seen, module in zip(self._ran, modules, strict=True))
+        self._current, self._whole = call, False
+        self._ran = [WeightsFingerprint(module, values=True) for module in modules]
+        self.sampling.set_(batch, seed=call.seed, **call.sampling)
         self._set_stop_token_ids(settings.stop_token_ids)
         # Rows that this call does not use hold one token and are done before they start.
         spare = self.batch_size - batch
-        limits = [len(prompt) + new for prompt in prompts] + [2] * spare
-        self._prefill(prompts + [ids.new_zeros(1, dtype=torch.int64)] * spare, limits)
+        limits = [len(prompt) + settings.max_new_tokens for prompt in prompts] + [2] * spare
+        prefilled = self._prefill([*prompts, *[call.ids.new_zeros(1, dtype=torch.int64)] * spare], limits, reuse)
         self.done[batch:] = _LENGTH
-        progress = _Progress(self.length.tolist(), self.done.tolist(), [[] for _ in range(self.batch_size)])
+        progress = _Progress(
+            self.length.tolist(), self.done.tolist(), [[] for _ in range(self.batch_size)], prefilled[:batch]
+        )
         _check_finite(progress, 0)
-        first = time.perf_counter() - began
-        self._run(progress)
-        seconds = time.perf_counter() - began
-        _check_finite(progress, 1)
-        counts = [progress.length[row] + 1 - len(prompts[row]) for row in range(batch)]
-        sequences = ids.new_full((batch, ids.shape[1] + max(counts)), settings.pad_token_id, dtype=torch.int64)
-        sequences[:, : ids.shape[1]] = ids
-        for row, (prompt, count) in enumerate(zip(prompts, counts, strict=True)):
-            answer = self.tokens[row, len(prompt) : len(prompt) + count]
-            sequences[row, ids.shape[1] : ids.shape[1] + count] = answer
-        if not return_dict_in_generate:
-            return sequences
-        statistics = Statistics(progress.acceptance_lengths[:batch], self.block_size, counts, first, seconds)
-        return GenerateOutput(sequences, [_FINISH_REASONS[code] for code in progress.done[:batch]], statistics)
+        histories = [prompt.tolist() for prompt in prompts] if call.stop else []
+        reads_ids = reads_ids or bool(call.stop)
+        if reads_ids:
+            first = self.tokens.gather(1, self.length[:, None]).tolist()
+            progress.new_ids, progress.accepted = first, [0] * self.batch_size
+            self._close_rows(call, progress, histories)
+        progress.time_to_first_token = time.perf_counter() - began
+        self._whole = True
+        yield progress
+        for _ in self._steps(call, progress, reads_ids):
+            self._close_rows(call, progress, histories)
+            _check_finite(progress, 1)
+            self._whole = True
+            yield progress
 
-    def _run(self, progress: _Progress) -> None:
-        """Replay the step until every row is done."""
-        if self.tokens.device.type != "cuda":
+    def _steps(self, call: Call, progress: _Progress, reads_ids: bool) -> Iterator[None]:
+        """Replay the step until every row is done; comes back when a step has been read into ``progress``."""
+
+        def step() -> Tensor:
+            if self._current is not call:
+                raise RuntimeError("this stream has ended: its generator was reset, or has started another call")
+            self._whole = False
+            self.step()
+            return self._snapshot(reads_ids)
+
+        if not self._runs_ahead:
             while not progress.finished:
-                self.step()
-                progress.record(self.length.tolist(), self.done.tolist())
+                progress.record(step().tolist())
+                yield
             return
         # Two pinned snapshots in turn: while one is read, the next step is already queued. The step after the last
         # finds every row done and changes nothing.
-        snapshots = [torch.empty(2, self.batch_size, dtype=torch.int64, pin_memory=True) for _ in range(2)]
-        events = [torch.cuda.Event() for _ in range(2)]
-        step = 0
+        cuda = self.tokens.device.type == "cuda"
+        width = 2 + 2 * self.block_size * reads_ids
+        snapshots = [torch.empty(self.batch_size, width, dtype=torch.int64, pin_memory=cuda) for _ in range(2)]
+        events = [torch.cuda.Event() for _ in range(2)] if cuda else []
+        count = 0
         while not progress.finished:
-            self.step()
-            snapshots[step % 2].copy_(torch.stack([self.length, self.done]), non_blocking=True)
-            events[step % 2].record()
-            if step:
-                events[(step - 1) % 2].synchronize()
-                progress.record(*snapshots[(step - 1) % 2].tolist())
-            step += 1
+            snapshots[count % 2].copy_(step(), non_blocking=True)
+            if cuda:
+                events[count % 2].record()
+            if count:
+                if cuda:
+                    events[(count - 1) % 2].synchronize()
+                progress.record(snapshots[(count - 1) % 2].tolist())
+                yield
+            count += 1
+
+    def _snapshot(self, reads_ids: bool) -> Tensor:
+        """``[batch, 2]``: length and done; or, with ``block_size`` ids each, the last emitted tokens and the block."""
+        state = torch.stack([self.length, self.done], 1)
+        if not reads_ids:
+            return state
+        last = (self.length[:, None] + self._offsets - (self.block_size - 1)).clamp(min=0)
+        return torch.cat([state, self.tokens.gather(1, last), self.block], 1)
+
+    def _close_rows(self, call: Call, progress: _Progress, histories: list[list[int]]) -> None:
+        """End every row whose new ids complete a stop string, behind the token that did."""
+        for row, history in enumerate(histories):
+            new = len(progress.new_ids[row])
+            if not new or row in progress.closed:
+                continue
+            history += progress.new_ids[row]
+            kept = first_stop(call.stop, history, new)
+            if kept is None:
+                continue
+            progress.close(row, kept)
+            # The features of dropped tokens go, those that the draft cache has not taken over yet stay.
+            drafted = self.length[row] - self.num_context[row]
+            self.length[row] = progress.length[row]
+            self.num_context[row] = (progress.length[row] - drafted).clamp(min=0)
+            self.done[row] = _STOPPED
+
+    def _sequences(self, call: Call, progress: _Progress) -> Tensor:
+        """The prompts as given, then the answers, right-padded."""
+        (batch, width), starts = call.ids.shape, [len(prompt) for prompt in call.prompts]
+        counts = [progress.length[row] + 1 - starts[row] for row in range(batch)]
+        pad = call.settings.pad_token_id
+        sequences = call.ids.new_full((batch, width + max(counts)), pad, dtype=torch.int64)
+        sequences[:, :width] = call.ids
+        for row, (start, count) in enumerate(zip(starts, counts, strict=True)):
+            sequences[row, width : width + count] = self.tokens[row, start : start + count]
+        return sequences
+
+    def _statistics(self, call: Call, progress: _Progress, seconds: float) -> Statistics:
+        steps = [list(row) for row in progress.acceptance_lengths[: len(call.prompts)]]
+        counts = [progress.length[row] + 1 - len(prompt) for row, prompt in enumerate(call.prompts)]
+        first = progress.time_to_first_token
+        return Statistics(steps, self.block_size, counts, first, seconds, progress.prefilled)
 
     def _set_stop_token_ids(self, ids: list[int]) -> None:
         if len(ids) > len(self.stop_token_ids):
@@ -557,6 +795,78 @@ def resolve_settings(
     )
 
 
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One call, checked: all that the loop needs to know.
+
+    Attributes:
+        ids: ``[batch, length]``, each prompt as often as sequences are returned of it.
+        prompts: per row, the tokens that the mask leaves, int64.
+        sampling: what :meth:`dflash.sampling.Sampling.set_` takes, less the seed.
+        stop: transformers' stop-string criteria; more tokens than these let through are dropped.
+        reuse_prefix: run only what is new of the prompts.
+    """
+
+    ids: Tensor
+    prompts: list[Tensor]
+    settings: Settings
+    sampling: dict[str, Any]
+    seed: int | Sequence[int] | None
+    stop: tuple[Callable, ...]
+    stop_strings: tuple[str, ...]
+    tokenizer: Any
+    streamer: Any
+    reuse_prefix: bool
+
+
+def plan(
+    defaults: dict,
+    vocab: int,
+    device: torch.device,
+    ids: Tensor,
+    *,
+    attention_mask: Tensor | None = None,
+    max_new_tokens: int | None = None,
+    temperature: float | None = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    seed: int | Sequence[int] | None = None,
+    draft_sharpness: float = 1.0,
+    stop_token_ids: Sequence[int] | int | None = None,
+    stop_strings: Sequence[str] | str | None = None,
+    tokenizer: Any = None,
+    streamer: Any = None,
+    num_return_sequences: int | None = None,
+    reuse_prefix: bool = False,
+) -> Call:
+    """Check every argument of :func:`generate` that can be checked without a drafter; nothing is run."""
+    mask = _check_ids(ids, attention_mask, vocab, device)
+    settings = resolve_settings(defaults, ids, max_new_tokens, temperature, top_k, top_p, min_p, stop_token_ids, vocab)
+    repeats = defaults["num_return_sequences"] if num_return_sequences is None else num_return_sequences
+    repeats = _whole("num_return_sequences", 1 if repeats is None else repeats, 1)
+    if repeats > 1 and not settings.temperature:
+        raise ValueError(f"at temperature 0 every answer is the same: num_return_sequences must be 1, got {repeats}")
+    if repeats > 1:
+        ids, mask = ids.repeat_interleave(repeats, 0), mask.repeat_interleave(repeats, 0)
+    rows = ids.shape[0]
+    sampling = {name: getattr(settings, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+    sampling["draft_sharpness"] = draft_sharpness
+    Sampling.create(rows).set_(rows, seed=0 if seed is None else seed, **sampling)  # raises on what is wrong
+    if streamer is not None:
+        check_streamer(streamer, rows)
+    strings = defaults["stop_strings"] if stop_strings is None else stop_strings
+    strings = (strings,) if isinstance(strings, str) else tuple(strings or ())
+    for string in strings:
+        if not isinstance(string, str) or not string:
+            raise ValueError(f"stop_strings must be strings that are not empty, got {string!r}")
+    if strings and tokenizer is None:
+        raise ValueError(f"stop_strings {list(strings)} need the target's tokenizer: pass tokenizer=")
+    stop = (stop_string_criterion(tokenizer, list(strings)),) if strings else ()
+    prompts = [row[live].long() for row, live in zip(ids, mask, strict=True)]
+    return Call(ids, prompts, settings, sampling, seed, stop, strings, tokenizer, streamer, reuse_prefix)
+
+
 # ---------------------------------------------------------------------------------------------- one-shot
 
 
@@ -612,6 +922,10 @@ def generate(
     seed: int | Sequence[int] | None = None,
     draft_sharpness: float = 1.0,
     stop_token_ids: Sequence[int] | int | None = None,
+    stop_strings: Sequence[str] | str | None = None,
+    tokenizer: Any = None,
+    streamer: Any = None,
+    num_return_sequences: int | None = None,
     block_size: int | None = None,
     return_dict_in_generate: bool = False,
 ) -> Tensor | GenerateOutput:
@@ -643,6 +957,13 @@ def generate(
         draft_sharpness: the drafter proposes ``argmax(draft_sharpness * logits / temperature + gumbel)``; from 0 up,
             ``inf`` is its plain argmax. Changes the speed, never the text.
         stop_token_ids: ids that end a row, emitted as its last token; an empty list for none.
+        stop_strings: end a row with the token that completes one of them, wherever in a block it stands, exactly as
+            transformers does it in one-token decoding (its ``StopStringCriteria``); needs ``tokenizer``.
+        tokenizer: the target's.
+        streamer: a streamer of transformers, for a batch of one: gets the prompt, then the new ids of every step,
+            and ``end()`` whatever happens.
+        num_return_sequences: answers to each prompt, in consecutive rows, each row with its own noise; 1 at
+            temperature 0, where all would be the same.
         block_size: 1 to the drafter's own. Changes the speed, never the text.
         return_dict_in_generate: return a :class:`GenerateOutput` with statistics.
 
@@ -655,52 +976,125 @@ def generate(
             would pass the target's ``max_position_embeddings``, or the target's logits are NaN.
         TypeError: an argument has the wrong type.
     """
-    global _kept
+    target, call = _plan_one_shot(
+        target,
+        ids,
+        attention_mask=attention_mask,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=seed,
+        draft_sharpness=draft_sharpness,
+        stop_token_ids=stop_token_ids,
+        stop_strings=stop_strings,
+        tokenizer=tokenizer,
+        streamer=streamer,
+        num_return_sequences=num_return_sequences,
+    )
+    return generate_once(target, draft, call, block_size, return_dict_in_generate)
+
+
+def stream(
+    target: nn.Module,
+    draft: nn.Module | None,
+    ids: Tensor,
+    *,
+    tokenizer: Any = None,
+    skip_special_tokens: bool = False,
+    block_size: int | None = None,
+    **arguments: Any,
+) -> Iterator[StreamEvent]:
+    """:func:`generate`, as it happens: an iterator over one event a step.
+
+    Every argument is checked at once; the prompt is run when the first event is asked for. Closing the iterator before
+    its end, or an interrupt, frees what :func:`generate` would keep for the next call.
+
+    Args:
+        target, draft, ids, block_size: as for :func:`generate`.
+        tokenizer: the target's; the events then carry text.
+        skip_special_tokens: as in ``tokenizer.decode``.
+        arguments: the other arguments of :func:`generate`, but for ``streamer`` and ``return_dict_in_generate``.
+
+    Yields:
+        :class:`StreamEvent`; the ids of a row, joined, are what :func:`generate` returns for it.
+
+    Raises:
+        ValueError, TypeError: as :func:`generate` does. RuntimeError: the kept generator has started another call.
+    """
+    target, call = _plan_one_shot(target, ids, tokenizer=tokenizer, **arguments)
+    with _one_shot:
+        generator = _generator(target, draft, call, block_size)
+    events = generator._stream(call, skip_special_tokens)
+
+    def released_unless_finished() -> Iterator[StreamEvent]:
+        finished = False
+        try:
+            yield from events
+            finished = True
+        finally:
+            if not finished and _kept is not None and _kept.generator is generator:
+                release()
+
+    return released_unless_finished()
+
+
+def _plan_one_shot(target: nn.Module, ids: Tensor, **arguments: Any) -> tuple[nn.Module, Call]:
     target = unwrap(target)
     if reason := refusal(target):
         raise UnsupportedTargetError(f"this target is not supported: {reason}")
     embedding = target.get_input_embeddings().weight
-    mask = _check_ids(ids, attention_mask, embedding.shape[0], embedding.device)
-    settings = resolve_settings(
-        generation_defaults(target),
-        ids,
-        max_new_tokens,
-        temperature,
-        top_k,
-        top_p,
-        min_p,
-        stop_token_ids,
-        embedding.shape[0],
-    )
-    needed = int(mask.sum(1).max()) + settings.max_new_tokens
+    call = plan(generation_defaults(target), embedding.shape[0], embedding.device, ids, **arguments)
+    longest, new = max(map(len, call.prompts)), call.settings.max_new_tokens
     positions = getattr(text_config(target), "max_position_embeddings", None)
-    if positions is not None and needed > positions:
+    if positions is not None and longest + new > positions:
         raise ValueError(
-            f"a prompt of {needed - settings.max_new_tokens} tokens and {settings.max_new_tokens} new tokens pass the "
-            f"target's max_position_embeddings, {positions}"
+            f"a prompt of {longest} tokens and {new} new tokens pass the target's max_position_embeddings, {positions}"
         )
-    # Checked again by the generator, but here before anything is made or dropped.
-    Sampling.create(ids.shape[0]).set_(
-        ids.shape[0],
-        temperature=settings.temperature,
-        top_k=settings.top_k,
-        top_p=settings.top_p,
-        min_p=settings.min_p,
-        seed=0 if seed is None else seed,
-        draft_sharpness=draft_sharpness,
-    )
+    return target, call
+
+
+def _generator(target: nn.Module, draft: nn.Module | None, call: Call, block_size: int | None) -> Generator:
+    """The kept generator if it serves this call, else a new one in its place."""
+    global _kept
+    batch = len(call.prompts)
+    needed = max(map(len, call.prompts)) + call.settings.max_new_tokens
+    if _kept is not None and _kept.serves(target, draft, block_size, batch, needed):
+        generator = _kept.generator
+        with generator._exclusive():
+            generator._take(target)  # hooks, adapters and attributes may have changed; the caches stay
+        return generator
+    drafter = None if draft is None else load_draft(draft)
+    _check_pair(target, drafter, block_size)
+    release()
+    capacity = -(-needed // _CAPACITY_STEP) * _CAPACITY_STEP
+    positions = getattr(text_config(target), "max_position_embeddings", None)
+    if positions is not None:
+        capacity = min(capacity, positions)
+    if drafter is draft and draft is not None:
+        drafter = structural_twin(draft)
+    generator = Generator(target, drafter, max_length=capacity, batch_size=batch, block_size=block_size)
+    _kept = _Kept(target, draft, block_size, generator)
+    return generator
+
+
+def generate_once(
+    target: nn.Module,
+    draft: nn.Module | None,
+    call: Call,
+    block_size: int | None,
+    return_dict_in_generate: bool,
+    prompt_was_put: bool = False,
+) -> Any:
+    """Run ``call`` on the kept generator; an interrupt frees it."""
     with _one_shot:
-        if _kept is not None and _kept.serves(target, draft, block_size, ids.shape[0], needed):
-            _kept.generator._take(target)  # hooks, adapters and attributes may have changed; the caches stay
-        else:
-            drafter = None if draft is None else load_draft(draft)
-            _check_pair(target, drafter, block_size)
-            release()
-            capacity = -(-needed // _CAPACITY_STEP) * _CAPACITY_STEP
-            if positions is not None:
-                capacity = min(capacity, positions)
-            if drafter is draft and draft is not None:
-                drafter = structural_twin(draft)
-            generator = Generator(target, drafter, max_length=capacity, batch_size=ids.shape[0], block_size=block_size)
-            _kept = _Kept(target, draft, block_size, generator)
-        return _kept.generator._generate(ids, mask, settings, seed, draft_sharpness, return_dict_in_generate)
+        generator = _generator(target, draft, call, block_size)
+        try:
+            return generator._generate(call, return_dict_in_generate, prompt_was_put)
+        except Exception:
+            raise
+        except BaseException:  # KeyboardInterrupt
+            if _kept is not None and _kept.generator is generator:
+                release()
+            raise

@@ -12,7 +12,7 @@ import weakref
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel, StopStringCriteria
 
 from . import ops
 from .cache import LazyKVCache
@@ -317,7 +317,6 @@ class Target:
 
 _OFF = {
     "num_beams": (None, 1),
-    "num_return_sequences": (None, 1),
     "min_length": (None, 0),
     "min_new_tokens": (None, 0),
     "repetition_penalty": (None, 1.0),
@@ -337,7 +336,6 @@ _OFF = {
     "forced_eos_token_id": (None,),
     "exponential_decay_length_penalty": (None,),
     "watermarking_config": (None,),
-    "stop_strings": (None,),
     "max_time": (None,),
     "penalty_alpha": (None,),
     "dola_layers": (None,),
@@ -362,7 +360,10 @@ def generation_defaults(model: nn.Module) -> dict:
         value = getattr(config, name, None)
         return value not in off and not (isinstance(value, (list, tuple, dict)) and len(value) == 0)
 
-    names = ("do_sample", "temperature", "top_k", "top_p", "min_p", "max_new_tokens", "max_length", "pad_token_id")
+    names = (
+        *("do_sample", "temperature", "top_k", "top_p", "min_p", "max_new_tokens", "max_length", "pad_token_id"),
+        *("stop_strings", "num_return_sequences"),
+    )
     return {
         **{name: getattr(config, name, None) for name in names},
         # An id past the vocabulary is never emitted.
@@ -376,22 +377,36 @@ def text_config(model: nn.Module):
     return model.config.get_text_config(decoder=True)
 
 
+def stop_string_criterion(tokenizer, stop_strings: list[str]):
+    """transformers' own test of a one-token loop, ``StopStringCriteria``: a function of the last tokens of a row."""
+    return StopStringCriteria(tokenizer, stop_strings)
+
+
 class WeightsFingerprint:
-    """Notices when a module's tensors were replaced (``.to``, ``load_state_dict(assign=True)``), and nothing else."""
+    """Notices when a module's tensors were replaced (``.to``, ``load_state_dict(assign=True)``).
 
-    def __init__(self, module: nn.Module) -> None:
+    Args:
+        module: it is not kept alive.
+        values: notice changes in place too (an optimizer's step, ``copy_``), except those made through ``.data``.
+    """
+
+    def __init__(self, module: nn.Module, values: bool = False) -> None:
         self._module = weakref.ref(module)
-        self._addresses = self._read(module)
+        self._values = values
+        self._tensors = self._read(module)
 
-    @staticmethod
-    def _read(module: nn.Module) -> tuple:
-        return tuple((id(t), t.data_ptr(), t.dtype) for t in (*module.parameters(), *module.buffers()))
+    def _read(self, module: nn.Module) -> tuple:
+        tensors = (*module.parameters(), *module.buffers())
+        found = tuple((id(t), t.data_ptr(), t.dtype) for t in tensors)
+        if self._values:
+            found += tuple(0 if t.is_inference() else t._version for t in tensors)
+        return found
 
     def matches(self, module: nn.Module) -> bool:
         """Whether ``module`` is the same one, with the tensors it had."""
-        return self._module() is module and self._addresses == self._read(module)
+        return self._module() is module and self._tensors == self._read(module)
 
     def replaced(self) -> bool:
         """Whether the module still lives and has other tensors now."""
         module = self._module()
-        return module is not None and self._addresses != self._read(module)
+        return module is not None and self._tensors != self._read(module)

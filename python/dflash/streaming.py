@@ -1,0 +1,128 @@
+"""What a caller sees while a call runs: text that is safe to show, and stop strings met in the middle of a block.
+
+Nothing here knows the model: token ids in, text or a position out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["TextDecoder", "check_streamer", "first_stop"]
+
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what a decoder shows for bytes that are no character (yet)
+_WINDOW = 64  # tokens decoded again with every push, at most twice as many
+# What tokenizers replace when they clean up spaces: text that may become one of these is not final.
+_CLEANED = (" .", " ?", " !", " ,", " ' ", " n't", " 'm", " 's", " 've", " 're")
+_NO_TOKEN = 2**31 - 1  # past every vocabulary; transformers' criterion takes it for a token that matches nothing
+
+
+def _open_suffix(text: str, patterns: Sequence[str]) -> int:
+    """Length of the longest suffix of ``text`` that is the beginning of a pattern, and not all of it."""
+    longest = 0
+    for pattern in patterns:
+        for length in range(min(len(pattern) - 1, len(text)), longest, -1):
+            if text.endswith(pattern[:length]):
+                longest = length
+                break
+    return longest
+
+
+class TextDecoder:
+    """Text of one row's answer as it grows, so that what was given never changes.
+
+    All pieces together are ``tokenizer.decode(ids, skip_special_tokens=...)`` of all ids. A piece never ends inside a
+    character, nor inside what may still become a stop string.
+
+    Args:
+        tokenizer: one of transformers.
+        stop_strings: whose beginnings are held back while they may still be completed.
+        skip_special_tokens: as in ``tokenizer.decode``.
+    """
+
+    def __init__(self, tokenizer: Any, stop_strings: Sequence[str] = (), skip_special_tokens: bool = False) -> None:
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens
+        self._held_back = tuple(stop_strings)
+        if getattr(tokenizer, "clean_up_tokenization_spaces", False):
+            self._held_back += _CLEANED
+        # A run of byte tokens is decoded whole or not at all: one wrong byte more changes the characters before it.
+        vocabulary = tokenizer.get_vocab()
+        names = (f"<0x{byte:02X}>" for byte in range(256))
+        self._open = {vocabulary[name] for name in names if name in vocabulary}
+        if self._open and skip_special_tokens:
+            self._open.update(tokenizer.all_special_ids)  # a token that is skipped ends no run
+        self._ids: list[int] = []
+        self._start = 0  # ids before it have been given and are no longer decoded
+        self._given = 0  # characters of the ids from there on that have been given
+        self._text: list[str] = []
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=self._skip) if ids else ""
+
+    def push(self, ids: Sequence[int]) -> str:
+        """The text that the ids so far make final and that was not given before; may be empty."""
+        self._ids.extend(ids)
+        end = len(self._ids)
+        while end > self._start and self._ids[end - 1] in self._open:
+            end -= 1
+        text = self._decode(self._ids[self._start : end])
+        safe = len(text.rstrip(_REPLACEMENT))
+        safe -= _open_suffix(text[:safe], self._held_back)
+        if safe <= self._given:
+            return ""
+        piece, self._given = text[self._given : safe], safe
+        self._text.append(piece)
+        if end - self._start > 2 * _WINDOW:
+            # Decode less from now on, where the shorter text is the longer one's end.
+            start = end - _WINDOW
+            tail = self._decode(self._ids[start:end])
+            gone = len(text) - len(tail)
+            if text.endswith(tail) and 0 <= gone <= self._given:
+                self._start, self._given = start, self._given - gone
+        return piece
+
+    def finish(self) -> str:
+        """The rest of the text; there will be no more ids."""
+        text, given = self._decode(self._ids), "".join(self._text)
+        if not text.startswith(given):  # the tokenizer changed what it had said: give its last word on the rest
+            text, given = self._decode(self._ids[self._start :]), ""
+            text = text[self._given :]
+        return text[len(given) :]
+
+
+def first_stop(criteria: Sequence[Callable], history: list[int], new: int) -> int | None:
+    """How many of the last ``new`` ids of ``history`` a one-token loop would have emitted before it stopped.
+
+    Args:
+        criteria: transformers' ``StopStringCriteria``; called with one row for every prefix, all in one batch.
+        history: prompt and answer so far.
+        new: how many ids at the end have not been looked at.
+
+    Returns:
+        1 .. new, or None where nothing stops.
+    """
+    stops = None
+    for criterion in criteria:
+        width = criterion.maximum_token_len
+        padded = [_NO_TOKEN] * width + history
+        ends = range(len(padded) - new + 1, len(padded) + 1)
+        found: Tensor = criterion(torch.tensor([padded[end - width : end] for end in ends]), None)
+        stops = found if stops is None else stops | found
+    if stops is None or not stops.any():
+        return None
+    return int(stops.int().argmax()) + 1
+
+
+def check_streamer(streamer: object, rows: int) -> None:
+    """Raise unless ``streamer`` is one of transformers' kind and the batch has one row, as theirs want."""
+    for name in ("put", "end"):
+        if not callable(getattr(streamer, name, None)):
+            raise TypeError(
+                f"streamer must have put() and end() as transformers' streamers do, got {type(streamer).__name__}"
+            )
+    if rows != 1:
+        raise ValueError(f"a streamer takes a batch of one row, got {rows} rows; stream() takes any batch")

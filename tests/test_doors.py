@@ -1,0 +1,259 @@
+"""Our loop behind transformers' generate, and our drafter inside its assisted generation."""
+
+import functools
+import json
+
+import pytest
+import torch
+from baseline import left_padded, prompt
+from families import make_draft, make_target
+from tiny_tokenizers import byte_level
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    DynamicCache,
+    EosTokenCriteria,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    MaxTimeCriteria,
+    StopStringCriteria,
+    TemperatureLogitsWarper,
+    TextStreamer,
+    TopKLogitsWarper,
+)
+from transformers.generation import LogitsProcessor, StoppingCriteria
+
+import dflash
+
+NEW = 30
+
+
+@pytest.fixture(scope="module")
+def target():
+    return make_target("qwen3")
+
+
+@pytest.fixture(scope="module")
+def draft(target):
+    return make_draft(target)
+
+
+def ours(target, draft, ids, **call):
+    call = {"max_new_tokens": NEW, "pad_token_id": 0} | call
+    return target.generate(ids, custom_generate=dflash.custom_generate, draft=draft, **call)
+
+
+class TestCustomGenerate:
+    def test_greedy_equals_generate(self, target, draft):
+        prompts = [prompt(length) for length in (4, 9, 21)]
+        ids, mask = left_padded(prompts)
+        call = {"attention_mask": mask, "max_new_tokens": NEW, "pad_token_id": 0, "do_sample": False}
+        expected = target.generate(ids, **call)
+        assert torch.equal(ours(target, draft, ids, **call), expected)
+        stop = [int(expected[0, 21 + 5]), int(expected[1, 21 + 11])]
+        expected = target.generate(ids, **call, eos_token_id=stop)
+        output = ours(target, draft, ids, **call, eos_token_id=stop, return_dict_in_generate=True)
+        assert torch.equal(output.sequences, expected)
+        assert output.finish_reasons[0] == "stop"
+        assert output.statistics.block_size == 16
+        total = ours(target, draft, ids, attention_mask=mask, max_new_tokens=None, max_length=30, block_size=4)
+        assert torch.equal(total, target.generate(ids, attention_mask=mask, max_length=30, pad_token_id=0))
+        alone = target.generate(ids[:1, -4:], custom_generate=dflash.custom_generate, max_new_tokens=NEW)
+        assert torch.equal(alone, target.generate(ids[:1, -4:], max_new_tokens=NEW, do_sample=False))
+
+    def test_sampling_settings_are_taken_over(self, target, draft):
+        p = prompt(8)[None]
+        call = {"do_sample": True, "temperature": 0.8, "top_k": 7, "top_p": 0.9, "min_p": 0.05}
+        rule = {name: value for name, value in call.items() if name != "do_sample"} | {"max_new_tokens": NEW}
+        expected = dflash.generate(target, draft, p, seed=6, **rule)
+        assert torch.equal(ours(target, draft, p, seed=6, **call), expected)
+        assert torch.equal(
+            ours(target, draft, p, seed=6, draft_sharpness=2.0, renormalize_logits=True, **call), expected
+        )
+        # transformers' own default is top_k = 50.
+        plain = ours(target, draft, p, seed=6, do_sample=True)
+        assert torch.equal(
+            plain, dflash.generate(target, draft, p, seed=6, temperature=1.0, top_k=50, max_new_tokens=NEW)
+        )
+        torch.manual_seed(5)
+        first = ours(target, draft, p, **call)
+        torch.manual_seed(5)
+        assert torch.equal(ours(target, draft, p, **call), first)
+
+    def test_several_answers(self, target, draft):
+        ids, mask = left_padded([prompt(3), prompt(7)])
+        call = {"attention_mask": mask, "max_new_tokens": 9, "seed": 2, "num_return_sequences": 3}
+        output = ours(target, draft, ids, do_sample=True, top_k=0, **call)
+        assert torch.equal(output, dflash.generate(target, draft, ids, temperature=1.0, **call))
+
+    def test_streamer_and_stopping_criteria(self, target, draft, capsys):
+        tokenizer, p = byte_level(), prompt(9)
+        full = target.generate(p[None], do_sample=False, max_new_tokens=NEW)
+        string = tokenizer.decode(full[0, 9 : 9 + 12])[-2:].strip("\ufffd")
+        criteria = [StopStringCriteria(tokenizer, [string]), MaxLengthCriteria(9 + 20)]
+        call = {"stopping_criteria": criteria, "do_sample": False}
+        expected = target.generate(p[None], max_new_tokens=NEW, streamer=TextStreamer(tokenizer), **call)
+        assert expected.shape[1] < 9 + 20
+        printed = capsys.readouterr().out
+        assert torch.equal(ours(target, draft, p[None], streamer=TextStreamer(tokenizer), **call), expected)
+        assert capsys.readouterr().out == printed
+        wrapped = functools.partial(dflash.custom_generate, draft=draft)
+        call["streamer"] = TextStreamer(tokenizer)
+        assert torch.equal(target.generate(p[None], custom_generate=wrapped, max_new_tokens=NEW, **call), expected)
+        assert capsys.readouterr().out == printed
+        stop = int(full[0, 9 + 4])
+        call = {"stopping_criteria": [EosTokenCriteria(stop)], "do_sample": False, "pad_token_id": 0}
+        expected = target.generate(p[None], max_new_tokens=NEW, eos_token_id=96, **call)
+        assert torch.equal(ours(target, draft, p[None], eos_token_id=96, **call), expected)
+
+    def test_a_model_whose_config_asks_for_the_defaults_is_served(self, target, draft):
+        p = prompt(6)[None]
+        expected = target.generate(p, do_sample=False, max_new_tokens=NEW)
+        call = {"do_sample": False, "use_cache": False}
+        assert torch.equal(ours(target, draft, p, **call), expected)
+        positions = torch.arange(6)[None]
+        call = {"position_ids": positions, "attention_mask": torch.ones_like(p), "past_key_values": DynamicCache()}
+        assert torch.equal(ours(target, draft, p, **call), expected)
+
+
+class Mine(LogitsProcessor):
+    def __call__(self, input_ids, scores):
+        return scores
+
+
+class Never(StoppingCriteria):
+    def __call__(self, input_ids, scores, **kwargs):
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+
+
+REFUSED = [
+    ({"logits_processor": LogitsProcessorList([Mine()])}, "does not apply the logits processor Mine"),
+    ({"prefix_allowed_tokens_fn": lambda row, ids: [1]}, "the logits processor PrefixConstrainedLogitsProcessor"),
+    (
+        {"logits_processor": LogitsProcessorList([TemperatureLogitsWarper(0.5)]), "do_sample": True},
+        r"TemperatureLogitsWarper with temperature=0\.5 where generation_config\.temperature is 1\.0",
+    ),
+    (
+        {"logits_processor": LogitsProcessorList([TopKLogitsWarper(50, filter_value=0.0)]), "do_sample": True},
+        "TopKLogitsWarper with a min_tokens_to_keep or filter_value of its own",
+    ),
+    ({"stopping_criteria": [Never()]}, "the stopping criterion Never"),
+    ({"stopping_criteria": [MaxTimeCriteria(9.0)]}, "the stopping criterion MaxTimeCriteria"),
+    ({"typical_p": 0.5, "do_sample": True}, r"typical_p=0\.5, which dflash does not apply"),
+    ({"max_time": 9.0}, r"max_time|MaxTimeCriteria"),
+    ({"num_beams": 2}, "num_beams=2, which dflash does not apply"),
+    ({"output_scores": True, "return_dict_in_generate": True}, "generation_config.output_scores=True"),
+    ({"output_hidden_states": True, "return_dict_in_generate": True}, "generation_config.output_hidden_states=True"),
+    ({"remove_invalid_values": True}, "remove_invalid_values=True, which dflash does not apply"),
+    ({"position_ids": torch.arange(3, 8)[None]}, "position_ids other than 0, 1, 2"),
+    ({"output_attentions": True}, "generation_config.output_attentions=True"),
+    ({"draft_sharpness": -1.0}, "draft_sharpness must be at least 0"),
+    ({"block_size": 99}, "block_size must be at most the drafter's own, 16, got 99"),
+]
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(("arguments", "message"), REFUSED, ids=lambda value: str(value)[:40])
+    def test_what_is_not_applied_is_refused_by_name(self, target, draft, arguments, message):
+        with pytest.raises(ValueError, match=message):
+            ours(target, draft, prompt(5)[None], **arguments)
+
+    def test_an_assistant_model(self, target, draft):
+        with pytest.raises(ValueError, match="does not apply assistant_model: pass the drafter as draft="):
+            ours(target, draft, prompt(5)[None], assistant_model=make_target("qwen3"))
+
+    def test_a_cache_that_holds_tokens(self, target, draft):
+        cache = DynamicCache()
+        p = prompt(6)[None]
+        target(input_ids=p[:, :3], past_key_values=cache, use_cache=True)
+        with pytest.raises(ValueError, match="past_key_values that hold tokens, 3 here"):
+            ours(target, draft, p, past_key_values=cache)
+
+    def test_a_streamer_with_a_batch(self, target, draft):
+        class Quiet:
+            def put(self, value):
+                pass
+
+            def end(self):
+                pass
+
+        with pytest.raises(ValueError, match="a streamer takes a batch of one row, got 2 rows"):
+            ours(target, draft, prompt(5)[None].repeat(2, 1), streamer=Quiet())
+
+    def test_a_call_that_is_not_transformers(self, target, draft):
+        with pytest.raises(TypeError, match="custom_generate is called by transformers"):
+            dflash.custom_generate(target, prompt(5)[None], draft=draft)
+
+    def test_a_target_that_is_not_supported(self, draft):
+        target = make_target("deepseek_v32")
+        with pytest.raises(ValueError, match="this target is not supported"):
+            ours(target, draft, prompt(5)[None])
+
+
+class Counting:
+    """An assistant that counts its drafts."""
+
+    def __init__(self, assistant):
+        self.assistant, self.calls = assistant, 0
+
+    def __getattr__(self, name):
+        return getattr(self.assistant, name)
+
+    def __call__(self, **arguments):
+        self.calls += 1
+        return self.assistant(**arguments)
+
+
+class TestAssistant:
+    def call(self, target, assistant, ids, **arguments):
+        call = {"do_sample": False, "use_cache": True, "pad_token_id": 0} | arguments
+        return target.generate(ids, assistant_model=assistant, speculation_type="dflash", **call)
+
+    def test_random_drafts_change_nothing(self, target, draft):
+        assistant = dflash.as_assistant(draft)
+        for length in (2, 15, 40):
+            p = prompt(length)[None]
+            expected = target.generate(p, do_sample=False, max_new_tokens=NEW)
+            assert torch.equal(self.call(target, assistant, p, max_new_tokens=NEW), expected)
+
+    def test_its_proposals_are_our_own(self, pair_dir):
+        """The same text as plain generate, and the steps that our own loop takes, on a trained pair."""
+        target = AutoModelForCausalLM.from_pretrained(pair_dir / "target", dtype=torch.float32).eval()
+        draft = dflash.load_draft(pair_dir / "draft", dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(pair_dir / "target")
+        assistant = Counting(dflash.as_assistant(draft))
+        lines = (pair_dir / "prompts.jsonl").read_text().splitlines()[:8]
+        tokens = steps = 0
+        for line in lines:
+            ids = tokenizer.encode(json.loads(line)["prompt"], add_special_tokens=False)
+            ids = torch.tensor([[0, *ids]])
+            expected = target.generate(ids, do_sample=False, max_new_tokens=100)
+            before = assistant.calls
+            output = self.call(target, assistant, ids, max_new_tokens=100)
+            assert torch.equal(output, expected)
+            loop = dflash.generate(target, draft, ids, max_new_tokens=100, return_dict_in_generate=True)
+            assert assistant.calls - before == len(loop.statistics.acceptance_lengths[0])
+            tokens += output.shape[1] - ids.shape[1] - 1
+            steps += assistant.calls - before
+        assert tokens / steps > 7
+
+    def test_left_padding_is_no_context(self, pair_dir):
+        target = AutoModelForCausalLM.from_pretrained(pair_dir / "target", dtype=torch.float32).eval()
+        draft = dflash.load_draft(pair_dir / "draft", dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(pair_dir / "target")
+        line = json.loads((pair_dir / "prompts.jsonl").read_text().splitlines()[0])
+        ids = torch.tensor([[0, *tokenizer.encode(line["prompt"], add_special_tokens=False)]])
+        padded = torch.cat([ids.new_zeros(1, 5), ids], 1)
+        mask = torch.cat([ids.new_zeros(1, 5), torch.ones_like(ids)], 1)
+        assistants = [Counting(dflash.as_assistant(draft)) for _ in range(2)]
+        alone = self.call(target, assistants[0], ids, max_new_tokens=60)
+        output = self.call(target, assistants[1], padded, attention_mask=mask, max_new_tokens=60)
+        assert torch.equal(output[:, 5:], alone)
+        assert assistants[0].calls == assistants[1].calls
+
+    def test_errors(self, target):
+        with pytest.raises(TypeError, match="draft must be"):
+            dflash.as_assistant(torch.nn.Linear(2, 2))
+        other = make_draft(make_target("qwen3", dtype=torch.bfloat16))
+        with pytest.raises(ValueError, match=r"drafter's dtype is torch.bfloat16, the target embeds in .*32"):
+            self.call(target, dflash.as_assistant(other), prompt(5)[None], max_new_tokens=4)

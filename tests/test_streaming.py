@@ -1,0 +1,677 @@
+"""Streaming, stop strings, streamers, several answers, reused prefixes: all against one-token decoding."""
+
+import asyncio
+import contextlib
+import gc
+import json
+import random
+import sys
+import threading
+import weakref
+
+import pytest
+import torch
+from baseline import greedy, left_padded, prompt, sampled
+from families import Cheat, make_draft, make_target
+from tiny_tokenizers import byte_fallback, byte_level, word_pieces, words
+from transformers import (
+    AsyncTextIteratorStreamer,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    StopStringCriteria,
+    TextIteratorStreamer,
+    TextStreamer,
+)
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+import dflash
+from dflash.sampling import fold
+from dflash.streaming import TextDecoder, first_stop
+
+MODULE = sys.modules["dflash.generate"]
+NEW = 40
+NAN = float("nan")
+
+
+@pytest.fixture(scope="module")
+def target():
+    return make_target("qwen3")
+
+
+@pytest.fixture(scope="module")
+def draft(target):
+    return make_draft(target)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return byte_level()
+
+
+def cheat(target, draft, prompts, answers, spoil=5, **options) -> Cheat:
+    """A generator whose drafts are ``answers`` with every ``spoil``-th token wrong."""
+    options = {"max_length": 160, "batch_size": len(prompts)} | options
+    generator = Cheat(target, draft, **options)
+    generator.script, generator.spoil = torch.zeros(options["batch_size"], 200, dtype=torch.int64), spoil
+    for row, (p, answer) in enumerate(zip(prompts, answers, strict=True)):
+        generator.script[row, : len(p) + len(answer)] = torch.cat([p, answer])
+    return generator
+
+
+def joined(events, rows: int) -> list[list[int]]:
+    return [[token for event in events for token in event.ids[row]] for row in range(rows)]
+
+
+class TestEvents:
+    @pytest.mark.parametrize("ahead", [False, True], ids=["", "one step late"])
+    def test_events_join_to_what_generate_returns(self, target, draft, tokenizer, ahead):
+        prompts = [prompt(length) for length in (3, 9, 30)]
+        answers = [greedy(target, p, NEW) for p in prompts]
+        stop = [int(answers[1][12])]
+        expected = [greedy(target, p, NEW, stop=tuple(stop)) for p in prompts]
+        ids, mask = left_padded(prompts)
+        generator = cheat(target, draft, prompts, answers)
+        generator._runs_ahead = ahead
+        call = {"attention_mask": mask, "max_new_tokens": NEW, "stop_token_ids": stop}
+        events = list(generator.stream(ids, tokenizer=tokenizer, **call))
+        assert joined(events, 3) == [answer.tolist() for answer in expected]
+        assert [len(row) for row in events[0].ids] == [1, 1, 1]
+        assert any(len(row) > 3 for event in events for row in event.ids)
+        for row, answer in enumerate(expected):
+            assert "".join(event.text[row] for event in events) == tokenizer.decode(answer)
+            reasons = [event.finish_reasons[row] for event in events]
+            last = max(index for index, event in enumerate(events) if event.ids[row])
+            assert set(reasons[:last]) <= {None}
+            assert set(reasons[last:]) == {"stop" if int(answer[-1]) in stop else "length"}
+        generator.reset()
+        output = generator.generate(ids, attention_mask=mask, max_new_tokens=NEW, stop_token_ids=stop,
+                                    return_dict_in_generate=True)  # fmt: skip
+        statistics = events[-1].statistics
+        assert statistics.acceptance_lengths == output.statistics.acceptance_lengths
+        assert statistics.num_new_tokens == output.statistics.num_new_tokens == [len(answer) for answer in expected]
+        assert output.finish_reasons == events[-1].finish_reasons
+        assert [sum(event.statistics.num_new_tokens) for event in events] == [
+            sum(len(row) for event in events[: index + 1] for row in event.ids) for index in range(len(events))
+        ]
+
+    def test_without_a_tokenizer_there_is_no_text(self, target, draft):
+        assert next(dflash.stream(target, draft, prompt(4)[None], max_new_tokens=3)).text is None
+
+    def test_accepted_drafts_are_told_from_the_bonus_token(self, target, draft):
+        p = prompt(6)
+        answer = greedy(target, p, 33)
+        generator = cheat(target, draft, [p], [answer], spoil=4, block_size=8)
+        events = list(generator.stream(p[None], max_new_tokens=33))
+        assert events[0].accepted == [0]
+        for event in events[1:-1]:
+            assert event.accepted[0] == len(event.ids[0]) - 1
+        # The last step is cut by the limit: positions 36, 37, 38 are left, and the draft at 36 is spoilt.
+        assert (len(events[-2].ids[0]), len(events[-1].ids[0]), events[-1].accepted) == (4, 2, [2])
+        generator.spoil = 0
+        stop = [int(answer[11])]
+        assert stop[0] not in answer[:11]
+        last = list(generator.stream(p[None], max_new_tokens=33, stop_token_ids=stop))[-1]
+        assert (len(last.ids[0]), last.accepted) == (3, [3])  # two steps: 8 behind the first token, then 3 of 8
+        plain = dflash.Generator(target, None, max_length=64)
+        assert {event.accepted[0] for event in plain.stream(p[None], max_new_tokens=5)} == {0}
+
+    def test_arguments_are_checked_before_the_first_event_is_asked_for(self, target, draft):
+        generator = dflash.Generator(target, draft, max_length=64)
+        for stream in (generator.stream, lambda *args, **rest: dflash.stream(target, draft, *args, **rest)):
+            with pytest.raises(ValueError, match="max_new_tokens must be"):
+                stream(prompt(4)[None], max_new_tokens=0)
+            with pytest.raises(TypeError, match="return_dict_in_generate"):
+                stream(prompt(4)[None], return_dict_in_generate=True)
+            with pytest.raises(ValueError, match="temperature must be"):
+                stream(prompt(4)[None], temperature=-1.0)
+        with pytest.raises(ValueError, match="this generator's max_length, 64"):
+            generator.stream(prompt(4)[None], max_new_tokens=61)
+
+
+class TestText:
+    """What was given is final, whole characters, and all of the decoded answer."""
+
+    def pieces(self, decoder, ids, chance):
+        rest, given = list(ids), []
+        while rest:
+            count = chance.randint(1, 9)
+            given.append(decoder.push(rest[:count]))
+            rest = rest[count:]
+        return given, decoder.finish()
+
+    @pytest.mark.parametrize("make", [byte_level, byte_fallback, word_pieces, words])
+    @pytest.mark.parametrize("skip", [False, True])
+    def test_random_ids(self, make, skip):
+        tokenizer, chance = make(), random.Random(1)
+        for _ in range(60):
+            ids = [chance.randrange(len(tokenizer)) for _ in range(chance.randint(1, 300))]
+            given, rest = self.pieces(TextDecoder(tokenizer, (), skip), ids, chance)
+            whole = tokenizer.decode(ids, skip_special_tokens=skip)
+            assert "".join(given) + rest == whole
+
+    @pytest.mark.parametrize("make", [byte_level, byte_fallback])
+    def test_no_half_character_is_given(self, make):
+        tokenizer, chance = make(), random.Random(2)
+        vocabulary = tokenizer.get_vocab()
+        text = "a€b é😀😀 c€€ éd😀a" * 12
+        if make is byte_level:
+            shown = bytes_to_unicode()
+            ids = [vocabulary[shown[byte]] for byte in text.encode()]
+        else:
+            ids = []
+            for character in text.replace(" ", "▁"):
+                known = character in vocabulary
+                ids += [vocabulary[character]] if known else [vocabulary[f"<0x{b:02X}>"] for b in character.encode()]
+        assert tokenizer.decode(ids) == text
+        for _ in range(20):
+            given, rest = self.pieces(TextDecoder(tokenizer), ids, chance)
+            assert not any("\ufffd" in piece for piece in given)
+            assert "".join(given) + rest == text
+        assert sum(map(bool, given)) > 20, "text should come as it is made"
+        one_by_one = TextDecoder(tokenizer)
+        assert one_by_one.push(ids[:1]) == "a"
+
+    def test_what_may_become_a_stop_string_is_held_back(self):
+        tokenizer = byte_level()
+        vocabulary = tokenizer.get_vocab()
+        decoder = TextDecoder(tokenizer, ["abcd", "cab"])
+        given = [decoder.push([vocabulary[letter]]) for letter in "aabcjcabcef"]
+        assert given == ["", "a", "", "", "abcj", "", "", "c", "", "abce", "f"]
+        assert decoder.push([vocabulary["ab"]]) == ""
+        assert decoder.finish() == "ab"
+
+    def test_only_the_end_of_a_long_text_is_decoded_again(self):
+        tokenizer, lengths = byte_level(), []
+
+        class Counting:
+            clean_up_tokenization_spaces = False
+            get_vocab = staticmethod(tokenizer.get_vocab)
+
+            def decode(self, ids, **options):
+                lengths.append(len(ids))
+                return tokenizer.decode(ids, **options)
+
+        decoder = TextDecoder(Counting())
+        ids = [2 + index % 11 for index in range(2000)]
+        text = "".join(decoder.push(ids[start : start + 8]) for start in range(0, 2000, 8))
+        assert max(lengths) < 200
+        assert text + decoder.finish() == tokenizer.decode(ids)
+
+
+class TestStopStrings:
+    @pytest.mark.parametrize("block_size", [1, 2, 16])
+    @pytest.mark.parametrize("ahead", [False, True], ids=["", "one step late"])
+    def test_stops_where_one_token_decoding_does(self, target, draft, tokenizer, block_size, ahead):
+        prompts = [prompt(length, seed=2) for length in (2, 11, 25)]
+        answers = [greedy(target, p, NEW) for p in prompts]
+        ids, mask = left_padded(prompts)
+        generator = cheat(target, draft, prompts, answers, spoil=7, block_size=block_size)
+        generator._runs_ahead = ahead
+        texts = [tokenizer.decode(answer) for answer in answers]
+        chance, cut = random.Random(block_size), 0
+        for _ in range(8):
+            text = chance.choice(texts)
+            at = chance.randrange(len(text) - 4)
+            strings = [text[at : at + chance.randint(1, 4)], "no such text"]
+            if "\ufffd" in strings[0]:
+                continue
+            expected = [
+                target.generate(p[None], do_sample=False, max_new_tokens=NEW, eos_token_id=None, pad_token_id=0,
+                                stop_strings=strings, tokenizer=tokenizer)[0, len(p) :]
+                for p in prompts
+            ]  # fmt: skip
+            call = {"attention_mask": mask, "max_new_tokens": NEW, "stop_strings": strings, "tokenizer": tokenizer}
+            events = list(generator.stream(ids, **call))
+            assert joined(events, 3) == [answer.tolist() for answer in expected]
+            output = generator.generate(ids, return_dict_in_generate=True, **call)
+            for row, answer in enumerate(expected):
+                new = output.sequences[row, ids.shape[1] :]
+                assert new[: len(answer)].tolist() == answer.tolist()
+                assert new[len(answer) :].eq(0).all()
+                stopped = len(answer) < NEW
+                cut += stopped
+                assert output.finish_reasons[row] == ("stop" if stopped else "length") or len(answer) == NEW
+                assert sum(output.statistics.acceptance_lengths[row]) == len(answer) - 1
+                pieces = [event.text[row] for event in events]
+                assert "".join(pieces) == tokenizer.decode(answer)
+                last = max(index for index, event in enumerate(events) if event.ids[row])
+                text, shown = "".join(pieces), [len("".join(pieces[:index])) for index in range(1, last + 1)]
+                for string in strings:
+                    starts = [at for at in range(len(text)) if text.startswith(string, at)]
+                    assert not any(at < end < at + len(string) for at in starts for end in shown)
+        assert cut > 4
+
+    def test_sampled_text_stops_there_too(self, target, draft, tokenizer):
+        p = prompt(8, seed=3)
+        full = sampled(target, p, NEW, 5, 1.2)
+        string = tokenizer.decode(full[:25])[-3:].strip("\ufffd")
+        assert string
+        criterion = StopStringCriteria(tokenizer, [string])
+        count = next(n for n in range(1, NEW) if criterion(torch.cat([p, full[:n]])[None], None))
+        call = {"temperature": 1.2, "seed": 5, "max_new_tokens": NEW, "stop_strings": string, "tokenizer": tokenizer}
+        output = dflash.generate(target, draft, p[None], **call)
+        assert output[0, len(p) :].tolist() == full[:count].tolist()
+
+    def test_a_stop_string_may_begin_in_the_prompt(self, target, draft, tokenizer):
+        p = prompt(8, seed=3)
+        first = greedy(target, p, 1)
+        vocabulary = tokenizer.get_vocab()
+        p = torch.cat([p[:-1], torch.tensor([vocabulary["a"]])])
+        first = greedy(target, p, 1)
+        string = "a" + tokenizer.decode(first)[:1]
+        if "\ufffd" in string:
+            pytest.skip("this model's first token is half a character")
+        output = dflash.generate(target, draft, p[None], max_new_tokens=9, stop_strings=string, tokenizer=tokenizer)
+        assert output.shape[1] == len(p) + 1
+
+    def test_first_stop_agrees_with_a_loop(self, tokenizer):
+        chance = random.Random(4)
+        criterion = StopStringCriteria(tokenizer, ["ab", "bcd", " h"])
+        found = 0
+        for _ in range(200):
+            history = [chance.randrange(2, 60) for _ in range(chance.randint(1, 30))]
+            new = chance.randint(1, len(history))
+            ends = range(len(history) - new + 1, len(history) + 1)
+            loop = (n for n, end in enumerate(ends, 1) if criterion(torch.tensor([history[:end]]), None))
+            expected = next(loop, None)
+            found += expected is not None
+            assert first_stop((criterion,), history, new) == expected
+        assert 20 < found < 180
+
+    def test_a_conversation_goes_on_behind_a_stop_string(self, target, draft, tokenizer):
+        p = prompt(10, seed=2)
+        answer = greedy(target, p, NEW)
+        text = tokenizer.decode(answer[:14])[-2:]
+        assert "\ufffd" not in text
+        for ahead in (False, True):
+            generator = cheat(target, draft, [p], [answer], spoil=0)
+            generator._runs_ahead = ahead
+            call = {"max_new_tokens": NEW, "stop_strings": text, "tokenizer": tokenizer}
+            first = generator.generate(p[None], **call)
+            kept = first.shape[1] - len(p)
+            assert kept < 16, "the stop should be in the middle of a block"
+            assert int(generator.length[0]) == first.shape[1] - 1
+            longer = torch.cat([first[0], prompt(5, seed=9)])
+            fresh = dflash.Generator(target, draft, max_length=160)
+            compare_caches(generator, fresh, longer, prefilled=6)
+
+    def test_errors(self, target, draft, tokenizer):
+        call = {"ids": prompt(4)[None], "max_new_tokens": 4}
+        with pytest.raises(ValueError, match=r"stop_strings \['x'\] need the target's tokenizer"):
+            dflash.generate(target, draft, stop_strings="x", **call)
+        with pytest.raises(ValueError, match="stop_strings must be strings that are not empty, got ''"):
+            dflash.generate(target, draft, stop_strings=["a", ""], tokenizer=tokenizer, **call)
+        with pytest.raises(ValueError, match="stop_strings must be strings that are not empty, got 7"):
+            dflash.generate(target, draft, stop_strings=[7], tokenizer=tokenizer, **call)
+
+    def test_the_generation_config_may_ask_for_them(self, draft, tokenizer):
+        target = make_target("qwen3")
+        p = prompt(11, seed=2)
+        string = tokenizer.decode(greedy(target, p, NEW)[:20])[-2:]
+        target.generation_config.stop_strings = [string]
+        with pytest.raises(ValueError, match="need the target's tokenizer"):
+            dflash.generate(target, draft, p[None], max_new_tokens=NEW)
+        expected = target.generate(p[None], do_sample=False, max_new_tokens=NEW, tokenizer=tokenizer)
+        output = dflash.generate(target, draft, p[None], max_new_tokens=NEW, tokenizer=tokenizer)
+        assert torch.equal(output, expected)
+        assert output.shape[1] < len(p) + NEW
+
+
+class Recorder:
+    def __init__(self):
+        self.puts, self.ends = [], 0
+
+    def put(self, value):
+        self.puts.append(value)
+
+    def end(self):
+        self.ends += 1
+
+
+class TestStreamers:
+    def test_prompt_then_one_put_a_step_then_end(self, target, draft):
+        p = prompt(7)
+        answer = greedy(target, p, NEW)
+        generator = cheat(target, draft, [p], [answer])
+        recorder = Recorder()
+        generator.generate(p[None], max_new_tokens=NEW, streamer=recorder)
+        assert torch.equal(recorder.puts[0], p[None])
+        assert [put.dim() for put in recorder.puts[1:]] == [1] * (len(recorder.puts) - 1)
+        assert torch.equal(torch.cat(recorder.puts[1:]), answer)
+        assert max(map(len, recorder.puts[1:])) > 2
+        assert recorder.ends == 1
+
+    def test_text_streamer_prints_what_generate_prints(self, target, draft, tokenizer, capsys):
+        p = prompt(7)
+        target.generate(p[None], do_sample=False, max_new_tokens=NEW, streamer=TextStreamer(tokenizer))
+        expected = capsys.readouterr().out
+        generator = cheat(target, draft, [p], [greedy(target, p, NEW)])
+        generator.generate(p[None], max_new_tokens=NEW, streamer=TextStreamer(tokenizer))
+        assert capsys.readouterr().out == expected
+
+    def test_text_iterator_streamer(self, target, draft, tokenizer):
+        p = prompt(7)
+        streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
+        call = {"max_new_tokens": NEW, "streamer": streamer}
+        thread = threading.Thread(target=dflash.generate, args=(target, draft, p[None]), kwargs=call)
+        thread.start()
+        text = "".join(streamer)
+        thread.join()
+        assert text == tokenizer.decode(greedy(target, p, NEW))
+
+    def test_async_text_iterator_streamer(self, target, draft, tokenizer):
+        p = prompt(7)
+
+        async def collect() -> str:
+            streamer = AsyncTextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
+            call = {"max_new_tokens": NEW, "streamer": streamer}
+            thread = threading.Thread(target=dflash.generate, args=(target, draft, p[None]), kwargs=call)
+            thread.start()
+            pieces = [piece async for piece in streamer]
+            thread.join()
+            return "".join(pieces)
+
+        assert asyncio.run(collect()) == tokenizer.decode(greedy(target, p, NEW))
+
+    def test_the_consumer_is_told_of_an_error(self, draft):
+        broken = make_target("qwen3")
+        with torch.no_grad():
+            broken.lm_head.weight[5] = NAN
+        recorder = Recorder()
+        with pytest.raises(ValueError, match="NaN"):
+            dflash.generate(broken, make_draft(broken), prompt(5)[None], max_new_tokens=4, streamer=recorder)
+        assert recorder.ends == 1
+
+    def test_errors(self, target, draft):
+        recorder = Recorder()
+        with pytest.raises(ValueError, match="a streamer takes a batch of one row, got 2 rows"):
+            dflash.generate(target, draft, prompt(4)[None].repeat(2, 1), max_new_tokens=4, streamer=recorder)
+        with pytest.raises(TypeError, match=r"streamer must have put\(\) and end\(\).* got list"):
+            dflash.generate(target, draft, prompt(4)[None], max_new_tokens=4, streamer=[])
+        assert recorder.puts == []
+
+
+class TestSeveralAnswers:
+    def test_rows_are_consecutive_and_have_their_own_noise(self, target, draft):
+        prompts = [prompt(5), prompt(12)]
+        ids, mask = left_padded(prompts)
+        call = {"attention_mask": mask, "max_new_tokens": 12, "temperature": 1.0, "num_return_sequences": 3}
+        output = dflash.generate(target, draft, ids, seed=4, **call)
+        expected = [sampled(target, prompts[row // 3], 12, fold(4, row), 1.0) for row in range(6)]
+        assert output[:, :12].tolist() == ids.repeat_interleave(3, 0).tolist()
+        assert output[:, 12:].tolist() == [answer.tolist() for answer in expected]
+        assert len({tuple(answer.tolist()) for answer in expected[:3]}) == 3
+        events = list(dflash.stream(target, draft, ids, seed=4, **call))
+        assert joined(events, 6) == output[:, 12:].tolist()
+        given = dflash.generate(target, draft, ids, seed=[fold(4, row) for row in range(6)], **call)
+        assert torch.equal(given, output)
+
+    def test_errors(self, target, draft):
+        call = {"ids": prompt(4)[None], "max_new_tokens": 4}
+        with pytest.raises(ValueError, match="num_return_sequences must be 1, got 2"):
+            dflash.generate(target, draft, num_return_sequences=2, **call)
+        with pytest.raises(ValueError, match="num_return_sequences must be an integer of at least 1, got 0"):
+            dflash.generate(target, draft, num_return_sequences=0, **call)
+        generator = dflash.Generator(target, draft, max_length=32, batch_size=2)
+        with pytest.raises(ValueError, match="ids has 3 rows, this generator was made for 2"):
+            generator.generate(**call, num_return_sequences=3, temperature=1.0)
+
+    def test_the_generation_config_may_ask_for_them(self):
+        target = make_target("qwen3")
+        target.generation_config.update(num_return_sequences=2, do_sample=True)
+        output = dflash.generate(target, make_draft(target), prompt(4)[None], max_new_tokens=4, seed=1)
+        assert output.shape == (2, 8)
+
+
+def compare_caches(generator, fresh, ids, prefilled=None, **call):
+    """Run ``ids`` once more on ``generator`` and once on ``fresh``: same token, same caches up to the prompt's end."""
+    outputs = [
+        each.generate(ids[None], max_new_tokens=1, return_dict_in_generate=True, **call) for each in (generator, fresh)
+    ]
+    assert torch.equal(outputs[0].sequences, outputs[1].sequences)
+    if prefilled is not None:
+        assert outputs[0].statistics.num_prefilled_tokens == [prefilled]
+    assert outputs[1].statistics.num_prefilled_tokens == [len(ids)]
+    ours, theirs = generator.target_cache, fresh.target_cache
+    pairs = [(ours.keys[layer], theirs.keys[layer]) for layer in ours.keys]
+    pairs += [(ours.values[layer], theirs.values[layer]) for layer in ours.values]
+    if generator.draft is not None:
+        ours, theirs = generator.draft_cache, fresh.draft_cache
+        pairs += zip((*ours.keys, *ours.values), (*theirs.keys, *theirs.values), strict=True)
+    for mine, other in pairs:
+        torch.testing.assert_close(mine[0, :, : len(ids)], other[0, :, : len(ids)], rtol=1e-4, atol=1e-5)
+
+
+class TestConversation:
+    @pytest.mark.parametrize("temperature", [0.0, 1.0])
+    @pytest.mark.parametrize("block_size", [1, 5, 16])
+    def test_only_what_is_new_is_run(self, target, draft, temperature, block_size):
+        p = prompt(20, seed=6)
+        call = {"temperature": temperature, "seed": 3}
+        answer = sampled(target, p, 24, 3, temperature)
+        generator = cheat(target, draft, [p], [answer], spoil=6, block_size=block_size)
+        ids, expected_prefill = p, 20
+        for turn in range(3):
+            output = generator.generate(ids[None], max_new_tokens=24, return_dict_in_generate=True, **call)
+            assert output.statistics.num_prefilled_tokens == [expected_prefill]
+            fresh = dflash.generate(target, draft, ids[None], max_new_tokens=24, block_size=block_size, **call)
+            assert torch.equal(output.sequences, fresh)
+            ids = torch.cat([output.sequences[0], prompt(4 + turn, seed=turn)])
+            expected_prefill = 5 + turn  # the answer's last token was never run
+        fresh = dflash.Generator(target, draft, max_length=160, block_size=block_size)
+        compare_caches(generator, fresh, ids, expected_prefill, **call)
+
+    def test_a_ragged_batch_whose_rows_share_different_prefixes(self, target, draft):
+        prompts = [prompt(length, seed=7) for length in (40, 3, 17)]
+        ids, mask = left_padded(prompts)
+        answers = [greedy(target, p, 20) for p in prompts]
+        generator = cheat(target, draft, prompts, answers, prefill_chunk=8)
+        generator.generate(ids, attention_mask=mask, max_new_tokens=20)
+        follow = [
+            torch.cat([prompts[0], answers[0], prompt(30, seed=8)]),  # goes on
+            prompt(50, seed=9),  # something else
+            torch.cat([prompts[2], answers[2][:7], prompt(2, seed=8)]),  # branches off in the answer
+        ]
+        assert follow[2][24] != answers[2][7]
+        assert follow[1][0] != prompts[1][0]
+        for cache in (generator.target_cache.keys, dict(enumerate(generator.draft_cache.keys))):
+            for buffer in cache.values():
+                for row in range(3):
+                    buffer[row, :, int(generator.length[row]) :] = NAN  # stale slots are never read
+        ids, mask = left_padded(follow)
+        output = generator.generate(ids, attention_mask=mask, max_new_tokens=20, return_dict_in_generate=True)
+        assert output.statistics.num_prefilled_tokens == [31, 50, 2]
+        for row, p in enumerate(follow):
+            assert output.sequences[row, ids.shape[1] :].tolist() == greedy(target, p, 20).tolist()
+
+    def test_less_is_kept_where_the_longest_row_would_not_fit_behind_it(self, target, draft):
+        prompts = [prompt(70, seed=1), prompt(5, seed=1)]
+        ids, mask = left_padded(prompts)
+        generator = dflash.Generator(target, draft, max_length=80, batch_size=2, block_size=4)
+        generator.generate(ids, attention_mask=mask, max_new_tokens=10)
+        follow = [prompts[0], prompt(60, seed=2)]
+        ids, mask = left_padded(follow)
+        output = generator.generate(ids, attention_mask=mask, max_new_tokens=10, return_dict_in_generate=True)
+        assert output.statistics.num_prefilled_tokens == [46, 60]  # 24 + 60 are the cache's 84
+        for row, p in enumerate(follow):
+            assert output.sequences[row, ids.shape[1] :].tolist() == greedy(target, p, 10).tolist()
+
+    def test_the_whole_prompt_is_run_where_nothing_can_be_kept(self, draft):
+        target = make_target("qwen3")
+        own = make_draft(target)
+        p = prompt(12)
+
+        def prefilled(generator) -> int:
+            output = generator.generate(p[None], max_new_tokens=6, return_dict_in_generate=True)
+            assert output.sequences[0, 12:].tolist() == greedy(target, p, 6).tolist()
+            return output.statistics.num_prefilled_tokens[0]
+
+        generator = dflash.Generator(target, own, max_length=40)
+        assert [prefilled(generator), prefilled(generator)] == [12, 1]
+        generator.reset()
+        assert [prefilled(generator), prefilled(generator)] == [12, 1]
+        with torch.no_grad():
+            target.model.embed_tokens.weight.mul_(-1)
+        assert [prefilled(generator), prefilled(generator)] == [12, 1]
+        with torch.no_grad():
+            own.fc.weight.mul_(2)
+        assert [prefilled(generator), prefilled(generator)] == [12, 1]
+        generator = dflash.Generator(target, own, max_length=40, reuse_prefix=False)
+        assert [prefilled(generator), prefilled(generator)] == [12, 12]
+        shots = [dflash.generate(target, own, p[None], max_new_tokens=2, return_dict_in_generate=True) for _ in "ab"]
+        assert [shot.statistics.num_prefilled_tokens for shot in shots] == [[12], [12]]
+
+    def test_nothing_is_kept_of_a_call_that_met_nan(self):
+        target = make_target("qwen3")
+        p = prompt(12)
+        answer = greedy(target, p, 8)
+        embedding = target.model.embed_tokens.weight
+        whole = embedding[answer[3]].clone()
+        generator = dflash.Generator(target, make_draft(target), max_length=40)
+        with torch.no_grad():
+            embedding.data[answer[3]] = NAN  # through .data: the fingerprint does not see it
+        with pytest.raises(ValueError, match="NaN"):
+            generator.generate(p[None], max_new_tokens=8)
+        embedding.data[answer[3]] = whole
+        output = generator.generate(p[None], max_new_tokens=8, return_dict_in_generate=True)
+        assert output.statistics.num_prefilled_tokens == [12]
+        assert output.sequences[0, 12:].tolist() == answer.tolist()
+
+    def test_on_a_trained_pair_acceptance_stays_what_it_was(self, pair_dir):
+        target = AutoModelForCausalLM.from_pretrained(pair_dir / "target", dtype=torch.float32).eval()
+        draft = dflash.load_draft(pair_dir / "draft", dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(pair_dir / "target")
+        lines = [json.loads(line) for line in (pair_dir / "prompts.jsonl").read_text().splitlines()[:6]]
+        kept, fresh = (dflash.Generator(target, draft, max_length=1024, reuse_prefix=reuse) for reuse in (True, False))
+        ids = torch.tensor([[0]])
+        prefilled = 0
+        for line in lines:
+            ids = torch.cat([ids, torch.tensor([tokenizer.encode(line["prompt"], add_special_tokens=False)])], 1)
+            outputs = [each.generate(ids, max_new_tokens=100, return_dict_in_generate=True) for each in (kept, fresh)]
+            assert torch.equal(outputs[0].sequences, outputs[1].sequences)
+            assert outputs[0].statistics.acceptance_lengths == outputs[1].statistics.acceptance_lengths
+            prefilled += outputs[0].statistics.num_prefilled_tokens[0]
+            ids = outputs[0].sequences
+        assert prefilled < ids.shape[1]
+        assert outputs[0].statistics.acceptance_length > 2
+
+
+class Interrupted(dflash.Generator):
+    """Ctrl-C in the middle of the ``at``-th step, with its state half written."""
+
+    at = -1
+
+    def step(self) -> None:
+        self.at -= 1
+        if self.at == 0:
+            self.target.forward(self.block, self.length, self.target_cache)
+            self.context.fill_(NAN)
+            raise KeyboardInterrupt
+        super().step()
+
+
+class TestLeaving:
+    def test_a_closed_stream_leaves_a_whole_state(self, target, draft):
+        p = prompt(14, seed=4)
+        answer = greedy(target, p, NEW)
+        for ahead in (False, True):
+            generator = cheat(target, draft, [p], [answer])
+            generator._runs_ahead = ahead
+            events = generator.stream(p[None], max_new_tokens=NEW)
+            got = [token for _ in range(3) for token in next(events).ids[0]]
+            events.close()
+            assert got == answer[: len(got)].tolist()
+            ids = torch.cat([p, answer[: len(got)], prompt(3, seed=5)])
+            compare_caches(generator, dflash.Generator(target, draft, max_length=160), ids, prefilled=3 if ahead else 4)
+
+    def test_an_interrupt_in_the_middle_of_a_step(self, target, draft):
+        p = prompt(14, seed=4)
+        generator = Interrupted(target, draft, max_length=80)
+        generator.at = 3
+        with pytest.raises(KeyboardInterrupt):
+            generator.generate(p[None], max_new_tokens=NEW)
+        output = generator.generate(p[None], max_new_tokens=NEW, return_dict_in_generate=True)
+        assert output.sequences[0, 14:].tolist() == greedy(target, p, NEW).tolist()
+        assert output.statistics.num_prefilled_tokens == [14]
+
+    def test_a_stream_ends_when_its_generator_starts_another_call(self, target, draft):
+        generator = dflash.Generator(target, draft, max_length=80)
+        p = prompt(5)
+        events = generator.stream(p[None], max_new_tokens=NEW)
+        next(events)
+        assert generator.generate(p[None], max_new_tokens=6)[0, 5:].tolist() == greedy(target, p, 6).tolist()
+        with pytest.raises(RuntimeError, match="this stream has ended"):
+            next(events)
+        events = generator.stream(p[None], max_new_tokens=NEW)
+        next(events)
+        generator.reset()
+        with pytest.raises(RuntimeError, match="this stream has ended"):
+            next(events)
+        assert generator.generate(p[None], max_new_tokens=6)[0, 5:].tolist() == greedy(target, p, 6).tolist()
+
+    def test_calls_from_two_threads_wait_for_each_other(self, target, draft):
+        generator = dflash.Generator(target, draft, max_length=80)
+        prompts, results = [prompt(5), prompt(9)], {}
+
+        def run(index):
+            results[index] = generator.generate(prompts[index][None], max_new_tokens=NEW)
+
+        threads = [threading.Thread(target=run, args=(index,)) for index in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for index, p in enumerate(prompts):
+            assert results[index][0, len(p) :].tolist() == greedy(target, p, NEW).tolist()
+
+    def freed(self, leave):
+        """The kept generator and its caches are gone as soon as ``leave`` has run."""
+        target = make_target("qwen3")
+        draft = make_draft(target)
+        dflash.generate(target, draft, prompt(5)[None], max_new_tokens=4)
+        references = [weakref.ref(MODULE._kept.generator), weakref.ref(MODULE._kept.generator.target_cache.keys[0])]
+        gc.disable()
+        try:
+            leave(target, draft)
+            assert MODULE._kept is None
+            assert [reference() for reference in references] == [None, None]
+        finally:
+            gc.enable()
+        p = prompt(5)
+        output = dflash.generate(target, draft, p[None], max_new_tokens=4)
+        assert output[0, 5:].tolist() == greedy(target, p, 4).tolist()
+
+    def test_closing_a_one_shot_stream_frees_its_caches(self):
+        def leave(target, draft):
+            events = dflash.stream(target, draft, prompt(5)[None], max_new_tokens=30)
+            next(events)
+            events.close()
+
+        self.freed(leave)
+
+    def test_an_interrupt_frees_the_one_shot_caches(self):
+        def leave(target, draft):
+            class Interrupting(Recorder):
+                def put(self, value):
+                    if value.dim() == 1:
+                        raise KeyboardInterrupt
+
+            with contextlib.suppress(KeyboardInterrupt):
+                dflash.generate(target, draft, prompt(5)[None], max_new_tokens=30, streamer=Interrupting())
+
+        self.freed(leave)
+
+    def test_release(self):
+        self.freed(lambda target, draft: dflash.release())
+
+    def test_a_finished_stream_keeps_them_and_release_ends_a_running_one_safely(self):
+        target = make_target("qwen3")
+        draft = make_draft(target)
+        p = prompt(5)
+        events = dflash.stream(target, draft, p[None], max_new_tokens=8)
+        first = next(events)
+        dflash.release()
+        rest = list(events)  # the stream holds what it needs until it ends
+        assert joined([first, *rest], 1)[0] == greedy(target, p, 8).tolist()
+        list(dflash.stream(target, draft, p[None], max_new_tokens=8))
+        assert MODULE._kept is not None

@@ -1,0 +1,56 @@
+"""Small tokenizers of the kinds that make streaming hard: half characters, byte fallback, cleaned spaces."""
+
+import itertools
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers.models import BPE, WordPiece
+from transformers import PreTrainedTokenizerFast
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+
+def byte_level(size: int = 97) -> PreTrainedTokenizerFast:
+    """GPT-2's kind: a token is a run of bytes, so that a character may be spread over tokens."""
+    shown = bytes_to_unicode()
+    letters = "abcdefghij \n"
+    pieces = ["<eos>", "<mask>"]
+    pieces += ["".join(shown[b] for b in letter.encode()) for letter in letters]
+    for text in ("é", "€", "😀"):
+        pieces += [shown[b] for b in text.encode()]
+    pieces += ["".join(shown[b] for b in text.encode()) for text in ("é", " 😀", "a€")]
+    pieces += [shown[ord(a)] + shown[ord(b)] for a, b in itertools.product("abcdefgh ", "abcdefghij")]
+    vocabulary = {piece: index for index, piece in enumerate(list(dict.fromkeys(pieces))[:size])}
+    assert len(vocabulary) == size
+    tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken("<eos>", special=True), AddedToken("<mask>", special=True)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>")
+
+
+def byte_fallback() -> PreTrainedTokenizerFast:
+    """Llama 2's kind: a metaspace, and ``<0xNN>`` tokens whose runs are decoded whole or not at all."""
+    pieces = ["<unk>", "<eos>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    pieces += ["▁", *"abcdefgh.", "▁a", "▁bc", "▁d", "ef", "é"]
+    tokenizer = Tokenizer(BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[], byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens([AddedToken("<eos>", special=True)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>")
+
+
+def word_pieces() -> PreTrainedTokenizerFast:
+    """BERT's kind: ``##`` joins a piece to the last, and spaces before punctuation are cleaned up."""
+    pieces = ["[UNK]", "<eos>", *"abcd", "##e", "##fg", ".", ",", "!", "?", "'", "n't", "'s", "'re", "s", "t"]
+    tokenizer = Tokenizer(WordPiece(vocab={piece: i for i, piece in enumerate(pieces)}, unk_token="[UNK]"))
+    tokenizer.decoder = decoders.WordPiece(prefix="##", cleanup=False)
+    tokenizer.add_special_tokens([AddedToken("<eos>", special=True)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>", clean_up_tokenization_spaces=True
+    )
+
+
+def words() -> PreTrainedTokenizerFast:
+    """One token a word, nothing to hold back."""
+    pieces = {f"w{index}": index for index in range(97)}
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(pieces, unk_token="w0")))
