@@ -609,6 +609,19 @@ class TestLeaving:
             next(events)
         assert generator.generate(p[None], max_new_tokens=6)[0, 5:].tolist() == greedy(target, p, 6).tolist()
 
+    def test_a_stream_neither_takes_on_nor_leaves_behind_a_mode(self, target, draft):
+        p = prompt(5)
+        generator = dflash.Generator(target, draft, max_length=80)
+        with torch.inference_mode():
+            events = generator.stream(p[None], max_new_tokens=8)
+            first = next(events)
+            assert torch.is_inference_mode_enabled()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            second = next(events)
+            assert torch.is_autocast_enabled("cpu")
+        assert torch.is_grad_enabled()
+        assert joined([first, second, *events], 1)[0] == greedy(target, p, 8).tolist()
+
     def test_calls_from_two_threads_wait_for_each_other(self, target, draft):
         generator = dflash.Generator(target, draft, max_length=80)
         prompts, results = [prompt(5), prompt(9)], {}

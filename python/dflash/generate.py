@@ -962,8 +962,8 @@ def generate(
         tokenizer: the target's.
         streamer: a streamer of transformers, for a batch of one: gets the prompt, then the new ids of every step,
             and ``end()`` whatever happens.
-        num_return_sequences: answers to each prompt, in consecutive rows, each row with its own noise; 1 at
-            temperature 0, where all would be the same.
+        num_return_sequences: answers to each prompt, in consecutive rows of a batch that repeats it, so that each row
+            has its own seed; 1 at temperature 0, where all would be the same.
         block_size: 1 to the drafter's own. Changes the speed, never the text.
         return_dict_in_generate: return a :class:`GenerateOutput` with statistics.
 
