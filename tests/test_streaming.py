@@ -120,8 +120,9 @@ class TestEvents:
         for stream in (generator.stream, lambda *args, **rest: dflash.stream(target, draft, *args, **rest)):
             with pytest.raises(ValueError, match="max_new_tokens must be"):
                 stream(prompt(4)[None], max_new_tokens=0)
-            with pytest.raises(TypeError, match="return_dict_in_generate"):
-                stream(prompt(4)[None], return_dict_in_generate=True)
+            for name in ("return_dict_in_generate", "streamer", "reuse_prefix", "temprature"):
+                with pytest.raises(TypeError, match=name):
+                    stream(prompt(4)[None], **{name: Recorder()})
             with pytest.raises(ValueError, match="temperature must be"):
                 stream(prompt(4)[None], temperature=-1.0)
         with pytest.raises(ValueError, match="this generator's max_length, 64"):

@@ -525,7 +525,8 @@ class Generator:
         Raises:
             ValueError: also when the batch is larger than ``batch_size`` or a row would pass ``max_length``.
         """
-        return self._stream(self._plan(ids, tokenizer=tokenizer, **arguments), skip_special_tokens)
+        call = self._plan(ids, tokenizer=tokenizer, **_streaming(arguments))
+        return self._stream(call, skip_special_tokens)
 
     def _plan(self, ids: Tensor, **arguments: Any) -> Call:
         reuse = self.reuse_prefix
@@ -1023,7 +1024,7 @@ def stream(
     Raises:
         ValueError, TypeError: as :func:`generate` does. RuntimeError: the kept generator has started another call.
     """
-    target, call = _plan_one_shot(target, ids, tokenizer=tokenizer, **arguments)
+    target, call = _plan_one_shot(target, ids, tokenizer=tokenizer, **_streaming(arguments))
     with _one_shot:
         generator = _generator(target, draft, call, block_size)
     events = generator._stream(call, skip_special_tokens)
@@ -1038,6 +1039,13 @@ def stream(
                 release()
 
     return released_unless_finished()
+
+
+def _streaming(arguments: dict[str, Any]) -> dict[str, Any]:
+    for name in ("streamer", "return_dict_in_generate", "reuse_prefix"):
+        if name in arguments:
+            raise TypeError(f"stream() takes no {name}")
+    return arguments
 
 
 def _plan_one_shot(target: nn.Module, ids: Tensor, **arguments: Any) -> tuple[nn.Module, Call]:
