@@ -1,5 +1,6 @@
 """The command line as a shell user meets it."""
 
+import io
 import json
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ import pytest
 import torch
 from families import draft_config, make_draft, make_target
 from safetensors.torch import save_file
+from tiny_tokenizers import byte_level
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -70,6 +72,102 @@ def test_it_prints_the_text_and_one_line(run, folders):
     assert done.err.count("\n") == 1
     assert "9 tokens in" in done.err
     assert "acceptance length" in done.err
+
+
+def answer(model: str, ids: list[int], new: int) -> str:
+    target = AutoModelForCausalLM.from_pretrained(model).eval()
+    out = dflash.generate(target, None, torch.tensor([ids]), max_new_tokens=new)
+    return " ".join(f"w{token}" for token in out[0, len(ids) :].tolist())
+
+
+def test_the_prompt_may_come_from_a_file_or_standard_input(run, folders, tmp_path, monkeypatch):
+    model, draft = folders
+    call = ["generate", "--model", model, "--draft", draft, "--max-new-tokens", "5"]
+    expected = answer(model, [5, 6, 7], 5) + "\n"
+    path = tmp_path / "prompt.txt"
+    path.write_text("w5 w6 w7")
+    assert run(*call, "--file", str(path)).out == expected
+    for arguments in ((), ("-",)):
+        monkeypatch.setattr(sys, "stdin", io.StringIO("w5 w6 w7"))
+        assert run(*call, *arguments).out == expected
+    done = run(*call, "--file", str(path), "w5")
+    assert done.code == 2
+    assert "as an argument or with --file, not both" in done.err
+    done = run(*call, "--file", str(tmp_path / "missing"))
+    assert done.code == 2
+    assert "there is no file" in done.err
+
+
+def test_json_is_all_that_is_printed(run, folders):
+    model, draft = folders
+    done = run("generate", "--model", model, "--draft", draft, "--max-new-tokens", "7", "--json", "w5 w6 w7")
+    assert done.code == 0
+    assert done.err == ""
+    report = json.loads(done.out)
+    assert report["text"] == answer(model, [5, 6, 7], 7)
+    assert report["num_new_tokens"] == 7
+    assert report["finish_reason"] == "length"
+    assert sum(steps * length for length, steps in enumerate(report["histogram"])) == 6
+
+
+def test_a_stop_string_ends_the_text(run, folders, tmp_path):
+    model, draft = folders
+    shutil.copytree(model, tmp_path / "bytes")
+    byte_level().save_pretrained(tmp_path / "bytes")
+    call = ["generate", "--model", str(tmp_path / "bytes"), "--draft", draft, "--max-new-tokens", "30", "abc"]
+    whole = run(*call).out
+    stop = whole[8:10]
+    done = run(*call, "--stop", stop)
+    assert done.code == 0, done.err
+    assert stop in done.out
+    assert whole.startswith(done.out.rstrip("\n"))
+    assert len(done.out) < len(whole)
+    done = run("generate", "--model", model, "--draft", draft, "--stop", "x", "w5")
+    assert done.code == 2
+    assert "stop_strings: transformers cannot match strings with this" in done.err
+
+
+TEMPLATE = (
+    "{% for m in messages %}{{ {'system': 'w90', 'user': 'w91', 'assistant': 'w92'}[m.role] }} {{ m.content }} "
+    "{% endfor %}w92"
+)
+
+
+@pytest.fixture
+def chat_folders(folders, tmp_path):
+    model, draft = folders
+    shutil.copytree(model, tmp_path / "chat")
+    path = tmp_path / "chat" / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": TEMPLATE}))
+    return str(tmp_path / "chat"), draft
+
+
+def test_the_chat_template_is_used_unless_raw(run, chat_folders):
+    model, draft = chat_folders
+    call = ["generate", "--model", model, "--draft", draft, "--max-new-tokens", "5"]
+    assert run(*call, "w5 w6").out == answer(model, [91, 5, 6, 92], 5) + "\n"
+    assert run(*call, "--system", "w8", "w5 w6").out == answer(model, [90, 8, 91, 5, 6, 92], 5) + "\n"
+    assert run(*call, "--raw", "w5 w6").out == answer(model, [5, 6], 5) + "\n"
+    done = run(*call, "--raw", "--system", "w8", "w5 w6")
+    assert done.code == 2
+    assert "--system needs a tokenizer with a chat template" in done.err
+
+
+def test_chat_answers_line_by_line(run, chat_folders, monkeypatch):
+    model, draft = chat_folders
+    monkeypatch.setattr(sys, "stdin", io.StringIO("w5 w6\n\nw7\n/reset\nw7\n/exit\nw9\n"))
+    done = run("chat", "--model", model, "--draft", draft, "--max-new-tokens", "4")
+    assert done.code == 0
+    first = answer(model, [91, 5, 6, 92], 4)
+    ids = [91, 5, 6, 92, *(int(word[1:]) for word in first.split()), 91, 7, 92]
+    assert done.out.splitlines() == [first, answer(model, ids, 4), answer(model, [91, 7, 92], 4)]
+
+
+def test_chat_needs_a_template(run, folders):
+    model, draft = folders
+    done = run("chat", "--model", model, "--draft", draft)
+    assert done.code == 2
+    assert "has no chat template: use dflash generate" in done.err
 
 
 def test_the_same_seed_writes_the_same_text(run, folders):

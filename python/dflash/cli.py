@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -15,6 +18,21 @@ from rich.table import Table
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 _state = {"debug": False}
 
+Model = Annotated[str, typer.Option(help="The target: a folder or a hub id.")]
+Draft = Annotated[str, typer.Option(help="Its DFlash drafter: a folder or a hub id.")]
+MaxNewTokens = Annotated[int, typer.Option(help="New tokens at most.")]
+Temperature = Annotated[float | None, typer.Option(help="0 is greedy; default: the model's own.")]
+TopK = Annotated[int | None, typer.Option(help="Keep the k best tokens; 0 is off.")]
+TopP = Annotated[float | None, typer.Option(help="Keep the most probable tokens up to this mass.")]
+MinP = Annotated[float | None, typer.Option(help="Drop tokens this much less probable than the best.")]
+Seed = Annotated[int | None, typer.Option(help="The same seed writes the same text.")]
+BlockSize = Annotated[int | None, typer.Option(help="Tokens a step verifies; default: the drafter's.")]
+Stop = Annotated[list[str] | None, typer.Option(help="End where this text is written; may be repeated.")]
+System = Annotated[str | None, typer.Option(help="System message, for a tokenizer with a chat template.")]
+Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto (the checkpoint's).")]
+Device = Annotated[str | None, typer.Option(help="Default: cuda where there is one, else cpu.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard output, and nothing else there.")]
+
 
 @app.callback()
 def _options(debug: Annotated[bool, typer.Option(help="Show the traceback of an error.")] = False) -> None:
@@ -22,79 +40,241 @@ def _options(debug: Annotated[bool, typer.Option(help="Show the traceback of an 
     _state["debug"] = debug
 
 
+# ---------------------------------------------------------------------------------------------- generate
+
+
 @app.command()
 def generate(
-    prompt: Annotated[str, typer.Argument(help="Text to continue.")],
-    model: Annotated[str, typer.Option(help="The target: a folder or a hub id.")],
-    draft: Annotated[str, typer.Option(help="Its DFlash drafter: a folder or a hub id.")],
-    max_new_tokens: Annotated[int, typer.Option(help="New tokens at most.")] = 256,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy; default: the model's own.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Keep the k best tokens; 0 is off.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Keep the most probable tokens up to this mass.")] = None,
-    min_p: Annotated[float | None, typer.Option(help="Drop tokens this much less probable than the best.")] = None,
-    seed: Annotated[int | None, typer.Option(help="The same seed writes the same text.")] = None,
-    draft_sharpness: Annotated[float, typer.Option(help="How sharply the drafter follows its own logits.")] = 1.0,
-    block_size: Annotated[int | None, typer.Option(help="Tokens a step verifies; default: the drafter's.")] = None,
-    bos: Annotated[bool, typer.Option("--bos", help="Put the tokenizer's BOS token before the prompt.")] = False,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto (the checkpoint's).")] = "auto",
-    device: Annotated[str | None, typer.Option(help="Default: cuda where there is one, else cpu.")] = None,
+    model: Model,
+    draft: Draft,
+    prompt: Annotated[str | None, typer.Argument(help="Text to continue; none or - reads standard input.")] = None,
+    file: Annotated[Path | None, typer.Option(help="Read the prompt from this file.")] = None,
+    system: System = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text itself, without a chat template.")] = False,
+    bos: Annotated[bool, typer.Option("--bos", help="Put the tokenizer's BOS token before a raw prompt.")] = False,
+    max_new_tokens: MaxNewTokens = 256,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    seed: Seed = None,
+    stop: Stop = None,
+    block_size: BlockSize = None,
+    dtype: Dtype = "auto",
+    device: Device = None,
+    as_json: Json = False,
 ) -> None:
-    """Continue PROMPT with the target's own text, several tokens a step."""
+    """Answer or continue PROMPT with the target's own text, several tokens a step, streamed as it is written.
+
+    A tokenizer with a chat template gets PROMPT as a user's message, unless --raw. The text goes to standard output,
+    one line of statistics to standard error.
+    """
+    text = _prompt(prompt, file)
+    tokenizer = _load_tokenizer(model)
+    if raw or tokenizer.chat_template is None:
+        if system is not None:
+            raise ValueError("--system needs a tokenizer with a chat template, and no --raw")
+        ids = tokenizer(text).input_ids
+        if bos:
+            if tokenizer.bos_token_id is None:
+                raise ValueError("--bos: this tokenizer has no BOS token")
+            ids = [tokenizer.bos_token_id, *ids]
+    else:
+        if bos:
+            raise ValueError("--bos goes with --raw: the chat template has its own")
+        ids = _chat_ids(tokenizer, _messages(system, text))
+    arguments = _sampling(max_new_tokens, temperature, top_k, top_p, min_p, seed, stop)
+    # A wrong number should not wait for a large target to load; the engine checks it again.
+    _check_numbers(arguments)
+    target, drafter, where = _load(model, draft, dtype, device)
+
     import torch
-    from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
 
     import dflash
 
-    logging.disable_progress_bar()
-    if dtype not in ("auto", "float32", "bfloat16", "float16"):
-        raise ValueError(f"--dtype must be auto, float32, bfloat16 or float16, got {dtype!r}")
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"--device {device!r}: {str(error).splitlines()[0]}") from error
-    # Settings and drafter first: a wrong one should not wait for a large target to load.
-    tokenizer = AutoTokenizer.from_pretrained(_existing(model))
-    ids = tokenizer(prompt).input_ids
-    if bos:
-        if tokenizer.bos_token_id is None:
-            raise ValueError("--bos: this tokenizer has no BOS token")
-        ids = [tokenizer.bos_token_id, *ids]
-    wanted = None if dtype == "auto" else getattr(torch, dtype)
-    drafter = dflash.load_draft(draft, dtype=wanted, device=device)
-    try:
-        target = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).to(device).eval()
-    except SafetensorError as error:
-        raise ValueError(f"--model {model!r}: its weights are truncated or corrupt: {error}") from error
-    output = dflash.generate(
+    events = dflash.stream(
         target,
         drafter,
-        torch.tensor([ids], dtype=torch.int64, device=device).reshape(1, -1),
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        seed=seed,
-        draft_sharpness=draft_sharpness,
+        torch.tensor([ids], dtype=torch.int64, device=where).reshape(1, -1),
+        tokenizer=tokenizer,
+        skip_special_tokens=True,
         block_size=block_size,
-        return_dict_in_generate=True,
+        **arguments,
     )
-    typer.echo(tokenizer.decode(output.sequences[0, len(ids) :], skip_special_tokens=True))
-    statistics = output.statistics
-    typer.echo(
+    answer, last = _show(events, quiet=as_json)
+    if as_json:
+        typer.echo(json.dumps(_report(answer, last)))
+    else:
+        typer.echo(_summary(last.statistics), err=True)
+
+
+def _prompt(prompt: str | None, file: Path | None) -> str:
+    if file is not None:
+        if prompt is not None:
+            raise ValueError("give the prompt as an argument or with --file, not both")
+        if not file.is_file():
+            raise ValueError(f"--file: there is no file {str(file)!r}")
+        return file.read_text(encoding="utf-8")
+    if prompt is None or prompt == "-":
+        if sys.stdin.isatty() and prompt is None:
+            raise ValueError("no prompt: give one as an argument, with --file, or on standard input")
+        return sys.stdin.read()
+    return prompt
+
+
+def _messages(system: str | None, text: str) -> list[dict[str, str]]:
+    first = [] if system is None else [{"role": "system", "content": system}]
+    return [*first, {"role": "user", "content": text}]
+
+
+def _chat_ids(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
+    out = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=True)
+    return out["input_ids"]
+
+
+def _sampling(max_new_tokens, temperature, top_k, top_p, min_p, seed, stop) -> dict[str, Any]:
+    return {
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "seed": seed,
+        "stop_strings": stop or None,
+    }
+
+
+def _check_numbers(arguments: dict[str, Any]) -> None:
+    from .sampling import Sampling
+
+    if arguments["max_new_tokens"] < 1:
+        raise ValueError(f"max_new_tokens must be an integer of at least 1, got {arguments['max_new_tokens']}")
+    names = ("temperature", "top_k", "top_p", "min_p", "seed")
+    Sampling.create(1).set_(1, **{name: arguments[name] for name in names if arguments[name] is not None})
+
+
+def _show(events: Iterator[Any], quiet: bool = False) -> tuple[str, Any]:
+    """Print the text of a one-row stream as it comes; returns all of it and the last event."""
+    pieces, event = [], None
+    for event in events:
+        pieces.append(event.text[0])
+        if not quiet:
+            typer.echo(event.text[0], nl=False)
+            sys.stdout.flush()
+    if not quiet:
+        typer.echo()
+    return "".join(pieces), event
+
+
+def _summary(statistics: Any) -> str:
+    return (
         f"{statistics.num_new_tokens[0]} tokens in {statistics.seconds:.2f} s, "
         f"{statistics.tokens_per_second:.1f} tokens/s, acceptance length {statistics.acceptance_length:.2f} "
-        f"of {statistics.block_size}, first token after {statistics.time_to_first_token * 1000:.0f} ms",
-        err=True,
+        f"of {statistics.block_size}, first token after {statistics.time_to_first_token * 1000:.0f} ms"
     )
+
+
+def _report(answer: str, last: Any) -> dict[str, Any]:
+    statistics = last.statistics
+    acceptance = statistics.acceptance_length
+    return {
+        "text": answer,
+        "finish_reason": last.finish_reasons[0],
+        "num_new_tokens": statistics.num_new_tokens[0],
+        "seconds": statistics.seconds,
+        "time_to_first_token": statistics.time_to_first_token,
+        "tokens_per_second": statistics.tokens_per_second,
+        "acceptance_length": acceptance if acceptance == acceptance else None,  # no step ran: not a number
+        "histogram": statistics.histogram,
+        "block_size": statistics.block_size,
+    }
+
+
+# ---------------------------------------------------------------------------------------------- chat
 
 
 @app.command()
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON array.")] = False) -> None:
+def chat(
+    model: Model,
+    draft: Draft,
+    system: System = None,
+    max_length: Annotated[int, typer.Option(help="Tokens of the whole conversation at most.")] = 4096,
+    max_new_tokens: MaxNewTokens = 1024,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    seed: Seed = None,
+    block_size: BlockSize = None,
+    dtype: Dtype = "auto",
+    device: Device = None,
+    as_json: Json = False,
+) -> None:
+    """Talk to the target: one message a line on standard input, the answers streamed.
+
+    /reset starts anew, /exit or the end of input leaves, Ctrl-C stops an answer. Only what is new of the conversation
+    is run each time.
+    """
+    tokenizer = _load_tokenizer(model)
+    if tokenizer.chat_template is None:
+        raise ValueError("this tokenizer has no chat template: use dflash generate")
+    arguments = _sampling(max_new_tokens, temperature, top_k, top_p, min_p, seed, None)
+    _check_numbers(arguments)
+    target, drafter, where = _load(model, draft, dtype, device)
+
+    import torch
+
+    import dflash
+
+    positions = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None) or max_length
+    max_length = min(max_length, positions)
+    generator = dflash.Generator(target, drafter, max_length=max_length, block_size=block_size)
+    console = Console(stderr=True)
+    history = [] if system is None else [{"role": "system", "content": system}]
+    messages = list(history)
+    while True:
+        if sys.stdin.isatty():
+            console.print("[bold green]>[/] ", end="")
+        line = sys.stdin.readline()
+        if not line or line.strip() == "/exit":
+            return
+        if line.strip() == "/reset":
+            messages = list(history)
+            continue
+        if not line.strip():
+            continue
+        messages.append({"role": "user", "content": line.rstrip("\n")})
+        ids = torch.tensor([_chat_ids(tokenizer, messages)], device=where)
+        room = max_length - ids.shape[1]
+        if room < 1:
+            raise ValueError(
+                f"the conversation has {ids.shape[1]} tokens, --max-length is {max_length}: /reset starts anew"
+            )
+        arguments["max_new_tokens"] = min(max_new_tokens, room)
+        answer, last = "", None
+        events = generator.stream(ids, tokenizer=tokenizer, skip_special_tokens=True, **arguments)
+        with contextlib.closing(events):
+            try:
+                for last in events:
+                    answer += last.text[0]
+                    if not as_json:
+                        typer.echo(last.text[0], nl=False)
+                        sys.stdout.flush()
+            except KeyboardInterrupt:
+                console.print("[dim](stopped)[/]")
+        messages.append({"role": "assistant", "content": answer})
+        if as_json and last is not None:
+            typer.echo(json.dumps(_report(answer, last)))
+        elif last is not None:
+            typer.echo()
+            console.print(f"[dim]{_summary(last.statistics)}[/]")
+
+
+# ---------------------------------------------------------------------------------------------- doctor
+
+
+@app.command()
+def doctor(as_json: Json = False) -> None:
     """Say what this installation has and what is wrong with it; exit code 1 if something does not work."""
     from .doctor import examine
 
@@ -111,6 +291,42 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON 
         Console().print(table)
     if any(check.status == "error" for check in checks):
         raise typer.Exit(1)
+
+
+# ---------------------------------------------------------------------------------------------- loading
+
+
+def _load_tokenizer(model: str) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(_existing(model))
+
+
+def _load(model: str, draft: str, dtype: str, device: str | None) -> tuple[Any, Any, str]:
+    """Target, drafter and device; the drafter first, because it is small and its errors are quick."""
+    import torch
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    import dflash
+
+    if dtype not in ("auto", "float32", "bfloat16", "float16"):
+        raise ValueError(f"--dtype must be auto, float32, bfloat16 or float16, got {dtype!r}")
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"--device {device!r}: {str(error).splitlines()[0]}") from error
+    drafter = dflash.load_draft(draft, dtype=None if dtype == "auto" else getattr(torch, dtype), device=device)
+    if not sys.stderr.isatty():
+        logging.disable_progress_bar()
+    try:
+        target = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).to(device).eval()
+    except SafetensorError as error:
+        raise ValueError(f"--model {model!r}: its weights are truncated or corrupt: {error}") from error
+    return target, drafter, device
 
 
 def _existing(name: str) -> str:
@@ -131,6 +347,8 @@ def main() -> None:
             raise
         typer.echo(f"dflash: {' '.join(str(error).split())}", err=True)
         raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
 
 
 if __name__ == "__main__":

@@ -379,7 +379,11 @@ def text_config(model: nn.Module):
 
 def stop_string_criterion(tokenizer, stop_strings: list[str]):
     """transformers' own test of a one-token loop, ``StopStringCriteria``: a function of the last tokens of a row."""
-    return StopStringCriteria(tokenizer, stop_strings)
+    try:
+        return StopStringCriteria(tokenizer, stop_strings)
+    except ValueError as error:  # it decodes the vocabulary token by token, which not every tokenizer bears
+        name = type(tokenizer).__name__
+        raise ValueError(f"stop_strings: transformers cannot match strings with this {name}: {error}") from error
 
 
 class WeightsFingerprint:
