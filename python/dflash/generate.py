@@ -9,12 +9,13 @@ that. Slots beyond are stale and never read. Trimming a cache is therefore nothi
 from __future__ import annotations
 
 import contextlib
+import inspect
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from . import ops
 from .cache import LazyKVCache
 from .drafter import Drafter, load_draft
+from .rules import HostRules, LogitRules, RuleArguments, RuleSettings
 from .sampling import Sampling, integer
 from .streaming import TextDecoder, check_streamer, first_stop
 from .target import (
@@ -36,11 +38,15 @@ from .target import (
     unwrap,
 )
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 _RUNNING, _STOPPED, _LENGTH, _INVALID = range(4)
 _FINISH_REASONS = {_STOPPED: "stop", _LENGTH: "length"}
 _NO_TOKEN = -2  # pads the stop list: no token and no marker has this id
 _STOP_SLOTS = 8
 _CAPACITY_STEP = 256
+_GRAPHS = 64  # of one compiled generator
 
 
 @dataclass(frozen=True)
@@ -269,6 +275,18 @@ def _check_finite(progress: _Progress, ahead: int) -> None:
         raise ValueError(f"the target's logits are NaN in row {row} for position {progress.length[row] + ahead}")
 
 
+def _compiled(step: Callable[[], None]) -> Callable[[], None]:
+    """``step`` as one graph; each set of rules is one more.
+
+    torch gives up at 8 graphs of one function, those of other generators counted, unless it is told otherwise (which
+    older releases of it cannot be).
+    """
+    limits = {"recompile_limit": _GRAPHS, "isolate_recompiles": True}
+    known = inspect.signature(torch.compile).parameters
+    limits = {name: value for name, value in limits.items() if name in known}
+    return torch.compile(step, fullgraph=True, dynamic=False, **limits)
+
+
 class Generator:
     """Generates for one target and drafter, keeping caches and state between calls.
 
@@ -336,8 +354,12 @@ class Generator:
         self.done = index(batch, fill=_LENGTH)
         self.block = index(batch, rows)  # the anchor and the proposals of the last step
         self.limits = index(batch)
+        self.prompt_length = index(batch)
         self.stop_token_ids = index(_STOP_SLOTS, fill=_NO_TOKEN)
         self.sampling = Sampling.create(batch, device)
+        self.rules: LogitRules | None = None
+        self.host_rules: HostRules | None = None
+        self._known_rules: dict[tuple, LogitRules] = {}
         self._ones = torch.ones(batch, dtype=torch.float32, device=device)
         self._offsets = torch.arange(rows, device=device)
         self.target_cache = LazyKVCache(batch, capacity)
@@ -354,7 +376,7 @@ class Generator:
         self._ran: list[WeightsFingerprint] = []  # the weights that the caches were computed with
         self._runs_ahead = device.type == "cuda"
         if compile:
-            self.step = torch.compile(self.step, fullgraph=True, dynamic=False)
+            self.step = _compiled(self.step)
 
     def _take(self, target: nn.Module) -> None:
         """Twin the target as it is now; the caches and the state stay."""
@@ -376,11 +398,25 @@ class Generator:
             features, self.num_context, self.draft.scale_embeddings(embeds), self.length, self.draft_cache
         )
         logits = self.draft.logits(hidden[:, 1:], self.target.head)
+        if self.rules is not None:
+            logits = self.rules.apply_to_drafts(logits, self.length)
         return self._select(logits, self.length[:, None] + self._offsets[1:], self.sampling.sharpness)
 
     def _select(self, logits: Tensor, positions: Tensor, sharpness: Tensor) -> Tensor:
         s = self.sampling
         return ops.select_tokens(logits, positions, s.seeds, s.temperature, s.top_k, s.top_p, s.min_p, sharpness)
+
+    def _verify(self) -> tuple[Tensor, Tensor]:
+        """A drafted block ``[batch, block_size]`` and the target's logits of its rows, under the rules asked for."""
+        length = self.length
+        anchor = self.tokens.gather(1, length[:, None])
+        block = torch.cat([anchor, self._propose(anchor)], 1, out=self.block)
+        logits, taps = self.target.forward(block.clamp(min=0), length, self.target_cache)
+        if self.draft is not None:
+            self.context.copy_(torch.cat(taps, -1))
+        if self.rules is not None:
+            logits = self.rules.apply(logits, self.tokens, length, block.clamp(min=0))
+        return block, logits
 
     @torch.no_grad()
     def step(self) -> None:
@@ -389,16 +425,59 @@ class Generator:
         Reads and writes the state tensors only: fixed shapes, no host synchronisation, nothing depends on data but
         values. A row that is done stays as it is. After the paper's section 4 (arXiv 2602.06036).
         """
+        block, logits = self._verify()
         length = self.length
-        anchor = self.tokens.gather(1, length[:, None])
-        block = torch.cat([anchor, self._propose(anchor)], 1, out=self.block)
-        logits, taps = self.target.forward(block.clamp(min=0), length, self.target_cache)
         posterior = self._select(logits, length[:, None] + self._offsets + 1, self._ones)
-        if self.draft is not None:
-            self.context.copy_(torch.cat(taps, -1))
         ops.accept_prefix_(
             block, posterior, self.stop_token_ids, self.limits, self.tokens, length, self.num_context, self.done
         )
+
+    @torch.no_grad()
+    def _step_with_processors(self) -> None:
+        """The step for Python processors and criteria: one block verified, then its rows walked on the host."""
+        block, logits = self._verify()
+        posterior, limits, stopped = self._walk(block, logits, self.length, self.done.tolist())
+        ops.accept_prefix_(
+            block, posterior, self.stop_token_ids, limits, self.tokens, self.length, self.num_context, self.done
+        )
+        self.done[stopped] = _STOPPED
+
+    def _walk(self, block: Tensor, logits: Tensor, length: Tensor, done: list[int]) -> tuple[Tensor, Tensor, list[int]]:
+        """Choose a block's tokens in order, calling processors and criteria as one-token decoding would.
+
+        Args:
+            block: ``[batch, rows]``, the last emitted token and drafts; logits: ``[batch, rows, vocab]``; length:
+                ``[batch]``, the index of the last emitted token; done: per row, nonzero to leave it out.
+
+        Returns:
+            The tokens chosen ``[batch, rows]`` up to each row's first that is no draft, the limits ``[batch]``, lower
+            where a criterion ended the row, and the rows that one ended.
+        """
+        rules, positions = self.host_rules, length[:, None] + self._offsets[: block.shape[1]] + 1
+        posterior, limits = torch.zeros_like(block), self.limits.clone()
+        tokens = self.tokens.clone()
+        drafts, ends, stop = block.tolist(), self.limits.tolist(), set(self.stop_token_ids.tolist())
+        first = (length + 1).tolist()
+        walking = [row for row in range(rules.rows) if done[row] == _RUNNING]
+        stopped = []
+        for j in range(block.shape[1]):
+            scores = logits[:, j : j + 1].to(torch.float32, copy=True)
+            for row in walking:
+                scores[row] = rules.process(tokens[row : row + 1, : first[row] + j], scores[row].clone())
+            posterior[:, j : j + 1] = chosen = self._select(scores, positions[:, j : j + 1], self._ones)
+            tokens.scatter_(1, positions[:, j : j + 1], chosen.clamp(min=0))
+            matching = []
+            for row, token in ((row, int(chosen[row])) for row in walking):
+                past = first[row] + j + 1
+                if token >= 0 and rules.stops(tokens[row : row + 1, :past]):
+                    limits[row] = past
+                    stopped.append(row)
+                elif token not in stop and past < ends[row] and j + 1 < block.shape[1] and token == drafts[row][j + 1]:
+                    matching.append(row)
+            walking = matching
+            if not walking:
+                break
+        return posterior, limits, stopped
 
     # ------------------------------------------------------------------------------------------ the prompt
 
@@ -444,6 +523,7 @@ class Generator:
         self.tokens.zero_()
         self.tokens[:, : ids.shape[1]] = ids
         self.length.copy_(torch.tensor(lengths))
+        self.prompt_length.copy_(self.length)
         self.limits.copy_(torch.tensor(limits))
         self.num_context.zero_()
         ids = pad([prompt[have:] for prompt, have in zip(prompts, kept, strict=True)], batch_first=True)
@@ -463,12 +543,22 @@ class Generator:
                 positions = past[:, None] + torch.arange(rows.shape[1], device=device)
                 positions = torch.where(positions < self.length[:, None], positions, -1)
                 self.draft.inject_(self.draft.fuse(torch.cat(taps, -1), live), positions, self.draft_cache)
-        first = self._select(torch.stack(last_logits)[:, None], self.length[:, None], self._ones)
+        logits, ended = torch.stack(last_logits)[:, None], []
+        last = self.length - 1
+        anchor = self.tokens.gather(1, last[:, None])
+        if self.rules is not None:
+            logits = self.rules.apply(logits, self.tokens, last, anchor)
+        if self.host_rules is None:
+            first = self._select(logits, self.length[:, None], self._ones)
+        else:
+            first, _, ended = self._walk(anchor, logits, last, [_RUNNING] * len(prompts))
         self.tokens.scatter_(1, self.length[:, None], first.clamp(min=0))
         stopped = torch.isin(first[:, 0], self.stop_token_ids)
         full = self.length + 1 >= self.limits
         self.done.copy_(torch.where(stopped, _STOPPED, torch.where(full, _LENGTH, _RUNNING)))
         self.done.masked_fill_(first[:, 0] < 0, _INVALID)
+        if ended:
+            self.done[ended] = _STOPPED
         return counts
 
     # ------------------------------------------------------------------------------------------ the host loop
@@ -491,6 +581,7 @@ class Generator:
         streamer: Any = None,
         num_return_sequences: int | None = None,
         return_dict_in_generate: bool = False,
+        **rules: Unpack[RuleArguments],
     ) -> Tensor | GenerateOutput:
         """What :func:`dflash.generate` does, with this generator's caches; see there for the arguments.
 
@@ -512,6 +603,7 @@ class Generator:
             tokenizer=tokenizer,
             streamer=streamer,
             num_return_sequences=num_return_sequences,
+            **rules,
         )
         return self._generate(call, return_dict_in_generate)
 
@@ -617,6 +709,7 @@ class Generator:
         self._ran = [WeightsFingerprint(module, values=True) for module in modules]
         self.sampling.set_(batch, seed=call.seed, **call.sampling)
         self._set_stop_token_ids(settings.stop_token_ids)
+        self._set_rules(settings.rules, batch)
         # Rows that this call does not use hold one token and are done before they start.
         spare = self.batch_size - batch
         limits = [len(prompt) + settings.max_new_tokens for prompt in prompts] + [2] * spare
@@ -643,12 +736,13 @@ class Generator:
 
     def _steps(self, call: Call, progress: _Progress, reads_ids: bool) -> Iterator[None]:
         """Replay the step until every row is done; comes back when a step has been read into ``progress``."""
+        run_step = self.step if self.host_rules is None else self._step_with_processors
 
         def step() -> Tensor:
             if self._current is not call:
                 raise RuntimeError("this stream has ended: its generator was reset, or has started another call")
             self._whole = False
-            self.step()
+            run_step()
             return self._snapshot(reads_ids)
 
         if not self._runs_ahead:
@@ -716,6 +810,18 @@ class Generator:
         first = progress.time_to_first_token
         return Statistics(steps, self.block_size, counts, first, seconds, progress.prefilled)
 
+    def _set_rules(self, settings: RuleSettings, rows: int) -> None:
+        """Put the rules of a call in place: tensors of the same structure are written anew, never moved."""
+        self.rules = self.host_rules = None
+        if structure := LogitRules.structure(settings):
+            if structure not in self._known_rules:
+                made = LogitRules.create(settings, self.prompt_length, self.limits, self.vocab_size)
+                self._known_rules[structure] = made
+            self.rules = self._known_rules[structure]
+            self.rules.set_(settings)
+        if settings.logits_processor or settings.stopping_criteria:
+            self.host_rules = HostRules(settings.logits_processor, settings.stopping_criteria, rows)
+
     def _set_stop_token_ids(self, ids: list[int]) -> None:
         if len(ids) > len(self.stop_token_ids):
             slots = -(-len(ids) // _STOP_SLOTS) * _STOP_SLOTS
@@ -736,6 +842,7 @@ class Settings:
     min_p: float
     stop_token_ids: list[int]
     pad_token_id: int
+    rules: RuleSettings = field(default_factory=RuleSettings)
 
 
 def resolve_settings(
@@ -748,6 +855,7 @@ def resolve_settings(
     min_p: float | None,
     stop_token_ids: Sequence[int] | int | None,
     vocab: int,
+    rules: RuleArguments | None = None,
 ) -> Settings:
     """Fill what is None from ``defaults`` (see :func:`dflash.target.generation_defaults`); a number given wins."""
     if unsupported := defaults["unsupported"]:
@@ -793,6 +901,7 @@ def resolve_settings(
         pick(min_p, "min_p", 0.0),
         stop,
         pad,
+        RuleSettings.resolve(rules or {}, defaults["rules"], stop, vocab),
     )
 
 
@@ -840,10 +949,13 @@ def plan(
     streamer: Any = None,
     num_return_sequences: int | None = None,
     reuse_prefix: bool = False,
+    **rules: Unpack[RuleArguments],
 ) -> Call:
     """Check every argument of :func:`generate` that can be checked without a drafter; nothing is run."""
     mask = _check_ids(ids, attention_mask, vocab, device)
-    settings = resolve_settings(defaults, ids, max_new_tokens, temperature, top_k, top_p, min_p, stop_token_ids, vocab)
+    settings = resolve_settings(
+        defaults, ids, max_new_tokens, temperature, top_k, top_p, min_p, stop_token_ids, vocab, rules
+    )
     repeats = defaults["num_return_sequences"] if num_return_sequences is None else num_return_sequences
     repeats = _whole("num_return_sequences", 1 if repeats is None else repeats, 1)
     if repeats > 1 and not settings.temperature:
@@ -929,6 +1041,7 @@ def generate(
     num_return_sequences: int | None = None,
     block_size: int | None = None,
     return_dict_in_generate: bool = False,
+    **rules: Unpack[RuleArguments],
 ) -> Tensor | GenerateOutput:
     """Generate exactly what ``target`` alone would write, drafting blocks with ``draft``.
 
@@ -967,6 +1080,11 @@ def generate(
             has its own seed; 1 at temperature 0, where all would be the same.
         block_size: 1 to the drafter's own. Changes the speed, never the text.
         return_dict_in_generate: return a :class:`GenerateOutput` with statistics.
+        **rules: penalties, bans, forced tokens, Python processors and criteria, by the names and meanings of
+            :class:`dflash.rules.RuleArguments`: repetition_penalty, presence_penalty, frequency_penalty,
+            no_repeat_ngram_size, logit_bias, bad_words_ids, suppress_tokens, begin_suppress_tokens,
+            forced_bos_token_id, forced_eos_token_id, min_length, min_new_tokens; logits_processor,
+            stopping_criteria. Applied as transformers applies them to the row alone: its padding is never seen.
 
     Returns:
         ``[batch, length + longest answer]`` int64: the prompt as given, then the new tokens, right-padded with the
@@ -993,6 +1111,7 @@ def generate(
         tokenizer=tokenizer,
         streamer=streamer,
         num_return_sequences=num_return_sequences,
+        **rules,
     )
     return generate_once(target, draft, call, block_size, return_dict_in_generate)
 

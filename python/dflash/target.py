@@ -317,23 +317,13 @@ class Target:
 
 _OFF = {
     "num_beams": (None, 1),
-    "min_length": (None, 0),
-    "min_new_tokens": (None, 0),
-    "repetition_penalty": (None, 1.0),
     "encoder_repetition_penalty": (None, 1.0),
-    "no_repeat_ngram_size": (None, 0),
     "encoder_no_repeat_ngram_size": (None, 0),
     "typical_p": (None, 1.0),
     "epsilon_cutoff": (None, 0.0),
     "eta_cutoff": (None, 0.0),
     "top_h": (None,),
     "guidance_scale": (None, 1.0),
-    "bad_words_ids": (None,),
-    "sequence_bias": (None,),
-    "suppress_tokens": (None,),
-    "begin_suppress_tokens": (None,),
-    "forced_bos_token_id": (None,),
-    "forced_eos_token_id": (None,),
     "exponential_decay_length_penalty": (None,),
     "watermarking_config": (None,),
     "max_time": (None,),
@@ -346,11 +336,17 @@ _OFF = {
     "renormalize_logits": (None, False, True),  # changes no choice
 }
 
+_RULES = (
+    *("repetition_penalty", "no_repeat_ngram_size", "sequence_bias", "bad_words_ids", "min_length", "min_new_tokens"),
+    *("forced_bos_token_id", "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens"),
+)
+
 
 def generation_defaults(model: nn.Module) -> dict:
     """What the model's ``generation_config`` says of the arguments of ``generate``, None where it is silent.
 
-    ``unsupported`` maps every setting that would change the text and is not applied here to its value.
+    ``rules`` maps the names of :mod:`dflash.rules`, and ``sequence_bias``, to theirs. ``unsupported`` maps every
+    setting that would change the text and is not applied here to its value.
     """
     config = model.generation_config
     eos = config.eos_token_id
@@ -368,6 +364,7 @@ def generation_defaults(model: nn.Module) -> dict:
         **{name: getattr(config, name, None) for name in names},
         # An id past the vocabulary is never emitted.
         "eos_token_id": [t for t in ([] if eos is None else [eos] if isinstance(eos, int) else eos) if 0 <= t < vocab],
+        "rules": {name: getattr(config, name, None) for name in _RULES},
         "unsupported": {name: getattr(config, name) for name, off in _OFF.items() if asks(name, off)},
     }
 

@@ -1,0 +1,722 @@
+"""Every rule on the logits equals transformers' own processor, in a block, in a batch and in whole generations."""
+
+import functools
+import inspect
+import json
+import math
+import sys
+
+import pytest
+import torch
+from baseline import greedy, left_padded, prompt
+from families import VOCAB, Cheat, make_draft, make_target
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LogitsProcessorList,
+    MaxLengthCriteria,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TopKLogitsWarper,
+)
+from transformers.generation import logits_process as theirs
+
+import dflash
+from dflash import reference
+from dflash.rules import LogitRules, RuleSettings
+from dflash.sampling import fold
+
+GENERATE = sys.modules["dflash.generate"]
+NEW = 24
+LENGTHS = [1, 2, 16, 37]
+INF = math.inf
+
+
+class Penalties:
+    """presence_penalty and frequency_penalty as OpenAI's API defines them, told slowly.
+
+    ``mu[j] -> mu[j] - c[j] * alpha_frequency - float(c[j] > 0) * alpha_presence``, where ``c[j]`` is how often token
+    ``j`` was sampled before the current position.
+    """
+
+    def __init__(self, presence: float, frequency: float, prompt_length: int) -> None:
+        self.presence, self.frequency, self.prompt_length = presence, frequency, prompt_length
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        scores = scores.clone()
+        sampled = input_ids[0, self.prompt_length :].tolist()
+        for token in set(sampled):
+            scores[0, token] -= sampled.count(token) * self.frequency + self.presence
+        return scores
+
+
+def processors(rule: dict, prompt_length: int, max_length: int, stop: tuple[int, ...] = ()) -> LogitsProcessorList:
+    """transformers' processors for ``rule``, in the order of its ``_get_logits_processor``."""
+    made = LogitsProcessorList()
+    eos = torch.tensor(stop) if stop else None
+    if "logit_bias" in rule:
+        bias = {(token,): float(value) for token, value in rule["logit_bias"].items()}
+        made.append(theirs.SequenceBiasLogitsProcessor(bias))
+    if "repetition_penalty" in rule:
+        made.append(theirs.RepetitionPenaltyLogitsProcessor(rule["repetition_penalty"]))
+    if "presence_penalty" in rule or "frequency_penalty" in rule:
+        amounts = rule.get("presence_penalty", 0.0), rule.get("frequency_penalty", 0.0)
+        made.append(Penalties(*amounts, prompt_length))
+    if "no_repeat_ngram_size" in rule:
+        made.append(theirs.NoRepeatNGramLogitsProcessor(rule["no_repeat_ngram_size"]))
+    if "bad_words_ids" in rule:
+        made.append(theirs.NoBadWordsLogitsProcessor(rule["bad_words_ids"], eos))
+    if "min_length" in rule and stop:
+        made.append(theirs.MinLengthLogitsProcessor(rule["min_length"], eos))
+    if "min_new_tokens" in rule and stop:
+        made.append(theirs.MinNewTokensLengthLogitsProcessor(prompt_length, rule["min_new_tokens"], eos))
+    if "forced_bos_token_id" in rule:
+        made.append(theirs.ForcedBOSTokenLogitsProcessor(rule["forced_bos_token_id"]))
+    if "forced_eos_token_id" in rule:
+        made.append(theirs.ForcedEOSTokenLogitsProcessor(max_length, rule["forced_eos_token_id"]))
+    if "suppress_tokens" in rule:
+        made.append(theirs.SuppressTokensLogitsProcessor(rule["suppress_tokens"]))
+    if "begin_suppress_tokens" in rule:
+        begin = prompt_length + (prompt_length <= 1 and "forced_bos_token_id" in rule)
+        made.append(theirs.SuppressTokensAtBeginLogitsProcessor(rule["begin_suppress_tokens"], begin))
+    return made
+
+
+@torch.no_grad()
+def one_token_decoding(
+    target, p, new, rule=None, *, stop=(), extra=(), criteria=(), seed=0, temperature=0.0, top_k=0, top_p=1.0
+) -> torch.Tensor:
+    """New tokens of one row, one at a time, by transformers' model and processors and the oracle's token choice."""
+    rules = [*processors(rule or {}, len(p), len(p) + new, stop), *extra]
+    tokens, cache, ids = p[None], None, p[None]
+    for _ in range(new):
+        output = target(input_ids=ids, past_key_values=cache, use_cache=True)
+        cache, scores = output.past_key_values, output.logits[:, -1].float()
+        for rule in rules:
+            scores = rule(tokens, scores)
+        one = {
+            "seeds": seed,
+            "temperature": temperature,
+            "top_k": top_k,
+            "top_p": top_p,
+            "min_p": 0.0,
+            "sharpness": 1.0,
+        }
+        one = {name: torch.tensor([value]) for name, value in one.items()}
+        ids = reference.select_tokens(scores[:, None], torch.tensor([[tokens.shape[1]]]), **one)
+        tokens = torch.cat([tokens, ids], 1)
+        if int(ids) in stop or any(bool(criterion(tokens, None)) for criterion in criteria):
+            break
+    return tokens[0, len(p) :]
+
+
+def check(output: torch.Tensor, width: int, expected: list[torch.Tensor]) -> None:
+    for row, answer in zip(output, expected, strict=True):
+        assert row[width : width + len(answer)].tolist() == answer.tolist()
+        assert row[width + len(answer) :].eq(0).all()
+
+
+@pytest.fixture(scope="module")
+def target():
+    return make_target("qwen3")
+
+
+@pytest.fixture(scope="module")
+def draft(target):
+    return make_draft(target)
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    return [prompt(length, seed=21) for length in LENGTHS]
+
+
+@pytest.fixture(scope="module")
+def plain(target, prompts):
+    return [greedy(target, p, NEW) for p in prompts]
+
+
+def cheat(target, draft, prompts, answers, block_size, spoil=0) -> Cheat:
+    """A generator that drafts ``answers`` for ``prompts``."""
+    generator = Cheat(target, draft, max_length=80, batch_size=len(prompts), block_size=block_size)
+    generator.script, generator.spoil = torch.zeros(len(prompts), 100, dtype=torch.int64), spoil
+    for row, (p, answer) in enumerate(zip(prompts, answers, strict=True)):
+        generator.script[row, : len(p) + len(answer)] = torch.cat([p, answer])
+    return generator
+
+
+# ---------------------------------------------------------------------------------------------- one block
+
+
+BLOCK_RULES = {
+    "repetition": {"repetition_penalty": 1.3},
+    "repetition reward": {"repetition_penalty": 0.8},
+    "presence": {"presence_penalty": 0.7},
+    "frequency": {"frequency_penalty": -0.4},
+    "both": {"presence_penalty": 1.5, "frequency_penalty": 0.25},
+    "unigrams": {"no_repeat_ngram_size": 1},
+    "bigrams": {"no_repeat_ngram_size": 2},
+    "trigrams": {"no_repeat_ngram_size": 3},
+    "5-grams": {"no_repeat_ngram_size": 5},
+    "40-grams": {"no_repeat_ngram_size": 40},
+    "70-grams": {"no_repeat_ngram_size": 70},
+    "bias": {"logit_bias": {0: 2.5, 3: -INF, 10: -1.0}},
+    "bad words": {"bad_words_ids": [[2], [0, 1], [1, 0], [2, 1, 0], [1, 1, 1, 1], [0, 1, 0, 1, 3], [4]]},
+    "suppress": {"suppress_tokens": [0, 6]},
+    "begin": {"begin_suppress_tokens": [1, 2]},
+    "forced bos": {"forced_bos_token_id": 3},
+    "forced bos and begin": {"forced_bos_token_id": 3, "begin_suppress_tokens": [1, 2]},
+    "forced eos": {"forced_eos_token_id": 4},
+    "forced eos, several": {"forced_eos_token_id": [4, 2]},
+    "min_length": {"min_length": 12},
+    "min_new_tokens": {"min_new_tokens": 9},
+    "most": {
+        "logit_bias": {1: 3.0, 2: -2.0},
+        "repetition_penalty": 1.2,
+        "presence_penalty": 0.3,
+        "frequency_penalty": 0.1,
+        "no_repeat_ngram_size": 4,
+        "bad_words_ids": [[0, 1, 0], [5]],
+        "min_new_tokens": 12,
+        "suppress_tokens": [6],
+        "begin_suppress_tokens": [0],
+        "forced_bos_token_id": 1,
+        "forced_eos_token_id": 4,
+    },
+}
+
+
+def make_rules(rule: dict, prompt_length: torch.Tensor, limits: torch.Tensor, vocab: int, stop=(4, 5)) -> LogitRules:
+    return LogitRules.create(RuleSettings.resolve(rule, {}, stop, vocab), prompt_length, limits, vocab)
+
+
+@pytest.mark.parametrize("name", BLOCK_RULES)
+@pytest.mark.parametrize("rows", [1, 5, 16])
+def test_a_block_equals_the_processors_called_token_by_token(rows, name):
+    rule = BLOCK_RULES[name]
+    vocab, capacity, stop = 11, 61, (4, 5)
+    generator = torch.Generator().manual_seed(rows)
+    prompt_length = torch.tensor([1, 1, 3, 10, 40, 2])
+    length = torch.tensor([0, 4, 3, 9, 41, 12])  # the first and fourth row choose their first token
+    limits = torch.tensor([3, 18, 15, 12, 50, 14])
+    tokens = torch.randint(0, 3, (6, capacity), generator=generator)  # few ids: many repetitions; stale slots too
+    block = torch.randint(0, 3, (6, rows), generator=generator)
+    tokens[4], block[4] = 1, 1
+    block[:, 0] = tokens.gather(1, length[:, None])[:, 0]
+    logits = torch.randn(6, rows, vocab, generator=generator) * 3
+    got = make_rules(rule, prompt_length, limits, vocab, stop).apply(logits, tokens, length, block)
+    changed = False
+    for row in range(6):
+        calls = processors(rule, int(prompt_length[row]), int(limits[row]), stop)
+        for j in range(rows):
+            ids = torch.cat([tokens[row, : length[row] + 1], block[row, 1 : j + 1]])[None]
+            expected = calls(ids, logits[row, j][None].clone())[0]
+            torch.testing.assert_close(got[row, j], expected, rtol=0, atol=1e-6)
+            exact = not {"presence_penalty", "frequency_penalty"} & rule.keys()
+            assert not exact or torch.equal(got[row, j], expected)
+            changed |= not torch.equal(expected, logits[row, j])
+    assert changed == (name != "70-grams")
+
+
+def test_bfloat16_logits_are_processed_in_float32():
+    rule = {"repetition_penalty": 1.3, "frequency_penalty": 0.1}
+    tokens, length, block = torch.randint(0, 9, (1, 20)), torch.tensor([7]), torch.randint(0, 9, (1, 4))
+    logits = torch.randn(1, 4, 9).bfloat16()
+    rules = make_rules(rule, torch.tensor([3]), torch.tensor([16]), 9, ())
+    assert torch.equal(rules.apply(logits, tokens, length, block), rules.apply(logits.float(), tokens, length, block))
+
+
+def test_logits_may_be_narrower_than_the_embeddings():
+    rule = {key: BLOCK_RULES["most"][key] for key in BLOCK_RULES["most"]}
+    tokens, length, block = torch.randint(0, 11, (2, 30)), torch.tensor([7, 20]), torch.randint(0, 11, (2, 4))
+    block[:, 2] = 10
+    rules = make_rules(rule, torch.tensor([3, 5]), torch.tensor([16, 24]), 11)
+    logits = torch.randn(2, 4, 11)
+    wide = rules.apply(logits, tokens, length, block)
+    assert torch.equal(rules.apply(logits[..., :8], tokens, length, block), wide[..., :8])
+
+
+def test_drafts_know_bans_and_forced_tokens():
+    rule = BLOCK_RULES["most"] | {"logit_bias": {0: -3.0, 1: -100.0}}
+    tokens, length = torch.randint(0, 3, (2, 30)), torch.tensor([7, 20])
+    sizes = torch.tensor([3, 5]), torch.tensor([16, 24])
+    logits = torch.randn(2, 4, 11)
+    got = make_rules(rule, *sizes, 11).apply_to_drafts(logits, length)
+    known = {name: rule[name] for name in ("min_new_tokens", "suppress_tokens", "begin_suppress_tokens")}
+    known |= {"logit_bias": {1: -100.0}, "bad_words_ids": [[5]], "forced_bos_token_id": 1, "forced_eos_token_id": 4}
+    expected = make_rules(known, *sizes, 11).apply(logits, tokens, length, torch.zeros(2, 4, dtype=torch.int64))
+    assert torch.equal(got, expected)
+
+
+# ---------------------------------------------------------------------------------------------- generations
+
+
+def biting(plain: list[torch.Tensor]) -> dict[str, dict]:
+    """Rules that change the plain text: made of the tokens it holds."""
+    text = torch.cat(plain).tolist()
+    first = [int(answer[0]) for answer in plain]
+    pairs = [answer[i : i + 2].tolist() for answer in plain for i in (3, 8, 9)]
+    triples = [answer[i : i + 3].tolist() for answer in plain for i in (5, 14)]
+    return {
+        "repetition_penalty": {"repetition_penalty": 1.6},
+        "repetition reward": {"repetition_penalty": 0.7},
+        "unigrams": {"no_repeat_ngram_size": 1},
+        "bigrams": {"no_repeat_ngram_size": 2, "repetition_penalty": 0.5},
+        "logit_bias": {"logit_bias": {text[3]: -3.0, text[9]: -INF, 40: 2.5}},
+        "bad_words_ids": {"bad_words_ids": [[text[2]], [text[30]], *pairs, *triples, [96, *pairs[0]]]},
+        "suppress_tokens": {"suppress_tokens": text[4:8]},
+        "begin_suppress_tokens": {"begin_suppress_tokens": first},
+        "forced_bos_token_id": {"forced_bos_token_id": 50, "begin_suppress_tokens": first},
+        "forced_eos_token_id": {"forced_eos_token_id": [7, 9]},
+        "together": {
+            "logit_bias": {40: 2.0, text[0]: -1.0},
+            "repetition_penalty": 1.2,
+            "no_repeat_ngram_size": 3,
+            "bad_words_ids": [[text[2]], *pairs],
+            "suppress_tokens": [text[4]],
+            "begin_suppress_tokens": first,
+            "forced_bos_token_id": 50,
+            "forced_eos_token_id": 7,
+        },
+    }  # fmt: skip
+
+
+NAMES = [
+    "repetition_penalty", "repetition reward", "unigrams", "bigrams", "logit_bias", "bad_words_ids", "suppress_tokens",
+    "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id", "together",
+]  # fmt: skip
+
+
+def by_transformers(target, p, rule, new=NEW, stop=None):
+    rule = dict(rule)
+    if "logit_bias" in rule:
+        rule["sequence_bias"] = [[[token], float(bias)] for token, bias in rule.pop("logit_bias").items()]
+    stop = list(stop) if stop else None
+    out = target.generate(p[None], do_sample=False, max_new_tokens=new, eos_token_id=stop, pad_token_id=0, **rule)
+    return out[0, len(p) :]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_greedy_equals_transformers_generate(target, draft, prompts, plain, name):
+    rule = biting(plain)[name]
+    expected = [by_transformers(target, p, rule) for p in prompts]
+    assert any(not torch.equal(a, b) for a, b in zip(expected, plain, strict=True)), "the rule should bite"
+    ids, mask = left_padded(prompts)
+    for block_size in (1, 5, 16):
+        generator = cheat(target, draft, prompts, expected, block_size, spoil=9)
+        output = generator.generate(ids, attention_mask=mask, max_new_tokens=NEW, return_dict_in_generate=True, **rule)
+        check(output.sequences, ids.shape[1], expected)
+        assert block_size < 16 or output.statistics.acceptance_length > 5
+    for row in (0, 2):  # a row alone, and a drafter that is always wrong
+        alone = dflash.generate(target, draft, prompts[row][None], max_new_tokens=NEW, **rule)
+        check(alone, len(prompts[row]), [expected[row]])
+
+
+@pytest.mark.parametrize("name", [*NAMES, "presence_penalty", "frequency_penalty"])
+def test_sampled_equals_one_token_decoding(target, draft, prompts, plain, name):
+    rule = {**biting(plain), "presence_penalty": {"presence_penalty": 2.5}, "frequency_penalty": {
+        "frequency_penalty": 1.2, "presence_penalty": -0.5}}[name]  # fmt: skip
+    sampling = {"temperature": 0.9, "top_k": 30, "top_p": 0.95}
+    seeds = [fold(5, row) for row in range(len(prompts))]
+    each = list(zip(prompts, seeds, strict=True))
+    expected = [one_token_decoding(target, p, NEW, rule, seed=seed, **sampling) for p, seed in each]
+    without = [one_token_decoding(target, p, NEW, seed=seed, **sampling) for p, seed in each]
+    assert any(not torch.equal(a, b) for a, b in zip(expected, without, strict=True)), "the rule should bite"
+    ids, mask = left_padded(prompts)
+    for block_size in (1, 5, 16):
+        generator = cheat(target, draft, prompts, expected, block_size, spoil=7)
+        output = generator.generate(ids, attention_mask=mask, max_new_tokens=NEW, seed=5, **sampling, **rule)
+        check(output, ids.shape[1], expected)
+    alone = dflash.generate(target, draft, prompts[2][None], max_new_tokens=NEW, seed=seeds[2], **sampling, **rule)
+    check(alone, len(prompts[2]), expected[2:3])
+
+
+@pytest.mark.parametrize("rule", [{"presence_penalty": 4.0}, {"frequency_penalty": 1.5}], ids=str)
+def test_greedy_penalties_count_the_answer_alone(target, draft, prompts, plain, rule):
+    expected = [one_token_decoding(target, p, NEW, rule) for p in prompts]
+    assert any(not torch.equal(a, b) for a, b in zip(expected, plain, strict=True)), "the rule should bite"
+    ids, mask = left_padded(prompts)
+    for block_size in (1, 5, 16):
+        generator = cheat(target, draft, prompts, expected, block_size)
+        check(generator.generate(ids, attention_mask=mask, max_new_tokens=NEW, **rule), ids.shape[1], expected)
+
+
+@pytest.mark.filterwarnings("ignore:Unfeasible length constraints")
+@pytest.mark.parametrize("rule", [{"min_length": 30}, {"min_new_tokens": 12}, {"min_length": 40, "min_new_tokens": 3}])
+def test_no_stop_token_before_the_shortest_length(target, draft, prompts, plain, rule):
+    stop = [int(answer[i]) for answer in plain for i in (1, 13)]
+    expected = [by_transformers(target, p, rule, stop=stop) for p in prompts]
+    without = [greedy(target, p, NEW, tuple(stop)) for p in prompts]
+    assert any(len(a) > len(b) for a, b in zip(expected, without, strict=True)), "the rule should bite"
+    assert any(len(a) < NEW for a in expected)
+    ids, mask = left_padded(prompts)
+    for block_size in (1, 5, 16):
+        generator = cheat(target, draft, prompts, expected, block_size)
+        output = generator.generate(ids, attention_mask=mask, max_new_tokens=NEW, stop_token_ids=stop, **rule)
+        check(output, ids.shape[1], expected)
+
+
+def test_a_stop_token_alone_is_no_bad_word(target, draft, prompts, plain):
+    stop = (int(plain[2][4]),)
+    rule = {"bad_words_ids": [[stop[0]], [int(plain[2][2])]]}
+    expected = [by_transformers(target, p, rule, stop=stop) for p in prompts]
+    ids, mask = left_padded(prompts)
+    output = cheat(target, draft, prompts, expected, 16).generate(
+        ids, attention_mask=mask, max_new_tokens=NEW, stop_token_ids=stop, **rule
+    )
+    check(output, ids.shape[1], expected)
+
+
+def test_bfloat16_equals_the_one_token_mode(prompts):
+    target = make_target("qwen3", dtype=torch.bfloat16)
+    ids, mask = left_padded(prompts)
+    call = {"attention_mask": mask, "max_new_tokens": NEW, "temperature": 0.8, "seed": 3}
+    call |= {"repetition_penalty": 1.3, "frequency_penalty": 0.4, "no_repeat_ngram_size": 2}
+    one = dflash.Generator(target, None, max_length=80, batch_size=4, block_size=16)
+    expected = one.generate(ids, **call)
+    answers = list(expected[:, ids.shape[1] :])
+    generator = cheat(target, make_draft(target), prompts, answers, 16, spoil=6)
+    assert torch.equal(generator.generate(ids, **call), expected)
+
+
+def test_none_follows_the_generation_config_and_a_neutral_value_switches_it_off(draft, prompts, plain):
+    rule = biting(plain)["together"]
+    target = make_target("qwen3")
+    p = prompts[2][None]
+    expected = dflash.generate(target, draft, p, max_new_tokens=NEW, **rule)
+    config = target.generation_config
+    for name, value in rule.items():
+        if name == "logit_bias":
+            config.sequence_bias = {(token,): bias for token, bias in value.items()}
+        else:
+            setattr(config, name, value)
+    assert torch.equal(dflash.generate(target, draft, p, max_new_tokens=NEW), expected)
+    assert torch.equal(target.generate(p, do_sample=False, max_new_tokens=NEW, pad_token_id=0), expected)
+    config.sequence_bias = [[[token], bias] for token, bias in rule["logit_bias"].items()]
+    assert torch.equal(dflash.generate(target, draft, p, max_new_tokens=NEW), expected)
+    off = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "logit_bias": {}}
+    off |= {name: [] for name in rule.keys() - off.keys()}
+    assert dflash.generate(target, draft, p, max_new_tokens=NEW, **off)[0, p.shape[1] :].equal(plain[2])
+    config.sequence_bias = {(3, 4): 1.0}
+    with pytest.raises(ValueError, match=r"sequence_bias of \[3, 4\], but dflash biases single tokens"):
+        dflash.generate(target, draft, p, max_new_tokens=NEW)
+
+
+def test_a_generator_forgets_the_rules_of_its_last_call(target, draft, prompts, plain):
+    generator = dflash.Generator(target, draft, max_length=80)
+    p = prompts[2][None]
+    generator.generate(p, max_new_tokens=NEW, repetition_penalty=2.0, logits_processor=[TopKLogitsWarper(3)])
+    assert generator.rules is not None
+    address = generator.rules.repetition_penalty.data_ptr()
+    assert generator.generate(p, max_new_tokens=NEW)[0, p.shape[1] :].equal(plain[2])
+    assert generator.rules is None
+    assert generator.host_rules is None
+    expected = by_transformers(target, prompts[2], {"repetition_penalty": 1.5})
+    assert generator.generate(p, max_new_tokens=NEW, repetition_penalty=1.5)[0, p.shape[1] :].equal(expected)
+    assert generator.rules.repetition_penalty.data_ptr() == address
+
+
+def test_what_may_not_be_chosen_is_not_drafted(target, draft, prompts):
+    generator = dflash.Generator(target, draft, max_length=80)
+    p = prompts[3][None]
+    drafted = []
+    propose = generator._propose
+
+    def spy(anchor):
+        drafted.append(propose(anchor))
+        return drafted[-1]
+
+    generator._propose = spy
+    generator.generate(p, max_new_tokens=NEW)
+    free = set(torch.cat(drafted).flatten().tolist())
+    ban = sorted(free)[::2]
+    drafted.clear()
+    generator.generate(p, max_new_tokens=NEW, suppress_tokens=ban)
+    assert not set(torch.cat(drafted).flatten().tolist()) & set(ban)
+
+
+def test_the_step_is_one_graph_with_every_rule():
+    torch._dynamo.reset()
+    target = make_target("qwen3", num_hidden_layers=1)
+    generator = dflash.Generator(target, make_draft(target, "Qwen3.6-27B"), max_length=64, batch_size=2, block_size=6)
+    eager = dflash.Generator(target, None, max_length=64, batch_size=2)
+    graphs = []
+
+    def count(graph, example_inputs):
+        graphs.append(graph)
+        return graph
+
+    generator.step = torch.compile(generator.step, fullgraph=True, dynamic=False, backend=count)
+    ids, mask = left_padded([prompt(3), prompt(20)])
+    call = {"attention_mask": mask, "max_new_tokens": 14, "stop_token_ids": [8], "temperature": 0.8, "seed": 1}
+    rule = {**BLOCK_RULES["most"], "logit_bias": {20: 2.0}}
+    assert torch.equal(generator.generate(ids, **call, **rule), eager.generate(ids, **call, **rule))
+    compiled = len(graphs)
+    rule |= {"repetition_penalty": 1.7, "logit_bias": {20: -5.0, 30: 1.0}, "bad_words_ids": [[1, 2, 3], [9]]}
+    rule |= {"forced_eos_token_id": [9, 11], "suppress_tokens": [5, 6, 7], "min_new_tokens": 2}
+    assert torch.equal(generator.generate(ids, **call, **rule), eager.generate(ids, **call, **rule))
+    assert len(graphs) == compiled, "new values of the same rules need no new graph"
+
+
+@pytest.mark.skipif(
+    "recompile_limit" not in inspect.signature(torch.compile).parameters, reason="this torch stops at 8 graphs"
+)
+def test_a_compiled_generator_takes_more_sets_of_rules_than_torch_takes_graphs(monkeypatch):
+    torch._dynamo.reset()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    target = make_target("qwen3", num_hidden_layers=1)
+    p = prompt(5)
+    for _ in range(2):
+        generator = dflash.Generator(target, None, max_length=32, compile=True)
+        for size in range(torch._dynamo.config.recompile_limit + 2):
+            output = generator.generate(p[None], max_new_tokens=6, no_repeat_ngram_size=size)
+            check(output, 5, [by_transformers(target, p, {"no_repeat_ngram_size": size}, new=6)])
+
+
+def test_compiled_rules_give_the_same_logits():
+    torch._dynamo.reset()
+    rules = make_rules(BLOCK_RULES["most"], torch.tensor([3, 1]), torch.tensor([16, 24]), 11)
+    tokens, length, block = torch.randint(0, 3, (2, 30)), torch.tensor([7, 20]), torch.randint(0, 3, (2, 4))
+    block[:, 0] = tokens.gather(1, length[:, None])[:, 0]
+    logits = torch.randn(2, 4, 11)
+    got = torch.compile(rules.apply, fullgraph=True)(logits, tokens, length, block)
+    torch.testing.assert_close(got, rules.apply(logits, tokens, length, block))
+    drafts = torch.compile(rules.apply_to_drafts, fullgraph=True)(logits, length)
+    torch.testing.assert_close(drafts, rules.apply_to_drafts(logits, length))
+
+
+def test_a_penalty_leaves_the_acceptance_of_a_trained_pair(pair_dir):
+    tokenizer = AutoTokenizer.from_pretrained(pair_dir / "target")
+    target = AutoModelForCausalLM.from_pretrained(pair_dir / "target", dtype=torch.float32).eval()
+    generator = dflash.Generator(target, dflash.load_draft(pair_dir / "draft", dtype=torch.float32), max_length=512)
+    call = {"max_new_tokens": 120, "repetition_penalty": 1.2}
+    steps = []
+    for line in (pair_dir / "prompts.jsonl").read_text().splitlines()[:10]:
+        p = torch.tensor([[0, *tokenizer.encode(json.loads(line)["prompt"], add_special_tokens=False)]])
+        output = generator.generate(p, return_dict_in_generate=True, **call)
+        assert torch.equal(output.sequences, target.generate(p, do_sample=False, **call))
+        steps += output.statistics.acceptance_lengths[0]
+    assert sum(steps) / len(steps) > 9.3  # 9.7; 8.2 when the drafter is told of the penalty
+
+
+BAD_RULES = [
+    ({"repetition_penalty": 0}, ValueError, r"repetition_penalty must be more than 0 \(1 is off\), got 0"),
+    ({"repetition_penalty": -1.5}, ValueError, r"repetition_penalty must be more than 0 \(1 is off\), got -1.5"),
+    ({"repetition_penalty": float("nan")}, ValueError, "repetition_penalty must be a finite number, got nan"),
+    ({"repetition_penalty": "1.1"}, TypeError, "repetition_penalty must be a finite number, got '1.1'"),
+    ({"presence_penalty": INF}, ValueError, "presence_penalty must be a finite number, got inf"),
+    ({"presence_penalty": True}, TypeError, "presence_penalty must be a finite number, got True"),
+    ({"frequency_penalty": [1.0]}, TypeError, r"frequency_penalty must be a finite number, got \[1.0\]"),
+    ({"no_repeat_ngram_size": -1}, ValueError, "no_repeat_ngram_size must be an integer of at least 0, got -1"),
+    ({"no_repeat_ngram_size": 2.0}, TypeError, "no_repeat_ngram_size must be an integer of at least 0, got 2.0"),
+    ({"logit_bias": [(1, 2.0)]}, TypeError, "logit_bias must map token ids to numbers, got"),
+    ({"logit_bias": {97: 1.0}}, ValueError, r"logit_bias must hold token ids in 0 \.\. 96, got 97"),
+    ({"logit_bias": {"5": 1.0}}, TypeError, r"logit_bias must hold token ids in 0 \.\. 96, got '5'"),
+    ({"logit_bias": {5: INF}}, ValueError, "logit_bias of token 5 must be a finite number or -inf, got inf"),
+    ({"logit_bias": {5: float("nan")}}, ValueError, "logit_bias of token 5 must be a finite number or -inf, got nan"),
+    ({"logit_bias": {5: "a"}}, TypeError, "logit_bias of token 5 must be a finite number or -inf, got 'a'"),
+    ({"bad_words_ids": [3, 4]}, TypeError, r"bad_words_ids must be a list of lists of token ids, got \[3, 4\]"),
+    ({"bad_words_ids": [[]]}, ValueError, "bad_words_ids must not hold an empty list"),
+    ({"bad_words_ids": [[3, 97]]}, ValueError, r"bad_words_ids must hold token ids in 0 \.\. 96, got 97"),
+    ({"bad_words_ids": "bad"}, TypeError, "bad_words_ids must be a list of lists of token ids, got 'bad'"),
+    ({"suppress_tokens": 5}, TypeError, "suppress_tokens must be a list of token ids, got 5"),
+    ({"suppress_tokens": [-1]}, ValueError, r"suppress_tokens must hold token ids in 0 \.\. 96, got -1"),
+    ({"suppress_tokens": range(97)}, ValueError, "together leave no token to choose"),
+    ({"begin_suppress_tokens": [1.5]}, TypeError, r"begin_suppress_tokens must hold token ids in 0 \.\. 96, got 1.5"),
+    ({"forced_bos_token_id": 97}, ValueError, r"forced_bos_token_id must hold token ids in 0 \.\. 96, got 97"),
+    ({"forced_bos_token_id": [1, 2]}, ValueError, r"forced_bos_token_id must be one token id, got \[1, 2\]"),
+    ({"forced_eos_token_id": -3}, ValueError, r"forced_eos_token_id must hold token ids in 0 \.\. 96, got -3"),
+    (
+        {"forced_eos_token_id": 3, "suppress_tokens": [3]},
+        ValueError,
+        r"forced_eos_token_id \[3\] is also in suppress_tokens: no token is left",
+    ),
+    ({"min_length": -1}, ValueError, "min_length must be an integer of at least 0, got -1"),
+    ({"min_new_tokens": 1.0}, TypeError, "min_new_tokens must be an integer of at least 0, got 1.0"),
+    ({"repetition_penality": 1.1}, TypeError, "unexpected keyword argument 'repetition_penality'"),
+    ({"logits_processor": TopKLogitsWarper(3)}, TypeError, "logits_processor must be a list of callables, got TopK"),
+    ({"logits_processor": [3]}, TypeError, "logits_processor must be a list of callables, got 3 in it"),
+    ({"stopping_criteria": 5}, TypeError, "stopping_criteria must be a list of callables, got int"),
+    (
+        {"repetition_penalty": 1.1, "logits_processor": [RepetitionPenaltyLogitsProcessor(1.2)]},
+        ValueError,
+        r"repetition_penalty is 1\.1 .* and logits_processor holds a RepetitionPenaltyLogitsProcessor: choose one",
+    ),
+]
+
+
+@pytest.mark.parametrize(("rule", "error", "message"), BAD_RULES, ids=lambda value: str(value)[:40])
+def test_wrong_values_are_named_before_any_work(target, draft, monkeypatch, rule, error, message):
+    dflash.release()
+    monkeypatch.setattr(GENERATE, "structural_twin", None)  # not even a twin is made
+    with pytest.raises(error, match=message):
+        dflash.generate(target, draft, prompt(5)[None], max_new_tokens=4, **rule)
+
+
+# ---------------------------------------------------------------------------------------------- processors, criteria
+
+
+def only_near_the_last(input_ids, scores):
+    """A processor of the user's own: ids within 30 of the last one."""
+    distance = (torch.arange(VOCAB) - input_ids[0, -1]).abs()
+    return scores.masked_fill(distance > 30, -INF)
+
+
+class Contains(StoppingCriteria):
+    """Stops once a token was written in the answer or the prompt."""
+
+    def __init__(self, token):
+        self.token = token
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return input_ids.eq(self.token).any(1)
+
+
+PROCESSORS = {
+    "repetition": lambda: [RepetitionPenaltyLogitsProcessor(1.6)],
+    "bigrams": lambda: LogitsProcessorList([NoRepeatNGramLogitsProcessor(2), SequenceBiasLogitsProcessor({(3,): 9.0})]),
+    "its own": lambda: [only_near_the_last, TopKLogitsWarper(20)],
+    "in place": lambda: [lambda ids, scores: scores.index_fill_(1, ids[0, -2:], -INF)],
+}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("make", PROCESSORS.values(), ids=PROCESSORS)
+def test_python_processors_equal_one_token_decoding(target, draft, prompts, plain, make, temperature):
+    seeds = [fold(6, row) for row in range(len(prompts))]
+    expected = [
+        one_token_decoding(target, p, NEW, extra=make(), seed=seed, temperature=temperature)
+        for p, seed in zip(prompts, seeds, strict=True)
+    ]
+    assert any(not torch.equal(a, b) for a, b in zip(expected, plain, strict=True)), "the processor should bite"
+    ids, mask = left_padded(prompts)
+    call = {"attention_mask": mask, "max_new_tokens": NEW, "temperature": temperature, "seed": 6}
+    for block_size in (1, 5, 16):
+        generator = cheat(target, draft, prompts, expected, block_size, spoil=8)
+        output = generator.generate(ids, logits_processor=make(), return_dict_in_generate=True, **call)
+        check(output.sequences, ids.shape[1], expected)
+        assert block_size < 16 or output.statistics.acceptance_length > 4
+        assert output.finish_reasons == ["length"] * 4
+    check(dflash.generate(target, draft, ids, logits_processor=make(), **call), ids.shape[1], expected)
+
+
+def test_processors_see_what_one_token_decoding_shows_them(target, draft, prompts):
+    calls = []
+
+    def spy(input_ids, scores):
+        assert scores.shape == (1, VOCAB)
+        assert scores.dtype == torch.float32
+        calls.append(tuple(input_ids[0].tolist()))
+        return scores
+
+    rule = {"repetition_penalty": 1.4}  # a processor comes after the rules
+    seen = []
+    expected = [
+        one_token_decoding(target, p, NEW, rule, extra=[spy, lambda _, scores: (seen.append(scores), scores)[1]])
+        for p in prompts[:2]
+    ]
+    wanted, calls[:] = set(calls), []
+    ours = []
+    ids, mask = left_padded(prompts[:2])
+    spare = torch.tensor([1])  # a row of the generator that the call does not use
+    generator = cheat(target, draft, [*prompts[:2], spare], [*expected, spare], 16, spoil=5)
+    generator.generate(
+        ids,
+        attention_mask=mask,
+        max_new_tokens=NEW,
+        logits_processor=[spy, lambda _, scores: (ours.append(scores), scores)[1]],
+        **rule,
+    )
+    assert set(calls) == wanted
+    assert len(calls) == len(wanted), "no prefix is shown twice, none that one-token decoding would not show"
+    assert len(ours) == len(seen)
+
+
+@pytest.mark.parametrize("block_size", [1, 5, 16])
+def test_stopping_criteria_end_a_row_where_one_token_decoding_ends(target, draft, prompts, plain, block_size):
+    stop = (int(plain[0][15]),)
+    criteria = [MaxLengthCriteria(30), Contains(int(plain[1][9])), lambda ids, scores: ids.shape[1] == 50]
+    call = {"stop": stop, "criteria": criteria}
+    expected = [one_token_decoding(target, p, NEW, **call) for p in prompts]
+    assert len({len(answer) for answer in expected}) > 2
+    ids, mask = left_padded(prompts)
+    generator = cheat(target, draft, prompts, plain, block_size)
+    output = generator.generate(
+        ids,
+        attention_mask=mask,
+        max_new_tokens=NEW,
+        stop_token_ids=stop,
+        stopping_criteria=StoppingCriteriaList(criteria),
+        return_dict_in_generate=True,
+    )
+    check(output.sequences, ids.shape[1], expected)
+    assert output.finish_reasons == ["length" if len(answer) == NEW else "stop" for answer in expected]
+
+
+def test_a_stream_follows_rules_processors_and_criteria(target, draft, prompts, plain):
+    rule = {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2}
+    criteria = [MaxLengthCriteria(45)]
+    expected = [
+        one_token_decoding(target, p, NEW, rule, extra=[only_near_the_last], criteria=criteria) for p in prompts
+    ]
+    assert len(expected[3]) == 8
+    ids, mask = left_padded(prompts)
+    generator = cheat(target, draft, prompts, expected, 16, spoil=6)
+    call = {"attention_mask": mask, "max_new_tokens": NEW, "logits_processor": [only_near_the_last]}
+    for _ in range(2):  # the second time most of the prompt is in the caches
+        rows = [[] for _ in prompts]
+        for event in generator.stream(ids, stopping_criteria=criteria, **call, **rule):
+            for row, new in zip(rows, event.ids, strict=True):
+                row += new
+        assert rows == [answer.tolist() for answer in expected]
+        assert event.finish_reasons == ["length", "length", "length", "stop"]
+
+
+def test_criteria_may_end_a_row_with_its_first_token(target, draft, prompts, plain):
+    output = dflash.generate(
+        target,
+        draft,
+        prompts[3][None],
+        max_new_tokens=NEW,
+        stopping_criteria=[MaxLengthCriteria(38)],
+        return_dict_in_generate=True,
+    )
+    check(output.sequences, 37, [plain[3][:1]])
+    assert output.finish_reasons == ["stop"]
+
+
+def test_processors_run_beside_rules(target, draft, prompts, plain):
+    rule = biting(plain)["together"]
+    expected = [one_token_decoding(target, p, NEW, rule, extra=[only_near_the_last]) for p in prompts]
+    ids, mask = left_padded(prompts)
+    generator = cheat(target, draft, prompts, expected, 16, spoil=10)
+    call = {"attention_mask": mask, "max_new_tokens": NEW, "logits_processor": [only_near_the_last]}
+    check(generator.generate(ids, **call, **rule), ids.shape[1], expected)
+
+
+@pytest.mark.parametrize(
+    ("processor", "error", "message"),
+    [
+        (lambda ids, scores: None, TypeError, r"logits_processor <lambda> must return scores \[1, 97\], got NoneType"),
+        (lambda ids, scores: scores[0], ValueError, r"must return scores \[1, 97\], got \[97\]"),
+        (
+            lambda ids, scores: scores * float("nan"),
+            ValueError,
+            "logits_processor <lambda> returned NaN for position 5",
+        ),
+    ],
+)
+def test_a_processor_that_breaks_its_contract_is_named(target, draft, processor, error, message):
+    with pytest.raises(error, match=message):
+        dflash.generate(target, draft, prompt(5)[None], max_new_tokens=4, logits_processor=[processor])
+
+
+def test_a_criterion_that_breaks_its_contract_is_named(target, draft):
+    call = {"max_new_tokens": 4, "stopping_criteria": [lambda ids, scores: ids]}
+    with pytest.raises(
+        TypeError, match=r"stopping_criteria <lambda> must return a bool or a tensor of one, got \[1, 6\]"
+    ):
+        dflash.generate(target, draft, prompt(5)[None], **call)
