@@ -15,13 +15,15 @@ from transformers import (
     EosTokenCriteria,
     LogitsProcessorList,
     MaxLengthCriteria,
-    MaxTimeCriteria,
+    NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
     StopStringCriteria,
     TemperatureLogitsWarper,
     TextStreamer,
     TopKLogitsWarper,
 )
 from transformers.generation import LogitsProcessor, StoppingCriteria
+from transformers.generation.stopping_criteria import ConfidenceCriteria
 
 import dflash
 
@@ -116,19 +118,46 @@ class TestCustomGenerate:
         assert torch.equal(ours(target, draft, p, **call), expected)
 
 
-class Mine(LogitsProcessor):
+class NoEven(LogitsProcessor):
+    """Bans even ids after an odd one, and the other way round."""
+
     def __call__(self, input_ids, scores):
-        return scores
+        banned = (torch.arange(scores.shape[1])[None] + input_ids[:, -1:]) % 2 == 1
+        return scores.masked_fill(banned, -torch.inf)
 
 
-class Never(StoppingCriteria):
+class After(StoppingCriteria):
+    """Ends a row once two of its last three tokens are the same."""
+
     def __call__(self, input_ids, scores, **kwargs):
-        return torch.zeros(input_ids.shape[0], dtype=torch.bool)
+        last = input_ids[:, -3:]
+        return (last[:, :-1] == last[:, 1:]).any(1)
+
+
+RULES = [
+    {"repetition_penalty": 1.4},
+    {"no_repeat_ngram_size": 2, "suppress_tokens": [3, 5, 8]},
+    {"bad_words_ids": [[4], [7, 9]], "repetition_penalty": 1.1},
+    {"min_new_tokens": 12, "eos_token_id": list(range(0, 97, 3)), "forced_eos_token_id": 6},
+    {"sequence_bias": {(5,): 4.0}, "begin_suppress_tokens": [1, 2, 30]},
+    {"logits_processor": LogitsProcessorList([NoEven()])},
+    {"logits_processor": LogitsProcessorList([NoEven(), RepetitionPenaltyLogitsProcessor(1.3)])},
+    {"logits_processor": LogitsProcessorList([NoEven()]), "repetition_penalty": 1.3, "no_repeat_ngram_size": 3},
+    {"logits_processor": LogitsProcessorList([NoRepeatNGramLogitsProcessor(2)]), "no_repeat_ngram_size": 3},
+    {"stopping_criteria": [After()], "repetition_penalty": 0.8},
+    {"prefix_allowed_tokens_fn": lambda row, ids: [int(ids[-1] * 7 % 97), int(ids[-1] * 11 % 97)]},
+]
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: ",".join(rule))
+def test_rules_processors_and_criteria_are_theirs(target, draft, rule):
+    for length in (1, 14):
+        p = prompt(length, seed=3)[None]
+        call = {"do_sample": False, "max_new_tokens": NEW, "pad_token_id": 0} | rule
+        assert torch.equal(ours(target, draft, p, **call), target.generate(p, **call))
 
 
 REFUSED = [
-    ({"logits_processor": LogitsProcessorList([Mine()])}, "does not apply the logits processor Mine"),
-    ({"prefix_allowed_tokens_fn": lambda row, ids: [1]}, "the logits processor PrefixConstrainedLogitsProcessor"),
     (
         {"logits_processor": LogitsProcessorList([TemperatureLogitsWarper(0.5)]), "do_sample": True},
         r"TemperatureLogitsWarper with temperature=0\.5 where generation_config\.temperature is 1\.0",
@@ -137,14 +166,13 @@ REFUSED = [
         {"logits_processor": LogitsProcessorList([TopKLogitsWarper(50, filter_value=0.0)]), "do_sample": True},
         "TopKLogitsWarper with a min_tokens_to_keep or filter_value of its own",
     ),
-    ({"stopping_criteria": [Never()]}, "the stopping criterion Never"),
-    ({"stopping_criteria": [MaxTimeCriteria(9.0)]}, "the stopping criterion MaxTimeCriteria"),
-    ({"typical_p": 0.5, "do_sample": True}, r"typical_p=0\.5, which dflash does not apply"),
-    ({"max_time": 9.0}, r"max_time|MaxTimeCriteria"),
-    ({"num_beams": 2}, "num_beams=2, which dflash does not apply"),
+    ({"stopping_criteria": [ConfidenceCriteria(0.5)]}, "ConfidenceCriteria: it is no function of the ids"),
+    ({"typical_p": 0.5, "do_sample": True}, r"generation_config.typical_p=0\.5"),
+    ({"max_time": 9.0}, r"generation_config.max_time=9\.0"),
+    ({"num_beams": 2}, "generation_config.num_beams=2"),
     ({"output_scores": True, "return_dict_in_generate": True}, "generation_config.output_scores=True"),
     ({"output_hidden_states": True, "return_dict_in_generate": True}, "generation_config.output_hidden_states=True"),
-    ({"remove_invalid_values": True}, "remove_invalid_values=True, which dflash does not apply"),
+    ({"remove_invalid_values": True}, "generation_config.remove_invalid_values=True"),
     ({"position_ids": torch.arange(3, 8)[None]}, "position_ids other than 0, 1, 2"),
     ({"output_attentions": True}, "generation_config.output_attentions=True"),
     ({"draft_sharpness": -1.0}, "draft_sharpness must be at least 0"),
@@ -157,6 +185,17 @@ class TestRefusals:
     def test_what_is_not_applied_is_refused_by_name(self, target, draft, arguments, message):
         with pytest.raises(ValueError, match=message):
             ours(target, draft, prompt(5)[None], **arguments)
+
+    def test_what_would_see_no_padding(self, target, draft):
+        ids, mask = left_padded([prompt(3), prompt(7)])
+        for call, name in (
+            ({"logits_processor": LogitsProcessorList([NoEven()])}, "NoEven in a padded batch"),
+            ({"stopping_criteria": [After()]}, "After in a padded batch"),
+        ):
+            with pytest.raises(ValueError, match=name):
+                ours(target, draft, ids, attention_mask=mask, **call)
+        with pytest.raises(ValueError, match="PrefixConstrainedLogitsProcessor to 2 rows"):
+            ours(target, draft, prompt(5)[None].repeat(2, 1), prefix_allowed_tokens_fn=lambda row, ids: [1])
 
     def test_an_assistant_model(self, target, draft):
         with pytest.raises(ValueError, match="does not apply assistant_model: pass the drafter as draft="):

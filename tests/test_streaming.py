@@ -18,6 +18,8 @@ from transformers import (
     AsyncTextIteratorStreamer,
     AutoModelForCausalLM,
     AutoTokenizer,
+    LogitsProcessor,
+    LogitsProcessorList,
     StopStringCriteria,
     TextIteratorStreamer,
     TextStreamer,
@@ -689,3 +691,32 @@ class TestLeaving:
         assert joined([first, *rest], 1)[0] == greedy(target, p, 8).tolist()
         list(dflash.stream(target, draft, p[None], max_new_tokens=8))
         assert MODULE._kept is not None
+
+
+class NoEven(LogitsProcessor):
+    """Bans even ids after an odd one, and the other way round."""
+
+    def __call__(self, input_ids, scores):
+        banned = (torch.arange(scores.shape[1])[None] + input_ids[:, -1:]) % 2 == 1
+        return scores.masked_fill(banned, -torch.inf)
+
+
+@pytest.mark.parametrize("rule", [{"repetition_penalty": 1.3}, {"logits_processor": [NoEven()]}], ids=str)
+def test_rules_stop_strings_and_kept_prefixes_go_together(target, draft, tokenizer, rule):
+    generator = dflash.Generator(target, draft, max_length=160)
+    ids, call = prompt(9, seed=5)[None], {"max_new_tokens": NEW, "tokenizer": tokenizer, **rule}
+    plain = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    if "logits_processor" in rule:
+        plain["logits_processor"] = LogitsProcessorList(rule["logits_processor"])
+    else:
+        plain |= rule
+    prefilled = []
+    for turn in range(3):
+        text = tokenizer.decode(target.generate(ids, max_new_tokens=NEW, **plain)[0, ids.shape[1] :])
+        string = max(text[12:].split("\ufffd"), key=len)[:2]
+        expected = target.generate(ids, max_new_tokens=NEW, stop_strings=string, tokenizer=tokenizer, **plain)
+        events = list(generator.stream(ids, stop_strings=string, **call))
+        assert joined(events, 1)[0] == expected[0, ids.shape[1] :].tolist()
+        prefilled += events[-1].statistics.num_prefilled_tokens
+        ids = torch.cat([expected, prompt(3, seed=turn)[None]], 1)
+    assert prefilled == [9, 4, 4]

@@ -27,7 +27,22 @@ _SETTINGS = {
     "TopPLogitsWarper": ("top_p", "top_p"),
     "MinPLogitsWarper": ("min_p", "min_p"),
 }
+# Those that say what a setting of generation_config says which is a rule of dflash.rules.
+_RULES = {
+    "SequenceBiasLogitsProcessor": ("sequence_bias", "sequence_bias"),
+    "RepetitionPenaltyLogitsProcessor": ("repetition_penalty", "penalty"),
+    "NoRepeatNGramLogitsProcessor": ("no_repeat_ngram_size", "ngram_size"),
+    "NoBadWordsLogitsProcessor": ("bad_words_ids", "bad_word_ids"),
+    "MinLengthLogitsProcessor": ("min_length", "min_length"),
+    "MinNewTokensLengthLogitsProcessor": ("min_new_tokens", "min_new_tokens"),
+    "ForcedBOSTokenLogitsProcessor": ("forced_bos_token_id", "bos_token_id"),
+    "ForcedEOSTokenLogitsProcessor": ("forced_eos_token_id", "eos_token_id"),
+    "SuppressTokensLogitsProcessor": ("suppress_tokens", "suppress_tokens"),
+    "SuppressTokensAtBeginLogitsProcessor": ("begin_suppress_tokens", "begin_suppress_tokens"),
+}
 _NO_EFFECT = ("LogitNormalization",)  # a constant added to all logits changes no choice
+# Not functions of a row's ids and scores.
+_STATEFUL = ("UnbatchedClassifierFreeGuidanceLogitsProcessor", "ConfidenceCriteria")
 # Settings beside those of generation_defaults that ask for another decoding or another output: name -> off.
 _OFF = {
     "num_beam_groups": (None, 1),
@@ -53,20 +68,41 @@ def _refuse(what: str) -> ValueError:
     return ValueError(f"dflash.custom_generate does not apply {what}")
 
 
-def _check_processors(processors: Sequence[Any], config: Any) -> None:
-    """Raise unless the processors only repeat settings that the sampling rule applies itself, in its order.
+def _same(given: object, wanted: object) -> bool:
+    """Whether a processor's attribute holds what the setting says."""
+    if isinstance(given, Tensor):
+        given = given.tolist()
+    return given == ([wanted] if isinstance(given, list) and isinstance(wanted, int) else wanted)
 
-    Any other processor needs a loop that calls it for one position at a time; this is the place to hand it over.
+
+def _processors(processors: Sequence[Any], config: Any) -> tuple[dict[str, Any], list[Any]]:
+    """The rules that the processors stand for, and the processors that have to be called.
+
+    Raises ``ValueError`` for one that cannot be, and for warpers other than the settings of ``config`` in their order.
     """
-    order = list(_SETTINGS)
-    last = -1
+    order, last = list(_SETTINGS), -1
+    rules: dict[str, Any] = {}
+    called: list[Any] = []
+    mixed = False
+    plain: list[Any] = []
     for processor in processors:
-        name = type(processor).__name__
-        if _is_theirs(processor) and name in _NO_EFFECT:
+        name = type(processor).__name__ if _is_theirs(processor) else None
+        if name in _NO_EFFECT:
             continue
-        setting, attribute = _SETTINGS.get(name, (None, ""))
-        if not _is_theirs(processor) or setting is None:
-            raise _refuse(f"the logits processor {name}")
+        if name not in _SETTINGS:
+            if name in _STATEFUL:
+                raise _refuse(f"the logits processor {name}: it is no function of its inputs")
+            if last >= 0:
+                raise _refuse(f"the logits processor {type(processor).__name__} after {order[last]}")
+            plain.append(processor)
+            setting, attribute = _RULES.get(name, (None, ""))
+            if setting is None or not _same(getattr(processor, attribute), getattr(config, setting)):
+                called.append(processor)
+            else:
+                rules[setting] = getattr(config, setting)
+                mixed = mixed or bool(called)
+            continue
+        setting, attribute = _SETTINGS[name]
         given, wanted = getattr(processor, attribute), getattr(config, setting)
         if given != wanted:
             raise _refuse(f"{name} with {attribute}={given!r} where generation_config.{setting} is {wanted!r}")
@@ -75,15 +111,14 @@ def _check_processors(processors: Sequence[Any], config: Any) -> None:
         if order.index(name) < last:
             raise _refuse(f"{name} after {order[last]}: its order is {', '.join(order)}")
         last = order.index(name)
+    return ({}, plain) if mixed else (rules, called)  # rules come before what is called
 
 
-def _criteria(criteria: Sequence[Any], ids: Tensor) -> tuple[int | None, list[int], list[Any]]:
-    """New tokens at most, stop token ids, and stop-string criteria of transformers' stopping criteria."""
-    new, stop, strings = None, [], []
+def _criteria(criteria: Sequence[Any], ids: Tensor) -> tuple[int | None, list[int], list[Any], list[Any]]:
+    """Of stopping criteria: new tokens at most, stop token ids, stop-string criteria, and those that are called."""
+    new, stop, strings, called = None, [], [], []
     for criterion in criteria:
-        name = type(criterion).__name__
-        if not _is_theirs(criterion):
-            raise _refuse(f"the stopping criterion {name}")
+        name = type(criterion).__name__ if _is_theirs(criterion) else None
         if name == "MaxLengthCriteria":
             room = max(criterion.max_length - ids.shape[1], 1)
             new = room if new is None else min(new, room)
@@ -91,9 +126,21 @@ def _criteria(criteria: Sequence[Any], ids: Tensor) -> tuple[int | None, list[in
             stop += criterion.eos_token_id.tolist()
         elif name == "StopStringCriteria":
             strings.append(criterion)
+        elif name in _STATEFUL:
+            raise _refuse(f"the stopping criterion {name}: it is no function of the ids")
         else:
-            raise _refuse(f"the stopping criterion {name}")
-    return new, stop, strings
+            called.append(criterion)
+    return new, stop, strings, called
+
+
+def _check_called(called: Sequence[Any], mask: Tensor | None, rows: int) -> None:
+    """Raise for processors and criteria that would not see what they see in transformers: each row comes alone."""
+    for thing in called:
+        name = type(thing).__name__
+        if mask is not None and not mask.all():
+            raise _refuse(f"{name} in a padded batch: it would be called for each row alone, without its padding")
+        if rows > 1 and _is_theirs(thing) and name == "PrefixConstrainedLogitsProcessor":
+            raise _refuse(f"{name} to {rows} rows: it asks for the row's number")
 
 
 def _check_positions(positions: Tensor, mask: Tensor | None, ids: Tensor) -> None:
@@ -136,8 +183,10 @@ def custom_generate(
 
     transformers prepares inputs, settings, processors and criteria as for its own decoding, and this runs them: the
     lengths, stop tokens, ``stopping_criteria=[StopStringCriteria(...)]``, ``do_sample``, temperature, top-k, top-p,
-    min-p, ``num_return_sequences`` and ``streamer``. Note that transformers samples with ``top_k=50`` where neither the
-    call nor the model says anything. Whatever else would change the text is refused by name.
+    min-p, ``num_return_sequences``, ``streamer`` and the rules of :mod:`dflash.rules`; any other processor or criterion
+    must be a function of its inputs and is called for one token of one row at a time, which is slower. Note that
+    transformers samples with ``top_k=50`` where neither the call nor the model says anything. Whatever else would
+    change the text is refused by name.
 
     Args:
         draft, seed, draft_sharpness, block_size: as for :func:`dflash.generate`, in the call of ``model.generate``.
@@ -163,9 +212,11 @@ def custom_generate(
         raise _refuse("assistant_model: pass the drafter as draft=")
     if synced_gpus:
         raise _refuse("synced_gpus=True")
-    for name, off in _OFF.items():
-        if (value := getattr(config, name, None)) not in off:
-            raise _refuse(f"generation_config.{name}={value!r}")
+    asked = types.SimpleNamespace(generation_config=config, get_input_embeddings=target.get_input_embeddings)
+    defaults = generation_defaults(asked)
+    others = {name: value for name, off in _OFF.items() if (value := getattr(config, name, None)) not in off}
+    for name, value in (defaults["unsupported"] | others).items():
+        raise _refuse(f"generation_config.{name}={value!r}")
     if getattr(config, "cache_implementation", None) == "quantized":
         raise _refuse("generation_config.cache_implementation='quantized'")
     for name, value in model_kwargs.items():
@@ -180,10 +231,11 @@ def custom_generate(
     if streamer is not None:
         check_streamer(streamer, input_ids.shape[0])
     embedding = target.get_input_embeddings().weight
-    asked = types.SimpleNamespace(generation_config=config, get_input_embeddings=target.get_input_embeddings)
-    new, stop, strings = _criteria(stopping_criteria or (), input_ids)
+    new, stop, strings, criteria = _criteria(stopping_criteria or (), input_ids)
+    rules, processors = _processors(logits_processor or (), config)
+    _check_called([*processors, *criteria], mask, input_ids.shape[0])
     call = plan(
-        generation_defaults(asked),
+        defaults | {"rules": rules},
         embedding.shape[0],
         embedding.device,
         input_ids,
@@ -195,8 +247,9 @@ def custom_generate(
         stop_strings=(),  # they come as a criterion
         streamer=streamer,
         num_return_sequences=1,  # the rows have been repeated
+        logits_processor=processors or None,
+        stopping_criteria=criteria or None,
     )
-    _check_processors(logits_processor or (), config)
     call = dataclasses.replace(call, stop=tuple(strings))
     with_statistics = bool(config.return_dict_in_generate)
     return generate_once(target, draft, call, block_size, with_statistics, prompt_was_put)
