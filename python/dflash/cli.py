@@ -33,7 +33,9 @@ def generate(
     top_p: Annotated[float | None, typer.Option(help="Keep the most probable tokens up to this mass.")] = None,
     min_p: Annotated[float | None, typer.Option(help="Drop tokens this much less probable than the best.")] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed writes the same text.")] = None,
-    draft_sharpness: Annotated[float, typer.Option(help="How sharply the drafter follows its own logits.")] = 1.0,
+    draft_sharpness: Annotated[
+        str, typer.Option(help="How sharply the drafter follows its own logits: a number, inf, or auto.")
+    ] = "auto",
     block_size: Annotated[int | None, typer.Option(help="Tokens a step verifies; default: the drafter's.")] = None,
     bos: Annotated[bool, typer.Option("--bos", help="Put the tokenizer's BOS token before the prompt.")] = False,
     dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto (the checkpoint's).")] = "auto",
@@ -50,6 +52,10 @@ def generate(
     logging.disable_progress_bar()
     if dtype not in ("auto", "float32", "bfloat16", "float16"):
         raise ValueError(f"--dtype must be auto, float32, bfloat16 or float16, got {dtype!r}")
+    try:
+        sharpness = draft_sharpness if draft_sharpness == "auto" else float(draft_sharpness)
+    except ValueError as error:
+        raise ValueError(f"--draft-sharpness must be a number or auto, got {draft_sharpness!r}") from error
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -79,7 +85,7 @@ def generate(
         top_p=top_p,
         min_p=min_p,
         seed=seed,
-        draft_sharpness=draft_sharpness,
+        draft_sharpness=sharpness,
         block_size=block_size,
         return_dict_in_generate=True,
     )
