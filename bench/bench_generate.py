@@ -52,7 +52,9 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--new", type=int, default=120, help="new tokens at most")
     parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--draft-sharpness", type=float, default=1.0)
+    parser.add_argument(
+        "--draft-sharpness", type=lambda text: text if text == "auto" else float(text), default="auto", metavar="NUMBER"
+    )
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--compile", action="store_true")
     arguments = parser.parse_args()

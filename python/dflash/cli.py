@@ -27,6 +27,7 @@ TopP = Annotated[float | None, typer.Option(help="Keep the most probable tokens 
 MinP = Annotated[float | None, typer.Option(help="Drop tokens this much less probable than the best.")]
 Seed = Annotated[int | None, typer.Option(help="The same seed writes the same text.")]
 BlockSize = Annotated[int | None, typer.Option(help="Tokens a step verifies; default: the drafter's.")]
+Sharpness = Annotated[str, typer.Option(help="How sharply the drafter follows its logits: a number, inf, or auto.")]
 Stop = Annotated[list[str] | None, typer.Option(help="End where this text is written; may be repeated.")]
 System = Annotated[str | None, typer.Option(help="System message, for a tokenizer with a chat template.")]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto (the checkpoint's).")]
@@ -59,6 +60,7 @@ def generate(
     min_p: MinP = None,
     seed: Seed = None,
     stop: Stop = None,
+    draft_sharpness: Sharpness = "auto",
     block_size: BlockSize = None,
     dtype: Dtype = "auto",
     device: Device = None,
@@ -84,6 +86,7 @@ def generate(
             raise ValueError("--bos goes with --raw: the chat template has its own")
         ids = _chat_ids(tokenizer, _messages(system, text))
     arguments = _sampling(max_new_tokens, temperature, top_k, top_p, min_p, seed, stop)
+    arguments["draft_sharpness"] = _sharpness(draft_sharpness)
     # A wrong number should not wait for a large target to load; the engine checks it again.
     _check_numbers(arguments)
     target, drafter, where = _load(model, draft, dtype, device)
@@ -144,13 +147,20 @@ def _sampling(max_new_tokens, temperature, top_k, top_p, min_p, seed, stop) -> d
     }
 
 
+def _sharpness(value: str) -> str | float:
+    try:
+        return value if value == "auto" else float(value)
+    except ValueError as error:
+        raise ValueError(f"--draft-sharpness must be a number, inf or auto, got {value!r}") from error
+
+
 def _check_numbers(arguments: dict[str, Any]) -> None:
     from .sampling import Sampling
 
     if arguments["max_new_tokens"] < 1:
         raise ValueError(f"max_new_tokens must be an integer of at least 1, got {arguments['max_new_tokens']}")
-    names = ("temperature", "top_k", "top_p", "min_p", "seed")
-    Sampling.create(1).set_(1, **{name: arguments[name] for name in names if arguments[name] is not None})
+    names = ("temperature", "top_k", "top_p", "min_p", "seed", "draft_sharpness")
+    Sampling.create(1).set_(1, **{name: arguments[name] for name in names if arguments.get(name) is not None})
 
 
 def _show(events: Iterator[Any], quiet: bool = False) -> tuple[str, Any]:

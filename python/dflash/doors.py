@@ -6,7 +6,7 @@ import dataclasses
 import sys
 import types
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -174,7 +174,7 @@ def custom_generate(
     streamer: Any = None,
     draft: nn.Module | None = None,
     seed: int | Sequence[int] | None = None,
-    draft_sharpness: float = 1.0,
+    draft_sharpness: float | Literal["auto"] = "auto",
     block_size: int | None = None,
     **model_kwargs: Any,
 ) -> Any:

@@ -15,16 +15,17 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from . import ops
+from . import denoise, ops, rejection
 from .cache import LazyKVCache
 from .drafter import Drafter, load_draft
 from .rules import HostRules, LogitRules, RuleArguments, RuleSettings
 from .sampling import Sampling, integer
+from .sharpness import AutoSharpness
 from .streaming import TextDecoder, check_streamer, first_stop
 from .target import (
     Target,
@@ -218,6 +219,29 @@ def _check_pair(target: nn.Module, draft: Drafter | None, block_size: int | None
     return rows
 
 
+def _check_acceptance(acceptance: str, denoise_steps: int, draft_sharpness: float | Literal["auto"]) -> None:
+    """Raise unless ``acceptance`` is known and can work with these settings."""
+    if acceptance not in ("keyed", "rejection"):
+        raise ValueError(f'acceptance must be "keyed" or "rejection", got {acceptance!r}')
+    if acceptance == "keyed":
+        return
+    if denoise_steps > 1:
+        raise ValueError(
+            f'acceptance="rejection" needs denoise_steps=1, got {denoise_steps}: the tokens would be biased'
+        )
+    if draft_sharpness not in ("auto", 1):
+        raise ValueError(
+            'acceptance="rejection" draws drafts from the drafter\'s own distribution: draft_sharpness must be 1 or '
+            f'"auto" there, got {draft_sharpness!r}'
+        )
+
+
+def _check_drafts(call: Call, drafts: bool) -> None:
+    """Raise if ``call`` needs drafts and there are none."""
+    if call.acceptance == "rejection" and not drafts:
+        raise ValueError('acceptance="rejection" needs drafts to reject, got draft=None or block_size=1')
+
+
 @dataclass
 class _Progress:
     """The host's view of a running batch, read one step late on CUDA so that the host never waits for the step.
@@ -301,6 +325,7 @@ class Generator:
         max_length: prompt and new tokens of a row together may not exceed this.
         batch_size: rows at most.
         block_size: rows that a step verifies, 1 to the drafter's own block size (the default); 1 without a drafter.
+        denoise_steps: passes of the drafter over each block, see :func:`generate`.
         compile: run the step through ``torch.compile(fullgraph=True)``; the first call then takes long.
         prefill_chunk: prompt tokens in one forward pass.
         reuse_prefix: run only what is new of a prompt whose first tokens are, row by row, those that the call before
@@ -325,6 +350,7 @@ class Generator:
         max_length: int,
         batch_size: int = 1,
         block_size: int | None = None,
+        denoise_steps: int = 1,
         compile: bool = False,
         prefill_chunk: int = 512,
         reuse_prefix: bool = True,
@@ -332,6 +358,7 @@ class Generator:
         target = unwrap(target)
         self.max_length = _whole("max_length", max_length, 2)
         self.batch_size = batch = _whole("batch_size", batch_size, 1)
+        self.denoise_steps = _whole("denoise_steps", denoise_steps, 1)
         self.prefill_chunk = _whole("prefill_chunk", prefill_chunk, 1)
         draft = None if draft is None else load_draft(draft)
         self.block_size = rows = _check_pair(target, draft, block_size)
@@ -369,6 +396,10 @@ class Generator:
             taps = len(config.target_layer_ids)
             self.context = torch.zeros(batch, rows, taps * config.hidden_size, dtype=dtype, device=device)
             self.draft_cache = self.draft.new_cache(batch, capacity)
+            self.auto = AutoSharpness(batch, rows - 1, device)
+        # How the call drafts and accepts: values of Python, fixed while it runs, so that a step branches on no tensor.
+        self._adapts = self._rejects = False
+        self._schedule: tuple[int, ...] = ()
         self.reuse_prefix = reuse_prefix
         self._lock = threading.RLock()
         self._current: Call | None = None  # the call that the state belongs to
@@ -386,21 +417,46 @@ class Generator:
 
     # ------------------------------------------------------------------------------------------ the step
 
-    def _propose(self, anchor: Tensor) -> Tensor:
-        """Draft tokens ``[batch, block_size - 1]`` behind ``anchor [batch, 1]``; -1 without a drafter."""
-        rows = self.block_size
-        if self.draft is None:
-            return anchor.new_full((anchor.shape[0], rows - 1), -1)
-        features = self.draft.fuse(self.context, self.num_context)
-        masks = anchor.new_full((anchor.shape[0], rows - 1), self.draft.config.mask_token_id)
-        embeds = nn.functional.embedding(torch.cat([anchor, masks], 1), self.target.embedding_weight)
+    def _draft_logits(self, block: Tensor, features: Tensor) -> Tensor:
+        """One draft pass over ``block [batch, block_size]``: the logits ``[batch, block_size - 1, vocab]``."""
+        embeds = nn.functional.embedding(block, self.target.embedding_weight)
         hidden = self.draft(
             features, self.num_context, self.draft.scale_embeddings(embeds), self.length, self.draft_cache
         )
         logits = self.draft.logits(hidden[:, 1:], self.target.head)
-        if self.rules is not None:
-            logits = self.rules.apply_to_drafts(logits, self.length)
-        return self._select(logits, self.length[:, None] + self._offsets[1:], self.sampling.sharpness)
+        return logits if self.rules is None else self.rules.apply_to_drafts(logits, self.length)
+
+    def _propose(self, anchor: Tensor) -> Tensor:
+        """Draft tokens ``[batch, block_size - 1]`` behind ``anchor [batch, 1]``; -1 without a drafter."""
+        drafts = anchor.new_full((anchor.shape[0], self.block_size - 1), -1)
+        if self.draft is None:
+            return drafts
+        mask, positions = self.draft.config.mask_token_id, self.length[:, None] + self._offsets[1:]
+        features = self.draft.fuse(self.context, self.num_context)
+        block = torch.full_like(drafts, mask)
+        if self._rejects:
+            logits = self._draft_logits(torch.cat([anchor, block], 1), features)
+            self.draft_probabilities.copy_(rejection.probabilities(logits, self.sampling))
+            return rejection.propose(self.draft_probabilities, positions, self.sampling.seeds)
+        known = candidates = None
+        for keep in (*self._schedule, None):
+            logits = self._draft_logits(torch.cat([anchor, block], 1), features)
+            fresh = self._candidates(logits, positions)
+            candidates = fresh if known is None else torch.where(known[:, None], candidates, fresh)
+            drafts = self.auto.pick(candidates) if self._adapts else candidates[:, 0]
+            if keep is not None:
+                known = denoise.most_confident(logits, drafts, known, keep)
+                block = torch.where(known, drafts.clamp(min=0), mask)
+                features = features[:, :0]  # the context is in the draft cache now
+        if self._adapts:
+            self.auto.candidates.copy_(candidates)
+        return drafts
+
+    def _candidates(self, logits: Tensor, positions: Tensor) -> Tensor:
+        """Proposals ``[batch, n, block_size - 1]``: of each level of "auto", or of the sharpness asked for."""
+        if not self._adapts:
+            return self._select(logits, positions, self.sampling.sharpness)[:, None]
+        return torch.stack([self._select(logits, positions, level) for level in self.auto.levels.unbind()], 1)
 
     def _select(self, logits: Tensor, positions: Tensor, sharpness: Tensor) -> Tensor:
         s = self.sampling
@@ -427,10 +483,17 @@ class Generator:
         """
         block, logits = self._verify()
         length = self.length
-        posterior = self._select(logits, length[:, None] + self._offsets + 1, self._ones)
+        positions = length[:, None] + self._offsets + 1
+        if self._rejects:
+            p = rejection.probabilities(logits, self.sampling)
+            posterior = rejection.verify(block[:, 1:], self.draft_probabilities, p, positions, self.sampling.seeds)
+        else:
+            posterior = self._select(logits, positions, self._ones)
         ops.accept_prefix_(
             block, posterior, self.stop_token_ids, self.limits, self.tokens, length, self.num_context, self.done
         )
+        if self._adapts:
+            self.auto.observe_(posterior, self.num_context, self.done)
 
     @torch.no_grad()
     def _step_with_processors(self) -> None:
@@ -574,7 +637,8 @@ class Generator:
         top_p: float | None = None,
         min_p: float | None = None,
         seed: int | Sequence[int] | None = None,
-        draft_sharpness: float = 1.0,
+        draft_sharpness: float | Literal["auto"] = "auto",
+        acceptance: Literal["keyed", "rejection"] = "keyed",
         stop_token_ids: Sequence[int] | int | None = None,
         stop_strings: Sequence[str] | str | None = None,
         tokenizer: Any = None,
@@ -598,6 +662,7 @@ class Generator:
             min_p=min_p,
             seed=seed,
             draft_sharpness=draft_sharpness,
+            acceptance=acceptance,
             stop_token_ids=stop_token_ids,
             stop_strings=stop_strings,
             tokenizer=tokenizer,
@@ -621,8 +686,9 @@ class Generator:
         return self._stream(call, skip_special_tokens)
 
     def _plan(self, ids: Tensor, **arguments: Any) -> Call:
-        reuse = self.reuse_prefix
-        call = plan(self._defaults, self.vocab_size, self.target.device, ids, reuse_prefix=reuse, **arguments)
+        kept = {"reuse_prefix": self.reuse_prefix, "denoise_steps": self.denoise_steps}
+        call = plan(self._defaults, self.vocab_size, self.target.device, ids, **kept, **arguments)
+        _check_drafts(call, self.draft is not None)
         batch, longest = len(call.prompts), max(map(len, call.prompts))
         if batch > self.batch_size:
             raise ValueError(f"ids has {batch} rows, this generator was made for {self.batch_size}")
@@ -708,6 +774,7 @@ class Generator:
         self._current, self._whole = call, False
         self._ran = [WeightsFingerprint(module, values=True) for module in modules]
         self.sampling.set_(batch, seed=call.seed, **call.sampling)
+        self._set_acceptance(call)
         self._set_stop_token_ids(settings.stop_token_ids)
         self._set_rules(settings.rules, batch)
         # Rows that this call does not use hold one token and are done before they start.
@@ -822,6 +889,18 @@ class Generator:
         if settings.logits_processor or settings.stopping_criteria:
             self.host_rules = HostRules(settings.logits_processor, settings.stopping_criteria, rows)
 
+    def _set_acceptance(self, call: Call) -> None:
+        """Choose the step's branches for ``call``; at temperature 0 every way to accept is the greedy one."""
+        sampled = self.draft is not None and call.settings.temperature > 0
+        self._rejects = sampled and call.acceptance == "rejection"
+        self._adapts = sampled and call.acceptance == "keyed" and call.sampling["draft_sharpness"] == "auto"
+        self._schedule = denoise.schedule(self.block_size - 1, call.denoise_steps)
+        if self._adapts:
+            self.auto.reset_()
+        if self._rejects and not hasattr(self, "draft_probabilities"):
+            shape = (self.batch_size, self.block_size - 1, self.vocab_size)
+            self.draft_probabilities = torch.zeros(shape, dtype=torch.float32, device=self.target.device)
+
     def _set_stop_token_ids(self, ids: list[int]) -> None:
         if len(ids) > len(self.stop_token_ids):
             slots = -(-len(ids) // _STOP_SLOTS) * _STOP_SLOTS
@@ -915,6 +994,7 @@ class Call:
         sampling: what :meth:`dflash.sampling.Sampling.set_` takes, less the seed.
         stop: transformers' stop-string criteria; more tokens than these let through are dropped.
         reuse_prefix: run only what is new of the prompts.
+        acceptance, denoise_steps: as for :func:`generate`.
     """
 
     ids: Tensor
@@ -927,6 +1007,8 @@ class Call:
     tokenizer: Any
     streamer: Any
     reuse_prefix: bool
+    acceptance: str
+    denoise_steps: int
 
 
 def plan(
@@ -942,13 +1024,15 @@ def plan(
     top_p: float | None = None,
     min_p: float | None = None,
     seed: int | Sequence[int] | None = None,
-    draft_sharpness: float = 1.0,
+    draft_sharpness: float | Literal["auto"] = "auto",
+    acceptance: Literal["keyed", "rejection"] = "keyed",
     stop_token_ids: Sequence[int] | int | None = None,
     stop_strings: Sequence[str] | str | None = None,
     tokenizer: Any = None,
     streamer: Any = None,
     num_return_sequences: int | None = None,
     reuse_prefix: bool = False,
+    denoise_steps: int = 1,
     **rules: Unpack[RuleArguments],
 ) -> Call:
     """Check every argument of :func:`generate` that can be checked without a drafter; nothing is run."""
@@ -966,6 +1050,10 @@ def plan(
     sampling = {name: getattr(settings, name) for name in ("temperature", "top_k", "top_p", "min_p")}
     sampling["draft_sharpness"] = draft_sharpness
     Sampling.create(rows).set_(rows, seed=0 if seed is None else seed, **sampling)  # raises on what is wrong
+    denoise_steps = _whole("denoise_steps", denoise_steps, 1)
+    _check_acceptance(acceptance, denoise_steps, draft_sharpness)
+    if acceptance == "rejection" and (settings.rules.logits_processor or settings.rules.stopping_criteria):
+        raise ValueError('acceptance="rejection" cannot be combined with logits_processor or stopping_criteria')
     if streamer is not None:
         check_streamer(streamer, rows)
     strings = defaults["stop_strings"] if stop_strings is None else stop_strings
@@ -977,7 +1065,20 @@ def plan(
         raise ValueError(f"stop_strings {list(strings)} need the target's tokenizer: pass tokenizer=")
     stop = (stop_string_criterion(tokenizer, list(strings)),) if strings else ()
     prompts = [row[live].long() for row, live in zip(ids, mask, strict=True)]
-    return Call(ids, prompts, settings, sampling, seed, stop, strings, tokenizer, streamer, reuse_prefix)
+    return Call(
+        ids,
+        prompts,
+        settings,
+        sampling,
+        seed,
+        stop,
+        strings,
+        tokenizer,
+        streamer,
+        reuse_prefix,
+        acceptance,
+        denoise_steps,
+    )
 
 
 # ---------------------------------------------------------------------------------------------- one-shot
@@ -1033,13 +1134,15 @@ def generate(
     top_p: float | None = None,
     min_p: float | None = None,
     seed: int | Sequence[int] | None = None,
-    draft_sharpness: float = 1.0,
+    draft_sharpness: float | Literal["auto"] = "auto",
+    acceptance: Literal["keyed", "rejection"] = "keyed",
     stop_token_ids: Sequence[int] | int | None = None,
     stop_strings: Sequence[str] | str | None = None,
     tokenizer: Any = None,
     streamer: Any = None,
     num_return_sequences: int | None = None,
     block_size: int | None = None,
+    denoise_steps: int = 1,
     return_dict_in_generate: bool = False,
     **rules: Unpack[RuleArguments],
 ) -> Tensor | GenerateOutput:
@@ -1069,7 +1172,12 @@ def generate(
         seed: an integer, or one per row; row r of a batch with one seed uses ``sampling.fold(seed, r)``. None draws
             one from torch's default generator.
         draft_sharpness: the drafter proposes ``argmax(draft_sharpness * logits / temperature + gumbel)``; from 0 up,
-            ``inf`` is its plain argmax. Changes the speed, never the text.
+            ``inf`` is its plain argmax. ``"auto"`` chooses between inf, 2 and 1 per row as it goes
+            (:class:`dflash.sharpness.AutoSharpness`). Changes the speed, never the text.
+        acceptance: ``"keyed"`` as above, or ``"rejection"``: classic speculative sampling
+            (:mod:`dflash.rejection`). The text is then distributed as the target's, but it is no function of the
+            seed alone: it depends on the drafter, the block size and where blocks begin, and differs from
+            ``"keyed"``'s. Needs a drafter and ``denoise_steps=1``; at temperature 0 both are greedy.
         stop_token_ids: ids that end a row, emitted as its last token; an empty list for none.
         stop_strings: end a row with the token that completes one of them, wherever in a block it stands, exactly as
             transformers does it in one-token decoding (its ``StopStringCriteria``); needs ``tokenizer``.
@@ -1079,6 +1187,8 @@ def generate(
         num_return_sequences: answers to each prompt, in consecutive rows of a batch that repeats it, so that each row
             has its own seed; 1 at temperature 0, where all would be the same.
         block_size: 1 to the drafter's own. Changes the speed, never the text.
+        denoise_steps: passes of the drafter over a block, at least 1: each further one keeps the tokens that the one
+            before was most sure of and drafts the rest anew (:mod:`dflash.denoise`). Changes the speed, never the text.
         return_dict_in_generate: return a :class:`GenerateOutput` with statistics.
         **rules: penalties, bans, forced tokens, Python processors and criteria, by the names and meanings of
             :class:`dflash.rules.RuleArguments`: repetition_penalty, presence_penalty, frequency_penalty,
@@ -1106,11 +1216,13 @@ def generate(
         min_p=min_p,
         seed=seed,
         draft_sharpness=draft_sharpness,
+        acceptance=acceptance,
         stop_token_ids=stop_token_ids,
         stop_strings=stop_strings,
         tokenizer=tokenizer,
         streamer=streamer,
         num_return_sequences=num_return_sequences,
+        denoise_steps=denoise_steps,
         **rules,
     )
     return generate_once(target, draft, call, block_size, return_dict_in_generate)
@@ -1185,6 +1297,7 @@ def _plan_one_shot(target: nn.Module, ids: Tensor, **arguments: Any) -> tuple[nn
 def _generator(target: nn.Module, draft: nn.Module | None, call: Call, block_size: int | None) -> Generator:
     """The kept generator if it serves this call, else a new one in its place."""
     global _kept
+    _check_drafts(call, draft is not None and block_size != 1)
     batch = len(call.prompts)
     needed = max(map(len, call.prompts)) + call.settings.max_new_tokens
     if _kept is not None and _kept.serves(target, draft, block_size, batch, needed):

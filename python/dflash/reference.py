@@ -219,33 +219,76 @@ def _shared_exp(d: Tensor) -> Tensor:
     return torch.where(under, 0.0, p * scale)
 
 
-def gumbel_noise(seeds: Tensor, positions: Tensor, vocab: int) -> Tensor:
+def _uniform(seeds: Tensor, positions: Tensor, vocab: int, stream: int) -> Tensor:
+    """``(word + 0.5) / 2^32`` of each token's Philox word, ``[batch, rows, vocab]`` float64, exact."""
+    key = seeds[:, None, None]
+    position = positions[:, :, None]
+    group = torch.arange((vocab + 3) // 4, device=positions.device).expand(*positions.shape, -1)
+    counter = [group, position & _LOW32, position >> 32 & _LOW32, torch.full_like(position, stream)]
+    words = torch.stack(_philox((key & _LOW32, key >> 32 & _LOW32), counter), -1).flatten(2)[..., :vocab]
+    return (words.to(torch.float64) + 0.5) * 2.0**-32
+
+
+def gumbel_noise(seeds: Tensor, positions: Tensor, vocab: int, stream: int = 0) -> Tensor:
     """The keyed noise of :func:`select_tokens`: standard Gumbel, a function of (seed, position, token id) alone.
 
-    Word ``id & 3`` of Philox 4x32-10 with the seed as key and (id >> 2, position low, position high, 0) as counter
-    is x; the noise is ``-ln(-ln(1 - (x + 0.5) / 2^32))`` in float64, rounded to fp32. It lies in (-3.14, 22.88).
+    Word ``id & 3`` of Philox 4x32-10 with the seed as key and (id >> 2, position low, position high, stream) as
+    counter is x; the noise is ``-ln(-ln(1 - (x + 0.5) / 2^32))`` in float64, rounded to fp32. It lies in
+    (-3.14, 22.88).
 
     Args:
         seeds: ``[batch]`` int64.
         positions: ``[batch, rows]`` int64.
         vocab: how many token ids.
+        stream: 0 for the choice of tokens; others are independent of it and of one another.
 
     Returns:
         ``[batch, rows, vocab]`` float32.
     """
-    key = seeds[:, None, None]
-    position = positions[:, :, None]
-    group = torch.arange((vocab + 3) // 4, device=positions.device).expand(*positions.shape, -1)
-    counter = [group, position & _LOW32, position >> 32 & _LOW32, torch.zeros_like(position)]
-    words = torch.stack(_philox((key & _LOW32, key >> 32 & _LOW32), counter), -1).flatten(2)[..., :vocab]
-    w = (words.to(torch.float64) + 0.5) * 2.0**-32
-    return (-_log64(-_log64(1.0 - w))).to(torch.float32)
+    return (-_log64(-_log64(1.0 - _uniform(seeds, positions, vocab, stream)))).to(torch.float32)
 
 
-def _lowest_argmax(x: Tensor) -> Tensor:
+def uniform_noise(seeds: Tensor, positions: Tensor, stream: int) -> Tensor:
+    """One number in (0, 1) per position: ``(x + 0.5) / 2^32`` of the first word x of :func:`gumbel_noise`.
+
+    Args:
+        seeds: ``[batch]`` int64.
+        positions: ``[batch, rows]`` int64.
+        stream: as in :func:`gumbel_noise`.
+
+    Returns:
+        ``[batch, rows]`` float64.
+    """
+    return _uniform(seeds, positions, 1, stream)[..., 0]
+
+
+def lowest_argmax(x: Tensor) -> Tensor:
     """argmax over the last dimension, ties to the lowest index on every device."""
     ids = torch.arange(x.shape[-1], device=x.device)
     return torch.where(x == x.amax(-1, keepdim=True), ids, x.shape[-1]).amin(-1)
+
+
+def filtered_logits(
+    logits: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
+) -> tuple[Tensor, Tensor]:
+    """``logits / temperature [batch, rows, vocab]``, fp32, and which tokens top-k, top-p and min-p keep, in bool."""
+    vocab = logits.shape[-1]
+    temperature, top_k, top_p, min_p = (x[:, None, None] for x in (temperature, top_k, top_p, min_p))
+    z = logits.to(torch.float32) / temperature
+    order, index = z.sort(-1, descending=True)
+    best = order[..., :1]
+
+    kth = order.gather(-1, (top_k - 1).clamp(0, vocab - 1).expand_as(best))
+    in_top_k = (order >= kth) | (top_k <= 0) | (top_k >= vocab)
+    e = _shared_exp(torch.where(order == best, 0.0, order - best))
+    q = torch.where(in_top_k, torch.round(e * 2.0**38), 0.0).to(torch.int64)
+    before = q.cumsum(-1) - q
+    first = torch.cat([torch.ones_like(order[..., :1], dtype=torch.bool), order[..., 1:] != order[..., :-1]], -1)
+    greater = torch.where(first, before, 0).cummax(-1).values  # of equal tokens, what lies before the first
+    total = q.sum(-1, keepdim=True).to(torch.float64)
+    in_top_p = (greater.to(torch.float64) < top_p.to(torch.float64) * total) | ~(top_p < 1)
+    keep = in_top_k & in_top_p & ((e >= min_p) | ~(min_p > 0)) | (order == best)
+    return z, torch.empty_like(keep).scatter_(-1, index, keep)
 
 
 def select_tokens(
@@ -260,30 +303,12 @@ def select_tokens(
 ) -> Tensor:
     """``argmax(sharpness * filter(logits / temperature) + gumbel_noise)``; -1 for a row that holds NaN."""
     logits = logits.to(torch.float32)
-    vocab = logits.shape[-1]
-    temperature, top_k, top_p, min_p, sharpness = (
-        x[:, None, None] for x in (temperature, top_k, top_p, min_p, sharpness)
-    )
-    z = logits / temperature
-    order, index = z.sort(-1, descending=True)
-    best = order[..., :1]
-
-    kth = order.gather(-1, (top_k - 1).clamp(0, vocab - 1).expand_as(best))
-    in_top_k = (order >= kth) | (top_k <= 0) | (top_k >= vocab)
-    e = _shared_exp(torch.where(order == best, 0.0, order - best))
-    q = torch.where(in_top_k, torch.round(e * 2.0**38), 0.0).to(torch.int64)
-    before = q.cumsum(-1) - q
-    first = torch.cat([torch.ones_like(order[..., :1], dtype=torch.bool), order[..., 1:] != order[..., :-1]], -1)
-    greater = torch.where(first, before, 0).cummax(-1).values  # of equal tokens, what lies before the first
-    total = q.sum(-1, keepdim=True).to(torch.float64)
-    in_top_p = (greater.to(torch.float64) < top_p.to(torch.float64) * total) | ~(top_p < 1)
-    keep = in_top_k & in_top_p & ((e >= min_p) | ~(min_p > 0)) | (order == best)
-    keep = torch.empty_like(keep).scatter_(-1, index, keep)
-
-    score = torch.where(torch.isinf(z), z, sharpness * z) + gumbel_noise(seeds, positions, vocab)
+    z, keep = filtered_logits(logits, temperature, top_k, top_p, min_p)
+    temperature, sharpness = temperature[:, None, None], sharpness[:, None, None]
+    score = torch.where(torch.isinf(z), z, sharpness * z) + gumbel_noise(seeds, positions, logits.shape[-1])
     greedy = ~(temperature > 0) | torch.isposinf(sharpness)
     value = torch.where(greedy, logits, torch.where(keep, score, -torch.inf))
-    ids = _lowest_argmax(value)
+    ids = lowest_argmax(value)
     return torch.where(torch.isnan(logits).any(-1), -1, ids)
 
 

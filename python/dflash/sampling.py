@@ -13,6 +13,7 @@ import math
 import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -128,7 +129,7 @@ class Sampling:
         top_p: float = 1.0,
         min_p: float = 0.0,
         seed: int | Sequence[int] | None = None,
-        draft_sharpness: float = 1.0,
+        draft_sharpness: float | Literal["auto"] = 1.0,
     ) -> None:
         """Write the first ``rows`` rows in place; nothing is written when an argument is wrong.
 
@@ -142,7 +143,8 @@ class Sampling:
                 default generator.
             draft_sharpness: 0 or more, infinity included: the drafter proposes
                 ``argmax(draft_sharpness * logits / temperature + gumbel)``. 1 couples it to the target's own
-                noise (Daliri et al.), infinity is its plain argmax. Changes the speed, never the text.
+                noise (Daliri et al.), infinity is its plain argmax. "auto" writes infinity, where the automatic
+                choice (:mod:`dflash.sharpness`) begins. Changes the speed, never the text.
 
         Raises:
             ValueError: a value is out of range, or as many seeds as rows were wanted. TypeError: of the wrong type.
@@ -162,7 +164,9 @@ class Sampling:
         min_p = _number("min_p", min_p, "a number in [0, 1]")
         if not 0 <= min_p <= 1:
             raise ValueError(f"min_p must lie in [0, 1] (0 is off), got {min_p}")
-        sharpness = _number("draft_sharpness", draft_sharpness, "a number of at least 0")
+        if isinstance(draft_sharpness, str) and draft_sharpness == "auto":
+            draft_sharpness = math.inf
+        sharpness = _number("draft_sharpness", draft_sharpness, 'a number of at least 0 or "auto"')
         if math.isnan(sharpness) or sharpness < 0:
             raise ValueError(f"draft_sharpness must be at least 0 (infinity is allowed), got {sharpness}")
         if seed is None and temperature < _SMALLEST_TEMPERATURE:

@@ -1,0 +1,139 @@
+"""denoise_steps: the schedule, what a further pass sees, and that the text never changes."""
+
+import itertools
+
+import pytest
+import torch
+from baseline import greedy, left_padded, prompt, sampled
+from families import make_draft, make_target
+
+import dflash
+from dflash import denoise
+from dflash.sampling import fold
+
+NEW = 20
+
+
+def test_the_schedule_grows_and_leaves_something_for_the_last_pass():
+    assert denoise.schedule(15, 1) == ()
+    assert denoise.schedule(15, 2) == (7,)
+    assert denoise.schedule(15, 4) == (3, 7, 11)
+    assert denoise.schedule(3, 9) == (1, 2)
+    for drafts in range(1, 20):
+        for steps in range(1, 25):
+            kept = (0, *denoise.schedule(drafts, steps), drafts)
+            assert all(later > earlier for earlier, later in itertools.pairwise(kept))
+            assert len(kept) == min(steps, drafts) + 1
+
+
+def test_the_most_confident_tokens_are_kept_and_stay():
+    logits = torch.zeros(2, 4, 5)
+    logits[0, :, 1] = torch.tensor([1.0, 4.0, 2.0, 3.0])
+    logits[1, :, 1] = torch.tensor([1.0, 4.0, torch.nan, 3.0])
+    drafts = torch.tensor([[1, 1, 1, 1], [1, 0, -1, 1]])  # row 1 chose an improbable token in its second place
+    known = torch.zeros(2, 4, dtype=torch.bool)
+    once = denoise.most_confident(logits, drafts, None, 1)
+    assert torch.equal(denoise.most_confident(logits, drafts, known, 1), once)
+    assert once.tolist() == [[False, True, False, False], [False, False, False, True]]
+    assert denoise.most_confident(logits, drafts, once, 2).tolist() == [
+        [False, True, False, True],
+        [True, False, False, True],
+    ]
+    assert denoise.most_confident(logits, drafts, once, 3).sum(1).tolist() == [3, 3]
+    assert not denoise.most_confident(logits, drafts, known, 3)[1, 2], "NaN is kept last"
+    low = torch.tensor([[True, False, False, False]] * 2)
+    assert denoise.most_confident(logits, drafts, low, 2).tolist() == [
+        [True, True, False, False],
+        [True, False, False, True],
+    ]
+
+
+@pytest.mark.parametrize("variant", ["Qwen3-4B", "Qwen3.6-27B"])
+@pytest.mark.parametrize("steps", [2, 4, 40])
+def test_the_text_is_unchanged(variant, steps):
+    target = make_target("qwen3")
+    draft = make_draft(target, variant)
+    prompts = [prompt(length, seed=9) for length in (1, 17, 40)]
+    ids, mask = left_padded(prompts)
+    call = {"attention_mask": mask, "max_new_tokens": NEW, "denoise_steps": steps}
+    output = dflash.generate(target, draft, ids, **call)
+    assert output[:, 40:].tolist() == [greedy(target, p, NEW).tolist() for p in prompts]
+    for sharpness in ("auto", 1.0):
+        output = dflash.generate(target, draft, ids, temperature=1.0, seed=3, draft_sharpness=sharpness, **call)
+        assert output[:, 40:].tolist() == [
+            sampled(target, p, NEW, fold(3, r), 1.0).tolist() for r, p in enumerate(prompts)
+        ]
+
+
+class Watched(dflash.Generator):
+    """Keeps what every draft pass was given."""
+
+    def _draft_logits(self, block, features):
+        logits = super()._draft_logits(block, features)
+        self.passes.append((block.clone(), features.shape[1], logits.argmax(-1)))
+        return logits
+
+
+def test_each_pass_sees_the_tokens_kept_before_and_injects_nothing_again():
+    target = make_target("qwen3")
+    generator = Watched(target, make_draft(target), max_length=64, batch_size=2, denoise_steps=4)
+    ids, mask = left_padded([prompt(5), prompt(9)])
+    generator.passes = []
+    generator.generate(ids, attention_mask=mask, max_new_tokens=6)
+    assert len(generator.passes) % 4 == 0
+    mask_id = generator.draft.config.mask_token_id
+    for start in range(0, len(generator.passes), 4):
+        passes = generator.passes[start : start + 4]
+        assert [context for _, context, _ in passes] == [16, 0, 0, 0]
+        unmasked = [(block[:, 1:] != mask_id) for block, _, _ in passes]
+        for kept, shown, (block, _, _), (before, _, choice) in zip(
+            (3, 7, 11), unmasked[1:], passes[1:], passes, strict=False
+        ):
+            assert ((shown.sum(1) == kept) | (choice == mask_id).any(1)).all()  # a draft may be the mask id itself
+            old = before[:, 1:] != mask_id
+            assert torch.equal(block[:, 1:][old], before[:, 1:][old]), "what was kept stays"
+            fresh = shown & ~old
+            assert torch.equal(block[:, 1:][fresh], choice[fresh]), "what is new is the choice of the pass before"
+
+
+def test_later_passes_leave_the_draft_cache_as_one_pass_would():
+    """Behind the anchor nothing counts; before it the context must be what a single pass injects."""
+    target = make_target("qwen3")
+    caches = []
+    for steps in (1, 3):
+        generator = dflash.Generator(target, make_draft(target), max_length=64, denoise_steps=steps)
+        generator.generate(prompt(7)[None], max_new_tokens=1)
+        generator.done.zero_()
+        generator.limits.fill_(60)
+        length = int(generator.length)
+        generator.step()
+        first = generator.tokens[0, : length + 2].clone()
+        generator.num_context.fill_(1)  # the bonus token alone: the same context for any acceptance
+        generator.length.fill_(length + 1)
+        generator.step()
+        caches.append((first, [cache[:, :, : length + 1].clone() for cache in generator.draft_cache.keys]))
+    assert torch.equal(caches[0][0], caches[1][0])
+    for one, many in zip(caches[0][1], caches[1][1], strict=True):
+        torch.testing.assert_close(many, one, rtol=1e-5, atol=1e-6)
+
+
+def test_it_must_be_a_whole_number_of_at_least_1():
+    target = make_target("qwen3")
+    draft = make_draft(target)
+    cases = [(0, ValueError, "at least 1, got 0"), (-1, ValueError, "at least 1"), (1.5, TypeError, "got 1.5")]
+    for value, error, message in [*cases, (True, TypeError, "got True"), ("2", TypeError, "got '2'")]:
+        message = f"denoise_steps must be an integer.*{message}"
+        with pytest.raises(error, match=message):
+            dflash.generate(target, draft, prompt(4)[None], max_new_tokens=4, denoise_steps=value)
+        with pytest.raises(error, match=message):
+            dflash.Generator(target, draft, max_length=32, denoise_steps=value)
+
+
+def test_one_shot_calls_share_a_generator_whatever_their_steps():
+    target = make_target("qwen3")
+    draft = make_draft(target)
+    texts = [dflash.generate(target, draft, prompt(4)[None], max_new_tokens=9, denoise_steps=n) for n in (3, 1, 3)]
+    assert torch.equal(texts[0], texts[1])
+    assert torch.equal(texts[0], texts[2])
+    generator = dflash.Generator(target, None, max_length=32, block_size=4, denoise_steps=3)
+    assert torch.equal(generator.generate(prompt(4)[None], max_new_tokens=9), texts[0])
