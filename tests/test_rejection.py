@@ -7,6 +7,7 @@ import scipy.stats
 import torch
 from baseline import prompt
 from families import make_draft, make_target
+from transformers import SuppressTokensLogitsProcessor
 
 import dflash
 from dflash import ops, reference, rejection
@@ -297,3 +298,13 @@ class TestGenerate:
         generator = dflash.Generator(target, draft, max_length=32, denoise_steps=2)
         with pytest.raises(ValueError, match="needs denoise_steps=1, got 2"):
             generator.generate(ids, acceptance="rejection", **call)
+
+    def test_bans_hold_and_python_processors_are_refused(self):
+        target = make_target("qwen3")
+        draft, ids = make_draft(target), prompt(5)[None]
+        call = {"max_new_tokens": 30, "temperature": 1.5, "seed": 3, "acceptance": "rejection"}
+        banned = list(range(40))
+        output = dflash.generate(target, draft, ids, suppress_tokens=banned, **call)
+        assert not torch.isin(output[0, 5:], torch.tensor(banned)).any()
+        with pytest.raises(ValueError, match="cannot be combined with logits_processor or stopping_criteria"):
+            dflash.generate(target, draft, ids, logits_processor=[SuppressTokensLogitsProcessor(banned)], **call)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from baseline import left_padded, prompt, sampled
 from families import make_draft, make_target
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, SuppressTokensLogitsProcessor
 
 import dflash
 from dflash import ops
@@ -149,6 +149,16 @@ def test_at_temperature_0_nothing_is_counted(ragged):
     before = generator.auto.ended.clone()
     generator.generate(ids, attention_mask=mask, max_new_tokens=24)
     assert torch.equal(generator.auto.ended, before)
+
+
+def test_the_loop_with_python_processors_counts_too(ragged):
+    target, draft, _, ids, mask = ragged
+    generator = dflash.Generator(target, draft, max_length=80, batch_size=3)
+    processors = [SuppressTokensLogitsProcessor([3])]
+    call = {"attention_mask": mask, "max_new_tokens": 24, "temperature": 1.0, "seed": 5}
+    walked = generator.generate(ids, logits_processor=processors, **call)
+    assert generator.auto.ended.amax() > 10
+    assert torch.equal(walked, generator.generate(ids, suppress_tokens=[3], **call))
 
 
 def test_a_compiled_step_chooses_too(ragged):

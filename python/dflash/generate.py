@@ -504,6 +504,8 @@ class Generator:
             block, posterior, self.stop_token_ids, limits, self.tokens, self.length, self.num_context, self.done
         )
         self.done[stopped] = _STOPPED
+        if self._adapts:
+            self.auto.observe_(posterior, self.num_context, self.done)
 
     def _walk(self, block: Tensor, logits: Tensor, length: Tensor, done: list[int]) -> tuple[Tensor, Tensor, list[int]]:
         """Choose a block's tokens in order, calling processors and criteria as one-token decoding would.
@@ -1177,7 +1179,8 @@ def generate(
         acceptance: ``"keyed"`` as above, or ``"rejection"``: classic speculative sampling
             (:mod:`dflash.rejection`). The text is then distributed as the target's, but it is no function of the
             seed alone: it depends on the drafter, the block size and where blocks begin, and differs from
-            ``"keyed"``'s. Needs a drafter and ``denoise_steps=1``; at temperature 0 both are greedy.
+            ``"keyed"``'s. Needs a drafter and ``denoise_steps=1``, and takes no Python processors or criteria; at
+            temperature 0 both are greedy.
         stop_token_ids: ids that end a row, emitted as its last token; an empty list for none.
         stop_strings: end a row with the token that completes one of them, wherever in a block it stands, exactly as
             transformers does it in one-token decoding (its ``StopStringCriteria``); needs ``tokenizer``.
