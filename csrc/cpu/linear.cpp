@@ -103,22 +103,32 @@ static inline void copy_tile(const T* weight, int64_t in, int64_t live, int tile
     int64_t k = 0;
     for (; k + kWidth <= n; k += kWidth) {
       store(to + k, load(from + k));
-      __builtin_prefetch(from + k + kSegment);
     }
     for (; k < n; ++k) to[k] = to_float(from[k]);
   }
 }
 
+// One line of each row of a block that is copied soon (three tiles on, when weights come from memory), over the 16 rounds of a line's worth of k.
+template <int TILE, typename T>
+static inline void prefetch_next(const T* next, int64_t in, int64_t k) {
+  constexpr int64_t kLine = 64 / sizeof(T) < 16 ? 64 / sizeof(T) : 16;
+  const int64_t row = k % kLine, column = k - row;
+  if (row < TILE) __builtin_prefetch(next + row * in + column);
+  if constexpr (TILE > kLine)
+    if (row + kLine < TILE) __builtin_prefetch(next + (row + kLine) * in + column);
+}
+
 // sums [tile, lanes] (+)= copied [tile, n] packed [n, lanes]
-template <int NV, int TILE>
+template <int NV, int TILE, typename T>
 static inline void multiply_tile(const float* copied, const float* packed, int64_t lanes, int64_t n, bool add,
-                                 float* sums) {
+                                 float* sums, const T* next, int64_t in) {
   Vec acc[TILE][NV];
 #pragma GCC unroll 32
   for (int i = 0; i < TILE; ++i)
 #pragma GCC unroll 4
     for (int v = 0; v < NV; ++v) acc[i][v] = Vec{};
   for (int64_t k = 0; k < n; ++k) {
+    prefetch_next<TILE>(next, in, k);
     Vec x[NV];
 #pragma GCC unroll 4
     for (int v = 0; v < NV; ++v) x[v] = load(packed + k * lanes + v * kWidth);
@@ -146,8 +156,33 @@ static inline void store_tile(const float* sums, int64_t lanes, int64_t first, i
         store_one(out + (r - first) * out_stride + i, sums[i * lanes + r] + to_float(bias[i]));
     return;
   }
+  int64_t done = 0;
+#if defined(__AVX512F__)
+  alignas(64) uint32_t turned[256];
+  for (; done + 8 <= live; done += 16) {
+    const int64_t columns = least(16, live - done);
+    if (columns != 16 && columns != 8) break;
+    for (int64_t lane = 0; lane < lanes; lane += 16) {
+      if (lane >= rows || lane + 16 <= first) continue;
+      __m512i tile[16];
+#pragma GCC unroll 16
+      for (int i = 0; i < 16; ++i)
+        tile[i] = i < columns ? _mm512_load_si512(sums + (done + i) * lanes + lane) : _mm512_setzero_si512();
+      transpose16(tile, turned, 16);
+      for (int64_t r = lane < first ? first : lane; r < rows && r < lane + 16; ++r) {
+        const float* from = reinterpret_cast<const float*>(turned) + (r - lane) * 16;
+        T* to = out + (r - first) * out_stride + done;
+        if (columns == 16)
+          store(to, load(from));
+        else
+          for (int i = 0; i < 8; ++i) store_one(to + i, from[i]);
+      }
+    }
+  }
+  done = least(done, live);
+#endif
   for (int64_t r = first; r < rows; ++r)
-    for (int64_t i = 0; i < live; ++i) store_one(out + (r - first) * out_stride + i, sums[i * lanes + r]);
+    for (int64_t i = done; i < live; ++i) store_one(out + (r - first) * out_stride + i, sums[i * lanes + r]);
 }
 
 template <typename T, int NV, int TILE>
@@ -158,7 +193,8 @@ static void run_tile(const float* packed, int64_t in, const T* weight, int64_t l
     const int64_t n = least(kSegment, in - k);
     copy_tile(weight + k, in, live, TILE, n, copied);
     for (int64_t j = 0; j < n; j += kSum)
-      multiply_tile<NV, TILE>(copied + j, packed + (k + j) * lanes, lanes, least(kSum, n - j), k + j > 0, sums);
+      multiply_tile<NV, TILE>(copied + j, packed + (k + j) * lanes, lanes, least(kSum, n - j), k + j > 0, sums,
+                                weight + (in - k > kSegment ? k + kSegment : 3 * TILE * in) + j, in);
   }
 }
 
@@ -194,13 +230,15 @@ static void pack_pairs(const bf16* x, int64_t rows, int64_t in, int64_t lanes, u
 constexpr int64_t kPairStride = kSegment + 16;  // pairs: a segment is 2 * kSegment of k
 
 template <int NV, int TILE>
-DFLASH_BF16 static void multiply_pairs(const uint32_t* copied, const uint32_t* packed, int64_t n, bool add, float* sums) {
+DFLASH_BF16 static void multiply_pairs(const uint32_t* copied, const uint32_t* packed, int64_t n, bool add, float* sums,
+                                       const uint32_t* next, int64_t in) {
   __m512 acc[TILE][NV];
 #pragma GCC unroll 32
   for (int i = 0; i < TILE; ++i)
 #pragma GCC unroll 4
     for (int v = 0; v < NV; ++v) acc[i][v] = _mm512_setzero_ps();
   for (int64_t k = 0; k < n; ++k) {
+    prefetch_next<TILE>(next, in / 2, k);
     __m512i x[NV];
 #pragma GCC unroll 4
     for (int v = 0; v < NV; ++v) x[v] = _mm512_loadu_si512(packed + (k * NV + v) * 16);
@@ -231,13 +269,13 @@ static void run_pairs(const uint32_t* packed, int64_t in, const bf16* weight, in
       int64_t j = 0;
       for (; j + 32 <= n; j += 32) {
         _mm512_storeu_si512(to + j / 2, _mm512_loadu_si512(from + j));
-        __builtin_prefetch(from + j + 2 * kSegment);
       }
       for (; j < n; j += 2) to[j / 2] = from[j].bits | (j + 1 < n ? uint32_t(from[j + 1].bits) << 16 : 0);
     }
     const int64_t pairs = (n + 1) / 2;
     for (int64_t j = 0; j < pairs; j += kSum)
-      multiply_pairs<NV, TILE>(copied + j, packed + (k / 2 + j) * NV * 16, least(kSum, pairs - j), k + j > 0, sums);
+      multiply_pairs<NV, TILE>(copied + j, packed + (k / 2 + j) * NV * 16, least(kSum, pairs - j), k + j > 0, sums,
+                               reinterpret_cast<const uint32_t*>(weight + (in - k > 2 * kSegment ? k + 2 * kSegment : 3 * TILE * in)) + j, in);
   }
 }
 #endif
@@ -245,7 +283,7 @@ static void run_pairs(const uint32_t* packed, int64_t in, const bf16* weight, in
 template <typename T, int NV, int TILE>
 static void one_tile(const void* packed, bool pairs, int64_t in, const LinearPart& part, int64_t first_out,
                      int64_t live, int64_t rows, int64_t skip, int64_t row) {
-  alignas(64) float sums[TILE * NV * kWidth];
+  alignas(64) float sums[(TILE + 16) * NV * kWidth];  // store_tile turns 16 columns at a time
   const T* weight = static_cast<const T*>(part.weight) + first_out * in;
   if (!pairs) run_tile<T, NV, TILE>(static_cast<const float*>(packed), in, weight, live, sums);
 #if defined(__AVX512F__)

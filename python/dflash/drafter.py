@@ -71,6 +71,7 @@ class Drafter(nn.Module):
         self.register_buffer("gate_up_weight", empty(layers, 2 * width, hidden), persistent=False)
         self.register_buffer("inv_freq", self._frequencies(device), persistent=False)
         self._rotary_table: tuple[Tensor, Tensor] | None = None
+        self._parameter_lists: tuple[list[Tensor], ...] | None = None
         self.layers = nn.ModuleList()
         for index in range(layers):
             layer = nn.Module()
@@ -200,7 +201,20 @@ class Drafter(nn.Module):
     ) -> Tensor:
         """:meth:`forward` in one op."""
         config = self.config
-        weights, head_norms, biases, sinks = [], [], [], []
+        weights, head_norms, biases, sinks = self._lists()
+        cos, sin = self._table(cache.capacity)
+        out, _ = ops.decoder_layers(
+            block_embeds, features, num_context, length, cos, sin, weights, head_norms, biases, sinks,
+            self.norm.weight, config.rms_norm_eps, config.head_dim**-0.5, [int(c) for c in config.causal],
+            list(config.window), [], cache.keys, cache.values,
+        )  # fmt: skip
+        return out
+
+    def _lists(self) -> tuple[list[Tensor], ...]:
+        """The parameters as :func:`dflash.ops.decoder_layers` takes them, gathered once after every move or load."""
+        if self._parameter_lists is not None:
+            return self._parameter_lists
+        config, (weights, head_norms, biases, sinks) = self.config, ([], [], [], [])
         for layer in self.layers:
             attention, mlp = layer.self_attn, layer.mlp
             projections = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
@@ -212,13 +226,8 @@ class Drafter(nn.Module):
                 biases += [p.bias for p in projections]
             if config.attention_sinks:
                 sinks.append(attention.attention_sink_bias)
-        cos, sin = self._table(cache.capacity)
-        out, _ = ops.decoder_layers(
-            block_embeds, features, num_context, length, cos, sin, weights, head_norms, biases, sinks,
-            self.norm.weight, config.rms_norm_eps, config.head_dim**-0.5, [int(c) for c in config.causal],
-            list(config.window), [], cache.keys, cache.values,
-        )  # fmt: skip
-        return out
+        self._parameter_lists = (weights, head_norms, biases, sinks)
+        return self._parameter_lists
 
     def _table(self, positions: int) -> tuple[Tensor, Tensor]:
         """``(cos, sin)`` of all positions of a cache, kept between calls."""
@@ -264,6 +273,7 @@ class Drafter(nn.Module):
     @torch.no_grad()
     def _pack(self) -> None:
         """Make the parameters views of the packed tensors again, with the parameters' values, dtype and device."""
+        self._parameter_lists = None
         for name in ("qkv_weight", "qkv_bias", "gate_up_weight"):
             packed = getattr(self, name)
             if packed is not None and (packed.dtype, packed.device) != (self.dtype, self.device):

@@ -57,6 +57,11 @@ def _register(schema: str, cpu, fake, cuda=None) -> None:
     torch.library.register_fake(f"dflash::{name}", fake, lib=_LIBRARY)
 
 
+def _direct(tensor: Tensor) -> bool:
+    """Whether an op may call its CPU kernel without torch's dispatcher, which costs more than small kernels do."""
+    return type(tensor) in (Tensor, torch.nn.Parameter) and tensor.is_cpu and not torch.compiler.is_compiling()
+
+
 def _dtype(op: str, name: str, tensor: Tensor) -> int:
     """The storage type's number for the kernels, or a TypeError naming what came."""
     code = _DTYPES.get(tensor.dtype)
@@ -161,6 +166,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, counts: Tensor | None = None
     Raises:
         ValueError: a shape does not fit. TypeError: a dtype does not fit.
     """
+    if _direct(x):
+        return _rms_norm_cpu(x, weight, eps, counts)
     return torch.ops.dflash.rms_norm(x, weight, eps, counts)
 
 
@@ -213,6 +220,8 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     Raises:
         ValueError: a shape does not fit. TypeError: a dtype does not fit.
     """
+    if _direct(x):
+        return _add_rms_norm_cpu(x, residual, weight, eps)
     return torch.ops.dflash.add_rms_norm(x, residual, weight, eps)
 
 
@@ -254,6 +263,8 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     Raises:
         ValueError: the last dimension is odd. TypeError: the dtype does not fit.
     """
+    if _direct(gate_up):
+        return _silu_mul_cpu(gate_up)
     return torch.ops.dflash.silu_mul(gate_up)
 
 
@@ -307,6 +318,8 @@ def fuse_features(context: Tensor, num_context: Tensor, fc_weight: Tensor, norm_
     Raises:
         ValueError: a shape does not fit. TypeError: a dtype does not fit.
     """
+    if _direct(context):
+        return _fuse_features_cpu(context, num_context, fc_weight, norm_weight, eps)
     return torch.ops.dflash.fuse_features(context, num_context, fc_weight, norm_weight, eps)
 
 
@@ -557,7 +570,10 @@ def append_kv_(key: Tensor, value: Tensor, positions: Tensor, k_cache: Tensor, v
     Raises:
         ValueError: a shape does not fit, or a cache is not contiguous. TypeError: a dtype does not fit.
     """
-    torch.ops.dflash.append_kv_(key, value, positions, k_cache, v_cache)
+    if _direct(key):
+        _append_kv_cpu(key, value, positions, k_cache, v_cache)
+    else:
+        torch.ops.dflash.append_kv_(key, value, positions, k_cache, v_cache)
 
 
 # ---------------------------------------------------------------------------------------------- block_attention
@@ -665,6 +681,8 @@ def block_attention(
         ValueError: a shape or a value does not fit. TypeError: a dtype does not fit.
         NotImplementedError: ``ancestors`` on CPU.
     """
+    if _direct(q):
+        return _block_attention_cpu(q, k_cache, v_cache, lengths, scale, causal, window, softcap, sinks, ancestors)
     return torch.ops.dflash.block_attention(
         q, k_cache, v_cache, lengths, scale, causal, window, softcap, sinks, ancestors
     )
@@ -732,6 +750,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Raises:
         ValueError: a shape does not fit. TypeError: a dtype does not fit.
     """
+    if _direct(x):
+        return _linear_cpu(x, weight, bias)
     return torch.ops.dflash.linear(x, weight, bias)
 
 
@@ -940,6 +960,11 @@ def decoder_layers(
     Raises:
         ValueError: a shape does not fit, or a tensor is not contiguous. TypeError: a dtype does not fit.
     """
+    if _direct(hidden):
+        return _decoder_layers_cpu(
+            hidden, context, num_context, lengths, cos, sin, weights, head_norms, biases, sinks, norm, eps, scale,
+            causal, windows, taps, k_caches, v_caches,
+        )  # fmt: skip
     return torch.ops.dflash.decoder_layers(
         hidden, context, num_context, lengths, cos, sin, weights, head_norms, biases, sinks, norm, eps, scale, causal,
         windows, taps, k_caches, v_caches,
@@ -1040,6 +1065,8 @@ def select_tokens(
     Raises:
         ValueError: a shape does not fit. TypeError: a dtype does not fit.
     """
+    if _direct(logits):
+        return _select_tokens_cpu(logits, positions, seeds, temperature, top_k, top_p, min_p, sharpness)
     return torch.ops.dflash.select_tokens(logits, positions, seeds, temperature, top_k, top_p, min_p, sharpness)
 
 
@@ -1148,4 +1175,7 @@ def accept_prefix_(
         ValueError: a shape or device does not fit, or a written tensor is not contiguous. TypeError: not int64.
         RuntimeError: the CUDA kernel could not be launched.
     """
-    torch.ops.dflash.accept_prefix_(block_ids, posterior, stop_token_ids, limits, tokens, length, num_context, done)
+    if _direct(block_ids):
+        _accept_prefix_cpu(block_ids, posterior, stop_token_ids, limits, tokens, length, num_context, done)
+    else:
+        torch.ops.dflash.accept_prefix_(block_ids, posterior, stop_token_ids, limits, tokens, length, num_context, done)
