@@ -178,18 +178,18 @@ struct LinearParams {
 
 // What one decoder layer reads and where it appends; every weight is [out, in].
 struct DecoderLayer {
-  const void* input_norm;                                // [hidden]
-  const void *q, *k, *v;                                 // [heads * head_dim, hidden]
-  const void* o;                                         // [hidden, num_heads * head_dim]
-  const void* post_norm;                                 // [hidden]
-  const void *gate, *up;                                 // [width, hidden]
-  const void* down;                                      // [hidden, width]
-  const void *q_norm, *k_norm;                           // [head_dim] or null
-  const void *q_bias, *k_bias, *v_bias, *o_bias;         // [out] or null
-  const float* sinks;                                    // [num_heads] or null
-  void *k_cache, *v_cache;                               // [batch, num_kv_heads, capacity, head_dim]
-  int64_t causal, window;                                // as in BlockAttentionParams
-  int64_t tap;                                           // where its output goes in taps, -1: nowhere
+  const void* input_norm;                         // [hidden]
+  const void *q, *k, *v;                          // [heads * head_dim, hidden]
+  const void* o;                                  // [hidden, num_heads * head_dim]
+  const void* post_norm;                          // [hidden]
+  const void *gate, *up;                          // [width, hidden]
+  const void* down;                               // [hidden, width]
+  const void *q_norm, *k_norm;                    // [head_dim] or null
+  const void *q_bias, *k_bias, *v_bias, *o_bias;  // [out] or null
+  const float* sinks;                             // [num_heads] or null
+  void *k_cache, *v_cache;                        // [batch, num_kv_heads, capacity, head_dim]
+  int64_t causal, window;                         // as in BlockAttentionParams
+  int64_t tap;                                    // where its output goes in taps, -1: nowhere
 };
 
 // The decoder layers of a model and its final norm over a block of rows, each sequence at its own length.

@@ -2,20 +2,22 @@
 //   n = rms_norm(h); q, k, v = n W; append rope(norm(k)), v; h += attention(rope(norm(q))) W_o
 //   m = rms_norm(h); h += (silu(m W_gate) * (m W_up)) W_down
 // A composition of the other kernels over buffers that stay in the cache of one core, so that a small model's
-// forward pass is one call. The live context rows stand before the block's rows in the buffer that k and v are
-// projected from: each layer overwrites the block's rows and finds the context's as they were.
-#include <cstdlib>
-#include <vector>
-
+// forward pass is one call. The live context rows stand before the block's rows in the buffer that k and v
+// are projected from: each layer overwrites the block's rows and finds the context's as they were.
+#include "cpu/buffer.h"
 #include "cpu/linear.h"
 #include "cpu/norm_rope.h"
 #include "cpu/parallel.h"
 
-DFLASH_NAMESPACE_BEGIN
+namespace dflash::DFLASH_ISA {
 
 void rms_norm(const RmsNormParams&);
 void silu_mul(const SiluMulParams&);
 void block_attention(const BlockAttentionParams&);
+
+}  // namespace dflash::DFLASH_ISA
+
+DFLASH_NAMESPACE_BEGIN
 
 struct Row {
   int64_t sequence, position;
@@ -25,29 +27,29 @@ template <typename T>
 static void run_layers(const DecoderLayersParams& p) {
   const int64_t d = p.head_dim, n = p.batch * p.rows, hidden = p.hidden_size;
   const int64_t q_size = p.num_heads * d, kv_size = p.num_kv_heads * d;
-  std::vector<Row> rows;  // the live context rows, then the block's
-  rows.reserve(size_t(n + p.batch * p.context_rows));
-  std::vector<int64_t> live(size_t(p.batch), 0);
-  if (p.context)
-    for (int64_t b = 0; b < p.batch; ++b) {
-      const int64_t count = p.num_context[b] < 0 ? 0 : p.num_context[b];
-      live[b] = count < p.context_rows ? count : p.context_rows;
-      for (int64_t i = 0; i < live[b]; ++i) rows.push_back({b, p.lengths[b] - count + i});
-    }
-  const int64_t context = int64_t(rows.size()), all = context + n;
-  for (int64_t b = 0; b < p.batch; ++b)
-    for (int64_t i = 0; i < p.rows; ++i) rows.push_back({b, p.lengths[b] + i});
+  static thread_local Buffer<Row> row_buffer;
+  static thread_local Buffer<T> memory;
+  // The live context rows, then the block's.
+  Row* rows = row_buffer.reserve(p.batch * (p.context_rows + p.rows));
+  const auto live = [&](int64_t b) {
+    const int64_t count = p.num_context[b] < p.context_rows ? p.num_context[b] : p.context_rows;
+    return count > 0 ? count : 0;
+  };
+  int64_t context = 0;
+  for (int64_t b = 0; p.context && b < p.batch; ++b)
+    for (int64_t i = 0; i < live(b); ++i) rows[context++] = {b, p.lengths[b] - p.num_context[b] + i};
+  const int64_t all = context + n;
+  for (int64_t i = 0; i < n; ++i) rows[context + i] = {i / p.rows, p.lengths[i / p.rows] + i % p.rows};
 
-  const int64_t sizes[] = {all * hidden, n * hidden,     n * hidden,      n * hidden,  all * q_size,
-                           n * q_size,   all * kv_size,  all * kv_size,   n * 2 * p.width, n * p.width};
+  const int64_t sizes[] = {all * hidden, n * hidden,    n * hidden,    n * hidden,      all * q_size,
+                           n * q_size,   all * kv_size, all * kv_size, n * 2 * p.width, n * p.width};
   int64_t total = 0;
   for (int64_t size : sizes) total += (size + 63) / 64 * 64;
-  static thread_local std::vector<T> memory;
-  if (int64_t(memory.size()) < total) memory.resize(size_t(total));
-  T* at = memory.data();
+  T* at = memory.reserve(total);
   T* buffers[10];
   for (int i = 0; i < 10; ++i) buffers[i] = at, at += (sizes[i] + 63) / 64 * 64;
-  T *x = buffers[0], *normed = x + context * hidden, *residual = buffers[1], *other = buffers[2], *delta = buffers[3];
+  T *x = buffers[0], *normed = x + context * hidden, *residual = buffers[1], *other = buffers[2],
+    *delta = buffers[3];
   T *raw_q = buffers[4], *q = buffers[5], *k = buffers[6], *v = buffers[7], *gate_up = buffers[8],
     *activated = buffers[9];
 
@@ -57,8 +59,8 @@ static void run_layers(const DecoderLayersParams& p) {
   const T* source = static_cast<const T*>(p.context);
   T* to = x;
   for (int64_t b = 0; p.context && b < p.batch; ++b, source += p.context_rows * hidden) {
-    std::memcpy(to, source, sizeof(T) * live[b] * hidden);
-    to += live[b] * hidden;
+    std::memcpy(to, source, sizeof(T) * live(b) * hidden);
+    to += live(b) * hidden;
   }
   std::memcpy(residual, p.hidden, sizeof(T) * n * hidden);
   norm(residual, nullptr, p.layers[0].input_norm, normed, nullptr);
@@ -69,10 +71,16 @@ static void run_layers(const DecoderLayersParams& p) {
                               {layer.v, layer.v_bias, v, kv_size, kv_size, 0}};
     linear_parts(x, all, hidden, qkv, 3, p.dtype, p.threads);
     parallel_for(all, all * (q_size + 2 * kv_size), p.threads, [&](int64_t i) {
-      const Row row = rows[size_t(i)];
-      const int64_t angle = row.position < 0 ? 0 : row.position < p.positions ? row.position : p.positions - 1;
-      NormRope<T> norm_rope{static_cast<const T*>(layer.q_norm), p.cos + angle * p.half, p.sin + angle * p.half,
-                            p.half, d, p.eps};
+      const Row row = rows[i];
+      const int64_t angle = row.position < 0             ? 0
+                            : row.position < p.positions ? row.position
+                                                         : p.positions - 1;
+      NormRope<T> norm_rope{static_cast<const T*>(layer.q_norm),
+                            p.cos + angle * p.half,
+                            p.sin + angle * p.half,
+                            p.half,
+                            d,
+                            p.eps};
       if (i >= context)
         for (int64_t h = 0; h < p.num_heads; ++h)
           norm_rope(raw_q + (i - context) * q_size + h * d, q + (i - context) * q_size + h * d);
@@ -83,9 +91,11 @@ static void run_layers(const DecoderLayersParams& p) {
                  static_cast<T*>(layer.v_cache) + sequence, p.num_kv_heads, p.capacity, row.position);
     });
     // The attention's output takes the place of the raw queries.
-    block_attention({q, layer.k_cache, layer.v_cache, p.lengths, layer.sinks, raw_q, p.rows * q_size, q_size, d,
-                     p.batch, p.rows, p.num_heads, p.num_kv_heads, d, d, p.capacity, layer.window, p.scale, 0.0f,
-                     layer.causal != 0, p.dtype, p.threads});
+    block_attention({q,          layer.k_cache,   layer.v_cache,  p.lengths, layer.sinks,
+                     raw_q,      p.rows * q_size, q_size,         d,         p.batch,
+                     p.rows,     p.num_heads,     p.num_kv_heads, d,         d,
+                     p.capacity, layer.window,    p.scale,        0.0f,      layer.causal != 0,
+                     p.dtype,    p.threads});
     const LinearPart o{layer.o, layer.o_bias, delta, hidden, hidden, 0};
     linear_parts(raw_q, n, q_size, &o, 1, p.dtype, p.threads);
     norm(delta, residual, layer.post_norm, normed, other);
@@ -107,9 +117,13 @@ static void run_layers(const DecoderLayersParams& p) {
   }
 }
 
+DFLASH_NAMESPACE_END
+
+namespace dflash::DFLASH_ISA {
+
 void decoder_layers(const DecoderLayersParams& p) {
   if (p.batch * p.rows == 0) return;
   p.dtype == DType::kFloat32 ? run_layers<float>(p) : run_layers<bf16>(p);
 }
 
-DFLASH_NAMESPACE_END
+}  // namespace dflash::DFLASH_ISA

@@ -1,15 +1,14 @@
 // out[r][n] = sum_k x[r][k] weight[n][k] + bias[n]
 //
-// Rows lie in the lanes of vectors and a weight is broadcast to all of them, so that a weight is read once, where
-// it lies, and no copy of the matrix is kept; a row's bits depend neither on its place nor on how many rows there
-// are. A task is a tile of weight rows: 24 accumulators in registers over 1 to 4 vectors of rows. Sums of kSum
-// products are added up: one long sum would lose more. Up to 64 rows are taken at once; tiles over threads. bf16 goes through vdpbf16ps, pairs
-// of k at a time, where the processor has it, and is widened elsewhere.
+// Rows lie in the lanes of vectors and a weight is broadcast to all of them, so that a weight is read once,
+// where it lies, and no copy of the matrix is kept; a row's bits depend neither on its place nor on how many
+// rows there are. A task is a tile of weight rows: 24 accumulators in registers over 1 to 4 vectors of rows.
+// Sums of kSum products are added up: one long sum would lose more. Up to 64 rows are taken at once; tiles
+// over threads. bf16 goes through vdpbf16ps, pairs of k at a time, where the processor has it, and is widened
+// elsewhere.
 #include "cpu/linear.h"
 
-#include <cstdlib>
-#include <vector>
-
+#include "cpu/buffer.h"
 #include "cpu/parallel.h"
 #if defined(__AVX512F__)
 // GCC 12 warns of the uninitialised vectors that its own intrinsics are made of.
@@ -21,28 +20,14 @@
 DFLASH_NAMESPACE_BEGIN
 
 constexpr int64_t kSegment = 256;
-constexpr int64_t kSum = 64;                                  // products (pairs, in bf16) in one running sum
-constexpr int64_t kSegmentStride = kSegment + 16;            // rows of a copied tile do not share cache sets
-constexpr int64_t kParallelProducts = int64_t(3) << 19;      // fewer multiply-adds than this stay on one thread
+constexpr int64_t kSum = 64;                             // products (pairs, in bf16) in one running sum
+constexpr int64_t kSegmentStride = kSegment + 16;        // rows of a copied tile do not share cache sets
+constexpr int64_t kParallelProducts = int64_t(3) << 19;  // fewer multiply-adds than this stay on one thread
 constexpr int kMaxVecs = kWidth == 16 ? 4 : kWidth == 8 ? 2 : 2;
-constexpr int kTiles[5] = {0, kWidth == 16 ? 24 : 12, kWidth == 16 ? 12 : 6, kWidth == 16 ? 9 : 3, kWidth == 16 ? 6 : 3};
+constexpr int kTiles[5] = {0, kWidth == 16 ? 24 : 12, kWidth == 16 ? 12 : 6, kWidth == 16 ? 9 : 3,
+                           kWidth == 16 ? 6 : 3};
 
 static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-
-struct Buffer {
-  void* data = nullptr;
-  int64_t size = 0;
-  ~Buffer() { std::free(data); }
-  void* get(int64_t bytes) {
-    if (bytes > size) {
-      std::free(data);
-      size = (bytes + 4095) / 4096 * 4096;
-      data = std::aligned_alloc(64, size);
-      if (!data) std::abort();
-    }
-    return data;
-  }
-};
 
 #if defined(__AVX512F__)
 // 16 x 16 words: out[j * out_step + i] = in[i * in_step + j]
@@ -62,7 +47,8 @@ static inline void transpose16(const __m512i (&in)[16], uint32_t* out, int64_t o
   }
 #pragma GCC unroll 4
   for (int i = 0; i < 4; ++i) {
-    const __m512i p = _mm512_shuffle_i32x4(b[i], b[4 + i], 0x88), q = _mm512_shuffle_i32x4(b[i], b[4 + i], 0xdd);
+    const __m512i p = _mm512_shuffle_i32x4(b[i], b[4 + i], 0x88),
+                  q = _mm512_shuffle_i32x4(b[i], b[4 + i], 0xdd);
     const __m512i r = _mm512_shuffle_i32x4(b[8 + i], b[12 + i], 0x88),
                   s = _mm512_shuffle_i32x4(b[8 + i], b[12 + i], 0xdd);
     _mm512_storeu_si512(out + i * out_step, _mm512_shuffle_i32x4(p, r, 0x88));
@@ -108,7 +94,8 @@ static inline void copy_tile(const T* weight, int64_t in, int64_t live, int tile
   }
 }
 
-// One line of each row of a block that is copied soon (three tiles on, when weights come from memory), over the 16 rounds of a line's worth of k.
+// One line of each row of a block that is copied soon (three tiles on, when weights come from memory), over
+// the 16 rounds of a line's worth of k.
 template <int TILE, typename T>
 static inline void prefetch_next(const T* next, int64_t in, int64_t k) {
   constexpr int64_t kLine = 64 / sizeof(T) < 16 ? 64 / sizeof(T) : 16;
@@ -193,8 +180,8 @@ static void run_tile(const float* packed, int64_t in, const T* weight, int64_t l
     const int64_t n = least(kSegment, in - k);
     copy_tile(weight + k, in, live, TILE, n, copied);
     for (int64_t j = 0; j < n; j += kSum)
-      multiply_tile<NV, TILE>(copied + j, packed + (k + j) * lanes, lanes, least(kSum, n - j), k + j > 0, sums,
-                                weight + (in - k > kSegment ? k + kSegment : 3 * TILE * in) + j, in);
+      multiply_tile<NV, TILE>(copied + j, packed + (k + j) * lanes, lanes, least(kSum, n - j), k + j > 0,
+                              sums, weight + (in - k > kSegment ? k + kSegment : 3 * TILE * in) + j, in);
   }
 }
 
@@ -230,8 +217,8 @@ static void pack_pairs(const bf16* x, int64_t rows, int64_t in, int64_t lanes, u
 constexpr int64_t kPairStride = kSegment + 16;  // pairs: a segment is 2 * kSegment of k
 
 template <int NV, int TILE>
-DFLASH_BF16 static void multiply_pairs(const uint32_t* copied, const uint32_t* packed, int64_t n, bool add, float* sums,
-                                       const uint32_t* next, int64_t in) {
+DFLASH_BF16 static void multiply_pairs(const uint32_t* copied, const uint32_t* packed, int64_t n, bool add,
+                                       float* sums, const uint32_t* next, int64_t in) {
   __m512 acc[TILE][NV];
 #pragma GCC unroll 32
   for (int i = 0; i < TILE; ++i)
@@ -274,8 +261,12 @@ static void run_pairs(const uint32_t* packed, int64_t in, const bf16* weight, in
     }
     const int64_t pairs = (n + 1) / 2;
     for (int64_t j = 0; j < pairs; j += kSum)
-      multiply_pairs<NV, TILE>(copied + j, packed + (k / 2 + j) * NV * 16, least(kSum, pairs - j), k + j > 0, sums,
-                               reinterpret_cast<const uint32_t*>(weight + (in - k > 2 * kSegment ? k + 2 * kSegment : 3 * TILE * in)) + j, in);
+      multiply_pairs<NV, TILE>(copied + j, packed + (k / 2 + j) * NV * 16, least(kSum, pairs - j), k + j > 0,
+                               sums,
+                               reinterpret_cast<const uint32_t*>(
+                                   weight + (in - k > 2 * kSegment ? k + 2 * kSegment : 3 * TILE * in)) +
+                                   j,
+                               in);
   }
 }
 #endif
@@ -328,33 +319,46 @@ static void run_tiles(const void* packed, bool pairs, int64_t rows, int64_t firs
 }
 
 template <typename T>
-static void linear_all(const T* x, int64_t rows, int64_t in, const LinearPart* parts, int num_parts, int threads) {
-  static thread_local Buffer buffer;
+static void linear_all(const T* x, int64_t rows, int64_t in, const LinearPart* parts, int num_parts,
+                       int threads) {
+  static thread_local Buffer<float> buffer;
   bool pairs = false;
 #if defined(__AVX512F__)
   pairs = sizeof(T) == 2 && has_bf16();
 #endif
   for (int64_t first = 0; first < rows; first += kMaxVecs * kWidth) {
-    const int64_t n = least(kMaxVecs * kWidth, rows - first), vecs = (n + kWidth - 1) / kWidth, lanes = vecs * kWidth;
-    void* packed = buffer.get((in + 1) * lanes * 4);
+    const int64_t n = least(kMaxVecs * kWidth, rows - first), vecs = (n + kWidth - 1) / kWidth,
+                  lanes = vecs * kWidth;
+    void* packed = buffer.reserve((in + 1) * lanes);
 #if defined(__AVX512F__)
     if constexpr (sizeof(T) == 2)
       if (pairs) pack_pairs(x + first * in, n, in, lanes, static_cast<uint32_t*>(packed));
 #endif
     if (!pairs) pack_rows(x + first * in, n, in, lanes, static_cast<float*>(packed));
     switch (vecs) {
-      case 1: run_tiles<T, 1>(packed, pairs, n, first, in, parts, num_parts, threads); break;
-      case 2: run_tiles<T, 2>(packed, pairs, n, first, in, parts, num_parts, threads); break;
+      case 1:
+        run_tiles<T, 1>(packed, pairs, n, first, in, parts, num_parts, threads);
+        break;
+      case 2:
+        run_tiles<T, 2>(packed, pairs, n, first, in, parts, num_parts, threads);
+        break;
 #if DFLASH_WIDTH == 16
-      case 3: run_tiles<T, 3>(packed, pairs, n, first, in, parts, num_parts, threads); break;
-      default: run_tiles<T, 4>(packed, pairs, n, first, in, parts, num_parts, threads);
+      case 3:
+        run_tiles<T, 3>(packed, pairs, n, first, in, parts, num_parts, threads);
+        break;
+      default:
+        run_tiles<T, 4>(packed, pairs, n, first, in, parts, num_parts, threads);
 #endif
     }
   }
 }
 
-void linear_parts(const void* x, int64_t rows, int64_t in, const LinearPart* parts, int num_parts, DType dtype,
-                  int threads) {
+DFLASH_NAMESPACE_END
+
+namespace dflash::DFLASH_ISA {
+
+void linear_parts(const void* x, int64_t rows, int64_t in, const LinearPart* parts, int num_parts,
+                  DType dtype, int threads) {
   if (dtype == DType::kFloat32)
     linear_all(static_cast<const float*>(x), rows, in, parts, num_parts, threads);
   else
@@ -366,4 +370,4 @@ void linear(const LinearParams& p) {
   linear_parts(p.x, p.rows, p.in, &part, 1, p.dtype, p.threads);
 }
 
-DFLASH_NAMESPACE_END
+}  // namespace dflash::DFLASH_ISA

@@ -2,7 +2,6 @@
 // out = (a cos - b sin, b cos + a sin, rest of n), rounded once; k and v go to the cache slot of the row's
 // position. Rows over threads. append_context_kv is the same for k and v alone, for all layers.
 #include "cpu/norm_rope.h"
-
 #include "cpu/parallel.h"
 #include "params.h"
 
@@ -42,8 +41,7 @@ static void context_row(const AppendContextKvParams& p, int64_t index) {
   const int64_t sequence = row / p.rows * p.num_kv_heads * p.capacity * d;
   const T* k = static_cast<const T*>(p.kv) + index * 2 * p.num_kv_heads * d;
   append_row(k, k + p.num_kv_heads * d, norm_rope, static_cast<T*>(p.k_caches[layer]) + sequence,
-             static_cast<T*>(p.v_caches[layer]) + sequence,
-             p.num_kv_heads, p.capacity, position);
+             static_cast<T*>(p.v_caches[layer]) + sequence, p.num_kv_heads, p.capacity, position);
 }
 
 DFLASH_NAMESPACE_END

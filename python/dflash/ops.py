@@ -730,7 +730,7 @@ def _linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
-_register("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor", _linear_cpu, _linear_fake, reference.linear)
+_register("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor", _linear_cpu, _linear_fake)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -846,10 +846,11 @@ def _decoder_layers_cpu(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     # A model's weights and caches stay where they are: what was checked for these addresses is not checked again.
     tensors = (cos, sin, norm, *weights, *head_norms, *biases, *k_caches, *v_caches)
+    varying = (hidden, context, num_context, lengths, cos, sin, norm, *weights[1:7:5], *k_caches[:1])
     key = (
-        tuple(map(Tensor.data_ptr, tensors)), hidden.shape, hidden.dtype, k_caches[0].shape, weights[1].shape,
-        weights[6].shape, cos.shape, len(head_norms), len(biases), tuple(causal), tuple(windows), tuple(taps),
-        None if context is None else context.shape, len(sinks),
+        tuple(map(Tensor.data_ptr, tensors)), tuple(None if t is None else (t.shape, t.dtype) for t in varying),
+        len(weights), len(head_norms), len(biases), len(sinks), len(k_caches), tuple(causal), tuple(windows),
+        tuple(taps),
     )  # fmt: skip
     plan = _plans.get(key)
     if plan is None:
@@ -864,7 +865,8 @@ def _decoder_layers_cpu(
             plan += [t.data_ptr() for t in head_norms[2 * i : 2 * i + 2]] or [0, 0]
             plan += [t.data_ptr() for t in biases[4 * i : 4 * i + 4]] or [0, 0, 0, 0]
             tap = taps.index(i) if i in taps else -1
-            plan += [0, k_caches[i].data_ptr(), v_caches[i].data_ptr(), causal[i], windows[i], tap]
+            plan += [0, k_caches[i].data_ptr(), v_caches[i].data_ptr(), causal[i]]
+            plan += [min(windows[i], k_caches[i].shape[2]), tap]
         if len(_plans) >= _MAX_PLANS:
             _plans.clear()
         _plans[key] = plan
@@ -904,7 +906,6 @@ _register(
     "int[] causal, int[] windows, int[] taps, Tensor(a!)[] k_caches, Tensor(b!)[] v_caches) -> (Tensor, Tensor)",
     _decoder_layers_cpu,
     _decoder_layers_fake,
-    reference.decoder_layers,
 )
 
 
