@@ -104,6 +104,7 @@ class Drafter(nn.Module):
     def new_cache(self, batch_size: int, capacity: int) -> KVCache:
         """An empty cache for ``batch_size`` sequences of ``capacity`` positions, lookahead counted."""
         c = self.config
+        self._table(capacity)  # now, and not inside a compiled step
         return KVCache(
             c.num_hidden_layers, batch_size, c.num_kv_heads, capacity, c.head_dim, dtype=self.dtype, device=self.device
         )
