@@ -250,6 +250,53 @@ PYBIND11_MODULE(_C, m) {
     cpu_kernels().accept_prefix(p);
   });
 
+  m.def("linear", [](Address x, Address weight, Address bias, Address out, int64_t rows, int64_t in,
+                     int64_t out_features, int dtype, int threads) {
+    const LinearParams p{ptr<void>(x), ptr<void>(weight), ptr<void>(bias), ptr<void>(out), rows,
+                         in,           out_features,      DType(dtype),    threads};
+    py::gil_scoped_release release;
+    cpu_kernels().linear(p);
+  });
+
+  // layers: per layer the fields of DecoderLayer in their order, as one flat list.
+  m.def("decoder_layers",
+        [](const std::vector<int64_t>& layers, Address hidden, Address context, Address num_context,
+           Address lengths, Address cos, Address sin, Address norm, Address out, Address taps,
+           std::array<int64_t, 13> sizes, float scale, float eps, int dtype, int threads) {
+          static_assert(sizeof(DecoderLayer) == 21 * sizeof(int64_t), "one word a field");
+          const auto [batch, rows, context_rows, hidden_size, width, num_heads, num_kv_heads, head_dim, half,
+                      positions, capacity, num_taps, num_layers] = sizes;
+          const DecoderLayersParams p{reinterpret_cast<const DecoderLayer*>(layers.data()),
+                                      ptr<void>(hidden),
+                                      ptr<void>(context),
+                                      ptr<int64_t>(num_context),
+                                      ptr<int64_t>(lengths),
+                                      ptr<float>(cos),
+                                      ptr<float>(sin),
+                                      ptr<void>(norm),
+                                      ptr<void>(out),
+                                      ptr<void>(taps),
+                                      num_layers,
+                                      batch,
+                                      rows,
+                                      context_rows,
+                                      hidden_size,
+                                      width,
+                                      num_heads,
+                                      num_kv_heads,
+                                      head_dim,
+                                      half,
+                                      positions,
+                                      capacity,
+                                      num_taps,
+                                      scale,
+                                      eps,
+                                      DType(dtype),
+                                      threads};
+          py::gil_scoped_release release;
+          cpu_kernels().decoder_layers(p);
+        });
+
 #if DFLASH_WITH_CUDA
   m.def("accept_prefix_cuda",
         [](Address block_ids, Address posterior, Address stop_token_ids, Address limits, Address tokens,

@@ -163,4 +163,64 @@ struct AcceptPrefixParams {
   int32_t device;  // the CUDA device that holds the tensors
 };
 
+// out = x weight^T + bias for a few rows.
+struct LinearParams {
+  const void* x;       // [rows, in]
+  const void* weight;  // [out_features, in]
+  const void* bias;    // [out_features] or null
+  void* out;           // [rows, out_features]
+  int64_t rows;
+  int64_t in;
+  int64_t out_features;
+  DType dtype;
+  int32_t threads;
+};
+
+// What one decoder layer reads and where it appends; every weight is [out, in].
+struct DecoderLayer {
+  const void* input_norm;                         // [hidden]
+  const void *q, *k, *v;                          // [heads * head_dim, hidden]
+  const void* o;                                  // [hidden, num_heads * head_dim]
+  const void* post_norm;                          // [hidden]
+  const void *gate, *up;                          // [width, hidden]
+  const void* down;                               // [hidden, width]
+  const void *q_norm, *k_norm;                    // [head_dim] or null
+  const void *q_bias, *k_bias, *v_bias, *o_bias;  // [out] or null
+  const float* sinks;                             // [num_heads] or null
+  void *k_cache, *v_cache;                        // [batch, num_kv_heads, capacity, head_dim]
+  int64_t causal, window;                         // as in BlockAttentionParams
+  int64_t tap;                                    // where its output goes in taps, -1: nowhere
+};
+
+// The decoder layers of a model and its final norm over a block of rows, each sequence at its own length.
+struct DecoderLayersParams {
+  const DecoderLayer* layers;  // [num_layers]
+  const void* hidden;          // [batch, rows, hidden]
+  const void* context;         // [batch, context_rows, hidden] or null: rows that every layer takes K/V from
+  const int64_t* num_context;  // [batch], live context rows, at the positions before lengths[b]
+  const int64_t* lengths;      // [batch], the position of each sequence's first row
+  const float* cos;            // [positions, half]
+  const float* sin;            // [positions, half]
+  const void* norm;            // [hidden], the final norm
+  void* out;                   // [batch, rows, hidden]
+  void* taps;                  // [batch, rows, num_taps, hidden], layer outputs; the last layer's is `out`
+  int64_t num_layers;
+  int64_t batch;
+  int64_t rows;
+  int64_t context_rows;
+  int64_t hidden_size;
+  int64_t width;
+  int64_t num_heads;
+  int64_t num_kv_heads;
+  int64_t head_dim;
+  int64_t half;
+  int64_t positions;
+  int64_t capacity;
+  int64_t num_taps;
+  float scale;
+  float eps;
+  DType dtype;
+  int32_t threads;
+};
+
 }  // namespace dflash

@@ -43,7 +43,7 @@ def test_the_generated_code_allocates_and_clones_no_cache(compiled):
     capacity = generator.target_cache.capacity
     assert capacity == MAX_LENGTH + 16
     assert f"{capacity}" in code, "the caches should appear as inputs"
-    assert "torch.ops.dflash.block_attention" in code
+    assert "torch.ops.dflash.decoder_layers" in code
     allocations = re.findall(r"empty_strided\w*\(\((.*?)\)", code)
     assert allocations
     assert not any(str(capacity) in shape.split(", ") for shape in allocations)

@@ -21,8 +21,9 @@ MAY_IMPORT = {
     "sharpness": set(),
     "denoise": set(),
     "rejection": {"reference", "sampling"},
-    "drafter": {"ops", "cache", "config"},
-    "target": {"ops", "cache"},
+    "fused": {"ops", "cache"},
+    "drafter": {"ops", "cache", "config", "fused"},
+    "target": {"ops", "cache", "fused"},
     "streaming": set(),
     "generate": {
         "ops",

@@ -1,70 +1,11 @@
 // n = x / sqrt(mean(x^2) + eps) * weight per head;  (a, b) = halves of n's first `rotary` dimensions
 // out = (a cos - b sin, b cos + a sin, rest of n), rounded once; k and v go to the cache slot of the row's
 // position. Rows over threads. append_context_kv is the same for k and v alone, for all layers.
-#include <cmath>
-
+#include "cpu/norm_rope.h"
 #include "cpu/parallel.h"
 #include "params.h"
 
 DFLASH_NAMESPACE_BEGIN
-
-template <typename T>
-struct NormRope {
-  const T* weight;   // [head_dim] or null: no norm
-  const float* cos;  // [half]
-  const float* sin;  // [half]
-  int64_t half;
-  int64_t head_dim;
-  float eps;
-
-  // x [head_dim] -> out [head_dim]
-  void operator()(const T* x, T* out) const {
-    const int64_t n = head_dim;
-    float scale = 1.0f;
-    int64_t i = 0;
-    if (weight) {
-      Sum16 squares;
-      float tail = 0.0f;
-      for (; i + kWidth <= n; i += kWidth) {
-        Vec v = load(x + i);
-        squares.lanes[i / kWidth % Sum16::kVecs] += v * v;
-      }
-      for (; i < n; ++i) tail += to_float(x[i]) * to_float(x[i]);
-      scale = 1.0f / std::sqrt((squares.total() + tail) / float(n) + eps);
-    }
-    const auto normed = [&](int64_t j) {
-      return weight ? load(x + j) * scale * load(weight + j) : load(x + j);
-    };
-    const auto normed_one = [&](int64_t j) {
-      return weight ? to_float(x[j]) * scale * to_float(weight[j]) : to_float(x[j]);
-    };
-    for (i = 0; i + kWidth <= half; i += kWidth) {
-      const Vec a = normed(i), b = normed(half + i), c = load(cos + i), s = load(sin + i);
-      store(out + i, a * c - b * s);
-      store(out + half + i, b * c + a * s);
-    }
-    for (; i < half; ++i) {
-      const float a = normed_one(i), b = normed_one(half + i);
-      store_one(out + i, a * cos[i] - b * sin[i]);
-      store_one(out + half + i, b * cos[i] + a * sin[i]);
-    }
-    for (i = 2 * half; i + kWidth <= n; i += kWidth) store(out + i, normed(i));
-    for (; i < n; ++i) store_one(out + i, normed_one(i));
-  }
-};
-
-// kv [2 * num_kv_heads, head_dim]: k heads, v heads. The caches point at this sequence: [num_kv_heads,
-// capacity, head_dim].
-template <typename T>
-static void append_row(const T* kv, const NormRope<T>& norm_rope, T* k_cache, T* v_cache,
-                       int64_t num_kv_heads, int64_t capacity, int64_t position) {
-  const int64_t d = norm_rope.head_dim;
-  for (int64_t h = 0; h < num_kv_heads; ++h) {
-    const int64_t slot = (h * capacity + position) * d;
-    norm_rope(kv + h * d, k_cache + slot);
-    std::memcpy(v_cache + slot, kv + (num_kv_heads + h) * d, d * sizeof(T));
-  }
-}
 
 template <typename T>
 static void qkv_row(const QkvNormRopeAppendParams& p, int64_t index) {
@@ -84,7 +25,8 @@ static void qkv_row(const QkvNormRopeAppendParams& p, int64_t index) {
   if (position < 0 || position >= p.capacity) return;
   norm_rope.weight = static_cast<const T*>(p.k_norm_weight);
   const int64_t sequence = b * p.num_kv_heads * p.capacity * d;
-  append_row(x + p.num_heads * d, norm_rope, static_cast<T*>(p.k_cache) + sequence,
+  const T* k = x + p.num_heads * d;
+  append_row(k, k + p.num_kv_heads * d, norm_rope, static_cast<T*>(p.k_cache) + sequence,
              static_cast<T*>(p.v_cache) + sequence, p.num_kv_heads, p.capacity, position);
 }
 
@@ -97,9 +39,9 @@ static void context_row(const AppendContextKvParams& p, int64_t index) {
   const NormRope<T> norm_rope{
       weight ? weight + layer * d : nullptr, p.cos + row * p.half, p.sin + row * p.half, p.half, d, p.eps};
   const int64_t sequence = row / p.rows * p.num_kv_heads * p.capacity * d;
-  append_row(static_cast<const T*>(p.kv) + index * 2 * p.num_kv_heads * d, norm_rope,
-             static_cast<T*>(p.k_caches[layer]) + sequence, static_cast<T*>(p.v_caches[layer]) + sequence,
-             p.num_kv_heads, p.capacity, position);
+  const T* k = static_cast<const T*>(p.kv) + index * 2 * p.num_kv_heads * d;
+  append_row(k, k + p.num_kv_heads * d, norm_rope, static_cast<T*>(p.k_caches[layer]) + sequence,
+             static_cast<T*>(p.v_caches[layer]) + sequence, p.num_kv_heads, p.capacity, position);
 }
 
 DFLASH_NAMESPACE_END

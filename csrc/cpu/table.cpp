@@ -15,10 +15,20 @@ void append_kv(const AppendKvParams&);
 void block_attention(const BlockAttentionParams&);
 void select_tokens(const SelectTokensParams&);
 void accept_prefix(const AcceptPrefixParams&);
+void linear(const LinearParams&);
+void decoder_layers(const DecoderLayersParams&);
 
 extern const CpuKernels kernels;
-const CpuKernels kernels = {DFLASH_QUOTE(DFLASH_ISA), rms_norm,          silu_mul,
-                            qkv_norm_rope_append,     append_context_kv, append_kv,
-                            block_attention,          select_tokens,     accept_prefix};
+const CpuKernels kernels = {DFLASH_QUOTE(DFLASH_ISA),
+                            rms_norm,
+                            silu_mul,
+                            qkv_norm_rope_append,
+                            append_context_kv,
+                            append_kv,
+                            block_attention,
+                            select_tokens,
+                            accept_prefix,
+                            linear,
+                            decoder_layers};
 
 }  // namespace dflash::DFLASH_ISA

@@ -15,6 +15,8 @@ struct CpuKernels {
   void (*block_attention)(const BlockAttentionParams&);
   void (*select_tokens)(const SelectTokensParams&);
   void (*accept_prefix)(const AcceptPrefixParams&);
+  void (*linear)(const LinearParams&);
+  void (*decoder_layers)(const DecoderLayersParams&);
 };
 
 // The best table that this processor runs, or the one that the environment variable DFLASH_ISA names

@@ -37,7 +37,8 @@ struct bf16 {
   uint16_t bits;
 };
 
-static inline Vec splat(float x) { return Vec{} + x; }
+// A product with one: GCC keeps an addition of zero, because of -0.
+static inline Vec splat(float x) { return (Vec{} + 1.0f) * x; }
 
 static inline float to_float(float x) { return x; }
 static inline float to_float(bf16 x) {

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from . import ops
 from .cache import KVCache
 from .config import DraftConfig
+from .fused import rotary_table
 
 __all__ = ["Drafter", "load_draft"]
 
@@ -69,6 +70,8 @@ class Drafter(nn.Module):
         self.register_buffer("qkv_bias", bias, persistent=False)
         self.register_buffer("gate_up_weight", empty(layers, 2 * width, hidden), persistent=False)
         self.register_buffer("inv_freq", self._frequencies(device), persistent=False)
+        self._rotary_table: tuple[Tensor, Tensor] | None = None
+        self._parameter_lists: tuple[list[Tensor], ...] | None = None
         self.layers = nn.ModuleList()
         for index in range(layers):
             layer = nn.Module()
@@ -101,6 +104,7 @@ class Drafter(nn.Module):
     def new_cache(self, batch_size: int, capacity: int) -> KVCache:
         """An empty cache for ``batch_size`` sequences of ``capacity`` positions, lookahead counted."""
         c = self.config
+        self._table(capacity)  # now, and not inside a compiled step
         return KVCache(
             c.num_hidden_layers, batch_size, c.num_kv_heads, capacity, c.head_dim, dtype=self.dtype, device=self.device
         )
@@ -165,6 +169,8 @@ class Drafter(nn.Module):
         """
         config, eps = self.config, self.config.rms_norm_eps
         (batch, rows, _), context_rows = block_embeds.shape, features.shape[1]
+        if features.device.type == "cpu" and ops.skinny(batch * (rows + context_rows), self.dtype):
+            return self._forward_fused(features, num_context, block_embeds, length, cache)
         index = torch.arange(context_rows, device=length.device)
         before = torch.where(index < num_context[:, None], (length - num_context)[:, None] + index, -1)
         ahead = length[:, None] + torch.arange(rows, device=length.device)
@@ -190,6 +196,45 @@ class Drafter(nn.Module):
             following = self.layers[i + 1].input_layernorm if i + 1 < len(self.layers) else self.norm
             hidden, residual = ops.add_rms_norm(out, residual, following.weight, eps)
         return hidden
+
+    def _forward_fused(
+        self, features: Tensor, num_context: Tensor, block_embeds: Tensor, length: Tensor, cache: KVCache
+    ) -> Tensor:
+        """:meth:`forward` in one op."""
+        config = self.config
+        weights, head_norms, biases, sinks = self._lists()
+        cos, sin = self._table(cache.capacity)
+        out, _ = ops.decoder_layers(
+            block_embeds, features, num_context, length, cos, sin, weights, head_norms, biases, sinks,
+            self.norm.weight, config.rms_norm_eps, config.head_dim**-0.5, [int(c) for c in config.causal],
+            list(config.window), [], cache.keys, cache.values,
+        )  # fmt: skip
+        return out
+
+    def _lists(self) -> tuple[list[Tensor], ...]:
+        """The parameters as :func:`dflash.ops.decoder_layers` takes them, gathered once after every move or load."""
+        if self._parameter_lists is not None:
+            return self._parameter_lists
+        config, (weights, head_norms, biases, sinks) = self.config, ([], [], [], [])
+        for layer in self.layers:
+            attention, mlp = layer.self_attn, layer.mlp
+            projections = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
+            weights += [layer.input_layernorm.weight, *(p.weight for p in projections)]
+            weights += [layer.post_attention_layernorm.weight]
+            weights += [mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight]
+            head_norms += [attention.q_norm.weight, attention.k_norm.weight]
+            if config.attention_bias:
+                biases += [p.bias for p in projections]
+            if config.attention_sinks:
+                sinks.append(attention.attention_sink_bias)
+        self._parameter_lists = (weights, head_norms, biases, sinks)
+        return self._parameter_lists
+
+    def _table(self, positions: int) -> tuple[Tensor, Tensor]:
+        """``(cos, sin)`` of all positions of a cache, kept between calls."""
+        if self._rotary_table is None or self._rotary_table[0].shape[0] != positions:
+            self._rotary_table = rotary_table(self.inv_freq, self.config.rope.attention_scaling, positions)
+        return self._rotary_table
 
     def logits(self, hidden: Tensor, head: Callable[[Tensor], Tensor]) -> Tensor:
         """Draft logits of ``hidden`` through ``head`` (the target's), then multiplier and softcap of the drafter."""
@@ -229,6 +274,7 @@ class Drafter(nn.Module):
     @torch.no_grad()
     def _pack(self) -> None:
         """Make the parameters views of the packed tensors again, with the parameters' values, dtype and device."""
+        self._parameter_lists = None
         for name in ("qkv_weight", "qkv_bias", "gate_up_weight"):
             packed = getattr(self, name)
             if packed is not None and (packed.dtype, packed.device) != (self.dtype, self.device):
@@ -245,6 +291,7 @@ class Drafter(nn.Module):
         if frequencies.device != self.device:
             frequencies = self._frequencies(self.device)
         self._buffers["inv_freq"] = frequencies  # float32 whatever the parameters are
+        self._rotary_table = None
         self._pack()
         return self
 

@@ -23,9 +23,11 @@ __all__ = [
     "append_kv_",
     "block_attention",
     "cuda_status",
+    "decoder_layers",
     "fuse_features",
     "has_cuda_kernels",
     "isa",
+    "linear",
     "qkv_norm_rope_append_",
     "rms_norm",
     "select_tokens",
@@ -53,6 +55,11 @@ def _register(schema: str, cpu, fake, cuda=None) -> None:
     _LIBRARY.impl(name, cpu, "CPU")
     _LIBRARY.impl(name, cuda, "CUDA")
     torch.library.register_fake(f"dflash::{name}", fake, lib=_LIBRARY)
+
+
+def _direct(tensor: Tensor) -> bool:
+    """Whether an op may call its CPU kernel without torch's dispatcher, which costs more than small kernels do."""
+    return type(tensor) in (Tensor, torch.nn.Parameter) and tensor.is_cpu and not torch.compiler.is_compiling()
 
 
 def _dtype(op: str, name: str, tensor: Tensor) -> int:
@@ -159,6 +166,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, counts: Tensor | None = None
     Raises:
         ValueError: a shape does not fit. TypeError: a dtype does not fit.
     """
+    if _direct(x):
+        return _rms_norm_cpu(x, weight, eps, counts)
     return torch.ops.dflash.rms_norm(x, weight, eps, counts)
 
 
@@ -211,6 +220,8 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     Raises:
         ValueError: a shape does not fit. TypeError: a dtype does not fit.
     """
+    if _direct(x):
+        return _add_rms_norm_cpu(x, residual, weight, eps)
     return torch.ops.dflash.add_rms_norm(x, residual, weight, eps)
 
 
@@ -252,6 +263,8 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     Raises:
         ValueError: the last dimension is odd. TypeError: the dtype does not fit.
     """
+    if _direct(gate_up):
+        return _silu_mul_cpu(gate_up)
     return torch.ops.dflash.silu_mul(gate_up)
 
 
@@ -272,7 +285,7 @@ def _fuse_features_cpu(
 ) -> Tensor:
     _fuse_features_check(context, num_context, fc_weight, norm_weight)
     _dtype("fuse_features", "context", context)
-    return _rms_norm_cpu(torch.nn.functional.linear(context, fc_weight), norm_weight, eps, num_context)
+    return _rms_norm_cpu(_linear_cpu(context, fc_weight, None), norm_weight, eps, num_context)
 
 
 def _fuse_features_fake(
@@ -305,6 +318,8 @@ def fuse_features(context: Tensor, num_context: Tensor, fc_weight: Tensor, norm_
     Raises:
         ValueError: a shape does not fit. TypeError: a dtype does not fit.
     """
+    if _direct(context):
+        return _fuse_features_cpu(context, num_context, fc_weight, norm_weight, eps)
     return torch.ops.dflash.fuse_features(context, num_context, fc_weight, norm_weight, eps)
 
 
@@ -555,7 +570,10 @@ def append_kv_(key: Tensor, value: Tensor, positions: Tensor, k_cache: Tensor, v
     Raises:
         ValueError: a shape does not fit, or a cache is not contiguous. TypeError: a dtype does not fit.
     """
-    torch.ops.dflash.append_kv_(key, value, positions, k_cache, v_cache)
+    if _direct(key):
+        _append_kv_cpu(key, value, positions, k_cache, v_cache)
+    else:
+        torch.ops.dflash.append_kv_(key, value, positions, k_cache, v_cache)
 
 
 # ---------------------------------------------------------------------------------------------- block_attention
@@ -663,9 +681,295 @@ def block_attention(
         ValueError: a shape or a value does not fit. TypeError: a dtype does not fit.
         NotImplementedError: ``ancestors`` on CPU.
     """
+    if _direct(q):
+        return _block_attention_cpu(q, k_cache, v_cache, lengths, scale, causal, window, softcap, sinks, ancestors)
     return torch.ops.dflash.block_attention(
         q, k_cache, v_cache, lengths, scale, causal, window, softcap, sinks, ancestors
     )
+
+
+# ---------------------------------------------------------------------------------------------- linear
+
+_SKINNY = {torch.float32: 256, torch.bfloat16: 64}  # rows up to which the kernel beats torch's GEMM
+
+
+def skinny(rows: int, dtype: torch.dtype) -> bool:
+    """Whether a product of this many rows goes through the kernel of :func:`linear` on CPU, or through torch."""
+    return rows <= _SKINNY.get(dtype, 0)
+
+
+def _linear_check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    if weight.dim() != 2:
+        raise ValueError(f"linear: weight must be [out, in], got {weight.dim()} dimensions")
+    if x.dim() < 2 or x.shape[-1] != weight.shape[1]:
+        raise ValueError(f"linear: x must be [..., rows, {weight.shape[1]}] as weight says, got {list(x.shape)}")
+    if weight.dtype != x.dtype:
+        raise TypeError(f"linear: weight must be {x.dtype} as x is, got {weight.dtype}")
+    if bias is not None:
+        _expect("linear", "bias", bias, (weight.shape[0],), x.dtype, "out")
+
+
+def _linear_cpu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    _linear_check(x, weight, bias)
+    dtype = _dtype("linear", "x", x)
+    out_features, width = weight.shape
+    rows = x.numel() // max(width, 1)
+    if not skinny(rows, x.dtype):
+        return torch.nn.functional.linear(x, weight, bias)
+    x, weight, bias = x.contiguous(), weight.contiguous(), _dense(bias)
+    out = x.new_empty(*x.shape[:-1], out_features)
+    _C.linear(
+        x.data_ptr(), weight.data_ptr(), _address(bias), out.data_ptr(), rows, width, out_features, dtype,
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return out
+
+
+def _linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    _linear_check(x, weight, bias)
+    return x.new_empty(*x.shape[:-1], weight.shape[0])
+
+
+_register("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor", _linear_cpu, _linear_fake)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x @ weight.T + bias`` for a few rows, sums in fp32, rounded once.
+
+    On CPU a row's bits depend neither on its place nor on how many rows there are, up to 256 rows in float32 and 64
+    in bfloat16; more rows go through torch.
+
+    Args:
+        x: ``[..., rows, in]``, float32 or bfloat16.
+        weight: ``[out, in]``, the dtype of ``x``.
+        bias: ``[out]``, the dtype of ``x``, or None.
+
+    Returns:
+        ``[..., rows, out]``, the dtype of ``x``.
+
+    Raises:
+        ValueError: a shape does not fit. TypeError: a dtype does not fit.
+    """
+    if _direct(x):
+        return _linear_cpu(x, weight, bias)
+    return torch.ops.dflash.linear(x, weight, bias)
+
+
+# ---------------------------------------------------------------------------------------------- decoder_layers
+
+_LAYER_WEIGHTS = ("input_norm", "q", "k", "v", "o", "post_norm", "gate", "up", "down")
+_plans: dict[tuple, list[int]] = {}  # what was checked once for these addresses and shapes
+_MAX_PLANS = 64
+
+
+def _decoder_layers_check(
+    hidden: Tensor, context: Tensor | None, num_context: Tensor | None, lengths: Tensor, cos: Tensor, sin: Tensor,
+    weights: list[Tensor], head_norms: list[Tensor], biases: list[Tensor], sinks: list[Tensor], norm: Tensor,
+    eps: float, scale: float, causal: list[int], windows: list[int], taps: list[int], k_caches: list[Tensor],
+    v_caches: list[Tensor],
+) -> None:  # fmt: skip
+    op = "decoder_layers"
+    layers, dtype = len(k_caches), hidden.dtype
+    _expect(op, "hidden", hidden, (None, None, None), dtype, "batch, rows, hidden")
+    batch, _, size = hidden.shape
+    if (context is None) != (num_context is None):
+        raise ValueError(f"{op}: context and num_context come together, got one of them")
+    if context is not None:
+        _expect(op, "context", context, (batch, None, size), dtype, "batch, context_rows, hidden")
+        _expect(op, "num_context", num_context, (batch,), torch.int64, "batch")
+    _expect(op, "lengths", lengths, (batch,), torch.int64, "batch")
+    if layers == 0:
+        raise ValueError(f"{op}: k_caches must have one tensor a layer, got none")
+    for name, given, wanted in (
+        ("v_caches", v_caches, (layers,)),
+        ("weights", weights, (layers * len(_LAYER_WEIGHTS),)),
+        ("head_norms", head_norms, (0, 2 * layers)),
+        ("biases", biases, (0, 4 * layers)),
+        ("sinks", sinks, (0, layers)),
+        ("causal", causal, (layers,)),
+        ("windows", windows, (layers,)),
+    ):
+        if len(given) not in wanted:
+            raise ValueError(f"{op}: {name} must have {' or '.join(map(str, wanted))} entries, got {len(given)}")
+    if bad := [tap for tap in taps if not 0 <= tap < layers] or len(set(taps)) != len(taps):
+        raise ValueError(f"{op}: taps must be different layers in 0 .. {layers - 1}, got {taps}: {bad}")
+    if min(windows) < 0:
+        raise ValueError(f"{op}: windows must be positive, or 0 for none, got {windows}")
+    _, kv_heads, _, head_dim = k_caches[0].shape if k_caches[0].dim() == 4 else (0, 0, 0, 0)
+    for index, (k_cache, v_cache) in enumerate(zip(k_caches, v_caches, strict=True)):
+        at = (f"k_caches[{index}]", f"v_caches[{index}]")
+        _expect_cache(op, at, k_cache, v_cache, batch, kv_heads, (head_dim, head_dim), dtype)
+        if k_cache.shape != k_caches[0].shape:
+            raise ValueError(f"{op}: {at[0]} must be {list(k_caches[0].shape)}, got {list(k_cache.shape)}")
+    _expect(op, "weights[1]", weights[1], (None, size), dtype, "num_heads * head_dim, hidden")
+    _expect(op, "weights[6]", weights[6], (None, size), dtype, "width, hidden")
+    q_size, kv_size, width = weights[1].shape[0], kv_heads * head_dim, weights[6].shape[0]
+    if not kv_size or q_size % head_dim or q_size // head_dim % kv_heads:
+        raise ValueError(
+            f"{op}: weights[1] must have a multiple of {kv_heads} heads of {head_dim}, got {list(weights[1].shape)}"
+        )
+    shapes = (
+        (size,), (q_size, size), (kv_size, size), (kv_size, size), (size, q_size), (size,), (width, size),
+        (width, size), (size, width),
+    )  # fmt: skip
+    for index, weight in enumerate(weights):
+        layer, part = divmod(index, len(shapes))
+        _expect(op, f"weights[{index}]", weight, shapes[part], dtype, f"{_LAYER_WEIGHTS[part]} of layer {layer}")
+    for index, weight in enumerate(head_norms):
+        _expect(op, f"head_norms[{index}]", weight, (head_dim,), dtype, "head_dim")
+    for index, bias in enumerate(biases):
+        size_of = (q_size, kv_size, kv_size, size)[index % 4]
+        if bias.numel():
+            _expect(op, f"biases[{index}]", bias, (size_of,), dtype, "out, or empty for none")
+    for index, sink in enumerate(sinks):
+        _expect(op, f"sinks[{index}]", sink, (q_size // head_dim,), sink.dtype, "num_heads")
+    _expect(op, "norm", norm, (size,), dtype, "hidden")
+    _expect(op, "cos", cos, (None, None), torch.float32, "positions, rotary / 2")
+    _expect(op, "sin", sin, tuple(cos.shape), torch.float32, "positions, rotary / 2")
+    if cos.shape[0] == 0 or 2 * cos.shape[1] > head_dim:
+        raise ValueError(
+            f"{op}: cos must be [positions, at most head_dim / 2 = {head_dim // 2}], got {list(cos.shape)}"
+        )
+    for name, given in (("weights", weights), ("head_norms", head_norms), ("biases", biases)):
+        for index, tensor in enumerate(given):
+            if not tensor.is_contiguous():
+                raise ValueError(f"{op}: {name}[{index}] must be contiguous, got strides {tensor.stride()}")
+    if not (cos.is_contiguous() and sin.is_contiguous() and norm.is_contiguous()):
+        raise ValueError(f"{op}: cos, sin and norm must be contiguous")
+
+
+def _decoder_layers_cpu(
+    hidden: Tensor, context: Tensor | None, num_context: Tensor | None, lengths: Tensor, cos: Tensor, sin: Tensor,
+    weights: list[Tensor], head_norms: list[Tensor], biases: list[Tensor], sinks: list[Tensor], norm: Tensor,
+    eps: float, scale: float, causal: list[int], windows: list[int], taps: list[int], k_caches: list[Tensor],
+    v_caches: list[Tensor],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    # A model's weights and caches stay where they are: what was checked for these addresses is not checked again.
+    tensors = (cos, sin, norm, *weights, *head_norms, *biases, *k_caches, *v_caches)
+    varying = (hidden, context, num_context, lengths, cos, sin, norm, *weights[1:7:5], *k_caches[:1])
+    key = (
+        tuple(map(Tensor.data_ptr, tensors)), tuple(None if t is None else (t.shape, t.dtype) for t in varying),
+        len(weights), len(head_norms), len(biases), len(sinks), len(k_caches), tuple(causal), tuple(windows),
+        tuple(taps),
+    )  # fmt: skip
+    plan = _plans.get(key)
+    if plan is None:
+        _decoder_layers_check(
+            hidden, context, num_context, lengths, cos, sin, weights, head_norms, biases, sinks, norm, eps, scale,
+            causal, windows, taps, k_caches, v_caches,
+        )  # fmt: skip
+        _dtype("decoder_layers", "hidden", hidden)
+        plan = []
+        for i in range(len(k_caches)):
+            plan += [t.data_ptr() for t in weights[9 * i : 9 * i + 9]]
+            plan += [t.data_ptr() for t in head_norms[2 * i : 2 * i + 2]] or [0, 0]
+            plan += [t.data_ptr() for t in biases[4 * i : 4 * i + 4]] or [0, 0, 0, 0]
+            tap = taps.index(i) if i in taps else -1
+            plan += [0, k_caches[i].data_ptr(), v_caches[i].data_ptr(), causal[i]]
+            plan += [min(windows[i], k_caches[i].shape[2]), tap]
+        if len(_plans) >= _MAX_PLANS:
+            _plans.clear()
+        _plans[key] = plan
+    wide = [sink.float().contiguous() for sink in sinks]
+    if wide:
+        plan = plan.copy()
+        for i, sink in enumerate(wide):
+            plan[21 * i + 15] = sink.data_ptr()
+    hidden, lengths = hidden.contiguous(), lengths.contiguous()
+    context, num_context = _dense(context), _dense(num_context)
+    batch, rows, size = hidden.shape
+    _, kv_heads, capacity, head_dim = k_caches[0].shape
+    out, tapped = torch.empty_like(hidden), hidden.new_empty(batch, rows, len(taps) * size)
+    _C.decoder_layers(
+        plan, hidden.data_ptr(), _address(context), _address(num_context), lengths.data_ptr(), cos.data_ptr(),
+        sin.data_ptr(), norm.data_ptr(), out.data_ptr(), tapped.data_ptr(),
+        (
+            batch, rows, 0 if context is None else context.shape[1], size, weights[6].shape[0],
+            weights[1].shape[0] // head_dim, kv_heads, head_dim, cos.shape[1], cos.shape[0], capacity, len(taps),
+            len(k_caches),
+        ),
+        scale, eps, _DTYPES[hidden.dtype], torch.get_num_threads(),
+    )  # fmt: skip
+    return out, tapped
+
+
+def _decoder_layers_fake(hidden: Tensor, *arguments) -> tuple[Tensor, Tensor]:
+    _decoder_layers_check(hidden, *arguments)
+    taps = arguments[14]
+    out = torch.empty_like(hidden, memory_format=torch.contiguous_format)
+    return out, hidden.new_empty(*hidden.shape[:2], len(taps) * hidden.shape[2])
+
+
+_register(
+    "decoder_layers(Tensor hidden, Tensor? context, Tensor? num_context, Tensor lengths, Tensor cos, Tensor sin, "
+    "Tensor[] weights, Tensor[] head_norms, Tensor[] biases, Tensor[] sinks, Tensor norm, float eps, float scale, "
+    "int[] causal, int[] windows, int[] taps, Tensor(a!)[] k_caches, Tensor(b!)[] v_caches) -> (Tensor, Tensor)",
+    _decoder_layers_cpu,
+    _decoder_layers_fake,
+)
+
+
+def decoder_layers(
+    hidden: Tensor,
+    context: Tensor | None,
+    num_context: Tensor | None,
+    lengths: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    weights: list[Tensor],
+    head_norms: list[Tensor],
+    biases: list[Tensor],
+    sinks: list[Tensor],
+    norm: Tensor,
+    eps: float,
+    scale: float,
+    causal: list[int],
+    windows: list[int],
+    taps: list[int],
+    k_caches: list[Tensor],
+    v_caches: list[Tensor],
+) -> tuple[Tensor, Tensor]:
+    """The pre-norm decoder layers of a model (Qwen3, Qwen2, Llama, Mistral) and its final norm, in one call.
+
+    Per layer: RMSNorm, q, k, v, head norms, RoPE, append, attention over the cache, output projection, residual,
+    RMSNorm, ``silu(gate) * up``, down projection, residual. K and V also come from the live context rows, as they are
+    and without the input norm; those rows have no query. A row's bits depend neither on its place nor on the others.
+
+    Args:
+        hidden: ``[batch, rows, hidden]``, float32 or bfloat16; row i of sequence b is at ``lengths[b] + i``.
+        context: ``[batch, context_rows, hidden]`` or None: row i is at ``lengths[b] - num_context[b] + i``.
+        num_context: ``[batch]`` int64; rows at or past it are never read.
+        lengths: ``[batch]`` int64.
+        cos, sin: ``[positions, rotary / 2]`` float32, one row a position; positions past the end take the last.
+        weights: per layer ``input_norm [hidden]``, ``q [num_heads * head_dim, hidden]``, ``k`` and ``v
+            [num_kv_heads * head_dim, hidden]``, ``o [hidden, num_heads * head_dim]``, ``post_norm [hidden]``, ``gate``
+            and ``up [width, hidden]``, ``down [hidden, width]``; contiguous.
+        head_norms: per layer ``q_norm`` and ``k_norm [head_dim]``, or an empty list.
+        biases: per layer those of q, k, v and o, an empty tensor for none; or an empty list.
+        sinks: per layer ``[num_heads]``, or an empty list.
+        norm: ``[hidden]``, the final norm.
+        eps: of every norm.
+        scale: the factor on the scores.
+        causal: per layer, 1 or 0.
+        windows: per layer, as in :func:`block_attention`; 0 for none.
+        taps: the layers whose outputs are returned; the last layer's is past the final norm.
+        k_caches, v_caches: per layer ``[batch, num_kv_heads, capacity, head_dim]``, contiguous; written.
+
+    Returns:
+        ``(out [batch, rows, hidden], tapped [batch, rows, taps * hidden])``, ``out`` past the final norm.
+
+    Raises:
+        ValueError: a shape does not fit, or a tensor is not contiguous. TypeError: a dtype does not fit.
+    """
+    if _direct(hidden):
+        return _decoder_layers_cpu(
+            hidden, context, num_context, lengths, cos, sin, weights, head_norms, biases, sinks, norm, eps, scale,
+            causal, windows, taps, k_caches, v_caches,
+        )  # fmt: skip
+    return torch.ops.dflash.decoder_layers(
+        hidden, context, num_context, lengths, cos, sin, weights, head_norms, biases, sinks, norm, eps, scale, causal,
+        windows, taps, k_caches, v_caches,
+    )  # fmt: skip
 
 
 # ---------------------------------------------------------------------------------------------- select_tokens
@@ -762,6 +1066,8 @@ def select_tokens(
     Raises:
         ValueError: a shape does not fit. TypeError: a dtype does not fit.
     """
+    if _direct(logits):
+        return _select_tokens_cpu(logits, positions, seeds, temperature, top_k, top_p, min_p, sharpness)
     return torch.ops.dflash.select_tokens(logits, positions, seeds, temperature, top_k, top_p, min_p, sharpness)
 
 
@@ -870,4 +1176,7 @@ def accept_prefix_(
         ValueError: a shape or device does not fit, or a written tensor is not contiguous. TypeError: not int64.
         RuntimeError: the CUDA kernel could not be launched.
     """
-    torch.ops.dflash.accept_prefix_(block_ids, posterior, stop_token_ids, limits, tokens, length, num_context, done)
+    if _direct(block_ids):
+        _accept_prefix_cpu(block_ids, posterior, stop_token_ids, limits, tokens, length, num_context, done)
+    else:
+        torch.ops.dflash.accept_prefix_(block_ids, posterior, stop_token_ids, limits, tokens, length, num_context, done)

@@ -345,3 +345,64 @@ def accept_prefix_(
     length.add_(count)
     num_context.copy_(count)
     done.copy_(torch.where(running, state, done))
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x @ weight.T + bias``."""
+    return torch.nn.functional.linear(x, weight, bias)
+
+
+def decoder_layers(
+    hidden: Tensor,
+    context: Tensor | None,
+    num_context: Tensor | None,
+    lengths: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    weights: list[Tensor],
+    head_norms: list[Tensor],
+    biases: list[Tensor],
+    sinks: list[Tensor],
+    norm: Tensor,
+    eps: float,
+    scale: float,
+    causal: list[int],
+    windows: list[int],
+    taps: list[int],
+    k_caches: list[Tensor],
+    v_caches: list[Tensor],
+) -> tuple[Tensor, Tensor]:
+    """Pre-norm decoder layers and the final norm, from the other ops."""
+    batch, rows, _ = hidden.shape
+    head_dim, layers = k_caches[0].shape[-1], len(k_caches)
+    positions = lengths[:, None] + torch.arange(rows, device=hidden.device)
+    if context is not None:
+        index = torch.arange(context.shape[1], device=hidden.device)
+        before = torch.where(index < num_context[:, None], (lengths - num_context)[:, None] + index, -1)
+        positions = torch.cat([before, positions], 1)
+    at = positions.clamp(0, cos.shape[0] - 1)
+    residual, tapped = hidden, [hidden] * len(taps)
+    for i in range(layers):
+        input_norm, q, k, v, o, post_norm, gate, up, down = weights[9 * i : 9 * i + 9]
+        q_bias, k_bias, v_bias, o_bias = (
+            (bias if bias.numel() else None for bias in biases[4 * i : 4 * i + 4]) if biases else (None,) * 4
+        )
+        normed = rms_norm(residual, input_norm, eps)
+        x = normed if context is None else torch.cat([context, normed], 1)
+        qkv = torch.cat([linear(x, q, q_bias), linear(x, k, k_bias), linear(x, v, v_bias)], -1)
+        q_norm, k_norm = head_norms[2 * i : 2 * i + 2] if head_norms else (None, None)
+        queries = hidden.new_empty(batch, rows, q.shape[0] // head_dim, head_dim)
+        qkv_norm_rope_append_(qkv, positions, cos[at], sin[at], q_norm, k_norm, eps, queries, k_caches[i], v_caches[i])
+        out = block_attention(
+            queries, k_caches[i], v_caches[i], lengths, scale, bool(causal[i]), windows[i], 0.0,
+            sinks[i] if sinks else None, None,
+        )  # fmt: skip
+        normed, residual = add_rms_norm(linear(out.flatten(2), o, o_bias), residual, post_norm, eps)
+        residual = residual + linear(silu_mul(torch.cat([linear(normed, gate), linear(normed, up)], -1)), down)
+        if i in taps:
+            tapped[list(taps).index(i)] = residual
+    out = rms_norm(residual, norm, eps)
+    if layers - 1 in taps:
+        tapped[list(taps).index(layers - 1)] = out
+    empty = hidden.new_empty(batch, rows, 0)
+    return out.clone(), torch.cat([empty, *tapped], -1)

@@ -16,6 +16,7 @@ from transformers import AttentionInterface, PreTrainedModel, StopStringCriteria
 
 from . import ops
 from .cache import LazyKVCache
+from .fused import FusedDecoder
 
 # The name must not contain "flash" (transformers tests for it), and must have no mask interface: no mask is built.
 _ATTENTION = "block_verify"
@@ -198,6 +199,7 @@ class Target:
             if isinstance(module, PreTrainedModel):
                 module.config._attn_implementation = _ATTENTION
         text_config(self.model)._attn_implementation = _ATTENTION
+        self._fused = FusedDecoder.of(self.model, target_layer_ids)
         self._taps: list[Tensor | None] = [None] * len(target_layer_ids)
         self._add_taps(target_layer_ids)
         if model.config.model_type not in TESTED_FAMILIES and model not in _PROBED:
@@ -257,8 +259,12 @@ class Target:
             logits_to_keep: as in transformers: 0 for all rows, n for the last n, or row indices.
 
         Returns:
-            Logits ``[batch, kept rows, vocab]`` and one ``[batch, rows, hidden]`` tensor per tap.
+            Logits ``[batch, kept rows, vocab]`` and the taps, which side by side are ``[batch, rows, taps * hidden]``:
+            one tensor each, or one of all where the decoder is fused.
         """
+        if self._fused is not None and self._fused.takes(ids):
+            logits, tapped = self._fused.forward(ids, lengths, cache, logits_to_keep)
+            return logits, [tapped]
         positions = lengths[:, None] + torch.arange(ids.shape[1], device=ids.device)
         # Rows past the end of a request are computed and dropped; they must not index past a learned table.
         limit = self.max_positions

@@ -1,0 +1,20 @@
+// A product of a few rows with several matrices, shared by linear.cpp and decoder_layers.cpp.
+#pragma once
+#include "params.h"
+
+namespace dflash::DFLASH_ISA {
+
+struct LinearPart {
+  const void* weight;  // [out_features, in]
+  const void* bias;    // [out_features] or null
+  void* out;           // [rows - first_row, out_features], rows out_stride apart
+  int64_t out_features;
+  int64_t out_stride;
+  int64_t first_row;  // of x; the rows before it have no output
+};
+
+// out = x[first_row:] weight^T + bias for every part; x [rows, in].
+void linear_parts(const void* x, int64_t rows, int64_t in, const LinearPart* parts, int num_parts,
+                  DType dtype, int threads);
+
+}  // namespace dflash::DFLASH_ISA
