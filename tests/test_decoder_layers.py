@@ -1,6 +1,7 @@
 import pytest
 import torch
 from op_checks import DTYPES, assert_as_exact_as_torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dflash import ops, reference
 
@@ -105,6 +106,15 @@ def test_one_row_at_a_time_gives_the_same_bits(dtype):
         one, tap = ops.decoder_layers(**step)
         assert torch.equal(one[:, 0], out[:, row])
         assert torch.equal(tap[:, 0], tapped[:, row])
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_the_twin_runs_without_data(options):
+    real = arguments(torch.float32, **options)
+    with FakeTensorMode() as mode:
+        out, tapped = reference.decoder_layers(**changed(real, mode.from_tensor))
+    assert out.shape == real["hidden"].shape
+    assert tapped.shape == (*out.shape[:2], 2 * HIDDEN)
 
 
 @pytest.mark.parametrize("options", OPTIONS[:2])

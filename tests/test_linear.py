@@ -1,6 +1,7 @@
 import pytest
 import torch
 from op_checks import DTYPES, assert_as_exact_as_torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dflash import ops, reference
 
@@ -33,6 +34,12 @@ def test_a_rows_bits_depend_neither_on_its_place_nor_on_the_others(dtype):
     for rows in (1, 16, 17, 40, 64):
         assert torch.equal(ops.linear(x[:rows], weight, bias)[::2], whole[:rows:2])
     assert torch.equal(ops.linear(x[62:63], weight, bias), whole[62:63])
+
+
+def test_the_twin_runs_without_data():
+    with FakeTensorMode():
+        out = reference.linear(torch.zeros(2, 3, 8), torch.zeros(5, 8), torch.zeros(5))
+    assert out.shape == (2, 3, 5)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -367,7 +367,6 @@ class Generator:
             raise ValueError(f"max_length {max_length} is past the target's max_position_embeddings, {positions}")
         self.draft = draft if rows > 1 else None
         self._take(target)
-        self._lock = threading.RLock()
         device, dtype = self.target.device, self.target.dtype
         self.vocab_size = self.target.embedding_weight.shape[0]
 
