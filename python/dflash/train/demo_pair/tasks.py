@@ -1,0 +1,331 @@
+"""Made work for the pair that ships with the package: prompts, right answers, and the check of an answer.
+
+Three families, drawn from a seed, with no outside data:
+
+- ``records``: a few random records rewritten from one notation to another (JSON, YAML, INI, SQL, Python, XML, CSV, prose);
+- ``sums``: addition, subtraction and multiplication worked column by column;
+- ``letters``: a short text from a list of facts, with free choices of words, so that sampling has something to choose.
+
+The first two have one right answer. A letter is right when it follows its template and states the facts of the prompt.
+
+A prompt belongs to the held-out set when its hash says so (:func:`held_out`); training draws skip those prompts, so no
+training step sees one, whatever the seed.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+__all__ = ["KINDS", "Example", "examples", "held_out", "is_right"]
+
+ARROW = "\n=>\n"
+
+
+@dataclass(frozen=True)
+class Example:
+    """A prompt and one right answer to it; ``kind`` is records, sums or letters."""
+
+    kind: str
+    prompt: str
+    answer: str
+
+
+def held_out(prompt: str) -> bool:
+    """Whether ``prompt`` is kept from training: one in 32, by its CRC-32."""
+    return zlib.crc32(prompt.encode()) % 32 == 0
+
+
+# ------------------------------------------------------------------------------------------------ words and numbers
+
+_ONSETS = ["b", "d", "f", "g", "k", "l", "m", "n", "p", "r", "s", "t", "v", "z"]
+_VOWELS = ["a", "e", "i", "o", "u"]
+
+
+def _word(rng: random.Random) -> str:
+    """An invented word of two or three syllables."""
+    return "".join(
+        rng.choice(_ONSETS) + rng.choice(_VOWELS) + rng.choice(["", "", "n", "r", "l"]) for _ in range(rng.choice([2, 2, 3]))
+    )
+
+
+def _name(rng: random.Random) -> str:
+    return _word(rng).capitalize()
+
+
+# ------------------------------------------------------------------------------------------------ records
+
+_FIELDS = [
+    ("name", _word),
+    ("city", _word),
+    ("owner", _word),
+    ("tool", _word),
+    ("color", _word),
+    ("role", _word),
+    ("group", _word),
+    ("lang", _word),
+    ("id", lambda rng: rng.randrange(1000, 10000)),
+    ("port", lambda rng: rng.randrange(1000, 10000)),
+    ("year", lambda rng: rng.randrange(1900, 2100)),
+    ("size", lambda rng: rng.randrange(10, 1000)),
+    ("score", lambda rng: rng.randrange(10, 1000)),
+    ("level", lambda rng: rng.randrange(1, 100)),
+]
+Record = dict[str, str | int]
+
+
+def _json(records: list[Record]) -> str:
+    return "[" + ",\n ".join(json.dumps(record) for record in records) + "]"
+
+
+def _yaml(records: list[Record]) -> str:
+    return "\n".join("- " + "\n  ".join(f"{key}: {value}" for key, value in record.items()) for record in records)
+
+
+def _ini(records: list[Record]) -> str:
+    return "\n".join(
+        f"[item{number}]\n" + "\n".join(f"{key} = {value}" for key, value in record.items())
+        for number, record in enumerate(records, 1)
+    )
+
+
+def _quoted(value: str | int) -> str:
+    return str(value) if isinstance(value, int) else f"'{value}'"
+
+
+def _sql(records: list[Record]) -> str:
+    rows = ",\n".join("(" + ", ".join(map(_quoted, record.values())) + ")" for record in records)
+    return f"INSERT INTO items ({', '.join(records[0])}) VALUES\n{rows};"
+
+
+def _python(records: list[Record]) -> str:
+    rows = "\n".join(
+        "    Item(" + ", ".join(f"{key}={_quoted(value)}" for key, value in record.items()) + ")," for record in records
+    )
+    return f"items = [\n{rows}\n]"
+
+
+def _xml(records: list[Record]) -> str:
+    return "\n".join(
+        "<item>" + "".join(f"<{key}>{value}</{key}>" for key, value in record.items()) + "</item>" for record in records
+    )
+
+
+def _csv(records: list[Record]) -> str:
+    return "\n".join([",".join(records[0]), *(",".join(map(str, record.values())) for record in records)])
+
+
+def _prose(records: list[Record]) -> str:
+    ordinal = ["first", "second", "third", "fourth"]
+    return "\n".join(
+        f"The {ordinal[number]} item has " + " and ".join(f"{key} {value}" for key, value in record.items()) + "."
+        for number, record in enumerate(records)
+    )
+
+
+NOTATIONS: dict[str, Callable[[list[Record]], str]] = {
+    "json": _json,
+    "yaml": _yaml,
+    "ini": _ini,
+    "sql": _sql,
+    "python": _python,
+    "xml": _xml,
+    "csv": _csv,
+    "prose": _prose,
+}
+
+
+def _records(rng: random.Random) -> Example:
+    source, wanted = rng.sample(sorted(NOTATIONS), 2)
+    fields = rng.sample(_FIELDS, rng.randint(3, 5))
+    records = [{key: make(rng) for key, make in fields} for _ in range(rng.choice([2, 2, 3]))]
+    prompt = f"{source} to {wanted}:\n{NOTATIONS[source](records)}{ARROW}"
+    return Example("records", prompt, NOTATIONS[wanted](records))
+
+
+# ------------------------------------------------------------------------------------------------ sums
+
+_PLACES = ["ones", "tens", "hundreds", "thousands", "ten thousands", "hundred thousands", "millions"]
+
+
+def _column(number: int, place: int) -> int:
+    return number // 10**place % 10
+
+
+def _add(rng: random.Random) -> Example:
+    a, b = (rng.randrange(10 ** (digits - 1), 10**digits) for digits in rng.choices(range(4, 7), k=2))
+    lines, carry = [], 0
+    for place in range(max(len(str(a)), len(str(b)))):
+        x, y = _column(a, place), _column(b, place)
+        total = x + y + carry
+        lines.append(
+            f"{_PLACES[place]}: {x} + {y}" + (f" + {carry} carried" if carry else "") + f" makes {total}, write {total % 10}"
+        )
+        carry = total // 10
+    if carry:
+        lines.append(f"{_PLACES[len(lines)]}: write {carry}")
+    return Example("sums", f"add {a} and {b}{ARROW}", "\n".join([*lines, f"The sum of {a} and {b} is {a + b}."]))
+
+
+def _subtract(rng: random.Random) -> Example:
+    a = rng.randrange(10**4, 10**6)
+    b = rng.randrange(10**3, a)
+    lines, borrow = [], 0
+    for place in range(len(str(a))):
+        x, y = _column(a, place), _column(b, place)
+        top, under = x, y + borrow
+        words = f"{_PLACES[place]}: {x} - {y}" + (" - 1 borrowed" if borrow else "")
+        borrow = int(top < under)
+        lines.append(words + (", borrow ten" if borrow else "") + f", write {top + 10 * borrow - under}")
+    return Example(
+        "sums", f"take {b} from {a}{ARROW}", "\n".join([*lines, f"The difference of {a} and {b} is {a - b}."])
+    )
+
+
+def _multiply(rng: random.Random) -> Example:
+    a, b = rng.randrange(10**3, 10**6), rng.randrange(2, 10)
+    lines, carry = [], 0
+    for place in range(len(str(a))):
+        x = _column(a, place)
+        total = x * b + carry
+        lines.append(
+            f"{_PLACES[place]}: {x} x {b}"
+            + (f" is {x * b}, with {carry} carried" if carry else "")
+            + f" makes {total}, write {total % 10}"
+        )
+        carry = total // 10
+    if carry:
+        lines.append(f"{_PLACES[len(lines)]}: write {carry}")
+    return Example("sums", f"multiply {a} by {b}{ARROW}", "\n".join([*lines, f"The product of {a} and {b} is {a * b}."]))
+
+
+def _sums(rng: random.Random) -> Example:
+    return rng.choice([_add, _subtract, _multiply])(rng)
+
+
+# ------------------------------------------------------------------------------------------------ letters
+
+# {fact} is copied from the prompt; {a|b|c} is a free choice, the first twice as likely as any other.
+_LETTERS: dict[str, tuple[dict[str, Callable[[random.Random], str | int]], str]] = {
+    "hotel": (
+        {
+            "guest": _name,
+            "room": lambda rng: rng.randrange(100, 700),
+            "nights": lambda rng: rng.randrange(2, 10),
+            "home": _name,
+            "wish": lambda rng: rng.choice(["a late breakfast", "a quiet floor", "a view of the lake", "an early taxi"]),
+        },
+        "Dear {guest},\nthank you for {choosing|booking|trusting} our {small|old|quiet} house by the river. Room {room} is "
+        "{ready|reserved|kept} for you for {nights} nights, and the key will wait at the {front|main|side} desk from noon on "
+        "the day you arrive. We {read|saw|noted} that you would like {wish}, and the staff will {gladly|happily|surely} see "
+        "to it. The way from {home} is {long|slow|rough} at this time of year, so please {call|write|ring} if you are late. "
+        "We {hope|trust|know} that you will enjoy every one of the {nights} nights here.\n{Yours|Warmly|Sincerely}, the host",
+    ),
+    "order": (
+        {
+            "customer": _name,
+            "item": lambda rng: rng.choice(["lamps", "chairs", "kettles", "blankets", "clocks", "mirrors"]),
+            "count": lambda rng: rng.randrange(2, 60),
+            "price": lambda rng: rng.randrange(100, 1000),
+            "city": _name,
+        },
+        "Hello {customer},\nyour order of {count} {item} has {left|passed|cleared} our store and is now on the road to {city}. "
+        "The {full|total|final} price is {price} coins, and the bill is {inside|under|beside} the first box. Each of the "
+        "{item} was {tested|checked|cleaned} by hand before it was wrapped in {paper|cloth|straw}. If one of them should be "
+        "{broken|damaged|missing}, send us a {note|photo|message} within ten days and we will {replace|repair|refund} it "
+        "without a question. Most of our {friends|clients|buyers} in {city} get their goods in {three|four|five} days.\n"
+        "{Thanks|Regards|Cheers}, the store",
+    ),
+    "weather": (
+        {
+            "city": _name,
+            "morning": lambda rng: rng.randrange(1, 20),
+            "noon": lambda rng: rng.randrange(20, 40),
+            "wind": lambda rng: rng.choice(["north", "south", "east", "west"]),
+            "sky": lambda rng: rng.choice(["rain", "snow", "fog", "sun", "hail"]),
+        },
+        "Good {morning|day|evening} from the {city} station. The day {starts|begins|opens} at {morning} degrees, with a "
+        "{light|fresh|gentle} wind from the {wind} and a {thin|pale|low} layer of cloud over the hills. By noon we expect "
+        "{noon} degrees, and {sky} will {cover|reach|cross} the valley before the {shops|schools|offices} close. Drivers on "
+        "the {wind} road should {take|use|show} extra care near the bridge, because {sky} makes the stones {slick|smooth|"
+        "wet}. The night stays {calm|mild|still} in {city}, and tomorrow looks {much|rather|quite} the same.",
+    ),
+    "trip": (
+        {
+            "person": _name,
+            "from": _name,
+            "to": _name,
+            "train": lambda rng: rng.randrange(100, 1000),
+            "hour": lambda rng: rng.randrange(6, 22),
+        },
+        "{person} will {travel|go|ride} from {from} to {to} on train {train}. It {leaves|departs|starts} at {hour} sharp from "
+        "the {last|first|middle} platform, so a {bus|taxi|tram} to the station should be {called|ordered|found} an hour "
+        "before. The seat is by the {window|door|aisle} and a {warm|hot|light} meal is served when the train has passed the "
+        "{border|tunnel|lake}. In {to} a {guide|friend|driver} with a {green|blue|red} hat will meet {person} and "
+        "{carry|bring|take} the bags to the inn. If train {train} is {late|full|delayed}, the next one from {from} goes two "
+        "hours later.",
+    ),
+}
+_SLOT = re.compile(r"\{([^{}]*)\}")
+
+
+def _letters(rng: random.Random) -> Example:
+    kind = rng.choice(sorted(_LETTERS))
+    fields, template = _LETTERS[kind]
+    facts = {key: make(rng) for key, make in fields.items()}
+
+    def fill(slot: re.Match[str]) -> str:
+        options = slot[1].split("|")
+        if len(options) == 1:
+            return str(facts[slot[1]])
+        return rng.choices(options, [2] + [1] * (len(options) - 1))[0]
+
+    answer = _SLOT.sub(fill, template)
+    given = rng.sample(sorted(facts), len(facts))
+    return Example("letters", f"{kind}: " + "; ".join(f"{key} {facts[key]}" for key in given) + ARROW, answer)
+
+
+def _letter_pattern(prompt: str) -> re.Pattern[str]:
+    kind, _, given = prompt.removesuffix(ARROW).partition(": ")
+    facts = dict(part.split(" ", 1) for part in given.split("; "))
+
+    def fill(slot: re.Match[str]) -> str:
+        options = slot[1].split("|")
+        return re.escape(facts[slot[1]]) if len(options) == 1 else "(?:" + "|".join(options) + ")"
+
+    # The text between slots is escaped, the slots are not.
+    template, out, end = _LETTERS[kind][1], [], 0
+    for slot in _SLOT.finditer(template):
+        out += [re.escape(template[end : slot.start()]), fill(slot)]
+        end = slot.end()
+    return re.compile("".join([*out, re.escape(template[end:])]))
+
+
+# ------------------------------------------------------------------------------------------------ draws and checks
+
+KINDS: dict[str, Callable[[random.Random], Example]] = {"records": _records, "sums": _sums, "letters": _letters}
+
+
+def examples(seed: int, *, held: bool) -> Iterator[Example]:
+    """Draw examples of all kinds without end.
+
+    Args:
+        seed: the same seed gives the same examples.
+        held: True draws held-out prompts only, False training prompts only; the two never share a prompt.
+    """
+    rng = random.Random(seed)
+    while True:
+        example = KINDS[rng.choice(list(KINDS))](rng)
+        if held_out(example.prompt) == held:
+            yield example
+
+
+def is_right(example: Example, answer: str) -> bool:
+    """Whether ``answer`` is right: equal to the one answer, or, for a letter, its template with the prompt's facts."""
+    if example.kind == "letters":
+        return _letter_pattern(example.prompt).fullmatch(answer) is not None
+    return answer == example.answer

@@ -1,0 +1,93 @@
+"""The made work of the demonstration pair: its split, its right answers, and the numbers said about it."""
+
+import itertools
+import json
+import re
+
+import pytest
+
+from dflash.train.demo_pair.evaluate import distinct_ngrams, held_out_examples, prompt_lookup_length
+from dflash.train.demo_pair.tasks import KINDS, Example, examples, held_out, is_right
+
+
+def drawn(seed: int, held: bool, count: int) -> list[Example]:
+    return list(itertools.islice(examples(seed, held=held), count))
+
+
+def test_training_never_draws_a_held_out_prompt():
+    held = {example.prompt for example in held_out_examples(500)}
+    seen = {example.prompt for seed in range(3) for example in drawn(seed, False, 2000)}
+    assert all(map(held_out, held))
+    assert not any(map(held_out, seen))
+    assert not held & seen
+    # Held-out prompts are a fixed share of all, not an exhausted corner.
+    assert {example.kind for example in held_out_examples(60)} == set(KINDS)
+
+
+def test_draws_are_a_function_of_the_seed():
+    assert drawn(5, False, 50) == drawn(5, False, 50)
+    assert drawn(5, False, 50) != drawn(6, False, 50)
+
+
+def test_sums_are_right_at_every_column():
+    for example in (e for e in drawn(0, False, 3000) if e.kind == "sums"):
+        numbers = [int(number) for number in re.findall(r"\d+", example.prompt)]
+        word = example.prompt.split()[0]
+        result = {"add": sum, "take": lambda n: n[1] - n[0], "multiply": lambda n: n[0] * n[1]}[word](numbers)
+        columns = re.findall(r"write (\d)", example.answer)
+        assert int("".join(reversed(columns))) == result
+        assert example.answer.endswith(f" is {result}.")
+
+
+def test_records_say_the_same_in_both_notations():
+    checked = 0
+    for example in (e for e in drawn(1, False, 3000) if e.kind == "records"):
+        source, wanted = re.match(r"(\w+) to (\w+):", example.prompt).groups()
+        if "json" not in (source, wanted):
+            continue
+        body = example.prompt.split(":\n", 1)[1].removesuffix("\n=>\n")
+        as_json, other = (body, example.answer) if source == "json" else (example.answer, body)
+        for record in json.loads(as_json):
+            assert all(str(value) in other and key in other for key, value in record.items())
+        checked += 1
+    assert checked > 50
+
+
+def test_a_right_answer_is_right_and_a_changed_one_is_not():
+    for example in drawn(2, True, 200):
+        assert is_right(example, example.answer)
+        assert not is_right(example, example.answer + " ")
+        number = re.search(r"\d+", example.answer)
+        if number:
+            wrong = example.answer[: number.start()] + str(int(number[0]) + 1) + example.answer[number.end() :]
+            assert not is_right(example, wrong)
+
+
+def test_a_letter_may_choose_its_words_but_not_its_facts():
+    letter = next(e for e in drawn(3, False, 500) if e.prompt.startswith("hotel"))
+    chosen = re.search(r"our (small|old|quiet) house", letter.answer)[1]
+    other = letter.answer.replace(f"our {chosen} house", "our " + {"small": "old"}.get(chosen, "small") + " house")
+    assert other != letter.answer
+    assert is_right(letter, other)
+    assert not is_right(letter, letter.answer.replace(f"our {chosen} house", "our grand house"))
+    guest = re.search(r"Dear (\w+)", letter.answer)[1]
+    assert not is_right(letter, letter.answer.replace(guest, guest + "o"))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer", "steps"),
+    [
+        ([1, 2, 3], [9], []),  # the prompt's own pass writes the first token
+        ([1, 2, 3], [7, 8, 9], [1, 1]),  # nothing to look up
+        ([1, 2, 3, 4, 5, 6], [2, 3, 4, 5, 9], [4]),  # 2 was seen: 3 4 5 match, and one more
+        ([1, 2, 3, 4, 5, 6], [2, 3, 9, 9], [2, 1]),  # cut at the end of the answer
+    ],
+)
+def test_prompt_lookup_counts_accepted_tokens_and_one(prompt, answer, steps):
+    assert prompt_lookup_length(prompt, answer, block_size=16) == steps
+
+
+def test_distinct_ngrams():
+    assert distinct_ngrams(list(range(20))) == 1.0
+    assert distinct_ngrams([1] * 9) == 0.5
+    assert distinct_ngrams([1, 2]) == 1.0
