@@ -15,6 +15,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from .train.command import train
+
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 _state = {"debug": False}
 
@@ -278,6 +280,12 @@ def chat(
         elif last is not None:
             typer.echo()
             console.print(f"[dim]{_summary(last.statistics)}[/]")
+
+
+# ---------------------------------------------------------------------------------------------- train
+
+
+app.command()(train)
 
 
 # ---------------------------------------------------------------------------------------------- doctor

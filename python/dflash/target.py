@@ -170,7 +170,7 @@ def refusal(model: nn.Module) -> str | None:
     return None
 
 
-def _decoder_layers(model: PreTrainedModel, num_layers: int) -> nn.ModuleList:
+def decoder_layers(model: PreTrainedModel, num_layers: int) -> nn.ModuleList:
     for module in model.get_decoder().modules():
         if isinstance(module, nn.ModuleList) and len(module) == num_layers:
             return module
@@ -232,7 +232,7 @@ class Target:
         if not target_layer_ids:
             return
         num_layers = self.config.num_hidden_layers
-        layers = _decoder_layers(self.model, num_layers)
+        layers = decoder_layers(self.model, num_layers)
         for index, layer_id in enumerate(target_layer_ids):
             module = layers[layer_id]
             if layer_id == num_layers - 1:

@@ -1,0 +1,27 @@
+"""Training a drafter for any target: ``dflash train``, or :class:`Trainer` from Python."""
+
+from .blocks import Blocks, default_gamma, make_blocks, sample_anchors
+from .checkpoint import CheckpointError, published_config, save_draft
+from .draft import choose_mask_id, draft_config, new_drafter
+from .loop import TrainConfig, Trainer
+from .loss import BlockLoss, block_loss
+from .model import TargetFeatures, TrainableDrafter
+
+__all__ = [
+    "BlockLoss",
+    "Blocks",
+    "CheckpointError",
+    "TargetFeatures",
+    "TrainConfig",
+    "TrainableDrafter",
+    "Trainer",
+    "block_loss",
+    "choose_mask_id",
+    "default_gamma",
+    "draft_config",
+    "make_blocks",
+    "new_drafter",
+    "published_config",
+    "sample_anchors",
+    "save_draft",
+]

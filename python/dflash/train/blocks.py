@@ -1,0 +1,85 @@
+"""Anchors and blocks of a training batch: what the drafter is asked, and what each answer weighs.
+
+A block is the anchor's token and ``block_size - 1`` masks; its slot k > 0 predicts the token at ``anchor + k`` (DFlash
+paper, section 4.2). All blocks of all sequences are made at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["Blocks", "default_gamma", "make_blocks", "sample_anchors"]
+
+
+def default_gamma(block_size: int) -> float:
+    """The published decay of the slots' weights: 7, 5 and 4 for blocks of 16, 10 and 8; straight lines between."""
+    return block_size / 2 if block_size <= 10 else 5 + (block_size - 10) / 3
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The blocks of a batch; a sequence with fewer anchors than the longest is filled up with blocks of weight 0.
+
+    Attributes:
+        anchors: ``[batch, anchors]`` int64, ascending; the fill is 0.
+        ids: ``[batch, anchors, block]`` int64: the anchor's token, then mask ids.
+        labels: ``[batch, anchors, block]`` int64: the token at ``anchor + k``, 0 where there is none.
+        weights: ``[batch, anchors, block]`` float32: ``exp(-(k - 1) / gamma)``, 0 in slot 0, where a token is missing
+            or not the target's own, and in every slot behind such a one.
+    """
+
+    anchors: Tensor
+    ids: Tensor
+    labels: Tensor
+    weights: Tensor
+
+
+def sample_anchors(loss_mask: Tensor, count: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
+    """Up to ``count`` positions a sequence, uniform without replacement, whose token and next token are supervised.
+
+    Args:
+        loss_mask: ``[batch, length]``, nonzero on the tokens that the target wrote.
+        count: anchors a sequence at most.
+        generator: of the same device; None for torch's own.
+
+    Returns:
+        ``anchors [batch, n]`` int64 ascending, fill last, and ``valid [batch, n]`` bool; ``n <= count`` is the most
+        that any sequence has, 1 at least.
+    """
+    supervised = loss_mask.bool()
+    eligible = supervised.clone()
+    eligible[:, :-1] &= supervised[:, 1:]
+    eligible[:, -1] = False
+    count = max(1, min(count, int(eligible.sum(1).max())))
+    draw = torch.rand(loss_mask.shape, generator=generator, device=loss_mask.device)
+    chosen = torch.where(eligible, draw, -1.0).topk(count, dim=1)
+    length = loss_mask.shape[1]
+    anchors = torch.where(chosen.values >= 0, chosen.indices, length).sort(1).values
+    valid = anchors < length
+    return torch.where(valid, anchors, 0), valid
+
+
+def make_blocks(
+    input_ids: Tensor, loss_mask: Tensor, anchors: Tensor, valid: Tensor, block_size: int, mask_id: int, gamma: float
+) -> Blocks:
+    """The blocks at ``anchors``; those that reach past the sequence keep their slots and lose the weights.
+
+    Args:
+        input_ids, loss_mask: ``[batch, length]``, right-padded with a loss mask of 0.
+        anchors, valid: ``[batch, anchors]``, from :func:`sample_anchors`.
+        block_size: slots of a block, the anchor's counted.
+        mask_id: the token of the other slots.
+        gamma: decay of the weights, in slots.
+    """
+    length, slot = input_ids.shape[1], torch.arange(block_size, device=input_ids.device)
+    positions = anchors[..., None] + slot
+    inside, index = positions < length, positions.clamp(max=length - 1).flatten(1)
+    labels = input_ids.gather(1, index).view(positions.shape)
+    supervised = loss_mask.bool().gather(1, index).view(positions.shape) & inside
+    counted = supervised.long().cumprod(-1).bool() & valid[..., None]
+    weights = torch.exp(-(slot - 1).float() / gamma) * counted * (slot > 0)
+    ids = torch.where(slot == 0, labels, mask_id)
+    return Blocks(anchors, ids, torch.where(inside, labels, 0), weights)

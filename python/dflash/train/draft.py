@@ -1,0 +1,146 @@
+"""A new drafter for a target: its shape, its taps, its mask token, its first weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..config import ROPE_TYPES, DraftConfig, Rope, build_target_layer_ids
+from ..drafter import Drafter
+from ..target import text_config, unwrap
+
+__all__ = ["choose_mask_id", "draft_config", "new_drafter"]
+
+
+def choose_mask_id(target: nn.Module, tokenizer: Any = None, mask_token_id: int | None = None) -> int:
+    """The token that stands for "not yet known": the one given, else the tokenizer's mask token, else an unused row.
+
+    A token that the target may emit is no mask; an unused row is one of the embedding past the tokenizer's ids.
+
+    Raises:
+        ValueError: there is none, or the one given has no embedding.
+    """
+    rows = unwrap(target).get_input_embeddings().weight.shape[0]
+    if mask_token_id is not None:
+        if not 0 <= mask_token_id < rows:
+            raise ValueError(
+                f"mask_token_id must be one of the target's embedding rows, 0 .. {rows - 1}, got {mask_token_id}"
+            )
+        return mask_token_id
+    own = getattr(tokenizer, "mask_token_id", None)
+    if own is not None and own < rows:
+        return own
+    if tokenizer is not None:
+        used = max(tokenizer.get_vocab().values(), default=-1) + 1
+        if used < rows:
+            return used
+    raise ValueError(
+        "no mask token: the tokenizer has none and every embedding row has a token of its own; name one that the "
+        "target never emits (--mask-token-id)"
+    )
+
+
+def _rope(config: Any) -> Rope:
+    """The target's RoPE where a drafter can have it, else the plain one with the target's theta."""
+    given = getattr(config, "rope_parameters", None) or {}
+    if any(isinstance(value, dict) for value in given.values()):
+        given = given.get("full_attention") or next(value for value in given.values() if isinstance(value, dict))
+    theta = given.get("rope_theta") or getattr(config, "rope_theta", None) or 10000.0
+    partial = given.get("partial_rotary_factor") not in (None, 1.0)
+    if given.get("rope_type", "default") in ROPE_TYPES[1:] and not partial:
+        probe = {
+            "architectures": ["DFlashDraftModel"], "hidden_size": 2, "intermediate_size": 1, "num_hidden_layers": 1,
+            "num_attention_heads": 1, "mask_token_id": 0, "target_layer_ids": [0],
+            "max_position_embeddings": getattr(config, "max_position_embeddings", None),
+            "rope_parameters": {**given, "rope_theta": theta},
+        }  # fmt: skip
+        return DraftConfig.from_config(probe, "the target's config").rope
+    return Rope(theta=float(theta))
+
+
+def draft_config(
+    target: nn.Module,
+    *,
+    mask_token_id: int,
+    num_layers: int = 5,
+    block_size: int = 16,
+    target_layer_ids: Sequence[int] | None = None,
+    intermediate_size: int | None = None,
+    sliding_window: int = 0,
+) -> DraftConfig:
+    """The config of a drafter as wide as ``target``, with its heads, RoPE and scales.
+
+    Args:
+        target: a causal language model of transformers.
+        mask_token_id: see :func:`choose_mask_id`.
+        num_layers: draft layers.
+        block_size: tokens of a block, the anchor counted; 2 at least.
+        target_layer_ids: tapped layers; None for the published rule (:func:`dflash.config.build_target_layer_ids`).
+        intermediate_size: of the MLP; None for the target's.
+        sliding_window: positive for layers that see that many keys, causal inside the block, but the last, which is
+            full; 0 for full layers.
+
+    Raises:
+        ValueError: a number is out of range; it is named.
+    """
+    model = unwrap(target)
+    config = text_config(model)
+    total = config.num_hidden_layers
+    for name, value, least in (("layers", num_layers, 1), ("block size", block_size, 2)):
+        if value < least:
+            raise ValueError(f"the drafter's {name} must be at least {least}, got {value}")
+    taps = tuple(build_target_layer_ids(total, num_layers) if target_layer_ids is None else target_layer_ids)
+    if not taps or min(taps) < 0 or max(taps) >= total:
+        raise ValueError(f"target_layer_ids must be layers of the target, 0 .. {total - 1}, got {list(taps)}")
+    embedding = model.get_input_embeddings()
+    scale = getattr(embedding, "scalar_embed_scale", None)
+    if scale is None:
+        scale = getattr(embedding, "embed_scale", 1.0)
+    multiplier = getattr(config, "logit_scale", None)
+    if multiplier is None:
+        multiplier = 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
+    width = intermediate_size or getattr(config, "intermediate_size", None) or 3 * config.hidden_size
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    windowed = [sliding_window > 0 and i < num_layers - 1 for i in range(num_layers)]
+    return DraftConfig(
+        hidden_size=config.hidden_size,
+        intermediate_size=width,
+        num_hidden_layers=num_layers,
+        num_attention_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        block_size=block_size,
+        mask_token_id=mask_token_id,
+        target_layer_ids=taps,
+        causal=tuple(windowed),
+        window=tuple(sliding_window if one else 0 for one in windowed),
+        rope=_rope(config),
+        rms_norm_eps=getattr(config, "rms_norm_eps", None) or 1e-6,
+        input_embedding_scale=float(scale),
+        output_multiplier=float(multiplier),
+        final_logit_softcapping=float(getattr(config, "final_logit_softcapping", None) or 0.0),
+        vocab_size=config.vocab_size,
+        num_target_layers=total,
+        max_position_embeddings=getattr(config, "max_position_embeddings", None),
+    )
+
+
+@torch.no_grad()
+def new_drafter(config: DraftConfig, *, seed: int = 0, device: torch.device | str = "cpu") -> Drafter:
+    """A drafter with first weights, float32: norms 1, biases 0, matrices normal with deviation ``1 / sqrt(inputs)``,
+    those that write to the residual stream smaller by ``sqrt(2 * layers)``."""
+    drafter = Drafter(config, dtype=torch.float32, device=device)
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in drafter.named_parameters():
+        if parameter.dim() == 1:
+            parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+            continue
+        std = parameter.shape[1] ** -0.5
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            std /= (2 * config.num_hidden_layers) ** 0.5
+        parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
+    return drafter

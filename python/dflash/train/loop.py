@@ -1,0 +1,532 @@
+"""The training loop: batches, steps, evaluation in the real loop, checkpoints.
+
+Every random choice of a batch is keyed by (seed, epoch, place of the micro-batch), so a resumed run and one with another
+number of processes make the same choices.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import json
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..drafter import Drafter
+from ..target import text_config
+from .blocks import default_gamma, make_blocks, sample_anchors
+from .checkpoint import checkpoints, load_checkpoint, save_checkpoint, save_draft
+from .loss import BlockLoss, block_loss
+from .model import TargetFeatures, TrainableDrafter
+
+__all__ = ["Batches", "TrainConfig", "Trainer", "learning_rate"]
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How to train. What is not here is in the drafter's config.
+
+    Attributes:
+        epochs: passes over the data; ``steps`` instead, where given.
+        batch_tokens: tokens of a micro-batch, padding counted.
+        accumulate: micro-batches a process adds up before a step.
+        anchors: blocks a sequence at most.
+        gamma: decay of the slots' weights; None for the published one of the block size.
+        learning_rate, weight_decay, clip: of AdamW, and the norm that gradients are clipped to.
+        warmup, constant: shares of the run: a rise from 0 and the rate held, before a cosine to 0.
+        distill: share of the distance to the target's distribution in the loss.
+        feature_noise: uniform noise on the features, relative to their size.
+        seed: of anchors, noise, order and held-out rows.
+        mixed_precision: "bf16" or "no".
+        compile: run the drafter through ``torch.compile``.
+        log_every, eval_every, save_every: steps; 0 for only at the end (of eval, never).
+        eval_rows, eval_tokens, eval_temperatures: held-out prompts, new tokens each, and how they are decoded.
+        keep: checkpoints.
+    """
+
+    epochs: int = 6
+    steps: int | None = None
+    batch_tokens: int = 4096
+    accumulate: int = 1
+    anchors: int = 512
+    gamma: float | None = None
+    learning_rate: float = 6e-4
+    weight_decay: float = 0.0
+    clip: float = 1.0
+    warmup: float = 0.04
+    constant: float = 1 / 3
+    distill: float = 0.0
+    feature_noise: float = 0.05
+    seed: int = 0
+    mixed_precision: str = "bf16"
+    compile: bool = False
+    log_every: int = 10
+    eval_every: int = 500
+    save_every: int = 500
+    eval_rows: int = 32
+    eval_tokens: int = 128
+    eval_temperatures: tuple[float, ...] = (0.0,)
+    keep: int = 3
+
+    def __post_init__(self) -> None:
+        def check(name: str, ok: bool, wanted: str) -> None:
+            if not ok:
+                raise ValueError(f"{name} must be {wanted}, got {getattr(self, name)!r}")
+
+        for name in ("epochs", "batch_tokens", "accumulate", "anchors", "keep", "log_every", "eval_tokens"):
+            check(name, getattr(self, name) >= 1, "at least 1")
+        for name in ("eval_every", "save_every", "eval_rows", "weight_decay", "feature_noise"):
+            check(name, getattr(self, name) >= 0, "at least 0")
+        for name in ("learning_rate", "clip"):
+            check(name, getattr(self, name) > 0, "above 0")
+        for name in ("warmup", "constant", "distill"):
+            check(name, 0 <= getattr(self, name) <= 1, "in 0 .. 1")
+        check("steps", self.steps is None or self.steps >= 1, "at least 1")
+        check("gamma", self.gamma is None or self.gamma > 0, "above 0")
+        check("mixed_precision", self.mixed_precision in ("no", "bf16"), '"no" or "bf16"')
+
+
+def learning_rate(step: int, steps: int, warmup: float, constant: float) -> float:
+    """The rate of step ``step`` (from 0) as a share of the full one: a rise, a plateau, a cosine to 0.
+
+    ``warmup`` and ``constant`` are the shares of ``steps`` at which the rise and the plateau end. A cosine from the
+    start leaves small runs stuck: see docs/training.md.
+    """
+    rise = max(1, round(warmup * steps))
+    if step < rise:
+        return (step + 1) / rise
+    start = max(rise, round(constant * steps))
+    if step < start:
+        return 1.0
+    return 0.5 * (1 + math.cos(math.pi * (step - start) / max(1, steps - start)))
+
+
+class Batches:
+    """Which rows each micro-batch of each step takes: like lengths together, lengths mixed from one to the next.
+
+    Args:
+        lengths: tokens of each row.
+        batch_tokens: tokens of a micro-batch, padding counted; a longer row stands alone.
+        group: micro-batches of a step, over all processes.
+        seed: of the order.
+    """
+
+    _POOL = 24  # micro-batches whose rows are sorted by length together
+
+    def __init__(self, lengths: Sequence[int], batch_tokens: int, group: int, seed: int) -> None:
+        self.lengths = torch.tensor(lengths)
+        self.batch_tokens, self.group, self.seed = batch_tokens, group, seed
+
+    def epoch(self, epoch: int) -> list[list[list[int]]]:
+        """The steps of an epoch, each ``group`` lists of rows. Rows left over at the end wait for another epoch."""
+        generator = torch.Generator().manual_seed(_fold(self.seed, epoch, 0))
+        order = torch.randperm(len(self.lengths), generator=generator)
+        pool = max(1, self._POOL * self.batch_tokens // max(1, int(self.lengths.float().mean())))
+        batches: list[list[int]] = []
+        for part in order.split(pool):
+            rows = part[self.lengths[part].argsort(descending=True, stable=True)].tolist()
+            batch: list[int] = []
+            for row in rows:
+                if batch and (len(batch) + 1) * int(self.lengths[batch[0]]) > self.batch_tokens:
+                    batches.append(batch)
+                    batch = []
+                batch.append(row)
+            batches.append(batch)
+        mixed = [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
+        while len(mixed) < self.group:  # less data than one step takes
+            mixed += mixed[: self.group - len(mixed)]
+        return [mixed[i : i + self.group] for i in range(0, len(mixed) - self.group + 1, self.group)]
+
+    def count(self, epochs: int) -> int:
+        """Steps of the first ``epochs`` epochs."""
+        return sum(len(self.epoch(epoch)) for epoch in range(epochs))
+
+
+def _fold(*numbers: int) -> int:
+    """One seed of several numbers."""
+    value = 0
+    for number in numbers:
+        value = (value * 0x9E3779B97F4A7C15 + number + 1) & (2**63 - 1)
+    return value
+
+
+class Trainer:
+    """Trains ``drafter`` for ``target`` on rows of tokens.
+
+    Args:
+        target: the frozen causal language model; not touched.
+        drafter: float32; trained in place.
+        rows: ``datasets.Dataset`` with ``input_ids`` and ``loss_mask`` (1 on tokens that the target wrote).
+        config: how.
+        output: folder for the draft, checkpoints and ``metrics.jsonl``.
+        heldout: rows like ``rows`` whose prompts are answered in the real loop; None takes ``eval_rows`` off ``rows``.
+        features: a cache of the target's features with ``features(batch)``; None computes them.
+        accelerator: from accelerate; None makes one.
+        tracker: "tensorboard" or "trackio".
+        quiet: no progress on standard error.
+
+    Raises:
+        ValueError: rows and models do not fit; named before any work is done.
+    """
+
+    def __init__(
+        self,
+        target: nn.Module,
+        drafter: Drafter,
+        rows: Any,
+        config: TrainConfig,
+        output: str | Path,
+        *,
+        heldout: Any = None,
+        features: Any = None,
+        accelerator: Any = None,
+        tracker: str | None = None,
+        quiet: bool = False,
+    ) -> None:
+        from accelerate import Accelerator
+
+        if features is not None and config.distill:
+            raise ValueError("distill needs the target's own distribution: compute the features online")
+        self.config, self.output, self.target = config, Path(output), target
+        self.rows, self.quiet = rows, quiet
+        if accelerator is None:
+            cpu = next(target.parameters()).device.type == "cpu"
+            accelerator = Accelerator(
+                cpu=cpu, mixed_precision=config.mixed_precision, log_with=tracker, project_dir=str(self.output)
+            )
+        self.accelerator, self.tracker = accelerator, tracker
+        self.device = accelerator.device
+        lengths, usable, prompts = _measure(rows, text_config(target))
+        if not usable:
+            raise ValueError("no row has two neighbouring tokens that the target wrote (loss_mask): nothing to learn")
+        heldout_rows: list[int] = []
+        if heldout is None and config.eval_rows:
+            order = torch.randperm(len(usable), generator=torch.Generator().manual_seed(_fold(config.seed, 1 << 20)))
+            taken = min(config.eval_rows, len(usable) // 10)
+            heldout_rows = sorted(usable[i] for i in order[:taken].tolist())
+            usable = sorted(set(usable) - set(heldout_rows))
+            heldout = rows
+        elif heldout is not None:
+            _, heldout_rows, prompts = _measure(heldout, text_config(target))
+            heldout_rows = heldout_rows[: config.eval_rows]
+        self.prompts = [heldout[i]["input_ids"][: prompts[i]] for i in heldout_rows if prompts[i]]
+        self.index = usable
+        world = accelerator.num_processes
+        self.batches = Batches(
+            [lengths[i] for i in usable], config.batch_tokens, world * config.accumulate, config.seed
+        )
+        self.steps = config.steps or self.batches.count(config.epochs)
+        self.gamma = config.gamma or default_gamma(drafter.config.block_size)
+        self.drafter = drafter.to(self.device)
+        self.trainable = TrainableDrafter(self.drafter)
+        if config.compile:
+            self.trainable.compile(dynamic=True)
+        self.model = accelerator.prepare_model(self.trainable)
+        decayed = [p for p in drafter.parameters() if p.dim() > 1]
+        plain = [p for p in drafter.parameters() if p.dim() == 1]
+        self.optimizer = torch.optim.AdamW(
+            [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}],
+            lr=config.learning_rate,
+            betas=(0.9, 0.95),
+            fused=True,
+        )
+        self.features = features
+        self.online = TargetFeatures(target, drafter.config.target_layer_ids, final=config.distill > 0)
+        self._evaluator: Any = None
+        self.step = self.epoch = self.place = self.tokens = 0
+        self.seconds = 0.0
+        self.last: dict[str, Any] = {}
+
+    # ------------------------------------------------------------------------------------------ the run
+
+    def train(self) -> dict[str, Any]:
+        """Run to the end from where the trainer stands; returns the last metrics. Writes the draft to ``output``."""
+        config = self.config
+        main = self.accelerator.is_main_process
+        began, seconds = time.monotonic(), self.seconds
+        waiting = _Meter(self.drafter.config.block_size)
+        with self._progress() as show:
+            for step in self._remaining():
+                logging = (self.step + 1) % config.log_every == 0 or self.step + 1 == self.steps
+                norm, rate = self._step(step, waiting, logging)
+                self.seconds = seconds + time.monotonic() - began
+                if logging:
+                    metrics = waiting.read(self.accelerator)
+                    metrics |= {"learning_rate": rate, "gradient_norm": norm}
+                    self._log(metrics)
+                    show(self, metrics)
+                    waiting = _Meter(self.drafter.config.block_size)
+                else:
+                    show(self, None)
+                last = self.step == self.steps
+                if self.prompts and (last or (config.eval_every and self.step % config.eval_every == 0)):
+                    if main:
+                        self._log(self.evaluate())
+                    self.accelerator.wait_for_everyone()
+                if last or (config.save_every and self.step % config.save_every == 0):
+                    self.save()
+        if main:
+            save_draft(self.drafter, self.output)
+        if self.tracker:
+            self.accelerator.end_training()
+        return self.last
+
+    def _remaining(self) -> Iterator[list[list[int]]]:
+        while self.step < self.steps:
+            steps = self.batches.epoch(self.epoch)
+            while self.place < len(steps) and self.step < self.steps:
+                yield steps[self.place]
+            if self.place >= len(steps):
+                self.epoch, self.place = self.epoch + 1, 0
+
+    def _step(self, group: list[list[int]], meter: _Meter, statistics: bool) -> tuple[float, float]:
+        """One optimizer step over a group of micro-batches; returns the gradient's norm and the learning rate."""
+        config, accelerator = self.config, self.accelerator
+        world, rank = accelerator.num_processes, accelerator.process_index
+        mine = list(range(rank, len(group), world))
+        weight = torch.zeros((), device=self.device)
+        for number, place in enumerate(mine):
+            sync = number == len(mine) - 1
+            with contextlib.nullcontext() if sync else accelerator.no_sync(self.model):
+                key = _fold(config.seed, self.epoch + 1, self.place * len(group) + place)
+                out = self._loss([self.index[i] for i in group[place]], key, statistics)
+                accelerator.backward(out.loss)
+            weight += out.weight
+            meter.add(out)
+        tokens = int(self.batches.lengths[[row for rows in group for row in rows]].sum())
+        self.tokens, meter.tokens = self.tokens + tokens, meter.tokens + tokens
+        # Gradients are sums so far (means over processes of sums, where there are several): one division by the sum
+        # of all weights makes them those of the whole batch's weighted mean.
+        total = accelerator.reduce(weight, reduction="sum")
+        scale = world / total
+        parameters = [p for p in self.drafter.parameters() if p.grad is not None]
+        torch._foreach_mul_([p.grad for p in parameters], scale)
+        norm = torch.nn.utils.clip_grad_norm_(parameters, config.clip)
+        share = learning_rate(self.step, self.steps, config.warmup, config.constant)
+        for entry in self.optimizer.param_groups:
+            entry["lr"] = config.learning_rate * share
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.step, self.place = self.step + 1, self.place + 1
+        return float(norm), config.learning_rate * share
+
+    def _loss(self, rows: list[int], key: int, statistics: bool) -> BlockLoss:
+        """The loss sums of one micro-batch."""
+        config, draft, device = self.config, self.drafter.config, self.device
+        ids, loss_mask = _collate(self.rows, rows)
+        generator = torch.Generator().manual_seed(key)
+        anchors, valid = sample_anchors(loss_mask, config.anchors, generator)
+        blocks = make_blocks(ids, loss_mask, anchors, valid, draft.block_size, draft.mask_token_id, self.gamma)
+        blocks = type(blocks)(*(getattr(blocks, f.name).to(device) for f in dataclasses.fields(blocks)))
+        ids = ids.to(device)
+        with self.accelerator.autocast():
+            if self.features is None:
+                context, final = self.online(ids)
+            else:
+                context, final = self.features.features(ids).to(device), None
+            if config.feature_noise:
+                context = self._noisy(context, generator)
+            embeds = F.embedding(blocks.ids, self.online.embedding_weight)
+            hidden = self.model(context, embeds, blocks.anchors)
+
+            def logits(rows: Tensor) -> Tensor:  # the drafter's multiplier and softcap are the target's
+                return self.drafter.logits(rows, self.online.head)
+
+            return block_loss(hidden, blocks, logits, teacher=final, distill=config.distill, statistics=statistics)
+
+    def _noisy(self, context: Tensor, generator: torch.Generator) -> Tensor:
+        """Each tap with uniform noise of up to ``feature_noise`` times its root mean square."""
+        taps = context.unflatten(-1, (len(self.drafter.config.target_layer_ids), -1))
+        size = taps.float().square().mean(-1, keepdim=True).sqrt() * self.config.feature_noise
+        noise = torch.empty(taps.shape).uniform_(-1, 1, generator=generator).to(taps.device)
+        return (taps + noise * size).to(context.dtype).flatten(-2)
+
+    # ------------------------------------------------------------------------------------------ what it tells
+
+    @torch.no_grad()
+    def evaluate(self) -> dict[str, Any]:
+        """Answer the held-out prompts with :class:`dflash.Generator` and measure the acceptance length."""
+        from ..generate import Generator
+
+        config, draft = self.config, self.drafter.config
+        if self._evaluator is None:
+            dtype = next(self.target.parameters()).dtype
+            copy = Drafter(draft, dtype=dtype, device=self.device).eval()
+            longest = max(map(len, self.prompts)) + config.eval_tokens
+            limit = getattr(text_config(self.target), "max_position_embeddings", None) or longest
+            self._evaluator = Generator(self.target, copy, max_length=min(longest, limit))
+        generator = self._evaluator
+        generator.draft.load_state_dict(self.drafter.state_dict())
+        out: dict[str, Any] = {}
+        for temperature in config.eval_temperatures:
+            lengths: list[int] = []
+            for prompt in self.prompts:
+                room = min(config.eval_tokens, generator.max_length - len(prompt))
+                if room < 2:
+                    continue
+                answer = generator.generate(
+                    torch.tensor([prompt], device=self.device),
+                    max_new_tokens=room,
+                    temperature=temperature,
+                    seed=0,
+                    return_dict_in_generate=True,
+                )
+                lengths += answer.statistics.acceptance_lengths[0]
+            name = "acceptance_length" if temperature == 0 else f"acceptance_length_t{temperature:g}"
+            out[name] = sum(lengths) / len(lengths) if lengths else None
+        return out
+
+    def _log(self, metrics: dict[str, Any]) -> None:
+        """To ``metrics.jsonl``, and the tracker."""
+        steps = max(1, len(self.batches.epoch(self.epoch)))
+        line = {"step": self.step, "epoch": self.epoch + self.place / steps, "tokens": self.tokens}
+        line |= {"seconds": round(self.seconds, 3), **metrics}
+        self.last |= line
+        if not self.accelerator.is_main_process:
+            return
+        self.output.mkdir(parents=True, exist_ok=True)
+        with (self.output / "metrics.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        if self.tracker:
+            self.accelerator.log({k: v for k, v in line.items() if isinstance(v, (int, float))}, step=self.step)
+
+    @contextlib.contextmanager
+    def _progress(self) -> Iterator[Any]:
+        if self.quiet or not self.accelerator.is_main_process:
+            yield lambda *_: None
+            return
+        from .progress import progress
+
+        with progress(self.steps, self.step) as show:
+            yield show
+
+    # ------------------------------------------------------------------------------------------ checkpoints
+
+    def save(self) -> None:
+        """Write a checkpoint of this step."""
+        if self.accelerator.is_main_process:
+            state = {"optimizer": self.optimizer.state_dict(), "random": torch.get_rng_state()}
+            progress = {name: getattr(self, name) for name in ("step", "epoch", "place", "tokens", "seconds", "steps")}
+            progress |= {"fingerprint": self.fingerprint(), "last": self.last}
+            save_checkpoint(self.output / "checkpoints", self.step, self.drafter, state, progress, self.config.keep)
+        self.accelerator.wait_for_everyone()
+
+    def resume(self) -> bool:
+        """Go on from the last whole checkpoint under ``output``; False if there is none.
+
+        Raises:
+            ValueError: it is of a run with other data, another schedule or another drafter.
+        """
+        found = checkpoints(self.output / "checkpoints")
+        if not found:
+            return False
+        progress = json.loads((found[-1] / "trainer.json").read_text(encoding="utf-8"))
+        mine = self.fingerprint()
+        other = {k: (v, mine.get(k)) for k, v in progress["fingerprint"].items() if mine.get(k) != v}
+        if other:
+            name, (theirs, ours) = next(iter(other.items()))
+            raise ValueError(f"{found[-1]} is of another run: its {name} is {theirs}, this one's is {ours}")
+        state, progress = load_checkpoint(found[-1], self.drafter)
+        self.optimizer.load_state_dict(state["optimizer"])
+        torch.set_rng_state(state["random"])
+        for name in ("step", "epoch", "place", "tokens", "seconds"):
+            setattr(self, name, progress[name])
+        self.last = progress["last"]
+        if self.accelerator.is_main_process:
+            _cut(self.output / "metrics.jsonl", self.step)
+        return True
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What has to be the same for a resumed run to be the same run."""
+        config, free = dataclasses.asdict(self.config), ("keep", "log_every", "save_every", "eval_every", "compile")
+        config = {k: v for k, v in config.items() if k not in free and not k.startswith("eval_")}
+        config |= {"rows": len(self.index), "row_tokens": int(self.batches.lengths.sum())}
+        config |= {"micro_batches": self.batches.group, "steps": self.steps}
+        config.pop("accumulate")  # processes times accumulation is what counts
+        draft = json.loads(json.dumps(dataclasses.asdict(self.drafter.config)))
+        return {**config, "drafter": draft}
+
+
+def _cut(path: Path, step: int) -> None:
+    """Drop the lines of a metrics file that are past ``step``: the run that wrote them was killed."""
+    if not path.is_file():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        with contextlib.suppress(ValueError):  # a line that was not written to its end
+            if json.loads(line)["step"] <= step:
+                kept.append(line + "\n")
+    path.write_text("".join(kept), encoding="utf-8")
+
+
+class _Meter:
+    """Sums of what steps measured between two log lines; one reduction over the processes when read."""
+
+    def __init__(self, block_size: int) -> None:
+        self.began = time.monotonic()
+        self.tokens = 0
+        self.sums = torch.zeros(5 + 2 * (block_size - 1), dtype=torch.float64)
+
+    def add(self, out: BlockLoss) -> None:
+        parts = [out.loss.detach(), out.weight, out.cross_entropy]
+        if out.correct is None:
+            self.sums[:3] += torch.stack(parts).cpu()
+        else:
+            parts += [out.accepted, out.blocks, *out.correct, *out.counted]
+            self.sums += torch.stack([part.float() for part in parts]).cpu()
+
+    def read(self, accelerator: Any) -> dict[str, Any]:
+        sums = accelerator.reduce(self.sums.float().to(accelerator.device), reduction="sum").tolist()
+        (loss, weight, entropy, accepted, blocks), counts = sums[:5], sums[5:]
+        half = len(counts) // 2
+        return {
+            "loss": loss / weight,
+            "cross_entropy": entropy / weight,
+            "accuracy": [round(c / n, 4) if n else None for c, n in zip(counts[:half], counts[half:], strict=True)],
+            "train_acceptance": accepted / blocks if blocks else None,
+            "tokens_per_second": self.tokens / (time.monotonic() - self.began),
+        }
+
+
+def _measure(rows: Any, config: Any) -> tuple[list[int], list[int], dict[int, int]]:
+    """Lengths, rows that have an anchor, and the length of each row's prompt."""
+    limit = getattr(config, "max_position_embeddings", None)
+    lengths: list[int] = []
+    usable: list[int] = []
+    prompts: dict[int, int] = {}
+    for start in range(0, len(rows), 1024):
+        part = rows[start : start + 1024]
+        for ids, mask in zip(part["input_ids"], part["loss_mask"], strict=True):
+            number = len(lengths)
+            if len(ids) != len(mask):
+                raise ValueError(f"row {number} has {len(ids)} input_ids and a loss_mask of {len(mask)}")
+            if limit is not None and len(ids) > limit:
+                raise ValueError(
+                    f"row {number} has {len(ids)} tokens, the target has {limit} positions: cut it shorter"
+                )
+            if ids and not 0 <= min(ids) <= max(ids) < config.vocab_size:
+                raise ValueError(f"row {number} has token ids outside 0 .. {config.vocab_size - 1}, the vocabulary")
+            if any(a and b for a, b in itertools.pairwise(mask)):
+                usable.append(number)
+                prompts[number] = mask.index(1)
+            lengths.append(len(ids))
+    return lengths, usable, prompts
+
+
+def _collate(rows: Any, index: list[int]) -> tuple[Tensor, Tensor]:
+    """``input_ids`` and ``loss_mask``, each ``[batch, length]``, right-padded with 0."""
+    part = rows[index]
+
+    def pad(values: list[list[int]]) -> Tensor:
+        return nn.utils.rnn.pad_sequence([torch.tensor(value) for value in values], batch_first=True)
+
+    return pad(part["input_ids"]), pad(part["loss_mask"])
