@@ -54,3 +54,23 @@ def words() -> PreTrainedTokenizerFast:
     """One token a word, nothing to hold back."""
     pieces = {f"w{index}": index for index in range(97)}
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(pieces, unk_token="w0")))
+
+
+_TURNS = (
+    "{% for m in messages %}<{{ m.role }}> {{ m.content }} <end> <line> {% endfor %}"
+    "{% if add_generation_prompt %}<assistant> {% endif %}"
+)
+
+
+def spoken(template: str | None = _TURNS) -> PreTrainedTokenizerFast:
+    """One token a word, ``<end>`` to stop, and turns of a chat, each with a ``<line>`` behind its end."""
+    marks = ["<unk>", "<end>", "<bos>", "<line>", "<user>", "<assistant>", "<system>"]
+    pieces = {piece: index for index, piece in enumerate([*marks, *(f"w{index}" for index in range(len(marks), 97))])}
+    tokenizer = Tokenizer(models.WordLevel(pieces, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in marks])
+    out = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<end>", bos_token="<bos>", pad_token="<end>"
+    )
+    out.chat_template = template
+    return out

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -286,6 +287,113 @@ def chat(
 
 
 app.command()(train)
+# ---------------------------------------------------------------------------------------------- regenerate
+
+
+@app.command()
+def regenerate(
+    prompts: Annotated[str, typer.Argument(help="JSONL with prompt, messages, question or turns; or a hub name.")],
+    model: Annotated[str, typer.Option(help="The target: a folder or a hub id; with --server, its name there.")],
+    out: Annotated[Path, typer.Option(help="JSONL of responses: made, or gone on with.")],
+    draft: Annotated[str | None, typer.Option(help="A drafter of the target; pays at small batches.")] = None,
+    server: Annotated[str | None, typer.Option(help="Ask an OpenAI-compatible server: http://HOST:PORT/v1.")] = None,
+    temperature: Annotated[list[float] | None, typer.Option(help="0 is greedy; may be repeated.  [default: 0]")] = None,
+    samples: Annotated[int, typer.Option(help="Responses to a prompt at each positive temperature.")] = 1,
+    seed: Annotated[int, typer.Option(help="The same seed writes the same responses.")] = 0,
+    max_new_tokens: MaxNewTokens = 1024,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue the prompts themselves, without a chat template.")
+    ] = False,
+    bos: Annotated[bool, typer.Option("--bos", help="Put the tokenizer's BOS token before a raw prompt.")] = False,
+    limit: Annotated[int | None, typer.Option(help="Take the first prompts only.")] = None,
+    split: Annotated[str, typer.Option(help="Of a data set of the hub.")] = "train",
+    batch_size: Annotated[int, typer.Option(help="Sequences at once.")] = 32,
+    concurrency: Annotated[int, typer.Option(help="Requests to the server at once.")] = 32,
+    token_ids: Annotated[bool, typer.Option("--token-ids", help="Ask the server for token ids too (vLLM).")] = False,
+    dtype: Dtype = "auto",
+    device: Device = None,
+    as_json: Json = False,
+) -> None:
+    """Let the target answer PROMPTS, as data to train its drafter on.
+
+    A run that was stopped goes on where it was when it is started again with the same arguments. A key for the server
+    is read from OPENAI_API_KEY.
+    """
+    from .train import data
+    from .train import regenerate as recipe
+
+    settings = recipe.Settings(
+        tuple(temperature or [0.0]),
+        samples,
+        seed,
+        max_new_tokens,
+        top_k or 0,
+        1.0 if top_p is None else top_p,
+        min_p or 0.0,
+    )
+    if limit is not None and limit < 1:
+        raise ValueError(f"--limit must be at least 1, got {limit}")
+    rows = data.load_prompts(prompts, split=split)[:limit]
+    if server is not None:
+        if draft is not None or bos:
+            raise ValueError(f"--{'bos' if draft is None else 'draft'} is the server's to choose")
+        writer = recipe.ServerWriter(
+            server,
+            model,
+            raw=raw,
+            concurrency=concurrency,
+            api_key=os.environ.get("OPENAI_API_KEY"),
+            token_ids=token_ids,
+        )
+    else:
+        tokenizer = _load_tokenizer(model)
+        target, drafter, _ = _load(model, draft, dtype, device)
+        writer = recipe.LocalWriter(target, tokenizer, drafter, name=model, batch_size=batch_size, raw=raw, bos=bos)
+    with _progress("responses") as show:
+        summary = recipe.regenerate(rows, writer, out, settings, progress=show)
+    if as_json:
+        typer.echo(json.dumps({**dataclasses.asdict(summary), "tokens_per_second": summary.tokens_per_second}))
+    else:
+        typer.echo(_written(summary), err=True)
+
+
+def _written(summary: Any) -> str:
+    text = f"{summary.written} responses in {summary.seconds:.1f} s, {summary.tokens_per_second:.0f} tokens/s"
+    text += f", {summary.truncated} cut off" if summary.truncated else ""
+    text += f", acceptance length {summary.acceptance_length:.2f}" if summary.acceptance_length else ""
+    return text + (f"; {summary.found} were there before" if summary.found else "") + f": {summary.out}"
+
+
+@contextlib.contextmanager
+def _progress(what: str) -> Iterator[Any]:
+    """A bar on standard error for a summary of work and the number of things to do."""
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"))
+    console = Console(stderr=True)
+    bar = Progress(
+        *columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, disable=not console.is_terminal
+    )
+    with bar:
+        task = bar.add_task(what, total=None, rate="")
+
+        def show(summary: Any, total: int) -> None:
+            rate = f"{summary.tokens_per_second:.0f} tokens/s"
+            if summary.acceptance_length:
+                rate += f", acceptance length {summary.acceptance_length:.2f}"
+            bar.update(task, completed=summary.written, total=total, rate=rate)
+
+        yield show
 
 
 # ---------------------------------------------------------------------------------------------- doctor
@@ -320,8 +428,8 @@ def _load_tokenizer(model: str) -> Any:
     return AutoTokenizer.from_pretrained(_existing(model))
 
 
-def _load(model: str, draft: str, dtype: str, device: str | None) -> tuple[Any, Any, str]:
-    """Target, drafter and device; the drafter first, because it is small and its errors are quick."""
+def _load(model: str, draft: str | None, dtype: str, device: str | None) -> tuple[Any, Any, str]:
+    """Target, drafter if one is named, and device; the drafter first, because it is small and its errors are quick."""
     import torch
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
@@ -337,7 +445,8 @@ def _load(model: str, draft: str, dtype: str, device: str | None) -> tuple[Any, 
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"--device {device!r}: {str(error).splitlines()[0]}") from error
-    drafter = dflash.load_draft(draft, dtype=None if dtype == "auto" else getattr(torch, dtype), device=device)
+    wanted = None if dtype == "auto" else getattr(torch, dtype)
+    drafter = None if draft is None else dflash.load_draft(draft, dtype=wanted, device=device)
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
     try:

@@ -1,0 +1,341 @@
+"""Responses written by the target: the same whoever is in the batch, and whenever the run was stopped."""
+
+import json
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+import torch
+from families import make_draft, make_target
+from tiny_tokenizers import spoken
+
+import dflash
+from dflash import cli
+from dflash.train.data import load_prompts, load_rows, prompt_ids
+from dflash.train.regenerate import LocalWriter, ServerWriter, Settings, regenerate
+
+PROMPTS = ["w7 w8", "w9 w10 w11 w12 w13 w14", "w15", "w16 w17 w18", "w19 w20 w21 w22"]
+
+
+@pytest.fixture(scope="module")
+def target():
+    """A tiny target that stops after some of its answers and not after others."""
+    target = make_target("qwen3")
+    target.generation_config.eos_token_id = 1
+    with torch.no_grad():
+        target.get_output_embeddings().weight[1] *= 1.3
+    return target
+
+
+@pytest.fixture
+def prompts(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS))
+    return path
+
+
+def rows_of(path) -> dict[tuple[int, int], dict]:
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    keyed = {(row["line"], row["sample"]): row for row in rows}
+    assert len(keyed) == len(rows), "a response was written twice"
+    return keyed
+
+
+MIXED = Settings(temperatures=(0.0, 1.0), samples=2, seed=3, max_new_tokens=12, top_k=20)
+
+
+@pytest.mark.parametrize("drafted", [False, True])
+def test_a_response_is_what_the_target_writes_alone(target, prompts, tmp_path, drafted):
+    tokenizer, out = spoken(), tmp_path / "out.jsonl"
+    draft = make_draft(target) if drafted else None
+    writer = LocalWriter(target, tokenizer, draft, name="tiny", batch_size=4, raw=True, bos=True)
+    summary = regenerate(load_prompts(prompts), writer, out, MIXED)
+    rows = rows_of(out)
+    assert set(rows) == {(line, sample) for line in range(1, 6) for sample in range(3)}
+    assert {row["finish_reason"] for row in rows.values()} == {"stop", "length"}, "both kinds are wanted here"
+    for (line, sample), row in rows.items():
+        assert row["prompt"] == PROMPTS[line - 1]
+        assert row["temperature"] == (0.0 if sample == 0 else 1.0)
+        ids = prompt_ids(tokenizer, {"prompt": row["prompt"]}, raw=True, bos=True)
+        arguments = {"temperature": row["temperature"], "top_k": 20, "seed": row["seed"], "max_new_tokens": 12}
+        alone = dflash.generate(target, None, torch.tensor([ids]), **arguments)[0].tolist()
+        assert row["prompt_ids"] + row["response_ids"] == alone
+        assert row["response"] == tokenizer.decode(row["response_ids"], skip_special_tokens=True)
+        assert (row["response_ids"][-1] == 1) == (row["finish_reason"] == "stop")
+    assert any(rows[line, 1]["response"] != rows[line, 2]["response"] for line in range(1, 6))
+    assert summary.written == 15
+    assert summary.tokens == sum(len(row["response_ids"]) for row in rows.values())
+    assert summary.truncated == sum(row["finish_reason"] == "length" for row in rows.values())
+    assert (summary.acceptance_length is not None) == drafted
+
+
+def test_rows_are_training_data(target, prompts, tmp_path):
+    out = tmp_path / "out.jsonl"
+    regenerate(load_prompts(prompts), LocalWriter(target, spoken(), name="tiny"), out, MIXED)
+    data = load_rows(out, spoken(), 64)
+    for written, row in zip(rows_of(out).values(), data, strict=True):
+        assert row["input_ids"] == written["prompt_ids"] + written["response_ids"]
+        assert row["loss_mask"] == [0] * len(written["prompt_ids"]) + [1] * len(written["response_ids"])
+
+
+class Stopped(Exception):
+    pass
+
+
+def test_a_run_goes_on_where_it_was_stopped(target, prompts, tmp_path):
+    writer = LocalWriter(target, spoken(), name="tiny", batch_size=2)
+    whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
+    regenerate(load_prompts(prompts), writer, whole, MIXED)
+
+    def stop(summary, total):
+        if summary.written == 4:
+            raise Stopped
+
+    with pytest.raises(Stopped):
+        regenerate(load_prompts(prompts), writer, out, MIXED, progress=stop)
+    assert len(rows_of(out)) == 4
+    with open(out, "ab") as file:
+        file.write(b'{"line": 3, "sample": 0, "resp')
+    seen = []
+    summary = regenerate(load_prompts(prompts), writer, out, MIXED, progress=lambda s, total: seen.append(total))
+    assert (summary.found, summary.written, set(seen)) == (4, 11, {11})
+    assert rows_of(out) == rows_of(whole)
+    assert regenerate(load_prompts(prompts), writer, out, MIXED).written == 0
+
+
+def test_a_file_of_another_run_is_refused_and_left_alone(target, prompts, tmp_path):
+    out, writer = tmp_path / "out.jsonl", LocalWriter(target, spoken(), name="tiny")
+    few = load_prompts(prompts)[:2]
+    made = Settings(max_new_tokens=4, seed=3)
+    regenerate(few, writer, out, made)
+    before = out.read_bytes()
+    other_prompt = [{"line": 1, "prompt": "w30"}, few[1]]
+    refused = [
+        (few, writer, Settings(max_new_tokens=4, seed=4), "was written with seed"),
+        (few, writer, Settings((1.0,), max_new_tokens=4, seed=3), r"was written with temperature 0\.0, now it is 1\.0"),
+        (few, writer, Settings(max_new_tokens=4, seed=3, top_k=5), "was written with top_k None, now it is 5"),
+        (few, LocalWriter(target, spoken(), name="big"), made, "was written with model 'tiny', now it is 'big'"),
+        (other_prompt, writer, made, "answers another prompt than line 1's"),
+        (few[:1], writer, made, "no response to any of these prompts"),
+    ]
+    for prompts_, writer_, settings, message in refused:
+        with pytest.raises(ValueError, match=message):
+            regenerate(prompts_, writer_, out, settings)
+        assert out.read_bytes() == before
+    out.write_bytes(b"oops\n" + before)
+    with pytest.raises(ValueError, match=r"out\.jsonl, line 1: not JSON"):
+        regenerate(few, writer, out, made)
+    assert out.read_bytes() == b"oops\n" + before
+
+
+def test_nothing_is_written_for_prompts_that_do_not_fit(target, prompts, tmp_path):
+    out = tmp_path / "out.jsonl"
+    writer = LocalWriter(target, spoken(), name="tiny", raw=True)
+    with pytest.raises(ValueError, match=r"line 2 has 6 tokens: with 507 new ones it passes the target's 512"):
+        regenerate(load_prompts(prompts), writer, out, Settings(max_new_tokens=507))
+    chat = [{"line": 4, "messages": [{"role": "user", "content": "w7"}]}]
+    with pytest.raises(ValueError, match="line 4: messages need a chat template"):
+        regenerate(chat, LocalWriter(target, spoken(None)), out)
+    with pytest.raises(ValueError, match="there is no folder"):
+        regenerate(load_prompts(prompts), writer, tmp_path / "no" / "out.jsonl", Settings(max_new_tokens=4))
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"samples": 0}, "samples must be at least 1, got 0"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
+        ({"temperatures": (0.5, 0.5)}, "different ones"),
+        ({"temperatures": (-1.0,)}, "temperature"),
+        ({"top_p": 0.0}, "top_p"),
+    ],
+)
+def test_settings_that_cannot_be(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Settings(**arguments)
+
+
+# ---------------------------------------------------------------------------------------------- servers
+
+
+class Server:
+    """A small server of OpenAI's protocol: answers the last word it was given, as ``behaviour`` says."""
+
+    def __init__(self) -> None:
+        self.requests: list[tuple[str, dict, str | None]] = []
+        self.failures: list[tuple[int, str]] = []  # answered first, one a request
+        self.message: dict = {}
+        self.reply: bytes | None = None
+        self.lock = threading.Lock()
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                with outer.lock:
+                    outer.requests.append((self.path, body, self.headers["Authorization"]))
+                    status, content = outer.failures.pop(0) if outer.failures else (200, None)
+                content = content.encode() if content is not None else outer.reply or outer.answer(self.path, body)
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                self.wfile.write(content)
+
+            def log_message(self, *arguments) -> None:
+                pass
+
+        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.http.server_port}/v1"
+
+    def answer(self, path: str, body: dict) -> bytes:
+        chat = path.endswith("/chat/completions")
+        text = "re: " + (body["messages"][-1]["content"] if chat else body["prompt"])
+        choice = {"finish_reason": "stop", **({"message": {"content": text}} if chat else {"text": text})}
+        if chat:
+            choice["message"] |= self.message
+        reply = {"choices": [choice], "usage": {"completion_tokens": 3}}
+        if body.get("return_token_ids"):
+            choice["token_ids"], reply["prompt_token_ids"] = [9, 1], [7]
+        return json.dumps(reply).encode()
+
+
+@pytest.fixture
+def server():
+    server = Server()
+    thread = threading.Thread(target=server.http.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    yield server
+    server.http.shutdown()
+    server.http.server_close()
+    thread.join()
+
+
+def test_a_server_answers(server, prompts, tmp_path):
+    writer = ServerWriter(server.url + "/", "served", api_key="secret", backoff=0.01)
+    server.failures = [(503, "busy"), (429, "slow down")]
+    settings = Settings((0.0, 0.7), samples=2, seed=5, max_new_tokens=12, min_p=0.1)
+    summary = regenerate(load_prompts(prompts), writer, tmp_path / "chat.jsonl", settings)
+    rows = rows_of(tmp_path / "chat.jsonl")
+    assert len(rows) == 15
+    assert {row["response"] for row in rows.values()} == {f"re: {prompt}" for prompt in PROMPTS}
+    assert (summary.tokens, summary.written) == (45, 15)
+    assert len(server.requests) == 17
+    by_seed = {body["seed"]: body for _, body, _ in server.requests}
+    assert len(by_seed) == 15
+    for row in rows.values():
+        assert by_seed[row["seed"] % 2**31] == {
+            "model": "served",
+            "messages": [{"role": "user", "content": row["prompt"]}],
+            "max_tokens": 12,
+            "temperature": row["temperature"],
+            "top_p": 1.0,
+            "min_p": 0.1,
+            "seed": row["seed"] % 2**31,
+        }
+    assert {(path, key) for path, _, key in server.requests} == {("/v1/chat/completions", "Bearer secret")}
+
+
+def test_a_server_completes_raw_prompts_and_tells_ids(server, prompts, tmp_path):
+    writer = ServerWriter(server.url, "served", raw=True, token_ids=True)
+    regenerate(load_prompts(prompts), writer, tmp_path / "raw.jsonl")
+    assert {path for path, _, _ in server.requests} == {"/v1/completions"}
+    for row in rows_of(tmp_path / "raw.jsonl").values():
+        assert (row["prompt_ids"], row["response_ids"]) == ([7], [9, 1])
+    server.reply = b'{"choices": [{"text": "w9", "finish_reason": "stop"}]}'
+    with pytest.raises(ValueError, match="was asked for token ids and sends none"):
+        regenerate(load_prompts(prompts), writer, tmp_path / "none.jsonl")
+    with pytest.raises(ValueError, match="line 9 is a conversation, which cannot be continued raw"):
+        regenerate([{"line": 9, "messages": [{"role": "user", "content": "w7"}]}], writer, tmp_path / "no.jsonl")
+
+
+def test_a_servers_refusal_ends_the_run_and_what_was_answered_stays(server, prompts, tmp_path):
+    out, one = tmp_path / "out.jsonl", {"concurrency": 1, "backoff": 0.01}
+    server.failures = [(200, server.answer("/completions", {"prompt": "w7 w8"}).decode())]
+    server.failures += [(400, json.dumps({"error": {"message": "prompt is\ntoo long"}}))]
+    writer = ServerWriter(server.url, "served", raw=True, **one)
+    with pytest.raises(ValueError, match=r"/completions refused the prompt on line 2: status 400: prompt is too long"):
+        regenerate(load_prompts(prompts), writer, out)
+    assert set(rows_of(out)) == {(1, 0)}
+    server.failures = [(500, "broken")] * 3
+    with pytest.raises(ValueError, match=r"did not answer the prompt on line 2 in 3 tries: status 500: broken"):
+        regenerate(load_prompts(prompts), ServerWriter(server.url, "served", raw=True, retries=2, **one), out)
+    assert regenerate(load_prompts(prompts), writer, out).written == 4
+
+
+@pytest.mark.parametrize(
+    ("reply", "message"),
+    [
+        (b"<html>", "answers with what is not JSON"),
+        (b'{"object": "error"}', "not an answer of OpenAI's protocol"),
+        (
+            b'{"choices": [{"message": {"content": "w7", "reasoning_content": "hm"}, "finish_reason": "stop"}]}',
+            "start the server without a reasoning parser",
+        ),
+        (
+            b'{"choices": [{"message": {"content": null}, "finish_reason": "tool_calls"}]}',
+            "line 1 has finish_reason 'tool_calls'",
+        ),
+    ],
+)
+def test_answers_that_are_none(server, prompts, tmp_path, reply, message):
+    server.reply = reply
+    with pytest.raises(ValueError, match=message):
+        regenerate(load_prompts(prompts)[:1], ServerWriter(server.url, "served"), tmp_path / "out.jsonl")
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_a_server_that_is_not_there(server, prompts, tmp_path):
+    server.http.socket.close()
+    writer = ServerWriter(server.url, "served", retries=1, backoff=0.01)
+    with pytest.raises(ValueError, match=r"did not answer the prompt on line \d in 2 tries"):
+        regenerate(load_prompts(prompts), writer, tmp_path / "out.jsonl")
+    with pytest.raises(ValueError, match="must be an http:// or https:// URL"):
+        ServerWriter("localhost:8000", "served")
+
+
+# ---------------------------------------------------------------------------------------------- the command
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    def call(*arguments) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["dflash", *map(str, arguments)])
+        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+        capsys.readouterr()
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as exit:
+            code = exit.code or 0
+        return code, *capsys.readouterr()
+
+    return call
+
+
+def test_the_command(run, target, prompts, tmp_path, server):
+    target.save_pretrained(tmp_path / "target")
+    spoken().save_pretrained(tmp_path / "target")
+    out = tmp_path / "out.jsonl"
+    command = ("regenerate", prompts, "--model", tmp_path / "target", "--out", out, "--max-new-tokens", 6)
+    command += ("--temperature", 0, "--temperature", 0.8, "--samples", 2)
+    code, printed, error = run(*command, "--limit", 2, "--json")
+    assert (code, error) == (0, "")
+    assert json.loads(printed)["written"] == len(rows_of(out)) == 6
+    code, printed, error = run(*command)
+    assert (code, printed) == (0, "")
+    assert "9 responses in" in error
+    assert "6 were there before" in error
+    writer = LocalWriter(target, spoken(), name=str(tmp_path / "target"))
+    regenerate(load_prompts(prompts), writer, tmp_path / "same.jsonl", Settings((0.0, 0.8), 2, max_new_tokens=6))
+    assert rows_of(out) == rows_of(tmp_path / "same.jsonl")
+
+    served = ("regenerate", prompts, "--model", "served", "--out", tmp_path / "served.jsonl", "--server", server.url)
+    assert run(*served)[0] == 0
+    assert len(rows_of(tmp_path / "served.jsonl")) == 5
+    assert run(*served, "--draft", "x")[::2] == (2, "dflash: --draft is the server's to choose\n")
+    assert run(*command, "--seed", 1)[0] == 2
+    missing = run("regenerate", tmp_path / "none.jsonl", "--model", tmp_path, "--out", out)
+    assert missing[0] == 2
+    assert "there is no data file" in missing[2]

@@ -1,0 +1,187 @@
+"""Prompts and training rows from files as people have them."""
+
+import gzip
+import json
+
+import datasets
+import pytest
+from tiny_tokenizers import spoken
+
+from dflash.train.data import load_prompts, load_rows, prompt_ids
+
+END, BOS, LINE, USER, ASSISTANT, SYSTEM = 1, 2, 3, 4, 5, 6
+
+
+@pytest.fixture
+def jsonl(tmp_path):
+    def write(*rows, name: str = "rows.jsonl"):
+        path = tmp_path / name
+        path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows) + "\n")
+        return path
+
+    return write
+
+
+def only(source, tokenizer, max_length=32, **options) -> tuple[list[int], list[int]]:
+    (row,) = load_rows(source, tokenizer, max_length, **options)
+    return row["input_ids"], row["loss_mask"]
+
+
+def test_prompts_under_the_names_that_sources_give_them(jsonl, tmp_path):
+    chat = [{"role": "user", "content": "w7"}, {"role": "assistant", "content": "w8"}]
+    path = jsonl(
+        {"prompt": "def f():", "task_id": "x/0"},
+        "",
+        {"question": "how many?", "answer": "3"},
+        {"turns": ["first", "second"]},
+        {"messages": chat},
+        {"prompt": [*chat, {"role": "user", "content": "w9"}]},
+    )
+    wanted = [
+        {"line": 1, "prompt": "def f():"},
+        {"line": 3, "prompt": "how many?"},
+        {"line": 4, "prompt": "first"},
+        {"line": 5, "messages": chat[:1]},
+        {"line": 6, "messages": [*chat, {"role": "user", "content": "w9"}]},
+    ]
+    assert load_prompts(path) == wanted
+    packed = tmp_path / "rows.jsonl.gz"
+    packed.write_bytes(gzip.compress(path.read_bytes()))
+    assert load_prompts(packed) == wanted
+
+
+def test_prompts_and_rows_of_the_hub(monkeypatch):
+    asked = []
+
+    def load_dataset(path, name, split):
+        asked.append((path, name, split))
+        return datasets.Dataset.from_list([{"prompt": "w7", "response": "w8", "turns": None}])
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert load_prompts("owner/name:main", split="test") == [{"line": 1, "prompt": "w7"}]
+    assert only("owner/name", spoken(None)) == ([7, 8, END], [0, 1, 1])
+    assert asked == [("owner/name", "main", "test"), ("owner/name", None, "train")]
+
+
+def test_a_prompt_is_a_users_message_where_there_is_a_template():
+    tokenizer = spoken()
+    assert prompt_ids(tokenizer, {"prompt": "w7 w8"}) == [USER, 7, 8, END, LINE, ASSISTANT]
+    assert prompt_ids(tokenizer, {"prompt": "w7 w8"}, raw=True) == [7, 8]
+    assert prompt_ids(tokenizer, {"prompt": "w7 w8"}, raw=True, bos=True) == [BOS, 7, 8]
+    assert prompt_ids(spoken(None), {"prompt": "w7 w8"}) == [7, 8]
+
+
+def test_responses_are_supervised_up_to_their_stop_token(jsonl):
+    tokenizer, row = spoken(), {"prompt": "w7 w8", "response": "w9 w10"}
+    assert only(jsonl(row), tokenizer) == (
+        [USER, 7, 8, END, LINE, ASSISTANT, 9, 10, END, LINE],
+        [0, 0, 0, 0, 0, 0, 1, 1, 1, 0],
+    )
+    assert only(jsonl(row), tokenizer, raw=True, bos=True) == ([BOS, 7, 8, 9, 10, END], [0, 0, 0, 1, 1, 1])
+    assert only(jsonl(row), tokenizer, max_length=4, raw=True) == ([7, 8, 9, 10], [0, 0, 1, 1])
+
+
+def test_a_response_that_was_cut_off_ends_without_a_stop_token(jsonl):
+    row = {"prompt": "w7", "response": "w9 w10", "finish_reason": "length"}
+    assert only(jsonl(row), spoken(), raw=True) == ([7, 9, 10], [0, 1, 1])
+    assert only(jsonl(row), spoken()) == ([USER, 7, END, LINE, ASSISTANT, 9, 10], [0, 0, 0, 0, 0, 1, 1])
+
+
+def test_ids_that_were_written_are_taken_as_they_are(jsonl):
+    row = {"prompt": "w7", "response": "w9 w10", "prompt_ids": [BOS, 7], "response_ids": [9, 10, END]}
+    assert only(jsonl(row), spoken()) == ([BOS, 7, 9, 10, END], [0, 0, 1, 1, 1])
+    ids = {"input_ids": [7, 8, 9, END], "loss_mask": [0, 0, 1, 1]}
+    assert only(jsonl(ids), spoken()) == ([7, 8, 9, END], [0, 0, 1, 1])
+
+
+def test_every_turn_of_the_assistant_is_supervised(jsonl):
+    said = [("system", "w20"), ("user", "w7"), ("assistant", "w8 w9"), ("user", "w10"), ("assistant", "w11")]
+    messages = [{"role": role, "content": content} for role, content in said]
+    first = [SYSTEM, 20, END, LINE, USER, 7, END, LINE, ASSISTANT]
+    second = [LINE, USER, 10, END, LINE, ASSISTANT]
+    wanted = [*first, 8, 9, END, *second, 11, END, LINE]
+    assert only(jsonl({"messages": messages}), spoken()) == (
+        wanted,
+        [0] * len(first) + [1, 1, 1] + [0] * len(second) + [1, 1, 0],
+    )
+    trailing = {"messages": [*messages, {"role": "user", "content": "w12"}]}
+    assert only(jsonl(trailing), spoken())[0] == wanted
+
+
+def test_a_turn_that_is_written_otherwise_later_is_context_alone(jsonl):
+    """As templates do that leave thoughts out of earlier turns: the target never wrote that turn so."""
+    template = (
+        "{% for m in messages %}<{{ m.role }}> {% if m.role == 'assistant' and loop.last %}w90 {% endif %}"
+        "{{ m.content }} <end> {% endfor %}{% if add_generation_prompt %}<assistant> {% endif %}"
+    )
+    said = [("user", "w7"), ("assistant", "w8"), ("user", "w9"), ("assistant", "w10")]
+    row = {"messages": [{"role": role, "content": content} for role, content in said]}
+    ids, mask = only(jsonl(row), spoken(template))
+    assert ids == [USER, 7, END, ASSISTANT, 8, END, USER, 9, END, ASSISTANT, 90, 10, END]
+    assert mask == [0] * 10 + [1, 1, 1]
+
+
+def test_plain_text_comes_in_pieces(jsonl, tmp_path):
+    tokenizer = spoken(None)
+    text = tmp_path / "book.txt"
+    text.write_text("w7 w8\n\nw9\nw10 w11\n")
+    rows = load_rows([text, jsonl({"text": "w12 w13"})], tokenizer, 4)
+    assert rows["input_ids"][:] == [[7, 8, 9, 10], [11, END], [12, 13, END]]
+    assert rows["loss_mask"][:] == [[1] * 4, [1] * 2, [1] * 3]
+
+
+def test_long_prompts_are_an_error_or_left_out(jsonl):
+    path = jsonl({"prompt": "w7", "response": "w8"}, {"prompt": "w7 w8 w9 w10", "response": "w8"})
+    with pytest.raises(ValueError, match=r"line 2: the prompt has 4 tokens, and a row may have 4"):
+        load_rows(path, spoken(None), 4)
+    assert load_rows(path, spoken(None), 4, skip_long=True)["input_ids"][:] == [[7, 8, END]]
+    with pytest.raises(ValueError, match="no rows"):
+        load_rows(jsonl({"prompt": "w7 w8 w9", "response": "w8"}), spoken(None), 2, skip_long=True)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{'a': 1}", "line 2: not JSON"),
+        ("[1]", "line 2: must be a JSON object, got list"),
+        ('{"answer": 1}', "line 2: a row needs .* got answer"),
+        ('{"prompt": "w7"}', "line 2: a prompt without a response: .*dflash regenerate"),
+        ('{"prompt": "w7", "response": 3}', "line 2: response must be text, got 3"),
+        ('{"prompt": "", "response": "w8"}', "line 2: prompt must be text that is not empty"),
+        ('{"response": "w8"}', "line 2: a prompt needs prompt, messages, question or turns, got response"),
+        ('{"messages": []}', "line 2: messages must be a list of role and content"),
+        ('{"messages": [{"role": "user"}]}', "line 2: message 1 must have role and content"),
+        ('{"messages": [{"role": "user", "content": "w7"}]}', "line 2: messages has no turn of the assistant"),
+        ('{"text": 5}', "line 2: text must be text"),
+        ('{"input_ids": [7, 8]}', "line 2: loss_mask must hold a 0 or 1 for each of the 2 input_ids"),
+        ('{"input_ids": [7, 8], "loss_mask": [0, 2]}', "line 2: loss_mask must hold"),
+        ('{"input_ids": [7, 97], "loss_mask": [0, 1]}', r"line 2: input_ids must lie in 0 \.\. 96, got 97"),
+        ('{"input_ids": [7, 8], "loss_mask": [0, 0]}', "line 2: no token of a response"),
+        (
+            '{"prompt": "w7", "response": "w8", "prompt_ids": [7], "response_ids": [9]}',
+            "line 2: response_ids are not its response in this tokenizer",
+        ),
+    ],
+)
+def test_what_is_wrong_with_a_row_is_said_by_its_line(jsonl, line, message):
+    path = jsonl({"prompt": "w7", "response": "w8"}, line)
+    with pytest.raises(ValueError, match=message):
+        load_rows(path, spoken(), 32)
+
+
+def test_what_is_wrong_with_a_source_is_said(jsonl, tmp_path):
+    for load in (load_prompts, lambda source: load_rows(source, spoken(), 32)):
+        with pytest.raises(FileNotFoundError, match=r"there is no data file '.*missing\.jsonl'"):
+            load(tmp_path / "missing.jsonl")
+        with pytest.raises(ValueError, match="is empty"):
+            load(jsonl(""))
+        with pytest.raises(ValueError, match="is a folder"):
+            load(tmp_path)
+        latin = tmp_path / "latin.jsonl"
+        latin.write_bytes('{"prompt": "é"}'.encode("latin-1"))
+        with pytest.raises(ValueError, match=r"latin\.jsonl: not UTF-8"):
+            load(latin)
+    with pytest.raises(ValueError, match="line 1: messages need a chat template, and this tokenizer has none"):
+        load_rows(jsonl({"messages": [{"role": "assistant", "content": "w7"}]}), spoken(None), 32)
+    with pytest.raises(ValueError, match="max_length must be an integer of at least 2, got 1"):
+        load_rows(jsonl({"text": "w7 w8"}), spoken(), 1)
