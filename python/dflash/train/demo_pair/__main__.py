@@ -1,0 +1,108 @@
+"""Make the package's own pair from nothing: ``python -m dflash.train.demo_pair FOLDER``.
+
+Stages, each skipped where FOLDER has its result already: the target; prompts; the target's own answers to them, greedy
+and sampled; the drafter; the evaluation on held-out prompts; the pair as the package carries it (``FOLDER/pair``). A
+stage that was stopped goes on where it was, but for the target's, which starts anew.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+import time
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.progress import Progress, TextColumn, TimeElapsedColumn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import dflash
+
+from ..checkpoint import save_draft
+from ..data import load_prompts, load_rows
+from ..draft import draft_config, new_drafter
+from ..loop import TrainConfig, Trainer
+from ..regenerate import LocalWriter, Settings, regenerate
+from .evaluate import evaluate, held_out_examples
+from .pretrain import MASK, pretrain
+from .tasks import examples
+
+PROMPT_SEED = 2_000_003
+CONFIG = TrainConfig(
+    steps=2400,
+    batch_tokens=4096,
+    anchors=32,
+    learning_rate=1.5e-3,
+    save_every=200,
+    eval_every=200,
+    eval_rows=24,
+    eval_tokens=160,
+    eval_temperatures=(0.0, 1.0),
+)
+
+
+def main(
+    folder: Annotated[Path, typer.Argument(help="Where everything goes.")],
+    target_steps: Annotated[int, typer.Option(help="Training steps of the target.")] = 1800,
+    prompts: Annotated[int, typer.Option(help="Prompts that the target answers for its drafter, twice each.")] = 8000,
+    draft_steps: Annotated[int, typer.Option(help="Training steps of the drafter.")] = CONFIG.steps,
+    evaluated: Annotated[int, typer.Option(help="Held-out prompts of the evaluation.")] = 192,
+) -> None:
+    """Train the demonstration pair from nothing, evaluate it, and lay it out as the package carries it."""
+    seconds = {}
+    began = time.perf_counter()
+    if not (folder / "target" / "model.safetensors").exists():
+        pretrain(folder / "target", steps=target_steps)
+    seconds["target"] = time.perf_counter() - began
+    target = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder / "target")
+
+    began = time.perf_counter()
+    asked = folder / "prompts.jsonl"
+    drawn = itertools.islice(examples(PROMPT_SEED, held=False), prompts)
+    asked.write_text("".join(json.dumps({"prompt": example.prompt}) + "\n" for example in drawn))
+    answers = folder / "responses.jsonl"
+    with Progress(TextColumn("answers"), *Progress.get_default_columns()[1:3], TimeElapsedColumn()) as bar:
+        task = bar.add_task("", total=None)
+        regenerate(
+            load_prompts(asked),
+            LocalWriter(target, tokenizer, name="demo-pair", batch_size=64, bos=True),
+            answers,
+            Settings(temperatures=(0.0, 1.0), max_new_tokens=256),
+            progress=lambda summary, total: bar.update(task, completed=summary.written, total=total),
+        )
+    seconds["answers"] = time.perf_counter() - began
+
+    began = time.perf_counter()
+    if not (folder / "draft" / "model.safetensors").exists():
+        config = draft_config(target, mask_token_id=MASK, num_layers=3, block_size=16, target_layer_ids=(1, 2, 3, 4))
+        rows = load_rows(answers, tokenizer, max_length=640)
+        settings = TrainConfig(**{**CONFIG.__dict__, "steps": draft_steps})
+        trainer = Trainer(target, new_drafter(config), rows, settings, folder / "draft")
+        trainer.resume()
+        trainer.train()
+    seconds["draft"] = time.perf_counter() - began
+
+    pair = folder / "pair"
+    for name in ("target", "draft"):
+        (pair / name).mkdir(parents=True, exist_ok=True)
+    for file in ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(folder / "target" / file, pair / "target" / file)
+    save_draft(dflash.load_draft(folder / "draft", dtype=torch.bfloat16), pair / "draft")
+    with (pair / "prompts.jsonl").open("w") as file:
+        for example in held_out_examples(48):
+            one = None if example.kind == "letters" else example.answer
+            print(json.dumps({"prompt": example.prompt, "answer": one, "kind": example.kind}), file=file)
+
+    report = {"seconds": seconds}
+    for temperature in (0.0, 1.0):
+        report[f"T={temperature:g}"] = evaluate(pair, prompts=evaluated, temperature=temperature)
+    (folder / "report.json").write_text(json.dumps(report, indent=1) + "\n")
+    typer.echo(json.dumps(report, indent=1))
+
+
+if __name__ == "__main__":
+    typer.run(main)
