@@ -30,7 +30,7 @@ class CheckpointError(OSError):
 def published_config(config: DraftConfig, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
     """The ``config.json`` of the published layout that reads back as ``config``; the inverse of ``from_config``."""
     windows = {window for window in config.window if window}
-    if len(windows) > 1 or len(set(config.causal)) > 1 and config.causal != tuple(w > 0 for w in config.window):
+    if len(windows) > 1 or (len(set(config.causal)) > 1 and config.causal != tuple(w > 0 for w in config.window)):
         raise ValueError(f"the published layout has one window and one rule of causality, got {config}")
     sliding = bool(windows)
     rope: dict[str, Any] = {"rope_type": config.rope.type, "rope_theta": config.rope.theta}
@@ -123,8 +123,10 @@ def _write_weights(drafter: Drafter, path: Path, dtype: torch.dtype) -> None:
     from safetensors.torch import save_file
 
     tensors = {name: p.detach().to("cpu", dtype).contiguous().clone() for name, p in drafter.named_parameters()}
-    path.touch()  # with the user's mode: safetensors would make it readable to its owner alone
+    path.touch()
+    mode = path.stat().st_mode
     save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(mode)  # safetensors makes it readable to its owner alone
     _flush(path)
 
 

@@ -1,7 +1,7 @@
 """The training loop: batches, steps, evaluation in the real loop, checkpoints.
 
-Every random choice of a batch is keyed by (seed, epoch, place of the micro-batch), so a resumed run and one with another
-number of processes make the same choices.
+Every random choice of a batch is keyed by (seed, epoch, place of the micro-batch), so a resumed run and one with
+another number of processes make the same choices.
 """
 
 from __future__ import annotations

@@ -89,7 +89,13 @@ def main(
     pair = folder / "pair"
     for name in ("target", "draft"):
         (pair / name).mkdir(parents=True, exist_ok=True)
-    for file in ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"):
+    for file in (
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ):
         shutil.copy(folder / "target" / file, pair / "target" / file)
     save_draft(dflash.load_draft(folder / "draft", dtype=torch.bfloat16), pair / "draft")
     with (pair / "prompts.jsonl").open("w") as file:

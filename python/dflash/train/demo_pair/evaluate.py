@@ -47,7 +47,9 @@ def distinct_ngrams(answer: list[int], size: int = 8) -> float:
 
 
 @torch.inference_mode()
-def evaluate(folder: Path, *, prompts: int = 192, temperature: float = 0.0, batch: int = 32, seed: int = 1) -> dict[str, Any]:
+def evaluate(
+    folder: Path, *, prompts: int = 192, temperature: float = 0.0, batch: int = 32, seed: int = 1
+) -> dict[str, Any]:
     """Run a pair (``folder/target``, ``folder/draft``) in float32 on ``prompts`` held-out prompts.
 
     Returns:

@@ -118,7 +118,9 @@ def pretrain(
     if (folder / "config.json").exists():
         raise FileExistsError(f"{folder} already holds a model")
     tokenizer, model = build_tokenizer(seed), build_target(seed).train()
-    hidden = [p for name, p in model.named_parameters() if p.dim() == 2 and "embed" not in name and "lm_head" not in name]
+    hidden = [
+        p for name, p in model.named_parameters() if p.dim() == 2 and "embed" not in name and "lm_head" not in name
+    ]
     chosen = set(map(id, hidden))
     rest = [p for p in model.parameters() if id(p) not in chosen]
     optimizers: list[torch.optim.Optimizer] = [

@@ -49,7 +49,8 @@ _VOWELS = ["a", "e", "i", "o", "u"]
 def _word(rng: random.Random) -> str:
     """An invented word of two or three syllables."""
     return "".join(
-        rng.choice(_ONSETS) + rng.choice(_VOWELS) + rng.choice(["", "", "n", "r", "l"]) for _ in range(rng.choice([2, 2, 3]))
+        rng.choice(_ONSETS) + rng.choice(_VOWELS) + rng.choice(["", "", "n", "r", "l"])
+        for _ in range(rng.choice([2, 2, 3]))
     )
 
 
@@ -163,7 +164,9 @@ def _add(rng: random.Random) -> Example:
         x, y = _column(a, place), _column(b, place)
         total = x + y + carry
         lines.append(
-            f"{_PLACES[place]}: {x} + {y}" + (f" + {carry} carried" if carry else "") + f" makes {total}, write {total % 10}"
+            f"{_PLACES[place]}: {x} + {y}"
+            + (f" + {carry} carried" if carry else "")
+            + f" makes {total}, write {total % 10}"
         )
         carry = total // 10
     if carry:
@@ -200,7 +203,9 @@ def _multiply(rng: random.Random) -> Example:
         carry = total // 10
     if carry:
         lines.append(f"{_PLACES[len(lines)]}: write {carry}")
-    return Example("sums", f"multiply {a} by {b}{ARROW}", "\n".join([*lines, f"The product of {a} and {b} is {a * b}."]))
+    return Example(
+        "sums", f"multiply {a} by {b}{ARROW}", "\n".join([*lines, f"The product of {a} and {b} is {a * b}."])
+    )
 
 
 def _sums(rng: random.Random) -> Example:
@@ -217,7 +222,9 @@ _LETTERS: dict[str, tuple[dict[str, Callable[[random.Random], str | int]], str]]
             "room": lambda rng: rng.randrange(100, 700),
             "nights": lambda rng: rng.randrange(2, 10),
             "home": _name,
-            "wish": lambda rng: rng.choice(["a late breakfast", "a quiet floor", "a view of the lake", "an early taxi"]),
+            "wish": lambda rng: rng.choice(
+                ["a late breakfast", "a quiet floor", "a view of the lake", "an early taxi"]
+            ),
         },
         "Dear {guest},\nthank you for {choosing|booking|trusting} our {small|old|quiet} house by the river. Room {room} is "
         "{ready|reserved|kept} for you for {nights} nights, and the key will wait at the {front|main|side} desk from noon on "
