@@ -54,9 +54,9 @@ def evaluate(
 
     Returns:
         A dict with ``acceptance_length`` (mean tokens a step, bonus counted), ``prompt_lookup`` (the same of prompt
-        lookup on the same outputs), ``right`` (share of right answers), ``right_one_answer`` (of those prompts that have
-        one), ``distinct_8_grams``, ``answer_tokens`` (mean), ``finished`` (share that stopped by itself) and ``by_kind``
-        (acceptance length, share right and answer tokens of each family).
+        lookup on the same outputs), ``right`` (share of right answers), ``right_one_answer`` (of those prompts that
+        have one), ``distinct_8_grams``, ``answer_tokens`` (mean), ``finished`` (share that stopped by itself) and
+        ``by_kind`` (acceptance length, share right and answer tokens of each family).
     """
     target = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder / "target")

@@ -2,7 +2,8 @@
 
 Three families, drawn from a seed, with no outside data:
 
-- ``records``: a few random records rewritten from one notation to another (JSON, YAML, INI, SQL, Python, XML, CSV, prose);
+- ``records``: a few random records rewritten from one notation to another (JSON, YAML, INI, SQL, Python, XML,
+  CSV, prose);
 - ``sums``: addition, subtraction and multiplication worked column by column;
 - ``letters``: a short text from a list of facts, with free choices of words, so that sampling has something to choose.
 
@@ -226,11 +227,12 @@ _LETTERS: dict[str, tuple[dict[str, Callable[[random.Random], str | int]], str]]
                 ["a late breakfast", "a quiet floor", "a view of the lake", "an early taxi"]
             ),
         },
-        "Dear {guest},\nthank you for {choosing|booking|trusting} our {small|old|quiet} house by the river. Room {room} is "
-        "{ready|reserved|kept} for you for {nights} nights, and the key will wait at the {front|main|side} desk from noon on "
-        "the day you arrive. We {read|saw|noted} that you would like {wish}, and the staff will {gladly|happily|surely} see "
-        "to it. The way from {home} is {long|slow|rough} at this time of year, so please {call|write|ring} if you are late. "
-        "We {hope|trust|know} that you will enjoy every one of the {nights} nights here.\n{Yours|Warmly|Sincerely}, the host",
+        "Dear {guest},\nthank you for {choosing|booking|trusting} our {small|old|quiet} house by the river. Room "
+        "{room} is {ready|reserved|kept} for you for {nights} nights, and the key will wait at the "
+        "{front|main|side} desk from noon on the day you arrive. We {read|saw|noted} that you would like {wish}, "
+        "and the staff will {gladly|happily|surely} see to it. The way from {home} is {long|slow|rough} at this "
+        "time of year, so please {call|write|ring} if you are late. We {hope|trust|know} that you will enjoy "
+        "every one of the {nights} nights here.\n{Yours|Warmly|Sincerely}, the host",
     ),
     "order": (
         {
@@ -240,12 +242,13 @@ _LETTERS: dict[str, tuple[dict[str, Callable[[random.Random], str | int]], str]]
             "price": lambda rng: rng.randrange(100, 1000),
             "city": _name,
         },
-        "Hello {customer},\nyour order of {count} {item} has {left|passed|cleared} our store and is now on the road to {city}. "
-        "The {full|total|final} price is {price} coins, and the bill is {inside|under|beside} the first box. Each of the "
-        "{item} was {tested|checked|cleaned} by hand before it was wrapped in {paper|cloth|straw}. If one of them should be "
-        "{broken|damaged|missing}, send us a {note|photo|message} within ten days and we will {replace|repair|refund} it "
-        "without a question. Most of our {friends|clients|buyers} in {city} get their goods in {three|four|five} days.\n"
-        "{Thanks|Regards|Cheers}, the store",
+        "Hello {customer},\nyour order of {count} {item} has {left|passed|cleared} our store and is now on the "
+        "road to {city}. The {full|total|final} price is {price} coins, and the bill is {inside|under|beside} "
+        "the first box. Each of the {item} was {tested|checked|cleaned} by hand before it was wrapped in "
+        "{paper|cloth|straw}. If one of them should be {broken|damaged|missing}, send us a {note|photo|message} "
+        "within ten days and we will {replace|repair|refund} it without a question. Most of our "
+        "{friends|clients|buyers} in {city} get their goods in {three|four|five} days.\n{Thanks|Regards|Cheers}, "
+        "the store",
     ),
     "weather": (
         {
@@ -255,11 +258,12 @@ _LETTERS: dict[str, tuple[dict[str, Callable[[random.Random], str | int]], str]]
             "wind": lambda rng: rng.choice(["north", "south", "east", "west"]),
             "sky": lambda rng: rng.choice(["rain", "snow", "fog", "sun", "hail"]),
         },
-        "Good {morning|day|evening} from the {city} station. The day {starts|begins|opens} at {morning} degrees, with a "
-        "{light|fresh|gentle} wind from the {wind} and a {thin|pale|low} layer of cloud over the hills. By noon we expect "
-        "{noon} degrees, and {sky} will {cover|reach|cross} the valley before the {shops|schools|offices} close. Drivers on "
-        "the {wind} road should {take|use|show} extra care near the bridge, because {sky} makes the stones {slick|smooth|"
-        "wet}. The night stays {calm|mild|still} in {city}, and tomorrow looks {much|rather|quite} the same.",
+        "Good {morning|day|evening} from the {city} station. The day {starts|begins|opens} at {morning} degrees, "
+        "with a {light|fresh|gentle} wind from the {wind} and a {thin|pale|low} layer of cloud over the hills. "
+        "By noon we expect {noon} degrees, and {sky} will {cover|reach|cross} the valley before the "
+        "{shops|schools|offices} close. Drivers on the {wind} road should {take|use|show} extra care near the "
+        "bridge, because {sky} makes the stones {slick|smooth|wet}. The night stays {calm|mild|still} in {city}, "
+        "and tomorrow looks {much|rather|quite} the same.",
     ),
     "trip": (
         {
@@ -269,12 +273,12 @@ _LETTERS: dict[str, tuple[dict[str, Callable[[random.Random], str | int]], str]]
             "train": lambda rng: rng.randrange(100, 1000),
             "hour": lambda rng: rng.randrange(6, 22),
         },
-        "{person} will {travel|go|ride} from {from} to {to} on train {train}. It {leaves|departs|starts} at {hour} sharp from "
-        "the {last|first|middle} platform, so a {bus|taxi|tram} to the station should be {called|ordered|found} an hour "
-        "before. The seat is by the {window|door|aisle} and a {warm|hot|light} meal is served when the train has passed the "
-        "{border|tunnel|lake}. In {to} a {guide|friend|driver} with a {green|blue|red} hat will meet {person} and "
-        "{carry|bring|take} the bags to the inn. If train {train} is {late|full|delayed}, the next one from {from} goes two "
-        "hours later.",
+        "{person} will {travel|go|ride} from {from} to {to} on train {train}. It {leaves|departs|starts} at "
+        "{hour} sharp from the {last|first|middle} platform, so a {bus|taxi|tram} to the station should be "
+        "{called|ordered|found} an hour before. The seat is by the {window|door|aisle} and a {warm|hot|light} "
+        "meal is served when the train has passed the {border|tunnel|lake}. In {to} a {guide|friend|driver} with "
+        "a {green|blue|red} hat will meet {person} and {carry|bring|take} the bags to the inn. If train {train} "
+        "is {late|full|delayed}, the next one from {from} goes two hours later.",
     ),
 }
 _SLOT = re.compile(r"\{([^{}]*)\}")
