@@ -2,6 +2,8 @@ import importlib.util
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
@@ -36,3 +38,32 @@ def pair_dir() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no trained pair at {folder}; DFLASH_PAIR names another folder")
     return folder
+
+
+@dataclass
+class Done:
+    """How a command ended."""
+
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def shell(monkeypatch, capsys) -> Callable[..., Done]:
+    """``shell("demo", "--json")``: the ``dflash`` command in this process, as a shell user meets it; no network."""
+    from dflash import cli
+
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+    def call(*arguments: object) -> Done:
+        monkeypatch.setattr(sys, "argv", ["dflash", *map(str, arguments)])
+        capsys.readouterr()
+        try:
+            cli.main()
+            code = 0
+        except SystemExit as exit:
+            code = exit.code or 0
+        return Done(code, *capsys.readouterr())
+
+    return call

@@ -38,9 +38,10 @@ MAY_IMPORT = {
         "target",
         "streaming",
     },
+    "demo": {"drafter", "generate", "streaming"},
     "doctor": {"ops"},
     "doors": {"cache", "drafter", "generate", "streaming", "target"},
-    "__init__": {"config", "doors", "drafter", "generate", "sampling", "target", "ops"},
+    "__init__": {"config", "demo", "doors", "drafter", "generate", "sampling", "target", "ops"},
 }
 
 
@@ -70,7 +71,7 @@ def test_imports_run_one_way(path):
     if "_C" in internal:
         assert name == "ops"
     if "transformers" in external:
-        assert name in {"target", "cli", "train"}
+        assert name in {"target", "cli", "demo", "train"}
     if name == "reference":
         assert external <= {"torch", "__future__", "math"}
     if name in MAY_IMPORT:

@@ -4,6 +4,7 @@ import importlib.metadata as _metadata
 import warnings as _warnings
 
 from .config import DraftConfig
+from .demo import demo_pair
 from .doors import as_assistant, custom_generate
 from .drafter import Drafter, load_draft
 from .generate import GenerateOutput, Generator, Statistics, StreamEvent, generate, release, stream
@@ -19,6 +20,7 @@ __all__ = [
     "UnsupportedTargetError",
     "as_assistant",
     "custom_generate",
+    "demo_pair",
     "generate",
     "load_draft",
     "release",

@@ -396,6 +396,42 @@ def _progress(what: str) -> Iterator[Any]:
         yield show
 
 
+# ---------------------------------------------------------------------------------------------- demo
+
+
+@app.command()
+def demo(
+    prompt: Annotated[str | None, typer.Option(help="Answer this instead of held-out prompts.")] = None,
+    prompts: Annotated[int | None, typer.Option(help="How many held-out prompts; 8 by default.")] = None,
+    max_new_tokens: MaxNewTokens = 256,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="The same seed writes the same text.")] = 0,
+    pair: Annotated[Path | None, typer.Option(hidden=True, help="Folder with target, draft, prompts.jsonl.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Answer held-out prompts with the pair that comes inside the package, and measure; no download.
+
+    Streams a few answers, accepted drafts and bonus tokens in different colours, then compares transformers' generate,
+    one-token decoding and DFlash; exit code 1 if an answer is not theirs, token for token.
+    """
+    arguments = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
+    _check_numbers(arguments)
+
+    from . import demo as module
+
+    report = module.demo(
+        folder=module.PAIR if pair is None else pair,
+        prompt=prompt,
+        prompts=prompts,
+        console=None if as_json else Console(),
+        **arguments,
+    )
+    if as_json:
+        typer.echo(json.dumps(dataclasses.asdict(report)))
+    if not report.identical:
+        raise typer.Exit(1)
+
+
 # ---------------------------------------------------------------------------------------------- doctor
 
 

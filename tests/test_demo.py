@@ -1,0 +1,159 @@
+"""``dflash demo``: what it says is true, and a pair that is not there is one clear line."""
+
+import dataclasses
+import io
+import json
+import re
+
+import pytest
+import torch
+from rich.console import Console
+from tiny_pair import save_pair
+from typer.testing import CliRunner
+
+import dflash
+from dflash import cli, demo
+
+PROMPTS = [
+    {"prompt": "w5 w6 w7", "answer": None, "kind": "free"},
+    {"prompt": "w8 w9", "answer": None, "kind": "free"},
+    {"prompt": "w10 w11", "answer": "w1", "kind": "one answer"},
+]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """A folder in the layout of the package's pair, its weights random and in bfloat16."""
+    folder = save_pair(tmp_path_factory.mktemp("pair"), torch.bfloat16)
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in PROMPTS))
+    return folder
+
+
+def run_json(folder, *arguments, code: int = 0) -> dict:
+    done = CliRunner().invoke(cli.app, ["demo", "--pair", str(folder), "--json", *map(str, arguments)])
+    assert done.exit_code == code, done.output
+    assert done.stderr == ""
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_trained_pair(pair_dir, temperature):
+    found = run_json(pair_dir, "--prompts", 4, "--temperature", temperature, "--max-new-tokens", 60)
+    assert found["identical"] is True
+    assert found["temperature"] == temperature
+    assert found["acceptance_length"] > 8
+    assert found["right"] == found["answerable"] == 4
+    steps = sum(length * count for length, count in enumerate(found["histogram"]))
+    assert steps == found["new_tokens"] - found["prompts"]  # an answer's first token comes from its prompt
+    assert steps / sum(found["histogram"]) == pytest.approx(found["acceptance_length"])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_numbers_belong_together(tiny, temperature):
+    found = run_json(tiny, "--temperature", temperature, "--max-new-tokens", 12, "--seed", 5)
+    assert found["identical"] is True
+    assert found["prompts"] == 3
+    assert (found["right"], found["answerable"]) == (0, 1)
+    both = found["one_token_tokens_per_second"], found["transformers_tokens_per_second"]
+    assert found["baseline_tokens_per_second"] == max(both)
+    assert found["speedup"] == pytest.approx(found["tokens_per_second"] / max(both))
+    assert found["seed"] == 5
+
+
+@pytest.mark.parametrize(("drafted", "temperature"), [(True, 1.0), (True, 0.0), (None, 0.0)])
+def test_a_wrong_answer_is_not_called_identical(tiny, monkeypatch, drafted, temperature):
+    """With a drafter alone, one-token decoding tells; with and without, greedy ``generate`` does."""
+
+    class Wrong(dflash.Generator):
+        def generate(self, ids, **arguments):
+            out = super().generate(ids, **arguments)
+            if drafted is None or (self.draft is not None) == drafted:
+                out.sequences[0, -1] = (out.sequences[0, -1] + 1) % 97
+            return out
+
+    monkeypatch.setattr(demo, "Generator", Wrong)
+    found = run_json(tiny, "--temperature", temperature, "--max-new-tokens", 8, "--prompts", 1, code=1)
+    assert found["identical"] is False
+
+
+def test_its_own_prompt(tiny):
+    found = run_json(tiny, "--prompt", "w20 w21", "--max-new-tokens", 9)
+    assert (found["prompts"], found["answerable"]) == (1, 0)
+    assert found["new_tokens"] == 9
+
+
+def test_the_text_is_plain_where_there_is_no_terminal(tiny, shell):
+    done = shell("demo", "--pair", tiny, "--max-new-tokens", "12", "--prompts", "2")
+    assert done.code == 0
+    assert done.err == ""
+    assert "\x1b" not in done.out
+    target, draft, tokenizer = dflash.demo_pair(tiny)
+    for prompt in demo.demo_prompts(tiny)[:2]:
+        ids = demo.encode(tokenizer, prompt.text)
+        out = dflash.generate(target, draft, ids, max_new_tokens=12)
+        assert f"{prompt.text}\n{tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)}\n" in done.out
+    assert "identical output: yes (one-token decoding, same seed, and transformers generate)" in done.out
+    assert "speedup" in done.out
+
+
+def test_accepted_and_bonus_tokens_have_two_styles(pair_dir):
+    target, draft, tokenizer = dflash.demo_pair(pair_dir)
+    prompt = demo.demo_prompts(pair_dir)[0].text
+    expected = {"accepted": "", "bonus": ""}
+    for event in dflash.stream(target, draft, demo.encode(tokenizer, prompt), max_new_tokens=40, temperature=0.0):
+        new, accepted = event.ids[0], event.accepted[0]
+        expected["accepted"] += tokenizer.decode(new[:accepted], skip_special_tokens=True)
+        expected["bonus"] += tokenizer.decode(new[accepted:], skip_special_tokens=True)
+    for colours, (accepted, bonus) in {True: ("32", "1;4;33"), False: ("", "1;4")}.items():
+        file = io.StringIO()
+        console = Console(file=file, force_terminal=True, color_system="standard", no_color=not colours)
+        demo.demo(folder=pair_dir, prompts=1, max_new_tokens=40, console=console)
+        answer = file.getvalue().split("=>", 1)[1].split("tokens: 1 from the prompt")[0]
+
+        def styled(code, answer=answer):
+            return "".join(re.findall(rf"\x1b\[{code}m([^\x1b]*)\x1b\[0m", answer))
+
+        # A styled line break is written outside of the style.
+        assert styled(bonus) == expected["bonus"].replace("\n", "")
+        if colours:
+            assert styled(accepted) == expected["accepted"].replace("\n", "")
+
+
+def test_prompts_of_every_kind_come_first(tiny):
+    assert [prompt.text for prompt in demo.demo_prompts(tiny)] == ["w5 w6 w7", "w10 w11", "w8 w9"]
+
+
+def test_the_pair_is_loaded_in_float32_and_silently(tiny, capfd):
+    target, draft, tokenizer = dflash.demo_pair(tiny)
+    assert {target.dtype, draft.dtype} == {torch.float32}
+    assert demo.encode(tokenizer, "w5 w6").tolist() == [[0, 5, 6]]
+    assert {model.dtype for model in dflash.demo_pair(tiny, dtype=torch.bfloat16)[:2]} == {torch.bfloat16}
+    assert capfd.readouterr().err == ""
+
+
+def test_transformers_generate_leaves_the_random_numbers_alone(tiny):
+    target, draft, tokenizer = dflash.demo_pair(tiny)
+    before = torch.random.get_rng_state()
+    arguments = {"temperature": 1.0, "max_new_tokens": 4}
+    report = demo.measure(target, draft, tokenizer, demo.demo_prompts(tiny)[:1], **arguments)
+    assert torch.random.get_rng_state().equal(before)
+    assert dataclasses.asdict(report)["new_tokens"] <= 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prompt", "w5", "--prompts", "2"], "--prompts counts held-out prompts: it does not go with --prompt"),
+        (["--prompts", "0"], "--prompts must be at least 1, got 0"),
+        (["--temperature", "-1"], "temperature must be a finite number of at least 0, got -1.0"),
+        (["--max-new-tokens", "510"], "a prompt of 4 tokens and 510 new tokens pass the target's"),
+        (["--pair", "nowhere"], "no demo pair in nowhere: there is no target"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(tiny, shell, arguments, message):
+    done = shell("demo", "--pair", tiny, *arguments)
+    assert done.code == 2
+    assert done.out == ""
+    assert done.err.startswith("dflash: ")
+    assert message in done.err
+    assert done.err.count("\n") == 1
