@@ -39,6 +39,7 @@ MAY_IMPORT = {
         "streaming",
     },
     "demo": {"drafter", "generate", "streaming"},
+    "benchmark": {"ops", "drafter", "generate"},
     "doctor": {"ops"},
     "doors": {"cache", "drafter", "generate", "streaming", "target"},
     "__init__": {"config", "demo", "doors", "drafter", "generate", "sampling", "target", "ops"},

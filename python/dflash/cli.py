@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -430,6 +431,94 @@ def demo(
         typer.echo(json.dumps(dataclasses.asdict(report)))
     if not report.identical:
         raise typer.Exit(1)
+
+
+# ---------------------------------------------------------------------------------------------- benchmark
+
+
+@app.command()
+def benchmark(
+    model: Model,
+    draft: Draft,
+    dataset: Annotated[
+        list[str], typer.Option(help="humaneval, gsm8k, mt-bench, spec-bench or FILE.jsonl; may be repeated.")
+    ],
+    data: Annotated[Path | None, typer.Option(help="Folder of the datasets' files; default: from the hub.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Prompts of each dataset at most.")] = None,
+    max_new_tokens: MaxNewTokens = 512,
+    temperature: Annotated[float, typer.Option(help="0 is greedy; no top-k, top-p or min-p beside it.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="The same seed writes the same text.")] = 0,
+    draft_sharpness: Sharpness = "auto",
+    block_size: BlockSize = None,
+    padded: Annotated[
+        bool, typer.Option("--padded", help="One-token decoding at the block's shapes: equal bit for bit in bf16 too.")
+    ] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Continue the text itself, without a chat template.")] = False,
+    bos: Annotated[bool, typer.Option("--bos", help="Put the tokenizer's BOS token before a raw prompt.")] = False,
+    no_thinking: Annotated[
+        bool, typer.Option("--no-thinking", help="Tell the chat template enable_thinking=False.")
+    ] = False,
+    turns: Annotated[str, typer.Option(help="first, or all: the whole conversation of a prompt.")] = "first",
+    compile: Annotated[bool, typer.Option("--compile", help="Compile the steps; the start takes long.")] = False,
+    dtype: Dtype = "auto",
+    device: Device = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for results; a run that was stopped goes on there.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw a .png.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure speed and acceptance on datasets of prompts, one-token decoding beside it in the same run.
+
+    Text of a dataset becomes a user's message where the tokenizer has a chat template, with no instruction added.
+    Speeds count the prompts' forward passes.
+    """
+    from . import benchmark as module
+
+    settings = module.Settings(
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        seed=seed,
+        block_size=block_size,
+        draft_sharpness=_sharpness(draft_sharpness),
+        padded=padded,
+        raw=raw,
+        bos=bos,
+        thinking=False if no_thinking else None,
+        turns=turns,
+        compile=compile,
+    )
+    _check_numbers(dataclasses.asdict(settings))
+    if limit is not None and limit < 1:
+        raise ValueError(f"--limit must be at least 1, got {limit}")
+    if plot is not None:
+        module.check_plot(plot)
+    if out is not None and out.exists() and not out.is_dir():
+        raise ValueError(f"--out must be a folder, {str(out)!r} is a file")
+    datasets = {}
+    for given in dataset:
+        name = given if given in module.SOURCES else Path(given).name.split(".")[0]
+        if name in datasets:
+            raise ValueError(f"--dataset {given!r}: there are two called {name}")
+        datasets[name] = module.load_prompts(given, data, limit)
+    tokenizer = _load_tokenizer(model)
+    module.check_settings(settings, tokenizer)
+    target, drafter, _ = _load(model, draft, dtype, device)
+    with module.progress_bars({name: len(prompts) for name, prompts in datasets.items()}) as advance:
+        report = module.benchmark(
+            target,
+            drafter,
+            tokenizer,
+            datasets,
+            settings,
+            about={"model": model, "draft": draft, "command": shlex.join(["dflash", *sys.argv[1:]])},
+            out=out,
+            advance=advance,
+        )
+    if as_json:
+        typer.echo(json.dumps(report))
+    else:
+        module.print_report(report, Console())
+    if plot is not None:
+        module.plot(report, plot)
 
 
 # ---------------------------------------------------------------------------------------------- doctor

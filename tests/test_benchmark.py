@@ -1,0 +1,394 @@
+"""``dflash benchmark``: what it reads, what it reports, and what a run leaves behind when it is stopped."""
+
+import gzip
+import json
+import sys
+import types
+
+import pytest
+import torch
+from tiny_pair import CHAT_TEMPLATE, save_pair, word_tokenizer
+
+import dflash
+from dflash import benchmark as module
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    return save_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="module")
+def chatty(tmp_path_factory):
+    return save_pair(tmp_path_factory.mktemp("chat"), chat_template=CHAT_TEMPLATE)
+
+
+def write(path, *rows) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory) -> str:
+    rows = ({"prompt": "w5 w6 w7"}, {"question": "w8 w9"}, {"turns": ["w20", "w21 w22"]})
+    return write(tmp_path_factory.mktemp("data") / "three.jsonl", *rows)
+
+
+@pytest.fixture
+def run(shell):
+    """``dflash benchmark --json`` on a pair; the report it prints."""
+
+    def call(pair, *arguments) -> dict:
+        done = shell("benchmark", "--model", pair / "target", "--draft", pair / "draft", "--json", *arguments)
+        assert done.code == 0, done.err
+        assert done.err == ""
+        return json.loads(done.out)
+
+    return call
+
+
+# ---------------------------------------------------------------------------------------------- prompts
+
+
+@pytest.fixture
+def data(tmp_path):
+    """A folder with files as they are published, made up."""
+    with gzip.open(tmp_path / "HumanEval.jsonl.gz", "wt") as file:
+        file.write('{"task_id": "HumanEval/0", "prompt": "def f():\\n"}\n')
+    write(tmp_path / "gsm8k_test.jsonl", {"question": "1 + 1?", "answer": "2"}, {"question": "2 + 2?", "answer": "4"})
+    rows = [{"category": "writing", "turns": ["a", "b"]}, {"category": "rag", "turns": ["c"]}]
+    write(tmp_path / "spec_bench.jsonl", *rows, {"category": "coding", "turns": ["d", "e"]})
+    return tmp_path
+
+
+def turns(*arguments) -> list[tuple[str, ...]]:
+    return [prompt.turns for prompt in module.load_prompts(*arguments)]
+
+
+def test_published_files_are_read(data):
+    assert turns("humaneval", data) == [("def f():\n",)]
+    assert turns("gsm8k", data) == [("1 + 1?",), ("2 + 2?",)]
+    assert turns("gsm8k", data, 1) == [("1 + 1?",)]
+    assert turns("mt-bench", data) == [("a", "b"), ("d", "e")]
+    assert turns("mt-bench", data, 2) == [("a", "b"), ("d", "e")]
+    assert turns("spec-bench", data) == [("a", "b"), ("c",), ("d", "e")]
+
+
+def test_the_hub_is_asked_without_a_folder(monkeypatch):
+    asked = []
+
+    def load_dataset(**arguments):
+        asked.append(arguments)
+        return [{"prompt": ["a", "b"], "category": "math"}, {"prompt": ["c"], "category": "writing"}]
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    assert turns("mt-bench") == [("a", "b"), ("c",)]
+    assert asked == [{"path": "HuggingFaceH4/mt_bench_prompts", "split": "train"}]
+
+
+def test_a_hub_out_of_reach_is_one_line(monkeypatch):
+    def load_dataset(**arguments):
+        raise ConnectionError("no route\nto anywhere")
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    with pytest.raises(ValueError, match=r"openai/gsm8k could not be loaded \(no route\); --data DIR reads gsm8k_test"):
+        module.load_prompts("gsm8k")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ValueError, match=r"pip install 'dflash-engine\[bench\]'; --data DIR reads HumanEval"):
+        module.load_prompts("humaneval")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"prompt": "a"}\n\n{"prompt": \n', r"x\.jsonl, line 3 is not JSON"),
+        ('{"prompt": "a"}\n["b"]\n', r"x\.jsonl, line 2 must be an object, got list"),
+        ('{"text": "a"}\n', r"x\.jsonl, line 1 must have turns, prompt or question: .*; it has \['text'\]"),
+        ('{"turns": []}\n', r"x\.jsonl, line 1 must have turns"),
+        ('{"prompt": ""}\n', r"x\.jsonl, line 1 must have turns"),
+        ('{"turns": ["a", 1]}\n', r"x\.jsonl, line 1 must have turns"),
+        ("\n", r"x\.jsonl' has no prompts"),
+        (b"\xff\xfe\n", r"x\.jsonl is not a file of JSON lines"),
+    ],
+)
+def test_a_file_that_is_wrong_is_named_with_its_line(tmp_path, text, message):
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ValueError, match=message):
+        module.load_prompts(str(path))
+
+
+def test_a_file_that_only_pretends_to_be_gzipped(tmp_path):
+    path = tmp_path / "x.jsonl.gz"
+    path.write_text('{"prompt": "a"}\n')
+    with pytest.raises(ValueError, match="is not a file of JSON lines"):
+        module.load_prompts(str(path))
+
+
+# ---------------------------------------------------------------------------------------------- the report
+
+
+def test_the_report_follows_from_the_records(run, tiny, three, tmp_path):
+    report = run(tiny, "--dataset", three, "--max-new-tokens", 20, "--temperature", 1, "--out", tmp_path / "out")
+    found = report["datasets"]["three"]
+    records = [json.loads(line) for line in (tmp_path / "out" / "three.jsonl").read_text().splitlines()[1:]]
+    answers = [record["turns"][0] for record in records]
+    assert len(answers) == found["prompts"] == found["turns"] == found["identical"] == 3
+    assert found["skipped"] == 0
+    assert found["new_tokens"] == sum(answer["new_tokens"] for answer in answers)
+    seconds, one_token = (sum(answer[name] for answer in answers) for name in ("seconds", "one_token_seconds"))
+    assert found["tokens_per_second"] == pytest.approx(found["new_tokens"] / seconds)
+    assert found["speedup"] == pytest.approx(one_token / seconds)  # the same tokens on both sides
+    header = report["header"]
+    assert header["temperature"] == 1.0
+    assert header["block_size"] == 16
+    assert header["target_parameters"] == sum(p.numel() for p in load(tiny)[0].parameters())
+    assert "benchmark --model" in header["command"]
+    for name in ("machine", "isa", "threads", "torch", "transformers"):
+        assert header[name]
+    assert json.loads((tmp_path / "out" / "summary.json").read_text()) == report
+
+
+def load(pair):
+    from transformers import AutoModelForCausalLM
+
+    target = AutoModelForCausalLM.from_pretrained(pair / "target").eval()
+    return target, dflash.load_draft(pair / "draft")
+
+
+def test_the_summary_against_a_slow_count():
+    def record(lengths, new, identical, ngrams):
+        times = {"seconds": 2.0, "one_token_seconds": 5.0}
+        return {"new_tokens": new, "one_token_new_tokens": new, "acceptance_lengths": lengths} | {
+            "identical": identical,
+            "ngrams": ngrams,
+            **times,
+        }
+
+    found = module.summarise([[record([4, 1], 6, True, [3, 4])], [record([2, 4, 2], 9, False, [6, 8])]], 4, 3)
+    lengths = [4, 1, 2, 4, 2]
+    assert found["histogram"] == [lengths.count(n) for n in range(5)]
+    assert found["acceptance_length"] == 13 / 5
+    # Of a step of n tokens the first n - 1 were drafts, the last is the bonus token.
+    kept = [sum(length > position for length in lengths) for position in (1, 2, 3)]
+    assert found["acceptance_per_position"] == [count / 5 for count in kept]
+    assert found["conditional_acceptance"] == [kept[0] / 5, kept[1] / kept[0], kept[2] / kept[1]]
+    assert found["speedup"] == 2.5
+    assert found["tokens_per_second"] == 15 / 4
+    assert (found["identical"], found["turns"], found["skipped"]) == (1, 2, 1)
+    assert found["distinct_ngrams"] == 9 / 12
+    nothing_kept = module.summarise([[record([1, 1], 3, True, [0, 0])]], 4, 1)
+    assert nothing_kept["conditional_acceptance"] == [0.0, None, None]
+    assert nothing_kept["distinct_ngrams"] is None
+
+
+def test_a_wrong_answer_is_not_counted_identical(run, tiny, three, monkeypatch):
+    class Wrong(dflash.Generator):
+        def generate(self, ids, **arguments):
+            out = super().generate(ids, **arguments)
+            if self.draft is not None and ids.shape[1] == 2:
+                out.sequences[0, -1] += 1
+            return out
+
+    monkeypatch.setattr(module, "Generator", Wrong)
+    found = run(tiny, "--dataset", three, "--max-new-tokens", 6)["datasets"]["three"]
+    assert (found["identical"], found["turns"]) == (2, 3)
+
+
+def test_the_text_without_json(shell, tiny, three):
+    call = ["benchmark", "--model", tiny / "target", "--draft", tiny / "draft", "--dataset", three, "--limit", 2]
+    done = shell(*call, "--max-new-tokens", 9)
+    assert done.code == 0, done.err
+    assert "2/2" in done.out
+    assert "three: steps of 1 .. 16 tokens:" in done.out
+
+
+def test_a_trained_pair(run, pair_dir):
+    call = ["--dataset", pair_dir / "prompts.jsonl", "--raw", "--bos", "--limit", 3, "--max-new-tokens", 40]
+    for dtype in (["float32"], ["bfloat16", "--padded"]):
+        found = run(pair_dir, *call, "--dtype", *dtype)["datasets"]["prompts"]
+        assert found["identical"] == 3
+        assert found["acceptance_length"] > 6
+    assert found["acceptance_per_position"][0] > 0.8
+
+
+# ---------------------------------------------------------------------------------------------- conversations
+
+
+def test_a_conversation_reads_its_own_answers(run, chatty, three):
+    call = ["--dataset", three, "--max-new-tokens", 5]
+    assert run(chatty, *call)["datasets"]["three"]["turns"] == 3
+    found = run(chatty, *call, "--turns", "all")["datasets"]["three"]
+    assert (found["turns"], found["identical"], found["skipped"]) == (4, 4, 0)
+
+
+def test_turns_are_encoded_as_the_template_says():
+    tokenizer = word_tokenizer(chat_template=CHAT_TEMPLATE)
+    settings = module.Settings()
+    assert module.encode(tokenizer, ["w5", "w6", "w7"], settings) == [91, 5, 92, 6, 91, 7, 92]
+    assert module.encode(tokenizer, ["w5"], module.Settings(thinking=False)) == [91, 5, 93]
+    assert module.encode(tokenizer, ["w5"], module.Settings(raw=True, bos=True)) == [0, 5]
+
+
+def test_the_second_turn_follows_the_first_answer(chatty):
+    target, draft = load(chatty)
+    tokenizer = word_tokenizer(chat_template=CHAT_TEMPLATE)
+    runner = module.Runner(target, draft, tokenizer, module.Settings(max_new_tokens=5, turns="all"), 64)
+    seen = []
+    answer = runner.answer
+    runner.answer = lambda generator, ids, limit=None: seen.append(ids) or answer(generator, ids, limit)
+    runner.run(module.Prompt("0", ("w20", "w21 w22")))
+    first = dflash.generate(target, None, torch.tensor([[91, 20, 92]]), max_new_tokens=5)[0, 3:].tolist()
+    assert seen[-1] == seen[-2] == [91, 20, 92, *(token for token in first if token), 91, 21, 22, 92]
+
+
+def test_what_is_longer_than_the_model_is_left_out_and_counted(run, tiny, tmp_path):
+    path = write(tmp_path / "long.jsonl", {"prompt": "w5 " * 600}, {"prompt": "w5"})
+    found = run(tiny, "--dataset", path, "--max-new-tokens", 4)["datasets"]["long"]
+    assert (found["turns"], found["skipped"]) == (1, 1)
+
+
+# ---------------------------------------------------------------------------------------------- resuming
+
+
+@pytest.fixture
+def count(monkeypatch) -> list[tuple[str, ...]]:
+    """The prompts that were run, not read from an earlier run."""
+    ran, real = [], module.Runner.run
+    monkeypatch.setattr(module.Runner, "run", lambda self, prompt: ran.append(prompt.turns) or real(self, prompt))
+    return ran
+
+
+@pytest.mark.parametrize("torn", [b'{"fingerprint": "', b"\xc3"])
+def test_a_run_goes_on_where_it_was_stopped(run, tiny, three, tmp_path, count, torn):
+    out = tmp_path / "out"
+    call = ["--dataset", three, "--max-new-tokens", 6, "--out", out]
+    run(tiny, *call, "--limit", 2)
+    assert len(count) == 2
+    path = out / "three.jsonl"
+    before = path.read_bytes()
+    path.write_bytes(before + torn)
+    found = run(tiny, *call)["datasets"]["three"]
+    assert count[2:] == [("w20", "w21 w22")]
+    assert found["prompts"] == 3
+    after = path.read_bytes()
+    assert after.startswith(before)
+    assert after.count(b"\n") == 4
+    assert run(tiny, *call)["datasets"]["three"] == found
+    assert len(count) == 3
+    assert path.read_bytes() == after
+
+
+def test_an_interrupt_keeps_what_is_done(run, tiny, three, tmp_path, count, monkeypatch):
+    call = ["--dataset", three, "--max-new-tokens", 6, "--out", tmp_path]
+    real = module.Journal.append
+
+    def append(self, key, turns):
+        real(self, key, turns)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module.Journal, "append", append)
+        with pytest.raises(AssertionError):  # exit code 130
+            run(tiny, *call)
+    assert run(tiny, *call)["datasets"]["three"]["prompts"] == 3
+    assert count == [("w5 w6 w7",), ("w8 w9",), ("w20", "w21 w22")]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (["--temperature", "1"], "was measured with temperature 0.0, now 1.0: give another --out, or delete it"),
+        (["--seed", "3", "--padded"], "was measured with seed 0, now 3, padded False, now True"),
+        (["--max-new-tokens", "7"], "max_new_tokens 6, now 7"),
+    ],
+)
+def test_another_setting_is_refused_by_name(shell, tiny, three, tmp_path, change, message):
+    call = ["benchmark", "--model", tiny / "target", "--draft", tiny / "draft", "--dataset", three, "--out", tmp_path]
+    assert shell(*call, "--max-new-tokens", 6, "--limit", 1).code == 0
+    before = (tmp_path / "three.jsonl").read_bytes()
+    done = shell(*call, "--max-new-tokens", 6, *change)
+    assert done.code == 2
+    assert message in done.err
+    assert done.err.count("\n") == 1
+    assert (tmp_path / "three.jsonl").read_bytes() == before
+
+
+def test_other_weights_and_other_prompts_are_noticed(run, tiny, tmp_path, count):
+    first = write(tmp_path / "a.jsonl", {"prompt": "w5"})
+    call = ["--dataset", first, "--max-new-tokens", 3, "--out", tmp_path / "out"]
+    run(tiny, *call)
+    write(tmp_path / "a.jsonl", {"prompt": "w6"})
+    run(tiny, *call)
+    assert count == [("w5",), ("w6",)]
+    target, draft = load(tiny)
+    before = module.describe(target, draft)["weights"]
+    with torch.no_grad():
+        draft.fc.weight.mul_(1.01)
+    assert module.describe(target, draft)["weights"] != before
+
+
+def test_a_broken_line_in_the_middle_is_named(shell, tiny, three, tmp_path):
+    (tmp_path / "three.jsonl").write_text('{"settings": \n{}\n')
+    call = ["benchmark", "--model", tiny / "target", "--draft", tiny / "draft", "--dataset", three, "--out", tmp_path]
+    done = shell(*call, "--max-new-tokens", 6)
+    assert done.code == 2
+    assert "three.jsonl, line 1, is no line of a benchmark: delete the file" in done.err
+
+
+# ---------------------------------------------------------------------------------------------- the plot
+
+
+def test_the_plot_is_a_png(run, tiny, three, tmp_path):
+    path = tmp_path / "plot.png"
+    run(tiny, "--dataset", three, "--max-new-tokens", 4, "--plot", path)
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_plot_that_cannot_be_drawn_is_refused_before_any_work(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(ValueError, match=r"--plot needs matplotlib: pip install 'dflash-engine\[bench\]'"):
+        module.check_plot(tmp_path / "plot.png")
+    with pytest.raises(ValueError, match=r"--plot writes a \.png"):
+        module.check_plot(tmp_path / "plot.svg")
+    with pytest.raises(ValueError, match="--plot: there is no folder"):
+        module.check_plot(tmp_path / "nowhere" / "plot.png")
+
+
+# ---------------------------------------------------------------------------------------------- mistakes
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (["--dataset", "nonsense"], "is neither one of humaneval, gsm8k, mt-bench, spec-bench nor a file"),
+        (["--dataset", "gsm8k", "--data", "."], "--data '.' holds no gsm8k_test.jsonl or gsm8k.jsonl for gsm8k"),
+        (["--limit", "0"], "--limit must be at least 1, got 0"),
+        (["--turns", "last"], "--turns must be first or all, got 'last'"),
+        (["--turns", "all"], "--turns all needs a tokenizer with a chat template"),
+        (["--no-thinking"], "--no-thinking needs a tokenizer with a chat template"),
+        (["--block-size", "17", "--max-new-tokens", "9"], "block_size must be at most the drafter's own, 16, got 17"),
+        (["--max-new-tokens", "600"], "no prompt of three and 600 new tokens fit the model's 512 positions"),
+        (["--temperature", "-1"], "temperature must be a finite number of at least 0, got -1.0"),
+        (["--plot", "plot.svg"], "--plot writes a .png"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(shell, tiny, three, tmp_path, change, message):
+    given = [] if "--dataset" in change else ["--dataset", three]
+    out = tmp_path / "out"
+    call = ["benchmark", "--model", tiny / "target", "--draft", tiny / "draft", *given, "--out", out, *change]
+    done = shell(*call)
+    assert done.code == 2
+    assert done.out == ""
+    assert done.err.startswith("dflash: ")
+    assert message in done.err
+    assert done.err.count("\n") == 1
+    assert not out.exists()
+
+
+def test_two_datasets_of_one_name_are_refused(shell, tiny, three, tmp_path):
+    other = write(tmp_path / "three.jsonl", {"prompt": "w5"})
+    call = ["benchmark", "--model", tiny / "target", "--draft", tiny / "draft", "--dataset", three, "--dataset", other]
+    done = shell(*call)
+    assert done.code == 2
+    assert "there are two called three" in done.err
