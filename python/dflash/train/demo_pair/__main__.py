@@ -1,8 +1,8 @@
 """Make the package's own pair from nothing: ``python -m dflash.train.demo_pair FOLDER``.
 
 Stages, each skipped where FOLDER has its result already: the target; prompts; the target's own answers to them, greedy
-and sampled; the drafter; the evaluation on held-out prompts; the pair as the package carries it (``FOLDER/pair``). A
-stage that was stopped goes on where it was, but for the target's, which starts anew.
+and sampled; the drafter; the pair as the package carries it (``FOLDER/pair``), its evaluation on held-out prompts and
+the training curves. A stage that was stopped goes on where it was, but for the target's, which starts anew.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ from ..draft import draft_config, new_drafter
 from ..loop import TrainConfig, Trainer
 from ..regenerate import LocalWriter, Settings, regenerate
 from .evaluate import evaluate, held_out_examples
+from .plot import plot
 from .pretrain import MASK, pretrain
 from .tasks import examples
 
 PROMPT_SEED = 2_000_003
 CONFIG = TrainConfig(
-    steps=2400,
+    steps=1600,
     batch_tokens=4096,
     anchors=32,
-    learning_rate=1.5e-3,
+    learning_rate=2e-3,
     save_every=200,
     eval_every=200,
     eval_rows=24,
@@ -46,8 +47,8 @@ CONFIG = TrainConfig(
 
 def main(
     folder: Annotated[Path, typer.Argument(help="Where everything goes.")],
-    target_steps: Annotated[int, typer.Option(help="Training steps of the target.")] = 1800,
-    prompts: Annotated[int, typer.Option(help="Prompts that the target answers for its drafter, twice each.")] = 8000,
+    target_steps: Annotated[int, typer.Option(help="Training steps of the target.")] = 2000,
+    prompts: Annotated[int, typer.Option(help="Prompts that the target answers for its drafter, twice each.")] = 4000,
     draft_steps: Annotated[int, typer.Option(help="Training steps of the drafter.")] = CONFIG.steps,
     evaluated: Annotated[int, typer.Option(help="Held-out prompts of the evaluation.")] = 192,
 ) -> None:
@@ -69,7 +70,7 @@ def main(
         task = bar.add_task("", total=None)
         regenerate(
             load_prompts(asked),
-            LocalWriter(target, tokenizer, name="demo-pair", batch_size=64, bos=True),
+            LocalWriter(target, tokenizer, name="demo-pair", batch_size=128, bos=True),
             answers,
             Settings(temperatures=(0.0, 1.0), max_new_tokens=256),
             progress=lambda summary, total: bar.update(task, completed=summary.written, total=total),
@@ -103,6 +104,7 @@ def main(
             one = None if example.kind == "letters" else example.answer
             print(json.dumps({"prompt": example.prompt, "answer": one, "kind": example.kind}), file=file)
 
+    plot(folder, folder / "curves.png")
     report = {"seconds": seconds}
     for temperature in (0.0, 1.0):
         report[f"T={temperature:g}"] = evaluate(pair, prompts=evaluated, temperature=temperature)

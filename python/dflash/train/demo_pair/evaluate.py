@@ -63,11 +63,12 @@ def evaluate(
     draft = dflash.load_draft(folder / "draft", dtype=torch.float32) if (folder / "draft").exists() else None
     rows: list[dict[str, Any]] = []
     held = sorted(held_out_examples(prompts), key=lambda example: len(example.prompt))
-    generator = dflash.Generator(target, draft, max_length=640, reuse_prefix=False)
+    generator = dflash.Generator(target, draft, max_length=640, batch_size=batch, reuse_prefix=False)
     for start in range(0, len(held), batch):
         part = held[start : start + batch]
         ids = [prompt_ids(tokenizer, example.prompt) for example in part]
         width = max(map(len, ids))
+        ids += [ids[-1]] * (batch - len(ids))  # fill up the last batch
         padded = torch.tensor([[END] * (width - len(row)) + row for row in ids])
         mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in ids])
         out = generator.generate(

@@ -1,8 +1,8 @@
 """The pair's target: a small Qwen3 trained from scratch on the made work of :mod:`.tasks`.
 
 Hidden matrices are trained with Muon (Jordan et al., 2024), embeddings and norms with AdamW; the rate is constant for
-the first half and then falls linearly to zero. Only answers are supervised. Every example is drawn fresh, so no
-prompt is seen twice but by chance.
+two thirds of the steps and then falls linearly to zero. Only answers are supervised. Every example is drawn fresh, so
+no prompt is seen twice but by chance.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from rich.progress import Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from .tasks import Example, examples
@@ -27,8 +27,11 @@ END, MASK = 0, 1  # token ids: BOS, EOS and padding in one, and the drafter's ma
 def build_tokenizer(seed: int = 0) -> PreTrainedTokenizerFast:
     """A byte-level BPE of 1,024 tokens, digits one by one, from 6,000 training examples."""
     tokenizer = Tokenizer(models.BPE())
+    # Words with the space before them, digits one by one, runs of other signs; no English contractions, which would cut
+    # the word of 'tool' behind its quote.
+    words = Regex(r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [pre_tokenizers.Split(words, "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
     tokenizer.decoder = decoders.ByteLevel()
     # The invented words of records would use up the vocabulary: their texts count once, the others three times.
@@ -129,7 +132,7 @@ def pretrain(
     ]
 
     def rate(step: int) -> float:
-        return min((step + 1) / 40, 1.0, 2 * (1 - step / steps))
+        return min((step + 1) / 40, 1.0, (1 - step / steps) / 0.35)
 
     schedulers = [torch.optim.lr_scheduler.LambdaLR(optimizer, rate) for optimizer in optimizers]
     folder.mkdir(parents=True, exist_ok=True)

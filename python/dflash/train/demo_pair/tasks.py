@@ -61,6 +61,9 @@ def _name(rng: random.Random) -> str:
 
 # ------------------------------------------------------------------------------------------------ records
 
+# A word never stands behind a space here: a byte-level BPE would cut it into other tokens there than behind a quote,
+# and copying it would be spelling.
+
 _FIELDS = [
     ("name", _word),
     ("city", _word),
@@ -85,12 +88,14 @@ def _json(records: list[Record]) -> str:
 
 
 def _yaml(records: list[Record]) -> str:
-    return "\n".join("- " + "\n  ".join(f"{key}: {value}" for key, value in record.items()) for record in records)
+    return "\n".join(
+        "- " + "\n  ".join(f"{key}: {json.dumps(value)}" for key, value in record.items()) for record in records
+    )
 
 
 def _ini(records: list[Record]) -> str:
     return "\n".join(
-        f"[item{number}]\n" + "\n".join(f"{key} = {value}" for key, value in record.items())
+        f"[item{number}]\n" + "\n".join(f"{key}={value}" for key, value in record.items())
         for number, record in enumerate(records, 1)
     )
 
@@ -124,7 +129,9 @@ def _csv(records: list[Record]) -> str:
 def _prose(records: list[Record]) -> str:
     ordinal = ["first", "second", "third", "fourth"]
     return "\n".join(
-        f"The {ordinal[number]} item has " + " and ".join(f"{key} {value}" for key, value in record.items()) + "."
+        f"The {ordinal[number]} item has "
+        + " and ".join(f"{key} {json.dumps(value)}" for key, value in record.items())
+        + "."
         for number, record in enumerate(records)
     )
 
@@ -273,7 +280,7 @@ _LETTERS: dict[str, tuple[dict[str, Callable[[random.Random], str | int]], str]]
             "train": lambda rng: rng.randrange(100, 1000),
             "hour": lambda rng: rng.randrange(6, 22),
         },
-        "{person} will {travel|go|ride} from {from} to {to} on train {train}. It {leaves|departs|starts} at "
+        "Today {person} will {travel|go|ride} from {from} to {to} on train {train}. It {leaves|departs|starts} at "
         "{hour} sharp from the {last|first|middle} platform, so a {bus|taxi|tram} to the station should be "
         "{called|ordered|found} an hour before. The seat is by the {window|door|aisle} and a {warm|hot|light} "
         "meal is served when the train has passed the {border|tunnel|lake}. In {to} a {guide|friend|driver} with "
