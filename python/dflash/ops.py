@@ -83,7 +83,7 @@ def _expect(op: str, name: str, tensor: Tensor, shape: tuple, dtype: torch.dtype
 
 
 def _fit(*wanted: tuple[Tensor, tuple, torch.dtype]) -> bool:
-    """Whether every tensor has its shape and dtype: the quick way past :func:`_expect`, which names what does not fit."""
+    """Whether every tensor has its shape and dtype: the short way past :func:`_expect`, which names what does not."""
     for tensor, shape, dtype in wanted:  # noqa: SIM110, a generator costs more than the checks
         if tensor.shape != shape or tensor.dtype is not dtype:
             return False
