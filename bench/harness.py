@@ -150,7 +150,7 @@ def _cpu_sampler(run: Callable, sets: list[tuple], at_least: float, clock: Calla
         for _ in range(count):
             run(*sets[at])
             at = at + 1 if at + 1 < len(sets) else 0
-        return (clock() - began) / count
+        return max(clock() - began, 1e-9) / count
 
     once, count = calls(1), 1
     if once < at_least:  # else the first call was all the warm-up it needs
