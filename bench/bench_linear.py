@@ -13,11 +13,13 @@ def cases(o):
             (m.hidden, m.ffn, (16,)),
             (m.hidden, m.vocab, (16,)),
         ):
-            weight = o.random(out, width, scale=width**-0.5)
             for rows in all_rows:
                 yield Case(
                     f"{name} {width}->{out} rows={rows}",
-                    lambda rows=rows, width=width, weight=weight: (o.random(rows, width), weight.clone()),
+                    lambda rows=rows, width=width, out=out: (
+                        o.random(rows, width),
+                        o.random(out, width, scale=width**-0.5),
+                    ),
                     ops.linear,
                     {"F.linear": F.linear},
                     (out * width + rows * (width + out)) * o.size,
