@@ -397,6 +397,32 @@ def _progress(what: str) -> Iterator[Any]:
         yield show
 
 
+# ---------------------------------------------------------------------------------------------- export
+
+
+@app.command()
+def export(
+    draft: Draft,
+    out: Annotated[Path, typer.Option(help="Folder to write; must not exist, or be empty.")],
+    layout: Annotated[str, typer.Option("--format", help="published or speculators.")],
+    target: Annotated[str | None, typer.Option(help="The target's name, which the speculators layout carries.")] = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto (the checkpoint's).")] = "auto",
+    as_json: Json = False,
+) -> None:
+    """Write a drafter in the other checkpoint layout; either is read."""
+    import torch
+
+    from .train.export import export
+
+    if dtype not in ("auto", "float32", "bfloat16", "float16"):
+        raise ValueError(f"--dtype must be auto, float32, bfloat16 or float16, got {dtype!r}")
+    export(_existing(draft), out, layout, target=target, dtype=None if dtype == "auto" else getattr(torch, dtype))
+    if as_json:
+        typer.echo(json.dumps({"out": str(out), "format": layout}))
+    else:
+        typer.echo(f"{draft} was written to {out} in the {layout} layout", err=True)
+
+
 # ---------------------------------------------------------------------------------------------- demo
 
 

@@ -360,7 +360,7 @@ def load_draft(
         return _from_module(getattr(draft, "_orig_mod", draft), dtype, device)
     if not isinstance(draft, (str, os.PathLike)):
         raise TypeError(f"draft must be a folder, a hub repository or a module, got {type(draft).__name__}")
-    return _from_folder(_folder(os.fspath(draft), revision), dtype, device)
+    return _from_folder(draft_folder(draft, revision), dtype, device)
 
 
 def _from_module(module: nn.Module, dtype: torch.dtype | None, device: torch.device | str | None) -> Drafter:
@@ -383,8 +383,9 @@ def _from_module(module: nn.Module, dtype: torch.dtype | None, device: torch.dev
     return _fill(drafter, ((names[given], tensors[given]) for given in names))
 
 
-def _folder(name: str, revision: str | None) -> Path:
-    """The local folder of a checkpoint, downloaded if ``name`` is a repository."""
+def draft_folder(draft: str | os.PathLike, revision: str | None = None) -> Path:
+    """The local folder of a checkpoint, downloaded if ``draft`` is a repository; raises as :func:`load_draft` does."""
+    name = os.fspath(draft)
     folder = Path(name).expanduser()
     if folder.is_dir():
         if revision is not None:
