@@ -213,7 +213,8 @@ def server():
 
 
 def test_a_server_answers(server, prompts, tmp_path):
-    writer = ServerWriter(server.url + "/", "served", api_key="secret", backoff=0.01)
+    template = {"enable_thinking": False}
+    writer = ServerWriter(server.url + "/", "served", api_key="secret", backoff=0.01, template=template)
     server.failures = [(503, "busy"), (429, "slow down")]
     settings = Settings((0.0, 0.7), samples=2, seed=5, max_new_tokens=12, min_p=0.1)
     summary = regenerate(load_prompts(prompts), writer, tmp_path / "chat.jsonl", settings)
@@ -232,6 +233,7 @@ def test_a_server_answers(server, prompts, tmp_path):
             "temperature": row["temperature"],
             "top_p": 1.0,
             "min_p": 0.1,
+            "chat_template_kwargs": {"enable_thinking": False},
             "seed": row["seed"] % 2**31,
         }
     assert {(path, key) for path, _, key in server.requests} == {("/v1/chat/completions", "Bearer secret")}

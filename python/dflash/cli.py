@@ -309,6 +309,9 @@ def regenerate(
         bool, typer.Option("--raw", help="Continue the prompts themselves, without a chat template.")
     ] = False,
     bos: Annotated[bool, typer.Option("--bos", help="Put the tokenizer's BOS token before a raw prompt.")] = False,
+    no_thinking: Annotated[
+        bool, typer.Option("--no-thinking", help="Tell the chat template enable_thinking=False.")
+    ] = False,
     limit: Annotated[int | None, typer.Option(help="Take the first prompts only.")] = None,
     split: Annotated[str, typer.Option(help="Of a data set of the hub.")] = "train",
     batch_size: Annotated[int, typer.Option(help="Sequences at once.")] = 32,
@@ -337,6 +340,7 @@ def regenerate(
     )
     if limit is not None and limit < 1:
         raise ValueError(f"--limit must be at least 1, got {limit}")
+    template = {"enable_thinking": False} if no_thinking else None
     rows = data.load_prompts(prompts, split=split)[:limit]
     if server is not None:
         if draft is not None or bos:
@@ -345,6 +349,7 @@ def regenerate(
             server,
             model,
             raw=raw,
+            template=template,
             concurrency=concurrency,
             api_key=os.environ.get("OPENAI_API_KEY"),
             token_ids=token_ids,
@@ -352,7 +357,9 @@ def regenerate(
     else:
         tokenizer = _load_tokenizer(model)
         target, drafter, _ = _load(model, draft, dtype, device)
-        writer = recipe.LocalWriter(target, tokenizer, drafter, name=model, batch_size=batch_size, raw=raw, bos=bos)
+        writer = recipe.LocalWriter(
+            target, tokenizer, drafter, name=model, batch_size=batch_size, raw=raw, bos=bos, template=template
+        )
     with _progress("responses") as show:
         summary = recipe.regenerate(rows, writer, out, settings, progress=show)
     if as_json:

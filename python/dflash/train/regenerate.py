@@ -16,7 +16,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -274,7 +274,7 @@ class LocalWriter:
             wide batches.
         name: what rows call the target.
         batch_size: rows of a batch.
-        raw, bos: see :func:`dflash.train.data.prompt_ids`.
+        raw, bos, template: see :func:`dflash.train.data.prompt_ids`.
     """
 
     def __init__(
@@ -287,12 +287,13 @@ class LocalWriter:
         batch_size: int = 32,
         raw: bool = False,
         bos: bool = False,
+        template: Mapping[str, Any] | None = None,
     ) -> None:
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         self.target, self.tokenizer, self.draft = target, tokenizer, draft
         self.name, self.batch_size = name, batch_size
-        self.encoding = {"raw": raw, "bos": bos}
+        self.encoding = {"raw": raw, "bos": bos, "template": template}
         self._ids: dict[int, list[int]] = {}  # by the prompt's line
         self._steps: list[int] = [0, 0]  # how many, and the tokens they emitted
 
@@ -380,6 +381,7 @@ class ServerWriter:
         url: the API's root, as in ``http://localhost:8000/v1``.
         model: the name under which it serves the target.
         raw: complete prompts as they are, instead of sending them as a user's message.
+        template: arguments of the chat template (``chat_template_kwargs`` of vLLM and SGLang).
         concurrency: requests at once.
         retries: how often a request is sent again after a network error or an answer of status 408, 429 or 5xx.
         backoff: seconds before the first of them, doubled each time.
@@ -394,6 +396,7 @@ class ServerWriter:
         model: str,
         *,
         raw: bool = False,
+        template: Mapping[str, Any] | None = None,
         concurrency: int = 32,
         retries: int = 4,
         backoff: float = 1.0,
@@ -406,6 +409,7 @@ class ServerWriter:
         if concurrency < 1:
             raise ValueError(f"concurrency must be at least 1, got {concurrency}")
         self.url, self.name, self.raw = url.rstrip("/"), model, raw
+        self.template = dict(template or {})
         self.concurrency, self.retries, self.backoff, self.timeout = concurrency, retries, backoff, timeout
         self.api_key, self.token_ids = api_key, token_ids
         self._stopped = threading.Event()
@@ -454,6 +458,8 @@ class ServerWriter:
         body |= {name: getattr(settings, name) for name in ("top_k", "min_p") if getattr(settings, name)}
         if self.token_ids:
             body["return_token_ids"] = True
+        if chat and self.template:
+            body["chat_template_kwargs"] = self.template
         if chat:
             messages = job.prompt.get("messages") or [{"role": "user", "content": job.prompt["prompt"]}]
             return self._read(self._post("/chat/completions", {**body, "messages": messages}, job), job, chat)
