@@ -33,6 +33,7 @@ def same(a: dflash.Drafter, b: dflash.Drafter) -> bool:
 def test_there_and_back(tmp_path, variant):
     drafter = dflash.load_draft(checkpoint(tmp_path / "draft", VARIANTS[variant]))
     export(tmp_path / "draft", tmp_path / "speculators", "speculators", target="owner/target")
+    (tmp_path / "published").mkdir()  # a folder that is there and empty will do
     export(tmp_path / "speculators", tmp_path / "published", "published")
     for folder in ("speculators", "published"):
         assert same(dflash.load_draft(tmp_path / folder), drafter)

@@ -314,7 +314,7 @@ def regenerate(
     ] = False,
     limit: Annotated[int | None, typer.Option(help="Take the first prompts only.")] = None,
     split: Annotated[str, typer.Option(help="Of a data set of the hub.")] = "train",
-    batch_size: Annotated[int, typer.Option(help="Sequences at once.")] = 32,
+    batch_size: Annotated[int, typer.Option(help="Sequences at once.")] = 64,
     concurrency: Annotated[int, typer.Option(help="Requests to the server at once.")] = 32,
     token_ids: Annotated[bool, typer.Option("--token-ids", help="Ask the server for token ids too (vLLM).")] = False,
     dtype: Dtype = "auto",

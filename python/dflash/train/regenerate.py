@@ -284,7 +284,7 @@ class LocalWriter:
         draft: Drafter | None = None,
         *,
         name: str = "",
-        batch_size: int = 32,
+        batch_size: int = 64,
         raw: bool = False,
         bos: bool = False,
         template: Mapping[str, Any] | None = None,
