@@ -116,6 +116,12 @@ def test_a_file_of_another_run_is_refused_and_left_alone(target, prompts, tmp_pa
         (few, writer, Settings((1.0,), max_new_tokens=4, seed=3), r"was written with temperature 0\.0, now it is 1\.0"),
         (few, writer, Settings(max_new_tokens=4, seed=3, top_k=5), "was written with top_k None, now it is 5"),
         (few, LocalWriter(target, spoken(), name="big"), made, "was written with model 'tiny', now it is 'big'"),
+        (
+            few,
+            LocalWriter(target, spoken(), name="tiny", raw=True),
+            made,
+            r"was asked with other tokens than line \d's",
+        ),
         (other_prompt, writer, made, "answers another prompt than line 1's"),
         (few[:1], writer, made, "no response to any of these prompts"),
     ]

@@ -423,7 +423,7 @@ def export(
 
     if dtype not in ("auto", "float32", "bfloat16", "float16"):
         raise ValueError(f"--dtype must be auto, float32, bfloat16 or float16, got {dtype!r}")
-    export(_existing(draft), out, layout, target=target, dtype=None if dtype == "auto" else getattr(torch, dtype))
+    export(draft, out, layout, target=target, dtype=None if dtype == "auto" else getattr(torch, dtype))
     if as_json:
         typer.echo(json.dumps({"out": str(out), "format": layout}))
     else:
