@@ -111,7 +111,7 @@ def cache_features(
         dtype: bfloat16, float16 or float32.
         batch_tokens: of one forward pass, padding counted; a longer row stands alone.
         shard_bytes: of a shard, which is put together in memory; a longer row is a shard of its own.
-        rank, world: this process computes every ``world``-th of the missing shards, from the ``rank``-th.
+        rank, world: this process computes the missing shards whose number is ``rank`` modulo ``world``.
         progress: called after every forward pass.
 
     Returns:
@@ -148,7 +148,7 @@ def cache_features(
     state = FeatureProgress(0, len(lengths), 0, 0.0)
     state.rows = len(lengths) - sum(end - start for start, end in (index["shards"][number] for number in missing))
     began = time.perf_counter()
-    for number in missing[rank::world]:
+    for number in (number for number in missing if number % world == rank):
         start, end = index["shards"][number]
         features = torch.zeros(sum(lengths[start:end]), width, dtype=dtype)
         offsets = [0, *accumulate(lengths[start:end])]
