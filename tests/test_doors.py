@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+import transformers
 from baseline import left_padded, prompt
 from families import make_draft, make_target
 from tiny_tokenizers import byte_level
@@ -26,6 +27,7 @@ from transformers.generation import LogitsProcessor, StoppingCriteria
 from transformers.generation.stopping_criteria import ConfidenceCriteria
 
 import dflash
+from dflash.target import transformers_version
 
 NEW = 30
 
@@ -243,6 +245,15 @@ class Counting:
         return self.assistant(**arguments)
 
 
+def test_an_assistant_is_refused_where_the_loop_of_transformers_misses_stop_tokens(draft, monkeypatch):
+    monkeypatch.setattr(transformers, "__version__", "5.17.3")
+    with pytest.raises(
+        RuntimeError, match=r"needs transformers >= 5\.18: .* this version, 5\.17, writes on behind a stop"
+    ):
+        dflash.as_assistant(draft)
+
+
+@pytest.mark.skipif(transformers_version() < (5, 18), reason="transformers' loop misses stop tokens before 5.18")
 class TestAssistant:
     def call(self, target, assistant, ids, **arguments):
         call = {"do_sample": False, "use_cache": True, "pad_token_id": 0} | arguments

@@ -11,6 +11,7 @@ import types
 import weakref
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel, StopStringCriteria
 
@@ -373,6 +374,12 @@ def generation_defaults(model: nn.Module) -> dict:
         "rules": {name: getattr(config, name, None) for name in _RULES},
         "unsupported": {name: getattr(config, name) for name, off in _OFF.items() if asks(name, off)},
     }
+
+
+def transformers_version() -> tuple[int, int]:
+    """Major and minor version of the transformers that is imported."""
+    major, minor, *_ = transformers.__version__.split(".")
+    return int(major), int(minor)
 
 
 def text_config(model: nn.Module):
