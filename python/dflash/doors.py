@@ -347,6 +347,9 @@ def as_assistant(draft: Any) -> _Assistant:
     Args:
         draft: what :func:`dflash.load_draft` takes.
 
+    Returns:
+        An object for ``assistant_model``; calls may share it, one after another.
+
     Raises:
         ValueError, TypeError, FileNotFoundError: as :func:`dflash.load_draft` does. RuntimeError: transformers is older
             than 5.18, whose loop writes on behind a stop token that is not the last of those a step accepts.

@@ -34,7 +34,7 @@ _PROBED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 class UnsupportedTargetError(ValueError):
-    """The target cannot be run losslessly by this package; the message says why."""
+    """The target cannot be run losslessly by this package; the message says why. A ``ValueError``."""
 
 
 def _attention(
