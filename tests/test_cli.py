@@ -20,6 +20,11 @@ import dflash
 from dflash import cli
 
 
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
 @dataclass
 class Done:
     code: int
@@ -224,3 +229,16 @@ def test_a_truncated_checkpoint_is_named(run, folders, tmp_path):
     done = run("generate", "--model", str(tmp_path / "target"), "--draft", draft, "w5 w6")
     assert done.code == 2
     assert done.err.count("\n") == 1
+
+
+def test_a_terminal_shows_what_is_loaded_and_json_does_not(run, folders, monkeypatch):
+    model, draft = folders
+    call = ("generate", "--model", model, "--draft", draft, "--max-new-tokens", "2", "w5 w6 w7")
+    monkeypatch.setenv("TERM", "xterm")
+    for extra, shown in (((), True), (("--json",), False)):
+        monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+        assert run(*call, *extra).code == 0
+        printed = terminal.getvalue()
+        for what in ("tokenizer", "drafter", "target"):
+            assert (f"loading the {what}" in printed) == shown
+        assert "Loading weights" not in printed
