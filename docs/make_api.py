@@ -140,8 +140,9 @@ def options(command: Callable) -> list[str]:
         note = ""
         if parameter.default is parameter.empty:
             note = " (required)"
-        elif parameter.default not in (None, False):
-            note = f" (default {parameter.default})"
+        elif parameter.default is not None and parameter.default is not False:
+            value = parameter.default
+            note = f" (default {f'{value:g}' if isinstance(value, float) else value})"
         bullets.append(f"- `{spelled}`{note}: {info.help}")
     return ["\n".join(bullets)] if bullets else []
 

@@ -32,16 +32,6 @@ from dflash.target import transformers_version
 NEW = 30
 
 
-@pytest.fixture(scope="module")
-def target():
-    return make_target("qwen3")
-
-
-@pytest.fixture(scope="module")
-def draft(target):
-    return make_draft(target)
-
-
 def ours(target, draft, ids, **call):
     call = {"max_new_tokens": NEW, "pad_token_id": 0} | call
     return target.generate(ids, custom_generate=dflash.custom_generate, draft=draft, **call)

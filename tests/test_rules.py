@@ -120,16 +120,6 @@ def check(output: torch.Tensor, width: int, expected: list[torch.Tensor]) -> Non
 
 
 @pytest.fixture(scope="module")
-def target():
-    return make_target("qwen3")
-
-
-@pytest.fixture(scope="module")
-def draft(target):
-    return make_draft(target)
-
-
-@pytest.fixture(scope="module")
 def prompts():
     return [prompt(length, seed=21) for length in LENGTHS]
 
