@@ -61,9 +61,9 @@ def test_graphs_follow_the_call_and_belong_to_one_generator():
     p = prompt(5)[None]
     calls = [
         {"stop_token_ids": []},
-        {"suppress_tokens": [3, 7, 11], "logit_bias": {5: 2.0}},
+        {"suppress_tokens": [3, 7, 11], "logit_bias": {5: 2.0, (9, 5): 1.0}},
         {"stop_token_ids": list(range(60, 97))},
-        {"suppress_tokens": list(range(40)), "logit_bias": {50: 3.0}},
+        {"suppress_tokens": list(range(40)), "logit_bias": {50: 3.0, (60, 70): -4.0}},
     ]
     targets = [make_target("qwen3", num_hidden_layers=1, seed=seed) for seed in (0, 1)]
     for target in targets:

@@ -131,7 +131,7 @@ RULES = [
     {"no_repeat_ngram_size": 2, "suppress_tokens": [3, 5, 8]},
     {"bad_words_ids": [[4], [7, 9]], "repetition_penalty": 1.1},
     {"min_new_tokens": 12, "eos_token_id": list(range(0, 97, 3)), "forced_eos_token_id": 6},
-    {"sequence_bias": {(5,): 4.0}, "begin_suppress_tokens": [1, 2, 30]},
+    {"sequence_bias": {(5,): 4.0, (9, 7): -3.0}, "begin_suppress_tokens": [1, 2, 30]},
     {"logits_processor": LogitsProcessorList([NoEven()])},
     {"logits_processor": LogitsProcessorList([NoEven(), RepetitionPenaltyLogitsProcessor(1.3)])},
     {"logits_processor": LogitsProcessorList([NoEven()]), "repetition_penalty": 1.3, "no_repeat_ngram_size": 3},
