@@ -22,7 +22,7 @@ PATH = Path(__file__).resolve().parent / "api.md"
 # Section -> its names, in the order of reading; public names that are missing here come last.
 SECTIONS = {
     "Generation": ["generate", "stream", "Generator", "GenerateOutput", "StreamEvent", "Statistics", "release"],
-    "Drafters": ["load_draft", "Drafter", "DraftConfig"],
+    "Drafters": ["load_draft", "demo_pair", "Drafter", "DraftConfig"],
     "From transformers": ["custom_generate", "as_assistant", "UnsupportedTargetError"],
 }
 HEAD = """# API
@@ -47,6 +47,12 @@ def markdown(docstring: str) -> str:
         elif not line.strip():
             lines.append("")
             follows = False
+        elif line.startswith(">>> "):
+            if lines[-1] == "```":
+                lines.pop()
+            else:
+                lines.append("```pycon")
+            lines += [line, "```"]
         elif block and (entry := _ENTRY.match(line)) and block not in ("Returns", "Yields"):
             names = ", ".join(f"`{name}`" for name in entry[1].split(", "))
             lines.append(f"- {names}:" + (f" {entry[2]}" if entry[2] else ""))
@@ -69,7 +75,9 @@ def signature(name: str, thing: object) -> str:
     def shown(default: object) -> str:
         if dataclasses.is_dataclass(default) and default == type(default)():
             return f"{type(default).__name__}()"
-        return "..." if repr(default) == "<factory>" else repr(default)
+        if repr(default) == "<factory>" or (isinstance(default, Path) and default.is_absolute()):
+            return "..."
+        return repr(default)
 
     parts, star = [], False
     parameters = inspect.signature(thing)

@@ -5,7 +5,6 @@ import json
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,6 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import dflash
-from dflash import cli
 
 
 class Terminal(io.StringIO):
@@ -25,29 +23,10 @@ class Terminal(io.StringIO):
         return True
 
 
-@dataclass
-class Done:
-    code: int
-    out: str
-    err: str
-
-
 @pytest.fixture
-def run(monkeypatch, capsys):
+def run(shell):
     """``dflash ARGUMENTS`` in this process."""
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-
-    def call(*arguments: str) -> Done:
-        monkeypatch.setattr(sys, "argv", ["dflash", *arguments])
-        capsys.readouterr()
-        try:
-            cli.main()
-            code = 0
-        except SystemExit as exit:
-            code = exit.code or 0
-        return Done(code, *capsys.readouterr())
-
-    return call
+    return shell
 
 
 @pytest.fixture(scope="module")

@@ -499,9 +499,9 @@ def benchmark(
         if name in datasets:
             raise ValueError(f"--dataset {given!r}: there are two called {name}")
         datasets[name] = module.load_prompts(given, data, limit)
-    tokenizer = _load_tokenizer(model)
+    tokenizer = _load_tokenizer(model, as_json)
     module.check_settings(settings, tokenizer)
-    target, drafter, _ = _load(model, draft, dtype, device)
+    target, drafter, _ = _load(model, draft, dtype, device, as_json)
     with module.progress_bars({name: len(prompts) for name, prompts in datasets.items()}) as advance:
         report = module.benchmark(
             target,
@@ -567,14 +567,14 @@ def _waiting(what: str, source: str, quiet: bool) -> Iterator[None]:
         yield
 
 
-def _load_tokenizer(model: str, quiet: bool) -> Any:
+def _load_tokenizer(model: str, quiet: bool = False) -> Any:
     with _waiting("tokenizer", _existing(model), quiet):
         from transformers import AutoTokenizer
 
         return AutoTokenizer.from_pretrained(model)
 
 
-def _load(model: str, draft: str | None, dtype: str, device: str | None, quiet: bool) -> tuple[Any, Any, str]:
+def _load(model: str, draft: str | None, dtype: str, device: str | None, quiet: bool = False) -> tuple[Any, Any, str]:
     """Target, drafter if one is named, and device; the drafter first, because it is small and its errors are quick."""
     import torch
     from safetensors import SafetensorError

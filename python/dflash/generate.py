@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from . import denoise, ops, rejection
-from .cache import LazyKVCache
 from .drafter import Drafter, load_draft
 from .rules import HostRules, LogitRules, RuleArguments, RuleSettings
 from .sampling import Sampling, integer
@@ -300,26 +299,25 @@ def _check_finite(progress: _Progress, ahead: int) -> None:
 def _compiled(step: Callable[[], None], kind: Callable[[], Hashable]) -> Callable[[], None]:
     """``step`` as one graph for each value of ``kind()``, which says everything that its branches depend on.
 
-    The first step of a kind runs as it is, so that what is made at first use is there when the second is traced. torch
-    would guard a graph by some 400 tests of modules and tensors, a tenth of the time of a small step, and check the
-    shape of every input again; none of them can change while :class:`Generator` holds what it was made with.
+    torch would guard a graph by some 400 tests of modules and tensors, a tenth of the time of a small step, and check
+    the shape of every input again; none of them can change while :class:`Generator` holds what it was made with.
     """
     graphs: dict[Hashable, Callable[[], None]] = {}
 
-    def run() -> None:
-        key = kind()
-        if key in graphs:
-            graphs[key]()
-            return
-        step()
-
+    def compiled() -> Callable[[], None]:
         def graph() -> None:
             step()
 
         # torch finds graphs by their code object, and without guards it would take another generator's.
         graph.__code__ = graph.__code__.replace()
         options = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe, "size_asserts": False}
-        graphs[key] = torch.compile(graph, fullgraph=True, dynamic=False, options=options)
+        return torch.compile(graph, fullgraph=True, dynamic=False, options=options)
+
+    def run() -> None:
+        key = kind()
+        if key not in graphs:
+            graphs[key] = compiled()
+        graphs[key]()
 
     return run
 
@@ -340,7 +338,7 @@ class Generator:
         block_size: rows that a step verifies, 1 to the drafter's own block size (the default); 1 without a drafter.
         denoise_steps: passes of the drafter over each block, see :func:`generate`.
         compile: run the step through ``torch.compile(fullgraph=True)``, one graph for each combination of rules and
-            ways to accept, whose second step then takes long. Hooks put on the drafter later are not seen.
+            ways to accept, whose first step then takes long. Hooks put on the drafter later are not seen.
         prefill_chunk: prompt tokens in one forward pass.
         reuse_prefix: run only what is new of a prompt whose first tokens are, row by row, those that the call before
             left in the caches: a conversation then costs its last turn. The keys of an answer were computed in blocks
@@ -402,7 +400,7 @@ class Generator:
         self._known_rules: dict[tuple, LogitRules] = {}
         self._ones = torch.ones(batch, dtype=torch.float32, device=device)
         self._offsets = torch.arange(rows, device=device)
-        self.target_cache = LazyKVCache(batch, capacity)
+        self.target_cache = self.target.new_cache(batch, capacity)
         self.draft_cache = None
         if self.draft is not None:
             config = self.draft.config

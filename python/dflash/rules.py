@@ -556,7 +556,7 @@ def _ban_repeated_ngrams(logits: Tensor, sequence: Tensor, positions: Tensor, si
 
 
 def _ends_with(sequence: Tensor, positions: Tensor, prefixes: Tensor) -> Tensor:
-    """``[batch, rows, ...]``: whether what is before ``positions [batch, rows]`` ends with ``prefixes [..., width]``."""
+    """``[batch, rows, ...]``: whether the tokens before ``positions [batch, rows]`` end with ``prefixes [..., n]``."""
     width = prefixes.shape[-1]
     place = positions[..., None] - width + torch.arange(width, device=sequence.device)
     suffix = sequence.gather(1, place.clamp(min=0).flatten(1)).view_as(place)

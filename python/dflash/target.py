@@ -229,6 +229,12 @@ class Target:
     def max_positions(self) -> int | None:
         return getattr(self.config, "max_position_embeddings", None)
 
+    def new_cache(self, batch_size: int, capacity: int) -> LazyKVCache:
+        """An empty cache for ``batch_size`` sequences of ``capacity`` positions."""
+        if self._fused is not None:
+            self._fused.table(capacity)  # now, and not inside a compiled step
+        return LazyKVCache(batch_size, capacity)
+
     def _add_taps(self, target_layer_ids: tuple[int, ...]) -> None:
         if not target_layer_ids:
             return
