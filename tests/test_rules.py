@@ -28,6 +28,7 @@ import dflash
 from dflash import reference
 from dflash.rules import LogitRules, RuleSettings
 from dflash.sampling import fold
+from dflash.target import transformers_version
 
 GENERATE = sys.modules["dflash.generate"]
 NEW = 24
@@ -200,6 +201,8 @@ def make_rules(rule: dict, prompt_length: torch.Tensor, limits: torch.Tensor, vo
 @pytest.mark.parametrize("name", BLOCK_RULES)
 @pytest.mark.parametrize("rows", [1, 5, 16])
 def test_a_block_equals_the_processors_called_token_by_token(rows, name):
+    if name in ("bad words", "sequence bias") and transformers_version() < (5, 18):
+        pytest.skip("transformers overlooks a sequence whose prefix is the whole text before 5.18")
     rule = BLOCK_RULES[name]
     vocab, capacity, stop = 11, 61, (4, 5)
     generator = torch.Generator().manual_seed(rows)

@@ -43,7 +43,8 @@ class RuleArguments(TypedDict, total=False):
         no_repeat_ngram_size: no n-gram of this size occurs twice in prompt and answer together (0).
         logit_bias: token id -> what is added to its logit, finite or -inf; or, as transformers' ``sequence_bias`` has
             it, a tuple of ids -> what is added to the logit of the last where the others came before ({}).
-        bad_words_ids: sequences of ids that are never completed; a stop token alone cannot be one ([]).
+        bad_words_ids: sequences of ids that are never completed; a stop token alone cannot be one ([]). transformers
+            before 5.18 overlooks a sequence, here and in sequence_bias, whose other tokens are the whole text so far.
         suppress_tokens: ids never chosen ([]).
         begin_suppress_tokens: ids not chosen as the first new token ([]).
         forced_bos_token_id: the second token of a row whose prompt is a single token ([]).
