@@ -15,11 +15,6 @@ TAPS = (0, 2)
 
 
 @pytest.fixture(scope="module")
-def target():
-    return make_target("qwen3")
-
-
-@pytest.fixture(scope="module")
 def rows():
     generator = torch.Generator().manual_seed(0)
     lengths = (5, 17, 1, 9, 12, 3, 16)
