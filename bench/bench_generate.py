@@ -1,35 +1,67 @@
-"""Whole generations, several ways, in one process: interleaved over prompts, medians of milliseconds a token.
+"""Whole generations, several ways, in one process: interleaved over prompts, medians over prompts.
 
     python bench/bench_generate.py --pair ../shared/pair [--prompts 64] [--temperature 0] [--dtype float32] [--compile]
+                                   [--json results.json] [--plot results.png]
 
-Runners: `transformers` (generate, do_sample=False, or sampling at the temperature), `one-token` (this package without a
-drafter, one row a step), `dflash` (the step eager) and, with --compile, `dflash compiled`; `reference` is the reference
-package's loop where `.peers/dflash/model.py` exists (`pip install --no-deps --target .peers dflash==0.1.0`).
+Runners:
+    transformers          `generate`, one token a forward; greedy, or sampling at the temperature
+    prompt lookup         `generate(prompt_lookup_num_tokens=...)`, --lookup of them
+    transformers dflash   `generate(speculation_type="dflash")` with transformers' own drafter class
+                          (MuseGlimmerAssistantModel) holding the pair's weights; left out where they do not fit it
+    as_assistant          the same loop around this package's drafter, by `dflash.as_assistant`
+    reference             the reference package's loop and drafter, where `.peers/dflash/model.py` exists
+                          (`pip install --no-deps --target .peers dflash==0.1.0`)
+    one-token             this package without a drafter, one row a step
+    dflash                this package; with --compile also `dflash compiled`
+
+Columns: ms/token and tokens/s with the prompt's forward pass included; acceptance, the tokens that a step emits, bonus
+token counted, where a step is a forward of the target that may verify drafts (the prompt's forward is one for prompt
+lookup and one-token decoding); ms/step over the same steps; speedup over transformers; identical, answers equal token
+for token, at T = 0 to transformers', at T > 0 to `one-token` (other runners draw other random numbers).
 Prints; asserts nothing.
 """
 
 import argparse
 import importlib.util
 import json
+import os
 import platform
+import shlex
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import transformers
+from safetensors.torch import load_file
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dflash
 from dflash import ops
 
 ROOT = Path(__file__).resolve().parents[1]
+BASE, ONE_TOKEN = "transformers", "one-token"
+
+
+class Answer(NamedTuple):
+    """A runner's sequences ``[1, prompt + new]`` and the tokens that its steps emitted."""
+
+    ids: Tensor
+    tokens: int
+    steps: int
+
+
+Runner = Callable[[Tensor], Answer]
 
 
 def reference_runner(folder: Path, target, dtype: torch.dtype, temperature: float, new: int) -> Callable | None:
-    """The reference package's own loop over its own drafter, or None where it is not installed."""
+    """The reference package's own loop over its own drafter, ``ids -> (sequences, tokens of each step)``, or None."""
     path = ROOT / ".peers" / "dflash" / "model.py"
     if not path.exists():
         return None
@@ -46,7 +78,205 @@ def reference_runner(folder: Path, target, dtype: torch.dtype, temperature: floa
     return run
 
 
-def main() -> None:
+def native_drafter(folder: Path, dtype: torch.dtype) -> nn.Module:
+    """transformers' own drafter class with the weights of a checkpoint whose architecture it has, else ValueError."""
+    try:
+        from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
+    except ImportError as error:
+        raise ValueError(f"transformers {transformers.__version__} has no drafter class") from error
+    config = json.loads((folder / "config.json").read_text())
+    names = (
+        *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+        *("head_dim", "rms_norm_eps", "rope_parameters", "max_position_embeddings", "layer_types", "block_size"),
+    )
+    special = {name: config["dflash_config"][name] for name in ("mask_token_id", "target_layer_ids")}
+    model = MuseGlimmerAssistantModel(
+        MuseGlimmerAssistantConfig(**{name: config[name] for name in names if name in config}, **special)
+    )
+    renamed = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
+    weights = {renamed.get(name, name): tensor for name, tensor in load_file(folder / "model.safetensors").items()}
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as error:
+        raise ValueError(f"the checkpoint is no {type(model).__name__}: {error}") from error
+    return model.to(dtype).eval()
+
+
+@contextmanager
+def forwards(target: nn.Module):
+    """Counts the forwards of ``target`` in a list of one."""
+    count = [0]
+    handle = target.register_forward_hook(lambda *_: count.__setitem__(0, count[0] + 1))
+    try:
+        yield count
+    finally:
+        handle.remove()
+
+
+def theirs(target: nn.Module, temperature: float, new: int, prompt_is_step: bool = True, **options) -> Runner:
+    """transformers' ``generate`` with ``options``, and with a cache whatever the generation_config says of it."""
+    options["use_cache"] = True
+    sample = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+
+    def run(ids: Tensor) -> Answer:
+        torch.manual_seed(1)
+        with forwards(target) as count:
+            out = target.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, **sample, **options)
+        first = 0 if prompt_is_step else 1
+        return Answer(out, out.shape[1] - ids.shape[1] - first, count[0] - first)
+
+    return run
+
+
+def ours(target: nn.Module, draft: nn.Module | None, length: int, arguments: argparse.Namespace, **options) -> Runner:
+    """A :class:`dflash.Generator` of this package."""
+    generator = dflash.Generator(target, draft, max_length=length, reuse_prefix=False, **options)
+
+    def run(ids: Tensor) -> Answer:
+        out = generator.generate(
+            ids,
+            max_new_tokens=arguments.new,
+            temperature=arguments.temperature,
+            seed=1,
+            draft_sharpness=arguments.draft_sharpness,
+            return_dict_in_generate=True,
+        )
+        lengths = out.statistics.acceptance_lengths[0]
+        first = draft is None
+        return Answer(out.sequences, sum(lengths) + first, len(lengths) + first)
+
+    return run
+
+
+def runners(arguments: argparse.Namespace, target: nn.Module, length: int) -> dict[str, Runner]:
+    """Every runner that can run here, by name; says on standard error what is left out and why."""
+    folder, dtype = arguments.pair / "draft", getattr(torch, arguments.dtype)
+    temperature, new = arguments.temperature, arguments.new
+    draft = dflash.load_draft(folder, dtype=dtype)
+    found = {
+        BASE: theirs(target, temperature, new),
+        "prompt lookup": theirs(target, temperature, new, prompt_lookup_num_tokens=arguments.lookup),
+    }
+    assistants = {
+        "transformers dflash": lambda: native_drafter(folder, dtype),
+        "as_assistant": lambda: dflash.as_assistant(draft),
+    }
+    for name, make in assistants.items():
+        try:
+            options = {"assistant_model": make(), "speculation_type": "dflash", "prompt_is_step": False}
+            found[name] = theirs(target, temperature, new, **options)
+        except (ValueError, RuntimeError) as error:
+            print(f"{name} is left out: {error}", file=sys.stderr)
+    if reference := reference_runner(folder, target, dtype, temperature, new):
+
+        def of_reference(ids: Tensor) -> Answer:
+            out, lengths = reference(ids)
+            return Answer(out, sum(lengths), len(lengths))
+
+        found["reference"] = of_reference
+    else:
+        print("reference is left out: there is no .peers/dflash/model.py", file=sys.stderr)
+    found[ONE_TOKEN] = ours(target, None, length, arguments)
+    found["dflash"] = ours(target, draft, length, arguments)
+    if arguments.compile:
+        found["dflash compiled"] = ours(target, draft, length, arguments, compile=True)
+    return found
+
+
+def measure(found: dict[str, Runner], prompts: list[Tensor], temperature: float) -> list[dict]:
+    """A row of results per runner."""
+    base = BASE if temperature == 0 else ONE_TOKEN  # at T > 0 the seed decides within this package only
+    answers: dict[str, list[tuple[Answer, float]]] = {name: [] for name in found}
+    for run in found.values():  # warm-up: allocation, compilation
+        run(prompts[0])
+    for ids in prompts:
+        for name, run in found.items():
+            began = time.perf_counter()
+            answer = run(ids)
+            answers[name].append((answer, 1000 * (time.perf_counter() - began)))
+    rows = []
+    for name, results in answers.items():
+        counts = [answer.ids.shape[1] - ids.shape[1] for (answer, _), ids in zip(results, prompts, strict=True)]
+        per_token = statistics.median(ms / count for (_, ms), count in zip(results, counts, strict=True))
+        equal = [
+            torch.equal(answer.ids, expected.ids)
+            for (answer, _), (expected, _) in zip(results, answers[base], strict=True)
+        ]
+        steps = sum(answer.steps for answer, _ in results)
+        rows.append(
+            {
+                "runner": name,
+                "ms_per_token": per_token,
+                "tokens_per_second": 1000 / per_token,
+                "acceptance_length": sum(answer.tokens for answer, _ in results) / max(steps, 1),
+                "ms_per_step": statistics.median(ms / max(answer.steps, 1) for answer, ms in results),
+                "identical": sum(equal),
+                "prompts": len(prompts),
+            }
+        )
+    for row in rows:
+        row["speedup"] = rows[0]["ms_per_token"] / row["ms_per_token"]
+    return rows
+
+
+def processor() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def header(arguments: argparse.Namespace, target: nn.Module, prompts: int) -> dict:
+    """What the figures were measured on and with."""
+    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
+    done = subprocess.run(git, capture_output=True, text=True) if (ROOT / ".git").exists() else None
+    return {
+        "command": "python " + shlex.join(sys.argv),
+        "commit": done.stdout.strip() if done is not None and done.returncode == 0 else None,
+        "machine": {"processor": processor(), "processors": os.cpu_count(), "architecture": platform.machine()},
+        "isa": ops.isa(),
+        "threads": torch.get_num_threads(),
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "dflash-engine": dflash.__version__,
+        },
+        "dtype": arguments.dtype,
+        "temperature": arguments.temperature,
+        "prompts": prompts,
+        "new_tokens_at_most": arguments.new,
+        "target_parameters": sum(parameter.numel() for parameter in target.parameters()),
+    }
+
+
+def plot(path: Path, rows: list[dict], about: dict) -> None:
+    """A bar a runner, tokens a second."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 0.45 * len(rows) + 1.3), layout="constrained")
+    axes = figure.add_subplot()
+    speeds = [row["tokens_per_second"] for row in rows]
+    own = [row["runner"].startswith(("dflash", ONE_TOKEN)) for row in rows]
+    bars = axes.barh([row["runner"] for row in rows], speeds, color=["tab:blue" if mine else "0.6" for mine in own])
+    labels = [
+        f"{row['tokens_per_second']:.0f}  ({row['speedup']:.1f}x, acceptance {row['acceptance_length']:.1f})"
+        for row in rows
+    ]
+    axes.bar_label(bars, labels, padding=4, fontsize=8)
+    axes.set_xlim(0, 1.45 * max(speeds))
+    axes.invert_yaxis()
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_xlabel("tokens a second, batch 1, median over prompts")
+    axes.set_title(
+        f"{about['machine']['processor']}, {about['threads']} threads, {about['isa']}, {about['dtype']}, "
+        f"T = {about['temperature']:g}, {about['prompts']} prompts",
+        fontsize=9,
+    )
+    figure.savefig(path, dpi=150)
+
+
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pair", type=Path, required=True, help="folder with target/, draft/ and prompts.jsonl")
     parser.add_argument("--prompts", type=int, default=64)
@@ -55,78 +285,50 @@ def main() -> None:
     parser.add_argument(
         "--draft-sharpness", type=lambda text: text if text == "auto" else float(text), default="auto", metavar="NUMBER"
     )
+    parser.add_argument("--lookup", type=int, default=10, help="tokens that prompt lookup proposes")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the results, a row a runner, and what made them"
+    )
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the results (PNG, SVG or PDF)")
     arguments = parser.parse_args()
-    dtype, temperature, new = getattr(torch, arguments.dtype), arguments.temperature, arguments.new
+    if arguments.plot and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--plot needs matplotlib: pip install '.[bench]'")
+    return arguments
 
-    target = AutoModelForCausalLM.from_pretrained(arguments.pair / "target", dtype=dtype).eval()
+
+def main() -> None:
+    arguments = parse()
+    target = AutoModelForCausalLM.from_pretrained(
+        arguments.pair / "target", dtype=getattr(torch, arguments.dtype)
+    ).eval()
     tokenizer = AutoTokenizer.from_pretrained(arguments.pair / "target")
-    draft = dflash.load_draft(arguments.pair / "draft", dtype=dtype)
     lines = (arguments.pair / "prompts.jsonl").read_text().splitlines()[: arguments.prompts]
     bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     prompts = [
         torch.tensor([bos + tokenizer.encode(json.loads(line)["prompt"], add_special_tokens=False)]) for line in lines
     ]
-    length = max(ids.shape[1] for ids in prompts) + new
-
-    def ours(drafter, **options):
-        generator = dflash.Generator(target, drafter, max_length=length, reuse_prefix=False, **options)
-
-        def run(ids):
-            out = generator.generate(
-                ids,
-                max_new_tokens=new,
-                temperature=temperature,
-                seed=1,
-                draft_sharpness=arguments.draft_sharpness,
-                return_dict_in_generate=True,
-            )
-            return out.sequences, out.statistics.acceptance_lengths[0]
-
-        return run
-
-    def plain(ids):
-        sample = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
-        return target.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, **sample), []
-
-    runners: dict[str, Callable] = {"transformers": plain, "one-token": ours(None), "dflash": ours(draft)}
-    if arguments.compile:
-        runners["dflash compiled"] = ours(draft, compile=True)
-    if reference := reference_runner(arguments.pair / "draft", target, dtype, temperature, new):
-        runners["reference"] = reference
-
+    length = max(ids.shape[1] for ids in prompts) + arguments.new
+    about = header(arguments, target, len(prompts))
+    found = runners(arguments, target, length)
     print(
-        f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads, ISA {ops.isa()}, "
-        f"torch {torch.__version__}, transformers {transformers.__version__}, {arguments.dtype}, T = {temperature}, "
-        f"{len(prompts)} prompts, {sum(p.numel() for p in target.parameters()) / 1e6:.1f} M target parameters"
+        f"{about['machine']['processor']}, {about['threads']} threads, ISA {about['isa']}, torch {torch.__version__}, "
+        f"transformers {transformers.__version__}, {arguments.dtype}, T = {arguments.temperature}, "
+        f"{len(prompts)} prompts, {about['target_parameters'] / 1e6:.1f} M target parameters"
     )
-    per_token: dict[str, list[float]] = {name: [] for name in runners}
-    steps: dict[str, list[int]] = {name: [] for name in runners}
-    identical = dict.fromkeys(runners, 0)
-    for run in runners.values():  # warm-up: allocation, compilation
-        run(prompts[0])
-    for ids in prompts:
-        expected = None
-        for name, run in runners.items():
-            began = time.perf_counter()
-            out, lengths = run(ids)
-            seconds = time.perf_counter() - began
-            per_token[name].append(1000 * seconds / (out.shape[1] - ids.shape[1]))
-            steps[name] += lengths
-            # Sampled text is comparable within this package only, where the seed decides it.
-            if expected is None and (temperature == 0 or name == "one-token"):
-                expected = out
-            identical[name] += expected is not None and torch.equal(out, expected)
-    base = statistics.median(per_token["transformers"])
-    print("runner            ms/token  tokens/s  acceptance  ms/step  speedup  identical")
-    for name in runners:
-        median = statistics.median(per_token[name])
-        acceptance = sum(steps[name]) / len(steps[name]) if steps[name] else 1.0
+    rows = measure(found, prompts, arguments.temperature)
+    print("runner               ms/token  tokens/s  acceptance  ms/step  speedup  identical")
+    for row in rows:
         print(
-            f"{name:<16} {median:9.2f} {1000 / median:9.0f} {acceptance:11.2f} {median * acceptance:8.2f} "
-            f"{base / median:7.2f}x {identical[name]:>7}/{len(prompts)}"
+            f"{row['runner']:<19} {row['ms_per_token']:9.2f} {row['tokens_per_second']:9.0f} "
+            f"{row['acceptance_length']:11.2f} {row['ms_per_step']:8.2f} {row['speedup']:7.2f}x "
+            f"{row['identical']:>7}/{row['prompts']}"
         )
+    if arguments.json:
+        arguments.json.write_text(json.dumps({**about, "runners": rows}, indent=2) + "\n")
+    if arguments.plot:
+        plot(arguments.plot, rows, about)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,10 @@ from types import ModuleType
 
 import pytest
 import torch
+from families import make_draft, make_target
+from transformers import PreTrainedModel
+
+from dflash import Drafter
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -67,3 +71,15 @@ def shell(monkeypatch, capsys) -> Callable[..., Done]:
         return Done(code, *capsys.readouterr())
 
     return call
+
+
+@pytest.fixture(scope="module")
+def target() -> PreTrainedModel:
+    """A tiny random Qwen3."""
+    return make_target("qwen3")
+
+
+@pytest.fixture(scope="module")
+def draft(target) -> Drafter:
+    """A random drafter for :func:`target`."""
+    return make_draft(target)

@@ -5,7 +5,6 @@ import json
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -17,32 +16,17 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import dflash
-from dflash import cli
 
 
-@dataclass
-class Done:
-    code: int
-    out: str
-    err: str
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
 
 
 @pytest.fixture
-def run(monkeypatch, capsys):
+def run(shell):
     """``dflash ARGUMENTS`` in this process."""
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-
-    def call(*arguments: str) -> Done:
-        monkeypatch.setattr(sys, "argv", ["dflash", *arguments])
-        capsys.readouterr()
-        try:
-            cli.main()
-            code = 0
-        except SystemExit as exit:
-            code = exit.code or 0
-        return Done(code, *capsys.readouterr())
-
-    return call
+    return shell
 
 
 @pytest.fixture(scope="module")
@@ -224,3 +208,16 @@ def test_a_truncated_checkpoint_is_named(run, folders, tmp_path):
     done = run("generate", "--model", str(tmp_path / "target"), "--draft", draft, "w5 w6")
     assert done.code == 2
     assert done.err.count("\n") == 1
+
+
+def test_a_terminal_shows_what_is_loaded_and_json_does_not(run, folders, monkeypatch):
+    model, draft = folders
+    call = ("generate", "--model", model, "--draft", draft, "--max-new-tokens", "2", "w5 w6 w7")
+    monkeypatch.setenv("TERM", "xterm")
+    for extra, shown in (((), True), (("--json",), False)):
+        monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+        assert run(*call, *extra).code == 0
+        printed = terminal.getvalue()
+        for what in ("tokenizer", "drafter", "target"):
+            assert (f"loading the {what}" in printed) == shown
+        assert "Loading weights" not in printed

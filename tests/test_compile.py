@@ -20,8 +20,7 @@ def compiled():
     torch._dynamo.reset()
     target = make_target("qwen3", num_hidden_layers=2)
     draft = make_draft(target, "Qwen3.6-27B")
-    generator = dflash.Generator(target, draft, max_length=MAX_LENGTH, batch_size=2)
-    generator.step = torch.compile(generator.step, fullgraph=True)
+    generator = dflash.Generator(target, draft, max_length=MAX_LENGTH, batch_size=2, compile=True)
     prompts = [prompt(3), prompt(20)]
     ids, mask = left_padded(prompts)
     output, code = run_and_get_code(lambda: generator.generate(ids, attention_mask=mask, max_new_tokens=12))
@@ -49,8 +48,27 @@ def test_the_generated_code_allocates_and_clones_no_cache(compiled):
     assert not any(str(capacity) in shape.split(", ") for shape in allocations)
 
 
-def test_compile_is_an_argument_of_the_generator():
-    target = make_target("qwen3", num_hidden_layers=1)
-    generator = dflash.Generator(target, None, max_length=32, block_size=4, compile=True)
-    p = prompt(5)
-    assert generator.generate(p[None], max_new_tokens=6)[0, 5:].tolist() == greedy(target, p, 6).tolist()
+def test_rejection(compiled):
+    generator, target, prompts, *_ = compiled
+    eager = dflash.Generator(target, generator.draft, max_length=MAX_LENGTH)
+    call = {"max_new_tokens": 12, "temperature": 1.0, "seed": 4, "acceptance": "rejection"}
+    for p in prompts:
+        assert torch.equal(generator.generate(p[None], **call), eager.generate(p[None], **call))
+
+
+def test_graphs_follow_the_call_and_belong_to_one_generator():
+    """Nothing guards a graph: another call's rules or another generator's weights must not meet it."""
+    p = prompt(5)[None]
+    calls = [
+        {"stop_token_ids": []},
+        {"suppress_tokens": [3, 7, 11], "logit_bias": {5: 2.0, (9, 5): 1.0}},
+        {"stop_token_ids": list(range(60, 97))},
+        {"suppress_tokens": list(range(40)), "logit_bias": {50: 3.0, (60, 70): -4.0}},
+    ]
+    targets = [make_target("qwen3", num_hidden_layers=1, seed=seed) for seed in (0, 1)]
+    for target in targets:
+        generator = dflash.Generator(target, None, max_length=32, block_size=4, compile=True)
+        for call in calls:
+            expected = dflash.generate(target, None, p, max_new_tokens=6, **call)
+            assert torch.equal(generator.generate(p, max_new_tokens=6, **call), expected)
+    assert not torch.equal(*(target.generate(p, max_new_tokens=6, do_sample=False) for target in targets))

@@ -108,6 +108,20 @@ def test_one_row_at_a_time_gives_the_same_bits(dtype):
         assert torch.equal(tap[:, 0], tapped[:, row])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_context_is_appended_without_a_block(dtype):
+    call = arguments(dtype, rows=0)
+    ours, twin = changed(call, torch.clone), changed(call, torch.clone)
+    out, tapped = ops.decoder_layers(**ours)
+    reference.decoder_layers(**twin)
+    assert out.shape == (3, 0, HIDDEN)
+    assert tapped.shape == (3, 0, 2 * HIDDEN)
+    for name in ("k_caches", "v_caches"):
+        for a, b in zip(ours[name], twin[name], strict=True):
+            assert not a[2, :, 54:70].isnan().any(), "the live context rows were not appended"
+            torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2, equal_nan=True)
+
+
 @pytest.mark.parametrize("options", OPTIONS)
 def test_the_twin_runs_without_data(options):
     real = arguments(torch.float32, **options)

@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+import transformers
 from baseline import left_padded, prompt
 from families import make_draft, make_target
 from tiny_tokenizers import byte_level
@@ -26,18 +27,9 @@ from transformers.generation import LogitsProcessor, StoppingCriteria
 from transformers.generation.stopping_criteria import ConfidenceCriteria
 
 import dflash
+from dflash.target import transformers_version
 
 NEW = 30
-
-
-@pytest.fixture(scope="module")
-def target():
-    return make_target("qwen3")
-
-
-@pytest.fixture(scope="module")
-def draft(target):
-    return make_draft(target)
 
 
 def ours(target, draft, ids, **call):
@@ -139,7 +131,7 @@ RULES = [
     {"no_repeat_ngram_size": 2, "suppress_tokens": [3, 5, 8]},
     {"bad_words_ids": [[4], [7, 9]], "repetition_penalty": 1.1},
     {"min_new_tokens": 12, "eos_token_id": list(range(0, 97, 3)), "forced_eos_token_id": 6},
-    {"sequence_bias": {(5,): 4.0}, "begin_suppress_tokens": [1, 2, 30]},
+    {"sequence_bias": {(5,): 4.0, (9, 7): -3.0}, "begin_suppress_tokens": [1, 2, 30]},
     {"logits_processor": LogitsProcessorList([NoEven()])},
     {"logits_processor": LogitsProcessorList([NoEven(), RepetitionPenaltyLogitsProcessor(1.3)])},
     {"logits_processor": LogitsProcessorList([NoEven()]), "repetition_penalty": 1.3, "no_repeat_ngram_size": 3},
@@ -243,6 +235,15 @@ class Counting:
         return self.assistant(**arguments)
 
 
+def test_an_assistant_is_refused_where_the_loop_of_transformers_misses_stop_tokens(draft, monkeypatch):
+    monkeypatch.setattr(transformers, "__version__", "5.17.3")
+    with pytest.raises(
+        RuntimeError, match=r"needs transformers >= 5\.18: .* this version, 5\.17, writes on behind a stop"
+    ):
+        dflash.as_assistant(draft)
+
+
+@pytest.mark.skipif(transformers_version() < (5, 18), reason="transformers' loop misses stop tokens before 5.18")
 class TestAssistant:
     def call(self, target, assistant, ids, **arguments):
         call = {"do_sample": False, "use_cache": True, "pad_token_id": 0} | arguments

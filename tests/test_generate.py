@@ -17,16 +17,6 @@ MODULE = sys.modules["dflash.generate"]  # the attribute of that name is the fun
 NAN = float("nan")
 
 
-@pytest.fixture(scope="module")
-def target():
-    return make_target("qwen3")
-
-
-@pytest.fixture(scope="module")
-def draft(target):
-    return make_draft(target)
-
-
 def ids(rows: int = 1, length: int = 5) -> torch.Tensor:
     return torch.arange(rows * length).view(rows, length) % 90 + 1
 

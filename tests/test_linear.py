@@ -36,6 +36,26 @@ def test_a_rows_bits_depend_neither_on_its_place_nor_on_the_others(dtype):
     assert torch.equal(ops.linear(x[62:63], weight, bias), whole[62:63])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("out", "width"), [(1, 1), (7, 33), (64, 63), (65, 257), (130, 600), (200, 191)])
+def test_a_row_alone_has_the_bits_it_has_among_others(out, width, dtype):
+    x, weight, bias = operands(5, out, width, dtype)
+    # not aligned, nor followed by anything finite
+    weight = torch.cat([weight.flatten(), weight.new_full((512,), float("nan"))])[: out * width].view(out, width)
+    x = torch.cat([x.new_zeros(1), x.flatten(), x.new_full((512,), float("nan"))])[1 : 1 + 5 * width].view(5, width)
+    for offset in (bias, None):
+        whole = ops.linear(x, weight, offset)
+        for row in range(5):
+            assert torch.equal(ops.linear(x[row : row + 1], weight, offset)[0], whole[row])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_width_of_zero_gives_the_bias(dtype):
+    x, weight, bias = operands(3, 5, 0, dtype)
+    assert torch.equal(ops.linear(x, weight, bias), bias.expand(3, 5))
+    assert torch.equal(ops.linear(x, weight), torch.zeros(3, 5, dtype=dtype))
+
+
 def test_the_twin_runs_without_data():
     with FakeTensorMode():
         out = reference.linear(torch.zeros(2, 3, 8), torch.zeros(5, 8), torch.zeros(5))

@@ -116,6 +116,12 @@ def test_a_file_of_another_run_is_refused_and_left_alone(target, prompts, tmp_pa
         (few, writer, Settings((1.0,), max_new_tokens=4, seed=3), r"was written with temperature 0\.0, now it is 1\.0"),
         (few, writer, Settings(max_new_tokens=4, seed=3, top_k=5), "was written with top_k None, now it is 5"),
         (few, LocalWriter(target, spoken(), name="big"), made, "was written with model 'tiny', now it is 'big'"),
+        (
+            few,
+            LocalWriter(target, spoken(), name="tiny", raw=True),
+            made,
+            r"was asked with other tokens than line \d's",
+        ),
         (other_prompt, writer, made, "answers another prompt than line 1's"),
         (few[:1], writer, made, "no response to any of these prompts"),
     ]
@@ -213,7 +219,8 @@ def server():
 
 
 def test_a_server_answers(server, prompts, tmp_path):
-    writer = ServerWriter(server.url + "/", "served", api_key="secret", backoff=0.01)
+    template = {"enable_thinking": False}
+    writer = ServerWriter(server.url + "/", "served", api_key="secret", backoff=0.01, template=template)
     server.failures = [(503, "busy"), (429, "slow down")]
     settings = Settings((0.0, 0.7), samples=2, seed=5, max_new_tokens=12, min_p=0.1)
     summary = regenerate(load_prompts(prompts), writer, tmp_path / "chat.jsonl", settings)
@@ -232,6 +239,7 @@ def test_a_server_answers(server, prompts, tmp_path):
             "temperature": row["temperature"],
             "top_p": 1.0,
             "min_p": 0.1,
+            "chat_template_kwargs": {"enable_thinking": False},
             "seed": row["seed"] % 2**31,
         }
     assert {(path, key) for path, _, key in server.requests} == {("/v1/chat/completions", "Bearer secret")}

@@ -28,6 +28,7 @@ import dflash
 from dflash import reference
 from dflash.rules import LogitRules, RuleSettings
 from dflash.sampling import fold
+from dflash.target import transformers_version
 
 GENERATE = sys.modules["dflash.generate"]
 NEW = 24
@@ -58,7 +59,7 @@ def processors(rule: dict, prompt_length: int, max_length: int, stop: tuple[int,
     made = LogitsProcessorList()
     eos = torch.tensor(stop) if stop else None
     if "logit_bias" in rule:
-        bias = {(token,): float(value) for token, value in rule["logit_bias"].items()}
+        bias = {(ids if isinstance(ids, tuple) else (ids,)): float(b) for ids, b in rule["logit_bias"].items()}
         made.append(theirs.SequenceBiasLogitsProcessor(bias))
     if "repetition_penalty" in rule:
         made.append(theirs.RepetitionPenaltyLogitsProcessor(rule["repetition_penalty"]))
@@ -120,16 +121,6 @@ def check(output: torch.Tensor, width: int, expected: list[torch.Tensor]) -> Non
 
 
 @pytest.fixture(scope="module")
-def target():
-    return make_target("qwen3")
-
-
-@pytest.fixture(scope="module")
-def draft(target):
-    return make_draft(target)
-
-
-@pytest.fixture(scope="module")
 def prompts():
     return [prompt(length, seed=21) for length in LENGTHS]
 
@@ -164,6 +155,20 @@ BLOCK_RULES = {
     "40-grams": {"no_repeat_ngram_size": 40},
     "70-grams": {"no_repeat_ngram_size": 70},
     "bias": {"logit_bias": {0: 2.5, 3: -INF, 10: -1.0}},
+    "sequence bias": {
+        "logit_bias": {
+            (0, 1): 2.5,
+            3: -1.0,
+            (1, 1, 1, 1): -INF,
+            (2, 0): 0.3,
+            (0, 0): 0.1,
+            (1, 0): 0.7,
+            (2, 1, 0): 0.9,
+            (0,): 0.2,
+            (0, 1, 0, 1, 9): 4.0,
+            (9, 9, 9, 9, 9, 9, 9): 1.0,
+        }
+    },
     "bad words": {"bad_words_ids": [[2], [0, 1], [1, 0], [2, 1, 0], [1, 1, 1, 1], [0, 1, 0, 1, 3], [4]]},
     "suppress": {"suppress_tokens": [0, 6]},
     "begin": {"begin_suppress_tokens": [1, 2]},
@@ -174,7 +179,7 @@ BLOCK_RULES = {
     "min_length": {"min_length": 12},
     "min_new_tokens": {"min_new_tokens": 9},
     "most": {
-        "logit_bias": {1: 3.0, 2: -2.0},
+        "logit_bias": {1: 3.0, 2: -2.0, (0, 1): -0.5, (2, 2, 10): 1.5},
         "repetition_penalty": 1.2,
         "presence_penalty": 0.3,
         "frequency_penalty": 0.1,
@@ -196,6 +201,8 @@ def make_rules(rule: dict, prompt_length: torch.Tensor, limits: torch.Tensor, vo
 @pytest.mark.parametrize("name", BLOCK_RULES)
 @pytest.mark.parametrize("rows", [1, 5, 16])
 def test_a_block_equals_the_processors_called_token_by_token(rows, name):
+    if name in ("bad words", "sequence bias") and transformers_version() < (5, 18):
+        pytest.skip("transformers overlooks a sequence whose prefix is the whole text before 5.18")
     rule = BLOCK_RULES[name]
     vocab, capacity, stop = 11, 61, (4, 5)
     generator = torch.Generator().manual_seed(rows)
@@ -266,13 +273,16 @@ def biting(plain: list[torch.Tensor]) -> dict[str, dict]:
         "unigrams": {"no_repeat_ngram_size": 1},
         "bigrams": {"no_repeat_ngram_size": 2, "repetition_penalty": 0.5},
         "logit_bias": {"logit_bias": {text[3]: -3.0, text[9]: -INF, 40: 2.5}},
+        "sequence bias": {
+            "logit_bias": {tuple(ids): -6.0 for ids in pairs} | {tuple(ids): -INF for ids in triples} | {40: 0.5}
+        },
         "bad_words_ids": {"bad_words_ids": [[text[2]], [text[30]], *pairs, *triples, [96, *pairs[0]]]},
         "suppress_tokens": {"suppress_tokens": text[4:8]},
         "begin_suppress_tokens": {"begin_suppress_tokens": first},
         "forced_bos_token_id": {"forced_bos_token_id": 50, "begin_suppress_tokens": first},
         "forced_eos_token_id": {"forced_eos_token_id": [7, 9]},
         "together": {
-            "logit_bias": {40: 2.0, text[0]: -1.0},
+            "logit_bias": {40: 2.0, text[0]: -1.0, tuple(triples[1]): -5.0},
             "repetition_penalty": 1.2,
             "no_repeat_ngram_size": 3,
             "bad_words_ids": [[text[2]], *pairs],
@@ -285,15 +295,21 @@ def biting(plain: list[torch.Tensor]) -> dict[str, dict]:
 
 
 NAMES = [
-    "repetition_penalty", "repetition reward", "unigrams", "bigrams", "logit_bias", "bad_words_ids", "suppress_tokens",
-    "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id", "together",
+    "repetition_penalty", "repetition reward", "unigrams", "bigrams", "logit_bias", "sequence bias", "bad_words_ids",
+    "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id", "together",
 ]  # fmt: skip
+
+
+def as_sequences(logit_bias: dict) -> list:
+    """transformers' ``sequence_bias``."""
+    listed = lambda ids: list(ids) if isinstance(ids, tuple) else [ids]  # noqa: E731
+    return [[listed(ids), float(bias)] for ids, bias in logit_bias.items()]
 
 
 def by_transformers(target, p, rule, new=NEW, stop=None):
     rule = dict(rule)
     if "logit_bias" in rule:
-        rule["sequence_bias"] = [[[token], float(bias)] for token, bias in rule.pop("logit_bias").items()]
+        rule["sequence_bias"] = as_sequences(rule.pop("logit_bias"))
     stop = list(stop) if stop else None
     out = target.generate(p[None], do_sample=False, max_new_tokens=new, eos_token_id=stop, pad_token_id=0, **rule)
     return out[0, len(p) :]
@@ -390,19 +406,16 @@ def test_none_follows_the_generation_config_and_a_neutral_value_switches_it_off(
     config = target.generation_config
     for name, value in rule.items():
         if name == "logit_bias":
-            config.sequence_bias = {(token,): bias for token, bias in value.items()}
+            config.sequence_bias = {tuple(ids): bias for ids, bias in as_sequences(value)}
         else:
             setattr(config, name, value)
     assert torch.equal(dflash.generate(target, draft, p, max_new_tokens=NEW), expected)
     assert torch.equal(target.generate(p, do_sample=False, max_new_tokens=NEW, pad_token_id=0), expected)
-    config.sequence_bias = [[[token], bias] for token, bias in rule["logit_bias"].items()]
+    config.sequence_bias = as_sequences(rule["logit_bias"])
     assert torch.equal(dflash.generate(target, draft, p, max_new_tokens=NEW), expected)
     off = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "logit_bias": {}}
     off |= {name: [] for name in rule.keys() - off.keys()}
     assert dflash.generate(target, draft, p, max_new_tokens=NEW, **off)[0, p.shape[1] :].equal(plain[2])
-    config.sequence_bias = {(3, 4): 1.0}
-    with pytest.raises(ValueError, match=r"sequence_bias of \[3, 4\], but dflash biases single tokens"):
-        dflash.generate(target, draft, p, max_new_tokens=NEW)
 
 
 def test_a_generator_forgets_the_rules_of_its_last_call(target, draft, prompts, plain):
@@ -518,6 +531,13 @@ BAD_RULES = [
     ({"logit_bias": {5: INF}}, ValueError, "logit_bias of token 5 must be a finite number or -inf, got inf"),
     ({"logit_bias": {5: float("nan")}}, ValueError, "logit_bias of token 5 must be a finite number or -inf, got nan"),
     ({"logit_bias": {5: "a"}}, TypeError, "logit_bias of token 5 must be a finite number or -inf, got 'a'"),
+    ({"logit_bias": {(5, 97): 1.0}}, ValueError, r"logit_bias must hold token ids in 0 \.\. 96, got 97"),
+    ({"logit_bias": {(): 1.0}}, ValueError, "logit_bias must not hold an empty tuple"),
+    (
+        {"logit_bias": {(5, 6): INF}},
+        ValueError,
+        r"logit_bias of tokens \[5, 6\] must be a finite number or -inf, got inf",
+    ),
     ({"bad_words_ids": [3, 4]}, TypeError, r"bad_words_ids must be a list of lists of token ids, got \[3, 4\]"),
     ({"bad_words_ids": [[]]}, ValueError, "bad_words_ids must not hold an empty list"),
     ({"bad_words_ids": [[3, 97]]}, ValueError, r"bad_words_ids must hold token ids in 0 \.\. 96, got 97"),

@@ -36,16 +36,6 @@ NAN = float("nan")
 
 
 @pytest.fixture(scope="module")
-def target():
-    return make_target("qwen3")
-
-
-@pytest.fixture(scope="module")
-def draft(target):
-    return make_draft(target)
-
-
-@pytest.fixture(scope="module")
 def tokenizer():
     return byte_level()
 

@@ -121,6 +121,25 @@ def test_a_turn_that_is_written_otherwise_later_is_context_alone(jsonl):
     assert mask == [0] * 10 + [1, 1, 1]
 
 
+def test_arguments_of_the_chat_template(jsonl):
+    template = (
+        "{% for m in messages %}<{{ m.role }}> {{ m.content }} <end> {% endfor %}{% if add_generation_prompt %}"
+        "<assistant> {% if not thinking | default(true) %}w90 {% endif %}{% endif %}"
+    )
+    short = {"thinking": False}
+    assert prompt_ids(spoken(template), {"prompt": "w7"}, template=short) == [USER, 7, END, ASSISTANT, 90]
+    cut = {"prompt": "w7", "response": "w8", "finish_reason": "length"}
+    assert only(jsonl(cut), spoken(template), template=short) == ([USER, 7, END, ASSISTANT, 90, 8], [0] * 5 + [1])
+    whole = {"prompt": "w7", "response": "w8"}
+    wanted = ([USER, 7, END, ASSISTANT, 90, 8, END], [0] * 5 + [1, 1])
+    assert only(jsonl(whole), spoken(template), template=short) == wanted
+    said = jsonl({"messages": [{"role": "user", "content": "w7"}, {"role": "assistant", "content": "w8"}]})
+    with pytest.raises(ValueError, match="line 1: the chat template does not write the last answer behind what asks"):
+        load_rows(said, spoken(template), 32, template=short)
+    with pytest.raises(ValueError, match="line 1: the chat template refuses these messages: no such role"):
+        load_rows(said, spoken("{{ raise_exception('no such role') }}"), 32)
+
+
 def test_plain_text_comes_in_pieces(jsonl, tmp_path):
     tokenizer = spoken(None)
     text = tmp_path / "book.txt"

@@ -122,7 +122,7 @@ DFLASH_NAMESPACE_END
 namespace dflash::DFLASH_ISA {
 
 void decoder_layers(const DecoderLayersParams& p) {
-  if (p.batch * p.rows == 0) return;
+  if (p.batch * (p.rows + p.context_rows) == 0) return;  // context rows are appended even without a block
   p.dtype == DType::kFloat32 ? run_layers<float>(p) : run_layers<bf16>(p);
 }
 

@@ -3,9 +3,9 @@
 // Rows lie in the lanes of vectors and a weight is broadcast to all of them, so that a weight is read once,
 // where it lies, and no copy of the matrix is kept; a row's bits depend neither on its place nor on how many
 // rows there are. A task is a tile of weight rows: 24 accumulators in registers over 1 to 4 vectors of rows.
-// Sums of kSum products are added up: one long sum would lose more. Up to 64 rows are taken at once; tiles
-// over threads. bf16 goes through vdpbf16ps, pairs of k at a time, where the processor has it, and is widened
-// elsewhere.
+// One row alone would leave most lanes idle: there output features lie in the lanes (AVX-512). Sums of kSum
+// products are added up: one long sum would lose more. Up to 64 rows are taken at once; tiles over threads.
+// bf16 goes through vdpbf16ps, pairs of k at a time, where the processor has it, and is widened elsewhere.
 #include "cpu/linear.h"
 
 #include "cpu/buffer.h"
@@ -59,13 +59,13 @@ static inline void transpose16(const __m512i (&in)[16], uint32_t* out, int64_t o
 }
 #endif
 
-// packed [in, lanes] = x^T, lanes past the last row zero
+// packed [n, lanes] = x^T for n columns of rows that are `in` apart, lanes past the last row zero
 template <typename T>
-static void pack_rows(const T* x, int64_t rows, int64_t in, int64_t lanes, float* packed) {
+static void pack_rows(const T* x, int64_t rows, int64_t in, int64_t n, int64_t lanes, float* packed) {
   for (int64_t first = 0; first < lanes; first += kWidth) {
     int64_t k = 0;
 #if defined(__AVX512F__)
-    for (; k + 16 <= in; k += 16) {
+    for (; k + 16 <= n; k += 16) {
       __m512i tile[16];
 #pragma GCC unroll 16
       for (int i = 0; i < 16; ++i) {
@@ -75,7 +75,7 @@ static void pack_rows(const T* x, int64_t rows, int64_t in, int64_t lanes, float
       transpose16(tile, reinterpret_cast<uint32_t*>(packed + k * lanes + first), lanes);
     }
 #endif
-    for (; k < in; ++k)
+    for (; k < n; ++k)
       for (int64_t i = 0; i < kWidth; ++i)
         packed[k * lanes + first + i] = first + i < rows ? to_float(x[(first + i) * in + k]) : 0.0f;
   }
@@ -193,22 +193,22 @@ static bool has_bf16() {
   return has;
 }
 
-// packed [ceil(in / 2), lanes] pairs of bf16
-static void pack_pairs(const bf16* x, int64_t rows, int64_t in, int64_t lanes, uint32_t* packed) {
+// packed [ceil(n / 2), lanes] pairs of bf16, as pack_rows
+static void pack_pairs(const bf16* x, int64_t rows, int64_t in, int64_t n, int64_t lanes, uint32_t* packed) {
   for (int64_t first = 0; first < lanes; first += 16) {
     int64_t k = 0;
-    for (; k + 32 <= in; k += 32) {
+    for (; k + 32 <= n; k += 32) {
       __m512i tile[16];
 #pragma GCC unroll 16
       for (int i = 0; i < 16; ++i)
         tile[i] = first + i < rows ? _mm512_loadu_si512(x + (first + i) * in + k) : _mm512_setzero_si512();
       transpose16(tile, packed + k / 2 * lanes + first, lanes);
     }
-    for (; k < in; k += 2)
+    for (; k < n; k += 2)
       for (int64_t i = 0; i < 16; ++i) {
         const bf16* at = x + (first + i) * in + k;
         uint32_t pair = 0;
-        if (first + i < rows) pair = at[0].bits | (k + 1 < in ? uint32_t(at[1].bits) << 16 : 0);
+        if (first + i < rows) pair = at[0].bits | (k + 1 < n ? uint32_t(at[1].bits) << 16 : 0);
         packed[k / 2 * lanes + first + i] = pair;
       }
   }
@@ -286,37 +286,94 @@ static void one_tile(const void* packed, bool pairs, int64_t in, const LinearPar
                 static_cast<T*>(part.out) + row * part.out_stride + first_out, part.out_stride);
 }
 
+// fn(part, first, live) for every tile of `size` output features of every part; `products` per feature
+template <typename Fn>
+static inline void over_tiles(const LinearPart* parts, int num_parts, int64_t size, int64_t products,
+                              int threads, const Fn& fn) {
+  int64_t tiles = 0, features = 0;
+  for (int i = 0; i < num_parts; ++i) {
+    tiles += (parts[i].out_features + size - 1) / size;
+    features += parts[i].out_features;
+  }
+  const auto task = [&](int64_t tile) {
+    const LinearPart* part = parts;
+    for (;; ++part) {
+      const int64_t own = (part->out_features + size - 1) / size;
+      if (tile < own) break;
+      tile -= own;
+    }
+    fn(*part, tile * size, least(size, part->out_features - tile * size));
+  };
+  parallel_for(tiles, features * products >= kParallelProducts ? kParallelElements : 0, threads, task);
+}
+
 // The last tile of a matrix is cut to a third or two thirds where that is enough.
 template <typename T, int NV>
 static void run_tiles(const void* packed, bool pairs, int64_t rows, int64_t first_row, int64_t in,
                       const LinearPart* parts, int num_parts, int threads) {
   constexpr int TILE = kTiles[NV];
-  int64_t tiles = 0, products = 0;
-  for (int i = 0; i < num_parts; ++i) {
-    tiles += (parts[i].out_features + TILE - 1) / TILE;
-    products += parts[i].out_features * in * NV * 16;
-  }
-  const auto task = [&](int64_t tile) {
-    const LinearPart* part = parts;
-    for (;; ++part) {
-      const int64_t own = (part->out_features + TILE - 1) / TILE;
-      if (tile < own) break;
-      tile -= own;
-    }
-    const int64_t first = tile * TILE, live = least(TILE, part->out_features - first);
+  const auto task = [&](const LinearPart& part, int64_t first, int64_t live) {
     // rows of this group that the part wants, and where they go
-    const int64_t skip = part->first_row > first_row ? part->first_row - first_row : 0;
+    const int64_t skip = part.first_row > first_row ? part.first_row - first_row : 0;
     if (skip >= rows) return;
-    const int64_t row = first_row + skip - part->first_row;
+    const int64_t row = first_row + skip - part.first_row;
     if (live <= TILE / 3)
-      one_tile<T, NV, TILE / 3>(packed, pairs, in, *part, first, live, rows, skip, row);
+      one_tile<T, NV, TILE / 3>(packed, pairs, in, part, first, live, rows, skip, row);
     else if (live <= TILE / 3 * 2)
-      one_tile<T, NV, TILE / 3 * 2>(packed, pairs, in, *part, first, live, rows, skip, row);
+      one_tile<T, NV, TILE / 3 * 2>(packed, pairs, in, part, first, live, rows, skip, row);
     else
-      one_tile<T, NV, TILE>(packed, pairs, in, *part, first, live, rows, skip, row);
+      one_tile<T, NV, TILE>(packed, pairs, in, part, first, live, rows, skip, row);
   };
-  parallel_for(tiles, products >= kParallelProducts ? kParallelElements : 0, threads, task);
+  over_tiles(parts, num_parts, TILE, in * NV * 16, threads, task);
 }
+
+#if defined(__AVX512F__)
+// One row: output features lie in the lanes and x is broadcast. Weights are turned on the way; the products
+// and the order of their sums are those of many rows, and so are the bits.
+template <typename T>
+static void single_row(const T* x, int64_t in, bool pairs, const LinearPart* parts, int num_parts,
+                       int threads) {
+  constexpr int64_t kLanes = 64;
+  const int64_t step = pairs ? 2 * kSum : kSum;
+  static thread_local Buffer<float> floats;
+  static thread_local Buffer<uint32_t> words;
+  float* wide = floats.reserve(in);
+  uint32_t* paired = words.reserve(in / 2 + 1);  // a zero stands behind an odd end
+  if (pairs) {
+    paired[in / 2] = 0;
+    std::memcpy(paired, x, in * sizeof(T));
+  } else {
+    for (int64_t k = 0; k < in; ++k) wide[k] = to_float(x[k]);
+  }
+  const auto task = [&](const LinearPart& part, int64_t first, int64_t live) {
+    if (part.first_row > 0) return;
+    alignas(64) float sums[kLanes];
+    const T* weight = static_cast<const T*>(part.weight) + first * in;
+    for (int64_t k = 0; k < in; k += step) {
+      const int64_t n = least(step, in - k), line = 64 / int64_t(sizeof(T));
+      const T* next = k + step < in ? weight + k + step : weight + kLanes * in;
+      for (int64_t i = 0; i < live; ++i)
+        for (int64_t j = 0; j < step; j += line) __builtin_prefetch(next + i * in + j);
+      if constexpr (sizeof(T) == 2) {
+        if (pairs) {
+          alignas(64) uint32_t turned[kSum * kLanes];
+          pack_pairs(weight + k, live, in, n, kLanes, turned);
+          multiply_pairs<4, 1>(paired + k / 2, turned, (n + 1) / 2, k > 0, sums, paired, 0);
+          continue;
+        }
+      }
+      alignas(64) float turned[kSum * kLanes];
+      pack_rows(weight + k, live, in, n, kLanes, turned);
+      multiply_tile<4, 1>(wide + k, turned, kLanes, n, k > 0, sums, wide, 0);
+    }
+    T* out = static_cast<T*>(part.out) + first;
+    for (int64_t i = 0; i < live; ++i)
+      store_one(out + i,
+                part.bias ? sums[i] + to_float(static_cast<const T*>(part.bias)[first + i]) : sums[i]);
+  };
+  over_tiles(parts, num_parts, kLanes, in * 4, threads, task);
+}
+#endif
 
 template <typename T>
 static void linear_all(const T* x, int64_t rows, int64_t in, const LinearPart* parts, int num_parts,
@@ -325,6 +382,10 @@ static void linear_all(const T* x, int64_t rows, int64_t in, const LinearPart* p
   bool pairs = false;
 #if defined(__AVX512F__)
   pairs = sizeof(T) == 2 && has_bf16();
+  if (rows == 1) {
+    single_row(x, in, pairs, parts, num_parts, threads);
+    return;
+  }
 #endif
   for (int64_t first = 0; first < rows; first += kMaxVecs * kWidth) {
     const int64_t n = least(kMaxVecs * kWidth, rows - first), vecs = (n + kWidth - 1) / kWidth,
@@ -332,9 +393,9 @@ static void linear_all(const T* x, int64_t rows, int64_t in, const LinearPart* p
     void* packed = buffer.reserve((in + 1) * lanes);
 #if defined(__AVX512F__)
     if constexpr (sizeof(T) == 2)
-      if (pairs) pack_pairs(x + first * in, n, in, lanes, static_cast<uint32_t*>(packed));
+      if (pairs) pack_pairs(x + first * in, n, in, in, lanes, static_cast<uint32_t*>(packed));
 #endif
-    if (!pairs) pack_rows(x + first * in, n, in, lanes, static_cast<float*>(packed));
+    if (!pairs) pack_rows(x + first * in, n, in, in, lanes, static_cast<float*>(packed));
     switch (vecs) {
       case 1:
         run_tiles<T, 1>(packed, pairs, n, first, in, parts, num_parts, threads);

@@ -16,6 +16,7 @@ class KVCache:
 
     Args:
         num_layers, batch_size, num_kv_heads, capacity, head_dim: the sizes; ``capacity`` counts lookahead slots too.
+        rotary: ``(cos, sin)``, each ``[capacity, rotary / 2]`` float32, for whoever appends; kept as it is.
         dtype, device: of every buffer.
     """
 
@@ -27,10 +28,11 @@ class KVCache:
         capacity: int,
         head_dim: int,
         *,
+        rotary: tuple[Tensor, Tensor] | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        self.batch_size, self.capacity = batch_size, capacity
+        self.batch_size, self.capacity, self.rotary = batch_size, capacity, rotary
 
         def layers() -> list[Tensor]:
             shape = (batch_size, num_kv_heads, capacity, head_dim)

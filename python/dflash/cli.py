@@ -76,7 +76,7 @@ def generate(
     one line of statistics to standard error.
     """
     text = _prompt(prompt, file)
-    tokenizer = _load_tokenizer(model)
+    tokenizer = _load_tokenizer(model, as_json)
     if raw or tokenizer.chat_template is None:
         if system is not None:
             raise ValueError("--system needs a tokenizer with a chat template, and no --raw")
@@ -93,7 +93,7 @@ def generate(
     arguments["draft_sharpness"] = _sharpness(draft_sharpness)
     # A wrong number should not wait for a large target to load; the engine checks it again.
     _check_numbers(arguments)
-    target, drafter, where = _load(model, draft, dtype, device)
+    target, drafter, where = _load(model, draft, dtype, device, as_json)
 
     import torch
 
@@ -229,12 +229,12 @@ def chat(
     /reset starts anew, /exit or the end of input leaves, Ctrl-C stops an answer. Only what is new of the conversation
     is run each time.
     """
-    tokenizer = _load_tokenizer(model)
+    tokenizer = _load_tokenizer(model, as_json)
     if tokenizer.chat_template is None:
         raise ValueError("this tokenizer has no chat template: use dflash generate")
     arguments = _sampling(max_new_tokens, temperature, top_k, top_p, min_p, seed, None)
     _check_numbers(arguments)
-    target, drafter, where = _load(model, draft, dtype, device)
+    target, drafter, where = _load(model, draft, dtype, device, as_json)
 
     import torch
 
@@ -309,9 +309,12 @@ def regenerate(
         bool, typer.Option("--raw", help="Continue the prompts themselves, without a chat template.")
     ] = False,
     bos: Annotated[bool, typer.Option("--bos", help="Put the tokenizer's BOS token before a raw prompt.")] = False,
+    no_thinking: Annotated[
+        bool, typer.Option("--no-thinking", help="Tell the chat template enable_thinking=False.")
+    ] = False,
     limit: Annotated[int | None, typer.Option(help="Take the first prompts only.")] = None,
     split: Annotated[str, typer.Option(help="Of a data set of the hub.")] = "train",
-    batch_size: Annotated[int, typer.Option(help="Sequences at once.")] = 32,
+    batch_size: Annotated[int, typer.Option(help="Sequences at once.")] = 64,
     concurrency: Annotated[int, typer.Option(help="Requests to the server at once.")] = 32,
     token_ids: Annotated[bool, typer.Option("--token-ids", help="Ask the server for token ids too (vLLM).")] = False,
     dtype: Dtype = "auto",
@@ -337,6 +340,7 @@ def regenerate(
     )
     if limit is not None and limit < 1:
         raise ValueError(f"--limit must be at least 1, got {limit}")
+    template = {"enable_thinking": False} if no_thinking else None
     rows = data.load_prompts(prompts, split=split)[:limit]
     if server is not None:
         if draft is not None or bos:
@@ -345,14 +349,17 @@ def regenerate(
             server,
             model,
             raw=raw,
+            template=template,
             concurrency=concurrency,
             api_key=os.environ.get("OPENAI_API_KEY"),
             token_ids=token_ids,
         )
     else:
-        tokenizer = _load_tokenizer(model)
-        target, drafter, _ = _load(model, draft, dtype, device)
-        writer = recipe.LocalWriter(target, tokenizer, drafter, name=model, batch_size=batch_size, raw=raw, bos=bos)
+        tokenizer = _load_tokenizer(model, as_json)
+        target, drafter, _ = _load(model, draft, dtype, device, as_json)
+        writer = recipe.LocalWriter(
+            target, tokenizer, drafter, name=model, batch_size=batch_size, raw=raw, bos=bos, template=template
+        )
     with _progress("responses") as show:
         summary = recipe.regenerate(rows, writer, out, settings, progress=show)
     if as_json:
@@ -395,6 +402,32 @@ def _progress(what: str) -> Iterator[Any]:
             bar.update(task, completed=summary.written, total=total, rate=rate)
 
         yield show
+
+
+# ---------------------------------------------------------------------------------------------- export
+
+
+@app.command()
+def export(
+    draft: Draft,
+    out: Annotated[Path, typer.Option(help="Folder to write; must not exist, or be empty.")],
+    layout: Annotated[str, typer.Option("--format", help="published or speculators.")],
+    target: Annotated[str | None, typer.Option(help="The target's name, which the speculators layout carries.")] = None,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto (the checkpoint's).")] = "auto",
+    as_json: Json = False,
+) -> None:
+    """Write a drafter in the other checkpoint layout; either is read."""
+    import torch
+
+    from .train.export import export
+
+    if dtype not in ("auto", "float32", "bfloat16", "float16"):
+        raise ValueError(f"--dtype must be auto, float32, bfloat16 or float16, got {dtype!r}")
+    export(draft, out, layout, target=target, dtype=None if dtype == "auto" else getattr(torch, dtype))
+    if as_json:
+        typer.echo(json.dumps({"out": str(out), "format": layout}))
+    else:
+        typer.echo(f"{draft} was written to {out} in the {layout} layout", err=True)
 
 
 # ---------------------------------------------------------------------------------------------- demo
@@ -499,9 +532,9 @@ def benchmark(
         if name in datasets:
             raise ValueError(f"--dataset {given!r}: there are two called {name}")
         datasets[name] = module.load_prompts(given, data, limit)
-    tokenizer = _load_tokenizer(model)
+    tokenizer = _load_tokenizer(model, as_json)
     module.check_settings(settings, tokenizer)
-    target, drafter, _ = _load(model, draft, dtype, device)
+    target, drafter, _ = _load(model, draft, dtype, device, as_json)
     with module.progress_bars({name: len(prompts) for name, prompts in datasets.items()}) as advance:
         report = module.benchmark(
             target,
@@ -547,18 +580,38 @@ def doctor(as_json: Json = False) -> None:
 # ---------------------------------------------------------------------------------------------- loading
 
 
-def _load_tokenizer(model: str) -> Any:
-    from transformers import AutoTokenizer
+@contextlib.contextmanager
+def _waiting(what: str, source: str, quiet: bool) -> Iterator[None]:
+    """While ``what`` is loaded: a spinner on a terminal's standard error, or the hub's bars for a download."""
+    console = Console(stderr=True)
+    quiet, local = quiet or not console.is_terminal, Path(source).is_dir()
+    with contextlib.ExitStack() as stack:
+        if not quiet and local:
+            size = sum(file.stat().st_size for file in Path(source).glob("*.safetensors")) / 1e9
+            size = f", {size:.1f} GB" if size >= 0.05 and what != "tokenizer" else ""
+            stack.enter_context(console.status(f"loading the {what}{size}"))
+        elif not quiet:
+            console.print(f"[dim]loading the {what} from {escape(source)}[/]")
+        from transformers.utils import logging  # takes a while itself
 
-    return AutoTokenizer.from_pretrained(_existing(model))
+        if (quiet or local) and logging.is_progress_bar_enabled():
+            logging.disable_progress_bar()  # and the hub's
+            stack.callback(logging.enable_progress_bar)
+        yield
 
 
-def _load(model: str, draft: str | None, dtype: str, device: str | None) -> tuple[Any, Any, str]:
+def _load_tokenizer(model: str, quiet: bool = False) -> Any:
+    with _waiting("tokenizer", _existing(model), quiet):
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(model)
+
+
+def _load(model: str, draft: str | None, dtype: str, device: str | None, quiet: bool = False) -> tuple[Any, Any, str]:
     """Target, drafter if one is named, and device; the drafter first, because it is small and its errors are quick."""
     import torch
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
 
     import dflash
 
@@ -571,11 +624,13 @@ def _load(model: str, draft: str | None, dtype: str, device: str | None) -> tupl
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"--device {device!r}: {str(error).splitlines()[0]}") from error
     wanted = None if dtype == "auto" else getattr(torch, dtype)
-    drafter = None if draft is None else dflash.load_draft(draft, dtype=wanted, device=device)
-    if not sys.stderr.isatty():
-        logging.disable_progress_bar()
+    drafter = None
+    if draft is not None:
+        with _waiting("drafter", draft, quiet):
+            drafter = dflash.load_draft(draft, dtype=wanted, device=device)
     try:
-        target = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).to(device).eval()
+        with _waiting("target", model, quiet):
+            target = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).to(device).eval()
     except SafetensorError as error:
         raise ValueError(f"--model {model!r}: its weights are truncated or corrupt: {error}") from error
     return target, drafter, device

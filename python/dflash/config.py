@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .layouts import from_speculators, is_speculators
+
 __all__ = ["DraftConfig", "Rope", "build_target_layer_ids"]
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -59,8 +61,7 @@ _METADATA_KEYS = frozenset((
 _REFUSED: dict[str, tuple[tuple, str]] = {
     "quantization_config": ((None,), "quantised drafters are not read"),
     "compression_config": ((None,), "quantised drafters are not read"),
-    "transformer_layer_config": ((None,), "this is the speculators layout, which is not read"),
-    "speculators_config": ((None,), "this is the speculators layout, which is not read"),
+    "speculators_config": ((None,), "half of the speculators layout: speculators_model_type is missing"),
     "partial_rotary_factor": ((None, 1.0), "only RoPE over the whole head is implemented"),
     "is_neox_style": ((None, True), "only the half-split kind of RoPE is implemented"),
     "rope_is_neox_style": ((None, True), "only the half-split kind of RoPE is implemented"),
@@ -181,6 +182,8 @@ class DraftConfig:
     def from_config(cls, config: Mapping[str, Any] | Any, source: str = "draft config") -> DraftConfig:
         """Read a parsed ``config.json``, or any object with ``to_dict()`` (a transformers config).
 
+        The speculators layout is read too (:mod:`dflash.layouts`).
+
         Args:
             config: the mapping or the object.
             source: what messages call it.
@@ -194,6 +197,11 @@ class DraftConfig:
             if not callable(getattr(config, "to_dict", None)):
                 raise ValueError(f"{source}: must be a mapping or have to_dict(), got {type(config).__name__}")
             config = config.to_dict()
+        if is_speculators(config):
+            try:
+                config = from_speculators(config)
+            except ValueError as error:
+                raise ValueError(f"{source}: {error}") from None
         return _Reader(config, source).read()
 
 

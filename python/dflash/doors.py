@@ -15,7 +15,7 @@ from .cache import KVCache
 from .drafter import Drafter, load_draft
 from .generate import generate_once, plan
 from .streaming import check_streamer
-from .target import UnsupportedTargetError, generation_defaults, refusal, unwrap
+from .target import UnsupportedTargetError, generation_defaults, refusal, transformers_version, unwrap
 
 __all__ = ["as_assistant", "custom_generate"]
 
@@ -58,6 +58,8 @@ _OFF = {
 }
 # What transformers prepares for its own forward; it changes no token, or is checked below.
 _PREPARED = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position")
+
+_STOPS_IN_MID_BLOCK = (5, 18)  # from which version on transformers' loop around a DFlash drafter does
 
 
 def _is_theirs(thing: object) -> bool:
@@ -335,7 +337,7 @@ class _Assistant:
 
 
 def as_assistant(draft: Any) -> _Assistant:
-    """Our drafter for transformers' own assisted generation (>= 5.15): ``model.generate(ids,
+    """Our drafter for transformers' own assisted generation: ``model.generate(ids,
     assistant_model=dflash.as_assistant(draft), speculation_type="dflash")``.
 
     The loop, its limits (a batch of one, a dynamic cache) and its sampling are transformers'. The embeddings arrive as
@@ -345,7 +347,18 @@ def as_assistant(draft: Any) -> _Assistant:
     Args:
         draft: what :func:`dflash.load_draft` takes.
 
+    Returns:
+        An object for ``assistant_model``; calls may share it, one after another.
+
     Raises:
-        ValueError, TypeError, FileNotFoundError: as :func:`dflash.load_draft` does.
+        ValueError, TypeError, FileNotFoundError: as :func:`dflash.load_draft` does. RuntimeError: transformers is older
+            than 5.18, whose loop writes on behind a stop token that is not the last of those a step accepts.
     """
+    version = transformers_version()
+    if version < _STOPS_IN_MID_BLOCK:
+        raise RuntimeError(
+            "as_assistant needs transformers >= 5.18: the assisted generation of this version, "
+            f"{'.'.join(map(str, version))}, writes on behind a stop token that was accepted in mid-block; "
+            "model.generate(..., custom_generate=dflash.custom_generate, draft=draft) stops there"
+        )
     return _Assistant(load_draft(draft))

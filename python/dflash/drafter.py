@@ -43,6 +43,11 @@ class Drafter(nn.Module):
     published checkpoints; moves, copies and loads keep the views.
 
     A new drafter's parameters hold whatever memory held; they ask for no gradient. See :func:`load_draft`.
+
+    Args:
+        config: its shape and rules.
+        dtype: of every parameter.
+        device: of every parameter.
     """
 
     def __init__(
@@ -70,8 +75,6 @@ class Drafter(nn.Module):
         self.register_buffer("qkv_bias", bias, persistent=False)
         self.register_buffer("gate_up_weight", empty(layers, 2 * width, hidden), persistent=False)
         self.register_buffer("inv_freq", self._frequencies(device), persistent=False)
-        self._rotary_table: tuple[Tensor, Tensor] | None = None
-        self._parameter_lists: tuple[list[Tensor], ...] | None = None
         self.layers = nn.ModuleList()
         for index in range(layers):
             layer = nn.Module()
@@ -92,6 +95,7 @@ class Drafter(nn.Module):
             layer.mlp.down_proj = _linear(empty(hidden, width))
             self.layers.append(layer)
         self.norm = norm(hidden)
+        self._parameter_lists = self._lists()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -104,10 +108,9 @@ class Drafter(nn.Module):
     def new_cache(self, batch_size: int, capacity: int) -> KVCache:
         """An empty cache for ``batch_size`` sequences of ``capacity`` positions, lookahead counted."""
         c = self.config
-        self._table(capacity)  # now, and not inside a compiled step
-        return KVCache(
-            c.num_hidden_layers, batch_size, c.num_kv_heads, capacity, c.head_dim, dtype=self.dtype, device=self.device
-        )
+        rotary = rotary_table(self.inv_freq, c.rope.attention_scaling, capacity)
+        sizes = (c.num_hidden_layers, batch_size, c.num_kv_heads, capacity, c.head_dim)
+        return KVCache(*sizes, rotary=rotary, dtype=self.dtype, device=self.device)
 
     # ------------------------------------------------------------------------------------------ the forward pass
 
@@ -202,8 +205,8 @@ class Drafter(nn.Module):
     ) -> Tensor:
         """:meth:`forward` in one op."""
         config = self.config
-        weights, head_norms, biases, sinks = self._lists()
-        cos, sin = self._table(cache.capacity)
+        weights, head_norms, biases, sinks = self._parameter_lists
+        cos, sin = cache.rotary
         out, _ = ops.decoder_layers(
             block_embeds, features, num_context, length, cos, sin, weights, head_norms, biases, sinks,
             self.norm.weight, config.rms_norm_eps, config.head_dim**-0.5, [int(c) for c in config.causal],
@@ -211,40 +214,23 @@ class Drafter(nn.Module):
         )  # fmt: skip
         return out
 
-    def _lists(self) -> tuple[list[Tensor], ...]:
-        """The parameters as :func:`dflash.ops.decoder_layers` takes them, gathered once after every move or load."""
-        if self._parameter_lists is not None:
-            return self._parameter_lists
-        config, (weights, head_norms, biases, sinks) = self.config, ([], [], [], [])
-        for layer in self.layers:
-            attention, mlp = layer.self_attn, layer.mlp
-            projections = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
-            weights += [layer.input_layernorm.weight, *(p.weight for p in projections)]
-            weights += [layer.post_attention_layernorm.weight]
-            weights += [mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight]
-            head_norms += [attention.q_norm.weight, attention.k_norm.weight]
-            if config.attention_bias:
-                biases += [p.bias for p in projections]
-            if config.attention_sinks:
-                sinks.append(attention.attention_sink_bias)
-        self._parameter_lists = (weights, head_norms, biases, sinks)
-        return self._parameter_lists
-
-    def _table(self, positions: int) -> tuple[Tensor, Tensor]:
-        """``(cos, sin)`` of all positions of a cache, kept between calls."""
-        if self._rotary_table is None or self._rotary_table[0].shape[0] != positions:
-            self._rotary_table = rotary_table(self.inv_freq, self.config.rope.attention_scaling, positions)
-        return self._rotary_table
-
     def logits(self, hidden: Tensor, head: Callable[[Tensor], Tensor]) -> Tensor:
-        """Draft logits of ``hidden`` through ``head`` (the target's), then multiplier and softcap of the drafter."""
+        """Draft logits through the target's head, with the drafter's own multiplier and softcap.
+
+        Args:
+            hidden: ``[batch, rows, hidden]``, from :meth:`forward`.
+            head: ``[..., hidden] -> [..., vocab]``, the target's.
+
+        Returns:
+            ``[batch, rows, vocab]``.
+        """
         logits, cap = head(hidden), self.config.final_logit_softcapping
         if self.config.output_multiplier != 1.0:
             logits = logits * self.config.output_multiplier
         return torch.tanh(logits / cap) * cap if cap else logits
 
     def scale_embeddings(self, embeds: Tensor) -> Tensor:
-        """The target's raw embeddings as the drafter takes them."""
+        """The target's raw embeddings ``[..., hidden]`` as the drafter takes them: times ``input_embedding_scale``."""
         scale = self.config.input_embedding_scale
         return embeds if scale == 1.0 else embeds * scale
 
@@ -271,10 +257,25 @@ class Drafter(nn.Module):
             views = {mlp.gate_proj.weight: gate, mlp.up_proj.weight: up}
             yield f"layers.{i}.mlp.gate_up_proj.weight", self.gate_up_weight[i], views
 
+    def _lists(self) -> tuple[list[Tensor], ...]:
+        """The parameters as :func:`dflash.ops.decoder_layers` takes them."""
+        config, (weights, head_norms, biases, sinks) = self.config, ([], [], [], [])
+        for layer in self.layers:
+            attention, mlp = layer.self_attn, layer.mlp
+            projections = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
+            weights += [layer.input_layernorm.weight, *(p.weight for p in projections)]
+            weights += [layer.post_attention_layernorm.weight]
+            weights += [mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight]
+            head_norms += [attention.q_norm.weight, attention.k_norm.weight]
+            if config.attention_bias:
+                biases += [p.bias for p in projections]
+            if config.attention_sinks:
+                sinks.append(attention.attention_sink_bias)
+        return weights, head_norms, biases, sinks
+
     @torch.no_grad()
     def _pack(self) -> None:
         """Make the parameters views of the packed tensors again, with the parameters' values, dtype and device."""
-        self._parameter_lists = None
         for name in ("qkv_weight", "qkv_bias", "gate_up_weight"):
             packed = getattr(self, name)
             if packed is not None and (packed.dtype, packed.device) != (self.dtype, self.device):
@@ -284,6 +285,7 @@ class Drafter(nn.Module):
                 if parameter.data_ptr() != view.data_ptr() or parameter.is_meta:
                     view.copy_(parameter)
                     parameter.data = view
+        self._parameter_lists = self._lists()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Drafter:
         frequencies = self.inv_freq
@@ -291,7 +293,6 @@ class Drafter(nn.Module):
         if frequencies.device != self.device:
             frequencies = self._frequencies(self.device)
         self._buffers["inv_freq"] = frequencies  # float32 whatever the parameters are
-        self._rotary_table = None
         self._pack()
         return self
 
@@ -360,7 +361,7 @@ def load_draft(
         return _from_module(getattr(draft, "_orig_mod", draft), dtype, device)
     if not isinstance(draft, (str, os.PathLike)):
         raise TypeError(f"draft must be a folder, a hub repository or a module, got {type(draft).__name__}")
-    return _from_folder(_folder(os.fspath(draft), revision), dtype, device)
+    return _from_folder(draft_folder(draft, revision), dtype, device)
 
 
 def _from_module(module: nn.Module, dtype: torch.dtype | None, device: torch.device | str | None) -> Drafter:
@@ -383,8 +384,9 @@ def _from_module(module: nn.Module, dtype: torch.dtype | None, device: torch.dev
     return _fill(drafter, ((names[given], tensors[given]) for given in names))
 
 
-def _folder(name: str, revision: str | None) -> Path:
-    """The local folder of a checkpoint, downloaded if ``name`` is a repository."""
+def draft_folder(draft: str | os.PathLike, revision: str | None = None) -> Path:
+    """The local folder of a checkpoint, downloaded if ``draft`` is a repository; raises as :func:`load_draft` does."""
+    name = os.fspath(draft)
     folder = Path(name).expanduser()
     if folder.is_dir():
         if revision is not None:

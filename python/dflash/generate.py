@@ -9,11 +9,10 @@ that. Slots beyond are stale and never read. Trimming a cache is therefore nothi
 from __future__ import annotations
 
 import contextlib
-import inspect
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -21,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from . import denoise, ops, rejection
-from .cache import LazyKVCache
 from .drafter import Drafter, load_draft
 from .rules import HostRules, LogitRules, RuleArguments, RuleSettings
 from .sampling import Sampling, integer
@@ -47,7 +45,6 @@ _FINISH_REASONS = {_STOPPED: "stop", _LENGTH: "length"}
 _NO_TOKEN = -2  # pads the stop list: no token and no marker has this id
 _STOP_SLOTS = 8
 _CAPACITY_STEP = 256
-_GRAPHS = 64  # of one compiled generator
 
 
 @dataclass(frozen=True)
@@ -299,16 +296,30 @@ def _check_finite(progress: _Progress, ahead: int) -> None:
         raise ValueError(f"the target's logits are NaN in row {row} for position {progress.length[row] + ahead}")
 
 
-def _compiled(step: Callable[[], None]) -> Callable[[], None]:
-    """``step`` as one graph; each set of rules is one more.
+def _compiled(step: Callable[[], None], kind: Callable[[], Hashable]) -> Callable[[], None]:
+    """``step`` as one graph for each value of ``kind()``, which says everything that its branches depend on.
 
-    torch gives up at 8 graphs of one function, those of other generators counted, unless it is told otherwise (which
-    older releases of it cannot be).
+    torch would guard a graph by some 400 tests of modules and tensors, a tenth of the time of a small step, and check
+    the shape of every input again; none of them can change while :class:`Generator` holds what it was made with.
     """
-    limits = {"recompile_limit": _GRAPHS, "isolate_recompiles": True}
-    known = inspect.signature(torch.compile).parameters
-    limits = {name: value for name, value in limits.items() if name in known}
-    return torch.compile(step, fullgraph=True, dynamic=False, **limits)
+    graphs: dict[Hashable, Callable[[], None]] = {}
+
+    def compiled() -> Callable[[], None]:
+        def graph() -> None:
+            step()
+
+        # torch finds graphs by their code object, and without guards it would take another generator's.
+        graph.__code__ = graph.__code__.replace()
+        options = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe, "size_asserts": False}
+        return torch.compile(graph, fullgraph=True, dynamic=False, options=options)
+
+    def run() -> None:
+        key = kind()
+        if key not in graphs:
+            graphs[key] = compiled()
+        graphs[key]()
+
+    return run
 
 
 class Generator:
@@ -326,7 +337,8 @@ class Generator:
         batch_size: rows at most.
         block_size: rows that a step verifies, 1 to the drafter's own block size (the default); 1 without a drafter.
         denoise_steps: passes of the drafter over each block, see :func:`generate`.
-        compile: run the step through ``torch.compile(fullgraph=True)``; the first call then takes long.
+        compile: run the step through ``torch.compile(fullgraph=True)``, one graph for each combination of rules and
+            ways to accept, whose first step then takes long. Hooks put on the drafter later are not seen.
         prefill_chunk: prompt tokens in one forward pass.
         reuse_prefix: run only what is new of a prompt whose first tokens are, row by row, those that the call before
             left in the caches: a conversation then costs its last turn. The keys of an answer were computed in blocks
@@ -388,7 +400,7 @@ class Generator:
         self._known_rules: dict[tuple, LogitRules] = {}
         self._ones = torch.ones(batch, dtype=torch.float32, device=device)
         self._offsets = torch.arange(rows, device=device)
-        self.target_cache = LazyKVCache(batch, capacity)
+        self.target_cache = self.target.new_cache(batch, capacity)
         self.draft_cache = None
         if self.draft is not None:
             config = self.draft.config
@@ -406,7 +418,11 @@ class Generator:
         self._ran: list[WeightsFingerprint] = []  # the weights that the caches were computed with
         self._runs_ahead = device.type == "cuda"
         if compile:
-            self.step = _compiled(self.step)
+            self.step = _compiled(self.step, self._kind)
+
+    def _kind(self) -> Hashable:
+        """What the branches of :meth:`step` and the shapes of its tensors depend on; rules are never freed."""
+        return self._adapts, self._rejects, self._schedule, id(self.rules), len(self.stop_token_ids)
 
     def _take(self, target: nn.Module) -> None:
         """Twin the target as it is now; the caches and the state stay."""

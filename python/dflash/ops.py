@@ -82,6 +82,14 @@ def _expect(op: str, name: str, tensor: Tensor, shape: tuple, dtype: torch.dtype
         raise TypeError(f"{op}: {name} must be {dtype}, got {tensor.dtype}")
 
 
+def _fit(*wanted: tuple[Tensor, tuple, torch.dtype]) -> bool:
+    """Whether every tensor has its shape and dtype: the short way past :func:`_expect`, which names what does not."""
+    for tensor, shape, dtype in wanted:  # noqa: SIM110, a generator costs more than the checks
+        if tensor.shape != shape or tensor.dtype is not dtype:
+            return False
+    return True
+
+
 def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr()
 
@@ -529,7 +537,16 @@ def append_context_kv_(
 
 
 def _append_kv_check(key: Tensor, value: Tensor, positions: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
-    op = "append_kv_"
+    op, dtype = "append_kv_", key.dtype
+    if key.dim() == v_cache.dim() == 4 and k_cache.is_contiguous() and v_cache.is_contiguous():
+        (batch, heads, rows, head_dim), (_, _, capacity, v_head_dim) = key.shape, v_cache.shape
+        if capacity > 0 and _fit(
+            (value, (batch, heads, rows, v_head_dim), dtype),
+            (positions, (batch, rows), torch.int64),
+            (k_cache, (batch, heads, capacity, head_dim), dtype),
+            (v_cache, (batch, heads, capacity, v_head_dim), dtype),
+        ):
+            return
     _expect(op, "key", key, (None, None, None, None), key.dtype, "batch, num_kv_heads, rows, head_dim")
     batch, heads, rows, head_dim = key.shape
     names = "batch, num_kv_heads, rows, v_head_dim"
@@ -543,10 +560,11 @@ def _append_kv_cpu(key: Tensor, value: Tensor, positions: Tensor, k_cache: Tenso
     dtype = _dtype("append_kv_", "key", key)
     key, value, positions = _unit_stride(key), _unit_stride(value), positions.contiguous()
     batch, num_kv_heads, rows, head_dim = key.shape
+    _, _, capacity, v_head_dim = v_cache.shape
     _C.append_kv(
         key.data_ptr(), value.data_ptr(), positions.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(),
-        key.stride()[:3], value.stride()[:3], batch, rows, num_kv_heads, head_dim, value.shape[-1], k_cache.shape[2],
-        dtype, torch.get_num_threads(),
+        key.stride()[:3], value.stride()[:3], batch, rows, num_kv_heads, head_dim, v_head_dim, capacity, dtype,
+        torch.get_num_threads(),
     )  # fmt: skip
 
 
@@ -584,6 +602,20 @@ def _block_attention_check(
     softcap: float, sinks: Tensor | None, ancestors: Tensor | None,
 ) -> None:  # fmt: skip
     op = "block_attention"
+    if q.dim() == v_cache.dim() == 4 and sinks is None and ancestors is None and window >= 0 and softcap >= 0:
+        (batch, _, num_heads, head_dim), (_, num_kv_heads, capacity, v_head_dim) = q.shape, v_cache.shape
+        if (
+            num_kv_heads > 0
+            and num_heads % num_kv_heads == 0
+            and capacity > 0
+            and head_dim > 0
+            and _fit(
+                (k_cache, (batch, num_kv_heads, capacity, head_dim), q.dtype),
+                (v_cache, (batch, num_kv_heads, capacity, v_head_dim), q.dtype),
+                (lengths, (batch,), torch.int64),
+            )
+        ):
+            return
     _expect(op, "q", q, (None, None, None, None), q.dtype, "batch, rows, num_heads, head_dim")
     batch, rows, num_heads, head_dim = q.shape
     _expect_cache(op, ("k_cache", "v_cache"), k_cache, v_cache, batch, None, (head_dim, None), q.dtype, mutated=False)
@@ -617,7 +649,10 @@ def _block_attention_cpu(
     sinks = None if sinks is None else sinks.float().contiguous()
     batch, rows, num_heads, head_dim = q.shape
     _, num_kv_heads, capacity, v_head_dim = v_cache.shape
-    out = q.new_empty(batch, rows, num_heads, v_head_dim)
+    if v_head_dim == head_dim:
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)  # half the time of new_empty
+    else:
+        out = q.new_empty(batch, rows, num_heads, v_head_dim)
     _C.block_attention(
         q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), lengths.data_ptr(), _address(sinks), out.data_ptr(),
         q.stride()[:3], batch, rows, num_heads, num_kv_heads, head_dim, v_head_dim, capacity, min(window, capacity),
@@ -713,8 +748,8 @@ def _linear_cpu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     _linear_check(x, weight, bias)
     dtype = _dtype("linear", "x", x)
     out_features, width = weight.shape
-    rows = x.numel() // max(width, 1)
-    if not skinny(rows, x.dtype):
+    rows = x.shape[:-1].numel()
+    if width == 0 or not skinny(rows, x.dtype):
         return torch.nn.functional.linear(x, weight, bias)
     x, weight, bias = x.contiguous(), weight.contiguous(), _dense(bias)
     out = x.new_empty(*x.shape[:-1], out_features)
@@ -989,6 +1024,12 @@ def _select_tokens_check(
     if logits.dim() != 3 or logits.shape[-1] == 0:
         raise ValueError(f"{op}: logits must be [batch, rows, vocab] with vocab >= 1, got {list(logits.shape)}")
     batch, rows, _ = logits.shape
+    one, real, whole = (batch,), torch.float32, torch.int64
+    if _fit(
+        (positions, (batch, rows), whole), (seeds, one, whole), (temperature, one, real), (top_k, one, whole),
+        (top_p, one, real), (min_p, one, real), (sharpness, one, real),
+    ):  # fmt: skip
+        return
     _expect(op, "positions", positions, (batch, rows), torch.int64, "batch, rows")
     for name, tensor, dtype in (
         ("seeds", seeds, torch.int64),
@@ -1004,9 +1045,11 @@ def _select_tokens_check(
 def _select_tokens_cpu(logits: Tensor, positions: Tensor, *parameters: Tensor) -> Tensor:
     _select_tokens_check(logits, positions, *parameters)
     dtype = _dtype("select_tokens", "logits", logits)
-    inputs = [x.contiguous() for x in (logits, positions, *parameters)]
-    ids = positions.new_empty(positions.shape)
-    _C.select_tokens(*(x.data_ptr() for x in inputs), ids.data_ptr(), *logits.shape, dtype, torch.get_num_threads())
+    inputs = (logits, positions, *parameters)
+    if not all(map(Tensor.is_contiguous, inputs)):
+        inputs = [x.contiguous() for x in inputs]
+    ids = torch.empty_like(positions, memory_format=torch.contiguous_format)
+    _C.select_tokens(*map(Tensor.data_ptr, inputs), ids.data_ptr(), *logits.shape, dtype, torch.get_num_threads())
     return ids
 
 

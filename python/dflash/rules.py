@@ -41,9 +41,10 @@ class RuleArguments(TypedDict, total=False):
             ``c * frequency_penalty + (c > 0) * presence_penalty`` from its logit, as in OpenAI's API: the prompt does
             not count. Applied right after repetition_penalty (0).
         no_repeat_ngram_size: no n-gram of this size occurs twice in prompt and answer together (0).
-        logit_bias: token id -> what is added to its logit, finite or -inf; transformers' ``sequence_bias`` of
-            single tokens ({}).
-        bad_words_ids: sequences of ids that are never completed; a stop token alone cannot be one ([]).
+        logit_bias: token id -> what is added to its logit, finite or -inf; or, as transformers' ``sequence_bias`` has
+            it, a tuple of ids -> what is added to the logit of the last where the others came before ({}).
+        bad_words_ids: sequences of ids that are never completed; a stop token alone cannot be one ([]). transformers
+            before 5.18 overlooks a sequence, here and in sequence_bias, whose other tokens are the whole text so far.
         suppress_tokens: ids never chosen ([]).
         begin_suppress_tokens: ids not chosen as the first new token ([]).
         forced_bos_token_id: the second token of a row whose prompt is a single token ([]).
@@ -63,7 +64,7 @@ class RuleArguments(TypedDict, total=False):
     presence_penalty: float | None
     frequency_penalty: float | None
     no_repeat_ngram_size: int | None
-    logit_bias: Mapping[int, float] | None
+    logit_bias: Mapping[int | tuple[int, ...], float] | None
     bad_words_ids: Sequence[Sequence[int]] | None
     suppress_tokens: Sequence[int] | None
     begin_suppress_tokens: Sequence[int] | None
@@ -122,32 +123,31 @@ def _one_or_more(name: str, value: object, vocab: int) -> tuple[int, ...]:
     return _tokens(name, value if _is_list(value) else [value], vocab)
 
 
-def _biases(value: object, vocab: int) -> dict[int, float]:
+def _biases(value: object, vocab: int) -> tuple[dict[int, float], tuple[tuple[tuple[int, ...], float], ...]]:
+    """logit_bias of single tokens, and of sequences."""
     if not isinstance(value, Mapping):
         raise TypeError(f"logit_bias must map token ids to numbers, got {value!r}")
-    biases = {}
-    for token, bias in value.items():
-        token = _token("logit_bias", token, vocab)
+    single, longer = {}, {}
+    for key, bias in value.items():
+        ids = _tokens("logit_bias", key, vocab) if isinstance(key, tuple) else (_token("logit_bias", key, vocab),)
+        if not ids:
+            raise ValueError("logit_bias must not hold an empty tuple")
+        name = f"token {ids[0]}" if len(ids) == 1 else f"tokens {list(ids)}"
         if isinstance(bias, bool) or not isinstance(bias, numbers.Real):
-            raise TypeError(f"logit_bias of token {token} must be a finite number or -inf, got {bias!r}")
+            raise TypeError(f"logit_bias of {name} must be a finite number or -inf, got {bias!r}")
         if math.isnan(bias) or bias == math.inf:
-            raise ValueError(f"logit_bias of token {token} must be a finite number or -inf, got {bias!r}")
-        biases[token] = float(bias)
-    return biases
+            raise ValueError(f"logit_bias of {name} must be a finite number or -inf, got {bias!r}")
+        if len(ids) == 1:
+            single[ids[0]] = float(bias)
+        else:
+            longer[ids] = float(bias)
+    return single, tuple(longer.items())
 
 
-def _single_token_biases(sequence_bias: object) -> dict[int, float]:
-    """transformers' ``sequence_bias`` (a dict of tuples, or a list of pairs) as ``logit_bias``."""
+def _by_tuple(sequence_bias: object) -> dict[tuple[int, ...], float]:
+    """transformers' ``sequence_bias``, a dict of tuples or a list of pairs, as ``logit_bias``."""
     pairs = sequence_bias.items() if isinstance(sequence_bias, Mapping) else sequence_bias
-    biases = {}
-    for sequence, bias in pairs:
-        if len(sequence) != 1:
-            raise ValueError(
-                f"the target's generation_config asks for sequence_bias of {list(sequence)}, but dflash biases single "
-                "tokens; set it to None there and pass a SequenceBiasLogitsProcessor in logits_processor"
-            )
-        biases[sequence[0]] = bias
-    return biases
+    return {tuple(sequence): bias for sequence, bias in pairs}
 
 
 def _callables(name: str, value: object) -> tuple[Callable, ...]:
@@ -180,6 +180,7 @@ class RuleSettings:
     """The rules of one call, checked, with the target's generation_config filled in; see :class:`RuleArguments`.
 
     Attributes:
+        logit_bias, sequence_bias: those of single tokens, and pairs of ids and bias of longer sequences.
         stop_token_ids: what min_length and min_new_tokens keep away.
         Others: as the arguments, lists as tuples; ``()``, ``{}``, 0 or 1.0 where off.
     """
@@ -189,6 +190,7 @@ class RuleSettings:
     frequency_penalty: float = 0.0
     no_repeat_ngram_size: int = 0
     logit_bias: Mapping[int, float] | tuple = ()
+    sequence_bias: tuple[tuple[tuple[int, ...], float], ...] = ()
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
     suppress_tokens: tuple[int, ...] = ()
     begin_suppress_tokens: tuple[int, ...] = ()
@@ -223,7 +225,7 @@ class RuleSettings:
             if given.get(name) is not None:
                 return given[name]
             if name == "logit_bias" and defaults.get("sequence_bias") is not None:
-                return _single_token_biases(defaults["sequence_bias"])
+                return _by_tuple(defaults["sequence_bias"])
             return off if defaults.get(name) is None else defaults[name]
 
         penalty = _number("repetition_penalty", value("repetition_penalty", 1.0))
@@ -241,12 +243,14 @@ class RuleSettings:
         # Given or configured, min_new_tokens takes min_length's place, even when it is 0 (as in transformers).
         min_new_tokens = value("min_new_tokens", None)
         min_length = _count("min_length", value("min_length", 0))
+        biases, sequence_biases = _biases(value("logit_bias", {}), vocab)
         settings = cls(
             repetition_penalty=penalty,
             presence_penalty=_number("presence_penalty", value("presence_penalty", 0.0)),
             frequency_penalty=_number("frequency_penalty", value("frequency_penalty", 0.0)),
             no_repeat_ngram_size=_count("no_repeat_ngram_size", value("no_repeat_ngram_size", 0)),
-            logit_bias=_biases(value("logit_bias", {}), vocab),
+            logit_bias=biases,
+            sequence_bias=sequence_biases,
             bad_words_ids=tuple(word for word in words if len(word) > 1 or word[0] not in stop_token_ids),
             suppress_tokens=_tokens("suppress_tokens", value("suppress_tokens", ()), vocab),
             begin_suppress_tokens=_tokens("begin_suppress_tokens", value("begin_suppress_tokens", ()), vocab),
@@ -272,14 +276,38 @@ class RuleSettings:
             raise ValueError("logit_bias, bad_words_ids and suppress_tokens together leave no token to choose")
         for processor in self.logits_processor:
             rule = _SAME_RULE.get(type(processor).__name__)
-            if rule is not None and getattr(self, rule) != getattr(RuleSettings, rule, ()) and getattr(self, rule):
+            value = None if rule is None else getattr(self, rule)
+            if rule == "logit_bias":
+                value = {**dict(self.logit_bias), **dict(self.sequence_bias)}
+            if value and value != getattr(RuleSettings, rule, ()):
                 raise ValueError(
-                    f"{rule} is {getattr(self, rule)!r} (an argument or the target's generation_config) and "
+                    f"{rule} is {value!r} (an argument or the target's generation_config) and "
                     f"logits_processor holds a {type(processor).__name__}: choose one of them"
                 )
 
 
 # ---------------------------------------------------------------------------------------------- in the step
+
+
+def _aligned(word: Sequence[int], width: int) -> Tensor:
+    """All but the last token of ``word``, right-aligned in ``[width]``."""
+    return torch.tensor([_ANY] * (width - len(word) + 1) + list(word[:-1]))
+
+
+def _biased_sequences(biases: Sequence[tuple[tuple[int, ...], float]]) -> dict[str, Tensor]:
+    """The tables of ``biases``, pairs of ids and bias; those of one last token in the order in which they are added."""
+    groups = list(dict.fromkeys(len(ids) for ids, _ in biases))  # transformers adds those of a length together
+    ends: dict[int, list[tuple[tuple[int, ...], float]]] = {}
+    for ids, bias in sorted(biases, key=lambda pair: groups.index(len(pair[0]))):
+        ends.setdefault(ids[-1], []).append((ids, bias))
+    rows, deep, width = _slots(len(ends)), _slots(max(map(len, ends.values()))), max(groups) - 1
+    prefixes, added = torch.full((rows, deep, width), _UNUSED), torch.zeros(rows, deep)
+    filled = list(ends.values()) + [list(ends.values())[-1]] * (rows - len(ends))
+    for row, sequences in enumerate(filled):
+        for slot, (ids, bias) in enumerate(sequences):
+            prefixes[row, slot], added[row, slot] = _aligned(ids, width), bias
+    last = torch.tensor([sequences[0][0][-1] for sequences in filled])
+    return {"biased_ends": last, "biased_prefixes": prefixes, "prefix_biases": added}
 
 
 def _slots(count: int) -> int:
@@ -300,6 +328,9 @@ class LogitRules:
         vocab_size: of the target's embeddings; its logits may be narrower.
         ngram_size: of no_repeat_ngram_size; 0 is off.
         bias, draft_bias: ``[vocab]`` float32 of logit_bias, and what of it the drafter is told.
+        biased_ends: ``[ends]`` int64, the last tokens of biased sequences, each once but for the filling of the table.
+        biased_prefixes, prefix_biases: ``[ends, n, longest - 1]`` int64, right-aligned, and ``[ends, n]`` float32: the
+            sequences with that last token.
         repetition_penalty, presence_penalty, frequency_penalty: ``[]`` float32.
         banned, suppressed, begin_suppressed, stop: ``[vocab]`` float32, -inf for bad_words_ids of one token,
             suppress_tokens, begin_suppress_tokens and the stop tokens, infinity for the others.
@@ -314,6 +345,9 @@ class LogitRules:
     ngram_size: int = 0
     bias: Tensor | None = None
     draft_bias: Tensor | None = None
+    biased_ends: Tensor | None = None
+    biased_prefixes: Tensor | None = None
+    prefix_biases: Tensor | None = None
     repetition_penalty: Tensor | None = None
     presence_penalty: Tensor | None = None
     frequency_penalty: Tensor | None = None
@@ -359,11 +393,13 @@ class LogitRules:
             return filled(ids, -math.inf, math.inf)
 
         values = {}
-        if s.logit_bias:
+        if s.logit_bias or s.sequence_bias:
             values["bias"] = bias = torch.zeros(vocab)
-            if vocab:
+            if vocab and s.logit_bias:
                 bias[list(s.logit_bias)] = torch.tensor(list(s.logit_bias.values()))
             values["draft_bias"] = torch.where(bias.abs() >= _DECISIVE_BIAS, bias, 0.0)
+        if s.sequence_bias:
+            values |= _biased_sequences(s.sequence_bias)
         if s.repetition_penalty != 1:
             values["repetition_penalty"] = torch.tensor(s.repetition_penalty)
         if s.presence_penalty or s.frequency_penalty:
@@ -375,7 +411,7 @@ class LogitRules:
             width = max(map(len, longer)) - 1
             prefixes = torch.full((_slots(len(longer)), width), _UNUSED)
             for prefix, word in zip(prefixes, longer, strict=False):
-                prefix.copy_(torch.tensor([_ANY] * (width - len(word) + 1) + list(word[:-1])))
+                prefix.copy_(_aligned(word, width))
             ends = torch.zeros(len(prefixes), dtype=torch.int64)
             ends[: len(longer)] = torch.tensor([word[-1] for word in longer])
             values |= {"word_prefixes": prefixes, "word_ends": ends}
@@ -412,7 +448,12 @@ class LogitRules:
         # The token that a row chooses stands at `positions`, behind as many tokens.
         positions = length[:, None] + torch.arange(1, logits.shape[1] + 1, device=logits.device)
         prompt = self.prompt_length[:, None]
-        if self.bias is not None:
+        sequence = None
+        if self.ngram_size or self.word_ends is not None or self.biased_ends is not None:
+            sequence = tokens.scatter(1, positions - 1, block_ids)
+        if self.biased_ends is not None:
+            logits = logits + self._sequence_bias(sequence, positions)[..., :vocab]
+        elif self.bias is not None:
             logits = logits + self.bias[:vocab]
         if self.repetition_penalty is not None:
             ids, counts = _counts(tokens, torch.zeros_like(prompt), length, block_ids, vocab)
@@ -423,13 +464,20 @@ class LogitRules:
             ids, counts = _counts(tokens, prompt, length, block_ids, vocab)
             loss = counts * self.frequency_penalty + (counts > 0) * self.presence_penalty
             logits = logits.scatter(2, ids, logits.gather(2, ids) - loss)
-        if self.ngram_size or self.word_ends is not None:
-            sequence = tokens.scatter(1, positions - 1, block_ids)
-            if self.ngram_size:
-                logits = _ban_repeated_ngrams(logits, sequence, positions, self.ngram_size)
-            if self.word_ends is not None:
-                logits = _ban_words(logits, sequence, positions, self.word_prefixes, self.word_ends)
+        if self.ngram_size:
+            logits = _ban_repeated_ngrams(logits, sequence, positions, self.ngram_size)
+        if self.word_ends is not None:
+            logits = _ban_words(logits, sequence, positions, self.word_prefixes, self.word_ends)
         return self._ban_and_force(logits, positions)
+
+    def _sequence_bias(self, sequence: Tensor, positions: Tensor) -> Tensor:
+        """``[batch, rows, vocab]``: what logit_bias adds, one sequence after the other, so that sums have an order."""
+        matches = _ends_with(sequence, positions, self.biased_prefixes)
+        total = self.bias[self.biased_ends]
+        for slot in range(matches.shape[-1]):
+            total = total + torch.where(matches[..., slot], self.prefix_biases[:, slot], 0.0)
+        bias = self.bias.expand(*positions.shape, -1)
+        return bias.scatter(2, self.biased_ends.expand_as(total), total)  # an end that fills the table has one value
 
     def apply_to_drafts(self, logits: Tensor, length: Tensor) -> Tensor:
         """The drafter's logits under the rules that certainly change the target's choice.
@@ -508,13 +556,18 @@ def _ban_repeated_ngrams(logits: Tensor, sequence: Tensor, positions: Tensor, si
     return _ban(logits, sequence[:, None, size - 1 :].expand_as(matches), matches)
 
 
+def _ends_with(sequence: Tensor, positions: Tensor, prefixes: Tensor) -> Tensor:
+    """``[batch, rows, ...]``: whether the tokens before ``positions [batch, rows]`` end with ``prefixes [..., n]``."""
+    width = prefixes.shape[-1]
+    place = positions[..., None] - width + torch.arange(width, device=sequence.device)
+    suffix = sequence.gather(1, place.clamp(min=0).flatten(1)).view_as(place)
+    suffix = torch.where(place < 0, _ABSENT, suffix).view(*positions.shape, *[1] * (prefixes.dim() - 1), width)
+    return ((suffix == prefixes) | (prefixes == _ANY)).all(-1)
+
+
 def _ban_words(logits: Tensor, sequence: Tensor, positions: Tensor, prefixes: Tensor, ends: Tensor) -> Tensor:
     """Ban the end of each word whose prefix ``[words, width]`` the tokens before ``positions`` end with."""
-    width = prefixes.shape[1]
-    place = positions[..., None] - width + torch.arange(width, device=logits.device)
-    suffix = sequence.gather(1, place.clamp(min=0).flatten(1)).view_as(place)
-    suffix = torch.where(place < 0, _ABSENT, suffix)
-    matches = ((suffix[:, :, None] == prefixes) | (prefixes == _ANY)).all(-1)
+    matches = _ends_with(sequence, positions, prefixes)
     return _ban(logits, ends.expand_as(matches), matches)
 
 

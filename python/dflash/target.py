@@ -11,6 +11,7 @@ import types
 import weakref
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel, StopStringCriteria
 
@@ -33,7 +34,7 @@ _PROBED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 class UnsupportedTargetError(ValueError):
-    """The target cannot be run losslessly by this package; the message says why."""
+    """The target cannot be run losslessly by this package; the message says why. A ``ValueError``."""
 
 
 def _attention(
@@ -228,6 +229,12 @@ class Target:
     def max_positions(self) -> int | None:
         return getattr(self.config, "max_position_embeddings", None)
 
+    def new_cache(self, batch_size: int, capacity: int) -> LazyKVCache:
+        """An empty cache for ``batch_size`` sequences of ``capacity`` positions."""
+        if self._fused is not None:
+            self._fused.table(capacity)  # now, and not inside a compiled step
+        return LazyKVCache(batch_size, capacity)
+
     def _add_taps(self, target_layer_ids: tuple[int, ...]) -> None:
         if not target_layer_ids:
             return
@@ -373,6 +380,12 @@ def generation_defaults(model: nn.Module) -> dict:
         "rules": {name: getattr(config, name, None) for name in _RULES},
         "unsupported": {name: getattr(config, name) for name, off in _OFF.items() if asks(name, off)},
     }
+
+
+def transformers_version() -> tuple[int, int]:
+    """Major and minor version of the transformers that is imported."""
+    major, minor, *_ = transformers.__version__.split(".")
+    return int(major), int(minor)
 
 
 def text_config(model: nn.Module):

@@ -53,6 +53,7 @@ def load_rows(
     *,
     raw: bool = False,
     bos: bool = False,
+    template: Mapping[str, Any] | None = None,
     vocab_size: int | None = None,
     skip_long: bool = False,
     split: str = "train",
@@ -75,6 +76,7 @@ def load_rows(
         max_length: tokens of a row at most; a longer response is cut there.
         raw: prompts are continued as they are, without the chat template; always so where there is none.
         bos: the tokenizer's BOS token comes before a raw prompt.
+        template: arguments of the chat template, as in ``{"enable_thinking": False}``.
         vocab_size: ids must lie below it; None for the tokenizer's.
         skip_long: leave out rows whose prompt leaves no room for a response, instead of raising.
         split: of a data set of the hub.
@@ -93,7 +95,7 @@ def load_rows(
 
     if isinstance(max_length, bool) or not isinstance(max_length, int) or max_length < 2:
         raise ValueError(f"max_length must be an integer of at least 2, got {max_length!r}")
-    encode = _Encoder(tokenizer, max_length, raw, bos, vocab_size or len(tokenizer), skip_long)
+    encode = _Encoder(tokenizer, max_length, raw, bos, template or {}, vocab_size or len(tokenizer), skip_long)
     features = datasets.Features(
         input_ids=datasets.List(datasets.Value("int32")), loss_mask=datasets.List(datasets.Value("int8"))
     )
@@ -120,16 +122,24 @@ def load_rows(
     return datasets.Dataset(pa.concat_tables(tables), info=datasets.DatasetInfo(features=features))
 
 
-def prompt_ids(tokenizer: Any, prompt: Mapping[str, Any], *, raw: bool = False, bos: bool = False) -> list[int]:
+def prompt_ids(
+    tokenizer: Any,
+    prompt: Mapping[str, Any],
+    *,
+    raw: bool = False,
+    bos: bool = False,
+    template: Mapping[str, Any] | None = None,
+) -> list[int]:
     """The ids that the target is given for a prompt of :func:`load_prompts`.
 
-    A ``prompt`` is a user's message where the tokenizer has a chat template, unless ``raw``.
+    A ``prompt`` is a user's message where the tokenizer has a chat template, unless ``raw``; ``template`` holds
+    arguments for that.
 
     Raises:
         ValueError: messages without a chat template, or ``bos`` without a BOS token.
     """
     if "messages" in prompt or not (raw or tokenizer.chat_template is None):
-        text = _rendered(tokenizer, _as_messages(prompt), True)
+        text = _rendered(tokenizer, _as_messages(prompt), True, template or {})
         return tokenizer(text, add_special_tokens=False).input_ids
     ids = tokenizer(prompt["prompt"]).input_ids
     if bos:
@@ -234,10 +244,13 @@ def _as_messages(prompt: Mapping[str, Any]) -> list[dict[str, Any]]:
     return prompt["messages"] if "messages" in prompt else [{"role": "user", "content": prompt["prompt"]}]
 
 
-def _rendered(tokenizer: Any, messages: list[dict[str, Any]], asks: bool) -> str:
+def _rendered(tokenizer: Any, messages: list[dict[str, Any]], asks: bool, template: Mapping[str, Any]) -> str:
     if tokenizer.chat_template is None:
         raise ValueError("messages need a chat template, and this tokenizer has none")
-    return tokenizer.apply_chat_template(messages, add_generation_prompt=asks, tokenize=False)
+    try:
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=asks, tokenize=False, **template)
+    except Exception as error:  # whatever a template raises: roles that do not alternate, a role it does not know
+        raise ValueError(f"the chat template refuses these messages: {error}") from error
 
 
 def _fields(row: Mapping[str, Any]) -> str:
@@ -257,9 +270,18 @@ _Row = tuple[list[int], list[int]]  # ids and loss mask
 class _Encoder:
     """Makes training rows of a source's rows."""
 
-    def __init__(self, tokenizer: Any, max_length: int, raw: bool, bos: bool, vocab_size: int, skip_long: bool) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        max_length: int,
+        raw: bool,
+        bos: bool,
+        template: Mapping[str, Any],
+        vocab_size: int,
+        skip_long: bool,
+    ) -> None:
         self.tokenizer, self.max_length, self.vocab_size = tokenizer, max_length, vocab_size
-        self.raw, self.bos, self.skip_long = raw, bos, skip_long
+        self.raw, self.bos, self.template, self.skip_long = raw, bos, template, skip_long
 
     def __call__(self, row: Mapping[str, Any], where: str) -> list[_Row]:
         try:
@@ -321,30 +343,37 @@ class _Encoder:
         response = row["response"]
         if not isinstance(response, str):
             raise ValueError(f"response must be text, got {_short(response)}")
-        given = prompt_ids(self.tokenizer, prompt, raw=self.raw, bos=self.bos)
+        given = prompt_ids(self.tokenizer, prompt, raw=self.raw, bos=self.bos, template=self.template)
         if row.get("finish_reason") == "length":
             return _joined((given, 0), (self.plain(response), 1))
         if "messages" in prompt or not (self.raw or self.tokenizer.chat_template is None):
-            return self.conversation([*_as_messages(prompt), {"role": "assistant", "content": response}], last=True)
+            messages = _as_messages(prompt)
+            asked = self.rendered(messages, True)
+            said = self.rendered([*messages, {"role": "assistant", "content": response}], False)
+            if said.startswith(asked):  # else the template asks with more than it keeps: an empty thought, say
+                return _joined((given, 0), *self.until_stop(self.plain(said[len(asked) :])))
         return _joined((given, 0), (self.plain(response) + self.stop, 1))
 
-    def conversation(self, messages: list[dict[str, Any]], last: bool = False) -> _Row:
-        """A conversation as the template writes it; the assistant's turns are supervised, or the ``last`` alone."""
+    def rendered(self, messages: list[dict[str, Any]], asks: bool) -> str:
+        return _rendered(self.tokenizer, messages, asks, self.template)
+
+    def conversation(self, messages: list[dict[str, Any]]) -> _Row:
+        """A conversation as the template writes it, up to the assistant's last turn."""
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         if not turns:
             raise ValueError("messages has no turn of the assistant to learn from")
-        whole = _rendered(self.tokenizer, messages[: turns[-1] + 1], False)
+        whole = self.rendered(messages[: turns[-1] + 1], False)
         pieces, done = [], 0
-        for turn in turns[-1:] if last else turns:
-            asked = _rendered(self.tokenizer, messages[:turn], True) if turn else ""
-            said = _rendered(self.tokenizer, messages[: turn + 1], False)
+        for turn in turns:
+            asked = self.rendered(messages[:turn], True) if turn else ""
+            said = self.rendered(messages[: turn + 1], False)
             if whole.startswith(asked) and whole.startswith(said) and done <= len(asked) < len(said):
                 pieces.append((self.plain(whole[done : len(asked)]), 0))
                 pieces += self.until_stop(self.plain(whole[len(asked) : len(said)]))
                 done = len(said)
-            elif turn == turns[-1]:
-                raise ValueError("the chat template does not write an answer behind what asks for it")
-        return _joined(*pieces, (self.plain(whole[done:]), 0))
+        if done < len(whole):
+            raise ValueError("the chat template does not write the last answer behind what asks for it")
+        return _joined(*pieces)
 
     def until_stop(self, ids: list[int]) -> list[tuple[list[int], int]]:
         """A turn up to its stop token, supervised, and what the template writes behind that."""

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from ..target import text_config, unwrap
+from .model import TargetFeatures
 
 __all__ = ["FeatureCache", "FeatureProgress", "cache_features", "cache_size", "fingerprint"]
 
@@ -84,7 +85,7 @@ def cache_size(rows: Any, width: int, dtype: torch.dtype) -> int:
 
 def cache_features(
     target: nn.Module,
-    compute: Callable[[Tensor], Tensor],
+    compute: Callable[[Tensor], Tensor] | None,
     rows: Any,
     layer_ids: Sequence[int],
     folder: str | os.PathLike,
@@ -101,16 +102,16 @@ def cache_features(
     A shard counts once it is whole, so that a run that was stopped loses the shard it was at.
 
     Args:
-        target: the model, for its fingerprint and its device.
+        target: the model.
         compute: right-padded ids ``[batch, length]`` on the target's device to features ``[batch, length, taps *
-            hidden]``.
+            hidden]``; None runs the target (:class:`dflash.train.model.TargetFeatures`).
         rows: a ``datasets.Dataset`` with ``input_ids``.
         layer_ids: tapped layers, in the drafter's order.
         folder: made if need be.
         dtype: bfloat16, float16 or float32.
         batch_tokens: of one forward pass, padding counted; a longer row stands alone.
         shard_bytes: of a shard, which is put together in memory; a longer row is a shard of its own.
-        rank, world: this process computes every ``world``-th of the missing shards, from the ``rank``-th.
+        rank, world: this process computes the missing shards whose number is ``rank`` modulo ``world``.
         progress: called after every forward pass.
 
     Returns:
@@ -121,6 +122,9 @@ def cache_features(
             enough room; nothing is computed then. OSError: a shard could not be written; the others are whole.
     """
     folder, target = Path(folder), unwrap(target)
+    if compute is None:
+        tapped = TargetFeatures(target, tuple(layer_ids))
+        compute = lambda ids: tapped(ids)[0]  # noqa: E731
     width = len(layer_ids) * text_config(target).hidden_size
     lengths = [len(ids) for ids in _ids(rows)]
     if not lengths or not min(lengths):
@@ -144,7 +148,7 @@ def cache_features(
     state = FeatureProgress(0, len(lengths), 0, 0.0)
     state.rows = len(lengths) - sum(end - start for start, end in (index["shards"][number] for number in missing))
     began = time.perf_counter()
-    for number in missing[rank::world]:
+    for number in (number for number in missing if number % world == rank):
         start, end = index["shards"][number]
         features = torch.zeros(sum(lengths[start:end]), width, dtype=dtype)
         offsets = [0, *accumulate(lengths[start:end])]

@@ -16,7 +16,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,9 +101,14 @@ class Answer:
 
 
 class Writer(Protocol):
-    """Something that answers jobs, in any order, as it comes; ``name`` says in a row who wrote it."""
+    """Something that answers jobs, in any order, as it comes.
+
+    ``name`` says in a row who wrote it; ``ids`` maps the lines of prompts that were checked to their ids, where the
+    writer knows them.
+    """
 
     name: str
+    ids: dict[int, list[int]]
 
     def check(self, jobs: Sequence[Job], settings: Settings) -> None:
         """Raise ``ValueError`` for what cannot be answered, before any is."""
@@ -171,7 +176,7 @@ def regenerate(
     wanted, out = jobs(prompts, settings), Path(out)
     writer.check(wanted, settings)
     with _appending(out) as file:
-        done, whole = _finished(file, out, {(job.line, job.sample): job for job in wanted}, settings, writer.name)
+        done, whole = _finished(file, out, {(job.line, job.sample): job for job in wanted}, settings, writer)
         file.truncate(whole)
         file.seek(0, os.SEEK_END)
         missing = [job for job in wanted if (job.line, job.sample) not in done]
@@ -207,7 +212,7 @@ def _line(job: Job, answer: Answer, settings: Settings, name: str) -> bytes:
     if answer.response_ids is not None:
         row["response_ids"] = answer.response_ids
     row |= {key: value for key, value in _drawn(job, settings, name).items() if value is not None}
-    return (json.dumps(row, ensure_ascii=False) + "\n").encode()
+    return (json.dumps(row) + "\n").encode()
 
 
 @contextlib.contextmanager
@@ -228,7 +233,7 @@ def _appending(path: Path) -> Iterator[Any]:
 
 
 def _finished(
-    file: Any, path: Path, wanted: dict[tuple[int, int], Job], settings: Settings, name: str
+    file: Any, path: Path, wanted: dict[tuple[int, int], Job], settings: Settings, writer: Writer
 ) -> tuple[set[tuple[int, int]], int]:
     """The keys of the rows that ``path`` has, and the bytes up to the end of its last whole line."""
     file.seek(0)
@@ -246,7 +251,7 @@ def _finished(
         job = wanted.get(key)
         if job is None:
             raise ValueError(f"{path}, line {number}: no response to any of these prompts: choose another file")
-        for what, ours in _drawn(job, settings, name).items():
+        for what, ours in _drawn(job, settings, writer.name).items():
             if row.get(what) != ours:
                 raise ValueError(
                     f"{path}, line {number}: was written with {what} {row.get(what)!r}, now it is {ours!r}: "
@@ -255,6 +260,11 @@ def _finished(
         if any(row.get(kind) != job.prompt.get(kind) for kind in ("prompt", "messages")):
             raise ValueError(
                 f"{path}, line {number}: answers another prompt than line {job.line}'s: choose another file"
+            )
+        if job.line in writer.ids and row.get("prompt_ids") != writer.ids[job.line]:
+            raise ValueError(
+                f"{path}, line {number}: was asked with other tokens than line {job.line}'s are now (tokenizer, chat "
+                "template, --raw, --bos, --no-thinking): choose another file"
             )
         done.add(key)
         whole += len(line)
@@ -274,7 +284,7 @@ class LocalWriter:
             wide batches.
         name: what rows call the target.
         batch_size: rows of a batch.
-        raw, bos: see :func:`dflash.train.data.prompt_ids`.
+        raw, bos, template: see :func:`dflash.train.data.prompt_ids`.
     """
 
     def __init__(
@@ -284,16 +294,17 @@ class LocalWriter:
         draft: Drafter | None = None,
         *,
         name: str = "",
-        batch_size: int = 32,
+        batch_size: int = 64,
         raw: bool = False,
         bos: bool = False,
+        template: Mapping[str, Any] | None = None,
     ) -> None:
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         self.target, self.tokenizer, self.draft = target, tokenizer, draft
         self.name, self.batch_size = name, batch_size
-        self.encoding = {"raw": raw, "bos": bos}
-        self._ids: dict[int, list[int]] = {}  # by the prompt's line
+        self.encoding = {"raw": raw, "bos": bos, "template": template}
+        self.ids: dict[int, list[int]] = {}
         self._steps: list[int] = [0, 0]  # how many, and the tokens they emitted
 
     @property
@@ -305,12 +316,12 @@ class LocalWriter:
     def check(self, jobs: Sequence[Job], settings: Settings) -> None:
         """Tokenize every prompt; raise if one does not fit the target with its response."""
         positions = getattr(text_config(self.target), "max_position_embeddings", None)
-        self._ids = {}
+        self.ids = {}
         for job in jobs:
-            if job.line in self._ids:
+            if job.line in self.ids:
                 continue
             try:
-                ids = self._ids[job.line] = prompt_ids(self.tokenizer, job.prompt, **self.encoding)
+                ids = self.ids[job.line] = prompt_ids(self.tokenizer, job.prompt, **self.encoding)
             except ValueError as error:
                 raise ValueError(f"the prompt on line {job.line}: {error}") from error
             if not ids:
@@ -325,7 +336,7 @@ class LocalWriter:
         """As :class:`Writer` says; :meth:`check` comes first."""
         if not jobs:
             return
-        longest = max(len(self._ids[job.line]) for job in jobs)
+        longest = max(len(self.ids[job.line]) for job in jobs)
         rows = min(self.batch_size, len(jobs))
         generator = Generator(
             self.target,
@@ -337,12 +348,12 @@ class LocalWriter:
         )
         for temperature in settings.temperatures:
             of_one = [job for job in jobs if job.temperature == temperature]
-            of_one.sort(key=lambda job: len(self._ids[job.line]), reverse=True)
+            of_one.sort(key=lambda job: len(self.ids[job.line]), reverse=True)
             for start in range(0, len(of_one), rows):
                 yield self._batch(generator, of_one[start : start + rows], settings)
 
     def _batch(self, generator: Generator, jobs: list[Job], settings: Settings) -> list[tuple[Job, Answer]]:
-        prompts = [torch.tensor(self._ids[job.line]) for job in jobs]
+        prompts = [torch.tensor(self.ids[job.line]) for job in jobs]
         ids = nn.utils.rnn.pad_sequence(prompts, batch_first=True)
         mask = nn.utils.rnn.pad_sequence([torch.ones_like(prompt) for prompt in prompts], batch_first=True)
         device = self.target.get_input_embeddings().weight.device
@@ -366,7 +377,7 @@ class LocalWriter:
         ):
             response = row[:length]
             text = self.tokenizer.decode(response, skip_special_tokens=True)
-            group.append((job, Answer(text, reason, self._ids[job.line], response, length)))
+            group.append((job, Answer(text, reason, self.ids[job.line], response, length)))
         return group
 
 
@@ -380,6 +391,7 @@ class ServerWriter:
         url: the API's root, as in ``http://localhost:8000/v1``.
         model: the name under which it serves the target.
         raw: complete prompts as they are, instead of sending them as a user's message.
+        template: arguments of the chat template (``chat_template_kwargs`` of vLLM and SGLang).
         concurrency: requests at once.
         retries: how often a request is sent again after a network error or an answer of status 408, 429 or 5xx.
         backoff: seconds before the first of them, doubled each time.
@@ -394,6 +406,7 @@ class ServerWriter:
         model: str,
         *,
         raw: bool = False,
+        template: Mapping[str, Any] | None = None,
         concurrency: int = 32,
         retries: int = 4,
         backoff: float = 1.0,
@@ -406,8 +419,10 @@ class ServerWriter:
         if concurrency < 1:
             raise ValueError(f"concurrency must be at least 1, got {concurrency}")
         self.url, self.name, self.raw = url.rstrip("/"), model, raw
+        self.template = dict(template or {})
         self.concurrency, self.retries, self.backoff, self.timeout = concurrency, retries, backoff, timeout
         self.api_key, self.token_ids = api_key, token_ids
+        self.ids: dict[int, list[int]] = {}  # the server keeps them
         self._stopped = threading.Event()
 
     def check(self, jobs: Sequence[Job], settings: Settings) -> None:
@@ -454,6 +469,8 @@ class ServerWriter:
         body |= {name: getattr(settings, name) for name in ("top_k", "min_p") if getattr(settings, name)}
         if self.token_ids:
             body["return_token_ids"] = True
+        if chat and self.template:
+            body["chat_template_kwargs"] = self.template
         if chat:
             messages = job.prompt.get("messages") or [{"role": "user", "content": job.prompt["prompt"]}]
             return self._read(self._post("/chat/completions", {**body, "messages": messages}, job), job, chat)

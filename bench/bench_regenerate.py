@@ -1,0 +1,55 @@
+"""How fast the target answers prompts for its drafter's training data, by batch size.
+
+    python bench/bench_regenerate.py --pair ../shared/pair [--prompts 64] [--samples 8] [--new 160] [--bos]
+
+Sampled at temperature 1 through `dflash.train.regenerate`, with and without the pair's drafter, in one thread. Tokens
+per second of CPU time, which other work on the machine disturbs less, and of the clock. Prints; asserts nothing.
+"""
+
+import argparse
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import dflash
+from dflash.train.data import load_prompts
+from dflash.train.regenerate import LocalWriter, Settings, regenerate
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pair", type=Path, required=True, help="folder with target/, draft/ and prompts.jsonl")
+    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--samples", type=int, default=8, help="answers to a prompt")
+    parser.add_argument("--new", type=int, default=160, help="new tokens at most")
+    parser.add_argument("--bos", action="store_true", help="BOS token before the prompts")
+    parser.add_argument("--dtype", nargs="+", default=["bfloat16", "float32"])
+    parser.add_argument("--batch", nargs="+", type=int, default=[16, 32, 64, 128])
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    tokenizer = AutoTokenizer.from_pretrained(arguments.pair / "target")
+    prompts = load_prompts(arguments.pair / "prompts.jsonl")[: arguments.prompts]
+    settings = Settings((1.0,), samples=arguments.samples, max_new_tokens=arguments.new)
+    print("dtype     drafter  batch   tokens  /CPU s  /second")
+    for name in arguments.dtype:
+        dtype = getattr(torch, name)
+        target = AutoModelForCausalLM.from_pretrained(arguments.pair / "target", dtype=dtype)
+        for draft in (None, dflash.load_draft(arguments.pair / "draft", dtype=dtype)):
+            for batch in arguments.batch:
+                writer = LocalWriter(target, tokenizer, draft, batch_size=batch, bos=arguments.bos)
+                with tempfile.TemporaryDirectory() as folder:
+                    began = time.process_time()
+                    done = regenerate(prompts, writer, Path(folder) / "out.jsonl", settings)
+                    rate = done.tokens / (time.process_time() - began)
+                used = "no" if draft is None else "yes"
+                print(
+                    f"{name:<9} {used:<7} {batch:6} {done.tokens:8} {rate:7.0f} {done.tokens_per_second:8.0f}",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""A drafter from one checkpoint layout to the other: :func:`export`."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..drafter import draft_folder, load_draft
+from ..layouts import from_speculators, is_speculators, to_speculators
+
+__all__ = ["FORMATS", "export"]
+
+FORMATS = ("published", "speculators")
+
+
+def export(
+    draft: str | os.PathLike,
+    out: str | os.PathLike,
+    layout: str,
+    *,
+    target: str | None = None,
+    dtype: torch.dtype | None = None,
+    revision: str | None = None,
+) -> Path:
+    """Write a drafter in the published or the speculators layout.
+
+    Args:
+        draft: a folder or a hub repository, in either layout.
+        out: a folder that does not exist or is empty; it appears whole or not at all.
+        layout: ``"published"`` (the reference package, SGLang, vLLM) or ``"speculators"`` (vLLM, speculators).
+        target: name of the target, a folder or a hub repository: the speculators layout carries it.
+        dtype: of the weights; None keeps their bits.
+        revision: of the repository.
+
+    Returns:
+        ``out``.
+
+    Raises:
+        FileNotFoundError, ValueError: the drafter cannot be read, ``out`` is taken, or the layout cannot say what the
+            drafter does; nothing is written then. OSError: the disk is full or cannot be written.
+    """
+    from safetensors.torch import save_file
+
+    if layout not in FORMATS:
+        raise ValueError(f"the format must be {' or '.join(FORMATS)}, got {layout!r}")
+    if layout == "speculators" and not target:
+        raise ValueError("the speculators layout carries the target's name: give it (--target)")
+    out = Path(out)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"{out} is not an empty folder: choose another")
+    folder = draft_folder(draft, revision)
+    drafter = load_draft(folder, dtype=dtype)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    if is_speculators(config):
+        config = from_speculators(config)
+    # Written out, where the checkpoint left them to be derived.
+    taps, mask = list(drafter.config.target_layer_ids), drafter.config.mask_token_id
+    config["dflash_config"] = (config.get("dflash_config") or {}) | {"target_layer_ids": taps, "mask_token_id": mask}
+    config["block_size"] = drafter.config.block_size
+    if layout == "speculators":
+        config = to_speculators(config, drafter.config, target, _architectures(target))
+    config["dtype"] = str(drafter.dtype).removeprefix("torch.")
+    config.pop("torch_dtype", None)
+    tensors = {name: tensor.detach().contiguous().clone() for name, tensor in drafter.named_parameters()}
+    out.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = out.with_name(f".unfinished-{os.getpid()}-{out.name}")
+    try:
+        unfinished.mkdir()
+        save_file(tensors, unfinished / "model.safetensors", metadata={"format": "pt"})
+        (unfinished / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        os.replace(unfinished, out)
+    except Exception as error:
+        raise OSError(f"{out} could not be written: {' '.join(str(error).split())}") from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return out
+
+
+def _architectures(target: str) -> list[str]:
+    """What a target's config calls its class; nothing for a repository that is not a folder here."""
+    path = Path(target).expanduser() / "config.json"
+    if not path.is_file():
+        return []
+    config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return list(config.get("architectures") or [])

@@ -1,0 +1,171 @@
+"""Both checkpoint layouts hold the same drafter, and say so where one has no word for it."""
+
+import json
+import sys
+
+import pytest
+import safetensors.torch
+import torch
+from draft_variants import VARIANTS, config_dict, random_tensors, save_checkpoint, sliding
+
+import dflash
+from dflash import DraftConfig, cli
+from dflash.train.export import export
+
+EXPRESSIBLE = ["Qwen3-4B", "Kimi-K2.5", "Llama-3.1-8B", "gpt-oss-20b", "one-layer", "dflash_config.causal-false"]
+
+
+def checkpoint(folder, config):
+    return save_checkpoint(folder, config, random_tensors(DraftConfig.from_config(config)))
+
+
+def read(folder) -> dict:
+    return json.loads((folder / "config.json").read_text())
+
+
+def same(a: dflash.Drafter, b: dflash.Drafter) -> bool:
+    theirs = dict(b.named_parameters())
+    equal = all(torch.equal(tensor, theirs.pop(name)) for name, tensor in a.named_parameters())
+    return equal and not theirs and a.config == b.config and a.dtype == b.dtype
+
+
+@pytest.mark.parametrize("variant", EXPRESSIBLE)
+def test_there_and_back(tmp_path, variant):
+    drafter = dflash.load_draft(checkpoint(tmp_path / "draft", VARIANTS[variant]))
+    export(tmp_path / "draft", tmp_path / "speculators", "speculators", target="owner/target")
+    (tmp_path / "published").mkdir()  # a folder that is there and empty will do
+    export(tmp_path / "speculators", tmp_path / "published", "published")
+    for folder in ("speculators", "published"):
+        assert same(dflash.load_draft(tmp_path / folder), drafter)
+    config = read(tmp_path / "published")
+    assert config["architectures"] == ["DFlashDraftModel"]
+    assert config["dflash_config"]["target_layer_ids"] == list(drafter.config.target_layer_ids)
+    assert "transformer_layer_config" not in config
+
+
+def test_the_speculators_layout_says_what_engines_read(tmp_path):
+    """The keys that vLLM's reader of this layout requires, and the taps as it counts them."""
+    checkpoint(tmp_path / "draft", config_dict())
+    (tmp_path / "target").mkdir()
+    (tmp_path / "target" / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
+    export(tmp_path / "draft", tmp_path / "out", "speculators", target=str(tmp_path / "target"))
+    config = read(tmp_path / "out")
+    assert config["speculators_model_type"] == "dflash"
+    assert config["aux_hidden_state_layer_ids"] == [2, 10, 18, 26, 34]
+    assert (config["mask_token_id"], config["block_size"], config["draft_vocab_size"]) == (100, 16, 101)
+    assert config["sliding_window_non_causal"] is True, "False would make every layer causal there"
+    assert "model_type" not in config, "which would hide that it is a speculators checkpoint"
+    methods = config["speculators_config"]["proposal_methods"]
+    assert methods[0]["speculative_tokens"] == 15
+    verifier = {"name_or_path": str(tmp_path / "target"), "architectures": ["Qwen3ForCausalLM"]}
+    assert config["speculators_config"]["verifier"] == verifier
+    layer = config["transformer_layer_config"]
+    assert (layer["model_type"], layer["num_hidden_layers"], layer["vocab_size"]) == ("qwen3", 3, 101)
+    assert layer["rope_theta"] == 1000000.0
+
+
+def test_windows_are_said_in_both_layouts(tmp_path):
+    for name, changes in (("causal", {"is_causal": True}), ("not", {"is_causal": False})):
+        drafter = dflash.load_draft(checkpoint(tmp_path / name, config_dict(**sliding("ss", 6), **changes)))
+        export(tmp_path / name, tmp_path / f"{name}-out", "speculators", target="owner/target")
+        assert read(tmp_path / f"{name}-out")["sliding_window_non_causal"] == (name == "not")
+        assert dflash.load_draft(tmp_path / f"{name}-out").config == drafter.config
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (VARIANTS["Gemma4-31B"], "has no input_embedding_scale, and this drafter has 8.0"),
+        (VARIANTS["is_causal-false-with-window"], "has no output_multiplier"),
+        (config_dict(final_logit_softcapping=30.0), "has no final_logit_softcapping"),
+        (config_dict(attention_sink_bias=True), "has no attention_sinks"),
+        (config_dict(vocab_size=None), "needs vocab_size"),
+        (
+            VARIANTS["Qwen3.6-27B"],
+            r"one rule of causality for all layers .*\[True, True, False\] with windows \[7, 7, 0\]",
+        ),
+        (VARIANTS["is_causal-true-with-window"], r"causal \[True, True\] with windows \[6, 0\]"),
+    ],
+)
+def test_what_the_layout_cannot_say_is_refused(tmp_path, config, message):
+    checkpoint(tmp_path / "draft", config)
+    with pytest.raises(ValueError, match=message):
+        export(tmp_path / "draft", tmp_path / "out", "speculators", target="owner/target")
+    assert not (tmp_path / "out").exists()
+
+
+def speculators(**changes) -> dict:
+    layer = {"hidden_size": 64, "intermediate_size": 88, "num_hidden_layers": 1, "num_attention_heads": 4}
+    layer |= {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 101, "model_type": "llama"}
+    config = {"speculators_model_type": "dflash", "transformer_layer_config": layer, "mask_token_id": 5}
+    return config | {"aux_hidden_state_layer_ids": [2, 3], "draft_vocab_size": 101} | changes
+
+
+def test_a_speculators_config_is_read():
+    config = DraftConfig.from_config(speculators(sample_from_anchor=False, projector_type="dflash", auf=False))
+    assert (config.target_layer_ids, config.mask_token_id, config.block_size) == ((1, 2), 5, 8)
+    assert (config.hidden_size, config.max_position_embeddings, config.rope.theta) == (64, 32768, 10000.0)
+    bare = speculators(transformer_layer_config={"num_hidden_layers": 5}, draft_vocab_size=None)
+    assert DraftConfig.from_config(bare).intermediate_size == 22016, "what is left out is a Qwen3 config's default"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"speculators_model_type": "eagle3"}, "drafter: speculators_model_type must be dflash, got 'eagle3'"),
+        ({"transformer_layer_config": None}, "transformer_layer_config must be an object, got None"),
+        ({"aux_hidden_state_layer_ids": None}, "must be a list of layers, counted from 1, got None"),
+        ({"aux_hidden_state_layer_ids": [0, 2]}, r"counted from 1, got \[0, 2\]"),
+        ({"sample_from_anchor": True}, "sample_from_anchor = True is not supported"),
+        ({"shift_label": True}, "shift_label = True is not supported"),
+        ({"projector_type": "domino"}, "projector_type = 'domino' is not supported"),
+        ({"draft_vocab_size": 32}, "draft_vocab_size = 32 differs from vocab_size = 101"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config = {'bits': 4} is not supported"),
+        ({"mask_token_id": None}, "mask_token_id is missing"),
+    ],
+)
+def test_a_speculators_config_that_is_not_supported_is_refused_by_name(changes, message):
+    with pytest.raises(ValueError, match=message):
+        DraftConfig.from_config(speculators(**changes), "drafter")
+
+
+def test_a_folder_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+    checkpoint(tmp_path / "draft", config_dict())
+    taken = tmp_path / "taken"
+    taken.mkdir()
+    (taken / "notes").write_text("mine")
+    with pytest.raises(ValueError, match="is not an empty folder"):
+        export(tmp_path / "draft", taken, "published")
+    with pytest.raises(ValueError, match="must be published or speculators, got 'gguf'"):
+        export(tmp_path / "draft", tmp_path / "out", "gguf")
+    with pytest.raises(ValueError, match=r"give it \(--target\)"):
+        export(tmp_path / "draft", tmp_path / "out", "speculators")
+
+    def full(tensors, path, metadata):
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(safetensors.torch, "save_file", full)
+    with pytest.raises(OSError, match=r"out could not be written: .*No space left on device"):
+        export(tmp_path / "draft", tmp_path / "out", "published")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["draft", "taken"]
+
+
+def test_the_command(tmp_path, monkeypatch, capsys):
+    checkpoint(tmp_path / "draft", config_dict())
+
+    def run(*arguments) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["dflash", "export", "--draft", str(tmp_path / "draft"), *arguments])
+        try:
+            cli.main()
+        except SystemExit as exit:
+            return exit.code or 0, *capsys.readouterr()
+        return 0, *capsys.readouterr()
+
+    out = str(tmp_path / "out")
+    done = run("--out", out, "--format", "speculators", "--target", "owner/target", "--dtype", "bfloat16", "--json")
+    assert done == (0, json.dumps({"out": out, "format": "speculators"}) + "\n", "")
+    assert dflash.load_draft(out).dtype == torch.bfloat16
+    assert read(tmp_path / "out")["dtype"] == "bfloat16"
+    code, _, error = run("--out", out, "--format", "published")
+    assert (code, "is not an empty folder" in error) == (2, True)
