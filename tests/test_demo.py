@@ -147,7 +147,7 @@ def test_transformers_generate_leaves_the_random_numbers_alone(tiny):
         (["--prompts", "0"], "--prompts must be at least 1, got 0"),
         (["--temperature", "-1"], "temperature must be a finite number of at least 0, got -1.0"),
         (["--max-new-tokens", "510"], "a prompt of 4 tokens and 510 new tokens pass the target's"),
-        (["--pair", "nowhere"], "no demo pair in nowhere: there is no target"),
+        (["--pair", "nowhere"], "no pair in nowhere: there is no target"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(tiny, shell, arguments, message):
