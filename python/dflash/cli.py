@@ -17,6 +17,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from .loading import load as _load
+from .loading import load_tokenizer as _load_tokenizer
 from .train.command import train
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
@@ -288,6 +290,8 @@ def chat(
 
 
 app.command()(train)
+
+
 # ---------------------------------------------------------------------------------------------- regenerate
 
 
@@ -575,74 +579,6 @@ def doctor(as_json: Json = False) -> None:
         Console().print(table)
     if any(check.status == "error" for check in checks):
         raise typer.Exit(1)
-
-
-# ---------------------------------------------------------------------------------------------- loading
-
-
-@contextlib.contextmanager
-def _waiting(what: str, source: str, quiet: bool) -> Iterator[None]:
-    """While ``what`` is loaded: a spinner on a terminal's standard error, or the hub's bars for a download."""
-    console = Console(stderr=True)
-    quiet, local = quiet or not console.is_terminal, Path(source).is_dir()
-    with contextlib.ExitStack() as stack:
-        if not quiet and local:
-            size = sum(file.stat().st_size for file in Path(source).glob("*.safetensors")) / 1e9
-            size = f", {size:.1f} GB" if size >= 0.05 and what != "tokenizer" else ""
-            stack.enter_context(console.status(f"loading the {what}{size}"))
-        elif not quiet:
-            console.print(f"[dim]loading the {what} from {escape(source)}[/]")
-        from transformers.utils import logging  # takes a while itself
-
-        if (quiet or local) and logging.is_progress_bar_enabled():
-            logging.disable_progress_bar()  # and the hub's
-            stack.callback(logging.enable_progress_bar)
-        yield
-
-
-def _load_tokenizer(model: str, quiet: bool = False) -> Any:
-    with _waiting("tokenizer", _existing(model), quiet):
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(model)
-
-
-def _load(model: str, draft: str | None, dtype: str, device: str | None, quiet: bool = False) -> tuple[Any, Any, str]:
-    """Target, drafter if one is named, and device; the drafter first, because it is small and its errors are quick."""
-    import torch
-    from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM
-
-    import dflash
-
-    if dtype not in ("auto", "float32", "bfloat16", "float16"):
-        raise ValueError(f"--dtype must be auto, float32, bfloat16 or float16, got {dtype!r}")
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"--device {device!r}: {str(error).splitlines()[0]}") from error
-    wanted = None if dtype == "auto" else getattr(torch, dtype)
-    drafter = None
-    if draft is not None:
-        with _waiting("drafter", draft, quiet):
-            drafter = dflash.load_draft(draft, dtype=wanted, device=device)
-    try:
-        with _waiting("target", model, quiet):
-            target = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).to(device).eval()
-    except SafetensorError as error:
-        raise ValueError(f"--model {model!r}: its weights are truncated or corrupt: {error}") from error
-    return target, drafter, device
-
-
-def _existing(name: str) -> str:
-    """``name`` if it can be a folder or a hub id; a path that is not there is said so before any download."""
-    if Path(name).is_dir():
-        return name
-    if name.startswith((".", "/", "~")) or name.count("/") != 1:
-        raise ValueError(f"no folder {name!r}, and it is not a hub id (owner/name) either")
-    return name
 
 
 def main() -> None:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from . import denoise, ops, rejection
+from .config import DraftConfig
 from .drafter import Drafter, load_draft
 from .rules import HostRules, LogitRules, RuleArguments, RuleSettings
 from .sampling import Sampling, integer
@@ -135,18 +136,25 @@ class StreamEvent:
 
 def check_fit(target: nn.Module, draft: Drafter) -> None:
     """Raise ``ValueError`` unless ``draft`` was made for a target like ``target``; names both sides, runs nothing."""
-    config, theirs = draft.config, text_config(target)
+    check_config(target, draft.config)
     embedding = target.get_input_embeddings().weight
+    _expect("device", draft.device, embedding.device)
+    _expect("dtype", draft.dtype, embedding.dtype)
 
-    def expect(what: str, ours: object, want: object) -> None:
-        if ours != want:
-            raise ValueError(f"the drafter does not fit the target: its {what} is {ours}, the target's is {want}")
 
-    expect("hidden_size", config.hidden_size, theirs.hidden_size)
+def _expect(what: str, ours: object, want: object) -> None:
+    if ours != want:
+        raise ValueError(f"the drafter does not fit the target: its {what} is {ours}, the target's is {want}")
+
+
+def check_config(target: nn.Module, config: DraftConfig) -> None:
+    """:func:`check_fit` of a drafter's config alone; ``target`` may be on the meta device."""
+    theirs, embedding = text_config(target), target.get_input_embeddings().weight
+    _expect("hidden_size", config.hidden_size, theirs.hidden_size)
     if config.num_target_layers is not None:
-        expect("num_target_layers", config.num_target_layers, theirs.num_hidden_layers)
+        _expect("num_target_layers", config.num_target_layers, theirs.num_hidden_layers)
     if config.vocab_size is not None:
-        expect("vocab_size", config.vocab_size, theirs.vocab_size)
+        _expect("vocab_size", config.vocab_size, theirs.vocab_size)
     if max(config.target_layer_ids) >= theirs.num_hidden_layers:
         raise ValueError(
             f"the drafter does not fit the target: it taps layers {list(config.target_layer_ids)}, "
@@ -157,8 +165,6 @@ def check_fit(target: nn.Module, draft: Drafter) -> None:
             f"the drafter does not fit the target: its mask_token_id is {config.mask_token_id}, "
             f"the target embeds ids 0 .. {embedding.shape[0] - 1}"
         )
-    expect("device", draft.device, embedding.device)
-    expect("dtype", draft.dtype, embedding.dtype)
 
 
 def _check_ids(ids: Tensor, attention_mask: Tensor | None, vocab: int, device: torch.device) -> Tensor:

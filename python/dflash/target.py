@@ -137,8 +137,12 @@ def _rope_types(config) -> set[str]:
     return {entry.get("rope_type", "default") for entry in (nested or [parameters])}
 
 
-def refusal(model: nn.Module) -> str | None:
-    """Why this target cannot be run, or None. Looks at the structure alone and computes nothing."""
+def refusal(model: nn.Module, *, loaded: bool = True) -> str | None:
+    """Why this target cannot be run, or None. Looks at the structure alone and computes nothing.
+
+    ``loaded=False`` leaves out what is about the weights: so that a model built on the meta
+    device can be asked before it is loaded.
+    """
     if not isinstance(model, PreTrainedModel):
         return f"a transformers PreTrainedModel is needed, got {type(model).__name__}"
     config = text_config(model)
@@ -148,7 +152,7 @@ def refusal(model: nn.Module) -> str | None:
     if model.get_output_embeddings() is None or not model.can_generate():
         return f"{type(model).__name__} has no language-model head"
     devices = {parameter.device for parameter in model.parameters()}
-    if any(device.type == "meta" for device in devices):
+    if loaded and any(device.type == "meta" for device in devices):
         return "some of its weights are on the meta device: they were never loaded"
     if len(devices) > 1:
         return f"its weights are spread over {', '.join(sorted(map(str, devices)))}: one device is needed"

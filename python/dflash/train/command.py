@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import json
+import os
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from ..loading import check_device, existing, load_target, load_tokenizer
 
 __all__ = ["train"]
 
@@ -19,15 +25,22 @@ def train(
     heldout: Annotated[str | None, typer.Option(help="Held-out rows; default: some of the data.")] = None,
     init: Annotated[str | None, typer.Option(help="Start from this drafter: a folder or a hub id.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint in the folder.")] = False,
-    layers: Annotated[int, typer.Option(help="Draft layers.")] = 5,
-    block_size: Annotated[int, typer.Option(help="Tokens of a block, the anchor counted.")] = 16,
+    layers: Annotated[int | None, typer.Option(help="Draft layers.  [default: 5]")] = None,
+    block_size: Annotated[
+        int | None, typer.Option(help="Tokens of a block, the anchor counted.  [default: 16]")
+    ] = None,
     taps: Annotated[
         str | None, typer.Option(help="Tapped target layers, as in 1,9,17; default: evenly spaced.")
     ] = None,
     mask_token_id: Annotated[int | None, typer.Option(help="Default: the tokenizer's, or an unused row.")] = None,
     intermediate_size: Annotated[int | None, typer.Option(help="Width of the MLP; default: the target's.")] = None,
-    sliding_window: Annotated[int, typer.Option(help="Window of all draft layers but the last; 0 is off.")] = 0,
-    max_length: Annotated[int, typer.Option(help="Tokens of a row at most.")] = 3072,
+    sliding_window: Annotated[
+        int | None, typer.Option(help="Window of all draft layers but the last; default: none.")
+    ] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="The prompts were continued without a chat template.")] = False,
+    bos: Annotated[bool, typer.Option("--bos", help="The tokenizer's BOS token was put before raw prompts.")] = False,
+    max_length: Annotated[int, typer.Option(help="Tokens of a row at most; the target's positions, if fewer.")] = 3072,
+    skip_long: Annotated[bool, typer.Option("--skip-long", help="Leave out rows whose prompt is longer.")] = False,
     epochs: Annotated[int, typer.Option(help="Passes over the data.")] = 6,
     steps: Annotated[int | None, typer.Option(help="Steps, instead of epochs.")] = None,
     batch_tokens: Annotated[int, typer.Option(help="Tokens of a micro-batch, padding counted.")] = 4096,
@@ -41,7 +54,9 @@ def train(
     constant: Annotated[float, typer.Option(help="Share of the run after which the rate falls.")] = 1 / 3,
     distill: Annotated[float, typer.Option(help="Share of the distance to the target's distribution.")] = 0.0,
     feature_noise: Annotated[float, typer.Option(help="Uniform noise on the features, relative.")] = 0.05,
-    features: Annotated[Path | None, typer.Option(help="Folder of features computed before.")] = None,
+    cache_features: Annotated[
+        Path | None, typer.Option(help="Keep the target's features in this folder, and read them from there.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="The same seed trains the same drafter.")] = 0,
     mixed_precision: Annotated[str, typer.Option(help="bf16 or no.")] = "bf16",
     compile: Annotated[bool, typer.Option("--compile", help="Run the drafter through torch.compile.")] = False,
@@ -56,7 +71,8 @@ def train(
     tracker: Annotated[str | None, typer.Option(help="tensorboard or trackio.")] = None,
     dtype: Annotated[str, typer.Option(help="Of the target: float32, bfloat16, float16 or auto.")] = "auto",
     device: Annotated[str | None, typer.Option(help="Default: cuda where there is one, else cpu.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the last metrics as JSON.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done; a few steps are timed.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the last metrics, or the plan, as JSON.")] = False,
 ) -> None:
     """Train a drafter for the target MODEL on rows of DATA, and write it to OUTPUT in the published layout.
 
@@ -73,56 +89,169 @@ def train(
         log_every=log_every, eval_every=eval_every, save_every=save_every, eval_rows=eval_rows,
         eval_tokens=eval_tokens, eval_temperatures=_numbers("--eval-temperatures", eval_temperatures, float), keep=keep,
     )  # fmt: skip
-    if tracker not in (None, "tensorboard", "trackio"):
-        raise ValueError(f"--tracker must be tensorboard or trackio, got {tracker!r}")
-    if threads is not None:
-        torch.set_num_threads(threads)
-    _check_output(output, resume)
+    if dry_run and resume:
+        raise ValueError("--dry-run plans a whole run: leave out --resume")
+    if cache_features is not None and distill:
+        raise ValueError("--distill needs the target's own distribution, which --cache-features does not keep")
+    device = check_device(dtype, device)
+    if device.split(":")[0] not in ("cpu", "cuda"):
+        raise ValueError(f"--device must be cpu or cuda, got {device!r}")
+    if os.environ.get("RANK", "0") == "0":
+        _check_output(output, resume)
     _need("accelerate", "datasets")
-    from accelerate import Accelerator
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    if threads is not None:
+        if threads < 1:
+            raise ValueError(f"--threads must be at least 1, got {threads}")
+        torch.set_num_threads(threads)
 
-    import dflash
+    from . import data as source
+    from .features import cache_size
+    from .loop import Trainer, make_accelerator
 
-    from .draft import choose_mask_id, draft_config, new_drafter
-    from .loop import Trainer
+    tokenizer = load_tokenizer(model)
+    shell = _shell(model)
+    chosen = {"layers": layers, "block_size": block_size, "taps": taps, "mask_token_id": mask_token_id}
+    chosen |= {"intermediate_size": intermediate_size, "sliding_window": sliding_window}
+    drafter = _drafter(shell, tokenizer, init, chosen, seed)
+    text = shell.config.get_text_config(decoder=True)
+    longest = min(max_length, getattr(text, "max_position_embeddings", None) or max_length)
 
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    rows = _load_rows(data, tokenizer, max_length)
-    held = None if heldout is None else _load_rows(heldout, tokenizer, max_length)
-    accelerator = Accelerator(
-        cpu=device == "cpu", mixed_precision=mixed_precision, log_with=tracker, project_dir=str(output)
-    )
-    if tracker:
-        accelerator.init_trackers("dflash")
-    target = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).to(accelerator.device).eval()
-    target.requires_grad_(False)
-    if init is not None:
-        drafter = dflash.load_draft(init, dtype=torch.float32)
-    else:
-        mask = choose_mask_id(target, tokenizer, mask_token_id)
-        drafter = new_drafter(
-            draft_config(
-                target, mask_token_id=mask, num_layers=layers, block_size=block_size,
-                target_layer_ids=None if taps is None else _numbers("--taps", taps, int),
-                intermediate_size=intermediate_size, sliding_window=sliding_window,
-            ),
-            seed=seed,
-        )  # fmt: skip
-    cache = None
-    if features is not None:
-        from .features import FeatureCache
+    def rows_of(name: str) -> Any:
+        options = {"raw": raw, "bos": bos, "vocab_size": text.vocab_size, "skip_long": skip_long}
+        return source.load_rows(name, tokenizer, longest, **options)
 
-        cache = FeatureCache(features)
-    trainer = Trainer(
-        target, drafter, rows, config, output,
-        heldout=held, features=cache, accelerator=accelerator, tracker=tracker,
-    )  # fmt: skip
+    rows = rows_of(data)
+    held = None if heldout is None else rows_of(heldout)
+    tracker = None if dry_run else tracker
+    accelerator = make_accelerator(config, output, cpu=device == "cpu", tracker=tracker)
+    target = load_target(model, dtype, accelerator.device).requires_grad_(False)
+    arguments = {"heldout": held, "accelerator": accelerator, "tracker": tracker}
+    if dry_run:
+        plan = Trainer(target, drafter, rows, config, output, **arguments).plan()
+        if cache_features is not None:
+            width = len(drafter.config.target_layer_ids) * text.hidden_size
+            plan["features_bytes"] = cache_size(rows, width, _features_dtype(config, target))
+        if accelerator.is_main_process:
+            typer.echo(json.dumps(plan) if as_json else _described(plan))
+        return
+    if cache_features is not None:
+        arguments["features"] = _cache(
+            target, rows, drafter.config.target_layer_ids, cache_features, config, accelerator
+        )
+    trainer = Trainer(target, drafter, rows, config, output, **arguments)
     if resume and not trainer.resume() and accelerator.is_main_process:
         print(f"dflash: no checkpoint under {output}: starting anew", file=sys.stderr)
     last = trainer.train()
     if as_json and accelerator.is_main_process:
         typer.echo(json.dumps(last))
+
+
+def _shell(model: str) -> Any:
+    """The target without its weights, which says what is refused before they are loaded."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from ..target import UnsupportedTargetError, refusal
+
+    config = AutoConfig.from_pretrained(existing(model))
+    with torch.device("meta"):
+        shell = AutoModelForCausalLM.from_config(config)
+    if reason := refusal(shell, loaded=False):
+        raise UnsupportedTargetError(f"this target is not supported: {reason}")
+    return shell
+
+
+def _drafter(shell: Any, tokenizer: Any, init: str | None, chosen: dict[str, Any], seed: int) -> Any:
+    """The drafter to start from, checked against the target."""
+    import torch
+
+    import dflash
+
+    from ..generate import check_config
+    from .draft import choose_mask_id, draft_config, new_drafter
+
+    given = {name: value for name, value in chosen.items() if value is not None}
+    if init is not None:
+        if given:
+            raise ValueError(f"--{next(iter(given)).replace('_', '-')} is that of --init: leave it out")
+        drafter = dflash.load_draft(init, dtype=torch.float32)
+        check_config(shell, drafter.config)
+        return drafter
+    mask = choose_mask_id(shell, tokenizer, given.pop("mask_token_id", None))
+    if "taps" in given:
+        given["target_layer_ids"] = _numbers("--taps", given.pop("taps"), int)
+    if "layers" in given:
+        given["num_layers"] = given.pop("layers")
+    return new_drafter(draft_config(shell, mask_token_id=mask, **given), seed=seed)
+
+
+def _features_dtype(config: Any, target: Any) -> Any:
+    import torch
+
+    return torch.bfloat16 if config.mixed_precision == "bf16" else next(target.parameters()).dtype
+
+
+def _cache(target: Any, rows: Any, layer_ids: tuple[int, ...], folder: Path, config: Any, accelerator: Any) -> Any:
+    """The features of ``rows`` on disk; what is missing is computed, by all processes."""
+    from .features import FeatureCache, cache_features
+    from .model import TargetFeatures
+
+    online = TargetFeatures(target, layer_ids)
+
+    def compute(ids: Any) -> Any:
+        with accelerator.autocast():
+            return online(ids)[0]
+
+    place = {"rank": accelerator.process_index, "world": accelerator.num_processes}
+    with _bar("features", accelerator.is_main_process) as show:
+        dtype = _features_dtype(config, target)
+        cache_features(target, compute, rows, layer_ids, folder, dtype=dtype, progress=show, **place)
+    accelerator.wait_for_everyone()
+    return FeatureCache(folder)
+
+
+@contextlib.contextmanager
+def _bar(what: str, shown: bool) -> Iterator[Callable[[Any], None]]:
+    """A bar on standard error for rows that are done."""
+    from rich.console import Console
+    from rich.progress import Progress, TextColumn
+
+    console = Console(stderr=True)
+    with Progress(
+        *Progress.get_default_columns(), TextColumn("{task.fields[rate]}"), console=console,
+        disable=not (shown and console.is_terminal),
+    ) as bar:  # fmt: skip
+        task = bar.add_task(what, total=None, rate="")
+
+        def show(state: Any) -> None:
+            rate = f"{state.tokens_per_second:,.0f} tokens/s"
+            bar.update(task, completed=state.rows, total=state.total_rows, rate=rate)
+
+        yield show
+
+
+def _described(plan: dict[str, Any]) -> str:
+    """A plan as text, a line for each thing to know."""
+
+    def size(count: float) -> str:
+        return f"{count / 1e9:.1f} GB" if count >= 1e9 else f"{count / 1e6:.1f} MB"
+
+    lines = {
+        "train": f"{plan['draft_parameters']:,} parameters, for a target of {plan['target_parameters']:,}",
+        "on": f"{plan['device']}, {plan['processes']} process{'es' * (plan['processes'] > 1)}",
+        "data": f"{plan['rows']:,} rows, {plan['row_tokens']:,} tokens; {plan['heldout_prompts']} held-out prompts",
+        "run": f"{plan['steps']:,} steps of about {plan['tokens_per_step']:,} tokens, {plan['tokens']:,} in all, "
+        f"{plan['epochs']:.2f} epochs",
+        "speed": f"{plan['seconds_per_step']:.2f} s a step, {plan['tokens_per_second']:,.0f} tokens/s: the mean of "
+        f"{plan['measured_steps']} steps on this data",
+        "time": f"{plan['hours']:.2f} hours at that speed, evaluations and checkpoints not counted",
+        "memory": f"{size(plan['memory_bytes'])} at most in those steps",
+        "disk": f"{plan['checkpoints']} checkpoints of {size(plan['checkpoint_bytes'])}, the draft "
+        f"{size(plan['draft_bytes'])}",
+    }
+    if "features_bytes" in plan:
+        lines["disk"] += f", features {size(plan['features_bytes'])}"
+    return "\n".join(f"{name:<8}{text}" for name, text in lines.items())
 
 
 def _numbers(option: str, text: str, kind: type) -> tuple:
@@ -140,18 +269,6 @@ def _check_output(output: Path, resume: bool) -> None:
 
 
 def _need(*packages: str) -> None:
-    import importlib.util
-
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
         raise ValueError(f"training needs {', '.join(missing)}: pip install 'dflash-engine[train]'")
-
-
-def _load_rows(name: str, tokenizer: Any, max_length: int) -> Any:
-    try:
-        from .data import load_rows
-    except ModuleNotFoundError:
-        from datasets import Dataset
-
-        return Dataset.from_list([json.loads(line) for line in Path(name).read_text().splitlines()])
-    return load_rows(name, tokenizer, max_length)

@@ -61,6 +61,12 @@ def _rope(config: Any) -> Rope:
     return Rope(theta=float(theta))
 
 
+def _first_layer(config: Any) -> Any:
+    """What the first layer's shape is read from: a config of its own where layers differ in shape, as Gemma 4's do."""
+    layers = getattr(config, "per_layer_config", None)
+    return layers[0] if layers else config
+
+
 def draft_config(
     target: nn.Module,
     *,
@@ -102,9 +108,10 @@ def draft_config(
     multiplier = getattr(config, "logit_scale", None)
     if multiplier is None:
         multiplier = 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
-    width = intermediate_size or getattr(config, "intermediate_size", None) or 3 * config.hidden_size
-    heads = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    first = _first_layer(config)
+    width = intermediate_size or getattr(first, "intermediate_size", None) or 3 * config.hidden_size
+    heads = first.num_attention_heads
+    kv_heads = getattr(first, "num_key_value_heads", None) or heads
     windowed = [sliding_window > 0 and i < num_layers - 1 for i in range(num_layers)]
     return DraftConfig(
         hidden_size=config.hidden_size,
@@ -112,7 +119,7 @@ def draft_config(
         num_hidden_layers=num_layers,
         num_attention_heads=heads,
         num_kv_heads=kv_heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        head_dim=getattr(first, "head_dim", None) or config.hidden_size // heads,
         block_size=block_size,
         mask_token_id=mask_token_id,
         target_layer_ids=taps,

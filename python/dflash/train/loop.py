@@ -8,10 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
+import importlib.util
 import itertools
 import json
 import math
+import resource
+import sys
 import time
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,13 +27,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..drafter import Drafter
-from ..target import text_config
+from ..generate import Generator, check_config
+from ..target import Target, text_config, unwrap
 from .blocks import default_gamma, make_blocks, sample_anchors
-from .checkpoint import checkpoints, load_checkpoint, save_checkpoint, save_draft
+from .checkpoint import CheckpointError, checkpoints, load_checkpoint, save_checkpoint, save_draft
 from .loss import BlockLoss, block_loss
 from .model import TargetFeatures, TrainableDrafter
 
-__all__ = ["Batches", "TrainConfig", "Trainer", "learning_rate"]
+__all__ = ["Batches", "TrainConfig", "Trainer", "learning_rate", "make_accelerator"]
+
+_TRACKERS = ("tensorboard", "trackio")
 
 
 @dataclass(frozen=True)
@@ -159,6 +167,36 @@ def _fold(*numbers: int) -> int:
     return value
 
 
+def make_accelerator(config: TrainConfig, output: str | Path, *, cpu: bool = False, tracker: str | None = None) -> Any:
+    """The accelerator that a :class:`Trainer` runs on.
+
+    Args:
+        config: its mixed precision is taken.
+        output: where a tracker writes.
+        cpu: stay off devices that are there.
+        tracker: "tensorboard", "trackio" or None.
+
+    Raises:
+        ValueError: the tracker is unknown, or a package is not installed; it is named.
+    """
+    if tracker not in (None, *_TRACKERS):
+        raise ValueError(f"tracker must be {' or '.join(_TRACKERS)}, got {tracker!r}")
+    for name, extra in (("accelerate", "'dflash-engine[train]'"), (tracker, tracker)):
+        if name is not None and importlib.util.find_spec(name) is None:
+            raise ValueError(f"this needs the {name} package: pip install {extra}")
+    from accelerate import Accelerator, DistributedDataParallelKwargs
+
+    # The drafter's buffers are its packed parameters: they are the same everywhere already.
+    parallel = DistributedDataParallelKwargs(broadcast_buffers=False)
+    return Accelerator(
+        cpu=cpu,
+        mixed_precision=config.mixed_precision,
+        log_with=tracker,
+        project_dir=str(output),
+        kwargs_handlers=[parallel],
+    )
+
+
 class Trainer:
     """Trains ``drafter`` for ``target`` on rows of tokens.
 
@@ -169,8 +207,8 @@ class Trainer:
         config: how.
         output: folder for the draft, checkpoints and ``metrics.jsonl``.
         heldout: rows like ``rows`` whose prompts are answered in the real loop; None takes ``eval_rows`` off ``rows``.
-        features: a cache of the target's features with ``features(batch)``; None computes them.
-        accelerator: from accelerate; None makes one.
+        features: a :class:`~dflash.train.features.FeatureCache` of ``rows``; None computes the features.
+        accelerator: from accelerate; None makes one (:func:`make_accelerator`).
         tracker: "tensorboard" or "trackio".
         quiet: no progress on standard error.
 
@@ -192,22 +230,22 @@ class Trainer:
         tracker: str | None = None,
         quiet: bool = False,
     ) -> None:
-        from accelerate import Accelerator
-
         if features is not None and config.distill:
             raise ValueError("distill needs the target's own distribution: compute the features online")
+        target = unwrap(target)
+        draft = drafter.config
+        Target(target, draft.target_layer_ids)  # refuses what the engine cannot run
+        check_config(target, draft)
+        if drafter.dtype != torch.float32:
+            raise ValueError(f"a drafter is trained in float32, got {drafter.dtype}")
         self.config, self.output, self.target = config, Path(output), target
         self.rows, self.quiet = rows, quiet
-        if accelerator is None:
-            cpu = next(target.parameters()).device.type == "cpu"
-            accelerator = Accelerator(
-                cpu=cpu, mixed_precision=config.mixed_precision, log_with=tracker, project_dir=str(self.output)
-            )
-        self.accelerator, self.tracker = accelerator, tracker
-        self.device = accelerator.device
-        lengths, usable, prompts = _measure(rows, text_config(target))
+        data = _Measured(rows, text_config(target), draft.mask_token_id)
+        usable, prompts = data.usable, data.prompts
         if not usable:
             raise ValueError("no row has two neighbouring tokens that the target wrote (loss_mask): nothing to learn")
+        if features is not None:
+            _check_features(features, data.lengths, draft)
         heldout_rows: list[int] = []
         if heldout is None and config.eval_rows:
             order = torch.randperm(len(usable), generator=torch.Generator().manual_seed(_fold(config.seed, 1 << 20)))
@@ -216,16 +254,20 @@ class Trainer:
             usable = sorted(set(usable) - set(heldout_rows))
             heldout = rows
         elif heldout is not None:
-            _, heldout_rows, prompts = _measure(heldout, text_config(target))
-            heldout_rows = heldout_rows[: config.eval_rows]
+            asked = _Measured(heldout, text_config(target), draft.mask_token_id, "held-out row")
+            heldout_rows, prompts = asked.usable[: config.eval_rows], asked.prompts
         self.prompts = [heldout[i]["input_ids"][: prompts[i]] for i in heldout_rows if prompts[i]]
+        if accelerator is None:
+            cpu = next(target.parameters()).device.type == "cpu"
+            accelerator = make_accelerator(config, self.output, cpu=cpu, tracker=tracker)
+        self.accelerator, self.tracker, self.device = accelerator, tracker, accelerator.device
         self.index = usable
         world = accelerator.num_processes
-        self.batches = Batches(
-            [lengths[i] for i in usable], config.batch_tokens, world * config.accumulate, config.seed
-        )
+        lengths = [data.lengths[i] for i in usable]
+        self.batches = Batches(lengths, config.batch_tokens, world * config.accumulate, config.seed)
+        self._digest = data.digest
         self.steps = config.steps or self.batches.count(config.epochs)
-        self.gamma = config.gamma or default_gamma(drafter.config.block_size)
+        self.gamma = config.gamma or default_gamma(draft.block_size)
         self.drafter = drafter.to(self.device)
         self.trainable = TrainableDrafter(self.drafter)
         if config.compile:
@@ -240,8 +282,8 @@ class Trainer:
             fused=True,
         )
         self.features = features
-        self.online = TargetFeatures(target, drafter.config.target_layer_ids, final=config.distill > 0)
-        self._evaluator: Any = None
+        self.online = TargetFeatures(target, draft.target_layer_ids, final=config.distill > 0)
+        self._evaluator: Generator | None = None
         self.step = self.epoch = self.place = self.tokens = 0
         self.seconds = 0.0
         self.last: dict[str, Any] = {}
@@ -252,6 +294,8 @@ class Trainer:
         """Run to the end from where the trainer stands; returns the last metrics. Writes the draft to ``output``."""
         config = self.config
         main = self.accelerator.is_main_process
+        if self.tracker:
+            self.accelerator.init_trackers("dflash")
         began, seconds = time.monotonic(), self.seconds
         waiting = _Meter(self.drafter.config.block_size)
         with self._progress() as show:
@@ -269,9 +313,7 @@ class Trainer:
                     show(self, None)
                 last = self.step == self.steps
                 if self.prompts and (last or (config.eval_every and self.step % config.eval_every == 0)):
-                    if main:
-                        self._log(self.evaluate())
-                    self.accelerator.wait_for_everyone()
+                    self._log(self.evaluate())
                 if last or (config.save_every and self.step % config.save_every == 0):
                     self.save()
         if main:
@@ -332,13 +374,20 @@ class Trainer:
             if self.features is None:
                 context, final = self.online(ids)
             else:
-                context, final = self.features.features(ids).to(device), None
+                context, final = self.features.features(rows).to(device), None
+            if config.mixed_precision == "no":
+                context = context.to(self.drafter.dtype)
             if config.feature_noise:
                 context = self._noisy(context, generator)
-            embeds = F.embedding(blocks.ids, self.online.embedding_weight)
+            embedding = self.online.embedding_weight
+            embeds = F.embedding(blocks.ids, embedding)
+            if config.mixed_precision == "no":
+                embeds = embeds.to(self.drafter.dtype)
             hidden = self.model(context, embeds, blocks.anchors)
 
             def logits(rows: Tensor) -> Tensor:  # the drafter's multiplier and softcap are the target's
+                if config.mixed_precision == "no":
+                    rows = rows.to(embedding.dtype)
                 return self.drafter.logits(rows, self.online.head)
 
             return block_loss(hidden, blocks, logits, teacher=final, distill=config.distill, statistics=statistics)
@@ -352,15 +401,72 @@ class Trainer:
 
     # ------------------------------------------------------------------------------------------ what it tells
 
+    def plan(self, measured: int = 3) -> dict[str, Any]:
+        """What :meth:`train` would do, and how long it would take by steps that are run for it on this data.
+
+        Writes nothing and leaves the trainer as it was.
+
+        Args:
+            measured: steps to run, at least 2; the first warms up and is not counted.
+
+        Returns:
+            Numbers by name. ``hours`` leaves evaluations and checkpoints out; ``memory_bytes`` is the peak of the
+            device's memory, on CPU of the process.
+        """
+        if self.step:
+            raise ValueError(f"a run is planned before its first step, this one has done {self.step}")
+        first, cuda = self.batches.epoch(0), self.device.type == "cuda"
+        row_tokens = int(self.batches.lengths.sum())
+        step_tokens = sum(int(self.batches.lengths[rows].sum()) for group in first for rows in group) / len(first)
+        weights = [p.detach().to("cpu", copy=True) for p in self.drafter.parameters()]
+        meter, stamps = _Meter(self.drafter.config.block_size), []
+        for number in range(max(2, measured)):
+            self.place = number % len(first)
+            self._step(first[self.place], meter, False)
+            if cuda:
+                torch.cuda.synchronize(self.device)
+            stamps.append((time.monotonic(), self.tokens))
+        (began, before), (ended, after) = stamps[0], stamps[-1]
+        self.step = self.place = self.tokens = 0
+        self.optimizer.state.clear()
+        with torch.no_grad():
+            for parameter, weight in zip(self.drafter.parameters(), weights, strict=True):
+                parameter.copy_(weight)
+        peak = torch.cuda.max_memory_allocated(self.device) if cuda else _peak_memory()
+        count = sum(p.numel() for p in self.drafter.parameters())
+        tokens, rate = step_tokens * self.steps, (after - before) / (ended - began)
+        return {
+            "target_parameters": sum(p.numel() for p in self.target.parameters()),
+            "draft_parameters": count,
+            "device": str(self.device),
+            "processes": self.accelerator.num_processes,
+            "rows": len(self.index),
+            "row_tokens": row_tokens,
+            "heldout_prompts": len(self.prompts),
+            "steps": self.steps,
+            "epochs": self.steps / len(first),
+            "tokens_per_step": round(step_tokens),
+            "tokens": round(tokens),
+            "measured_steps": len(stamps) - 1,
+            "seconds_per_step": (ended - began) / (len(stamps) - 1),
+            "tokens_per_second": rate,
+            "hours": tokens / rate / 3600,
+            "memory_bytes": peak,
+            "draft_bytes": 2 * count,
+            "checkpoint_bytes": 12 * count,  # weights and two moments, float32
+            "checkpoints": self.config.keep,
+        }
+
     @torch.no_grad()
     def evaluate(self) -> dict[str, Any]:
-        """Answer the held-out prompts with :class:`dflash.Generator` and measure the acceptance length."""
-        from ..generate import Generator
+        """Answer the held-out prompts with :class:`dflash.Generator` and measure the acceptance length.
 
-        config, draft = self.config, self.drafter.config
+        The processes share the prompts; all must call this.
+        """
+        config, accelerator = self.config, self.accelerator
         if self._evaluator is None:
             dtype = next(self.target.parameters()).dtype
-            copy = Drafter(draft, dtype=dtype, device=self.device).eval()
+            copy = Drafter(self.drafter.config, dtype=dtype, device=self.device).eval()
             longest = max(map(len, self.prompts)) + config.eval_tokens
             limit = getattr(text_config(self.target), "max_position_embeddings", None) or longest
             self._evaluator = Generator(self.target, copy, max_length=min(longest, limit))
@@ -369,7 +475,7 @@ class Trainer:
         out: dict[str, Any] = {}
         for temperature in config.eval_temperatures:
             lengths: list[int] = []
-            for prompt in self.prompts:
+            for prompt in self.prompts[accelerator.process_index :: accelerator.num_processes]:
                 room = min(config.eval_tokens, generator.max_length - len(prompt))
                 if room < 2:
                     continue
@@ -381,8 +487,10 @@ class Trainer:
                     return_dict_in_generate=True,
                 )
                 lengths += answer.statistics.acceptance_lengths[0]
+            sums = torch.tensor([sum(lengths), len(lengths)], dtype=torch.float32, device=self.device)
+            tokens, steps = accelerator.reduce(sums, reduction="sum").tolist()
             name = "acceptance_length" if temperature == 0 else f"acceptance_length_t{temperature:g}"
-            out[name] = sum(lengths) / len(lengths) if lengths else None
+            out[name] = tokens / steps if steps else None
         return out
 
     def _log(self, metrics: dict[str, Any]) -> None:
@@ -393,9 +501,13 @@ class Trainer:
         self.last |= line
         if not self.accelerator.is_main_process:
             return
-        self.output.mkdir(parents=True, exist_ok=True)
-        with (self.output / "metrics.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        path = self.output / "metrics.jsonl"
+        try:
+            self.output.mkdir(parents=True, exist_ok=True)
+            with path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+        except OSError as error:
+            raise CheckpointError(f"{path} could not be written ({error}); the checkpoints are whole") from error
         if self.tracker:
             self.accelerator.log({k: v for k, v in line.items() if isinstance(v, (int, float))}, step=self.step)
 
@@ -428,6 +540,8 @@ class Trainer:
         """
         found = checkpoints(self.output / "checkpoints")
         if not found:
+            if self.accelerator.is_main_process:
+                _cut(self.output / "metrics.jsonl", 0)
             return False
         progress = json.loads((found[-1] / "trainer.json").read_text(encoding="utf-8"))
         mine = self.fingerprint()
@@ -449,7 +563,7 @@ class Trainer:
         """What has to be the same for a resumed run to be the same run."""
         config, free = dataclasses.asdict(self.config), ("keep", "log_every", "save_every", "eval_every", "compile")
         config = {k: v for k, v in config.items() if k not in free and not k.startswith("eval_")}
-        config |= {"rows": len(self.index), "row_tokens": int(self.batches.lengths.sum())}
+        config |= {"rows": len(self.index), "row_tokens": int(self.batches.lengths.sum()), "data": self._digest}
         config |= {"micro_batches": self.batches.group, "steps": self.steps}
         config.pop("accumulate")  # processes times accumulation is what counts
         draft = json.loads(json.dumps(dataclasses.asdict(self.drafter.config)))
@@ -466,6 +580,13 @@ def _cut(path: Path, step: int) -> None:
             if json.loads(line)["step"] <= step:
                 kept.append(line + "\n")
     path.write_text("".join(kept), encoding="utf-8")
+
+
+def _peak_memory() -> int:
+    """Bytes that this process has held at most."""
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak
 
 
 class _Meter:
@@ -497,29 +618,54 @@ class _Meter:
         }
 
 
-def _measure(rows: Any, config: Any) -> tuple[list[int], list[int], dict[int, int]]:
-    """Lengths, rows that have an anchor, and the length of each row's prompt."""
-    limit = getattr(config, "max_position_embeddings", None)
-    lengths: list[int] = []
-    usable: list[int] = []
-    prompts: dict[int, int] = {}
-    for start in range(0, len(rows), 1024):
-        part = rows[start : start + 1024]
-        for ids, mask in zip(part["input_ids"], part["loss_mask"], strict=True):
-            number = len(lengths)
-            if len(ids) != len(mask):
-                raise ValueError(f"row {number} has {len(ids)} input_ids and a loss_mask of {len(mask)}")
-            if limit is not None and len(ids) > limit:
-                raise ValueError(
-                    f"row {number} has {len(ids)} tokens, the target has {limit} positions: cut it shorter"
-                )
-            if ids and not 0 <= min(ids) <= max(ids) < config.vocab_size:
-                raise ValueError(f"row {number} has token ids outside 0 .. {config.vocab_size - 1}, the vocabulary")
-            if any(a and b for a, b in itertools.pairwise(mask)):
-                usable.append(number)
-                prompts[number] = mask.index(1)
-            lengths.append(len(ids))
-    return lengths, usable, prompts
+class _Measured:
+    """What a run has to know of its rows before it starts.
+
+    Attributes:
+        lengths: tokens of each row.
+        usable: rows that have an anchor.
+        prompts: of those, the tokens before the first that the target wrote.
+        digest: of all tokens and loss masks.
+    """
+
+    def __init__(self, rows: Any, config: Any, mask_token_id: int, what: str = "row") -> None:
+        limit = getattr(config, "max_position_embeddings", None)
+        self.lengths: list[int] = []
+        self.usable: list[int] = []
+        self.prompts: dict[int, int] = {}
+        digest = hashlib.sha256()
+        for start in range(0, len(rows), 1024):
+            part = rows[start : start + 1024]
+            for ids, mask in zip(part["input_ids"], part["loss_mask"], strict=True):
+                row = f"{what} {len(self.lengths)}"
+                if len(ids) != len(mask):
+                    raise ValueError(f"{row} has {len(ids)} input_ids and a loss_mask of {len(mask)}")
+                if limit is not None and len(ids) > limit:
+                    raise ValueError(f"{row} has {len(ids)} tokens, the target has {limit} positions: cut it shorter")
+                if ids and not 0 <= min(ids) <= max(ids) < config.vocab_size:
+                    raise ValueError(f"{row} has token ids outside 0 .. {config.vocab_size - 1}, the vocabulary")
+                if mask_token_id in ids and any(t == mask_token_id and m for t, m in zip(ids, mask, strict=True)):
+                    raise ValueError(
+                        f"{row} has the mask token {mask_token_id} among the tokens that the target wrote: the mask "
+                        "must be a token that it never writes (--mask-token-id)"
+                    )
+                if any(a and b for a, b in itertools.pairwise(mask)):
+                    self.usable.append(len(self.lengths))
+                    self.prompts[len(self.lengths)] = mask.index(1)
+                self.lengths.append(len(ids))
+                digest.update(len(ids).to_bytes(8, "little") + array("i", ids).tobytes() + bytes(m != 0 for m in mask))
+        self.digest = digest.hexdigest()
+
+
+def _check_features(features: Any, lengths: list[int], draft: Any) -> None:
+    """Raise unless a cache of features is of rows of these lengths and of the drafter's taps."""
+    if list(features.lengths) != lengths:
+        raise ValueError(f"{features.folder} holds features of other rows")
+    if tuple(features.target_layer_ids) != draft.target_layer_ids:
+        raise ValueError(
+            f"{features.folder} holds features of layers {list(features.target_layer_ids)}, the drafter taps "
+            f"{list(draft.target_layer_ids)}"
+        )
 
 
 def _collate(rows: Any, index: list[int]) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,90 @@
+"""Models and tokenizers as the command line names them; what cannot be loaded is said in one line."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+
+__all__ = ["check_device", "existing", "load", "load_target", "load_tokenizer"]
+
+
+def existing(name: str) -> str:
+    """``name`` if it can be a folder or a hub id; a path that is not there is said so before any download."""
+    if Path(name).is_dir():
+        return name
+    if name.startswith((".", "/", "~")) or name.count("/") != 1:
+        raise ValueError(f"no folder {name!r}, and it is not a hub id (owner/name) either")
+    return name
+
+
+@contextlib.contextmanager
+def _waiting(what: str, source: str, quiet: bool) -> Iterator[None]:
+    """While ``what`` is loaded: a spinner on a terminal's standard error, or the hub's bars for a download."""
+    console = Console(stderr=True)
+    quiet, local = quiet or not console.is_terminal, Path(source).is_dir()
+    with contextlib.ExitStack() as stack:
+        if not quiet and local:
+            size = sum(file.stat().st_size for file in Path(source).glob("*.safetensors")) / 1e9
+            size = f", {size:.1f} GB" if size >= 0.05 and what != "tokenizer" else ""
+            stack.enter_context(console.status(f"loading the {what}{size}"))
+        elif not quiet:
+            console.print(f"[dim]loading the {what} from {escape(source)}[/]")
+        from transformers.utils import logging  # takes a while itself
+
+        if (quiet or local) and logging.is_progress_bar_enabled():
+            logging.disable_progress_bar()  # and the hub's
+            stack.callback(logging.enable_progress_bar)
+        yield
+
+
+def load_tokenizer(model: str, quiet: bool = False) -> Any:
+    """The tokenizer of a folder or a hub id."""
+    with _waiting("tokenizer", existing(model), quiet):
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(model)
+
+
+def check_device(dtype: str, device: str | None) -> str:
+    """The device to load on, None being cuda where there is one, else cpu; raises if it or ``dtype`` cannot be."""
+    import torch
+
+    if dtype not in ("auto", "float32", "bfloat16", "float16"):
+        raise ValueError(f"--dtype must be auto, float32, bfloat16 or float16, got {dtype!r}")
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"--device {device!r}: {str(error).splitlines()[0]}") from error
+    return device
+
+
+def load_target(model: str, dtype: str, device: Any, quiet: bool = False) -> Any:
+    """The target in eval mode."""
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with _waiting("target", model, quiet):
+            return AutoModelForCausalLM.from_pretrained(model, dtype=dtype).to(device).eval()
+    except SafetensorError as error:
+        raise ValueError(f"--model {model!r}: its weights are truncated or corrupt: {error}") from error
+
+
+def load(model: str, draft: str | None, dtype: str, device: str | None, quiet: bool = False) -> tuple[Any, Any, str]:
+    """Target, drafter if one is named, and device; the drafter first, because it is small and its errors are quick."""
+    import torch
+
+    import dflash
+
+    device, drafter = check_device(dtype, device), None
+    if draft is not None:
+        with _waiting("drafter", draft, quiet):
+            drafter = dflash.load_draft(draft, dtype=None if dtype == "auto" else getattr(torch, dtype), device=device)
+    return load_target(model, dtype, device, quiet), drafter, device

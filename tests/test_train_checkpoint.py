@@ -1,0 +1,162 @@
+"""Drafts as we and the reference package read them back; checkpoints that are whole or not there."""
+
+import dataclasses
+import json
+import stat
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from draft_variants import VARIANTS, random_drafter
+from safetensors.torch import load_file
+from transformers.models.qwen3 import Qwen3Config
+
+from dflash import DraftConfig, load_draft
+from dflash.train import CheckpointError, published_config, save_draft
+from dflash.train.checkpoint import checkpoints, load_checkpoint, save_checkpoint
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_draft_reads_back_as_it_was(name, tmp_path):
+    """YaRN, llama3 and linear RoPE, windows, causality, biases, scales and softcaps included."""
+    drafter = random_drafter(VARIANTS[name])
+    assert DraftConfig.from_config(published_config(drafter.config)) == drafter.config
+    folder = save_draft(drafter, tmp_path / "draft", dtype=torch.float32)
+    again = load_draft(folder)
+    assert again.config == drafter.config
+    assert again.dtype == torch.float32
+    for name, tensor in drafter.state_dict().items():
+        assert torch.equal(again.state_dict()[name], tensor)
+    assert load_draft(save_draft(drafter, folder)).dtype == torch.bfloat16
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
+    assert (folder / "model.safetensors").stat().st_mode & stat.S_IRGRP == (folder / "config.json").stat().st_mode & (
+        stat.S_IRGRP
+    )
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@torch.no_grad()
+def test_the_reference_package_reads_a_draft_and_gives_the_same_logits(reference_package, name, tmp_path):
+    drafter = random_drafter(VARIANTS[name])
+    folder = save_draft(drafter, tmp_path, dtype=torch.float32)
+    model = reference_package.DFlashDraftModel(Qwen3Config(**json.loads((folder / "config.json").read_text()))).eval()
+    model.load_state_dict(load_file(folder / "model.safetensors"), strict=True)
+    generator, config = torch.Generator().manual_seed(0), drafter.config
+    context = torch.randn(1, 21, len(config.target_layer_ids) * config.hidden_size, generator=generator)
+    embeds = torch.randn(1, config.block_size, config.hidden_size, generator=generator)
+    head = torch.nn.Linear(config.hidden_size, 50, bias=False)
+    theirs = model(
+        target_hidden=context,
+        noise_embedding=embeds,
+        position_ids=torch.arange(21 + config.block_size)[None],
+        past_key_values=reference_package._make_cache(model.config),
+        use_cache=True,
+    )
+    ours = load_draft(folder)
+    count = torch.tensor([21])
+    ours = ours(ours.fuse(context, count), count, embeds, count, ours.new_cache(1, 64))
+    logits = drafter.logits(ours, head)
+    torch.testing.assert_close(logits, model.compute_logits(theirs, head), rtol=1e-4, atol=1e-4)
+    assert reference_package._draft_value(model.config, "mask_token_id", None) == config.mask_token_id
+    assert float(reference_package._draft_value(model.config, "input_embedding_scale", 1.0)) == pytest.approx(
+        config.input_embedding_scale
+    )
+
+
+def test_rules_that_the_layout_cannot_say_are_refused():
+    config = random_drafter(VARIANTS["Qwen3.5-27B-September"]).config
+    with pytest.raises(ValueError, match="one window and one rule of causality"):
+        published_config(dataclasses.replace(config, window=(24, 12, 24, 0)))
+    with pytest.raises(ValueError, match="one window and one rule of causality"):
+        published_config(dataclasses.replace(config, causal=(True, False, True, False)))
+
+
+# ---------------------------------------------------------------------------------------------- checkpoints
+
+
+def checkpoint(folder: Path, step: int, drafter, keep: int = 3) -> Path:
+    state = {"optimizer": {"moments": torch.full((3,), float(step))}}
+    return save_checkpoint(folder, step, drafter, state, {"step": step}, keep)
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def test_a_checkpoint_reads_back_and_old_ones_go(tmp_path):
+    for step in (2, 4, 10):
+        checkpoint(tmp_path, step, random_drafter(seed=step), keep=2)
+    assert [path.name for path in checkpoints(tmp_path)] == ["step-00000004", "step-00000010"]
+    drafter = random_drafter(seed=0)
+    state, progress = load_checkpoint(checkpoints(tmp_path)[-1], drafter)
+    assert progress == {"step": 10}
+    assert state["optimizer"]["moments"].tolist() == [10, 10, 10]
+    assert torch.equal(drafter.fc.weight, random_drafter(seed=10).fc.weight)
+    assert torch.equal(load_draft(checkpoints(tmp_path)[0]).fc.weight, random_drafter(seed=4).fc.weight)
+
+
+def _weights_fail(monkeypatch):
+    def save_file(tensors, path, metadata=None):
+        Path(path).write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(safetensors.torch, "save_file", save_file)
+
+
+def _state_fails(monkeypatch):
+    def save(state, path):
+        Path(path).write_bytes(b"half")
+        raise RuntimeError(
+            "PytorchStreamWriter failed writing file data/0: file write failed\n: No space left on device"
+        )
+
+    monkeypatch.setattr(torch, "save", save)
+
+
+def _last_file_fails(monkeypatch):
+    write = Path.write_text
+
+    def write_text(path, content, **options):
+        if path.name == "trainer.json":
+            write(path, content[:5])
+            raise OSError(28, "No space left on device")
+        return write(path, content, **options)
+
+    monkeypatch.setattr(Path, "write_text", write_text)
+
+
+@pytest.mark.parametrize("fail", [_weights_fail, _state_fails, _last_file_fails])
+def test_a_full_disk_leaves_the_last_checkpoint_and_nothing_half_written(fail, tmp_path, monkeypatch):
+    checkpoint(tmp_path, 2, random_drafter(seed=2), keep=1)
+    before = files(tmp_path)
+    with monkeypatch.context() as patch:
+        fail(patch)
+        with pytest.raises(CheckpointError) as error:
+            checkpoint(tmp_path, 4, random_drafter(seed=4), keep=1)
+    assert "step-00000004 was not written (the last good one is" in str(error.value)
+    assert "No space left on device" in str(error.value)
+    assert "\n" not in str(error.value)
+    assert files(tmp_path) == before
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
+    checkpoint(tmp_path, 4, random_drafter(seed=4), keep=1)
+    assert [path.name for path in checkpoints(tmp_path)] == ["step-00000004"]
+
+
+def test_a_full_disk_leaves_the_draft_that_was_there(tmp_path, monkeypatch):
+    save_draft(random_drafter(seed=1), tmp_path)
+    before = files(tmp_path)
+    _weights_fail(monkeypatch)
+    with pytest.raises(CheckpointError, match=r"the draft was not written to .*No space left on device"):
+        save_draft(random_drafter(seed=2), tmp_path)
+    assert files(tmp_path) == before
+
+
+def test_what_a_killed_run_left_does_not_count_and_goes(tmp_path):
+    checkpoint(tmp_path, 2, random_drafter())
+    left = tmp_path / ".unfinished-00000004"
+    left.mkdir()
+    (left / "model.safetensors").write_bytes(b"half")
+    assert [path.name for path in checkpoints(tmp_path)] == ["step-00000002"]
+    checkpoint(tmp_path, 4, random_drafter())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000002", "step-00000004"]

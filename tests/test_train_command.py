@@ -1,0 +1,367 @@
+"""``dflash train`` as a shell user meets it: one process, two, killed, and wrong in every way."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from families import VOCAB, make_config, make_target
+from safetensors.torch import load_file
+from tiny_tokenizers import spoken
+
+import dflash
+from dflash import cli
+
+MASK = 2
+ROOT = Path(__file__).parents[1]
+
+
+@dataclass
+class Done:
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def run(monkeypatch, capsys):
+    """``dflash train ARGUMENTS`` in this process."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+    def call(*arguments: object) -> Done:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        monkeypatch.setattr(sys, "argv", ["dflash", "train", *map(str, arguments)])
+        capsys.readouterr()
+        try:
+            cli.main()
+            code = 0
+        except SystemExit as exit:
+            code = exit.code or 0
+        return Done(code, *capsys.readouterr())
+
+    yield call
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("target")
+    make_target("qwen3").save_pretrained(folder)
+    spoken().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "rows.jsonl"
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(18, 40, (12,), generator=generator).tolist()
+    ids = [torch.randint(7, VOCAB, (length,), generator=generator).tolist() for length in lengths]
+    path.write_text(
+        "".join(json.dumps({"input_ids": r, "loss_mask": [0] * 4 + [1] * (len(r) - 4)}) + "\n" for r in ids)
+    )
+    return path
+
+
+SMALL = {
+    "--layers": 1,
+    "--block-size": 4,
+    "--taps": "0,2",
+    "--mask-token-id": MASK,
+    "--steps": 4,
+    "--batch-tokens": 80,
+    "--anchors": 5,
+    "--mixed-precision": "no",
+    "--eval-rows": 0,
+    "--log-every": 1,
+    "--save-every": 2,
+    "--device": "cpu",
+}
+
+
+@pytest.fixture
+def arguments(model, data, tmp_path):
+    """The options of a small run; changes replace some, None leaves one out, True makes it a flag."""
+
+    def make(**changes: object) -> list[str]:
+        options = {"--model": model, "--data": data, "--output": tmp_path / "out", **SMALL}
+        options |= {f"--{name.replace('_', '-')}": value for name, value in changes.items()}
+        pairs = (
+            [name] if value is True else [name, str(value)] for name, value in options.items() if value is not None
+        )
+        return [part for pair in pairs for part in pair]
+
+    return make
+
+
+def metrics(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def trained(folder: Path, step: int = 4) -> dict[str, torch.Tensor]:
+    return load_file(folder / "checkpoints" / f"step-{step:08d}" / "model.safetensors")
+
+
+# ---------------------------------------------------------------------------------------------- runs
+
+
+def test_a_run_writes_a_draft_that_the_engine_reads(run, arguments, model, tmp_path):
+    done = run(*arguments(eval_rows=1, eval_tokens=5, json=True))
+    assert done.code == 0, done.err
+    last = json.loads(done.out)
+    assert last["step"] == 4
+    assert last["acceptance_length"] >= 1
+    assert "step 4 of 4  loss" in done.err
+    folder = tmp_path / "out"
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "checkpoints",
+        "config.json",
+        "metrics.jsonl",
+        "model.safetensors",
+    ]
+    draft = dflash.load_draft(folder, dtype=torch.float32)
+    assert draft.config.mask_token_id == MASK
+    assert draft.config.target_layer_ids == (0, 2)
+    target = make_target("qwen3")
+    prompt = torch.tensor([[7, 8, 9]])
+    assert torch.equal(
+        dflash.generate(target, draft, prompt, max_new_tokens=12),
+        dflash.generate(target, None, prompt, max_new_tokens=12),
+    )
+    again = run(*arguments(eval_rows=1, eval_tokens=5, json=True, resume=True))
+    assert again.code == 0, again.err
+    assert json.loads(again.out) == last
+    onward = run(*arguments(init=folder, output=tmp_path / "more", **dict.fromkeys(NEW)))
+    assert onward.code == 0, onward.err
+    assert dflash.load_draft(tmp_path / "more").config == draft.config
+
+
+NEW = ("layers", "block_size", "taps", "mask_token_id")
+
+
+def test_a_dry_run_says_what_would_be_done_and_writes_nothing(run, arguments, tmp_path):
+    done = run(*arguments(dry_run=True, json=True, tracker="tensorboard", cache_features=tmp_path / "cache"))
+    assert done.code == 0, done.err
+    plan = json.loads(done.out)
+    assert plan["steps"] == 4
+    assert plan["rows"] == 12
+    assert plan["draft_parameters"] == 24992
+    assert plan["features_bytes"] == plan["row_tokens"] * 2 * 64 * 4
+    assert min(plan[name] for name in ("hours", "memory_bytes", "tokens_per_second", "tokens")) > 0
+    done = run(*arguments(dry_run=True))
+    assert "24,992 parameters, for a target of" in done.out
+    assert "steps on this data" in done.out
+    assert "hours at that speed, evaluations and checkpoints not counted" in done.out
+    assert not list(tmp_path.iterdir())
+
+
+def test_features_are_kept_and_read_again(run, arguments, tmp_path, monkeypatch):
+    first = run(*arguments(cache_features=tmp_path / "cache"))
+    assert first.code == 0, first.err
+    monkeypatch.setattr(dflash.train.TargetFeatures, "__call__", None)  # the target is not run again
+    again = run(*arguments(cache_features=tmp_path / "cache", output=tmp_path / "again"))
+    assert again.code == 0, again.err
+    ours, theirs = trained(tmp_path / "again"), trained(tmp_path / "out")
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def processes(count: int, arguments: list[str]) -> list[subprocess.Popen]:
+    """``python -m dflash.train`` as ``accelerate launch`` starts it, ``count`` times."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    common |= {"ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "dflash.train", *arguments]
+    return [
+        subprocess.Popen(
+            command,
+            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(count)
+    ]
+
+
+def test_two_processes_train_what_one_does_on_the_same_global_batch(run, arguments, tmp_path):
+    common = {"eval_rows": 2, "eval_tokens": 5, "json": True, "save_every": 4}
+    both = processes(2, arguments(output=tmp_path / "two", accumulate=2, **common))
+    try:
+        outputs = [process.communicate(timeout=240) for process in both]
+    finally:
+        for process in both:
+            process.kill()
+    assert [process.returncode for process in both] == [0, 0], outputs
+    done = run(*arguments(output=tmp_path / "one", accumulate=4, **common))
+    assert done.code == 0, done.err
+    ours, theirs = trained(tmp_path / "two"), trained(tmp_path / "one")
+    for name, tensor in theirs.items():
+        torch.testing.assert_close(ours[name], tensor, rtol=1e-4, atol=1e-5)
+    for two, one in zip(metrics(tmp_path / "two"), metrics(tmp_path / "one"), strict=True):
+        for name in ("step", "tokens", "loss", "train_acceptance", "gradient_norm", "acceptance_length"):
+            assert two.get(name) == pytest.approx(one.get(name), rel=1e-4), name
+    assert json.loads(outputs[0][0])["step"] == 4
+    assert outputs[1] == ("", ""), "only the first process speaks"
+
+
+KILLED = """
+import os, signal, torch
+from dflash import cli
+save = torch.save
+def killed(state, path):
+    save(state, path)
+    if "00000004" in str(path):
+        os.kill(os.getpid(), signal.SIGKILL)
+torch.save = killed
+cli.main()
+"""
+
+
+def test_a_killed_run_loses_the_steps_since_its_last_checkpoint_and_no_more(run, arguments, tmp_path):
+    """Killed in the middle of writing a checkpoint, which is then not there."""
+    options = arguments(steps=5)
+    command = [sys.executable, "-c", KILLED, "train", *options]
+    killed = subprocess.run(command, env={**os.environ, "HF_HUB_OFFLINE": "1"}, capture_output=True, check=False)
+    assert killed.returncode == -9, killed.stderr
+    folder = tmp_path / "out"
+    found = dflash.train.checkpoint.checkpoints(folder / "checkpoints")
+    assert [path.name for path in found] == ["step-00000002"]
+    assert metrics(folder)[-1]["step"] == 4
+    done = run(*options)
+    assert done.code == 2
+    assert "is not empty: name another folder, or --resume the run in it" in done.err
+    done = run(*options, "--resume")
+    assert done.code == 0, done.err
+    assert [line["step"] for line in metrics(folder)] == [1, 2, 3, 4, 5]
+    assert not list((folder / "checkpoints").glob(".unfinished-*"))
+    whole = run(*arguments(steps=5, output=tmp_path / "whole"))
+    assert whole.code == 0
+    ours, theirs = trained(folder, 5), trained(tmp_path / "whole", 5)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+# ---------------------------------------------------------------------------------------------- mistakes
+
+
+@pytest.fixture
+def file(tmp_path):
+    def write(content: str) -> Path:
+        path = tmp_path / "bad.jsonl"
+        path.write_text(content)
+        return path
+
+    return write
+
+
+GOOD = '{"input_ids": [7, 8, 9, 10], "loss_mask": [0, 1, 1, 1]}\n'
+
+
+def assert_refused(done: Done, message: str, folder: Path) -> None:
+    assert done.code == 2, done.err
+    assert done.out == ""
+    assert message in done.err
+    assert done.err.count("\n") == 1
+    assert not (folder / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "there is no data file"),
+        ("", "bad.jsonl is empty: it must hold at least one row"),
+        (GOOD + "{'input_ids'\n", "bad.jsonl, line 2: not JSON"),
+        (GOOD + '{"prompt": "w7"}\n', "line 2: a prompt without a response: let the target write one"),
+        (
+            GOOD + json.dumps({"prompt": " ".join(["w8"] * 520), "response": "w7"}),
+            "line 2: the prompt has 525 tokens, and a row may have 512 with its response",
+        ),
+        ('{"input_ids": [7, 200], "loss_mask": [0, 1]}\n', "line 1: input_ids must lie in 0 .. 96, got 200"),
+        ('{"input_ids": [7, 8, 2], "loss_mask": [0, 1, 1]}\n', "row 0 has the mask token 2 among the tokens"),
+        ('{"input_ids": [7, 8, 9], "loss_mask": [0, 0, 1]}\n', "nothing to learn"),
+    ],
+)
+def test_bad_data_is_one_line_and_exit_code_2(run, arguments, file, content, message, tmp_path):
+    path = tmp_path / "bad.jsonl" if content is None else file(content)
+    assert_refused(run(*arguments(data=path)), message, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": "./nowhere"}, "no folder './nowhere', and it is not a hub id"),
+        ({"layers": 0}, "the drafter's layers must be at least 1, got 0"),
+        ({"taps": "0,9"}, "target_layer_ids must be layers of the target, 0 .. 3, got [0, 9]"),
+        ({"taps": "0;1"}, "--taps must be numbers between commas, got '0;1'"),
+        ({"mask_token_id": 97}, "mask_token_id must be one of the target's embedding rows, 0 .. 96, got 97"),
+        ({"mask_token_id": None}, "no mask token: the tokenizer has none"),
+        ({"learning_rate": 0}, "learning_rate must be above 0, got 0.0"),
+        ({"dtype": "int8"}, "--dtype must be auto, float32, bfloat16 or float16, got 'int8'"),
+        ({"tracker": "wandb"}, "tracker must be tensorboard or trackio, got 'wandb'"),
+        ({"threads": 0}, "--threads must be at least 1, got 0"),
+        ({"dry_run": True, "resume": True}, "--dry-run plans a whole run: leave out --resume"),
+        ({"distill": 0.5, "cache_features": "x"}, "--distill needs the target's own distribution"),
+        ({"init": "./nowhere"}, "--layers is that of --init: leave it out"),
+        ({"init": "./nowhere", **dict.fromkeys(NEW)}, "draft './nowhere' is neither a folder nor"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(run, arguments, change, message, tmp_path):
+    assert_refused(run(*arguments(**change)), message, tmp_path)
+
+
+def test_a_refused_target_is_named_before_its_weights_are_loaded(run, arguments, model, tmp_path):
+    folder = tmp_path / "refused"
+    shutil.copytree(model, folder)
+    (folder / "model.safetensors").unlink()
+    make_config("deepseek_v32").save_pretrained(folder)
+    assert_refused(run(*arguments(model=folder)), "selects keys with a sparse-attention indexer", tmp_path)
+
+
+def test_a_drafter_of_another_target_is_named_before_weights_are_loaded(run, arguments, model, tmp_path):
+    from draft_variants import random_drafter
+
+    folder = tmp_path / "target"
+    shutil.copytree(model, folder)
+    (folder / "model.safetensors").unlink()
+    dflash.train.save_draft(random_drafter(), tmp_path / "draft")
+    done = run(*arguments(model=folder, init=tmp_path / "draft", **dict.fromkeys(NEW)))
+    assert_refused(
+        done, "the drafter does not fit the target: its num_target_layers is 36, the target's is 4", tmp_path
+    )
+
+
+def test_a_folder_in_use_is_left_alone(run, arguments, tmp_path):
+    (tmp_path / "out").mkdir()
+    kept = tmp_path / "out" / "thesis.txt"
+    kept.write_text("mine")
+    done = run(*arguments())
+    assert done.code == 2
+    assert "is not empty: name another folder, or --resume the run in it" in done.err
+    assert kept.read_text() == "mine"
+    done = run(*arguments(output=kept))
+    assert done.code == 2
+    assert "thesis.txt' is a file" in done.err
+
+
+def test_a_full_disk_is_one_line_and_exit_code_2(run, arguments, tmp_path, monkeypatch):
+    save = torch.save
+
+    def full(state, path):
+        if "00000004" in str(path):
+            raise OSError(28, "No space left on device")
+        save(state, path)
+
+    monkeypatch.setattr(torch, "save", full)
+    done = run(*arguments())
+    assert done.code == 2
+    assert "checkpoint step-00000004 was not written (the last good one is" in done.err.splitlines()[-1]
+    assert "No space left on device" in done.err.splitlines()[-1]
+    assert [path.name for path in (tmp_path / "out" / "checkpoints").iterdir()] == ["step-00000002"]

@@ -1,0 +1,373 @@
+"""The training loop on a tiny target: it learns, it resumes to the bit, it says what it cannot do."""
+
+import importlib.util
+import itertools
+import json
+import math
+
+import datasets
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from baseline import greedy
+from families import VOCAB, make_target
+
+import dflash
+from dflash.train import TrainConfig, Trainer, draft_config, new_drafter
+from dflash.train.checkpoint import checkpoints
+from dflash.train.features import cache_features
+from dflash.train.loop import Batches, learning_rate
+from dflash.train.model import TargetFeatures
+
+MASK, BLOCK, TAPS = 1, 8, (0, 2)
+FEW = TrainConfig(
+    steps=6,
+    batch_tokens=200,
+    anchors=6,
+    learning_rate=1e-3,
+    mixed_precision="no",
+    eval_rows=0,
+    log_every=1,
+    save_every=2,
+)
+
+
+@pytest.fixture(autouse=True)
+def another_run():
+    """accelerate keeps one state a process, which one run after another must not share."""
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.fixture(scope="module")
+def target():
+    return make_target("qwen3")
+
+
+@pytest.fixture(scope="module")
+def rows(target) -> datasets.Dataset:
+    """Ten prompts and the target's own greedy answers, without the mask token."""
+    found, generator = [], torch.Generator().manual_seed(0)
+    while len(found) < 10:
+        prompt = torch.randint(2, VOCAB, (5 + len(found) % 4,), generator=generator)
+        answer = greedy(target, prompt, 40 - 2 * (len(found) % 3))
+        if MASK not in answer:
+            ids = torch.cat([prompt, answer]).tolist()
+            found.append({"input_ids": ids, "loss_mask": [0] * len(prompt) + [1] * len(answer)})
+    return datasets.Dataset.from_list(found)
+
+
+def draft(target, **changes):
+    settings = {"num_layers": 2, "block_size": BLOCK, "target_layer_ids": TAPS, **changes}
+    return new_drafter(draft_config(target, mask_token_id=MASK, **settings))
+
+
+def trainer(target, rows, folder, config: TrainConfig = FEW, *, drafter=None, **options) -> Trainer:
+    return Trainer(target, drafter or draft(target), rows, config, folder, quiet=True, **options)
+
+
+def changed(**changes) -> TrainConfig:
+    return TrainConfig(**{**FEW.__dict__, **changes})
+
+
+def weights(run: Trainer) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in run.drafter.state_dict().items()}
+
+
+def assert_same(ours: dict, theirs: dict) -> None:
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def metrics(folder) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+# ---------------------------------------------------------------------------------------------- batches and rates
+
+
+def test_an_epoch_takes_every_row_once_in_batches_of_like_length():
+    lengths = torch.randint(5, 90, (300,), generator=torch.Generator().manual_seed(0)).tolist()
+    batches = Batches(lengths, 200, 2, seed=0)
+    steps = batches.epoch(0)
+    flat = [rows for step in steps for rows in step]
+    seen = sorted(itertools.chain(*flat))
+    assert len(seen) == len(set(seen))
+    assert len(seen) >= 300 - max(map(len, flat)), "at most one micro-batch waits"
+    assert all(len(step) == 2 for step in steps)
+    assert all(len(rows) * max(lengths[row] for row in rows) <= 200 for rows in flat)
+    padding = sum(len(rows) * max(lengths[row] for row in rows) for rows in flat) / sum(lengths[row] for row in seen)
+    assert padding < 1.2
+    assert batches.epoch(0) == steps
+    assert batches.epoch(1) != steps
+    assert Batches(lengths, 200, 2, seed=1).epoch(0) != steps
+    whole = Batches(lengths, 200, 1, seed=0).epoch(0)
+    assert list(itertools.chain(*whole))[: len(flat)] == flat, "processes share the order of one"
+    assert batches.count(2) == len(steps) + len(batches.epoch(1))
+
+
+def test_a_row_longer_than_a_batch_stands_alone_and_little_data_makes_a_step():
+    assert Batches([500, 3], 200, 1, seed=0).epoch(0) in ([[[0]], [[1]]], [[[1]], [[0]]])
+    assert Batches([3], 200, 4, seed=0).epoch(0) == [[[0]] * 4]
+
+
+def test_the_rate_rises_stays_and_falls():
+    rates = [learning_rate(step, 300, 0.1, 0.5) for step in range(300)]
+    assert rates[:3] == pytest.approx([1 / 30, 2 / 30, 3 / 30])
+    assert set(rates[30:150]) == {1.0}
+    assert rates[225] == pytest.approx(0.5)
+    assert rates[150:] == sorted(rates[150:], reverse=True)
+    assert 0 < rates[-1] < 1e-3
+
+
+# ---------------------------------------------------------------------------------------------- it learns
+
+
+def test_a_drafter_learns_a_handful_of_sequences_by_heart(target, rows, tmp_path):
+    config = changed(
+        steps=90, anchors=16, batch_tokens=300, learning_rate=6e-3, log_every=90, save_every=0, eval_rows=6,
+        eval_tokens=33, feature_noise=0.02,
+    )  # fmt: skip
+    rows = rows.select(range(6))
+    run = trainer(target, rows, tmp_path, config, heldout=rows)
+    before = run.evaluate()["acceptance_length"]
+    last = run.train()
+    assert before < 1.5
+    assert last["acceptance_length"] > 0.93 * BLOCK
+    assert last["train_acceptance"] > 0.93 * BLOCK
+    assert metrics(tmp_path)[-1]["acceptance_length"] == last["acceptance_length"]
+    # What was written is what was measured: the draft from disk, in the engine, on the same prompts.
+    written = dflash.load_draft(tmp_path, dtype=torch.float32)
+    generator, lengths = dflash.Generator(target, written, max_length=80), []
+    for prompt in run.prompts:
+        out = generator.generate(torch.tensor([prompt]), max_new_tokens=33, return_dict_in_generate=True)
+        lengths += out.statistics.acceptance_lengths[0]
+    assert sum(lengths) / len(lengths) > 0.9 * BLOCK
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen3"])
+def test_any_family_and_dtype_takes_a_step(family, tmp_path):
+    """A target in bfloat16, with and without mixed precision, and one that scales its embeddings."""
+    other = make_target(family, dtype=torch.bfloat16)
+    ids = torch.randint(2, VOCAB, (3, 30), generator=torch.Generator().manual_seed(0)).tolist()
+    some = datasets.Dataset.from_list([{"input_ids": row, "loss_mask": [0] * 5 + [1] * 25} for row in ids])
+    for precision in ("no", "bf16"):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        config = changed(steps=2, mixed_precision=precision, eval_rows=2, eval_tokens=4, eval_temperatures=(0.0, 1.0))
+        last = trainer(other, some, tmp_path / precision, config, heldout=some).train()
+        assert math.isfinite(last["loss"])
+        assert last["acceptance_length"] >= 1
+        assert last["acceptance_length_t1"] >= 1
+
+
+def test_distillation_draws_the_drafter_to_the_targets_distribution(target, rows, tmp_path):
+    first = trainer(target, rows, tmp_path / "labels", changed(steps=1)).train()
+    both = trainer(target, rows, tmp_path / "both", changed(steps=1, distill=0.5)).train()
+    assert both["cross_entropy"] == pytest.approx(first["cross_entropy"], rel=1e-5)
+    alone = trainer(target, rows, tmp_path / "target", changed(steps=1, distill=1.0)).train()
+    assert both["loss"] == pytest.approx((first["loss"] + alone["loss"]) / 2, rel=1e-4)
+    assert alone["loss"] != pytest.approx(first["loss"], rel=1e-2)
+
+
+def test_features_on_disk_train_the_same_drafter(target, rows, tmp_path):
+    config = changed(steps=4, eval_rows=2, eval_tokens=4)  # held-out rows move the others' numbers
+    online = trainer(target, rows, tmp_path / "online", config)
+    online.train()
+    taps = TargetFeatures(target, TAPS)
+    cache = cache_features(target, lambda ids: taps(ids)[0], rows, TAPS, tmp_path / "cache", dtype=torch.float32)
+    cached = trainer(target, rows, tmp_path / "cached", config, features=cache)
+    cached.online = None if cached.online is None else _NoForward(cached.online)
+    cached.train()
+    for name, tensor in weights(online).items():
+        torch.testing.assert_close(cached.drafter.state_dict()[name], tensor, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="holds features of other rows"):
+        trainer(target, rows.select(range(5)), tmp_path / "x", features=cache)
+    other = draft(target, target_layer_ids=(0, 1))
+    with pytest.raises(ValueError, match=r"features of layers \[0, 2\], the drafter taps \[0, 1\]"):
+        trainer(target, rows, tmp_path / "x", drafter=other, features=cache)
+    with pytest.raises(ValueError, match="distill needs the target's own distribution"):
+        trainer(target, rows, tmp_path / "x", changed(distill=0.5), features=cache)
+
+
+class _NoForward:
+    """The target's embeddings and head; its features must not be asked for."""
+
+    def __init__(self, online):
+        self.embedding_weight, self.head = online.embedding_weight, online.head
+
+
+# ---------------------------------------------------------------------------------------------- resume
+
+
+def test_a_resumed_run_ends_with_the_same_weights_to_the_bit(target, rows, tmp_path):
+    config = changed(steps=7, accumulate=2, feature_noise=0.1, weight_decay=0.1)
+    whole = trainer(target, rows, tmp_path / "whole", config)
+    whole.train()
+    stopped = trainer(target, rows, tmp_path / "stopped", config)
+
+    def stop(step=stopped._step):
+        def until(group, *arguments):
+            if stopped.step == 5:
+                raise KeyboardInterrupt
+            return step(group, *arguments)
+
+        return until
+
+    stopped._step = stop()
+    with pytest.raises(KeyboardInterrupt):
+        stopped.train()
+    assert [line["step"] for line in metrics(tmp_path / "stopped")] == [1, 2, 3, 4, 5]
+    assert checkpoints(tmp_path / "stopped" / "checkpoints")[-1].name == "step-00000004"
+    resumed = trainer(target, rows, tmp_path / "stopped", config, drafter=draft(target, num_layers=2))
+    assert resumed.resume()
+    assert resumed.step == 4
+    resumed.train()
+    assert_same(weights(resumed), weights(whole))
+    assert [line["step"] for line in metrics(tmp_path / "stopped")] == list(range(1, 8))
+    ours, theirs = metrics(tmp_path / "stopped"), metrics(tmp_path / "whole")
+    assert [line["loss"] for line in ours] == [line["loss"] for line in theirs]
+    assert [line["tokens"] for line in ours] == [line["tokens"] for line in theirs]
+    done = trainer(target, rows, tmp_path / "stopped", config)
+    assert done.resume()
+    done.train()
+    assert_same(weights(done), weights(whole))
+
+
+def test_a_run_without_a_checkpoint_starts_anew(target, rows, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 3.0}\n{"st')
+    run = trainer(target, rows, tmp_path, changed(steps=1))
+    assert not run.resume()
+    run.train()
+    assert len(metrics(tmp_path)) == 1
+
+
+def test_another_run_is_not_resumed(target, rows, tmp_path):
+    trainer(target, rows, tmp_path, changed(steps=2)).train()
+    others = datasets.Dataset.from_list(
+        [{**row, "input_ids": [5 + (row["input_ids"][0] == 5), *row["input_ids"][1:]]} for row in rows]
+    )
+    for run, message in (
+        (trainer(target, rows, tmp_path, changed(steps=3)), "its steps is 2, this one's is 3"),
+        (trainer(target, rows, tmp_path, changed(steps=2, gamma=2.0)), "its gamma is None, this one's is 2.0"),
+        (trainer(target, others, tmp_path, changed(steps=2)), "its data is "),
+        (trainer(target, rows.select(range(9)), tmp_path, changed(steps=2)), "its rows is 10, this one's is 9"),
+        (trainer(target, rows, tmp_path, changed(steps=2), drafter=draft(target, num_layers=1)), "its drafter is"),
+    ):
+        before = weights(run)
+        with pytest.raises(ValueError, match=message):
+            run.resume()
+        assert_same(weights(run), before)
+
+
+def test_a_full_disk_ends_the_run_with_its_last_checkpoint_whole(target, rows, tmp_path, monkeypatch):
+    save, saved = torch.save, []
+
+    def full(state, path):
+        saved.append(path)
+        if len(saved) == 2:
+            path.write_bytes(b"half")
+            raise OSError(28, "No space left on device")
+        save(state, path)
+
+    whole = trainer(target, rows, tmp_path / "whole")
+    whole.train()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", full)
+        with pytest.raises(dflash.train.CheckpointError, match=r"step-00000004 was not written .*step-00000002"):
+            trainer(target, rows, tmp_path / "full").train()
+    assert [path.name for path in (tmp_path / "full" / "checkpoints").iterdir()] == ["step-00000002"]
+    resumed = trainer(target, rows, tmp_path / "full")
+    assert resumed.resume()
+    resumed.train()
+    assert_same(weights(resumed), weights(whole))
+
+
+# ---------------------------------------------------------------------------------------------- what it tells
+
+
+def test_a_plan_measures_and_leaves_everything_as_it_was(target, rows, tmp_path):
+    config = changed(steps=5, eval_rows=1)
+    whole = trainer(target, rows, tmp_path / "whole", config)
+    whole.train()
+    run = trainer(target, rows, tmp_path / "planned", config)
+    before = weights(run)
+    plan = run.plan()
+    assert not (tmp_path / "planned").exists()
+    assert_same(weights(run), before)
+    assert plan["draft_parameters"] == sum(p.numel() for p in run.drafter.parameters())
+    assert plan["steps"] == 5
+    assert plan["rows"] == 9
+    assert plan["hours"] == pytest.approx(plan["seconds_per_step"] * 5 / 3600, rel=0.5)
+    assert plan["memory_bytes"] > 4 * plan["draft_parameters"]
+    run.train()
+    assert_same(weights(run), weights(whole))
+    assert plan["tokens"] == pytest.approx(metrics(tmp_path / "planned")[-1]["tokens"], rel=0.2)
+    with pytest.raises(ValueError, match="planned before its first step"):
+        run.plan()
+
+
+def test_tensorboard_gets_the_metrics(target, rows, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    trainer(target, rows, tmp_path, changed(steps=2), tracker="tensorboard").train()
+    (folder,) = {path.parent for path in tmp_path.rglob("events.out.tfevents.*")}
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    logged = [(event.step, event.value) for event in events.Scalars("loss")]
+    assert logged == [(line["step"], pytest.approx(line["loss"], rel=1e-5)) for line in metrics(tmp_path)]
+
+
+def test_a_tracker_that_is_unknown_or_missing_is_named(target, rows, tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match="tracker must be tensorboard or trackio, got 'wandb'"):
+        trainer(target, rows, tmp_path, tracker="wandb")
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "trackio" else find(name))
+    with pytest.raises(ValueError, match="this needs the trackio package: pip install trackio"):
+        trainer(target, rows, tmp_path, tracker="trackio")
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"input_ids": [5] * 600, "loss_mask": [1] * 600}, "row 10 has 600 tokens, the target has 512 positions"),
+        ({"input_ids": [5, 97], "loss_mask": [1, 1]}, r"row 10 has token ids outside 0 \.\. 96"),
+        ({"input_ids": [5, 6], "loss_mask": [1]}, "row 10 has 2 input_ids and a loss_mask of 1"),
+        ({"input_ids": [5, MASK], "loss_mask": [1, 1]}, "row 10 has the mask token 1 among the tokens"),
+    ],
+)
+def test_a_row_that_cannot_be_learnt_is_named_before_any_work(target, rows, row, message, tmp_path):
+    bad = datasets.Dataset.from_list([*rows, row])
+    with pytest.raises(ValueError, match=message):
+        trainer(target, bad, tmp_path / "run")
+    with pytest.raises(ValueError, match=f"held-out {message}"):
+        trainer(target, rows, tmp_path / "run", changed(eval_rows=2), heldout=bad)
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_does_not_fit_is_named_before_any_work(target, rows, tmp_path):
+    silent = datasets.Dataset.from_list([{"input_ids": [5, 6, 7], "loss_mask": [0, 1, 0]}])
+    with pytest.raises(ValueError, match="nothing to learn"):
+        trainer(target, silent, tmp_path)
+    context = datasets.Dataset.from_list([*rows, {"input_ids": [MASK, 5, 6], "loss_mask": [0, 1, 1]}])
+    trainer(target, context, tmp_path)  # a mask token that the target read, and did not write
+    with pytest.raises(ValueError, match="its hidden_size is 64, the target's is 32"):
+        trainer(make_target("qwen3", hidden_size=32), rows, tmp_path, drafter=draft(target))
+    with pytest.raises(ValueError, match=r"a drafter is trained in float32, got torch\.bfloat16"):
+        trainer(target, rows, tmp_path, drafter=draft(target).bfloat16())
+    with pytest.raises(dflash.UnsupportedTargetError, match="sparse-attention indexer"):
+        trainer(make_target("deepseek_v32"), rows, tmp_path, drafter=draft(target))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"accumulate": 0}, "accumulate must be at least 1, got 0"),
+        ({"learning_rate": 0.0}, "learning_rate must be above 0"),
+        ({"distill": 1.5}, r"distill must be in 0 \.\. 1, got 1.5"),
+        ({"mixed_precision": "fp16"}, 'mixed_precision must be "no" or "bf16", got \'fp16\''),
+    ],
+)
+def test_a_setting_out_of_range_is_named(change, message):
+    with pytest.raises(ValueError, match=message):
+        TrainConfig(**change)

@@ -1,0 +1,169 @@
+"""The differentiable forward pass against the inference ops, and the target's features against transformers."""
+
+import dataclasses
+
+import pytest
+import torch
+from draft_variants import VARIANTS, config_dict, random_drafter, sliding
+from families import VOCAB, make_target
+
+from dflash import UnsupportedTargetError
+from dflash.target import refusal
+from dflash.train import TargetFeatures, TrainableDrafter, draft_config, new_drafter
+from dflash.train.model import visible_keys
+
+LENGTH = 30
+ANCHORS = torch.tensor([[1, 7, 20], [3, 16, 29]])
+RULES = {
+    **VARIANTS,
+    "window-causal-both": config_dict(**sliding("sfs", 9)),
+    "causal-everywhere": config_dict(is_causal=True),
+}
+
+
+def inputs(config, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Target states ``[2, LENGTH, taps * hidden]`` and raw embeddings of the blocks at ``ANCHORS``."""
+    generator = torch.Generator().manual_seed(seed)
+    width = len(config.target_layer_ids) * config.hidden_size
+    context = torch.randn(2, LENGTH, width, generator=generator)
+    return context, torch.randn(2, 3, config.block_size, config.hidden_size, generator=generator)
+
+
+@pytest.mark.parametrize(("causal", "window"), [(False, 0), (True, 0), (True, 5), (False, 3)])
+def test_visible_keys_are_those_of_a_slow_loop(causal, window):
+    block = 4
+    visible = visible_keys(ANCHORS, LENGTH, block, causal, window)
+    for row, number in torch.cartesian_prod(torch.arange(2), torch.arange(3)).tolist():
+        anchor = int(ANCHORS[row, number])
+        for slot in range(block):
+            query = anchor + slot
+            for key in range(LENGTH + block):
+                own = key >= LENGTH
+                place = anchor + key - LENGTH if own else key
+                seen = own or place < anchor
+                seen = seen and not (causal and place > query) and not (window and abs(place - query) >= window)
+                assert bool(visible[row, number, slot, key]) == seen
+
+
+@pytest.mark.parametrize("name", RULES)
+@torch.no_grad()
+def test_hidden_states_are_those_of_the_inference_ops(name):
+    drafter = random_drafter(RULES[name])
+    context, embeds = inputs(drafter.config)
+    got = TrainableDrafter(drafter)(context, embeds, ANCHORS)
+    for row in range(2):
+        for number, anchor in enumerate(ANCHORS[row].tolist()):
+            count = torch.tensor([anchor])
+            features = drafter.fuse(context[row : row + 1, :anchor].contiguous(), count)
+            scaled = drafter.scale_embeddings(embeds[row : row + 1, number])
+            wanted = drafter(features, count, scaled, count, drafter.new_cache(1, 64))
+            torch.testing.assert_close(got[row, number], wanted[0], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["Qwen3-4B", "window-causal-both", "is_causal-false-with-window", "gpt-oss-20b"])
+def test_every_attention_gives_the_same_numbers(name):
+    drafter = random_drafter(RULES[name])
+    context, embeds = inputs(drafter.config)
+    direction = torch.randn_like(embeds, dtype=torch.float32)
+    outputs, gradients = {}, {}
+    for attention in ("matmul", "sdpa", "flex"):
+        model = TrainableDrafter(drafter, attention=attention)
+        if attention == "flex":  # its backward pass is CUDA's alone
+            with torch.no_grad():
+                outputs[attention] = model(context, embeds, ANCHORS)
+            continue
+        outputs[attention] = model(context, embeds, ANCHORS)
+        (outputs[attention] * direction).sum().backward()
+        gradients[attention] = [p.grad for p in drafter.parameters()]
+        drafter.zero_grad(set_to_none=True)
+    for attention in ("sdpa", "flex"):
+        torch.testing.assert_close(outputs[attention], outputs["matmul"], rtol=1e-4, atol=1e-4)
+    for ours, theirs in zip(gradients["matmul"], gradients["sdpa"], strict=True):
+        assert ours.abs().max() > 0
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3 * float(theirs.abs().max()))
+
+
+@pytest.mark.parametrize("attention", ["matmul", "sdpa", "flex"])
+@torch.no_grad()
+def test_a_block_sees_nothing_at_or_behind_its_anchor_and_no_other_block(attention):
+    drafter = random_drafter()
+    model = TrainableDrafter(drafter, attention=attention)
+    context, embeds = inputs(drafter.config)
+    before = model(context, embeds, ANCHORS)
+    later = context.clone()
+    later[0, 7:] += 1
+    after = model(later, embeds, ANCHORS)
+    torch.testing.assert_close(after[0, :2], before[0, :2])  # anchors 1 and 7
+    assert (after[0, 2] - before[0, 2]).abs().max() > 1e-2  # anchor 20
+    earlier = context.clone()
+    earlier[0, 6] += 1
+    assert (model(earlier, embeds, ANCHORS)[0, 1] - before[0, 1]).abs().max() > 1e-2
+    others = embeds.clone()
+    others[0, 1] += 1
+    after = model(context, others, ANCHORS)
+    torch.testing.assert_close(after[0, ::2], before[0, ::2])
+    torch.testing.assert_close(after[1], before[1])
+
+
+def test_training_keeps_the_packed_weights_that_inference_reads():
+    drafter = random_drafter()
+    model = TrainableDrafter(drafter)
+    context, embeds = inputs(drafter.config)
+    optimizer = torch.optim.SGD(drafter.parameters(), lr=0.1)
+    model(context, embeds, ANCHORS).square().mean().backward()
+    optimizer.step()
+    with torch.no_grad():
+        got = model(context, embeds, ANCHORS)[0, 1]
+        count = torch.tensor([7])
+        features = drafter.fuse(context[:1, :7].contiguous(), count)
+        wanted = drafter(features, count, embeds[:1, 1], count, drafter.new_cache(1, 32))
+    torch.testing.assert_close(got, wanted[0], rtol=1e-4, atol=1e-4)
+
+
+def test_what_cannot_be_trained_is_refused():
+    with pytest.raises(ValueError, match="attention must be one of flex, sdpa, matmul or None, got 'eager'"):
+        TrainableDrafter(random_drafter(), attention="eager")
+    drafter = random_drafter()
+    drafter.config = dataclasses.replace(drafter.config, attention_sinks=True)
+    with pytest.raises(ValueError, match="a drafter with attention sinks cannot be trained"):
+        TrainableDrafter(drafter)
+
+
+# ---------------------------------------------------------------------------------------------- the target
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["qwen3", "qwen3 (windowed)", "llama (llama3 RoPE)", "gemma3", "gemma4", "gpt_oss", "glm4_moe", "deepseek_v3"],
+)
+@torch.no_grad()
+def test_features_embeddings_and_logits_are_those_of_the_target(name):
+    """Scales of embeddings and logits, which families have and drafters must follow, included."""
+    target = make_target(name, **({"vocab_size_per_layer_input": VOCAB} if name == "gemma4" else {}))
+    ids = torch.randint(2, VOCAB, (2, 26), generator=torch.Generator().manual_seed(0))
+    out = target(input_ids=ids, output_hidden_states=True, use_cache=False)
+    states = out.hidden_states
+    taps = TargetFeatures(target, (0, 2))(ids)
+    assert taps[1] is None
+    torch.testing.assert_close(taps[0], torch.cat([states[1], states[3]], -1), rtol=1e-4, atol=1e-4)
+    whole = TargetFeatures(target, (3, 1), final=True)
+    both, final = whole(ids)
+    torch.testing.assert_close(both, torch.cat([states[4], states[2]], -1), rtol=1e-4, atol=1e-4)
+    drafter = new_drafter(draft_config(target, mask_token_id=1, num_layers=1, target_layer_ids=(1,)))
+    torch.testing.assert_close(drafter.logits(final, whole.head), out.logits, rtol=1e-4, atol=1e-4)
+    embeds = torch.nn.functional.embedding(ids, whole.embedding_weight)
+    torch.testing.assert_close(drafter.scale_embeddings(embeds), states[0], rtol=1e-5, atol=1e-5)
+
+
+def test_the_target_is_not_touched():
+    target = make_target("qwen3")
+    TargetFeatures(target, (0,))
+    assert len(target.model.layers) == 4
+    assert not any(module._forward_hooks for module in target.modules())
+
+
+def test_a_refused_target_is_named():
+    target = make_target("deepseek_v32")
+    assert "sparse-attention indexer" in refusal(target)
+    with pytest.raises(UnsupportedTargetError, match="sparse-attention indexer"):
+        TargetFeatures(target, (0,))
