@@ -152,11 +152,11 @@ def test_a_dry_run_says_what_would_be_done_and_writes_nothing(run, arguments, tm
     plan = json.loads(done.out)
     assert plan["steps"] == 4
     assert plan["rows"] == 12
-    assert plan["draft_parameters"] == 24992
+    assert plan["draft_parameters"] == 39200
     assert plan["features_bytes"] == plan["row_tokens"] * 2 * 64 * 4
     assert min(plan[name] for name in ("hours", "memory_bytes", "tokens_per_second", "tokens")) > 0
     done = run(*arguments(dry_run=True))
-    assert "24,992 parameters, for a target of" in done.out
+    assert "39,200 parameters, for a target of" in done.out
     assert "steps on this data" in done.out
     assert "hours at that speed, evaluations and checkpoints not counted" in done.out
     assert not list(tmp_path.iterdir())
@@ -207,8 +207,8 @@ def test_two_processes_train_what_one_does_on_the_same_global_batch(run, argumen
     for name, tensor in theirs.items():
         torch.testing.assert_close(ours[name], tensor, rtol=1e-4, atol=1e-5)
     for two, one in zip(metrics(tmp_path / "two"), metrics(tmp_path / "one"), strict=True):
-        for name in ("step", "tokens", "loss", "train_acceptance", "gradient_norm", "acceptance_length"):
-            assert two.get(name) == pytest.approx(one.get(name), rel=1e-4), name
+        names = {"step", "tokens", "loss", "train_acceptance", "gradient_norm", "acceptance_length"} & one.keys()
+        assert {name: two[name] for name in names} == pytest.approx({name: one[name] for name in names}, rel=1e-4)
     assert json.loads(outputs[0][0])["step"] == 4
     assert outputs[1] == ("", ""), "only the first process speaks"
 
@@ -282,7 +282,7 @@ def assert_refused(done: Done, message: str, folder: Path) -> None:
         (GOOD + '{"prompt": "w7"}\n', "line 2: a prompt without a response: let the target write one"),
         (
             GOOD + json.dumps({"prompt": " ".join(["w8"] * 520), "response": "w7"}),
-            "line 2: the prompt has 525 tokens, and a row may have 512 with its response",
+            "line 2: the prompt has 524 tokens, and a row may have 512 with its response",
         ),
         ('{"input_ids": [7, 200], "loss_mask": [0, 1]}\n', "line 1: input_ids must lie in 0 .. 96, got 200"),
         ('{"input_ids": [7, 8, 2], "loss_mask": [0, 1, 1]}\n', "row 0 has the mask token 2 among the tokens"),

@@ -59,7 +59,6 @@ def train(
     ] = None,
     seed: Annotated[int, typer.Option(help="The same seed trains the same drafter.")] = 0,
     mixed_precision: Annotated[str, typer.Option(help="bf16 or no.")] = "bf16",
-    compile: Annotated[bool, typer.Option("--compile", help="Run the drafter through torch.compile.")] = False,
     threads: Annotated[int | None, typer.Option(help="CPU threads of a process.")] = None,
     log_every: Annotated[int, typer.Option(help="Steps between lines of metrics.")] = 10,
     eval_every: Annotated[int, typer.Option(help="Steps between evaluations; 0: at the end.")] = 500,
@@ -85,7 +84,7 @@ def train(
     config = TrainConfig(
         epochs=epochs, steps=steps, batch_tokens=batch_tokens, accumulate=accumulate, anchors=anchors, gamma=gamma,
         learning_rate=learning_rate, weight_decay=weight_decay, clip=clip, warmup=warmup, constant=constant,
-        distill=distill, feature_noise=feature_noise, seed=seed, mixed_precision=mixed_precision, compile=compile,
+        distill=distill, feature_noise=feature_noise, seed=seed, mixed_precision=mixed_precision,
         log_every=log_every, eval_every=eval_every, save_every=save_every, eval_rows=eval_rows,
         eval_tokens=eval_tokens, eval_temperatures=_numbers("--eval-temperatures", eval_temperatures, float), keep=keep,
     )  # fmt: skip

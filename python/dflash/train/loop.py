@@ -55,7 +55,6 @@ class TrainConfig:
         feature_noise: uniform noise on the features, relative to their size.
         seed: of anchors, noise, order and held-out rows.
         mixed_precision: "bf16" or "no".
-        compile: run the drafter through ``torch.compile``.
         log_every, eval_every, save_every: steps; 0 for only at the end (of eval, never).
         eval_rows, eval_tokens, eval_temperatures: held-out prompts, new tokens each, and how they are decoded.
         keep: checkpoints.
@@ -76,7 +75,6 @@ class TrainConfig:
     feature_noise: float = 0.05
     seed: int = 0
     mixed_precision: str = "bf16"
-    compile: bool = False
     log_every: int = 10
     eval_every: int = 500
     save_every: int = 500
@@ -184,17 +182,9 @@ def make_accelerator(config: TrainConfig, output: str | Path, *, cpu: bool = Fal
     for name, extra in (("accelerate", "'dflash-engine[train]'"), (tracker, tracker)):
         if name is not None and importlib.util.find_spec(name) is None:
             raise ValueError(f"this needs the {name} package: pip install {extra}")
-    from accelerate import Accelerator, DistributedDataParallelKwargs
+    from accelerate import Accelerator
 
-    # The drafter's buffers are its packed parameters: they are the same everywhere already.
-    parallel = DistributedDataParallelKwargs(broadcast_buffers=False)
-    return Accelerator(
-        cpu=cpu,
-        mixed_precision=config.mixed_precision,
-        log_with=tracker,
-        project_dir=str(output),
-        kwargs_handlers=[parallel],
-    )
+    return Accelerator(cpu=cpu, mixed_precision=config.mixed_precision, log_with=tracker, project_dir=str(output))
 
 
 class Trainer:
@@ -270,8 +260,9 @@ class Trainer:
         self.gamma = config.gamma or default_gamma(draft.block_size)
         self.drafter = drafter.to(self.device)
         self.trainable = TrainableDrafter(self.drafter)
-        if config.compile:
-            self.trainable.compile(dynamic=True)
+        # The buffers are the packed parameters, which need no broadcast of their own before every forward pass.
+        buffers = [name for name, _ in self.trainable.named_buffers()]
+        nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self.trainable, buffers)
         self.model = accelerator.prepare_model(self.trainable)
         decayed = [p for p in drafter.parameters() if p.dim() > 1]
         plain = [p for p in drafter.parameters() if p.dim() == 1]
@@ -544,8 +535,8 @@ class Trainer:
                 _cut(self.output / "metrics.jsonl", 0)
             return False
         progress = json.loads((found[-1] / "trainer.json").read_text(encoding="utf-8"))
-        mine = self.fingerprint()
-        other = {k: (v, mine.get(k)) for k, v in progress["fingerprint"].items() if mine.get(k) != v}
+        mine, found_in = self.fingerprint(), progress["fingerprint"]
+        other = {k: (found_in[k], v) for k, v in mine.items() if k in found_in and found_in[k] != v}
         if other:
             name, (theirs, ours) = next(iter(other.items()))
             raise ValueError(f"{found[-1]} is of another run: its {name} is {theirs}, this one's is {ours}")
@@ -561,7 +552,7 @@ class Trainer:
 
     def fingerprint(self) -> dict[str, Any]:
         """What has to be the same for a resumed run to be the same run."""
-        config, free = dataclasses.asdict(self.config), ("keep", "log_every", "save_every", "eval_every", "compile")
+        config, free = dataclasses.asdict(self.config), ("keep", "log_every", "save_every", "eval_every")
         config = {k: v for k, v in config.items() if k not in free and not k.startswith("eval_")}
         config |= {"rows": len(self.index), "row_tokens": int(self.batches.lengths.sum()), "data": self._digest}
         config |= {"micro_batches": self.batches.group, "steps": self.steps}
@@ -654,7 +645,7 @@ class _Measured:
                     self.prompts[len(self.lengths)] = mask.index(1)
                 self.lengths.append(len(ids))
                 digest.update(len(ids).to_bytes(8, "little") + array("i", ids).tobytes() + bytes(m != 0 for m in mask))
-        self.digest = digest.hexdigest()
+        self.digest = digest.hexdigest()[:16]
 
 
 def _check_features(features: Any, lengths: list[int], draft: Any) -> None:
