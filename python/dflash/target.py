@@ -140,8 +140,8 @@ def _rope_types(config) -> set[str]:
 def refusal(model: nn.Module, *, loaded: bool = True) -> str | None:
     """Why this target cannot be run, or None. Looks at the structure alone and computes nothing.
 
-    ``loaded=False`` leaves out what is about the weights: so that a model built on the meta
-    device can be asked before it is loaded.
+    ``loaded=False`` leaves out what is about the weights, so that a model built on the meta device can be asked before
+    it is loaded.
     """
     if not isinstance(model, PreTrainedModel):
         return f"a transformers PreTrainedModel is needed, got {type(model).__name__}"
