@@ -39,6 +39,9 @@ def train(
     ] = None,
     raw: Annotated[bool, typer.Option("--raw", help="The prompts were continued without a chat template.")] = False,
     bos: Annotated[bool, typer.Option("--bos", help="The tokenizer's BOS token was put before raw prompts.")] = False,
+    no_thinking: Annotated[
+        bool, typer.Option("--no-thinking", help="Tell the chat template enable_thinking=False.")
+    ] = False,
     max_length: Annotated[int, typer.Option(help="Tokens of a row at most; the target's positions, if fewer.")] = 3072,
     skip_long: Annotated[bool, typer.Option("--skip-long", help="Leave out rows whose prompt is longer.")] = False,
     epochs: Annotated[int, typer.Option(help="Passes over the data.")] = 6,
@@ -107,7 +110,8 @@ def train(
     from .features import cache_size
     from .loop import Trainer, make_accelerator
 
-    tokenizer = load_tokenizer(model)
+    quiet = as_json or os.environ.get("RANK", "0") != "0"
+    tokenizer = load_tokenizer(model, quiet)
     shell = _shell(model)
     chosen = {"layers": layers, "block_size": block_size, "taps": taps, "mask_token_id": mask_token_id}
     chosen |= {"intermediate_size": intermediate_size, "sliding_window": sliding_window}
@@ -117,13 +121,14 @@ def train(
 
     def rows_of(name: str) -> Any:
         options = {"raw": raw, "bos": bos, "vocab_size": text.vocab_size, "skip_long": skip_long}
-        return source.load_rows(name, tokenizer, longest, **options)
+        template = {"enable_thinking": False} if no_thinking else None
+        return source.load_rows(name, tokenizer, longest, template=template, **options)
 
     rows = rows_of(data)
     held = None if heldout is None else rows_of(heldout)
     tracker = None if dry_run else tracker
     accelerator = make_accelerator(config, output, cpu=device == "cpu", tracker=tracker)
-    target = load_target(model, dtype, accelerator.device).requires_grad_(False)
+    target = load_target(model, dtype, accelerator.device, quiet).requires_grad_(False)
     arguments = {"heldout": held, "accelerator": accelerator, "tracker": tracker}
     if dry_run:
         plan = Trainer(target, drafter, rows, config, output, **arguments).plan()
@@ -133,11 +138,9 @@ def train(
         if accelerator.is_main_process:
             typer.echo(json.dumps(plan) if as_json else _described(plan))
         return
-    if cache_features is not None:
-        arguments["features"] = _cache(
-            target, rows, drafter.config.target_layer_ids, cache_features, config, accelerator
-        )
     trainer = Trainer(target, drafter, rows, config, output, **arguments)
+    if cache_features is not None:
+        trainer.features = _cache(trainer, cache_features)
     if resume and not trainer.resume() and accelerator.is_main_process:
         print(f"dflash: no checkpoint under {output}: starting anew", file=sys.stderr)
     last = trainer.train()
@@ -190,21 +193,20 @@ def _features_dtype(config: Any, target: Any) -> Any:
     return torch.bfloat16 if config.mixed_precision == "bf16" else next(target.parameters()).dtype
 
 
-def _cache(target: Any, rows: Any, layer_ids: tuple[int, ...], folder: Path, config: Any, accelerator: Any) -> Any:
-    """The features of ``rows`` on disk; what is missing is computed, by all processes."""
+def _cache(trainer: Any, folder: Path) -> Any:
+    """The features of the trainer's rows on disk; what is missing is computed, by all processes."""
     from .features import FeatureCache, cache_features
-    from .model import TargetFeatures
 
-    online = TargetFeatures(target, layer_ids)
+    accelerator, taps = trainer.accelerator, trainer.drafter.config.target_layer_ids
 
     def compute(ids: Any) -> Any:
         with accelerator.autocast():
-            return online(ids)[0]
+            return trainer.online(ids)[0]
 
+    dtype = _features_dtype(trainer.config, trainer.target)
     place = {"rank": accelerator.process_index, "world": accelerator.num_processes}
     with _bar("features", accelerator.is_main_process) as show:
-        dtype = _features_dtype(config, target)
-        cache_features(target, compute, rows, layer_ids, folder, dtype=dtype, progress=show, **place)
+        cache_features(trainer.target, compute, trainer.rows, taps, folder, dtype=dtype, progress=show, **place)
     accelerator.wait_for_everyone()
     return FeatureCache(folder)
 
