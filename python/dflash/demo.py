@@ -81,7 +81,9 @@ def _existing(folder: str | Path) -> Path:
     folder = Path(folder)
     for name in ("target", "draft", "prompts.jsonl"):
         if not (folder / name).exists():
-            raise FileNotFoundError(f"no pair in {folder}: there is no {name}; python -m dflash.train.demo_pair makes one")
+            raise FileNotFoundError(
+                f"no pair in {folder}: there is no {name}; python -m dflash.train.demo_pair makes one"
+            )
     return folder
 
 
