@@ -1,12 +1,13 @@
 // One plain struct per op. Every pointer carries its shape; all tensors are contiguous and row-major unless a
-// stride field says otherwise. Index tensors (positions, lengths, ids, counts) are int64. This header is all
-// that the kernels and the binding share.
+// stride field says otherwise. Index tensors (positions, lengths, ids, counts) are int64. `threads` is how
+// many a CPU kernel may use, `device` the CUDA device that holds the tensors. This header is all that the
+// kernels and the binding share.
 #pragma once
 #include <cstdint>
 
 namespace dflash {
 
-enum class DType : int32_t { kFloat32 = 0, kBFloat16 = 1 };
+enum class DType : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };  // kFloat16: CUDA alone
 
 // RMSNorm, with an optional residual added first and an optional count of live rows per sequence.
 struct RmsNormParams {
@@ -23,6 +24,7 @@ struct RmsNormParams {
   float eps;
   DType dtype;
   int32_t threads;
+  int32_t device;
 };
 
 // out = silu(gate) * up, gate and up packed side by side.
@@ -33,6 +35,7 @@ struct SiluMulParams {
   int64_t width;
   DType dtype;
   int32_t threads;
+  int32_t device;
 };
 
 // Packed rows -> q heads (norm, RoPE) into q_out for the last q_rows rows; k heads (norm, RoPE) and v heads
@@ -58,6 +61,7 @@ struct QkvNormRopeAppendParams {
   float eps;
   DType dtype;
   int32_t threads;
+  int32_t device;
 };
 
 // The same for K/V alone, for all layers.
@@ -79,6 +83,7 @@ struct AppendContextKvParams {
   float eps;
   DType dtype;
   int32_t threads;
+  int32_t device;
 };
 
 // cache[b, h, positions[b, r]] = new[b, h, r]; strides in elements, the last dimension dense.
@@ -98,6 +103,7 @@ struct AppendKvParams {
   int64_t capacity;
   DType dtype;
   int32_t threads;
+  int32_t device;
 };
 
 // softmax(scale * q k^T) v over the keys that each query sees; query i of sequence b is at position
@@ -124,6 +130,7 @@ struct BlockAttentionParams {
   bool causal;
   DType dtype;
   int32_t threads;
+  int32_t device;
 };
 
 // ids = argmax(sharpness * filter(logits / temperature) + gumbel noise); -1 for a row that holds NaN.
@@ -142,6 +149,7 @@ struct SelectTokensParams {
   int64_t vocab;
   DType dtype;
   int32_t threads;
+  int32_t device;
 };
 
 enum RowState : int64_t { kRunning = 0, kStop = 1, kLimit = 2, kInvalid = 3 };  // the values of done
@@ -160,7 +168,8 @@ struct AcceptPrefixParams {
   int64_t rows;
   int64_t num_stop_tokens;
   int64_t capacity;
-  int32_t device;  // the CUDA device that holds the tensors
+  int32_t threads;
+  int32_t device;
 };
 
 // out = x weight^T + bias for a few rows.
@@ -174,6 +183,7 @@ struct LinearParams {
   int64_t out_features;
   DType dtype;
   int32_t threads;
+  int32_t device;
 };
 
 // What one decoder layer reads and where it appends; every weight is [out, in].
@@ -221,6 +231,7 @@ struct DecoderLayersParams {
   float eps;
   DType dtype;
   int32_t threads;
+  int32_t device;
 };
 
 }  // namespace dflash

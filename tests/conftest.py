@@ -15,11 +15,29 @@ from transformers import PreTrainedModel
 from dflash import Drafter
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tests" / "cuda_emulation"))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("cuda") and not torch.cuda.is_available():
         pytest.skip("no GPU")
+
+
+@pytest.fixture(scope="session")
+def emulated_kernels() -> ModuleType:
+    """The CUDA kernels compiled for the CPU, under the sanitizers with DFLASH_EMULATION=sanitize."""
+    import build
+
+    if reason := build.missing():
+        pytest.skip(f"no emulation of CUDA: {reason}")
+    return build.load(os.environ.get("DFLASH_EMULATION") == "sanitize")
+
+
+@pytest.fixture
+def emulation(emulated_kernels) -> ModuleType:
+    """The same, in the order of threads and blocks that DFLASH_EMULATION_SEED gives (0)."""
+    emulated_kernels.seed(int(os.environ.get("DFLASH_EMULATION_SEED", "0")))
+    return emulated_kernels
 
 
 @pytest.fixture(scope="session")

@@ -59,8 +59,7 @@ cudaError_t launch_accept_prefix(const AcceptPrefixParams& p, cudaStream_t strea
   const DeviceScope scope(p.device);
   if (scope.error() != cudaSuccess) return scope.error();
   const int64_t blocks = (p.batch + kWarpsPerBlock - 1) / kWarpsPerBlock;
-  accept_prefix_kernel<<<unsigned(blocks), 32 * kWarpsPerBlock, 0, stream>>>(p);
-  return cudaGetLastError();
+  return launch(accept_prefix_kernel, dim3(unsigned(blocks)), dim3(32 * kWarpsPerBlock), 0, stream, p);
 }
 
 }  // namespace dflash

@@ -1,6 +1,6 @@
 // What the CUDA kernels and their launchers share.
 #pragma once
-#include <cuda_runtime.h>
+#include "cuda/ptx.cuh"
 
 namespace dflash {
 

@@ -1159,7 +1159,7 @@ def _accept_prefix_run(kernel, tensors: tuple[Tensor, ...], *extra: int) -> None
 
 def _accept_prefix_cpu(*tensors: Tensor) -> None:
     _accept_prefix_check(*tensors)
-    _accept_prefix_run(_C.accept_prefix, tensors)
+    _accept_prefix_run(_C.accept_prefix, tensors, torch.get_num_threads())
 
 
 def _accept_prefix_cuda(*tensors: Tensor) -> None:

@@ -1,0 +1,201 @@
+// What a C++ compiler cannot compile: launches, dynamic shared memory and PTX, one function an instruction.
+// Kernels go through these, so that the emulation of tests/cuda_emulation can have its own.
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <type_traits>
+
+namespace dflash {
+
+// ---- launches and dynamic shared memory
+
+// Enqueues kernel<<<grid, block, shared, stream>>>(arguments...); more than 48 KB of shared memory is asked
+// for. An overlapping launch (programmatic dependent launch, from sm_90) may start before the kernel ahead of
+// it on the stream has ended: what that one writes may be read after grid_dependency_wait() only, and nothing
+// that it reads may be written before.
+template <typename... Parameters>
+cudaError_t launch_with(bool overlapping, void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared,
+                        cudaStream_t stream, std::common_type_t<Parameters>... arguments) {
+  if (shared > 48 * 1024) {
+    const cudaError_t error =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared));
+    if (error != cudaSuccess) return error;
+  }
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = block;
+  config.dynamicSmemBytes = shared;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = overlapping ? 1 : 0;
+  return cudaLaunchKernelEx(&config, kernel, arguments...);
+}
+
+template <typename... Parameters>
+cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared, cudaStream_t stream,
+                   std::common_type_t<Parameters>... arguments) {
+  return launch_with(false, kernel, grid, block, shared, stream, arguments...);
+}
+
+template <typename... Parameters>
+cudaError_t launch_overlapping(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared,
+                               cudaStream_t stream, std::common_type_t<Parameters>... arguments) {
+  int device = 0, major = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  return launch_with(major >= 9, kernel, grid, block, shared, stream, arguments...);
+}
+
+// Waits until the kernel ahead has ended and its writes are visible; nothing in an ordinary launch.
+__device__ __forceinline__ void grid_dependency_wait() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Lets an overlapping launch behind this kernel start, once every block has called it or ended.
+__device__ __forceinline__ void grid_launch_dependents() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// The dynamic shared memory of the block, aligned to 128 bytes.
+template <typename T>
+__device__ __forceinline__ T* shared() {
+  extern __shared__ __align__(128) unsigned char dynamic_shared_memory[];
+  return reinterpret_cast<T*>(dynamic_shared_memory);
+}
+
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// ---- loads and stores of 16 bytes; addresses are multiples of 16
+
+__device__ __forceinline__ uint4 load16(const void* address) { return *static_cast<const uint4*>(address); }
+
+// For data that no thread of the grid writes and none reads again: through the read-only path, not kept in
+// L1.
+__device__ __forceinline__ uint4 load16_once(const void* address) {
+  uint4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(address));
+  return v;
+}
+
+__device__ __forceinline__ void store16(void* address, uint4 value) { *static_cast<uint4*>(address) = value; }
+
+__device__ __forceinline__ void prefetch_l2(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
+
+// A cache policy for the functions that end in _hint: the line is the first, or the last, to leave the L2.
+__device__ __forceinline__ uint64_t evict_first_policy() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+__device__ __forceinline__ uint64_t evict_last_policy() {
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+// As load16_once, with a policy.
+__device__ __forceinline__ uint4 load16_hint(const void* address, uint64_t policy) {
+  uint4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(address), "l"(policy));
+  return v;
+}
+
+// ---- cp.async: 16 bytes from global to shared memory, past the registers. The copy has happened, for the
+// thread that issued it, when cp_async_wait<n>() returns and at most n groups were committed after it; for
+// other threads behind a barrier as well. Until then the destination holds anything.
+
+__device__ __forceinline__ void cp_async16(void* shared, const void* global) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global)
+               : "memory");
+}
+// Zeros where not valid; `global` is then not read, but must be an aligned address.
+__device__ __forceinline__ void cp_async16_if(void* shared, const void* global, bool valid) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global),
+               "r"(valid ? 16 : 0)
+               : "memory");
+}
+__device__ __forceinline__ void cp_async16_hint(void* shared, const void* global, uint64_t policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(shared_address(shared)),
+               "l"(global), "l"(policy)
+               : "memory");
+}
+__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Waits until at most kLeft of the thread's committed groups are under way; -1: none, committed or not.
+template <int kLeft>
+__device__ __forceinline__ void cp_async_wait() {
+  if constexpr (kLeft < 0)
+    asm volatile("cp.async.wait_all;" ::: "memory");
+  else
+    asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
+}
+
+// ---- ldmatrix and mma, of a whole warp, on 16-bit elements
+
+// 2 or 4 matrices of 8 x 8. Lane l gives the address of row l % 8 of matrix l / 8 (for 2 matrices, lanes 0 to
+// 15 do). out[m] of lane l holds elements 2 * (l % 4) and + 1 of row l / 4 of matrix m, or of its transpose.
+__device__ __forceinline__ void ldmatrix(uint32_t (&out)[2], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
+               : "=r"(out[0]), "=r"(out[1])
+               : "r"(shared_address(row))
+               : "memory");
+}
+__device__ __forceinline__ void ldmatrix(uint32_t (&out)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
+               : "r"(shared_address(row))
+               : "memory");
+}
+__device__ __forceinline__ void ldmatrix_transposed(uint32_t (&out)[2], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
+               : "=r"(out[0]), "=r"(out[1])
+               : "r"(shared_address(row))
+               : "memory");
+}
+__device__ __forceinline__ void ldmatrix_transposed(uint32_t (&out)[4], const void* row) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(out[0]), "=r"(out[1]), "=r"(out[2]), "=r"(out[3])
+               : "r"(shared_address(row))
+               : "memory");
+}
+
+// d [16, 8] += a [16, 16] b [16, 8], the last argument naming the type of a and b. With g = lane / 4 and
+// t = 2 * (lane % 4), a register holds two neighbours (low half first):
+//   a[0..3]: (g, t), (g + 8, t), (g, t + 8), (g + 8, t + 8), + 1 along the columns
+//   b[0..1]: (t, g), (t + 8, g), + 1 along the rows
+//   d[0..3]: (g, t), (g, t + 1), (g + 8, t), (g + 8, t + 1)
+__device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
+                                             __nv_bfloat16) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+__device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
+                                             __half) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+}  // namespace dflash

@@ -1,0 +1,659 @@
+// The machine behind cuda_emulation.h: threads as fibers on one CPU thread, one block at a time, in an order
+// drawn from a seed.
+#include "cuda_emulation.h"
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cstdarg>
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "machine.h"
+
+// This file is never instrumented itself; EMULATION_ASAN says that the kernels are.
+#if EMULATION_ASAN
+#include <sanitizer/asan_interface.h>
+#include <sanitizer/common_interface_defs.h>
+#endif
+
+#if defined(__x86_64__)
+// Saves the callee-saved registers on the old stack, its pointer in *from, and goes on with the new one.
+extern "C" void emulation_switch(void** from, void* to) __attribute__((visibility("hidden")));
+asm(R"(
+.text
+.hidden emulation_switch
+.globl emulation_switch
+.type emulation_switch, @function
+emulation_switch:
+  pushq %rbp
+  pushq %rbx
+  pushq %r12
+  pushq %r13
+  pushq %r14
+  pushq %r15
+  movq %rsp, (%rdi)
+  movq %rsi, %rsp
+  popq %r15
+  popq %r14
+  popq %r13
+  popq %r12
+  popq %rbx
+  popq %rbp
+  ret
+.size emulation_switch, .-emulation_switch
+)");
+#else
+#include <ucontext.h>
+#endif
+
+// The bounds of the section that holds the static shared variables; absent when there are none.
+extern "C" {
+extern char __start_emulated_shared[] __attribute__((weak, visibility("hidden")));
+extern char __stop_emulated_shared[] __attribute__((weak, visibility("hidden")));
+}
+
+namespace emulation {
+
+uint3 thread_index, block_index;
+dim3 block_dim, grid_dim;
+
+namespace {
+
+#if EMULATION_ASAN
+constexpr size_t kStackBytes = 256 << 10;
+#else
+constexpr size_t kStackBytes = 64 << 10;
+#endif
+constexpr size_t kMaxShared = 99 << 10;  // what a block may have on every device of sm_80 .. sm_120
+constexpr size_t kGuard = 64;            // bytes behind the dynamic shared memory that must stay as they are
+
+struct Fiber {
+  char* stack = nullptr;  // lowest address
+  size_t bytes = 0;
+#if defined(__x86_64__)
+  void* pointer = nullptr;
+#else
+  ucontext_t context;
+#endif
+  void* fake_stack = nullptr;  // AddressSanitizer's
+};
+
+enum class State { kReady, kBarrier, kWarp, kDependency, kExited };
+const char* const kStateNames[] = {"ready", "at __syncthreads", "in a warp operation",
+                                   "at grid_dependency_wait", "exited"};
+
+struct Copy {
+  void* shared;
+  const void* global;
+  unsigned bytes, zeros;
+  int group;
+};
+
+struct Thread {
+  Fiber fiber;
+  uint3 index;
+  int number;
+  State state;
+  Barrier barrier_kind;
+  int predicate;
+  WarpOp op;
+  unsigned mask;
+  uint64_t value;
+  int source;
+  void (*run)(void* const*);
+  uint64_t result;
+  std::vector<Copy> copies;
+  int committed;
+};
+
+struct Launch {
+  dim3 grid, block;
+  size_t shared;
+  bool overlaps;
+  std::function<void()> kernel;
+};
+
+// One block of threads with all that it holds.
+struct Block {
+  const Launch* launch;
+  uint3 index;
+  bool dependency_resolved;
+  std::vector<Thread> threads;
+  std::vector<int> ready;
+  std::vector<unsigned> waiting;  // per warp: the lanes in a warp operation
+  int live = 0, at_barrier = 0;
+  unsigned char* shared = nullptr;
+  int poison;
+  std::vector<char> static_shared;  // kept while other blocks run, once it has begun
+};
+
+uint64_t random_state = 1;
+int next_poison = 0;
+std::vector<Launch> queue;
+std::string error_text;
+Fiber host;
+Block* block = nullptr;
+Thread* current = nullptr;
+// Stacks that can be used again.
+std::vector<char*> stacks;
+
+uint64_t random_bits() {
+  random_state ^= random_state << 13;
+  random_state ^= random_state >> 7;
+  random_state ^= random_state << 17;
+  return random_state * 0x2545F4914F6CDD1D;
+}
+
+unsigned random_below(size_t n) { return unsigned(((random_bits() >> 32) * n) >> 32); }
+
+// NaN, large and positive, large and negative: whatever a kernel does with it, one of them shows.
+int poison() {
+  static const int kBytes[] = {0xff, 0x7f, 0xfe};
+  return kBytes[next_poison];
+}
+
+char* static_begin() { return __start_emulated_shared; }
+size_t static_bytes() {
+  return static_begin() ? size_t(__stop_emulated_shared - __start_emulated_shared) : 0;
+}
+
+// Word loops, because AddressSanitizer would check memset and memcpy, and the section holds its red zones
+// too.
+typedef uint64_t Word __attribute__((may_alias, aligned(1)));
+#define NO_MEMSET __attribute__((optimize("no-tree-loop-distribute-patterns")))
+NO_MEMSET void fill_static(int byte) {
+  char* p = static_begin();
+  const size_t n = static_bytes();
+  const uint64_t word = 0x0101010101010101 * uint64_t(byte);
+  size_t i = 0;
+  for (; i + 8 <= n; i += 8) *reinterpret_cast<Word*>(p + i) = word;
+  for (; i < n; ++i) p[i] = char(byte);
+}
+NO_MEMSET void copy_bytes(char* to, const char* from, size_t n) {
+  size_t i = 0;
+  for (; i + 8 <= n; i += 8) *reinterpret_cast<Word*>(to + i) = *reinterpret_cast<const Word*>(from + i);
+  for (; i < n; ++i) to[i] = from[i];
+}
+
+void switch_fiber(Fiber& from, Fiber& to, [[maybe_unused]] bool ends = false) {
+#if EMULATION_ASAN
+  __sanitizer_start_switch_fiber(ends ? nullptr : &from.fake_stack, to.stack, to.bytes);
+#endif
+#if defined(__x86_64__)
+  emulation_switch(&from.pointer, to.pointer);
+#else
+  swapcontext(&from.context, &to.context);
+#endif
+#if EMULATION_ASAN
+  __sanitizer_finish_switch_fiber(from.fake_stack, nullptr, nullptr);
+#endif
+}
+
+void resume(Thread& thread, Fiber& from, bool ends = false) {
+  current = &thread;
+  thread_index = thread.index;
+  switch_fiber(from, thread.fiber, ends);
+}
+
+std::string describe(const Thread& t) {
+  char text[160];
+  snprintf(text, sizeof(text), "thread (%u, %u, %u) of block (%u, %u, %u)", t.index.x, t.index.y, t.index.z,
+           block->index.x, block->index.y, block->index.z);
+  return text;
+}
+
+// Threads that can never go on: says where they are.
+[[noreturn]] void deadlock() {
+  int counts[5] = {};
+  const Thread* example[5] = {};
+  for (const Thread& t : block->threads) {
+    ++counts[int(t.state)];
+    if (!example[int(t.state)]) example[int(t.state)] = &t;
+  }
+  std::string text = "deadlock:";
+  for (int s = 0; s < 5; ++s)
+    if (counts[s])
+      text += " " + std::to_string(counts[s]) + " threads " + kStateNames[s] + " (" +
+              std::to_string(example[s]->number) + " first)";
+  fail("%s", text.c_str());
+}
+
+// Leaves the current thread, which is not ready, for another; comes back when it has been chosen again.
+void leave(bool ends = false) {
+  Fiber& from = current->fiber;
+  std::vector<int>& ready = block->ready;
+  if (ready.empty()) {
+    bool suspended = block->live == 0;
+    if (!suspended && !block->dependency_resolved)
+      for (const Thread& t : block->threads) suspended |= t.state == State::kDependency;
+    if (!suspended) deadlock();
+    switch_fiber(from, host, ends);
+    return;
+  }
+  const size_t chosen = random_below(ready.size());
+  Thread& next = block->threads[ready[chosen]];
+  ready[chosen] = ready.back();
+  ready.pop_back();
+  if (&next == current) return;
+  resume(next, from, ends);
+}
+
+void make_ready(Thread& t) {
+  t.state = State::kReady;
+  block->ready.push_back(t.number);
+}
+
+void release_barrier() {
+  int count = 0;
+  const Thread* first = nullptr;
+  for (const Thread& t : block->threads) {
+    if (t.state != State::kBarrier) continue;
+    if (first && first->barrier_kind != t.barrier_kind)
+      fail("threads meet at different kinds of __syncthreads");
+    first = &t;
+    count += t.predicate != 0;
+  }
+  for (Thread& t : block->threads) {
+    if (t.state != State::kBarrier) continue;
+    const int all = block->at_barrier;
+    t.result = t.barrier_kind == Barrier::kCount ? count
+               : t.barrier_kind == Barrier::kAnd ? count == all
+                                                 : count > 0;
+    make_ready(t);
+  }
+  block->at_barrier = 0;
+}
+
+void thread_main() {
+#if EMULATION_ASAN
+  const void* bottom;
+  size_t bytes;
+  __sanitizer_finish_switch_fiber(nullptr, &bottom, &bytes);
+  if (!host.stack) host.stack = static_cast<char*>(const_cast<void*>(bottom)), host.bytes = bytes;
+#endif
+  block->launch->kernel();
+  current->state = State::kExited;
+  --block->live;
+  if (block->live > 0 && block->at_barrier == block->live) release_barrier();
+  leave(true);
+  abort();  // an exited thread never comes back
+}
+
+char* take_stack() {
+  if (!stacks.empty()) {
+    char* stack = stacks.back();
+    stacks.pop_back();
+    return stack;
+  }
+  const size_t page = size_t(sysconf(_SC_PAGESIZE));
+  void* memory =
+      mmap(nullptr, kStackBytes + page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (memory == MAP_FAILED || mprotect(memory, page, PROT_NONE)) abort();
+  return static_cast<char*>(memory) + page;
+}
+
+void start_fiber(Fiber& fiber) {
+  fiber.stack = take_stack();
+  fiber.bytes = kStackBytes;
+#if defined(__x86_64__)
+  void** top = reinterpret_cast<void**>(fiber.stack + fiber.bytes);
+  *--top = nullptr;
+  *--top = reinterpret_cast<void*>(thread_main);
+  for (int i = 0; i < 6; ++i) *--top = nullptr;
+  fiber.pointer = top;
+#else
+  getcontext(&fiber.context);
+  fiber.context.uc_stack.ss_sp = fiber.stack;
+  fiber.context.uc_stack.ss_size = fiber.bytes;
+  fiber.context.uc_link = nullptr;
+  makecontext(&fiber.context, thread_main, 0);
+#endif
+}
+
+std::unique_ptr<Block> make_block(const Launch& launch, int64_t number, bool dependency_resolved) {
+  auto made = std::make_unique<Block>();
+  made->launch = &launch;
+  made->dependency_resolved = dependency_resolved;
+  const int64_t x = launch.grid.x, y = launch.grid.y;
+  made->index = {unsigned(number % x), unsigned(number / x % y), unsigned(number / (x * y))};
+  const int n = int(launch.block.x * launch.block.y * launch.block.z);
+  made->threads.resize(n);
+  made->waiting.assign((n + 31) / 32, 0);
+  made->live = n;
+  for (int i = 0; i < n; ++i) {
+    Thread& t = made->threads[i];
+    t.number = i;
+    t.index = {i % launch.block.x, i / launch.block.x % launch.block.y,
+               i / (launch.block.x * launch.block.y)};
+    t.state = State::kReady;
+    t.committed = 0;
+    start_fiber(t.fiber);
+    made->ready.push_back(i);
+  }
+  // AddressSanitizer guards the exact end; without it the bytes behind are compared afterwards.
+  size_t bytes = launch.shared;
+#if !EMULATION_ASAN
+  bytes += kGuard;
+#endif
+  void* memory = nullptr;
+  if (bytes && posix_memalign(&memory, 128, bytes)) abort();
+  made->shared = static_cast<unsigned char*>(memory);
+  made->poison = poison();
+  if (memory) memset(memory, made->poison, bytes);
+  return made;
+}
+
+// Runs until all threads have exited or wait for the dependency; false after an error.
+bool run(Block& which) {
+  block = &which;
+  block_index = which.index;
+  block_dim = which.launch->block;
+  grid_dim = which.launch->grid;
+  if (which.static_shared.empty())
+    fill_static(which.poison);
+  else
+    copy_bytes(static_begin(), which.static_shared.data(), static_bytes());
+  if (!which.ready.empty()) {
+    const size_t chosen = random_below(which.ready.size());
+    Thread& first = which.threads[which.ready[chosen]];
+    which.ready[chosen] = which.ready.back();
+    which.ready.pop_back();
+    resume(first, host);
+  }
+  if (which.live > 0) {
+    which.static_shared.resize(static_bytes());
+    copy_bytes(which.static_shared.data(), static_begin(), static_bytes());
+  }
+  block = nullptr;
+  current = nullptr;
+  return error_text.empty();
+}
+
+void finish(std::unique_ptr<Block> done) {
+#if !EMULATION_ASAN
+  for (size_t i = 0; done->shared && i < kGuard; ++i)
+    if (done->shared[done->launch->shared + i] != (unsigned char)done->poison && error_text.empty())
+      error_text = "a thread wrote behind the dynamic shared memory";
+#endif
+  free(done->shared);
+  for (Thread& t : done->threads) {
+#if EMULATION_ASAN
+    if (t.state != State::kExited) __asan_unpoison_memory_region(t.fiber.stack, t.fiber.bytes);
+#endif
+    stacks.push_back(t.fiber.stack);
+  }
+}
+
+}  // namespace
+
+void fail(const char* format, ...) {
+  char text[512];
+  va_list arguments;
+  va_start(arguments, format);
+  vsnprintf(text, sizeof(text), format, arguments);
+  va_end(arguments);
+  error_text = std::string(text) + (current ? ", " + describe(*current) : "");
+  switch_fiber(current->fiber, host, true);
+  abort();
+}
+
+cudaError_t enqueue(dim3 grid, dim3 threads, size_t shared, bool overlaps, std::function<void()> kernel) {
+  const uint64_t per_block = uint64_t(threads.x) * threads.y * threads.z;
+  if (!grid.x || !grid.y || !grid.z || grid.x > 0x7fffffffu || grid.y > 65535 || grid.z > 65535 ||
+      !per_block || per_block > 1024 || threads.z > 64 || shared > kMaxShared)
+    return cudaErrorInvalidConfiguration;
+  queue.push_back({grid, threads, shared, overlaps, std::move(kernel)});
+  return cudaSuccess;
+}
+
+bool sanitized() { return EMULATION_ASAN; }
+
+void seed(uint64_t value) {
+  random_state = value * 0x9E3779B97F4A7C15 + 0x632BE59BD9B4E019;
+  if (!random_state) random_state = 1;
+}
+
+std::string synchronize() {
+  error_text.clear();
+  std::vector<Launch> launches;
+  launches.swap(queue);
+  std::unique_ptr<Block> early;  // of the launch at hand, begun before the one before it ran
+  int64_t early_number = -1;
+  for (size_t i = 0; i < launches.size() && error_text.empty(); ++i) {
+    const Launch& launch = launches[i];
+    const int64_t blocks = int64_t(launch.grid.x) * launch.grid.y * launch.grid.z;
+    next_poison = int(random_below(3));
+    std::unique_ptr<Block> begun = std::move(early);
+    const int64_t begun_number = early_number;
+    early_number = -1;
+    // The next launch may overlap this one: one of its blocks runs up to its wait before this one has begun.
+    if (i + 1 < launches.size() && launches[i + 1].overlaps) {
+      const Launch& next = launches[i + 1];
+      early_number = random_below(size_t(next.grid.x) * next.grid.y * next.grid.z);
+      early = make_block(next, early_number, false);
+      if (!run(*early)) {
+        finish(std::move(early));
+        break;
+      }
+    }
+    std::vector<int64_t> order(blocks);
+    for (int64_t b = 0; b < blocks; ++b) order[b] = b;
+    for (int64_t b = blocks - 1; b > 0; --b) std::swap(order[b], order[random_below(size_t(b) + 1)]);
+    for (int64_t number : order) {
+      std::unique_ptr<Block> next;
+      if (number == begun_number) {
+        next = std::move(begun);
+        next->dependency_resolved = true;
+        block = next.get();
+        for (Thread& t : next->threads)
+          if (t.state == State::kDependency) make_ready(t);
+      } else {
+        next = make_block(launch, number, true);
+      }
+      const bool fine = run(*next);
+      finish(std::move(next));
+      if (!fine) break;
+    }
+    if (begun) finish(std::move(begun));
+  }
+  if (early) finish(std::move(early));
+  host.stack = nullptr;
+  return error_text;
+}
+
+int barrier(Barrier kind, int predicate) {
+  current->state = State::kBarrier;
+  current->barrier_kind = kind;
+  current->predicate = predicate;
+  if (++block->at_barrier == block->live) release_barrier();
+  leave();
+  return int(current->result);
+}
+
+unsigned lane() { return unsigned(current->number) % 32; }
+
+static uint64_t arrive(WarpOp op, unsigned mask, uint64_t value, int source, void (*run)(void* const*)) {
+  Thread& me = *current;
+  const int first = me.number / 32 * 32, size = std::min(int(block->threads.size()) - first, 32);
+  unsigned& waiting = block->waiting[first / 32];
+  if (!(mask >> lane() & 1))
+    fail("the mask %08x of a warp operation leaves out the lane that calls it", mask);
+  me.state = State::kWarp;
+  me.op = op;
+  me.mask = mask;
+  me.value = value;
+  me.source = source;
+  me.run = run;
+  waiting |= 1u << lane();
+  Thread* lanes = &block->threads[first];
+  const unsigned expected = size == 32 ? mask : mask & ((1u << size) - 1);
+  if ((waiting & expected) != expected) {
+    for (int l = 0; l < size; ++l)
+      if ((mask >> l & 1) && lanes[l].state == State::kExited)
+        fail("the mask %08x of a warp operation names lane %d, which has exited", mask, l);
+    leave();
+    return current->result;
+  }
+  void* payloads[32] = {};
+  unsigned votes = 0;
+  uint64_t all = 0;
+  bool begun = false;
+  for (int l = 0; l < size; ++l) {
+    if (!(mask >> l & 1)) continue;
+    const Thread& t = lanes[l];
+    if (t.op != op || t.mask != mask || t.run != run)
+      fail("lanes %u and %d of a warp meet in different warp operations (masks %08x and %08x)", lane(), l,
+           mask, t.mask);
+    payloads[l] = reinterpret_cast<void*>(t.value);
+    votes |= unsigned(t.value != 0) << l;
+    const int64_t a = int64_t(all), b = int64_t(t.value);  // sign-extended where signed
+    const uint64_t ua = uint32_t(all), ub = uint32_t(t.value);
+    if (!begun)
+      all = t.value;
+    else if (op == WarpOp::kAdd)
+      all = uint32_t(ua + ub);
+    else if (op == WarpOp::kMin)
+      all = source ? uint64_t(std::min(a, b)) : std::min(ua, ub);
+    else if (op == WarpOp::kMax)
+      all = source ? uint64_t(std::max(a, b)) : std::max(ua, ub);
+    else if (op == WarpOp::kAnd)
+      all = ua & ub;
+    else if (op == WarpOp::kOr)
+      all = ua | ub;
+    else if (op == WarpOp::kXor)
+      all = ua ^ ub;
+    begun = true;
+  }
+  if (op == WarpOp::kCollective) run(payloads);
+  for (int l = 0; l < size; ++l) {
+    if (!(mask >> l & 1)) continue;
+    Thread& t = lanes[l];
+    switch (op) {
+      case WarpOp::kShuffle: {
+        const bool there = t.source < size && (mask >> t.source & 1);
+        t.result = there ? lanes[t.source].value : 0x0101010101010101 * uint64_t(poison());
+        break;
+      }
+      case WarpOp::kBallot:
+        t.result = votes;
+        break;
+      case WarpOp::kAny:
+        t.result = votes != 0;
+        break;
+      case WarpOp::kAll:
+        t.result = votes == expected;
+        break;
+      case WarpOp::kMatch:
+        t.result = 0;
+        for (int o = 0; o < size; ++o)
+          if ((mask >> o & 1) && lanes[o].value == t.value) t.result |= 1u << o;
+        break;
+      default:
+        t.result = all;
+    }
+  }
+  waiting &= ~expected;
+  for (int l = 0; l < size; ++l)
+    if (mask >> l & 1) make_ready(lanes[l]);
+  leave();
+  return current->result;
+}
+
+uint64_t warp(WarpOp op, unsigned mask, uint64_t value, int source) {
+  return arrive(op, mask, value, source, nullptr);
+}
+
+void warp_collective(void (*run)(void* const*), void* payload) {
+  const int first = current->number / 32 * 32;
+  if (int(block->threads.size()) - first < 32)
+    fail("an instruction of a whole warp in a warp of %d threads", int(block->threads.size()) - first);
+  arrive(WarpOp::kCollective, 0xffffffffu, reinterpret_cast<uint64_t>(payload), 0, run);
+}
+
+unsigned char* dynamic_shared() { return block->shared; }
+
+void expect_aligned(const void* address, size_t bytes, const char* what) {
+  if (reinterpret_cast<uintptr_t>(address) % bytes)
+    fail("%s: the address %p is not aligned to %zu bytes", what, address, bytes);
+}
+
+void expect_shared(const void* address, size_t bytes, const char* what) {
+  const char* p = static_cast<const char*>(address);
+  const char* dynamic = reinterpret_cast<const char*>(block->shared);
+  if (dynamic && p >= dynamic && p + bytes <= dynamic + block->launch->shared) return;
+  if (static_begin() && p >= static_begin() && p + bytes <= static_begin() + static_bytes()) return;
+  fail("%s: %p is not in shared memory", what, address);
+}
+
+void copy_async(void* shared, const void* global, unsigned bytes, unsigned zeros) {
+  expect_aligned(shared, 16, "cp.async, destination");
+  expect_aligned(global, 16, "cp.async, source");
+  expect_shared(shared, bytes + zeros, "cp.async, destination");
+  char touched[16];
+  memcpy(touched, global, bytes);           // AddressSanitizer sees a bad address here, not at the wait
+  memset(shared, poison(), bytes + zeros);  // from here to the wait it holds anything
+  current->copies.push_back({shared, global, bytes, zeros, current->committed});
+}
+
+void commit_async() { ++current->committed; }
+
+void wait_async(int groups_left) {
+  std::vector<Copy>& copies = current->copies;
+  size_t kept = 0;
+  for (const Copy& copy : copies) {
+    if (groups_left >= 0 && copy.group >= current->committed - groups_left) {
+      copies[kept++] = copy;
+      continue;
+    }
+    memcpy(copy.shared, copy.global, copy.bytes);
+    memset(static_cast<char*>(copy.shared) + copy.bytes, 0, copy.zeros);
+  }
+  copies.resize(kept);
+}
+
+void dependency_wait() {
+  if (block->dependency_resolved) return;
+  current->state = State::kDependency;
+  leave();
+}
+
+}  // namespace emulation
+
+// ---- the little of the CUDA runtime that launchers call
+
+extern "C" {
+#define EMULATED __attribute__((visibility("hidden")))
+EMULATED cudaError_t CUDARTAPI cudaGetDevice(int* device) {
+  *device = 0;
+  return cudaSuccess;
+}
+EMULATED cudaError_t CUDARTAPI cudaSetDevice(int device) {
+  return device == 0 ? cudaSuccess : cudaErrorInvalidDevice;
+}
+EMULATED cudaError_t CUDARTAPI cudaGetLastError(void) { return cudaSuccess; }
+EMULATED const char* CUDARTAPI cudaGetErrorString(cudaError_t error) {
+  return error == cudaErrorInvalidConfiguration ? "invalid configuration argument" : "emulated CUDA error";
+}
+EMULATED cudaError_t CUDARTAPI cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  switch (attribute) {
+    case cudaDevAttrMultiProcessorCount:
+      *value = 7;
+      return cudaSuccess;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin:
+      *value = int(emulation::kMaxShared);
+      return cudaSuccess;
+    case cudaDevAttrComputeCapabilityMajor:
+      *value = 9;
+      return cudaSuccess;
+    case cudaDevAttrComputeCapabilityMinor:
+      *value = 0;
+      return cudaSuccess;
+    default:
+      return cudaErrorInvalidValue;
+  }
+}
+}

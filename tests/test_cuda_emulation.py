@@ -1,0 +1,115 @@
+"""The emulation of CUDA itself: right kernels give right answers in every order, and each planted fault shows."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+SEEDS = range(8)
+REVERSED = torch.arange(1.0, 65).flip(0)
+LANES = torch.arange(64).view(2, 32)
+WANTED = {
+    "missing_barrier": REVERSED,
+    "missing_second_barrier": REVERSED,
+    "missing_syncwarp": torch.arange(1.0, 65)[LANES.flip(1)].flatten(),
+    "copy_without_wait": torch.arange(1.0, 129).view(2, 64).flip(1).flatten(),
+    "copy_without_barrier": torch.arange(1.0, 129).view(2, 64).flip(1).flatten(),
+    "copy_of_a_later_group": torch.arange(1.0, 129).view(2, 64).flip(1).flatten(),
+    "unwritten_shared": torch.arange(1.0, 65) * (torch.arange(64) % 8 != 0),
+    "early_read": torch.arange(3.0, 67),
+}
+SHOWN = [
+    *WANTED, "unwritten_register", "divergent_barrier", "lane_left", "lane_outside", "misaligned_load",
+    "past_dynamic_shared",
+]  # fmt: skip
+
+
+def run(emulation, name, fault, seed):
+    """Whether the case gives the right answer; RuntimeError where the emulation refuses to go on."""
+    wanted = WANTED.get(name, torch.arange(1.0, 65))
+    x, out = torch.arange(1.0, len(wanted) + 1), torch.full((len(wanted),), -7.0)
+    emulation.seed(seed)
+    emulation.self_test(name, fault, x.data_ptr(), out.data_ptr())
+    emulation.synchronize()
+    return torch.equal(out, wanted)
+
+
+@pytest.mark.parametrize("name", [*SHOWN, "past_static_shared", "past_global", "collectives"])
+def test_right_kernels_give_the_right_answer(emulation, name):
+    assert all(run(emulation, name, False, seed) for seed in SEEDS)
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_a_planted_fault_shows(emulation, name):
+    if name == "past_dynamic_shared" and emulation.sanitized():
+        pytest.skip("ends the process: see the next test")
+    shown = 0
+    for seed in SEEDS:
+        try:
+            shown += not run(emulation, name, True, seed)
+        except RuntimeError as error:
+            assert "emulation: " in str(error)  # noqa: PT017
+            shown += 1
+    assert shown >= len(SEEDS) / 2  # in about every order, not by luck
+
+
+@pytest.mark.parametrize("name", ["past_static_shared", "past_global", "past_dynamic_shared"])
+def test_the_sanitizers_see_an_access_past_the_end(emulation, name):
+    if not emulation.sanitized():
+        pytest.skip("only with DFLASH_EMULATION=sanitize")
+    code = (
+        "import sys, torch; sys.path.insert(0, sys.argv[1]); import build; e = build.load(True)\n"
+        "x, out = torch.ones(64), torch.ones(64)\n"
+        "e.self_test(sys.argv[2], True, x.data_ptr(), out.data_ptr()); e.synchronize()"
+    )
+    command = [sys.executable, "-c", code, os.path.join(os.path.dirname(__file__), "cuda_emulation"), name]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "AddressSanitizer: " in done.stderr or "runtime error: index 64 out of bounds" in done.stderr
+    assert "self_test.cu" in done.stderr
+
+
+def test_what_went_wrong_is_named(emulation):
+    for name, words in (
+        ("divergent_barrier", "deadlock: 32 threads at __syncthreads .* 32 threads in a warp operation"),
+        ("lane_left", r"the mask ffffffff of a warp operation names lane \d+, which has exited, thread \("),
+        ("misaligned_load", r"load16: the address 0x[0-9a-f]+ is not aligned to 16 bytes, thread \(32, 0, 0\)"),
+    ):
+        with pytest.raises(RuntimeError, match=words):
+            run(emulation, name, True, 3)
+
+
+def test_a_seed_gives_the_same_order_again(emulation):
+    def outcome(seed):
+        x, out = torch.arange(1.0, 65), torch.full((64,), -7.0)
+        emulation.seed(seed)
+        emulation.self_test("missing_barrier", True, x.data_ptr(), out.data_ptr())
+        emulation.synchronize()
+        return out.view(torch.int32).tolist()
+
+    assert outcome(1) == outcome(1)
+    assert outcome(1) != outcome(2)
+
+
+def test_the_last_block_sees_what_the_others_stored(emulation):
+    x, partial, counter, out = torch.arange(1.0, 5), torch.zeros(4), torch.zeros(1, dtype=torch.int32), torch.zeros(64)
+    for fault in (False, True):
+        for repeat in range(3):
+            out.fill_(-7)
+            emulation.last_block(fault, x.data_ptr(), partial.data_ptr(), counter.data_ptr(), out.data_ptr())
+            emulation.synchronize()
+            # A counter that is not put back shows on the second launch.
+            assert out.eq(10).all() == (not fault or repeat == 0)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_tensor_core_layouts(emulation, dtype, transposed):
+    a, b = torch.randn(16, 16).to(dtype), torch.randn(16, 8).to(dtype)
+    stored, out = (b if transposed else b.t().contiguous()), torch.zeros(16, 8)
+    addresses = (a.data_ptr(), stored.data_ptr(), out.data_ptr())
+    emulation.tensor_core(dtype == torch.float16, *addresses, transposed)
+    emulation.synchronize()
+    torch.testing.assert_close(out, a.float() @ b.float(), rtol=1e-5, atol=1e-5)
