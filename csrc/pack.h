@@ -20,8 +20,8 @@ T* ptr(uintptr_t address) {
 }
 
 inline RmsNormParams pack_rms_norm(Address x, Address residual, Address weight, Address counts, Address out,
-                                   Address residual_out, int64_t rows, int64_t hidden,
-                                   int64_t rows_per_sequence, float eps, int dtype) {
+                                   Address residual_out, Address tap, int64_t tap_stride, int64_t rows,
+                                   int64_t hidden, int64_t rows_per_sequence, float eps, int dtype) {
   RmsNormParams p{};
   p.x = ptr<void>(x);
   p.residual = ptr<void>(residual);
@@ -29,6 +29,8 @@ inline RmsNormParams pack_rms_norm(Address x, Address residual, Address weight, 
   p.counts = ptr<int64_t>(counts);
   p.out = ptr<void>(out);
   p.residual_out = ptr<void>(residual_out);
+  p.tap = ptr<void>(tap);
+  p.tap_stride = tap_stride;
   p.rows = rows;
   p.hidden = hidden;
   p.rows_per_sequence = rows_per_sequence;
@@ -165,8 +167,8 @@ inline BlockAttentionParams pack_block_attention(Address q, Address k_cache, Add
 
 inline SelectTokensParams pack_select_tokens(Address logits, Address positions, Address seeds,
                                              Address temperature, Address top_k, Address top_p, Address min_p,
-                                             Address sharpness, Address ids, int64_t batch, int64_t rows,
-                                             int64_t vocab, int dtype) {
+                                             Address sharpness, Address ids, Address partial, int64_t batch,
+                                             int64_t rows, int64_t vocab, int dtype) {
   SelectTokensParams p{};
   p.logits = ptr<void>(logits);
   p.positions = ptr<int64_t>(positions);
@@ -177,6 +179,7 @@ inline SelectTokensParams pack_select_tokens(Address logits, Address positions, 
   p.min_p = ptr<float>(min_p);
   p.sharpness = ptr<float>(sharpness);
   p.ids = ptr<int64_t>(ids);
+  p.partial = ptr<void>(partial);
   p.batch = batch;
   p.rows = rows;
   p.vocab = vocab;

@@ -24,7 +24,9 @@ struct RmsNormParams {
   float eps;
   DType dtype;
   int32_t threads;
-  int32_t device;
+  int32_t device = 0;
+  void* tap = nullptr;     // [rows, hidden], strided, or null: x + residual once more
+  int64_t tap_stride = 0;  // between its rows, in elements
 };
 
 // out = silu(gate) * up, gate and up packed side by side.
@@ -35,7 +37,7 @@ struct SiluMulParams {
   int64_t width;
   DType dtype;
   int32_t threads;
-  int32_t device;
+  int32_t device = 0;
 };
 
 // Packed rows -> q heads (norm, RoPE) into q_out for the last q_rows rows; k heads (norm, RoPE) and v heads
@@ -61,7 +63,7 @@ struct QkvNormRopeAppendParams {
   float eps;
   DType dtype;
   int32_t threads;
-  int32_t device;
+  int32_t device = 0;
 };
 
 // The same for K/V alone, for all layers.
@@ -83,7 +85,7 @@ struct AppendContextKvParams {
   float eps;
   DType dtype;
   int32_t threads;
-  int32_t device;
+  int32_t device = 0;
 };
 
 // cache[b, h, positions[b, r]] = new[b, h, r]; strides in elements, the last dimension dense.
@@ -103,7 +105,7 @@ struct AppendKvParams {
   int64_t capacity;
   DType dtype;
   int32_t threads;
-  int32_t device;
+  int32_t device = 0;
 };
 
 // softmax(scale * q k^T) v over the keys that each query sees; query i of sequence b is at position
@@ -130,8 +132,10 @@ struct BlockAttentionParams {
   bool causal;
   DType dtype;
   int32_t threads;
-  int32_t device;
+  int32_t device = 0;
 };
+
+constexpr int64_t kSelectSlice = 8192;  // tokens a block of the CUDA kernel takes; ops.py knows it too
 
 // ids = argmax(sharpness * filter(logits / temperature) + gumbel noise); -1 for a row that holds NaN.
 struct SelectTokensParams {
@@ -144,12 +148,13 @@ struct SelectTokensParams {
   const float* min_p;        // [batch]; 0: off
   const float* sharpness;    // [batch]; infinity: plain argmax
   int64_t* ids;              // [batch, rows]
+  void* partial;             // CUDA: 16 bytes for each [batch, rows, ceil(vocab / kSelectSlice)]
   int64_t batch;
   int64_t rows;
   int64_t vocab;
   DType dtype;
   int32_t threads;
-  int32_t device;
+  int32_t device = 0;
 };
 
 enum RowState : int64_t { kRunning = 0, kStop = 1, kLimit = 2, kInvalid = 3 };  // the values of done
@@ -169,7 +174,7 @@ struct AcceptPrefixParams {
   int64_t num_stop_tokens;
   int64_t capacity;
   int32_t threads;
-  int32_t device;
+  int32_t device = 0;
 };
 
 // out = x weight^T + bias for a few rows.
@@ -183,7 +188,7 @@ struct LinearParams {
   int64_t out_features;
   DType dtype;
   int32_t threads;
-  int32_t device;
+  int32_t device = 0;
 };
 
 // What one decoder layer reads and where it appends; every weight is [out, in].
@@ -231,7 +236,7 @@ struct DecoderLayersParams {
   float eps;
   DType dtype;
   int32_t threads;
-  int32_t device;
+  int32_t device = 0;
 };
 
 }  // namespace dflash

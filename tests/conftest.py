@@ -10,9 +10,10 @@ from types import ModuleType
 import pytest
 import torch
 from families import make_draft, make_target
+from op_checks import CUDA_DTYPES, DTYPES, Cuda, Emulated
 from transformers import PreTrainedModel
 
-from dflash import Drafter
+from dflash import Drafter, ops, reference
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "cuda_emulation"))
@@ -38,6 +39,43 @@ def emulation(emulated_kernels) -> ModuleType:
     """The same, in the order of threads and blocks that DFLASH_EMULATION_SEED gives (0)."""
     emulated_kernels.seed(int(os.environ.get("DFLASH_EMULATION_SEED", "0")))
     return emulated_kernels
+
+
+# Where the tests of an op run: each that asks for `kernels` on all of these, each that asks for `implementation` on the
+# plain-torch twin as well, and each that asks for `dtype` too with every storage type of the place.
+PLACES = {"cpu": DTYPES, "cuda-emulated": CUDA_DTYPES, "cuda": CUDA_DTYPES}
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    for fixture, places in (("kernels", PLACES), ("implementation", {**PLACES, "twin": DTYPES})):
+        if fixture not in metafunc.fixturenames:
+            continue
+        dtypes = "dtype" in metafunc.fixturenames
+        cases = [
+            pytest.param(*(place, dtype)[: 1 + dtypes], marks=[pytest.mark.cuda] * (place == "cuda"),
+                         id=f"{place}-{str(dtype).removeprefix('torch.')}" if dtypes else place)
+            for place, types in places.items()
+            for dtype in (types if dtypes else types[:1])
+        ]  # fmt: skip
+        metafunc.parametrize([fixture, "dtype"][: 1 + dtypes], cases, indirect=[fixture])
+
+
+def _place(request: pytest.FixtureRequest) -> object:
+    if request.param == "cuda-emulated":
+        return Emulated(request.getfixturevalue("emulation"))
+    return {"cpu": ops, "twin": reference}.get(request.param) or Cuda()
+
+
+@pytest.fixture
+def kernels(request: pytest.FixtureRequest) -> object:
+    """The functions of ``dflash.ops`` for CPU tensors, run on the CPU, on an emulated GPU and on a real one."""
+    return _place(request)
+
+
+@pytest.fixture
+def implementation(request: pytest.FixtureRequest) -> object:
+    """The same and their plain-torch twins."""
+    return _place(request)
 
 
 @pytest.fixture(scope="session")

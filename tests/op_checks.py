@@ -1,8 +1,19 @@
-"""What every op test uses: the error measure against float64, and the two storage types."""
+"""What every op test uses: the error measure against float64, the storage types, and the places where kernels run."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from types import ModuleType
 
 import torch
+from torch.utils._pytree import tree_map_only
+
+from dflash import ops
 
 DTYPES = [torch.float32, torch.bfloat16]
+CUDA_DTYPES = [*DTYPES, torch.float16]
 
 
 def relative_error(out: torch.Tensor, exact: torch.Tensor) -> float:
@@ -18,3 +29,68 @@ def assert_as_exact_as_torch(out: torch.Tensor, twin: torch.Tensor, exact: torch
     floor = torch.finfo(out.dtype).eps / 8
     ours, theirs = relative_error(out, exact), relative_error(twin, exact)
     assert ours <= factor * max(theirs, floor), f"error {ours:.2e}, plain torch {theirs:.2e}"
+
+
+class Emulated:
+    """The CUDA kernels on CPU tensors, by the emulation: the functions of ``dflash.ops`` that have one.
+
+    Each goes through the code of ops.py that a GPU's tensors go through. ``overlapping()`` queues what is called in
+    it, so that a kernel may start before the one ahead of it has run; the tensors have to live until its end.
+    """
+
+    linear = staticmethod(torch.nn.functional.linear)
+
+    def __init__(self, module: ModuleType) -> None:
+        self._module, self._queues, self._scratch = module, False, []
+
+    def __getattr__(self, name: str) -> Callable:
+        kernel, signature = ops._KERNELS[name], inspect.signature(getattr(ops, name))
+
+        def call(*args, **kwargs):
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            return kernel(self, *bound.args)
+
+        return call
+
+    def dtype(self, op: str, name: str, tensor: torch.Tensor) -> int:
+        return ops._CUDA.dtype(op, name, tensor)
+
+    def scratch(self, size: int, device: torch.device) -> torch.Tensor:
+        self._scratch.append(torch.empty(size, dtype=torch.uint8))  # kept until the kernels have run
+        return self._scratch[-1]
+
+    def run(self, op: str, device: torch.device, *arguments) -> None:
+        getattr(self._module, f"{op}_cuda")(*arguments, 0, 0)
+        if not self._queues:
+            self._module.synchronize()
+            self._scratch.clear()
+
+    @contextlib.contextmanager
+    def overlapping(self) -> Iterator[None]:
+        self._queues = True
+        yield
+        self._queues = False
+        self._module.synchronize()
+
+
+class Cuda:
+    """The functions of ``dflash.ops`` on a GPU, for CPU tensors: they and what is written travel there and back."""
+
+    def __getattr__(self, name: str) -> Callable:
+        public = getattr(ops, name)
+        signature = inspect.signature(public)
+        schema = getattr(torch.ops.dflash, name).default._schema
+
+        def call(*args, **kwargs):
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            there = tree_map_only(torch.Tensor, lambda x: x.cuda(), list(bound.args))
+            out = public(*there)
+            for argument, here, moved in zip(schema.arguments, bound.args, there, strict=True):
+                if argument.alias_info is not None and argument.alias_info.is_write and here is not None:
+                    for old, new in zip(*((x if isinstance(x, list) else [x]) for x in (here, moved)), strict=True):
+                        old.copy_(new)
+            return tree_map_only(torch.Tensor, lambda x: x.cpu(), out)
+
+        return call

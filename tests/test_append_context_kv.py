@@ -35,10 +35,9 @@ def double(args):
     return [*args[:6], *([x.double() for x in caches] for caches in args[6:])]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("norm", [True, False])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_against_float64(shape, norm, dtype):
+def test_against_float64(shape, norm, dtype, kernels):
     for num_layers, batch, rows in ((1, 1, 1), (3, 2, 15), (2, 3, 16), (5, 2, 113)):
         args = draw(shape, num_layers, batch, rows, dtype, norm)
         exact, twin, out = (
@@ -46,7 +45,7 @@ def test_against_float64(shape, norm, dtype):
             for op, a in (
                 (reference.append_context_kv_, double(args)),
                 (reference.append_context_kv_, args),
-                (ops.append_context_kv_, args),
+                (kernels.append_context_kv_, args),
             )
         )
         for o, t, e in zip(*(k + v for k, v in (out, twin, exact)), strict=True):
@@ -59,17 +58,16 @@ def test_against_float64(shape, norm, dtype):
             assert_as_exact_as_torch(o.nan_to_num(), t.nan_to_num(), e.nan_to_num())
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("norm", [True, False])
-def test_each_layer_has_the_bits_of_the_step_op(norm, dtype):
+def test_each_layer_has_the_bits_of_the_step_op(norm, dtype, kernels):
     """A context row must not depend on whether prefill or a step injected it."""
     args = draw((2, 40, 20), 3, 2, 17, dtype, norm)
-    k_caches, v_caches = run(ops.append_context_kv_, args)
+    k_caches, v_caches = run(kernels.append_context_kv_, args)
     for layer in range(3):
         q_out = torch.empty(2, 0, 0, 40, dtype=dtype)
         k_cache, v_cache = args[6][layer].clone(), args[7][layer].clone()
         weight = args[4][layer] if norm else None
-        ops.qkv_norm_rope_append_(args[0][layer], *args[1:4], None, weight, EPS, q_out, k_cache, v_cache)
+        kernels.qkv_norm_rope_append_(args[0][layer], *args[1:4], None, weight, EPS, q_out, k_cache, v_cache)
         assert torch.equal(k_cache.nan_to_num(7), k_caches[layer].nan_to_num(7))
         assert torch.equal(v_cache.nan_to_num(7), v_caches[layer].nan_to_num(7))
 
@@ -106,3 +104,10 @@ def test_bad_input_is_named():
         call(positions=torch.zeros(2, 6, dtype=torch.int64))
     with pytest.raises(TypeError, match=r"kv must be float32 or bfloat16 on CPU, got torch.float64"):
         call(kv.double(), weight=None, k=[x.double() for x in k_caches], v=[x.double() for x in v_caches])
+
+
+def test_tensors_on_two_devices_are_named():
+    args = draw((2, 16, 16), 2, 2, 5, torch.float32)
+    args[7][1] = args[7][1].to("meta")
+    with pytest.raises(ValueError, match=r"all tensors must be on cpu as the first is, got \[2, 2, 9, 16\] on meta"):
+        ops._expect_one_device("append_context_kv_", tuple(args))

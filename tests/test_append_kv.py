@@ -2,7 +2,7 @@ import pytest
 import torch
 from op_checks import DTYPES
 
-from dflash import ops, reference
+from dflash import ops
 
 pytestmark = pytest.mark.op
 
@@ -31,31 +31,27 @@ def assert_same(cache, want):
     assert torch.equal(cache.isnan(), want.isnan())
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("op", [ops.append_kv_, reference.append_kv_])
 @pytest.mark.parametrize("rows", [0, 1, 15, 16, 17, 113])
-def test_every_row_goes_to_its_slot_and_nowhere_else(rows, op, dtype):
+def test_every_row_goes_to_its_slot_and_nowhere_else(rows, implementation, dtype):
     for batch, heads, dims in ((1, 1, (64, 64)), (3, 2, (24, 16)), (2, 8, (5, 7))):
         key, value, positions, k_cache, v_cache = draw(batch, heads, rows, dims, dtype)
         positions[0, ::3] = -1
         positions[-1, 1::3] = 200
         want_k, want_v = expected(key, positions, k_cache), expected(value, positions, v_cache)
-        op(key, value, positions, k_cache, v_cache)
+        implementation.append_kv_(key, value, positions, k_cache, v_cache)
         assert_same(k_cache, want_k)
         assert_same(v_cache, want_v)
 
 
-@pytest.mark.parametrize("op", [ops.append_kv_, reference.append_kv_])
-def test_all_rows_off(op):
+def test_all_rows_off(implementation):
     key, value, positions, k_cache, v_cache = draw(2, 2, 16, (8, 8), torch.float32)
     positions[0], positions[1] = -1, 200
-    op(key, value, positions, k_cache, v_cache)
+    implementation.append_kv_(key, value, positions, k_cache, v_cache)
     assert k_cache.isnan().all()
     assert v_cache.isnan().all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_strided_views(dtype):
+def test_strided_views(dtype, kernels):
     key, value, positions, k_cache, v_cache = draw(2, 3, 17, (24, 16), dtype)
     want_k, want_v = expected(key, positions, k_cache), expected(value, positions, v_cache)
     packed = torch.cat([key, value], -1).transpose(1, 2).contiguous().transpose(1, 2)
@@ -63,7 +59,7 @@ def test_strided_views(dtype):
     for k, v in ((packed[..., :24], packed[..., 24:]), (key, columns)):
         assert not v.is_contiguous()
         out_k, out_v = k_cache.clone(), v_cache.clone()
-        ops.append_kv_(k, v, positions, out_k, out_v)
+        kernels.append_kv_(k, v, positions, out_k, out_v)
         assert_same(out_k, want_k)
         assert_same(out_v, want_v)
 

@@ -63,14 +63,13 @@ def by_hand(qkv, positions, cos, sin, q_norm_weight, k_norm_weight, eps, q_out, 
                     v_cache[b, h, position] = heads[num_heads + num_kv_heads + h]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("norm", [True, False])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_against_float64(shape, norm, dtype):
+def test_against_float64(shape, norm, dtype, kernels):
     for batch, rows, q_rows in ((9, 1, 1), (2, 16, 16), (3, 32, 16), (2, 17, 0), (2, 17, 1)):
         args = draw(shape, batch, rows, q_rows, dtype, norm)
         exact = run(by_hand, double(args))
-        twin, out = run(reference.qkv_norm_rope_append_, args), run(ops.qkv_norm_rope_append_, args)
+        twin, out = run(reference.qkv_norm_rope_append_, args), run(kernels.qkv_norm_rope_append_, args)
         for o, t, e in zip(out, twin, exact, strict=True):
             assert torch.equal(o.isnan(), e.isnan())  # nothing but the rows' own slots was written
             assert torch.equal(t.isnan(), e.isnan())
@@ -84,33 +83,31 @@ def test_the_twin_computes_in_float64():
         torch.testing.assert_close(t, e, rtol=1e-13, atol=1e-13, equal_nan=True)
 
 
-@pytest.mark.parametrize("op", [ops.qkv_norm_rope_append_, reference.qkv_norm_rope_append_])
-def test_all_rows_off_append_nothing(op):
+def test_all_rows_off_append_nothing(implementation):
     args = draw(SHAPES[0], 3, 16, 16, torch.float32)
     args[1][0], args[1][1] = -1, torch.arange(CAPACITY, CAPACITY + 16)
     before = [args[8].clone(), args[9].clone()]
-    _, k_cache, v_cache = run(op, args)
+    _, k_cache, v_cache = run(implementation.qkv_norm_rope_append_, args)
     for cache, old in zip((k_cache, v_cache), before, strict=True):
         assert torch.equal(cache[:2].nan_to_num(7), old[:2].nan_to_num(7))
         assert not cache[2, :, args[1][2]].isnan().any()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_does_not_depend_on_its_neighbours(dtype):
+def test_a_row_does_not_depend_on_its_neighbours(dtype, kernels):
     args = draw(SHAPES[1], 2, 16, 16, dtype)
-    q_out, k_cache, _ = run(ops.qkv_norm_rope_append_, args)
+    q_out, k_cache, _ = run(kernels.qkv_norm_rope_append_, args)
     alone = [x[1:2, 5:6] for x in args[:4]] + args[4:7] + [args[7][1:2, :1], args[8][1:2], args[9][1:2]]
-    q_alone, k_alone, _ = run(ops.qkv_norm_rope_append_, alone)
+    q_alone, k_alone, _ = run(kernels.qkv_norm_rope_append_, alone)
     assert torch.equal(q_alone[0, 0], q_out[1, 5])
     position = int(args[1][1, 5])
     assert torch.equal(k_alone[0, :, position], k_cache[1, :, position])
 
 
-def test_strided_inputs():
+def test_strided_inputs(kernels):
     args = draw(SHAPES[0], 2, 16, 16, torch.float32)
-    want = run(ops.qkv_norm_rope_append_, args)
+    want = run(kernels.qkv_norm_rope_append_, args)
     strided = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in args[:4]] + args[4:]
-    for out, old in zip(run(ops.qkv_norm_rope_append_, strided), want, strict=True):
+    for out, old in zip(run(kernels.qkv_norm_rope_append_, strided), want, strict=True):
         assert torch.equal(out.nan_to_num(7), old.nan_to_num(7))
 
 

@@ -18,43 +18,54 @@ def draw(shape, dtype, seed=0):
     return x.to(dtype), residual.to(dtype), weight.to(dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_rms_norm_against_float64(shape, dtype):
+def test_rms_norm_against_float64(shape, dtype, kernels):
     x, _, weight = draw(shape, dtype)
     exact = reference.rms_norm(x.double(), weight.double(), EPS)
-    assert_as_exact_as_torch(ops.rms_norm(x, weight, EPS), reference.rms_norm(x, weight, EPS), exact)
+    assert_as_exact_as_torch(kernels.rms_norm(x, weight, EPS), reference.rms_norm(x, weight, EPS), exact)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_add_rms_norm_against_float64(shape, dtype):
+def test_add_rms_norm_against_float64(shape, dtype, kernels):
     x, residual, weight = draw(shape, dtype)
-    out, total = ops.add_rms_norm(x, residual, weight, EPS)
+    out, total = kernels.add_rms_norm(x, residual, weight, EPS)
     twin, twin_total = reference.add_rms_norm(x, residual, weight, EPS)
     assert torch.equal(total, twin_total)
     exact = reference.rms_norm(twin_total.double(), weight.double(), EPS)
     assert_as_exact_as_torch(out, twin, exact)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_past_the_count_are_zero_and_never_read(dtype):
+def test_rows_past_the_count_are_zero_and_never_read(dtype, kernels):
     x, _, weight = draw((3, 16, 113), dtype)
     counts = torch.tensor([0, 7, 16])
-    clean = ops.rms_norm(x, weight, EPS)
+    clean = kernels.rms_norm(x, weight, EPS)
     for row, count in enumerate(counts.tolist()):
         x[row, count:] = float("nan")
-    for op in (ops.rms_norm, reference.rms_norm):
+    for op in (kernels.rms_norm, reference.rms_norm):
         out = op(x, weight, EPS, counts)
         for row, count in enumerate(counts.tolist()):
             assert torch.allclose(out[row, :count].float(), clean[row, :count].float(), rtol=2e-2)
             assert out[row, count:].eq(0).all()
 
 
-def test_a_row_does_not_depend_on_its_neighbours():
+def test_the_tap_gets_the_sum(dtype, kernels):
+    x, residual, weight = draw((2, 16, 120), dtype)
+    want, total = kernels.add_rms_norm(x, residual, weight, EPS)
+    taps = torch.full((2, 16, 3 * 120), 9.0).to(dtype)
+    out, _ = kernels.add_rms_norm(x, residual, weight, EPS, taps[..., 120:240])
+    assert torch.equal(out, want)
+    assert torch.equal(taps[..., 120:240], total)
+    assert taps[..., :120].eq(9).all()
+    assert taps[..., 240:].eq(9).all()
+    one = torch.zeros(16, 2, 120).to(dtype)[:, 0]
+    kernels.add_rms_norm(x[0], residual[0], weight, EPS, one)
+    assert torch.equal(one, total[0])
+
+
+def test_a_row_does_not_depend_on_its_neighbours(kernels):
     x, residual, weight = draw((2, 16, 384), torch.bfloat16)
-    out, _ = ops.add_rms_norm(x, residual, weight, EPS)
-    alone, _ = ops.add_rms_norm(x[:, 5:6], residual[:, 5:6], weight, EPS)
+    out, _ = kernels.add_rms_norm(x, residual, weight, EPS)
+    alone, _ = kernels.add_rms_norm(x[:, 5:6], residual[:, 5:6], weight, EPS)
     assert torch.equal(out[:, 5:6], alone)
 
 
@@ -64,6 +75,7 @@ def test_opcheck(dtype):
     torch.library.opcheck(torch.ops.dflash.rms_norm.default, (x, weight, EPS, None))
     torch.library.opcheck(torch.ops.dflash.rms_norm.default, (x, weight, EPS, torch.tensor([1, 3])))
     torch.library.opcheck(torch.ops.dflash.add_rms_norm.default, (x, residual, weight, EPS))
+    torch.library.opcheck(torch.ops.dflash.add_rms_norm.default, (x, residual, weight, EPS, torch.zeros_like(x)))
 
 
 def test_bad_input_is_named():
@@ -74,5 +86,7 @@ def test_bad_input_is_named():
         ops.rms_norm(x.half(), weight.half(), EPS)
     with pytest.raises(ValueError, match=r"counts must be \[batch\] = \[2\], got \[3\]"):
         ops.rms_norm(x, weight, EPS, torch.zeros(3, dtype=torch.int64))
+    with pytest.raises(ValueError, match=r"the rows of tap must be dense and evenly spaced, got strides \(40, 80, 1\)"):
+        ops.add_rms_norm(x, residual, weight, EPS, x.transpose(0, 1).contiguous().transpose(0, 1))
     with pytest.raises(ValueError, match=r"residual must be"):
         ops.add_rms_norm(x, residual[:1], weight, EPS)

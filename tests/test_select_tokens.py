@@ -64,16 +64,15 @@ def draw_case(seed, vocab, batch=12, rows=2):
     )
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vocab", [1, 2, 5, 63, 64, 65, 113, 512, 32000])
-def test_kernel_equals_twin(vocab, dtype):
+def test_kernel_equals_twin(vocab, dtype, kernels):
     for seed in range(6 if vocab > 1000 else 24):
         logits, *rest = draw_case(seed, vocab, *((6, 1) if vocab > 1000 else ()))
         logits = logits.to(dtype)
-        assert torch.equal(ops.select_tokens(logits, *rest), reference.select_tokens(logits, *rest)), seed
+        assert torch.equal(kernels.select_tokens(logits, *rest), reference.select_tokens(logits, *rest)), seed
 
 
-def test_kernel_equals_twin_on_a_full_vocabulary():
+def test_kernel_equals_twin_on_a_full_vocabulary(kernels):
     g = torch.Generator().manual_seed(1)
     logits = torch.randn(4, 1, 151936, generator=g) * 3
     settings = parameters(
@@ -81,7 +80,9 @@ def test_kernel_equals_twin_on_a_full_vocabulary():
     )
     positions = torch.tensor([[0], [2**33 + 1], [7], [8]])
     for x in (logits, logits.bfloat16()):
-        assert torch.equal(ops.select_tokens(x, positions, *settings), reference.select_tokens(x, positions, *settings))
+        assert torch.equal(
+            kernels.select_tokens(x, positions, *settings), reference.select_tokens(x, positions, *settings)
+        )
 
 
 # ---- an independent implementation, token by token
@@ -136,8 +137,8 @@ def test_philox_known_answers():
         assert " ".join(f"{word:08x}" for word in slow) == wanted
 
 
-@pytest.mark.parametrize("select", [ops.select_tokens, reference.select_tokens])
-def test_against_the_definition(select):
+def test_against_the_definition(implementation):
+    select = implementation.select_tokens
     g = torch.Generator().manual_seed(5)
     logits = torch.randn(60, 1, 113, generator=g) * 4
     logits[3, 0, 7] = logits[4, 0, 100] = math.nan
@@ -161,7 +162,7 @@ def test_against_the_definition(select):
 # ---- the bits: an argmax hardly ever shows the last one, so each is driven to where it decides
 
 
-def assert_flips_at_the_same_bits(batch, low, high, arguments, wanted):
+def assert_flips_at_the_same_bits(kernels, batch, low, high, arguments, wanted):
     """Bisect between the positive floats ``low`` and ``high`` (one per row) to where the twin's choice becomes
     ``wanted``; the kernel's must on the same two neighbours. Rows that do not flip in between are left out."""
 
@@ -175,11 +176,11 @@ def assert_flips_at_the_same_bits(batch, low, high, arguments, wanted):
         middle = low + (high - low) // 2
         up = chosen(reference.select_tokens, middle)
         low, high = torch.where(up, low, middle), torch.where(up, middle, high)
-    assert chosen(ops.select_tokens, high)[live].all()
-    assert not chosen(ops.select_tokens, low)[live].any()
+    assert chosen(kernels.select_tokens, high)[live].all()
+    assert not chosen(kernels.select_tokens, low)[live].any()
 
 
-def test_scores_have_the_bits_of_the_twin():
+def test_scores_have_the_bits_of_the_twin(kernels):
     g = torch.Generator().manual_seed(8)
     batch = 400
     seeds, positions = torch.arange(batch), torch.full((batch, 1), 5)
@@ -190,10 +191,10 @@ def test_scores_have_the_bits_of_the_twin():
         logits = torch.stack([torch.full_like(logit, 9.0), logit], -1)[:, None]
         return logits, positions, *parameters(batch, seeds, temperature, sharpness=sharpness)
 
-    assert_flips_at_the_same_bits(batch, 0.01, 60.0, arguments, 1)
+    assert_flips_at_the_same_bits(kernels, batch, 0.01, 60.0, arguments, 1)
 
 
-def test_exponentials_have_the_bits_of_the_twin():
+def test_exponentials_have_the_bits_of_the_twin(kernels):
     batch = 1000
     depth = torch.linspace(1e-3, 85.0, batch)
     logits = torch.stack([torch.zeros(batch), -depth], -1)[:, None]
@@ -205,10 +206,10 @@ def test_exponentials_have_the_bits_of_the_twin():
             *parameters(batch, torch.arange(batch), min_p=min_p, sharpness=0.0),
         )
 
-    assert_flips_at_the_same_bits(batch, 1e-38, 1.0, arguments, 0)
+    assert_flips_at_the_same_bits(kernels, batch, 1e-38, 1.0, arguments, 0)
 
 
-def test_probabilities_have_the_bits_of_the_twin():
+def test_probabilities_have_the_bits_of_the_twin(kernels):
     batch, vocab = 200, 50
     logits = torch.randn(batch, 1, vocab, generator=torch.Generator().manual_seed(9)) * 3
     positions, seeds = torch.zeros(batch, 1, dtype=torch.int64), torch.arange(batch)
@@ -217,7 +218,7 @@ def test_probabilities_have_the_bits_of_the_twin():
     def arguments(top_p):
         return logits, positions, *parameters(batch, seeds, top_p=top_p, sharpness=0.0)
 
-    assert_flips_at_the_same_bits(batch, 1e-6, 0.9999999, arguments, noisiest)
+    assert_flips_at_the_same_bits(kernels, batch, 1e-6, 0.9999999, arguments, noisiest)
 
 
 # ---- the noise
@@ -262,12 +263,12 @@ def test_noise_is_a_function_of_seed_position_and_token():
 # ---- the filters
 
 
-@pytest.mark.parametrize("select", [ops.select_tokens, reference.select_tokens])
 @pytest.mark.parametrize(
     ("top_k", "top_p", "min_p"), [(7, 1.0, 0.0), (0, 0.8, 0.0), (0, 1.0, 0.03), (40, 0.9, 0.0), (60, 0.95, 0.01)]
 )
-def test_filters_are_those_of_transformers(select, top_k, top_p, min_p):
+def test_filters_are_those_of_transformers(implementation, top_k, top_p, min_p):
     """With sharpness 0 the choice is the largest noise among the kept tokens: 300 seeds show the kept set."""
+    select = implementation.select_tokens
     g = torch.Generator().manual_seed(top_k)
     for scale in (0.5, 2.0, 6.0):
         scores = torch.randn(1, 257, generator=g) * scale
@@ -285,8 +286,8 @@ def test_filters_are_those_of_transformers(select, top_k, top_p, min_p):
         assert torch.equal(select(scores[:, None].expand(1, 300, 257), positions, *settings), expected)
 
 
-@pytest.mark.parametrize("select", [ops.select_tokens, reference.select_tokens])
-def test_tokens_equal_to_a_threshold_are_kept(select):
+def test_tokens_equal_to_a_threshold_are_kept(implementation):
+    select = implementation.select_tokens
     logits = torch.tensor([3.0, 1.0, 2.0, 2.0, 0.0, 2.0, 1.0]).expand(1, 400, 7)
     positions = torch.arange(400)[None]
     for settings, kept in (
@@ -308,10 +309,9 @@ def test_tokens_equal_to_a_threshold_are_kept(select):
 # ---- greedy, infinities, NaN
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("select", [ops.select_tokens, reference.select_tokens])
 @pytest.mark.parametrize("settings", [{"temperature": 0.0}, {"sharpness": math.inf}, {"top_k": 1}, {"top_p": 1e-7}])
-def test_greedy_is_argmax(select, settings, dtype):
+def test_greedy_is_argmax(implementation, settings, dtype):
+    select = implementation.select_tokens
     logits = torch.randn(3, 16, 1023, generator=torch.Generator().manual_seed(0)).to(dtype)
     logits[:, :, 700] = logits[:, :, 300] = 6.0  # the first of them wins, unless the filters leave the tie to noise
     logits[1, :, 200:400] = -math.inf
@@ -324,9 +324,9 @@ def test_greedy_is_argmax(select, settings, dtype):
         assert set(ids[[0, 2]].flatten().tolist()) == {300, 700}
 
 
-@pytest.mark.parametrize("select", [ops.select_tokens, reference.select_tokens])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_infinities_and_nan(select, temperature):
+def test_infinities_and_nan(implementation, temperature):
+    select = implementation.select_tokens
     logits = torch.zeros(6, 1, 200)
     logits[0] = -math.inf
     logits[1, 0, [70, 150]] = math.inf
@@ -396,19 +396,19 @@ def test_noise_shared_between_ids_would_be_seen():
 # ---- the op
 
 
-def test_a_row_depends_on_nothing_but_itself():
+def test_a_row_depends_on_nothing_but_itself(kernels):
     logits, positions, *rest = draw_case(0, 300, batch=12, rows=4)
-    ids = ops.select_tokens(logits, positions, *rest)
+    ids = kernels.select_tokens(logits, positions, *rest)
     assert len(set(ids.flatten().tolist())) > 12
     for b, row in ((0, 0), (5, 3), (11, 1)):
-        alone = ops.select_tokens(
+        alone = kernels.select_tokens(
             logits[b : b + 1, row : row + 1], positions[b : b + 1, row : row + 1], *(x[b : b + 1] for x in rest)
         )
         assert alone.item() == ids[b, row]
     order = torch.randperm(12, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(ops.select_tokens(logits[order], positions[order], *(x[order] for x in rest)), ids[order])
+    assert torch.equal(kernels.select_tokens(logits[order], positions[order], *(x[order] for x in rest)), ids[order])
     strided = logits.transpose(1, 2).contiguous().transpose(1, 2)
-    assert torch.equal(ops.select_tokens(strided, positions.t().contiguous().t(), *rest), ids)
+    assert torch.equal(kernels.select_tokens(strided, positions.t().contiguous().t(), *rest), ids)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -427,9 +427,9 @@ def test_runs_without_data():
         assert reference.gumbel_noise(fake[2], fake[1], 9).shape == (3, 2, 9)
 
 
-def test_empty_batch():
+def test_empty_batch(kernels):
     case = [x[:0] for x in draw_case(0, 40, batch=3)]
-    assert ops.select_tokens(*case).shape == (0, 2)
+    assert kernels.select_tokens(*case).shape == (0, 2)
 
 
 def test_bad_input_is_named():
@@ -456,6 +456,7 @@ def test_bad_input_is_named():
 def test_twin_gives_the_same_bits_on_cuda():
     for seed in range(12):
         case = draw_case(seed, 1000)
-        assert torch.equal(ops.select_tokens(*(x.cuda() for x in case)).cpu(), reference.select_tokens(*case)), seed
+        there = [x.cuda() for x in case]
+        assert torch.equal(reference.select_tokens(*there).cpu(), reference.select_tokens(*case)), seed
         noise = reference.gumbel_noise(case[2].cuda(), case[1].cuda(), 1000).cpu()
         assert torch.equal(noise, reference.gumbel_noise(case[2], case[1], 1000))

@@ -1,4 +1,4 @@
-// h = x + residual;  out = h / sqrt(mean(h^2) + eps) * weight.
+// h = x + residual;  out = h / sqrt(mean(h^2) + eps) * weight;  tap = h.
 // One row at a time, rows over threads; sums in fp32. Used for the layer norms (with residual), the final
 // norm and, with counts, for the norm behind the feature projection.
 #include <cmath>
@@ -34,6 +34,7 @@ static void norm_row(const RmsNormParams& p, int64_t row) {
       store_one(h + i, to_float(x[i]) + to_float(residual[i]));
       tail += to_float(h[i]) * to_float(h[i]);
     }
+    if (p.tap) std::memcpy(static_cast<T*>(p.tap) + row * p.tap_stride, h, n * sizeof(T));
     x = h;
   } else {
     for (; i + kWidth <= n; i += kWidth) {

@@ -7,7 +7,6 @@
 namespace dflash {
 
 constexpr int kWarpsPerBlock = 4;
-constexpr unsigned kAllLanes = 0xffffffffu;
 
 static __device__ bool is_stop(const AcceptPrefixParams& p, int64_t token) {
   for (int64_t i = 0; i < p.num_stop_tokens; ++i)
@@ -19,6 +18,8 @@ static __global__ void __launch_bounds__(32 * kWarpsPerBlock)
     accept_prefix_kernel(const AcceptPrefixParams p) {
   const int64_t b = int64_t(blockIdx.x) * kWarpsPerBlock + threadIdx.x / 32;
   const int lane = threadIdx.x % 32;
+  grid_launch_dependents();
+  grid_dependency_wait();
   if (b >= p.batch) return;
   if (p.done[b] != kRunning) {
     if (lane == 0) p.num_context[b] = 0;
@@ -58,8 +59,8 @@ cudaError_t launch_accept_prefix(const AcceptPrefixParams& p, cudaStream_t strea
   if (p.batch == 0) return cudaSuccess;
   const DeviceScope scope(p.device);
   if (scope.error() != cudaSuccess) return scope.error();
-  const int64_t blocks = (p.batch + kWarpsPerBlock - 1) / kWarpsPerBlock;
-  return launch(accept_prefix_kernel, dim3(unsigned(blocks)), dim3(32 * kWarpsPerBlock), 0, stream, p);
+  return launch_overlapping(accept_prefix_kernel, dim3(unsigned(ceil_div(p.batch, kWarpsPerBlock))),
+                            dim3(32 * kWarpsPerBlock), 0, stream, p);
 }
 
 }  // namespace dflash

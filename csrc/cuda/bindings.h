@@ -16,6 +16,12 @@ inline void bind_cuda_kernels(pybind11::module_& m) {
       if (error != cudaSuccess) throw std::runtime_error(op + ": CUDA error: " + cudaGetErrorString(error));
     });
   };
+  bind("rms_norm", pack_rms_norm, launch_rms_norm);
+  bind("silu_mul", pack_silu_mul, launch_silu_mul);
+  bind("qkv_norm_rope_append", pack_qkv_norm_rope_append, launch_qkv_norm_rope_append);
+  bind("append_context_kv", pack_append_context_kv, launch_append_context_kv);
+  bind("append_kv", pack_append_kv, launch_append_kv);
+  bind("select_tokens", pack_select_tokens, launch_select_tokens);
   bind("accept_prefix", pack_accept_prefix, launch_accept_prefix);
 }
 

@@ -10,6 +10,12 @@ namespace dflash {
 // cudaSuccess if this build holds code that the device runs.
 cudaError_t probe_kernels(int device);
 
+cudaError_t launch_rms_norm(const RmsNormParams& p, cudaStream_t stream);
+cudaError_t launch_silu_mul(const SiluMulParams& p, cudaStream_t stream);
+cudaError_t launch_qkv_norm_rope_append(const QkvNormRopeAppendParams& p, cudaStream_t stream);
+cudaError_t launch_append_context_kv(const AppendContextKvParams& p, cudaStream_t stream);
+cudaError_t launch_append_kv(const AppendKvParams& p, cudaStream_t stream);
+cudaError_t launch_select_tokens(const SelectTokensParams& p, cudaStream_t stream);
 cudaError_t launch_accept_prefix(const AcceptPrefixParams& p, cudaStream_t stream);
 
 }  // namespace dflash

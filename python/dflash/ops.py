@@ -2,7 +2,8 @@
 
 Every op is registered in the ``dflash`` library of torch (``torch.ops.dflash.*``), so that ``torch.compile`` sees
 it whole. On CPU it runs the C++ kernel of the ``_C`` extension (float32 and bfloat16 storage, fp32 accumulation).
-On CUDA it runs its kernel where one exists and otherwise its plain-torch twin in :mod:`dflash.reference`.
+On CUDA it runs its kernel where one exists (float16 too) and otherwise its plain-torch twin in
+:mod:`dflash.reference`.
 
 Ops that end in an underscore write into their arguments and return nothing. None of them records gradients.
 """
@@ -38,23 +39,104 @@ _LIBRARY = torch.library.Library("dflash", "DEF")
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 
+_CUDA_DTYPES = {**_DTYPES, torch.float16: 2}
+
+
 def _register(schema: str, cpu, fake, cuda=None) -> None:
     """Define ``dflash::schema`` with one Python function per dispatch key and a fake kernel, which holds the checks.
 
     Without a function of its own, CUDA runs the twin of the same name behind the same checks.
     """
     name = schema.split("(", 1)[0]
-    if cuda is None:
-        twin = getattr(reference, name)
-
-        def cuda(*arguments):
-            fake(*arguments)
-            return twin(*arguments)
-
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _LIBRARY.impl(name, cpu, "CPU")
-    _LIBRARY.impl(name, cuda, "CUDA")
+    _LIBRARY.impl(name, cuda or _twin(name, fake), "CUDA")
     torch.library.register_fake(f"dflash::{name}", fake, lib=_LIBRARY)
+
+
+def _twin(name: str, fake):
+    twin = getattr(reference, name)
+
+    def run(*arguments):
+        fake(*arguments)
+        return twin(*arguments)
+
+    return run
+
+
+def _register_kernel(schema: str, kernel, fake) -> None:
+    """The same for an op with a kernel on both devices: ``kernel(place, *arguments)`` runs it on either.
+
+    On CUDA the twin stands in where the kernel cannot run: another dtype, or what :func:`cuda_status` names.
+    """
+    name = schema.split("(", 1)[0]
+    twin = _twin(name, fake)
+
+    def cpu(*arguments):
+        return kernel(_CPU, *arguments)
+
+    def cuda(*arguments):
+        first = arguments[0]
+        if (first.is_floating_point() and first.dtype not in _CUDA_DTYPES) or cuda_status(first.device.index):
+            return twin(*arguments)
+        _expect_one_device(name, arguments)
+        return kernel(_CUDA, *arguments)
+
+    _KERNELS[name] = kernel
+    _register(schema, cpu, fake, cuda)
+
+
+def _expect_one_device(op: str, arguments: tuple) -> None:
+    """Raise unless all tensors are where the first is: a kernel would read another device's addresses."""
+    device = arguments[0].device
+    for argument in arguments:
+        for tensor in argument if isinstance(argument, list) else (argument,):
+            if isinstance(tensor, Tensor) and tensor.device != device:
+                found = f"{list(tensor.shape)} on {tensor.device}"
+                raise ValueError(f"{op}: all tensors must be on {device} as the first is, got {found}")
+
+
+class _Cpu:
+    """Where a kernel runs: what it stores, how it is called, what it needs. The tests add an emulated GPU."""
+
+    @staticmethod
+    def dtype(op: str, name: str, tensor: Tensor) -> int:
+        return _dtype(op, name, tensor)
+
+    @staticmethod
+    def run(op: str, device: torch.device, *arguments) -> None:
+        getattr(_C, op)(*arguments, torch.get_num_threads())
+
+    @staticmethod
+    def scratch(size: int, device: torch.device) -> Tensor | None:
+        return None
+
+    @staticmethod
+    def linear(x: Tensor, weight: Tensor) -> Tensor:
+        return _linear_cpu(x, weight, None)
+
+
+class _Cuda:
+    @staticmethod
+    def dtype(op: str, name: str, tensor: Tensor) -> int:
+        return _CUDA_DTYPES[tensor.dtype]
+
+    @staticmethod
+    def run(op: str, device: torch.device, *arguments) -> None:
+        stream = torch.cuda.current_stream(device).cuda_stream
+        getattr(_C, f"{op}_cuda")(*arguments, device.index, stream)
+
+    @staticmethod
+    def scratch(size: int, device: torch.device) -> Tensor | None:
+        return torch.empty(size, dtype=torch.uint8, device=device)
+
+    @staticmethod
+    def linear(x: Tensor, weight: Tensor) -> Tensor:
+        return torch.nn.functional.linear(x, weight)
+
+
+_CPU, _CUDA = _Cpu(), _Cuda()
+_KERNELS: dict = {}  # by name, those that run on both
 
 
 def _direct(tensor: Tensor) -> bool:
@@ -133,16 +215,16 @@ def _rms_norm_check(x: Tensor, weight: Tensor, counts: Tensor | None) -> None:
         _expect("rms_norm", "counts", counts, (x.shape[0],), torch.int64, "batch")
 
 
-def _rms_norm_cpu(x: Tensor, weight: Tensor, eps: float, counts: Tensor | None) -> Tensor:
+def _rms_norm_on(place, x: Tensor, weight: Tensor, eps: float, counts: Tensor | None) -> Tensor:
     _rms_norm_check(x, weight, counts)
-    dtype = _dtype("rms_norm", "x", x)
+    dtype = place.dtype("rms_norm", "x", x)
     x, weight = x.contiguous(), weight.contiguous()
     counts = counts if counts is None else counts.contiguous()
     out, hidden = torch.empty_like(x), x.shape[-1]
     rows = x.numel() // hidden
-    _C.rms_norm(
-        x.data_ptr(), 0, weight.data_ptr(), _address(counts), out.data_ptr(), 0,
-        rows, hidden, x.shape[-2], eps, dtype, torch.get_num_threads(),
+    place.run(
+        "rms_norm", x.device, x.data_ptr(), 0, weight.data_ptr(), _address(counts), out.data_ptr(), 0, 0, 0,
+        rows, hidden, x.shape[-2], eps, dtype,
     )  # fmt: skip
     return out
 
@@ -152,9 +234,9 @@ def _rms_norm_fake(x: Tensor, weight: Tensor, eps: float, counts: Tensor | None)
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-_register(
+_register_kernel(
     "rms_norm(Tensor x, Tensor weight, float eps, Tensor? counts) -> Tensor",
-    _rms_norm_cpu,
+    _rms_norm_on,
     _rms_norm_fake,
 )
 
@@ -175,45 +257,68 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, counts: Tensor | None = None
         ValueError: a shape does not fit. TypeError: a dtype does not fit.
     """
     if _direct(x):
-        return _rms_norm_cpu(x, weight, eps, counts)
+        return _rms_norm_on(_CPU, x, weight, eps, counts)
     return torch.ops.dflash.rms_norm(x, weight, eps, counts)
 
 
 # ---------------------------------------------------------------------------------------------- add_rms_norm
 
 
-def _add_rms_norm_check(x: Tensor, residual: Tensor, weight: Tensor) -> None:
+def _add_rms_norm_check(x: Tensor, residual: Tensor, weight: Tensor, tap: Tensor | None) -> None:
     _rms_norm_check(x, weight, None)
     _expect("add_rms_norm", "residual", residual, tuple(x.shape), x.dtype, "as x")
+    if tap is not None:
+        _expect("add_rms_norm", "tap", tap, tuple(x.shape), x.dtype, "as x")
+        _row_stride("add_rms_norm", "tap", tap)
 
 
-def _add_rms_norm_cpu(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    _add_rms_norm_check(x, residual, weight)
-    dtype = _dtype("add_rms_norm", "x", x)
+def _row_stride(op: str, name: str, tensor: Tensor) -> int:
+    """The stride between the rows of a written tensor ``[..., hidden]``, which must be the same for all."""
+    sizes, strides = tensor.shape[:-1], tensor.stride()
+    stride = next((strides[i] for i in reversed(range(len(sizes))) if sizes[i] > 1), tensor.shape[-1])
+    expected, even = stride, strides[-1] == 1 or tensor.shape[-1] == 1
+    for size, have in zip(reversed(sizes), reversed(strides[:-1]), strict=True):
+        even &= size <= 1 or have == expected
+        expected *= size
+    if not even:
+        raise ValueError(f"{op}: the rows of {name} must be dense and evenly spaced, got strides {strides}")
+    return stride
+
+
+def _add_rms_norm_on(
+    place, x: Tensor, residual: Tensor, weight: Tensor, eps: float, tap: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    _add_rms_norm_check(x, residual, weight, tap)
+    dtype = place.dtype("add_rms_norm", "x", x)
     x, residual, weight = x.contiguous(), residual.contiguous(), weight.contiguous()
     out, total, hidden = torch.empty_like(x), torch.empty_like(x), x.shape[-1]
     rows = x.numel() // hidden
-    _C.rms_norm(
-        x.data_ptr(), residual.data_ptr(), weight.data_ptr(), 0, out.data_ptr(), total.data_ptr(),
-        rows, hidden, rows, eps, dtype, torch.get_num_threads(),
+    place.run(
+        "rms_norm", x.device, x.data_ptr(), residual.data_ptr(), weight.data_ptr(), 0, out.data_ptr(),
+        total.data_ptr(), _address(tap), 0 if tap is None else _row_stride("add_rms_norm", "tap", tap), rows, hidden,
+        rows, eps, dtype,
     )  # fmt: skip
     return out, total
 
 
-def _add_rms_norm_fake(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    _add_rms_norm_check(x, residual, weight)
+def _add_rms_norm_fake(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, tap: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    _add_rms_norm_check(x, residual, weight, tap)
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     return out, torch.empty_like(out)
 
 
-_register(
-    "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)",
-    _add_rms_norm_cpu,
+_register_kernel(
+    "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps, Tensor(a!)? tap=None) -> (Tensor, Tensor)",
+    _add_rms_norm_on,
     _add_rms_norm_fake,
 )
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, tap: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """``h = x + residual`` and its RMSNorm.
 
     Args:
@@ -221,16 +326,18 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
         residual: like ``x``.
         weight: ``[hidden]``, the dtype of ``x``.
         eps: added to the mean square.
+        tap: like ``x``, or None; written with ``h``. Its rows may lie any one stride apart, as the columns of one tap
+            among several do.
 
     Returns:
         ``(rms_norm(h), h)``, both like ``x``; ``h`` is rounded to the dtype before it is normed.
 
     Raises:
-        ValueError: a shape does not fit. TypeError: a dtype does not fit.
+        ValueError: a shape does not fit, or the tap's rows are unevenly spaced. TypeError: a dtype does not fit.
     """
     if _direct(x):
-        return _add_rms_norm_cpu(x, residual, weight, eps)
-    return torch.ops.dflash.add_rms_norm(x, residual, weight, eps)
+        return _add_rms_norm_on(_CPU, x, residual, weight, eps, tap)
+    return torch.ops.dflash.add_rms_norm(x, residual, weight, eps, tap)
 
 
 # ---------------------------------------------------------------------------------------------- silu_mul
@@ -241,13 +348,14 @@ def _silu_mul_check(gate_up: Tensor) -> None:
         raise ValueError(f"silu_mul: gate_up must be [..., 2 * width], got {list(gate_up.shape)}")
 
 
-def _silu_mul_cpu(gate_up: Tensor) -> Tensor:
+def _silu_mul_on(place, gate_up: Tensor) -> Tensor:
     _silu_mul_check(gate_up)
-    dtype = _dtype("silu_mul", "gate_up", gate_up)
+    dtype = place.dtype("silu_mul", "gate_up", gate_up)
     gate_up = gate_up.contiguous()
     width = gate_up.shape[-1] // 2
     out = gate_up.new_empty(*gate_up.shape[:-1], width)
-    _C.silu_mul(gate_up.data_ptr(), out.data_ptr(), out.numel() // max(width, 1), width, dtype, torch.get_num_threads())
+    rows = out.numel() // max(width, 1)
+    place.run("silu_mul", gate_up.device, gate_up.data_ptr(), out.data_ptr(), rows, width, dtype)
     return out
 
 
@@ -256,7 +364,7 @@ def _silu_mul_fake(gate_up: Tensor) -> Tensor:
     return gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
 
 
-_register("silu_mul(Tensor gate_up) -> Tensor", _silu_mul_cpu, _silu_mul_fake)
+_register_kernel("silu_mul(Tensor gate_up) -> Tensor", _silu_mul_on, _silu_mul_fake)
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
@@ -272,7 +380,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
         ValueError: the last dimension is odd. TypeError: the dtype does not fit.
     """
     if _direct(gate_up):
-        return _silu_mul_cpu(gate_up)
+        return _silu_mul_on(_CPU, gate_up)
     return torch.ops.dflash.silu_mul(gate_up)
 
 
@@ -288,12 +396,12 @@ def _fuse_features_check(context: Tensor, num_context: Tensor, fc_weight: Tensor
     _expect("fuse_features", "norm_weight", norm_weight, (hidden,), fc_weight.dtype, "hidden")
 
 
-def _fuse_features_cpu(
-    context: Tensor, num_context: Tensor, fc_weight: Tensor, norm_weight: Tensor, eps: float
+def _fuse_features_on(
+    place, context: Tensor, num_context: Tensor, fc_weight: Tensor, norm_weight: Tensor, eps: float
 ) -> Tensor:
     _fuse_features_check(context, num_context, fc_weight, norm_weight)
-    _dtype("fuse_features", "context", context)
-    return _rms_norm_cpu(_linear_cpu(context, fc_weight, None), norm_weight, eps, num_context)
+    place.dtype("fuse_features", "context", context)
+    return _rms_norm_on(place, place.linear(context, fc_weight), norm_weight, eps, num_context)
 
 
 def _fuse_features_fake(
@@ -303,9 +411,9 @@ def _fuse_features_fake(
     return context.new_empty(*context.shape[:-1], fc_weight.shape[0])
 
 
-_register(
+_register_kernel(
     "fuse_features(Tensor context, Tensor num_context, Tensor fc_weight, Tensor norm_weight, float eps) -> Tensor",
-    _fuse_features_cpu,
+    _fuse_features_on,
     _fuse_features_fake,
 )
 
@@ -327,7 +435,7 @@ def fuse_features(context: Tensor, num_context: Tensor, fc_weight: Tensor, norm_
         ValueError: a shape does not fit. TypeError: a dtype does not fit.
     """
     if _direct(context):
-        return _fuse_features_cpu(context, num_context, fc_weight, norm_weight, eps)
+        return _fuse_features_on(_CPU, context, num_context, fc_weight, norm_weight, eps)
     return torch.ops.dflash.fuse_features(context, num_context, fc_weight, norm_weight, eps)
 
 
@@ -397,26 +505,26 @@ def _qkv_norm_rope_append_check(
             _expect(op, name, weight, (head_dim,), qkv.dtype, "head_dim")
 
 
-def _qkv_norm_rope_append_cpu(
-    qkv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, q_norm_weight: Tensor | None,
+def _qkv_norm_rope_append_on(
+    place, qkv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, q_norm_weight: Tensor | None,
     k_norm_weight: Tensor | None, eps: float, q_out: Tensor, k_cache: Tensor, v_cache: Tensor,
 ) -> None:  # fmt: skip
     _qkv_norm_rope_append_check(qkv, positions, cos, sin, q_norm_weight, k_norm_weight, eps, q_out, k_cache, v_cache)
-    dtype = _dtype("qkv_norm_rope_append_", "qkv", qkv)
+    dtype = place.dtype("qkv_norm_rope_append_", "qkv", qkv)
     qkv, positions, cos, sin = qkv.contiguous(), positions.contiguous(), cos.contiguous(), sin.contiguous()
     q_norm_weight, k_norm_weight = _dense(q_norm_weight), _dense(k_norm_weight)
     batch, q_rows, num_heads, head_dim = q_out.shape
-    _C.qkv_norm_rope_append(
-        qkv.data_ptr(), positions.data_ptr(), cos.data_ptr(), sin.data_ptr(), _address(q_norm_weight),
-        _address(k_norm_weight), q_out.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), batch, qkv.shape[1], q_rows,
-        num_heads, k_cache.shape[1], head_dim, cos.shape[-1], k_cache.shape[2], eps, dtype, torch.get_num_threads(),
+    place.run(
+        "qkv_norm_rope_append", qkv.device, qkv.data_ptr(), positions.data_ptr(), cos.data_ptr(), sin.data_ptr(),
+        _address(q_norm_weight), _address(k_norm_weight), q_out.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(),
+        batch, qkv.shape[1], q_rows, num_heads, k_cache.shape[1], head_dim, cos.shape[-1], k_cache.shape[2], eps, dtype,
     )  # fmt: skip
 
 
-_register(
+_register_kernel(
     "qkv_norm_rope_append_(Tensor qkv, Tensor positions, Tensor cos, Tensor sin, Tensor? q_norm_weight, "
     "Tensor? k_norm_weight, float eps, Tensor(a!) q_out, Tensor(b!) k_cache, Tensor(c!) v_cache) -> ()",
-    _qkv_norm_rope_append_cpu,
+    _qkv_norm_rope_append_on,
     _qkv_norm_rope_append_check,
 )
 
@@ -484,28 +592,28 @@ def _append_context_kv_check(
         _expect(op, "k_norm_weight", k_norm_weight, (num_layers, head_dim), kv.dtype, "num_layers, head_dim")
 
 
-def _append_context_kv_cpu(
-    kv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, k_norm_weight: Tensor | None, eps: float,
+def _append_context_kv_on(
+    place, kv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, k_norm_weight: Tensor | None, eps: float,
     k_caches: list[Tensor], v_caches: list[Tensor],
 ) -> None:  # fmt: skip
     _append_context_kv_check(kv, positions, cos, sin, k_norm_weight, eps, k_caches, v_caches)
-    dtype = _dtype("append_context_kv_", "kv", kv)
+    dtype = place.dtype("append_context_kv_", "kv", kv)
     if not k_caches:
         return
     kv, positions, cos, sin = kv.contiguous(), positions.contiguous(), cos.contiguous(), sin.contiguous()
     k_norm_weight = _dense(k_norm_weight)
     batch, num_kv_heads, capacity, head_dim = k_caches[0].shape
-    _C.append_context_kv(
-        kv.data_ptr(), positions.data_ptr(), cos.data_ptr(), sin.data_ptr(), _address(k_norm_weight),
-        [cache.data_ptr() for cache in k_caches], [cache.data_ptr() for cache in v_caches], batch, kv.shape[2],
-        num_kv_heads, head_dim, cos.shape[-1], capacity, eps, dtype, torch.get_num_threads(),
+    place.run(
+        "append_context_kv", kv.device, kv.data_ptr(), positions.data_ptr(), cos.data_ptr(), sin.data_ptr(),
+        _address(k_norm_weight), [cache.data_ptr() for cache in k_caches], [cache.data_ptr() for cache in v_caches],
+        batch, kv.shape[2], num_kv_heads, head_dim, cos.shape[-1], capacity, eps, dtype,
     )  # fmt: skip
 
 
-_register(
+_register_kernel(
     "append_context_kv_(Tensor kv, Tensor positions, Tensor cos, Tensor sin, Tensor? k_norm_weight, float eps, "
     "Tensor(a!)[] k_caches, Tensor(b!)[] v_caches) -> ()",
-    _append_context_kv_cpu,
+    _append_context_kv_on,
     _append_context_kv_check,
 )
 
@@ -555,22 +663,22 @@ def _append_kv_check(key: Tensor, value: Tensor, positions: Tensor, k_cache: Ten
     _expect_cache(op, ("k_cache", "v_cache"), k_cache, v_cache, batch, heads, (head_dim, value.shape[-1]), key.dtype)
 
 
-def _append_kv_cpu(key: Tensor, value: Tensor, positions: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+def _append_kv_on(place, key: Tensor, value: Tensor, positions: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
     _append_kv_check(key, value, positions, k_cache, v_cache)
-    dtype = _dtype("append_kv_", "key", key)
+    dtype = place.dtype("append_kv_", "key", key)
     key, value, positions = _unit_stride(key), _unit_stride(value), positions.contiguous()
     batch, num_kv_heads, rows, head_dim = key.shape
     _, _, capacity, v_head_dim = v_cache.shape
-    _C.append_kv(
-        key.data_ptr(), value.data_ptr(), positions.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(),
-        key.stride()[:3], value.stride()[:3], batch, rows, num_kv_heads, head_dim, v_head_dim, capacity, dtype,
-        torch.get_num_threads(),
+    place.run(
+        "append_kv", key.device, key.data_ptr(), value.data_ptr(), positions.data_ptr(), k_cache.data_ptr(),
+        v_cache.data_ptr(), key.stride()[:3], value.stride()[:3], batch, rows, num_kv_heads, head_dim, v_head_dim,
+        capacity, dtype,
     )  # fmt: skip
 
 
-_register(
+_register_kernel(
     "append_kv_(Tensor key, Tensor value, Tensor positions, Tensor(a!) k_cache, Tensor(b!) v_cache) -> ()",
-    _append_kv_cpu,
+    _append_kv_on,
     _append_kv_check,
 )
 
@@ -589,7 +697,7 @@ def append_kv_(key: Tensor, value: Tensor, positions: Tensor, k_cache: Tensor, v
         ValueError: a shape does not fit, or a cache is not contiguous. TypeError: a dtype does not fit.
     """
     if _direct(key):
-        _append_kv_cpu(key, value, positions, k_cache, v_cache)
+        _append_kv_on(_CPU, key, value, positions, k_cache, v_cache)
     else:
         torch.ops.dflash.append_kv_(key, value, positions, k_cache, v_cache)
 
@@ -1010,6 +1118,9 @@ def decoder_layers(
 # ---------------------------------------------------------------------------------------------- select_tokens
 
 
+_SELECT_SLICE = 8192  # kSelectSlice of csrc/params.h
+
+
 def _select_tokens_check(
     logits: Tensor,
     positions: Tensor,
@@ -1042,14 +1153,18 @@ def _select_tokens_check(
         _expect(op, name, tensor, (batch,), dtype, "batch")
 
 
-def _select_tokens_cpu(logits: Tensor, positions: Tensor, *parameters: Tensor) -> Tensor:
+def _select_tokens_on(place, logits: Tensor, positions: Tensor, *parameters: Tensor) -> Tensor:
     _select_tokens_check(logits, positions, *parameters)
-    dtype = _dtype("select_tokens", "logits", logits)
+    dtype = place.dtype("select_tokens", "logits", logits)
     inputs = (logits, positions, *parameters)
     if not all(map(Tensor.is_contiguous, inputs)):
         inputs = [x.contiguous() for x in inputs]
     ids = torch.empty_like(positions, memory_format=torch.contiguous_format)
-    _C.select_tokens(*map(Tensor.data_ptr, inputs), ids.data_ptr(), *logits.shape, dtype, torch.get_num_threads())
+    partial = place.scratch(ids.numel() * -(-logits.shape[-1] // _SELECT_SLICE) * 16, logits.device)
+    place.run(
+        "select_tokens", logits.device, *map(Tensor.data_ptr, inputs), ids.data_ptr(), _address(partial),
+        *logits.shape, dtype,
+    )  # fmt: skip
     return ids
 
 
@@ -1058,17 +1173,11 @@ def _select_tokens_fake(logits: Tensor, positions: Tensor, *parameters: Tensor) 
     return positions.new_empty(positions.shape)
 
 
-def _select_tokens_cuda(logits: Tensor, positions: Tensor, *parameters: Tensor) -> Tensor:
-    _select_tokens_check(logits, positions, *parameters)
-    return reference.select_tokens(logits, positions, *parameters)
-
-
-_register(
+_register_kernel(
     "select_tokens(Tensor logits, Tensor positions, Tensor seeds, Tensor temperature, Tensor top_k, Tensor top_p, "
     "Tensor min_p, Tensor sharpness) -> Tensor",
-    _select_tokens_cpu,
+    _select_tokens_on,
     _select_tokens_fake,
-    _select_tokens_cuda,
 )
 
 
@@ -1110,7 +1219,7 @@ def select_tokens(
         ValueError: a shape does not fit. TypeError: a dtype does not fit.
     """
     if _direct(logits):
-        return _select_tokens_cpu(logits, positions, seeds, temperature, top_k, top_p, min_p, sharpness)
+        return _select_tokens_on(_CPU, logits, positions, seeds, temperature, top_k, top_p, min_p, sharpness)
     return torch.ops.dflash.select_tokens(logits, positions, seeds, temperature, top_k, top_p, min_p, sharpness)
 
 
@@ -1148,40 +1257,25 @@ def _accept_prefix_check(
         _expect_contiguous(op, name, tensor)
 
 
-def _accept_prefix_run(kernel, tensors: tuple[Tensor, ...], *extra: int) -> None:
+def _accept_prefix_on(place, *tensors: Tensor) -> None:
+    _accept_prefix_check(*tensors)
     block_ids, posterior, stop_token_ids, limits, *state = tensors
     inputs = [x.contiguous() for x in (block_ids, posterior, stop_token_ids, limits)]
-    kernel(
-        *(x.data_ptr() for x in (*inputs, *state)),
-        *block_ids.shape, stop_token_ids.shape[0], state[0].shape[1], *extra,
+    place.run(
+        "accept_prefix", block_ids.device, *(x.data_ptr() for x in (*inputs, *state)),
+        *block_ids.shape, stop_token_ids.shape[0], state[0].shape[1],
     )  # fmt: skip
-
-
-def _accept_prefix_cpu(*tensors: Tensor) -> None:
-    _accept_prefix_check(*tensors)
-    _accept_prefix_run(_C.accept_prefix, tensors, torch.get_num_threads())
-
-
-def _accept_prefix_cuda(*tensors: Tensor) -> None:
-    _accept_prefix_check(*tensors)
-    index = tensors[0].device.index
-    if cuda_status(index):
-        reference.accept_prefix_(*tensors)
-    else:
-        stream = torch.cuda.current_stream(index).cuda_stream
-        _accept_prefix_run(_C.accept_prefix_cuda, tensors, index, stream)
 
 
 def _accept_prefix_fake(*tensors: Tensor) -> None:
     _accept_prefix_check(*tensors)
 
 
-_register(
+_register_kernel(
     "accept_prefix_(Tensor block_ids, Tensor posterior, Tensor stop_token_ids, Tensor limits, Tensor(a!) tokens, "
     "Tensor(b!) length, Tensor(c!) num_context, Tensor(d!) done) -> ()",
-    _accept_prefix_cpu,
+    _accept_prefix_on,
     _accept_prefix_fake,
-    _accept_prefix_cuda,
 )
 
 
@@ -1220,6 +1314,6 @@ def accept_prefix_(
         RuntimeError: the CUDA kernel could not be launched.
     """
     if _direct(block_ids):
-        _accept_prefix_cpu(block_ids, posterior, stop_token_ids, limits, tokens, length, num_context, done)
+        _accept_prefix_on(_CPU, block_ids, posterior, stop_token_ids, limits, tokens, length, num_context, done)
     else:
         torch.ops.dflash.accept_prefix_(block_ids, posterior, stop_token_ids, limits, tokens, length, num_context, done)

@@ -25,9 +25,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, counts: Tensor | None = None
     return out.to(x.dtype)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """``h = x + residual``; returns ``(rms_norm(h), h)``."""
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, tap: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """``h = x + residual``; returns ``(rms_norm(h), h)`` and puts h in the tap."""
     total = x + residual
+    if tap is not None:
+        tap.copy_(total)
     return rms_norm(total, weight, eps), total
 
 

@@ -82,7 +82,11 @@ def build(sanitize: bool = False) -> Path:
         source, target, own = job
         if not target.exists():
             partial = target.with_suffix(f".{os.getpid()}.tmp")
-            subprocess.run([compiler, *own, "-c", str(source), "-o", str(partial)], check=True)
+            done = subprocess.run(
+                [compiler, *own, "-c", str(source), "-o", str(partial)], capture_output=True, text=True
+            )
+            if done.returncode:
+                raise SystemExit(f"{source.name} does not compile:\n{done.stderr}")
             if source.suffix == ".cu":
                 subprocess.run(["objcopy", "--rename-section", SHARED, str(partial)], check=True)
             partial.replace(target)

@@ -1,0 +1,182 @@
+// n = x / sqrt(mean(x^2) + eps) * weight per head;  (a, b) = halves of n's first `rotary` dimensions
+// out = (a cos - b sin, b cos + a sin, rest of n), rounded once; k and v go to the cache slot of the row's
+// position. One warp per head of a row; the normed head lies in shared memory, where the halves meet.
+// append_context_kv is the same for k and v alone, for all layers in one launch.
+#include "cuda/device.cuh"
+#include "cuda/launch.h"
+
+namespace dflash {
+
+constexpr int kWarps = 4;
+constexpr int kLayersPerLaunch = 64;
+
+// What normalises and turns one head; weight null: no norm.
+template <typename T>
+struct Turn {
+  const T* weight;   // [head_dim]
+  const float* cos;  // [half]
+  const float* sin;  // [half]
+  int head_dim, half;
+  float eps;
+};
+
+// One warp: x [head_dim] -> out [head_dim]; normed is the warp's own shared memory, [head_dim].
+template <typename T, int kWidth>
+static __device__ void norm_rope(const Turn<T>& t, const T* x, T* out, float* normed) {
+  const int lane = threadIdx.x % 32;
+  float squares = 0.0f;
+  for (int i = lane * kWidth; i < t.head_dim; i += 32 * kWidth) {
+    float v[kWidth];
+    load<T, kWidth>(x + i, v);
+#pragma unroll
+    for (int e = 0; e < kWidth; ++e) normed[i + e] = v[e], squares += v[e] * v[e];
+  }
+  const float scale = t.weight ? 1.0f / sqrtf(warp_sum(squares) / float(t.head_dim) + t.eps) : 1.0f;
+  for (int i = lane * kWidth; t.weight && i < t.head_dim; i += 32 * kWidth) {
+    float w[kWidth];
+    load<T, kWidth>(t.weight + i, w);
+#pragma unroll
+    for (int e = 0; e < kWidth; ++e) normed[i + e] = normed[i + e] * scale * w[e];
+  }
+  __syncwarp();
+  for (int i = lane * kWidth; i < t.head_dim; i += 32 * kWidth) {
+    float v[kWidth];
+#pragma unroll
+    for (int e = 0; e < kWidth; ++e) {
+      const int j = i + e;
+      v[e] = normed[j];
+      if (j < t.half)
+        v[e] = v[e] * t.cos[j] - normed[j + t.half] * t.sin[j];
+      else if (j < 2 * t.half)
+        v[e] = v[e] * t.cos[j - t.half] + normed[j - t.half] * t.sin[j - t.half];
+    }
+    store<T, kWidth>(out + i, v);
+  }
+}
+
+template <typename T, int kWidth>
+static __device__ void copy_head(const T* x, T* out, int head_dim) {
+  for (int i = threadIdx.x % 32 * kWidth; i < head_dim; i += 32 * kWidth) copy<T, kWidth>(x + i, out + i);
+}
+
+template <typename T, int kWidth>
+static __global__ void __launch_bounds__(32 * kWarps)
+    qkv_norm_rope_append_kernel(const QkvNormRopeAppendParams p) {
+  const int d = int(p.head_dim);
+  const int64_t heads = p.num_heads + 2 * p.num_kv_heads;
+  const int64_t unit = int64_t(blockIdx.x) * kWarps + threadIdx.x / 32, index = unit / heads;
+  grid_launch_dependents();
+  grid_dependency_wait();
+  if (index >= p.batch * p.rows) return;
+  const int64_t head = unit % heads, b = index / p.rows, row = index % p.rows;
+  const T* x = static_cast<const T*>(p.qkv) + unit * d;
+  float* normed = shared<float>() + threadIdx.x / 32 * d;
+  Turn<T> turn{static_cast<const T*>(p.q_norm_weight),
+               p.cos + index * p.half,
+               p.sin + index * p.half,
+               d,
+               int(p.half),
+               p.eps};
+  if (head < p.num_heads) {
+    const int64_t q_row = row - (p.rows - p.q_rows);
+    if (q_row < 0) return;
+    T* out = static_cast<T*>(p.q_out) + ((b * p.q_rows + q_row) * p.num_heads + head) * d;
+    norm_rope<T, kWidth>(turn, x, out, normed);
+    return;
+  }
+  const int64_t position = p.positions[index];
+  if (position < 0 || position >= p.capacity) return;
+  const bool is_value = head >= p.num_heads + p.num_kv_heads;
+  const int64_t kv_head = head - p.num_heads - (is_value ? p.num_kv_heads : 0);
+  const int64_t slot = ((b * p.num_kv_heads + kv_head) * p.capacity + position) * d;
+  turn.weight = static_cast<const T*>(p.k_norm_weight);
+  if (is_value)
+    copy_head<T, kWidth>(x, static_cast<T*>(p.v_cache) + slot, d);
+  else
+    norm_rope<T, kWidth>(turn, x, static_cast<T*>(p.k_cache) + slot, normed);
+}
+
+struct Caches {
+  void* k[kLayersPerLaunch];
+  void* v[kLayersPerLaunch];
+};
+
+template <typename T, int kWidth>
+static __global__ void __launch_bounds__(32 * kWarps)
+    append_context_kv_kernel(const AppendContextKvParams p, const __grid_constant__ Caches caches) {
+  const int d = int(p.head_dim);
+  const int64_t heads = 2 * p.num_kv_heads, rows = p.batch * p.rows;
+  const int64_t unit = int64_t(blockIdx.x) * kWarps + threadIdx.x / 32;
+  const int64_t layer = unit / (rows * heads), row = unit / heads % rows, head = unit % heads;
+  grid_launch_dependents();
+  grid_dependency_wait();
+  if (layer >= p.num_layers) return;
+  const int64_t position = p.positions[row];
+  if (position < 0 || position >= p.capacity) return;
+  const T* x = static_cast<const T*>(p.kv) + unit * d;
+  const int64_t kv_head = head % p.num_kv_heads;
+  const int64_t slot = ((row / p.rows * p.num_kv_heads + kv_head) * p.capacity + position) * d;
+  if (head >= p.num_kv_heads) {
+    copy_head<T, kWidth>(x, static_cast<T*>(caches.v[layer]) + slot, d);
+    return;
+  }
+  const T* weight = static_cast<const T*>(p.k_norm_weight);
+  const Turn<T> turn{weight ? weight + layer * d : nullptr,
+                     p.cos + row * p.half,
+                     p.sin + row * p.half,
+                     d,
+                     int(p.half),
+                     p.eps};
+  norm_rope<T, kWidth>(turn, x, static_cast<T*>(caches.k[layer]) + slot,
+                       shared<float>() + threadIdx.x / 32 * d);
+}
+
+cudaError_t launch_qkv_norm_rope_append(const QkvNormRopeAppendParams& p, cudaStream_t stream) {
+  const int64_t units = p.batch * p.rows * (p.num_heads + 2 * p.num_kv_heads);
+  if (units * p.head_dim == 0) return cudaSuccess;
+  const DeviceScope scope(p.device);
+  if (scope.error() != cudaSuccess) return scope.error();
+  return dispatch(p.dtype, [&](auto type) {
+    using T = decltype(type);
+    constexpr int kWidth = kPer16<T>;
+    const bool wide = aligned16(p.qkv, p.q_norm_weight, p.k_norm_weight, p.q_out, p.k_cache, p.v_cache,
+                                p.head_dim * sizeof(T));
+    return launch_overlapping(
+        wide ? qkv_norm_rope_append_kernel<T, kWidth> : qkv_norm_rope_append_kernel<T, 1>,
+        dim3(unsigned(ceil_div(units, kWarps))), dim3(32 * kWarps), kWarps * p.head_dim * sizeof(float),
+        stream, p);
+  });
+}
+
+cudaError_t launch_append_context_kv(const AppendContextKvParams& all, cudaStream_t stream) {
+  const int64_t units = all.batch * all.rows * 2 * all.num_kv_heads;  // a layer
+  if (units * all.head_dim == 0) return cudaSuccess;
+  const DeviceScope scope(all.device);
+  if (scope.error() != cudaSuccess) return scope.error();
+  return dispatch(all.dtype, [&](auto type) {
+    using T = decltype(type);
+    constexpr int kWidth = kPer16<T>;
+    bool wide = aligned16(all.kv, all.k_norm_weight, all.head_dim * sizeof(T));
+    for (int64_t i = 0; i < all.num_layers; ++i) wide &= aligned16(all.k_caches[i], all.v_caches[i]);
+    for (int64_t begin = 0; begin < all.num_layers; begin += kLayersPerLaunch) {
+      AppendContextKvParams p = all;
+      Caches caches{};
+      p.num_layers = min(all.num_layers - begin, int64_t(kLayersPerLaunch));
+      p.kv = static_cast<const T*>(all.kv) + begin * units * all.head_dim;
+      if (all.k_norm_weight)
+        p.k_norm_weight = static_cast<const T*>(all.k_norm_weight) + begin * all.head_dim;
+      for (int64_t i = 0; i < p.num_layers; ++i) {
+        caches.k[i] = all.k_caches[begin + i];
+        caches.v[i] = all.v_caches[begin + i];
+      }
+      const cudaError_t error =
+          launch_overlapping(wide ? append_context_kv_kernel<T, kWidth> : append_context_kv_kernel<T, 1>,
+                             dim3(unsigned(ceil_div(p.num_layers * units, kWarps))), dim3(32 * kWarps),
+                             kWarps * p.head_dim * sizeof(float), stream, p, caches);
+      if (error != cudaSuccess) return error;
+    }
+    return cudaSuccess;
+  });
+}
+
+}  // namespace dflash

@@ -1,0 +1,97 @@
+// h = x + residual;  out = h / sqrt(mean(h^2) + eps) * weight;  tap = h.
+// One block a row, kWidth elements a thread at a time; the first kHeld of those stay in registers between the
+// sum and the scaling. Rows past the count of their sequence are zero and are not read.
+#include "cuda/device.cuh"
+#include "cuda/launch.h"
+
+namespace dflash {
+
+constexpr int kHeld = 4;
+constexpr int kMaxThreads = 512;
+
+template <typename T, int kWidth>
+static __global__ void __launch_bounds__(kMaxThreads) rms_norm_kernel(const RmsNormParams p) {
+  __shared__ float scratch[32];
+  const int64_t row = blockIdx.x;
+  const int n = int(p.hidden / kWidth), step = blockDim.x;
+  const T* x = static_cast<const T*>(p.x) + row * p.hidden;
+  const T* weight = static_cast<const T*>(p.weight);
+  const T* residual = static_cast<const T*>(p.residual) + row * p.hidden;
+  T* out = static_cast<T*>(p.out) + row * p.hidden;
+  T* total = static_cast<T*>(p.residual_out) + row * p.hidden;
+  T* tap = static_cast<T*>(p.tap) + row * p.tap_stride;
+  grid_launch_dependents();
+  grid_dependency_wait();
+  if (p.counts && row % p.rows_per_sequence >= p.counts[row / p.rows_per_sequence]) {
+    const float zero[kWidth] = {};
+    for (int i = threadIdx.x; i < n; i += step) store<T, kWidth>(out + i * kWidth, zero);
+    return;
+  }
+  float held[kHeld][kWidth], squares = 0.0f;
+  // The sum is rounded to the storage type first: the norm must see what the next layer will add to.
+  const auto read = [&](int i, float (&v)[kWidth]) {
+    load<T, kWidth>(x + i * kWidth, v);
+    if (p.residual) {
+      float r[kWidth];
+      load<T, kWidth>(residual + i * kWidth, r);
+#pragma unroll
+      for (int e = 0; e < kWidth; ++e) v[e] += r[e];
+      round_to<T, kWidth>(v);
+    }
+  };
+  const auto add = [&](int i, const float (&v)[kWidth]) {
+    if (p.residual) store<T, kWidth>(total + i * kWidth, v);
+    if (p.tap) store<T, kWidth>(tap + i * kWidth, v);
+#pragma unroll
+    for (int e = 0; e < kWidth; ++e) squares += v[e] * v[e];
+  };
+#pragma unroll
+  for (int k = 0; k < kHeld; ++k) {
+    const int i = threadIdx.x + k * step;
+    if (i < n) {
+      read(i, held[k]);
+      add(i, held[k]);
+    }
+  }
+  for (int i = threadIdx.x + kHeld * step; i < n; i += step) {
+    float v[kWidth];
+    read(i, v);
+    add(i, v);
+  }
+  const float scale = 1.0f / sqrtf(block_sum(squares, scratch) / float(p.hidden) + p.eps);
+  const auto write = [&](int i, float (&v)[kWidth]) {
+    float w[kWidth];
+    load<T, kWidth>(weight + i * kWidth, w);
+#pragma unroll
+    for (int e = 0; e < kWidth; ++e) v[e] = v[e] * scale * w[e];
+    store<T, kWidth>(out + i * kWidth, v);
+  };
+#pragma unroll
+  for (int k = 0; k < kHeld; ++k) {
+    const int i = threadIdx.x + k * step;
+    if (i < n) write(i, held[k]);
+  }
+  for (int i = threadIdx.x + kHeld * step; i < n; i += step) {
+    float v[kWidth];
+    read(i, v);
+    write(i, v);
+  }
+}
+
+cudaError_t launch_rms_norm(const RmsNormParams& p, cudaStream_t stream) {
+  if (p.rows == 0) return cudaSuccess;
+  const DeviceScope scope(p.device);
+  if (scope.error() != cudaSuccess) return scope.error();
+  return dispatch(p.dtype, [&](auto type) {
+    using T = decltype(type);
+    constexpr int kWidth = kPer16<T>;
+    const bool wide = aligned16(p.x, p.residual, p.weight, p.out, p.residual_out, p.tap, p.hidden * sizeof(T),
+                                p.tap_stride * sizeof(T));
+    const int64_t vectors = wide ? p.hidden / kWidth : p.hidden;
+    const int64_t threads = min(int64_t(kMaxThreads), ceil_div(vectors, 2 * 32) * 32);
+    return launch_overlapping(wide ? rms_norm_kernel<T, kWidth> : rms_norm_kernel<T, 1>,
+                              dim3(unsigned(p.rows)), dim3(unsigned(threads)), 0, stream, p);
+  });
+}
+
+}  // namespace dflash

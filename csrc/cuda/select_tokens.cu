@@ -1,0 +1,329 @@
+// id = argmax(sharpness * filter(logits / temperature) + gumbel(seed, position, id)), ties to the lowest id;
+// the same bits as the CPU kernel (noise.h).
+//
+// Stage 1, one block per slice of a row: the slice's largest logit, whether it holds NaN and, for a row
+// without filters, its best score. Stage 2, one block a row: combines the slices; a row with filters finds
+// their thresholds first. A threshold of top-k or top-p is the smallest z such that what is strictly above it
+// weighs less than a limit (in tokens, or in fixed-point probability): the weights go into 1024 buckets of z
+// below the largest, then what lies in the bucket where the sum gets there is told apart by 8 bits of the
+// logit at a time. Sums of integers have no order, so neither does the result.
+//
+// As on the CPU, a token needs its Philox word only if its score with the largest noise there is would reach
+// the best so far, and a logarithm only if gumbel(word) <= -ln(word / 2^32) still lets it; fp32 addition is
+// monotone, so what is skipped could not have won.
+#include "cuda/device.cuh"
+#include "cuda/launch.h"
+#include "noise.h"
+
+namespace dflash {
+
+constexpr int kScanThreads = 256, kRowThreads = 512;  // at most; fewer for a small vocabulary
+constexpr int kBuckets = 1024;                        // of width 1/32 in z below the largest
+constexpr float kLargestNoise = 22.875f;              // above 33 ln2
+
+using Sum = unsigned long long;
+
+struct Best {
+  float value;
+  uint32_t id;
+};
+
+static __device__ __forceinline__ float infinity() { return __uint_as_float(0x7f800000u); }
+static __device__ __forceinline__ Best none() { return {-infinity(), 0xffffffffu}; }
+
+static __device__ __forceinline__ Best better(Best a, Best b) {
+  return b.value > a.value || (b.value == a.value && b.id < a.id) ? b : a;
+}
+
+static __device__ __forceinline__ Best warp_best(Best x) {
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2)
+    x = better(x, {__shfl_xor_sync(kAllLanes, x.value, step), __shfl_xor_sync(kAllLanes, x.id, step)});
+  return x;
+}
+
+// Of the whole block, for every thread; scratch [32] may be used again after the next barrier.
+static __device__ Best block_best(Best x, Best* scratch) {
+  x = warp_best(x);
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = x;
+  __syncthreads();
+  return warp_best(threadIdx.x % 32 < blockDim.x / 32 ? scratch[threadIdx.x % 32] : none());
+}
+
+struct Row {
+  float temperature, sharpness, top_p, min_p;
+  int64_t top_k;
+  uint64_t position, seed;
+  bool greedy, filtered;
+};
+
+static __device__ Row row_of(const SelectTokensParams& p, int64_t index) {
+  const int64_t b = index / p.rows;
+  Row row{p.temperature[b],     p.sharpness[b], p.top_p[b],
+          p.min_p[b],           p.top_k[b],     uint64_t(p.positions[index]),
+          uint64_t(p.seeds[b]), false,          false};
+  row.greedy = !(row.temperature > 0.0f) || row.sharpness == infinity();
+  row.filtered = (row.top_k > 0 && row.top_k < p.vocab) || row.top_p < 1.0f || row.min_p > 0.0f;
+  return row;
+}
+
+static __device__ __forceinline__ float scaled(const Row& row, float z) {
+  return fabsf(z) == infinity() ? z : DFLASH_MUL32(row.sharpness, z);
+}
+
+// An index that is not known to the compiler would put the words into memory.
+static __device__ __forceinline__ uint32_t word_of(const Words4& words, uint32_t id) {
+  const uint32_t low = id & 1 ? words.word[1] : words.word[0], high = id & 1 ? words.word[3] : words.word[2];
+  return id & 2 ? high : low;
+}
+
+static __device__ float score_of(const Row& row, float z, uint32_t id) {
+  return DFLASH_ADD32(scaled(row, z), gumbel(word_of(noise_words(id >> 2, row.position, 0, row.seed), id)));
+}
+
+// z of the largest logit has d = 0 even where both are infinite.
+static __device__ __forceinline__ float below_top(float z, float top) { return z == top ? 0.0f : z - top; }
+
+static __device__ __forceinline__ int bucket_of(float d) {
+  const float bucket = d * -32.0f;
+  return int(bucket < float(kBuckets - 1) ? bucket : float(kBuckets - 1));
+}
+
+// Grows with x; both zeros have the same.
+static __device__ __forceinline__ uint32_t key_of(float x) {
+  const uint32_t bits = __float_as_uint(x == 0.0f ? 0.0f : x);
+  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+
+// f(id, logit) for the tokens of a slice, spread over the threads of the block.
+template <typename T, int kWidth, typename F>
+static __device__ __forceinline__ void for_slice(const SelectTokensParams& p, const T* logits, int64_t slice,
+                                                 F&& f) {
+  const int64_t begin = slice * kSelectSlice, end = min(p.vocab, begin + kSelectSlice);
+  for (int64_t id = begin + int64_t(threadIdx.x) * kWidth; id < end; id += int64_t(blockDim.x) * kWidth) {
+    float v[kWidth];
+    load<T, kWidth>(logits + id, v);
+#pragma unroll
+    for (int e = 0; e < kWidth; ++e) f(uint32_t(id + e), v[e]);
+  }
+}
+
+// The best score of a slice among tokens with z >= floor that keep(z), or `best` if none is better.
+template <typename T, int kWidth, typename Keep>
+static __device__ Best best_of_slice(const SelectTokensParams& p, const T* logits, int64_t slice,
+                                     const Row& row, float floor, Best best, Keep&& keep) {
+  uint32_t group = 0xffffffffu;
+  Words4 words{};
+  for_slice<T, kWidth>(p, logits, slice, [&](uint32_t id, float logit) {
+    const float z = logit / row.temperature, score = scaled(row, z);
+    if (!(z >= floor) || DFLASH_ADD32(score, kLargestNoise) < best.value) return;
+    if (id >> 2 != group) group = id >> 2, words = noise_words(group, row.position, 0, row.seed);
+    // -ln(word / 2^32) <= ln2 (151 - bits / 2^23) for the bits of float(word >> 8), with room to spare.
+    const uint32_t word = word_of(words, id);
+    const float bound = 104.6663f - float(__float_as_uint(float(word >> 8))) * 8.2629582e-8f;
+    if (DFLASH_ADD32(score, bound) < best.value || !keep(z)) return;
+    best = better(best, {DFLASH_ADD32(score, gumbel(word)), id});
+  });
+  return best;
+}
+
+template <typename T, int kWidth>
+static __global__ void __launch_bounds__(kScanThreads) scan_slices(const SelectTokensParams p) {
+  __shared__ Best scratch[32];
+  const int64_t slices = ceil_div(p.vocab, kSelectSlice), index = blockIdx.x / slices;
+  const int64_t slice = blockIdx.x % slices;
+  const T* logits = static_cast<const T*>(p.logits) + index * p.vocab;
+  grid_launch_dependents();
+  grid_dependency_wait();
+  const Row row = row_of(p, index);
+  Best largest = none();
+  bool nan = false;
+  for_slice<T, kWidth>(p, logits, slice, [&](uint32_t id, float logit) {
+    nan |= logit != logit;
+    largest = better(largest, {logit, id});
+  });
+  nan = __syncthreads_or(nan);
+  largest = block_best(largest, scratch);
+  Best best = none();
+  if (!nan && !row.greedy && !row.filtered) {
+    const float top = largest.value / row.temperature;
+    best = {score_of(row, top, largest.id), largest.id};
+    best = block_best(
+        best_of_slice<T, kWidth>(p, logits, slice, row, -infinity(), best, [](float) { return true; }),
+        scratch);
+  }
+  if (threadIdx.x == 0) {
+    const float value = nan ? __uint_as_float(0x7fffffffu) : largest.value;
+    store16(static_cast<uint4*>(p.partial) + index * slices + slice,
+            make_uint4(__float_as_uint(value), largest.id, __float_as_uint(best.value), best.id));
+  }
+}
+
+// What stage 2 keeps in shared memory.
+struct Scratch {
+  Sum weight[kBuckets];
+  Sum warp_sums[32];
+  Sum total, above;
+  int bin;
+  Best best[32];
+};
+
+// s.weight[0 .. bins) in falling order of z: the last bin that is not empty and before which less than limit
+// lies, counting `above`; -1 if there is none. Adds what is before it to above.
+static __device__ int crossing_bin(Scratch& s, int bins, double limit, Sum& above) {
+  const int each = int(ceil_div(bins, blockDim.x)), first = threadIdx.x * each;
+  const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  __syncthreads();
+  Sum own = 0;
+  for (int i = first; i < first + each && i < bins; ++i) own += s.weight[i];
+  Sum before = own;  // inclusive of the own, for now
+#pragma unroll
+  for (int step = 1; step < 32; step *= 2) {
+    const Sum other = __shfl_up_sync(kAllLanes, before, step);
+    if (int(lane) >= step) before += other;
+  }
+  if (lane == 31) s.warp_sums[warp] = before;
+  if (threadIdx.x == 0) s.bin = -1;
+  __syncthreads();
+  before -= own;
+  for (unsigned w = 0; w < warp; ++w) before += s.warp_sums[w];
+  before += above;
+  int found = -1;
+  Sum at_found = 0;
+  for (int i = first; i < first + each && i < bins; ++i) {
+    const Sum weight = s.weight[i];
+    if (weight && double(before) < limit) found = i, at_found = before;
+    before += weight;
+  }
+  if (found >= 0) atomicMax(&s.bin, found);
+  __syncthreads();
+  const int bin = s.bin;
+  if (found >= 0 && found == bin) s.above = at_found;
+  __syncthreads();
+  if (bin >= 0) above = s.above;
+  return bin;
+}
+
+// The smallest z = logit / temperature such that what is strictly above it weighs less than limit.
+template <typename T, int kWidth, typename Weight>
+static __device__ float threshold(const SelectTokensParams& p, const T* logits, const uint4* partial,
+                                  int64_t slices, const Row& row, float top, Scratch& s, double share,
+                                  bool of_total, Weight&& weight) {
+  const auto clear = [&](int bins) {
+    __syncthreads();
+    for (int i = threadIdx.x; i < bins; i += blockDim.x) s.weight[i] = 0;
+    if (threadIdx.x == 0) s.total = 0;
+    __syncthreads();
+  };
+  clear(kBuckets);
+  Sum total = 0;
+  for (int64_t slice = 0; slice < slices; ++slice)
+    for_slice<T, kWidth>(p, logits, slice, [&](uint32_t, float logit) {
+      const float z = logit / row.temperature;
+      const Sum w = weight(z);
+      if (w) atomicAdd(&s.weight[bucket_of(below_top(z, top))], w), total += w;
+    });
+  double limit = share;
+  if (of_total) {
+    if (total) atomicAdd(&s.total, total);
+    __syncthreads();
+    limit = DFLASH_MUL64(share, double(int64_t(s.total)));
+  }
+  Sum above = 0;
+  const int bucket = crossing_bin(s, kBuckets, limit, above);
+  if (bucket < 0) return top;
+  uint32_t prefix = 0, known = 0;  // the bits of the key that are settled
+  for (int shift = 24; shift >= (std::is_same_v<T, __nv_bfloat16> ? 16 : 0); shift -= 8) {
+    clear(256);
+    for (int64_t slice = 0; slice < slices; ++slice) {
+      const float most = __uint_as_float(__ldcg(&partial[slice].x));
+      if (bucket_of(below_top(most / row.temperature, top)) > bucket) continue;
+      for_slice<T, kWidth>(p, logits, slice, [&](uint32_t, float logit) {
+        const float z = logit / row.temperature;
+        const uint32_t key = key_of(logit);
+        if ((key & known) != prefix || bucket_of(below_top(z, top)) != bucket) return;
+        const Sum w = weight(z);
+        if (w) atomicAdd(&s.weight[255 - (key >> shift & 255)], w);
+      });
+    }
+    const int bin = crossing_bin(s, 256, limit, above);
+    prefix |= uint32_t(255 - bin) << shift;
+    known |= 255u << shift;
+  }
+  const uint32_t bits = prefix & 0x80000000u ? prefix & 0x7fffffffu : ~prefix;
+  // The low half of a negative bf16's key is all ones: ~ cleared them above.
+  const float logit = __uint_as_float(std::is_same_v<T, __nv_bfloat16> ? bits & 0xffff0000u : bits);
+  return logit / row.temperature;
+}
+
+template <typename T, int kWidth>
+static __global__ void __launch_bounds__(kRowThreads, 1) choose_rows(const SelectTokensParams p) {
+  __shared__ Scratch s;
+  const int64_t slices = ceil_div(p.vocab, kSelectSlice), index = blockIdx.x;
+  const T* logits = static_cast<const T*>(p.logits) + index * p.vocab;
+  const uint4* partial = static_cast<const uint4*>(p.partial) + index * slices;
+  grid_launch_dependents();
+  grid_dependency_wait();
+  const Row row = row_of(p, index);
+  Best largest = none(), best = none();
+  bool nan = false;
+  for (int64_t slice = threadIdx.x; slice < slices; slice += blockDim.x) {
+    const uint4 words = __ldcg(partial + slice);
+    nan |= (words.x & 0x7fffffffu) > 0x7f800000u;
+    largest = better(largest, {__uint_as_float(words.x), words.y});
+    best = better(best, {__uint_as_float(words.z), words.w});
+  }
+  nan = __syncthreads_or(nan);
+  largest = block_best(largest, s.best);
+  const float top = largest.value / row.temperature;
+  if (nan || row.greedy || top == -infinity()) {
+    if (threadIdx.x == 0) p.ids[index] = nan ? -1 : row.greedy ? int64_t(largest.id) : 0;
+    return;
+  }
+  if (row.filtered) {
+    float floor = -infinity();
+    if (row.top_k > 0 && row.top_k < p.vocab)
+      floor = threshold<T, kWidth>(p, logits, partial, slices, row, top, s, double(row.top_k), false,
+                                   [](float) { return Sum(1); });
+    if (row.top_p < 1.0f)
+      floor = max(floor, threshold<T, kWidth>(
+                             p, logits, partial, slices, row, top, s, double(row.top_p), true, [&](float z) {
+                               return z >= floor ? Sum(fixed_point(shared_exp(below_top(z, top)))) : Sum(0);
+                             }));
+    best = {score_of(row, top, largest.id), largest.id};
+    const auto keep = [&](float z) {
+      return !(row.min_p > 0.0f) || z == top || shared_exp(z - top) >= row.min_p;
+    };
+    for (int64_t slice = 0; slice < slices; ++slice) {
+      const float most = __uint_as_float(__ldcg(&partial[slice].x)) / row.temperature;
+      if (most < floor || DFLASH_ADD32(scaled(row, most), kLargestNoise) < best.value) continue;
+      best = best_of_slice<T, kWidth>(p, logits, slice, row, floor, best, keep);
+    }
+  }
+  best = block_best(best, s.best);
+  if (threadIdx.x == 0) p.ids[index] = best.id;
+}
+
+cudaError_t launch_select_tokens(const SelectTokensParams& p, cudaStream_t stream) {
+  const int64_t rows = p.batch * p.rows, slices = ceil_div(p.vocab, kSelectSlice);
+  if (rows == 0) return cudaSuccess;
+  const DeviceScope scope(p.device);
+  if (scope.error() != cudaSuccess) return scope.error();
+  return dispatch(p.dtype, [&](auto type) {
+    using T = decltype(type);
+    constexpr int kWidth = kPer16<T>;
+    const bool wide = aligned16(p.logits, p.vocab * sizeof(T));
+    const auto threads = [&](int most) {
+      return dim3(unsigned(min(int64_t(most), ceil_div(p.vocab, 32 * (wide ? kWidth : 1)) * 32)));
+    };
+    const cudaError_t error =
+        launch_overlapping(wide ? scan_slices<T, kWidth> : scan_slices<T, 1>, dim3(unsigned(rows * slices)),
+                           threads(kScanThreads), 0, stream, p);
+    if (error != cudaSuccess) return error;
+    return launch_overlapping(wide ? choose_rows<T, kWidth> : choose_rows<T, 1>, dim3(unsigned(rows)),
+                              threads(kRowThreads), 0, stream, p);
+  });
+}
+
+}  // namespace dflash

@@ -1,0 +1,38 @@
+// out = gate / (1 + exp(-gate)) * up. One thread per 16 bytes of the result.
+#include "cuda/device.cuh"
+#include "cuda/launch.h"
+
+namespace dflash {
+
+constexpr int kThreads = 256;
+
+template <typename T, int kWidth>
+static __global__ void __launch_bounds__(kThreads) silu_mul_kernel(const SiluMulParams p) {
+  const int64_t i = (int64_t(blockIdx.x) * kThreads + threadIdx.x) * kWidth;
+  grid_launch_dependents();
+  grid_dependency_wait();
+  if (i >= p.rows * p.width) return;
+  const T* gate = static_cast<const T*>(p.gate_up) + i + i / p.width * p.width;
+  float g[kWidth], u[kWidth];
+  load<T, kWidth>(gate, g);
+  load<T, kWidth>(gate + p.width, u);
+#pragma unroll
+  for (int e = 0; e < kWidth; ++e) g[e] = g[e] / (1.0f + expf(-g[e])) * u[e];
+  store<T, kWidth>(static_cast<T*>(p.out) + i, g);
+}
+
+cudaError_t launch_silu_mul(const SiluMulParams& p, cudaStream_t stream) {
+  if (p.rows * p.width == 0) return cudaSuccess;
+  const DeviceScope scope(p.device);
+  if (scope.error() != cudaSuccess) return scope.error();
+  return dispatch(p.dtype, [&](auto type) {
+    using T = decltype(type);
+    constexpr int kWidth = kPer16<T>;
+    const bool wide = aligned16(p.gate_up, p.out, p.width * sizeof(T));
+    const int64_t blocks = ceil_div(p.rows * p.width, kThreads * (wide ? kWidth : 1));
+    return launch_overlapping(wide ? silu_mul_kernel<T, kWidth> : silu_mul_kernel<T, 1>,
+                              dim3(unsigned(blocks)), dim3(kThreads), 0, stream, p);
+  });
+}
+
+}  // namespace dflash
