@@ -14,7 +14,7 @@ static __device__ bool is_stop(const AcceptPrefixParams& p, int64_t token) {
   return false;
 }
 
-static __global__ void __launch_bounds__(32 * kWarpsPerBlock)
+static __global__ void __launch_bounds__(32 * kWarpsPerBlock, 1)
     accept_prefix_kernel(const AcceptPrefixParams p) {
   const int64_t b = int64_t(blockIdx.x) * kWarpsPerBlock + threadIdx.x / 32;
   const int lane = threadIdx.x % 32;

@@ -8,7 +8,7 @@ constexpr int kWarps = 4;
 
 // T is a word as wide as an element; nothing is computed with it.
 template <typename T, int kWidth>
-static __global__ void __launch_bounds__(32 * kWarps) append_kv_kernel(const AppendKvParams p) {
+static __global__ void __launch_bounds__(32 * kWarps, 1) append_kv_kernel(const AppendKvParams p) {
   const int64_t heads = 2 * p.num_kv_heads;
   const int64_t unit = int64_t(blockIdx.x) * kWarps + threadIdx.x / 32, index = unit / heads;
   grid_launch_dependents();

@@ -60,7 +60,7 @@ static __device__ void copy_head(const T* x, T* out, int head_dim) {
 }
 
 template <typename T, int kWidth>
-static __global__ void __launch_bounds__(32 * kWarps)
+static __global__ void __launch_bounds__(32 * kWarps, 1)
     qkv_norm_rope_append_kernel(const QkvNormRopeAppendParams p) {
   const int d = int(p.head_dim);
   const int64_t heads = p.num_heads + 2 * p.num_kv_heads;
@@ -102,7 +102,7 @@ struct Caches {
 };
 
 template <typename T, int kWidth>
-static __global__ void __launch_bounds__(32 * kWarps)
+static __global__ void __launch_bounds__(32 * kWarps, 1)
     append_context_kv_kernel(const AppendContextKvParams p, const __grid_constant__ Caches caches) {
   const int d = int(p.head_dim);
   const int64_t heads = 2 * p.num_kv_heads, rows = p.batch * p.rows;

@@ -10,7 +10,7 @@ constexpr int kHeld = 4;
 constexpr int kMaxThreads = 512;
 
 template <typename T, int kWidth>
-static __global__ void __launch_bounds__(kMaxThreads) rms_norm_kernel(const RmsNormParams p) {
+static __global__ void __launch_bounds__(kMaxThreads, 1) rms_norm_kernel(const RmsNormParams p) {
   __shared__ float scratch[32];
   const int64_t row = blockIdx.x;
   const int n = int(p.hidden / kWidth), step = blockDim.x;

@@ -129,7 +129,7 @@ static __device__ Best best_of_slice(const SelectTokensParams& p, const T* logit
 }
 
 template <typename T, int kWidth>
-static __global__ void __launch_bounds__(kScanThreads) scan_slices(const SelectTokensParams p) {
+static __global__ void __launch_bounds__(kScanThreads, 1) scan_slices(const SelectTokensParams p) {
   __shared__ Best scratch[32];
   const int64_t slices = ceil_div(p.vocab, kSelectSlice), index = blockIdx.x / slices;
   const int64_t slice = blockIdx.x % slices;

@@ -7,7 +7,7 @@ namespace dflash {
 constexpr int kThreads = 256;
 
 template <typename T, int kWidth>
-static __global__ void __launch_bounds__(kThreads) silu_mul_kernel(const SiluMulParams p) {
+static __global__ void __launch_bounds__(kThreads, 1) silu_mul_kernel(const SiluMulParams p) {
   const int64_t i = (int64_t(blockIdx.x) * kThreads + threadIdx.x) * kWidth;
   grid_launch_dependents();
   grid_dependency_wait();
