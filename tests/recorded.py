@@ -113,9 +113,8 @@ class Peeking(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         name = getattr(func, "__name__", "")
         if name in _READING and isinstance(args[0], Tensor):
-            moves = (
-                name != "to" or any(isinstance(a, str) for a in args) or isinstance((kwargs or {}).get("device"), str)
-            )
+            # `.to(x.device)` stays where it is; a device by name is another.
+            moves = name != "to" or any(isinstance(a, str) for a in (*args, *(kwargs or {}).values()))
             if moves and (self.live is None or args[0].untyped_storage().data_ptr() in self.live):
                 raise HostRead(f"Tensor.{name} waits for the device")
         if func is torch.tensor and self.live is None:
@@ -218,6 +217,9 @@ class Recorded(Replay):
         self._slots[slot].copy_(self._underway[slot])
         self._underway[slot] = None
         return self._slots[slot].tolist()
+
+    def _drain(self) -> None:
+        pass
 
     def _follow(self, slot: int) -> None:
         pass

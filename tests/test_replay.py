@@ -224,7 +224,7 @@ class TestWhatAGraphHolds:
 
 class TestWhatCannotBeCaptured:
     def expect(self, generator, batch, reason: str, **call) -> None:
-        ids, mask, prompts, answers, _ = batch
+        ids, mask, _, answers, _ = batch
         for _ in range(2):
             output = generator.generate(ids, attention_mask=mask, max_new_tokens=NEW, **call)
             for row, answer in enumerate(answers):
@@ -289,8 +289,8 @@ def on_gpu():
 
     def get(dtype: torch.dtype):
         if dtype not in made:
-            target = make_target("qwen3", dtype=dtype).cuda()
-            draft = make_draft(target.cpu()).cuda()
+            target = make_target("qwen3", dtype=dtype)
+            draft = make_draft(target).cuda()
             target.cuda()
             prompts = [prompt(length).cuda() for length in (3, 9, 30)]
             ids, mask = left_padded([p.cpu() for p in prompts])

@@ -116,7 +116,9 @@ class Replay:
         self._launched = self._read = 0
 
     def clear(self) -> None:
-        """Forget every graph: a tensor moved, or code changed."""
+        """Forget every graph: a tensor moved, or code changed. Waits for those that are running."""
+        if self._graphs:
+            self._drain()
         self._graphs.clear()
         self._seen.clear()
         self._refused.clear()
@@ -221,6 +223,10 @@ class Replay:
     def _receive(self, slot: int) -> list:
         self._events[slot].synchronize()
         return self._slots[slot].tolist()
+
+    def _drain(self) -> None:
+        for event in self._events:
+            event.synchronize()
 
     def _follow(self, slot: int) -> None:
         torch.cuda.current_stream().wait_event(self._events[slot])
