@@ -142,7 +142,7 @@ class Cheat(dflash.Generator):
 
     def _propose(self, anchor: torch.Tensor) -> torch.Tensor:
         drafts = super()._propose(anchor)  # the real drafter runs too: its cache must stay right
-        positions = self.length[:, None] + torch.arange(1, self.block_size)
+        positions = self.length[:, None] + self._offsets[1:]
         truth = self.script.gather(1, positions.clamp(max=self.script.shape[1] - 1))
         if self.spoil:
             truth = torch.where(positions % self.spoil == 0, (truth + 1) % self.vocab_size, truth)

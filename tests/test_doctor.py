@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 
-from dflash import cli, doctor, ops
+from dflash import cli, doctor, ops, replay
 
 
 def find(name: str) -> doctor.Check:
@@ -62,6 +62,7 @@ def test_a_forced_instruction_set_is_a_warning(monkeypatch):
 )
 def test_the_gpu(monkeypatch, seen, present, cuda, status, words):
     gpu(monkeypatch, seen=seen, present=present, cuda=cuda)
+    monkeypatch.setattr(replay, "graph_status", lambda: "")
     assert find("GPU").status == status
     assert words in find("GPU").found
 
@@ -79,8 +80,19 @@ def test_the_cuda_kernels_beside_a_gpu(monkeypatch, built, reason, status, advic
     gpu(monkeypatch, seen=True, present=True, cuda="13.0")
     monkeypatch.setattr(ops, "has_cuda_kernels", lambda: built)
     monkeypatch.setattr(ops, "cuda_status", lambda device: reason)
+    monkeypatch.setattr(replay, "graph_status", lambda: "")
     assert find("CUDA kernels").status == status
     assert advice in find("CUDA kernels").advice
+
+
+@pytest.mark.parametrize(("reason", "status", "words"), [("", "ok", "used"), ("no memory", "warning", "no memory")])
+def test_cuda_graphs(monkeypatch, reason, status, words):
+    assert "no GPU" in find("CUDA graphs").found or torch.cuda.is_available()
+    gpu(monkeypatch, seen=True, present=True, cuda="13.0")
+    monkeypatch.setattr(ops, "cuda_status", lambda device: "")
+    monkeypatch.setattr(replay, "graph_status", lambda: reason)
+    assert find("CUDA graphs").status == status
+    assert words in find("CUDA graphs").found
 
 
 def test_the_command_prints_a_table_or_json(monkeypatch, capsys):

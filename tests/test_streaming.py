@@ -13,6 +13,7 @@ import pytest
 import torch
 from baseline import greedy, left_padded, prompt, sampled
 from families import Cheat, make_draft, make_target
+from recorded import record
 from tiny_tokenizers import byte_fallback, byte_level, word_pieces, words
 from transformers import (
     AsyncTextIteratorStreamer,
@@ -63,7 +64,8 @@ class TestEvents:
         expected = [greedy(target, p, NEW, stop=tuple(stop)) for p in prompts]
         ids, mask = left_padded(prompts)
         generator = cheat(target, draft, prompts, answers)
-        generator._runs_ahead = ahead
+        if ahead:
+            record(generator)
         call = {"attention_mask": mask, "max_new_tokens": NEW, "stop_token_ids": stop}
         events = list(generator.stream(ids, tokenizer=tokenizer, **call))
         assert joined(events, 3) == [answer.tolist() for answer in expected]
@@ -199,7 +201,8 @@ class TestStopStrings:
         answers = [greedy(target, p, NEW) for p in prompts]
         ids, mask = left_padded(prompts)
         generator = cheat(target, draft, prompts, answers, spoil=7, block_size=block_size)
-        generator._runs_ahead = ahead
+        if ahead:
+            record(generator)
         texts = [tokenizer.decode(answer) for answer in answers]
         chance, cut = random.Random(block_size), 0
         for _ in range(8):
@@ -278,7 +281,8 @@ class TestStopStrings:
         assert "\ufffd" not in text
         for ahead in (False, True):
             generator = cheat(target, draft, [p], [answer], spoil=0)
-            generator._runs_ahead = ahead
+            if ahead:
+                record(generator)
             call = {"max_new_tokens": NEW, "stop_strings": text, "tokenizer": tokenizer}
             first = generator.generate(p[None], **call)
             kept = first.shape[1] - len(p)
@@ -569,7 +573,8 @@ class TestLeaving:
         answer = greedy(target, p, NEW)
         for ahead in (False, True):
             generator = cheat(target, draft, [p], [answer])
-            generator._runs_ahead = ahead
+            if ahead:
+                record(generator)
             events = generator.stream(p[None], max_new_tokens=NEW)
             got = [token for _ in range(3) for token in next(events).ids[0]]
             events.close()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from . import ops
+from . import ops, replay
 
 
 @dataclass(frozen=True)
@@ -105,6 +105,15 @@ def _cuda_kernels() -> Check:
     return Check(name, "in this build and running")
 
 
+def _cuda_graphs() -> Check:
+    name = "CUDA graphs"
+    if not torch.cuda.is_available():
+        return Check(name, "no GPU to replay them on: steps run directly")
+    if reason := replay.graph_status():
+        return Check(name, f"cannot be used: {reason}", "warning", "steps run kernel by kernel, which is slower")
+    return Check(name, "used: a step is one launch (Generator.graph_reason tells where not)")
+
+
 def examine() -> list[Check]:
     """Look at this installation; runs no model and changes nothing."""
     return [
@@ -117,4 +126,5 @@ def examine() -> list[Check]:
         Check("CPU threads", f"{torch.get_num_threads()} of {os.cpu_count()} processors"),
         _gpu(),
         _cuda_kernels(),
+        _cuda_graphs(),
     ]

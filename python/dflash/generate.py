@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from . import denoise, ops, rejection
 from .config import DraftConfig
 from .drafter import Drafter, load_draft
+from .replay import Direct, Replay
 from .rules import HostRules, LogitRules, RuleArguments, RuleSettings
 from .sampling import Sampling, integer
 from .sharpness import AutoSharpness
@@ -30,10 +31,12 @@ from .target import (
     Target,
     UnsupportedTargetError,
     WeightsFingerprint,
+    first_hook,
     generation_defaults,
     refusal,
     stop_string_criterion,
     structural_twin,
+    structure,
     text_config,
     unwrap,
 )
@@ -262,19 +265,19 @@ class _Progress:
     accepted: list[int] = field(default_factory=list)
     closed: set[int] = field(default_factory=set)
 
-    def record(self, snapshot: list[list[int]]) -> None:
-        """Take over what :meth:`Generator._snapshot` read."""
+    def record(self, report: list[list[int]], reads_ids: bool) -> None:
+        """Take over one report of :meth:`Generator.step`."""
         self.new_ids, self.accepted = [], []
-        for row, (length, done, *ids) in enumerate(snapshot):
+        for row, (length, done, *ids) in enumerate(report):
             emitted = 0
             if row not in self.closed:
                 emitted = length - self.length[row]
                 if emitted:
                     self.acceptance_lengths[row].append(emitted)
                 self.length[row], self.done[row] = length, done
-            if ids:
+            if reads_ids:
                 rows = len(ids) // 2
-                new, drafts = ids[rows - emitted : rows], ids[rows + 1 :]
+                new, drafts = ids[:emitted], ids[rows + 1 :]
                 matches = [token == draft for token, draft in zip(new, drafts, strict=False)]
                 self.new_ids.append(new)
                 self.accepted.append((*matches, False).index(False))
@@ -302,6 +305,16 @@ def _check_finite(progress: _Progress, ahead: int) -> None:
         raise ValueError(f"the target's logits are NaN in row {row} for position {progress.length[row] + ahead}")
 
 
+def _own(function: Callable) -> Callable:
+    """``function`` in a code object of its own, by which torch finds and counts compiled graphs."""
+
+    def call(*arguments: Any) -> Any:
+        return function(*arguments)
+
+    call.__code__ = call.__code__.replace()
+    return call
+
+
 def _compiled(step: Callable[[], None], kind: Callable[[], Hashable]) -> Callable[[], None]:
     """``step`` as one graph for each value of ``kind()``, which says everything that its branches depend on.
 
@@ -310,19 +323,12 @@ def _compiled(step: Callable[[], None], kind: Callable[[], Hashable]) -> Callabl
     """
     graphs: dict[Hashable, Callable[[], None]] = {}
 
-    def compiled() -> Callable[[], None]:
-        def graph() -> None:
-            step()
-
-        # torch finds graphs by their code object, and without guards it would take another generator's.
-        graph.__code__ = graph.__code__.replace()
-        options = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe, "size_asserts": False}
-        return torch.compile(graph, fullgraph=True, dynamic=False, options=options)
-
     def run() -> None:
         key = kind()
         if key not in graphs:
-            graphs[key] = compiled()
+            # Without guards torch would take another generator's graph.
+            options = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe, "size_asserts": False}
+            graphs[key] = torch.compile(_own(step), fullgraph=True, dynamic=False, options=options)
         graphs[key]()
 
     return run
@@ -344,7 +350,11 @@ class Generator:
         block_size: rows that a step verifies, 1 to the drafter's own block size (the default); 1 without a drafter.
         denoise_steps: passes of the drafter over each block, see :func:`generate`.
         compile: run the step through ``torch.compile(fullgraph=True)``, one graph for each combination of rules and
-            ways to accept, whose first step then takes long. Hooks put on the drafter later are not seen.
+            ways to accept, whose first step then takes long. Hooks put on the drafter later are not seen. On a GPU it
+            is the target's part of the step that is compiled, inside the CUDA graph.
+        graph: on a GPU, replay the step as one CUDA graph: ``"auto"`` where that is possible (:attr:`graph_reason`
+            tells why not), True to refuse a call where it is not, False for one kernel at a time. Changes the speed,
+            never the text.
         prefill_chunk: prompt tokens in one forward pass.
         reuse_prefix: run only what is new of a prompt whose first tokens are, row by row, those that the call before
             left in the caches: a conversation then costs its last turn. The keys of an answer were computed in blocks
@@ -370,6 +380,7 @@ class Generator:
         block_size: int | None = None,
         denoise_steps: int = 1,
         compile: bool = False,
+        graph: bool | Literal["auto"] = "auto",
         prefill_chunk: int = 512,
         reuse_prefix: bool = True,
     ) -> None:
@@ -383,9 +394,16 @@ class Generator:
         positions = getattr(text_config(target), "max_position_embeddings", None)
         if positions is not None and max_length > positions:
             raise ValueError(f"max_length {max_length} is past the target's max_position_embeddings, {positions}")
+        if graph not in (True, False, "auto"):
+            raise ValueError(f'graph must be True, False or "auto", got {graph!r}')
+        device = target.get_input_embeddings().weight.device
+        if graph is True and device.type != "cuda":
+            raise ValueError(f"graph=True needs a target on a GPU, this one is on {device}")
+        self.graph = graph
         self.draft = draft if rows > 1 else None
+        self._runner: Direct | Replay | None = None
         self._take(target)
-        device, dtype = self.target.device, self.target.dtype
+        dtype = self.target.dtype
         self.vocab_size = self.target.embedding_weight.shape[0]
 
         def index(*shape: int, fill: int = 0) -> Tensor:
@@ -397,6 +415,7 @@ class Generator:
         self.num_context = index(batch)
         self.done = index(batch, fill=_LENGTH)
         self.block = index(batch, rows)  # the anchor and the proposals of the last step
+        self.report = index(batch, 2 + 2 * rows)  # what the host reads of a step: length, done, posterior, block
         self.limits = index(batch)
         self.prompt_length = index(batch)
         self.stop_token_ids = index(_STOP_SLOTS, fill=_NO_TOKEN)
@@ -422,12 +441,18 @@ class Generator:
         self._current: Call | None = None  # the call that the state belongs to
         self._whole = False  # between two steps: the caches hold what `length` and `num_context` say
         self._ran: list[WeightsFingerprint] = []  # the weights that the caches were computed with
-        self._runs_ahead = device.type == "cuda"
-        if compile:
+        self._runner = Replay(self.report) if device.type == "cuda" else Direct(self.report)
+        self._captured: list[WeightsFingerprint] = []  # whose addresses the graphs hold
+        if compile and device.type == "cuda":
+            self._run_target = torch.compile(_own(self._run_target), dynamic=False)
+        elif compile:
             self.step = _compiled(self.step, self._kind)
 
     def _kind(self) -> Hashable:
-        """What the branches of :meth:`step` and the shapes of its tensors depend on; rules are never freed."""
+        """What the branches of :meth:`step`, and the shapes and addresses of its tensors, depend on.
+
+        Rules are never freed, and the stop list is replaced only by a longer one.
+        """
         return self._adapts, self._rejects, self._schedule, id(self.rules), len(self.stop_token_ids)
 
     def _take(self, target: nn.Module) -> None:
@@ -435,6 +460,27 @@ class Generator:
         self.target = Target(target, self.draft.config.target_layer_ids if self.draft is not None else ())
         self._defaults = generation_defaults(target)
         self._weights = WeightsFingerprint(target)
+        self._structure = structure(target)
+        self._hook = first_hook(target)
+        if self._runner is not None:
+            self._runner.clear()
+
+    @property
+    def graph_reason(self) -> str:
+        """Why the last step ran kernel by kernel; empty when it was replayed as a CUDA graph, or will be soon."""
+        return self._runner.reason
+
+    def _obstacle(self, host_rules: bool) -> str:
+        """Why the steps of a call must not be captured; empty when they may."""
+        if self.graph is False:
+            return "graph=False was asked for"
+        if host_rules:
+            return "logits_processor and stopping_criteria run on the host"
+        if self._hook:
+            return f"a graph would not call the target's hook on {self._hook}"
+        if self.draft is not None and (hook := first_hook(self.draft)):
+            return f"a graph would not call the drafter's hook on {hook}"
+        return ""
 
     # ------------------------------------------------------------------------------------------ the step
 
@@ -488,19 +534,24 @@ class Generator:
         length = self.length
         anchor = self.tokens.gather(1, length[:, None])
         block = torch.cat([anchor, self._propose(anchor)], 1, out=self.block)
-        logits, taps = self.target.forward(block.clamp(min=0), length, self.target_cache)
+        logits, taps = self._run_target(block.clamp(min=0))
         if self.draft is not None:
-            self.context.copy_(torch.cat(taps, -1))
+            torch.cat(taps, -1, out=self.context)
         if self.rules is not None:
             logits = self.rules.apply(logits, self.tokens, length, block.clamp(min=0))
         return block, logits
+
+    def _run_target(self, block: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """The target's pass over ``block [batch, block_size]``: logits and taps."""
+        return self.target.forward(block, self.length, self.target_cache)
 
     @torch.no_grad()
     def step(self) -> None:
         """Draft one block, verify it, keep the longest matching prefix and one more token; all on the device.
 
         Reads and writes the state tensors only: fixed shapes, no host synchronisation, nothing depends on data but
-        values. A row that is done stays as it is. After the paper's section 4 (arXiv 2602.06036).
+        values. A row that is done stays as it is. ``report`` tells the host. After the paper's section 4
+        (arXiv 2602.06036).
         """
         block, logits = self._verify()
         length = self.length
@@ -510,23 +561,24 @@ class Generator:
             posterior = rejection.verify(block[:, 1:], self.draft_probabilities, p, positions, self.sampling.seeds)
         else:
             posterior = self._select(logits, positions, self._ones)
+        self._accept(block, posterior, self.limits)
+
+    def _accept(self, block: Tensor, posterior: Tensor, limits: Tensor, stopped: Sequence[int] = ()) -> None:
+        """Emit what was accepted and advance every row; rows in ``stopped`` end. Then tell the host."""
         ops.accept_prefix_(
-            block, posterior, self.stop_token_ids, self.limits, self.tokens, length, self.num_context, self.done
+            block, posterior, self.stop_token_ids, limits, self.tokens, self.length, self.num_context, self.done
         )
+        for row in stopped:
+            self.done[row] = _STOPPED
         if self._adapts:
             self.auto.observe_(posterior, self.num_context, self.done)
+        torch.cat([self.length[:, None], self.done[:, None], posterior, block], 1, out=self.report)
 
     @torch.no_grad()
     def _step_with_processors(self) -> None:
         """The step for Python processors and criteria: one block verified, then its rows walked on the host."""
         block, logits = self._verify()
-        posterior, limits, stopped = self._walk(block, logits, self.length, self.done.tolist())
-        ops.accept_prefix_(
-            block, posterior, self.stop_token_ids, limits, self.tokens, self.length, self.num_context, self.done
-        )
-        self.done[stopped] = _STOPPED
-        if self._adapts:
-            self.auto.observe_(posterior, self.num_context, self.done)
+        self._accept(block, *self._walk(block, logits, self.length, self.done.tolist()))
 
     def _walk(self, block: Tensor, logits: Tensor, length: Tensor, done: list[int]) -> tuple[Tensor, Tensor, list[int]]:
         """Choose a block's tokens in order, calling processors and criteria as one-token decoding would.
@@ -722,12 +774,17 @@ class Generator:
             )
         if self._weights.replaced():
             raise ValueError("the target's tensors were replaced since this generator was made: make a new one")
+        rules = call.settings.rules
+        if self.graph is True and (reason := self._obstacle(bool(rules.logits_processor or rules.stopping_criteria))):
+            raise ValueError(f"graph=True cannot be followed: {reason}")
         return call
 
     @contextlib.contextmanager
     def _exclusive(self) -> Iterator[None]:
         """One call at a time, whatever thread it comes from, and with none of the modes of its surroundings."""
-        with self._lock, torch.inference_mode(False), torch.autocast(self.tokens.device.type, enabled=False):
+        device = self.tokens.device
+        current = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+        with self._lock, current, torch.inference_mode(False), torch.autocast(device.type, enabled=False):
             yield
 
     def _generate(self, call: Call, return_dict_in_generate: bool, prompt_was_put: bool = False) -> Any:
@@ -796,6 +853,12 @@ class Generator:
         reuse = reuse and all(seen.matches(module) for seen, module in zip(self._ran, modules, strict=True))
         self._current, self._whole = call, False
         self._ran = [WeightsFingerprint(module, values=True) for module in modules]
+        self._runner.start()
+        if self._runner.ahead and not (
+            self._captured and all(map(WeightsFingerprint.matches, self._captured, modules))
+        ):
+            self._captured = [WeightsFingerprint(module) for module in modules]
+            self._runner.clear()
         self.sampling.set_(batch, seed=call.seed, **call.sampling)
         self._set_acceptance(call)
         self._set_stop_token_ids(settings.stop_token_ids)
@@ -825,46 +888,26 @@ class Generator:
             yield progress
 
     def _steps(self, call: Call, progress: _Progress, reads_ids: bool) -> Iterator[None]:
-        """Replay the step until every row is done; comes back when a step has been read into ``progress``."""
-        run_step = self.step if self.host_rules is None else self._step_with_processors
+        """Launch steps until every row is done; comes back when one has been read into ``progress``.
 
-        def step() -> Tensor:
+        Where the host reads late, the step after the last is launched too: it finds every row done and changes nothing.
+        """
+        runner, obstacle = self._runner, self._obstacle(self.host_rules is not None)
+        # Python rules wait for the step anyway, and must not be asked about one that will not count.
+        step, ahead = (self.step, runner.ahead) if self.host_rules is None else (self._step_with_processors, 0)
+        kind, unread = self._kind(), 0
+        while not progress.finished:
             if self._current is not call:
                 raise RuntimeError("this stream has ended: its generator was reset, or has started another call")
             self._whole = False
-            run_step()
-            return self._snapshot(reads_ids)
-
-        if not self._runs_ahead:
-            while not progress.finished:
-                progress.record(step().tolist())
+            runner.launch(step, kind, obstacle)
+            if self.graph is True and runner.reason:
+                raise RuntimeError(f"graph=True cannot be followed: {runner.reason}")
+            unread += 1
+            if unread > ahead:
+                progress.record(runner.read(), reads_ids)
+                unread -= 1
                 yield
-            return
-        # Two pinned snapshots in turn: while one is read, the next step is already queued. The step after the last
-        # finds every row done and changes nothing.
-        cuda = self.tokens.device.type == "cuda"
-        width = 2 + 2 * self.block_size * reads_ids
-        snapshots = [torch.empty(self.batch_size, width, dtype=torch.int64, pin_memory=cuda) for _ in range(2)]
-        events = [torch.cuda.Event() for _ in range(2)] if cuda else []
-        count = 0
-        while not progress.finished:
-            snapshots[count % 2].copy_(step(), non_blocking=True)
-            if cuda:
-                events[count % 2].record()
-            if count:
-                if cuda:
-                    events[(count - 1) % 2].synchronize()
-                progress.record(snapshots[(count - 1) % 2].tolist())
-                yield
-            count += 1
-
-    def _snapshot(self, reads_ids: bool) -> Tensor:
-        """``[batch, 2]``: length and done; or, with ``block_size`` ids each, the last emitted tokens and the block."""
-        state = torch.stack([self.length, self.done], 1)
-        if not reads_ids:
-            return state
-        last = (self.length[:, None] + self._offsets - (self.block_size - 1)).clamp(min=0)
-        return torch.cat([state, self.tokens.gather(1, last), self.block], 1)
 
     def _close_rows(self, call: Call, progress: _Progress, histories: list[list[int]]) -> None:
         """End every row whose new ids complete a stop string, behind the token that did."""
@@ -1327,7 +1370,8 @@ def _generator(target: nn.Module, draft: nn.Module | None, call: Call, block_siz
     if _kept is not None and _kept.serves(target, draft, block_size, batch, needed):
         generator = _kept.generator
         with generator._exclusive():
-            generator._take(target)  # hooks, adapters and attributes may have changed; the caches stay
+            if generator._structure != structure(target):  # hooks, adapters, attributes; the caches stay
+                generator._take(target)
         return generator
     drafter = None if draft is None else load_draft(draft)
     _check_pair(target, drafter, block_size)

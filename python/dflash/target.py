@@ -7,8 +7,10 @@ hooks, attention implementation. This is the only module on the hot path that im
 from __future__ import annotations
 
 import copy
+import enum
 import types
 import weakref
+from typing import Any
 
 import torch
 import transformers
@@ -31,6 +33,10 @@ TESTED_FAMILIES = frozenset(
     ]
 )
 _PROBED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+# How `structure` takes values: these as they are, those by identity.
+_PLAIN = {type(None), bool, int, float, str, bytes, torch.dtype, torch.device}
+_BY_IDENTITY = (type, Tensor, types.FunctionType, types.BuiltinFunctionType, enum.Enum)
 
 
 class UnsupportedTargetError(ValueError):
@@ -124,6 +130,46 @@ def structural_twin(module: nn.Module) -> nn.Module:
         elif not isinstance(forward, types.MethodType):
             raise UnsupportedTargetError(f"{type(original).__name__}.forward was replaced by {forward!r}")
     return twin.eval()
+
+
+def structure(module: nn.Module) -> Any:
+    """Everything that :func:`structural_twin` would copy, in a form that compares equal while nothing has changed.
+
+    Tensors, functions and classes count by identity and are not kept alive. What cannot be looked into never compares
+    equal, not even to itself.
+    """
+    seen: dict[int, Any] = {}  # keeps what is made on the way alive, so that no identity comes twice
+
+    def frozen(value: Any) -> Any:
+        kind = type(value)
+        if kind in _PLAIN:
+            return kind, value
+        if isinstance(value, _BY_IDENTITY) or id(value) in seen:
+            return id(value)
+        if isinstance(value, types.MethodType):
+            return id(value.__func__), id(value.__self__)
+        seen[id(value)] = value
+        if isinstance(value, dict):
+            return kind, [(frozen(key), frozen(entry)) for key, entry in value.items()]
+        if isinstance(value, (list, tuple)):
+            return kind, [frozen(entry) for entry in value]
+        try:
+            state = value.__reduce_ex__(4)
+        except Exception:
+            return object()
+        return frozen(state) if isinstance(state, tuple) else object()
+
+    return frozen(module)
+
+
+def first_hook(model: nn.Module) -> str:
+    """The name of the first module with a forward hook of the user's; empty when there is none."""
+    for name, module in model.named_modules():
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+            # transformers' own, which collect hidden states and attentions, are idle here.
+            if not (getattr(hook, "__module__", None) or "").startswith("transformers."):
+                return name or type(model).__name__
+    return ""
 
 
 def unwrap(model: nn.Module) -> nn.Module:

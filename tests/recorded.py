@@ -1,0 +1,231 @@
+"""A GPU's manners on CPU: steps recorded once and replayed, reports that arrive one step late, no peeking.
+
+``Recorded`` is :class:`dflash.replay.Replay` with its device calls replaced. A capture runs the step once under a
+dispatch mode, notes every torch call with the very tensors it was made with, and puts back what the step wrote; a
+replay makes the calls again. As with a CUDA graph, no Python of the step is run then: a tensor that has moved, or a
+branch that should now go another way, gives a wrong answer.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import dflash
+from dflash import ops
+from dflash.replay import Replay
+
+LATE = -7  # what a report holds until it has arrived
+
+# What makes the host wait for a GPU, as torch names it below and above autograd.
+_WAITING = {
+    *("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "equal"),
+    *("is_nonzero", "item", "repeat_interleave.Tensor", "lift_fresh", "_assert_async"),
+}
+_READING = {"tolist", "item", "numpy", "cpu", "to", "__bool__", "__int__", "__float__", "__index__", "__array__"}
+
+
+class HostRead(AssertionError):
+    """The host looked at a tensor of the device."""
+
+
+class _Calls(TorchDispatchMode):
+    """Shows every torch call of a step to ``see``, which makes it."""
+
+    def __init__(self, see: Callable) -> None:
+        super().__init__()
+        self.see = see
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return self.see(func, args, kwargs or {})
+
+
+@contextlib.contextmanager
+def dispatched() -> Iterator[None]:
+    """Let the ops of dflash go through torch's dispatcher, where modes see them."""
+    direct, ops._direct = ops._direct, lambda tensor: False
+    try:
+        yield
+    finally:
+        ops._direct = direct
+
+
+def _written(func, args, kwargs) -> list[Tensor]:
+    schema = func._schema.arguments
+    named = {**dict(zip((a.name for a in schema), args, strict=False)), **kwargs}
+    values = [named.get(a.name) for a in schema if a.alias_info is not None and a.alias_info.is_write]
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+
+
+def _refuse(func, args) -> None:
+    name = func._schema.name.split("::")[1]
+    overload = f"{name}.{func._overloadname}"
+    masked = name in ("index", "index_put", "index_put_") and any(
+        isinstance(leaf, Tensor) and leaf.dtype in (torch.bool, torch.uint8) for leaf in tree_leaves(args[1])
+    )
+    if name in _WAITING or overload in _WAITING or masked:
+        raise HostRead(f"{overload} waits for the device")
+
+
+class Tape:
+    """The torch calls of a step, to be made again."""
+
+    def __init__(self, step: Callable[[], None]) -> None:
+        self.calls: list = []
+        before: list[tuple[Tensor, Tensor]] = []
+
+        def see(func, args, kwargs):
+            _refuse(func, args)
+            before.extend((tensor, tensor.clone()) for tensor in _written(func, args, kwargs))
+            out = func(*args, **kwargs)
+            self.calls.append((func, args, kwargs, out))
+            return out
+
+        with dispatched(), Peeking(), _Calls(see):
+            step()
+        for tensor, value in reversed(before):  # a capture runs nothing
+            tensor.copy_(value)
+
+    @torch.no_grad()
+    def replay(self) -> None:
+        with dispatched():
+            for func, args, kwargs, out in self.calls:
+                returns = func._schema.returns
+                if returns and all(r.alias_info is not None and not r.alias_info.is_write for r in returns):
+                    continue  # a view of memory that stays where it is
+                fresh = func(*args, **kwargs)
+                for old, new in zip(tree_leaves(out), tree_leaves(fresh), strict=True):
+                    if isinstance(old, Tensor) and old is not new:
+                        old.copy_(new)
+
+
+class Peeking(TorchFunctionMode):
+    """Raises when Python reads a tensor: any, or those of which ``live`` holds the storage."""
+
+    def __init__(self, live: set[int] | None = None) -> None:
+        super().__init__()
+        self.live = live
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        name = getattr(func, "__name__", "")
+        if name in _READING and isinstance(args[0], Tensor):
+            # `.to(x.device)` stays where it is; a device by name is another.
+            moves = name != "to" or any(isinstance(a, str) for a in (*args, *(kwargs or {}).values()))
+            if moves and (self.live is None or args[0].untyped_storage().data_ptr() in self.live):
+                raise HostRead(f"Tensor.{name} waits for the device")
+        if func is torch.tensor and self.live is None:
+            raise HostRead("torch.tensor copies from the host")
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def no_host_reads() -> Iterator[None]:
+    """Raise :class:`HostRead` at whatever would make the host wait for a GPU; ops of dflash run."""
+
+    def see(func, args, kwargs):
+        _refuse(func, args)
+        return func(*args, **kwargs)
+
+    with dispatched(), Peeking(), _Calls(see):
+        yield
+
+
+@contextlib.contextmanager
+def no_peeking(generator: dflash.Generator) -> Iterator[None]:
+    """Raise :class:`HostRead` when the host reads the generator's state, or anything computed from it."""
+    state = [value for value in vars(generator).values() if isinstance(value, Tensor)]
+    state += [*generator.target_cache.keys.values(), *generator.target_cache.values.values()]
+    live = {tensor.untyped_storage().data_ptr() for tensor in state}
+    kept = []  # so that no address of theirs is used again
+
+    def see(func, args, kwargs):
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        touched = any(tensor.untyped_storage().data_ptr() in live for tensor in inputs)
+        if touched:
+            _refuse(func, args)
+        out = func(*args, **kwargs)
+        # A report is on its way to the host: what is copied into a slot is no longer the device's.
+        if touched and func is not torch.ops.aten.copy_.default:
+            for leaf in tree_leaves(out):
+                if isinstance(leaf, Tensor) and leaf.numel():
+                    kept.append(leaf)
+                    live.add(leaf.untyped_storage().data_ptr())
+        return out
+
+    with dispatched(), Peeking(live), _Calls(see):
+        yield
+
+
+class Recorded(Replay):
+    """A :class:`Replay` without a GPU.
+
+    Attributes:
+        steps: steps launched so far, by ``"eager"`` and ``"replayed"``.
+        most_ahead: the most steps that were launched and not read when one was.
+        broken: raised by the next captures, as a step that cannot be captured does.
+    """
+
+    def _open(self) -> None:
+        self._slots = [torch.full_like(self.report, LATE) for _ in range(2)]
+        self._underway: list[Tensor | None] = [None, None]
+        self.steps = {"eager": 0, "replayed": 0}
+        self.most_ahead = self.captures = 0
+        self.broken: Exception | None = None
+        self.waits = ""
+
+    def launch(self, step, kind, obstacle="") -> None:
+        def counted() -> None:
+            self.steps["eager"] += not self._capturing
+            step()
+
+        self._capturing = False
+        super().launch(counted, kind, obstacle)
+        self.most_ahead = max(self.most_ahead, self._launched - self._read)
+
+    def _warm_up(self, step) -> None:
+        step()
+
+    def _watch(self, step) -> str:
+        step()
+        return self.waits
+
+    def _capture(self, step):
+        if self.broken is not None:
+            raise self.broken
+        self.captures += 1
+        self._capturing = True
+        tape = Tape(step)
+        self._capturing = False
+
+        def replay() -> None:
+            self.steps["replayed"] += 1
+            tape.replay()
+
+        return replay
+
+    def _send(self, slot: int) -> None:
+        self._slots[slot].fill_(LATE)
+        self._underway[slot] = self.report.clone()
+
+    def _receive(self, slot: int) -> list:
+        if not self.reason.startswith("logits_processor"):
+            assert self._launched == self._read + 1, "a report is read when the next step has been launched"
+        self._slots[slot].copy_(self._underway[slot])
+        self._underway[slot] = None
+        return self._slots[slot].tolist()
+
+    def _drain(self) -> None:
+        pass
+
+    def _follow(self, slot: int) -> None:
+        pass
+
+
+def record(generator: dflash.Generator) -> dflash.Generator:
+    """``generator``, with its steps recorded and read late."""
+    generator._runner = Recorded(generator.report)
+    return generator

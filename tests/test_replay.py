@@ -1,0 +1,444 @@
+"""A step that is recorded once, replayed, and read one step late writes what the eager loop writes; and no more."""
+
+import random
+import sys
+
+import pytest
+import torch
+from baseline import greedy, left_padded, prompt
+from families import Cheat, make_draft, make_target
+from recorded import HostRead, Recorded, no_host_reads, no_peeking, record
+from tiny_tokenizers import byte_level
+from transformers import RepetitionPenaltyLogitsProcessor
+
+import dflash
+from dflash import doctor, replay
+
+MODULE = sys.modules["dflash.generate"]
+NEW = 40
+
+CALLS = {
+    "greedy": {},
+    "sampled": {"temperature": 1.0, "seed": 3},
+    "filtered": {"temperature": 1.2, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "seed": 4, "draft_sharpness": 2.0},
+    "rejection": {"temperature": 1.0, "seed": 5, "acceptance": "rejection"},
+    "rules": {
+        "repetition_penalty": 1.3,
+        "presence_penalty": 0.2,
+        "no_repeat_ngram_size": 3,
+        "bad_words_ids": [[5], [6, 7]],
+        "logit_bias": {9: 1.0},
+        "suppress_tokens": [11],
+        "begin_suppress_tokens": [12],
+        "min_new_tokens": 4,
+        "forced_eos_token_id": 13,
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def target():
+    return make_target("qwen3", num_hidden_layers=2)
+
+
+@pytest.fixture(scope="module")
+def draft(target):
+    return make_draft(target)
+
+
+@pytest.fixture(scope="module")
+def batch(target):
+    """Prompts, their mask, the greedy answers, and a stop token that two rows meet at different steps."""
+    prompts = [prompt(length) for length in (3, 9, 30)]
+    answers = [greedy(target, p, NEW) for p in prompts]
+    return *left_padded(prompts), prompts, answers, [int(answers[0][11]), int(answers[1][29])]
+
+
+def cheat(target, draft, batch, **options) -> Cheat:
+    _, _, prompts, answers, _ = batch
+    generator = Cheat(target, draft, **{"max_length": 90, "batch_size": 3} | options)
+    generator.script, generator.spoil = torch.zeros(3, 120, dtype=torch.int64, device=target.device), 5
+    for row, (p, answer) in enumerate(zip(prompts, answers, strict=True)):
+        generator.script[row, : len(p) + NEW] = torch.cat([p, answer])
+    return generator
+
+
+def same(ours: dflash.GenerateOutput, theirs: dflash.GenerateOutput) -> None:
+    assert torch.equal(ours.sequences, theirs.sequences)
+    assert ours.finish_reasons == theirs.finish_reasons
+    assert ours.statistics.acceptance_lengths == theirs.statistics.acceptance_lengths
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_every_kind_of_step_is_captured_and_writes_the_same(target, draft, batch, name):
+    ids, mask, *_, stop = batch
+    eager, late = cheat(target, draft, batch), record(cheat(target, draft, batch))
+    for limit in (NEW, NEW - 3, 7):  # the first captures, the others only replay
+        call = {"attention_mask": mask, "max_new_tokens": limit, "stop_token_ids": stop, **CALLS[name]}
+        expected = eager.generate(ids, return_dict_in_generate=True, **call)
+        launched = late._runner.steps.copy()
+        same(late.generate(ids, return_dict_in_generate=True, **call), expected)
+        steps = max(map(len, expected.statistics.acceptance_lengths))
+        launches = sum(late._runner.steps.values()) - sum(launched.values())
+        assert launches <= steps + 1, "more than one surplus step"
+        eager.reset(), late.reset()
+    assert late._runner.captures == 1
+    assert late._runner.steps["eager"] == 2
+    assert late._runner.steps["replayed"] > 4
+    assert late._runner.most_ahead == 2
+    assert late.graph_reason == ""
+
+
+def test_a_target_with_its_own_forward_and_several_passes(batch):
+    target = make_target("gemma3")
+    ids, mask, *_ = batch
+    call = {"attention_mask": mask, "max_new_tokens": 15}
+    for options in ({"denoise_steps": 3}, {"block_size": 4}):
+        make = lambda options=options: dflash.Generator(  # noqa: E731
+            target, make_draft(target), max_length=90, batch_size=3, **options
+        )
+        late = record(make())
+        expected = make().generate(ids, return_dict_in_generate=True, temperature=1.0, seed=2, **call)
+        same(late.generate(ids, return_dict_in_generate=True, temperature=1.0, seed=2, **call), expected)
+        assert late.graph_reason == ""
+        assert late._runner.steps["replayed"] > 4
+    one = record(dflash.Generator(target, None, max_length=90, batch_size=3, block_size=4))
+    assert torch.equal(
+        one.generate(ids, **call), dflash.Generator(target, max_length=90, batch_size=3).generate(ids, **call)
+    )
+
+
+class TestHostReads:
+    @pytest.mark.parametrize("name", CALLS)
+    def test_the_step_makes_none(self, target, draft, batch, name):
+        ids, mask, *_ = batch
+        generator = dflash.Generator(target, draft, max_length=90, batch_size=3, denoise_steps=1)
+        generator.generate(ids, attention_mask=mask, max_new_tokens=2, **CALLS[name])
+        before = generator.length.clone()
+        generator.done.zero_()
+        generator.limits.add_(20)
+        with torch.no_grad(), no_host_reads():
+            generator.step()
+        assert (generator.length > before).all()
+
+    def test_the_loop_makes_none(self, target, draft, batch):
+        ids, mask, _, answers, stop = batch
+        generator, tokenizer = record(cheat(target, draft, batch)), byte_level()
+        call = {"attention_mask": mask, "max_new_tokens": NEW, "stop_token_ids": stop[:1], "tokenizer": tokenizer}
+        strings = tokenizer.decode(answers[2][:20])[-2:]
+        expected = list(cheat(target, draft, batch).stream(ids, stop_strings=strings, **call))
+        for _ in range(2):
+            events = generator.stream(ids, stop_strings=strings, **call)
+            got = [next(events)]
+            with no_peeking(generator):
+                got += list(events)
+            assert [event.ids for event in got] == [event.ids for event in expected]
+            assert [event.text for event in got] == [event.text for event in expected]
+            generator.reset()
+
+    def test_those_that_are_planted_are_found(self, target):
+        generator = dflash.Generator(target, max_length=30)
+        length = generator.length
+        reads = [
+            lambda: length.item(),
+            lambda: length.tolist(),
+            lambda: int(length[0]),
+            lambda: bool(length[0] > 3),
+            lambda: length.cpu(),
+            lambda: length.nonzero(),
+            lambda: length[length > 3],
+        ]
+        for read in (*reads, lambda: length.new_zeros(3) + torch.tensor([1, 2, 3])):
+            with pytest.raises(HostRead), no_host_reads():
+                read()
+        for read in reads:
+            with pytest.raises(HostRead), no_peeking(generator):
+                read()
+
+
+class TestWhatAGraphHolds:
+    """Nothing that a graph was captured with may change under it."""
+
+    def test_a_longer_stop_list_moves(self, target, draft, batch):
+        ids, mask, _, _, stop = batch
+        eager, late = cheat(target, draft, batch), record(cheat(target, draft, batch))
+        for stops in (stop, [*range(60, 80), *stop], stop):
+            call = {"attention_mask": mask, "max_new_tokens": NEW, "stop_token_ids": stops}
+            same(
+                late.generate(ids, return_dict_in_generate=True, **call),
+                eager.generate(ids, return_dict_in_generate=True, **call),
+            )
+        assert late._runner.captures == 2
+
+    def test_a_drafter_whose_weights_were_replaced(self, target):
+        draft = make_draft(target)
+        late, p = record(dflash.Generator(target, draft, max_length=60)), prompt(6)
+        first = late.generate(p[None], max_new_tokens=NEW)
+        draft.norm.weight.data = draft.norm.weight.data * float("nan")
+        output = late.generate(p[None], max_new_tokens=NEW, return_dict_in_generate=True)
+        assert torch.equal(output.sequences, first)
+        assert set(output.statistics.acceptance_lengths[0]) == {1}, "the old weights were used"
+        assert late._runner.captures == 2
+
+    def test_only_the_last_used_are_kept(self, target, draft, batch, monkeypatch):
+        monkeypatch.setattr(replay, "_KEPT", 2)
+        ids, mask, *_ = batch
+        late = record(cheat(target, draft, batch))
+        for name in ("greedy", "sampled", "rules", "greedy", "greedy"):
+            call = {"attention_mask": mask, "max_new_tokens": NEW, **CALLS[name]}
+            expected = cheat(target, draft, batch).generate(ids, **call)
+            assert torch.equal(late.generate(ids, **call), expected)
+            assert late._runner.graphs <= 2
+        assert late._runner.captures == 4
+
+    def test_one_shot_calls_keep_it_until_they_grow_or_the_target_changes(self, monkeypatch):
+        monkeypatch.setattr(MODULE, "Direct", Recorded)
+        target = make_target("qwen3", num_hidden_layers=2)
+        draft = make_draft(target)
+
+        def check(length: int, new: int = NEW) -> Recorded:
+            p = prompt(length)
+            assert dflash.generate(target, draft, p[None], max_new_tokens=new)[0, length:].tolist() == (
+                greedy(target, p, new).tolist()
+            )
+            return MODULE._kept.generator._runner
+
+        runner = check(5)
+        assert check(9) is runner
+        assert (runner.captures, runner.reason) == (1, "")
+        target.model.layers[0].self_attn.scaling *= 2
+        assert check(9) is runner
+        assert runner.captures == 2
+        handle = target.model.layers[1].register_forward_hook(lambda module, args, out: out * 1.5)
+        assert check(9) is runner
+        assert runner.reason == "a graph would not call the target's hook on model.layers.1"
+        handle.remove()
+        check(9)
+        assert (runner.captures, runner.reason) == (3, "")
+        longer = check(300, 8)
+        assert longer is not runner
+        assert check(310, 20) is longer
+        assert longer.captures == 1
+        dflash.release()
+
+
+class TestWhatCannotBeCaptured:
+    def expect(self, generator, batch, reason: str, **call) -> None:
+        ids, mask, _, answers, _ = batch
+        for _ in range(2):
+            output = generator.generate(ids, attention_mask=mask, max_new_tokens=NEW, **call)
+            for row, answer in enumerate(answers):
+                assert output[row, ids.shape[1] :].tolist() == answer.tolist()
+            generator.reset()
+        assert reason in generator.graph_reason
+        assert generator._runner.graphs == 0
+        assert generator._runner.steps["replayed"] == 0
+
+    def test_a_step_that_waits(self, target, draft, batch):
+        generator = record(cheat(target, draft, batch))
+        generator._runner.waits = "modeling_some_moe.py:71"
+        self.expect(generator, batch, "the step waits for the device (modeling_some_moe.py:71)")
+
+    def test_a_capture_that_fails(self, target, draft, batch):
+        generator = record(cheat(target, draft, batch))
+        generator._runner.broken = RuntimeError("operation not permitted when stream is capturing\nmore")
+        self.expect(generator, batch, "captured: RuntimeError: operation not permitted when stream is capturing")
+
+    def test_python_rules(self, target, draft, batch):
+        generator = record(cheat(target, draft, batch))
+        asked = []
+        processor = lambda ids, scores: asked.append(ids.shape[1]) or scores  # noqa: E731
+        self.expect(generator, batch, "run on the host", logits_processor=[processor])
+        assert generator._runner.most_ahead == 1
+        # A token is asked for once in each of the two calls, and none behind the last.
+        assert len(asked) == 2 * 3 * NEW
+
+    def test_a_hook_on_the_drafter(self, target, batch):
+        draft = make_draft(target)
+        generator = record(cheat(target, draft, batch))
+        draft.norm.register_forward_hook(lambda *args: None)
+        self.expect(generator, batch, "the drafter's hook on norm")
+
+    def test_graph_false(self, target, draft, batch):
+        generator = record(cheat(target, draft, batch, graph=False))
+        self.expect(generator, batch, "graph=False was asked for")
+
+    def test_graph_true_refuses(self, target, draft, batch):
+        with pytest.raises(ValueError, match="graph=True needs a target on a GPU, this one is on cpu"):
+            cheat(target, draft, batch, graph=True)
+        with pytest.raises(ValueError, match="graph must be True, False or \"auto\", got 'yes'"):
+            cheat(target, draft, batch, graph="yes")
+        generator = record(cheat(target, draft, batch))
+        generator.graph = True
+        call = {"ids": batch[0], "attention_mask": batch[1], "max_new_tokens": NEW}
+        processor = RepetitionPenaltyLogitsProcessor(1.5)
+        with pytest.raises(ValueError, match=r"graph=True cannot be followed: logits_processor .* run on the host"):
+            generator.generate(logits_processor=[processor], **call)
+        generator._runner.waits = "file.py:1"
+        with pytest.raises(RuntimeError, match=r"graph=True cannot be followed: the step waits for the device"):
+            generator.generate(**call)
+
+    def test_a_cpu_says_so(self, target, draft):
+        assert dflash.Generator(target, draft, max_length=30).graph_reason == "the target is on cpu"
+
+
+@pytest.fixture(scope="module")
+def on_gpu():
+    """A target, a drafter and a batch on the GPU, of a dtype."""
+    made = {}
+
+    def get(dtype: torch.dtype):
+        if dtype not in made:
+            target = make_target("qwen3", dtype=dtype)
+            draft = make_draft(target).cuda()
+            target.cuda()
+            prompts = [prompt(length).cuda() for length in (3, 9, 30)]
+            ids, mask = left_padded([p.cpu() for p in prompts])
+            one = dflash.Generator(target, None, max_length=90, batch_size=3, block_size=16, graph=False)
+            text = one.generate(ids.cuda(), attention_mask=mask.cuda(), max_new_tokens=NEW, stop_token_ids=[])
+            answers = list(text[:, ids.shape[1] :])
+            stop = [int(answers[0][11]), int(answers[1][29])]
+            made[dtype] = target, draft, (ids.cuda(), mask.cuda(), prompts, answers, stop)
+        return made[dtype]
+
+    return get
+
+
+@pytest.mark.cuda
+class TestOnAGPU:
+    def test_the_doctor_agrees(self):
+        assert replay.graph_status() == ""
+        assert next(c for c in doctor.examine() if c.name == "CUDA graphs").status == "ok"
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    @pytest.mark.parametrize("name", CALLS)
+    def test_the_graph_writes_what_eager_and_one_token_decoding_write(self, on_gpu, dtype, name):
+        target, draft, batch = on_gpu(dtype)
+        ids, mask, *_, stop = batch
+        call = {"attention_mask": mask, "max_new_tokens": NEW, "stop_token_ids": stop, **CALLS[name]}
+        graph, eager = cheat(target, draft, batch, graph=True), cheat(target, draft, batch, graph=False)
+        for _ in range(2):
+            graph.reset(), eager.reset()
+            expected = eager.generate(ids, return_dict_in_generate=True, **call)
+            same(graph.generate(ids, return_dict_in_generate=True, **call), expected)
+        assert (graph._runner.graphs, graph.graph_reason) == (1, "")
+        assert eager.graph_reason == "graph=False was asked for"
+        if name != "rejection":
+            one = dflash.Generator(target, None, max_length=90, batch_size=3, block_size=16, graph=True)
+            assert torch.equal(one.generate(ids, **call), expected.sequences)
+
+    def test_float32_equals_generate(self, on_gpu):
+        target, draft, batch = on_gpu(torch.float32)
+        ids, mask, prompts, *_ = batch
+        output = cheat(target, draft, batch).generate(ids, attention_mask=mask, max_new_tokens=NEW)
+        for row, p in enumerate(prompts):
+            assert output[row, ids.shape[1] :].tolist() == greedy(target, p, NEW).tolist()
+
+    def test_a_compiled_target_inside_the_graph(self, on_gpu):
+        target, draft, batch = on_gpu(torch.float32)
+        ids, mask, *_, stop = batch
+        call = {"attention_mask": mask, "max_new_tokens": NEW, "stop_token_ids": stop, "return_dict_in_generate": True}
+        compiled = cheat(target, draft, batch, graph=True, compile=True)
+        same(compiled.generate(ids, **call), cheat(target, draft, batch, graph=False).generate(ids, **call))
+        assert compiled._runner.graphs == 1
+
+    def test_the_loop_never_waits_but_for_its_late_read(self, on_gpu):
+        target, draft, batch = on_gpu(torch.bfloat16)
+        ids, mask, _, answers, stop = batch
+        generator, tokenizer = cheat(target, draft, batch), byte_level()
+        strings = tokenizer.decode(answers[2][:20])[-2:]
+        call = {"attention_mask": mask, "max_new_tokens": NEW, "stop_token_ids": stop, "tokenizer": tokenizer}
+        texts = []
+        for _ in range(3):  # eager and captured, then only replayed
+            generator.reset()
+            events = generator.stream(ids, stop_strings=strings, **call)
+            got = [next(events)]
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                got += list(events)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+            texts.append([[token for event in got for token in event.ids[row]] for row in range(3)])
+        assert generator.graph_reason == ""
+        assert texts[0] == texts[1] == texts[2]
+
+    def test_a_repeated_call_allocates_nothing(self, on_gpu):
+        target, draft, batch = on_gpu(torch.bfloat16)
+        ids, mask, *_ = batch
+        generator = cheat(target, draft, batch)
+        call = {"attention_mask": mask, "max_new_tokens": NEW}
+
+        def device_memory() -> tuple[int, ...]:
+            stats = torch.cuda.memory_stats()
+            names = ("segment.all.allocated", "reserved_bytes.all.current", "allocated_bytes.all.current")
+            return tuple(stats[name] for name in (*names, "num_device_alloc"))
+
+        def allocations() -> int:
+            return torch.cuda.memory_stats()["allocation.all.allocated"]
+
+        for _ in range(2):
+            generator.reset()
+            generator.generate(ids, **call)
+        before = device_memory()
+        for _ in range(5):
+            generator.reset()
+            generator.generate(ids, **call)
+        assert device_memory() == before
+        events = generator.stream(ids, **call)
+        next(events)
+        before = allocations()
+        for _ in events:
+            assert allocations() == before, "a replayed step asked the allocator for memory"
+
+    def test_capacity_grows_with_a_new_graph(self, on_gpu):
+        target, draft, _ = on_gpu(torch.float32)
+        for length, new in ((5, NEW), (9, NEW), (300, NEW), (310, NEW)):
+            p = prompt(length).cuda()
+            output = dflash.generate(target, draft, p[None], max_new_tokens=new)
+            assert output[0, length:].tolist() == greedy(target, p, new).tolist()
+            runner = MODULE._kept.generator._runner
+            assert (runner.graphs, runner.reason) == (1, "")
+        dflash.release()
+
+    def test_python_rules_and_experts_run_too(self, on_gpu):
+        target, draft, batch = on_gpu(torch.float32)
+        ids, mask, *_ = batch
+        call = {"attention_mask": mask, "max_new_tokens": 12}
+        generator = dflash.Generator(target, draft, max_length=90, batch_size=3)
+        by_rule = generator.generate(ids, repetition_penalty=1.5, **call)
+        processor = RepetitionPenaltyLogitsProcessor(1.5)
+        assert torch.equal(generator.generate(ids, logits_processor=[processor], **call), by_rule)
+        assert "run on the host" in generator.graph_reason
+        experts = make_target("qwen3_moe")
+        draft = make_draft(experts).cuda()
+        experts.cuda()
+        p = prompt(9).cuda()
+        generator = dflash.Generator(experts, draft, max_length=90)
+        for _ in range(2):  # in a graph or not: transformers may wait for the experts' counts
+            assert generator.generate(p[None], max_new_tokens=NEW)[0, 9:].tolist() == greedy(experts, p, NEW).tolist()
+
+    def test_calls_on_several_streams_follow_one_another(self, on_gpu):
+        target, draft, batch = on_gpu(torch.float32)
+        ids, mask, _, answers, _ = batch
+        generator = cheat(target, draft, batch)
+        torch.cuda.synchronize()
+        for _ in range(4):
+            stream = torch.cuda.Stream()
+            with torch.cuda.stream(stream):
+                output = generator.generate(ids, attention_mask=mask, max_new_tokens=NEW)
+            stream.synchronize()
+            assert torch.equal(output[:, ids.shape[1] :], torch.stack(answers))
+
+    def test_a_soak_leaves_memory_flat(self, on_gpu):
+        target, draft, _ = on_gpu(torch.bfloat16)
+        generator, chance = dflash.Generator(target, draft, max_length=200), random.Random(0)
+        memory = []
+        for index in range(60):
+            p = prompt(chance.randint(1, 120), seed=index).cuda()
+            temperature = chance.choice([0.0, 1.0])
+            generator.generate(p[None], max_new_tokens=chance.randint(1, 80), temperature=temperature, seed=index)
+            generator.reset()
+            if index >= 20:
+                memory.append(torch.cuda.memory_stats()["allocated_bytes.all.current"])
+        assert max(memory) - min(memory) < 1 << 20
+        assert generator._runner.graphs == 2
