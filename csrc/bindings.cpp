@@ -36,12 +36,24 @@ std::string cuda_status([[maybe_unused]] int device) {
 #endif
 }
 
+// The number of the graph capture that the stream takes part in, 0 for none.
+unsigned long long capture_id([[maybe_unused]] uintptr_t stream) {
+  unsigned long long id = 0;
+#if DFLASH_WITH_CUDA
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  cudaStreamGetCaptureInfo(reinterpret_cast<cudaStream_t>(stream), &status, &id);
+  if (status != cudaStreamCaptureStatusActive) id = 0;
+#endif
+  return id;
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
   m.def("isa", [] { return cpu_kernels().isa; });
   m.def("with_cuda", &with_cuda);
   m.def("cuda_status", &cuda_status);
+  m.def("capture_id", &capture_id);
 
   const auto bind = [&m](const char* name, auto pack, auto kernel) {
     bind_cpu(m, name, pack, [kernel](const auto& params) { (cpu_kernels().*kernel)(params); });

@@ -139,7 +139,8 @@ inline BlockAttentionParams pack_block_attention(Address q, Address k_cache, Add
                                                  int64_t rows, int64_t num_heads, int64_t num_kv_heads,
                                                  int64_t head_dim, int64_t v_head_dim, int64_t capacity,
                                                  int64_t window, float scale, float softcap, bool causal,
-                                                 int dtype) {
+                                                 Address ancestors, Address workspace, Address counters,
+                                                 int64_t splits, int dtype) {
   BlockAttentionParams p{};
   p.q = ptr<void>(q);
   p.k_cache = ptr<void>(k_cache);
@@ -162,6 +163,10 @@ inline BlockAttentionParams pack_block_attention(Address q, Address k_cache, Add
   p.softcap = softcap;
   p.causal = causal;
   p.dtype = DType(dtype);
+  p.ancestors = ptr<int64_t>(ancestors);
+  p.workspace = ptr<float>(workspace);
+  p.counters = ptr<unsigned>(counters);
+  p.splits = splits;
   return p;
 }
 
@@ -208,7 +213,8 @@ inline AcceptPrefixParams pack_accept_prefix(Address block_ids, Address posterio
 }
 
 inline LinearParams pack_linear(Address x, Address weight, Address bias, Address out, int64_t rows,
-                                int64_t in, int64_t out_features, int dtype) {
+                                int64_t in, int64_t out_features, Address workspace, Address counters,
+                                int64_t splits, int dtype) {
   LinearParams p{};
   p.x = ptr<void>(x);
   p.weight = ptr<void>(weight);
@@ -218,6 +224,9 @@ inline LinearParams pack_linear(Address x, Address weight, Address bias, Address
   p.in = in;
   p.out_features = out_features;
   p.dtype = DType(dtype);
+  p.workspace = ptr<float>(workspace);
+  p.counters = ptr<unsigned>(counters);
+  p.splits = splits;
   return p;
 }
 

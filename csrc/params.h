@@ -133,6 +133,11 @@ struct BlockAttentionParams {
   DType dtype;
   int32_t threads;
   int32_t device = 0;
+  // CUDA alone.
+  const int64_t* ancestors;  // [rows, ceil(rows / 64)] or null: the rows of its block that a query sees
+  float* workspace;          // [batch, num_kv_heads, tiles, splits, floats of a stored state], see ops.py
+  unsigned* counters;        // [batch, num_kv_heads, tiles], zero before and after
+  int64_t splits;  // blocks to a tile of rows: one a chunk of the capacity, 1, or 0 for the plain kernel
 };
 
 constexpr int64_t kSelectSlice = 8192;  // tokens a block of the CUDA kernel takes; ops.py knows it too
@@ -189,6 +194,10 @@ struct LinearParams {
   DType dtype;
   int32_t threads;
   int32_t device = 0;
+  // CUDA alone: up to 64 rows, 16-bit types, `in` a multiple of 8.
+  float* workspace;    // [ceil(out_features / 128), splits, 128 * rows padded to 16, 32 or 64] if splits > 1
+  unsigned* counters;  // [ceil(out_features / 128)], zero before and after
+  int64_t splits;      // slices of `in`, none empty
 };
 
 // What one decoder layer reads and where it appends; every weight is [out, in].

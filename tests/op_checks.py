@@ -38,8 +38,6 @@ class Emulated:
     it, so that a kernel may start before the one ahead of it has run; the tensors have to live until its end.
     """
 
-    linear = staticmethod(torch.nn.functional.linear)
-
     def __init__(self, module: ModuleType) -> None:
         self._module, self._queues, self._scratch = module, False, []
 

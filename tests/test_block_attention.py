@@ -2,7 +2,7 @@ import math
 
 import pytest
 import torch
-from op_checks import DTYPES, assert_as_exact_as_torch
+from op_checks import DTYPES, Emulated, assert_as_exact_as_torch
 
 from dflash import ops, reference
 
@@ -76,90 +76,126 @@ def test_the_twin_against_one_query_at_a_time(mode):
     torch.testing.assert_close(out, by_hand(q, k_cache, v_cache, lengths, 0.3, **chosen), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("heads", HEADS)
-def test_against_float64(heads, mode, dtype):
-    for lengths, rows in ([[0, 1, 15], 16], [[16, 113], 17], [[1023, 17], 1], [[600], 130]):
+def test_against_float64(heads, mode, dtype, kernels):
+    sizes = [[[0, 1, 15], 16], [[16, 113], 17], [[1023, 17], 1], [[600], 130]]
+    if isinstance(kernels, Emulated):  # a slow machine
+        sizes = sizes[1:2] if heads[2] in (8, 20) else [*sizes[:2], [[1023], 1]]
+        sizes += [[[200], 130]] if heads[0] == 3 and mode == "causal" else []
+    for lengths, rows in sizes:
         q, k_cache, v_cache, lengths = draw(heads, lengths, rows, dtype)
         chosen, scale = options(mode, heads[0]), heads[2] ** -0.5
         exact = reference.block_attention(q.double(), k_cache.double(), v_cache.double(), lengths, scale, **chosen)
         twin = reference.block_attention(q, k_cache, v_cache, lengths, scale, **chosen)
-        out = ops.block_attention(q, k_cache, v_cache, lengths, scale, **chosen)
+        out = kernels.block_attention(q, k_cache, v_cache, lengths, scale, **chosen)
         assert_as_exact_as_torch(out, twin, exact)
 
 
 @pytest.mark.parametrize("size", [0.01, 1.0, 30.0])
-def test_softcap_keeps_its_precision_at_any_size(size):
+def test_softcap_keeps_its_precision_at_any_size(size, kernels):
     q, k_cache, v_cache, lengths = draw((2, 1, 64, 64), [113], 16, torch.float32)
     q = q * size
     exact = by_hand(q, k_cache, v_cache, lengths, 0.125, True, softcap=50.0)
     twin = reference.block_attention(q, k_cache, v_cache, lengths, 0.125, True, softcap=50.0)
-    assert_as_exact_as_torch(ops.block_attention(q, k_cache, v_cache, lengths, 0.125, True, softcap=50.0), twin, exact)
+    out = kernels.block_attention(q, k_cache, v_cache, lengths, 0.125, True, softcap=50.0)
+    assert_as_exact_as_torch(out, twin, exact)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mode", ["causal", "window", "softcap", "sinks"])
-def test_a_row_has_the_same_bits_wherever_it_stands(mode, dtype):
-    heads = (6, 2, 64, 48)
-    q, k_cache, v_cache, _ = draw(heads, [700], 512, dtype)
+def test_a_row_has_the_same_bits_wherever_it_stands(mode, dtype, kernels):
+    emulated = isinstance(kernels, Emulated)
+    heads, length, rows = ((2, 1, 64, 48), 1000, 80) if emulated else ((6, 2, 64, 48), 700, 512)
+    q, k_cache, v_cache, _ = draw(heads, [length], rows, dtype)
     chosen = options(mode, heads[0])
 
     def attend(start, rows):
         part = q[:, start : start + rows]
-        return ops.block_attention(part, k_cache, v_cache, torch.tensor([700 + start]), 0.125, **chosen)
+        return kernels.block_attention(part, k_cache, v_cache, torch.tensor([length + start]), 0.125, **chosen)
 
-    whole = attend(0, 512)
+    whole = attend(0, rows)
     assert whole.isfinite().all()
-    for start, rows in ((0, 1), (7, 1), (511, 1), (0, 16), (7, 16), (100, 17), (255, 113), (496, 16)):
-        assert torch.equal(attend(start, rows), whole[:, start : start + rows]), (start, rows)
-    # as row 0 of a block at 707 and as row 7 of a block at 700
+    parts = [(7, 1), (rows - 1, 1), (7, 16), (20, 17)]
+    if not emulated:
+        parts += [(0, 1), (0, 16), (255, 113), (496, 16)]
+    for start, count in parts:
+        assert torch.equal(attend(start, count), whole[:, start : start + count]), (start, count)
+    # as row 0 of a block at 7 slots on and as row 7 of a block
     assert torch.equal(attend(7, 16)[:, 0], attend(0, 16)[:, 7])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("causal", [True, False])
-def test_bits_do_not_depend_on_batch_head_count_or_threads(causal, dtype):
+def test_bits_do_not_depend_on_batch_head_count_or_threads(causal, dtype, kernels):
     q, k_cache, v_cache, lengths = draw((6, 2, 64, 64), [1500, 17, 900], 16, dtype)
-    whole = ops.block_attention(q, k_cache, v_cache, lengths, 0.125, causal)
+    whole = kernels.block_attention(q, k_cache, v_cache, lengths, 0.125, causal)
     threads = torch.get_num_threads()
     try:
-        for count in (1, 2, 3, 7):
+        for count in (1, 2, 3, 7) if kernels is ops else (1,):
             torch.set_num_threads(count)
-            assert torch.equal(ops.block_attention(q, k_cache, v_cache, lengths, 0.125, causal), whole)
-            for b in range(3):
-                for h in range(2):
-                    alone = ops.block_attention(
-                        q[b : b + 1, :, 3 * h : 3 * h + 3],
-                        k_cache[b : b + 1, h : h + 1],
-                        v_cache[b : b + 1, h : h + 1],
-                        lengths[b : b + 1],
-                        0.125,
-                        causal,
-                    )
-                    assert torch.equal(alone, whole[b : b + 1, :, 3 * h : 3 * h + 3])
+            assert torch.equal(kernels.block_attention(q, k_cache, v_cache, lengths, 0.125, causal), whole)
+            for b, h in ((0, 1), (1, 0), (2, 1), *(((0, 0), (1, 1), (2, 0)) if kernels is ops else ())):
+                alone = kernels.block_attention(
+                    q[b : b + 1, :, 3 * h : 3 * h + 3],
+                    k_cache[b : b + 1, h : h + 1],
+                    v_cache[b : b + 1, h : h + 1],
+                    lengths[b : b + 1],
+                    0.125,
+                    causal,
+                )
+                assert torch.equal(alone, whole[b : b + 1, :, 3 * h : 3 * h + 3])
     finally:
         torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_strided_queries(dtype):
+def test_bits_do_not_depend_on_the_capacity(dtype, kernels):
+    q, k_cache, v_cache, lengths = draw((2, 1, 64, 64), [1020, 0, 2050], 16, dtype)
+    want = kernels.block_attention(q, k_cache, v_cache, lengths, 0.125, True)
+    for capacity in (2100, 4097, 9000):
+        wide = [torch.nn.functional.pad(x, (0, 0, 0, capacity - x.shape[2]), value=NAN) for x in (k_cache, v_cache)]
+        assert torch.equal(kernels.block_attention(q, *wide, lengths, 0.125, True), want)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("mode", "heads"), [("causal", (2, 1, 64, 64)), ("all", (3, 1, 128, 96)), ("window", (1, 1, 8, 256))]
+)
+def test_emulated_bits_do_not_depend_on_the_number_of_splits(mode, heads, dtype, emulation, monkeypatch):
+    kernels, workspace = Emulated(emulation), ops._attention_workspace
+    for lengths, rows in ([[1023, 0, 255], 16], [[2100], 1], [[4090], 17]):
+        case, chosen = draw(heads, lengths, rows, dtype), options(mode, heads[0])
+        want = kernels.block_attention(*case, 0.1, **chosen)
+        twin = reference.block_attention(*case, 0.1, **chosen)
+        exact = reference.block_attention(*(x.double() for x in case[:3]), case[3], 0.1, **chosen)
+        assert_as_exact_as_torch(want, twin, exact)
+        emulation.seed(3)  # blocks arrive in another order
+        assert torch.equal(kernels.block_attention(*case, 0.1, **chosen), want)
+        with monkeypatch.context() as patch:
+            patch.setattr(ops, "_attention_workspace", lambda *x: (1, workspace(*x)[1]))
+            assert torch.equal(kernels.block_attention(*case, 0.1, **chosen), want)
+
+
+@pytest.mark.parametrize("capacity", [1, 256, 257, 1024, 1025, 1280, 1281, 2048, 2049, 2560, 4096, 32768, 40960, 40961])
+def test_chunks_cover_the_cache(capacity):
+    edges = [0, 256, 512, 768, *((1024 + 256 * i) << octave for octave in range(8) for i in range(4))]
+    assert ops._chunks(capacity) == sum(edge < capacity for edge in edges)
+
+
+def test_strided_queries(dtype, kernels):
     q, k_cache, v_cache, lengths = draw((4, 2, 40, 40), [0, 33], 16, dtype)
     transposed = q.transpose(1, 2).contiguous().transpose(1, 2)
     packed = torch.cat([q, q], -1).flatten(2).unflatten(2, (4, 80))[..., :40]
     columns = q.transpose(2, 3).contiguous().transpose(2, 3)
-    want = ops.block_attention(q, k_cache, v_cache, lengths, 0.2, True)
+    want = kernels.block_attention(q, k_cache, v_cache, lengths, 0.2, True)
     for view in (transposed, packed, columns):
         assert not view.is_contiguous()
-        out = ops.block_attention(view, k_cache, v_cache, lengths, 0.2, True)
+        out = kernels.block_attention(view, k_cache, v_cache, lengths, 0.2, True)
         assert torch.equal(out, want)
         assert out.is_contiguous()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("op", [ops.block_attention, reference.block_attention])
-def test_a_slot_that_is_not_seen_may_hold_anything(op, dtype):
+def test_a_slot_that_is_not_seen_may_hold_anything(dtype, implementation):
     """A chunk of ragged prompts: rows past a prompt's end were not appended, and its own rows must not notice."""
+    op = implementation.block_attention
     q, k_cache, v_cache, lengths = draw((3, 1, 64, 64), [0, 50], 40, dtype)
     clean = op(q, k_cache, v_cache, lengths, 0.125, True)
     for bad in (NAN, float("inf")):
@@ -175,37 +211,68 @@ def test_a_slot_that_is_not_seen_may_hold_anything(op, dtype):
     assert out[0, 39].isnan().any()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("op", [ops.block_attention, reference.block_attention])
-def test_a_query_without_keys_gives_zero(op, dtype):
+def test_a_query_without_keys_gives_zero(dtype, implementation):
     """Rows past the end of the cache, with a window that reaches no slot."""
+    op = implementation.block_attention
     q, k_cache, v_cache, lengths = draw((3, 1, 16, 16), [14], 6, dtype, capacity=16)
     out = op(q, k_cache, v_cache, lengths, 0.25, True, window=2)
     assert out[:, 3:].eq(0).all()
     assert out[:, :3].ne(0).all()
     sinks = torch.tensor([0.0, 5.0, -math.inf])
     assert op(q, k_cache, v_cache, lengths, 0.25, True, window=2, sinks=sinks)[:, 3:].eq(0).all()
+    q, k_cache, v_cache, lengths = draw((3, 1, 16, 16), [1000], 6, dtype, capacity=300)
+    assert op(q, k_cache, v_cache, lengths, 0.25, True, window=2).eq(0).all()
 
 
 @pytest.mark.parametrize("shape", [(0, 4, 2), (2, 0, 2)])
-def test_empty(shape):
+def test_empty(shape, implementation):
     batch, rows, heads = shape
     cache = torch.zeros(batch, 1, 8, 16)
     lengths = torch.zeros(batch, dtype=torch.int64)
-    for op in (ops.block_attention, reference.block_attention):
-        assert op(torch.zeros(batch, rows, heads, 16), cache, cache, lengths, 1.0, True).shape == (*shape, 16)
+    q = torch.zeros(batch, rows, heads, 16)
+    assert implementation.block_attention(q, cache, cache, lengths, 1.0, True).shape == (*shape, 16)
+
+
+def pack(seen):
+    words = torch.zeros(len(seen), -(-len(seen) // 64), dtype=torch.int64)
+    for i, j in seen.nonzero().tolist():
+        bit = j % 64
+        words[i, j // 64] |= (1 << bit) - (1 << 64 if bit == 63 else 0)
+    return words
+
+
+def random_tree(rows):
+    """Each row sees itself and what a random earlier row sees."""
+    generator, seen = torch.Generator().manual_seed(1), torch.eye(rows).bool()
+    for i in range(1, rows):
+        seen[i] |= seen[int(torch.randint(i, (1,), generator=generator))]
+    return seen
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [1, 17, 64, 70])
+def test_ancestors_on_an_emulated_gpu(rows, dtype, emulation):
+    kernels = Emulated(emulation)
+    q, k_cache, v_cache, lengths = draw((4, 2, 64, 40), [0, 33, 250], rows, dtype)
+    tree = pack(random_tree(rows))
+    exact, twin, out = (
+        op(*(x.to(t) for x in (q, k_cache, v_cache)), lengths, 0.125, False, softcap=9.0, ancestors=tree)
+        for op, t in (
+            (reference.block_attention, torch.float64),
+            (reference.block_attention, dtype),
+            (kernels.block_attention, dtype),
+        )
+    )
+    assert_as_exact_as_torch(out, twin, exact)
+    # a chain is the causal mode, bit for bit
+    chain = pack(torch.ones(rows, rows).tril().bool())
+    want = kernels.block_attention(q, k_cache, v_cache, lengths, 0.125, True)
+    assert torch.equal(kernels.block_attention(q, k_cache, v_cache, lengths, 0.125, False, ancestors=chain), want)
 
 
 @pytest.mark.parametrize("rows", [1, 17, 64, 70])
 def test_ancestors_in_the_twin(rows):
     q, k_cache, v_cache, lengths = draw((4, 2, 16, 16), [0, 33], rows, torch.float64)
-
-    def pack(seen):
-        words = torch.zeros(rows, -(-rows // 64), dtype=torch.int64)
-        for i, j in seen.nonzero().tolist():
-            bit = j % 64
-            words[i, j // 64] |= (1 << bit) - (1 << 64 if bit == 63 else 0)
-        return words
 
     def attend(seen):
         return reference.block_attention(q, k_cache, v_cache, lengths, 0.25, False, ancestors=pack(seen))
@@ -213,10 +280,7 @@ def test_ancestors_in_the_twin(rows):
     triangle = torch.ones(rows, rows).tril().bool()
     chain = reference.block_attention(q, k_cache, v_cache, lengths, 0.25, True)
     torch.testing.assert_close(attend(triangle), chain)
-    # a random tree: each row sees itself and what a random earlier row sees
-    generator, seen = torch.Generator().manual_seed(1), torch.eye(rows).bool()
-    for i in range(1, rows):
-        seen[i] |= seen[int(torch.randint(i, (1,), generator=generator))]
+    seen = random_tree(rows)
     out = attend(seen)
     for b, length in enumerate(lengths.tolist()):
         for i in range(rows):
@@ -289,3 +353,19 @@ def test_the_twin_on_cuda_stands_behind_the_same_checks():
     q, cache = torch.randn(1, 8, 2, 16, device="cuda"), torch.randn(1, 3, 64, 16, device="cuda")
     with pytest.raises(ValueError, match="num_heads must be a multiple of num_kv_heads, got 2 and 3"):
         ops.block_attention(q, cache, cache, torch.tensor([20], device="cuda"), 1.0, True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_emulated_attention_waits_for_the_kernels_ahead(dtype, emulation):
+    kernels = Emulated(emulation)
+    q, k_cache, v_cache, lengths = draw((2, 1, 64, 64), [300], 16, dtype)
+    want = kernels.block_attention(q, k_cache, v_cache, lengths, 0.125, True)
+    positions = lengths[:, None] + torch.arange(16)
+    key, value = k_cache[:, :, 300:316].clone(), v_cache[:, :, 300:316].clone()
+    k_cache[:, :, 300:316] = v_cache[:, :, 300:316] = NAN
+    with kernels.overlapping():
+        kernels.append_kv_(key, value, positions, k_cache, v_cache)
+        out = kernels.block_attention(q, k_cache, v_cache, lengths, 0.125, True)
+        again = kernels.block_attention(q, k_cache, v_cache, lengths, 0.125, True)
+    assert torch.equal(out, want)
+    assert torch.equal(again, want)

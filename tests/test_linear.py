@@ -1,6 +1,6 @@
 import pytest
 import torch
-from op_checks import DTYPES, assert_as_exact_as_torch
+from op_checks import DTYPES, Emulated, assert_as_exact_as_torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dflash import ops, reference
@@ -14,26 +14,52 @@ def operands(rows, out, width, dtype, bias=True):
     return x, weight, offset if bias else None
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(("out", "width"), [(1, 1), (7, 33), (24, 64), (25, 257), (40, 600), (65, 1023)])
+@pytest.mark.parametrize(("out", "width"), [(1, 1), (7, 33), (24, 64), (25, 257), (40, 600), (65, 1023), (131, 1032)])
 @pytest.mark.parametrize("rows", [1, 15, 16, 17, 33, 49, 64, 65, 300])
-def test_against_float64(rows, out, width, bias, dtype):
+def test_against_float64(rows, out, width, bias, dtype, kernels):
     x, weight, offset = operands(rows, out, width, dtype, bias)
     exact = reference.linear(x.double(), weight.double(), None if offset is None else offset.double())
     # Torch sums one row in more lanes than many rows: the error to compare with is that of many.
     many = reference.linear(torch.cat([x, x.new_zeros(16, width)]), weight, offset)[:rows]
-    assert_as_exact_as_torch(ops.linear(x, weight, offset), many, exact, factor=3.0)
+    assert_as_exact_as_torch(kernels.linear(x, weight, offset), many, exact, factor=3.0)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_rows_bits_depend_neither_on_its_place_nor_on_the_others(dtype):
-    x, weight, bias = operands(64, 50, 300, dtype)
-    whole = ops.linear(x, weight, bias)
+@pytest.mark.parametrize(("out", "width"), [(50, 304), (130, 1040)])
+def test_a_rows_bits_depend_neither_on_its_place_nor_on_the_others(out, width, dtype, kernels):
+    if dtype == torch.float32 and kernels is not ops:
+        pytest.skip("float32 goes through torch there")
+    x, weight, bias = operands(64, out, width, dtype)
+    whole = kernels.linear(x, weight, bias)
     x[1::2] = float("nan")
     for rows in (1, 16, 17, 40, 64):
-        assert torch.equal(ops.linear(x[:rows], weight, bias)[::2], whole[:rows:2])
-    assert torch.equal(ops.linear(x[62:63], weight, bias), whole[62:63])
+        assert torch.equal(kernels.linear(x[:rows], weight, bias)[::2], whole[:rows:2])
+    assert torch.equal(kernels.linear(x[62:63], weight, bias), whole[62:63])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_emulated_products_wait_for_the_kernels_ahead(dtype, emulation):
+    """The second asks for its weights before the first has begun, and for its rows after it has ended."""
+    kernels = Emulated(emulation)
+    x, first, bias = operands(16, 264, 520, dtype)
+    _, second, _ = operands(16, 136, 264, dtype)
+    hidden = kernels.linear(x, first, bias)
+    want = kernels.linear(hidden, second)
+    for seed in range(4):
+        emulation.seed(seed)
+        with kernels.overlapping():
+            hidden = kernels.linear(x, first, bias)
+            out = kernels.linear(hidden, second)
+        assert torch.equal(out, want)
+
+
+def test_slices_are_never_empty():
+    for out_features in (1, 128, 1000, 4096, 6144, 24576, 151936):
+        for width in (8, 64, 72, 520, 2880, 4096, 12288, 20480):
+            slices, steps = ops._slices(out_features, width), -(-width // 64)
+            assert 1 <= slices <= max(1, steps // 4)
+            assert (slices - 1) * -(-steps // slices) < steps
+            assert slices == 1 or slices * -(-out_features // 128) <= 256
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -21,6 +21,8 @@ inline void bind_cuda_kernels(pybind11::module_& m) {
   bind("qkv_norm_rope_append", pack_qkv_norm_rope_append, launch_qkv_norm_rope_append);
   bind("append_context_kv", pack_append_context_kv, launch_append_context_kv);
   bind("append_kv", pack_append_kv, launch_append_kv);
+  bind("block_attention", pack_block_attention, launch_block_attention);
+  bind("linear", pack_linear, launch_linear);
   bind("select_tokens", pack_select_tokens, launch_select_tokens);
   bind("accept_prefix", pack_accept_prefix, launch_accept_prefix);
 }

@@ -15,6 +15,8 @@ cudaError_t launch_silu_mul(const SiluMulParams& p, cudaStream_t stream);
 cudaError_t launch_qkv_norm_rope_append(const QkvNormRopeAppendParams& p, cudaStream_t stream);
 cudaError_t launch_append_context_kv(const AppendContextKvParams& p, cudaStream_t stream);
 cudaError_t launch_append_kv(const AppendKvParams& p, cudaStream_t stream);
+cudaError_t launch_block_attention(const BlockAttentionParams& p, cudaStream_t stream);
+cudaError_t launch_linear(const LinearParams& p, cudaStream_t stream);
 cudaError_t launch_select_tokens(const SelectTokensParams& p, cudaStream_t stream);
 cudaError_t launch_accept_prefix(const AcceptPrefixParams& p, cudaStream_t stream);
 

@@ -111,10 +111,6 @@ class _Cpu:
     def scratch(size: int, device: torch.device) -> Tensor | None:
         return None
 
-    @staticmethod
-    def linear(x: Tensor, weight: Tensor) -> Tensor:
-        return _linear_cpu(x, weight, None)
-
 
 class _Cuda:
     @staticmethod
@@ -130,13 +126,35 @@ class _Cuda:
     def scratch(size: int, device: torch.device) -> Tensor | None:
         return torch.empty(size, dtype=torch.uint8, device=device)
 
-    @staticmethod
-    def linear(x: Tensor, weight: Tensor) -> Tensor:
-        return torch.nn.functional.linear(x, weight)
-
 
 _CPU, _CUDA = _Cpu(), _Cuda()
 _KERNELS: dict = {}  # by name, those that run on both
+
+_NUM_COUNTERS = 128
+_counters_of: dict[tuple, Tensor] = {}
+
+
+def _counters(device: torch.device) -> Tensor:
+    """``[128]`` int32, zeros before and after every kernel: where blocks that share a result count themselves.
+
+    One tensor for each stream, and one for each graph under capture, which zeroes its own at every replay: kernels
+    that run at the same time never share one.
+    """
+    key: tuple = ()
+    if device.type == "cuda":
+        stream = torch.cuda.current_stream(device).cuda_stream
+        key = (device.index, stream, _C.capture_id(stream))
+    counters = _counters_of.get(key)
+    if counters is None:
+        if len(_counters_of) >= 256:
+            _counters_of.pop(next(iter(_counters_of)))
+        counters = _counters_of[key] = torch.zeros(_NUM_COUNTERS, dtype=torch.int32, device=device)
+    return counters
+
+
+def _aligned(*tensors: Tensor) -> bool:
+    """Whether 16-byte accesses may start where each tensor does."""
+    return all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
 
 
 def _direct(tensor: Tensor) -> bool:
@@ -401,7 +419,7 @@ def _fuse_features_on(
 ) -> Tensor:
     _fuse_features_check(context, num_context, fc_weight, norm_weight)
     place.dtype("fuse_features", "context", context)
-    return _rms_norm_on(place, place.linear(context, fc_weight), norm_weight, eps, num_context)
+    return _rms_norm_on(place, _linear_on(place, context, fc_weight, None), norm_weight, eps, num_context)
 
 
 def _fuse_features_fake(
@@ -745,26 +763,61 @@ def _block_attention_check(
             raise ValueError(f"{op}: ancestors cannot be combined with a window, got window {window}")
 
 
-def _block_attention_cpu(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, scale: float, causal: bool, window: int,
+_TILE_ROWS, _MAX_HEAD_DIM, _FIRST_CHUNK, _CHUNKS_PER_OCTAVE = 64, 256, 256, 4  # as in csrc/cuda/block_attention.cu
+
+
+def _chunks(capacity: int) -> int:
+    """How many chunks the CUDA kernel cuts a cache into: 256 slots each up to 1024, then four to an octave."""
+    first = (capacity - 1) // _FIRST_CHUNK
+    if first < _CHUNKS_PER_OCTAVE:
+        return first + 1
+    octave = (first // _CHUNKS_PER_OCTAVE).bit_length() - 1
+    return _CHUNKS_PER_OCTAVE * (octave + 1) + (first >> octave) % _CHUNKS_PER_OCTAVE + 1
+
+
+def _attention_workspace(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> tuple[int, int]:
+    """``(splits, bytes)`` for the CUDA kernel, from shapes alone: 0 splits for the plain kernel, 1 where tiles of rows
+    fill a GPU by themselves, else one a chunk of the capacity."""
+    batch, rows, num_heads, head_dim = q.shape
+    _, num_kv_heads, capacity, v_head_dim = v_cache.shape
+    dim = max(head_dim, v_head_dim)
+    fits = q.dtype != torch.float32 and head_dim % 8 == v_head_dim % 8 == 0 and dim <= _MAX_HEAD_DIM
+    if not fits or not _aligned(k_cache, v_cache):
+        return 0, 0
+    tiles = -(-rows * (num_heads // num_kv_heads) // _TILE_ROWS) * batch * num_kv_heads
+    splits = _chunks(capacity) if tiles <= _NUM_COUNTERS else 1
+    width = 64 if dim <= 64 else 128 if dim <= 128 else 256
+    return splits, tiles * splits * _TILE_ROWS * (width + max(8, width // 16)) * 4  # out, top and sum of each thread
+
+
+def _block_attention_on(
+    place, q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, scale: float, causal: bool, window: int,
     softcap: float, sinks: Tensor | None, ancestors: Tensor | None,
 ) -> Tensor:  # fmt: skip
     _block_attention_check(q, k_cache, v_cache, lengths, scale, causal, window, softcap, sinks, ancestors)
-    dtype = _dtype("block_attention", "q", q)
-    if ancestors is not None:
+    dtype = place.dtype("block_attention", "q", q)
+    if place is _CPU and ancestors is not None:
         raise NotImplementedError("block_attention: ancestors has no CPU kernel yet")
     q, k_cache, v_cache, lengths = _unit_stride(q), k_cache.contiguous(), v_cache.contiguous(), lengths.contiguous()
-    sinks = None if sinks is None else sinks.float().contiguous()
+    sinks, ancestors = None if sinks is None else sinks.float().contiguous(), _dense(ancestors)
     batch, rows, num_heads, head_dim = q.shape
     _, num_kv_heads, capacity, v_head_dim = v_cache.shape
     if v_head_dim == head_dim:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)  # half the time of new_empty
     else:
         out = q.new_empty(batch, rows, num_heads, v_head_dim)
-    _C.block_attention(
-        q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), lengths.data_ptr(), _address(sinks), out.data_ptr(),
-        q.stride()[:3], batch, rows, num_heads, num_kv_heads, head_dim, v_head_dim, capacity, min(window, capacity),
-        scale, softcap, causal, dtype, torch.get_num_threads(),
+    splits, workspace, counters = 0, None, None
+    if place is not _CPU:
+        splits, size = _attention_workspace(q, k_cache, v_cache)
+        if splits:
+            workspace, counters = place.scratch(size, q.device), _counters(q.device)
+            if any(stride % 8 for stride in q.stride()[:3]) or not _aligned(q):
+                q = q.clone(memory_format=torch.contiguous_format)
+    place.run(
+        "block_attention", q.device, q.data_ptr(), k_cache.data_ptr(), v_cache.data_ptr(), lengths.data_ptr(),
+        _address(sinks), out.data_ptr(), q.stride()[:3], batch, rows, num_heads, num_kv_heads, head_dim, v_head_dim,
+        capacity, min(window, capacity), scale, softcap, causal, _address(ancestors), _address(workspace),
+        _address(counters), splits, dtype,
     )  # fmt: skip
     return out
 
@@ -777,10 +830,10 @@ def _block_attention_fake(
     return q.new_empty(*q.shape[:-1], v_cache.shape[-1])
 
 
-_register(
+_register_kernel(
     "block_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor lengths, float scale, bool causal, int window, "
     "float softcap, Tensor? sinks, Tensor? ancestors) -> Tensor",
-    _block_attention_cpu,
+    _block_attention_on,
     _block_attention_fake,
 )
 
@@ -804,7 +857,7 @@ def block_attention(
     row's bits depend on its query and the keys it sees, not on its place in the block, on ``rows`` or on the batch.
 
     Args:
-        q: ``[batch, rows, num_heads, head_dim]``, float32 or bfloat16, any strides.
+        q: ``[batch, rows, num_heads, head_dim]``, float32 or bfloat16 (on CUDA float16 too), any strides.
         k_cache: ``[batch, num_kv_heads, capacity, head_dim]``, the dtype of ``q``. Query head h uses
             head ``h // (num_heads // num_kv_heads)``.
         v_cache: ``[batch, num_kv_heads, capacity, v_head_dim]``, the dtype of ``q``.
@@ -817,6 +870,9 @@ def block_attention(
         ancestors: ``[rows, ceil(rows / 64)]`` int64 or None: instead of ``causal``, a query sees every key before the
             block, and row j of the block where bit ``j % 64`` of ``ancestors[i, j // 64]`` is set. Not on CPU yet.
 
+    On CUDA tensor cores do the work in bfloat16 and float16 where both head dimensions are multiples of 8 up to 256,
+    and a plain kernel does elsewhere.
+
     Returns:
         ``[batch, rows, num_heads, v_head_dim]``, the dtype of ``q``; zeros for a query that sees no key.
 
@@ -825,7 +881,7 @@ def block_attention(
         NotImplementedError: ``ancestors`` on CPU.
     """
     if _direct(q):
-        return _block_attention_cpu(q, k_cache, v_cache, lengths, scale, causal, window, softcap, sinks, ancestors)
+        return _block_attention_on(_CPU, q, k_cache, v_cache, lengths, scale, causal, window, softcap, sinks, ancestors)
     return torch.ops.dflash.block_attention(
         q, k_cache, v_cache, lengths, scale, causal, window, softcap, sinks, ancestors
     )
@@ -852,18 +908,41 @@ def _linear_check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         _expect("linear", "bias", bias, (weight.shape[0],), x.dtype, "out")
 
 
-def _linear_cpu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+_FEATURES, _INNER, _MAX_ROWS = 128, 64, 64  # as in csrc/cuda/linear.cu
+
+
+def _slices(out_features: int, width: int) -> int:
+    """How many slices the CUDA kernel cuts the inner dimension into, none of them empty; about 256 blocks in all."""
+    tiles, steps = -(-out_features // _FEATURES), -(-width // _INNER)
+    slices = max(1, min(256 // tiles, steps // 4))
+    return -(-steps // -(-steps // slices))
+
+
+def _linear_on(place, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     _linear_check(x, weight, bias)
-    dtype = _dtype("linear", "x", x)
+    dtype = place.dtype("linear", "x", x)
     out_features, width = weight.shape
     rows = x.shape[:-1].numel()
-    if width == 0 or not skinny(rows, x.dtype):
+    if place is _CPU:
+        fits = width > 0 and skinny(rows, x.dtype)
+    else:
+        fits = x.dtype != torch.float32 and 0 < rows <= _MAX_ROWS and width > 0 and width % 8 == 0
+        fits = fits and weight.is_contiguous() and _aligned(weight)
+    if not fits:
         return torch.nn.functional.linear(x, weight, bias)
     x, weight, bias = x.contiguous(), weight.contiguous(), _dense(bias)
     out = x.new_empty(*x.shape[:-1], out_features)
-    _C.linear(
-        x.data_ptr(), weight.data_ptr(), _address(bias), out.data_ptr(), rows, width, out_features, dtype,
-        torch.get_num_threads(),
+    slices, workspace, counters = 1, None, None
+    if place is not _CPU:
+        x = x if _aligned(x) else x.clone()
+        slices = _slices(out_features, width)
+        if slices > 1:
+            padded = 16 if rows <= 16 else 32 if rows <= 32 else 64
+            size = -(-out_features // _FEATURES) * slices * _FEATURES * padded * 4
+            workspace, counters = place.scratch(size, x.device), _counters(x.device)
+    place.run(
+        "linear", x.device, x.data_ptr(), weight.data_ptr(), _address(bias), out.data_ptr(), rows, width, out_features,
+        _address(workspace), _address(counters), slices, dtype,
     )  # fmt: skip
     return out
 
@@ -873,17 +952,18 @@ def _linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
-_register("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor", _linear_cpu, _linear_fake)
+_register_kernel("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor", _linear_on, _linear_fake)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``x @ weight.T + bias`` for a few rows, sums in fp32, rounded once.
 
-    On CPU a row's bits depend neither on its place nor on how many rows there are, up to 256 rows in float32 and 64
-    in bfloat16; more rows go through torch.
+    A row's bits depend neither on its place nor on how many rows there are: on CPU up to 256 rows in float32 and 64 in
+    bfloat16, on CUDA up to 64 rows in bfloat16 and float16 where ``in`` is a multiple of 8. Anything else goes through
+    torch.
 
     Args:
-        x: ``[..., rows, in]``, float32 or bfloat16.
+        x: ``[..., rows, in]``, float32 or bfloat16 (on CUDA float16 too).
         weight: ``[out, in]``, the dtype of ``x``.
         bias: ``[out]``, the dtype of ``x``, or None.
 
@@ -894,7 +974,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         ValueError: a shape does not fit. TypeError: a dtype does not fit.
     """
     if _direct(x):
-        return _linear_cpu(x, weight, bias)
+        return _linear_on(_CPU, x, weight, bias)
     return torch.ops.dflash.linear(x, weight, bias)
 
 

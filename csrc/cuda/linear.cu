@@ -1,0 +1,189 @@
+// out = x weight^T + bias for up to 64 rows, bound by reading the weights once.
+//
+// A block takes 128 output features and a slice of the inner dimension, 64 at a time: weights and rows go
+// through a ring of cp.async stages (the weights are first to leave the L2: nothing reads them again before
+// the next step), then mma.sync with the rows, padded to 16, 32 or 64, as the first factor. Each of the eight
+// warps has 16 features and every row. Where there are few features the inner dimension is cut into slices,
+// one block each; the block that arrives last adds their sums up in ascending order. The slices follow from
+// the weight's shape alone, so a row's bits depend neither on the other rows nor on how many there are.
+//
+// The weights are not written by the kernel ahead: from sm_90 the first stages of them are asked for before
+// it has ended.
+#include "cuda/device.cuh"
+#include "cuda/launch.h"
+
+namespace dflash {
+
+constexpr int kThreads = 256;
+constexpr int kFeatures = 128;
+constexpr int kInner = 64;
+constexpr int kPieces = kInner / 8;  // of 16 bytes, in a row of a stage
+constexpr int kWeights = kFeatures * kInner;
+
+template <int kRows>
+constexpr int kStages = kRows > 16 ? 4 : 5;
+template <int kRows>
+constexpr int kStageElements = (kFeatures + kRows) * kInner;
+template <int kRows>
+constexpr int kSharedBytes = kStages<kRows> * kStageElements<kRows> * 2;
+
+// Where a piece of a row lies in a stage, in elements; eight rows at one piece are in different banks.
+static __device__ __forceinline__ int place(int row, int piece) {
+  return row * kInner + (piece ^ (row % 8)) * 8;
+}
+
+template <typename T, int kRows>
+struct Stages {
+  const LinearParams& p;
+  T* memory;               // [kStages, kFeatures + kRows, kInner]: weights, then x
+  int64_t feature, inner;  // where the block's features and its slice begin
+  uint64_t policy;
+
+  __device__ __forceinline__ T* weights(int tile) const {
+    return memory + tile % kStages<kRows> * kStageElements<kRows>;
+  }
+  __device__ __forceinline__ T* rows(int tile) const { return weights(tile) + kWeights; }
+
+  // Past the last feature its weights are taken again, and dropped.
+  __device__ __forceinline__ void copy_weights(int tile) const {
+#pragma unroll
+    for (int i = 0; i < kFeatures * kPieces / kThreads; ++i) {
+      const int index = threadIdx.x + i * kThreads, row = index / kPieces, piece = index % kPieces;
+      const int64_t k = inner + int64_t(tile) * kInner + piece * 8;
+      T* to = weights(tile) + place(row, piece);
+      const T* from = static_cast<const T*>(p.weight) + min(feature + row, p.out_features - 1) * p.in + k;
+      if (k < p.in)
+        cp_async16_hint(to, from, policy);
+      else
+        cp_async16_if(to, p.weight, false);
+    }
+  }
+
+  __device__ __forceinline__ void copy_rows(int tile) const {
+    for (int index = threadIdx.x; index < kRows * kPieces; index += kThreads) {
+      const int row = index / kPieces, piece = index % kPieces;
+      const int64_t k = inner + int64_t(tile) * kInner + piece * 8;
+      const bool valid = row < p.rows && k < p.in;
+      cp_async16_if(rows(tile) + place(row, piece), static_cast<const T*>(p.x) + (valid ? row * p.in + k : 0),
+                    valid);
+    }
+  }
+};
+
+// Grid: (ceil(out_features / kFeatures), splits).
+template <typename T, int kRows>
+static __global__ void __launch_bounds__(kThreads, 1) linear_kernel(const LinearParams p) {
+  __shared__ bool arrived_last;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int64_t all_tiles = (p.in + kInner - 1) / kInner, per_split = (all_tiles + p.splits - 1) / p.splits;
+  const int64_t first_tile = blockIdx.y * per_split;
+  const int tiles = int(max(int64_t(0), min(per_split, all_tiles - first_tile)));
+  const Stages<T, kRows> stages{p, shared<T>(), int64_t(blockIdx.x) * kFeatures, first_tile * kInner,
+                                evict_first_policy()};
+  constexpr int kAhead = kStages<kRows> - 1;
+  for (int i = 0; i < kAhead && i < tiles; ++i) stages.copy_weights(i);
+  grid_launch_dependents();
+  grid_dependency_wait();
+#pragma unroll
+  for (int i = 0; i < kAhead; ++i) {
+    if (i < tiles) stages.copy_rows(i);
+    cp_async_commit();
+  }
+
+  float sum[kRows / 16][2][4] = {};  // [rows / 16, features / 8], as mma has them
+  for (int tile = 0; tile < tiles; ++tile) {
+    cp_async_wait<kAhead - 1>();
+    __syncthreads();
+    if (tile + kAhead < tiles) {
+      stages.copy_weights(tile + kAhead);
+      stages.copy_rows(tile + kAhead);
+    }
+    cp_async_commit();
+    const T *weights = stages.weights(tile), *rows = stages.rows(tile);
+#pragma unroll
+    for (int k = 0; k < kInner / 16; ++k) {
+      uint32_t b[4];
+      ldmatrix(b, weights + place(warp * 16 + lane / 16 * 8 + lane % 8, 2 * k + lane / 8 % 2));
+      const uint32_t left[2] = {b[0], b[1]}, right[2] = {b[2], b[3]};
+#pragma unroll
+      for (int m = 0; m < kRows / 16; ++m) {
+        uint32_t a[4];
+        ldmatrix(a, rows + place(m * 16 + lane % 16, 2 * k + lane / 16));
+        mma_m16n8k16(sum[m][0], a, left, T());
+        mma_m16n8k16(sum[m][1], a, right, T());
+      }
+    }
+  }
+
+  if (p.splits > 1) {  // [features / kFeatures, splits, rows / 16, 2, kThreads] vectors of four
+    constexpr int kVectors = kRows / 16 * 2;
+    float4* stored =
+        reinterpret_cast<float4*>(p.workspace) + blockIdx.x * p.splits * kVectors * kThreads + threadIdx.x;
+    float4* own = stored + blockIdx.y * int64_t(kVectors) * kThreads;
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      const float (&s)[4] = sum[i / 2][i % 2];
+      own[i * kThreads] = make_float4(s[0], s[1], s[2], s[3]);
+    }
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) arrived_last = atomicAdd(p.counters + blockIdx.x, 1u) == unsigned(p.splits) - 1;
+    __syncthreads();
+    if (!arrived_last) return;
+    __threadfence();
+    if (threadIdx.x == 0) p.counters[blockIdx.x] = 0;
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      float (&s)[4] = sum[i / 2][i % 2];
+      s[0] = s[1] = s[2] = s[3] = 0.0f;
+#pragma unroll 4
+      for (int64_t split = 0; split < p.splits; ++split) {
+        const float4 v = __ldcg(stored + (split * kVectors + i) * kThreads);
+        s[0] += v.x, s[1] += v.y, s[2] += v.z, s[3] += v.w;
+      }
+    }
+  }
+
+#pragma unroll
+  for (int m = 0; m < kRows / 16; ++m)
+#pragma unroll
+    for (int n = 0; n < 2; ++n)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int64_t row = m * 16 + lane / 4 + 8 * half;
+        const int64_t column = stages.feature + warp * 16 + n * 8 + lane % 4 * 2;
+        if (row >= p.rows) continue;
+        T* to = static_cast<T*>(p.out) + row * p.out_features + column;
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          if (column + e >= p.out_features) continue;
+          const float bias = p.bias ? to_float(static_cast<const T*>(p.bias)[column + e]) : 0.0f;
+          to[e] = from_float<T>(sum[m][n][2 * half + e] + bias);
+        }
+      }
+}
+
+template <typename T, int kRows>
+static cudaError_t launch_rows(const LinearParams& p, cudaStream_t stream) {
+  static_assert(kSharedBytes<kRows> <= 99 * 1024 - 64, "more shared memory than every device has");
+  return launch_overlapping(linear_kernel<T, kRows>,
+                            dim3(unsigned(ceil_div(p.out_features, kFeatures)), unsigned(p.splits)),
+                            dim3(kThreads), kSharedBytes<kRows>, stream, p);
+}
+
+cudaError_t launch_linear(const LinearParams& p, cudaStream_t stream) {
+  if (p.rows * p.out_features == 0) return cudaSuccess;
+  const DeviceScope scope(p.device);
+  if (scope.error() != cudaSuccess) return scope.error();
+  return dispatch(p.dtype, [&](auto type) {
+    using T = decltype(type);
+    if constexpr (!std::is_same_v<T, float>) {
+      if (p.rows <= 16) return launch_rows<T, 16>(p, stream);
+      if (p.rows <= 32) return launch_rows<T, 32>(p, stream);
+      if (p.rows <= 64) return launch_rows<T, 64>(p, stream);
+    }
+    return cudaErrorInvalidValue;
+  });
+}
+
+}  // namespace dflash
