@@ -48,10 +48,19 @@ def _register(schema: str, cpu, fake, cuda=None) -> None:
     Without a function of its own, CUDA runs the twin of the same name behind the same checks.
     """
     name = schema.split("(", 1)[0]
+
+    def on_cpu(*arguments):
+        _expect_one_device(name, arguments)
+        return cpu(*arguments)
+
+    def faked(*arguments):
+        _expect_one_device(name, arguments)
+        return fake(*arguments)
+
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(name, cpu, "CPU")
+    _LIBRARY.impl(name, on_cpu, "CPU")
     _LIBRARY.impl(name, cuda or _twin(name, fake), "CUDA")
-    torch.library.register_fake(f"dflash::{name}", fake, lib=_LIBRARY)
+    torch.library.register_fake(f"dflash::{name}", faked, lib=_LIBRARY)
 
 
 def _twin(name: str, fake):
@@ -73,6 +82,7 @@ def _register_kernel(schema: str, kernel, fake) -> None:
     twin = _twin(name, fake)
 
     def cpu(*arguments):
+        _expect_one_device(name, arguments)
         return kernel(_CPU, *arguments)
 
     def cuda(*arguments):
@@ -157,9 +167,18 @@ def _aligned(*tensors: Tensor) -> bool:
     return all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
 
 
-def _direct(tensor: Tensor) -> bool:
-    """Whether an op may call its CPU kernel without torch's dispatcher, which costs more than small kernels do."""
-    return type(tensor) in (Tensor, torch.nn.Parameter) and tensor.is_cpu and not torch.compiler.is_compiling()
+def _direct(op: str, first: Tensor, *others: Tensor | None) -> bool:
+    """Whether an op may call its CPU kernel without torch's dispatcher, which costs more than small kernels do.
+
+    Raises:
+        ValueError: ``first`` is on the CPU and another tensor is not.
+    """
+    if type(first) not in (Tensor, torch.nn.Parameter) or not first.is_cpu or torch.compiler.is_compiling():
+        return False
+    for other in others:
+        if other is not None and not other.is_cpu:
+            _expect_one_device(op, (first, *others))
+    return True
 
 
 def _dtype(op: str, name: str, tensor: Tensor) -> int:
@@ -274,7 +293,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, counts: Tensor | None = None
     Raises:
         ValueError: a shape does not fit. TypeError: a dtype does not fit.
     """
-    if _direct(x):
+    if _direct("rms_norm", x, weight, counts):
         return _rms_norm_on(_CPU, x, weight, eps, counts)
     return torch.ops.dflash.rms_norm(x, weight, eps, counts)
 
@@ -353,7 +372,7 @@ def add_rms_norm(
     Raises:
         ValueError: a shape does not fit, or the tap's rows are unevenly spaced. TypeError: a dtype does not fit.
     """
-    if _direct(x):
+    if _direct("add_rms_norm", x, residual, weight, tap):
         return _add_rms_norm_on(_CPU, x, residual, weight, eps, tap)
     return torch.ops.dflash.add_rms_norm(x, residual, weight, eps, tap)
 
@@ -397,7 +416,7 @@ def silu_mul(gate_up: Tensor) -> Tensor:
     Raises:
         ValueError: the last dimension is odd. TypeError: the dtype does not fit.
     """
-    if _direct(gate_up):
+    if _direct("silu_mul", gate_up):
         return _silu_mul_on(_CPU, gate_up)
     return torch.ops.dflash.silu_mul(gate_up)
 
@@ -452,7 +471,7 @@ def fuse_features(context: Tensor, num_context: Tensor, fc_weight: Tensor, norm_
     Raises:
         ValueError: a shape does not fit. TypeError: a dtype does not fit.
     """
-    if _direct(context):
+    if _direct("fuse_features", context, num_context, fc_weight, norm_weight):
         return _fuse_features_on(_CPU, context, num_context, fc_weight, norm_weight, eps)
     return torch.ops.dflash.fuse_features(context, num_context, fc_weight, norm_weight, eps)
 
@@ -714,7 +733,7 @@ def append_kv_(key: Tensor, value: Tensor, positions: Tensor, k_cache: Tensor, v
     Raises:
         ValueError: a shape does not fit, or a cache is not contiguous. TypeError: a dtype does not fit.
     """
-    if _direct(key):
+    if _direct("append_kv_", key, value, positions, k_cache, v_cache):
         _append_kv_on(_CPU, key, value, positions, k_cache, v_cache)
     else:
         torch.ops.dflash.append_kv_(key, value, positions, k_cache, v_cache)
@@ -880,7 +899,7 @@ def block_attention(
         ValueError: a shape or a value does not fit. TypeError: a dtype does not fit.
         NotImplementedError: ``ancestors`` on CPU.
     """
-    if _direct(q):
+    if _direct("block_attention", q, k_cache, v_cache, lengths, sinks, ancestors):
         return _block_attention_on(_CPU, q, k_cache, v_cache, lengths, scale, causal, window, softcap, sinks, ancestors)
     return torch.ops.dflash.block_attention(
         q, k_cache, v_cache, lengths, scale, causal, window, softcap, sinks, ancestors
@@ -973,7 +992,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Raises:
         ValueError: a shape does not fit. TypeError: a dtype does not fit.
     """
-    if _direct(x):
+    if _direct("linear", x, weight, bias):
         return _linear_on(_CPU, x, weight, bias)
     return torch.ops.dflash.linear(x, weight, bias)
 
@@ -1184,7 +1203,7 @@ def decoder_layers(
     Raises:
         ValueError: a shape does not fit, or a tensor is not contiguous. TypeError: a dtype does not fit.
     """
-    if _direct(hidden):
+    if _direct("decoder_layers", hidden, context, num_context, lengths, cos, sin, *weights, *k_caches, *v_caches):
         return _decoder_layers_cpu(
             hidden, context, num_context, lengths, cos, sin, weights, head_norms, biases, sinks, norm, eps, scale,
             causal, windows, taps, k_caches, v_caches,
@@ -1298,7 +1317,7 @@ def select_tokens(
     Raises:
         ValueError: a shape does not fit. TypeError: a dtype does not fit.
     """
-    if _direct(logits):
+    if _direct("select_tokens", logits, positions, seeds, temperature, top_k, top_p, min_p, sharpness):
         return _select_tokens_on(_CPU, logits, positions, seeds, temperature, top_k, top_p, min_p, sharpness)
     return torch.ops.dflash.select_tokens(logits, positions, seeds, temperature, top_k, top_p, min_p, sharpness)
 
@@ -1393,7 +1412,7 @@ def accept_prefix_(
         ValueError: a shape or device does not fit, or a written tensor is not contiguous. TypeError: not int64.
         RuntimeError: the CUDA kernel could not be launched.
     """
-    if _direct(block_ids):
+    if _direct("accept_prefix_", block_ids, posterior, stop_token_ids, limits, tokens, length, num_context, done):
         _accept_prefix_on(_CPU, block_ids, posterior, stop_token_ids, limits, tokens, length, num_context, done)
     else:
         torch.ops.dflash.accept_prefix_(block_ids, posterior, stop_token_ids, limits, tokens, length, num_context, done)

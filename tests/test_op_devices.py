@@ -1,0 +1,65 @@
+"""A tensor on another device is named: a kernel would read its address on the wrong one."""
+
+import pytest
+import torch
+
+from dflash import ops
+
+BATCH, ROWS, HEADS, KV_HEADS, DIM, CAPACITY = 2, 5, 4, 2, 16, 40
+
+
+def floats(*shape):
+    return torch.zeros(shape)
+
+
+def integers(*shape):
+    return torch.zeros(shape, dtype=torch.int64)
+
+
+def caches():
+    return [floats(BATCH, KV_HEADS, CAPACITY, DIM) for _ in range(2)]
+
+
+CALLS = {
+    "rms_norm": lambda: [floats(BATCH, ROWS, DIM), floats(DIM), 1e-6, integers(BATCH)],
+    "add_rms_norm": lambda: [floats(ROWS, DIM), floats(ROWS, DIM), floats(DIM), 1e-6, None],
+    "fuse_features": lambda: [floats(BATCH, ROWS, 3 * DIM), integers(BATCH), floats(DIM, 3 * DIM), floats(DIM), 1e-6],
+    "qkv_norm_rope_append_": lambda: [
+        floats(BATCH, ROWS, (HEADS + 2 * KV_HEADS) * DIM), integers(BATCH, ROWS), floats(BATCH, ROWS, 4),
+        floats(BATCH, ROWS, 4), floats(DIM), None, 1e-6, floats(BATCH, ROWS, HEADS, DIM), *caches(),
+    ],
+    "append_context_kv_": lambda: [
+        floats(2, BATCH, ROWS, 2 * KV_HEADS * DIM), integers(BATCH, ROWS), floats(BATCH, ROWS, 8),
+        floats(BATCH, ROWS, 8), floats(2, DIM), 1e-6, caches(), caches(),
+    ],
+    "append_kv_": lambda: [
+        floats(BATCH, KV_HEADS, ROWS, DIM), floats(BATCH, KV_HEADS, ROWS, DIM), integers(BATCH, ROWS), *caches()
+    ],
+    "block_attention": lambda: [
+        floats(BATCH, ROWS, HEADS, DIM), *caches(), integers(BATCH), 0.25, False, 9, 5.0, floats(HEADS), None
+    ],
+    "linear": lambda: [floats(ROWS, DIM), floats(8, DIM), floats(8)],
+    "select_tokens": lambda: [
+        floats(BATCH, ROWS, 50), integers(BATCH, ROWS), integers(BATCH), floats(BATCH), integers(BATCH), floats(BATCH),
+        floats(BATCH), floats(BATCH),
+    ],
+    "accept_prefix_": lambda: [
+        integers(BATCH, ROWS), integers(BATCH, ROWS), integers(3), integers(BATCH), integers(BATCH, CAPACITY),
+        integers(BATCH), integers(BATCH), torch.zeros(BATCH, dtype=torch.bool),
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_tensor_elsewhere_is_named(name):
+    for place in range(1, len(CALLS[name]())):
+        arguments = CALLS[name]()
+        given = arguments[place]
+        if isinstance(given, torch.Tensor):
+            arguments[place] = given.to("meta")
+        elif isinstance(given, list):
+            given[-1] = given[-1].to("meta")
+        else:
+            continue
+        with pytest.raises(ValueError, match=rf"^{name}: all tensors must be on cpu as the first is, got .* on meta"):
+            getattr(ops, name)(*arguments)
