@@ -5,7 +5,6 @@ import json
 
 import pytest
 import torch
-import transformers
 from baseline import left_padded, prompt
 from families import make_draft, make_target
 from tiny_tokenizers import byte_level
