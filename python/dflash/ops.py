@@ -49,18 +49,17 @@ def _register(schema: str, cpu, fake, cuda=None) -> None:
     """
     name = schema.split("(", 1)[0]
 
-    def on_cpu(*arguments):
-        _expect_one_device(name, arguments)
-        return cpu(*arguments)
+    def checked(function):
+        def run(*arguments):
+            _expect_one_device(name, arguments)
+            return function(*arguments)
 
-    def faked(*arguments):
-        _expect_one_device(name, arguments)
-        return fake(*arguments)
+        return run
 
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(name, on_cpu, "CPU")
-    _LIBRARY.impl(name, cuda or _twin(name, fake), "CUDA")
-    torch.library.register_fake(f"dflash::{name}", faked, lib=_LIBRARY)
+    _LIBRARY.impl(name, checked(cpu), "CPU")
+    _LIBRARY.impl(name, checked(cuda or _twin(name, fake)), "CUDA")
+    torch.library.register_fake(f"dflash::{name}", checked(fake), lib=_LIBRARY)
 
 
 def _twin(name: str, fake):
@@ -89,7 +88,6 @@ def _register_kernel(schema: str, kernel, fake) -> None:
         first = arguments[0]
         if (first.is_floating_point() and first.dtype not in _CUDA_DTYPES) or cuda_status(first.device.index):
             return twin(*arguments)
-        _expect_one_device(name, arguments)
         return kernel(_CUDA, *arguments)
 
     _KERNELS[name] = kernel
