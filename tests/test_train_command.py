@@ -6,45 +6,29 @@ import shutil
 import socket
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 from accelerate.state import AcceleratorState
+from conftest import Done
 from families import VOCAB, make_config, make_target
 from safetensors.torch import load_file
 from tiny_tokenizers import spoken
 
 import dflash
-from dflash import cli
 
 MASK = 2
 ROOT = Path(__file__).parents[1]
 
 
-@dataclass
-class Done:
-    code: int
-    out: str
-    err: str
-
-
 @pytest.fixture
-def run(monkeypatch, capsys):
+def run(shell):
     """``dflash train ARGUMENTS`` in this process."""
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
 
-    def call(*arguments: object) -> Done:
+    def call(*arguments: object):
         AcceleratorState._reset_state(reset_partial_state=True)
-        monkeypatch.setattr(sys, "argv", ["dflash", "train", *map(str, arguments)])
-        capsys.readouterr()
-        try:
-            cli.main()
-            code = 0
-        except SystemExit as exit:
-            code = exit.code or 0
-        return Done(code, *capsys.readouterr())
+        return shell("train", *arguments)
 
     yield call
     AcceleratorState._reset_state(reset_partial_state=True)
