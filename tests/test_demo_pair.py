@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from dflash.train.demo_pair.__main__ import watched_examples
 from dflash.train.demo_pair.evaluate import distinct_ngrams, held_out_examples, prompt_lookup_length
 from dflash.train.demo_pair.tasks import KINDS, Example, examples, held_out, is_right
 
@@ -22,6 +23,13 @@ def test_training_never_draws_a_held_out_prompt():
     assert not held & seen
     # Held-out prompts are a fixed share of all, not an exhausted corner.
     assert {example.kind for example in held_out_examples(60)} == set(KINDS)
+
+
+def test_prompts_watched_in_training_are_held_out_and_not_those_of_the_evaluation():
+    watched = [example.prompt for example in watched_examples(24)]
+    assert len(set(watched)) == 24
+    assert all(map(held_out, watched))
+    assert not set(watched) & {example.prompt for example in held_out_examples(192)}
 
 
 def test_draws_are_a_function_of_the_seed():

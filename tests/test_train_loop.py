@@ -125,11 +125,12 @@ def test_the_rate_rises_stays_and_falls():
 
 def test_a_drafter_learns_a_handful_of_sequences_by_heart(target, rows, tmp_path):
     config = changed(
-        steps=90, anchors=16, batch_tokens=300, learning_rate=6e-3, log_every=90, save_every=0, eval_rows=6,
-        eval_tokens=33, feature_noise=0.02,
+        steps=90, anchors=16, batch_tokens=300, learning_rate=6e-3, log_every=90, save_every=0, eval_tokens=33,
+        feature_noise=0.02,
     )  # fmt: skip
     rows = rows.select(range(6))
-    run = trainer(target, rows, tmp_path, config, heldout=rows)
+    run = trainer(target, rows, tmp_path, config)
+    run.prompts = [row["input_ids"][: row["loss_mask"].index(1)] for row in rows]  # by heart, so nothing held out
     before = run.evaluate()["acceptance_length"]
     last = run.train()
     assert before < 1.5
@@ -149,12 +150,13 @@ def test_a_drafter_learns_a_handful_of_sequences_by_heart(target, rows, tmp_path
 def test_any_family_and_dtype_takes_a_step(family, tmp_path):
     """A target in bfloat16, with and without mixed precision, and one that scales its embeddings."""
     other = make_target(family, dtype=torch.bfloat16)
-    ids = torch.randint(2, VOCAB, (3, 30), generator=torch.Generator().manual_seed(0)).tolist()
+    ids = torch.randint(2, VOCAB, (5, 30), generator=torch.Generator().manual_seed(0)).tolist()
     some = datasets.Dataset.from_list([{"input_ids": row, "loss_mask": [0] * 5 + [1] * 25} for row in ids])
+    some, held = some.select(range(3)), some.select(range(3, 5))
     for precision in ("no", "bf16"):
         AcceleratorState._reset_state(reset_partial_state=True)
         config = changed(steps=2, mixed_precision=precision, eval_rows=2, eval_tokens=4, eval_temperatures=(0.0, 1.0))
-        last = trainer(other, some, tmp_path / precision, config, heldout=some).train()
+        last = trainer(other, some, tmp_path / precision, config, heldout=held).train()
         assert math.isfinite(last["loss"])
         assert last["acceptance_length"] >= 1
         assert last["acceptance_length_t1"] >= 1
@@ -194,6 +196,66 @@ class _NoForward:
 
     def __init__(self, online):
         self.embedding_weight, self.head = online.embedding_weight, online.head
+
+
+# ---------------------------------------------------------------------------------------------- held-out prompts
+
+
+def answered(prompts, samples: int = 2, length: int = 12) -> datasets.Dataset:
+    """``samples`` different answers to each of ``prompts``, one prompt after the other."""
+    generator = torch.Generator().manual_seed(1)
+    answers = torch.randint(2, VOCAB, (len(prompts) * samples, length), generator=generator).tolist()
+    return datasets.Dataset.from_list(
+        [
+            {"input_ids": [*prompts[i // samples], *answer], "loss_mask": [0] * len(prompts[i // samples]) + [1] * length}
+            for i, answer in enumerate(answers)
+        ]
+    )
+
+
+PROMPTS = [[5 + i, 6, 7 + i] for i in range(30)]
+
+
+def trained_prompts(run: Trainer) -> set[tuple[int, ...]]:
+    return {tuple(run.rows[i]["input_ids"][: run.rows[i]["loss_mask"].index(1)]) for i in run.index}
+
+
+def test_no_answer_to_a_held_out_prompt_is_trained_on(target, tmp_path, capsys):
+    run = Trainer(target, draft(target), answered(PROMPTS), changed(steps=1, eval_rows=2, eval_tokens=4), tmp_path)
+    assert len(run.prompts) == 2
+    assert not trained_prompts(run) & set(map(tuple, run.prompts))
+    assert len(run.index) == 56
+    run.train()
+    assert "2 held-out prompts are answered, 4 rows of held-out prompts are not trained on" in capsys.readouterr().err
+
+
+def test_rows_that_share_a_prompt_with_the_held_out_rows_are_left_out(target, tmp_path):
+    config = changed(eval_rows=2, eval_tokens=4)
+    run = trainer(target, answered(PROMPTS), tmp_path, config, heldout=answered(PROMPTS[3:6], samples=3))
+    assert run.prompts == PROMPTS[3:5], "each prompt is asked once, however many answers it has"
+    assert not trained_prompts(run) & set(map(tuple, PROMPTS[3:6]))
+    assert len(run.index) == 54
+    with pytest.raises(ValueError, match="every row answers a held-out prompt"):
+        trainer(target, answered(PROMPTS[:4]), tmp_path, config, heldout=answered(PROMPTS[:4]))
+
+
+def test_little_data_and_plain_text_are_evaluated_too(target, rows, tmp_path):
+    config = changed(steps=1, eval_rows=4, eval_tokens=4)
+    few = trainer(target, rows.select(range(3)), tmp_path / "few", config)
+    assert (len(few.prompts), len(few.index)) == (1, 2)
+    text = rows.map(lambda row: {"loss_mask": [1] * len(row["input_ids"])})
+    run = trainer(target, text, tmp_path / "text", config)
+    assert run.prompts[0] in [row["input_ids"][: len(row["input_ids"]) // 2] for row in text]
+    assert run.train()["acceptance_length"] >= 1
+
+
+def test_an_evaluation_without_a_prompt_is_an_error_before_any_work(target, tmp_path):
+    config = changed(eval_rows=4, eval_tokens=4)
+    with pytest.raises(ValueError, match="none of 1 different prompts can be held out"):
+        trainer(target, answered(PROMPTS[:1], samples=8), tmp_path, config)
+    with pytest.raises(ValueError, match="eval_tokens must be at least 2, got 1"):
+        changed(eval_tokens=1)
+    assert not list(tmp_path.iterdir())
 
 
 # ---------------------------------------------------------------------------------------------- resume

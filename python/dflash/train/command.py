@@ -22,7 +22,7 @@ def train(
     model: Annotated[str, typer.Option(help="The target: a folder or a hub id.")],
     data: Annotated[str, typer.Option(help="Training rows: JSONL of chats, texts or tokens, or a data set's name.")],
     output: Annotated[Path, typer.Option(help="Folder for the draft, its checkpoints and metrics.jsonl.")],
-    heldout: Annotated[str | None, typer.Option(help="Held-out rows; default: some of the data.")] = None,
+    heldout: Annotated[str | None, typer.Option(help="Held-out rows; default: some of the data's prompts.")] = None,
     init: Annotated[str | None, typer.Option(help="Start from this drafter: a folder or a hub id.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint in the folder.")] = False,
     layers: Annotated[int | None, typer.Option(help="Draft layers.  [default: 5]")] = None,
@@ -240,7 +240,8 @@ def _described(plan: dict[str, Any]) -> str:
     lines = {
         "train": f"{plan['draft_parameters']:,} parameters, for a target of {plan['target_parameters']:,}",
         "on": f"{plan['device']}, {plan['processes']} process{'es' * (plan['processes'] > 1)}",
-        "data": f"{plan['rows']:,} rows, {plan['row_tokens']:,} tokens; {plan['heldout_prompts']} held-out prompts",
+        "data": f"{plan['rows']:,} rows, {plan['row_tokens']:,} tokens; {plan['heldout_prompts']} held-out prompts, "
+        f"{plan['heldout_rows']} rows of theirs left out",
         "run": f"{plan['steps']:,} steps of about {plan['tokens_per_step']:,} tokens, {plan['tokens']:,} in all, "
         f"{plan['epochs']:.2f} epochs",
         "speed": f"{plan['seconds_per_step']:.2f} s a step, {plan['tokens_per_second']:,.0f} tokens/s: the mean of "

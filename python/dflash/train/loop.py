@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import hashlib
 import importlib.util
-import itertools
 import json
 import math
 import resource
@@ -33,6 +32,7 @@ from .blocks import default_gamma, make_blocks, sample_anchors
 from .checkpoint import CheckpointError, checkpoints, load_checkpoint, save_checkpoint, save_draft
 from .loss import BlockLoss, block_loss
 from .model import TargetFeatures, TrainableDrafter
+from .rows import Measured, split
 
 __all__ = ["Batches", "TrainConfig", "Trainer", "learning_rate", "make_accelerator"]
 
@@ -88,8 +88,9 @@ class TrainConfig:
             if not ok:
                 raise ValueError(f"{name} must be {wanted}, got {getattr(self, name)!r}")
 
-        for name in ("epochs", "batch_tokens", "accumulate", "anchors", "keep", "log_every", "eval_tokens"):
+        for name in ("epochs", "batch_tokens", "accumulate", "anchors", "keep", "log_every"):
             check(name, getattr(self, name) >= 1, "at least 1")
+        check("eval_tokens", self.eval_tokens >= 2, "at least 2")
         for name in ("eval_every", "save_every", "eval_rows", "weight_decay", "feature_noise"):
             check(name, getattr(self, name) >= 0, "at least 0")
         for name in ("learning_rate", "clip"):
@@ -196,7 +197,8 @@ class Trainer:
         rows: ``datasets.Dataset`` with ``input_ids`` and ``loss_mask`` (1 on tokens that the target wrote).
         config: how.
         output: folder for the draft, checkpoints and ``metrics.jsonl``.
-        heldout: rows like ``rows`` whose prompts are answered in the real loop; None takes ``eval_rows`` off ``rows``.
+        heldout: rows like ``rows`` whose prompts are answered in the real loop; rows that share a prompt with them are
+            not trained on. None takes ``eval_rows`` prompts, a tenth at most, and all their answers off ``rows``.
         features: a :class:`~dflash.train.features.FeatureCache` of ``rows``; None computes the features.
         accelerator: from accelerate; None makes one (:func:`make_accelerator`).
         tracker: "tensorboard" or "trackio".
@@ -224,38 +226,29 @@ class Trainer:
             raise ValueError("distill needs the target's own distribution: compute the features online")
         target = unwrap(target)
         draft = drafter.config
-        Target(target, draft.target_layer_ids)  # refuses what the engine cannot run
         check_config(target, draft)
+        Target(target, draft.target_layer_ids)  # refuses what the engine cannot run
         if drafter.dtype != torch.float32:
             raise ValueError(f"a drafter is trained in float32, got {drafter.dtype}")
         self.config, self.output, self.target = config, Path(output), target
         self.rows, self.quiet = rows, quiet
-        data = _Measured(rows, text_config(target), draft.mask_token_id)
-        usable, prompts = data.usable, data.prompts
-        if not usable:
+        text = text_config(target)
+        data = Measured(rows, text, draft.mask_token_id)
+        if not data.usable:
             raise ValueError("no row has two neighbouring tokens that the target wrote (loss_mask): nothing to learn")
         if features is not None:
             _check_features(features, data.lengths, draft)
-        heldout_rows: list[int] = []
-        if heldout is None and config.eval_rows:
-            order = torch.randperm(len(usable), generator=torch.Generator().manual_seed(_fold(config.seed, 1 << 20)))
-            taken = min(config.eval_rows, len(usable) // 10)
-            heldout_rows = sorted(usable[i] for i in order[:taken].tolist())
-            usable = sorted(set(usable) - set(heldout_rows))
-            heldout = rows
-        elif heldout is not None:
-            asked = _Measured(heldout, text_config(target), draft.mask_token_id, "held-out row")
-            heldout_rows, prompts = asked.usable[: config.eval_rows], asked.prompts
-        self.prompts = [heldout[i]["input_ids"][: prompts[i]] for i in heldout_rows if prompts[i]]
+        asked = None if heldout is None else Measured(heldout, text, draft.mask_token_id, "held-out row")
+        part = split(rows, data, config.eval_rows, _fold(config.seed, 1 << 20), heldout, asked)
+        self.index, self.prompts, self.dropped = part.index, part.prompts, part.dropped
         if accelerator is None:
             cpu = next(target.parameters()).device.type == "cpu"
             accelerator = make_accelerator(config, self.output, cpu=cpu, tracker=tracker)
         self.accelerator, self.tracker, self.device = accelerator, tracker, accelerator.device
-        self.index = usable
         world = accelerator.num_processes
-        lengths = [data.lengths[i] for i in usable]
+        lengths = [data.lengths[i] for i in self.index]
         self.batches = Batches(lengths, config.batch_tokens, world * config.accumulate, config.seed)
-        self._digest = data.digest
+        self._digest = hashlib.sha256(data.digest.encode() + array("q", self.index).tobytes()).hexdigest()[:16]
         self.steps = config.steps or self.batches.count(config.epochs)
         self.gamma = config.gamma or default_gamma(draft.block_size)
         self.drafter = drafter.to(self.device)
@@ -287,6 +280,9 @@ class Trainer:
         main = self.accelerator.is_main_process
         if self.tracker:
             self.accelerator.init_trackers("dflash")
+        if main and not self.quiet and self.dropped:
+            count = f"{len(self.prompts)} held-out prompts are answered"
+            print(f"dflash: {count}, {self.dropped} rows of held-out prompts are not trained on", file=sys.stderr)
         began, seconds = time.monotonic(), self.seconds
         waiting = _Meter(self.drafter.config.block_size)
         with self._progress() as show:
@@ -434,6 +430,7 @@ class Trainer:
             "rows": len(self.index),
             "row_tokens": row_tokens,
             "heldout_prompts": len(self.prompts),
+            "heldout_rows": self.dropped,
             "steps": self.steps,
             "epochs": self.steps / len(first),
             "tokens_per_step": round(step_tokens),
@@ -468,12 +465,13 @@ class Trainer:
             lengths: list[int] = []
             for prompt in self.prompts[accelerator.process_index :: accelerator.num_processes]:
                 room = min(config.eval_tokens, generator.max_length - len(prompt))
-                if room < 2:
-                    continue
                 answer = generator.generate(
                     torch.tensor([prompt], device=self.device),
                     max_new_tokens=room,
                     temperature=temperature,
+                    top_k=0,  # as dflash benchmark: the temperature alone, whatever the generation_config says
+                    top_p=1.0,
+                    min_p=0.0,
                     seed=0,
                     return_dict_in_generate=True,
                 )
@@ -607,45 +605,6 @@ class _Meter:
             "train_acceptance": accepted / blocks if blocks else None,
             "tokens_per_second": self.tokens / (time.monotonic() - self.began),
         }
-
-
-class _Measured:
-    """What a run has to know of its rows before it starts.
-
-    Attributes:
-        lengths: tokens of each row.
-        usable: rows that have an anchor.
-        prompts: of those, the tokens before the first that the target wrote.
-        digest: of all tokens and loss masks.
-    """
-
-    def __init__(self, rows: Any, config: Any, mask_token_id: int, what: str = "row") -> None:
-        limit = getattr(config, "max_position_embeddings", None)
-        self.lengths: list[int] = []
-        self.usable: list[int] = []
-        self.prompts: dict[int, int] = {}
-        digest = hashlib.sha256()
-        for start in range(0, len(rows), 1024):
-            part = rows[start : start + 1024]
-            for ids, mask in zip(part["input_ids"], part["loss_mask"], strict=True):
-                row = f"{what} {len(self.lengths)}"
-                if len(ids) != len(mask):
-                    raise ValueError(f"{row} has {len(ids)} input_ids and a loss_mask of {len(mask)}")
-                if limit is not None and len(ids) > limit:
-                    raise ValueError(f"{row} has {len(ids)} tokens, the target has {limit} positions: cut it shorter")
-                if ids and not 0 <= min(ids) <= max(ids) < config.vocab_size:
-                    raise ValueError(f"{row} has token ids outside 0 .. {config.vocab_size - 1}, the vocabulary")
-                if mask_token_id in ids and any(t == mask_token_id and m for t, m in zip(ids, mask, strict=True)):
-                    raise ValueError(
-                        f"{row} has the mask token {mask_token_id} among the tokens that the target wrote: the mask "
-                        "must be a token that it never writes (--mask-token-id)"
-                    )
-                if any(a and b for a, b in itertools.pairwise(mask)):
-                    self.usable.append(len(self.lengths))
-                    self.prompts[len(self.lengths)] = mask.index(1)
-                self.lengths.append(len(ids))
-                digest.update(len(ids).to_bytes(8, "little") + array("i", ids).tobytes() + bytes(m != 0 for m in mask))
-        self.digest = digest.hexdigest()[:16]
 
 
 def _check_features(features: Any, lengths: list[int], draft: Any) -> None:

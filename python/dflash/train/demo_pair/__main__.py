@@ -11,6 +11,7 @@ import itertools
 import json
 import shutil
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -29,9 +30,9 @@ from ..regenerate import LocalWriter, Settings, regenerate
 from .evaluate import evaluate, held_out_examples
 from .plot import plot
 from .pretrain import MASK, pretrain
-from .tasks import examples
+from .tasks import Example, examples
 
-PROMPT_SEED = 2_000_003
+PROMPT_SEED, WATCHED_SEED = 2_000_003, 3_000_003
 CONFIG = TrainConfig(
     steps=1600,
     batch_tokens=4096,
@@ -43,6 +44,15 @@ CONFIG = TrainConfig(
     eval_tokens=160,
     eval_temperatures=(0.0, 1.0),
 )
+
+
+def watched_examples(count: int) -> list[Example]:
+    """Held-out examples whose prompts are answered while the drafter is trained; the evaluation has others."""
+    return list(itertools.islice(examples(WATCHED_SEED, held=True), count))
+
+
+def _lines(rows: Iterable[dict[str, str]]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
 
 
 def main(
@@ -64,7 +74,7 @@ def main(
     began = time.perf_counter()
     asked = folder / "prompts.jsonl"
     drawn = itertools.islice(examples(PROMPT_SEED, held=False), prompts)
-    asked.write_text("".join(json.dumps({"prompt": example.prompt}) + "\n" for example in drawn))
+    asked.write_text(_lines({"prompt": example.prompt} for example in drawn))
     answers = folder / "responses.jsonl"
     with Progress(TextColumn("answers"), *Progress.get_default_columns()[1:3], TimeElapsedColumn()) as bar:
         task = bar.add_task("", total=None)
@@ -81,8 +91,12 @@ def main(
     if not (folder / "draft" / "model.safetensors").exists():
         config = draft_config(target, mask_token_id=MASK, num_layers=3, block_size=16, target_layer_ids=(1, 2, 3, 4))
         rows = load_rows(answers, tokenizer, max_length=640)
+        watched = folder / "watched.jsonl"
+        drawn = watched_examples(CONFIG.eval_rows)
+        watched.write_text(_lines({"prompt": example.prompt, "response": example.answer} for example in drawn))
+        heldout = load_rows(watched, tokenizer, max_length=640, bos=True)
         settings = TrainConfig(**{**CONFIG.__dict__, "steps": draft_steps})
-        trainer = Trainer(target, new_drafter(config), rows, settings, folder / "draft")
+        trainer = Trainer(target, new_drafter(config), rows, settings, folder / "draft", heldout=heldout)
         trainer.resume()
         trainer.train()
     seconds["draft"] = time.perf_counter() - began
