@@ -97,11 +97,14 @@ def test_a_cache_of_something_else_is_refused(target, rows, compute, tmp_path):
     with torch.no_grad():
         other.get_input_embeddings().weight[3, 5] += 1e-3
     other_rope = make_target("qwen3", rope_parameters={"rope_type": "default", "rope_theta": 5e5})
+    other_scale = make_target("qwen3")  # the same weights, computed with otherwise
+    other_scale.config.attention_bias = True
     other_rows = rows.select([1, 0, 2, 3, 4, 5, 6])
     compute.rows = 0
     for changed, message in (
         ((other, compute, rows, TAPS), "another target's"),
         ((other_rope, compute, rows, TAPS), "another target's"),
+        ((other_scale, compute, rows, TAPS), "another target's"),
         ((target, compute, other_rows, TAPS), "of other rows"),
         ((target, compute, rows, (2, 0)), r"target_layer_ids \[0, 2\], not \[2, 0\]"),
     ):
@@ -110,6 +113,9 @@ def test_a_cache_of_something_else_is_refused(target, rows, compute, tmp_path):
     with pytest.raises(ValueError, match="dtype float32, not bfloat16"):
         FeatureCache(tmp_path, fingerprint(target, rows, TAPS, torch.bfloat16))
     assert compute.rows == 0
+    renamed = make_target("qwen3")
+    renamed.config._name_or_path, renamed.config.eos_token_id, renamed.config.use_cache = "elsewhere", 5, False
+    assert fingerprint(renamed, rows, TAPS, torch.float32) == cache.fingerprint
     assert FeatureCache(tmp_path, cache.fingerprint).target_layer_ids == TAPS
     with pytest.raises(FileNotFoundError, match="is no cache of features"):
         FeatureCache(tmp_path / "none")

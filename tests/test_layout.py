@@ -42,7 +42,7 @@ MAY_IMPORT = {
         "streaming",
     },
     "demo": {"drafter", "generate", "streaming"},
-    "benchmark": {"ops", "drafter", "generate"},
+    "benchmark": {"ops", "drafter", "generate", "target"},
     "doctor": {"ops", "replay"},
     "loading": set(),
     "doors": {"cache", "drafter", "generate", "streaming", "target"},

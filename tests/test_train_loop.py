@@ -205,10 +205,11 @@ def answered(prompts, samples: int = 2, length: int = 12) -> datasets.Dataset:
     """``samples`` different answers to each of ``prompts``, one prompt after the other."""
     generator = torch.Generator().manual_seed(1)
     answers = torch.randint(2, VOCAB, (len(prompts) * samples, length), generator=generator).tolist()
+    asked = [prompt for prompt in prompts for _ in range(samples)]
     return datasets.Dataset.from_list(
         [
-            {"input_ids": [*prompts[i // samples], *answer], "loss_mask": [0] * len(prompts[i // samples]) + [1] * length}
-            for i, answer in enumerate(answers)
+            {"input_ids": [*prompt, *answer], "loss_mask": [0] * len(prompt) + [1] * length}
+            for prompt, answer in zip(asked, answers, strict=True)
         ]
     )
 
@@ -308,12 +309,21 @@ def test_another_run_is_not_resumed(target, rows, tmp_path):
     others = datasets.Dataset.from_list(
         [{**row, "input_ids": [5 + (row["input_ids"][0] == 5), *row["input_ids"][1:]]} for row in rows]
     )
+    nudged, half = make_target("qwen3"), make_target("qwen3", dtype=torch.bfloat16)
+    with torch.no_grad():
+        nudged.model.layers[1].mlp.up_proj.weight += 1e-3  # fine-tuned a little
+    scaled = make_target("qwen3", rms_norm_eps=1e-5)
+    cache = cache_features(target, None, rows, TAPS, tmp_path / "cache")
     for run, message in (
         (trainer(target, rows, tmp_path, changed(steps=3)), "its steps is 2, this one's is 3"),
         (trainer(target, rows, tmp_path, changed(steps=2, gamma=2.0)), "its gamma is None, this one's is 2.0"),
         (trainer(target, others, tmp_path, changed(steps=2)), "its data is "),
         (trainer(target, rows.select(range(9)), tmp_path, changed(steps=2)), "its rows is 10, this one's is 9"),
         (trainer(target, rows, tmp_path, changed(steps=2), drafter=draft(target, num_layers=1)), "its drafter is"),
+        (trainer(nudged, rows, tmp_path, changed(steps=2)), "its target is"),
+        (trainer(half, rows, tmp_path, changed(steps=2)), "its target is"),
+        (trainer(scaled, rows, tmp_path, changed(steps=2)), "its target is"),
+        (trainer(target, rows, tmp_path, changed(steps=2), features=cache), "its features is of the running target"),
     ):
         before = weights(run)
         with pytest.raises(ValueError, match=message):

@@ -29,6 +29,7 @@ from torch import nn
 from . import ops
 from .drafter import Drafter
 from .generate import Generator, Statistics
+from .target import sample_digest
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -235,7 +236,8 @@ def describe(target: nn.Module, draft: Drafter) -> dict[str, Any]:
         "dtype": str(target.dtype).removeprefix("torch."),
         "target_parameters": sum(parameter.numel() for parameter in target.parameters()),
         "draft_parameters": sum(parameter.numel() for parameter in draft.parameters()),
-        "weights": _digest(target, draft),
+        "weights": f"{sample_digest(target)}-{sample_digest(draft)}",
+        "draft_config": hashlib.sha256(repr(draft.config).encode()).hexdigest()[:16],
     }
 
 
@@ -252,17 +254,6 @@ def _processor() -> str:
         return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
-
-
-def _digest(target: nn.Module, draft: Drafter) -> str:
-    """A fingerprint of two models that looks at every tensor, and at a few values of each."""
-    digest = hashlib.sha256(repr(draft.config).encode())
-    for model in (target, draft):
-        for name, parameter in model.named_parameters():
-            flat = parameter.detach().flatten()
-            few = flat[:: max(1, flat.numel() // 64)].float().cpu()
-            digest.update(f"{name} {list(parameter.shape)}".encode() + few.numpy().tobytes())
-    return digest.hexdigest()[:16]
 
 
 # ---------------------------------------------------------------------------------------------- resuming

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..target import text_config, unwrap
+from ..target import describe_config, text_config, unwrap
 from .model import TargetFeatures
 
 __all__ = ["FeatureCache", "FeatureProgress", "cache_features", "cache_size", "fingerprint"]
@@ -32,8 +32,6 @@ _INDEX, _UNFINISHED = "features.json", ".unfinished-"
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _OPEN_SHARDS = 32
 _READ_ROWS = 1024
-# Of the target's config: what changes its hidden states and is not in its weights.
-_CONFIG_KEYS = ("model_type", "rms_norm_eps", "rope_parameters", "rope_theta", "layer_types", "sliding_window")
 
 
 @dataclass
@@ -51,7 +49,7 @@ class FeatureProgress:
 
 
 def fingerprint(target: nn.Module, rows: Any, layer_ids: Sequence[int], dtype: torch.dtype) -> dict[str, Any]:
-    """What features are a function of: a digest of the target's weights, one of the rows' tokens, taps and dtype.
+    """What features are a function of: digests of the target (weights, config) and of the rows' tokens, taps and dtype.
 
     Reads every weight once, which takes about a second a gigabyte.
 
@@ -62,9 +60,7 @@ def fingerprint(target: nn.Module, rows: Any, layer_ids: Sequence[int], dtype: t
         dtype: in which the features are stored.
     """
     target, weights, tokens = unwrap(target), hashlib.sha256(), hashlib.sha256()
-    config = text_config(target)
-    known = {key: getattr(config, key, None) for key in _CONFIG_KEYS}
-    weights.update(json.dumps(known, sort_keys=True, default=str).encode())
+    weights.update(describe_config(target).encode())
     for name, tensor in sorted(target.state_dict().items()):
         weights.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
         weights.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())

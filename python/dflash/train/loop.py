@@ -27,7 +27,7 @@ from torch.nn import functional as F
 
 from ..drafter import Drafter
 from ..generate import Generator, check_config
-from ..target import Target, text_config, unwrap
+from ..target import Target, describe_config, sample_digest, text_config, unwrap
 from .blocks import default_gamma, make_blocks, sample_anchors
 from .checkpoint import CheckpointError, checkpoints, load_checkpoint, save_checkpoint, save_draft
 from .loss import BlockLoss, block_loss
@@ -132,9 +132,15 @@ class Batches:
     def __init__(self, lengths: Sequence[int], batch_tokens: int, group: int, seed: int) -> None:
         self.lengths = torch.tensor(lengths)
         self.batch_tokens, self.group, self.seed = batch_tokens, group, seed
+        self._last: tuple[int, list[list[list[int]]]] = (-1, [])
 
     def epoch(self, epoch: int) -> list[list[list[int]]]:
         """The steps of an epoch, each ``group`` lists of rows. Rows left over at the end wait for another epoch."""
+        if self._last[0] != epoch:
+            self._last = (epoch, self._steps(epoch))
+        return self._last[1]
+
+    def _steps(self, epoch: int) -> list[list[list[int]]]:
         generator = torch.Generator().manual_seed(_fold(self.seed, epoch, 0))
         order = torch.randperm(len(self.lengths), generator=generator)
         pool = max(1, self._POOL * self.batch_tokens // max(1, int(self.lengths.float().mean())))
@@ -249,6 +255,8 @@ class Trainer:
         lengths = [data.lengths[i] for i in self.index]
         self.batches = Batches(lengths, config.batch_tokens, world * config.accumulate, config.seed)
         self._digest = hashlib.sha256(data.digest.encode() + array("q", self.index).tobytes()).hexdigest()[:16]
+        described = f"{describe_config(target)} {sample_digest(target)}".encode()
+        self._target_digest = hashlib.sha256(described).hexdigest()[:16]
         self.steps = config.steps or self.batches.count(config.epochs)
         self.gamma = config.gamma or default_gamma(draft.block_size)
         self.drafter = drafter.to(self.device)
@@ -292,7 +300,7 @@ class Trainer:
                 self.seconds = seconds + time.monotonic() - began
                 if logging:
                     metrics = waiting.read(self.accelerator)
-                    metrics |= {"learning_rate": rate, "gradient_norm": norm}
+                    metrics |= {"learning_rate": rate, "gradient_norm": float(norm)}
                     self._log(metrics)
                     show(self, metrics)
                     waiting = _Meter(self.drafter.config.block_size)
@@ -317,7 +325,7 @@ class Trainer:
             if self.place >= len(steps):
                 self.epoch, self.place = self.epoch + 1, 0
 
-    def _step(self, group: list[list[int]], meter: _Meter, statistics: bool) -> tuple[float, float]:
+    def _step(self, group: list[list[int]], meter: _Meter, statistics: bool) -> tuple[Tensor, float]:
         """One optimizer step over a group of micro-batches; returns the gradient's norm and the learning rate."""
         config, accelerator = self.config, self.accelerator
         world, rank = accelerator.num_processes, accelerator.process_index
@@ -346,7 +354,7 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.step, self.place = self.step + 1, self.place + 1
-        return float(norm), config.learning_rate * share
+        return norm, config.learning_rate * share
 
     def _loss(self, rows: list[int], key: int, statistics: bool) -> BlockLoss:
         """The loss sums of one micro-batch."""
@@ -555,6 +563,8 @@ class Trainer:
         config |= {"rows": len(self.index), "row_tokens": int(self.batches.lengths.sum()), "data": self._digest}
         config |= {"micro_batches": self.batches.group, "steps": self.steps}
         config.pop("accumulate")  # processes times accumulation is what counts
+        config |= {"target": self._target_digest, "target's dtype": str(next(self.target.parameters()).dtype)}
+        config["features"] = "of the running target" if self.features is None else f"cached in {self.features.dtype}"
         draft = json.loads(json.dumps(dataclasses.asdict(self.drafter.config)))
         return {**config, "drafter": draft}
 
@@ -584,15 +594,16 @@ class _Meter:
     def __init__(self, block_size: int) -> None:
         self.began = time.monotonic()
         self.tokens = 0
-        self.sums = torch.zeros(5 + 2 * (block_size - 1), dtype=torch.float64)
+        self.sums = torch.zeros(5 + 2 * (block_size - 1), dtype=torch.float64)  # moves to the device with the first
 
     def add(self, out: BlockLoss) -> None:
         parts = [out.loss.detach(), out.weight, out.cross_entropy]
+        self.sums = self.sums.to(out.loss.device)
         if out.correct is None:
-            self.sums[:3] += torch.stack(parts).cpu()
+            self.sums[:3] += torch.stack(parts)
         else:
             parts += [out.accepted, out.blocks, *out.correct, *out.counted]
-            self.sums += torch.stack([part.float() for part in parts]).cpu()
+            self.sums += torch.stack([part.float() for part in parts])
 
     def read(self, accelerator: Any) -> dict[str, Any]:
         sums = accelerator.reduce(self.sums.float().to(accelerator.device), reduction="sum").tolist()
