@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from dflash.train.demo_pair.__main__ import watched_examples
+from dflash.train.demo_pair.__main__ import watched_examples, writer_name
 from dflash.train.demo_pair.evaluate import distinct_ngrams, held_out_examples, prompt_lookup_length
 from dflash.train.demo_pair.tasks import KINDS, Example, examples, held_out, is_right
 
@@ -30,6 +30,14 @@ def test_prompts_watched_in_training_are_held_out_and_not_those_of_the_evaluatio
     assert len(set(watched)) == 24
     assert all(map(held_out, watched))
     assert not set(watched) & {example.prompt for example in held_out_examples(192)}
+
+
+def test_answers_of_an_older_target_are_not_those_of_this_one(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"one")
+    before = writer_name(tmp_path)
+    assert writer_name(tmp_path) == before
+    (tmp_path / "model.safetensors").write_bytes(b"two")
+    assert writer_name(tmp_path) != before
 
 
 def test_draws_are_a_function_of_the_seed():

@@ -115,10 +115,23 @@ def test_a_file_of_another_run_is_refused_and_left_alone(target, prompts, tmp_pa
         (few, writer, Settings(max_new_tokens=4, seed=4), "was written with seed"),
         (few, writer, Settings((1.0,), max_new_tokens=4, seed=3), r"was written with temperature 0\.0, now it is 1\.0"),
         (few, writer, Settings(max_new_tokens=4, seed=3, top_k=5), "was written with top_k None, now it is 5"),
+        (few, writer, Settings(max_new_tokens=5, seed=3), "was written with max_new_tokens 4, now it is 5"),
         (few, LocalWriter(target, spoken(), name="big"), made, "was written with model 'tiny', now it is 'big'"),
         (
             few,
             LocalWriter(target, spoken(), name="tiny", raw=True),
+            made,
+            "was written with raw None, now it is True",
+        ),
+        (
+            few,
+            LocalWriter(target, spoken(), name="tiny", template={"thinking": False}),
+            made,
+            "was written with template None, now it is {'thinking': False}",
+        ),
+        (
+            few,
+            LocalWriter(target, spoken("<user> {{ messages[0].content }}"), name="tiny"),
             made,
             r"was asked with other tokens than line \d's",
         ),
@@ -243,6 +256,24 @@ def test_a_server_answers(server, prompts, tmp_path):
             "seed": row["seed"] % 2**31,
         }
     assert {(path, key) for path, _, key in server.requests} == {("/v1/chat/completions", "Bearer secret")}
+
+
+def test_a_servers_answers_are_read_as_they_were_asked_for(server, prompts, tmp_path):
+    template = (
+        "{% for m in messages %}<{{ m.role }}> {{ m.content }} <end> {% endfor %}{% if add_generation_prompt %}"
+        "<assistant> {% if not thinking | default(true) %}w90 {% endif %}{% endif %}"
+    )
+    raw, short = tmp_path / "raw.jsonl", tmp_path / "short.jsonl"
+    few = load_prompts(prompts)[:1]
+    regenerate(few, ServerWriter(server.url, "served", raw=True), raw)
+    assert load_rows(raw, spoken(template), 32)["input_ids"][0][:2] == [7, 8]
+    regenerate(few, ServerWriter(server.url, "served", template={"thinking": False}), short)
+    asked = prompt_ids(spoken(template), few[0], template={"thinking": False})
+    assert load_rows(short, spoken(template), 32)["input_ids"][0][: len(asked)] == asked
+    with pytest.raises(ValueError, match=r"line 1: was asked with template .*'thinking': False.*, and is to be read"):
+        load_rows(short, spoken(template), 32, template={"thinking": True})
+    with pytest.raises(ValueError, match=r"raw\.jsonl, line 1: was written with raw True, now it is None"):
+        regenerate(few, ServerWriter(server.url, "served"), raw)
 
 
 def test_a_server_completes_raw_prompts_and_tells_ids(server, prompts, tmp_path):

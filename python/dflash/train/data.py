@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["load_prompts", "load_rows", "prompt_ids"]
 
 _PROMPT_FIELDS = "prompt, messages, question or turns"
+_WRITTEN = {"line", "sample", "seed", "model", "max_new_tokens"}  # of a row of dflash regenerate
 _TABLE_ROWS = 1024  # rows held as Python lists before they become Arrow
 _TEXT_SUFFIXES = (".txt", ".txt.gz")
 _JSON_SUFFIXES = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
@@ -63,7 +64,8 @@ def load_rows(
     A row of the source is one of
 
     - ``{"prompt", "response"}``, or ``messages``, ``question`` or ``turns`` in the place of ``prompt``: what
-      ``dflash regenerate`` writes. Its ``prompt_ids`` and ``response_ids``, where it has them, are taken as they are.
+      ``dflash regenerate`` writes. Its ``prompt_ids`` and ``response_ids``, where it has them, are taken as they are;
+      else the prompt is encoded as the row says that it was asked; ``raw`` and ``template`` must not contradict it.
       With ``"finish_reason": "length"`` the response has no stop token;
     - ``{"messages": [...]}``: each turn of the assistant is supervised, up to and including its stop token. A turn
       that the chat template writes otherwise once others follow it (thoughts left out) is context alone;
@@ -343,16 +345,30 @@ class _Encoder:
         response = row["response"]
         if not isinstance(response, str):
             raise ValueError(f"response must be text, got {_short(response)}")
-        given = prompt_ids(self.tokenizer, prompt, raw=self.raw, bos=self.bos, template=self.template)
+        asked = self.asked(row)
+        given, template = prompt_ids(self.tokenizer, prompt, **asked), asked["template"]
         if row.get("finish_reason") == "length":
             return _joined((given, 0), (self.plain(response), 1))
-        if "messages" in prompt or not (self.raw or self.tokenizer.chat_template is None):
+        if "messages" in prompt or not (asked["raw"] or self.tokenizer.chat_template is None):
             messages = _as_messages(prompt)
-            asked = self.rendered(messages, True)
-            said = self.rendered([*messages, {"role": "assistant", "content": response}], False)
-            if said.startswith(asked):  # else the template asks with more than it keeps: an empty thought, say
-                return _joined((given, 0), *self.until_stop(self.plain(said[len(asked) :])))
+            before = _rendered(self.tokenizer, messages, True, template)
+            said = _rendered(self.tokenizer, [*messages, {"role": "assistant", "content": response}], False, template)
+            if said.startswith(before):  # else the template asks with more than it keeps: an empty thought, say
+                return _joined((given, 0), *self.until_stop(self.plain(said[len(before) :])))
         return _joined((given, 0), (self.plain(response) + self.stop, 1))
+
+    def asked(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """How a row's prompt was put to the target: as it says itself, where ``dflash regenerate`` wrote it."""
+        ours = {"raw": self.raw, "bos": self.bos, "template": self.template}
+        if not row.keys() >= _WRITTEN:
+            return ours
+        theirs = {"raw": bool(row.get("raw")), "bos": self.bos or bool(row.get("bos"))}
+        theirs["template"] = row.get("template") or {}
+        if self.tokenizer.chat_template is not None:
+            for name in ("raw", "template"):
+                if ours[name] and theirs[name] != ours[name]:
+                    raise ValueError(f"was asked with {name} {theirs[name]}, and is to be read with {ours[name]}")
+        return theirs
 
     def rendered(self, messages: list[dict[str, Any]], asks: bool) -> str:
         return _rendered(self.tokenizer, messages, asks, self.template)

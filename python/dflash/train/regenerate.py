@@ -103,11 +103,13 @@ class Answer:
 class Writer(Protocol):
     """Something that answers jobs, in any order, as it comes.
 
-    ``name`` says in a row who wrote it; ``ids`` maps the lines of prompts that were checked to their ids, where the
+    ``name`` says in a row who wrote it; ``encoding`` holds ``raw``, ``bos`` and ``template``, as for
+    :func:`dflash.train.data.prompt_ids`; ``ids`` maps the lines of prompts that were checked to their ids, where the
     writer knows them.
     """
 
     name: str
+    encoding: dict[str, Any]
     ids: dict[int, list[int]]
 
     def check(self, jobs: Sequence[Job], settings: Settings) -> None:
@@ -154,8 +156,9 @@ def regenerate(
     """Write the responses that ``out`` does not have yet.
 
     A row of ``out`` holds ``line``, ``sample``, ``prompt`` or ``messages``, ``response``, ``finish_reason``,
-    ``prompt_ids`` and ``response_ids`` where they are known, ``temperature``, ``seed``, ``model`` and those of
-    ``top_k``, ``top_p`` and ``min_p`` that were on; :func:`dflash.train.data.load_rows` reads it.
+    ``prompt_ids`` and ``response_ids`` where they are known, ``temperature``, ``seed``, ``model``, ``max_new_tokens``,
+    and those of ``top_k``, ``top_p``, ``min_p``, ``raw``, ``bos`` and ``template`` that were on;
+    :func:`dflash.train.data.load_rows` reads it, and asks as the row was asked.
 
     Args:
         prompts: from :func:`dflash.train.data.load_prompts`.
@@ -183,7 +186,7 @@ def regenerate(
         summary, began = Summary(found=len(done), out=str(out)), time.perf_counter()
         with contextlib.closing(writer.answers(missing, settings)) as groups:
             for group in groups:
-                file.write(b"".join(_line(job, answer, settings, writer.name) for job, answer in group))
+                file.write(b"".join(_line(job, answer, settings, writer) for job, answer in group))
                 file.flush()
                 summary.written += len(group)
                 summary.tokens += sum(answer.num_tokens for _, answer in group)
@@ -196,14 +199,16 @@ def regenerate(
     return summary
 
 
-def _drawn(job: Job, settings: Settings, name: str) -> dict[str, Any]:
-    """How and by whom a response was written; None for what is off."""
+def _drawn(job: Job, settings: Settings, writer: Writer) -> dict[str, Any]:
+    """How and by whom a response was asked for and written; None for what is off."""
     off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
     on = {key: None if getattr(settings, key) == value else getattr(settings, key) for key, value in off.items()}
-    return {"temperature": job.temperature, "seed": job.seed, "model": name, **on}
+    on |= {key: writer.encoding.get(key) or None for key in ("raw", "bos", "template")}
+    common = {"temperature": job.temperature, "seed": job.seed, "model": writer.name}
+    return {**common, "max_new_tokens": settings.max_new_tokens, **on}
 
 
-def _line(job: Job, answer: Answer, settings: Settings, name: str) -> bytes:
+def _line(job: Job, answer: Answer, settings: Settings, writer: Writer) -> bytes:
     row = {"line": job.line, "sample": job.sample}
     row |= {key: job.prompt[key] for key in ("prompt", "messages") if key in job.prompt}
     row |= {"response": answer.response, "finish_reason": answer.finish_reason}
@@ -211,7 +216,7 @@ def _line(job: Job, answer: Answer, settings: Settings, name: str) -> bytes:
         row["prompt_ids"] = answer.prompt_ids
     if answer.response_ids is not None:
         row["response_ids"] = answer.response_ids
-    row |= {key: value for key, value in _drawn(job, settings, name).items() if value is not None}
+    row |= {key: value for key, value in _drawn(job, settings, writer).items() if value is not None}
     return (json.dumps(row) + "\n").encode()
 
 
@@ -251,7 +256,7 @@ def _finished(
         job = wanted.get(key)
         if job is None:
             raise ValueError(f"{path}, line {number}: no response to any of these prompts: choose another file")
-        for what, ours in _drawn(job, settings, writer.name).items():
+        for what, ours in _drawn(job, settings, writer).items():
             if row.get(what) != ours:
                 raise ValueError(
                     f"{path}, line {number}: was written with {what} {row.get(what)!r}, now it is {ours!r}: "
@@ -303,7 +308,7 @@ class LocalWriter:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         self.target, self.tokenizer, self.draft = target, tokenizer, draft
         self.name, self.batch_size = name, batch_size
-        self.encoding = {"raw": raw, "bos": bos, "template": template}
+        self.encoding: dict[str, Any] = {"raw": raw, "bos": bos, "template": dict(template or {})}
         self.ids: dict[int, list[int]] = {}
         self._steps: list[int] = [0, 0]  # how many, and the tokens they emitted
 
@@ -418,8 +423,9 @@ class ServerWriter:
             raise ValueError(f"the server must be an http:// or https:// URL, got {url!r}")
         if concurrency < 1:
             raise ValueError(f"concurrency must be at least 1, got {concurrency}")
-        self.url, self.name, self.raw = url.rstrip("/"), model, raw
-        self.template = dict(template or {})
+        self.url, self.name = url.rstrip("/"), model
+        self.raw, self.template = raw, dict(template or {})
+        self.encoding = {"raw": raw, "bos": False, "template": self.template}
         self.concurrency, self.retries, self.backoff, self.timeout = concurrency, retries, backoff, timeout
         self.api_key, self.token_ids = api_key, token_ids
         self.ids: dict[int, list[int]] = {}  # the server keeps them

@@ -7,8 +7,10 @@ the training curves. A stage that was stopped goes on where it was, but for the 
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
+import os
 import shutil
 import time
 from collections.abc import Iterable
@@ -51,6 +53,11 @@ def watched_examples(count: int) -> list[Example]:
     return list(itertools.islice(examples(WATCHED_SEED, held=True), count))
 
 
+def writer_name(target: Path) -> str:
+    """What rows call the target in this folder: answers of an older one are refused."""
+    return "demo-pair-" + hashlib.sha256((target / "model.safetensors").read_bytes()).hexdigest()[:16]
+
+
 def _lines(rows: Iterable[dict[str, str]]) -> str:
     return "".join(json.dumps(row) + "\n" for row in rows)
 
@@ -66,7 +73,10 @@ def main(
     seconds = {}
     began = time.perf_counter()
     if not (folder / "target" / "model.safetensors").exists():
-        pretrain(folder / "target", steps=target_steps)
+        unfinished = folder / ".unfinished-target"
+        shutil.rmtree(unfinished, ignore_errors=True)  # of a run that was stopped
+        pretrain(unfinished, steps=target_steps)
+        os.replace(unfinished, folder / "target")
     seconds["target"] = time.perf_counter() - began
     target = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder / "target")
@@ -80,7 +90,7 @@ def main(
         task = bar.add_task("", total=None)
         regenerate(
             load_prompts(asked),
-            LocalWriter(target, tokenizer, name="demo-pair", batch_size=128, bos=True),
+            LocalWriter(target, tokenizer, name=writer_name(folder / "target"), batch_size=128, bos=True),
             answers,
             Settings(temperatures=(0.0, 1.0), max_new_tokens=256),
             progress=lambda summary, total: bar.update(task, completed=summary.written, total=total),
