@@ -7,7 +7,7 @@ import re
 import pytest
 
 from dflash.train.demo_pair.__main__ import watched_examples, writer_name
-from dflash.train.demo_pair.evaluate import distinct_ngrams, held_out_examples, prompt_lookup_length
+from dflash.train.demo_pair.evaluate import distinct_share, held_out_examples, prompt_lookup_length
 from dflash.train.demo_pair.tasks import KINDS, Example, examples, held_out, is_right
 
 
@@ -103,7 +103,7 @@ def test_prompt_lookup_counts_accepted_tokens_and_one(prompt, answer, steps):
     assert prompt_lookup_length(prompt, answer, block_size=16) == steps
 
 
-def test_distinct_ngrams():
-    assert distinct_ngrams(list(range(20))) == 1.0
-    assert distinct_ngrams([1] * 9) == 0.5
-    assert distinct_ngrams([1, 2]) == 1.0
+def test_distinct_share():
+    assert distinct_share(list(range(20))) == 1.0
+    assert distinct_share([1] * 9) == 0.5
+    assert distinct_share([1, 2]) == 1.0

@@ -1,6 +1,7 @@
 """Features on disk are those of the target, whole or not there, and of nothing else."""
 
 import shutil
+import socket
 from types import SimpleNamespace
 
 import datasets
@@ -9,6 +10,7 @@ import safetensors.torch
 import torch
 from families import make_target
 
+from dflash.files import whole_file
 from dflash.train.features import FeatureCache, cache_features, cache_size, fingerprint
 
 TAPS = (0, 2)
@@ -44,6 +46,7 @@ def test_features_are_the_targets(target, rows, compute, tmp_path):
         target, compute, rows, TAPS, tmp_path, **SMALL, progress=lambda p: seen.append((p.rows, p.total_rows))
     )
     assert len(list(tmp_path.glob("*.safetensors"))) == 5
+    assert len({path.stat().st_mode for path in tmp_path.iterdir()}) == 1, "a shard is no more private than the index"
     assert seen[-1] == (7, 7)
     assert len(cache) == 7
     for chosen in ([1], [4, 2, 6, 0], [5, 5]):
@@ -132,10 +135,19 @@ def test_a_disk_without_room_is_said_before_any_work(target, rows, compute, tmp_
     assert not (tmp_path / "cache").exists()
 
 
+def test_hosts_that_share_a_disk_do_not_write_one_file(tmp_path, monkeypatch):
+    """Processes of two hosts may have one id."""
+    names = []
+    for host in ("one", "two"):
+        monkeypatch.setattr(socket, "gethostname", lambda host=host: host)
+        whole_file(tmp_path / "x", lambda path: (names.append(path), path.write_text("x")))
+    assert len(set(names)) == 2
+
+
 def test_a_shard_that_cannot_be_written_leaves_the_others_whole(target, rows, compute, tmp_path, monkeypatch):
     write = safetensors.torch.save_file
 
-    def full(tensors, path):
+    def full(tensors, path, metadata=None):
         if "000002" in str(path):
             path.write_bytes(b"half")
             raise OSError(28, "No space left on device")

@@ -4,6 +4,8 @@ import importlib.util
 import itertools
 import json
 import math
+from dataclasses import replace
+from pathlib import Path
 
 import datasets
 import pytest
@@ -13,6 +15,7 @@ from baseline import greedy
 from families import VOCAB, make_target
 
 import dflash
+from dflash import Drafter
 from dflash.train import TrainConfig, Trainer, draft_config, new_drafter
 from dflash.train.checkpoint import checkpoints
 from dflash.train.features import cache_features
@@ -259,6 +262,26 @@ def test_an_evaluation_without_a_prompt_is_an_error_before_any_work(target, tmp_
     assert not list(tmp_path.iterdir())
 
 
+def test_answers_are_drawn_at_the_temperature_alone(target, rows, tmp_path, monkeypatch):
+    """As dflash benchmark draws them, whatever the target's generation_config says."""
+    config = changed(eval_rows=1, eval_tokens=12, eval_temperatures=(1.0,))
+    run, generate, written = trainer(target, rows, tmp_path, config), dflash.Generator.generate, []
+
+    def keep(self, *arguments, **options):
+        out = generate(self, *arguments, **options)
+        written.append(out.sequences)
+        return out
+
+    monkeypatch.setattr(target.generation_config, "top_k", 1)
+    monkeypatch.setattr(dflash.Generator, "generate", keep)
+    run.evaluate()
+    monkeypatch.undo()
+    prompt = torch.tensor([run.prompts[0]])
+    arguments = {"max_new_tokens": 12, "temperature": 1.0, "seed": 0}
+    assert torch.equal(written[0], dflash.generate(target, None, prompt, top_k=0, top_p=1.0, **arguments))
+    assert not torch.equal(written[0], dflash.generate(target, None, prompt, top_k=1, **arguments))
+
+
 # ---------------------------------------------------------------------------------------------- resume
 
 
@@ -331,6 +354,49 @@ def test_another_run_is_not_resumed(target, rows, tmp_path):
         assert_same(weights(run), before)
 
 
+def test_a_damaged_checkpoint_is_said_and_the_one_before_it_taken(target, rows, tmp_path, capsys):
+    whole = trainer(target, rows, tmp_path)
+    whole.train()
+    folder = tmp_path / "checkpoints"
+    for name in ("step-00000006", "step-00000004"):
+        (folder / name / "trainer.pt").write_bytes(b"")
+        if name == "step-00000006":
+            resumed = trainer(target, rows, tmp_path)
+            assert resumed.resume()
+            assert resumed.step == 4
+            said = capsys.readouterr().err
+            assert "step-00000006 cannot be read; remove that folder" in said
+            assert said.endswith("; the one before it is tried\n")
+            resumed.train()
+            assert_same(weights(resumed), weights(whole))
+            (folder / name / "trainer.pt").write_bytes(b"")
+    (folder / "step-00000002" / "trainer.json").write_text("{}")
+    run = trainer(target, rows, tmp_path)
+    before, lines = weights(run), metrics(tmp_path)
+    with pytest.raises(dflash.train.CheckpointError, match="step-00000006 cannot be read"):
+        run.resume()
+    assert_same(weights(run), before)
+    assert metrics(tmp_path) == lines
+
+
+def test_metrics_are_cut_whole_or_not_at_all(target, rows, tmp_path, monkeypatch):
+    trainer(target, rows, tmp_path, changed(steps=4)).train()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "loss": 3.0}\n')
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+
+    def full(path, *_, **__):
+        path.write_bytes(b'{"st')
+        raise OSError(28, "No space left on device")
+
+    run = trainer(target, rows, tmp_path, changed(steps=4))
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="No space left"):
+        run.resume()
+    monkeypatch.undo()
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+
+
 def test_a_full_disk_ends_the_run_with_its_last_checkpoint_whole(target, rows, tmp_path, monkeypatch):
     save, saved = torch.save, []
 
@@ -355,6 +421,13 @@ def test_a_full_disk_ends_the_run_with_its_last_checkpoint_whole(target, rows, t
 
 
 # ---------------------------------------------------------------------------------------------- what it tells
+
+
+def test_an_epochs_batches_are_drawn_once_however_often_is_logged(target, rows, tmp_path, monkeypatch):
+    run, draw, drawn = trainer(target, rows, tmp_path), Batches._steps, []
+    monkeypatch.setattr(Batches, "_steps", lambda self, epoch: drawn.append(epoch) or draw(self, epoch))
+    run.train()
+    assert drawn == [0, 1], "three steps each"
 
 
 def test_a_plan_measures_and_leaves_everything_as_it_was(target, rows, tmp_path):
@@ -420,6 +493,8 @@ def test_what_does_not_fit_is_named_before_any_work(target, rows, tmp_path):
     silent = datasets.Dataset.from_list([{"input_ids": [5, 6, 7], "loss_mask": [0, 1, 0]}])
     with pytest.raises(ValueError, match="nothing to learn"):
         trainer(target, silent, tmp_path)
+    with pytest.raises(ValueError, match=r"taps layers \[0, 7\], the target has layers 0 \.\. 3"):
+        trainer(target, rows, tmp_path, drafter=Drafter(replace(draft(target).config, target_layer_ids=(0, 7))))
     context = datasets.Dataset.from_list([*rows, {"input_ids": [MASK, 5, 6], "loss_mask": [0, 1, 1]}])
     trainer(target, context, tmp_path)  # a mask token that the target read, and did not write
     with pytest.raises(ValueError, match="its hidden_size is 64, the target's is 32"):

@@ -26,16 +26,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..drafter import Drafter
+from ..files import whole_file
 from ..generate import Generator, check_config
 from ..target import Target, describe_config, sample_digest, text_config, unwrap
 from .blocks import default_gamma, make_blocks, sample_anchors
-from .checkpoint import CheckpointError, checkpoints, load_checkpoint, save_checkpoint, save_draft
+from .checkpoint import CheckpointError, checkpoints, load_checkpoint, read_progress, save_checkpoint, save_draft
 from .loss import BlockLoss, block_loss
 from .model import TargetFeatures, TrainableDrafter
 from .rows import Measured, split
 
 __all__ = ["Batches", "TrainConfig", "Trainer", "learning_rate", "make_accelerator"]
 
+_PLACE = ("step", "epoch", "place", "tokens", "seconds")  # of a run, in its checkpoints
 _TRACKERS = ("tensorboard", "trackio")
 
 
@@ -55,8 +57,8 @@ class TrainConfig:
         feature_noise: uniform noise on the features, relative to their size.
         seed: of anchors, noise, order and held-out rows.
         mixed_precision: "bf16" or "no".
-        log_every, eval_every, save_every: steps; 0 for only at the end (of eval, never).
-        eval_rows, eval_tokens, eval_temperatures: held-out prompts, new tokens each, and how they are decoded.
+        log_every, eval_every, save_every: steps between them; 0, of the last two, for only at the end.
+        eval_rows, eval_tokens, eval_temperatures: held-out prompts at most, new tokens each, and how they are decoded.
         keep: checkpoints.
     """
 
@@ -105,8 +107,7 @@ class TrainConfig:
 def learning_rate(step: int, steps: int, warmup: float, constant: float) -> float:
     """The rate of step ``step`` (from 0) as a share of the full one: a rise, a plateau, a cosine to 0.
 
-    ``warmup`` and ``constant`` are the shares of ``steps`` at which the rise and the plateau end. A cosine from the
-    start leaves small runs stuck: see docs/training.md.
+    ``warmup`` and ``constant`` are the shares of ``steps`` at which the rise and the plateau end.
     """
     rise = max(1, round(warmup * steps))
     if step < rise:
@@ -186,7 +187,7 @@ def make_accelerator(config: TrainConfig, output: str | Path, *, cpu: bool = Fal
     """
     if tracker not in (None, *_TRACKERS):
         raise ValueError(f"tracker must be {' or '.join(_TRACKERS)}, got {tracker!r}")
-    for name, extra in (("accelerate", "'dflash-engine[train]'"), (tracker, tracker)):
+    for name, extra in (("accelerate", "'.[train]'"), (tracker, tracker)):
         if name is not None and importlib.util.find_spec(name) is None:
             raise ValueError(f"this needs the {name} package: pip install {extra}")
     from accelerate import Accelerator
@@ -515,7 +516,7 @@ class Trainer:
             return
         from .progress import progress
 
-        with progress(self.steps, self.step) as show:
+        with progress(self.steps) as show:
             yield show
 
     # ------------------------------------------------------------------------------------------ checkpoints
@@ -524,37 +525,53 @@ class Trainer:
         """Write a checkpoint of this step."""
         if self.accelerator.is_main_process:
             state = {"optimizer": self.optimizer.state_dict(), "random": torch.get_rng_state()}
-            progress = {name: getattr(self, name) for name in ("step", "epoch", "place", "tokens", "seconds", "steps")}
+            progress = {name: getattr(self, name) for name in (*_PLACE, "steps")}
             progress |= {"fingerprint": self.fingerprint(), "last": self.last}
             save_checkpoint(self.output / "checkpoints", self.step, self.drafter, state, progress, self.config.keep)
         self.accelerator.wait_for_everyone()
 
     def resume(self) -> bool:
-        """Go on from the last whole checkpoint under ``output``; False if there is none.
+        """Go on from the last checkpoint under ``output`` that can be read; False if there is none at all.
 
         Raises:
-            ValueError: it is of a run with other data, another schedule or another drafter.
+            ValueError: it is of a run with another target, other data, another schedule or another drafter.
+            CheckpointError: there are checkpoints, and none can be read.
         """
+        main, damaged = self.accelerator.is_main_process, []
         found = checkpoints(self.output / "checkpoints")
-        if not found:
-            if self.accelerator.is_main_process:
+        for path in reversed(found):
+            try:
+                state, progress = self._read(path)
+                break
+            except CheckpointError as error:
+                damaged.append(error)
+                if main and path != found[0]:
+                    print(f"dflash: {error}; the one before it is tried", file=sys.stderr)
+        else:
+            if damaged:
+                raise damaged[0]
+            if main:
                 _cut(self.output / "metrics.jsonl", 0)
             return False
-        progress = json.loads((found[-1] / "trainer.json").read_text(encoding="utf-8"))
-        mine, found_in = self.fingerprint(), progress["fingerprint"]
-        other = {k: (found_in[k], v) for k, v in mine.items() if k in found_in and found_in[k] != v}
-        if other:
-            name, (theirs, ours) = next(iter(other.items()))
-            raise ValueError(f"{found[-1]} is of another run: its {name} is {theirs}, this one's is {ours}")
-        state, progress = load_checkpoint(found[-1], self.drafter)
         self.optimizer.load_state_dict(state["optimizer"])
         torch.set_rng_state(state["random"])
-        for name in ("step", "epoch", "place", "tokens", "seconds"):
+        for name in _PLACE:
             setattr(self, name, progress[name])
         self.last = progress["last"]
-        if self.accelerator.is_main_process:
+        if main:
             _cut(self.output / "metrics.jsonl", self.step)
         return True
+
+    def _read(self, path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+        """A checkpoint of this run: its state and progress; its weights are the drafter's then."""
+        progress = read_progress(path)
+        if not progress.keys() >= {*_PLACE, "fingerprint", "last"}:
+            raise CheckpointError(f"checkpoint {path} is not one of dflash train; move that folder elsewhere")
+        mine, theirs = self.fingerprint(), progress["fingerprint"]
+        for name, value in mine.items():
+            if name in theirs and theirs[name] != value:
+                raise ValueError(f"{path} is of another run: its {name} is {theirs[name]}, this one's is {value}")
+        return load_checkpoint(path, self.drafter)
 
     def fingerprint(self) -> dict[str, Any]:
         """What has to be the same for a resumed run to be the same run."""
@@ -578,7 +595,7 @@ def _cut(path: Path, step: int) -> None:
         with contextlib.suppress(ValueError):  # a line that was not written to its end
             if json.loads(line)["step"] <= step:
                 kept.append(line + "\n")
-    path.write_text("".join(kept), encoding="utf-8")
+    whole_file(path, lambda unfinished: unfinished.write_text("".join(kept), encoding="utf-8"))
 
 
 def _peak_memory() -> int:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import os
 import shutil
 import time
 from collections.abc import Iterable
@@ -19,11 +18,12 @@ from typing import Annotated
 
 import torch
 import typer
-from rich.progress import Progress, TextColumn, TimeElapsedColumn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dflash
 
+from ...files import remove_unfinished, whole_folder
+from ...progress import bars
 from ..checkpoint import save_draft
 from ..data import load_prompts, load_rows
 from ..draft import draft_config, new_drafter
@@ -73,10 +73,9 @@ def main(
     seconds = {}
     began = time.perf_counter()
     if not (folder / "target" / "model.safetensors").exists():
-        unfinished = folder / ".unfinished-target"
-        shutil.rmtree(unfinished, ignore_errors=True)  # of a run that was stopped
-        pretrain(unfinished, steps=target_steps)
-        os.replace(unfinished, folder / "target")
+        remove_unfinished(folder)  # of a run that was stopped
+        with whole_folder(folder / "target") as unfinished:
+            pretrain(unfinished, steps=target_steps)
     seconds["target"] = time.perf_counter() - began
     target = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder / "target")
@@ -86,14 +85,13 @@ def main(
     drawn = itertools.islice(examples(PROMPT_SEED, held=False), prompts)
     asked.write_text(_lines({"prompt": example.prompt} for example in drawn))
     answers = folder / "responses.jsonl"
-    with Progress(TextColumn("answers"), *Progress.get_default_columns()[1:3], TimeElapsedColumn()) as bar:
-        task = bar.add_task("", total=None)
+    with bars(["answers"]) as show:
         regenerate(
             load_prompts(asked),
             LocalWriter(target, tokenizer, name=writer_name(folder / "target"), batch_size=128, bos=True),
             answers,
             Settings(temperatures=(0.0, 1.0), max_new_tokens=256),
-            progress=lambda summary, total: bar.update(task, completed=summary.written, total=total),
+            progress=lambda summary, total: show("answers", summary.written, total),
         )
     seconds["answers"] = time.perf_counter() - began
 

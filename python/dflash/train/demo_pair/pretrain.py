@@ -15,10 +15,11 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from rich.progress import Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from ...progress import bars
+from ...prompts import plain_ids
 from .tasks import Example, examples
 
 END, MASK = 0, 1  # token ids: BOS, EOS and padding in one, and the drafter's mask, which no text contains
@@ -58,11 +59,6 @@ def build_tokenizer(seed: int = 0) -> PreTrainedTokenizerFast:
     )
 
 
-def prompt_ids(tokenizer: PreTrainedTokenizerFast, prompt: str) -> list[int]:
-    """Token ids of a prompt as the pair wants it: BOS, then the text."""
-    return [END, *tokenizer.encode(prompt, add_special_tokens=False)]
-
-
 def build_target(seed: int = 0) -> Qwen3ForCausalLM:
     """The untrained target: 6 layers, 192 wide, 3 heads of 64 and 1 K/V head, tied embeddings, 2.4 M parameters."""
     torch.manual_seed(seed)
@@ -94,7 +90,7 @@ def _batches(tokenizer: PreTrainedTokenizerFast, seed: int, size: int) -> Iterat
         rows: list[tuple[list[int], int]] = []
         drawn: list[Example] = list(itertools.islice(draw, pool))
         for example in drawn:
-            prompt = prompt_ids(tokenizer, example.prompt)
+            prompt = plain_ids(tokenizer, example.prompt, bos=True)
             rows.append(([*prompt, *tokenizer.encode(example.answer, add_special_tokens=False), END], len(prompt)))
         rows.sort(key=lambda row: len(row[0]))
         for batch in torch.randperm(16, generator=order).tolist():
@@ -137,9 +133,8 @@ def pretrain(
     schedulers = [torch.optim.lr_scheduler.LambdaLR(optimizer, rate) for optimizer in optimizers]
     folder.mkdir(parents=True, exist_ok=True)
     tokens, began, losses = 0, time.perf_counter(), []
-    columns = [*Progress.get_default_columns()[:2], TextColumn("{task.fields[loss]}"), TimeElapsedColumn()]
-    with Progress(*columns, TimeRemainingColumn()) as progress, (folder / "metrics.jsonl").open("w") as metrics:
-        bar = progress.add_task("target", total=steps, loss="")
+    text = ""
+    with bars(["target"]) as show, (folder / "metrics.jsonl").open("w") as metrics:
         for step, (ids, supervised) in zip(range(steps), _batches(tokenizer, seed + 1, batch), strict=False):
             with torch.autocast("cpu", torch.bfloat16):
                 states = model.model(input_ids=ids, use_cache=False).last_hidden_state
@@ -157,9 +152,9 @@ def pretrain(
                 mean = sum(losses) / len(losses)
                 line = {"step": step + 1, "tokens": tokens, "loss": mean, "seconds": time.perf_counter() - began}
                 print(json.dumps(line), file=metrics, flush=True)
-                progress.update(bar, loss=f"loss {mean:.3f}")
+                text = f"loss {mean:.3f}"
                 losses.clear()
-            progress.advance(bar)
+            show("target", step + 1, steps, text)
     model.eval().to(torch.bfloat16)
     model.generation_config.update(do_sample=False, eos_token_id=END, bos_token_id=END, pad_token_id=END)
     model.save_pretrained(folder)
