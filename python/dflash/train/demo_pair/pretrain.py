@@ -15,10 +15,11 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from rich.progress import Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from ...progress import bars
+from ...prompts import plain_ids
 from .tasks import examples
 
 PROMPT_WEIGHT = 0.25  # of a prompt's token in the loss: prompts repeat names too, and copying is what is hardest here
@@ -59,11 +60,6 @@ def build_tokenizer(seed: int = 0) -> PreTrainedTokenizerFast:
     )
 
 
-def prompt_ids(tokenizer: PreTrainedTokenizerFast, prompt: str) -> list[int]:
-    """Token ids of a prompt as the pair wants it: BOS, then the text."""
-    return [END, *tokenizer.encode(prompt, add_special_tokens=False)]
-
-
 def build_target(seed: int = 0) -> Qwen3ForCausalLM:
     """The untrained target: 6 layers, 192 wide, 3 heads of 64 and 1 K/V head, tied embeddings, 2.4 M parameters."""
     torch.manual_seed(seed)
@@ -97,7 +93,7 @@ def _batches(tokenizer: PreTrainedTokenizerFast, seed: int, size: int) -> Iterat
     while True:
         families: dict[str, list[tuple[list[int], int]]] = {}
         for example in itertools.islice(draw, pool * size):
-            prompt = prompt_ids(tokenizer, example.prompt)
+            prompt = plain_ids(tokenizer, example.prompt, bos=True)
             ids = [*prompt, *tokenizer.encode(example.answer, add_special_tokens=False), END]
             families.setdefault(example.kind, []).append((ids, len(prompt)))
         for rows in families.values():
@@ -145,18 +141,15 @@ def pretrain(
     schedulers = [torch.optim.lr_scheduler.LambdaLR(optimizer, rate) for optimizer in optimizers]
     folder.mkdir(parents=True, exist_ok=True)
     tokens, began, losses = 0, time.perf_counter(), []
-    columns = [*Progress.get_default_columns()[:2], TextColumn("{task.fields[loss]}"), TimeElapsedColumn()]
-    with Progress(*columns, TimeRemainingColumn()) as progress, (folder / "metrics.jsonl").open("w") as metrics:
-        bar = progress.add_task("target", total=steps, loss="")
+    text = ""
+    with bars(["target"]) as show, (folder / "metrics.jsonl").open("w") as metrics:
         for step, (ids, weights) in zip(range(steps), _batches(tokenizer, seed + 1, batch), strict=False):
             counted = weights[:, 1:] > 0
             with torch.autocast("cpu", torch.bfloat16):
                 states = model.model(input_ids=ids, use_cache=False).last_hidden_state
                 logits = model.lm_head(states[:, :-1][counted])
-            each, weight = (
-                F.cross_entropy(logits.float(), ids[:, 1:][counted], reduction="none"),
-                weights[:, 1:][counted],
-            )
+            each = F.cross_entropy(logits.float(), ids[:, 1:][counted], reduction="none")
+            weight = weights[:, 1:][counted]
             (torch.dot(each, weight) / weight.sum()).backward()
             answer = weight == 1
             losses.append(float(each.detach()[answer].mean()))
@@ -170,9 +163,9 @@ def pretrain(
                 mean = sum(losses) / len(losses)
                 line = {"step": step + 1, "tokens": tokens, "loss": mean, "seconds": time.perf_counter() - began}
                 print(json.dumps(line), file=metrics, flush=True)
-                progress.update(bar, loss=f"loss {mean:.3f}")
+                text = f"loss {mean:.3f}"
                 losses.clear()
-            progress.advance(bar)
+            show("target", step + 1, steps, text)
     model.eval().to(torch.bfloat16)
     model.generation_config.update(do_sample=False, eos_token_id=END, bos_token_id=END, pad_token_id=END)
     model.save_pretrained(folder)
