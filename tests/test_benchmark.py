@@ -94,21 +94,22 @@ def test_a_hub_out_of_reach_is_one_line(monkeypatch):
     with pytest.raises(ValueError, match=r"openai/gsm8k could not be loaded \(no route\); --data DIR reads gsm8k_test"):
         module.load_prompts("gsm8k")
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ValueError, match=r"pip install 'dflash-engine\[bench\]'; --data DIR reads HumanEval"):
+    with pytest.raises(ValueError, match=r"pip install '\.\[bench\]'; --data DIR reads HumanEval"):
         module.load_prompts("humaneval")
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"prompt": "a"}\n\n{"prompt": \n', r"x\.jsonl, line 3 is not JSON"),
-        ('{"prompt": "a"}\n["b"]\n', r"x\.jsonl, line 2 must be an object, got list"),
-        ('{"text": "a"}\n', r"x\.jsonl, line 1 must have turns, prompt or question: .*; it has \['text'\]"),
-        ('{"turns": []}\n', r"x\.jsonl, line 1 must have turns"),
-        ('{"prompt": ""}\n', r"x\.jsonl, line 1 must have turns"),
-        ('{"turns": ["a", 1]}\n', r"x\.jsonl, line 1 must have turns"),
+        ('{"prompt": "a"}\n\n{"prompt": \n', r"x\.jsonl, line 3: not JSON"),
+        ('{"prompt": "a"}\n["b"]\n', r"x\.jsonl, line 2: must be a JSON object, got list"),
+        ('{"text": "a"}\n', r"x\.jsonl, line 1: a prompt needs prompt, messages, question or turns, got text"),
+        ('{"turns": []}\n', r"x\.jsonl, line 1: turns must be text that is not empty, or a list of such, got \[\]"),
+        ('{"prompt": ""}\n', r"x\.jsonl, line 1: prompt must be text that is not empty"),
+        ('{"turns": ["a", 1]}\n', r"x\.jsonl, line 1: turns must be text that is not empty"),
+        ('{"messages": [{"role": "user"}]}\n', r"x\.jsonl, line 1: message 1 must have role and content"),
         ("\n", r"x\.jsonl' has no prompts"),
-        (b"\xff\xfe\n", r"x\.jsonl is not a file of JSON lines"),
+        (b"\xff\xfe\n", r"x\.jsonl: not UTF-8 text after line 0"),
     ],
 )
 def test_a_file_that_is_wrong_is_named_with_its_line(tmp_path, text, message):
@@ -118,10 +119,22 @@ def test_a_file_that_is_wrong_is_named_with_its_line(tmp_path, text, message):
         module.load_prompts(str(path))
 
 
+def test_conversations_are_asked_behind_what_was_said(tmp_path):
+    said = [{"role": "system", "content": "w7"}, {"role": "user", "content": "w8"}]
+    path = write(tmp_path / "x.jsonl", {"messages": [*said, {"role": "assistant", "content": "w9"}]}, {"prompt": said})
+    for prompt in module.load_prompts(path):
+        assert (prompt.turns, prompt.history) == (("w8",), (said[0],))
+    said[0]["role"] = "assistant"
+    tokenizer = word_tokenizer(chat_template=CHAT_TEMPLATE)
+    assert module.encode(tokenizer, ["w8"], module.Settings(), said[:1]) == [92, 7, 91, 8, 92]
+    with pytest.raises(ValueError, match="--raw continues a text, and a prompt is a conversation"):
+        module.encode(tokenizer, ["w8"], module.Settings(raw=True), said[:1])
+
+
 def test_a_file_that_only_pretends_to_be_gzipped(tmp_path):
     path = tmp_path / "x.jsonl.gz"
     path.write_text('{"prompt": "a"}\n')
-    with pytest.raises(ValueError, match="is not a file of JSON lines"):
+    with pytest.raises(ValueError, match=r"x\.jsonl\.gz: not a whole gzip file after line 0"):
         module.load_prompts(str(path))
 
 
@@ -347,7 +360,7 @@ def test_the_plot_is_a_png(run, tiny, three, tmp_path):
 
 def test_a_plot_that_cannot_be_drawn_is_refused_before_any_work(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ValueError, match=r"--plot needs matplotlib: pip install 'dflash-engine\[bench\]'"):
+    with pytest.raises(ValueError, match=r"--plot needs matplotlib: pip install '\.\[bench\]'"):
         module.check_plot(tmp_path / "plot.png")
     with pytest.raises(ValueError, match=r"--plot writes a \.png"):
         module.check_plot(tmp_path / "plot.svg")

@@ -131,6 +131,26 @@ def test_the_pair_is_loaded_in_float32_and_silently(tiny, capfd):
     assert capfd.readouterr().err == ""
 
 
+def test_each_goes_first_in_turn_after_a_warm_up_at_both_lengths(tiny, monkeypatch):
+    target, draft, tokenizer = dflash.demo_pair(tiny)
+    asked, generate, theirs = [], dflash.Generator.generate, target.generate
+
+    def ours(self, ids, **arguments):
+        asked.append(("one-token" if self.draft is None else "dflash", ids.shape[1]))
+        return generate(self, ids, **arguments)
+
+    def transformers(ids, **arguments):
+        asked.append(("transformers", ids.shape[1]))
+        return theirs(ids, **arguments)
+
+    monkeypatch.setattr(demo.Generator, "generate", ours)
+    monkeypatch.setattr(target, "generate", transformers)
+    demo.measure(target, draft, tokenizer, demo.demo_prompts(tiny), max_new_tokens=4)
+    runners = {name for name, _ in asked}
+    assert set(asked[:6]) == {(name, length) for name in runners for length in (3, 4)}
+    assert {name for name, _ in asked[6::3]} == runners
+
+
 def test_transformers_generate_leaves_the_random_numbers_alone(tiny):
     target, draft, tokenizer = dflash.demo_pair(tiny)
     before = torch.random.get_rng_state()

@@ -6,7 +6,8 @@ import re
 
 import pytest
 
-from dflash.train.demo_pair.evaluate import distinct_ngrams, held_out_examples, prompt_lookup_length
+from dflash.train.demo_pair.__main__ import watched_examples, writer_name
+from dflash.train.demo_pair.evaluate import distinct_share, held_out_examples, prompt_lookup_length
 from dflash.train.demo_pair.tasks import KINDS, Example, examples, held_out, is_right
 
 
@@ -22,6 +23,21 @@ def test_training_never_draws_a_held_out_prompt():
     assert not held & seen
     # Held-out prompts are a fixed share of all, not an exhausted corner.
     assert {example.kind for example in held_out_examples(60)} == set(KINDS)
+
+
+def test_prompts_watched_in_training_are_held_out_and_not_those_of_the_evaluation():
+    watched = [example.prompt for example in watched_examples(24)]
+    assert len(set(watched)) == 24
+    assert all(map(held_out, watched))
+    assert not set(watched) & {example.prompt for example in held_out_examples(192)}
+
+
+def test_answers_of_an_older_target_are_not_those_of_this_one(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"one")
+    before = writer_name(tmp_path)
+    assert writer_name(tmp_path) == before
+    (tmp_path / "model.safetensors").write_bytes(b"two")
+    assert writer_name(tmp_path) != before
 
 
 def test_draws_are_a_function_of_the_seed():
@@ -87,7 +103,7 @@ def test_prompt_lookup_counts_accepted_tokens_and_one(prompt, answer, steps):
     assert prompt_lookup_length(prompt, answer, block_size=16) == steps
 
 
-def test_distinct_ngrams():
-    assert distinct_ngrams(list(range(20))) == 1.0
-    assert distinct_ngrams([1] * 9) == 0.5
-    assert distinct_ngrams([1, 2]) == 1.0
+def test_distinct_share():
+    assert distinct_share(list(range(20))) == 1.0
+    assert distinct_share([1] * 9) == 0.5
+    assert distinct_share([1, 2]) == 1.0

@@ -37,6 +37,8 @@ def test_there_and_back(tmp_path, variant):
     export(tmp_path / "speculators", tmp_path / "published", "published")
     for folder in ("speculators", "published"):
         assert same(dflash.load_draft(tmp_path / folder), drafter)
+    modes = {path.stat().st_mode for path in (tmp_path / "speculators").iterdir()}
+    assert len(modes) == 1, "who may read one file may read the other"
     config = read(tmp_path / "published")
     assert config["architectures"] == ["DFlashDraftModel"]
     assert config["dflash_config"]["target_layer_ids"] == list(drafter.config.target_layer_ids)

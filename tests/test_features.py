@@ -1,6 +1,7 @@
 """Features on disk are those of the target, whole or not there, and of nothing else."""
 
 import shutil
+import socket
 from types import SimpleNamespace
 
 import datasets
@@ -9,6 +10,7 @@ import safetensors.torch
 import torch
 from families import make_target
 
+from dflash.files import whole_file
 from dflash.train.features import FeatureCache, cache_features, cache_size, fingerprint
 
 TAPS = (0, 2)
@@ -44,6 +46,7 @@ def test_features_are_the_targets(target, rows, compute, tmp_path):
         target, compute, rows, TAPS, tmp_path, **SMALL, progress=lambda p: seen.append((p.rows, p.total_rows))
     )
     assert len(list(tmp_path.glob("*.safetensors"))) == 5
+    assert len({path.stat().st_mode for path in tmp_path.iterdir()}) == 1, "a shard is no more private than the index"
     assert seen[-1] == (7, 7)
     assert len(cache) == 7
     for chosen in ([1], [4, 2, 6, 0], [5, 5]):
@@ -97,11 +100,14 @@ def test_a_cache_of_something_else_is_refused(target, rows, compute, tmp_path):
     with torch.no_grad():
         other.get_input_embeddings().weight[3, 5] += 1e-3
     other_rope = make_target("qwen3", rope_parameters={"rope_type": "default", "rope_theta": 5e5})
+    other_scale = make_target("qwen3")  # the same weights, computed with otherwise
+    other_scale.config.attention_bias = True
     other_rows = rows.select([1, 0, 2, 3, 4, 5, 6])
     compute.rows = 0
     for changed, message in (
         ((other, compute, rows, TAPS), "another target's"),
         ((other_rope, compute, rows, TAPS), "another target's"),
+        ((other_scale, compute, rows, TAPS), "another target's"),
         ((target, compute, other_rows, TAPS), "of other rows"),
         ((target, compute, rows, (2, 0)), r"target_layer_ids \[0, 2\], not \[2, 0\]"),
     ):
@@ -110,6 +116,9 @@ def test_a_cache_of_something_else_is_refused(target, rows, compute, tmp_path):
     with pytest.raises(ValueError, match="dtype float32, not bfloat16"):
         FeatureCache(tmp_path, fingerprint(target, rows, TAPS, torch.bfloat16))
     assert compute.rows == 0
+    renamed = make_target("qwen3")
+    renamed.config._name_or_path, renamed.config.eos_token_id, renamed.config.use_cache = "elsewhere", 5, False
+    assert fingerprint(renamed, rows, TAPS, torch.float32) == cache.fingerprint
     assert FeatureCache(tmp_path, cache.fingerprint).target_layer_ids == TAPS
     with pytest.raises(FileNotFoundError, match="is no cache of features"):
         FeatureCache(tmp_path / "none")
@@ -126,10 +135,19 @@ def test_a_disk_without_room_is_said_before_any_work(target, rows, compute, tmp_
     assert not (tmp_path / "cache").exists()
 
 
+def test_hosts_that_share_a_disk_do_not_write_one_file(tmp_path, monkeypatch):
+    """Processes of two hosts may have one id."""
+    names = []
+    for host in ("one", "two"):
+        monkeypatch.setattr(socket, "gethostname", lambda host=host: host)
+        whole_file(tmp_path / "x", lambda path: (names.append(path), path.write_text("x")))
+    assert len(set(names)) == 2
+
+
 def test_a_shard_that_cannot_be_written_leaves_the_others_whole(target, rows, compute, tmp_path, monkeypatch):
     write = safetensors.torch.save_file
 
-    def full(tensors, path):
+    def full(tensors, path, metadata=None):
         if "000002" in str(path):
             path.write_bytes(b"half")
             raise OSError(28, "No space left on device")

@@ -1,6 +1,7 @@
 """Responses written by the target: the same whoever is in the batch, and whenever the run was stopped."""
 
 import json
+import socket
 import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -13,7 +14,7 @@ from tiny_tokenizers import spoken
 import dflash
 from dflash import cli
 from dflash.train.data import load_prompts, load_rows, prompt_ids
-from dflash.train.regenerate import LocalWriter, ServerWriter, Settings, regenerate
+from dflash.train.regenerate import LocalWriter, ServerWriter, Settings, jobs, regenerate
 
 PROMPTS = ["w7 w8", "w9 w10 w11 w12 w13 w14", "w15", "w16 w17 w18", "w19 w20 w21 w22"]
 
@@ -115,10 +116,23 @@ def test_a_file_of_another_run_is_refused_and_left_alone(target, prompts, tmp_pa
         (few, writer, Settings(max_new_tokens=4, seed=4), "was written with seed"),
         (few, writer, Settings((1.0,), max_new_tokens=4, seed=3), r"was written with temperature 0\.0, now it is 1\.0"),
         (few, writer, Settings(max_new_tokens=4, seed=3, top_k=5), "was written with top_k None, now it is 5"),
+        (few, writer, Settings(max_new_tokens=5, seed=3), "was written with max_new_tokens 4, now it is 5"),
         (few, LocalWriter(target, spoken(), name="big"), made, "was written with model 'tiny', now it is 'big'"),
         (
             few,
             LocalWriter(target, spoken(), name="tiny", raw=True),
+            made,
+            "was written with raw None, now it is True",
+        ),
+        (
+            few,
+            LocalWriter(target, spoken(), name="tiny", template={"thinking": False}),
+            made,
+            "was written with template None, now it is {'thinking': False}",
+        ),
+        (
+            few,
+            LocalWriter(target, spoken("<user> {{ messages[0].content }}"), name="tiny"),
             made,
             r"was asked with other tokens than line \d's",
         ),
@@ -140,12 +154,34 @@ def test_nothing_is_written_for_prompts_that_do_not_fit(target, prompts, tmp_pat
     writer = LocalWriter(target, spoken(), name="tiny", raw=True)
     with pytest.raises(ValueError, match=r"line 2 has 6 tokens: with 507 new ones it passes the target's 512"):
         regenerate(load_prompts(prompts), writer, out, Settings(max_new_tokens=507))
+    assert not out.exists()
     chat = [{"line": 4, "messages": [{"role": "user", "content": "w7"}]}]
     with pytest.raises(ValueError, match="line 4: messages need a chat template"):
         regenerate(chat, LocalWriter(target, spoken(None)), out)
     with pytest.raises(ValueError, match="there is no folder"):
         regenerate(load_prompts(prompts), writer, tmp_path / "no" / "out.jsonl", Settings(max_new_tokens=4))
     assert not out.exists()
+
+
+def test_long_prompts_are_left_out_and_counted(target, tmp_path, server):
+    some = [{"line": 1, "prompt": "w7"}, {"line": 2, "prompt": " ".join(["w8"] * 506)}, {"line": 3, "prompt": "w9"}]
+    writer = LocalWriter(target, spoken(), raw=True, skip_long=True)
+    summary = regenerate(some, writer, tmp_path / "ours.jsonl", Settings((0.0, 1.0), max_new_tokens=8))
+    assert (summary.written, summary.skipped) == (4, 1)
+    assert {line for line, _ in rows_of(tmp_path / "ours.jsonl")} == {1, 3}
+    long = "This model's maximum context length is 512 tokens, however you requested 514"
+    for skip_long in (True, False):
+        server.refused = {some[1]["prompt"]: (400, long)}
+        served = ServerWriter(server.url, "served", raw=True, skip_long=skip_long)
+        if skip_long:
+            summary = regenerate(some, served, tmp_path / "theirs.jsonl")
+            assert (summary.written, summary.skipped) == (2, 1)
+        else:
+            with pytest.raises(ValueError, match="refused the prompt on line 2: status 400: This model's maximum"):
+                regenerate(some, served, tmp_path / "refused.jsonl")
+    server.refused = {some[1]["prompt"]: (400, "no such model")}
+    with pytest.raises(ValueError, match="no such model"):
+        regenerate(some, ServerWriter(server.url, "x", raw=True, skip_long=True), tmp_path / "other.jsonl")
 
 
 @pytest.mark.parametrize(
@@ -172,6 +208,9 @@ class Server:
     def __init__(self) -> None:
         self.requests: list[tuple[str, dict, str | None]] = []
         self.failures: list[tuple[int, str]] = []  # answered first, one a request
+        self.refused: dict[str, tuple[int, str]] = {}  # always, by prompt
+        self.hangs: set[str] = set()  # prompts that are answered once `released` is set
+        self.released = threading.Event()
         self.message: dict = {}
         self.reply: bytes | None = None
         self.lock = threading.Lock()
@@ -183,6 +222,9 @@ class Server:
                 with outer.lock:
                     outer.requests.append((self.path, body, self.headers["Authorization"]))
                     status, content = outer.failures.pop(0) if outer.failures else (200, None)
+                status, content = outer.refused.get(body.get("prompt"), (status, content))
+                if body.get("prompt") in outer.hangs:
+                    outer.released.wait(30)
                 content = content.encode() if content is not None else outer.reply or outer.answer(self.path, body)
                 self.send_response(status)
                 self.send_header("Content-Length", str(len(content)))
@@ -245,6 +287,24 @@ def test_a_server_answers(server, prompts, tmp_path):
     assert {(path, key) for path, _, key in server.requests} == {("/v1/chat/completions", "Bearer secret")}
 
 
+def test_a_servers_answers_are_read_as_they_were_asked_for(server, prompts, tmp_path):
+    template = (
+        "{% for m in messages %}<{{ m.role }}> {{ m.content }} <end> {% endfor %}{% if add_generation_prompt %}"
+        "<assistant> {% if not thinking | default(true) %}w90 {% endif %}{% endif %}"
+    )
+    raw, short = tmp_path / "raw.jsonl", tmp_path / "short.jsonl"
+    few = load_prompts(prompts)[:1]
+    regenerate(few, ServerWriter(server.url, "served", raw=True), raw)
+    assert load_rows(raw, spoken(template), 32)["input_ids"][0][:2] == [7, 8]
+    regenerate(few, ServerWriter(server.url, "served", template={"thinking": False}), short)
+    asked = prompt_ids(spoken(template), few[0], template={"thinking": False})
+    assert load_rows(short, spoken(template), 32)["input_ids"][0][: len(asked)] == asked
+    with pytest.raises(ValueError, match=r"line 1: was asked with template .*'thinking': False.*, and is to be read"):
+        load_rows(short, spoken(template), 32, template={"thinking": True})
+    with pytest.raises(ValueError, match=r"raw\.jsonl, line 1: was written with raw True, now it is None"):
+        regenerate(few, ServerWriter(server.url, "served"), raw)
+
+
 def test_a_server_completes_raw_prompts_and_tells_ids(server, prompts, tmp_path):
     writer = ServerWriter(server.url, "served", raw=True, token_ids=True)
     regenerate(load_prompts(prompts), writer, tmp_path / "raw.jsonl")
@@ -294,11 +354,31 @@ def test_answers_that_are_none(server, prompts, tmp_path, reply, message):
     assert not (tmp_path / "out.jsonl").exists()
 
 
-def test_a_server_that_is_not_there(server, prompts, tmp_path):
-    server.http.socket.close()
-    writer = ServerWriter(server.url, "served", retries=1, backoff=0.01)
-    with pytest.raises(ValueError, match=r"did not answer the prompt on line \d in 2 tries"):
-        regenerate(load_prompts(prompts), writer, tmp_path / "out.jsonl")
+def test_a_run_that_is_stopped_does_not_wait_for_the_server(server, prompts):
+    server.hangs = {PROMPTS[1]}
+    writer, settings = ServerWriter(server.url, "served", raw=True), Settings()
+    groups = writer.answers(jobs(load_prompts(prompts), settings), settings)
+    answered = list(next(groups))
+    while len(answered) < 4:
+        answered += next(groups)
+    groups.close()  # as Ctrl-C does
+    waiting = [thread for thread in threading.enumerate() if thread.name == "dflash-request"]
+    for thread in waiting:
+        thread.join(0.1)  # those that have answered
+    waiting = [thread for thread in waiting if thread.is_alive()]
+    assert len(waiting) == 1, "the request that hangs is under way still"
+    assert waiting[0].daemon, "and does not keep the process"
+    server.released.set()
+    waiting[0].join(30)
+    assert not waiting[0].is_alive()
+
+
+def test_a_server_that_is_not_there(prompts, tmp_path):
+    with socket.socket() as taken:  # bound and not listening: nobody else answers there
+        taken.bind(("127.0.0.1", 0))
+        writer = ServerWriter(f"http://127.0.0.1:{taken.getsockname()[1]}/v1", "served", retries=1, backoff=0.01)
+        with pytest.raises(ValueError, match=r"did not answer the prompt on line \d in 2 tries"):
+            regenerate(load_prompts(prompts), writer, tmp_path / "out.jsonl")
     with pytest.raises(ValueError, match="must be an http:// or https:// URL"):
         ServerWriter("localhost:8000", "served")
 

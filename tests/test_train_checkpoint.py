@@ -152,6 +152,25 @@ def test_a_full_disk_leaves_the_draft_that_was_there(tmp_path, monkeypatch):
     assert files(tmp_path) == before
 
 
+def test_a_copy_that_someone_keeps_beside_is_left_alone(tmp_path):
+    kept = checkpoint(tmp_path, 2, random_drafter()).rename(tmp_path / "step-00000002-best")
+    checkpoint(tmp_path, 4, random_drafter(), keep=1)
+    checkpoint(tmp_path, 6, random_drafter(), keep=1)
+    assert [path.name for path in checkpoints(tmp_path)] == ["step-00000006"]
+    assert (kept / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("name", ["trainer.pt", "trainer.json", "model.safetensors"])
+@pytest.mark.parametrize("content", [b"", b"half"])
+def test_a_damaged_checkpoint_is_named_and_changes_nothing(name, content, tmp_path):
+    path = checkpoint(tmp_path, 2, random_drafter(seed=2))
+    (path / name).write_bytes(content)
+    drafter = random_drafter(seed=0)
+    with pytest.raises(CheckpointError, match="step-00000002 cannot be read; remove that folder to do without it: "):
+        load_checkpoint(path, drafter)
+    assert torch.equal(drafter.fc.weight, random_drafter(seed=0).fc.weight)
+
+
 def test_what_a_killed_run_left_does_not_count_and_goes(tmp_path):
     checkpoint(tmp_path, 2, random_drafter())
     left = tmp_path / ".unfinished-00000004"

@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import shutil
 import socket
 import subprocess
@@ -16,7 +17,8 @@ from families import VOCAB, make_config, make_target
 from safetensors.torch import load_file
 from tiny_tokenizers import spoken
 
-import dflash
+import dflash.shell
+import dflash.train.command
 
 MASK = 2
 ROOT = Path(__file__).parents[1]
@@ -283,6 +285,7 @@ def test_bad_data_is_one_line_and_exit_code_2(run, arguments, file, content, mes
     [
         ({"model": "./nowhere"}, "no folder './nowhere', and it is not a hub id"),
         ({"layers": 0}, "the drafter's layers must be at least 1, got 0"),
+        ({"intermediate_size": 0}, "the drafter's intermediate size must be at least 1, got 0"),
         ({"taps": "0,9"}, "target_layer_ids must be layers of the target, 0 .. 3, got [0, 9]"),
         ({"taps": "0;1"}, "--taps must be numbers between commas, got '0;1'"),
         ({"mask_token_id": 97}, "mask_token_id must be one of the target's embedding rows, 0 .. 96, got 97"),
@@ -299,6 +302,27 @@ def test_bad_data_is_one_line_and_exit_code_2(run, arguments, file, content, mes
 )
 def test_a_mistake_is_one_line_and_exit_code_2(run, arguments, change, message, tmp_path):
     assert_refused(run(*arguments(**change)), message, tmp_path)
+
+
+def test_the_module_ends_as_the_command_does(arguments, monkeypatch, capsys):
+    def call(*extra: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["dflash.train", *arguments(layers=0), *extra])
+        with pytest.raises(SystemExit) as exit:
+            runpy.run_module("dflash.train", run_name="__main__")
+        return exit.value.code
+
+    assert call() == 2
+    assert capsys.readouterr().err == "dflash: the drafter's layers must be at least 1, got 0\n"
+    with pytest.raises(ValueError, match="layers must be at least 1"):
+        call("--debug")
+    dflash.shell.set_debug(False)
+    monkeypatch.setattr(dflash.train.command, "_drafter", interrupted)
+    assert call() == 130
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def interrupted(*_):
+    raise KeyboardInterrupt
 
 
 def test_a_refused_target_is_named_before_its_weights_are_loaded(run, arguments, model, tmp_path):

@@ -6,6 +6,7 @@ import json
 import datasets
 import pytest
 from tiny_tokenizers import spoken
+from tokenizers.processors import TemplateProcessing
 
 from dflash.train.data import load_prompts, load_rows, prompt_ids
 
@@ -140,6 +141,44 @@ def test_arguments_of_the_chat_template(jsonl):
         load_rows(said, spoken("{{ raise_exception('no such role') }}"), 32)
 
 
+def test_the_stop_token_is_the_one_that_the_target_writes(jsonl):
+    """Of several in its generation_config, or the special token with which the template closes a turn."""
+    row = {"prompt": "w7", "response": "w9"}
+    closing = "{% for m in messages %}<{{ m.role }}> {{ m.content }} <line> {% endfor %}"
+    closing += "{% if add_generation_prompt %}<assistant> {% endif %}"
+    asked = [USER, 7, LINE, ASSISTANT]
+    assert only(jsonl(row), spoken(closing)) == ([*asked, 9, LINE], [0, 0, 0, 0, 1, 1])
+    listed = closing.replace("<line>", "w20")
+    asked = [USER, 7, 20, ASSISTANT]
+    assert only(jsonl(row), spoken(listed), stop_token_ids=[END, 20]) == ([*asked, 9, 20], [0, 0, 0, 0, 1, 1])
+    messages = [{"role": "user", "content": "w7"}, {"role": "assistant", "content": "w9"}]
+    assert only(jsonl({"messages": messages}), spoken(closing))[1] == [0, 0, 0, 0, 1, 1]
+    # A template that asks with more than it keeps closes the answer all the same.
+    thinking = closing.replace("<assistant> {% endif", "<assistant> w90 {% endif")
+    assert only(jsonl(row), spoken(thinking)) == ([USER, 7, LINE, ASSISTANT, 90, 9, LINE], [0] * 5 + [1, 1])
+
+
+def marked(*, bos: bool = False, eos: bool = False):
+    """A tokenizer that puts its BOS token before a text, or its EOS token behind it, by itself."""
+    tokenizer = spoken(None)
+    single = ["<bos>"] * bos + ["$A"] + ["<end>"] * eos
+    marks = [("<bos>", BOS)] * bos + [("<end>", END)] * eos
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=" ".join(single), special_tokens=marks)
+    return tokenizer
+
+
+def test_bos_and_eos_come_once(jsonl):
+    for bos in (False, True):
+        assert prompt_ids(marked(bos=True), {"prompt": "w7"}, raw=True, bos=bos) == [BOS, 7]
+        assert only(jsonl({"text": "w7 w8"}), marked(bos=True), bos=bos)[0] == [BOS, 7, 8, END]
+    assert only(jsonl({"text": "w7 w8"}), marked(eos=True))[0] == [7, 8, END]
+    without = spoken(None)
+    without.bos_token = None
+    for row in ({"text": "w7 w8"}, {"prompt": "w7", "response": "w8"}):
+        with pytest.raises(ValueError, match="line 1: --bos: this tokenizer has no BOS token"):
+            load_rows(jsonl(row), without, 8, bos=True)
+
+
 def test_plain_text_comes_in_pieces(jsonl, tmp_path):
     tokenizer = spoken(None)
     text = tmp_path / "book.txt"
@@ -200,6 +239,12 @@ def test_what_is_wrong_with_a_source_is_said(jsonl, tmp_path):
         latin.write_bytes('{"prompt": "é"}'.encode("latin-1"))
         with pytest.raises(ValueError, match=r"latin\.jsonl: not UTF-8"):
             load(latin)
+        packed = gzip.compress(b'{"prompt": "w7", "response": "w8"}\n' * 1000)
+        broken = tmp_path / "broken.jsonl.gz"
+        for content in (packed[:-20], packed[:30] + bytes(8) + packed[38:], packed[:12] + b"\xff" * 20):
+            broken.write_bytes(content)
+            with pytest.raises(ValueError, match=r"broken\.jsonl\.gz: not a whole gzip file after line \d+"):
+                load(broken)
     with pytest.raises(ValueError, match="line 1: messages need a chat template, and this tokenizer has none"):
         load_rows(jsonl({"messages": [{"role": "assistant", "content": "w7"}]}), spoken(None), 32)
     with pytest.raises(ValueError, match="max_length must be an integer of at least 2, got 1"):

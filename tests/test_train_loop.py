@@ -4,6 +4,8 @@ import importlib.util
 import itertools
 import json
 import math
+from dataclasses import replace
+from pathlib import Path
 
 import datasets
 import pytest
@@ -13,6 +15,7 @@ from baseline import greedy
 from families import VOCAB, make_target
 
 import dflash
+from dflash import Drafter
 from dflash.train import TrainConfig, Trainer, draft_config, new_drafter
 from dflash.train.checkpoint import checkpoints
 from dflash.train.features import cache_features
@@ -125,11 +128,12 @@ def test_the_rate_rises_stays_and_falls():
 
 def test_a_drafter_learns_a_handful_of_sequences_by_heart(target, rows, tmp_path):
     config = changed(
-        steps=90, anchors=16, batch_tokens=300, learning_rate=6e-3, log_every=90, save_every=0, eval_rows=6,
-        eval_tokens=33, feature_noise=0.02,
+        steps=90, anchors=16, batch_tokens=300, learning_rate=6e-3, log_every=90, save_every=0, eval_tokens=33,
+        feature_noise=0.02,
     )  # fmt: skip
     rows = rows.select(range(6))
-    run = trainer(target, rows, tmp_path, config, heldout=rows)
+    run = trainer(target, rows, tmp_path, config)
+    run.prompts = [row["input_ids"][: row["loss_mask"].index(1)] for row in rows]  # by heart, so nothing held out
     before = run.evaluate()["acceptance_length"]
     last = run.train()
     assert before < 1.5
@@ -149,12 +153,13 @@ def test_a_drafter_learns_a_handful_of_sequences_by_heart(target, rows, tmp_path
 def test_any_family_and_dtype_takes_a_step(family, tmp_path):
     """A target in bfloat16, with and without mixed precision, and one that scales its embeddings."""
     other = make_target(family, dtype=torch.bfloat16)
-    ids = torch.randint(2, VOCAB, (3, 30), generator=torch.Generator().manual_seed(0)).tolist()
+    ids = torch.randint(2, VOCAB, (5, 30), generator=torch.Generator().manual_seed(0)).tolist()
     some = datasets.Dataset.from_list([{"input_ids": row, "loss_mask": [0] * 5 + [1] * 25} for row in ids])
+    some, held = some.select(range(3)), some.select(range(3, 5))
     for precision in ("no", "bf16"):
         AcceleratorState._reset_state(reset_partial_state=True)
         config = changed(steps=2, mixed_precision=precision, eval_rows=2, eval_tokens=4, eval_temperatures=(0.0, 1.0))
-        last = trainer(other, some, tmp_path / precision, config, heldout=some).train()
+        last = trainer(other, some, tmp_path / precision, config, heldout=held).train()
         assert math.isfinite(last["loss"])
         assert last["acceptance_length"] >= 1
         assert last["acceptance_length_t1"] >= 1
@@ -194,6 +199,87 @@ class _NoForward:
 
     def __init__(self, online):
         self.embedding_weight, self.head = online.embedding_weight, online.head
+
+
+# ---------------------------------------------------------------------------------------------- held-out prompts
+
+
+def answered(prompts, samples: int = 2, length: int = 12) -> datasets.Dataset:
+    """``samples`` different answers to each of ``prompts``, one prompt after the other."""
+    generator = torch.Generator().manual_seed(1)
+    answers = torch.randint(2, VOCAB, (len(prompts) * samples, length), generator=generator).tolist()
+    asked = [prompt for prompt in prompts for _ in range(samples)]
+    return datasets.Dataset.from_list(
+        [
+            {"input_ids": [*prompt, *answer], "loss_mask": [0] * len(prompt) + [1] * length}
+            for prompt, answer in zip(asked, answers, strict=True)
+        ]
+    )
+
+
+PROMPTS = [[5 + i, 6, 7 + i] for i in range(30)]
+
+
+def trained_prompts(run: Trainer) -> set[tuple[int, ...]]:
+    return {tuple(run.rows[i]["input_ids"][: run.rows[i]["loss_mask"].index(1)]) for i in run.index}
+
+
+def test_no_answer_to_a_held_out_prompt_is_trained_on(target, tmp_path, capsys):
+    run = Trainer(target, draft(target), answered(PROMPTS), changed(steps=1, eval_rows=2, eval_tokens=4), tmp_path)
+    assert len(run.prompts) == 2
+    assert not trained_prompts(run) & set(map(tuple, run.prompts))
+    assert len(run.index) == 56
+    run.train()
+    assert "2 held-out prompts are answered, 4 rows of held-out prompts are not trained on" in capsys.readouterr().err
+
+
+def test_rows_that_share_a_prompt_with_the_held_out_rows_are_left_out(target, tmp_path):
+    config = changed(eval_rows=2, eval_tokens=4)
+    run = trainer(target, answered(PROMPTS), tmp_path, config, heldout=answered(PROMPTS[3:6], samples=3))
+    assert run.prompts == PROMPTS[3:5], "each prompt is asked once, however many answers it has"
+    assert not trained_prompts(run) & set(map(tuple, PROMPTS[3:6]))
+    assert len(run.index) == 54
+    with pytest.raises(ValueError, match="every row answers a held-out prompt"):
+        trainer(target, answered(PROMPTS[:4]), tmp_path, config, heldout=answered(PROMPTS[:4]))
+
+
+def test_little_data_and_plain_text_are_evaluated_too(target, rows, tmp_path):
+    config = changed(steps=1, eval_rows=4, eval_tokens=4)
+    few = trainer(target, rows.select(range(3)), tmp_path / "few", config)
+    assert (len(few.prompts), len(few.index)) == (1, 2)
+    text = rows.map(lambda row: {"loss_mask": [1] * len(row["input_ids"])})
+    run = trainer(target, text, tmp_path / "text", config)
+    assert run.prompts[0] in [row["input_ids"][: len(row["input_ids"]) // 2] for row in text]
+    assert run.train()["acceptance_length"] >= 1
+
+
+def test_an_evaluation_without_a_prompt_is_an_error_before_any_work(target, tmp_path):
+    config = changed(eval_rows=4, eval_tokens=4)
+    with pytest.raises(ValueError, match="none of 1 different prompts can be held out"):
+        trainer(target, answered(PROMPTS[:1], samples=8), tmp_path, config)
+    with pytest.raises(ValueError, match="eval_tokens must be at least 2, got 1"):
+        changed(eval_tokens=1)
+    assert not list(tmp_path.iterdir())
+
+
+def test_answers_are_drawn_at_the_temperature_alone(target, rows, tmp_path, monkeypatch):
+    """As dflash benchmark draws them, whatever the target's generation_config says."""
+    config = changed(eval_rows=1, eval_tokens=12, eval_temperatures=(1.0,))
+    run, generate, written = trainer(target, rows, tmp_path, config), dflash.Generator.generate, []
+
+    def keep(self, *arguments, **options):
+        out = generate(self, *arguments, **options)
+        written.append(out.sequences)
+        return out
+
+    monkeypatch.setattr(target.generation_config, "top_k", 1)
+    monkeypatch.setattr(dflash.Generator, "generate", keep)
+    run.evaluate()
+    monkeypatch.undo()
+    prompt = torch.tensor([run.prompts[0]])
+    arguments = {"max_new_tokens": 12, "temperature": 1.0, "seed": 0}
+    assert torch.equal(written[0], dflash.generate(target, None, prompt, top_k=0, top_p=1.0, **arguments))
+    assert not torch.equal(written[0], dflash.generate(target, None, prompt, top_k=1, **arguments))
 
 
 # ---------------------------------------------------------------------------------------------- resume
@@ -246,17 +332,69 @@ def test_another_run_is_not_resumed(target, rows, tmp_path):
     others = datasets.Dataset.from_list(
         [{**row, "input_ids": [5 + (row["input_ids"][0] == 5), *row["input_ids"][1:]]} for row in rows]
     )
+    nudged, half = make_target("qwen3"), make_target("qwen3", dtype=torch.bfloat16)
+    with torch.no_grad():
+        nudged.model.layers[1].mlp.up_proj.weight += 1e-3  # fine-tuned a little
+    scaled = make_target("qwen3", rms_norm_eps=1e-5)
+    cache = cache_features(target, None, rows, TAPS, tmp_path / "cache")
     for run, message in (
         (trainer(target, rows, tmp_path, changed(steps=3)), "its steps is 2, this one's is 3"),
         (trainer(target, rows, tmp_path, changed(steps=2, gamma=2.0)), "its gamma is None, this one's is 2.0"),
         (trainer(target, others, tmp_path, changed(steps=2)), "its data is "),
         (trainer(target, rows.select(range(9)), tmp_path, changed(steps=2)), "its rows is 10, this one's is 9"),
         (trainer(target, rows, tmp_path, changed(steps=2), drafter=draft(target, num_layers=1)), "its drafter is"),
+        (trainer(nudged, rows, tmp_path, changed(steps=2)), "its target is"),
+        (trainer(half, rows, tmp_path, changed(steps=2)), "its target is"),
+        (trainer(scaled, rows, tmp_path, changed(steps=2)), "its target is"),
+        (trainer(target, rows, tmp_path, changed(steps=2), features=cache), "its features is of the running target"),
     ):
         before = weights(run)
         with pytest.raises(ValueError, match=message):
             run.resume()
         assert_same(weights(run), before)
+
+
+def test_a_damaged_checkpoint_is_said_and_the_one_before_it_taken(target, rows, tmp_path, capsys):
+    whole = trainer(target, rows, tmp_path)
+    whole.train()
+    folder = tmp_path / "checkpoints"
+    for name in ("step-00000006", "step-00000004"):
+        (folder / name / "trainer.pt").write_bytes(b"")
+        if name == "step-00000006":
+            resumed = trainer(target, rows, tmp_path)
+            assert resumed.resume()
+            assert resumed.step == 4
+            said = capsys.readouterr().err
+            assert "step-00000006 cannot be read; remove that folder" in said
+            assert said.endswith("; the one before it is tried\n")
+            resumed.train()
+            assert_same(weights(resumed), weights(whole))
+            (folder / name / "trainer.pt").write_bytes(b"")
+    (folder / "step-00000002" / "trainer.json").write_text("{}")
+    run = trainer(target, rows, tmp_path)
+    before, lines = weights(run), metrics(tmp_path)
+    with pytest.raises(dflash.train.CheckpointError, match="step-00000006 cannot be read"):
+        run.resume()
+    assert_same(weights(run), before)
+    assert metrics(tmp_path) == lines
+
+
+def test_metrics_are_cut_whole_or_not_at_all(target, rows, tmp_path, monkeypatch):
+    trainer(target, rows, tmp_path, changed(steps=4)).train()
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "loss": 3.0}\n')
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+
+    def full(path, *_, **__):
+        path.write_bytes(b'{"st')
+        raise OSError(28, "No space left on device")
+
+    run = trainer(target, rows, tmp_path, changed(steps=4))
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="No space left"):
+        run.resume()
+    monkeypatch.undo()
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
 
 
 def test_a_full_disk_ends_the_run_with_its_last_checkpoint_whole(target, rows, tmp_path, monkeypatch):
@@ -283,6 +421,13 @@ def test_a_full_disk_ends_the_run_with_its_last_checkpoint_whole(target, rows, t
 
 
 # ---------------------------------------------------------------------------------------------- what it tells
+
+
+def test_an_epochs_batches_are_drawn_once_however_often_is_logged(target, rows, tmp_path, monkeypatch):
+    run, draw, drawn = trainer(target, rows, tmp_path), Batches._steps, []
+    monkeypatch.setattr(Batches, "_steps", lambda self, epoch: drawn.append(epoch) or draw(self, epoch))
+    run.train()
+    assert drawn == [0, 1], "three steps each"
 
 
 def test_a_plan_measures_and_leaves_everything_as_it_was(target, rows, tmp_path):
@@ -348,6 +493,8 @@ def test_what_does_not_fit_is_named_before_any_work(target, rows, tmp_path):
     silent = datasets.Dataset.from_list([{"input_ids": [5, 6, 7], "loss_mask": [0, 1, 0]}])
     with pytest.raises(ValueError, match="nothing to learn"):
         trainer(target, silent, tmp_path)
+    with pytest.raises(ValueError, match=r"taps layers \[0, 7\], the target has layers 0 \.\. 3"):
+        trainer(target, rows, tmp_path, drafter=Drafter(replace(draft(target).config, target_layer_ids=(0, 7))))
     context = datasets.Dataset.from_list([*rows, {"input_ids": [MASK, 5, 6], "loss_mask": [0, 1, 1]}])
     trainer(target, context, tmp_path)  # a mask token that the target read, and did not write
     with pytest.raises(ValueError, match="its hidden_size is 64, the target's is 32"):

@@ -1,16 +1,18 @@
 """The differentiable forward pass against the inference ops, and the target's features against transformers."""
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
 from draft_variants import VARIANTS, config_dict, random_drafter, sliding
 from families import VOCAB, make_target
+from torch.nn.attention.flex_attention import create_mask
 
 from dflash import UnsupportedTargetError
 from dflash.target import refusal
 from dflash.train import TargetFeatures, TrainableDrafter, draft_config, new_drafter
-from dflash.train.model import visible_keys
+from dflash.train.model import _flex_mask, visible_keys
 
 LENGTH = 30
 ANCHORS = torch.tensor([[1, 7, 20], [3, 16, 29]])
@@ -81,6 +83,58 @@ def test_every_attention_gives_the_same_numbers(name):
     for ours, theirs in zip(gradients["matmul"], gradients["sdpa"], strict=True):
         assert ours.abs().max() > 0
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3 * float(theirs.abs().max()))
+
+
+@pytest.mark.parametrize(("causal", "window"), [(False, 0), (True, 0), (True, 150), (False, 40)])
+@pytest.mark.parametrize(("length", "block"), [(700, 16), (256, 16), (333, 10), (20, 4)])
+def test_flex_attention_visits_every_tile_that_is_seen(length, block, causal, window):
+    """Its own path on CUDA skips the other tiles; elsewhere only the mask itself is read."""
+    generator = torch.Generator().manual_seed(0)
+    anchors = torch.randint(0, length, (2, 20), generator=generator).sort(-1).values
+    anchors[1, 7:] = 0  # as padding has it
+    mask = _flex_mask(anchors, length, block, causal, window, 1)
+    rows, keys = 20 * block, length + 20 * block
+    assert mask.seq_lengths == (rows, keys)
+    seen = create_mask(mask.mask_mod, 2, None, rows, keys, device="cpu")[:, 0]
+    slots = visible_keys(anchors, length, block, causal, window).flatten(1, 2)
+    assert torch.equal(seen[..., :length], slots[..., :length])
+    assert torch.equal(seen.sum(-1), slots.sum(-1))
+    tiles = torch.nn.functional.pad(seen, (0, -keys % 128, 0, -rows % 128))
+    tiles = tiles.unflatten(1, (-1, 128)).unflatten(3, (-1, 128))
+    any_seen = tiles.any(4).any(2)
+    visited = mask.to_dense()[:, 0].bool()
+    assert not (any_seen & ~visited).any()
+    assert visited.sum() < visited.numel() or length < 100, "some tiles are skipped"
+    if not causal and not window:
+        assert torch.equal(any_seen, visited)
+    for b, t in itertools.product(range(2), range(visited.shape[1])):
+        whole = mask.full_kv_indices[b, 0, t, : mask.full_kv_num_blocks[b, 0, t]].tolist()
+        part = mask.kv_indices[b, 0, t, : mask.kv_num_blocks[b, 0, t]].tolist()
+        assert not set(whole) & set(part)
+        inside = tiles[b, t, : min(128, rows - 128 * t)]
+        assert all(inside[:, tile].all() for tile in whole)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", ["Qwen3-4B", "window-causal-both"])
+def test_flex_attention_on_cuda_gives_the_same_numbers_and_gradients(name):
+    config = {**RULES[name], "head_dim": 64, "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
+    drafter = random_drafter(config).cuda()
+    generator = torch.Generator().manual_seed(0)
+    shape = (2, 300, len(drafter.config.target_layer_ids) * drafter.config.hidden_size)
+    context = torch.randn(shape, generator=generator).cuda()
+    anchors = torch.randint(0, 300, (2, 24), generator=generator).sort(-1).values.cuda()
+    embeds = torch.randn(2, 24, drafter.config.block_size, drafter.config.hidden_size, generator=generator).cuda()
+    direction = torch.randn(embeds.shape, generator=generator).cuda()
+    outputs, gradients = {}, {}
+    for attention in ("matmul", "flex"):
+        outputs[attention] = TrainableDrafter(drafter, attention=attention)(context, embeds, anchors)
+        (outputs[attention] * direction).sum().backward()
+        gradients[attention] = [p.grad for p in drafter.parameters()]
+        drafter.zero_grad(set_to_none=True)
+    torch.testing.assert_close(outputs["flex"], outputs["matmul"], rtol=1e-2, atol=1e-2)
+    for ours, theirs in zip(gradients["flex"], gradients["matmul"], strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2 * float(theirs.abs().max()))
 
 
 @pytest.mark.parametrize("attention", ["matmul", "sdpa", "flex"])

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gzip
 import hashlib
 import importlib.metadata
 import json
 import os
 import platform
 import time
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -28,7 +26,11 @@ from torch import nn
 
 from . import ops
 from .drafter import Drafter
+from .files import json_lines, whole_file
 from .generate import Generator, Statistics
+from .progress import bars
+from .prompts import conversation, need_datasets, prompt_ids
+from .target import sample_digest
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -66,18 +68,19 @@ SOURCES = {
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a user says, turn by turn; ``key`` is its place in the dataset and a digest of the text."""
+    """What a user says, turn by turn, behind the messages of ``history``; ``key`` is its place and a digest of it."""
 
     key: str
     turns: tuple[str, ...]
+    history: tuple[dict[str, str], ...] = ()
 
 
 def load_prompts(dataset: str, data: str | Path | None = None, limit: int | None = None) -> list[Prompt]:
     """The prompts of a dataset as published, no instruction added.
 
     Args:
-        dataset: a key of :data:`SOURCES`, or a file of JSON lines, gzipped or not. A line has ``turns``, a list;
-            ``prompt``, a text or a list; or ``question``.
+        dataset: a key of :data:`SOURCES`, or a file of JSON lines, gzipped or not. A line has ``turns``, ``prompt`` or
+            ``question``, a text or a list of them; or ``messages``, of which the last of the user is answered.
         data: the folder that holds the known datasets' files; None asks the hub, through ``datasets``.
         limit: the first so many prompts.
 
@@ -90,71 +93,51 @@ def load_prompts(dataset: str, data: str | Path | None = None, limit: int | None
         path = Path(dataset)
         if not path.is_file():
             raise ValueError(f"--dataset {dataset!r} is neither one of {', '.join(SOURCES)} nor a file of JSON lines")
-        rows: Iterable[tuple[str, Any]] = _read_lines(path)
+        rows: Iterable[tuple[str, Any]] = _from_file(path)
     elif data is None:
         rows = _from_hub(dataset, source)
     else:
         found = [Path(data) / name for name in source.files if (Path(data) / name).is_file()]
         if not found:
             raise ValueError(f"--data {str(data)!r} holds no {' or '.join(source.files)} for {dataset}")
-        rows = _read_lines(found[0])
+        rows = _from_file(found[0])
     categories = None if source is None else source.categories
     prompts: list[Prompt] = []
     for where, row in rows:
         if limit is not None and len(prompts) == limit:
             break
-        turns = _turns(where, row)
+        messages, turns = conversation(row, where)
         if categories and row.get("category", categories[0]) not in categories:
             continue
-        digest = hashlib.sha256("\0".join(turns).encode()).hexdigest()[:16]
-        prompts.append(Prompt(f"{len(prompts)}-{digest}", turns))
+        history = messages or []
+        if messages is not None:
+            if messages[-1]["role"] != "user":
+                raise ValueError(f"{where}: the last message to answer must be the user's")
+            turns = [history.pop()["content"]]
+        digest = hashlib.sha256("\0".join([*map(json.dumps, history), *turns]).encode()).hexdigest()[:16]
+        prompts.append(Prompt(f"{len(prompts)}-{digest}", tuple(turns), tuple(history)))
     if not prompts:
         raise ValueError(f"--dataset {dataset!r} has no prompts")
     return prompts
 
 
-def _read_lines(path: Path) -> Iterable[tuple[str, Any]]:
-    opened = gzip.open if path.suffix == ".gz" else open
-    with opened(path, "rt", encoding="utf-8") as file:
-        try:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    where = f"{path}, line {number}"
-                    try:
-                        yield where, json.loads(line)
-                    except json.JSONDecodeError as error:
-                        raise ValueError(f"{where} is not JSON: {error.msg}") from error
-        except (UnicodeDecodeError, gzip.BadGzipFile, zlib.error, EOFError) as error:
-            raise ValueError(f"{path} is not a file of JSON lines: {error}") from error
+def _from_file(path: Path) -> Iterable[tuple[str, Any]]:
+    return ((where, row) for where, _, row in json_lines(path))
 
 
 def _from_hub(dataset: str, source: Source) -> Iterable[tuple[str, Any]]:
     local = f"--data DIR reads {source.files[0]} from a folder instead"
     try:
-        from datasets import load_dataset
-    except ImportError as error:
-        raise ValueError(
-            f"--dataset {dataset} comes through the datasets package: pip install 'dflash-engine[bench]'; {local}"
-        ) from error
+        datasets = need_datasets("bench")
+    except ValueError as error:
+        raise ValueError(f"--dataset {dataset}: {error}; {local}") from error
     try:
-        rows = load_dataset(**source.hub)
+        rows = datasets.load_dataset(**source.hub)
     except Exception as error:  # offline, moved, out of disk: its own kinds, and requests'
         where = source.hub.get("data_files", source.hub["path"])
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ValueError(f"--dataset {dataset}: {where} could not be loaded ({reason}); {local}") from error
     return ((f"{dataset}, row {index}", row) for index, row in enumerate(rows))
-
-
-def _turns(where: str, row: Any) -> tuple[str, ...]:
-    if not isinstance(row, dict):
-        raise ValueError(f"{where} must be an object, got {type(row).__name__}")
-    value = next((row[name] for name in ("turns", "prompt", "question") if row.get(name) is not None), None)
-    turns = (value,) if isinstance(value, str) else value
-    if not isinstance(turns, list | tuple) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
-        raise ValueError(
-            f"{where} must have turns, prompt or question: a text, or a list of them; it has {sorted(row)}"
-        )
-    return tuple(turns)
 
 
 # ---------------------------------------------------------------------------------------------- settings
@@ -207,17 +190,19 @@ def check_settings(settings: Settings, tokenizer: Any) -> None:
         raise ValueError("--bos: this tokenizer has no BOS token")
 
 
-def encode(tokenizer: Any, messages: Sequence[str], settings: Settings) -> list[int]:
-    """Ids of a conversation: what the user and the model said in turn, the user last."""
-    if settings.raw or tokenizer.chat_template is None:
-        return [tokenizer.bos_token_id] * settings.bos + tokenizer(messages[-1]).input_ids
-    roles = ("user", "assistant")
-    conversation = [{"role": roles[index % 2], "content": text} for index, text in enumerate(messages)]
-    extra = {} if settings.thinking is None else {"enable_thinking": settings.thinking}
-    out = tokenizer.apply_chat_template(
-        conversation, add_generation_prompt=True, tokenize=True, return_dict=True, **extra
-    )
-    return out["input_ids"]
+def encode(
+    tokenizer: Any, messages: Sequence[str], settings: Settings, history: Sequence[dict[str, str]] = ()
+) -> list[int]:
+    """Ids of a conversation: what the user and the model said in turn behind ``history``, the user last."""
+    if history and settings.raw:
+        raise ValueError("--raw continues a text, and a prompt is a conversation")
+    if history or not (settings.raw or tokenizer.chat_template is None):
+        said = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(messages)]
+        prompt: dict[str, Any] = {"messages": [*history, *said]}
+    else:
+        prompt = {"prompt": messages[-1]}
+    template = {} if settings.thinking is None else {"enable_thinking": settings.thinking}
+    return prompt_ids(tokenizer, prompt, raw=settings.raw, bos=settings.bos, template=template)
 
 
 def describe(target: nn.Module, draft: Drafter) -> dict[str, Any]:
@@ -235,7 +220,8 @@ def describe(target: nn.Module, draft: Drafter) -> dict[str, Any]:
         "dtype": str(target.dtype).removeprefix("torch."),
         "target_parameters": sum(parameter.numel() for parameter in target.parameters()),
         "draft_parameters": sum(parameter.numel() for parameter in draft.parameters()),
-        "weights": _digest(target, draft),
+        "weights": f"{sample_digest(target)}-{sample_digest(draft)}",
+        "draft_config": hashlib.sha256(repr(draft.config).encode()).hexdigest()[:16],
     }
 
 
@@ -252,17 +238,6 @@ def _processor() -> str:
         return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         return platform.processor() or platform.machine()
-
-
-def _digest(target: nn.Module, draft: Drafter) -> str:
-    """A fingerprint of two models that looks at every tensor, and at a few values of each."""
-    digest = hashlib.sha256(repr(draft.config).encode())
-    for model in (target, draft):
-        for name, parameter in model.named_parameters():
-            flat = parameter.detach().flatten()
-            few = flat[:: max(1, flat.numel() // 64)].float().cpu()
-            digest.update(f"{name} {list(parameter.shape)}".encode() + few.numpy().tobytes())
-    return digest.hexdigest()[:16]
 
 
 # ---------------------------------------------------------------------------------------------- resuming
@@ -324,6 +299,12 @@ class Journal:
 # ---------------------------------------------------------------------------------------------- running
 
 
+def distinct_ngrams(answer: Sequence[int], size: int = _NGRAM) -> tuple[int, int]:
+    """How many different runs of ``size`` tokens an answer has, and how many in all."""
+    grams = [tuple(answer[start : start + size]) for start in range(len(answer) - size + 1)]
+    return len(set(grams)), len(grams)
+
+
 class Runner:
     """One-token decoding and DFlash for one pair, answering the same conversations.
 
@@ -361,7 +342,7 @@ class Runner:
         messages, records = [], []
         for turn in prompt.turns if self.settings.turns == "all" else prompt.turns[:1]:
             messages.append(turn)
-            ids = encode(self.tokenizer, messages, self.settings)
+            ids = encode(self.tokenizer, messages, self.settings, prompt.history)
             if len(ids) + self.settings.max_new_tokens > self.dflash.max_length:
                 break
             generators = (self.one_token, self.dflash)
@@ -372,7 +353,6 @@ class Runner:
             answers = {generator: self.answer(generator, ids) for generator in generators[:: (-1) ** self._turns]}
             expected, _, one_token_seconds = answers[self.one_token]
             new, statistics, seconds = answers[self.dflash]
-            grams = [tuple(new[index : index + _NGRAM]) for index in range(len(new) - _NGRAM + 1)]
             records.append(
                 {
                     "prompt_tokens": len(ids),
@@ -382,7 +362,7 @@ class Runner:
                     "one_token_seconds": one_token_seconds,
                     "acceptance_lengths": statistics.acceptance_lengths[0],
                     "identical": new == expected,
-                    "ngrams": [len(set(grams)), len(grams)],
+                    "ngrams": list(distinct_ngrams(new)),
                 }
             )
             messages.append(self.tokenizer.decode(expected, skip_special_tokens=True))
@@ -439,14 +419,14 @@ def _longest(prompts: Iterable[Prompt], tokenizer: Any, settings: Settings, posi
     """Tokens that the longest conversation that the model can hold may have, 0 if there is none."""
     longest, new = 0, settings.max_new_tokens
     for prompt in prompts:
-        needed = len(encode(tokenizer, prompt.turns[:1], settings)) + new
+        needed = len(encode(tokenizer, prompt.turns[:1], settings, prompt.history)) + new
         if positions is not None and needed > positions:
             continue
         if settings.turns == "all":
             messages = [text for turn in prompt.turns for text in (turn, "")][:-1]
             answers = len(prompt.turns) * new
             # An answer that is read again may have a few more tokens than were written.
-            needed = max(needed, len(encode(tokenizer, messages, settings)) + answers + answers // 4)
+            needed = max(needed, len(encode(tokenizer, messages, settings, prompt.history)) + answers + answers // 4)
         longest = max(longest, needed)
     return longest if positions is None else min(longest, positions)
 
@@ -510,9 +490,7 @@ def benchmark(
     finished = datetime.now(timezone.utc).isoformat(timespec="seconds")
     report = {"header": {**(about or {}), "finished": finished, **header}, "datasets": summaries}
     if folder is not None:
-        written = folder / "summary.json.new"
-        written.write_text(json.dumps(report, indent=1) + "\n")
-        written.replace(folder / "summary.json")
+        whole_file(folder / "summary.json", lambda path: path.write_text(json.dumps(report, indent=1) + "\n"))
     return report
 
 
@@ -522,26 +500,14 @@ def benchmark(
 @contextlib.contextmanager
 def progress_bars(totals: dict[str, int]) -> Iterator[Callable[[str, list[dict[str, Any]]], None]]:
     """A bar on standard error, where that is a terminal; gives what to call with each prompt's records."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    console = Console(stderr=True)
-    columns = (
-        "{task.description}",
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[so_far]}"),
-    )
-    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        tasks = {name: progress.add_task(name, total=total, so_far="") for name, total in totals.items()}
-        seen: dict[str, list[dict[str, Any]]] = {name: [] for name in totals}
+    seen: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in totals}
+    with bars(totals) as show:
 
         def advance(name: str, records: list[dict[str, Any]]) -> None:
-            seen[name] += records
-            steps = [length for record in seen[name] for length in record["acceptance_lengths"]]
+            seen[name].append(records)
+            steps = [length for part in seen[name] for record in part for length in record["acceptance_lengths"]]
             so_far = f"{sum(steps) / len(steps):.2f} tokens a step" if steps else ""
-            progress.update(tasks[name], advance=1, so_far=so_far)
+            show(name, len(seen[name]), totals[name], so_far)
 
         yield advance
 
@@ -610,7 +576,7 @@ def check_plot(path: str | Path) -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise ValueError("--plot needs matplotlib: pip install 'dflash-engine[bench]'") from error
+        raise ValueError("--plot needs matplotlib: pip install '.[bench]'") from error
 
 
 def plot(report: dict[str, Any], path: str | Path) -> None:

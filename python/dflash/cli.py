@@ -19,10 +19,12 @@ from rich.table import Table
 
 from .loading import load as _load
 from .loading import load_tokenizer as _load_tokenizer
+from .progress import bars
+from .prompts import plain_ids
+from .shell import run, set_debug
 from .train.command import train
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
-_state = {"debug": False}
 
 Model = Annotated[str, typer.Option(help="The target: a folder or a hub id.")]
 Draft = Annotated[str, typer.Option(help="Its DFlash drafter: a folder or a hub id.")]
@@ -44,7 +46,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard outpu
 @app.callback()
 def _options(debug: Annotated[bool, typer.Option(help="Show the traceback of an error.")] = False) -> None:
     """Lossless speculative decoding with DFlash block-diffusion drafters."""
-    _state["debug"] = debug
+    set_debug(debug)
 
 
 # ---------------------------------------------------------------------------------------------- generate
@@ -82,11 +84,7 @@ def generate(
     if raw or tokenizer.chat_template is None:
         if system is not None:
             raise ValueError("--system needs a tokenizer with a chat template, and no --raw")
-        ids = tokenizer(text).input_ids
-        if bos:
-            if tokenizer.bos_token_id is None:
-                raise ValueError("--bos: this tokenizer has no BOS token")
-            ids = [tokenizer.bos_token_id, *ids]
+        ids = plain_ids(tokenizer, text, bos=bos)
     else:
         if bos:
             raise ValueError("--bos goes with --raw: the chat template has its own")
@@ -316,6 +314,7 @@ def regenerate(
     no_thinking: Annotated[
         bool, typer.Option("--no-thinking", help="Tell the chat template enable_thinking=False.")
     ] = False,
+    skip_long: Annotated[bool, typer.Option("--skip-long", help="Leave out prompts that are too long.")] = False,
     limit: Annotated[int | None, typer.Option(help="Take the first prompts only.")] = None,
     split: Annotated[str, typer.Option(help="Of a data set of the hub.")] = "train",
     batch_size: Annotated[int, typer.Option(help="Sequences at once.")] = 64,
@@ -357,15 +356,31 @@ def regenerate(
             concurrency=concurrency,
             api_key=os.environ.get("OPENAI_API_KEY"),
             token_ids=token_ids,
+            skip_long=skip_long,
         )
     else:
         tokenizer = _load_tokenizer(model, as_json)
         target, drafter, _ = _load(model, draft, dtype, device, as_json)
         writer = recipe.LocalWriter(
-            target, tokenizer, drafter, name=model, batch_size=batch_size, raw=raw, bos=bos, template=template
+            target,
+            tokenizer,
+            drafter,
+            name=model,
+            batch_size=batch_size,
+            raw=raw,
+            bos=bos,
+            template=template,
+            skip_long=skip_long,
         )
-    with _progress("responses") as show:
-        summary = recipe.regenerate(rows, writer, out, settings, progress=show)
+    with bars(["responses"]) as show:
+
+        def shown(so_far: recipe.Summary, total: int) -> None:
+            rate = f"{so_far.tokens_per_second:.0f} tokens/s"
+            if so_far.acceptance_length:
+                rate += f", acceptance length {so_far.acceptance_length:.2f}"
+            show("responses", so_far.written, total, rate)
+
+        summary = recipe.regenerate(rows, writer, out, settings, progress=shown)
     if as_json:
         typer.echo(json.dumps({**dataclasses.asdict(summary), "tokens_per_second": summary.tokens_per_second}))
     else:
@@ -375,37 +390,9 @@ def regenerate(
 def _written(summary: Any) -> str:
     text = f"{summary.written} responses in {summary.seconds:.1f} s, {summary.tokens_per_second:.0f} tokens/s"
     text += f", {summary.truncated} cut off" if summary.truncated else ""
+    text += f", {summary.skipped} left out, too long" if summary.skipped else ""
     text += f", acceptance length {summary.acceptance_length:.2f}" if summary.acceptance_length else ""
     return text + (f"; {summary.found} were there before" if summary.found else "") + f": {summary.out}"
-
-
-@contextlib.contextmanager
-def _progress(what: str) -> Iterator[Any]:
-    """A bar on standard error for a summary of work and the number of things to do."""
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[rate]}"))
-    console = Console(stderr=True)
-    bar = Progress(
-        *columns, TimeElapsedColumn(), TimeRemainingColumn(), console=console, disable=not console.is_terminal
-    )
-    with bar:
-        task = bar.add_task(what, total=None, rate="")
-
-        def show(summary: Any, total: int) -> None:
-            rate = f"{summary.tokens_per_second:.0f} tokens/s"
-            if summary.acceptance_length:
-                rate += f", acceptance length {summary.acceptance_length:.2f}"
-            bar.update(task, completed=summary.written, total=total, rate=rate)
-
-        yield show
 
 
 # ---------------------------------------------------------------------------------------------- export
@@ -583,15 +570,7 @@ def doctor(as_json: Json = False) -> None:
 
 def main() -> None:
     """Run the command; a user's mistake ends in one line and exit code 2, a traceback only with ``--debug``."""
-    try:
-        app()
-    except (ValueError, TypeError, OSError) as error:
-        if _state["debug"]:
-            raise
-        typer.echo(f"dflash: {' '.join(str(error).split())}", err=True)
-        raise SystemExit(2) from None
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
+    run(app)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ where many are right) and ``kind``. No step of either model's training saw these
 from __future__ import annotations
 
 import itertools
-import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,9 @@ import torch
 from torch import Tensor
 
 from .drafter import Drafter, load_draft
+from .files import json_lines
 from .generate import Generator, Statistics
+from .prompts import plain_ids
 from .streaming import TextDecoder
 
 if TYPE_CHECKING:
@@ -70,8 +71,7 @@ def demo_prompts(folder: str | Path = PAIR) -> list[Prompt]:
         FileNotFoundError: there is no pair in ``folder``.
     """
     kinds: dict[str, list[Prompt]] = {}
-    for line in (_existing(folder) / "prompts.jsonl").read_text(encoding="utf-8").splitlines():
-        record = json.loads(line)
+    for _, _, record in json_lines(_existing(folder) / "prompts.jsonl"):
         prompt = Prompt(record["prompt"], record.get("answer"), record.get("kind") or "")
         kinds.setdefault(prompt.kind, []).append(prompt)
     return [prompt for row in itertools.zip_longest(*kinds.values()) for prompt in row if prompt is not None]
@@ -89,7 +89,7 @@ def _existing(folder: str | Path) -> Path:
 
 def encode(tokenizer: Any, text: str) -> Tensor:
     """``text`` as the pair was trained to read it: ``[1, length]`` ids behind the BOS token."""
-    return torch.tensor([[tokenizer.bos_token_id, *tokenizer.encode(text, add_special_tokens=False)]])
+    return torch.tensor([plain_ids(tokenizer, text, bos=True)])
 
 
 # ---------------------------------------------------------------------------------------------- measuring
@@ -140,7 +140,7 @@ def measure(
     seed: int = 0,
     show: Callable[[str, Tensor, Generator, dict[str, Any]], None] | None = None,
 ) -> Report:
-    """Answer ``prompts`` with transformers' ``generate``, one token a step and DFlash, in turn, after a warm-up.
+    """Answer ``prompts`` with transformers' ``generate``, one token a step and DFlash, after a warm-up.
 
     Args:
         prompts: at least one.
@@ -188,16 +188,18 @@ def measure(
         for prompt, row in list(zip(prompts, ids, strict=True))[:_SHOWN]:
             show(prompt.text, row, dflash, arguments)
     runners = {"transformers": theirs, "one-token": ours(generator(None)), "dflash": ours(dflash)}
-    for run in runners.values():
-        run(ids[0])
+    order = list(runners)
+    for row in {len(row[0]): row for row in (min(ids, key=torch.numel), max(ids, key=torch.numel))}.values():
+        for run in runners.values():  # warm up, for nothing
+            run(row)
     seconds, tokens = dict.fromkeys(runners, 0.0), dict.fromkeys(runners, 0)
     steps: dict[str, list[int]] = {name: [] for name in runners}
     identical, right = True, 0
-    for prompt, row in zip(prompts, ids, strict=True):
-        answers = {}
-        for name, run in runners.items():
+    for number, (prompt, row) in enumerate(zip(prompts, ids, strict=True)):
+        answers, first = {}, number % len(order)
+        for name in order[first:] + order[:first]:  # each goes first in turn
             began = time.perf_counter()
-            out, lengths = run(row)
+            out, lengths = runners[name](row)
             seconds[name] += time.perf_counter() - began
             answers[name] = out[0, row.shape[1] :].tolist()
             tokens[name] += len(answers[name])

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-__all__ = ["check_device", "existing", "load", "load_target", "load_tokenizer"]
+__all__ = ["check_device", "existing", "load", "load_target", "load_tokenizer", "stop_token_ids"]
 
 
 def existing(name: str) -> str:
@@ -75,6 +75,17 @@ def load_target(model: str, dtype: str, device: Any, quiet: bool = False) -> Any
             return AutoModelForCausalLM.from_pretrained(model, dtype=dtype).to(device).eval()
     except SafetensorError as error:
         raise ValueError(f"--model {model!r}: its weights are truncated or corrupt: {error}") from error
+
+
+def stop_token_ids(model: str, config: Any) -> list[int]:
+    """What ends an answer of a target: the stop tokens of its generation_config, else of its text ``config``."""
+    from transformers import GenerationConfig
+
+    try:
+        stops = GenerationConfig.from_pretrained(model).eos_token_id
+    except OSError:  # it has none
+        stops = getattr(config, "eos_token_id", None)
+    return [] if stops is None else list(stops) if isinstance(stops, list | tuple) else [stops]
 
 
 def load(model: str, draft: str | None, dtype: str, device: str | None, quiet: bool = False) -> tuple[Any, Any, str]:

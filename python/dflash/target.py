@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 import enum
+import hashlib
+import json
 import types
 import weakref
 from typing import Any
@@ -37,6 +39,16 @@ _PROBED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 # How `structure` takes values: these as they are, those by identity.
 _PLAIN = {type(None), bool, int, float, str, bytes, torch.dtype, torch.device}
 _BY_IDENTITY = (type, Tensor, types.FunctionType, types.BuiltinFunctionType, enum.Enum)
+
+# Of a config: what says nothing of the numbers that the model computes.
+_METADATA = frozenset(
+    [
+        *("_name_or_path", "architectures", "bos_token_id", "chunk_size_feed_forward", "dtype", "eos_token_id"),
+        *("id2label", "initializer_range", "is_encoder_decoder", "label2id", "output_attentions"),
+        *("output_hidden_states", "output_router_logits", "pad_token_id", "problem_type", "return_dict"),
+        *("transformers_version", "use_cache"),
+    ]
+)
 
 
 class UnsupportedTargetError(ValueError):
@@ -480,3 +492,19 @@ class WeightsFingerprint:
         """Whether the module still lives and has other tensors now."""
         module = self._module()
         return module is not None and self._tensors != self._read(module)
+
+
+def describe_config(target: nn.Module) -> str:
+    """The text config as JSON, without what says nothing of the numbers: names, versions, special tokens, dtype."""
+    content = text_config(target).to_dict()
+    return json.dumps({k: v for k, v in content.items() if k not in _METADATA}, sort_keys=True, default=str)
+
+
+def sample_digest(model: nn.Module) -> str:
+    """A cheap fingerprint of a model's weights: every tensor's name, shape and dtype, and some 64 of its values."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        flat = parameter.detach().flatten()
+        few = flat[:: max(1, flat.numel() // 64)].float().cpu()
+        digest.update(f"{name} {list(parameter.shape)} {parameter.dtype}".encode() + few.numpy().tobytes())
+    return digest.hexdigest()[:16]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,15 +17,24 @@ import torch
 
 from ..config import FULL, SLIDING, DraftConfig
 from ..drafter import Drafter
+from ..files import flush, remove_unfinished, save_tensors, whole_file, whole_folder, write_json
 
-__all__ = ["CheckpointError", "checkpoints", "load_checkpoint", "published_config", "save_checkpoint", "save_draft"]
+__all__ = [
+    "CheckpointError",
+    "checkpoints",
+    "load_checkpoint",
+    "published_config",
+    "read_progress",
+    "save_checkpoint",
+    "save_draft",
+]
 
-_STATE, _PROGRESS, _PREFIX, _UNFINISHED = "trainer.pt", "trainer.json", "step-", ".unfinished-"
+_STATE, _PROGRESS, _NAME = "trainer.pt", "trainer.json", re.compile(r"step-\d{8}")
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
 class CheckpointError(OSError):
-    """A checkpoint or a draft could not be written; what was there before is whole."""
+    """A checkpoint or a draft could not be written, and what was there before is whole; or one cannot be read."""
 
 
 def published_config(config: DraftConfig, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
@@ -104,44 +114,13 @@ def save_draft(drafter: Drafter, folder: str | os.PathLike, *, dtype: torch.dtyp
     dtype = dtype or drafter.dtype
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name, write in (
-            ("model.safetensors", lambda path: _write_weights(drafter, path, dtype)),
-            ("config.json", lambda path: _write_json(published_config(drafter.config, dtype), path)),
-        ):
-            unfinished = folder / (_UNFINISHED + name)
-            try:
-                write(unfinished)
-                os.replace(unfinished, folder / name)
-            finally:
-                unfinished.unlink(missing_ok=True)
+        tensors = {name: p.detach().to("cpu", dtype).contiguous().clone() for name, p in drafter.named_parameters()}
+        config = published_config(drafter.config, dtype)
+        whole_file(folder / "model.safetensors", lambda path: save_tensors(tensors, path, {"format": "pt"}))
+        whole_file(folder / "config.json", lambda path: write_json(config, path))
     except Exception as error:
         raise _failure(f"the draft was not written to {folder}", error) from error
     return folder
-
-
-def _write_weights(drafter: Drafter, path: Path, dtype: torch.dtype) -> None:
-    from safetensors.torch import save_file
-
-    tensors = {name: p.detach().to("cpu", dtype).contiguous().clone() for name, p in drafter.named_parameters()}
-    path.touch()
-    mode = path.stat().st_mode
-    save_file(tensors, path, metadata={"format": "pt"})
-    path.chmod(mode)  # safetensors makes it readable to its owner alone
-    _flush(path)
-
-
-def _write_json(content: Any, path: Path) -> None:
-    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    _flush(path)
-
-
-def _flush(path: Path) -> None:
-    """To the disk, before a rename makes it count."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _failure(what: str, error: Exception) -> CheckpointError:
@@ -153,9 +132,9 @@ def _failure(what: str, error: Exception) -> CheckpointError:
 
 
 def checkpoints(folder: str | os.PathLike) -> list[Path]:
-    """The whole checkpoints under ``folder``, oldest first."""
-    found = [path for path in Path(folder).glob(f"{_PREFIX}*") if (path / _PROGRESS).is_file()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix(_PREFIX)))
+    """The checkpoints under ``folder``, oldest first; what has another name is not looked at."""
+    found = [path for path in Path(folder).glob("step-*") if _NAME.fullmatch(path.name)]
+    return sorted(path for path in found if (path / _PROGRESS).is_file())
 
 
 def save_checkpoint(
@@ -175,21 +154,15 @@ def save_checkpoint(
         CheckpointError: the disk is full or cannot be written; the checkpoints that were there are whole.
     """
     folder = Path(folder)
-    final, unfinished = folder / f"{_PREFIX}{step:08d}", folder / f"{_UNFINISHED}{step:08d}"
+    final = folder / f"step-{step:08d}"
     try:
-        for left in folder.glob(f"{_UNFINISHED}*"):  # of a run that was killed
-            shutil.rmtree(left)
-        unfinished.mkdir(parents=True)
-        save_draft(drafter, unfinished, dtype=None)
-        torch.save(state, unfinished / _STATE)
-        _flush(unfinished / _STATE)
-        _write_json(progress, unfinished / _PROGRESS)
-        if final.exists():
-            shutil.rmtree(final)
-        os.replace(unfinished, final)
-        _flush(folder)
+        remove_unfinished(folder)  # of a run that was killed
+        with whole_folder(final) as unfinished:
+            save_draft(drafter, unfinished, dtype=None)
+            torch.save(state, unfinished / _STATE)
+            flush(unfinished / _STATE)
+            write_json(progress, unfinished / _PROGRESS)
     except Exception as error:
-        shutil.rmtree(unfinished, ignore_errors=True)
         last = checkpoints(folder)
         good = f"the last good one is {last[-1]}" if last else "there is none before it"
         raise _failure(f"checkpoint {final.name} was not written ({good})", error) from error
@@ -198,13 +171,40 @@ def save_checkpoint(
     return final
 
 
+def read_progress(path: str | os.PathLike) -> dict[str, Any]:
+    """A checkpoint's ``progress``.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or is none of this package.
+    """
+    path = Path(path)
+    try:
+        progress = json.loads((path / _PROGRESS).read_text(encoding="utf-8"))
+        if not isinstance(progress, dict):
+            raise ValueError(f"{_PROGRESS} must be an object, got {type(progress).__name__}")
+    except (OSError, ValueError) as error:
+        raise _failure(f"checkpoint {path} cannot be read; remove that folder to do without it", error) from error
+    return progress
+
+
 def load_checkpoint(path: str | os.PathLike, drafter: Drafter) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Put a checkpoint's weights into ``drafter``, in place; returns its ``state`` and ``progress``."""
+    """Put a checkpoint's weights into ``drafter``, in place; returns its ``state`` and ``progress``.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged; ``drafter`` is as it was.
+    """
     from safetensors.torch import load_file
 
     path = Path(path)
-    progress = json.loads((path / _PROGRESS).read_text(encoding="utf-8"))
-    state = torch.load(path / _STATE, map_location="cpu", weights_only=True)
+    progress = read_progress(path)
+    try:
+        state = torch.load(path / _STATE, map_location="cpu", weights_only=True)
+        weights = load_file(path / "model.safetensors")
+        own = drafter.state_dict()
+        if weights.keys() != own.keys() or any(weights[name].shape != own[name].shape for name in own):
+            raise ValueError("model.safetensors holds another drafter's weights")
+    except Exception as error:  # of torch and safetensors: empty, cut off, not theirs
+        raise _failure(f"checkpoint {path} cannot be read; remove that folder to do without it", error) from error
     with torch.no_grad():
-        drafter.load_state_dict(load_file(path / "model.safetensors"))
+        drafter.load_state_dict(weights)
     return state, progress

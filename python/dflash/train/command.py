@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from ..loading import check_device, existing, load_target, load_tokenizer
+from ..loading import check_device, existing, load_target, load_tokenizer, stop_token_ids
+from ..progress import bars
+from ..shell import set_debug
 
 __all__ = ["train"]
 
@@ -22,7 +22,7 @@ def train(
     model: Annotated[str, typer.Option(help="The target: a folder or a hub id.")],
     data: Annotated[str, typer.Option(help="Training rows: JSONL of chats, texts or tokens, or a data set's name.")],
     output: Annotated[Path, typer.Option(help="Folder for the draft, its checkpoints and metrics.jsonl.")],
-    heldout: Annotated[str | None, typer.Option(help="Held-out rows; default: some of the data.")] = None,
+    heldout: Annotated[str | None, typer.Option(help="Held-out rows; default: some of the data's prompts.")] = None,
     init: Annotated[str | None, typer.Option(help="Start from this drafter: a folder or a hub id.")] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint in the folder.")] = False,
     layers: Annotated[int | None, typer.Option(help="Draft layers.  [default: 5]")] = None,
@@ -75,11 +75,14 @@ def train(
     device: Annotated[str | None, typer.Option(help="Default: cuda where there is one, else cpu.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be done; a few steps are timed.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the last metrics, or the plan, as JSON.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
     """Train a drafter for the target MODEL on rows of DATA, and write it to OUTPUT in the published layout.
 
     On several devices or machines: accelerate launch -m dflash.train with the same options.
     """
+    if debug:
+        set_debug(True)
     import torch
 
     from .loop import TrainConfig
@@ -117,10 +120,12 @@ def train(
     chosen |= {"intermediate_size": intermediate_size, "sliding_window": sliding_window}
     drafter = _drafter(shell, tokenizer, init, chosen, seed)
     text = shell.config.get_text_config(decoder=True)
+    stops = stop_token_ids(model, text)
     longest = min(max_length, getattr(text, "max_position_embeddings", None) or max_length)
 
     def rows_of(name: str) -> Any:
         options = {"raw": raw, "bos": bos, "vocab_size": text.vocab_size, "skip_long": skip_long}
+        options["stop_token_ids"] = stops
         template = {"enable_thinking": False} if no_thinking else None
         return source.load_rows(name, tokenizer, longest, template=template, **options)
 
@@ -195,7 +200,7 @@ def _features_dtype(config: Any, target: Any) -> Any:
 
 def _cache(trainer: Any, folder: Path) -> Any:
     """The features of the trainer's rows on disk; what is missing is computed, by all processes."""
-    from .features import FeatureCache, cache_features
+    from .features import FeatureCache, FeatureProgress, cache_features
 
     accelerator, taps = trainer.accelerator, trainer.drafter.config.target_layer_ids
 
@@ -205,30 +210,14 @@ def _cache(trainer: Any, folder: Path) -> Any:
 
     dtype = _features_dtype(trainer.config, trainer.target)
     place = {"rank": accelerator.process_index, "world": accelerator.num_processes}
-    with _bar("features", accelerator.is_main_process) as show:
-        cache_features(trainer.target, compute, trainer.rows, taps, folder, dtype=dtype, progress=show, **place)
+    with bars(["features"], shown=accelerator.is_main_process) as show:
+
+        def shown(state: FeatureProgress) -> None:
+            show("features", state.rows, state.total_rows, f"{state.tokens_per_second:,.0f} tokens/s")
+
+        cache_features(trainer.target, compute, trainer.rows, taps, folder, dtype=dtype, progress=shown, **place)
     accelerator.wait_for_everyone()
     return FeatureCache(folder)
-
-
-@contextlib.contextmanager
-def _bar(what: str, shown: bool) -> Iterator[Callable[[Any], None]]:
-    """A bar on standard error for rows that are done."""
-    from rich.console import Console
-    from rich.progress import Progress, TextColumn
-
-    console = Console(stderr=True)
-    with Progress(
-        *Progress.get_default_columns(), TextColumn("{task.fields[rate]}"), console=console,
-        disable=not (shown and console.is_terminal),
-    ) as bar:  # fmt: skip
-        task = bar.add_task(what, total=None, rate="")
-
-        def show(state: Any) -> None:
-            rate = f"{state.tokens_per_second:,.0f} tokens/s"
-            bar.update(task, completed=state.rows, total=state.total_rows, rate=rate)
-
-        yield show
 
 
 def _described(plan: dict[str, Any]) -> str:
@@ -240,7 +229,8 @@ def _described(plan: dict[str, Any]) -> str:
     lines = {
         "train": f"{plan['draft_parameters']:,} parameters, for a target of {plan['target_parameters']:,}",
         "on": f"{plan['device']}, {plan['processes']} process{'es' * (plan['processes'] > 1)}",
-        "data": f"{plan['rows']:,} rows, {plan['row_tokens']:,} tokens; {plan['heldout_prompts']} held-out prompts",
+        "data": f"{plan['rows']:,} rows, {plan['row_tokens']:,} tokens; {plan['heldout_prompts']} held-out prompts, "
+        f"{plan['heldout_rows']} rows of theirs left out",
         "run": f"{plan['steps']:,} steps of about {plan['tokens_per_step']:,} tokens, {plan['tokens']:,} in all, "
         f"{plan['epochs']:.2f} epochs",
         "speed": f"{plan['seconds_per_step']:.2f} s a step, {plan['tokens_per_second']:,.0f} tokens/s: the mean of "
@@ -272,4 +262,4 @@ def _check_output(output: Path, resume: bool) -> None:
 def _need(*packages: str) -> None:
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
-        raise ValueError(f"training needs {', '.join(missing)}: pip install 'dflash-engine[train]'")
+        raise ValueError(f"training needs {', '.join(missing)}: pip install '.[train]'")

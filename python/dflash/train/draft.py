@@ -95,8 +95,9 @@ def draft_config(
     model = unwrap(target)
     config = text_config(model)
     total = config.num_hidden_layers
-    for name, value, least in (("layers", num_layers, 1), ("block size", block_size, 2)):
-        if value < least:
+    limits = [("layers", num_layers, 1), ("block size", block_size, 2), ("sliding window", sliding_window, 0)]
+    for name, value, least in [*limits, ("intermediate size", intermediate_size, 1)]:
+        if value is not None and value < least:
             raise ValueError(f"the drafter's {name} must be at least {least}, got {value}")
     taps = tuple(build_target_layer_ids(total, num_layers) if target_layer_ids is None else target_layer_ids)
     if not taps or min(taps) < 0 or max(taps) >= total:

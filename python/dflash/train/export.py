@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..drafter import draft_folder, load_draft
+from ..files import save_tensors, whole_folder, write_json
 from ..layouts import from_speculators, is_speculators, to_speculators
 
 __all__ = ["FORMATS", "export"]
@@ -44,8 +44,6 @@ def export(
         FileNotFoundError, ValueError: the drafter cannot be read, ``out`` is taken, or the layout cannot say what the
             drafter does; nothing is written then. OSError: the disk is full or cannot be written.
     """
-    from safetensors.torch import save_file
-
     if layout not in FORMATS:
         raise ValueError(f"the format must be {' or '.join(FORMATS)}, got {layout!r}")
     if layout == "speculators" and not target:
@@ -68,16 +66,12 @@ def export(
     config.pop("torch_dtype", None)
     tensors = {name: tensor.detach().contiguous().clone() for name, tensor in drafter.named_parameters()}
     out.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = out.with_name(f".unfinished-{os.getpid()}-{out.name}")
     try:
-        unfinished.mkdir()
-        save_file(tensors, unfinished / "model.safetensors", metadata={"format": "pt"})
-        (unfinished / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        os.replace(unfinished, out)
+        with whole_folder(out) as unfinished:
+            save_tensors(tensors, unfinished / "model.safetensors", {"format": "pt"})
+            write_json(config, unfinished / "config.json")
     except Exception as error:
         raise OSError(f"{out} could not be written: {' '.join(str(error).split())}") from error
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
     return out
 
 

@@ -7,7 +7,7 @@ taps of a target 2560 wide are 25.6 kB a token in bf16. Where that does not fit,
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -15,7 +15,6 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -23,17 +22,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..target import text_config, unwrap
+from ..files import save_tensors, whole_file
+from ..target import describe_config, text_config, unwrap
 from .model import TargetFeatures
 
 __all__ = ["FeatureCache", "FeatureProgress", "cache_features", "cache_size", "fingerprint"]
 
-_INDEX, _UNFINISHED = "features.json", ".unfinished-"
+_INDEX = "features.json"
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _OPEN_SHARDS = 32
 _READ_ROWS = 1024
-# Of the target's config: what changes its hidden states and is not in its weights.
-_CONFIG_KEYS = ("model_type", "rms_norm_eps", "rope_parameters", "rope_theta", "layer_types", "sliding_window")
 
 
 @dataclass
@@ -51,7 +49,7 @@ class FeatureProgress:
 
 
 def fingerprint(target: nn.Module, rows: Any, layer_ids: Sequence[int], dtype: torch.dtype) -> dict[str, Any]:
-    """What features are a function of: a digest of the target's weights, one of the rows' tokens, taps and dtype.
+    """What features are a function of: digests of the target (weights, config) and of the rows' tokens, taps and dtype.
 
     Reads every weight once, which takes about a second a gigabyte.
 
@@ -62,9 +60,7 @@ def fingerprint(target: nn.Module, rows: Any, layer_ids: Sequence[int], dtype: t
         dtype: in which the features are stored.
     """
     target, weights, tokens = unwrap(target), hashlib.sha256(), hashlib.sha256()
-    config = text_config(target)
-    known = {key: getattr(config, key, None) for key in _CONFIG_KEYS}
-    weights.update(json.dumps(known, sort_keys=True, default=str).encode())
+    weights.update(describe_config(target).encode())
     for name, tensor in sorted(target.state_dict().items()):
         weights.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
         weights.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
@@ -166,7 +162,7 @@ def cache_features(
             state.seconds = time.perf_counter() - began
             if progress is not None:
                 progress(state)
-        _write_shard(features, _shard(folder, number))
+        _write(_shard(folder, number), functools.partial(save_tensors, {"features": features}))
     return FeatureCache(folder) if all(_shard(folder, n).is_file() for n in range(len(index["shards"]))) else None
 
 
@@ -201,7 +197,7 @@ class FeatureCache:
         for number, (start, end) in enumerate(shards):
             offsets = accumulate(self.lengths[start:end], initial=0)
             self._places += [(number, offset) for _, offset in zip(range(start, end), offsets, strict=False)]
-        self._open = lru_cache(_OPEN_SHARDS)(self._open_shard)
+        self._open = functools.lru_cache(_OPEN_SHARDS)(self._open_shard)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -283,24 +279,11 @@ def _check_room(folder: Path, needed: int, rows: int) -> None:
         )
 
 
-def _write_shard(features: Tensor, path: Path) -> None:
-    from safetensors.torch import save_file
-
-    _write(path, lambda unfinished: save_file({"features": features}, unfinished))
-
-
 def _write(path: Path, write: Callable[[Path], Any]) -> None:
     """Through a file of another name, so that ``path`` is whole or not there."""
-    unfinished = path.with_name(f"{_UNFINISHED}{os.getpid()}-{path.name}")
     try:
-        write(unfinished)
-        with open(unfinished, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(unfinished, path)
+        whole_file(path, write)
     except Exception as error:
         raise OSError(
             f"{path} could not be written ({' '.join(str(error).split())}); what is beside it is whole"
         ) from error
-    finally:
-        with contextlib.suppress(OSError):
-            unfinished.unlink(missing_ok=True)

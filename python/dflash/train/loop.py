@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import hashlib
 import importlib.util
-import itertools
 import json
 import math
 import resource
@@ -27,15 +26,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..drafter import Drafter
+from ..files import whole_file
 from ..generate import Generator, check_config
-from ..target import Target, text_config, unwrap
+from ..target import Target, describe_config, sample_digest, text_config, unwrap
 from .blocks import default_gamma, make_blocks, sample_anchors
-from .checkpoint import CheckpointError, checkpoints, load_checkpoint, save_checkpoint, save_draft
+from .checkpoint import CheckpointError, checkpoints, load_checkpoint, read_progress, save_checkpoint, save_draft
 from .loss import BlockLoss, block_loss
 from .model import TargetFeatures, TrainableDrafter
+from .rows import Measured, split
 
 __all__ = ["Batches", "TrainConfig", "Trainer", "learning_rate", "make_accelerator"]
 
+_PLACE = ("step", "epoch", "place", "tokens", "seconds")  # of a run, in its checkpoints
 _TRACKERS = ("tensorboard", "trackio")
 
 
@@ -55,8 +57,8 @@ class TrainConfig:
         feature_noise: uniform noise on the features, relative to their size.
         seed: of anchors, noise, order and held-out rows.
         mixed_precision: "bf16" or "no".
-        log_every, eval_every, save_every: steps; 0 for only at the end (of eval, never).
-        eval_rows, eval_tokens, eval_temperatures: held-out prompts, new tokens each, and how they are decoded.
+        log_every, eval_every, save_every: steps between them; 0, of the last two, for only at the end.
+        eval_rows, eval_tokens, eval_temperatures: held-out prompts at most, new tokens each, and how they are decoded.
         keep: checkpoints.
     """
 
@@ -88,8 +90,9 @@ class TrainConfig:
             if not ok:
                 raise ValueError(f"{name} must be {wanted}, got {getattr(self, name)!r}")
 
-        for name in ("epochs", "batch_tokens", "accumulate", "anchors", "keep", "log_every", "eval_tokens"):
+        for name in ("epochs", "batch_tokens", "accumulate", "anchors", "keep", "log_every"):
             check(name, getattr(self, name) >= 1, "at least 1")
+        check("eval_tokens", self.eval_tokens >= 2, "at least 2")
         for name in ("eval_every", "save_every", "eval_rows", "weight_decay", "feature_noise"):
             check(name, getattr(self, name) >= 0, "at least 0")
         for name in ("learning_rate", "clip"):
@@ -104,8 +107,7 @@ class TrainConfig:
 def learning_rate(step: int, steps: int, warmup: float, constant: float) -> float:
     """The rate of step ``step`` (from 0) as a share of the full one: a rise, a plateau, a cosine to 0.
 
-    ``warmup`` and ``constant`` are the shares of ``steps`` at which the rise and the plateau end. A cosine from the
-    start leaves small runs stuck: see docs/training.md.
+    ``warmup`` and ``constant`` are the shares of ``steps`` at which the rise and the plateau end.
     """
     rise = max(1, round(warmup * steps))
     if step < rise:
@@ -131,9 +133,15 @@ class Batches:
     def __init__(self, lengths: Sequence[int], batch_tokens: int, group: int, seed: int) -> None:
         self.lengths = torch.tensor(lengths)
         self.batch_tokens, self.group, self.seed = batch_tokens, group, seed
+        self._last: tuple[int, list[list[list[int]]]] = (-1, [])
 
     def epoch(self, epoch: int) -> list[list[list[int]]]:
         """The steps of an epoch, each ``group`` lists of rows. Rows left over at the end wait for another epoch."""
+        if self._last[0] != epoch:
+            self._last = (epoch, self._steps(epoch))
+        return self._last[1]
+
+    def _steps(self, epoch: int) -> list[list[list[int]]]:
         generator = torch.Generator().manual_seed(_fold(self.seed, epoch, 0))
         order = torch.randperm(len(self.lengths), generator=generator)
         pool = max(1, self._POOL * self.batch_tokens // max(1, int(self.lengths.float().mean())))
@@ -179,7 +187,7 @@ def make_accelerator(config: TrainConfig, output: str | Path, *, cpu: bool = Fal
     """
     if tracker not in (None, *_TRACKERS):
         raise ValueError(f"tracker must be {' or '.join(_TRACKERS)}, got {tracker!r}")
-    for name, extra in (("accelerate", "'dflash-engine[train]'"), (tracker, tracker)):
+    for name, extra in (("accelerate", "'.[train]'"), (tracker, tracker)):
         if name is not None and importlib.util.find_spec(name) is None:
             raise ValueError(f"this needs the {name} package: pip install {extra}")
     from accelerate import Accelerator
@@ -196,7 +204,8 @@ class Trainer:
         rows: ``datasets.Dataset`` with ``input_ids`` and ``loss_mask`` (1 on tokens that the target wrote).
         config: how.
         output: folder for the draft, checkpoints and ``metrics.jsonl``.
-        heldout: rows like ``rows`` whose prompts are answered in the real loop; None takes ``eval_rows`` off ``rows``.
+        heldout: rows like ``rows`` whose prompts are answered in the real loop; rows that share a prompt with them are
+            not trained on. None takes ``eval_rows`` prompts, a tenth at most, and all their answers off ``rows``.
         features: a :class:`~dflash.train.features.FeatureCache` of ``rows``; None computes the features.
         accelerator: from accelerate; None makes one (:func:`make_accelerator`).
         tracker: "tensorboard" or "trackio".
@@ -224,38 +233,31 @@ class Trainer:
             raise ValueError("distill needs the target's own distribution: compute the features online")
         target = unwrap(target)
         draft = drafter.config
-        Target(target, draft.target_layer_ids)  # refuses what the engine cannot run
         check_config(target, draft)
+        Target(target, draft.target_layer_ids)  # refuses what the engine cannot run
         if drafter.dtype != torch.float32:
             raise ValueError(f"a drafter is trained in float32, got {drafter.dtype}")
         self.config, self.output, self.target = config, Path(output), target
         self.rows, self.quiet = rows, quiet
-        data = _Measured(rows, text_config(target), draft.mask_token_id)
-        usable, prompts = data.usable, data.prompts
-        if not usable:
+        text = text_config(target)
+        data = Measured(rows, text, draft.mask_token_id)
+        if not data.usable:
             raise ValueError("no row has two neighbouring tokens that the target wrote (loss_mask): nothing to learn")
         if features is not None:
             _check_features(features, data.lengths, draft)
-        heldout_rows: list[int] = []
-        if heldout is None and config.eval_rows:
-            order = torch.randperm(len(usable), generator=torch.Generator().manual_seed(_fold(config.seed, 1 << 20)))
-            taken = min(config.eval_rows, len(usable) // 10)
-            heldout_rows = sorted(usable[i] for i in order[:taken].tolist())
-            usable = sorted(set(usable) - set(heldout_rows))
-            heldout = rows
-        elif heldout is not None:
-            asked = _Measured(heldout, text_config(target), draft.mask_token_id, "held-out row")
-            heldout_rows, prompts = asked.usable[: config.eval_rows], asked.prompts
-        self.prompts = [heldout[i]["input_ids"][: prompts[i]] for i in heldout_rows if prompts[i]]
+        asked = None if heldout is None else Measured(heldout, text, draft.mask_token_id, "held-out row")
+        part = split(rows, data, config.eval_rows, _fold(config.seed, 1 << 20), heldout, asked)
+        self.index, self.prompts, self.dropped = part.index, part.prompts, part.dropped
         if accelerator is None:
             cpu = next(target.parameters()).device.type == "cpu"
             accelerator = make_accelerator(config, self.output, cpu=cpu, tracker=tracker)
         self.accelerator, self.tracker, self.device = accelerator, tracker, accelerator.device
-        self.index = usable
         world = accelerator.num_processes
-        lengths = [data.lengths[i] for i in usable]
+        lengths = [data.lengths[i] for i in self.index]
         self.batches = Batches(lengths, config.batch_tokens, world * config.accumulate, config.seed)
-        self._digest = data.digest
+        self._digest = hashlib.sha256(data.digest.encode() + array("q", self.index).tobytes()).hexdigest()[:16]
+        described = f"{describe_config(target)} {sample_digest(target)}".encode()
+        self._target_digest = hashlib.sha256(described).hexdigest()[:16]
         self.steps = config.steps or self.batches.count(config.epochs)
         self.gamma = config.gamma or default_gamma(draft.block_size)
         self.drafter = drafter.to(self.device)
@@ -287,6 +289,9 @@ class Trainer:
         main = self.accelerator.is_main_process
         if self.tracker:
             self.accelerator.init_trackers("dflash")
+        if main and not self.quiet and self.dropped:
+            count = f"{len(self.prompts)} held-out prompts are answered"
+            print(f"dflash: {count}, {self.dropped} rows of held-out prompts are not trained on", file=sys.stderr)
         began, seconds = time.monotonic(), self.seconds
         waiting = _Meter(self.drafter.config.block_size)
         with self._progress() as show:
@@ -296,7 +301,7 @@ class Trainer:
                 self.seconds = seconds + time.monotonic() - began
                 if logging:
                     metrics = waiting.read(self.accelerator)
-                    metrics |= {"learning_rate": rate, "gradient_norm": norm}
+                    metrics |= {"learning_rate": rate, "gradient_norm": float(norm)}
                     self._log(metrics)
                     show(self, metrics)
                     waiting = _Meter(self.drafter.config.block_size)
@@ -321,7 +326,7 @@ class Trainer:
             if self.place >= len(steps):
                 self.epoch, self.place = self.epoch + 1, 0
 
-    def _step(self, group: list[list[int]], meter: _Meter, statistics: bool) -> tuple[float, float]:
+    def _step(self, group: list[list[int]], meter: _Meter, statistics: bool) -> tuple[Tensor, float]:
         """One optimizer step over a group of micro-batches; returns the gradient's norm and the learning rate."""
         config, accelerator = self.config, self.accelerator
         world, rank = accelerator.num_processes, accelerator.process_index
@@ -350,7 +355,7 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.step, self.place = self.step + 1, self.place + 1
-        return float(norm), config.learning_rate * share
+        return norm, config.learning_rate * share
 
     def _loss(self, rows: list[int], key: int, statistics: bool) -> BlockLoss:
         """The loss sums of one micro-batch."""
@@ -434,6 +439,7 @@ class Trainer:
             "rows": len(self.index),
             "row_tokens": row_tokens,
             "heldout_prompts": len(self.prompts),
+            "heldout_rows": self.dropped,
             "steps": self.steps,
             "epochs": self.steps / len(first),
             "tokens_per_step": round(step_tokens),
@@ -468,12 +474,13 @@ class Trainer:
             lengths: list[int] = []
             for prompt in self.prompts[accelerator.process_index :: accelerator.num_processes]:
                 room = min(config.eval_tokens, generator.max_length - len(prompt))
-                if room < 2:
-                    continue
                 answer = generator.generate(
                     torch.tensor([prompt], device=self.device),
                     max_new_tokens=room,
                     temperature=temperature,
+                    top_k=0,  # as dflash benchmark: the temperature alone, whatever the generation_config says
+                    top_p=1.0,
+                    min_p=0.0,
                     seed=0,
                     return_dict_in_generate=True,
                 )
@@ -509,7 +516,7 @@ class Trainer:
             return
         from .progress import progress
 
-        with progress(self.steps, self.step) as show:
+        with progress(self.steps) as show:
             yield show
 
     # ------------------------------------------------------------------------------------------ checkpoints
@@ -518,37 +525,53 @@ class Trainer:
         """Write a checkpoint of this step."""
         if self.accelerator.is_main_process:
             state = {"optimizer": self.optimizer.state_dict(), "random": torch.get_rng_state()}
-            progress = {name: getattr(self, name) for name in ("step", "epoch", "place", "tokens", "seconds", "steps")}
+            progress = {name: getattr(self, name) for name in (*_PLACE, "steps")}
             progress |= {"fingerprint": self.fingerprint(), "last": self.last}
             save_checkpoint(self.output / "checkpoints", self.step, self.drafter, state, progress, self.config.keep)
         self.accelerator.wait_for_everyone()
 
     def resume(self) -> bool:
-        """Go on from the last whole checkpoint under ``output``; False if there is none.
+        """Go on from the last checkpoint under ``output`` that can be read; False if there is none at all.
 
         Raises:
-            ValueError: it is of a run with other data, another schedule or another drafter.
+            ValueError: it is of a run with another target, other data, another schedule or another drafter.
+            CheckpointError: there are checkpoints, and none can be read.
         """
+        main, damaged = self.accelerator.is_main_process, []
         found = checkpoints(self.output / "checkpoints")
-        if not found:
-            if self.accelerator.is_main_process:
+        for path in reversed(found):
+            try:
+                state, progress = self._read(path)
+                break
+            except CheckpointError as error:
+                damaged.append(error)
+                if main and path != found[0]:
+                    print(f"dflash: {error}; the one before it is tried", file=sys.stderr)
+        else:
+            if damaged:
+                raise damaged[0]
+            if main:
                 _cut(self.output / "metrics.jsonl", 0)
             return False
-        progress = json.loads((found[-1] / "trainer.json").read_text(encoding="utf-8"))
-        mine, found_in = self.fingerprint(), progress["fingerprint"]
-        other = {k: (found_in[k], v) for k, v in mine.items() if k in found_in and found_in[k] != v}
-        if other:
-            name, (theirs, ours) = next(iter(other.items()))
-            raise ValueError(f"{found[-1]} is of another run: its {name} is {theirs}, this one's is {ours}")
-        state, progress = load_checkpoint(found[-1], self.drafter)
         self.optimizer.load_state_dict(state["optimizer"])
         torch.set_rng_state(state["random"])
-        for name in ("step", "epoch", "place", "tokens", "seconds"):
+        for name in _PLACE:
             setattr(self, name, progress[name])
         self.last = progress["last"]
-        if self.accelerator.is_main_process:
+        if main:
             _cut(self.output / "metrics.jsonl", self.step)
         return True
+
+    def _read(self, path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+        """A checkpoint of this run: its state and progress; its weights are the drafter's then."""
+        progress = read_progress(path)
+        if not progress.keys() >= {*_PLACE, "fingerprint", "last"}:
+            raise CheckpointError(f"checkpoint {path} is not one of dflash train; move that folder elsewhere")
+        mine, theirs = self.fingerprint(), progress["fingerprint"]
+        for name, value in mine.items():
+            if name in theirs and theirs[name] != value:
+                raise ValueError(f"{path} is of another run: its {name} is {theirs[name]}, this one's is {value}")
+        return load_checkpoint(path, self.drafter)
 
     def fingerprint(self) -> dict[str, Any]:
         """What has to be the same for a resumed run to be the same run."""
@@ -557,6 +580,8 @@ class Trainer:
         config |= {"rows": len(self.index), "row_tokens": int(self.batches.lengths.sum()), "data": self._digest}
         config |= {"micro_batches": self.batches.group, "steps": self.steps}
         config.pop("accumulate")  # processes times accumulation is what counts
+        config |= {"target": self._target_digest, "target's dtype": str(next(self.target.parameters()).dtype)}
+        config["features"] = "of the running target" if self.features is None else f"cached in {self.features.dtype}"
         draft = json.loads(json.dumps(dataclasses.asdict(self.drafter.config)))
         return {**config, "drafter": draft}
 
@@ -570,7 +595,7 @@ def _cut(path: Path, step: int) -> None:
         with contextlib.suppress(ValueError):  # a line that was not written to its end
             if json.loads(line)["step"] <= step:
                 kept.append(line + "\n")
-    path.write_text("".join(kept), encoding="utf-8")
+    whole_file(path, lambda unfinished: unfinished.write_text("".join(kept), encoding="utf-8"))
 
 
 def _peak_memory() -> int:
@@ -586,15 +611,16 @@ class _Meter:
     def __init__(self, block_size: int) -> None:
         self.began = time.monotonic()
         self.tokens = 0
-        self.sums = torch.zeros(5 + 2 * (block_size - 1), dtype=torch.float64)
+        self.sums = torch.zeros(5 + 2 * (block_size - 1), dtype=torch.float64)  # moves to the device with the first
 
     def add(self, out: BlockLoss) -> None:
         parts = [out.loss.detach(), out.weight, out.cross_entropy]
+        self.sums = self.sums.to(out.loss.device)
         if out.correct is None:
-            self.sums[:3] += torch.stack(parts).cpu()
+            self.sums[:3] += torch.stack(parts)
         else:
             parts += [out.accepted, out.blocks, *out.correct, *out.counted]
-            self.sums += torch.stack([part.float() for part in parts]).cpu()
+            self.sums += torch.stack([part.float() for part in parts])
 
     def read(self, accelerator: Any) -> dict[str, Any]:
         sums = accelerator.reduce(self.sums.float().to(accelerator.device), reduction="sum").tolist()
@@ -607,45 +633,6 @@ class _Meter:
             "train_acceptance": accepted / blocks if blocks else None,
             "tokens_per_second": self.tokens / (time.monotonic() - self.began),
         }
-
-
-class _Measured:
-    """What a run has to know of its rows before it starts.
-
-    Attributes:
-        lengths: tokens of each row.
-        usable: rows that have an anchor.
-        prompts: of those, the tokens before the first that the target wrote.
-        digest: of all tokens and loss masks.
-    """
-
-    def __init__(self, rows: Any, config: Any, mask_token_id: int, what: str = "row") -> None:
-        limit = getattr(config, "max_position_embeddings", None)
-        self.lengths: list[int] = []
-        self.usable: list[int] = []
-        self.prompts: dict[int, int] = {}
-        digest = hashlib.sha256()
-        for start in range(0, len(rows), 1024):
-            part = rows[start : start + 1024]
-            for ids, mask in zip(part["input_ids"], part["loss_mask"], strict=True):
-                row = f"{what} {len(self.lengths)}"
-                if len(ids) != len(mask):
-                    raise ValueError(f"{row} has {len(ids)} input_ids and a loss_mask of {len(mask)}")
-                if limit is not None and len(ids) > limit:
-                    raise ValueError(f"{row} has {len(ids)} tokens, the target has {limit} positions: cut it shorter")
-                if ids and not 0 <= min(ids) <= max(ids) < config.vocab_size:
-                    raise ValueError(f"{row} has token ids outside 0 .. {config.vocab_size - 1}, the vocabulary")
-                if mask_token_id in ids and any(t == mask_token_id and m for t, m in zip(ids, mask, strict=True)):
-                    raise ValueError(
-                        f"{row} has the mask token {mask_token_id} among the tokens that the target wrote: the mask "
-                        "must be a token that it never writes (--mask-token-id)"
-                    )
-                if any(a and b for a, b in itertools.pairwise(mask)):
-                    self.usable.append(len(self.lengths))
-                    self.prompts[len(self.lengths)] = mask.index(1)
-                self.lengths.append(len(ids))
-                digest.update(len(ids).to_bytes(8, "little") + array("i", ids).tobytes() + bytes(m != 0 for m in mask))
-        self.digest = digest.hexdigest()[:16]
 
 
 def _check_features(features: Any, lengths: list[int], draft: Any) -> None:

@@ -200,26 +200,53 @@ def _matmul_attention(
 # ---------------------------------------------------------------------------------------------- FlexAttention
 
 
-def _flex_mask(anchors: Tensor, length: int, block: int, causal: bool, window: int, group: int):
-    """The block mask over ``[context ; all blocks]`` of a sequence."""
-    from torch.nn.attention.flex_attention import create_block_mask
+_TILE = 128  # rows and keys of FlexAttention's sparse blocks
 
-    batch, count = anchors.shape
+
+def _flex_mask(anchors: Tensor, length: int, block: int, causal: bool, window: int, group: int):
+    """The block mask over ``[context ; all blocks]`` of a sequence.
+
+    Which tiles are seen follows from the anchors alone: nothing the size of rows times keys is built, as
+    ``create_block_mask`` would.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
 
     def visible(b, h, row, key):
-        own, slot = row // block, row % block
+        own, other = row // block, key - length
         start = anchors[b, own]
         behind = key < length
-        other = key - length
-        place = torch.where(behind, key, start + other % block)
         seen = (behind & (key < start)) | (~behind & (other // block == own))
-        if causal:
-            seen = seen & (place <= start + slot)
-        if window:
-            seen = seen & ((place - start - slot).abs() < window)
+        if causal or window:
+            ahead = torch.where(behind, key, start + other % block) - start - row % block
+            if causal:
+                seen = seen & (ahead <= 0)
+            if window:
+                seen = seen & (ahead.abs() < window)
         return seen
 
-    return create_block_mask(visible, batch, None, count * block, length + count * block, device=str(anchors.device))
+    count, device = anchors.shape[1], anchors.device
+    rows, keys = count * block, length + count * block
+    spare = -rows % _TILE
+    starts = anchors.repeat_interleave(block, 1)
+    last = F.pad(starts, (0, spare), value=-1).unflatten(1, (-1, _TILE)).amax(-1)[..., None]
+    first = F.pad(starts, (0, spare), value=keys).unflatten(1, (-1, _TILE)).amin(-1)[..., None]
+    row = torch.arange(0, rows, _TILE, device=device)[:, None]  # a tile's first row, and key
+    key = torch.arange(0, keys, _TILE, device=device)
+    behind = key < last.clamp(max=length)
+    if window:
+        behind = behind & (first - (key + _TILE - 1) < window)
+    begin = length + row // block * block
+    end = length + ((row + _TILE - 1).clamp(max=rows - 1) // block + 1) * block
+    own = (key < end) & (key + _TILE > begin)
+    full = (key + _TILE <= first.clamp(max=length)) & (window == 0)
+    tiles = [_tile_list(mask) for mask in ((behind | own) & ~full, full)]
+    return BlockMask.from_kv_blocks(*tiles[0], *tiles[1], _TILE, visible, (rows, keys))
+
+
+def _tile_list(seen: Tensor) -> tuple[Tensor, Tensor]:
+    """``seen [batch, row tiles, key tiles]`` as how many key tiles a row tile sees, and which, those first."""
+    order = (~seen).byte().argsort(dim=-1, stable=True)
+    return seen.sum(-1, dtype=torch.int32)[:, None], order.to(torch.int32)[:, None]
 
 
 _compiled_flex = None

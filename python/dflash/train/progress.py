@@ -8,22 +8,14 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from ..progress import bars
+
 __all__ = ["progress"]
 
 
 @contextlib.contextmanager
-def progress(steps: int, done: int) -> Iterator[Any]:
+def progress(steps: int) -> Iterator[Any]:
     """Yields ``show(trainer, metrics or None)``, to be called after every step."""
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
     if not sys.stderr.isatty():
         printed = [0.0]
 
@@ -41,20 +33,15 @@ def progress(steps: int, done: int) -> Iterator[Any]:
 
         yield line
         return
-    columns = (
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[text]}"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("", total=steps, completed=done, text="")
+    text = ""
+    with bars(["steps"]) as show:
 
-        def show(trainer: Any, metrics: dict[str, Any] | None) -> None:
-            bar.update(task, completed=trainer.step, **({} if metrics is None else {"text": _text(trainer)}))
+        def step(trainer: Any, metrics: dict[str, Any] | None) -> None:
+            nonlocal text
+            text = text if metrics is None else _text(trainer)
+            show("steps", trainer.step, steps, text)
 
-        yield show
+        yield step
 
 
 def _text(trainer: Any) -> str:

@@ -12,12 +12,13 @@ import fcntl
 import http.client
 import json
 import os
+import queue
+import re
 import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -103,15 +104,17 @@ class Answer:
 class Writer(Protocol):
     """Something that answers jobs, in any order, as it comes.
 
-    ``name`` says in a row who wrote it; ``ids`` maps the lines of prompts that were checked to their ids, where the
+    ``name`` says in a row who wrote it; ``encoding`` holds ``raw``, ``bos`` and ``template``, as for
+    :func:`dflash.train.data.prompt_ids`; ``ids`` maps the lines of prompts that were checked to their ids, where the
     writer knows them.
     """
 
     name: str
+    encoding: dict[str, Any]
     ids: dict[int, list[int]]
 
-    def check(self, jobs: Sequence[Job], settings: Settings) -> None:
-        """Raise ``ValueError`` for what cannot be answered, before any is."""
+    def check(self, jobs: Sequence[Job], settings: Settings) -> set[int]:
+        """Raise ``ValueError`` for what cannot be answered, before any is; returns the lines that are left out."""
 
     def answers(self, jobs: Sequence[Job], settings: Settings) -> Iterator[list[tuple[Job, Answer]]]:
         """Groups of answers; closing the iterator stops the work."""
@@ -119,7 +122,8 @@ class Writer(Protocol):
 
 @dataclass
 class Summary:
-    """What a run did: rows written by it, rows found, tokens written, how many were cut off, seconds."""
+    """What a run did: rows written by it, rows found, tokens written, how many were cut off, seconds, prompts that were
+    left out because they are too long."""
 
     written: int = 0
     found: int = 0
@@ -127,6 +131,7 @@ class Summary:
     truncated: int = 0
     seconds: float = 0.0
     acceptance_length: float | None = None
+    skipped: int = 0
     out: str = ""
 
     @property
@@ -154,8 +159,9 @@ def regenerate(
     """Write the responses that ``out`` does not have yet.
 
     A row of ``out`` holds ``line``, ``sample``, ``prompt`` or ``messages``, ``response``, ``finish_reason``,
-    ``prompt_ids`` and ``response_ids`` where they are known, ``temperature``, ``seed``, ``model`` and those of
-    ``top_k``, ``top_p`` and ``min_p`` that were on; :func:`dflash.train.data.load_rows` reads it.
+    ``prompt_ids`` and ``response_ids`` where they are known, ``temperature``, ``seed``, ``model``, ``max_new_tokens``,
+    and those of ``top_k``, ``top_p``, ``min_p``, ``raw``, ``bos`` and ``template`` that were on;
+    :func:`dflash.train.data.load_rows` reads it, and asks as the row was asked.
 
     Args:
         prompts: from :func:`dflash.train.data.load_prompts`.
@@ -174,16 +180,18 @@ def regenerate(
     """
     settings = Settings() if settings is None else settings
     wanted, out = jobs(prompts, settings), Path(out)
-    writer.check(wanted, settings)
+    left_out = writer.check(wanted, settings)
+    wanted = [job for job in wanted if job.line not in left_out]
     with _appending(out) as file:
         done, whole = _finished(file, out, {(job.line, job.sample): job for job in wanted}, settings, writer)
         file.truncate(whole)
         file.seek(0, os.SEEK_END)
         missing = [job for job in wanted if (job.line, job.sample) not in done]
-        summary, began = Summary(found=len(done), out=str(out)), time.perf_counter()
+        summary = Summary(found=len(done), skipped=len(left_out), out=str(out))
+        began = time.perf_counter()
         with contextlib.closing(writer.answers(missing, settings)) as groups:
             for group in groups:
-                file.write(b"".join(_line(job, answer, settings, writer.name) for job, answer in group))
+                file.write(b"".join(_line(job, answer, settings, writer) for job, answer in group))
                 file.flush()
                 summary.written += len(group)
                 summary.tokens += sum(answer.num_tokens for _, answer in group)
@@ -193,17 +201,20 @@ def regenerate(
                 if progress is not None:
                     progress(summary, len(missing))
         os.fsync(file.fileno())
+    summary.skipped += len(getattr(writer, "too_long", ()))
     return summary
 
 
-def _drawn(job: Job, settings: Settings, name: str) -> dict[str, Any]:
-    """How and by whom a response was written; None for what is off."""
+def _drawn(job: Job, settings: Settings, writer: Writer) -> dict[str, Any]:
+    """How and by whom a response was asked for and written; None for what is off."""
     off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
     on = {key: None if getattr(settings, key) == value else getattr(settings, key) for key, value in off.items()}
-    return {"temperature": job.temperature, "seed": job.seed, "model": name, **on}
+    on |= {key: writer.encoding.get(key) or None for key in ("raw", "bos", "template")}
+    common = {"temperature": job.temperature, "seed": job.seed, "model": writer.name}
+    return {**common, "max_new_tokens": settings.max_new_tokens, **on}
 
 
-def _line(job: Job, answer: Answer, settings: Settings, name: str) -> bytes:
+def _line(job: Job, answer: Answer, settings: Settings, writer: Writer) -> bytes:
     row = {"line": job.line, "sample": job.sample}
     row |= {key: job.prompt[key] for key in ("prompt", "messages") if key in job.prompt}
     row |= {"response": answer.response, "finish_reason": answer.finish_reason}
@@ -211,7 +222,7 @@ def _line(job: Job, answer: Answer, settings: Settings, name: str) -> bytes:
         row["prompt_ids"] = answer.prompt_ids
     if answer.response_ids is not None:
         row["response_ids"] = answer.response_ids
-    row |= {key: value for key, value in _drawn(job, settings, name).items() if value is not None}
+    row |= {key: value for key, value in _drawn(job, settings, writer).items() if value is not None}
     return (json.dumps(row) + "\n").encode()
 
 
@@ -251,7 +262,7 @@ def _finished(
         job = wanted.get(key)
         if job is None:
             raise ValueError(f"{path}, line {number}: no response to any of these prompts: choose another file")
-        for what, ours in _drawn(job, settings, writer.name).items():
+        for what, ours in _drawn(job, settings, writer).items():
             if row.get(what) != ours:
                 raise ValueError(
                     f"{path}, line {number}: was written with {what} {row.get(what)!r}, now it is {ours!r}: "
@@ -285,6 +296,7 @@ class LocalWriter:
         name: what rows call the target.
         batch_size: rows of a batch.
         raw, bos, template: see :func:`dflash.train.data.prompt_ids`.
+        skip_long: leave out prompts that are too long for the target with their response, instead of raising.
     """
 
     def __init__(
@@ -298,12 +310,13 @@ class LocalWriter:
         raw: bool = False,
         bos: bool = False,
         template: Mapping[str, Any] | None = None,
+        skip_long: bool = False,
     ) -> None:
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         self.target, self.tokenizer, self.draft = target, tokenizer, draft
-        self.name, self.batch_size = name, batch_size
-        self.encoding = {"raw": raw, "bos": bos, "template": template}
+        self.name, self.batch_size, self.skip_long = name, batch_size, skip_long
+        self.encoding: dict[str, Any] = {"raw": raw, "bos": bos, "template": dict(template or {})}
         self.ids: dict[int, list[int]] = {}
         self._steps: list[int] = [0, 0]  # how many, and the tokens they emitted
 
@@ -313,10 +326,10 @@ class LocalWriter:
         steps, tokens = self._steps
         return tokens / steps if self.draft is not None and steps else None
 
-    def check(self, jobs: Sequence[Job], settings: Settings) -> None:
-        """Tokenize every prompt; raise if one does not fit the target with its response."""
+    def check(self, jobs: Sequence[Job], settings: Settings) -> set[int]:
+        """Tokenize every prompt; raise if one does not fit the target with its response, or leave it out."""
         positions = getattr(text_config(self.target), "max_position_embeddings", None)
-        self.ids = {}
+        self.ids, long = {}, set()
         for job in jobs:
             if job.line in self.ids:
                 continue
@@ -327,10 +340,13 @@ class LocalWriter:
             if not ids:
                 raise ValueError(f"the prompt on line {job.line} has no token")
             if positions is not None and len(ids) + settings.max_new_tokens > positions:
-                raise ValueError(
-                    f"the prompt on line {job.line} has {len(ids)} tokens: with {settings.max_new_tokens} new ones it "
-                    f"passes the target's {positions} positions"
-                )
+                if not self.skip_long:
+                    raise ValueError(
+                        f"the prompt on line {job.line} has {len(ids)} tokens: with {settings.max_new_tokens} new ones "
+                        f"it passes the target's {positions} positions (--skip-long leaves such prompts out)"
+                    )
+                long.add(job.line)
+        return long
 
     def answers(self, jobs: Sequence[Job], settings: Settings) -> Iterator[list[tuple[Job, Answer]]]:
         """As :class:`Writer` says; :meth:`check` comes first."""
@@ -384,6 +400,13 @@ class LocalWriter:
 # ---------------------------------------------------------------------------------------------- servers
 
 
+class _TooLongError(ValueError):
+    """A server has no room for a prompt and its response."""
+
+
+_TOO_LONG = re.compile(r"context (length|window|size)|too long|max(imum)?[ _]model[ _]len|longer than", re.IGNORECASE)
+
+
 class ServerWriter:
     """Answers through a server with OpenAI's protocol (vLLM, SGLang, llama.cpp ...), several requests at a time.
 
@@ -398,6 +421,7 @@ class ServerWriter:
         timeout: seconds for one answer.
         api_key: sent as a bearer token.
         token_ids: ask for the ids as well (vLLM's ``return_token_ids``); rows hold them then.
+        skip_long: leave out prompts that the server refuses as too long, instead of raising.
     """
 
     def __init__(
@@ -413,50 +437,76 @@ class ServerWriter:
         timeout: float = 600.0,
         api_key: str | None = None,
         token_ids: bool = False,
+        skip_long: bool = False,
     ) -> None:
         if not url.startswith(("http://", "https://")):
             raise ValueError(f"the server must be an http:// or https:// URL, got {url!r}")
         if concurrency < 1:
             raise ValueError(f"concurrency must be at least 1, got {concurrency}")
-        self.url, self.name, self.raw = url.rstrip("/"), model, raw
-        self.template = dict(template or {})
+        self.url, self.name = url.rstrip("/"), model
+        self.raw, self.template = raw, dict(template or {})
+        self.encoding = {"raw": raw, "bos": False, "template": self.template}
         self.concurrency, self.retries, self.backoff, self.timeout = concurrency, retries, backoff, timeout
         self.api_key, self.token_ids = api_key, token_ids
         self.ids: dict[int, list[int]] = {}  # the server keeps them
-        self._stopped = threading.Event()
+        self.skip_long = skip_long
+        self.too_long: set[int] = set()  # lines of prompts that were refused so
 
-    def check(self, jobs: Sequence[Job], settings: Settings) -> None:
+    def check(self, jobs: Sequence[Job], settings: Settings) -> set[int]:
         """Raise if a conversation is to be completed raw."""
         if self.raw:
             for job in jobs:
                 if "messages" in job.prompt:
                     raise ValueError(f"the prompt on line {job.line} is a conversation, which cannot be continued raw")
+        return set()
 
     def answers(self, jobs: Sequence[Job], settings: Settings) -> Iterator[list[tuple[Job, Answer]]]:
-        """As :class:`Writer` says. The first request that fails for good ends the run."""
-        self._stopped.clear()
-        waiting: dict[Future, Job] = {}
-        queue = iter(jobs)
-        pool = ThreadPoolExecutor(self.concurrency)
-        try:
-            while True:
-                while len(waiting) < self.concurrency and (job := next(queue, None)) is not None:
-                    waiting[pool.submit(self._answer, job, settings)] = job
-                if not waiting:
-                    return
-                done, _ = wait(waiting, return_when=FIRST_COMPLETED)
-                answered = [(future, waiting.pop(future)) for future in done]
-                # What was answered is written before what failed ends the run.
-                good = [(job, future.result()) for future, job in answered if future.exception() is None]
-                if good:
-                    yield good
-                for future, _ in answered:
-                    future.result()
-        finally:
-            self._stopped.set()
-            pool.shutdown(cancel_futures=True)
+        """As :class:`Writer` says. The first request that fails for good ends the run.
 
-    def _answer(self, job: Job, settings: Settings) -> Answer:
+        Requests that are under way when the run ends are not waited for: a server may take minutes for one.
+        """
+        stopped, self.too_long = threading.Event(), set()
+        asked: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        answered: queue.SimpleQueue[tuple[Job, Answer | BaseException]] = queue.SimpleQueue()
+
+        def work() -> None:
+            with contextlib.suppress(queue.Empty):
+                while not stopped.is_set():
+                    job = asked.get_nowait()
+                    try:
+                        answered.put((job, self._answer(job, settings, stopped)))
+                    except BaseException as error:  # raised where answers are waited for
+                        if not self._left_out(error):
+                            stopped.set()
+                        answered.put((job, error))
+
+        for job in jobs:
+            asked.put(job)
+        for _ in range(min(self.concurrency, len(jobs))):
+            threading.Thread(target=work, name="dflash-request", daemon=True).start()
+        left = len(jobs)
+        try:
+            while left:
+                group = [answered.get()]
+                with contextlib.suppress(queue.Empty):
+                    while True:
+                        group.append(answered.get_nowait())
+                left -= len(group)
+                # What was answered is written before what failed ends the run.
+                if good := [(job, answer) for job, answer in group if isinstance(answer, Answer)]:
+                    yield good
+                for job, error in group:
+                    if self._left_out(error):
+                        self.too_long.add(job.line)
+                    elif isinstance(error, BaseException):
+                        raise error
+        finally:
+            stopped.set()
+
+    def _left_out(self, outcome: Answer | BaseException) -> bool:
+        return self.skip_long and isinstance(outcome, _TooLongError)
+
+    def _answer(self, job: Job, settings: Settings, stopped: threading.Event) -> Answer:
         chat = not self.raw
         body: dict[str, Any] = {
             "model": self.name,
@@ -473,8 +523,9 @@ class ServerWriter:
             body["chat_template_kwargs"] = self.template
         if chat:
             messages = job.prompt.get("messages") or [{"role": "user", "content": job.prompt["prompt"]}]
-            return self._read(self._post("/chat/completions", {**body, "messages": messages}, job), job, chat)
-        return self._read(self._post("/completions", {**body, "prompt": job.prompt["prompt"]}, job), job, chat)
+            return self._read(self._post("/chat/completions", {**body, "messages": messages}, job, stopped), job, chat)
+        reply = self._post("/completions", {**body, "prompt": job.prompt["prompt"]}, job, stopped)
+        return self._read(reply, job, chat)
 
     def _read(self, reply: Any, job: Job, chat: bool) -> Answer:
         try:
@@ -499,7 +550,7 @@ class ServerWriter:
         usage = reply.get("usage") or {}
         return Answer(text, reason, prompt, ids, usage.get("completion_tokens") or len(ids or ()))
 
-    def _post(self, path: str, body: dict[str, Any], job: Job) -> Any:
+    def _post(self, path: str, body: dict[str, Any], job: Job, stopped: threading.Event) -> Any:
         headers = {"Content-Type": "application/json"}
         if self.api_key:
             headers["Authorization"] = f"Bearer {self.api_key}"
@@ -511,12 +562,13 @@ class ServerWriter:
             except urllib.error.HTTPError as error:
                 reason = f"status {error.code}: {_message(error)}"
                 if error.code not in (408, 429) and error.code < 500:
-                    raise ValueError(f"{self.url}{path} refused the prompt on line {job.line}: {reason}") from error
+                    kind = _TooLongError if error.code == 413 or _TOO_LONG.search(reason) else ValueError
+                    raise kind(f"{self.url}{path} refused the prompt on line {job.line}: {reason}") from error
             except (OSError, http.client.HTTPException) as error:  # no connection, reset, timed out, cut off
                 reason = str(getattr(error, "reason", error)) or type(error).__name__
             except ValueError as error:
                 raise ValueError(f"{self.url}{path} answers with what is not JSON: {error}") from error
-            if attempt < self.retries and self._stopped.wait(self.backoff * 2**attempt):
+            if attempt < self.retries and stopped.wait(self.backoff * 2**attempt):
                 break
         raise ValueError(
             f"{self.url}{path} did not answer the prompt on line {job.line} in {attempt + 1} tries: {reason}"

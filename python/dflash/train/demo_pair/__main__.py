@@ -7,20 +7,23 @@ the training curves. A stage that was stopped goes on where it was, but for the 
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import shutil
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
-from rich.progress import Progress, TextColumn, TimeElapsedColumn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dflash
 
+from ...files import remove_unfinished, whole_folder
+from ...progress import bars
 from ..checkpoint import save_draft
 from ..data import load_prompts, load_rows
 from ..draft import draft_config, new_drafter
@@ -29,9 +32,9 @@ from ..regenerate import LocalWriter, Settings, regenerate
 from .evaluate import evaluate, held_out_examples
 from .plot import plot
 from .pretrain import MASK, pretrain
-from .tasks import examples
+from .tasks import Example, examples
 
-PROMPT_SEED = 2_000_003
+PROMPT_SEED, WATCHED_SEED = 2_000_003, 3_000_003
 CONFIG = TrainConfig(
     steps=1600,
     batch_tokens=4096,
@@ -45,6 +48,20 @@ CONFIG = TrainConfig(
 )
 
 
+def watched_examples(count: int) -> list[Example]:
+    """Held-out examples whose prompts are answered while the drafter is trained; the evaluation has others."""
+    return list(itertools.islice(examples(WATCHED_SEED, held=True), count))
+
+
+def writer_name(target: Path) -> str:
+    """What rows call the target in this folder: answers of an older one are refused."""
+    return "demo-pair-" + hashlib.sha256((target / "model.safetensors").read_bytes()).hexdigest()[:16]
+
+
+def _lines(rows: Iterable[dict[str, str]]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
 def main(
     folder: Annotated[Path, typer.Argument(help="Where everything goes.")],
     target_steps: Annotated[int, typer.Option(help="Training steps of the target.")] = 2000,
@@ -56,7 +73,9 @@ def main(
     seconds = {}
     began = time.perf_counter()
     if not (folder / "target" / "model.safetensors").exists():
-        pretrain(folder / "target", steps=target_steps)
+        remove_unfinished(folder)  # of a run that was stopped
+        with whole_folder(folder / "target") as unfinished:
+            pretrain(unfinished, steps=target_steps)
     seconds["target"] = time.perf_counter() - began
     target = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder / "target")
@@ -64,16 +83,15 @@ def main(
     began = time.perf_counter()
     asked = folder / "prompts.jsonl"
     drawn = itertools.islice(examples(PROMPT_SEED, held=False), prompts)
-    asked.write_text("".join(json.dumps({"prompt": example.prompt}) + "\n" for example in drawn))
+    asked.write_text(_lines({"prompt": example.prompt} for example in drawn))
     answers = folder / "responses.jsonl"
-    with Progress(TextColumn("answers"), *Progress.get_default_columns()[1:3], TimeElapsedColumn()) as bar:
-        task = bar.add_task("", total=None)
+    with bars(["answers"]) as show:
         regenerate(
             load_prompts(asked),
-            LocalWriter(target, tokenizer, name="demo-pair", batch_size=128, bos=True),
+            LocalWriter(target, tokenizer, name=writer_name(folder / "target"), batch_size=128, bos=True),
             answers,
             Settings(temperatures=(0.0, 1.0), max_new_tokens=256),
-            progress=lambda summary, total: bar.update(task, completed=summary.written, total=total),
+            progress=lambda summary, total: show("answers", summary.written, total),
         )
     seconds["answers"] = time.perf_counter() - began
 
@@ -81,8 +99,12 @@ def main(
     if not (folder / "draft" / "model.safetensors").exists():
         config = draft_config(target, mask_token_id=MASK, num_layers=3, block_size=16, target_layer_ids=(1, 2, 3, 4))
         rows = load_rows(answers, tokenizer, max_length=640)
+        watched = folder / "watched.jsonl"
+        drawn = watched_examples(CONFIG.eval_rows)
+        watched.write_text(_lines({"prompt": example.prompt, "response": example.answer} for example in drawn))
+        heldout = load_rows(watched, tokenizer, max_length=640, bos=True)
         settings = TrainConfig(**{**CONFIG.__dict__, "steps": draft_steps})
-        trainer = Trainer(target, new_drafter(config), rows, settings, folder / "draft")
+        trainer = Trainer(target, new_drafter(config), rows, settings, folder / "draft", heldout=heldout)
         trainer.resume()
         trainer.train()
     seconds["draft"] = time.perf_counter() - began

@@ -13,7 +13,9 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 
 import dflash
 
-from .pretrain import END, prompt_ids
+from ...benchmark import distinct_ngrams
+from ...demo import encode
+from .pretrain import END
 from .tasks import Example, examples, is_right
 
 HELD_OUT_SEED = 1_000_003
@@ -40,10 +42,10 @@ def prompt_lookup_length(prompt: list[int], answer: list[int], block_size: int =
     return steps
 
 
-def distinct_ngrams(answer: list[int], size: int = 8) -> float:
-    """Share of the ``size``-grams of an answer that are different from one another; 1 where there are none."""
-    grams = [tuple(answer[start : start + size]) for start in range(len(answer) - size + 1)]
-    return len(set(grams)) / len(grams) if grams else 1.0
+def distinct_share(answer: list[int]) -> float:
+    """Share of the 8-grams of an answer that are different from one another; 1 where there are none."""
+    different, count = distinct_ngrams(answer)
+    return different / count if count else 1.0
 
 
 @torch.inference_mode()
@@ -66,7 +68,7 @@ def evaluate(
     generator = dflash.Generator(target, draft, max_length=640, batch_size=batch, reuse_prefix=False)
     for start in range(0, len(held), batch):
         part = held[start : start + batch]
-        ids = [prompt_ids(tokenizer, example.prompt) for example in part]
+        ids = [encode(tokenizer, example.prompt)[0].tolist() for example in part]
         width = max(map(len, ids))
         ids += [ids[-1]] * (batch - len(ids))  # fill up the last batch
         padded = torch.tensor([[END] * (width - len(row)) + row for row in ids])
@@ -89,7 +91,7 @@ def evaluate(
                     "right": finished and is_right(example, text),
                     "finished": finished,
                     "tokens": len(answer),
-                    "distinct": distinct_ngrams(answer),
+                    "distinct": distinct_share(answer),
                     "steps": out.statistics.acceptance_lengths[row],
                     "lookup": prompt_lookup_length(ids[row], answer),
                 }

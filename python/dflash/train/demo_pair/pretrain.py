@@ -1,7 +1,7 @@
 """The pair's target: a small Qwen3 trained from scratch on the made work of :mod:`.tasks`.
 
 Hidden matrices are trained with Muon (Jordan et al., 2024), embeddings and norms with AdamW; the rate is constant for
-two thirds of the steps and then falls linearly to zero. Only answers are supervised. Every example is drawn fresh, so
+two thirds of the steps and then falls linearly to zero. Prompts count a quarter. Every example is drawn fresh, so
 no prompt is seen twice but by chance.
 """
 
@@ -15,12 +15,14 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from rich.progress import Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from .tasks import Example, examples
+from ...progress import bars
+from ...prompts import plain_ids
+from .tasks import examples
 
+PROMPT_WEIGHT = 0.25  # of a prompt's token in the loss: prompts repeat names too, and copying is what is hardest here
 END, MASK = 0, 1  # token ids: BOS, EOS and padding in one, and the drafter's mask, which no text contains
 
 
@@ -58,11 +60,6 @@ def build_tokenizer(seed: int = 0) -> PreTrainedTokenizerFast:
     )
 
 
-def prompt_ids(tokenizer: PreTrainedTokenizerFast, prompt: str) -> list[int]:
-    """Token ids of a prompt as the pair wants it: BOS, then the text."""
-    return [END, *tokenizer.encode(prompt, add_special_tokens=False)]
-
-
 def build_target(seed: int = 0) -> Qwen3ForCausalLM:
     """The untrained target: 6 layers, 192 wide, 3 heads of 64 and 1 K/V head, tied embeddings, 2.4 M parameters."""
     torch.manual_seed(seed)
@@ -86,26 +83,33 @@ def build_target(seed: int = 0) -> Qwen3ForCausalLM:
 
 
 def _batches(tokenizer: PreTrainedTokenizerFast, seed: int, size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """``ids [size, length]`` padded with END and ``supervised [size, length]``; examples of like length stand together
-    in a batch, and batches of any length follow one another."""
-    draw, pool = examples(seed, held=False), 16 * size
+    """``ids [rows, length]`` padded with END and ``weights [rows, length]``; about ``size`` rows.
+
+    A batch holds all families in the shares of the draw, each by examples of like length: batches of one family, which
+    sorting by length alone would make, teach one thing and unteach another.
+    """
+    draw, pool = examples(seed, held=False), 16
     order = torch.Generator().manual_seed(seed)
     while True:
-        rows: list[tuple[list[int], int]] = []
-        drawn: list[Example] = list(itertools.islice(draw, pool))
-        for example in drawn:
-            prompt = prompt_ids(tokenizer, example.prompt)
-            rows.append(([*prompt, *tokenizer.encode(example.answer, add_special_tokens=False), END], len(prompt)))
-        rows.sort(key=lambda row: len(row[0]))
-        for batch in torch.randperm(16, generator=order).tolist():
-            part = rows[batch * size : (batch + 1) * size]
+        families: dict[str, list[tuple[list[int], int]]] = {}
+        for example in itertools.islice(draw, pool * size):
+            prompt = plain_ids(tokenizer, example.prompt, bos=True)
+            ids = [*prompt, *tokenizer.encode(example.answer, add_special_tokens=False), END]
+            families.setdefault(example.kind, []).append((ids, len(prompt)))
+        for rows in families.values():
+            rows.sort(key=lambda row: len(row[0]))
+        for batch in torch.randperm(pool, generator=order).tolist():
+            part = [
+                row for rows in families.values() for row in rows[batch * len(rows) // pool :][: -(-len(rows) // pool)]
+            ]
             length = max(len(ids) for ids, _ in part)
-            ids = torch.full((size, length), END)
-            supervised = torch.zeros(size, length, dtype=torch.bool)
+            ids = torch.full((len(part), length), END)
+            weights = torch.zeros(len(part), length)
             for row, (tokens, start) in enumerate(part):
                 ids[row, : len(tokens)] = torch.tensor(tokens)
-                supervised[row, start : len(tokens)] = True
-            yield ids, supervised
+                weights[row, 1:start] = PROMPT_WEIGHT
+                weights[row, start : len(tokens)] = 1.0
+            yield ids, weights
 
 
 def pretrain(
@@ -113,7 +117,7 @@ def pretrain(
 ) -> Qwen3ForCausalLM:
     """Train the target and write it with its tokenizer to ``folder`` (bfloat16, Hugging Face layout).
 
-    ``folder/metrics.jsonl`` gets a line every ten steps: step, tokens seen, loss, seconds.
+    ``folder/metrics.jsonl`` gets a line every ten steps: step, tokens seen, loss of answers, seconds.
 
     Raises:
         FileExistsError: ``folder`` already holds a model.
@@ -137,29 +141,31 @@ def pretrain(
     schedulers = [torch.optim.lr_scheduler.LambdaLR(optimizer, rate) for optimizer in optimizers]
     folder.mkdir(parents=True, exist_ok=True)
     tokens, began, losses = 0, time.perf_counter(), []
-    columns = [*Progress.get_default_columns()[:2], TextColumn("{task.fields[loss]}"), TimeElapsedColumn()]
-    with Progress(*columns, TimeRemainingColumn()) as progress, (folder / "metrics.jsonl").open("w") as metrics:
-        bar = progress.add_task("target", total=steps, loss="")
-        for step, (ids, supervised) in zip(range(steps), _batches(tokenizer, seed + 1, batch), strict=False):
+    text = ""
+    with bars(["target"]) as show, (folder / "metrics.jsonl").open("w") as metrics:
+        for step, (ids, weights) in zip(range(steps), _batches(tokenizer, seed + 1, batch), strict=False):
+            counted = weights[:, 1:] > 0
             with torch.autocast("cpu", torch.bfloat16):
                 states = model.model(input_ids=ids, use_cache=False).last_hidden_state
-                logits = model.lm_head(states[:, :-1][supervised[:, 1:]])
-            loss = F.cross_entropy(logits.float(), ids[:, 1:][supervised[:, 1:]])
-            loss.backward()
+                logits = model.lm_head(states[:, :-1][counted])
+            each = F.cross_entropy(logits.float(), ids[:, 1:][counted], reduction="none")
+            weight = weights[:, 1:][counted]
+            (torch.dot(each, weight) / weight.sum()).backward()
+            answer = weight == 1
+            losses.append(float(each.detach()[answer].mean()))
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
                 optimizer.step()
                 optimizer.zero_grad()
                 scheduler.step()
             tokens += ids.numel()
-            losses.append(loss.item())
             if len(losses) == 10 or step == steps - 1:
                 mean = sum(losses) / len(losses)
                 line = {"step": step + 1, "tokens": tokens, "loss": mean, "seconds": time.perf_counter() - began}
                 print(json.dumps(line), file=metrics, flush=True)
-                progress.update(bar, loss=f"loss {mean:.3f}")
+                text = f"loss {mean:.3f}"
                 losses.clear()
-            progress.advance(bar)
+            show("target", step + 1, steps, text)
     model.eval().to(torch.bfloat16)
     model.generation_config.update(do_sample=False, eos_token_id=END, bos_token_id=END, pad_token_id=END)
     model.save_pretrained(folder)

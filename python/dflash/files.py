@@ -1,0 +1,128 @@
+"""Lines that are read with their numbers, and files that appear whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import json
+import os
+import shutil
+import socket
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+__all__ = [
+    "flush",
+    "json_lines",
+    "lines",
+    "remove_unfinished",
+    "save_tensors",
+    "whole_file",
+    "whole_folder",
+    "write_json",
+]
+
+_UNFINISHED = ".unfinished-"
+
+
+def lines(path: Path) -> Iterator[tuple[int, str]]:
+    """The lines of a UTF-8 text file, gzipped if its name ends in ``.gz``, by number from 1.
+
+    Raises:
+        ValueError: it is no such file, or breaks off; the last good line is named.
+    """
+    opened = gzip.open if path.suffix == ".gz" else open
+    number = 0
+    try:
+        with opened(path, "rt", encoding="utf-8", newline="\n") as file:
+            for number, line in enumerate(file, 1):
+                yield number, line
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: not UTF-8 text after line {number}: {error.reason}") from error
+    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError(f"{path}: not a whole gzip file after line {number}: {error}") from error
+
+
+def json_lines(path: Path) -> Iterator[tuple[str, int, dict[str, Any]]]:
+    """The objects of a JSONL file: what messages call their place, the line, the object; empty lines are left out.
+
+    Raises:
+        ValueError: as :func:`lines` does, and for a line that is not a JSON object.
+    """
+    for number, content in lines(path):
+        if not content.strip():
+            continue
+        where = f"{path}, line {number}"
+        try:
+            row = json.loads(content)
+        except ValueError as error:
+            raise ValueError(f"{where}: not JSON: {error}") from error
+        if not isinstance(row, dict):
+            raise ValueError(f"{where}: must be a JSON object, got {type(row).__name__}")
+        yield where, number, row
+
+
+def _unfinished(path: Path) -> Path:
+    """A name beside ``path`` that no other process writes to, on this host or on another that shares the disk."""
+    return path.with_name(f"{_UNFINISHED}{socket.gethostname()}-{os.getpid()}-{path.name}")
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove what runs that were killed left in ``folder``; nothing may be writing there."""
+    for left in folder.glob(f"{_UNFINISHED}*"):
+        shutil.rmtree(left) if left.is_dir() else left.unlink()
+
+
+def flush(path: Path) -> None:
+    """To the disk, before a rename makes it count."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def whole_file(path: Path, write: Callable[[Path], Any]) -> None:
+    """``write`` a file under another name and give it its own: ``path`` is the old one, or the new one whole."""
+    unfinished = _unfinished(path)
+    try:
+        write(unfinished)
+        flush(unfinished)
+        os.replace(unfinished, path)
+    finally:
+        with contextlib.suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def whole_folder(path: Path) -> Iterator[Path]:
+    """A folder to fill that becomes ``path``, in the place of what is there, once the block ends without an error."""
+    unfinished = _unfinished(path)
+    unfinished.mkdir(parents=True)
+    try:
+        yield unfinished
+        if path.is_dir():
+            shutil.rmtree(path)
+        os.replace(unfinished, path)
+        flush(path.parent)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def write_json(content: Any, path: Path) -> None:
+    """``content`` as an indented JSON file with sorted keys."""
+    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    flush(path)
+
+
+def save_tensors(tensors: Mapping[str, Any], path: Path, metadata: dict[str, str] | None = None) -> None:
+    """A safetensors file with the mode that any new file has; safetensors makes it readable to its owner alone."""
+    from safetensors.torch import save_file
+
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(dict(tensors), path, metadata=metadata)
+    path.chmod(mode)
+    flush(path)

@@ -1,0 +1,173 @@
+"""Prompts, as files and data sets hold them and as the ids that a target is given."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from .files import json_lines, lines
+
+__all__ = [
+    "as_messages",
+    "chat",
+    "conversation",
+    "need_datasets",
+    "plain_ids",
+    "prompt_ids",
+    "records",
+    "rendered",
+    "short",
+]
+
+_TURNS = ("turns", "prompt", "question")
+PROMPT_FIELDS = "prompt, messages, question or turns"
+_TEXT_SUFFIXES = (".txt", ".txt.gz")
+_JSON_SUFFIXES = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
+
+
+def need_datasets(extra: str = "train") -> Any:
+    """The ``datasets`` package, or an error that names the extra it comes with."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise ValueError(f"this needs the datasets package: pip install '.[{extra}]'") from error
+    return datasets
+
+
+def records(source: str | os.PathLike, split: str) -> Iterator[tuple[str, int, dict[str, Any]]]:
+    """The rows of a source: what messages call the row's place, its line, itself.
+
+    Args:
+        source: a JSONL file, a text file (one row, ``{"text"}``), either gzipped or not; or the hub name of a data set,
+            ``owner/name`` or ``owner/name:config``.
+        split: of a data set of the hub.
+
+    Raises:
+        FileNotFoundError: there is no such file. ValueError: it cannot be read; the line is named.
+    """
+    name = os.fspath(source)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        raise ValueError(f"data {name!r} is a folder: name its files")
+    if path.is_file():
+        if not name.endswith(_TEXT_SUFFIXES):
+            yield from json_lines(path)
+            return
+        text = "".join(line for _, line in lines(path))
+        if text.strip():
+            yield str(path), 1, {"text": text}
+        return
+    if name.startswith((".", "/", "~")) or name.endswith(_TEXT_SUFFIXES + _JSON_SUFFIXES) or name.count("/") > 1:
+        raise FileNotFoundError(f"there is no data file {name!r}")
+    hub, _, config = name.partition(":")
+    try:
+        rows = need_datasets().load_dataset(hub, config or None, split=split)
+    except Exception as error:  # of several libraries: not found, gated, offline, no such config or split
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(f"data {name!r} is neither a file nor a data set within reach: {reason}") from error
+    for line, row in enumerate(rows, 1):
+        yield f"{name}, row {line}", line, {key: value for key, value in row.items() if value is not None}
+
+
+def conversation(row: Mapping[str, Any], where: str) -> tuple[list[dict[str, Any]] | None, list[str]]:
+    """What a row asks: messages up to the last that is not the assistant's, or a user's turns.
+
+    Args:
+        row: with ``messages`` (or a ``prompt`` that is a list of them); or ``turns``, ``prompt`` or ``question``, a
+            text or a list of texts. What is None is taken as not there.
+        where: the row's place, for messages of errors.
+
+    Returns:
+        Messages and no turns, or None and at least one turn.
+
+    Raises:
+        ValueError: there is none of these, or it is not what it should be.
+    """
+    row = {key: value for key, value in row.items() if value is not None}
+    prompt = row.get("prompt")
+    if "messages" in row or (isinstance(prompt, list) and any(isinstance(turn, dict) for turn in prompt)):
+        messages = chat(row, where)
+        while messages and messages[-1]["role"] == "assistant":
+            messages.pop()
+        if not any(message["role"] != "system" for message in messages):
+            raise ValueError(f"{where}: messages has nothing to answer: no message before the assistant's")
+        return messages, []
+    field = next((name for name in _TURNS if name in row), None)
+    if field is None:
+        raise ValueError(f"{where}: a prompt needs {PROMPT_FIELDS}, got {', '.join(row) or 'no field'}")
+    turns = [row[field]] if isinstance(row[field], str) else row[field]
+    if not isinstance(turns, list | tuple) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
+        raise ValueError(f"{where}: {field} must be text that is not empty, or a list of such, got {short(row[field])}")
+    return None, list(turns)
+
+
+def chat(row: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
+    """All messages of a row, each with ``role`` and ``content``."""
+    messages = row.get("messages", row.get("prompt"))
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f"{where}: messages must be a list of role and content, got {short(messages)}")
+    for number, message in enumerate(messages, 1):
+        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
+            raise ValueError(f"{where}: message {number} must have role and content, both text, got {short(message)}")
+    return [dict(message) for message in messages]
+
+
+def short(value: object) -> str:
+    """A value in an error's message."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+# ---------------------------------------------------------------------------------------------- ids
+
+
+def as_messages(prompt: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """``{"messages"}`` or ``{"prompt"}``, a user's text, as messages."""
+    return prompt["messages"] if "messages" in prompt else [{"role": "user", "content": prompt["prompt"]}]
+
+
+def prompt_ids(
+    tokenizer: Any,
+    prompt: Mapping[str, Any],
+    *,
+    raw: bool = False,
+    bos: bool = False,
+    template: Mapping[str, Any] | None = None,
+) -> list[int]:
+    """The ids that the target is given for a prompt, ``{"prompt": text}`` or ``{"messages": [...]}``.
+
+    A ``prompt`` is a user's message where the tokenizer has a chat template, unless ``raw``; ``template`` holds
+    arguments for that.
+
+    Raises:
+        ValueError: messages without a chat template, or ``bos`` without a BOS token.
+    """
+    if "messages" in prompt or not (raw or tokenizer.chat_template is None):
+        text = rendered(tokenizer, as_messages(prompt), True, template)
+        return tokenizer(text, add_special_tokens=False).input_ids
+    return plain_ids(tokenizer, prompt["prompt"], bos=bos)
+
+
+def plain_ids(tokenizer: Any, text: str, *, bos: bool = False) -> list[int]:
+    """``text`` itself, with what the tokenizer adds; with ``bos`` behind one BOS token, whether it adds that or not."""
+    ids = list(tokenizer(text).input_ids)
+    if bos:
+        if tokenizer.bos_token_id is None:
+            raise ValueError("--bos: this tokenizer has no BOS token")
+        if ids[:1] != [tokenizer.bos_token_id]:
+            ids.insert(0, tokenizer.bos_token_id)
+    return ids
+
+
+def rendered(
+    tokenizer: Any, messages: list[dict[str, Any]], asks: bool, template: Mapping[str, Any] | None = None
+) -> str:
+    """Messages as the chat template writes them, with what asks for the next one if ``asks``."""
+    if tokenizer.chat_template is None:
+        raise ValueError("messages need a chat template, and this tokenizer has none")
+    try:
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=asks, tokenize=False, **(template or {}))
+    except Exception as error:  # whatever a template raises: roles that do not alternate, a role it does not know
+        raise ValueError(f"the chat template refuses these messages: {error}") from error

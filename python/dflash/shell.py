@@ -1,0 +1,31 @@
+"""How a command ends: a user's mistake in one line, a traceback where it is asked for."""
+
+from __future__ import annotations
+
+import typer
+
+__all__ = ["run", "set_debug"]
+
+_state = {"debug": False}
+
+
+def set_debug(debug: bool) -> None:
+    """Whether an error shows its traceback."""
+    _state["debug"] = debug
+
+
+def run(app: typer.Typer) -> None:
+    """Run ``app`` on the command line's arguments.
+
+    A user's mistake, ``ValueError``, ``TypeError`` or ``OSError``, ends in one line and exit code 2; an interruption in
+    exit code 130.
+    """
+    try:
+        app()
+    except (ValueError, TypeError, OSError) as error:
+        if _state["debug"]:
+            raise
+        typer.echo(f"dflash: {' '.join(str(error).split())}", err=True)
+        raise SystemExit(2) from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
