@@ -68,6 +68,7 @@ def test_the_recorded_step_writes_the_greedy_text(target, batch, drafts):
     out = generator.generate(prompts, max_new_tokens=40, temperature=0.0, stop_token_ids=[])
     for row, ids in zip(out, prompts, strict=True):
         assert torch.equal(row[20:], greedy(target, ids, 40))
+    assert generator.graph_reason == ""
     assert generator._runner.steps["replayed"] > 4
     with no_host_reads():
         generator.step()
