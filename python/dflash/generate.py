@@ -355,6 +355,10 @@ class Generator:
         graph: on a GPU, replay the step as one CUDA graph: ``"auto"`` where that is possible (:attr:`graph_reason`
             tells why not), True to refuse a call where it is not, False for one kernel at a time. Changes the speed,
             never the text.
+        fused: run the layers of a Llama, Mistral, Qwen2 or Qwen3 that is exactly transformers' own on this package's
+            ops instead of its modules: ``"auto"`` on CPU, and not on a GPU, where the two have not been compared yet;
+            True to refuse any other target, False for the modules. The same sums rounded at other places: in fp32 the
+            text stays the same, in bf16 a near-tie may fall differently.
         prefill_chunk: prompt tokens in one forward pass.
         reuse_prefix: run only what is new of a prompt whose first tokens are, row by row, those that the call before
             left in the caches: a conversation then costs its last turn. The keys of an answer were computed in blocks
@@ -381,6 +385,7 @@ class Generator:
         denoise_steps: int = 1,
         compile: bool = False,
         graph: bool | Literal["auto"] = "auto",
+        fused: bool | Literal["auto"] = "auto",
         prefill_chunk: int = 512,
         reuse_prefix: bool = True,
     ) -> None:
@@ -399,7 +404,9 @@ class Generator:
         device = target.get_input_embeddings().weight.device
         if graph is True and device.type != "cuda":
             raise ValueError(f"graph=True needs a target on a GPU, this one is on {device}")
-        self.graph = graph
+        if fused not in (True, False, "auto"):
+            raise ValueError(f'fused must be True, False or "auto", got {fused!r}')
+        self.graph, self.fused = graph, fused
         self.draft = draft if rows > 1 else None
         self._runner: Direct | Replay | None = None
         self._take(target)
@@ -457,7 +464,8 @@ class Generator:
 
     def _take(self, target: nn.Module) -> None:
         """Twin the target as it is now; the caches and the state stay."""
-        self.target = Target(target, self.draft.config.target_layer_ids if self.draft is not None else ())
+        taps = self.draft.config.target_layer_ids if self.draft is not None else ()
+        self.target = Target(target, taps, self.fused)
         self._defaults = generation_defaults(target)
         self._weights = WeightsFingerprint(target)
         self._structure = structure(target)
@@ -490,7 +498,8 @@ class Generator:
         hidden = self.draft(
             features, self.num_context, self.draft.scale_embeddings(embeds), self.length, self.draft_cache
         )
-        logits = self.draft.logits(hidden[:, 1:], self.target.head)
+        # One matrix: of rows that are not dense torch makes a product for each sequence, and each reads the whole head.
+        logits = self.draft.logits(hidden[:, 1:].flatten(0, 1), self.target.head).unflatten(0, (len(block), -1))
         return logits if self.rules is None else self.rules.apply_to_drafts(logits, self.length)
 
     def _propose(self, anchor: Tensor) -> Tensor:
