@@ -266,7 +266,11 @@ class _Progress:
     closed: set[int] = field(default_factory=set)
 
     def record(self, report: list[list[int]], reads_ids: bool) -> None:
-        """Take over one report of :meth:`Generator.step`."""
+        """Take over one report of :meth:`Generator.step`.
+
+        Raises:
+            RuntimeError: a row that was running neither moved nor ended, so that the loop would not either.
+        """
         self.new_ids, self.accepted = [], []
         for row, (length, done, *ids) in enumerate(report):
             emitted = 0
@@ -274,6 +278,8 @@ class _Progress:
                 emitted = length - self.length[row]
                 if emitted:
                     self.acceptance_lengths[row].append(emitted)
+                elif self.done[row] == done == _RUNNING:
+                    raise RuntimeError(f"a step did nothing for row {row}, which is running: was it launched at all?")
                 self.length[row], self.done[row] = length, done
             if reads_ids:
                 rows = len(ids) // 2
@@ -357,8 +363,9 @@ class Generator:
             never the text.
         fused: run the layers of a Llama, Mistral, Qwen2 or Qwen3 that is exactly transformers' own on this package's
             ops instead of its modules: ``"auto"`` on CPU, and not on a GPU, where the two have not been compared yet;
-            True to refuse any other target, False for the modules. The same sums rounded at other places: in fp32 the
-            text stays the same, in bf16 a near-tie may fall differently.
+            True to refuse any other target, False for the modules. On a GPU a pass of more than 256 rows (batch x
+            block, or a prompt's chunk) keeps the modules all the same. The same sums rounded at other places: in fp32
+            the text stays the same, in bf16 a near-tie may fall differently.
         prefill_chunk: prompt tokens in one forward pass.
         reuse_prefix: run only what is new of a prompt whose first tokens are, row by row, those that the call before
             left in the caches: a conversation then costs its last turn. The keys of an answer were computed in blocks
@@ -449,6 +456,8 @@ class Generator:
         self._whole = False  # between two steps: the caches hold what `length` and `num_context` say
         self._ran: list[WeightsFingerprint] = []  # the weights that the caches were computed with
         self._runner = Replay(self.report) if device.type == "cuda" else Direct(self.report)
+        # The step after the last may still run; the memory that it writes to must not be another's by then.
+        weakref.finalize(self, self._runner.drain).atexit = False
         self._captured: list[WeightsFingerprint] = []  # whose addresses the graphs hold
         if compile and device.type == "cuda":
             self._run_target = torch.compile(_own(self._run_target), dynamic=False)
@@ -677,14 +686,17 @@ class Generator:
         counts = [length - have for length, have in zip(lengths, kept, strict=True)]
         held = torch.tensor(kept, device=device)
         last_logits: list[Tensor | None] = [None] * len(prompts)
-        for start in range(0, ids.shape[1], chunk):
+        starts = range(0, ids.shape[1], chunk)
+        # Which rows of a chunk end a prompt; put on the device at once, since each transfer waits for what is queued.
+        ends = [sorted({n - 1 - start for n in counts if start < n <= start + chunk}) for start in starts]
+        keeps = torch.tensor([index for keep in ends for index in keep], device=device).split([len(k) for k in ends])
+        for start, keep, keep_on_device in zip(starts, ends, keeps, strict=True):
             rows = ids[:, start : start + chunk]
             past = held + start
-            ending = {row: n - 1 - start for row, n in enumerate(counts) if start < n <= start + chunk}
-            keep = sorted(set(ending.values())) or [0]
-            logits, taps = self.target.forward(rows, past, self.target_cache, torch.tensor(keep, device=device))
-            for row, index in ending.items():
-                last_logits[row] = logits[row, keep.index(index)]
+            logits, taps = self.target.forward(rows, past, self.target_cache, keep_on_device)
+            for row, n in enumerate(counts):
+                if n - 1 - start in keep:
+                    last_logits[row] = logits[row, keep.index(n - 1 - start)]
             if self.draft is not None:
                 live = (self.length - past).clamp(0, rows.shape[1])
                 positions = past[:, None] + torch.arange(rows.shape[1], device=device)
@@ -914,7 +926,11 @@ class Generator:
                 raise RuntimeError(f"graph=True cannot be followed: {runner.reason}")
             unread += 1
             if unread > ahead:
-                progress.record(runner.read(), reads_ids)
+                try:
+                    progress.record(runner.read(), reads_ids)
+                except RuntimeError:
+                    runner.clear()  # a graph that does nothing would do so again
+                    raise
                 unread -= 1
                 yield
 

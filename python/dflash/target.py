@@ -272,7 +272,8 @@ class Target:
         if fused is True and self._fused is None:
             raise UnsupportedTargetError(
                 f"fused=True cannot be followed: {type(model).__name__} is not exactly a Llama, Mistral, Qwen2 or "
-                "Qwen3 of transformers, without hooks, in a dtype of the kernels"
+                "Qwen3 of transformers without hooks, its weights dense and of one dtype that the kernels have, each "
+                "layer tapped once at most"
             )
         self._taps: list[Tensor | None] = [None] * len(target_layer_ids)
         self._add_taps(target_layer_ids)
