@@ -7,6 +7,8 @@ a model computes, and such a model keeps its own forward. So does every family t
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor, nn
 
@@ -155,7 +157,7 @@ class FusedDecoder:
             hidden = hidden.index_select(1, logits_to_keep)
         elif logits_to_keep:
             hidden = hidden[:, -logits_to_keep:]
-        return ops.linear(hidden, self.head.weight, self.head.bias)
+        return ops.linear(hidden, self.head.weight, self.head.bias, prefetch=True)
 
 
 class FusedLayers(FusedDecoder):
@@ -173,6 +175,7 @@ class FusedLayers(FusedDecoder):
     ) -> tuple[Tensor, Tensor]:
         """As :meth:`FusedDecoder.forward`."""
         (batch, rows), eps, width = ids.shape, self.eps, self.embedding.shape[1]
+        linear = functools.partial(ops.linear, prefetch=True)  # parameters, which nothing in a step writes
         positions = lengths[:, None] + torch.arange(rows, device=ids.device)
         at = positions.clamp(max=cache.capacity - 1)  # rows past the end append nothing
         cos, sin = (table[at] for table in self.table(cache.capacity))
@@ -184,14 +187,14 @@ class FusedLayers(FusedDecoder):
             q, k, v, o, post_norm, gate, up, down = self.weights[9 * i + 1 : 9 * i + 9]
             biases = [bias if bias.numel() else None for bias in self.biases[4 * i : 4 * i + 4]] or [None] * 4
             norms = self.head_norms[2 * i : 2 * i + 2] or (None, None)
-            qkv = torch.cat([ops.linear(hidden, *pair) for pair in zip((q, k, v), biases[:3], strict=True)], -1)
+            qkv = torch.cat([linear(hidden, *pair) for pair in zip((q, k, v), biases[:3], strict=True)], -1)
             query = qkv.new_empty(batch, rows, q.shape[0] // self.head_dim, self.head_dim)
             ops.qkv_norm_rope_append_(qkv, positions, cos, sin, *norms, eps, query, keys, values)
             out = ops.block_attention(query, keys, values, lengths, self.scale, True, self.windows[i])
-            out = ops.linear(out.flatten(2), o, biases[3])
+            out = linear(out.flatten(2), o, biases[3])
             hidden, residual = ops.add_rms_norm(out, residual, post_norm, eps)
-            gate_up = torch.cat([ops.linear(hidden, gate), ops.linear(hidden, up)], -1)
-            out = ops.linear(ops.silu_mul(gate_up), down)
+            gate_up = torch.cat([linear(hidden, gate), linear(hidden, up)], -1)
+            out = linear(ops.silu_mul(gate_up), down)
             last = i + 1 == len(self.windows)
             following = self.norm if last else self.weights[9 * i + 9]
             hidden, residual = ops.add_rms_norm(out, residual, following, eps, None if last else columns.get(i))
