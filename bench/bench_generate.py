@@ -34,6 +34,7 @@ import time
 from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -60,14 +61,22 @@ class Answer(NamedTuple):
 Runner = Callable[[Tensor], Answer]
 
 
-def reference_runner(folder: Path, target, dtype: torch.dtype, temperature: float, new: int) -> Callable | None:
-    """The reference package's own loop over its own drafter, ``ids -> (sequences, tokens of each step)``, or None."""
+def reference_package() -> ModuleType | None:
+    """The reference package's ``model.py``, or None where it is not installed."""
     path = ROOT / ".peers" / "dflash" / "model.py"
     if not path.exists():
         return None
     spec = importlib.util.spec_from_file_location("dflash_reference_package", path)
     sys.modules[spec.name] = package = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(package)
+    return package
+
+
+def reference_runner(folder: Path, target, dtype: torch.dtype, temperature: float, new: int) -> Callable | None:
+    """The reference package's own loop over its own drafter, ``ids -> (sequences, tokens of each step)``, or None."""
+    package = reference_package()
+    if package is None:
+        return None
     package._cuda_time = time.perf_counter  # its timer wants a GPU
     model = package.DFlashDraftModel.from_pretrained(folder, dtype=dtype).eval()
 
@@ -78,28 +87,27 @@ def reference_runner(folder: Path, target, dtype: torch.dtype, temperature: floa
     return run
 
 
-def native_drafter(folder: Path, dtype: torch.dtype) -> nn.Module:
-    """transformers' own drafter class with the weights of a checkpoint whose architecture it has, else ValueError."""
+def native_drafter(config: dict, weights: dict[str, Tensor]) -> nn.Module:
+    """transformers' own drafter class around the weights of a checkpoint whose architecture it has, else ValueError."""
     try:
         from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
     except ImportError as error:
         raise ValueError(f"transformers {transformers.__version__} has no drafter class") from error
-    config = json.loads((folder / "config.json").read_text())
     names = (
         *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
         *("head_dim", "rms_norm_eps", "rope_parameters", "max_position_embeddings", "layer_types", "block_size"),
     )
     special = {name: config["dflash_config"][name] for name in ("mask_token_id", "target_layer_ids")}
-    model = MuseGlimmerAssistantModel(
-        MuseGlimmerAssistantConfig(**{name: config[name] for name in names if name in config}, **special)
-    )
+    with torch.device(weights["fc.weight"].device):
+        model = MuseGlimmerAssistantModel(
+            MuseGlimmerAssistantConfig(**{name: config[name] for name in names if name in config}, **special)
+        )
     renamed = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
-    weights = {renamed.get(name, name): tensor for name, tensor in load_file(folder / "model.safetensors").items()}
     try:
-        model.load_state_dict(weights)
+        model.load_state_dict({renamed.get(name, name): tensor for name, tensor in weights.items()}, assign=True)
     except RuntimeError as error:
         raise ValueError(f"the checkpoint is no {type(model).__name__}: {error}") from error
-    return model.to(dtype).eval()
+    return model.eval()
 
 
 @contextmanager
@@ -157,8 +165,13 @@ def runners(arguments: argparse.Namespace, target: nn.Module, length: int) -> di
         BASE: theirs(target, temperature, new),
         "prompt lookup": theirs(target, temperature, new, prompt_lookup_num_tokens=arguments.lookup),
     }
+
+    def native() -> nn.Module:
+        weights = {name: tensor.to(dtype) for name, tensor in load_file(folder / "model.safetensors").items()}
+        return native_drafter(json.loads((folder / "config.json").read_text()), weights)
+
     assistants = {
-        "transformers dflash": lambda: native_drafter(folder, dtype),
+        "transformers dflash": native,
         "as_assistant": lambda: dflash.as_assistant(draft),
     }
     for name, make in assistants.items():

@@ -283,6 +283,13 @@ def machine(device: torch.device) -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
+def driver(device: torch.device) -> str:
+    """The version of the GPU's driver; empty without one."""
+    if device.type != "cuda":
+        return ""
+    return _said("nvidia-smi", f"--id={device.index or 0}", "--query-gpu=driver_version", "--format=csv,noheader")
+
+
 def header(device: torch.device, copy: float) -> dict[str, str | int | float]:
     """What a reader needs to compare two runs."""
     commit = _said("git", "rev-parse", "--short", "HEAD") or "unknown"

@@ -214,7 +214,7 @@ inline AcceptPrefixParams pack_accept_prefix(Address block_ids, Address posterio
 
 inline LinearParams pack_linear(Address x, Address weight, Address bias, Address out, int64_t rows,
                                 int64_t in, int64_t out_features, Address workspace, Address counters,
-                                int64_t splits, int dtype) {
+                                int64_t splits, bool prefetch, int dtype) {
   LinearParams p{};
   p.x = ptr<void>(x);
   p.weight = ptr<void>(weight);
@@ -227,6 +227,7 @@ inline LinearParams pack_linear(Address x, Address weight, Address bias, Address
   p.workspace = ptr<float>(workspace);
   p.counters = ptr<unsigned>(counters);
   p.splits = splits;
+  p.prefetch = prefetch;
   return p;
 }
 

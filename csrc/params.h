@@ -198,6 +198,7 @@ struct LinearParams {
   float* workspace;    // [ceil(out_features / 128), splits, 128 * rows padded to 16, 32 or 64] if splits > 1
   unsigned* counters;  // [ceil(out_features / 128)], zero before and after
   int64_t splits;      // slices of `in`, none empty
+  bool prefetch;       // no kernel ahead writes the weight: it may be read before they have ended
 };
 
 // What one decoder layer reads and where it appends; every weight is [out, in].

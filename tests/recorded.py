@@ -218,10 +218,10 @@ class Recorded(Replay):
         self._underway[slot] = None
         return self._slots[slot].tolist()
 
-    def _drain(self) -> None:
+    def drain(self) -> None:
         pass
 
-    def _follow(self, slot: int) -> None:
+    def _follow(self) -> None:
         pass
 
 

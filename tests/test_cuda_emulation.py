@@ -18,6 +18,7 @@ WANTED = {
     "copy_without_wait": torch.arange(1.0, 129).view(2, 64).flip(1).flatten(),
     "copy_without_barrier": torch.arange(1.0, 129).view(2, 64).flip(1).flatten(),
     "copy_of_a_later_group": torch.arange(1.0, 129).view(2, 64).flip(1).flatten(),
+    "copy_of_a_changing_source": torch.arange(1.0, 65),
     "unwritten_shared": torch.arange(1.0, 65) * (torch.arange(64) % 8 != 0),
     "early_read": torch.arange(3.0, 67),
 }

@@ -49,8 +49,29 @@ def test_emulated_products_wait_for_the_kernels_ahead(dtype, emulation):
         emulation.seed(seed)
         with kernels.overlapping():
             hidden = kernels.linear(x, first, bias)
-            out = kernels.linear(hidden, second)
+            out = kernels.linear(hidden, second, prefetch=True)
         assert torch.equal(out, want)
+
+
+def test_emulated_weights_may_come_from_the_kernel_ahead(emulation):
+    kernels = Emulated(emulation)
+    x, weight, _ = operands(16, 136, 520, torch.bfloat16)
+    rows, _, _ = operands(16, 1, 136, torch.bfloat16)
+    want = kernels.linear(rows, kernels.linear(x, weight))
+    wrong = 0
+    for seed in range(4):
+        for prefetch in (False, True):
+            emulation.seed(seed)
+            factor = 2.0 ** (2 * seed + prefetch)  # so that no round finds the right values in old memory
+            scaled = x * factor
+            with kernels.overlapping():
+                made = kernels.linear(scaled, weight)
+                out = kernels.linear(rows, made, prefetch=prefetch)
+            if prefetch:
+                wrong += not torch.equal(out, want * factor)
+            else:
+                assert torch.equal(out, want * factor)
+    assert wrong, "weights that were read too early were not noticed"
 
 
 def test_slices_are_never_empty():
@@ -90,7 +111,7 @@ def test_the_twin_runs_without_data():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_opcheck(dtype):
-    torch.library.opcheck(torch.ops.dflash.linear.default, operands(3, 5, 8, dtype))
+    torch.library.opcheck(torch.ops.dflash.linear.default, (*operands(3, 5, 8, dtype), False))
 
 
 def test_bad_input_is_named():

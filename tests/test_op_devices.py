@@ -38,7 +38,7 @@ CALLS = {
     "block_attention": lambda: [
         floats(BATCH, ROWS, HEADS, DIM), *caches(), integers(BATCH), 0.25, False, 9, 5.0, floats(HEADS), None
     ],
-    "linear": lambda: [floats(ROWS, DIM), floats(8, DIM), floats(8)],
+    "linear": lambda: [floats(ROWS, DIM), floats(8, DIM), floats(8), False],
     "select_tokens": lambda: [
         floats(BATCH, ROWS, 50), integers(BATCH, ROWS), integers(BATCH), floats(BATCH), integers(BATCH), floats(BATCH),
         floats(BATCH), floats(BATCH),

@@ -1,7 +1,10 @@
 """A step that is recorded once, replayed, and read one step late writes what the eager loop writes; and no more."""
 
+import gc
 import random
 import sys
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -222,6 +225,54 @@ class TestWhatAGraphHolds:
         dflash.release()
 
 
+def test_a_capture_that_ran_the_step_is_no_endless_loop(target, monkeypatch):
+    """An empty graph is what a capture on another device's stream gives: its step has run, its replays do nothing."""
+    monkeypatch.setattr(Recorded, "_capture", lambda self, step: lambda: None)
+    generator = record(dflash.Generator(target, None, max_length=60))
+    with pytest.raises(RuntimeError, match="did nothing for row 0, which is running"):
+        generator.generate(prompt(5)[None], max_new_tokens=NEW)
+    monkeypatch.undo()
+    assert generator.generate(prompt(5)[None], max_new_tokens=NEW)[0, 5:].tolist() == (
+        greedy(target, prompt(5), NEW).tolist()
+    )
+
+
+def test_memory_goes_when_the_surplus_step_is_over(target, monkeypatch):
+    alive = []
+    monkeypatch.setattr(MODULE, "Direct", Recorded)
+    monkeypatch.setattr(Recorded, "drain", lambda self: alive.append(state() is not None))
+    generator = dflash.Generator(target, None, max_length=60)
+    generator.generate(prompt(5)[None], max_new_tokens=3)  # too short for a capture, which would hold the state
+    state = weakref.ref(generator.tokens)
+    assert not alive
+    del generator
+    gc.collect()
+    assert alive == [True], "waited for once, while the state was there"
+
+
+def test_what_a_call_queues_on_two_streams_is_in_order(target, monkeypatch):
+    class Stream:
+        def __init__(self, name: str) -> None:
+            self.name, self.after = name, []
+
+        def wait_stream(self, other: "Stream") -> None:
+            self.after.append(other.name)
+
+    streams = [Stream("first"), Stream("second")]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: streams[0])
+    monkeypatch.setattr(Recorded, "_follow", replay.Replay._follow)
+    generator = record(dflash.Generator(target, None, max_length=60))
+    events = generator.stream(prompt(5)[None], max_new_tokens=9)
+    next(events), next(events)
+    assert not streams[0].after
+    streams.reverse()
+    next(events), next(events)
+    assert (streams[0].after, streams[1].after) == (["first"], [])
+    streams.reverse()
+    generator.generate(prompt(7)[None], max_new_tokens=3)  # a new call follows the one before
+    assert (streams[0].after, streams[1].after) == (["second"], ["first"])
+
+
 class TestWhatCannotBeCaptured:
     def expect(self, generator, batch, reason: str, **call) -> None:
         ids, mask, _, answers, _ = batch
@@ -416,6 +467,31 @@ class TestOnAGPU:
         generator = dflash.Generator(experts, draft, max_length=90)
         for _ in range(2):  # in a graph or not: transformers may wait for the experts' counts
             assert generator.generate(p[None], max_new_tokens=NEW)[0, 9:].tolist() == greedy(experts, p, NEW).tolist()
+
+    def test_generators_capture_in_two_threads(self, on_gpu):
+        target, draft, batch = on_gpu(torch.float32)
+        ids, mask, *_ = batch
+        expected = cheat(target, draft, batch, graph=False).generate(ids, attention_mask=mask, max_new_tokens=NEW)
+        generators = [cheat(target, draft, batch, graph=True) for _ in range(2)]
+        with ThreadPoolExecutor(2) as pool:
+            calls = [pool.submit(g.generate, ids, attention_mask=mask, max_new_tokens=NEW) for g in generators]
+            for call in calls:
+                assert torch.equal(call.result(), expected)
+        assert [generator.graph_reason for generator in generators] == ["", ""]
+        assert torch.cuda.get_sync_debug_mode() == 0
+
+    def test_a_generator_that_goes_writes_into_no_other_tensor(self, on_gpu):
+        target, draft, batch = on_gpu(torch.float32)
+        ids, mask, *_ = batch
+        generator = cheat(target, draft, batch)
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            generator.generate(ids, attention_mask=mask, max_new_tokens=NEW)
+            size = generator.target_cache.keys[0].shape
+            del generator
+        mine = [torch.full(size, 3.0, device="cuda") for _ in range(64)]
+        torch.cuda.synchronize()
+        assert all(bool(tensor.eq(3.0).all()) for tensor in mine)
 
     def test_calls_on_several_streams_follow_one_another(self, on_gpu):
         target, draft, batch = on_gpu(torch.float32)

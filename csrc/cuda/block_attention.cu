@@ -182,10 +182,10 @@ struct Tile {
   T* stages;      // [kStages, 2, kKeys, kDim]: K and V
   unsigned* bad;  // [kThreads / 32]: a bit for each slot a warp looks at whose value row is not finite
   const T *k, *v;
-  int group, kv_head, live;
-  int64_t batch, first_row;  // packed rows
-  int begin, end;            // slots that some row sees
-  int all_from, all_to;      // slots that every row sees
+  int group, kv_head, live, first_row;  // packed rows
+  int64_t batch;
+  int begin, end;        // slots that some row sees
+  int all_from, all_to;  // slots that every row sees
   int length;
   float scale, softcap;
 
@@ -195,17 +195,23 @@ struct Tile {
   __device__ __forceinline__ int column() const { return warp() / (kRows / 16) * kColumns<kDim>; }
   __device__ __forceinline__ int row(int i) const { return warp_row() + lane() / 4 + 8 * i; }
 
-  __device__ __forceinline__ Tile(const BlockAttentionParams& p, unsigned* bad, int64_t tile)
-      : p(p), q_tile(shared<T>()), stages(q_tile + kRows * kDim), bad(bad) {
-    group = int(p.num_heads / p.num_kv_heads);
-    kv_head = blockIdx.y, batch = blockIdx.z, first_row = tile * kRows;
-    live = int(min(int64_t(kRows), p.rows * group - first_row));
+  __device__ __forceinline__ Tile(const BlockAttentionParams& p, unsigned* bad, int group, int kv_head,
+                                  int64_t batch, int tile)
+      : p(p),
+        q_tile(shared<T>()),
+        stages(q_tile + kRows * kDim),
+        bad(bad),
+        group(group),
+        kv_head(kv_head),
+        first_row(tile * kRows),
+        batch(batch) {
+    live = min(kRows, int(p.rows) * group - first_row);
     const int64_t cache = (batch * p.num_kv_heads + kv_head) * p.capacity;
     k = static_cast<const T*>(p.k_cache) + cache * p.head_dim;
     v = static_cast<const T*>(p.v_cache) + cache * p.v_head_dim;
     length = int(p.lengths[batch]);
-    const Sight first = sight_of(p, length, int(first_row / group)),
-                last = sight_of(p, length, int((first_row + live - 1) / group));
+    const Sight first = sight_of(p, length, first_row / group),
+                last = sight_of(p, length, (first_row + live - 1) / group);
     begin = first.lo, end = last.hi;
     all_from = last.lo, all_to = p.ancestors ? first.length : first.hi;
     if (begin >= end) begin = end = 0;
@@ -220,8 +226,8 @@ struct Tile {
     for (int i = threadIdx.x; i < kRows * kPieces<kDim>; i += kThreads<kDim>) {
       const int r = i / kPieces<kDim>, piece = i % kPieces<kDim>;
       const bool valid = r < live && piece < pieces;
-      const int64_t packed = first_row + (valid ? r : 0), query = packed / group,
-                    head = int64_t(kv_head) * group + packed % group;
+      const int packed = first_row + (valid ? r : 0);
+      const int64_t query = packed / group, head = kv_head * group + packed % group;
       cp_async16_if(q_tile + place<kDim>(r, piece),
                     from + query * p.q_stride_row + head * p.q_stride_head + (valid ? piece * 8 : 0), valid);
     }
@@ -303,7 +309,7 @@ struct Tile {
     if (masked) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const Sight sight = sight_of(p, length, int((first_row + min(row(i), live - 1)) / group));
+        const Sight sight = sight_of(p, length, (first_row + min(row(i), live - 1)) / group);
 #pragma unroll
         for (int n = 0; n < kKeys / 8; ++n)
 #pragma unroll
@@ -390,8 +396,8 @@ struct Tile {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       if (row(i) >= live) continue;
-      const int64_t packed = first_row + row(i), query = packed / group,
-                    head = int64_t(kv_head) * group + packed % group;
+      const int packed = first_row + row(i);
+      const int64_t query = packed / group, head = kv_head * group + packed % group;
       float keep = 1.0f, sum = s.sum[i];
       if (p.sinks) {
         const float sink = __fmul_rn(p.sinks[head], kLog2E), top = fmaxf(s.top[i], sink),
@@ -411,19 +417,20 @@ struct Tile {
   }
 };
 
-// Grid: (tiles * splits, num_kv_heads, batch), the last chunks first: they are the longest.
+// Grid: (tiles * num_kv_heads * batch, splits), the last chunks of all first: they are the longest.
 template <typename T, int kDim>
 static __global__ void __launch_bounds__(kThreads<kDim>, 1)
     block_attention_kernel(const BlockAttentionParams p) {
   __shared__ unsigned bad[kThreads<kDim> / 32];
   __shared__ bool arrived_last;
-  const int tiles = int((p.rows * (p.num_heads / p.num_kv_heads) + kRows - 1) / kRows);
-  const int tile = blockIdx.x % tiles, split = int(p.splits) - 1 - int(blockIdx.x) / tiles;
+  const int kv_heads = int(p.num_kv_heads), group = int(p.num_heads) / kv_heads;
+  const int tiles = (int(p.rows) * group + kRows - 1) / kRows, index = int(blockIdx.x);
+  const int tile = index % tiles, sequence_head = index / tiles, split = int(p.splits) - 1 - int(blockIdx.y);
+  const int kv_head = sequence_head % kv_heads, sequence = sequence_head / kv_heads;
   grid_launch_dependents();
   grid_dependency_wait();
-  const Tile<T, kDim> t(p, bad, tile);
+  const Tile<T, kDim> t(p, bad, group, kv_head, sequence, tile);
   const int first = chunk_of(t.begin), last = t.begin < t.end ? chunk_of(t.end - 1) : first;
-  const int64_t index = (int64_t(blockIdx.z) * p.num_kv_heads + blockIdx.y) * tiles + tile;
   float* stored = p.workspace + index * p.splits * kStateFloats<kDim>;
   State<kDim> s;
   if (p.splits == 1) {
@@ -560,7 +567,7 @@ static cudaError_t launch_tiles(const BlockAttentionParams& p, cudaStream_t stre
   static_assert(kFoldSlots<kDim> >= 1, "a stored state fits into the stages");
   const int64_t tiles = ceil_div(p.rows * (p.num_heads / p.num_kv_heads), kRows);
   return launch_overlapping(block_attention_kernel<T, kDim>,
-                            dim3(unsigned(tiles * p.splits), unsigned(p.num_kv_heads), unsigned(p.batch)),
+                            dim3(unsigned(tiles * p.num_kv_heads * p.batch), unsigned(p.splits)),
                             dim3(kThreads<kDim>), kSharedBytes<kDim>, stream, p);
 }
 

@@ -7,8 +7,8 @@
 // one block each; the block that arrives last adds their sums up in ascending order. The slices follow from
 // the weight's shape alone, so a row's bits depend neither on the other rows nor on how many there are.
 //
-// The weights are not written by the kernel ahead: from sm_90 the first stages of them are asked for before
-// it has ended.
+// With `prefetch` the first stages of the weights are asked for before the kernel ahead has ended, from
+// sm_90.
 #include "cuda/device.cuh"
 #include "cuda/launch.h"
 
@@ -81,12 +81,16 @@ static __global__ void __launch_bounds__(kThreads, 1) linear_kernel(const Linear
   const Stages<T, kRows> stages{p, shared<T>(), int64_t(blockIdx.x) * kFeatures, first_tile * kInner,
                                 evict_first_policy()};
   constexpr int kAhead = kStages<kRows> - 1;
-  for (int i = 0; i < kAhead && i < tiles; ++i) stages.copy_weights(i);
+  if (p.prefetch)
+    for (int i = 0; i < kAhead && i < tiles; ++i) stages.copy_weights(i);
   grid_launch_dependents();
   grid_dependency_wait();
 #pragma unroll
   for (int i = 0; i < kAhead; ++i) {
-    if (i < tiles) stages.copy_rows(i);
+    if (i < tiles) {
+      if (!p.prefetch) stages.copy_weights(i);
+      stages.copy_rows(i);
+    }
     cp_async_commit();
   }
 

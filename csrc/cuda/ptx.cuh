@@ -6,11 +6,33 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <map>
+#include <mutex>
 #include <type_traits>
+#include <utility>
 
 namespace dflash {
 
 // ---- launches and dynamic shared memory
+
+// Whether the code of `kernel` that the current device runs holds the waits of an overlapping launch: a newer
+// device that runs code compiled for an older one (PTX of compute_80, say) has none. Asked once a device.
+inline bool waits_for_dependencies(const void* kernel) {
+  static std::mutex mutex;
+  static std::map<std::pair<const void*, int>, bool> known;
+  int device = 0;
+  cudaGetDevice(&device);
+  const std::lock_guard<std::mutex> lock(mutex);
+  const auto [entry, added] = known.try_emplace({kernel, device}, false);
+  if (added) {
+    cudaFuncAttributes attributes{};
+    if (cudaFuncGetAttributes(&attributes, kernel) == cudaSuccess)
+      entry->second = attributes.ptxVersion >= 90;
+    else
+      cudaGetLastError();  // the launch will say what is wrong
+  }
+  return entry->second;
+}
 
 // Enqueues kernel<<<grid, block, shared, stream>>>(arguments...); more than 48 KB of shared memory is asked
 // for. An overlapping launch (programmatic dependent launch, from sm_90) may start before the kernel ahead of
@@ -46,10 +68,8 @@ cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t 
 template <typename... Parameters>
 cudaError_t launch_overlapping(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared,
                                cudaStream_t stream, std::common_type_t<Parameters>... arguments) {
-  int device = 0, major = 0;
-  cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  return launch_with(major >= 9, kernel, grid, block, shared, stream, arguments...);
+  const bool overlapping = waits_for_dependencies(reinterpret_cast<const void*>(kernel));
+  return launch_with(overlapping, kernel, grid, block, shared, stream, arguments...);
 }
 
 // Waits until the kernel ahead has ended and its writes are visible; nothing in an ordinary launch.

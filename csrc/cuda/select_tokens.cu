@@ -217,13 +217,19 @@ static __device__ float threshold(const SelectTokensParams& p, const T* logits, 
     __syncthreads();
   };
   clear(kBuckets);
-  Sum total = 0;
+  Sum total = 0, rest = 0;  // rest: of the last bucket, where most tokens are when the distribution is peaked
   for (int64_t slice = 0; slice < slices; ++slice)
     for_slice<T, kWidth>(p, logits, slice, [&](uint32_t, float logit) {
       const float z = logit / row.temperature;
       const Sum w = weight(z);
-      if (w) atomicAdd(&s.weight[bucket_of(below_top(z, top))], w), total += w;
+      const int bucket = bucket_of(below_top(z, top));
+      if (bucket == kBuckets - 1)
+        rest += w;
+      else if (w)
+        atomicAdd(&s.weight[bucket], w);
+      total += w;
     });
+  if (rest) atomicAdd(&s.weight[kBuckets - 1], rest);
   double limit = share;
   if (of_total) {
     if (total) atomicAdd(&s.total, total);

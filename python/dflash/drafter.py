@@ -218,11 +218,11 @@ class Drafter(nn.Module):
         """Draft logits through the target's head, with the drafter's own multiplier and softcap.
 
         Args:
-            hidden: ``[batch, rows, hidden]``, from :meth:`forward`.
+            hidden: ``[..., hidden]``, rows from :meth:`forward`.
             head: ``[..., hidden] -> [..., vocab]``, the target's.
 
         Returns:
-            ``[batch, rows, vocab]``.
+            ``[..., vocab]``.
         """
         logits, cap = head(hidden), self.config.final_logit_softcapping
         if self.config.output_multiplier != 1.0:

@@ -1,5 +1,5 @@
-"""A decoder as one op: recognises the plain pre-norm models of transformers and runs their layers through
-:func:`dflash.ops.decoder_layers`, on the same parameters.
+"""A decoder on :mod:`dflash.ops`: recognises the plain pre-norm models of transformers and runs their layers on the
+same parameters, on CPU through :func:`dflash.ops.decoder_layers`, on a GPU op by op.
 
 Recognition is by the exact classes, module for module: a subclass, an adapter, a quantised layer or a hook changes what
 a model computes, and such a model keeps its own forward. So does every family that is not listed.
@@ -7,18 +7,25 @@ a model computes, and such a model keeps its own forward. So does every family t
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor, nn
 
 from . import ops
 from .cache import LazyKVCache
 
-__all__ = ["FusedDecoder", "rotary_table"]
+__all__ = ["FusedDecoder", "FusedLayers", "rotary_table"]
 
 # What their attention does beside the common: which modules have a window, head norms, biases is read off the modules.
 _FAMILIES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+_KINDS = {
+    *(("cpu", dtype) for dtype in (torch.float32, torch.bfloat16)),
+    *(("cuda", dtype) for dtype in (torch.float32, torch.bfloat16, torch.float16)),
+}
+_MOST_ROWS = 256  # of a pass that goes op by op: a block of every row of a batch, and no chunk of a long prompt
 
 
 def rotary_table(inv_freq: Tensor, scaling: float, positions: int) -> tuple[Tensor, Tensor]:
@@ -71,14 +78,12 @@ def _recognised(model: nn.Module, head: nn.Module | None) -> bool:
         ):
             return False
     parameters = list(model.parameters())
-    return all(p.device.type == "cpu" and p.is_contiguous() for p in parameters) and {p.dtype for p in parameters} in (
-        {torch.float32},
-        {torch.bfloat16},
-    )
+    kinds = {(p.device.type, p.dtype) for p in parameters}
+    return all(p.is_contiguous() for p in parameters) and len(kinds) == 1 and kinds <= _KINDS
 
 
 class FusedDecoder:
-    """Embedding, layers, norm and head of a recognised model on CPU, with the taps of a drafter.
+    """Embedding, layers, norm and head of a recognised model, with the taps of a drafter; on CPU in one op.
 
     Args:
         model: the twin of the user's model; its parameters are used where they are.
@@ -114,10 +119,11 @@ class FusedDecoder:
 
     @classmethod
     def of(cls, model: nn.Module, target_layer_ids: tuple[int, ...]) -> FusedDecoder | None:
-        """The model's decoder, or None where it must keep its own forward."""
+        """The model's decoder for its device, or None where it must keep its own forward."""
         if not _recognised(model, model.get_output_embeddings()) or len(set(target_layer_ids)) < len(target_layer_ids):
             return None
-        return cls(model, target_layer_ids)
+        kind = FusedLayers if model.device.type == "cuda" else FusedDecoder
+        return kind(model, target_layer_ids)
 
     def takes(self, ids: Tensor) -> bool:
         """Whether a pass over this many rows is faster here than through torch's GEMMs."""
@@ -132,17 +138,66 @@ class FusedDecoder:
         self, ids: Tensor, lengths: Tensor, cache: LazyKVCache, logits_to_keep: int | Tensor
     ) -> tuple[Tensor, Tensor]:
         """As :meth:`dflash.target.Target.forward`, with all taps side by side, ``[batch, rows, taps * hidden]``."""
-        kv_heads = self.weights[2].shape[0] // self.head_dim
-        like = self.embedding.new_empty(1, kv_heads, 0, self.head_dim)
-        caches = [cache.layer(index, like, like) for index in range(len(self.windows))]
+        caches = self._caches(cache)
         cos, sin = self.table(cache.capacity)
         out, tapped = ops.decoder_layers(
             nn.functional.embedding(ids, self.embedding), None, None, lengths, cos, sin, self.weights,
             self.head_norms, self.biases, [], self.norm, self.eps, self.scale, self.causal, self.windows, self.taps,
             [keys for keys, _ in caches], [values for _, values in caches],
         )  # fmt: skip
+        return self._logits(out, logits_to_keep), tapped
+
+    def _caches(self, cache: LazyKVCache) -> list[tuple[Tensor, Tensor]]:
+        kv_heads = self.weights[2].shape[0] // self.head_dim
+        like = self.embedding.new_empty(1, kv_heads, 0, self.head_dim)
+        return [cache.layer(index, like, like) for index in range(len(self.windows))]
+
+    def _logits(self, hidden: Tensor, logits_to_keep: int | Tensor) -> Tensor:
         if isinstance(logits_to_keep, Tensor):
-            out = out.index_select(1, logits_to_keep)
+            hidden = hidden.index_select(1, logits_to_keep)
         elif logits_to_keep:
-            out = out[:, -logits_to_keep:]
-        return ops.linear(out, self.head.weight, self.head.bias), tapped
+            hidden = hidden[:, -logits_to_keep:]
+        return ops.linear(hidden, self.head.weight, self.head.bias, prefetch=True)
+
+
+class FusedLayers(FusedDecoder):
+    """The same on a GPU, 14 launches a layer: residual, RMSNorm and tap in one, SiLU x mul, norm + RoPE + append.
+
+    The weights stay the user's: q, k and v, and gate and up, are products of their own, laid side by side after.
+    """
+
+    def takes(self, ids: Tensor) -> bool:
+        """Whether this many rows go op by op; the products of more are better left to torch's GEMMs."""
+        return ids.numel() <= _MOST_ROWS
+
+    def forward(
+        self, ids: Tensor, lengths: Tensor, cache: LazyKVCache, logits_to_keep: int | Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """As :meth:`FusedDecoder.forward`."""
+        (batch, rows), eps, width = ids.shape, self.eps, self.embedding.shape[1]
+        linear = functools.partial(ops.linear, prefetch=True)  # parameters, which nothing in a step writes
+        positions = lengths[:, None] + torch.arange(rows, device=ids.device)
+        at = positions.clamp(max=cache.capacity - 1)  # rows past the end append nothing
+        cos, sin = (table[at] for table in self.table(cache.capacity))
+        tapped = self.embedding.new_empty(batch, rows, len(self.taps) * width)
+        columns = {tap: tapped[..., i * width : (i + 1) * width] for i, tap in enumerate(self.taps)}
+        residual = nn.functional.embedding(ids, self.embedding)
+        hidden = ops.rms_norm(residual, self.weights[0], eps)
+        for i, (keys, values) in enumerate(self._caches(cache)):
+            q, k, v, o, post_norm, gate, up, down = self.weights[9 * i + 1 : 9 * i + 9]
+            biases = [bias if bias.numel() else None for bias in self.biases[4 * i : 4 * i + 4]] or [None] * 4
+            norms = self.head_norms[2 * i : 2 * i + 2] or (None, None)
+            qkv = torch.cat([linear(hidden, *pair) for pair in zip((q, k, v), biases[:3], strict=True)], -1)
+            query = qkv.new_empty(batch, rows, q.shape[0] // self.head_dim, self.head_dim)
+            ops.qkv_norm_rope_append_(qkv, positions, cos, sin, *norms, eps, query, keys, values)
+            out = ops.block_attention(query, keys, values, lengths, self.scale, True, self.windows[i])
+            out = linear(out.flatten(2), o, biases[3])
+            hidden, residual = ops.add_rms_norm(out, residual, post_norm, eps)
+            gate_up = torch.cat([linear(hidden, gate), linear(hidden, up)], -1)
+            out = linear(ops.silu_mul(gate_up), down)
+            last = i + 1 == len(self.windows)
+            following = self.norm if last else self.weights[9 * i + 9]
+            hidden, residual = ops.add_rms_norm(out, residual, following, eps, None if last else columns.get(i))
+        if i in columns:
+            columns[i].copy_(hidden)
+        return self._logits(hidden, logits_to_keep), tapped

@@ -266,7 +266,11 @@ class _Progress:
     closed: set[int] = field(default_factory=set)
 
     def record(self, report: list[list[int]], reads_ids: bool) -> None:
-        """Take over one report of :meth:`Generator.step`."""
+        """Take over one report of :meth:`Generator.step`.
+
+        Raises:
+            RuntimeError: a row that was running neither moved nor ended, so that the loop would not either.
+        """
         self.new_ids, self.accepted = [], []
         for row, (length, done, *ids) in enumerate(report):
             emitted = 0
@@ -274,6 +278,8 @@ class _Progress:
                 emitted = length - self.length[row]
                 if emitted:
                     self.acceptance_lengths[row].append(emitted)
+                elif self.done[row] == done == _RUNNING:
+                    raise RuntimeError(f"a step did nothing for row {row}, which is running: was it launched at all?")
                 self.length[row], self.done[row] = length, done
             if reads_ids:
                 rows = len(ids) // 2
@@ -355,6 +361,11 @@ class Generator:
         graph: on a GPU, replay the step as one CUDA graph: ``"auto"`` where that is possible (:attr:`graph_reason`
             tells why not), True to refuse a call where it is not, False for one kernel at a time. Changes the speed,
             never the text.
+        fused: run the layers of a Llama, Mistral, Qwen2 or Qwen3 that is exactly transformers' own on this package's
+            ops instead of its modules: ``"auto"`` on CPU, and not on a GPU, where the two have not been compared yet;
+            True to refuse any other target, False for the modules. On a GPU a pass of more than 256 rows (batch x
+            block, or a prompt's chunk) keeps the modules all the same. The same sums rounded at other places: in fp32
+            the text stays the same, in bf16 a near-tie may fall differently.
         prefill_chunk: prompt tokens in one forward pass.
         reuse_prefix: run only what is new of a prompt whose first tokens are, row by row, those that the call before
             left in the caches: a conversation then costs its last turn. The keys of an answer were computed in blocks
@@ -381,6 +392,7 @@ class Generator:
         denoise_steps: int = 1,
         compile: bool = False,
         graph: bool | Literal["auto"] = "auto",
+        fused: bool | Literal["auto"] = "auto",
         prefill_chunk: int = 512,
         reuse_prefix: bool = True,
     ) -> None:
@@ -399,7 +411,9 @@ class Generator:
         device = target.get_input_embeddings().weight.device
         if graph is True and device.type != "cuda":
             raise ValueError(f"graph=True needs a target on a GPU, this one is on {device}")
-        self.graph = graph
+        if fused not in (True, False, "auto"):
+            raise ValueError(f'fused must be True, False or "auto", got {fused!r}')
+        self.graph, self.fused = graph, fused
         self.draft = draft if rows > 1 else None
         self._runner: Direct | Replay | None = None
         self._take(target)
@@ -442,6 +456,8 @@ class Generator:
         self._whole = False  # between two steps: the caches hold what `length` and `num_context` say
         self._ran: list[WeightsFingerprint] = []  # the weights that the caches were computed with
         self._runner = Replay(self.report) if device.type == "cuda" else Direct(self.report)
+        # The step after the last may still run; the memory that it writes to must not be another's by then.
+        weakref.finalize(self, self._runner.drain).atexit = False
         self._captured: list[WeightsFingerprint] = []  # whose addresses the graphs hold
         if compile and device.type == "cuda":
             self._run_target = torch.compile(_own(self._run_target), dynamic=False)
@@ -457,7 +473,8 @@ class Generator:
 
     def _take(self, target: nn.Module) -> None:
         """Twin the target as it is now; the caches and the state stay."""
-        self.target = Target(target, self.draft.config.target_layer_ids if self.draft is not None else ())
+        taps = self.draft.config.target_layer_ids if self.draft is not None else ()
+        self.target = Target(target, taps, self.fused)
         self._defaults = generation_defaults(target)
         self._weights = WeightsFingerprint(target)
         self._structure = structure(target)
@@ -490,7 +507,8 @@ class Generator:
         hidden = self.draft(
             features, self.num_context, self.draft.scale_embeddings(embeds), self.length, self.draft_cache
         )
-        logits = self.draft.logits(hidden[:, 1:], self.target.head)
+        # One matrix: of rows that are not dense torch makes a product for each sequence, and each reads the whole head.
+        logits = self.draft.logits(hidden[:, 1:].flatten(0, 1), self.target.head).unflatten(0, (len(block), -1))
         return logits if self.rules is None else self.rules.apply_to_drafts(logits, self.length)
 
     def _propose(self, anchor: Tensor) -> Tensor:
@@ -668,14 +686,17 @@ class Generator:
         counts = [length - have for length, have in zip(lengths, kept, strict=True)]
         held = torch.tensor(kept, device=device)
         last_logits: list[Tensor | None] = [None] * len(prompts)
-        for start in range(0, ids.shape[1], chunk):
+        starts = range(0, ids.shape[1], chunk)
+        # Which rows of a chunk end a prompt; put on the device at once, since each transfer waits for what is queued.
+        ends = [sorted({n - 1 - start for n in counts if start < n <= start + chunk}) for start in starts]
+        keeps = torch.tensor([index for keep in ends for index in keep], device=device).split([len(k) for k in ends])
+        for start, keep, keep_on_device in zip(starts, ends, keeps, strict=True):
             rows = ids[:, start : start + chunk]
             past = held + start
-            ending = {row: n - 1 - start for row, n in enumerate(counts) if start < n <= start + chunk}
-            keep = sorted(set(ending.values())) or [0]
-            logits, taps = self.target.forward(rows, past, self.target_cache, torch.tensor(keep, device=device))
-            for row, index in ending.items():
-                last_logits[row] = logits[row, keep.index(index)]
+            logits, taps = self.target.forward(rows, past, self.target_cache, keep_on_device)
+            for row, n in enumerate(counts):
+                if n - 1 - start in keep:
+                    last_logits[row] = logits[row, keep.index(n - 1 - start)]
             if self.draft is not None:
                 live = (self.length - past).clamp(0, rows.shape[1])
                 positions = past[:, None] + torch.arange(rows.shape[1], device=device)
@@ -905,7 +926,11 @@ class Generator:
                 raise RuntimeError(f"graph=True cannot be followed: {runner.reason}")
             unread += 1
             if unread > ahead:
-                progress.record(runner.read(), reads_ids)
+                try:
+                    progress.record(runner.read(), reads_ids)
+                except RuntimeError:
+                    runner.clear()  # a graph that does nothing would do so again
+                    raise
                 unread -= 1
                 yield
 

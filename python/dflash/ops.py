@@ -935,7 +935,7 @@ def _slices(out_features: int, width: int) -> int:
     return -(-steps // -(-steps // slices))
 
 
-def _linear_on(place, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _linear_on(place, x: Tensor, weight: Tensor, bias: Tensor | None, prefetch: bool = False) -> Tensor:
     _linear_check(x, weight, bias)
     dtype = place.dtype("linear", "x", x)
     out_features, width = weight.shape
@@ -959,20 +959,20 @@ def _linear_on(place, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             workspace, counters = place.scratch(size, x.device), _counters(x.device)
     place.run(
         "linear", x.device, x.data_ptr(), weight.data_ptr(), _address(bias), out.data_ptr(), rows, width, out_features,
-        _address(workspace), _address(counters), slices, dtype,
+        _address(workspace), _address(counters), slices, prefetch, dtype,
     )  # fmt: skip
     return out
 
 
-def _linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None, prefetch: bool) -> Tensor:
     _linear_check(x, weight, bias)
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
-_register_kernel("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor", _linear_on, _linear_fake)
+_register_kernel("linear(Tensor x, Tensor weight, Tensor? bias, bool prefetch) -> Tensor", _linear_on, _linear_fake)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, prefetch: bool = False) -> Tensor:
     """``x @ weight.T + bias`` for a few rows, sums in fp32, rounded once.
 
     A row's bits depend neither on its place nor on how many rows there are: on CPU up to 256 rows in float32 and 64 in
@@ -983,6 +983,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         x: ``[..., rows, in]``, float32 or bfloat16 (on CUDA float16 too).
         weight: ``[out, in]``, the dtype of ``x``.
         bias: ``[out]``, the dtype of ``x``, or None.
+        prefetch: start to read ``weight`` before what was queued ahead on the stream has ended, on CUDA from compute
+            capability 9.0. For weights at rest alone: one that an operation still under way writes may be read too
+            early, and nothing would say so.
 
     Returns:
         ``[..., rows, out]``, the dtype of ``x``.
@@ -992,7 +995,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """
     if _direct("linear", x, weight, bias):
         return _linear_on(_CPU, x, weight, bias)
-    return torch.ops.dflash.linear(x, weight, bias)
+    return torch.ops.dflash.linear(x, weight, bias, prefetch)
 
 
 # ---------------------------------------------------------------------------------------------- decoder_layers

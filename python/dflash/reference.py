@@ -351,7 +351,7 @@ def accept_prefix_(
     done.copy_(torch.where(running, state, done))
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, prefetch: bool = False) -> Tensor:
     """``x @ weight.T + bias``."""
     return torch.nn.functional.linear(x, weight, bias)
 

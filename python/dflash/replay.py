@@ -7,10 +7,12 @@ the same for a device that the host itself is.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import threading
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
 
 import torch
@@ -18,6 +20,7 @@ from torch import Tensor
 
 __all__ = ["Direct", "Replay", "graph_status"]
 
+_CAPTURING = threading.Lock()  # what a capture and a watch set is the process's
 _WARM_UPS = 2  # real steps before a kind of step is captured: one makes what is made at first use, one is watched
 _KEPT = 16  # graphs, the last used
 
@@ -28,7 +31,7 @@ def graph_status() -> str:
         return "torch sees no GPU"
     try:
         x = torch.zeros(1, device="cuda")
-        replay = _captured(lambda: x.add_(1), None)
+        replay = _captured(lambda: x.add_(1), None, torch.cuda.Stream())
         replay()
         return "" if x.item() == 1 else "a graph was replayed and did nothing"
     except Exception as error:
@@ -39,14 +42,35 @@ def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
-def _captured(step: Callable[[], object], pool: object) -> Callable[[], None]:
-    """A function that launches what ``step`` would; ``step`` is not run. ``pool`` holds its temporaries."""
+def _captured(step: Callable[[], object], pool: object, stream: torch.cuda.Stream) -> Callable[[], None]:
+    """A function that launches what ``step`` would; ``step`` is not run.
+
+    Args:
+        step: what to capture, on the device of ``stream``.
+        pool: of the memory of its temporaries; None for one of its own.
+        stream: to capture on. ``torch.cuda.graph`` has one for the whole process otherwise, on the device of its
+            first capture: what a step does on another device would not be captured, but run.
+    """
     graph = torch.cuda.CUDAGraph()
     # The first of the two puts the current stream back where a capture that fails leaves another.
     current = torch.cuda.stream(torch.cuda.current_stream())
-    with current, torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+    capture = torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local")
+    with _CAPTURING, _uncollected(), current, capture:
         step()
     return graph.replay
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Collect garbage now and not in here: a generator that goes waits for its device, which a capture forbids."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class Direct:
@@ -77,6 +101,9 @@ class Direct:
     def clear(self) -> None:
         """Nothing is kept."""
 
+    def drain(self) -> None:
+        """Nothing is running."""
+
 
 class Replay:
     """Steps on a GPU: a kind of step is run twice as it is, then captured, and from then on replayed.
@@ -102,6 +129,7 @@ class Replay:
         self._seen: dict[Hashable, int] = {}
         self._refused: dict[Hashable, str] = {}
         self._launched = self._read = 0
+        self._stream: torch.cuda.Stream | None = None
         self._open()
 
     @property
@@ -110,15 +138,14 @@ class Replay:
         return len(self._graphs)
 
     def start(self) -> None:
-        """A call begins; what one before it left running comes first, whatever stream it ran on."""
-        if self._launched:
-            self._follow((self._launched - 1) % 2)
+        """A call begins."""
+        self._follow()
         self._launched = self._read = 0
 
     def clear(self) -> None:
         """Forget every graph: a tensor moved, or code changed. Waits for those that are running."""
         if self._graphs:
-            self._drain()
+            self.drain()
         self._graphs.clear()
         self._seen.clear()
         self._refused.clear()
@@ -131,6 +158,7 @@ class Replay:
             kind: everything that its branches and shapes depend on.
             obstacle: why this step must not be captured; empty when it may.
         """
+        self._follow()
         self.reason = obstacle or self._refused.get(kind, "")
         if self.reason:
             step()
@@ -190,13 +218,14 @@ class Replay:
     def _watch(self, step: Callable[[], None]) -> str:
         """Run ``step``; the place in it where the host waited for the device, empty when nowhere."""
         thread, places = threading.get_ident(), []
-        mode = torch.cuda.get_sync_debug_mode()
-        with warnings.catch_warnings():
-            show = warnings.showwarning
+        with _CAPTURING, warnings.catch_warnings():
+            mode, show = torch.cuda.get_sync_debug_mode(), warnings.showwarning
 
             def note(message, category, filename, lineno, *rest) -> None:
-                if "called a synchronizing CUDA operation" not in str(message):
-                    show(message, category, filename, lineno, *rest)
+                text = str(message)
+                if "called a synchronizing CUDA operation" not in text:
+                    if "debug mode is a prototype" not in text:  # what switching it on says
+                        show(message, category, filename, lineno, *rest)
                 elif threading.get_ident() == thread:
                     places.append(f"{Path(filename).name}:{lineno}")
 
@@ -211,9 +240,10 @@ class Replay:
 
     def _capture(self, step: Callable[[], None]) -> Callable[[], None]:
         try:
-            return _captured(step, self._pool)
+            return _captured(step, self._pool, self._side)
         except BaseException:
-            self._pool = torch.cuda.graph_pool_handle()  # the old one may be left half open
+            # The old ones may be left half open.
+            self._pool, self._side = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self.report.device)
             raise
 
     def _send(self, slot: int) -> None:
@@ -224,9 +254,13 @@ class Replay:
         self._events[slot].synchronize()
         return self._slots[slot].tolist()
 
-    def _drain(self) -> None:
+    def drain(self) -> None:
+        """Wait until nothing that was launched is running; the memory that steps use may go then."""
         for event in self._events:
             event.synchronize()
 
-    def _follow(self, slot: int) -> None:
-        torch.cuda.current_stream().wait_event(self._events[slot])
+    def _follow(self) -> None:
+        """What comes on the current stream comes after all that this call, or the one before, queued on another."""
+        last, self._stream = self._stream, torch.cuda.current_stream()
+        if last is not None and last != self._stream:
+            self._stream.wait_stream(last)

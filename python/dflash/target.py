@@ -12,7 +12,7 @@ import hashlib
 import json
 import types
 import weakref
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import transformers
@@ -247,12 +247,16 @@ class Target:
         model: any full-attention causal language model of transformers (docs/targets.md lists the tested ones).
         target_layer_ids: whose outputs are tapped; the last layer's is read after the final norm, as transformers'
             ``hidden_states[-1]`` is.
+        fused: run the layers on :mod:`dflash.ops` where the model is one that :mod:`dflash.fused` recognises: True to
+            refuse any other, False to keep the model's own forward, ``"auto"`` to do so on CPU alone.
 
     Raises:
         UnsupportedTargetError: the model cannot be run; nothing was changed.
     """
 
-    def __init__(self, model: nn.Module, target_layer_ids: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self, model: nn.Module, target_layer_ids: tuple[int, ...] = (), fused: bool | Literal["auto"] = "auto"
+    ) -> None:
         model = unwrap(model)
         if reason := refusal(model):
             raise UnsupportedTargetError(f"this target is not supported: {reason}")
@@ -262,7 +266,15 @@ class Target:
             if isinstance(module, PreTrainedModel):
                 module.config._attn_implementation = _ATTENTION
         text_config(self.model)._attn_implementation = _ATTENTION
-        self._fused = FusedDecoder.of(self.model, target_layer_ids)
+        # On a GPU the fused layers have not been measured against the model's own forward, compiled or not.
+        wanted = self.device.type == "cpu" if fused == "auto" else fused
+        self._fused = FusedDecoder.of(self.model, target_layer_ids) if wanted else None
+        if fused is True and self._fused is None:
+            raise UnsupportedTargetError(
+                f"fused=True cannot be followed: {type(model).__name__} is not exactly a Llama, Mistral, Qwen2 or "
+                "Qwen3 of transformers without hooks, its weights dense and of one dtype that the kernels have, each "
+                "layer tapped once at most"
+            )
         self._taps: list[Tensor | None] = [None] * len(target_layer_ids)
         self._add_taps(target_layer_ids)
         if model.config.model_type not in TESTED_FAMILIES and model not in _PROBED:

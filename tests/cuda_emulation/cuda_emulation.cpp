@@ -91,6 +91,8 @@ struct Copy {
   const void* global;
   unsigned bytes, zeros;
   int group;
+  bool read;       // already, or only at the wait
+  char value[16];  // then
 };
 
 struct Thread {
@@ -593,10 +595,11 @@ void copy_async(void* shared, const void* global, unsigned bytes, unsigned zeros
   expect_aligned(shared, 16, "cp.async, destination");
   expect_aligned(global, 16, "cp.async, source");
   expect_shared(shared, bytes + zeros, "cp.async, destination");
-  char touched[16];
-  memcpy(touched, global, bytes);           // AddressSanitizer sees a bad address here, not at the wait
+  // The source is read at any time from here to the wait: at the one or at the other.
+  Copy copy{shared, global, bytes, zeros, current->committed, random_below(2) == 1, {}};
+  memcpy(copy.value, global, bytes);        // AddressSanitizer sees a bad address here, not at the wait
   memset(shared, poison(), bytes + zeros);  // from here to the wait it holds anything
-  current->copies.push_back({shared, global, bytes, zeros, current->committed});
+  current->copies.push_back(copy);
 }
 
 void commit_async() { ++current->committed; }
@@ -609,7 +612,7 @@ void wait_async(int groups_left) {
       copies[kept++] = copy;
       continue;
     }
-    memcpy(copy.shared, copy.global, copy.bytes);
+    memcpy(copy.shared, copy.read ? copy.value : copy.global, copy.bytes);
     memset(static_cast<char*>(copy.shared) + copy.bytes, 0, copy.zeros);
   }
   copies.resize(kept);

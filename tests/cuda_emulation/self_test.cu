@@ -59,6 +59,22 @@ static __global__ void copy(const float* in, float* out) {
   }
 }
 
+// The source is overwritten before the copy has happened.
+template <bool kFault>
+static __global__ void copy_of_a_changing_source(const float* in, float* out) {
+  float* tile = shared<float>();
+  out[threadIdx.x] = in[threadIdx.x];
+  __syncthreads();
+  if (threadIdx.x < kThreads / 4) cp_async16(tile + 4 * threadIdx.x, out + 4 * threadIdx.x);
+  cp_async_commit();
+  if (!kFault) cp_async_wait<0>();
+  __syncthreads();
+  out[threadIdx.x] = -1;
+  if (kFault) cp_async_wait<0>();
+  __syncthreads();
+  out[threadIdx.x] = tile[threadIdx.x];
+}
+
 // out = 0 where nothing was stored, in elsewhere.
 template <bool kFault>
 static __global__ void unwritten_shared(const float* in, float* out) {
@@ -222,6 +238,8 @@ static cudaError_t run(const std::string& name, const float* in, float* out, cud
   if (name == "copy_without_barrier") return launch(copy<no_barrier>, one, block, 2 * bytes, stream, in, out);
   if (name == "copy_of_a_later_group")
     return launch(copy<wrong_group>, one, block, 2 * bytes, stream, in, out);
+  if (name == "copy_of_a_changing_source")
+    return launch(copy_of_a_changing_source<kFault>, one, block, bytes, stream, in, out);
   if (name == "unwritten_shared") return launch(unwritten_shared<kFault>, one, block, 0, stream, in, out);
   if (name == "unwritten_register") return launch(unwritten_register<kFault>, one, block, 0, stream, in, out);
   if (name == "divergent_barrier") return launch(divergent_barrier<kFault>, one, block, 0, stream, in, out);

@@ -1,0 +1,99 @@
+"""A decoder layer by layer on the ops, as on a GPU: the same logits and taps, and the same text from the loop."""
+
+import copy
+
+import pytest
+import torch
+from baseline import greedy, prompt
+from families import make_draft, make_target
+from op_checks import assert_as_exact_as_torch
+from recorded import no_host_reads, record
+
+import dflash
+from dflash import fused
+from dflash.cache import LazyKVCache
+from dflash.fused import FusedLayers
+from dflash.target import UnsupportedTargetError, structural_twin
+
+TAPS = (1, 0)  # the last layer's is read after the norm
+FAMILIES = ["llama", "mistral (windowed)", "qwen2", "qwen3 (windowed)"]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ragged_blocks_are_as_exact_as_the_models_own(family, kernels, dtype, monkeypatch):
+    model = make_target(family, dtype=dtype, num_hidden_layers=2, max_window_layers=1)
+    layers, cache = FusedLayers(structural_twin(model), TAPS), LazyKVCache(2, 41)
+    ids = torch.stack([prompt(40, seed) for seed in (1, 2)])
+    exact = copy.deepcopy(model).double()(ids, output_hidden_states=True)
+    plain = model(ids, output_hidden_states=True)
+    monkeypatch.setattr(fused, "ops", kernels)
+    layers.forward(ids[:, :24], torch.zeros(2, dtype=torch.int64), cache, 1)
+    starts = [24, 17]
+    block = torch.stack([ids[row, start : start + 16] for row, start in enumerate(starts)])
+    logits, tapped = layers.forward(block, torch.tensor(starts), cache, torch.arange(3, 16))
+
+    def at(states: torch.Tensor, skip: int = 0) -> torch.Tensor:
+        return torch.stack([states[row, start + skip : start + 16] for row, start in enumerate(starts)])
+
+    assert_as_exact_as_torch(logits, at(plain.logits, 3), at(exact.logits, 3))
+    theirs = [torch.cat([at(output.hidden_states[tap + 1]) for tap in TAPS], -1) for output in (plain, exact)]
+    assert_as_exact_as_torch(tapped, *theirs)
+
+
+@torch.no_grad()
+def test_a_rows_bits_do_not_depend_on_its_place_in_the_block(kernels, dtype, monkeypatch):
+    """What makes bf16 output equal the one-token mode's, bit for bit."""
+    model = make_target("qwen3", dtype=dtype, num_hidden_layers=2)
+    layers, cache, ids = FusedLayers(structural_twin(model), TAPS), LazyKVCache(1, 40), prompt(40)[None]
+    monkeypatch.setattr(fused, "ops", kernels)
+    layers.forward(ids[:, :16], torch.tensor([0]), cache, 1)
+    early, early_taps = layers.forward(ids[:, 16:32], torch.tensor([16]), cache, 0)
+    late, late_taps = layers.forward(ids[:, 20:36], torch.tensor([20]), cache, 0)
+    assert torch.equal(early[:, 4:], late[:, :12])
+    assert torch.equal(early_taps[:, 4:], late_taps[:, :12])
+
+
+@pytest.fixture(scope="module")
+def target():
+    return make_target("qwen3", num_hidden_layers=2)
+
+
+@pytest.mark.parametrize(("batch", "drafts"), [(1, True), (3, True), (2, False)])
+def test_the_recorded_step_writes_the_greedy_text(target, batch, drafts):
+    draft = make_draft(target) if drafts else None
+    generator = record(dflash.Generator(target, draft, max_length=80, batch_size=batch, block_size=16))
+    generator.target._fused = FusedLayers(generator.target.model, draft.config.target_layer_ids if drafts else ())
+    prompts = torch.stack([prompt(20, seed) for seed in range(batch)])
+    out = generator.generate(prompts, max_new_tokens=40, temperature=0.0, stop_token_ids=[])
+    for row, ids in zip(out, prompts, strict=True):
+        assert torch.equal(row[20:], greedy(target, ids, 40))
+    assert generator.graph_reason == ""
+    assert generator._runner.steps["replayed"] > 4
+    with no_host_reads():
+        generator.step()
+
+
+class TestArgument:
+    def test_the_text_is_the_same_either_way(self, target):
+        draft, ids = make_draft(target), prompt(20)[None]
+        generators = {
+            asked: dflash.Generator(target, draft, max_length=80, fused=asked) for asked in (True, False, "auto")
+        }
+        answers = [generator.generate(ids, max_new_tokens=30, temperature=0.0) for generator in generators.values()]
+        assert all(torch.equal(answer, answers[0]) for answer in answers)
+        assert {asked: generator.target._fused is not None for asked, generator in generators.items()} == {
+            True: True,
+            False: False,
+            "auto": True,
+        }
+
+    def test_a_target_with_a_forward_of_its_own_is_refused(self):
+        other = make_target("gemma3")
+        with pytest.raises(UnsupportedTargetError, match="fused=True cannot be followed: Gemma3ForCausalLM"):
+            dflash.Generator(other, max_length=40, fused=True)
+        dflash.Generator(other, max_length=40)
+
+    def test_another_value_is_refused(self, target):
+        with pytest.raises(ValueError, match="fused must be True, False or \"auto\", got 'yes'"):
+            dflash.Generator(target, max_length=40, fused="yes")
