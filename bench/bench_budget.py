@@ -1,6 +1,6 @@
 """What the parts of a step cost by themselves: each called again and again on the state of a running generation.
 
-    python bench/bench_budget.py --pair ../shared/pair [--dtype float32] [--temperature 0] [--repeats 200]
+    python bench/bench_budget.py [--pair FOLDER] [--dtype float32] [--temperature 0] [--repeats 200]
 
 `verify` and `draft` are measured eager and through torch.compile; `as transformers' module` is the target's own forward
 on the same rows, with a cache of transformers, cropped after each call. Medians, microseconds. Prints, asserts nothing.
@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dflash
 from dflash import ops
+from dflash.demo import PAIR
 
 
 def microseconds(run: Callable[[], object], repeats: int) -> float:
@@ -35,7 +36,9 @@ def microseconds(run: Callable[[], object], repeats: int) -> float:
 @torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pair", type=Path, required=True, help="folder with target/, draft/ and prompts.jsonl")
+    parser.add_argument(
+        "--pair", type=Path, default=PAIR, help="folder with target/, draft/ and prompts.jsonl; default: the package's"
+    )
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--repeats", type=int, default=200)

@@ -1,6 +1,6 @@
 """Whole generations, several ways, in one process: interleaved over prompts, medians over prompts.
 
-    python bench/bench_generate.py --pair ../shared/pair [--prompts 64] [--temperature 0] [--dtype float32] [--compile]
+    python bench/bench_generate.py [--pair FOLDER] [--prompts 64] [--temperature 0] [--dtype float32] [--compile]
                                    [--json results.json] [--plot results.png]
 
 Runners:
@@ -45,6 +45,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dflash
 from dflash import ops
+from dflash.demo import PAIR
 
 ROOT = Path(__file__).resolve().parents[1]
 BASE, ONE_TOKEN = "transformers", "one-token"
@@ -291,9 +292,11 @@ def plot(path: Path, rows: list[dict], about: dict) -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pair", type=Path, required=True, help="folder with target/, draft/ and prompts.jsonl")
+    parser.add_argument(
+        "--pair", type=Path, default=PAIR, help="folder with target/, draft/ and prompts.jsonl; default: the package's"
+    )
     parser.add_argument("--prompts", type=int, default=64)
-    parser.add_argument("--new", type=int, default=120, help="new tokens at most")
+    parser.add_argument("--new", type=int, default=200, help="new tokens at most")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument(
         "--draft-sharpness", type=lambda text: text if text == "auto" else float(text), default="auto", metavar="NUMBER"

@@ -13,7 +13,7 @@ from families import make_draft, make_target
 from op_checks import CUDA_DTYPES, DTYPES, Cuda, Emulated
 from transformers import PreTrainedModel
 
-from dflash import Drafter, ops, reference
+from dflash import Drafter, demo, ops, reference
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "cuda_emulation"))
@@ -93,11 +93,8 @@ def reference_package() -> ModuleType:
 
 @pytest.fixture(scope="session")
 def pair_dir() -> Path:
-    """The folder of the trained pair: ``target``, ``draft`` and ``prompts.jsonl``."""
-    folder = Path(os.environ.get("DFLASH_PAIR") or ROOT.parent / "shared" / "pair")
-    if not folder.is_dir():
-        pytest.skip(f"no trained pair at {folder}; DFLASH_PAIR names another folder")
-    return folder
+    """The folder of the package's own trained pair: ``target``, ``draft`` and ``prompts.jsonl``."""
+    return demo.PAIR
 
 
 @dataclass

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 import dflash
 from dflash import cli, demo
+from dflash.train.demo_pair.tasks import held_out
 
 PROMPTS = [
     {"prompt": "w5 w6 w7", "answer": None, "kind": "free"},
@@ -36,16 +37,27 @@ def run_json(folder, *arguments, code: int = 0) -> dict:
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_trained_pair(pair_dir, temperature):
-    found = run_json(pair_dir, "--prompts", 4, "--temperature", temperature, "--max-new-tokens", 60)
+@pytest.mark.parametrize(("temperature", "floor", "right"), [(0.0, 10.0, 6), (1.0, 7.0, 5)])
+def test_the_packages_own_pair(temperature, floor, right):
+    done = CliRunner().invoke(cli.app, ["demo", "--json", "--prompts", "9", "--temperature", str(temperature)])
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
     assert found["identical"] is True
     assert found["temperature"] == temperature
-    assert found["acceptance_length"] > 8
-    assert found["right"] == found["answerable"] == 4
+    assert found["acceptance_length"] >= floor
+    assert found["answerable"] == 6
+    assert found["right"] >= right
     steps = sum(length * count for length, count in enumerate(found["histogram"]))
     assert steps == found["new_tokens"] - found["prompts"]  # an answer's first token comes from its prompt
     assert steps / sum(found["histogram"]) == pytest.approx(found["acceptance_length"])
+
+
+def test_the_packages_own_pair_is_small_and_its_prompts_were_held_out():
+    assert sum(file.stat().st_size for file in demo.PAIR.rglob("*.safetensors")) <= 16e6
+    prompts = demo.demo_prompts()
+    assert len(prompts) == 48
+    assert all(held_out(prompt.text) for prompt in prompts)
+    assert {prompt.answer is None for prompt in prompts if prompt.kind == "letters"} == {True}
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -1,14 +1,14 @@
 """The made work of the demonstration pair: its split, its right answers, and the numbers said about it."""
 
 import itertools
-import json
 import re
 
 import pytest
 
 from dflash.train.demo_pair.__main__ import watched_examples, writer_name
 from dflash.train.demo_pair.evaluate import distinct_share, held_out_examples, prompt_lookup_length
-from dflash.train.demo_pair.tasks import KINDS, Example, examples, held_out, is_right
+from dflash.train.demo_pair.pretrain import _batches, build_tokenizer
+from dflash.train.demo_pair.tasks import _FIELDS, KINDS, NOTATIONS, Example, examples, held_out, is_right
 
 
 def drawn(seed: int, held: bool, count: int) -> list[Example]:
@@ -56,17 +56,18 @@ def test_sums_are_right_at_every_column():
 
 
 def test_records_say_the_same_in_both_notations():
-    checked = 0
+    def fields(text: str) -> list[tuple[str, str]]:
+        return re.findall(rf"\b({'|'.join(key for key, _ in _FIELDS)})\b\W+(\w+)", re.sub(r"</\w+>", "", text))
+
+    pairs = set()
     for example in (e for e in drawn(1, False, 3000) if e.kind == "records"):
-        source, wanted = re.match(r"(\w+) to (\w+):", example.prompt).groups()
-        if "json" not in (source, wanted):
-            continue
-        body = example.prompt.split(":\n", 1)[1].removesuffix("\n=>\n")
-        as_json, other = (body, example.answer) if source == "json" else (example.answer, body)
-        for record in json.loads(as_json):
-            assert all(str(value) in other and key in other for key, value in record.items())
-        checked += 1
-    assert checked > 50
+        source, wanted, body = re.fullmatch(r"(\w+) to (\w+):\n(.*)\n=>\n", example.prompt, re.DOTALL).groups()
+        found = fields(body)
+        assert 9 <= len(found) <= 12
+        assert fields(example.answer) == found
+        assert source != wanted
+        pairs.add((source, wanted))
+    assert len(pairs) == len(NOTATIONS) * (len(NOTATIONS) - 1)
 
 
 def test_a_right_answer_is_right_and_a_changed_one_is_not():
@@ -88,6 +89,25 @@ def test_a_letter_may_choose_its_words_but_not_its_facts():
     assert not is_right(letter, letter.answer.replace(f"our {chosen} house", "our grand house"))
     guest = re.search(r"Dear (\w+)", letter.answer)[1]
     assert not is_right(letter, letter.answer.replace(guest, guest + "o"))
+
+
+def test_a_batch_of_the_target_holds_every_kind_and_its_answers():
+    tokenizer = build_tokenizer()
+    for ids, answers, kinds in itertools.islice(_batches(tokenizer, 4, 6), 20):
+        assert ids.shape == answers.shape == (6, ids.shape[1])
+        assert ids.shape[1] % 32 == 0
+        assert kinds == [0, 0, 1, 1, 2, 2]
+        for row, mask, kind in zip(ids, answers, kinds, strict=True):
+            first, count = int(mask.nonzero()[0]), int(mask.sum())
+            assert mask[first : first + count].all()
+            assert row[0] == row[first + count - 1] == 0
+            assert not row[first + count :].any(), "padding"
+            prompt, answer = tokenizer.decode(row[1:first]), tokenizer.decode(row[first : first + count - 1])
+            assert prompt.endswith("=>\n")
+            assert is_right(Example(list(KINDS)[kind], prompt, answer), answer)
+            assert not held_out(prompt)
+    with pytest.raises(ValueError, match="batch must be a multiple of 3, got 7"):
+        next(_batches(tokenizer, 4, 7))
 
 
 @pytest.mark.parametrize(

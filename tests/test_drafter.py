@@ -296,7 +296,7 @@ def test_a_folder_round_trips(checkpoint, sharded, dtype, tmp_path):
 def test_the_trained_pair_loads(pair_dir):
     draft = load_draft(pair_dir / "draft")
     assert_loaded(draft, load_file(pair_dir / "draft" / "model.safetensors"))
-    assert draft.config.target_layer_ids == (0, 1, 2)
+    assert draft.config.target_layer_ids == (1, 2, 3, 4)
 
 
 def test_fused_projections_are_split(checkpoint):

@@ -45,17 +45,17 @@ def test_greedy(pair_dir, prompts):
     for p, answer in zip(prompts, answers, strict=True):
         expected = target.generate(p[None], do_sample=False, max_new_tokens=NEW)
         assert answer.tolist() == expected[0, len(p) :].tolist()
-    assert acceptance > 9.5  # 9.9 with the reference package's loop
+    assert acceptance > 12.5  # docs/demo-pair.md: 13.7 over more prompts, to the end of each answer
 
 
-@pytest.mark.parametrize(("sharpness", "floor"), [(1.0, 7.8), (float("inf"), 9.3)])
+@pytest.mark.parametrize(("sharpness", "floor"), [(1.0, 10.0), (float("inf"), 10.0)])
 def test_sampled(pair_dir, prompts, sharpness, floor):
     target, draft = load(pair_dir, torch.float32)
     generator = dflash.Generator(target, draft, max_length=512)
     answers, acceptance = run(generator, prompts, temperature=1.0, seed=7, draft_sharpness=sharpness)
     for p, answer in list(zip(prompts, answers, strict=True))[:16]:
         assert answer.tolist() == sampled(target, p, NEW, 7, 1.0, stop=(0,)).tolist()
-    assert acceptance > floor  # 8.1 and 9.8 measured when the rule was designed
+    assert acceptance > floor
 
 
 def test_a_ragged_batch_writes_what_each_row_alone_writes(pair_dir, prompts):

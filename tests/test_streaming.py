@@ -541,16 +541,17 @@ class TestConversation:
         lines = [json.loads(line) for line in (pair_dir / "prompts.jsonl").read_text().splitlines()[:6]]
         kept, fresh = (dflash.Generator(target, draft, max_length=1024, reuse_prefix=reuse) for reuse in (True, False))
         ids = torch.tensor([[0]])
-        prefilled = 0
+        prefilled, reached = 0, []
         for line in lines:
             ids = torch.cat([ids, torch.tensor([tokenizer.encode(line["prompt"], add_special_tokens=False)])], 1)
             outputs = [each.generate(ids, max_new_tokens=100, return_dict_in_generate=True) for each in (kept, fresh)]
             assert torch.equal(outputs[0].sequences, outputs[1].sequences)
             assert outputs[0].statistics.acceptance_lengths == outputs[1].statistics.acceptance_lengths
             prefilled += outputs[0].statistics.num_prefilled_tokens[0]
+            reached.append(outputs[0].statistics.acceptance_length)
             ids = outputs[0].sequences
         assert prefilled < ids.shape[1]
-        assert outputs[0].statistics.acceptance_length > 2
+        assert max(reached) > 8, "the drafter was not followed"
 
 
 class Interrupted(dflash.Generator):

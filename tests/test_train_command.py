@@ -291,6 +291,7 @@ def test_bad_data_is_one_line_and_exit_code_2(run, arguments, file, content, mes
         ({"mask_token_id": 97}, "mask_token_id must be one of the target's embedding rows, 0 .. 96, got 97"),
         ({"mask_token_id": None}, "no mask token: the tokenizer has none"),
         ({"learning_rate": 0}, "learning_rate must be above 0, got 0.0"),
+        ({"optimizer": "sgd"}, """optimizer must be "adamw" or "muon", got 'sgd'"""),
         ({"dtype": "int8"}, "--dtype must be auto, float32, bfloat16 or float16, got 'int8'"),
         ({"tracker": "wandb"}, "tracker must be tensorboard or trackio, got 'wandb'"),
         ({"threads": 0}, "--threads must be at least 1, got 0"),

@@ -285,8 +285,9 @@ def test_answers_are_drawn_at_the_temperature_alone(target, rows, tmp_path, monk
 # ---------------------------------------------------------------------------------------------- resume
 
 
-def test_a_resumed_run_ends_with_the_same_weights_to_the_bit(target, rows, tmp_path):
-    config = changed(steps=7, accumulate=2, feature_noise=0.1, weight_decay=0.1)
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_resumed_run_ends_with_the_same_weights_to_the_bit(target, rows, tmp_path, optimizer):
+    config = changed(steps=7, accumulate=2, feature_noise=0.1, weight_decay=0.1, optimizer=optimizer)
     whole = trainer(target, rows, tmp_path / "whole", config)
     whole.train()
     stopped = trainer(target, rows, tmp_path / "stopped", config)

@@ -241,7 +241,7 @@ def demo(
     seed: int = 0,
     console: Console | None = None,
 ) -> Report:
-    """Load the pair, answer its first ``prompts`` held-out prompts (8), or ``prompt``, and measure.
+    """Load the pair, answer its first ``prompts`` held-out prompts (24), or ``prompt``, and measure.
 
     With a ``console`` the first few answers are streamed to it, then the table is printed.
 
@@ -252,7 +252,7 @@ def demo(
         raise ValueError("--prompts counts held-out prompts: it does not go with --prompt")
     if prompts is not None and prompts < 1:
         raise ValueError(f"--prompts must be at least 1, got {prompts}")
-    asked = [Prompt(prompt)] if prompt is not None else demo_prompts(folder)[: 8 if prompts is None else prompts]
+    asked = [Prompt(prompt)] if prompt is not None else demo_prompts(folder)[: 24 if prompts is None else prompts]
     target, draft, tokenizer = demo_pair(folder)
     arguments = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
     if console is None:

@@ -50,8 +50,9 @@ def train(
     accumulate: Annotated[int, typer.Option(help="Micro-batches of a process for each step.")] = 1,
     anchors: Annotated[int, typer.Option(help="Blocks a row at most.")] = 512,
     gamma: Annotated[float | None, typer.Option(help="Decay of the weights in a block; default: by its size.")] = None,
-    learning_rate: Annotated[float, typer.Option(help="Of AdamW.")] = 6e-4,
-    weight_decay: Annotated[float, typer.Option(help="Of AdamW.")] = 0.0,
+    optimizer: Annotated[str, typer.Option(help="adamw, or muon for matrices and AdamW for the rest.")] = "adamw",
+    learning_rate: Annotated[float, typer.Option(help="The highest.")] = 6e-4,
+    weight_decay: Annotated[float, typer.Option(help="Of matrices.")] = 0.0,
     clip: Annotated[float, typer.Option(help="Norm that gradients are clipped to.")] = 1.0,
     warmup: Annotated[float, typer.Option(help="Share of the run in which the rate rises.")] = 0.04,
     constant: Annotated[float, typer.Option(help="Share of the run after which the rate falls.")] = 1 / 3,
@@ -89,8 +90,8 @@ def train(
 
     config = TrainConfig(
         epochs=epochs, steps=steps, batch_tokens=batch_tokens, accumulate=accumulate, anchors=anchors, gamma=gamma,
-        learning_rate=learning_rate, weight_decay=weight_decay, clip=clip, warmup=warmup, constant=constant,
-        distill=distill, feature_noise=feature_noise, seed=seed, mixed_precision=mixed_precision,
+        optimizer=optimizer, learning_rate=learning_rate, weight_decay=weight_decay, clip=clip, warmup=warmup,
+        constant=constant, distill=distill, feature_noise=feature_noise, seed=seed, mixed_precision=mixed_precision,
         log_every=log_every, eval_every=eval_every, save_every=save_every, eval_rows=eval_rows,
         eval_tokens=eval_tokens, eval_temperatures=_numbers("--eval-temperatures", eval_temperatures, float), keep=keep,
     )  # fmt: skip

@@ -51,7 +51,9 @@ class TrainConfig:
         accumulate: micro-batches a process adds up before a step.
         anchors: blocks a sequence at most.
         gamma: decay of the slots' weights; None for the published one of the block size.
-        learning_rate, weight_decay, clip: of AdamW, and the norm that gradients are clipped to.
+        optimizer: "adamw", or "muon" (Jordan et al., 2024) for matrices and AdamW for the rest.
+        learning_rate, weight_decay, clip: of the optimizer, and the norm that gradients are clipped to. Muon's updates
+            are scaled to the size of AdamW's, so one rate does for both.
         warmup, constant: shares of the run: a rise from 0 and the rate held, before a cosine to 0.
         distill: share of the distance to the target's distribution in the loss.
         feature_noise: uniform noise on the features, relative to their size.
@@ -68,6 +70,7 @@ class TrainConfig:
     accumulate: int = 1
     anchors: int = 512
     gamma: float | None = None
+    optimizer: str = "adamw"
     learning_rate: float = 6e-4
     weight_decay: float = 0.0
     clip: float = 1.0
@@ -101,6 +104,7 @@ class TrainConfig:
             check(name, 0 <= getattr(self, name) <= 1, "in 0 .. 1")
         check("steps", self.steps is None or self.steps >= 1, "at least 1")
         check("gamma", self.gamma is None or self.gamma > 0, "above 0")
+        check("optimizer", self.optimizer in ("adamw", "muon"), '"adamw" or "muon"')
         check("mixed_precision", self.mixed_precision in ("no", "bf16"), '"no" or "bf16"')
 
 
@@ -171,6 +175,18 @@ def _fold(*numbers: int) -> int:
     for number in numbers:
         value = (value * 0x9E3779B97F4A7C15 + number + 1) & (2**63 - 1)
     return value
+
+
+def _optimizers(drafter: Drafter, config: TrainConfig) -> list[torch.optim.Optimizer]:
+    """One for all parameters, or one for the matrices and one for the rest; norms do not decay."""
+    matrices = [p for p in drafter.parameters() if p.dim() > 1]
+    plain = [p for p in drafter.parameters() if p.dim() == 1]
+    decay = config.weight_decay
+    adamw: dict[str, Any] = {"lr": config.learning_rate, "betas": (0.9, 0.95), "fused": True, "weight_decay": 0.0}
+    if config.optimizer == "adamw":
+        return [torch.optim.AdamW([{"params": matrices, "weight_decay": decay}, {"params": plain}], **adamw)]
+    muon = torch.optim.Muon(matrices, lr=config.learning_rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
+    return [muon, torch.optim.AdamW(plain, **adamw)]
 
 
 def make_accelerator(config: TrainConfig, output: str | Path, *, cpu: bool = False, tracker: str | None = None) -> Any:
@@ -266,14 +282,7 @@ class Trainer:
         buffers = [name for name, _ in self.trainable.named_buffers()]
         nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self.trainable, buffers)
         self.model = accelerator.prepare_model(self.trainable)
-        decayed = [p for p in drafter.parameters() if p.dim() > 1]
-        plain = [p for p in drafter.parameters() if p.dim() == 1]
-        self.optimizer = torch.optim.AdamW(
-            [{"params": decayed, "weight_decay": config.weight_decay}, {"params": plain, "weight_decay": 0.0}],
-            lr=config.learning_rate,
-            betas=(0.9, 0.95),
-            fused=True,
-        )
+        self.optimizers = _optimizers(drafter, config)
         self.features = features
         self.online = TargetFeatures(target, draft.target_layer_ids, final=config.distill > 0)
         self._evaluator: Generator | None = None
@@ -350,10 +359,11 @@ class Trainer:
         torch._foreach_mul_([p.grad for p in parameters], scale)
         norm = torch.nn.utils.clip_grad_norm_(parameters, config.clip)
         share = learning_rate(self.step, self.steps, config.warmup, config.constant)
-        for entry in self.optimizer.param_groups:
-            entry["lr"] = config.learning_rate * share
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        for optimizer in self.optimizers:
+            for entry in optimizer.param_groups:
+                entry["lr"] = config.learning_rate * share
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
         self.step, self.place = self.step + 1, self.place + 1
         return norm, config.learning_rate * share
 
@@ -424,7 +434,8 @@ class Trainer:
             stamps.append((time.monotonic(), self.tokens))
         (began, before), (ended, after) = stamps[0], stamps[-1]
         self.step = self.place = self.tokens = 0
-        self.optimizer.state.clear()
+        for optimizer in self.optimizers:
+            optimizer.state.clear()
         with torch.no_grad():
             for parameter, weight in zip(self.drafter.parameters(), weights, strict=True):
                 parameter.copy_(weight)
@@ -450,7 +461,8 @@ class Trainer:
             "hours": tokens / rate / 3600,
             "memory_bytes": peak,
             "draft_bytes": 2 * count,
-            "checkpoint_bytes": 12 * count,  # weights and two moments, float32
+            # Weights and moments in float32; Muon has one moment, AdamW two.
+            "checkpoint_bytes": (8 if self.config.optimizer == "muon" else 12) * count,
             "checkpoints": self.config.keep,
         }
 
@@ -524,7 +536,8 @@ class Trainer:
     def save(self) -> None:
         """Write a checkpoint of this step."""
         if self.accelerator.is_main_process:
-            state = {"optimizer": self.optimizer.state_dict(), "random": torch.get_rng_state()}
+            states = [optimizer.state_dict() for optimizer in self.optimizers]
+            state = {"optimizers": states, "random": torch.get_rng_state()}
             progress = {name: getattr(self, name) for name in (*_PLACE, "steps")}
             progress |= {"fingerprint": self.fingerprint(), "last": self.last}
             save_checkpoint(self.output / "checkpoints", self.step, self.drafter, state, progress, self.config.keep)
@@ -553,7 +566,8 @@ class Trainer:
             if main:
                 _cut(self.output / "metrics.jsonl", 0)
             return False
-        self.optimizer.load_state_dict(state["optimizer"])
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
         torch.set_rng_state(state["random"])
         for name in _PLACE:
             setattr(self, name, progress[name])
@@ -571,7 +585,10 @@ class Trainer:
         for name, value in mine.items():
             if name in theirs and theirs[name] != value:
                 raise ValueError(f"{path} is of another run: its {name} is {theirs[name]}, this one's is {value}")
-        return load_checkpoint(path, self.drafter)
+        state, progress = load_checkpoint(path, self.drafter)
+        if "optimizers" not in state:
+            raise CheckpointError(f"checkpoint {path} is of an older dflash; move that folder elsewhere")
+        return state, progress
 
     def fingerprint(self) -> dict[str, Any]:
         """What has to be the same for a resumed run to be the same run."""

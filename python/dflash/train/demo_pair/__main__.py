@@ -36,10 +36,12 @@ from .tasks import Example, examples
 
 PROMPT_SEED, WATCHED_SEED = 2_000_003, 3_000_003
 CONFIG = TrainConfig(
-    steps=1600,
-    batch_tokens=4096,
+    steps=2000,
+    batch_tokens=3072,
     anchors=32,
-    learning_rate=2e-3,
+    optimizer="muon",
+    learning_rate=3e-3,
+    constant=0.4,
     save_every=200,
     eval_every=200,
     eval_rows=24,
@@ -64,8 +66,8 @@ def _lines(rows: Iterable[dict[str, str]]) -> str:
 
 def main(
     folder: Annotated[Path, typer.Argument(help="Where everything goes.")],
-    target_steps: Annotated[int, typer.Option(help="Training steps of the target.")] = 2000,
-    prompts: Annotated[int, typer.Option(help="Prompts that the target answers for its drafter, twice each.")] = 4000,
+    target_steps: Annotated[int, typer.Option(help="Training steps of the target.")] = 4500,
+    prompts: Annotated[int, typer.Option(help="Prompts that the target answers for its drafter, twice each.")] = 6000,
     draft_steps: Annotated[int, typer.Option(help="Training steps of the drafter.")] = CONFIG.steps,
     evaluated: Annotated[int, typer.Option(help="Held-out prompts of the evaluation.")] = 192,
 ) -> None:

@@ -18,7 +18,9 @@ def plot(folder: Path, out: Path) -> None:
 
     target, draft = read("target"), read("draft")
     figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(12, 3.4), layout="constrained")
-    left.plot([row["step"] for row in target], [row["loss"] for row in target])
+    for kind in target[0]["loss"]:
+        left.plot([row["step"] for row in target], [row["loss"][kind] for row in target], label=kind)
+    left.legend()
     left.set(title="target", xlabel="step", ylabel="cross-entropy of answers", yscale="log")
     steps = [row for row in draft if "loss" in row]
     middle.plot([row["step"] for row in steps], [row["loss"] for row in steps])

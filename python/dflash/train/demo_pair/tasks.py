@@ -2,8 +2,8 @@
 
 Three families, drawn from a seed, with no outside data:
 
-- ``records``: a few random records rewritten from one notation to another (JSON, YAML, INI, SQL, Python, XML,
-  CSV, prose);
+- ``records``: a random record rewritten from one notation to another (JSON, YAML, INI, SQL, Python, XML, shell
+  options, prose);
 - ``sums``: addition, subtraction and multiplication worked column by column;
 - ``letters``: a short text from a list of facts, with free choices of words, so that sampling has something to choose.
 
@@ -43,20 +43,40 @@ def held_out(prompt: str) -> bool:
 
 # ------------------------------------------------------------------------------------------------ words and numbers
 
-_ONSETS = ["b", "d", "f", "g", "k", "l", "m", "n", "p", "r", "s", "t", "v", "z"]
-_VOWELS = ["a", "e", "i", "o", "u"]
+_WORDS = (  # noqa: SIM905
+    "acorn alder amber anchor apple arrow aspen badge barley basil beacon birch bison brass bread brick bridge bronze "
+    "brook butter cabin candle canoe canvas carbon cedar chalk cherry clover coal cobalt comet copper coral cotton "
+    "crane crystal daisy delta desert dove dragon eagle echo ember falcon feather fern field flint forest fox garnet "
+    "ginger glass goose grain granite grape hammer harbor hazel heron honey horse indigo iris iron island ivory jade "
+    "jasper juniper kettle lace lantern laurel lemon lily linen lion maple marble marsh meadow melon mint mirror moss "
+    "moth nectar needle north oak oasis ocean olive onyx opal orchid otter owl oyster paper pearl pebble pepper pine "
+    "planet plum pond poppy prism quartz quill rabbit raven reed ribbon river robin rose ruby saddle sage salmon salt "
+    "sand silk silver snow spark spruce stone storm sugar swan table thistle thyme tiger timber topaz tulip turtle "
+    "valley velvet violet walnut water wheat willow winter wolf"
+).split()
+_NAMES = (  # noqa: SIM905
+    "Ada Alma Anton Bela Boris Carla Cora Daria David Edith Elena Emil Fiona Frank Greta Hugo Ida Igor Ines Ivan "
+    "Jonas Julia Karl Lena Leo Lucia Magda Marco Maria Mina Nadia Nils Nora Olga Oscar Paula Pavel Rita Rosa Sara "
+    "Simon Sonja Tamar Theo Tilda Viktor Wanda Zora"
+).split()
+_TOWNS = (  # noqa: SIM905
+    "Alborg Ashford Barlow Belmar Bremsund Calder Corvin Dalmere Dornach Elmstad Everby Falkirk Farnholm Gelden "
+    "Glenby Hallin Harwick Ilmen Jorvik Kelmar Kirkby Landau Linden Lorne Marwick Melby Norden Oakham Orlan Ostby "
+    "Penrith Queensby Ravenna Redmar Rostad Selby Silvan Sorby Tarnow Thornby Ulster Varna Velden Wexby Wilmar Yarrow "
+    "Zelten Zurin"
+).split()
 
 
 def _word(rng: random.Random) -> str:
-    """An invented word of two or three syllables."""
-    return "".join(
-        rng.choice(_ONSETS) + rng.choice(_VOWELS) + rng.choice(["", "", "n", "r", "l"])
-        for _ in range(rng.choice([2, 2, 3]))
-    )
+    return rng.choice(_WORDS)
 
 
 def _name(rng: random.Random) -> str:
-    return _word(rng).capitalize()
+    return rng.choice(_NAMES)
+
+
+def _town(rng: random.Random) -> str:
+    return rng.choice(_TOWNS)
 
 
 # ------------------------------------------------------------------------------------------------ records
@@ -65,95 +85,44 @@ def _name(rng: random.Random) -> str:
 # and copying it would be spelling.
 
 _FIELDS = [
-    ("name", _word),
-    ("city", _word),
-    ("owner", _word),
-    ("tool", _word),
-    ("color", _word),
-    ("role", _word),
-    ("group", _word),
-    ("lang", _word),
-    ("id", lambda rng: rng.randrange(1000, 10000)),
-    ("port", lambda rng: rng.randrange(1000, 10000)),
-    ("year", lambda rng: rng.randrange(1900, 2100)),
-    ("size", lambda rng: rng.randrange(10, 1000)),
-    ("score", lambda rng: rng.randrange(10, 1000)),
-    ("level", lambda rng: rng.randrange(1, 100)),
+    *((key, _word) for key in ("name", "city", "owner", "tool", "color", "role", "group", "lang", "type", "state")),
+    *((key, lambda rng: rng.randrange(1000, 10000)) for key in ("id", "port", "year")),
+    *((key, lambda rng: rng.randrange(10, 1000)) for key in ("size", "score", "level")),
 ]
 Record = dict[str, str | int]
-
-
-def _json(records: list[Record]) -> str:
-    return "[" + ",\n ".join(json.dumps(record) for record in records) + "]"
-
-
-def _yaml(records: list[Record]) -> str:
-    return "\n".join(
-        "- " + "\n  ".join(f"{key}: {json.dumps(value)}" for key, value in record.items()) for record in records
-    )
-
-
-def _ini(records: list[Record]) -> str:
-    return "\n".join(
-        f"[item{number}]\n" + "\n".join(f"{key}={value}" for key, value in record.items())
-        for number, record in enumerate(records, 1)
-    )
 
 
 def _quoted(value: str | int) -> str:
     return str(value) if isinstance(value, int) else f"'{value}'"
 
 
-def _sql(records: list[Record]) -> str:
-    rows = ",\n".join("(" + ", ".join(map(_quoted, record.values())) + ")" for record in records)
-    return f"INSERT INTO items ({', '.join(records[0])}) VALUES\n{rows};"
+def _each(
+    line: str, between: str, around: str = "{}", quote: Callable[[str | int], str] = str
+) -> Callable[[Record], str]:
+    """A notation that writes ``line`` for each field, with its ``key`` and ``value``."""
+
+    def write(record: Record) -> str:
+        return around.format(between.join(line.format(key=key, value=quote(value)) for key, value in record.items()))
+
+    return write
 
 
-def _python(records: list[Record]) -> str:
-    rows = "\n".join(
-        "    Item(" + ", ".join(f"{key}={_quoted(value)}" for key, value in record.items()) + ")," for record in records
-    )
-    return f"items = [\n{rows}\n]"
-
-
-def _xml(records: list[Record]) -> str:
-    return "\n".join(
-        "<item>" + "".join(f"<{key}>{value}</{key}>" for key, value in record.items()) + "</item>" for record in records
-    )
-
-
-def _csv(records: list[Record]) -> str:
-    return "\n".join([",".join(records[0]), *(",".join(map(str, record.values())) for record in records)])
-
-
-def _prose(records: list[Record]) -> str:
-    ordinal = ["first", "second", "third", "fourth"]
-    return "\n".join(
-        f"The {ordinal[number]} item has "
-        + " and ".join(f"{key} {json.dumps(value)}" for key, value in record.items())
-        + "."
-        for number, record in enumerate(records)
-    )
-
-
-NOTATIONS: dict[str, Callable[[list[Record]], str]] = {
-    "json": _json,
-    "yaml": _yaml,
-    "ini": _ini,
-    "sql": _sql,
-    "python": _python,
-    "xml": _xml,
-    "csv": _csv,
-    "prose": _prose,
+NOTATIONS: dict[str, Callable[[Record], str]] = {
+    "json": json.dumps,
+    "yaml": _each("{key}: {value}", "\n", "item:\n{}", json.dumps),
+    "ini": _each("{key}={value}", "\n", "[item]\n{}"),
+    "sql": _each("{key} = {value}", ",\n", "UPDATE items SET\n{};", _quoted),
+    "python": _each("{key}={value}", ", ", "Item({})", _quoted),
+    "xml": _each("<{key}>{value}</{key}>", "\n", "<item>\n{}\n</item>"),
+    "shell": _each("--{key}={value}", " ", "add-item {}"),
+    "prose": _each("the {key} {value}", " and ", "The item has {}.", json.dumps),
 }
 
 
 def _records(rng: random.Random) -> Example:
     source, wanted = rng.sample(sorted(NOTATIONS), 2)
-    fields = rng.sample(_FIELDS, rng.randint(3, 5))
-    records = [{key: make(rng) for key, make in fields} for _ in range(rng.choice([2, 2, 3]))]
-    prompt = f"{source} to {wanted}:\n{NOTATIONS[source](records)}{ARROW}"
-    return Example("records", prompt, NOTATIONS[wanted](records))
+    record: Record = {key: make(rng) for key, make in rng.sample(_FIELDS, rng.randint(9, 12))}
+    return Example("records", f"{source} to {wanted}:\n{NOTATIONS[source](record)}{ARROW}", NOTATIONS[wanted](record))
 
 
 # ------------------------------------------------------------------------------------------------ sums
@@ -229,7 +198,7 @@ _LETTERS: dict[str, tuple[dict[str, Callable[[random.Random], str | int]], str]]
             "guest": _name,
             "room": lambda rng: rng.randrange(100, 700),
             "nights": lambda rng: rng.randrange(2, 10),
-            "home": _name,
+            "home": _town,
             "wish": lambda rng: rng.choice(
                 ["a late breakfast", "a quiet floor", "a view of the lake", "an early taxi"]
             ),
@@ -247,7 +216,7 @@ _LETTERS: dict[str, tuple[dict[str, Callable[[random.Random], str | int]], str]]
             "item": lambda rng: rng.choice(["lamps", "chairs", "kettles", "blankets", "clocks", "mirrors"]),
             "count": lambda rng: rng.randrange(2, 60),
             "price": lambda rng: rng.randrange(100, 1000),
-            "city": _name,
+            "city": _town,
         },
         "Hello {customer},\nyour order of {count} {item} has {left|passed|cleared} our store and is now on the "
         "road to {city}. The {full|total|final} price is {price} coins, and the bill is {inside|under|beside} "
@@ -259,7 +228,7 @@ _LETTERS: dict[str, tuple[dict[str, Callable[[random.Random], str | int]], str]]
     ),
     "weather": (
         {
-            "city": _name,
+            "city": _town,
             "morning": lambda rng: rng.randrange(1, 20),
             "noon": lambda rng: rng.randrange(20, 40),
             "wind": lambda rng: rng.choice(["north", "south", "east", "west"]),
@@ -275,8 +244,8 @@ _LETTERS: dict[str, tuple[dict[str, Callable[[random.Random], str | int]], str]]
     "trip": (
         {
             "person": _name,
-            "from": _name,
-            "to": _name,
+            "from": _town,
+            "to": _town,
             "train": lambda rng: rng.randrange(100, 1000),
             "hour": lambda rng: rng.randrange(6, 22),
         },
