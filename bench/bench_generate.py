@@ -1,6 +1,6 @@
 """Whole generations, several ways, in one process: interleaved over prompts, medians over prompts.
 
-    python bench/bench_generate.py [--pair FOLDER] [--prompts 64] [--temperature 0] [--dtype float32] [--compile]
+    python bench/bench_generate.py [--pair FOLDER] [--prompts N] [--temperature 0] [--dtype float32] [--compile]
                                    [--json results.json] [--plot results.png]
 
 Runners:
@@ -80,9 +80,11 @@ def reference_runner(folder: Path, target, dtype: torch.dtype, temperature: floa
         return None
     package._cuda_time = time.perf_counter  # its timer wants a GPU
     model = package.DFlashDraftModel.from_pretrained(folder, dtype=dtype).eval()
+    eos = target.generation_config.eos_token_id
+    stops = eos if isinstance(eos, list) else [eos]
 
     def run(ids):
-        out = package.dflash_generate(model, target, ids, new, [0], temperature=temperature, return_stats=True)
+        out = package.dflash_generate(model, target, ids, new, stops, temperature=temperature, return_stats=True)
         return out.output_ids, out.acceptance_lengths
 
     return run
@@ -295,7 +297,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--pair", type=Path, default=PAIR, help="folder with target/, draft/ and prompts.jsonl; default: the package's"
     )
-    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--prompts", type=int, help="default: all")
     parser.add_argument("--new", type=int, default=200, help="new tokens at most")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument(

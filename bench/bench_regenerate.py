@@ -1,6 +1,6 @@
 """How fast the target answers prompts for its drafter's training data, by batch size.
 
-    python bench/bench_regenerate.py [--pair FOLDER] [--prompts 64] [--samples 8] [--new 160] [--bos]
+    python bench/bench_regenerate.py [--pair FOLDER] [--prompts N] [--samples 8] [--new 160] [--bos]
 
 Sampled at temperature 1 through `dflash.train.regenerate`, with and without the pair's drafter, in one thread. Tokens
 per second of CPU time, which other work on the machine disturbs less, and of the clock. Prints; asserts nothing.
@@ -25,7 +25,7 @@ def main() -> None:
     parser.add_argument(
         "--pair", type=Path, default=PAIR, help="folder with target/, draft/ and prompts.jsonl; default: the package's"
     )
-    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--prompts", type=int, help="default: all")
     parser.add_argument("--samples", type=int, default=8, help="answers to a prompt")
     parser.add_argument("--new", type=int, default=160, help="new tokens at most")
     parser.add_argument("--bos", action="store_true", help="BOS token before the prompts")

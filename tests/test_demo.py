@@ -9,10 +9,13 @@ import pytest
 import torch
 from rich.console import Console
 from tiny_pair import save_pair
+from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 import dflash
 from dflash import cli, demo
+from dflash.train.demo_pair.evaluate import held_out_examples
+from dflash.train.demo_pair.pretrain import build_tokenizer
 from dflash.train.demo_pair.tasks import held_out
 
 PROMPTS = [
@@ -54,10 +57,20 @@ def test_the_packages_own_pair(temperature, floor, right):
 
 def test_the_packages_own_pair_is_small_and_its_prompts_were_held_out():
     assert sum(file.stat().st_size for file in demo.PAIR.rglob("*.safetensors")) <= 16e6
-    prompts = demo.demo_prompts()
-    assert len(prompts) == 48
-    assert all(held_out(prompt.text) for prompt in prompts)
-    assert {prompt.answer is None for prompt in prompts if prompt.kind == "letters"} == {True}
+    found = [json.loads(line) for line in (demo.PAIR / "prompts.jsonl").read_text().splitlines()]
+    recipe = held_out_examples(48)
+    assert [line["prompt"] for line in found] == [example.prompt for example in recipe], "the pair is of another recipe"
+    assert all(held_out(line["prompt"]) for line in found)
+    for line, example in zip(found, recipe, strict=True):
+        assert line["answer"] == (None if example.kind == "letters" else example.answer)
+    assert AutoTokenizer.from_pretrained(demo.PAIR / "target").get_vocab() == build_tokenizer().get_vocab()
+
+
+def test_a_prompt_of_ones_own_is_asked_as_the_pair_was_trained():
+    for text in ("add 48213 and 90377", "add 48213 and 90377\n=>\n"):
+        file = io.StringIO()
+        demo.demo(prompt=text, max_new_tokens=200, console=Console(file=file))
+        assert "The sum of 48213 and 90377 is 138590." in file.getvalue()
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

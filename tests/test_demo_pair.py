@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from dflash.train.demo_pair.__main__ import watched_examples, writer_name
+from dflash.train.demo_pair.__main__ import check_options, watched_examples, writer_name
 from dflash.train.demo_pair.evaluate import distinct_share, held_out_examples, prompt_lookup_length
 from dflash.train.demo_pair.pretrain import _batches, build_tokenizer
 from dflash.train.demo_pair.tasks import _FIELDS, KINDS, NOTATIONS, Example, examples, held_out, is_right
@@ -38,6 +38,14 @@ def test_answers_of_an_older_target_are_not_those_of_this_one(tmp_path):
     assert writer_name(tmp_path) == before
     (tmp_path / "model.safetensors").write_bytes(b"two")
     assert writer_name(tmp_path) != before
+
+
+def test_a_folder_is_not_gone_on_with_by_other_options(tmp_path):
+    options = {"target_steps": 10, "prompts": 5, "draft_steps": 3}
+    check_options(tmp_path / "new", options)
+    check_options(tmp_path / "new", options)
+    with pytest.raises(ValueError, match="was begun with prompts = 5, not 6: take another folder"):
+        check_options(tmp_path / "new", {**options, "prompts": 6})
 
 
 def test_draws_are_a_function_of_the_seed():

@@ -427,7 +427,7 @@ def export(
 @app.command()
 def demo(
     prompt: Annotated[str | None, typer.Option(help="Answer this instead of held-out prompts.")] = None,
-    prompts: Annotated[int | None, typer.Option(help="How many held-out prompts; 24 by default.")] = None,
+    prompts: Annotated[int | None, typer.Option(help="How many held-out prompts; all by default.")] = None,
     max_new_tokens: MaxNewTokens = 256,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(help="The same seed writes the same text.")] = 0,

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 PAIR = Path(__file__).parent / "pair"
 ACCEPTED, BONUS = "green", "bold underline yellow"  # without colours the bonus tokens still stand out
+ARROW = "\n=>\n"  # how the package's prompts end
 _SHOWN = 3  # answers streamed; the others are only measured
 _BAR = 40
 
@@ -241,7 +242,7 @@ def demo(
     seed: int = 0,
     console: Console | None = None,
 ) -> Report:
-    """Load the pair, answer its first ``prompts`` held-out prompts (24), or ``prompt``, and measure.
+    """Load the pair, answer its first ``prompts`` held-out prompts (all), or ``prompt``, and measure.
 
     With a ``console`` the first few answers are streamed to it, then the table is printed.
 
@@ -252,7 +253,10 @@ def demo(
         raise ValueError("--prompts counts held-out prompts: it does not go with --prompt")
     if prompts is not None and prompts < 1:
         raise ValueError(f"--prompts must be at least 1, got {prompts}")
-    asked = [Prompt(prompt)] if prompt is not None else demo_prompts(folder)[: 24 if prompts is None else prompts]
+    known = demo_prompts(folder)
+    if prompt is not None and not prompt.endswith(ARROW) and all(other.text.endswith(ARROW) for other in known):
+        prompt += ARROW  # the sign that the pair was trained to answer behind
+    asked = [Prompt(prompt)] if prompt is not None else known[:prompts]
     target, draft, tokenizer = demo_pair(folder)
     arguments = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
     if console is None:

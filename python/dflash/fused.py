@@ -157,6 +157,10 @@ class FusedDecoder:
             hidden = hidden.index_select(1, logits_to_keep)
         elif logits_to_keep:
             hidden = hidden[:, -logits_to_keep:]
+        return self.product(hidden)
+
+    def product(self, hidden: Tensor) -> Tensor:
+        """The head's product of any rows ``[..., hidden]``."""
         return ops.linear(hidden, self.head.weight, self.head.bias, prefetch=True)
 
 

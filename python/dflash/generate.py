@@ -508,7 +508,7 @@ class Generator:
             features, self.num_context, self.draft.scale_embeddings(embeds), self.length, self.draft_cache
         )
         # One matrix: of rows that are not dense torch makes a product for each sequence, and each reads the whole head.
-        logits = self.draft.logits(hidden[:, 1:].flatten(0, 1), self.target.head).unflatten(0, (len(block), -1))
+        logits = self.draft.logits(hidden[:, 1:].flatten(0, 1), self.target.draft_head).unflatten(0, (len(block), -1))
         return logits if self.rules is None else self.rules.apply_to_drafts(logits, self.length)
 
     def _propose(self, anchor: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ import hashlib
 import json
 import types
 import weakref
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -290,6 +291,11 @@ class Target:
     def head(self) -> nn.Module:
         """The language-model head, hidden -> logits, without the family's own scaling."""
         return self.model.get_output_embeddings()
+
+    @property
+    def draft_head(self) -> Callable[[Tensor], Tensor]:
+        """The head for a drafter's rows: through the kernel where the target's own pass goes through it."""
+        return self.head if self._fused is None else self._fused.product
 
     @property
     def dtype(self) -> torch.dtype:

@@ -14,7 +14,7 @@ import shutil
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -60,6 +60,29 @@ def writer_name(target: Path) -> str:
     return "demo-pair-" + hashlib.sha256((target / "model.safetensors").read_bytes()).hexdigest()[:16]
 
 
+def check_options(folder: Path, options: dict[str, int]) -> None:
+    """Note how ``folder`` is made; ValueError if it was begun otherwise, since finished stages stay as they are."""
+    path = folder / "options.json"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(options))
+    for name, begun in json.loads(path.read_text()).items():
+        if options[name] != begun:
+            raise ValueError(f"{folder} was begun with {name} = {begun}, not {options[name]}: take another folder")
+
+
+class _Seconds(dict[str, float]):
+    """What each stage took, in the runs that came to its end."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(json.loads(path.read_text()) if path.exists() else {})
+        self.path = path
+
+    def add(self, stage: str, seconds: float) -> None:
+        self[stage] = self.get(stage, 0.0) + seconds
+        self.path.write_text(json.dumps(self))
+
+
 def _lines(rows: Iterable[dict[str, str]]) -> str:
     return "".join(json.dumps(row) + "\n" for row in rows)
 
@@ -72,13 +95,15 @@ def main(
     evaluated: Annotated[int, typer.Option(help="Held-out prompts of the evaluation.")] = 192,
 ) -> None:
     """Train the demonstration pair from nothing, evaluate it, and lay it out as the package carries it."""
-    seconds = {}
+    options = {"target_steps": target_steps, "prompts": prompts, "draft_steps": draft_steps}
+    check_options(folder, options)
+    seconds = _Seconds(folder / "seconds.json")
     began = time.perf_counter()
     if not (folder / "target" / "model.safetensors").exists():
         remove_unfinished(folder)  # of a run that was stopped
         with whole_folder(folder / "target") as unfinished:
             pretrain(unfinished, steps=target_steps)
-    seconds["target"] = time.perf_counter() - began
+    seconds.add("target", time.perf_counter() - began)
     target = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder / "target")
 
@@ -95,7 +120,7 @@ def main(
             Settings(temperatures=(0.0, 1.0), max_new_tokens=256),
             progress=lambda summary, total: show("answers", summary.written, total),
         )
-    seconds["answers"] = time.perf_counter() - began
+    seconds.add("answers", time.perf_counter() - began)
 
     began = time.perf_counter()
     if not (folder / "draft" / "model.safetensors").exists():
@@ -109,7 +134,7 @@ def main(
         trainer = Trainer(target, new_drafter(config), rows, settings, folder / "draft", heldout=heldout)
         trainer.resume()
         trainer.train()
-    seconds["draft"] = time.perf_counter() - began
+    seconds.add("draft", time.perf_counter() - began)
 
     pair = folder / "pair"
     for name in ("target", "draft"):
@@ -129,9 +154,9 @@ def main(
             print(json.dumps({"prompt": example.prompt, "answer": one, "kind": example.kind}), file=file)
 
     plot(folder, folder / "curves.png")
-    report = {"seconds": seconds}
-    for temperature in (0.0, 1.0):
-        report[f"T={temperature:g}"] = evaluate(pair, prompts=evaluated, temperature=temperature)
+    report: dict[str, Any] = {"options": options, "seconds": seconds}
+    for name, temperature, sharpness in (("T=0", 0.0, "auto"), ("T=1", 1.0, "auto"), ("T=1, sharpness 1", 1.0, 1.0)):
+        report[name] = evaluate(pair, prompts=evaluated, temperature=temperature, draft_sharpness=sharpness)
     (folder / "report.json").write_text(json.dumps(report, indent=1) + "\n")
     typer.echo(json.dumps(report, indent=1))
 

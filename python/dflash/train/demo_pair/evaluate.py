@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import statistics
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -50,7 +50,13 @@ def distinct_share(answer: list[int]) -> float:
 
 @torch.inference_mode()
 def evaluate(
-    folder: Path, *, prompts: int = 192, temperature: float = 0.0, batch: int = 32, seed: int = 1
+    folder: Path,
+    *,
+    prompts: int = 192,
+    temperature: float = 0.0,
+    draft_sharpness: float | Literal["auto"] = "auto",
+    batch: int = 32,
+    seed: int = 1,
 ) -> dict[str, Any]:
     """Run a pair (``folder/target``, ``folder/draft``) in float32 on ``prompts`` held-out prompts.
 
@@ -78,6 +84,7 @@ def evaluate(
             attention_mask=mask,
             max_new_tokens=256,
             temperature=temperature,
+            draft_sharpness=draft_sharpness,
             seed=seed + start,
             return_dict_in_generate=True,
         )
@@ -108,6 +115,7 @@ def evaluate(
     return {
         "prompts": len(rows),
         "temperature": temperature,
+        "draft_sharpness": draft_sharpness,
         "acceptance_length": length(rows, "steps"),
         "prompt_lookup": length(rows, "lookup"),
         "right": mean(rows, "right"),

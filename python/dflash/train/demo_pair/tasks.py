@@ -22,9 +22,9 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-__all__ = ["KINDS", "Example", "examples", "held_out", "is_right"]
+from ...demo import ARROW
 
-ARROW = "\n=>\n"
+__all__ = ["KINDS", "Example", "examples", "held_out", "is_right"]
 
 
 @dataclass(frozen=True)
