@@ -926,8 +926,9 @@ class Generator:
                 raise RuntimeError(f"graph=True cannot be followed: {runner.reason}")
             unread += 1
             if unread > ahead:
+                report = runner.read()
                 try:
-                    progress.record(runner.read(), reads_ids)
+                    progress.record(report, reads_ids)
                 except RuntimeError:
                     runner.clear()  # a graph that does nothing would do so again
                     raise
