@@ -84,6 +84,10 @@ constexpr int kPieces = kDim / 8;  // of 16 bytes, in a row
 template <int kDim>
 constexpr int kStages = kDim > 128 ? 2 : 4;
 template <int kDim>
+constexpr int kHeldQueries = kDim > 128  ? 0
+                             : kDim > 64 ? 6
+                                         : 4;  // times 16 columns, in registers
+template <int kDim>
 constexpr int kSharedBytes = (kRows + kStages<kDim> * 2 * kKeys) * kDim * 2;
 
 // What a thread holds, as mma does: of rows g = lane / 4 and g + 8, of every 8 columns the two at
@@ -157,7 +161,7 @@ static __device__ __forceinline__ void fold(State<kDim>& s, const float* stored)
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const float larger = fmaxf(s.top[i], top[i]), base = larger == minus_infinity() ? 0.0f : larger;
-    own[i] = exp2f(s.top[i] - base), other[i] = exp2f(top[i] - base);
+    own[i] = exp2_approx(s.top[i] - base), other[i] = exp2_approx(top[i] - base);
     s.top[i] = larger;
   }
   // by name: the two orders must round alike
@@ -220,33 +224,37 @@ struct Tile {
     softcap = capped ? p.softcap * kLog2E : 0.0f;
   }
 
+  using Queries = uint32_t[kHeldQueries<kDim> ? kHeldQueries<kDim> : 1][4];
+
+  // A thread copies the same piece of every kApart-th row or slot.
+  static constexpr int kApart = kThreads<kDim> / kPieces<kDim>;
+
   __device__ __forceinline__ void copy_queries() const {
-    const int pieces = int(p.head_dim / 8);
-    const T* from = static_cast<const T*>(p.q) + batch * p.q_stride_batch;
-    for (int i = threadIdx.x; i < kRows * kPieces<kDim>; i += kThreads<kDim>) {
-      const int r = i / kPieces<kDim>, piece = i % kPieces<kDim>;
-      const bool valid = r < live && piece < pieces;
-      const int packed = first_row + (valid ? r : 0);
+    const int row = threadIdx.x / kPieces<kDim>, piece = threadIdx.x % kPieces<kDim>;
+    T* to = q_tile + place<kDim>(row, piece);
+    const T* from = static_cast<const T*>(p.q) + batch * p.q_stride_batch + piece * 8;
+    const int rows = piece * 8 < int(p.head_dim) ? live : 0;
+#pragma unroll
+    for (int i = 0; i < kRows; i += kApart) {
+      const int packed = first_row + row + i;
       const int64_t query = packed / group, head = kv_head * group + packed % group;
-      cp_async16_if(q_tile + place<kDim>(r, piece),
-                    from + query * p.q_stride_row + head * p.q_stride_head + (valid ? piece * 8 : 0), valid);
+      cp_async16_if(to + i * kDim, from + query * p.q_stride_row + head * p.q_stride_head, row + i < rows);
     }
   }
 
   // Slots past `end` are not read: zeros stand for them.
   __device__ __forceinline__ void copy_keys(int stage, int slot) const {
-    T* to = stages + stage * 2 * kKeys * kDim;
-    const int k_pieces = int(p.head_dim / 8), v_pieces = int(p.v_head_dim / 8);
+    const int key = threadIdx.x / kPieces<kDim>, piece = threadIdx.x % kPieces<kDim>;
+    T* to = stages + stage * 2 * kKeys * kDim + place<kDim>(key, piece);
+    const int k_dim = int(p.head_dim), v_dim = int(p.v_head_dim);
+    const T *from_k = k + int64_t(slot + key) * k_dim + piece * 8,
+            *from_v = v + int64_t(slot + key) * v_dim + piece * 8;
+    const int k_left = piece * 8 < k_dim ? end - slot - key : 0,
+              v_left = piece * 8 < v_dim ? end - slot - key : 0;
 #pragma unroll
-    for (int i = 0; i < kKeys * kPieces<kDim> / kThreads<kDim>; ++i) {
-      const int index = threadIdx.x + i * kThreads<kDim>, key = index / kPieces<kDim>,
-                piece = index % kPieces<kDim>;
-      const bool there = slot + key < end, k_valid = there && piece < k_pieces,
-                 v_valid = there && piece < v_pieces;
-      const int64_t at = slot + key;
-      cp_async16_if(to + place<kDim>(key, piece), k_valid ? k + at * p.head_dim + piece * 8 : k, k_valid);
-      cp_async16_if(to + kKeys * kDim + place<kDim>(key, piece),
-                    v_valid ? v + at * p.v_head_dim + piece * 8 : v, v_valid);
+    for (int i = 0; i < kKeys; i += kApart) {
+      cp_async16_if(to + i * kDim, from_k + i * k_dim, i < k_left);
+      cp_async16_if(to + (kKeys + i) * kDim, from_v + i * v_dim, i < v_left);
     }
   }
 
@@ -278,18 +286,32 @@ struct Tile {
     return all;
   }
 
+  // The warp's queries as mma takes them, columns 16 d on. Pieces 2 d further on in a row lie at the same
+  // place, 16 d exclusive-or.
+  __device__ __forceinline__ void load_queries(uint32_t (&a)[4], int d) const {
+    ldmatrix(a, q_tile + (place<kDim>(warp_row() + lane() % 16, lane() / 16) ^ 16 * d));
+  }
+
   // s moves on by the slots of a stage.
-  __device__ __forceinline__ void attend_stage(State<kDim>& s, const T* keys, const T* values, int slot,
-                                               bool masked, unsigned bad_keys) const {
+  __device__ __forceinline__ void attend_stage(State<kDim>& s, const Queries& queries, const T* keys,
+                                               const T* values, int slot, bool masked,
+                                               unsigned bad_keys) const {
     float score[kKeys / 8][4] = {};
+    const int k_at = place<kDim>(lane() / 16 * 8 + lane() % 8, lane() / 8 % 2),
+              v_at = place<kDim>(lane() % 16, lane() / 16) ^ column();
 #pragma unroll
     for (int d = 0; d < kDim / 16; ++d) {
       uint32_t a[4];
-      ldmatrix(a, q_tile + place<kDim>(warp_row() + lane() % 16, 2 * d + lane() / 16));
+      if (d < kHeldQueries<kDim>) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) a[i] = queries[d][i];
+      } else {
+        load_queries(a, d);
+      }
 #pragma unroll
       for (int n = 0; n < kKeys / 16; ++n) {
         uint32_t b[4];
-        ldmatrix(b, keys + place<kDim>(n * 16 + lane() / 16 * 8 + lane() % 8, 2 * d + lane() / 8 % 2));
+        ldmatrix(b, keys + n * 16 * kDim + (k_at ^ 16 * d));
         const uint32_t left[2] = {b[0], b[1]}, right[2] = {b[2], b[3]};
         mma_m16n8k16(score[2 * n], a, left, T());
         mma_m16n8k16(score[2 * n + 1], a, right, T());
@@ -321,30 +343,42 @@ struct Tile {
     for (int n = 0; n < kKeys / 8; ++n)
 #pragma unroll
       for (int e = 0; e < 4; ++e) top[e / 2] = fmaxf(top[e / 2], score[n][e]);
-    float base[2];
+    float base[2], alpha[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       top[i] = fmaxf(top[i], __shfl_xor_sync(kAllLanes, top[i], 1));
       top[i] = fmaxf(top[i], __shfl_xor_sync(kAllLanes, top[i], 2));
       base[i] = top[i] == minus_infinity() ? 0.0f : top[i];
-      const float alpha = exp2f(s.top[i] - base[i]);
+      alpha[i] = exp2_approx(s.top[i] - base[i]);
       s.top[i] = top[i];
-      s.sum[i] = __fmul_rn(s.sum[i], alpha);
+    }
+    if (__any_sync(kAllLanes, alpha[0] != 1.0f || alpha[1] != 1.0f)) {  // few stages hold a new largest score
 #pragma unroll
-      for (int n = 0; n < kColumns<kDim> / 8; ++n) s.out[n][2 * i] *= alpha, s.out[n][2 * i + 1] *= alpha;
+      for (int i = 0; i < 2; ++i) {
+        s.sum[i] = __fmul_rn(s.sum[i], alpha[i]);
+#pragma unroll
+        for (int n = 0; n < kColumns<kDim> / 8; ++n)
+          s.out[n][2 * i] *= alpha[i], s.out[n][2 * i + 1] *= alpha[i];
+      }
     }
     uint32_t weight[kKeys / 8][2];
 #pragma unroll
     for (int n = 0; n < kKeys / 8; ++n) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        score[n][e] = exp2f(score[n][e] - base[e / 2]);
+        score[n][e] = exp2_approx(score[n][e] - base[e / 2]);
         s.sum[e / 2] += score[n][e];
-        if (bad_keys && (bad_keys >> (n * 8 + lane() % 4 * 2 + e % 2) & 1) && score[n][e] != 0.0f)
-          s.sum[e / 2] = not_a_number();
       }
       weight[n][0] = pack_pair<T>(score[n][0], score[n][1]);
       weight[n][1] = pack_pair<T>(score[n][2], score[n][3]);
+    }
+    if (bad_keys) {  // in few stages, and in whole ones never
+#pragma unroll
+      for (int n = 0; n < kKeys / 8; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
+          if ((bad_keys >> (n * 8 + lane() % 4 * 2 + e % 2) & 1) && score[n][e] != 0.0f)
+            s.sum[e / 2] = not_a_number();
     }
 #pragma unroll
     for (int n = 0; n < kKeys / 16; ++n) {
@@ -352,8 +386,7 @@ struct Tile {
 #pragma unroll
       for (int d = 0; d < kColumns<kDim> / 16; ++d) {
         uint32_t b[4];
-        ldmatrix_transposed(b,
-                            values + place<kDim>(n * 16 + lane() % 16, column() / 8 + 2 * d + lane() / 16));
+        ldmatrix_transposed(b, values + n * 16 * kDim + (v_at ^ 16 * d));
         const uint32_t left[2] = {b[0], b[1]}, right[2] = {b[2], b[3]};
         mma_m16n8k16(s.out[2 * d], a, left, T());
         mma_m16n8k16(s.out[2 * d + 1], a, right, T());
@@ -361,15 +394,18 @@ struct Tile {
     }
   }
 
-  // s = the state over a chunk; its sums are whole in every thread.
-  __device__ __forceinline__ void attend_chunk(State<kDim>& s, int chunk) const {
+  // s = the state over a chunk; its sums are whole in every thread. The queries come with the first of a
+  // block's chunks, behind its first keys.
+  __device__ __forceinline__ void attend_chunk(State<kDim>& s, int chunk, bool with_queries) const {
     s.clear();
     const int from = max(chunk_begin(chunk), begin / kKeys * kKeys), to = min(chunk_begin(chunk + 1), end);
     const int tiles = (to - from + kKeys - 1) / kKeys;
+    Queries queries;
     __syncthreads();  // the stages of the chunk before are read
 #pragma unroll
     for (int i = 0; i < kStages<kDim> - 1; ++i) {
       if (i < tiles) copy_keys(i, from + i * kKeys);
+      if (i == 0 && with_queries) copy_queries();
       cp_async_commit();
     }
     for (int i = 0; i < tiles; ++i) {
@@ -382,7 +418,11 @@ struct Tile {
       T* keys = stages + i % kStages<kDim> * 2 * kKeys * kDim;
       const bool masked = slot < all_from || slot + kKeys > all_to;
       const unsigned bad_keys = masked ? clear_bad_values(keys + kKeys * kDim) : 0;
-      if (warp_row() < live) attend_stage(s, keys, keys + kKeys * kDim, slot, masked, bad_keys);
+      if (kHeldQueries<kDim> && i == 0) {
+#pragma unroll
+        for (int d = 0; d < kHeldQueries<kDim>; ++d) load_queries(queries[d], d);
+      }
+      if (warp_row() < live) attend_stage(s, queries, keys, keys + kKeys * kDim, slot, masked, bad_keys);
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -402,8 +442,8 @@ struct Tile {
       if (p.sinks) {
         const float sink = __fmul_rn(p.sinks[head], kLog2E), top = fmaxf(s.top[i], sink),
                     base = top == minus_infinity() ? 0.0f : top;
-        keep = exp2f(s.top[i] - base);
-        sum = __fmaf_rn(sum, keep, exp2f(sink - base));
+        keep = exp2_approx(s.top[i] - base);
+        sum = __fmaf_rn(sum, keep, exp2_approx(sink - base));
       }
       const float factor = sum == 0.0f ? 0.0f : keep / sum;
       T* to = static_cast<T*>(p.out) + ((batch * p.rows + query) * p.num_heads + head) * p.v_head_dim;
@@ -434,9 +474,8 @@ static __global__ void __launch_bounds__(kThreads<kDim>, 1)
   float* stored = p.workspace + index * p.splits * kStateFloats<kDim>;
   State<kDim> s;
   if (p.splits == 1) {
-    t.copy_queries();
     for (int chunk = first; chunk <= last; ++chunk) {
-      t.attend_chunk(s, chunk);
+      t.attend_chunk(s, chunk, chunk == first);
       if (chunk > first) fold<kDim, true>(s, stored);
       if (chunk < last) store_state(stored, s);
     }
@@ -444,8 +483,7 @@ static __global__ void __launch_bounds__(kThreads<kDim>, 1)
     return;
   }
   if (split < first || split > last) return;
-  t.copy_queries();
-  t.attend_chunk(s, split);
+  t.attend_chunk(s, split, true);
   if (first < last) {
     store_state(stored + split * int64_t(kStateFloats<kDim>), s);
     __threadfence();

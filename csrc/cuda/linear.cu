@@ -32,41 +32,54 @@ static __device__ __forceinline__ int place(int row, int piece) {
   return row * kInner + (piece ^ (row % 8)) * 8;
 }
 
+// A thread copies the same piece of every kApart-th row, from addresses that it knows from the start.
 template <typename T, int kRows>
 struct Stages {
-  const LinearParams& p;
-  T* memory;               // [kStages, kFeatures + kRows, kInner]: weights, then x
-  int64_t feature, inner;  // where the block's features and its slice begin
+  static constexpr int kApart = kThreads / kPieces;
+  static constexpr int kRowCopies = (kRows + kApart - 1) / kApart;
+
+  T* memory;  // [kStages, kFeatures + kRows, kInner]: weights, then x
+  const T *weight[kFeatures / kApart], *x[kRowCopies];
+  int to;                   // where the thread's first piece goes
+  int tiles;                // with columns at the thread's piece
+  int x_tiles[kRowCopies];  // the same, 0 for a row that is not there
   uint64_t policy;
 
-  __device__ __forceinline__ T* weights(int tile) const {
-    return memory + tile % kStages<kRows> * kStageElements<kRows>;
-  }
-  __device__ __forceinline__ T* rows(int tile) const { return weights(tile) + kWeights; }
-
   // Past the last feature its weights are taken again, and dropped.
-  __device__ __forceinline__ void copy_weights(int tile) const {
+  __device__ __forceinline__ Stages(const LinearParams& p, int64_t feature, int64_t inner)
+      : memory(shared<T>()), policy(evict_first_policy()) {
+    const int row = threadIdx.x / kPieces, piece = threadIdx.x % kPieces;
+    const int64_t k = inner + piece * 8;
+    to = place(row, piece);
+    tiles = int((p.in - k + kInner - 1) / kInner);
 #pragma unroll
-    for (int i = 0; i < kFeatures * kPieces / kThreads; ++i) {
-      const int index = threadIdx.x + i * kThreads, row = index / kPieces, piece = index % kPieces;
-      const int64_t k = inner + int64_t(tile) * kInner + piece * 8;
-      T* to = weights(tile) + place(row, piece);
-      const T* from = static_cast<const T*>(p.weight) + min(feature + row, p.out_features - 1) * p.in + k;
-      if (k < p.in)
-        cp_async16_hint(to, from, policy);
-      else
-        cp_async16_if(to, p.weight, false);
+    for (int i = 0; i < kFeatures / kApart; ++i)
+      weight[i] =
+          static_cast<const T*>(p.weight) + min(feature + row + i * kApart, p.out_features - 1) * p.in + k;
+#pragma unroll
+    for (int i = 0; i < kRowCopies; ++i) {
+      const bool there = row + i * kApart < p.rows;
+      x[i] = static_cast<const T*>(p.x) + (there ? row + i * kApart : 0) * p.in + k;
+      x_tiles[i] = there ? tiles : 0;
     }
   }
 
-  __device__ __forceinline__ void copy_rows(int tile) const {
-    for (int index = threadIdx.x; index < kRows * kPieces; index += kThreads) {
-      const int row = index / kPieces, piece = index % kPieces;
-      const int64_t k = inner + int64_t(tile) * kInner + piece * 8;
-      const bool valid = row < p.rows && k < p.in;
-      cp_async16_if(rows(tile) + place(row, piece), static_cast<const T*>(p.x) + (valid ? row * p.in + k : 0),
-                    valid);
-    }
+  __device__ __forceinline__ T* weights(int stage) const { return memory + stage * kStageElements<kRows>; }
+  __device__ __forceinline__ T* rows(int stage) const { return weights(stage) + kWeights; }
+
+  __device__ __forceinline__ void copy_weights(int stage, int tile) const {
+    T* at = weights(stage) + to;
+#pragma unroll
+    for (int i = 0; i < kFeatures / kApart; ++i)
+      cp_async16_hint_if(at + i * kApart * kInner, weight[i] + int64_t(tile) * kInner, policy, tile < tiles);
+  }
+
+  __device__ __forceinline__ void copy_rows(int stage, int tile) const {
+    T* at = rows(stage) + to;
+#pragma unroll
+    for (int i = 0; i < kRowCopies; ++i)
+      if (kRows % kApart == 0 || threadIdx.x < kRows * kPieces)
+        cp_async16_if(at + i * kApart * kInner, x[i] + int64_t(tile) * kInner, tile < x_tiles[i]);
   }
 };
 
@@ -75,48 +88,54 @@ template <typename T, int kRows>
 static __global__ void __launch_bounds__(kThreads, 1) linear_kernel(const LinearParams p) {
   __shared__ bool arrived_last;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int64_t all_tiles = (p.in + kInner - 1) / kInner, per_split = (all_tiles + p.splits - 1) / p.splits;
-  const int64_t first_tile = blockIdx.y * per_split;
-  const int tiles = int(max(int64_t(0), min(per_split, all_tiles - first_tile)));
-  const Stages<T, kRows> stages{p, shared<T>(), int64_t(blockIdx.x) * kFeatures, first_tile * kInner,
-                                evict_first_policy()};
+  const int all_tiles = int(ceil_div(p.in, kInner)), splits = int(p.splits);
+  const int per_split = (all_tiles + splits - 1) / splits, first_tile = int(blockIdx.y) * per_split;
+  const int tiles = max(0, min(per_split, all_tiles - first_tile));
+  const int64_t feature = int64_t(blockIdx.x) * kFeatures;
+  const Stages<T, kRows> stages(p, feature, int64_t(first_tile) * kInner);
   constexpr int kAhead = kStages<kRows> - 1;
   if (p.prefetch)
-    for (int i = 0; i < kAhead && i < tiles; ++i) stages.copy_weights(i);
+    for (int i = 0; i < kAhead && i < tiles; ++i) stages.copy_weights(i, i);
   grid_launch_dependents();
   grid_dependency_wait();
 #pragma unroll
   for (int i = 0; i < kAhead; ++i) {
     if (i < tiles) {
-      if (!p.prefetch) stages.copy_weights(i);
-      stages.copy_rows(i);
+      if (!p.prefetch) stages.copy_weights(i, i);
+      stages.copy_rows(i, i);
     }
     cp_async_commit();
   }
 
   float sum[kRows / 16][2][4] = {};  // [rows / 16, features / 8], as mma has them
+  // Pieces 2 k further on lie at the same place, 16 k exclusive-or.
+  const int weights_at = place(warp * 16 + lane / 16 * 8 + lane % 8, lane / 8 % 2);
+  const int rows_at = place(lane % 16, lane / 16);
+  int stage = 0, free_stage = kAhead;
   for (int tile = 0; tile < tiles; ++tile) {
     cp_async_wait<kAhead - 1>();
     __syncthreads();
     if (tile + kAhead < tiles) {
-      stages.copy_weights(tile + kAhead);
-      stages.copy_rows(tile + kAhead);
+      stages.copy_weights(free_stage, tile + kAhead);
+      stages.copy_rows(free_stage, tile + kAhead);
     }
     cp_async_commit();
-    const T *weights = stages.weights(tile), *rows = stages.rows(tile);
+    const T *weights = stages.weights(stage), *rows = stages.rows(stage);
 #pragma unroll
     for (int k = 0; k < kInner / 16; ++k) {
       uint32_t b[4];
-      ldmatrix(b, weights + place(warp * 16 + lane / 16 * 8 + lane % 8, 2 * k + lane / 8 % 2));
+      ldmatrix(b, weights + (weights_at ^ 16 * k));
       const uint32_t left[2] = {b[0], b[1]}, right[2] = {b[2], b[3]};
 #pragma unroll
       for (int m = 0; m < kRows / 16; ++m) {
         uint32_t a[4];
-        ldmatrix(a, rows + place(m * 16 + lane % 16, 2 * k + lane / 16));
+        ldmatrix(a, rows + m * 16 * kInner + (rows_at ^ 16 * k));
         mma_m16n8k16(sum[m][0], a, left, T());
         mma_m16n8k16(sum[m][1], a, right, T());
       }
     }
+    free_stage = stage;
+    stage = stage + 1 == kStages<kRows> ? 0 : stage + 1;
   }
 
   if (p.splits > 1) {  // [features / kFeatures, splits, rows / 16, 2, kThreads] vectors of four
@@ -155,7 +174,7 @@ static __global__ void __launch_bounds__(kThreads, 1) linear_kernel(const Linear
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int64_t row = m * 16 + lane / 4 + 8 * half;
-        const int64_t column = stages.feature + warp * 16 + n * 8 + lane % 4 * 2;
+        const int64_t column = feature + warp * 16 + n * 8 + lane % 4 * 2;
         if (row >= p.rows) continue;
         T* to = static_cast<T*>(p.out) + row * p.out_features + column;
 #pragma unroll

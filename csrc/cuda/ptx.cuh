@@ -101,41 +101,20 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
 
 __device__ __forceinline__ uint4 load16(const void* address) { return *static_cast<const uint4*>(address); }
 
-// For data that no thread of the grid writes and none reads again: through the read-only path, not kept in
-// L1.
-__device__ __forceinline__ uint4 load16_once(const void* address) {
-  uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(address));
-  return v;
-}
-
 __device__ __forceinline__ void store16(void* address, uint4 value) { *static_cast<uint4*>(address) = value; }
 
-__device__ __forceinline__ void prefetch_l2(const void* address) {
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
-}
-
-// A cache policy for the functions that end in _hint: the line is the first, or the last, to leave the L2.
+// A cache policy for the functions that end in _hint: the line is the first to leave the L2.
 __device__ __forceinline__ uint64_t evict_first_policy() {
   uint64_t policy;
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   return policy;
 }
-__device__ __forceinline__ uint64_t evict_last_policy() {
-  uint64_t policy;
-  asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
 
-// As load16_once, with a policy.
-__device__ __forceinline__ uint4 load16_hint(const void* address, uint64_t policy) {
-  uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(address), "l"(policy));
-  return v;
+// 2^x with a relative error of at most 2^-22, in one instruction; results below 2^-126 are 0.
+__device__ __forceinline__ float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
 }
 
 // ---- cp.async: 16 bytes from global to shared memory, past the registers. The copy has happened, for the
@@ -152,10 +131,12 @@ __device__ __forceinline__ void cp_async16_if(void* shared, const void* global, 
                "r"(valid ? 16 : 0)
                : "memory");
 }
-__device__ __forceinline__ void cp_async16_hint(void* shared, const void* global, uint64_t policy) {
-  asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2;" ::"r"(shared_address(shared)),
-               "l"(global), "l"(policy)
-               : "memory");
+__device__ __forceinline__ void cp_async16_hint_if(void* shared, const void* global, uint64_t policy,
+                                                   bool valid) {
+  asm volatile(
+      "cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(shared_address(shared)),
+      "l"(global), "r"(valid ? 16 : 0), "l"(policy)
+      : "memory");
 }
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Waits until at most kLeft of the thread's committed groups are under way; -1: none, committed or not.

@@ -34,23 +34,19 @@ inline uint4 load16(const void* address) {
   emulation::expect_aligned(address, 16, "load16");
   return *static_cast<const uint4*>(address);
 }
-inline uint4 load16_once(const void* address) { return load16(address); }
 inline void store16(void* address, uint4 value) {
   emulation::expect_aligned(address, 16, "store16");
   *static_cast<uint4*>(address) = value;
 }
-inline void prefetch_l2(const void* address) {
-  [[maybe_unused]] const volatile char touched = *static_cast<const char*>(address);
-}
 constexpr uint64_t kEmulatedPolicy = 0x12f0000000000000;
 inline uint64_t evict_first_policy() { return kEmulatedPolicy; }
-inline uint64_t evict_last_policy() { return kEmulatedPolicy; }
 inline void expect_policy(uint64_t policy) {
   if (policy != kEmulatedPolicy) emulation::fail("no cache policy: %llx", (unsigned long long)policy);
 }
-inline uint4 load16_hint(const void* address, uint64_t policy) {
-  expect_policy(policy);
-  return load16(address);
+
+inline float exp2_approx(float x) {
+  const float y = std::exp2f(x);
+  return y < 0x1p-126f ? 0.0f : y;
 }
 
 // ---- cp.async
@@ -59,9 +55,9 @@ inline void cp_async16(void* shared, const void* global) { emulation::copy_async
 inline void cp_async16_if(void* shared, const void* global, bool valid) {
   emulation::copy_async(shared, global, valid ? 16 : 0, valid ? 0 : 16);
 }
-inline void cp_async16_hint(void* shared, const void* global, uint64_t policy) {
+inline void cp_async16_hint_if(void* shared, const void* global, uint64_t policy, bool valid) {
   expect_policy(policy);
-  emulation::copy_async(shared, global, 16, 0);
+  cp_async16_if(shared, global, valid);
 }
 inline void cp_async_commit() { emulation::commit_async(); }
 template <int kLeft>
