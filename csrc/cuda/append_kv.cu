@@ -11,21 +11,25 @@ template <typename T, int kWidth>
 static __global__ void __launch_bounds__(32 * kWarps, 1) append_kv_kernel(const AppendKvParams p) {
   const int64_t heads = 2 * p.num_kv_heads;
   const int64_t unit = int64_t(blockIdx.x) * kWarps + threadIdx.x / 32, index = unit / heads;
-  grid_launch_dependents();
-  grid_dependency_wait();
-  if (index >= p.batch * p.rows) return;
-  const int64_t position = p.positions[index];
-  if (position < 0 || position >= p.capacity) return;
   const bool is_value = unit % heads >= p.num_kv_heads;
   const int64_t b = index / p.rows, row = index % p.rows, head = unit % p.num_kv_heads;
-  const int64_t slot = (b * p.num_kv_heads + head) * p.capacity + position;
   const int64_t d = is_value ? p.v_head_dim : p.head_dim;
   const T* from = is_value ? static_cast<const T*>(p.value) + b * p.v_stride_batch + head * p.v_stride_head +
                                  row * p.v_stride_row
                            : static_cast<const T*>(p.key) + b * p.k_stride_batch + head * p.k_stride_head +
                                  row * p.k_stride_row;
+  const int64_t begin = threadIdx.x % 32 * kWidth;
+  grid_launch_dependents();
+  grid_dependency_wait();
+  if (index >= p.batch * p.rows) return;
+  const int64_t position = p.positions[index];
+  Packed<T, kWidth> first{};  // asked for before the position is looked at
+  if (begin < d) first = load_packed<T, kWidth>(from + begin);
+  if (position < 0 || position >= p.capacity) return;
+  const int64_t slot = (b * p.num_kv_heads + head) * p.capacity + position;
   T* to = static_cast<T*>(is_value ? p.v_cache : p.k_cache) + slot * d;
-  for (int64_t i = threadIdx.x % 32 * kWidth; i < d; i += 32 * kWidth) copy<T, kWidth>(from + i, to + i);
+  if (begin < d) store_packed<T, kWidth>(to + begin, first);
+  for (int64_t i = begin + 32 * kWidth; i < d; i += 32 * kWidth) copy<T, kWidth>(from + i, to + i);
 }
 
 cudaError_t launch_append_kv(const AppendKvParams& p, cudaStream_t stream) {

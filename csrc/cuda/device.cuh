@@ -108,11 +108,26 @@ __device__ __forceinline__ uint4 pack(const float (&v)[kPer16<T>]) {
 // kWidth elements at once: kPer16<T> of them in one access, or one. Kernels are compiled for both widths, the
 // second for shapes whose rows are no multiple of 16 bytes.
 template <typename T, int kWidth>
-__device__ __forceinline__ void load(const T* from, float (&v)[kWidth]) {
+using Packed = std::conditional_t<kWidth == 1, T, uint4>;
+
+// Loads that are kept packed can all be under way before the first is looked at.
+template <typename T, int kWidth>
+__device__ __forceinline__ Packed<T, kWidth> load_packed(const T* from) {
   if constexpr (kWidth == 1)
-    v[0] = to_float(*from);
+    return *from;
   else
-    unpack<T>(load16(from), v);
+    return load16(from);
+}
+template <typename T, int kWidth>
+__device__ __forceinline__ void unpack_to(Packed<T, kWidth> packed, float (&v)[kWidth]) {
+  if constexpr (kWidth == 1)
+    v[0] = to_float(packed);
+  else
+    unpack<T>(packed, v);
+}
+template <typename T, int kWidth>
+__device__ __forceinline__ void load(const T* from, float (&v)[kWidth]) {
+  unpack_to<T, kWidth>(load_packed<T, kWidth>(from), v);
 }
 template <typename T, int kWidth>
 __device__ __forceinline__ void store(T* to, const float (&v)[kWidth]) {
@@ -122,11 +137,15 @@ __device__ __forceinline__ void store(T* to, const float (&v)[kWidth]) {
     store16(to, pack<T>(v));
 }
 template <typename T, int kWidth>
-__device__ __forceinline__ void copy(const T* from, T* to) {
+__device__ __forceinline__ void store_packed(T* to, Packed<T, kWidth> packed) {
   if constexpr (kWidth == 1)
-    *to = *from;
+    *to = packed;
   else
-    store16(to, load16(from));
+    store16(to, packed);
+}
+template <typename T, int kWidth>
+__device__ __forceinline__ void copy(const T* from, T* to) {
+  store_packed<T, kWidth>(to, load_packed<T, kWidth>(from));
 }
 
 // v rounded to T.

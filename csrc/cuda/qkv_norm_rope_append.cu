@@ -20,43 +20,72 @@ struct Turn {
   float eps;
 };
 
-// One warp: x [head_dim] -> out [head_dim]; normed is the warp's own shared memory, [head_dim].
+// What a lane reads of kWidth dimensions of a head from i on.
 template <typename T, int kWidth>
-static __device__ void norm_rope(const Turn<T>& t, const T* x, T* out, float* normed) {
-  const int lane = threadIdx.x % 32;
+struct Piece {
+  Packed<T, kWidth> x, weight;
+  float cos[kWidth], sin[kWidth];
+
+  __device__ __forceinline__ void read_x(const T* head, int head_dim, int i) {
+    if (i < head_dim) x = load_packed<T, kWidth>(head + i);
+  }
+  __device__ __forceinline__ void read_turn(const Turn<T>& t, int i) {
+    if (t.weight && i < t.head_dim) weight = load_packed<T, kWidth>(t.weight + i);
+#pragma unroll
+    for (int e = 0; e < kWidth; ++e) {
+      const int j = i + e, angle = j < t.half ? j : j - t.half;
+      if (j < 2 * t.half) cos[e] = t.cos[angle], sin[e] = t.sin[angle];
+    }
+  }
+};
+
+// One warp: x [head_dim] -> out [head_dim]; normed is the warp's own shared memory, [head_dim]. `first` is
+// the lane's piece of the first 32 * kWidth dimensions, all asked for at once; the rest, if any, is read as
+// it comes.
+template <typename T, int kWidth>
+static __device__ void norm_rope(const Turn<T>& t, const T* x, T* out, float* normed,
+                                 const Piece<T, kWidth>& first) {
+  const int begin = threadIdx.x % 32 * kWidth, step = 32 * kWidth;
+  Piece<T, kWidth> piece = first;
   float squares = 0.0f;
-  for (int i = lane * kWidth; i < t.head_dim; i += 32 * kWidth) {
+  for (int i = begin; i < t.head_dim; i += step) {
+    if (i >= step) piece.read_x(x, t.head_dim, i);
     float v[kWidth];
-    load<T, kWidth>(x + i, v);
+    unpack_to<T, kWidth>(piece.x, v);
 #pragma unroll
     for (int e = 0; e < kWidth; ++e) normed[i + e] = v[e], squares += v[e] * v[e];
   }
   const float scale = t.weight ? 1.0f / sqrtf(warp_sum(squares) / float(t.head_dim) + t.eps) : 1.0f;
-  for (int i = lane * kWidth; t.weight && i < t.head_dim; i += 32 * kWidth) {
+  for (int i = begin; t.weight && i < t.head_dim; i += step) {
+    if (i >= step) piece.read_turn(t, i);
     float w[kWidth];
-    load<T, kWidth>(t.weight + i, w);
+    unpack_to<T, kWidth>(piece.weight, w);
 #pragma unroll
     for (int e = 0; e < kWidth; ++e) normed[i + e] = normed[i + e] * scale * w[e];
   }
   __syncwarp();
-  for (int i = lane * kWidth; i < t.head_dim; i += 32 * kWidth) {
+  piece = first;
+  for (int i = begin; i < t.head_dim; i += step) {
+    if (i >= step) piece.read_turn(t, i);
     float v[kWidth];
 #pragma unroll
     for (int e = 0; e < kWidth; ++e) {
       const int j = i + e;
       v[e] = normed[j];
       if (j < t.half)
-        v[e] = v[e] * t.cos[j] - normed[j + t.half] * t.sin[j];
+        v[e] = v[e] * piece.cos[e] - normed[j + t.half] * piece.sin[e];
       else if (j < 2 * t.half)
-        v[e] = v[e] * t.cos[j - t.half] + normed[j - t.half] * t.sin[j - t.half];
+        v[e] = v[e] * piece.cos[e] + normed[j - t.half] * piece.sin[e];
     }
     store<T, kWidth>(out + i, v);
   }
 }
 
 template <typename T, int kWidth>
-static __device__ void copy_head(const T* x, T* out, int head_dim) {
-  for (int i = threadIdx.x % 32 * kWidth; i < head_dim; i += 32 * kWidth) copy<T, kWidth>(x + i, out + i);
+static __device__ void copy_head(const T* x, T* out, int head_dim, const Piece<T, kWidth>& first) {
+  const int begin = threadIdx.x % 32 * kWidth, step = 32 * kWidth;
+  if (begin < head_dim) store_packed<T, kWidth>(out + begin, first.x);
+  for (int i = begin + step; i < head_dim; i += step) copy<T, kWidth>(x + i, out + i);
 }
 
 template <typename T, int kWidth>
@@ -65,35 +94,37 @@ static __global__ void __launch_bounds__(32 * kWarps, 1)
   const int d = int(p.head_dim);
   const int64_t heads = p.num_heads + 2 * p.num_kv_heads;
   const int64_t unit = int64_t(blockIdx.x) * kWarps + threadIdx.x / 32, index = unit / heads;
+  const int64_t head = unit % heads, b = index / p.rows, row = index % p.rows;
+  const bool is_query = head < p.num_heads, is_value = head >= p.num_heads + p.num_kv_heads;
+  const T* x = static_cast<const T*>(p.qkv) + unit * d;
+  float* normed = shared<float>() + threadIdx.x / 32 * d;
   grid_launch_dependents();
   grid_dependency_wait();
   if (index >= p.batch * p.rows) return;
-  const int64_t head = unit % heads, b = index / p.rows, row = index % p.rows;
-  const T* x = static_cast<const T*>(p.qkv) + unit * d;
-  float* normed = shared<float>() + threadIdx.x / 32 * d;
-  Turn<T> turn{static_cast<const T*>(p.q_norm_weight),
-               p.cos + index * p.half,
-               p.sin + index * p.half,
-               d,
-               int(p.half),
-               p.eps};
-  if (head < p.num_heads) {
+  const int64_t position = p.positions[index];
+  const Turn<T> turn{static_cast<const T*>(is_query ? p.q_norm_weight : p.k_norm_weight),
+                     p.cos + index * p.half,
+                     p.sin + index * p.half,
+                     d,
+                     int(p.half),
+                     p.eps};
+  Piece<T, kWidth> first{};  // asked for before the position is looked at
+  first.read_x(x, d, threadIdx.x % 32 * kWidth);
+  if (!is_value) first.read_turn(turn, threadIdx.x % 32 * kWidth);
+  if (is_query) {
     const int64_t q_row = row - (p.rows - p.q_rows);
     if (q_row < 0) return;
     T* out = static_cast<T*>(p.q_out) + ((b * p.q_rows + q_row) * p.num_heads + head) * d;
-    norm_rope<T, kWidth>(turn, x, out, normed);
+    norm_rope<T, kWidth>(turn, x, out, normed, first);
     return;
   }
-  const int64_t position = p.positions[index];
   if (position < 0 || position >= p.capacity) return;
-  const bool is_value = head >= p.num_heads + p.num_kv_heads;
   const int64_t kv_head = head - p.num_heads - (is_value ? p.num_kv_heads : 0);
   const int64_t slot = ((b * p.num_kv_heads + kv_head) * p.capacity + position) * d;
-  turn.weight = static_cast<const T*>(p.k_norm_weight);
   if (is_value)
-    copy_head<T, kWidth>(x, static_cast<T*>(p.v_cache) + slot, d);
+    copy_head<T, kWidth>(x, static_cast<T*>(p.v_cache) + slot, d, first);
   else
-    norm_rope<T, kWidth>(turn, x, static_cast<T*>(p.k_cache) + slot, normed);
+    norm_rope<T, kWidth>(turn, x, static_cast<T*>(p.k_cache) + slot, normed, first);
 }
 
 struct Caches {
@@ -112,23 +143,25 @@ static __global__ void __launch_bounds__(32 * kWarps, 1)
   grid_dependency_wait();
   if (layer >= p.num_layers) return;
   const int64_t position = p.positions[row];
-  if (position < 0 || position >= p.capacity) return;
-  const T* x = static_cast<const T*>(p.kv) + unit * d;
-  const int64_t kv_head = head % p.num_kv_heads;
-  const int64_t slot = ((row / p.rows * p.num_kv_heads + kv_head) * p.capacity + position) * d;
-  if (head >= p.num_kv_heads) {
-    copy_head<T, kWidth>(x, static_cast<T*>(caches.v[layer]) + slot, d);
-    return;
-  }
-  const T* weight = static_cast<const T*>(p.k_norm_weight);
+  const bool is_value = head >= p.num_kv_heads;
+  const T *x = static_cast<const T*>(p.kv) + unit * d, *weight = static_cast<const T*>(p.k_norm_weight);
   const Turn<T> turn{weight ? weight + layer * d : nullptr,
                      p.cos + row * p.half,
                      p.sin + row * p.half,
                      d,
                      int(p.half),
                      p.eps};
-  norm_rope<T, kWidth>(turn, x, static_cast<T*>(caches.k[layer]) + slot,
-                       shared<float>() + threadIdx.x / 32 * d);
+  Piece<T, kWidth> first{};
+  first.read_x(x, d, threadIdx.x % 32 * kWidth);
+  if (!is_value) first.read_turn(turn, threadIdx.x % 32 * kWidth);
+  if (position < 0 || position >= p.capacity) return;
+  const int64_t kv_head = head % p.num_kv_heads;
+  const int64_t slot = ((row / p.rows * p.num_kv_heads + kv_head) * p.capacity + position) * d;
+  if (is_value)
+    copy_head<T, kWidth>(x, static_cast<T*>(caches.v[layer]) + slot, d, first);
+  else
+    norm_rope<T, kWidth>(turn, x, static_cast<T*>(caches.k[layer]) + slot,
+                         shared<float>() + threadIdx.x / 32 * d, first);
 }
 
 cudaError_t launch_qkv_norm_rope_append(const QkvNormRopeAppendParams& p, cudaStream_t stream) {

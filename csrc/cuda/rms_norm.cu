@@ -1,6 +1,7 @@
 // h = x + residual;  out = h / sqrt(mean(h^2) + eps) * weight;  tap = h.
-// One block a row, kWidth elements a thread at a time; the first kHeld of those stay in registers between the
-// sum and the scaling. Rows past the count of their sequence are zero and are not read.
+// One block a row, kWidth elements a thread at a time. The first kHeld of those stay in registers between the
+// sum and the scaling; they and their weights are all asked for before the first is looked at, so that memory
+// is waited for once. Rows past the count of their sequence are zero and are not read.
 #include "cuda/device.cuh"
 #include "cuda/launch.h"
 
@@ -27,41 +28,56 @@ static __global__ void __launch_bounds__(kMaxThreads, 1) rms_norm_kernel(const R
     for (int i = threadIdx.x; i < n; i += step) store<T, kWidth>(out + i * kWidth, zero);
     return;
   }
-  float held[kHeld][kWidth], squares = 0.0f;
+  // What is read of one place, and the values in it.
+  struct Place {
+    Packed<T, kWidth> x, residual, weight;
+  };
+  const auto read = [&](int i) {
+    Place place{};
+    place.x = load_packed<T, kWidth>(x + i * kWidth);
+    if (p.residual) place.residual = load_packed<T, kWidth>(residual + i * kWidth);
+    place.weight = load_packed<T, kWidth>(weight + i * kWidth);
+    return place;
+  };
   // The sum is rounded to the storage type first: the norm must see what the next layer will add to.
-  const auto read = [&](int i, float (&v)[kWidth]) {
-    load<T, kWidth>(x + i * kWidth, v);
+  const auto add = [&](const Place& place, float (&v)[kWidth]) {
+    unpack_to<T, kWidth>(place.x, v);
     if (p.residual) {
       float r[kWidth];
-      load<T, kWidth>(residual + i * kWidth, r);
+      unpack_to<T, kWidth>(place.residual, r);
 #pragma unroll
       for (int e = 0; e < kWidth; ++e) v[e] += r[e];
       round_to<T, kWidth>(v);
     }
   };
-  const auto add = [&](int i, const float (&v)[kWidth]) {
+  float squares = 0.0f;
+  const auto keep = [&](int i, const float (&v)[kWidth]) {
     if (p.residual) store<T, kWidth>(total + i * kWidth, v);
     if (p.tap) store<T, kWidth>(tap + i * kWidth, v);
 #pragma unroll
     for (int e = 0; e < kWidth; ++e) squares += v[e] * v[e];
   };
+  Place places[kHeld];
+  float held[kHeld][kWidth];
 #pragma unroll
   for (int k = 0; k < kHeld; ++k) {
     const int i = threadIdx.x + k * step;
-    if (i < n) {
-      read(i, held[k]);
-      add(i, held[k]);
-    }
+    if (i < n) places[k] = read(i);
+  }
+#pragma unroll
+  for (int k = 0; k < kHeld; ++k) {
+    const int i = threadIdx.x + k * step;
+    if (i < n) add(places[k], held[k]), keep(i, held[k]);
   }
   for (int i = threadIdx.x + kHeld * step; i < n; i += step) {
     float v[kWidth];
-    read(i, v);
-    add(i, v);
+    add(read(i), v);
+    keep(i, v);
   }
   const float scale = 1.0f / sqrtf(block_sum(squares, scratch) / float(p.hidden) + p.eps);
-  const auto write = [&](int i, float (&v)[kWidth]) {
+  const auto write = [&](int i, const Place& place, float (&v)[kWidth]) {
     float w[kWidth];
-    load<T, kWidth>(weight + i * kWidth, w);
+    unpack_to<T, kWidth>(place.weight, w);
 #pragma unroll
     for (int e = 0; e < kWidth; ++e) v[e] = v[e] * scale * w[e];
     store<T, kWidth>(out + i * kWidth, v);
@@ -69,12 +85,13 @@ static __global__ void __launch_bounds__(kMaxThreads, 1) rms_norm_kernel(const R
 #pragma unroll
   for (int k = 0; k < kHeld; ++k) {
     const int i = threadIdx.x + k * step;
-    if (i < n) write(i, held[k]);
+    if (i < n) write(i, places[k], held[k]);
   }
   for (int i = threadIdx.x + kHeld * step; i < n; i += step) {
     float v[kWidth];
-    read(i, v);
-    write(i, v);
+    const Place place = read(i);
+    add(place, v);
+    write(i, place, v);
   }
 }
 
@@ -88,7 +105,7 @@ cudaError_t launch_rms_norm(const RmsNormParams& p, cudaStream_t stream) {
     const bool wide = aligned16(p.x, p.residual, p.weight, p.out, p.residual_out, p.tap, p.hidden * sizeof(T),
                                 p.tap_stride * sizeof(T));
     const int64_t vectors = wide ? p.hidden / kWidth : p.hidden;
-    const int64_t threads = min(int64_t(kMaxThreads), ceil_div(vectors, 2 * 32) * 32);
+    const int64_t threads = min(int64_t(kMaxThreads), ceil_div(vectors, 32) * 32);
     return launch_overlapping(wide ? rms_norm_kernel<T, kWidth> : rms_norm_kernel<T, 1>,
                               dim3(unsigned(p.rows)), dim3(unsigned(threads)), 0, stream, p);
   });

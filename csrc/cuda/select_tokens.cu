@@ -109,6 +109,32 @@ static __device__ __forceinline__ void for_slice(const SelectTokensParams& p, co
   }
 }
 
+// f(id, logit) for the tokens of all slices that take(slice), several loads of a thread under way at once.
+template <typename T, int kWidth, typename Take, typename F>
+static __device__ __forceinline__ void for_slices(const SelectTokensParams& p, const T* logits, Take&& take,
+                                                  F&& f) {
+  constexpr int kDeep = kWidth == 1 ? 8 : 4;
+  const int64_t step = int64_t(blockDim.x) * kWidth;
+  for (int64_t begin = int64_t(threadIdx.x) * kWidth; begin < p.vocab; begin += kDeep * step) {
+    float v[kDeep][kWidth];
+    bool taken[kDeep];
+#pragma unroll
+    for (int k = 0; k < kDeep; ++k) {
+      const int64_t id = begin + k * step;
+      taken[k] = id < p.vocab && take(id / kSelectSlice);
+    }
+#pragma unroll
+    for (int k = 0; k < kDeep; ++k)
+      if (taken[k]) load<T, kWidth>(logits + begin + k * step, v[k]);
+#pragma unroll
+    for (int k = 0; k < kDeep; ++k) {
+      if (!taken[k]) continue;
+#pragma unroll
+      for (int e = 0; e < kWidth; ++e) f(uint32_t(begin + k * step + e), v[k][e]);
+    }
+  }
+}
+
 // The best score of a slice among tokens with z >= floor that keep(z), or `best` if none is better.
 template <typename T, int kWidth, typename Keep>
 static __device__ Best best_of_slice(const SelectTokensParams& p, const T* logits, int64_t slice,
@@ -205,11 +231,15 @@ static __device__ int crossing_bin(Scratch& s, int bins, double limit, Sum& abov
   return bin;
 }
 
-// The smallest z = logit / temperature such that what is strictly above it weighs less than limit.
+// The smallest z = logit / temperature such that what is strictly above it weighs less than limit; below
+// floor nothing weighs.
 template <typename T, int kWidth, typename Weight>
 static __device__ float threshold(const SelectTokensParams& p, const T* logits, const uint4* partial,
-                                  int64_t slices, const Row& row, float top, Scratch& s, double share,
+                                  const Row& row, float top, float floor, Scratch& s, double share,
                                   bool of_total, Weight&& weight) {
+  const auto largest = [&](int64_t slice) {
+    return __uint_as_float(__ldcg(&partial[slice].x)) / row.temperature;
+  };
   const auto clear = [&](int bins) {
     __syncthreads();
     for (int i = threadIdx.x; i < bins; i += blockDim.x) s.weight[i] = 0;
@@ -218,17 +248,18 @@ static __device__ float threshold(const SelectTokensParams& p, const T* logits, 
   };
   clear(kBuckets);
   Sum total = 0, rest = 0;  // rest: of the last bucket, where most tokens are when the distribution is peaked
-  for (int64_t slice = 0; slice < slices; ++slice)
-    for_slice<T, kWidth>(p, logits, slice, [&](uint32_t, float logit) {
-      const float z = logit / row.temperature;
-      const Sum w = weight(z);
-      const int bucket = bucket_of(below_top(z, top));
-      if (bucket == kBuckets - 1)
-        rest += w;
-      else if (w)
-        atomicAdd(&s.weight[bucket], w);
-      total += w;
-    });
+  for_slices<T, kWidth>(
+      p, logits, [&](int64_t slice) { return floor == -infinity() || largest(slice) >= floor; },
+      [&](uint32_t, float logit) {
+        const float z = logit / row.temperature;
+        const Sum w = weight(z);
+        const int bucket = bucket_of(below_top(z, top));
+        if (bucket == kBuckets - 1)
+          rest += w;
+        else if (w)
+          atomicAdd(&s.weight[bucket], w);
+        total += w;
+      });
   if (rest) atomicAdd(&s.weight[kBuckets - 1], rest);
   double limit = share;
   if (of_total) {
@@ -242,17 +273,15 @@ static __device__ float threshold(const SelectTokensParams& p, const T* logits, 
   uint32_t prefix = 0, known = 0;  // the bits of the key that are settled
   for (int shift = 24; shift >= (std::is_same_v<T, __nv_bfloat16> ? 16 : 0); shift -= 8) {
     clear(256);
-    for (int64_t slice = 0; slice < slices; ++slice) {
-      const float most = __uint_as_float(__ldcg(&partial[slice].x));
-      if (bucket_of(below_top(most / row.temperature, top)) > bucket) continue;
-      for_slice<T, kWidth>(p, logits, slice, [&](uint32_t, float logit) {
-        const float z = logit / row.temperature;
-        const uint32_t key = key_of(logit);
-        if ((key & known) != prefix || bucket_of(below_top(z, top)) != bucket) return;
-        const Sum w = weight(z);
-        if (w) atomicAdd(&s.weight[255 - (key >> shift & 255)], w);
-      });
-    }
+    for_slices<T, kWidth>(
+        p, logits, [&](int64_t slice) { return bucket_of(below_top(largest(slice), top)) <= bucket; },
+        [&](uint32_t, float logit) {
+          const float z = logit / row.temperature;
+          const uint32_t key = key_of(logit);
+          if ((key & known) != prefix || bucket_of(below_top(z, top)) != bucket) return;
+          const Sum w = weight(z);
+          if (w) atomicAdd(&s.weight[255 - (key >> shift & 255)], w);
+        });
     const int bin = crossing_bin(s, 256, limit, above);
     prefix |= uint32_t(255 - bin) << shift;
     known |= 255u << shift;
@@ -290,11 +319,11 @@ static __global__ void __launch_bounds__(kRowThreads, 1) choose_rows(const Selec
   if (row.filtered) {
     float floor = -infinity();
     if (row.top_k > 0 && row.top_k < p.vocab)
-      floor = threshold<T, kWidth>(p, logits, partial, slices, row, top, s, double(row.top_k), false,
+      floor = threshold<T, kWidth>(p, logits, partial, row, top, floor, s, double(row.top_k), false,
                                    [](float) { return Sum(1); });
     if (row.top_p < 1.0f)
       floor = max(floor, threshold<T, kWidth>(
-                             p, logits, partial, slices, row, top, s, double(row.top_p), true, [&](float z) {
+                             p, logits, partial, row, top, floor, s, double(row.top_p), true, [&](float z) {
                                return z >= floor ? Sum(fixed_point(shared_exp(below_top(z, top)))) : Sum(0);
                              }));
     best = {score_of(row, top, largest.id), largest.id};

@@ -9,10 +9,10 @@ constexpr int kThreads = 256;
 template <typename T, int kWidth>
 static __global__ void __launch_bounds__(kThreads, 1) silu_mul_kernel(const SiluMulParams p) {
   const int64_t i = (int64_t(blockIdx.x) * kThreads + threadIdx.x) * kWidth;
+  const T* gate = static_cast<const T*>(p.gate_up) + i + i / p.width * p.width;
   grid_launch_dependents();
   grid_dependency_wait();
   if (i >= p.rows * p.width) return;
-  const T* gate = static_cast<const T*>(p.gate_up) + i + i / p.width * p.width;
   float g[kWidth], u[kWidth];
   load<T, kWidth>(gate, g);
   load<T, kWidth>(gate + p.width, u);
