@@ -10,7 +10,7 @@ from op_checks import assert_as_exact_as_torch
 from safetensors.torch import load_file, save_file
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dflash import DraftConfig, Drafter, load_draft
+from dflash import DraftConfig, Drafter, drafter, load_draft, reference
 
 ODD = config_dict(attention_bias=True, attention_sink_bias=True, num_key_value_heads=1)
 
@@ -134,6 +134,35 @@ def test_prefill_appends_what_a_pass_appends(config, dtype):
         exact = torch.cat([one * cos - two * sin, two * cos + one * sin], -1)
         assert_as_exact_as_torch(at_once.keys[i][:, :, :8], by_pass.keys[i][:, :, :8], exact)
         assert_as_exact_as_torch(at_once.values[i][:, :, :8], by_pass.values[i][:, :, :8], value)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("config", [VARIANTS["Qwen3-4B"], VARIANTS["gpt-oss-20b"], ODD], ids=["qwen", "bias", "sinks"])
+def test_a_pass_op_by_op_is_as_exact_as_torch(config, kernels, dtype, monkeypatch):
+    """What runs on a GPU, where no op takes all layers."""
+    draft = random_drafter(config, dtype=dtype)
+    (context, block), counts = inputs(draft.config, 2, dtype=dtype), [3, draft.config.block_size]
+
+    def passes(place, dtype=dtype):
+        monkeypatch.setattr(drafter, "ops", OpByOp(place))
+        return two_passes(copy.deepcopy(draft).to(dtype), context.to(dtype), block.to(dtype), [17, 3], counts)[:2]
+
+    ours, plain, exact = passes(kernels), passes(reference), passes(reference, torch.float64)
+    for out, twin, wanted in zip(ours, plain, exact, strict=True):
+        assert_as_exact_as_torch(out, twin, wanted)
+
+
+class OpByOp:
+    """These ops, without the one that takes all layers at once."""
+
+    def __init__(self, ops):
+        self._ops = ops
+
+    def __getattr__(self, name):
+        return getattr(self._ops, name)
+
+    def skinny(self, rows, dtype):
+        return False
 
 
 def test_sinks_take_their_share():

@@ -7,6 +7,7 @@ module that holds one. After the DFlash paper (arXiv 2602.06036, section 4).
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -15,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from . import ops
 from .cache import KVCache
@@ -178,13 +178,15 @@ class Drafter(nn.Module):
         before = torch.where(index < num_context[:, None], (length - num_context)[:, None] + index, -1)
         ahead = length[:, None] + torch.arange(rows, device=length.device)
         positions = torch.cat([before, ahead], 1)
-        cos, sin = self.rotary(positions)
+        at = positions.clamp(0, cache.capacity - 1)  # rows that are off, or past the end, append nothing
+        cos, sin = (table[at] for table in cache.rotary)
         scale = config.head_dim**-0.5
+        linear = functools.partial(ops.linear, prefetch=True)  # parameters, which nothing in a step writes
         residual, hidden = block_embeds, ops.rms_norm(block_embeds, self.layers[0].input_layernorm.weight, eps)
         for i, layer in enumerate(self.layers):
             attention, keys, values = layer.self_attn, cache.keys[i], cache.values[i]
             bias = None if self.qkv_bias is None else self.qkv_bias[i]
-            qkv = F.linear(torch.cat([features, hidden], 1), self.qkv_weight[i], bias)
+            qkv = linear(torch.cat([features, hidden], 1), self.qkv_weight[i], bias)
             q = qkv.new_empty(batch, rows, config.num_attention_heads, config.head_dim)
             ops.qkv_norm_rope_append_(
                 qkv, positions, cos, sin, attention.q_norm.weight, attention.k_norm.weight, eps, q, keys, values
@@ -193,9 +195,9 @@ class Drafter(nn.Module):
             out = ops.block_attention(
                 q, keys, values, length, scale, config.causal[i], config.window[i], 0.0, sinks, None
             )
-            out = attention.o_proj(out.flatten(2))
+            out = linear(out.flatten(2), attention.o_proj.weight, attention.o_proj.bias)
             hidden, residual = ops.add_rms_norm(out, residual, layer.post_attention_layernorm.weight, eps)
-            out = layer.mlp.down_proj(ops.silu_mul(F.linear(hidden, self.gate_up_weight[i])))
+            out = linear(ops.silu_mul(linear(hidden, self.gate_up_weight[i])), layer.mlp.down_proj.weight)
             following = self.layers[i + 1].input_layernorm if i + 1 < len(self.layers) else self.norm
             hidden, residual = ops.add_rms_norm(out, residual, following.weight, eps)
         return hidden
