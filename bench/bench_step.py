@@ -36,8 +36,8 @@ head twice and the K/V of the context once, at the bandwidth of a large copy in 
 host spends on a step, wall clock less the time in calls that wait for the device (Event.synchronize, Tensor.item and
 their like; a wait inside another call is taken for the host's); launches, what the host sends a step (kernels, copies,
 memsets, graphs), and kernels, what the device runs of it, both by torch.profiler in a run of its own.
-`--table` adds where the graph's step goes: its kernels by name, and the ops of the eager step by shape with the bytes
-they cannot do without. Prints, asserts nothing.
+`--table` adds where the steps of `graph` and `fused` go: their kernels by name, and the ops of the same step without a
+graph by shape, with the bytes they cannot do without. Prints, asserts nothing.
 """
 
 import argparse
@@ -532,12 +532,12 @@ def native(setting: Setting) -> Run:
     return foreign(setting, loop)
 
 
-def another(setting: Setting, **options) -> Run:
+def another(setting: Setting, obstacle: str = "", graph: bool = True, **options) -> Run:
     """Our step with other ``options`` of the generator, on the same caches."""
     generator, shared = setting.make_generator(**options), setting.generator
     generator.tokens, generator.context = shared.tokens, shared.context
     generator.target_cache, generator.draft_cache = shared.target_cache, shared.draft_cache
-    return ours(setting, generator)
+    return ours(setting, generator, obstacle, graph)
 
 
 MAKERS: dict[str, Callable[[Setting], Run]] = {
@@ -588,8 +588,11 @@ def kernel_table(profiler: profile) -> list[dict]:
     return sorted(rows, key=lambda row: -row["us"])
 
 
-def _op_bytes(name: str, shapes: list, size: int, length: int) -> int | None:
-    """The bytes that a call of an op cannot do without, of its operands' shapes; None where that is not known."""
+def _op_bytes(name: str, shapes: list, size: int, length: int, features: float) -> float | None:
+    """The bytes that a call of an op cannot do without, of its operands' shapes; None where that is not known.
+
+    The profiler does not record the shapes of a list: ``features`` is what a call of ``linears`` has on average.
+    """
     of = [math.prod(shape) for shape in shapes]
     match name.removeprefix("aten::").removeprefix("dflash::"):
         case "mm":
@@ -598,6 +601,8 @@ def _op_bytes(name: str, shapes: list, size: int, length: int) -> int | None:
             return size * (of[1] + of[2] + shapes[1][0] * shapes[2][1])
         case "linear" if name.startswith("dflash::"):
             return size * (of[0] + of[1] + of[0] // shapes[0][-1] * shapes[1][0])
+        case "linears":
+            return size * (of[0] + features * shapes[0][-1] + of[0] // shapes[0][-1] * features)
         case "block_attention":
             batch, kv_heads, _, head_dim = shapes[1]
             return size * (2 * of[0] + 2 * batch * kv_heads * length * head_dim)
@@ -614,7 +619,7 @@ def _op_bytes(name: str, shapes: list, size: int, length: int) -> int | None:
     return None
 
 
-def op_table(profiler: profile, size: int, length: int, copy: float) -> list[dict]:
+def op_table(profiler: profile, size: int, length: int, features: float, copy: float) -> list[dict]:
     """The ops of an eager step by shape: how many, their time on the device, bytes and share of the bandwidth."""
     rows = []
     on_gpu = torch.cuda.is_available()
@@ -624,7 +629,7 @@ def op_table(profiler: profile, size: int, length: int, copy: float) -> list[dic
             continue
         shapes = [shape for shape in entry.input_shapes if shape]
         try:
-            moved = _op_bytes(entry.key, shapes, size, length)
+            moved = _op_bytes(entry.key, shapes, size, length, features)
         except (IndexError, ValueError, TypeError):
             moved = None
         count = entry.count / Meter.profiled
@@ -641,13 +646,13 @@ def op_table(profiler: profile, size: int, length: int, copy: float) -> list[dic
     return sorted(rows, key=lambda row: -row["us"])
 
 
-def show_tables(kernels: list[dict], ops: list[dict]) -> None:
+def show_tables(runner: str, kernels: list[dict], ops: list[dict]) -> None:
     total = sum(row["us"] for row in kernels)
     if kernels:
-        print(f"kernels of the graph's step, {total:.1f} us in all")
+        print(f"{runner}: kernels of the step, {total:.1f} us in all")
     for row in kernels[:25]:
         print(f"    {row['us']:9.1f} us {100 * row['us'] / total:5.1f} %  {row['count']:6.1f} x {row['kernel'][:90]}")
-    print("ops of the eager step")
+    print(f"{runner}: ops of the same step, kernel by kernel")
     for row in ops[:30]:
         moved = "" if row["mb"] is None else f"{row['mb']:9.1f} MB {100 * row['share_of_copy']:4.0f} % of copy"
         print(f"    {row['us']:9.1f} us {row['count']:6.1f} x {row['op']:<30} {row['shapes']:<44} {moved}")
@@ -800,8 +805,8 @@ class Bench:
             if not self.over:
                 self.forced.set_(accepted)
                 self.interleaved(setting, found, counts, accepted)
-        if self.arguments.table and "ops" not in self.facts:
-            self.table(setting, found, first)
+        if self.arguments.table and "tables" not in self.facts:
+            self.tables(setting, found, first)
 
     def interleaved(self, setting: Setting, found: dict[str, Run], counts: dict, accepted: int) -> None:
         """Rounds of all runners in turn, then a row each."""
@@ -844,15 +849,20 @@ class Bench:
             print(row, flush=True)
         self.write()
 
-    def table(self, setting: Setting, found: dict[str, Run], accepted: int) -> None:
-        """Where the time of our step goes."""
+    def tables(self, setting: Setting, found: dict[str, Run], accepted: int) -> None:
+        """Where the time of our step goes, with the target's own forward and with its layers on our ops."""
         self.forced.set_(accepted)
-        size = self.drafter.dtype.itemsize
-        eager = found.get("eager") or MAKERS["eager"](setting)
-        ops = op_table(profiled(eager, accepted, self.device, shapes=True), size, setting.context, self.copy)
-        kernels = kernel_table(profiled(found["graph"], accepted, self.device)) if "graph" in found else []
-        self.facts |= {"ops": ops, "graph_kernels": kernels}
-        show_tables(kernels, ops)
+        size, config = self.drafter.dtype.itemsize, self.target.config
+        heads = config.num_attention_heads + 2 * config.num_key_value_heads
+        features = (heads * config.head_dim + 2 * config.intermediate_size) / 2  # of two calls a layer
+        tables = self.facts["tables"] = {}
+        for runner in ("graph", "fused"):
+            kernels = kernel_table(profiled(found[runner], accepted, self.device)) if runner in found else []
+            eager = another(setting, "eager", False, fused=runner == "fused")
+            profiler = profiled(eager, accepted, self.device, shapes=True)
+            ops = op_table(profiler, size, setting.context, features, self.copy)
+            tables[runner] = {"kernels": kernels, "ops": ops}
+            show_tables(runner, kernels, ops)
         self.write()
 
 

@@ -212,17 +212,22 @@ inline AcceptPrefixParams pack_accept_prefix(Address block_ids, Address posterio
   return p;
 }
 
-inline LinearParams pack_linear(Address x, Address weight, Address bias, Address out, int64_t rows,
-                                int64_t in, int64_t out_features, Address workspace, Address counters,
-                                int64_t splits, bool prefetch, int dtype) {
+// weights: for each the addresses of weight and bias and its features, as one flat list.
+inline LinearParams pack_linear(Address x, const std::vector<int64_t>& weights, Address out, int64_t rows,
+                                int64_t in, Address workspace, Address counters, int64_t splits,
+                                bool prefetch, int dtype) {
   LinearParams p{};
   p.x = ptr<void>(x);
-  p.weight = ptr<void>(weight);
-  p.bias = ptr<void>(bias);
+  p.num_weights = int(weights.size() / 3);
+  for (int i = 0; i < p.num_weights; ++i) {
+    p.weights[i] = ptr<void>(weights[3 * i]);
+    p.biases[i] = ptr<void>(weights[3 * i + 1]);
+    p.features[i] = weights[3 * i + 2];
+    p.out_features += p.features[i];
+  }
   p.out = ptr<void>(out);
   p.rows = rows;
   p.in = in;
-  p.out_features = out_features;
   p.dtype = DType(dtype);
   p.workspace = ptr<float>(workspace);
   p.counters = ptr<unsigned>(counters);

@@ -182,23 +182,27 @@ struct AcceptPrefixParams {
   int32_t device = 0;
 };
 
-// out = x weight^T + bias for a few rows.
+constexpr int kMaxLinearWeights = 4;  // ops.py knows it too
+
+// out = x weight^T + bias for a few rows, of several weights side by side.
 struct LinearParams {
-  const void* x;       // [rows, in]
-  const void* weight;  // [out_features, in]
-  const void* bias;    // [out_features] or null
-  void* out;           // [rows, out_features]
+  const void* x;  // [rows, in]
+  int num_weights;
+  const void* weights[kMaxLinearWeights];  // [features[i], in]
+  const void* biases[kMaxLinearWeights];   // [features[i]] or null
+  int64_t features[kMaxLinearWeights];
+  void* out;  // [rows, out_features]
   int64_t rows;
   int64_t in;
-  int64_t out_features;
+  int64_t out_features;  // the sum of features
   DType dtype;
   int32_t threads;
   int32_t device = 0;
   // CUDA alone: up to 64 rows, 16-bit types, `in` a multiple of 8.
-  float* workspace;    // [ceil(out_features / 128), splits, 128 * rows padded to 16, 32 or 64] if splits > 1
-  unsigned* counters;  // [ceil(out_features / 128)], zero before and after
+  float* workspace;    // [tiles, splits, 128 * rows padded to 16, 32 or 64] if splits > 1, where
+  unsigned* counters;  // [tiles], zero before and after; a tile is 128 features of one weight, or its rest
   int64_t splits;      // slices of `in`, none empty
-  bool prefetch;       // no kernel ahead writes the weight: it may be read before they have ended
+  bool prefetch;       // no kernel ahead writes a weight: they may be read before those have ended
 };
 
 // What one decoder layer reads and where it appends; every weight is [out, in].

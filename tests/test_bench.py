@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 from dflash import ops
 
@@ -69,6 +70,7 @@ def steps_setting(bench_step, batch: int):
 
 
 class TestSteps:
+    @pytest.mark.usefixtures("reference_package")
     def test_every_runner_leaves_its_rows(self, bench_step, tmp_path):
         rows_file = tmp_path / "rows.json"
         command = [sys.executable, BENCH / "bench_step.py", "--device", "cpu", "--model", "tiny", "--contexts", "40"]
@@ -76,7 +78,8 @@ class TestSteps:
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         written = json.loads(rows_file.read_text())
         left_out = {(entry["runner"], entry["batch"]) for entry in written["left_out"]}
-        assert left_out <= {("reference", 1), ("reference", 2), ("native", 1), ("native", 2)}, done.stderr
+        missing = set() if hasattr(transformers, "MuseGlimmerAssistantModel") else {("native", 1)}
+        assert left_out == {("reference", 2), ("native", 2)} | missing, done.stderr
         rows = {(row["runner"], row["batch"], row["accepted"]) for row in written["rows"]}
         for batch in (1, 2):
             for accepted in (1, 6, 16):
@@ -86,7 +89,8 @@ class TestSteps:
         for row in written["rows"]:
             assert row["floor_share"] == pytest.approx(row["floor_ms"] / row["step_ms"])
             assert row["floor_4300_ms"] == pytest.approx(row["floor_ms"] * written["copy_gb_s"] / 4300)
-        assert written["ops"]
+        for runner in ("graph", "fused"):
+            assert written["tables"][runner]["ops"]
 
     @pytest.mark.parametrize("batch", [1, 2])
     def test_the_static_peer_takes_the_same_step(self, bench_step, batch):

@@ -75,12 +75,35 @@ def test_emulated_weights_may_come_from_the_kernel_ahead(emulation):
 
 
 def test_slices_are_never_empty():
-    for out_features in (1, 128, 1000, 4096, 6144, 24576, 151936):
+    for tiles in (1, 8, 32, 48, 192, 1187):
         for width in (8, 64, 72, 520, 2880, 4096, 12288, 20480):
-            slices, steps = ops._slices(out_features, width), -(-width // 64)
+            slices, steps = ops._slices(tiles, width), -(-width // 64)
             assert 1 <= slices <= max(1, steps // 4)
             assert (slices - 1) * -(-steps // slices) < steps
-            assert slices == 1 or slices * -(-out_features // 128) <= 256
+            assert slices == 1 or slices * tiles <= 256
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("width", [64, 1040, 33])
+@pytest.mark.parametrize("rows", [1, 16, 40, 65])
+def test_several_weights_side_by_side(rows, width, bias, dtype, kernels):
+    parts = [operands(rows, out, width, dtype) for out in (130, 1, 128, 24)]
+    x, weights, biases = parts[0][0], [part[1] for part in parts], [part[2] for part in parts] if bias else []
+    for count in (1, 3, 4):
+        few = weights[:count], biases[:count]
+        many = reference.linears(torch.cat([x, x.new_zeros(16, width)]), *few)[:rows]
+        exact = reference.linears(x.double(), *([tensor.double() for tensor in part] for part in few))
+        assert_as_exact_as_torch(kernels.linears(x, *few), many, exact, factor=3.0)
+
+
+def test_a_row_has_the_same_bits_before_several_weights(dtype, kernels):
+    if dtype == torch.float32 and kernels is not ops:
+        pytest.skip("float32 goes through torch there")
+    x, first, _ = operands(64, 130, 1040, dtype)
+    second = operands(64, 50, 1040, dtype)[1]
+    whole = kernels.linears(x, [first, second])
+    for rows in (1, 17, 40):
+        assert torch.equal(kernels.linears(x[-rows:], [first, second]), whole[-rows:])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -111,7 +134,9 @@ def test_the_twin_runs_without_data():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_opcheck(dtype):
-    torch.library.opcheck(torch.ops.dflash.linear.default, (*operands(3, 5, 8, dtype), False))
+    x, weight, bias = operands(3, 5, 8, dtype)
+    torch.library.opcheck(torch.ops.dflash.linear.default, (x, weight, bias, False))
+    torch.library.opcheck(torch.ops.dflash.linears.default, (x, [weight, weight[:2]], [bias, bias[:2]], False))
 
 
 def test_bad_input_is_named():
@@ -122,3 +147,11 @@ def test_bad_input_is_named():
         ops.linear(x, weight, bias[:4])
     with pytest.raises(TypeError, match=r"weight must be torch\.float32 as x is, got torch\.bfloat16"):
         ops.linear(x, weight.bfloat16())
+    with pytest.raises(ValueError, match=r"weights must be 1 to 4 tensors, got 5"):
+        ops.linears(x, [weight] * 5)
+    with pytest.raises(ValueError, match=r"biases must be none or one for each of 2 weights, got 1"):
+        ops.linears(x, [weight] * 2, [bias])
+    with pytest.raises(ValueError, match=r"x must be \[\.\.\., rows, 7\] as weights\[1\] says, got \[3, 8\]"):
+        ops.linears(x, [weight, weight[:, :7]])
+    with pytest.raises(TypeError, match=r"biases\[1\] must be torch\.float32, got torch\.bfloat16"):
+        ops.linears(x, [weight] * 2, [bias, bias.bfloat16()])

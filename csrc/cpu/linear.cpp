@@ -427,8 +427,12 @@ void linear_parts(const void* x, int64_t rows, int64_t in, const LinearPart* par
 }
 
 void linear(const LinearParams& p) {
-  const LinearPart part{p.weight, p.bias, p.out, p.out_features, p.out_features, 0};
-  linear_parts(p.x, p.rows, p.in, &part, 1, p.dtype, p.threads);
+  const int64_t size = p.dtype == DType::kFloat32 ? sizeof(float) : sizeof(bf16);
+  LinearPart parts[kMaxLinearWeights];
+  char* out = static_cast<char*>(p.out);
+  for (int i = 0; i < p.num_weights; out += p.features[i++] * size)
+    parts[i] = {p.weights[i], p.biases[i], out, p.features[i], p.out_features, 0};
+  linear_parts(p.x, p.rows, p.in, parts, p.num_weights, p.dtype, p.threads);
 }
 
 }  // namespace dflash::DFLASH_ISA

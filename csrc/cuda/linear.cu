@@ -1,11 +1,13 @@
-// out = x weight^T + bias for up to 64 rows, bound by reading the weights once.
+// out = x weight^T + bias for up to 64 rows, bound by reading the weights once; of several weights side by
+// side.
 //
-// A block takes 128 output features and a slice of the inner dimension, 64 at a time: weights and rows go
-// through a ring of cp.async stages (the weights are first to leave the L2: nothing reads them again before
-// the next step), then mma.sync with the rows, padded to 16, 32 or 64, as the first factor. Each of the eight
-// warps has 16 features and every row. Where there are few features the inner dimension is cut into slices,
-// one block each; the block that arrives last adds their sums up in ascending order. The slices follow from
-// the weight's shape alone, so a row's bits depend neither on the other rows nor on how many there are.
+// A block takes 128 output features of one weight and a slice of the inner dimension, 64 at a time: weights
+// and rows go through a ring of cp.async stages (the weights are first to leave the L2: nothing reads them
+// again before the next step), then mma.sync with the rows, padded to 16, 32 or 64, as the first factor. Each
+// of the eight warps has 16 features and every row. Where there are few features the inner dimension is cut
+// into slices, one block each; the block that arrives last adds their sums up in ascending order. The slices
+// follow from the weights' shapes alone, so a row's bits depend neither on the other rows nor on how many
+// there are.
 //
 // With `prefetch` the first stages of the weights are asked for before the kernel ahead has ended, from
 // sm_90.
@@ -32,6 +34,31 @@ static __device__ __forceinline__ int place(int row, int piece) {
   return row * kInner + (piece ^ (row % 8)) * 8;
 }
 
+// What a block multiplies with: features from `feature` on of one of the weights.
+template <typename T>
+struct Part {
+  const T *weight, *bias;
+  int64_t feature, features, column;  // column: of the first feature of the weight in the result
+
+  __device__ __forceinline__ Part(const LinearParams& p, int tile)
+      : weight(static_cast<const T*>(p.weights[0])),
+        bias(static_cast<const T*>(p.biases[0])),
+        features(p.features[0]),
+        column(0) {
+#pragma unroll
+    for (int i = 1; i < kMaxLinearWeights; ++i) {
+      const int tiles = int(ceil_div(features, kFeatures));
+      if (i >= p.num_weights || tile < tiles) break;
+      tile -= tiles;
+      column += features;
+      weight = static_cast<const T*>(p.weights[i]);
+      bias = static_cast<const T*>(p.biases[i]);
+      features = p.features[i];
+    }
+    feature = int64_t(tile) * kFeatures;
+  }
+};
+
 // A thread copies the same piece of every kApart-th row, from addresses that it knows from the start.
 template <typename T, int kRows>
 struct Stages {
@@ -46,7 +73,7 @@ struct Stages {
   uint64_t policy;
 
   // Past the last feature its weights are taken again, and dropped.
-  __device__ __forceinline__ Stages(const LinearParams& p, int64_t feature, int64_t inner)
+  __device__ __forceinline__ Stages(const LinearParams& p, const Part<T>& part, int64_t inner)
       : memory(shared<T>()), policy(evict_first_policy()) {
     const int row = threadIdx.x / kPieces, piece = threadIdx.x % kPieces;
     const int64_t k = inner + piece * 8;
@@ -54,8 +81,7 @@ struct Stages {
     tiles = int((p.in - k + kInner - 1) / kInner);
 #pragma unroll
     for (int i = 0; i < kFeatures / kApart; ++i)
-      weight[i] =
-          static_cast<const T*>(p.weight) + min(feature + row + i * kApart, p.out_features - 1) * p.in + k;
+      weight[i] = part.weight + min(part.feature + row + i * kApart, part.features - 1) * p.in + k;
 #pragma unroll
     for (int i = 0; i < kRowCopies; ++i) {
       const bool there = row + i * kApart < p.rows;
@@ -83,7 +109,7 @@ struct Stages {
   }
 };
 
-// Grid: (ceil(out_features / kFeatures), splits).
+// Grid: (tiles of all weights, splits).
 template <typename T, int kRows>
 static __global__ void __launch_bounds__(kThreads, 1) linear_kernel(const LinearParams p) {
   __shared__ bool arrived_last;
@@ -91,8 +117,8 @@ static __global__ void __launch_bounds__(kThreads, 1) linear_kernel(const Linear
   const int all_tiles = int(ceil_div(p.in, kInner)), splits = int(p.splits);
   const int per_split = (all_tiles + splits - 1) / splits, first_tile = int(blockIdx.y) * per_split;
   const int tiles = max(0, min(per_split, all_tiles - first_tile));
-  const int64_t feature = int64_t(blockIdx.x) * kFeatures;
-  const Stages<T, kRows> stages(p, feature, int64_t(first_tile) * kInner);
+  const Part<T> part(p, int(blockIdx.x));
+  const Stages<T, kRows> stages(p, part, int64_t(first_tile) * kInner);
   constexpr int kAhead = kStages<kRows> - 1;
   if (p.prefetch)
     for (int i = 0; i < kAhead && i < tiles; ++i) stages.copy_weights(i, i);
@@ -138,7 +164,7 @@ static __global__ void __launch_bounds__(kThreads, 1) linear_kernel(const Linear
     stage = stage + 1 == kStages<kRows> ? 0 : stage + 1;
   }
 
-  if (p.splits > 1) {  // [features / kFeatures, splits, rows / 16, 2, kThreads] vectors of four
+  if (p.splits > 1) {  // [tiles, splits, rows / 16, 2, kThreads] vectors of four
     constexpr int kVectors = kRows / 16 * 2;
     float4* stored =
         reinterpret_cast<float4*>(p.workspace) + blockIdx.x * p.splits * kVectors * kThreads + threadIdx.x;
@@ -174,13 +200,13 @@ static __global__ void __launch_bounds__(kThreads, 1) linear_kernel(const Linear
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int64_t row = m * 16 + lane / 4 + 8 * half;
-        const int64_t column = feature + warp * 16 + n * 8 + lane % 4 * 2;
+        const int64_t feature = part.feature + warp * 16 + n * 8 + lane % 4 * 2;
         if (row >= p.rows) continue;
-        T* to = static_cast<T*>(p.out) + row * p.out_features + column;
+        T* to = static_cast<T*>(p.out) + row * p.out_features + part.column + feature;
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          if (column + e >= p.out_features) continue;
-          const float bias = p.bias ? to_float(static_cast<const T*>(p.bias)[column + e]) : 0.0f;
+          if (feature + e >= part.features) continue;
+          const float bias = part.bias ? to_float(part.bias[feature + e]) : 0.0f;
           to[e] = from_float<T>(sum[m][n][2 * half + e] + bias);
         }
       }
@@ -189,8 +215,9 @@ static __global__ void __launch_bounds__(kThreads, 1) linear_kernel(const Linear
 template <typename T, int kRows>
 static cudaError_t launch_rows(const LinearParams& p, cudaStream_t stream) {
   static_assert(kSharedBytes<kRows> <= 99 * 1024 - 64, "more shared memory than every device has");
-  return launch_overlapping(linear_kernel<T, kRows>,
-                            dim3(unsigned(ceil_div(p.out_features, kFeatures)), unsigned(p.splits)),
+  int64_t tiles = 0;
+  for (int i = 0; i < p.num_weights; ++i) tiles += ceil_div(p.features[i], kFeatures);
+  return launch_overlapping(linear_kernel<T, kRows>, dim3(unsigned(tiles), unsigned(p.splits)),
                             dim3(kThreads), kSharedBytes<kRows>, stream, p);
 }
 

@@ -11,6 +11,7 @@ Ops that end in an underscore write into their arguments and return nothing. Non
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ __all__ = [
     "has_cuda_kernels",
     "isa",
     "linear",
+    "linears",
     "qkv_norm_rope_append_",
     "rms_norm",
     "select_tokens",
@@ -915,51 +917,84 @@ def skinny(rows: int, dtype: torch.dtype) -> bool:
 
 
 def _linear_check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    _one_linear_check("linear", x, "weight", weight, "bias", bias)
+
+
+def _linears_check(x: Tensor, weights: list[Tensor], biases: list[Tensor]) -> None:
+    if not 1 <= len(weights) <= _MAX_WEIGHTS:
+        raise ValueError(f"linears: weights must be 1 to {_MAX_WEIGHTS} tensors, got {len(weights)}")
+    if len(biases) not in (0, len(weights)):
+        raise ValueError(f"linears: biases must be none or one for each of {len(weights)} weights, got {len(biases)}")
+    for i, weight in enumerate(weights):
+        bias = biases[i] if biases else None
+        _one_linear_check("linears", x, f"weights[{i}]", weight, f"biases[{i}]", bias)
+
+
+def _one_linear_check(op: str, x: Tensor, name: str, weight: Tensor, bias_name: str, bias: Tensor | None) -> None:
     if weight.dim() != 2:
-        raise ValueError(f"linear: weight must be [out, in], got {weight.dim()} dimensions")
+        raise ValueError(f"{op}: {name} must be [out, in], got {weight.dim()} dimensions")
     if x.dim() < 2 or x.shape[-1] != weight.shape[1]:
-        raise ValueError(f"linear: x must be [..., rows, {weight.shape[1]}] as weight says, got {list(x.shape)}")
+        raise ValueError(f"{op}: x must be [..., rows, {weight.shape[1]}] as {name} says, got {list(x.shape)}")
     if weight.dtype != x.dtype:
-        raise TypeError(f"linear: weight must be {x.dtype} as x is, got {weight.dtype}")
+        raise TypeError(f"{op}: {name} must be {x.dtype} as x is, got {weight.dtype}")
     if bias is not None:
-        _expect("linear", "bias", bias, (weight.shape[0],), x.dtype, "out")
+        _expect(op, bias_name, bias, (weight.shape[0],), x.dtype, "out")
 
 
 _FEATURES, _INNER, _MAX_ROWS = 128, 64, 64  # as in csrc/cuda/linear.cu
+_MAX_WEIGHTS = 4  # kMaxLinearWeights of csrc/params.h
 
 
-def _slices(out_features: int, width: int) -> int:
-    """How many slices the CUDA kernel cuts the inner dimension into, none of them empty; about 256 blocks in all."""
-    tiles, steps = -(-out_features // _FEATURES), -(-width // _INNER)
+def _slices(tiles: int, width: int) -> int:
+    """How many slices the CUDA kernel cuts the inner dimension into, none of them empty; about 256 blocks in all.
+
+    Args:
+        tiles: of 128 output features.
+        width: the inner dimension.
+    """
+    steps = -(-width // _INNER)
     slices = max(1, min(256 // tiles, steps // 4))
     return -(-steps // -(-steps // slices))
 
 
 def _linear_on(place, x: Tensor, weight: Tensor, bias: Tensor | None, prefetch: bool = False) -> Tensor:
     _linear_check(x, weight, bias)
-    dtype = place.dtype("linear", "x", x)
-    out_features, width = weight.shape
-    rows = x.shape[:-1].numel()
+    return _products(place, "linear", x, [weight], [bias], prefetch)
+
+
+def _linears_on(place, x: Tensor, weights: list[Tensor], biases: list[Tensor], prefetch: bool = False) -> Tensor:
+    _linears_check(x, weights, biases)
+    return _products(place, "linears", x, weights, biases or [None] * len(weights), prefetch)
+
+
+def _products(place, op: str, x: Tensor, weights: list[Tensor], biases: list[Tensor | None], prefetch: bool) -> Tensor:
+    """``x @ weight.T + bias`` of each, side by side, ``[..., rows, sum of out]``; the operands fit."""
+    dtype = place.dtype(op, "x", x)
+    width, rows = x.shape[-1], x.shape[:-1].numel()
+    features = [weight.shape[0] for weight in weights]
     if place is _CPU:
         fits = width > 0 and skinny(rows, x.dtype)
     else:
-        fits = x.dtype != torch.float32 and 0 < rows <= _MAX_ROWS and width > 0 and width % 8 == 0
-        fits = fits and weight.is_contiguous() and _aligned(weight)
+        fits = x.dtype != torch.float32 and 0 < rows <= _MAX_ROWS and width > 0 and width % 8 == 0 and sum(features) > 0
+        fits = fits and all(weight.is_contiguous() for weight in weights) and _aligned(*weights)
     if not fits:
-        return torch.nn.functional.linear(x, weight, bias)
-    x, weight, bias = x.contiguous(), weight.contiguous(), _dense(bias)
-    out = x.new_empty(*x.shape[:-1], out_features)
+        out = [torch.nn.functional.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+        return out[0] if len(out) == 1 else torch.cat(out, -1)
+    x, weights, biases = x.contiguous(), [w.contiguous() for w in weights], [_dense(bias) for bias in biases]
+    out = x.new_empty(*x.shape[:-1], sum(features))
     slices, workspace, counters = 1, None, None
     if place is not _CPU:
         x = x if _aligned(x) else x.clone()
-        slices = _slices(out_features, width)
+        tiles = sum(-(-count // _FEATURES) for count in features)
+        slices = _slices(tiles, width)
         if slices > 1:
             padded = 16 if rows <= 16 else 32 if rows <= 32 else 64
-            size = -(-out_features // _FEATURES) * slices * _FEATURES * padded * 4
+            size = tiles * slices * _FEATURES * padded * 4
             workspace, counters = place.scratch(size, x.device), _counters(x.device)
+    flat = [word for w, b, n in zip(weights, biases, features, strict=True) for word in (w.data_ptr(), _address(b), n)]
     place.run(
-        "linear", x.device, x.data_ptr(), weight.data_ptr(), _address(bias), out.data_ptr(), rows, width, out_features,
-        _address(workspace), _address(counters), slices, prefetch, dtype,
+        "linear", x.device, x.data_ptr(), flat, out.data_ptr(), rows, width, _address(workspace), _address(counters),
+        slices, prefetch, dtype,
     )  # fmt: skip
     return out
 
@@ -969,7 +1004,15 @@ def _linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None, prefetch: bool)
     return x.new_empty(*x.shape[:-1], weight.shape[0])
 
 
+def _linears_fake(x: Tensor, weights: list[Tensor], biases: list[Tensor], prefetch: bool) -> Tensor:
+    _linears_check(x, weights, biases)
+    return x.new_empty(*x.shape[:-1], sum(weight.shape[0] for weight in weights))
+
+
 _register_kernel("linear(Tensor x, Tensor weight, Tensor? bias, bool prefetch) -> Tensor", _linear_on, _linear_fake)
+_register_kernel(
+    "linears(Tensor x, Tensor[] weights, Tensor[] biases, bool prefetch) -> Tensor", _linears_on, _linears_fake
+)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, prefetch: bool = False) -> Tensor:
@@ -996,6 +1039,27 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, prefetch: bool
     if _direct("linear", x, weight, bias):
         return _linear_on(_CPU, x, weight, bias)
     return torch.ops.dflash.linear(x, weight, bias, prefetch)
+
+
+def linears(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] = (), prefetch: bool = False) -> Tensor:
+    """:func:`linear` of the same rows with several weights, the results side by side, in one kernel.
+
+    Args:
+        x: ``[..., rows, in]``, as for :func:`linear`.
+        weights: one to four of ``[out, in]``, each with an ``out`` of its own, the dtype of ``x``.
+        biases: ``[out]`` for each weight, or none at all.
+        prefetch: as for :func:`linear`.
+
+    Returns:
+        ``[..., rows, sum of out]``, the dtype of ``x``.
+
+    Raises:
+        ValueError: a shape or a number of tensors does not fit. TypeError: a dtype does not fit.
+    """
+    weights, biases = list(weights), list(biases)
+    if _direct("linears", x, *weights, *biases):
+        return _linears_on(_CPU, x, weights, biases)
+    return torch.ops.dflash.linears(x, weights, biases, prefetch)
 
 
 # ---------------------------------------------------------------------------------------------- decoder_layers

@@ -356,6 +356,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, prefetch: bool
     return torch.nn.functional.linear(x, weight, bias)
 
 
+def linears(x: Tensor, weights: list[Tensor], biases: list[Tensor] | tuple = (), prefetch: bool = False) -> Tensor:
+    """``x @ weight.T + bias`` of each, side by side."""
+    biases = biases or [None] * len(weights)
+    return torch.cat([linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)], -1)
+
+
 def decoder_layers(
     hidden: Tensor,
     context: Tensor | None,
