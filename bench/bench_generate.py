@@ -1,7 +1,7 @@
 """Whole generations, several ways, in one process: interleaved over prompts, medians over prompts.
 
     python bench/bench_generate.py [--pair FOLDER] [--prompts N] [--temperature 0] [--dtype float32] [--compile]
-                                   [--json results.json] [--plot results.png]
+                                   [--busy N] [--json results.json] [--plot results.png]
 
 Runners:
     transformers          `generate`, one token a forward; greedy, or sampling at the temperature
@@ -17,8 +17,8 @@ Runners:
 Columns: ms/token and tokens/s with the prompt's forward pass included; acceptance, the tokens that a step emits, bonus
 token counted, where a step is a forward of the target that may verify drafts (the prompt's forward is one for prompt
 lookup and one-token decoding); ms/step over the same steps; speedup over transformers; identical, answers equal token
-for token, at T = 0 to transformers', at T > 0 to `one-token` (other runners draw other random numbers).
-Prints; asserts nothing.
+for token, at T = 0 to transformers', at T > 0 to `one-token` (other runners draw other random numbers). With --busy
+other programs want processors all the while. Prints; asserts nothing.
 """
 
 import argparse
@@ -31,7 +31,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -260,6 +260,7 @@ def header(arguments: argparse.Namespace, target: nn.Module, prompts: int) -> di
         },
         "dtype": arguments.dtype,
         "temperature": arguments.temperature,
+        "busy_processes": arguments.busy,
         "prompts": prompts,
         "new_tokens_at_most": arguments.new,
         "target_parameters": sum(parameter.numel() for parameter in target.parameters()),
@@ -292,6 +293,18 @@ def plot(path: Path, rows: list[dict], about: dict) -> None:
     figure.savefig(path, dpi=150)
 
 
+@contextmanager
+def busy(count: int) -> Iterator[None]:
+    """So many processes that each keep a processor busy."""
+    running = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -306,6 +319,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--lookup", type=int, default=10, help="tokens that prompt lookup proposes")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--busy", type=int, default=0, metavar="N", help="processes that compute beside the runners")
     parser.add_argument(
         "--json", type=Path, metavar="FILE", help="write the results, a row a runner, and what made them"
     )
@@ -334,8 +348,11 @@ def main() -> None:
         f"{about['machine']['processor']}, {about['threads']} threads, ISA {about['isa']}, torch {torch.__version__}, "
         f"transformers {transformers.__version__}, {arguments.dtype}, T = {arguments.temperature}, "
         f"{len(prompts)} prompts, {about['target_parameters'] / 1e6:.1f} M target parameters"
+        + f", beside {arguments.busy} busy processes"
+        * bool(arguments.busy)
     )
-    rows = measure(found, prompts, arguments.temperature)
+    with busy(arguments.busy):
+        rows = measure(found, prompts, arguments.temperature)
     print("runner               ms/token  tokens/s  acceptance  ms/step  speedup  identical")
     for row in rows:
         print(

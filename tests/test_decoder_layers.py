@@ -78,6 +78,28 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_bits_do_not_depend_on_the_threads(dtype, monkeypatch):
+    """With work enough for threads, more of them than processors, and loops one behind the other."""
+    for name, size in {"HIDDEN": 192, "WIDTH": 512, "HEADS": 6, "LAYERS": 2}.items():
+        monkeypatch.setitem(globals(), name, size)
+    call = arguments(dtype) | {"causal": [1, 0], "windows": [0, 20], "taps": [1, 0]}
+
+    def everything(count):
+        torch.set_num_threads(count)
+        copied = changed(call, torch.clone)
+        return [*ops.decoder_layers(*copied.values()), *copied["k_caches"], *copied["v_caches"]]
+
+    before = torch.get_num_threads()
+    try:
+        wanted = everything(1)
+        for count in [2, 3, 8] * 10:
+            for got, want in zip(everything(count), wanted, strict=True):
+                assert torch.equal(got.nan_to_num(9.0), want.nan_to_num(9.0)), count
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("options", OPTIONS)
 def test_against_float64(options, dtype):
     call = arguments(dtype, **options)

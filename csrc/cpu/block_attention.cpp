@@ -388,10 +388,10 @@ static void attend_all(const BlockAttentionParams& p) {
   }
   Buffer<float> memory;
   float* partials = memory.reserve(tasks * chunks * size);
-#pragma omp parallel for num_threads(p.threads) schedule(dynamic)
-  for (int64_t i = 0; i < tasks * chunks; ++i)
+  parallel_for(tasks * chunks, work, p.threads, [&](int64_t i) {
     attend_chunk<T>(p, Group(p, i % tasks, groups, width), i / tasks,
                     partials + (i % tasks * chunks + i / tasks) * size);
+  });
   parallel_for(tasks, work, p.threads, [&](int64_t task) {
     combine_chunks<T>(p, Group(p, task, groups, width), partials + task * chunks * size, size);
   });

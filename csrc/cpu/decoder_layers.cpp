@@ -123,7 +123,15 @@ namespace dflash::DFLASH_ISA {
 
 void decoder_layers(const DecoderLayersParams& p) {
   if (p.batch * (p.rows + p.context_rows) == 0) return;  // context rows are appended even without a block
-  p.dtype == DType::kFloat32 ? run_layers<float>(p) : run_layers<bf16>(p);
+  const auto run = [](const void* params) {
+    const DecoderLayersParams& p = *static_cast<const DecoderLayersParams*>(params);
+    p.dtype == DType::kFloat32 ? run_layers<float>(p) : run_layers<bf16>(p);
+  };
+  // Helpers that find little to do would only slow down the thread that does it all.
+  if (linear_is_shared(p.batch * (p.rows + p.context_rows), p.hidden_size, 2 * p.width))
+    with_team(p.threads, run, &p);
+  else
+    run(&p);
 }
 
 }  // namespace dflash::DFLASH_ISA

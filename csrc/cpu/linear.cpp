@@ -426,6 +426,10 @@ void linear_parts(const void* x, int64_t rows, int64_t in, const LinearPart* par
     linear_all(static_cast<const bf16*>(x), rows, in, parts, num_parts, threads);
 }
 
+bool linear_is_shared(int64_t rows, int64_t in, int64_t out_features) {
+  return out_features * in * (rows == 1 ? 4 : (rows + 15) / 16 * 16) >= kParallelProducts;
+}
+
 void linear(const LinearParams& p) {
   const int64_t size = p.dtype == DType::kFloat32 ? sizeof(float) : sizeof(bf16);
   LinearPart parts[kMaxLinearWeights];

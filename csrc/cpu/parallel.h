@@ -1,23 +1,23 @@
-// Rows over OpenMP threads. torch loads libgomp before this module, so both share one pool.
+// Iterations over threads, where there is work enough for them.
 #pragma once
 #include <cstdint>
 
-#ifdef _OPENMP
-#include <omp.h>
-#endif
-
+#include "cpu/team.h"
 #include "cpu/vec.h"
 
 DFLASH_NAMESPACE_BEGIN
 
-constexpr int64_t kParallelElements = 32768;  // below this a parallel region costs more than it saves
+constexpr int64_t kParallelElements = 32768;  // below this threads cost more than they save
 
 // fn(i) for i in [0, n); `elements` is the work in all, in array elements.
 template <typename Fn>
 static inline void parallel_for(int64_t n, int64_t elements, int threads, const Fn& fn) {
   if (threads > 1 && n > 1 && elements >= kParallelElements) {
-#pragma omp parallel for num_threads(threads) schedule(static)
-    for (int64_t i = 0; i < n; ++i) fn(i);
+    const auto range = [](const void* context, int64_t first, int64_t last) {
+      const Fn& fn = *static_cast<const Fn*>(context);
+      for (int64_t i = first; i < last; ++i) fn(i);
+    };
+    team_for(n, threads, range, &fn);
   } else {
     for (int64_t i = 0; i < n; ++i) fn(i);
   }

@@ -1,0 +1,280 @@
+#include "cpu/team.h"
+
+#ifdef _OPENMP
+#include <omp.h>
+#include <time.h>
+
+#include <condition_variable>
+#include <mutex>
+#endif
+
+namespace dflash {
+
+#ifdef _OPENMP
+
+namespace {
+
+constexpr int kMaxRanges = 64;
+
+// Sequentially consistent, as Gate needs it; put is not.
+template <typename T>
+T get(const T& from) {
+  return __atomic_load_n(&from, __ATOMIC_SEQ_CST);
+}
+template <typename T>
+void set(T& to, T value) {
+  __atomic_store_n(&to, value, __ATOMIC_SEQ_CST);
+}
+template <typename T>
+void put(T& to, T value) {
+  __atomic_store_n(&to, value, __ATOMIC_RELAXED);
+}
+
+int64_t nanoseconds(clockid_t clock) {
+  timespec now{};
+  clock_gettime(clock, &now);
+  return now.tv_sec * int64_t(1000000000) + now.tv_nsec;
+}
+
+// How many threads to use where other programs want processors too. A helper that the system takes off its
+// processor in the middle of an iteration holds up the whole team for a time slice, which is longer than most
+// steps of a small model: then one thread fewer is faster. One more is tried again after a while, a longer
+// one after every failure and a shorter one after every success.
+class Throttle {
+ public:
+  int threads(int wanted) {
+    const int64_t now = nanoseconds(CLOCK_MONOTONIC);
+    if (now >= get(next_trial_)) {
+      if (get(left_out_) > 0) set(left_out_, get(left_out_) - 1);
+      again_after(now, get(wait_) / 2);
+    }
+    return wanted - get(left_out_) > 1 ? wanted - get(left_out_) : 1;
+  }
+
+  // A team was held up where so many threads were wanted.
+  void held_up(int wanted) {
+    again_after(nanoseconds(CLOCK_MONOTONIC), get(wait_) * 4);
+    if (get(left_out_) < wanted - 1) set(left_out_, get(left_out_) + 1);
+  }
+
+ private:
+  static constexpr int64_t kShortest = 50000000, kLongest = 1000000000;
+
+  void again_after(int64_t now, int64_t wait) {
+    wait = wait < kShortest ? kShortest : wait > kLongest ? kLongest : wait;
+    set(wait_, wait);
+    set(next_trial_, now + wait);
+  }
+
+  int left_out_ = 0;
+  int64_t wait_ = kShortest, next_trial_ = 0;
+};
+
+Throttle throttle;
+
+// Where threads wait for what another is to write: looking for a while, then asleep, so that the other gets
+// this processor if it has none.
+class Gate {
+ public:
+  // Until there(); the nanoseconds asleep.
+  template <typename F>
+  int64_t wait(const F& there) {
+    for (int looks = 0; looks < kLooks; ++looks) {
+      if (there()) return 0;
+#if defined(__x86_64__) || defined(__i386__)
+      __builtin_ia32_pause();
+#elif defined(__aarch64__)
+      asm volatile("yield");
+#endif
+    }
+    const int64_t since = nanoseconds(CLOCK_MONOTONIC);
+    std::unique_lock<std::mutex> lock(mutex_);
+    __atomic_fetch_add(&asleep_, 1, __ATOMIC_SEQ_CST);
+    changed_.wait(lock, there);
+    __atomic_fetch_sub(&asleep_, 1, __ATOMIC_SEQ_CST);
+    return nanoseconds(CLOCK_MONOTONIC) - since;
+  }
+
+  // After each write that makes there() true.
+  void open() {
+    if (get(asleep_) == 0) return;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    changed_.notify_all();
+  }
+
+ private:
+  static constexpr int kLooks = 8000;  // some 200 microseconds
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  int asleep_ = 0;
+};
+
+struct Loop {
+  void (*body)(const void*, int64_t, int64_t);
+  const void* context;
+  int64_t n;
+};
+
+class Team {
+ public:
+  Team(int threads, int wanted)
+      : wanted_(wanted),
+        ranges_(threads < kMaxRanges ? threads : kMaxRanges),
+        since_(nanoseconds(CLOCK_MONOTONIC)) {
+    for (int i = 0; i < ranges_; ++i) ranges_taken_[i].value = 0;
+  }
+
+  // On the thread that opened the team.
+  void run(const Loop& loop) {
+    const uint64_t round = ++last_round_;
+    Loop& slot = loops_[round % 2].loop;
+    __atomic_thread_fence(__ATOMIC_RELEASE);  // who sees what follows sees the round before, too
+    put(slot.body, loop.body), put(slot.context, loop.context), put(slot.n, loop.n);
+    set(round_, round);
+    start_.open();
+    all_ += loop.n;
+    work(0, loop, round);
+    end_.wait([&] { return get(ended_) == all_; });
+  }
+
+  // On every other thread, until close().
+  void help(int thread) {
+    const int64_t busy_before = nanoseconds(CLOCK_THREAD_CPUTIME_ID);
+    int64_t asleep = 0;
+    for (uint64_t seen = 0, round = 0;; seen = round) {
+      asleep += start_.wait([&] { return (round = get(round_)) != seen; });
+      if (round == kClosed) break;
+      const Loop& slot = loops_[round % 2].loop;
+      const Loop loop{get(slot.body), get(slot.context), get(slot.n)};
+      if (get(round_) == round) work(thread, loop, round);  // else the next but one may be half written
+    }
+    const int64_t busy = nanoseconds(CLOCK_THREAD_CPUTIME_ID) - busy_before;
+    const int64_t away = nanoseconds(CLOCK_MONOTONIC) - since_ - busy - asleep;
+    if (away >= kSlice && __atomic_fetch_add(&held_up_, 1, __ATOMIC_SEQ_CST) == 0) throttle.held_up(wanted_);
+    __atomic_fetch_add(&gone_, 1, __ATOMIC_SEQ_CST);
+    end_.open();
+  }
+
+  // Sends the helpers away, and waits for them in its own way before OpenMP does, which never sleeps.
+  void close(int helpers) {
+    set(round_, kClosed);
+    start_.open();
+    end_.wait([&] { return get(gone_) == helpers; });
+  }
+
+ private:
+  static constexpr uint64_t kClosed = ~uint64_t(0);
+  static constexpr int64_t kSlice = 1000000;  // nanoseconds off its processor that say a helper was taken off
+
+  // How much of a range is taken: round << 32 | iterations, in a cache line of its own. An older round is
+  // none.
+  struct alignas(64) Taken {
+    uint64_t value;
+  };
+
+  // The next iterations [first, last) of a range of `count`, half of those that are left; false if none is. A
+  // round whose iterations are not all taken has not ended, so what is taken belongs to it, however long ago
+  // this thread looked at the loop.
+  static bool take(Taken& range, uint64_t round, int64_t count, int64_t& first, int64_t& last) {
+    uint64_t taken = get(range.value);
+    for (;;) {
+      if (taken >> 32 > round) return false;
+      first = taken >> 32 == round ? int64_t(taken & 0xffffffffu) : 0;
+      if (first >= count) return false;
+      last = first + (count - first + 1) / 2;
+      if (__atomic_compare_exchange_n(&range.value, &taken, round << 32 | uint64_t(last), true,
+                                      __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST))
+        return true;
+    }
+  }
+
+  void work(int thread, const Loop& loop, uint64_t round) {
+    int64_t ended = 0;
+    for (int i = 0; i < ranges_; ++i) {
+      const int range = (thread + i) % ranges_;
+      // The first ranges are the longer ones: their threads are here first.
+      const int64_t begin = (loop.n * range + ranges_ - 1) / ranges_,
+                    count = (loop.n * (range + 1) + ranges_ - 1) / ranges_ - begin;
+      int64_t first, last;
+      while (take(ranges_taken_[range], round, count, first, last)) {
+        loop.body(loop.context, begin + first, begin + last);
+        ended += last - first;
+      }
+    }
+    if (!ended) return;
+    __atomic_fetch_add(&ended_, ended, __ATOMIC_SEQ_CST);
+    if (thread) end_.open();
+  }
+
+  // What different threads write lies in different cache lines.
+  struct alignas(64) Slot {
+    Loop loop;
+  };
+
+  Slot loops_[2] = {};              // of this round and the last
+  alignas(64) uint64_t round_ = 0;  // the loop under way, counted from 1
+  Gate start_;
+  alignas(64) int64_t ended_ = 0;  // iterations of all rounds
+  int gone_ = 0, held_up_ = 0;     // helpers
+  Gate end_;
+  alignas(64) uint64_t last_round_ = 0;
+  int64_t all_ = 0;  // iterations of the rounds begun
+  const int wanted_, ranges_;
+  const int64_t since_;
+  Taken ranges_taken_[kMaxRanges];
+};
+
+thread_local Team* team = nullptr;  // that this thread has opened
+thread_local bool in_loop = false;  // and whether it is inside one of its loops
+
+}  // namespace
+
+void with_team(int threads, void (*body)(const void*), const void* context) {
+  const int used = threads > 1 ? throttle.threads(threads) : 1;
+  if (used <= 1 || team || in_loop) return body(context);
+  Team own(used, threads);
+#pragma omp parallel num_threads(used)
+  {
+    const int thread = omp_get_thread_num();
+    if (thread == 0) {
+      team = &own;
+      body(context);
+      team = nullptr;
+      own.close(omp_get_num_threads() - 1);
+    } else {
+      own.help(thread);
+    }
+  }
+}
+
+void team_for(int64_t n, int threads, void (*body)(const void*, int64_t, int64_t), const void* context) {
+  const Loop loop{body, context, n};
+  if (in_loop || n < 2 || n >> 32 || (!team && threads <= 1)) {
+    body(context, 0, n);
+  } else if (team) {
+    in_loop = true;
+    team->run(loop);
+    in_loop = false;
+  } else {
+    with_team(
+        threads,
+        [](const void* it) {
+          const Loop& loop = *static_cast<const Loop*>(it);
+          team_for(loop.n, 1, loop.body, loop.context);
+        },
+        &loop);
+  }
+}
+
+#else
+
+void with_team(int, void (*body)(const void*), const void* context) { body(context); }
+
+void team_for(int64_t n, int, void (*body)(const void*, int64_t, int64_t), const void* context) {
+  body(context, 0, n);
+}
+
+#endif
+
+}  // namespace dflash
