@@ -857,9 +857,13 @@ class Bench:
         features = (heads * config.head_dim + 2 * config.intermediate_size) / 2  # of two calls a layer
         tables = self.facts["tables"] = {}
         for runner in ("graph", "fused"):
-            kernels = kernel_table(profiled(found[runner], accepted, self.device)) if runner in found else []
-            eager = another(setting, "eager", False, fused=runner == "fused")
-            profiler = profiled(eager, accepted, self.device, shapes=True)
+            try:
+                kernels = kernel_table(profiled(found[runner], accepted, self.device)) if runner in found else []
+                eager = another(setting, "eager", False, fused=runner == "fused")
+                profiler = profiled(eager, accepted, self.device, shapes=True)
+            except Exception as error:
+                self.leave_out(f"{runner}'s table", setting, error)
+                continue
             ops = op_table(profiler, size, setting.context, features, self.copy)
             tables[runner] = {"kernels": kernels, "ops": ops}
             show_tables(runner, kernels, ops)

@@ -127,8 +127,12 @@ void decoder_layers(const DecoderLayersParams& p) {
     const DecoderLayersParams& p = *static_cast<const DecoderLayersParams*>(params);
     p.dtype == DType::kFloat32 ? run_layers<float>(p) : run_layers<bf16>(p);
   };
-  // Helpers that find little to do would only slow down the thread that does it all.
-  if (linear_is_shared(p.batch * (p.rows + p.context_rows), p.hidden_size, 2 * p.width))
+  // Helpers that find nothing to do would only slow down the thread that does it all.
+  int64_t keys = 0;
+  for (int64_t b = 0; b < p.batch; ++b) keys += p.lengths[b] + p.rows;
+  const bool attention_is_shared = p.num_heads * p.rows * keys * p.head_dim / 8 >= kParallelElements;
+  if (attention_is_shared ||
+      linear_is_shared(p.batch * (p.rows + p.context_rows), p.hidden_size, 2 * p.width))
     with_team(p.threads, run, &p);
   else
     run(&p);

@@ -286,6 +286,18 @@ static void one_tile(const void* packed, bool pairs, int64_t in, const LinearPar
                 static_cast<T*>(part.out) + row * part.out_stride + first_out, part.out_stride);
 }
 
+#if defined(__AVX512F__)
+constexpr bool kSingleRow = true;  // one row has a path of its own
+#else
+constexpr bool kSingleRow = false;
+#endif
+
+// What one output feature of so many rows costs, in multiply-adds of a full vector's worth of lanes.
+static inline int64_t products_of(int64_t rows, int64_t in) {
+  if (rows == 1 && kSingleRow) return in * 4;
+  return in * least((rows + kWidth - 1) / kWidth, int64_t(kMaxVecs)) * 16;
+}
+
 // fn(part, first, live) for every tile of `size` output features of every part; `products` per feature
 template <typename Fn>
 static inline void over_tiles(const LinearPart* parts, int num_parts, int64_t size, int64_t products,
@@ -324,7 +336,7 @@ static void run_tiles(const void* packed, bool pairs, int64_t rows, int64_t firs
     else
       one_tile<T, NV, TILE>(packed, pairs, in, part, first, live, rows, skip, row);
   };
-  over_tiles(parts, num_parts, TILE, in * NV * 16, threads, task);
+  over_tiles(parts, num_parts, TILE, products_of(NV * kWidth, in), threads, task);
 }
 
 #if defined(__AVX512F__)
@@ -371,7 +383,7 @@ static void single_row(const T* x, int64_t in, bool pairs, const LinearPart* par
       store_one(out + i,
                 part.bias ? sums[i] + to_float(static_cast<const T*>(part.bias)[first + i]) : sums[i]);
   };
-  over_tiles(parts, num_parts, kLanes, in * 4, threads, task);
+  over_tiles(parts, num_parts, kLanes, products_of(1, in), threads, task);
 }
 #endif
 
@@ -427,7 +439,7 @@ void linear_parts(const void* x, int64_t rows, int64_t in, const LinearPart* par
 }
 
 bool linear_is_shared(int64_t rows, int64_t in, int64_t out_features) {
-  return out_features * in * (rows == 1 ? 4 : (rows + 15) / 16 * 16) >= kParallelProducts;
+  return out_features * products_of(rows, in) >= kParallelProducts;
 }
 
 void linear(const LinearParams& p) {

@@ -44,29 +44,33 @@ class Throttle {
  public:
   int threads(int wanted) {
     const int64_t now = nanoseconds(CLOCK_MONOTONIC);
-    if (now >= get(next_trial_)) {
-      if (get(left_out_) > 0) set(left_out_, get(left_out_) - 1);
-      again_after(now, get(wait_) / 2);
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (most_ < kAll && now >= next_trial_) {
+      ++most_;
+      again_after(now, wait_ / 2);
     }
-    return wanted - get(left_out_) > 1 ? wanted - get(left_out_) : 1;
+    return wanted < most_ ? wanted : most_;
   }
 
-  // A team was held up where so many threads were wanted.
-  void held_up(int wanted) {
-    again_after(nanoseconds(CLOCK_MONOTONIC), get(wait_) * 4);
-    if (get(left_out_) < wanted - 1) set(left_out_, get(left_out_) + 1);
+  // A team of so many threads was held up.
+  void held_up(int threads) {
+    const int64_t now = nanoseconds(CLOCK_MONOTONIC);
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (threads - 1 < most_) most_ = threads - 1;
+    again_after(now, wait_ * 4);
   }
 
  private:
+  static constexpr int kAll = 1 << 16;
   static constexpr int64_t kShortest = 50000000, kLongest = 1000000000;
 
   void again_after(int64_t now, int64_t wait) {
-    wait = wait < kShortest ? kShortest : wait > kLongest ? kLongest : wait;
-    set(wait_, wait);
-    set(next_trial_, now + wait);
+    wait_ = wait < kShortest ? kShortest : wait > kLongest ? kLongest : wait;
+    next_trial_ = now + wait_;
   }
 
-  int left_out_ = 0;
+  std::mutex mutex_;
+  int most_ = kAll;
   int64_t wait_ = kShortest, next_trial_ = 0;
 };
 
@@ -79,15 +83,21 @@ class Gate {
   // Until there(); the nanoseconds asleep.
   template <typename F>
   int64_t wait(const F& there) {
-    for (int looks = 0; looks < kLooks; ++looks) {
+    int64_t since = 0;
+    for (int looks = 0;; ++looks) {
       if (there()) return 0;
+      if (looks % 64 == 0) {
+        const int64_t now = nanoseconds(CLOCK_MONOTONIC);
+        if (since == 0) since = now;
+        if (now - since > kPatience) break;
+      }
 #if defined(__x86_64__) || defined(__i386__)
       __builtin_ia32_pause();
 #elif defined(__aarch64__)
       asm volatile("yield");
 #endif
     }
-    const int64_t since = nanoseconds(CLOCK_MONOTONIC);
+    since = nanoseconds(CLOCK_MONOTONIC);
     std::unique_lock<std::mutex> lock(mutex_);
     __atomic_fetch_add(&asleep_, 1, __ATOMIC_SEQ_CST);
     changed_.wait(lock, there);
@@ -103,12 +113,14 @@ class Gate {
   }
 
  private:
-  static constexpr int kLooks = 8000;  // some 200 microseconds
+  static constexpr int64_t kPatience = 200000;  // nanoseconds
 
   std::mutex mutex_;
   std::condition_variable changed_;
   int asleep_ = 0;
 };
+
+thread_local bool in_loop = false;  // whether this thread runs iterations: loops in them are its own
 
 struct Loop {
   void (*body)(const void*, int64_t, int64_t);
@@ -118,8 +130,8 @@ struct Loop {
 
 class Team {
  public:
-  Team(int threads, int wanted)
-      : wanted_(wanted),
+  explicit Team(int threads)
+      : threads_(threads),
         ranges_(threads < kMaxRanges ? threads : kMaxRanges),
         since_(nanoseconds(CLOCK_MONOTONIC)) {
     for (int i = 0; i < ranges_; ++i) ranges_taken_[i].value = 0;
@@ -150,13 +162,15 @@ class Team {
       if (get(round_) == round) work(thread, loop, round);  // else the next but one may be half written
     }
     const int64_t busy = nanoseconds(CLOCK_THREAD_CPUTIME_ID) - busy_before;
-    const int64_t away = nanoseconds(CLOCK_MONOTONIC) - since_ - busy - asleep;
-    if (away >= kSlice && __atomic_fetch_add(&held_up_, 1, __ATOMIC_SEQ_CST) == 0) throttle.held_up(wanted_);
+    const int64_t life = nanoseconds(CLOCK_MONOTONIC) - since_, away = life - busy - asleep;
+    if (away >= kSlice && away >= life / 8 && __atomic_fetch_add(&held_up_, 1, __ATOMIC_SEQ_CST) == 0)
+      throttle.held_up(threads_);
     __atomic_fetch_add(&gone_, 1, __ATOMIC_SEQ_CST);
     end_.open();
   }
 
-  // Sends the helpers away, and waits for them in its own way before OpenMP does, which never sleeps.
+  // Sends the helpers away, and waits for them here before OpenMP does, which looks for much longer before it
+  // sleeps.
   void close(int helpers) {
     set(round_, kClosed);
     start_.open();
@@ -165,7 +179,8 @@ class Team {
 
  private:
   static constexpr uint64_t kClosed = ~uint64_t(0);
-  static constexpr int64_t kSlice = 1000000;  // nanoseconds off its processor that say a helper was taken off
+  // Nanoseconds off its processor that say that a helper was taken off; in a long life, an eighth of it.
+  static constexpr int64_t kSlice = 1000000;
 
   // How much of a range is taken: round << 32 | iterations, in a cache line of its own. An older round is
   // none.
@@ -198,7 +213,9 @@ class Team {
                     count = (loop.n * (range + 1) + ranges_ - 1) / ranges_ - begin;
       int64_t first, last;
       while (take(ranges_taken_[range], round, count, first, last)) {
+        in_loop = true;
         loop.body(loop.context, begin + first, begin + last);
+        in_loop = false;
         ended += last - first;
       }
     }
@@ -220,20 +237,19 @@ class Team {
   Gate end_;
   alignas(64) uint64_t last_round_ = 0;
   int64_t all_ = 0;  // iterations of the rounds begun
-  const int wanted_, ranges_;
+  const int threads_, ranges_;
   const int64_t since_;
   Taken ranges_taken_[kMaxRanges];
 };
 
 thread_local Team* team = nullptr;  // that this thread has opened
-thread_local bool in_loop = false;  // and whether it is inside one of its loops
 
 }  // namespace
 
-void with_team(int threads, void (*body)(const void*), const void* context) {
+void with_team(int threads, void (*body)(const void*), const void* context) noexcept {
   const int used = threads > 1 ? throttle.threads(threads) : 1;
   if (used <= 1 || team || in_loop) return body(context);
-  Team own(used, threads);
+  Team own(used);
 #pragma omp parallel num_threads(used)
   {
     const int thread = omp_get_thread_num();
@@ -248,14 +264,13 @@ void with_team(int threads, void (*body)(const void*), const void* context) {
   }
 }
 
-void team_for(int64_t n, int threads, void (*body)(const void*, int64_t, int64_t), const void* context) {
+void team_for(int64_t n, int threads, void (*body)(const void*, int64_t, int64_t),
+              const void* context) noexcept {
   const Loop loop{body, context, n};
   if (in_loop || n < 2 || n >> 32 || (!team && threads <= 1)) {
     body(context, 0, n);
   } else if (team) {
-    in_loop = true;
     team->run(loop);
-    in_loop = false;
   } else {
     with_team(
         threads,
@@ -269,9 +284,9 @@ void team_for(int64_t n, int threads, void (*body)(const void*, int64_t, int64_t
 
 #else
 
-void with_team(int, void (*body)(const void*), const void* context) { body(context); }
+void with_team(int, void (*body)(const void*), const void* context) noexcept { body(context); }
 
-void team_for(int64_t n, int, void (*body)(const void*, int64_t, int64_t), const void* context) {
+void team_for(int64_t n, int, void (*body)(const void*, int64_t, int64_t), const void* context) noexcept {
   body(context, 0, n);
 }
 

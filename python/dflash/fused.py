@@ -71,6 +71,7 @@ def _recognised(model: nn.Module, head: nn.Module | None) -> bool:
             and all(type(linear) is nn.Linear for linear in linears)
             and all(is_a(norm, "RMSNorm") for norm in norms)
             and {norm.variance_epsilon for norm in norms} == {decoder.norm.variance_epsilon}
+            and len({attention.q_proj.bias is None, attention.k_proj.bias is None, attention.v_proj.bias is None}) == 1
             and all(linear.bias is None for linear in linears[4:])
             and type(mlp.act_fn).__name__ in ("SiLU", "SiLUActivation")
             and decoder.rotary_emb.inv_freq.numel() * 2 == attention.head_dim
