@@ -81,7 +81,7 @@ def reference_runner(folder: Path, target, dtype: torch.dtype, temperature: floa
     package._cuda_time = time.perf_counter  # its timer wants a GPU
     model = package.DFlashDraftModel.from_pretrained(folder, dtype=dtype).eval()
     eos = target.generation_config.eos_token_id
-    stops = eos if isinstance(eos, list) else [eos]
+    stops = [eos] if isinstance(eos, int) else eos
 
     def run(ids):
         out = package.dflash_generate(model, target, ids, new, stops, temperature=temperature, return_stats=True)

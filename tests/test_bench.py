@@ -49,6 +49,17 @@ def test_a_device_that_is_not_there_is_named():
     assert "sees no GPU" in done.stderr
 
 
+@pytest.mark.usefixtures("reference_package")
+def test_steps_on_cpu_are_timed_beside_the_reference_package():
+    command = [sys.executable, BENCH / "bench_step_cpu.py", "--hidden", "64", "--repeats", "1", "--new", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    rows = [line.split() for line in done.stdout.splitlines()[2:]]
+    assert [row[2] for row in rows] == ["float32", "bfloat16"]
+    for row in rows:
+        assert float(row[3]) > 0
+        assert float(row[4]) > 0
+
+
 @pytest.fixture(scope="module")
 def bench_step():
     sys.path.insert(0, str(BENCH))
