@@ -344,12 +344,11 @@ def main() -> None:
     length = max(ids.shape[1] for ids in prompts) + arguments.new
     about = header(arguments, target, len(prompts))
     found = runners(arguments, target, length)
+    beside = f", beside {arguments.busy} busy processes" if arguments.busy else ""
     print(
         f"{about['machine']['processor']}, {about['threads']} threads, ISA {about['isa']}, torch {torch.__version__}, "
         f"transformers {transformers.__version__}, {arguments.dtype}, T = {arguments.temperature}, "
-        f"{len(prompts)} prompts, {about['target_parameters'] / 1e6:.1f} M target parameters"
-        + f", beside {arguments.busy} busy processes"
-        * bool(arguments.busy)
+        f"{len(prompts)} prompts, {about['target_parameters'] / 1e6:.1f} M target parameters{beside}"
     )
     with busy(arguments.busy):
         rows = measure(found, prompts, arguments.temperature)

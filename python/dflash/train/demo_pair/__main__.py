@@ -7,6 +7,7 @@ the training curves. A stage that was stopped goes on where it was, but for the 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 import json
@@ -22,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dflash
 
-from ...files import remove_unfinished, whole_folder
+from ...files import remove_unfinished, whole_file, whole_folder, write_json
 from ...progress import bars
 from ..checkpoint import save_draft
 from ..data import load_prompts, load_rows
@@ -65,7 +66,7 @@ def check_options(folder: Path, options: dict[str, int]) -> None:
     path = folder / "options.json"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(options))
+        whole_file(path, functools.partial(write_json, options))
     for name, begun in json.loads(path.read_text()).items():
         if options[name] != begun:
             raise ValueError(f"{folder} was begun with {name} = {begun}, not {options[name]}: take another folder")
@@ -80,7 +81,7 @@ class _Seconds(dict[str, float]):
 
     def add(self, stage: str, seconds: float) -> None:
         self[stage] = self.get(stage, 0.0) + seconds
-        self.path.write_text(json.dumps(self))
+        whole_file(self.path, functools.partial(write_json, self))
 
 
 def _lines(rows: Iterable[dict[str, str]]) -> str:
