@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dflash
 from dflash import ops
-from dflash.demo import PAIR
+from dflash.evaluate.demo import PAIR
 
 
 def microseconds(run: Callable[[], object], repeats: int) -> float:

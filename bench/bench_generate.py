@@ -45,7 +45,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dflash
 from dflash import ops
-from dflash.demo import PAIR
+from dflash.evaluate.demo import PAIR
 
 ROOT = Path(__file__).resolve().parents[1]
 BASE, ONE_TOKEN = "transformers", "one-token"

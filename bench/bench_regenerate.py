@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dflash
-from dflash.demo import PAIR
+from dflash.evaluate.demo import PAIR
 from dflash.train.data import load_prompts
 from dflash.train.regenerate import LocalWriter, Settings, regenerate
 

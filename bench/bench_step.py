@@ -68,7 +68,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, StaticCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import dflash
-from dflash.replay import Direct, Replay
+from dflash.engine.runner import Direct, Replay
 from dflash.target import decoder_layers, structural_twin
 
 BLOCK, MASK, PUBLISHED = 16, 7, 4.3e12  # rows a step; any token; bytes a second

@@ -16,7 +16,9 @@ from pathlib import Path
 import typer
 
 import dflash
-from dflash import cli, ops, rules, sampling
+from dflash import cli, ops
+from dflash.sampling import parameters as sampling
+from dflash.sampling import rules
 
 PATH = Path(__file__).resolve().parent / "api.md"
 # Section -> its names, in the order of reading; public names that are missing here come last.

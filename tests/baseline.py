@@ -2,7 +2,7 @@
 
 import torch
 
-from dflash import reference
+from dflash.ops import reference
 
 
 @torch.no_grad()

@@ -13,7 +13,9 @@ from families import make_draft, make_target
 from op_checks import CUDA_DTYPES, DTYPES, Cuda, Emulated
 from transformers import PreTrainedModel
 
-from dflash import Drafter, demo, ops, reference
+from dflash import Drafter, ops
+from dflash.evaluate import demo
+from dflash.ops import reference
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "cuda_emulation"))

@@ -1,6 +1,6 @@
 """A GPU's manners on CPU: steps recorded once and replayed, reports that arrive one step late, no peeking.
 
-``Recorded`` is :class:`dflash.replay.Replay` with its device calls replaced. A capture runs the step once under a
+``Recorded`` is :class:`dflash.engine.Replay` with its device calls replaced. A capture runs the step once under a
 dispatch mode, notes every torch call with the very tensors it was made with, and puts back what the step wrote; a
 replay makes the calls again. As with a CUDA graph, no Python of the step is run then: a tensor that has moved, or a
 branch that should now go another way, gives a wrong answer.
@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 import dflash
 from dflash import ops
-from dflash.replay import Replay
+from dflash.engine.runner import Replay
 
 LATE = -7  # what a report holds until it has arrived
 

@@ -2,7 +2,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dflash import ops, reference
+from dflash import ops
+from dflash.ops import reference
 
 pytestmark = pytest.mark.op
 

@@ -10,7 +10,7 @@ import torch
 from tiny_pair import CHAT_TEMPLATE, save_pair, word_tokenizer
 
 import dflash
-from dflash import benchmark as module
+from dflash.evaluate import benchmark as module
 
 
 @pytest.fixture(scope="module")

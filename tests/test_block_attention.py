@@ -4,7 +4,8 @@ import pytest
 import torch
 from op_checks import DTYPES, Emulated, assert_as_exact_as_torch
 
-from dflash import ops, reference
+from dflash import ops
+from dflash.ops import reference
 
 pytestmark = pytest.mark.op
 

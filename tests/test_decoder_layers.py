@@ -5,7 +5,8 @@ import torch
 from op_checks import DTYPES, assert_as_exact_as_torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dflash import ops, reference
+from dflash import ops
+from dflash.ops import reference
 
 pytestmark = pytest.mark.op
 HIDDEN, WIDTH, HEADS, KV_HEADS, HEAD_DIM, LAYERS, CAPACITY = 40, 52, 4, 2, 24, 3, 90

@@ -13,7 +13,8 @@ from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 import dflash
-from dflash import cli, demo
+from dflash import cli
+from dflash.evaluate import demo
 from dflash.train.demo_pair.evaluate import held_out_examples
 from dflash.train.demo_pair.pretrain import build_tokenizer
 from dflash.train.demo_pair.tasks import held_out

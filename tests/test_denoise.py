@@ -8,7 +8,7 @@ from baseline import greedy, left_padded, prompt, sampled
 from families import make_draft, make_target
 
 import dflash
-from dflash import denoise
+from dflash.proposers import denoise
 from dflash.sampling import fold
 
 NEW = 20

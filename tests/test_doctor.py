@@ -7,7 +7,9 @@ import sys
 import pytest
 import torch
 
-from dflash import cli, doctor, ops, replay
+from dflash import cli, ops
+from dflash.cli import installation as doctor
+from dflash.engine import runner as replay
 
 
 def find(name: str) -> doctor.Check:

@@ -10,7 +10,9 @@ from op_checks import assert_as_exact_as_torch
 from safetensors.torch import load_file, save_file
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dflash import DraftConfig, Drafter, drafter, load_draft, reference
+from dflash import DraftConfig, Drafter, load_draft
+from dflash.drafter import drafter
+from dflash.ops import reference
 
 ODD = config_dict(attention_bias=True, attention_sink_bias=True, num_key_value_heads=1)
 

@@ -10,10 +10,9 @@ from op_checks import assert_as_exact_as_torch
 from recorded import no_host_reads, record
 
 import dflash
-from dflash import fused
 from dflash.cache import LazyKVCache
-from dflash.fused import FusedLayers
-from dflash.target import UnsupportedTargetError, structural_twin
+from dflash.target import UnsupportedTargetError, fused, structural_twin
+from dflash.target.fused import FusedLayers
 
 TAPS = (1, 0)  # the last layer's is read after the norm
 FAMILIES = ["llama", "mistral (windowed)", "qwen2", "qwen3 (windowed)"]

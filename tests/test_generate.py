@@ -13,7 +13,7 @@ from families import Cheat, draft_config, make_draft, make_target
 
 import dflash
 
-MODULE = sys.modules["dflash.generate"]  # the attribute of that name is the function
+MODULE = sys.modules["dflash.generator"]  # the attribute of that name is the function
 NAN = float("nan")
 
 

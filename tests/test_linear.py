@@ -3,7 +3,8 @@ import torch
 from op_checks import DTYPES, Emulated, assert_as_exact_as_torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dflash import ops, reference
+from dflash import ops
+from dflash.ops import reference
 
 pytestmark = pytest.mark.op
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dflash import reference
+from dflash.ops import reference
 
 BATCH, ROWS, HEADS, KV_HEADS, DIM, CAPACITY = 2, 5, 4, 2, 16, 40
 

@@ -17,7 +17,7 @@ from transformers.models.qwen3 import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from dflash import DraftConfig, load_draft
-from dflash.config import build_target_layer_ids
+from dflash.drafter import build_target_layer_ids
 
 PROMPTS = (5, 19)
 STEPS = 6

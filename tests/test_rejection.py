@@ -10,8 +10,9 @@ from families import make_draft, make_target
 from transformers import SuppressTokensLogitsProcessor
 
 import dflash
-from dflash import ops, reference, rejection
-from dflash.sampling import Sampling, fold
+from dflash import ops
+from dflash.ops import reference
+from dflash.sampling import Sampling, fold, rejection
 
 DRAWS = 1_000_000
 CHUNK = 25_000

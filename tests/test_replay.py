@@ -15,9 +15,10 @@ from tiny_tokenizers import byte_level
 from transformers import RepetitionPenaltyLogitsProcessor
 
 import dflash
-from dflash import doctor, replay
+from dflash.cli import installation as doctor
+from dflash.engine import runner as replay
 
-MODULE = sys.modules["dflash.generate"]
+MODULE = sys.modules["dflash.generator"]
 NEW = 40
 
 CALLS = {

@@ -25,12 +25,12 @@ from transformers import (
 from transformers.generation import logits_process as theirs
 
 import dflash
-from dflash import reference
-from dflash.rules import LogitRules, RuleSettings
+from dflash.ops import reference
 from dflash.sampling import fold
+from dflash.sampling.rules import LogitRules, RuleSettings
 from dflash.target import transformers_version
 
-GENERATE = sys.modules["dflash.generate"]
+GENERATE = sys.modules["dflash.generator"]
 NEW = 24
 LENGTHS = [1, 2, 16, 37]
 INF = math.inf

@@ -8,7 +8,8 @@ from op_checks import DTYPES
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from dflash import ops, reference
+from dflash import ops
+from dflash.ops import reference
 
 pytestmark = pytest.mark.op
 

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, SuppressTokensLogi
 
 import dflash
 from dflash import ops
+from dflash.proposers import LEVELS, AutoSharpness
 from dflash.sampling import fold
-from dflash.sharpness import LEVELS, AutoSharpness
 
 NEW = 120
 

@@ -2,7 +2,8 @@ import pytest
 import torch
 from op_checks import DTYPES, assert_as_exact_as_torch
 
-from dflash import ops, reference
+from dflash import ops
+from dflash.ops import reference
 
 pytestmark = pytest.mark.op
 SHAPES = [(1, 1, 2), (1, 2, 30), (2, 3, 32), (2, 5, 226), (1, 16, 2046), (3, 16, 24576)]

@@ -31,7 +31,7 @@ import dflash
 from dflash.sampling import fold
 from dflash.streaming import TextDecoder, first_stop
 
-MODULE = sys.modules["dflash.generate"]
+MODULE = sys.modules["dflash.generator"]
 NEW = 40
 NAN = float("nan")
 

@@ -11,9 +11,9 @@ from test_losslessness import SUPPORTED
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaForCausalLM, T5Config
 
 import dflash
-from dflash import target as target_module
 from dflash.cache import LazyKVCache
 from dflash.target import Target, UnsupportedTargetError, refusal, structural_twin
+from dflash.target import target as target_module
 
 
 def ids(length: int = 60) -> torch.Tensor:

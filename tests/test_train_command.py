@@ -17,8 +17,8 @@ from families import VOCAB, make_config, make_target
 from safetensors.torch import load_file
 from tiny_tokenizers import spoken
 
-import dflash.shell
-import dflash.train.command
+import dflash.cli.shell
+import dflash.cli.training
 
 MASK = 2
 ROOT = Path(__file__).parents[1]
@@ -316,8 +316,8 @@ def test_the_module_ends_as_the_command_does(arguments, monkeypatch, capsys):
     assert capsys.readouterr().err == "dflash: the drafter's layers must be at least 1, got 0\n"
     with pytest.raises(ValueError, match="layers must be at least 1"):
         call("--debug")
-    dflash.shell.set_debug(False)
-    monkeypatch.setattr(dflash.train.command, "_drafter", interrupted)
+    dflash.cli.shell.set_debug(False)
+    monkeypatch.setattr(dflash.cli.training, "_drafter", interrupted)
     assert call() == 130
     assert "Traceback" not in capsys.readouterr().err
 

@@ -3,11 +3,10 @@
 import importlib.metadata as _metadata
 import warnings as _warnings
 
-from .config import DraftConfig
-from .demo import demo_pair
-from .doors import as_assistant, custom_generate
-from .drafter import Drafter, load_draft
-from .generate import GenerateOutput, Generator, Statistics, StreamEvent, generate, release, stream
+from .drafter import DraftConfig, Drafter, load_draft
+from .evaluate.demo import demo_pair
+from .generator import GenerateOutput, Generator, Statistics, StreamEvent, generate, release, stream
+from .hf import as_assistant, custom_generate
 from .target import UnsupportedTargetError
 
 __all__ = [

@@ -2,8 +2,8 @@
 
 import typer
 
-from ..shell import run
-from .command import train
+from ..cli.shell import run
+from ..cli.training import train
 
 if __name__ == "__main__":
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

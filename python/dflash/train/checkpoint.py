@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from ..config import FULL, SLIDING, DraftConfig
-from ..drafter import Drafter
+from ..drafter import FULL, SLIDING, DraftConfig, Drafter
 from ..files import flush, remove_unfinished, save_tensors, whole_file, whole_folder, write_json
 
 __all__ = [

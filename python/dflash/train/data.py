@@ -10,7 +10,17 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..prompts import as_messages, chat, conversation, need_datasets, plain_ids, prompt_ids, records, rendered, short
+from ..evaluate.prompts import (
+    as_messages,
+    chat,
+    conversation,
+    need_datasets,
+    plain_ids,
+    prompt_ids,
+    records,
+    rendered,
+    short,
+)
 
 if TYPE_CHECKING:
     import datasets

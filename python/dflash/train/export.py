@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from ..drafter import draft_folder, load_draft
+from ..drafter import draft_folder, from_speculators, is_speculators, load_draft, to_speculators
 from ..files import save_tensors, whole_folder, write_json
-from ..layouts import from_speculators, is_speculators, to_speculators
 
 __all__ = ["FORMATS", "export"]
 

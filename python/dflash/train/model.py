@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..config import DraftConfig
-from ..drafter import Drafter
+from ..drafter import DraftConfig, Drafter
 from ..target import UnsupportedTargetError, decoder_layers, refusal, structural_twin, text_config, unwrap
 
 __all__ = ["TargetFeatures", "TrainableDrafter", "visible_keys"]

@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from ..drafter import Drafter
-from ..generate import Generator
+from ..generator import Generator
 from ..sampling import Sampling, fold
 from ..target import text_config
 from .data import prompt_ids

@@ -13,8 +13,8 @@ from transformers.generation.candidate_generator import PromptLookupCandidateGen
 
 import dflash
 
-from ...benchmark import distinct_ngrams
-from ...demo import encode
+from ...evaluate.benchmark import distinct_ngrams
+from ...evaluate.demo import encode
 from .pretrain import END
 from .tasks import Example, examples, is_right
 

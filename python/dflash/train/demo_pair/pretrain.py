@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from ...evaluate.prompts import plain_ids
 from ...progress import bars
-from ...prompts import plain_ids
 from .tasks import KINDS, examples
 
 END, MASK = 0, 1  # token ids: BOS, EOS and padding in one, and the drafter's mask, which no text contains

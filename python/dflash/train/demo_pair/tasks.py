@@ -22,7 +22,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from ...demo import ARROW
+from ...evaluate.demo import ARROW
 
 __all__ = ["KINDS", "Example", "examples", "held_out", "is_right"]
 

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch
 
-from . import ops, replay
+from .. import ops
+from ..engine import runner as replay
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import ops
-from .cache import KVCache
+from .. import ops
+from ..cache import KVCache
+from ..target import rotary_table
 from .config import DraftConfig
-from .fused import rotary_table
 
 __all__ = ["Drafter", "load_draft"]
 

@@ -17,12 +17,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from ..evaluate.prompts import plain_ids
+from ..progress import bars
 from .loading import load as _load
 from .loading import load_tokenizer as _load_tokenizer
-from .progress import bars
-from .prompts import plain_ids
 from .shell import run, set_debug
-from .train.command import train
+from .training import train
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 
@@ -159,7 +159,7 @@ def _sharpness(value: str) -> str | float:
 
 
 def _check_numbers(arguments: dict[str, Any]) -> None:
-    from .sampling import Sampling
+    from ..sampling import Sampling
 
     if arguments["max_new_tokens"] < 1:
         raise ValueError(f"max_new_tokens must be an integer of at least 1, got {arguments['max_new_tokens']}")
@@ -329,8 +329,8 @@ def regenerate(
     A run that was stopped goes on where it was when it is started again with the same arguments. A key for the server
     is read from OPENAI_API_KEY.
     """
-    from .train import data
-    from .train import regenerate as recipe
+    from ..train import data
+    from ..train import regenerate as recipe
 
     settings = recipe.Settings(
         tuple(temperature or [0.0]),
@@ -410,7 +410,7 @@ def export(
     """Write a drafter in the other checkpoint layout; either is read."""
     import torch
 
-    from .train.export import export
+    from ..train.export import export
 
     if dtype not in ("auto", "float32", "bfloat16", "float16"):
         raise ValueError(f"--dtype must be auto, float32, bfloat16 or float16, got {dtype!r}")
@@ -442,7 +442,7 @@ def demo(
     arguments = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
     _check_numbers(arguments)
 
-    from . import demo as module
+    from ..evaluate import demo as module
 
     report = module.demo(
         folder=module.PAIR if pair is None else pair,
@@ -495,7 +495,7 @@ def benchmark(
     Text of a dataset becomes a user's message where the tokenizer has a chat template, with no instruction added.
     Speeds count the prompts' forward passes.
     """
-    from . import benchmark as module
+    from ..evaluate import benchmark as module
 
     settings = module.Settings(
         max_new_tokens=max_new_tokens,
@@ -551,7 +551,7 @@ def benchmark(
 @app.command()
 def doctor(as_json: Json = False) -> None:
     """Say what this installation has and what is wrong with it; exit code 1 if something does not work."""
-    from .doctor import examine
+    from .installation import examine
 
     checks = examine()
     if as_json:

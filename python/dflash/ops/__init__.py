@@ -16,7 +16,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from . import _C, reference
+from .. import _C
+from . import reference
 
 __all__ = [
     "accept_prefix_",

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from .cache import KVCache
 from .drafter import Drafter, load_draft
-from .generate import generate_once, plan
+from .generator import generate_once, plan
 from .streaming import check_streamer
 from .target import UnsupportedTargetError, generation_defaults, refusal, transformers_version, unwrap
 

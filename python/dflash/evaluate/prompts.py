@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from .files import json_lines, lines
+from ..files import json_lines, lines
 
 __all__ = [
     "as_messages",

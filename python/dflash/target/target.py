@@ -20,8 +20,8 @@ import transformers
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel, StopStringCriteria
 
-from . import ops
-from .cache import LazyKVCache
+from .. import ops
+from ..cache import LazyKVCache
 from .fused import FusedDecoder
 
 # The name must not contain "flash" (transformers tests for it), and must have no mask interface: no mask is built.

@@ -11,9 +11,9 @@ from typing import Annotated, Any
 
 import typer
 
-from ..loading import check_device, existing, load_target, load_tokenizer, stop_token_ids
 from ..progress import bars
-from ..shell import set_debug
+from .loading import check_device, existing, load_target, load_tokenizer, stop_token_ids
+from .shell import set_debug
 
 __all__ = ["train"]
 
@@ -86,7 +86,7 @@ def train(
         set_debug(True)
     import torch
 
-    from .loop import TrainConfig
+    from ..train.loop import TrainConfig
 
     config = TrainConfig(
         epochs=epochs, steps=steps, batch_tokens=batch_tokens, accumulate=accumulate, anchors=anchors, gamma=gamma,
@@ -110,9 +110,9 @@ def train(
             raise ValueError(f"--threads must be at least 1, got {threads}")
         torch.set_num_threads(threads)
 
-    from . import data as source
-    from .features import cache_size
-    from .loop import Trainer, make_accelerator
+    from ..train import data as source
+    from ..train.features import cache_size
+    from ..train.loop import Trainer, make_accelerator
 
     quiet = as_json or os.environ.get("RANK", "0") != "0"
     tokenizer = load_tokenizer(model, quiet)
@@ -175,8 +175,8 @@ def _drafter(shell: Any, tokenizer: Any, init: str | None, chosen: dict[str, Any
 
     import dflash
 
-    from ..generate import check_config
-    from .draft import choose_mask_id, draft_config, new_drafter
+    from ..generator import check_config
+    from ..train.draft import choose_mask_id, draft_config, new_drafter
 
     given = {name: value for name, value in chosen.items() if value is not None}
     if init is not None:
@@ -201,7 +201,7 @@ def _features_dtype(config: Any, target: Any) -> Any:
 
 def _cache(trainer: Any, folder: Path) -> Any:
     """The features of the trainer's rows on disk; what is missing is computed, by all processes."""
-    from .features import FeatureCache, FeatureProgress, cache_features
+    from ..train.features import FeatureCache, FeatureProgress, cache_features
 
     accelerator, taps = trainer.accelerator, trainer.drafter.config.target_layer_ids
 

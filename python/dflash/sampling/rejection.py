@@ -16,8 +16,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import reference
-from .sampling import Sampling
+from ..ops import reference
+from .parameters import Sampling
 
 __all__ = ["probabilities", "propose", "verify"]
 

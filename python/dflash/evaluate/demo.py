@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .drafter import Drafter, load_draft
-from .files import json_lines
-from .generate import Generator, Statistics
+from ..drafter import Drafter, load_draft
+from ..files import json_lines
+from ..generator import Generator, Statistics
+from ..streaming import TextDecoder
 from .prompts import plain_ids
-from .streaming import TextDecoder
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-PAIR = Path(__file__).parent / "pair"
+PAIR = Path(__file__).parents[1] / "pair"
 ACCEPTED, BONUS = "green", "bold underline yellow"  # without colours the bonus tokens still stand out
 ARROW = "\n=>\n"  # how the package's prompts end
 _SHOWN = 3  # answers streamed; the others are only measured

@@ -19,13 +19,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from . import denoise, ops, rejection
-from .config import DraftConfig
-from .drafter import Drafter, load_draft
-from .replay import Direct, Replay
-from .rules import HostRules, LogitRules, RuleArguments, RuleSettings
-from .sampling import Sampling, integer
-from .sharpness import AutoSharpness
+from . import ops
+from .drafter import DraftConfig, Drafter, load_draft
+from .engine.runner import Direct, Replay
+from .proposers import AutoSharpness, denoise
+from .sampling import HostRules, LogitRules, RuleArguments, RuleSettings, Sampling, integer, rejection
 from .streaming import TextDecoder, check_streamer, first_stop
 from .target import (
     Target,

@@ -24,13 +24,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from . import ops
-from .drafter import Drafter
-from .files import json_lines, whole_file
-from .generate import Generator, Statistics
-from .progress import bars
+from .. import ops
+from ..drafter import Drafter
+from ..files import json_lines, whole_file
+from ..generator import Generator, Statistics
+from ..progress import bars
+from ..target import sample_digest
 from .prompts import conversation, need_datasets, prompt_ids
-from .target import sample_digest
 
 if TYPE_CHECKING:
     from rich.console import Console

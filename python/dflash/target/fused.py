@@ -12,8 +12,8 @@ import functools
 import torch
 from torch import Tensor, nn
 
-from . import ops
-from .cache import LazyKVCache
+from .. import ops
+from ..cache import LazyKVCache
 
 __all__ = ["FusedDecoder", "FusedLayers", "rotary_table"]
 

@@ -1,0 +1,1 @@
+"""Answer prompts and compare: the demo, the benchmark and what they share."""

@@ -1,0 +1,5 @@
+"""What drafts a block of tokens."""
+
+from .sharpness import LEVELS, AutoSharpness
+
+__all__ = ["LEVELS", "AutoSharpness"]
