@@ -8,6 +8,8 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import dflash
+from dflash.engine import State
+from dflash.proposers import Block, ChainProposer
 
 VOCAB = 97
 
@@ -131,19 +133,47 @@ def make_draft(target, variant: str = "Qwen3-4B", seed: int = 0) -> dflash.Draft
     return random_drafter(draft_config(target, variant), seed, target.dtype)
 
 
-class Cheat(dflash.Generator):
-    """A generator whose drafts are a given continuation with every n-th token spoilt: any acceptance length at will.
-
-    ``script [batch, capacity]`` holds the tokens by position; ``spoil`` is n, 0 for never.
-    """
+class ScriptedProposer(ChainProposer):
+    """Proposes what a script says, with every n-th token spoiled; the real drafter runs too."""
 
     script: torch.Tensor
     spoil: int = 0
 
-    def _propose(self, anchor: torch.Tensor) -> torch.Tensor:
-        drafts = super()._propose(anchor)  # the real drafter runs too: its cache must stay right
-        positions = self.length[:, None] + self._offsets[1:]
+    def propose(self, state: State) -> Block:
+        drafts = super().propose(state).ids[:, 1:]  # its cache must stay right
+        positions = state.positions(self.num_drafts)
         truth = self.script.gather(1, positions.clamp(max=self.script.shape[1] - 1))
         if self.spoil:
-            truth = torch.where(positions % self.spoil == 0, (truth + 1) % self.vocab_size, truth)
-        return torch.where(drafts >= -1, truth, drafts)
+            vocab = self.target.embedding_weight.shape[0]
+            truth = torch.where(positions % self.spoil == 0, (truth + 1) % vocab, truth)
+        state.block[:, 1:].copy_(torch.where(drafts >= -1, truth, drafts))
+        return Block(state.block)
+
+
+class Cheat(dflash.Generator):
+    """A generator whose drafts are a given continuation with every n-th token spoiled: any acceptance length at will.
+
+    ``script [batch, capacity]`` holds the tokens by position; ``spoil`` is n, 0 for never.
+    """
+
+    def __init__(self, *arguments, **options) -> None:
+        super().__init__(*arguments, **options)
+        if self.draft is not None:
+            sizes = self.batch_size, self.block_size
+            self.engine.proposer = ScriptedProposer(self.draft, self.engine.target, *sizes)
+
+    @property
+    def script(self) -> torch.Tensor:
+        return self.engine.proposer.script
+
+    @script.setter
+    def script(self, script: torch.Tensor) -> None:
+        self.engine.proposer.script = script
+
+    @property
+    def spoil(self) -> int:
+        return self.engine.proposer.spoil
+
+    @spoil.setter
+    def spoil(self, spoil: int) -> None:
+        self.engine.proposer.spoil = spoil

@@ -137,8 +137,9 @@ def no_host_reads() -> Iterator[None]:
 @contextlib.contextmanager
 def no_peeking(generator: dflash.Generator) -> Iterator[None]:
     """Raise :class:`HostRead` when the host reads the generator's state, or anything computed from it."""
-    state = [value for value in vars(generator).values() if isinstance(value, Tensor)]
-    state += [*generator.target_cache.keys.values(), *generator.target_cache.values.values()]
+    state = [value for value in vars(generator.state).values() if isinstance(value, Tensor)]
+    cache = generator.state.target_cache
+    state += [generator.state.report.tensor, *cache.keys.values(), *cache.values.values()]
     live = {tensor.untyped_storage().data_ptr() for tensor in state}
     kept = []  # so that no address of theirs is used again
 
@@ -227,5 +228,5 @@ class Recorded(Replay):
 
 def record(generator: dflash.Generator) -> dflash.Generator:
     """``generator``, with its steps recorded and read late."""
-    generator._runner = Recorded(generator.report)
+    generator.runner = Recorded(generator.state.report.tensor)
     return generator

@@ -39,7 +39,7 @@ def test_the_compiled_step_writes_the_same_tokens(compiled):
 
 def test_the_generated_code_allocates_and_clones_no_cache(compiled):
     generator, *_, code = compiled
-    capacity = generator.target_cache.capacity
+    capacity = generator.state.target_cache.capacity
     assert capacity == MAX_LENGTH + 16
     assert f"{capacity}" in code, "the caches should appear as inputs"
     assert "torch.ops.dflash.decoder_layers" in code

@@ -103,15 +103,15 @@ def test_later_passes_leave_the_draft_cache_as_one_pass_would():
     for steps in (1, 3):
         generator = dflash.Generator(target, make_draft(target), max_length=64, denoise_steps=steps)
         generator.generate(prompt(7)[None], max_new_tokens=1)
-        generator.done.zero_()
-        generator.limits.fill_(60)
-        length = int(generator.length)
+        generator.state.done.zero_()
+        generator.state.limits.fill_(60)
+        length = int(generator.state.length)
         generator.step()
-        first = generator.tokens[0, : length + 2].clone()
-        generator.num_context.fill_(1)  # the bonus token alone: the same context for any acceptance
-        generator.length.fill_(length + 1)
+        first = generator.state.tokens[0, : length + 2].clone()
+        generator.state.num_context.fill_(1)  # the bonus token alone: the same context for any acceptance
+        generator.state.length.fill_(length + 1)
         generator.step()
-        caches.append((first, [cache[:, :, : length + 1].clone() for cache in generator.draft_cache.keys]))
+        caches.append((first, [cache[:, :, : length + 1].clone() for cache in generator.state.draft_cache.keys]))
     assert torch.equal(caches[0][0], caches[1][0])
     for one, many in zip(caches[0][1], caches[1][1], strict=True):
         torch.testing.assert_close(many, one, rtol=1e-5, atol=1e-6)
@@ -137,3 +137,24 @@ def test_one_shot_calls_share_a_generator_whatever_their_steps():
     assert torch.equal(texts[0], texts[2])
     generator = dflash.Generator(target, None, max_length=32, block_size=4, denoise_steps=3)
     assert torch.equal(generator.generate(prompt(4)[None], max_new_tokens=9), texts[0])
+
+
+def test_a_call_may_ask_for_its_own_number_of_passes():
+    target = make_target("qwen3")
+    draft = make_draft(target)
+    two = dflash.Generator(target, draft, max_length=64, denoise_steps=2)
+    asked = dflash.Generator(target, draft, max_length=64)
+    p, passes = prompt(9)[None], []
+    draft.register_forward_hook(lambda *arguments: passes.append(1))
+    expected = two.generate(p, max_new_tokens=12, return_dict_in_generate=True)
+    of_two = len(passes)
+    passes.clear()
+    output = asked.generate(p, max_new_tokens=12, denoise_steps=2, return_dict_in_generate=True)
+    assert torch.equal(output.sequences, expected.sequences)
+    assert output.statistics.acceptance_lengths == expected.statistics.acceptance_lengths
+    assert len(passes) == of_two == 2 * len(output.statistics.acceptance_lengths[0])
+    passes.clear()
+    steps = asked.generate(p, max_new_tokens=12, return_dict_in_generate=True).statistics.acceptance_lengths[0]
+    assert len(passes) == len(steps), "the generator's own number is one"
+    events = asked.stream(p, max_new_tokens=12, denoise_steps=2)
+    assert sum(len(event.ids[0]) for event in events) == 12

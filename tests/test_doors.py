@@ -157,7 +157,7 @@ REFUSED = [
         {"logits_processor": LogitsProcessorList([TopKLogitsWarper(50, filter_value=0.0)]), "do_sample": True},
         "TopKLogitsWarper with a min_tokens_to_keep or filter_value of its own",
     ),
-    ({"stopping_criteria": [ConfidenceCriteria(0.5)]}, "ConfidenceCriteria: it is no function of the ids"),
+    ({"stopping_criteria": [ConfidenceCriteria(0.5)]}, "ConfidenceCriteria: it is not a function of the ids"),
     ({"typical_p": 0.5, "do_sample": True}, r"generation_config.typical_p=0\.5"),
     ({"max_time": 9.0}, r"generation_config.max_time=9\.0"),
     ({"num_beams": 2}, "generation_config.num_beams=2"),
@@ -237,7 +237,7 @@ class Counting:
 def test_an_assistant_is_refused_where_the_loop_of_transformers_misses_stop_tokens(draft, monkeypatch):
     monkeypatch.setattr("dflash.hf.transformers_version", lambda: (5, 17))
     with pytest.raises(
-        RuntimeError, match=r"needs transformers >= 5\.18: .* this version, 5\.17, writes on behind a stop"
+        RuntimeError, match=r"needs transformers >= 5\.18: .* this version, 5\.17, continues after a stop"
     ):
         dflash.as_assistant(draft)
 

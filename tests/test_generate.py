@@ -2,7 +2,6 @@
 
 import concurrent.futures
 import gc
-import sys
 import weakref
 
 import numpy as np
@@ -12,8 +11,9 @@ from baseline import greedy, left_padded, prompt
 from families import Cheat, draft_config, make_draft, make_target
 
 import dflash
+from dflash import api
+from dflash import generator as generator_module
 
-MODULE = sys.modules["dflash.generator"]  # the attribute of that name is the function
 NAN = float("nan")
 
 
@@ -61,13 +61,13 @@ BAD_CALLS = [
 @pytest.mark.parametrize(("arguments", "error", "message"), BAD_CALLS, ids=lambda value: str(value)[:40])
 def test_bad_arguments_are_named_before_any_work(target, draft, arguments, error, message, monkeypatch):
     dflash.generate(target, draft, ids(), max_new_tokens=1)
-    kept = MODULE._kept
-    monkeypatch.setattr(MODULE, "structural_twin", None)
-    monkeypatch.setattr(MODULE, "Target", None)
+    kept = api._cached
+    monkeypatch.setattr(api, "structural_twin", None)
+    monkeypatch.setattr(generator_module, "Target", None)
     call = {"ids": ids(), "max_new_tokens": 4, **arguments}
     with pytest.raises(error, match=message):
         dflash.generate(target, draft, **call)
-    assert MODULE._kept is kept
+    assert api._cached is kept
     target.generation_config.max_new_tokens = 4
     del call["max_new_tokens"]
     if "max_new_tokens" not in arguments:
@@ -247,13 +247,14 @@ def test_a_generator_forgets_its_last_call(target, draft):
     generator = dflash.Generator(target, draft, max_length=150, batch_size=2)
     first = generator.generate(ids(2), max_new_tokens=20)
     generator.generate(ids(1, 120), max_new_tokens=20, temperature=1.0, seed=4, stop_token_ids=list(range(40)))
-    addresses = [tensor.data_ptr() for tensor in (*generator.target_cache.keys.values(), *generator.draft_cache.keys)]
-    for cache in (*generator.target_cache.keys.values(), *generator.draft_cache.values):
+    state = generator.state
+    addresses = [tensor.data_ptr() for tensor in (*state.target_cache.keys.values(), *state.draft_cache.keys)]
+    for cache in (*generator.state.target_cache.keys.values(), *generator.state.draft_cache.values):
         cache.fill_(NAN)  # stale slots are never read
     generator.reset()
     assert torch.equal(generator.generate(ids(2), max_new_tokens=20), first)
     assert addresses == [
-        tensor.data_ptr() for tensor in (*generator.target_cache.keys.values(), *generator.draft_cache.keys)
+        tensor.data_ptr() for tensor in (*generator.state.target_cache.keys.values(), *generator.state.draft_cache.keys)
     ]
 
 
@@ -286,13 +287,26 @@ class TestOneShot:
         target = make_target("qwen3")
         draft = make_draft(target)
         dflash.generate(target, draft, ids(), max_new_tokens=4)
-        kept = MODULE._kept.generator
+        kept = api._cached.generator
         dflash.generate(target, draft, ids(1, 9), max_new_tokens=30)
-        assert MODULE._kept.generator is kept
+        assert api._cached.generator is kept
         dflash.generate(target, draft, ids(1, 9), max_new_tokens=400)
-        assert MODULE._kept.generator is not kept, "it had to grow"
+        assert api._cached.generator is not kept, "it had to grow"
         dflash.release()
-        assert MODULE._kept is None
+        assert api._cached is None
+
+    def test_a_call_never_reuses_the_caches_of_an_earlier_one(self, target, draft):
+        first = dflash.generate(target, draft, ids(), max_new_tokens=9)
+        output = dflash.generate(target, draft, first, max_new_tokens=4, return_dict_in_generate=True)
+        assert output.statistics.num_prefilled_tokens == [14]
+        for door in (dflash.generate, dflash.stream):
+            with pytest.raises(
+                TypeError, match=r"a call takes no reuse_prefix: one-shot calls never reuse .* Generator"
+            ):
+                door(target, draft, first, max_new_tokens=4, reuse_prefix=True)
+        generator = dflash.Generator(target, draft, max_length=40)
+        with pytest.raises(TypeError, match="a call takes no reuse_prefix"):
+            generator.generate(first, max_new_tokens=4, reuse_prefix=True)
 
     @pytest.mark.parametrize("dropped", ["target", "draft"])
     def test_it_keeps_neither_module_alive(self, dropped):
@@ -304,7 +318,7 @@ class TestOneShot:
         gc.collect()
         assert reference() is None
         assert weight() is None, "a cycle keeps the weights"
-        assert MODULE._kept is None
+        assert api._cached is None
 
     def test_changes_that_are_no_weights_are_seen(self):
         target = make_target("qwen3")

@@ -2,7 +2,6 @@
 
 import gc
 import random
-import sys
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 
@@ -15,10 +14,11 @@ from tiny_tokenizers import byte_level
 from transformers import RepetitionPenaltyLogitsProcessor
 
 import dflash
+from dflash import api
+from dflash import generator as generator_module
 from dflash.cli import installation as doctor
 from dflash.engine import runner as replay
 
-MODULE = sys.modules["dflash.generator"]
 NEW = 40
 
 CALLS = {
@@ -80,16 +80,16 @@ def test_every_kind_of_step_is_captured_and_writes_the_same(target, draft, batch
     for limit in (NEW, NEW - 3, 7):  # the first captures, the others only replay
         call = {"attention_mask": mask, "max_new_tokens": limit, "stop_token_ids": stop, **CALLS[name]}
         expected = eager.generate(ids, return_dict_in_generate=True, **call)
-        launched = late._runner.steps.copy()
+        launched = late.runner.steps.copy()
         same(late.generate(ids, return_dict_in_generate=True, **call), expected)
         steps = max(map(len, expected.statistics.acceptance_lengths))
-        launches = sum(late._runner.steps.values()) - sum(launched.values())
+        launches = sum(late.runner.steps.values()) - sum(launched.values())
         assert launches <= steps + 1, "more than one surplus step"
         eager.reset(), late.reset()
-    assert late._runner.captures == 1
-    assert late._runner.steps["eager"] == 2
-    assert late._runner.steps["replayed"] > 4
-    assert late._runner.most_ahead == 2
+    assert late.runner.captures == 1
+    assert late.runner.steps["eager"] == 2
+    assert late.runner.steps["replayed"] > 4
+    assert late.runner.most_ahead == 2
     assert late.graph_reason == ""
 
 
@@ -105,7 +105,7 @@ def test_a_target_with_its_own_forward_and_several_passes(batch):
         expected = make().generate(ids, return_dict_in_generate=True, temperature=1.0, seed=2, **call)
         same(late.generate(ids, return_dict_in_generate=True, temperature=1.0, seed=2, **call), expected)
         assert late.graph_reason == ""
-        assert late._runner.steps["replayed"] > 4
+        assert late.runner.steps["replayed"] > 4
     one = record(dflash.Generator(target, None, max_length=90, batch_size=3, block_size=4))
     assert torch.equal(
         one.generate(ids, **call), dflash.Generator(target, max_length=90, batch_size=3).generate(ids, **call)
@@ -118,12 +118,12 @@ class TestHostReads:
         ids, mask, *_ = batch
         generator = dflash.Generator(target, draft, max_length=90, batch_size=3, denoise_steps=1)
         generator.generate(ids, attention_mask=mask, max_new_tokens=2, **CALLS[name])
-        before = generator.length.clone()
-        generator.done.zero_()
-        generator.limits.add_(20)
+        before = generator.state.length.clone()
+        generator.state.done.zero_()
+        generator.state.limits.add_(20)
         with torch.no_grad(), no_host_reads():
             generator.step()
-        assert (generator.length > before).all()
+        assert (generator.state.length > before).all()
 
     def test_the_loop_makes_none(self, target, draft, batch):
         ids, mask, _, answers, stop = batch
@@ -142,7 +142,7 @@ class TestHostReads:
 
     def test_those_that_are_planted_are_found(self, target):
         generator = dflash.Generator(target, max_length=30)
-        length = generator.length
+        length = generator.state.length
         reads = [
             lambda: length.item(),
             lambda: length.tolist(),
@@ -172,7 +172,7 @@ class TestWhatAGraphHolds:
                 late.generate(ids, return_dict_in_generate=True, **call),
                 eager.generate(ids, return_dict_in_generate=True, **call),
             )
-        assert late._runner.captures == 2
+        assert late.runner.captures == 2
 
     def test_a_drafter_whose_weights_were_replaced(self, target):
         draft = make_draft(target)
@@ -182,21 +182,21 @@ class TestWhatAGraphHolds:
         output = late.generate(p[None], max_new_tokens=NEW, return_dict_in_generate=True)
         assert torch.equal(output.sequences, first)
         assert set(output.statistics.acceptance_lengths[0]) == {1}, "the old weights were used"
-        assert late._runner.captures == 2
+        assert late.runner.captures == 2
 
     def test_only_the_last_used_are_kept(self, target, draft, batch, monkeypatch):
-        monkeypatch.setattr(replay, "_KEPT", 2)
+        monkeypatch.setattr(replay, "_MAX_GRAPHS", 2)
         ids, mask, *_ = batch
         late = record(cheat(target, draft, batch))
         for name in ("greedy", "sampled", "rules", "greedy", "greedy"):
             call = {"attention_mask": mask, "max_new_tokens": NEW, **CALLS[name]}
             expected = cheat(target, draft, batch).generate(ids, **call)
             assert torch.equal(late.generate(ids, **call), expected)
-            assert late._runner.graphs <= 2
-        assert late._runner.captures == 4
+            assert late.runner.graphs <= 2
+        assert late.runner.captures == 4
 
     def test_one_shot_calls_keep_it_until_they_grow_or_the_target_changes(self, monkeypatch):
-        monkeypatch.setattr(MODULE, "Direct", Recorded)
+        monkeypatch.setattr(generator_module, "Direct", Recorded)
         target = make_target("qwen3", num_hidden_layers=2)
         draft = make_draft(target)
 
@@ -205,7 +205,7 @@ class TestWhatAGraphHolds:
             assert dflash.generate(target, draft, p[None], max_new_tokens=new)[0, length:].tolist() == (
                 greedy(target, p, new).tolist()
             )
-            return MODULE._kept.generator._runner
+            return api._cached.generator.runner
 
         runner = check(5)
         assert check(9) is runner
@@ -240,11 +240,11 @@ def test_a_capture_that_ran_the_step_is_no_endless_loop(target, monkeypatch):
 
 def test_memory_goes_when_the_surplus_step_is_over(target, monkeypatch):
     alive = []
-    monkeypatch.setattr(MODULE, "Direct", Recorded)
+    monkeypatch.setattr(generator_module, "Direct", Recorded)
     monkeypatch.setattr(Recorded, "drain", lambda self: alive.append(state() is not None))
     generator = dflash.Generator(target, None, max_length=60)
     generator.generate(prompt(5)[None], max_new_tokens=3)  # too short for a capture, which would hold the state
-    state = weakref.ref(generator.tokens)
+    state = weakref.ref(generator.state.tokens)
     assert not alive
     del generator
     gc.collect()
@@ -283,17 +283,17 @@ class TestWhatCannotBeCaptured:
                 assert output[row, ids.shape[1] :].tolist() == answer.tolist()
             generator.reset()
         assert reason in generator.graph_reason
-        assert generator._runner.graphs == 0
-        assert generator._runner.steps["replayed"] == 0
+        assert generator.runner.graphs == 0
+        assert generator.runner.steps["replayed"] == 0
 
     def test_a_step_that_waits(self, target, draft, batch):
         generator = record(cheat(target, draft, batch))
-        generator._runner.waits = "modeling_some_moe.py:71"
+        generator.runner.waits = "modeling_some_moe.py:71"
         self.expect(generator, batch, "the step waits for the device (modeling_some_moe.py:71)")
 
     def test_a_capture_that_fails(self, target, draft, batch):
         generator = record(cheat(target, draft, batch))
-        generator._runner.broken = RuntimeError("operation not permitted when stream is capturing\nmore")
+        generator.runner.broken = RuntimeError("operation not permitted when stream is capturing\nmore")
         self.expect(generator, batch, "captured: RuntimeError: operation not permitted when stream is capturing")
 
     def test_python_rules(self, target, draft, batch):
@@ -301,7 +301,7 @@ class TestWhatCannotBeCaptured:
         asked = []
         processor = lambda ids, scores: asked.append(ids.shape[1]) or scores  # noqa: E731
         self.expect(generator, batch, "run on the host", logits_processor=[processor])
-        assert generator._runner.most_ahead == 1
+        assert generator.runner.most_ahead == 1
         # A token is asked for once in each of the two calls, and none behind the last.
         assert len(asked) == 2 * 3 * NEW
 
@@ -326,7 +326,7 @@ class TestWhatCannotBeCaptured:
         processor = RepetitionPenaltyLogitsProcessor(1.5)
         with pytest.raises(ValueError, match=r"graph=True cannot be followed: logits_processor .* run on the host"):
             generator.generate(logits_processor=[processor], **call)
-        generator._runner.waits = "file.py:1"
+        generator.runner.waits = "file.py:1"
         with pytest.raises(RuntimeError, match=r"graph=True cannot be followed: the step waits for the device"):
             generator.generate(**call)
 
@@ -373,7 +373,7 @@ class TestOnAGPU:
             graph.reset(), eager.reset()
             expected = eager.generate(ids, return_dict_in_generate=True, **call)
             same(graph.generate(ids, return_dict_in_generate=True, **call), expected)
-        assert (graph._runner.graphs, graph.graph_reason) == (1, "")
+        assert (graph.runner.graphs, graph.graph_reason) == (1, "")
         assert eager.graph_reason == "graph=False was asked for"
         if name != "rejection":
             one = dflash.Generator(target, None, max_length=90, batch_size=3, block_size=16, graph=True)
@@ -392,7 +392,7 @@ class TestOnAGPU:
         call = {"attention_mask": mask, "max_new_tokens": NEW, "stop_token_ids": stop, "return_dict_in_generate": True}
         compiled = cheat(target, draft, batch, graph=True, compile=True)
         same(compiled.generate(ids, **call), cheat(target, draft, batch, graph=False).generate(ids, **call))
-        assert compiled._runner.graphs == 1
+        assert compiled.runner.graphs == 1
 
     def test_the_loop_never_waits_but_for_its_late_read(self, on_gpu):
         target, draft, batch = on_gpu(torch.bfloat16)
@@ -448,7 +448,7 @@ class TestOnAGPU:
             p = prompt(length).cuda()
             output = dflash.generate(target, draft, p[None], max_new_tokens=new)
             assert output[0, length:].tolist() == greedy(target, p, new).tolist()
-            runner = MODULE._kept.generator._runner
+            runner = api._cached.generator.runner
             assert (runner.graphs, runner.reason) == (1, "")
         dflash.release()
 
@@ -488,7 +488,7 @@ class TestOnAGPU:
         side = torch.cuda.Stream()
         with torch.cuda.stream(side):
             generator.generate(ids, attention_mask=mask, max_new_tokens=NEW)
-            size = generator.target_cache.keys[0].shape
+            size = generator.state.target_cache.keys[0].shape
             del generator
         mine = [torch.full(size, 3.0, device="cuda") for _ in range(64)]
         torch.cuda.synchronize()
@@ -518,4 +518,4 @@ class TestOnAGPU:
             if index >= 20:
                 memory.append(torch.cuda.memory_stats()["allocated_bytes.all.current"])
         assert max(memory) - min(memory) < 1 << 20
-        assert generator._runner.graphs == 2
+        assert generator.runner.graphs == 2

@@ -4,7 +4,7 @@ import functools
 import inspect
 import json
 import math
-import sys
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -25,12 +25,12 @@ from transformers import (
 from transformers.generation import logits_process as theirs
 
 import dflash
+from dflash import api
 from dflash.ops import reference
-from dflash.sampling import fold
-from dflash.sampling.rules import LogitRules, RuleSettings
+from dflash.proposers import Block
+from dflash.sampling import LogitRules, RuleSettings, fold
 from dflash.target import transformers_version
 
-GENERATE = sys.modules["dflash.generator"]
 NEW = 24
 LENGTHS = [1, 2, 16, 37]
 INF = math.inf
@@ -194,8 +194,27 @@ BLOCK_RULES = {
 }
 
 
-def make_rules(rule: dict, prompt_length: torch.Tensor, limits: torch.Tensor, vocab: int, stop=(4, 5)) -> LogitRules:
-    return LogitRules.create(RuleSettings.resolve(rule, {}, stop, vocab), prompt_length, limits, vocab)
+class Text(NamedTuple):
+    """What rules read of the state."""
+
+    tokens: torch.Tensor | None
+    length: torch.Tensor
+    prompt_length: torch.Tensor
+    limits: torch.Tensor
+
+
+class Rules:
+    """The rules of ``rule`` on rows with these prompt lengths and limits."""
+
+    def __init__(self, rule: dict, prompt_length: torch.Tensor, limits: torch.Tensor, vocab: int, stop=(4, 5)) -> None:
+        self.rules = LogitRules(RuleSettings.resolve(rule, {}, stop, vocab), vocab)
+        self.sizes = prompt_length, limits
+
+    def apply(self, logits, tokens, length, block) -> torch.Tensor:
+        return self.rules.apply(logits, Block(block), Text(tokens, length, *self.sizes))
+
+    def apply_to_drafts(self, logits, length) -> torch.Tensor:
+        return self.rules.apply_to_drafts(logits, Text(None, length, *self.sizes))
 
 
 @pytest.mark.parametrize("name", BLOCK_RULES)
@@ -214,7 +233,7 @@ def test_a_block_equals_the_processors_called_token_by_token(rows, name):
     tokens[4], block[4] = 1, 1
     block[:, 0] = tokens.gather(1, length[:, None])[:, 0]
     logits = torch.randn(6, rows, vocab, generator=generator) * 3
-    got = make_rules(rule, prompt_length, limits, vocab, stop).apply(logits, tokens, length, block)
+    got = Rules(rule, prompt_length, limits, vocab, stop).apply(logits, tokens, length, block)
     changed = False
     for row in range(6):
         calls = processors(rule, int(prompt_length[row]), int(limits[row]), stop)
@@ -232,7 +251,7 @@ def test_bfloat16_logits_are_processed_in_float32():
     rule = {"repetition_penalty": 1.3, "frequency_penalty": 0.1}
     tokens, length, block = torch.randint(0, 9, (1, 20)), torch.tensor([7]), torch.randint(0, 9, (1, 4))
     logits = torch.randn(1, 4, 9).bfloat16()
-    rules = make_rules(rule, torch.tensor([3]), torch.tensor([16]), 9, ())
+    rules = Rules(rule, torch.tensor([3]), torch.tensor([16]), 9, ())
     assert torch.equal(rules.apply(logits, tokens, length, block), rules.apply(logits.float(), tokens, length, block))
 
 
@@ -240,7 +259,7 @@ def test_logits_may_be_narrower_than_the_embeddings():
     rule = {key: BLOCK_RULES["most"][key] for key in BLOCK_RULES["most"]}
     tokens, length, block = torch.randint(0, 11, (2, 30)), torch.tensor([7, 20]), torch.randint(0, 11, (2, 4))
     block[:, 2] = 10
-    rules = make_rules(rule, torch.tensor([3, 5]), torch.tensor([16, 24]), 11)
+    rules = Rules(rule, torch.tensor([3, 5]), torch.tensor([16, 24]), 11)
     logits = torch.randn(2, 4, 11)
     wide = rules.apply(logits, tokens, length, block)
     assert torch.equal(rules.apply(logits[..., :8], tokens, length, block), wide[..., :8])
@@ -251,10 +270,10 @@ def test_drafts_know_bans_and_forced_tokens():
     tokens, length = torch.randint(0, 3, (2, 30)), torch.tensor([7, 20])
     sizes = torch.tensor([3, 5]), torch.tensor([16, 24])
     logits = torch.randn(2, 4, 11)
-    got = make_rules(rule, *sizes, 11).apply_to_drafts(logits, length)
+    got = Rules(rule, *sizes, 11).apply_to_drafts(logits, length)
     known = {name: rule[name] for name in ("min_new_tokens", "suppress_tokens", "begin_suppress_tokens")}
     known |= {"logit_bias": {1: -100.0}, "bad_words_ids": [[5]], "forced_bos_token_id": 1, "forced_eos_token_id": 4}
-    expected = make_rules(known, *sizes, 11).apply(logits, tokens, length, torch.zeros(2, 4, dtype=torch.int64))
+    expected = Rules(known, *sizes, 11).apply(logits, tokens, length, torch.zeros(2, 4, dtype=torch.int64))
     assert torch.equal(got, expected)
 
 
@@ -422,27 +441,29 @@ def test_a_generator_forgets_the_rules_of_its_last_call(target, draft, prompts, 
     generator = dflash.Generator(target, draft, max_length=80)
     p = prompts[2][None]
     generator.generate(p, max_new_tokens=NEW, repetition_penalty=2.0, logits_processor=[TopKLogitsWarper(3)])
-    assert generator.rules is not None
-    address = generator.rules.repetition_penalty.data_ptr()
+    rules = generator.engine.rules
+    address = rules.rules[0].repetition_penalty.data_ptr()
     assert generator.generate(p, max_new_tokens=NEW)[0, p.shape[1] :].equal(plain[2])
-    assert generator.rules is None
-    assert generator.host_rules is None
+    assert not generator.engine.rules.rules
+    assert generator.engine.host_rules is None
     expected = by_transformers(target, prompts[2], {"repetition_penalty": 1.5})
     assert generator.generate(p, max_new_tokens=NEW, repetition_penalty=1.5)[0, p.shape[1] :].equal(expected)
-    assert generator.rules.repetition_penalty.data_ptr() == address
+    assert generator.engine.rules.rules[0].repetition_penalty.data_ptr() == address
 
 
 def test_what_may_not_be_chosen_is_not_drafted(target, draft, prompts):
     generator = dflash.Generator(target, draft, max_length=80)
     p = prompts[3][None]
     drafted = []
-    propose = generator._propose
+    proposer = generator.engine.proposer
+    propose = proposer.propose
 
-    def spy(anchor):
-        drafted.append(propose(anchor))
-        return drafted[-1]
+    def spy(state):
+        block = propose(state)
+        drafted.append(block.ids[:, 1:].clone())
+        return block
 
-    generator._propose = spy
+    proposer.propose = spy
     generator.generate(p, max_new_tokens=NEW)
     free = set(torch.cat(drafted).flatten().tolist())
     ban = sorted(free)[::2]
@@ -491,7 +512,7 @@ def test_a_compiled_generator_takes_more_sets_of_rules_than_torch_takes_graphs(m
 
 def test_compiled_rules_give_the_same_logits():
     torch._dynamo.reset()
-    rules = make_rules(BLOCK_RULES["most"], torch.tensor([3, 1]), torch.tensor([16, 24]), 11)
+    rules = Rules(BLOCK_RULES["most"], torch.tensor([3, 1]), torch.tensor([16, 24]), 11)
     tokens, length, block = torch.randint(0, 3, (2, 30)), torch.tensor([7, 20]), torch.randint(0, 3, (2, 4))
     block[:, 0] = tokens.gather(1, length[:, None])[:, 0]
     logits = torch.randn(2, 4, 11)
@@ -571,7 +592,7 @@ BAD_RULES = [
 @pytest.mark.parametrize(("rule", "error", "message"), BAD_RULES, ids=lambda value: str(value)[:40])
 def test_wrong_values_are_named_before_any_work(target, draft, monkeypatch, rule, error, message):
     dflash.release()
-    monkeypatch.setattr(GENERATE, "structural_twin", None)  # not even a twin is made
+    monkeypatch.setattr(api, "structural_twin", None)  # not even a twin is made
     with pytest.raises(error, match=message):
         dflash.generate(target, draft, prompt(5)[None], max_new_tokens=4, **rule)
 

@@ -138,7 +138,7 @@ def test_auto_is_the_default_and_equal_calls_draft_equally(ragged):
     assert torch.equal(outputs[0].sequences, outputs[1].sequences)
     lengths = [output.statistics.acceptance_lengths for output in outputs]
     assert lengths[0] == lengths[1]
-    assert generator.auto.ended.amax() > 10
+    assert generator.engine.proposer.auto.ended.amax() > 10
     with pytest.raises(TypeError, match="draft_sharpness must be a number of at least 0 or \"auto\", got 'best'"):
         generator.generate(ids, **{**call, "draft_sharpness": "best"})
 
@@ -146,9 +146,9 @@ def test_auto_is_the_default_and_equal_calls_draft_equally(ragged):
 def test_at_temperature_0_nothing_is_counted(ragged):
     target, draft, _, ids, mask = ragged
     generator = dflash.Generator(target, draft, max_length=80, batch_size=3)
-    before = generator.auto.ended.clone()
+    before = generator.engine.proposer.auto.ended.clone()
     generator.generate(ids, attention_mask=mask, max_new_tokens=24)
-    assert torch.equal(generator.auto.ended, before)
+    assert torch.equal(generator.engine.proposer.auto.ended, before)
 
 
 def test_the_loop_with_python_processors_counts_too(ragged):
@@ -157,7 +157,7 @@ def test_the_loop_with_python_processors_counts_too(ragged):
     processors = [SuppressTokensLogitsProcessor([3])]
     call = {"attention_mask": mask, "max_new_tokens": 24, "temperature": 1.0, "seed": 5}
     walked = generator.generate(ids, logits_processor=processors, **call)
-    assert generator.auto.ended.amax() > 10
+    assert generator.engine.proposer.auto.ended.amax() > 10
     assert torch.equal(walked, generator.generate(ids, suppress_tokens=[3], **call))
 
 
@@ -168,7 +168,7 @@ def test_a_compiled_step_chooses_too(ragged):
     output = generator.generate(ids, attention_mask=mask, max_new_tokens=20, temperature=1.0, seed=2)
     for row, p in enumerate(prompts):
         assert output[row, ids.shape[1] :].tolist() == sampled(target, p, 20, fold(2, row), 1.0).tolist()
-    assert generator.auto.ended.amax() > 10
+    assert generator.engine.proposer.auto.ended.amax() > 10
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ import contextlib
 import gc
 import json
 import random
-import sys
 import threading
 import weakref
 
@@ -28,10 +27,10 @@ from transformers import (
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 import dflash
+from dflash import api
 from dflash.sampling import fold
 from dflash.streaming import TextDecoder, first_stop
 
-MODULE = sys.modules["dflash.generator"]
 NEW = 40
 NAN = float("nan")
 
@@ -287,7 +286,7 @@ class TestStopStrings:
             first = generator.generate(p[None], **call)
             kept = first.shape[1] - len(p)
             assert kept < 16, "the stop should be in the middle of a block"
-            assert int(generator.length[0]) == first.shape[1] - 1
+            assert int(generator.state.length[0]) == first.shape[1] - 1
             longer = torch.cat([first[0], prompt(5, seed=9)])
             fresh = dflash.Generator(target, draft, max_length=160)
             compare_caches(generator, fresh, longer, prefilled=6)
@@ -429,11 +428,11 @@ def compare_caches(generator, fresh, ids, prefilled=None, **call):
     if prefilled is not None:
         assert outputs[0].statistics.num_prefilled_tokens == [prefilled]
     assert outputs[1].statistics.num_prefilled_tokens == [len(ids)]
-    ours, theirs = generator.target_cache, fresh.target_cache
+    ours, theirs = generator.state.target_cache, fresh.state.target_cache
     pairs = [(ours.keys[layer], theirs.keys[layer]) for layer in ours.keys]
     pairs += [(ours.values[layer], theirs.values[layer]) for layer in ours.values]
     if generator.draft is not None:
-        ours, theirs = generator.draft_cache, fresh.draft_cache
+        ours, theirs = generator.state.draft_cache, fresh.state.draft_cache
         pairs += zip((*ours.keys, *ours.values), (*theirs.keys, *theirs.values), strict=True)
     for mine, other in pairs:
         torch.testing.assert_close(mine[0, :, : len(ids)], other[0, :, : len(ids)], rtol=1e-4, atol=1e-5)
@@ -471,10 +470,10 @@ class TestConversation:
         ]
         assert follow[2][24] != answers[2][7]
         assert follow[1][0] != prompts[1][0]
-        for cache in (generator.target_cache.keys, dict(enumerate(generator.draft_cache.keys))):
+        for cache in (generator.state.target_cache.keys, dict(enumerate(generator.state.draft_cache.keys))):
             for buffer in cache.values():
                 for row in range(3):
-                    buffer[row, :, int(generator.length[row]) :] = NAN  # stale slots are never read
+                    buffer[row, :, int(generator.state.length[row]) :] = NAN  # stale slots are never read
         ids, mask = left_padded(follow)
         output = generator.generate(ids, attention_mask=mask, max_new_tokens=20, return_dict_in_generate=True)
         assert output.statistics.num_prefilled_tokens == [31, 50, 2]
@@ -562,8 +561,8 @@ class Interrupted(dflash.Generator):
     def step(self) -> None:
         self.at -= 1
         if self.at == 0:
-            self.target.forward(self.block, self.length, self.target_cache)
-            self.context.fill_(NAN)
+            self.engine.target.forward(self.state.block, self.state.length, self.state.target_cache)
+            self.state.context.fill_(NAN)
             raise KeyboardInterrupt
         super().step()
 
@@ -641,11 +640,11 @@ class TestLeaving:
         target = make_target("qwen3")
         draft = make_draft(target)
         dflash.generate(target, draft, prompt(5)[None], max_new_tokens=4)
-        references = [weakref.ref(MODULE._kept.generator), weakref.ref(MODULE._kept.generator.target_cache.keys[0])]
+        references = [weakref.ref(api._cached.generator), weakref.ref(api._cached.generator.state.target_cache.keys[0])]
         gc.disable()
         try:
             leave(target, draft)
-            assert MODULE._kept is None
+            assert api._cached is None
             assert [reference() for reference in references] == [None, None]
         finally:
             gc.enable()
@@ -686,7 +685,7 @@ class TestLeaving:
         rest = list(events)  # the stream holds what it needs until it ends
         assert joined([first, *rest], 1)[0] == greedy(target, p, 8).tolist()
         list(dflash.stream(target, draft, p[None], max_new_tokens=8))
-        assert MODULE._kept is not None
+        assert api._cached is not None
 
 
 class NoEven(LogitsProcessor):

@@ -3,10 +3,12 @@
 import importlib.metadata as _metadata
 import warnings as _warnings
 
+from .api import generate, release, stream
 from .drafter import DraftConfig, Drafter, load_draft
 from .evaluate.demo import demo_pair
-from .generator import GenerateOutput, Generator, Statistics, StreamEvent, generate, release, stream
+from .generator import Generator
 from .hf import as_assistant, custom_generate
+from .outputs import GenerateOutput, Statistics, StreamEvent
 from .target import UnsupportedTargetError
 
 __all__ = [

@@ -1,33 +1,35 @@
-"""Ways in from transformers: its ``generate`` running our loop, and our drafter inside its assisted generation."""
+"""The doors from transformers: its ``generate`` running our loop, and our drafter in its assisted generation."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
 import sys
 import types
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from .api import generate_call
 from .cache import KVCache
+from .call import Call, GenerateArguments, TargetDefaults
 from .drafter import Drafter, load_draft
-from .generator import generate_once, plan
 from .streaming import check_streamer
-from .target import UnsupportedTargetError, generation_defaults, refusal, transformers_version, unwrap
+from .target import UnsupportedTargetError, refusal, transformers_version, unwrap
 
 __all__ = ["as_assistant", "custom_generate"]
 
-# transformers' processors that say what a setting of generation_config says, in the order in which the sampling rule
-# applies them: class -> (setting, attribute of the processor).
+# transformers' processors for the sampling settings of generation_config, in the order in which token choice applies
+# them: class -> (setting, attribute of the processor).
 _SETTINGS = {
     "TemperatureLogitsWarper": ("temperature", "temperature"),
     "TopKLogitsWarper": ("top_k", "top_k"),
     "TopPLogitsWarper": ("top_p", "top_p"),
     "MinPLogitsWarper": ("min_p", "min_p"),
 }
-# Those that say what a setting of generation_config says which is a rule of dflash.rules.
+# Those for the settings of generation_config that are logit rules here.
 _RULES = {
     "SequenceBiasLogitsProcessor": ("sequence_bias", "sequence_bias"),
     "RepetitionPenaltyLogitsProcessor": ("repetition_penalty", "penalty"),
@@ -43,7 +45,7 @@ _RULES = {
 _NO_EFFECT = ("LogitNormalization",)  # a constant added to all logits changes no choice
 # Not functions of a row's ids and scores.
 _STATEFUL = ("UnbatchedClassifierFreeGuidanceLogitsProcessor", "ConfidenceCriteria")
-# Settings beside those of generation_defaults that ask for another decoding or another output: name -> off.
+# Further settings that ask for another decoding or another output: name -> off.
 _OFF = {
     "num_beam_groups": (None, 1),
     "diversity_penalty": (None, 0.0),
@@ -56,10 +58,10 @@ _OFF = {
     "output_attentions": (None, False),
     "output_hidden_states": (None, False),
 }
-# What transformers prepares for its own forward; it changes no token, or is checked below.
+# What transformers prepares for its own forward; it does not change a token, or is checked below.
 _PREPARED = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position")
 
-_STOPS_IN_MID_BLOCK = (5, 18)  # from which version on transformers' loop around a DFlash drafter does
+_STOPS_IN_MID_BLOCK = (5, 18)  # the first transformers whose loop around a DFlash drafter does
 
 
 def _is_theirs(thing: object) -> bool:
@@ -71,53 +73,59 @@ def _refuse(what: str) -> ValueError:
 
 
 def _same(given: object, wanted: object) -> bool:
-    """Whether a processor's attribute holds what the setting says."""
+    """Return True if a processor's attribute holds what the setting says."""
     if isinstance(given, Tensor):
         given = given.tolist()
     return given == ([wanted] if isinstance(given, list) and isinstance(wanted, int) else wanted)
 
 
 def _processors(processors: Sequence[Any], config: Any) -> tuple[dict[str, Any], list[Any]]:
-    """The rules that the processors stand for, and the processors that have to be called.
+    """Return the rules that the processors stand for, and the processors that have to be called.
 
-    Raises ``ValueError`` for one that cannot be, and for warpers other than the settings of ``config`` in their order.
+    Raises:
+        ValueError: one cannot be called, or a warper differs from the settings of ``config`` or from their order.
     """
     order, last = list(_SETTINGS), -1
     rules: dict[str, Any] = {}
     called: list[Any] = []
-    mixed = False
     plain: list[Any] = []
+    mixed = False  # a rule comes after a processor that is called
     for processor in processors:
         name = type(processor).__name__ if _is_theirs(processor) else None
         if name in _NO_EFFECT:
             continue
-        if name not in _SETTINGS:
-            if name in _STATEFUL:
-                raise _refuse(f"the logits processor {name}: it is no function of its inputs")
-            if last >= 0:
-                raise _refuse(f"the logits processor {type(processor).__name__} after {order[last]}")
-            plain.append(processor)
-            setting, attribute = _RULES.get(name, (None, ""))
-            if setting is None or not _same(getattr(processor, attribute), getattr(config, setting)):
-                called.append(processor)
-            else:
-                rules[setting] = getattr(config, setting)
-                mixed = mixed or bool(called)
+        if name in _SETTINGS:
+            last = _check_warper(processor, name, config, last)
             continue
-        setting, attribute = _SETTINGS[name]
-        given, wanted = getattr(processor, attribute), getattr(config, setting)
-        if given != wanted:
-            raise _refuse(f"{name} with {attribute}={given!r} where generation_config.{setting} is {wanted!r}")
-        if getattr(processor, "min_tokens_to_keep", 1) > 1 or getattr(processor, "filter_value", -torch.inf) > -1e30:
-            raise _refuse(f"{name} with a min_tokens_to_keep or filter_value of its own")
-        if order.index(name) < last:
-            raise _refuse(f"{name} after {order[last]}: its order is {', '.join(order)}")
-        last = order.index(name)
+        if name in _STATEFUL:
+            raise _refuse(f"the logits processor {name}: it is not a function of its inputs")
+        if last >= 0:
+            raise _refuse(f"the logits processor {type(processor).__name__} after {order[last]}")
+        plain.append(processor)
+        setting, attribute = _RULES.get(name, (None, ""))
+        if setting is None or not _same(getattr(processor, attribute), getattr(config, setting)):
+            called.append(processor)
+        else:
+            rules[setting] = getattr(config, setting)
+            mixed = mixed or bool(called)
     return ({}, plain) if mixed else (rules, called)  # rules come before what is called
 
 
+def _check_warper(warper: Any, name: str, config: Any, last: int) -> int:
+    """Return the warper's place in the order; raise if it is not what the settings say, or before ``last``."""
+    order, (setting, attribute) = list(_SETTINGS), _SETTINGS[name]
+    given, wanted = getattr(warper, attribute), getattr(config, setting)
+    if given != wanted:
+        raise _refuse(f"{name} with {attribute}={given!r} where generation_config.{setting} is {wanted!r}")
+    if getattr(warper, "min_tokens_to_keep", 1) > 1 or getattr(warper, "filter_value", -torch.inf) > -1e30:
+        raise _refuse(f"{name} with a min_tokens_to_keep or filter_value of its own")
+    if order.index(name) < last:
+        raise _refuse(f"{name} after {order[last]}: its order is {', '.join(order)}")
+    return order.index(name)
+
+
 def _criteria(criteria: Sequence[Any], ids: Tensor) -> tuple[int | None, list[int], list[Any], list[Any]]:
-    """Of stopping criteria: new tokens at most, stop token ids, stop-string criteria, and those that are called."""
+    """Sort stopping criteria into the most new tokens, stop ids, stop-string criteria, and those that are called."""
     new, stop, strings, called = None, [], [], []
     for criterion in criteria:
         name = type(criterion).__name__ if _is_theirs(criterion) else None
@@ -129,14 +137,14 @@ def _criteria(criteria: Sequence[Any], ids: Tensor) -> tuple[int | None, list[in
         elif name == "StopStringCriteria":
             strings.append(criterion)
         elif name in _STATEFUL:
-            raise _refuse(f"the stopping criterion {name}: it is no function of the ids")
+            raise _refuse(f"the stopping criterion {name}: it is not a function of the ids")
         else:
             called.append(criterion)
     return new, stop, strings, called
 
 
 def _check_called(called: Sequence[Any], mask: Tensor | None, rows: int) -> None:
-    """Raise for processors and criteria that would not see what they see in transformers: each row comes alone."""
+    """Raise for processors and criteria that would see something else than in transformers: rows come one by one."""
     for thing in called:
         name = type(thing).__name__
         if mask is not None and not mask.all():
@@ -153,10 +161,10 @@ def _check_positions(positions: Tensor, mask: Tensor | None, ids: Tensor) -> Non
 
 
 def _not_handed_on() -> dict[str, Any]:
-    """``streamer`` and ``assistant_model`` of the transformers ``generate`` that called.
+    """Return ``streamer`` and ``assistant_model`` of the transformers ``generate`` that called.
 
-    It takes them, puts the prompt into the streamer, and then hands neither on to a callable (seen in 5.23): they are
-    read where they are, or they would be ignored.
+    It takes them, puts the prompt into the streamer, and then hands neither to a callable (seen in 5.23). They are read
+    from its frame; otherwise they would be ignored.
     """
     frame = sys._getframe(1)
     while frame is not None:
@@ -177,31 +185,46 @@ def custom_generate(
     draft: nn.Module | None = None,
     seed: int | Sequence[int] | None = None,
     draft_sharpness: float | Literal["auto"] = "auto",
+    acceptance: Literal["keyed", "rejection"] = "keyed",
+    denoise_steps: int = 1,
     block_size: int | None = None,
     **model_kwargs: Any,
 ) -> Any:
-    """Our loop behind transformers' own ``generate``: ``model.generate(ids, custom_generate=dflash.custom_generate,
-    draft=draft, ...)``.
+    """Run our loop from transformers' own ``generate``.
 
-    transformers prepares inputs, settings, processors and criteria as for its own decoding, and this runs them: the
-    lengths, stop tokens, ``stopping_criteria=[StopStringCriteria(...)]``, ``do_sample``, temperature, top-k, top-p,
-    min-p, ``num_return_sequences``, ``streamer`` and the rules of :mod:`dflash.rules`; any other processor or criterion
-    must be a function of its inputs and is called for one token of one row at a time, which is slower. Note that
-    transformers samples with ``top_k=50`` where neither the call nor the model says anything. Whatever else would
-    change the text is refused by name.
+    Call ``model.generate(ids, custom_generate=dflash.custom_generate, draft=draft, ...)``. transformers prepares
+    inputs, settings, processors and criteria as for its own decoding, and this runs them: lengths, stop tokens,
+    ``stopping_criteria=[StopStringCriteria(...)]``, ``do_sample``, temperature, top-k, top-p, min-p,
+    ``num_return_sequences``, ``streamer`` and the logit rules of :class:`dflash.call.GenerateArguments`. Any other
+    processor or criterion must be a function of its inputs and is called for one token of one row at a time, which is
+    slower. Note that transformers samples with ``top_k=50`` where neither the call nor the model says anything.
+    Whatever else would change the text is refused by name.
 
     Args:
-        draft, seed, draft_sharpness, block_size: as for :func:`dflash.generate`, in the call of ``model.generate``.
-        model, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, model_kwargs:
-            what transformers passes.
+        model: what transformers passes, as the next six.
+        input_ids: ``[batch, length]``.
+        logits_processor: its processors.
+        stopping_criteria: its criteria.
+        generation_config: its settings.
+        synced_gpus: refused.
+        streamer: a streamer, for a batch of one.
+        draft: as for :func:`dflash.generate`, in the call of ``model.generate``; so are the next five.
+        seed: see :class:`dflash.call.GenerateArguments`.
+        draft_sharpness: see there.
+        acceptance: see there.
+        denoise_steps: see there.
+        block_size: 1 to the drafter's own.
+        model_kwargs: what transformers prepares for the model's forward.
 
     Returns:
         ``[batch, length + longest answer]`` int64; with ``return_dict_in_generate=True`` a
-        :class:`dflash.GenerateOutput`, whose ``sequences`` they are.
+        :class:`dflash.GenerateOutput`, which holds them as ``sequences``.
 
     Raises:
-        ValueError, TypeError: as :func:`dflash.generate` does, and for what is not applied.
+        ValueError: as :func:`dflash.generate`, and for what is not applied.
+        TypeError: as :func:`dflash.generate`.
     """
+    # 1. What is not applied is refused.
     target, config = unwrap(model), generation_config
     if reason := refusal(target):
         raise UnsupportedTargetError(f"this target is not supported: {reason}")
@@ -214,51 +237,80 @@ def custom_generate(
         raise _refuse("assistant_model: pass the drafter as draft=")
     if synced_gpus:
         raise _refuse("synced_gpus=True")
+    defaults = _defaults(target, config)
+    _check_model_arguments(model_kwargs, input_ids)
+    if streamer is not None:
+        check_streamer(streamer, input_ids.shape[0])
+    # 2. What transformers made of the settings, as our arguments.
+    arguments = _arguments(logits_processor or (), stopping_criteria or (), config, model_kwargs, input_ids, defaults)
+    own = {"seed": seed, "draft_sharpness": draft_sharpness, "acceptance": acceptance, "denoise_steps": denoise_steps}
+    call = Call.resolve(arguments.defaults, input_ids, {**arguments.given, **own, "streamer": streamer})
+    call = dataclasses.replace(call, stop_criteria=tuple(arguments.stop_criteria))
+    # 3. Run it.
+    output = generate_call(target, draft, call, block_size, prompt_was_put=prompt_was_put)
+    return output if config.return_dict_in_generate else output.sequences
+
+
+class _Arguments(NamedTuple):
+    """What transformers' processors and criteria ask for."""
+
+    given: GenerateArguments
+    defaults: TargetDefaults
+    stop_criteria: list[Any]
+
+
+def _defaults(target: nn.Module, config: Any) -> TargetDefaults:
+    """Return the settings of the call's ``config``; raise for those that are not applied."""
     asked = types.SimpleNamespace(generation_config=config, get_input_embeddings=target.get_input_embeddings)
-    defaults = generation_defaults(asked)
+    defaults = TargetDefaults.of(asked)
     others = {name: value for name, off in _OFF.items() if (value := getattr(config, name, None)) not in off}
-    for name, value in (defaults["unsupported"] | others).items():
+    for name, value in (defaults.settings["unsupported"] | others).items():
         raise _refuse(f"generation_config.{name}={value!r}")
     if getattr(config, "cache_implementation", None) == "quantized":
         raise _refuse("generation_config.cache_implementation='quantized'")
-    for name, value in model_kwargs.items():
+    return defaults
+
+
+def _check_model_arguments(given: Mapping[str, Any], ids: Tensor) -> None:
+    """Raise for arguments of the model's forward that would change the text."""
+    for name, value in given.items():
         if name not in _PREPARED and value is not None:
             raise _refuse(f"{name}, an argument of the model's forward")
-    past = model_kwargs.get("past_key_values")
+    past = given.get("past_key_values")
     if past is not None and past.get_seq_length():
         raise _refuse(f"past_key_values that hold tokens, {past.get_seq_length()} here")
-    mask, positions = model_kwargs.get("attention_mask"), model_kwargs.get("position_ids")
-    if positions is not None:
-        _check_positions(positions, mask, input_ids)
-    if streamer is not None:
-        check_streamer(streamer, input_ids.shape[0])
-    embedding = target.get_input_embeddings().weight
-    new, stop, strings, criteria = _criteria(stopping_criteria or (), input_ids)
-    rules, processors = _processors(logits_processor or (), config)
-    _check_called([*processors, *criteria], mask, input_ids.shape[0])
-    call = plan(
-        defaults | {"rules": rules},
-        embedding.shape[0],
-        embedding.device,
-        input_ids,
-        attention_mask=mask,
-        max_new_tokens=new,
-        seed=seed,
-        draft_sharpness=draft_sharpness,
-        stop_token_ids=[token for token in stop if 0 <= token < embedding.shape[0]],  # others are never emitted
-        stop_strings=(),  # they come as a criterion
-        streamer=streamer,
-        num_return_sequences=1,  # the rows have been repeated
-        logits_processor=processors or None,
-        stopping_criteria=criteria or None,
-    )
-    call = dataclasses.replace(call, stop=tuple(strings))
-    with_statistics = bool(config.return_dict_in_generate)
-    return generate_once(target, draft, call, block_size, with_statistics, prompt_was_put)
+    if given.get("position_ids") is not None:
+        _check_positions(given["position_ids"], given.get("attention_mask"), ids)
+
+
+def _arguments(
+    processors: Sequence[Any],
+    criteria: Sequence[Any],
+    config: Any,
+    model_kwargs: Mapping[str, Any],
+    ids: Tensor,
+    defaults: TargetDefaults,
+) -> _Arguments:
+    """Return processors and criteria as our arguments."""
+    mask = model_kwargs.get("attention_mask")
+    new, stop, strings, called_criteria = _criteria(criteria, ids)
+    rules, called_processors = _processors(processors, config)
+    _check_called([*called_processors, *called_criteria], mask, ids.shape[0])
+    given: GenerateArguments = {
+        "attention_mask": mask,
+        "max_new_tokens": new,
+        "stop_token_ids": [token for token in stop if 0 <= token < defaults.vocab_size],  # others are never emitted
+        "stop_strings": (),  # they come as a criterion
+        "num_return_sequences": 1,  # the rows have been repeated
+        "logits_processor": called_processors or None,
+        "stopping_criteria": called_criteria or None,
+    }
+    settings = {**defaults.settings, "rules": rules}
+    return _Arguments(given, dataclasses.replace(defaults, settings=settings), strings)
 
 
 class _AssistantConfig:
-    """What transformers reads of a drafter's configuration. Its cache gets no layers: the adapter keeps its own."""
+    """What transformers reads of a drafter's configuration. Its cache gets no layers: we keep our own."""
 
     def __init__(self, draft: Drafter) -> None:
         self.target_layer_ids = list(draft.config.target_layer_ids)
@@ -273,7 +325,7 @@ class _AssistantConfig:
 
 
 class _Assistant:
-    """Our drafter as transformers' DFlash candidate generator calls one; see :func:`as_assistant`."""
+    """Our drafter, as transformers' DFlash candidate generator calls one; see :func:`as_assistant`."""
 
     def __init__(self, draft: Drafter) -> None:
         self.draft = draft
@@ -324,7 +376,7 @@ class _Assistant:
         return types.SimpleNamespace(last_hidden_state=hidden)
 
     def _cache(self, holder: Any, capacity: int) -> KVCache:
-        """The call's cache, grown to ``capacity`` positions at least."""
+        """Return the call's cache, grown to at least ``capacity`` positions."""
         old = getattr(holder, "dflash_cache", None)
         if old is not None and old.capacity >= capacity:
             return old
@@ -336,13 +388,13 @@ class _Assistant:
         return cache
 
 
-def as_assistant(draft: Any) -> _Assistant:
-    """Our drafter for transformers' own assisted generation: ``model.generate(ids,
-    assistant_model=dflash.as_assistant(draft), speculation_type="dflash")``.
+def as_assistant(draft: str | os.PathLike[str] | nn.Module) -> _Assistant:
+    """Return our drafter for transformers' own assisted generation.
 
-    The loop, its limits (a batch of one, a dynamic cache) and its sampling are transformers'. The embeddings arrive as
-    the target's own module gives them, so that a target that scales them has done so, and a softcap of the drafter's
-    logits is not applied: that changes what is drafted when sampling, never the text's distribution.
+    Call ``model.generate(ids, assistant_model=dflash.as_assistant(draft), speculation_type="dflash")``. The loop, its
+    limits (a batch of one, a dynamic cache) and its sampling are transformers'. The embeddings arrive as the target's
+    own module gives them, so a target that scales them has done so. A softcap of the drafter's logits is not applied:
+    that changes what is drafted when sampling, never the distribution of the text.
 
     Args:
         draft: what :func:`dflash.load_draft` takes.
@@ -351,14 +403,15 @@ def as_assistant(draft: Any) -> _Assistant:
         An object for ``assistant_model``; calls may share it, one after another.
 
     Raises:
-        ValueError, TypeError, FileNotFoundError: as :func:`dflash.load_draft` does. RuntimeError: transformers is older
-            than 5.18, whose loop writes on behind a stop token that is not the last of those a step accepts.
+        ValueError: as :func:`dflash.load_draft`; so for TypeError and FileNotFoundError.
+        RuntimeError: transformers is older than 5.18, whose loop continues after a stop token that is not the last of
+            those a step accepts.
     """
     version = transformers_version()
     if version < _STOPS_IN_MID_BLOCK:
         raise RuntimeError(
             "as_assistant needs transformers >= 5.18: the assisted generation of this version, "
-            f"{'.'.join(map(str, version))}, writes on behind a stop token that was accepted in mid-block; "
+            f"{'.'.join(map(str, version))}, continues after a stop token that was accepted in the middle of a block; "
             "model.generate(..., custom_generate=dflash.custom_generate, draft=draft) stops there"
         )
     return _Assistant(load_draft(draft))

@@ -175,7 +175,7 @@ def _drafter(shell: Any, tokenizer: Any, init: str | None, chosen: dict[str, Any
 
     import dflash
 
-    from ..generator import check_config
+    from ..fit import check_config
     from ..train.draft import choose_mask_id, draft_config, new_drafter
 
     given = {name: value for name, value in chosen.items() if value is not None}

@@ -1,5 +1,23 @@
-"""How steps run: state, one step, the prompt, and what launches them."""
+"""How a call runs: its state, one step, the prompt, and what launches steps and reads them."""
 
-from .runner import Direct, Replay, graph_status
+from .host_step import host_step
+from .progress import FINISH_REASONS, Launch, Progress, Run
+from .runner import Direct, Replay, compiled_per_kind, graph_status, with_own_code
+from .state import State
+from .step import Engine, step
 
-__all__ = ["Direct", "Replay", "graph_status"]
+__all__ = [
+    "FINISH_REASONS",
+    "Direct",
+    "Engine",
+    "Launch",
+    "Progress",
+    "Replay",
+    "Run",
+    "State",
+    "compiled_per_kind",
+    "graph_status",
+    "host_step",
+    "step",
+    "with_own_code",
+]

@@ -1,8 +1,8 @@
 """How a step reaches the device, and how its results reach the host.
 
-On a GPU a step is launched as one CUDA graph, and the host reads what it reports through pinned memory one step late:
-while it waits for step n, step n + 1 is queued already, so that the device never waits for the host. :class:`Direct` is
-the same for a device that the host itself is.
+On a GPU a step is launched as one CUDA graph, and the host reads its report through pinned memory one step late: while
+it waits for step n, step n + 1 is already queued, so that the device never waits for the host. On a CPU,
+:class:`Direct` runs each step at once.
 """
 
 from __future__ import annotations
@@ -14,19 +14,20 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["Direct", "Replay", "graph_status"]
+__all__ = ["Direct", "Replay", "compiled_per_kind", "graph_status", "with_own_code"]
 
-_CAPTURING = threading.Lock()  # what a capture and a watch set is the process's
-_WARM_UPS = 2  # real steps before a kind of step is captured: one makes what is made at first use, one is watched
-_KEPT = 16  # graphs, the last used
+_CAPTURING = threading.Lock()  # captures and watches change settings of the whole process
+_WARM_UPS = 2  # real steps before a capture: one makes what is made at first use, one is watched
+_MAX_GRAPHS = 16  # the least recently used goes first
 
 
 def graph_status() -> str:
-    """Why CUDA graphs cannot be used on the current device; empty when they can. Captures one addition to find out."""
+    """Return why CUDA graphs cannot be used on the current device; empty if they can. Captures one addition to see."""
     if not torch.cuda.is_available():
         return "torch sees no GPU"
     try:
@@ -43,13 +44,13 @@ def _first_line(error: BaseException) -> str:
 
 
 def _captured(step: Callable[[], object], pool: object, stream: torch.cuda.Stream) -> Callable[[], None]:
-    """A function that launches what ``step`` would; ``step`` is not run.
+    """Capture ``step`` without running it; return a function that launches it.
 
     Args:
         step: what to capture, on the device of ``stream``.
-        pool: of the memory of its temporaries; None for one of its own.
-        stream: to capture on. ``torch.cuda.graph`` has one for the whole process otherwise, on the device of its
-            first capture: what a step does on another device would not be captured, but run.
+        pool: the memory pool of its temporaries; None for a new one.
+        stream: to capture on. By default ``torch.cuda.graph`` uses one stream for the whole process, on the device of
+            its first capture: a step on another device would run instead of being captured.
     """
     graph = torch.cuda.CUDAGraph()
     # The first of the two puts the current stream back where a capture that fails leaves another.
@@ -62,7 +63,7 @@ def _captured(step: Callable[[], object], pool: object, stream: torch.cuda.Strea
 
 @contextlib.contextmanager
 def _uncollected() -> Iterator[None]:
-    """Collect garbage now and not in here: a generator that goes waits for its device, which a capture forbids."""
+    """Collect garbage before, not inside: a generator that is freed waits for its device, which a capture forbids."""
     gc.collect()
     enabled = gc.isenabled()
     gc.disable()
@@ -73,52 +74,85 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-class Direct:
-    """Steps that are over when they are launched.
+def with_own_code(function: Callable) -> Callable:
+    """Return ``function`` in a code object of its own, by which torch finds and counts compiled graphs."""
+
+    def call(*arguments: Any) -> Any:
+        return function(*arguments)
+
+    call.__code__ = call.__code__.replace()
+    return call
+
+
+def compiled_per_kind(step: Callable[[], None], kind: Callable[[], Hashable]) -> Callable[[], None]:
+    """Return ``step``, compiled to one graph per value of ``kind()``.
+
+    torch would guard a graph by some 400 tests of modules and tensors, a tenth of the time of a small step, and would
+    check the shape of every input again. None of them can change while the generator holds what it was made with.
 
     Args:
-        report: the tensor in which every step leaves what the host wants to know.
+        step: what to compile with ``fullgraph=True``.
+        kind: returns everything that its branches depend on.
+    """
+    graphs: dict[Hashable, Callable[[], None]] = {}
+
+    def run() -> None:
+        key = kind()
+        if key not in graphs:
+            # Without guards torch would take another generator's graph.
+            options = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe, "size_asserts": False}
+            graphs[key] = torch.compile(with_own_code(step), fullgraph=True, dynamic=False, options=options)
+        graphs[key]()
+
+    return run
+
+
+class Direct:
+    """Runs each step at once.
+
+    Args:
+        report: ``[batch, n]`` int64, which every step writes for the host.
     """
 
     ahead = 0
-    """Steps that may be launched before the oldest is read."""
+    """How many steps may be launched before the oldest is read."""
 
     def __init__(self, report: Tensor) -> None:
         self.report = report
         self.reason = f"the target is on {report.device}"
 
     def start(self) -> None:
-        """A call begins."""
+        """Begin a call."""
 
     def launch(self, step: Callable[[], None], kind: Hashable, obstacle: str = "") -> None:
         """Run ``step``; see :meth:`Replay.launch`."""
         step()
 
     def read(self) -> list:
-        """The report of the last step."""
+        """Return the report of the last step."""
         return self.report.tolist()
 
     def clear(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: no graph is kept."""
 
     def drain(self) -> None:
-        """Nothing is running."""
+        """Do nothing: no step is running."""
 
 
 class Replay:
-    """Steps on a GPU: a kind of step is run twice as it is, then captured, and from then on replayed.
+    """Runs a kind of step twice as it is, then captures it, and from then on replays it.
 
-    A graph is its kernels with the addresses and the Python values that they were captured with. ``kind`` must
-    therefore differ wherever a step would branch otherwise, and :meth:`clear` be called when a tensor moved. All graphs
-    share one private memory pool: they are launched one after another, and nothing outlives a step in it.
+    A graph is its kernels, with the addresses and the Python values of the capture. ``kind`` must therefore differ
+    wherever a step would branch differently, and :meth:`clear` must be called when a tensor has moved. All graphs share
+    one private memory pool: they are launched one after another, and nothing in it outlives a step.
 
-    A step that waits for the device, or that cannot be captured, stays as it is: ``reason`` says why.
+    A step that waits for the device, or that cannot be captured, keeps running kernel by kernel: ``reason`` says why.
 
     Args:
-        report: ``[batch, n]`` int64 on the GPU, always the same tensor: what every step leaves for the host.
+        report: ``[batch, n]`` int64 on the GPU, which every step writes for the host; always the same tensor.
 
     Attributes:
-        reason: why the last step ran kernel by kernel; empty when it was replayed, or is to be captured soon.
+        reason: why the last step ran kernel by kernel; empty if it was replayed or will soon be captured.
     """
 
     ahead = 1
@@ -134,16 +168,16 @@ class Replay:
 
     @property
     def graphs(self) -> int:
-        """How many graphs are kept."""
+        """Number of graphs in use."""
         return len(self._graphs)
 
     def start(self) -> None:
-        """A call begins."""
+        """Begin a call."""
         self._follow()
         self._launched = self._read = 0
 
     def clear(self) -> None:
-        """Forget every graph: a tensor moved, or code changed. Waits for those that are running."""
+        """Forget every graph because a tensor moved or code changed. Waits for those that are running."""
         if self._graphs:
             self.drain()
         self._graphs.clear()
@@ -156,7 +190,7 @@ class Replay:
         Args:
             step: run, or captured; all of its work goes to the current stream.
             kind: everything that its branches and shapes depend on.
-            obstacle: why this step must not be captured; empty when it may.
+            obstacle: why this step must not be captured; empty if it may.
         """
         self._follow()
         self.reason = obstacle or self._refused.get(kind, "")
@@ -171,13 +205,13 @@ class Replay:
         self._launched += 1
 
     def read(self) -> list:
-        """The oldest report that was not read; waits for its step and for no later one."""
+        """Return the oldest unread report; waits for its step and for no later one."""
         slot = self._read % 2
         self._read += 1
         return self._receive(slot)
 
     def _prepare(self, step: Callable[[], None], kind: Hashable) -> None:
-        """A step of a kind that has no graph yet."""
+        """Run a step of a kind that has no graph yet; capture it once it has warmed up."""
         seen = self._seen[kind] = self._seen.get(kind, 0) + 1
         if seen < _WARM_UPS:
             self._warm_up(step)
@@ -192,7 +226,7 @@ class Replay:
             self._refused[kind] = self.reason = f"the step could not be captured: {_first_line(error)}"
             step()
             return
-        while len(self._graphs) >= _KEPT:
+        while len(self._graphs) >= _MAX_GRAPHS:
             evicted, _ = self._graphs.popitem(last=False)
             del self._seen[evicted]
         self._graphs[kind] = graph
@@ -201,14 +235,14 @@ class Replay:
     # ------------------------------------------------------------------------------------------ the device
 
     def _open(self) -> None:
-        """Make what is used for every step: two pinned reports in turn, with an event each."""
+        """Make what every step uses: two pinned reports, used in turn, with an event each."""
         self._slots = [torch.empty(self.report.shape, dtype=self.report.dtype, pin_memory=True) for _ in range(2)]
         self._events = [torch.cuda.Event() for _ in range(2)]
         self._side = torch.cuda.Stream(self.report.device)
         self._pool = torch.cuda.graph_pool_handle()
 
     def _warm_up(self, step: Callable[[], None]) -> None:
-        """Run ``step`` on a side stream, as torch asks for before a capture."""
+        """Run ``step`` on a side stream, as torch requires before a capture."""
         current = torch.cuda.current_stream()
         self._side.wait_stream(current)
         with torch.cuda.stream(self._side):
@@ -216,7 +250,7 @@ class Replay:
         current.wait_stream(self._side)
 
     def _watch(self, step: Callable[[], None]) -> str:
-        """Run ``step``; the place in it where the host waited for the device, empty when nowhere."""
+        """Run ``step``; return where in it the host waited for the device, empty if nowhere."""
         thread, places = threading.get_ident(), []
         with _CAPTURING, warnings.catch_warnings():
             mode, show = torch.cuda.get_sync_debug_mode(), warnings.showwarning
@@ -242,7 +276,7 @@ class Replay:
         try:
             return _captured(step, self._pool, self._side)
         except BaseException:
-            # The old ones may be left half open.
+            # A failed capture may leave the old ones half open.
             self._pool, self._side = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self.report.device)
             raise
 
@@ -255,12 +289,12 @@ class Replay:
         return self._slots[slot].tolist()
 
     def drain(self) -> None:
-        """Wait until nothing that was launched is running; the memory that steps use may go then."""
+        """Wait until nothing that was launched is running; the memory of the steps may then be freed."""
         for event in self._events:
             event.synchronize()
 
     def _follow(self) -> None:
-        """What comes on the current stream comes after all that this call, or the one before, queued on another."""
+        """Order the current stream after all that this call, or the one before it, queued on another stream."""
         last, self._stream = self._stream, torch.cuda.current_stream()
         if last is not None and last != self._stream:
             self._stream.wait_stream(last)

@@ -1,8 +1,8 @@
-"""``denoise_steps > 1``: a block is drafted in several passes, each of which keeps what the one before was sure of.
+"""``denoise_steps > 1``: draft a block in several passes, each keeping what the one before was sure of.
 
-After each pass but the last the most confident tokens of the block stay, the others are masked again, and the drafter
-runs once more. How many stay is fixed beforehand, so that no shape and no branch depends on data. Every pass costs a
-forward of the drafter; the text stays the same.
+After each pass but the last, the most confident tokens of the block stay, the others are masked again, and the drafter
+runs once more. How many stay is fixed in advance, so that no shape and no branch depends on data. Every pass costs one
+forward pass of the drafter; the text stays the same.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["most_confident", "schedule"]
 
 
 def schedule(drafts: int, steps: int) -> tuple[int, ...]:
-    """How many of ``drafts`` tokens are kept after each pass but the last: equal parts, at least one each.
+    """Return how many of ``drafts`` tokens stay after each pass but the last: equal parts, at least one each.
 
     More passes than tokens would add nothing and are not made.
     """
@@ -23,7 +23,7 @@ def schedule(drafts: int, steps: int) -> tuple[int, ...]:
 
 
 def most_confident(logits: Tensor, drafts: Tensor, known: Tensor | None, count: int) -> Tensor:
-    """``known`` grown to ``count`` tokens a row by those whose probability under the drafter is the highest.
+    """Extend ``known`` to ``count`` tokens per row by those that the drafter finds most probable.
 
     Args:
         logits: ``[batch, rows, vocab]``, the drafter's, any floating dtype.

@@ -9,16 +9,20 @@ as 1, 2, 3", 2011).
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-__all__ = ["Sampling", "fold"]
+from .. import ops
+from . import checks
+
+__all__ = ["Sampling", "SamplingArguments", "fold"]
 
 _SMALLEST_TEMPERATURE = 1e-30  # below it logits / temperature would overflow fp32
 _LARGEST_FLOAT32 = torch.finfo(torch.float32).max
@@ -47,7 +51,7 @@ def fold(seed: int, row: int) -> int:
     Raises:
         ValueError: out of range. TypeError: not an integer.
     """
-    seed, row = _seed("seed", seed), integer("row", row)
+    seed, row = _seed("seed", seed), checks.integer("row", row)
     if row < 0:
         raise ValueError(f"row must be at least 0, got {row}")
     if row == 0:
@@ -56,21 +60,8 @@ def fold(seed: int, row: int) -> int:
     return folded - 2**64 if folded >= 2**63 else folded
 
 
-def integer(name: str, value: object) -> int:
-    """``value`` as an int; TypeError unless it is an integer of Python or numpy, and not a bool."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise TypeError(f"{name} must be an integer, got {value!r}")
-    return int(value)
-
-
-def _number(name: str, value: object, wanted: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name} must be {wanted}, got {value!r}")
-    return float(value)
-
-
 def _seed(name: str, value: object) -> int:
-    value = integer(name, value)
+    value = checks.integer(name, value)
     if not -(2**63) <= value < 2**63:
         raise ValueError(f"{name} must fit in int64, got {value}")
     return value
@@ -88,6 +79,56 @@ def _seeds(seed: int | Sequence[int] | None, rows: int) -> list[int]:
     if isinstance(seed, bool) or not isinstance(seed, numbers.Integral):
         raise TypeError(f"seed must be an integer, a sequence with one per row, or None, got {seed!r}")
     return [fold(seed, row) for row in range(rows)]
+
+
+@dataclass(frozen=True)
+class SamplingArguments:
+    """How one call samples: the arguments of ``generate`` by the same names, for every row.
+
+    Attributes:
+        temperature: finite, 0 or more; 0 is greedy, and so is anything below 1e-30.
+        top_k: keep the ``top_k`` best tokens and those equal to the last of them; 0 is off.
+        top_p: in (0, 1]: keep a token while those strictly more probable weigh less than this; 1 is off.
+        min_p: in [0, 1]: keep tokens at least ``min_p`` times as probable as the best; 0 is off.
+        seed: an integer, of which row r gets ``fold(seed, r)``, or one per row; None draws one from torch's default
+            generator.
+        draft_sharpness: 0 or more, infinity included: the drafter proposes
+            ``argmax(draft_sharpness * logits / temperature + gumbel)``. 1 couples it to the target's own noise (Daliri
+            et al.), infinity is its plain argmax, and "auto" writes infinity, where the automatic choice
+            (:mod:`dflash.proposers.sharpness`) begins. Changes the speed, never the text.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | Sequence[int] | None = None
+    draft_sharpness: float | Literal["auto"] = 1.0
+
+    def checked(self) -> SamplingArguments:
+        """Return the same as plain Python numbers, a sharpness of "auto" as infinity.
+
+        Raises:
+            ValueError: a value is out of range.
+            TypeError: a value has the wrong type.
+        """
+        temperature = checks.real("temperature", self.temperature, "a finite number of at least 0")
+        if not 0 <= temperature <= _LARGEST_FLOAT32:
+            raise ValueError(f"temperature must be a finite number of at least 0, got {temperature}")
+        top_k = checks.integer("top_k", self.top_k)
+        if top_k < 0:
+            raise ValueError(f"top_k must be an integer of at least 0 (0 is off), got {top_k}")
+        top_p = checks.real("top_p", self.top_p, "a number in (0, 1]")
+        if not 0 < top_p <= 1:
+            raise ValueError(f"top_p must lie in (0, 1] (1 is off), got {top_p}")
+        min_p = checks.real("min_p", self.min_p, "a number in [0, 1]")
+        if not 0 <= min_p <= 1:
+            raise ValueError(f"min_p must lie in [0, 1] (0 is off), got {min_p}")
+        sharpness = math.inf if self.draft_sharpness == "auto" else self.draft_sharpness
+        sharpness = checks.real("draft_sharpness", sharpness, 'a number of at least 0 or "auto"')
+        if math.isnan(sharpness) or sharpness < 0:
+            raise ValueError(f"draft_sharpness must be at least 0 (infinity is allowed), got {sharpness}")
+        return SamplingArguments(temperature, top_k, top_p, min_p, self.seed, sharpness)
 
 
 @dataclass(frozen=True)
@@ -112,69 +153,50 @@ class Sampling:
 
     @classmethod
     def create(cls, batch: int, device: torch.device | str = "cpu") -> Sampling:
-        """Greedy parameters for ``batch`` rows on ``device``."""
+        """Return greedy parameters for ``batch`` rows on ``device``."""
 
         def rows(fill: float, dtype: torch.dtype) -> Tensor:
             return torch.full((batch,), fill, dtype=dtype, device=device)
 
-        whole, real = torch.int64, torch.float32
-        return cls(rows(0, whole), rows(0, real), rows(0, whole), rows(1, real), rows(0, real), rows(1, real))
+        ints, floats = torch.int64, torch.float32
+        return cls(rows(0, ints), rows(0, floats), rows(0, ints), rows(1, floats), rows(0, floats), rows(1, floats))
 
-    def set_(
-        self,
-        rows: int,
-        *,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        seed: int | Sequence[int] | None = None,
-        draft_sharpness: float | Literal["auto"] = 1.0,
-    ) -> None:
+    def set_(self, rows: int, arguments: SamplingArguments | None = None, **changes: Any) -> None:
         """Write the first ``rows`` rows in place; nothing is written when an argument is wrong.
 
         Args:
             rows: 1 to batch.
-            temperature: finite, 0 or more; 0 is greedy, and so is anything below 1e-30.
-            top_k: keep the ``top_k`` best tokens and those equal to the last of them; 0 is off.
-            top_p: in (0, 1]: keep a token while those strictly more probable weigh less than this; 1 is off.
-            min_p: in [0, 1]: keep tokens at least ``min_p`` times as probable as the best; 0 is off.
-            seed: an integer, of which row r gets ``fold(seed, r)``, or one per row; None draws one from torch's
-                default generator.
-            draft_sharpness: 0 or more, infinity included: the drafter proposes
-                ``argmax(draft_sharpness * logits / temperature + gumbel)``. 1 couples it to the target's own
-                noise (Daliri et al.), infinity is its plain argmax. "auto" writes infinity, where the automatic
-                choice (:mod:`dflash.sharpness`) begins. Changes the speed, never the text.
+            arguments: the parameters of every row; greedy by default.
+            changes: fields of :class:`SamplingArguments` that replace those of ``arguments``.
 
         Raises:
-            ValueError: a value is out of range, or as many seeds as rows were wanted. TypeError: of the wrong type.
+            ValueError: a value is out of range, or the number of seeds is not ``rows``.
+            TypeError: a value has the wrong type.
         """
-        rows = integer("rows", rows)
+        rows = checks.integer("rows", rows)
         if not 1 <= rows <= len(self.seeds):
             raise ValueError(f"rows must lie in 1 .. {len(self.seeds)}, got {rows}")
-        temperature = _number("temperature", temperature, "a finite number of at least 0")
-        if not 0 <= temperature <= _LARGEST_FLOAT32:
-            raise ValueError(f"temperature must be a finite number of at least 0, got {temperature}")
-        top_k = integer("top_k", top_k)
-        if top_k < 0:
-            raise ValueError(f"top_k must be an integer of at least 0 (0 is off), got {top_k}")
-        top_p = _number("top_p", top_p, "a number in (0, 1]")
-        if not 0 < top_p <= 1:
-            raise ValueError(f"top_p must lie in (0, 1] (1 is off), got {top_p}")
-        min_p = _number("min_p", min_p, "a number in [0, 1]")
-        if not 0 <= min_p <= 1:
-            raise ValueError(f"min_p must lie in [0, 1] (0 is off), got {min_p}")
-        if isinstance(draft_sharpness, str) and draft_sharpness == "auto":
-            draft_sharpness = math.inf
-        sharpness = _number("draft_sharpness", draft_sharpness, 'a number of at least 0 or "auto"')
-        if math.isnan(sharpness) or sharpness < 0:
-            raise ValueError(f"draft_sharpness must be at least 0 (infinity is allowed), got {sharpness}")
-        if seed is None and temperature < _SMALLEST_TEMPERATURE:
-            seed = 0  # greedy: leave torch's generator as it is
-        seeds = _seeds(seed, rows)
-        self.seeds[:rows] = torch.tensor(seeds, dtype=torch.int64)
-        self.temperature[:rows] = temperature if temperature >= _SMALLEST_TEMPERATURE else 0.0
-        self.top_k[:rows] = min(top_k, 2**63 - 1)
-        self.top_p[:rows] = top_p
-        self.min_p[:rows] = min_p
-        self.sharpness[:rows] = sharpness if sharpness <= _LARGEST_FLOAT32 else math.inf
+        given = dataclasses.replace(arguments or SamplingArguments(), **changes).checked()
+        greedy = given.temperature < _SMALLEST_TEMPERATURE
+        seed = 0 if given.seed is None and greedy else given.seed  # greedy: leave torch's generator as it is
+        self.seeds[:rows] = torch.tensor(_seeds(seed, rows), dtype=torch.int64)
+        self.temperature[:rows] = 0.0 if greedy else given.temperature
+        self.top_k[:rows] = min(given.top_k, 2**63 - 1)
+        self.top_p[:rows] = given.top_p
+        self.min_p[:rows] = given.min_p
+        self.sharpness[:rows] = math.inf if given.draft_sharpness > _LARGEST_FLOAT32 else given.draft_sharpness
+
+    def select(self, logits: Tensor, positions: Tensor, sharpness: Tensor) -> Tensor:
+        """Choose a token per row by keyed noise, see :func:`dflash.ops.select_tokens`.
+
+        Args:
+            logits: ``[batch, rows, vocab]``, any floating dtype.
+            positions: ``[batch, rows]`` int64, of the tokens that are chosen.
+            sharpness: ``[batch]`` float32.
+
+        Returns:
+            ``[batch, rows]`` int64; -1 where a logit is NaN.
+        """
+        return ops.select_tokens(
+            *(logits, positions, self.seeds, self.temperature, self.top_k, self.top_p, self.min_p, sharpness)
+        )

@@ -367,6 +367,21 @@ class Target:
         self._taps[:] = [None] * len(taps)
         return self._kept(output.logits, ids.shape[1], logits_to_keep), taps
 
+    def verify(self, block: Any, state: Any) -> Tensor:
+        """Run a block and write its features into ``state.context``, the drafter's next input.
+
+        Args:
+            block: its ``input_ids [batch, rows]`` are run at positions ``state.length[b] + i``.
+            state: its ``target_cache`` takes their K/V.
+
+        Returns:
+            ``[batch, rows, vocab]`` logits.
+        """
+        logits, taps = self.forward(block.input_ids, state.length, state.target_cache)
+        if state.context.shape[-1]:
+            torch.cat(taps, -1, out=state.context)
+        return logits
+
     def _kept(self, logits: Tensor, rows: int, logits_to_keep: int | Tensor) -> Tensor:
         """The rows that were asked for, of a model that may not have heard of ``logits_to_keep``."""
         asked = logits_to_keep.numel() if isinstance(logits_to_keep, Tensor) else logits_to_keep or rows

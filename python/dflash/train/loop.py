@@ -27,7 +27,8 @@ from torch.nn import functional as F
 
 from ..drafter import Drafter
 from ..files import whole_file
-from ..generator import Generator, check_config
+from ..fit import check_config
+from ..generator import Generator
 from ..target import Target, describe_config, sample_digest, text_config, unwrap
 from .blocks import default_gamma, make_blocks, sample_anchors
 from .checkpoint import CheckpointError, checkpoints, load_checkpoint, read_progress, save_checkpoint, save_draft

@@ -1,0 +1,246 @@
+"""One-shot calls: ``generate`` and ``stream`` on a generator that is kept for the next call with the same pair."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Literal, overload
+
+from torch import Tensor, nn
+
+from .call import Call, GenerateArguments, TargetDefaults
+from .drafter import load_draft
+from .generator import Generator, check_block_size, check_stream_arguments
+from .outputs import GenerateOutput, StreamEvent
+from .target import UnsupportedTargetError, WeightsFingerprint, refusal, structural_twin, text_config, unwrap
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = ["generate", "generate_call", "release", "stream"]
+
+_CAPACITY_STEP = 256
+
+
+@overload
+def generate(
+    target: nn.Module,
+    draft: nn.Module | None,
+    ids: Tensor,
+    *,
+    block_size: int | None = None,
+    return_dict_in_generate: Literal[False] = False,
+    **arguments: Unpack[GenerateArguments],
+) -> Tensor: ...
+
+
+@overload
+def generate(
+    target: nn.Module,
+    draft: nn.Module | None,
+    ids: Tensor,
+    *,
+    block_size: int | None = None,
+    return_dict_in_generate: Literal[True],
+    **arguments: Unpack[GenerateArguments],
+) -> GenerateOutput: ...
+
+
+@overload
+def generate(
+    target: nn.Module,
+    draft: nn.Module | None,
+    ids: Tensor,
+    *,
+    block_size: int | None = None,
+    return_dict_in_generate: bool,
+    **arguments: Unpack[GenerateArguments],
+) -> Tensor | GenerateOutput: ...
+
+
+def generate(
+    target: nn.Module,
+    draft: nn.Module | None,
+    ids: Tensor,
+    *,
+    block_size: int | None = None,
+    return_dict_in_generate: bool = False,
+    **arguments: Unpack[GenerateArguments],
+) -> Tensor | GenerateOutput:
+    """Generate exactly what ``target`` would write on its own, drafting blocks with ``draft``.
+
+    At temperature 0 the output is that of ``target.generate(do_sample=False)``. At a positive temperature each token is
+    ``argmax(filtered(logits / temperature) + gumbel(seed, position, token))``: a function of the seed, the position and
+    the prefix only. The text is therefore the same for every drafter, block size and batch (drafter-invariant
+    speculative decoding; Daliri et al., "Coupling without communication and drafter-invariant speculative decoding").
+
+    The caches of the last (target, draft) are kept for the next call, and :func:`release` frees them. The target itself
+    is examined again each time, which takes about a millisecond per layer. Calls from several threads run one after
+    another.
+
+    Args:
+        target: a causal language model of transformers; never modified.
+        draft: a drafter from :func:`load_draft`, or a module it takes. None decodes one token per step.
+        ids: ``[batch, length]`` int64 or int32 prompts, on the target's device.
+        block_size: 1 to the drafter's own. Changes the speed, never the text.
+        return_dict_in_generate: return a :class:`GenerateOutput` with statistics.
+        arguments: see :class:`dflash.call.GenerateArguments`.
+
+    Returns:
+        ``[batch, length + longest answer]`` int64: the prompt as given, then the new tokens, right-padded with the pad
+        id; or a :class:`GenerateOutput`.
+
+    Raises:
+        ValueError: an argument is out of range, target and drafter do not fit, the target is not supported, a row would
+            pass the target's ``max_position_embeddings``, or the target's logits are NaN.
+        TypeError: an argument is unknown or has the wrong type.
+    """
+    target = unwrap(target)
+    output = generate_call(target, draft, _resolve(target, ids, arguments), block_size)
+    return output if return_dict_in_generate else output.sequences
+
+
+def stream(
+    target: nn.Module,
+    draft: nn.Module | None,
+    ids: Tensor,
+    *,
+    block_size: int | None = None,
+    skip_special_tokens: bool = False,
+    **arguments: Unpack[GenerateArguments],
+) -> Iterator[StreamEvent]:
+    """Do what :func:`generate` does, as an iterator over one event per step.
+
+    Every argument is checked at once; the prompt is run when the first event is asked for. Closing the iterator before
+    its end, or an interrupt, frees what :func:`generate` would keep for the next call.
+
+    Args:
+        target: as for :func:`generate`.
+        draft: as for :func:`generate`.
+        ids: as for :func:`generate`.
+        block_size: as for :func:`generate`.
+        skip_special_tokens: as in ``tokenizer.decode``.
+        arguments: see :class:`dflash.call.GenerateArguments`, except ``streamer``. With ``tokenizer`` the events carry
+            text.
+
+    Yields:
+        :class:`StreamEvent`; the ids of a row, joined, are what :func:`generate` returns for it.
+
+    Raises:
+        ValueError: as :func:`generate`.
+        TypeError: as :func:`generate`.
+        RuntimeError: the kept generator has started another call.
+    """
+    check_stream_arguments(arguments)
+    target = unwrap(target)
+    call = _resolve(target, ids, arguments)
+    with _one_at_a_time:
+        generator = _generator_for(target, draft, call, block_size)
+    return _released_unless_finished(generator, generator.stream_call(call, skip_special_tokens))
+
+
+def release() -> None:
+    """Free what one-shot calls keep for the next: both caches and the step's state."""
+    global _cached
+    if _cached is not None:
+        for finalizer in _cached.finalizers:
+            finalizer.detach()
+    _cached = None
+
+
+def generate_call(
+    target: nn.Module, draft: nn.Module | None, call: Call, block_size: int | None, *, prompt_was_put: bool = False
+) -> GenerateOutput:
+    """Run a resolved call on the kept generator; an interrupt frees it."""
+    with _one_at_a_time:
+        generator = _generator_for(target, draft, call, block_size)
+        try:
+            return generator.run_call(call, prompt_was_put)
+        except Exception:
+            raise
+        except BaseException:  # KeyboardInterrupt
+            _release_if(generator)
+            raise
+
+
+# ---------------------------------------------------------------------------------------------- the kept generator
+
+
+class _CachedGenerator:
+    """The generator of the last pair. It holds neither of the user's modules, and is freed with either of them."""
+
+    def __init__(
+        self, target: nn.Module, draft: nn.Module | None, block_size: int | None, generator: Generator
+    ) -> None:
+        self.generator, self.block_size = generator, block_size
+        modules = [module for module in (target, draft) if module is not None]
+        self.weights = [WeightsFingerprint(module) for module in modules]
+        self.finalizers = [weakref.finalize(module, release) for module in modules]
+
+    def serves(self, target: nn.Module, draft: nn.Module | None, block_size: int | None, call: Call) -> bool:
+        """Return True if the generator was made for this pair and has room for the call."""
+        modules = [module for module in (target, draft) if module is not None]
+        return (
+            self.generator.batch_size == len(call.prompts)
+            and self.generator.max_length >= call.longest + call.max_new_tokens
+            and self.block_size == block_size
+            and len(self.weights) == len(modules)
+            and all(weights.matches(module) for weights, module in zip(self.weights, modules, strict=True))
+        )
+
+
+_cached: _CachedGenerator | None = None
+_one_at_a_time = threading.RLock()
+
+
+def _resolve(target: nn.Module, ids: Tensor, arguments: GenerateArguments) -> Call:
+    """Check a one-shot call against its target."""
+    if reason := refusal(target):
+        raise UnsupportedTargetError(f"this target is not supported: {reason}")
+    call = Call.resolve(TargetDefaults.of(target), ids, arguments)
+    positions = getattr(text_config(target), "max_position_embeddings", None)
+    if positions is not None and call.longest + call.max_new_tokens > positions:
+        raise ValueError(
+            f"a prompt of {call.longest} tokens and {call.max_new_tokens} new tokens pass the target's "
+            f"max_position_embeddings, {positions}"
+        )
+    return call
+
+
+def _generator_for(target: nn.Module, draft: nn.Module | None, call: Call, block_size: int | None) -> Generator:
+    """Return the kept generator if it serves this call, else a new one in its place."""
+    global _cached
+    call.check_drafts(draft is not None and block_size != 1)
+    if _cached is not None and _cached.serves(target, draft, block_size, call):
+        _cached.generator.follow(target)
+        return _cached.generator
+    drafter = None if draft is None else load_draft(draft)
+    check_block_size(target, drafter, block_size)  # before the old one is freed
+    release()
+    capacity = -(-(call.longest + call.max_new_tokens) // _CAPACITY_STEP) * _CAPACITY_STEP
+    positions = getattr(text_config(target), "max_position_embeddings", None)
+    if positions is not None:
+        capacity = min(capacity, positions)
+    if drafter is draft and draft is not None:
+        drafter = structural_twin(draft)
+    sizes = {"max_length": capacity, "batch_size": len(call.prompts), "block_size": block_size}
+    generator = Generator(target, drafter, **sizes, reuse_prefix=False)
+    _cached = _CachedGenerator(target, draft, block_size, generator)
+    return generator
+
+
+def _released_unless_finished(generator: Generator, events: Iterator[StreamEvent]) -> Iterator[StreamEvent]:
+    finished = False
+    try:
+        yield from events
+        finished = True
+    finally:
+        if not finished:
+            _release_if(generator)
+
+
+def _release_if(generator: Generator) -> None:
+    """Free the kept generator if it is this one."""
+    if _cached is not None and _cached.generator is generator:
+        release()

@@ -1,0 +1,346 @@
+"""One call of ``generate``: its arguments, documented once, and the frozen :class:`Call` that they resolve to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from .sampling import RuleArguments, RuleSettings, Sampling, SamplingArguments, integer, integer_from, is_list
+from .streaming import StopCriterion, Streamer, Tokenizer, check_streamer
+from .target import generation_defaults, stop_string_criterion
+
+__all__ = ["Call", "GenerateArguments", "TargetDefaults"]
+
+_DEFAULT_NEW_TOKENS = 20  # as in transformers
+
+
+class GenerateArguments(RuleArguments, total=False):
+    """The keyword arguments of ``generate`` and ``stream``, for one-shot calls and for a Generator.
+
+    An argument that is left out or None follows the target's ``generation_config``; what is unset there too is off
+    (transformers' own ``generate`` would then sample with top_k = 50). The logit rules of :class:`RuleArguments` are
+    arguments too: repetition_penalty, presence_penalty, frequency_penalty, no_repeat_ngram_size, logit_bias,
+    bad_words_ids, suppress_tokens, begin_suppress_tokens, forced_bos_token_id, forced_eos_token_id, min_length,
+    min_new_tokens, logits_processor, stopping_criteria. They are applied as transformers applies them to the row alone:
+    its padding is never seen.
+
+    Attributes:
+        attention_mask: ``[batch, length]`` of zeros and ones; a row's ones are contiguous (padding left or right).
+        max_new_tokens: at least 1; 20 if the generation_config sets neither this nor max_length.
+        temperature: 0 is greedy.
+        top_k: keep the ``top_k`` best tokens; 0 is off.
+        top_p: in (0, 1]; keep the most probable tokens up to this mass; 1 is off.
+        min_p: in [0, 1]; drop tokens less probable than ``min_p`` times the best; 0 is off.
+        seed: an integer, or one per row; row r of a batch with one seed uses ``sampling.fold(seed, r)``. None draws one
+            from torch's default generator.
+        draft_sharpness: the drafter proposes ``argmax(draft_sharpness * logits / temperature + gumbel)``; 0 or more,
+            ``inf`` is its plain argmax. ``"auto"``, the default, chooses between inf, 2 and 1 per row as the call
+            proceeds (:class:`dflash.proposers.AutoSharpness`). Changes the speed, never the text.
+        acceptance: ``"keyed"``, the default, or ``"rejection"``: classic speculative sampling
+            (:mod:`dflash.sampling.rejection`). The text is then distributed as the target's, but it is not a function
+            of the seed alone: it depends on the drafter, the block size and where blocks begin, and differs from
+            ``"keyed"``'s. Rejection needs a drafter and ``denoise_steps=1``, and cannot be combined with Python
+            processors or criteria. At temperature 0 both are greedy.
+        stop_token_ids: ids that end a row, emitted as its last token; an empty list for none.
+        stop_strings: strings that end a row with the token that completes one of them, wherever in a block it stands,
+            exactly as transformers does it in one-token decoding (its ``StopStringCriteria``). They need ``tokenizer``.
+        tokenizer: the target's. With it, the events of ``stream`` carry text.
+        streamer: a streamer of transformers, for a batch of one: gets the prompt, then the new ids of every step, and
+            ``end()`` whatever happens. Only for ``generate``.
+        num_return_sequences: answers per prompt, in consecutive rows of a batch that repeats it, so that each row has a
+            seed of its own; 1 at temperature 0, where all would be equal.
+        denoise_steps: passes of the drafter over a block, at least 1, by default the Generator's own (1 in one-shot
+            calls). Each further pass keeps the tokens that the one before was most sure of and drafts the others again
+            (:mod:`dflash.proposers.denoise`). Changes the speed, never the text.
+    """
+
+    attention_mask: Tensor | None
+    max_new_tokens: int | None
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    seed: int | Sequence[int] | None
+    draft_sharpness: float | Literal["auto"]
+    acceptance: Literal["keyed", "rejection"]
+    stop_token_ids: Sequence[int] | int | None
+    stop_strings: Sequence[str] | str | None
+    tokenizer: Tokenizer | None
+    streamer: Streamer | None
+    num_return_sequences: int | None
+    denoise_steps: int
+
+
+@dataclass(frozen=True)
+class TargetDefaults:
+    """What resolving a call needs to know of the target.
+
+    Attributes:
+        settings: from :func:`dflash.target.generation_defaults`.
+        vocab_size: rows of the embedding table.
+        device: of the target.
+    """
+
+    settings: Mapping[str, Any]
+    vocab_size: int
+    device: torch.device
+
+    @classmethod
+    def of(cls, target: nn.Module) -> TargetDefaults:
+        """Read them off a target of transformers."""
+        embedding = target.get_input_embeddings().weight
+        return cls(generation_defaults(target), embedding.shape[0], embedding.device)
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One call, checked once: all that the engine needs to know.
+
+    Attributes:
+        ids: ``[batch, length]``, each prompt as often as answers to it are returned.
+        prompts: per row ``[tokens]`` int64, what the attention mask leaves.
+        max_new_tokens: at least 1.
+        sampling: temperature, filters, sharpness and seed.
+        stop_token_ids: ids that end a row.
+        pad_token_id: pads the answers.
+        rules: the logit rules.
+        stop_criteria: transformers' stop-string criteria.
+        stop_strings: what they look for.
+        tokenizer: the target's, or None.
+        streamer: one of transformers, or None.
+        acceptance: ``"keyed"`` or ``"rejection"``.
+        denoise_steps: passes of the drafter over each block.
+    """
+
+    ids: Tensor
+    prompts: list[Tensor]
+    max_new_tokens: int
+    sampling: SamplingArguments
+    stop_token_ids: list[int]
+    pad_token_id: int
+    rules: RuleSettings
+    stop_criteria: tuple[StopCriterion, ...]
+    stop_strings: tuple[str, ...]
+    tokenizer: Tokenizer | None
+    streamer: Streamer | None
+    acceptance: str
+    denoise_steps: int
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt."""
+        return max(map(len, self.prompts))
+
+    @classmethod
+    def resolve(
+        cls, target: TargetDefaults, ids: Tensor, arguments: GenerateArguments, *, denoise_steps: int = 1
+    ) -> Call:
+        """Check every argument that can be checked without a drafter, and fill in the defaults; nothing is run.
+
+        Args:
+            target: what the call is for.
+            ids: ``[batch, length]`` int64 or int32.
+            arguments: see :class:`GenerateArguments`.
+            denoise_steps: the default for the argument of that name.
+
+        Raises:
+            ValueError: an argument is out of range, or two contradict each other.
+            TypeError: an argument is unknown or has the wrong type.
+        """
+        # 1. The prompts.
+        _check_names(arguments)
+        mask = _check_ids(ids, arguments.get("attention_mask"), target.vocab_size, target.device)
+        # 2. What the generation_config fills in.
+        settings = target.settings
+        if unsupported := settings["unsupported"]:
+            listed = ", ".join(f"{name}={value!r}" for name, value in unsupported.items())
+            raise ValueError(
+                f"the target's generation_config asks for {listed}, which dflash does not apply; set it to None there"
+            )
+        new = _max_new_tokens(arguments.get("max_new_tokens"), settings, ids.shape[1])
+        sampling = _sampling(arguments, settings)
+        stop = _stop_token_ids(arguments.get("stop_token_ids"), settings, target.vocab_size)
+        given = {name: value for name, value in arguments.items() if name in RuleArguments.__annotations__}
+        rules = RuleSettings.resolve(given, settings["rules"], stop, target.vocab_size)
+        repeats = _num_return_sequences(arguments.get("num_return_sequences"), settings, sampling)
+        if repeats > 1:
+            ids, mask = ids.repeat_interleave(repeats, 0), mask.repeat_interleave(repeats, 0)
+        # 3. What must fit the batch, or each other.
+        rows = ids.shape[0]
+        seed = 0 if sampling.seed is None else sampling.seed
+        Sampling.create(rows).set_(rows, sampling, seed=seed)  # raises on what is wrong
+        steps = integer_from(1, "denoise_steps", arguments.get("denoise_steps", denoise_steps))
+        acceptance = _acceptance(arguments, steps, sampling, rules)
+        streamer = arguments.get("streamer")
+        if streamer is not None:
+            check_streamer(streamer, rows)
+        tokenizer = arguments.get("tokenizer")
+        strings, criteria = _stop_strings(arguments.get("stop_strings"), settings, tokenizer)
+        pad = settings["pad_token_id"]
+        return cls(
+            ids=ids,
+            prompts=[row[live].long() for row, live in zip(ids, mask, strict=True)],
+            max_new_tokens=new,
+            sampling=sampling,
+            stop_token_ids=stop,
+            pad_token_id=(stop[0] if stop else 0) if pad is None else pad,
+            rules=rules,
+            stop_criteria=criteria,
+            stop_strings=strings,
+            tokenizer=tokenizer,
+            streamer=streamer,
+            acceptance=acceptance,
+            denoise_steps=steps,
+        )
+
+    def check_drafts(self, has_drafts: bool) -> None:
+        """Raise ValueError if this call needs drafts and there are none."""
+        if self.acceptance == "rejection" and not has_drafts:
+            raise ValueError('acceptance="rejection" needs drafts to reject, got draft=None or block_size=1')
+
+
+def _check_names(arguments: GenerateArguments) -> None:
+    if "reuse_prefix" in arguments:
+        raise TypeError(
+            "a call takes no reuse_prefix: one-shot calls never reuse the caches of an earlier call, and a "
+            "Generator decides it when it is made, dflash.Generator(..., reuse_prefix=True)"
+        )
+    if unknown := arguments.keys() - GenerateArguments.__annotations__.keys():
+        raise TypeError(f"generate got an unexpected keyword argument {min(unknown)!r}")
+
+
+def _check_ids(ids: Tensor, attention_mask: Tensor | None, vocab_size: int, device: torch.device) -> Tensor:
+    """Return the mask as bool ``[batch, length]``; raise on any prompt that cannot be run."""
+    if not isinstance(ids, Tensor):
+        raise TypeError(f"ids must be a tensor [batch, length] of token ids, got {type(ids).__name__}")
+    if ids.dim() != 2:
+        raise ValueError(f"ids must be [batch, length], got {ids.dim()} dimensions")
+    if ids.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"ids must be int64 or int32, got {ids.dtype}")
+    if ids.device != device:
+        raise ValueError(f"ids must be on the target's device, {device}, got {ids.device}")
+    if ids.numel() == 0:
+        raise ValueError(f"ids must hold at least one token in each row, got shape {list(ids.shape)}")
+    everything = torch.ones_like(ids, dtype=torch.bool)
+    mask = everything if attention_mask is None else _check_mask(attention_mask, ids)
+    live = ids[mask]
+    low, high = int(live.min()), int(live.max())
+    if low < 0 or high >= vocab_size:
+        wrong = low if low < 0 else high
+        raise ValueError(f"ids must lie in 0 .. {vocab_size - 1} (the target's vocabulary), got {wrong}")
+    return mask
+
+
+def _check_mask(attention_mask: Tensor, ids: Tensor) -> Tensor:
+    if not isinstance(attention_mask, Tensor) or attention_mask.shape != ids.shape:
+        got = list(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
+        raise ValueError(f"attention_mask must have the shape of ids, {list(ids.shape)}, got {got}")
+    if attention_mask.device != ids.device:
+        raise ValueError(f"attention_mask must be on the target's device, {ids.device}, got {attention_mask.device}")
+    if not attention_mask.eq(0).logical_or(attention_mask.eq(1)).all():
+        raise ValueError("attention_mask must hold zeros and ones only")
+    mask = attention_mask.bool()
+    edges = mask[:, 1:].ne(mask[:, :-1]).sum(1) + mask[:, 0] + mask[:, -1]
+    if not mask.any(1).all():
+        raise ValueError("attention_mask hides a whole row: every row needs at least one token")
+    if edges.gt(2).any():
+        raise ValueError("attention_mask has holes: a row's ones must be contiguous (pad left or right)")
+    return mask
+
+
+def _max_new_tokens(given: int | None, settings: Mapping[str, Any], length: int) -> int:
+    if given is None:
+        given = settings["max_new_tokens"]
+    if given is None:
+        total = settings["max_length"]
+        given = _DEFAULT_NEW_TOKENS if total is None else total - length
+        if given < 1:
+            raise ValueError(f"the prompt has {length} tokens, generation_config.max_length is {total}")
+    return integer_from(1, "max_new_tokens", given)
+
+
+def _sampling(arguments: GenerateArguments, settings: Mapping[str, Any]) -> SamplingArguments:
+    """Fill in temperature and filters; the config's filters count where it samples, or the caller does."""
+    samples, temperature = settings["do_sample"], arguments.get("temperature")
+    if temperature is None:
+        temperature = (1.0 if settings["temperature"] is None else settings["temperature"]) if samples else 0.0
+    configured = samples or arguments.get("temperature")
+
+    def pick(name: str, off: float) -> Any:
+        if arguments.get(name) is not None:
+            return arguments[name]
+        value = settings[name] if configured else None
+        return off if value is None else value
+
+    return SamplingArguments(
+        temperature=temperature,
+        top_k=pick("top_k", 0),
+        top_p=pick("top_p", 1.0),
+        min_p=pick("min_p", 0.0),
+        seed=arguments.get("seed"),
+        draft_sharpness=arguments.get("draft_sharpness", "auto"),
+    )
+
+
+def _stop_token_ids(given: Any, settings: Mapping[str, Any], vocab_size: int) -> list[int]:
+    if given is None:
+        given = settings["eos_token_id"]
+    if hasattr(given, "tolist"):  # a tensor, an array or one of its scalars
+        given = given.tolist()
+    stop = [integer("stop_token_ids", token) for token in (given if is_list(given) else [given])]
+    for token in stop:
+        if not 0 <= token < vocab_size:
+            raise ValueError(f"stop_token_ids must lie in 0 .. {vocab_size - 1}, got {token}")
+    return stop
+
+
+def _num_return_sequences(given: int | None, settings: Mapping[str, Any], sampling: SamplingArguments) -> int:
+    if given is None:
+        given = settings["num_return_sequences"]
+    repeats = integer_from(1, "num_return_sequences", 1 if given is None else given)
+    if repeats > 1 and not sampling.temperature:
+        raise ValueError(f"at temperature 0 every answer is the same: num_return_sequences must be 1, got {repeats}")
+    return repeats
+
+
+def _acceptance(
+    arguments: GenerateArguments, denoise_steps: int, sampling: SamplingArguments, rules: RuleSettings
+) -> str:
+    acceptance, sharpness = arguments.get("acceptance", "keyed"), sampling.draft_sharpness
+    if acceptance not in ("keyed", "rejection"):
+        raise ValueError(f'acceptance must be "keyed" or "rejection", got {acceptance!r}')
+    if acceptance == "keyed":
+        return acceptance
+    if denoise_steps > 1:
+        raise ValueError(
+            f'acceptance="rejection" needs denoise_steps=1, got {denoise_steps}: the tokens would be biased'
+        )
+    if sharpness not in ("auto", 1):
+        raise ValueError(
+            'acceptance="rejection" draws drafts from the drafter\'s own distribution: draft_sharpness must be 1 or '
+            f'"auto" there, got {sharpness!r}'
+        )
+    if rules.run_on_host:
+        raise ValueError('acceptance="rejection" cannot be combined with logits_processor or stopping_criteria')
+    return acceptance
+
+
+def _stop_strings(
+    given: Sequence[str] | str | None, settings: Mapping[str, Any], tokenizer: Tokenizer | None
+) -> tuple[tuple[str, ...], tuple[StopCriterion, ...]]:
+    """Return the stop strings, and transformers' criteria for them."""
+    if given is None:
+        given = settings["stop_strings"]
+    strings = (given,) if isinstance(given, str) else tuple(given or ())
+    for string in strings:
+        if not isinstance(string, str) or not string:
+            raise ValueError(f"stop_strings must be strings that are not empty, got {string!r}")
+    if not strings:
+        return (), ()
+    if tokenizer is None:
+        raise ValueError(f"stop_strings {list(strings)} need the target's tokenizer: pass tokenizer=")
+    return strings, (stop_string_criterion(tokenizer, list(strings)),)

@@ -1,0 +1,78 @@
+"""The step for Python processors and criteria: verify a block, then walk its rows on the host."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..proposers import Block
+from .state import RUNNING, State
+from .step import Engine
+
+__all__ = ["Walk", "host_step", "walk"]
+
+
+class Walk(NamedTuple):
+    """What a walk over a block's rows chose.
+
+    Attributes:
+        choices: ``[batch, rows]`` int64, up to each row's first token that is not the draft.
+        limits: ``[batch]`` int64, lower where a criterion ended the row.
+        stopped: the rows that a criterion ended.
+    """
+
+    choices: Tensor
+    limits: Tensor
+    stopped: list[int]
+
+
+@torch.no_grad()
+def host_step(engine: Engine) -> None:
+    """:func:`dflash.engine.step`, choosing on the host one token of one row at a time; waits for the device."""
+    state = engine.state
+    block = engine.proposer.propose(state)
+    logits = engine.target.verify(block, state)
+    logits = engine.rules.apply(logits, block, state)
+    chosen = walk(engine, block, logits, state, state.done.tolist())
+    engine.commit_(block, *chosen)
+
+
+def walk(engine: Engine, block: Block, logits: Tensor, state: State, done: list[int]) -> Walk:
+    """Choose a block's tokens in order, calling processors and criteria as one-token decoding would.
+
+    Args:
+        engine: whose host rules are called, and whose keyed noise chooses.
+        block: the last emitted token and drafts.
+        logits: ``[batch, rows, vocab]``.
+        state: whose ``length [batch]`` is the index of the last emitted token.
+        done: per row, nonzero to leave it out.
+    """
+    rules, rows = engine.host_rules, block.ids.shape[1]
+    positions, choices = state.positions(rows), torch.zeros_like(block.ids)
+    limits, tokens = state.limits.clone(), state.tokens.clone()
+    drafts, ends, stop = block.ids.tolist(), state.limits.tolist(), set(state.stop_token_ids.tolist())
+    first, stopped = positions[:, 0].tolist(), []
+    walking = [row for row in range(rules.rows) if done[row] == RUNNING]
+    for j in range(rows):
+        # 1. Processors, row by row, then one choice for all.
+        scores = logits[:, j : j + 1].to(torch.float32, copy=True)
+        for row in walking:
+            scores[row] = rules.process(tokens[row : row + 1, : first[row] + j], scores[row].clone())
+        at = positions[:, j : j + 1]
+        choices[:, j : j + 1] = chosen = engine.keyed.choose_at(scores, at, state)
+        tokens.scatter_(1, at, chosen.clamp(min=0))
+        # 2. Rows whose draft equals the choice, and that nothing ends, walk on.
+        matching = []
+        for row in walking:
+            token, emitted = int(chosen[row]), first[row] + j + 1
+            if token >= 0 and rules.stops(tokens[row : row + 1, :emitted]):
+                limits[row] = emitted
+                stopped.append(row)
+            elif token not in stop and emitted < ends[row] and j + 1 < rows and token == drafts[row][j + 1]:
+                matching.append(row)
+        walking = matching
+        if not walking:
+            break
+    return Walk(choices, limits, stopped)

@@ -1,0 +1,140 @@
+"""One step: propose a block, verify it, keep the longest matching path plus one token."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from ..call import Call
+from ..drafter import Drafter
+from ..proposers import Block, ChainProposer, PaddingProposer, Proposer
+from ..sampling import HostRules, KeyedAcceptance, LogitRules, RejectionAcceptance, RuleSettings
+from ..target import Target
+from .state import STOPPED, State
+
+__all__ = ["Engine", "step"]
+
+
+@torch.no_grad()
+def step(engine: Engine) -> None:
+    """Propose one block, verify it, keep the longest matching path plus one token; all on the device.
+
+    Reads and writes the state's tensors only: fixed shapes, no host synchronization, and nothing but values depends on
+    data. A row that is done stays as it is. ``state.report`` tells the host. After the paper's section 4
+    (arXiv 2602.06036).
+    """
+    state = engine.state
+    block = engine.proposer.propose(state)
+    logits = engine.target.verify(block, state)  # also writes state.context, the drafter's next input
+    logits = engine.rules.apply(logits, block, state)
+    choices = engine.acceptance.choose(logits, block, state)
+    engine.commit_(block, choices)
+
+
+class Engine:
+    """What a step needs, for one target and drafter.
+
+    Args:
+        target: the target.
+        draft: the drafter; None decodes one token per step.
+        batch_size: rows of the batch.
+        max_length: tokens that a row may hold.
+        block_size: rows that a step verifies.
+
+    Attributes:
+        state: see :class:`State`.
+        proposer: drafts the blocks.
+        rules: the logit rules of the call.
+        host_rules: Python processors and criteria of the call; None for none.
+        acceptance: chooses the target's tokens.
+        keyed: the acceptance by keyed noise, which also chooses the first token of every call.
+    """
+
+    def __init__(
+        self, target: Target, draft: Drafter | None, *, batch_size: int, max_length: int, block_size: int
+    ) -> None:
+        self.target, self.draft = target, draft
+        self.batch_size, self.block_size = batch_size, block_size
+        self.state = State.create(target, draft, batch_size, max_length, block_size)
+        self.proposer: Proposer
+        if draft is None:
+            self.proposer = PaddingProposer(batch_size, block_size, target.device)
+        else:
+            self.proposer = ChainProposer(draft, target, batch_size, block_size)
+        self.vocab_size = target.embedding_weight.shape[0]
+        self.keyed = KeyedAcceptance(batch_size, target.device)
+        self.acceptance: KeyedAcceptance | RejectionAcceptance = self.keyed
+        self._rejection: RejectionAcceptance | None = None  # made at first use: it holds the drafts' probabilities
+        self._rules: dict[tuple, LogitRules] = {}
+        self.rules = self._rules_for(RuleSettings())
+        self.host_rules: HostRules | None = None
+
+    def retarget(self, target: Target) -> None:
+        """Replace the target by another twin of the same model; caches and state stay."""
+        self.target = target
+        if isinstance(self.proposer, ChainProposer):
+            self.proposer.target = target
+
+    def configure(self, call: Call) -> None:
+        """Set sampling, rules, stop tokens and the ways to draft and to accept for ``call``."""
+        rows = len(call.prompts)
+        self.state.sampling.set_(rows, call.sampling)
+        self.state.set_stop_token_ids(call.stop_token_ids)
+        self.rules = self._rules_for(call.rules)
+        self.rules.set_(call.rules)
+        self.host_rules = HostRules.create(call.rules, rows)
+        # At temperature 0 every way to accept is the greedy one.
+        samples = self.draft is not None and call.sampling.temperature > 0
+        rejects = samples and call.acceptance == "rejection"
+        self.acceptance = self._rejection_acceptance() if rejects else self.keyed
+        if isinstance(self.proposer, ChainProposer):
+            self.proposer.configure(
+                rejection=self._rejection if rejects else None,
+                adapts=samples and not rejects and call.sampling.draft_sharpness == "auto",
+                steps=call.denoise_steps,
+                rules=self.rules,
+            )
+
+    @property
+    def kind(self) -> Hashable:
+        """What the branches of :func:`step`, and the shapes and addresses of its tensors, depend on.
+
+        Rules are never freed, and the stop list is replaced only by a longer one.
+        """
+        return self.proposer.kind, self.acceptance, self.rules, len(self.state.stop_token_ids)
+
+    def commit_(self, block: Block, choices: Tensor, limits: Tensor | None = None, stopped: Sequence[int] = ()) -> None:
+        """Emit what was accepted, advance every row, its caches and the proposer, and report to the host.
+
+        Args:
+            block: what was proposed.
+            choices: ``[batch, rows]`` int64, the target's choices after each row of the block.
+            limits: ``[batch]`` int64, lower limits for this step; None for the state's.
+            stopped: rows that end with this step whatever they emit.
+        """
+        state, limits = self.state, self.state.limits if limits is None else limits
+        ops.accept_prefix_(
+            *(block.ids, choices, state.stop_token_ids, limits),
+            *(state.tokens, state.length, state.num_context, state.done),
+        )
+        for row in stopped:
+            state.done[row] = STOPPED
+        self.proposer.observe_(choices, state)
+        state.report.write_(state.length, state.done, choices, block.ids)
+
+    def _rules_for(self, settings: RuleSettings) -> LogitRules:
+        """Return the rules with the layout of ``settings``; their tensors are made once and never move."""
+        layout = LogitRules.layout(settings)
+        if layout not in self._rules:
+            self._rules[layout] = LogitRules(settings, self.vocab_size, self.target.device)
+        return self._rules[layout]
+
+    def _rejection_acceptance(self) -> RejectionAcceptance:
+        if self._rejection is None:
+            self._rejection = RejectionAcceptance(
+                self.batch_size, self.block_size - 1, self.vocab_size, self.target.device
+            )
+        return self._rejection

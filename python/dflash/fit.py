@@ -1,0 +1,43 @@
+"""Whether a drafter fits a target; nothing is run."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from .drafter import DraftConfig, Drafter
+from .target import text_config
+
+__all__ = ["check_config", "check_fit"]
+
+
+def check_fit(target: nn.Module, draft: Drafter) -> None:
+    """Raise ValueError unless ``draft`` was made for a target like ``target``; the message names both sides."""
+    check_config(target, draft.config)
+    embedding = target.get_input_embeddings().weight
+    _check_equal("device", draft.device, embedding.device)
+    _check_equal("dtype", draft.dtype, embedding.dtype)
+
+
+def check_config(target: nn.Module, config: DraftConfig) -> None:
+    """Do what :func:`check_fit` does with a drafter's config; ``target`` may be on the meta device."""
+    theirs, embedding = text_config(target), target.get_input_embeddings().weight
+    _check_equal("hidden_size", config.hidden_size, theirs.hidden_size)
+    if config.num_target_layers is not None:
+        _check_equal("num_target_layers", config.num_target_layers, theirs.num_hidden_layers)
+    if config.vocab_size is not None:
+        _check_equal("vocab_size", config.vocab_size, theirs.vocab_size)
+    if max(config.target_layer_ids) >= theirs.num_hidden_layers:
+        raise ValueError(
+            f"the drafter does not fit the target: it taps layers {list(config.target_layer_ids)}, "
+            f"the target has layers 0 .. {theirs.num_hidden_layers - 1}"
+        )
+    if not 0 <= config.mask_token_id < embedding.shape[0]:
+        raise ValueError(
+            f"the drafter does not fit the target: its mask_token_id is {config.mask_token_id}, "
+            f"the target embeds ids 0 .. {embedding.shape[0] - 1}"
+        )
+
+
+def _check_equal(what: str, drafters: object, targets: object) -> None:
+    if drafters != targets:
+        raise ValueError(f"the drafter does not fit the target: its {what} is {drafters}, the target's is {targets}")

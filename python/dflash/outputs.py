@@ -1,0 +1,98 @@
+"""What calls return: sequences, stream events and statistics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+__all__ = ["GenerateOutput", "Statistics", "StreamEvent"]
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What one call of ``generate`` measured.
+
+    Attributes:
+        acceptance_lengths: per row, the tokens that each step emitted, bonus token counted (1 .. block_size). The first
+            new token of a row comes from the prompt's forward pass and belongs to no step.
+        block_size: rows that each step verified.
+        num_new_tokens: per row, tokens emitted.
+        time_to_first_token: seconds from the call to the first token of every row.
+        seconds: seconds from the call to the last token; in a running call, to now.
+        num_prefilled_tokens: per row, prompt tokens that were run; the others were still in the caches of the call
+            before (see :class:`dflash.Generator`).
+    """
+
+    acceptance_lengths: list[list[int]]
+    block_size: int
+    num_new_tokens: list[int]
+    time_to_first_token: float
+    seconds: float
+    num_prefilled_tokens: list[int] = field(default_factory=list)
+
+    @property
+    def acceptance_length(self) -> float:
+        """Mean tokens per step, bonus token counted; NaN if no step ran."""
+        steps = self._steps
+        return sum(steps) / len(steps) if steps else float("nan")
+
+    @property
+    def histogram(self) -> list[int]:
+        """``histogram[m]`` steps emitted ``m`` tokens, ``m = 0 .. block_size``."""
+        counts = [0] * (self.block_size + 1)
+        for length in self._steps:
+            counts[length] += 1
+        return counts
+
+    @property
+    def acceptance_per_position(self) -> list[float]:
+        """Share of the steps that accepted drafted token ``j + 1``, ``j = 0 .. block_size - 2``."""
+        steps = self._steps
+        return [sum(length > j + 1 for length in steps) / max(len(steps), 1) for j in range(self.block_size - 1)]
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens of all rows divided by ``seconds``, the prompt's forward pass included."""
+        return sum(self.num_new_tokens) / self.seconds
+
+    @property
+    def _steps(self) -> list[int]:
+        return [length for row in self.acceptance_lengths for length in row]
+
+
+@dataclass(frozen=True)
+class GenerateOutput:
+    """What ``generate`` returns with ``return_dict_in_generate=True``.
+
+    Attributes:
+        sequences: ``[batch, prompt + longest answer]`` int64, the prompt as given, right-padded with the pad id.
+        finish_reasons: per row ``"stop"`` (a stop token, a stop string or a criterion ended it) or ``"length"``.
+        statistics: see :class:`Statistics`.
+    """
+
+    sequences: Tensor
+    finish_reasons: list[str]
+    statistics: Statistics
+
+
+@dataclass(frozen=True)
+class StreamEvent:
+    """What one step of a call added; the first event is the prompt's, with each row's first token.
+
+    Attributes:
+        ids: per row, the new token ids; empty for a row that has finished.
+        accepted: per row, how many of them, counted from the first, were drafted and accepted. The one after them, if
+            there is one, is the bonus token, which the target chose itself.
+        text: per row, the text that became final; None without a tokenizer. It never ends inside a character or inside
+            what may become a stop string. The row's last event completes it: all pieces joined are
+            ``tokenizer.decode(answer)``.
+        finish_reasons: per row, ``"stop"`` or ``"length"`` from the event of its last token on; None while it runs.
+        statistics: the call so far.
+    """
+
+    ids: list[list[int]]
+    accepted: list[int]
+    text: list[str] | None
+    finish_reasons: list[str | None]
+    statistics: Statistics

@@ -1,0 +1,110 @@
+"""What a proposer hands to the target, and what a proposer is."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ..cache import KVCache
+from ..sampling import Sampling
+
+__all__ = ["Block", "PaddingProposer", "Proposer", "State"]
+
+
+class State(Protocol):
+    """What proposers read of the engine's state.
+
+    Attributes:
+        tokens: ``[batch, capacity]`` int64.
+        length: ``[batch]`` int64; ``tokens[b, : length[b] + 1]`` are emitted.
+        prompt_length, limits: ``[batch]`` int64.
+        num_context: ``[batch]`` int64, the tokens that the last step emitted.
+        done: ``[batch]`` int64, 0 where the row is running.
+        context: ``[batch, rows, taps * hidden]``, the target's features of the last block.
+        block: ``[batch, rows]`` int64, where a proposer writes its block.
+        anchor: ``[batch, 1]`` int64, each row's last emitted token.
+        sampling: how each row samples.
+        draft_cache: the drafter's cache.
+    """
+
+    tokens: Tensor
+    length: Tensor
+    prompt_length: Tensor
+    limits: Tensor
+    num_context: Tensor
+    done: Tensor
+    context: Tensor
+    block: Tensor
+    sampling: Sampling
+    draft_cache: KVCache
+
+    @property
+    def anchor(self) -> Tensor: ...
+
+    def positions(self, rows: int) -> Tensor:
+        """Return ``[batch, rows]`` int64, the positions of the tokens that a block's rows choose."""
+        ...
+
+
+class Block(NamedTuple):
+    """The rows that one step verifies: the anchor, then proposals for the positions after it.
+
+    Attributes:
+        ids: ``[batch, rows]`` int64; -1 where nothing is proposed.
+        depth: ``[rows]`` int64, each row's distance from the anchor; None for a chain: row ``j`` is at depth ``j``.
+        ancestors: ``[rows, ceil(rows / 64)]`` int64, the bits of the rows that each row sees; None for a chain, which
+            sees the rows before it.
+    """
+
+    ids: Tensor
+    depth: Tensor | None = None
+    ancestors: Tensor | None = None
+
+    @property
+    def input_ids(self) -> Tensor:
+        """``[batch, rows]`` int64: ids that can be embedded, 0 where nothing is proposed."""
+        return self.ids.clamp(min=0)
+
+
+class Proposer(Protocol):
+    """Proposes blocks and learns from what became of them; tensors only, without host synchronization.
+
+    Attributes:
+        kind: what the branches of :meth:`propose` depend on; a step is captured once per kind.
+    """
+
+    @property
+    def kind(self) -> Hashable: ...
+
+    def propose(self, state: State) -> Block:
+        """Return the next block of every row."""
+        ...
+
+    def observe_(self, choices: Tensor, state: State) -> None:
+        """Learn from the target's ``choices [batch, rows]``; ``state`` is that after the commit."""
+        ...
+
+
+class PaddingProposer:
+    """Proposes nothing: one-token decoding, padded to a block's shapes if it has more than one row.
+
+    Args:
+        batch: rows of the batch.
+        block_size: rows of a block.
+        device: of the tensors.
+    """
+
+    kind = ()
+
+    def __init__(self, batch: int, block_size: int, device: torch.device | str = "cpu") -> None:
+        self._nothing = torch.full((batch, block_size - 1), -1, dtype=torch.int64, device=device)
+
+    def propose(self, state: State) -> Block:
+        """Return each row's anchor, and -1 for the rest."""
+        return Block(torch.cat([state.anchor, self._nothing], 1, out=state.block))
+
+    def observe_(self, choices: Tensor, state: State) -> None:
+        """Do nothing: there is nothing to learn."""

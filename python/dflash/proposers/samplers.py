@@ -1,0 +1,56 @@
+"""How a drafter's logits become proposals."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..sampling import RejectionAcceptance, Sampling
+
+__all__ = ["DraftSampler", "FixedSharpness", "RejectionDrafts"]
+
+
+class DraftSampler:
+    """Draws proposals, one candidate block per row or several to pick from."""
+
+    def draw(self, logits: Tensor, positions: Tensor, sampling: Sampling) -> Tensor:
+        """Return candidates ``[batch, n, drafts]`` int64.
+
+        Args:
+            logits: ``[batch, drafts, vocab]``, the drafter's.
+            positions: ``[batch, drafts]`` int64, of the tokens that are drawn.
+            sampling: per-row parameters.
+        """
+        raise NotImplementedError
+
+    def pick(self, candidates: Tensor) -> Tensor:
+        """Return the proposals ``[batch, drafts]`` among ``candidates [batch, n, drafts]``."""
+        return candidates[:, 0]
+
+    def remember_(self, candidates: Tensor) -> None:
+        """Keep the candidates of this step for :meth:`observe_`."""
+
+    def observe_(self, choices: Tensor, num_context: Tensor, done: Tensor) -> None:
+        """Learn from a committed step: see :meth:`dflash.proposers.AutoSharpness.observe_`."""
+
+
+class FixedSharpness(DraftSampler):
+    """``argmax(sharpness * logits / temperature + gumbel)`` with the sharpness that the caller asked for."""
+
+    def draw(self, logits: Tensor, positions: Tensor, sampling: Sampling) -> Tensor:
+        """Return one candidate ``[batch, 1, drafts]``."""
+        return sampling.select(logits, positions, sampling.sharpness)[:, None]
+
+
+class RejectionDrafts(DraftSampler):
+    """Draws from the drafter's own distribution, as ``acceptance="rejection"`` needs it.
+
+    Args:
+        acceptance: remembers what the drafts were drawn from.
+    """
+
+    def __init__(self, acceptance: RejectionAcceptance) -> None:
+        self.acceptance = acceptance
+
+    def draw(self, logits: Tensor, positions: Tensor, sampling: Sampling) -> Tensor:
+        """Return one candidate ``[batch, 1, drafts]``."""
+        return self.acceptance.draft(logits, positions, sampling)

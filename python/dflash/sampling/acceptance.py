@@ -1,0 +1,90 @@
+"""The ways to accept a drafted block: the target's choice for the position after each of its rows.
+
+A proposal is accepted if it equals the choice. ``ops.accept_prefix_`` keeps the longest accepted path and one choice
+more, whatever the way.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from . import rejection
+from .parameters import Sampling
+
+__all__ = ["Acceptance", "KeyedAcceptance", "RejectionAcceptance"]
+
+
+class Rows(Protocol):
+    """What is read of a block: ``ids [batch, rows]`` int64, the anchor, then proposals."""
+
+    @property
+    def ids(self) -> Tensor: ...
+
+
+class Place(Protocol):
+    """What is read of the engine's state: how each row samples, and where it is."""
+
+    sampling: Sampling
+
+    def positions(self, rows: int) -> Tensor:
+        """Return ``[batch, rows]`` int64, the positions of the tokens that a block's rows choose."""
+        ...
+
+
+class Acceptance(Protocol):
+    """One way to accept a block."""
+
+    def choose(self, logits: Tensor, block: Rows, state: Place) -> Tensor:
+        """Return the target's choices ``[batch, rows]`` int64 from ``logits [batch, rows, vocab]``; -1 for NaN."""
+        ...
+
+
+class KeyedAcceptance:
+    """Choose by keyed noise: a function of seed, position and prefix, never of the proposals (Daliri et al.).
+
+    Args:
+        batch: rows of the batch.
+        device: of the tensors.
+    """
+
+    def __init__(self, batch: int, device: torch.device | str = "cpu") -> None:
+        self._sharpness = torch.ones(batch, dtype=torch.float32, device=device)  # the target's
+
+    def choose(self, logits: Tensor, block: Rows, state: Place) -> Tensor:
+        """Return the choices ``[batch, rows]``; see :class:`Acceptance`."""
+        return self.choose_at(logits, state.positions(logits.shape[1]), state)
+
+    def choose_at(self, logits: Tensor, positions: Tensor, state: Place) -> Tensor:
+        """Return the choices ``[batch, rows]`` for ``positions [batch, rows]``."""
+        return state.sampling.select(logits, positions, self._sharpness)
+
+
+class RejectionAcceptance:
+    """Classic speculative sampling (:mod:`dflash.sampling.rejection`): draws the drafts, and accepts or replaces them.
+
+    Args:
+        batch: rows of the batch.
+        drafts: proposals per block.
+        vocab_size: of the logits.
+        device: of the tensors.
+
+    Attributes:
+        draft_probabilities: ``[batch, drafts, vocab]`` float32, what the drafts were drawn from.
+    """
+
+    def __init__(self, batch: int, drafts: int, vocab_size: int, device: torch.device | str = "cpu") -> None:
+        self.draft_probabilities = torch.zeros(batch, drafts, vocab_size, dtype=torch.float32, device=device)
+
+    def draft(self, logits: Tensor, positions: Tensor, sampling: Sampling) -> Tensor:
+        """Draw proposals ``[batch, 1, drafts]`` from the drafter's ``logits [batch, drafts, vocab]``."""
+        self.draft_probabilities.copy_(rejection.probabilities(logits, sampling))
+        return rejection.propose(self.draft_probabilities, positions, sampling.seeds)[:, None]
+
+    def choose(self, logits: Tensor, block: Rows, state: Place) -> Tensor:
+        """Return the choices ``[batch, rows]``; see :class:`Acceptance`."""
+        p = rejection.probabilities(logits, state.sampling)
+        positions = state.positions(logits.shape[1])
+        return rejection.verify(block.ids[:, 1:], self.draft_probabilities, p, positions, state.sampling.seeds)

@@ -1,0 +1,8 @@
+"""Logit rules: penalties, bans and forced tokens."""
+
+from .host import HostRules
+from .logit_rules import RULES, LogitRules
+from .rule import Rule
+from .settings import RuleArguments, RuleSettings
+
+__all__ = ["RULES", "HostRules", "LogitRules", "Rule", "RuleArguments", "RuleSettings"]

@@ -1,0 +1,104 @@
+"""Logit rules on the device: one small class per rule, applied in the order of ``RULES``.
+
+Row ``j`` of a block chooses the token at position ``length + 1 + j``. Its prefix is ``tokens[: length + 1]`` followed
+by the drafted ids ``1 .. j`` of the block. Counts, n-grams and bad words thus see what one-token decoding would have
+seen; a row whose drafts were wrong is dropped, whatever its rules made of it. Meaning and order are those of
+transformers' processors (``_get_logits_processor``), before temperature and filters, in float32. Each row of a batch
+sees only its own tokens and writes what it writes as a single prompt; padding is never counted.
+
+To add a rule, write a class with :meth:`Rule.values` and :meth:`Rule.apply`, add it to ``RULES``, and its argument to
+:class:`RuleArguments` and :class:`RuleSettings`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .bias import LogitBias, SequenceBias
+from .penalties import CountPenalties, RepetitionPenalty
+from .rule import Drafts, Rows, Rule, Text
+from .settings import RuleSettings
+from .tokens import BannedTokens, BeginSuppressTokens, ForcedBos, ForcedEos, MinLength, SuppressTokens
+from .words import BadWords, NoRepeatNgram
+
+__all__ = ["RULES", "LogitRules"]
+
+RULES: tuple[type[Rule], ...] = (
+    *(LogitBias, SequenceBias, RepetitionPenalty, CountPenalties, NoRepeatNgram, BadWords),
+    *(BannedTokens, MinLength, ForcedBos, ForcedEos, SuppressTokens, BeginSuppressTokens),
+)
+"""Every rule, in the order in which they are applied."""
+
+
+class LogitRules:
+    """The rules of a step. Settings with the same :meth:`layout` share one object, and one captured step.
+
+    Args:
+        settings: the rules that there are; :meth:`set_` writes the values of other settings of the same layout.
+        vocab_size: of the target's embeddings; its logits may be narrower.
+        device: of the tensors.
+    """
+
+    def __init__(self, settings: RuleSettings, vocab_size: int, device: torch.device | str = "cpu") -> None:
+        self.vocab_size = vocab_size
+        self.rules = [rule(settings, vocab_size, torch.device(device)) for rule in RULES if rule.is_on(settings)]
+        self._reads_sequence = any(rule.reads_sequence for rule in self.rules)
+
+    @staticmethod
+    def layout(settings: RuleSettings) -> tuple:
+        """Return what a captured step depends on; equal layouts may share a LogitRules. Empty without a rule."""
+        return tuple(rule.layout(settings) for rule in RULES if rule.is_on(settings))
+
+    def set_(self, settings: RuleSettings) -> None:
+        """Write the values of settings with the same layout in place."""
+        for rule in self.rules:
+            rule.set_(settings, self.vocab_size)
+
+    def apply(self, logits: Tensor, block: Drafts, text: Text) -> Tensor:
+        """Apply every rule to the logits of a block's rows.
+
+        Pure, of fixed shapes and without host synchronisation. After a row's first wrong draft the result means
+        nothing, and is not needed.
+
+        Args:
+            logits: ``[batch, rows, vocab]``, float32 or bfloat16; row j is for position ``length + 1 + j``.
+            block: its ``input_ids [batch, rows]`` int64, not negative, are the last emitted token, then drafts.
+            text: the state, or anything with its ``tokens``, ``length``, ``prompt_length`` and ``limits``.
+
+        Returns:
+            ``[batch, rows, vocab]`` float32; ``logits`` unchanged where there is no rule.
+        """
+        if not self.rules:
+            return logits
+        rows = self._rows(logits, text)
+        if self._reads_sequence:
+            rows = rows._replace(sequence=text.tokens.scatter(1, rows.positions - 1, block.input_ids))
+        rows, logits = rows._replace(block=block.input_ids), logits.float()
+        for rule in self.rules:
+            logits = rule.apply(logits, rows)
+        return logits
+
+    def apply_to_drafts(self, logits: Tensor, text: Text) -> Tensor:
+        """Apply to the drafter's logits the rules that certainly change the target's choice.
+
+        Those are bans, forced tokens, and biases of at least 10 in size. Penalties and small biases are left out: the
+        target's logits are further apart than a drafter's, and few of its choices fall to them. Drafts change the
+        speed, never the text.
+
+        Args:
+            logits: ``[batch, rows, vocab]``; row j is for position ``length + 1 + j``.
+            text: as for :meth:`apply`.
+        """
+        if not self.rules:
+            return logits
+        rows = self._rows(logits, text)
+        for rule in self.rules:
+            if rule.for_drafts:
+                logits = rule.apply_to_drafts(logits, rows)
+        return logits
+
+    @staticmethod
+    def _rows(logits: Tensor, text: Text) -> Rows:
+        positions = text.length[:, None] + torch.arange(1, logits.shape[1] + 1, device=logits.device)
+        return Rows(positions, text.prompt_length[:, None], text.limits[:, None], text)

@@ -1,0 +1,60 @@
+"""Penalties on tokens that the text already holds."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .rule import Rows, Rule
+from .settings import RuleSettings
+
+__all__ = ["CountPenalties", "RepetitionPenalty"]
+
+
+class RepetitionPenalty(Rule):
+    """repetition_penalty, ``[]`` float32."""
+
+    @staticmethod
+    def values(settings: RuleSettings, vocab_size: int) -> dict[str, Tensor]:
+        on = settings.repetition_penalty != 1
+        return {"repetition_penalty": torch.tensor(settings.repetition_penalty)} if on else {}
+
+    def apply(self, logits: Tensor, rows: Rows) -> Tensor:
+        ids, counts = _counts(rows, torch.zeros_like(rows.prompt), logits.shape[-1])
+        old = logits.gather(2, ids)
+        new = torch.where(old < 0, old * self.repetition_penalty, old / self.repetition_penalty)
+        return logits.scatter(2, ids, torch.where(counts > 0, new, old))
+
+
+class CountPenalties(Rule):
+    """presence_penalty and frequency_penalty, ``[]`` float32."""
+
+    @staticmethod
+    def values(settings: RuleSettings, vocab_size: int) -> dict[str, Tensor]:
+        names = ("presence_penalty", "frequency_penalty")
+        if not any(getattr(settings, name) for name in names):
+            return {}
+        return {name: torch.tensor(getattr(settings, name)) for name in names}
+
+    def apply(self, logits: Tensor, rows: Rows) -> Tensor:
+        ids, counts = _counts(rows, rows.prompt, logits.shape[-1])
+        loss = counts * self.frequency_penalty + (counts > 0) * self.presence_penalty
+        return logits.scatter(2, ids, logits.gather(2, ids) - loss)
+
+
+def _counts(rows: Rows, first: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """Count the ids in each row's prefix, from position ``first [batch, 1]`` on.
+
+    Returns:
+        ``[batch, rows, n]`` int64 below ``vocab_size``, every id of the prefix and others, some of them twice; and
+        their counts ``[batch, rows, n]`` float32, exact below 2^24. An id has the same count wherever it stands.
+    """
+    tokens, length, drafts = rows.text.tokens, rows.text.length, rows.block[:, 1:]
+    place = torch.arange(tokens.shape[1], device=tokens.device)
+    live = (place >= first) & (place <= length[:, None]) & (tokens < vocab_size)
+    emitted = torch.zeros(tokens.shape[0], vocab_size, device=tokens.device)
+    emitted = emitted.scatter_add(1, tokens.clamp(max=vocab_size - 1), live.float())
+    ids = torch.cat([tokens, drafts], 1).clamp(max=vocab_size - 1)
+    drafted = (drafts[:, :, None] == ids[:, None]).float()
+    counts = torch.cat([emitted.gather(1, ids)[:, None], drafted], 1).cumsum(1)
+    return ids[:, None].expand_as(counts), counts

@@ -1,0 +1,111 @@
+"""Tokens that are banned or forced at certain positions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+
+import torch
+from torch import Tensor
+
+from .rule import Rows, Rule, filled, upper_bound
+from .settings import RuleSettings
+
+__all__ = ["BannedTokens", "BeginSuppressTokens", "ForcedBos", "ForcedEos", "MinLength", "SuppressTokens"]
+
+
+class BannedTokens(Rule):
+    """bad_words_ids of one token: ``banned [vocab]`` float32, -inf for them."""
+
+    for_drafts = True
+
+    @staticmethod
+    def values(settings: RuleSettings, vocab_size: int) -> dict[str, Tensor]:
+        single = [word[0] for word in settings.bad_words_ids if len(word) == 1]
+        return {"banned": upper_bound(single, vocab_size)} if single else {}
+
+    def apply(self, logits: Tensor, rows: Rows) -> Tensor:
+        return torch.minimum(logits, self.banned[: logits.shape[-1]])
+
+
+class MinLength(Rule):
+    """min_length and min_new_tokens, ``[]`` int64; ``stop [vocab]`` float32 is -inf for the stop tokens."""
+
+    for_drafts = True
+
+    @staticmethod
+    def values(settings: RuleSettings, vocab_size: int) -> dict[str, Tensor]:
+        if not settings.stop_token_ids or not (settings.min_length or settings.min_new_tokens):
+            return {}
+        return {
+            "stop": upper_bound(settings.stop_token_ids, vocab_size),
+            "min_length": torch.tensor(settings.min_length),
+            "min_new_tokens": torch.tensor(settings.min_new_tokens),
+        }
+
+    def apply(self, logits: Tensor, rows: Rows) -> Tensor:
+        early = (rows.positions < self.min_length) | (rows.positions - rows.prompt < self.min_new_tokens)
+        return torch.minimum(logits, torch.where(early[..., None], self.stop[: logits.shape[-1]], math.inf))
+
+
+class ForcedBos(Rule):
+    """forced_bos_token_id: ``forced_bos [vocab]`` float32, the whole row of logits that forces it."""
+
+    for_drafts = True
+
+    @staticmethod
+    def values(settings: RuleSettings, vocab_size: int) -> dict[str, Tensor]:
+        forced = settings.forced_bos_token_id
+        return {"forced_bos": filled(forced, 0.0, -math.inf, vocab_size)} if forced else {}
+
+    def apply(self, logits: Tensor, rows: Rows) -> Tensor:
+        return torch.where((rows.positions == 1)[..., None], self.forced_bos[: logits.shape[-1]], logits)
+
+
+class ForcedEos(Rule):
+    """forced_eos_token_id: ``forced_eos [vocab]`` float32, the whole row of logits that forces it."""
+
+    for_drafts = True
+
+    @staticmethod
+    def values(settings: RuleSettings, vocab_size: int) -> dict[str, Tensor]:
+        forced = settings.forced_eos_token_id
+        return {"forced_eos": filled(forced, 0.0, -math.inf, vocab_size)} if forced else {}
+
+    def apply(self, logits: Tensor, rows: Rows) -> Tensor:
+        last = rows.positions == rows.limits - 1
+        return torch.where(last[..., None], self.forced_eos[: logits.shape[-1]], logits)
+
+
+class SuppressTokens(Rule):
+    """suppress_tokens: ``suppressed [vocab]`` float32, -inf for them."""
+
+    for_drafts = True
+
+    @staticmethod
+    def values(settings: RuleSettings, vocab_size: int) -> dict[str, Tensor]:
+        ids = settings.suppress_tokens
+        return {"suppressed": upper_bound(ids, vocab_size)} if ids else {}
+
+    def apply(self, logits: Tensor, rows: Rows) -> Tensor:
+        return torch.minimum(logits, self.suppressed[: logits.shape[-1]])
+
+
+class BeginSuppressTokens(Rule):
+    """begin_suppress_tokens: ``begin_suppressed [vocab]`` float32, -inf for them."""
+
+    for_drafts = True
+
+    @staticmethod
+    def values(settings: RuleSettings, vocab_size: int) -> dict[str, Tensor]:
+        ids = settings.begin_suppress_tokens
+        return {"begin_suppressed": upper_bound(ids, vocab_size)} if ids else {}
+
+    @staticmethod
+    def constants(settings: RuleSettings) -> dict[str, Hashable]:
+        return {"bos_is_forced": bool(settings.forced_bos_token_id)}
+
+    def apply(self, logits: Tensor, rows: Rows) -> Tensor:
+        first = rows.prompt + (rows.prompt <= 1) if self.bos_is_forced else rows.prompt
+        bound = self.begin_suppressed[: logits.shape[-1]]
+        return torch.minimum(logits, torch.where((rows.positions == first)[..., None], bound, math.inf))

@@ -1,0 +1,94 @@
+"""n-grams and words of several tokens that may not be completed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+
+import torch
+from torch import Tensor
+
+from .rule import Rows, Rule, slots
+from .settings import RuleSettings
+
+__all__ = ["UNUSED", "BadWords", "NoRepeatNgram", "aligned", "ends_with"]
+
+# In a table of words: matches all; before a row's first token; an empty slot.
+ANY, ABSENT, UNUSED = -1, -2, -3
+
+
+class NoRepeatNgram(Rule):
+    """no_repeat_ngram_size; the size is part of the layout, since it is a number of passes."""
+
+    reads_sequence = True
+
+    @classmethod
+    def is_on(cls, settings: RuleSettings) -> bool:
+        return settings.no_repeat_ngram_size > 0
+
+    @staticmethod
+    def values(settings: RuleSettings, vocab_size: int) -> dict[str, Tensor]:
+        return {}
+
+    @staticmethod
+    def constants(settings: RuleSettings) -> dict[str, Hashable]:
+        return {"size": settings.no_repeat_ngram_size}
+
+    def apply(self, logits: Tensor, rows: Rows) -> Tensor:
+        """Ban whatever would complete an n-gram that ``sequence[: positions]`` already holds.
+
+        The window that starts at ``i`` bans its last token if its others equal the last ``size - 1`` tokens.
+        """
+        sequence, positions, size = rows.sequence, rows.positions, self.size
+        windows = sequence.shape[1] - size + 1
+        if windows < 1:
+            return logits
+        matches = torch.arange(windows, device=logits.device) + size <= positions[..., None]
+        for k in range(size - 1):
+            suffix = sequence.gather(1, (positions - size + 1 + k).clamp(min=0))
+            matches = matches & (sequence[:, None, k : k + windows] == suffix[..., None])
+        return _ban(logits, sequence[:, None, size - 1 :].expand_as(matches), matches)
+
+
+class BadWords(Rule):
+    """bad_words_ids of two tokens or more: ``word_prefixes [words, longest - 1]``, right-aligned; ``word_ends``."""
+
+    reads_sequence = True
+
+    @staticmethod
+    def values(settings: RuleSettings, vocab_size: int) -> dict[str, Tensor]:
+        words = [word for word in settings.bad_words_ids if len(word) > 1]
+        if not words:
+            return {}
+        width = max(map(len, words)) - 1
+        prefixes = torch.full((slots(len(words)), width), UNUSED)
+        for prefix, word in zip(prefixes, words, strict=False):
+            prefix.copy_(aligned(word, width))
+        ends = torch.zeros(len(prefixes), dtype=torch.int64)
+        ends[: len(words)] = torch.tensor([word[-1] for word in words])
+        return {"word_prefixes": prefixes, "word_ends": ends}
+
+    def apply(self, logits: Tensor, rows: Rows) -> Tensor:
+        matches = ends_with(rows.sequence, rows.positions, self.word_prefixes)
+        return _ban(logits, self.word_ends.expand_as(matches), matches)
+
+
+def _ban(logits: Tensor, ids: Tensor, where: Tensor) -> Tensor:
+    """-inf for ``ids [batch, rows, n]`` where ``where [batch, rows, n]``; ids may repeat or lie past the logits."""
+    vocab_size = logits.shape[-1]
+    bound = torch.where(where & (ids < vocab_size), -math.inf, math.inf)
+    return logits.scatter_reduce(2, ids.clamp(max=vocab_size - 1), bound, "amin")
+
+
+def aligned(word: Sequence[int], width: int) -> Tensor:
+    """Return all but the last token of ``word``, right-aligned in ``[width]``."""
+    return torch.tensor([ANY] * (width - len(word) + 1) + list(word[:-1]))
+
+
+def ends_with(sequence: Tensor, positions: Tensor, prefixes: Tensor) -> Tensor:
+    """True ``[batch, rows, ...]`` where what precedes ``positions [batch, rows]`` ends with ``prefixes [..., n]``."""
+    width = prefixes.shape[-1]
+    place = positions[..., None] - width + torch.arange(width, device=sequence.device)
+    suffix = sequence.gather(1, place.clamp(min=0).flatten(1)).view_as(place)
+    suffix = torch.where(place < 0, ABSENT, suffix).view(*positions.shape, *[1] * (prefixes.dim() - 1), width)
+    return ((suffix == prefixes) | (prefixes == ANY)).all(-1)
