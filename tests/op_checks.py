@@ -73,7 +73,7 @@ class Emulated:
 
 
 class OpByOp:
-    """These ops for :mod:`dflash.decoder`, which then never takes all layers in one op (``decoder.ops = OpByOp(...)``)."""
+    """These ops for :mod:`dflash.decoder`, which then runs op by op (set ``decoder.ops = OpByOp(...)``)."""
 
     def __init__(self, ops: object) -> None:
         self._ops = ops
