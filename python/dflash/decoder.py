@@ -2,38 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from . import ops
+from .ops.layers import DecoderLayer, PackedLayers
 
 __all__ = ["DecoderLayer", "DecoderStack", "rotary_table"]
-
-
-class DecoderLayer(NamedTuple):
-    """The weights of one layer, every matrix ``[out, in]``."""
-
-    input_norm: Tensor  # [hidden]
-    q: Tensor  # [num_heads * head_dim, hidden]
-    k: Tensor  # [num_kv_heads * head_dim, hidden]
-    v: Tensor  # [num_kv_heads * head_dim, hidden]
-    o: Tensor  # [hidden, num_heads * head_dim]
-    post_norm: Tensor  # [hidden]
-    gate: Tensor  # [width, hidden]
-    up: Tensor  # [width, hidden]
-    down: Tensor  # [hidden, width]
-    q_norm: Tensor | None = None  # [head_dim]
-    k_norm: Tensor | None = None  # [head_dim]
-    q_bias: Tensor | None = None  # [out], of q, k and v all or none
-    k_bias: Tensor | None = None
-    v_bias: Tensor | None = None
-    o_bias: Tensor | None = None
-    sinks: Tensor | None = None  # [num_heads]
-    causal: bool = True
-    window: int = 0  # as in ops.block_attention; 0 for none
 
 
 class Cache(Protocol):
@@ -67,14 +46,15 @@ class DecoderStack:
     ) -> None:
         self.layers, self.norm = tuple(layers), norm
         self.eps, self.scale, self.taps = eps, scale, tuple(taps)
-        self._weights = [weight for layer in layers for weight in layer[:9]]
-        self._head_norms = [norm for layer in layers for norm in layer[9:11] if norm is not None]
-        biases = [norm.new_empty(0) if bias is None else bias for layer in layers for bias in layer[11:15]]
-        self._biases = biases if any(bias.numel() for bias in biases) else []
-        self._sinks = [layer.sinks for layer in layers if layer.sinks is not None]
+        self._packed = PackedLayers(self.layers, norm, eps=eps, scale=scale, taps=self.taps)
+
+    def __reduce__(self) -> tuple:  # a copy packs its own tensors
+        options = {"eps": self.eps, "scale": self.scale, "taps": self.taps}
+        return functools.partial(DecoderStack, **options), (self.layers, self.norm)
 
     def refresh(self) -> None:
         """Notice weights whose storage was replaced (``parameter.data = ...``). Reads one address per weight."""
+        self._packed.refresh()
 
     def __call__(
         self, hidden: Tensor, lengths: Tensor, cache: Cache, context: Tensor | None = None,
@@ -97,10 +77,8 @@ class DecoderStack:
         if hidden.device.type == "cpu" and ops.skinny(hidden.shape[0] * rows, hidden.dtype):
             indices = range(len(self.layers))
             return ops.decoder_layers(
-                hidden, context, num_context, lengths, *cache.rotary, self._weights, self._head_norms, self._biases,
-                self._sinks, self.norm, self.eps, self.scale, [int(layer.causal) for layer in self.layers],
-                [layer.window for layer in self.layers], list(self.taps), [cache.keys[i] for i in indices],
-                [cache.values[i] for i in indices],
+                hidden, context, num_context, lengths, *cache.rotary, [cache.keys[i] for i in indices],
+                [cache.values[i] for i in indices], self._packed.handle,
             )  # fmt: skip
         return self._op_by_op(hidden, lengths, cache, context, num_context)
 
