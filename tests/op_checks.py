@@ -72,6 +72,19 @@ class Emulated:
         self._module.synchronize()
 
 
+class OpByOp:
+    """These ops for :mod:`dflash.decoder`, which then runs op by op (set ``decoder.ops = OpByOp(...)``)."""
+
+    def __init__(self, ops: object) -> None:
+        self._ops = ops
+
+    def __getattr__(self, name: str) -> Callable:
+        return getattr(self._ops, name)
+
+    def skinny(self, rows: int, dtype: torch.dtype) -> bool:
+        return False
+
+
 class Cuda:
     """The functions of ``dflash.ops`` on a GPU, for CPU tensors: they and what is written travel there and back."""
 
