@@ -1,9 +1,10 @@
 """The DFlash drafter: its config, its forward pass and its checkpoints."""
 
 from .checkpoint import draft_folder, load_draft
-from .config import FULL, SLIDING, DraftConfig, build_target_layer_ids
+from .config import DraftConfig
 from .drafter import Drafter
 from .layouts import from_speculators, is_speculators, to_speculators
+from .reader import FULL, SLIDING, build_target_layer_ids
 from .rope import ROPE_TYPES, Rope
 
 __all__ = [

@@ -1,7 +1,7 @@
-"""What a drafter's ``config.json`` says, read once and checked: :class:`DraftConfig`.
+"""A drafter's configuration, read and checked once.
 
-Checkpoints come from several trainers and several years of one trainer. Whatever changes the maths and is not built
-here is refused by name; what does not is warned about at most.
+Checkpoints come from several trainers and several years of one trainer. Anything that changes the math and is not
+implemented is refused by name. Unknown metadata is at most warned about.
 """
 
 from __future__ import annotations
@@ -11,36 +11,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .layouts import from_speculators, is_speculators
+from .reader import read_fields
 from .rope import Rope
 
-__all__ = ["DraftConfig", "build_target_layer_ids"]
-
-FULL, SLIDING = "full_attention", "sliding_attention"
-
-
-def build_target_layer_ids(num_target_layers: int, num_draft_layers: int) -> tuple[int, ...]:
-    """The tapped target layers of a drafter that does not name them: evenly spaced from layer 1 to the fourth last.
-
-    One draft layer taps the middle one. Halves round to even, as Python does.
-
-    Raises:
-        ValueError: the target has too few layers for the rule.
-    """
-    if num_draft_layers == 1:
-        return (num_target_layers // 2,)
-    if num_target_layers < 4:
-        raise ValueError(f"no target_layer_ids, and they follow from 4 target layers or more, got {num_target_layers}")
-    step = (num_target_layers - 4) / (num_draft_layers - 1)
-    return tuple(round(1 + i * step) for i in range(num_draft_layers))
+__all__ = ["DraftConfig"]
 
 
 @dataclass(frozen=True)
 class DraftConfig:
-    """A drafter's shape and rules, as its checkpoint states them. Build one with :meth:`from_config`.
+    """A drafter's shape and rules, as stated by its checkpoint. Build one with :meth:`from_config`.
 
-    Per-layer values are tuples of ``num_hidden_layers``: ``causal`` (inside the block and before it), ``window`` (keys
-    that a query sees, itself counted; 0: all). ``vocab_size``, ``num_target_layers`` and ``max_position_embeddings``
-    are None where the checkpoint does not say. ``final_logit_softcapping`` is 0 for none.
+    Attributes:
+        causal: per layer, True if a row of the block sees no later row.
+        window: per layer, the keys that a query sees, itself included; 0 for all.
+        final_logit_softcapping: 0 for none.
+        vocab_size, num_target_layers, max_position_embeddings: None if the checkpoint does not say.
     """
 
     hidden_size: int
@@ -67,18 +52,16 @@ class DraftConfig:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any] | Any, source: str = "draft config") -> DraftConfig:
-        """Read a parsed ``config.json``, or any object with ``to_dict()`` (a transformers config).
+        """Read a parsed ``config.json``, in the published or the speculators layout (:mod:`dflash.drafter.layouts`).
 
-        The speculators layout is read too (:mod:`dflash.layouts`).
+        Unknown top-level keys are listed in one warning. Unknown keys of ``dflash_config`` are an error.
 
         Args:
-            config: the mapping or the object.
-            source: what messages call it.
+            config: a mapping, or an object with ``to_dict()`` such as a transformers config.
+            source: what error messages call it.
 
         Raises:
-            ValueError: a key is missing, has a value that cannot be, or asks for what is not implemented: it is named.
-
-        Unknown top-level keys are listed in one warning; unknown keys of ``dflash_config`` are an error.
+            ValueError: a key is missing, has an impossible value, or asks for something not implemented.
         """
         if not isinstance(config, Mapping):
             if not callable(getattr(config, "to_dict", None)):
@@ -89,6 +72,4 @@ class DraftConfig:
                 config = from_speculators(config)
             except ValueError as error:
                 raise ValueError(f"{source}: {error}") from None
-        from .reader import _Reader
-
-        return _Reader(config, source).read()
+        return cls(**read_fields(config, source))
