@@ -1,29 +1,42 @@
 """The target: a structural twin of the user's model with our attention, our cache and taps."""
 
 from .fingerprint import WeightsFingerprint, describe_config, sample_digest
-from .fused import FusedDecoder, FusedLayers, rotary_table
 from .generation_config import generation_defaults, stop_string_criterion, transformers_version
-from .support import TESTED_FAMILIES, UnsupportedTargetError, decoder_layers, refusal, text_config
+from .support import (
+    UnsupportedTargetError,
+    check_target,
+    find_layers,
+    refusal,
+    tapped_modules,
+    text_config,
+    unwrap,
+)
 from .target import Target
-from .twin import first_hook, structural_twin, structure, unwrap
+from .twin import first_hook, snapshot, structural_twin
+
+structure = snapshot  # the old name
+
+
+def decoder_layers(model, num_layers: int):  # noqa: ARG001
+    """Return :func:`find_layers` of the model: the old name."""
+    return find_layers(model)
+
 
 __all__ = [
-    "TESTED_FAMILIES",
-    "FusedDecoder",
-    "FusedLayers",
     "Target",
     "UnsupportedTargetError",
     "WeightsFingerprint",
-    "decoder_layers",
+    "check_target",
     "describe_config",
+    "find_layers",
     "first_hook",
     "generation_defaults",
     "refusal",
-    "rotary_table",
     "sample_digest",
+    "snapshot",
     "stop_string_criterion",
     "structural_twin",
-    "structure",
+    "tapped_modules",
     "text_config",
     "transformers_version",
     "unwrap",

@@ -1,4 +1,4 @@
-"""What identifies a model: its tensors, its config and some of its values."""
+"""Fingerprints of a model: whether its tensors were replaced, and whether a stored result belongs to it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from torch import nn
 
 from .support import text_config
 
-# Of a config: what says nothing of the numbers that the model computes.
+__all__ = ["WeightsFingerprint", "describe_config", "sample_digest"]
+
+# Keys of a config that do not affect the numbers computed by the model.
 _METADATA = frozenset(
     [
         *("_name_or_path", "architectures", "bos_token_id", "chunk_size_feed_forward", "dtype", "eos_token_id"),
@@ -25,8 +27,8 @@ class WeightsFingerprint:
     """Notices when a module's tensors were replaced (``.to``, ``load_state_dict(assign=True)``).
 
     Args:
-        module: it is not kept alive.
-        values: notice changes in place too (an optimizer's step, ``copy_``), except those made through ``.data``.
+        module: not kept alive.
+        values: also notice changes in place (an optimizer's step, ``copy_``), except through ``.data``.
     """
 
     def __init__(self, module: nn.Module, values: bool = False) -> None:
@@ -36,29 +38,29 @@ class WeightsFingerprint:
 
     def _read(self, module: nn.Module) -> tuple:
         tensors = (*module.parameters(), *module.buffers())
-        found = tuple((id(t), t.data_ptr(), t.dtype) for t in tensors)
+        identities = tuple((id(t), t.data_ptr(), t.dtype) for t in tensors)
         if self._values:
-            found += tuple(0 if t.is_inference() else t._version for t in tensors)
-        return found
+            identities += tuple(0 if t.is_inference() else t._version for t in tensors)
+        return identities
 
     def matches(self, module: nn.Module) -> bool:
-        """Whether ``module`` is the same one, with the tensors it had."""
+        """Return True if ``module`` is the same one, with the same tensors."""
         return self._module() is module and self._tensors == self._read(module)
 
     def replaced(self) -> bool:
-        """Whether the module still lives and has other tensors now."""
+        """Return True if the module is still alive and has other tensors now."""
         module = self._module()
         return module is not None and self._tensors != self._read(module)
 
 
 def describe_config(target: nn.Module) -> str:
-    """The text config as JSON, without what says nothing of the numbers: names, versions, special tokens, dtype."""
+    """Return the text config as JSON, without keys that do not affect the computed numbers."""
     content = text_config(target).to_dict()
     return json.dumps({k: v for k, v in content.items() if k not in _METADATA}, sort_keys=True, default=str)
 
 
 def sample_digest(model: nn.Module) -> str:
-    """A cheap fingerprint of a model's weights: every tensor's name, shape and dtype, and some 64 of its values."""
+    """Return a cheap digest of the weights: every tensor's name, shape and dtype, and about 64 of its values."""
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
         flat = parameter.detach().flatten()

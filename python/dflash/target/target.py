@@ -1,69 +1,60 @@
-"""The target model: a structural twin of the user's Hugging Face model, with our attention, our cache and taps.
+"""The target: a structural twin of the user's Hugging Face model, with our attention, our cache and taps.
 
 The user's model is never touched. Its twin shares every parameter and buffer and owns everything else: config,
-hooks, attention implementation. This is the only module on the hot path that imports transformers.
+hooks, attention implementation.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
-from ..cache import LazyKVCache
-from .attention import _ATTENTION, _CacheView
-from .fused import FusedDecoder
-from .support import TESTED_FAMILIES, UnsupportedTargetError, decoder_layers, refusal, text_config
-from .twin import structural_twin, unwrap
+from ..cache import KVCache
+from .attention import CacheView, use_block_attention
+from .fused import recognize
+from .support import UnsupportedTargetError, needs_probe, probe, tapped_modules, text_config
+from .twin import structural_twin
 
-_PROBE_TOKENS = 24
-_PROBED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+__all__ = ["Target"]
 
 
 class Target:
-    """The user's target behind the three things the generator needs: embeddings, a head, and a tapped forward.
+    """What the engine needs of the user's model: embeddings, a head, a cache and a forward pass with taps.
 
     Args:
-        model: any full-attention causal language model of transformers (docs/targets.md lists the tested ones).
-        target_layer_ids: whose outputs are tapped; the last layer's is read after the final norm, as transformers'
-            ``hidden_states[-1]`` is.
-        fused: run the layers on :mod:`dflash.ops` where the model is one that :mod:`dflash.fused` recognises: True to
-            refuse any other, False to keep the model's own forward, ``"auto"`` to do so on CPU alone.
+        model: a causal language model that :func:`check_target` has returned. It is not judged again.
+        target_layer_ids: the tapped layers. The last layer's output is read after the final norm, like transformers'
+            ``hidden_states[-1]``.
+        fused: True to run the layers on :mod:`dflash.ops` (see :mod:`dflash.target.fused`) and refuse other models,
+            False to use the model's own forward, ``"auto"`` to run them on the ops on the CPU if possible.
 
     Raises:
-        UnsupportedTargetError: the model cannot be run; nothing was changed.
+        UnsupportedTargetError: the model cannot be run. It was not changed.
     """
 
     def __init__(
         self, model: nn.Module, target_layer_ids: tuple[int, ...] = (), fused: bool | Literal["auto"] = "auto"
     ) -> None:
-        model = unwrap(model)
-        if reason := refusal(model):
-            raise UnsupportedTargetError(f"this target is not supported: {reason}")
         self.config = text_config(model)
         self.model = structural_twin(model)
-        for module in self.model.modules():
-            if isinstance(module, PreTrainedModel):
-                module.config._attn_implementation = _ATTENTION
-        text_config(self.model)._attn_implementation = _ATTENTION
+        use_block_attention(self.model)
         # On a GPU the fused layers have not been measured against the model's own forward, compiled or not.
-        wanted = self.device.type == "cpu" if fused == "auto" else fused
-        self._fused = FusedDecoder.of(self.model, target_layer_ids) if wanted else None
+        is_wanted = self.device.type == "cpu" if fused == "auto" else fused
+        self._fused = recognize(self.model, target_layer_ids) if is_wanted else None
         if fused is True and self._fused is None:
             raise UnsupportedTargetError(
-                f"fused=True cannot be followed: {type(model).__name__} is not exactly a Llama, Mistral, Qwen2 or "
-                "Qwen3 of transformers without hooks, its weights dense and of one dtype that the kernels have, each "
-                "layer tapped once at most"
+                "fused=True needs exactly a Llama, Mistral, Qwen2 or Qwen3 of transformers without hooks, with dense "
+                "weights of one dtype that the kernels take and each layer tapped at most once, got "
+                f'{type(model).__name__}: pass fused=False or "auto"'
             )
         self._taps: list[Tensor | None] = [None] * len(target_layer_ids)
-        self._add_taps(target_layer_ids)
-        if model.config.model_type not in TESTED_FAMILIES and model not in _PROBED:
-            self._probe(model)
-            _PROBED.add(model)
+        for index, module in enumerate(tapped_modules(self.model, target_layer_ids)):
+            module.register_forward_hook(_tap_hook(self._taps, index))
+        if needs_probe(model):
+            probe(self, model, structural_twin(model))
 
     @property
     def embedding_weight(self) -> Tensor:
@@ -77,81 +68,78 @@ class Target:
 
     @property
     def draft_head(self) -> Callable[[Tensor], Tensor]:
-        """The head for a drafter's rows: through the kernel where the target's own pass goes through it."""
-        return self.head if self._fused is None else self._fused.product
+        """The head for a drafter's rows: our kernel if the target's own pass uses it."""
+        return self.head if self._fused is None else self._fused.logits
 
     @property
     def dtype(self) -> torch.dtype:
+        """Dtype of the embeddings."""
         return self.embedding_weight.dtype
 
     @property
     def device(self) -> torch.device:
+        """Device of the embeddings."""
         return self.embedding_weight.device
 
     @property
+    def is_fused(self) -> bool:
+        """True if passes of few rows run on :mod:`dflash.ops`."""
+        return self._fused is not None
+
+    @property
     def max_positions(self) -> int | None:
+        """The model's ``max_position_embeddings``, if it has such a limit."""
         return getattr(self.config, "max_position_embeddings", None)
 
-    def new_cache(self, batch_size: int, capacity: int) -> LazyKVCache:
-        """An empty cache for ``batch_size`` sequences of ``capacity`` positions."""
+    def new_cache(self, batch_size: int, capacity: int) -> KVCache:
+        """Return an empty cache for ``batch_size`` sequences of ``capacity`` positions."""
+        cache = KVCache(batch_size, capacity)
+        self.refresh(cache)
+        return cache
+
+    def refresh(self, cache: KVCache) -> None:
+        """Prepare for a call of ``generate``: notice weights whose storage was replaced, fit the cache to this target.
+
+        Called once per call, outside of the step. ``cache`` may come from an earlier target for the same model.
+        """
         if self._fused is not None:
-            self._fused.table(capacity)  # now, and not inside a compiled step
-        return LazyKVCache(batch_size, capacity)
-
-    def _add_taps(self, target_layer_ids: tuple[int, ...]) -> None:
-        if not target_layer_ids:
-            return
-        num_layers = self.config.num_hidden_layers
-        layers = decoder_layers(self.model, num_layers)
-        for index, layer_id in enumerate(target_layer_ids):
-            module = layers[layer_id]
-            if layer_id == num_layers - 1:
-                module = getattr(self.model.get_decoder(), "norm", None)
-                if module is None:
-                    raise UnsupportedTargetError(
-                        f"{type(self.model).__name__}: the last layer is tapped, but no final norm was found"
-                    )
-
-            def keep(_module, _args, output, taps=self._taps, index=index):  # no reference to self: that is a cycle
-                taps[index] = output[0] if isinstance(output, tuple) else output
-
-            module.register_forward_hook(keep)
+            self._fused.refresh(cache)
 
     def forward(
-        self, ids: Tensor, lengths: Tensor, cache: LazyKVCache, logits_to_keep: int | Tensor = 0
+        self, ids: Tensor, lengths: Tensor, cache: KVCache, logits_to_keep: int | Tensor = 0
     ) -> tuple[Tensor, list[Tensor]]:
-        """Run ``ids`` at positions ``lengths[b] + i``, causal behind the cache.
+        """Run rows at positions ``lengths[b] + i``. Each sees the cache's positions and the rows before it.
 
         Args:
             ids: ``[batch, rows]`` int64.
             lengths: ``[batch]`` int64, positions already in the cache.
-            cache: takes the K/V of these rows at their positions.
+            cache: from :meth:`new_cache`. The K/V of these rows are written at their positions.
             logits_to_keep: as in transformers: 0 for all rows, n for the last n, or row indices.
 
         Returns:
-            Logits ``[batch, kept rows, vocab]`` and the taps, which side by side are ``[batch, rows, taps * hidden]``:
-            one tensor each, or one of all where the decoder is fused.
+            Logits ``[batch, asked rows, vocab]``, and the taps: tensors that concatenate along the last dimension to
+            ``[batch, rows, taps * hidden]``.
         """
-        if self._fused is not None and self._fused.takes(ids):
+        if self._fused is not None and self._fused.handles(ids):
             logits, tapped = self._fused.forward(ids, lengths, cache, logits_to_keep)
             return logits, [tapped]
         positions = lengths[:, None] + torch.arange(ids.shape[1], device=ids.device)
-        # Rows past the end of a request are computed and dropped; they must not index past a learned table.
+        # Rows past the end of a request are computed and dropped. They must not index past a learned table.
         limit = self.max_positions
         output = self.model(
             input_ids=ids,
             position_ids=positions if limit is None else positions.clamp(max=limit - 1),
-            past_key_values=_CacheView(cache, positions),
+            past_key_values=CacheView(cache, positions),
             use_cache=True,
             logits_to_keep=logits_to_keep,
             block_lengths=lengths,
         )
         taps = list(self._taps)
         self._taps[:] = [None] * len(taps)
-        return self._kept(output.logits, ids.shape[1], logits_to_keep), taps
+        return self._select_rows(output.logits, ids.shape[1], logits_to_keep), taps
 
-    def _kept(self, logits: Tensor, rows: int, logits_to_keep: int | Tensor) -> Tensor:
-        """The rows that were asked for, of a model that may not have heard of ``logits_to_keep``."""
+    def _select_rows(self, logits: Tensor, rows: int, logits_to_keep: int | Tensor) -> Tensor:
+        """Return the rows asked for, from a model that may ignore ``logits_to_keep``."""
         asked = logits_to_keep.numel() if isinstance(logits_to_keep, Tensor) else logits_to_keep or rows
         if logits.shape[1] == asked:
             return logits
@@ -161,31 +149,11 @@ class Target:
             )
         return logits[:, logits_to_keep] if isinstance(logits_to_keep, Tensor) else logits[:, -asked:]
 
-    @torch.no_grad()
-    def _probe(self, model: PreTrainedModel) -> None:
-        """Refuse a family that nobody has tested if the twin's logits differ from the model's own on a few tokens."""
-        vocab = self.embedding_weight.shape[0]
-        ids = torch.arange(_PROBE_TOKENS, device=self.device)[None] * 7919 % vocab
-        half = _PROBE_TOKENS // 2
-        expected = structural_twin(model)(input_ids=ids, use_cache=False).logits.float()
-        cache = LazyKVCache(1, _PROBE_TOKENS)
-        lengths = torch.zeros(1, dtype=torch.int64, device=self.device)
-        try:
-            first, _ = self.forward(ids[:, :half], lengths, cache)
-            every = torch.arange(half, device=self.device)
-            second, _ = self.forward(ids[:, half:], lengths + half, cache, every[1::2])
-        except UnsupportedTargetError:
-            raise
-        except Exception as error:
-            raise UnsupportedTargetError(
-                f"this target is not supported: {self.config.model_type} failed in a trial run with dflash's cache "
-                f"and attention: {type(error).__name__}: {error}"
-            ) from error
-        got = torch.cat([first, second], 1).float()
-        expected = torch.cat([expected[:, :half], expected[:, half + 1 :: 2]], 1)
-        difference = float((got - expected).norm() / expected.norm())
-        if not difference < (1e-3 if self.dtype == torch.float32 else 5e-2):
-            raise UnsupportedTargetError(
-                f"this target is not supported: {self.config.model_type} gives other logits with dflash's cache and "
-                f"attention (relative difference {difference:.1e} in a trial run)"
-            )
+
+def _tap_hook(taps: list[Tensor | None], index: int) -> Callable[..., None]:
+    """Return a forward hook that stores a module's output. It holds no target, which would be a reference cycle."""
+
+    def store(_module: nn.Module, _arguments: tuple, output: Any) -> None:
+        taps[index] = output[0] if isinstance(output, tuple) else output
+
+    return store

@@ -12,13 +12,18 @@ from torch import Tensor, nn
 
 from .support import UnsupportedTargetError
 
-# How `structure` takes values: these as they are, those by identity.
-_PLAIN = {type(None), bool, int, float, str, bytes, torch.dtype, torch.device}
-_BY_IDENTITY = (type, Tensor, types.FunctionType, types.BuiltinFunctionType, enum.Enum)
+__all__ = ["first_hook", "snapshot", "structural_twin"]
+
+_COMPARED_BY_VALUE = {type(None), bool, int, float, str, bytes, torch.dtype, torch.device}
+_COMPARED_BY_IDENTITY = (type, Tensor, types.FunctionType, types.BuiltinFunctionType, enum.Enum)
 
 
 def structural_twin(module: nn.Module) -> nn.Module:
-    """A copy of ``module`` that shares its parameters and buffers and owns everything else. Costs milliseconds."""
+    """Return a copy of ``module``, in eval mode, that shares its parameters and buffers. Takes milliseconds.
+
+    Raises:
+        UnsupportedTargetError: something in the module cannot be copied, or a forward was replaced.
+    """
     memo = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
     try:
         twin = copy.deepcopy(module, memo)
@@ -27,58 +32,57 @@ def structural_twin(module: nn.Module) -> nn.Module:
             f"{type(module).__name__} holds something that cannot be copied: {error}"
         ) from error
     for original, copied in zip(module.modules(), twin.modules(), strict=True):
-        forward = original.__dict__.get("forward")
-        if forward is None:
-            continue
-        # An instance-level forward (torch.compile, accelerate) closes over the user's module: undo it on the twin.
-        wrapped = getattr(forward, "_torchdynamo_orig_callable", None)
-        if wrapped is not None or hasattr(original, "_hf_hook"):
-            del copied.__dict__["forward"]
-        elif not isinstance(forward, types.MethodType):
-            raise UnsupportedTargetError(f"{type(original).__name__}.forward was replaced by {forward!r}")
+        _restore_forward(original, copied)
     return twin.eval()
 
 
-def structure(module: nn.Module) -> Any:
-    """Everything that :func:`structural_twin` would copy, in a form that compares equal while nothing has changed.
+def _restore_forward(original: nn.Module, copied: nn.Module) -> None:
+    """Undo an instance-level forward on the copy: one of torch.compile or accelerate would call the original."""
+    forward = original.__dict__.get("forward")
+    if forward is None:
+        return
+    is_compiled = getattr(forward, "_torchdynamo_orig_callable", None) is not None
+    if is_compiled or hasattr(original, "_hf_hook"):
+        del copied.__dict__["forward"]
+    elif not isinstance(forward, types.MethodType):
+        raise UnsupportedTargetError(f"{type(original).__name__}.forward was replaced by {forward!r}")
 
-    Tensors, functions and classes count by identity and are not kept alive. What cannot be looked into never compares
-    equal, not even to itself.
+
+def snapshot(module: nn.Module) -> Any:
+    """Return everything that :func:`structural_twin` would copy, in a form that compares equal until it changes.
+
+    Takes about a millisecond per layer. Tensors, functions and classes are compared by identity and not kept alive.
+    What cannot be looked into never compares equal, not even to itself.
     """
-    seen: dict[int, Any] = {}  # keeps what is made on the way alive, so that no identity comes twice
+    seen: dict[int, Any] = {}  # keeps objects made on the way alive, so that no id is reused
 
-    def frozen(value: Any) -> Any:
+    def freeze(value: Any) -> Any:
         kind = type(value)
-        if kind in _PLAIN:
+        if kind in _COMPARED_BY_VALUE:
             return kind, value
-        if isinstance(value, _BY_IDENTITY) or id(value) in seen:
+        if isinstance(value, _COMPARED_BY_IDENTITY) or id(value) in seen:
             return id(value)
         if isinstance(value, types.MethodType):
             return id(value.__func__), id(value.__self__)
         seen[id(value)] = value
         if isinstance(value, dict):
-            return kind, [(frozen(key), frozen(entry)) for key, entry in value.items()]
+            return kind, [(freeze(key), freeze(entry)) for key, entry in value.items()]
         if isinstance(value, (list, tuple)):
-            return kind, [frozen(entry) for entry in value]
+            return kind, [freeze(entry) for entry in value]
         try:
             state = value.__reduce_ex__(4)
         except Exception:
             return object()
-        return frozen(state) if isinstance(state, tuple) else object()
+        return freeze(state) if isinstance(state, tuple) else object()
 
-    return frozen(module)
+    return freeze(module)
 
 
 def first_hook(model: nn.Module) -> str:
-    """The name of the first module with a forward hook of the user's; empty when there is none."""
+    """Return the name of the first module with a forward hook of the user's, or an empty string."""
     for name, module in model.named_modules():
         for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
-            # transformers' own, which collect hidden states and attentions, are idle here.
+            # transformers' own hooks collect hidden states and attentions; they are idle here.
             if not (getattr(hook, "__module__", None) or "").startswith("transformers."):
                 return name or type(model).__name__
     return ""
-
-
-def unwrap(model: nn.Module) -> nn.Module:
-    """The module inside ``torch.compile(model)``, or ``model`` itself."""
-    return getattr(model, "_orig_mod", model)
