@@ -247,13 +247,15 @@ def test_a_generator_forgets_its_last_call(target, draft):
     generator = dflash.Generator(target, draft, max_length=150, batch_size=2)
     first = generator.generate(ids(2), max_new_tokens=20)
     generator.generate(ids(1, 120), max_new_tokens=20, temperature=1.0, seed=4, stop_token_ids=list(range(40)))
-    addresses = [tensor.data_ptr() for tensor in (*generator.target_cache.keys.values(), *generator.draft_cache.keys)]
-    for cache in (*generator.target_cache.keys.values(), *generator.draft_cache.values):
+    addresses = [
+        tensor.data_ptr() for tensor in (*generator.target_cache.keys.values(), *generator.draft_cache.keys.values())
+    ]
+    for cache in (*generator.target_cache.keys.values(), *generator.draft_cache.values.values()):
         cache.fill_(NAN)  # stale slots are never read
     generator.reset()
     assert torch.equal(generator.generate(ids(2), max_new_tokens=20), first)
     assert addresses == [
-        tensor.data_ptr() for tensor in (*generator.target_cache.keys.values(), *generator.draft_cache.keys)
+        tensor.data_ptr() for tensor in (*generator.target_cache.keys.values(), *generator.draft_cache.keys.values())
     ]
 
 

@@ -32,9 +32,9 @@ from .target import (
     first_hook,
     generation_defaults,
     refusal,
+    snapshot,
     stop_string_criterion,
     structural_twin,
-    structure,
     text_config,
     unwrap,
 )
@@ -475,7 +475,7 @@ class Generator:
         self.target = Target(target, taps, self.fused)
         self._defaults = generation_defaults(target)
         self._weights = WeightsFingerprint(target)
-        self._structure = structure(target)
+        self._structure = snapshot(target)
         self._hook = first_hook(target)
         if self._runner is not None:
             self._runner.clear()
@@ -873,6 +873,9 @@ class Generator:
         self._current, self._whole = call, False
         self._ran = [WeightsFingerprint(module, values=True) for module in modules]
         self._runner.start()
+        self.target.refresh(self.target_cache)
+        if self.draft is not None:
+            self.draft.refresh()
         if self._runner.ahead and not (
             self._captured and all(map(WeightsFingerprint.matches, self._captured, modules))
         ):
@@ -1394,7 +1397,7 @@ def _generator(target: nn.Module, draft: nn.Module | None, call: Call, block_siz
     if _kept is not None and _kept.serves(target, draft, block_size, batch, needed):
         generator = _kept.generator
         with generator._exclusive():
-            if generator._structure != structure(target):  # hooks, adapters, attributes; the caches stay
+            if generator._structure != snapshot(target):  # hooks, adapters, attributes; the caches stay
                 generator._take(target)
         return generator
     drafter = None if draft is None else load_draft(draft)

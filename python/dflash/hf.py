@@ -330,7 +330,7 @@ class _Assistant:
             return old
         cache = self.draft.new_cache(1, 2 * capacity)
         if old is not None:
-            for new, held in zip((*cache.keys, *cache.values), (*old.keys, *old.values), strict=True):
+            for new, held in zip(cache.buffers, old.buffers, strict=True):
                 new[:, :, : old.capacity] = held
         holder.dflash_cache = cache
         return cache
