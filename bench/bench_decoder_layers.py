@@ -1,7 +1,7 @@
 """``ops.decoder_layers``, one layer and the final norm, against the same layer in plain torch functions.
 
 The plain layer is what transformers' Qwen3 runs with a static cache and SDPA, without its modules: ``F.rms_norm``,
-``F.linear``, RoPE, ``index_copy_``, SDPA under a mask that was made beforehand.
+``F.linear``, RoPE, ``index_copy_``, SDPA under a mask made beforehand.
 """
 
 import torch
@@ -9,34 +9,31 @@ import torch.nn.functional as F
 from harness import Case, full_width, main, rotate
 
 from dflash import ops
+from dflash.ops.layers import DecoderLayer, PackedLayers
 
 
-def plain(hidden, lengths, cos, sin, weights, head_norms, norm, k_cache, v_cache, positions, wide, mask):
-    input_norm, q, k, v, o, post_norm, gate, up, down = weights
+def plain(hidden, lengths, cos, sin, packed, k_cache, v_cache, positions, wide, mask):
+    layer, norm = packed.layers[0], packed.norm
     head_dim, keys = k_cache.shape[-1], mask.shape[-1]
 
     def heads(x, weight, head_norm=None):
         x = F.linear(x, weight).unflatten(-1, (-1, head_dim)).transpose(1, 2)
         return x if head_norm is None else rotate(F.rms_norm(x, head_norm.shape, head_norm, 1e-6), *wide)
 
-    normed = F.rms_norm(hidden, input_norm.shape, input_norm, 1e-6)
-    queries = heads(normed, q, head_norms[0])
-    k_cache.index_copy_(2, positions[0], heads(normed, k, head_norms[1]))
-    v_cache.index_copy_(2, positions[0], heads(normed, v))
+    normed = F.rms_norm(hidden, layer.input_norm.shape, layer.input_norm, 1e-6)
+    queries = heads(normed, layer.q, layer.q_norm)
+    k_cache.index_copy_(2, positions[0], heads(normed, layer.k, layer.k_norm))
+    v_cache.index_copy_(2, positions[0], heads(normed, layer.v))
     live = k_cache[:, :, :keys], v_cache[:, :, :keys]
     attended = F.scaled_dot_product_attention(queries, *live, mask, enable_gqa=True).transpose(1, 2).flatten(2)
-    hidden = hidden + F.linear(attended, o)
-    normed = F.rms_norm(hidden, post_norm.shape, post_norm, 1e-6)
-    hidden = hidden + F.linear(F.silu(F.linear(normed, gate)) * F.linear(normed, up), down)
+    hidden = hidden + F.linear(attended, layer.o)
+    normed = F.rms_norm(hidden, layer.post_norm.shape, layer.post_norm, 1e-6)
+    hidden = hidden + F.linear(F.silu(F.linear(normed, layer.gate)) * F.linear(normed, layer.up), layer.down)
     return F.rms_norm(hidden, norm.shape, norm, 1e-6)
 
 
-def ours(hidden, lengths, cos, sin, weights, head_norms, norm, k_cache, v_cache, positions, wide, mask):
-    scale = k_cache.shape[-1] ** -0.5
-    return ops.decoder_layers(
-        hidden, None, None, lengths, cos, sin, weights, head_norms, [], [], norm, 1e-6, scale, [1], [0], [], [k_cache],
-        [v_cache],
-    )  # fmt: skip
+def ours(hidden, lengths, cos, sin, packed, k_cache, v_cache, positions, wide, mask):
+    return ops.decoder_layers(hidden, None, None, lengths, cos, sin, [k_cache], [v_cache], packed.handle)
 
 
 def cases(o):
@@ -48,12 +45,13 @@ def cases(o):
             def make(m=m, rows=rows, context=context, q=q, kv=kv, keys=keys):
                 shapes = [(m.hidden,), (q, m.hidden), (kv, m.hidden), (kv, m.hidden), (m.hidden, q), (m.hidden,)]
                 shapes += [(m.ffn, m.hidden), (m.ffn, m.hidden), (m.hidden, m.ffn)]
+                weights = [o.random(*shape, scale=shape[-1] ** -0.5) for shape in shapes]
+                layer = DecoderLayer(*weights, *(o.random(m.head_dim) for _ in range(2)))
+                packed = PackedLayers([layer], o.random(m.hidden), eps=1e-6, scale=m.head_dim**-0.5)
                 cos, sin = (table[0] for table in o.rope(keys, m.head_dim))
                 caches = [o.random(1, m.kv_heads, keys, m.head_dim) for _ in range(2)]
                 return (
-                    o.random(1, rows, m.hidden), o.integers(context), cos, sin,
-                    [o.random(*shape, scale=shape[-1] ** -0.5) for shape in shapes],
-                    [o.random(m.head_dim) for _ in range(2)], o.random(m.hidden), *caches,
+                    o.random(1, rows, m.hidden), o.integers(context), cos, sin, packed, *caches,
                     o.positions(context, rows), full_width(cos[None, context:], sin[None, context:], o.dtype),
                     torch.ones(rows, keys, dtype=torch.bool, device=o.device).tril(context),
                 )  # fmt: skip

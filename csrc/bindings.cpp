@@ -9,8 +9,22 @@
 
 namespace py = pybind11;
 using namespace dflash;
+using namespace py::literals;
 
 namespace {
+
+// The layers of a decoder as decoder_layers reads them, packed once for many calls.
+class DecoderLayers {
+ public:
+  explicit DecoderLayers(const py::list& layers) {
+    for (py::handle layer : layers)
+      layers_.push_back(pack_tuple(DecoderLayer::wire(), py::cast<py::tuple>(layer)));
+  }
+  Address data_ptr() const { return reinterpret_cast<Address>(layers_.data()); }
+
+ private:
+  std::vector<DecoderLayer> layers_;
+};
 
 bool with_cuda() {
 #if DFLASH_WITH_CUDA
@@ -54,20 +68,19 @@ PYBIND11_MODULE(_C, m) {
   m.def("with_cuda", &with_cuda);
   m.def("cuda_status", &cuda_status);
   m.def("capture_id", &capture_id);
+  m.attr("DTYPES") = py::dict("float32"_a = int(DType::kFloat32), "bfloat16"_a = int(DType::kBFloat16),
+                              "float16"_a = int(DType::kFloat16));
+  m.attr("MAX_LINEAR_WEIGHTS") = kMaxLinearWeights;
 
-  const auto bind = [&m](const char* name, auto pack, auto kernel) {
-    bind_cpu(m, name, pack, [kernel](const auto& params) { (cpu_kernels().*kernel)(params); });
+  const auto bind = [&m](const char* name, auto fields, auto kernel) {
+    bind_cpu(m, name, fields, [kernel](const auto& params) { (cpu_kernels().*kernel)(params); });
   };
-  bind("rms_norm", pack_rms_norm, &CpuKernels::rms_norm);
-  bind("silu_mul", pack_silu_mul, &CpuKernels::silu_mul);
-  bind("qkv_norm_rope_append", pack_qkv_norm_rope_append, &CpuKernels::qkv_norm_rope_append);
-  bind("append_context_kv", pack_append_context_kv, &CpuKernels::append_context_kv);
-  bind("append_kv", pack_append_kv, &CpuKernels::append_kv);
-  bind("block_attention", pack_block_attention, &CpuKernels::block_attention);
-  bind("select_tokens", pack_select_tokens, &CpuKernels::select_tokens);
-  bind("accept_prefix", pack_accept_prefix, &CpuKernels::accept_prefix);
-  bind("linear", pack_linear, &CpuKernels::linear);
-  bind("decoder_layers", pack_decoder_layers, &CpuKernels::decoder_layers);
+#define KERNEL(name, Params) bind(#name, Params::wire(), &CpuKernels::name);
+#define CPU_KERNEL KERNEL
+#include "kernels.def"
+  py::class_<DecoderLayers>(m, "DecoderLayers")
+      .def(py::init<py::list>())
+      .def("data_ptr", &DecoderLayers::data_ptr);
 #if DFLASH_WITH_CUDA
   bind_cuda_kernels(m);
 #endif

@@ -1,13 +1,15 @@
 // One plain struct per op. Every pointer carries its shape; all tensors are contiguous and row-major unless a
 // stride field says otherwise. Index tensors (positions, lengths, ids, counts) are int64. `threads` is how
-// many a CPU kernel may use, `device` the CUDA device that holds the tensors. This header is all that the
-// kernels and the binding share.
+// many a CPU kernel may use, `device` the CUDA device that holds the tensors; the binding sets both.
+// wire() lists the fields in the order in which a Python call passes them (pack.h). This header is all that
+// the kernels and the binding share.
 #pragma once
 #include <cstdint>
+#include <tuple>
 
 namespace dflash {
 
-enum class DType : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };  // kFloat16: CUDA alone
+enum class DType : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };  // kFloat16: CUDA only
 
 // RMSNorm, with an optional residual added first and an optional count of live rows per sequence.
 struct RmsNormParams {
@@ -27,6 +29,12 @@ struct RmsNormParams {
   int32_t device = 0;
   void* tap = nullptr;     // [rows, hidden], strided, or null: x + residual once more
   int64_t tap_stride = 0;  // between its rows, in elements
+
+  static constexpr auto wire() {
+    using P = RmsNormParams;
+    return std::tuple(&P::x, &P::residual, &P::weight, &P::counts, &P::out, &P::residual_out, &P::tap,
+                      &P::tap_stride, &P::rows, &P::hidden, &P::rows_per_sequence, &P::eps, &P::dtype);
+  }
 };
 
 // out = silu(gate) * up, gate and up packed side by side.
@@ -38,6 +46,11 @@ struct SiluMulParams {
   DType dtype;
   int32_t threads;
   int32_t device = 0;
+
+  static constexpr auto wire() {
+    using P = SiluMulParams;
+    return std::tuple(&P::gate_up, &P::out, &P::rows, &P::width, &P::dtype);
+  }
 };
 
 // Packed rows -> q heads (norm, RoPE) into q_out for the last q_rows rows; k heads (norm, RoPE) and v heads
@@ -64,6 +77,13 @@ struct QkvNormRopeAppendParams {
   DType dtype;
   int32_t threads;
   int32_t device = 0;
+
+  static constexpr auto wire() {
+    using P = QkvNormRopeAppendParams;
+    return std::tuple(&P::qkv, &P::positions, &P::cos, &P::sin, &P::q_norm_weight, &P::k_norm_weight,
+                      &P::q_out, &P::k_cache, &P::v_cache, &P::batch, &P::rows, &P::q_rows, &P::num_heads,
+                      &P::num_kv_heads, &P::head_dim, &P::half, &P::capacity, &P::eps, &P::dtype);
+  }
 };
 
 // The same for K/V alone, for all layers.
@@ -86,6 +106,13 @@ struct AppendContextKvParams {
   DType dtype;
   int32_t threads;
   int32_t device = 0;
+
+  static constexpr auto wire() {
+    using P = AppendContextKvParams;
+    return std::tuple(&P::kv, &P::positions, &P::cos, &P::sin, &P::k_norm_weight, &P::k_caches, &P::v_caches,
+                      &P::num_layers, &P::batch, &P::rows, &P::num_kv_heads, &P::head_dim, &P::half,
+                      &P::capacity, &P::eps, &P::dtype);
+  }
 };
 
 // cache[b, h, positions[b, r]] = new[b, h, r]; strides in elements, the last dimension dense.
@@ -106,6 +133,14 @@ struct AppendKvParams {
   DType dtype;
   int32_t threads;
   int32_t device = 0;
+
+  static constexpr auto wire() {
+    using P = AppendKvParams;
+    return std::tuple(&P::key, &P::value, &P::positions, &P::k_cache, &P::v_cache, &P::k_stride_batch,
+                      &P::k_stride_head, &P::k_stride_row, &P::v_stride_batch, &P::v_stride_head,
+                      &P::v_stride_row, &P::batch, &P::rows, &P::num_kv_heads, &P::head_dim, &P::v_head_dim,
+                      &P::capacity, &P::dtype);
+  }
 };
 
 // softmax(scale * q k^T) v over the keys that each query sees; query i of sequence b is at position
@@ -133,14 +168,21 @@ struct BlockAttentionParams {
   DType dtype;
   int32_t threads;
   int32_t device = 0;
-  // CUDA alone.
-  const int64_t* ancestors;  // [rows, ceil(rows / 64)] or null: the rows of its block that a query sees
-  float* workspace;          // [batch, num_kv_heads, tiles, splits, floats of a stored state], see ops.py
-  unsigned* counters;        // [batch, num_kv_heads, tiles], zero before and after
-  int64_t splits;  // blocks to a tile of rows: one a chunk of the capacity, 1, or 0 for the plain kernel
-};
+  // CUDA only; block_attention_workspace() answers for the last three.
+  const int64_t* ancestors =
+      nullptr;                   // [rows, ceil(rows / 64)] or null: the rows of its block that a query sees
+  float* workspace = nullptr;    // [batch, num_kv_heads, tiles, splits, floats of a stored state]
+  unsigned* counters = nullptr;  // [batch, num_kv_heads, tiles], zero before and after
+  int64_t splits = 0;  // blocks per tile of rows: one per chunk of the capacity, 1, or 0 for the plain kernel
 
-constexpr int64_t kSelectSlice = 8192;  // tokens a block of the CUDA kernel takes; ops.py knows it too
+  static constexpr auto wire() {
+    using P = BlockAttentionParams;
+    return std::tuple(&P::q, &P::k_cache, &P::v_cache, &P::lengths, &P::sinks, &P::ancestors, &P::out,
+                      &P::q_stride_batch, &P::q_stride_row, &P::q_stride_head, &P::batch, &P::rows,
+                      &P::num_heads, &P::num_kv_heads, &P::head_dim, &P::v_head_dim, &P::capacity, &P::window,
+                      &P::scale, &P::softcap, &P::causal, &P::workspace, &P::counters, &P::splits, &P::dtype);
+  }
+};
 
 // ids = argmax(sharpness * filter(logits / temperature) + gumbel noise); -1 for a row that holds NaN.
 struct SelectTokensParams {
@@ -153,13 +195,19 @@ struct SelectTokensParams {
   const float* min_p;        // [batch]; 0: off
   const float* sharpness;    // [batch]; infinity: plain argmax
   int64_t* ids;              // [batch, rows]
-  void* partial;             // CUDA: 16 bytes for each [batch, rows, ceil(vocab / kSelectSlice)]
+  void* workspace;           // CUDA only, see select_tokens_workspace()
   int64_t batch;
   int64_t rows;
   int64_t vocab;
   DType dtype;
   int32_t threads;
   int32_t device = 0;
+
+  static constexpr auto wire() {
+    using P = SelectTokensParams;
+    return std::tuple(&P::logits, &P::positions, &P::seeds, &P::temperature, &P::top_k, &P::top_p, &P::min_p,
+                      &P::sharpness, &P::ids, &P::workspace, &P::batch, &P::rows, &P::vocab, &P::dtype);
+  }
 };
 
 enum RowState : int64_t { kRunning = 0, kStop = 1, kLimit = 2, kInvalid = 3 };  // the values of done
@@ -180,9 +228,15 @@ struct AcceptPrefixParams {
   int64_t capacity;
   int32_t threads;
   int32_t device = 0;
+
+  static constexpr auto wire() {
+    using P = AcceptPrefixParams;
+    return std::tuple(&P::block_ids, &P::posterior, &P::stop_token_ids, &P::limits, &P::tokens, &P::length,
+                      &P::num_context, &P::done, &P::batch, &P::rows, &P::num_stop_tokens, &P::capacity);
+  }
 };
 
-constexpr int kMaxLinearWeights = 4;  // ops.py knows it too
+constexpr int kMaxLinearWeights = 4;
 
 // out = x weight^T + bias for a few rows, of several weights side by side.
 struct LinearParams {
@@ -198,11 +252,18 @@ struct LinearParams {
   DType dtype;
   int32_t threads;
   int32_t device = 0;
-  // CUDA alone: up to 64 rows, 16-bit types, `in` a multiple of 8.
+  // CUDA only; linear_workspace() answers for the first three.
   float* workspace;    // [tiles, splits, 128 * rows padded to 16, 32 or 64] if splits > 1, where
   unsigned* counters;  // [tiles], zero before and after; a tile is 128 features of one weight, or its rest
   int64_t splits;      // slices of `in`, none empty
   bool prefetch;       // no kernel ahead writes a weight: they may be read before those have ended
+
+  static constexpr auto wire() {
+    using P = LinearParams;
+    return std::tuple(&P::x, &P::num_weights, &P::weights, &P::biases, &P::features, &P::out, &P::rows,
+                      &P::in, &P::out_features, &P::workspace, &P::counters, &P::splits, &P::prefetch,
+                      &P::dtype);
+  }
 };
 
 // What one decoder layer reads and where it appends; every weight is [out, in].
@@ -216,14 +277,23 @@ struct DecoderLayer {
   const void *q_norm, *k_norm;                    // [head_dim] or null
   const void *q_bias, *k_bias, *v_bias, *o_bias;  // [out] or null
   const float* sinks;                             // [num_heads] or null
-  void *k_cache, *v_cache;                        // [batch, num_kv_heads, capacity, head_dim]
-  int64_t causal, window;                         // as in BlockAttentionParams
-  int64_t tap;                                    // where its output goes in taps, -1: nowhere
+  bool causal;                                    // as in BlockAttentionParams
+  int64_t window;
+  int64_t tap;  // where its output goes in taps, -1: nowhere
+
+  static constexpr auto wire() {
+    using P = DecoderLayer;
+    return std::tuple(&P::input_norm, &P::q, &P::k, &P::v, &P::o, &P::post_norm, &P::gate, &P::up, &P::down,
+                      &P::q_norm, &P::k_norm, &P::q_bias, &P::k_bias, &P::v_bias, &P::o_bias, &P::sinks,
+                      &P::causal, &P::window, &P::tap);
+  }
 };
 
 // The decoder layers of a model and its final norm over a block of rows, each sequence at its own length.
 struct DecoderLayersParams {
   const DecoderLayer* layers;  // [num_layers]
+  void* const* k_caches;       // [num_layers] pointers to [batch, num_kv_heads, capacity, head_dim]
+  void* const* v_caches;       // [num_layers] pointers to [batch, num_kv_heads, capacity, head_dim]
   const void* hidden;          // [batch, rows, hidden]
   const void* context;         // [batch, context_rows, hidden] or null: rows that every layer takes K/V from
   const int64_t* num_context;  // [batch], live context rows, at the positions before lengths[b]
@@ -251,6 +321,15 @@ struct DecoderLayersParams {
   DType dtype;
   int32_t threads;
   int32_t device = 0;
+
+  static constexpr auto wire() {
+    using P = DecoderLayersParams;
+    return std::tuple(&P::layers, &P::k_caches, &P::v_caches, &P::hidden, &P::context, &P::num_context,
+                      &P::lengths, &P::cos, &P::sin, &P::norm, &P::out, &P::taps, &P::num_layers, &P::batch,
+                      &P::rows, &P::context_rows, &P::hidden_size, &P::width, &P::num_heads, &P::num_kv_heads,
+                      &P::head_dim, &P::half, &P::positions, &P::capacity, &P::num_taps, &P::scale, &P::eps,
+                      &P::dtype);
+  }
 };
 
 }  // namespace dflash

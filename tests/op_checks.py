@@ -7,10 +7,12 @@ import inspect
 from collections.abc import Callable, Iterator
 from types import ModuleType
 
+import pytest
 import torch
 from torch.utils._pytree import tree_map_only
 
 from dflash import ops
+from dflash.ops.registry import CudaLauncher
 
 DTYPES = [torch.float32, torch.bfloat16]
 CUDA_DTYPES = [*DTYPES, torch.float16]
@@ -31,37 +33,53 @@ def assert_as_exact_as_torch(out: torch.Tensor, twin: torch.Tensor, exact: torch
     assert ours <= factor * max(theirs, floor), f"error {ours:.2e}, plain torch {theirs:.2e}"
 
 
-class Emulated:
-    """The CUDA kernels on CPU tensors, by the emulation: the functions of ``dflash.ops`` that have one.
+def let_rows_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make torch's product as bad as it is on CPUs with AMX: in 16 bits, a row of NaN spoils the row before it.
 
-    Each goes through the code of ops.py that a GPU's tensors go through. ``overlapping()`` queues what is called in
-    it, so that a kernel may start before the one ahead of it has run; the tensors have to live until its end.
+    There it happens where the inner dimension is not a multiple of 32.
+    """
+    product = torch.nn.functional.linear
+
+    def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        out = product(x, weight, bias)
+        if x.dtype in (torch.bfloat16, torch.float16) and x.shape[-1] % 32:
+            spoilt = x.flatten(0, -2).isnan().any(-1)
+            out.flatten(0, -2)[:-1][spoilt[1:]] = float("nan")
+        return out
+
+    monkeypatch.setattr(torch.nn.functional, "linear", linear)
+
+
+class Emulated(CudaLauncher):
+    """The functions of ``dflash.ops`` with their CUDA kernels run on CPU tensors, by the emulation.
+
+    Each goes through the code that a GPU's tensors go through. ``overlapping()`` queues what is called in it: a kernel
+    may then start before the one ahead of it has run. The tensors have to live until its end.
     """
 
     def __init__(self, module: ModuleType) -> None:
-        self._module, self._queues, self._scratch = module, False, []
+        super().__init__(module)
+        self._queues, self._scratch = False, []
 
     def __getattr__(self, name: str) -> Callable:
-        kernel, signature = ops._KERNELS[name], inspect.signature(getattr(ops, name))
+        public = getattr(ops, name)
+        signature = inspect.signature(public)
 
         def call(*args, **kwargs):
             bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
-            return kernel(self, *bound.args)
+            return public.body(self, *bound.args)
 
         return call
 
-    def dtype(self, op: str, name: str, tensor: torch.Tensor) -> int:
-        return ops._CUDA.dtype(op, name, tensor)
-
-    def scratch(self, size: int, device: torch.device) -> torch.Tensor:
-        self._scratch.append(torch.empty(size, dtype=torch.uint8))  # kept until the kernels have run
+    def allocate(self, size: int, device: torch.device) -> torch.Tensor:
+        self._scratch.append(super().allocate(size, device))  # kept until the kernels have run
         return self._scratch[-1]
 
-    def run(self, op: str, device: torch.device, *arguments) -> None:
-        getattr(self._module, f"{op}_cuda")(*arguments, 0, 0)
+    def __call__(self, kernel: str, *arguments: object) -> None:
+        getattr(self.kernels, f"{kernel}_cuda")(*arguments, 0, 0)
         if not self._queues:
-            self._module.synchronize()
+            self.kernels.synchronize()
             self._scratch.clear()
 
     @contextlib.contextmanager
@@ -69,7 +87,20 @@ class Emulated:
         self._queues = True
         yield
         self._queues = False
-        self._module.synchronize()
+        self.kernels.synchronize()
+
+
+class OpByOp:
+    """These ops for :mod:`dflash.decoder`, which then runs op by op (set ``decoder.ops = OpByOp(...)``)."""
+
+    def __init__(self, ops: object) -> None:
+        self._ops = ops
+
+    def __getattr__(self, name: str) -> Callable:
+        return getattr(self._ops, name)
+
+    def skinny(self, rows: int, dtype: torch.dtype) -> bool:
+        return False
 
 
 class Cuda:

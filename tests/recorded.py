@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import dflash
-from dflash import ops
 from dflash.engine.runner import Replay
+from dflash.ops.registry import dispatched
 
 LATE = -7  # what a report holds until it has arrived
 
@@ -42,16 +42,6 @@ class _Calls(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         return self.see(func, args, kwargs or {})
-
-
-@contextlib.contextmanager
-def dispatched() -> Iterator[None]:
-    """Let the ops of dflash go through torch's dispatcher, where modes see them."""
-    direct, ops._direct = ops._direct, lambda *arguments: False
-    try:
-        yield
-    finally:
-        ops._direct = direct
 
 
 def _written(func, args, kwargs) -> list[Tensor]:

@@ -201,8 +201,8 @@ def test_bad_input_is_named():
     for name in names:
         with pytest.raises(TypeError, match=rf"{name} must be torch.int64, got torch.int32"):
             ops.accept_prefix_(*replaced(name, lambda x: x.int()))
-    with pytest.raises(ValueError, match=r"done must be on cpu as block_ids is, got meta"):
-        ops._accept_prefix_check(*replaced("done", lambda x: x.to("meta")))
+    with pytest.raises(ValueError, match=r"all tensors must be on cpu as the first is, got \[5\] on meta"):
+        ops.accept_prefix_(*replaced("done", lambda x: x.to("meta")))
 
 
 def test_cuda_status_says_why():

@@ -111,4 +111,4 @@ def test_tensors_on_two_devices_are_named():
     args = draw((2, 16, 16), 2, 2, 5, torch.float32)
     args[7][1] = args[7][1].to("meta")
     with pytest.raises(ValueError, match=r"all tensors must be on cpu as the first is, got \[2, 2, 9, 16\] on meta"):
-        ops._expect_one_device("append_context_kv_", tuple(args))
+        ops.append_context_kv_(*args)

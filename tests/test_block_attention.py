@@ -4,7 +4,7 @@ import pytest
 import torch
 from op_checks import DTYPES, Emulated, assert_as_exact_as_torch
 
-from dflash import ops
+from dflash import _C, ops
 from dflash.ops import reference
 
 pytestmark = pytest.mark.op
@@ -161,7 +161,8 @@ def test_bits_do_not_depend_on_the_capacity(dtype, kernels):
     ("mode", "heads"), [("causal", (2, 1, 64, 64)), ("all", (3, 1, 128, 96)), ("window", (1, 1, 8, 256))]
 )
 def test_emulated_bits_do_not_depend_on_the_number_of_splits(mode, heads, dtype, emulation, monkeypatch):
-    kernels, workspace = Emulated(emulation), ops._attention_workspace
+    kernels = Emulated(emulation)
+    workspace = kernels.workspace
     for lengths, rows in ([[1023, 0, 255], 16], [[2100], 1], [[4090], 17]):
         case, chosen = draw(heads, lengths, rows, dtype), options(mode, heads[0])
         want = kernels.block_attention(*case, 0.1, **chosen)
@@ -171,14 +172,17 @@ def test_emulated_bits_do_not_depend_on_the_number_of_splits(mode, heads, dtype,
         emulation.seed(3)  # blocks arrive in another order
         assert torch.equal(kernels.block_attention(*case, 0.1, **chosen), want)
         with monkeypatch.context() as patch:
-            patch.setattr(ops, "_attention_workspace", lambda *x: (1, workspace(*x)[1]))
+            patch.setattr(kernels, "workspace", lambda *shapes: (1, *workspace(*shapes)[1:]))
             assert torch.equal(kernels.block_attention(*case, 0.1, **chosen), want)
 
 
 @pytest.mark.parametrize("capacity", [1, 256, 257, 1024, 1025, 1280, 1281, 2048, 2049, 2560, 4096, 32768, 40960, 40961])
-def test_chunks_cover_the_cache(capacity):
+def test_emulated_chunks_cover_the_cache(capacity, emulation):
     edges = [0, 256, 512, 768, *((1024 + 256 * i) << octave for octave in range(8) for i in range(4))]
-    assert ops._chunks(capacity) == sum(edge < capacity for edge in edges)
+    bfloat16, (batch, rows, heads, head_dim) = _C.DTYPES["bfloat16"], (1, 16, 1, 64)
+    shapes = (batch, rows, heads, heads, head_dim, head_dim, capacity)
+    chunks, _ = emulation.block_attention_workspace(bfloat16, None, None, *shapes)
+    assert chunks == sum(edge < capacity for edge in edges)
 
 
 def test_strided_queries(dtype, kernels):

@@ -111,7 +111,9 @@ def test_later_passes_leave_the_draft_cache_as_one_pass_would():
         generator.state.num_context.fill_(1)  # the bonus token alone: the same context for any acceptance
         generator.state.length.fill_(length + 1)
         generator.step()
-        caches.append((first, [cache[:, :, : length + 1].clone() for cache in generator.state.draft_cache.keys]))
+        caches.append(
+            (first, [cache[:, :, : length + 1].clone() for cache in generator.state.draft_cache.keys.values()])
+        )
     assert torch.equal(caches[0][0], caches[1][0])
     for one, many in zip(caches[0][1], caches[1][1], strict=True):
         torch.testing.assert_close(many, one, rtol=1e-5, atol=1e-6)

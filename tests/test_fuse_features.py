@@ -1,6 +1,6 @@
 import pytest
 import torch
-from op_checks import DTYPES, assert_as_exact_as_torch
+from op_checks import DTYPES, assert_as_exact_as_torch, let_rows_meet
 
 from dflash import ops
 from dflash.ops import reference
@@ -19,7 +19,7 @@ def draw(batch, rows, width, hidden, dtype):
 
 
 @pytest.mark.parametrize("rows", [1, 15, 16, 17, 113])
-def test_against_float64_with_nan_behind_the_count(rows, dtype, kernels):
+def test_against_float64_with_nan_past_the_count(rows, dtype, kernels):
     context, fc_weight, norm_weight = draw(3, rows, 200, 40, dtype)
     counts = torch.tensor([0, rows, rows // 2])
     exact = reference.fuse_features(context.double(), counts, fc_weight.double(), norm_weight.double(), EPS)
@@ -31,6 +31,18 @@ def test_against_float64_with_nan_behind_the_count(rows, dtype, kernels):
     for b, count in enumerate(counts.tolist()):
         assert out[b, count:].eq(0).all()
         assert twin[b, count:].eq(0).all()
+
+
+@pytest.mark.parametrize("rows", [16, 113])
+@pytest.mark.parametrize("op", [ops.fuse_features, reference.fuse_features], ids=["op", "twin"])
+def test_dead_rows_spoil_no_live_row_where_torchs_product_lets_rows_meet(op, rows, monkeypatch):
+    context, fc_weight, norm_weight = draw(3, rows, 200, 40, torch.bfloat16)
+    counts = torch.tensor([0, rows, rows // 2])
+    want = op(context, counts, fc_weight, norm_weight, EPS)
+    for b, count in enumerate(counts.tolist()):
+        context[b, count:] = float("nan")
+    let_rows_meet(monkeypatch)
+    torch.testing.assert_close(op(context, counts, fc_weight, norm_weight, EPS), want)
 
 
 def test_it_is_the_projection_and_then_the_norm():

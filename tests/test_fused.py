@@ -1,4 +1,4 @@
-"""A decoder layer by layer on the ops, as on a GPU: the same logits and taps, and the same text from the loop."""
+"""A target on the ops, op by op as on a GPU: the logits and taps of its modules, and the same text from the engine."""
 
 import copy
 
@@ -6,27 +6,39 @@ import pytest
 import torch
 from baseline import greedy, prompt
 from families import make_draft, make_target
-from op_checks import assert_as_exact_as_torch
+from op_checks import OpByOp, assert_as_exact_as_torch
 from recorded import no_host_reads, record
 
 import dflash
-from dflash.cache import LazyKVCache
+from dflash import decoder, ops
+from dflash.cache import KVCache
 from dflash.target import UnsupportedTargetError, fused, structural_twin
-from dflash.target.fused import FusedLayers
+from dflash.target.fused import FusedTarget
 
 TAPS = (1, 0)  # the last layer's is read after the norm
 FAMILIES = ["llama", "mistral (windowed)", "qwen2", "qwen3 (windowed)"]
+
+
+def on_ops(model, capacity: int, batch: int = 1) -> tuple[FusedTarget, KVCache]:
+    layers, cache = FusedTarget(structural_twin(model), TAPS), KVCache(batch, capacity)
+    layers.prepare_(cache)
+    return layers, cache
+
+
+def run_op_by_op(monkeypatch, kernels) -> None:
+    monkeypatch.setattr(fused, "ops", kernels)
+    monkeypatch.setattr(decoder, "ops", OpByOp(kernels))
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("family", FAMILIES)
 def test_ragged_blocks_are_as_exact_as_the_models_own(family, kernels, dtype, monkeypatch):
     model = make_target(family, dtype=dtype, num_hidden_layers=2, max_window_layers=1)
-    layers, cache = FusedLayers(structural_twin(model), TAPS), LazyKVCache(2, 41)
+    layers, cache = on_ops(model, 41, batch=2)
     ids = torch.stack([prompt(40, seed) for seed in (1, 2)])
     exact = copy.deepcopy(model).double()(ids, output_hidden_states=True)
     plain = model(ids, output_hidden_states=True)
-    monkeypatch.setattr(fused, "ops", kernels)
+    run_op_by_op(monkeypatch, kernels)
     layers.forward(ids[:, :24], torch.zeros(2, dtype=torch.int64), cache, 1)
     starts = [24, 17]
     block = torch.stack([ids[row, start : start + 16] for row, start in enumerate(starts)])
@@ -44,8 +56,8 @@ def test_ragged_blocks_are_as_exact_as_the_models_own(family, kernels, dtype, mo
 def test_a_rows_bits_do_not_depend_on_its_place_in_the_block(kernels, dtype, monkeypatch):
     """What makes bf16 output equal the one-token mode's, bit for bit."""
     model = make_target("qwen3", dtype=dtype, num_hidden_layers=2)
-    layers, cache, ids = FusedLayers(structural_twin(model), TAPS), LazyKVCache(1, 40), prompt(40)[None]
-    monkeypatch.setattr(fused, "ops", kernels)
+    (layers, cache), ids = on_ops(model, 40), prompt(40)[None]
+    run_op_by_op(monkeypatch, kernels)
     layers.forward(ids[:, :16], torch.tensor([0]), cache, 1)
     early, early_taps = layers.forward(ids[:, 16:32], torch.tensor([16]), cache, 0)
     late, late_taps = layers.forward(ids[:, 20:36], torch.tensor([20]), cache, 0)
@@ -59,10 +71,11 @@ def target():
 
 
 @pytest.mark.parametrize(("batch", "drafts"), [(1, True), (3, True), (2, False)])
-def test_the_recorded_step_writes_the_greedy_text(target, batch, drafts):
+def test_the_recorded_step_writes_the_greedy_text(target, batch, drafts, monkeypatch):
     draft = make_draft(target) if drafts else None
     generator = record(dflash.Generator(target, draft, max_length=80, batch_size=batch, block_size=16))
-    generator.target._fused = FusedLayers(generator.target.model, draft.config.target_layer_ids if drafts else ())
+    assert generator.target.is_fused
+    monkeypatch.setattr(decoder, "ops", OpByOp(ops))
     prompts = torch.stack([prompt(20, seed) for seed in range(batch)])
     out = generator.generate(prompts, max_new_tokens=40, temperature=0.0, stop_token_ids=[])
     for row, ids in zip(out, prompts, strict=True):
@@ -81,7 +94,7 @@ class TestArgument:
         }
         answers = [generator.generate(ids, max_new_tokens=30, temperature=0.0) for generator in generators.values()]
         assert all(torch.equal(answer, answers[0]) for answer in answers)
-        assert {asked: generator.target._fused is not None for asked, generator in generators.items()} == {
+        assert {asked: generator.target.is_fused for asked, generator in generators.items()} == {
             True: True,
             False: False,
             "auto": True,
@@ -89,7 +102,7 @@ class TestArgument:
 
     def test_a_target_with_a_forward_of_its_own_is_refused(self):
         other = make_target("gemma3")
-        with pytest.raises(UnsupportedTargetError, match="fused=True cannot be followed: Gemma3ForCausalLM"):
+        with pytest.raises(UnsupportedTargetError, match=r"fused=True needs exactly a Llama, .* got Gemma3ForCausalLM"):
             dflash.Generator(other, max_length=40, fused=True)
         dflash.Generator(other, max_length=40)
 

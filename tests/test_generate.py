@@ -248,8 +248,8 @@ def test_a_generator_forgets_its_last_call(target, draft):
     first = generator.generate(ids(2), max_new_tokens=20)
     generator.generate(ids(1, 120), max_new_tokens=20, temperature=1.0, seed=4, stop_token_ids=list(range(40)))
     state = generator.state
-    addresses = [tensor.data_ptr() for tensor in (*state.target_cache.keys.values(), *state.draft_cache.keys)]
-    for cache in (*generator.state.target_cache.keys.values(), *generator.state.draft_cache.values):
+    addresses = [tensor.data_ptr() for tensor in (*state.target_cache.keys.values(), *state.draft_cache.keys.values())]
+    for cache in (*state.target_cache.keys.values(), *state.draft_cache.values.values()):
         cache.fill_(NAN)  # stale slots are never read
     generator.reset()
     assert torch.equal(generator.generate(ids(2), max_new_tokens=20), first)

@@ -1,9 +1,9 @@
 import pytest
 import torch
-from op_checks import DTYPES, Emulated, assert_as_exact_as_torch
+from op_checks import DTYPES, Emulated, assert_as_exact_as_torch, let_rows_meet
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dflash import ops
+from dflash import _C, ops
 from dflash.ops import reference
 
 pytestmark = pytest.mark.op
@@ -24,6 +24,19 @@ def test_against_float64(rows, out, width, bias, dtype, kernels):
     # Torch sums one row in more lanes than many rows: the error to compare with is that of many.
     many = reference.linear(torch.cat([x, x.new_zeros(16, width)]), weight, offset)[:rows]
     assert_as_exact_as_torch(kernels.linear(x, weight, offset), many, exact, factor=3.0)
+
+
+@pytest.mark.parametrize("place", [ops, reference], ids=["op", "twin"])
+@pytest.mark.parametrize("rows", [5, 300])
+def test_a_row_of_nan_spoils_no_other_where_torchs_product_lets_rows_meet(place, rows, monkeypatch):
+    x, weight, bias = operands(rows, 24, 40, torch.bfloat16)
+    want = place.linear(x, weight, bias), place.linears(x, [weight, weight[:7]])
+    x[1::3] = float("nan")
+    let_rows_meet(monkeypatch)
+    for have, whole in zip((place.linear(x, weight, bias), place.linears(x, [weight, weight[:7]])), want, strict=True):
+        assert have[1::3].isnan().all()
+        for first in (0, 2):
+            torch.testing.assert_close(have[first::3], whole[first::3])
 
 
 @pytest.mark.parametrize(("out", "width"), [(50, 304), (130, 1040)])
@@ -75,10 +88,11 @@ def test_emulated_weights_may_come_from_the_kernel_ahead(emulation):
     assert wrong, "weights that were read too early were not noticed"
 
 
-def test_slices_are_never_empty():
+def test_emulated_slices_are_never_empty(emulation):
     for tiles in (1, 8, 32, 48, 192, 1187):
         for width in (8, 64, 72, 520, 2880, 4096, 12288, 20480):
-            slices, steps = ops._slices(tiles, width), -(-width // 64)
+            slices, _ = emulation.linear_workspace(_C.DTYPES["bfloat16"], 16, width, [None], [128 * tiles])
+            steps = -(-width // 64)
             assert 1 <= slices <= max(1, steps // 4)
             assert (slices - 1) * -(-steps // slices) < steps
             assert slices == 1 or slices * tiles <= 256

@@ -433,7 +433,7 @@ def compare_caches(generator, fresh, ids, prefilled=None, **call):
     pairs += [(ours.values[layer], theirs.values[layer]) for layer in ours.values]
     if generator.draft is not None:
         ours, theirs = generator.state.draft_cache, fresh.state.draft_cache
-        pairs += zip((*ours.keys, *ours.values), (*theirs.keys, *theirs.values), strict=True)
+        pairs += zip(ours.buffers, theirs.buffers, strict=True)
     for mine, other in pairs:
         torch.testing.assert_close(mine[0, :, : len(ids)], other[0, :, : len(ids)], rtol=1e-4, atol=1e-5)
 
@@ -470,7 +470,7 @@ class TestConversation:
         ]
         assert follow[2][24] != answers[2][7]
         assert follow[1][0] != prompts[1][0]
-        for cache in (generator.state.target_cache.keys, dict(enumerate(generator.state.draft_cache.keys))):
+        for cache in (generator.state.target_cache.keys, generator.state.draft_cache.keys):
             for buffer in cache.values():
                 for row in range(3):
                     buffer[row, :, int(generator.state.length[row]) :] = NAN  # stale slots are never read

@@ -11,9 +11,7 @@ from test_losslessness import SUPPORTED
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaForCausalLM, T5Config
 
 import dflash
-from dflash.cache import LazyKVCache
-from dflash.target import Target, UnsupportedTargetError, refusal, structural_twin
-from dflash.target import target as target_module
+from dflash.target import Target, UnsupportedTargetError, refusal, structural_twin, support
 
 
 def ids(length: int = 60) -> torch.Tensor:
@@ -26,7 +24,7 @@ def test_logits_and_taps_equal_the_model_in_two_chunks(family):
     model = make_target(family)
     plain = model(ids(), output_hidden_states=True)
     target = Target(model, (0, 2, 3))
-    cache, zero = LazyKVCache(1, 70), torch.zeros(1, dtype=torch.int64)
+    cache, zero = target.new_cache(1, 70), torch.zeros(1, dtype=torch.int64)
     first, taps_first = target.forward(ids()[:, :41], zero, cache)
     second, taps_second = target.forward(ids()[:, 41:], zero + 41, cache)
 
@@ -139,7 +137,7 @@ def test_float16_on_the_cpu_is_refused():
 
 def test_a_window_that_only_the_mask_knows_is_refused():
     model = make_target("phimoe (windowed)")
-    with pytest.raises(UnsupportedTargetError, match="PhimoeAttention applies its sliding window through a mask alone"):
+    with pytest.raises(UnsupportedTargetError, match="PhimoeAttention applies its sliding window only through a mask"):
         dflash.generate(model, None, ids(4), max_new_tokens=4)
 
 
@@ -169,8 +167,8 @@ class TestProbe:
 
     @pytest.fixture(autouse=True)
     def _nothing_is_tested(self, monkeypatch):
-        monkeypatch.setattr(target_module, "TESTED_FAMILIES", frozenset())
-        monkeypatch.setattr(target_module, "_PROBED", weakref.WeakSet())
+        monkeypatch.setattr(support, "TESTED_FAMILIES", frozenset())
+        monkeypatch.setattr(support, "_PROBED", weakref.WeakSet())
 
     def test_a_family_that_agrees_runs(self):
         model = make_target("llama")

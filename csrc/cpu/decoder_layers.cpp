@@ -87,15 +87,33 @@ static void run_layers(const DecoderLayersParams& p) {
       if (row.position < 0 || row.position >= p.capacity) return;
       norm_rope.weight = static_cast<const T*>(layer.k_norm);
       const int64_t sequence = row.sequence * p.num_kv_heads * p.capacity * d;
-      append_row(k + i * kv_size, v + i * kv_size, norm_rope, static_cast<T*>(layer.k_cache) + sequence,
-                 static_cast<T*>(layer.v_cache) + sequence, p.num_kv_heads, p.capacity, row.position);
+      append_row(k + i * kv_size, v + i * kv_size, norm_rope, static_cast<T*>(p.k_caches[index]) + sequence,
+                 static_cast<T*>(p.v_caches[index]) + sequence, p.num_kv_heads, p.capacity, row.position);
     });
     // The attention's output takes the place of the raw queries.
-    block_attention({q,          layer.k_cache,   layer.v_cache,  p.lengths, layer.sinks,
-                     raw_q,      p.rows * q_size, q_size,         d,         p.batch,
-                     p.rows,     p.num_heads,     p.num_kv_heads, d,         d,
-                     p.capacity, layer.window,    p.scale,        0.0f,      layer.causal != 0,
-                     p.dtype,    p.threads});
+    const int64_t window = layer.window < p.capacity ? layer.window : p.capacity;
+    block_attention({q,
+                     p.k_caches[index],
+                     p.v_caches[index],
+                     p.lengths,
+                     layer.sinks,
+                     raw_q,
+                     p.rows * q_size,
+                     q_size,
+                     d,
+                     p.batch,
+                     p.rows,
+                     p.num_heads,
+                     p.num_kv_heads,
+                     d,
+                     d,
+                     p.capacity,
+                     window,
+                     p.scale,
+                     0.0f,
+                     layer.causal,
+                     p.dtype,
+                     p.threads});
     const LinearPart o{layer.o, layer.o_bias, delta, hidden, hidden, 0};
     linear_parts(raw_q, n, q_size, &o, 1, p.dtype, p.threads);
     norm(delta, residual, layer.post_norm, normed, other);

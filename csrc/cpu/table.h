@@ -7,16 +7,9 @@ namespace dflash {
 
 struct CpuKernels {
   const char* isa;
-  void (*rms_norm)(const RmsNormParams&);
-  void (*silu_mul)(const SiluMulParams&);
-  void (*qkv_norm_rope_append)(const QkvNormRopeAppendParams&);
-  void (*append_context_kv)(const AppendContextKvParams&);
-  void (*append_kv)(const AppendKvParams&);
-  void (*block_attention)(const BlockAttentionParams&);
-  void (*select_tokens)(const SelectTokensParams&);
-  void (*accept_prefix)(const AcceptPrefixParams&);
-  void (*linear)(const LinearParams&);
-  void (*decoder_layers)(const DecoderLayersParams&);
+#define KERNEL(name, Params) void (*name)(const Params&);
+#define CPU_KERNEL KERNEL
+#include "kernels.def"
 };
 
 // The best table that this processor runs, or the one that the environment variable DFLASH_ISA names

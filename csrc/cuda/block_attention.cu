@@ -30,7 +30,7 @@ constexpr float kLog2E = 1.4426950408889634f;
 constexpr int kFirstChunk = 256;
 constexpr int kPerOctave = 4;
 
-// The first slot of a chunk, and the chunk of a slot; ops.py counts chunks in the same way.
+// The first slot of a chunk, and the chunk of a slot.
 static __device__ __forceinline__ int chunk_begin(int chunk) {
   const int octave = chunk / kPerOctave, place = chunk % kPerOctave;
   return octave == 0 ? kFirstChunk * place : (kFirstChunk * (kPerOctave + place)) << (octave - 1);
@@ -599,11 +599,37 @@ static __global__ void __launch_bounds__(kPlainThreads, 1)
 
 // ---- launches
 
+static int64_t num_tiles(int64_t rows, int64_t num_heads, int64_t num_kv_heads) {
+  return ceil_div(rows * (num_heads / num_kv_heads), kRows);
+}
+
+// What chunk_of(capacity - 1) + 1 is on the device.
+static int64_t num_chunks(int64_t capacity) {
+  const int64_t first = (capacity - 1) / kFirstChunk;
+  if (first < kPerOctave) return first + 1;
+  int64_t octave = 0;
+  while (first / kPerOctave >> (octave + 1)) ++octave;
+  return kPerOctave * (octave + 1) + (first >> octave) % kPerOctave + 1;
+}
+
+// One split where tiles of rows fill a GPU by themselves, else one per chunk of the capacity.
+Workspace block_attention_workspace(DType dtype, const void* k_cache, const void* v_cache, int64_t batch,
+                                    int64_t rows, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
+                                    int64_t v_head_dim, int64_t capacity) {
+  const int64_t dim = head_dim > v_head_dim ? head_dim : v_head_dim;
+  if (dtype == DType::kFloat32 || head_dim % 8 || v_head_dim % 8 || dim > 256 || !aligned16(k_cache, v_cache))
+    return {0, 0};
+  const int64_t tiles = num_tiles(rows, num_heads, num_kv_heads) * batch * num_kv_heads;
+  const int64_t splits = tiles <= kNumCounters ? num_chunks(capacity) : 1;
+  const int64_t floats = dim <= 64 ? kStateFloats<64> : dim <= 128 ? kStateFloats<128> : kStateFloats<256>;
+  return {splits, tiles * splits * floats * int64_t(sizeof(float))};
+}
+
 template <typename T, int kDim>
 static cudaError_t launch_tiles(const BlockAttentionParams& p, cudaStream_t stream) {
   static_assert(kSharedBytes<kDim> <= 99 * 1024 - 64, "more shared memory than every device has");
   static_assert(kFoldSlots<kDim> >= 1, "a stored state fits into the stages");
-  const int64_t tiles = ceil_div(p.rows * (p.num_heads / p.num_kv_heads), kRows);
+  const int64_t tiles = num_tiles(p.rows, p.num_heads, p.num_kv_heads);
   return launch_overlapping(block_attention_kernel<T, kDim>,
                             dim3(unsigned(tiles * p.num_kv_heads * p.batch), unsigned(p.splits)),
                             dim3(kThreads<kDim>), kSharedBytes<kDim>, stream, p);

@@ -1,5 +1,5 @@
-// One launcher per CUDA kernel. Each sets the device of its tensors for the launch, enqueues on the stream
-// and returns the launch's error; none waits.
+// One launcher per CUDA kernel, launch_<name>. Each sets the device of its tensors for the launch, enqueues
+// on the stream and returns the launch's error; none waits.
 #pragma once
 #include <cuda_runtime_api.h>
 
@@ -7,17 +7,32 @@
 
 namespace dflash {
 
+#define KERNEL(name, Params) cudaError_t launch_##name(const Params& p, cudaStream_t stream);
+#include "kernels.def"
+
 // cudaSuccess if this build holds code that the device runs.
 cudaError_t probe_kernels(int device);
 
-cudaError_t launch_rms_norm(const RmsNormParams& p, cudaStream_t stream);
-cudaError_t launch_silu_mul(const SiluMulParams& p, cudaStream_t stream);
-cudaError_t launch_qkv_norm_rope_append(const QkvNormRopeAppendParams& p, cudaStream_t stream);
-cudaError_t launch_append_context_kv(const AppendContextKvParams& p, cudaStream_t stream);
-cudaError_t launch_append_kv(const AppendKvParams& p, cudaStream_t stream);
-cudaError_t launch_block_attention(const BlockAttentionParams& p, cudaStream_t stream);
-cudaError_t launch_linear(const LinearParams& p, cudaStream_t stream);
-cudaError_t launch_select_tokens(const SelectTokensParams& p, cudaStream_t stream);
-cudaError_t launch_accept_prefix(const AcceptPrefixParams& p, cudaStream_t stream);
+// ---- what callers provide besides tensors; answered from shapes, without a GPU
+
+constexpr int64_t kNumCounters = 128;  // in the array that blocks sharing a result count themselves in
+
+// How a kernel cuts its work, and the bytes that it needs for that.
+struct Workspace {
+  int64_t splits;  // as the params have it
+  int64_t bytes;   // of scratch memory; if there are any, the kernel wants its counters too
+};
+
+// splits 0: the tensors go through the plain kernel.
+Workspace block_attention_workspace(DType dtype, const void* k_cache, const void* v_cache, int64_t batch,
+                                    int64_t rows, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
+                                    int64_t v_head_dim, int64_t capacity);
+
+// splits 0: the kernel does not take this product; the weights are contiguous.
+Workspace linear_workspace(DType dtype, int64_t rows, int64_t in, int num_weights, const void* const* weights,
+                           const int64_t* features);
+
+// Bytes of scratch memory.
+int64_t select_tokens_workspace(int64_t rows, int64_t vocab);
 
 }  // namespace dflash

@@ -19,7 +19,10 @@ namespace dflash {
 constexpr int kThreads = 256;
 constexpr int kFeatures = 128;
 constexpr int kInner = 64;
-constexpr int kPieces = kInner / 8;  // of 16 bytes, in a row of a stage
+constexpr int64_t kMaxRows = 64;
+constexpr int64_t kBlocks = 256;       // about as many, by cutting the inner dimension into slices
+constexpr int64_t kStepsPerSlice = 4;  // at least, of kInner each
+constexpr int kPieces = kInner / 8;    // of 16 bytes, in a row of a stage
 constexpr int kWeights = kFeatures * kInner;
 
 template <int kRows>
@@ -212,11 +215,34 @@ static __global__ void __launch_bounds__(kThreads, 1) linear_kernel(const Linear
       }
 }
 
+static int64_t num_tiles(const int64_t* features, int num_weights) {
+  int64_t tiles = 0;
+  for (int i = 0; i < num_weights; ++i) tiles += ceil_div(features[i], kFeatures);
+  return tiles;
+}
+
+// None of the slices is empty; there are about 256 blocks in all.
+static int64_t num_slices(int64_t tiles, int64_t in) {
+  const int64_t steps = ceil_div(in, kInner);
+  const int64_t wanted = max(int64_t(1), min(kBlocks / tiles, steps / kStepsPerSlice));
+  return ceil_div(steps, ceil_div(steps, wanted));
+}
+
+Workspace linear_workspace(DType dtype, int64_t rows, int64_t in, int num_weights, const void* const* weights,
+                           const int64_t* features) {
+  bool takes = dtype != DType::kFloat32 && 0 < rows && rows <= kMaxRows && in > 0 && in % 8 == 0;
+  for (int i = 0; i < num_weights; ++i) takes &= aligned16(weights[i]);
+  const int64_t tiles = num_tiles(features, num_weights);
+  if (!takes || tiles == 0) return {0, 0};
+  const int64_t slices = num_slices(tiles, in), padded = rows <= 16 ? 16 : rows <= 32 ? 32 : kMaxRows;
+  static_assert(kBlocks / 2 <= kNumCounters, "one counter per tile where there are slices");
+  return {slices, slices > 1 ? tiles * slices * kFeatures * padded * int64_t(sizeof(float)) : 0};
+}
+
 template <typename T, int kRows>
 static cudaError_t launch_rows(const LinearParams& p, cudaStream_t stream) {
   static_assert(kSharedBytes<kRows> <= 99 * 1024 - 64, "more shared memory than every device has");
-  int64_t tiles = 0;
-  for (int i = 0; i < p.num_weights; ++i) tiles += ceil_div(p.features[i], kFeatures);
+  const int64_t tiles = num_tiles(p.features, p.num_weights);
   return launch_overlapping(linear_kernel<T, kRows>, dim3(unsigned(tiles), unsigned(p.splits)),
                             dim3(kThreads), kSharedBytes<kRows>, stream, p);
 }
@@ -230,7 +256,7 @@ cudaError_t launch_linear(const LinearParams& p, cudaStream_t stream) {
     if constexpr (!std::is_same_v<T, float>) {
       if (p.rows <= 16) return launch_rows<T, 16>(p, stream);
       if (p.rows <= 32) return launch_rows<T, 32>(p, stream);
-      if (p.rows <= 64) return launch_rows<T, 64>(p, stream);
+      if (p.rows <= kMaxRows) return launch_rows<T, kMaxRows>(p, stream);
     }
     return cudaErrorInvalidValue;
   });

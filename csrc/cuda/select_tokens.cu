@@ -17,6 +17,7 @@
 
 namespace dflash {
 
+constexpr int64_t kSelectSlice = 8192;                // tokens per block of stage 1
 constexpr int kScanThreads = 256, kRowThreads = 512;  // at most; fewer for a small vocabulary
 constexpr int kBuckets = 1024;                        // of width 1/32 in z below the largest
 constexpr float kLargestNoise = 22.875f;              // above 33 ln2
@@ -181,7 +182,7 @@ static __global__ void __launch_bounds__(kScanThreads, 1) scan_slices(const Sele
   }
   if (threadIdx.x == 0) {
     const float value = nan ? __uint_as_float(0x7fffffffu) : largest.value;
-    store16(static_cast<uint4*>(p.partial) + index * slices + slice,
+    store16(static_cast<uint4*>(p.workspace) + index * slices + slice,
             make_uint4(__float_as_uint(value), largest.id, __float_as_uint(best.value), best.id));
   }
 }
@@ -297,7 +298,7 @@ static __global__ void __launch_bounds__(kRowThreads, 1) choose_rows(const Selec
   __shared__ Scratch s;
   const int64_t slices = ceil_div(p.vocab, kSelectSlice), index = blockIdx.x;
   const T* logits = static_cast<const T*>(p.logits) + index * p.vocab;
-  const uint4* partial = static_cast<const uint4*>(p.partial) + index * slices;
+  const uint4* partial = static_cast<const uint4*>(p.workspace) + index * slices;
   grid_launch_dependents();
   grid_dependency_wait();
   const Row row = row_of(p, index);
@@ -338,6 +339,11 @@ static __global__ void __launch_bounds__(kRowThreads, 1) choose_rows(const Selec
   }
   best = block_best(best, s.best);
   if (threadIdx.x == 0) p.ids[index] = best.id;
+}
+
+// [rows, slices] of 16 bytes: what stage 1 finds in each slice.
+int64_t select_tokens_workspace(int64_t rows, int64_t vocab) {
+  return rows * ceil_div(vocab, kSelectSlice) * int64_t(sizeof(uint4));
 }
 
 cudaError_t launch_select_tokens(const SelectTokensParams& p, cudaStream_t stream) {

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from .call import Call, GenerateArguments, TargetDefaults
 from .drafter import load_draft
-from .generator import Generator, check_block_size, check_stream_arguments
+from .generator import Generator, GeneratorOptions, check_block_size, check_stream_arguments
 from .outputs import GenerateOutput, StreamEvent
-from .target import UnsupportedTargetError, WeightsFingerprint, refusal, structural_twin, text_config, unwrap
+from .target import WeightsFingerprint, check_target, structural_twin, text_config
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -96,7 +96,7 @@ def generate(
             pass the target's ``max_position_embeddings``, or the target's logits are NaN.
         TypeError: an argument is unknown or has the wrong type.
     """
-    target = unwrap(target)
+    target = check_target(target)
     output = generate_call(target, draft, _resolve(target, ids, arguments), block_size)
     return output if return_dict_in_generate else output.sequences
 
@@ -133,7 +133,7 @@ def stream(
         RuntimeError: the kept generator has started another call.
     """
     check_stream_arguments(arguments)
-    target = unwrap(target)
+    target = check_target(target)
     call = _resolve(target, ids, arguments)
     with _one_at_a_time:
         generator = _generator_for(target, draft, call, block_size)
@@ -195,9 +195,7 @@ _one_at_a_time = threading.RLock()
 
 
 def _resolve(target: nn.Module, ids: Tensor, arguments: GenerateArguments) -> Call:
-    """Check a one-shot call against its target."""
-    if reason := refusal(target):
-        raise UnsupportedTargetError(f"this target is not supported: {reason}")
+    """Check a one-shot call against its target, which is known to be supported."""
     call = Call.resolve(TargetDefaults.of(target), ids, arguments)
     positions = getattr(text_config(target), "max_position_embeddings", None)
     if positions is not None and call.longest + call.max_new_tokens > positions:
@@ -224,8 +222,8 @@ def _generator_for(target: nn.Module, draft: nn.Module | None, call: Call, block
         capacity = min(capacity, positions)
     if drafter is draft and draft is not None:
         drafter = structural_twin(draft)
-    sizes = {"max_length": capacity, "batch_size": len(call.prompts), "block_size": block_size}
-    generator = Generator(target, drafter, **sizes, reuse_prefix=False)
+    options = GeneratorOptions(capacity, len(call.prompts), block_size, reuse_prefix=False)
+    generator = Generator.of_checked(target, drafter, options)
     _cached = _CachedGenerator(target, draft, block_size, generator)
     return generator
 

@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, overload
 
 import torch
@@ -27,27 +28,47 @@ from .engine import (
     compiled_per_kind,
     host_step,
     step,
-    with_own_code,
 )
 from .fit import check_fit
 from .outputs import GenerateOutput, Statistics, StreamEvent
 from .sampling import integer_from
 from .streaming import TextDecoder
-from .target import (
-    Target,
-    UnsupportedTargetError,
-    WeightsFingerprint,
-    first_hook,
-    refusal,
-    structure,
-    text_config,
-    unwrap,
-)
+from .target import Target, WeightsFingerprint, check_target, first_hook, snapshot, text_config
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["Generator", "check_block_size"]
+__all__ = ["Generator", "GeneratorOptions", "check_block_size", "check_stream_arguments"]
+
+
+@dataclass(frozen=True)
+class GeneratorOptions:
+    """The options of :class:`Generator`, which documents them."""
+
+    max_length: int
+    batch_size: int = 1
+    block_size: int | None = None
+    denoise_steps: int = 1
+    compile: bool = False
+    graph: bool | Literal["auto"] = "auto"
+    fused: bool | Literal["auto"] = "auto"
+    prefill_chunk: int = 512
+    reuse_prefix: bool = True
+
+    def check(self, target: nn.Module) -> None:
+        """Raise ValueError or TypeError for a value that is wrong, or that does not suit the target."""
+        lowest = {"max_length": 2, "batch_size": 1, "denoise_steps": 1, "prefill_chunk": 1}
+        for name, low in lowest.items():
+            integer_from(low, name, getattr(self, name))
+        positions = getattr(text_config(target), "max_position_embeddings", None)
+        if positions is not None and self.max_length > positions:
+            raise ValueError(f"max_length {self.max_length} is past the target's max_position_embeddings, {positions}")
+        for name, value in (("graph", self.graph), ("fused", self.fused)):
+            if value not in (True, False, "auto"):
+                raise ValueError(f'{name} must be True, False or "auto", got {value!r}')
+        device = target.get_input_embeddings().weight.device
+        if self.graph is True and device.type != "cuda":
+            raise ValueError(f"graph=True needs a target on a GPU, this one is on {device}")
 
 
 class Generator:
@@ -92,7 +113,6 @@ class Generator:
         ValueError: target and drafter do not fit, the target is not supported, or a number is out of range.
     """
 
-    @torch.inference_mode(False)  # what is made here is also written outside of inference mode
     def __init__(
         self,
         target: nn.Module,
@@ -108,17 +128,27 @@ class Generator:
         prefill_chunk: int = 512,
         reuse_prefix: bool = True,
     ) -> None:
+        options = GeneratorOptions(
+            *(max_length, batch_size, block_size, denoise_steps, compile, graph, fused, prefill_chunk, reuse_prefix)
+        )
+        self._build(check_target(target), draft, options)
+
+    @classmethod
+    def of_checked(cls, target: nn.Module, draft: nn.Module | None, options: GeneratorOptions) -> Generator:
+        """Return a generator for a target that :func:`dflash.target.check_target` has returned already."""
+        generator = cls.__new__(cls)
+        generator._build(target, draft, options)
+        return generator
+
+    @torch.inference_mode(False)  # what is made here is also written outside of inference mode
+    def _build(self, target: nn.Module, draft: nn.Module | None, options: GeneratorOptions) -> None:
         # 1. Check everything before anything is made.
-        target = unwrap(target)
-        self.max_length = integer_from(2, "max_length", max_length)
-        self.batch_size = integer_from(1, "batch_size", batch_size)
-        self.denoise_steps = integer_from(1, "denoise_steps", denoise_steps)
-        self.prefill_chunk = integer_from(1, "prefill_chunk", prefill_chunk)
+        options.check(target)
         draft = None if draft is None else load_draft(draft)
-        self.block_size = check_block_size(target, draft, block_size)
-        device = target.get_input_embeddings().weight.device
-        _check_options(target, self.max_length, graph, fused, device)
-        self.graph, self.fused, self.reuse_prefix = graph, fused, reuse_prefix
+        self.block_size = check_block_size(target, draft, options.block_size)
+        self.max_length, self.batch_size = int(options.max_length), int(options.batch_size)
+        self.denoise_steps, self.prefill_chunk = int(options.denoise_steps), int(options.prefill_chunk)
+        self.graph, self.fused, self.reuse_prefix = options.graph, options.fused, options.reuse_prefix
         # 2. The pair: the target's twin, and the engine with its state.
         self.draft: Drafter | None = draft if self.block_size > 1 else None
         self.engine = Engine(
@@ -130,20 +160,24 @@ class Generator:
         )
         # 3. What launches the steps. The step after the last may still be running when the generator is freed; the
         # memory that it writes must not be another's by then.
-        report = self.state.report.tensor
-        self.runner: Direct | Replay = Replay(report) if device.type == "cuda" else Direct(report)
+        report, on_gpu = self.state.report.tensor, self.engine.target.device.type == "cuda"
+        self.runner: Direct | Replay = Replay(report) if on_gpu else Direct(report)
         weakref.finalize(self, self.runner.drain).atexit = False
-        if compile and device.type == "cuda":
-            forward = self.engine.target.forward
-            self.engine.target.forward = torch.compile(with_own_code(forward), dynamic=False)
-        elif compile:
-            engine = self.engine
-            self.step = compiled_per_kind(functools.partial(step, engine), lambda: engine.kind)
+        if options.compile:
+            self._compile(on_gpu)
         # 4. Between calls: the run that the state belongs to, and the weights that caches and graphs were made with.
         self._lock = threading.RLock()
         self._run: Run | None = None
         self._cached_weights: list[WeightsFingerprint] = []
         self._captured_weights: list[WeightsFingerprint] = []
+
+    def _compile(self, on_gpu: bool) -> None:
+        engine = self.engine
+        if on_gpu:
+            engine.compile_target = True
+            engine.retarget(engine.target)
+        else:
+            self.step = compiled_per_kind(functools.partial(step, engine), lambda: engine.kind)
 
     @property
     def state(self) -> State:
@@ -306,6 +340,7 @@ class Generator:
         self._cached_weights = [WeightsFingerprint(module, values=True) for module in modules]
         # 2. Captured graphs hold the addresses of the weights.
         self.runner.start()
+        self.engine.refresh()
         if self.runner.ahead and not (
             self._captured_weights and all(map(WeightsFingerprint.matches, self._captured_weights, modules))
         ):
@@ -360,7 +395,7 @@ class Generator:
     def follow(self, target: nn.Module) -> None:
         """Twin the target again if hooks, adapters or attributes of it have changed; caches and state stay."""
         with self._exclusive():
-            if self._structure != structure(target):
+            if self._snapshot != snapshot(target):
                 self.engine.retarget(self._twin(target))
                 self.runner.clear()
 
@@ -370,7 +405,7 @@ class Generator:
         twin = Target(target, taps, self.fused)
         self._defaults = TargetDefaults.of(target)
         self._weights = WeightsFingerprint(target)
-        self._structure = structure(target)
+        self._snapshot = snapshot(target)
         self._hook = first_hook(target)
         return twin
 
@@ -389,8 +424,6 @@ class Generator:
 
 def check_block_size(target: nn.Module, draft: Drafter | None, block_size: int | None) -> int:
     """Return the block size of a generator for the two; raise unless they can run together."""
-    if reason := refusal(target):
-        raise UnsupportedTargetError(f"this target is not supported: {reason}")
     if draft is not None:
         check_fit(target, draft)
     trained = None if draft is None else draft.config.block_size
@@ -405,14 +438,3 @@ def check_stream_arguments(arguments: GenerateArguments) -> None:
     for name in ("streamer", "return_dict_in_generate"):
         if name in arguments:
             raise TypeError(f"stream() takes no {name}")
-
-
-def _check_options(target: nn.Module, max_length: int, graph: object, fused: object, device: torch.device) -> None:
-    positions = getattr(text_config(target), "max_position_embeddings", None)
-    if positions is not None and max_length > positions:
-        raise ValueError(f"max_length {max_length} is past the target's max_position_embeddings, {positions}")
-    for name, value in (("graph", graph), ("fused", fused)):
-        if value not in (True, False, "auto"):
-            raise ValueError(f'{name} must be True, False or "auto", got {value!r}')
-    if graph is True and device.type != "cuda":
-        raise ValueError(f"graph=True needs a target on a GPU, this one is on {device}")

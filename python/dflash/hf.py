@@ -17,7 +17,7 @@ from .cache import KVCache
 from .call import Call, GenerateArguments, TargetDefaults
 from .drafter import Drafter, load_draft
 from .streaming import check_streamer
-from .target import UnsupportedTargetError, refusal, transformers_version, unwrap
+from .target import check_target, transformers_version
 
 __all__ = ["as_assistant", "custom_generate"]
 
@@ -225,9 +225,7 @@ def custom_generate(
         TypeError: as :func:`dflash.generate`.
     """
     # 1. What is not applied is refused.
-    target, config = unwrap(model), generation_config
-    if reason := refusal(target):
-        raise UnsupportedTargetError(f"this target is not supported: {reason}")
+    target, config = check_target(model), generation_config
     if config is None:
         raise TypeError("custom_generate is called by transformers: model.generate(..., custom_generate=...)")
     outer = _not_handed_on()
@@ -382,7 +380,7 @@ class _Assistant:
             return old
         cache = self.draft.new_cache(1, 2 * capacity)
         if old is not None:
-            for new, held in zip((*cache.keys, *cache.values), (*old.keys, *old.values), strict=True):
+            for new, held in zip(cache.buffers, old.buffers, strict=True):
                 new[:, :, : old.capacity] = held
         holder.dflash_cache = cache
         return cache

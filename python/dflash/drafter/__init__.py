@@ -1,8 +1,11 @@
 """The DFlash drafter: its config, its forward pass and its checkpoints."""
 
-from .config import FULL, ROPE_TYPES, SLIDING, DraftConfig, Rope, build_target_layer_ids
-from .drafter import Drafter, draft_folder, load_draft
+from .checkpoint import draft_folder, load_draft
+from .config import DraftConfig
+from .drafter import Drafter
 from .layouts import from_speculators, is_speculators, to_speculators
+from .reader import FULL, SLIDING, build_target_layer_ids
+from .rope import ROPE_TYPES, Rope
 
 __all__ = [
     "FULL",

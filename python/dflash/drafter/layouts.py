@@ -1,17 +1,20 @@
 """The two layouts of a drafter's ``config.json``: the published one, and that of the ``speculators`` library.
 
-The tensors have the same names in both. The speculators layout keeps the transformer's own keys in
+Tensors have the same names in both. The speculators layout keeps the transformer's own keys in
 ``transformer_layer_config`` and counts taps from the embedding: ``aux_hidden_state_layer_ids`` is the tapped layer + 1.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .config import DraftConfig
 
 __all__ = ["from_speculators", "is_speculators", "to_speculators"]
 
-# What a transformer_layer_config leaves out where it is the default of a Qwen3 config.
+# A transformer_layer_config may leave out what is the default of a Qwen3 config.
 _QWEN3_DEFAULTS = {
     "vocab_size": 151936,
     "hidden_size": 4096,
@@ -22,15 +25,15 @@ _QWEN3_DEFAULTS = {
     "head_dim": 128,
     "max_position_embeddings": 32768,
 }
-# Keys of the published layout that go into transformer_layer_config as they are.
+# Keys of the published layout that are copied into transformer_layer_config.
 _LAYER_KEYS = (
     *("attention_bias", "attention_dropout", "head_dim", "hidden_act", "hidden_size", "initializer_range"),
     *("intermediate_size", "max_position_embeddings", "num_attention_heads", "num_hidden_layers"),
     *("num_key_value_heads", "num_target_layers", "original_max_position_embeddings", "rms_norm_eps"),
     *("rope_parameters", "rope_scaling", "rope_theta", "tie_word_embeddings", "use_cache", "vocab_size"),
 )
-# Keys beside it that are read, or that say nothing about the forward pass while the projector is the plain one.
-_KNOWN = frozenset(
+# Other top-level keys that are read, or that do not affect the forward pass of a plain DFlash drafter.
+_KNOWN_KEYS = frozenset(
     (
         *("architectures", "auf", "auto_map", "aux_hidden_state_layer_ids", "base_model_ep_plan", "block_size"),
         *("draft_vocab_size", "dtype", "emb_dim", "gru_hidden_dim", "has_no_defaults_at_init"),
@@ -43,25 +46,24 @@ _KNOWN = frozenset(
 
 
 def is_speculators(config: Mapping[str, Any]) -> bool:
-    """Whether a parsed ``config.json`` is in the speculators layout."""
+    """Return True if a parsed ``config.json`` is in the speculators layout."""
     return any(config.get(key) is not None for key in ("speculators_model_type", "transformer_layer_config"))
 
 
 def from_speculators(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The published form of a config in the speculators layout.
+    """Return the published form of a config in the speculators layout.
 
     Raises:
-        ValueError: it is not a plain DFlash drafter's, or lacks what a drafter needs.
+        ValueError: it is not a plain DFlash drafter's, or something that a drafter needs is missing.
     """
     kind, layer = config.get("speculators_model_type"), config.get("transformer_layer_config")
     if kind != "dflash":
         raise ValueError(f"speculators_model_type must be dflash, got {kind!r}")
     if not isinstance(layer, Mapping):
         raise ValueError(f"transformer_layer_config must be an object, got {layer!r}")
-    if config.get("sample_from_anchor"):
-        raise ValueError("sample_from_anchor = True is not supported: another block layout is not implemented")
-    if config.get("shift_label"):
-        raise ValueError("shift_label = True is not supported: another block layout is not implemented")
+    for key in ("sample_from_anchor", "shift_label"):
+        if config.get(key):
+            raise ValueError(f"{key} = True is not supported: other block layouts are not implemented")
     taps = config.get("aux_hidden_state_layer_ids")
     if not isinstance(taps, (list, tuple)) or not taps or not all(type(tap) is int and tap > 0 for tap in taps):
         raise ValueError(f"aux_hidden_state_layer_ids must be a list of layers, counted from 1, got {taps!r}")
@@ -70,8 +72,8 @@ def from_speculators(config: Mapping[str, Any]) -> dict[str, Any]:
         if config.get(key) is not None:
             dflash[key] = config[key]
     if config.get("sliding_window_non_causal"):
-        dflash["causal"] = False  # else sliding layers are causal and full ones are not, as in the published layout
-    unknown = {key: value for key, value in config.items() if key not in _KNOWN}  # for DraftConfig to judge
+        dflash["causal"] = False  # otherwise the rule of the published layout: sliding layers are causal, full ones not
+    unknown = {key: value for key, value in config.items() if key not in _KNOWN_KEYS}  # DraftConfig judges these
     out = {**_QWEN3_DEFAULTS, **unknown, **layer, "architectures": ["DFlashDraftModel"], "model_type": "qwen3"}
     out |= {"block_size": config.get("block_size", 8), "dflash_config": dflash}
     for key in ("draft_vocab_size", "target_hidden_size", "dtype"):
@@ -81,40 +83,43 @@ def from_speculators(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def to_speculators(
-    published: Mapping[str, Any], config: Any, target: str, target_architectures: Sequence[str] = ()
+    published: Mapping[str, Any], config: DraftConfig, target: str, target_architectures: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """The speculators form of a published config.
+    """Return the speculators form of a published config.
 
     Args:
         published: the parsed ``config.json``.
-        config: the :class:`~dflash.DraftConfig` that was read from it.
-        target: name of the target, for engines that start from the drafter alone.
-        target_architectures: the ``architectures`` of its config.
+        config: the :class:`~dflash.DraftConfig` read from it.
+        target: name of the target, for engines that are started with the drafter only.
+        target_architectures: ``architectures`` of the target's config.
 
     Raises:
-        ValueError: the layout, or vLLM's reader of it, has no word for something that changes the maths.
+        ValueError: the layout, or vLLM's reader of it, cannot express something that changes the math.
     """
-    for key, neutral in (
-        ("input_embedding_scale", 1.0),
-        ("output_multiplier", 1.0),
-        ("final_logit_softcapping", 0.0),
-        ("attention_sinks", False),
-    ):
-        if getattr(config, key) != neutral:
-            raise ValueError(f"the speculators layout has no {key}, and this drafter has {getattr(config, key)}")
-    if config.vocab_size is None:
-        raise ValueError("the speculators layout needs vocab_size, which this drafter's config.json does not say")
-    windows = set(config.window)
-    if len(windows - {0}) > 1:
-        raise ValueError(f"the speculators layout has one window, and this drafter has {list(config.window)}")
-    non_causal = not any(config.causal)
-    # vLLM takes one rule for all layers from this layout, so layers that differ would be run wrongly there.
-    if not non_causal and (0 in windows or not all(config.causal)):
-        raise ValueError(
-            "vLLM reads one rule of causality for all layers from the speculators layout, and this drafter's layers "
-            f"are causal {list(config.causal)} with windows {list(config.window)}: serve it in the published layout"
-        )
-    window = max(windows)
+    _expect_expressible(config)
+    method = {"proposal_type": "greedy", "speculative_tokens": max(config.block_size - 1, 1)}
+    method |= {"accept_tolerance": 0.0, "verifier_accept_k": 1}
+    return {
+        "architectures": ["DFlashDraftModel"],
+        "aux_hidden_state_layer_ids": [tap + 1 for tap in config.target_layer_ids],
+        "block_size": config.block_size,
+        "draft_vocab_size": config.vocab_size,
+        "mask_token_id": config.mask_token_id,
+        "sliding_window_non_causal": not any(config.causal),
+        "speculators_config": {
+            "algorithm": "dflash",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [method],
+            "verifier": {"architectures": list(target_architectures), "name_or_path": target},
+        },
+        "speculators_model_type": "dflash",
+        "tie_word_embeddings": False,
+        "transformer_layer_config": _layer_config(published, config),
+    }
+
+
+def _layer_config(published: Mapping[str, Any], config: DraftConfig) -> dict[str, Any]:
+    window = max(config.window)
     layer = {key: published[key] for key in _LAYER_KEYS if published.get(key) is not None}
     layer |= {
         "model_type": "qwen3",
@@ -125,22 +130,27 @@ def to_speculators(
     }
     if config.num_target_layers is not None:
         layer["num_target_layers"] = config.num_target_layers
-    method = {"proposal_type": "greedy", "speculative_tokens": max(config.block_size - 1, 1)}
-    method |= {"accept_tolerance": 0.0, "verifier_accept_k": 1}
-    return {
-        "architectures": ["DFlashDraftModel"],
-        "aux_hidden_state_layer_ids": [tap + 1 for tap in config.target_layer_ids],
-        "block_size": config.block_size,
-        "draft_vocab_size": config.vocab_size,
-        "mask_token_id": config.mask_token_id,
-        "sliding_window_non_causal": non_causal,
-        "speculators_config": {
-            "algorithm": "dflash",
-            "default_proposal_method": "greedy",
-            "proposal_methods": [method],
-            "verifier": {"architectures": list(target_architectures), "name_or_path": target},
-        },
-        "speculators_model_type": "dflash",
-        "tie_word_embeddings": False,
-        "transformer_layer_config": layer,
-    }
+    return layer
+
+
+def _expect_expressible(config: DraftConfig) -> None:
+    """Raise unless the speculators layout can express everything that changes the math."""
+    for key, neutral in (
+        ("input_embedding_scale", 1.0),
+        ("output_multiplier", 1.0),
+        ("final_logit_softcapping", 0.0),
+        ("attention_sinks", False),
+    ):
+        if getattr(config, key) != neutral:
+            raise ValueError(f"the speculators layout has no {key}, and this drafter has {getattr(config, key)}")
+    if config.vocab_size is None:
+        raise ValueError("the speculators layout needs vocab_size, which is missing in this drafter's config.json")
+    windows = set(config.window)
+    if len(windows - {0}) > 1:
+        raise ValueError(f"the speculators layout has one window, and this drafter has {list(config.window)}")
+    # vLLM reads one rule of causality for all layers from this layout, so it would run layers that differ wrongly.
+    if any(config.causal) and (0 in windows or not all(config.causal)):
+        raise ValueError(
+            "vLLM reads one rule of causality for all layers from the speculators layout, and this drafter's layers "
+            f"are causal {list(config.causal)} with windows {list(config.window)}: serve it in the published layout"
+        )

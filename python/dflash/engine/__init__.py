@@ -2,7 +2,7 @@
 
 from .host_step import host_step
 from .progress import FINISH_REASONS, Launch, Progress, Run
-from .runner import Direct, Replay, compiled_per_kind, graph_status, with_own_code
+from .runner import Direct, Replay, compiled_per_kind, graph_status
 from .state import State
 from .step import Engine, step
 
@@ -19,5 +19,4 @@ __all__ = [
     "graph_status",
     "host_step",
     "step",
-    "with_own_code",
 ]

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..cache import KVCache, LazyKVCache
+from ..cache import KVCache
 from ..drafter import Drafter
 from ..sampling import Sampling
 from ..target import Target
@@ -104,7 +104,7 @@ class State:
     offsets: Tensor
     context: Tensor
     sampling: Sampling
-    target_cache: LazyKVCache
+    target_cache: KVCache
     draft_cache: KVCache | None
     report: Report
 

@@ -13,6 +13,7 @@ from ..drafter import Drafter
 from ..proposers import Block, ChainProposer, PaddingProposer, Proposer
 from ..sampling import HostRules, KeyedAcceptance, LogitRules, RejectionAcceptance, RuleSettings
 from ..target import Target
+from .runner import with_own_code
 from .state import STOPPED, State
 
 __all__ = ["Engine", "step"]
@@ -50,13 +51,14 @@ class Engine:
         rules: the logit rules of the call.
         host_rules: Python processors and criteria of the call; None for none.
         acceptance: chooses the target's tokens.
+        compile_target: run the target's forward pass through ``torch.compile``.
         keyed: the acceptance by keyed noise, which also chooses the first token of every call.
     """
 
     def __init__(
         self, target: Target, draft: Drafter | None, *, batch_size: int, max_length: int, block_size: int
     ) -> None:
-        self.target, self.draft = target, draft
+        self.target, self.draft, self.compile_target = target, draft, False
         self.batch_size, self.block_size = batch_size, block_size
         self.state = State.create(target, draft, batch_size, max_length, block_size)
         self.proposer: Proposer
@@ -75,8 +77,16 @@ class Engine:
     def retarget(self, target: Target) -> None:
         """Replace the target by another twin of the same model; caches and state stay."""
         self.target = target
+        if self.compile_target:
+            target.forward = torch.compile(with_own_code(target.forward), dynamic=False)
         if isinstance(self.proposer, ChainProposer):
             self.proposer.target = target
+
+    def refresh(self) -> None:
+        """Notice weights whose storage was replaced; called once per call, outside of the step."""
+        self.target.refresh(self.state.target_cache)
+        if self.draft is not None:
+            self.draft.refresh()
 
     def configure(self, call: Call) -> None:
         """Set sampling, rules, stop tokens and the ways to draft and to accept for ``call``."""
@@ -122,6 +132,9 @@ class Engine:
         )
         for row in stopped:
             state.done[row] = STOPPED
+        for cache in (state.target_cache, state.draft_cache):
+            if cache is not None:
+                cache.commit_(state.length, state.num_context)
         self.proposer.observe_(choices, state)
         state.report.write_(state.length, state.done, choices, block.ids)
 

@@ -7,6 +7,8 @@ Imports torch only.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -20,8 +22,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, counts: Tensor | None = None
     wide = x.to(_compute_dtype(x))
     out = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.to(wide.dtype)
     if counts is not None:
-        live = torch.arange(x.shape[1], device=x.device) < counts[:, None]
-        out = torch.where(live[..., None], out, 0.0)
+        out = live_rows(out, counts)
     return out.to(x.dtype)
 
 
@@ -43,7 +44,13 @@ def silu_mul(gate_up: Tensor) -> Tensor:
 
 def fuse_features(context: Tensor, num_context: Tensor, fc_weight: Tensor, norm_weight: Tensor, eps: float) -> Tensor:
     """``rms_norm(context @ fc_weight.T)``; rows at or past ``num_context`` are zero."""
-    return rms_norm(torch.nn.functional.linear(context, fc_weight), norm_weight, eps, num_context)
+    return rms_norm(linear(live_rows(context, num_context), fc_weight), norm_weight, eps, num_context)
+
+
+def live_rows(x: Tensor, counts: Tensor) -> Tensor:
+    """``x [batch, rows, hidden]`` with zeros for the rows at or past ``counts [batch]``, which may hold anything."""
+    live = torch.arange(x.shape[1], device=x.device) < counts[:, None]
+    return torch.where(live[..., None], x, 0)
 
 
 def _norm_rope(x: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
@@ -351,15 +358,28 @@ def accept_prefix_(
     done.copy_(torch.where(running, state, done))
 
 
+_AMX_INNER = 32
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, prefetch: bool = False) -> Tensor:
-    """``x @ weight.T + bias``."""
+    """``x @ weight.T + bias``; a row of NaN spoils no other row.
+
+    On CPUs with AMX, torch's 16-bit product of an inner dimension that is not a multiple of 32 reads past the end of a
+    row into the next one, and 0 * NaN is NaN. Zeros up to the next multiple keep the rows apart.
+    """
+    short = -x.shape[-1] % _AMX_INNER
+    if short and x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16):
+        x, weight = (torch.nn.functional.pad(operand, (0, short)) for operand in (x, weight))
     return torch.nn.functional.linear(x, weight, bias)
 
 
-def linears(x: Tensor, weights: list[Tensor], biases: list[Tensor] | tuple = (), prefetch: bool = False) -> Tensor:
+def linears(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None] = (), prefetch: bool = False
+) -> Tensor:
     """``x @ weight.T + bias`` of each, side by side."""
     biases = biases or [None] * len(weights)
-    return torch.cat([linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)], -1)
+    out = [linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+    return out[0] if len(out) == 1 else torch.cat(out, -1)
 
 
 def decoder_layers(
@@ -369,50 +389,41 @@ def decoder_layers(
     lengths: Tensor,
     cos: Tensor,
     sin: Tensor,
-    weights: list[Tensor],
-    head_norms: list[Tensor],
-    biases: list[Tensor],
-    sinks: list[Tensor],
+    k_caches: list[Tensor],
+    v_caches: list[Tensor],
+    layers: Sequence,
     norm: Tensor,
     eps: float,
     scale: float,
-    causal: list[int],
-    windows: list[int],
-    taps: list[int],
-    k_caches: list[Tensor],
-    v_caches: list[Tensor],
+    taps: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
-    """Pre-norm decoder layers and the final norm, from the other ops."""
+    """Pre-norm decoder layers (``DecoderLayer`` of layers.py) and the final norm, from the other ops."""
     batch, rows, _ = hidden.shape
-    head_dim, layers = k_caches[0].shape[-1], len(k_caches)
+    head_dim = k_caches[0].shape[-1]
     positions = lengths[:, None] + torch.arange(rows, device=hidden.device)
     if context is not None:
+        context = live_rows(context, num_context)
         index = torch.arange(context.shape[1], device=hidden.device)
         before = torch.where(index < num_context[:, None], (lengths - num_context)[:, None] + index, -1)
         positions = torch.cat([before, positions], 1)
     at = positions.clamp(0, cos.shape[0] - 1)
-    residual, tapped = hidden, [hidden] * len(taps)
-    for i in range(layers):
-        input_norm, q, k, v, o, post_norm, gate, up, down = weights[9 * i : 9 * i + 9]
-        q_bias, k_bias, v_bias, o_bias = (
-            (bias if bias.numel() else None for bias in biases[4 * i : 4 * i + 4]) if biases else (None,) * 4
-        )
-        normed = rms_norm(residual, input_norm, eps)
+    residual, tapped = hidden, {}
+    for i, (layer, k_cache, v_cache) in enumerate(zip(layers, k_caches, v_caches, strict=True)):
+        normed = rms_norm(residual, layer.input_norm, eps)
         x = normed if context is None else torch.cat([context, normed], 1)
-        qkv = torch.cat([linear(x, q, q_bias), linear(x, k, k_bias), linear(x, v, v_bias)], -1)
-        q_norm, k_norm = head_norms[2 * i : 2 * i + 2] if head_norms else (None, None)
-        queries = hidden.new_empty(batch, rows, q.shape[0] // head_dim, head_dim)
-        qkv_norm_rope_append_(qkv, positions, cos[at], sin[at], q_norm, k_norm, eps, queries, k_caches[i], v_caches[i])
+        projections = ((layer.q, layer.q_bias), (layer.k, layer.k_bias), (layer.v, layer.v_bias))
+        qkv = torch.cat([linear(x, weight, bias) for weight, bias in projections], -1)
+        queries = hidden.new_empty(batch, rows, layer.q.shape[0] // head_dim, head_dim)
+        qkv_norm_rope_append_(
+            qkv, positions, cos[at], sin[at], layer.q_norm, layer.k_norm, eps, queries, k_cache, v_cache
+        )
         out = block_attention(
-            queries, k_caches[i], v_caches[i], lengths, scale, bool(causal[i]), windows[i], 0.0,
-            sinks[i] if sinks else None, None,
-        )  # fmt: skip
-        normed, residual = add_rms_norm(linear(out.flatten(2), o, o_bias), residual, post_norm, eps)
-        residual = residual + linear(silu_mul(torch.cat([linear(normed, gate), linear(normed, up)], -1)), down)
-        if i in taps:
-            tapped[list(taps).index(i)] = residual
-    out = rms_norm(residual, norm, eps)
-    if layers - 1 in taps:
-        tapped[list(taps).index(layers - 1)] = out
+            queries, k_cache, v_cache, lengths, scale, layer.causal, layer.window, 0.0, layer.sinks, None
+        )
+        delta = linear(out.flatten(2), layer.o, layer.o_bias)
+        normed, residual = add_rms_norm(delta, residual, layer.post_norm, eps)
+        residual = residual + linear(silu_mul(linears(normed, (layer.gate, layer.up))), layer.down)
+        tapped[i] = residual
+    out = tapped[len(layers) - 1] = rms_norm(residual, norm, eps)
     empty = hidden.new_empty(batch, rows, 0)
-    return out.clone(), torch.cat([empty, *tapped], -1)
+    return out.clone(), torch.cat([empty, *(tapped[tap] for tap in taps)], -1)

@@ -1,42 +1,42 @@
 """The target: a structural twin of the user's model with our attention, our cache and taps."""
 
-from .fused import FusedDecoder, FusedLayers, rotary_table
-from .target import (
-    TESTED_FAMILIES,
-    Target,
+from .fingerprint import WeightsFingerprint, describe_config, sample_digest
+from .generation_config import generation_defaults, stop_string_criterion, transformers_version
+from .support import (
     UnsupportedTargetError,
-    WeightsFingerprint,
-    decoder_layers,
-    describe_config,
-    first_hook,
-    generation_defaults,
+    check_target,
+    find_layers,
     refusal,
-    sample_digest,
-    stop_string_criterion,
-    structural_twin,
-    structure,
+    tapped_modules,
     text_config,
-    transformers_version,
     unwrap,
 )
+from .target import Target
+from .twin import first_hook, snapshot, structural_twin
+
+structure = snapshot  # the old name
+
+
+def decoder_layers(model, num_layers: int):
+    """Return :func:`find_layers` of the model: the old name."""
+    return find_layers(model)
+
 
 __all__ = [
-    "TESTED_FAMILIES",
-    "FusedDecoder",
-    "FusedLayers",
     "Target",
     "UnsupportedTargetError",
     "WeightsFingerprint",
-    "decoder_layers",
+    "check_target",
     "describe_config",
+    "find_layers",
     "first_hook",
     "generation_defaults",
     "refusal",
-    "rotary_table",
     "sample_digest",
+    "snapshot",
     "stop_string_criterion",
     "structural_twin",
-    "structure",
+    "tapped_modules",
     "text_config",
     "transformers_version",
     "unwrap",

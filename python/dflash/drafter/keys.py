@@ -1,0 +1,180 @@
+"""The keys of a drafter's ``config.json``: which are read, refused or ignored, and checked access to their values."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+__all__ = ["REFUSED", "Keys", "refuse_unsupported", "shortened", "warn_about_unknown"]
+
+# fmt: off
+# Keys of dflash_config that are read. Any other is an error, since it may change the math.
+DFLASH_KEYS = frozenset((
+    "attention_sink_bias", "attention_value_scale", "block_size", "causal", "final_logit_softcapping",
+    "input_embedding_scale", "mask_token", "mask_token_id", "num_target_layers", "output_multiplier",
+    "projector_type", "swa_window_size", "target_layer_ids", "use_aux_hidden_state", "use_swa",
+))
+# Keys that only DFlash 2 drafters have.
+DFLASH2_KEYS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+
+# Top-level keys that are read.
+READ_KEYS = frozenset((
+    "add_swa_attention_sink_bias", "architectures", "attention_bias", "attention_sink_bias", "block_size",
+    "dflash_config", "draft_vocab_size", "final_logit_softcapping", "head_dim", "hidden_act", "hidden_size",
+    "input_embedding_scale", "intermediate_size", "is_causal", "layer_types", "mask_token_id",
+    "max_position_embeddings", "max_window_layers", "model_type", "num_attention_heads", "num_hidden_layers",
+    "num_key_value_heads", "num_target_layers", "original_max_position_embeddings", "output_multiplier",
+    "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta", "sliding_window", "target_hidden_size",
+    "target_layer_ids", "use_sliding_window", "vocab_size",
+))
+# Top-level keys that do not affect the forward pass: transformers' own settings and notes on training.
+METADATA_KEYS = frozenset((
+    "add_cross_attention", "attention_dropout", "auto_map", "aux_hidden_state_layer_ids", "bad_words_ids",
+    "begin_suppress_tokens", "bos_token_id", "chunk_size_feed_forward", "cross_attention_hidden_size",
+    "decoder_start_token_id", "diversity_penalty", "do_sample", "dtype", "eagle_aux_hidden_state_layer_ids",
+    "early_stopping", "encoder_no_repeat_ngram_size", "eos_token_id", "exponential_decay_length_penalty",
+    "finetuning_task", "forced_bos_token_id", "forced_eos_token_id", "id2label", "initializer_range", "is_decoder",
+    "is_encoder_decoder", "label2id", "length_penalty", "mask_token", "max_length", "min_length",
+    "no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_return_sequences", "output_attentions",
+    "output_hidden_states", "output_scores", "pad_token_id", "prefix", "pretraining_tp", "problem_type",
+    "pruned_heads", "remove_invalid_values", "repetition_penalty", "return_dict", "return_dict_in_generate",
+    "sep_token_id", "suppress_tokens", "task_specific_params", "temperature", "tf_legacy_loss",
+    "tie_encoder_decoder", "tie_word_embeddings", "tokenizer_class", "top_k", "top_p", "torch_dtype",
+    "torchscript", "transformers_version", "typical_p", "use_bfloat16", "use_cache",
+))
+# fmt: on
+
+
+class Refusal(NamedTuple):
+    """Why a key is refused, and the values that change nothing and pass."""
+
+    neutral: tuple
+    reason: str
+
+
+_QUANTIZED = "quantized drafters cannot be loaded"
+_HALF_SPLIT = "only half-split RoPE is implemented"
+
+# Keys that change the math, at either level.
+REFUSED: dict[str, Refusal] = {
+    "quantization_config": Refusal((None,), _QUANTIZED),
+    "compression_config": Refusal((None,), _QUANTIZED),
+    "speculators_config": Refusal((None,), "this is half of the speculators layout: speculators_model_type is missing"),
+    "partial_rotary_factor": Refusal((None, 1.0), "RoPE over part of the head is not implemented"),
+    "is_neox_style": Refusal((None, True), _HALF_SPLIT),
+    "rope_is_neox_style": Refusal((None, True), _HALF_SPLIT),
+    "attention_value_scale": Refusal((None, 1.0), "scaled values are not implemented"),
+    "add_full_attention_sink_bias": Refusal((None, False), "sinks in full-attention layers only are not implemented"),
+    "logit_scale": Refusal((None, 1.0), "use output_multiplier"),
+    "mlp_bias": Refusal((None, False), "MLP biases are not implemented"),
+    "has_embed_tokens": Refusal((None, False), "drafters with their own embedding are not implemented"),
+    "has_lm_head": Refusal((None, False), "drafters with their own head are not implemented"),
+    "mask_embedding": Refusal((None, False), "drafters with their own mask embedding are not implemented"),
+    "use_aux_hidden_state": Refusal((None, True), "a DFlash drafter reads the target's hidden states"),
+    "projector_type": Refusal((None, "dflash"), "only the plain DFlash head is implemented"),
+    "sample_from_anchor": Refusal((None,), "other block layouts are not implemented"),
+}
+
+
+class Keys:
+    """Checked access to a config's keys, at the top level and inside ``dflash_config``. Every error names its source.
+
+    Args:
+        config: the parsed ``config.json``.
+        source: what error messages call it.
+    """
+
+    def __init__(self, config: Mapping[str, Any], source: str) -> None:
+        self.top, self.source = config, source
+        dflash = config.get("dflash_config")
+        if dflash is not None and not isinstance(dflash, Mapping):
+            raise self.error(f"dflash_config must be an object, got {dflash!r}")
+        self.dflash: Mapping[str, Any] = dflash or {}
+
+    def error(self, message: str) -> ValueError:
+        """Return an error that starts with the source."""
+        return ValueError(f"{self.source}: {message}")
+
+    def value(self, key: str, default: Any = None) -> Any:
+        """Return ``dflash_config[key]``, else the top-level value. Null counts as missing."""
+        for level in (self.dflash, self.top):
+            if level.get(key) is not None:
+                return level[key]
+        return default
+
+    def integer(self, key: str, value: Any, minimum: int) -> int:
+        """Return ``value`` if it is an integer of at least ``minimum``."""
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            raise self.error(f"{key} must be an integer >= {minimum}, got {value!r}")
+        return value
+
+    def optional_integer(self, key: str, value: Any, minimum: int = 1) -> int | None:
+        """Return None for null, otherwise as :meth:`integer`."""
+        return None if value is None else self.integer(key, value, minimum)
+
+    def required_integer(self, key: str) -> int:
+        """Return a positive integer that must be at the top level."""
+        if self.top.get(key) is None:
+            raise self.error(f"{key} is missing")
+        return self.integer(key, self.top[key], 1)
+
+    def number(self, key: str, value: Any, *, positive: bool = True) -> float:
+        """Return ``value`` as a float if it is a finite number, above 0 unless ``positive`` is False."""
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise self.error(f"{key} must be a finite number, got {value!r}")
+        if positive and value <= 0:
+            raise self.error(f"{key} must be > 0, got {value!r}")
+        return float(value)
+
+    def boolean(self, key: str, value: Any) -> bool:
+        """Return ``value`` if it is true or false."""
+        if not isinstance(value, bool):
+            raise self.error(f"{key} must be true or false, got {value!r}")
+        return value
+
+    def optional_boolean(self, key: str, value: Any) -> bool | None:
+        """Return None for null, otherwise as :meth:`boolean`."""
+        return None if value is None else self.boolean(key, value)
+
+
+def refuse_unsupported(keys: Keys) -> None:
+    """Raise unless this is a DFlash drafter of the first generation that asks only for math implemented here."""
+    architectures = keys.top.get("architectures") or []
+    _refuse_dflash2(keys, architectures)
+    if unknown := sorted(set(keys.dflash) - DFLASH_KEYS - set(DFLASH2_KEYS)):
+        raise keys.error(f"unknown keys in dflash_config: {', '.join(unknown)}")
+    for key, (neutral, reason) in REFUSED.items():
+        for level in (keys.dflash, keys.top):
+            if level.get(key) not in neutral:
+                raise keys.error(f"{key} = {shortened(level[key])} is not supported: {reason}")
+    if architectures and "DFlashDraftModel" not in architectures:
+        raise keys.error(f"architectures must name DFlashDraftModel, got {', '.join(map(str, architectures))}")
+    model_type, activation = keys.top.get("model_type"), keys.top.get("hidden_act")
+    if model_type not in (None, "", "qwen3"):
+        raise keys.error(f"model_type must be qwen3, the shape of every DFlash drafter, got {model_type!r}")
+    if activation not in (None, "silu"):
+        raise keys.error(f"hidden_act must be silu, got {activation!r}")
+
+
+def _refuse_dflash2(keys: Keys, architectures: list) -> None:
+    found = [key for key in DFLASH2_KEYS if keys.value(key)]
+    if "DFlash2DraftModel" in architectures:
+        found = ["architecture DFlash2DraftModel"]
+    if found:
+        raise keys.error(f"DFlash 2 drafters are not supported yet (found {', '.join(found)})")
+
+
+def warn_about_unknown(keys: Keys) -> None:
+    """List unknown top-level keys in one warning, on behalf of the caller of ``DraftConfig.from_config``."""
+    known = READ_KEYS | METADATA_KEYS | set(REFUSED) | set(DFLASH2_KEYS)
+    unknown = sorted(key for key in keys.top if key not in known and not key.startswith("_"))
+    if unknown:
+        warnings.warn(f"{keys.source}: unknown keys are ignored: {', '.join(unknown)}", UserWarning, stacklevel=4)
+
+
+def shortened(value: Any) -> str:
+    """Return ``repr(value)``, cut to 60 characters."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,131 @@
+"""Attention of a block over the cache."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .checks import dense, expect, expect_cache, fit, unit_stride
+from .registry import Launcher, op
+
+
+@op()
+def block_attention(
+    launch: Launcher,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    lengths: Tensor,
+    scale: float,
+    causal: bool,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    ancestors: Tensor | None = None,
+) -> Tensor:
+    """Attend from a block of queries to a cache that already holds the block's own K/V.
+
+    Query i of sequence b is at position ``lengths[b] + i``. The keys are slots ``0 .. lengths[b] + rows - 1``;
+    nothing past them is read. Key tiles are aligned to absolute positions and reduced in a fixed order, so a row's
+    bits depend on its query and the keys it sees, not on its place in the block, on ``rows`` or on the batch.
+
+    On CUDA, tensor cores do the work in bfloat16 and float16 where both head dimensions are multiples of 8 up to 256;
+    elsewhere a plain kernel does.
+
+    Args:
+        q: ``[batch, rows, num_heads, head_dim]``, float32 or bfloat16 (on CUDA float16 too), any strides.
+        k_cache: ``[batch, num_kv_heads, capacity, head_dim]``, the dtype of ``q``. Query head h uses
+            head ``h // (num_heads // num_kv_heads)``.
+        v_cache: ``[batch, num_kv_heads, capacity, v_head_dim]``, the dtype of ``q``.
+        lengths: ``[batch]`` int64, the position of each sequence's first query.
+        scale: the factor on the scores.
+        causal: True: a query sees the keys up to its own position. False: all of them.
+        window: a query sees keys less than ``window`` positions back and, unless causal, ahead; 0 for no window.
+        softcap: the scores become ``softcap * tanh(scores / softcap)`` after scaling; 0 for none.
+        sinks: ``[num_heads]``, one more logit per head in the softmax's denominator, not scaled; or None.
+        ancestors: ``[rows, ceil(rows / 64)]`` int64 or None: instead of ``causal``, a query sees every key before the
+            block, and row j of the block where bit ``j % 64`` of ``ancestors[i, j // 64]`` is set. Not on CPU yet.
+
+    Returns:
+        ``[batch, rows, num_heads, v_head_dim]``, the dtype of ``q``; zeros for a query that sees no key.
+
+    Raises:
+        ValueError: a shape or a value does not fit. TypeError: a dtype does not fit.
+        NotImplementedError: ``ancestors`` on CPU.
+    """
+    # 1. Check
+    if sinks is not None or ancestors is not None or not _plain_arguments_fit(
+        q, k_cache, v_cache, lengths, window, softcap
+    ):  # fmt: skip
+        _check(q, k_cache, v_cache, lengths, window, softcap, sinks, ancestors)
+    dtype = launch.dtype("block_attention", "q", q)
+    if launch.is_cpu and ancestors is not None:
+        raise NotImplementedError("block_attention: ancestors has no CPU kernel yet")
+    # 2. Make what the kernel reads dense
+    q, k_cache, v_cache, lengths = unit_stride(q), k_cache.contiguous(), v_cache.contiguous(), lengths.contiguous()
+    sinks = None if sinks is None else sinks.float().contiguous()
+    batch, rows, num_heads, head_dim = q.shape
+    _, num_kv_heads, capacity, v_head_dim = v_cache.shape
+    splits, workspace, counters = launch.workspace(
+        "block_attention", q.device, dtype, k_cache, v_cache, batch, rows, num_heads, num_kv_heads, head_dim,
+        v_head_dim, capacity,
+    )  # fmt: skip
+    if workspace is not None:
+        q = launch.aligned(q, 3)
+    # 3. Allocate and run
+    if v_head_dim == head_dim:
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)  # half the time of new_empty
+    else:
+        out = q.new_empty(batch, rows, num_heads, v_head_dim)
+    launch(
+        "block_attention", q, k_cache, v_cache, lengths, sinks, dense(ancestors), out, *q.stride()[:3], batch, rows,
+        num_heads, num_kv_heads, head_dim, v_head_dim, capacity, min(window, capacity), scale, softcap, causal,
+        workspace, counters, splits, dtype,
+    )  # fmt: skip
+    return out
+
+
+def _plain_arguments_fit(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, window: int, softcap: float
+) -> bool:
+    """Return True if a call without sinks and ancestors is right: the short way past :func:`_check`."""
+    if not (q.dim() == v_cache.dim() == 4 and window >= 0 and softcap >= 0):
+        return False
+    (batch, _, num_heads, head_dim), (_, num_kv_heads, capacity, v_head_dim) = q.shape, v_cache.shape
+    return (
+        num_kv_heads > 0
+        and num_heads % num_kv_heads == 0
+        and capacity > 0
+        and head_dim > 0
+        and fit(
+            (k_cache, (batch, num_kv_heads, capacity, head_dim), q.dtype),
+            (v_cache, (batch, num_kv_heads, capacity, v_head_dim), q.dtype),
+            (lengths, (batch,), torch.int64),
+        )
+    )
+
+
+def _check(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, window: int, softcap: float, sinks: Tensor | None,
+    ancestors: Tensor | None,
+) -> None:  # fmt: skip
+    op = "block_attention"
+    expect(op, "q", q, (None, None, None, None), q.dtype, "batch, rows, num_heads, head_dim")
+    batch, rows, num_heads, head_dim = q.shape
+    expect_cache(op, ("k_cache", "v_cache"), k_cache, v_cache, batch, None, (head_dim, None), q.dtype, mutated=False)
+    num_kv_heads = k_cache.shape[1]
+    if num_kv_heads == 0 or num_heads % num_kv_heads:
+        raise ValueError(f"{op}: num_heads must be a multiple of num_kv_heads, got {num_heads} and {num_kv_heads}")
+    expect(op, "lengths", lengths, (batch,), torch.int64, "batch")
+    if head_dim == 0:
+        raise ValueError(f"{op}: head_dim must be at least 1, got q {list(q.shape)}")
+    if window < 0:
+        raise ValueError(f"{op}: window must be positive, or 0 for none, got {window}")
+    if softcap < 0:
+        raise ValueError(f"{op}: softcap must be positive, or 0 for none, got {softcap}")
+    if sinks is not None:
+        expect(op, "sinks", sinks, (num_heads,), sinks.dtype, "num_heads")
+    if ancestors is not None:
+        expect(op, "ancestors", ancestors, (rows, -(-rows // 64)), torch.int64, "rows, ceil(rows / 64)")
+        if window:
+            raise ValueError(f"{op}: ancestors cannot be combined with a window, got window {window}")

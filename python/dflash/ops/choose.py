@@ -1,0 +1,154 @@
+"""Choosing tokens and accepting them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .checks import expect, expect_contiguous, fit
+from .registry import Launcher, op
+
+
+@op()
+def select_tokens(
+    launch: Launcher,
+    logits: Tensor,
+    positions: Tensor,
+    seeds: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    sharpness: Tensor,
+) -> Tensor:
+    """Choose tokens by keyed noise: ``argmax(sharpness * filter(logits / temperature) + gumbel(seed, position, id))``.
+
+    A row's choice is a function of its logits, position and parameters, with the same bits on every device: a
+    Gumbel-max sample of the filtered softmax when ``sharpness`` is 1, independent between positions and seeds.
+    Ties go to the lowest id. Filters run in the order top-k, top-p, min-p, each on the survivors of the one before;
+    every token equal to the threshold is kept, and the best token always is. Probabilities enter top-p as fixed point
+    (2^-38 of the best token's): their sum has no order. The noise is :func:`dflash.ops.reference.gumbel_noise`.
+
+    Logits may be -inf: such a token is chosen only when all are, and then it is id 0. Of several logits that are +inf,
+    or become so when divided by the temperature, the lowest id wins. Nothing is read on the host.
+
+    Args:
+        logits: ``[batch, rows, vocab]``, float32 or bfloat16.
+        positions: ``[batch, rows]`` int64: the index of the token that each row chooses.
+        seeds: ``[batch]`` int64.
+        temperature: ``[batch]`` float32, finite and >= 0; 0 is plain argmax of the logits.
+        top_k: ``[batch]`` int64; 0 (or at least vocab) is off.
+        top_p: ``[batch]`` float32; 1 is off.
+        min_p: ``[batch]`` float32: least probability as a fraction of the best token's; 0 is off.
+        sharpness: ``[batch]`` float32 >= 0: 1 for a target; a drafter may use more, infinity being plain argmax.
+
+    Returns:
+        ``[batch, rows]`` int64; -1 for a row with a NaN logit.
+
+    Raises:
+        ValueError: a shape does not fit. TypeError: a dtype does not fit.
+    """
+    parameters = (seeds, temperature, top_k, top_p, min_p, sharpness)
+    _check_select(logits, positions, *parameters)
+    dtype = launch.dtype("select_tokens", "logits", logits)
+    inputs = (logits, positions, *parameters)
+    if not all(map(Tensor.is_contiguous, inputs)):
+        inputs = [x.contiguous() for x in inputs]
+    ids = torch.empty_like(positions, memory_format=torch.contiguous_format)
+    batch, rows, vocab = logits.shape
+    workspace = launch.scratch("select_tokens", logits.device, batch * rows, vocab)
+    launch("select_tokens", *inputs, ids, workspace, batch, rows, vocab, dtype)
+    return ids
+
+
+def _check_select(
+    logits: Tensor, positions: Tensor, seeds: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor,
+    sharpness: Tensor,
+) -> None:  # fmt: skip
+    op = "select_tokens"
+    if logits.dim() != 3 or logits.shape[-1] == 0:
+        raise ValueError(f"{op}: logits must be [batch, rows, vocab] with vocab >= 1, got {list(logits.shape)}")
+    batch, rows, _ = logits.shape
+    one, real, integer = (batch,), torch.float32, torch.int64
+    if fit(
+        (positions, (batch, rows), integer), (seeds, one, integer), (temperature, one, real), (top_k, one, integer),
+        (top_p, one, real), (min_p, one, real), (sharpness, one, real),
+    ):  # fmt: skip
+        return
+    expect(op, "positions", positions, (batch, rows), integer, "batch, rows")
+    for name, tensor, dtype in (
+        ("seeds", seeds, integer),
+        ("temperature", temperature, real),
+        ("top_k", top_k, integer),
+        ("top_p", top_p, real),
+        ("min_p", min_p, real),
+        ("sharpness", sharpness, real),
+    ):
+        expect(op, name, tensor, one, dtype, "batch")
+
+
+@op(mutates=("tokens", "length", "num_context", "done"))
+def accept_prefix_(
+    launch: Launcher,
+    block_ids: Tensor,
+    posterior: Tensor,
+    stop_token_ids: Tensor,
+    limits: Tensor,
+    tokens: Tensor,
+    length: Tensor,
+    num_context: Tensor,
+    done: Tensor,
+) -> None:
+    """Emit the longest matching prefix and one more token of every running row, and advance its state.
+
+    Before, ``tokens[b, : length + 1]`` are emitted and ``tokens[b, length]`` is the anchor ``block_ids[b, 0]``. With n
+    the number of leading proposals ``block_ids[b, j + 1]`` that equal ``posterior[b, j]``, m = n + 1 tokens of the
+    posterior are emitted, but none past the first stop token and none past the room that ``limits`` and the capacity of
+    ``tokens`` leave. Then ``length += m`` and ``num_context = m``. A row that is done stays as it is, with
+    ``num_context`` 0, whatever its ids hold.
+
+    Args:
+        block_ids: ``[batch, rows]`` int64: the anchor, then proposals for the positions after it; -1 never matches.
+        posterior: ``[batch, rows]`` int64: the target's choice for the position after each row; -1: its logits held
+            NaN. Such a choice is never emitted; the row is done where it would have been.
+        stop_token_ids: ``[n]`` int64, n may be 0.
+        limits: ``[batch]`` int64: how many tokens the row may hold in all.
+        tokens: ``[batch, capacity]`` int64, written, contiguous.
+        length: ``[batch]`` int64, advanced in place, contiguous.
+        num_context: ``[batch]`` int64, written, contiguous: how many tokens were emitted.
+        done: ``[batch]`` int64, written, contiguous: 0 running, 1 a stop token was emitted, 2 the limit is reached,
+            3 the target's logits were NaN.
+
+    Raises:
+        ValueError: a shape or device does not fit, or a written tensor is not contiguous. TypeError: not int64.
+        RuntimeError: the CUDA kernel could not be launched.
+    """
+    inputs, state = (block_ids, posterior, stop_token_ids, limits), (tokens, length, num_context, done)
+    _check_accept(*inputs, *state)
+    launch(
+        "accept_prefix", *[x.contiguous() for x in inputs], *state, *block_ids.shape, stop_token_ids.shape[0],
+        tokens.shape[1],
+    )  # fmt: skip
+
+
+def _check_accept(
+    block_ids: Tensor, posterior: Tensor, stop_token_ids: Tensor, limits: Tensor, tokens: Tensor, length: Tensor,
+    num_context: Tensor, done: Tensor,
+) -> None:  # fmt: skip
+    op = "accept_prefix_"
+    if block_ids.dim() != 2 or block_ids.shape[1] == 0:
+        raise ValueError(f"{op}: block_ids must be [batch, rows] with rows >= 1, got {list(block_ids.shape)}")
+    batch, rows = block_ids.shape
+    for name, tensor, shape, names in (
+        ("block_ids", block_ids, (batch, rows), "batch, rows"),
+        ("posterior", posterior, (batch, rows), "batch, rows"),
+        ("stop_token_ids", stop_token_ids, (None,), "n"),
+        ("limits", limits, (batch,), "batch"),
+        ("tokens", tokens, (batch, None), "batch, capacity"),
+        ("length", length, (batch,), "batch"),
+        ("num_context", num_context, (batch,), "batch"),
+        ("done", done, (batch,), "batch"),
+    ):
+        expect(op, name, tensor, shape, torch.int64, names)
+    for name, tensor in (("tokens", tokens), ("length", length), ("num_context", num_context), ("done", done)):
+        expect_contiguous(op, name, tensor)

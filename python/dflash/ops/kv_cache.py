@@ -1,0 +1,192 @@
+"""Appends to the K/V cache."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .checks import dense, expect, expect_cache, expect_contiguous, expect_rope, fit, unit_stride
+from .registry import Launcher, op
+
+
+@op(mutates=("q_out", "k_cache", "v_cache"))
+def qkv_norm_rope_append_(
+    launch: Launcher,
+    qkv: Tensor,
+    positions: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    q_norm_weight: Tensor | None,
+    k_norm_weight: Tensor | None,
+    eps: float,
+    q_out: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+) -> None:
+    """Split packed QKV rows; norm and rotate q and k; write q of the last rows; append k and v to the cache.
+
+    The norm is RMSNorm over each head. RoPE is the half-split kind ("rotate_half") over the first ``rotary``
+    dimensions of a head, in fp32 on the fp32 normed value, rounded once.
+
+    Args:
+        qkv: ``[batch, rows, (num_heads + 2 * num_kv_heads) * head_dim]``, float32 or bfloat16: the q heads, the
+            k heads, the v heads.
+        positions: ``[batch, rows]`` int64, the cache slot of each row, all different within a sequence. A row whose
+            position is negative or not below the capacity appends nothing.
+        cos, sin: ``[batch, rows, rotary / 2]`` float32; those of rows that are off may hold anything.
+        q_norm_weight, k_norm_weight: ``[head_dim]``, the dtype of ``qkv``, or None for no norm.
+        eps: added to the mean square.
+        q_out: ``[batch, q_rows, num_heads, head_dim]``, contiguous; written. Row j comes from row
+            ``rows - q_rows + j`` of ``qkv``.
+        k_cache, v_cache: ``[batch, num_kv_heads, capacity, head_dim]``, contiguous; written.
+
+    Raises:
+        ValueError: a shape does not fit, or a written tensor is not contiguous. TypeError: a dtype does not fit.
+    """
+    _check_qkv(qkv, positions, cos, sin, q_norm_weight, k_norm_weight, q_out, k_cache, v_cache)
+    dtype = launch.dtype("qkv_norm_rope_append_", "qkv", qkv)
+    batch, q_rows, num_heads, head_dim = q_out.shape
+    launch(
+        "qkv_norm_rope_append", qkv.contiguous(), positions.contiguous(), cos.contiguous(), sin.contiguous(),
+        dense(q_norm_weight), dense(k_norm_weight), q_out, k_cache, v_cache, batch, qkv.shape[1], q_rows, num_heads,
+        k_cache.shape[1], head_dim, cos.shape[-1], k_cache.shape[2], eps, dtype,
+    )  # fmt: skip
+
+
+def _check_qkv(
+    qkv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, q_norm_weight: Tensor | None,
+    k_norm_weight: Tensor | None, q_out: Tensor, k_cache: Tensor, v_cache: Tensor,
+) -> None:  # fmt: skip
+    op = "qkv_norm_rope_append_"
+    expect(op, "qkv", qkv, (None, None, None), qkv.dtype, "batch, rows, (num_heads + 2 * num_kv_heads) * head_dim")
+    batch, rows, width = qkv.shape
+    expect(op, "q_out", q_out, (batch, None, None, None), qkv.dtype, "batch, q_rows, num_heads, head_dim")
+    _, q_rows, num_heads, head_dim = q_out.shape
+    expect_cache(op, ("k_cache", "v_cache"), k_cache, v_cache, batch, None, (head_dim, head_dim), qkv.dtype)
+    expect_contiguous(op, "q_out", q_out)
+    num_kv_heads = k_cache.shape[1]
+    if width != (num_heads + 2 * num_kv_heads) * head_dim:
+        raise ValueError(
+            f"{op}: qkv must be [batch, rows, ({num_heads} + 2 * {num_kv_heads}) * {head_dim}] "
+            f"as q_out and k_cache say, got {list(qkv.shape)}"
+        )
+    if q_rows > rows:
+        raise ValueError(f"{op}: q_out may have at most the {rows} rows of qkv, got {q_rows}")
+    expect_rope(op, positions, cos, sin, batch, rows, head_dim)
+    for name, weight in (("q_norm_weight", q_norm_weight), ("k_norm_weight", k_norm_weight)):
+        if weight is not None:
+            expect(op, name, weight, (head_dim,), qkv.dtype, "head_dim")
+
+
+@op(mutates=("k_caches", "v_caches"))
+def append_context_kv_(
+    launch: Launcher,
+    kv: Tensor,
+    positions: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    k_norm_weight: Tensor | None,
+    eps: float,
+    k_caches: list[Tensor],
+    v_caches: list[Tensor],
+) -> None:
+    """Norm and rotate context K and append K and V, for all draft layers at once (prefill).
+
+    Args:
+        kv: ``[num_layers, batch, rows, 2 * num_kv_heads * head_dim]``, float32 or bfloat16: the k heads, the v heads.
+        positions: ``[batch, rows]`` int64, as in :func:`qkv_norm_rope_append_`.
+        cos, sin: ``[batch, rows, rotary / 2]`` float32; those of rows that are off may hold anything.
+        k_norm_weight: ``[num_layers, head_dim]``, the dtype of ``kv``, or None for no norm.
+        eps: added to the mean square.
+        k_caches, v_caches: per layer ``[batch, num_kv_heads, capacity, head_dim]``, contiguous; written.
+
+    Raises:
+        ValueError: a shape does not fit, or a cache is not contiguous. TypeError: a dtype does not fit.
+    """
+    _check_context_kv(kv, positions, cos, sin, k_norm_weight, k_caches, v_caches)
+    dtype = launch.dtype("append_context_kv_", "kv", kv)
+    if not k_caches:
+        return
+    num_layers, batch, rows, _ = kv.shape
+    _, num_kv_heads, capacity, head_dim = k_caches[0].shape
+    launch(
+        "append_context_kv", kv.contiguous(), positions.contiguous(), cos.contiguous(), sin.contiguous(),
+        dense(k_norm_weight), k_caches, v_caches, num_layers, batch, rows, num_kv_heads, head_dim, cos.shape[-1],
+        capacity, eps, dtype,
+    )  # fmt: skip
+
+
+def _check_context_kv(
+    kv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, k_norm_weight: Tensor | None, k_caches: list[Tensor],
+    v_caches: list[Tensor],
+) -> None:  # fmt: skip
+    op, names = "append_context_kv_", "num_layers, batch, rows, 2 * num_kv_heads * head_dim"
+    expect(op, "kv", kv, (None, None, None, None), kv.dtype, names)
+    num_layers, batch, rows, width = kv.shape
+    if len(k_caches) != num_layers or len(v_caches) != num_layers:
+        raise ValueError(f"{op}: kv has {num_layers} layers, got {len(k_caches)} k_caches and {len(v_caches)} v_caches")
+    if num_layers == 0:
+        return
+    expect_caches(op, k_caches, v_caches, batch, kv.dtype)
+    _, heads, _, head_dim = k_caches[0].shape
+    if width != 2 * heads * head_dim:
+        raise ValueError(f"{op}: kv must be [{names}] with 2 * {heads} * {head_dim} columns, got {list(kv.shape)}")
+    expect_rope(op, positions, cos, sin, batch, rows, head_dim)
+    if k_norm_weight is not None:
+        expect(op, "k_norm_weight", k_norm_weight, (num_layers, head_dim), kv.dtype, "num_layers, head_dim")
+
+
+def expect_caches(op: str, k_caches: list[Tensor], v_caches: list[Tensor], batch: int, dtype: torch.dtype) -> None:
+    """Raise unless all are contiguous caches of one shape ``[batch, num_kv_heads, capacity, head_dim]``."""
+    heads = head_dim = None
+    for layer, (k_cache, v_cache) in enumerate(zip(k_caches, v_caches, strict=True)):
+        at = (f"k_caches[{layer}]", f"v_caches[{layer}]")
+        expect_cache(op, at, k_cache, v_cache, batch, heads, (head_dim, k_cache.shape[-1]), dtype)
+        _, heads, _, head_dim = k_cache.shape
+        if k_cache.shape != k_caches[0].shape:
+            raise ValueError(f"{op}: {at[0]} must be {list(k_caches[0].shape)}, got {list(k_cache.shape)}")
+
+
+@op(mutates=("k_cache", "v_cache"))
+def append_kv_(
+    launch: Launcher, key: Tensor, value: Tensor, positions: Tensor, k_cache: Tensor, v_cache: Tensor
+) -> None:
+    """Write ``cache[b, :, positions[b, r]] = new[b, :, r]`` for keys and values.
+
+    Args:
+        key: ``[batch, num_kv_heads, rows, head_dim]``, float32 or bfloat16, any strides.
+        value: ``[batch, num_kv_heads, rows, v_head_dim]``, the dtype of ``key``, any strides.
+        positions: ``[batch, rows]`` int64, as in :func:`qkv_norm_rope_append_`.
+        k_cache: ``[batch, num_kv_heads, capacity, head_dim]``, contiguous; written.
+        v_cache: ``[batch, num_kv_heads, capacity, v_head_dim]``, contiguous; written.
+
+    Raises:
+        ValueError: a shape does not fit, or a cache is not contiguous. TypeError: a dtype does not fit.
+    """
+    _check_kv(key, value, positions, k_cache, v_cache)
+    dtype = launch.dtype("append_kv_", "key", key)
+    key, value = unit_stride(key), unit_stride(value)
+    batch, num_kv_heads, rows, head_dim = key.shape
+    _, _, capacity, v_head_dim = v_cache.shape
+    launch(
+        "append_kv", key, value, positions.contiguous(), k_cache, v_cache, *key.stride()[:3], *value.stride()[:3],
+        batch, rows, num_kv_heads, head_dim, v_head_dim, capacity, dtype,
+    )  # fmt: skip
+
+
+def _check_kv(key: Tensor, value: Tensor, positions: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+    op, dtype = "append_kv_", key.dtype
+    if key.dim() == v_cache.dim() == 4 and k_cache.is_contiguous() and v_cache.is_contiguous():
+        (batch, heads, rows, head_dim), (_, _, capacity, v_head_dim) = key.shape, v_cache.shape
+        if capacity > 0 and fit(
+            (value, (batch, heads, rows, v_head_dim), dtype),
+            (positions, (batch, rows), torch.int64),
+            (k_cache, (batch, heads, capacity, head_dim), dtype),
+            (v_cache, (batch, heads, capacity, v_head_dim), dtype),
+        ):
+            return
+    expect(op, "key", key, (None, None, None, None), key.dtype, "batch, num_kv_heads, rows, head_dim")
+    batch, heads, rows, head_dim = key.shape
+    expect(op, "value", value, (batch, heads, rows, None), key.dtype, "batch, num_kv_heads, rows, v_head_dim")
+    expect(op, "positions", positions, (batch, rows), torch.int64, "batch, rows")
+    expect_cache(op, ("k_cache", "v_cache"), k_cache, v_cache, batch, heads, (head_dim, value.shape[-1]), key.dtype)

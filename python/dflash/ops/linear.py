@@ -1,0 +1,113 @@
+"""Products of a few rows with one or several weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .. import _C
+from . import reference
+from .checks import dense, expect
+from .registry import Launcher, op
+
+_SKINNY = {torch.float32: 256, torch.bfloat16: 64}  # rows up to which the CPU kernel beats torch's GEMM (measured)
+
+
+def skinny(rows: int, dtype: torch.dtype) -> bool:
+    """Return True if a product of this many rows goes through the kernel of :func:`linear` on CPU, not torch."""
+    return rows <= _SKINNY.get(dtype, 0)
+
+
+@op()
+def linear(launch: Launcher, x: Tensor, weight: Tensor, bias: Tensor | None = None, prefetch: bool = False) -> Tensor:
+    """Compute ``x @ weight.T + bias`` for a few rows, sums in fp32, rounded once.
+
+    A row's bits depend neither on its place nor on how many rows there are: on CPU up to 256 rows in float32 and 64 in
+    bfloat16, on CUDA up to 64 rows in bfloat16 and float16 where ``in`` is a multiple of 8. Anything else goes through
+    torch.
+
+    Args:
+        x: ``[..., rows, in]``, float32 or bfloat16 (on CUDA float16 too).
+        weight: ``[out, in]``, the dtype of ``x``.
+        bias: ``[out]``, the dtype of ``x``, or None.
+        prefetch: start to read ``weight`` before what is queued ahead on the stream has ended, on CUDA from compute
+            capability 9.0. Only for weights at rest: one that an operation under way still writes may be read too
+            early, and nothing would say so.
+
+    Returns:
+        ``[..., rows, out]``, the dtype of ``x``.
+
+    Raises:
+        ValueError: a shape does not fit. TypeError: a dtype does not fit.
+    """
+    _check_product("linear", x, "weight", weight, "bias", bias)
+    return _products(launch, "linear", x, [weight], [bias], prefetch)
+
+
+@op()
+def linears(
+    launch: Launcher, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] = (), prefetch: bool = False
+) -> Tensor:
+    """Compute :func:`linear` of the same rows with several weights, the results side by side, in one kernel.
+
+    Args:
+        x: ``[..., rows, in]``, as for :func:`linear`.
+        weights: one to four of ``[out, in]``, each with an ``out`` of its own, the dtype of ``x``.
+        biases: ``[out]`` for each weight, or none at all.
+        prefetch: as for :func:`linear`.
+
+    Returns:
+        ``[..., rows, sum of out]``, the dtype of ``x``.
+
+    Raises:
+        ValueError: a shape or a number of tensors does not fit. TypeError: a dtype does not fit.
+    """
+    if not 1 <= len(weights) <= _C.MAX_LINEAR_WEIGHTS:
+        raise ValueError(f"linears: weights must be 1 to {_C.MAX_LINEAR_WEIGHTS} tensors, got {len(weights)}")
+    if len(biases) not in (0, len(weights)):
+        raise ValueError(f"linears: biases must be none or one for each of {len(weights)} weights, got {len(biases)}")
+    for i, weight in enumerate(weights):
+        _check_product("linears", x, f"weights[{i}]", weight, f"biases[{i}]", biases[i] if biases else None)
+    return _products(launch, "linears", x, weights, biases or [None] * len(weights), prefetch)
+
+
+def _check_product(op: str, x: Tensor, name: str, weight: Tensor, bias_name: str, bias: Tensor | None) -> None:
+    if weight.dim() != 2:
+        raise ValueError(f"{op}: {name} must be [out, in], got {weight.dim()} dimensions")
+    if x.dim() < 2 or x.shape[-1] != weight.shape[1]:
+        raise ValueError(f"{op}: x must be [..., rows, {weight.shape[1]}] as {name} says, got {list(x.shape)}")
+    if weight.dtype != x.dtype:
+        raise TypeError(f"{op}: {name} must be {x.dtype} as x is, got {weight.dtype}")
+    if bias is not None:
+        expect(op, bias_name, bias, (weight.shape[0],), x.dtype, "out")
+
+
+def _products(
+    launch: Launcher, op: str, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], prefetch: bool
+) -> Tensor:
+    """Compute ``x @ weight.T + bias`` for each, side by side, ``[..., rows, sum of out]``; the operands fit."""
+    dtype, features = launch.dtype(op, "x", x), [weight.shape[0] for weight in weights]
+    if launch.is_fake:
+        return x.new_empty(*x.shape[:-1], sum(features))
+    # 1. See whether the kernel takes this product, else leave it to torch
+    width, rows = x.shape[-1], x.shape[:-1].numel()
+    splits, workspace, counters = 0, None, None
+    if launch.is_cpu:
+        splits = int(width > 0 and skinny(rows, x.dtype))
+    elif all(weight.is_contiguous() for weight in weights):
+        shapes = (dtype, rows, width, weights, features)
+        splits, workspace, counters = launch.workspace("linear", x.device, *shapes)
+    if splits == 0:
+        return reference.linears(x, weights, biases)
+    # 2. Make what it reads contiguous, and run it
+    x = launch.aligned(x.contiguous())
+    weights, biases = [weight.contiguous() for weight in weights], [dense(bias) for bias in biases]
+    out_features = sum(features)
+    out = x.new_empty(*x.shape[:-1], out_features)
+    launch(
+        "linear", x, len(weights), weights, biases, features, out, rows, width, out_features, workspace, counters,
+        splits, prefetch, dtype,
+    )  # fmt: skip
+    return out

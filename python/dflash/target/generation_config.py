@@ -1,0 +1,86 @@
+"""What the model's ``generation_config`` asks for, and transformers' own test of stop strings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import transformers
+from torch import nn
+from transformers import StopStringCriteria
+
+__all__ = ["generation_defaults", "stop_string_criterion", "transformers_version"]
+
+# Settings that would change the text and are not applied here, and the values that turn them off.
+_UNSUPPORTED: dict[str, tuple] = {
+    "num_beams": (None, 1),
+    "encoder_repetition_penalty": (None, 1.0),
+    "encoder_no_repeat_ngram_size": (None, 0),
+    "typical_p": (None, 1.0),
+    "epsilon_cutoff": (None, 0.0),
+    "eta_cutoff": (None, 0.0),
+    "top_h": (None,),
+    "guidance_scale": (None, 1.0),
+    "exponential_decay_length_penalty": (None,),
+    "watermarking_config": (None,),
+    "max_time": (None,),
+    "penalty_alpha": (None,),
+    "dola_layers": (None,),
+    "constraints": (None,),
+    "force_words_ids": (None,),
+    "token_healing": (None, False),
+    "remove_invalid_values": (None, False),
+    "renormalize_logits": (None, False, True),  # a constant added to all logits changes no choice
+}
+_ARGUMENTS = (
+    *("do_sample", "temperature", "top_k", "top_p", "min_p", "max_new_tokens", "max_length", "pad_token_id"),
+    *("stop_strings", "num_return_sequences"),
+)
+_RULES = (
+    *("repetition_penalty", "no_repeat_ngram_size", "sequence_bias", "bad_words_ids", "min_length", "min_new_tokens"),
+    *("forced_bos_token_id", "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens"),
+)
+
+
+def generation_defaults(model: nn.Module) -> dict[str, Any]:
+    """Return the defaults that ``model.generation_config`` gives for the arguments of ``generate``, None if unset.
+
+    ``eos_token_id`` is a list of ids within the vocabulary. ``rules`` maps the names of the logit rules, and
+    ``sequence_bias``, to their values. ``unsupported`` maps every setting that would change the text but is not applied
+    here to its value.
+    """
+    config = model.generation_config
+    vocab = model.get_input_embeddings().weight.shape[0]
+    eos = config.eos_token_id
+    eos = [] if eos is None else [eos] if isinstance(eos, int) else eos
+    unsupported = {name: getattr(config, name) for name, off in _UNSUPPORTED.items() if _is_set(config, name, off)}
+    return {
+        **{name: getattr(config, name, None) for name in _ARGUMENTS},
+        "eos_token_id": [token for token in eos if 0 <= token < vocab],  # ids past the vocabulary are never emitted
+        "rules": {name: getattr(config, name, None) for name in _RULES},
+        "unsupported": unsupported,
+    }
+
+
+def _is_set(config: Any, name: str, off: tuple) -> bool:
+    value = getattr(config, name, None)
+    is_empty = isinstance(value, (list, tuple, dict)) and len(value) == 0
+    return value not in off and not is_empty
+
+
+def stop_string_criterion(tokenizer: Any, stop_strings: list[str]) -> StopStringCriteria:
+    """Return transformers' own test of stop strings: a function of a row's last tokens.
+
+    Raises:
+        ValueError: the tokenizer cannot decode its vocabulary token by token, as transformers does for this test.
+    """
+    try:
+        return StopStringCriteria(tokenizer, stop_strings)
+    except ValueError as error:
+        name = type(tokenizer).__name__
+        raise ValueError(f"stop_strings: transformers cannot match strings with this {name}: {error}") from error
+
+
+def transformers_version() -> tuple[int, int]:
+    """Return the major and minor version of the imported transformers."""
+    major, minor, *_ = transformers.__version__.split(".")
+    return int(major), int(minor)

@@ -1,0 +1,208 @@
+"""Which targets can be run losslessly, and why the others cannot."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+if TYPE_CHECKING:
+    from .target import Target
+
+__all__ = [
+    "TESTED_FAMILIES",
+    "UnsupportedTargetError",
+    "check_target",
+    "find_layers",
+    "needs_probe",
+    "probe",
+    "refusal",
+    "tapped_modules",
+    "text_config",
+    "unwrap",
+]
+
+# Families tested token for token against `generate`. Any other is probed once, see `probe`.
+TESTED_FAMILIES = frozenset(
+    [
+        *("deepseek_v3", "gemma3_text", "gemma4_text", "glm4_moe", "gpt_oss", "kimi_k25", "llama"),
+        *("minimax_m2", "mistral", "qwen2", "qwen3", "qwen3_moe"),
+    ]
+)
+_PROBED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_PROBE_TOKENS = 24
+
+
+class UnsupportedTargetError(ValueError):
+    """The target cannot be run losslessly by this package; the message says why."""
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """Return the module inside ``torch.compile(model)``, or ``model`` itself."""
+    return getattr(model, "_orig_mod", model)
+
+
+def text_config(model: nn.Module) -> Any:
+    """Return the configuration of the language model inside ``model``."""
+    return model.config.get_text_config(decoder=True)
+
+
+# ---------------------------------------------------------------------------------------------- judging by structure
+
+
+def check_target(model: nn.Module, *, loaded: bool = True) -> nn.Module:
+    """Return the unwrapped model, or raise if it cannot be run. Called once, where a model enters the package.
+
+    Args:
+        model: the user's, perhaps inside ``torch.compile``.
+        loaded: see :func:`refusal`.
+
+    Raises:
+        UnsupportedTargetError: the model cannot be run losslessly.
+    """
+    model = unwrap(model)
+    if reason := refusal(model, loaded=loaded):
+        raise UnsupportedTargetError(f"this target is not supported: {reason}")
+    return model
+
+
+def refusal(model: nn.Module, *, loaded: bool = True) -> str | None:
+    """Return why this target cannot be run, or None. Looks only at the structure and computes nothing.
+
+    Args:
+        model: the unwrapped model.
+        loaded: False to ignore the weights, for a model on the meta device that will be loaded later.
+    """
+    if not isinstance(model, PreTrainedModel):
+        return f"a transformers PreTrainedModel is needed, got {type(model).__name__}"
+    if getattr(model.config, "is_encoder_decoder", False):
+        return f"{text_config(model).model_type} is an encoder-decoder"
+    if model.get_output_embeddings() is None or not model.can_generate():
+        return f"{type(model).__name__} has no language-model head"
+    return _refusal_of_weights(model, loaded) or _refusal_of_family(model)
+
+
+def _refusal_of_weights(model: PreTrainedModel, loaded: bool) -> str | None:
+    devices = {parameter.device for parameter in model.parameters()}
+    if loaded and any(device.type == "meta" for device in devices):
+        return "some of its weights are on the meta device: they were never loaded"
+    if len(devices) > 1:
+        return f"its weights are spread over {', '.join(sorted(map(str, devices)))}: one device is needed"
+    embedding = model.get_input_embeddings().weight
+    if embedding.device.type == "cpu" and embedding.dtype not in (torch.float32, torch.bfloat16):
+        return f"its dtype is {embedding.dtype}, the CPU kernels take float32 and bfloat16"
+    return None
+
+
+def _refusal_of_family(model: PreTrainedModel) -> str | None:
+    config = text_config(model)
+    family, layer_types = config.model_type, set(getattr(config, "layer_types", None) or ())
+    if getattr(model, "_is_stateful", False) or any("linear" in kind or "mamba" in kind for kind in layer_types):
+        return f"{family} has stateful layers (linear attention, convolution): no counter can roll them back"
+    if getattr(config, "index_topk", None) is not None:
+        return f"{family} selects keys with a sparse-attention indexer"
+    if unknown := layer_types - {"full_attention", "sliding_attention"}:
+        return f"{family} has layers of type {', '.join(sorted(unknown))}"
+    if dynamic := _rope_types(config) & {"dynamic", "longrope"}:
+        return f"its RoPE is {dynamic.pop()!r}: its frequencies depend on the longest position in the batch"
+    if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):
+        return f"{family} attends in both directions"
+    if not getattr(model.get_decoder(), "_supports_attention_backend", False):
+        return f"{type(model).__name__} does not take an attention function by name (_supports_attention_backend)"
+    return None
+
+
+def _rope_types(config: Any) -> set[str]:
+    parameters = getattr(config, "rope_parameters", None) or {}
+    nested = [value for value in parameters.values() if isinstance(value, dict)]
+    return {entry.get("rope_type", "default") for entry in (nested or [parameters])}
+
+
+# ---------------------------------------------------------------------------------------------- finding modules
+
+
+def find_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """Return the list of decoder layers.
+
+    Raises:
+        UnsupportedTargetError: there is none with as many layers as the config says.
+    """
+    num_layers = text_config(model).num_hidden_layers
+    for module in model.get_decoder().modules():
+        if isinstance(module, nn.ModuleList) and len(module) == num_layers:
+            return module
+    raise UnsupportedTargetError(f"{type(model).__name__}: no list of {num_layers} decoder layers was found")
+
+
+def tapped_modules(model: PreTrainedModel, layer_ids: tuple[int, ...]) -> list[nn.Module]:
+    """Return the modules whose outputs are the taps: decoder layers, and the final norm in place of the last layer.
+
+    Raises:
+        UnsupportedTargetError: a module was not found.
+    """
+    if not layer_ids:
+        return []
+    modules = list(find_layers(model))
+    if len(modules) - 1 in layer_ids:
+        modules[-1] = getattr(model.get_decoder(), "norm", None)
+        if modules[-1] is None:
+            raise UnsupportedTargetError(
+                f"{type(model).__name__}: the last layer is tapped, but no final norm was found"
+            )
+    return [modules[layer_id] for layer_id in layer_ids]
+
+
+# ---------------------------------------------------------------------------------------------- judging by a trial run
+
+
+def needs_probe(model: PreTrainedModel) -> bool:
+    """Return True for a model of an untested family that has not passed :func:`probe`."""
+    return model.config.model_type not in TESTED_FAMILIES and model not in _PROBED
+
+
+@torch.no_grad()
+def probe(target: Target, model: PreTrainedModel, twin: nn.Module) -> None:
+    """Compare the logits of a few tokens with the model's own, and remember a model that passes.
+
+    Args:
+        target: runs on our attention and cache.
+        model: the user's.
+        twin: a twin of it that keeps the model's own attention.
+
+    Raises:
+        UnsupportedTargetError: the target fails, or its logits differ.
+    """
+    half, family = _PROBE_TOKENS // 2, target.config.model_type
+    ids = torch.arange(_PROBE_TOKENS, device=target.device)[None] * 7919 % target.embedding_weight.shape[0]
+    logits = twin(input_ids=ids, use_cache=False).logits.float()
+    expected = torch.cat([logits[:, :half], logits[:, half + 1 :: 2]], 1)
+    try:
+        got = _probe_logits(target, ids)
+    except UnsupportedTargetError:
+        raise
+    except Exception as error:
+        raise UnsupportedTargetError(
+            f"this target is not supported: {family} failed in a trial run with dflash's cache "
+            f"and attention: {type(error).__name__}: {error}"
+        ) from error
+    difference = float((got - expected).norm() / expected.norm())
+    if not difference < (1e-3 if target.dtype == torch.float32 else 5e-2):
+        raise UnsupportedTargetError(
+            f"this target is not supported: {family} gives other logits with dflash's cache and "
+            f"attention (relative difference {difference:.1e} in a trial run)"
+        )
+    _PROBED.add(model)
+
+
+def _probe_logits(target: Target, ids: Tensor) -> Tensor:
+    """Run ``ids`` in two passes; the second asks for every other row."""
+    half = ids.shape[1] // 2
+    cache = target.new_cache(1, ids.shape[1])
+    lengths = torch.zeros(1, dtype=torch.int64, device=ids.device)
+    first, _ = target.forward(ids[:, :half], lengths, cache)
+    rows = torch.arange(half, device=ids.device)
+    second, _ = target.forward(ids[:, half:], lengths + half, cache, rows[1::2])
+    return torch.cat([first, second], 1).float()
