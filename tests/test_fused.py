@@ -74,7 +74,7 @@ def target():
 def test_the_recorded_step_writes_the_greedy_text(target, batch, drafts, monkeypatch):
     draft = make_draft(target) if drafts else None
     generator = record(dflash.Generator(target, draft, max_length=80, batch_size=batch, block_size=16))
-    assert generator.target.is_fused
+    assert generator.engine.target.is_fused
     monkeypatch.setattr(decoder, "ops", OpByOp(ops))
     prompts = torch.stack([prompt(20, seed) for seed in range(batch)])
     out = generator.generate(prompts, max_new_tokens=40, temperature=0.0, stop_token_ids=[])
@@ -94,7 +94,7 @@ class TestArgument:
         }
         answers = [generator.generate(ids, max_new_tokens=30, temperature=0.0) for generator in generators.values()]
         assert all(torch.equal(answer, answers[0]) for answer in answers)
-        assert {asked: generator.target.is_fused for asked, generator in generators.items()} == {
+        assert {asked: generator.engine.target.is_fused for asked, generator in generators.items()} == {
             True: True,
             False: False,
             "auto": True,

@@ -254,7 +254,7 @@ def test_a_generator_forgets_its_last_call(target, draft):
     generator.reset()
     assert torch.equal(generator.generate(ids(2), max_new_tokens=20), first)
     assert addresses == [
-        tensor.data_ptr() for tensor in (*generator.state.target_cache.keys.values(), *generator.state.draft_cache.keys)
+        tensor.data_ptr() for tensor in (*state.target_cache.keys.values(), *state.draft_cache.keys.values())
     ]
 
 

@@ -56,7 +56,7 @@ def test_imports_run_downward(path):
     if "transformers" in external:
         assert name in {"target", "hf", "evaluate", "train", "cli"}
     if path.name == "reference.py":
-        assert external <= {"torch", "__future__", "math"}
+        assert external <= {"torch", "__future__", "math", "collections"}
 
 
 def test_csrc_includes_no_torch():
