@@ -18,7 +18,7 @@ import dflash
 from dflash import Drafter
 from dflash.train import TrainConfig, Trainer, draft_config, new_drafter
 from dflash.train.checkpoint import checkpoints
-from dflash.train.features import cache_features
+from dflash.train.data.features import cache_features
 from dflash.train.loop import Batches, learning_rate
 from dflash.train.model import TargetFeatures
 

@@ -86,7 +86,7 @@ def train(
         set_debug(True)
     import torch
 
-    from ..train.loop import TrainConfig
+    from ..train.config import TrainConfig
 
     config = TrainConfig(
         epochs=epochs, steps=steps, batch_tokens=batch_tokens, accumulate=accumulate, anchors=anchors, gamma=gamma,
@@ -111,7 +111,7 @@ def train(
         torch.set_num_threads(threads)
 
     from ..train import data as source
-    from ..train.features import cache_size
+    from ..train.data.features import cache_size
     from ..train.loop import Trainer, make_accelerator
 
     quiet = as_json or os.environ.get("RANK", "0") != "0"
@@ -176,7 +176,7 @@ def _drafter(shell: Any, tokenizer: Any, init: str | None, chosen: dict[str, Any
     import dflash
 
     from ..generator import check_config
-    from ..train.draft import choose_mask_id, draft_config, new_drafter
+    from ..train.model import choose_mask_id, draft_config, new_drafter
 
     given = {name: value for name, value in chosen.items() if value is not None}
     if init is not None:
@@ -201,7 +201,7 @@ def _features_dtype(config: Any, target: Any) -> Any:
 
 def _cache(trainer: Any, folder: Path) -> Any:
     """The features of the trainer's rows on disk; what is missing is computed, by all processes."""
-    from ..train.features import FeatureCache, FeatureProgress, cache_features
+    from ..train.data.features import FeatureCache, FeatureProgress, cache_features
 
     accelerator, taps = trainer.accelerator, trainer.drafter.config.target_layer_ids
 

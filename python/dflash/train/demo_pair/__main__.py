@@ -26,9 +26,10 @@ import dflash
 from ...files import remove_unfinished, whole_file, whole_folder, write_json
 from ...progress import bars
 from ..checkpoint import save_draft
+from ..config import TrainConfig
 from ..data import load_prompts, load_rows
-from ..draft import draft_config, new_drafter
-from ..loop import TrainConfig, Trainer
+from ..loop import Trainer
+from ..model import draft_config, new_drafter
 from ..regenerate import LocalWriter, Settings, regenerate
 from .evaluate import evaluate, held_out_examples
 from .plot import plot

@@ -11,13 +11,10 @@ import dataclasses
 import hashlib
 import importlib.util
 import json
-import math
-import resource
 import sys
 import time
 from array import array
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,168 +22,23 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..drafter import Drafter
-from ..files import whole_file
-from ..generator import Generator, check_config
-from ..target import Target, describe_config, sample_digest, text_config, unwrap
-from .blocks import default_gamma, make_blocks, sample_anchors
-from .checkpoint import CheckpointError, checkpoints, load_checkpoint, read_progress, save_checkpoint, save_draft
-from .loss import BlockLoss, block_loss
-from .model import TargetFeatures, TrainableDrafter
-from .rows import Measured, split
+from ...drafter import Drafter
+from ...generator import Generator, check_config
+from ...target import Target, describe_config, sample_digest, text_config, unwrap
+from ..checkpoint import CheckpointError, checkpoints, load_checkpoint, read_progress, save_checkpoint, save_draft
+from ..config import TrainConfig
+from ..data.batches import Batches, _collate, _fold
+from ..data.blocks import default_gamma, make_blocks, sample_anchors
+from ..data.heldout import Measured, split
+from ..loss import BlockLoss, block_loss
+from ..model import TargetFeatures, TrainableDrafter
+from ..optimizers import _optimizers, learning_rate
+from .metrics import _cut, _Meter, _peak_memory
 
 __all__ = ["Batches", "TrainConfig", "Trainer", "learning_rate", "make_accelerator"]
 
 _PLACE = ("step", "epoch", "place", "tokens", "seconds")  # of a run, in its checkpoints
 _TRACKERS = ("tensorboard", "trackio")
-
-
-@dataclass(frozen=True)
-class TrainConfig:
-    """How to train. What is not here is in the drafter's config.
-
-    Attributes:
-        epochs: passes over the data; ``steps`` instead, where given.
-        batch_tokens: tokens of a micro-batch, padding counted.
-        accumulate: micro-batches a process adds up before a step.
-        anchors: blocks a sequence at most.
-        gamma: decay of the slots' weights; None for the published one of the block size.
-        optimizer: "adamw", or "muon" (Jordan et al., 2024) for matrices and AdamW for the rest.
-        learning_rate, weight_decay, clip: of the optimizer, and the norm that gradients are clipped to. Muon's updates
-            are scaled to the size of AdamW's, so one rate does for both.
-        warmup, constant: shares of the run: a rise from 0 and the rate held, before a cosine to 0.
-        distill: share of the distance to the target's distribution in the loss.
-        feature_noise: uniform noise on the features, relative to their size.
-        seed: of anchors, noise, order and held-out rows.
-        mixed_precision: "bf16" or "no".
-        log_every, eval_every, save_every: steps between them; 0, of the last two, for only at the end.
-        eval_rows, eval_tokens, eval_temperatures: held-out prompts at most, new tokens each, and how they are decoded.
-        keep: checkpoints.
-    """
-
-    epochs: int = 6
-    steps: int | None = None
-    batch_tokens: int = 4096
-    accumulate: int = 1
-    anchors: int = 512
-    gamma: float | None = None
-    optimizer: str = "adamw"
-    learning_rate: float = 6e-4
-    weight_decay: float = 0.0
-    clip: float = 1.0
-    warmup: float = 0.04
-    constant: float = 1 / 3
-    distill: float = 0.0
-    feature_noise: float = 0.05
-    seed: int = 0
-    mixed_precision: str = "bf16"
-    log_every: int = 10
-    eval_every: int = 500
-    save_every: int = 500
-    eval_rows: int = 32
-    eval_tokens: int = 128
-    eval_temperatures: tuple[float, ...] = (0.0,)
-    keep: int = 3
-
-    def __post_init__(self) -> None:
-        def check(name: str, ok: bool, wanted: str) -> None:
-            if not ok:
-                raise ValueError(f"{name} must be {wanted}, got {getattr(self, name)!r}")
-
-        for name in ("epochs", "batch_tokens", "accumulate", "anchors", "keep", "log_every"):
-            check(name, getattr(self, name) >= 1, "at least 1")
-        check("eval_tokens", self.eval_tokens >= 2, "at least 2")
-        for name in ("eval_every", "save_every", "eval_rows", "weight_decay", "feature_noise"):
-            check(name, getattr(self, name) >= 0, "at least 0")
-        for name in ("learning_rate", "clip"):
-            check(name, getattr(self, name) > 0, "above 0")
-        for name in ("warmup", "constant", "distill"):
-            check(name, 0 <= getattr(self, name) <= 1, "in 0 .. 1")
-        check("steps", self.steps is None or self.steps >= 1, "at least 1")
-        check("gamma", self.gamma is None or self.gamma > 0, "above 0")
-        check("optimizer", self.optimizer in ("adamw", "muon"), '"adamw" or "muon"')
-        check("mixed_precision", self.mixed_precision in ("no", "bf16"), '"no" or "bf16"')
-
-
-def learning_rate(step: int, steps: int, warmup: float, constant: float) -> float:
-    """The rate of step ``step`` (from 0) as a share of the full one: a rise, a plateau, a cosine to 0.
-
-    ``warmup`` and ``constant`` are the shares of ``steps`` at which the rise and the plateau end.
-    """
-    rise = max(1, round(warmup * steps))
-    if step < rise:
-        return (step + 1) / rise
-    start = max(rise, round(constant * steps))
-    if step < start:
-        return 1.0
-    return 0.5 * (1 + math.cos(math.pi * (step - start) / max(1, steps - start)))
-
-
-class Batches:
-    """Which rows each micro-batch of each step takes: like lengths together, lengths mixed from one to the next.
-
-    Args:
-        lengths: tokens of each row.
-        batch_tokens: tokens of a micro-batch, padding counted; a longer row stands alone.
-        group: micro-batches of a step, over all processes.
-        seed: of the order.
-    """
-
-    _POOL = 24  # micro-batches whose rows are sorted by length together
-
-    def __init__(self, lengths: Sequence[int], batch_tokens: int, group: int, seed: int) -> None:
-        self.lengths = torch.tensor(lengths)
-        self.batch_tokens, self.group, self.seed = batch_tokens, group, seed
-        self._last: tuple[int, list[list[list[int]]]] = (-1, [])
-
-    def epoch(self, epoch: int) -> list[list[list[int]]]:
-        """The steps of an epoch, each ``group`` lists of rows. Rows left over at the end wait for another epoch."""
-        if self._last[0] != epoch:
-            self._last = (epoch, self._steps(epoch))
-        return self._last[1]
-
-    def _steps(self, epoch: int) -> list[list[list[int]]]:
-        generator = torch.Generator().manual_seed(_fold(self.seed, epoch, 0))
-        order = torch.randperm(len(self.lengths), generator=generator)
-        pool = max(1, self._POOL * self.batch_tokens // max(1, int(self.lengths.float().mean())))
-        batches: list[list[int]] = []
-        for part in order.split(pool):
-            rows = part[self.lengths[part].argsort(descending=True, stable=True)].tolist()
-            batch: list[int] = []
-            for row in rows:
-                if batch and (len(batch) + 1) * int(self.lengths[batch[0]]) > self.batch_tokens:
-                    batches.append(batch)
-                    batch = []
-                batch.append(row)
-            batches.append(batch)
-        mixed = [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
-        while len(mixed) < self.group:  # less data than one step takes
-            mixed += mixed[: self.group - len(mixed)]
-        return [mixed[i : i + self.group] for i in range(0, len(mixed) - self.group + 1, self.group)]
-
-    def count(self, epochs: int) -> int:
-        """Steps of the first ``epochs`` epochs."""
-        return sum(len(self.epoch(epoch)) for epoch in range(epochs))
-
-
-def _fold(*numbers: int) -> int:
-    """One seed of several numbers."""
-    value = 0
-    for number in numbers:
-        value = (value * 0x9E3779B97F4A7C15 + number + 1) & (2**63 - 1)
-    return value
-
-
-def _optimizers(drafter: Drafter, config: TrainConfig) -> list[torch.optim.Optimizer]:
-    """One for all parameters, or one for the matrices and one for the rest; norms do not decay."""
-    matrices = [p for p in drafter.parameters() if p.dim() > 1]
-    plain = [p for p in drafter.parameters() if p.dim() == 1]
-    decay = config.weight_decay
-    adamw: dict[str, Any] = {"lr": config.learning_rate, "betas": (0.9, 0.95), "fused": True, "weight_decay": 0.0}
-    if config.optimizer == "adamw":
-        return [torch.optim.AdamW([{"params": matrices, "weight_decay": decay}, {"params": plain}], **adamw)]
-    muon = torch.optim.Muon(matrices, lr=config.learning_rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
-    return [muon, torch.optim.AdamW(plain, **adamw)]
 
 
 def make_accelerator(config: TrainConfig, output: str | Path, *, cpu: bool = False, tracker: str | None = None) -> Any:
@@ -603,55 +455,6 @@ class Trainer:
         return {**config, "drafter": draft}
 
 
-def _cut(path: Path, step: int) -> None:
-    """Drop the lines of a metrics file that are past ``step``: the run that wrote them was killed."""
-    if not path.is_file():
-        return
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        with contextlib.suppress(ValueError):  # a line that was not written to its end
-            if json.loads(line)["step"] <= step:
-                kept.append(line + "\n")
-    whole_file(path, lambda unfinished: unfinished.write_text("".join(kept), encoding="utf-8"))
-
-
-def _peak_memory() -> int:
-    """Bytes that this process has held at most."""
-
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else 1024 * peak
-
-
-class _Meter:
-    """Sums of what steps measured between two log lines; one reduction over the processes when read."""
-
-    def __init__(self, block_size: int) -> None:
-        self.began = time.monotonic()
-        self.tokens = 0
-        self.sums = torch.zeros(5 + 2 * (block_size - 1), dtype=torch.float64)  # moves to the device with the first
-
-    def add(self, out: BlockLoss) -> None:
-        parts = [out.loss.detach(), out.weight, out.cross_entropy]
-        self.sums = self.sums.to(out.loss.device)
-        if out.correct is None:
-            self.sums[:3] += torch.stack(parts)
-        else:
-            parts += [out.accepted, out.blocks, *out.correct, *out.counted]
-            self.sums += torch.stack([part.float() for part in parts])
-
-    def read(self, accelerator: Any) -> dict[str, Any]:
-        sums = accelerator.reduce(self.sums.float().to(accelerator.device), reduction="sum").tolist()
-        (loss, weight, entropy, accepted, blocks), counts = sums[:5], sums[5:]
-        half = len(counts) // 2
-        return {
-            "loss": loss / weight,
-            "cross_entropy": entropy / weight,
-            "accuracy": [round(c / n, 4) if n else None for c, n in zip(counts[:half], counts[half:], strict=True)],
-            "train_acceptance": accepted / blocks if blocks else None,
-            "tokens_per_second": self.tokens / (time.monotonic() - self.began),
-        }
-
-
 def _check_features(features: Any, lengths: list[int], draft: Any) -> None:
     """Raise unless a cache of features is of rows of these lengths and of the drafter's taps."""
     if list(features.lengths) != lengths:
@@ -661,13 +464,3 @@ def _check_features(features: Any, lengths: list[int], draft: Any) -> None:
             f"{features.folder} holds features of layers {list(features.target_layer_ids)}, the drafter taps "
             f"{list(draft.target_layer_ids)}"
         )
-
-
-def _collate(rows: Any, index: list[int]) -> tuple[Tensor, Tensor]:
-    """``input_ids`` and ``loss_mask``, each ``[batch, length]``, right-padded with 0."""
-    part = rows[index]
-
-    def pad(values: list[list[int]]) -> Tensor:
-        return nn.utils.rnn.pad_sequence([torch.tensor(value) for value in values], batch_first=True)
-
-    return pad(part["input_ids"]), pad(part["loss_mask"])

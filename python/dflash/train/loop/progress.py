@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from ..progress import bars
+from ...progress import bars
 
 __all__ = ["progress"]
 

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..files import save_tensors, whole_file
-from ..target import describe_config, text_config, unwrap
-from .model import TargetFeatures
+from ...files import save_tensors, whole_file
+from ...target import describe_config, text_config, unwrap
+from ..model import TargetFeatures
 
 __all__ = ["FeatureCache", "FeatureProgress", "cache_features", "cache_size", "fingerprint"]
 
