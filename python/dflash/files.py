@@ -14,20 +14,20 @@ from pathlib import Path
 from typing import Any
 
 __all__ = [
-    "flush",
-    "json_lines",
-    "lines",
+    "atomic_folder",
+    "fsync",
+    "read_jsonl",
+    "read_lines",
     "remove_unfinished",
     "save_tensors",
-    "whole_file",
-    "whole_folder",
+    "write_atomically",
     "write_json",
 ]
 
 _UNFINISHED = ".unfinished-"
 
 
-def lines(path: Path) -> Iterator[tuple[int, str]]:
+def read_lines(path: Path) -> Iterator[tuple[int, str]]:
     """The lines of a UTF-8 text file, gzipped if its name ends in ``.gz``, by number from 1.
 
     Raises:
@@ -45,13 +45,13 @@ def lines(path: Path) -> Iterator[tuple[int, str]]:
         raise ValueError(f"{path}: not a whole gzip file after line {number}: {error}") from error
 
 
-def json_lines(path: Path) -> Iterator[tuple[str, int, dict[str, Any]]]:
+def read_jsonl(path: Path) -> Iterator[tuple[str, int, dict[str, Any]]]:
     """The objects of a JSONL file: what messages call their place, the line, the object; empty lines are left out.
 
     Raises:
-        ValueError: as :func:`lines` does, and for a line that is not a JSON object.
+        ValueError: as :func:`read_lines` does, and for a line that is not a JSON object.
     """
-    for number, content in lines(path):
+    for number, content in read_lines(path):
         if not content.strip():
             continue
         where = f"{path}, line {number}"
@@ -75,7 +75,7 @@ def remove_unfinished(folder: Path) -> None:
         shutil.rmtree(left) if left.is_dir() else left.unlink()
 
 
-def flush(path: Path) -> None:
+def fsync(path: Path) -> None:
     """To the disk, before a rename makes it count."""
     handle = os.open(path, os.O_RDONLY)
     try:
@@ -84,12 +84,12 @@ def flush(path: Path) -> None:
         os.close(handle)
 
 
-def whole_file(path: Path, write: Callable[[Path], Any]) -> None:
+def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
     """``write`` a file under another name and give it its own: ``path`` is the old one, or the new one whole."""
     unfinished = _unfinished(path)
     try:
         write(unfinished)
-        flush(unfinished)
+        fsync(unfinished)
         os.replace(unfinished, path)
     finally:
         with contextlib.suppress(OSError):
@@ -97,7 +97,7 @@ def whole_file(path: Path, write: Callable[[Path], Any]) -> None:
 
 
 @contextlib.contextmanager
-def whole_folder(path: Path) -> Iterator[Path]:
+def atomic_folder(path: Path) -> Iterator[Path]:
     """A folder to fill that becomes ``path``, in the place of what is there, once the block ends without an error."""
     unfinished = _unfinished(path)
     unfinished.mkdir(parents=True)
@@ -106,7 +106,7 @@ def whole_folder(path: Path) -> Iterator[Path]:
         if path.is_dir():
             shutil.rmtree(path)
         os.replace(unfinished, path)
-        flush(path.parent)
+        fsync(path.parent)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 
@@ -114,7 +114,7 @@ def whole_folder(path: Path) -> Iterator[Path]:
 def write_json(content: Any, path: Path) -> None:
     """``content`` as an indented JSON file with sorted keys."""
     path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    flush(path)
+    fsync(path)
 
 
 def save_tensors(tensors: Mapping[str, Any], path: Path, metadata: dict[str, str] | None = None) -> None:
@@ -125,4 +125,8 @@ def save_tensors(tensors: Mapping[str, Any], path: Path, metadata: dict[str, str
     mode = path.stat().st_mode
     save_file(dict(tensors), path, metadata=metadata)
     path.chmod(mode)
-    flush(path)
+    fsync(path)
+
+
+# Earlier names, until train uses the new ones.
+lines, json_lines, whole_file, whole_folder, flush = read_lines, read_jsonl, write_atomically, atomic_folder, fsync

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ..evaluate.prompts import plain_ids
+from ..evaluate.prompts import text_ids
 from .data import export, regenerate
 from .loading import load as _load
 from .loading import load_tokenizer as _load_tokenizer
@@ -84,7 +84,7 @@ def generate(
     if raw or tokenizer.chat_template is None:
         if system is not None:
             raise ValueError("--system needs a tokenizer with a chat template, and no --raw")
-        ids = plain_ids(tokenizer, text, bos=bos)
+        ids = text_ids(tokenizer, text, bos=bos)
     else:
         if bos:
             raise ValueError("--bos goes with --raw: the chat template has its own")

@@ -26,11 +26,11 @@ from torch import nn
 
 from .. import ops
 from ..drafter import Drafter
-from ..files import json_lines, whole_file
+from ..files import read_jsonl, write_atomically
 from ..generator import Generator, Statistics
 from ..progress import bars
 from ..target import sample_digest
-from .prompts import conversation, need_datasets, prompt_ids
+from .prompts import import_datasets, parse_prompt, prompt_ids
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -106,7 +106,7 @@ def load_prompts(dataset: str, data: str | Path | None = None, limit: int | None
     for where, row in rows:
         if limit is not None and len(prompts) == limit:
             break
-        messages, turns = conversation(row, where)
+        messages, turns = parse_prompt(row, where)
         if categories and row.get("category", categories[0]) not in categories:
             continue
         history = messages or []
@@ -122,13 +122,13 @@ def load_prompts(dataset: str, data: str | Path | None = None, limit: int | None
 
 
 def _from_file(path: Path) -> Iterable[tuple[str, Any]]:
-    return ((where, row) for where, _, row in json_lines(path))
+    return ((where, row) for where, _, row in read_jsonl(path))
 
 
 def _from_hub(dataset: str, source: Source) -> Iterable[tuple[str, Any]]:
     local = f"--data DIR reads {source.files[0]} from a folder instead"
     try:
-        datasets = need_datasets("bench")
+        datasets = import_datasets("bench")
     except ValueError as error:
         raise ValueError(f"--dataset {dataset}: {error}; {local}") from error
     try:
@@ -490,7 +490,7 @@ def benchmark(
     finished = datetime.now(timezone.utc).isoformat(timespec="seconds")
     report = {"header": {**(about or {}), "finished": finished, **header}, "datasets": summaries}
     if folder is not None:
-        whole_file(folder / "summary.json", lambda path: path.write_text(json.dumps(report, indent=1) + "\n"))
+        write_atomically(folder / "summary.json", lambda path: path.write_text(json.dumps(report, indent=1) + "\n"))
     return report
 
 

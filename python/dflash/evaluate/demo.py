@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from ..drafter import Drafter, load_draft
-from ..files import json_lines
+from ..files import read_jsonl
 from ..generator import Generator, Statistics
 from ..streaming import TextDecoder
-from .prompts import plain_ids
+from .prompts import text_ids
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -72,7 +72,7 @@ def demo_prompts(folder: str | Path = PAIR) -> list[Prompt]:
         FileNotFoundError: there is no pair in ``folder``.
     """
     kinds: dict[str, list[Prompt]] = {}
-    for _, _, record in json_lines(_existing(folder) / "prompts.jsonl"):
+    for _, _, record in read_jsonl(_existing(folder) / "prompts.jsonl"):
         prompt = Prompt(record["prompt"], record.get("answer"), record.get("kind") or "")
         kinds.setdefault(prompt.kind, []).append(prompt)
     return [prompt for row in itertools.zip_longest(*kinds.values()) for prompt in row if prompt is not None]
@@ -90,7 +90,7 @@ def _existing(folder: str | Path) -> Path:
 
 def encode(tokenizer: Any, text: str) -> Tensor:
     """``text`` as the pair was trained to read it: ``[1, length]`` ids behind the BOS token."""
-    return torch.tensor([plain_ids(tokenizer, text, bos=True)])
+    return torch.tensor([text_ids(tokenizer, text, bos=True)])
 
 
 # ---------------------------------------------------------------------------------------------- measuring
