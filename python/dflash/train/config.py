@@ -1,58 +1,47 @@
-"""How a drafter is trained: :class:`TrainConfig`."""
+"""How a drafter is trained: :class:`TrainConfig`, whose fields are the options of ``dflash train``."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 __all__ = ["TrainConfig"]
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """How to train. What is not here is in the drafter's config.
+    """Settings of a training run; the drafter's own shape is in its :class:`~dflash.DraftConfig`.
 
-    Attributes:
-        epochs: passes over the data; ``steps`` instead, where given.
-        batch_tokens: tokens of a micro-batch, padding counted.
-        accumulate: micro-batches a process adds up before a step.
-        anchors: blocks a sequence at most.
-        gamma: decay of the slots' weights; None for the published one of the block size.
-        optimizer: "adamw", or "muon" (Jordan et al., 2024) for matrices and AdamW for the rest.
-        learning_rate, weight_decay, clip: of the optimizer, and the norm that gradients are clipped to. Muon's updates
-            are scaled to the size of AdamW's, so one rate does for both.
-        warmup, constant: shares of the run: a rise from 0 and the rate held, before a cosine to 0.
-        distill: share of the distance to the target's distribution in the loss.
-        feature_noise: uniform noise on the features, relative to their size.
-        seed: of anchors, noise, order and held-out rows.
-        mixed_precision: "bf16" or "no".
-        log_every, eval_every, save_every: steps between them; 0, of the last two, for only at the end.
-        eval_rows, eval_tokens, eval_temperatures: held-out prompts at most, new tokens each, and how they are decoded.
-        keep: checkpoints.
+    A field's description is its help text on the command line. ``optimizer="muon"`` (Jordan et al., 2024) scales its
+    updates to the size of AdamW's, so the same learning rate suits both.
+
+    Raises:
+        ValueError: a setting is out of range. The message names it.
     """
 
-    epochs: int = 6
-    steps: int | None = None
-    batch_tokens: int = 4096
-    accumulate: int = 1
-    anchors: int = 512
-    gamma: float | None = None
-    optimizer: str = "adamw"
-    learning_rate: float = 6e-4
-    weight_decay: float = 0.0
-    clip: float = 1.0
-    warmup: float = 0.04
-    constant: float = 1 / 3
-    distill: float = 0.0
-    feature_noise: float = 0.05
-    seed: int = 0
-    mixed_precision: str = "bf16"
-    log_every: int = 10
-    eval_every: int = 500
-    save_every: int = 500
-    eval_rows: int = 32
-    eval_tokens: int = 128
-    eval_temperatures: tuple[float, ...] = (0.0,)
-    keep: int = 3
+    epochs: Annotated[int, "Passes over the data."] = 6
+    steps: Annotated[int | None, "Steps, instead of epochs."] = None
+    batch_tokens: Annotated[int, "Tokens per micro-batch, padding included."] = 4096
+    accumulate: Annotated[int, "Micro-batches that each process adds up per step."] = 1
+    anchors: Annotated[int, "Blocks per row, at most."] = 512
+    gamma: Annotated[float | None, "Decay of the weights within a block; default: by its size."] = None
+    optimizer: Annotated[str, "adamw, or muon for matrices and AdamW for the rest."] = "adamw"
+    learning_rate: Annotated[float, "Peak learning rate."] = 6e-4
+    weight_decay: Annotated[float, "Weight decay of the matrices."] = 0.0
+    clip: Annotated[float, "Norm that gradients are clipped to."] = 1.0
+    warmup: Annotated[float, "Share of the run in which the rate rises."] = 0.04
+    constant: Annotated[float, "Share of the run after which the rate falls."] = 1 / 3
+    distill: Annotated[float, "Share of the loss that is the distance to the target's distribution."] = 0.0
+    feature_noise: Annotated[float, "Uniform noise on the features, relative to their size."] = 0.05
+    seed: Annotated[int, "The same seed trains the same drafter."] = 0
+    mixed_precision: Annotated[str, "bf16 or no."] = "bf16"
+    log_every: Annotated[int, "Steps between lines of metrics."] = 10
+    eval_every: Annotated[int, "Steps between evaluations; 0: only at the end."] = 500
+    save_every: Annotated[int, "Steps between checkpoints; 0: only at the end."] = 500
+    eval_rows: Annotated[int, "Held-out prompts to answer."] = 32
+    eval_tokens: Annotated[int, "New tokens per held-out prompt."] = 128
+    eval_temperatures: Annotated[tuple[float, ...], "Temperatures of the held-out answers, as in 0,1."] = (0.0,)
+    keep: Annotated[int, "Checkpoints to keep."] = 3
 
     def __post_init__(self) -> None:
         def check(name: str, ok: bool, wanted: str) -> None:
