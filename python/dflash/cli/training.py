@@ -80,17 +80,15 @@ class _Run:
     ] = False
 
 
-EvalTemperatures = Annotated[str, typer.Option(help="Temperatures of the held-out answers, as in 0,1.")]
-
-
 @takes_dataclasses(config=("eval_temperatures",))
 def train(
+    *,
     paths: _Paths,
     shape: _DraftShape,
     reading: _RowReading,
     config: TrainConfig,
+    eval_temperatures: Annotated[str, typer.Option(help="Temperatures of the held-out answers, as in 0,1.")] = "0",
     run: _Run,
-    eval_temperatures: EvalTemperatures = "0",
 ) -> None:
     """Train a drafter for the target MODEL on rows of DATA, and write it to OUTPUT in the published layout.
 

@@ -1,4 +1,8 @@
-"""Responses written by the target itself, which its drafter learns from."""
+"""Responses written by the target itself, which its drafter learns from: :func:`regenerate`.
+
+They come from the package's own generator (:class:`LocalWriter`) or from a server (:class:`ServerWriter`) and are
+appended to a JSONL file as they come, so a run that was stopped continues where it was.
+"""
 
 from .jobs import Answer, Job, Settings, Summary, Writer, jobs
 from .local_writer import LocalWriter

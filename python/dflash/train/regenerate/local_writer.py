@@ -1,4 +1,4 @@
-"""Responses through the package's own generator."""
+"""Responses written by the package's own generator."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ _PREFILL_ROWS = 16384  # of a batch, in one forward pass
 
 
 class LocalWriter:
-    """Answers through :class:`dflash.Generator`, in batches of prompts of like length, the longest first.
+    """Answers through :class:`dflash.Generator`, in batches of prompts of similar length, the longest first.
 
     Args:
         target: the causal language model of transformers.
         tokenizer: its tokenizer.
-        draft: a drafter of it, to go faster one sequence at a time; None decodes one token a step, which is faster in
-            wide batches.
+        draft: a drafter, which makes small batches faster; None writes one token per step, which is faster in wide
+            batches.
         name: what rows call the target.
-        batch_size: rows of a batch.
+        batch_size: sequences per batch.
         raw, bos, template: see :func:`dflash.train.data.prompt_ids`.
-        skip_long: leave out prompts that are too long for the target with their response, instead of raising.
+        skip_long: leave out prompts that do not fit the target together with their response, instead of raising.
     """
 
     def __init__(
@@ -52,18 +52,18 @@ class LocalWriter:
         self.name, self.batch_size, self.skip_long = name, batch_size, skip_long
         self.encoding: dict[str, Any] = {"raw": raw, "bos": bos, "template": dict(template or {})}
         self.ids: dict[int, list[int]] = {}
-        self._steps: list[int] = [0, 0]  # how many, and the tokens they emitted
+        self.skipped: set[int] = set()
+        self._steps = self._step_tokens = 0
 
     @property
     def acceptance_length(self) -> float | None:
-        """Mean tokens a step so far; None without a drafter or a step."""
-        steps, tokens = self._steps
-        return tokens / steps if self.draft is not None and steps else None
+        """Mean tokens per step so far; None without a drafter or a step."""
+        return self._step_tokens / self._steps if self.draft is not None and self._steps else None
 
-    def check(self, jobs: Sequence[Job], settings: Settings) -> set[int]:
-        """Tokenize every prompt; raise if one does not fit the target with its response, or leave it out."""
+    def check(self, jobs: Sequence[Job], settings: Settings) -> None:
+        """Tokenize every prompt. One that does not fit the target with its response raises, or is skipped."""
         positions = getattr(text_config(self.target), "max_position_embeddings", None)
-        self.ids, long = {}, set()
+        self.ids, self.skipped = {}, set()
         for job in jobs:
             if job.line in self.ids:
                 continue
@@ -73,17 +73,17 @@ class LocalWriter:
                 raise ValueError(f"the prompt on line {job.line}: {error}") from error
             if not ids:
                 raise ValueError(f"the prompt on line {job.line} has no token")
-            if positions is not None and len(ids) + settings.max_new_tokens > positions:
-                if not self.skip_long:
-                    raise ValueError(
-                        f"the prompt on line {job.line} has {len(ids)} tokens: with {settings.max_new_tokens} new ones "
-                        f"it passes the target's {positions} positions (--skip-long leaves such prompts out)"
-                    )
-                long.add(job.line)
-        return long
+            if positions is None or len(ids) + settings.max_new_tokens <= positions:
+                continue
+            if not self.skip_long:
+                raise ValueError(
+                    f"the prompt on line {job.line} has {len(ids)} tokens: with {settings.max_new_tokens} new ones "
+                    f"it passes the target's {positions} positions (--skip-long leaves such prompts out)"
+                )
+            self.skipped.add(job.line)
 
     def answers(self, jobs: Sequence[Job], settings: Settings) -> Iterator[list[tuple[Job, Answer]]]:
-        """As :class:`Writer` says; :meth:`check` comes first."""
+        """Yield one group per batch; see :class:`Writer`. Call :meth:`check` first."""
         if not jobs:
             return
         longest = max(len(self.ids[job.line]) for job in jobs)
@@ -97,16 +97,18 @@ class LocalWriter:
             reuse_prefix=False,
         )
         for temperature in settings.temperatures:
-            of_one = [job for job in jobs if job.temperature == temperature]
-            of_one.sort(key=lambda job: len(self.ids[job.line]), reverse=True)
-            for start in range(0, len(of_one), rows):
-                yield self._batch(generator, of_one[start : start + rows], settings)
+            same = [job for job in jobs if job.temperature == temperature]
+            same.sort(key=lambda job: len(self.ids[job.line]), reverse=True)
+            for start in range(0, len(same), rows):
+                yield self._answer_batch(generator, same[start : start + rows], settings)
 
-    def _batch(self, generator: Generator, jobs: list[Job], settings: Settings) -> list[tuple[Job, Answer]]:
+    def _answer_batch(self, generator: Generator, jobs: list[Job], settings: Settings) -> list[tuple[Job, Answer]]:
+        # 1. Pad the prompts to the right
         prompts = [torch.tensor(self.ids[job.line]) for job in jobs]
         ids = nn.utils.rnn.pad_sequence(prompts, batch_first=True)
         mask = nn.utils.rnn.pad_sequence([torch.ones_like(prompt) for prompt in prompts], batch_first=True)
         device = self.target.get_input_embeddings().weight.device
+        # 2. Generate, each row with its own seed
         out = generator.generate(
             ids.to(device),
             attention_mask=mask.to(device),
@@ -119,12 +121,12 @@ class LocalWriter:
             return_dict_in_generate=True,
         )
         steps = [length for row in out.statistics.acceptance_lengths for length in row]
-        self._steps = [self._steps[0] + len(steps), self._steps[1] + sum(steps)]
-        written = out.sequences[:, ids.shape[1] :].tolist()
+        self._steps += len(steps)
+        self._step_tokens += sum(steps)
+        # 3. Decode each row up to its own end
         group = []
-        for job, row, length, reason in zip(
-            jobs, written, out.statistics.num_new_tokens, out.finish_reasons, strict=True
-        ):
+        rows = out.sequences[:, ids.shape[1] :].tolist()
+        for job, row, length, reason in zip(jobs, rows, out.statistics.num_new_tokens, out.finish_reasons, strict=True):
             response = row[:length]
             text = self.tokenizer.decode(response, skip_special_tokens=True)
             group.append((job, Answer(text, reason, self.ids[job.line], response, length)))

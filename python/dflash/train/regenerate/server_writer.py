@@ -1,30 +1,32 @@
-"""Responses through a server."""
+"""Responses written by a server that speaks OpenAI's protocol, through the ``openai`` client."""
 
 from __future__ import annotations
 
-import contextlib
-import http.client
-import json
-import queue
+import itertools
 import re
-import threading
-import urllib.error
-import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any
 
+from ...evaluate import as_messages
 from .jobs import Answer, Job, Settings
 
 __all__ = ["ServerWriter"]
 
 _SEED_BITS = 31  # what every server takes
+_TOO_LONG = re.compile(r"context (length|window|size)|too long|max(imum)?[ _]model[ _]len|longer than", re.IGNORECASE)
 
 
 class _TooLongError(ValueError):
     """A server has no room for a prompt and its response."""
 
 
-_TOO_LONG = re.compile(r"context (length|window|size)|too long|max(imum)?[ _]model[ _]len|longer than", re.IGNORECASE)
+def _import_openai() -> Any:
+    try:
+        import openai
+    except ImportError as error:
+        raise ValueError("this needs the openai package: pip install '.[train]'") from error
+    return openai
 
 
 class ServerWriter:
@@ -35,14 +37,19 @@ class ServerWriter:
         model: the name under which it serves the target.
         raw: complete prompts as they are, instead of sending them as a user's message.
         template: arguments of the chat template (``chat_template_kwargs`` of vLLM and SGLang).
-        concurrency: requests at once.
-        retries: how often a request is sent again after a network error or an answer of status 408, 429 or 5xx.
-        backoff: seconds before the first of them, doubled each time.
-        timeout: seconds for one answer.
-        api_key: sent as a bearer token.
-        token_ids: ask for the ids as well (vLLM's ``return_token_ids``); rows hold them then.
+        concurrency: requests at a time.
+        retries: how often a request is sent again after a network error or status 408, 409, 429 or 5xx. The client
+            waits 0.5 s before the first and twice as long before each next, or as long as the server asks for.
+        timeout: seconds per request.
+        api_key: sent as a bearer token; None sends none.
+        token_ids: ask for the ids too (vLLM's ``return_token_ids``); rows then hold them.
         skip_long: leave out prompts that the server refuses as too long, instead of raising.
+
+    Raises:
+        ValueError: the URL is not one, ``concurrency`` is below 1, or the ``openai`` package is missing.
     """
+
+    acceptance_length = None  # servers do not tell
 
     def __init__(
         self,
@@ -52,8 +59,7 @@ class ServerWriter:
         raw: bool = False,
         template: Mapping[str, Any] | None = None,
         concurrency: int = 32,
-        retries: int = 4,
-        backoff: float = 1.0,
+        retries: int = 5,
         timeout: float = 600.0,
         api_key: str | None = None,
         token_ids: bool = False,
@@ -63,143 +69,144 @@ class ServerWriter:
             raise ValueError(f"the server must be an http:// or https:// URL, got {url!r}")
         if concurrency < 1:
             raise ValueError(f"concurrency must be at least 1, got {concurrency}")
-        self.url, self.name = url.rstrip("/"), model
-        self.raw, self.template = raw, dict(template or {})
-        self.encoding = {"raw": raw, "bos": False, "template": self.template}
-        self.concurrency, self.retries, self.backoff, self.timeout = concurrency, retries, backoff, timeout
-        self.api_key, self.token_ids = api_key, token_ids
-        self.ids: dict[int, list[int]] = {}  # the server keeps them
-        self.skip_long = skip_long
-        self.too_long: set[int] = set()  # lines of prompts that were refused so
+        self._openai = _import_openai()
+        self.url, self.name, self.raw = url.rstrip("/"), model, raw
+        self.encoding: dict[str, Any] = {"raw": raw, "bos": False, "template": dict(template or {})}
+        self.concurrency, self.retries, self.timeout = concurrency, retries, timeout
+        self.api_key, self.token_ids, self.skip_long = api_key, token_ids, skip_long
+        self.ids: dict[int, list[int]] = {}  # only the server knows them
+        self.skipped: set[int] = set()
 
-    def check(self, jobs: Sequence[Job], settings: Settings) -> set[int]:
-        """Raise if a conversation is to be completed raw."""
-        if self.raw:
-            for job in jobs:
-                if "messages" in job.prompt:
-                    raise ValueError(f"the prompt on line {job.line} is a conversation, which cannot be continued raw")
-        return set()
+    def check(self, jobs: Sequence[Job], settings: Settings) -> None:  # noqa: ARG002
+        """Raise for a conversation that is to be completed raw. Lengths are left to the server."""
+        self.skipped = set()
+        for job in jobs:
+            if self.raw and "messages" in job.prompt:
+                raise ValueError(f"the prompt on line {job.line} is a conversation, which cannot be continued raw")
 
     def answers(self, jobs: Sequence[Job], settings: Settings) -> Iterator[list[tuple[Job, Answer]]]:
-        """As :class:`Writer` says. The first request that fails for good ends the run.
+        """Yield answers as they come; see :class:`Writer`. The first request that fails for good ends the run.
 
-        Requests that are under way when the run ends are not waited for: a server may take minutes for one.
+        Requests run in an event loop of their own thread. Those under way when the run ends are cancelled.
         """
-        stopped, self.too_long = threading.Event(), set()
-        asked: queue.SimpleQueue[Job] = queue.SimpleQueue()
-        answered: queue.SimpleQueue[tuple[Job, Answer | BaseException]] = queue.SimpleQueue()
+        from anyio.from_thread import start_blocking_portal
 
-        def work() -> None:
-            with contextlib.suppress(queue.Empty):
-                while not stopped.is_set():
-                    job = asked.get_nowait()
-                    try:
-                        answered.put((job, self._answer(job, settings, stopped)))
-                    except BaseException as error:  # raised where answers are waited for
-                        if not self._left_out(error):
-                            stopped.set()
-                        answered.put((job, error))
+        waiting = iter(jobs)
+        under_way: dict[Future[Answer], Job] = {}
+        with start_blocking_portal() as portal, portal.wrap_async_context_manager(self._client()) as client:
 
-        for job in jobs:
-            asked.put(job)
-        for _ in range(min(self.concurrency, len(jobs))):
-            threading.Thread(target=work, name="dflash-request", daemon=True).start()
-        left = len(jobs)
+            def start(count: int) -> None:
+                for job in itertools.islice(waiting, count):
+                    under_way[portal.start_task_soon(self._answer, client, job, settings)] = job
+
+            try:
+                start(self.concurrency)
+                while under_way:
+                    finished = wait(under_way, return_when=FIRST_COMPLETED).done
+                    answered, failure = self._collect({future: under_way.pop(future) for future in finished})
+                    if failure is None:
+                        start(len(finished))
+                    if answered:  # written before a failure ends the run
+                        yield answered
+                    if failure is not None:
+                        raise failure
+            finally:
+                for future in under_way:
+                    future.cancel()
+
+    def _client(self) -> Any:
+        key = self.api_key or "none"  # the client wants one; _request leaves the header out
+        return self._openai.AsyncOpenAI(base_url=self.url, api_key=key, max_retries=self.retries, timeout=self.timeout)
+
+    def _collect(self, finished: Mapping[Future[Answer], Job]) -> tuple[list[tuple[Job, Answer]], BaseException | None]:
+        """Return the answers of finished requests and the first failure; note prompts that are left out."""
+        answered, failure = [], None
+        for future, job in finished.items():
+            error = future.exception()
+            if error is None:
+                answered.append((job, future.result()))
+            elif self.skip_long and isinstance(error, _TooLongError):
+                self.skipped.add(job.line)
+            else:
+                failure = failure or error
+        return answered, failure
+
+    async def _answer(self, client: Any, job: Job, settings: Settings) -> Answer:
         try:
-            while left:
-                group = [answered.get()]
-                with contextlib.suppress(queue.Empty):
-                    while True:
-                        group.append(answered.get_nowait())
-                left -= len(group)
-                # What was answered is written before what failed ends the run.
-                if good := [(job, answer) for job, answer in group if isinstance(answer, Answer)]:
-                    yield good
-                for job, error in group:
-                    if self._left_out(error):
-                        self.too_long.add(job.line)
-                    elif isinstance(error, BaseException):
-                        raise error
-        finally:
-            stopped.set()
+            if self.raw:
+                reply = await client.completions.create(prompt=job.prompt["prompt"], **self._request(job, settings))
+            else:
+                reply = await client.chat.completions.create(
+                    messages=as_messages(job.prompt), **self._request(job, settings)
+                )
+        except self._openai.APIError as error:
+            raise self._explain(error, job) from error
+        except ValueError as error:
+            raise ValueError(f"{self.url} answers with what is not JSON: {error}") from error
+        return self._read(reply, job)
 
-    def _left_out(self, outcome: Answer | BaseException) -> bool:
-        return self.skip_long and isinstance(outcome, _TooLongError)
-
-    def _answer(self, job: Job, settings: Settings, stopped: threading.Event) -> Answer:
-        chat = not self.raw
-        body: dict[str, Any] = {
+    def _request(self, job: Job, settings: Settings) -> dict[str, Any]:
+        """Return the arguments that both endpoints take."""
+        # What is not of OpenAI's own protocol is sent only if it was asked for.
+        extra = {name: getattr(settings, name) for name in ("top_k", "min_p") if getattr(settings, name)}
+        if self.token_ids:
+            extra["return_token_ids"] = True
+        if not self.raw and self.encoding["template"]:
+            extra["chat_template_kwargs"] = self.encoding["template"]
+        return {
             "model": self.name,
             "max_tokens": settings.max_new_tokens,
             "temperature": job.temperature,
             "top_p": settings.top_p,
             "seed": job.seed % 2**_SEED_BITS,
+            "extra_body": extra,
+            "extra_headers": {} if self.api_key else {"Authorization": self._openai.Omit()},
         }
-        # Not of OpenAI's own protocol: sent only where asked for.
-        body |= {name: getattr(settings, name) for name in ("top_k", "min_p") if getattr(settings, name)}
-        if self.token_ids:
-            body["return_token_ids"] = True
-        if chat and self.template:
-            body["chat_template_kwargs"] = self.template
-        if chat:
-            messages = job.prompt.get("messages") or [{"role": "user", "content": job.prompt["prompt"]}]
-            return self._read(self._post("/chat/completions", {**body, "messages": messages}, job, stopped), job, chat)
-        reply = self._post("/completions", {**body, "prompt": job.prompt["prompt"]}, job, stopped)
-        return self._read(reply, job, chat)
 
-    def _read(self, reply: Any, job: Job, chat: bool) -> Answer:
+    def _explain(self, error: Any, job: Job) -> ValueError:
+        """Return an error of the client in one line."""
+        where = f"{self.url}{'/completions' if self.raw else '/chat/completions'}"
+        reason = str(error.__cause__ or "") or str(error)  # no connection, reset, timed out
+        if isinstance(error, self._openai.APIStatusError):
+            reason = f"status {error.status_code}: {_server_message(error)}"
+            if error.status_code not in (408, 409, 429) and error.status_code < 500:
+                kind = _TooLongError if error.status_code == 413 or _TOO_LONG.search(reason) else ValueError
+                return kind(f"{where} refused the prompt on line {job.line}: {reason}")
+        return ValueError(f"{where} did not answer the prompt on line {job.line} in {self.retries + 1} tries: {reason}")
+
+    def _read(self, reply: Any, job: Job) -> Answer:
+        """Return the answer in a completion; raise ``ValueError`` if it cannot be trained on."""
+        # 1. The text
+        if isinstance(reply, str):
+            raise ValueError(f"{self.url} answers with what is not JSON: {reply[:200]!r}")
         try:
-            choice = reply["choices"][0]
-            message = choice["message"] if chat else choice
-            text, reason = message["content" if chat else "text"], choice["finish_reason"]
-        except (KeyError, IndexError, TypeError) as error:
+            choice = reply.choices[0]
+            text, reason = choice.text if self.raw else choice.message.content, choice.finish_reason
+        except (AttributeError, IndexError, TypeError) as error:
             raise ValueError(f"{self.url}: not an answer of OpenAI's protocol: {str(reply)[:200]}") from error
-        if chat and (message.get("reasoning_content") or message.get("reasoning")):
+        message = None if self.raw else choice.message
+        if getattr(message, "reasoning_content", None) or getattr(message, "reasoning", None):
             raise ValueError(
-                f"{self.url}: it keeps the thoughts of {self.name} apart from its answers, and the drafter needs the "
+                f"{self.url} keeps the thoughts of {self.name} apart from its answers, and the drafter needs the "
                 "text as it was written: start the server without a reasoning parser"
             )
         if not isinstance(text, str) or reason not in ("stop", "length"):
             raise ValueError(
                 f"{self.url}: the answer to line {job.line} has finish_reason {reason!r} and content {text!r:.60}"
             )
-        ids = choice.get("token_ids") if self.token_ids else None
-        prompt = (choice.get("prompt_token_ids") or reply.get("prompt_token_ids")) if self.token_ids else None
-        if self.token_ids and not (ids and prompt):
-            raise ValueError(f"{self.url}: it was asked for token ids and sends none (return_token_ids is vLLM's)")
-        usage = reply.get("usage") or {}
-        return Answer(text, reason, prompt, ids, usage.get("completion_tokens") or len(ids or ()))
-
-    def _post(self, path: str, body: dict[str, Any], job: Job, stopped: threading.Event) -> Any:
-        headers = {"Content-Type": "application/json"}
-        if self.api_key:
-            headers["Authorization"] = f"Bearer {self.api_key}"
-        request = urllib.request.Request(self.url + path, json.dumps(body).encode(), headers)
-        for attempt in range(self.retries + 1):
-            try:
-                with urllib.request.urlopen(request, timeout=self.timeout) as reply:
-                    return json.loads(reply.read())
-            except urllib.error.HTTPError as error:
-                reason = f"status {error.code}: {_message(error)}"
-                if error.code not in (408, 429) and error.code < 500:
-                    kind = _TooLongError if error.code == 413 or _TOO_LONG.search(reason) else ValueError
-                    raise kind(f"{self.url}{path} refused the prompt on line {job.line}: {reason}") from error
-            except (OSError, http.client.HTTPException) as error:  # no connection, reset, timed out, cut off
-                reason = str(getattr(error, "reason", error)) or type(error).__name__
-            except ValueError as error:
-                raise ValueError(f"{self.url}{path} answers with what is not JSON: {error}") from error
-            if attempt < self.retries and stopped.wait(self.backoff * 2**attempt):
-                break
-        raise ValueError(
-            f"{self.url}{path} did not answer the prompt on line {job.line} in {attempt + 1} tries: {reason}"
-        )
+        # 2. The ids, if they were asked for
+        usage = getattr(reply.usage, "completion_tokens", None) or 0
+        if not self.token_ids:
+            return Answer(text, reason, num_tokens=usage)
+        ids = getattr(choice, "token_ids", None)
+        prompt_ids = getattr(choice, "prompt_token_ids", None) or getattr(reply, "prompt_token_ids", None)
+        if not ids or not prompt_ids:
+            raise ValueError(f"{self.url} was asked for token ids and sends none (return_token_ids is vLLM's)")
+        return Answer(text, reason, prompt_ids, ids, usage or len(ids))
 
 
-def _message(error: urllib.error.HTTPError) -> str:
-    """What a server says of its refusal, in one line."""
-    text = error.read(4096).decode(errors="replace").strip()
-    with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
-        content = json.loads(text)
-        inner = content.get("error", content)
-        text = inner if isinstance(inner, str) else inner["message"]
-    return " ".join(text.split())[:300] or error.reason
+def _server_message(error: Any) -> str:
+    """Return what a server says about its refusal, in one line."""
+    message = error.body.get("message") if isinstance(error.body, dict) else error.body
+    text = message if isinstance(message, str) else error.response.text
+    return " ".join(text.split())[:300] or error.response.reason_phrase
