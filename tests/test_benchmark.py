@@ -11,6 +11,7 @@ from tiny_pair import CHAT_TEMPLATE, save_pair, word_tokenizer
 
 import dflash
 from dflash.evaluate import benchmark as module
+from dflash.evaluate import datasets, report
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +63,7 @@ def data(tmp_path):
 
 
 def turns(*arguments) -> list[tuple[str, ...]]:
-    return [prompt.turns for prompt in module.load_prompts(*arguments)]
+    return [prompt.turns for prompt in datasets.load_prompts(*arguments)]
 
 
 def test_published_files_are_read(data):
@@ -92,10 +93,10 @@ def test_a_hub_out_of_reach_is_one_line(monkeypatch):
 
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
     with pytest.raises(ValueError, match=r"openai/gsm8k could not be loaded \(no route\); --data DIR reads gsm8k_test"):
-        module.load_prompts("gsm8k")
+        datasets.load_prompts("gsm8k")
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ValueError, match=r"pip install '\.\[bench\]'; --data DIR reads HumanEval"):
-        module.load_prompts("humaneval")
+        datasets.load_prompts("humaneval")
 
 
 @pytest.mark.parametrize(
@@ -116,13 +117,13 @@ def test_a_file_that_is_wrong_is_named_with_its_line(tmp_path, text, message):
     path = tmp_path / "x.jsonl"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ValueError, match=message):
-        module.load_prompts(str(path))
+        datasets.load_prompts(str(path))
 
 
 def test_conversations_are_asked_behind_what_was_said(tmp_path):
     said = [{"role": "system", "content": "w7"}, {"role": "user", "content": "w8"}]
     path = write(tmp_path / "x.jsonl", {"messages": [*said, {"role": "assistant", "content": "w9"}]}, {"prompt": said})
-    for prompt in module.load_prompts(path):
+    for prompt in datasets.load_prompts(path):
         assert (prompt.turns, prompt.history) == (("w8",), (said[0],))
     said[0]["role"] = "assistant"
     tokenizer = word_tokenizer(chat_template=CHAT_TEMPLATE)
@@ -135,7 +136,7 @@ def test_a_file_that_only_pretends_to_be_gzipped(tmp_path):
     path = tmp_path / "x.jsonl.gz"
     path.write_text('{"prompt": "a"}\n')
     with pytest.raises(ValueError, match=r"x\.jsonl\.gz: not a whole gzip file after line 0"):
-        module.load_prompts(str(path))
+        datasets.load_prompts(str(path))
 
 
 # ---------------------------------------------------------------------------------------------- the report
@@ -250,7 +251,7 @@ def test_the_second_turn_follows_the_first_answer(chatty):
     seen = []
     answer = runner.answer
     runner.answer = lambda generator, ids, limit=None: seen.append(ids) or answer(generator, ids, limit)
-    runner.run(module.Prompt("0", ("w20", "w21 w22")))
+    runner.run(datasets.Prompt("0", ("w20", "w21 w22")))
     first = dflash.generate(target, None, torch.tensor([[91, 20, 92]]), max_new_tokens=5)[0, 3:].tolist()
     assert seen[-1] == seen[-2] == [91, 20, 92, *(token for token in first if token), 91, 21, 22, 92]
 
@@ -361,11 +362,11 @@ def test_the_plot_is_a_png(run, tiny, three, tmp_path):
 def test_a_plot_that_cannot_be_drawn_is_refused_before_any_work(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ValueError, match=r"--plot needs matplotlib: pip install '\.\[bench\]'"):
-        module.check_plot(tmp_path / "plot.png")
+        report.check_plot(tmp_path / "plot.png")
     with pytest.raises(ValueError, match=r"--plot writes a \.png"):
-        module.check_plot(tmp_path / "plot.svg")
+        report.check_plot(tmp_path / "plot.svg")
     with pytest.raises(ValueError, match="--plot: there is no folder"):
-        module.check_plot(tmp_path / "nowhere" / "plot.png")
+        report.check_plot(tmp_path / "nowhere" / "plot.png")
 
 
 # ---------------------------------------------------------------------------------------------- mistakes

@@ -4,7 +4,7 @@ import importlib.metadata as _metadata
 import warnings as _warnings
 
 from .drafter import DraftConfig, Drafter, load_draft
-from .evaluate.demo import demo_pair
+from .evaluate import demo_pair
 from .generator import GenerateOutput, Generator, Statistics, StreamEvent, generate, release, stream
 from .hf import as_assistant, custom_generate
 from .target import UnsupportedTargetError

@@ -369,6 +369,8 @@ def benchmark(
     Speeds count the prompts' forward passes.
     """
     from ..evaluate import benchmark as module
+    from ..evaluate import report as reporting
+    from ..evaluate.datasets import SOURCES, load_prompts
 
     settings = module.Settings(
         max_new_tokens=max_new_tokens,
@@ -387,15 +389,15 @@ def benchmark(
     if limit is not None and limit < 1:
         raise ValueError(f"--limit must be at least 1, got {limit}")
     if plot is not None:
-        module.check_plot(plot)
+        reporting.check_plot(plot)
     if out is not None and out.exists() and not out.is_dir():
         raise ValueError(f"--out must be a folder, {str(out)!r} is a file")
     datasets = {}
     for given in dataset:
-        name = given if given in module.SOURCES else Path(given).name.split(".")[0]
+        name = given if given in SOURCES else Path(given).name.split(".")[0]
         if name in datasets:
             raise ValueError(f"--dataset {given!r}: there are two called {name}")
-        datasets[name] = module.load_prompts(given, data, limit)
+        datasets[name] = load_prompts(given, data, limit)
     tokenizer = _load_tokenizer(model, as_json)
     module.check_settings(settings, tokenizer)
     target, drafter, _ = _load(model, draft, dtype, device, as_json)
@@ -413,9 +415,9 @@ def benchmark(
     if as_json:
         typer.echo(json.dumps(report))
     else:
-        module.print_report(report, Console())
+        reporting.print_benchmark(report, Console())
     if plot is not None:
-        module.plot(report, plot)
+        reporting.plot(report, plot)
 
 
 # ---------------------------------------------------------------------------------------------- doctor

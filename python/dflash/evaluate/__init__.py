@@ -2,6 +2,7 @@
 
 from .compare import Answer, Comparison, Decoding, GeneratorRunner, Total, TransformersRunner, answer_all, pair_runners
 from .journal import Journal
+from .pair import ARROW, PAIR, demo_pair, demo_prompts, encode
 from .prompts import (
     as_messages,
     import_datasets,
@@ -15,6 +16,8 @@ from .prompts import (
 )
 
 __all__ = [
+    "ARROW",
+    "PAIR",
     "Answer",
     "Comparison",
     "Decoding",
@@ -24,6 +27,9 @@ __all__ = [
     "TransformersRunner",
     "answer_all",
     "as_messages",
+    "demo_pair",
+    "demo_prompts",
+    "encode",
     "import_datasets",
     "pair_runners",
     "parse_messages",

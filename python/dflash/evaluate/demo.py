@@ -6,92 +6,24 @@ where many are right) and ``kind``. No step of either model's training saw these
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ..drafter import Drafter, load_draft
-from ..files import read_jsonl
+from ..drafter import Drafter
 from ..generator import Generator, Statistics
-from ..streaming import TextDecoder
-from .prompts import text_ids
+from .pair import ARROW, PAIR, Prompt, demo_pair, demo_prompts, encode
+from .report import ACCEPTED, BONUS, print_answer, print_demo
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-PAIR = Path(__file__).parents[1] / "pair"
-ACCEPTED, BONUS = "green", "bold underline yellow"  # without colours the bonus tokens still stand out
-ARROW = "\n=>\n"  # how the package's prompts end
 _SHOWN = 3  # answers streamed; the others are only measured
-_BAR = 40
-
-
-class Prompt(NamedTuple):
-    """A held-out prompt, its one right answer if it has one, and what kind of task it is."""
-
-    text: str
-    answer: str | None = None
-    kind: str = ""
-
-
-def demo_pair(folder: str | Path = PAIR, *, dtype: torch.dtype = torch.float32) -> tuple[Any, Drafter, Any]:
-    """The target, its drafter and its tokenizer, as they come with the package; on the CPU.
-
-    >>> target, draft, tokenizer = dflash.demo_pair()
-    >>> ids = dflash.demo.encode(tokenizer, dflash.demo.demo_prompts()[0].text)
-    >>> dflash.generate(target, draft, ids, max_new_tokens=200)
-
-    Raises:
-        FileNotFoundError: there is no pair in ``folder``.
-    """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
-
-    folder = _existing(folder)
-    draft = load_draft(folder / "draft", dtype=dtype)
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        target = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=dtype, local_files_only=True).eval()
-    finally:
-        if shown:
-            logging.enable_progress_bar()
-    return target, draft, AutoTokenizer.from_pretrained(folder / "target", local_files_only=True)
-
-
-def demo_prompts(folder: str | Path = PAIR) -> list[Prompt]:
-    """The pair's held-out prompts, one of each kind, then the second of each kind, and so on.
-
-    Raises:
-        FileNotFoundError: there is no pair in ``folder``.
-    """
-    kinds: dict[str, list[Prompt]] = {}
-    for _, _, record in read_jsonl(_existing(folder) / "prompts.jsonl"):
-        prompt = Prompt(record["prompt"], record.get("answer"), record.get("kind") or "")
-        kinds.setdefault(prompt.kind, []).append(prompt)
-    return [prompt for row in itertools.zip_longest(*kinds.values()) for prompt in row if prompt is not None]
-
-
-def _existing(folder: str | Path) -> Path:
-    folder = Path(folder)
-    for name in ("target", "draft", "prompts.jsonl"):
-        if not (folder / name).exists():
-            raise FileNotFoundError(
-                f"no pair in {folder}: there is no {name}; python -m dflash.train.demo_pair makes one"
-            )
-    return folder
-
-
-def encode(tokenizer: Any, text: str) -> Tensor:
-    """``text`` as the pair was trained to read it: ``[1, length]`` ids behind the BOS token."""
-    return torch.tensor([text_ids(tokenizer, text, bos=True)])
-
 
 # ---------------------------------------------------------------------------------------------- measuring
 
@@ -266,68 +198,9 @@ def demo(
         console.out("the target's own tokens", style=BONUS, highlight=False)
 
     def show(text: str, ids: Tensor, generator: Generator, arguments: dict[str, Any]) -> None:
-        _print_answer(console, tokenizer, text, ids, generator, arguments)
+        print_answer(console, tokenizer, text, ids, generator, arguments)
 
     report = measure(target, draft, tokenizer, asked, show=show, **arguments)
     size = [sum(parameter.numel() for parameter in model.parameters()) / 1e6 for model in (target, draft)]
-    _print_report(console, report, f"target of {size[0]:.1f} M parameters, drafter of {size[1]:.1f} M, float32")
+    print_demo(console, report, f"target of {size[0]:.1f} M parameters, drafter of {size[1]:.1f} M, float32")
     return report
-
-
-def _print_answer(
-    console: Console, tokenizer: Any, text: str, ids: Tensor, generator: Generator, arguments: dict[str, Any]
-) -> None:
-    """Stream one answer, each step's accepted drafts in one colour and its bonus token in another."""
-    console.out()
-    console.out(text, style="dim", end="" if text.endswith("\n") else "\n", highlight=False)
-    decoder = TextDecoder(tokenizer, skip_special_tokens=True)
-    event = None
-    for event in generator.stream(ids, **arguments):
-        new, accepted = event.ids[0], event.accepted[0]
-        console.out(decoder.push(new[:accepted]), style=ACCEPTED, end="", highlight=False)
-        console.out(decoder.push(new[accepted:]), style=BONUS, end="", highlight=False)
-    console.out(decoder.finish(), style=BONUS, highlight=False)
-    statistics = event.statistics
-    count, steps = statistics.num_new_tokens[0], len(statistics.acceptance_lengths[0])
-    console.out(f"({count} tokens: 1 from the prompt, {count - 1} in {steps} steps)", style="dim", highlight=False)
-
-
-def _print_report(console: Console, report: Report, models: str) -> None:
-    from rich.table import Table
-
-    console.out()
-    acceptance = "-" if report.acceptance_length is None else f"{report.acceptance_length:.2f}"
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    table.add_column("")
-    for name in ("tokens/s", "speedup", "acceptance length"):
-        table.add_column(name, justify="right")
-    for name, speed, length in (
-        ("transformers generate", report.transformers_tokens_per_second, "1.00"),
-        ("one-token decoding", report.one_token_tokens_per_second, "1.00"),
-        ("DFlash", report.tokens_per_second, acceptance),
-    ):
-        style = "bold" if name == "DFlash" else None
-        table.add_row(name, f"{speed:.0f}", f"{speed / report.baseline_tokens_per_second:.2f}x", length, style=style)
-    console.print(table)
-    count = "1 prompt" if report.prompts == 1 else f"{report.prompts} prompts"
-    lines = (
-        f"{models}, {torch.get_num_threads()} threads, T = {report.temperature:g}",
-        f"{count}, {report.new_tokens} tokens; the prompts' own forward passes are counted too",
-    )
-    for line in lines:
-        console.out(line, style="dim", highlight=False)
-    console.out("\ntokens a step", highlight=False)
-    block = "█" if (console.encoding or "").lower().startswith("utf") else "#"
-    most = max([*report.histogram, 1])
-    for length, count in enumerate(report.histogram[1:], 1):
-        console.out(f"{length:3} ", end="", highlight=False)
-        console.out(block * -(-_BAR * count // most), style=ACCEPTED, end="", highlight=False)
-        console.out(f" {count}" if count else "", highlight=False)
-    with_what = "one-token decoding, same seed"
-    if report.temperature == 0:
-        with_what += ", and transformers generate"
-    console.out(
-        f"\nidentical output: {'yes' if report.identical else 'NO'} ({with_what})", style="bold", highlight=False
-    )
-    if report.answerable:
-        console.out(f"right answers: {report.right} of {report.answerable}", highlight=False)
