@@ -1,22 +1,62 @@
-"""The optimizers of a run and its learning rate."""
+"""The optimizers of a run, and its learning rate."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..drafter import Drafter
 from .config import TrainConfig
 
-__all__ = ["learning_rate"]
+__all__ = ["drafter_optimizers", "learning_rate", "make_adamw", "make_muon"]
+
+_BETAS = (0.9, 0.95)
+
+
+def make_adamw(
+    matrices: Sequence[nn.Parameter], others: Sequence[nn.Parameter], rate: float, weight_decay: float = 0.0
+) -> list[torch.optim.Optimizer]:
+    """Return AdamW for all parameters. Only matrices decay."""
+    groups: list[dict[str, Any]] = [{"params": matrices, "weight_decay": weight_decay}, {"params": others}]
+    return [torch.optim.AdamW(groups, lr=rate, betas=_BETAS, weight_decay=0.0, fused=True)]
+
+
+def make_muon(
+    matrices: Sequence[nn.Parameter],
+    others: Sequence[nn.Parameter],
+    rate: float,
+    weight_decay: float = 0.0,
+    *,
+    fused: bool | None = True,
+) -> list[torch.optim.Optimizer]:
+    """Return Muon (Jordan et al., 2024) for the matrices and AdamW for the others, which do not decay.
+
+    ``fused`` is AdamW's argument; it changes the last bits only.
+    """
+    muon = torch.optim.Muon(matrices, lr=rate, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
+    return [muon, torch.optim.AdamW(others, lr=rate, betas=_BETAS, weight_decay=0.0, fused=fused)]
+
+
+def drafter_optimizers(drafter: Drafter, config: TrainConfig) -> list[torch.optim.Optimizer]:
+    """Return the optimizers that ``config`` asks for; norms do not decay."""
+    matrices = [p for p in drafter.parameters() if p.dim() > 1]
+    others = [p for p in drafter.parameters() if p.dim() == 1]
+    make = make_adamw if config.optimizer == "adamw" else make_muon
+    return make(matrices, others, config.learning_rate, config.weight_decay)
 
 
 def learning_rate(step: int, steps: int, warmup: float, constant: float) -> float:
-    """The rate of step ``step`` (from 0) as a share of the full one: a rise, a plateau, a cosine to 0.
+    """Return the rate of a step as a share of the peak: a rise, a plateau, a cosine to 0.
 
-    ``warmup`` and ``constant`` are the shares of ``steps`` at which the rise and the plateau end.
+    Args:
+        step: from 0.
+        steps: of the run.
+        warmup: share of ``steps`` after which the rise ends.
+        constant: share of ``steps`` after which the plateau ends.
     """
     rise = max(1, round(warmup * steps))
     if step < rise:
@@ -25,15 +65,3 @@ def learning_rate(step: int, steps: int, warmup: float, constant: float) -> floa
     if step < start:
         return 1.0
     return 0.5 * (1 + math.cos(math.pi * (step - start) / max(1, steps - start)))
-
-
-def _optimizers(drafter: Drafter, config: TrainConfig) -> list[torch.optim.Optimizer]:
-    """One for all parameters, or one for the matrices and one for the rest; norms do not decay."""
-    matrices = [p for p in drafter.parameters() if p.dim() > 1]
-    plain = [p for p in drafter.parameters() if p.dim() == 1]
-    decay = config.weight_decay
-    adamw: dict[str, Any] = {"lr": config.learning_rate, "betas": (0.9, 0.95), "fused": True, "weight_decay": 0.0}
-    if config.optimizer == "adamw":
-        return [torch.optim.AdamW([{"params": matrices, "weight_decay": decay}, {"params": plain}], **adamw)]
-    muon = torch.optim.Muon(matrices, lr=config.learning_rate, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
-    return [muon, torch.optim.AdamW(plain, **adamw)]

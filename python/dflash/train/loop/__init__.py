@@ -1,7 +1,6 @@
-"""The training loop."""
+"""The training loop: :class:`Trainer`, and what it measures, writes and continues from."""
 
-from ..data.batches import Batches
-from ..optimizers import learning_rate
-from .trainer import Trainer, make_accelerator
+from .accelerator import make_accelerator
+from .trainer import Trainer
 
-__all__ = ["Batches", "Trainer", "learning_rate", "make_accelerator"]
+__all__ = ["Trainer", "make_accelerator"]

@@ -1,38 +1,29 @@
-"""One line of progress on standard error: a bar on a terminal, a line now and then elsewhere."""
+"""Progress of a run on standard error: a bar on a terminal, a line now and then elsewhere."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ...progress import bars
 
 __all__ = ["progress"]
 
+_SECONDS = 10  # between lines
+
+Show = Callable[[Any, dict[str, Any] | None], None]
+
+
+def progress(steps: int) -> contextlib.AbstractContextManager[Show]:
+    """Give ``show(trainer, metrics or None)``, to be called after every step."""
+    return _bar(steps) if sys.stderr.isatty() else contextlib.nullcontext(_lines(steps))
+
 
 @contextlib.contextmanager
-def progress(steps: int) -> Iterator[Any]:
-    """Yields ``show(trainer, metrics or None)``, to be called after every step."""
-    if not sys.stderr.isatty():
-        printed = [0.0]
-
-        def line(trainer: Any, metrics: dict[str, Any] | None) -> None:
-            now = time.monotonic()
-            if metrics is None or (now - printed[0] < 10 and trainer.step < steps):
-                return
-            printed[0] = now
-            left = (steps - trainer.step) * trainer.seconds / max(1, trainer.step)
-            print(
-                f"step {trainer.step} of {steps}  {_text(trainer)}  {left / 60:.1f} min left",
-                file=sys.stderr,
-                flush=True,
-            )
-
-        yield line
-        return
+def _bar(steps: int) -> Iterator[Show]:
     text = ""
     with bars(["steps"]) as show:
 
@@ -42,6 +33,22 @@ def progress(steps: int) -> Iterator[Any]:
             show("steps", trainer.step, steps, text)
 
         yield step
+
+
+def _lines(steps: int) -> Show:
+    printed = 0.0
+
+    def line(trainer: Any, metrics: dict[str, Any] | None) -> None:
+        nonlocal printed
+        now = time.monotonic()
+        if metrics is None or (now - printed < _SECONDS and trainer.step < steps):
+            return
+        printed = now
+        left = (steps - trainer.step) * trainer.seconds / max(1, trainer.step)
+        text = f"step {trainer.step} of {steps}  {_text(trainer)}  {left / 60:.1f} min left"
+        print(text, file=sys.stderr, flush=True)
+
+    return line
 
 
 def _text(trainer: Any) -> str:
