@@ -64,9 +64,9 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard outpu
 class ModelOptions:
     """The target and its drafter; the pair inside the package if neither is named."""
 
-    model: Annotated[str | None, typer.Option(help="The target: a folder or a hub id; default: the package's own.")] = (
-        None
-    )
+    model: Annotated[
+        str | None, typer.Option(help="The target: a folder or a hub id; default: the package's pair.")
+    ] = None
     draft: Annotated[str | None, typer.Option(help="Its DFlash drafter: a folder or a hub id.")] = None
     dtype: Dtype = "auto"
     device: Device = None
@@ -121,7 +121,7 @@ def parse_sharpness(value: str) -> str | float:
 
 
 def takes_dataclasses(**without: tuple[str, ...]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Decorate a command whose parameters may be dataclasses: each of their fields becomes an option.
+    """Decorate a command that has dataclasses as parameters: each of their fields becomes an option.
 
     A field is ``Annotated`` with a ``typer.Option``, or with a string, which is the option's help. A bool is a flag
     without a ``--no-`` form.

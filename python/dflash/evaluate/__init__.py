@@ -1,8 +1,9 @@
 """Measuring a pair: prompts, answers compared with one-token decoding, reports."""
 
+from .benchmark import distinct_ngrams
 from .compare import Answer, Comparison, Decoding, GeneratorRunner, Total, TransformersRunner, answer_all, pair_runners
 from .journal import Journal
-from .pair import ARROW, PAIR, demo_pair, demo_prompts, encode
+from .pair import ARROW, CHAT_TEMPLATE, PAIR, demo_pair, demo_prompts, encode
 from .prompts import (
     as_messages,
     import_datasets,
@@ -17,6 +18,7 @@ from .prompts import (
 
 __all__ = [
     "ARROW",
+    "CHAT_TEMPLATE",
     "PAIR",
     "Answer",
     "Comparison",
@@ -29,6 +31,7 @@ __all__ = [
     "as_messages",
     "demo_pair",
     "demo_prompts",
+    "distinct_ngrams",
     "encode",
     "import_datasets",
     "pair_runners",

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..drafter import Drafter
-from ..generator import Generator, Statistics
+from ..generator import Generator, Statistics, StreamEvent
 
 __all__ = [
     "Answer",
@@ -81,23 +81,33 @@ class GeneratorRunner:
         self.generator, self.decoding, self.device, self.clock = generator, decoding, device, clock
 
     def __call__(self, ids: Sequence[int], max_new_tokens: int | None = None) -> Answer:
-        decoding, generator = self.decoding, self.generator
-        room = generator.max_length - len(ids)
+        """Answer one prompt."""
         began = self.clock()
-        out = generator.generate(
-            torch.tensor([ids], device=self.device),
-            max_new_tokens=min(max_new_tokens or decoding.max_new_tokens, decoding.max_new_tokens, room),
-            temperature=decoding.temperature,
-            top_k=0,
-            top_p=1.0,
-            min_p=0.0,
-            seed=decoding.seed,
-            draft_sharpness="auto" if generator.draft is None else decoding.draft_sharpness,
-            stop_token_ids=decoding.stop_token_ids,
-            return_dict_in_generate=True,
-        )
+        arguments = self._arguments(ids, max_new_tokens)
+        out = self.generator.generate(self._prompt(ids), return_dict_in_generate=True, **arguments)
         new = out.sequences[0, len(ids) :].tolist()  # also waits for the device
         return Answer(new, out.statistics.acceptance_lengths[0], self.clock() - began)
+
+    def stream(self, ids: Sequence[int]) -> Iterator[StreamEvent]:
+        """Answer one prompt, event by event."""
+        return self.generator.stream(self._prompt(ids), **self._arguments(ids, None))
+
+    def _prompt(self, ids: Sequence[int]) -> Tensor:
+        return torch.tensor([ids], device=self.device)
+
+    def _arguments(self, ids: Sequence[int], max_new_tokens: int | None) -> dict[str, Any]:
+        decoding, generator = self.decoding, self.generator
+        room = generator.max_length - len(ids)
+        return {
+            "max_new_tokens": min(max_new_tokens or decoding.max_new_tokens, decoding.max_new_tokens, room),
+            "temperature": decoding.temperature,
+            "top_k": 0,
+            "top_p": 1.0,
+            "min_p": 0.0,
+            "seed": decoding.seed,
+            "draft_sharpness": "auto" if generator.draft is None else decoding.draft_sharpness,
+            "stop_token_ids": decoding.stop_token_ids,
+        }
 
 
 class TransformersRunner:
@@ -116,6 +126,7 @@ class TransformersRunner:
         self._device = target.get_input_embeddings().weight.device
 
     def __call__(self, ids: Sequence[int], max_new_tokens: int | None = None) -> Answer:
+        """Answer one prompt."""
         new = min(max_new_tokens or self.max_new_tokens, self.max_new_tokens)
         began = self.clock()
         prompt = torch.tensor([ids], device=self._device)

@@ -19,7 +19,13 @@ _MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction",
 
 @dataclass(frozen=True)
 class Source:
-    """Where a dataset comes from: names of its file, arguments of ``datasets.load_dataset``, and which rows count."""
+    """Where a dataset comes from.
+
+    Attributes:
+        files: names that its file may have.
+        hub: arguments of ``datasets.load_dataset``.
+        categories: only these count; None for all.
+    """
 
     files: tuple[str, ...]
     hub: dict[str, Any]
@@ -43,7 +49,13 @@ SOURCES = {
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a user says, turn by turn, behind the messages of ``history``; ``key`` is its place and a digest of it."""
+    """What a user says, turn by turn.
+
+    Attributes:
+        key: the prompt's place in its dataset and a digest of its text.
+        turns: of the user.
+        history: messages before the first turn.
+    """
 
     key: str
     turns: tuple[str, ...]
@@ -51,34 +63,22 @@ class Prompt:
 
 
 def load_prompts(dataset: str, data: str | Path | None = None, limit: int | None = None) -> list[Prompt]:
-    """The prompts of a dataset as published, no instruction added.
+    """Load the prompts of a dataset as published, with no instruction added.
 
     Args:
         dataset: a key of :data:`SOURCES`, or a file of JSON lines, gzipped or not. A line has ``turns``, ``prompt`` or
-            ``question``, a text or a list of them; or ``messages``, of which the last of the user is answered.
-        data: the folder that holds the known datasets' files; None asks the hub, through ``datasets``.
-        limit: the first so many prompts.
+            ``question``, a text or a list of them; or ``messages``, of which the user's last is answered.
+        data: the folder of the known datasets' files; None loads them from the hub, through ``datasets``.
+        limit: take only so many prompts.
 
     Raises:
-        ValueError: there is no such file, a line is not what it should be, ``datasets`` is missing or cannot reach the
-            hub, or there is no prompt.
+        ValueError: the file is missing or one of its lines is wrong, ``datasets`` is missing or cannot reach the hub,
+            or there is no prompt.
     """
     source = SOURCES.get(dataset)
-    if source is None:
-        path = Path(dataset)
-        if not path.is_file():
-            raise ValueError(f"--dataset {dataset!r} is neither one of {', '.join(SOURCES)} nor a file of JSON lines")
-        rows: Iterable[tuple[str, Any]] = _from_file(path)
-    elif data is None:
-        rows = _from_hub(dataset, source)
-    else:
-        found = [Path(data) / name for name in source.files if (Path(data) / name).is_file()]
-        if not found:
-            raise ValueError(f"--data {str(data)!r} holds no {' or '.join(source.files)} for {dataset}")
-        rows = _from_file(found[0])
     categories = None if source is None else source.categories
     prompts: list[Prompt] = []
-    for where, row in rows:
+    for where, row in _rows(dataset, source, data):
         if limit is not None and len(prompts) == limit:
             break
         messages, turns = parse_prompt(row, where)
@@ -96,11 +96,23 @@ def load_prompts(dataset: str, data: str | Path | None = None, limit: int | None
     return prompts
 
 
-def _from_file(path: Path) -> Iterable[tuple[str, Any]]:
+def _rows(dataset: str, source: Source | None, data: str | Path | None) -> Iterable[tuple[str, Any]]:
+    """The rows of a dataset, each with its place for error messages."""
+    if source is None:
+        path = Path(dataset)
+        if not path.is_file():
+            raise ValueError(f"--dataset {dataset!r} is neither one of {', '.join(SOURCES)} nor a file of JSON lines")
+    elif data is None:
+        return _rows_from_hub(dataset, source)
+    else:
+        found = [Path(data) / name for name in source.files if (Path(data) / name).is_file()]
+        if not found:
+            raise ValueError(f"--data {str(data)!r} holds no {' or '.join(source.files)} for {dataset}")
+        path = found[0]
     return ((where, row) for where, _, row in read_jsonl(path))
 
 
-def _from_hub(dataset: str, source: Source) -> Iterable[tuple[str, Any]]:
+def _rows_from_hub(dataset: str, source: Source) -> Iterable[tuple[str, Any]]:
     local = f"--data DIR reads {source.files[0]} from a folder instead"
     try:
         datasets = import_datasets("bench")
@@ -108,7 +120,7 @@ def _from_hub(dataset: str, source: Source) -> Iterable[tuple[str, Any]]:
         raise ValueError(f"--dataset {dataset}: {error}; {local}") from error
     try:
         rows = datasets.load_dataset(**source.hub)
-    except Exception as error:  # offline, moved, out of disk: its own kinds, and requests'
+    except Exception as error:  # several libraries raise their own: offline, moved, disk full
         where = source.hub.get("data_files", source.hub["path"])
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise ValueError(f"--dataset {dataset}: {where} could not be loaded ({reason}); {local}") from error

@@ -1,4 +1,4 @@
-"""Prompts, as files and data sets hold them and as the ids that a target is given."""
+"""Read prompts from files and data sets, and encode them as a target's input."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _JSON_SUFFIXES = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
 
 
 def import_datasets(extra: str = "train") -> Any:
-    """The ``datasets`` package, or an error that names the extra it comes with."""
+    """Import the ``datasets`` package; the error names the extra that installs it."""
     try:
         import datasets
     except ImportError as error:
@@ -37,15 +37,19 @@ def import_datasets(extra: str = "train") -> Any:
 
 
 def read_records(source: str | os.PathLike, split: str) -> Iterator[tuple[str, int, dict[str, Any]]]:
-    """The rows of a source: what messages call the row's place, its line, itself.
+    """Read the rows of a source.
 
     Args:
         source: a JSONL file, a text file (one row, ``{"text"}``), either gzipped or not; or the hub name of a data set,
             ``owner/name`` or ``owner/name:config``.
         split: of a data set of the hub.
 
+    Yields:
+        The row's place for error messages, its line, the row.
+
     Raises:
-        FileNotFoundError: there is no such file. ValueError: it cannot be read; the line is named.
+        FileNotFoundError: there is no such file.
+        ValueError: it cannot be read; the line is named.
     """
     name = os.fspath(source)
     path = Path(name).expanduser()
@@ -64,7 +68,7 @@ def read_records(source: str | os.PathLike, split: str) -> Iterator[tuple[str, i
     hub, _, config = name.partition(":")
     try:
         rows = import_datasets().load_dataset(hub, config or None, split=split)
-    except Exception as error:  # of several libraries: not found, gated, offline, no such config or split
+    except Exception as error:  # several libraries raise their own: not found, gated, offline, no such split
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(f"data {name!r} is neither a file nor a data set within reach: {reason}") from error
     for line, row in enumerate(rows, 1):
@@ -72,18 +76,18 @@ def read_records(source: str | os.PathLike, split: str) -> Iterator[tuple[str, i
 
 
 def parse_prompt(row: Mapping[str, Any], where: str) -> tuple[list[dict[str, Any]] | None, list[str]]:
-    """What a row asks: messages up to the last that is not the assistant's, or a user's turns.
+    """Return what a row asks: messages up to the last that is not the assistant's, or a user's turns.
 
     Args:
         row: with ``messages`` (or a ``prompt`` that is a list of them); or ``turns``, ``prompt`` or ``question``, a
-            text or a list of texts. What is None is taken as not there.
-        where: the row's place, for messages of errors.
+            text or a list of texts. None counts as missing.
+        where: the row's place, for error messages.
 
     Returns:
         Messages and no turns, or None and at least one turn.
 
     Raises:
-        ValueError: there is none of these, or it is not what it should be.
+        ValueError: the row has none of these, or one of the wrong type.
     """
     row = {key: value for key, value in row.items() if value is not None}
     prompt = row.get("prompt")
@@ -106,7 +110,7 @@ def parse_prompt(row: Mapping[str, Any], where: str) -> tuple[list[dict[str, Any
 
 
 def parse_messages(row: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-    """All messages of a row, each with ``role`` and ``content``."""
+    """Return all messages of a row, each with ``role`` and ``content``."""
     messages = row.get("messages", row.get("prompt"))
     if not isinstance(messages, list) or not messages:
         raise ValueError(f"{where}: messages must be a list of role and content, got {shorten(messages)}")
@@ -117,7 +121,7 @@ def parse_messages(row: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
 
 
 def shorten(value: object) -> str:
-    """A value in an error's message."""
+    """Show a value in an error message."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
@@ -126,7 +130,7 @@ def shorten(value: object) -> str:
 
 
 def as_messages(prompt: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """``{"messages"}`` or ``{"prompt"}``, a user's text, as messages."""
+    """Return the messages of ``{"messages"}``, or those of ``{"prompt"}``, a user's text."""
     return prompt["messages"] if "messages" in prompt else [{"role": "user", "content": prompt["prompt"]}]
 
 
@@ -138,10 +142,14 @@ def prompt_ids(
     bos: bool = False,
     template: Mapping[str, Any] | None = None,
 ) -> list[int]:
-    """The ids that the target is given for a prompt, ``{"prompt": text}`` or ``{"messages": [...]}``.
+    """Encode a prompt, ``{"prompt": text}`` or ``{"messages": [...]}``, as the target's input ids.
 
-    A ``prompt`` is a user's message where the tokenizer has a chat template, unless ``raw``; ``template`` holds
-    arguments for that.
+    Args:
+        tokenizer: the target's.
+        prompt: a text becomes a user's message if the tokenizer has a chat template.
+        raw: continue a text itself, without the chat template.
+        bos: put one BOS token before it then.
+        template: arguments of the chat template.
 
     Raises:
         ValueError: messages without a chat template, or ``bos`` without a BOS token.
@@ -153,7 +161,7 @@ def prompt_ids(
 
 
 def text_ids(tokenizer: Any, text: str, *, bos: bool = False) -> list[int]:
-    """``text`` itself, with what the tokenizer adds; with ``bos`` behind one BOS token, whether it adds that or not."""
+    """Encode ``text`` itself, as the tokenizer does; ``bos`` puts one BOS token before it if the tokenizer does not."""
     ids = list(tokenizer(text).input_ids)
     if bos:
         if tokenizer.bos_token_id is None:
@@ -166,12 +174,12 @@ def text_ids(tokenizer: Any, text: str, *, bos: bool = False) -> list[int]:
 def render_chat(
     tokenizer: Any, messages: list[dict[str, Any]], asks: bool, template: Mapping[str, Any] | None = None
 ) -> str:
-    """Messages as the chat template writes them, with what asks for the next one if ``asks``."""
+    """Write messages by the chat template; ``asks`` adds the beginning of the next message, the assistant's."""
     if tokenizer.chat_template is None:
         raise ValueError("messages need a chat template, and this tokenizer has none")
     try:
         return tokenizer.apply_chat_template(messages, add_generation_prompt=asks, tokenize=False, **(template or {}))
-    except Exception as error:  # whatever a template raises: roles that do not alternate, a role it does not know
+    except Exception as error:  # templates raise their own: a role they do not know, roles that do not alternate
         raise ValueError(f"the chat template refuses these messages: {error}") from error
 
 
