@@ -11,6 +11,7 @@ from tiny_pair import CHAT_TEMPLATE, save_pair, word_tokenizer
 
 import dflash
 from dflash.evaluate import benchmark as module
+from dflash.evaluate import compare, datasets, report
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +63,7 @@ def data(tmp_path):
 
 
 def turns(*arguments) -> list[tuple[str, ...]]:
-    return [prompt.turns for prompt in module.load_prompts(*arguments)]
+    return [prompt.turns for prompt in datasets.load_prompts(*arguments)]
 
 
 def test_published_files_are_read(data):
@@ -92,10 +93,10 @@ def test_a_hub_out_of_reach_is_one_line(monkeypatch):
 
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
     with pytest.raises(ValueError, match=r"openai/gsm8k could not be loaded \(no route\); --data DIR reads gsm8k_test"):
-        module.load_prompts("gsm8k")
+        datasets.load_prompts("gsm8k")
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ValueError, match=r"pip install '\.\[bench\]'; --data DIR reads HumanEval"):
-        module.load_prompts("humaneval")
+        datasets.load_prompts("humaneval")
 
 
 @pytest.mark.parametrize(
@@ -116,13 +117,13 @@ def test_a_file_that_is_wrong_is_named_with_its_line(tmp_path, text, message):
     path = tmp_path / "x.jsonl"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ValueError, match=message):
-        module.load_prompts(str(path))
+        datasets.load_prompts(str(path))
 
 
-def test_conversations_are_asked_behind_what_was_said(tmp_path):
+def test_conversations_are_asked_after_what_was_said(tmp_path):
     said = [{"role": "system", "content": "w7"}, {"role": "user", "content": "w8"}]
     path = write(tmp_path / "x.jsonl", {"messages": [*said, {"role": "assistant", "content": "w9"}]}, {"prompt": said})
-    for prompt in module.load_prompts(path):
+    for prompt in datasets.load_prompts(path):
         assert (prompt.turns, prompt.history) == (("w8",), (said[0],))
     said[0]["role"] = "assistant"
     tokenizer = word_tokenizer(chat_template=CHAT_TEMPLATE)
@@ -135,7 +136,7 @@ def test_a_file_that_only_pretends_to_be_gzipped(tmp_path):
     path = tmp_path / "x.jsonl.gz"
     path.write_text('{"prompt": "a"}\n')
     with pytest.raises(ValueError, match=r"x\.jsonl\.gz: not a whole gzip file after line 0"):
-        module.load_prompts(str(path))
+        datasets.load_prompts(str(path))
 
 
 # ---------------------------------------------------------------------------------------------- the report
@@ -178,7 +179,7 @@ def test_the_summary_against_a_slow_count():
             **times,
         }
 
-    found = module.summarise([[record([4, 1], 6, True, [3, 4])], [record([2, 4, 2], 9, False, [6, 8])]], 4, 3)
+    found = module.summarize([[record([4, 1], 6, True, [3, 4])], [record([2, 4, 2], 9, False, [6, 8])]], 4, 3)
     lengths = [4, 1, 2, 4, 2]
     assert found["histogram"] == [lengths.count(n) for n in range(5)]
     assert found["acceptance_length"] == 13 / 5
@@ -190,7 +191,7 @@ def test_the_summary_against_a_slow_count():
     assert found["tokens_per_second"] == 15 / 4
     assert (found["identical"], found["turns"], found["skipped"]) == (1, 2, 1)
     assert found["distinct_ngrams"] == 9 / 12
-    nothing_kept = module.summarise([[record([1, 1], 3, True, [0, 0])]], 4, 1)
+    nothing_kept = module.summarize([[record([1, 1], 3, True, [0, 0])]], 4, 1)
     assert nothing_kept["conditional_acceptance"] == [0.0, None, None]
     assert nothing_kept["distinct_ngrams"] is None
 
@@ -203,7 +204,7 @@ def test_a_wrong_answer_is_not_counted_identical(run, tiny, three, monkeypatch):
                 out.sequences[0, -1] += 1
             return out
 
-    monkeypatch.setattr(module, "Generator", Wrong)
+    monkeypatch.setattr(compare, "Generator", Wrong)
     found = run(tiny, "--dataset", three, "--max-new-tokens", 6)["datasets"]["three"]
     assert (found["identical"], found["turns"]) == (2, 3)
 
@@ -246,11 +247,12 @@ def test_turns_are_encoded_as_the_template_says():
 def test_the_second_turn_follows_the_first_answer(chatty):
     target, draft = load(chatty)
     tokenizer = word_tokenizer(chat_template=CHAT_TEMPLATE)
-    runner = module.Runner(target, draft, tokenizer, module.Settings(max_new_tokens=5, turns="all"), 64)
+    runner = module.PairRunner(target, draft, tokenizer, module.Settings(max_new_tokens=5, turns="all"), 64)
     seen = []
-    answer = runner.answer
-    runner.answer = lambda generator, ids, limit=None: seen.append(ids) or answer(generator, ids, limit)
-    runner.run(module.Prompt("0", ("w20", "w21 w22")))
+    for name, answer in runner.comparison.runners.items():
+        seeing = lambda ids, limit=None, answer=answer: seen.append(ids) or answer(ids, limit)  # noqa: E731
+        runner.comparison.runners[name] = seeing
+    runner.run(datasets.Prompt("0", ("w20", "w21 w22")))
     first = dflash.generate(target, None, torch.tensor([[91, 20, 92]]), max_new_tokens=5)[0, 3:].tolist()
     assert seen[-1] == seen[-2] == [91, 20, 92, *(token for token in first if token), 91, 21, 22, 92]
 
@@ -267,8 +269,8 @@ def test_what_is_longer_than_the_model_is_left_out_and_counted(run, tiny, tmp_pa
 @pytest.fixture
 def count(monkeypatch) -> list[tuple[str, ...]]:
     """The prompts that were run, not read from an earlier run."""
-    ran, real = [], module.Runner.run
-    monkeypatch.setattr(module.Runner, "run", lambda self, prompt: ran.append(prompt.turns) or real(self, prompt))
+    ran, real = [], module.PairRunner.run
+    monkeypatch.setattr(module.PairRunner, "run", lambda self, prompt: ran.append(prompt.turns) or real(self, prompt))
     return ran
 
 
@@ -296,8 +298,8 @@ def test_an_interrupt_keeps_what_is_done(run, tiny, three, tmp_path, count, monk
     call = ["--dataset", three, "--max-new-tokens", 6, "--out", tmp_path]
     real = module.Journal.append
 
-    def append(self, key, turns):
-        real(self, key, turns)
+    def append(self, records):
+        real(self, records)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -311,8 +313,8 @@ def test_an_interrupt_keeps_what_is_done(run, tiny, three, tmp_path, count, monk
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (["--temperature", "1"], "was measured with temperature 0.0, now 1.0: give another --out, or delete it"),
-        (["--seed", "3", "--padded"], "was measured with seed 0, now 3, padded False, now True"),
+        (["--temperature", "1"], "was written with temperature 0.0, now 1.0: write to another place, or delete it"),
+        (["--seed", "3", "--padded"], "was written with seed 0, now 3, padded False, now True"),
         (["--max-new-tokens", "7"], "max_new_tokens 6, now 7"),
     ],
 )
@@ -346,7 +348,7 @@ def test_a_broken_line_in_the_middle_is_named(shell, tiny, three, tmp_path):
     call = ["benchmark", "--model", tiny / "target", "--draft", tiny / "draft", "--dataset", three, "--out", tmp_path]
     done = shell(*call, "--max-new-tokens", 6)
     assert done.code == 2
-    assert "three.jsonl, line 1, is no line of a benchmark: delete the file" in done.err
+    assert "three.jsonl, line 1: not JSON" in done.err
 
 
 # ---------------------------------------------------------------------------------------------- the plot
@@ -361,11 +363,11 @@ def test_the_plot_is_a_png(run, tiny, three, tmp_path):
 def test_a_plot_that_cannot_be_drawn_is_refused_before_any_work(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ValueError, match=r"--plot needs matplotlib: pip install '\.\[bench\]'"):
-        module.check_plot(tmp_path / "plot.png")
+        report.check_plot(tmp_path / "plot.png")
     with pytest.raises(ValueError, match=r"--plot writes a \.png"):
-        module.check_plot(tmp_path / "plot.svg")
+        report.check_plot(tmp_path / "plot.svg")
     with pytest.raises(ValueError, match="--plot: there is no folder"):
-        module.check_plot(tmp_path / "nowhere" / "plot.png")
+        report.check_plot(tmp_path / "nowhere" / "plot.png")
 
 
 # ---------------------------------------------------------------------------------------------- mistakes

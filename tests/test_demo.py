@@ -1,6 +1,5 @@
 """``dflash demo``: what it says is true, and a pair that is not there is one clear line."""
 
-import dataclasses
 import io
 import json
 import re
@@ -14,7 +13,8 @@ from typer.testing import CliRunner
 
 import dflash
 from dflash import cli
-from dflash.evaluate import demo
+from dflash.evaluate import compare, demo
+from dflash.evaluate.compare import Decoding
 from dflash.train.demo_pair.evaluate import held_out_examples
 from dflash.train.demo_pair.pretrain import build_tokenizer
 from dflash.train.demo_pair.tasks import held_out
@@ -70,7 +70,7 @@ def test_the_packages_own_pair_is_small_and_its_prompts_were_held_out():
 def test_a_prompt_of_ones_own_is_asked_as_the_pair_was_trained():
     for text in ("add 48213 and 90377", "add 48213 and 90377\n=>\n"):
         file = io.StringIO()
-        demo.demo(prompt=text, max_new_tokens=200, console=Console(file=file))
+        demo.run_demo(Decoding(200), prompt=text, console=Console(file=file))
         assert "The sum of 48213 and 90377 is 138590." in file.getvalue()
 
 
@@ -97,7 +97,7 @@ def test_a_wrong_answer_is_not_called_identical(tiny, monkeypatch, drafted, temp
                 out.sequences[0, -1] = (out.sequences[0, -1] + 1) % 97
             return out
 
-    monkeypatch.setattr(demo, "Generator", Wrong)
+    monkeypatch.setattr(compare, "Generator", Wrong)
     found = run_json(tiny, "--temperature", temperature, "--max-new-tokens", 8, "--prompts", 1, code=1)
     assert found["identical"] is False
 
@@ -130,10 +130,10 @@ def test_accepted_and_bonus_tokens_have_two_styles(pair_dir):
         new, accepted = event.ids[0], event.accepted[0]
         expected["accepted"] += tokenizer.decode(new[:accepted], skip_special_tokens=True)
         expected["bonus"] += tokenizer.decode(new[accepted:], skip_special_tokens=True)
-    for colours, (accepted, bonus) in {True: ("32", "1;4;33"), False: ("", "1;4")}.items():
+    for colors, (accepted, bonus) in {True: ("32", "1;4;33"), False: ("", "1;4")}.items():
         file = io.StringIO()
-        console = Console(file=file, force_terminal=True, color_system="standard", no_color=not colours)
-        demo.demo(folder=pair_dir, prompts=1, max_new_tokens=40, console=console)
+        console = Console(file=file, force_terminal=True, color_system="standard", no_color=not colors)
+        demo.run_demo(Decoding(40), folder=pair_dir, prompts=1, console=console)
         answer = file.getvalue().split("=>", 1)[1].split("tokens: 1 from the prompt")[0]
 
         def styled(code, answer=answer):
@@ -141,7 +141,7 @@ def test_accepted_and_bonus_tokens_have_two_styles(pair_dir):
 
         # A styled line break is written outside of the style.
         assert styled(bonus) == expected["bonus"].replace("\n", "")
-        if colours:
+        if colors:
             assert styled(accepted) == expected["accepted"].replace("\n", "")
 
 
@@ -169,9 +169,9 @@ def test_each_goes_first_in_turn_after_a_warm_up_at_both_lengths(tiny, monkeypat
         asked.append(("transformers", ids.shape[1]))
         return theirs(ids, **arguments)
 
-    monkeypatch.setattr(demo.Generator, "generate", ours)
+    monkeypatch.setattr(dflash.Generator, "generate", ours)
     monkeypatch.setattr(target, "generate", transformers)
-    demo.measure(target, draft, tokenizer, demo.demo_prompts(tiny), max_new_tokens=4)
+    demo.measure(target, draft, tokenizer, demo.demo_prompts(tiny), Decoding(4))
     runners = {name for name, _ in asked}
     assert set(asked[:6]) == {(name, length) for name in runners for length in (3, 4)}
     assert {name for name, _ in asked[6::3]} == runners
@@ -180,10 +180,9 @@ def test_each_goes_first_in_turn_after_a_warm_up_at_both_lengths(tiny, monkeypat
 def test_transformers_generate_leaves_the_random_numbers_alone(tiny):
     target, draft, tokenizer = dflash.demo_pair(tiny)
     before = torch.random.get_rng_state()
-    arguments = {"temperature": 1.0, "max_new_tokens": 4}
-    report = demo.measure(target, draft, tokenizer, demo.demo_prompts(tiny)[:1], **arguments)
+    report = demo.measure(target, draft, tokenizer, demo.demo_prompts(tiny)[:1], Decoding(4, temperature=1.0))
     assert torch.random.get_rng_state().equal(before)
-    assert dataclasses.asdict(report)["new_tokens"] <= 4
+    assert report.new_tokens <= 4
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ def test_a_folder_is_not_gone_on_with_by_other_options(tmp_path):
     options = {"target_steps": 10, "prompts": 5, "draft_steps": 3}
     check_options(tmp_path / "new", options)
     check_options(tmp_path / "new", options)
-    with pytest.raises(ValueError, match="was begun with prompts = 5, not 6: take another folder"):
+    with pytest.raises(ValueError, match="was begun with prompts = 5, not 6: choose another folder"):
         check_options(tmp_path / "new", {**options, "prompts": 6})
 
 

@@ -10,8 +10,8 @@ import safetensors.torch
 import torch
 from families import make_target
 
-from dflash.files import whole_file
-from dflash.train.features import FeatureCache, cache_features, cache_size, fingerprint
+from dflash.files import write_atomically
+from dflash.train.data.features import FeatureCache, cache_features, cache_size, fingerprint
 
 TAPS = (0, 2)
 
@@ -72,7 +72,7 @@ def test_a_cache_goes_on_where_it_was_stopped(target, rows, compute, tmp_path):
 
     with pytest.raises(KeyboardInterrupt):
         cache_features(target, compute, rows, TAPS, tmp_path / "cache", **SMALL, progress=killed)
-    with pytest.raises(ValueError, match=r"is not whole: 4 of 5 shards are missing"):
+    with pytest.raises(ValueError, match=r"is incomplete: 4 of 5 shards are missing"):
         FeatureCache(tmp_path / "cache")
     compute.rows = 0
     cache = cache_features(target, compute, rows, TAPS, tmp_path / "cache", **{**SMALL, "shard_bytes": 1})
@@ -120,7 +120,7 @@ def test_a_cache_of_something_else_is_refused(target, rows, compute, tmp_path):
     renamed.config._name_or_path, renamed.config.eos_token_id, renamed.config.use_cache = "elsewhere", 5, False
     assert fingerprint(renamed, rows, TAPS, torch.float32) == cache.fingerprint
     assert FeatureCache(tmp_path, cache.fingerprint).target_layer_ids == TAPS
-    with pytest.raises(FileNotFoundError, match="is no cache of features"):
+    with pytest.raises(FileNotFoundError, match="is not a feature cache"):
         FeatureCache(tmp_path / "none")
     with pytest.raises(ValueError, match=r"features are stored as .*, got torch\.int8"):
         fingerprint(target, rows, TAPS, torch.int8)
@@ -140,7 +140,7 @@ def test_hosts_that_share_a_disk_do_not_write_one_file(tmp_path, monkeypatch):
     names = []
     for host in ("one", "two"):
         monkeypatch.setattr(socket, "gethostname", lambda host=host: host)
-        whole_file(tmp_path / "x", lambda path: (names.append(path), path.write_text("x")))
+        write_atomically(tmp_path / "x", lambda path: (names.append(path), path.write_text("x")))
     assert len(set(names)) == 2
 
 

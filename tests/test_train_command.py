@@ -287,7 +287,7 @@ def test_bad_data_is_one_line_and_exit_code_2(run, arguments, file, content, mes
         ({"layers": 0}, "the drafter's layers must be at least 1, got 0"),
         ({"intermediate_size": 0}, "the drafter's intermediate size must be at least 1, got 0"),
         ({"taps": "0,9"}, "target_layer_ids must be layers of the target, 0 .. 3, got [0, 9]"),
-        ({"taps": "0;1"}, "--taps must be numbers between commas, got '0;1'"),
+        ({"taps": "0;1"}, "--taps must be numbers with commas between them, got '0;1'"),
         ({"mask_token_id": 97}, "mask_token_id must be one of the target's embedding rows, 0 .. 96, got 97"),
         ({"mask_token_id": None}, "no mask token: the tokenizer has none"),
         ({"learning_rate": 0}, "learning_rate must be above 0, got 0.0"),
@@ -317,7 +317,7 @@ def test_the_module_ends_as_the_command_does(arguments, monkeypatch, capsys):
     with pytest.raises(ValueError, match="layers must be at least 1"):
         call("--debug")
     dflash.cli.shell.set_debug(False)
-    monkeypatch.setattr(dflash.cli.training, "_drafter", interrupted)
+    monkeypatch.setattr(dflash.cli.training, "_initial_drafter", interrupted)
     assert call() == 130
     assert "Traceback" not in capsys.readouterr().err
 

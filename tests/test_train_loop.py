@@ -18,9 +18,10 @@ import dflash
 from dflash import Drafter
 from dflash.train import TrainConfig, Trainer, draft_config, new_drafter
 from dflash.train.checkpoint import checkpoints
-from dflash.train.features import cache_features
-from dflash.train.loop import Batches, learning_rate
+from dflash.train.data.batches import Batches
+from dflash.train.data.features import cache_features
 from dflash.train.model import TargetFeatures
+from dflash.train.optimizers import learning_rate
 
 MASK, BLOCK, TAPS = 1, 8, (0, 2)
 FEW = TrainConfig(
@@ -292,7 +293,7 @@ def test_a_resumed_run_ends_with_the_same_weights_to_the_bit(target, rows, tmp_p
     whole.train()
     stopped = trainer(target, rows, tmp_path / "stopped", config)
 
-    def stop(step=stopped._step):
+    def stop(step=stopped.run_step):
         def until(group, *arguments):
             if stopped.step == 5:
                 raise KeyboardInterrupt
@@ -300,7 +301,7 @@ def test_a_resumed_run_ends_with_the_same_weights_to_the_bit(target, rows, tmp_p
 
         return until
 
-    stopped._step = stop()
+    stopped.run_step = stop()
     with pytest.raises(KeyboardInterrupt):
         stopped.train()
     assert [line["step"] for line in metrics(tmp_path / "stopped")] == [1, 2, 3, 4, 5]
@@ -339,10 +340,10 @@ def test_another_run_is_not_resumed(target, rows, tmp_path):
     scaled = make_target("qwen3", rms_norm_eps=1e-5)
     cache = cache_features(target, None, rows, TAPS, tmp_path / "cache")
     for run, message in (
-        (trainer(target, rows, tmp_path, changed(steps=3)), "its steps is 2, this one's is 3"),
-        (trainer(target, rows, tmp_path, changed(steps=2, gamma=2.0)), "its gamma is None, this one's is 2.0"),
+        (trainer(target, rows, tmp_path, changed(steps=3)), "its steps is 2, this run's is 3"),
+        (trainer(target, rows, tmp_path, changed(steps=2, gamma=2.0)), "its gamma is None, this run's is 2.0"),
         (trainer(target, others, tmp_path, changed(steps=2)), "its data is "),
-        (trainer(target, rows.select(range(9)), tmp_path, changed(steps=2)), "its rows is 10, this one's is 9"),
+        (trainer(target, rows.select(range(9)), tmp_path, changed(steps=2)), "its rows is 10, this run's is 9"),
         (trainer(target, rows, tmp_path, changed(steps=2), drafter=draft(target, num_layers=1)), "its drafter is"),
         (trainer(nudged, rows, tmp_path, changed(steps=2)), "its target is"),
         (trainer(half, rows, tmp_path, changed(steps=2)), "its target is"),
@@ -367,7 +368,7 @@ def test_a_damaged_checkpoint_is_said_and_the_one_before_it_taken(target, rows, 
             assert resumed.step == 4
             said = capsys.readouterr().err
             assert "step-00000006 cannot be read; remove that folder" in said
-            assert said.endswith("; the one before it is tried\n")
+            assert said.endswith("; trying the one before it\n")
             resumed.train()
             assert_same(weights(resumed), weights(whole))
             (folder / name / "trainer.pt").write_bytes(b"")
@@ -425,8 +426,8 @@ def test_a_full_disk_ends_the_run_with_its_last_checkpoint_whole(target, rows, t
 
 
 def test_an_epochs_batches_are_drawn_once_however_often_is_logged(target, rows, tmp_path, monkeypatch):
-    run, draw, drawn = trainer(target, rows, tmp_path), Batches._steps, []
-    monkeypatch.setattr(Batches, "_steps", lambda self, epoch: drawn.append(epoch) or draw(self, epoch))
+    run, draw, drawn = trainer(target, rows, tmp_path), Batches._draw, []
+    monkeypatch.setattr(Batches, "_draw", lambda self, epoch: drawn.append(epoch) or draw(self, epoch))
     run.train()
     assert drawn == [0, 1], "three steps each"
 

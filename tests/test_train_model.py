@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import create_mask
 from dflash import UnsupportedTargetError
 from dflash.target import refusal
 from dflash.train import TargetFeatures, TrainableDrafter, draft_config, new_drafter
-from dflash.train.model import _flex_mask, visible_keys
+from dflash.train.model.attention import _flex_mask, visible_keys
 
 LENGTH = 30
 ANCHORS = torch.tensor([[1, 7, 20], [3, 16, 29]])

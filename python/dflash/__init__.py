@@ -5,7 +5,7 @@ import warnings as _warnings
 
 from .api import generate, release, stream
 from .drafter import DraftConfig, Drafter, load_draft
-from .evaluate.demo import demo_pair
+from .evaluate import demo_pair
 from .generator import Generator
 from .hf import as_assistant, custom_generate
 from .outputs import GenerateOutput, Statistics, StreamEvent

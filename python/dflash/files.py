@@ -1,4 +1,4 @@
-"""Lines that are read with their numbers, and files that appear whole or not at all."""
+"""Read JSONL with line numbers; write files atomically."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from pathlib import Path
 from typing import Any
 
 __all__ = [
-    "flush",
-    "json_lines",
-    "lines",
+    "atomic_folder",
+    "fsync",
+    "read_jsonl",
+    "read_lines",
     "remove_unfinished",
     "save_tensors",
-    "whole_file",
-    "whole_folder",
+    "write_atomically",
     "write_json",
 ]
 
 _UNFINISHED = ".unfinished-"
 
 
-def lines(path: Path) -> Iterator[tuple[int, str]]:
-    """The lines of a UTF-8 text file, gzipped if its name ends in ``.gz``, by number from 1.
+def read_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Read the lines of a UTF-8 text file, gzipped if its name ends in ``.gz``, with their numbers from 1.
 
     Raises:
-        ValueError: it is no such file, or breaks off; the last good line is named.
+        ValueError: the file is of another kind, or cut short; the last good line is named.
     """
     opened = gzip.open if path.suffix == ".gz" else open
     number = 0
@@ -45,13 +45,16 @@ def lines(path: Path) -> Iterator[tuple[int, str]]:
         raise ValueError(f"{path}: not a whole gzip file after line {number}: {error}") from error
 
 
-def json_lines(path: Path) -> Iterator[tuple[str, int, dict[str, Any]]]:
-    """The objects of a JSONL file: what messages call their place, the line, the object; empty lines are left out.
+def read_jsonl(path: Path) -> Iterator[tuple[str, int, dict[str, Any]]]:
+    """Read the objects of a JSONL file; empty lines are skipped.
+
+    Yields:
+        The place for error messages, the line's number, the object.
 
     Raises:
-        ValueError: as :func:`lines` does, and for a line that is not a JSON object.
+        ValueError: as :func:`read_lines`, and for a line that is not a JSON object.
     """
-    for number, content in lines(path):
+    for number, content in read_lines(path):
         if not content.strip():
             continue
         where = f"{path}, line {number}"
@@ -65,18 +68,18 @@ def json_lines(path: Path) -> Iterator[tuple[str, int, dict[str, Any]]]:
 
 
 def _unfinished(path: Path) -> Path:
-    """A name beside ``path`` that no other process writes to, on this host or on another that shares the disk."""
+    """Return a name next to ``path`` that no other process uses, on this host or one that shares the disk."""
     return path.with_name(f"{_UNFINISHED}{socket.gethostname()}-{os.getpid()}-{path.name}")
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Remove what runs that were killed left in ``folder``; nothing may be writing there."""
+    """Remove what killed runs left in ``folder``. Nothing may be writing there."""
     for left in folder.glob(f"{_UNFINISHED}*"):
         shutil.rmtree(left) if left.is_dir() else left.unlink()
 
 
-def flush(path: Path) -> None:
-    """To the disk, before a rename makes it count."""
+def fsync(path: Path) -> None:
+    """Wait until a file is on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -84,12 +87,12 @@ def flush(path: Path) -> None:
         os.close(handle)
 
 
-def whole_file(path: Path, write: Callable[[Path], Any]) -> None:
-    """``write`` a file under another name and give it its own: ``path`` is the old one, or the new one whole."""
+def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
+    """Have ``write`` make a file under another name, then rename it: ``path`` is never half a file."""
     unfinished = _unfinished(path)
     try:
         write(unfinished)
-        flush(unfinished)
+        fsync(unfinished)
         os.replace(unfinished, path)
     finally:
         with contextlib.suppress(OSError):
@@ -97,8 +100,8 @@ def whole_file(path: Path, write: Callable[[Path], Any]) -> None:
 
 
 @contextlib.contextmanager
-def whole_folder(path: Path) -> Iterator[Path]:
-    """A folder to fill that becomes ``path``, in the place of what is there, once the block ends without an error."""
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """Yield a folder to fill. When the block ends without an error, it replaces ``path``."""
     unfinished = _unfinished(path)
     unfinished.mkdir(parents=True)
     try:
@@ -106,23 +109,27 @@ def whole_folder(path: Path) -> Iterator[Path]:
         if path.is_dir():
             shutil.rmtree(path)
         os.replace(unfinished, path)
-        flush(path.parent)
+        fsync(path.parent)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def write_json(content: Any, path: Path) -> None:
-    """``content`` as an indented JSON file with sorted keys."""
+    """Write indented JSON with sorted keys."""
     path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    flush(path)
+    fsync(path)
 
 
 def save_tensors(tensors: Mapping[str, Any], path: Path, metadata: dict[str, str] | None = None) -> None:
-    """A safetensors file with the mode that any new file has; safetensors makes it readable to its owner alone."""
+    """Write a safetensors file with the usual file mode; safetensors makes it readable only by its owner."""
     from safetensors.torch import save_file
 
     path.touch()
     mode = path.stat().st_mode
     save_file(dict(tensors), path, metadata=metadata)
     path.chmod(mode)
-    flush(path)
+    fsync(path)
+
+
+# Earlier names, until train uses the new ones.
+lines, json_lines, whole_file, whole_folder, flush = read_lines, read_jsonl, write_atomically, atomic_folder, fsync

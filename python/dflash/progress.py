@@ -1,4 +1,4 @@
-"""Progress on standard error, where that is a terminal."""
+"""Progress bars on standard error, if that is a terminal."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ __all__ = ["bars"]
 
 @contextlib.contextmanager
 def bars(names: Iterable[str], *, shown: bool = True) -> Iterator[Callable[..., None]]:
-    """A bar for each of ``names``; yields ``show(name, done, total, text)``, ``text`` being what is said beside it.
+    """Show a bar for each name; yields ``show(name, done, total, text)``, which writes ``text`` next to the bar.
 
     Args:
-        names: of what is counted.
-        shown: False for no bars on a terminal either.
+        names: of the things that are counted.
+        shown: False hides the bars on a terminal too.
     """
     from rich.console import Console
     from rich.progress import (

@@ -1,4 +1,4 @@
-"""What this installation is and what is wrong with it: the checks behind ``dflash doctor``."""
+"""The checks of ``dflash doctor``: what this installation has, and what is wrong with it."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class Check:
     """One line of the report.
 
     Attributes:
-        name: what was looked at.
-        found: what it is.
-        status: ``"ok"``, ``"warning"`` (works, but slower or less than it could) or ``"error"`` (does not work).
-        advice: one line of what to do; empty when there is nothing to do.
+        name: of the thing that was checked.
+        found: its state.
+        status: ``"ok"``, ``"warning"`` (works, but slower than it could) or ``"error"`` (does not work).
+        advice: what to do, in one line; empty if there is nothing to do.
     """
 
     name: str
@@ -55,7 +55,7 @@ def _package(name: str, wanted: tuple[int, int]) -> Check:
 
 def _clash() -> Check:
     if _version("dflash") is None:
-        return Check("import name", "dflash belongs to dflash-engine alone")
+        return Check("import name", "dflash belongs only to dflash-engine")
     return Check(
         "import name",
         f"dflash {_version('dflash')} is installed too and owns the same import name",
@@ -67,14 +67,14 @@ def _clash() -> Check:
 def _instruction_set() -> Check:
     chosen, forced = ops.isa(), os.environ.get("DFLASH_ISA")
     if forced:
-        return Check("CPU kernels", f"{chosen}, because DFLASH_ISA is set", "warning", "unset DFLASH_ISA for the best")
+        return Check("CPU kernels", f"{chosen}, because DFLASH_ISA is set", "warning", "unset DFLASH_ISA")
     if chosen == "scalar" and platform.machine() in ("x86_64", "AMD64"):
         return Check("CPU kernels", "scalar", "warning", "this processor has no AVX2: expect low speed")
     return Check("CPU kernels", chosen)
 
 
 def _gpu_present() -> bool:
-    """Whether the machine has an NVIDIA GPU, whatever torch thinks."""
+    """Return True if the machine has an NVIDIA GPU, even one that torch does not see."""
     return Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None
 
 
@@ -99,7 +99,7 @@ def _cuda_kernels() -> Check:
         advice = "install the CUDA toolkit (nvcc) and reinstall; until then ops run in plain torch"
         return Check(name, "not in this build", "warning", advice)
     if not torch.cuda.is_available():
-        return Check(name, "in this build; no GPU to run on")
+        return Check(name, "in this build; there is no GPU to run on")
     if reason := ops.cuda_status(torch.cuda.current_device()):
         advice = "update the driver" if "driver" in reason else "rebuild with CMAKE_CUDA_ARCHITECTURES for this GPU"
         return Check(name, f"in this build, but: {reason}", "warning", f"{advice}; until then ops run in plain torch")
@@ -112,11 +112,11 @@ def _cuda_graphs() -> Check:
         return Check(name, "no GPU to replay them on: steps run directly")
     if reason := replay.graph_status():
         return Check(name, f"cannot be used: {reason}", "warning", "steps run kernel by kernel, which is slower")
-    return Check(name, "used: a step is one launch (Generator.graph_reason tells where not)")
+    return Check(name, "used: a step is one launch (Generator.graph_reason says where not)")
 
 
 def examine() -> list[Check]:
-    """Look at this installation; runs no model and changes nothing."""
+    """Check this installation. Runs no model and changes nothing."""
     return [
         Check("dflash-engine", _version("dflash-engine") or "not installed as a distribution"),
         Check("python", platform.python_version()),

@@ -1,4 +1,4 @@
-"""Models and tokenizers as the command line names them; what cannot be loaded is said in one line."""
+"""Load models and tokenizers by the names on the command line; a mistake is one line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["check_device", "existing", "load", "load_target", "load_tokenizer", 
 
 
 def existing(name: str) -> str:
-    """``name`` if it can be a folder or a hub id; a path that is not there is said so before any download."""
+    """Return ``name`` if it can be a folder or a hub id; a missing path raises before any download."""
     if Path(name).is_dir():
         return name
     if name.startswith((".", "/", "~")) or name.count("/") != 1:
@@ -24,7 +24,7 @@ def existing(name: str) -> str:
 
 @contextlib.contextmanager
 def _waiting(what: str, source: str, quiet: bool) -> Iterator[None]:
-    """While ``what`` is loaded: a spinner on a terminal's standard error, or the hub's bars for a download."""
+    """Show what is being loaded on a terminal's standard error: a spinner, or the hub's bars for a download."""
     console = Console(stderr=True)
     quiet, local = quiet or not console.is_terminal, Path(source).is_dir()
     with contextlib.ExitStack() as stack:
@@ -34,7 +34,7 @@ def _waiting(what: str, source: str, quiet: bool) -> Iterator[None]:
             stack.enter_context(console.status(f"loading the {what}{size}"))
         elif not quiet:
             console.print(f"[dim]loading the {what} from {escape(source)}[/]")
-        from transformers.utils import logging  # takes a while itself
+        from transformers.utils import logging  # a slow import
 
         if (quiet or local) and logging.is_progress_bar_enabled():
             logging.disable_progress_bar()  # and the hub's
@@ -43,7 +43,7 @@ def _waiting(what: str, source: str, quiet: bool) -> Iterator[None]:
 
 
 def load_tokenizer(model: str, quiet: bool = False) -> Any:
-    """The tokenizer of a folder or a hub id."""
+    """Load the tokenizer of a folder or a hub id."""
     with _waiting("tokenizer", existing(model), quiet):
         from transformers import AutoTokenizer
 
@@ -51,7 +51,11 @@ def load_tokenizer(model: str, quiet: bool = False) -> Any:
 
 
 def check_device(dtype: str, device: str | None) -> str:
-    """The device to load on, None being cuda where there is one, else cpu; raises if it or ``dtype`` cannot be."""
+    """Return the device to load on; None becomes cuda if there is a GPU, else cpu.
+
+    Raises:
+        ValueError: there is no such device, or no such ``dtype``.
+    """
     import torch
 
     if dtype not in ("auto", "float32", "bfloat16", "float16"):
@@ -66,7 +70,7 @@ def check_device(dtype: str, device: str | None) -> str:
 
 
 def load_target(model: str, dtype: str, device: Any, quiet: bool = False) -> Any:
-    """The target in eval mode."""
+    """Load the target, in eval mode."""
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
@@ -78,24 +82,24 @@ def load_target(model: str, dtype: str, device: Any, quiet: bool = False) -> Any
 
 
 def stop_token_ids(model: str, config: Any) -> list[int]:
-    """What ends an answer of a target: the stop tokens of its generation_config, else of its text ``config``."""
+    """Return the stop tokens of a target's generation_config, else of its text ``config``."""
     from transformers import GenerationConfig
 
     try:
         stops = GenerationConfig.from_pretrained(model).eos_token_id
-    except OSError:  # it has none
+    except OSError:  # there is no generation_config
         stops = getattr(config, "eos_token_id", None)
     return [] if stops is None else list(stops) if isinstance(stops, list | tuple) else [stops]
 
 
 def load(model: str, draft: str | None, dtype: str, device: str | None, quiet: bool = False) -> tuple[Any, Any, str]:
-    """Target, drafter if one is named, and device; the drafter first, because it is small and its errors are quick."""
+    """Load the target, its drafter (if one is named), and return both with the device."""
     import torch
 
-    import dflash
+    from ..drafter import load_draft
 
     device, drafter = check_device(dtype, device), None
-    if draft is not None:
+    if draft is not None:  # first: it is small, and its errors come quickly
         with _waiting("drafter", draft, quiet):
-            drafter = dflash.load_draft(draft, dtype=None if dtype == "auto" else getattr(torch, dtype), device=device)
+            drafter = load_draft(draft, dtype=None if dtype == "auto" else getattr(torch, dtype), device=device)
     return load_target(model, dtype, device, quiet), drafter, device

@@ -1,4 +1,4 @@
-"""How a command ends: a user's mistake in one line, a traceback where it is asked for."""
+"""End a command: a user's mistake in one line, with a traceback only on demand."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ _state = {"debug": False}
 
 
 def set_debug(debug: bool) -> None:
-    """Whether an error shows its traceback."""
+    """Show the traceback of an error, or only its message."""
     _state["debug"] = debug
 
 
 def run(app: typer.Typer) -> None:
     """Run ``app`` on the command line's arguments.
 
-    A user's mistake, ``ValueError``, ``TypeError`` or ``OSError``, ends in one line and exit code 2; an interruption in
+    A user's mistake (``ValueError``, ``TypeError`` or ``OSError``) ends in one line and exit code 2, an interrupt in
     exit code 130.
     """
     try:

@@ -1,1 +1,45 @@
-"""Answer prompts and compare: the demo, the benchmark and what they share."""
+"""Measuring a pair: prompts, answers compared with one-token decoding, reports."""
+
+from .benchmark import distinct_ngrams
+from .compare import Answer, Comparison, Decoding, GeneratorRunner, Total, TransformersRunner, answer_all, pair_runners
+from .journal import Journal
+from .pair import ARROW, CHAT_TEMPLATE, PAIR, demo_pair, demo_prompts, encode
+from .prompts import (
+    as_messages,
+    import_datasets,
+    parse_messages,
+    parse_prompt,
+    prompt_ids,
+    read_records,
+    render_chat,
+    shorten,
+    text_ids,
+)
+
+__all__ = [
+    "ARROW",
+    "CHAT_TEMPLATE",
+    "PAIR",
+    "Answer",
+    "Comparison",
+    "Decoding",
+    "GeneratorRunner",
+    "Journal",
+    "Total",
+    "TransformersRunner",
+    "answer_all",
+    "as_messages",
+    "demo_pair",
+    "demo_prompts",
+    "distinct_ngrams",
+    "encode",
+    "import_datasets",
+    "pair_runners",
+    "parse_messages",
+    "parse_prompt",
+    "prompt_ids",
+    "read_records",
+    "render_chat",
+    "shorten",
+    "text_ids",
+]

@@ -1,190 +1,84 @@
-"""``dflash benchmark``: speed and acceptance on published prompts, one-token decoding beside it in the same run.
+"""``dflash benchmark``: speed and acceptance on datasets of prompts, compared with one-token decoding in the same run.
 
-Every prompt is answered by one-token decoding and by DFlash, one after the other, the order changing from prompt to
-prompt; speeds count the prompts' forward passes. With an output folder each finished prompt is one line of
-``DATASET.jsonl`` there, and a run that was stopped goes on where it was.
+Every prompt is answered by one-token decoding and by DFlash, and each goes first in turn. Speeds count the prompts'
+forward passes. With an output folder each finished prompt is one line of ``DATASET.jsonl``, and the same command
+continues a run that was stopped.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import importlib.metadata
 import json
-import os
 import platform
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import nn
 
 from .. import ops
 from ..drafter import Drafter
-from ..files import json_lines, whole_file
-from ..generator import Generator, Statistics
+from ..files import write_atomically
 from ..progress import bars
 from ..target import sample_digest
-from .prompts import conversation, need_datasets, prompt_ids
+from .compare import Answer, Comparison, Decoding, Total, pair_runners
+from .datasets import Prompt
+from .journal import Journal
+from .prompts import prompt_ids
 
-if TYPE_CHECKING:
-    from rich.console import Console
+__all__ = [
+    "PairRunner",
+    "Settings",
+    "check_settings",
+    "describe",
+    "distinct_ngrams",
+    "encode",
+    "progress_bars",
+    "run_benchmark",
+    "summarize",
+]
 
 _NGRAM = 8
-_WARM_UP = 32  # tokens
-_MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
-
-# ---------------------------------------------------------------------------------------------- prompts
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where a dataset comes from: names of its file, arguments of ``datasets.load_dataset``, and which rows count."""
-
-    files: tuple[str, ...]
-    hub: dict[str, Any]
-    categories: tuple[str, ...] | None = None
-
-
-_SPEC_BENCH = "https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl"
-SOURCES = {
-    "humaneval": Source(
-        ("HumanEval.jsonl.gz", "HumanEval.jsonl"), {"path": "openai/openai_humaneval", "split": "test"}
-    ),
-    "gsm8k": Source(("gsm8k_test.jsonl", "gsm8k.jsonl"), {"path": "openai/gsm8k", "name": "main", "split": "test"}),
-    "mt-bench": Source(
-        ("mt_bench.jsonl", "spec_bench.jsonl"),
-        {"path": "HuggingFaceH4/mt_bench_prompts", "split": "train"},
-        _MT_BENCH,
-    ),
-    "spec-bench": Source(("spec_bench.jsonl",), {"path": "json", "data_files": _SPEC_BENCH, "split": "train"}),
-}
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """What a user says, turn by turn, behind the messages of ``history``; ``key`` is its place and a digest of it."""
-
-    key: str
-    turns: tuple[str, ...]
-    history: tuple[dict[str, str], ...] = ()
-
-
-def load_prompts(dataset: str, data: str | Path | None = None, limit: int | None = None) -> list[Prompt]:
-    """The prompts of a dataset as published, no instruction added.
-
-    Args:
-        dataset: a key of :data:`SOURCES`, or a file of JSON lines, gzipped or not. A line has ``turns``, ``prompt`` or
-            ``question``, a text or a list of them; or ``messages``, of which the last of the user is answered.
-        data: the folder that holds the known datasets' files; None asks the hub, through ``datasets``.
-        limit: the first so many prompts.
-
-    Raises:
-        ValueError: there is no such file, a line is not what it should be, ``datasets`` is missing or cannot reach the
-            hub, or there is no prompt.
-    """
-    source = SOURCES.get(dataset)
-    if source is None:
-        path = Path(dataset)
-        if not path.is_file():
-            raise ValueError(f"--dataset {dataset!r} is neither one of {', '.join(SOURCES)} nor a file of JSON lines")
-        rows: Iterable[tuple[str, Any]] = _from_file(path)
-    elif data is None:
-        rows = _from_hub(dataset, source)
-    else:
-        found = [Path(data) / name for name in source.files if (Path(data) / name).is_file()]
-        if not found:
-            raise ValueError(f"--data {str(data)!r} holds no {' or '.join(source.files)} for {dataset}")
-        rows = _from_file(found[0])
-    categories = None if source is None else source.categories
-    prompts: list[Prompt] = []
-    for where, row in rows:
-        if limit is not None and len(prompts) == limit:
-            break
-        messages, turns = conversation(row, where)
-        if categories and row.get("category", categories[0]) not in categories:
-            continue
-        history = messages or []
-        if messages is not None:
-            if messages[-1]["role"] != "user":
-                raise ValueError(f"{where}: the last message to answer must be the user's")
-            turns = [history.pop()["content"]]
-        digest = hashlib.sha256("\0".join([*map(json.dumps, history), *turns]).encode()).hexdigest()[:16]
-        prompts.append(Prompt(f"{len(prompts)}-{digest}", tuple(turns), tuple(history)))
-    if not prompts:
-        raise ValueError(f"--dataset {dataset!r} has no prompts")
-    return prompts
-
-
-def _from_file(path: Path) -> Iterable[tuple[str, Any]]:
-    return ((where, row) for where, _, row in json_lines(path))
-
-
-def _from_hub(dataset: str, source: Source) -> Iterable[tuple[str, Any]]:
-    local = f"--data DIR reads {source.files[0]} from a folder instead"
-    try:
-        datasets = need_datasets("bench")
-    except ValueError as error:
-        raise ValueError(f"--dataset {dataset}: {error}; {local}") from error
-    try:
-        rows = datasets.load_dataset(**source.hub)
-    except Exception as error:  # offline, moved, out of disk: its own kinds, and requests'
-        where = source.hub.get("data_files", source.hub["path"])
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"--dataset {dataset}: {where} could not be loaded ({reason}); {local}") from error
-    return ((f"{dataset}, row {index}", row) for index, row in enumerate(rows))
-
+Record = dict[str, Any]  # one turn of a conversation, as PairRunner.run makes it
+Advance = Callable[[str, list[Record]], None]
 
 # ---------------------------------------------------------------------------------------------- settings
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How prompts are posed and answered.
+    """How prompts are asked and answered. The texts are the help of the command's options."""
 
-    Attributes:
-        max_new_tokens: of one answer at most.
-        temperature: alone; top-k, top-p and min-p are off, whatever the generation_config says.
-        seed: of every answer.
-        block_size: None is the drafter's.
-        draft_sharpness: as for :func:`dflash.generate`.
-        padded: one-token decoding runs the shapes of a whole block, and bf16 output is then equal bit for bit; slower.
-        raw: continue the text itself, without the tokenizer's chat template. So it is where there is no template.
-        bos: put the BOS token before a raw prompt.
-        thinking: passed on to the chat template as ``enable_thinking``, unless None.
-        turns: ``"first"`` asks each prompt's first turn only; ``"all"`` the whole conversation, one-token decoding's
-            answers in between.
-        compile: run the steps of both through ``torch.compile``.
-    """
-
-    max_new_tokens: int = 512
-    temperature: float = 0.0
-    seed: int = 0
-    block_size: int | None = None
-    draft_sharpness: float | Literal["auto"] = "auto"
-    padded: bool = False
-    raw: bool = False
-    bos: bool = False
-    thinking: bool | None = None
-    turns: Literal["first", "all"] = "first"
-    compile: bool = False
+    max_new_tokens: Annotated[int, "New tokens at most."] = 512
+    temperature: Annotated[float, "0 is greedy; top-k, top-p and min-p are off."] = 0.0
+    seed: Annotated[int, "The same seed writes the same text."] = 0
+    block_size: Annotated[int | None, "Tokens that a step verifies; default: the drafter's."] = None
+    draft_sharpness: Annotated[float | Literal["auto"], "See dflash.generate."] = "auto"
+    padded: Annotated[bool, "One-token decoding at the block's shapes: equal bit for bit in bf16 too."] = False
+    raw: Annotated[bool, "Continue the text itself, without a chat template."] = False
+    bos: Annotated[bool, "Put the tokenizer's BOS token before a raw prompt."] = False
+    thinking: Annotated[bool | None, "The chat template's enable_thinking; None does not pass it."] = None
+    turns: Annotated[str, "first, or all: the whole conversation of a prompt."] = "first"
+    compile: Annotated[bool, "Compile the steps; the start takes long."] = False
 
 
 def check_settings(settings: Settings, tokenizer: Any) -> None:
-    """Raise ``ValueError`` for settings that this tokenizer cannot serve; what the engine checks is left to it."""
+    """Raise ``ValueError`` for settings that do not fit the tokenizer. The engine checks the others."""
     if settings.turns not in ("first", "all"):
         raise ValueError(f"--turns must be first or all, got {settings.turns!r}")
-    templated = tokenizer.chat_template is not None and not settings.raw
-    if settings.turns == "all" and not templated:
+    has_template = tokenizer.chat_template is not None and not settings.raw
+    if settings.turns == "all" and not has_template:
         raise ValueError("--turns all needs a tokenizer with a chat template, and no --raw")
-    if settings.thinking is not None and not templated:
+    if settings.thinking is not None and not has_template:
         raise ValueError("--no-thinking needs a tokenizer with a chat template, and no --raw")
-    if settings.bos and templated:
+    if settings.bos and has_template:
         raise ValueError("--bos goes with --raw: the chat template has its own")
     if settings.bos and tokenizer.bos_token_id is None:
         raise ValueError("--bos: this tokenizer has no BOS token")
@@ -193,7 +87,14 @@ def check_settings(settings: Settings, tokenizer: Any) -> None:
 def encode(
     tokenizer: Any, messages: Sequence[str], settings: Settings, history: Sequence[dict[str, str]] = ()
 ) -> list[int]:
-    """Ids of a conversation: what the user and the model said in turn behind ``history``, the user last."""
+    """Encode a conversation as token ids.
+
+    Args:
+        tokenizer: the target's.
+        messages: what the user and the model said in turn, the user last.
+        settings: how they are asked.
+        history: messages before these.
+    """
     if history and settings.raw:
         raise ValueError("--raw continues a text, and a prompt is a conversation")
     if history or not (settings.raw or tokenizer.chat_template is None):
@@ -206,7 +107,7 @@ def encode(
 
 
 def describe(target: nn.Module, draft: Drafter) -> dict[str, Any]:
-    """The machine, the versions and the models: all that a speed depends on beside :class:`Settings`."""
+    """Describe the machine, the versions and the models: what a speed depends on besides the settings."""
     device = target.get_input_embeddings().weight.device
     return {
         "machine": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
@@ -240,174 +141,107 @@ def _processor() -> str:
         return platform.processor() or platform.machine()
 
 
-# ---------------------------------------------------------------------------------------------- resuming
-
-
-class Journal:
-    """Finished prompts of one dataset in a file: a first line of settings, then a line each.
-
-    A last line that was torn by a kill is dropped. Nothing is written before the first :meth:`append`.
-
-    Raises:
-        ValueError: the file was written with other settings, which the message names, or is no such file.
-    """
-
-    def __init__(self, path: Path, settings: dict[str, Any]) -> None:
-        self.path = path
-        self.settings = json.loads(json.dumps(settings))
-        self.fingerprint = hashlib.sha256(json.dumps(self.settings, sort_keys=True).encode()).hexdigest()[:16]
-        self.done: dict[str, list[dict[str, Any]]] = {}
-        self._length = 0  # bytes of whole lines
-        if path.exists():
-            self._read()
-
-    def _read(self) -> None:
-        raw = self.path.read_bytes()
-        self._length = raw.rfind(b"\n") + 1
-        for number, line in enumerate(raw[: self._length].splitlines(), 1):
-            try:
-                record = json.loads(line)
-                if number == 1:
-                    self._compare(record["settings"])
-                elif record["fingerprint"] == self.fingerprint:
-                    self.done[record["prompt"]] = record["turns"]
-            except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
-                raise ValueError(f"{self.path}, line {number}, is no line of a benchmark: delete the file") from error
-
-    def _compare(self, theirs: dict[str, Any]) -> None:
-        names = [name for name in {**theirs, **self.settings} if theirs.get(name) != self.settings.get(name)]
-        if names:
-            listed = ", ".join(f"{name} {theirs.get(name)!r}, now {self.settings.get(name)!r}" for name in names)
-            raise ValueError(f"{self.path} was measured with {listed}: give another --out, or delete it")
-
-    def append(self, key: str, turns: list[dict[str, Any]]) -> None:
-        """Note a finished prompt; it is on disk when this returns."""
-        lines = [] if self._length else [{"fingerprint": self.fingerprint, "settings": self.settings}]
-        lines.append({"fingerprint": self.fingerprint, "prompt": key, "turns": turns})
-        raw = "".join(json.dumps(line) + "\n" for line in lines).encode()
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("r+b" if self.path.exists() else "wb") as file:
-            file.truncate(self._length)
-            file.seek(self._length)
-            file.write(raw)
-            file.flush()
-            os.fsync(file.fileno())
-        self._length += len(raw)
-        self.done[key] = turns
-
-
-# ---------------------------------------------------------------------------------------------- running
+# ---------------------------------------------------------------------------------------------- answering
 
 
 def distinct_ngrams(answer: Sequence[int], size: int = _NGRAM) -> tuple[int, int]:
-    """How many different runs of ``size`` tokens an answer has, and how many in all."""
+    """Count the different runs of ``size`` tokens in an answer, and all of them."""
     grams = [tuple(answer[start : start + size]) for start in range(len(answer) - size + 1)]
     return len(set(grams)), len(grams)
 
 
-class Runner:
-    """One-token decoding and DFlash for one pair, answering the same conversations.
+class PairRunner:
+    """Answers conversations with one-token decoding and with DFlash.
 
     Args:
+        target, draft, tokenizer: the pair.
+        settings: how prompts are asked and answered.
         longest: tokens of a conversation and its last answer together.
     """
 
     def __init__(self, target: nn.Module, draft: Drafter, tokenizer: Any, settings: Settings, longest: int) -> None:
-        self.tokenizer, self.settings = tokenizer, settings
-        self.device = target.get_input_embeddings().weight.device
-        common = {"max_length": longest, "compile": settings.compile, "reuse_prefix": False}
-        self.dflash = Generator(target, draft, block_size=settings.block_size, **common)
-        rows = self.dflash.block_size if settings.padded else 1
-        self.one_token = Generator(target, None, block_size=rows, **common)
-        self._turns = 0
-
-    def answer(self, generator: Generator, ids: list[int], limit: int | None = None) -> tuple[list[int], Any, float]:
-        """New ids, statistics and seconds of one answer."""
-        began = time.perf_counter()
-        out = generator.generate(
-            torch.tensor([ids], device=self.device),
-            max_new_tokens=limit or self.settings.max_new_tokens,
-            temperature=self.settings.temperature,
-            top_k=0,
-            top_p=1.0,
-            min_p=0.0,
-            seed=self.settings.seed,
-            draft_sharpness=self.settings.draft_sharpness if generator is self.dflash else "auto",
-            return_dict_in_generate=True,
+        self.tokenizer, self.settings, self.longest = tokenizer, settings, longest
+        shared = ("max_new_tokens", "temperature", "seed", "draft_sharpness")
+        runners = pair_runners(
+            target,
+            draft,
+            Decoding(**{name: getattr(settings, name) for name in shared}),
+            block_size=settings.block_size,
+            padded=settings.padded,
+            max_length=longest,
+            compile=settings.compile,
         )
-        return out.sequences[0, len(ids) :].tolist(), out.statistics, time.perf_counter() - began
+        self.comparison = Comparison(runners)
+        self._is_warm = False
 
-    def run(self, prompt: Prompt) -> list[dict[str, Any]]:
-        """Answer ``prompt`` both ways: a record a turn, up to the first turn that is too long for the model."""
+    def run(self, prompt: Prompt) -> list[Record]:
+        """Answer a prompt both ways: one record per turn, up to the first turn that is too long for the model."""
         messages, records = [], []
         for turn in prompt.turns if self.settings.turns == "all" else prompt.turns[:1]:
             messages.append(turn)
             ids = encode(self.tokenizer, messages, self.settings, prompt.history)
-            if len(ids) + self.settings.max_new_tokens > self.dflash.max_length:
+            if len(ids) + self.settings.max_new_tokens > self.longest:
                 break
-            generators = (self.one_token, self.dflash)
-            if self._turns == 0:
-                for generator in generators:  # warm up, for nothing
-                    self.answer(generator, ids, min(_WARM_UP, self.settings.max_new_tokens))
-            self._turns += 1
-            answers = {generator: self.answer(generator, ids) for generator in generators[:: (-1) ** self._turns]}
-            expected, _, one_token_seconds = answers[self.one_token]
-            new, statistics, seconds = answers[self.dflash]
-            records.append(
-                {
-                    "prompt_tokens": len(ids),
-                    "new_tokens": len(new),
-                    "seconds": seconds,
-                    "one_token_new_tokens": len(expected),
-                    "one_token_seconds": one_token_seconds,
-                    "acceptance_lengths": statistics.acceptance_lengths[0],
-                    "identical": new == expected,
-                    "ngrams": list(distinct_ngrams(new)),
-                }
-            )
-            messages.append(self.tokenizer.decode(expected, skip_special_tokens=True))
+            if not self._is_warm:
+                self.comparison.warm_up(ids)
+                self._is_warm = True
+            answers = self.comparison.answer(ids)
+            records.append(_record(ids, answers["one-token"], answers["dflash"]))
+            messages.append(self.tokenizer.decode(answers["one-token"].ids, skip_special_tokens=True))
         return records
 
 
-def summarise(records: Sequence[Sequence[dict[str, Any]]], block_size: int, wanted: int) -> dict[str, Any]:
-    """What a dataset's records say.
+def _record(prompt: Sequence[int], expected: Answer, answer: Answer) -> Record:
+    return {
+        "prompt_tokens": len(prompt),
+        "new_tokens": len(answer.ids),
+        "seconds": answer.seconds,
+        "one_token_new_tokens": len(expected.ids),
+        "one_token_seconds": expected.seconds,
+        "acceptance_lengths": answer.steps,
+        "identical": answer.ids == expected.ids,
+        "ngrams": list(distinct_ngrams(answer.ids)),
+    }
+
+
+def summarize(records: Sequence[Sequence[Record]], block_size: int, wanted: int) -> dict[str, Any]:
+    """Add up the records of a dataset.
 
     Args:
-        records: per prompt, a record a turn, as :meth:`Runner.run` makes them; at least one in all.
-        wanted: turns that there are; those without a record were too long for the model.
+        records: per prompt, one record per turn; at least one in all.
+        block_size: rows that a step verified.
+        wanted: turns that there are. Those without a record were too long for the model.
 
     Returns:
         tokens_per_second, one_token_tokens_per_second (totals over totals) and speedup, their ratio;
-        acceptance_length, mean tokens a step, bonus token counted; ``histogram[m]`` steps wrote ``m`` tokens;
+        acceptance_length, mean tokens per step, bonus token counted; ``histogram[m]`` steps wrote ``m`` tokens;
         ``acceptance_per_position[j]``, the share of steps that kept drafted token ``j + 1``, and
-        ``conditional_acceptance[j]``, the same of those steps that kept the one before (None where none did);
-        identical of ``turns`` answers equal one-token decoding's; distinct_ngrams, the share of 8-grams that were new
-        within their answer, which is low where the model loops.
+        ``conditional_acceptance[j]``, the same among the steps that kept the one before (None if none did);
+        identical of ``turns`` answers equal those of one-token decoding; distinct_ngrams, the share of 8-grams that
+        were new within their answer, which is low if the model loops.
     """
     turns = [turn for prompt in records for turn in prompt]
-
-    def total(name: str) -> float:
-        return sum(turn[name] for turn in turns)
-
-    steps = [length for turn in turns for length in turn["acceptance_lengths"]]
-    statistics = Statistics([steps], block_size, [total("new_tokens")], 0.0, total("seconds"))
-    kept = statistics.acceptance_per_position
-    one_token = total("one_token_new_tokens") / total("one_token_seconds")
+    dflash, one_token = Total(), Total()
+    for turn in turns:
+        dflash.add(turn["new_tokens"], turn["seconds"], turn["acceptance_lengths"])
+        one_token.add(turn["one_token_new_tokens"], turn["one_token_seconds"])
+    statistics = dflash.statistics(block_size)
+    shares = statistics.acceptance_per_position
     distinct, grams = (sum(turn["ngrams"][i] for turn in turns) for i in (0, 1))
     return {
         "prompts": len(records),
         "turns": len(turns),
         "skipped": wanted - len(turns),
-        "new_tokens": total("new_tokens"),
-        "seconds": total("seconds"),
-        "one_token_seconds": total("one_token_seconds"),
-        "tokens_per_second": statistics.tokens_per_second,
-        "one_token_tokens_per_second": one_token,
-        "speedup": statistics.tokens_per_second / one_token,
-        "acceptance_length": statistics.acceptance_length if steps else None,
-        "acceptance_per_position": kept,
+        "new_tokens": dflash.tokens,
+        "seconds": dflash.seconds,
+        "one_token_seconds": one_token.seconds,
+        "tokens_per_second": dflash.tokens_per_second,
+        "one_token_tokens_per_second": one_token.tokens_per_second,
+        "speedup": dflash.tokens_per_second / one_token.tokens_per_second,
+        "acceptance_length": dflash.acceptance_length,
+        "acceptance_per_position": shares,
         "conditional_acceptance": [
-            share / before if before else None for share, before in zip(kept, [1.0, *kept], strict=False)
+            share / before if before else None for share, before in zip(shares, [1.0, *shares], strict=False)
         ],
         "histogram": statistics.histogram,
         "identical": sum(turn["identical"] for turn in turns),
@@ -415,8 +249,11 @@ def summarise(records: Sequence[Sequence[dict[str, Any]]], block_size: int, want
     }
 
 
+# ---------------------------------------------------------------------------------------------- a whole run
+
+
 def _longest(prompts: Iterable[Prompt], tokenizer: Any, settings: Settings, positions: int | None) -> int:
-    """Tokens that the longest conversation that the model can hold may have, 0 if there is none."""
+    """Return the tokens of the longest conversation that fits the model, with its answers; 0 if none fits."""
     longest, new = 0, settings.max_new_tokens
     for prompt in prompts:
         needed = len(encode(tokenizer, prompt.turns[:1], settings, prompt.history)) + new
@@ -431,33 +268,36 @@ def _longest(prompts: Iterable[Prompt], tokenizer: Any, settings: Settings, posi
     return longest if positions is None else min(longest, positions)
 
 
-def benchmark(
+def run_benchmark(
     target: nn.Module,
     draft: Drafter,
     tokenizer: Any,
-    datasets: dict[str, list[Prompt]],
+    datasets: Mapping[str, list[Prompt]],
     settings: Settings,
     *,
-    about: dict[str, str] | None = None,
+    about: Mapping[str, str] | None = None,
     out: str | Path | None = None,
-    advance: Callable[[str, list[dict[str, Any]]], None] = lambda dataset, records: None,
+    advance: Advance = lambda dataset, records: None,
 ) -> dict[str, Any]:
-    """Run every dataset; with ``out``, go on where an earlier run was stopped.
+    """Run every dataset. With ``out``, continue an earlier run that was stopped.
 
     Args:
-        datasets: prompts by name, as :func:`load_prompts` gives them.
-        about: what the header says besides: names of the models, the command.
+        target, draft, tokenizer: the pair.
+        datasets: prompts by name, from :func:`~dflash.evaluate.datasets.load_prompts`.
+        settings: how they are asked and answered.
+        about: further entries of the header: names of the models, the command.
         out: a folder; gets ``NAME.jsonl`` for each dataset and ``summary.json``.
-        advance: called with the name and the records of each prompt that is done, those of an earlier run first.
+        advance: called with the name and the records of each finished prompt, those of an earlier run first.
 
     Returns:
-        ``{"header": ..., "datasets": {name: summarise(...)}}``.
+        ``{"header": ..., "datasets": {name: summarize(...)}}``.
 
     Raises:
         ValueError: the settings do not fit the tokenizer or the models, ``out`` holds a run with other settings, or no
             prompt of a dataset fits the model.
     """
     check_settings(settings, tokenizer)
+    # 1. Find what fits the model, and build the generators.
     block_size = draft.config.block_size if settings.block_size is None else settings.block_size
     header = {**describe(target, draft), **dataclasses.asdict(settings), "block_size": block_size}
     header["draft_sharpness"] = str(settings.draft_sharpness)  # JSON has no infinity
@@ -468,151 +308,66 @@ def benchmark(
             raise ValueError(
                 f"no prompt of {name} and {settings.max_new_tokens} new tokens fit the model's {positions} positions"
             )
-    folder = None if out is None else Path(out)
-    journals = {name: None if folder is None else Journal(folder / f"{name}.jsonl", header) for name in datasets}
-    runner = Runner(target, draft, tokenizer, settings, max(longest.values()))
-    summaries = {}
-    for name, prompts in datasets.items():
-        journal, records = journals[name], {}
-        if journal is not None:
-            records = {prompt.key: journal.done[prompt.key] for prompt in prompts if prompt.key in journal.done}
-        for earlier in records.values():
-            advance(name, earlier)
-        for prompt in prompts:
-            if prompt.key in records:
-                continue
-            records[prompt.key] = runner.run(prompt)
-            if journal is not None:
-                journal.append(prompt.key, records[prompt.key])
-            advance(name, records[prompt.key])
-        wanted = sum(len(prompt.turns) if settings.turns == "all" else 1 for prompt in prompts)
-        summaries[name] = summarise(list(records.values()), block_size, wanted)
+    runner = PairRunner(target, draft, tokenizer, settings, max(longest.values()))
+    # 2. Open all journals before the first prompt: one of another run is refused at once.
+    folder, summaries = None if out is None else Path(out), {}
+    with contextlib.ExitStack() as stack:
+        journals = {}
+        if folder is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            journals = {name: stack.enter_context(Journal(folder / f"{name}.jsonl", header)) for name in datasets}
+        # 3. Answer what no journal has, dataset by dataset.
+        for name, prompts in datasets.items():
+            records = _run_dataset(runner, prompts, journals.get(name), functools.partial(advance, name))
+            wanted = sum(len(prompt.turns) if settings.turns == "all" else 1 for prompt in prompts)
+            summaries[name] = summarize(records, block_size, wanted)
+    # 4. Report.
     finished = datetime.now(timezone.utc).isoformat(timespec="seconds")
     report = {"header": {**(about or {}), "finished": finished, **header}, "datasets": summaries}
     if folder is not None:
-        whole_file(folder / "summary.json", lambda path: path.write_text(json.dumps(report, indent=1) + "\n"))
+        write_atomically(folder / "summary.json", lambda path: path.write_text(json.dumps(report, indent=1) + "\n"))
     return report
 
 
-# ---------------------------------------------------------------------------------------------- showing
+def _run_dataset(
+    runner: PairRunner, prompts: Sequence[Prompt], journal: Journal | None, advance: Callable[[list[Record]], None]
+) -> list[list[Record]]:
+    """Return the records of every prompt, those from the journal first."""
+    finished = {} if journal is None else _read_journal(journal)
+    records = [finished[prompt.key] for prompt in prompts if prompt.key in finished]
+    for earlier in records:
+        advance(earlier)
+    for prompt in prompts:
+        if prompt.key in finished:
+            continue
+        records.append(runner.run(prompt))
+        if journal is not None:
+            journal.append([{"prompt": prompt.key, "turns": records[-1]}])
+        advance(records[-1])
+    return records
+
+
+def _read_journal(journal: Journal) -> dict[str, list[Record]]:
+    """Return the records of the finished prompts by their keys."""
+    finished = {}
+    for number, record in journal.read():
+        try:
+            finished[record["prompt"]] = record["turns"]
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{journal.path}, line {number}: not a prompt of a benchmark; delete the file") from error
+    return finished
 
 
 @contextlib.contextmanager
-def progress_bars(totals: dict[str, int]) -> Iterator[Callable[[str, list[dict[str, Any]]], None]]:
-    """A bar on standard error, where that is a terminal; gives what to call with each prompt's records."""
-    seen: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in totals}
+def progress_bars(totals: Mapping[str, int]) -> Iterator[Advance]:
+    """Show a bar per dataset on a terminal's standard error; yields what to call with each prompt's records."""
+    seen: dict[str, list[list[Record]]] = {name: [] for name in totals}
     with bars(totals) as show:
 
-        def advance(name: str, records: list[dict[str, Any]]) -> None:
+        def advance(name: str, records: list[Record]) -> None:
             seen[name].append(records)
             steps = [length for part in seen[name] for record in part for length in record["acceptance_lengths"]]
-            so_far = f"{sum(steps) / len(steps):.2f} tokens a step" if steps else ""
-            show(name, len(seen[name]), totals[name], so_far)
+            text = f"{sum(steps) / len(steps):.2f} tokens per step" if steps else ""
+            show(name, len(seen[name]), totals[name], text)
 
         yield advance
-
-
-def print_report(report: dict[str, Any], console: Console) -> None:
-    """Print a report of :func:`benchmark` as text, 80 columns wide for up to four datasets."""
-    from rich.table import Table
-
-    header, datasets = report["header"], report["datasets"]
-
-    def say(line: str) -> None:
-        console.out(line, highlight=False)
-
-    say(
-        f"{header['machine']}, {header['threads']} threads, {header['isa']}, {header['dtype']}, "
-        f"target of {header['target_parameters'] / 1e6:.1f} M parameters, torch {header['torch']}, "
-        f"T = {header['temperature']:g}, block {header['block_size']}"
-    )
-    columns = ("tokens", "tokens/s", "one-token", "speedup", "accepted", "identical", "distinct")
-    table = Table("", *columns, box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for name, found in datasets.items():
-        length, distinct = found["acceptance_length"], found["distinct_ngrams"]
-        table.add_row(
-            name,
-            str(found["new_tokens"]),
-            f"{found['tokens_per_second']:.1f}",
-            f"{found['one_token_tokens_per_second']:.1f}",
-            f"{found['speedup']:.2f}x",
-            "-" if length is None else f"{length:.2f}",
-            f"{found['identical']}/{found['turns']}",
-            "-" if distinct is None else f"{distinct:.0%}",
-        )
-    console.print(table)
-    say("accepted: tokens a step, bonus token counted; distinct: 8-grams that were new in their answer\n")
-    if header["block_size"] > 1:
-        say("share of steps that kept each drafted token (of those that kept the one before)")
-        table = Table("", *datasets, box=None, padding=(0, 2, 0, 0), pad_edge=False)
-        for column in table.columns:
-            column.justify = "right"
-        for position in range(header["block_size"] - 1):
-            row = []
-            for found in datasets.values():
-                kept, given = found["acceptance_per_position"][position], found["conditional_acceptance"][position]
-                row.append(f"{kept:4.0%} {'' if given is None else f'({given:.0%})':>6}")
-            table.add_row(str(position + 1), *row)
-        console.print(table)
-    for name, found in datasets.items():
-        say(f"{name}: steps of 1 .. {header['block_size']} tokens: {' '.join(map(str, found['histogram'][1:]))}")
-    for name, found in datasets.items():
-        if found["skipped"]:
-            say(f"{name}: {found['skipped']} turns left out, longer than the model's positions")
-
-
-# ---------------------------------------------------------------------------------------------- plotting
-
-
-def check_plot(path: str | Path) -> None:
-    """Raise ``ValueError`` now if :func:`plot` could not write ``path`` later."""
-    path = Path(path)
-    if path.suffix.lower() != ".png":
-        raise ValueError(f"--plot writes a .png, got {str(path)!r}")
-    if not path.parent.is_dir():
-        raise ValueError(f"--plot: there is no folder {str(path.parent)!r}")
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise ValueError("--plot needs matplotlib: pip install '.[bench]'") from error
-
-
-def plot(report: dict[str, Any], path: str | Path) -> None:
-    """Draw a report of :func:`benchmark` as a PNG: speeds, acceptance by position, tokens a step."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(13, 4), layout="constrained")
-    speed, position, steps = figure.subplots(1, 3)
-    datasets, header = report["datasets"], report["header"]
-    width = 0.8 / len(datasets)
-    for index, (name, found) in enumerate(datasets.items()):
-        pair = (found["one_token_tokens_per_second"], found["tokens_per_second"])
-        speed.bar([index - 0.2, index + 0.2], pair, 0.38, color=["0.7", f"C{index}"])
-        speed.annotate(f"{found['speedup']:.2f}x", (index + 0.2, pair[1]), ha="center", va="bottom")
-        kept = found["acceptance_per_position"]
-        mean = found["acceptance_length"]
-        label = name if mean is None else f"{name}, {mean:.2f} tokens a step"
-        position.plot(range(1, len(kept) + 1), kept, marker="o", label=label)
-        counts = found["histogram"][1:]
-        shares = [count / max(sum(counts), 1) for count in counts]
-        places = [length + (index - (len(datasets) - 1) / 2) * width for length in range(1, len(shares) + 1)]
-        steps.bar(places, shares, width)
-    speed.set(
-        xticks=range(len(datasets)), xticklabels=datasets, ylabel="tokens/s", title="one-token decoding (grey), DFlash"
-    )
-    rows = range(1, header["block_size"] + 1)
-    position.set(
-        xticks=rows[:-1],
-        xlabel="drafted token",
-        ylabel="share of steps that kept it",
-        ylim=(0, 1.02),
-        title="acceptance",
-    )
-    position.legend()
-    steps.set(xticks=rows, xlabel="tokens a step", ylabel="share of steps", title="steps")
-    figure.suptitle(
-        f"{header.get('model', 'target')}, {header['machine']}, {header['dtype']}, T = {header['temperature']:g}"
-    )
-    figure.savefig(path, dpi=120, format="png")

@@ -1,117 +1,65 @@
-"""The pair that comes inside the package, and ``dflash demo``: held-out prompts answered three ways in one run.
-
-The pair is a folder with ``target/``, ``draft/`` and ``prompts.jsonl``, one object a line: ``prompt``, ``answer`` (null
-where many are right) and ``kind``. No step of either model's training saw these prompts.
-"""
+"""``dflash demo``: held-out prompts answered three ways in one run, within a number of seconds."""
 
 from __future__ import annotations
 
-import itertools
+import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
-from ..drafter import Drafter, load_draft
-from ..files import json_lines
-from ..generator import Generator, Statistics
-from ..streaming import TextDecoder
-from .prompts import plain_ids
+from ..drafter import Drafter
+from ..outputs import StreamEvent
+from .compare import Answer, Clock, Comparison, Decoding, Total, TransformersRunner, pair_runners
+from .pair import ARROW, PAIR, Prompt, demo_pair, demo_prompts, encode
+from .report import print_answer, print_demo, print_legend
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-PAIR = Path(__file__).parents[1] / "pair"
-ACCEPTED, BONUS = "green", "bold underline yellow"  # without colours the bonus tokens still stand out
-ARROW = "\n=>\n"  # how the package's prompts end
-_SHOWN = 3  # answers streamed; the others are only measured
-_BAR = 40
+__all__ = ["ARROW", "PAIR", "SECONDS", "Budget", "Report", "demo_pair", "demo_prompts", "encode", "measure", "run_demo"]
+
+SECONDS = 30.0  # on two busy cores, imports and the last answers then still end within a minute
+_STREAMED = 3  # answers that are shown; the others are only measured
+Show = Callable[[Prompt, Iterator[StreamEvent]], None]
 
 
-class Prompt(NamedTuple):
-    """A held-out prompt, its one right answer if it has one, and what kind of task it is."""
+class Budget:
+    """A time to spend, which starts when the budget is made.
 
-    text: str
-    answer: str | None = None
-    kind: str = ""
-
-
-def demo_pair(folder: str | Path = PAIR, *, dtype: torch.dtype = torch.float32) -> tuple[Any, Drafter, Any]:
-    """The target, its drafter and its tokenizer, as they come with the package; on the CPU.
-
-    >>> target, draft, tokenizer = dflash.demo_pair()
-    >>> ids = dflash.demo.encode(tokenizer, dflash.demo.demo_prompts()[0].text)
-    >>> dflash.generate(target, draft, ids, max_new_tokens=200)
-
-    Raises:
-        FileNotFoundError: there is no pair in ``folder``.
+    Args:
+        seconds: None for no limit.
+        clock: seconds from any start.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
 
-    folder = _existing(folder)
-    draft = load_draft(folder / "draft", dtype=dtype)
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        target = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=dtype, local_files_only=True).eval()
-    finally:
-        if shown:
-            logging.enable_progress_bar()
-    return target, draft, AutoTokenizer.from_pretrained(folder / "target", local_files_only=True)
+    def __init__(self, seconds: float | None = None, clock: Clock = time.perf_counter) -> None:
+        self.seconds, self._clock = seconds, clock
+        self._began = clock()
 
-
-def demo_prompts(folder: str | Path = PAIR) -> list[Prompt]:
-    """The pair's held-out prompts, one of each kind, then the second of each kind, and so on.
-
-    Raises:
-        FileNotFoundError: there is no pair in ``folder``.
-    """
-    kinds: dict[str, list[Prompt]] = {}
-    for _, _, record in json_lines(_existing(folder) / "prompts.jsonl"):
-        prompt = Prompt(record["prompt"], record.get("answer"), record.get("kind") or "")
-        kinds.setdefault(prompt.kind, []).append(prompt)
-    return [prompt for row in itertools.zip_longest(*kinds.values()) for prompt in row if prompt is not None]
-
-
-def _existing(folder: str | Path) -> Path:
-    folder = Path(folder)
-    for name in ("target", "draft", "prompts.jsonl"):
-        if not (folder / name).exists():
-            raise FileNotFoundError(
-                f"no pair in {folder}: there is no {name}; python -m dflash.train.demo_pair makes one"
-            )
-    return folder
-
-
-def encode(tokenizer: Any, text: str) -> Tensor:
-    """``text`` as the pair was trained to read it: ``[1, length]`` ids behind the BOS token."""
-    return torch.tensor([plain_ids(tokenizer, text, bos=True)])
-
-
-# ---------------------------------------------------------------------------------------------- measuring
+    def is_spent(self, share: float = 1.0) -> bool:
+        """True if this share of the time has passed."""
+        return self.seconds is not None and self._clock() - self._began >= share * self.seconds
 
 
 @dataclass(frozen=True)
 class Report:
-    """What :func:`measure` found; speeds count the prompts' forward passes too.
+    """What :func:`measure` found. Speeds count the prompts' forward passes too.
 
     Attributes:
-        identical: every answer was, token for token, that of one-token decoding with the same seed and, at temperature
-            0, that of transformers' greedy ``generate``.
+        identical: True if every answer was, token for token, that of one-token decoding with the same seed and, at
+            temperature 0, that of transformers' greedy ``generate``.
         speedup: ``tokens_per_second / baseline_tokens_per_second``.
-        acceptance_length: mean tokens a step, bonus token counted; None when no step ran.
-        tokens_per_second: of DFlash, all answers' tokens over all their seconds, as for the others.
+        acceptance_length: mean tokens per step, bonus token counted; None when no step ran.
+        tokens_per_second: of DFlash: the tokens of all answers over the seconds of all answers.
         baseline_tokens_per_second: the faster of the next two.
         one_token_tokens_per_second: this package without a drafter.
         transformers_tokens_per_second: the target's own ``generate``.
         histogram: ``histogram[m]`` steps wrote ``m`` tokens.
-        prompts, new_tokens: how much was measured.
-        right: how many answers were the right one, of the ``answerable`` prompts that have just one.
+        temperature, seed: how answers were decoded.
+        prompts: how many were answered, of the ``available`` ones.
+        new_tokens: how many DFlash wrote.
+        right: how many answers were right, of the ``answerable`` prompts that have only one right answer.
     """
 
     identical: bool
@@ -125,6 +73,7 @@ class Report:
     temperature: float
     seed: int
     prompts: int
+    available: int
     new_tokens: int
     right: int
     answerable: int
@@ -135,199 +84,136 @@ def measure(
     draft: Drafter,
     tokenizer: Any,
     prompts: Sequence[Prompt],
+    decoding: Decoding,
     *,
-    max_new_tokens: int = 256,
-    temperature: float = 0.0,
-    seed: int = 0,
-    show: Callable[[str, Tensor, Generator, dict[str, Any]], None] | None = None,
+    budget: Budget | None = None,
+    show: Show | None = None,
 ) -> Report:
-    """Answer ``prompts`` with transformers' ``generate``, one token a step and DFlash, after a warm-up.
+    """Answer prompts with transformers' ``generate``, with one token per step, and with DFlash.
 
     Args:
-        prompts: at least one.
-        show: called with the text, ids, generator and arguments of the first few prompts, before anything is timed.
+        target, draft, tokenizer: the pair.
+        prompts: at least one. The first is always answered, another only while the budget lasts.
+        decoding: how they are answered.
+        budget: None for no limit.
+        show: called with each of the first few prompts and its stream of events, before anything is timed.
 
     Raises:
-        ValueError: an argument is out of range, or a prompt and ``max_new_tokens`` pass the model's positions.
+        ValueError: an argument is out of range, or a prompt and its answer may pass the model's positions.
     """
-    ids = [encode(tokenizer, prompt.text) for prompt in prompts]
-    longest, positions = max(row.shape[1] for row in ids), target.config.max_position_embeddings
-    if longest + max_new_tokens > positions:
+    budget = budget or Budget()
+    # 1. Encode all prompts, and build what answers them.
+    ids = [encode(tokenizer, prompt.text)[0].tolist() for prompt in prompts]
+    shortest, longest = min(ids, key=len), max(ids, key=len)
+    needed, positions = len(longest) + decoding.max_new_tokens, target.config.max_position_embeddings
+    if needed > positions:
         raise ValueError(
-            f"a prompt of {longest} tokens and {max_new_tokens} new tokens pass the target's "
+            f"a prompt of {len(longest)} tokens and {decoding.max_new_tokens} new tokens pass the target's "
             f"max_position_embeddings, {positions}"
         )
-    eos = tokenizer.eos_token_id
-    # The temperature alone: transformers would add a top_k of 50 unless told otherwise.
-    plain = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": 0}
-    arguments = {**plain, "seed": seed, "stop_token_ids": [eos]}
+    decoding = dataclasses.replace(decoding, stop_token_ids=(tokenizer.eos_token_id,))
+    ours = pair_runners(target, draft, decoding, max_length=needed)
+    comparison = Comparison({"transformers": TransformersRunner(target, decoding, tokenizer.eos_token_id), **ours})
+    # 2. Stream a few answers, for at most a quarter of the time.
+    for number, prompt in enumerate(prompts[:_STREAMED] if show is not None else []):
+        if number == 0 or not budget.is_spent(0.25):
+            show(prompt, ours["dflash"].stream(ids[number]))
+    # 3. Warm up at both ends of the lengths, for at most half of the time.
+    comparison.warm_up(longest)
+    if len(shortest) < len(longest) and not budget.is_spent(0.5):
+        comparison.warm_up(shortest)
+    # 4. Answer prompts until the time is spent.
+    answers: list[dict[str, Answer]] = []
+    for row in ids:
+        if not answers or not budget.is_spent():
+            answers.append(comparison.answer(row))
+    return _report(prompts, answers, decoding, ours["dflash"].generator.block_size, tokenizer)
 
-    def generator(drafter: Drafter | None) -> Generator:
-        return Generator(target, drafter, max_length=longest + max_new_tokens, reuse_prefix=False)
 
-    def ours(generator: Generator) -> Callable[[Tensor], tuple[Tensor, list[int]]]:
-        def run(row: Tensor) -> tuple[Tensor, list[int]]:
-            out = generator.generate(row, return_dict_in_generate=True, **arguments)
-            return out.sequences, out.statistics.acceptance_lengths[0]
-
-        return run
-
-    def theirs(row: Tensor) -> tuple[Tensor, list[int]]:
-        sampled = (
-            {**plain, "do_sample": True} if temperature else {"max_new_tokens": max_new_tokens, "do_sample": False}
-        )
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            mask = torch.ones_like(row)
-            out = target.generate(
-                row, attention_mask=mask, use_cache=True, eos_token_id=eos, pad_token_id=eos, **sampled
-            )
-        return out, []
-
-    dflash = generator(draft)
-    if show is not None:
-        for prompt, row in list(zip(prompts, ids, strict=True))[:_SHOWN]:
-            show(prompt.text, row, dflash, arguments)
-    runners = {"transformers": theirs, "one-token": ours(generator(None)), "dflash": ours(dflash)}
-    order = list(runners)
-    for row in {len(row[0]): row for row in (min(ids, key=torch.numel), max(ids, key=torch.numel))}.values():
-        for run in runners.values():  # warm up, for nothing
-            run(row)
-    seconds, tokens = dict.fromkeys(runners, 0.0), dict.fromkeys(runners, 0)
-    steps: dict[str, list[int]] = {name: [] for name in runners}
+def _report(
+    prompts: Sequence[Prompt], answers: list[dict[str, Answer]], decoding: Decoding, block_size: int, tokenizer: Any
+) -> Report:
+    totals = {name: Total() for name in answers[0]}
     identical, right = True, 0
-    for number, (prompt, row) in enumerate(zip(prompts, ids, strict=True)):
-        answers, first = {}, number % len(order)
-        for name in order[first:] + order[:first]:  # each goes first in turn
-            began = time.perf_counter()
-            out, lengths = runners[name](row)
-            seconds[name] += time.perf_counter() - began
-            answers[name] = out[0, row.shape[1] :].tolist()
-            tokens[name] += len(answers[name])
-            steps[name] += lengths
-        identical &= answers["dflash"] == answers["one-token"]
-        identical &= temperature > 0 or answers["dflash"] == answers["transformers"]
-        right += prompt.answer == tokenizer.decode(answers["dflash"], skip_special_tokens=True)
-    speed = {name: tokens[name] / seconds[name] for name in runners}
-    baseline = max(speed["transformers"], speed["one-token"])
-    counted = Statistics([steps["dflash"]], dflash.block_size, [tokens["dflash"]], 0.0, seconds["dflash"])
+    for prompt, answer in zip(prompts, answers, strict=False):
+        for name, total in totals.items():
+            total.add(len(answer[name].ids), answer[name].seconds, answer[name].steps)
+        drafted = answer["dflash"].ids
+        identical &= drafted == answer["one-token"].ids
+        identical &= decoding.temperature > 0 or drafted == answer["transformers"].ids
+        right += prompt.answer == tokenizer.decode(drafted, skip_special_tokens=True)
+    dflash = totals["dflash"]
+    speeds = {name: total.tokens_per_second for name, total in totals.items()}
+    baseline = max(speeds["transformers"], speeds["one-token"])
     return Report(
         identical=identical,
-        speedup=speed["dflash"] / baseline,
-        acceptance_length=counted.acceptance_length if steps["dflash"] else None,
-        tokens_per_second=speed["dflash"],
+        speedup=speeds["dflash"] / baseline,
+        acceptance_length=dflash.acceptance_length,
+        tokens_per_second=speeds["dflash"],
         baseline_tokens_per_second=baseline,
-        one_token_tokens_per_second=speed["one-token"],
-        transformers_tokens_per_second=speed["transformers"],
-        histogram=counted.histogram,
-        temperature=temperature,
-        seed=seed,
-        prompts=len(prompts),
-        new_tokens=tokens["dflash"],
+        one_token_tokens_per_second=speeds["one-token"],
+        transformers_tokens_per_second=speeds["transformers"],
+        histogram=dflash.statistics(block_size).histogram,
+        temperature=decoding.temperature,
+        seed=decoding.seed,
+        prompts=len(answers),
+        available=len(prompts),
+        new_tokens=dflash.tokens,
         right=right,
-        answerable=sum(prompt.answer is not None for prompt in prompts),
+        answerable=sum(prompt.answer is not None for prompt in prompts[: len(answers)]),
     )
 
 
-# ---------------------------------------------------------------------------------------------- showing
-
-
-def demo(
+def run_demo(
+    decoding: Decoding,
     *,
     folder: str | Path = PAIR,
     prompt: str | None = None,
     prompts: int | None = None,
-    max_new_tokens: int = 256,
-    temperature: float = 0.0,
-    seed: int = 0,
+    seconds: float | None = None,
     console: Console | None = None,
 ) -> Report:
-    """Load the pair, answer its first ``prompts`` held-out prompts (all), or ``prompt``, and measure.
+    """Load a pair, answer its held-out prompts, or ``prompt``, and measure.
 
-    With a ``console`` the first few answers are streamed to it, then the table is printed.
+    Args:
+        decoding: how they are answered.
+        folder: the pair.
+        prompt: answered in the place of the held-out prompts.
+        prompts: answer exactly so many held-out prompts, however long it takes.
+        seconds: start no other held-out prompt after this time; None is :data:`SECONDS`.
+        console: gets the first few answers as they are written, then the report.
 
     Raises:
-        ValueError, FileNotFoundError: as :func:`measure` and :func:`demo_pair` do.
+        ValueError: options contradict each other, and what :func:`measure` raises.
+        FileNotFoundError: ``folder`` holds no pair.
     """
+    _check_options(prompt, prompts, seconds)
+    budget = Budget(None if prompts is not None else SECONDS if seconds is None else seconds)
+    known = demo_prompts(folder)
+    if prompt is not None and not prompt.endswith(ARROW) and all(other.text.endswith(ARROW) for other in known):
+        prompt += ARROW
+    asked = known[:prompts] if prompt is None else [Prompt(prompt)]
+    target, draft, tokenizer = demo_pair(folder)
+
+    def show(prompt: Prompt, events: Iterator[StreamEvent]) -> None:
+        print_answer(console, tokenizer, prompt.text, events)
+
+    if console is not None:
+        print_legend(console)
+    report = measure(target, draft, tokenizer, asked, decoding, budget=budget, show=show if console else None)
+    report = dataclasses.replace(report, available=len(known) if prompt is None else 1)
+    if console is not None:
+        sizes = [sum(parameter.numel() for parameter in model.parameters()) / 1e6 for model in (target, draft)]
+        print_demo(console, report, f"target of {sizes[0]:.1f} M parameters, drafter of {sizes[1]:.1f} M, float32")
+    return report
+
+
+def _check_options(prompt: str | None, prompts: int | None, seconds: float | None) -> None:
     if prompt is not None and prompts is not None:
         raise ValueError("--prompts counts held-out prompts: it does not go with --prompt")
     if prompts is not None and prompts < 1:
         raise ValueError(f"--prompts must be at least 1, got {prompts}")
-    known = demo_prompts(folder)
-    if prompt is not None and not prompt.endswith(ARROW) and all(other.text.endswith(ARROW) for other in known):
-        prompt += ARROW  # the sign that the pair was trained to answer behind
-    asked = [Prompt(prompt)] if prompt is not None else known[:prompts]
-    target, draft, tokenizer = demo_pair(folder)
-    arguments = {"max_new_tokens": max_new_tokens, "temperature": temperature, "seed": seed}
-    if console is None:
-        return measure(target, draft, tokenizer, asked, **arguments)
-    if console.is_terminal:
-        console.out("accepted drafts", style=ACCEPTED, end=", ", highlight=False)
-        console.out("the target's own tokens", style=BONUS, highlight=False)
-
-    def show(text: str, ids: Tensor, generator: Generator, arguments: dict[str, Any]) -> None:
-        _print_answer(console, tokenizer, text, ids, generator, arguments)
-
-    report = measure(target, draft, tokenizer, asked, show=show, **arguments)
-    size = [sum(parameter.numel() for parameter in model.parameters()) / 1e6 for model in (target, draft)]
-    _print_report(console, report, f"target of {size[0]:.1f} M parameters, drafter of {size[1]:.1f} M, float32")
-    return report
-
-
-def _print_answer(
-    console: Console, tokenizer: Any, text: str, ids: Tensor, generator: Generator, arguments: dict[str, Any]
-) -> None:
-    """Stream one answer, each step's accepted drafts in one colour and its bonus token in another."""
-    console.out()
-    console.out(text, style="dim", end="" if text.endswith("\n") else "\n", highlight=False)
-    decoder = TextDecoder(tokenizer, skip_special_tokens=True)
-    event = None
-    for event in generator.stream(ids, **arguments):
-        new, accepted = event.ids[0], event.accepted[0]
-        console.out(decoder.push(new[:accepted]), style=ACCEPTED, end="", highlight=False)
-        console.out(decoder.push(new[accepted:]), style=BONUS, end="", highlight=False)
-    console.out(decoder.finish(), style=BONUS, highlight=False)
-    statistics = event.statistics
-    count, steps = statistics.num_new_tokens[0], len(statistics.acceptance_lengths[0])
-    console.out(f"({count} tokens: 1 from the prompt, {count - 1} in {steps} steps)", style="dim", highlight=False)
-
-
-def _print_report(console: Console, report: Report, models: str) -> None:
-    from rich.table import Table
-
-    console.out()
-    acceptance = "-" if report.acceptance_length is None else f"{report.acceptance_length:.2f}"
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    table.add_column("")
-    for name in ("tokens/s", "speedup", "acceptance length"):
-        table.add_column(name, justify="right")
-    for name, speed, length in (
-        ("transformers generate", report.transformers_tokens_per_second, "1.00"),
-        ("one-token decoding", report.one_token_tokens_per_second, "1.00"),
-        ("DFlash", report.tokens_per_second, acceptance),
-    ):
-        style = "bold" if name == "DFlash" else None
-        table.add_row(name, f"{speed:.0f}", f"{speed / report.baseline_tokens_per_second:.2f}x", length, style=style)
-    console.print(table)
-    count = "1 prompt" if report.prompts == 1 else f"{report.prompts} prompts"
-    lines = (
-        f"{models}, {torch.get_num_threads()} threads, T = {report.temperature:g}",
-        f"{count}, {report.new_tokens} tokens; the prompts' own forward passes are counted too",
-    )
-    for line in lines:
-        console.out(line, style="dim", highlight=False)
-    console.out("\ntokens a step", highlight=False)
-    block = "█" if (console.encoding or "").lower().startswith("utf") else "#"
-    most = max([*report.histogram, 1])
-    for length, count in enumerate(report.histogram[1:], 1):
-        console.out(f"{length:3} ", end="", highlight=False)
-        console.out(block * -(-_BAR * count // most), style=ACCEPTED, end="", highlight=False)
-        console.out(f" {count}" if count else "", highlight=False)
-    with_what = "one-token decoding, same seed"
-    if report.temperature == 0:
-        with_what += ", and transformers generate"
-    console.out(
-        f"\nidentical output: {'yes' if report.identical else 'NO'} ({with_what})", style="bold", highlight=False
-    )
-    if report.answerable:
-        console.out(f"right answers: {report.right} of {report.answerable}", highlight=False)
+    if prompts is not None and seconds is not None:
+        raise ValueError("--prompts answers exactly that many prompts: it does not go with --seconds")
+    if seconds is not None and not seconds > 0:
+        raise ValueError(f"--seconds must be above 0, got {seconds}")

@@ -1,4 +1,4 @@
-"""Prompts, as files and data sets hold them and as the ids that a target is given."""
+"""Read prompts from files and data sets, and encode them as a target's input."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..files import json_lines, lines
+from ..files import read_jsonl, read_lines
 
 __all__ = [
     "as_messages",
-    "chat",
-    "conversation",
-    "need_datasets",
-    "plain_ids",
+    "import_datasets",
+    "parse_messages",
+    "parse_prompt",
     "prompt_ids",
-    "records",
-    "rendered",
-    "short",
+    "read_records",
+    "render_chat",
+    "shorten",
+    "text_ids",
 ]
 
 _TURNS = ("turns", "prompt", "question")
@@ -27,8 +27,8 @@ _TEXT_SUFFIXES = (".txt", ".txt.gz")
 _JSON_SUFFIXES = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
 
 
-def need_datasets(extra: str = "train") -> Any:
-    """The ``datasets`` package, or an error that names the extra it comes with."""
+def import_datasets(extra: str = "train") -> Any:
+    """Import the ``datasets`` package; the error names the extra that installs it."""
     try:
         import datasets
     except ImportError as error:
@@ -36,16 +36,20 @@ def need_datasets(extra: str = "train") -> Any:
     return datasets
 
 
-def records(source: str | os.PathLike, split: str) -> Iterator[tuple[str, int, dict[str, Any]]]:
-    """The rows of a source: what messages call the row's place, its line, itself.
+def read_records(source: str | os.PathLike, split: str) -> Iterator[tuple[str, int, dict[str, Any]]]:
+    """Read the rows of a source.
 
     Args:
         source: a JSONL file, a text file (one row, ``{"text"}``), either gzipped or not; or the hub name of a data set,
             ``owner/name`` or ``owner/name:config``.
         split: of a data set of the hub.
 
+    Yields:
+        The row's place for error messages, its line, the row.
+
     Raises:
-        FileNotFoundError: there is no such file. ValueError: it cannot be read; the line is named.
+        FileNotFoundError: there is no such file.
+        ValueError: it cannot be read; the line is named.
     """
     name = os.fspath(source)
     path = Path(name).expanduser()
@@ -53,9 +57,9 @@ def records(source: str | os.PathLike, split: str) -> Iterator[tuple[str, int, d
         raise ValueError(f"data {name!r} is a folder: name its files")
     if path.is_file():
         if not name.endswith(_TEXT_SUFFIXES):
-            yield from json_lines(path)
+            yield from read_jsonl(path)
             return
-        text = "".join(line for _, line in lines(path))
+        text = "".join(line for _, line in read_lines(path))
         if text.strip():
             yield str(path), 1, {"text": text}
         return
@@ -63,32 +67,32 @@ def records(source: str | os.PathLike, split: str) -> Iterator[tuple[str, int, d
         raise FileNotFoundError(f"there is no data file {name!r}")
     hub, _, config = name.partition(":")
     try:
-        rows = need_datasets().load_dataset(hub, config or None, split=split)
-    except Exception as error:  # of several libraries: not found, gated, offline, no such config or split
+        rows = import_datasets().load_dataset(hub, config or None, split=split)
+    except Exception as error:  # several libraries raise their own: not found, gated, offline, no such split
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(f"data {name!r} is neither a file nor a data set within reach: {reason}") from error
     for line, row in enumerate(rows, 1):
         yield f"{name}, row {line}", line, {key: value for key, value in row.items() if value is not None}
 
 
-def conversation(row: Mapping[str, Any], where: str) -> tuple[list[dict[str, Any]] | None, list[str]]:
-    """What a row asks: messages up to the last that is not the assistant's, or a user's turns.
+def parse_prompt(row: Mapping[str, Any], where: str) -> tuple[list[dict[str, Any]] | None, list[str]]:
+    """Return what a row asks: messages up to the last that is not the assistant's, or a user's turns.
 
     Args:
         row: with ``messages`` (or a ``prompt`` that is a list of them); or ``turns``, ``prompt`` or ``question``, a
-            text or a list of texts. What is None is taken as not there.
-        where: the row's place, for messages of errors.
+            text or a list of texts. None counts as missing.
+        where: the row's place, for error messages.
 
     Returns:
         Messages and no turns, or None and at least one turn.
 
     Raises:
-        ValueError: there is none of these, or it is not what it should be.
+        ValueError: the row has none of these, or one of the wrong type.
     """
     row = {key: value for key, value in row.items() if value is not None}
     prompt = row.get("prompt")
     if "messages" in row or (isinstance(prompt, list) and any(isinstance(turn, dict) for turn in prompt)):
-        messages = chat(row, where)
+        messages = parse_messages(row, where)
         while messages and messages[-1]["role"] == "assistant":
             messages.pop()
         if not any(message["role"] != "system" for message in messages):
@@ -99,23 +103,25 @@ def conversation(row: Mapping[str, Any], where: str) -> tuple[list[dict[str, Any
         raise ValueError(f"{where}: a prompt needs {PROMPT_FIELDS}, got {', '.join(row) or 'no field'}")
     turns = [row[field]] if isinstance(row[field], str) else row[field]
     if not isinstance(turns, list | tuple) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
-        raise ValueError(f"{where}: {field} must be text that is not empty, or a list of such, got {short(row[field])}")
+        raise ValueError(
+            f"{where}: {field} must be text that is not empty, or a list of such, got {shorten(row[field])}"
+        )
     return None, list(turns)
 
 
-def chat(row: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
-    """All messages of a row, each with ``role`` and ``content``."""
+def parse_messages(row: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
+    """Return all messages of a row, each with ``role`` and ``content``."""
     messages = row.get("messages", row.get("prompt"))
     if not isinstance(messages, list) or not messages:
-        raise ValueError(f"{where}: messages must be a list of role and content, got {short(messages)}")
+        raise ValueError(f"{where}: messages must be a list of role and content, got {shorten(messages)}")
     for number, message in enumerate(messages, 1):
         if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
-            raise ValueError(f"{where}: message {number} must have role and content, both text, got {short(message)}")
+            raise ValueError(f"{where}: message {number} must have role and content, both text, got {shorten(message)}")
     return [dict(message) for message in messages]
 
 
-def short(value: object) -> str:
-    """A value in an error's message."""
+def shorten(value: object) -> str:
+    """Show a value in an error message."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
@@ -124,7 +130,7 @@ def short(value: object) -> str:
 
 
 def as_messages(prompt: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """``{"messages"}`` or ``{"prompt"}``, a user's text, as messages."""
+    """Return the messages of ``{"messages"}``, or those of ``{"prompt"}``, a user's text."""
     return prompt["messages"] if "messages" in prompt else [{"role": "user", "content": prompt["prompt"]}]
 
 
@@ -136,22 +142,26 @@ def prompt_ids(
     bos: bool = False,
     template: Mapping[str, Any] | None = None,
 ) -> list[int]:
-    """The ids that the target is given for a prompt, ``{"prompt": text}`` or ``{"messages": [...]}``.
+    """Encode a prompt, ``{"prompt": text}`` or ``{"messages": [...]}``, as the target's input ids.
 
-    A ``prompt`` is a user's message where the tokenizer has a chat template, unless ``raw``; ``template`` holds
-    arguments for that.
+    Args:
+        tokenizer: the target's.
+        prompt: a text becomes a user's message if the tokenizer has a chat template.
+        raw: continue a text itself, without the chat template.
+        bos: put one BOS token before it then.
+        template: arguments of the chat template.
 
     Raises:
         ValueError: messages without a chat template, or ``bos`` without a BOS token.
     """
     if "messages" in prompt or not (raw or tokenizer.chat_template is None):
-        text = rendered(tokenizer, as_messages(prompt), True, template)
+        text = render_chat(tokenizer, as_messages(prompt), True, template)
         return tokenizer(text, add_special_tokens=False).input_ids
-    return plain_ids(tokenizer, prompt["prompt"], bos=bos)
+    return text_ids(tokenizer, prompt["prompt"], bos=bos)
 
 
-def plain_ids(tokenizer: Any, text: str, *, bos: bool = False) -> list[int]:
-    """``text`` itself, with what the tokenizer adds; with ``bos`` behind one BOS token, whether it adds that or not."""
+def text_ids(tokenizer: Any, text: str, *, bos: bool = False) -> list[int]:
+    """Encode ``text`` itself, as the tokenizer does; ``bos`` puts one BOS token before it if the tokenizer does not."""
     ids = list(tokenizer(text).input_ids)
     if bos:
         if tokenizer.bos_token_id is None:
@@ -161,13 +171,18 @@ def plain_ids(tokenizer: Any, text: str, *, bos: bool = False) -> list[int]:
     return ids
 
 
-def rendered(
+def render_chat(
     tokenizer: Any, messages: list[dict[str, Any]], asks: bool, template: Mapping[str, Any] | None = None
 ) -> str:
-    """Messages as the chat template writes them, with what asks for the next one if ``asks``."""
+    """Write messages by the chat template; ``asks`` adds the beginning of the next message, the assistant's."""
     if tokenizer.chat_template is None:
         raise ValueError("messages need a chat template, and this tokenizer has none")
     try:
         return tokenizer.apply_chat_template(messages, add_generation_prompt=asks, tokenize=False, **(template or {}))
-    except Exception as error:  # whatever a template raises: roles that do not alternate, a role it does not know
+    except Exception as error:  # templates raise their own: a role they do not know, roles that do not alternate
         raise ValueError(f"the chat template refuses these messages: {error}") from error
+
+
+# Earlier names, until train uses the new ones.
+records, need_datasets, plain_ids, rendered = read_records, import_datasets, text_ids, render_chat
+chat, conversation, short = parse_messages, parse_prompt, shorten

@@ -1,11 +1,11 @@
 """Training a drafter for any target: ``dflash train``, or :class:`Trainer` from Python."""
 
-from .blocks import Blocks, default_gamma, make_blocks, sample_anchors
 from .checkpoint import CheckpointError, published_config, save_draft
-from .draft import choose_mask_id, draft_config, new_drafter
-from .loop import TrainConfig, Trainer
+from .config import TrainConfig
+from .data.blocks import Blocks, default_gamma, make_blocks, sample_anchors
+from .loop import Trainer
 from .loss import BlockLoss, block_loss
-from .model import TargetFeatures, TrainableDrafter
+from .model import TargetFeatures, TrainableDrafter, choose_mask_id, draft_config, new_drafter
 
 __all__ = [
     "BlockLoss",

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from .blocks import Blocks
+from .data.blocks import Blocks
 
 __all__ = ["BlockLoss", "block_loss"]
 

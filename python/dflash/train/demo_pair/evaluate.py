@@ -1,4 +1,4 @@
-"""What the pair is worth on held-out prompts: acceptance, right answers, repetition, and prompt lookup beside."""
+"""Evaluate the pair on held-out prompts: acceptance, right answers, repetition, next to prompt lookup."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
-import dflash
-
+from ...drafter import load_draft
+from ...evaluate import encode
 from ...evaluate.benchmark import distinct_ngrams
-from ...evaluate.demo import encode
+from ...generator import Generator
 from .pretrain import END
 from .tasks import Example, examples, is_right
 
@@ -22,13 +22,15 @@ HELD_OUT_SEED = 1_000_003
 
 
 def held_out_examples(count: int) -> list[Example]:
-    """The first ``count`` held-out examples; no training step sees any of their prompts."""
+    """Return the first ``count`` held-out examples; no training step sees any of their prompts."""
     return list(itertools.islice(examples(HELD_OUT_SEED, held=True), count))
 
 
 def prompt_lookup_length(prompt: list[int], answer: list[int], block_size: int = 16) -> list[int]:
-    """Tokens a step of prompt lookup (n-grams of up to 3) had it written ``answer`` to ``prompt``: accepted tokens plus
-    one, a list over its steps. As for DFlash, the first token of the answer belongs to no step."""
+    """Return the tokens of each step that prompt lookup (n-grams of up to 3) would have taken to write ``answer``.
+
+    A step writes its accepted tokens and one more. As for DFlash, the first token of the answer belongs to no step.
+    """
     lookup = PromptLookupCandidateGenerator(
         num_output_tokens=block_size - 1, max_matching_ngram_size=3, max_length=len(prompt) + len(answer) + block_size
     )
@@ -43,7 +45,7 @@ def prompt_lookup_length(prompt: list[int], answer: list[int], block_size: int =
 
 
 def distinct_share(answer: list[int]) -> float:
-    """Share of the 8-grams of an answer that are different from one another; 1 where there are none."""
+    """Return the share of 8-grams of an answer that are different from one another; 1 if there are none."""
     different, count = distinct_ngrams(answer)
     return different / count if count else 1.0
 
@@ -61,48 +63,58 @@ def evaluate(
     """Run a pair (``folder/target``, ``folder/draft``) in float32 on ``prompts`` held-out prompts.
 
     Returns:
-        A dict with ``acceptance_length`` (mean tokens a step, bonus counted), ``prompt_lookup`` (the same of prompt
-        lookup on the same outputs), ``right`` (share of right answers), ``right_one_answer`` (of those prompts that
-        have one), ``distinct_8_grams``, ``answer_tokens`` (mean), ``finished`` (share that stopped by itself) and
+        A dict with ``acceptance_length`` (mean tokens per step, bonus token included), ``prompt_lookup`` (the same for
+        prompt lookup on the same outputs), ``right`` (share of right answers), ``right_one_answer`` (of those prompts
+        that have one), ``distinct_8_grams``, ``answer_tokens`` (mean), ``finished`` (share that stopped by itself) and
         ``by_kind`` (acceptance length, share right and answer tokens of each family).
     """
     target = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder / "target")
-    draft = dflash.load_draft(folder / "draft", dtype=torch.float32) if (folder / "draft").exists() else None
-    rows: list[dict[str, Any]] = []
+    draft = load_draft(folder / "draft", dtype=torch.float32) if (folder / "draft").exists() else None
     held = sorted(held_out_examples(prompts), key=lambda example: len(example.prompt))
-    generator = dflash.Generator(target, draft, max_length=640, batch_size=batch, reuse_prefix=False)
+    generator = Generator(target, draft, max_length=640, batch_size=batch, reuse_prefix=False)
+    rows: list[dict[str, Any]] = []
     for start in range(0, len(held), batch):
-        part = held[start : start + batch]
-        ids = [encode(tokenizer, example.prompt)[0].tolist() for example in part]
-        width = max(map(len, ids))
-        ids += [ids[-1]] * (batch - len(ids))  # fill up the last batch
-        padded = torch.tensor([[END] * (width - len(row)) + row for row in ids])
-        mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in ids])
-        out = generator.generate(
-            padded,
-            attention_mask=mask,
-            max_new_tokens=256,
-            temperature=temperature,
-            draft_sharpness=draft_sharpness,
-            seed=seed + start,
-            return_dict_in_generate=True,
+        arguments = {"temperature": temperature, "draft_sharpness": draft_sharpness, "seed": seed + start}
+        rows += _answer_batch(generator, tokenizer, held[start : start + batch], batch, arguments)
+    settings = {"temperature": temperature, "draft_sharpness": draft_sharpness}
+    return {"prompts": len(rows), **settings, **_summary(rows)}
+
+
+def _answer_batch(
+    generator: Generator, tokenizer: Any, held: list[Example], size: int, arguments: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Answer a batch of examples; return what is measured of each."""
+    # 1. Pad on the left, and fill up the last batch
+    ids = [encode(tokenizer, example.prompt)[0].tolist() for example in held]
+    width = max(map(len, ids))
+    ids += [ids[-1]] * (size - len(ids))
+    padded = torch.tensor([[END] * (width - len(row)) + row for row in ids])
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in ids])
+    # 2. Answer
+    out = generator.generate(padded, attention_mask=mask, max_new_tokens=256, return_dict_in_generate=True, **arguments)
+    # 3. Judge each answer
+    rows = []
+    for row, example in enumerate(held):
+        answer = out.sequences[row, width : width + out.statistics.num_new_tokens[row]].tolist()
+        finished = answer[-1] == END
+        text = tokenizer.decode(answer[:-1] if finished else answer)
+        rows.append(
+            {
+                "kind": example.kind,
+                "right": finished and is_right(example, text),
+                "finished": finished,
+                "tokens": len(answer),
+                "distinct": distinct_share(answer),
+                "steps": out.statistics.acceptance_lengths[row],
+                "lookup": prompt_lookup_length(ids[row], answer),
+            }
         )
-        for row, example in enumerate(part):
-            answer = out.sequences[row, width : width + out.statistics.num_new_tokens[row]].tolist()
-            finished = answer[-1] == END
-            text = tokenizer.decode(answer[:-1] if finished else answer)
-            rows.append(
-                {
-                    "kind": example.kind,
-                    "right": finished and is_right(example, text),
-                    "finished": finished,
-                    "tokens": len(answer),
-                    "distinct": distinct_share(answer),
-                    "steps": out.statistics.acceptance_lengths[row],
-                    "lookup": prompt_lookup_length(ids[row], answer),
-                }
-            )
+    return rows
+
+
+def _summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the means over all answers, and those of each family."""
 
     def length(rows: list[dict[str, Any]], key: str) -> float:
         return statistics.fmean(step for row in rows for step in row[key])
@@ -110,16 +122,12 @@ def evaluate(
     def mean(rows: list[dict[str, Any]], key: str) -> float:
         return statistics.fmean(row[key] for row in rows)
 
-    one = [row for row in rows if row["kind"] != "letters"]
-    kinds = sorted({row["kind"] for row in rows})
+    kinds = {kind: [row for row in rows if row["kind"] == kind] for kind in sorted({row["kind"] for row in rows})}
     return {
-        "prompts": len(rows),
-        "temperature": temperature,
-        "draft_sharpness": draft_sharpness,
         "acceptance_length": length(rows, "steps"),
         "prompt_lookup": length(rows, "lookup"),
         "right": mean(rows, "right"),
-        "right_one_answer": mean(one, "right"),
+        "right_one_answer": mean([row for row in rows if row["kind"] != "letters"], "right"),
         "distinct_8_grams": mean(rows, "distinct"),
         "answer_tokens": mean(rows, "tokens"),
         "finished": mean(rows, "finished"),
@@ -129,7 +137,6 @@ def evaluate(
                 "right": mean(part, "right"),
                 "answer_tokens": mean(part, "tokens"),
             }
-            for kind in kinds
-            for part in [[row for row in rows if row["kind"] == kind]]
+            for kind, part in kinds.items()
         },
     }

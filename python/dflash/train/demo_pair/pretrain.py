@@ -1,35 +1,38 @@
-"""The pair's target: a small Qwen3 trained from scratch on the made work of :mod:`.tasks`.
+"""The pair's target: a small Qwen3 trained from scratch on the synthetic tasks of :mod:`.tasks`.
 
-Hidden matrices are trained with Muon (Jordan et al., 2024), embeddings and norms with AdamW; the rate is constant for
-two thirds of the steps and then falls linearly to zero. The loss is that of answers. Every example is drawn fresh, so
-no prompt is seen twice but by chance.
+Hidden matrices are trained with Muon (Jordan et al., 2024), embeddings and norms with AdamW. The learning rate is
+constant for two thirds of the steps and then falls linearly to zero. Only answers count in the loss. Every example is
+drawn fresh: no prompt is seen twice except by chance.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from ...evaluate.prompts import plain_ids
+from ...evaluate import text_ids
 from ...progress import bars
+from ..optimizers import make_muon
 from .tasks import KINDS, examples
 
-END, MASK = 0, 1  # token ids: BOS, EOS and padding in one, and the drafter's mask, which no text contains
+END, MASK = 0, 1  # token ids: BOS, EOS and padding in one, and the drafter's mask, which is in no text
 
 
 def build_tokenizer(seed: int = 0) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of 1,536 tokens, digits one by one, from 6,000 training examples."""
+    """Train a byte-level BPE of 1,536 tokens, each digit its own, on 6,000 training examples."""
     tokenizer = Tokenizer(models.BPE())
     # Words with the space before them, digits one by one, runs of other signs; no English contractions, which would cut
-    # the word of 'tool' behind its quote.
+    # the word 'tool' after its quote.
     words = Regex(r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Split(words, "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
@@ -55,7 +58,7 @@ def build_tokenizer(seed: int = 0) -> PreTrainedTokenizerFast:
 
 
 def build_target(seed: int = 0) -> Qwen3ForCausalLM:
-    """The untrained target: 6 layers, 192 wide, 3 heads of 64 and 1 K/V head, tied embeddings, 2.7 M parameters."""
+    """Build the untrained target: 6 layers, 192 wide, 3 heads of 64 and 1 K/V head, tied embeddings, 2.7 M parameters."""
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=1536,
@@ -81,12 +84,13 @@ def build_target(seed: int = 0) -> Qwen3ForCausalLM:
 def _batches(
     tokenizer: PreTrainedTokenizerFast, seed: int, size: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, list[int]]]:
-    """``ids [size, length]`` padded with END, where ``answers [size, length]`` are, and the family of each row.
+    """Yield ``ids [size, length]`` padded with END, a mask of the answers of the same shape, and each row's family.
 
-    A batch holds as many examples of each family, of like length within a family: batches of one family, which sorting
-    by length alone would make, teach one thing and unteach another. Lengths are multiples of 32: each new shape costs
-    the CPU's matrix library a compilation.
+    A batch holds as many examples of each family, of similar length within a family: batches of one family, which
+    sorting by length alone would make, teach one thing and unteach another. Lengths are multiples of 32: each new
+    shape costs the CPU's matrix library a compilation.
     """
+    # 1. Draw examples until there are enough of every family
     if size < 1 or size % len(KINDS):
         raise ValueError(f"batch must be a multiple of {len(KINDS)}, got {size}")
     draw, pool = examples(seed, held=False), 16
@@ -96,20 +100,27 @@ def _batches(
     while True:
         while min(map(len, families.values())) < pool * share:
             example = next(draw)
-            prompt = plain_ids(tokenizer, example.prompt, bos=True)
+            prompt = text_ids(tokenizer, example.prompt, bos=True)
             ids = [*prompt, *tokenizer.encode(example.answer, add_special_tokens=False), END]
             families[example.kind].append((ids, len(prompt)))
+        # 2. Sort each family by length, and cut batches in random order
         drawn = {kind: sorted(rows[: pool * share], key=lambda row: len(row[0])) for kind, rows in families.items()}
         families = {kind: rows[pool * share :] for kind, rows in families.items()}
         for batch in torch.randperm(pool, generator=order).tolist():
             part = [(*row, kind) for kind, rows in drawn.items() for row in rows[batch * share : batch * share + share]]
-            length = -(-max(len(ids) for ids, _, _ in part) // 32) * 32
-            ids = torch.full((len(part), length), END)
-            answers = torch.zeros(len(part), length, dtype=torch.bool)
-            for row, (tokens, start, _) in enumerate(part):
-                ids[row, : len(tokens)] = torch.tensor(tokens)
-                answers[row, start : len(tokens)] = True
+            ids, answers = _padded([(tokens, start) for tokens, start, _ in part])
             yield ids, answers, [list(KINDS).index(kind) for _, _, kind in part]
+
+
+def _padded(rows: list[tuple[list[int], int]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Pad rows of ids, each with the place where its answer starts, to a multiple of 32."""
+    length = -(-max(len(tokens) for tokens, _ in rows) // 32) * 32
+    ids = torch.full((len(rows), length), END)
+    answers = torch.zeros(len(rows), length, dtype=torch.bool)
+    for row, (tokens, start) in enumerate(rows):
+        ids[row, : len(tokens)] = torch.tensor(tokens)
+        answers[row, start : len(tokens)] = True
+    return ids, answers
 
 
 def pretrain(
@@ -120,53 +131,77 @@ def pretrain(
     ``folder/metrics.jsonl`` gets a line every ten steps: step, tokens seen, loss of each family's answers, seconds.
 
     Raises:
-        FileExistsError: ``folder`` already holds a model. ValueError: ``batch`` is no multiple of the kinds.
+        FileExistsError: ``folder`` already holds a model.
+        ValueError: ``batch`` is not a multiple of the number of families.
     """
+    # 1. Build the tokenizer, the model and its optimizers
     if (folder / "config.json").exists():
         raise FileExistsError(f"{folder} already holds a model")
     tokenizer, model = build_tokenizer(seed), build_target(seed).train()
-    hidden = [
-        p for name, p in model.named_parameters() if p.dim() == 2 and "embed" not in name and "lm_head" not in name
+    optimizers = _optimizers(model, learning_rate)
+    schedulers = [
+        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / 40, 1.0, (1 - step / steps) / 0.35))
+        for optimizer in optimizers
     ]
-    chosen = set(map(id, hidden))
-    rest = [p for p in model.parameters() if id(p) not in chosen]
-    optimizers: list[torch.optim.Optimizer] = [
-        torch.optim.Muon(hidden, lr=learning_rate, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"),
-        torch.optim.AdamW(rest, lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0),
-    ]
-
-    def rate(step: int) -> float:
-        return min((step + 1) / 40, 1.0, (1 - step / steps) / 0.35)
-
-    schedulers = [torch.optim.lr_scheduler.LambdaLR(optimizer, rate) for optimizer in optimizers]
+    # 2. Train
     folder.mkdir(parents=True, exist_ok=True)
-    tokens, began, losses = 0, time.perf_counter(), {kind: [] for kind in KINDS}
-    text = ""
-    with bars(["target"]) as show, (folder / "metrics.jsonl").open("w") as metrics:
-        for step, (ids, answers, kinds) in zip(range(steps), _batches(tokenizer, seed + 1, batch), strict=False):
-            with torch.autocast("cpu", torch.bfloat16):
-                logits = model(input_ids=ids, use_cache=False).logits
-            each = F.cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
-            each = each.view(len(ids), -1)[answers[:, 1:]]
-            each.mean().backward()
-            family = torch.tensor(kinds)[:, None].expand_as(ids)[:, 1:][answers[:, 1:]]
-            for kind, found in enumerate(losses.values()):
-                found.append(float(each.detach()[family == kind].mean()))
+    batches = zip(range(steps), _batches(tokenizer, seed + 1, batch), strict=False)
+    with bars(["target"]) as show, (folder / "metrics.jsonl").open("w") as file:
+        losses = _FamilyLosses()
+        for step, (ids, answers, families) in batches:
+            losses.add(*_backward(model, ids, answers, families), ids.numel())
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
                 optimizer.step()
                 optimizer.zero_grad()
                 scheduler.step()
-            tokens += ids.numel()
             if step % 10 == 9 or step == steps - 1:
-                means = {kind: sum(found) / len(found) for kind, found in losses.items()}
-                line = {"step": step + 1, "tokens": tokens, "loss": means, "seconds": time.perf_counter() - began}
-                print(json.dumps(line), file=metrics, flush=True)
-                text = "loss " + ", ".join(f"{mean:.3f} {kind}" for kind, mean in means.items())
-                losses = {kind: [] for kind in KINDS}
-            show("target", step + 1, steps, text)
+                print(json.dumps(losses.means(step + 1)), file=file, flush=True)
+            show("target", step + 1, steps, losses.text)
+    # 3. Write it
     model.eval().to(torch.bfloat16)
     model.generation_config.update(do_sample=False, eos_token_id=END, bos_token_id=END, pad_token_id=END)
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return model
+
+
+def _optimizers(model: Qwen3ForCausalLM, rate: float) -> list[torch.optim.Optimizer]:
+    """Return Muon for the hidden matrices, AdamW for embeddings and norms."""
+    hidden = [p for name, p in model.named_parameters() if p.dim() == 2 and not re.search("embed|lm_head", name)]
+    chosen = set(map(id, hidden))
+    others = [p for p in model.parameters() if id(p) not in chosen]
+    return make_muon(hidden, others, rate, fused=None)
+
+
+def _backward(
+    model: Qwen3ForCausalLM, ids: torch.Tensor, answers: torch.Tensor, families: list[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run a forward and a backward pass; return the loss of each answer token, and its family."""
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = model(input_ids=ids, use_cache=False).logits
+    loss = F.cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+    loss = loss.view(len(ids), -1)[answers[:, 1:]]
+    loss.mean().backward()
+    return loss.detach(), torch.tensor(families)[:, None].expand_as(ids)[:, 1:][answers[:, 1:]]
+
+
+class _FamilyLosses:
+    """Mean loss of each family of tasks between two lines of metrics."""
+
+    def __init__(self) -> None:
+        self.began, self.tokens, self.text = time.perf_counter(), 0, ""
+        self.steps: dict[str, list[float]] = {kind: [] for kind in KINDS}
+
+    def add(self, loss: torch.Tensor, family: torch.Tensor, tokens: int) -> None:
+        """Count one step."""
+        self.tokens += tokens
+        for number, steps in enumerate(self.steps.values()):
+            steps.append(float(loss[family == number].mean()))
+
+    def means(self, step: int) -> dict[str, Any]:
+        """Return a line of metrics, and begin the next."""
+        means = {kind: sum(steps) / len(steps) for kind, steps in self.steps.items()}
+        self.text = "loss " + ", ".join(f"{mean:.3f} {kind}" for kind, mean in means.items())
+        self.steps = {kind: [] for kind in KINDS}
+        return {"step": step, "tokens": self.tokens, "loss": means, "seconds": time.perf_counter() - self.began}

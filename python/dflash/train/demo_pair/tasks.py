@@ -1,4 +1,4 @@
-"""Made work for the pair that ships with the package: prompts, right answers, and the check of an answer.
+"""Synthetic tasks for the pair that ships with the package: prompts, right answers, and the check of an answer.
 
 Three families, drawn from a seed, with no outside data:
 
@@ -22,7 +22,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from ...evaluate.demo import ARROW
+from ...evaluate import ARROW
 
 __all__ = ["KINDS", "Example", "examples", "held_out", "is_right"]
 
@@ -37,7 +37,7 @@ class Example:
 
 
 def held_out(prompt: str) -> bool:
-    """Whether ``prompt`` is kept from training: one in 32, by its CRC-32."""
+    """Return True if ``prompt`` is kept out of training: one in 32, by its CRC-32."""
     return zlib.crc32(prompt.encode()) % 32 == 0
 
 
@@ -81,8 +81,8 @@ def _town(rng: random.Random) -> str:
 
 # ------------------------------------------------------------------------------------------------ records
 
-# A word never stands behind a space here: a byte-level BPE would cut it into other tokens there than behind a quote,
-# and copying it would be spelling.
+# A word never follows a space here: a byte-level BPE would split it into other tokens there than after a quote, and
+# copying it would mean spelling it.
 
 _FIELDS = [
     *((key, _word) for key in ("name", "city", "owner", "tool", "color", "role", "group", "lang", "type", "state")),
@@ -99,7 +99,7 @@ def _quoted(value: str | int) -> str:
 def _each(
     line: str, between: str, around: str = "{}", quote: Callable[[str | int], str] = str
 ) -> Callable[[Record], str]:
-    """A notation that writes ``line`` for each field, with its ``key`` and ``value``."""
+    """Return a notation that writes ``line`` for each field, with its ``key`` and ``value``."""
 
     def write(record: Record) -> str:
         return around.format(between.join(line.format(key=key, value=quote(value)) for key, value in record.items()))
@@ -134,20 +134,26 @@ def _column(number: int, place: int) -> int:
     return number // 10**place % 10
 
 
-def _add(rng: random.Random) -> Example:
-    a, b = (rng.randrange(10 ** (digits - 1), 10**digits) for digits in rng.choices(range(4, 7), k=2))
+def _with_carries(column: Callable[[int, int], tuple[str, int]], places: int) -> list[str]:
+    """Write the columns of an addition or a multiplication; ``column(place, carry)`` gives its words and its result."""
     lines, carry = [], 0
-    for place in range(max(len(str(a)), len(str(b)))):
-        x, y = _column(a, place), _column(b, place)
-        total = x + y + carry
-        lines.append(
-            f"{_PLACES[place]}: {x} + {y}"
-            + (f" + {carry} carried" if carry else "")
-            + f" makes {total}, write {total % 10}"
-        )
+    for place in range(places):
+        words, total = column(place, carry)
+        lines.append(f"{_PLACES[place]}: {words} makes {total}, write {total % 10}")
         carry = total // 10
     if carry:
-        lines.append(f"{_PLACES[len(lines)]}: write {carry}")
+        lines.append(f"{_PLACES[places]}: write {carry}")
+    return lines
+
+
+def _add(rng: random.Random) -> Example:
+    a, b = (rng.randrange(10 ** (digits - 1), 10**digits) for digits in rng.choices(range(4, 7), k=2))
+
+    def column(place: int, carry: int) -> tuple[str, int]:
+        x, y = _column(a, place), _column(b, place)
+        return f"{x} + {y}" + (f" + {carry} carried" if carry else ""), x + y + carry
+
+    lines = _with_carries(column, max(len(str(a)), len(str(b))))
     return Example("sums", f"add {a} and {b}{ARROW}", "\n".join([*lines, f"The sum of {a} and {b} is {a + b}."]))
 
 
@@ -168,21 +174,14 @@ def _subtract(rng: random.Random) -> Example:
 
 def _multiply(rng: random.Random) -> Example:
     a, b = rng.randrange(10**3, 10**6), rng.randrange(2, 10)
-    lines, carry = [], 0
-    for place in range(len(str(a))):
-        x = _column(a, place)
-        total = x * b + carry
-        lines.append(
-            f"{_PLACES[place]}: {x} x {b}"
-            + (f" is {x * b}, with {carry} carried" if carry else "")
-            + f" makes {total}, write {total % 10}"
-        )
-        carry = total // 10
-    if carry:
-        lines.append(f"{_PLACES[len(lines)]}: write {carry}")
-    return Example(
-        "sums", f"multiply {a} by {b}{ARROW}", "\n".join([*lines, f"The product of {a} and {b} is {a * b}."])
-    )
+
+    def column(place: int, carry: int) -> tuple[str, int]:
+        product = _column(a, place) * b
+        words = f"{_column(a, place)} x {b}" + (f" is {product}, with {carry} carried" if carry else "")
+        return words, product + carry
+
+    lines = [*_with_carries(column, len(str(a))), f"The product of {a} and {b} is {a * b}."]
+    return Example("sums", f"multiply {a} by {b}{ARROW}", "\n".join(lines))
 
 
 def _sums(rng: random.Random) -> Example:
@@ -298,7 +297,7 @@ KINDS: dict[str, Callable[[random.Random], Example]] = {"records": _records, "su
 
 
 def examples(seed: int, *, held: bool) -> Iterator[Example]:
-    """Draw examples of all kinds without end.
+    """Yield examples of all kinds without end.
 
     Args:
         seed: the same seed gives the same examples.
@@ -312,7 +311,7 @@ def examples(seed: int, *, held: bool) -> Iterator[Example]:
 
 
 def is_right(example: Example, answer: str) -> bool:
-    """Whether ``answer`` is right: equal to the one answer, or, for a letter, its template with the prompt's facts."""
+    """Return True if ``answer`` is the one right answer or, for a letter, its template with the prompt's facts."""
     if example.kind == "letters":
         return _letter_pattern(example.prompt).fullmatch(answer) is not None
     return answer == example.answer

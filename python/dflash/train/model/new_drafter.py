@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..drafter import ROPE_TYPES, DraftConfig, Drafter, Rope, build_target_layer_ids
-from ..target import text_config, unwrap
+from ...drafter import ROPE_TYPES, DraftConfig, Drafter, Rope, build_target_layer_ids
+from ...target import text_config, unwrap
 
 __all__ = ["choose_mask_id", "draft_config", "new_drafter"]
 

@@ -1,8 +1,8 @@
-"""The target's features on disk, so that training need not run the target: :func:`cache_features`.
+"""The target's features on disk, so that training does not have to run the target: :func:`cache_features`.
 
 A cache is a folder of safetensors shards, each with the features of some consecutive rows, and ``features.json``, which
-says of which target, rows and taps they are. It is large, ``taps * hidden`` numbers a token (:func:`cache_size`): five
-taps of a target 2560 wide are 25.6 kB a token in bf16. Where that does not fit, training computes the features itself.
+names the target, the rows and the taps. It is large, ``taps * hidden`` numbers per token (:func:`cache_size`): five
+taps of a target 2560 wide are 25.6 kB per token in bf16. If that does not fit, training computes the features itself.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..files import save_tensors, whole_file
-from ..target import describe_config, text_config, unwrap
-from .model import TargetFeatures
+from ...files import save_tensors, write_atomically
+from ...target import describe_config, text_config, unwrap
+from ..model import TargetFeatures
 
 __all__ = ["FeatureCache", "FeatureProgress", "cache_features", "cache_size", "fingerprint"]
 
@@ -36,7 +36,7 @@ _READ_ROWS = 1024
 
 @dataclass
 class FeatureProgress:
-    """How far :func:`cache_features` is: rows done and in all, tokens of this call, seconds of this call."""
+    """How far :func:`cache_features` is: rows done and in all, tokens and seconds of this call."""
 
     rows: int
     total_rows: int
@@ -45,19 +45,20 @@ class FeatureProgress:
 
     @property
     def tokens_per_second(self) -> float:
+        """Tokens computed per second by this call."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
 
 def fingerprint(target: nn.Module, rows: Any, layer_ids: Sequence[int], dtype: torch.dtype) -> dict[str, Any]:
-    """What features are a function of: digests of the target (weights, config) and of the rows' tokens, taps and dtype.
+    """Return what features depend on: digests of the target and of the rows' tokens, the taps and the dtype.
 
-    Reads every weight once, which takes about a second a gigabyte.
+    Reads every weight once, which takes about a second per gigabyte.
 
     Args:
         target: a causal language model of transformers.
         rows: a ``datasets.Dataset`` with ``input_ids``.
         layer_ids: tapped layers, in the drafter's order.
-        dtype: in which the features are stored.
+        dtype: of the stored features.
     """
     target, weights, tokens = unwrap(target), hashlib.sha256(), hashlib.sha256()
     weights.update(describe_config(target).encode())
@@ -75,7 +76,7 @@ def fingerprint(target: nn.Module, rows: Any, layer_ids: Sequence[int], dtype: t
 
 
 def cache_size(rows: Any, width: int, dtype: torch.dtype) -> int:
-    """Bytes of a cache of ``rows``, at ``width`` numbers a token."""
+    """Return the bytes of a cache of ``rows``, at ``width`` numbers per token."""
     return sum(map(len, _ids(rows))) * width * dtype.itemsize
 
 
@@ -93,9 +94,9 @@ def cache_features(
     world: int = 1,
     progress: Callable[[FeatureProgress], None] | None = None,
 ) -> FeatureCache | None:
-    """Compute what is missing of a cache of ``rows``' features, and open it.
+    """Compute what is missing from a cache of the features of ``rows``, and open it.
 
-    A shard counts once it is whole, so that a run that was stopped loses the shard it was at.
+    A shard is there completely or not at all: a run that was stopped loses only the shard that it was computing.
 
     Args:
         target: the model.
@@ -103,24 +104,25 @@ def cache_features(
             hidden]``; None runs the target (:class:`dflash.train.model.TargetFeatures`).
         rows: a ``datasets.Dataset`` with ``input_ids``.
         layer_ids: tapped layers, in the drafter's order.
-        folder: made if need be.
+        folder: created if it is missing.
         dtype: bfloat16, float16 or float32.
-        batch_tokens: of one forward pass, padding counted; a longer row stands alone.
-        shard_bytes: of a shard, which is put together in memory; a longer row is a shard of its own.
-        rank, world: this process computes the missing shards whose number is ``rank`` modulo ``world``.
+        batch_tokens: tokens per forward pass, padding included; a longer row gets a pass of its own.
+        shard_bytes: bytes per shard, which is put together in memory; a longer row is a shard of its own.
+        rank: of this process, which computes the missing shards whose number is ``rank`` modulo ``world``.
+        world: processes that share the work.
         progress: called after every forward pass.
 
     Returns:
         The cache; None if shards of other processes are still missing.
 
     Raises:
-        ValueError: the folder is a cache of another target, other rows, taps or another dtype, or the disk has not
-            enough room; nothing is computed then. OSError: a shard could not be written; the others are whole.
+        ValueError: the folder is a cache of another target, other rows, other taps or another dtype, or the disk does
+            not have the room; nothing is computed then.
+        OSError: a shard could not be written; the others are complete.
     """
+    # 1. Describe the cache
     folder, target = Path(folder), unwrap(target)
-    if compute is None:
-        tapped = TargetFeatures(target, tuple(layer_ids))
-        compute = lambda ids: tapped(ids)[0]  # noqa: E731
+    compute = _target_features(target, layer_ids) if compute is None else compute
     width = len(layer_ids) * text_config(target).hidden_size
     lengths = [len(ids) for ids in _ids(rows)]
     if not lengths or not min(lengths):
@@ -128,54 +130,91 @@ def cache_features(
     index = {
         "fingerprint": fingerprint(target, rows, layer_ids, dtype),
         "width": width,
-        "shards": _plan(lengths, max(1, shard_bytes // (width * dtype.itemsize))),
+        "shards": _shard_rows(lengths, max(1, shard_bytes // (width * dtype.itemsize))),
         "lengths": lengths,
     }
+    # 2. Continue what is there, if it is of the same features
+    missing = _missing_shards(folder, index)
+    left = [sum(lengths[slice(*index["shards"][number])]) for number in missing]
+    _check_room(folder, sum(left) * width * dtype.itemsize, len(lengths))
+    if missing and not (folder / _INDEX).is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        _write(folder / _INDEX, lambda path: path.write_text(json.dumps(index)))
+    # 3. Compute this process's share of the missing shards
+    device = target.get_input_embeddings().weight.device
+    rows_left = sum(end - start for start, end in (index["shards"][number] for number in missing))
+    state = FeatureProgress(len(lengths) - rows_left, len(lengths), 0, 0.0)
+    began = time.perf_counter()
+
+    def count(rows: int, tokens: int) -> None:
+        state.rows, state.tokens, state.seconds = state.rows + rows, state.tokens + tokens, time.perf_counter() - began
+        if progress is not None:
+            progress(state)
+
+    for number in missing:
+        if number % world == rank:
+            ids = rows[slice(*index["shards"][number])]["input_ids"]
+            features = _compute_shard(compute, ids, width, dtype, batch_tokens, device, count)
+            _write(_shard(folder, number), functools.partial(save_tensors, {"features": features}))
+    return None if _missing_shards(folder, index) else FeatureCache(folder)
+
+
+def _target_features(target: nn.Module, layer_ids: Sequence[int]) -> Callable[[Tensor], Tensor]:
+    """Return the function from ids to features that runs the target."""
+    tapped = TargetFeatures(target, tuple(layer_ids))
+    return lambda ids: tapped(ids)[0]
+
+
+def _missing_shards(folder: Path, index: dict[str, Any]) -> list[int]:
+    """Return the shards to compute; ``index`` gets the shards of a cache that was begun before.
+
+    Raises:
+        ValueError: the folder is a cache of something else.
+    """
     if (folder / _INDEX).is_file():
         have = _read(folder)
         _compare(folder, have["fingerprint"], index["fingerprint"])
         index["shards"] = have["shards"]
-    missing = [number for number in range(len(index["shards"])) if not _shard(folder, number).is_file()]
-    tokens = sum(sum(lengths[slice(*index["shards"][number])]) for number in missing)
-    _check_room(folder, tokens * width * dtype.itemsize, len(lengths))
-    if missing and not (folder / _INDEX).is_file():
-        folder.mkdir(parents=True, exist_ok=True)
-        _write(folder / _INDEX, lambda path: path.write_text(json.dumps(index)))
-    state = FeatureProgress(0, len(lengths), 0, 0.0)
-    state.rows = len(lengths) - sum(end - start for start, end in (index["shards"][number] for number in missing))
-    began = time.perf_counter()
-    for number in (number for number in missing if number % world == rank):
-        start, end = index["shards"][number]
-        features = torch.zeros(sum(lengths[start:end]), width, dtype=dtype)
-        offsets = [0, *accumulate(lengths[start:end])]
-        for batch in _batches(lengths[start:end], batch_tokens):
-            ids = [torch.tensor(row) for row in rows[[start + place for place in batch]]["input_ids"]]
-            padded = nn.utils.rnn.pad_sequence(ids, batch_first=True).to(target.get_input_embeddings().weight.device)
-            with torch.no_grad():
-                out = compute(padded)
-            if tuple(out.shape) != (*padded.shape, width):
-                raise ValueError(f"features must be [batch, length, {width}], compute gave {list(out.shape)}")
-            for place, row in zip(batch, out.to("cpu", dtype), strict=True):
-                features[offsets[place] : offsets[place + 1]] = row[: lengths[start + place]]
-            state.rows += len(batch)
-            state.tokens += sum(lengths[start + place] for place in batch)
-            state.seconds = time.perf_counter() - began
-            if progress is not None:
-                progress(state)
-        _write(_shard(folder, number), functools.partial(save_tensors, {"features": features}))
-    return FeatureCache(folder) if all(_shard(folder, n).is_file() for n in range(len(index["shards"]))) else None
+    return [number for number in range(len(index["shards"])) if not _shard(folder, number).is_file()]
+
+
+def _compute_shard(
+    compute: Callable[[Tensor], Tensor],
+    ids: Sequence[Sequence[int]],
+    width: int,
+    dtype: torch.dtype,
+    batch_tokens: int,
+    device: torch.device,
+    count: Callable[[int, int], None],
+) -> Tensor:
+    """Return the features of some rows one after the other, ``[tokens, width]``; ``count`` gets rows and tokens."""
+    lengths = list(map(len, ids))
+    offsets = [0, *accumulate(lengths)]
+    features = torch.zeros(offsets[-1], width, dtype=dtype)
+    for batch in _batches(lengths, batch_tokens):
+        # 1. Run the target over rows of similar length
+        padded = nn.utils.rnn.pad_sequence([torch.tensor(ids[row]) for row in batch], batch_first=True).to(device)
+        with torch.no_grad():
+            out = compute(padded)
+        if tuple(out.shape) != (*padded.shape, width):
+            raise ValueError(f"features must be [batch, length, {width}], compute gave {list(out.shape)}")
+        # 2. Put them at their places, without the padding
+        for row, found in zip(batch, out.to("cpu", dtype), strict=True):
+            features[offsets[row] : offsets[row + 1]] = found[: lengths[row]]
+        count(len(batch), sum(lengths[row] for row in batch))
+    return features
 
 
 class FeatureCache:
-    """A whole cache, open for reading.
+    """A complete cache, open for reading.
 
     Args:
         folder: of :func:`cache_features`.
-        expected: a :func:`fingerprint` to hold it against; None trusts it.
+        expected: a :func:`fingerprint` to compare with; None trusts the folder.
 
     Raises:
-        FileNotFoundError: it is no cache. ValueError: it is not whole, or it is of something else; the difference is
-            named.
+        FileNotFoundError: the folder is not a feature cache.
+        ValueError: shards are missing, or the cache is of something else. The message names the difference.
     """
 
     def __init__(self, folder: str | os.PathLike, expected: dict[str, Any] | None = None) -> None:
@@ -187,7 +226,7 @@ class FeatureCache:
         missing = sum(not _shard(self.folder, number).is_file() for number in range(len(shards)))
         if missing:
             raise ValueError(
-                f"{self.folder} is not whole: {missing} of {len(shards)} shards are missing; go on with it"
+                f"{self.folder} is incomplete: {missing} of {len(shards)} shards are missing; compute them first"
             )
         self.fingerprint: dict[str, Any] = index["fingerprint"]
         self.target_layer_ids = tuple(self.fingerprint["target_layer_ids"])
@@ -200,7 +239,18 @@ class FeatureCache:
         self._open = functools.lru_cache(_OPEN_SHARDS)(self._open_shard)
 
     def __len__(self) -> int:
+        """Return the number of rows."""
         return len(self.lengths)
+
+    def check(self, lengths: Sequence[int], target_layer_ids: Sequence[int]) -> None:
+        """Raise ``ValueError`` unless the cache is of rows of these lengths and of these taps."""
+        if list(self.lengths) != list(lengths):
+            raise ValueError(f"{self.folder} holds features of other rows")
+        if tuple(self.target_layer_ids) != tuple(target_layer_ids):
+            raise ValueError(
+                f"{self.folder} holds features of layers {list(self.target_layer_ids)}, the drafter taps "
+                f"{list(target_layer_ids)}"
+            )
 
     def _open_shard(self, number: int) -> Any:
         from safetensors import safe_open
@@ -208,7 +258,7 @@ class FeatureCache:
         return safe_open(_shard(self.folder, number), framework="pt").get_slice("features")
 
     def features(self, indices: Sequence[int]) -> Tensor:
-        """``[batch, length, taps * hidden]`` of these rows, on the CPU, in the cache's dtype, right-padded with 0."""
+        """Return ``[batch, length, taps * hidden]`` of some rows, on the CPU, padded with 0 on the right."""
         found = []
         for row in indices:
             number, start = self._places[row]
@@ -228,8 +278,8 @@ def _name(dtype: torch.dtype) -> str:
     raise ValueError(f"features are stored as {', '.join(_DTYPES)}, got {dtype}")
 
 
-def _plan(lengths: Sequence[int], most: int) -> list[list[int]]:
-    """Consecutive rows ``[start, end)`` of ``most`` tokens or fewer, or one row each."""
+def _shard_rows(lengths: Sequence[int], most: int) -> list[list[int]]:
+    """Return consecutive rows ``[start, end)`` of up to ``most`` tokens per shard; a longer row is its own shard."""
     shards, tokens = [[0, 0]], 0
     for row, length in enumerate(lengths):
         if tokens and tokens + length > most:
@@ -240,7 +290,7 @@ def _plan(lengths: Sequence[int], most: int) -> list[list[int]]:
 
 
 def _batches(lengths: Sequence[int], most: int) -> list[list[int]]:
-    """Rows of like length together, the longest first, ``most`` tokens a batch with their padding."""
+    """Return rows of similar length together, the longest first, up to ``most`` tokens per batch with padding."""
     batches: list[list[int]] = []
     for row in sorted(range(len(lengths)), key=lambda row: lengths[row], reverse=True):
         if batches and (len(batches[-1]) + 1) * lengths[batches[-1][0]] <= most:
@@ -257,7 +307,7 @@ def _shard(folder: Path, number: int) -> Path:
 def _read(folder: Path) -> dict[str, Any]:
     path = folder / _INDEX
     if not path.is_file():
-        raise FileNotFoundError(f"{folder} is no cache of features: it has no {_INDEX}")
+        raise FileNotFoundError(f"{folder} is not a feature cache: {_INDEX} is missing")
     return json.loads(path.read_text())
 
 
@@ -280,10 +330,10 @@ def _check_room(folder: Path, needed: int, rows: int) -> None:
 
 
 def _write(path: Path, write: Callable[[Path], Any]) -> None:
-    """Through a file of another name, so that ``path`` is whole or not there."""
+    """Write a file completely or not at all."""
     try:
-        whole_file(path, write)
+        write_atomically(path, write)
     except Exception as error:
         raise OSError(
-            f"{path} could not be written ({' '.join(str(error).split())}); what is beside it is whole"
+            f"{path} could not be written ({' '.join(str(error).split())}); the files next to it are complete"
         ) from error

@@ -1,0 +1,152 @@
+"""``dflash regenerate`` and ``dflash export``: responses to train on, and drafters in another layout."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..progress import bars
+from ..train.regenerate import LocalWriter, ServerWriter, Settings, Summary, Writer
+from .loading import load, load_tokenizer
+from .options import Bos, Device, Draft, Dtype, Json, Limit, NoThinking, Raw, takes_dataclasses
+
+__all__ = ["export", "regenerate"]
+
+
+@dataclass(frozen=True)
+class _Files:
+    """Who answers, and where the responses go."""
+
+    model: Annotated[str, "The target: a folder or a hub id; with --server, its name there."]
+    out: Annotated[Path, "JSONL of responses; a file of the same run is continued."]
+    draft: Annotated[str | None, "A drafter of the target; pays off in small batches."] = None
+    server: Annotated[str | None, "Ask an OpenAI-compatible server: http://HOST:PORT/v1."] = None
+
+
+@dataclass(frozen=True)
+class _Asking:
+    """Which prompts are asked, and how."""
+
+    raw: Raw = False
+    bos: Bos = False
+    no_thinking: NoThinking = False
+    skip_long: Annotated[bool, "Leave out prompts that are too long."] = False
+    limit: Limit = None
+    split: Annotated[str, "Split of a data set of the hub."] = "train"
+    batch_size: Annotated[int, "Sequences per batch."] = 64
+    concurrency: Annotated[int, "Requests to the server at a time."] = 32
+    token_ids: Annotated[bool, "Ask the server for token ids too (vLLM)."] = False
+    dtype: Dtype = "auto"
+    device: Device = None
+    as_json: Json = False
+
+    @property
+    def template(self) -> dict[str, Any]:
+        """Arguments of the chat template."""
+        return {"enable_thinking": False} if self.no_thinking else {}
+
+
+@takes_dataclasses(settings=("temperatures",))
+def regenerate(
+    prompts: Annotated[str, typer.Argument(help="JSONL with prompt, messages, question or turns; or a hub name.")],
+    *,
+    files: _Files,
+    temperature: Annotated[list[float] | None, typer.Option(help="0 is greedy; may be repeated; default: 0.")] = None,
+    settings: Settings,
+    asking: _Asking,
+) -> None:
+    """Let the target answer PROMPTS, as data to train its drafter on.
+
+    A run that was stopped continues when it is started again with the same arguments. A key for the server is read
+    from OPENAI_API_KEY.
+    """
+    from ..train.data import load_prompts
+    from ..train.regenerate import regenerate
+
+    # 1. Read the prompts
+    settings = replace(settings, temperatures=tuple(temperature or [0.0]))
+    if asking.limit is not None and asking.limit < 1:
+        raise ValueError(f"--limit must be at least 1, got {asking.limit}")
+    rows = load_prompts(prompts, split=asking.split)[: asking.limit]
+    # 2. Answer them
+    writer = _local_writer(files, asking) if files.server is None else _server_writer(files, asking)
+    with bars(["responses"]) as show:
+
+        def shown(so_far: Summary, total: int) -> None:
+            rate = f"{so_far.tokens_per_second:.0f} tokens/s"
+            if so_far.acceptance_length:
+                rate += f", acceptance length {so_far.acceptance_length:.2f}"
+            show("responses", so_far.written, total, rate)
+
+        summary = regenerate(rows, writer, files.out, settings, progress=shown)
+    # 3. Say what was done
+    if asking.as_json:
+        typer.echo(json.dumps({**asdict(summary), "tokens_per_second": summary.tokens_per_second}))
+    else:
+        typer.echo(_summary_text(summary), err=True)
+
+
+def _server_writer(files: _Files, asking: _Asking) -> Writer:
+    if files.draft is not None or asking.bos:
+        raise ValueError(f"--{'bos' if files.draft is None else 'draft'} is the server's to choose")
+    return ServerWriter(
+        files.server,
+        files.model,
+        raw=asking.raw,
+        template=asking.template,
+        concurrency=asking.concurrency,
+        api_key=os.environ.get("OPENAI_API_KEY"),
+        token_ids=asking.token_ids,
+        skip_long=asking.skip_long,
+    )
+
+
+def _local_writer(files: _Files, asking: _Asking) -> Writer:
+    tokenizer = load_tokenizer(files.model, asking.as_json)
+    target, drafter, _ = load(files.model, files.draft, asking.dtype, asking.device, asking.as_json)
+    return LocalWriter(
+        target,
+        tokenizer,
+        drafter,
+        name=files.model,
+        batch_size=asking.batch_size,
+        raw=asking.raw,
+        bos=asking.bos,
+        template=asking.template,
+        skip_long=asking.skip_long,
+    )
+
+
+def _summary_text(summary: Summary) -> str:
+    text = f"{summary.written} responses in {summary.seconds:.1f} s, {summary.tokens_per_second:.0f} tokens/s"
+    text += f", {summary.truncated} cut off" if summary.truncated else ""
+    text += f", {summary.skipped} left out, too long" if summary.skipped else ""
+    text += f", acceptance length {summary.acceptance_length:.2f}" if summary.acceptance_length else ""
+    return text + (f"; {summary.found} were there before" if summary.found else "") + f": {summary.out}"
+
+
+def export(
+    draft: Draft,
+    out: Annotated[Path, typer.Option(help="Folder to write; must not exist, or be empty.")],
+    layout: Annotated[str, typer.Option("--format", help="published or speculators.")],
+    target: Annotated[str | None, typer.Option(help="The target's name, which the speculators layout carries.")] = None,
+    dtype: Dtype = "auto",
+    as_json: Json = False,
+) -> None:
+    """Write a drafter in the other checkpoint layout; either is read."""
+    import torch
+
+    from ..train.export import export
+
+    if dtype not in ("auto", "float32", "bfloat16", "float16"):
+        raise ValueError(f"--dtype must be auto, float32, bfloat16 or float16, got {dtype!r}")
+    export(draft, out, layout, target=target, dtype=None if dtype == "auto" else getattr(torch, dtype))
+    if as_json:
+        typer.echo(json.dumps({"out": str(out), "format": layout}))
+    else:
+        typer.echo(f"{draft} was written to {out} in the {layout} layout", err=True)

@@ -1,0 +1,158 @@
+"""``dflash demo``, ``dflash benchmark`` and ``dflash doctor``: speed, acceptance, and the state of the installation."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from ..evaluate.benchmark import Settings
+from .loading import load, load_tokenizer
+from .options import (
+    Device,
+    Draft,
+    Dtype,
+    Json,
+    MaxNewTokens,
+    Model,
+    NoThinking,
+    Sharpness,
+    check_sampling,
+    parse_sharpness,
+    takes_dataclasses,
+)
+
+__all__ = ["benchmark", "demo", "doctor"]
+
+
+def demo(
+    prompt: Annotated[str | None, typer.Option(help="Answer this instead of held-out prompts.")] = None,
+    prompts: Annotated[int | None, typer.Option(help="Answer exactly so many held-out prompts.")] = None,
+    seconds: Annotated[
+        float | None,
+        typer.Option(help="Start no other prompt after this time; default: 30, without --prompts."),
+    ] = None,
+    max_new_tokens: MaxNewTokens = 256,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="The same seed writes the same text.")] = 0,
+    pair: Annotated[Path | None, typer.Option(hidden=True, help="Folder with target, draft, prompts.jsonl.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Answer held-out prompts with the pair inside the package, and measure; nothing is downloaded.
+
+    Streams a few answers, with accepted drafts and bonus tokens in different colors, then compares transformers'
+    generate, one-token decoding and DFlash. The exit code is 1 if an answer is not theirs, token for token.
+    """
+    from ..evaluate import PAIR, Decoding
+    from ..evaluate.demo import run_demo
+
+    check_sampling(max_new_tokens, temperature=temperature, seed=seed)
+    report = run_demo(
+        Decoding(max_new_tokens, temperature, seed),
+        folder=PAIR if pair is None else pair,
+        prompt=prompt,
+        prompts=prompts,
+        seconds=seconds,
+        console=None if as_json else Console(),
+    )
+    if as_json:
+        typer.echo(json.dumps(dataclasses.asdict(report)))
+    if not report.identical:
+        raise typer.Exit(1)
+
+
+@takes_dataclasses(settings=("draft_sharpness", "thinking"))
+def benchmark(
+    model: Model,
+    draft: Draft,
+    dataset: Annotated[
+        list[str], typer.Option(help="humaneval, gsm8k, mt-bench, spec-bench or FILE.jsonl; may be repeated.")
+    ],
+    settings: Settings,
+    data: Annotated[Path | None, typer.Option(help="Folder of the datasets' files; default: from the hub.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Prompts of each dataset at most.")] = None,
+    draft_sharpness: Sharpness = "auto",
+    no_thinking: NoThinking = False,
+    dtype: Dtype = "auto",
+    device: Device = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for results; the same command continues a run that was stopped.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw a .png.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Measure speed and acceptance on datasets of prompts, compared with one-token decoding in the same run.
+
+    If the tokenizer has a chat template, a dataset's text becomes a user's message, with no instruction added. Speeds
+    count the prompts' forward passes.
+    """
+    from ..evaluate import report as reports
+    from ..evaluate.benchmark import check_settings, progress_bars, run_benchmark
+
+    # 1. Check the options and load the prompts, which is quick, before the models are loaded.
+    settings = dataclasses.replace(
+        settings, draft_sharpness=parse_sharpness(draft_sharpness), thinking=False if no_thinking else None
+    )
+    numbers = ("max_new_tokens", "temperature", "seed", "draft_sharpness")
+    check_sampling(**{name: getattr(settings, name) for name in numbers})
+    if limit is not None and limit < 1:
+        raise ValueError(f"--limit must be at least 1, got {limit}")
+    if plot is not None:
+        reports.check_plot(plot)
+    if out is not None and out.exists() and not out.is_dir():
+        raise ValueError(f"--out must be a folder, {str(out)!r} is a file")
+    datasets = _load_datasets(dataset, data, limit)
+    tokenizer = load_tokenizer(model, as_json)
+    check_settings(settings, tokenizer)
+    # 2. Load the models and run.
+    target, drafter, _ = load(model, draft, dtype, device, as_json)
+    about = {"model": model, "draft": draft, "command": shlex.join(["dflash", *sys.argv[1:]])}
+    with progress_bars({name: len(prompts) for name, prompts in datasets.items()}) as advance:
+        report = run_benchmark(target, drafter, tokenizer, datasets, settings, about=about, out=out, advance=advance)
+    # 3. Report.
+    if as_json:
+        typer.echo(json.dumps(report))
+    else:
+        reports.print_benchmark(report, Console())
+    if plot is not None:
+        reports.plot(report, plot)
+
+
+def _load_datasets(given: list[str], data: Path | None, limit: int | None) -> dict[str, list]:
+    """The prompts of each ``--dataset`` by its name."""
+    from ..evaluate.datasets import SOURCES, load_prompts
+
+    datasets = {}
+    for dataset in given:
+        name = dataset if dataset in SOURCES else Path(dataset).name.split(".")[0]
+        if name in datasets:
+            raise ValueError(f"--dataset {dataset!r}: there are two called {name}")
+        datasets[name] = load_prompts(dataset, data, limit)
+    return datasets
+
+
+def doctor(as_json: Json = False) -> None:
+    """Say what this installation has and what is wrong with it; the exit code is 1 if something does not work."""
+    from .installation import examine
+
+    checks = examine()
+    if as_json:
+        typer.echo(json.dumps([dataclasses.asdict(check) for check in checks]))
+    else:
+        table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+        marks = {"ok": "[green]ok[/]", "warning": "[yellow]warning[/]", "error": "[red]error[/]"}
+        for check in checks:
+            table.add_row(marks[check.status], check.name, escape(check.found))
+            if check.advice:
+                table.add_row("", "", f"[bold]-> {escape(check.advice)}[/]")
+        Console().print(table)
+    if any(check.status == "error" for check in checks):
+        raise typer.Exit(1)

@@ -1,0 +1,181 @@
+"""Options that several commands share, and commands that take a dataclass of options."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import typer
+
+__all__ = [
+    "BlockSize",
+    "Bos",
+    "Device",
+    "Draft",
+    "Dtype",
+    "Json",
+    "Limit",
+    "MaxNewTokens",
+    "MinP",
+    "Model",
+    "ModelOptions",
+    "NoThinking",
+    "Raw",
+    "SamplingOptions",
+    "Seed",
+    "Sharpness",
+    "Stop",
+    "System",
+    "Temperature",
+    "TopK",
+    "TopP",
+    "check_sampling",
+    "parse_sharpness",
+    "takes_dataclasses",
+]
+
+Model = Annotated[str, typer.Option(help="The target: a folder or a hub id.")]
+Draft = Annotated[str, typer.Option(help="Its DFlash drafter: a folder or a hub id.")]
+MaxNewTokens = Annotated[int, typer.Option(help="New tokens at most.")]
+Temperature = Annotated[float | None, typer.Option(help="0 is greedy; default: the model's own.")]
+TopK = Annotated[int | None, typer.Option(help="Keep the k best tokens; 0 is off.")]
+TopP = Annotated[float | None, typer.Option(help="Keep the most probable tokens up to this mass.")]
+MinP = Annotated[float | None, typer.Option(help="Drop tokens this much less probable than the best.")]
+Seed = Annotated[int | None, typer.Option(help="The same seed writes the same text.")]
+BlockSize = Annotated[int | None, typer.Option(help="Tokens that a step verifies; default: the drafter's.")]
+Sharpness = Annotated[str, typer.Option(help="How sharply the drafter follows its logits: a number, inf, or auto.")]
+Stop = Annotated[list[str] | None, typer.Option(help="End where this text is written; may be repeated.")]
+System = Annotated[str | None, typer.Option(help="System message, for a tokenizer with a chat template.")]
+Raw = Annotated[bool, typer.Option("--raw", help="Continue the text itself, without a chat template.")]
+Bos = Annotated[bool, typer.Option("--bos", help="Put the tokenizer's BOS token before a raw prompt.")]
+NoThinking = Annotated[bool, typer.Option("--no-thinking", help="Tell the chat template enable_thinking=False.")]
+Limit = Annotated[int | None, typer.Option(help="Take only the first prompts.")]
+Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto (the checkpoint's).")]
+Device = Annotated[str | None, typer.Option(help="Default: cuda if there is a GPU, else cpu.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard output, and nothing else there.")]
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """The target and its drafter; the pair inside the package if neither is named."""
+
+    model: Annotated[
+        str | None, typer.Option(help="The target: a folder or a hub id; default: the package's pair.")
+    ] = None
+    draft: Annotated[str | None, typer.Option(help="Its DFlash drafter: a folder or a hub id.")] = None
+    dtype: Dtype = "auto"
+    device: Device = None
+
+    def resolve(self) -> ModelOptions:
+        """Name the package's own pair where none is named, and say so on standard error."""
+        if self.model is not None and self.draft is not None:
+            return self
+        if self.model is not None or self.draft is not None:
+            given, missing = ("--draft", "--model") if self.model is None else ("--model", "--draft")
+            raise ValueError(f"{given} needs {missing} too; without both, the pair inside the package answers")
+        from ..evaluate import PAIR
+
+        typer.echo(
+            "no --model: the pair inside the package answers; it knows sums, letters and records (docs/demo-pair.md)",
+            err=True,
+        )
+        return dataclasses.replace(self, model=str(PAIR / "target"), draft=str(PAIR / "draft"))
+
+
+@dataclass(frozen=True)
+class SamplingOptions:
+    """How tokens are chosen; None is the model's own setting."""
+
+    temperature: Temperature = None
+    top_k: TopK = None
+    top_p: TopP = None
+    min_p: MinP = None
+    seed: Seed = None
+
+
+def check_sampling(max_new_tokens: int, **numbers: Any) -> None:
+    """Raise ``ValueError`` for a number that is out of range, before a large model is loaded.
+
+    Args:
+        max_new_tokens: per answer.
+        numbers: any of temperature, top_k, top_p, min_p, seed and draft_sharpness; None is not checked.
+    """
+    from ..sampling import Sampling
+
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be an integer of at least 1, got {max_new_tokens}")
+    Sampling.create(1).set_(1, **{name: number for name, number in numbers.items() if number is not None})
+
+
+def parse_sharpness(value: str) -> str | float:
+    """The number of ``--draft-sharpness``, or ``"auto"``."""
+    try:
+        return value if value == "auto" else float(value)
+    except ValueError as error:
+        raise ValueError(f"--draft-sharpness must be a number, inf or auto, got {value!r}") from error
+
+
+def takes_dataclasses(**without: tuple[str, ...]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Decorate a command that has dataclasses as parameters: each of their fields becomes an option.
+
+    A field is ``Annotated`` with a ``typer.Option``, or with a string, which is the option's help. A bool is a flag
+    without a ``--no-`` form.
+
+    >>> @app.command()
+    ... @takes_dataclasses(settings=("thinking",))
+    ... def benchmark(model: Model, settings: Settings, no_thinking: NoThinking = False) -> None: ...
+
+    Args:
+        without: per parameter, the fields that get no option and keep their default.
+    """
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        hints = typing.get_type_hints(command, include_extras=True)
+        signature = inspect.signature(command)
+        parameters, groups = [], {}
+        for name, parameter in signature.parameters.items():
+            kind = hints[name]
+            if dataclasses.is_dataclass(kind):
+                options = _field_options(kind, without.get(name, ()))
+                groups[name] = (kind, [option.name for option in options])
+                parameters += options
+            else:
+                parameters.append(parameter.replace(annotation=kind, kind=inspect.Parameter.KEYWORD_ONLY))
+
+        @functools.wraps(command)
+        def call(**given: Any) -> None:
+            made = {
+                name: kind(**{field: given.pop(field) for field in fields}) for name, (kind, fields) in groups.items()
+            }
+            command(**given, **made)
+
+        call.__signature__ = signature.replace(parameters=parameters, return_annotation=None)  # type: ignore[attr-defined]
+        call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return call
+
+    return decorate
+
+
+def _field_options(kind: Any, without: tuple[str, ...]) -> list[inspect.Parameter]:
+    """A command's parameters for the fields of a dataclass."""
+    hints = typing.get_type_hints(kind, include_extras=True)
+    out = []
+    for field in dataclasses.fields(kind):
+        if field.name in without:
+            continue
+        annotation = hints[field.name]
+        help = next((item for item in getattr(annotation, "__metadata__", ()) if isinstance(item, str)), None)
+        if help is not None:
+            plain = typing.get_args(annotation)[0]
+            names = [f"--{field.name.replace('_', '-')}"] if plain is bool else []
+            annotation = Annotated[plain, typer.Option(*names, help=help)]
+        default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
+        out.append(
+            inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+        )
+    return out

@@ -1,0 +1,271 @@
+"""``dflash generate`` and ``dflash chat``: text from a target and its drafter, streamed as it is written."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from ..evaluate import prompt_ids
+from .loading import load, load_tokenizer
+from .options import (
+    BlockSize,
+    Bos,
+    Json,
+    MaxNewTokens,
+    ModelOptions,
+    Raw,
+    SamplingOptions,
+    Sharpness,
+    Stop,
+    System,
+    check_sampling,
+    parse_sharpness,
+    takes_dataclasses,
+)
+
+__all__ = ["chat", "generate"]
+
+# ---------------------------------------------------------------------------------------------- generate
+
+
+@takes_dataclasses()
+def generate(
+    models: ModelOptions,
+    sampling: SamplingOptions,
+    prompt: Annotated[str | None, typer.Argument(help="Text to continue; none or - reads standard input.")] = None,
+    file: Annotated[Path | None, typer.Option(help="Read the prompt from this file.")] = None,
+    system: System = None,
+    raw: Raw = False,
+    bos: Bos = False,
+    max_new_tokens: MaxNewTokens = 256,
+    stop: Stop = None,
+    draft_sharpness: Sharpness = "auto",
+    block_size: BlockSize = None,
+    as_json: Json = False,
+) -> None:
+    """Answer or continue PROMPT with the target's own text, several tokens per step, streamed as it is written.
+
+    If the tokenizer has a chat template, PROMPT becomes a user's message, unless --raw. The text goes to standard
+    output, one line of statistics to standard error. Without --model, the pair inside the package answers.
+    """
+    # 1. Check the options and encode the prompt, which is quick, before the models are loaded.
+    text = _read_prompt(prompt, file)
+    models = models.resolve()
+    tokenizer = load_tokenizer(models.model, as_json)
+    ids = _encode(tokenizer, text, system, raw, bos)
+    sharpness = parse_sharpness(draft_sharpness)
+    check_sampling(max_new_tokens, draft_sharpness=sharpness, **dataclasses.asdict(sampling))
+    # 2. Load the models.
+    target, drafter, device = load(models.model, models.draft, models.dtype, models.device, as_json)
+    import torch
+
+    from ..api import stream
+
+    # 3. Stream the answer.
+    events = stream(
+        target,
+        drafter,
+        torch.tensor([ids], dtype=torch.int64, device=device).reshape(1, -1),
+        tokenizer=tokenizer,
+        skip_special_tokens=True,
+        block_size=block_size,
+        max_new_tokens=max_new_tokens,
+        stop_strings=stop or None,
+        draft_sharpness=sharpness,
+        **dataclasses.asdict(sampling),
+    )
+    answer = _Answer(quiet=as_json)
+    for event in events:
+        answer.add(event)
+    if as_json:
+        typer.echo(json.dumps(answer.report()))
+    else:
+        typer.echo()
+        typer.echo(answer.summary(), err=True)
+
+
+def _read_prompt(prompt: str | None, file: Path | None) -> str:
+    if file is not None:
+        if prompt is not None:
+            raise ValueError("give the prompt as an argument or with --file, not both")
+        if not file.is_file():
+            raise ValueError(f"--file: there is no file {str(file)!r}")
+        return file.read_text(encoding="utf-8")
+    if prompt is None or prompt == "-":
+        if sys.stdin.isatty() and prompt is None:
+            raise ValueError("no prompt: give one as an argument, with --file, or on standard input")
+        return sys.stdin.read()
+    return prompt
+
+
+def _encode(tokenizer: Any, text: str, system: str | None, raw: bool, bos: bool) -> list[int]:
+    has_template = tokenizer.chat_template is not None and not raw
+    if system is not None and not has_template:
+        raise ValueError("--system needs a tokenizer with a chat template, and no --raw")
+    if bos and has_template:
+        raise ValueError("--bos goes with --raw: the chat template has its own")
+    if not has_template:
+        return prompt_ids(tokenizer, {"prompt": text}, raw=True, bos=bos)
+    return prompt_ids(tokenizer, {"messages": [*_system_message(system), {"role": "user", "content": text}]})
+
+
+def _system_message(system: str | None) -> list[dict[str, str]]:
+    return [] if system is None else [{"role": "system", "content": system}]
+
+
+class _Answer:
+    """The answer of a one-row stream, printed as it is written unless ``quiet``."""
+
+    def __init__(self, quiet: bool) -> None:
+        self.text, self.last, self._quiet = "", None, quiet
+
+    def add(self, event: Any) -> None:
+        """Print what an event added."""
+        self.text, self.last = self.text + event.text[0], event
+        if not self._quiet:
+            typer.echo(event.text[0], nl=False)
+            sys.stdout.flush()
+
+    def summary(self) -> str:
+        """Describe the finished answer in one line."""
+        statistics = self.last.statistics
+        return (
+            f"{statistics.num_new_tokens[0]} tokens in {statistics.seconds:.2f} s, "
+            f"{statistics.tokens_per_second:.1f} tokens/s, acceptance length {statistics.acceptance_length:.2f} "
+            f"of {statistics.block_size}, first token after {statistics.time_to_first_token * 1000:.0f} ms"
+        )
+
+    def report(self) -> dict[str, Any]:
+        """Describe the finished answer for ``--json``."""
+        statistics = self.last.statistics
+        acceptance = statistics.acceptance_length
+        return {
+            "text": self.text,
+            "finish_reason": self.last.finish_reasons[0],
+            "num_new_tokens": statistics.num_new_tokens[0],
+            "seconds": statistics.seconds,
+            "time_to_first_token": statistics.time_to_first_token,
+            "tokens_per_second": statistics.tokens_per_second,
+            "acceptance_length": acceptance if acceptance == acceptance else None,  # not a number: no step ran
+            "histogram": statistics.histogram,
+            "block_size": statistics.block_size,
+        }
+
+
+# ---------------------------------------------------------------------------------------------- chat
+
+
+@takes_dataclasses()
+def chat(
+    models: ModelOptions,
+    sampling: SamplingOptions,
+    system: System = None,
+    max_length: Annotated[int, typer.Option(help="Tokens of the whole conversation at most.")] = 4096,
+    max_new_tokens: MaxNewTokens = 1024,
+    block_size: BlockSize = None,
+    as_json: Json = False,
+) -> None:
+    """Talk to the target: one message per line on standard input, the answers streamed.
+
+    /reset starts over, /exit or the end of input leaves, Ctrl-C stops an answer. Each time, only the new part of the
+    conversation is run. Without --model, the pair inside the package answers, each message on its own.
+    """
+    # 1. Load the models.
+    models = models.resolve()
+    tokenizer = load_tokenizer(models.model, as_json)
+    if tokenizer.chat_template is None:
+        raise ValueError("this tokenizer has no chat template: use dflash generate")
+    check_sampling(max_new_tokens, **dataclasses.asdict(sampling))
+    target, drafter, device = load(models.model, models.draft, models.dtype, models.device, as_json)
+    from ..generator import Generator
+
+    positions = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None) or max_length
+    generator = Generator(target, drafter, max_length=min(max_length, positions), block_size=block_size)
+    conversation = _Conversation(generator, tokenizer, device, system, max_new_tokens, sampling)
+    # 2. Answer line by line.
+    console = Console(stderr=True)
+    for line in _read_lines(console):
+        if line == "/reset":
+            conversation.reset()
+            continue
+        answer = _Answer(quiet=as_json)
+        with contextlib.closing(conversation.ask(line)) as events:
+            try:
+                for event in events:
+                    answer.add(event)
+            except KeyboardInterrupt:
+                console.print("[dim](stopped)[/]")
+        conversation.add_answer(answer.text)
+        if as_json and answer.last is not None:
+            typer.echo(json.dumps(answer.report()))
+        elif answer.last is not None:
+            typer.echo()
+            console.print(f"[dim]{answer.summary()}[/]")
+
+
+class _Conversation:
+    """The messages so far, and the generator that answers them."""
+
+    def __init__(
+        self,
+        generator: Any,
+        tokenizer: Any,
+        device: str,
+        system: str | None,
+        max_new_tokens: int,
+        sampling: SamplingOptions,
+    ) -> None:
+        self.generator, self.tokenizer, self.device = generator, tokenizer, device
+        self.max_new_tokens, self.sampling = max_new_tokens, sampling
+        self._first = _system_message(system)
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all messages but the system's."""
+        self.messages = list(self._first)
+
+    def ask(self, text: str) -> Iterator[Any]:
+        """Stream the answer to a message."""
+        import torch
+
+        self.messages.append({"role": "user", "content": text})
+        ids = prompt_ids(self.tokenizer, {"messages": self.messages})
+        room = self.generator.max_length - len(ids)
+        if room < 1:
+            raise ValueError(
+                f"the conversation has {len(ids)} tokens, --max-length is {self.generator.max_length}: "
+                "/reset starts over"
+            )
+        return self.generator.stream(
+            torch.tensor([ids], device=self.device),
+            tokenizer=self.tokenizer,
+            skip_special_tokens=True,
+            max_new_tokens=min(self.max_new_tokens, room),
+            **dataclasses.asdict(self.sampling),
+        )
+
+    def add_answer(self, text: str) -> None:
+        """Remember an answer."""
+        self.messages.append({"role": "assistant", "content": text})
+
+
+def _read_lines(console: Console) -> Iterator[str]:
+    """The lines of standard input up to /exit, without empty ones; a terminal gets a prompt sign."""
+    while True:
+        if sys.stdin.isatty():
+            console.print("[bold green]>[/] ", end="")
+        line = sys.stdin.readline()
+        if not line or line.strip() == "/exit":
+            return
+        if line.strip() == "/reset":
+            yield "/reset"
+        elif line.strip():
+            yield line.rstrip("\n")

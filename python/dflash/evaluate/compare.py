@@ -1,0 +1,229 @@
+"""Answer prompts in several ways and add up what each way took: for demo, benchmark and the trainer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..drafter import Drafter
+from ..generator import Generator
+from ..outputs import Statistics, StreamEvent
+
+__all__ = [
+    "Answer",
+    "Comparison",
+    "Decoding",
+    "GeneratorRunner",
+    "Runner",
+    "Total",
+    "TransformersRunner",
+    "answer_all",
+    "pair_runners",
+]
+
+WARM_UP_TOKENS = 32
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """How prompts are answered: the temperature only, with top-k, top-p and min-p off.
+
+    Attributes:
+        max_new_tokens: per answer.
+        temperature: 0 is greedy.
+        seed: of every answer.
+        draft_sharpness: see :func:`dflash.generate`.
+        stop_token_ids: None for those of the target's generation_config.
+    """
+
+    max_new_tokens: int
+    temperature: float = 0.0
+    seed: int = 0
+    draft_sharpness: float | Literal["auto"] = "auto"
+    stop_token_ids: tuple[int, ...] | None = None
+
+
+class Answer(NamedTuple):
+    """One answer: its token ids, the tokens that each step wrote, and the seconds that it took, prompt included."""
+
+    ids: list[int]
+    steps: list[int]
+    seconds: float
+
+
+Runner = Callable[..., Answer]  # runner(prompt ids, max_new_tokens=None)
+
+
+class GeneratorRunner:
+    """Answers through this package's :class:`Generator`.
+
+    Answers are cut where the generator's ``max_length`` is reached.
+
+    Args:
+        generator: of a batch of one.
+        decoding: how it answers.
+        device: the target's.
+        clock: seconds from any start.
+    """
+
+    def __init__(
+        self,
+        generator: Generator,
+        decoding: Decoding,
+        device: torch.device | str = "cpu",
+        clock: Clock = time.perf_counter,
+    ) -> None:
+        self.generator, self.decoding, self.device, self.clock = generator, decoding, device, clock
+
+    def __call__(self, ids: Sequence[int], max_new_tokens: int | None = None) -> Answer:
+        """Answer one prompt."""
+        began = self.clock()
+        arguments = self._arguments(ids, max_new_tokens)
+        out = self.generator.generate(self._prompt(ids), return_dict_in_generate=True, **arguments)
+        new = out.sequences[0, len(ids) :].tolist()  # also waits for the device
+        return Answer(new, out.statistics.acceptance_lengths[0], self.clock() - began)
+
+    def stream(self, ids: Sequence[int]) -> Iterator[StreamEvent]:
+        """Answer one prompt, event by event."""
+        return self.generator.stream(self._prompt(ids), **self._arguments(ids, None))
+
+    def _prompt(self, ids: Sequence[int]) -> Tensor:
+        return torch.tensor([ids], device=self.device)
+
+    def _arguments(self, ids: Sequence[int], max_new_tokens: int | None) -> dict[str, Any]:
+        decoding, generator = self.decoding, self.generator
+        room = generator.max_length - len(ids)
+        return {
+            "max_new_tokens": min(max_new_tokens or decoding.max_new_tokens, decoding.max_new_tokens, room),
+            "temperature": decoding.temperature,
+            "top_k": 0,
+            "top_p": 1.0,
+            "min_p": 0.0,
+            "seed": decoding.seed,
+            "draft_sharpness": "auto" if generator.draft is None else decoding.draft_sharpness,
+            "stop_token_ids": decoding.stop_token_ids,
+        }
+
+
+class TransformersRunner:
+    """Answers through the target's own ``generate``.
+
+    Its random numbers are not this package's: the same seed writes another text unless decoding is greedy.
+    """
+
+    def __init__(self, target: nn.Module, decoding: Decoding, eos: int, clock: Clock = time.perf_counter) -> None:
+        self.target, self.clock, self.seed = target, clock, decoding.seed
+        self.max_new_tokens = decoding.max_new_tokens
+        self._arguments: dict[str, Any] = {"eos_token_id": eos, "pad_token_id": eos, "use_cache": True}
+        self._arguments["do_sample"] = decoding.temperature > 0
+        if decoding.temperature > 0:  # without top_k=0, transformers would keep the 50 best
+            self._arguments |= {"temperature": decoding.temperature, "top_k": 0}
+        self._device = target.get_input_embeddings().weight.device
+
+    def __call__(self, ids: Sequence[int], max_new_tokens: int | None = None) -> Answer:
+        """Answer one prompt."""
+        new = min(max_new_tokens or self.max_new_tokens, self.max_new_tokens)
+        began = self.clock()
+        prompt = torch.tensor([ids], device=self._device)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed)
+            mask = torch.ones_like(prompt)
+            out = self.target.generate(prompt, attention_mask=mask, max_new_tokens=new, **self._arguments)
+        return Answer(out[0, len(ids) :].tolist(), [], self.clock() - began)
+
+
+def pair_runners(
+    target: nn.Module,
+    draft: Drafter,
+    decoding: Decoding,
+    *,
+    block_size: int | None = None,
+    padded: bool = False,
+    clock: Clock = time.perf_counter,
+    **arguments: Any,
+) -> dict[str, GeneratorRunner]:
+    """One-token decoding and DFlash for one pair, as ``"one-token"`` and ``"dflash"``.
+
+    Args:
+        target, draft: the pair.
+        decoding: how both answer.
+        block_size: of DFlash; None is the drafter's.
+        padded: run one-token decoding at the shapes of a whole block.
+        clock: seconds from any start.
+        arguments: ``max_length`` and others of :class:`Generator`.
+    """
+    drafting = Generator(target, draft, block_size=block_size, reuse_prefix=False, **arguments)
+    rows, device = drafting.block_size if padded else 1, target.get_input_embeddings().weight.device
+    plain = Generator(target, None, block_size=rows, reuse_prefix=False, **arguments)
+    return {
+        "one-token": GeneratorRunner(plain, decoding, device, clock),
+        "dflash": GeneratorRunner(drafting, decoding, device, clock),
+    }
+
+
+class Comparison:
+    """Has every prompt answered by all runners, one after the other; each goes first in turn.
+
+    Args:
+        runners: by name.
+    """
+
+    def __init__(self, runners: Mapping[str, Runner]) -> None:
+        self.runners = dict(runners)
+        self._answered = 0
+
+    def warm_up(self, ids: Sequence[int]) -> None:
+        """Have every runner write the beginning of an answer, which counts nowhere."""
+        for runner in self.runners.values():
+            runner(ids, WARM_UP_TOKENS)
+
+    def answer(self, ids: Sequence[int]) -> dict[str, Answer]:
+        """The answers to one prompt, by runner."""
+        names = list(self.runners)
+        first = self._answered % len(names)
+        self._answered += 1
+        return {name: self.runners[name](ids) for name in names[first:] + names[:first]}
+
+
+@dataclass
+class Total:
+    """Answers of one runner, added up."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+    steps: list[int] = field(default_factory=list)
+
+    def add(self, tokens: int, seconds: float, steps: Sequence[int] = ()) -> None:
+        """Count one answer."""
+        self.tokens += tokens
+        self.seconds += seconds
+        self.steps += steps
+
+    @property
+    def tokens_per_second(self) -> float:
+        """New tokens over seconds, the prompts' forward passes included."""
+        return self.tokens / self.seconds
+
+    @property
+    def acceptance_length(self) -> float | None:
+        """Mean tokens per step, bonus token counted; None when no step ran."""
+        return sum(self.steps) / len(self.steps) if self.steps else None
+
+    def statistics(self, block_size: int) -> Statistics:
+        """The same as if one call had written all answers."""
+        return Statistics([self.steps], block_size, [self.tokens], 0.0, self.seconds)
+
+
+def answer_all(runner: Runner, prompts: Iterable[Sequence[int]]) -> Total:
+    """Answer every prompt with one runner."""
+    total = Total()
+    for ids in prompts:
+        answer = runner(ids)
+        total.add(len(answer.ids), answer.seconds, answer.steps)
+    return total

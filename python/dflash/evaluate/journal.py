@@ -1,0 +1,102 @@
+"""A file of finished work, one JSON line per piece, from which a run that was killed continues."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+__all__ = ["Journal"]
+
+
+class Journal:
+    """Append-only JSON lines. Use it as a context manager, which keeps other processes out of the file.
+
+    A last line that a kill cut short does not count, and :meth:`append` overwrites it. Until then the file stays as it
+    was, and a new file that is still empty at the end is removed.
+
+    Args:
+        path: the file; its folder must exist.
+        settings: written on the first line; a file with other settings is refused. None for a file of records only.
+    """
+
+    def __init__(self, path: Path, settings: Mapping[str, Any] | None = None) -> None:
+        self.path = path
+        self.settings = None if settings is None else json.loads(json.dumps(settings))
+
+    def __enter__(self) -> Journal:
+        """Open and lock the file, and compare its settings.
+
+        Raises:
+            ValueError: there is no such folder, another process has the file, or its settings are others.
+        """
+        if not self.path.parent.is_dir():
+            raise ValueError(f"there is no folder {str(self.path.parent)!r} to write {self.path.name} into")
+        with contextlib.ExitStack() as stack:  # closes the file if what follows raises
+            self._file = stack.enter_context(open(self.path, "a+b"))
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise ValueError(f"{self.path} is being written by another process") from error
+            stack.callback(self._remove_if_empty)
+            self._file.seek(0)
+            self._end = sum(len(line) for line in self._file if line.endswith(b"\n"))
+            if self._end and self.settings is not None:
+                self._compare(next(self._lines())[1])
+            self._open = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Close the file, which unlocks it."""
+        self._open.close()
+
+    def _remove_if_empty(self) -> None:
+        if not os.fstat(self._file.fileno()).st_size:
+            self.path.unlink(missing_ok=True)
+
+    def _lines(self) -> Iterator[tuple[int, Any]]:
+        """Every complete line with its number from 1."""
+        self._file.seek(0)
+        end = 0
+        for number, line in enumerate(self._file, 1):
+            end += len(line)
+            if end > self._end:
+                return
+            try:
+                yield number, json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{self.path}, line {number}: not JSON: {error}") from error
+
+    def _compare(self, header: Any) -> None:
+        theirs = header.get("settings") if isinstance(header, dict) else None
+        if not isinstance(theirs, dict):
+            raise ValueError(f"{self.path}, line 1: must hold the settings of the run; delete the file")
+        names = [name for name in {**theirs, **self.settings} if theirs.get(name) != self.settings.get(name)]
+        if names:
+            listed = ", ".join(f"{name} {theirs.get(name)!r}, now {self.settings.get(name)!r}" for name in names)
+            raise ValueError(f"{self.path} was written with {listed}: write to another place, or delete it")
+
+    def read(self) -> Iterator[tuple[int, Any]]:
+        """The records that were written before, each with the number of its line.
+
+        Raises:
+            ValueError: a line is not JSON; it is named.
+        """
+        lines = self._lines()
+        if self.settings is not None:
+            next(lines, None)
+        return lines
+
+    def append(self, records: Iterable[Any]) -> None:
+        """Write records; they are on the disk when this returns."""
+        header = [] if self._end or self.settings is None else [{"settings": self.settings}]
+        data = "".join(json.dumps(record) + "\n" for record in [*header, *records]).encode()
+        self._file.truncate(self._end)
+        self._file.write(data)
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._end += len(data)

@@ -1,0 +1,112 @@
+"""The trained pair inside the package: where it is, how it is loaded, and how it reads a prompt.
+
+A pair is a folder with ``target/``, ``draft/`` and ``prompts.jsonl``, whose lines hold ``prompt``, ``answer`` (null if
+there are many right ones) and ``kind``. No training step of either model saw these prompts.
+"""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..drafter import Drafter, load_draft
+from ..files import read_jsonl
+from .prompts import text_ids
+
+__all__ = ["ARROW", "CHAT_TEMPLATE", "PAIR", "Prompt", "demo_pair", "demo_prompts", "encode"]
+
+PAIR = Path(__file__).parents[1] / "pair"
+ARROW = "\n=>\n"  # the end of every prompt that the pair was trained on
+# One prompt and its answer are all that the pair was trained to read. Of a conversation the template therefore writes
+# the last question only, which then gets the answer that it would get on its own.
+CHAT_TEMPLATE = """\
+{%- set last = namespace(question=none, answer=none) -%}
+{%- for message in messages -%}
+  {%- if message.role == 'user' -%}
+    {%- set last.question = message.content | trim -%}
+    {%- set last.answer = none -%}
+  {%- elif message.role == 'assistant' -%}
+    {%- set last.answer = message.content -%}
+  {%- else -%}
+    {{- raise_exception('this model was trained without messages of the role ' + message.role) -}}
+  {%- endif -%}
+{%- endfor -%}
+{%- if last.question is none -%}
+  {{- raise_exception('there is no message of the user to answer') -}}
+{%- endif -%}
+{{- bos_token + last.question -}}
+{{- '\\n' if last.question.endswith('\\n=>') else '\\n=>\\n' -}}
+{%- if last.answer is not none -%}
+  {{- last.answer + eos_token -}}
+{%- endif -%}
+"""
+
+
+class Prompt(NamedTuple):
+    """A held-out prompt, its answer if only one is right, and the kind of task."""
+
+    text: str
+    answer: str | None = None
+    kind: str = ""
+
+
+def demo_pair(folder: str | Path = PAIR, *, dtype: torch.dtype = torch.float32) -> tuple[Any, Drafter, Any]:
+    """Load the target, the drafter and the tokenizer that come with the package, on the CPU.
+
+    >>> target, draft, tokenizer = dflash.demo_pair()
+    >>> question = [{"role": "user", "content": "add 48213 and 90377"}]
+    >>> ids = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt").input_ids
+    >>> dflash.generate(target, draft, ids, max_new_tokens=200)
+
+    Args:
+        folder: another pair in the same layout.
+        dtype: of both models.
+
+    Raises:
+        FileNotFoundError: ``folder`` holds no pair.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    folder = _check_folder(folder)
+    draft = load_draft(folder / "draft", dtype=dtype)
+    had_bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        target = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=dtype, local_files_only=True).eval()
+    finally:
+        if had_bars:
+            logging.enable_progress_bar()
+    return target, draft, AutoTokenizer.from_pretrained(folder / "target", local_files_only=True)
+
+
+def demo_prompts(folder: str | Path = PAIR) -> list[Prompt]:
+    """Load the pair's held-out prompts: the first of each kind, then the second of each kind, and so on.
+
+    Raises:
+        FileNotFoundError: ``folder`` holds no pair.
+    """
+    kinds: dict[str, list[Prompt]] = {}
+    for _, _, record in read_jsonl(_check_folder(folder) / "prompts.jsonl"):
+        prompt = Prompt(record["prompt"], record.get("answer"), record.get("kind") or "")
+        kinds.setdefault(prompt.kind, []).append(prompt)
+    return [prompt for row in itertools.zip_longest(*kinds.values()) for prompt in row if prompt is not None]
+
+
+def _check_folder(folder: str | Path) -> Path:
+    folder = Path(folder)
+    for name in ("target", "draft", "prompts.jsonl"):
+        if not (folder / name).exists():
+            raise FileNotFoundError(
+                f"no pair in {folder}: there is no {name}; python -m dflash.train.demo_pair makes a pair"
+            )
+    return folder
+
+
+def encode(tokenizer: Any, text: str) -> Tensor:
+    """Encode a prompt as the pair was trained to read it: the BOS token, then ``text``, as ids ``[1, length]``."""
+    return torch.tensor([text_ids(tokenizer, text, bos=True)])

@@ -1,0 +1,222 @@
+"""Reports of demo and benchmark: as text, and as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..outputs import StreamEvent
+from ..streaming import TextDecoder
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from .demo import Report
+
+__all__ = ["check_plot", "plot", "print_answer", "print_benchmark", "print_demo", "print_legend"]
+
+ACCEPTED, BONUS = "green", "bold underline yellow"  # bonus tokens stand out without colors too
+_BAR = 40
+
+# ---------------------------------------------------------------------------------------------- demo
+
+
+def print_legend(console: Console) -> None:
+    """Print on a terminal what the two colors of an answer mean."""
+    if console.is_terminal:
+        console.out("accepted drafts", style=ACCEPTED, end=", ", highlight=False)
+        console.out("the target's own tokens", style=BONUS, highlight=False)
+
+
+def print_answer(console: Console, tokenizer: Any, prompt: str, events: Iterator[StreamEvent]) -> None:
+    """Print one answer as it is written: each step's accepted drafts in one color, its bonus token in another."""
+    console.out()
+    console.out(prompt, style="dim", end="" if prompt.endswith("\n") else "\n", highlight=False)
+    decoder = TextDecoder(tokenizer, skip_special_tokens=True)
+    event = None
+    for event in events:
+        new, accepted = event.ids[0], event.accepted[0]
+        console.out(decoder.push(new[:accepted]), style=ACCEPTED, end="", highlight=False)
+        console.out(decoder.push(new[accepted:]), style=BONUS, end="", highlight=False)
+    console.out(decoder.finish(), style=BONUS, highlight=False)
+    statistics = event.statistics
+    count, steps = statistics.num_new_tokens[0], len(statistics.acceptance_lengths[0])
+    console.out(f"({count} tokens: 1 from the prompt, {count - 1} in {steps} steps)", style="dim", highlight=False)
+
+
+def print_demo(console: Console, report: Report, models: str) -> None:
+    """Print a report of :func:`~dflash.evaluate.demo.measure`; ``models`` describes the pair."""
+    console.out()
+    _print_speeds(console, report)
+    count = "1 prompt" if report.available == 1 else f"{report.prompts} of {report.available} prompts"
+    lines = (
+        f"{models}, {torch.get_num_threads()} threads, T = {report.temperature:g}",
+        f"{count}, {report.new_tokens} tokens; the prompts' own forward passes are counted too",
+    )
+    for line in lines:
+        console.out(line, style="dim", highlight=False)
+    _print_histogram(console, report.histogram)
+    compared = "one-token decoding, same seed"
+    if report.temperature == 0:
+        compared += ", and transformers generate"
+    verdict = "yes" if report.identical else "NO"
+    console.out(f"\nidentical output: {verdict} ({compared})", style="bold", highlight=False)
+    if report.answerable:
+        console.out(f"right answers: {report.right} of {report.answerable}", highlight=False)
+
+
+def _print_speeds(console: Console, report: Report) -> None:
+    from rich.table import Table
+
+    acceptance = "-" if report.acceptance_length is None else f"{report.acceptance_length:.2f}"
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("")
+    for name in ("tokens/s", "speedup", "acceptance length"):
+        table.add_column(name, justify="right")
+    for name, speed, length in (
+        ("transformers generate", report.transformers_tokens_per_second, "1.00"),
+        ("one-token decoding", report.one_token_tokens_per_second, "1.00"),
+        ("DFlash", report.tokens_per_second, acceptance),
+    ):
+        style = "bold" if name == "DFlash" else None
+        table.add_row(name, f"{speed:.0f}", f"{speed / report.baseline_tokens_per_second:.2f}x", length, style=style)
+    console.print(table)
+
+
+def _print_histogram(console: Console, histogram: list[int]) -> None:
+    console.out("\ntokens per step", highlight=False)
+    block = "█" if (console.encoding or "").lower().startswith("utf") else "#"
+    most = max([*histogram, 1])
+    for length, count in enumerate(histogram[1:], 1):
+        console.out(f"{length:3} ", end="", highlight=False)
+        console.out(block * -(-_BAR * count // most), style=ACCEPTED, end="", highlight=False)
+        console.out(f" {count}" if count else "", highlight=False)
+
+
+# ---------------------------------------------------------------------------------------------- benchmark
+
+
+def print_benchmark(report: dict[str, Any], console: Console) -> None:
+    """Print a report of :func:`~dflash.evaluate.benchmark.run_benchmark`, 80 columns wide for up to four datasets."""
+    header, datasets = report["header"], report["datasets"]
+
+    def say(line: str) -> None:
+        console.out(line, highlight=False)
+
+    say(
+        f"{header['machine']}, {header['threads']} threads, {header['isa']}, {header['dtype']}, "
+        f"target of {header['target_parameters'] / 1e6:.1f} M parameters, torch {header['torch']}, "
+        f"T = {header['temperature']:g}, block {header['block_size']}"
+    )
+    _print_datasets(console, datasets)
+    say("accepted: tokens per step, bonus token counted; distinct: 8-grams that were new in their answer\n")
+    if header["block_size"] > 1:
+        say("share of steps that kept each drafted token (of those that kept the one before)")
+        _print_positions(console, datasets, header["block_size"])
+    for name, found in datasets.items():
+        say(f"{name}: steps of 1 .. {header['block_size']} tokens: {' '.join(map(str, found['histogram'][1:]))}")
+    for name, found in datasets.items():
+        if found["skipped"]:
+            say(f"{name}: {found['skipped']} turns left out, longer than the model's positions")
+
+
+def _print_datasets(console: Console, datasets: Mapping[str, dict[str, Any]]) -> None:
+    from rich.table import Table
+
+    columns = ("tokens", "tokens/s", "one-token", "speedup", "accepted", "identical", "distinct")
+    table = Table("", *columns, box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name, found in datasets.items():
+        length, distinct = found["acceptance_length"], found["distinct_ngrams"]
+        table.add_row(
+            name,
+            str(found["new_tokens"]),
+            f"{found['tokens_per_second']:.1f}",
+            f"{found['one_token_tokens_per_second']:.1f}",
+            f"{found['speedup']:.2f}x",
+            "-" if length is None else f"{length:.2f}",
+            f"{found['identical']}/{found['turns']}",
+            "-" if distinct is None else f"{distinct:.0%}",
+        )
+    console.print(table)
+
+
+def _print_positions(console: Console, datasets: Mapping[str, dict[str, Any]], block_size: int) -> None:
+    from rich.table import Table
+
+    table = Table("", *datasets, box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for column in table.columns:
+        column.justify = "right"
+    for position in range(block_size - 1):
+        row = []
+        for found in datasets.values():
+            share, given = found["acceptance_per_position"][position], found["conditional_acceptance"][position]
+            row.append(f"{share:4.0%} {'' if given is None else f'({given:.0%})':>6}")
+        table.add_row(str(position + 1), *row)
+    console.print(table)
+
+
+# ---------------------------------------------------------------------------------------------- picture
+
+
+def check_plot(path: str | Path) -> None:
+    """Raise ``ValueError`` now if :func:`plot` could not write ``path`` later."""
+    path = Path(path)
+    if path.suffix.lower() != ".png":
+        raise ValueError(f"--plot writes a .png, got {str(path)!r}")
+    if not path.parent.is_dir():
+        raise ValueError(f"--plot: there is no folder {str(path.parent)!r}")
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        raise ValueError("--plot needs matplotlib: pip install '.[bench]'") from error
+
+
+def plot(report: dict[str, Any], path: str | Path) -> None:
+    """Draw a report of :func:`~dflash.evaluate.benchmark.run_benchmark`: speeds, acceptance by position, steps."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13, 4), layout="constrained")
+    speed, position, steps = figure.subplots(1, 3)
+    header, datasets = report["header"], report["datasets"]
+    rows = range(1, header["block_size"] + 1)
+    _plot_speeds(speed, datasets)
+    _plot_positions(position, datasets, rows)
+    _plot_steps(steps, datasets, rows)
+    figure.suptitle(
+        f"{header.get('model', 'target')}, {header['machine']}, {header['dtype']}, T = {header['temperature']:g}"
+    )
+    figure.savefig(path, dpi=120, format="png")
+
+
+def _plot_speeds(axes: Any, datasets: Mapping[str, dict[str, Any]]) -> None:
+    for index, found in enumerate(datasets.values()):
+        pair = (found["one_token_tokens_per_second"], found["tokens_per_second"])
+        axes.bar([index - 0.2, index + 0.2], pair, 0.38, color=["0.7", f"C{index}"])
+        axes.annotate(f"{found['speedup']:.2f}x", (index + 0.2, pair[1]), ha="center", va="bottom")
+    title = "one-token decoding (gray), DFlash"
+    axes.set(xticks=range(len(datasets)), xticklabels=datasets, ylabel="tokens/s", title=title)
+
+
+def _plot_positions(axes: Any, datasets: Mapping[str, dict[str, Any]], rows: range) -> None:
+    for name, found in datasets.items():
+        shares, mean = found["acceptance_per_position"], found["acceptance_length"]
+        label = name if mean is None else f"{name}, {mean:.2f} tokens per step"
+        axes.plot(range(1, len(shares) + 1), shares, marker="o", label=label)
+    axes.set(xticks=rows[:-1], xlabel="drafted token", ylabel="share of steps that kept it", ylim=(0, 1.02))
+    axes.set_title("acceptance")
+    axes.legend()
+
+
+def _plot_steps(axes: Any, datasets: Mapping[str, dict[str, Any]], rows: range) -> None:
+    width = 0.8 / len(datasets)
+    for index, found in enumerate(datasets.values()):
+        counts = found["histogram"][1:]
+        shares = [count / max(sum(counts), 1) for count in counts]
+        offset = (index - (len(datasets) - 1) / 2) * width
+        axes.bar([length + offset for length in range(1, len(shares) + 1)], shares, width)
+    axes.set(xticks=rows, xlabel="tokens per step", ylabel="share of steps", title="steps")

@@ -1,0 +1,63 @@
+"""How a drafter is trained: :class:`TrainConfig`, whose fields are the options of ``dflash train``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+__all__ = ["TrainConfig"]
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """Settings of a training run; the drafter's own shape is in its :class:`~dflash.DraftConfig`.
+
+    A field's description is its help text on the command line. ``optimizer="muon"`` (Jordan et al., 2024) scales its
+    updates to the size of AdamW's, so the same learning rate suits both.
+
+    Raises:
+        ValueError: a setting is out of range. The message names it.
+    """
+
+    epochs: Annotated[int, "Passes over the data."] = 6
+    steps: Annotated[int | None, "Steps, instead of epochs."] = None
+    batch_tokens: Annotated[int, "Tokens per micro-batch, padding included."] = 4096
+    accumulate: Annotated[int, "Micro-batches that each process adds up per step."] = 1
+    anchors: Annotated[int, "Blocks per row, at most."] = 512
+    gamma: Annotated[float | None, "Decay of the weights within a block; default: by its size."] = None
+    optimizer: Annotated[str, "adamw, or muon for matrices and AdamW for the rest."] = "adamw"
+    learning_rate: Annotated[float, "Peak learning rate."] = 6e-4
+    weight_decay: Annotated[float, "Weight decay of the matrices."] = 0.0
+    clip: Annotated[float, "Norm that gradients are clipped to."] = 1.0
+    warmup: Annotated[float, "Share of the run in which the rate rises."] = 0.04
+    constant: Annotated[float, "Share of the run after which the rate falls."] = 1 / 3
+    distill: Annotated[float, "Share of the loss that is the distance to the target's distribution."] = 0.0
+    feature_noise: Annotated[float, "Uniform noise on the features, relative to their size."] = 0.05
+    seed: Annotated[int, "The same seed trains the same drafter."] = 0
+    mixed_precision: Annotated[str, "bf16 or no."] = "bf16"
+    log_every: Annotated[int, "Steps between lines of metrics."] = 10
+    eval_every: Annotated[int, "Steps between evaluations; 0: only at the end."] = 500
+    save_every: Annotated[int, "Steps between checkpoints; 0: only at the end."] = 500
+    eval_rows: Annotated[int, "Held-out prompts to answer."] = 32
+    eval_tokens: Annotated[int, "New tokens per held-out prompt."] = 128
+    eval_temperatures: Annotated[tuple[float, ...], "Temperatures of the held-out answers, as in 0,1."] = (0.0,)
+    keep: Annotated[int, "Checkpoints to keep."] = 3
+
+    def __post_init__(self) -> None:
+        def check(name: str, ok: bool, wanted: str) -> None:
+            if not ok:
+                raise ValueError(f"{name} must be {wanted}, got {getattr(self, name)!r}")
+
+        for name in ("epochs", "batch_tokens", "accumulate", "anchors", "keep", "log_every"):
+            check(name, getattr(self, name) >= 1, "at least 1")
+        check("eval_tokens", self.eval_tokens >= 2, "at least 2")
+        for name in ("eval_every", "save_every", "eval_rows", "weight_decay", "feature_noise"):
+            check(name, getattr(self, name) >= 0, "at least 0")
+        for name in ("learning_rate", "clip"):
+            check(name, getattr(self, name) > 0, "above 0")
+        for name in ("warmup", "constant", "distill"):
+            check(name, 0 <= getattr(self, name) <= 1, "in 0 .. 1")
+        check("steps", self.steps is None or self.steps >= 1, "at least 1")
+        check("gamma", self.gamma is None or self.gamma > 0, "above 0")
+        check("optimizer", self.optimizer in ("adamw", "muon"), '"adamw" or "muon"')
+        check("mixed_precision", self.mixed_precision in ("no", "bf16"), '"no" or "bf16"')

@@ -1,0 +1,6 @@
+"""The training loop: :class:`Trainer`, and what it measures, writes and continues from."""
+
+from .accelerator import make_accelerator
+from .trainer import Trainer
+
+__all__ = ["Trainer", "make_accelerator"]

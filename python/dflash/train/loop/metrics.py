@@ -1,0 +1,87 @@
+"""What a run measures, and the file that it writes it to."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ...files import write_atomically
+from ..checkpoint import CheckpointError
+from ..loss import BlockLoss
+
+__all__ = ["MetricsFile", "StepTotals", "peak_memory"]
+
+
+class StepTotals:
+    """Sums over the steps between two log lines. The processes add theirs up once, in :meth:`means`."""
+
+    def __init__(self, block_size: int) -> None:
+        self.began = time.monotonic()
+        self.tokens = 0
+        # loss, weight, cross-entropy, accepted tokens, blocks; then right tokens and tokens per slot
+        self.sums = torch.zeros(5 + 2 * (block_size - 1), dtype=torch.float64)  # moves to the device with the first
+
+    def add(self, out: BlockLoss) -> None:
+        """Count a micro-batch."""
+        parts = [out.loss.detach(), out.weight, out.cross_entropy]
+        self.sums = self.sums.to(out.loss.device)
+        if out.correct is None:
+            self.sums[:3] += torch.stack(parts)
+        else:
+            parts += [out.accepted, out.blocks, *out.correct, *out.counted]
+            self.sums += torch.stack([part.float() for part in parts])
+
+    def means(self, accelerator: Any) -> dict[str, Any]:
+        """Return the means over all processes, which all must call this."""
+        sums = accelerator.reduce(self.sums.float().to(accelerator.device), reduction="sum").tolist()
+        (loss, weight, entropy, accepted, blocks), counts = sums[:5], sums[5:]
+        half = len(counts) // 2
+        return {
+            "loss": loss / weight,
+            "cross_entropy": entropy / weight,
+            "accuracy": [round(c / n, 4) if n else None for c, n in zip(counts[:half], counts[half:], strict=True)],
+            "train_acceptance": accepted / blocks if blocks else None,
+            "tokens_per_second": self.tokens / (time.monotonic() - self.began),
+        }
+
+
+class MetricsFile:
+    """``metrics.jsonl`` of a run."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "metrics.jsonl"
+
+    def append(self, line: dict[str, Any]) -> None:
+        """Write one line."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(line) + "\n")
+        except OSError as error:
+            raise CheckpointError(f"{self.path} could not be written ({error}); the checkpoints are whole") from error
+
+    def drop_after(self, step: int) -> None:
+        """Drop lines past ``step``: the run that wrote them was killed before its next checkpoint."""
+        if not self.path.is_file():
+            return
+        lines = []
+        for line in self.path.read_text(encoding="utf-8").splitlines():
+            with contextlib.suppress(ValueError):  # a line that was cut short
+                if json.loads(line)["step"] <= step:
+                    lines.append(line + "\n")
+        write_atomically(self.path, lambda unfinished: unfinished.write_text("".join(lines), encoding="utf-8"))
+
+
+def peak_memory(device: torch.device) -> int:
+    """Return the most bytes held so far: of the GPU's memory, or by this process on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak

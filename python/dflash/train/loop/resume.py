@@ -1,0 +1,114 @@
+"""The checkpoints of a run: what they hold, and how a run continues from one to the bit."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import sys
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ...target import describe_config, sample_digest
+from ..checkpoint import CheckpointError, checkpoints, load_checkpoint, read_progress, save_checkpoint
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
+
+__all__ = ["data_digest", "fingerprint", "resume", "save", "target_digest"]
+
+_COUNTERS = ("step", "epoch", "place", "tokens", "seconds")  # attributes of the trainer, in its checkpoints
+_MAY_CHANGE = ("keep", "log_every", "save_every", "eval_every")  # settings that a resumed run may change
+
+
+def data_digest(rows: str, index: Sequence[int]) -> str:
+    """Return a digest of the rows that are trained on: one of all rows, and which of them are taken."""
+    return hashlib.sha256(rows.encode() + array("q", index).tobytes()).hexdigest()[:16]
+
+
+def target_digest(target: nn.Module) -> str:
+    """Return a digest of the target's config and of a sample of its weights."""
+    return hashlib.sha256(f"{describe_config(target)} {sample_digest(target)}".encode()).hexdigest()[:16]
+
+
+def fingerprint(trainer: Trainer) -> dict[str, Any]:
+    """Return what has to be the same for a resumed run to be the same run."""
+    config = dataclasses.asdict(trainer.config)
+    config = {k: v for k, v in config.items() if k not in _MAY_CHANGE and not k.startswith("eval_")}
+    config |= {"rows": len(trainer.index), "row_tokens": int(trainer.batches.lengths.sum())}
+    config |= {"data": trainer.data_digest, "micro_batches": trainer.batches.group, "steps": trainer.steps}
+    config.pop("accumulate")  # processes times accumulation is what counts
+    dtype = str(next(trainer.target.parameters()).dtype)
+    config |= {"target": trainer.target_digest, "target's dtype": dtype}
+    online = trainer.features is None
+    config["features"] = "of the running target" if online else f"cached in {trainer.features.dtype}"
+    draft = json.loads(json.dumps(dataclasses.asdict(trainer.drafter.config)))
+    return {**config, "drafter": draft}
+
+
+def save(trainer: Trainer) -> None:
+    """Write a checkpoint of this step; all processes must call this."""
+    if trainer.accelerator.is_main_process:
+        states = [optimizer.state_dict() for optimizer in trainer.optimizers]
+        state = {"optimizers": states, "random": torch.get_rng_state()}
+        progress = {name: getattr(trainer, name) for name in (*_COUNTERS, "steps")}
+        progress |= {"fingerprint": fingerprint(trainer), "last": trainer.last}
+        folder, keep = trainer.output / "checkpoints", trainer.config.keep
+        save_checkpoint(folder, trainer.step, trainer.drafter, state, progress, keep)
+    trainer.accelerator.wait_for_everyone()
+
+
+def resume(trainer: Trainer) -> bool:
+    """Load the last checkpoint that can be read; False if there is none. See :meth:`Trainer.resume`."""
+    found = _last_readable(trainer)
+    main = trainer.accelerator.is_main_process
+    if found is None:
+        if main:
+            trainer.metrics.drop_after(0)
+        return False
+    state, progress = found
+    for optimizer, saved in zip(trainer.optimizers, state["optimizers"], strict=True):
+        optimizer.load_state_dict(saved)
+    torch.set_rng_state(state["random"])
+    for name in _COUNTERS:
+        setattr(trainer, name, progress[name])
+    trainer.last = progress["last"]
+    if main:
+        trainer.metrics.drop_after(trainer.step)
+    return True
+
+
+def _last_readable(trainer: Trainer) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """Return state and progress of the last checkpoint that can be read, and put its weights into the drafter."""
+    damaged = []
+    found = checkpoints(trainer.output / "checkpoints")
+    for path in reversed(found):
+        try:
+            return _read(trainer, path)
+        except CheckpointError as error:
+            damaged.append(error)
+            if trainer.accelerator.is_main_process and path != found[0]:
+                print(f"dflash: {error}; trying the one before it", file=sys.stderr)
+    if damaged:
+        raise damaged[0]
+    return None
+
+
+def _read(trainer: Trainer, path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a checkpoint's state and progress, and put its weights into the drafter; refuse one of another run."""
+    progress = read_progress(path)
+    if not progress.keys() >= {*_COUNTERS, "fingerprint", "last"}:
+        raise CheckpointError(f"checkpoint {path} is not one of dflash train; move that folder elsewhere")
+    theirs = progress["fingerprint"]
+    for name, ours in fingerprint(trainer).items():
+        if name in theirs and theirs[name] != ours:
+            raise ValueError(f"{path} is of another run: its {name} is {theirs[name]}, this run's is {ours}")
+    state, progress = load_checkpoint(path, trainer.drafter)
+    if "optimizers" not in state:
+        raise CheckpointError(f"checkpoint {path} is of an older dflash; move that folder elsewhere")
+    return state, progress

@@ -1,0 +1,8 @@
+"""The drafter with gradients, and the target that it learns from."""
+
+from .attention import visible_keys
+from .new_drafter import choose_mask_id, draft_config, new_drafter
+from .target_features import TargetFeatures
+from .trainable import TrainableDrafter
+
+__all__ = ["TargetFeatures", "TrainableDrafter", "choose_mask_id", "draft_config", "new_drafter", "visible_keys"]

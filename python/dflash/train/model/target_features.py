@@ -1,0 +1,72 @@
+"""The frozen target, as training needs it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ...target import UnsupportedTargetError, decoder_layers, refusal, structural_twin, text_config, unwrap
+
+__all__ = ["TargetFeatures"]
+
+
+class TargetFeatures:
+    """The frozen target, as training needs it: tapped hidden states of whole sequences, embeddings and the head.
+
+    Runs a structural twin of the model (the model itself is not touched) without gradients. Layers behind the last tap
+    are left out unless ``final`` states are wanted.
+
+    Args:
+        target: a causal language model of transformers that the engine runs.
+        layer_ids: whose outputs are tapped; the last layer's is read after the final norm.
+        final: keep the final hidden states too, for distillation.
+
+    Raises:
+        UnsupportedTargetError: the engine refuses the target.
+    """
+
+    def __init__(self, target: nn.Module, layer_ids: tuple[int, ...], *, final: bool = False) -> None:
+        target = unwrap(target)
+        if reason := refusal(target):
+            raise UnsupportedTargetError(f"this target is not supported: {reason}")
+        self.model = structural_twin(target)
+        self.final = final
+        total = text_config(target).num_hidden_layers
+        self.layer_ids = tuple(layer_ids)
+        decoder = self.model.get_decoder()
+        layers = decoder_layers(self.model, total)
+        self._norm_is_tapped = total - 1 in self.layer_ids
+        if not final and not self._norm_is_tapped:
+            del layers[max(self.layer_ids) + 1 :]
+        self._taps: dict[int, Tensor] = {}
+        for layer_id in self.layer_ids:
+            module = decoder.norm if layer_id == total - 1 else layers[layer_id]
+
+            def keep(_module, _args, output, taps=self._taps, layer_id=layer_id):
+                taps[layer_id] = output[0] if isinstance(output, tuple) else output
+
+            module.register_forward_hook(keep)
+
+    @property
+    def embedding_weight(self) -> Tensor:
+        """``[vocab, hidden]``."""
+        return self.model.get_input_embeddings().weight
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """``[..., hidden]`` to ``[..., vocab]``, without the family's own scaling."""
+        return self.model.get_output_embeddings()(hidden)
+
+    @torch.no_grad()
+    def __call__(self, input_ids: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Taps and final states of right-padded sequences; causal attention keeps the pads out of what is before them.
+
+        Args:
+            input_ids: ``[batch, length]`` int64.
+
+        Returns:
+            ``[batch, length, taps * hidden]``, and ``[batch, length, hidden]`` past the final norm or None.
+        """
+        out = self.model.get_decoder()(input_ids=input_ids, use_cache=False)
+        taps = torch.cat([self._taps[layer_id] for layer_id in self.layer_ids], -1)
+        self._taps.clear()
+        return taps, out.last_hidden_state if self.final else None

@@ -1,0 +1,67 @@
+"""The optimizers of a run, and its learning rate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..drafter import Drafter
+from .config import TrainConfig
+
+__all__ = ["drafter_optimizers", "learning_rate", "make_adamw", "make_muon"]
+
+_BETAS = (0.9, 0.95)
+
+
+def make_adamw(
+    matrices: Sequence[nn.Parameter], others: Sequence[nn.Parameter], rate: float, weight_decay: float = 0.0
+) -> list[torch.optim.Optimizer]:
+    """Return AdamW for all parameters. Only matrices decay."""
+    groups: list[dict[str, Any]] = [{"params": matrices, "weight_decay": weight_decay}, {"params": others}]
+    return [torch.optim.AdamW(groups, lr=rate, betas=_BETAS, weight_decay=0.0, fused=True)]
+
+
+def make_muon(
+    matrices: Sequence[nn.Parameter],
+    others: Sequence[nn.Parameter],
+    rate: float,
+    weight_decay: float = 0.0,
+    *,
+    fused: bool | None = True,
+) -> list[torch.optim.Optimizer]:
+    """Return Muon (Jordan et al., 2024) for the matrices and AdamW for the others, which do not decay.
+
+    ``fused`` is AdamW's argument; it changes the last bits only.
+    """
+    muon = torch.optim.Muon(matrices, lr=rate, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
+    return [muon, torch.optim.AdamW(others, lr=rate, betas=_BETAS, weight_decay=0.0, fused=fused)]
+
+
+def drafter_optimizers(drafter: Drafter, config: TrainConfig) -> list[torch.optim.Optimizer]:
+    """Return the optimizers that ``config`` asks for; norms do not decay."""
+    matrices = [p for p in drafter.parameters() if p.dim() > 1]
+    others = [p for p in drafter.parameters() if p.dim() == 1]
+    make = make_adamw if config.optimizer == "adamw" else make_muon
+    return make(matrices, others, config.learning_rate, config.weight_decay)
+
+
+def learning_rate(step: int, steps: int, warmup: float, constant: float) -> float:
+    """Return the rate of a step as a share of the peak: a rise, a plateau, a cosine to 0.
+
+    Args:
+        step: from 0.
+        steps: of the run.
+        warmup: share of ``steps`` after which the rise ends.
+        constant: share of ``steps`` after which the plateau ends.
+    """
+    rise = max(1, round(warmup * steps))
+    if step < rise:
+        return (step + 1) / rise
+    start = max(rise, round(constant * steps))
+    if step < start:
+        return 1.0
+    return 0.5 * (1 + math.cos(math.pi * (step - start) / max(1, steps - start)))

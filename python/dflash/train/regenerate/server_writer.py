@@ -1,0 +1,212 @@
+"""Responses written by a server that speaks OpenAI's protocol, through the ``openai`` client."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from typing import Any
+
+from ...evaluate import as_messages
+from .jobs import Answer, Job, Settings
+
+__all__ = ["ServerWriter"]
+
+_SEED_BITS = 31  # what every server takes
+_TOO_LONG = re.compile(r"context (length|window|size)|too long|max(imum)?[ _]model[ _]len|longer than", re.IGNORECASE)
+
+
+class _TooLongError(ValueError):
+    """A server has no room for a prompt and its response."""
+
+
+def _import_openai() -> Any:
+    try:
+        import openai
+    except ImportError as error:
+        raise ValueError("this needs the openai package: pip install '.[train]'") from error
+    return openai
+
+
+class ServerWriter:
+    """Answers through a server with OpenAI's protocol (vLLM, SGLang, llama.cpp ...), several requests at a time.
+
+    Args:
+        url: the API's root, as in ``http://localhost:8000/v1``.
+        model: the name under which it serves the target.
+        raw: complete prompts as they are, instead of sending them as a user's message.
+        template: arguments of the chat template (``chat_template_kwargs`` of vLLM and SGLang).
+        concurrency: requests at a time.
+        retries: how often a request is sent again after a network error or status 408, 409, 429 or 5xx. The client
+            waits 0.5 s before the first and twice as long before each next, or as long as the server asks for.
+        timeout: seconds per request.
+        api_key: sent as a bearer token; None sends none.
+        token_ids: ask for the ids too (vLLM's ``return_token_ids``); rows then hold them.
+        skip_long: leave out prompts that the server refuses as too long, instead of raising.
+
+    Raises:
+        ValueError: the URL is not one, ``concurrency`` is below 1, or the ``openai`` package is missing.
+    """
+
+    acceptance_length = None  # servers do not tell
+
+    def __init__(
+        self,
+        url: str,
+        model: str,
+        *,
+        raw: bool = False,
+        template: Mapping[str, Any] | None = None,
+        concurrency: int = 32,
+        retries: int = 5,
+        timeout: float = 600.0,
+        api_key: str | None = None,
+        token_ids: bool = False,
+        skip_long: bool = False,
+    ) -> None:
+        if not url.startswith(("http://", "https://")):
+            raise ValueError(f"the server must be an http:// or https:// URL, got {url!r}")
+        if concurrency < 1:
+            raise ValueError(f"concurrency must be at least 1, got {concurrency}")
+        self._openai = _import_openai()
+        self.url, self.name, self.raw = url.rstrip("/"), model, raw
+        self.encoding: dict[str, Any] = {"raw": raw, "bos": False, "template": dict(template or {})}
+        self.concurrency, self.retries, self.timeout = concurrency, retries, timeout
+        self.api_key, self.token_ids, self.skip_long = api_key, token_ids, skip_long
+        self.ids: dict[int, list[int]] = {}  # only the server knows them
+        self.skipped: set[int] = set()
+
+    def check(self, jobs: Sequence[Job], settings: Settings) -> None:
+        """Raise for a conversation that is to be completed raw. Lengths are left to the server."""
+        self.skipped = set()
+        for job in jobs:
+            if self.raw and "messages" in job.prompt:
+                raise ValueError(f"the prompt on line {job.line} is a conversation, which cannot be continued raw")
+
+    def answers(self, jobs: Sequence[Job], settings: Settings) -> Iterator[list[tuple[Job, Answer]]]:
+        """Yield answers as they come; see :class:`Writer`. The first request that fails for good ends the run.
+
+        Requests run in an event loop of their own thread. Those under way when the run ends are cancelled.
+        """
+        from anyio.from_thread import start_blocking_portal
+
+        waiting = iter(jobs)
+        under_way: dict[Future[Answer], Job] = {}
+        with start_blocking_portal() as portal, portal.wrap_async_context_manager(self._client()) as client:
+
+            def start(count: int) -> None:
+                for job in itertools.islice(waiting, count):
+                    under_way[portal.start_task_soon(self._answer, client, job, settings)] = job
+
+            try:
+                start(self.concurrency)
+                while under_way:
+                    finished = wait(under_way, return_when=FIRST_COMPLETED).done
+                    answered, failure = self._collect({future: under_way.pop(future) for future in finished})
+                    if failure is None:
+                        start(len(finished))
+                    if answered:  # written before a failure ends the run
+                        yield answered
+                    if failure is not None:
+                        raise failure
+            finally:
+                for future in under_way:
+                    future.cancel()
+
+    def _client(self) -> Any:
+        key = self.api_key or "none"  # the client wants one; _request leaves the header out
+        return self._openai.AsyncOpenAI(base_url=self.url, api_key=key, max_retries=self.retries, timeout=self.timeout)
+
+    def _collect(self, finished: Mapping[Future[Answer], Job]) -> tuple[list[tuple[Job, Answer]], BaseException | None]:
+        """Return the answers of finished requests and the first failure; note prompts that are left out."""
+        answered, failure = [], None
+        for future, job in finished.items():
+            error = future.exception()
+            if error is None:
+                answered.append((job, future.result()))
+            elif self.skip_long and isinstance(error, _TooLongError):
+                self.skipped.add(job.line)
+            else:
+                failure = failure or error
+        return answered, failure
+
+    async def _answer(self, client: Any, job: Job, settings: Settings) -> Answer:
+        try:
+            if self.raw:
+                reply = await client.completions.create(prompt=job.prompt["prompt"], **self._request(job, settings))
+            else:
+                reply = await client.chat.completions.create(
+                    messages=as_messages(job.prompt), **self._request(job, settings)
+                )
+        except self._openai.APIError as error:
+            raise self._explain(error, job) from error
+        except ValueError as error:
+            raise ValueError(f"{self.url} answers with what is not JSON: {error}") from error
+        return self._read(reply, job)
+
+    def _request(self, job: Job, settings: Settings) -> dict[str, Any]:
+        """Return the arguments that both endpoints take."""
+        # What is not of OpenAI's own protocol is sent only if it was asked for.
+        extra = {name: getattr(settings, name) for name in ("top_k", "min_p") if getattr(settings, name)}
+        if self.token_ids:
+            extra["return_token_ids"] = True
+        if not self.raw and self.encoding["template"]:
+            extra["chat_template_kwargs"] = self.encoding["template"]
+        return {
+            "model": self.name,
+            "max_tokens": settings.max_new_tokens,
+            "temperature": job.temperature,
+            "top_p": settings.top_p,
+            "seed": job.seed % 2**_SEED_BITS,
+            "extra_body": extra,
+            "extra_headers": {} if self.api_key else {"Authorization": self._openai.Omit()},
+        }
+
+    def _explain(self, error: Any, job: Job) -> ValueError:
+        """Return an error of the client in one line."""
+        where = f"{self.url}{'/completions' if self.raw else '/chat/completions'}"
+        reason = str(error.__cause__ or "") or str(error)  # no connection, reset, timed out
+        if isinstance(error, self._openai.APIStatusError):
+            reason = f"status {error.status_code}: {_server_message(error)}"
+            if error.status_code not in (408, 409, 429) and error.status_code < 500:
+                kind = _TooLongError if error.status_code == 413 or _TOO_LONG.search(reason) else ValueError
+                return kind(f"{where} refused the prompt on line {job.line}: {reason}")
+        return ValueError(f"{where} did not answer the prompt on line {job.line} in {self.retries + 1} tries: {reason}")
+
+    def _read(self, reply: Any, job: Job) -> Answer:
+        """Return the answer in a completion; raise ``ValueError`` if it cannot be trained on."""
+        # 1. The text
+        if isinstance(reply, str):
+            raise ValueError(f"{self.url} answers with what is not JSON: {reply[:200]!r}")
+        try:
+            choice = reply.choices[0]
+            text, reason = choice.text if self.raw else choice.message.content, choice.finish_reason
+        except (AttributeError, IndexError, TypeError) as error:
+            raise ValueError(f"{self.url}: not an answer of OpenAI's protocol: {str(reply)[:200]}") from error
+        message = None if self.raw else choice.message
+        if getattr(message, "reasoning_content", None) or getattr(message, "reasoning", None):
+            raise ValueError(
+                f"{self.url} keeps the thoughts of {self.name} apart from its answers, and the drafter needs the "
+                "text as it was written: start the server without a reasoning parser"
+            )
+        if not isinstance(text, str) or reason not in ("stop", "length"):
+            raise ValueError(
+                f"{self.url}: the answer to line {job.line} has finish_reason {reason!r} and content {text!r:.60}"
+            )
+        # 2. The ids, if they were asked for
+        usage = getattr(reply.usage, "completion_tokens", None) or 0
+        if not self.token_ids:
+            return Answer(text, reason, num_tokens=usage)
+        ids = getattr(choice, "token_ids", None)
+        prompt_ids = getattr(choice, "prompt_token_ids", None) or getattr(reply, "prompt_token_ids", None)
+        if not ids or not prompt_ids:
+            raise ValueError(f"{self.url} was asked for token ids and sends none (return_token_ids is vLLM's)")
+        return Answer(text, reason, prompt_ids, ids, usage or len(ids))
+
+
+def _server_message(error: Any) -> str:
+    """Return what a server says about its refusal, in one line."""
+    message = error.body.get("message") if isinstance(error.body, dict) else error.body
+    text = message if isinstance(message, str) else error.response.text
+    return " ".join(text.split())[:300] or error.response.reason_phrase
