@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 import torch
-from bench_generate import reference_runner
+from peers import reference_runner
 from safetensors.torch import save_file
 from transformers import Qwen3Config, Qwen3ForCausalLM
 

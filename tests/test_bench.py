@@ -61,30 +61,35 @@ def test_steps_on_cpu_are_timed_beside_the_reference_package():
 
 
 @pytest.fixture(scope="module")
-def bench_step():
+def step():
     sys.path.insert(0, str(BENCH))
     try:
-        import bench_step
+        import step.forced
+        import step.meter
+        import step.pair
+        import step.runners
+        import step.setting
+        import step.static
 
-        yield bench_step
+        yield step
     finally:
         sys.path.remove(str(BENCH))
 
 
-def steps_setting(bench_step, batch: int):
+def steps_setting(step, batch: int):
     device = torch.device("cpu")
-    forced = bench_step.Forced(device)
-    target, drafter, config = bench_step.pair("tiny", torch.float32, device)
-    setting = bench_step.Setting(target, drafter, config, forced, bench_step.Waits(), 40, batch, 6, False)
+    forced = step.forced.Forced(device)
+    target, drafter, config = step.pair.pair("tiny", torch.float32, device)
+    setting = step.setting.Setting(target, drafter, config, forced, step.meter.Waits(), 40, batch, 6, False)
     setting.generator.fill_()
     return setting
 
 
 class TestSteps:
     @pytest.mark.usefixtures("reference_package")
-    def test_every_runner_leaves_its_rows(self, bench_step, tmp_path):
+    def test_every_runner_leaves_its_rows(self, step, tmp_path):
         rows_file = tmp_path / "rows.json"
-        command = [sys.executable, BENCH / "bench_step.py", "--device", "cpu", "--model", "tiny", "--contexts", "40"]
+        command = [sys.executable, BENCH / "step", "--device", "cpu", "--model", "tiny", "--contexts", "40"]
         command += ["--batches", "1", "2", "--rounds", "1", "--steps", "1", "--table", "--json", rows_file]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         written = json.loads(rows_file.read_text())
@@ -94,7 +99,7 @@ class TestSteps:
         rows = {(row["runner"], row["batch"], row["accepted"]) for row in written["rows"]}
         for batch in (1, 2):
             for accepted in (1, 6, 16):
-                for runner in bench_step.RUNNERS:
+                for runner in step.runners.RUNNERS:
                     assert ((runner, batch, accepted) in rows) != ((runner, batch) in left_out)
         assert len(rows) == len(written["rows"])
         for row in written["rows"]:
@@ -104,9 +109,9 @@ class TestSteps:
             assert written["tables"][runner]["ops"]
 
     @pytest.mark.parametrize("batch", [1, 2])
-    def test_the_static_peer_takes_the_same_step(self, bench_step, batch):
-        setting = steps_setting(bench_step, batch)
-        ours, theirs = setting.generator, bench_step.StaticStep(setting.generator, setting.target, False)
+    def test_the_static_peer_takes_the_same_step(self, step, batch):
+        setting = steps_setting(step, batch)
+        ours, theirs = setting.generator, step.static.StaticStep(setting.generator, setting.target, False)
         setting.forced.set_(6)
         for state in (ours, theirs):
             state.place_(40, 6)
@@ -115,22 +120,22 @@ class TestSteps:
                 setting.forced.set_(emitted)
                 ours.step(), theirs.launched()
                 assert torch.equal(ours.length, theirs.length.expand(batch))
-                block = theirs.report[:, 1 + bench_step.BLOCK :]
+                block = theirs.report[:, 1 + step.pair.BLOCK :]
                 assert torch.equal(ours.block, block)
                 torch.testing.assert_close(ours.context, theirs.context)
         setting.forced.off.fill_(True)  # what the target itself chose
         ours.step(), theirs.step()
-        assert torch.equal(ours.report[:, 2 : 2 + bench_step.BLOCK], theirs.report[:, 1 : 1 + bench_step.BLOCK])
+        assert torch.equal(ours.report[:, 2 : 2 + step.pair.BLOCK], theirs.report[:, 1 : 1 + step.pair.BLOCK])
 
-    def test_the_floor_is_the_roofline(self, bench_step):
-        target, drafter, _ = bench_step.pair("qwen3-8b", torch.bfloat16, torch.device("meta"))
+    def test_the_floor_is_the_roofline(self, step):
+        target, drafter, _ = step.pair.pair("qwen3-8b", torch.bfloat16, torch.device("meta"))
         assert drafter.config.target_layer_ids == (1, 9, 17, 25, 33)
         for context, milliseconds in ((1024, 4.34), (8192, 4.62), (32768, 5.58)):
-            got = 1000 * bench_step.floor_bytes(target, drafter, context, 1) / bench_step.PUBLISHED
+            got = 1000 * step.pair.floor_bytes(target, drafter, context, 1) / step.pair.PUBLISHED
             assert got == pytest.approx(milliseconds, abs=0.006)
 
-    def test_waiting_is_timed_and_tensors_are_left_as_they_were(self, bench_step):
-        before, waits = dict(vars(torch.Tensor)), bench_step.Waits()
+    def test_waiting_is_timed_and_tensors_are_left_as_they_were(self, step):
+        before, waits = dict(vars(torch.Tensor)), step.meter.Waits()
         with waits.open():
             assert torch.tensor(3).item() == 3
             assert torch.tensor([2]).tolist() == [2]
