@@ -78,9 +78,8 @@ def step():
 
 def steps_setting(step, batch: int):
     device = torch.device("cpu")
-    forced = step.forced.Forced(device)
-    target, drafter, config = step.pair.pair("tiny", torch.float32, device)
-    setting = step.setting.Setting(target, drafter, config, forced, step.meter.Waits(), 40, batch, 6, False)
+    pair = step.pair.make_pair("tiny", torch.float32, device)
+    setting = step.setting.Setting(pair, step.forced.Forced(device), step.meter.Waits(), 40, batch, 6, False)
     setting.generator.fill_()
     return setting
 
@@ -111,7 +110,7 @@ class TestSteps:
     @pytest.mark.parametrize("batch", [1, 2])
     def test_the_static_peer_takes_the_same_step(self, step, batch):
         setting = steps_setting(step, batch)
-        ours, theirs = setting.generator, step.static.StaticStep(setting.generator, setting.target, False)
+        ours, theirs = setting.generator, step.static.StaticStep(setting.generator, setting.pair.target, False)
         setting.forced.set_(6)
         for state in (ours, theirs):
             state.place_(40, 6)
@@ -128,7 +127,7 @@ class TestSteps:
         assert torch.equal(ours.report[:, 2 : 2 + step.pair.BLOCK], theirs.report[:, 1 : 1 + step.pair.BLOCK])
 
     def test_the_floor_is_the_roofline(self, step):
-        target, drafter, _ = step.pair.pair("qwen3-8b", torch.bfloat16, torch.device("meta"))
+        target, drafter, _ = step.pair.make_pair("qwen3-8b", torch.bfloat16, torch.device("meta"))
         assert drafter.config.target_layer_ids == (1, 9, 17, 25, 33)
         for context, milliseconds in ((1024, 4.34), (8192, 4.62), (32768, 5.58)):
             got = 1000 * step.pair.floor_bytes(target, drafter, context, 1) / step.pair.PUBLISHED

@@ -1,4 +1,4 @@
-"""Foreign loops."""
+"""Peers with a loop of their own, steered through the target's forward: the reference package and transformers."""
 
 import functools
 import math
@@ -20,11 +20,15 @@ class _Enough(Exception):
 
 
 def foreign(setting: Setting, loop: Callable[[Tensor, int], object]) -> Run:
-    """A loop that calls the target itself, from its prompt on: ``loop(prompt [1, context], new tokens at most)``.
+    """Return a run of a loop that calls the target itself.
 
-    The target's forward is steered from outside while it runs: the first call, the prompt's, fills the loop's cache
-    with random numbers instead of running; every later one runs, marks the begin of a step, and has infinities put in
-    its logits.
+    The target's forward is replaced while the loop runs. The first call, the prompt's, fills the loop's cache with
+    random numbers instead of running. Every later call marks the start of a step, runs, and gets infinities written
+    into its logits.
+
+    Args:
+        setting: context and batch.
+        loop: ``loop(prompt [1, context], new tokens at most)``.
     """
     target = setting.peers_target
     prompt = torch.randint(setting.generator.vocab_size, (1, setting.context), device=target.device)
@@ -36,12 +40,10 @@ def foreign(setting: Setting, loop: Callable[[Tensor, int], object]) -> Run:
         def steered(input_ids: Tensor, **options) -> CausalLMOutputWithPast:
             if input_ids.shape[1] == setting.context:
                 return _random_prompt(target, input_ids, options["past_key_values"])
-            if len(starts) == steps:
-                meter.mark(setting.waits.seconds)
-                starts.append(options["position_ids"][0, 0])
-                raise _Enough
             meter.mark(setting.waits.seconds)
             starts.append(options["position_ids"][0, 0])
+            if len(starts) > steps:
+                raise _Enough
             output = forward(input_ids=input_ids, **options)
             choices = setting.forced(input_ids, input_ids)
             output.logits.scatter_(2, choices[..., None], math.inf)
@@ -61,7 +63,7 @@ def foreign(setting: Setting, loop: Callable[[Tensor, int], object]) -> Run:
 
 
 def _random_prompt(target: nn.Module, ids: Tensor, cache) -> CausalLMOutputWithPast:
-    """What a forward of ``ids [1, n]`` gives, in random numbers, and ``cache`` filled with others."""
+    """Return random numbers shaped like the output for ``ids [1, n]``, and fill ``cache`` with others."""
     config, weight = target.config, target.lm_head.weight
     random = functools.partial(torch.randn, dtype=weight.dtype, device=weight.device)
     for index in range(config.num_hidden_layers):
@@ -76,17 +78,20 @@ def _random_prompt(target: nn.Module, ids: Tensor, cache) -> CausalLMOutputWithP
 
 
 def reference(setting: Setting) -> Run:
+    """Run the reference package's loop over its own drafter, with the pair's weights."""
     package = reference_package()
     if package is None:
         raise ValueError("there is no .peers/dflash/model.py")
-    with torch.device(setting.target.device):
-        model = package.DFlashDraftModel(Qwen3Config(**setting.draft_config)).eval()
-    model.load_state_dict(setting.drafter.state_dict(), assign=True)
+    target, drafter, draft_config = setting.pair
+    with torch.device(target.device):
+        model = package.DFlashDraftModel(Qwen3Config(**draft_config)).eval()
+    model.load_state_dict(drafter.state_dict(), assign=True)
     return foreign(setting, lambda ids, new: package.dflash_generate(model, setting.peers_target, ids, new, None))
 
 
 def native(setting: Setting) -> Run:
-    model = native_drafter(setting.draft_config, setting.drafter.state_dict())
+    """Run transformers' own DFlash loop over its own drafter class, with the pair's weights."""
+    model = native_drafter(setting.pair.draft_config, setting.pair.drafter.state_dict())
 
     def loop(ids: Tensor, new: int) -> None:
         setting.peers_target.generate(

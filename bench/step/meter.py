@@ -1,4 +1,4 @@
-"""The clock."""
+"""The clocks: marks at the start of every step, and the time that the host spends waiting."""
 
 import functools
 import time
@@ -9,15 +9,15 @@ from itertools import pairwise
 import torch
 from torch.profiler import profile
 
-SKIPPED = 2  # steps at the begin of a round: the whole context is injected there, or nothing is under way yet
+SKIPPED = 2  # steps at the start of a round: the first takes in the whole context, and no step is queued before it
 
 
 class Meter:
-    """Marks at the begin of every step: when the device and the host came there, and how long the host had waited.
+    """Records, at the start of every step, device time, host time, and how long the host has waited so far.
 
     Args:
         device: where the steps run.
-        profiler: started at the mark ``SKIPPED``, stopped ``profiled`` steps later.
+        profiler: started at mark ``SKIPPED``, stopped ``profiled`` steps later.
     """
 
     profiled = 3
@@ -29,6 +29,7 @@ class Meter:
         self.waited: list[float] = []
 
     def mark(self, waited: float) -> None:
+        """Record the start of a step; the host has waited ``waited`` seconds so far."""
         count = len(self.host_marks)
         if self.profiler is not None and count in (SKIPPED, SKIPPED + self.profiled):
             if self.on_gpu:
@@ -41,21 +42,20 @@ class Meter:
         self.waited.append(waited)
 
     def milliseconds(self) -> list[float]:
-        """Of every step but the first two."""
+        """Return the time of every step except the first ``SKIPPED``; on a GPU, waits for the device."""
         if not self.on_gpu:
-            marks = self.host_marks[SKIPPED:]
-            return [1000 * (b - a) for a, b in pairwise(marks)]
+            return [1000 * (b - a) for a, b in pairwise(self.host_marks[SKIPPED:])]
         torch.cuda.synchronize()
-        marks = self.device_marks[SKIPPED:]
-        return [a.elapsed_time(b) for a, b in pairwise(marks)]
+        return [a.elapsed_time(b) for a, b in pairwise(self.device_marks[SKIPPED:])]
 
     def host_microseconds(self) -> list[float]:
+        """Return the host's time without its waits, for the same steps."""
         busy = [host - waited for host, waited in zip(self.host_marks, self.waited, strict=True)][SKIPPED:]
         return [1e6 * (b - a) for a, b in pairwise(busy)]
 
 
 class Waits:
-    """Seconds spent in the calls of Python that make the host wait for the device, while the context is open."""
+    """Adds up the seconds spent in Python calls that wait for the device, while :meth:`open` is active."""
 
     CALLS = (
         (torch.cuda.Event, ("synchronize",)),
@@ -67,13 +67,14 @@ class Waits:
 
     @contextmanager
     def open(self) -> Iterator[None]:
-        kept = [(owner, name, owner.__dict__.get(name)) for owner, names in self.CALLS for name in names]
-        for owner, name, _ in kept:
+        """Time these calls inside the context; leave the classes as they were."""
+        originals = [(owner, name, owner.__dict__.get(name)) for owner, names in self.CALLS for name in names]
+        for owner, name, _ in originals:
             setattr(owner, name, self._timed(getattr(owner, name)))
         try:
             yield
         finally:
-            for owner, name, original in kept:
+            for owner, name, original in originals:
                 delattr(owner, name) if original is None else setattr(owner, name, original)
 
     def _timed(self, call: Callable) -> Callable:

@@ -1,4 +1,6 @@
-"""The pair."""
+"""The random target and drafter, and the least that a step of theirs reads."""
+
+from typing import NamedTuple
 
 import harness
 import torch
@@ -7,14 +9,24 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 import dflash
 
-BLOCK, MASK, PUBLISHED = 16, 7, 4.3e12  # rows a step; any token; bytes a second
+BLOCK, MASK = 16, 7  # rows per step; any token
+PUBLISHED = 4.3e12  # bytes per second, an H200's bandwidth as published measurements have it
 SIZES = harness.MODELS | harness.TINY
 TARGET_LAYERS = {"qwen3-8b": 36, "qwen3-0.6b": 28, "tiny": 6}
 
 
-def pair(name: str, dtype: torch.dtype, device: torch.device) -> tuple[nn.Module, dflash.Drafter, dict]:
-    """A random target, a random drafter for it, and the drafter's ``config.json``."""
+class Pair(NamedTuple):
+    """A target, a drafter for it, and the drafter's ``config.json``."""
+
+    target: nn.Module
+    drafter: dflash.Drafter
+    draft_config: dict
+
+
+def make_pair(name: str, dtype: torch.dtype, device: torch.device) -> Pair:
+    """Make a pair of random weights on ``device``."""
     torch.manual_seed(0)
+    # 1. The shape that both share
     size, layers = SIZES[name], TARGET_LAYERS[name]
     shape = {
         "hidden_size": size.hidden,
@@ -27,12 +39,14 @@ def pair(name: str, dtype: torch.dtype, device: torch.device) -> tuple[nn.Module
         "max_position_embeddings": 40960,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
     }
+    # 2. The target
     tied = name == "qwen3-0.6b"
     config = Qwen3Config(num_hidden_layers=layers, eos_token_id=None, pad_token_id=0, tie_word_embeddings=tied, **shape)
     with torch.device(device):
         target = Qwen3ForCausalLM._from_config(config, dtype=dtype).eval()
+    # 3. The drafter, with its taps spread evenly over the target's layers
     apart = (layers - 4) / (size.taps - 1)
-    draft = {
+    draft_config = {
         **shape,
         "model_type": "qwen3",
         "architectures": ["DFlashDraftModel"],
@@ -43,22 +57,17 @@ def pair(name: str, dtype: torch.dtype, device: torch.device) -> tuple[nn.Module
         "attention_bias": False,
         "dflash_config": {"mask_token_id": MASK, "target_layer_ids": [1 + round(i * apart) for i in range(size.taps)]},
     }
-    drafter = dflash.Drafter(dflash.DraftConfig.from_config(draft), dtype=dtype, device=device).eval()
+    drafter = dflash.Drafter(dflash.DraftConfig.from_config(draft_config), dtype=dtype, device=device).eval()
     with torch.no_grad():
         for parameter in drafter.parameters():
             parameter.normal_(0, 0.02) if parameter.dim() > 1 else parameter.fill_(1)
-    return target.requires_grad_(False), drafter, draft
+    return Pair(target.requires_grad_(False), drafter, draft_config)
 
 
 def floor_bytes(target: nn.Module, drafter: dflash.Drafter, context: int, batch: int) -> int:
-    """What a step cannot but read: every layer's weights once, the head twice, the K/V of the context once."""
+    """Return the bytes a step must read: each layer's weights once, the head twice, the context's K/V once."""
     weights = [*target.model.layers.parameters(), *drafter.parameters(), *2 * [target.lm_head.weight]]
-    c = target.config
-    kv = sum(
-        2 * layers * heads * width
-        for layers, heads, width in (
-            (c.num_hidden_layers, c.num_key_value_heads, c.head_dim),
-            (drafter.config.num_hidden_layers, drafter.config.num_kv_heads, drafter.config.head_dim),
-        )
-    )
+    ours, theirs = drafter.config, target.config
+    kv = 2 * theirs.num_hidden_layers * theirs.num_key_value_heads * theirs.head_dim
+    kv += 2 * ours.num_hidden_layers * ours.num_kv_heads * ours.head_dim
     return sum(w.nbytes for w in weights) + batch * context * kv * drafter.dtype.itemsize

@@ -1,7 +1,9 @@
-"""Profiles."""
+"""What torch.profiler says of a step: launches, kernels by name, ops by shape with the bytes each must move."""
 
 import math
 from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch.autograd import DeviceType
@@ -14,7 +16,7 @@ _LAUNCHES = ("LaunchKernel", "GraphLaunch", "MemcpyAsync", "MemsetAsync")
 
 
 def profiled(run: Run, accepted: int, device: torch.device, shapes: bool = False) -> profile:
-    """``Meter.profiled`` steps of a runner."""
+    """Profile ``Meter.profiled`` steps of a runner."""
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device.type == "cuda")
     profiler = profile(activities=activities, record_shapes=shapes)
     run(Meter(device, profiler), accepted, SKIPPED + Meter.profiled + 1)
@@ -22,7 +24,7 @@ def profiled(run: Run, accepted: int, device: torch.device, shapes: bool = False
 
 
 def counted(profiler: profile) -> tuple[float, float]:
-    """Launches by the host and kernels of the device, a step."""
+    """Count, per step, what the host launched and the kernels that the device ran."""
     events = profiler.events()
     on_device = [event for event in events if event.device_type == DeviceType.CUDA]
     kernels = sum(not event.name.startswith(("Memcpy", "Memset")) for event in on_device)
@@ -32,7 +34,7 @@ def counted(profiler: profile) -> tuple[float, float]:
 
 
 def kernel_table(profiler: profile) -> list[dict]:
-    """The kernels of a step by name: how many, and their time."""
+    """List the kernels of a step by name, with their number and total time per step."""
     found: dict[str, list[float]] = defaultdict(list)
     for event in profiler.events():
         if event.device_type == DeviceType.CUDA:
@@ -44,39 +46,57 @@ def kernel_table(profiler: profile) -> list[dict]:
     return sorted(rows, key=lambda row: -row["us"])
 
 
-def _op_bytes(name: str, shapes: list, size: int, length: int, features: float) -> float | None:
-    """The bytes that a call of an op cannot do without, of its operands' shapes; None where that is not known.
+@dataclass(frozen=True)
+class Sizes:
+    """What the bytes of an op depend on besides the shapes that the profiler records.
 
-    The profiler does not record the shapes of a list: ``features`` is what a call of ``linears`` has on average.
+    Attributes:
+        element: bytes per element.
+        length: positions in the cache.
+        features: outputs of a ``linears`` call on average; the profiler does not record the shapes of a list.
     """
-    of = [math.prod(shape) for shape in shapes]
-    match name.removeprefix("aten::").removeprefix("dflash::"):
-        case "mm":
-            return size * (of[0] + of[1] + shapes[0][0] * shapes[1][1])
-        case "addmm":
-            return size * (of[1] + of[2] + shapes[1][0] * shapes[2][1])
-        case "linear" if name.startswith("dflash::"):
-            return size * (of[0] + of[1] + of[0] // shapes[0][-1] * shapes[1][0])
-        case "linears":
-            return size * (of[0] + features * shapes[0][-1] + of[0] // shapes[0][-1] * features)
-        case "block_attention":
-            batch, kv_heads, _, head_dim = shapes[1]
-            return size * (2 * of[0] + 2 * batch * kv_heads * length * head_dim)
-        case "rms_norm":
-            return size * 2 * of[0]
-        case "add_rms_norm":
-            return size * 4 * of[0]
-        case "silu_mul":
-            return size * of[0] * 3 // 2
-        case "qkv_norm_rope_append_" | "append_kv_":
-            return size * 2 * of[0] * (1 if "qkv" in name else 2)
-        case "select_tokens":
-            return size * of[0]
-    return None
+
+    element: int
+    length: int
+    features: float
 
 
-def op_table(profiler: profile, size: int, length: int, features: float, copy: float) -> list[dict]:
-    """The ops of an eager step by shape: how many, their time on the device, bytes and share of the bandwidth."""
+# Elements that a call must move, from its operands' shapes.
+_ELEMENTS: dict[str, Callable[[list[list[int]], Sizes], float]] = {
+    "aten::mm": lambda s, _: _count(s[0]) + _count(s[1]) + s[0][0] * s[1][1],
+    "aten::addmm": lambda s, _: _count(s[1]) + _count(s[2]) + s[1][0] * s[2][1],
+    "dflash::linear": lambda s, _: _count(s[0]) + _count(s[1]) + _rows(s[0]) * s[1][0],
+    "dflash::linears": lambda s, z: _count(s[0]) + z.features * s[0][-1] + _rows(s[0]) * z.features,
+    "dflash::block_attention": lambda s, z: 2 * _count(s[0]) + 2 * s[1][0] * s[1][1] * z.length * s[1][3],
+    "dflash::rms_norm": lambda s, _: 2 * _count(s[0]),
+    "dflash::add_rms_norm": lambda s, _: 4 * _count(s[0]),
+    "dflash::silu_mul": lambda s, _: _count(s[0]) * 3 / 2,
+    "dflash::qkv_norm_rope_append_": lambda s, _: 2 * _count(s[0]),
+    "dflash::append_kv_": lambda s, _: 4 * _count(s[0]),
+    "dflash::select_tokens": lambda s, _: _count(s[0]),
+}
+
+
+def _count(shape: list[int]) -> int:
+    return math.prod(shape)
+
+
+def _rows(shape: list[int]) -> int:
+    return math.prod(shape[:-1])
+
+
+def _op_bytes(name: str, shapes: list, sizes: Sizes) -> float | None:
+    """Return the bytes that a call must move, None where that is not known."""
+    if name not in _ELEMENTS:
+        return None
+    try:
+        return sizes.element * _ELEMENTS[name](shapes, sizes)
+    except (IndexError, ValueError, TypeError):
+        return None
+
+
+def op_table(profiler: profile, sizes: Sizes, copy: float) -> list[dict]:
+    """List the ops of an eager step by shape: number, time, bytes, share of the bandwidth ``copy``."""
     rows = []
     on_gpu = torch.cuda.is_available()
     for entry in profiler.key_averages(group_by_input_shape=True):
@@ -84,11 +104,7 @@ def op_table(profiler: profile, size: int, length: int, features: float, copy: f
         if not time_us or entry.device_type == DeviceType.CUDA or entry.key.startswith("cuda"):
             continue
         shapes = [shape for shape in entry.input_shapes if shape]
-        try:
-            moved = _op_bytes(entry.key, shapes, size, length, features)
-        except (IndexError, ValueError, TypeError):
-            moved = None
-        count = entry.count / Meter.profiled
+        moved, count = _op_bytes(entry.key, shapes, sizes), entry.count / Meter.profiled
         rows.append(
             {
                 "op": entry.key,
@@ -103,9 +119,10 @@ def op_table(profiler: profile, size: int, length: int, features: float, copy: f
 
 
 def show_tables(runner: str, kernels: list[dict], ops: list[dict]) -> None:
+    """Print both tables."""
     total = sum(row["us"] for row in kernels)
     if kernels:
-        print(f"{runner}: kernels of the step, {total:.1f} us in all")
+        print(f"{runner}: kernels of the step, {total:.1f} us in total")
     for row in kernels[:25]:
         print(f"    {row['us']:9.1f} us {100 * row['us'] / total:5.1f} %  {row['count']:6.1f} x {row['kernel'][:90]}")
     print(f"{runner}: ops of the same step, kernel by kernel")

@@ -1,4 +1,4 @@
-"""Runners by name."""
+"""The runners by name; what each is: ``python bench/step --help``."""
 
 from collections.abc import Callable
 
@@ -7,15 +7,13 @@ from .ours import another, ours
 from .setting import Run, Setting
 from .static import static
 
-MAKERS: dict[str, Callable[[Setting], Run]] = {
+RUNNERS: dict[str, Callable[[Setting], Run]] = {
     "reference": reference,
     "native": native,
     "static": static,
-    "eager": lambda setting: ours(setting, setting.generator, "eager", False),
+    "eager": lambda setting: ours(setting, setting.generator, "eager"),
     "graph": lambda setting: ours(setting, setting.generator),
     "fused": lambda setting: another(setting, fused=True),
     "compiled": lambda setting: another(setting, compile=setting.compile),
 }
-ONE_ROW = ("reference", "native")
-
-RUNNERS = ("reference", "native", "static", "eager", "graph", "fused", "compiled")
+ONE_ROW = ("reference", "native")  # their loops take one row
