@@ -1,4 +1,4 @@
-"""Sizes, operands, and what a bench file yields."""
+"""Models' sizes, random operands, and the cases that a bench file yields."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Model:
-    """The sizes of a model that its ops' shapes follow from."""
+    """The sizes of a model from which its ops' shapes follow."""
 
     hidden: int
     heads: int
@@ -33,11 +33,15 @@ TINY = {"tiny": Model(64, 2, 1, 32, 96, 200, 2, 2)}
 
 @dataclass(frozen=True)
 class Case:
-    """One line: an op at one shape, and what a user would write in plain torch instead.
+    """One line: an op at one shape, against what a user would write in plain torch instead.
 
-    ``make`` returns the operands of a call; ``ours`` and every peer take them. ``moved`` is the least traffic of a call
-    in bytes: every operand that it needs read once, every result written once. A shape that comes twice with the same
-    dtype is measured once; ``dtype`` names another than the run's where an op has no floating operand.
+    Attributes:
+        shape: names the case; a shape that comes twice with the same dtype is measured once.
+        make: returns the operands of a call, which ``ours`` and every peer take.
+        ours: calls the op.
+        peers: the same in plain torch, by name.
+        moved: the least traffic of a call in bytes: each operand it needs read once, each result written once.
+        dtype: where an op has no floating-point operand, the dtype to print instead of the run's.
     """
 
     shape: str
@@ -50,7 +54,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Options:
-    """What a bench file reads when it lays out its cases."""
+    """What a bench file lays out its cases from."""
 
     models: dict[str, Model]
     rows: tuple[int, ...]
@@ -60,35 +64,36 @@ class Options:
 
     @property
     def size(self) -> int:
-        """Bytes of an element."""
+        """Bytes per element."""
         return self.dtype.itemsize
 
     def random(self, *shape: int, scale: float = 1.0, dtype: torch.dtype | None = None) -> Tensor:
-        """Normal numbers of this run's dtype on its device: a million drawn, then repeated."""
+        """Return normal random numbers of this run's dtype: up to a million drawn, then repeated."""
         count = torch.Size(shape).numel()
         drawn = torch.randn(min(count, 1 << 20), generator=torch.Generator().manual_seed(count)) * scale
         drawn = drawn.to(self.device, dtype or self.dtype)
         return drawn.repeat(-(-count // max(len(drawn), 1)))[:count].view(shape)
 
     def positions(self, first: int, rows: int) -> Tensor:
-        """``[1, rows]`` int64: first, first + 1, ..."""
+        """Return ``[1, rows]`` int64: first, first + 1, ..."""
         return torch.arange(first, first + rows, device=self.device)[None]
 
     def integers(self, *values: int) -> Tensor:
+        """Return ``values`` as int64."""
         return torch.tensor(values, device=self.device)
 
     def rope(self, rows: int, head_dim: int) -> tuple[Tensor, Tensor]:
-        """cos and sin, ``[1, rows, head_dim / 2]`` float32."""
+        """Return cos and sin of random angles, ``[1, rows, head_dim / 2]`` float32."""
         angles = torch.rand(1, rows, head_dim // 2, device=self.device) * 6
         return angles.cos(), angles.sin()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """RoPE as transformers writes it; cos and sin are full width and broadcast over heads."""
+    """Apply RoPE as transformers writes it; cos and sin have full width and broadcast over heads."""
     half = x.shape[-1] // 2
     return x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin
 
 
 def full_width(cos: Tensor, sin: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin as :func:`rotate` takes them: ``[batch, 1, rows, head_dim]``, in the dtype of the heads."""
+    """Return cos and sin as :func:`rotate` takes them: ``[batch, 1, rows, head_dim]``, in the heads' dtype."""
     return tuple(torch.cat((x, x), -1).to(dtype)[:, None] for x in (cos, sin))

@@ -1,4 +1,4 @@
-"""What a bench ran on."""
+"""The machine, the software and the commit that numbers come from."""
 
 from __future__ import annotations
 
@@ -13,19 +13,8 @@ from dflash import ops
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def _said(*command: str) -> str:
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return ""
-
-
-def machine(device: torch.device) -> str:
-    """The name of what the numbers come from; for a GPU with its clocks and CUDA."""
-    if device.type == "cuda":
-        query = f"--id={device.index or 0}", "--query-gpu=clocks.sm,clocks.mem", "--format=csv,noheader"
-        clocks = _said("nvidia-smi", *query)
-        return f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}, clocks {clocks or 'unknown'}"
+def processor() -> str:
+    """Return the CPU's name."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
@@ -33,20 +22,42 @@ def machine(device: torch.device) -> str:
 
 
 def driver(device: torch.device) -> str:
-    """The version of the GPU's driver; empty without one."""
-    if device.type != "cuda":
-        return ""
-    return _said("nvidia-smi", f"--id={device.index or 0}", "--query-gpu=driver_version", "--format=csv,noheader")
+    """Return the version of the GPU's driver; empty on CPU."""
+    return _nvidia_smi(device, "driver_version") if device.type == "cuda" else ""
+
+
+def commit() -> str:
+    """Return the short commit of this clone, with ``+`` if tracked files have changes."""
+    name = _output("git", "rev-parse", "--short", "HEAD") or "unknown"
+    return name + ("+" if _output("git", "status", "--porcelain", "-uno") else "")
 
 
 def header(device: torch.device, copy: float) -> dict[str, str | int | float]:
-    """What a reader needs to compare two runs."""
-    commit = _said("git", "rev-parse", "--short", "HEAD") or "unknown"
+    """Return what a reader needs to compare two runs; ``copy`` is the bandwidth of a large copy, bytes per second."""
     return {
-        "machine": machine(device),
+        "machine": _machine(device),
         "isa": ops.isa(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
-        "commit": commit + ("+" if _said("git", "status", "--porcelain", "-uno") else ""),
+        "commit": commit(),
         "copy_gb_s": copy / 1e9,
     }
+
+
+def _machine(device: torch.device) -> str:
+    if device.type != "cuda":
+        return processor()
+    clocks = _nvidia_smi(device, "clocks.sm,clocks.mem") or "unknown"
+    return f"{torch.cuda.get_device_name(device)}, CUDA {torch.version.cuda}, clocks {clocks}"
+
+
+def _nvidia_smi(device: torch.device, query: str) -> str:
+    return _output("nvidia-smi", f"--id={device.index or 0}", f"--query-gpu={query}", "--format=csv,noheader")
+
+
+def _output(*command: str) -> str:
+    """Return what a command prints; empty if it fails."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""

@@ -1,4 +1,4 @@
-"""The lines of a run."""
+"""The table: a line per case, printed as it is measured."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ import torch
 
 from .cases import MODELS, TINY, Case, Options
 from .machine import header
-from .timing import copy_bandwidth, interleaved, operand_sets
+from .timing import Timer, copy_bandwidth, operand_sets
+
+Cases = Callable[[Options], Iterator[Case]]
 
 
 @dataclass
 class Row:
-    """One line as ``--json`` writes it. ``ratio``: time of the fastest peer over ours, median of the rounds."""
+    """One line, as ``--json`` writes it. ``ratio``: the fastest peer's time over ours, median of the rounds."""
 
     op: str
     shape: str
@@ -37,59 +39,66 @@ class Row:
         )
 
 
-def measure(op: str, case: Case, options: Options, copy: float, clock: Callable, arguments: argparse.Namespace) -> Row:
-    """Run one case."""
-    seconds = 0.0 if arguments.quick else arguments.seconds
-    with torch.inference_mode():
-        sets = operand_sets(case, arguments.cold, options.device)
-        times = interleaved({"ours": case.ours, **case.peers}, sets, options.device, seconds, clock)
-    medians = {name: statistics.median(samples) for name, samples in times.items()}
-    peer = min(case.peers, key=medians.__getitem__)
-    return Row(
-        op=op,
-        shape=case.shape,
-        dtype=case.dtype or str(options.dtype).removeprefix("torch."),
-        us=1e6 * medians["ours"],
-        gb_s=case.moved / medians["ours"] / 1e9,
-        share_of_copy=case.moved / medians["ours"] / copy,
-        ratio=statistics.median(b / a for a, b in zip(times["ours"], times[peer], strict=True)),
-        peer=peer,
-        peers_us={name: 1e6 * medians[name] for name in case.peers},
-    )
+class Table:
+    """Measures cases as the command line asks for.
 
+    Attributes:
+        facts: what the run was made on and with.
+        rows: in the order they were measured.
+    """
 
-def run(
-    benches: dict[str, Callable[[Options], Iterator[Case]]], arguments: argparse.Namespace
-) -> tuple[dict[str, str | int | float], list[Row]]:
-    """Measure every case of every bench and print its line as it comes."""
-    device = torch.device(arguments.device)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    if arguments.threads:
-        torch.set_num_threads(arguments.threads)
-    models = TINY if arguments.quick else {name: MODELS[name] for name in arguments.models}
-    clock = time.thread_time if arguments.own_time else time.perf_counter
-    copy = copy_bandwidth(device, arguments.quick, clock)
-    facts = header(device, copy)
-    print(
-        f"{facts['machine']}, ISA {facts['isa']}, {facts['threads']} threads, torch {facts['torch']}, "
-        f"commit {facts['commit']}, copy {facts['copy_gb_s']:.1f} GB/s, "
-        f"operands {'from memory' if arguments.cold else 'as the last call left them'}"
-    )
-    rows, measured = [], set()
-    for op, cases in benches.items():
-        for dtype in arguments.dtypes:
-            options = Options(
-                models=models,
-                rows=(3,) if arguments.quick else tuple(arguments.rows),
-                contexts=(20,) if arguments.quick else tuple(arguments.contexts),
-                dtype=getattr(torch, dtype),
-                device=device,
-            )
-            for case in cases(options):
-                if (op, case.shape, case.dtype or dtype) in measured:
-                    continue
-                measured.add((op, case.shape, case.dtype or dtype))
-                rows.append(measure(op, case, options, copy, clock, arguments))
-                print(rows[-1], flush=True)
-    return facts, rows
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self._arguments = arguments
+        device = torch.device(arguments.device)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        if arguments.threads:
+            torch.set_num_threads(arguments.threads)
+        self._timer = Timer(device, time.thread_time if arguments.own_time else time.perf_counter)
+        self._copy = copy_bandwidth(self._timer, arguments.quick)
+        self.facts = header(device, self._copy)
+        self.rows: list[Row] = []
+
+    def run(self, benches: dict[str, Cases]) -> None:
+        """Measure every case of every bench once, and print its line."""
+        f = self.facts
+        print(
+            f"{f['machine']}, ISA {f['isa']}, {f['threads']} threads, torch {f['torch']}, commit {f['commit']}, "
+            f"copy {f['copy_gb_s']:.1f} GB/s, "
+            f"operands {'from memory' if self._arguments.cold else 'as the last call left them'}"
+        )
+        measured = set()
+        for op, cases in benches.items():
+            for dtype in self._arguments.dtypes:
+                for case in cases(self._options(dtype)):
+                    name = op, case.shape, case.dtype or dtype
+                    if name not in measured:
+                        measured.add(name)
+                        self.rows.append(self._measure(*name, case))
+                        print(self.rows[-1], flush=True)
+
+    def _options(self, dtype: str) -> Options:
+        arguments, device = self._arguments, self._timer.device
+        if arguments.quick:
+            return Options(TINY, (3,), (20,), getattr(torch, dtype), device)
+        models = {name: MODELS[name] for name in arguments.models}
+        return Options(models, tuple(arguments.rows), tuple(arguments.contexts), getattr(torch, dtype), device)
+
+    def _measure(self, op: str, shape: str, dtype: str, case: Case) -> Row:
+        seconds = 0.0 if self._arguments.quick else self._arguments.seconds
+        with torch.inference_mode():
+            sets = operand_sets(case.make, self._arguments.cold, self._timer.device)
+            times = self._timer.interleaved({"ours": case.ours, **case.peers}, sets, seconds)
+        medians = {name: statistics.median(samples) for name, samples in times.items()}
+        peer = min(case.peers, key=medians.__getitem__)
+        return Row(
+            op=op,
+            shape=shape,
+            dtype=dtype,
+            us=1e6 * medians["ours"],
+            gb_s=case.moved / medians["ours"] / 1e9,
+            share_of_copy=case.moved / medians["ours"] / self._copy,
+            ratio=statistics.median(b / a for a, b in zip(times["ours"], times[peer], strict=True)),
+            peer=peer,
+            peers_us={name: 1e6 * medians[name] for name in case.peers},
+        )

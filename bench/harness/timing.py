@@ -1,4 +1,4 @@
-"""Interleaved timing, on CPU by a clock and on a GPU by events."""
+"""Interleaved timing: on CPU by a clock, on a GPU by events around graph replays."""
 
 from __future__ import annotations
 
@@ -6,17 +6,76 @@ import functools
 import statistics
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from .cases import Case
+Sampler = Callable[[], float]
+
+
+@dataclass(frozen=True)
+class Timer:
+    """Times calls on a device.
+
+    Attributes:
+        device: where the calls run.
+        clock: seconds on CPU; a GPU's time is taken from events.
+    """
+
+    device: torch.device
+    clock: Callable[[], float] = time.perf_counter
+
+    def sampler(self, run: Callable, sets: list[tuple], at_least: float) -> Sampler:
+        """Return a function that times calls lasting ``at_least`` seconds together, and returns seconds per call.
+
+        Args:
+            run: what is called.
+            sets: its operands; calls take turns over them.
+            at_least: seconds per sample.
+        """
+        if self.device.type == "cuda":
+            return _cuda_sampler(run, sets, at_least)
+        return _cpu_sampler(run, sets, at_least, self.clock)
+
+    def interleaved(self, runners: dict[str, Callable], sets: list[tuple], seconds: float) -> dict[str, list[float]]:
+        """Sample all runners in turns for about ``seconds``; returns seconds per call.
+
+        Takes at least three samples of each, or one where three would take more than ten times as long.
+        """
+        samplers = {name: self.sampler(run, sets, seconds / 60) for name, run in runners.items()}
+        times: dict[str, list[float]] = {name: [] for name in runners}
+        began, order = time.perf_counter(), list(runners)
+        rounds, spent = 0, 0.0
+        while rounds == 0 or (rounds < 50 and spent < (seconds if rounds >= 3 else max(10 * seconds, 0.1))):
+            for name in order:
+                times[name].append(samplers[name]())
+            order.reverse()
+            rounds, spent = rounds + 1, time.perf_counter() - began
+        return times
+
+
+def copy_bandwidth(timer: Timer, quick: bool = False) -> float:
+    """Measure the bytes per second that a large copy reads and writes, the median of several."""
+    count = 1 << (18 if quick else 28 if timer.device.type == "cuda" else 26)
+    source, target = torch.zeros(count, device=timer.device), torch.zeros(count, device=timer.device)
+    sample = timer.sampler(lambda a, b: a.copy_(b), [(target, source)], 0.01)
+    return 2 * source.nbytes / statistics.median(sample() for _ in range(3 if quick else 9))
+
+
+def operand_sets(make: Callable[[], tuple], cold: bool, device: torch.device) -> list[tuple]:
+    """Make one set of operands, or with ``cold`` enough sets that a round over them leaves nothing in the cache."""
+    sets = [make()]
+    if cold:
+        count = 2 * _cache_bytes(device) // max(_bytes(sets[0]), 1) + 1
+        sets += [make() for _ in range(min(count, 256) - 1)]
+    return sets
 
 
 @functools.cache
-def cache_bytes(device: torch.device) -> int:
-    """The device's last-level cache."""
+def _cache_bytes(device: torch.device) -> int:
+    """Return the size of the device's last-level cache."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).L2_cache_size
     sizes = [0]
@@ -31,17 +90,7 @@ def _bytes(operands: Iterable) -> int:
     return sum(t.nbytes for group in tensors for t in group if isinstance(t, Tensor))
 
 
-def operand_sets(case: Case, cold: bool, device: torch.device) -> list[tuple]:
-    """One set of operands, or with ``cold`` so many that a round over them leaves nothing in the cache."""
-    sets = [case.make()]
-    if cold:
-        count = 2 * cache_bytes(device) // max(_bytes(sets[0]), 1) + 1
-        sets += [case.make() for _ in range(min(count, 256) - 1)]
-    return sets
-
-
-def _cpu_sampler(run: Callable, sets: list[tuple], at_least: float, clock: Callable) -> Callable[[], float]:
-    """A function that returns the seconds of one call, averaged over enough calls to last ``at_least`` seconds."""
+def _cpu_sampler(run: Callable, sets: list[tuple], at_least: float, clock: Callable) -> Sampler:
     at = 0
 
     def calls(count: int) -> float:
@@ -53,7 +102,7 @@ def _cpu_sampler(run: Callable, sets: list[tuple], at_least: float, clock: Calla
         return max(clock() - began, 1e-9) / count
 
     once, count = calls(1), 1
-    if once < at_least:  # else the first call was all the warm-up it needs
+    if once < at_least:  # otherwise the first call was enough of a warm-up
         once = calls(1)
     while once * count < at_least:
         count = max(2 * count, min(int(at_least / once), 8 * count))
@@ -61,20 +110,22 @@ def _cpu_sampler(run: Callable, sets: list[tuple], at_least: float, clock: Calla
     return functools.partial(calls, count)
 
 
-def _cuda_sampler(run: Callable, sets: list[tuple], at_least: float, clock: Callable) -> Callable[[], float]:
-    """The same by events around replays of a CUDA graph that holds calls over every set of operands."""
+def _cuda_sampler(run: Callable, sets: list[tuple], at_least: float) -> Sampler:
+    # 1. What a first call does must not be captured
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):  # what a first call does must not be captured
+    with torch.cuda.stream(side):
         for _ in range(2):
             run(*sets[0])
     torch.cuda.current_stream().wait_stream(side)
+    # 2. Capture at least 16 calls, over every set of operands
     rounds = -(-16 // len(sets))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(rounds):
             for operands in sets:
                 run(*operands)
+    # 3. Replay as often as a sample needs
     began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 
     def replays(count: int) -> float:
@@ -87,32 +138,3 @@ def _cuda_sampler(run: Callable, sets: list[tuple], at_least: float, clock: Call
 
     replays(1)
     return functools.partial(replays, max(1, int(at_least / max(replays(1) * rounds * len(sets), 1e-7))))
-
-
-def interleaved(
-    runners: dict[str, Callable], sets: list[tuple], device: torch.device, seconds: float, clock: Callable
-) -> dict[str, list[float]]:
-    """Seconds a call of every runner, sampled in turns for about ``seconds``.
-
-    At least three samples each, but one will do where that would take more than ten times as long.
-    """
-    sampler = _cuda_sampler if device.type == "cuda" else _cpu_sampler
-    samplers = {name: sampler(run, sets, seconds / 60, clock) for name, run in runners.items()}
-    times: dict[str, list[float]] = {name: [] for name in runners}
-    began, order = time.perf_counter(), list(runners)
-    rounds, spent = 0, 0.0
-    while rounds == 0 or (rounds < 50 and spent < (seconds if rounds >= 3 else max(10 * seconds, 0.1))):
-        for name in order:
-            times[name].append(samplers[name]())
-        order.reverse()
-        rounds, spent = rounds + 1, time.perf_counter() - began
-    return times
-
-
-def copy_bandwidth(device: torch.device, quick: bool, clock: Callable) -> float:
-    """Bytes a second that a large copy reads and writes, the median of several."""
-    count = 1 << (18 if quick else 28 if device.type == "cuda" else 26)
-    source, target = torch.zeros(count, device=device), torch.zeros(count, device=device)
-    sampler = _cuda_sampler if device.type == "cuda" else _cpu_sampler
-    sample = sampler(lambda a, b: a.copy_(b), [(target, source)], 0.01, clock)
-    return 2 * source.nbytes / statistics.median(sample() for _ in range(3 if quick else 9))

@@ -40,7 +40,7 @@ class Bench:
         if self.on_gpu:
             torch.cuda.set_device(self.device)
         dtype = getattr(torch, arguments.dtype or ("bfloat16" if self.on_gpu else "float32"))
-        self.copy = harness.copy_bandwidth(self.device, not self.on_gpu, time.perf_counter)
+        self.copy = harness.copy_bandwidth(harness.Timer(self.device), quick=not self.on_gpu)
         self.pair = make_pair(arguments.model, dtype, self.device)
         self.forced = Forced(self.device)
         self.report = Report(arguments, self.pair, self.device, self.copy)
