@@ -4,7 +4,6 @@ Only this file follows when the engine changes; every other bench goes through i
 """
 
 from collections.abc import Callable, Hashable
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -13,9 +12,7 @@ import dflash
 from dflash.engine.runner import Direct, Replay
 from dflash.target import decoder_layers, structural_twin
 
-__all__ = ["PAIR", "Direct", "ForcedGenerator", "Parts", "Replay", "decoder_layers", "make_runner", "structural_twin"]
-
-PAIR = Path(dflash.__file__).parent / "pair"  # of whichever release is loaded
+__all__ = ["Direct", "ForcedGenerator", "Parts", "Replay", "decoder_layers", "make_runner", "structural_twin"]
 
 
 class ForcedGenerator(dflash.Generator):

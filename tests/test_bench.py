@@ -78,7 +78,7 @@ def step():
 
 def steps_setting(step, batch: int):
     device = torch.device("cpu")
-    pair = step.pair.make_pair("tiny", torch.float32, device)
+    pair = step.pair.named_pair("tiny", torch.float32, device)
     setting = step.setting.Setting(pair, step.forced.Forced(device), step.meter.Waits(), 40, batch, 6, False)
     setting.generator.fill_()
     return setting
@@ -119,15 +119,15 @@ class TestSteps:
                 setting.forced.set_(emitted)
                 ours.step(), theirs.launched()
                 assert torch.equal(ours.length, theirs.length.expand(batch))
-                block = theirs.report[:, 1 + step.pair.BLOCK :]
+                block = theirs.report[:, 1 + step.forced.BLOCK :]
                 assert torch.equal(ours.block, block)
                 torch.testing.assert_close(ours.context, theirs.context)
         setting.forced.off.fill_(True)  # what the target itself chose
         ours.step(), theirs.step()
-        assert torch.equal(ours.report[:, 2 : 2 + step.pair.BLOCK], theirs.report[:, 1 : 1 + step.pair.BLOCK])
+        assert torch.equal(ours.report[:, 2 : 2 + step.forced.BLOCK], theirs.report[:, 1 : 1 + step.forced.BLOCK])
 
     def test_the_floor_is_the_roofline(self, step):
-        target, drafter, _ = step.pair.make_pair("qwen3-8b", torch.bfloat16, torch.device("meta"))
+        target, drafter, _ = step.pair.named_pair("qwen3-8b", torch.bfloat16, torch.device("meta"))
         assert drafter.config.target_layer_ids == (1, 9, 17, 25, 33)
         for context, milliseconds in ((1024, 4.34), (8192, 4.62), (32768, 5.58)):
             got = 1000 * step.pair.floor_bytes(target, drafter, context, 1) / step.pair.PUBLISHED

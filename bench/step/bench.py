@@ -11,7 +11,7 @@ import torch
 
 from .forced import Forced
 from .meter import SKIPPED, Meter, Waits
-from .pair import PUBLISHED, floor_bytes, make_pair
+from .pair import PUBLISHED, floor_bytes, named_pair
 from .profiles import counted, profiled
 from .report import Report, Row
 from .runners import ONE_ROW, RUNNERS
@@ -41,7 +41,7 @@ class Bench:
             torch.cuda.set_device(self.device)
         dtype = getattr(torch, arguments.dtype or ("bfloat16" if self.on_gpu else "float32"))
         self.copy = harness.copy_bandwidth(harness.Timer(self.device), quick=not self.on_gpu)
-        self.pair = make_pair(arguments.model, dtype, self.device)
+        self.pair = named_pair(arguments.model, dtype, self.device)
         self.forced = Forced(self.device)
         self.report = Report(arguments, self.pair, self.device, self.copy)
 

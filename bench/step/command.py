@@ -4,9 +4,10 @@ import argparse
 from pathlib import Path
 
 import torch
+from random_pair import BLOCK
 
 from .bench import Bench
-from .pair import BLOCK, TARGET_LAYERS
+from .pair import TARGET_LAYERS
 from .runners import RUNNERS
 
 

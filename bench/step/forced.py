@@ -1,9 +1,8 @@
 """Forced acceptance."""
 
 import torch
+from random_pair import BLOCK
 from torch import Tensor
-
-from .pair import BLOCK
 
 
 class Forced:

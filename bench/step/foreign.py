@@ -5,13 +5,12 @@ import math
 from collections.abc import Callable
 
 import torch
-from peers import native_drafter, reference_package
+from peers import native_drafter, reference_drafter
+from random_pair import BLOCK
 from torch import Tensor, nn
-from transformers import Qwen3Config
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from .meter import Meter
-from .pair import BLOCK
 from .setting import Run, Setting, check
 
 
@@ -79,13 +78,7 @@ def _random_prompt(target: nn.Module, ids: Tensor, cache) -> CausalLMOutputWithP
 
 def reference(setting: Setting) -> Run:
     """Run the reference package's loop over its own drafter, with the pair's weights."""
-    package = reference_package()
-    if package is None:
-        raise ValueError("there is no .peers/dflash/model.py")
-    target, drafter, draft_config = setting.pair
-    with torch.device(target.device):
-        model = package.DFlashDraftModel(Qwen3Config(**draft_config)).eval()
-    model.load_state_dict(drafter.state_dict(), assign=True)
+    package, model = reference_drafter(setting.pair.draft_config, setting.pair.drafter.state_dict())
     return foreign(setting, lambda ids, new: package.dflash_generate(model, setting.peers_target, ids, new, None))
 
 

@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass
 import harness
 import torch
 import transformers
+from random_pair import BLOCK, Pair
 
 import dflash
 
-from .pair import BLOCK, Pair
 from .setting import Setting
 
 _LINE = (

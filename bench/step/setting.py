@@ -5,11 +5,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from internals import ForcedGenerator, structural_twin
+from random_pair import BLOCK, Pair
 from torch import Tensor, nn
 
 from .forced import Forced
 from .meter import Meter, Waits
-from .pair import BLOCK, Pair
 
 Run = Callable[[Meter, int, int], None]  # (meter, accepted, steps): marks the start of each of `steps` steps
 

@@ -3,12 +3,12 @@
 import harness
 import torch
 from internals import ForcedGenerator, decoder_layers, make_runner, structural_twin
+from random_pair import BLOCK, MASK
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import StaticCache
 
 from .ours import Launcher, launches
-from .pair import BLOCK, MASK
 from .setting import Run, Setting
 
 
