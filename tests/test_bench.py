@@ -1,7 +1,8 @@
-"""The benches of the ops: one a stem, and all of them run."""
+"""Every bench runs, and what it prints and writes is complete."""
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import torch
 import transformers
 
+import dflash
 from dflash import ops
 
 BENCH = Path(__file__).parents[1] / "bench"
@@ -58,6 +60,58 @@ def test_steps_on_cpu_are_timed_beside_the_reference_package():
     for row in rows:
         assert float(row[3]) > 0
         assert float(row[4]) > 0
+
+
+RELEASE = Path(dflash.__file__).parents[1]
+
+
+def against_itself(*command: object) -> list[list[str]]:
+    """Return the lines of a comparison of this release with itself, split into words."""
+    command = [sys.executable, BENCH / command[0], *map(str, command[1:]), "--against", RELEASE]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return [line.replace("|", " ").split() for line in done.stdout.splitlines()[2:]]
+
+
+def test_every_op_and_a_step_are_compared_with_another_release():
+    rows = against_itself("bench_op_overhead.py", "--rounds", 1)
+    assert {row[0] for row in rows} == STEMS | {"torch.add", "step", "one-token"}
+    assert all(float(row[-1].removesuffix("x")) > 0 for row in rows)
+
+
+def test_overheads_are_counted_in_additions(tmp_path):
+    rows_file = tmp_path / "rows.json"
+    command = [sys.executable, BENCH / "bench_op_overhead.py", "--only", "rms_norm", "--rounds", "1"]
+    done = subprocess.run([*command, "--json", rows_file], capture_output=True, text=True, check=True)
+    assert [row["name"] for row in json.loads(rows_file.read_text())["rows"]] == ["torch.add", "rms_norm"]
+    assert done.stdout.splitlines()[2].endswith("1.0x")
+
+
+def test_steps_on_cpu_are_compared_with_another_release():
+    rows = against_itself("bench_step_cpu.py", "--hidden", 64, "--repeats", 1, "--new", 2)
+    assert [(row[2], row[-1]) for row in rows] == [("float32", "1/1"), ("bfloat16", "1/1")]
+
+
+def test_generations_are_compared_with_another_release():
+    rows = against_itself("bench_generate.py", "--prompts", 2, "--new", 8, "--rounds", 1)
+    assert [(row[0], row[-1]) for row in rows] == [("one-token", "2/2"), ("dflash", "2/2")]
+
+
+def test_a_folder_without_a_release_is_refused(tmp_path):
+    command = [sys.executable, BENCH / "bench_op_overhead.py", "--against", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert f"{tmp_path} does not hold dflash/__init__.py" in done.stderr
+
+
+def test_a_work_that_one_release_lacks_is_left_out_by_name(tmp_path):
+    other = tmp_path / "dflash"
+    shutil.copytree(Path(dflash.__file__).parent, other, ignore=shutil.ignore_patterns("__pycache__", "pair"))
+    with (other / "__init__.py").open("a") as source:
+        source.write("\nfrom . import ops as _ops\n_ops.rms_norm = None\n")
+    command = [sys.executable, BENCH / "bench_op_overhead.py", "--only", "rms_norm", "silu_mul", "--rounds", "1"]
+    done = subprocess.run([*command, "--against", tmp_path], capture_output=True, text=True, check=True)
+    assert [line.split()[0] for line in done.stdout.splitlines()[2:]] == ["torch.add", "silu_mul"]
+    assert "rms_norm is left out: the other release: TypeError" in done.stderr
 
 
 @pytest.fixture(scope="module")
