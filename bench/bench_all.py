@@ -14,6 +14,7 @@ OPS = sorted({name.rstrip("_") for name in ops.__all__ if hasattr(torch.ops.dfla
 
 
 def main() -> None:
+    """Measure the ops that the command line names."""
     parser = harness.parser(__doc__)
     parser.add_argument("--only", nargs="+", choices=OPS, default=OPS, metavar="OP", help="of " + ", ".join(OPS))
     arguments = parser.parse_args()

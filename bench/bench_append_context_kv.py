@@ -6,7 +6,7 @@ from harness import Case, full_width, main, rotate
 from dflash import ops
 
 
-def plain(kv, positions, cos, sin, weight, k_caches, v_caches, wide):
+def plain(kv, positions, _rope, weight, k_caches, v_caches, wide):
     for layer, (k_cache, v_cache) in enumerate(zip(k_caches, v_caches, strict=True)):
         k, v = kv[layer].unflatten(-1, (-1, k_cache.shape[-1])).transpose(1, 2).chunk(2, 1)
         k = F.rms_norm(k, k.shape[-1:], weight[layer], 1e-6)
@@ -14,8 +14,8 @@ def plain(kv, positions, cos, sin, weight, k_caches, v_caches, wide):
         v_cache.index_copy_(2, positions[0], v)
 
 
-def ours(kv, positions, cos, sin, weight, k_caches, v_caches, wide):
-    ops.append_context_kv_(kv, positions, cos, sin, weight, 1e-6, k_caches, v_caches)
+def ours(kv, positions, rope, weight, k_caches, v_caches, _wide):
+    ops.append_context_kv_(kv, positions, *rope, weight, 1e-6, k_caches, v_caches)
 
 
 def cases(o):
@@ -28,7 +28,7 @@ def cases(o):
                 kv = o.random(m.layers, 1, rows, 2 * m.kv_heads * m.head_dim)
                 rope = o.rope(rows, m.head_dim)
                 weight = o.random(m.layers, m.head_dim)
-                return kv, o.positions(context, rows), *rope, weight, *caches, full_width(*rope, o.dtype)
+                return kv, o.positions(context, rows), rope, weight, *caches, full_width(*rope, o.dtype)
 
             yield Case(
                 f"layers={m.layers} heads={m.kv_heads}x{m.head_dim} rows={rows}",

@@ -1,4 +1,4 @@
-"""``ops.fuse_features`` (a GEMM and a norm) against ``F.linear``, ``F.rms_norm`` and ``torch.where`` for dead rows."""
+"""``ops.fuse_features`` (a GEMM and a norm) against ``F.linear``, ``F.rms_norm``, and ``torch.where`` for dead rows."""
 
 import torch
 import torch.nn.functional as F

@@ -2,363 +2,119 @@
 
     python bench/bench_generate.py [--pair FOLDER] [--prompts N] [--temperature 0] [--dtype float32] [--compile]
                                    [--busy N] [--json results.json] [--plot results.png]
+    python bench/bench_generate.py --against FOLDER [--rounds N] [...]
 
 Runners:
-    transformers          `generate`, one token a forward; greedy, or sampling at the temperature
+    transformers          `generate`, one token per forward; greedy, or sampling at the temperature
     prompt lookup         `generate(prompt_lookup_num_tokens=...)`, --lookup of them
     transformers dflash   `generate(speculation_type="dflash")` with transformers' own drafter class
-                          (MuseGlimmerAssistantModel) holding the pair's weights; left out where they do not fit it
+                          (MuseGlimmerAssistantModel) and the pair's weights; left out where they do not fit it
     as_assistant          the same loop around this package's drafter, by `dflash.as_assistant`
     reference             the reference package's loop and drafter, where `.peers/dflash/model.py` exists
                           (`pip install --no-deps --target .peers dflash==0.1.0`)
-    one-token             this package without a drafter, one row a step
+    one-token             this package without a drafter, one row per step
     dflash                this package; with --compile also `dflash compiled`
 
-Columns: ms/token and tokens/s with the prompt's forward pass included; acceptance, the tokens that a step emits, bonus
-token counted, where a step is a forward of the target that may verify drafts (the prompt's forward is one for prompt
-lookup and one-token decoding); ms/step over the same steps; speedup over transformers; identical, answers equal token
-for token, at T = 0 to transformers', at T > 0 to `one-token` (other runners draw other random numbers). With --busy
-other programs want processors all the while. Prints; asserts nothing.
+Columns: ms/token and tokens/s include the prompt's forward pass. acceptance: tokens emitted per step, bonus token
+counted, where a step is a forward pass of the target that may verify drafts (for prompt lookup and one-token decoding
+the prompt's is one too). ms/step: over the same steps. speedup: over transformers. identical: answers equal token for
+token to transformers' at T = 0 and to one-token's at T > 0, where other runners draw other random numbers.
+
+With --busy other processes use the processors all the while. With --against this release takes turns with another,
+each in a process of its own: ms/token of both, the other's time over this one's, and answers equal in both.
+
+Prints; asserts nothing.
 """
 
 import argparse
 import importlib.util
 import json
-import os
-import platform
-import shlex
-import statistics
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
-from types import ModuleType
-from typing import NamedTuple
 
+import package_pair
+import releases
 import torch
 import transformers
-from safetensors.torch import load_file
-from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-import dflash
-from dflash import ops
-from dflash.evaluate.demo import PAIR
-
-ROOT = Path(__file__).resolve().parents[1]
-BASE, ONE_TOKEN = "transformers", "one-token"
+from generate.header import header
+from generate.plot import plot
+from generate.runners import Runner, our_runners, runners
+from generate.table import HEADS, busy, line, measure
+from torch import Tensor
 
 
-class Answer(NamedTuple):
-    """A runner's sequences ``[1, prompt + new]`` and the tokens that its steps emitted."""
+def works(arguments: argparse.Namespace) -> dict[str, Callable[[], list[releases.Work]]]:
+    """Return this package's runners; a piece is a prompt."""
+    pair = package_pair.load(arguments.pair, arguments.dtype, arguments.prompts)
 
-    ids: Tensor
-    tokens: int
-    steps: int
+    def pieces(make: Callable[[], Runner]) -> list[releases.Work]:
+        run = make()
+        return [lambda ids=ids: _timed(run, ids) for ids in pair.prompts]
 
-
-Runner = Callable[[Tensor], Answer]
-
-
-def reference_package() -> ModuleType | None:
-    """The reference package's ``model.py``, or None where it is not installed."""
-    path = ROOT / ".peers" / "dflash" / "model.py"
-    if not path.exists():
-        return None
-    spec = importlib.util.spec_from_file_location("dflash_reference_package", path)
-    sys.modules[spec.name] = package = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(package)
-    return package
+    return {name: lambda make=make: pieces(make) for name, make in our_runners(arguments, pair).items()}
 
 
-def reference_runner(folder: Path, target, dtype: torch.dtype, temperature: float, new: int) -> Callable | None:
-    """The reference package's own loop over its own drafter, ``ids -> (sequences, tokens of each step)``, or None."""
-    package = reference_package()
-    if package is None:
-        return None
-    package._cuda_time = time.perf_counter  # its timer wants a GPU
-    model = package.DFlashDraftModel.from_pretrained(folder, dtype=dtype).eval()
-    eos = target.generation_config.eos_token_id
-    stops = [eos] if isinstance(eos, int) else eos
-
-    def run(ids):
-        out = package.dflash_generate(model, target, ids, new, stops, temperature=temperature, return_stats=True)
-        return out.output_ids, out.acceptance_lengths
-
-    return run
-
-
-def native_drafter(config: dict, weights: dict[str, Tensor]) -> nn.Module:
-    """transformers' own drafter class around the weights of a checkpoint whose architecture it has, else ValueError."""
-    try:
-        from transformers import MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
-    except ImportError as error:
-        raise ValueError(f"transformers {transformers.__version__} has no drafter class") from error
-    names = (
-        *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
-        *("head_dim", "rms_norm_eps", "rope_parameters", "max_position_embeddings", "layer_types", "block_size"),
-    )
-    special = {name: config["dflash_config"][name] for name in ("mask_token_id", "target_layer_ids")}
-    with torch.device(weights["fc.weight"].device):
-        model = MuseGlimmerAssistantModel(
-            MuseGlimmerAssistantConfig(**{name: config[name] for name in names if name in config}, **special)
-        )
-    renamed = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
-    try:
-        model.load_state_dict({renamed.get(name, name): tensor for name, tensor in weights.items()}, assign=True)
-    except RuntimeError as error:
-        raise ValueError(f"the checkpoint is no {type(model).__name__}: {error}") from error
-    return model.eval()
-
-
-@contextmanager
-def forwards(target: nn.Module):
-    """Counts the forwards of ``target`` in a list of one."""
-    count = [0]
-    handle = target.register_forward_hook(lambda *_: count.__setitem__(0, count[0] + 1))
-    try:
-        yield count
-    finally:
-        handle.remove()
-
-
-def theirs(target: nn.Module, temperature: float, new: int, prompt_is_step: bool = True, **options) -> Runner:
-    """transformers' ``generate`` with ``options``, and with a cache whatever the generation_config says of it."""
-    options["use_cache"] = True
-    sample = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
-
-    def run(ids: Tensor) -> Answer:
-        torch.manual_seed(1)
-        with forwards(target) as count:
-            out = target.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, **sample, **options)
-        first = 0 if prompt_is_step else 1
-        return Answer(out, out.shape[1] - ids.shape[1] - first, count[0] - first)
-
-    return run
-
-
-def ours(target: nn.Module, draft: nn.Module | None, length: int, arguments: argparse.Namespace, **options) -> Runner:
-    """A :class:`dflash.Generator` of this package."""
-    generator = dflash.Generator(target, draft, max_length=length, reuse_prefix=False, **options)
-
-    def run(ids: Tensor) -> Answer:
-        out = generator.generate(
-            ids,
-            max_new_tokens=arguments.new,
-            temperature=arguments.temperature,
-            seed=1,
-            draft_sharpness=arguments.draft_sharpness,
-            return_dict_in_generate=True,
-        )
-        lengths = out.statistics.acceptance_lengths[0]
-        first = draft is None
-        return Answer(out.sequences, sum(lengths) + first, len(lengths) + first)
-
-    return run
-
-
-def runners(arguments: argparse.Namespace, target: nn.Module, length: int) -> dict[str, Runner]:
-    """Every runner that can run here, by name; says on standard error what is left out and why."""
-    folder, dtype = arguments.pair / "draft", getattr(torch, arguments.dtype)
-    temperature, new = arguments.temperature, arguments.new
-    draft = dflash.load_draft(folder, dtype=dtype)
-    found = {
-        BASE: theirs(target, temperature, new),
-        "prompt lookup": theirs(target, temperature, new, prompt_lookup_num_tokens=arguments.lookup),
-    }
-
-    def native() -> nn.Module:
-        weights = {name: tensor.to(dtype) for name, tensor in load_file(folder / "model.safetensors").items()}
-        return native_drafter(json.loads((folder / "config.json").read_text()), weights)
-
-    assistants = {
-        "transformers dflash": native,
-        "as_assistant": lambda: dflash.as_assistant(draft),
-    }
-    for name, make in assistants.items():
-        try:
-            options = {"assistant_model": make(), "speculation_type": "dflash", "prompt_is_step": False}
-            found[name] = theirs(target, temperature, new, **options)
-        except (ValueError, RuntimeError) as error:
-            print(f"{name} is left out: {error}", file=sys.stderr)
-    if reference := reference_runner(folder, target, dtype, temperature, new):
-
-        def of_reference(ids: Tensor) -> Answer:
-            out, lengths = reference(ids)
-            return Answer(out, sum(lengths), len(lengths))
-
-        found["reference"] = of_reference
-    else:
-        print("reference is left out: there is no .peers/dflash/model.py", file=sys.stderr)
-    found[ONE_TOKEN] = ours(target, None, length, arguments)
-    found["dflash"] = ours(target, draft, length, arguments)
-    if arguments.compile:
-        found["dflash compiled"] = ours(target, draft, length, arguments, compile=True)
-    return found
-
-
-def measure(found: dict[str, Runner], prompts: list[Tensor], temperature: float) -> list[dict]:
-    """A row of results per runner."""
-    base = BASE if temperature == 0 else ONE_TOKEN  # at T > 0 the seed decides within this package only
-    answers: dict[str, list[tuple[Answer, float]]] = {name: [] for name in found}
-    for run in found.values():  # warm-up: allocation, compilation
-        run(prompts[0])
-    for ids in prompts:
-        for name, run in found.items():
-            began = time.perf_counter()
-            answer = run(ids)
-            answers[name].append((answer, 1000 * (time.perf_counter() - began)))
-    rows = []
-    for name, results in answers.items():
-        counts = [answer.ids.shape[1] - ids.shape[1] for (answer, _), ids in zip(results, prompts, strict=True)]
-        per_token = statistics.median(ms / count for (_, ms), count in zip(results, counts, strict=True))
-        equal = [
-            torch.equal(answer.ids, expected.ids)
-            for (answer, _), (expected, _) in zip(results, answers[base], strict=True)
-        ]
-        steps = sum(answer.steps for answer, _ in results)
-        rows.append(
-            {
-                "runner": name,
-                "ms_per_token": per_token,
-                "tokens_per_second": 1000 / per_token,
-                "acceptance_length": sum(answer.tokens for answer, _ in results) / max(steps, 1),
-                "ms_per_step": statistics.median(ms / max(answer.steps, 1) for answer, ms in results),
-                "identical": sum(equal),
-                "prompts": len(prompts),
-            }
-        )
-    for row in rows:
-        row["speedup"] = rows[0]["ms_per_token"] / row["ms_per_token"]
-    return rows
-
-
-def processor() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
-def header(arguments: argparse.Namespace, target: nn.Module, prompts: int) -> dict:
-    """What the figures were measured on and with."""
-    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
-    done = subprocess.run(git, capture_output=True, text=True) if (ROOT / ".git").exists() else None
-    return {
-        "command": "python " + shlex.join(sys.argv),
-        "commit": done.stdout.strip() if done is not None and done.returncode == 0 else None,
-        "machine": {"processor": processor(), "processors": os.cpu_count(), "architecture": platform.machine()},
-        "isa": ops.isa(),
-        "threads": torch.get_num_threads(),
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-            "dflash-engine": dflash.__version__,
-        },
-        "dtype": arguments.dtype,
-        "temperature": arguments.temperature,
-        "busy_processes": arguments.busy,
-        "prompts": prompts,
-        "new_tokens_at_most": arguments.new,
-        "target_parameters": sum(parameter.numel() for parameter in target.parameters()),
-    }
-
-
-def plot(path: Path, rows: list[dict], about: dict) -> None:
-    """A bar a runner, tokens a second."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 0.45 * len(rows) + 1.3), layout="constrained")
-    axes = figure.add_subplot()
-    speeds = [row["tokens_per_second"] for row in rows]
-    own = [row["runner"].startswith(("dflash", ONE_TOKEN)) for row in rows]
-    bars = axes.barh([row["runner"] for row in rows], speeds, color=["tab:blue" if mine else "0.6" for mine in own])
-    labels = [
-        f"{row['tokens_per_second']:.0f}  ({row['speedup']:.1f}x, acceptance {row['acceptance_length']:.1f})"
-        for row in rows
-    ]
-    axes.bar_label(bars, labels, padding=4, fontsize=8)
-    axes.set_xlim(0, 1.45 * max(speeds))
-    axes.invert_yaxis()
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.set_xlabel("tokens a second, batch 1, median over prompts")
-    axes.set_title(
-        f"{about['machine']['processor']}, {about['threads']} threads, {about['isa']}, {about['dtype']}, "
-        f"T = {about['temperature']:g}, {about['prompts']} prompts",
-        fontsize=9,
-    )
-    figure.savefig(path, dpi=150)
-
-
-@contextmanager
-def busy(count: int) -> Iterator[None]:
-    """So many processes that each keep a processor busy."""
-    running = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
-    try:
-        yield
-    finally:
-        for process in running:
-            process.kill()
-            process.wait()
+def _timed(run: Runner, ids: Tensor) -> releases.Result:
+    began = time.perf_counter()
+    answer = run(ids)
+    seconds = time.perf_counter() - began
+    return releases.Result(seconds, answer.ids.shape[1] - ids.shape[1], answer.ids[0].tolist())
 
 
 def parse() -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--pair", type=Path, default=PAIR, help="folder with target/, draft/ and prompts.jsonl; default: the package's"
-    )
-    parser.add_argument("--prompts", type=int, help="default: all")
-    parser.add_argument("--new", type=int, default=200, help="new tokens at most")
-    parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument(
-        "--draft-sharpness", type=lambda text: text if text == "auto" else float(text), default="auto", metavar="NUMBER"
-    )
-    parser.add_argument("--lookup", type=int, default=10, help="tokens that prompt lookup proposes")
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    parser.add_argument("--compile", action="store_true")
-    parser.add_argument("--busy", type=int, default=0, metavar="N", help="processes that compute beside the runners")
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="write the results, a row a runner, and what made them"
-    )
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the results (PNG, SVG or PDF)")
+    add = parser.add_argument
+    package_pair.add_option(parser)
+    add("--prompts", type=int, help="default: all")
+    add("--new", type=int, default=200, help="new tokens at most")
+    add("--temperature", type=float, default=0.0)
+    sharpness = {"type": lambda text: text if text == "auto" else float(text), "default": "auto"}
+    add("--draft-sharpness", metavar="NUMBER", **sharpness)
+    add("--lookup", type=int, default=10, help="tokens that prompt lookup proposes")
+    add("--dtype", default="float32", choices=["float32", "bfloat16"])
+    add("--compile", action="store_true", help="also run this package with compile=True")
+    add("--busy", type=int, default=0, metavar="N", help="other processes that compute at the same time")
+    add("--json", type=Path, metavar="FILE", help="write the results, a row per runner, and what they were made with")
+    add("--plot", type=Path, metavar="FILE", help="draw the results (PNG, SVG or PDF)")
+    releases.add_option(parser)
+    add("--rounds", type=int, default=3, help="with --against: how often each prompt is answered")
     arguments = parser.parse_args()
     if arguments.plot and importlib.util.find_spec("matplotlib") is None:
         parser.error("--plot needs matplotlib: pip install '.[bench]'")
+    if arguments.against and arguments.plot:
+        parser.error("--plot draws the runners of one release: leave out --against")
     return arguments
 
 
 def main() -> None:
+    """Run what the command line asks for."""
     arguments = parse()
-    target = AutoModelForCausalLM.from_pretrained(
-        arguments.pair / "target", dtype=getattr(torch, arguments.dtype)
-    ).eval()
-    tokenizer = AutoTokenizer.from_pretrained(arguments.pair / "target")
-    lines = (arguments.pair / "prompts.jsonl").read_text().splitlines()[: arguments.prompts]
-    bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-    prompts = [
-        torch.tensor([bos + tokenizer.encode(json.loads(line)["prompt"], add_special_tokens=False)]) for line in lines
-    ]
-    length = max(ids.shape[1] for ids in prompts) + arguments.new
-    about = header(arguments, target, len(prompts))
-    found = runners(arguments, target, length)
-    beside = f", beside {arguments.busy} busy processes" if arguments.busy else ""
-    print(
+    about, rows = header(arguments), []
+    title = (
         f"{about['machine']['processor']}, {about['threads']} threads, ISA {about['isa']}, torch {torch.__version__}, "
-        f"transformers {transformers.__version__}, {arguments.dtype}, T = {arguments.temperature}, "
-        f"{len(prompts)} prompts, {about['target_parameters'] / 1e6:.1f} M target parameters{beside}"
+        f"transformers {transformers.__version__}, {arguments.dtype}, T = {arguments.temperature}"
     )
-    with busy(arguments.busy):
-        rows = measure(found, prompts, arguments.temperature)
-    print("runner               ms/token  tokens/s  acceptance  ms/step  speedup  identical")
-    for row in rows:
-        print(
-            f"{row['runner']:<19} {row['ms_per_token']:9.2f} {row['tokens_per_second']:9.0f} "
-            f"{row['acceptance_length']:11.2f} {row['ms_per_step']:8.2f} {row['speedup']:7.2f}x "
-            f"{row['identical']:>7}/{row['prompts']}"
-        )
+    beside = f", next to {arguments.busy} busy processes" if arguments.busy else ""
+    if arguments.against:
+        print(f"{title}{beside}\nrunner               ms/token     other    ratio  identical")
+        with busy(arguments.busy):
+            for found in releases.compare("bench_generate", arguments, arguments.rounds):
+                rows.append(asdict(found))
+                times = f"{1000 * found.seconds:9.2f} {1000 * found.other_seconds:9.2f} {found.ratio:7.2f}x"
+                print(f"{found.name:<19} {times} {found.identical:>7}/{found.pieces}", flush=True)
+    else:
+        pair = package_pair.load(arguments.pair, arguments.dtype, arguments.prompts)
+        about["prompts"] = len(pair.prompts)
+        about["target_parameters"] = sum(parameter.numel() for parameter in pair.target.parameters())
+        size = f"{about['prompts']} prompts, {about['target_parameters'] / 1e6:.1f} M target parameters"
+        found = runners(arguments, pair)
+        print(f"{title}, {size}{beside}")
+        with busy(arguments.busy):
+            rows = measure(found, pair.prompts, arguments.temperature)
+        print("\n".join([HEADS, *map(line, rows)]))
     if arguments.json:
         arguments.json.write_text(json.dumps({**about, "runners": rows}, indent=2) + "\n")
     if arguments.plot:

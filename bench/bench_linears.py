@@ -1,4 +1,4 @@
-"""``ops.linears`` against ``F.linear``: one a weight and ``cat``, and one of the weights packed into one beforehand."""
+"""``ops.linears`` against ``F.linear``: one call per weight and ``cat``, or one call with the weights packed before."""
 
 import torch
 import torch.nn.functional as F
@@ -7,8 +7,16 @@ from harness import Case, main
 from dflash import ops
 
 
-def one_by_one(x, weights, packed):
+def ours(x, weights, _packed):
+    return ops.linears(x, weights)
+
+
+def one_by_one(x, weights, _packed):
     return torch.cat([F.linear(x, weight) for weight in weights], -1)
+
+
+def packed(x, _weights, weight):
+    return F.linear(x, weight)
 
 
 def cases(o):
@@ -27,8 +35,8 @@ def cases(o):
                 yield Case(
                     f"{name} {what} {m.hidden}->{'+'.join(map(str, features))} rows={rows}",
                     make,
-                    lambda x, weights, packed: ops.linears(x, weights),
-                    {"F.linear, cat": one_by_one, "F.linear, packed": lambda x, weights, packed: F.linear(x, packed)},
+                    ours,
+                    {"F.linear, cat": one_by_one, "F.linear, packed": packed},
                     (sum(features) * m.hidden + rows * (m.hidden + sum(features))) * o.size,
                 )
 

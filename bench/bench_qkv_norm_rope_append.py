@@ -1,6 +1,6 @@
 """``ops.qkv_norm_rope_append_`` against ``F.rms_norm`` on q and k, RoPE as transformers writes it, ``index_copy_``.
 
-Torch's RoPE gets cos and sin at full width and in the dtype of the heads, made beforehand.
+Torch's RoPE gets cos and sin at full width and in the heads' dtype, made beforehand.
 """
 
 import torch.nn.functional as F
@@ -9,7 +9,8 @@ from harness import Case, full_width, main, rotate
 from dflash import ops
 
 
-def plain(qkv, positions, cos, sin, q_norm, k_norm, q_out, k_cache, v_cache, wide):
+def plain(qkv, positions, _rope, norms, q_out, caches, wide):
+    (q_norm, k_norm), (k_cache, v_cache) = norms, caches
     heads = qkv.unflatten(-1, (-1, q_norm.shape[0])).transpose(1, 2)
     q, k, v = heads.split([q_out.shape[2], k_cache.shape[1], k_cache.shape[1]], 1)
     q = rotate(F.rms_norm(q, q_norm.shape, q_norm, 1e-6), *wide)
@@ -19,8 +20,8 @@ def plain(qkv, positions, cos, sin, q_norm, k_norm, q_out, k_cache, v_cache, wid
     return q
 
 
-def ours(qkv, positions, cos, sin, q_norm, k_norm, q_out, k_cache, v_cache, wide):
-    ops.qkv_norm_rope_append_(qkv, positions, cos, sin, q_norm, k_norm, 1e-6, q_out, k_cache, v_cache)
+def ours(qkv, positions, rope, norms, q_out, caches, _wide):
+    ops.qkv_norm_rope_append_(qkv, positions, *rope, *norms, 1e-6, q_out, *caches)
 
 
 def cases(o):
@@ -31,10 +32,9 @@ def cases(o):
             def make(m=m, rows=rows, context=context, heads=heads):
                 rope = o.rope(rows, m.head_dim)
                 caches = [o.random(1, m.kv_heads, context + rows, m.head_dim) for _ in range(2)]
-                return (
-                    o.random(1, rows, heads * m.head_dim), o.positions(context, rows), *rope, o.random(m.head_dim),
-                    o.random(m.head_dim), o.random(1, rows, m.heads, m.head_dim), *caches, full_width(*rope, o.dtype),
-                )  # fmt: skip
+                norms = [o.random(m.head_dim) for _ in "qk"]
+                qkv, q_out = o.random(1, rows, heads * m.head_dim), o.random(1, rows, m.heads, m.head_dim)
+                return qkv, o.positions(context, rows), rope, norms, q_out, caches, full_width(*rope, o.dtype)
 
             yield Case(
                 f"{name} heads={m.heads}/{m.kv_heads}x{m.head_dim} rows={rows}",

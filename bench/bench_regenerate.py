@@ -3,7 +3,7 @@
     python bench/bench_regenerate.py [--pair FOLDER] [--prompts N] [--samples 8] [--new 160] [--bos]
 
 Sampled at temperature 1 through `dflash.train.regenerate`, with and without the pair's drafter, in one thread. Tokens
-per second of CPU time, which other work on the machine disturbs less, and of the clock. Prints; asserts nothing.
+per second of CPU time, which other work on the machine disturbs less, and of wall-clock time. Prints; asserts nothing.
 """
 
 import argparse
@@ -11,27 +11,31 @@ import tempfile
 import time
 from pathlib import Path
 
+import package_pair
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dflash
-from dflash.evaluate.demo import PAIR
 from dflash.train.data import load_prompts
 from dflash.train.regenerate import LocalWriter, Settings, regenerate
 
 
-def main() -> None:
+def parse() -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--pair", type=Path, default=PAIR, help="folder with target/, draft/ and prompts.jsonl; default: the package's"
-    )
+    package_pair.add_option(parser)
     parser.add_argument("--prompts", type=int, help="default: all")
-    parser.add_argument("--samples", type=int, default=8, help="answers to a prompt")
+    parser.add_argument("--samples", type=int, default=8, help="answers per prompt")
     parser.add_argument("--new", type=int, default=160, help="new tokens at most")
-    parser.add_argument("--bos", action="store_true", help="BOS token before the prompts")
+    parser.add_argument("--bos", action="store_true", help="put a BOS token before the prompts")
     parser.add_argument("--dtype", nargs="+", default=["bfloat16", "float32"])
     parser.add_argument("--batch", nargs="+", type=int, default=[16, 32, 64, 128])
-    arguments = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Run what the command line asks for."""
+    arguments = parse()
     torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(arguments.pair / "target")
     prompts = load_prompts(arguments.pair / "prompts.jsonl")[: arguments.prompts]
@@ -47,11 +51,9 @@ def main() -> None:
                     began = time.process_time()
                     done = regenerate(prompts, writer, Path(folder) / "out.jsonl", settings)
                     rate = done.tokens / (time.process_time() - began)
-                used = "no" if draft is None else "yes"
-                print(
-                    f"{name:<9} {used:<7} {batch:6} {done.tokens:8} {rate:7.0f} {done.tokens_per_second:8.0f}",
-                    flush=True,
-                )
+                has_drafter = "no" if draft is None else "yes"
+                rates = f"{rate:7.0f} {done.tokens_per_second:8.0f}"
+                print(f"{name:<9} {has_drafter:<7} {batch:6} {done.tokens:8} {rates}", flush=True)
 
 
 if __name__ == "__main__":

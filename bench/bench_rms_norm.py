@@ -1,4 +1,4 @@
-"""``ops.rms_norm`` against ``F.rms_norm``; with counts (half the rows live) against ``torch.where`` behind it."""
+"""``ops.rms_norm`` against ``F.rms_norm``; with counts (half the rows live) against it and ``torch.where``."""
 
 import torch
 import torch.nn.functional as F

@@ -1,10 +1,11 @@
 """``ops.select_tokens`` against what gpt-fast and transformers do with the same logits.
 
 Greedy: ``argmax``. T = 1: softmax of the logits over an exponential draw, argmax. Filters: ``topk`` and a threshold;
-a sort, its softmax and cumulated sum for top-p; a threshold on the softmax for min-p; then the draw. The draws differ
-(ours are keyed), the distributions do not. ``flat`` logits are nearly equal, so that every filter keeps thousands.
+a sort, its softmax and cumulative sum for top-p; a threshold on the softmax for min-p; then the draw. The draws differ
+(ours are keyed); the distributions do not. ``flat`` logits are nearly equal: every filter keeps thousands of tokens.
 
-Plain torch filters 1,024 rows of a large vocabulary in tens of seconds: there only greedy and T = 1 are measured.
+Plain torch needs tens of seconds to filter 1,024 rows of a large vocabulary, so only greedy and T = 1 are measured
+there.
 """
 
 import torch

@@ -1,112 +1,124 @@
-"""Milliseconds a step at larger widths on CPU: ours and the reference package's loop, random weights, interleaved.
+"""Milliseconds per step at larger widths on CPU: ours and the reference package's loop, random weights, interleaved.
 
     python bench/bench_step_cpu.py [--hidden 512 768 1024] [--layers 8] [--repeats 5]
+    python bench/bench_step_cpu.py --against FOLDER [...]
 
 The target is a random Qwen3 with a random 3-layer drafter of 16 rows. Acceptance with random weights means nothing: a
-run emits a fixed number of tokens from a short prompt, and what is compared is the time over the number of steps that
-the run took. The reference is left out where `.peers/dflash/model.py` is missing (see bench_generate.py). Prints,
-asserts nothing.
+run emits a fixed number of tokens from a short prompt, and what is compared is its time over the number of its steps.
+The reference is left out where `.peers/dflash/model.py` is missing (see bench_generate.py). With --against this release
+takes turns with another instead, each in a process of its own; identical counts equal answers. Prints; asserts nothing.
 """
 
 import argparse
-import json
-import platform
+import itertools
 import statistics
-import tempfile
+import sys
 import time
-from pathlib import Path
+from collections.abc import Callable
 
+import harness
+import releases
 import torch
-from bench_generate import reference_runner
-from safetensors.torch import save_file
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from peers import reference_loop
+from random_pair import Pair, make_pair
+from torch import Tensor
 
 import dflash
 from dflash import ops
 
-
-def pair(hidden: int, layers: int, dtype: torch.dtype, folder: Path):
-    """A random target, and a random drafter for it written as a checkpoint to ``folder``."""
-    torch.manual_seed(0)
-    shape = {
-        "hidden_size": hidden,
-        "intermediate_size": 3 * hidden,
-        "num_attention_heads": hidden // 64,
-        "num_key_value_heads": max(hidden // 128, 1),
-        "head_dim": 64,
-        "vocab_size": 4096,
-        "rms_norm_eps": 1e-6,
-        "max_position_embeddings": 2048,
-    }
-    config = Qwen3Config(num_hidden_layers=layers, eos_token_id=None, pad_token_id=0, **shape)
-    target = Qwen3ForCausalLM(config).to(dtype).eval()
-    draft = {
-        **shape,
-        "model_type": "qwen3",
-        "architectures": ["DFlashDraftModel"],
-        "num_hidden_layers": 3,
-        "num_target_layers": layers,
-        "block_size": 16,
-        "attention_bias": False,
-        "rope_theta": 10000.0,
-        "dflash_config": {"mask_token_id": 1, "target_layer_ids": [1, layers // 2, layers - 2]},
-    }
-    (folder / "config.json").write_text(json.dumps(draft))
-    drafter = dflash.Drafter(dflash.DraftConfig.from_config(draft), dtype=dtype)
-    with torch.no_grad():
-        for parameter in drafter.parameters():
-            parameter.normal_(0, 0.02) if parameter.dim() > 1 else parameter.fill_(1)
-    tensors = {name: tensor.clone() for name, tensor in drafter.state_dict().items()}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return target
+Runner = Callable[[Tensor], tuple[Tensor, list[int]]]  # ids to sequences and tokens emitted per step
 
 
-def main() -> None:
+def works(arguments: argparse.Namespace) -> dict[str, Callable[[], list[releases.Work]]]:
+    """Return this package's run at every width and dtype."""
+
+    def pieces(hidden: int, dtype: str) -> list[releases.Work]:
+        run = ours(pair(hidden, arguments.layers, dtype), arguments.new)
+        return [lambda: timed(run, prompt())]
+
+    settings = itertools.product(arguments.hidden, arguments.dtypes)
+    return {f"{h:6} {arguments.layers:6} {dtype}": lambda h=h, dtype=dtype: pieces(h, dtype) for h, dtype in settings}
+
+
+def pair(hidden: int, layers: int, dtype: str) -> Pair:
+    """Make a pair of random weights."""
+    size = harness.Model(hidden, hidden // 64, max(hidden // 128, 1), 64, 3 * hidden, 4096, 3, 3)
+    return make_pair(size, layers, getattr(torch, dtype), torch.device("cpu"))
+
+
+def prompt() -> Tensor:
+    """Return 16 random tokens, always the same."""
+    return torch.randint(2, 4000, (1, 16), generator=torch.Generator().manual_seed(0))
+
+
+def ours(pair: Pair, new: int) -> Runner:
+    """Return a runner of this package."""
+    generator = dflash.Generator(pair.target, pair.drafter, max_length=256)
+
+    def run(ids: Tensor) -> tuple[Tensor, list[int]]:
+        out = generator.generate(ids, max_new_tokens=new, temperature=0.0, return_dict_in_generate=True)
+        return out.sequences, out.statistics.acceptance_lengths[0]
+
+    return run
+
+
+def timed(run: Runner, ids: Tensor) -> releases.Result:
+    """Run once; the units are steps."""
+    began = time.perf_counter()
+    sequences, lengths = run(ids)
+    return releases.Result(time.perf_counter() - began, max(len(lengths), 1), sequences[0].tolist())
+
+
+def measure(hidden: int, dtype: str, arguments: argparse.Namespace) -> dict[str, float]:
+    """Return the median milliseconds per step of every runner, by name."""
+    made = pair(hidden, arguments.layers, dtype)
+    runners = {"ours": ours(made, arguments.new)}
+    try:
+        weights = made.drafter.state_dict()
+        runners["reference"] = reference_loop(made.draft_config, weights, made.target, 0.0, arguments.new)
+    except ValueError as error:
+        print(f"reference is left out: {error}", file=sys.stderr)
+    times: dict[str, list[float]] = {name: [] for name in runners}
+    for run in runners.values():
+        run(prompt())
+    for _ in range(arguments.repeats):
+        for name, run in runners.items():
+            result = timed(run, prompt())
+            times[name].append(1000 * result.seconds / result.units)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def parse() -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hidden", type=int, nargs="+", default=[512, 768, 1024])
     parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--new", type=int, default=8)
+    parser.add_argument("--new", type=int, default=8, help="new tokens per run")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
-    arguments = parser.parse_args()
+    releases.add_option(parser)
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Run what the command line asks for."""
+    arguments = parse()
     print(
-        f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads, ISA {ops.isa()}, "
-        f"torch {torch.__version__}; ms a step, prompt of 16 tokens and its pass included; random weights"
+        f"{harness.processor()}, {torch.get_num_threads()} threads, ISA {ops.isa()}, torch {torch.__version__}; "
+        f"ms per step, a prompt of 16 tokens and its pass included; random weights"
     )
+    if arguments.against:
+        print("hidden layers dtype         ours      other  ratio  identical")
+        for found in releases.compare("bench_step_cpu", arguments, arguments.repeats):
+            times = f"{1000 * found.seconds:7.2f} {1000 * found.other_seconds:10.2f} {found.ratio:5.2f}x"
+            print(f"{found.name:<24} {times} {found.identical:>8}/{found.pieces}", flush=True)
+        return
     print("hidden layers dtype         ours  reference  ratio")
-    for hidden in arguments.hidden:
-        for name in arguments.dtypes:
-            dtype = getattr(torch, name)
-            with tempfile.TemporaryDirectory() as folder:
-                target = pair(hidden, arguments.layers, dtype, Path(folder))
-                draft = dflash.load_draft(folder, dtype=dtype)
-                generator = dflash.Generator(target, draft, max_length=256)
-
-                def ours(ids, generator=generator):
-                    out = generator.generate(
-                        ids, max_new_tokens=arguments.new, temperature=0.0, return_dict_in_generate=True
-                    )
-                    return out.statistics.acceptance_lengths[0]
-
-                runners = {"ours": ours}
-                reference = reference_runner(Path(folder), target, dtype, 0.0, arguments.new)
-                if reference is not None:
-                    runners["reference"] = lambda ids, run=reference: run(ids)[1]
-                ids = torch.randint(2, 4000, (1, 16))
-                times: dict[str, list[float]] = {key: [] for key in runners}
-                for run in runners.values():
-                    run(ids)
-                for _ in range(arguments.repeats):
-                    for key, run in runners.items():
-                        began = time.perf_counter()
-                        steps = len(run(ids))
-                        times[key].append(1000 * (time.perf_counter() - began) / max(steps, 1))
-                medians = {key: statistics.median(values) for key, values in times.items()}
-                other = medians.get("reference", float("nan"))
-                print(
-                    f"{hidden:6} {arguments.layers:6} {name:<10} {medians['ours']:7.2f} {other:10.2f} "
-                    f"{other / medians['ours']:5.2f}x"
-                )
+    for hidden, dtype in itertools.product(arguments.hidden, arguments.dtypes):
+        medians = measure(hidden, dtype, arguments)
+        ours_ms, other = medians["ours"], medians.get("reference", float("nan"))
+        shape = f"{hidden:6} {arguments.layers:6} {dtype:<10}"
+        print(f"{shape} {ours_ms:7.2f} {other:10.2f} {other / ours_ms:5.2f}x", flush=True)
 
 
 if __name__ == "__main__":

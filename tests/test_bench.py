@@ -1,7 +1,8 @@
-"""The benches of the ops: one a stem, and all of them run."""
+"""Every bench runs, and what it prints and writes is complete."""
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import torch
 import transformers
 
+import dflash
 from dflash import ops
 
 BENCH = Path(__file__).parents[1] / "bench"
@@ -60,31 +62,87 @@ def test_steps_on_cpu_are_timed_beside_the_reference_package():
         assert float(row[4]) > 0
 
 
+RELEASE = Path(dflash.__file__).parents[1]
+
+
+def against_itself(*command: object) -> list[list[str]]:
+    """Return the lines of a comparison of this release with itself, split into words."""
+    command = [sys.executable, BENCH / command[0], *map(str, command[1:]), "--against", RELEASE]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    return [line.replace("|", " ").split() for line in done.stdout.splitlines()[2:]]
+
+
+def test_every_op_and_a_step_are_compared_with_another_release():
+    rows = against_itself("bench_op_overhead.py", "--rounds", 1)
+    assert {row[0] for row in rows} == STEMS | {"torch.add", "step", "one-token"}
+    assert all(float(row[-1].removesuffix("x")) > 0 for row in rows)
+
+
+def test_overheads_are_counted_in_additions(tmp_path):
+    rows_file = tmp_path / "rows.json"
+    command = [sys.executable, BENCH / "bench_op_overhead.py", "--only", "rms_norm", "--rounds", "1"]
+    done = subprocess.run([*command, "--json", rows_file], capture_output=True, text=True, check=True)
+    assert [row["name"] for row in json.loads(rows_file.read_text())["rows"]] == ["torch.add", "rms_norm"]
+    assert done.stdout.splitlines()[2].endswith("1.0x")
+
+
+def test_steps_on_cpu_are_compared_with_another_release():
+    rows = against_itself("bench_step_cpu.py", "--hidden", 64, "--repeats", 1, "--new", 2)
+    assert [(row[2], row[-1]) for row in rows] == [("float32", "1/1"), ("bfloat16", "1/1")]
+
+
+def test_generations_are_compared_with_another_release():
+    rows = against_itself("bench_generate.py", "--prompts", 2, "--new", 8, "--rounds", 1)
+    assert [(row[0], row[-1]) for row in rows] == [("one-token", "2/2"), ("dflash", "2/2")]
+
+
+def test_a_folder_without_a_release_is_refused(tmp_path):
+    command = [sys.executable, BENCH / "bench_op_overhead.py", "--against", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert f"{tmp_path} does not hold dflash/__init__.py" in done.stderr
+
+
+def test_a_work_that_one_release_lacks_is_left_out_by_name(tmp_path):
+    other = tmp_path / "dflash"
+    shutil.copytree(Path(dflash.__file__).parent, other, ignore=shutil.ignore_patterns("__pycache__", "pair"))
+    with (other / "__init__.py").open("a") as source:
+        source.write("\nfrom . import ops as _ops\n_ops.rms_norm = None\n")
+    command = [sys.executable, BENCH / "bench_op_overhead.py", "--only", "rms_norm", "silu_mul", "--rounds", "1"]
+    done = subprocess.run([*command, "--against", tmp_path], capture_output=True, text=True, check=True)
+    assert [line.split()[0] for line in done.stdout.splitlines()[2:]] == ["torch.add", "silu_mul"]
+    assert "rms_norm is left out: the other release: TypeError" in done.stderr
+
+
 @pytest.fixture(scope="module")
-def bench_step():
+def step():
     sys.path.insert(0, str(BENCH))
     try:
-        import bench_step
+        import step.forced
+        import step.meter
+        import step.pair
+        import step.runners
+        import step.setting
+        import step.static
 
-        yield bench_step
+        yield step
     finally:
         sys.path.remove(str(BENCH))
 
 
-def steps_setting(bench_step, batch: int):
+def steps_setting(step, batch: int):
     device = torch.device("cpu")
-    forced = bench_step.Forced(device)
-    target, drafter, config = bench_step.pair("tiny", torch.float32, device)
-    setting = bench_step.Setting(target, drafter, config, forced, bench_step.Waits(), 40, batch, 6, False)
+    pair = step.pair.named_pair("tiny", torch.float32, device)
+    setting = step.setting.Setting(pair, step.forced.Forced(device), step.meter.Waits(), 40, batch, 6, False)
     setting.generator.fill_()
     return setting
 
 
 class TestSteps:
     @pytest.mark.usefixtures("reference_package")
-    def test_every_runner_leaves_its_rows(self, bench_step, tmp_path):
+    def test_every_runner_leaves_its_rows(self, step, tmp_path):
         rows_file = tmp_path / "rows.json"
-        command = [sys.executable, BENCH / "bench_step.py", "--device", "cpu", "--model", "tiny", "--contexts", "40"]
+        command = [sys.executable, BENCH / "step", "--device", "cpu", "--model", "tiny", "--contexts", "40"]
         command += ["--batches", "1", "2", "--rounds", "1", "--steps", "1", "--table", "--json", rows_file]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
         written = json.loads(rows_file.read_text())
@@ -94,7 +152,7 @@ class TestSteps:
         rows = {(row["runner"], row["batch"], row["accepted"]) for row in written["rows"]}
         for batch in (1, 2):
             for accepted in (1, 6, 16):
-                for runner in bench_step.RUNNERS:
+                for runner in step.runners.RUNNERS:
                     assert ((runner, batch, accepted) in rows) != ((runner, batch) in left_out)
         assert len(rows) == len(written["rows"])
         for row in written["rows"]:
@@ -104,9 +162,9 @@ class TestSteps:
             assert written["tables"][runner]["ops"]
 
     @pytest.mark.parametrize("batch", [1, 2])
-    def test_the_static_peer_takes_the_same_step(self, bench_step, batch):
-        setting = steps_setting(bench_step, batch)
-        ours, theirs = setting.generator, bench_step.StaticStep(setting.generator, setting.target, False)
+    def test_the_static_peer_takes_the_same_step(self, step, batch):
+        setting = steps_setting(step, batch)
+        ours, theirs = setting.generator, step.static.StaticStep(setting.generator, setting.pair.target, False)
         setting.forced.set_(6)
         for state in (ours, theirs):
             state.place_(40, 6)
@@ -115,22 +173,22 @@ class TestSteps:
                 setting.forced.set_(emitted)
                 ours.step(), theirs.launched()
                 assert torch.equal(ours.length, theirs.length.expand(batch))
-                block = theirs.report[:, 1 + bench_step.BLOCK :]
+                block = theirs.report[:, 1 + step.forced.BLOCK :]
                 assert torch.equal(ours.block, block)
                 torch.testing.assert_close(ours.context, theirs.context)
         setting.forced.off.fill_(True)  # what the target itself chose
         ours.step(), theirs.step()
-        assert torch.equal(ours.report[:, 2 : 2 + bench_step.BLOCK], theirs.report[:, 1 : 1 + bench_step.BLOCK])
+        assert torch.equal(ours.report[:, 2 : 2 + step.forced.BLOCK], theirs.report[:, 1 : 1 + step.forced.BLOCK])
 
-    def test_the_floor_is_the_roofline(self, bench_step):
-        target, drafter, _ = bench_step.pair("qwen3-8b", torch.bfloat16, torch.device("meta"))
+    def test_the_floor_is_the_roofline(self, step):
+        target, drafter, _ = step.pair.named_pair("qwen3-8b", torch.bfloat16, torch.device("meta"))
         assert drafter.config.target_layer_ids == (1, 9, 17, 25, 33)
         for context, milliseconds in ((1024, 4.34), (8192, 4.62), (32768, 5.58)):
-            got = 1000 * bench_step.floor_bytes(target, drafter, context, 1) / bench_step.PUBLISHED
+            got = 1000 * step.pair.floor_bytes(target, drafter, context, 1) / step.pair.PUBLISHED
             assert got == pytest.approx(milliseconds, abs=0.006)
 
-    def test_waiting_is_timed_and_tensors_are_left_as_they_were(self, bench_step):
-        before, waits = dict(vars(torch.Tensor)), bench_step.Waits()
+    def test_waiting_is_timed_and_tensors_are_left_as_they_were(self, step):
+        before, waits = dict(vars(torch.Tensor)), step.meter.Waits()
         with waits.open():
             assert torch.tensor(3).item() == 3
             assert torch.tensor([2]).tolist() == [2]

@@ -1,0 +1,1 @@
+"""Whole generations: the runners, the table of their results, and its plot."""

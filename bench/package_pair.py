@@ -1,0 +1,41 @@
+"""The pair inside the package, or another in a folder with ``target/``, ``draft/`` and ``prompts.jsonl``."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import dflash
+
+PAIR = Path(dflash.__file__).parent / "pair"
+
+
+class Loaded(NamedTuple):
+    """A pair and its prompts, each ``[1, length]`` ids."""
+
+    target: nn.Module
+    draft: dflash.Drafter
+    prompts: list[Tensor]
+
+
+def add_option(parser: argparse.ArgumentParser) -> None:
+    """Add ``--pair``."""
+    text = "folder with target/, draft/ and prompts.jsonl; default: the package's"
+    parser.add_argument("--pair", type=Path, default=PAIR, help=text)
+
+
+def load(folder: Path, dtype: str, count: int | None = None) -> Loaded:
+    """Load a pair and its first ``count`` prompts, a BOS token in front if the tokenizer has one."""
+    kind = getattr(torch, dtype)
+    target = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=kind).eval()
+    draft = dflash.load_draft(folder / "draft", dtype=kind)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "target")
+    bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
+    lines = (folder / "prompts.jsonl").read_text().splitlines()[:count]
+    texts = [json.loads(line)["prompt"] for line in lines]
+    prompts = [torch.tensor([bos + tokenizer.encode(text, add_special_tokens=False)]) for text in texts]
+    return Loaded(target, draft, prompts)

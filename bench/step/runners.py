@@ -1,0 +1,19 @@
+"""The runners by name; what each is: ``python bench/step --help``."""
+
+from collections.abc import Callable
+
+from .foreign import native, reference
+from .ours import another, ours
+from .setting import Run, Setting
+from .static import static
+
+RUNNERS: dict[str, Callable[[Setting], Run]] = {
+    "reference": reference,
+    "native": native,
+    "static": static,
+    "eager": lambda setting: ours(setting, setting.generator, "eager"),
+    "graph": lambda setting: ours(setting, setting.generator),
+    "fused": lambda setting: another(setting, fused=True),
+    "compiled": lambda setting: another(setting, compile=setting.compile),
+}
+ONE_ROW = ("reference", "native")  # their loops take one row

@@ -1,0 +1,64 @@
+"""What all runners share at one context and batch."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from internals import ForcedGenerator, structural_twin
+from random_pair import BLOCK, Pair
+from torch import Tensor, nn
+
+from .forced import Forced
+from .meter import Meter, Waits
+
+Run = Callable[[Meter, int, int], None]  # (meter, accepted, steps): marks the start of each of `steps` steps
+
+
+@dataclass
+class Setting:
+    """One context and batch, and what its runners share.
+
+    Attributes:
+        pair: target and drafter.
+        forced: the acceptance of every runner.
+        waits: how long the host has waited so far.
+        context: positions in the caches when a round starts.
+        batch: rows.
+        steps: per round, at most.
+        compile: whether runners that torch.compile makes are compiled, or run as they are.
+    """
+
+    pair: Pair
+    forced: Forced
+    waits: Waits
+    context: int
+    batch: int
+    steps: int
+    compile: bool
+
+    @functools.cached_property
+    def generator(self) -> ForcedGenerator:
+        """Our generator without options, which owns the caches."""
+        return self.make_generator()
+
+    @functools.cached_property
+    def peers_target(self) -> nn.Module:
+        """The target for loops that are not ours: their hooks on its modules would keep ours from being fused."""
+        return structural_twin(self.pair.target)
+
+    def make_generator(self, **options) -> ForcedGenerator:
+        """Return a generator with room for a round."""
+        room = self.context + BLOCK * (self.steps + 2)
+        length = -(-room // 64) * 64 - BLOCK  # with the block's rows a multiple of 64, which suits every kernel
+        target, drafter, _ = self.pair
+        generator = ForcedGenerator(
+            target, drafter, max_length=length, batch_size=self.batch, reuse_prefix=False, **options
+        )
+        generator.force = self.forced
+        return generator
+
+
+def check(found: Tensor, wanted: int, accepted: int) -> None:
+    """Raise unless every step emitted ``accepted`` tokens, so that ``found`` equals ``wanted``."""
+    if not (found == wanted).all():
+        raise RuntimeError(f"its steps did not emit {accepted} tokens each: got {found.tolist()}, expected {wanted}")
