@@ -86,7 +86,7 @@ struct QkvNormRopeAppendParams {
   }
 };
 
-// The same for K/V alone, for all layers.
+// The same for K and V only, for all layers.
 struct AppendContextKvParams {
   const void* kv;             // [num_layers, batch, rows, 2 * num_kv_heads * head_dim]: k heads, v heads
   const int64_t* positions;   // [batch, rows]
@@ -212,7 +212,7 @@ struct SelectTokensParams {
 
 enum RowState : int64_t { kRunning = 0, kStop = 1, kLimit = 2, kInvalid = 3 };  // the values of done
 
-// The longest matching prefix and one token more are emitted; the whole state update of a step.
+// Emits the longest matching prefix and one more token: the state update of a step.
 struct AcceptPrefixParams {
   const int64_t* block_ids;       // [batch, rows]: the anchor, then proposals; negative: none
   const int64_t* posterior;       // [batch, rows]: the target's choices; negative: its logits held NaN

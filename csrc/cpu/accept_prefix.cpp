@@ -1,6 +1,6 @@
 // m = 1 + |longest prefix with block_ids[j + 1] == posterior[j]|, cut after the first stop token and to the
-// room left; tokens[length + 1 ..] = posterior[0 .. m), length += m, num_context = m. One row after the
-// other: a row is a few ids.
+// room left; tokens[length + 1 ..] = posterior[0 .. m), length += m, num_context = m. Rows one after
+// another: a row is a few ids.
 #include <algorithm>
 
 #include "cpu/vec.h"

@@ -1,8 +1,8 @@
 // o_i = sum_j p_ij v_j / (sum_j p_ij + exp(sink - top)),  p_ij = exp(s_ij - top),  s_ij = cap(scale * q_i .
 // k_j)
 //
-// The queries that share a kv head are packed into the lanes of vectors, one query a lane, so that one load
-// of K or V serves them all and the softmax runs down the lanes; what a lane computes depends neither on its
+// The queries that share a kv head are packed into the lanes of vectors, one query per lane: one load of K or
+// V serves them all, and the softmax runs down the lanes. What a lane computes depends neither on its
 // place nor on the other lanes. Keys are taken in tiles of 64 slots with an online softmax, tiles in chunks
 // of 256 slots whose (top, sum, o) are combined in ascending order. Both start at multiples of their size, in
 // absolute slots, and a tile or chunk without a visible key changes no bit: how the work is cut into tasks
@@ -67,7 +67,7 @@ struct State {
 
 // Up to 64 of the rows * (num_heads / num_kv_heads) queries of one sequence and kv head, row-major.
 struct Group {
-  int64_t batch, kv_head, first, live, lanes;  // lanes: live ones, rounded up to whole vectors
+  int64_t batch, kv_head, first, live, lanes;  // lanes: live ones, rounded up to full vectors
   int32_t lo[kMaxLanes], hi[kMaxLanes];        // the lane sees slots lo .. hi - 1
   int64_t lo_min, lo_max, hi_min, hi_max;
 
@@ -168,7 +168,7 @@ static inline void over_lanes(int64_t lane, int64_t lanes, const Fn& fn) {
 }
 
 // scores [keys, lanes] of slots first .. first + keys - 1 become weights exp(score - top); the state's top
-// and sum move on, and alpha [lanes] is the factor for what was summed under the old top.
+// and sum are updated, and alpha [lanes] is the factor for what was summed under the old top.
 __attribute__((noinline)) static void softmax_tile(const BlockAttentionParams& p, const Group& g,
                                                    int64_t first, int64_t keys, bool masked, float* scores,
                                                    float* alpha, const State& state) {

@@ -1,4 +1,4 @@
-// Memory that one thread keeps between calls: grows, never shrinks, and is not initialised.
+// Memory that one thread keeps between calls; it grows, never shrinks, and is not initialized.
 #pragma once
 #include <cstdint>
 #include <cstdlib>
@@ -15,7 +15,7 @@ class Buffer {
   Buffer& operator=(const Buffer&) = delete;
   ~Buffer() { std::free(data_); }
 
-  // Room for `count` elements; what was there is gone.
+  // Returns room for `count` elements; what was there is lost.
   T* reserve(int64_t count) {
     if (count > size_) {
       std::free(data_);

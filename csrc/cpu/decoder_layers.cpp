@@ -1,9 +1,9 @@
 // The pre-norm decoder layer, for every layer in turn, and the final norm:
 //   n = rms_norm(h); q, k, v = n W; append rope(norm(k)), v; h += attention(rope(norm(q))) W_o
 //   m = rms_norm(h); h += (silu(m W_gate) * (m W_up)) W_down
-// A composition of the other kernels over buffers that stay in the cache of one core, so that a small model's
-// forward pass is one call. The live context rows stand before the block's rows in the buffer that k and v
-// are projected from: each layer overwrites the block's rows and finds the context's as they were.
+// Composes the other kernels over buffers that stay in the cache of one core: a small model's forward pass is
+// one call. The live context rows come before the block's rows in the buffer that k and v are projected from;
+// each layer overwrites the block's rows and finds the context's as they were.
 #include "cpu/buffer.h"
 #include "cpu/linear.h"
 #include "cpu/norm_rope.h"
@@ -91,28 +91,11 @@ static void run_layers(const DecoderLayersParams& p) {
                  static_cast<T*>(p.v_caches[index]) + sequence, p.num_kv_heads, p.capacity, row.position);
     });
     // The attention's output takes the place of the raw queries.
+    void *k_cache = p.k_caches[index], *v_cache = p.v_caches[index];
     const int64_t window = layer.window < p.capacity ? layer.window : p.capacity;
-    block_attention({q,
-                     p.k_caches[index],
-                     p.v_caches[index],
-                     p.lengths,
-                     layer.sinks,
-                     raw_q,
-                     p.rows * q_size,
-                     q_size,
-                     d,
-                     p.batch,
-                     p.rows,
-                     p.num_heads,
-                     p.num_kv_heads,
-                     d,
-                     d,
-                     p.capacity,
-                     window,
-                     p.scale,
-                     0.0f,
-                     layer.causal,
-                     p.dtype,
+    block_attention({q,        k_cache,    v_cache, p.lengths, layer.sinks, raw_q,          p.rows * q_size,
+                     q_size,   d,          p.batch, p.rows,    p.num_heads, p.num_kv_heads, d,
+                     d,        p.capacity, window,  p.scale,   0.0f,        layer.causal,   p.dtype,
                      p.threads});
     const LinearPart o{layer.o, layer.o_bias, delta, hidden, hidden, 0};
     linear_parts(raw_q, n, q_size, &o, 1, p.dtype, p.threads);
@@ -145,7 +128,7 @@ void decoder_layers(const DecoderLayersParams& p) {
     const DecoderLayersParams& p = *static_cast<const DecoderLayersParams*>(params);
     p.dtype == DType::kFloat32 ? run_layers<float>(p) : run_layers<bf16>(p);
   };
-  // Helpers that find nothing to do would only slow down the thread that does it all.
+  // Helpers that find nothing to do would only slow down the thread that does all the work.
   int64_t keys = 0;
   for (int64_t b = 0; b < p.batch; ++b) keys += p.lengths[b] + p.rows;
   const bool attention_is_shared = p.num_heads * p.rows * keys * p.head_dim / 8 >= kParallelElements;

@@ -1,11 +1,11 @@
 // out[r][n] = sum_k x[r][k] weight[n][k] + bias[n]
 //
-// Rows lie in the lanes of vectors and a weight is broadcast to all of them, so that a weight is read once,
-// where it lies, and no copy of the matrix is kept; a row's bits depend neither on its place nor on how many
-// rows there are. A task is a tile of weight rows: 24 accumulators in registers over 1 to 4 vectors of rows.
-// One row alone would leave most lanes idle: there output features lie in the lanes (AVX-512). Sums of kSum
-// products are added up: one long sum would lose more. Up to 64 rows are taken at once; tiles over threads.
-// bf16 goes through vdpbf16ps, pairs of k at a time, where the processor has it, and is widened elsewhere.
+// Rows lie in the lanes of vectors and a weight is broadcast to all of them: it is read once, in place, and
+// the matrix is not copied. A row's bits depend neither on its place nor on how many rows there are. A task
+// is a tile of weight rows: 24 accumulators in registers over 1 to 4 vectors of rows. A single row would
+// leave most lanes idle: there output features lie in the lanes (AVX-512). Sums of kSum products are added
+// up: one long sum would lose more. Up to 64 rows are taken at once; tiles over threads. bf16 goes through
+// vdpbf16ps, pairs of k at a time, where the processor has it, and is widened elsewhere.
 #include "cpu/linear.h"
 
 #include "cpu/buffer.h"
@@ -287,7 +287,7 @@ static void one_tile(const void* packed, bool pairs, int64_t in, const LinearPar
 }
 
 #if defined(__AVX512F__)
-constexpr bool kSingleRow = true;  // one row has a path of its own
+constexpr bool kSingleRow = true;  // one row takes its own path
 #else
 constexpr bool kSingleRow = false;
 #endif
@@ -350,7 +350,7 @@ static void single_row(const T* x, int64_t in, bool pairs, const LinearPart* par
   static thread_local Buffer<float> floats;
   static thread_local Buffer<uint32_t> words;
   float* wide = floats.reserve(in);
-  uint32_t* paired = words.reserve(in / 2 + 1);  // a zero stands behind an odd end
+  uint32_t* paired = words.reserve(in / 2 + 1);  // an odd end is followed by a zero
   if (pairs) {
     paired[in / 2] = 0;
     std::memcpy(paired, x, in * sizeof(T));

@@ -17,7 +17,7 @@ struct LinearPart {
 void linear_parts(const void* x, int64_t rows, int64_t in, const LinearPart* parts, int num_parts,
                   DType dtype, int threads);
 
-// Whether that is enough for more than one thread.
+// True if that is enough work for more than one thread.
 bool linear_is_shared(int64_t rows, int64_t in, int64_t out_features);
 
 }  // namespace dflash::DFLASH_ISA

@@ -1,4 +1,4 @@
-// RMSNorm over a head and half-split RoPE, and one row's append: what every op that fills a cache shares.
+// RMSNorm over a head, half-split RoPE, and the append of one row: shared by every op that fills a cache.
 #pragma once
 #include <cmath>
 

@@ -1,4 +1,4 @@
-// Iterations over threads, where there is work enough for them.
+// Spreads iterations over threads if there is enough work for them.
 #pragma once
 #include <cstdint>
 
@@ -9,7 +9,7 @@ DFLASH_NAMESPACE_BEGIN
 
 constexpr int64_t kParallelElements = 32768;  // below this threads cost more than they save
 
-// fn(i) for i in [0, n); `elements` is the work in all, in array elements.
+// fn(i) for i in [0, n); `elements` is the total work, in array elements.
 template <typename Fn>
 static inline void parallel_for(int64_t n, int64_t elements, int threads, const Fn& fn) {
   if (threads > 1 && n > 1 && elements >= kParallelElements) {

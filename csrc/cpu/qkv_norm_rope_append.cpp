@@ -1,6 +1,6 @@
 // n = x / sqrt(mean(x^2) + eps) * weight per head;  (a, b) = halves of n's first `rotary` dimensions
 // out = (a cos - b sin, b cos + a sin, rest of n), rounded once; k and v go to the cache slot of the row's
-// position. Rows over threads. append_context_kv is the same for k and v alone, for all layers.
+// position. Rows over threads. append_context_kv is the same for k and v only, for all layers.
 #include "cpu/norm_rope.h"
 #include "cpu/parallel.h"
 #include "params.h"

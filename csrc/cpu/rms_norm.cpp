@@ -1,6 +1,6 @@
 // h = x + residual;  out = h / sqrt(mean(h^2) + eps) * weight;  tap = h.
 // One row at a time, rows over threads; sums in fp32. Used for the layer norms (with residual), the final
-// norm and, with counts, for the norm behind the feature projection.
+// norm and, with counts, for the norm after the feature projection.
 #include <cmath>
 
 #include "cpu/parallel.h"

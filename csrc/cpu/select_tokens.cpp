@@ -42,7 +42,7 @@ struct Row {
   uint64_t position, seed;
 };
 
-// The maximum of every block; returns whether the row is free of NaN.
+// Fills in the maximum of every block; returns true if the row is free of NaN.
 template <typename T>
 static bool scan(const T* logits, const Row& row, float* block_max) {
   IVec largest_bits = {};

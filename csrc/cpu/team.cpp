@@ -36,10 +36,10 @@ int64_t nanoseconds(clockid_t clock) {
   return now.tv_sec * int64_t(1000000000) + now.tv_nsec;
 }
 
-// How many threads to use where other programs want processors too. A helper that the system takes off its
-// processor in the middle of an iteration holds up the whole team for a time slice, which is longer than most
-// steps of a small model: then one thread fewer is faster. One more is tried again after a while, a longer
-// one after every failure and a shorter one after every success.
+// How many threads to use while other programs want processors too. A helper that the system takes off its
+// processor in the middle of an iteration holds up the team for a time slice, longer than most steps of a
+// small model: then one thread fewer is faster. One more is tried again after a while, which grows after
+// every failure and shrinks after every success.
 class Throttle {
  public:
   int threads(int wanted) {
@@ -76,8 +76,8 @@ class Throttle {
 
 Throttle throttle;
 
-// Where threads wait for what another is to write: looking for a while, then asleep, so that the other gets
-// this processor if it has none.
+// Where threads wait for what another will write: they look for a while and then sleep, which leaves this
+// processor to the other.
 class Gate {
  public:
   // Until there(); the nanoseconds asleep.
@@ -120,7 +120,7 @@ class Gate {
   int asleep_ = 0;
 };
 
-thread_local bool in_loop = false;  // whether this thread runs iterations: loops in them are its own
+thread_local bool in_loop = false;  // true while this thread runs iterations: loops in them are its own
 
 struct Loop {
   void (*body)(const void*, int64_t, int64_t);

@@ -37,7 +37,7 @@ static __global__ void __launch_bounds__(32 * kWarpsPerBlock, 1)
     const bool valid = j < p.rows && j < room && posterior[j] >= 0;
     const bool stop = valid && is_stop(p, posterior[j]);
     const bool more = valid && !stop && j + 1 < p.rows && j + 1 < room && block_ids[j + 1] == posterior[j];
-    const int last = __ffs(__ballot_sync(kAllLanes, !more)) - 1;  // -1: all go on
+    const int last = __ffs(__ballot_sync(kAllLanes, !more)) - 1;  // -1: all continue
     const bool last_valid = __ballot_sync(kAllLanes, valid) >> (last & 31) & 1;
     const bool last_stop = __ballot_sync(kAllLanes, stop) >> (last & 31) & 1;
     const int emitted = last < 0 ? 32 : last + last_valid;

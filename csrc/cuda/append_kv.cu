@@ -23,7 +23,7 @@ static __global__ void __launch_bounds__(32 * kWarps, 1) append_kv_kernel(const 
   grid_dependency_wait();
   if (index >= p.batch * p.rows) return;
   const int64_t position = p.positions[index];
-  Packed<T, kWidth> first{};  // asked for before the position is looked at
+  Packed<T, kWidth> first{};  // requested before the position is used
   if (begin < d) first = load_packed<T, kWidth>(from + begin);
   if (position < 0 || position >= p.capacity) return;
   const int64_t slot = (b * p.num_kv_heads + head) * p.capacity + position;

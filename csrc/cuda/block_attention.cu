@@ -6,18 +6,18 @@
 // through a ring of cp.async stages: S = Q K^T and O += P V by mma.sync, softmax in registers between them,
 // fp32 sums.
 //
-// The cache is cut into chunks at fixed slots: 256 slots each up to 1024, then four to an octave (so that an
-// eighth to a quarter of the context is the longest any block reads). A chunk's (top, sum, o) starts from
+// The cache is cut into chunks at fixed slots: 256 slots each up to 1024, then four per octave (a block reads
+// at most an eighth to a quarter of the context). A chunk's (top, sum, o) starts from
 // nothing, and chunks are folded one by one in ascending order. Tiles and chunks start at absolute slots, and
 // one without a key that a row sees changes no bit of that row: how the work is cut leaves no trace in the
 // result. Scores are in units of log2(e) throughout.
 //
-// Few tiles: one block a chunk. The block that arrives last at the tile's counter folds all of them and puts
-// the counter back; a block whose chunk no row sees returns at once. Many tiles: one block takes all chunks
+// Few tiles: one block per chunk. The block that arrives last at the tile's counter folds all of them and
+// resets the counter; a block whose chunk no row sees returns at once. Many tiles: one block takes all chunks
 // in turn.
 //
-// float32, and head dimensions that are no multiple of 8 or over 256, go through a plain kernel: one block a
-// query, 128 slots at a time, one key a thread.
+// float32, and head dimensions that are not a multiple of 8 or over 256, go through a plain kernel: one block
+// per query, 128 slots at a time, one key per thread.
 #include "cuda/device.cuh"
 #include "cuda/launch.h"
 
@@ -73,8 +73,8 @@ static __device__ __forceinline__ Sight sight_of(const BlockAttentionParams& p, 
 
 // ---- tensor cores
 
-// Of the output a warp has 16 rows and up to 128 columns: with 256 columns two warps share rows, and both
-// have their scores.
+// Each warp owns 16 rows x up to 128 output columns. With 256 columns, two warps share the rows and both
+// compute their scores.
 template <int kDim>
 constexpr int kColumns = kDim > 128 ? 128 : kDim;
 template <int kDim>
@@ -133,7 +133,7 @@ static __device__ __forceinline__ uint32_t pack_pair(float low, float high) {
   return word;
 }
 
-// Whether one of two neighbours is infinite or NaN.
+// True if one of two neighbors is infinite or NaN.
 template <typename T>
 static __device__ __forceinline__ bool not_finite(uint32_t pair) {
   constexpr uint32_t kExponent = std::is_same_v<T, __half> ? 0x7c00u : 0x7f80u;
@@ -292,7 +292,7 @@ struct Tile {
     ldmatrix(a, q_tile + (place<kDim>(warp_row() + lane() % 16, lane() / 16) ^ 16 * d));
   }
 
-  // s moves on by the slots of a stage.
+  // Adds the slots of a stage to s.
   __device__ __forceinline__ void attend_stage(State<kDim>& s, const Queries& queries, const T* keys,
                                                const T* values, int slot, bool masked,
                                                unsigned bad_keys) const {
@@ -319,7 +319,7 @@ struct Tile {
     }
     float top[2] = {s.top[0], s.top[1]};
     // Products by name, here and below: fused with a sum in one copy of this code and not in another (for
-    // whole and for masked stages, say), they would round differently.
+    // masked and for other stages, say), they would round differently.
 #pragma unroll
     for (int n = 0; n < kKeys / 8; ++n)
 #pragma unroll
@@ -372,7 +372,7 @@ struct Tile {
       weight[n][0] = pack_pair<T>(score[n][0], score[n][1]);
       weight[n][1] = pack_pair<T>(score[n][2], score[n][3]);
     }
-    if (bad_keys) {  // in few stages, and in whole ones never
+    if (bad_keys) {  // in few stages, and never in unmasked ones
 #pragma unroll
       for (int n = 0; n < kKeys / 8; ++n)
 #pragma unroll
@@ -395,7 +395,7 @@ struct Tile {
   }
 
   // s = the state over a chunk; its sums are whole in every thread. The queries come with the first of a
-  // block's chunks, behind its first keys.
+  // block's chunks, after its first keys.
   __device__ __forceinline__ void attend_chunk(State<kDim>& s, int chunk, bool with_queries) const {
     s.clear();
     const int from = max(chunk_begin(chunk), begin / kKeys * kKeys), to = min(chunk_begin(chunk + 1), end);

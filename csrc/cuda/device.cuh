@@ -1,4 +1,4 @@
-// What the CUDA kernels and their launchers share: storage types, 16-byte access, sums of a warp and a block.
+// What the CUDA kernels and their launchers share: storage types, 16-byte accesses, warp and block sums.
 #pragma once
 #include "cuda/ptx.cuh"
 #include "params.h"
@@ -39,7 +39,7 @@ cudaError_t dispatch(DType dtype, F&& f) {
   return cudaErrorInvalidValue;
 }
 
-// Whether 16-byte accesses may go to all of these: addresses, and sizes or strides in bytes; null is fine.
+// True if 16-byte accesses may go to all of these: addresses, and sizes or strides in bytes; null is fine.
 template <typename... Values>
 bool aligned16(Values... values) {
   return ((uint64_t(values) % 16 == 0) && ...);
@@ -106,11 +106,11 @@ __device__ __forceinline__ uint4 pack(const float (&v)[kPer16<T>]) {
 }
 
 // kWidth elements at once: kPer16<T> of them in one access, or one. Kernels are compiled for both widths, the
-// second for shapes whose rows are no multiple of 16 bytes.
+// second for shapes whose rows are not a multiple of 16 bytes.
 template <typename T, int kWidth>
 using Packed = std::conditional_t<kWidth == 1, T, uint4>;
 
-// Loads that are kept packed can all be under way before the first is looked at.
+// Packed loads can all be in flight before the first is used.
 template <typename T, int kWidth>
 __device__ __forceinline__ Packed<T, kWidth> load_packed(const T* from) {
   if constexpr (kWidth == 1)

@@ -6,8 +6,8 @@
 // again before the next step), then mma.sync with the rows, padded to 16, 32 or 64, as the first factor. Each
 // of the eight warps has 16 features and every row. Where there are few features the inner dimension is cut
 // into slices, one block each; the block that arrives last adds their sums up in ascending order. The slices
-// follow from the weights' shapes alone, so a row's bits depend neither on the other rows nor on how many
-// there are.
+// follow from the weights' shapes only: a row's bits depend neither on the other rows nor on how many there
+// are.
 //
 // With `prefetch` the first stages of the weights are asked for before the kernel ahead has ended, from
 // sm_90.
@@ -37,7 +37,7 @@ static __device__ __forceinline__ int place(int row, int piece) {
   return row * kInner + (piece ^ (row % 8)) * 8;
 }
 
-// What a block multiplies with: features from `feature` on of one of the weights.
+// What a block multiplies with: features of one of the weights, from `feature` on.
 template <typename T>
 struct Part {
   const T *weight, *bias;

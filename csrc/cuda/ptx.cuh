@@ -1,5 +1,5 @@
-// What a C++ compiler cannot compile: launches, dynamic shared memory and PTX, one function an instruction.
-// Kernels go through these, so that the emulation of tests/cuda_emulation can have its own.
+// What a C++ compiler cannot compile: launches, dynamic shared memory and PTX, one function per instruction.
+// Kernels go through these, and the emulation of tests/cuda_emulation has its own.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -15,8 +15,8 @@ namespace dflash {
 
 // ---- launches and dynamic shared memory
 
-// Whether the code of `kernel` that the current device runs holds the waits of an overlapping launch: a newer
-// device that runs code compiled for an older one (PTX of compute_80, say) has none. Asked once a device.
+// True if the code of `kernel` that the current device runs holds the waits of an overlapping launch: a newer
+// device that runs code compiled for an older one (PTX of compute_80, say) has none. Asked once per device.
 inline bool waits_for_dependencies(const void* kernel) {
   static std::mutex mutex;
   static std::map<std::pair<const void*, int>, bool> known;
@@ -79,7 +79,7 @@ __device__ __forceinline__ void grid_dependency_wait() {
 #endif
 }
 
-// Lets an overlapping launch behind this kernel start, once every block has called it or ended.
+// Lets an overlapping launch after this kernel start, once every block has called it or ended.
 __device__ __forceinline__ void grid_launch_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
@@ -119,7 +119,7 @@ __device__ __forceinline__ float exp2_approx(float x) {
 
 // ---- cp.async: 16 bytes from global to shared memory, past the registers. The copy has happened, for the
 // thread that issued it, when cp_async_wait<n>() returns and at most n groups were committed after it; for
-// other threads behind a barrier as well. Until then the destination holds anything.
+// other threads after a barrier as well. Until then the destination holds anything.
 
 __device__ __forceinline__ void cp_async16(void* shared, const void* global) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(shared)), "l"(global)
@@ -148,7 +148,7 @@ __device__ __forceinline__ void cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(kLeft) : "memory");
 }
 
-// ---- ldmatrix and mma, of a whole warp, on 16-bit elements
+// ---- ldmatrix and mma, by all lanes of a warp, on 16-bit elements
 
 // 2 or 4 matrices of 8 x 8. Lane l gives the address of row l % 8 of matrix l / 8 (for 2 matrices, lanes 0 to
 // 15 do). out[m] of lane l holds elements 2 * (l % 4) and + 1 of row l / 4 of matrix m, or of its transpose.

@@ -1,7 +1,7 @@
 // n = x / sqrt(mean(x^2) + eps) * weight per head;  (a, b) = halves of n's first `rotary` dimensions
 // out = (a cos - b sin, b cos + a sin, rest of n), rounded once; k and v go to the cache slot of the row's
 // position. One warp per head of a row; the normed head lies in shared memory, where the halves meet.
-// append_context_kv is the same for k and v alone, for all layers in one launch.
+// append_context_kv is the same for k and v only, for all layers in one launch.
 #include "cuda/device.cuh"
 #include "cuda/launch.h"
 
@@ -10,7 +10,7 @@ namespace dflash {
 constexpr int kWarps = 4;
 constexpr int kLayersPerLaunch = 64;
 
-// What normalises and turns one head; weight null: no norm.
+// What normalizes and rotates one head; weight null: no norm.
 template <typename T>
 struct Turn {
   const T* weight;   // [head_dim]
@@ -108,7 +108,7 @@ static __global__ void __launch_bounds__(32 * kWarps, 1)
                      d,
                      int(p.half),
                      p.eps};
-  Piece<T, kWidth> first{};  // asked for before the position is looked at
+  Piece<T, kWidth> first{};  // requested before the position is used
   first.read_x(x, d, threadIdx.x % 32 * kWidth);
   if (!is_value) first.read_turn(turn, threadIdx.x % 32 * kWidth);
   if (is_query) {
@@ -182,7 +182,7 @@ cudaError_t launch_qkv_norm_rope_append(const QkvNormRopeAppendParams& p, cudaSt
 }
 
 cudaError_t launch_append_context_kv(const AppendContextKvParams& all, cudaStream_t stream) {
-  const int64_t units = all.batch * all.rows * 2 * all.num_kv_heads;  // a layer
+  const int64_t units = all.batch * all.rows * 2 * all.num_kv_heads;  // per layer
   if (units * all.head_dim == 0) return cudaSuccess;
   const DeviceScope scope(all.device);
   if (scope.error() != cudaSuccess) return scope.error();

@@ -1,7 +1,7 @@
 // h = x + residual;  out = h / sqrt(mean(h^2) + eps) * weight;  tap = h.
-// One block a row, kWidth elements a thread at a time. The first kHeld of those stay in registers between the
-// sum and the scaling; they and their weights are all asked for before the first is looked at, so that memory
-// is waited for once. Rows past the count of their sequence are zero and are not read.
+// One block per row, kWidth elements per thread at a time. The first kHeld of those stay in registers between
+// the sum and the scaling. They and their weights are all requested before the first is used: the block waits
+// for memory once. Rows past the count of their sequence are zero and are not read.
 #include "cuda/device.cuh"
 #include "cuda/launch.h"
 

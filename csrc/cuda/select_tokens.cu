@@ -43,7 +43,7 @@ static __device__ __forceinline__ Best warp_best(Best x) {
   return x;
 }
 
-// Of the whole block, for every thread; scratch [32] may be used again after the next barrier.
+// The best of the block, for every thread; scratch [32] may be used again after the next barrier.
 static __device__ Best block_best(Best x, Best* scratch) {
   x = warp_best(x);
   __syncthreads();
@@ -110,7 +110,7 @@ static __device__ __forceinline__ void for_slice(const SelectTokensParams& p, co
   }
 }
 
-// f(id, logit) for the tokens of all slices that take(slice), several loads of a thread under way at once.
+// f(id, logit) for the tokens of all slices with take(slice); each thread has several loads in flight.
 template <typename T, int kWidth, typename Take, typename F>
 static __device__ __forceinline__ void for_slices(const SelectTokensParams& p, const T* logits, Take&& take,
                                                   F&& f) {

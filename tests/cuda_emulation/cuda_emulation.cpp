@@ -21,7 +21,7 @@
 #endif
 
 #if defined(__x86_64__)
-// Saves the callee-saved registers on the old stack, its pointer in *from, and goes on with the new one.
+// Saves the callee-saved registers on the old stack, its pointer in *from, and continues with the new one.
 extern "C" void emulation_switch(void** from, void* to) __attribute__((visibility("hidden")));
 asm(R"(
 .text
@@ -69,7 +69,7 @@ constexpr size_t kStackBytes = 256 << 10;
 constexpr size_t kStackBytes = 64 << 10;
 #endif
 constexpr size_t kMaxShared = 99 << 10;  // what a block may have on every device of sm_80 .. sm_120
-constexpr size_t kGuard = 64;            // bytes behind the dynamic shared memory that must stay as they are
+constexpr size_t kGuard = 64;            // bytes after the dynamic shared memory that must stay as they are
 
 struct Fiber {
   char* stack = nullptr;  // lowest address
@@ -208,7 +208,7 @@ std::string describe(const Thread& t) {
   return text;
 }
 
-// Threads that can never go on: says where they are.
+// Says where threads are that can never continue.
 [[noreturn]] void deadlock() {
   int counts[5] = {};
   const Thread* example[5] = {};
@@ -336,7 +336,7 @@ std::unique_ptr<Block> make_block(const Launch& launch, int64_t number, bool dep
     start_fiber(t.fiber);
     made->ready.push_back(i);
   }
-  // AddressSanitizer guards the exact end; without it the bytes behind are compared afterwards.
+  // AddressSanitizer guards the exact end; without it the bytes after it are compared later.
   size_t bytes = launch.shared;
 #if !EMULATION_ASAN
   bytes += kGuard;

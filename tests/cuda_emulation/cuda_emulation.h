@@ -1,4 +1,4 @@
-// Runs CUDA kernels on the CPU. g++ compiles a .cu file as C++ behind this header (-include), with
+// Runs CUDA kernels on the CPU. g++ compiles a .cu file as C++ after this header (-include), with
 // cuda/ptx.cuh of this folder in place of the one in csrc. README.md says what is emulated, what is caught
 // and how.
 #pragma once
@@ -148,7 +148,7 @@ template <typename T>
 unsigned __match_any_sync(unsigned mask, T value) {
   return unsigned(emulation::warp(emulation::WarpOp::kMatch, mask, emulation::to_bits(value)));
 }
-// Reductions of 32-bit integers; int and unsigned differ in min and max alone.
+// Reductions of 32-bit integers; int and unsigned differ in min and max only.
 #define DFLASH_EMULATED_REDUCE(name, op, T)                                                                \
   inline T name(unsigned mask, T value) {                                                                  \
     return T(emulation::warp(emulation::WarpOp::op, mask, uint64_t(int64_t(value)), std::is_signed_v<T>)); \

@@ -39,7 +39,7 @@ static __global__ void missing_syncwarp(const float* in, float* out) {
   out[threadIdx.x] = tile[threadIdx.x ^ 31];
 }
 
-// 16 bytes a thread through cp.async.
+// 16 bytes per thread through cp.async.
 enum class CopyFault { kNone, kNoWait, kNoBarrier, kWrongGroup };
 template <CopyFault kFault>
 static __global__ void copy(const float* in, float* out) {

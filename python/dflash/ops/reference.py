@@ -7,8 +7,6 @@ Imports torch only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -374,7 +372,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, prefetch: bool
 
 
 def linears(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None] = (), prefetch: bool = False
+    x: Tensor, weights: list[Tensor], biases: list[Tensor | None] | tuple = (), prefetch: bool = False
 ) -> Tensor:
     """``x @ weight.T + bias`` of each, side by side."""
     biases = biases or [None] * len(weights)
@@ -391,11 +389,11 @@ def decoder_layers(
     sin: Tensor,
     k_caches: list[Tensor],
     v_caches: list[Tensor],
-    layers: Sequence,
+    layers: list | tuple,
     norm: Tensor,
     eps: float,
     scale: float,
-    taps: Sequence[int],
+    taps: list[int] | tuple[int, ...],
 ) -> tuple[Tensor, Tensor]:
     """Pre-norm decoder layers (``DecoderLayer`` of layers.py) and the final norm, from the other ops."""
     batch, rows, _ = hidden.shape
