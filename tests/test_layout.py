@@ -19,7 +19,7 @@ ORDER = [
     ["cache", "decoder", "files", "progress"],
     ["drafter", "target"],
     ["proposers", "sampling"],
-    ["call", "outputs", "streaming"],
+    ["call", "fit", "outputs", "streaming"],
     ["engine"],
     ["generator"],
     ["api"],

@@ -48,10 +48,11 @@ def calls(target: nn.Module, ids: Tensor) -> None:
     draft = dflash.load_draft("folder")
     assert_type(draft, dflash.Drafter)
     assert_type(draft.config, dflash.DraftConfig)
-    assert_type(dflash.generate(target, draft, ids, temperature=0.7, seed=1), Tensor | dflash.GenerateOutput)
+    assert_type(dflash.generate(target, draft, ids, temperature=0.7, seed=1), Tensor)
+    assert_type(dflash.generate(target, draft, ids, return_dict_in_generate=True), dflash.GenerateOutput)
     for event in dflash.stream(target, None, ids, max_new_tokens=8, stop_strings=["."]):
         assert_type(event, dflash.StreamEvent)
         assert_type(event.statistics, dflash.Statistics)
     generator = dflash.Generator(target, draft, max_length=256)
-    assert_type(generator.generate(ids, max_new_tokens=8), Tensor | dflash.GenerateOutput)
+    assert_type(generator.generate(ids, max_new_tokens=8), Tensor)
     dflash.generate(target, draft, ids, temprature=0.7)  # type: ignore[call-arg] # misspelled arguments are found
