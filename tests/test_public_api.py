@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from typing_extensions import assert_type
 
 import dflash
+from dflash.call import GenerateArguments
+from dflash.sampling import RuleArguments
 
 
 def signatures() -> Iterator[tuple[str, FunctionType | MethodType]]:
@@ -39,6 +41,11 @@ def test_signatures_are_annotated_without_any(name: str, function: FunctionType 
     assert not loose
 
 
+def test_the_arguments_of_generate_are_annotated_without_any() -> None:
+    annotations = inspect.get_annotations(GenerateArguments) | inspect.get_annotations(RuleArguments)
+    assert not {name: kind for name, kind in annotations.items() if re.search(r"\bAny\b", str(kind))}
+
+
 def test_the_version_is_that_of_the_distribution() -> None:
     assert dflash.__version__ == importlib.metadata.version("dflash-engine")
 
@@ -55,4 +62,4 @@ def calls(target: nn.Module, ids: Tensor) -> None:
         assert_type(event.statistics, dflash.Statistics)
     generator = dflash.Generator(target, draft, max_length=256)
     assert_type(generator.generate(ids, max_new_tokens=8), Tensor)
-    dflash.generate(target, draft, ids, temprature=0.7)  # type: ignore[call-arg] # misspelled arguments are found
+    dflash.generate(target, draft, ids, temprature=0.7)  # type: ignore[call-overload] # misspelled arguments are found
