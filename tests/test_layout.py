@@ -1,6 +1,7 @@
 """The project's rules for imports and sizes, read from the sources."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -97,6 +98,14 @@ def test_csrc_includes_no_torch():
 
 def test_cmake_lists_stay_short():
     assert len((ROOT / "CMakeLists.txt").read_text().splitlines()) < 120
+
+
+def test_slow_names_tests_that_exist():
+    for line in (ROOT / "tests" / "slow.txt").read_text().splitlines():
+        if line and not line.startswith("#"):
+            path, *names = line.split("[")[0].split("::")
+            source = (ROOT / path).read_text()
+            assert all(re.search(rf"^ *(class|def) {name}\b", source, re.MULTILINE) for name in names), line
 
 
 def test_the_import_warns_of_the_other_distribution(tmp_path):
