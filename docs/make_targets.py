@@ -1,4 +1,4 @@
-"""Write docs/targets.md: run a tiny random model of every family and say what came out.
+"""Write docs/targets.md: run a tiny random model of every family and record the result.
 
 python docs/make_targets.py            # writes docs/targets.md
 python docs/make_targets.py --check    # exits 1 if docs/targets.md is out of date
@@ -35,11 +35,11 @@ NOTES = {
 }
 HEAD = """# Which targets run
 
-Any causal language model of transformers >= 5.15 runs if all its layers attend to the whole past or to a sliding
-window of it, through transformers' attention interface. The families below were tried with a tiny random model in
-fp32: 4 layers, prompts of 1, 17 and 60 tokens in one padded batch, 32 new tokens, a random drafter; "equal" means token
-for token equal to `generate(do_sample=False)`. A family that is not in this table is tried on 24 tokens when a
-generator is made for it, and refused if its logits come out differently with dflash's cache and attention.
+A causal language model of transformers >= 5.15 runs if all its layers attend to the whole past, or to a sliding window
+of it, through transformers' attention interface. Each family below was tried with a tiny random model in fp32: 4
+layers, prompts of 1, 17 and 60 tokens in one padded batch, 32 new tokens, a random drafter. "Equal" means token for
+token equal to `generate(do_sample=False)`. A family that is not in this table is tried on 24 tokens when a generator is
+made for it, and refused if its logits differ with dflash's cache and attention.
 
 Refused by name: recurrent or linear-attention layers (qwen3_next, qwen3_5, qwen4_exp, kimi_linear, glm5_next,
 deepseek_v4, nemotron_h), sparse-attention indexers, chunked attention, RoPE whose frequencies depend on the data

@@ -21,6 +21,18 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "cuda_emulation"))
 
 
+# Prefixes of the ids of slow tests, one per line.
+SLOW = tuple(line for line in (ROOT / "tests" / "slow.txt").read_text().splitlines() if line and line[0] != "#")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        # The emulated CUDA kernels are slow, and a first run compiles them for most of a minute.
+        emulated = "cuda-emulated" in item.nodeid or {"emulation", "emulated_kernels"} & set(item.fixturenames)
+        if emulated or item.nodeid.startswith(SLOW):
+            item.add_marker(pytest.mark.slow)
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("cuda") and not torch.cuda.is_available():
         pytest.skip("no GPU")
