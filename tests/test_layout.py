@@ -20,7 +20,7 @@ ORDER = [
     ["cache", "decoder", "files", "progress"],
     ["drafter", "target"],
     ["proposers", "sampling"],
-    ["call", "fit", "outputs", "streaming"],
+    ["call", "fit", "options", "outputs", "streaming"],
     ["engine"],
     ["generator"],
     ["api"],

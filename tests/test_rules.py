@@ -55,7 +55,7 @@ class Penalties:
 
 
 def processors(rule: dict, prompt_length: int, max_length: int, stop: tuple[int, ...] = ()) -> LogitsProcessorList:
-    """transformers' processors for ``rule``, in the order of its ``_get_logits_processor``."""
+    """Transformers' processors for ``rule``, in the order of its ``_get_logits_processor``."""
     made = LogitsProcessorList()
     eos = torch.tensor(stop) if stop else None
     if "logit_bias" in rule:
@@ -320,7 +320,7 @@ NAMES = [
 
 
 def as_sequences(logit_bias: dict) -> list:
-    """transformers' ``sequence_bias``."""
+    """Transformers' ``sequence_bias``."""
     listed = lambda ids: list(ids) if isinstance(ids, tuple) else [ids]  # noqa: E731
     return [[listed(ids), float(bias)] for ids, bias in logit_bias.items()]
 

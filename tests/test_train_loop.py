@@ -38,7 +38,7 @@ FEW = TrainConfig(
 
 @pytest.fixture(autouse=True)
 def another_run():
-    """accelerate keeps one state a process, which one run after another must not share."""
+    """Accelerate keeps one state a process, which one run after another must not share."""
     AcceleratorState._reset_state(reset_partial_state=True)
     yield
     AcceleratorState._reset_state(reset_partial_state=True)

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Literal, overload
 
 from torch import Tensor, nn
 
-from .call import Call, GenerateArguments, TargetDefaults
+from .call import Call, GenerateArguments, TargetDefaults, check_stream_arguments
 from .drafter import load_draft
-from .generator import Generator, GeneratorOptions, check_block_size, check_stream_arguments
+from .fit import check_block_size
+from .generator import Generator
+from .options import GeneratorOptions
 from .outputs import GenerateOutput, StreamEvent
 from .target import WeightsFingerprint, check_target, structural_twin, text_config
 
@@ -213,17 +215,16 @@ def _generator_for(target: nn.Module, draft: nn.Module | None, call: Call, block
     if _cached is not None and _cached.serves(target, draft, block_size, call):
         _cached.generator.follow(target)
         return _cached.generator
-    drafter = None if draft is None else load_draft(draft)
-    check_block_size(target, drafter, block_size)  # before the old one is freed
+    loaded = None if draft is None else load_draft(draft)
+    check_block_size(target, loaded, block_size)  # before the old one is freed
     release()
     capacity = -(-(call.longest + call.max_new_tokens) // _CAPACITY_STEP) * _CAPACITY_STEP
     positions = getattr(text_config(target), "max_position_embeddings", None)
     if positions is not None:
         capacity = min(capacity, positions)
-    if drafter is draft and draft is not None:
-        drafter = structural_twin(draft)
+    own = structural_twin(loaded) if loaded is not None and loaded is draft else loaded
     options = GeneratorOptions(capacity, len(call.prompts), block_size, reuse_prefix=False)
-    generator = Generator.of_checked(target, drafter, options)
+    generator = Generator.of_checked(target, own, options)
     _cached = _CachedGenerator(target, draft, block_size, generator)
     return generator
 

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
 from .sampling import RuleArguments, RuleSettings, Sampling, SamplingArguments, integer, integer_from, is_list
 from .streaming import StopCriterion, Streamer, Tokenizer, check_streamer
-from .target import generation_defaults, stop_string_criterion
+from .target import embedding_table, generation_defaults, stop_string_criterion
 
-__all__ = ["Call", "GenerateArguments", "TargetDefaults"]
+__all__ = ["Call", "GenerateArguments", "TargetDefaults", "check_stream_arguments"]
 
 _DEFAULT_NEW_TOKENS = 20  # as in transformers
 
@@ -92,8 +92,8 @@ class TargetDefaults:
     @classmethod
     def of(cls, target: nn.Module) -> TargetDefaults:
         """Read them off a target of transformers."""
-        embedding = target.get_input_embeddings().weight
-        return cls(generation_defaults(target), embedding.shape[0], embedding.device)
+        table = embedding_table(target)
+        return cls(generation_defaults(target), table.shape[0], table.device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,16 +156,12 @@ class Call:
         mask = _check_ids(ids, arguments.get("attention_mask"), target.vocab_size, target.device)
         # 2. What the generation_config fills in.
         settings = target.settings
-        if unsupported := settings["unsupported"]:
-            listed = ", ".join(f"{name}={value!r}" for name, value in unsupported.items())
-            raise ValueError(
-                f"the target's generation_config asks for {listed}, which dflash does not apply; set it to None there"
-            )
+        _check_supported(settings)
         new = _max_new_tokens(arguments.get("max_new_tokens"), settings, ids.shape[1])
         sampling = _sampling(arguments, settings)
         stop = _stop_token_ids(arguments.get("stop_token_ids"), settings, target.vocab_size)
         given = {name: value for name, value in arguments.items() if name in RuleArguments.__annotations__}
-        rules = RuleSettings.resolve(given, settings["rules"], stop, target.vocab_size)
+        rules = RuleSettings.resolve(cast(RuleArguments, given), settings["rules"], stop, target.vocab_size)
         repeats = _num_return_sequences(arguments.get("num_return_sequences"), settings, sampling)
         if repeats > 1:
             ids, mask = ids.repeat_interleave(repeats, 0), mask.repeat_interleave(repeats, 0)
@@ -203,6 +199,13 @@ class Call:
             raise ValueError('acceptance="rejection" needs drafts to reject, got draft=None or block_size=1')
 
 
+def check_stream_arguments(arguments: GenerateArguments) -> None:
+    """Raise TypeError for arguments of ``generate`` that a stream does not take."""
+    for name in ("streamer", "return_dict_in_generate"):
+        if name in arguments:
+            raise TypeError(f"stream() takes no {name}")
+
+
 def _check_names(arguments: GenerateArguments) -> None:
     if "reuse_prefix" in arguments:
         raise TypeError(
@@ -211,6 +214,14 @@ def _check_names(arguments: GenerateArguments) -> None:
         )
     if unknown := arguments.keys() - GenerateArguments.__annotations__.keys():
         raise TypeError(f"generate got an unexpected keyword argument {min(unknown)!r}")
+
+
+def _check_supported(settings: Mapping[str, Any]) -> None:
+    if unsupported := settings["unsupported"]:
+        listed = ", ".join(f"{name}={value!r}" for name, value in unsupported.items())
+        raise ValueError(
+            f"the target's generation_config asks for {listed}, which dflash does not apply; set it to None there"
+        )
 
 
 def _check_ids(ids: Tensor, attention_mask: Tensor | None, vocab_size: int, device: torch.device) -> Tensor:
@@ -268,11 +279,11 @@ def _sampling(arguments: GenerateArguments, settings: Mapping[str, Any]) -> Samp
     samples, temperature = settings["do_sample"], arguments.get("temperature")
     if temperature is None:
         temperature = (1.0 if settings["temperature"] is None else settings["temperature"]) if samples else 0.0
-    configured = samples or arguments.get("temperature")
+    configured, given = samples or arguments.get("temperature"), cast("Mapping[str, Any]", arguments)
 
     def pick(name: str, off: float) -> Any:
-        if arguments.get(name) is not None:
-            return arguments[name]
+        if given.get(name) is not None:
+            return given[name]
         value = settings[name] if configured else None
         return off if value is None else value
 

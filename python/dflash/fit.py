@@ -5,22 +5,23 @@ from __future__ import annotations
 from torch import nn
 
 from .drafter import DraftConfig, Drafter
-from .target import text_config
+from .sampling import integer_from
+from .target import embedding_table, text_config
 
-__all__ = ["check_config", "check_fit"]
+__all__ = ["check_block_size", "check_config", "check_fit"]
 
 
 def check_fit(target: nn.Module, draft: Drafter) -> None:
     """Raise ValueError unless ``draft`` was made for a target like ``target``; the message names both sides."""
     check_config(target, draft.config)
-    embedding = target.get_input_embeddings().weight
+    embedding = embedding_table(target)
     _check_equal("device", draft.device, embedding.device)
     _check_equal("dtype", draft.dtype, embedding.dtype)
 
 
 def check_config(target: nn.Module, config: DraftConfig) -> None:
     """Do what :func:`check_fit` does with a drafter's config; ``target`` may be on the meta device."""
-    theirs, embedding = text_config(target), target.get_input_embeddings().weight
+    theirs, embedding = text_config(target), embedding_table(target)
     _check_equal("hidden_size", config.hidden_size, theirs.hidden_size)
     if config.num_target_layers is not None:
         _check_equal("num_target_layers", config.num_target_layers, theirs.num_hidden_layers)
@@ -41,3 +42,14 @@ def check_config(target: nn.Module, config: DraftConfig) -> None:
 def _check_equal(what: str, drafters: object, targets: object) -> None:
     if drafters != targets:
         raise ValueError(f"the drafter does not fit the target: its {what} is {drafters}, the target's is {targets}")
+
+
+def check_block_size(target: nn.Module, draft: Drafter | None, block_size: int | None) -> int:
+    """Return the block size of a generator for the two; raise unless they can run together."""
+    if draft is not None:
+        check_fit(target, draft)
+    trained = None if draft is None else draft.config.block_size
+    rows = integer_from(1, "block_size", (trained or 1) if block_size is None else block_size)
+    if trained is not None and rows > trained:
+        raise ValueError(f"block_size must be at most the drafter's own, {trained}, got {rows}")
+    return rows

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import collections.abc
 import contextlib
 import functools
 import threading
 import time
 import weakref
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 from torch import Tensor, nn
 
-from .call import Call, GenerateArguments, TargetDefaults
+from .call import Call, GenerateArguments, TargetDefaults, check_stream_arguments
 from .drafter import Drafter, load_draft
 from .engine import (
     FINISH_REASONS,
@@ -29,46 +29,16 @@ from .engine import (
     host_step,
     step,
 )
-from .fit import check_fit
+from .fit import check_block_size
+from .options import GeneratorOptions
 from .outputs import GenerateOutput, Statistics, StreamEvent
-from .sampling import integer_from
 from .streaming import TextDecoder
-from .target import Target, WeightsFingerprint, check_target, first_hook, snapshot, text_config
+from .target import Target, WeightsFingerprint, check_target, first_hook, snapshot
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["Generator", "GeneratorOptions", "check_block_size", "check_stream_arguments"]
-
-
-@dataclass(frozen=True)
-class GeneratorOptions:
-    """The options of :class:`Generator`, which documents them."""
-
-    max_length: int
-    batch_size: int = 1
-    block_size: int | None = None
-    denoise_steps: int = 1
-    compile: bool = False
-    graph: bool | Literal["auto"] = "auto"
-    fused: bool | Literal["auto"] = "auto"
-    prefill_chunk: int = 512
-    reuse_prefix: bool = True
-
-    def check(self, target: nn.Module) -> None:
-        """Raise ValueError or TypeError for a value that is wrong, or that does not suit the target."""
-        lowest = {"max_length": 2, "batch_size": 1, "denoise_steps": 1, "prefill_chunk": 1}
-        for name, low in lowest.items():
-            integer_from(low, name, getattr(self, name))
-        positions = getattr(text_config(target), "max_position_embeddings", None)
-        if positions is not None and self.max_length > positions:
-            raise ValueError(f"max_length {self.max_length} is past the target's max_position_embeddings, {positions}")
-        for name, value in (("graph", self.graph), ("fused", self.fused)):
-            if value not in (True, False, "auto"):
-                raise ValueError(f'{name} must be True, False or "auto", got {value!r}')
-        device = target.get_input_embeddings().weight.device
-        if self.graph is True and device.type != "cuda":
-            raise ValueError(f"graph=True needs a target on a GPU, this one is on {device}")
+__all__ = ["Generator"]
 
 
 class Generator:
@@ -113,7 +83,7 @@ class Generator:
         ValueError: target and drafter do not fit, the target is not supported, or a number is out of range.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the options are documented above
         self,
         target: nn.Module,
         draft: nn.Module | None = None,
@@ -163,6 +133,7 @@ class Generator:
         report, on_gpu = self.state.report.tensor, self.engine.target.device.type == "cuda"
         self.runner: Direct | Replay = Replay(report) if on_gpu else Direct(report)
         weakref.finalize(self, self.runner.drain).atexit = False
+        self._step: Callable[[], None] = functools.partial(step, self.engine)
         if options.compile:
             self._compile(on_gpu)
         # 4. Between calls: the run that the state belongs to, and the weights that caches and graphs were made with.
@@ -177,7 +148,7 @@ class Generator:
             engine.compile_target = True
             engine.retarget(engine.target)
         else:
-            self.step = compiled_per_kind(functools.partial(step, engine), lambda: engine.kind)
+            self._step = compiled_per_kind(self._step, lambda: engine.kind)
 
     @property
     def state(self) -> State:
@@ -196,7 +167,7 @@ class Generator:
 
     def step(self) -> None:
         """Run one step on the device, see :func:`dflash.engine.step`. ``state.report`` tells what it did."""
-        step(self.engine)
+        self._step()
 
     def reset(self) -> None:
         """Forget what the caches hold, so that the next call runs its whole prompt. An unfinished stream is ended."""
@@ -285,7 +256,7 @@ class Generator:
     def run_call(self, call: Call, prompt_was_put: bool = False) -> GenerateOutput:
         """Run a resolved call to its end; ``prompt_was_put`` if its streamer has had the prompt already."""
         streamer, began = call.streamer, time.perf_counter()
-        progress: Progress | None = None
+        progress = Progress([], [], [])  # until the prompt has been run
         with self._exclusive():
             try:
                 if streamer is not None and not prompt_was_put:
@@ -330,7 +301,7 @@ class Generator:
         finally:
             steps.close()
 
-    def _progress(self, call: Call, *, reads_ids: bool) -> Iterator[Progress]:
+    def _progress(self, call: Call, *, reads_ids: bool) -> collections.abc.Generator[Progress, None, None]:
         """Run the prompt, then steps until every row is done; yield after each."""
         modules = [module for module in (self.engine.target.model, self.draft) if module is not None]
         # 1. The run takes over the state; the caches may be reused if the same weights filled them.
@@ -420,21 +391,3 @@ class Generator:
         if self.draft is not None and (hook := first_hook(self.draft)):
             return f"a graph would not call the drafter's hook on {hook}"
         return ""
-
-
-def check_block_size(target: nn.Module, draft: Drafter | None, block_size: int | None) -> int:
-    """Return the block size of a generator for the two; raise unless they can run together."""
-    if draft is not None:
-        check_fit(target, draft)
-    trained = None if draft is None else draft.config.block_size
-    rows = integer_from(1, "block_size", (trained or 1) if block_size is None else block_size)
-    if trained is not None and rows > trained:
-        raise ValueError(f"block_size must be at most the drafter's own, {trained}, got {rows}")
-    return rows
-
-
-def check_stream_arguments(arguments: GenerateArguments) -> None:
-    """Raise TypeError for arguments of ``generate`` that a stream does not take."""
-    for name in ("streamer", "return_dict_in_generate"):
-        if name in arguments:
-            raise TypeError(f"stream() takes no {name}")

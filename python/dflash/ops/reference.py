@@ -272,7 +272,7 @@ def uniform_noise(seeds: Tensor, positions: Tensor, stream: int) -> Tensor:
 
 
 def lowest_argmax(x: Tensor) -> Tensor:
-    """argmax over the last dimension, ties to the lowest index on every device."""
+    """Argmax over the last dimension, ties to the lowest index on every device."""
     ids = torch.arange(x.shape[-1], device=x.device)
     return torch.where(x == x.amax(-1, keepdim=True), ids, x.shape[-1]).amin(-1)
 

@@ -5,6 +5,7 @@ from .generation_config import generation_defaults, stop_string_criterion, trans
 from .support import (
     UnsupportedTargetError,
     check_target,
+    embedding_table,
     find_layers,
     refusal,
     tapped_modules,
@@ -14,20 +15,13 @@ from .support import (
 from .target import Target
 from .twin import first_hook, snapshot, structural_twin
 
-structure = snapshot  # the old name
-
-
-def decoder_layers(model, num_layers: int):
-    """Return :func:`find_layers` of the model: the old name."""
-    return find_layers(model)
-
-
 __all__ = [
     "Target",
     "UnsupportedTargetError",
     "WeightsFingerprint",
     "check_target",
     "describe_config",
+    "embedding_table",
     "find_layers",
     "first_hook",
     "generation_defaults",

@@ -45,6 +45,11 @@ def unwrap(model: nn.Module) -> nn.Module:
     return getattr(model, "_orig_mod", model)
 
 
+def embedding_table(model: nn.Module) -> Tensor:
+    """Return the model's input embeddings, ``[vocab, hidden]``, without any scale."""
+    return model.get_input_embeddings().weight
+
+
 def text_config(model: nn.Module) -> Any:
     """Return the configuration of the language model inside ``model``."""
     return model.config.get_text_config(decoder=True)

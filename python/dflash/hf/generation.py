@@ -1,9 +1,8 @@
-"""The doors from transformers: its ``generate`` running our loop, and our drafter in its assisted generation."""
+"""transformers' own ``generate``, running our loop."""
 
 from __future__ import annotations
 
 import dataclasses
-import os
 import sys
 import types
 from collections.abc import Mapping, Sequence
@@ -12,14 +11,12 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .api import generate_call
-from .cache import KVCache
-from .call import Call, GenerateArguments, TargetDefaults
-from .drafter import Drafter, load_draft
-from .streaming import check_streamer
-from .target import check_target, transformers_version
+from ..api import generate_call
+from ..call import Call, GenerateArguments, TargetDefaults
+from ..streaming import check_streamer
+from ..target import check_target
 
-__all__ = ["as_assistant", "custom_generate"]
+__all__ = ["custom_generate"]
 
 # transformers' processors for the sampling settings of generation_config, in the order in which token choice applies
 # them: class -> (setting, attribute of the processor).
@@ -61,8 +58,6 @@ _OFF = {
 # What transformers prepares for its own forward; it does not change a token, or is checked below.
 _PREPARED = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position")
 
-_STOPS_IN_MID_BLOCK = (5, 18)  # the first transformers whose loop around a DFlash drafter does
-
 
 def _is_theirs(thing: object) -> bool:
     return type(thing).__module__.split(".")[0] == "transformers"
@@ -102,8 +97,8 @@ def _processors(processors: Sequence[Any], config: Any) -> tuple[dict[str, Any],
         if last >= 0:
             raise _refuse(f"the logits processor {type(processor).__name__} after {order[last]}")
         plain.append(processor)
-        setting, attribute = _RULES.get(name, (None, ""))
-        if setting is None or not _same(getattr(processor, attribute), getattr(config, setting)):
+        setting, attribute = _RULES.get(name or "", ("", ""))
+        if not setting or not _same(getattr(processor, attribute), getattr(config, setting)):
             called.append(processor)
         else:
             rules[setting] = getattr(config, setting)
@@ -166,7 +161,7 @@ def _not_handed_on() -> dict[str, Any]:
     It takes them, puts the prompt into the streamer, and then hands neither to a callable (seen in 5.23). They are read
     from its frame; otherwise they would be ignored.
     """
-    frame = sys._getframe(1)
+    frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code.co_name == "generate" and frame.f_globals.get("__name__") == "transformers.generation.utils":
             return {name: frame.f_locals.get(name) for name in ("streamer", "assistant_model")}
@@ -174,7 +169,7 @@ def _not_handed_on() -> dict[str, Any]:
     return {}
 
 
-def custom_generate(
+def custom_generate(  # noqa: PLR0913 - transformers reads the names from this signature
     model: nn.Module,
     input_ids: Tensor,
     logits_processor: Sequence[Any] | None = None,
@@ -241,8 +236,15 @@ def custom_generate(
         check_streamer(streamer, input_ids.shape[0])
     # 2. What transformers made of the settings, as our arguments.
     arguments = _arguments(logits_processor or (), stopping_criteria or (), config, model_kwargs, input_ids, defaults)
-    own = {"seed": seed, "draft_sharpness": draft_sharpness, "acceptance": acceptance, "denoise_steps": denoise_steps}
-    call = Call.resolve(arguments.defaults, input_ids, {**arguments.given, **own, "streamer": streamer})
+    given: GenerateArguments = {
+        **arguments.given,
+        "seed": seed,
+        "draft_sharpness": draft_sharpness,
+        "acceptance": acceptance,
+        "denoise_steps": denoise_steps,
+        "streamer": streamer,
+    }
+    call = Call.resolve(arguments.defaults, input_ids, given)
     call = dataclasses.replace(call, stop_criteria=tuple(arguments.stop_criteria))
     # 3. Run it.
     output = generate_call(target, draft, call, block_size, prompt_was_put=prompt_was_put)
@@ -259,7 +261,7 @@ class _Arguments(NamedTuple):
 
 def _defaults(target: nn.Module, config: Any) -> TargetDefaults:
     """Return the settings of the call's ``config``; raise for those that are not applied."""
-    asked = types.SimpleNamespace(generation_config=config, get_input_embeddings=target.get_input_embeddings)
+    asked: Any = types.SimpleNamespace(generation_config=config, get_input_embeddings=target.get_input_embeddings)
     defaults = TargetDefaults.of(asked)
     others = {name: value for name, off in _OFF.items() if (value := getattr(config, name, None)) not in off}
     for name, value in (defaults.settings["unsupported"] | others).items():
@@ -305,111 +307,3 @@ def _arguments(
     }
     settings = {**defaults.settings, "rules": rules}
     return _Arguments(given, dataclasses.replace(defaults, settings=settings), strings)
-
-
-class _AssistantConfig:
-    """What transformers reads of a drafter's configuration. Its cache gets no layers: we keep our own."""
-
-    def __init__(self, draft: Drafter) -> None:
-        self.target_layer_ids = list(draft.config.target_layer_ids)
-        self.block_size = draft.config.block_size
-        self.mask_token_id = draft.config.mask_token_id
-        self.num_hidden_layers = 0
-        self.layer_types: list[str] = []
-        self.per_layer_config: list[Any] = []
-
-    def get_text_config(self, *args: Any, **kwargs: Any) -> _AssistantConfig:
-        return self
-
-
-class _Assistant:
-    """Our drafter, as transformers' DFlash candidate generator calls one; see :func:`as_assistant`."""
-
-    def __init__(self, draft: Drafter) -> None:
-        self.draft = draft
-        self.config = _AssistantConfig(draft)
-
-    @property
-    def device(self) -> torch.device:
-        return self.draft.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.draft.dtype
-
-    @torch.no_grad()
-    def __call__(
-        self,
-        noise_embeds: Tensor,
-        context_hidden_states: Tensor,
-        position_ids: Tensor,
-        attention_mask: Tensor | None,
-        past_key_values: Any,
-    ) -> Any:
-        """One draft pass.
-
-        Args:
-            noise_embeds: ``[1, block_size, hidden]``, the anchor and the masks as the target's module embeds them.
-            context_hidden_states: ``[1, rows, taps * hidden]`` of the tokens before the anchor that are new.
-            position_ids: ``[1, rows + block_size]``.
-            attention_mask: ``[1, all tokens + block_size]`` of zeros and ones, or None.
-            past_key_values: one object per call of ``generate``; our cache travels with it.
-
-        Returns:
-            An object whose ``last_hidden_state`` is ``[1, block_size, hidden]``.
-        """
-        draft, (rows, block) = self.draft, (context_hidden_states.shape[1], noise_embeds.shape[1])
-        if noise_embeds.dtype != draft.dtype:
-            raise ValueError(f"the drafter's dtype is {draft.dtype}, the target embeds in {noise_embeds.dtype}")
-        length = position_ids[:, rows].contiguous()
-        positions = position_ids[:, :rows]
-        if attention_mask is not None:
-            live = attention_mask[:, -(rows + block) : -block]
-            positions = torch.where(live.bool(), positions, -1)  # padding is no context
-        cache = self._cache(past_key_values, int(length) + block)
-        none = torch.zeros_like(length)
-        features = draft.fuse(context_hidden_states, none + rows)
-        draft.inject_(features, positions, cache)
-        hidden = draft(features[:, :0], none, noise_embeds, length, cache) * draft.config.output_multiplier
-        return types.SimpleNamespace(last_hidden_state=hidden)
-
-    def _cache(self, holder: Any, capacity: int) -> KVCache:
-        """Return the call's cache, grown to at least ``capacity`` positions."""
-        old = getattr(holder, "dflash_cache", None)
-        if old is not None and old.capacity >= capacity:
-            return old
-        cache = self.draft.new_cache(1, 2 * capacity)
-        if old is not None:
-            for new, held in zip(cache.buffers, old.buffers, strict=True):
-                new[:, :, : old.capacity] = held
-        holder.dflash_cache = cache
-        return cache
-
-
-def as_assistant(draft: str | os.PathLike[str] | nn.Module) -> _Assistant:
-    """Return our drafter for transformers' own assisted generation.
-
-    Call ``model.generate(ids, assistant_model=dflash.as_assistant(draft), speculation_type="dflash")``. The loop, its
-    limits (a batch of one, a dynamic cache) and its sampling are transformers'. The embeddings arrive as the target's
-    own module gives them, so a target that scales them has done so. A softcap of the drafter's logits is not applied:
-    that changes what is drafted when sampling, never the distribution of the text.
-
-    Args:
-        draft: what :func:`dflash.load_draft` takes.
-
-    Returns:
-        An object for ``assistant_model``; calls may share it, one after another.
-
-    Raises:
-        ValueError: as :func:`dflash.load_draft`; so for TypeError and FileNotFoundError.
-        RuntimeError: transformers is older than 5.18, whose loop continues after a stop token that is not the last of
-            those a step accepts.
-    """
-    version = transformers_version()
-    if version < _STOPS_IN_MID_BLOCK:
-        raise RuntimeError(
-            "as_assistant needs transformers >= 5.18: the assisted generation of this version, "
-            f"{'.'.join(map(str, version))}, continues after a stop token that was accepted in the middle of a block; "
-            "model.generate(..., custom_generate=dflash.custom_generate, draft=draft) stops there"
-        )
-    return _Assistant(load_draft(draft))
