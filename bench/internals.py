@@ -9,10 +9,28 @@ import torch
 from torch import Tensor
 
 import dflash
-from dflash.engine.runner import Direct, Replay
-from dflash.target import decoder_layers, structural_twin
+from dflash.engine import Direct, Replay
+from dflash.proposers import Block
+from dflash.sampling import KeyedAcceptance
+from dflash.target import find_layers, structural_twin
 
-__all__ = ["Direct", "ForcedGenerator", "Parts", "Replay", "decoder_layers", "make_runner", "structural_twin"]
+__all__ = ["Direct", "ForcedGenerator", "Parts", "Replay", "find_layers", "make_runner", "structural_twin"]
+
+
+class ForcedAcceptance(KeyedAcceptance):
+    """Acceptance whose choices are overwritten.
+
+    Args:
+        generator: its ``force`` does it.
+    """
+
+    def __init__(self, generator: "ForcedGenerator") -> None:
+        super().__init__(generator.batch_size, generator.engine.target.device)
+        self._generator = generator
+
+    def choose(self, logits: Tensor, block: Block, state: object) -> Tensor:
+        """Return the forced choices ``[batch, rows]``."""
+        return self._generator.force(block.ids, super().choose(logits, block, state))
 
 
 class ForcedGenerator(dflash.Generator):
@@ -25,36 +43,39 @@ class ForcedGenerator(dflash.Generator):
 
     force: Callable[[Tensor, Tensor], Tensor]
 
-    def _accept(self, block: Tensor, posterior: Tensor, limits: Tensor, stopped: tuple[int, ...] = ()) -> None:
-        super()._accept(block, self.force(block, posterior), limits, stopped)
+    def __init__(self, *arguments: object, **options: object) -> None:
+        super().__init__(*arguments, **options)
+        self.engine.keyed = self.engine.acceptance = ForcedAcceptance(self)
 
     def fill_(self) -> None:
         """Fill tokens, features and both caches with random numbers."""
-        self.tokens.random_(0, self.vocab_size)
-        self.context.normal_()
-        config, embedding = self.target.config, self.target.embedding_weight
+        state, target = self.state, self.engine.target
+        state.tokens.random_(0, self.vocab_size)
+        state.context.normal_()
+        config, embedding = target.config, target.embedding_weight
         like = embedding.new_empty(self.batch_size, config.num_key_value_heads, 0, config.head_dim)
         for index in range(config.num_hidden_layers):
-            for buffer in self.target_cache.layer(index, like, like):
+            for buffer in state.target_cache.layer(index, like, like):
                 buffer.normal_()
-        for buffer in (*self.draft_cache.keys, *self.draft_cache.values):
+        for buffer in state.draft_cache.buffers:
             buffer.normal_()
 
     def place_(self, context: int, accepted: int) -> None:
         """Put every row between two steps at length ``context``, the last of which emitted ``accepted`` tokens."""
-        self.length.fill_(context)
-        self.num_context.fill_(accepted)
-        self.limits.fill_(self.tokens.shape[1])
-        self.done.zero_()
+        state = self.state
+        state.length.fill_(context)
+        state.num_context.fill_(accepted)
+        state.limits.fill_(state.tokens.shape[1])
+        state.done.zero_()
 
     def share_(self, other: "ForcedGenerator") -> None:
         """Use the tokens, features and caches of ``other`` from now on."""
-        self.tokens, self.context = other.tokens, other.context
-        self.target_cache, self.draft_cache = other.target_cache, other.draft_cache
+        for name in ("tokens", "context", "target_cache", "draft_cache"):
+            setattr(self.state, name, getattr(other.state, name))
 
     def launcher(self) -> tuple[Replay | Direct, Callable[[], None], Hashable]:
         """Return the runner, the step, and the key under which the runner keeps the step's graph."""
-        return self._runner, self.step, self._kind()
+        return self.runner, self.step, self.engine.kind
 
 
 def make_runner(report: Tensor) -> Replay | Direct:
@@ -71,36 +92,36 @@ class Parts:
 
     def __init__(self, generator: dflash.Generator) -> None:
         self._generator, self._draft = generator, generator.draft
-        rows, dtype = generator.block_size, generator.target.dtype
-        self.block, self.length = generator.block.clamp(min=0).clone(), generator.length.clone()
-        generator.num_context.fill_(rows - 6)
+        self._engine, self._state = generator.engine, generator.state
+        rows, dtype = generator.block_size, self._engine.target.dtype
+        self.block, self.length = self._state.block.clamp(min=0).clone(), self._state.length.clone()
+        self._state.num_context.fill_(rows - 6)
         self._features = self.fuse()
         self._hidden = torch.randn(1, rows, self._draft.config.hidden_size, dtype=dtype)
         self._logits, _ = self.verify()
-        self._positions = self.length[:, None] + torch.arange(rows) + 1
 
     def verify(self) -> tuple[Tensor, list[Tensor]]:
         """Run the target over the block."""
-        return self._generator.target.forward(self.block, self.length, self._generator.target_cache)
+        return self._engine.target.forward(self.block, self.length, self._state.target_cache)
 
     def draft(self) -> Tensor:
         """Run the drafter over the block, head included."""
-        return self._generator._draft_logits(self.block, self._features)
+        return self._engine.proposer.logits(self.block, self._features, self._state)
 
     def fuse(self) -> Tensor:
         """Fuse the context's features."""
-        return self._draft.fuse(self._generator.context, self._generator.num_context)
+        return self._draft.fuse(self._state.context, self._state.num_context)
 
     def draft_head(self) -> Tensor:
         """Compute the logits of drafted rows with the target's head."""
-        return self._draft.logits(self._hidden[:, 1:], self._generator.target.head)
+        return self._draft.logits(self._hidden[:, 1:], self._engine.target.head)
 
     def choose(self) -> Tensor:
         """Choose the block's tokens from the target's logits."""
-        return self._generator._select(self._logits, self._positions, self._generator._ones)
+        return self._engine.keyed.choose(self._logits, Block(self.block), self._state)
 
     def step(self) -> None:
         """Run the whole step from the same state again."""
-        self._generator.done.zero_()
-        self._generator.length.copy_(self.length)
+        self._state.done.zero_()
+        self._state.length.copy_(self.length)
         self._generator.step()

@@ -172,13 +172,13 @@ class TestSteps:
             for emitted in (6, 1):
                 setting.forced.set_(emitted)
                 ours.step(), theirs.launched()
-                assert torch.equal(ours.length, theirs.length.expand(batch))
+                assert torch.equal(ours.state.length, theirs.length.expand(batch))
                 block = theirs.report[:, 1 + step.forced.BLOCK :]
-                assert torch.equal(ours.block, block)
-                torch.testing.assert_close(ours.context, theirs.context)
+                assert torch.equal(ours.state.block, block)
+                torch.testing.assert_close(ours.state.context, theirs.context)
         setting.forced.off.fill_(True)  # what the target itself chose
         ours.step(), theirs.step()
-        assert torch.equal(ours.report[:, 2 : 2 + step.forced.BLOCK], theirs.report[:, 1 : 1 + step.forced.BLOCK])
+        assert torch.equal(ours.state.report.tensor[:, 2 : 2 + step.forced.BLOCK], theirs.report[:, 1 : 1 + step.forced.BLOCK])
 
     def test_the_floor_is_the_roofline(self, step):
         target, drafter, _ = step.pair.named_pair("qwen3-8b", torch.bfloat16, torch.device("meta"))

@@ -62,7 +62,7 @@ def launches(setting: Setting, launcher: Launcher) -> Run:
 
 def ours(setting: Setting, generator: ForcedGenerator, obstacle: str = "") -> Run:
     """Run our step as :class:`dflash.Generator` does; with an ``obstacle``, kernel by kernel."""
-    return launches(setting, Launcher(generator.place_, generator.length, *generator.launcher(), obstacle))
+    return launches(setting, Launcher(generator.place_, generator.state.length, *generator.launcher(), obstacle))
 
 
 def another(setting: Setting, obstacle: str = "", **options) -> Run:

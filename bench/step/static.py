@@ -2,7 +2,7 @@
 
 import harness
 import torch
-from internals import ForcedGenerator, decoder_layers, make_runner, structural_twin
+from internals import ForcedGenerator, find_layers, make_runner, structural_twin
 from random_pair import BLOCK, MASK
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -27,12 +27,12 @@ class StaticStep:
 
     def __init__(self, generator: ForcedGenerator, target: nn.Module, compile: bool) -> None:
         self.drafter, self.force, self.model = generator.draft, generator.force, structural_twin(target)
-        batch, capacity = generator.tokens.shape
-        device = generator.tokens.device
+        batch, capacity = generator.state.tokens.shape
+        device = generator.state.tokens.device
         # 1. Copies of the caches
         self._copy_caches(generator, batch, capacity)
         # 2. State at fixed addresses
-        self.tokens, self.context = generator.tokens.clone(), generator.context.clone()
+        self.tokens, self.context = generator.state.tokens.clone(), generator.state.context.clone()
         self.length = torch.zeros((), dtype=torch.int64, device=device)
         self.num_context = torch.zeros_like(self.length)
         self.offsets = torch.arange(BLOCK, device=device)
@@ -46,19 +46,19 @@ class StaticStep:
         self._run = torch.compile(self.step, fullgraph=True, dynamic=False) if compile else self.step
 
     def _copy_caches(self, generator: ForcedGenerator, batch: int, capacity: int) -> None:
-        config, tokens = self.model.config, generator.tokens
+        config, tokens = self.model.config, generator.state.tokens
         self.cache = StaticCache(config=config, max_cache_len=capacity)
         heads = config.num_key_value_heads, config.head_dim
-        self.cache.early_initialization(batch, *heads, generator.target.dtype, tokens.device)
+        self.cache.early_initialization(batch, *heads, generator.engine.target.dtype, tokens.device)
         for index, layer in enumerate(self.cache.layers):
-            layer.keys.copy_(generator.target_cache.keys[index])
-            layer.values.copy_(generator.target_cache.values[index])
+            layer.keys.copy_(generator.state.target_cache.keys[index])
+            layer.values.copy_(generator.state.target_cache.values[index])
         self.counters = [layer.cumulative_length for layer in self.cache.layers]
-        self.draft_keys = [keys.clone() for keys in generator.draft_cache.keys]
-        self.draft_values = [values.clone() for values in generator.draft_cache.values]
+        self.draft_keys = [keys.clone() for keys in generator.state.draft_cache.keys.values()]
+        self.draft_values = [values.clone() for values in generator.state.draft_cache.values.values()]
 
     def _hook_taps(self) -> None:
-        layers = decoder_layers(self.model, self.model.config.num_hidden_layers)
+        layers = find_layers(self.model)
         for tap in self.drafter.config.target_layer_ids:
 
             def keep(_module, _args, output, tap=tap):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ...target import UnsupportedTargetError, decoder_layers, refusal, structural_twin, text_config, unwrap
+from ...target import UnsupportedTargetError, find_layers, refusal, structural_twin, text_config, unwrap
 
 __all__ = ["TargetFeatures"]
 
@@ -34,7 +34,7 @@ class TargetFeatures:
         total = text_config(target).num_hidden_layers
         self.layer_ids = tuple(layer_ids)
         decoder = self.model.get_decoder()
-        layers = decoder_layers(self.model, total)
+        layers = find_layers(self.model)
         self._norm_is_tapped = total - 1 in self.layer_ids
         if not final and not self._norm_is_tapped:
             del layers[max(self.layer_ids) + 1 :]

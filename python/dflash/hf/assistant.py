@@ -1,0 +1,126 @@
+"""Our drafter inside transformers' own assisted generation."""
+
+from __future__ import annotations
+
+import os
+import types
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..cache import KVCache
+from ..drafter import Drafter, load_draft
+from ..target import transformers_version
+
+__all__ = ["as_assistant"]
+
+_STOPS_IN_MID_BLOCK = (5, 18)  # the first transformers whose loop around a DFlash drafter does
+
+
+class _AssistantConfig:
+    """What transformers reads of a drafter's configuration. Its cache gets no layers: we keep our own."""
+
+    def __init__(self, draft: Drafter) -> None:
+        self.target_layer_ids = list(draft.config.target_layer_ids)
+        self.block_size = draft.config.block_size
+        self.mask_token_id = draft.config.mask_token_id
+        self.num_hidden_layers = 0
+        self.layer_types: list[str] = []
+        self.per_layer_config: list[Any] = []
+
+    def get_text_config(self, *args: Any, **kwargs: Any) -> _AssistantConfig:
+        return self
+
+
+class _Assistant:
+    """Our drafter, as transformers' DFlash candidate generator calls one; see :func:`as_assistant`."""
+
+    def __init__(self, draft: Drafter) -> None:
+        self.draft = draft
+        self.config = _AssistantConfig(draft)
+
+    @property
+    def device(self) -> torch.device:
+        return self.draft.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.draft.dtype
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        noise_embeds: Tensor,
+        context_hidden_states: Tensor,
+        position_ids: Tensor,
+        attention_mask: Tensor | None,
+        past_key_values: Any,
+    ) -> Any:
+        """One draft pass.
+
+        Args:
+            noise_embeds: ``[1, block_size, hidden]``, the anchor and the masks as the target's module embeds them.
+            context_hidden_states: ``[1, rows, taps * hidden]`` of the tokens before the anchor that are new.
+            position_ids: ``[1, rows + block_size]``.
+            attention_mask: ``[1, all tokens + block_size]`` of zeros and ones, or None.
+            past_key_values: one object per call of ``generate``; our cache travels with it.
+
+        Returns:
+            An object whose ``last_hidden_state`` is ``[1, block_size, hidden]``.
+        """
+        draft, (rows, block) = self.draft, (context_hidden_states.shape[1], noise_embeds.shape[1])
+        if noise_embeds.dtype != draft.dtype:
+            raise ValueError(f"the drafter's dtype is {draft.dtype}, the target embeds in {noise_embeds.dtype}")
+        length = position_ids[:, rows].contiguous()
+        positions = position_ids[:, :rows]
+        if attention_mask is not None:
+            live = attention_mask[:, -(rows + block) : -block]
+            positions = torch.where(live.bool(), positions, -1)  # padding is no context
+        cache = self._cache(past_key_values, int(length) + block)
+        none = torch.zeros_like(length)
+        features = draft.fuse(context_hidden_states, none + rows)
+        draft.inject_(features, positions, cache)
+        hidden = draft(features[:, :0], none, noise_embeds, length, cache) * draft.config.output_multiplier
+        return types.SimpleNamespace(last_hidden_state=hidden)
+
+    def _cache(self, holder: Any, capacity: int) -> KVCache:
+        """Return the call's cache, grown to at least ``capacity`` positions."""
+        old = getattr(holder, "dflash_cache", None)
+        if old is not None and old.capacity >= capacity:
+            return old
+        cache = self.draft.new_cache(1, 2 * capacity)
+        if old is not None:
+            for new, held in zip(cache.buffers, old.buffers, strict=True):
+                new[:, :, : old.capacity] = held
+        holder.dflash_cache = cache
+        return cache
+
+
+def as_assistant(draft: str | os.PathLike[str] | nn.Module) -> _Assistant:
+    """Return our drafter for transformers' own assisted generation.
+
+    Call ``model.generate(ids, assistant_model=dflash.as_assistant(draft), speculation_type="dflash")``. The loop, its
+    limits (a batch of one, a dynamic cache) and its sampling are transformers'. The embeddings arrive as the target's
+    own module gives them, so a target that scales them has done so. A softcap of the drafter's logits is not applied:
+    that changes what is drafted when sampling, never the distribution of the text.
+
+    Args:
+        draft: what :func:`dflash.load_draft` takes.
+
+    Returns:
+        An object for ``assistant_model``; calls may share it, one after another.
+
+    Raises:
+        ValueError: as :func:`dflash.load_draft`; so for TypeError and FileNotFoundError.
+        RuntimeError: transformers is older than 5.18, whose loop continues after a stop token that is not the last of
+            those a step accepts.
+    """
+    version = transformers_version()
+    if version < _STOPS_IN_MID_BLOCK:
+        raise RuntimeError(
+            "as_assistant needs transformers >= 5.18: the assisted generation of this version, "
+            f"{'.'.join(map(str, version))}, continues after a stop token that was accepted in the middle of a block; "
+            "model.generate(..., custom_generate=dflash.custom_generate, draft=draft) stops there"
+        )
+    return _Assistant(load_draft(draft))
