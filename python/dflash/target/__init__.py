@@ -17,7 +17,7 @@ from .twin import first_hook, snapshot, structural_twin
 structure = snapshot  # the old name
 
 
-def decoder_layers(model, num_layers: int):  # noqa: ARG001
+def decoder_layers(model, _num_layers: int):
     """Return :func:`find_layers` of the model: the old name."""
     return find_layers(model)
 
