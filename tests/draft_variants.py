@@ -14,7 +14,7 @@ HIDDEN, VOCAB = 64, 101
 
 
 def config_dict(**changes) -> dict:
-    """A published ``config.json``, small; ``changes`` replace keys, and a change to None removes one."""
+    """Return a small published ``config.json``. ``changes`` replace keys, and None removes one."""
     config = {
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
@@ -44,7 +44,7 @@ def config_dict(**changes) -> dict:
 
 
 def sliding(kinds: str, window: int) -> dict:
-    """``"sf"``: a sliding layer, then a full one."""
+    """Return the keys for layers of these kinds; ``"sf"`` is a sliding layer, then a full one."""
     return {
         "layer_types": [SLIDING if kind == "s" else FULL for kind in kinds],
         "num_hidden_layers": len(kinds),
@@ -113,7 +113,7 @@ VARIANTS: dict[str, dict] = {
 
 
 def tensor_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
-    """The tensors of a published checkpoint, written out here a second time."""
+    """Return the tensors of a published checkpoint, spelled out independently of the package."""
     hidden, width, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
     query, key = config.num_attention_heads * head_dim, config.num_kv_heads * head_dim
     shapes = {"fc.weight": (hidden, len(config.target_layer_ids) * hidden)}
@@ -135,7 +135,7 @@ def tensor_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
 
 
 def random_tensors(config: DraftConfig, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Weights at which every part of the model matters: rows of about unit gain, norms and biases far from neutral."""
+    """Return weights to which every part of the model contributes: unit gain, norms and biases far from neutral."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, shape in tensor_shapes(config).items():

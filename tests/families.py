@@ -1,4 +1,4 @@
-"""Tiny random models of every target family that the engine is tested on, and random drafters that fit them."""
+"""Tiny random models of every tested target family, and random drafters that fit them."""
 
 import copy
 
@@ -99,7 +99,7 @@ def make_config(name: str, **changes):
 
 
 def make_target(name: str, seed: int = 0, dtype: torch.dtype = torch.float32, **changes):
-    """A tiny random model whose logits are spread out, so that a greedy choice is never near a tie."""
+    """Return a tiny random model whose logits are spread out, so that greedy choices are never near a tie."""
     torch.manual_seed(seed)
     config = make_config(name, **changes)
     auto = AutoModelForImageTextToText if config.model_type == "kimi_k25" else AutoModelForCausalLM
@@ -113,7 +113,7 @@ def make_target(name: str, seed: int = 0, dtype: torch.dtype = torch.float32, **
 
 
 def draft_config(target, variant: str = "Qwen3-4B") -> dict:
-    """A published variant's config, changed to fit ``target``: its width, vocabulary and layers."""
+    """Return a published variant's config with the width, vocabulary and layers of ``target``."""
     config = copy.deepcopy(VARIANTS[variant])
     text = target.config.get_text_config(decoder=True)
     config |= {
@@ -129,7 +129,7 @@ def draft_config(target, variant: str = "Qwen3-4B") -> dict:
 
 
 def make_draft(target, variant: str = "Qwen3-4B", seed: int = 0) -> dflash.Drafter:
-    """A random drafter that fits ``target``, in its dtype."""
+    """Return a random drafter that fits ``target``, in its dtype."""
     return random_drafter(draft_config(target, variant), seed, target.dtype)
 
 

@@ -24,7 +24,7 @@ def with_dflash(**more) -> dict:
 # ---------------------------------------------------------------------------------------------- what is read
 
 
-def test_every_field():
+def test_every_field_is_read():
     config = parse(attention_bias=True, output_multiplier=0.5, input_embedding_scale=4, final_logit_softcapping=30)
     assert config == DraftConfig(
         hidden_size=64,
@@ -65,13 +65,13 @@ def test_dflash_config_wins_over_the_top_level(key):
 
 
 @pytest.mark.parametrize("key", ["input_embedding_scale", "output_multiplier", "final_logit_softcapping"])
-def test_scales_stand_at_either_level(key):
+def test_scales_are_read_at_either_level(key):
     assert getattr(parse(), key) == (0.0 if key == "final_logit_softcapping" else 1.0)
     assert getattr(parse(**{key: 3}), key) == 3.0
     assert getattr(parse(**{key: 3, "dflash_config": with_dflash(**{key: 0.25})}), key) == 0.25
 
 
-def test_what_may_be_missing():
+def test_missing_keys_have_defaults():
     config = parse(
         vocab_size=None, head_dim=None, num_key_value_heads=None, block_size=None, layer_types=None,
         rms_norm_eps=None, rope_theta=None, architectures=None, model_type=None, max_position_embeddings=None,
@@ -135,7 +135,7 @@ def test_causality_and_window_of_each_layer(changes, causal, window):
     assert (config.causal, config.window) == (causal, window)
 
 
-def test_sinks():
+def test_sinks_are_read_at_either_level():
     assert not parse().attention_sinks
     assert parse(attention_sink_bias=True).attention_sinks
     assert parse(add_swa_attention_sink_bias=True).attention_sinks
@@ -180,7 +180,7 @@ ROPES = [
 @pytest.mark.parametrize("head_dim", [16, 64, 128])
 @pytest.mark.parametrize("rope", ROPES)
 @pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
-def test_rope_has_the_bits_of_transformers(key, rope, head_dim):
+def test_rope_frequencies_equal_those_of_transformers_bit_for_bit(key, rope, head_dim):
     config = config_dict(head_dim=head_dim, **{key: rope})
     theirs = Qwen3Config(**json.loads(json.dumps(config)))
     kind = theirs.rope_parameters["rope_type"]
@@ -192,7 +192,7 @@ def test_rope_has_the_bits_of_transformers(key, rope, head_dim):
     assert DraftConfig.from_config(theirs).rope == ours
 
 
-def test_the_rope_of_the_top_level_original_length():
+def test_the_original_length_is_read_at_the_top_level():
     config = config_dict(rope_scaling=YARN | OLD, original_max_position_embeddings=256)
     assert DraftConfig.from_config(config).rope.original_max_position_embeddings == 256
 
@@ -224,7 +224,7 @@ def test_bad_rope_is_named(rope, message):
         parse(rope_parameters=rope)
 
 
-def test_rope_needs_a_length():
+def test_rope_without_an_original_length_is_refused():
     with pytest.raises(ValueError, match="of type yarn needs original_max_position_embeddings"):
         parse(rope_scaling=YARN, max_position_embeddings=None)
 
@@ -325,7 +325,7 @@ def test_what_is_not_implemented_is_refused_by_name(changes, message):
         ({"final_logit_softcapping": "30"}, "final_logit_softcapping must be a finite number, got '30'"),
     ],
 )
-def test_values_that_cannot_be_are_named(changes, message):
+def test_impossible_values_are_named(changes, message):
     with pytest.raises(ValueError, match=message):
         parse(**changes)
 

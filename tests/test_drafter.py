@@ -18,7 +18,7 @@ ODD = config_dict(attention_bias=True, attention_sink_bias=True, num_key_value_h
 
 
 def assert_packed(draft: Drafter) -> None:
-    """Every projection is a view of its packed tensor, at its place, and the state dict keeps the published names."""
+    """Check that projections are views at their places in packed tensors, and state dicts have the published names."""
     assert {name: tuple(t.shape) for name, t in draft.state_dict().items()} == tensor_shapes(draft.config)
     for i, layer in enumerate(draft.layers):
         attention, mlp = layer.self_attn, layer.mlp
@@ -45,7 +45,7 @@ def poisoned(draft: Drafter, batch: int, capacity: int):
 
 
 def two_passes(draft: Drafter, context, block, lengths, counts):
-    """Prefill ``lengths`` rows of ``context``, then draft twice, with ``counts`` rows in between."""
+    """Prefill ``lengths`` rows of ``context``, draft, add ``counts`` rows and draft again."""
     rows, cache = block.shape[1], poisoned(draft, len(context), 64)
     lengths, counts = torch.tensor(lengths), torch.tensor(counts)
     index = torch.arange(context.shape[1])
@@ -71,7 +71,7 @@ def inputs(config: DraftConfig, batch: int, rows: int = 40, seed: int = 0, dtype
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["Qwen3-4B", "Gemma4-31B", "is_causal-false-with-window"])
-def test_rows_never_meet(name, dtype):
+def test_a_row_never_sees_another(name, dtype):
     draft = random_drafter(VARIANTS[name], dtype=dtype)
     context, block = inputs(draft.config, 3, dtype=dtype)
     lengths, counts = [17, 1, 15], [3, 16, 1]
@@ -88,7 +88,7 @@ def test_rows_never_meet(name, dtype):
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_a_row_alone_gives_the_same(name):
+def test_a_row_gives_the_same_alone_and_in_a_batch(name):
     draft = random_drafter(VARIANTS[name])
     context, block = inputs(draft.config, 3)
     lengths, counts = [17, 1, 16], [3, draft.config.block_size, 1]
@@ -113,8 +113,8 @@ def test_only_appended_slots_are_written():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("config", [VARIANTS["Qwen3-4B"], VARIANTS["gpt-oss-20b"], ODD], ids=["qwen", "bias", "sinks"])
-def test_prefill_appends_what_a_pass_appends(config, dtype):
-    """One projection for all layers, and the packed rows of each layer's own pass, give the same K/V."""
+def test_prefill_appends_the_same_kv_as_a_pass(config, dtype):
+    """Prefill projects all layers at once, a pass projects layer by layer."""
     draft, exact = random_drafter(config, dtype=dtype), None
     context, block = inputs(draft.config, 1, 8, dtype=dtype)
     full = torch.tensor([8])
@@ -141,7 +141,7 @@ def test_prefill_appends_what_a_pass_appends(config, dtype):
 @torch.no_grad()
 @pytest.mark.parametrize("config", [VARIANTS["Qwen3-4B"], VARIANTS["gpt-oss-20b"], ODD], ids=["qwen", "bias", "sinks"])
 def test_a_pass_op_by_op_is_as_exact_as_torch(config, kernels, dtype, monkeypatch):
-    """What runs on a GPU, where no op takes all layers."""
+    """This is the path on a GPU, where no op takes all layers."""
     draft = random_drafter(config, dtype=dtype)
     (context, block), counts = inputs(draft.config, 2, dtype=dtype), [3, draft.config.block_size]
 
@@ -155,7 +155,7 @@ def test_a_pass_op_by_op_is_as_exact_as_torch(config, kernels, dtype, monkeypatc
         assert_as_exact_as_torch(out, twin, wanted)
 
 
-def test_sinks_take_their_share():
+def test_sinks_take_a_share_of_the_attention():
     draft = random_drafter(ODD)
     context, block = inputs(draft.config, 1)
     with_sinks = two_passes(draft, context, block, [9], [3])[0]
@@ -179,7 +179,7 @@ def test_rotary_scales_and_stays_float32():
     torch.testing.assert_close((cos**2 + sin**2).sqrt(), torch.full_like(cos, scaling))
 
 
-def test_nothing_depends_on_data():
+def test_no_shape_and_no_branch_depends_on_data():
     with FakeTensorMode(allow_non_fake_inputs=True):
         draft = Drafter(DraftConfig.from_config(ODD))
         context, block = torch.empty(2, 16, 5 * 64), torch.empty(2, 16, 64)
@@ -190,7 +190,7 @@ def test_nothing_depends_on_data():
 
 
 @pytest.mark.parametrize("config", [VARIANTS["Gemma4-31B"], ODD], ids=["window", "sinks"])
-def test_compiles_whole(config):
+def test_everything_compiles_without_graph_breaks(config):
     draft = random_drafter(config)
     context, block = inputs(draft.config, 2)
     expected = two_passes(draft, context, block, [9, 3], [2, 5])
@@ -217,7 +217,7 @@ def test_compiles_whole(config):
 # ---------------------------------------------------------------------------------------------- packed parameters
 
 
-def test_moves_copies_and_loads_keep_the_views():
+def test_moves_copies_and_loads_keep_parameters_packed():
     draft = random_drafter(ODD)
     assert_packed(draft)
     tensors = random_tensors(draft.config)
@@ -255,7 +255,7 @@ def test_a_copy_that_shares_its_tensors_keeps_sharing():
     assert twin.layers[0].self_attn.q_proj.weight is draft.layers[0].self_attn.q_proj.weight
 
 
-def test_a_written_parameter_is_what_the_forward_reads():
+def test_the_forward_reads_a_parameter_written_in_place():
     draft = random_drafter()
     context, block = inputs(draft.config, 1)
     before = two_passes(draft, context, block, [9], [3])[0]
@@ -268,14 +268,14 @@ def test_a_written_parameter_is_what_the_forward_reads():
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    """A folder with a checkpoint, its config and its tensors."""
+    """Return a folder with a checkpoint, its config and its tensors."""
     config = config_dict(attention_bias=True)
     tensors = random_tensors(DraftConfig.from_config(config))
     return SimpleNamespace(folder=save_checkpoint(tmp_path / "draft", config, tensors), config=config, tensors=tensors)
 
 
 def shard(folder, tensors, parts=3) -> None:
-    """The same tensors in ``parts`` files with an index."""
+    """Replace a checkpoint's file by ``parts`` shards with an index."""
     (folder / "model.safetensors").unlink(missing_ok=True)
     mapping = {}
     for part in range(parts):
@@ -318,7 +318,7 @@ def test_the_trained_pair_loads(pair_dir):
     assert draft.config.target_layer_ids == (1, 2, 3, 4)
 
 
-def test_fused_projections_are_split(checkpoint):
+def test_packed_projections_are_split(checkpoint):
     tensors = dict(checkpoint.tensors)
     for i in range(3):
         for kind in ("weight", "bias"):
@@ -333,7 +333,7 @@ def test_fused_projections_are_split(checkpoint):
         load_draft(checkpoint.folder)
 
 
-def test_other_names_of_the_same_tensors(tmp_path):
+def test_other_names_for_the_same_tensors_load(tmp_path):
     config = VARIANTS["one-layer"]
     tensors = random_tensors(DraftConfig.from_config(config))
 
@@ -487,7 +487,7 @@ def test_the_config_is_read_before_the_tensors(checkpoint):
 
 
 @pytest.mark.parametrize("error", [OSError("no route to the hub"), ValueError("gated\nmore")])
-def test_neither_a_folder_nor_a_repository(monkeypatch, error):
+def test_a_repository_out_of_reach_is_named(monkeypatch, error):
     import huggingface_hub
 
     def download(name, *, revision, allow_patterns):
@@ -501,14 +501,14 @@ def test_neither_a_folder_nor_a_repository(monkeypatch, error):
         load_draft("z-lab/none", revision="v1")
 
 
-def test_a_name_that_no_repository_can_have():
+def test_a_name_that_no_repository_can_have_is_named():
     with pytest.raises(
         FileNotFoundError, match=r"draft './no/such/folder' is neither a folder nor a reachable hub repository"
     ):
         load_draft("./no/such/folder")
 
 
-def test_a_folder_has_no_revision(checkpoint):
+def test_a_revision_of_a_folder_is_refused(checkpoint):
     with pytest.raises(ValueError, match=r"revision 'v1' is for a hub repository, but .* is a folder"):
         load_draft(checkpoint.folder, revision="v1")
 
@@ -524,7 +524,7 @@ def test_a_repository_is_downloaded(monkeypatch, checkpoint):
     assert_loaded(load_draft("z-lab/some", revision="main"), checkpoint.tensors)
 
 
-def test_modules():
+def test_a_drafter_is_returned_or_copied_and_other_modules_are_refused():
     draft = random_drafter()
     assert load_draft(draft) is draft
     assert load_draft(draft, dtype=torch.float32, device="cpu") is draft
@@ -541,7 +541,7 @@ def test_modules():
             load_draft(draft, dtype=dtype)
 
 
-def test_another_module_with_these_names():
+def test_the_weights_of_another_module_are_copied():
     draft = random_drafter()
 
     class Other(torch.nn.Module):

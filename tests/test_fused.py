@@ -15,7 +15,7 @@ from dflash.cache import KVCache
 from dflash.target import UnsupportedTargetError, fused, structural_twin
 from dflash.target.fused import FusedTarget
 
-TAPS = (1, 0)  # the last layer's is read after the norm
+TAPS = (1, 0)  # the last layer's tap is read after the norm
 FAMILIES = ["llama", "mistral (windowed)", "qwen2", "qwen3 (windowed)"]
 
 
@@ -54,7 +54,7 @@ def test_ragged_blocks_are_as_exact_as_the_models_own(family, kernels, dtype, mo
 
 @torch.no_grad()
 def test_a_rows_bits_do_not_depend_on_its_place_in_the_block(kernels, dtype, monkeypatch):
-    """What makes bf16 output equal the one-token mode's, bit for bit."""
+    """This is why bf16 output equals one-token decoding bit for bit."""
     model = make_target("qwen3", dtype=dtype, num_hidden_layers=2)
     (layers, cache), ids = on_ops(model, 40), prompt(40)[None]
     run_op_by_op(monkeypatch, kernels)
@@ -87,7 +87,7 @@ def test_the_recorded_step_writes_the_greedy_text(target, batch, drafts, monkeyp
 
 
 class TestArgument:
-    def test_the_text_is_the_same_either_way(self, target):
+    def test_the_text_is_the_same_with_and_without(self, target):
         draft, ids = make_draft(target), prompt(20)[None]
         generators = {
             asked: dflash.Generator(target, draft, max_length=80, fused=asked) for asked in (True, False, "auto")
@@ -100,12 +100,12 @@ class TestArgument:
             "auto": True,
         }
 
-    def test_a_target_with_a_forward_of_its_own_is_refused(self):
+    def test_true_refuses_a_target_that_is_not_recognized(self):
         other = make_target("gemma3")
         with pytest.raises(UnsupportedTargetError, match=r"fused=True needs exactly a Llama, .* got Gemma3ForCausalLM"):
             dflash.Generator(other, max_length=40, fused=True)
         dflash.Generator(other, max_length=40)
 
-    def test_another_value_is_refused(self, target):
+    def test_other_values_are_refused(self, target):
         with pytest.raises(ValueError, match="fused must be True, False or \"auto\", got 'yes'"):
             dflash.Generator(target, max_length=40, fused="yes")

@@ -1,6 +1,6 @@
-"""The drafter against the reference package ``dflash==0.1.0``: same checkpoint, same features, the same hidden states.
+"""Compare the drafter with the reference package ``dflash==0.1.0``: same checkpoint and features, same hidden states.
 
-Acceptance does not show a wrong mask inside the block; hidden states do.
+A wrong mask inside the block does not show in acceptance, but it does in hidden states.
 """
 
 import copy
@@ -25,7 +25,7 @@ CAPACITY = 160
 
 
 def as_reference(package, config: dict, tensors: dict):
-    """The reference package's own model; it knows no ``dflash_config.causal``, so it gets that as ``is_causal``."""
+    """Return the reference package's model. It ignores ``dflash_config.causal``, so it gets that as ``is_causal``."""
     config = copy.deepcopy(config)
     causal = config["dflash_config"].pop("causal", None)
     if causal is not None:
@@ -36,7 +36,7 @@ def as_reference(package, config: dict, tensors: dict):
 
 
 def in_float64(model):
-    """A float64 copy, whose norms (transformers computes them in float32) are float64 too."""
+    """Return a float64 copy. transformers' norms compute in float32, so they are replaced."""
     model = copy.deepcopy(model).double()
     for module in model.modules():
         if isinstance(module, Qwen3RMSNorm):
@@ -101,14 +101,14 @@ def simulate(package, config: dict, *, change=lambda parsed: parsed, folder, see
 
 @pytest.mark.parametrize("name", VARIANTS)
 @torch.no_grad()
-def test_hidden_states_at_every_step(reference_package, name, tmp_path):
+def test_hidden_states_are_equal_at_every_step(reference_package, name, tmp_path):
     for ours, theirs, exact in simulate(reference_package, VARIANTS[name], folder=tmp_path):
         assert exact.dtype == torch.float64
         assert_as_exact_as_torch(ours, theirs, exact)
 
 
 class Recorder(Cheat):
-    """Keeps what the drafter was given and what it answered, step by step; its drafts are right up to every sixth."""
+    """Record the drafter's inputs and outputs of every step. Every sixth draft is wrong."""
 
     spoil = 6
 
@@ -132,7 +132,7 @@ class Recorder(Cheat):
 
 @pytest.mark.parametrize("name", VARIANTS)
 @torch.no_grad()
-def test_hidden_states_at_every_step_of_a_generation(reference_package, name):
+def test_hidden_states_are_equal_at_every_step_of_a_generation(reference_package, name):
     target = make_target("qwen3")
     config = draft_config(target, name)
     tensors = random_tensors(DraftConfig.from_config(config))
@@ -188,14 +188,14 @@ def _no_rope_scaling(config: DraftConfig) -> DraftConfig:
     ],
 )
 @torch.no_grad()
-def test_a_wrong_rule_is_seen(reference_package, name, change, tmp_path):
+def test_a_wrong_rule_shows_in_the_hidden_states(reference_package, name, change, tmp_path):
     results = list(simulate(reference_package, VARIANTS[name], change=change, folder=tmp_path))
     assert max(relative_error(ours, exact) for ours, _, exact in results) > 1e-3
 
 
 @pytest.mark.parametrize("name", ["Gemma4-31B", "is_causal-false-with-window", "Qwen3-4B"])
 @torch.no_grad()
-def test_logits_and_embeddings(reference_package, name, tmp_path):
+def test_logits_and_embeddings_are_equal(reference_package, name, tmp_path):
     config, head = VARIANTS[name], torch.nn.Linear(64, 50, bias=False)
     tensors = random_tensors(DraftConfig.from_config(config))
     draft = load_draft(save_checkpoint(tmp_path, config, tensors))
@@ -211,7 +211,7 @@ def test_logits_and_embeddings(reference_package, name, tmp_path):
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_its_module_is_taken_over(reference_package, name, tmp_path):
+def test_the_weights_of_its_module_are_copied(reference_package, name, tmp_path):
     config = VARIANTS[name]
     parsed = DraftConfig.from_config(config)
     tensors = random_tensors(parsed)
@@ -228,7 +228,7 @@ def test_its_module_is_taken_over(reference_package, name, tmp_path):
     assert model.dtype == torch.float32
 
 
-def test_a_module_without_weights_or_of_the_second_kind_is_refused(reference_package):
+def test_modules_without_weights_and_dflash_2_modules_are_refused(reference_package):
     config = config_dict()
     with torch.device("meta"):
         model = reference_package.DFlashDraftModel(Qwen3Config(**config))
@@ -240,7 +240,7 @@ def test_a_module_without_weights_or_of_the_second_kind_is_refused(reference_pac
         load_draft(reference_package.DFlash2DraftModel(Qwen3Config(**config)))
 
 
-def test_interpolated_taps(reference_package):
+def test_interpolated_taps_are_equal(reference_package):
     for layers in range(1, 9):
         for target in range(4, 100):
             assert list(build_target_layer_ids(target, layers)) == reference_package.build_target_layer_ids(

@@ -1,4 +1,4 @@
-"""The structural twin: the same logits and taps, the user's model untouched, what cannot run refused by name."""
+"""The target: logits and taps equal the model's, the model stays untouched, and what cannot run is refused by name."""
 
 import threading
 import types
@@ -34,7 +34,7 @@ def test_logits_and_taps_equal_the_model_in_two_chunks(family):
         torch.testing.assert_close(tap, plain.hidden_states[layer + 1], rtol=0, atol=2e-4)
 
 
-def test_the_users_model_is_left_as_it_was():
+def test_the_users_model_is_not_changed():
     model = make_target("mistral (windowed)").train()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     attributes = {name: set(module.__dict__) for name, module in model.named_modules()}
@@ -113,7 +113,7 @@ def test_sparse_attention_is_refused(family):
         dflash.generate(make_target(family), None, ids(4), max_new_tokens=4)
 
 
-def test_other_models_are_refused():
+def test_models_that_are_not_causal_language_models_are_refused():
     config = T5Config(vocab_size=50, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0)
     with pytest.raises(ValueError, match="encoder-decoder"):
         dflash.generate(AutoModelForSeq2SeqLM.from_config(config), None, ids(4), max_new_tokens=4)
@@ -135,7 +135,7 @@ def test_float16_on_the_cpu_is_refused():
         dflash.generate(make_target("qwen3").half(), None, ids(4), max_new_tokens=4)
 
 
-def test_a_window_that_only_the_mask_knows_is_refused():
+def test_a_window_applied_only_through_a_mask_is_refused():
     model = make_target("phimoe (windowed)")
     with pytest.raises(UnsupportedTargetError, match="PhimoeAttention applies its sliding window only through a mask"):
         dflash.generate(model, None, ids(4), max_new_tokens=4)
@@ -163,14 +163,14 @@ def test_a_model_that_ignores_logits_to_keep_still_chooses_from_the_right_row():
 
 
 class TestProbe:
-    """A family that no test covers is tried on a few tokens before it is trusted."""
+    """A family that no test covers is tried on a few tokens before it is run."""
 
     @pytest.fixture(autouse=True)
     def _nothing_is_tested(self, monkeypatch):
         monkeypatch.setattr(support, "TESTED_FAMILIES", frozenset())
         monkeypatch.setattr(support, "_PROBED", weakref.WeakSet())
 
-    def test_a_family_that_agrees_runs(self):
+    def test_a_family_with_the_same_logits_runs(self):
         model = make_target("llama")
         assert Target(model).config.model_type == "llama"
 

@@ -8,13 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Protocol
 
 from .layouts import from_speculators, is_speculators
 from .reader import read_fields
 from .rope import Rope
 
 __all__ = ["DraftConfig"]
+
+
+class SupportsToDict(Protocol):
+    """A config object, such as transformers' own."""
+
+    def to_dict(self) -> dict[str, object]:
+        """Return the content of ``config.json``."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +58,7 @@ class DraftConfig:
     max_position_embeddings: int | None = None
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any] | Any, source: str = "draft config") -> DraftConfig:
+    def from_config(cls, config: Mapping[str, object] | SupportsToDict, source: str = "draft config") -> DraftConfig:
         """Read a parsed ``config.json``, in the published or the speculators layout (:mod:`dflash.drafter.layouts`).
 
         Unknown top-level keys are listed in one warning. Unknown keys of ``dflash_config`` are an error.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -271,9 +271,11 @@ class Drafter(nn.Module):
         self._pack()
         return self
 
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+    def load_state_dict(
+        self, state_dict: Mapping[str, Tensor], strict: bool = True, assign: bool = False
+    ) -> tuple[list[str], list[str]]:
         """Load parameters as :meth:`torch.nn.Module.load_state_dict` does, and keep them packed."""
-        result = super().load_state_dict(*args, **kwargs)
+        result = super().load_state_dict(state_dict, strict=strict, assign=assign)
         self._pack()
         return result
 
