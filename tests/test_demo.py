@@ -76,9 +76,9 @@ def test_a_prompt_of_ones_own_is_asked_as_the_pair_was_trained():
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_numbers_belong_together(tiny, temperature):
-    found = run_json(tiny, "--temperature", temperature, "--max-new-tokens", 12, "--seed", 5)
+    found = run_json(tiny, "--temperature", temperature, "--max-new-tokens", 12, "--seed", 5, "--prompts", 3)
     assert found["identical"] is True
-    assert found["prompts"] == 3
+    assert (found["prompts"], found["available"]) == (3, 3)
     assert (found["right"], found["answerable"]) == (0, 1)
     both = found["one_token_tokens_per_second"], found["transformers_tokens_per_second"]
     assert found["baseline_tokens_per_second"] == max(both)
@@ -177,6 +177,64 @@ def test_each_goes_first_in_turn_after_a_warm_up_at_both_lengths(tiny, monkeypat
     assert {name for name, _ in asked[6::3]} == runners
 
 
+class Clock:
+    """A clock that stands still but for what a test adds."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.mark.parametrize(("seconds", "answered"), [(None, 3), (9, 3), (8, 2), (4, 1), (0.1, 1)])
+def test_no_prompt_is_started_when_the_time_is_spent(tiny, monkeypatch, seconds, answered):
+    target, draft, tokenizer = dflash.demo_pair(tiny)
+    clock, real = Clock(), compare.Comparison.answer
+
+    def answer(self, ids):
+        clock.now += 4
+        return real(self, ids)
+
+    monkeypatch.setattr(compare.Comparison, "answer", answer)
+    budget = demo.Budget(seconds, clock)
+    found = demo.measure(target, draft, tokenizer, demo.demo_prompts(tiny), Decoding(4), budget=budget)
+    assert (found.prompts, found.available) == (answered, 3)
+    assert found.answerable == (answered > 1)  # the second prompt is the one with a single right answer
+    assert found.new_tokens <= 4 * answered
+
+
+def test_a_slow_machine_streams_and_warms_up_less(tiny, monkeypatch):
+    target, draft, tokenizer = dflash.demo_pair(tiny)
+    clock, streamed, warm, real = Clock(), [], [], compare.Comparison.warm_up
+
+    def show(prompt, events):
+        streamed.append(prompt.text)
+        clock.now += 3
+
+    def warm_up(self, ids):
+        warm.append(len(ids))
+        real(self, ids)
+        clock.now += 3
+
+    monkeypatch.setattr(compare.Comparison, "warm_up", warm_up)
+    asked = demo.demo_prompts(tiny)
+    for seconds, shown, lengths in ((100, 3, [4, 3]), (14, 2, [4]), (10, 1, [4])):
+        streamed.clear(), warm.clear()
+        budget = demo.Budget(seconds, clock)
+        demo.measure(target, draft, tokenizer, asked, Decoding(4), budget=budget, show=show)
+        assert streamed == [prompt.text for prompt in asked[:shown]]
+        assert warm == lengths
+
+
+def test_the_seconds_bound_the_command_and_the_number_of_prompts_does_not(tiny, shell):
+    assert run_json(tiny, "--seconds", 1e-9, "--max-new-tokens", 4)["prompts"] == 1
+    two = run_json(tiny, "--prompts", 2, "--max-new-tokens", 4)
+    assert (two["prompts"], two["available"]) == (2, 3)
+    done = shell("demo", "--pair", tiny, "--max-new-tokens", 4, "--seconds", 1e-9)
+    assert "\n1 of 3 prompts, " in done.out
+
+
 def test_transformers_generate_leaves_the_random_numbers_alone(tiny):
     target, draft, tokenizer = dflash.demo_pair(tiny)
     before = torch.random.get_rng_state()
@@ -189,6 +247,8 @@ def test_transformers_generate_leaves_the_random_numbers_alone(tiny):
     ("arguments", "message"),
     [
         (["--prompt", "w5", "--prompts", "2"], "--prompts counts held-out prompts: it does not go with --prompt"),
+        (["--prompts", "2", "--seconds", "9"], "--prompts answers exactly that many prompts: it does not go with"),
+        (["--seconds", "0"], "--seconds must be above 0, got 0.0"),
         (["--prompts", "0"], "--prompts must be at least 1, got 0"),
         (["--temperature", "-1"], "temperature must be a finite number of at least 0, got -1.0"),
         (["--max-new-tokens", "510"], "a prompt of 4 tokens and 510 new tokens pass the target's"),

@@ -208,7 +208,7 @@ def chat(
             typer.echo(json.dumps(answer.report()))
         elif answer.last is not None:
             typer.echo()
-            console.print(f"[dim]{answer.summary()}[/]")
+            console.print(f"[dim]{answer.summary()}[/]", soft_wrap=True)
 
 
 class _Conversation:

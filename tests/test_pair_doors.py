@@ -1,0 +1,149 @@
+"""Every door to the pair inside the package gives right answers: its tokenizer writes prompts as they were trained."""
+
+import io
+import itertools
+import json
+import sys
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+import dflash
+from dflash.evaluate import ARROW, CHAT_TEMPLATE, PAIR, encode, prompt_ids
+from dflash.train.demo_pair.tasks import Example, examples, is_right
+
+NAMED = ["--model", PAIR / "target", "--draft", PAIR / "draft"]
+SAID = "no --model: the pair inside the package answers"
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(PAIR / "target")
+
+
+def held_out(count: int, kind: str | None = None) -> list[Example]:
+    """Examples that neither training nor any table of the docs has seen."""
+    drawn = (example for example in examples(4_000_003, held=True) if kind in (None, example.kind))
+    return list(itertools.islice(drawn, count))
+
+
+def question(example: Example) -> str:
+    return example.prompt.removesuffix(ARROW)
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+# ---------------------------------------------------------------------------------------------- the tokenizer
+
+
+def test_the_template_in_the_package_is_the_one_in_the_source(tokenizer):
+    assert tokenizer.chat_template == CHAT_TEMPLATE
+
+
+def test_a_message_becomes_the_prompt_that_was_trained(tokenizer):
+    for example in held_out(60):
+        trained = encode(tokenizer, example.prompt)[0].tolist()
+        assert trained[0] == tokenizer.bos_token_id
+        assert tokenizer(example.prompt).input_ids == trained
+        text = question(example)
+        for content in (text, example.prompt, text + "\n", f"  {text} "):
+            assert prompt_ids(tokenizer, {"prompt": content}) == trained
+            asked = tokenizer.apply_chat_template([user(content)], add_generation_prompt=True, return_dict=True)
+            assert asked["input_ids"] == trained
+
+
+def test_only_the_last_question_of_a_conversation_is_asked(tokenizer):
+    first, last = held_out(2)
+    messages = [user(question(first)), {"role": "assistant", "content": first.answer}, user(question(last))]
+    assert prompt_ids(tokenizer, {"messages": messages}) == encode(tokenizer, last.prompt)[0].tolist()
+
+
+def test_a_conversation_with_its_answer_is_a_training_row(tokenizer):
+    example = held_out(1)[0]
+    messages = [user(question(example)), {"role": "assistant", "content": example.answer}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False)
+    assert text == tokenizer.bos_token + example.prompt + example.answer + tokenizer.eos_token
+
+
+@pytest.mark.parametrize(
+    ("messages", "reason"),
+    [
+        (
+            [{"role": "system", "content": "be brief"}, user("add 1 and 2")],
+            "trained without messages of the role system",
+        ),
+        ([{"role": "assistant", "content": "3"}], "there is no message of the user to answer"),
+    ],
+)
+def test_messages_that_the_pair_cannot_read_are_refused(tokenizer, messages, reason):
+    with pytest.raises(ValueError, match=f"the chat template refuses these messages: .*{reason}"):
+        prompt_ids(tokenizer, {"messages": messages})
+
+
+# ---------------------------------------------------------------------------------------------- the doors
+
+
+def test_apply_chat_template_and_generate():
+    target, draft, tokenizer = dflash.demo_pair()
+    for example in held_out(6):
+        ids = tokenizer.apply_chat_template([user(question(example))], return_tensors="pt", return_dict=True)[
+            "input_ids"
+        ]
+        out = dflash.generate(target, draft, ids, max_new_tokens=256)
+        assert is_right(example, tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
+        theirs = target.generate(ids, max_new_tokens=256, do_sample=False)
+        assert torch.equal(theirs, out)
+
+
+@pytest.mark.parametrize("named", [[], NAMED])
+def test_the_generate_command(shell, tmp_path, named):
+    for number, example in enumerate(held_out(3, "sums") + held_out(1, "records") + held_out(1, "letters")):
+        (tmp_path / "prompt.txt").write_text(question(example) + "\n")
+        for prompt in ([question(example)], ["--file", tmp_path / "prompt.txt"])[: 2 if number == 0 else 1]:
+            done = shell("generate", *named, *prompt)
+            assert done.code == 0, done.err
+            assert is_right(example, done.out.removesuffix("\n"))
+            assert (SAID in done.err) == (not named)
+
+
+def test_the_generate_command_with_a_raw_prompt_and_json(shell):
+    example = held_out(1, "sums")[0]
+    for bos in ([], ["--bos"]):
+        done = shell("generate", "--raw", *bos, "--json", example.prompt)
+        assert is_right(example, json.loads(done.out)["text"])
+        assert done.err.startswith(SAID)
+        assert done.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("named", [[], NAMED])
+def test_the_chat_command(shell, monkeypatch, named):
+    asked = held_out(4, "sums")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("".join(question(example) + "\n" for example in asked)))
+    done = shell("chat", "--json", *named)
+    assert done.code == 0, done.err
+    answers = [json.loads(line)["text"] for line in done.out.splitlines()]
+    assert [is_right(example, answer) for example, answer in zip(asked, answers, strict=True)] == [True] * 4
+    assert (SAID in done.err) == (not named)
+
+
+def test_the_benchmark_command(shell, tmp_path):
+    path = tmp_path / "asked.jsonl"
+    turns = [[question(example) for example in held_out(6)[start : start + 2]] for start in (0, 2, 4)]
+    path.write_text("".join(json.dumps({"turns": both}) + "\n" for both in turns))
+    call = ["--dataset", path, "--turns", "all", "--max-new-tokens", 200, "--dtype", "float32", "--json"]
+    done = shell("benchmark", *NAMED, *call)
+    assert done.code == 0, done.err
+    found = json.loads(done.out)["datasets"]["asked"]
+    assert (found["turns"], found["identical"]) == (6, 6)
+    assert found["acceptance_length"] > 10
+
+
+@pytest.mark.parametrize("option", ["--model", "--draft"])
+def test_half_a_pair_is_refused(shell, option):
+    done = shell("generate", option, PAIR / option.removeprefix("--"), "add 1 and 2")
+    assert done.code == 2
+    other = "--draft" if option == "--model" else "--model"
+    assert done.err == f"dflash: {option} needs {other} too; without both, the pair inside the package answers\n"
