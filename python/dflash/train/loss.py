@@ -51,10 +51,10 @@ def block_loss(
     distill: float = 0.0,
     statistics: bool = False,
 ) -> BlockLoss:
-    """Return the weighted cross-entropy of the slots that count, a share of it replaced by the distance to the target.
+    """Return the weighted cross-entropy of the slots that count, or partly the distance to the target.
 
-    ``loss = sum_k w_k ((1 - distill) CE(q_k, label_k) + distill KL(p_k || q_k))``, where q is the drafter's distribution
-    and p the target's at the same position.
+    ``loss = sum_k w_k ((1 - distill) CE(q_k, label_k) + distill KL(p_k || q_k))``, where q is the drafter's
+    distribution and p the target's at the same position.
 
     Args:
         hidden: ``[batch, anchors, block, hidden]``, from the drafter.

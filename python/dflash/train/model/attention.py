@@ -13,7 +13,7 @@ __all__ = ["ATTENTIONS", "visible_keys"]
 
 
 def visible_keys(anchors: Tensor, length: int, block_size: int, causal: bool, window: int) -> Tensor:
-    """Return what each slot of each block sees: ``[batch, anchors, block, length + block]`` bool, the block's keys last.
+    """Return what each slot of each block sees: ``[batch, anchors, block, length + block]`` bool, own keys last.
 
     Args:
         anchors: ``[batch, anchors]`` int64.
@@ -104,14 +104,14 @@ def _matmul_attention(
 _TILE = 128  # rows and keys of FlexAttention's sparse blocks
 
 
-def _flex_mask(anchors: Tensor, length: int, block: int, causal: bool, window: int, group: int):
+def _flex_mask(anchors: Tensor, length: int, block: int, causal: bool, window: int, group: int):  # noqa: ARG001
     """Return the block mask over ``[context ; all blocks]`` of a sequence.
 
     The anchors say which tiles are seen. Unlike ``create_block_mask``, nothing of the size of rows times keys is built.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
-    def visible(b, h, row, key):
+    def visible(b, h, row, key):  # noqa: ARG001
         own, other = row // block, key - length
         start = anchors[b, own]
         behind = key < length
@@ -124,12 +124,14 @@ def _flex_mask(anchors: Tensor, length: int, block: int, causal: bool, window: i
                 seen = seen & (ahead.abs() < window)
         return seen
 
+    # 1. The first and last anchor of every tile of rows
     count, device = anchors.shape[1], anchors.device
     rows, keys = count * block, length + count * block
     spare = -rows % _TILE
     starts = anchors.repeat_interleave(block, 1)
     last = F.pad(starts, (0, spare), value=-1).unflatten(1, (-1, _TILE)).amax(-1)[..., None]
     first = F.pad(starts, (0, spare), value=keys).unflatten(1, (-1, _TILE)).amin(-1)[..., None]
+    # 2. The tiles of keys that it sees: of the context, and of its own blocks
     row = torch.arange(0, rows, _TILE, device=device)[:, None]  # a tile's first row, and key
     key = torch.arange(0, keys, _TILE, device=device)
     behind = key < last.clamp(max=length)
@@ -138,6 +140,7 @@ def _flex_mask(anchors: Tensor, length: int, block: int, causal: bool, window: i
     begin = length + row // block * block
     end = length + ((row + _TILE - 1).clamp(max=rows - 1) // block + 1) * block
     own = (key < end) & (key + _TILE > begin)
+    # 3. Those that it sees completely need no mask
     full = (key + _TILE <= first.clamp(max=length)) & (window == 0)
     tiles = [_tile_list(mask) for mask in ((behind | own) & ~full, full)]
     return BlockMask.from_kv_blocks(*tiles[0], *tiles[1], _TILE, visible, (rows, keys))
@@ -155,7 +158,7 @@ def _tile_list(seen: Tensor) -> tuple[Tensor, Tensor]:
 _compiled_flex = None
 
 
-def _flex_attention(q: Tensor, k: Tensor, v: Tensor, context_k: Tensor, context_v: Tensor, mask, count: int) -> Tensor:
+def _flex_attention(q: Tensor, k: Tensor, v: Tensor, context_k: Tensor, context_v: Tensor, mask, count: int) -> Tensor:  # noqa: ARG001
     global _compiled_flex
     from torch.nn.attention.flex_attention import flex_attention
 
