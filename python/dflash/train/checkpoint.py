@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ..drafter import FULL, SLIDING, DraftConfig, Drafter
-from ..files import flush, remove_unfinished, save_tensors, whole_file, whole_folder, write_json
+from ..files import atomic_folder, fsync, remove_unfinished, save_tensors, write_atomically, write_json
 
 __all__ = [
     "CheckpointError",
@@ -115,8 +115,8 @@ def save_draft(drafter: Drafter, folder: str | os.PathLike, *, dtype: torch.dtyp
         folder.mkdir(parents=True, exist_ok=True)
         tensors = {name: p.detach().to("cpu", dtype).contiguous().clone() for name, p in drafter.named_parameters()}
         config = published_config(drafter.config, dtype)
-        whole_file(folder / "model.safetensors", lambda path: save_tensors(tensors, path, {"format": "pt"}))
-        whole_file(folder / "config.json", lambda path: write_json(config, path))
+        write_atomically(folder / "model.safetensors", lambda path: save_tensors(tensors, path, {"format": "pt"}))
+        write_atomically(folder / "config.json", lambda path: write_json(config, path))
     except Exception as error:
         raise _failure(f"the draft was not written to {folder}", error) from error
     return folder
@@ -156,10 +156,10 @@ def save_checkpoint(
     final = folder / f"step-{step:08d}"
     try:
         remove_unfinished(folder)  # of a run that was killed
-        with whole_folder(final) as unfinished:
+        with atomic_folder(final) as unfinished:
             save_draft(drafter, unfinished, dtype=None)
             torch.save(state, unfinished / _STATE)
-            flush(unfinished / _STATE)
+            fsync(unfinished / _STATE)
             write_json(progress, unfinished / _PROGRESS)
     except Exception as error:
         last = checkpoints(folder)

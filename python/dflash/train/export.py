@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..drafter import draft_folder, from_speculators, is_speculators, load_draft, to_speculators
-from ..files import save_tensors, whole_folder, write_json
+from ..files import atomic_folder, save_tensors, write_json
 
 __all__ = ["FORMATS", "export"]
 
@@ -66,7 +66,7 @@ def export(
     tensors = {name: tensor.detach().contiguous().clone() for name, tensor in drafter.named_parameters()}
     out.parent.mkdir(parents=True, exist_ok=True)
     try:
-        with whole_folder(out) as unfinished:
+        with atomic_folder(out) as unfinished:
             save_tensors(tensors, unfinished / "model.safetensors", {"format": "pt"})
             write_json(config, unfinished / "config.json")
     except Exception as error:

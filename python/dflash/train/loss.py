@@ -1,7 +1,8 @@
-"""The loss of a batch of blocks, as a sum: whoever steps divides by the sum of the weights, over all processes."""
+"""The loss of a batch of blocks, as a sum. The trainer divides it by the sum of the weights over all processes."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ from .data.blocks import Blocks
 
 __all__ = ["BlockLoss", "block_loss"]
 
-# Logits held at once; more rows than that are run in chunks whose logits are computed again in the backward pass.
+# Logits held at a time. More rows run in chunks, whose logits are computed again in the backward pass.
 _CHUNK_ELEMENTS = 1 << 26
 
 
@@ -26,9 +27,10 @@ class BlockLoss:
         loss: ``sum(weight * loss)``, with the graph.
         weight: the sum of the weights.
         cross_entropy: the part of ``loss`` that is cross-entropy, detached.
-        correct, counted: ``[block - 1]`` per slot: right tokens, and tokens, unweighted; None unless asked for.
-        accepted, blocks: sum of the lengths that a block's right prefix would emit, bonus token counted, and blocks
-            that lose nothing to the end of their sequence; None unless asked for.
+        correct: ``[block - 1]``, right tokens per slot, unweighted; None unless asked for, like all below.
+        counted: ``[block - 1]``, tokens per slot.
+        accepted: tokens that the right prefixes of complete blocks would emit, bonus token included.
+        blocks: complete blocks, which lose nothing to the end of their sequence.
     """
 
     loss: Tensor
@@ -49,66 +51,76 @@ def block_loss(
     distill: float = 0.0,
     statistics: bool = False,
 ) -> BlockLoss:
-    """Weighted cross-entropy of the slots that count; ``distill`` of it replaced by the distance to the target.
+    """Return the weighted cross-entropy of the slots that count, or partly the distance to the target.
 
-    ``loss = sum_k w_k ((1 - distill) CE(q_k, label_k) + distill KL(p_k || q_k))``, q the drafter's distribution, p the
-    target's of the same position.
+    ``loss = sum_k w_k ((1 - distill) CE(q_k, label_k) + distill KL(p_k || q_k))``, where q is the drafter's
+    distribution and p the target's at the same position.
 
     Args:
         hidden: ``[batch, anchors, block, hidden]``, from the drafter.
         blocks: of the same batch.
-        logits: rows of hidden states, the drafter's or the target's, to logits. Only rows with a weight are run.
+        logits: from hidden states, the drafter's or the target's, to logits. Only slots with a weight are run.
         teacher: ``[batch, length, hidden]``, the target's final hidden states; needed for ``distill > 0``.
         distill: share of the distillation loss, 0 to 1.
         statistics: count right tokens too.
     """
+    # 1. Pick the slots that count
     rows = blocks.weights.flatten().nonzero().squeeze(1)
     weights = blocks.weights.flatten()[rows]
     labels = blocks.labels.flatten()[rows]
     picked = hidden.flatten(0, 2)[rows]
-    taught = None
-    if distill:
-        if teacher is None:
-            raise ValueError("distill > 0 needs the target's final hidden states")
-        batch, _, block = blocks.labels.shape
-        slot = torch.arange(block, device=rows.device)
-        # The target's row at anchor + k - 1 is the distribution of the token at anchor + k.
-        before = (blocks.anchors[..., None] + slot - 1).clamp(0, teacher.shape[1] - 1)
-        before = before + torch.arange(batch, device=rows.device)[:, None, None] * teacher.shape[1]
-        taught = teacher.flatten(0, 1)[before.flatten()[rows]]
-
-    def part(picked: Tensor, labels: Tensor, weights: Tensor, taught: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        scores = logits(picked).float()
-        entropy = torch.dot(F.cross_entropy(scores, labels, reduction="none"), weights)
-        loss = entropy
-        if taught is not None:
-            with torch.no_grad():
-                wanted = F.log_softmax(logits(taught).float(), -1)
-            divergence = F.kl_div(F.log_softmax(scores, -1), wanted, reduction="none", log_target=True).sum(-1)
-            loss = (1 - distill) * entropy + distill * torch.dot(divergence, weights)
-        right = scores.detach().argmax(-1) == labels if statistics else labels.new_zeros(0)
-        return loss, entropy.detach(), right
-
+    taught = _teacher_rows(teacher, blocks, rows) if distill else None
+    # 2. Sum their losses, in chunks if their logits are many
+    sums = functools.partial(_loss_sums, logits, distill, statistics)
     vocab = logits(picked[:0]).shape[-1]
     size = max(1, _CHUNK_ELEMENTS // vocab)
     if len(rows) <= size:
-        loss, entropy, right = part(picked, labels, weights, taught)
+        loss, entropy, right = sums(picked, labels, weights, taught)
     else:
-        starts = range(0, len(rows), size)
-        parts = [
-            checkpoint(
-                part,
-                *(value if value is None else value[i : i + size] for value in (picked, labels, weights, taught)),
-                use_reentrant=False,
-            )
-            for i in starts
-        ]
-        loss, entropy = sum(p[0] for p in parts), sum(p[1] for p in parts)
-        right = torch.cat([p[2] for p in parts])
+        parts = []
+        for i in range(0, len(rows), size):
+            chunk = (value if value is None else value[i : i + size] for value in (picked, labels, weights, taught))
+            parts.append(checkpoint(sums, *chunk, use_reentrant=False))
+        loss, entropy = sum(part[0] for part in parts), sum(part[1] for part in parts)
+        right = torch.cat([part[2] for part in parts])
+    # 3. Count right tokens
     out = BlockLoss(loss, weights.sum(), entropy)
     if statistics:
         _count(out, blocks, rows, right)
     return out
+
+
+def _teacher_rows(teacher: Tensor | None, blocks: Blocks, rows: Tensor) -> Tensor:
+    """Return the target's final state for each slot: the one at anchor + k - 1 predicts the token at anchor + k."""
+    if teacher is None:
+        raise ValueError("distill > 0 needs the target's final hidden states")
+    batch, _, block = blocks.labels.shape
+    slot = torch.arange(block, device=rows.device)
+    before = (blocks.anchors[..., None] + slot - 1).clamp(0, teacher.shape[1] - 1)
+    before = before + torch.arange(batch, device=rows.device)[:, None, None] * teacher.shape[1]
+    return teacher.flatten(0, 1)[before.flatten()[rows]]
+
+
+def _loss_sums(
+    logits: Callable[[Tensor], Tensor],
+    distill: float,
+    statistics: bool,
+    picked: Tensor,
+    labels: Tensor,
+    weights: Tensor,
+    taught: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the weighted loss, its cross-entropy, and which rows are right (none without ``statistics``)."""
+    scores = logits(picked).float()
+    entropy = torch.dot(F.cross_entropy(scores, labels, reduction="none"), weights)
+    loss = entropy
+    if taught is not None:
+        with torch.no_grad():
+            wanted = F.log_softmax(logits(taught).float(), -1)
+        divergence = F.kl_div(F.log_softmax(scores, -1), wanted, reduction="none", log_target=True).sum(-1)
+        loss = (1 - distill) * entropy + distill * torch.dot(divergence, weights)
+    right = scores.detach().argmax(-1) == labels if statistics else labels.new_zeros(0)
+    return loss, entropy.detach(), right
 
 
 @torch.no_grad()
@@ -117,6 +129,6 @@ def _count(out: BlockLoss, blocks: Blocks, rows: Tensor, right: Tensor) -> None:
     correct = torch.zeros_like(counted)
     correct.view(-1)[rows] = right
     out.correct, out.counted = correct[..., 1:].sum((0, 1)), counted[..., 1:].sum((0, 1))
-    whole = counted[..., 1:].all(-1)
+    complete = counted[..., 1:].all(-1)
     lengths = 1 + correct[..., 1:].long().cumprod(-1).sum(-1)
-    out.accepted, out.blocks = (lengths * whole).sum(), whole.sum()
+    out.accepted, out.blocks = (lengths * complete).sum(), complete.sum()

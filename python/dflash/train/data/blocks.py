@@ -1,6 +1,6 @@
-"""Anchors and blocks of a training batch: what the drafter is asked, and what each answer weighs.
+"""Anchors and blocks of a training batch: what the drafter is asked, and the weight of each answer.
 
-A block is the anchor's token and ``block_size - 1`` masks; its slot k > 0 predicts the token at ``anchor + k`` (DFlash
+A block is the anchor's token and ``block_size - 1`` masks. Its slot k > 0 predicts the token at ``anchor + k`` (DFlash
 paper, section 4.2). All blocks of all sequences are made at once.
 """
 
@@ -15,20 +15,20 @@ __all__ = ["Blocks", "default_gamma", "make_blocks", "sample_anchors"]
 
 
 def default_gamma(block_size: int) -> float:
-    """The published decay of the slots' weights: 7, 5 and 4 for blocks of 16, 10 and 8; straight lines between."""
+    """Return the published decay of the slots' weights: 7, 5 and 4 for blocks of 16, 10 and 8, linear in between."""
     return block_size / 2 if block_size <= 10 else 5 + (block_size - 10) / 3
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """The blocks of a batch; a sequence with fewer anchors than the longest is filled up with blocks of weight 0.
+    """The blocks of a batch. A sequence with fewer anchors than another is filled up with blocks of weight 0.
 
     Attributes:
         anchors: ``[batch, anchors]`` int64, ascending; the fill is 0.
         ids: ``[batch, anchors, block]`` int64: the anchor's token, then mask ids.
         labels: ``[batch, anchors, block]`` int64: the token at ``anchor + k``, 0 where there is none.
-        weights: ``[batch, anchors, block]`` float32: ``exp(-(k - 1) / gamma)``, 0 in slot 0, where a token is missing
-            or not the target's own, and in every slot behind such a one.
+        weights: ``[batch, anchors, block]`` float32: ``exp(-(k - 1) / gamma)``, 0 in slot 0, and from the first slot on
+            whose token is missing or not the target's own.
     """
 
     anchors: Tensor
@@ -38,12 +38,12 @@ class Blocks:
 
 
 def sample_anchors(loss_mask: Tensor, count: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-    """Up to ``count`` positions a sequence, uniform without replacement, whose token and next token are supervised.
+    """Draw up to ``count`` positions per sequence, without replacement, whose token and next token are supervised.
 
     Args:
         loss_mask: ``[batch, length]``, nonzero on the tokens that the target wrote.
-        count: anchors a sequence at most.
-        generator: of the same device; None for torch's own.
+        count: anchors per sequence, at most.
+        generator: on the same device; None for torch's own.
 
     Returns:
         ``anchors [batch, n]`` int64 ascending, fill last, and ``valid [batch, n]`` bool; ``n <= count`` is the most
@@ -65,12 +65,14 @@ def sample_anchors(loss_mask: Tensor, count: int, generator: torch.Generator | N
 def make_blocks(
     input_ids: Tensor, loss_mask: Tensor, anchors: Tensor, valid: Tensor, block_size: int, mask_id: int, gamma: float
 ) -> Blocks:
-    """The blocks at ``anchors``; those that reach past the sequence keep their slots and lose the weights.
+    """Return the blocks at ``anchors``. Slots past the end of their sequence have weight 0.
 
     Args:
-        input_ids, loss_mask: ``[batch, length]``, right-padded with a loss mask of 0.
-        anchors, valid: ``[batch, anchors]``, from :func:`sample_anchors`.
-        block_size: slots of a block, the anchor's counted.
+        input_ids: ``[batch, length]``, padded on the right.
+        loss_mask: ``[batch, length]``, 0 on padding.
+        anchors: ``[batch, anchors]``, from :func:`sample_anchors`.
+        valid: ``[batch, anchors]``, from :func:`sample_anchors`.
+        block_size: slots per block, the anchor's included.
         mask_id: the token of the other slots.
         gamma: decay of the weights, in slots.
     """

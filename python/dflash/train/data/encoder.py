@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ...evaluate.prompts import (
+from ...evaluate import (
     as_messages,
-    chat,
-    conversation,
-    plain_ids,
+    parse_messages,
+    parse_prompt,
     prompt_ids,
-    rendered,
-    short,
+    render_chat,
+    shorten,
+    text_ids,
 )
 
 _WRITTEN = {"line", "sample", "seed", "model", "max_new_tokens"}  # of a row of dflash regenerate
@@ -72,7 +72,7 @@ class _Encoder:
         if "response" in row:
             return self.answered(_prompt(row, where), row)
         if "messages" in row:
-            return self.conversation(chat(row, where))
+            return self.conversation(parse_messages(row, where))
         if any(field in row for field in ("prompt", "question", "turns")):
             raise ValueError("a prompt without a response: let the target write one, with dflash regenerate")
         raise ValueError(
@@ -82,7 +82,7 @@ class _Encoder:
     def ids(self, row: Mapping[str, Any], field: str) -> list[int]:
         ids = row[field]
         if not isinstance(ids, list) or not ids or not all(type(token) is int for token in ids):
-            raise ValueError(f"{field} must be a list of token ids, got {short(ids)}")
+            raise ValueError(f"{field} must be a list of token ids, got {shorten(ids)}")
         if min(ids) < 0 or max(ids) >= self.vocab_size:
             bad = min(ids) if min(ids) < 0 else max(ids)
             raise ValueError(f"{field} must lie in 0 .. {self.vocab_size - 1}, got {bad}")
@@ -94,7 +94,7 @@ class _Encoder:
     def answered(self, prompt: dict[str, Any], row: Mapping[str, Any]) -> _Row:
         response = row["response"]
         if not isinstance(response, str):
-            raise ValueError(f"response must be text, got {short(response)}")
+            raise ValueError(f"response must be text, got {shorten(response)}")
         asked = self.asked(row)
         given, template = prompt_ids(self.tokenizer, prompt, **asked), asked["template"]
         if row.get("finish_reason") == "length":
@@ -102,8 +102,8 @@ class _Encoder:
         stop = self.stops[:1]
         if "messages" in prompt or not (asked["raw"] or self.tokenizer.chat_template is None):
             messages = as_messages(prompt)
-            before = rendered(self.tokenizer, messages, True, template)
-            said = rendered(self.tokenizer, [*messages, {"role": "assistant", "content": response}], False, template)
+            before = render_chat(self.tokenizer, messages, True, template)
+            said = render_chat(self.tokenizer, [*messages, {"role": "assistant", "content": response}], False, template)
             if said.startswith(before):
                 return _joined((given, 0), *self.until_stop(self.plain(said[len(before) :])))
             # The template asks with more than it keeps: an empty thought, say.
@@ -127,7 +127,7 @@ class _Encoder:
         return theirs
 
     def rendered(self, messages: list[dict[str, Any]], asks: bool) -> str:
-        return rendered(self.tokenizer, messages, asks, self.template)
+        return render_chat(self.tokenizer, messages, asks, self.template)
 
     def conversation(self, messages: list[dict[str, Any]]) -> _Row:
         """A conversation as the template writes it, up to the assistant's last turn."""
@@ -162,8 +162,8 @@ class _Encoder:
 
     def text(self, text: object, where: str) -> list[_Row]:
         if not isinstance(text, str) or not text:
-            raise ValueError(f"{where}: text must be text that is not empty, got {short(text)}")
-        ids = plain_ids(self.tokenizer, text, bos=self.bos)
+            raise ValueError(f"{where}: text must be text that is not empty, got {shorten(text)}")
+        ids = text_ids(self.tokenizer, text, bos=self.bos)
         if ids[-1:] != self.stops[:1]:
             ids += self.stops[:1]
         pieces = [ids[start : start + self.max_length] for start in range(0, len(ids), self.max_length)]
@@ -176,5 +176,5 @@ def _joined(*pieces: tuple[list[int], int]) -> _Row:
 
 def _prompt(row: Mapping[str, Any], where: str) -> dict[str, Any]:
     """``{"prompt"}`` or ``{"messages"}`` of a row, whatever its source calls it; of several turns the first."""
-    messages, turns = conversation(row, where)
+    messages, turns = parse_prompt(row, where)
     return {"prompt": turns[0]} if messages is None else {"messages": messages}

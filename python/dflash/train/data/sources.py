@@ -10,10 +10,10 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ...evaluate.prompts import (
-    need_datasets,
+from ...evaluate import (
+    import_datasets,
     prompt_ids,
-    records,
+    read_records,
 )
 from .encoder import _Encoder, _prompt
 
@@ -41,13 +41,13 @@ def load_prompts(source: str | os.PathLike, *, split: str = "train") -> list[dic
         FileNotFoundError: there is no such file. ValueError: it is empty, a line is not JSON, or a row has no prompt;
             the line is named.
     """
-    prompts = [{"line": line, **_prompt(row, where)} for where, line, row in records(source, split)]
+    prompts = [{"line": line, **_prompt(row, where)} for where, line, row in read_records(source, split)]
     if not prompts:
         raise ValueError(f"{source} is empty: it must hold at least one prompt")
     return prompts
 
 
-def load_rows(
+def load_rows(  # noqa: PLR0913
     source: str | os.PathLike | Sequence[str | os.PathLike],
     tokenizer: Any,
     max_length: int,
@@ -94,7 +94,7 @@ def load_rows(
             response, a prompt of ``max_length`` tokens or more, ids of another tokenizer, or messages where there is
             no chat template; the line is named.
     """
-    datasets = need_datasets()
+    datasets = import_datasets()
     import pyarrow as pa
 
     if isinstance(max_length, bool) or not isinstance(max_length, int) or max_length < 2:
@@ -114,7 +114,7 @@ def load_rows(
 
     for place in [source] if isinstance(source, (str, os.PathLike)) else source:
         found = 0
-        for where, _, row in records(place, split):
+        for where, _, row in read_records(place, split):
             found += 1
             pending += encode(row, where)
             if len(pending) >= _TABLE_ROWS:

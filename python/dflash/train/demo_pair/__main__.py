@@ -39,6 +39,7 @@ from .tasks import Example, examples
 
 PROMPT_SEED, WATCHED_SEED = 2_000_003, 3_000_003
 _TARGET_FILES = (
+    "chat_template.jinja",
     "config.json",
     "generation_config.json",
     "model.safetensors",

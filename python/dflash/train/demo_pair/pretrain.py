@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from ...evaluate import text_ids
+from ...evaluate import CHAT_TEMPLATE, text_ids
 from ...progress import bars
 from ..optimizers import make_muon
 from .tasks import KINDS, examples
@@ -29,7 +29,8 @@ END, MASK = 0, 1  # token ids: BOS, EOS and padding in one, and the drafter's ma
 
 
 def build_tokenizer(seed: int = 0) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE of 1,536 tokens, each digit its own, on 6,000 training examples."""
+    """Train a byte-level BPE of 1,536 tokens, each digit its own, on 6,000 training examples; add the chat template."""
+    # 1. Split text into words
     tokenizer = Tokenizer(models.BPE())
     # Words with the space before them, digits one by one, runs of other signs; no English contractions, which would cut
     # the word 'tool' after its quote.
@@ -38,6 +39,7 @@ def build_tokenizer(seed: int = 0) -> PreTrainedTokenizerFast:
         [pre_tokenizers.Split(words, "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
     tokenizer.decoder = decoders.ByteLevel()
+    # 2. Train
     corpus = [example.prompt + example.answer for example in itertools.islice(examples(seed, held=False), 6000)]
     trainer = trainers.BpeTrainer(
         vocab_size=1536,
@@ -46,19 +48,25 @@ def build_tokenizer(seed: int = 0) -> PreTrainedTokenizerFast:
         show_progress=False,
     )
     tokenizer.train_from_iterator(corpus, trainer)
+    # 3. Put BOS before every text
+    bos = "<|end|>"
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{bos} $A", pair=f"{bos} $A {bos}:1 $B:1", special_tokens=[(bos, END)]
+    )
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
-        bos_token="<|end|>",
+        bos_token=bos,
         eos_token="<|end|>",
         pad_token="<|end|>",
         mask_token="<|mask|>",
         clean_up_tokenization_spaces=False,
         model_max_length=1024,
+        chat_template=CHAT_TEMPLATE,
     )
 
 
 def build_target(seed: int = 0) -> Qwen3ForCausalLM:
-    """Build the untrained target: 6 layers, 192 wide, 3 heads of 64 and 1 K/V head, tied embeddings, 2.7 M parameters."""
+    """Build the untrained target: 6 layers, 192 wide, 3 heads of 64, 1 K/V head, tied embeddings, 2.7 M parameters."""
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=1536,

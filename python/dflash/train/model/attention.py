@@ -1,4 +1,7 @@
-"""Attention of all blocks of all sequences at once."""
+"""Attention of all blocks of all sequences at once, in three ways that give the same numbers.
+
+Each way is a function that makes a mask, and one that attends. A block sees the context before its anchor, and itself.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-__all__ = ["visible_keys"]
+__all__ = ["ATTENTIONS", "visible_keys"]
 
 
 def visible_keys(anchors: Tensor, length: int, block_size: int, causal: bool, window: int) -> Tensor:
-    """What each slot of each block sees: ``[batch, anchors, block, length + block]`` bool, the block's own keys last.
+    """Return what each slot of each block sees: ``[batch, anchors, block, length + block]`` bool, own keys last.
 
     Args:
         anchors: ``[batch, anchors]`` int64.
         length: context positions ``0 .. length - 1``; those at or past an anchor are hidden from its block.
-        block_size: slots of a block, at ``anchor + k``.
-        causal: whether a slot sees no later slot.
-        window: keys that a slot sees to a side, itself counted; 0 for all.
+        block_size: slots per block, at ``anchor + k``.
+        causal: True if a slot sees no later slot.
+        window: keys that a slot sees to each side, itself included; 0 for all.
     """
     slot = torch.arange(block_size, device=anchors.device)
     context = torch.arange(length, device=anchors.device)
@@ -34,7 +37,7 @@ def visible_keys(anchors: Tensor, length: int, block_size: int, causal: bool, wi
 
 
 def _sdpa_mask(anchors: Tensor, length: int, block: int, causal: bool, window: int, group: int) -> Tensor:
-    """``[batch * anchors, 1, group * block (or 1), length + block]`` bool."""
+    """Return ``[batch * anchors, 1, group * block (or 1), length + block]`` bool, True where a key is seen."""
     visible = visible_keys(anchors, length, block, causal, window).flatten(0, 1)
     if not causal and not window:
         return visible[:, None, :1]  # every slot sees the same keys
@@ -42,11 +45,11 @@ def _sdpa_mask(anchors: Tensor, length: int, block: int, causal: bool, window: i
 
 
 def _sdpa_attention(
-    q: Tensor, k: Tensor, v: Tensor, before_k: Tensor, before_v: Tensor, mask: Tensor, count: int
+    q: Tensor, k: Tensor, v: Tensor, context_k: Tensor, context_v: Tensor, mask: Tensor, count: int
 ) -> Tensor:
-    """One batch row a block: its own keys behind a copy of its sequence's, grouped-query heads packed into rows.
+    """Attend with one batch row per block: a copy of its sequence's keys, then its own; grouped heads packed into rows.
 
-    A mask over all blocks' keys at once would cost ``count`` times the block part; the copies cost memory traffic.
+    A mask over all blocks' keys at once would cost ``count`` times the block part. The copies cost memory traffic.
     """
     batch, rows, heads, dim = q.shape
     kv_heads, block = k.shape[2], rows // count
@@ -58,41 +61,41 @@ def _sdpa_attention(
 
     packed = q.view(batch * count, block, kv_heads, heads // kv_heads, dim).permute(0, 2, 3, 1, 4).flatten(2, 3)
     mask = mask.expand(-1, -1, packed.shape[2], -1)
-    out = F.scaled_dot_product_attention(packed, keys(before_k, k), keys(before_v, v), mask)
+    out = F.scaled_dot_product_attention(packed, keys(context_k, k), keys(context_v, v), mask)
     out = out.unflatten(2, (heads // kv_heads, block)).permute(0, 3, 1, 2, 4)
     return out.reshape(batch, rows, heads, dim)
 
 
 def _matmul_mask(anchors: Tensor, length: int, block: int, causal: bool, window: int, group: int) -> Tensor:
-    """``[batch, anchors * group * block, length + block]`` bool, True where a key is hidden."""
+    """Return ``[batch, anchors * group * block, length + block]`` bool, True where a key is hidden."""
     visible = visible_keys(anchors, length, block, causal, window)
     return ~visible[:, :, None].expand(-1, -1, group, -1, -1).flatten(1, 3)
 
 
 def _matmul_attention(
-    q: Tensor, k: Tensor, v: Tensor, before_k: Tensor, before_v: Tensor, mask: Tensor, count: int
+    q: Tensor, k: Tensor, v: Tensor, context_k: Tensor, context_v: Tensor, mask: Tensor, count: int
 ) -> Tensor:
-    """Scores of all blocks against the context in one product, against their own keys in one small product each.
+    """Attend to the context in one product for all blocks, and to their own keys in one small product each.
 
-    The default on CPU: the numbers are SDPA's (tests/test_train_model.py), and a forward and backward pass is faster by
-    what ``python bench/bench_train_attention.py`` prints. No context key is copied, no key of another block touched.
+    The default on CPU: the numbers are SDPA's (tests/test_train_model.py), and a forward and backward pass is faster;
+    ``python bench/bench_train_attention.py`` prints by how much. No context key is copied.
     """
     batch, rows, heads, dim = q.shape
-    kv_heads, length = k.shape[2], before_k.shape[1]
+    kv_heads, length = k.shape[2], context_k.shape[1]
     group, block = heads // kv_heads, rows // count
-    with torch.autocast(q.device.type, enabled=False):  # softmax keeps float32 inside, whatever comes in
+    with torch.autocast(q.device.type, enabled=False):  # softmax is float32 inside for every dtype
         packed = q.view(batch, count, block, kv_heads, group, dim).permute(0, 3, 1, 4, 2, 5) * dim**-0.5
         packed = packed.reshape(batch * kv_heads, count * group * block, dim)
-        before_k, before_v = (x.transpose(1, 2).flatten(0, 1) for x in (before_k, before_v))
+        context_k, context_v = (x.transpose(1, 2).flatten(0, 1) for x in (context_k, context_v))
         k, v = (x.unflatten(1, (count, block)).permute(0, 3, 1, 2, 4).flatten(0, 2) for x in (k, v))
-        behind = packed @ before_k.transpose(1, 2)
+        behind = packed @ context_k.transpose(1, 2)
         own = packed.view(batch * kv_heads * count, group * block, dim) @ k.transpose(1, 2)
         scores = torch.cat([behind, own.view(batch * kv_heads, -1, block)], -1)
         if kv_heads > 1:
             mask = mask.repeat_interleave(kv_heads, 0)
         weights = scores.masked_fill_(mask, float("-inf")).softmax(-1)
         behind, own = weights.split([length, block], -1)
-        out = behind @ before_v
+        out = behind @ context_v
         out = out + (own.reshape(batch * kv_heads * count, group * block, block) @ v).view_as(out)
     out = out.view(batch, kv_heads, count, group, block, dim).permute(0, 2, 4, 1, 3, 5)
     return out.reshape(batch, rows, heads, dim)
@@ -101,15 +104,14 @@ def _matmul_attention(
 _TILE = 128  # rows and keys of FlexAttention's sparse blocks
 
 
-def _flex_mask(anchors: Tensor, length: int, block: int, causal: bool, window: int, group: int):
-    """The block mask over ``[context ; all blocks]`` of a sequence.
+def _flex_mask(anchors: Tensor, length: int, block: int, causal: bool, window: int, group: int):  # noqa: ARG001
+    """Return the block mask over ``[context ; all blocks]`` of a sequence.
 
-    Which tiles are seen follows from the anchors alone: nothing the size of rows times keys is built, as
-    ``create_block_mask`` would.
+    The anchors say which tiles are seen. Unlike ``create_block_mask``, nothing of the size of rows times keys is built.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
-    def visible(b, h, row, key):
+    def visible(b, h, row, key):  # noqa: ARG001
         own, other = row // block, key - length
         start = anchors[b, own]
         behind = key < length
@@ -122,12 +124,14 @@ def _flex_mask(anchors: Tensor, length: int, block: int, causal: bool, window: i
                 seen = seen & (ahead.abs() < window)
         return seen
 
+    # 1. The first and last anchor of every tile of rows
     count, device = anchors.shape[1], anchors.device
     rows, keys = count * block, length + count * block
     spare = -rows % _TILE
     starts = anchors.repeat_interleave(block, 1)
     last = F.pad(starts, (0, spare), value=-1).unflatten(1, (-1, _TILE)).amax(-1)[..., None]
     first = F.pad(starts, (0, spare), value=keys).unflatten(1, (-1, _TILE)).amin(-1)[..., None]
+    # 2. The tiles of keys that it sees: of the context, and of its own blocks
     row = torch.arange(0, rows, _TILE, device=device)[:, None]  # a tile's first row, and key
     key = torch.arange(0, keys, _TILE, device=device)
     behind = key < last.clamp(max=length)
@@ -136,13 +140,17 @@ def _flex_mask(anchors: Tensor, length: int, block: int, causal: bool, window: i
     begin = length + row // block * block
     end = length + ((row + _TILE - 1).clamp(max=rows - 1) // block + 1) * block
     own = (key < end) & (key + _TILE > begin)
+    # 3. Those that it sees completely need no mask
     full = (key + _TILE <= first.clamp(max=length)) & (window == 0)
     tiles = [_tile_list(mask) for mask in ((behind | own) & ~full, full)]
     return BlockMask.from_kv_blocks(*tiles[0], *tiles[1], _TILE, visible, (rows, keys))
 
 
 def _tile_list(seen: Tensor) -> tuple[Tensor, Tensor]:
-    """``seen [batch, row tiles, key tiles]`` as how many key tiles a row tile sees, and which, those first."""
+    """Return how many key tiles each row tile sees, and their order, seen ones first.
+
+    ``seen`` is ``[batch, row tiles, key tiles]``.
+    """
     order = (~seen).byte().argsort(dim=-1, stable=True)
     return seen.sum(-1, dtype=torch.int32)[:, None], order.to(torch.int32)[:, None]
 
@@ -150,18 +158,18 @@ def _tile_list(seen: Tensor) -> tuple[Tensor, Tensor]:
 _compiled_flex = None
 
 
-def _flex_attention(q: Tensor, k: Tensor, v: Tensor, before_k: Tensor, before_v: Tensor, mask, count: int) -> Tensor:
+def _flex_attention(q: Tensor, k: Tensor, v: Tensor, context_k: Tensor, context_v: Tensor, mask, count: int) -> Tensor:  # noqa: ARG001
     global _compiled_flex
     from torch.nn.attention.flex_attention import flex_attention
 
     if q.is_cuda and _compiled_flex is None:
         _compiled_flex = torch.compile(flex_attention, dynamic=True)
     run = _compiled_flex if q.is_cuda else flex_attention
-    keys, values = torch.cat([before_k, k], 1).transpose(1, 2), torch.cat([before_v, v], 1).transpose(1, 2)
+    keys, values = torch.cat([context_k, k], 1).transpose(1, 2), torch.cat([context_v, v], 1).transpose(1, 2)
     return run(q.transpose(1, 2), keys, values, block_mask=mask, enable_gqa=True).transpose(1, 2)
 
 
-_ATTENTIONS = {
+ATTENTIONS = {
     "flex": (_flex_mask, _flex_attention),
     "sdpa": (_sdpa_mask, _sdpa_attention),
     "matmul": (_matmul_mask, _matmul_attention),

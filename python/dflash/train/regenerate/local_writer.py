@@ -33,7 +33,7 @@ class LocalWriter:
         skip_long: leave out prompts that do not fit the target together with their response, instead of raising.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         target: nn.Module,
         tokenizer: Any,

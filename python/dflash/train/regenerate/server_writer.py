@@ -51,7 +51,7 @@ class ServerWriter:
 
     acceptance_length = None  # servers do not tell
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         url: str,
         model: str,
