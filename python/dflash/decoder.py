@@ -85,6 +85,7 @@ class DecoderStack:
     def _op_by_op(
         self, hidden: Tensor, lengths: Tensor, cache: Cache, context: Tensor | None, num_context: Tensor | None
     ) -> tuple[Tensor, Tensor]:
+        # 1. Positions and angles, one row for each of the context's and the block's
         eps, (batch, rows, size) = self.eps, hidden.shape
         positions = _positions(lengths, rows, context, num_context)
         if context is not None and context.device.type == "cpu":  # rows that are off may hold NaN: see reference.linear
@@ -95,7 +96,7 @@ class DecoderStack:
         columns = {tap: tapped[..., i * size : (i + 1) * size] for i, tap in enumerate(self.taps)}
         residual, hidden = hidden, ops.rms_norm(hidden, self.layers[0].input_norm, eps)
         for i, layer in enumerate(self.layers):
-            # 1. Attention: q, k and v in one product, the context's rows in front
+            # 2. Attention: q, k and v in one product, the context's rows in front
             rows_in = hidden if context is None else torch.cat([context, hidden], 1)
             qkv = ops.linears(rows_in, (layer.q, layer.k, layer.v), _qkv_biases(layer), prefetch=True)
             head_dim = cache.keys[i].shape[3]
@@ -109,7 +110,7 @@ class DecoderStack:
             )  # fmt: skip
             delta = ops.linear(attended.flatten(2), layer.o, layer.o_bias, prefetch=True)
             hidden, residual = ops.add_rms_norm(delta, residual, layer.post_norm, eps)
-            # 2. MLP, whose residual sum is also the tap
+            # 3. MLP, whose residual sum is also the tap
             gate_up = ops.linears(hidden, (layer.gate, layer.up), prefetch=True)
             delta = ops.linear(ops.silu_mul(gate_up), layer.down, prefetch=True)
             last = i + 1 == len(self.layers)

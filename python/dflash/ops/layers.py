@@ -43,8 +43,8 @@ class DecoderLayer(NamedTuple):
 class PackedLayers:
     """Decoder layers and a final norm for :func:`decoder_layers`: checked once, their addresses packed once.
 
-    The op names them by ``handle``, which is theirs for as long as they live. The storages that were packed stay alive
-    too: an address is never stale in memory, only until :meth:`refresh` in value.
+    The op names them by ``handle``, which is valid as long as they live. The storages that were packed stay alive too:
+    after ``parameter.data = ...`` the kernel reads the old values until :meth:`refresh`, never freed memory.
 
     Args:
         layers: the weights, contiguous, used where they are.
@@ -112,7 +112,9 @@ def _packed(handle: str) -> PackedLayers:
 
 
 def _check_layers(packed: PackedLayers) -> None:
+    """Check every weight against the shapes of the first layer's."""
     op, layers, taps = "decoder_layers", packed.layers, packed.taps
+    # 1. The stack
     if not layers:
         raise ValueError(f"{op}: layers must have at least one layer, got none")
     if [tap for tap in taps if not 0 <= tap < len(layers)] or len(set(taps)) != len(taps):
@@ -121,44 +123,50 @@ def _check_layers(packed: PackedLayers) -> None:
     expect(op, "layers[0].input_norm", first.input_norm, (None,), dtype, "hidden")
     size = first.input_norm.shape[0]
     expect(op, "norm", packed.norm, (size,), dtype, "hidden")
+    if not packed.norm.is_contiguous():
+        raise ValueError(f"{op}: norm must be contiguous, got strides {packed.norm.stride()}")
+    # 2. Its layers
     for name in ("q", "k", "gate"):
         expect(op, f"layers[0].{name}", getattr(first, name), (None, size), dtype, "out, hidden")
     q_size, kv_size, width = first.q.shape[0], first.k.shape[0], first.gate.shape[0]
-    head_dim = None if first.q_norm is None else tuple(first.q_norm.shape)
     shapes = {
         "input_norm": (size,), "q": (q_size, size), "k": (kv_size, size), "v": (kv_size, size), "o": (size, q_size),
-        "post_norm": (size,), "gate": (width, size), "up": (width, size), "down": (size, width), "q_norm": head_dim,
-        "k_norm": head_dim, "q_bias": (q_size,), "k_bias": (kv_size,), "v_bias": (kv_size,), "o_bias": (size,),
+        "post_norm": (size,), "gate": (width, size), "up": (width, size), "down": (size, width), "q_bias": (q_size,),
+        "k_bias": (kv_size,), "v_bias": (kv_size,), "o_bias": (size,),
     }  # fmt: skip
+    if first.q_norm is not None:
+        shapes |= dict.fromkeys(("q_norm", "k_norm"), tuple(first.q_norm.shape))
     for i, layer in enumerate(layers):
-        for name, shape in shapes.items():
-            weight, at = getattr(layer, name), f"layers[{i}].{name}"
-            if weight is None:
-                continue
-            expect(op, at, weight, shape or (), dtype, ", ".join(map(str, shape or ())))
+        _check_layer(f"layers[{i}]", layer, shapes, dtype)
+
+
+def _check_layer(at: str, layer: DecoderLayer, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> None:
+    op = "decoder_layers"
+    for name, shape in shapes.items():
+        weight = getattr(layer, name)
+        if weight is not None:
+            expect(op, f"{at}.{name}", weight, shape, dtype, ", ".join(map(str, shape)))
             if not weight.is_contiguous():
-                raise ValueError(f"{op}: {at} must be contiguous, got strides {weight.stride()}")
-        if (layer.q_norm is None) != (head_dim is None) or (layer.k_norm is None) != (head_dim is None):
-            raise ValueError(f"{op}: q_norm and k_norm must be in all layers or in none, see layers[{i}]")
-        if len({layer.q_bias is None, layer.k_bias is None, layer.v_bias is None}) == 2:
-            raise ValueError(f"{op}: q_bias, k_bias and v_bias come together, got some of them in layers[{i}]")
-        if layer.window < 0:
-            raise ValueError(f"{op}: layers[{i}].window must be positive, or 0 for none, got {layer.window}")
-        if layer.sinks is not None and (layer.sinks.dim() != 1 or not layer.sinks.is_contiguous()):
-            raise ValueError(f"{op}: layers[{i}].sinks must be [num_heads], contiguous, got {list(layer.sinks.shape)}")
-    if not packed.norm.is_contiguous():
-        raise ValueError(f"{op}: norm must be contiguous, got strides {packed.norm.stride()}")
+                raise ValueError(f"{op}: {at}.{name} must be contiguous, got strides {weight.stride()}")
+    has_norms = "q_norm" in shapes
+    if (layer.q_norm is not None) != has_norms or (layer.k_norm is not None) != has_norms:
+        raise ValueError(f"{op}: q_norm and k_norm must be in all layers or in none, see {at}")
+    if len({layer.q_bias is None, layer.k_bias is None, layer.v_bias is None}) == 2:
+        raise ValueError(f"{op}: q_bias, k_bias and v_bias come together, got some of them in {at}")
+    if layer.window < 0:
+        raise ValueError(f"{op}: {at}.window must be positive, or 0 for none, got {layer.window}")
+    if layer.sinks is not None and (layer.sinks.dim() != 1 or not layer.sinks.is_contiguous()):
+        raise ValueError(f"{op}: {at}.sinks must be [num_heads], contiguous, got {list(layer.sinks.shape)}")
 
 
-def _on_cuda(hidden, context, num_context, lengths, cos, sin, k_caches, v_caches, layers):
-    packed = _packed(layers)
-    return reference.decoder_layers(
-        hidden, context, num_context, lengths, cos, sin, k_caches, v_caches, packed.layers, packed.norm, packed.eps,
-        packed.scale, packed.taps,
-    )  # fmt: skip
+def _twin(*arguments: object) -> tuple[Tensor, Tensor]:
+    """Run :func:`decoder_layers` in plain torch."""
+    *varying, handle = arguments
+    packed = _packed(handle)
+    return reference.decoder_layers(*varying, packed.layers, packed.norm, packed.eps, packed.scale, packed.taps)
 
 
-@op(mutates=("k_caches", "v_caches"), twin=_on_cuda, cuda_kernel=False)
+@op(mutates=("k_caches", "v_caches"), twin=_twin, cuda_kernel=False)
 def decoder_layers(
     launch: Launcher,
     hidden: Tensor,
@@ -184,8 +192,7 @@ def decoder_layers(
         lengths: ``[batch]`` int64.
         cos, sin: ``[positions, rotary / 2]`` float32, one row per position; positions past the end take the last.
         k_caches, v_caches: per layer ``[batch, num_kv_heads, capacity, head_dim]``, contiguous; written.
-        layers: the handle of the layers, see :class:`dflash.ops.layers.PackedLayers`. They are the op's to read as long
-            as they live.
+        layers: the handle of the layers, see :class:`dflash.ops.layers.PackedLayers`.
 
     Returns:
         ``(out [batch, rows, hidden], tapped [batch, rows, taps * hidden])``, ``out`` after the final norm.

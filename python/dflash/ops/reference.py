@@ -1,7 +1,7 @@
-"""The ops of :mod:`dflash.ops` in plain torch: the oracle of the tests, and what runs on a device without a kernel.
+"""The ops of :mod:`dflash.ops` in plain torch: the oracle of the tests, and what runs on devices without a kernel.
 
 Same names, same arguments, any floating dtype; sums in at least fp32. Nothing here depends on data: no ``.item()``,
-no tensor in Python control flow, so that each twin runs under ``FakeTensorMode`` and inside a CUDA graph.
+no tensor in Python control flow. Each twin runs under ``FakeTensorMode`` and inside a CUDA graph.
 Imports torch only.
 """
 
@@ -272,7 +272,7 @@ def uniform_noise(seeds: Tensor, positions: Tensor, stream: int) -> Tensor:
 
 
 def lowest_argmax(x: Tensor) -> Tensor:
-    """Argmax over the last dimension, ties to the lowest index on every device."""
+    """Return the argmax over the last dimension, ties to the lowest index on every device."""
     ids = torch.arange(x.shape[-1], device=x.device)
     return torch.where(x == x.amax(-1, keepdim=True), ids, x.shape[-1]).amin(-1)
 

@@ -162,7 +162,7 @@ _CPU, _CUDA, _FAKE = CpuLauncher(), CudaLauncher(), FakeLauncher()
 
 # ---------------------------------------------------------------------------------------------- registration
 
-# Tensors of these types on the CPU are given to the kernels directly: torch's dispatcher costs more than a small one.
+# CPU tensors of these types go to the kernels directly: torch's dispatcher costs more than a small kernel.
 _direct_types = {Tensor, torch.nn.Parameter}
 
 
@@ -191,6 +191,7 @@ def op(*, mutates: tuple[str, ...] = (), twin: Callable | None = None, cuda_kern
     """
 
     def register(body: Callable) -> Callable:
+        # 1. The ways to run it: on the CPU, on CUDA, and as the fake kernel
         name = body.__name__
         in_torch = twin or getattr(reference, name)
 
@@ -211,6 +212,7 @@ def op(*, mutates: tuple[str, ...] = (), twin: Callable | None = None, cuda_kern
             on(_FAKE)(*arguments)  # the checks
             return in_torch(*arguments)
 
+        # 2. Register them under the schema of the signature
         signature = inspect.signature(body, eval_str=True)
         parameters = [*signature.parameters.values()][1:]
         _LIBRARY.define(name + _schema(parameters, signature.return_annotation, mutates), tags=_TAGS)
@@ -226,6 +228,8 @@ _TAGS = (torch.Tag.pt2_compliant_tag,)
 
 
 def _schema(parameters: list[inspect.Parameter], returns: object, mutates: tuple[str, ...]) -> str:
+    """Infer the schema of a signature."""
+
     def prototype() -> None:
         pass
 
