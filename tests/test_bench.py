@@ -178,7 +178,8 @@ class TestSteps:
                 torch.testing.assert_close(ours.state.context, theirs.context)
         setting.forced.off.fill_(True)  # what the target itself chose
         ours.step(), theirs.step()
-        assert torch.equal(ours.state.report.tensor[:, 2 : 2 + step.forced.BLOCK], theirs.report[:, 1 : 1 + step.forced.BLOCK])
+        report = ours.state.report.tensor
+        assert torch.equal(report[:, 2 : 2 + step.forced.BLOCK], theirs.report[:, 1 : 1 + step.forced.BLOCK])
 
     def test_the_floor_is_the_roofline(self, step):
         target, drafter, _ = step.pair.named_pair("qwen3-8b", torch.bfloat16, torch.device("meta"))

@@ -158,14 +158,12 @@ def _target_without_weights(model: str) -> Any:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from ..target import UnsupportedTargetError, refusal
+    from ..target import check_target
 
     config = AutoConfig.from_pretrained(existing(model))
     with torch.device("meta"):
         target = AutoModelForCausalLM.from_config(config)
-    if reason := refusal(target, loaded=False):
-        raise UnsupportedTargetError(f"this target is not supported: {reason}")
-    return target
+    return check_target(target, loaded=False)
 
 
 def _initial_drafter(target: Any, tokenizer: Any, init: str | None, shape: _DraftShape, seed: int) -> Any:

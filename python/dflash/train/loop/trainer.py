@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from ...drafter import Drafter
 from ...fit import check_config
-from ...target import Target, text_config, unwrap
+from ...target import Target, check_target, text_config
 from ..checkpoint import save_draft
 from ..config import TrainConfig
 from ..data.batches import Batches, add_noise, mix_seed, pad_rows
@@ -74,7 +74,7 @@ class Trainer:
         quiet: bool = False,
     ) -> None:
         # 1. Refuse models that do not fit
-        self.target = unwrap(target)
+        self.target = check_target(target)
         _check_models(self.target, drafter)
         self.config, self.output, self.rows, self.quiet = config, Path(output), rows, quiet
         # 2. Measure the rows, and hold prompts out
@@ -326,6 +326,6 @@ class Trainer:
 
 def _check_models(target: nn.Module, drafter: Drafter) -> None:
     check_config(target, drafter.config)
-    Target(target, drafter.config.target_layer_ids)  # refuses what the engine cannot run
+    Target(target, drafter.config.target_layer_ids)  # tries a family that is not tested
     if drafter.dtype != torch.float32:
         raise ValueError(f"a drafter is trained in float32, got {drafter.dtype}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ...target import UnsupportedTargetError, find_layers, refusal, structural_twin, text_config, unwrap
+from ...target import check_target, find_layers, structural_twin, text_config
 
 __all__ = ["TargetFeatures"]
 
@@ -26,9 +26,7 @@ class TargetFeatures:
     """
 
     def __init__(self, target: nn.Module, layer_ids: tuple[int, ...], *, final: bool = False) -> None:
-        target = unwrap(target)
-        if reason := refusal(target):
-            raise UnsupportedTargetError(f"this target is not supported: {reason}")
+        target = check_target(target)
         self.model = structural_twin(target)
         self.final = final
         total = text_config(target).num_hidden_layers
