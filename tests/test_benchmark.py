@@ -1,4 +1,4 @@
-"""``dflash benchmark``: what it reads, what it reports, and what a run leaves behind when it is stopped."""
+"""``dflash benchmark``: what it reads, what it reports, and what a stopped run has written."""
 
 import gzip
 import json
@@ -75,7 +75,7 @@ def test_published_files_are_read(data):
     assert turns("spec-bench", data) == [("a", "b"), ("c",), ("d", "e")]
 
 
-def test_the_hub_is_asked_without_a_folder(monkeypatch):
+def test_without_a_folder_the_hub_is_asked(monkeypatch):
     asked = []
 
     def load_dataset(**arguments):
@@ -87,8 +87,8 @@ def test_the_hub_is_asked_without_a_folder(monkeypatch):
     assert asked == [{"path": "HuggingFaceH4/mt_bench_prompts", "split": "train"}]
 
 
-def test_a_hub_out_of_reach_is_one_line(monkeypatch):
-    def load_dataset(**arguments):
+def test_an_unreachable_hub_is_one_line(monkeypatch):
+    def load_dataset(**_):
         raise ConnectionError("no route\nto anywhere")
 
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
@@ -113,7 +113,7 @@ def test_a_hub_out_of_reach_is_one_line(monkeypatch):
         (b"\xff\xfe\n", r"x\.jsonl: not UTF-8 text after line 0"),
     ],
 )
-def test_a_file_that_is_wrong_is_named_with_its_line(tmp_path, text, message):
+def test_a_wrong_file_is_named_with_its_line(tmp_path, text, message):
     path = tmp_path / "x.jsonl"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ValueError, match=message):
@@ -183,7 +183,7 @@ def test_the_summary_against_a_slow_count():
     lengths = [4, 1, 2, 4, 2]
     assert found["histogram"] == [lengths.count(n) for n in range(5)]
     assert found["acceptance_length"] == 13 / 5
-    # Of a step of n tokens the first n - 1 were drafts, the last is the bonus token.
+    # In a step that wrote n tokens, the first n - 1 were drafts and the last is the bonus token.
     kept = [sum(length > position for length in lengths) for position in (1, 2, 3)]
     assert found["acceptance_per_position"] == [count / 5 for count in kept]
     assert found["conditional_acceptance"] == [kept[0] / 5, kept[1] / kept[0], kept[2] / kept[1]]
@@ -257,7 +257,7 @@ def test_the_second_turn_follows_the_first_answer(chatty):
     assert seen[-1] == seen[-2] == [91, 20, 92, *(token for token in first if token), 91, 21, 22, 92]
 
 
-def test_what_is_longer_than_the_model_is_left_out_and_counted(run, tiny, tmp_path):
+def test_prompts_that_are_too_long_are_left_out_and_counted(run, tiny, tmp_path):
     path = write(tmp_path / "long.jsonl", {"prompt": "w5 " * 600}, {"prompt": "w5"})
     found = run(tiny, "--dataset", path, "--max-new-tokens", 4)["datasets"]["long"]
     assert (found["turns"], found["skipped"]) == (1, 1)
@@ -275,7 +275,7 @@ def count(monkeypatch) -> list[tuple[str, ...]]:
 
 
 @pytest.mark.parametrize("torn", [b'{"fingerprint": "', b"\xc3"])
-def test_a_run_goes_on_where_it_was_stopped(run, tiny, three, tmp_path, count, torn):
+def test_a_run_continues_where_it_was_stopped(run, tiny, three, tmp_path, count, torn):
     out = tmp_path / "out"
     call = ["--dataset", three, "--max-new-tokens", 6, "--out", out]
     run(tiny, *call, "--limit", 2)

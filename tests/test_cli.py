@@ -1,4 +1,4 @@
-"""The command line as a shell user meets it."""
+"""The command line, as a user of a shell sees it."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""``dflash demo``: what it says is true, and a pair that is not there is one clear line."""
+"""``dflash demo``: what it says is true, and a missing pair is one clear line."""
 
 import io
 import json
@@ -67,7 +67,7 @@ def test_the_packages_own_pair_is_small_and_its_prompts_were_held_out():
     assert AutoTokenizer.from_pretrained(demo.PAIR / "target").get_vocab() == build_tokenizer().get_vocab()
 
 
-def test_a_prompt_of_ones_own_is_asked_as_the_pair_was_trained():
+def test_a_given_prompt_is_asked_as_the_pair_was_trained():
     for text in ("add 48213 and 90377", "add 48213 and 90377\n=>\n"):
         file = io.StringIO()
         demo.run_demo(Decoding(200), prompt=text, console=Console(file=file))
@@ -88,7 +88,7 @@ def test_the_numbers_belong_together(tiny, temperature):
 
 @pytest.mark.parametrize(("drafted", "temperature"), [(True, 1.0), (True, 0.0), (None, 0.0)])
 def test_a_wrong_answer_is_not_called_identical(tiny, monkeypatch, drafted, temperature):
-    """With a drafter alone, one-token decoding tells; with and without, greedy ``generate`` does."""
+    """One-token decoding shows a fault of the drafter's side; greedy ``generate`` shows one of both sides."""
 
     class Wrong(dflash.Generator):
         def generate(self, ids, **arguments):
@@ -102,13 +102,13 @@ def test_a_wrong_answer_is_not_called_identical(tiny, monkeypatch, drafted, temp
     assert found["identical"] is False
 
 
-def test_its_own_prompt(tiny):
+def test_a_prompt_can_be_given(tiny):
     found = run_json(tiny, "--prompt", "w20 w21", "--max-new-tokens", 9)
     assert (found["prompts"], found["answerable"]) == (1, 0)
     assert found["new_tokens"] == 9
 
 
-def test_the_text_is_plain_where_there_is_no_terminal(tiny, shell):
+def test_the_text_is_plain_without_a_terminal(tiny, shell):
     done = shell("demo", "--pair", tiny, "--max-new-tokens", "12", "--prompts", "2")
     assert done.code == 0
     assert done.err == ""
@@ -178,7 +178,7 @@ def test_each_goes_first_in_turn_after_a_warm_up_at_both_lengths(tiny, monkeypat
 
 
 class Clock:
-    """A clock that stands still but for what a test adds."""
+    """A clock that only a test moves."""
 
     def __init__(self):
         self.now = 0.0
@@ -208,7 +208,7 @@ def test_a_slow_machine_streams_and_warms_up_less(tiny, monkeypatch):
     target, draft, tokenizer = dflash.demo_pair(tiny)
     clock, streamed, warm, real = Clock(), [], [], compare.Comparison.warm_up
 
-    def show(prompt, events):
+    def show(prompt, _events):
         streamed.append(prompt.text)
         clock.now += 3
 

@@ -1,4 +1,4 @@
-"""`dflash doctor`: each thing that can be wrong with an installation is seen, and gets one line of advice."""
+"""`dflash doctor`: every fault of an installation is seen, and gets one line of advice."""
 
 import importlib.metadata
 import json
@@ -25,7 +25,7 @@ def gpu(monkeypatch, *, seen: bool, present: bool, cuda: str | None) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: seen)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "a GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _index: "a GPU")
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(doctor, "_gpu_present", lambda: present)
 
@@ -78,10 +78,10 @@ def test_the_gpu(monkeypatch, seen, present, cuda, status, words):
         (True, "", "ok", ""),
     ],
 )
-def test_the_cuda_kernels_beside_a_gpu(monkeypatch, built, reason, status, advice):
+def test_the_cuda_kernels_with_a_gpu(monkeypatch, built, reason, status, advice):
     gpu(monkeypatch, seen=True, present=True, cuda="13.0")
     monkeypatch.setattr(ops, "has_cuda_kernels", lambda: built)
-    monkeypatch.setattr(ops, "cuda_status", lambda device: reason)
+    monkeypatch.setattr(ops, "cuda_status", lambda _device: reason)
     monkeypatch.setattr(replay, "graph_status", lambda: "")
     assert find("CUDA kernels").status == status
     assert advice in find("CUDA kernels").advice
@@ -91,7 +91,7 @@ def test_the_cuda_kernels_beside_a_gpu(monkeypatch, built, reason, status, advic
 def test_cuda_graphs(monkeypatch, reason, status, words):
     assert "no GPU" in find("CUDA graphs").found or torch.cuda.is_available()
     gpu(monkeypatch, seen=True, present=True, cuda="13.0")
-    monkeypatch.setattr(ops, "cuda_status", lambda device: "")
+    monkeypatch.setattr(ops, "cuda_status", lambda _device: "")
     monkeypatch.setattr(replay, "graph_status", lambda: reason)
     assert find("CUDA graphs").status == status
     assert words in find("CUDA graphs").found

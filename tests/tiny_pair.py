@@ -16,7 +16,7 @@ CHAT_TEMPLATE = (
 
 
 def word_tokenizer(**changes) -> PreTrainedTokenizerFast:
-    """``w5 w6`` is ``[5, 6]``; w0 begins and ends a text, w96 is what is unknown."""
+    """``w5 w6`` is ``[5, 6]``; w0 is BOS and EOS, w96 is the unknown token."""
     tokenizer = Tokenizer(models.WordLevel({f"w{index}": index for index in range(97)}, unk_token="w96"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     return PreTrainedTokenizerFast(

@@ -9,7 +9,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 
 def byte_level(size: int = 97) -> PreTrainedTokenizerFast:
-    """GPT-2's kind: a token is a run of bytes, so that a character may be spread over tokens."""
+    """Like GPT-2's: a token is a run of bytes, so a character may spread over several tokens."""
     shown = bytes_to_unicode()
     letters = "abcdefghij \n"
     pieces = ["<eos>", "<mask>"]
@@ -28,7 +28,7 @@ def byte_level(size: int = 97) -> PreTrainedTokenizerFast:
 
 
 def byte_fallback() -> PreTrainedTokenizerFast:
-    """Llama 2's kind: a metaspace, and ``<0xNN>`` tokens whose runs are decoded whole or not at all."""
+    """Like Llama 2's: a metaspace, and ``<0xNN>`` tokens that only decode as complete characters."""
     pieces = ["<unk>", "<eos>", *(f"<0x{byte:02X}>" for byte in range(256))]
     pieces += ["▁", *"abcdefgh.", "▁a", "▁bc", "▁d", "ef", "é"]
     tokenizer = Tokenizer(BPE(vocab={piece: i for i, piece in enumerate(pieces)}, merges=[], byte_fallback=True))
@@ -40,7 +40,7 @@ def byte_fallback() -> PreTrainedTokenizerFast:
 
 
 def word_pieces() -> PreTrainedTokenizerFast:
-    """BERT's kind: ``##`` joins a piece to the last, and spaces before punctuation are cleaned up."""
+    """Like BERT's: ``##`` joins a piece to the one before, and spaces before punctuation are cleaned up."""
     pieces = ["[UNK]", "<eos>", *"abcd", "##e", "##fg", ".", ",", "!", "?", "'", "n't", "'s", "'re", "s", "t"]
     tokenizer = Tokenizer(WordPiece(vocab={piece: i for i, piece in enumerate(pieces)}, unk_token="[UNK]"))
     tokenizer.decoder = decoders.WordPiece(prefix="##", cleanup=False)
@@ -51,7 +51,7 @@ def word_pieces() -> PreTrainedTokenizerFast:
 
 
 def words() -> PreTrainedTokenizerFast:
-    """One token a word, nothing to hold back."""
+    """One token per word: streaming never has to hold text back."""
     pieces = {f"w{index}": index for index in range(97)}
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(pieces, unk_token="w0")))
 
@@ -63,7 +63,7 @@ _TURNS = (
 
 
 def spoken(template: str | None = _TURNS) -> PreTrainedTokenizerFast:
-    """One token a word, ``<end>`` to stop, and turns of a chat, each with a ``<line>`` behind its end."""
+    """One token per word, ``<end>`` to stop, and chat turns that end with ``<end> <line>``."""
     marks = ["<unk>", "<end>", "<bos>", "<line>", "<user>", "<assistant>", "<system>"]
     pieces = {piece: index for index, piece in enumerate([*marks, *(f"w{index}" for index in range(len(marks), 97))])}
     tokenizer = Tokenizer(models.WordLevel(pieces, unk_token="<unk>"))

@@ -38,7 +38,7 @@ def demo(
     prompts: Annotated[int | None, typer.Option(help="Answer exactly so many held-out prompts.")] = None,
     seconds: Annotated[
         float | None,
-        typer.Option(help="Start no other prompt after this time; default: 30, without --prompts."),
+        typer.Option(help="Start no other prompt after this time; default: 20, without --prompts."),
     ] = None,
     max_new_tokens: MaxNewTokens = 256,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,

@@ -277,12 +277,14 @@ def run_benchmark(
     *,
     about: Mapping[str, str] | None = None,
     out: str | Path | None = None,
-    advance: Advance = lambda dataset, records: None,
+    advance: Advance | None = None,
 ) -> dict[str, Any]:
     """Run every dataset. With ``out``, continue an earlier run that was stopped.
 
     Args:
-        target, draft, tokenizer: the pair.
+        target: the causal language model.
+        draft: its drafter.
+        tokenizer: the target's.
         datasets: prompts by name, from :func:`~dflash.evaluate.datasets.load_prompts`.
         settings: how they are asked and answered.
         about: further entries of the header: names of the models, the command.
@@ -318,7 +320,8 @@ def run_benchmark(
             journals = {name: stack.enter_context(Journal(folder / f"{name}.jsonl", header)) for name in datasets}
         # 3. Answer what no journal has, dataset by dataset.
         for name, prompts in datasets.items():
-            records = _run_dataset(runner, prompts, journals.get(name), functools.partial(advance, name))
+            show = functools.partial(advance or _show_nothing, name)
+            records = _run_dataset(runner, prompts, journals.get(name), show)
             wanted = sum(len(prompt.turns) if settings.turns == "all" else 1 for prompt in prompts)
             summaries[name] = summarize(records, block_size, wanted)
     # 4. Report.
@@ -327,6 +330,10 @@ def run_benchmark(
     if folder is not None:
         write_atomically(folder / "summary.json", lambda path: path.write_text(json.dumps(report, indent=1) + "\n"))
     return report
+
+
+def _show_nothing(_dataset: str, _records: list[Record]) -> None:
+    """Stand in for a progress bar."""
 
 
 def _run_dataset(

@@ -151,7 +151,8 @@ def pair_runners(
     """One-token decoding and DFlash for one pair, as ``"one-token"`` and ``"dflash"``.
 
     Args:
-        target, draft: the pair.
+        target: the causal language model.
+        draft: its drafter.
         decoding: how both answer.
         block_size: of DFlash; None is the drafter's.
         padded: run one-token decoding at the shapes of a whole block.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ARROW", "PAIR", "SECONDS", "Budget", "Report", "demo_pair", "demo_prompts", "encode", "measure", "run_demo"]
 
-SECONDS = 30.0  # on two busy cores, imports and the last answers then still end within a minute
+SECONDS = 20.0  # on two busy cores, imports and the last answers included, the demo then ends within a minute
 _STREAMED = 3  # answers that are shown; the others are only measured
 Show = Callable[[Prompt, Iterator[StreamEvent]], None]
 
@@ -92,7 +92,9 @@ def measure(
     """Answer prompts with transformers' ``generate``, with one token per step, and with DFlash.
 
     Args:
-        target, draft, tokenizer: the pair.
+        target: the causal language model.
+        draft: its drafter.
+        tokenizer: the target's.
         prompts: at least one. The first is always answered, another only while the budget lasts.
         decoding: how they are answered.
         budget: None for no limit.
@@ -178,7 +180,7 @@ def run_demo(
     Args:
         decoding: how they are answered.
         folder: the pair.
-        prompt: answered in the place of the held-out prompts.
+        prompt: answered instead of the held-out prompts.
         prompts: answer exactly so many held-out prompts, however long it takes.
         seconds: start no other held-out prompt after this time; None is :data:`SECONDS`.
         console: gets the first few answers as they are written, then the report.
