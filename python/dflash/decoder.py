@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .ops.layers import DecoderLayer, PackedLayers
+from .ops import DecoderLayer, PackedLayers
 
 __all__ = ["DecoderLayer", "DecoderStack", "rotary_table"]
 
@@ -51,6 +51,11 @@ class DecoderStack:
     def __reduce__(self) -> tuple:  # a copy packs its own tensors
         options = {"eps": self.eps, "scale": self.scale, "taps": self.taps}
         return functools.partial(DecoderStack, **options), (self.layers, self.norm)
+
+    def replace(self, layers: Sequence[DecoderLayer], norm: Tensor) -> None:
+        """Use other weights from now on, in steps that are compiled already too."""
+        self.layers, self.norm = tuple(layers), norm
+        self._packed.replace(self.layers, norm)
 
     def refresh(self) -> None:
         """Notice weights whose storage was replaced (``parameter.data = ...``). Reads one address per weight."""

@@ -129,7 +129,3 @@ def save_tensors(tensors: Mapping[str, Any], path: Path, metadata: dict[str, str
     save_file(dict(tensors), path, metadata=metadata)
     path.chmod(mode)
     fsync(path)
-
-
-# Earlier names, until train uses the new ones.
-lines, json_lines, whole_file, whole_folder, flush = read_lines, read_jsonl, write_atomically, atomic_folder, fsync

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from .. import ops
 from ..cache import KVCache
 from ..decoder import DecoderLayer, DecoderStack, rotary_table
+from ..ops import reference
 from .config import DraftConfig
 
 __all__ = ["Drafter", "PackedTensor"]
@@ -60,7 +61,8 @@ class Drafter(nn.Module):
         self.register_buffer("inv_freq", self._frequencies(device), persistent=False)
         self.layers = nn.ModuleList(self._make_layer(index, like) for index in range(layers))
         self.norm = self._norm(like, hidden)
-        self._stack = self._make_stack()
+        self._stack: DecoderStack | None = None
+        self._restack()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -115,7 +117,8 @@ class Drafter(nn.Module):
             cache: written at ``positions``.
         """
         query = self.config.num_attention_heads * self.config.head_dim
-        kv = torch.matmul(features.flatten(0, 1), self.qkv_weight[:, query:].transpose(1, 2))
+        rows, weight = reference.separate_rows(features.flatten(0, 1), self.qkv_weight[:, query:])
+        kv = torch.matmul(rows, weight.transpose(1, 2))
         if self.qkv_bias is not None:
             kv = kv + self.qkv_bias[:, None, query:]
         cos, sin = self.rotary(positions)
@@ -199,10 +202,19 @@ class Drafter(nn.Module):
     def _frequencies(self, device: torch.device | str) -> Tensor:
         return self.config.rope.inverse_frequencies(self.config.head_dim).to(device)
 
-    def _make_stack(self) -> DecoderStack:
+    def _restack(self) -> None:
+        """Run the parameters as they are now; a compiled step keeps its stack."""
+        layers, norm = self._stack_layers(), self.norm.weight
+        if self._stack is not None:
+            self._stack.replace(layers, norm)
+            return
+        eps, scale = self.config.rms_norm_eps, self.config.head_dim**-0.5
+        self._stack = DecoderStack(layers, norm, eps=eps, scale=scale)
+
+    def _stack_layers(self) -> list[DecoderLayer]:
         """Return the layers as the ops take them."""
         config = self.config
-        layers = [
+        return [
             DecoderLayer(
                 input_norm=layer.input_layernorm.weight,
                 q=layer.self_attn.q_proj.weight,
@@ -225,7 +237,6 @@ class Drafter(nn.Module):
             )
             for layer, causal, window in zip(self.layers, config.causal, config.window, strict=True)
         ]
-        return DecoderStack(layers, self.norm.weight, eps=config.rms_norm_eps, scale=config.head_dim**-0.5)
 
     # ------------------------------------------------------------------------------------------ packed parameters
 
@@ -260,7 +271,7 @@ class Drafter(nn.Module):
                 if parameter.data_ptr() != view.data_ptr() or parameter.is_meta:
                     view.copy_(parameter)
                     parameter.data = view
-        self._stack = self._make_stack()
+        self._restack()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Drafter:
         frequencies = self.inv_freq
@@ -280,7 +291,7 @@ class Drafter(nn.Module):
         return result
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_stack"}  # made anew from the copies
+        return self.__dict__ | {"_stack": None}  # the copy packs its own parameters
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

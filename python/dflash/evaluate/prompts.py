@@ -181,8 +181,3 @@ def render_chat(
         return tokenizer.apply_chat_template(messages, add_generation_prompt=asks, tokenize=False, **(template or {}))
     except Exception as error:  # templates raise their own: a role they do not know, roles that do not alternate
         raise ValueError(f"the chat template refuses these messages: {error}") from error
-
-
-# Earlier names, until train uses the new ones.
-records, need_datasets, plain_ids, rendered = read_records, import_datasets, text_ids, render_chat
-chat, conversation, short = parse_messages, parse_prompt, shorten

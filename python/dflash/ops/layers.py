@@ -81,6 +81,12 @@ class PackedLayers:
             _check_layers(self)
             self._records = None
 
+    def replace(self, layers: Sequence[DecoderLayer], norm: Tensor) -> None:
+        """Use other tensors under the same handle, which a compiled step holds as a constant."""
+        self.layers, self.norm = tuple(layers), norm
+        _check_layers(self)
+        self._records = None
+
     def records(self) -> _C.DecoderLayers:
         """Return the layers as the kernel reads them."""
         if self._records is None:

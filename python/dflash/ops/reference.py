@@ -359,8 +359,8 @@ def accept_prefix_(
 _AMX_INNER = 32
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, prefetch: bool = False) -> Tensor:
-    """``x @ weight.T + bias``; a row of NaN spoils no other row.
+def separate_rows(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the operands of ``x @ weight.T`` in a form in which no row of ``x`` meets another.
 
     On CPUs with AMX, torch's 16-bit product of an inner dimension that is not a multiple of 32 reads past the end of a
     row into the next one, and 0 * NaN is NaN. Zeros up to the next multiple keep the rows apart.
@@ -368,7 +368,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, prefetch: bool
     short = -x.shape[-1] % _AMX_INNER
     if short and x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16):
         x, weight = (torch.nn.functional.pad(operand, (0, short)) for operand in (x, weight))
-    return torch.nn.functional.linear(x, weight, bias)
+    return x, weight
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, prefetch: bool = False) -> Tensor:
+    """``x @ weight.T + bias``; a row of NaN spoils no other row."""
+    return torch.nn.functional.linear(*separate_rows(x, weight), bias)
 
 
 def linears(
