@@ -135,7 +135,7 @@ def test_arguments_of_the_chat_template(jsonl):
     wanted = ([USER, 7, END, ASSISTANT, 90, 8, END], [0] * 5 + [1, 1])
     assert only(jsonl(whole), spoken(template), template=short) == wanted
     said = jsonl({"messages": [{"role": "user", "content": "w7"}, {"role": "assistant", "content": "w8"}]})
-    with pytest.raises(ValueError, match="line 1: the chat template does not write the last answer behind what asks"):
+    with pytest.raises(ValueError, match="line 1: the chat template does not write the last answer after what asks"):
         load_rows(said, spoken(template), 32, template=short)
     with pytest.raises(ValueError, match="line 1: the chat template refuses these messages: no such role"):
         load_rows(said, spoken("{{ raise_exception('no such role') }}"), 32)

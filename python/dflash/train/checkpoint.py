@@ -1,7 +1,7 @@
 """Drafts in the published layout, and checkpoints that a run resumes from to the bit.
 
-A checkpoint is a folder that appears whole or not at all: it is written under another name and renamed. Each one is a
-draft that :func:`dflash.load_draft` reads, with the trainer's state beside it.
+A checkpoint is a folder that appears complete or not at all: it is written under another name and renamed. Each one is
+a draft that :func:`dflash.load_draft` reads, with the trainer's state next to it.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ def read_progress(path: str | os.PathLike) -> dict[str, Any]:
     """A checkpoint's ``progress``.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, or is none of this package.
+        CheckpointError: the checkpoint is damaged, or is not one of this package.
     """
     path = Path(path)
     try:

@@ -1,4 +1,4 @@
-"""A drafter from one checkpoint layout to the other: :func:`export`."""
+"""Write a drafter in another checkpoint layout: :func:`export`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def export(
 
     Args:
         draft: a folder or a hub repository, in either layout.
-        out: a folder that does not exist or is empty; it appears whole or not at all.
+        out: a folder that does not exist or is empty; it appears complete or not at all.
         layout: ``"published"`` (the reference package, SGLang, vLLM) or ``"speculators"`` (vLLM, speculators).
         target: name of the target, a folder or a hub repository: the speculators layout carries it.
         dtype: of the weights; None keeps their bits.

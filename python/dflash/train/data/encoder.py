@@ -20,7 +20,7 @@ _Row = tuple[list[int], list[int]]  # ids and loss mask
 
 
 class _Encoder:
-    """Makes training rows of a source's rows."""
+    """Turns the rows of a source into training rows."""
 
     def __init__(
         self,
@@ -144,14 +144,14 @@ class _Encoder:
                 pieces += self.until_stop(self.plain(whole[len(asked) : len(said)]))
                 done = len(said)
         if done < len(whole):
-            raise ValueError("the chat template does not write the last answer behind what asks for it")
+            raise ValueError("the chat template does not write the last answer after what asks for it")
         return _joined(*pieces)
 
     def until_stop(self, ids: list[int]) -> list[tuple[list[int], int]]:
-        """A turn up to its stop token, supervised, and what the template writes behind that.
+        """A turn up to its stop token, supervised, and what the template writes after it.
 
         Without one of the known stop tokens the turn ends with the special token that closes it, as a template's own
-        end of turn does: one with nothing but blanks behind it.
+        end of turn does: one with nothing but blanks after it.
         """
         end = next((index + 1 for index, token in enumerate(ids) if token in self.stops), None)
         if end is None:

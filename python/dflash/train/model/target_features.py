@@ -1,4 +1,4 @@
-"""The frozen target, as training needs it."""
+"""The frozen target: tapped hidden states, embeddings and head."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["TargetFeatures"]
 class TargetFeatures:
     """The frozen target, as training needs it: tapped hidden states of whole sequences, embeddings and the head.
 
-    Runs a structural twin of the model (the model itself is not touched) without gradients. Layers behind the last tap
+    Runs a structural twin of the model (the model itself is not touched) without gradients. Layers after the last tap
     are left out unless ``final`` states are wanted.
 
     Args:
