@@ -6,59 +6,98 @@ Only this file follows when the engine changes; every other bench goes through i
 from collections.abc import Callable, Hashable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import dflash
 from dflash.engine.runner import Direct, Replay
 from dflash.target import decoder_layers, structural_twin
 
-__all__ = ["Direct", "ForcedGenerator", "Parts", "Replay", "decoder_layers", "make_runner", "structural_twin"]
+__all__ = [
+    "Direct",
+    "ForcedStep",
+    "Parts",
+    "Replay",
+    "cache_layers",
+    "decoder_layers",
+    "make_runner",
+    "structural_twin",
+]
+
+Force = Callable[[Tensor, Tensor], Tensor]
+"""Called with the block ``[batch, rows]`` and the target's choices ``[batch, rows]``; returns the choices to use."""
 
 
-class ForcedGenerator(dflash.Generator):
-    """A generator whose target's choices are overwritten, at a random state in the middle of a text.
-
-    Attributes:
-        force: called with the block ``[batch, rows]`` and the target's choices ``[batch, rows]`` for the token after
-            each row; returns the choices to use.
-    """
-
-    force: Callable[[Tensor, Tensor], Tensor]
+class _ForcedGenerator(dflash.Generator):
+    force: Force
 
     def _accept(self, block: Tensor, posterior: Tensor, limits: Tensor, stopped: tuple[int, ...] = ()) -> None:
         super()._accept(block, self.force(block, posterior), limits, stopped)
 
+
+class ForcedStep:
+    """A generator's step whose target's choices are overwritten, at a random state in the middle of a text.
+
+    Args:
+        target: the target.
+        drafter: its drafter.
+        force: what overwrites the choices.
+        options: of :class:`dflash.Generator`.
+
+    Attributes:
+        state: holds ``tokens``, ``length``, ``num_context``, ``block`` and ``context``, and both caches.
+        report: what the step writes for the host.
+    """
+
+    def __init__(self, target: nn.Module, drafter: dflash.Drafter, force: Force, **options) -> None:
+        self._generator = self.state = _ForcedGenerator(target, drafter, reuse_prefix=False, **options)
+        self._generator.force = self.force = force
+        self.drafter, self.report = drafter, self._generator.report
+
+    def __call__(self) -> None:
+        """Take one step."""
+        self._generator.step()
+
     def fill_(self) -> None:
         """Fill tokens, features and both caches with random numbers."""
-        self.tokens.random_(0, self.vocab_size)
-        self.context.normal_()
-        config, embedding = self.target.config, self.target.embedding_weight
-        like = embedding.new_empty(self.batch_size, config.num_key_value_heads, 0, config.head_dim)
+        state, target = self.state, self._generator.target
+        state.tokens.random_(0, self._generator.vocab_size)
+        state.context.normal_()
+        config = target.config
+        like = target.embedding_weight.new_empty(len(state.tokens), config.num_key_value_heads, 0, config.head_dim)
         for index in range(config.num_hidden_layers):
-            for buffer in self.target_cache.layer(index, like, like):
-                buffer.normal_()
-        for buffer in (*self.draft_cache.keys, *self.draft_cache.values):
-            buffer.normal_()
+            state.target_cache.layer(index, like, like)
+        for cache in (state.target_cache, state.draft_cache):
+            for buffers in cache_layers(cache):
+                for buffer in buffers:
+                    buffer.normal_()
 
     def place_(self, context: int, accepted: int) -> None:
         """Put every row between two steps at length ``context``, the last of which emitted ``accepted`` tokens."""
-        self.length.fill_(context)
-        self.num_context.fill_(accepted)
-        self.limits.fill_(self.tokens.shape[1])
-        self.done.zero_()
+        state = self.state
+        state.length.fill_(context)
+        state.num_context.fill_(accepted)
+        state.limits.fill_(state.tokens.shape[1])
+        state.done.zero_()
 
-    def share_(self, other: "ForcedGenerator") -> None:
+    def share_(self, other: "ForcedStep") -> None:
         """Use the tokens, features and caches of ``other`` from now on."""
-        self.tokens, self.context = other.tokens, other.context
-        self.target_cache, self.draft_cache = other.target_cache, other.draft_cache
+        ours, theirs = self.state, other.state
+        ours.tokens, ours.context = theirs.tokens, theirs.context
+        ours.target_cache, ours.draft_cache = theirs.target_cache, theirs.draft_cache
 
     def launcher(self) -> tuple[Replay | Direct, Callable[[], None], Hashable]:
         """Return the runner, the step, and the key under which the runner keeps the step's graph."""
-        return self._runner, self.step, self._kind()
+        return self._generator._runner, self._generator.step, self._generator._kind()
+
+
+def cache_layers(cache: object) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the keys and the values of a cache, a tensor per layer."""
+    keys, values = cache.keys, cache.values
+    return (list(keys.values()), list(values.values())) if isinstance(keys, dict) else (keys, values)
 
 
 def make_runner(report: Tensor) -> Replay | Direct:
-    """Return what launches steps that leave ``report`` for the host."""
+    """Return what launches steps that write ``report`` for the host."""
     return Replay(report) if report.is_cuda else Direct(report)
 
 
@@ -71,7 +110,7 @@ class Parts:
 
     def __init__(self, generator: dflash.Generator) -> None:
         self._generator, self._draft = generator, generator.draft
-        rows, dtype = generator.block_size, generator.target.dtype
+        rows, dtype = generator.block_size, self._draft.dtype
         self.block, self.length = generator.block.clamp(min=0).clone(), generator.length.clone()
         generator.num_context.fill_(rows - 6)
         self._features = self.fuse()
