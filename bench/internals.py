@@ -18,7 +18,7 @@ __all__ = [
     "Parts",
     "Replay",
     "cache_layers",
-    "decoder_layers",
+    "find_layers",
     "make_runner",
     "structural_twin",
 ]
@@ -94,6 +94,11 @@ def cache_layers(cache: object) -> tuple[list[Tensor], list[Tensor]]:
     """Return the keys and the values of a cache, a tensor per layer."""
     keys, values = cache.keys, cache.values
     return (list(keys.values()), list(values.values())) if isinstance(keys, dict) else (keys, values)
+
+
+def find_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the decoder layers of a model."""
+    return decoder_layers(model, model.config.num_hidden_layers)
 
 
 def make_runner(report: Tensor) -> Replay | Direct:

@@ -2,7 +2,7 @@
 
 import harness
 import torch
-from internals import ForcedStep, cache_layers, decoder_layers, make_runner, structural_twin
+from internals import ForcedStep, cache_layers, find_layers, make_runner, structural_twin
 from random_pair import BLOCK, MASK
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -58,7 +58,7 @@ class StaticStep:
         self.draft_keys, self.draft_values = [k.clone() for k in draft_keys], [v.clone() for v in draft_values]
 
     def _hook_taps(self) -> None:
-        layers = decoder_layers(self.model, self.model.config.num_hidden_layers)
+        layers = find_layers(self.model)
         for tap in self.drafter.config.target_layer_ids:
 
             def keep(_module, _args, output, tap=tap):
