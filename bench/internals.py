@@ -6,58 +6,70 @@ Only this file follows when the engine changes; every other bench goes through i
 from collections.abc import Callable, Hashable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import dflash
 from dflash.engine import Direct, Replay
-from dflash.proposers import Block
-from dflash.sampling import KeyedAcceptance
 from dflash.target import find_layers, structural_twin
 
-__all__ = ["Direct", "ForcedGenerator", "Parts", "Replay", "find_layers", "make_runner", "structural_twin"]
+__all__ = [
+    "Direct",
+    "ForcedStep",
+    "Parts",
+    "Replay",
+    "cache_layers",
+    "find_layers",
+    "make_runner",
+    "structural_twin",
+]
+
+Force = Callable[[Tensor, Tensor], Tensor]
+"""Called with the block ``[batch, rows]`` and the target's choices ``[batch, rows]``; returns the choices to use."""
 
 
-class ForcedAcceptance(KeyedAcceptance):
-    """Acceptance whose choices are overwritten.
+class _ForcedAcceptance:
+    """An acceptance whose choices are overwritten."""
+
+    def __init__(self, acceptance, force: Force) -> None:
+        self._acceptance, self._force = acceptance, force
+
+    def choose(self, logits: Tensor, block, state) -> Tensor:
+        return self._force(block.ids, self._acceptance.choose(logits, block, state))
+
+
+class ForcedStep:
+    """A generator's step whose target's choices are overwritten, at a random state in the middle of a text.
 
     Args:
-        generator: its ``force`` does it.
-    """
-
-    def __init__(self, generator: "ForcedGenerator") -> None:
-        super().__init__(generator.batch_size, generator.engine.target.device)
-        self._generator = generator
-
-    def choose(self, logits: Tensor, block: Block, state: object) -> Tensor:
-        """Return the forced choices ``[batch, rows]``."""
-        return self._generator.force(block.ids, super().choose(logits, block, state))
-
-
-class ForcedGenerator(dflash.Generator):
-    """A generator whose target's choices are overwritten, at a random state in the middle of a text.
+        target: the target.
+        drafter: its drafter.
+        force: what overwrites the choices.
+        options: of `dflash.Generator`.
 
     Attributes:
-        force: called with the block ``[batch, rows]`` and the target's choices ``[batch, rows]`` for the token after
-            each row; returns the choices to use.
+        state: the engine's.
+        report: what the step writes for the host.
     """
 
-    force: Callable[[Tensor, Tensor], Tensor]
+    def __init__(self, target: nn.Module, drafter: dflash.Drafter, force: Force, **options) -> None:
+        self._generator = dflash.Generator(target, drafter, reuse_prefix=False, **options)
+        engine = self._generator.engine
+        engine.acceptance = _ForcedAcceptance(engine.acceptance, force)
+        self.drafter, self.force = drafter, force
+        self.state, self.report = engine.state, engine.state.report.tensor
 
-    def __init__(self, *arguments: object, **options: object) -> None:
-        super().__init__(*arguments, **options)
-        self.engine.keyed = self.engine.acceptance = ForcedAcceptance(self)
+    def __call__(self) -> None:
+        """Take one step."""
+        self._generator.step()
 
     def fill_(self) -> None:
         """Fill tokens, features and both caches with random numbers."""
-        state, target = self.state, self.engine.target
-        state.tokens.random_(0, self.vocab_size)
+        state, target = self.state, self._generator.engine.target
+        state.tokens.random_(0, self._generator.vocab_size)
         state.context.normal_()
-        config, embedding = target.config, target.embedding_weight
-        like = embedding.new_empty(self.batch_size, config.num_key_value_heads, 0, config.head_dim)
-        for index in range(config.num_hidden_layers):
-            for buffer in state.target_cache.layer(index, like, like):
-                buffer.normal_()
-        for buffer in state.draft_cache.buffers:
+        config, sizes = target.config, {"dtype": target.dtype, "device": target.device}
+        state.target_cache.allocate(config.num_hidden_layers, config.num_key_value_heads, config.head_dim, **sizes)
+        for buffer in (*state.target_cache.buffers, *state.draft_cache.buffers):
             buffer.normal_()
 
     def place_(self, context: int, accepted: int) -> None:
@@ -68,18 +80,24 @@ class ForcedGenerator(dflash.Generator):
         state.limits.fill_(state.tokens.shape[1])
         state.done.zero_()
 
-    def share_(self, other: "ForcedGenerator") -> None:
+    def share_(self, other: "ForcedStep") -> None:
         """Use the tokens, features and caches of ``other`` from now on."""
-        for name in ("tokens", "context", "target_cache", "draft_cache"):
-            setattr(self.state, name, getattr(other.state, name))
+        ours, theirs = self.state, other.state
+        ours.tokens, ours.context = theirs.tokens, theirs.context
+        ours.target_cache, ours.draft_cache = theirs.target_cache, theirs.draft_cache
 
     def launcher(self) -> tuple[Replay | Direct, Callable[[], None], Hashable]:
         """Return the runner, the step, and the key under which the runner keeps the step's graph."""
-        return self.runner, self.step, self.engine.kind
+        return self._generator.runner, self._generator.step, self._generator.engine.kind
+
+
+def cache_layers(cache: object) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the keys and the values of a cache, a tensor per layer."""
+    return list(cache.keys.values()), list(cache.values.values())
 
 
 def make_runner(report: Tensor) -> Replay | Direct:
-    """Return what launches steps that leave ``report`` for the host."""
+    """Return what launches steps that write ``report`` for the host."""
     return Replay(report) if report.is_cuda else Direct(report)
 
 
@@ -91,14 +109,15 @@ class Parts:
     """
 
     def __init__(self, generator: dflash.Generator) -> None:
-        self._generator, self._draft = generator, generator.draft
-        self._engine, self._state = generator.engine, generator.state
-        rows, dtype = generator.block_size, self._engine.target.dtype
+        self._engine, self._state, self._draft = generator.engine, generator.state, generator.draft
+        self._step = generator.step
+        rows, dtype = generator.block_size, self._draft.dtype
         self.block, self.length = self._state.block.clamp(min=0).clone(), self._state.length.clone()
         self._state.num_context.fill_(rows - 6)
         self._features = self.fuse()
         self._hidden = torch.randn(1, rows, self._draft.config.hidden_size, dtype=dtype)
         self._logits, _ = self.verify()
+        self._positions = self._state.positions(rows).clone()
 
     def verify(self) -> tuple[Tensor, list[Tensor]]:
         """Run the target over the block."""
@@ -118,10 +137,10 @@ class Parts:
 
     def choose(self) -> Tensor:
         """Choose the block's tokens from the target's logits."""
-        return self._engine.keyed.choose(self._logits, Block(self.block), self._state)
+        return self._engine.keyed.choose_at(self._logits, self._positions, self._state)
 
     def step(self) -> None:
         """Run the whole step from the same state again."""
         self._state.done.zero_()
         self._state.length.copy_(self.length)
-        self._generator.step()
+        self._step()

@@ -134,7 +134,7 @@ def steps_setting(step, batch: int):
     device = torch.device("cpu")
     pair = step.pair.named_pair("tiny", torch.float32, device)
     setting = step.setting.Setting(pair, step.forced.Forced(device), step.meter.Waits(), 40, batch, 6, False)
-    setting.generator.fill_()
+    setting.ours.fill_()
     return setting
 
 
@@ -164,22 +164,21 @@ class TestSteps:
     @pytest.mark.parametrize("batch", [1, 2])
     def test_the_static_peer_takes_the_same_step(self, step, batch):
         setting = steps_setting(step, batch)
-        ours, theirs = setting.generator, step.static.StaticStep(setting.generator, setting.pair.target, False)
+        ours, theirs = setting.ours, step.static.StaticStep(setting.ours, setting.pair.target, False)
         setting.forced.set_(6)
         for state in (ours, theirs):
             state.place_(40, 6)
         for _ in range(3):
             for emitted in (6, 1):
                 setting.forced.set_(emitted)
-                ours.step(), theirs.launched()
+                ours(), theirs.launched()
                 assert torch.equal(ours.state.length, theirs.length.expand(batch))
                 block = theirs.report[:, 1 + step.forced.BLOCK :]
                 assert torch.equal(ours.state.block, block)
                 torch.testing.assert_close(ours.state.context, theirs.context)
         setting.forced.off.fill_(True)  # what the target itself chose
-        ours.step(), theirs.step()
-        report = ours.state.report.tensor
-        assert torch.equal(report[:, 2 : 2 + step.forced.BLOCK], theirs.report[:, 1 : 1 + step.forced.BLOCK])
+        ours(), theirs.step()
+        assert torch.equal(ours.report[:, 2 : 2 + step.forced.BLOCK], theirs.report[:, 1 : 1 + step.forced.BLOCK])
 
     def test_the_floor_is_the_roofline(self, step):
         target, drafter, _ = step.pair.named_pair("qwen3-8b", torch.bfloat16, torch.device("meta"))

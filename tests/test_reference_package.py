@@ -110,24 +110,24 @@ def test_hidden_states_are_equal_at_every_step(reference_package, name, tmp_path
 class Recorder(Cheat):
     """Record the drafter's inputs and outputs of every step. Every sixth draft is wrong."""
 
-    spoil = 6
+    def __init__(self, *arguments, **options) -> None:
+        super().__init__(*arguments, **options)
+        self.spoil, self.prompt_taps, self.steps = 6, [], []
+        self._fuse, self._propose = self.draft.fuse, self.engine.proposer.propose
+        self.draft.fuse, self.engine.proposer.propose = self._record_prompt, self._record_step
 
-    def _prefill(self, *arguments):
-        self.prompt_taps, self.steps = [], []
-        fuse = self.draft.fuse
-        self.draft.fuse = lambda context, count: (
-            self.prompt_taps.append(context[0, : int(count)]) or fuse(context, count)
-        )
-        counts = super()._prefill(*arguments)
-        del self.draft.fuse
-        return counts
+    def _record_prompt(self, context, count):
+        self.prompt_taps.append(context[0, : int(count)])
+        return self._fuse(context, count)
 
-    def _propose(self, anchor):
-        given = (int(anchor), int(self.length), self.context[0, : int(self.num_context)].clone())
+    def _record_step(self, state):
+        given = (int(state.anchor), int(state.length), state.context[0, : int(state.num_context)].clone())
         handle = self.draft.register_forward_hook(lambda _module, _args, hidden: self.steps.append((*given, hidden[0])))
-        drafts = super()._propose(anchor)
+        self.draft.fuse = self._fuse
+        block = self._propose(state)
+        self.draft.fuse = self._record_prompt
         handle.remove()
-        return drafts
+        return block
 
 
 @pytest.mark.parametrize("name", VARIANTS)

@@ -68,7 +68,7 @@ class Bench:
 
     def _measure(self, setting: Setting) -> None:
         """Measure every runner at one context and batch."""
-        setting.generator.fill_()
+        setting.ours.fill_()
         first = self.arguments.accepted[0]
         self.forced.set_(first)
         found = {}

@@ -30,7 +30,7 @@ def foreign(setting: Setting, loop: Callable[[Tensor, int], object]) -> Run:
         loop: ``loop(prompt [1, context], new tokens at most)``.
     """
     target = setting.peers_target
-    prompt = torch.randint(setting.generator.vocab_size, (1, setting.context), device=target.device)
+    prompt = torch.randint(target.config.vocab_size, (1, setting.context), device=target.device)
 
     def run(meter: Meter, accepted: int, steps: int) -> None:
         forward, starts = target.forward, []

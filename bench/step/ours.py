@@ -3,7 +3,7 @@
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
-from internals import Direct, ForcedGenerator, Replay
+from internals import Direct, ForcedStep, Replay
 from torch import Tensor
 
 from .meter import Meter
@@ -60,13 +60,13 @@ def launches(setting: Setting, launcher: Launcher) -> Run:
     return run
 
 
-def ours(setting: Setting, generator: ForcedGenerator, obstacle: str = "") -> Run:
+def ours(setting: Setting, step: ForcedStep, obstacle: str = "") -> Run:
     """Run our step as :class:`dflash.Generator` does; with an ``obstacle``, kernel by kernel."""
-    return launches(setting, Launcher(generator.place_, generator.state.length, *generator.launcher(), obstacle))
+    return launches(setting, Launcher(step.place_, step.state.length, *step.launcher(), obstacle))
 
 
 def another(setting: Setting, obstacle: str = "", **options) -> Run:
     """Run our step with other ``options`` of the generator, on the same caches."""
-    generator = setting.make_generator(**options)
-    generator.share_(setting.generator)
-    return ours(setting, generator, obstacle)
+    step = setting.make_step(**options)
+    step.share_(setting.ours)
+    return ours(setting, step, obstacle)

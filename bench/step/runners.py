@@ -11,8 +11,8 @@ RUNNERS: dict[str, Callable[[Setting], Run]] = {
     "reference": reference,
     "native": native,
     "static": static,
-    "eager": lambda setting: ours(setting, setting.generator, "eager"),
-    "graph": lambda setting: ours(setting, setting.generator),
+    "eager": lambda setting: ours(setting, setting.ours, "eager"),
+    "graph": lambda setting: ours(setting, setting.ours),
     "fused": lambda setting: another(setting, fused=True),
     "compiled": lambda setting: another(setting, compile=setting.compile),
 }

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from internals import ForcedGenerator, structural_twin
+from internals import ForcedStep, structural_twin
 from random_pair import BLOCK, Pair
 from torch import Tensor, nn
 
@@ -37,25 +37,21 @@ class Setting:
     compile: bool
 
     @functools.cached_property
-    def generator(self) -> ForcedGenerator:
-        """Our generator without options, which owns the caches."""
-        return self.make_generator()
+    def ours(self) -> ForcedStep:
+        """Our step without options, which owns the caches."""
+        return self.make_step()
 
     @functools.cached_property
     def peers_target(self) -> nn.Module:
         """The target for loops that are not ours: their hooks on its modules would keep ours from being fused."""
         return structural_twin(self.pair.target)
 
-    def make_generator(self, **options) -> ForcedGenerator:
-        """Return a generator with room for a round."""
+    def make_step(self, **options) -> ForcedStep:
+        """Return a step of a generator with these options and room for a round."""
         room = self.context + BLOCK * (self.steps + 2)
         length = -(-room // 64) * 64 - BLOCK  # with the block's rows a multiple of 64, which suits every kernel
         target, drafter, _ = self.pair
-        generator = ForcedGenerator(
-            target, drafter, max_length=length, batch_size=self.batch, reuse_prefix=False, **options
-        )
-        generator.force = self.forced
-        return generator
+        return ForcedStep(target, drafter, self.forced, max_length=length, batch_size=self.batch, **options)
 
 
 def check(found: Tensor, wanted: int, accepted: int) -> None:

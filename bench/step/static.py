@@ -2,7 +2,7 @@
 
 import harness
 import torch
-from internals import ForcedGenerator, find_layers, make_runner, structural_twin
+from internals import ForcedStep, cache_layers, find_layers, make_runner, structural_twin
 from random_pair import BLOCK, MASK
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -20,19 +20,19 @@ class StaticStep:
     with a mask over the whole cache and repeated K/V heads, as transformers does it for a static cache.
 
     Args:
-        generator: filled; its tokens, features and caches are copied, its drafter and forced acceptance used.
+        ours: filled; its tokens, features and caches are copied, its drafter and forced acceptance used.
         target: the pair's target.
         compile: whether to compile the step.
     """
 
-    def __init__(self, generator: ForcedGenerator, target: nn.Module, compile: bool) -> None:
-        self.drafter, self.force, self.model = generator.draft, generator.force, structural_twin(target)
-        batch, capacity = generator.state.tokens.shape
-        device = generator.state.tokens.device
+    def __init__(self, ours: ForcedStep, target: nn.Module, compile: bool) -> None:
+        self.drafter, self.force, self.model = ours.drafter, ours.force, structural_twin(target)
+        batch, capacity = ours.state.tokens.shape
+        device = ours.state.tokens.device
         # 1. Copies of the caches
-        self._copy_caches(generator, batch, capacity)
+        self._copy_caches(ours, batch, capacity)
         # 2. State at fixed addresses
-        self.tokens, self.context = generator.state.tokens.clone(), generator.state.context.clone()
+        self.tokens, self.context = ours.state.tokens.clone(), ours.state.context.clone()
         self.length = torch.zeros((), dtype=torch.int64, device=device)
         self.num_context = torch.zeros_like(self.length)
         self.offsets = torch.arange(BLOCK, device=device)
@@ -45,17 +45,17 @@ class StaticStep:
         self.runner = make_runner(self.report)
         self._run = torch.compile(self.step, fullgraph=True, dynamic=False) if compile else self.step
 
-    def _copy_caches(self, generator: ForcedGenerator, batch: int, capacity: int) -> None:
-        config, tokens = self.model.config, generator.state.tokens
+    def _copy_caches(self, ours: ForcedStep, batch: int, capacity: int) -> None:
+        config = self.model.config
         self.cache = StaticCache(config=config, max_cache_len=capacity)
         heads = config.num_key_value_heads, config.head_dim
-        self.cache.early_initialization(batch, *heads, generator.engine.target.dtype, tokens.device)
-        for index, layer in enumerate(self.cache.layers):
-            layer.keys.copy_(generator.state.target_cache.keys[index])
-            layer.values.copy_(generator.state.target_cache.values[index])
+        self.cache.early_initialization(batch, *heads, ours.drafter.dtype, ours.drafter.device)
+        for layer, keys, values in zip(self.cache.layers, *cache_layers(ours.state.target_cache), strict=True):
+            layer.keys.copy_(keys)
+            layer.values.copy_(values)
         self.counters = [layer.cumulative_length for layer in self.cache.layers]
-        self.draft_keys = [keys.clone() for keys in generator.state.draft_cache.keys.values()]
-        self.draft_values = [values.clone() for values in generator.state.draft_cache.values.values()]
+        draft_keys, draft_values = cache_layers(ours.state.draft_cache)
+        self.draft_keys, self.draft_values = [k.clone() for k in draft_keys], [v.clone() for v in draft_values]
 
     def _hook_taps(self) -> None:
         layers = find_layers(self.model)
@@ -134,5 +134,5 @@ class StaticStep:
 
 def static(setting: Setting) -> Run:
     """Run the static step, launched and read as ours is."""
-    step = StaticStep(setting.generator, setting.pair.target, setting.compile)
+    step = StaticStep(setting.ours, setting.pair.target, setting.compile)
     return launches(setting, Launcher(step.place_, step.length, step.runner, step.launched, "static"))
