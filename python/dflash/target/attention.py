@@ -25,7 +25,7 @@ def use_block_attention(model: nn.Module) -> None:
     text_config(model)._attn_implementation = _NAME
 
 
-def _block_attention(
+def _block_attention(  # noqa: PLR0913 - transformers' signature
     module: nn.Module,
     query: Tensor,
     key: Tensor,

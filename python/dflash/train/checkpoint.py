@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ..drafter import FULL, SLIDING, DraftConfig, Drafter
+from ..drafter import FULL, SLIDING, DraftConfig, Drafter, Rope
 from ..files import atomic_folder, fsync, remove_unfinished, save_tensors, write_atomically, write_json
 
 __all__ = [
@@ -37,35 +37,17 @@ class CheckpointError(OSError):
 
 
 def published_config(config: DraftConfig, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
-    """The ``config.json`` of the published layout that reads back as ``config``; the inverse of ``from_config``."""
-    windows = {window for window in config.window if window}
-    if len(windows) > 1 or (len(set(config.causal)) > 1 and config.causal != tuple(w > 0 for w in config.window)):
+    """Return the ``config.json`` of the published layout that reads back as ``config``; the inverse of ``from_config``."""
+    windows, by_window = {window for window in config.window if window}, tuple(w > 0 for w in config.window)
+    if len(windows) > 1 or (len(set(config.causal)) > 1 and config.causal != by_window):
         raise ValueError(f"the published layout has one window and one rule of causality, got {config}")
-    sliding = bool(windows)
-    rope: dict[str, Any] = {"rope_type": config.rope.type, "rope_theta": config.rope.theta}
-    if config.rope.type != "default":
-        rope["factor"] = config.rope.factor
-    if config.rope.type in ("llama3", "yarn"):
-        rope["original_max_position_embeddings"] = config.rope.original_max_position_embeddings
-    if config.rope.type == "llama3":
-        rope |= {"low_freq_factor": config.rope.low_freq_factor, "high_freq_factor": config.rope.high_freq_factor}
-    if config.rope.type == "yarn":
-        rope |= {key: getattr(config.rope, key) for key in ("beta_fast", "beta_slow", "truncate", "attention_scaling")}
-        rope["attention_factor"] = rope.pop("attention_scaling")
-    dflash: dict[str, Any] = {
-        "mask_token_id": config.mask_token_id,
-        "target_layer_ids": list(config.target_layer_ids),
-    }
-    for key, neutral in (("input_embedding_scale", 1.0), ("output_multiplier", 1.0), ("final_logit_softcapping", 0.0)):
-        if getattr(config, key) != neutral:
-            dflash[key] = getattr(config, key)
     out: dict[str, Any] = {
         "architectures": ["DFlashDraftModel"],
         "attention_bias": config.attention_bias,
         "attention_dropout": 0.0,
         "block_size": config.block_size,
         "bos_token_id": None,
-        "dflash_config": dflash,
+        "dflash_config": _dflash_section(config),
         "dtype": _DTYPES[dtype],
         "eos_token_id": None,
         "head_dim": config.head_dim,
@@ -83,19 +65,37 @@ def published_config(config: DraftConfig, dtype: torch.dtype = torch.bfloat16) -
         "num_target_layers": config.num_target_layers,
         "pad_token_id": None,
         "rms_norm_eps": config.rms_norm_eps,
-        "rope_parameters": rope,
+        "rope_parameters": _rope_section(config.rope),
         "rope_theta": config.rope.theta,
-        "sliding_window": max(windows) if sliding else None,
+        "sliding_window": max(windows, default=None),
         "tie_word_embeddings": False,
         "use_cache": True,
-        "use_sliding_window": sliding,
+        "use_sliding_window": bool(windows),
         "vocab_size": config.vocab_size,
     }
-    if config.attention_sinks:
-        dflash["attention_sink_bias"] = True
-    if config.causal != tuple(window > 0 for window in config.window):
-        out["is_causal"] = config.causal[0]
+    return out if config.causal == by_window else out | {"is_causal": config.causal[0]}
+
+
+def _rope_section(rope: Rope) -> dict[str, Any]:
+    out: dict[str, Any] = {"rope_type": rope.type, "rope_theta": rope.theta}
+    if rope.type != "default":
+        out["factor"] = rope.factor
+    if rope.type in ("llama3", "yarn"):
+        out["original_max_position_embeddings"] = rope.original_max_position_embeddings
+    if rope.type == "llama3":
+        out |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
+    if rope.type == "yarn":
+        out |= {key: getattr(rope, key) for key in ("beta_fast", "beta_slow", "truncate")}
+        out["attention_factor"] = rope.attention_scaling
     return out
+
+
+def _dflash_section(config: DraftConfig) -> dict[str, Any]:
+    out: dict[str, Any] = {"mask_token_id": config.mask_token_id, "target_layer_ids": list(config.target_layer_ids)}
+    for key, neutral in (("input_embedding_scale", 1.0), ("output_multiplier", 1.0), ("final_logit_softcapping", 0.0)):
+        if getattr(config, key) != neutral:
+            out[key] = getattr(config, key)
+    return out | {"attention_sink_bias": True} if config.attention_sinks else out
 
 
 def save_draft(drafter: Drafter, folder: str | os.PathLike, *, dtype: torch.dtype | None = torch.bfloat16) -> Path:

@@ -80,7 +80,7 @@ def cache_size(rows: Any, width: int, dtype: torch.dtype) -> int:
     return sum(map(len, _ids(rows))) * width * dtype.itemsize
 
 
-def cache_features(
+def cache_features(  # noqa: PLR0913 - public, each documented
     target: nn.Module,
     compute: Callable[[Tensor], Tensor] | None,
     rows: Any,

@@ -59,7 +59,7 @@ class Trainer:
         ValueError: rows and models do not fit. The message names what, before any work is done.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - public, each documented
         self,
         target: nn.Module,
         drafter: Drafter,

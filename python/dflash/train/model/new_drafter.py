@@ -83,7 +83,7 @@ def draft_config(
         mask_token_id: see :func:`choose_mask_id`.
         num_layers: draft layers.
         block_size: tokens of a block, the anchor counted; 2 at least.
-        target_layer_ids: tapped layers; None for the published rule (:func:`dflash.config.build_target_layer_ids`).
+        target_layer_ids: tapped layers; None for the published rule (:func:`dflash.drafter.build_target_layer_ids`).
         intermediate_size: of the MLP; None for the target's.
         sliding_window: positive for layers that see that many keys, causal inside the block, but the last, which is
             full; 0 for full layers.
@@ -91,6 +91,7 @@ def draft_config(
     Raises:
         ValueError: a number is out of range; it is named.
     """
+    # 1. Check the numbers
     model = unwrap(target)
     config = text_config(model)
     total = config.num_hidden_layers
@@ -101,13 +102,7 @@ def draft_config(
     taps = tuple(build_target_layer_ids(total, num_layers) if target_layer_ids is None else target_layer_ids)
     if not taps or min(taps) < 0 or max(taps) >= total:
         raise ValueError(f"target_layer_ids must be layers of the target, 0 .. {total - 1}, got {list(taps)}")
-    embedding = model.get_input_embeddings()
-    scale = getattr(embedding, "scalar_embed_scale", None)
-    if scale is None:
-        scale = getattr(embedding, "embed_scale", 1.0)
-    multiplier = getattr(config, "logit_scale", None)
-    if multiplier is None:
-        multiplier = 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
+    # 2. Follow the target in everything else
     first = _first_layer(config)
     width = intermediate_size or getattr(first, "intermediate_size", None) or 3 * config.hidden_size
     heads = first.num_attention_heads
@@ -127,13 +122,24 @@ def draft_config(
         window=tuple(sliding_window if one else 0 for one in windowed),
         rope=_rope(config),
         rms_norm_eps=getattr(config, "rms_norm_eps", None) or 1e-6,
-        input_embedding_scale=float(scale),
-        output_multiplier=float(multiplier),
+        input_embedding_scale=_embedding_scale(model),
+        output_multiplier=_logit_multiplier(config),
         final_logit_softcapping=float(getattr(config, "final_logit_softcapping", None) or 0.0),
         vocab_size=config.vocab_size,
         num_target_layers=total,
         max_position_embeddings=getattr(config, "max_position_embeddings", None),
     )
+
+
+def _embedding_scale(model: nn.Module) -> float:
+    embedding = model.get_input_embeddings()
+    scale = getattr(embedding, "scalar_embed_scale", None)
+    return float(getattr(embedding, "embed_scale", 1.0) if scale is None else scale)
+
+
+def _logit_multiplier(config: Any) -> float:
+    multiplier = getattr(config, "logit_scale", None)
+    return 1.0 / (getattr(config, "logits_scaling", None) or 1.0) if multiplier is None else float(multiplier)
 
 
 @torch.no_grad()

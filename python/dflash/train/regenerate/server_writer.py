@@ -77,7 +77,7 @@ class ServerWriter:
         self.ids: dict[int, list[int]] = {}  # only the server knows them
         self.skipped: set[int] = set()
 
-    def check(self, jobs: Sequence[Job], settings: Settings) -> None:
+    def check(self, jobs: Sequence[Job], settings: Settings) -> None:  # noqa: ARG002 - of every writer
         """Raise for a conversation that is to be completed raw. Lengths are left to the server."""
         self.skipped = set()
         for job in jobs:
