@@ -148,5 +148,5 @@ def target() -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def draft(target) -> Drafter:
-    """A random drafter for :func:`target`."""
+    """A random drafter for `target`."""
     return make_draft(target)

@@ -91,7 +91,7 @@ class Emulated(CudaLauncher):
 
 
 class OpByOp:
-    """These ops for :mod:`dflash.decoder`, which then runs op by op (set ``decoder.ops = OpByOp(...)``)."""
+    """These ops for `dflash.decoder`, which then runs op by op (set ``decoder.ops = OpByOp(...)``)."""
 
     def __init__(self, ops: object) -> None:
         self._ops = ops

@@ -1,6 +1,6 @@
 """A GPU's manners on CPU: steps recorded once and replayed, reports that arrive one step late, no peeking.
 
-``Recorded`` is :class:`dflash.engine.Replay` with its device calls replaced. A capture runs the step once under a
+``Recorded`` is `dflash.engine.Replay` with its device calls replaced. A capture runs the step once under a
 dispatch mode, notes every torch call with the very tensors it was made with, and puts back what the step wrote; a
 replay makes the calls again. As with a CUDA graph, no Python of the step is run then: a tensor that has moved, or a
 branch that should now go another way, gives a wrong answer.
@@ -114,7 +114,7 @@ class Peeking(TorchFunctionMode):
 
 @contextlib.contextmanager
 def no_host_reads() -> Iterator[None]:
-    """Raise :class:`HostRead` at whatever would make the host wait for a GPU; ops of dflash run."""
+    """Raise `HostRead` at whatever would make the host wait for a GPU; ops of dflash run."""
 
     def see(func, args, kwargs):
         _refuse(func, args)
@@ -126,7 +126,7 @@ def no_host_reads() -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_peeking(generator: dflash.Generator) -> Iterator[None]:
-    """Raise :class:`HostRead` when the host reads the generator's state, or anything computed from it."""
+    """Raise `HostRead` when the host reads the generator's state, or anything computed from it."""
     state = [value for value in vars(generator.state).values() if isinstance(value, Tensor)]
     cache = generator.state.target_cache
     state += [generator.state.report.tensor, *cache.keys.values(), *cache.values.values()]
@@ -152,7 +152,7 @@ def no_peeking(generator: dflash.Generator) -> Iterator[None]:
 
 
 class Recorded(Replay):
-    """A :class:`Replay` without a GPU.
+    """A `Replay` without a GPU.
 
     Attributes:
         steps: steps launched so far, by ``"eager"`` and ``"replayed"``.

@@ -110,7 +110,7 @@ def _reference(loop: Callable[[Tensor], tuple[Tensor, list[int]]]) -> Runner:
 
 
 def ours(arguments: argparse.Namespace, pair: Loaded, drafts: bool = True, **options) -> Runner:
-    """Return a runner of a :class:`dflash.Generator` with ``options``."""
+    """Return a runner of a `dflash.Generator` with ``options``."""
     length = max(ids.shape[1] for ids in pair.prompts) + arguments.new
     draft = pair.draft if drafts else None
     generator = dflash.Generator(pair.target, draft, max_length=length, reuse_prefix=False, **options)

@@ -1,6 +1,6 @@
 """What every ``bench_<op>.py`` shares: sizes, operands, interleaved timing, the lines and the JSON rows.
 
-A bench file yields :class:`Case` objects and calls :func:`main`; ``bench_all.py`` runs them all. Prints; asserts
+A bench file yields `Case` objects and calls `main`; ``bench_all.py`` runs them all. Prints; asserts
 nothing. How to read a line: bench/README.md.
 """
 

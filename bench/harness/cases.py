@@ -95,5 +95,5 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def full_width(cos: Tensor, sin: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return cos and sin as :func:`rotate` takes them: ``[batch, 1, rows, head_dim]``, in the heads' dtype."""
+    """Return cos and sin as `rotate` takes them: ``[batch, 1, rows, head_dim]``, in the heads' dtype."""
     return tuple(torch.cat((x, x), -1).to(dtype)[:, None] for x in (cos, sin))

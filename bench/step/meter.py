@@ -55,7 +55,7 @@ class Meter:
 
 
 class Waits:
-    """Adds up the seconds spent in Python calls that wait for the device, while :meth:`open` is active."""
+    """Adds up the seconds spent in Python calls that wait for the device, while `open` is active."""
 
     CALLS = (
         (torch.cuda.Event, ("synchronize",)),

@@ -61,7 +61,7 @@ def launches(setting: Setting, launcher: Launcher) -> Run:
 
 
 def ours(setting: Setting, step: ForcedStep, obstacle: str = "") -> Run:
-    """Run our step as :class:`dflash.Generator` does; with an ``obstacle``, kernel by kernel."""
+    """Run our step as `dflash.Generator` does; with an ``obstacle``, kernel by kernel."""
     return launches(setting, Launcher(step.place_, step.state.length, *step.launcher(), obstacle))
 
 

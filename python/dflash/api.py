@@ -77,21 +77,21 @@ def generate(
     the prefix only. The text is therefore the same for every drafter, block size and batch (drafter-invariant
     speculative decoding; Daliri et al., "Coupling without communication and drafter-invariant speculative decoding").
 
-    The caches of the last (target, draft) are kept for the next call, and :func:`release` frees them. The target itself
+    The caches of the last (target, draft) are kept for the next call, and `release` frees them. The target itself
     is examined again each time, which takes about a millisecond per layer. Calls from several threads run one after
     another.
 
     Args:
         target: a causal language model of transformers; never modified.
-        draft: a drafter from :func:`load_draft`, or a module it takes. None decodes one token per step.
+        draft: a drafter from `load_draft`, or a module it takes. None decodes one token per step.
         ids: ``[batch, length]`` int64 or int32 prompts, on the target's device.
         block_size: 1 to the drafter's own. Changes the speed, never the text.
-        return_dict_in_generate: return a :class:`GenerateOutput` with statistics.
-        arguments: see :class:`dflash.call.GenerateArguments`.
+        return_dict_in_generate: return a `GenerateOutput` with statistics.
+        arguments: see `dflash.call.GenerateArguments`.
 
     Returns:
         ``[batch, length + longest answer]`` int64: the prompt as given, then the new tokens, right-padded with the pad
-        id; or a :class:`GenerateOutput`.
+        id; or a `GenerateOutput`.
 
     Raises:
         ValueError: an argument is out of range, target and drafter do not fit, the target is not supported, a row would
@@ -112,26 +112,26 @@ def stream(
     skip_special_tokens: bool = False,
     **arguments: Unpack[GenerateArguments],
 ) -> Iterator[StreamEvent]:
-    """Do what :func:`generate` does, as an iterator over one event per step.
+    """Do what `generate` does, as an iterator over one event per step.
 
     Every argument is checked at once; the prompt is run when the first event is asked for. Closing the iterator before
-    its end, or an interrupt, frees what :func:`generate` would keep for the next call.
+    its end, or an interrupt, frees what `generate` would keep for the next call.
 
     Args:
-        target: as for :func:`generate`.
-        draft: as for :func:`generate`.
-        ids: as for :func:`generate`.
-        block_size: as for :func:`generate`.
+        target: as for `generate`.
+        draft: as for `generate`.
+        ids: as for `generate`.
+        block_size: as for `generate`.
         skip_special_tokens: as in ``tokenizer.decode``.
-        arguments: see :class:`dflash.call.GenerateArguments`, except ``streamer``. With ``tokenizer`` the events carry
+        arguments: see `dflash.call.GenerateArguments`, except ``streamer``. With ``tokenizer`` the events carry
             text.
 
     Yields:
-        :class:`StreamEvent`; the ids of a row, joined, are what :func:`generate` returns for it.
+        `StreamEvent`; the ids of a row, joined, are what `generate` returns for it.
 
     Raises:
-        ValueError: as :func:`generate`.
-        TypeError: as :func:`generate`.
+        ValueError: as `generate`.
+        TypeError: as `generate`.
         RuntimeError: the kept generator has started another call.
     """
     check_stream_arguments(arguments)

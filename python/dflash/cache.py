@@ -16,7 +16,7 @@ class KVCache:
 
     Attributes:
         keys, values: layer index -> buffer. A layer that shares another's keys and values has none.
-        rotary: ``(cos, sin)``, each ``[capacity, rotary / 2]`` float32, for layers on :mod:`dflash.ops`; else None.
+        rotary: ``(cos, sin)``, each ``[capacity, rotary / 2]`` float32, for layers on `dflash.ops`; else None.
 
     Args:
         batch_size: sequences.

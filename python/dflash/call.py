@@ -1,4 +1,4 @@
-"""One call of ``generate``: its arguments, documented once, and the frozen :class:`Call` that they resolve to."""
+"""One call of ``generate``: its arguments, documented once, and the frozen `Call` that they resolve to."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class GenerateArguments(RuleArguments, total=False):
     """The keyword arguments of ``generate`` and ``stream``, for one-shot calls and for a Generator.
 
     An argument that is left out or None follows the target's ``generation_config``; what is unset there too is off
-    (transformers' own ``generate`` would then sample with top_k = 50). The logit rules of :class:`RuleArguments` are
+    (transformers' own ``generate`` would then sample with top_k = 50). The logit rules of `RuleArguments` are
     arguments too: repetition_penalty, presence_penalty, frequency_penalty, no_repeat_ngram_size, logit_bias,
     bad_words_ids, suppress_tokens, begin_suppress_tokens, forced_bos_token_id, forced_eos_token_id, min_length,
     min_new_tokens, logits_processor, stopping_criteria. They are applied as transformers applies them to the row alone:
@@ -39,9 +39,9 @@ class GenerateArguments(RuleArguments, total=False):
             from torch's default generator.
         draft_sharpness: the drafter proposes ``argmax(draft_sharpness * logits / temperature + gumbel)``; 0 or more,
             ``inf`` is its plain argmax. ``"auto"``, the default, chooses between inf, 2 and 1 per row as the call
-            proceeds (:class:`dflash.proposers.AutoSharpness`). Changes the speed, never the text.
+            proceeds (`dflash.proposers.AutoSharpness`). Changes the speed, never the text.
         acceptance: ``"keyed"``, the default, or ``"rejection"``: classic speculative sampling
-            (:mod:`dflash.sampling.rejection`). The text is then distributed as the target's, but it is not a function
+            (`dflash.sampling.rejection`). The text is then distributed as the target's, but it is not a function
             of the seed alone: it depends on the drafter, the block size and where blocks begin, and differs from
             ``"keyed"``'s. Rejection needs a drafter and ``denoise_steps=1``, and cannot be combined with Python
             processors or criteria. At temperature 0 both are greedy.
@@ -55,7 +55,7 @@ class GenerateArguments(RuleArguments, total=False):
             seed of its own; 1 at temperature 0, where all would be equal.
         denoise_steps: passes of the drafter over a block, at least 1, by default the Generator's own (1 in one-shot
             calls). Each further pass keeps the tokens that the one before was most sure of and drafts the others again
-            (:mod:`dflash.proposers.denoise`). Changes the speed, never the text.
+            (`dflash.proposers.denoise`). Changes the speed, never the text.
     """
 
     attention_mask: Tensor | None
@@ -80,7 +80,7 @@ class TargetDefaults:
     """What resolving a call needs to know of the target.
 
     Attributes:
-        settings: from :func:`dflash.target.generation_defaults`.
+        settings: from `dflash.target.generation_defaults`.
         vocab_size: rows of the embedding table.
         device: of the target.
     """
@@ -144,7 +144,7 @@ class Call:
         Args:
             target: what the call is for.
             ids: ``[batch, length]`` int64 or int32.
-            arguments: see :class:`GenerateArguments`.
+            arguments: see `GenerateArguments`.
             denoise_steps: the default for the argument of that name.
 
         Raises:

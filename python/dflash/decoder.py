@@ -1,4 +1,4 @@
-"""A stack of pre-norm decoder layers on :mod:`dflash.ops`, shared by the drafter and the fused target."""
+"""A stack of pre-norm decoder layers on `dflash.ops`, shared by the drafter and the fused target."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def read_jsonl(path: Path) -> Iterator[tuple[str, int, dict[str, Any]]]:
         The place for error messages, the line's number, the object.
 
     Raises:
-        ValueError: as :func:`read_lines`, and for a line that is not a JSON object.
+        ValueError: as `read_lines`, and for a line that is not a JSON object.
     """
     for number, content in read_lines(path):
         if not content.strip():

@@ -20,7 +20,7 @@ def check_fit(target: nn.Module, draft: Drafter) -> None:
 
 
 def check_config(target: nn.Module, config: DraftConfig) -> None:
-    """Do what :func:`check_fit` does with a drafter's config; ``target`` may be on the meta device."""
+    """Do what `check_fit` does with a drafter's config; ``target`` may be on the meta device."""
     theirs, embedding = text_config(target), embedding_table(target)
     _check_equal("hidden_size", config.hidden_size, theirs.hidden_size)
     if config.num_target_layers is not None:

@@ -49,19 +49,19 @@ class Generator:
     while a stream of the same generator is not at its end takes over; the stream then raises ``RuntimeError``.
 
     Args:
-        target: the Hugging Face causal language model; it is never modified (see :mod:`dflash.target`).
-        draft: a :class:`Drafter`, or any module that :func:`load_draft` takes. None decodes one token per step through
+        target: the Hugging Face causal language model; it is never modified (see `dflash.target`).
+        draft: a `Drafter`, or any module that `load_draft` takes. None decodes one token per step through
             the same code and, with ``block_size``, the same padded shapes: the baseline that bf16 output equals bit for
             bit.
         max_length: prompt and new tokens of a row together may not exceed this.
         batch_size: the most rows of a call.
         block_size: rows that a step verifies, 1 to the drafter's own block size (the default); 1 without a drafter.
         denoise_steps: passes of the drafter over each block, where a call does not say
-            (:class:`dflash.call.GenerateArguments`).
+            (`dflash.call.GenerateArguments`).
         compile: run the step through ``torch.compile(fullgraph=True)``, one graph per combination of rules and ways to
             accept; the first step of each takes long. Hooks added to the drafter later are not seen. On a GPU only the
             target's part of the step is compiled, inside the CUDA graph.
-        graph: on a GPU, replay the step as one CUDA graph: ``"auto"`` where that is possible (:attr:`graph_reason` says
+        graph: on a GPU, replay the step as one CUDA graph: ``"auto"`` where that is possible (`graph_reason` says
             why not), True to refuse a call where it is not, False for one kernel at a time. Changes the speed, never
             the text.
         fused: run the layers of a Llama, Mistral, Qwen2 or Qwen3 that is exactly transformers' own on this package's
@@ -74,7 +74,7 @@ class Generator:
             left in the caches: a conversation then costs its last turn. The keys of an answer were computed in blocks
             and not in a prompt, which is the same sum in another order: in fp32 the text stays the same, in bf16 a
             near-tie may fall differently than in a new generator. Weights that were moved, replaced or changed in place
-            are noticed; after a change through ``tensor.data`` call :meth:`reset`.
+            are noticed; after a change through ``tensor.data`` call `reset`.
 
     Attributes:
         engine: what runs the steps.
@@ -105,7 +105,7 @@ class Generator:
 
     @classmethod
     def of_checked(cls, target: nn.Module, draft: nn.Module | None, options: GeneratorOptions) -> Generator:
-        """Return a generator for a target that :func:`dflash.target.check_target` has returned already."""
+        """Return a generator for a target that `dflash.target.check_target` has returned already."""
         generator = cls.__new__(cls)
         generator._build(target, draft, options)
         return generator
@@ -166,7 +166,7 @@ class Generator:
         return self.runner.reason
 
     def step(self) -> None:
-        """Run one step on the device, see :func:`dflash.engine.step`. ``state.report`` tells what it did."""
+        """Run one step on the device, see `dflash.engine.step`. ``state.report`` tells what it did."""
         self._step()
 
     def reset(self) -> None:
@@ -194,15 +194,15 @@ class Generator:
     def generate(
         self, ids: Tensor, *, return_dict_in_generate: bool = False, **arguments: Unpack[GenerateArguments]
     ) -> Tensor | GenerateOutput:
-        """Do what :func:`dflash.generate` does, with this generator's caches.
+        """Do what `dflash.generate` does, with this generator's caches.
 
         Args:
             ids: ``[batch, length]`` int64 or int32 prompts, on the target's device.
-            return_dict_in_generate: return a :class:`GenerateOutput` with statistics.
-            arguments: see :class:`dflash.call.GenerateArguments`.
+            return_dict_in_generate: return a `GenerateOutput` with statistics.
+            arguments: see `dflash.call.GenerateArguments`.
 
         Returns:
-            ``[batch, length + longest answer]`` int64, or a :class:`GenerateOutput`.
+            ``[batch, length + longest answer]`` int64, or a `GenerateOutput`.
 
         Raises:
             ValueError: also when the batch is larger than ``batch_size`` or a row would pass ``max_length``.
@@ -214,17 +214,17 @@ class Generator:
     def stream(
         self, ids: Tensor, *, skip_special_tokens: bool = False, **arguments: Unpack[GenerateArguments]
     ) -> Iterator[StreamEvent]:
-        """Do what :func:`dflash.stream` does, with this generator's caches.
+        """Do what `dflash.stream` does, with this generator's caches.
 
         Closing the iterator, or an interrupt, leaves the generator ready for the next call.
 
         Args:
             ids: ``[batch, length]`` int64 or int32 prompts, on the target's device.
             skip_special_tokens: as in ``tokenizer.decode``.
-            arguments: see :class:`dflash.call.GenerateArguments`, except ``streamer``.
+            arguments: see `dflash.call.GenerateArguments`, except ``streamer``.
 
         Yields:
-            One :class:`StreamEvent` per step; the first is the prompt's.
+            One `StreamEvent` per step; the first is the prompt's.
 
         Raises:
             ValueError: also when the batch is larger than ``batch_size`` or a row would pass ``max_length``.

@@ -15,7 +15,7 @@ __all__ = ["GeneratorOptions"]
 
 @dataclass(frozen=True)
 class GeneratorOptions:
-    """The options of :class:`Generator`, which documents them."""
+    """The options of `Generator`, which documents them."""
 
     max_length: int
     batch_size: int = 1

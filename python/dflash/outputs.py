@@ -21,7 +21,7 @@ class Statistics:
         time_to_first_token: seconds from the call to the first token of every row.
         seconds: seconds from the call to the last token; in a running call, to now.
         num_prefilled_tokens: per row, prompt tokens that were run; the others were still in the caches of the call
-            before (see :class:`dflash.Generator`).
+            before (see `dflash.Generator`).
     """
 
     acceptance_lengths: list[list[int]]
@@ -68,7 +68,7 @@ class GenerateOutput:
     Attributes:
         sequences: ``[batch, prompt + longest answer]`` int64, the prompt as given, right-padded with the pad id.
         finish_reasons: per row ``"stop"`` (a stop token, a stop string or a criterion ended it) or ``"length"``.
-        statistics: see :class:`Statistics`.
+        statistics: see `Statistics`.
     """
 
     sequences: Tensor

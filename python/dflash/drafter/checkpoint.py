@@ -55,7 +55,7 @@ def load_draft(
             - a repository of the Hugging Face hub,
             - a module with a drafter's parameter names and ``.config``, such as one loaded by the reference package or
               through ``AutoModel``; its weights are copied,
-            - a :class:`Drafter`, which is returned as it is, or copied if ``dtype`` or ``device`` differ.
+            - a `Drafter`, which is returned as it is, or copied if ``dtype`` or ``device`` differ.
         dtype: dtype of the parameters; None for that of the checkpoint's ``fc.weight``.
         device: device of the parameters; None for the CPU, or the module's own.
         revision: branch, tag or commit of the repository.
@@ -82,7 +82,7 @@ def draft_folder(draft: str | os.PathLike, revision: str | None = None) -> Path:
     """Return the local folder of a checkpoint, downloading it if ``draft`` is a repository.
 
     Raises:
-        FileNotFoundError, ValueError: see :func:`load_draft`.
+        FileNotFoundError, ValueError: see `load_draft`.
     """
     name = os.fspath(draft)
     folder = Path(name).expanduser()

@@ -26,7 +26,7 @@ class SupportsToDict(Protocol):
 
 @dataclass(frozen=True)
 class DraftConfig:
-    """A drafter's shape and rules, as stated by its checkpoint. Build one with :meth:`from_config`.
+    """A drafter's shape and rules, as stated by its checkpoint. Build one with `from_config`.
 
     Attributes:
         causal: per layer, True if a row of the block sees no later row.
@@ -59,7 +59,7 @@ class DraftConfig:
 
     @classmethod
     def from_config(cls, config: Mapping[str, object] | SupportsToDict, source: str = "draft config") -> DraftConfig:
-        """Read a parsed ``config.json``, in the published or the speculators layout (:mod:`dflash.drafter.layouts`).
+        """Read a parsed ``config.json``, in the published or the speculators layout (`dflash.drafter.layouts`).
 
         Unknown top-level keys are listed in one warning. Unknown keys of ``dflash_config`` are an error.
 

@@ -35,7 +35,7 @@ class Drafter(nn.Module):
     layers in one product. The packed tensors are buffers outside the state dict. Moves, copies and loads keep the
     parameters views of them.
 
-    The parameters of a new drafter are uninitialized and do not require gradients. See :func:`load_draft`.
+    The parameters of a new drafter are uninitialized and do not require gradients. See `load_draft`.
 
     Args:
         config: its shape and rules.
@@ -112,7 +112,7 @@ class Drafter(nn.Module):
         """Append the K/V of context rows to every layer at once (prefill).
 
         Args:
-            features: ``[batch, rows, hidden]``, from :meth:`fuse`.
+            features: ``[batch, rows, hidden]``, from `fuse`.
             positions: ``[batch, rows]`` int64, absolute. A negative one skips its row.
             cache: written at ``positions``.
         """
@@ -134,14 +134,14 @@ class Drafter(nn.Module):
         """Run one draft pass. Appends the context rows; the block's rows are overwritten by the next pass.
 
         Args:
-            features: ``[batch, context_rows, hidden]``, from :meth:`fuse`. Row i is at position
+            features: ``[batch, context_rows, hidden]``, from `fuse`. Row i is at position
                 ``length - num_context + i``; rows at or past ``num_context`` are off. Every layer takes K/V from these
                 features as they are, without its input norm.
             num_context: ``[batch]`` int64.
             block_embeds: ``[batch, rows, hidden]``, scaled embeddings of the anchor and the masks. Row j is at
                 ``length + j``.
             length: ``[batch]`` int64, the anchor's position. The cache holds ``length - num_context`` positions.
-            cache: from :meth:`new_cache`, with room for ``length + rows`` positions.
+            cache: from `new_cache`, with room for ``length + rows`` positions.
 
         Returns:
             ``[batch, rows, hidden]`` after the final norm. Row j > 0 predicts the token at ``length + j``.
@@ -153,7 +153,7 @@ class Drafter(nn.Module):
         """Return draft logits: the target's head with the drafter's own multiplier and softcap.
 
         Args:
-            hidden: ``[..., hidden]``, rows from :meth:`forward`.
+            hidden: ``[..., hidden]``, rows from `forward`.
             head: the target's, ``[..., hidden] -> [..., vocab]``.
 
         Returns:
@@ -285,7 +285,7 @@ class Drafter(nn.Module):
     def load_state_dict(
         self, state_dict: Mapping[str, Tensor], strict: bool = True, assign: bool = False
     ) -> tuple[list[str], list[str]]:
-        """Load parameters as :meth:`torch.nn.Module.load_state_dict` does, and keep them packed."""
+        """Load parameters as `torch.nn.Module.load_state_dict` does, and keep them packed."""
         result = super().load_state_dict(state_dict, strict=strict, assign=assign)
         self._pack()
         return result

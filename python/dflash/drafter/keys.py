@@ -111,7 +111,7 @@ class Keys:
         return value
 
     def optional_integer(self, key: str, value: Any, minimum: int = 1) -> int | None:
-        """Return None for null, otherwise as :meth:`integer`."""
+        """Return None for null, otherwise as `integer`."""
         return None if value is None else self.integer(key, value, minimum)
 
     def required_integer(self, key: str) -> int:
@@ -135,7 +135,7 @@ class Keys:
         return value
 
     def optional_boolean(self, key: str, value: Any) -> bool | None:
-        """Return None for null, otherwise as :meth:`boolean`."""
+        """Return None for null, otherwise as `boolean`."""
         return None if value is None else self.boolean(key, value)
 
 

@@ -89,7 +89,7 @@ def to_speculators(
 
     Args:
         published: the parsed ``config.json``.
-        config: the :class:`~dflash.DraftConfig` read from it.
+        config: the `dflash.DraftConfig` read from it.
         target: name of the target, for engines that are started with the drafter only.
         target_architectures: ``architectures`` of the target's config.
 

@@ -1,4 +1,4 @@
-"""Read a drafter's ``config.json`` into the fields of :class:`~dflash.DraftConfig`."""
+"""Read a drafter's ``config.json`` into the fields of `dflash.DraftConfig`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def build_target_layer_ids(num_target_layers: int, num_draft_layers: int) -> tup
 
 
 def read_fields(config: Mapping[str, Any], source: str) -> dict[str, Any]:
-    """Return the fields of a :class:`~dflash.DraftConfig` from a parsed config in the published layout.
+    """Return the fields of a `dflash.DraftConfig` from a parsed config in the published layout.
 
     Raises:
         ValueError: a key is missing, has an impossible value, or asks for something not implemented.

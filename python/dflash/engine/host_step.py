@@ -30,7 +30,7 @@ class Walk(NamedTuple):
 
 @torch.no_grad()
 def host_step(engine: Engine) -> None:
-    """:func:`dflash.engine.step`, choosing on the host one token of one row at a time; waits for the device."""
+    """`dflash.engine.step`, choosing on the host one token of one row at a time; waits for the device."""
     state = engine.state
     block = engine.proposer.propose(state)
     logits = engine.target.verify(block, state)

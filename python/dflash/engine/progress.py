@@ -109,9 +109,9 @@ class Launch:
 
 
 class Run:
-    """One call on an engine: :meth:`start` runs the prompt, :meth:`steps` the rest.
+    """One call on an engine: `start` runs the prompt, `steps` the rest.
 
-    Both give the same :class:`Progress`. Between two steps the state is consistent, and the run may be left for good.
+    Both give the same `Progress`. Between two steps the state is consistent, and the run may be left for good.
 
     Args:
         engine: configured for the call.

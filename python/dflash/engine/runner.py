@@ -2,7 +2,7 @@
 
 On a GPU a step is launched as one CUDA graph, and the host reads its report through pinned memory one step late: while
 it waits for step n, step n + 1 is already queued, so that the device never waits for the host. On a CPU,
-:class:`Direct` runs each step at once.
+`Direct` runs each step at once.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class Direct:
         """Begin a call."""
 
     def launch(self, step: Callable[[], None], kind: Hashable, obstacle: str = "") -> None:
-        """Run ``step``; see :meth:`Replay.launch`."""
+        """Run ``step``; see `Replay.launch`."""
         step()
 
     def read(self) -> list:
@@ -143,7 +143,7 @@ class Replay:
     """Runs a kind of step twice as it is, then captures it, and from then on replays it.
 
     A graph is its kernels, with the addresses and the Python values of the capture. ``kind`` must therefore differ
-    wherever a step would branch differently, and :meth:`clear` must be called when a tensor has moved. All graphs share
+    wherever a step would branch differently, and `clear` must be called when a tensor has moved. All graphs share
     one private memory pool: they are launched one after another, and nothing in it outlives a step.
 
     A step that waits for the device, or that cannot be captured, keeps running kernel by kernel: ``reason`` says why.

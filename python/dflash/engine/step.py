@@ -46,7 +46,7 @@ class Engine:
         block_size: rows that a step verifies.
 
     Attributes:
-        state: see :class:`State`.
+        state: see `State`.
         proposer: drafts the blocks.
         rules: the logit rules of the call.
         host_rules: Python processors and criteria of the call; None for none.
@@ -110,7 +110,7 @@ class Engine:
 
     @property
     def kind(self) -> Hashable:
-        """What the branches of :func:`step`, and the shapes and addresses of its tensors, depend on.
+        """What the branches of `step`, and the shapes and addresses of its tensors, depend on.
 
         Rules are never freed, and the stop list is replaced only by a longer one.
         """

@@ -285,7 +285,7 @@ def run_benchmark(
         target: the causal language model.
         draft: its drafter.
         tokenizer: the target's.
-        datasets: prompts by name, from :func:`~dflash.evaluate.datasets.load_prompts`.
+        datasets: prompts by name, from `dflash.evaluate.datasets.load_prompts`.
         settings: how they are asked and answered.
         about: further entries of the header: names of the models, the command.
         out: a folder; gets ``NAME.jsonl`` for each dataset and ``summary.json``.

@@ -38,7 +38,7 @@ class Decoding:
         max_new_tokens: per answer.
         temperature: 0 is greedy.
         seed: of every answer.
-        draft_sharpness: see :func:`dflash.generate`.
+        draft_sharpness: see `dflash.generate`.
         stop_token_ids: None for those of the target's generation_config.
     """
 
@@ -61,7 +61,7 @@ Runner = Callable[..., Answer]  # runner(prompt ids, max_new_tokens=None)
 
 
 class GeneratorRunner:
-    """Answers through this package's :class:`Generator`.
+    """Answers through this package's `Generator`.
 
     Answers are cut where the generator's ``max_length`` is reached.
 
@@ -157,7 +157,7 @@ def pair_runners(
         block_size: of DFlash; None is the drafter's.
         padded: run one-token decoding at the shapes of a whole block.
         clock: seconds from any start.
-        arguments: ``max_length`` and others of :class:`Generator`.
+        arguments: ``max_length`` and others of `Generator`.
     """
     drafting = Generator(target, draft, block_size=block_size, reuse_prefix=False, **arguments)
     rows, device = drafting.block_size if padded else 1, target.get_input_embeddings().weight.device

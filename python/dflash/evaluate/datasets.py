@@ -66,7 +66,7 @@ def load_prompts(dataset: str, data: str | Path | None = None, limit: int | None
     """Load the prompts of a dataset as published, with no instruction added.
 
     Args:
-        dataset: a key of :data:`SOURCES`, or a file of JSON lines, gzipped or not. A line has ``turns``, ``prompt`` or
+        dataset: a key of `SOURCES`, or a file of JSON lines, gzipped or not. A line has ``turns``, ``prompt`` or
             ``question``, a text or a list of them; or ``messages``, of which the user's last is answered.
         data: the folder of the known datasets' files; None loads them from the hub, through ``datasets``.
         limit: take only so many prompts.

@@ -44,7 +44,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class Report:
-    """What :func:`measure` found. Speeds count the prompts' forward passes too.
+    """What `measure` found. Speeds count the prompts' forward passes too.
 
     Attributes:
         identical: True if every answer was, token for token, that of one-token decoding with the same seed and, at
@@ -182,11 +182,11 @@ def run_demo(
         folder: the pair.
         prompt: answered instead of the held-out prompts.
         prompts: answer exactly so many held-out prompts, however long it takes.
-        seconds: start no other held-out prompt after this time; None is :data:`SECONDS`.
+        seconds: start no other held-out prompt after this time; None is `SECONDS`.
         console: gets the first few answers as they are written, then the report.
 
     Raises:
-        ValueError: options contradict each other, and what :func:`measure` raises.
+        ValueError: options contradict each other, and what `measure` raises.
         FileNotFoundError: ``folder`` holds no pair.
     """
     _check_options(prompt, prompts, seconds)

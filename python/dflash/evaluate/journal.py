@@ -16,7 +16,7 @@ __all__ = ["Journal"]
 class Journal:
     """Append-only JSON lines. Use it as a context manager, which keeps other processes out of the file.
 
-    A last line that a kill cut short does not count, and :meth:`append` overwrites it. Until then the file stays as it
+    A last line that a kill cut short does not count, and `append` overwrites it. Until then the file stays as it
     was, and a new file that is still empty at the end is removed.
 
     Args:

@@ -48,7 +48,7 @@ def print_answer(console: Console, tokenizer: Any, prompt: str, events: Iterator
 
 
 def print_demo(console: Console, report: Report, models: str) -> None:
-    """Print a report of :func:`~dflash.evaluate.demo.measure`; ``models`` describes the pair."""
+    """Print a report of `dflash.evaluate.demo.measure`; ``models`` describes the pair."""
     console.out()
     _print_speeds(console, report)
     count = "1 prompt" if report.available == 1 else f"{report.prompts} of {report.available} prompts"
@@ -100,7 +100,7 @@ def _print_histogram(console: Console, histogram: list[int]) -> None:
 
 
 def print_benchmark(report: dict[str, Any], console: Console) -> None:
-    """Print a report of :func:`~dflash.evaluate.benchmark.run_benchmark`, 80 columns wide for up to four datasets."""
+    """Print a report of `dflash.evaluate.benchmark.run_benchmark`, 80 columns wide for up to four datasets."""
     header, datasets = report["header"], report["datasets"]
 
     def say(line: str) -> None:
@@ -164,7 +164,7 @@ def _print_positions(console: Console, datasets: Mapping[str, dict[str, Any]], b
 
 
 def check_plot(path: str | Path) -> None:
-    """Raise ``ValueError`` now if :func:`plot` could not write ``path`` later."""
+    """Raise ``ValueError`` now if `plot` could not write ``path`` later."""
     path = Path(path)
     if path.suffix.lower() != ".png":
         raise ValueError(f"--plot writes a .png, got {str(path)!r}")
@@ -177,7 +177,7 @@ def check_plot(path: str | Path) -> None:
 
 
 def plot(report: dict[str, Any], path: str | Path) -> None:
-    """Draw a report of :func:`~dflash.evaluate.benchmark.run_benchmark`: speeds, acceptance by position, steps."""
+    """Draw a report of `dflash.evaluate.benchmark.run_benchmark`: speeds, acceptance by position, steps."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 4), layout="constrained")

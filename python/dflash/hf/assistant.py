@@ -34,7 +34,7 @@ class _AssistantConfig:
 
 
 class _Assistant:
-    """Our drafter, as transformers' DFlash candidate generator calls one; see :func:`as_assistant`."""
+    """Our drafter, as transformers' DFlash candidate generator calls one; see `as_assistant`."""
 
     def __init__(self, draft: Drafter) -> None:
         self.draft = draft
@@ -106,13 +106,13 @@ def as_assistant(draft: str | os.PathLike[str] | nn.Module) -> _Assistant:
     that changes what is drafted when sampling, never the distribution of the text.
 
     Args:
-        draft: what :func:`dflash.load_draft` takes.
+        draft: what `dflash.load_draft` takes.
 
     Returns:
         An object for ``assistant_model``; calls may share it, one after another.
 
     Raises:
-        ValueError: as :func:`dflash.load_draft`; so for TypeError and FileNotFoundError.
+        ValueError: as `dflash.load_draft`; so for TypeError and FileNotFoundError.
         RuntimeError: transformers is older than 5.18, whose loop continues after a stop token that is not the last of
             those a step accepts.
     """

@@ -190,7 +190,7 @@ def custom_generate(  # noqa: PLR0913 - transformers reads the names from this s
     Call ``model.generate(ids, custom_generate=dflash.custom_generate, draft=draft, ...)``. transformers prepares
     inputs, settings, processors and criteria as for its own decoding, and this runs them: lengths, stop tokens,
     ``stopping_criteria=[StopStringCriteria(...)]``, ``do_sample``, temperature, top-k, top-p, min-p,
-    ``num_return_sequences``, ``streamer`` and the logit rules of :class:`dflash.call.GenerateArguments`. Any other
+    ``num_return_sequences``, ``streamer`` and the logit rules of `dflash.call.GenerateArguments`. Any other
     processor or criterion must be a function of its inputs and is called for one token of one row at a time, which is
     slower. Note that transformers samples with ``top_k=50`` where neither the call nor the model says anything.
     Whatever else would change the text is refused by name.
@@ -203,8 +203,8 @@ def custom_generate(  # noqa: PLR0913 - transformers reads the names from this s
         generation_config: its settings.
         synced_gpus: refused.
         streamer: a streamer, for a batch of one.
-        draft: as for :func:`dflash.generate`, in the call of ``model.generate``; so are the next five.
-        seed: see :class:`dflash.call.GenerateArguments`.
+        draft: as for `dflash.generate`, in the call of ``model.generate``; so are the next five.
+        seed: see `dflash.call.GenerateArguments`.
         draft_sharpness: see there.
         acceptance: see there.
         denoise_steps: see there.
@@ -213,11 +213,11 @@ def custom_generate(  # noqa: PLR0913 - transformers reads the names from this s
 
     Returns:
         ``[batch, length + longest answer]`` int64; with ``return_dict_in_generate=True`` a
-        :class:`dflash.GenerateOutput`, which holds them as ``sequences``.
+        `dflash.GenerateOutput`, which holds them as ``sequences``.
 
     Raises:
-        ValueError: as :func:`dflash.generate`, and for what is not applied.
-        TypeError: as :func:`dflash.generate`.
+        ValueError: as `dflash.generate`, and for what is not applied.
+        TypeError: as `dflash.generate`.
     """
     # 1. What is not applied is refused.
     target, config = check_target(model), generation_config

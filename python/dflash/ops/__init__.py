@@ -2,7 +2,7 @@
 
 ``torch.compile`` sees every op whole. On CPU an op runs the C++ kernel of the ``_C`` extension (float32 and bfloat16
 storage, fp32 accumulation). On CUDA it runs its kernel where one exists (float16 too) and otherwise its plain-torch
-twin in :mod:`dflash.ops.reference`.
+twin in `dflash.ops.reference`.
 
 Ops that end in an underscore write into their arguments and return nothing. None of them records gradients.
 """

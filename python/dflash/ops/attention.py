@@ -88,7 +88,7 @@ def block_attention(
 def _plain_arguments_fit(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, window: int, softcap: float
 ) -> bool:
-    """Return True if a call without sinks and ancestors is right: the short way past :func:`_check`."""
+    """Return True if a call without sinks and ancestors is right: the short way past `_check`."""
     if not (q.dim() == v_cache.dim() == 4 and window >= 0 and softcap >= 0):
         return False
     (batch, _, num_heads, head_dim), (_, num_kv_heads, capacity, v_head_dim) = q.shape, v_cache.shape

@@ -34,7 +34,7 @@ def expect(op: str, name: str, tensor: Tensor, shape: tuple, dtype: torch.dtype,
 
 
 def fit(*wanted: tuple[Tensor, tuple, torch.dtype]) -> bool:
-    """Return True if every tensor has its shape and dtype: the short way past :func:`expect`, which names misfits."""
+    """Return True if every tensor has its shape and dtype: the short way past `expect`, which names misfits."""
     for tensor, shape, dtype in wanted:  # noqa: SIM110, a generator costs more than the checks
         if tensor.shape != shape or tensor.dtype is not dtype:
             return False

@@ -27,7 +27,7 @@ def select_tokens(
     Gumbel-max sample of the filtered softmax when ``sharpness`` is 1, independent between positions and seeds.
     Ties go to the lowest id. Filters run in the order top-k, top-p, min-p, each on the survivors of the one before;
     every token equal to the threshold is kept, and the best token always is. Probabilities enter top-p as fixed point
-    (2^-38 of the best token's): their sum has no order. The noise is :func:`dflash.ops.reference.gumbel_noise`.
+    (2^-38 of the best token's): their sum has no order. The noise is `dflash.ops.reference.gumbel_noise`.
 
     Logits may be -inf: such a token is chosen only when all are, and then it is id 0. Of several logits that are +inf,
     or become so when divided by the temperature, the lowest id wins. Nothing is read on the host.

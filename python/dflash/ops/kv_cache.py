@@ -94,7 +94,7 @@ def append_context_kv_(
 
     Args:
         kv: ``[num_layers, batch, rows, 2 * num_kv_heads * head_dim]``, float32 or bfloat16: the k heads, the v heads.
-        positions: ``[batch, rows]`` int64, as in :func:`qkv_norm_rope_append_`.
+        positions: ``[batch, rows]`` int64, as in `qkv_norm_rope_append_`.
         cos, sin: ``[batch, rows, rotary / 2]`` float32; those of rows that are off may hold anything.
         k_norm_weight: ``[num_layers, head_dim]``, the dtype of ``kv``, or None for no norm.
         eps: added to the mean square.
@@ -156,7 +156,7 @@ def append_kv_(
     Args:
         key: ``[batch, num_kv_heads, rows, head_dim]``, float32 or bfloat16, any strides.
         value: ``[batch, num_kv_heads, rows, v_head_dim]``, the dtype of ``key``, any strides.
-        positions: ``[batch, rows]`` int64, as in :func:`qkv_norm_rope_append_`.
+        positions: ``[batch, rows]`` int64, as in `qkv_norm_rope_append_`.
         k_cache: ``[batch, num_kv_heads, capacity, head_dim]``, contiguous; written.
         v_cache: ``[batch, num_kv_heads, capacity, v_head_dim]``, contiguous; written.
 

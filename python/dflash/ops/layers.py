@@ -41,10 +41,10 @@ class DecoderLayer(NamedTuple):
 
 
 class PackedLayers:
-    """Decoder layers and a final norm for :func:`decoder_layers`: checked once, their addresses packed once.
+    """Decoder layers and a final norm for `decoder_layers`: checked once, their addresses packed once.
 
     The op names them by ``handle``, which is valid as long as they live. The storages that were packed stay alive too:
-    after ``parameter.data = ...`` the kernel reads the old values until :meth:`refresh`, never freed memory.
+    after ``parameter.data = ...`` the kernel reads the old values until `refresh`, never freed memory.
 
     Args:
         layers: the weights, contiguous, used where they are.
@@ -166,7 +166,7 @@ def _check_layer(at: str, layer: DecoderLayer, shapes: dict[str, tuple[int, ...]
 
 
 def _twin(*arguments: object) -> tuple[Tensor, Tensor]:
-    """Run :func:`decoder_layers` in plain torch."""
+    """Run `decoder_layers` in plain torch."""
     *varying, handle = arguments
     packed = _packed(handle)
     return reference.decoder_layers(*varying, packed.layers, packed.norm, packed.eps, packed.scale, packed.taps)
@@ -198,7 +198,7 @@ def decoder_layers(
         lengths: ``[batch]`` int64.
         cos, sin: ``[positions, rotary / 2]`` float32, one row per position; positions past the end take the last.
         k_caches, v_caches: per layer ``[batch, num_kv_heads, capacity, head_dim]``, contiguous; written.
-        layers: the handle of the layers, see :class:`dflash.ops.layers.PackedLayers`.
+        layers: the handle of the layers, see `dflash.ops.layers.PackedLayers`.
 
     Returns:
         ``(out [batch, rows, hidden], tapped [batch, rows, taps * hidden])``, ``out`` after the final norm.
@@ -241,7 +241,7 @@ def decoder_layers(
 def _call_fits(
     packed: PackedLayers, hidden: Tensor, lengths: Tensor, k_caches: list[Tensor], v_caches: list[Tensor]
 ) -> bool:
-    """Return True if a call without context is right: the short way past :func:`_check_call`."""
+    """Return True if a call without context is right: the short way past `_check_call`."""
     if len(k_caches) != len(packed.layers) or len(v_caches) != len(packed.layers) or hidden.dim() != 3:
         return False
     shape, dtype = k_caches[0].shape, packed.norm.dtype

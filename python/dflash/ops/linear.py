@@ -16,7 +16,7 @@ _SKINNY = {torch.float32: 256, torch.bfloat16: 64}  # rows up to which the CPU k
 
 
 def skinny(rows: int, dtype: torch.dtype) -> bool:
-    """Return True if a product of this many rows goes through the kernel of :func:`linear` on CPU, not torch."""
+    """Return True if a product of this many rows goes through the kernel of `linear` on CPU, not torch."""
     return rows <= _SKINNY.get(dtype, 0)
 
 
@@ -50,13 +50,13 @@ def linear(launch: Launcher, x: Tensor, weight: Tensor, bias: Tensor | None = No
 def linears(
     launch: Launcher, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] = (), prefetch: bool = False
 ) -> Tensor:
-    """Compute :func:`linear` of the same rows with several weights, the results side by side, in one kernel.
+    """Compute `linear` of the same rows with several weights, the results side by side, in one kernel.
 
     Args:
-        x: ``[..., rows, in]``, as for :func:`linear`.
+        x: ``[..., rows, in]``, as for `linear`.
         weights: one to four of ``[out, in]``, each with an ``out`` of its own, the dtype of ``x``.
         biases: ``[out]`` for each weight, or none at all.
-        prefetch: as for :func:`linear`.
+        prefetch: as for `linear`.
 
     Returns:
         ``[..., rows, sum of out]``, the dtype of ``x``.

@@ -1,4 +1,4 @@
-"""The ops of :mod:`dflash.ops` in plain torch: the oracle of the tests, and what runs on devices without a kernel.
+"""The ops of `dflash.ops` in plain torch: the oracle of the tests, and what runs on devices without a kernel.
 
 Same names, same arguments, any floating dtype; sums in at least fp32. Nothing here depends on data: no ``.item()``,
 no tensor in Python control flow. Each twin runs under ``FakeTensorMode`` and inside a CUDA graph.
@@ -239,7 +239,7 @@ def _uniform(seeds: Tensor, positions: Tensor, vocab: int, stream: int) -> Tenso
 
 
 def gumbel_noise(seeds: Tensor, positions: Tensor, vocab: int, stream: int = 0) -> Tensor:
-    """The keyed noise of :func:`select_tokens`: standard Gumbel, a function of (seed, position, token id) alone.
+    """The keyed noise of `select_tokens`: standard Gumbel, a function of (seed, position, token id) alone.
 
     Word ``id & 3`` of Philox 4x32-10 with the seed as key and (id >> 2, position low, position high, stream) as
     counter is x; the noise is ``-ln(-ln(1 - (x + 0.5) / 2^32))`` in float64, rounded to fp32. It lies in
@@ -258,12 +258,12 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, vocab: int, stream: int = 0) 
 
 
 def uniform_noise(seeds: Tensor, positions: Tensor, stream: int) -> Tensor:
-    """One number in (0, 1) per position: ``(x + 0.5) / 2^32`` of the first word x of :func:`gumbel_noise`.
+    """One number in (0, 1) per position: ``(x + 0.5) / 2^32`` of the first word x of `gumbel_noise`.
 
     Args:
         seeds: ``[batch]`` int64.
         positions: ``[batch, rows]`` int64.
-        stream: as in :func:`gumbel_noise`.
+        stream: as in `gumbel_noise`.
 
     Returns:
         ``[batch, rows]`` float64.

@@ -1,6 +1,6 @@
 """How ops are registered and run: one function per op, which a launcher for each kind of device carries out.
 
-:func:`op` registers a function in the ``dflash`` library of torch, so that ``torch.compile`` sees the op whole. The
+`op` registers a function in the ``dflash`` library of torch, so that ``torch.compile`` sees the op whole. The
 function checks, allocates and calls ``launch(kernel, ...)``. The schema is inferred from its signature; the fake
 kernel is the same function with a launcher that launches nothing.
 """
@@ -183,7 +183,7 @@ def op(*, mutates: tuple[str, ...] = (), twin: Callable | None = None, cuda_kern
     Args:
         mutates: the arguments that the op writes.
         twin: the op in plain torch, for CUDA tensors that the kernel cannot take; None for the one in
-            :mod:`dflash.ops.reference`.
+            `dflash.ops.reference`.
         cuda_kernel: False if there is no CUDA kernel.
 
     Returns:

@@ -73,7 +73,7 @@ class Proposer(Protocol):
     """Proposes blocks and learns from what became of them; tensors only, without host synchronization.
 
     Attributes:
-        kind: what the branches of :meth:`propose` depend on; a step is captured once per kind.
+        kind: what the branches of `propose` depend on; a step is captured once per kind.
     """
 
     @property

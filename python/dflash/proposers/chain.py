@@ -59,7 +59,7 @@ class ChainProposer:
 
     @property
     def kind(self) -> Hashable:
-        """What the branches of :meth:`propose` depend on, besides the rules."""
+        """What the branches of `propose` depend on, besides the rules."""
         return type(self.sampler), self.schedule
 
     def propose(self, state: State) -> Block:

@@ -27,10 +27,10 @@ class DraftSampler:
         return candidates[:, 0]
 
     def remember_(self, candidates: Tensor) -> None:
-        """Keep the candidates of this step for :meth:`observe_`."""
+        """Keep the candidates of this step for `observe_`."""
 
     def observe_(self, choices: Tensor, num_context: Tensor, done: Tensor) -> None:
-        """Learn from a committed step: see :meth:`dflash.proposers.AutoSharpness.observe_`."""
+        """Learn from a committed step: see `dflash.proposers.AutoSharpness.observe_`."""
 
 
 class FixedSharpness(DraftSampler):

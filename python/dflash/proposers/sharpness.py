@@ -1,6 +1,6 @@
 """``draft_sharpness="auto"``: the sharpness of the drafts, chosen per row on the device as generation proceeds.
 
-The text is the same whatever is drafted (:mod:`dflash.sampling.parameters`), so it also tells which other drafts would
+The text is the same whatever is drafted (`dflash.sampling.parameters`), so it also tells which other drafts would
 have been accepted. Every step draws the proposals of each level from the same logits and noise, drafts those of the
 level that has done best so far, and then compares all of them with the tokens that the step emitted.
 """
@@ -50,7 +50,7 @@ class AutoSharpness(DraftSampler):
         device: of the tensors.
 
     Attributes:
-        levels: ``[3, batch]`` float32, :data:`LEVELS` for :func:`dflash.ops.select_tokens`.
+        levels: ``[3, batch]`` float32, `LEVELS` for `dflash.ops.select_tokens`.
         candidates: ``[batch, 3, drafts]`` int64, the proposals of each level for this step.
         kept: ``[batch, 3]`` float32, tokens kept.
         ended: ``[batch, 3]`` float32, drafts ended.
@@ -82,7 +82,7 @@ class AutoSharpness(DraftSampler):
         return candidates.gather(1, self.choice[:, None, None].expand(-1, 1, candidates.shape[2]))[:, 0]
 
     def remember_(self, candidates: Tensor) -> None:
-        """Keep the candidates of this step for :meth:`observe_`."""
+        """Keep the candidates of this step for `observe_`."""
         self.candidates.copy_(candidates)
 
     def observe_(self, choices: Tensor, num_context: Tensor, done: Tensor) -> None:

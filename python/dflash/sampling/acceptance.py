@@ -54,7 +54,7 @@ class KeyedAcceptance:
         self._sharpness = torch.ones(batch, dtype=torch.float32, device=device)  # the target's
 
     def choose(self, logits: Tensor, block: Rows, state: Place) -> Tensor:
-        """Return the choices ``[batch, rows]``; see :class:`Acceptance`."""
+        """Return the choices ``[batch, rows]``; see `Acceptance`."""
         return self.choose_at(logits, state.positions(logits.shape[1]), state)
 
     def choose_at(self, logits: Tensor, positions: Tensor, state: Place) -> Tensor:
@@ -63,7 +63,7 @@ class KeyedAcceptance:
 
 
 class RejectionAcceptance:
-    """Classic speculative sampling (:mod:`dflash.sampling.rejection`): draws the drafts, and accepts or replaces them.
+    """Classic speculative sampling (`dflash.sampling.rejection`): draws the drafts, and accepts or replaces them.
 
     Args:
         batch: rows of the batch.
@@ -84,7 +84,7 @@ class RejectionAcceptance:
         return rejection.propose(self.draft_probabilities, positions, sampling.seeds)[:, None]
 
     def choose(self, logits: Tensor, block: Rows, state: Place) -> Tensor:
-        """Return the choices ``[batch, rows]``; see :class:`Acceptance`."""
+        """Return the choices ``[batch, rows]``; see `Acceptance`."""
         p = rejection.probabilities(logits, state.sampling)
         positions = state.positions(logits.shape[1])
         return rejection.verify(block.ids[:, 1:], self.draft_probabilities, p, positions, state.sampling.seeds)

@@ -1,4 +1,4 @@
-"""How tokens are chosen: user arguments, checked, as per-row tensors for :func:`dflash.ops.select_tokens`.
+"""How tokens are chosen: user arguments, checked, as per-row tensors for `dflash.ops.select_tokens`.
 
 Tokens are chosen by keyed noise, ``argmax(filter(logits / temperature) + gumbel(seed, position, token id))``, so that
 a choice is a function of seed, position and prefix alone and the text is the same whatever the drafter proposes:
@@ -95,7 +95,7 @@ class SamplingArguments:
         draft_sharpness: 0 or more, infinity included: the drafter proposes
             ``argmax(draft_sharpness * logits / temperature + gumbel)``. 1 couples it to the target's own noise (Daliri
             et al.), infinity is its plain argmax, and "auto" writes infinity, where the automatic choice
-            (:mod:`dflash.proposers.sharpness`) begins. Changes the speed, never the text.
+            (`dflash.proposers.sharpness`) begins. Changes the speed, never the text.
     """
 
     temperature: float = 0.0
@@ -167,7 +167,7 @@ class Sampling:
         Args:
             rows: 1 to batch.
             arguments: the parameters of every row; greedy by default.
-            changes: fields of :class:`SamplingArguments` that replace those of ``arguments``.
+            changes: fields of `SamplingArguments` that replace those of ``arguments``.
 
         Raises:
             ValueError: a value is out of range, or the number of seeds is not ``rows``.
@@ -187,7 +187,7 @@ class Sampling:
         self.sharpness[:rows] = math.inf if given.draft_sharpness > _LARGEST_FLOAT32 else given.draft_sharpness
 
     def select(self, logits: Tensor, positions: Tensor, sharpness: Tensor) -> Tensor:
-        """Choose a token per row by keyed noise, see :func:`dflash.ops.select_tokens`.
+        """Choose a token per row by keyed noise, see `dflash.ops.select_tokens`.
 
         Args:
             logits: ``[batch, rows, vocab]``, any floating dtype.

@@ -25,7 +25,7 @@ DRAFT, COIN, RESIDUAL = 1, 2, 3  # the streams; 0 is the noise of `ops.select_to
 
 
 def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
-    """The distribution that :func:`dflash.ops.select_tokens` draws from, filters included.
+    """The distribution that `dflash.ops.select_tokens` draws from, filters included.
 
     Args:
         logits: ``[batch, rows, vocab]``, any floating dtype.
@@ -56,7 +56,7 @@ def propose(q: Tensor, positions: Tensor, seeds: Tensor) -> Tensor:
     """Draw the drafts from ``q``.
 
     Args:
-        q: ``[batch, rows, vocab]`` float32, from :func:`probabilities` of the drafter's logits.
+        q: ``[batch, rows, vocab]`` float32, from `probabilities` of the drafter's logits.
         positions: ``[batch, rows]`` int64, of the tokens that are drawn.
         seeds: ``[batch]`` int64.
 
@@ -67,12 +67,12 @@ def propose(q: Tensor, positions: Tensor, seeds: Tensor) -> Tensor:
 
 
 def verify(drafts: Tensor, q: Tensor, p: Tensor, positions: Tensor, seeds: Tensor) -> Tensor:
-    """The posterior that :func:`dflash.ops.accept_prefix_` takes: drafts up to the first that fails, then a new draw.
+    """The posterior that `dflash.ops.accept_prefix_` takes: drafts up to the first that fails, then a new draw.
 
     Args:
-        drafts: ``[batch, rows]`` int64, from :func:`propose`.
+        drafts: ``[batch, rows]`` int64, from `propose`.
         q: ``[batch, rows, vocab]`` float32, what they were drawn from.
-        p: ``[batch, rows + 1, vocab]`` float32, from :func:`probabilities` of the target's logits: row j for the
+        p: ``[batch, rows + 1, vocab]`` float32, from `probabilities` of the target's logits: row j for the
             position of draft j, the last for the one behind.
         positions: ``[batch, rows + 1]`` int64, of the tokens that are chosen.
         seeds: ``[batch]`` int64.

@@ -44,7 +44,7 @@ def _block_attention(  # noqa: PLR0913 - transformers' signature
     Args:
         module: the attention module.
         query: ``[batch, heads, rows, head_dim]``.
-        key: ``[batch, kv_heads, capacity, head_dim]``, from :meth:`CacheView.update`.
+        key: ``[batch, kv_heads, capacity, head_dim]``, from `CacheView.update`.
         value: like ``key``.
         attention_mask: must be None.
         block_lengths: ``[batch]`` int64, positions before the first row; passed through the model's forward.

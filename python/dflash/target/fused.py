@@ -1,4 +1,4 @@
-"""Run the layers of plain pre-norm models on :mod:`dflash.ops` instead of their modules, on the same parameters.
+"""Run the layers of plain pre-norm models on `dflash.ops` instead of their modules, on the same parameters.
 
 A model is recognized by its exact classes, module by module. A subclass, an adapter, a quantized layer or a hook
 changes what a model computes, so such a model keeps its own forward. So does every family that is not listed here.
@@ -80,7 +80,7 @@ class FusedTarget:
     def forward(
         self, ids: Tensor, lengths: Tensor, cache: KVCache, logits_to_keep: int | Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Run as :meth:`dflash.target.Target.forward`, with all taps in one ``[batch, rows, taps * hidden]``."""
+        """Run as `dflash.target.Target.forward`, with all taps in one ``[batch, rows, taps * hidden]``."""
         hidden, tapped = self.stack(nn.functional.embedding(ids, self.embedding), lengths, cache)
         if isinstance(logits_to_keep, Tensor):
             hidden = hidden.index_select(1, logits_to_keep)
@@ -120,7 +120,7 @@ def _decoder_layer(model: nn.Module, layer: nn.Module) -> DecoderLayer:
 
 
 class _Recognizer:
-    """Recognizes the models of one family that are exactly what :class:`FusedTarget` computes."""
+    """Recognizes the models of one family that are exactly what `FusedTarget` computes."""
 
     def __init__(self, family: str) -> None:
         self.module, self.prefix = f"transformers.models.{family}.modeling_{family}", _FAMILIES[family]

@@ -63,7 +63,7 @@ def check_target(model: nn.Module, *, loaded: bool = True) -> nn.Module:
 
     Args:
         model: the user's, perhaps inside ``torch.compile``.
-        loaded: see :func:`refusal`.
+        loaded: see `refusal`.
 
     Raises:
         UnsupportedTargetError: the model cannot be run losslessly.
@@ -164,7 +164,7 @@ def tapped_modules(model: PreTrainedModel, layer_ids: tuple[int, ...]) -> list[n
 
 
 def needs_probe(model: PreTrainedModel) -> bool:
-    """Return True for a model of an untested family that has not passed :func:`probe`."""
+    """Return True for a model of an untested family that has not passed `probe`."""
     return model.config.model_type not in TESTED_FAMILIES and model not in _PROBED
 
 

@@ -25,10 +25,10 @@ class Target:
     """What the engine needs of the user's model: embeddings, a head, a cache and a forward pass with taps.
 
     Args:
-        model: a causal language model that :func:`check_target` has returned. It is not judged again.
+        model: a causal language model that `check_target` has returned. It is not judged again.
         target_layer_ids: the tapped layers. The last layer's output is read after the final norm, like transformers'
             ``hidden_states[-1]``.
-        fused: True to run the layers on :mod:`dflash.ops` (see :mod:`dflash.target.fused`) and refuse other models,
+        fused: True to run the layers on `dflash.ops` (see `dflash.target.fused`) and refuse other models,
             False to use the model's own forward, ``"auto"`` to run them on the ops on the CPU if possible.
 
     Raises:
@@ -83,7 +83,7 @@ class Target:
 
     @property
     def is_fused(self) -> bool:
-        """True if passes of few rows run on :mod:`dflash.ops`."""
+        """True if passes of few rows run on `dflash.ops`."""
         return self._fused is not None
 
     @property
@@ -113,7 +113,7 @@ class Target:
         Args:
             ids: ``[batch, rows]`` int64.
             lengths: ``[batch]`` int64, positions already in the cache.
-            cache: from :meth:`new_cache`. The K/V of these rows are written at their positions.
+            cache: from `new_cache`. The K/V of these rows are written at their positions.
             logits_to_keep: as in transformers: 0 for all rows, n for the last n, or row indices.
 
         Returns:

@@ -49,7 +49,7 @@ def _restore_forward(original: nn.Module, copied: nn.Module) -> None:
 
 
 def snapshot(module: nn.Module) -> Any:
-    """Return everything that :func:`structural_twin` would copy, in a form that compares equal until it changes.
+    """Return everything that `structural_twin` would copy, in a form that compares equal until it changes.
 
     Takes about a millisecond per layer. Tensors, functions and classes are compared by identity and not kept alive.
     What cannot be looked into never compares equal, not even to itself.

@@ -1,4 +1,4 @@
-"""Training a drafter for any target: ``dflash train``, or :class:`Trainer` from Python."""
+"""Training a drafter for any target: ``dflash train``, or `Trainer` from Python."""
 
 from .checkpoint import CheckpointError, published_config, save_draft
 from .config import TrainConfig

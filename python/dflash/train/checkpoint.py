@@ -1,7 +1,7 @@
 """Drafts in the published layout, and checkpoints that a run resumes from to the bit.
 
 A checkpoint is a folder that appears complete or not at all: it is written under another name and renamed. Each one is
-a draft that :func:`dflash.load_draft` reads, with the trainer's state next to it.
+a draft that `dflash.load_draft` reads, with the trainer's state next to it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class CheckpointError(OSError):
 
 
 def published_config(config: DraftConfig, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
-    """Return the ``config.json`` of the published layout that reads back as ``config``; the inverse of ``from_config``."""
+    """Return the ``config.json`` that reads back as ``config``, in the published layout; see ``from_config``."""
     windows, by_window = {window for window in config.window if window}, tuple(w > 0 for w in config.window)
     if len(windows) > 1 or (len(set(config.causal)) > 1 and config.causal != by_window):
         raise ValueError(f"the published layout has one window and one rule of causality, got {config}")

@@ -1,4 +1,4 @@
-"""How a drafter is trained: :class:`TrainConfig`, whose fields are the options of ``dflash train``."""
+"""How a drafter is trained: `TrainConfig`, whose fields are the options of ``dflash train``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["TrainConfig"]
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Settings of a training run; the drafter's own shape is in its :class:`~dflash.DraftConfig`.
+    """Settings of a training run; the drafter's own shape is in its `dflash.DraftConfig`.
 
     A field's description is its help text on the command line. ``optimizer="muon"`` (Jordan et al., 2024) scales its
     updates to the size of AdamW's, so the same learning rate suits both.

@@ -1,4 +1,4 @@
-"""Write a drafter in another checkpoint layout: :func:`export`."""
+"""Write a drafter in another checkpoint layout: `export`."""
 
 from __future__ import annotations
 

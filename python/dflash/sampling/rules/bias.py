@@ -66,7 +66,7 @@ def _token_biases(settings: RuleSettings, vocab_size: int) -> dict[str, Tensor]:
 
 
 def _sequence_tables(biases: Sequence[tuple[tuple[int, ...], float]]) -> dict[str, Tensor]:
-    """Return the tables of :class:`SequenceBias`; those of one last token in the order in which they are added."""
+    """Return the tables of `SequenceBias`; those of one last token in the order in which they are added."""
     groups = list(dict.fromkeys(len(ids) for ids, _ in biases))  # transformers adds those of one length together
     ends: dict[int, list[tuple[tuple[int, ...], float]]] = {}
     for ids, bias in sorted(biases, key=lambda pair: groups.index(len(pair[0]))):

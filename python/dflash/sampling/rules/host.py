@@ -13,7 +13,7 @@ __all__ = ["HostRules"]
 
 @dataclass(frozen=True)
 class HostRules:
-    """Python processors and criteria for the first ``rows`` rows of a batch; see :class:`RuleArguments`."""
+    """Python processors and criteria for the first ``rows`` rows of a batch; see `RuleArguments`."""
 
     processors: tuple[LogitsProcessor, ...]
     criteria: tuple[StoppingCriterion, ...]

@@ -6,8 +6,8 @@ seen; a row whose drafts were wrong is dropped, whatever its rules made of it. M
 transformers' processors (``_get_logits_processor``), before temperature and filters, in float32. Each row of a batch
 sees only its own tokens and writes what it writes as a single prompt; padding is never counted.
 
-To add a rule, write a class with :meth:`Rule.values` and :meth:`Rule.apply`, add it to ``RULES``, and its argument to
-:class:`RuleArguments` and :class:`RuleSettings`.
+To add a rule, write a class with `Rule.values` and `Rule.apply`, add it to ``RULES``, and its argument to
+`RuleArguments` and `RuleSettings`.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ RULES: tuple[type[Rule], ...] = (
 
 
 class LogitRules:
-    """The rules of a step. Settings with the same :meth:`layout` share one object, and one captured step.
+    """The rules of a step. Settings with the same `layout` share one object, and one captured step.
 
     Args:
-        settings: the rules that there are; :meth:`set_` writes the values of other settings of the same layout.
+        settings: the rules that there are; `set_` writes the values of other settings of the same layout.
         vocab_size: of the target's embeddings; its logits may be narrower.
         device: of the tensors.
     """
@@ -88,7 +88,7 @@ class LogitRules:
 
         Args:
             logits: ``[batch, rows, vocab]``; row j is for position ``length + 1 + j``.
-            text: as for :meth:`apply`.
+            text: as for `apply`.
         """
         if not self.rules:
             return logits

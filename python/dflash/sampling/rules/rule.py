@@ -58,11 +58,11 @@ class Rows(NamedTuple):
 
 
 class Rule:
-    """One rule. Its values lie in tensors that keep their addresses, one attribute per name in :meth:`values`.
+    """One rule. Its values lie in tensors that keep their addresses, one attribute per name in `values`.
 
     Attributes:
         for_drafts: True if the drafter's logits get the rule too, because it certainly changes the target's choice.
-        reads_sequence: True if :meth:`apply` reads ``rows.sequence``.
+        reads_sequence: True if `apply` reads ``rows.sequence``.
     """
 
     for_drafts = False

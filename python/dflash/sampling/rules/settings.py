@@ -86,7 +86,7 @@ _SAME_RULE = {
 
 @dataclass(frozen=True)
 class RuleSettings:
-    """The rules of one call, checked, with the target's generation_config filled in; see :class:`RuleArguments`.
+    """The rules of one call, checked, with the target's generation_config filled in; see `RuleArguments`.
 
     Attributes:
         logit_bias: bias per token id.
@@ -125,7 +125,7 @@ class RuleSettings:
         """Check ``given``, filling what is None from ``defaults``, the generation_config's values by name.
 
         Args:
-            given: by name, see :class:`RuleArguments`.
+            given: by name, see `RuleArguments`.
             defaults: the same names, and ``sequence_bias``; None or missing is off.
             stop_token_ids: the ids that end a row.
             vocab_size: size of the vocabulary.

@@ -70,8 +70,8 @@ def make_blocks(
     Args:
         input_ids: ``[batch, length]``, padded on the right.
         loss_mask: ``[batch, length]``, 0 on padding.
-        anchors: ``[batch, anchors]``, from :func:`sample_anchors`.
-        valid: ``[batch, anchors]``, from :func:`sample_anchors`.
+        anchors: ``[batch, anchors]``, from `sample_anchors`.
+        valid: ``[batch, anchors]``, from `sample_anchors`.
         block_size: slots per block, the anchor's included.
         mask_id: the token of the other slots.
         gamma: decay of the weights, in slots.

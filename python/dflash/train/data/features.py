@@ -1,7 +1,7 @@
-"""The target's features on disk, so that training does not have to run the target: :func:`cache_features`.
+"""The target's features on disk, so that training does not have to run the target: `cache_features`.
 
 A cache is a folder of safetensors shards, each with the features of some consecutive rows, and ``features.json``, which
-names the target, the rows and the taps. It is large, ``taps * hidden`` numbers per token (:func:`cache_size`): five
+names the target, the rows and the taps. It is large, ``taps * hidden`` numbers per token (`cache_size`): five
 taps of a target 2560 wide are 25.6 kB per token in bf16. If that does not fit, training computes the features itself.
 """
 
@@ -36,7 +36,7 @@ _READ_ROWS = 1024
 
 @dataclass
 class FeatureProgress:
-    """How far :func:`cache_features` is: rows done and in all, tokens and seconds of this call."""
+    """How far `cache_features` is: rows done and in all, tokens and seconds of this call."""
 
     rows: int
     total_rows: int
@@ -101,7 +101,7 @@ def cache_features(  # noqa: PLR0913 - public, each documented
     Args:
         target: the model.
         compute: right-padded ids ``[batch, length]`` on the target's device to features ``[batch, length, taps *
-            hidden]``; None runs the target (:class:`dflash.train.model.TargetFeatures`).
+            hidden]``; None runs the target (`dflash.train.model.TargetFeatures`).
         rows: a ``datasets.Dataset`` with ``input_ids``.
         layer_ids: tapped layers, in the drafter's order.
         folder: created if it is missing.
@@ -209,8 +209,8 @@ class FeatureCache:
     """A complete cache, open for reading.
 
     Args:
-        folder: of :func:`cache_features`.
-        expected: a :func:`fingerprint` to compare with; None trusts the folder.
+        folder: of `cache_features`.
+        expected: a `fingerprint` to compare with; None trusts the folder.
 
     Raises:
         FileNotFoundError: the folder is not a feature cache.

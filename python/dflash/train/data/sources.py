@@ -1,6 +1,6 @@
 """Prompts and training rows from JSONL, chats, plain text or the hub.
 
-:func:`load_prompts` gives what :mod:`dflash.train.regenerate` answers, :func:`load_rows` what training reads. Both read
+`load_prompts` gives what `dflash.train.regenerate` answers, `load_rows` what training reads. Both read
 the whole source before any other work starts, and say what is wrong with a row by its line.
 """
 
@@ -86,7 +86,7 @@ def load_rows(  # noqa: PLR0913
         split: of a data set of the hub.
 
     Returns:
-        A :class:`datasets.Dataset` in memory with ``input_ids`` (lists of int32) and ``loss_mask`` (lists of int8 of
+        A `datasets.Dataset` in memory with ``input_ids`` (lists of int32) and ``loss_mask`` (lists of int8 of
         the same lengths: 1 on tokens of a response, its stop token included), 5 bytes a token.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The pair's target: a small Qwen3 trained from scratch on the synthetic tasks of :mod:`.tasks`.
+"""The pair's target: a small Qwen3 trained from scratch on the synthetic tasks of `.tasks`.
 
 Hidden matrices are trained with Muon (Jordan et al., 2024), embeddings and norms with AdamW. The learning rate is
 constant for two thirds of the steps and then falls linearly to zero. Only answers count in the loss. Every example is

@@ -9,7 +9,7 @@ Three families, drawn from a seed, with no outside data:
 
 The first two have one right answer. A letter is right when it follows its template and states the facts of the prompt.
 
-A prompt belongs to the held-out set when its hash says so (:func:`held_out`); training draws skip those prompts, so no
+A prompt belongs to the held-out set when its hash says so (`held_out`); training draws skip those prompts, so no
 training step sees one, whatever the seed.
 """
 

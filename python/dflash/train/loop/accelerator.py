@@ -17,7 +17,7 @@ _TRACKERS = ("tensorboard", "trackio")
 
 
 def make_accelerator(config: TrainConfig, output: str | Path, *, cpu: bool = False, tracker: str | None = None) -> Any:
-    """Return the accelerator that a :class:`~dflash.train.Trainer` runs on.
+    """Return the accelerator that a `dflash.train.Trainer` runs on.
 
     Args:
         config: of the run.

@@ -18,7 +18,7 @@ __all__ = ["estimate"]
 def estimate(trainer: Trainer, measured: int) -> dict[str, Any]:
     """Run ``measured`` steps, 2 at least, put everything back, and return numbers by name.
 
-    The first step warms up and is not counted. See :meth:`Trainer.plan`.
+    The first step warms up and is not counted. See `Trainer.plan`.
     """
     # 1. Time steps on the first batches
     steps = trainer.batches.epoch(0)

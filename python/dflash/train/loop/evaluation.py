@@ -17,11 +17,11 @@ __all__ = ["HeldOutEvaluation"]
 
 
 class HeldOutEvaluation:
-    """Answers prompts with :class:`dflash.Generator`, as ``dflash benchmark`` does.
+    """Answers prompts with `dflash.Generator`, as ``dflash benchmark`` does.
 
     Args:
         target: the target.
-        drafter: of the config that is trained; its weights are copied at every :meth:`run`.
+        drafter: of the config that is trained; its weights are copied at every `run`.
         longest: tokens of the longest prompt and its answer.
         device: where both run.
     """

@@ -20,7 +20,7 @@ __all__ = ["MetricsFile", "StepTotals", "peak_memory"]
 
 
 class StepTotals:
-    """Sums over the steps between two log lines. The processes add theirs up once, in :meth:`means`."""
+    """Sums over the steps between two log lines. The processes add theirs up once, in `means`."""
 
     def __init__(self, block_size: int) -> None:
         self.began = time.monotonic()

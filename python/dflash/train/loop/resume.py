@@ -64,7 +64,7 @@ def save(trainer: Trainer) -> None:
 
 
 def resume(trainer: Trainer) -> bool:
-    """Load the last checkpoint that can be read; False if there is none. See :meth:`Trainer.resume`."""
+    """Load the last checkpoint that can be read; False if there is none. See `Trainer.resume`."""
     found = _last_readable(trainer)
     main = trainer.accelerator.is_main_process
     if found is None:

@@ -1,4 +1,4 @@
-"""The training loop: :class:`Trainer`.
+"""The training loop: `Trainer`.
 
 Every random choice of a batch is keyed by (seed, epoch, place of the micro-batch), so a resumed run and a run with
 another number of processes make the same choices.
@@ -50,8 +50,8 @@ class Trainer:
         output: folder for the draft, checkpoints and ``metrics.jsonl``.
         heldout: rows like ``rows`` whose prompts are answered in the real loop; rows that share a prompt with them are
             not trained on. None holds out ``eval_rows`` prompts of ``rows`` with all their answers, a tenth at most.
-        features: a :class:`~dflash.train.data.features.FeatureCache` of ``rows``; None runs the target instead.
-        accelerator: from :func:`make_accelerator`; None makes one.
+        features: a `dflash.train.data.features.FeatureCache` of ``rows``; None runs the target instead.
+        accelerator: from `make_accelerator`; None makes one.
         tracker: "tensorboard" or "trackio".
         quiet: print no progress to standard error.
 
@@ -261,7 +261,7 @@ class Trainer:
     # ------------------------------------------------------------------------------------------ what it tells
 
     def plan(self, measured: int = 3) -> dict[str, Any]:
-        """Return what :meth:`train` would do, and how long it would take at the speed of a few steps run for it.
+        """Return what `train` would do, and how long it would take at the speed of a few steps run for it.
 
         Writes nothing and leaves the trainer as it was.
 

@@ -80,10 +80,10 @@ def draft_config(
 
     Args:
         target: a causal language model of transformers.
-        mask_token_id: see :func:`choose_mask_id`.
+        mask_token_id: see `choose_mask_id`.
         num_layers: draft layers.
         block_size: tokens of a block, the anchor counted; 2 at least.
-        target_layer_ids: tapped layers; None for the published rule (:func:`dflash.drafter.build_target_layer_ids`).
+        target_layer_ids: tapped layers; None for the published rule (`dflash.drafter.build_target_layer_ids`).
         intermediate_size: of the MLP; None for the target's.
         sliding_window: positive for layers that see that many keys, causal inside the block, but the last, which is
             full; 0 for full layers.

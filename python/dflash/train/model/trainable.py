@@ -1,6 +1,6 @@
 """The drafter's forward pass through differentiable torch functions, all blocks of all sequences at once.
 
-The parameters are those of a :class:`~dflash.Drafter`, whose own forward pass runs on kernels without gradients, on a
+The parameters are those of a `dflash.Drafter`, whose own forward pass runs on kernels without gradients, on a
 cache, and with one block per row. Here a block sees the context features strictly before its anchor, and itself; blocks
 never see each other.
 """

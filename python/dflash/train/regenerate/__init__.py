@@ -1,6 +1,6 @@
-"""Responses written by the target itself, which its drafter learns from: :func:`regenerate`.
+"""Responses written by the target itself, which its drafter learns from: `regenerate`.
 
-They come from the package's own generator (:class:`LocalWriter`) or from a server (:class:`ServerWriter`) and are
+They come from the package's own generator (`LocalWriter`) or from a server (`ServerWriter`) and are
 appended to a JSONL file as they come, so a run that was stopped continues where it was.
 """
 

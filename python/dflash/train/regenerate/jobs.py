@@ -20,7 +20,7 @@ class Settings:
         seed: of the run. The seed of a response follows from it, the prompt's line and the sample's number, so a
             response does not depend on what else is in its batch.
         max_new_tokens: per response, the stop token included.
-        top_k, top_p, min_p: see :func:`dflash.generate`. Off by default, whatever the target's generation_config says.
+        top_k, top_p, min_p: see `dflash.generate`. Off by default, whatever the target's generation_config says.
 
     Raises:
         ValueError: a setting is out of range. The message names it.
@@ -58,7 +58,7 @@ class Job:
     Attributes:
         line: of the prompt in its source, from 1.
         sample: number of the response among those to this prompt, from 0.
-        prompt: a row of :func:`dflash.train.data.load_prompts`.
+        prompt: a row of `dflash.train.data.load_prompts`.
         temperature, seed: how it is sampled.
     """
 
@@ -92,7 +92,7 @@ class Writer(Protocol):
 
     Attributes:
         name: what rows call the writer.
-        encoding: ``raw``, ``bos`` and ``template``, as for :func:`dflash.train.data.prompt_ids`.
+        encoding: ``raw``, ``bos`` and ``template``, as for `dflash.train.data.prompt_ids`.
         ids: ids of each prompt by its line, as far as the writer knows them.
         skipped: lines of prompts that are left out because they are too long.
         acceptance_length: mean tokens per step so far; None without a drafter.
@@ -149,7 +149,7 @@ class Summary:
 
 
 def jobs(prompts: Sequence[dict[str, Any]], settings: Settings) -> list[Job]:
-    """Return every response that ``settings`` asks for, to prompts of :func:`dflash.train.data.load_prompts`."""
+    """Return every response that ``settings`` asks for, to prompts of `dflash.train.data.load_prompts`."""
     return [
         Job(prompt["line"], sample, prompt, temperature, fold(fold(settings.seed, prompt["line"]), sample))
         for prompt in prompts

@@ -20,7 +20,7 @@ _PREFILL_ROWS = 16384  # of a batch, in one forward pass
 
 
 class LocalWriter:
-    """Answers through :class:`dflash.Generator`, in batches of prompts of similar length, the longest first.
+    """Answers through `dflash.Generator`, in batches of prompts of similar length, the longest first.
 
     Args:
         target: the causal language model of transformers.
@@ -29,7 +29,7 @@ class LocalWriter:
             batches.
         name: what rows call the target.
         batch_size: sequences per batch.
-        raw, bos, template: see :func:`dflash.train.data.prompt_ids`.
+        raw, bos, template: see `dflash.train.data.prompt_ids`.
         skip_long: leave out prompts that do not fit the target together with their response, instead of raising.
     """
 
@@ -83,7 +83,7 @@ class LocalWriter:
             self.skipped.add(job.line)
 
     def answers(self, jobs: Sequence[Job], settings: Settings) -> Iterator[list[tuple[Job, Answer]]]:
-        """Yield one group per batch; see :class:`Writer`. Call :meth:`check` first."""
+        """Yield one group per batch; see `Writer`. Call `check` first."""
         if not jobs:
             return
         longest = max(len(self.ids[job.line]) for job in jobs)

@@ -30,10 +30,10 @@ def regenerate(
     A row of ``out`` holds ``line``, ``sample``, ``prompt`` or ``messages``, ``response``, ``finish_reason``,
     ``temperature``, ``seed``, ``model`` and ``max_new_tokens``; where they are known, ``prompt_ids`` and
     ``response_ids``; and those of ``top_k``, ``top_p``, ``min_p``, ``raw``, ``bos`` and ``template`` that were on.
-    :func:`dflash.train.data.load_rows` reads such rows, and encodes each prompt as its row says.
+    `dflash.train.data.load_rows` reads such rows, and encodes each prompt as its row says.
 
     Args:
-        prompts: from :func:`dflash.train.data.load_prompts`.
+        prompts: from `dflash.train.data.load_prompts`.
         writer: who answers.
         out: a JSONL file. Rows that it holds are not written again; a last line that was cut short is dropped.
         settings: how responses are sampled; None is greedy.

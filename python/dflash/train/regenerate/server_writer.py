@@ -85,7 +85,7 @@ class ServerWriter:
                 raise ValueError(f"the prompt on line {job.line} is a conversation, which cannot be continued raw")
 
     def answers(self, jobs: Sequence[Job], settings: Settings) -> Iterator[list[tuple[Job, Answer]]]:
-        """Yield answers as they come; see :class:`Writer`. The first request that fails for good ends the run.
+        """Yield answers as they come; see `Writer`. The first request that fails for good ends the run.
 
         Requests run in an event loop of their own thread. Those under way when the run ends are cancelled.
         """
