@@ -71,6 +71,7 @@ PYBIND11_MODULE(_C, m) {
   m.attr("DTYPES") = py::dict("float32"_a = int(DType::kFloat32), "bfloat16"_a = int(DType::kBFloat16),
                               "float16"_a = int(DType::kFloat16));
   m.attr("MAX_LINEAR_WEIGHTS") = kMaxLinearWeights;
+  m.attr("ROW_STATES") = py::make_tuple(int(kRunning), int(kStop), int(kLimit), int(kInvalid));
 
   const auto bind = [&m](const char* name, auto fields, auto kernel) {
     bind_cpu(m, name, fields, [kernel](const auto& params) { (cpu_kernels().*kernel)(params); });

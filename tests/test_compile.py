@@ -72,3 +72,21 @@ def test_graphs_follow_the_call_and_belong_to_one_generator():
             expected = dflash.generate(target, None, p, max_new_tokens=6, **call)
             assert torch.equal(generator.generate(p, max_new_tokens=6, **call), expected)
     assert not torch.equal(*(target.generate(p, max_new_tokens=6, do_sample=False) for target in targets))
+
+
+def test_compiling_the_target_compiles_its_blocks_and_not_its_prompts(monkeypatch):
+    """As ``compile=True`` does it on a GPU: prompts come in many lengths, blocks in one."""
+    target = make_target("qwen3", num_hidden_layers=1)
+    generator = dflash.Generator(target, None, max_length=32, block_size=4)
+    shapes = []
+
+    def compiled(function, **_options):
+        return lambda ids, *rest: shapes.append(tuple(ids.shape)) or function(ids, *rest)
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    generator.engine.compile_target = True
+    generator.engine.retarget(generator.engine.target)
+    for length in (5, 9):
+        p = prompt(length)
+        assert generator.generate(p[None], max_new_tokens=4)[0, length:].tolist() == greedy(target, p, 4).tolist()
+    assert set(shapes) == {(1, 4)}

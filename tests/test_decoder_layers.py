@@ -1,4 +1,6 @@
 import copy
+import gc
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -343,3 +345,35 @@ def test_a_handle_without_layers_is_named():
     del packed
     with pytest.raises(ValueError, match=r"layers must be the handle of living PackedLayers, got 'layers \d+'"):
         ops.decoder_layers(*call.varying, handle)
+
+
+def test_weights_on_another_device_are_named():
+    call = make_call(torch.float32)
+    elsewhere = replace(call, layers=[layer._replace(down=layer.down.to("meta")) for layer in call.layers])
+    with pytest.raises(ValueError, match="all weights must be on cpu as norm is, got meta"):
+        elsewhere.packed()
+    packed = changed(call, lambda x: x.to("meta")).packed()
+    with pytest.raises(ValueError, match="the layers must be on cpu as hidden is, got weights on meta"):
+        ops.decoder_layers(*call.varying, packed.handle)
+
+
+def test_layers_packed_in_inference_mode_run_outside_of_it():
+    call = make_call(torch.bfloat16)
+    layers = [layer._replace(sinks=torch.randn(HEADS).bfloat16()) for layer in call.layers]
+    packed = replace(call, layers=layers).packed()
+    with torch.inference_mode():
+        inside = ops.decoder_layers(*changed(call, torch.clone).varying, packed.handle)[0].clone()
+    outside = ops.decoder_layers(*changed(call, torch.clone).varying, packed.handle)[0]
+    assert torch.equal(inside.nan_to_num(9.0), outside.nan_to_num(9.0))
+
+
+def test_replaced_weights_are_not_kept_alive():
+    call = make_call(torch.float32)
+    packed = call.packed()
+    ops.decoder_layers(*changed(call, torch.clone).varying, packed.handle)
+    storage = weakref.ref(call.layers[0].gate.untyped_storage())
+    fresh = changed(call, torch.clone)
+    packed.replace(fresh.layers, fresh.norm)
+    call.layers = fresh.layers
+    gc.collect()
+    assert storage() is None

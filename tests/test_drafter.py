@@ -255,6 +255,23 @@ def test_a_copy_that_shares_its_tensors_keeps_sharing():
     assert twin.layers[0].self_attn.q_proj.weight is draft.layers[0].self_attn.q_proj.weight
 
 
+def test_replaced_parameters_and_storages_are_read_after_a_refresh():
+    draft = random_drafter()
+    context, block = inputs(draft.config, 1)
+
+    def run() -> torch.Tensor:
+        draft.refresh()
+        return two_passes(draft, context, block, [9], [3])[0]
+
+    before = run()
+    draft.norm.weight = torch.nn.Parameter(draft.norm.weight * 2, requires_grad=False)
+    normed = run()
+    assert not torch.equal(normed, before)
+    down = draft.layers[0].mlp.down_proj.weight
+    down.data = down * 2
+    assert not torch.equal(run(), normed)
+
+
 def test_the_forward_reads_a_parameter_written_in_place():
     draft = random_drafter()
     context, block = inputs(draft.config, 1)

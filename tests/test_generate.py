@@ -357,6 +357,12 @@ class TestOneShot:
         for call, p, answer in zip(calls, prompts * 3, expected * 3, strict=True):
             assert call.result()[0, p.shape[1] :].tolist() == answer
 
+    def test_a_release_in_another_thread_does_not_break_a_call(self, target, draft, monkeypatch):
+        expected = dflash.generate(target, draft, ids(), max_new_tokens=6)
+        follow = dflash.Generator.follow
+        monkeypatch.setattr(dflash.Generator, "follow", lambda self, model: (dflash.release(), follow(self, model)))
+        assert torch.equal(dflash.generate(target, draft, ids(), max_new_tokens=6), expected)
+
     def test_changed_weights_are_seen(self):
         target = make_target("qwen3")
         draft = make_draft(target)

@@ -170,3 +170,19 @@ def test_bad_input_is_named():
         ops.linears(x, [weight, weight[:, :7]])
     with pytest.raises(TypeError, match=r"biases\[1\] must be torch\.float32, got torch\.bfloat16"):
         ops.linears(x, [weight] * 2, [bias, bias.bfloat16()])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_adjacent_weights_of_many_rows_are_one_product(dtype, monkeypatch):
+    packed, bias = torch.randn(96, 64).to(dtype), torch.randn(96).to(dtype)
+    x, sizes = torch.randn(300, 64).to(dtype), [48, 32, 16]
+    weights, biases = packed.split(sizes), bias.split(sizes)
+    products, product = [], torch.nn.functional.linear
+    monkeypatch.setattr(torch.nn.functional, "linear", lambda *a: products.append(a[1].shape[0]) or product(*a))
+    assert torch.equal(ops.linears(x, weights, biases), product(x, packed, bias))
+    assert products == [96]
+    apart = [weight.clone() for weight in weights]
+    assert_as_exact_as_torch(
+        ops.linears(x, apart, biases), product(x, packed, bias), product(x.double(), packed.double(), bias.double())
+    )
+    assert products[1:] == sizes

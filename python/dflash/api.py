@@ -145,10 +145,10 @@ def stream(
 def release() -> None:
     """Free what one-shot calls keep for the next: both caches and the step's state."""
     global _cached
-    if _cached is not None:
-        for finalizer in _cached.finalizers:
+    cached, _cached = _cached, None
+    if cached is not None:
+        for finalizer in cached.finalizers:
             finalizer.detach()
-    _cached = None
 
 
 def generate_call(
@@ -212,9 +212,10 @@ def _generator_for(target: nn.Module, draft: nn.Module | None, call: Call, block
     """Return the kept generator if it serves this call, else a new one in its place."""
     global _cached
     call.check_drafts(draft is not None and block_size != 1)
-    if _cached is not None and _cached.serves(target, draft, block_size, call):
-        _cached.generator.follow(target)
-        return _cached.generator
+    cached = _cached  # another thread may release it meanwhile
+    if cached is not None and cached.serves(target, draft, block_size, call):
+        cached.generator.follow(target)
+        return cached.generator
     loaded = None if draft is None else load_draft(draft)
     check_block_size(target, loaded, block_size)  # before the old one is freed
     release()
@@ -241,5 +242,6 @@ def _released_unless_finished(generator: Generator, events: Iterator[StreamEvent
 
 def _release_if(generator: Generator) -> None:
     """Free the kept generator if it is this one."""
-    if _cached is not None and _cached.generator is generator:
+    cached = _cached
+    if cached is not None and cached.generator is generator:
         release()

@@ -22,7 +22,8 @@ class GenerateArguments(RuleArguments, total=False):
     """The keyword arguments of ``generate`` and ``stream``, for one-shot calls and for a Generator.
 
     An argument that is left out or None follows the target's ``generation_config``; what is unset there too is off
-    (transformers' own ``generate`` would then sample with top_k = 50). The logit rules of `RuleArguments` are
+    (transformers' own ``generate`` would then sample with top_k = 50). Only draft_sharpness, acceptance and
+    denoise_steps have defaults of their own and do not take None. The logit rules of `RuleArguments` are
     arguments too: repetition_penalty, presence_penalty, frequency_penalty, no_repeat_ngram_size, logit_bias,
     bad_words_ids, suppress_tokens, begin_suppress_tokens, forced_bos_token_id, forced_eos_token_id, min_length,
     min_new_tokens, logits_processor, stopping_criteria. They are applied as transformers applies them to the row alone:

@@ -52,6 +52,12 @@ class DecoderStack:
         options = {"eps": self.eps, "scale": self.scale, "taps": self.taps}
         return functools.partial(DecoderStack, **options), (self.layers, self.norm)
 
+    def holds(self, layers: Sequence[DecoderLayer], norm: Tensor) -> bool:
+        """Return True if these are the very tensors that the stack runs."""
+        mine, theirs = (*self.layers, (self.norm,)), (*layers, (norm,))
+        pairs = [pair for ours, others in zip(mine, theirs, strict=True) for pair in zip(ours, others, strict=True)]
+        return all(a is b or (not isinstance(a, Tensor) and a == b) for a, b in pairs)
+
     def replace(self, layers: Sequence[DecoderLayer], norm: Tensor) -> None:
         """Use other weights from now on, in steps that are compiled already too."""
         self.layers, self.norm = tuple(layers), norm

@@ -303,6 +303,7 @@ class Generator:
 
     def _progress(self, call: Call, *, reads_ids: bool) -> collections.abc.Generator[Progress, None, None]:
         """Run the prompt, then steps until every row is done; yield after each."""
+        began = time.perf_counter()
         modules = [module for module in (self.engine.target.model, self.draft) if module is not None]
         # 1. The run takes over the state; the caches may be reused if the same weights filled them.
         filled = self._run is not None and self._run.consistent and self.reuse_prefix
@@ -320,7 +321,7 @@ class Generator:
         # 3. Set up the engine and run.
         self.engine.configure(call)
         self._run = run = Run(self.engine, call, reads_ids=reads_ids)
-        progress = run.start(chunk=self.prefill_chunk, reuse=reuse)
+        progress = run.start(chunk=self.prefill_chunk, reuse=reuse, began=began)
         yield progress
         yield from run.steps(progress, self._launch(call))
 

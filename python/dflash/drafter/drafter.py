@@ -84,7 +84,11 @@ class Drafter(nn.Module):
 
     def refresh(self) -> None:
         """Notice parameters whose storage was replaced. Called once per call of ``generate``, outside of the step."""
-        self._stack.refresh()
+        layers, norm = self._stack_layers(), self.norm.weight
+        if self._stack.holds(layers, norm):
+            self._stack.refresh()
+        else:  # a parameter is another object now
+            self._stack.replace(layers, norm)
 
     # ------------------------------------------------------------------------------------------ the forward pass
 

@@ -129,9 +129,14 @@ class Run:
         self.histories = [prompt.tolist() for prompt in call.prompts] if call.stop_criteria else []
         self.consistent = self.ended = False
 
-    def start(self, *, chunk: int, reuse: bool) -> Progress:
-        """Run the prompts in chunks of ``chunk`` tokens; with ``reuse`` only what the caches do not hold."""
-        began = time.perf_counter()
+    def start(self, *, chunk: int, reuse: bool, began: float) -> Progress:
+        """Run the prompts, and return the first progress.
+
+        Args:
+            chunk: prompt tokens per forward pass.
+            reuse: run only what the caches do not hold.
+            began: when the call began, by ``time.perf_counter``.
+        """
         engine, call, state = self.engine, self.call, self.engine.state
         # 1. Rows that this call does not use hold one token and are done before they start.
         batch = len(call.prompts)

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .. import ops
 from ..cache import KVCache
 from ..drafter import Drafter
 from ..sampling import Sampling
@@ -23,7 +24,7 @@ from ..target import Target
 
 __all__ = ["FULL", "INVALID", "RUNNING", "STOPPED", "Report", "RowReport", "State"]
 
-RUNNING, STOPPED, FULL, INVALID = range(4)
+RUNNING, STOPPED, FULL, INVALID = ops.ROW_STATES
 """Values of ``done``: running; a stop token, string or criterion; the limit is reached; the target's logits are NaN."""
 
 _NO_TOKEN = -2  # pads the stop list: no token and no placeholder has this id
@@ -116,8 +117,7 @@ class State:
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int64, device=device)
 
-        taps = 0 if draft is None else len(draft.config.target_layer_ids)
-        hidden = target.embedding_weight.shape[1]
+        width = 0 if draft is None else len(draft.config.target_layer_ids) * draft.config.hidden_size
         return cls(
             tokens=zeros(batch, capacity),
             length=zeros(batch),
@@ -128,7 +128,7 @@ class State:
             stop_token_ids=zeros(_STOP_SLOTS) + _NO_TOKEN,
             block=zeros(batch, block_size),
             offsets=torch.arange(1, block_size + 1, device=device),
-            context=torch.zeros(batch, block_size, taps * hidden, dtype=target.dtype, device=device),
+            context=torch.zeros(batch, block_size, width, dtype=target.dtype, device=device),
             sampling=Sampling.create(batch, device),
             target_cache=target.new_cache(batch, capacity),
             draft_cache=None if draft is None else draft.new_cache(batch, capacity),

@@ -51,7 +51,7 @@ class Engine:
         rules: the logit rules of the call.
         host_rules: Python processors and criteria of the call; None for none.
         acceptance: chooses the target's tokens.
-        compile_target: run the target's forward pass through ``torch.compile``.
+        compile_target: run the target's pass over a block through ``torch.compile``.
         keyed: the acceptance by keyed noise, which also chooses the first token of every call.
     """
 
@@ -78,7 +78,7 @@ class Engine:
         """Replace the target by another twin of the same model; caches and state stay."""
         self.target = target
         if self.compile_target:
-            target.forward = torch.compile(with_own_code(target.forward), dynamic=False)
+            target.compiled_forward = torch.compile(with_own_code(target.forward), dynamic=False)
         if isinstance(self.proposer, ChainProposer):
             self.proposer.target = target
 

@@ -87,6 +87,8 @@ class _Assistant:
     def _cache(self, holder: Any, capacity: int) -> KVCache:
         """Return the call's cache, grown to at least ``capacity`` positions."""
         old = getattr(holder, "dflash_cache", None)
+        if old is None:  # a call begins
+            self.draft.refresh()
         if old is not None and old.capacity >= capacity:
             return old
         cache = self.draft.new_cache(1, 2 * capacity)
@@ -112,7 +114,9 @@ def as_assistant(draft: str | os.PathLike[str] | nn.Module) -> _Assistant:
         An object for ``assistant_model``; calls may share it, one after another.
 
     Raises:
-        ValueError: as `dflash.load_draft`; so for TypeError and FileNotFoundError.
+        ValueError: as `dflash.load_draft`.
+        TypeError: as `dflash.load_draft`.
+        FileNotFoundError: as `dflash.load_draft`.
         RuntimeError: transformers is older than 5.18, whose loop continues after a stop token that is not the last of
             those a step accepts.
     """

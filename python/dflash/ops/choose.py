@@ -5,8 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .. import _C
 from .checks import expect, expect_contiguous, fit
 from .registry import Launcher, op
+
+ROW_STATES: tuple[int, int, int, int] = _C.ROW_STATES
+"""Values of ``done``: running; a stop token was emitted; the limit is reached; the target's logits are NaN."""
 
 
 @op()

@@ -64,7 +64,7 @@ class PackedLayers:
     ) -> None:
         self.layers, self.norm = tuple(layers), norm
         self.eps, self.scale, self.taps = eps, scale, tuple(taps)
-        self._records = None
+        self._forget()
         _check_layers(self)
         self.handle = f"layers {next(self._handles)}"
         _live[self.handle] = self
@@ -79,22 +79,33 @@ class PackedLayers:
         """Notice weights whose storage was replaced (``parameter.data = ...``). Reads one address per weight."""
         if self._records is not None and [tensor.data_ptr() for tensor in self.tensors()] != self._addresses:
             _check_layers(self)
-            self._records = None
+            self._forget()
 
     def replace(self, layers: Sequence[DecoderLayer], norm: Tensor) -> None:
         """Use other tensors under the same handle, which a compiled step holds as a constant."""
         self.layers, self.norm = tuple(layers), norm
         _check_layers(self)
-        self._records = None
+        self._forget()
+
+    def _forget(self) -> None:
+        """Drop what was packed, so that the storages may be freed."""
+        self._records: _C.DecoderLayers | None = None
+        self._addresses: list[int] = []
+        self._storages: list[Tensor] = []
+        self._copies: list[tuple[Tensor, Tensor]] = []
 
     def records(self) -> _C.DecoderLayers:
         """Return the layers as the kernel reads them."""
         if self._records is None:
             self._pack()
-        for copy, sinks in self._copies:
-            copy.copy_(sinks)
+        if self._copies:
+            with torch.inference_mode(False), torch.no_grad():
+                for copy, sinks in self._copies:
+                    copy.copy_(sinks)
         return self._records
 
+    @torch.inference_mode(False)  # the copies are written outside of it too
+    @torch.no_grad()
     def _pack(self) -> None:
         self._addresses = [tensor.data_ptr() for tensor in self.tensors()]
         self._storages = [tensor.detach() for tensor in self.tensors()]
@@ -131,6 +142,9 @@ def _check_layers(packed: PackedLayers) -> None:
     expect(op, "norm", packed.norm, (size,), dtype, "hidden")
     if not packed.norm.is_contiguous():
         raise ValueError(f"{op}: norm must be contiguous, got strides {packed.norm.stride()}")
+    for tensor in packed.tensors():
+        if tensor.device != packed.norm.device:
+            raise ValueError(f"{op}: all weights must be on {packed.norm.device} as norm is, got {tensor.device}")
     # 2. Its layers
     for name in ("q", "k", "gate"):
         expect(op, f"layers[0].{name}", getattr(first, name), (None, size), dtype, "out, hidden")
@@ -209,6 +223,10 @@ def decoder_layers(
     """
     # 1. Check what varies between calls, and allocate
     packed = _packed(layers)
+    if packed.norm.device != hidden.device:
+        raise ValueError(
+            f"decoder_layers: the layers must be on {hidden.device} as hidden is, got weights on {packed.norm.device}"
+        )
     if not _call_fits(packed, hidden, lengths, k_caches, v_caches):
         _check_call(packed, hidden, lengths, k_caches, v_caches)
     _check_context(packed, hidden, context, num_context)

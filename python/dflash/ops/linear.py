@@ -84,6 +84,24 @@ def _check_product(op: str, x: Tensor, name: str, weight: Tensor, bias_name: str
         expect(op, bias_name, bias, (weight.shape[0],), x.dtype, "out")
 
 
+def _merged(
+    weights: Sequence[Tensor], biases: Sequence[Tensor | None]
+) -> tuple[Sequence[Tensor], Sequence[Tensor | None]]:
+    """Return weights that lie one after another in one storage as a single one, which takes one product."""
+    uneven = len({bias is None for bias in biases}) > 1
+    if len(weights) == 1 or uneven or not all(map(_follows, weights, weights[1:])):
+        return weights, biases
+    merged = weights[0].as_strided((sum(w.shape[0] for w in weights), weights[0].shape[1]), weights[0].stride())
+    return [merged], [None if biases[0] is None else torch.cat(list(biases))]
+
+
+def _follows(first: Tensor, second: Tensor) -> bool:
+    """Return True if ``second`` begins where ``first`` ends, both contiguous."""
+    same = first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+    end = first.storage_offset() + first.numel()
+    return same and first.is_contiguous() and second.is_contiguous() and second.storage_offset() == end
+
+
 def _products(
     launch: Launcher, op: str, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], prefetch: bool
 ) -> Tensor:
@@ -100,7 +118,7 @@ def _products(
         shapes = (dtype, rows, width, weights, features)
         splits, workspace, counters = launch.workspace("linear", x.device, *shapes)
     if splits == 0:
-        return reference.linears(x, weights, biases)
+        return reference.linears(x, *_merged(weights, biases))
     # 2. Make what it reads contiguous, and run it
     x = launch.aligned(x.contiguous())
     weights, biases = [weight.contiguous() for weight in weights], [dense(bias) for bias in biases]

@@ -206,10 +206,13 @@ def op(*, mutates: tuple[str, ...] = (), twin: Callable | None = None, cuda_kern
 
             return run
 
+        kernel, checked = on(_CUDA), on(_FAKE)
+
         def on_cuda(*arguments):
+            expect_one_device(name, arguments)
             if runs_kernel(arguments[0]):
-                return on(_CUDA)(*arguments)
-            on(_FAKE)(*arguments)  # the checks
+                return kernel(*arguments)
+            checked(*arguments)
             return in_torch(*arguments)
 
         # 2. Register them under the schema of the signature
@@ -218,7 +221,7 @@ def op(*, mutates: tuple[str, ...] = (), twin: Callable | None = None, cuda_kern
         _LIBRARY.define(name + _schema(parameters, signature.return_annotation, mutates), tags=_TAGS)
         _LIBRARY.impl(name, on(_CPU), "CPU")
         _LIBRARY.impl(name, on_cuda, "CUDA")
-        torch.library.register_fake(f"dflash::{name}", on(_FAKE), lib=_LIBRARY)
+        torch.library.register_fake(f"dflash::{name}", checked, lib=_LIBRARY)
         return _callable(body, parameters, signature.return_annotation)
 
     return register
@@ -260,7 +263,7 @@ def _callable(body: Callable, parameters: list[inspect.Parameter], returns: obje
         "cpu": _CPU,
         "dispatch": getattr(torch.ops.dflash, name).default,
     }
-    exec(compile(source, body.__code__.co_filename, "exec"), scope)
+    exec(compile(source, f"<dflash.ops.{name}>", "exec"), scope)
     call = scope[name]
     call.__doc__, call.__module__, call.__qualname__ = body.__doc__, body.__module__, body.__qualname__
     call.__defaults__ = tuple(p.default for p in parameters if p.default is not p.empty) or None

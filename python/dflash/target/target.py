@@ -31,6 +31,9 @@ class Target:
         fused: True to run the layers on `dflash.ops` (see `dflash.target.fused`) and refuse other models,
             False to use the model's own forward, ``"auto"`` to run them on the ops on the CPU if possible.
 
+    Attributes:
+        compiled_forward: what :meth:`verify` runs instead of :meth:`forward`, if it is set; prompts are never compiled.
+
     Raises:
         UnsupportedTargetError: the model cannot be run. It was not changed.
     """
@@ -53,6 +56,7 @@ class Target:
         self._taps: list[Tensor | None] = [None] * len(target_layer_ids)
         for index, module in enumerate(tapped_modules(self.model, target_layer_ids)):
             module.register_forward_hook(_tap_hook(self._taps, index))
+        self.compiled_forward: Callable[..., tuple[Tensor, list[Tensor]]] | None = None
         if needs_probe(model):
             probe(self, model, structural_twin(model))
 
@@ -148,7 +152,8 @@ class Target:
         Returns:
             ``[batch, rows, vocab]`` logits.
         """
-        logits, taps = self.forward(block.input_ids, state.length, state.target_cache)
+        forward = self.compiled_forward or self.forward
+        logits, taps = forward(block.input_ids, state.length, state.target_cache)
         if state.context.shape[-1]:
             torch.cat(taps, -1, out=state.context)
         return logits
