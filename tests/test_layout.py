@@ -100,6 +100,12 @@ def test_cmake_lists_stay_short():
     assert len((ROOT / "CMakeLists.txt").read_text().splitlines()) < 120
 
 
+def test_contributing_names_every_file_of_the_package():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    names = {path.name for path in MODULES} - {"__init__.py", "__main__.py"}
+    assert not {name for name in names if not re.search(rf"[`/]{name}`", text)}
+
+
 def test_slow_names_tests_that_exist():
     for line in (ROOT / "tests" / "slow.txt").read_text().splitlines():
         if line and not line.startswith("#"):

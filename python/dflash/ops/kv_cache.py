@@ -33,12 +33,15 @@ def qkv_norm_rope_append_(
             k heads, the v heads.
         positions: ``[batch, rows]`` int64, the cache slot of each row, all different within a sequence. A row whose
             position is negative or not below the capacity appends nothing.
-        cos, sin: ``[batch, rows, rotary / 2]`` float32; those of rows that are off may hold anything.
-        q_norm_weight, k_norm_weight: ``[head_dim]``, the dtype of ``qkv``, or None for no norm.
+        cos: ``[batch, rows, rotary / 2]`` float32; those of rows that are off may hold anything.
+        sin: like ``cos``.
+        q_norm_weight: ``[head_dim]``, the dtype of ``qkv``, or None for no norm.
+        k_norm_weight: like ``q_norm_weight``.
         eps: added to the mean square.
         q_out: ``[batch, q_rows, num_heads, head_dim]``, contiguous; written. Row j comes from row
             ``rows - q_rows + j`` of ``qkv``.
-        k_cache, v_cache: ``[batch, num_kv_heads, capacity, head_dim]``, contiguous; written.
+        k_cache: ``[batch, num_kv_heads, capacity, head_dim]``, contiguous; written.
+        v_cache: like ``k_cache``.
 
     Raises:
         ValueError: a shape does not fit, or a written tensor is not contiguous. TypeError: a dtype does not fit.
@@ -95,10 +98,12 @@ def append_context_kv_(
     Args:
         kv: ``[num_layers, batch, rows, 2 * num_kv_heads * head_dim]``, float32 or bfloat16: the k heads, the v heads.
         positions: ``[batch, rows]`` int64, as in `qkv_norm_rope_append_`.
-        cos, sin: ``[batch, rows, rotary / 2]`` float32; those of rows that are off may hold anything.
+        cos: ``[batch, rows, rotary / 2]`` float32; those of rows that are off may hold anything.
+        sin: like ``cos``.
         k_norm_weight: ``[num_layers, head_dim]``, the dtype of ``kv``, or None for no norm.
         eps: added to the mean square.
-        k_caches, v_caches: per layer ``[batch, num_kv_heads, capacity, head_dim]``, contiguous; written.
+        k_caches: per layer ``[batch, num_kv_heads, capacity, head_dim]``, contiguous; written.
+        v_caches: like ``k_caches``.
 
     Raises:
         ValueError: a shape does not fit, or a cache is not contiguous. TypeError: a dtype does not fit.

@@ -210,8 +210,10 @@ def decoder_layers(
         context: ``[batch, context_rows, hidden]`` or None: row i is at ``lengths[b] - num_context[b] + i``.
         num_context: ``[batch]`` int64; rows at or past it are never read.
         lengths: ``[batch]`` int64.
-        cos, sin: ``[positions, rotary / 2]`` float32, one row per position; positions past the end take the last.
-        k_caches, v_caches: per layer ``[batch, num_kv_heads, capacity, head_dim]``, contiguous; written.
+        cos: ``[positions, rotary / 2]`` float32, one row per position; positions past the end take the last.
+        sin: like ``cos``.
+        k_caches: per layer ``[batch, num_kv_heads, capacity, head_dim]``, contiguous; written.
+        v_caches: like ``k_caches``.
         layers: the handle of the layers, see `dflash.ops.layers.PackedLayers`.
 
     Returns:
