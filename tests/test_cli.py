@@ -166,7 +166,7 @@ def test_the_same_seed_writes_the_same_text(run, folders):
     ("change", "message"),
     [
         (["--model", "./nowhere"], "dflash: no folder './nowhere', and it is not a hub id"),
-        (["--draft", "./nowhere"], "dflash: draft './nowhere' is neither a folder nor a hub repository"),
+        (["--draft", "./nowhere"], "dflash: draft './nowhere' is neither a folder nor a reachable hub repository"),
         (["--temperature", "-1"], "dflash: temperature must be a finite number of at least 0, got -1.0"),
         (["--max-new-tokens", "0"], "dflash: max_new_tokens must be an integer of at least 1, got 0"),
         (["--dtype", "int8"], "dflash: --dtype must be auto, float32, bfloat16 or float16, got 'int8'"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from torch import Tensor
 from ..drafter import Drafter, load_draft
 from ..files import read_jsonl
 from .prompts import text_ids
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 __all__ = ["ARROW", "CHAT_TEMPLATE", "PAIR", "Prompt", "demo_pair", "demo_prompts", "encode"]
 
@@ -54,7 +57,9 @@ class Prompt(NamedTuple):
     kind: str = ""
 
 
-def demo_pair(folder: str | Path = PAIR, *, dtype: torch.dtype = torch.float32) -> tuple[Any, Drafter, Any]:
+def demo_pair(
+    folder: str | Path = PAIR, *, dtype: torch.dtype = torch.float32
+) -> tuple[PreTrainedModel, Drafter, PreTrainedTokenizerBase]:
     """Load the target, the drafter and the tokenizer that come with the package, on the CPU.
 
     >>> target, draft, tokenizer = dflash.demo_pair()

@@ -6,15 +6,20 @@ import dataclasses
 import sys
 import types
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..api import generate_call
 from ..call import Call, GenerateArguments, TargetDefaults
-from ..streaming import check_streamer
+from ..outputs import GenerateOutput
+from ..sampling import LogitsProcessor, StoppingCriterion
+from ..streaming import Streamer, check_streamer
 from ..target import check_target
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
 
 __all__ = ["custom_generate"]
 
@@ -172,19 +177,19 @@ def _not_handed_on() -> dict[str, Any]:
 def custom_generate(  # noqa: PLR0913 - transformers reads the names from this signature
     model: nn.Module,
     input_ids: Tensor,
-    logits_processor: Sequence[Any] | None = None,
-    stopping_criteria: Sequence[Any] | None = None,
-    generation_config: Any = None,
+    logits_processor: Sequence[LogitsProcessor] | None = None,
+    stopping_criteria: Sequence[StoppingCriterion] | None = None,
+    generation_config: GenerationConfig | None = None,
     synced_gpus: bool = False,
-    streamer: Any = None,
+    streamer: Streamer | None = None,
     draft: nn.Module | None = None,
     seed: int | Sequence[int] | None = None,
     draft_sharpness: float | Literal["auto"] = "auto",
     acceptance: Literal["keyed", "rejection"] = "keyed",
     denoise_steps: int = 1,
     block_size: int | None = None,
-    **model_kwargs: Any,
-) -> Any:
+    **model_kwargs: object,
+) -> Tensor | GenerateOutput:
     """Run our loop from transformers' own ``generate``.
 
     Call ``model.generate(ids, custom_generate=dflash.custom_generate, draft=draft, ...)``. transformers prepares

@@ -3,17 +3,19 @@
 from .acceptance import KeyedAcceptance, RejectionAcceptance
 from .checks import integer, integer_from, is_list
 from .parameters import Sampling, SamplingArguments, fold
-from .rules import HostRules, LogitRules, RuleArguments, RuleSettings
+from .rules import HostRules, LogitRules, LogitsProcessor, RuleArguments, RuleSettings, StoppingCriterion
 
 __all__ = [
     "HostRules",
     "KeyedAcceptance",
     "LogitRules",
+    "LogitsProcessor",
     "RejectionAcceptance",
     "RuleArguments",
     "RuleSettings",
     "Sampling",
     "SamplingArguments",
+    "StoppingCriterion",
     "fold",
     "integer",
     "integer_from",

@@ -3,6 +3,15 @@
 from .host import HostRules
 from .logit_rules import RULES, LogitRules
 from .rule import Rule
-from .settings import RuleArguments, RuleSettings
+from .settings import LogitsProcessor, RuleArguments, RuleSettings, StoppingCriterion
 
-__all__ = ["RULES", "HostRules", "LogitRules", "Rule", "RuleArguments", "RuleSettings"]
+__all__ = [
+    "RULES",
+    "HostRules",
+    "LogitRules",
+    "LogitsProcessor",
+    "Rule",
+    "RuleArguments",
+    "RuleSettings",
+    "StoppingCriterion",
+]
