@@ -406,4 +406,4 @@ def test_two_datasets_of_one_name_are_refused(shell, tiny, three, tmp_path):
     call = ["benchmark", "--model", tiny / "target", "--draft", tiny / "draft", "--dataset", three, "--dataset", other]
     done = shell(*call)
     assert done.code == 2
-    assert "there are two called three" in done.err
+    assert "two datasets have the name three" in done.err

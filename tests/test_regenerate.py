@@ -190,7 +190,7 @@ def test_long_prompts_are_left_out_and_counted(target, tmp_path, server):
     [
         ({"samples": 0}, "samples must be at least 1, got 0"),
         ({"max_new_tokens": 0}, "max_new_tokens must be at least 1, got 0"),
-        ({"temperatures": (0.5, 0.5)}, "different ones"),
+        ({"temperatures": (0.5, 0.5)}, "distinct values"),
         ({"temperatures": (-1.0,)}, "temperature"),
         ({"top_p": 0.0}, "top_p"),
     ],
@@ -300,7 +300,7 @@ def test_a_servers_answers_are_read_as_they_were_asked_for(server, prompts, tmp_
     regenerate(few, ServerWriter(server.url, "served", template={"thinking": False}), short)
     asked = prompt_ids(spoken(template), few[0], template={"thinking": False})
     assert load_rows(short, spoken(template), 32)["input_ids"][0][: len(asked)] == asked
-    with pytest.raises(ValueError, match=r"line 1: was asked with template .*'thinking': False.*, and is to be read"):
+    with pytest.raises(ValueError, match=r"line 1: the row was written with template .*False.*, it cannot use"):
         load_rows(short, spoken(template), 32, template={"thinking": True})
     with pytest.raises(ValueError, match=r"raw\.jsonl, line 1: was written with raw True, now it is None"):
         regenerate(few, ServerWriter(server.url, "served"), raw)
@@ -433,7 +433,7 @@ def test_the_command(run, target, prompts, tmp_path, server):
     served = ("regenerate", prompts, "--model", "served", "--out", tmp_path / "served.jsonl", "--server", server.url)
     assert run(*served)[0] == 0
     assert len(rows_of(tmp_path / "served.jsonl")) == 5
-    assert run(*served, "--draft", "x")[::2] == (2, "dflash: --draft is the server's to choose\n")
+    assert run(*served, "--draft", "x")[::2] == (2, "dflash: --draft does not go with --server: the server decides\n")
     assert run(*command, "--seed", 1)[0] == 2
     missing = run("regenerate", tmp_path / "none.jsonl", "--model", tmp_path, "--out", out)
     assert missing[0] == 2

@@ -190,7 +190,7 @@ def test_plain_text_comes_in_pieces(jsonl, tmp_path):
 
 def test_long_prompts_are_an_error_or_left_out(jsonl):
     path = jsonl({"prompt": "w7", "response": "w8"}, {"prompt": "w7 w8 w9 w10", "response": "w8"})
-    with pytest.raises(ValueError, match=r"line 2: the prompt has 4 tokens, and a row may have 4"):
+    with pytest.raises(ValueError, match=r"line 2: the prompt has 4 tokens; a row holds at most 4, response included"):
         load_rows(path, spoken(None), 4)
     assert load_rows(path, spoken(None), 4, skip_long=True)["input_ids"][:] == [[7, 8, END]]
     with pytest.raises(ValueError, match="no rows"):
@@ -203,21 +203,21 @@ def test_long_prompts_are_an_error_or_left_out(jsonl):
         ("{'a': 1}", "line 2: not JSON"),
         ("[1]", "line 2: must be a JSON object, got list"),
         ('{"answer": 1}', "line 2: a row needs .* got answer"),
-        ('{"prompt": "w7"}', "line 2: a prompt without a response: .*dflash regenerate"),
+        ('{"prompt": "w7"}', "line 2: the prompt has no response: .*dflash regenerate"),
         ('{"prompt": "w7", "response": 3}', "line 2: response must be text, got 3"),
         ('{"prompt": "", "response": "w8"}', "line 2: prompt must be text that is not empty"),
         ('{"response": "w8"}', "line 2: a prompt needs prompt, messages, question or turns, got response"),
         ('{"messages": []}', "line 2: messages must be a list of role and content"),
         ('{"messages": [{"role": "user"}]}', "line 2: message 1 must have role and content"),
-        ('{"messages": [{"role": "user", "content": "w7"}]}', "line 2: messages has no turn of the assistant"),
+        ('{"messages": [{"role": "user", "content": "w7"}]}', "line 2: messages has no assistant turn"),
         ('{"text": 5}', "line 2: text must be text"),
         ('{"input_ids": [7, 8]}', "line 2: loss_mask must hold a 0 or 1 for each of the 2 input_ids"),
         ('{"input_ids": [7, 8], "loss_mask": [0, 2]}', "line 2: loss_mask must hold"),
         ('{"input_ids": [7, 97], "loss_mask": [0, 1]}', r"line 2: input_ids must lie in 0 \.\. 96, got 97"),
-        ('{"input_ids": [7, 8], "loss_mask": [0, 0]}', "line 2: no token of a response"),
+        ('{"input_ids": [7, 8], "loss_mask": [0, 0]}', "line 2: no response token"),
         (
             '{"prompt": "w7", "response": "w8", "prompt_ids": [7], "response_ids": [9]}',
-            "line 2: response_ids are not its response in this tokenizer",
+            "line 2: response_ids do not decode to response",
         ),
     ],
 )

@@ -449,7 +449,7 @@ def test_a_plan_measures_and_leaves_everything_as_it_was(target, rows, tmp_path)
     run.train()
     assert_same(weights(run), weights(whole))
     assert plan["tokens"] == pytest.approx(metrics(tmp_path / "planned")[-1]["tokens"], rel=0.2)
-    with pytest.raises(ValueError, match="planned before its first step"):
+    with pytest.raises(ValueError, match="must run before the first step"):
         run.plan()
 
 
@@ -501,7 +501,7 @@ def test_what_does_not_fit_is_named_before_any_work(target, rows, tmp_path):
     trainer(target, context, tmp_path)  # a mask token that the target read, and did not write
     with pytest.raises(ValueError, match="its hidden_size is 64, the target's is 32"):
         trainer(make_target("qwen3", hidden_size=32), rows, tmp_path, drafter=draft(target))
-    with pytest.raises(ValueError, match=r"a drafter is trained in float32, got torch\.bfloat16"):
+    with pytest.raises(ValueError, match=r"the drafter must be float32 for training, got torch\.bfloat16"):
         trainer(target, rows, tmp_path, drafter=draft(target).bfloat16())
     with pytest.raises(dflash.UnsupportedTargetError, match="sparse-attention indexer"):
         trainer(make_target("deepseek_v32"), rows, tmp_path, drafter=draft(target))

@@ -26,5 +26,5 @@ def _options(debug: Annotated[bool, typer.Option(help="Show the traceback of an 
 
 
 def main() -> None:
-    """Run the command. A user's mistake ends in one line and exit code 2; ``--debug`` shows the traceback."""
+    """Run the command. A user's mistake prints one line and exits with code 2; ``--debug`` shows the traceback."""
     run(app)

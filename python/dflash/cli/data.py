@@ -20,17 +20,17 @@ __all__ = ["export", "regenerate"]
 
 @dataclass(frozen=True)
 class _Files:
-    """Who answers, and where the responses go."""
+    """Models and files of a run."""
 
     model: Annotated[str, "The target: a folder or a hub id; with --server, its name there."]
-    out: Annotated[Path, "JSONL of responses; a file of the same run is continued."]
-    draft: Annotated[str | None, "A drafter of the target; pays off in small batches."] = None
+    out: Annotated[Path, "JSONL of responses; an interrupted run continues."]
+    draft: Annotated[str | None, "A drafter for the target; faster in small batches."] = None
     server: Annotated[str | None, "Ask an OpenAI-compatible server: http://HOST:PORT/v1."] = None
 
 
 @dataclass(frozen=True)
 class _Asking:
-    """Which prompts are asked, and how."""
+    """Options for reading and answering the prompts."""
 
     raw: Raw = False
     bos: Bos = False
@@ -60,10 +60,10 @@ def regenerate(
     settings: Settings,
     asking: _Asking,
 ) -> None:
-    """Let the target answer PROMPTS, as data to train its drafter on.
+    """Let the target answer PROMPTS, as training data for its drafter.
 
-    A run that was stopped continues when it is started again with the same arguments. A key for the server is read
-    from OPENAI_API_KEY.
+    An interrupted run continues if it is started again with the same arguments. The server's API key is read from
+    OPENAI_API_KEY.
     """
     from ..train.data import load_prompts
     from ..train.regenerate import regenerate
@@ -84,7 +84,7 @@ def regenerate(
             show("responses", so_far.written, total, rate)
 
         summary = regenerate(rows, writer, files.out, settings, progress=shown)
-    # 3. Say what was done
+    # 3. Report
     if asking.as_json:
         typer.echo(json.dumps({**asdict(summary), "tokens_per_second": summary.tokens_per_second}))
     else:
@@ -93,7 +93,7 @@ def regenerate(
 
 def _server_writer(files: _Files, asking: _Asking) -> Writer:
     if files.draft is not None or asking.bos:
-        raise ValueError(f"--{'bos' if files.draft is None else 'draft'} is the server's to choose")
+        raise ValueError(f"--{'bos' if files.draft is None else 'draft'} does not go with --server: the server decides")
     return ServerWriter(
         files.server,
         files.model,
@@ -134,11 +134,11 @@ def export(
     draft: Draft,
     out: Annotated[Path, typer.Option(help="Folder to write; must not exist, or be empty.")],
     layout: Annotated[str, typer.Option("--format", help="published or speculators.")],
-    target: Annotated[str | None, typer.Option(help="The target's name, which the speculators layout carries.")] = None,
+    target: Annotated[str | None, typer.Option(help="The target's name, which the speculators layout stores.")] = None,
     dtype: Dtype = "auto",
     as_json: Json = False,
 ) -> None:
-    """Write a drafter in the other checkpoint layout; either is read."""
+    """Convert a drafter from either checkpoint layout to the one given by --format."""
     import torch
 
     from ..train.export import export

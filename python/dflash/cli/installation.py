@@ -1,4 +1,4 @@
-"""The checks of ``dflash doctor``: what this installation has, and what is wrong with it."""
+"""Checks of the installation, for ``dflash doctor``."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Check:
     """One line of the report.
 
     Attributes:
-        name: of the thing that was checked.
-        found: its state.
+        name: the item that was checked.
+        found: state of the item.
         status: ``"ok"``, ``"warning"`` (works, but slower than it could) or ``"error"`` (does not work).
         advice: what to do, in one line; empty if there is nothing to do.
     """
@@ -74,7 +74,7 @@ def _instruction_set() -> Check:
 
 
 def _gpu_present() -> bool:
-    """Return True if the machine has an NVIDIA GPU, even one that torch does not see."""
+    """Return True if the machine has an NVIDIA GPU, even if torch does not see it."""
     return Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None
 
 

@@ -1,4 +1,4 @@
-"""Load models and tokenizers by the names on the command line; a mistake is one line."""
+"""Load models and tokenizers by the names on the command line. A mistake is reported in one line."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ def load_tokenizer(model: str, quiet: bool = False) -> Any:
 
 
 def check_device(dtype: str, device: str | None) -> str:
-    """Return the device to load on; None becomes cuda if there is a GPU, else cpu.
+    """Return the device to load on. None becomes cuda if there is a GPU, else cpu.
 
     Raises:
-        ValueError: there is no such device, or no such ``dtype``.
+        ValueError: the device or the ``dtype`` does not exist.
     """
     import torch
 
@@ -99,7 +99,7 @@ def load(model: str, draft: str | None, dtype: str, device: str | None, quiet: b
     from ..drafter import load_draft
 
     device, drafter = check_device(dtype, device), None
-    if draft is not None:  # first: it is small, and its errors come quickly
+    if draft is not None:  # first, because it is small and fails quickly
         with _waiting("drafter", draft, quiet):
             drafter = load_draft(draft, dtype=None if dtype == "auto" else getattr(torch, dtype), device=device)
     return load_target(model, dtype, device, quiet), drafter, device

@@ -35,10 +35,10 @@ __all__ = ["benchmark", "demo", "doctor"]
 
 def demo(
     prompt: Annotated[str | None, typer.Option(help="Answer this instead of held-out prompts.")] = None,
-    prompts: Annotated[int | None, typer.Option(help="Answer exactly so many held-out prompts.")] = None,
+    prompts: Annotated[int | None, typer.Option(help="Answer exactly this many held-out prompts.")] = None,
     seconds: Annotated[
         float | None,
-        typer.Option(help="Start no other prompt after this time; default: 20, without --prompts."),
+        typer.Option(help="Start no more prompts after this time; default: 20, without --prompts."),
     ] = None,
     max_new_tokens: MaxNewTokens = 256,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
@@ -46,10 +46,10 @@ def demo(
     pair: Annotated[Path | None, typer.Option(hidden=True, help="Folder with target, draft, prompts.jsonl.")] = None,
     as_json: Json = False,
 ) -> None:
-    """Answer held-out prompts with the pair inside the package, and measure; nothing is downloaded.
+    """Answer held-out prompts with the packaged pair, and measure the speed. Nothing is downloaded.
 
-    Streams a few answers, with accepted drafts and bonus tokens in different colors, then compares transformers'
-    generate, one-token decoding and DFlash. The exit code is 1 if an answer is not theirs, token for token.
+    Streams a few answers, with accepted drafts and bonus tokens in different colors. Then compares transformers'
+    generate, one-token decoding and DFlash. The exit code is 1 if any answer differs between them in a token.
     """
     from ..evaluate import PAIR, Decoding
     from ..evaluate.demo import run_demo
@@ -84,7 +84,7 @@ def benchmark(
     dtype: Dtype = "auto",
     device: Device = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder for results; the same command continues a run that was stopped.")
+        Path | None, typer.Option(help="Folder for results; the same command continues an interrupted run.")
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw a .png.")] = None,
     as_json: Json = False,
@@ -92,12 +92,12 @@ def benchmark(
     """Measure speed and acceptance on datasets of prompts, compared with one-token decoding in the same run.
 
     If the tokenizer has a chat template, a dataset's text becomes a user's message, with no instruction added. Speeds
-    count the prompts' forward passes.
+    include the forward passes over the prompts.
     """
     from ..evaluate import report as reports
     from ..evaluate.benchmark import check_settings, progress_bars, run_benchmark
 
-    # 1. Check the options and load the prompts, which is quick, before the models are loaded.
+    # 1. Check the options and load the prompts: this is quick, loading the models is not.
     settings = dataclasses.replace(
         settings, draft_sharpness=parse_sharpness(draft_sharpness), thinking=False if no_thinking else None
     )
@@ -127,20 +127,20 @@ def benchmark(
 
 
 def _load_datasets(given: list[str], data: Path | None, limit: int | None) -> dict[str, list]:
-    """The prompts of each ``--dataset`` by its name."""
+    """Return the prompts of each ``--dataset`` by its name."""
     from ..evaluate.datasets import SOURCES, load_prompts
 
     datasets = {}
     for dataset in given:
         name = dataset if dataset in SOURCES else Path(dataset).name.split(".")[0]
         if name in datasets:
-            raise ValueError(f"--dataset {dataset!r}: there are two called {name}")
+            raise ValueError(f"--dataset {dataset!r}: two datasets have the name {name}")
         datasets[name] = load_prompts(dataset, data, limit)
     return datasets
 
 
 def doctor(as_json: Json = False) -> None:
-    """Say what this installation has and what is wrong with it; the exit code is 1 if something does not work."""
+    """Check this installation. The exit code is 1 if something does not work."""
     from .installation import examine
 
     checks = examine()

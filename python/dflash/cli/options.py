@@ -1,4 +1,4 @@
-"""Options that several commands share, and commands that take a dataclass of options."""
+"""Options shared by several commands, and a decorator for commands that take a dataclass of options."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard outpu
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """The target and its drafter; the pair inside the package if neither is named."""
+    """Target and drafter; the packaged pair if neither is named."""
 
     model: Annotated[
         str | None, typer.Option(help="The target: a folder or a hub id; default: the package's pair.")
@@ -72,7 +72,7 @@ class ModelOptions:
     device: Device = None
 
     def resolve(self) -> ModelOptions:
-        """Name the package's own pair where none is named, and say so on standard error."""
+        """Fill in the packaged pair if none is named, and say so on standard error."""
         if self.model is not None and self.draft is not None:
             return self
         if self.model is not None or self.draft is not None:
@@ -89,7 +89,7 @@ class ModelOptions:
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How tokens are chosen; None is the model's own setting."""
+    """Sampling options; None is the model's own setting."""
 
     temperature: Temperature = None
     top_k: TopK = None
@@ -104,6 +104,9 @@ def check_sampling(max_new_tokens: int, **numbers: Any) -> None:
     Args:
         max_new_tokens: per answer.
         numbers: any of temperature, top_k, top_p, min_p, seed and draft_sharpness; None is not checked.
+
+    Raises:
+        ValueError: a number is out of range.
     """
     from ..sampling import Sampling
 
@@ -113,7 +116,7 @@ def check_sampling(max_new_tokens: int, **numbers: Any) -> None:
 
 
 def parse_sharpness(value: str) -> str | float:
-    """The number of ``--draft-sharpness``, or ``"auto"``."""
+    """Return the value of ``--draft-sharpness``: a number or ``"auto"``."""
     try:
         return value if value == "auto" else float(value)
     except ValueError as error:
@@ -123,8 +126,8 @@ def parse_sharpness(value: str) -> str | float:
 def takes_dataclasses(**without: tuple[str, ...]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Decorate a command that has dataclasses as parameters: each of their fields becomes an option.
 
-    A field is ``Annotated`` with a ``typer.Option``, or with a string, which is the option's help. A bool is a flag
-    without a ``--no-`` form.
+    A field is ``Annotated`` with a ``typer.Option``, or with the option's help text. A bool becomes a flag without a
+    ``--no-`` form.
 
     >>> @app.command()
     ... @takes_dataclasses(settings=("thinking",))
@@ -132,6 +135,9 @@ def takes_dataclasses(**without: tuple[str, ...]) -> Callable[[Callable[..., Non
 
     Args:
         without: per parameter, the fields that get no option and keep their default.
+
+    Returns:
+        The decorator.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -162,7 +168,7 @@ def takes_dataclasses(**without: tuple[str, ...]) -> Callable[[Callable[..., Non
 
 
 def _field_options(kind: Any, without: tuple[str, ...]) -> list[inspect.Parameter]:
-    """A command's parameters for the fields of a dataclass."""
+    """Return a command's parameters for the fields of a dataclass."""
     hints = typing.get_type_hints(kind, include_extras=True)
     out = []
     for field in dataclasses.fields(kind):

@@ -1,4 +1,4 @@
-"""End a command: a user's mistake in one line, with a traceback only on demand."""
+"""Run a command, and report a user's mistake in one line, with a traceback only on request."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def set_debug(debug: bool) -> None:
 def run(app: typer.Typer) -> None:
     """Run ``app`` on the command line's arguments.
 
-    A user's mistake (``ValueError``, ``TypeError`` or ``OSError``) ends in one line and exit code 2, an interrupt in
-    exit code 130.
+    A user's mistake (``ValueError``, ``TypeError`` or ``OSError``) prints one line and exits with code 2, an interrupt
+    exits with code 130.
     """
     try:
         app()

@@ -1,4 +1,4 @@
-"""``dflash generate`` and ``dflash chat``: text from a target and its drafter, streamed as it is written."""
+"""``dflash generate`` and ``dflash chat``: stream text from a target and its drafter."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ def generate(
     block_size: BlockSize = None,
     as_json: Json = False,
 ) -> None:
-    """Answer or continue PROMPT with the target's own text, several tokens per step, streamed as it is written.
+    """Answer or continue PROMPT with the target's own text, several tokens per step, and stream it.
 
-    If the tokenizer has a chat template, PROMPT becomes a user's message, unless --raw. The text goes to standard
-    output, one line of statistics to standard error. Without --model, the pair inside the package answers.
+    If the tokenizer has a chat template, PROMPT becomes a user's message, unless --raw is given. The text goes to
+    standard output, a line of statistics to standard error. Without --model, the packaged pair answers.
     """
-    # 1. Check the options and encode the prompt, which is quick, before the models are loaded.
+    # 1. Check the options and encode the prompt: this is quick, loading the models is not.
     text = _read_prompt(prompt, file)
     models = models.resolve()
     tokenizer = load_tokenizer(models.model, as_json)
@@ -122,13 +122,13 @@ def _system_message(system: str | None) -> list[dict[str, str]]:
 
 
 class _Answer:
-    """The answer of a one-row stream, printed as it is written unless ``quiet``."""
+    """The answer of a one-row stream, printed as it arrives unless ``quiet``."""
 
     def __init__(self, quiet: bool) -> None:
         self.text, self.last, self._quiet = "", None, quiet
 
     def add(self, event: Any) -> None:
-        """Print what an event added."""
+        """Add an event's text, and print it."""
         self.text, self.last = self.text + event.text[0], event
         if not self._quiet:
             typer.echo(event.text[0], nl=False)
@@ -154,7 +154,7 @@ class _Answer:
             "seconds": statistics.seconds,
             "time_to_first_token": statistics.time_to_first_token,
             "tokens_per_second": statistics.tokens_per_second,
-            "acceptance_length": acceptance if acceptance == acceptance else None,  # not a number: no step ran
+            "acceptance_length": acceptance if acceptance == acceptance else None,  # NaN if no step ran
             "histogram": statistics.histogram,
             "block_size": statistics.block_size,
         }
@@ -173,10 +173,10 @@ def chat(
     block_size: BlockSize = None,
     as_json: Json = False,
 ) -> None:
-    """Talk to the target: one message per line on standard input, the answers streamed.
+    """Chat with the target: one message per line on standard input, with streamed answers.
 
-    /reset starts over, /exit or the end of input leaves, Ctrl-C stops an answer. Each time, only the new part of the
-    conversation is run. Without --model, the pair inside the package answers, each message on its own.
+    /reset starts over, /exit or the end of input leaves, Ctrl-C stops an answer. Only the new part of the conversation
+    is run for each answer. Without --model, the packaged pair answers each message separately.
     """
     # 1. Load the models.
     models = models.resolve()
@@ -212,7 +212,7 @@ def chat(
 
 
 class _Conversation:
-    """The messages so far, and the generator that answers them."""
+    """A conversation: its messages, and the generator that answers them."""
 
     def __init__(
         self,
@@ -258,7 +258,7 @@ class _Conversation:
 
 
 def _read_lines(console: Console) -> Iterator[str]:
-    """The lines of standard input up to /exit, without empty ones; a terminal gets a prompt sign."""
+    """Yield the non-empty lines of standard input up to /exit. On a terminal, show a prompt sign."""
     while True:
         if sys.stdin.isatty():
             console.print("[bold green]>[/] ", end="")

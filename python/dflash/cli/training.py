@@ -23,7 +23,7 @@ __all__ = ["train"]
 
 @dataclass(frozen=True)
 class _Paths:
-    """What a run reads and where it writes."""
+    """Inputs and outputs of a run."""
 
     model: Model
     data: Annotated[str, "Training rows: JSONL of chats, texts or tokens, or a data set's name."]
@@ -47,10 +47,10 @@ class _DraftShape:
 
 @dataclass(frozen=True)
 class _RowReading:
-    """How rows become tokens."""
+    """Options for encoding rows."""
 
-    raw: Annotated[bool, "The prompts were continued without a chat template."] = False
-    bos: Annotated[bool, "The tokenizer's BOS token was put before raw prompts."] = False
+    raw: Annotated[bool, "Prompts have no chat template."] = False
+    bos: Annotated[bool, "Raw prompts start with the tokenizer's BOS token."] = False
     no_thinking: NoThinking = False
     max_length: Annotated[int, "Tokens per row at most; the target's positions, if fewer."] = 3072
     skip_long: Annotated[bool, "Leave out rows whose prompt is longer."] = False
@@ -64,16 +64,16 @@ def _show_traceback(debug: bool) -> bool:
 
 @dataclass(frozen=True)
 class _Run:
-    """Where the command runs, and what it prints."""
+    """Device, output and debugging options of the command."""
 
     cache_features: Annotated[Path | None, "Keep the target's features in this folder, and read them from there."] = (
         None
     )
     threads: Annotated[int | None, "CPU threads per process."] = None
     tracker: Annotated[str | None, "tensorboard or trackio."] = None
-    dtype: Annotated[str, "Of the target: float32, bfloat16, float16 or auto."] = "auto"
+    dtype: Annotated[str, "The target's dtype: float32, bfloat16, float16 or auto."] = "auto"
     device: Device = None
-    dry_run: Annotated[bool, "Say what would be done; a few steps are timed."] = False
+    dry_run: Annotated[bool, "Time a few steps, and print what the run would do."] = False
     as_json: Annotated[bool, typer.Option("--json", help="Print the last metrics, or the plan, as JSON.")] = False
     debug: Annotated[
         bool, typer.Option("--debug", help="Show the traceback of an error.", callback=_show_traceback)
@@ -94,13 +94,13 @@ def train(
 
     On several devices or machines: accelerate launch -m dflash.train with the same options.
     """
-    # 1. Check what needs no model
+    # 1. Check the options before loading a model
     config = replace(config, eval_temperatures=_numbers("--eval-temperatures", eval_temperatures, float))
     device = _check(paths, config, run)
 
     from ..train.loop import Trainer, make_accelerator
 
-    # 2. Make the drafter and read the rows, against the target without its weights
+    # 2. Create the drafter and read the rows, checked against the target without its weights
     quiet = run.as_json or not _is_first_process()
     tokenizer = load_tokenizer(paths.model, quiet)
     empty_target = _target_without_weights(paths.model)
@@ -133,13 +133,13 @@ def _is_first_process() -> bool:
 
 
 def _check(paths: _Paths, config: TrainConfig, run: _Run) -> str:
-    """Raise for options that cannot be; set the threads; return the device."""
+    """Check the options, set the number of threads, and return the device."""
     import torch
 
     if run.dry_run and paths.resume:
-        raise ValueError("--dry-run plans a whole run: leave out --resume")
+        raise ValueError("--dry-run plans a run from its start: leave out --resume")
     if run.cache_features is not None and config.distill:
-        raise ValueError("--distill needs the target's own distribution, which --cache-features does not keep")
+        raise ValueError("--distill needs the target's own distribution, which --cache-features does not store")
     device = check_device(run.dtype, run.device)
     if device.split(":")[0] not in ("cpu", "cuda"):
         raise ValueError(f"--device must be cpu or cuda, got {device!r}")
@@ -154,7 +154,7 @@ def _check(paths: _Paths, config: TrainConfig, run: _Run) -> str:
 
 
 def _target_without_weights(model: str) -> Any:
-    """Build the target on the meta device: what is refused is named before its weights are loaded."""
+    """Build the target on the meta device, so that an unsupported one is refused before its weights are loaded."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -177,7 +177,7 @@ def _initial_drafter(target: Any, tokenizer: Any, init: str | None, shape: _Draf
     given = {name: value for name, value in asdict(shape).items() if value is not None}
     if init is not None:
         if given:
-            raise ValueError(f"--{next(iter(given)).replace('_', '-')} is that of --init: leave it out")
+            raise ValueError(f"--{next(iter(given)).replace('_', '-')} is fixed by --init: leave it out")
         drafter = load_draft(init, dtype=torch.float32)
         check_config(target, drafter.config)
         return drafter
@@ -190,7 +190,7 @@ def _initial_drafter(target: Any, tokenizer: Any, init: str | None, shape: _Draf
 
 
 def _rows(source: str | None, model: str, target: Any, tokenizer: Any, reading: _RowReading) -> Any:
-    """Return the training rows of ``source``, or None without one."""
+    """Return the training rows of ``source``; None without a source."""
     from ..train.data import load_rows
 
     if source is None:
@@ -217,7 +217,7 @@ def _features_dtype(config: Any, target: Any) -> Any:
 
 
 def _cached_features(trainer: Any, folder: Path) -> Any:
-    """Return the features of the trainer's rows on disk. All processes compute what is missing."""
+    """Open the feature cache of the trainer's rows. All processes compute its missing shards together."""
     from ..train.data.features import FeatureCache, FeatureProgress, cache_features
 
     accelerator, taps = trainer.accelerator, trainer.drafter.config.target_layer_ids
@@ -241,7 +241,7 @@ def _cached_features(trainer: Any, folder: Path) -> Any:
 
 
 def _print_plan(trainer: Any, run: _Run) -> None:
-    """Print what the run would do; every process measures, the first prints."""
+    """Print what the run would do. Every process measures, the first prints."""
     from ..target import text_config
     from ..train.data.features import cache_size
 
@@ -266,7 +266,7 @@ def _plan_text(plan: dict[str, Any]) -> str:
         f"{plan['heldout_rows']} rows of theirs left out",
         "run": f"{plan['steps']:,} steps of about {plan['tokens_per_step']:,} tokens, {plan['tokens']:,} in all, "
         f"{plan['epochs']:.2f} epochs",
-        "speed": f"{plan['seconds_per_step']:.2f} s a step, {plan['tokens_per_second']:,.0f} tokens/s: the mean of "
+        "speed": f"{plan['seconds_per_step']:.2f} s per step, {plan['tokens_per_second']:,.0f} tokens/s: the mean of "
         f"{plan['measured_steps']} steps on this data",
         "time": f"{plan['hours']:.2f} hours at that speed, evaluations and checkpoints not counted",
         "memory": f"{size(plan['memory_bytes'])} at most in those steps",

@@ -1,7 +1,7 @@
-"""Drafts in the published layout, and checkpoints that a run resumes from to the bit.
+"""Drafts in the published layout, and checkpoints that resume a run bit for bit.
 
-A checkpoint is a folder that appears complete or not at all: it is written under another name and renamed. Each one is
-a draft that `dflash.load_draft` reads, with the trainer's state next to it.
+A checkpoint folder is written under a temporary name and then renamed, so it is either complete or absent. It holds a
+draft that `dflash.load_draft` reads, and the trainer's state.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: 
 
 
 class CheckpointError(OSError):
-    """A checkpoint or a draft could not be written, and what was there before is whole; or one cannot be read."""
+    """A checkpoint or a draft cannot be read or written. A failed write leaves the previous files intact."""
 
 
 def published_config(config: DraftConfig, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
@@ -102,9 +102,12 @@ def save_draft(drafter: Drafter, folder: str | os.PathLike, *, dtype: torch.dtyp
     """Write ``drafter`` in the published layout: ``config.json`` and ``model.safetensors``.
 
     Args:
-        drafter: any; it is not changed.
-        folder: made if need be; the two files in it are replaced, each at once.
-        dtype: of the stored parameters; None for the drafter's own.
+        drafter: the drafter to save; it is not changed.
+        folder: created if missing. Each of the two files is replaced atomically.
+        dtype: dtype of the stored parameters; None for the drafter's own.
+
+    Returns:
+        ``folder`` as a path.
 
     Raises:
         CheckpointError: the disk is full or cannot be written.
@@ -131,7 +134,7 @@ def _failure(what: str, error: Exception) -> CheckpointError:
 
 
 def checkpoints(folder: str | os.PathLike) -> list[Path]:
-    """The checkpoints under ``folder``, oldest first; what has another name is not looked at."""
+    """Return the checkpoints in ``folder``, oldest first. Folders with other names are ignored."""
     found = [path for path in Path(folder).glob("step-*") if _NAME.fullmatch(path.name)]
     return sorted(path for path in found if (path / _PROGRESS).is_file())
 
@@ -142,20 +145,23 @@ def save_checkpoint(
     """Write checkpoint ``step`` and drop all but the last ``keep``.
 
     Args:
-        folder: of all checkpoints of the run.
+        folder: folder that holds all checkpoints of the run.
         step: optimizer steps done.
-        drafter: in float32; stored as it is.
-        state: tensors and numbers for ``torch.save``: optimizer, schedule, random generators.
-        progress: for ``trainer.json``: what a reader may want to know, and the sampler's place.
-        keep: checkpoints to keep, 1 at least.
+        drafter: the drafter, in float32; stored in its own dtype.
+        state: tensors and numbers for ``torch.save``: optimizers and random generators.
+        progress: content of ``trainer.json``: counters, the last metrics and the position in the data.
+        keep: number of checkpoints to keep, at least 1.
+
+    Returns:
+        The new checkpoint's folder.
 
     Raises:
-        CheckpointError: the disk is full or cannot be written; the checkpoints that were there are whole.
+        CheckpointError: the disk is full or cannot be written; the existing checkpoints are intact.
     """
     folder = Path(folder)
     final = folder / f"step-{step:08d}"
     try:
-        remove_unfinished(folder)  # of a run that was killed
+        remove_unfinished(folder)  # left by a run that was killed
         with atomic_folder(final) as unfinished:
             save_draft(drafter, unfinished, dtype=None)
             torch.save(state, unfinished / _STATE)
@@ -163,7 +169,7 @@ def save_checkpoint(
             write_json(progress, unfinished / _PROGRESS)
     except Exception as error:
         last = checkpoints(folder)
-        good = f"the last good one is {last[-1]}" if last else "there is none before it"
+        good = f"the last good one is {last[-1]}" if last else "there is no earlier one"
         raise _failure(f"checkpoint {final.name} was not written ({good})", error) from error
     for old in checkpoints(folder)[:-keep]:
         shutil.rmtree(old, ignore_errors=True)
@@ -171,10 +177,10 @@ def save_checkpoint(
 
 
 def read_progress(path: str | os.PathLike) -> dict[str, Any]:
-    """A checkpoint's ``progress``.
+    """Return a checkpoint's ``progress``.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, or is not one of this package.
+        CheckpointError: the checkpoint is damaged, or another program wrote it.
     """
     path = Path(path)
     try:
@@ -187,10 +193,10 @@ def read_progress(path: str | os.PathLike) -> dict[str, Any]:
 
 
 def load_checkpoint(path: str | os.PathLike, drafter: Drafter) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Put a checkpoint's weights into ``drafter``, in place; returns its ``state`` and ``progress``.
+    """Load a checkpoint's weights into ``drafter`` in place, and return its ``state`` and ``progress``.
 
     Raises:
-        CheckpointError: the checkpoint is damaged; ``drafter`` is as it was.
+        CheckpointError: the checkpoint is damaged; ``drafter`` is unchanged.
     """
     from safetensors.torch import load_file
 
@@ -202,7 +208,7 @@ def load_checkpoint(path: str | os.PathLike, drafter: Drafter) -> tuple[dict[str
         own = drafter.state_dict()
         if weights.keys() != own.keys() or any(weights[name].shape != own[name].shape for name in own):
             raise ValueError("model.safetensors holds another drafter's weights")
-    except Exception as error:  # of torch and safetensors: empty, cut off, not theirs
+    except Exception as error:  # torch and safetensors raise many types for empty, truncated or foreign files
         raise _failure(f"checkpoint {path} cannot be read; remove that folder to do without it", error) from error
     with torch.no_grad():
         drafter.load_state_dict(weights)

@@ -1,4 +1,4 @@
-"""How a drafter is trained: `TrainConfig`, whose fields are the options of ``dflash train``."""
+"""Training settings: `TrainConfig`. Its fields are the options of ``dflash train``."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ class TrainConfig:
     """
 
     epochs: Annotated[int, "Passes over the data."] = 6
-    steps: Annotated[int | None, "Steps, instead of epochs."] = None
+    steps: Annotated[int | None, "Training steps; replaces epochs."] = None
     batch_tokens: Annotated[int, "Tokens per micro-batch, padding included."] = 4096
-    accumulate: Annotated[int, "Micro-batches that each process adds up per step."] = 1
+    accumulate: Annotated[int, "Micro-batches per process and step."] = 1
     anchors: Annotated[int, "Blocks per row, at most."] = 512
-    gamma: Annotated[float | None, "Decay of the weights within a block; default: by its size."] = None
+    gamma: Annotated[float | None, "Decay of the slot weights within a block; default: set by the block size."] = None
     optimizer: Annotated[str, "adamw, or muon for matrices and AdamW for the rest."] = "adamw"
     learning_rate: Annotated[float, "Peak learning rate."] = 6e-4
     weight_decay: Annotated[float, "Weight decay of the matrices."] = 0.0
-    clip: Annotated[float, "Norm that gradients are clipped to."] = 1.0
-    warmup: Annotated[float, "Share of the run in which the rate rises."] = 0.04
-    constant: Annotated[float, "Share of the run after which the rate falls."] = 1 / 3
-    distill: Annotated[float, "Share of the loss that is the distance to the target's distribution."] = 0.0
+    clip: Annotated[float, "Gradient norm limit."] = 1.0
+    warmup: Annotated[float, "Fraction of the run that warms up the learning rate."] = 0.04
+    constant: Annotated[float, "Fraction of the run after which the learning rate decays."] = 1 / 3
+    distill: Annotated[float, "Weight of the distillation loss, 0 to 1."] = 0.0
     feature_noise: Annotated[float, "Uniform noise on the features, relative to their size."] = 0.05
     seed: Annotated[int, "The same seed trains the same drafter."] = 0
     mixed_precision: Annotated[str, "bf16 or no."] = "bf16"

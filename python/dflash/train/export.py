@@ -30,23 +30,25 @@ def export(
 
     Args:
         draft: a folder or a hub repository, in either layout.
-        out: a folder that does not exist or is empty; it appears complete or not at all.
+        out: a folder that does not exist or is empty. It is written atomically.
         layout: ``"published"`` (the reference package, SGLang, vLLM) or ``"speculators"`` (vLLM, speculators).
-        target: name of the target, a folder or a hub repository: the speculators layout carries it.
-        dtype: of the weights; None keeps their bits.
-        revision: of the repository.
+        target: folder or hub repository of the target, which the speculators layout stores.
+        dtype: dtype of the written weights; None keeps them bit for bit.
+        revision: revision of the hub repository.
 
     Returns:
         ``out``.
 
     Raises:
-        FileNotFoundError, ValueError: the drafter cannot be read, ``out`` is taken, or the layout cannot say what the
-            drafter does; nothing is written then. OSError: the disk is full or cannot be written.
+        FileNotFoundError: the drafter does not exist.
+        ValueError: the drafter cannot be read, ``out`` is not empty, or the layout cannot describe the drafter. Nothing
+            is written.
+        OSError: the disk is full or cannot be written.
     """
     if layout not in FORMATS:
         raise ValueError(f"the format must be {' or '.join(FORMATS)}, got {layout!r}")
     if layout == "speculators" and not target:
-        raise ValueError("the speculators layout carries the target's name: give it (--target)")
+        raise ValueError("the speculators layout stores the target's name: give it (--target)")
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} is not an empty folder: choose another")
@@ -55,7 +57,7 @@ def export(
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     if is_speculators(config):
         config = from_speculators(config)
-    # Written out, where the checkpoint left them to be derived.
+    # State what the checkpoint may have left to defaults.
     taps, mask = list(drafter.config.target_layer_ids), drafter.config.mask_token_id
     config["dflash_config"] = (config.get("dflash_config") or {}) | {"target_layer_ids": taps, "mask_token_id": mask}
     config["block_size"] = drafter.config.block_size
@@ -75,7 +77,7 @@ def export(
 
 
 def _architectures(target: str) -> list[str]:
-    """What a target's config calls its class; nothing for a repository that is not a folder here."""
+    """Return the class names in a target's config; empty for a repository that is not a local folder."""
     path = Path(target).expanduser() / "config.json"
     if not path.is_file():
         return []

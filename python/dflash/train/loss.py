@@ -15,22 +15,22 @@ from .data.blocks import Blocks
 
 __all__ = ["BlockLoss", "block_loss"]
 
-# Logits held at a time. More rows run in chunks, whose logits are computed again in the backward pass.
+# Most logits held at once. More rows run in chunks, and the backward pass computes their logits again.
 _CHUNK_ELEMENTS = 1 << 26
 
 
 @dataclass
 class BlockLoss:
-    """Sums over a batch; they add up over micro-batches and processes.
+    """Sums over a batch, to be added up over micro-batches and processes.
 
     Attributes:
-        loss: ``sum(weight * loss)``, with the graph.
-        weight: the sum of the weights.
-        cross_entropy: the part of ``loss`` that is cross-entropy, detached.
-        correct: ``[block - 1]``, right tokens per slot, unweighted; None unless asked for, like all below.
+        loss: ``sum(weight * loss)``, with its autograd graph.
+        weight: sum of the weights.
+        cross_entropy: weighted sum of the cross-entropy, detached.
+        correct: ``[block - 1]``, correct tokens per slot, unweighted. This and all below are None unless requested.
         counted: ``[block - 1]``, tokens per slot.
-        accepted: tokens that the right prefixes of complete blocks would emit, bonus token included.
-        blocks: complete blocks, which lose nothing to the end of their sequence.
+        accepted: tokens that the correct prefixes of complete blocks would emit, bonus token included.
+        blocks: number of complete blocks: every slot has a weight.
     """
 
     loss: Tensor
@@ -51,26 +51,32 @@ def block_loss(
     distill: float = 0.0,
     statistics: bool = False,
 ) -> BlockLoss:
-    """Return the weighted cross-entropy of the slots that count, or partly the distance to the target.
+    """Return the weighted sum of cross-entropy and distillation loss over all slots with a weight.
 
     ``loss = sum_k w_k ((1 - distill) CE(q_k, label_k) + distill KL(p_k || q_k))``, where q is the drafter's
     distribution and p the target's at the same position.
 
     Args:
         hidden: ``[batch, anchors, block, hidden]``, from the drafter.
-        blocks: of the same batch.
-        logits: from hidden states, the drafter's or the target's, to logits. Only slots with a weight are run.
+        blocks: the blocks of the same batch.
+        logits: function from hidden states, the drafter's or the target's, to logits.
         teacher: ``[batch, length, hidden]``, the target's final hidden states; needed for ``distill > 0``.
-        distill: share of the distillation loss, 0 to 1.
-        statistics: count right tokens too.
+        distill: weight of the distillation loss, 0 to 1.
+        statistics: count correct tokens too.
+
+    Returns:
+        Sums over the batch.
+
+    Raises:
+        ValueError: ``distill`` is above 0 and there is no ``teacher``.
     """
-    # 1. Pick the slots that count
+    # 1. Pick the slots with a weight
     rows = blocks.weights.flatten().nonzero().squeeze(1)
     weights = blocks.weights.flatten()[rows]
     labels = blocks.labels.flatten()[rows]
     picked = hidden.flatten(0, 2)[rows]
     taught = _teacher_rows(teacher, blocks, rows) if distill else None
-    # 2. Sum their losses, in chunks if their logits are many
+    # 2. Sum their losses, in chunks if there are too many logits
     sums = functools.partial(_loss_sums, logits, distill, statistics)
     vocab = logits(picked[:0]).shape[-1]
     size = max(1, _CHUNK_ELEMENTS // vocab)
@@ -83,7 +89,7 @@ def block_loss(
             parts.append(checkpoint(sums, *chunk, use_reentrant=False))
         loss, entropy = sum(part[0] for part in parts), sum(part[1] for part in parts)
         right = torch.cat([part[2] for part in parts])
-    # 3. Count right tokens
+    # 3. Count correct tokens
     out = BlockLoss(loss, weights.sum(), entropy)
     if statistics:
         _count(out, blocks, rows, right)
@@ -91,7 +97,7 @@ def block_loss(
 
 
 def _teacher_rows(teacher: Tensor | None, blocks: Blocks, rows: Tensor) -> Tensor:
-    """Return the target's final state for each slot: the one at anchor + k - 1 predicts the token at anchor + k."""
+    """Return the target's final state for each slot. The state at anchor + k - 1 predicts the token at anchor + k."""
     if teacher is None:
         raise ValueError("distill > 0 needs the target's final hidden states")
     batch, _, block = blocks.labels.shape
@@ -110,7 +116,7 @@ def _loss_sums(
     weights: Tensor,
     taught: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the weighted loss, its cross-entropy, and which rows are right (none without ``statistics``)."""
+    """Return the weighted loss, its cross-entropy, and a mask of correct rows (empty without ``statistics``)."""
     scores = logits(picked).float()
     entropy = torch.dot(F.cross_entropy(scores, labels, reduction="none"), weights)
     loss = entropy

@@ -1,4 +1,4 @@
-"""The optimizers of a run, and its learning rate."""
+"""Optimizers and the learning rate schedule."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ def make_muon(
     *,
     fused: bool | None = True,
 ) -> list[torch.optim.Optimizer]:
-    """Return Muon (Jordan et al., 2024) for the matrices and AdamW for the others, which do not decay.
+    """Return Muon (Jordan et al., 2024) for the matrices and AdamW without decay for the others.
 
-    ``fused`` is AdamW's argument; it changes the last bits only.
+    ``fused`` is AdamW's argument; it changes only the last bits.
     """
     muon = torch.optim.Muon(matrices, lr=rate, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
     return [muon, torch.optim.AdamW(others, lr=rate, betas=_BETAS, weight_decay=0.0, fused=fused)]
 
 
 def drafter_optimizers(drafter: Drafter, config: TrainConfig) -> list[torch.optim.Optimizer]:
-    """Return the optimizers that ``config`` asks for; norms do not decay."""
+    """Return the optimizers that ``config`` selects. Norms do not decay."""
     matrices = [p for p in drafter.parameters() if p.dim() > 1]
     others = [p for p in drafter.parameters() if p.dim() == 1]
     make = make_adamw if config.optimizer == "adamw" else make_muon
@@ -50,13 +50,13 @@ def drafter_optimizers(drafter: Drafter, config: TrainConfig) -> list[torch.opti
 
 
 def learning_rate(step: int, steps: int, warmup: float, constant: float) -> float:
-    """Return the rate of a step as a share of the peak: a rise, a plateau, a cosine to 0.
+    """Return the learning rate of a step as a fraction of the peak: linear warmup, plateau, cosine decay to 0.
 
     Args:
-        step: from 0.
-        steps: of the run.
-        warmup: share of ``steps`` after which the rise ends.
-        constant: share of ``steps`` after which the plateau ends.
+        step: number of the step, from 0.
+        steps: steps of the run.
+        warmup: fraction of ``steps`` after which the warmup ends.
+        constant: fraction of ``steps`` after which the plateau ends.
     """
     rise = max(1, round(warmup * steps))
     if step < rise:

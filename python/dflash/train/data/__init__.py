@@ -1,4 +1,4 @@
-"""What training reads: prompts, rows, batches, blocks."""
+"""Training data: prompts, rows, batches and blocks."""
 
 from .sources import load_prompts, load_rows, prompt_ids
 

@@ -1,4 +1,4 @@
-"""Micro-batches: which rows each takes, padding, and noise on their features."""
+"""Micro-batches: grouping rows by length, padding, and noise on features."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Batches:
     """The micro-batches of every step. Each holds rows of similar length; lengths vary from one to the next.
 
     Args:
-        lengths: tokens of each row.
-        batch_tokens: tokens per micro-batch, padding included; a longer row is a micro-batch of its own.
+        lengths: length of each row in tokens.
+        batch_tokens: tokens per micro-batch, padding included. A longer row gets its own micro-batch.
         group: micro-batches per step, over all processes.
-        seed: of the order.
+        seed: seed of the shuffling.
     """
 
     _POOL = 24  # micro-batches whose rows are sorted by length together
@@ -31,7 +31,7 @@ class Batches:
         self._last: tuple[int, list[_Step]] = (-1, [])
 
     def epoch(self, epoch: int) -> list[_Step]:
-        """Return the steps of an epoch. Rows left over at its end wait for another epoch."""
+        """Return the steps of an epoch. Micro-batches that do not fill a last step are left out."""
         if self._last[0] != epoch:
             self._last = (epoch, self._draw(epoch))
         return self._last[1]
@@ -59,16 +59,16 @@ class Batches:
         return [mixed[i : i + self.group] for i in range(0, len(mixed) - self.group + 1, self.group)]
 
     def count(self, epochs: int) -> int:
-        """Return the steps of the first ``epochs`` epochs."""
+        """Return the number of steps in the first ``epochs`` epochs."""
         return sum(len(self.epoch(epoch)) for epoch in range(epochs))
 
     def tokens(self, step: _Step) -> int:
-        """Return the tokens of a step, padding not included."""
+        """Return the number of tokens in a step, padding excluded."""
         return int(self.lengths[[row for rows in step for row in rows]].sum())
 
 
 def mix_seed(*numbers: int) -> int:
-    """Return one seed for several numbers."""
+    """Combine several numbers into one seed."""
     value = 0
     for number in numbers:
         value = (value * 0x9E3779B97F4A7C15 + number + 1) & (2**63 - 1)

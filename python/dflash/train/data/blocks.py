@@ -1,4 +1,4 @@
-"""Anchors and blocks of a training batch: what the drafter is asked, and the weight of each answer.
+"""Anchors and blocks of a training batch: the drafter's inputs, labels and loss weights.
 
 A block is the anchor's token and ``block_size - 1`` masks. Its slot k > 0 predicts the token at ``anchor + k`` (DFlash
 paper, section 4.2). All blocks of all sequences are made at once.
@@ -21,14 +21,14 @@ def default_gamma(block_size: int) -> float:
 
 @dataclass(frozen=True)
 class Blocks:
-    """The blocks of a batch. A sequence with fewer anchors than another is filled up with blocks of weight 0.
+    """The blocks of a batch. Sequences with fewer anchors are padded with blocks of weight 0.
 
     Attributes:
-        anchors: ``[batch, anchors]`` int64, ascending; the fill is 0.
+        anchors: ``[batch, anchors]`` int64, ascending; padding is 0 and comes last.
         ids: ``[batch, anchors, block]`` int64: the anchor's token, then mask ids.
-        labels: ``[batch, anchors, block]`` int64: the token at ``anchor + k``, 0 where there is none.
-        weights: ``[batch, anchors, block]`` float32: ``exp(-(k - 1) / gamma)``, 0 in slot 0, and from the first slot on
-            whose token is missing or not the target's own.
+        labels: ``[batch, anchors, block]`` int64: the token at ``anchor + k``, 0 past the end of the sequence.
+        weights: ``[batch, anchors, block]`` float32: ``exp(-(k - 1) / gamma)``. 0 in slot 0, and in all slots from the
+            first token that is missing or that the target did not write.
     """
 
     anchors: Tensor
@@ -38,16 +38,18 @@ class Blocks:
 
 
 def sample_anchors(loss_mask: Tensor, count: int, generator: torch.Generator | None = None) -> tuple[Tensor, Tensor]:
-    """Draw up to ``count`` positions per sequence, without replacement, whose token and next token are supervised.
+    """Draw up to ``count`` anchors per sequence, without replacement.
+
+    A position can be an anchor if its token and the next are both supervised.
 
     Args:
         loss_mask: ``[batch, length]``, nonzero on the tokens that the target wrote.
-        count: anchors per sequence, at most.
-        generator: on the same device; None for torch's own.
+        count: maximum number of anchors per sequence.
+        generator: random generator on the same device; None for torch's default.
 
     Returns:
-        ``anchors [batch, n]`` int64 ascending, fill last, and ``valid [batch, n]`` bool; ``n <= count`` is the most
-        that any sequence has, 1 at least.
+        ``anchors [batch, n]`` int64, ascending with padding last, and ``valid [batch, n]`` bool. ``n <= count`` is the
+        largest number of anchors in any sequence, at least 1.
     """
     supervised = loss_mask.bool()
     eligible = supervised.clone()
@@ -65,7 +67,7 @@ def sample_anchors(loss_mask: Tensor, count: int, generator: torch.Generator | N
 def make_blocks(
     input_ids: Tensor, loss_mask: Tensor, anchors: Tensor, valid: Tensor, block_size: int, mask_id: int, gamma: float
 ) -> Blocks:
-    """Return the blocks at ``anchors``. Slots past the end of their sequence have weight 0.
+    """Build the blocks at ``anchors``. Slots past the end of a sequence get weight 0.
 
     Args:
         input_ids: ``[batch, length]``, padded on the right.
@@ -73,8 +75,11 @@ def make_blocks(
         anchors: ``[batch, anchors]``, from `sample_anchors`.
         valid: ``[batch, anchors]``, from `sample_anchors`.
         block_size: slots per block, the anchor's included.
-        mask_id: the token of the other slots.
+        mask_id: input token of all slots but the anchor's.
         gamma: decay of the weights, in slots.
+
+    Returns:
+        The blocks, ``[batch, anchors, block]``.
     """
     length, slot = input_ids.shape[1], torch.arange(block_size, device=input_ids.device)
     positions = anchors[..., None] + slot

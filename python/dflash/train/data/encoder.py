@@ -1,4 +1,4 @@
-"""Training rows from the rows of a source."""
+"""Convert source rows to token ids and loss masks."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ...evaluate import (
     text_ids,
 )
 
-_WRITTEN = {"line", "sample", "seed", "model", "max_new_tokens"}  # of a row of dflash regenerate
+_WRITTEN = {"line", "sample", "seed", "model", "max_new_tokens"}  # fields that mark a row of dflash regenerate
 _Row = tuple[list[int], list[int]]  # ids and loss mask
 
 
 class _Encoder:
-    """Turns the rows of a source into training rows."""
+    """Converts source rows to training rows."""
 
     def __init__(
         self,
@@ -48,14 +48,14 @@ class _Encoder:
         except ValueError as error:
             raise error if str(error).startswith(where) else ValueError(f"{where}: {error}") from None
         if 1 not in mask:
-            raise ValueError(f"{where}: no token of a response to learn from")
+            raise ValueError(f"{where}: no response token to learn from")
         prompt = mask.index(1)
         if prompt < self.max_length:
             return [(ids[: self.max_length], mask[: self.max_length])]
         if self.skip_long:
             return []
         raise ValueError(
-            f"{where}: the prompt has {prompt} tokens, and a row may have {self.max_length} with its response"
+            f"{where}: the prompt has {prompt} tokens; a row holds at most {self.max_length}, response included"
         )
 
     def supervised(self, row: Mapping[str, Any], where: str) -> _Row:
@@ -67,14 +67,14 @@ class _Encoder:
         if "prompt_ids" in row and "response_ids" in row:
             prompt, response = self.ids(row, "prompt_ids"), self.ids(row, "response_ids")
             if row.get("response") not in (None, self.tokenizer.decode(response, skip_special_tokens=True)):
-                raise ValueError("response_ids are not its response in this tokenizer: it was written by another model")
+                raise ValueError("response_ids do not decode to response: the row is of a model with another tokenizer")
             return _joined((prompt, 0), (response, 1))
         if "response" in row:
             return self.answered(_prompt(row, where), row)
         if "messages" in row:
             return self.conversation(parse_messages(row, where))
         if any(field in row for field in ("prompt", "question", "turns")):
-            raise ValueError("a prompt without a response: let the target write one, with dflash regenerate")
+            raise ValueError("the prompt has no response: let the target write one with dflash regenerate")
         raise ValueError(
             f"a row needs a prompt and response, messages, text, or input_ids and loss_mask, got {', '.join(row)}"
         )
@@ -106,7 +106,7 @@ class _Encoder:
             said = render_chat(self.tokenizer, [*messages, {"role": "assistant", "content": response}], False, template)
             if said.startswith(before):
                 return _joined((given, 0), *self.until_stop(self.plain(said[len(before) :])))
-            # The template asks with more than it keeps: an empty thought, say.
+            # The template's generation prompt has text that the finished turn drops, such as an empty thought.
             _, found, behind = said.rpartition(response.strip())
             closing = self.until_stop(self.plain(behind))[0][0] if found and response.strip() else []
             if closing and (closing[-1] in self.stops or closing[-1] in self.special):
@@ -114,7 +114,7 @@ class _Encoder:
         return _joined((given, 0), (self.plain(response) + stop, 1))
 
     def asked(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """How a row's prompt was put to the target: as it says itself, where ``dflash regenerate`` wrote it."""
+        """Return how the row's prompt was encoded: its own fields if ``dflash regenerate`` wrote it, else ours."""
         ours = {"raw": self.raw, "bos": self.bos, "template": self.template}
         if not row.keys() >= _WRITTEN:
             return ours
@@ -123,17 +123,17 @@ class _Encoder:
         if self.tokenizer.chat_template is not None:
             for name in ("raw", "template"):
                 if ours[name] and theirs[name] != ours[name]:
-                    raise ValueError(f"was asked with {name} {theirs[name]}, and is to be read with {ours[name]}")
+                    raise ValueError(f"the row was written with {name} {theirs[name]}, it cannot use {ours[name]}")
         return theirs
 
     def rendered(self, messages: list[dict[str, Any]], asks: bool) -> str:
         return render_chat(self.tokenizer, messages, asks, self.template)
 
     def conversation(self, messages: list[dict[str, Any]]) -> _Row:
-        """A conversation as the template writes it, up to the assistant's last turn."""
+        """Encode a conversation up to the assistant's last turn, as the chat template renders it."""
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         if not turns:
-            raise ValueError("messages has no turn of the assistant to learn from")
+            raise ValueError("messages has no assistant turn to learn from")
         whole = self.rendered(messages[: turns[-1] + 1], False)
         pieces, done = [], 0
         for turn in turns:
@@ -144,14 +144,14 @@ class _Encoder:
                 pieces += self.until_stop(self.plain(whole[len(asked) : len(said)]))
                 done = len(said)
         if done < len(whole):
-            raise ValueError("the chat template does not write the last answer after what asks for it")
+            raise ValueError("the chat template does not render the last answer after its generation prompt")
         return _joined(*pieces)
 
     def until_stop(self, ids: list[int]) -> list[tuple[list[int], int]]:
-        """A turn up to its stop token, supervised, and what the template writes after it.
+        """Split a turn after its stop token: the first part is supervised, the rest is context.
 
-        Without one of the known stop tokens the turn ends with the special token that closes it, as a template's own
-        end of turn does: one with nothing but blanks after it.
+        If the turn has no known stop token, it ends at its last special token, provided that only blanks follow.
+        Templates with their own end-of-turn token need this.
         """
         end = next((index + 1 for index, token in enumerate(ids) if token in self.stops), None)
         if end is None:
@@ -162,7 +162,7 @@ class _Encoder:
 
     def text(self, text: object, where: str) -> list[_Row]:
         if not isinstance(text, str) or not text:
-            raise ValueError(f"{where}: text must be text that is not empty, got {shorten(text)}")
+            raise ValueError(f"{where}: text must be a non-empty string, got {shorten(text)}")
         ids = text_ids(self.tokenizer, text, bos=self.bos)
         if ids[-1:] != self.stops[:1]:
             ids += self.stops[:1]
@@ -175,6 +175,6 @@ def _joined(*pieces: tuple[list[int], int]) -> _Row:
 
 
 def _prompt(row: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """``{"prompt"}`` or ``{"messages"}`` of a row, whatever its source calls it; of several turns the first."""
+    """Return a row's prompt as ``{"prompt"}`` or ``{"messages"}``. Of several turns, the first is used."""
     messages, turns = parse_prompt(row, where)
     return {"prompt": turns[0]} if messages is None else {"messages": messages}

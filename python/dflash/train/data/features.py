@@ -1,8 +1,10 @@
-"""The target's features on disk, so that training does not have to run the target: `cache_features`.
+"""Cache the target's features on disk, so that training need not run the target: `cache_features`.
 
-A cache is a folder of safetensors shards, each with the features of some consecutive rows, and ``features.json``, which
-names the target, the rows and the taps. It is large, ``taps * hidden`` numbers per token (`cache_size`): five
-taps of a target 2560 wide are 25.6 kB per token in bf16. If that does not fit, training computes the features itself.
+A cache is a folder of safetensors shards and ``features.json``. A shard holds the features of consecutive rows;
+``features.json`` names the target, the rows and the taps.
+
+A cache is large: ``taps * hidden`` numbers per token (`cache_size`). Five taps of a target of width 2560 take 25.6 kB
+per token in bf16. Without a cache, training computes the features itself.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ _READ_ROWS = 1024
 
 @dataclass
 class FeatureProgress:
-    """How far `cache_features` is: rows done and in all, tokens and seconds of this call."""
+    """Progress of `cache_features`: rows done, rows in total, and tokens and seconds of this call."""
 
     rows: int
     total_rows: int
@@ -50,7 +52,7 @@ class FeatureProgress:
 
 
 def fingerprint(target: nn.Module, rows: Any, layer_ids: Sequence[int], dtype: torch.dtype) -> dict[str, Any]:
-    """Return what features depend on: digests of the target and of the rows' tokens, the taps and the dtype.
+    """Return what the features depend on: digests of the target and of the rows' tokens, the taps and the dtype.
 
     Reads every weight once, which takes about a second per gigabyte.
 
@@ -58,7 +60,7 @@ def fingerprint(target: nn.Module, rows: Any, layer_ids: Sequence[int], dtype: t
         target: a causal language model of transformers.
         rows: a ``datasets.Dataset`` with ``input_ids``.
         layer_ids: tapped layers, in the drafter's order.
-        dtype: of the stored features.
+        dtype: dtype of the stored features.
     """
     target, weights, tokens = unwrap(target), hashlib.sha256(), hashlib.sha256()
     weights.update(describe_config(target).encode())
@@ -76,7 +78,7 @@ def fingerprint(target: nn.Module, rows: Any, layer_ids: Sequence[int], dtype: t
 
 
 def cache_size(rows: Any, width: int, dtype: torch.dtype) -> int:
-    """Return the bytes of a cache of ``rows``, at ``width`` numbers per token."""
+    """Return the size in bytes of a cache of ``rows``, at ``width`` numbers per token."""
     return sum(map(len, _ids(rows))) * width * dtype.itemsize
 
 
@@ -94,9 +96,9 @@ def cache_features(  # noqa: PLR0913 - public, each documented
     world: int = 1,
     progress: Callable[[FeatureProgress], None] | None = None,
 ) -> FeatureCache | None:
-    """Compute what is missing from a cache of the features of ``rows``, and open it.
+    """Compute the missing shards of a feature cache for ``rows``, and open it.
 
-    A shard is there completely or not at all: a run that was stopped loses only the shard that it was computing.
+    A shard is either complete or absent, so an interrupted run loses only the shard that it was computing.
 
     Args:
         target: the model.
@@ -106,18 +108,18 @@ def cache_features(  # noqa: PLR0913 - public, each documented
         layer_ids: tapped layers, in the drafter's order.
         folder: created if it is missing.
         dtype: bfloat16, float16 or float32.
-        batch_tokens: tokens per forward pass, padding included; a longer row gets a pass of its own.
-        shard_bytes: bytes per shard, which is put together in memory; a longer row is a shard of its own.
-        rank: of this process, which computes the missing shards whose number is ``rank`` modulo ``world``.
-        world: processes that share the work.
+        batch_tokens: tokens per forward pass, padding included. A longer row gets its own pass.
+        shard_bytes: bytes per shard, which is assembled in memory. A longer row gets its own shard.
+        rank: number of this process. It computes the missing shards with number ``rank`` modulo ``world``.
+        world: number of processes that share the work.
         progress: called after every forward pass.
 
     Returns:
         The cache; None if shards of other processes are still missing.
 
     Raises:
-        ValueError: the folder is a cache of another target, other rows, other taps or another dtype, or the disk does
-            not have the room; nothing is computed then.
+        ValueError: the folder is a cache of another target, other rows, other taps or another dtype, or the disk is
+            too small. Nothing is computed in either case.
         OSError: a shard could not be written; the others are complete.
     """
     # 1. Describe the cache
@@ -133,7 +135,7 @@ def cache_features(  # noqa: PLR0913 - public, each documented
         "shards": _shard_rows(lengths, max(1, shard_bytes // (width * dtype.itemsize))),
         "lengths": lengths,
     }
-    # 2. Continue what is there, if it is of the same features
+    # 2. Continue an earlier cache of the same features
     missing = _missing_shards(folder, index)
     left = [sum(lengths[slice(*index["shards"][number])]) for number in missing]
     _check_room(folder, sum(left) * width * dtype.itemsize, len(lengths))
@@ -160,13 +162,13 @@ def cache_features(  # noqa: PLR0913 - public, each documented
 
 
 def _target_features(target: nn.Module, layer_ids: Sequence[int]) -> Callable[[Tensor], Tensor]:
-    """Return the function from ids to features that runs the target."""
+    """Return a function that runs the target on token ids and gives its features."""
     tapped = TargetFeatures(target, tuple(layer_ids))
     return lambda ids: tapped(ids)[0]
 
 
 def _missing_shards(folder: Path, index: dict[str, Any]) -> list[int]:
-    """Return the shards to compute; ``index`` gets the shards of a cache that was begun before.
+    """Return the shards to compute. ``index`` takes the shard layout of an earlier run, if there is one.
 
     Raises:
         ValueError: the folder is a cache of something else.
@@ -187,7 +189,7 @@ def _compute_shard(
     device: torch.device,
     count: Callable[[int, int], None],
 ) -> Tensor:
-    """Return the features of some rows one after the other, ``[tokens, width]``; ``count`` gets rows and tokens."""
+    """Return the features of some rows, concatenated: ``[tokens, width]``. ``count`` gets rows and tokens."""
     lengths = list(map(len, ids))
     offsets = [0, *accumulate(lengths)]
     features = torch.zeros(offsets[-1], width, dtype=dtype)
@@ -198,7 +200,7 @@ def _compute_shard(
             out = compute(padded)
         if tuple(out.shape) != (*padded.shape, width):
             raise ValueError(f"features must be [batch, length, {width}], compute gave {list(out.shape)}")
-        # 2. Put them at their places, without the padding
+        # 2. Copy them into place without the padding
         for row, found in zip(batch, out.to("cpu", dtype), strict=True):
             features[offsets[row] : offsets[row + 1]] = found[: lengths[row]]
         count(len(batch), sum(lengths[row] for row in batch))
@@ -209,8 +211,8 @@ class FeatureCache:
     """A complete cache, open for reading.
 
     Args:
-        folder: of `cache_features`.
-        expected: a `fingerprint` to compare with; None trusts the folder.
+        folder: the folder that `cache_features` wrote.
+        expected: a `fingerprint` to compare with; None skips the comparison.
 
     Raises:
         FileNotFoundError: the folder is not a feature cache.
@@ -243,7 +245,7 @@ class FeatureCache:
         return len(self.lengths)
 
     def check(self, lengths: Sequence[int], target_layer_ids: Sequence[int]) -> None:
-        """Raise ``ValueError`` unless the cache is of rows of these lengths and of these taps."""
+        """Raise ``ValueError`` unless the cache has these row lengths and these taps."""
         if list(self.lengths) != list(lengths):
             raise ValueError(f"{self.folder} holds features of other rows")
         if tuple(self.target_layer_ids) != tuple(target_layer_ids):
@@ -279,7 +281,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _shard_rows(lengths: Sequence[int], most: int) -> list[list[int]]:
-    """Return consecutive rows ``[start, end)`` of up to ``most`` tokens per shard; a longer row is its own shard."""
+    """Split the rows into ranges ``[start, end)`` of up to ``most`` tokens. A longer row gets its own range."""
     shards, tokens = [[0, 0]], 0
     for row, length in enumerate(lengths):
         if tokens and tokens + length > most:
@@ -290,7 +292,7 @@ def _shard_rows(lengths: Sequence[int], most: int) -> list[list[int]]:
 
 
 def _batches(lengths: Sequence[int], most: int) -> list[list[int]]:
-    """Return rows of similar length together, the longest first, up to ``most`` tokens per batch with padding."""
+    """Group rows of similar length, longest first, into batches of up to ``most`` tokens with padding."""
     batches: list[list[int]] = []
     for row in sorted(range(len(lengths)), key=lambda row: lengths[row], reverse=True):
         if batches and (len(batches[-1]) + 1) * lengths[batches[-1][0]] <= most:
@@ -330,7 +332,7 @@ def _check_room(folder: Path, needed: int, rows: int) -> None:
 
 
 def _write(path: Path, write: Callable[[Path], Any]) -> None:
-    """Write a file completely or not at all."""
+    """Write a file atomically."""
     try:
         write_atomically(path, write)
     except Exception as error:

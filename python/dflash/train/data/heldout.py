@@ -1,4 +1,4 @@
-"""Which prompts are held out, and what a run knows of its rows before it starts."""
+"""Measure and check training rows, and hold out prompts for evaluation."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ _READ_ROWS = 1024
 
 
 class MeasuredRows:
-    """Lengths, prompts and a digest of rows, each checked against the target.
+    """Lengths, prompts and a digest of rows. Each row is checked against the target.
 
-    A row's prompt is what comes before the first token that the target wrote. Where the target wrote everything, except
-    maybe a BOS token, it is the first half.
+    A row's prompt is everything before the first token that the target wrote. If the target wrote the entire row, apart
+    from a BOS token, the prompt is the first half.
 
     Args:
         rows: ``datasets.Dataset`` with ``input_ids`` and ``loss_mask``.
         config: the target's text config.
-        mask_token_id: the drafter's, which the target must not have written.
-        what: what messages call a row.
+        mask_token_id: the drafter's mask token, which must not be among the tokens that the target wrote.
+        what: name for a row in error messages.
 
     Attributes:
-        lengths: tokens of each row.
-        usable: rows that have an anchor.
-        prompt_lengths: tokens of the prompt of each usable row.
-        keys: a digest of the prompt of each usable row; answers to one prompt share it.
-        digest: of all tokens and loss masks.
+        lengths: length of each row in tokens.
+        usable: numbers of the rows that have an anchor.
+        prompt_lengths: length of the prompt of each usable row.
+        keys: digest of the prompt of each usable row, the same for all answers to one prompt.
+        digest: digest of all tokens and loss masks.
 
     Raises:
         ValueError: a row does not fit. The message names it.
@@ -84,19 +84,19 @@ def _check_row(name: str, ids: Sequence[int], mask: Sequence[int], config: Any, 
         raise ValueError(f"{name} has token ids outside 0 .. {config.vocab_size - 1}, the vocabulary")
     if mask_token_id in ids and any(t == mask_token_id and m for t, m in zip(ids, mask, strict=True)):
         raise ValueError(
-            f"{name} has the mask token {mask_token_id} among the tokens that the target wrote: the mask must be a "
-            "token that it never writes (--mask-token-id)"
+            f"{name} has the mask token {mask_token_id} among the tokens that the target wrote: choose a mask token "
+            "that it never writes (--mask-token-id)"
         )
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Which rows are trained on, and which prompts are not.
+    """A split into training rows and held-out prompts.
 
     Attributes:
-        index: rows to train on.
-        prompts: ids of the held-out prompts to answer.
-        dropped: how many usable rows are not trained on because their prompt is held out.
+        index: numbers of the rows to train on.
+        prompts: token ids of the held-out prompts.
+        dropped: number of usable rows left out of training because their prompt is held out.
     """
 
     index: list[int]
@@ -112,19 +112,22 @@ def hold_out(
     heldout: Any = None,
     measured: MeasuredRows | None = None,
 ) -> HeldOut:
-    """Hold prompts out, each with all rows that answer it.
+    """Hold out prompts, each with all rows that answer it.
 
     Args:
-        rows: the rows to train on.
-        data: ``rows``, measured.
-        count: held-out prompts at most; 0 for none.
-        seed: of the draw.
-        heldout: rows whose prompts are held out; rows to train on that share a prompt with any of them are dropped.
-            None draws prompts from ``rows``, a tenth of them at most.
-        measured: ``heldout``, measured.
+        rows: training rows.
+        data: measurements of ``rows``.
+        count: maximum number of held-out prompts; 0 for none.
+        seed: seed of the random choice.
+        heldout: separate rows to take the prompts from. Training rows that share a prompt with any of them are dropped.
+            None draws prompts from ``rows``, at most a tenth of them.
+        measured: measurements of ``heldout``.
+
+    Returns:
+        The split.
 
     Raises:
-        ValueError: prompts are wanted and there is none, or no row is left to train on.
+        ValueError: ``count`` is positive and no prompt can be held out, or no row is left to train on.
     """
     # 1. Choose the prompts to answer
     source, known = (rows, data) if measured is None else (heldout, measured)
@@ -132,8 +135,8 @@ def hold_out(
     chosen = candidates[:count] if measured is not None else _draw(candidates, count, seed)
     if count and not chosen:
         raise ValueError(
-            f"none of {len(candidates)} different prompts can be held out to be answered (--eval-rows {count}): give "
-            "more of them, held-out rows (--heldout), or --eval-rows 0"
+            f"none of {len(candidates)} different prompts can be held out (--eval-rows {count}): give more prompts, "
+            "held-out rows (--heldout), or --eval-rows 0"
         )
     # 2. Train on the rows of all other prompts
     held = {known.keys[row] for row in (chosen if measured is None else measured.usable)}
@@ -145,7 +148,7 @@ def hold_out(
 
 
 def _draw(candidates: Sequence[int], count: int, seed: int) -> list[int]:
-    """Draw up to ``count`` of the candidates, a tenth of them at most, in their order."""
+    """Draw up to ``count`` candidates, at most a tenth of them, in their order."""
     most = max(1, len(candidates) // 10) if len(candidates) > 1 else 0
     order = torch.randperm(len(candidates), generator=torch.Generator().manual_seed(seed)).tolist()
     return sorted(candidates[i] for i in order[: min(count, most)])

@@ -1,7 +1,7 @@
 """Prompts and training rows from JSONL, chats, plain text or the hub.
 
-`load_prompts` gives what `dflash.train.regenerate` answers, `load_rows` what training reads. Both read
-the whole source before any other work starts, and say what is wrong with a row by its line.
+`load_prompts` reads prompts for `dflash.train.regenerate`, `load_rows` reads training rows. Both read all of the source
+before any other work starts; errors name the line.
 """
 
 from __future__ import annotations
@@ -26,20 +26,21 @@ _TABLE_ROWS = 1024  # rows held as Python lists before they become Arrow
 
 
 def load_prompts(source: str | os.PathLike, *, split: str = "train") -> list[dict[str, Any]]:
-    """The prompts of a source, in its order.
+    """Load the prompts of a source, in order.
+
+    A row has ``prompt`` (a string or a list of messages), ``messages``, ``question`` or ``turns``. Of ``turns``, the
+    first is used; of ``messages``, all up to the last one that is not the assistant's.
 
     Args:
-        source: a JSONL file (``.gz`` too), or the hub name of a data set, ``owner/name`` or ``owner/name:config``. A
-            row has ``prompt`` (a string, or a list of messages), ``messages``, ``question`` or ``turns``; of ``turns``
-            the first is taken, of ``messages`` all up to the last that is not the assistant's.
-        split: of a data set of the hub.
+        source: a JSONL file (``.gz`` too), or a data set on the hub: ``owner/name`` or ``owner/name:config``.
+        split: split of a data set on the hub.
 
     Returns:
         Dicts with ``line`` (int, from 1) and either ``prompt`` (str) or ``messages`` (list of role and content).
 
     Raises:
-        FileNotFoundError: there is no such file. ValueError: it is empty, a line is not JSON, or a row has no prompt;
-            the line is named.
+        FileNotFoundError: the file is missing.
+        ValueError: the file is empty, a line is not JSON, or a row has no prompt. The message names the line.
     """
     prompts = [{"line": line, **_prompt(row, where)} for where, line, row in read_records(source, split)]
     if not prompts:
@@ -60,39 +61,40 @@ def load_rows(  # noqa: PLR0913
     skip_long: bool = False,
     split: str = "train",
 ) -> datasets.Dataset:
-    """Training rows: token ids, and which of them the target wrote.
+    """Load training rows: token ids, with a mask of those that the target wrote.
 
-    A row of the source is one of
+    A source row takes one of these forms:
 
-    - ``{"prompt", "response"}``, or ``messages``, ``question`` or ``turns`` in the place of ``prompt``: what
-      ``dflash regenerate`` writes. Its ``prompt_ids`` and ``response_ids``, where it has them, are taken as they are;
-      else the prompt is encoded as the row says that it was asked; ``raw`` and ``template`` must not contradict it.
-      With ``"finish_reason": "length"`` the response has no stop token;
-    - ``{"messages": [...]}``: each turn of the assistant is supervised, up to and including its stop token. A turn
-      that the chat template writes otherwise once others follow it (thoughts left out) is context alone;
-    - ``{"text"}``, or a whole ``.txt`` file: supervised everywhere, in pieces of ``max_length``;
+    - ``{"prompt", "response"}``, as ``dflash regenerate`` writes it. ``messages``, ``question`` or ``turns`` can
+      replace ``prompt``. Any ``prompt_ids`` and ``response_ids`` are used unchanged. Otherwise the prompt is encoded as
+      the row says, and ``raw`` and ``template`` must not contradict it. With ``"finish_reason": "length"``, the
+      response has no stop token.
+    - ``{"messages": [...]}``: each assistant turn is supervised, up to and including its stop token. Some chat
+      templates render a turn differently once others follow it (thoughts left out); such a turn is context only.
+    - ``{"text"}``, or a complete ``.txt`` file: supervised everywhere, in pieces of ``max_length``.
     - ``{"input_ids", "loss_mask"}``.
 
     Args:
-        source: JSONL or text files (``.gz`` too), hub names (``owner/name`` or ``owner/name:config``), or several.
-        tokenizer: the target's.
-        max_length: tokens of a row at most; a longer response is cut there.
-        raw: prompts are continued as they are, without the chat template; always so where there is none.
-        bos: the tokenizer's BOS token comes before a raw prompt.
+        source: a JSONL or text file (``.gz`` too), a hub name (``owner/name`` or ``owner/name:config``), or several.
+        tokenizer: the target's tokenizer.
+        max_length: maximum tokens per row. Longer responses are truncated.
+        raw: encode prompts without the chat template. Always true for a tokenizer that has none.
+        bos: put the tokenizer's BOS token before a raw prompt.
         template: arguments of the chat template, as in ``{"enable_thinking": False}``.
-        vocab_size: ids must lie below it; None for the tokenizer's.
-        stop_token_ids: what ends an answer of the target beside the tokenizer's EOS token: its generation_config's.
+        vocab_size: upper bound of the ids, exclusive; None for the tokenizer's size.
+        stop_token_ids: stop tokens of the target's generation_config, in addition to the tokenizer's EOS token.
         skip_long: leave out rows whose prompt leaves no room for a response, instead of raising.
-        split: of a data set of the hub.
+        split: split of a data set on the hub.
 
     Returns:
-        A `datasets.Dataset` in memory with ``input_ids`` (lists of int32) and ``loss_mask`` (lists of int8 of
-        the same lengths: 1 on tokens of a response, its stop token included), 5 bytes a token.
+        A `datasets.Dataset` in memory with ``input_ids`` (lists of int32) and ``loss_mask`` (lists of int8 of the same
+        lengths, 1 on response tokens, stop token included). It takes 5 bytes per token.
 
     Raises:
-        FileNotFoundError: a file is missing. ValueError: a file is empty or a row is not one of the above, has no
-            response, a prompt of ``max_length`` tokens or more, ids of another tokenizer, or messages where there is
-            no chat template; the line is named.
+        FileNotFoundError: a file is missing.
+        ValueError: a file is empty, or a row has none of the forms above, no response, a prompt of ``max_length``
+            tokens or more, ids of another tokenizer, or messages although there is no chat template. The message names
+            the line.
     """
     datasets = import_datasets()
     import pyarrow as pa

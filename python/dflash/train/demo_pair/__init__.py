@@ -1,1 +1,1 @@
-"""How the pair inside the package was made: ``python -m dflash.train.demo_pair FOLDER`` makes it again."""
+"""Train the demo pair that ships with the package: ``python -m dflash.train.demo_pair FOLDER``."""

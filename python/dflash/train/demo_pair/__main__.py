@@ -1,8 +1,8 @@
-"""Make the package's own pair from nothing: ``python -m dflash.train.demo_pair FOLDER``.
+"""Train the package's demo pair from scratch: ``python -m dflash.train.demo_pair FOLDER``.
 
-Stages, each skipped if FOLDER already has its result: the target; prompts, and the target's own answers to them, greedy
-and sampled; the drafter; the pair as the package carries it (``FOLDER/pair``), its evaluation on held-out prompts and
-the training curves. A stage that was stopped continues where it was, except the target's, which starts again.
+The stages are the target; its greedy and sampled answers to prompts; the drafter; and the packaged pair in
+``FOLDER/pair``, with its evaluation on held-out prompts and the training curves. Each of the first three is skipped if
+FOLDER already has its result. An interrupted stage continues, except the target's, which starts over.
 """
 
 from __future__ import annotations
@@ -62,17 +62,17 @@ CONFIG = TrainConfig(
 
 
 def watched_examples(count: int) -> list[Example]:
-    """Return held-out examples to answer while the drafter is trained; the evaluation has others."""
+    """Return held-out examples to answer during training. The evaluation draws its own."""
     return list(itertools.islice(examples(WATCHED_SEED, held=True), count))
 
 
 def writer_name(target: Path) -> str:
-    """Return what rows call the target in this folder: answers of an older one are refused."""
+    """Return the target's name in answer rows. It holds a hash, so that answers of an older target are refused."""
     return "demo-pair-" + hashlib.sha256((target / "model.safetensors").read_bytes()).hexdigest()[:16]
 
 
 def check_options(folder: Path, options: dict[str, int]) -> None:
-    """Note how ``folder`` is made; ValueError if it was begun with other options: finished stages stay as they are."""
+    """Record ``folder``'s options; raise ``ValueError`` if it was begun with others, as finished stages are reused."""
     path = folder / "options.json"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
@@ -91,7 +91,7 @@ class _StageSeconds(dict[str, float]):
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Time a stage, and write all seconds down."""
+        """Time a stage, and save the seconds of all stages."""
         began = time.perf_counter()
         yield
         self[name] = self.get(name, 0.0) + time.perf_counter() - began
@@ -103,23 +103,23 @@ def _lines(rows: Iterable[dict[str, str | None]]) -> str:
 
 
 def main(
-    folder: Annotated[Path, typer.Argument(help="Where everything goes.")],
+    folder: Annotated[Path, typer.Argument(help="Output folder.")],
     target_steps: Annotated[int, typer.Option(help="Training steps of the target.")] = 4500,
     prompts: Annotated[int, typer.Option(help="Prompts that the target answers for its drafter, twice each.")] = 6000,
     draft_steps: Annotated[int, typer.Option(help="Training steps of the drafter.")] = CONFIG.steps,
     evaluated: Annotated[int, typer.Option(help="Held-out prompts of the evaluation.")] = 192,
 ) -> None:
-    """Train the demonstration pair from nothing, evaluate it, and lay it out as the package carries it."""
+    """Train the demo pair from scratch, evaluate it, and lay it out as the package ships it."""
     options = {"target_steps": target_steps, "prompts": prompts, "draft_steps": draft_steps}
     check_options(folder, options)
     seconds = _StageSeconds(folder / "seconds.json")
     # 1. Train the target
     with seconds.stage("target"):
         if not (folder / "target" / "model.safetensors").exists():
-            remove_unfinished(folder)  # of a run that was stopped
+            remove_unfinished(folder)  # left by an interrupted run
             with atomic_folder(folder / "target") as unfinished:
                 pretrain(unfinished, steps=target_steps)
-    # 2. Let it answer prompts
+    # 2. Let the target answer prompts
     target = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder / "target")
     with seconds.stage("answers"):
@@ -168,7 +168,7 @@ def _train_drafter(folder: Path, target: Any, tokenizer: Any, steps: int) -> Non
 
 
 def _write_pair(folder: Path) -> None:
-    """Write ``pair`` as the package carries it: target, draft in bfloat16, prompts."""
+    """Write ``pair`` as the package ships it: target, draft in bfloat16, prompts."""
     pair = folder / "pair"
     for name in ("target", "draft"):
         (pair / name).mkdir(parents=True, exist_ok=True)

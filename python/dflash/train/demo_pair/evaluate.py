@@ -1,4 +1,4 @@
-"""Evaluate the pair on held-out prompts: acceptance, right answers, repetition, next to prompt lookup."""
+"""Evaluate the pair on held-out prompts: acceptance (also of prompt lookup), correct answers, repetition."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ HELD_OUT_SEED = 1_000_003
 
 
 def held_out_examples(count: int) -> list[Example]:
-    """Return the first ``count`` held-out examples; no training step sees any of their prompts."""
+    """Return the first ``count`` held-out examples. Training never sees their prompts."""
     return list(itertools.islice(examples(HELD_OUT_SEED, held=True), count))
 
 
 def prompt_lookup_length(prompt: list[int], answer: list[int], block_size: int = 16) -> list[int]:
-    """Return the tokens of each step that prompt lookup (n-grams of up to 3) would have taken to write ``answer``.
+    """Return the tokens per step if prompt lookup (n-grams of up to 3) had written ``answer``.
 
-    A step writes its accepted tokens and one more. As for DFlash, the first token of the answer belongs to no step.
+    A step writes its accepted tokens and one more. The answer's first token belongs to no step, as with DFlash.
     """
     lookup = PromptLookupCandidateGenerator(
         num_output_tokens=block_size - 1, max_matching_ngram_size=3, max_length=len(prompt) + len(answer) + block_size
@@ -45,7 +45,7 @@ def prompt_lookup_length(prompt: list[int], answer: list[int], block_size: int =
 
 
 def distinct_share(answer: list[int]) -> float:
-    """Return the share of 8-grams of an answer that are different from one another; 1 if there are none."""
+    """Return the share of distinct 8-grams in an answer; 1 if it has none."""
     different, count = distinct_ngrams(answer)
     return different / count if count else 1.0
 
@@ -62,11 +62,19 @@ def evaluate(
 ) -> dict[str, Any]:
     """Run a pair (``folder/target``, ``folder/draft``) in float32 on ``prompts`` held-out prompts.
 
+    Args:
+        folder: folder with ``target``, and ``draft`` if there is one.
+        prompts: number of held-out prompts.
+        temperature: 0 is greedy.
+        draft_sharpness: see `dflash.generate`.
+        batch: prompts per batch.
+        seed: seed of the sampling.
+
     Returns:
-        A dict with ``acceptance_length`` (mean tokens per step, bonus token included), ``prompt_lookup`` (the same for
-        prompt lookup on the same outputs), ``right`` (share of right answers), ``right_one_answer`` (of those prompts
-        that have one), ``distinct_8_grams``, ``answer_tokens`` (mean), ``finished`` (share that stopped by itself) and
-        ``by_kind`` (acceptance length, share right and answer tokens of each family).
+        A dict with ``acceptance_length`` (mean tokens per step, bonus token included), ``prompt_lookup`` (acceptance
+        length of prompt lookup on the same outputs), ``right`` (share of correct answers), ``right_one_answer`` (among
+        prompts that have one right answer), ``distinct_8_grams``, ``answer_tokens`` (mean), ``finished`` (share of
+        answers that stopped by themselves) and ``by_kind`` (the same per family of tasks).
     """
     target = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder / "target")
@@ -84,7 +92,7 @@ def evaluate(
 def _answer_batch(
     generator: Generator, tokenizer: Any, held: list[Example], size: int, arguments: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """Answer a batch of examples; return what is measured of each."""
+    """Answer a batch of examples, and return each one's measurements."""
     # 1. Pad on the left, and fill up the last batch
     ids = [encode(tokenizer, example.prompt)[0].tolist() for example in held]
     width = max(map(len, ids))
@@ -114,7 +122,7 @@ def _answer_batch(
 
 
 def _summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the means over all answers, and those of each family."""
+    """Return the means over all answers and per family."""
 
     def length(rows: list[dict[str, Any]], key: str) -> float:
         return statistics.fmean(step for row in rows for step in row[key])

@@ -1,4 +1,4 @@
-"""The training curves of the pair, from the metrics that its stages wrote."""
+"""Plot the pair's training curves from its metrics files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def plot(folder: Path, out: Path) -> None:
-    """Draw ``folder/target/metrics.jsonl`` and ``folder/draft/metrics.jsonl`` to the PNG file ``out``."""
+    """Plot ``folder/target/metrics.jsonl`` and ``folder/draft/metrics.jsonl`` to the PNG file ``out``."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,8 +1,8 @@
-"""The pair's target: a small Qwen3 trained from scratch on the synthetic tasks of `.tasks`.
+"""The pair's target: a small Qwen3, trained from scratch on the synthetic tasks in `.tasks`.
 
-Hidden matrices are trained with Muon (Jordan et al., 2024), embeddings and norms with AdamW. The learning rate is
-constant for two thirds of the steps and then falls linearly to zero. Only answers count in the loss. Every example is
-drawn fresh: no prompt is seen twice except by chance.
+Muon (Jordan et al., 2024) trains the hidden matrices, AdamW the embeddings and norms. The learning rate is constant for
+two thirds of the steps, then falls linearly to zero. Only answers count in the loss. Every example is drawn fresh, so a
+prompt repeats only by chance.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from ...progress import bars
 from ..optimizers import make_muon
 from .tasks import KINDS, examples
 
-END, MASK = 0, 1  # token ids: BOS, EOS and padding in one, and the drafter's mask, which is in no text
+END, MASK = 0, 1  # END is BOS, EOS and padding; MASK is the drafter's mask, which no text contains
 
 
 def build_tokenizer(seed: int = 0) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE of 1,536 tokens, each digit its own, on 6,000 training examples; add the chat template."""
+    """Train a byte-level BPE of 1,536 tokens with single digits on 6,000 examples, and add the chat template."""
     # 1. Split text into words
     tokenizer = Tokenizer(models.BPE())
-    # Words with the space before them, digits one by one, runs of other signs; no English contractions, which would cut
-    # the word 'tool' after its quote.
+    # Words with the space before them, single digits, runs of other signs. No English contractions: they would split
+    # 'tool' in quotes after "'t".
     words = Regex(r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Split(words, "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
@@ -85,7 +85,7 @@ def build_target(seed: int = 0) -> Qwen3ForCausalLM:
         use_cache=True,
     )
     model = Qwen3ForCausalLM(config)
-    model.set_attn_implementation("eager")  # at these lengths 1.4 times the speed of SDPA's backward pass on CPU
+    model.set_attn_implementation("eager")  # 1.4 times as fast as SDPA's backward pass at these lengths on CPU
     return model
 
 
@@ -94,9 +94,9 @@ def _batches(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, list[int]]]:
     """Yield ``ids [size, length]`` padded with END, a mask of the answers of the same shape, and each row's family.
 
-    A batch holds as many examples of each family, of similar length within a family: batches of one family, which
-    sorting by length alone would make, teach one thing and unteach another. Lengths are multiples of 32: each new
-    shape costs the CPU's matrix library a compilation.
+    A batch holds equally many examples of each family, of similar length within a family. Sorting all examples by
+    length would give batches of one family, and the model would forget the others. Lengths are multiples of 32, because
+    the CPU's matrix library compiles code for each new shape.
     """
     # 1. Draw examples until there are enough of every family
     if size < 1 or size % len(KINDS):
@@ -111,7 +111,7 @@ def _batches(
             prompt = text_ids(tokenizer, example.prompt, bos=True)
             ids = [*prompt, *tokenizer.encode(example.answer, add_special_tokens=False), END]
             families[example.kind].append((ids, len(prompt)))
-        # 2. Sort each family by length, and cut batches in random order
+        # 2. Sort each family by length, and take batches in random order
         drawn = {kind: sorted(rows[: pool * share], key=lambda row: len(row[0])) for kind, rows in families.items()}
         families = {kind: rows[pool * share :] for kind, rows in families.items()}
         for batch in torch.randperm(pool, generator=order).tolist():
@@ -121,7 +121,7 @@ def _batches(
 
 
 def _padded(rows: list[tuple[list[int], int]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pad rows of ids, each with the place where its answer starts, to a multiple of 32."""
+    """Pad rows of (ids, start of the answer) to a multiple of 32 tokens; return ids and a mask of the answers."""
     length = -(-max(len(tokens) for tokens, _ in rows) // 32) * 32
     ids = torch.full((len(rows), length), END)
     answers = torch.zeros(len(rows), length, dtype=torch.bool)
@@ -137,6 +137,16 @@ def pretrain(
     """Train the target and write it with its tokenizer to ``folder`` (bfloat16, Hugging Face layout).
 
     ``folder/metrics.jsonl`` gets a line every ten steps: step, tokens seen, loss of each family's answers, seconds.
+
+    Args:
+        folder: output folder, created if missing.
+        steps: training steps.
+        batch: examples per step, a multiple of the number of families.
+        learning_rate: peak learning rate.
+        seed: seed of the tokenizer's corpus, the weights and the examples.
+
+    Returns:
+        The trained target.
 
     Raises:
         FileExistsError: ``folder`` already holds a model.
@@ -175,7 +185,7 @@ def pretrain(
 
 
 def _optimizers(model: Qwen3ForCausalLM, rate: float) -> list[torch.optim.Optimizer]:
-    """Return Muon for the hidden matrices, AdamW for embeddings and norms."""
+    """Return Muon for the hidden matrices and AdamW for embeddings and norms."""
     hidden = [p for name, p in model.named_parameters() if p.dim() == 2 and not re.search("embed|lm_head", name)]
     chosen = set(map(id, hidden))
     others = [p for p in model.parameters() if id(p) not in chosen]
@@ -185,7 +195,7 @@ def _optimizers(model: Qwen3ForCausalLM, rate: float) -> list[torch.optim.Optimi
 def _backward(
     model: Qwen3ForCausalLM, ids: torch.Tensor, answers: torch.Tensor, families: list[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run a forward and a backward pass; return the loss of each answer token, and its family."""
+    """Run a forward and a backward pass; return the loss and the family of each answer token."""
     with torch.autocast("cpu", torch.bfloat16):
         logits = model(input_ids=ids, use_cache=False).logits
     loss = F.cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
@@ -208,7 +218,7 @@ class _FamilyLosses:
             steps.append(float(loss[family == number].mean()))
 
     def means(self, step: int) -> dict[str, Any]:
-        """Return a line of metrics, and begin the next."""
+        """Return a line of metrics, and start the next one."""
         means = {kind: sum(steps) / len(steps) for kind, steps in self.steps.items()}
         self.text = "loss " + ", ".join(f"{mean:.3f} {kind}" for kind, mean in means.items())
         self.steps = {kind: [] for kind in KINDS}

@@ -1,16 +1,15 @@
-"""Synthetic tasks for the pair that ships with the package: prompts, right answers, and the check of an answer.
+"""Synthetic tasks for the pair that ships with the package: prompts, right answers, and a check of answers.
 
-Three families, drawn from a seed, with no outside data:
+There are three families, drawn from a seed without outside data:
 
 - ``records``: a random record rewritten from one notation to another (JSON, YAML, INI, SQL, Python, XML, shell
   options, prose);
 - ``sums``: addition, subtraction and multiplication worked column by column;
-- ``letters``: a short text from a list of facts, with free choices of words, so that sampling has something to choose.
+- ``letters``: a short text from a list of facts, with free choices of words to give sampling something to choose.
 
-The first two have one right answer. A letter is right when it follows its template and states the facts of the prompt.
+The first two have one right answer. A letter is right if it follows its template and states the facts of the prompt.
 
-A prompt belongs to the held-out set when its hash says so (`held_out`); training draws skip those prompts, so no
-training step sees one, whatever the seed.
+A prompt's hash decides if it is held out (`held_out`). Training skips such prompts, so it never sees one with any seed.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class Example:
 
 
 def held_out(prompt: str) -> bool:
-    """Return True if ``prompt`` is kept out of training: one in 32, by its CRC-32."""
+    """Return True if ``prompt`` is held out of training: one in 32, by CRC-32."""
     return zlib.crc32(prompt.encode()) % 32 == 0
 
 
@@ -81,8 +80,8 @@ def _town(rng: random.Random) -> str:
 
 # ------------------------------------------------------------------------------------------------ records
 
-# A word never follows a space here: a byte-level BPE would split it into other tokens there than after a quote, and
-# copying it would mean spelling it.
+# No word follows a space here. A byte-level BPE splits a word differently after a space than after a quote, and the
+# model would have to spell it instead of copying tokens.
 
 _FIELDS = [
     *((key, _word) for key in ("name", "city", "owner", "tool", "color", "role", "group", "lang", "type", "state")),
@@ -135,7 +134,7 @@ def _column(number: int, place: int) -> int:
 
 
 def _with_carries(column: Callable[[int, int], tuple[str, int]], places: int) -> list[str]:
-    """Write the columns of an addition or a multiplication; ``column(place, carry)`` gives its words and its result."""
+    """Write out an addition or a multiplication. ``column(place, carry)`` gives a column's words and its result."""
     lines, carry = [], 0
     for place in range(places):
         words, total = column(place, carry)
@@ -190,7 +189,7 @@ def _sums(rng: random.Random) -> Example:
 
 # ------------------------------------------------------------------------------------------------ letters
 
-# {fact} is copied from the prompt; {a|b|c} is a free choice, the first twice as likely as any other.
+# {fact} is copied from the prompt; {a|b|c} is a free choice, the first word twice as likely as each other one.
 _LETTERS: dict[str, tuple[dict[str, Callable[[random.Random], str | int]], str]] = {
     "hotel": (
         {
@@ -283,7 +282,7 @@ def _letter_pattern(prompt: str) -> re.Pattern[str]:
         options = slot[1].split("|")
         return re.escape(facts[slot[1]]) if len(options) == 1 else "(?:" + "|".join(options) + ")"
 
-    # The text between slots is escaped, the slots are not.
+    # Escape the text between slots, but not the slots.
     template, out, end = _LETTERS[kind][1], [], 0
     for slot in _SLOT.finditer(template):
         out += [re.escape(template[end : slot.start()]), fill(slot)]
@@ -301,7 +300,10 @@ def examples(seed: int, *, held: bool) -> Iterator[Example]:
 
     Args:
         seed: the same seed gives the same examples.
-        held: True draws held-out prompts only, False training prompts only; the two never share a prompt.
+        held: True draws only held-out prompts, False only training prompts. They never overlap.
+
+    Yields:
+        Examples.
     """
     rng = random.Random(seed)
     while True:
@@ -311,7 +313,7 @@ def examples(seed: int, *, held: bool) -> Iterator[Example]:
 
 
 def is_right(example: Example, answer: str) -> bool:
-    """Return True if ``answer`` is the one right answer or, for a letter, its template with the prompt's facts."""
+    """Return True if ``answer`` is the right answer or, for a letter, fits its template with the prompt's facts."""
     if example.kind == "letters":
         return _letter_pattern(example.prompt).fullmatch(answer) is not None
     return answer == example.answer

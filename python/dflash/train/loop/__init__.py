@@ -1,4 +1,4 @@
-"""The training loop: `Trainer`, and what it measures, writes and continues from."""
+"""The training loop: `Trainer`, its metrics, evaluation and checkpoints."""
 
 from .accelerator import make_accelerator
 from .trainer import Trainer

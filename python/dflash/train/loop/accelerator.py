@@ -1,4 +1,4 @@
-"""What accelerate does for a run: devices, processes, mixed precision, trackers."""
+"""Set up accelerate for a run: devices, processes, mixed precision, trackers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def make_accelerator(config: TrainConfig, output: str | Path, *, cpu: bool = Fal
     """Return the accelerator that a `dflash.train.Trainer` runs on.
 
     Args:
-        config: of the run.
+        config: settings of the run.
         output: folder that a tracker writes to.
         cpu: use no GPU even if there is one.
         tracker: "tensorboard", "trackio" or None.
@@ -39,7 +39,7 @@ def make_accelerator(config: TrainConfig, output: str | Path, *, cpu: bool = Fal
 
 
 def prepare_model(accelerator: Any, model: TrainableDrafter) -> nn.Module:
-    """Return ``model`` as the processes train it together."""
+    """Return ``model`` wrapped for training on all processes."""
     # The buffers are the packed parameters: no need to broadcast them before every forward pass.
     buffers = [name for name, _ in model.named_buffers()]
     nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, buffers)

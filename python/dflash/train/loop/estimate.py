@@ -1,4 +1,4 @@
-"""What a run would do and how long it would take: ``dflash train --dry-run``."""
+"""Estimate a run's time, memory and disk space: ``dflash train --dry-run``."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ __all__ = ["estimate"]
 
 
 def estimate(trainer: Trainer, measured: int) -> dict[str, Any]:
-    """Run ``measured`` steps, 2 at least, put everything back, and return numbers by name.
+    """Time ``measured`` steps (at least 2), restore the trainer, and return the plan. See `Trainer.plan`.
 
-    The first step warms up and is not counted. See `Trainer.plan`.
+    The first step warms up and is not counted.
     """
     # 1. Time steps on the first batches
     steps = trainer.batches.epoch(0)
@@ -53,7 +53,7 @@ def estimate(trainer: Trainer, measured: int) -> dict[str, Any]:
 
 
 def _time_steps(trainer: Trainer, count: int) -> tuple[float, float]:
-    """Return seconds per step and tokens per second; the trainer is as before afterwards."""
+    """Return seconds per step and tokens per second. The trainer is restored afterwards."""
     # 1. Run the steps
     steps = trainer.batches.epoch(0)
     weights = [p.detach().to("cpu", copy=True) for p in trainer.drafter.parameters()]

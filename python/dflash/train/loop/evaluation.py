@@ -1,4 +1,4 @@
-"""The acceptance length on held-out prompts, in the real decoding loop."""
+"""Measure the acceptance length on held-out prompts, in the real decoding loop."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class HeldOutEvaluation:
 
     Args:
         target: the target.
-        drafter: of the config that is trained; its weights are copied at every `run`.
-        longest: tokens of the longest prompt and its answer.
-        device: where both run.
+        drafter: the drafter in training. Each `run` copies its weights.
+        longest: length of the longest prompt with its answer, in tokens.
+        device: device that both models run on.
     """
 
     def __init__(self, target: nn.Module, drafter: Drafter, longest: int, device: torch.device) -> None:
@@ -41,7 +41,7 @@ class HeldOutEvaluation:
         temperatures: Sequence[float],
         accelerator: Any,
     ) -> dict[str, float | None]:
-        """Return the acceptance length at each temperature. The processes share the prompts; all must call this."""
+        """Return the acceptance length at each temperature. All processes must call this; they share the prompts."""
         self.generator.draft.load_state_dict(drafter.state_dict())
         mine = prompts[accelerator.process_index :: accelerator.num_processes]
         out = {}

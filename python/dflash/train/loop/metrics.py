@@ -1,4 +1,4 @@
-"""What a run measures, and the file that it writes it to."""
+"""The metrics of a run, and the file that holds them."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ __all__ = ["MetricsFile", "StepTotals", "peak_memory"]
 
 
 class StepTotals:
-    """Sums over the steps between two log lines. The processes add theirs up once, in `means`."""
+    """Sums over the steps between two log lines. `means` reduces them over all processes, once per line."""
 
     def __init__(self, block_size: int) -> None:
         self.began = time.monotonic()
         self.tokens = 0
         # loss, weight, cross-entropy, accepted tokens, blocks; then right tokens and tokens per slot
-        self.sums = torch.zeros(5 + 2 * (block_size - 1), dtype=torch.float64)  # moves to the device with the first
+        self.sums = torch.zeros(5 + 2 * (block_size - 1), dtype=torch.float64)  # `add` moves it to the device
 
     def add(self, out: BlockLoss) -> None:
-        """Count a micro-batch."""
+        """Add a micro-batch."""
         parts = [out.loss.detach(), out.weight, out.cross_entropy]
         self.sums = self.sums.to(out.loss.device)
         if out.correct is None:
@@ -39,7 +39,7 @@ class StepTotals:
             self.sums += torch.stack([part.float() for part in parts])
 
     def means(self, accelerator: Any) -> dict[str, Any]:
-        """Return the means over all processes, which all must call this."""
+        """Return the means over all processes. All processes must call this."""
         sums = accelerator.reduce(self.sums.float().to(accelerator.device), reduction="sum").tolist()
         (loss, weight, entropy, accepted, blocks), counts = sums[:5], sums[5:]
         half = len(counts) // 2
@@ -65,22 +65,22 @@ class MetricsFile:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
         except OSError as error:
-            raise CheckpointError(f"{self.path} could not be written ({error}); the checkpoints are whole") from error
+            raise CheckpointError(f"{self.path} could not be written ({error}); the checkpoints are intact") from error
 
     def drop_after(self, step: int) -> None:
-        """Drop lines past ``step``: the run that wrote them was killed before its next checkpoint."""
+        """Drop lines after ``step``. A run that was killed before its next checkpoint leaves such lines."""
         if not self.path.is_file():
             return
         lines = []
         for line in self.path.read_text(encoding="utf-8").splitlines():
-            with contextlib.suppress(ValueError):  # a line that was cut short
+            with contextlib.suppress(ValueError):  # a truncated line
                 if json.loads(line)["step"] <= step:
                     lines.append(line + "\n")
         write_atomically(self.path, lambda unfinished: unfinished.write_text("".join(lines), encoding="utf-8"))
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the most bytes held so far: of the GPU's memory, or by this process on the CPU."""
+    """Return the peak memory so far in bytes: of the GPU, or of this process on CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,4 +1,4 @@
-"""Progress of a run on standard error: a bar on a terminal, a line now and then elsewhere."""
+"""Progress of a run on standard error: a bar on a terminal, else a line every few seconds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Show = Callable[[Any, dict[str, Any] | None], None]
 
 
 def progress(steps: int) -> contextlib.AbstractContextManager[Show]:
-    """Give ``show(trainer, metrics or None)``, to be called after every step."""
+    """Return a context manager that gives ``show(trainer, metrics or None)``, to be called after every step."""
     return _bar(steps) if sys.stderr.isatty() else contextlib.nullcontext(_lines(steps))
 
 

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: what they hold, and how a run continues from one to the bit."""
+"""Save a run's checkpoints, and resume from one bit for bit."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ if TYPE_CHECKING:
 
 __all__ = ["data_digest", "fingerprint", "resume", "save", "target_digest"]
 
-_COUNTERS = ("step", "epoch", "place", "tokens", "seconds")  # attributes of the trainer, in its checkpoints
+_COUNTERS = ("step", "epoch", "place", "tokens", "seconds")  # trainer attributes that checkpoints store
 _MAY_CHANGE = ("keep", "log_every", "save_every", "eval_every")  # settings that a resumed run may change
 
 
 def data_digest(rows: str, index: Sequence[int]) -> str:
-    """Return a digest of the rows that are trained on: one of all rows, and which of them are taken."""
+    """Return a digest of the training rows, from the digest of all rows and the numbers of those in use."""
     return hashlib.sha256(rows.encode() + array("q", index).tobytes()).hexdigest()[:16]
 
 
 def target_digest(target: nn.Module) -> str:
-    """Return a digest of the target's config and of a sample of its weights."""
+    """Return a digest of the target's config and a sample of its weights."""
     return hashlib.sha256(f"{describe_config(target)} {sample_digest(target)}".encode()).hexdigest()[:16]
 
 
 def fingerprint(trainer: Trainer) -> dict[str, Any]:
-    """Return what has to be the same for a resumed run to be the same run."""
+    """Return the settings that must match for a checkpoint to be resumed."""
     config = dataclasses.asdict(trainer.config)
     config = {k: v for k, v in config.items() if k not in _MAY_CHANGE and not k.startswith("eval_")}
     config |= {"rows": len(trainer.index), "row_tokens": int(trainer.batches.lengths.sum())}
     config |= {"data": trainer.data_digest, "micro_batches": trainer.batches.group, "steps": trainer.steps}
-    config.pop("accumulate")  # processes times accumulation is what counts
+    config.pop("accumulate")  # only processes times accumulation matters
     dtype = str(next(trainer.target.parameters()).dtype)
     config |= {"target": trainer.target_digest, "target's dtype": dtype}
     online = trainer.features is None
@@ -52,7 +52,7 @@ def fingerprint(trainer: Trainer) -> dict[str, Any]:
 
 
 def save(trainer: Trainer) -> None:
-    """Write a checkpoint of this step; all processes must call this."""
+    """Write a checkpoint of this step. All processes must call this."""
     if trainer.accelerator.is_main_process:
         states = [optimizer.state_dict() for optimizer in trainer.optimizers]
         state = {"optimizers": states, "random": torch.get_rng_state()}
@@ -64,7 +64,7 @@ def save(trainer: Trainer) -> None:
 
 
 def resume(trainer: Trainer) -> bool:
-    """Load the last checkpoint that can be read; False if there is none. See `Trainer.resume`."""
+    """Load the last readable checkpoint. Return False if there is none. See `Trainer.resume`."""
     found = _last_readable(trainer)
     main = trainer.accelerator.is_main_process
     if found is None:
@@ -84,7 +84,7 @@ def resume(trainer: Trainer) -> bool:
 
 
 def _last_readable(trainer: Trainer) -> tuple[dict[str, Any], dict[str, Any]] | None:
-    """Return state and progress of the last checkpoint that can be read, and put its weights into the drafter."""
+    """Load the last readable checkpoint's weights into the drafter; return its state and progress."""
     damaged = []
     found = checkpoints(trainer.output / "checkpoints")
     for path in reversed(found):
@@ -100,15 +100,15 @@ def _last_readable(trainer: Trainer) -> tuple[dict[str, Any], dict[str, Any]] | 
 
 
 def _read(trainer: Trainer, path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a checkpoint's state and progress, and put its weights into the drafter; refuse one of another run."""
+    """Load a checkpoint's weights into the drafter; return its state and progress. Refuse one of another run."""
     progress = read_progress(path)
     if not progress.keys() >= {*_COUNTERS, "fingerprint", "last"}:
-        raise CheckpointError(f"checkpoint {path} is not one of dflash train; move that folder elsewhere")
+        raise CheckpointError(f"checkpoint {path} was not written by dflash train; move that folder elsewhere")
     theirs = progress["fingerprint"]
     for name, ours in fingerprint(trainer).items():
         if name in theirs and theirs[name] != ours:
-            raise ValueError(f"{path} is of another run: its {name} is {theirs[name]}, this run's is {ours}")
+            raise ValueError(f"{path} belongs to another run: its {name} is {theirs[name]}, this run's is {ours}")
     state, progress = load_checkpoint(path, trainer.drafter)
     if "optimizers" not in state:
-        raise CheckpointError(f"checkpoint {path} is of an older dflash; move that folder elsewhere")
+        raise CheckpointError(f"checkpoint {path} was written by an older dflash; move that folder elsewhere")
     return state, progress

@@ -1,7 +1,7 @@
 """The training loop: `Trainer`.
 
-Every random choice of a batch is keyed by (seed, epoch, place of the micro-batch), so a resumed run and a run with
-another number of processes make the same choices.
+Every random choice in a batch is keyed by (seed, epoch, place of the micro-batch). A resumed run and a run on another
+number of processes therefore make the same choices.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ class Trainer:
     """Trains ``drafter`` for ``target`` on rows of tokens.
 
     Args:
-        target: the frozen causal language model; not touched.
-        drafter: in float32; trained in place.
+        target: the frozen causal language model; it is not changed.
+        drafter: the drafter, in float32; trained in place.
         rows: ``datasets.Dataset`` with ``input_ids`` and ``loss_mask`` (1 on tokens that the target wrote).
         config: the settings of the run.
         output: folder for the draft, checkpoints and ``metrics.jsonl``.
-        heldout: rows like ``rows`` whose prompts are answered in the real loop; rows that share a prompt with them are
-            not trained on. None holds out ``eval_rows`` prompts of ``rows`` with all their answers, a tenth at most.
+        heldout: rows whose prompts are answered to measure acceptance. Rows that share a prompt with them are not
+            trained on. None holds out ``eval_rows`` prompts of ``rows``, at most a tenth, with all their answers.
         features: a `dflash.train.data.features.FeatureCache` of ``rows``; None runs the target instead.
-        accelerator: from `make_accelerator`; None makes one.
+        accelerator: from `make_accelerator`; None creates one.
         tracker: "tensorboard" or "trackio".
         quiet: print no progress to standard error.
 
     Raises:
-        ValueError: rows and models do not fit. The message names what, before any work is done.
+        ValueError: rows and models do not match. The check comes first, and the message names the mismatch.
     """
 
     def __init__(  # noqa: PLR0913 - public, each documented
@@ -73,7 +73,7 @@ class Trainer:
         tracker: str | None = None,
         quiet: bool = False,
     ) -> None:
-        # 1. Refuse models that do not fit
+        # 1. Refuse models that do not match
         self.target = check_target(target)
         _check_models(self.target, drafter)
         self.config, self.output, self.rows, self.quiet = config, Path(output), rows, quiet
@@ -83,14 +83,14 @@ class Trainer:
             if config.distill:
                 raise ValueError("distill needs the target's own distribution: compute the features online")
             features.check(data.lengths, drafter.config.target_layer_ids)
-        # 3. Find the device and the other processes
+        # 3. Set up the device and the processes
         if accelerator is None:
             cpu = next(self.target.parameters()).device.type == "cpu"
             accelerator = make_accelerator(config, self.output, cpu=cpu, tracker=tracker)
         self.accelerator, self.tracker, self.device = accelerator, tracker, accelerator.device
         # 4. Lay out the batches
         self._set_batches(data)
-        # 5. Make what is trained, and what it is trained by
+        # 5. Create the model and its optimizers
         self.gamma = config.gamma or default_gamma(drafter.config.block_size)
         self.drafter = drafter.to(self.device)
         self.model = prepare_model(accelerator, TrainableDrafter(self.drafter))
@@ -105,7 +105,7 @@ class Trainer:
         self.last: dict[str, Any] = {}
 
     def _split(self, heldout: Any, mask_token_id: int) -> MeasuredRows:
-        """Check all rows and choose those to train on and the prompts to hold out."""
+        """Check all rows, and split them into training rows and held-out prompts."""
         config, text = self.config, text_config(self.target)
         data = MeasuredRows(self.rows, text, mask_token_id)
         if not data.usable:
@@ -116,7 +116,7 @@ class Trainer:
         return data
 
     def _set_batches(self, data: MeasuredRows) -> None:
-        """Lay out the batches, and take the digests that a resumed run is compared by."""
+        """Lay out the batches, and compute the digests that identify the run."""
         config, lengths = self.config, [data.lengths[i] for i in self.index]
         group = self.accelerator.num_processes * config.accumulate
         self.batches = Batches(lengths, config.batch_tokens, group, config.seed)
@@ -127,7 +127,7 @@ class Trainer:
     # ------------------------------------------------------------------------------------------ the run
 
     def train(self) -> dict[str, Any]:
-        """Run to the end from where the trainer stands, write the draft to ``output``, and return the last metrics."""
+        """Run the remaining steps, write the draft to ``output``, and return the last metrics."""
         self._begin()
         began, seconds, block_size = time.monotonic(), self.seconds, self.drafter.config.block_size
         totals = StepTotals(block_size)
@@ -156,7 +156,7 @@ class Trainer:
         return self.last
 
     def _begin(self) -> None:
-        """Start the tracker, and say what is held out."""
+        """Start the tracker, and report what is held out."""
         if self.tracker:
             self.accelerator.init_trackers("dflash")
         if self.accelerator.is_main_process and not self.quiet and self.dropped:
@@ -179,9 +179,9 @@ class Trainer:
         """Take one optimizer step over a group of micro-batches.
 
         Args:
-            group: the rows of each micro-batch, those of the other processes included.
-            totals: what the micro-batches measure is added here.
-            statistics: count right tokens too.
+            group: the rows of each micro-batch, of all processes.
+            totals: receives the sums of this process's micro-batches.
+            statistics: count correct tokens too.
 
         Returns:
             The gradient's norm and the learning rate.
@@ -201,8 +201,8 @@ class Trainer:
             totals.add(out)
         tokens = self.batches.tokens(group)
         self.tokens, totals.tokens = self.tokens + tokens, totals.tokens + tokens
-        # 2. Divide by the sum of all weights. Gradients are sums so far (with several processes, means over them of
-        #    sums); this makes them those of the whole batch's weighted mean.
+        # 2. Divide by the sum of all weights. The gradients so far are sums (on several processes, the mean of their
+        #    sums); this turns them into gradients of the full batch's weighted mean.
         total = accelerator.reduce(weight, reduction="sum")
         parameters = [p for p in self.drafter.parameters() if p.grad is not None]
         torch._foreach_mul_([p.grad for p in parameters], world / total)
@@ -218,7 +218,7 @@ class Trainer:
         return norm, rate
 
     def _loss(self, rows: list[int], key: int, statistics: bool) -> BlockLoss:
-        """Return the loss sums of one micro-batch; ``key`` seeds its anchors and its noise."""
+        """Return the loss sums of one micro-batch. ``key`` seeds its anchors and its noise."""
         # 1. Cut the rows into blocks
         config, draft = self.config, self.drafter.config
         ids, loss_mask = pad_rows(self.rows, rows)
@@ -249,7 +249,7 @@ class Trainer:
         return x.to(self.drafter.dtype) if self.config.mixed_precision == "no" else x
 
     def _logits(self) -> Callable[[Tensor], Tensor]:
-        """Return the function from hidden states to logits; drafter and target share multiplier and softcap."""
+        """Return the function from hidden states to logits. Drafter and target share multiplier and softcap."""
         dtype = self.online.embedding_weight.dtype
 
         def logits(rows: Tensor) -> Tensor:
@@ -258,27 +258,30 @@ class Trainer:
 
         return logits
 
-    # ------------------------------------------------------------------------------------------ what it tells
+    # ------------------------------------------------------------------------------------------ reports
 
     def plan(self, measured: int = 3) -> dict[str, Any]:
-        """Return what `train` would do, and how long it would take at the speed of a few steps run for it.
+        """Estimate what `train` would do and how long it would take, from the speed of a few steps.
 
-        Writes nothing and leaves the trainer as it was.
+        Writes nothing and restores the trainer.
 
         Args:
             measured: steps to run, at least 2; the first warms up and is not counted.
 
         Returns:
-            Numbers by name. ``hours`` does not count evaluations and checkpoints; ``memory_bytes`` is the peak of the
-            device's memory, on CPU of the process.
+            Numbers by name. ``hours`` excludes evaluations and checkpoints. ``memory_bytes`` is the peak memory of the
+            GPU, or of the process on CPU.
+
+        Raises:
+            ValueError: the run has already taken a step.
         """
         if self.step:
-            raise ValueError(f"a run is planned before its first step, this one has done {self.step}")
+            raise ValueError(f"plan() must run before the first step, this run has done {self.step}")
         return estimate(self, measured)
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, Any]:
-        """Answer the held-out prompts and return the acceptance length at each temperature. All processes call this."""
+        """Answer the held-out prompts; return the acceptance length per temperature. All processes must call this."""
         config = self.config
         if self._evaluation is None:
             longest = max(map(len, self.prompts)) + config.eval_tokens
@@ -307,25 +310,25 @@ class Trainer:
     # ------------------------------------------------------------------------------------------ checkpoints
 
     def save(self) -> None:
-        """Write a checkpoint of this step; all processes must call this."""
+        """Write a checkpoint of this step. All processes must call this."""
         resume.save(self)
 
     def resume(self) -> bool:
-        """Continue from the last checkpoint under ``output`` that can be read; False if there is none.
+        """Continue from the last readable checkpoint in ``output``. Return False if there is none.
 
         Raises:
-            ValueError: it is of a run with another target, other data, another schedule or another drafter.
-            CheckpointError: there are checkpoints, and none can be read.
+            ValueError: the checkpoint's run has another target, other data, another schedule or another drafter.
+            CheckpointError: there are checkpoints, but none can be read.
         """
         return resume.resume(self)
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return what has to be the same for a resumed run to be the same run."""
+        """Return the settings that must match for a checkpoint to be resumed."""
         return resume.fingerprint(self)
 
 
 def _check_models(target: nn.Module, drafter: Drafter) -> None:
     check_config(target, drafter.config)
-    Target(target, drafter.config.target_layer_ids)  # tries a family that is not tested
+    Target(target, drafter.config.target_layer_ids)  # runs the checks for families that are not tested
     if drafter.dtype != torch.float32:
-        raise ValueError(f"a drafter is trained in float32, got {drafter.dtype}")
+        raise ValueError(f"the drafter must be float32 for training, got {drafter.dtype}")

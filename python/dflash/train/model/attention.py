@@ -1,6 +1,7 @@
-"""Attention of all blocks of all sequences at once, in three ways that give the same numbers.
+"""Attention for all blocks of all sequences at once, in three implementations that give the same numbers.
 
-Each way is a function that makes a mask, and one that attends. A block sees the context before its anchor, and itself.
+Each implementation is a pair of functions: one builds the mask, the other attends. A block sees the context before its
+anchor, and itself.
 """
 
 from __future__ import annotations
@@ -13,14 +14,17 @@ __all__ = ["ATTENTIONS", "visible_keys"]
 
 
 def visible_keys(anchors: Tensor, length: int, block_size: int, causal: bool, window: int) -> Tensor:
-    """Return what each slot of each block sees: ``[batch, anchors, block, length + block]`` bool, own keys last.
+    """Return the keys that each slot of each block sees.
 
     Args:
         anchors: ``[batch, anchors]`` int64.
-        length: context positions ``0 .. length - 1``; those at or past an anchor are hidden from its block.
+        length: number of context positions. A block does not see those at or past its anchor.
         block_size: slots per block, at ``anchor + k``.
-        causal: True if a slot sees no later slot.
-        window: keys that a slot sees to each side, itself included; 0 for all.
+        causal: True if a slot does not see later slots.
+        window: keys that a slot sees on each side, itself included; 0 for all.
+
+    Returns:
+        ``[batch, anchors, block, length + block]`` bool, the block's own keys last.
     """
     slot = torch.arange(block_size, device=anchors.device)
     context = torch.arange(length, device=anchors.device)
@@ -47,9 +51,10 @@ def _sdpa_mask(anchors: Tensor, length: int, block: int, causal: bool, window: i
 def _sdpa_attention(
     q: Tensor, k: Tensor, v: Tensor, context_k: Tensor, context_v: Tensor, mask: Tensor, count: int
 ) -> Tensor:
-    """Attend with one batch row per block: a copy of its sequence's keys, then its own; grouped heads packed into rows.
+    """Attend with one batch row per block: a copy of its sequence's keys, then its own. Grouped heads become rows.
 
-    A mask over all blocks' keys at once would cost ``count`` times the block part. The copies cost memory traffic.
+    One mask over the keys of all blocks would make the block part ``count`` times as large. The copies only cost memory
+    traffic.
     """
     batch, rows, heads, dim = q.shape
     kv_heads, block = k.shape[2], rows // count
@@ -75,10 +80,10 @@ def _matmul_mask(anchors: Tensor, length: int, block: int, causal: bool, window:
 def _matmul_attention(
     q: Tensor, k: Tensor, v: Tensor, context_k: Tensor, context_v: Tensor, mask: Tensor, count: int
 ) -> Tensor:
-    """Attend to the context in one product for all blocks, and to their own keys in one small product each.
+    """Attend to the context with one product for all blocks, and to each block's own keys with a small product.
 
-    The default on CPU: the numbers are SDPA's (tests/test_train_model.py), and a forward and backward pass is faster;
-    ``python bench/bench_train_attention.py`` prints by how much. No context key is copied.
+    The default on CPU: it copies no context keys and is faster than SDPA in a forward and backward pass
+    (``python bench/bench_train_attention.py``), with the same numbers (tests/test_train_model.py).
     """
     batch, rows, heads, dim = q.shape
     kv_heads, length = k.shape[2], context_k.shape[1]
@@ -107,7 +112,7 @@ _TILE = 128  # rows and keys of FlexAttention's sparse blocks
 def _flex_mask(anchors: Tensor, length: int, block: int, causal: bool, window: int, group: int):  # noqa: ARG001
     """Return the block mask over ``[context ; all blocks]`` of a sequence.
 
-    The anchors say which tiles are seen. Unlike ``create_block_mask``, nothing of the size of rows times keys is built.
+    The tiles follow from the anchors. ``create_block_mask`` would build a dense mask of rows times keys first.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -124,14 +129,14 @@ def _flex_mask(anchors: Tensor, length: int, block: int, causal: bool, window: i
                 seen = seen & (ahead.abs() < window)
         return seen
 
-    # 1. The first and last anchor of every tile of rows
+    # 1. Find the first and last anchor of every tile of rows
     count, device = anchors.shape[1], anchors.device
     rows, keys = count * block, length + count * block
     spare = -rows % _TILE
     starts = anchors.repeat_interleave(block, 1)
     last = F.pad(starts, (0, spare), value=-1).unflatten(1, (-1, _TILE)).amax(-1)[..., None]
     first = F.pad(starts, (0, spare), value=keys).unflatten(1, (-1, _TILE)).amin(-1)[..., None]
-    # 2. The tiles of keys that it sees: of the context, and of its own blocks
+    # 2. Find the key tiles that it sees: in the context, and in its own blocks
     row = torch.arange(0, rows, _TILE, device=device)[:, None]  # a tile's first row, and key
     key = torch.arange(0, keys, _TILE, device=device)
     behind = key < last.clamp(max=length)
@@ -140,14 +145,14 @@ def _flex_mask(anchors: Tensor, length: int, block: int, causal: bool, window: i
     begin = length + row // block * block
     end = length + ((row + _TILE - 1).clamp(max=rows - 1) // block + 1) * block
     own = (key < end) & (key + _TILE > begin)
-    # 3. Those that it sees completely need no mask
+    # 3. Separate the tiles that it sees completely; they need no mask
     full = (key + _TILE <= first.clamp(max=length)) & (window == 0)
     tiles = [_tile_list(mask) for mask in ((behind | own) & ~full, full)]
     return BlockMask.from_kv_blocks(*tiles[0], *tiles[1], _TILE, visible, (rows, keys))
 
 
 def _tile_list(seen: Tensor) -> tuple[Tensor, Tensor]:
-    """Return how many key tiles each row tile sees, and their order, seen ones first.
+    """Return the number of key tiles that each row tile sees, and all key tiles with the seen ones first.
 
     ``seen`` is ``[batch, row tiles, key tiles]``.
     """

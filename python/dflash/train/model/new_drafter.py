@@ -1,4 +1,4 @@
-"""A new drafter for a target: its shape, its taps, its mask token, its first weights."""
+"""Create a new drafter for a target: shape, taps, mask token and initial weights."""
 
 from __future__ import annotations
 
@@ -15,12 +15,20 @@ __all__ = ["choose_mask_id", "draft_config", "new_drafter"]
 
 
 def choose_mask_id(target: nn.Module, tokenizer: Any = None, mask_token_id: int | None = None) -> int:
-    """The token that stands for "not yet known": the one given, else the tokenizer's mask token, else an unused row.
+    """Return the mask token: the one given, else the tokenizer's, else an unused embedding row.
 
-    A token that the target may emit is no mask; an unused row is one of the embedding past the tokenizer's ids.
+    The target must never emit the mask token. An unused row is one past the tokenizer's ids.
+
+    Args:
+        target: a causal language model of transformers.
+        tokenizer: the target's tokenizer; None if there is none to ask.
+        mask_token_id: the token to use; None chooses one.
+
+    Returns:
+        A token id.
 
     Raises:
-        ValueError: there is none, or the one given has no embedding.
+        ValueError: no mask token can be found, or ``mask_token_id`` has no embedding.
     """
     rows = unwrap(target).get_input_embeddings().weight.shape[0]
     if mask_token_id is not None:
@@ -37,13 +45,13 @@ def choose_mask_id(target: nn.Module, tokenizer: Any = None, mask_token_id: int 
         if used < rows:
             return used
     raise ValueError(
-        "no mask token: the tokenizer has none and every embedding row has a token of its own; name one that the "
-        "target never emits (--mask-token-id)"
+        "no mask token: the tokenizer has none and every embedding row is in use; name a token that the target "
+        "never emits (--mask-token-id)"
     )
 
 
 def _rope(config: Any) -> Rope:
-    """The target's RoPE where a drafter can have it, else the plain one with the target's theta."""
+    """Return the target's RoPE if drafters support it, else default RoPE with the target's theta."""
     given = getattr(config, "rope_parameters", None) or {}
     if any(isinstance(value, dict) for value in given.values()):
         given = given.get("full_attention") or next(value for value in given.values() if isinstance(value, dict))
@@ -61,7 +69,7 @@ def _rope(config: Any) -> Rope:
 
 
 def _first_layer(config: Any) -> Any:
-    """What the first layer's shape is read from: a config of its own where layers differ in shape, as Gemma 4's do."""
+    """Return the config to read the first layer's shape from. Gemma 4's layers differ, so each has its own config."""
     layers = getattr(config, "per_layer_config", None)
     return layers[0] if layers else config
 
@@ -76,20 +84,23 @@ def draft_config(
     intermediate_size: int | None = None,
     sliding_window: int = 0,
 ) -> DraftConfig:
-    """The config of a drafter as wide as ``target``, with its heads, RoPE and scales.
+    """Return the config of a drafter as wide as ``target``, with the same heads, RoPE and scales.
 
     Args:
         target: a causal language model of transformers.
         mask_token_id: see `choose_mask_id`.
-        num_layers: draft layers.
-        block_size: tokens of a block, the anchor counted; 2 at least.
+        num_layers: number of draft layers.
+        block_size: tokens per block, the anchor included; at least 2.
         target_layer_ids: tapped layers; None for the published rule (`dflash.drafter.build_target_layer_ids`).
-        intermediate_size: of the MLP; None for the target's.
-        sliding_window: positive for layers that see that many keys, causal inside the block, but the last, which is
-            full; 0 for full layers.
+        intermediate_size: width of the MLP; None for the target's.
+        sliding_window: window of all layers but the last, which are then causal inside the block. The last layer is
+            always full. 0 makes every layer full.
+
+    Returns:
+        The config.
 
     Raises:
-        ValueError: a number is out of range; it is named.
+        ValueError: a number is out of range. The message names it.
     """
     # 1. Check the numbers
     model = unwrap(target)
@@ -102,7 +113,7 @@ def draft_config(
     taps = tuple(build_target_layer_ids(total, num_layers) if target_layer_ids is None else target_layer_ids)
     if not taps or min(taps) < 0 or max(taps) >= total:
         raise ValueError(f"target_layer_ids must be layers of the target, 0 .. {total - 1}, got {list(taps)}")
-    # 2. Follow the target in everything else
+    # 2. Copy everything else from the target
     first = _first_layer(config)
     width = intermediate_size or getattr(first, "intermediate_size", None) or 3 * config.hidden_size
     heads = first.num_attention_heads
@@ -144,8 +155,19 @@ def _logit_multiplier(config: Any) -> float:
 
 @torch.no_grad()
 def new_drafter(config: DraftConfig, *, seed: int = 0, device: torch.device | str = "cpu") -> Drafter:
-    """A drafter with first weights, float32: norms 1, biases 0, matrices normal with deviation ``1 / sqrt(inputs)``,
-    those that write to the residual stream smaller by ``sqrt(2 * layers)``."""
+    """Return a float32 drafter with random weights.
+
+    Norms are 1 and biases 0. Matrices are normal with deviation ``1 / sqrt(inputs)``; those that write to the residual
+    stream are smaller by ``sqrt(2 * layers)``.
+
+    Args:
+        config: the drafter's shape.
+        seed: the same seed gives the same weights.
+        device: device of the parameters.
+
+    Returns:
+        The drafter.
+    """
     drafter = Drafter(config, dtype=torch.float32, device=device)
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in drafter.named_parameters():

@@ -1,4 +1,4 @@
-"""The frozen target: tapped hidden states, embeddings and head."""
+"""Run the frozen target for training: tapped hidden states, embeddings and head."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ __all__ = ["TargetFeatures"]
 
 
 class TargetFeatures:
-    """The frozen target, as training needs it: tapped hidden states of whole sequences, embeddings and the head.
+    """Features of full sequences from the frozen target, with its embeddings and head.
 
-    Runs a structural twin of the model (the model itself is not touched) without gradients. Layers after the last tap
-    are left out unless ``final`` states are wanted.
+    Runs a structural twin of the model without gradients; the model itself is not changed. Layers after the last tap
+    are skipped unless ``final`` is set.
 
     Args:
-        target: a causal language model of transformers that the engine runs.
-        layer_ids: whose outputs are tapped; the last layer's is read after the final norm.
-        final: keep the final hidden states too, for distillation.
+        target: a causal language model of transformers that the engine supports.
+        layer_ids: tapped layers. The last layer's output is read after the final norm.
+        final: return the final hidden states too, for distillation.
 
     Raises:
-        UnsupportedTargetError: the engine refuses the target.
+        UnsupportedTargetError: the engine does not support the target.
     """
 
     def __init__(self, target: nn.Module, layer_ids: tuple[int, ...], *, final: bool = False) -> None:
@@ -47,22 +47,22 @@ class TargetFeatures:
 
     @property
     def embedding_weight(self) -> Tensor:
-        """``[vocab, hidden]``."""
+        """The embedding matrix, ``[vocab, hidden]``."""
         return self.model.get_input_embeddings().weight
 
     def head(self, hidden: Tensor) -> Tensor:
-        """``[..., hidden]`` to ``[..., vocab]``, without the family's own scaling."""
+        """Map ``[..., hidden]`` to ``[..., vocab]``, without the model family's logit scaling."""
         return self.model.get_output_embeddings()(hidden)
 
     @torch.no_grad()
     def __call__(self, input_ids: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Taps and final states of right-padded sequences; causal attention keeps the pads out of what is before them.
+        """Return features and final states of right-padded sequences. Attention is causal, so padding needs no mask.
 
         Args:
             input_ids: ``[batch, length]`` int64.
 
         Returns:
-            ``[batch, length, taps * hidden]``, and ``[batch, length, hidden]`` past the final norm or None.
+            ``[batch, length, taps * hidden]``, and ``[batch, length, hidden]`` after the final norm, or None.
         """
         out = self.model.get_decoder()(input_ids=input_ids, use_cache=False)
         taps = torch.cat([self._taps[layer_id] for layer_id in self.layer_ids], -1)

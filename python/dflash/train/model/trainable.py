@@ -1,8 +1,7 @@
-"""The drafter's forward pass through differentiable torch functions, all blocks of all sequences at once.
+"""The drafter's forward pass in differentiable torch functions, for all blocks of all sequences at once.
 
-The parameters are those of a `dflash.Drafter`, whose own forward pass runs on kernels without gradients, on a
-cache, and with one block per row. Here a block sees the context features strictly before its anchor, and itself; blocks
-never see each other.
+The parameters are those of a `dflash.Drafter`. Its own forward pass uses kernels without gradients, a cache, and one
+block per row. Here a block sees the context features before its anchor, and itself; blocks never see each other.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ class TrainableDrafter(nn.Module):
     Optimizers work in place, so the drafter's own forward pass uses each step's weights without a copy.
 
     Args:
-        drafter: in float32, for training; its parameters are this module's, under ``drafter.``.
-        attention: ``"flex"``, ``"sdpa"`` or ``"matmul"``, which give the same numbers; None for FlexAttention on CUDA
-            and plain matrix products elsewhere.
+        drafter: the drafter, in float32 for training. This module holds its parameters under ``drafter.``.
+        attention: ``"flex"``, ``"sdpa"`` or ``"matmul"``, which give the same numbers. None chooses FlexAttention on
+            CUDA and matrix products elsewhere.
 
     Raises:
         ValueError: the drafter has attention sinks, which the differentiable functions do not support.
@@ -54,9 +53,9 @@ class TrainableDrafter(nn.Module):
             anchors: ``[batch, anchors]`` int64, each block's first position.
 
         Returns:
-            ``[batch, anchors, block, hidden]`` past the final norm; slot k > 0 predicts the token at ``anchor + k``.
+            ``[batch, anchors, block, hidden]`` after the final norm. Slot k > 0 predicts the token at ``anchor + k``.
         """
-        # 1. Fuse the target's states, and rotate positions
+        # 1. Fuse the target's states, and compute rotations
         drafter, config = self.drafter, self.drafter.config
         (count, block), length = block_embeds.shape[1:3], context.shape[1]
         make_mask, attend = ATTENTIONS[self.attention or ("flex" if context.is_cuda else "matmul")]
@@ -103,7 +102,7 @@ def _rotation(drafter: Drafter, positions: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """Apply RoPE of the half-split kind to ``x [batch, rows, heads, head_dim]``."""
+    """Apply half-split RoPE to ``x [batch, rows, heads, head_dim]``."""
     cos, sin = rotation
     first, second = x.chunk(2, -1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)

@@ -1,7 +1,7 @@
-"""Responses written by the target itself, which its drafter learns from: `regenerate`.
+"""Let the target write the responses that its drafter learns from: `regenerate`.
 
-They come from the package's own generator (`LocalWriter`) or from a server (`ServerWriter`) and are
-appended to a JSONL file as they come, so a run that was stopped continues where it was.
+The package's own generator (`LocalWriter`) or a server (`ServerWriter`) writes them. They are appended to a JSONL file
+as they arrive, so an interrupted run can continue.
 """
 
 from .jobs import Answer, Job, Settings, Summary, Writer, jobs

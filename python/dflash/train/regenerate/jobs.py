@@ -1,4 +1,4 @@
-"""Which responses a run writes, and the interface of whoever writes them."""
+"""The responses that a run writes, and the interface of their writer."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ __all__ = ["Answer", "Job", "Settings", "Summary", "Writer", "jobs"]
 
 @dataclass(frozen=True)
 class Settings:
-    """How responses are sampled; most fields are options of ``dflash regenerate``.
+    """Sampling settings of a run. Most fields are options of ``dflash regenerate``.
 
     Attributes:
         temperatures: each prompt is answered once at 0, greedily, and ``samples`` times at every other temperature.
-        seed: of the run. The seed of a response follows from it, the prompt's line and the sample's number, so a
-            response does not depend on what else is in its batch.
+        seed: seed of the run. A response's seed is a hash of it, the prompt's line and the sample's number, so a
+            response does not depend on the rest of its batch.
         max_new_tokens: per response, the stop token included.
         top_k, top_p, min_p: see `dflash.generate`. Off by default, whatever the target's generation_config says.
 
@@ -39,7 +39,7 @@ class Settings:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if not self.temperatures or len(set(self.temperatures)) < len(self.temperatures):
-            raise ValueError(f"temperatures must be one or more different ones, got {list(self.temperatures)}")
+            raise ValueError(f"temperatures must be one or more distinct values, got {list(self.temperatures)}")
         for temperature in self.temperatures:
             Sampling.create(1).set_(
                 1, temperature=temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p, seed=self.seed
@@ -56,8 +56,8 @@ class Job:
     """One response to write.
 
     Attributes:
-        line: of the prompt in its source, from 1.
-        sample: number of the response among those to this prompt, from 0.
+        line: line of the prompt in its source, from 1.
+        sample: number of the response among those to its prompt, from 0.
         prompt: a row of `dflash.train.data.load_prompts`.
         temperature, seed: how it is sampled.
     """
@@ -74,9 +74,9 @@ class Answer:
     """One response.
 
     Attributes:
-        response: its text.
+        response: text of the response.
         finish_reason: ``"stop"``, or ``"length"`` if it was cut off and has no stop token.
-        prompt_ids, response_ids: None where the writer does not know them; ``response_ids`` ends with the stop token.
+        prompt_ids, response_ids: None if the writer does not know them. ``response_ids`` ends with the stop token.
         num_tokens: new tokens.
     """
 
@@ -91,10 +91,10 @@ class Writer(Protocol):
     """Answers jobs, in any order.
 
     Attributes:
-        name: what rows call the writer.
+        name: the writer's name in rows.
         encoding: ``raw``, ``bos`` and ``template``, as for `dflash.train.data.prompt_ids`.
         ids: ids of each prompt by its line, as far as the writer knows them.
-        skipped: lines of prompts that are left out because they are too long.
+        skipped: lines of prompts left out because they are too long.
         acceptance_length: mean tokens per step so far; None without a drafter.
     """
 
@@ -108,12 +108,12 @@ class Writer(Protocol):
         """Raise ``ValueError`` for a prompt that cannot be answered, before any is; fill ``ids`` and ``skipped``."""
 
     def answers(self, jobs: Sequence[Job], settings: Settings) -> Iterator[list[tuple[Job, Answer]]]:
-        """Yield groups of answers as they come. Closing the iterator stops the work."""
+        """Yield groups of answers as they arrive. Closing the iterator stops the work."""
 
 
 @dataclass
 class Summary:
-    """What a run did.
+    """Summary of a run.
 
     Attributes:
         written: responses written by this run.

@@ -16,18 +16,18 @@ from .jobs import Answer, Job, Settings
 
 __all__ = ["LocalWriter"]
 
-_PREFILL_ROWS = 16384  # of a batch, in one forward pass
+_PREFILL_ROWS = 16384  # tokens per forward pass, over all rows of a batch
 
 
 class LocalWriter:
-    """Answers through `dflash.Generator`, in batches of prompts of similar length, the longest first.
+    """Answers with `dflash.Generator`, in batches of prompts of similar length, longest first.
 
     Args:
-        target: the causal language model of transformers.
-        tokenizer: its tokenizer.
-        draft: a drafter, which makes small batches faster; None writes one token per step, which is faster in wide
+        target: a causal language model of transformers.
+        tokenizer: the target's tokenizer.
+        draft: a drafter, which is faster in small batches. None writes one token per step, which is faster in large
             batches.
-        name: what rows call the target.
+        name: the target's name in rows.
         batch_size: sequences per batch.
         raw, bos, template: see `dflash.train.data.prompt_ids`.
         skip_long: leave out prompts that do not fit the target together with their response, instead of raising.

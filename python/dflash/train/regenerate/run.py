@@ -1,4 +1,4 @@
-"""Write the target's responses to a JSONL file, and continue a run that was stopped."""
+"""Write the target's responses to a JSONL file, and continue an interrupted run."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ def regenerate(
     """Write the responses that ``out`` does not have yet.
 
     A row of ``out`` holds ``line``, ``sample``, ``prompt`` or ``messages``, ``response``, ``finish_reason``,
-    ``temperature``, ``seed``, ``model`` and ``max_new_tokens``; where they are known, ``prompt_ids`` and
-    ``response_ids``; and those of ``top_k``, ``top_p``, ``min_p``, ``raw``, ``bos`` and ``template`` that were on.
+    ``temperature``, ``seed``, ``model`` and ``max_new_tokens``. If known, it holds ``prompt_ids`` and ``response_ids``
+    too. ``top_k``, ``top_p``, ``min_p``, ``raw``, ``bos`` and ``template`` are present only if they were on.
     `dflash.train.data.load_rows` reads such rows, and encodes each prompt as its row says.
 
     Args:
-        prompts: from `dflash.train.data.load_prompts`.
-        writer: who answers.
-        out: a JSONL file. Rows that it holds are not written again; a last line that was cut short is dropped.
-        settings: how responses are sampled; None is greedy.
-        progress: called with the summary so far and the number of responses to write, after every group of answers.
+        prompts: prompts from `dflash.train.data.load_prompts`.
+        writer: the writer that answers them.
+        out: a JSONL file. Rows that it holds are not written again; a truncated last line is dropped.
+        settings: sampling settings; None is greedy.
+        progress: called after every group of answers, with the summary so far and the number of responses to write.
 
     Returns:
-        What was done.
+        A summary of the run.
 
     Raises:
         ValueError: a prompt cannot be answered, or ``out`` holds rows of other prompts, other settings or another
-            model; it is left as it was.
-        OSError: ``out`` cannot be written. What was written stays.
+            model. ``out`` is not changed.
+        OSError: ``out`` cannot be written. Rows already written remain.
     """
     # 1. Check every prompt
     settings = Settings() if settings is None else settings
@@ -72,7 +72,7 @@ def regenerate(
 
 
 def _provenance(job: Job, settings: Settings, writer: Writer) -> dict[str, Any]:
-    """Return how and by whom a response is written, as its row says it; None for what is off."""
+    """Return the fields of a row that say how and by whom it is written; None for settings that are off."""
     off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
     on = {key: None if getattr(settings, key) == value else getattr(settings, key) for key, value in off.items()}
     on |= {key: writer.encoding.get(key) or None for key in ("raw", "bos", "template")}
@@ -91,7 +91,7 @@ def _row(job: Job, answer: Answer, settings: Settings, writer: Writer) -> dict[s
 
 
 def _read_found(journal: Journal, wanted: Mapping[_Key, Job], settings: Settings, writer: Writer) -> set[_Key]:
-    """Return the keys of the rows that the file has; raise ``ValueError`` for a row of another run."""
+    """Return the keys of the rows in the file; raise ``ValueError`` for a row of another run."""
     found = set()
     for number, row in journal.read():
         key = (row.get("line"), row.get("sample")) if isinstance(row, dict) else None

@@ -13,7 +13,7 @@ from .jobs import Answer, Job, Settings
 
 __all__ = ["ServerWriter"]
 
-_SEED_BITS = 31  # what every server takes
+_SEED_BITS = 31  # accepted by every server
 _TOO_LONG = re.compile(r"context (length|window|size)|too long|max(imum)?[ _]model[ _]len|longer than", re.IGNORECASE)
 
 
@@ -34,7 +34,7 @@ class ServerWriter:
 
     Args:
         url: the API's root, as in ``http://localhost:8000/v1``.
-        model: the name under which it serves the target.
+        model: the target's name on the server.
         raw: complete prompts as they are, instead of sending them as a user's message.
         template: arguments of the chat template (``chat_template_kwargs`` of vLLM and SGLang).
         concurrency: requests at a time.
@@ -49,7 +49,7 @@ class ServerWriter:
         ValueError: the URL is not one, ``concurrency`` is below 1, or the ``openai`` package is missing.
     """
 
-    acceptance_length = None  # servers do not tell
+    acceptance_length = None  # servers do not report it
 
     def __init__(  # noqa: PLR0913
         self,
@@ -147,7 +147,7 @@ class ServerWriter:
 
     def _request(self, job: Job, settings: Settings) -> dict[str, Any]:
         """Return the arguments that both endpoints take."""
-        # What is not of OpenAI's own protocol is sent only if it was asked for.
+        # Extensions of OpenAI's protocol are sent only on request.
         extra = {name: getattr(settings, name) for name in ("top_k", "min_p") if getattr(settings, name)}
         if self.token_ids:
             extra["return_token_ids"] = True
