@@ -1,10 +1,10 @@
-"""How tokens are chosen: user arguments, checked, as per-row tensors for `dflash.ops.select_tokens`.
+"""Sampling parameters: user arguments, checked, as per-row tensors for `dflash.ops.select_tokens`.
 
-Tokens are chosen by keyed noise, ``argmax(filter(logits / temperature) + gumbel(seed, position, token id))``, so that
-a choice is a function of seed, position and prefix alone and the text is the same whatever the drafter proposes:
-drafter-invariant speculative decoding (Daliri et al., "Coupling without communication and drafter-invariant
-speculative decoding"). The noise is counter-based, Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy
-as 1, 2, 3", 2011).
+Tokens are chosen by keyed noise, ``argmax(filter(logits / temperature) + gumbel(seed, position, token id))``. A choice
+depends only on seed, position and prefix, so the text is the same whatever the drafter proposes. This is
+drafter-invariant speculative decoding (Daliri et al., "Coupling without communication and drafter-invariant speculative
+decoding"). The noise is counter-based, Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3",
+2011).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LARGEST_FLOAT32 = torch.finfo(torch.float32).max
 
 
 def _mix(x: int) -> int:
-    """splitmix64's finalizer, on 64 bits."""
+    """Return splitmix64's finalizer of a 64-bit integer."""
     x = (x + 0x9E3779B97F4A7C15) % 2**64
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
     x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
@@ -37,19 +37,20 @@ def _mix(x: int) -> int:
 
 
 def fold(seed: int, row: int) -> int:
-    """The seed of row ``row`` of a batch: ``seed`` itself for row 0, a hash (splitmix64) of both for the others.
+    """Return the seed of a row in a batch: ``seed`` itself for row 0, else a hash (splitmix64) of both.
 
     Row r of a batch writes what a single prompt with seed ``fold(seed, r)`` writes.
 
     Args:
-        seed: within int64.
-        row: 0 or more.
+        seed: an integer that fits in int64.
+        row: an integer, at least 0.
 
     Returns:
         A signed int64 value.
 
     Raises:
-        ValueError: out of range. TypeError: not an integer.
+        ValueError: an argument is out of range.
+        TypeError: an argument is not an integer.
     """
     seed, row = _seed("seed", seed), checks.integer("row", row)
     if row < 0:
@@ -83,19 +84,20 @@ def _seeds(seed: int | Sequence[int] | None, rows: int) -> list[int]:
 
 @dataclass(frozen=True)
 class SamplingArguments:
-    """How one call samples: the arguments of ``generate`` by the same names, for every row.
+    """Sampling arguments of one call, named as in ``generate``.
 
     Attributes:
-        temperature: finite, 0 or more; 0 is greedy, and so is anything below 1e-30.
-        top_k: keep the ``top_k`` best tokens and those equal to the last of them; 0 is off.
-        top_p: in (0, 1]: keep a token while those strictly more probable weigh less than this; 1 is off.
-        min_p: in [0, 1]: keep tokens at least ``min_p`` times as probable as the best; 0 is off.
-        seed: an integer, of which row r gets ``fold(seed, r)``, or one per row; None draws one from torch's default
-            generator.
-        draft_sharpness: 0 or more, infinity included: the drafter proposes
+        temperature: finite, at least 0. 0 is greedy, and so is anything below 1e-30.
+        top_k: keep the ``top_k`` best tokens, and ties with the last of them; 0 is off.
+        top_p: in (0, 1]. Keep a token if the total probability of all strictly more probable ones is below this; 1 is
+            off.
+        min_p: in [0, 1]. Keep tokens at least ``min_p`` times as probable as the best; 0 is off.
+        seed: one integer per row, or a single one, from which row r gets ``fold(seed, r)``. None draws one from torch's
+            default generator.
+        draft_sharpness: at least 0, infinity included. The drafter proposes
             ``argmax(draft_sharpness * logits / temperature + gumbel)``. 1 couples it to the target's own noise (Daliri
-            et al.), infinity is its plain argmax, and "auto" writes infinity, where the automatic choice
-            (`dflash.proposers.sharpness`) begins. Changes the speed, never the text.
+            et al.), infinity is its plain argmax. "auto" starts at infinity and adapts
+            (`dflash.proposers.sharpness`). It changes the speed, never the text.
     """
 
     temperature: float = 0.0
@@ -106,7 +108,7 @@ class SamplingArguments:
     draft_sharpness: float | Literal["auto"] = 1.0
 
     def checked(self) -> SamplingArguments:
-        """Return the same as plain Python numbers, a sharpness of "auto" as infinity.
+        """Return checked arguments as plain Python numbers. A sharpness of "auto" becomes infinity.
 
         Raises:
             ValueError: a value is out of range.
@@ -133,7 +135,7 @@ class SamplingArguments:
 
 @dataclass(frozen=True)
 class Sampling:
-    """The parameters of token choice, one value per row, in tensors that keep their addresses.
+    """Sampling parameters, one value per row, in tensors whose addresses never change.
 
     Attributes:
         seeds: ``[batch]`` int64.
@@ -141,7 +143,7 @@ class Sampling:
         top_k: ``[batch]`` int64; 0 is off.
         top_p: ``[batch]`` float32; 1 is off.
         min_p: ``[batch]`` float32; 0 is off.
-        sharpness: ``[batch]`` float32, the drafter's; the target's is 1.
+        sharpness: ``[batch]`` float32, for the drafter; the target's is always 1.
     """
 
     seeds: Tensor
@@ -162,12 +164,12 @@ class Sampling:
         return cls(rows(0, ints), rows(0, floats), rows(0, ints), rows(1, floats), rows(0, floats), rows(1, floats))
 
     def set_(self, rows: int, arguments: SamplingArguments | None = None, **changes: Any) -> None:
-        """Write the first ``rows`` rows in place; nothing is written when an argument is wrong.
+        """Write the first ``rows`` rows in place. A wrong argument raises before anything is written.
 
         Args:
-            rows: 1 to batch.
-            arguments: the parameters of every row; greedy by default.
-            changes: fields of `SamplingArguments` that replace those of ``arguments``.
+            rows: number of rows, 1 to batch.
+            arguments: parameters of every row; greedy by default.
+            changes: fields of `SamplingArguments` that replace those in ``arguments``.
 
         Raises:
             ValueError: a value is out of range, or the number of seeds is not ``rows``.
@@ -187,11 +189,11 @@ class Sampling:
         self.sharpness[:rows] = math.inf if given.draft_sharpness > _LARGEST_FLOAT32 else given.draft_sharpness
 
     def select(self, logits: Tensor, positions: Tensor, sharpness: Tensor) -> Tensor:
-        """Choose a token per row by keyed noise, see `dflash.ops.select_tokens`.
+        """Choose a token per row with keyed noise. See `dflash.ops.select_tokens`.
 
         Args:
             logits: ``[batch, rows, vocab]``, any floating dtype.
-            positions: ``[batch, rows]`` int64, of the tokens that are chosen.
+            positions: ``[batch, rows]`` int64, positions of the tokens that are chosen.
             sharpness: ``[batch]`` float32.
 
         Returns:
