@@ -1,13 +1,13 @@
 // o_i = sum_j p_ij v_j / (sum_j p_ij + exp(sink - top)),  p_ij = exp(s_ij - top),  s_ij = cap(scale * q_i .
 // k_j)
 //
-// The queries that share a kv head are packed into the lanes of vectors, one query per lane: one load of K or
-// V serves them all, and the softmax runs down the lanes. What a lane computes depends neither on its
-// place nor on the other lanes. Keys are taken in tiles of 64 slots with an online softmax, tiles in chunks
-// of 256 slots whose (top, sum, o) are combined in ascending order. Both start at multiples of their size, in
-// absolute slots, and a tile or chunk without a visible key changes no bit: how the work is cut into tasks
-// leaves no trace in the result. Threads share (sequence, kv head, lane group), and chunks too where those
-// are few.
+// The queries that share a kv head are packed into vector lanes, one query per lane, so one load of K or V
+// serves them all. A lane's result depends neither on its place nor on the other lanes.
+//
+// Keys are processed in tiles of 64 slots with an online softmax. Tiles form chunks of 256 slots, and the
+// chunks' (top, sum, o) are combined in ascending order. Tiles and chunks start at multiples of their size in
+// absolute slots, and one without a visible key changes no bit. The result therefore does not depend on how
+// the work is split. Threads share (sequence, kv head, lane group), and chunks too if there are few of those.
 #include <cmath>
 #include <cstdlib>
 #include <type_traits>
@@ -22,8 +22,8 @@ constexpr int64_t kTile = 64;
 constexpr int64_t kChunk = 256;
 constexpr int64_t kMaxLanes = 64;
 constexpr int64_t kSegment = 32;
-constexpr int64_t kMaxPartialFloats =
-    int64_t(1) << 24;                        // chunks are not shared among threads past 64 MB of partial sums
+// Above 64 MB of partial sums, threads do not share chunks.
+constexpr int64_t kMaxPartialFloats = int64_t(1) << 24;
 constexpr int kRows = kWidth == 16 ? 6 : 4;  // rows and vectors of accumulators held in registers
 constexpr int kVecs = kWidth == 16 ? 4 : kWidth == 8 ? 3 : 2;
 constexpr float kInfinity = __builtin_inff();
@@ -52,7 +52,7 @@ static float* thread_scratch(int64_t floats) {
   return buffer.reserve(floats);
 }
 
-// The softmax state of the lanes of a group over some keys.
+// The softmax state of a group's lanes over some keys.
 struct State {
   float* top;  // [lanes] largest score, -infinity before the first
   float* sum;  // [lanes] sum of exp(score - top)
@@ -94,7 +94,7 @@ struct Group {
   }
 };
 
-// acc[i][v] = sum over k of a[i][k * a_step] * b[k * b_step + lane]: the one loop nest of both products.
+// acc[i][v] = sum over k of a[i][k * a_step] * b[k * b_step + lane]. Both products use this loop nest.
 template <int NV>
 static inline void multiply(const float* const (&a)[kRows], int64_t a_step, const float* b, int64_t b_step,
                             int64_t n, Vec (&acc)[kRows][NV]) {
@@ -115,15 +115,15 @@ static inline void multiply(const float* const (&a)[kRows], int64_t a_step, cons
   }
 }
 
-// scores [keys, lanes] = k [keys, dim] q, q packed as [dim, lanes]; NV vectors of lanes. Sums of kSegment
-// products are added up: one long sum would lose twice as much.
+// scores [keys, lanes] = k [keys, dim] q, q packed as [dim, lanes]; NV vectors of lanes. Partial sums of
+// kSegment products are added up, because one long sum has twice the error.
 template <int NV>
 static void score_tile(const float* k, int64_t k_step, int64_t keys, const float* q, int64_t dim,
                        int64_t lanes, float* scores) {
   for (int64_t key = 0; key < keys; key += kRows) {
     const int64_t rows = least(kRows, keys - key);
     for (int64_t from = 0; from < dim; from += kSegment) {
-      const float* at[kRows];  // past the last key its row is taken again, and its scores dropped
+      const float* at[kRows];  // past the end: repeat the last key and drop its scores
       for (int i = 0; i < kRows; ++i) at[i] = k + least(key + i, keys - 1) * k_step + from;
       Vec acc[kRows][NV];
       multiply<NV>(at, 1, q + from * lanes, lanes, least(kSegment, dim - from), acc);
@@ -160,15 +160,15 @@ static void value_tile(const float* v, int64_t v_step, int64_t keys, const float
   }
 }
 
-// fn(first lane, number of vectors as a constant) over all lanes
+// Calls fn(first lane, number of vectors as a constant) over all lanes.
 template <int NV, typename Fn>
 static inline void over_lanes(int64_t lane, int64_t lanes, const Fn& fn) {
   for (; lane + NV * kWidth <= lanes; lane += NV * kWidth) fn(lane, std::integral_constant<int, NV>{});
   if constexpr (NV > 1) over_lanes<NV - 1>(lane, lanes, fn);
 }
 
-// scores [keys, lanes] of slots first .. first + keys - 1 become weights exp(score - top); the state's top
-// and sum are updated, and alpha [lanes] is the factor for what was summed under the old top.
+// Turns scores [keys, lanes] of slots first .. first + keys - 1 into weights exp(score - top), and updates
+// the state's top and sum. alpha [lanes] rescales sums that used the old top.
 __attribute__((noinline)) static void softmax_tile(const BlockAttentionParams& p, const Group& g,
                                                    int64_t first, int64_t keys, bool masked, float* scores,
                                                    float* alpha, const State& state) {
@@ -202,7 +202,7 @@ __attribute__((noinline)) static void softmax_tile(const BlockAttentionParams& p
   }
 }
 
-// into = into + other, both brought to the larger top.
+// into = into + other, both rescaled to the larger top.
 __attribute__((noinline)) static void combine(const State& into, const State& other, int64_t lanes,
                                               int64_t v_head_dim) {
   for (int64_t lane = 0; lane < lanes; lane += kWidth) {
@@ -227,8 +227,7 @@ struct Worker {
   float* scores;  // [kTile, lanes]
   float* alpha;   // [lanes]
   float* k_tile;  // [kTile, head_dim]
-  float*
-      v_tile;  // [kTile, v_step]: read by columns, so a row must not be a multiple of the cache's ways apart
+  float* v_tile;  // [kTile, v_step]: read by columns, so the row stride must avoid cache-set conflicts
   int64_t v_step;
   State chunk, total;
 
@@ -273,9 +272,8 @@ struct Worker {
     for (; i < n; ++i) to[i] = to_float(from[i]);
   }
 
-  // v_tile = v. Where some queries do not see some of the slots, rows that are not finite are set to zero,
-  // which a weight of zero would not do: those slots may hold anything. Queries that do see such a row become
-  // NaN.
+  // v_tile = v. Slots hidden from some queries may hold anything, and a weight of zero does not cancel NaN or
+  // infinity, so non-finite rows are zeroed. Queries that do see such a row become NaN.
   void copy_values(const T* v, int64_t keys, bool masked) const {
     const int64_t n = p.v_head_dim;
     for (int64_t key = 0; key < keys; ++key) {
@@ -291,7 +289,7 @@ struct Worker {
     }
   }
 
-  // chunk = the state over the visible slots of [begin, begin + kChunk); false when there are none
+  // chunk = the state over the visible slots of [begin, begin + kChunk); returns false if there are none
   bool attend(int64_t begin) const {
     const int64_t end = least(begin + kChunk, g.hi_max), lanes = g.lanes;
     if (end <= most(begin, g.lo_min)) return false;
@@ -316,7 +314,7 @@ struct Worker {
     return true;
   }
 
-  // total, with the sinks, to the output
+  // Adds the sinks to `total`, and writes the output.
   void finish() const {
     const int64_t heads = p.num_heads / p.num_kv_heads, dim = p.v_head_dim, lanes = g.lanes;
     if (p.sinks) {
@@ -346,8 +344,7 @@ static void attend_group(const BlockAttentionParams& p, const Group& g) {
   worker.finish();
 }
 
-// partials [tasks, chunks, State::floats(width, v_head_dim)]; a chunk without visible keys is left out of
-// both passes.
+// partials [tasks, chunks, State::floats(width, v_head_dim)]. Both passes skip chunks without visible keys.
 template <typename T>
 static void attend_chunk(const BlockAttentionParams& p, const Group& g, int64_t chunk, float* partial) {
   if (least((chunk + 1) * kChunk, g.hi_max) <= most(chunk * kChunk, g.lo_min)) return;

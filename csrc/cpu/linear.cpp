@@ -1,17 +1,19 @@
 // out[r][n] = sum_k x[r][k] weight[n][k] + bias[n]
 //
-// Rows lie in the lanes of vectors and a weight is broadcast to all of them: it is read once, in place, and
-// the matrix is not copied. A row's bits depend neither on its place nor on how many rows there are. A task
-// is a tile of weight rows: 24 accumulators in registers over 1 to 4 vectors of rows. A single row would
-// leave most lanes idle: there output features lie in the lanes (AVX-512). Sums of kSum products are added
-// up: one long sum would lose more. Up to 64 rows are taken at once; tiles over threads. bf16 goes through
-// vdpbf16ps, pairs of k at a time, where the processor has it, and is widened elsewhere.
+// Each vector lane holds a row, and every weight is broadcast to all lanes, so the weights are read once and
+// never copied as a matrix. A row's bits depend neither on its place nor on the number of rows. Up to 64 rows
+// are taken at once.
+//
+// A task is a tile of weight rows: 24 accumulators in registers over 1 to 4 vectors of rows. Tiles are spread
+// over threads. A single row would leave most lanes idle, so its output features go into the lanes (AVX-512).
+// Partial sums of kSum products are added up, because one long sum loses more precision. bf16 uses vdpbf16ps,
+// a pair of k at a time, if the processor has it, and is widened otherwise.
 #include "cpu/linear.h"
 
 #include "cpu/buffer.h"
 #include "cpu/parallel.h"
 #if defined(__AVX512F__)
-// GCC 12 warns of the uninitialised vectors that its own intrinsics are made of.
+// GCC 12 warns about uninitialised vectors in its own intrinsics.
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #include <immintrin.h>
@@ -84,7 +86,7 @@ static void pack_rows(const T* x, int64_t rows, int64_t in, int64_t n, int64_t l
 template <typename T>
 static inline void copy_tile(const T* weight, int64_t in, int64_t live, int tile, int64_t n, float* copied) {
   for (int i = 0; i < tile; ++i) {
-    const T* from = weight + least(i, live - 1) * in;  // past the last row it is taken again, and dropped
+    const T* from = weight + least(i, live - 1) * in;  // past the end: repeat the last row, drop the result
     float* to = copied + i * kSegmentStride;
     int64_t k = 0;
     for (; k + kWidth <= n; k += kWidth) {
@@ -94,8 +96,8 @@ static inline void copy_tile(const T* weight, int64_t in, int64_t live, int tile
   }
 }
 
-// One line of each row of a block that is copied soon (three tiles on, when weights come from memory), over
-// the 16 rounds of a line's worth of k.
+// Prefetches one cache line of each row of a tile that is needed soon (three tiles ahead if weights come from
+// memory), spread over the 16 values of k in a line.
 template <int TILE, typename T>
 static inline void prefetch_next(const T* next, int64_t in, int64_t k) {
   constexpr int64_t kLine = 64 / sizeof(T) < 16 ? 64 / sizeof(T) : 16;
@@ -193,7 +195,7 @@ static bool has_bf16() {
   return has;
 }
 
-// packed [ceil(n / 2), lanes] pairs of bf16, as pack_rows
+// packed [ceil(n / 2), lanes]: pairs of bf16, laid out as in pack_rows
 static void pack_pairs(const bf16* x, int64_t rows, int64_t in, int64_t n, int64_t lanes, uint32_t* packed) {
   for (int64_t first = 0; first < lanes; first += 16) {
     int64_t k = 0;
@@ -292,13 +294,14 @@ constexpr bool kSingleRow = true;  // one row takes its own path
 constexpr bool kSingleRow = false;
 #endif
 
-// What one output feature of so many rows costs, in multiply-adds of a full vector's worth of lanes.
+// The cost of one output feature for `rows` rows, in multiply-adds; a partly filled vector counts as full.
 static inline int64_t products_of(int64_t rows, int64_t in) {
   if (rows == 1 && kSingleRow) return in * 4;
   return in * least((rows + kWidth - 1) / kWidth, int64_t(kMaxVecs)) * 16;
 }
 
-// fn(part, first, live) for every tile of `size` output features of every part; `products` per feature
+// Calls fn(part, first, live) for every tile of `size` output features of every part; each feature costs
+// `products` multiply-adds.
 template <typename Fn>
 static inline void over_tiles(const LinearPart* parts, int num_parts, int64_t size, int64_t products,
                               int threads, const Fn& fn) {
@@ -319,13 +322,13 @@ static inline void over_tiles(const LinearPart* parts, int num_parts, int64_t si
   parallel_for(tiles, features * products >= kParallelProducts ? kParallelElements : 0, threads, task);
 }
 
-// The last tile of a matrix is cut to a third or two thirds where that is enough.
+// The last tile of a matrix shrinks to a third or two thirds if that is enough.
 template <typename T, int NV>
 static void run_tiles(const void* packed, bool pairs, int64_t rows, int64_t first_row, int64_t in,
                       const LinearPart* parts, int num_parts, int threads) {
   constexpr int TILE = kTiles[NV];
   const auto task = [&](const LinearPart& part, int64_t first, int64_t live) {
-    // rows of this group that the part wants, and where they go
+    // skip the rows of this group that the part does not compute
     const int64_t skip = part.first_row > first_row ? part.first_row - first_row : 0;
     if (skip >= rows) return;
     const int64_t row = first_row + skip - part.first_row;
@@ -340,8 +343,8 @@ static void run_tiles(const void* packed, bool pairs, int64_t rows, int64_t firs
 }
 
 #if defined(__AVX512F__)
-// One row: output features lie in the lanes and x is broadcast. Weights are turned on the way; the products
-// and the order of their sums are those of many rows, and so are the bits.
+// A single row: output features are in the lanes and x is broadcast. Weights are transposed on the fly.
+// Products and summation order match those for many rows, and so do the bits.
 template <typename T>
 static void single_row(const T* x, int64_t in, bool pairs, const LinearPart* parts, int num_parts,
                        int threads) {
@@ -350,7 +353,7 @@ static void single_row(const T* x, int64_t in, bool pairs, const LinearPart* par
   static thread_local Buffer<float> floats;
   static thread_local Buffer<uint32_t> words;
   float* wide = floats.reserve(in);
-  uint32_t* paired = words.reserve(in / 2 + 1);  // an odd end is followed by a zero
+  uint32_t* paired = words.reserve(in / 2 + 1);  // an odd last element is paired with zero
   if (pairs) {
     paired[in / 2] = 0;
     std::memcpy(paired, x, in * sizeof(T));

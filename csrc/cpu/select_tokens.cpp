@@ -1,10 +1,11 @@
 // id = argmax(sharpness * filter(logits / temperature) + gumbel(seed, position, id)), ties to the lowest id.
-// One row at a time, rows over threads. A first pass takes the maximum of each block of 64 logits and looks
-// for NaN; after that only blocks that can matter are read. A token needs its Philox word only if its score
-// with the largest noise there is would reach the best score so far, and a logarithm only if the bound
-// gumbel(word) <= -ln(word / 2^32) still lets it: fp32 addition is monotone, so what is skipped could not
-// have won, and the result is exact. The thresholds of the filters are found exactly, on the blocks that can
-// hold them. Needs -ffp-contract=off.
+// Each thread takes one row at a time. A first pass finds the maximum of each block of 64 logits and checks
+// for NaN; later passes read only blocks that can matter.
+//
+// A token needs its Philox word only if its score plus the largest possible noise reaches the best score so
+// far. It needs the logarithm only if the bound gumbel(word) <= -ln(word / 2^32) does too. fp32 addition is
+// monotone, so a skipped token could not have won, and the result is exact. Filter thresholds are found
+// exactly, on the blocks that can hold them. Needs -ffp-contract=off.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -42,7 +43,7 @@ struct Row {
   uint64_t position, seed;
 };
 
-// Fills in the maximum of every block; returns true if the row is free of NaN.
+// Computes the maximum of every block; returns true if the row has no NaN.
 template <typename T>
 static bool scan(const T* logits, const Row& row, float* block_max) {
   IVec largest_bits = {};
@@ -87,7 +88,7 @@ static void load_block(const T* logits, const Row& row, int64_t block, float* z)
   for (; i < kBlock; ++i) z[i] = -kInf;
 }
 
-// The k-th largest of count values, which it reorders.
+// The k-th largest of `count` values. Reorders them.
 static float kth(Value* values, int64_t k, int64_t count) {
   std::nth_element(values, values + (k - 1), values + count);
   return values[k - 1].z;
@@ -98,7 +99,7 @@ template <typename T>
 static float kth_largest(const T* logits, const Row& row, const float* block_max, Scratch& s) {
   const int64_t k = row.top_k;
   Value* values = s.values.reserve(row.vocab);
-  float at_least = -kInf;  // k blocks hold such a logit, hence k logits are as large
+  float at_least = -kInf;  // k blocks reach it, so at least k logits do
   if (k <= row.blocks) {
     for (int64_t b = 0; b < row.blocks; ++b) values[b] = {block_max[b], 0};
     at_least = kth(values, k, row.blocks);
@@ -115,10 +116,11 @@ static float kth_largest(const T* logits, const Row& row, const float* block_max
 
 typedef uint64_t LVec __attribute__((vector_size(4 * DFLASH_WIDTH)));
 
-// The product of the low halves.
+// The product of the low 32 bits of each lane.
 static inline LVec multiply_low(LVec a, LVec b) {
 #if defined(__AVX512F__)
-  return LVec(_mm512_maskz_mul_epu32(0xff, __m512i(a), __m512i(b)));  // GCC 12 warns of the plain one
+  // GCC 12 warns about the unmasked intrinsic.
+  return LVec(_mm512_maskz_mul_epu32(0xff, __m512i(a), __m512i(b)));
 #elif defined(__AVX2__)
   return LVec(_mm256_mul_epu32(__m256i(a), __m256i(b)));
 #elif defined(__SSE2__)
@@ -128,8 +130,8 @@ static inline LVec multiply_low(LVec a, LVec b) {
 #endif
 }
 
-// noise_words for a whole block, a counter per 64-bit lane. Only low halves count; what is above them is
-// never masked.
+// noise_words for a full block, one counter per 64-bit lane. Only the low halves matter, so the high halves
+// are never masked off.
 static void block_words(uint32_t group, uint64_t position, uint64_t seed, uint32_t* words) {
   constexpr int kLanes = kWidth / 2;
   uint64_t pairs[2][kBlock / 4];  // the first two words of each counter, the last two; little endian
@@ -166,9 +168,8 @@ static inline int bucket_of(float d) {
   return int(bucket < float(kBuckets - 1) ? bucket : float(kBuckets - 1));
 }
 
-// The smallest z that top-p keeps among those from `floor` up: what is strictly above it weighs less than
-// top_p of all. Weights go into buckets of z first, and only the bucket in which the sum gets there is
-// sorted.
+// The smallest z >= floor that top-p keeps: everything strictly above it weighs less than top_p of the total.
+// Weights are summed in buckets of z; only the bucket where the sum reaches the limit is sorted.
 template <typename T>
 static float top_p_threshold(const T* logits, const Row& row, const float* block_max, float top, float floor,
                              Scratch& s) {
@@ -231,7 +232,7 @@ static int64_t select_row(const T* logits, const Row& row, Scratch& s) {
     floor = kth_largest(logits, row, block_max, s) / row.temperature;
   for (int64_t b = 0; b < row.blocks; ++b) block_max[b] = block_max[b] / row.temperature;
   if (row.top_p < 1.0f) floor = std::max(floor, top_p_threshold(logits, row, block_max, top, floor, s));
-  if (row.min_p > 0.0f) {  // only a lower bound, to skip by; the test itself is on the exponential
+  if (row.min_p > 0.0f) {  // a lower bound for skipping; the test itself uses the exponential
     const double bound = double(top) + std::log(double(row.min_p));
     floor = std::max(floor, std::min(top, float(bound - 1e-3 - 1e-6 * std::fabs(bound))));
   }
@@ -247,8 +248,8 @@ static int64_t select_row(const T* logits, const Row& row, Scratch& s) {
     if (block_max[b] < floor || scaled(block_max[b]) + kLargestNoise < best) continue;
     load_block(logits, row, b, z);
     block_words(uint32_t(b * (kBlock / 4)), row.position, row.seed, word);
-    // -ln(word / 2^32) <= ln2 (151 - bits / 2^23) for the bits of float(word >> 8): log2(1 + f) >= f on its
-    // mantissa.
+    // -ln(word / 2^32) <= ln2 (151 - bits / 2^23), where bits are those of float(word >> 8), because
+    // log2(1 + f) >= f for the mantissa f.
     IVec any = {};
     for (int i = 0; i < kBlock; i += kWidth) {
       const Vec v = load(z + i);

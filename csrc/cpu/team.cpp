@@ -16,7 +16,7 @@ namespace {
 
 constexpr int kMaxRanges = 64;
 
-// Sequentially consistent, as Gate needs it; put is not.
+// get and set are sequentially consistent, which Gate relies on. put is relaxed.
 template <typename T>
 T get(const T& from) {
   return __atomic_load_n(&from, __ATOMIC_SEQ_CST);
@@ -36,10 +36,10 @@ int64_t nanoseconds(clockid_t clock) {
   return now.tv_sec * int64_t(1000000000) + now.tv_nsec;
 }
 
-// How many threads to use while other programs want processors too. A helper that the system takes off its
-// processor in the middle of an iteration holds up the team for a time slice, longer than most steps of a
-// small model: then one thread fewer is faster. One more is tried again after a while, which grows after
-// every failure and shrinks after every success.
+// Limits the number of threads while other programs compete for processors. A helper preempted in the middle
+// of an iteration holds up the team for a time slice, which is longer than most steps of a small model, so
+// one thread fewer is faster. Another thread is tried after a wait, which grows after every failure and
+// shrinks after every success.
 class Throttle {
  public:
   int threads(int wanted) {
@@ -52,7 +52,7 @@ class Throttle {
     return wanted < most_ ? wanted : most_;
   }
 
-  // A team of so many threads was held up.
+  // Records that a team of `threads` threads was held up.
   void held_up(int threads) {
     const int64_t now = nanoseconds(CLOCK_MONOTONIC);
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -76,11 +76,11 @@ class Throttle {
 
 Throttle throttle;
 
-// Where threads wait for what another will write: they look for a while and then sleep, which leaves this
-// processor to the other.
+// Where threads wait for another thread's write. They spin for a while, then sleep to free the processor for
+// the other thread.
 class Gate {
  public:
-  // Until there(); the nanoseconds asleep.
+  // Waits until there() is true; returns the nanoseconds asleep.
   template <typename F>
   int64_t wait(const F& there) {
     int64_t since = 0;
@@ -105,7 +105,7 @@ class Gate {
     return nanoseconds(CLOCK_MONOTONIC) - since;
   }
 
-  // After each write that makes there() true.
+  // Must be called after each write that makes there() true.
   void open() {
     if (get(asleep_) == 0) return;
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -120,7 +120,7 @@ class Gate {
   int asleep_ = 0;
 };
 
-thread_local bool in_loop = false;  // true while this thread runs iterations: loops in them are its own
+thread_local bool in_loop = false;  // true while this thread runs iterations; nested loops then run on it
 
 struct Loop {
   void (*body)(const void*, int64_t, int64_t);
@@ -137,11 +137,11 @@ class Team {
     for (int i = 0; i < ranges_; ++i) ranges_taken_[i].value = 0;
   }
 
-  // On the thread that opened the team.
+  // Called on the thread that opened the team.
   void run(const Loop& loop) {
     const uint64_t round = ++last_round_;
     Loop& slot = loops_[round % 2].loop;
-    __atomic_thread_fence(__ATOMIC_RELEASE);  // who sees what follows sees the round before, too
+    __atomic_thread_fence(__ATOMIC_RELEASE);  // whoever reads these writes also sees the previous round
     put(slot.body, loop.body), put(slot.context, loop.context), put(slot.n, loop.n);
     set(round_, round);
     start_.open();
@@ -150,7 +150,7 @@ class Team {
     end_.wait([&] { return get(ended_) == all_; });
   }
 
-  // On every other thread, until close().
+  // Called on every other thread; returns after close().
   void help(int thread) {
     const int64_t busy_before = nanoseconds(CLOCK_THREAD_CPUTIME_ID);
     int64_t asleep = 0;
@@ -159,7 +159,7 @@ class Team {
       if (round == kClosed) break;
       const Loop& slot = loops_[round % 2].loop;
       const Loop loop{get(slot.body), get(slot.context), get(slot.n)};
-      if (get(round_) == round) work(thread, loop, round);  // else the next but one may be half written
+      if (get(round_) == round) work(thread, loop, round);  // else a later round may be half written here
     }
     const int64_t busy = nanoseconds(CLOCK_THREAD_CPUTIME_ID) - busy_before;
     const int64_t life = nanoseconds(CLOCK_MONOTONIC) - since_, away = life - busy - asleep;
@@ -169,7 +169,7 @@ class Team {
     end_.open();
   }
 
-  // Sends the helpers away, and waits for them here before OpenMP does, which looks for much longer before it
+  // Dismisses the helpers and waits for them. OpenMP would wait too, but it spins for much longer before it
   // sleeps.
   void close(int helpers) {
     set(round_, kClosed);
@@ -179,18 +179,17 @@ class Team {
 
  private:
   static constexpr uint64_t kClosed = ~uint64_t(0);
-  // Nanoseconds off its processor that say that a helper was taken off; in a long life, an eighth of it.
+  // A helper counts as preempted after this many nanoseconds off its processor, and an eighth of its life.
   static constexpr int64_t kSlice = 1000000;
 
-  // How much of a range is taken: round << 32 | iterations, in a cache line of its own. An older round is
-  // none.
+  // Progress in a range: round << 32 | iterations taken. An older round means none. One cache line each.
   struct alignas(64) Taken {
     uint64_t value;
   };
 
-  // The next iterations [first, last) of a range of `count`, half of those that are left; false if none is. A
-  // round whose iterations are not all taken has not ended, so what is taken belongs to it, however long ago
-  // this thread looked at the loop.
+  // Takes half of the iterations left in a range of `count`, as [first, last); returns false if none are
+  // left. A round cannot end before all its iterations are taken, so a successful take belongs to the current
+  // round even if this thread read the loop long ago.
   static bool take(Taken& range, uint64_t round, int64_t count, int64_t& first, int64_t& last) {
     uint64_t taken = get(range.value);
     for (;;) {
@@ -208,7 +207,7 @@ class Team {
     int64_t ended = 0;
     for (int i = 0; i < ranges_; ++i) {
       const int range = (thread + i) % ranges_;
-      // The first ranges are the longer ones: their threads are here first.
+      // The first ranges are the longer ones, because their threads arrive first.
       const int64_t begin = (loop.n * range + ranges_ - 1) / ranges_,
                     count = (loop.n * (range + 1) + ranges_ - 1) / ranges_ - begin;
       int64_t first, last;
@@ -224,25 +223,25 @@ class Team {
     if (thread) end_.open();
   }
 
-  // What different threads write lies in different cache lines.
+  // Fields that different threads write are in different cache lines.
   struct alignas(64) Slot {
     Loop loop;
   };
 
-  Slot loops_[2] = {};              // of this round and the last
-  alignas(64) uint64_t round_ = 0;  // the loop under way, counted from 1
+  Slot loops_[2] = {};              // of this round and the previous one
+  alignas(64) uint64_t round_ = 0;  // number of the current loop, from 1
   Gate start_;
-  alignas(64) int64_t ended_ = 0;  // iterations of all rounds
+  alignas(64) int64_t ended_ = 0;  // iterations finished in all rounds
   int gone_ = 0, held_up_ = 0;     // helpers
   Gate end_;
   alignas(64) uint64_t last_round_ = 0;
-  int64_t all_ = 0;  // iterations of the rounds begun
+  int64_t all_ = 0;  // iterations in all rounds started
   const int threads_, ranges_;
   const int64_t since_;
   Taken ranges_taken_[kMaxRanges];
 };
 
-thread_local Team* team = nullptr;  // that this thread has opened
+thread_local Team* team = nullptr;  // the team that this thread opened
 
 }  // namespace
 

@@ -6,7 +6,7 @@ namespace dflash {
 
 constexpr int kWarps = 4;
 
-// T is a word as wide as an element; nothing is computed with it.
+// T is any type as wide as an element; the kernel only copies it.
 template <typename T, int kWidth>
 static __global__ void __launch_bounds__(32 * kWarps, 1) append_kv_kernel(const AppendKvParams p) {
   const int64_t heads = 2 * p.num_kv_heads;

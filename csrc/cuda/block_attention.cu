@@ -1,30 +1,30 @@
 // o_i = sum_j p_ij v_j / (sum_j p_ij + exp(sink - top)),  p_ij = exp(s_ij - top),  s_ij = cap(scale * q_i .
 // k_j)
 //
-// The rows * (num_heads / num_kv_heads) queries that share a kv head are packed into tiles of 64 rows: a
-// block of four warps, 16 rows each, reads every K/V byte once for all of them. Slots are taken 32 at a time
-// through a ring of cp.async stages: S = Q K^T and O += P V by mma.sync, softmax in registers between them,
-// fp32 sums.
+// The rows * (num_heads / num_kv_heads) queries that share a kv head are packed into tiles of 64 rows. A
+// block of four warps, 16 rows each, reads every K/V byte once for the tile. Slots pass through a ring of
+// cp.async stages, 32 at a time: S = Q K^T and O += P V by mma.sync, softmax in registers between them, fp32
+// sums.
 //
 // The cache is cut into chunks at fixed slots: 256 slots each up to 1024, then four per octave (a block reads
-// at most an eighth to a quarter of the context). A chunk's (top, sum, o) starts from
-// nothing, and chunks are folded one by one in ascending order. Tiles and chunks start at absolute slots, and
-// one without a key that a row sees changes no bit of that row: how the work is cut leaves no trace in the
-// result. Scores are in units of log2(e) throughout.
+// at most an eighth to a quarter of the context). Each chunk computes its own (top, sum, o), and chunks are
+// folded one by one in ascending order. Tiles and chunks start at absolute slots, and one without a visible
+// key changes no bit of a row. The result therefore does not depend on how the work is split. All scores are
+// in units of log2(e).
 //
-// Few tiles: one block per chunk. The block that arrives last at the tile's counter folds all of them and
-// resets the counter; a block whose chunk no row sees returns at once. Many tiles: one block takes all chunks
-// in turn.
+// If there are few tiles, each chunk gets a block. The last block to arrive at the tile's counter folds all
+// chunks and resets the counter; a block whose chunk no row sees returns at once. If there are many tiles,
+// one block takes all chunks in turn.
 //
-// float32, and head dimensions that are not a multiple of 8 or over 256, go through a plain kernel: one block
-// per query, 128 slots at a time, one key per thread.
+// float32, and head dimensions that are over 256 or not a multiple of 8, use a plain kernel: one block per
+// query, 128 slots at a time, one key per thread.
 #include "cuda/device.cuh"
 #include "cuda/launch.h"
 
 namespace dflash {
 
-constexpr int kRows = 64;  // of a tile
-constexpr int kKeys = 32;  // of a stage
+constexpr int kRows = 64;  // per tile
+constexpr int kKeys = 32;  // per stage
 constexpr int kPlainThreads = 128;
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr int kFirstChunk = 256;
@@ -45,8 +45,8 @@ static __device__ __forceinline__ int chunk_of(int slot) {
 static __device__ __forceinline__ float minus_infinity() { return __int_as_float(0xff800000); }
 static __device__ __forceinline__ float not_a_number() { return __int_as_float(0x7fc00000); }
 
-// The slots that a query sees: [lo, hi), none if that is empty, without those of the block that its ancestor
-// bits leave out. Both ends rise with the row.
+// The slots that a query sees: [lo, hi), except block slots whose ancestor bit is not set. Both ends rise
+// with the row.
 struct Sight {
   int lo, hi, length;
   const uint64_t* ancestors;  // [ceil(rows / 64)] or null
@@ -80,7 +80,7 @@ constexpr int kColumns = kDim > 128 ? 128 : kDim;
 template <int kDim>
 constexpr int kThreads = kRows / 16 * 32 * (kDim / kColumns<kDim>);
 template <int kDim>
-constexpr int kPieces = kDim / 8;  // of 16 bytes, in a row
+constexpr int kPieces = kDim / 8;  // of 16 bytes per row
 template <int kDim>
 constexpr int kStages = kDim > 128 ? 2 : 4;
 template <int kDim>
@@ -90,8 +90,8 @@ constexpr int kHeldQueries = kDim > 128  ? 0
 template <int kDim>
 constexpr int kSharedBytes = (kRows + kStages<kDim> * 2 * kKeys) * kDim * 2;
 
-// What a thread holds, as mma does: of rows g = lane / 4 and g + 8, of every 8 columns the two at
-// 2 * (lane % 4).
+// A thread's part of the state, in mma's layout: rows g = lane / 4 and g + 8, and in every 8 columns the two
+// at 2 * (lane % 4).
 template <int kDim>
 struct State {
   float out[kColumns<kDim> / 8][4];  // sum of exp(score - top) * v
@@ -108,13 +108,13 @@ struct State {
 };
 
 template <int kDim>
-constexpr int kStateVectors = kColumns<kDim> / 8 + 1;  // of 16 bytes, of a thread in a stored state
+constexpr int kStateVectors = kColumns<kDim> / 8 + 1;  // of 16 bytes per thread in a stored state
 template <int kDim>
 constexpr int kStateFloats = kStateVectors<kDim> * 4 * kThreads<kDim>;
 template <int kDim>
 constexpr int kFoldSlots = kSharedBytes<kDim> / (kStateFloats<kDim> * 4);
 
-// Where a piece of a row lies in shared memory, in elements; eight rows at one piece are in different banks.
+// Offset of a piece of a row in shared memory, in elements. Eight rows at the same piece use different banks.
 template <int kDim>
 static __device__ __forceinline__ int place(int row, int piece) {
   return row * kDim + (piece ^ (row % 8)) * 8;
@@ -140,7 +140,7 @@ static __device__ __forceinline__ bool not_finite(uint32_t pair) {
   return (pair & kExponent) == kExponent || (pair >> 16 & kExponent) == kExponent;
 }
 
-// A stored state: [kStateVectors, kThreads<kDim>] vectors of four, each thread its own.
+// A stored state is [kStateVectors, kThreads<kDim>] vectors of four. Each thread reads only its own.
 template <int kDim>
 static __device__ __forceinline__ void store_state(float* to, const State<kDim>& s) {
   float4* at = reinterpret_cast<float4*>(to) + threadIdx.x;
@@ -150,7 +150,7 @@ static __device__ __forceinline__ void store_state(float* to, const State<kDim>&
   at[kColumns<kDim> / 8 * kThreads<kDim>] = make_float4(s.top[0], s.top[1], s.sum[0], s.sum[1]);
 }
 
-// s = s + stored, or stored + s, in that order, both brought to the larger top. With nothing on one side the
+// s = s + stored, or stored + s, in that order, both rescaled to the larger top. If one side is empty, the
 // other keeps its bits.
 template <int kDim, bool kStoredFirst>
 static __device__ __forceinline__ void fold(State<kDim>& s, const float* stored) {
@@ -164,7 +164,7 @@ static __device__ __forceinline__ void fold(State<kDim>& s, const float* stored)
     own[i] = exp2_approx(s.top[i] - base), other[i] = exp2_approx(top[i] - base);
     s.top[i] = larger;
   }
-  // by name: the two orders must round alike
+  // explicit intrinsics: both orders must round alike
   const auto add = [&](float mine, float its, int i) {
     return kStoredFirst ? __fmaf_rn(its, other[i], __fmul_rn(mine, own[i]))
                         : __fmaf_rn(mine, own[i], __fmul_rn(its, other[i]));
@@ -184,7 +184,7 @@ struct Tile {
   const BlockAttentionParams& p;
   T* q_tile;      // [kRows, kDim]
   T* stages;      // [kStages, 2, kKeys, kDim]: K and V
-  unsigned* bad;  // [kThreads / 32]: a bit for each slot a warp looks at whose value row is not finite
+  unsigned* bad;  // [kThreads / 32]: a bit per slot that a warp checks, set if its value row is not finite
   const T *k, *v;
   int group, kv_head, live, first_row;  // packed rows
   int64_t batch;
@@ -242,7 +242,7 @@ struct Tile {
     }
   }
 
-  // Slots past `end` are not read: zeros stand for them.
+  // Slots past `end` are not read; zeros replace them.
   __device__ __forceinline__ void copy_keys(int stage, int slot) const {
     const int key = threadIdx.x / kPieces<kDim>, piece = threadIdx.x % kPieces<kDim>;
     T* to = stages + stage * 2 * kKeys * kDim + place<kDim>(key, piece);
@@ -258,10 +258,10 @@ struct Tile {
     }
   }
 
-  // A slot that a row does not see may hold anything, and 0 * NaN is NaN: value rows that are not finite are
-  // set to zero; the result has their bits.
+  // A slot that a row does not see may hold anything, and 0 * NaN is NaN. So value rows that are not finite
+  // are zeroed; returns a bit for each of them.
   __device__ __forceinline__ unsigned clear_bad_values(T* values) const {
-    constexpr int kTeam = kThreads<kDim> / kKeys, kTeams = 32 / kTeam;  // threads to a slot, slots to a warp
+    constexpr int kTeam = kThreads<kDim> / kKeys, kTeams = 32 / kTeam;  // threads per slot, slots per warp
     const int key = threadIdx.x / kTeam, first = threadIdx.x % kTeam;
     bool here = false;
 #pragma unroll
@@ -286,8 +286,8 @@ struct Tile {
     return all;
   }
 
-  // The warp's queries as mma takes them, columns 16 d on. Pieces 2 d further on in a row lie at the same
-  // place, 16 d exclusive-or.
+  // Loads the warp's queries in mma's layout, from column 16 d. The address of the piece 2 d further on in a
+  // row is the address of the first, xor 16 d.
   __device__ __forceinline__ void load_queries(uint32_t (&a)[4], int d) const {
     ldmatrix(a, q_tile + (place<kDim>(warp_row() + lane() % 16, lane() / 16) ^ 16 * d));
   }
@@ -318,8 +318,8 @@ struct Tile {
       }
     }
     float top[2] = {s.top[0], s.top[1]};
-    // Products by name, here and below: fused with a sum in one copy of this code and not in another (for
-    // masked and for other stages, say), they would round differently.
+    // Explicit multiplications, here and below. The compiler could fuse them with a sum in one copy of this
+    // code and not in another (masked and unmasked stages, say), and the results would round differently.
 #pragma unroll
     for (int n = 0; n < kKeys / 8; ++n)
 #pragma unroll
@@ -352,7 +352,7 @@ struct Tile {
       alpha[i] = exp2_approx(s.top[i] - base[i]);
       s.top[i] = top[i];
     }
-    if (__any_sync(kAllLanes, alpha[0] != 1.0f || alpha[1] != 1.0f)) {  // few stages hold a new largest score
+    if (__any_sync(kAllLanes, alpha[0] != 1.0f || alpha[1] != 1.0f)) {  // rare: few stages raise the top
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         s.sum[i] = __fmul_rn(s.sum[i], alpha[i]);
@@ -372,7 +372,7 @@ struct Tile {
       weight[n][0] = pack_pair<T>(score[n][0], score[n][1]);
       weight[n][1] = pack_pair<T>(score[n][2], score[n][3]);
     }
-    if (bad_keys) {  // in few stages, and never in unmasked ones
+    if (bad_keys) {  // rare, and never in unmasked stages
 #pragma unroll
       for (int n = 0; n < kKeys / 8; ++n)
 #pragma unroll
@@ -394,14 +394,14 @@ struct Tile {
     }
   }
 
-  // s = the state over a chunk; its sums are whole in every thread. The queries come with the first of a
-  // block's chunks, after its first keys.
+  // s = the state over a chunk, with complete sums in every thread. A block copies its queries with its first
+  // chunk, after that chunk's first keys.
   __device__ __forceinline__ void attend_chunk(State<kDim>& s, int chunk, bool with_queries) const {
     s.clear();
     const int from = max(chunk_begin(chunk), begin / kKeys * kKeys), to = min(chunk_begin(chunk + 1), end);
     const int tiles = (to - from + kKeys - 1) / kKeys;
     Queries queries;
-    __syncthreads();  // the stages of the chunk before are read
+    __syncthreads();  // all threads have read the previous chunk's stages
 #pragma unroll
     for (int i = 0; i < kStages<kDim> - 1; ++i) {
       if (i < tiles) copy_keys(i, from + i * kKeys);
@@ -431,7 +431,7 @@ struct Tile {
     }
   }
 
-  // The sinks, the division and the result.
+  // Adds the sinks, divides, and writes the result.
   __device__ __forceinline__ void store(const State<kDim>& s) const {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -457,7 +457,7 @@ struct Tile {
   }
 };
 
-// Grid: (tiles * num_kv_heads * batch, splits), the last chunks of all first: they are the longest.
+// Grid: (tiles * num_kv_heads * batch, splits). The last chunks start first, because they are the longest.
 template <typename T, int kDim>
 static __global__ void __launch_bounds__(kThreads<kDim>, 1)
     block_attention_kernel(const BlockAttentionParams p) {
@@ -493,7 +493,7 @@ static __global__ void __launch_bounds__(kThreads<kDim>, 1)
     if (!arrived_last) return;
     __threadfence();
     if (threadIdx.x == 0) p.counters[index] = 0;
-    // What this thread wrote in each block comes back to it, through the stages' memory.
+    // Each thread reads back its own part of every chunk's state, through the stages' memory.
     constexpr int kSlots = kFoldSlots<kDim>;
     float* slots = reinterpret_cast<float*>(shared<T>());
     const auto fetch = [&](int chunk) {
@@ -529,8 +529,8 @@ static __device__ __forceinline__ float block_max(float x, float* scratch) {
   return fmaxf(fmaxf(scratch[0], scratch[1]), fmaxf(scratch[2], scratch[3]));
 }
 
-// Grid: (rows * num_heads, batch). A weight of zero is left out of the sums, so what a query does not see may
-// be anything.
+// Grid: (rows * num_heads, batch). Weights of zero are skipped in the sums, so slots that a query does not
+// see may hold anything.
 template <typename T>
 static __global__ void __launch_bounds__(kPlainThreads, 1)
     plain_attention_kernel(const BlockAttentionParams p) {
@@ -572,7 +572,7 @@ static __global__ void __launch_bounds__(kPlainThreads, 1)
                 base = larger == minus_infinity() ? 0.0f : larger;
     const float weight = expf(x - base), alpha = expf(top - base);
     weights[threadIdx.x] = weight;
-    sum = sum * alpha + block_sum(weight, scratch[1]);  // and a barrier for the weights
+    sum = sum * alpha + block_sum(weight, scratch[1]);  // also the barrier for the weights
     top = larger;
     const int keys = min(kPlainThreads, sight.hi - first);
     for (int64_t d = threadIdx.x; d < p.v_head_dim; d += kPlainThreads) {
@@ -603,7 +603,7 @@ static int64_t num_tiles(int64_t rows, int64_t num_heads, int64_t num_kv_heads) 
   return ceil_div(rows * (num_heads / num_kv_heads), kRows);
 }
 
-// What chunk_of(capacity - 1) + 1 is on the device.
+// chunk_of(capacity - 1) + 1, computed on the host.
 static int64_t num_chunks(int64_t capacity) {
   const int64_t first = (capacity - 1) / kFirstChunk;
   if (first < kPerOctave) return first + 1;
@@ -612,7 +612,7 @@ static int64_t num_chunks(int64_t capacity) {
   return kPerOctave * (octave + 1) + (first >> octave) % kPerOctave + 1;
 }
 
-// One split where tiles of rows fill a GPU by themselves, else one per chunk of the capacity.
+// One split if the tiles alone fill a GPU, else one split per chunk of the capacity.
 Workspace block_attention_workspace(DType dtype, const void* k_cache, const void* v_cache, int64_t batch,
                                     int64_t rows, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
                                     int64_t v_head_dim, int64_t capacity) {

@@ -1,16 +1,16 @@
-// out = x weight^T + bias for up to 64 rows, bound by reading the weights once; of several weights side by
-// side.
+// out = x weight^T + bias for up to 64 rows and several weights. The time is bound by reading the weights
+// once.
 //
-// A block takes 128 output features of one weight and a slice of the inner dimension, 64 at a time: weights
-// and rows go through a ring of cp.async stages (the weights are first to leave the L2: nothing reads them
-// again before the next step), then mma.sync with the rows, padded to 16, 32 or 64, as the first factor. Each
-// of the eight warps has 16 features and every row. Where there are few features the inner dimension is cut
-// into slices, one block each; the block that arrives last adds their sums up in ascending order. The slices
-// follow from the weights' shapes only: a row's bits depend neither on the other rows nor on how many there
-// are.
+// A block takes 128 output features of one weight and a slice of the inner dimension, 64 at a time. Weights
+// and rows pass through a ring of cp.async stages; the weights are marked evict-first in L2, as nothing reads
+// them again before the next step. mma.sync takes the rows, padded to 16, 32 or 64, as its first factor. Each
+// of the eight warps has 16 features and every row.
 //
-// With `prefetch` the first stages of the weights are asked for before the kernel ahead has ended, from
-// sm_90.
+// If there are few features, the inner dimension is cut into slices, one block each, and the last block to
+// arrive adds up their sums in ascending order. The slices depend only on the weights' shapes, so a row's
+// bits depend neither on the other rows nor on their number.
+//
+// With `prefetch`, from sm_90, the first weights are requested before the previous kernel has ended.
 #include "cuda/device.cuh"
 #include "cuda/launch.h"
 
@@ -20,9 +20,9 @@ constexpr int kThreads = 256;
 constexpr int kFeatures = 128;
 constexpr int kInner = 64;
 constexpr int64_t kMaxRows = 64;
-constexpr int64_t kBlocks = 256;       // about as many, by cutting the inner dimension into slices
-constexpr int64_t kStepsPerSlice = 4;  // at least, of kInner each
-constexpr int kPieces = kInner / 8;    // of 16 bytes, in a row of a stage
+constexpr int64_t kBlocks = 256;       // the number of slices aims at about this many blocks
+constexpr int64_t kStepsPerSlice = 4;  // minimum; each step is kInner
+constexpr int kPieces = kInner / 8;    // of 16 bytes per row of a stage
 constexpr int kWeights = kFeatures * kInner;
 
 template <int kRows>
@@ -32,16 +32,16 @@ constexpr int kStageElements = (kFeatures + kRows) * kInner;
 template <int kRows>
 constexpr int kSharedBytes = kStages<kRows> * kStageElements<kRows> * 2;
 
-// Where a piece of a row lies in a stage, in elements; eight rows at one piece are in different banks.
+// Offset of a piece of a row in a stage, in elements. Eight rows at the same piece use different banks.
 static __device__ __forceinline__ int place(int row, int piece) {
   return row * kInner + (piece ^ (row % 8)) * 8;
 }
 
-// What a block multiplies with: features of one of the weights, from `feature` on.
+// A block's share of the work: the features of one weight, starting at `feature`.
 template <typename T>
 struct Part {
   const T *weight, *bias;
-  int64_t feature, features, column;  // column: of the first feature of the weight in the result
+  int64_t feature, features, column;  // column: the weight's first column in the result
 
   __device__ __forceinline__ Part(const LinearParams& p, int tile)
       : weight(static_cast<const T*>(p.weights[0])),
@@ -62,7 +62,7 @@ struct Part {
   }
 };
 
-// A thread copies the same piece of every kApart-th row, from addresses that it knows from the start.
+// A thread copies the same piece of every kApart-th row, from addresses computed once.
 template <typename T, int kRows>
 struct Stages {
   static constexpr int kApart = kThreads / kPieces;
@@ -70,12 +70,12 @@ struct Stages {
 
   T* memory;  // [kStages, kFeatures + kRows, kInner]: weights, then x
   const T *weight[kFeatures / kApart], *x[kRowCopies];
-  int to;                   // where the thread's first piece goes
-  int tiles;                // with columns at the thread's piece
-  int x_tiles[kRowCopies];  // the same, 0 for a row that is not there
+  int to;                   // destination of the thread's first piece
+  int tiles;                // tiles that have columns at the thread's piece
+  int x_tiles[kRowCopies];  // as `tiles`, but 0 past the last row
   uint64_t policy;
 
-  // Past the last feature its weights are taken again, and dropped.
+  // Past the last feature, its weights are loaded again and the results dropped.
   __device__ __forceinline__ Stages(const LinearParams& p, const Part<T>& part, int64_t inner)
       : memory(shared<T>()), policy(evict_first_policy()) {
     const int row = threadIdx.x / kPieces, piece = threadIdx.x % kPieces;
@@ -136,8 +136,8 @@ static __global__ void __launch_bounds__(kThreads, 1) linear_kernel(const Linear
     cp_async_commit();
   }
 
-  float sum[kRows / 16][2][4] = {};  // [rows / 16, features / 8], as mma has them
-  // Pieces 2 k further on lie at the same place, 16 k exclusive-or.
+  float sum[kRows / 16][2][4] = {};  // [rows / 16, features / 8] in mma's layout
+  // The address of the piece 2 k further on is the address of the first, xor 16 k.
   const int weights_at = place(warp * 16 + lane / 16 * 8 + lane % 8, lane / 8 % 2);
   const int rows_at = place(lane % 16, lane / 16);
   int stage = 0, free_stage = kAhead;
@@ -221,7 +221,7 @@ static int64_t num_tiles(const int64_t* features, int num_weights) {
   return tiles;
 }
 
-// None of the slices is empty; there are about 256 blocks in all.
+// No slice is empty, and there are about 256 blocks in total.
 static int64_t num_slices(int64_t tiles, int64_t in) {
   const int64_t steps = ceil_div(in, kInner);
   const int64_t wanted = max(int64_t(1), min(kBlocks / tiles, steps / kStepsPerSlice));

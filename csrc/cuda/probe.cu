@@ -10,7 +10,7 @@ cudaError_t probe_kernels(int device) {
   if (scope.error() != cudaSuccess) return scope.error();
   cudaFuncAttributes attributes;
   const cudaError_t error = cudaFuncGetAttributes(&attributes, probe_kernel);
-  cudaGetLastError();  // the answer, not a fault that a later launch should report
+  cudaGetLastError();  // clear the error, or a later launch would report it
   return error;
 }
 

@@ -1,7 +1,7 @@
 // n = x / sqrt(mean(x^2) + eps) * weight per head;  (a, b) = halves of n's first `rotary` dimensions
 // out = (a cos - b sin, b cos + a sin, rest of n), rounded once; k and v go to the cache slot of the row's
-// position. One warp per head of a row; the normed head lies in shared memory, where the halves meet.
-// append_context_kv is the same for k and v only, for all layers in one launch.
+// position. One warp per head and row. The normed head is in shared memory, because a lane needs both halves.
+// append_context_kv does this for k and v only, for all layers in one launch.
 #include "cuda/device.cuh"
 #include "cuda/launch.h"
 
@@ -10,7 +10,7 @@ namespace dflash {
 constexpr int kWarps = 4;
 constexpr int kLayersPerLaunch = 64;
 
-// What normalizes and rotates one head; weight null: no norm.
+// The norm and rotation of one head. A null weight means no norm.
 template <typename T>
 struct Turn {
   const T* weight;   // [head_dim]
@@ -20,7 +20,7 @@ struct Turn {
   float eps;
 };
 
-// What a lane reads of kWidth dimensions of a head from i on.
+// A lane's inputs for kWidth dimensions of a head, starting at i.
 template <typename T, int kWidth>
 struct Piece {
   Packed<T, kWidth> x, weight;
@@ -39,9 +39,9 @@ struct Piece {
   }
 };
 
-// One warp: x [head_dim] -> out [head_dim]; normed is the warp's own shared memory, [head_dim]. `first` is
-// the lane's piece of the first 32 * kWidth dimensions, all asked for at once; the rest, if any, is read as
-// it comes.
+// One warp: x [head_dim] -> out [head_dim]. `normed` [head_dim] is the warp's own shared memory. `first` is
+// the lane's piece of the first 32 * kWidth dimensions, loaded in advance; the rest, if any, is read in the
+// loop.
 template <typename T, int kWidth>
 static __device__ void norm_rope(const Turn<T>& t, const T* x, T* out, float* normed,
                                  const Piece<T, kWidth>& first) {

@@ -1,7 +1,7 @@
 // h = x + residual;  out = h / sqrt(mean(h^2) + eps) * weight;  tap = h.
 // One block per row, kWidth elements per thread at a time. The first kHeld of those stay in registers between
-// the sum and the scaling. They and their weights are all requested before the first is used: the block waits
-// for memory once. Rows past the count of their sequence are zero and are not read.
+// the sum and the scaling. They and their weights are all requested before the first is used, so the block
+// waits for memory once. Rows past their sequence's count are not read; their output is zero.
 #include "cuda/device.cuh"
 #include "cuda/launch.h"
 
@@ -28,7 +28,7 @@ static __global__ void __launch_bounds__(kMaxThreads, 1) rms_norm_kernel(const R
     for (int i = threadIdx.x; i < n; i += step) store<T, kWidth>(out + i * kWidth, zero);
     return;
   }
-  // What is read of one place, and the values in it.
+  // The inputs of kWidth elements.
   struct Place {
     Packed<T, kWidth> x, residual, weight;
   };
@@ -39,7 +39,8 @@ static __global__ void __launch_bounds__(kMaxThreads, 1) rms_norm_kernel(const R
     place.weight = load_packed<T, kWidth>(weight + i * kWidth);
     return place;
   };
-  // The sum is rounded to the storage type first: the norm must see what the next layer will add to.
+  // The sum is rounded to the storage type first, so that the norm sees the residual that the next layer
+  // reads.
   const auto add = [&](const Place& place, float (&v)[kWidth]) {
     unpack_to<T, kWidth>(place.x, v);
     if (p.residual) {

@@ -1,16 +1,18 @@
-// id = argmax(sharpness * filter(logits / temperature) + gumbel(seed, position, id)), ties to the lowest id;
-// the same bits as the CPU kernel (noise.h).
+// id = argmax(sharpness * filter(logits / temperature) + gumbel(seed, position, id)), ties to the lowest id.
+// Gives the same bits as the CPU kernel (noise.h).
 //
-// Stage 1, one block per slice of a row: the slice's largest logit, whether it holds NaN and, for a row
-// without filters, its best score. Stage 2, one block a row: combines the slices; a row with filters finds
-// their thresholds first. A threshold of top-k or top-p is the smallest z such that what is strictly above it
-// weighs less than a limit (in tokens, or in fixed-point probability): the weights go into 1024 buckets of z
-// below the largest, then what lies in the bucket where the sum gets there is told apart by 8 bits of the
-// logit at a time. Sums of integers have no order, so neither does the result.
+// Stage 1, one block per slice of a row, finds the slice's largest logit, any NaN and, for a row without
+// filters, its best score. Stage 2, one block per row, combines the slices. A row with filters finds their
+// thresholds first.
 //
-// As on the CPU, a token needs its Philox word only if its score with the largest noise there is would reach
-// the best so far, and a logarithm only if gumbel(word) <= -ln(word / 2^32) still lets it; fp32 addition is
-// monotone, so what is skipped could not have won.
+// The threshold of top-k or top-p is the smallest z such that everything strictly above it weighs less than a
+// limit (in tokens, or in fixed-point probability). Weights are summed in 1024 buckets of z below the
+// largest. The bucket where the sum reaches the limit is then refined by 8 bits of the logit at a time.
+// Integer sums do not depend on their order, so neither does the result.
+//
+// As on the CPU, a token needs its Philox word only if its score plus the largest possible noise reaches the
+// best so far, and a logarithm only if the bound gumbel(word) <= -ln(word / 2^32) does too. fp32 addition is
+// monotone, so a skipped token could not have won.
 #include "cuda/device.cuh"
 #include "cuda/launch.h"
 #include "noise.h"
@@ -18,7 +20,7 @@
 namespace dflash {
 
 constexpr int64_t kSelectSlice = 8192;                // tokens per block of stage 1
-constexpr int kScanThreads = 256, kRowThreads = 512;  // at most; fewer for a small vocabulary
+constexpr int kScanThreads = 256, kRowThreads = 512;  // maximum; a small vocabulary uses fewer
 constexpr int kBuckets = 1024;                        // of width 1/32 in z below the largest
 constexpr float kLargestNoise = 22.875f;              // above 33 ln2
 
@@ -43,7 +45,7 @@ static __device__ __forceinline__ Best warp_best(Best x) {
   return x;
 }
 
-// The best of the block, for every thread; scratch [32] may be used again after the next barrier.
+// The best of the block, returned to every thread. scratch [32] may be reused after the next barrier.
 static __device__ Best block_best(Best x, Best* scratch) {
   x = warp_best(x);
   __syncthreads();
@@ -73,7 +75,7 @@ static __device__ __forceinline__ float scaled(const Row& row, float z) {
   return fabsf(z) == infinity() ? z : DFLASH_MUL32(row.sharpness, z);
 }
 
-// An index that is not known to the compiler would put the words into memory.
+// A runtime index would force the words out of registers into local memory.
 static __device__ __forceinline__ uint32_t word_of(const Words4& words, uint32_t id) {
   const uint32_t low = id & 1 ? words.word[1] : words.word[0], high = id & 1 ? words.word[3] : words.word[2];
   return id & 2 ? high : low;
@@ -83,7 +85,7 @@ static __device__ float score_of(const Row& row, float z, uint32_t id) {
   return DFLASH_ADD32(scaled(row, z), gumbel(word_of(noise_words(id >> 2, row.position, 0, row.seed), id)));
 }
 
-// z of the largest logit has d = 0 even where both are infinite.
+// The largest logit gives 0 even if it is infinite.
 static __device__ __forceinline__ float below_top(float z, float top) { return z == top ? 0.0f : z - top; }
 
 static __device__ __forceinline__ int bucket_of(float d) {
@@ -91,13 +93,13 @@ static __device__ __forceinline__ int bucket_of(float d) {
   return int(bucket < float(kBuckets - 1) ? bucket : float(kBuckets - 1));
 }
 
-// Grows with x; both zeros have the same.
+// A key that grows with x; both zeros have the same key.
 static __device__ __forceinline__ uint32_t key_of(float x) {
   const uint32_t bits = __float_as_uint(x == 0.0f ? 0.0f : x);
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
-// f(id, logit) for the tokens of a slice, spread over the threads of the block.
+// Calls f(id, logit) for the tokens of a slice, spread over the threads of the block.
 template <typename T, int kWidth, typename F>
 static __device__ __forceinline__ void for_slice(const SelectTokensParams& p, const T* logits, int64_t slice,
                                                  F&& f) {
@@ -110,7 +112,7 @@ static __device__ __forceinline__ void for_slice(const SelectTokensParams& p, co
   }
 }
 
-// f(id, logit) for the tokens of all slices with take(slice); each thread has several loads in flight.
+// Calls f(id, logit) for the tokens of all slices with take(slice). Each thread has several loads in flight.
 template <typename T, int kWidth, typename Take, typename F>
 static __device__ __forceinline__ void for_slices(const SelectTokensParams& p, const T* logits, Take&& take,
                                                   F&& f) {
@@ -136,7 +138,7 @@ static __device__ __forceinline__ void for_slices(const SelectTokensParams& p, c
   }
 }
 
-// The best score of a slice among tokens with z >= floor that keep(z), or `best` if none is better.
+// The best score of a slice among tokens with z >= floor and keep(z), or `best` if none is better.
 template <typename T, int kWidth, typename Keep>
 static __device__ Best best_of_slice(const SelectTokensParams& p, const T* logits, int64_t slice,
                                      const Row& row, float floor, Best best, Keep&& keep) {
@@ -146,7 +148,8 @@ static __device__ Best best_of_slice(const SelectTokensParams& p, const T* logit
     const float z = logit / row.temperature, score = scaled(row, z);
     if (!(z >= floor) || DFLASH_ADD32(score, kLargestNoise) < best.value) return;
     if (id >> 2 != group) group = id >> 2, words = noise_words(group, row.position, 0, row.seed);
-    // -ln(word / 2^32) <= ln2 (151 - bits / 2^23) for the bits of float(word >> 8), with room to spare.
+    // -ln(word / 2^32) <= ln2 (151 - bits / 2^23), where bits are those of float(word >> 8), with some
+    // margin.
     const uint32_t word = word_of(words, id);
     const float bound = 104.6663f - float(__float_as_uint(float(word >> 8))) * 8.2629582e-8f;
     if (DFLASH_ADD32(score, bound) < best.value || !keep(z)) return;
@@ -187,7 +190,7 @@ static __global__ void __launch_bounds__(kScanThreads, 1) scan_slices(const Sele
   }
 }
 
-// What stage 2 keeps in shared memory.
+// The shared memory of stage 2.
 struct Scratch {
   Sum weight[kBuckets];
   Sum warp_sums[32];
@@ -196,15 +199,16 @@ struct Scratch {
   Best best[32];
 };
 
-// s.weight[0 .. bins) in falling order of z: the last bin that is not empty and before which less than limit
-// lies, counting `above`; -1 if there is none. Adds what is before it to above.
+// s.weight[0 .. bins) is in falling order of z. Returns the last non-empty bin such that `above` plus all
+// bins before it weigh less than `limit`; -1 if there is none. Adds the weight of the bins before it to
+// `above`.
 static __device__ int crossing_bin(Scratch& s, int bins, double limit, Sum& above) {
   const int each = int(ceil_div(bins, blockDim.x)), first = threadIdx.x * each;
   const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   __syncthreads();
   Sum own = 0;
   for (int i = first; i < first + each && i < bins; ++i) own += s.weight[i];
-  Sum before = own;  // inclusive of the own, for now
+  Sum before = own;  // still includes the thread's own
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
     const Sum other = __shfl_up_sync(kAllLanes, before, step);
@@ -232,8 +236,8 @@ static __device__ int crossing_bin(Scratch& s, int bins, double limit, Sum& abov
   return bin;
 }
 
-// The smallest z = logit / temperature such that what is strictly above it weighs less than limit; below
-// floor nothing weighs.
+// The smallest z = logit / temperature such that everything strictly above it weighs less than the limit.
+// Tokens below `floor` have no weight.
 template <typename T, int kWidth, typename Weight>
 static __device__ float threshold(const SelectTokensParams& p, const T* logits, const uint4* partial,
                                   const Row& row, float top, float floor, Scratch& s, double share,
@@ -248,7 +252,7 @@ static __device__ float threshold(const SelectTokensParams& p, const T* logits, 
     __syncthreads();
   };
   clear(kBuckets);
-  Sum total = 0, rest = 0;  // rest: of the last bucket, where most tokens are when the distribution is peaked
+  Sum total = 0, rest = 0;  // rest: the last bucket, which holds most tokens of a peaked distribution
   for_slices<T, kWidth>(
       p, logits, [&](int64_t slice) { return floor == -infinity() || largest(slice) >= floor; },
       [&](uint32_t, float logit) {
@@ -271,7 +275,7 @@ static __device__ float threshold(const SelectTokensParams& p, const T* logits, 
   Sum above = 0;
   const int bucket = crossing_bin(s, kBuckets, limit, above);
   if (bucket < 0) return top;
-  uint32_t prefix = 0, known = 0;  // the bits of the key that are settled
+  uint32_t prefix = 0, known = 0;  // the bits of the key found so far
   for (int shift = 24; shift >= (std::is_same_v<T, __nv_bfloat16> ? 16 : 0); shift -= 8) {
     clear(256);
     for_slices<T, kWidth>(
@@ -288,7 +292,7 @@ static __device__ float threshold(const SelectTokensParams& p, const T* logits, 
     known |= 255u << shift;
   }
   const uint32_t bits = prefix & 0x80000000u ? prefix & 0x7fffffffu : ~prefix;
-  // The low half of a negative bf16's key is all ones: ~ cleared them above.
+  // The low half of a negative bf16's key is all ones; prefix has zeros there, which ~ turned into ones.
   const float logit = __uint_as_float(std::is_same_v<T, __nv_bfloat16> ? bits & 0xffff0000u : bits);
   return logit / row.temperature;
 }
@@ -341,7 +345,7 @@ static __global__ void __launch_bounds__(kRowThreads, 1) choose_rows(const Selec
   if (threadIdx.x == 0) p.ids[index] = best.id;
 }
 
-// [rows, slices] of 16 bytes: what stage 1 finds in each slice.
+// [rows, slices] of 16 bytes: stage 1's findings for each slice.
 int64_t select_tokens_workspace(int64_t rows, int64_t vocab) {
   return rows * ceil_div(vocab, kSelectSlice) * int64_t(sizeof(uint4));
 }
