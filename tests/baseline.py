@@ -1,4 +1,4 @@
-"""One-token decoding by transformers alone: its own cache and attention, one row, one token at a time."""
+"""One-token decoding with only transformers: its own cache and attention, one row, one token at a time."""
 
 import torch
 
@@ -7,7 +7,7 @@ from dflash.ops import reference
 
 @torch.no_grad()
 def greedy(target, prompt: torch.Tensor, new: int, stop: tuple[int, ...] = ()) -> torch.Tensor:
-    """New tokens of ``target.generate(do_sample=False)`` for a prompt ``[length]``."""
+    """Return the new tokens of ``target.generate(do_sample=False)`` for a prompt ``[length]``."""
     eos = list(stop) or None
     out = target.generate(
         prompt[None], do_sample=False, max_new_tokens=new, eos_token_id=eos, pad_token_id=0, use_cache=True
@@ -27,7 +27,7 @@ def sampled(
     min_p: float = 0.0,
     stop: tuple[int, ...] = (),
 ) -> torch.Tensor:
-    """New tokens by the sampling rule as the oracle states it: keyed noise on the target's logits."""
+    """Return new tokens by the oracle's sampling rule: keyed noise on the target's logits."""
 
     def one(value, dtype=torch.float32):
         return torch.tensor([value], dtype=dtype)
@@ -59,7 +59,7 @@ def prompt(length: int, seed: int = 0, vocab: int = 97) -> torch.Tensor:
 
 
 def left_padded(prompts: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """``ids``, ``attention_mask`` of a ragged batch as transformers pads it."""
+    """Return ``ids`` and ``attention_mask`` of a ragged batch, padded as in transformers."""
     longest = max(map(len, prompts))
     ids = torch.stack([torch.cat([p.new_zeros(longest - len(p)), p]) for p in prompts])
     mask = torch.stack([torch.arange(longest) >= longest - len(p) for p in prompts]).long()

@@ -27,7 +27,7 @@ SLOW = tuple(line for line in (ROOT / "tests" / "slow.txt").read_text().splitlin
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        # The emulated CUDA kernels are slow, and a first run compiles them for most of a minute.
+        # The emulated CUDA kernels are slow, and compiling them takes most of a minute in a first run.
         emulated = "cuda-emulated" in item.nodeid or {"emulation", "emulated_kernels"} & set(item.fixturenames)
         if emulated or item.nodeid.startswith(SLOW):
             item.add_marker(pytest.mark.slow)
@@ -40,7 +40,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session")
 def emulated_kernels() -> ModuleType:
-    """The CUDA kernels compiled for the CPU, under the sanitizers with DFLASH_EMULATION=sanitize."""
+    """Compile the CUDA kernels for the CPU, with sanitizers if DFLASH_EMULATION=sanitize."""
     import build
 
     if reason := build.missing():
@@ -50,7 +50,7 @@ def emulated_kernels() -> ModuleType:
 
 @pytest.fixture
 def emulation(emulated_kernels) -> ModuleType:
-    """The same, in the order of threads and blocks that DFLASH_EMULATION_SEED gives (0)."""
+    """Return the emulation, in the order of threads and blocks given by DFLASH_EMULATION_SEED (default 0)."""
     emulated_kernels.seed(int(os.environ.get("DFLASH_EMULATION_SEED", "0")))
     return emulated_kernels
 
@@ -82,19 +82,19 @@ def _place(request: pytest.FixtureRequest) -> object:
 
 @pytest.fixture
 def kernels(request: pytest.FixtureRequest) -> object:
-    """The functions of ``dflash.ops`` for CPU tensors, run on the CPU, on an emulated GPU and on a real one."""
+    """Return the functions of ``dflash.ops`` for CPU tensors, run on the CPU, an emulated GPU or a real one."""
     return _place(request)
 
 
 @pytest.fixture
 def implementation(request: pytest.FixtureRequest) -> object:
-    """The same and their plain-torch twins."""
+    """Return the same functions as ``kernels``, or their plain-torch twins."""
     return _place(request)
 
 
 @pytest.fixture(scope="session")
 def reference_package() -> ModuleType:
-    """``model.py`` of the reference package, in a folder and under a name of its own; installed there if need be."""
+    """Import the reference package's ``model.py`` from its own folder, under its own name. Installs it if needed."""
     path = ROOT / ".peers" / "dflash" / "model.py"
     if not path.exists():
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(ROOT / ".peers")]
@@ -107,13 +107,13 @@ def reference_package() -> ModuleType:
 
 @pytest.fixture(scope="session")
 def pair_dir() -> Path:
-    """The folder of the package's own trained pair: ``target``, ``draft`` and ``prompts.jsonl``."""
+    """Return the folder of the package's trained pair: ``target``, ``draft`` and ``prompts.jsonl``."""
     return demo.PAIR
 
 
 @dataclass
 class Done:
-    """How a command ended."""
+    """The result of a command."""
 
     code: int
     out: str
@@ -122,7 +122,7 @@ class Done:
 
 @pytest.fixture
 def shell(monkeypatch, capsys) -> Callable[..., Done]:
-    """``shell("demo", "--json")``: the ``dflash`` command in this process, as a shell user meets it; no network."""
+    """Return ``shell("demo", "--json")``, which runs the ``dflash`` command in this process without network."""
     from dflash import cli
 
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -142,11 +142,11 @@ def shell(monkeypatch, capsys) -> Callable[..., Done]:
 
 @pytest.fixture(scope="module")
 def target() -> PreTrainedModel:
-    """A tiny random Qwen3."""
+    """Return a tiny random Qwen3."""
     return make_target("qwen3")
 
 
 @pytest.fixture(scope="module")
 def draft(target) -> Drafter:
-    """A random drafter for `target`."""
+    """Return a random drafter for `target`."""
     return make_draft(target)

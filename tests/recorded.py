@@ -1,9 +1,8 @@
-"""A GPU's manners on CPU: steps recorded once and replayed, reports that arrive one step late, no peeking.
+"""A GPU's behavior on CPU: steps are recorded once and replayed, reports arrive one step late, no host reads.
 
-``Recorded`` is `dflash.engine.Replay` with its device calls replaced. A capture runs the step once under a
-dispatch mode, notes every torch call with the very tensors it was made with, and puts back what the step wrote; a
-replay makes the calls again. As with a CUDA graph, no Python of the step is run then: a tensor that has moved, or a
-branch that should now go another way, gives a wrong answer.
+``Recorded`` is `dflash.engine.Replay` with its device calls replaced. A capture runs the step once under a dispatch
+mode, records every torch call with its exact tensors, and restores what the step wrote. A replay repeats the calls. As
+with a CUDA graph, a replay runs no Python of the step, so a moved tensor or a changed branch gives a wrong answer.
 """
 
 import contextlib
@@ -19,9 +18,9 @@ import dflash
 from dflash.engine.runner import Replay
 from dflash.ops.registry import dispatched
 
-LATE = -7  # what a report holds until it has arrived
+LATE = -7  # content of a report until it has arrived
 
-# What makes the host wait for a GPU, as torch names it below and above autograd.
+# Calls that make the host wait for a GPU, by torch's names below and above autograd.
 _WAITING = {
     *("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "equal"),
     *("is_nonzero", "item", "repeat_interleave.Tensor", "lift_fresh", "_assert_async"),
@@ -30,11 +29,11 @@ _READING = {"tolist", "item", "numpy", "cpu", "to", "__bool__", "__int__", "__fl
 
 
 class HostRead(AssertionError):
-    """The host looked at a tensor of the device."""
+    """Raised when the host reads a tensor of the device."""
 
 
 class _Calls(TorchDispatchMode):
-    """Shows every torch call of a step to ``see``, which makes it."""
+    """Passes every torch call of a step to ``see``, which makes the call."""
 
     def __init__(self, see: Callable) -> None:
         super().__init__()
@@ -62,7 +61,7 @@ def _refuse(func, args) -> None:
 
 
 class Tape:
-    """The torch calls of a step, to be made again."""
+    """The recorded torch calls of a step."""
 
     def __init__(self, step: Callable[[], None]) -> None:
         self.calls: list = []
@@ -94,7 +93,7 @@ class Tape:
 
 
 class Peeking(TorchFunctionMode):
-    """Raises when Python reads a tensor: any, or those of which ``live`` holds the storage."""
+    """Raises when Python reads a tensor: any tensor, or those with storage in ``live``."""
 
     def __init__(self, live: set[int] | None = None) -> None:
         super().__init__()
@@ -103,7 +102,7 @@ class Peeking(TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         name = getattr(func, "__name__", "")
         if name in _READING and isinstance(args[0], Tensor):
-            # `.to(x.device)` stays where it is; a device by name is another.
+            # `.to(x.device)` does not copy; a device given by name counts as another device.
             moves = name != "to" or any(isinstance(a, str) for a in (*args, *(kwargs or {}).values()))
             if moves and (self.live is None or args[0].untyped_storage().data_ptr() in self.live):
                 raise HostRead(f"Tensor.{name} waits for the device")
@@ -114,7 +113,7 @@ class Peeking(TorchFunctionMode):
 
 @contextlib.contextmanager
 def no_host_reads() -> Iterator[None]:
-    """Raise `HostRead` at whatever would make the host wait for a GPU; ops of dflash run."""
+    """Raise `HostRead` at any call that would make the host wait for a GPU. Ops of dflash are allowed."""
 
     def see(func, args, kwargs):
         _refuse(func, args)
@@ -131,7 +130,7 @@ def no_peeking(generator: dflash.Generator) -> Iterator[None]:
     cache = generator.state.target_cache
     state += [generator.state.report.tensor, *cache.keys.values(), *cache.values.values()]
     live = {tensor.untyped_storage().data_ptr() for tensor in state}
-    kept = []  # so that no address of theirs is used again
+    kept = []  # keeps these tensors alive, so that their addresses are not reused
 
     def see(func, args, kwargs):
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -139,7 +138,7 @@ def no_peeking(generator: dflash.Generator) -> Iterator[None]:
         if touched:
             _refuse(func, args)
         out = func(*args, **kwargs)
-        # A report is on its way to the host: what is copied into a slot is no longer the device's.
+        # A report on its way to the host: a tensor copied into a slot no longer belongs to the device.
         if touched and func is not torch.ops.aten.copy_.default:
             for leaf in tree_leaves(out):
                 if isinstance(leaf, Tensor) and leaf.numel():
@@ -155,9 +154,9 @@ class Recorded(Replay):
     """A `Replay` without a GPU.
 
     Attributes:
-        steps: steps launched so far, by ``"eager"`` and ``"replayed"``.
-        most_ahead: the most steps that were launched and not read when one was.
-        broken: raised by the next captures, as a step that cannot be captured does.
+        steps: number of steps launched so far, under ``"eager"`` and ``"replayed"``.
+        most_ahead: largest number of launched but unread steps at any launch.
+        broken: exception that the next captures raise, as if the step could not be captured.
     """
 
     def _open(self) -> None:
@@ -217,6 +216,6 @@ class Recorded(Replay):
 
 
 def record(generator: dflash.Generator) -> dflash.Generator:
-    """``generator``, with its steps recorded and read late."""
+    """Return ``generator``, with its steps recorded and read late."""
     generator.runner = Recorded(generator.state.report.tensor)
     return generator

@@ -1,4 +1,4 @@
-"""``dflash benchmark``: what it reads, what it reports, and what a stopped run has written."""
+"""Test ``dflash benchmark``: its input, its report, and the state of an interrupted run."""
 
 import gzip
 import json
@@ -37,7 +37,7 @@ def three(tmp_path_factory) -> str:
 
 @pytest.fixture
 def run(shell):
-    """``dflash benchmark --json`` on a pair; the report it prints."""
+    """Return a function that runs ``dflash benchmark --json`` on a pair and gives the printed report."""
 
     def call(pair, *arguments) -> dict:
         done = shell("benchmark", "--model", pair / "target", "--draft", pair / "draft", "--json", *arguments)
@@ -53,7 +53,7 @@ def run(shell):
 
 @pytest.fixture
 def data(tmp_path):
-    """A folder with files as they are published, made up."""
+    """Return a folder of made-up files in the published formats."""
     with gzip.open(tmp_path / "HumanEval.jsonl.gz", "wt") as file:
         file.write('{"task_id": "HumanEval/0", "prompt": "def f():\\n"}\n')
     write(tmp_path / "gsm8k_test.jsonl", {"question": "1 + 1?", "answer": "2"}, {"question": "2 + 2?", "answer": "4"})
@@ -120,7 +120,7 @@ def test_a_wrong_file_is_named_with_its_line(tmp_path, text, message):
         datasets.load_prompts(str(path))
 
 
-def test_conversations_are_asked_after_what_was_said(tmp_path):
+def test_conversations_continue_after_their_earlier_turns(tmp_path):
     said = [{"role": "system", "content": "w7"}, {"role": "user", "content": "w8"}]
     path = write(tmp_path / "x.jsonl", {"messages": [*said, {"role": "assistant", "content": "w9"}]}, {"prompt": said})
     for prompt in datasets.load_prompts(path):
@@ -132,7 +132,7 @@ def test_conversations_are_asked_after_what_was_said(tmp_path):
         module.encode(tokenizer, ["w8"], module.Settings(raw=True), said[:1])
 
 
-def test_a_file_that_only_pretends_to_be_gzipped(tmp_path):
+def test_a_file_that_is_not_really_gzipped_is_refused(tmp_path):
     path = tmp_path / "x.jsonl.gz"
     path.write_text('{"prompt": "a"}\n')
     with pytest.raises(ValueError, match=r"x\.jsonl\.gz: not a whole gzip file after line 0"):
@@ -170,7 +170,7 @@ def load(pair):
     return target, dflash.load_draft(pair / "draft")
 
 
-def test_the_summary_against_a_slow_count():
+def test_the_summary_equals_a_slow_count():
     def record(lengths, new, identical, ngrams):
         times = {"seconds": 2.0, "one_token_seconds": 5.0}
         return {"new_tokens": new, "one_token_new_tokens": new, "acceptance_lengths": lengths} | {
@@ -217,7 +217,7 @@ def test_the_text_without_json(shell, tiny, three):
     assert "three: steps of 1 .. 16 tokens:" in done.out
 
 
-def test_a_trained_pair(run, pair_dir):
+def test_a_trained_pair_writes_identical_text(run, pair_dir):
     call = ["--dataset", pair_dir / "prompts.jsonl", "--raw", "--bos", "--limit", 3, "--max-new-tokens", 40]
     for dtype in (["float32"], ["bfloat16", "--padded"]):
         found = run(pair_dir, *call, "--dtype", *dtype)["datasets"]["prompts"]
@@ -268,7 +268,7 @@ def test_prompts_that_are_too_long_are_left_out_and_counted(run, tiny, tmp_path)
 
 @pytest.fixture
 def count(monkeypatch) -> list[tuple[str, ...]]:
-    """The prompts that were run, not read from an earlier run."""
+    """Count the prompts that were run, not read from an earlier run."""
     ran, real = [], module.PairRunner.run
     monkeypatch.setattr(module.PairRunner, "run", lambda self, prompt: ran.append(prompt.turns) or real(self, prompt))
     return ran

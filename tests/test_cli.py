@@ -1,4 +1,4 @@
-"""The command line, as a user of a shell sees it."""
+"""Test the command line as a shell user sees it."""
 
 import io
 import json
@@ -25,13 +25,13 @@ class Terminal(io.StringIO):
 
 @pytest.fixture
 def run(shell):
-    """``dflash ARGUMENTS`` in this process."""
+    """Return a function that runs ``dflash ARGUMENTS`` in this process."""
     return shell
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> tuple[str, str]:
-    """A tiny target with a word tokenizer, and a random drafter for it, as checkpoints on disk."""
+    """Write a tiny target with a word tokenizer, and a random drafter for it, as checkpoints."""
     root = tmp_path_factory.mktemp("pair")
     target = make_target("qwen3")
     target.save_pretrained(root / "target")

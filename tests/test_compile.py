@@ -1,4 +1,4 @@
-"""The step under torch.compile: one graph, the same tokens, and no copy of a cache in the generated code."""
+"""Test the step under torch.compile: one graph, the same tokens, and no cache copies in the generated code."""
 
 import re
 
@@ -11,12 +11,12 @@ from torch._inductor.utils import run_and_get_code
 import dflash
 from dflash.sampling import fold
 
-MAX_LENGTH = 211  # with the block a capacity that no other size of the model has
+MAX_LENGTH = 211  # plus the block: a capacity unlike any other size in the model
 
 
 @pytest.fixture(scope="module")
 def compiled():
-    """A generator whose step was compiled while it ran, the code of that, and its target."""
+    """Return a generator with a compiled step, the generated code, and its target."""
     torch._dynamo.reset()
     target = make_target("qwen3", num_hidden_layers=2)
     draft = make_draft(target, "Qwen3.6-27B")
@@ -48,7 +48,7 @@ def test_the_generated_code_allocates_and_clones_no_cache(compiled):
     assert not any(str(capacity) in shape.split(", ") for shape in allocations)
 
 
-def test_rejection(compiled):
+def test_rejection_compiles(compiled):
     generator, target, prompts, *_ = compiled
     eager = dflash.Generator(target, generator.draft, max_length=MAX_LENGTH)
     call = {"max_new_tokens": 12, "temperature": 1.0, "seed": 4, "acceptance": "rejection"}
@@ -57,7 +57,7 @@ def test_rejection(compiled):
 
 
 def test_graphs_follow_the_call_and_belong_to_one_generator():
-    """Nothing guards a graph: another call's rules or another generator's weights must not meet it."""
+    """Graphs have no guards, so they must never see another call's rules or another generator's weights."""
     p = prompt(5)[None]
     calls = [
         {"stop_token_ids": []},

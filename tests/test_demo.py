@@ -1,4 +1,4 @@
-"""``dflash demo``: what it says is true, and a missing pair is one clear line."""
+"""Test ``dflash demo``: its claims are true, and a missing pair is reported in one clear line."""
 
 import io
 import json
@@ -28,7 +28,7 @@ PROMPTS = [
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
-    """A folder in the layout of the package's pair, its weights random and in bfloat16."""
+    """Return a folder in the layout of the package's pair, with random bfloat16 weights."""
     folder = save_pair(tmp_path_factory.mktemp("pair"), torch.bfloat16)
     (folder / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in PROMPTS))
     return folder
@@ -60,7 +60,7 @@ def test_the_packages_own_pair_is_small_and_its_prompts_were_held_out():
     assert sum(file.stat().st_size for file in demo.PAIR.rglob("*.safetensors")) <= 16e6
     found = [json.loads(line) for line in (demo.PAIR / "prompts.jsonl").read_text().splitlines()]
     recipe = held_out_examples(48)
-    assert [line["prompt"] for line in found] == [example.prompt for example in recipe], "the pair is of another recipe"
+    assert [line["prompt"] for line in found] == [example.prompt for example in recipe], "the pair has another recipe"
     assert all(held_out(line["prompt"]) for line in found)
     for line, example in zip(found, recipe, strict=True):
         assert line["answer"] == (None if example.kind == "letters" else example.answer)
@@ -75,7 +75,7 @@ def test_a_given_prompt_is_asked_as_the_pair_was_trained():
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_the_numbers_belong_together(tiny, temperature):
+def test_the_numbers_are_consistent(tiny, temperature):
     found = run_json(tiny, "--temperature", temperature, "--max-new-tokens", 12, "--seed", 5, "--prompts", 3)
     assert found["identical"] is True
     assert (found["prompts"], found["available"]) == (3, 3)
@@ -88,7 +88,7 @@ def test_the_numbers_belong_together(tiny, temperature):
 
 @pytest.mark.parametrize(("drafted", "temperature"), [(True, 1.0), (True, 0.0), (None, 0.0)])
 def test_a_wrong_answer_is_not_called_identical(tiny, monkeypatch, drafted, temperature):
-    """One-token decoding shows a fault of the drafter's side; greedy ``generate`` shows one of both sides."""
+    """One-token decoding reveals faults of drafting; greedy ``generate`` also reveals faults that both share."""
 
     class Wrong(dflash.Generator):
         def generate(self, ids, **arguments):
@@ -139,7 +139,7 @@ def test_accepted_and_bonus_tokens_have_two_styles(pair_dir):
         def styled(code, answer=answer):
             return "".join(re.findall(rf"\x1b\[{code}m([^\x1b]*)\x1b\[0m", answer))
 
-        # A styled line break is written outside of the style.
+        # rich writes a styled line break outside of the style.
         assert styled(bonus) == expected["bonus"].replace("\n", "")
         if colors:
             assert styled(accepted) == expected["accepted"].replace("\n", "")
@@ -178,7 +178,7 @@ def test_each_goes_first_in_turn_after_a_warm_up_at_both_lengths(tiny, monkeypat
 
 
 class Clock:
-    """A clock that only a test moves."""
+    """A clock that only the test advances."""
 
     def __init__(self):
         self.now = 0.0
@@ -235,7 +235,7 @@ def test_the_seconds_bound_the_command_and_the_number_of_prompts_does_not(tiny, 
     assert "\n1 of 3 prompts, " in done.out
 
 
-def test_transformers_generate_leaves_the_random_numbers_alone(tiny):
+def test_transformers_generate_leaves_the_random_state_unchanged(tiny):
     target, draft, tokenizer = dflash.demo_pair(tiny)
     before = torch.random.get_rng_state()
     report = demo.measure(target, draft, tokenizer, demo.demo_prompts(tiny)[:1], Decoding(4, temperature=1.0))

@@ -1,4 +1,4 @@
-"""The made work of the demonstration pair: its split, its right answers, and the numbers said about it."""
+"""Test the demo pair's synthetic tasks: the held-out split, right answers and reported numbers."""
 
 import itertools
 import re
@@ -21,18 +21,18 @@ def test_training_never_draws_a_held_out_prompt():
     assert all(map(held_out, held))
     assert not any(map(held_out, seen))
     assert not held & seen
-    # Held-out prompts are a fixed share of all, not an exhausted corner.
+    # Held-out prompts are a fixed share of all prompts, not a small set that runs out.
     assert {example.kind for example in held_out_examples(60)} == set(KINDS)
 
 
-def test_prompts_watched_in_training_are_held_out_and_not_those_of_the_evaluation():
+def test_prompts_watched_in_training_are_held_out_and_differ_from_the_evaluations():
     watched = [example.prompt for example in watched_examples(24)]
     assert len(set(watched)) == 24
     assert all(map(held_out, watched))
     assert not set(watched) & {example.prompt for example in held_out_examples(192)}
 
 
-def test_answers_of_an_older_target_are_not_those_of_this_one(tmp_path):
+def test_another_target_has_another_writer_name(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"one")
     before = writer_name(tmp_path)
     assert writer_name(tmp_path) == before
@@ -40,7 +40,7 @@ def test_answers_of_an_older_target_are_not_those_of_this_one(tmp_path):
     assert writer_name(tmp_path) != before
 
 
-def test_a_folder_is_not_gone_on_with_by_other_options(tmp_path):
+def test_a_folder_begun_with_other_options_is_refused(tmp_path):
     options = {"target_steps": 10, "prompts": 5, "draft_steps": 3}
     check_options(tmp_path / "new", options)
     check_options(tmp_path / "new", options)
@@ -131,7 +131,7 @@ def test_prompt_lookup_counts_accepted_tokens_and_one(prompt, answer, steps):
     assert prompt_lookup_length(prompt, answer, block_size=16) == steps
 
 
-def test_distinct_share():
+def test_distinct_share_counts_distinct_8_grams():
     assert distinct_share(list(range(20))) == 1.0
     assert distinct_share([1] * 9) == 0.5
     assert distinct_share([1, 2]) == 1.0

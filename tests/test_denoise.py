@@ -1,4 +1,4 @@
-"""denoise_steps: the schedule, what a further pass sees, and that the text never changes."""
+"""Test denoise_steps: the schedule, the input of later passes, and that the text never changes."""
 
 import itertools
 
@@ -26,7 +26,7 @@ def test_the_schedule_grows_and_leaves_something_for_the_last_pass():
             assert len(kept) == min(steps, drafts) + 1
 
 
-def test_the_most_confident_tokens_are_kept_and_stay():
+def test_the_most_confident_tokens_are_fixed():
     logits = torch.zeros(2, 4, 5)
     logits[0, :, 1] = torch.tensor([1.0, 4.0, 2.0, 3.0])
     logits[1, :, 1] = torch.tensor([1.0, 4.0, torch.nan, 3.0])
@@ -40,7 +40,7 @@ def test_the_most_confident_tokens_are_kept_and_stay():
         [True, False, False, True],
     ]
     assert denoise.most_confident(logits, drafts, once, 3).sum(1).tolist() == [3, 3]
-    assert not denoise.most_confident(logits, drafts, known, 3)[1, 2], "NaN is kept last"
+    assert not denoise.most_confident(logits, drafts, known, 3)[1, 2], "NaN is fixed last"
     low = torch.tensor([[True, False, False, False]] * 2)
     assert denoise.most_confident(logits, drafts, low, 2).tolist() == [
         [True, True, False, False],
@@ -66,7 +66,7 @@ def test_the_text_is_unchanged(variant, steps):
 
 
 class Watched(dflash.Generator):
-    """Keeps what every draft pass was given."""
+    """Records the inputs of every draft pass."""
 
     def _draft_logits(self, block, features):
         logits = super()._draft_logits(block, features)
@@ -74,7 +74,7 @@ class Watched(dflash.Generator):
         return logits
 
 
-def test_each_pass_sees_the_tokens_kept_before_and_injects_nothing_again():
+def test_each_pass_sees_the_fixed_tokens_and_injects_nothing_twice():
     target = make_target("qwen3")
     generator = Watched(target, make_draft(target), max_length=64, batch_size=2, denoise_steps=4)
     ids, mask = left_padded([prompt(5), prompt(9)])
@@ -91,13 +91,13 @@ def test_each_pass_sees_the_tokens_kept_before_and_injects_nothing_again():
         ):
             assert ((shown.sum(1) == kept) | (choice == mask_id).any(1)).all()  # a draft may be the mask id itself
             old = before[:, 1:] != mask_id
-            assert torch.equal(block[:, 1:][old], before[:, 1:][old]), "what was kept stays"
+            assert torch.equal(block[:, 1:][old], before[:, 1:][old]), "fixed tokens stay"
             fresh = shown & ~old
-            assert torch.equal(block[:, 1:][fresh], choice[fresh]), "what is new is the choice of the pass before"
+            assert torch.equal(block[:, 1:][fresh], choice[fresh]), "new tokens are the previous pass's choice"
 
 
 def test_later_passes_leave_the_draft_cache_as_one_pass_would():
-    """Behind the anchor nothing counts; before it the context must be what a single pass injects."""
+    """Slots after the anchor do not matter. Before it, the context must equal that of a single pass."""
     target = make_target("qwen3")
     caches = []
     for steps in (1, 3):
@@ -108,7 +108,7 @@ def test_later_passes_leave_the_draft_cache_as_one_pass_would():
         length = int(generator.state.length)
         generator.step()
         first = generator.state.tokens[0, : length + 2].clone()
-        generator.state.num_context.fill_(1)  # the bonus token alone: the same context for any acceptance
+        generator.state.num_context.fill_(1)  # only the bonus token, so the context is the same for any acceptance
         generator.state.length.fill_(length + 1)
         generator.step()
         caches.append(
@@ -119,7 +119,7 @@ def test_later_passes_leave_the_draft_cache_as_one_pass_would():
         torch.testing.assert_close(many, one, rtol=1e-5, atol=1e-6)
 
 
-def test_it_must_be_a_whole_number_of_at_least_1():
+def test_the_number_of_passes_must_be_a_positive_integer():
     target = make_target("qwen3")
     draft = make_draft(target)
     cases = [(0, ValueError, "at least 1, got 0"), (-1, ValueError, "at least 1"), (1.5, TypeError, "got 1.5")]
@@ -157,6 +157,6 @@ def test_a_call_may_ask_for_its_own_number_of_passes():
     assert len(passes) == of_two == 2 * len(output.statistics.acceptance_lengths[0])
     passes.clear()
     steps = asked.generate(p, max_new_tokens=12, return_dict_in_generate=True).statistics.acceptance_lengths[0]
-    assert len(passes) == len(steps), "the generator's own number is one"
+    assert len(passes) == len(steps), "the generator's default is one"
     events = asked.stream(p, max_new_tokens=12, denoise_steps=2)
     assert sum(len(event.ids[0]) for event in events) == 12

@@ -1,4 +1,4 @@
-"""`dflash doctor`: every fault of an installation is seen, and gets one line of advice."""
+"""Test ``dflash doctor``: every fault of an installation is found, with one line of advice."""
 
 import importlib.metadata
 import json
@@ -62,7 +62,7 @@ def test_a_forced_instruction_set_is_a_warning(monkeypatch):
         (True, True, "13.0", "ok", "a GPU"),
     ],
 )
-def test_the_gpu(monkeypatch, seen, present, cuda, status, words):
+def test_the_state_of_the_gpu_is_reported(monkeypatch, seen, present, cuda, status, words):
     gpu(monkeypatch, seen=seen, present=present, cuda=cuda)
     monkeypatch.setattr(replay, "graph_status", lambda: "")
     assert find("GPU").status == status
@@ -78,7 +78,7 @@ def test_the_gpu(monkeypatch, seen, present, cuda, status, words):
         (True, "", "ok", ""),
     ],
 )
-def test_the_cuda_kernels_with_a_gpu(monkeypatch, built, reason, status, advice):
+def test_the_state_of_the_cuda_kernels_is_reported(monkeypatch, built, reason, status, advice):
     gpu(monkeypatch, seen=True, present=True, cuda="13.0")
     monkeypatch.setattr(ops, "has_cuda_kernels", lambda: built)
     monkeypatch.setattr(ops, "cuda_status", lambda _device: reason)
@@ -88,7 +88,7 @@ def test_the_cuda_kernels_with_a_gpu(monkeypatch, built, reason, status, advice)
 
 
 @pytest.mark.parametrize(("reason", "status", "words"), [("", "ok", "used"), ("no memory", "warning", "no memory")])
-def test_cuda_graphs(monkeypatch, reason, status, words):
+def test_the_state_of_cuda_graphs_is_reported(monkeypatch, reason, status, words):
     assert "no GPU" in find("CUDA graphs").found or torch.cuda.is_available()
     gpu(monkeypatch, seen=True, present=True, cuda="13.0")
     monkeypatch.setattr(ops, "cuda_status", lambda _device: "")

@@ -1,4 +1,4 @@
-"""Our loop behind transformers' generate, and our drafter inside its assisted generation."""
+"""Test our loop as transformers' custom generate, and our drafter in its assisted generation."""
 
 import functools
 import json
@@ -54,7 +54,7 @@ class TestCustomGenerate:
         alone = target.generate(ids[:1, -4:], custom_generate=dflash.custom_generate, max_new_tokens=NEW)
         assert torch.equal(alone, target.generate(ids[:1, -4:], max_new_tokens=NEW, do_sample=False))
 
-    def test_sampling_settings_are_taken_over(self, target, draft):
+    def test_sampling_settings_are_applied(self, target, draft):
         p = prompt(8)[None]
         call = {"do_sample": True, "temperature": 0.8, "top_k": 7, "top_p": 0.9, "min_p": 0.05}
         rule = {name: value for name, value in call.items() if name != "do_sample"} | {"max_new_tokens": NEW}
@@ -73,13 +73,13 @@ class TestCustomGenerate:
         torch.manual_seed(5)
         assert torch.equal(ours(target, draft, p, **call), first)
 
-    def test_several_answers(self, target, draft):
+    def test_several_answers_equal_repeated_prompts(self, target, draft):
         ids, mask = left_padded([prompt(3), prompt(7)])
         call = {"attention_mask": mask, "max_new_tokens": 9, "seed": 2, "num_return_sequences": 3}
         output = ours(target, draft, ids, do_sample=True, top_k=0, **call)
         assert torch.equal(output, dflash.generate(target, draft, ids, temperature=1.0, **call))
 
-    def test_streamer_and_stopping_criteria(self, target, draft, capsys):
+    def test_streamer_and_stopping_criteria_are_followed(self, target, draft, capsys):
         tokenizer, p = byte_level(), prompt(9)
         full = target.generate(p[None], do_sample=False, max_new_tokens=NEW)
         string = tokenizer.decode(full[0, 9 : 9 + 12])[-2:].strip("\ufffd")
@@ -110,7 +110,7 @@ class TestCustomGenerate:
 
 
 class NoEven(LogitsProcessor):
-    """Bans even ids after an odd one, and the other way round."""
+    """Bans even ids after an odd one, and odd ids after an even one."""
 
     def __call__(self, input_ids, scores):
         banned = (torch.arange(scores.shape[1])[None] + input_ids[:, -1:]) % 2 == 1
@@ -118,7 +118,7 @@ class NoEven(LogitsProcessor):
 
 
 class After(StoppingCriteria):
-    """Ends a row once two of its last three tokens are the same."""
+    """Ends a row once two of its last three tokens are equal."""
 
     def __call__(self, input_ids, scores, **kwargs):
         last = input_ids[:, -3:]
@@ -141,7 +141,7 @@ RULES = [
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: ",".join(rule))
-def test_rules_processors_and_criteria_are_theirs(target, draft, rule):
+def test_rules_processors_and_criteria_match_transformers(target, draft, rule):
     for length in (1, 14):
         p = prompt(length, seed=3)[None]
         call = {"do_sample": False, "max_new_tokens": NEW, "pad_token_id": 0} | rule
@@ -173,11 +173,11 @@ REFUSED = [
 
 class TestRefusals:
     @pytest.mark.parametrize(("arguments", "message"), REFUSED, ids=lambda value: str(value)[:40])
-    def test_what_is_not_applied_is_refused_by_name(self, target, draft, arguments, message):
+    def test_unsupported_arguments_are_refused_by_name(self, target, draft, arguments, message):
         with pytest.raises(ValueError, match=message):
             ours(target, draft, prompt(5)[None], **arguments)
 
-    def test_what_would_see_no_padding(self, target, draft):
+    def test_processors_and_criteria_that_cannot_see_padding_are_refused(self, target, draft):
         ids, mask = left_padded([prompt(3), prompt(7)])
         for call, name in (
             ({"logits_processor": LogitsProcessorList([NoEven()])}, "NoEven in a padded batch"),
@@ -188,18 +188,18 @@ class TestRefusals:
         with pytest.raises(ValueError, match="PrefixConstrainedLogitsProcessor to 2 rows"):
             ours(target, draft, prompt(5)[None].repeat(2, 1), prefix_allowed_tokens_fn=lambda row, ids: [1])
 
-    def test_an_assistant_model(self, target, draft):
+    def test_an_assistant_model_is_refused(self, target, draft):
         with pytest.raises(ValueError, match="does not apply assistant_model: pass the drafter as draft="):
             ours(target, draft, prompt(5)[None], assistant_model=make_target("qwen3"))
 
-    def test_a_cache_that_holds_tokens(self, target, draft):
+    def test_a_cache_that_holds_tokens_is_refused(self, target, draft):
         cache = DynamicCache()
         p = prompt(6)[None]
         target(input_ids=p[:, :3], past_key_values=cache, use_cache=True)
         with pytest.raises(ValueError, match="past_key_values that hold tokens, 3 here"):
             ours(target, draft, p, past_key_values=cache)
 
-    def test_a_streamer_with_a_batch(self, target, draft):
+    def test_a_streamer_with_a_batch_is_refused(self, target, draft):
         class Quiet:
             def put(self, value):
                 pass
@@ -210,11 +210,11 @@ class TestRefusals:
         with pytest.raises(ValueError, match="a streamer takes a batch of one row, got 2 rows"):
             ours(target, draft, prompt(5)[None].repeat(2, 1), streamer=Quiet())
 
-    def test_a_call_that_is_not_transformers(self, target, draft):
+    def test_a_call_from_outside_transformers_is_refused(self, target, draft):
         with pytest.raises(TypeError, match="custom_generate is called by transformers"):
             dflash.custom_generate(target, prompt(5)[None], draft=draft)
 
-    def test_a_target_that_is_not_supported(self, draft):
+    def test_an_unsupported_target_is_refused(self, draft):
         target = make_target("deepseek_v32")
         with pytest.raises(ValueError, match="this target is not supported"):
             ours(target, draft, prompt(5)[None])
@@ -255,8 +255,8 @@ class TestAssistant:
             expected = target.generate(p, do_sample=False, max_new_tokens=NEW)
             assert torch.equal(self.call(target, assistant, p, max_new_tokens=NEW), expected)
 
-    def test_its_proposals_are_our_own(self, pair_dir):
-        """The same text as plain generate, and the steps that our own loop takes, on a trained pair."""
+    def test_its_proposals_equal_our_own(self, pair_dir):
+        """On a trained pair, the text equals plain generate's and the steps equal our own loop's."""
         target = AutoModelForCausalLM.from_pretrained(pair_dir / "target", dtype=torch.float32).eval()
         draft = dflash.load_draft(pair_dir / "draft", dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(pair_dir / "target")
@@ -276,7 +276,7 @@ class TestAssistant:
             steps += assistant.calls - before
         assert tokens / steps > 7
 
-    def test_left_padding_is_no_context(self, pair_dir):
+    def test_left_padding_is_not_context(self, pair_dir):
         target = AutoModelForCausalLM.from_pretrained(pair_dir / "target", dtype=torch.float32).eval()
         draft = dflash.load_draft(pair_dir / "draft", dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(pair_dir / "target")
@@ -290,7 +290,7 @@ class TestAssistant:
         assert torch.equal(output[:, 5:], alone)
         assert assistants[0].calls == assistants[1].calls
 
-    def test_errors(self, target):
+    def test_wrong_assistant_arguments_are_refused(self, target):
         with pytest.raises(TypeError, match="draft must be"):
             dflash.as_assistant(torch.nn.Linear(2, 2))
         other = make_draft(make_target("qwen3", dtype=torch.bfloat16))

@@ -1,4 +1,4 @@
-"""Both checkpoint layouts hold the same drafter, and say so where one has no word for it."""
+"""Test that both checkpoint layouts hold the same drafter, and refuse what they cannot express."""
 
 import json
 import sys
@@ -30,23 +30,23 @@ def same(a: dflash.Drafter, b: dflash.Drafter) -> bool:
 
 
 @pytest.mark.parametrize("variant", EXPRESSIBLE)
-def test_there_and_back(tmp_path, variant):
+def test_a_round_trip_gives_the_same_drafter(tmp_path, variant):
     drafter = dflash.load_draft(checkpoint(tmp_path / "draft", VARIANTS[variant]))
     export(tmp_path / "draft", tmp_path / "speculators", "speculators", target="owner/target")
-    (tmp_path / "published").mkdir()  # a folder that is there and empty will do
+    (tmp_path / "published").mkdir()  # an empty folder is accepted
     export(tmp_path / "speculators", tmp_path / "published", "published")
     for folder in ("speculators", "published"):
         assert same(dflash.load_draft(tmp_path / folder), drafter)
     modes = {path.stat().st_mode for path in (tmp_path / "speculators").iterdir()}
-    assert len(modes) == 1, "who may read one file may read the other"
+    assert len(modes) == 1, "both files should have the same permissions"
     config = read(tmp_path / "published")
     assert config["architectures"] == ["DFlashDraftModel"]
     assert config["dflash_config"]["target_layer_ids"] == list(drafter.config.target_layer_ids)
     assert "transformer_layer_config" not in config
 
 
-def test_the_speculators_layout_says_what_engines_read(tmp_path):
-    """The keys that vLLM's reader of this layout requires, and the taps as it counts them."""
+def test_the_speculators_layout_has_the_keys_that_engines_read(tmp_path):
+    """VLLM's reader of this layout requires these keys, and counts the taps this way."""
     checkpoint(tmp_path / "draft", config_dict())
     (tmp_path / "target").mkdir()
     (tmp_path / "target" / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
@@ -56,7 +56,7 @@ def test_the_speculators_layout_says_what_engines_read(tmp_path):
     assert config["aux_hidden_state_layer_ids"] == [2, 10, 18, 26, 34]
     assert (config["mask_token_id"], config["block_size"], config["draft_vocab_size"]) == (100, 16, 101)
     assert config["sliding_window_non_causal"] is True, "False would make every layer causal there"
-    assert "model_type" not in config, "which would hide that it is a speculators checkpoint"
+    assert "model_type" not in config, "it would hide that this is a speculators checkpoint"
     methods = config["speculators_config"]["proposal_methods"]
     assert methods[0]["speculative_tokens"] == 15
     verifier = {"name_or_path": str(tmp_path / "target"), "architectures": ["Qwen3ForCausalLM"]}
@@ -66,7 +66,7 @@ def test_the_speculators_layout_says_what_engines_read(tmp_path):
     assert layer["rope_theta"] == 1000000.0
 
 
-def test_windows_are_said_in_both_layouts(tmp_path):
+def test_both_layouts_store_windows(tmp_path):
     for name, changes in (("causal", {"is_causal": True}), ("not", {"is_causal": False})):
         drafter = dflash.load_draft(checkpoint(tmp_path / name, config_dict(**sliding("ss", 6), **changes)))
         export(tmp_path / name, tmp_path / f"{name}-out", "speculators", target="owner/target")
@@ -89,7 +89,7 @@ def test_windows_are_said_in_both_layouts(tmp_path):
         (VARIANTS["is_causal-true-with-window"], r"causal \[True, True\] with windows \[6, 0\]"),
     ],
 )
-def test_what_the_layout_cannot_say_is_refused(tmp_path, config, message):
+def test_a_config_that_the_layout_cannot_express_is_refused(tmp_path, config, message):
     checkpoint(tmp_path / "draft", config)
     with pytest.raises(ValueError, match=message):
         export(tmp_path / "draft", tmp_path / "out", "speculators", target="owner/target")
@@ -131,7 +131,7 @@ def test_a_speculators_config_that_is_not_supported_is_refused_by_name(changes, 
         DraftConfig.from_config(speculators(**changes), "drafter")
 
 
-def test_a_folder_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
+def test_a_folder_is_written_atomically(tmp_path, monkeypatch):
     checkpoint(tmp_path / "draft", config_dict())
     taken = tmp_path / "taken"
     taken.mkdir()
@@ -153,7 +153,7 @@ def test_a_folder_is_written_whole_or_not_at_all(tmp_path, monkeypatch):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["draft", "taken"]
 
 
-def test_the_command(tmp_path, monkeypatch, capsys):
+def test_the_command_writes_a_folder(tmp_path, monkeypatch, capsys):
     checkpoint(tmp_path / "draft", config_dict())
 
     def run(*arguments) -> tuple[int, str, str]:

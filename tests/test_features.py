@@ -1,4 +1,4 @@
-"""Features on disk are those of the target, whole or not there, and of nothing else."""
+"""Test that cached features are the target's, complete or absent, and never of another target."""
 
 import shutil
 import socket
@@ -26,7 +26,7 @@ def rows():
 
 @pytest.fixture
 def compute(target):
-    """Features as transformers computes them, counting the rows that were asked for."""
+    """Computes features with transformers, and counts the rows that were requested."""
 
     def features(ids):
         features.rows += ids.shape[0]
@@ -46,7 +46,7 @@ def test_features_are_the_targets(target, rows, compute, tmp_path):
         target, compute, rows, TAPS, tmp_path, **SMALL, progress=lambda p: seen.append((p.rows, p.total_rows))
     )
     assert len(list(tmp_path.glob("*.safetensors"))) == 5
-    assert len({path.stat().st_mode for path in tmp_path.iterdir()}) == 1, "a shard is no more private than the index"
+    assert len({path.stat().st_mode for path in tmp_path.iterdir()}) == 1, "all files should have the same mode"
     assert seen[-1] == (7, 7)
     assert len(cache) == 7
     for chosen in ([1], [4, 2, 6, 0], [5, 5]):
@@ -63,7 +63,7 @@ def test_features_are_the_targets(target, rows, compute, tmp_path):
     assert cache_size(rows, 128, torch.bfloat16) == 63 * 128 * 2
 
 
-def test_a_cache_goes_on_where_it_was_stopped(target, rows, compute, tmp_path):
+def test_an_interrupted_cache_continues(target, rows, compute, tmp_path):
     whole = cache_features(target, compute, rows, TAPS, tmp_path / "whole", **SMALL)
 
     def killed(progress):
@@ -76,7 +76,7 @@ def test_a_cache_goes_on_where_it_was_stopped(target, rows, compute, tmp_path):
         FeatureCache(tmp_path / "cache")
     compute.rows = 0
     cache = cache_features(target, compute, rows, TAPS, tmp_path / "cache", **{**SMALL, "shard_bytes": 1})
-    assert compute.rows == 6, "the shard that was whole holds one row, and is not computed again"
+    assert compute.rows == 6, "the complete shard holds one row and is not computed again"
     everything = list(range(7))
     assert torch.equal(cache.features(everything), whole.features(everything))
     compute.rows = 0
@@ -88,7 +88,7 @@ def test_processes_share_the_shards(target, rows, compute, tmp_path):
     whole = cache_features(target, compute, rows, TAPS, tmp_path / "whole", **SMALL)
     assert cache_features(target, compute, rows, TAPS, tmp_path / "cache", **SMALL, rank=1, world=2) is None
     assert len(list((tmp_path / "cache").glob("*.safetensors"))) == 2
-    # The one that starts late finds some shards done, and still computes its own.
+    # The process that starts late finds some shards done, and still computes its own.
     cache = cache_features(target, compute, rows, TAPS, tmp_path / "cache", **SMALL, rank=0, world=2)
     assert torch.equal(cache.features([0, 3, 6]), whole.features([0, 3, 6]))
 
@@ -100,7 +100,7 @@ def test_a_cache_of_something_else_is_refused(target, rows, compute, tmp_path):
     with torch.no_grad():
         other.get_input_embeddings().weight[3, 5] += 1e-3
     other_rope = make_target("qwen3", rope_parameters={"rope_type": "default", "rope_theta": 5e5})
-    other_scale = make_target("qwen3")  # the same weights, computed with otherwise
+    other_scale = make_target("qwen3")  # the same weights, another config
     other_scale.config.attention_bias = True
     other_rows = rows.select([1, 0, 2, 3, 4, 5, 6])
     compute.rows = 0
@@ -126,7 +126,7 @@ def test_a_cache_of_something_else_is_refused(target, rows, compute, tmp_path):
         fingerprint(target, rows, TAPS, torch.int8)
 
 
-def test_a_disk_without_room_is_said_before_any_work(target, rows, compute, tmp_path, monkeypatch):
+def test_a_full_disk_is_reported_before_any_work(target, rows, compute, tmp_path, monkeypatch):
     needed = cache_size(rows, 128, torch.float32)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=needed - 1))
     with pytest.raises(ValueError, match=r"features of 7 rows need 0\.0 GB more, and .* has 0\.0 GB free"):
@@ -135,8 +135,8 @@ def test_a_disk_without_room_is_said_before_any_work(target, rows, compute, tmp_
     assert not (tmp_path / "cache").exists()
 
 
-def test_hosts_that_share_a_disk_do_not_write_one_file(tmp_path, monkeypatch):
-    """Processes of two hosts may have one id."""
+def test_hosts_that_share_a_disk_do_not_write_the_same_file(tmp_path, monkeypatch):
+    """Processes on two hosts can have the same id."""
     names = []
     for host in ("one", "two"):
         monkeypatch.setattr(socket, "gethostname", lambda host=host: host)
@@ -144,7 +144,7 @@ def test_hosts_that_share_a_disk_do_not_write_one_file(tmp_path, monkeypatch):
     assert len(set(names)) == 2
 
 
-def test_a_shard_that_cannot_be_written_leaves_the_others_whole(target, rows, compute, tmp_path, monkeypatch):
+def test_a_shard_that_cannot_be_written_leaves_the_others_intact(target, rows, compute, tmp_path, monkeypatch):
     write = safetensors.torch.save_file
 
     def full(tensors, path, metadata=None):

@@ -1,4 +1,4 @@
-"""The generator as its callers meet it: arguments, errors, statistics, and what is kept between calls."""
+"""Test the generator from the caller's side: arguments, errors, statistics and state between calls."""
 
 import concurrent.futures
 import gc
@@ -76,7 +76,7 @@ def test_bad_arguments_are_named_before_any_work(target, draft, arguments, error
     target.generation_config.max_new_tokens = None
 
 
-def test_numbers_of_numpy_and_torch_are_taken(target, draft):
+def test_numpy_and_torch_numbers_are_accepted(target, draft):
     answer = greedy(target, ids()[0], 9)
     stop = torch.tensor([int(answer[4])])
     expected = dflash.generate(target, draft, ids(), max_new_tokens=9, stop_token_ids=stop.tolist())
@@ -85,7 +85,7 @@ def test_numbers_of_numpy_and_torch_are_taken(target, draft):
     assert torch.equal(dflash.generate(target, draft, ids(), max_new_tokens=9, block_size=np.int64(3))[0, 5:], answer)
 
 
-def test_a_generator_refuses_what_does_not_fit(target, draft):
+def test_a_generator_refuses_calls_that_do_not_fit(target, draft):
     generator = dflash.Generator(target, draft, max_length=20, batch_size=2)
     with pytest.raises(ValueError, match="5 tokens and 16 new tokens do not fit this generator's max_length, 20"):
         generator.generate(ids(), max_new_tokens=16)
@@ -105,41 +105,41 @@ class TestFit:
         with pytest.raises(ValueError, match=message):
             dflash.generate(target, other, ids(), max_new_tokens=4)
 
-    def test_hidden_size(self):
+    def test_another_hidden_size_is_refused(self):
         other = make_draft(make_target("qwen3", hidden_size=32))
         self.check(other, "its hidden_size is 32, the target's is 64")
 
-    def test_layer_count(self):
+    def test_another_layer_count_is_refused(self):
         other = make_draft(make_target("qwen3", num_hidden_layers=5))
         self.check(other, "its num_target_layers is 5, the target's is 4")
 
-    def test_vocabulary(self):
+    def test_another_vocabulary_is_refused(self):
         other = make_draft(make_target("qwen3", vocab_size=101))
         self.check(other, "its vocab_size is 101, the target's is 97")
 
-    def test_dtype(self):
+    def test_another_dtype_is_refused(self):
         other = make_draft(make_target("qwen3", dtype=torch.bfloat16))
         self.check(other, "its dtype is torch.bfloat16, the target's is torch.float32")
 
-    def test_device(self):
+    def test_another_device_is_refused(self):
         other = make_draft(make_target("qwen3")).to("meta")
         self.check(other, "its device is meta, the target's is cpu")
 
-    def test_taps(self):
+    def test_taps_outside_the_target_are_refused(self):
         config = draft_config(make_target("qwen3"))
         del config["num_target_layers"]
         config["dflash_config"] = {"mask_token_id": 1, "target_layer_ids": [0, 4]}
         other = dflash.Drafter(dflash.DraftConfig.from_config(config))
         self.check(other, r"it taps layers \[0, 4\], the target has layers 0 \.\. 3")
 
-    def test_mask_id(self):
+    def test_a_mask_id_without_an_embedding_is_refused(self):
         config = draft_config(make_target("qwen3"))
         del config["vocab_size"]
         config["dflash_config"] = {"mask_token_id": 97, "target_layer_ids": [0, 2]}
         other = dflash.Drafter(dflash.DraftConfig.from_config(config))
         self.check(other, r"its mask_token_id is 97, the target embeds ids 0 \.\. 96")
 
-    def test_no_drafter_at_all(self):
+    def test_a_module_that_is_not_a_drafter_is_refused(self):
         with pytest.raises(TypeError, match="draft must be"):
             dflash.generate(make_target("qwen3"), torch.nn.Linear(2, 2), ids(), max_new_tokens=4)
 
@@ -160,7 +160,7 @@ def test_nan_logits_of_the_target_are_an_error_that_says_where(target, draft):
             dflash.generate(late, make_draft(late), ids(), max_new_tokens=8, block_size=block_size)
 
 
-def test_nan_in_the_drafter_costs_speed_and_nothing_else(target):
+def test_nan_in_the_drafter_costs_only_speed(target):
     broken = make_draft(target)
     with torch.no_grad():
         broken.norm.weight.fill_(NAN)
@@ -283,7 +283,7 @@ def test_a_greedy_call_leaves_the_random_state(target, draft):
 
 
 class TestOneShot:
-    def test_caches_are_kept_and_released(self):
+    def test_caches_persist_until_they_are_released(self):
         target = make_target("qwen3")
         draft = make_draft(target)
         dflash.generate(target, draft, ids(), max_new_tokens=4)
@@ -320,7 +320,7 @@ class TestOneShot:
         assert weight() is None, "a cycle keeps the weights"
         assert api._cached is None
 
-    def test_changes_that_are_no_weights_are_seen(self):
+    def test_changes_outside_the_weights_are_noticed(self):
         target = make_target("qwen3")
         draft = make_draft(target)
         before = dflash.generate(target, draft, ids(), max_new_tokens=12)
@@ -363,7 +363,7 @@ class TestOneShot:
         monkeypatch.setattr(dflash.Generator, "follow", lambda self, model: (dflash.release(), follow(self, model)))
         assert torch.equal(dflash.generate(target, draft, ids(), max_new_tokens=6), expected)
 
-    def test_changed_weights_are_seen(self):
+    def test_changed_weights_are_noticed(self):
         target = make_target("qwen3")
         draft = make_draft(target)
         before = dflash.generate(target, draft, ids(), max_new_tokens=12)

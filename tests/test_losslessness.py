@@ -1,4 +1,4 @@
-"""The output is the target's own: greedy, sampled, in bf16, for every family, drafter, block size and batch."""
+"""Test that the output is the target's own: greedy, sampled, in bf16, for every family, drafter and block size."""
 
 import math
 
@@ -21,7 +21,7 @@ SUPPORTED = [
 
 
 def rows_of(output: torch.Tensor, prompt_width: int, expected: list[torch.Tensor]) -> None:
-    """Each row holds exactly the expected new tokens, then pads."""
+    """Check that each row holds exactly the expected new tokens, then pads."""
     for row, answer in zip(output, expected, strict=True):
         new = row[prompt_width:]
         assert new[: len(answer)].tolist() == answer.tolist()
@@ -44,7 +44,7 @@ def test_greedy_equals_generate_in_ragged_batches(family):
         output = generator.generate(ids, attention_mask=mask, max_new_tokens=NEW, return_dict_in_generate=True)
         rows_of(output.sequences, ids.shape[1], expected)
         if block_size > 2:
-            assert output.statistics.acceptance_length > 2, "the cheat should have been accepted"
+            assert output.statistics.acceptance_length > 2, "correct drafts should have been accepted"
 
 
 def test_every_family_is_tested_or_refused():
@@ -134,7 +134,7 @@ def test_stop_tokens_end_a_row_in_the_middle_of_a_block():
 
 
 class TestBfloat16:
-    """bf16 output equals, bit for bit, that of the one-token mode, which runs the same padded shapes."""
+    """In bf16, the output equals the one-token mode's bit for bit. That mode runs the same padded shapes."""
 
     @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "gpt_oss"])
     @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -1,6 +1,6 @@
-"""A real trained target and drafter: identical output, and the acceptance lengths a right implementation has.
+"""Test a trained pair: identical output, and the acceptance lengths of a correct implementation.
 
-Wrong features, positions or masks leave the text as it is and show here: acceptance falls far below these floors.
+Wrong features, positions or masks do not change the text, but acceptance falls far below these floors.
 """
 
 import json
@@ -39,7 +39,7 @@ def run(generator, prompts, **arguments):
     return answers, sum(steps) / len(steps)
 
 
-def test_greedy(pair_dir, prompts):
+def test_greedy_text_and_acceptance(pair_dir, prompts):
     target, draft = load(pair_dir, torch.float32)
     answers, acceptance = run(dflash.Generator(target, draft, max_length=512), prompts)
     for p, answer in zip(prompts, answers, strict=True):
@@ -49,7 +49,7 @@ def test_greedy(pair_dir, prompts):
 
 
 @pytest.mark.parametrize(("sharpness", "floor"), [(1.0, 10.0), (float("inf"), 10.0)])
-def test_sampled(pair_dir, prompts, sharpness, floor):
+def test_sampled_text_and_acceptance(pair_dir, prompts, sharpness, floor):
     target, draft = load(pair_dir, torch.float32)
     generator = dflash.Generator(target, draft, max_length=512)
     answers, acceptance = run(generator, prompts, temperature=1.0, seed=7, draft_sharpness=sharpness)
@@ -58,7 +58,7 @@ def test_sampled(pair_dir, prompts, sharpness, floor):
     assert acceptance > floor
 
 
-def test_a_ragged_batch_writes_what_each_row_alone_writes(pair_dir, prompts):
+def test_a_ragged_batch_writes_what_single_rows_write(pair_dir, prompts):
     target, draft = load(pair_dir, torch.float32)
     rows = prompts[:6]
     longest = max(map(len, rows))
@@ -105,7 +105,7 @@ class TestBfloat16:
         assert min(reached) < 2
 
     def test_a_difference_from_generate_is_a_near_tie(self, pair_dir, prompts, record_property):
-        """One row and sixteen rows sum in another order: where the text parts, the two best logits must be a tie."""
+        """One row and sixteen rows sum in different orders. Texts may differ only where the best logits nearly tie."""
         target, draft = load(pair_dir, torch.bfloat16)
         answers, _ = run(dflash.Generator(target, draft, max_length=512), prompts)
         gaps = []

@@ -1,4 +1,4 @@
-"""Responses written by the target: the same whoever is in the batch, and whenever the run was stopped."""
+"""Test responses of the target: they depend neither on the batch nor on interruptions."""
 
 import json
 import socket
@@ -22,7 +22,7 @@ PROMPTS = ["w7 w8", "w9 w10 w11 w12 w13 w14", "w15", "w16 w17 w18", "w19 w20 w21
 
 @pytest.fixture(scope="module")
 def target():
-    """A tiny target that stops after some of its answers and not after others."""
+    """Return a tiny target that ends some answers with a stop token and not others."""
     target = make_target("qwen3")
     target.generation_config.eos_token_id = 1
     with torch.no_grad():
@@ -48,14 +48,14 @@ MIXED = Settings(temperatures=(0.0, 1.0), samples=2, seed=3, max_new_tokens=12, 
 
 
 @pytest.mark.parametrize("drafted", [False, True])
-def test_a_response_is_what_the_target_writes_alone(target, prompts, tmp_path, drafted):
+def test_a_response_does_not_depend_on_its_batch(target, prompts, tmp_path, drafted):
     tokenizer, out = spoken(), tmp_path / "out.jsonl"
     draft = make_draft(target) if drafted else None
     writer = LocalWriter(target, tokenizer, draft, name="tiny", batch_size=4, raw=True, bos=True)
     summary = regenerate(load_prompts(prompts), writer, out, MIXED)
     rows = rows_of(out)
     assert set(rows) == {(line, sample) for line in range(1, 6) for sample in range(3)}
-    assert {row["finish_reason"] for row in rows.values()} == {"stop", "length"}, "both kinds are wanted here"
+    assert {row["finish_reason"] for row in rows.values()} == {"stop", "length"}, "the test needs both kinds"
     for (line, sample), row in rows.items():
         assert row["prompt"] == PROMPTS[line - 1]
         assert row["temperature"] == (0.0 if sample == 0 else 1.0)
@@ -85,7 +85,7 @@ class Stopped(Exception):
     pass
 
 
-def test_a_run_goes_on_where_it_was_stopped(target, prompts, tmp_path):
+def test_an_interrupted_run_continues(target, prompts, tmp_path):
     writer = LocalWriter(target, spoken(), name="tiny", batch_size=2)
     whole, out = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
     regenerate(load_prompts(prompts), writer, whole, MIXED)
@@ -106,7 +106,7 @@ def test_a_run_goes_on_where_it_was_stopped(target, prompts, tmp_path):
     assert regenerate(load_prompts(prompts), writer, out, MIXED).written == 0
 
 
-def test_a_file_of_another_run_is_refused_and_left_alone(target, prompts, tmp_path):
+def test_a_file_of_another_run_is_refused_and_not_changed(target, prompts, tmp_path):
     out, writer = tmp_path / "out.jsonl", LocalWriter(target, spoken(), name="tiny")
     few = load_prompts(prompts)[:2]
     made = Settings(max_new_tokens=4, seed=3)
@@ -195,7 +195,7 @@ def test_long_prompts_are_left_out_and_counted(target, tmp_path, server):
         ({"top_p": 0.0}, "top_p"),
     ],
 )
-def test_settings_that_cannot_be(arguments, message):
+def test_impossible_settings_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         Settings(**arguments)
 
@@ -204,11 +204,11 @@ def test_settings_that_cannot_be(arguments, message):
 
 
 class Server:
-    """A small server of OpenAI's protocol: answers the last word it was given, as ``behaviour`` says."""
+    """A small server with OpenAI's protocol. It answers with the last word of the prompt."""
 
     def __init__(self) -> None:
         self.requests: list[tuple[str, dict, str | None]] = []
-        self.failures: list[tuple[int, str]] = []  # answered first, one a request
+        self.failures: list[tuple[int, str]] = []  # answered first, one per request
         self.refused: dict[str, tuple[int, str]] = {}  # always, by prompt
         self.hangs: set[str] = set()  # prompts that are answered once `released` is set
         self.released = threading.Event()
@@ -288,7 +288,7 @@ def test_a_server_answers(server, prompts, tmp_path):
     assert {(path, key) for path, _, key in server.requests} == {("/v1/chat/completions", "Bearer secret")}
 
 
-def test_a_servers_answers_are_read_as_they_were_asked_for(server, prompts, tmp_path):
+def test_a_servers_answers_are_read_with_their_own_template(server, prompts, tmp_path):
     template = (
         "{% for m in messages %}<{{ m.role }}> {{ m.content }} <end> {% endfor %}{% if add_generation_prompt %}"
         "<assistant> {% if not thinking | default(true) %}w90 {% endif %}{% endif %}"
@@ -319,7 +319,7 @@ def test_a_server_completes_raw_prompts_and_tells_ids(server, prompts, tmp_path)
         regenerate([{"line": 9, "messages": [{"role": "user", "content": "w7"}]}], writer, tmp_path / "no.jsonl")
 
 
-def test_a_servers_refusal_ends_the_run_and_what_was_answered_stays(server, prompts, tmp_path):
+def test_a_servers_refusal_ends_the_run_and_earlier_answers_stay(server, prompts, tmp_path):
     out, one = tmp_path / "out.jsonl", {"concurrency": 1}
     server.failures = [(200, server.answer("/completions", {"prompt": "w7 w8"}).decode())]
     server.failures += [(400, json.dumps({"error": {"message": "prompt is\ntoo long"}}))]
@@ -348,7 +348,7 @@ def test_a_servers_refusal_ends_the_run_and_what_was_answered_stays(server, prom
         ),
     ],
 )
-def test_answers_that_are_none(server, prompts, tmp_path, reply, message):
+def test_malformed_answers_are_refused(server, prompts, tmp_path, reply, message):
     server.reply = reply
     with pytest.raises(ValueError, match=message):
         regenerate(load_prompts(prompts)[:1], ServerWriter(server.url, "served"), tmp_path / "out.jsonl")
@@ -367,7 +367,7 @@ def test_a_run_that_is_stopped_does_not_wait_for_the_server(server, prompts):
     groups.close()  # as Ctrl-C does
     assert time.monotonic() - began < 10, "the request that hangs for 30 s is cancelled"
     ours = [thread for thread in threading.enumerate() if thread not in before and "process_request" not in thread.name]
-    assert not ours, "and no thread of the writer stays"
+    assert not ours, "no thread of the writer may remain"
     server.released.set()
 
 
@@ -384,8 +384,8 @@ def test_a_missing_client_is_named(monkeypatch):
         ServerWriter("http://127.0.0.1:1/v1", "served")
 
 
-def test_a_server_that_is_not_there(prompts, tmp_path):
-    with socket.socket() as taken:  # bound and not listening: nobody else answers there
+def test_an_unreachable_server_is_reported(prompts, tmp_path):
+    with socket.socket() as taken:  # bound but not listening, so no other process can answer
         taken.bind(("127.0.0.1", 0))
         writer = ServerWriter(f"http://127.0.0.1:{taken.getsockname()[1]}/v1", "served", retries=1)
         with pytest.raises(ValueError, match=r"did not answer the prompt on line \d in 2 tries"):
@@ -413,7 +413,7 @@ def run(monkeypatch, capsys):
     return call
 
 
-def test_the_command(run, target, prompts, tmp_path, server):
+def test_the_command_writes_responses(run, target, prompts, tmp_path, server):
     target.save_pretrained(tmp_path / "target")
     spoken().save_pretrained(tmp_path / "target")
     out = tmp_path / "out.jsonl"

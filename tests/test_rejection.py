@@ -1,4 +1,4 @@
-"""acceptance="rejection": the exact joint distribution of the target, and both known faults are seen."""
+"""Test acceptance="rejection": the target's exact joint distribution, and detection of planted faults."""
 
 import itertools
 
@@ -28,14 +28,17 @@ def parameters(batch: int, temperature: float = 1.0, **filters) -> Sampling:
 
 
 def case(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits of a target ``[VOCAB + 1, VOCAB]``, by the token before (the last row: by the anchor), and of a drafter
-    ``[2, VOCAB]`` for the two positions behind an anchor."""
+    """Return logits of a target and of a drafter.
+
+    The target's ``[VOCAB + 1, VOCAB]`` are indexed by the previous token; the last row is for the anchor. The drafter's
+    ``[2, VOCAB]`` are for the two positions after an anchor.
+    """
     g = torch.Generator().manual_seed(seed)
     return torch.randn(VOCAB + 1, VOCAB, generator=g) * 1.5, torch.randn(2, VOCAB, generator=g) * 1.5
 
 
 def exact(target: torch.Tensor, **settings) -> torch.Tensor:
-    """The joint distribution of two tokens behind the anchor, ``[VOCAB, VOCAB]`` float64, filters by hand."""
+    """Return the joint distribution of two tokens after the anchor, ``[VOCAB, VOCAB]`` float64, filtered by hand."""
     logits = target.double() / settings.get("temperature", 1.0)
     p = logits.softmax(-1)
     if k := settings.get("top_k"):
@@ -50,8 +53,10 @@ def exact(target: torch.Tensor, **settings) -> torch.Tensor:
 
 
 def emit(target: torch.Tensor, propose, **settings) -> torch.Tensor:
-    """The two tokens behind an anchor, ``[DRAWS, 2]``, as a step emits them with two drafts. Where it emits only one,
-    the second comes from the target itself, by other noise."""
+    """Return the two tokens after an anchor, ``[DRAWS, 2]``, as a step with two drafts emits them.
+
+    If the step emits only one, the second comes from the target itself, with other noise.
+    """
     generator = torch.Generator().manual_seed(0)
     second = exact(target, **settings)
     second = second / second.sum(1, keepdim=True).clamp(min=1e-300)
@@ -74,7 +79,7 @@ def emit(target: torch.Tensor, propose, **settings) -> torch.Tensor:
 
 
 def once(logits: torch.Tensor):
-    """Drafts by one pass, as the step draws them."""
+    """Return a function that draws drafts in one pass, as the step does."""
 
     def propose(sampling: Sampling, positions: torch.Tensor):
         q = rejection.probabilities(logits.expand(len(positions), -1, -1), sampling)
@@ -84,8 +89,10 @@ def once(logits: torch.Tensor):
 
 
 def twice(logits: torch.Tensor, shift: torch.Tensor):
-    """Drafts by two passes: of the first pass the more probable of the two tokens stays, the other is drawn anew from
-    logits that the one kept has moved. The last distributions of both are what rejection would have to go by."""
+    """Return a function that draws drafts in two passes, and gives them with each one's last distribution.
+
+    The more probable token of the first pass stays. The other is drawn again, from logits that depend on the first.
+    """
 
     def propose(sampling: Sampling, positions: torch.Tensor):
         drafts, q = once(logits)(sampling, positions)
@@ -93,14 +100,14 @@ def twice(logits: torch.Tensor, shift: torch.Tensor):
         keeps = confidence == confidence.amax(-1, keepdim=True)
         moved = logits + shift[drafts.flip(1)]
         q = torch.where(keeps[..., None], q, rejection.probabilities(moved, sampling))
-        fresh = rejection.propose(q, positions, sampling.seeds + 2**40)  # noise of its own: the fault is another
+        fresh = rejection.propose(q, positions, sampling.seeds + 2**40)  # not shared
         return torch.where(keeps, drafts, fresh), q
 
     return propose
 
 
 def distance(tokens: torch.Tensor, wanted: torch.Tensor) -> tuple[float, float]:
-    """The p-value of a chi-squared test of the joint counts, and the total variation."""
+    """Return the p-value of a chi-squared test of the joint counts, and the total variation."""
     counts = torch.bincount(tokens[:, 0] * VOCAB + tokens[:, 1], minlength=VOCAB**2).double()
     wanted = wanted.flatten()
     assert counts[wanted == 0].sum() == 0, "a token that a filter drops was chosen"
@@ -125,7 +132,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_shared_noise_stream_is_seen(fault, monkeypatch):
+def test_a_shared_noise_stream_is_detected(fault, monkeypatch):
     name, other = FAULTS[fault]
     monkeypatch.setattr(rejection, name, getattr(rejection, other))
     target, draft = case(0)
@@ -134,7 +141,7 @@ def test_a_shared_noise_stream_is_seen(fault, monkeypatch):
     assert p_value < 1e-6
 
 
-def test_drafts_of_several_passes_are_seen():
+def test_drafts_of_several_passes_are_detected():
     target, draft = case(0)
     shift = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(9)) * 2
     p_value, variation = distance(emit(target, twice(draft, shift)), exact(target))
@@ -229,7 +236,7 @@ def test_streams_are_independent():
 
 class TestGenerate:
     def test_the_tokens_of_the_generator_follow_the_target(self):
-        """Two tokens behind the first new one, against one-token probabilities of the same target."""
+        """The two tokens after the first new one are compared with one-token probabilities of the same target."""
         target = make_target("qwen3", vocab_size=8, num_hidden_layers=2)
         draft = make_draft(target)
         rows, rounds = 500, 16
@@ -250,7 +257,7 @@ class TestGenerate:
             logits = target(torch.cat([p.expand(512, -1), triples], 1)).logits[:, 3:6].double() / 0.9
         wanted = logits.softmax(-1).gather(-1, triples[..., None]).prod(1)[:, 0]
         counts = torch.bincount((torch.cat(tokens) * torch.tensor([64, 8, 1])).sum(1), minlength=512).double()
-        often = wanted * rows * rounds >= 5  # the rest is one class
+        often = wanted * rows * rounds >= 5  # all rare pairs form one class
         counts = torch.cat([counts[often], counts[~often].sum()[None]])
         wanted = torch.cat([wanted[often], wanted[~often].sum()[None]]) * rows * rounds
         assert scipy.stats.chisquare(counts, wanted).pvalue > 1e-3
@@ -282,7 +289,7 @@ class TestGenerate:
         assert output.sequences[0, 5:].tolist() == full[: full.index(stop) + 1]
         assert output.finish_reasons == ["stop"]
 
-    def test_what_cannot_work_is_refused(self):
+    def test_unsupported_combinations_are_refused(self):
         target = make_target("qwen3")
         draft, ids = make_draft(target), prompt(5)[None]
         call = {"max_new_tokens": 4, "temperature": 1.0}

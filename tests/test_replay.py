@@ -1,4 +1,4 @@
-"""A step that is recorded once, replayed, and read one step late writes what the eager loop writes; and no more."""
+"""Test that recorded, replayed and late-read steps write exactly what the eager loop writes."""
 
 import gc
 import random
@@ -52,7 +52,7 @@ def draft(target):
 
 @pytest.fixture(scope="module")
 def batch(target):
-    """Prompts, their mask, the greedy answers, and a stop token that two rows meet at different steps."""
+    """Return prompts, their mask, greedy answers, and a stop token that two rows reach at different steps."""
     prompts = [prompt(length) for length in (3, 9, 30)]
     answers = [greedy(target, p, NEW) for p in prompts]
     return *left_padded(prompts), prompts, answers, [int(answers[0][11]), int(answers[1][29])]
@@ -93,7 +93,7 @@ def test_every_kind_of_step_is_captured_and_writes_the_same(target, draft, batch
     assert late.graph_reason == ""
 
 
-def test_a_target_with_its_own_forward_and_several_passes(batch):
+def test_a_target_with_its_own_forward_and_several_passes_is_captured(batch):
     target = make_target("gemma3")
     ids, mask, *_ = batch
     call = {"attention_mask": mask, "max_new_tokens": 15}
@@ -114,7 +114,7 @@ def test_a_target_with_its_own_forward_and_several_passes(batch):
 
 class TestHostReads:
     @pytest.mark.parametrize("name", CALLS)
-    def test_the_step_makes_none(self, target, draft, batch, name):
+    def test_the_step_makes_no_host_read(self, target, draft, batch, name):
         ids, mask, *_ = batch
         generator = dflash.Generator(target, draft, max_length=90, batch_size=3, denoise_steps=1)
         generator.generate(ids, attention_mask=mask, max_new_tokens=2, **CALLS[name])
@@ -125,7 +125,7 @@ class TestHostReads:
             generator.step()
         assert (generator.state.length > before).all()
 
-    def test_the_loop_makes_none(self, target, draft, batch):
+    def test_the_loop_makes_no_host_read(self, target, draft, batch):
         ids, mask, _, answers, stop = batch
         generator, tokenizer = record(cheat(target, draft, batch)), byte_level()
         call = {"attention_mask": mask, "max_new_tokens": NEW, "stop_token_ids": stop[:1], "tokenizer": tokenizer}
@@ -140,7 +140,7 @@ class TestHostReads:
             assert [event.text for event in got] == [event.text for event in expected]
             generator.reset()
 
-    def test_those_that_are_planted_are_found(self, target):
+    def test_planted_host_reads_are_found(self, target):
         generator = dflash.Generator(target, max_length=30)
         length = generator.state.length
         reads = [
@@ -160,10 +160,10 @@ class TestHostReads:
                 read()
 
 
-class TestWhatAGraphHolds:
-    """Nothing that a graph was captured with may change under it."""
+class TestGraphContents:
+    """A graph must not outlive the state that it was captured with."""
 
-    def test_a_longer_stop_list_moves(self, target, draft, batch):
+    def test_a_longer_stop_list_is_captured_again(self, target, draft, batch):
         ids, mask, _, _, stop = batch
         eager, late = cheat(target, draft, batch), record(cheat(target, draft, batch))
         for stops in (stop, [*range(60, 80), *stop], stop):
@@ -174,7 +174,7 @@ class TestWhatAGraphHolds:
             )
         assert late.runner.captures == 2
 
-    def test_a_drafter_whose_weights_were_replaced(self, target):
+    def test_replaced_drafter_weights_are_captured_again(self, target):
         draft = make_draft(target)
         late, p = record(dflash.Generator(target, draft, max_length=60)), prompt(6)
         first = late.generate(p[None], max_new_tokens=NEW)
@@ -184,7 +184,7 @@ class TestWhatAGraphHolds:
         assert set(output.statistics.acceptance_lengths[0]) == {1}, "the old weights were used"
         assert late.runner.captures == 2
 
-    def test_only_the_last_used_are_kept(self, target, draft, batch, monkeypatch):
+    def test_only_the_most_recent_graphs_stay(self, target, draft, batch, monkeypatch):
         monkeypatch.setattr(replay, "_MAX_GRAPHS", 2)
         ids, mask, *_ = batch
         late = record(cheat(target, draft, batch))
@@ -195,7 +195,7 @@ class TestWhatAGraphHolds:
             assert late.runner.graphs <= 2
         assert late.runner.captures == 4
 
-    def test_one_shot_calls_keep_it_until_they_grow_or_the_target_changes(self, monkeypatch):
+    def test_one_shot_calls_keep_a_graph_until_they_grow_or_the_target_changes(self, monkeypatch):
         monkeypatch.setattr(generator_module, "Direct", Recorded)
         target = make_target("qwen3", num_hidden_layers=2)
         draft = make_draft(target)
@@ -226,8 +226,8 @@ class TestWhatAGraphHolds:
         dflash.release()
 
 
-def test_a_capture_that_ran_the_step_is_no_endless_loop(target, monkeypatch):
-    """An empty graph is what a capture on another device's stream gives: its step has run, its replays do nothing."""
+def test_a_capture_that_ran_the_step_does_not_loop_forever(target, monkeypatch):
+    """A capture on another device's stream gives an empty graph: the step has run, and replays do nothing."""
     monkeypatch.setattr(Recorded, "_capture", lambda self, step: lambda: None)
     generator = record(dflash.Generator(target, None, max_length=60))
     with pytest.raises(RuntimeError, match="did nothing for row 0, which is running"):
@@ -238,20 +238,20 @@ def test_a_capture_that_ran_the_step_is_no_endless_loop(target, monkeypatch):
     )
 
 
-def test_memory_goes_when_the_surplus_step_is_over(target, monkeypatch):
+def test_memory_is_freed_after_the_surplus_step(target, monkeypatch):
     alive = []
     monkeypatch.setattr(generator_module, "Direct", Recorded)
     monkeypatch.setattr(Recorded, "drain", lambda self: alive.append(state() is not None))
     generator = dflash.Generator(target, None, max_length=60)
-    generator.generate(prompt(5)[None], max_new_tokens=3)  # too short for a capture, which would hold the state
+    generator.generate(prompt(5)[None], max_new_tokens=3)  # too short for a capture; a graph would hold the state
     state = weakref.ref(generator.state.tokens)
     assert not alive
     del generator
     gc.collect()
-    assert alive == [True], "waited for once, while the state was there"
+    assert alive == [True], "waited once, while the state still existed"
 
 
-def test_what_a_call_queues_on_two_streams_is_in_order(target, monkeypatch):
+def test_work_queued_on_two_streams_stays_in_order(target, monkeypatch):
     class Stream:
         def __init__(self, name: str) -> None:
             self.name, self.after = name, []
@@ -274,7 +274,7 @@ def test_what_a_call_queues_on_two_streams_is_in_order(target, monkeypatch):
     assert (streams[0].after, streams[1].after) == (["second"], ["first"])
 
 
-class TestWhatCannotBeCaptured:
+class TestFallbacks:
     def expect(self, generator, batch, reason: str, **call) -> None:
         ids, mask, _, answers, _ = batch
         for _ in range(2):
@@ -286,36 +286,36 @@ class TestWhatCannotBeCaptured:
         assert generator.runner.graphs == 0
         assert generator.runner.steps["replayed"] == 0
 
-    def test_a_step_that_waits(self, target, draft, batch):
+    def test_a_step_that_waits_runs_eagerly(self, target, draft, batch):
         generator = record(cheat(target, draft, batch))
         generator.runner.waits = "modeling_some_moe.py:71"
         self.expect(generator, batch, "the step waits for the device (modeling_some_moe.py:71)")
 
-    def test_a_capture_that_fails(self, target, draft, batch):
+    def test_a_step_whose_capture_fails_runs_eagerly(self, target, draft, batch):
         generator = record(cheat(target, draft, batch))
         generator.runner.broken = RuntimeError("operation not permitted when stream is capturing\nmore")
         self.expect(generator, batch, "captured: RuntimeError: operation not permitted when stream is capturing")
 
-    def test_python_rules(self, target, draft, batch):
+    def test_python_rules_run_eagerly(self, target, draft, batch):
         generator = record(cheat(target, draft, batch))
         asked = []
         processor = lambda ids, scores: asked.append(ids.shape[1]) or scores  # noqa: E731
         self.expect(generator, batch, "run on the host", logits_processor=[processor])
         assert generator.runner.most_ahead == 1
-        # A token is asked for once in each of the two calls, and none behind the last.
+        # Each of the two calls asks once per token, and never after the last.
         assert len(asked) == 2 * 3 * NEW
 
-    def test_a_hook_on_the_drafter(self, target, batch):
+    def test_a_drafter_with_a_hook_runs_eagerly(self, target, batch):
         draft = make_draft(target)
         generator = record(cheat(target, draft, batch))
         draft.norm.register_forward_hook(lambda *args: None)
         self.expect(generator, batch, "the drafter's hook on norm")
 
-    def test_graph_false(self, target, draft, batch):
+    def test_graph_false_runs_eagerly(self, target, draft, batch):
         generator = record(cheat(target, draft, batch, graph=False))
         self.expect(generator, batch, "graph=False was asked for")
 
-    def test_graph_true_refuses(self, target, draft, batch):
+    def test_graph_true_raises_if_no_graph_can_be_used(self, target, draft, batch):
         with pytest.raises(ValueError, match="graph=True needs a target on a GPU, this one is on cpu"):
             cheat(target, draft, batch, graph=True)
         with pytest.raises(ValueError, match="graph must be True, False or \"auto\", got 'yes'"):
@@ -330,13 +330,13 @@ class TestWhatCannotBeCaptured:
         with pytest.raises(RuntimeError, match=r"graph=True cannot be followed: the step waits for the device"):
             generator.generate(**call)
 
-    def test_a_cpu_says_so(self, target, draft):
+    def test_a_cpu_is_named_as_the_reason(self, target, draft):
         assert dflash.Generator(target, draft, max_length=30).graph_reason == "the target is on cpu"
 
 
 @pytest.fixture(scope="module")
 def on_gpu():
-    """A target, a drafter and a batch on the GPU, of a dtype."""
+    """Return a function from a dtype to a target, a drafter and a batch on the GPU."""
     made = {}
 
     def get(dtype: torch.dtype):
@@ -358,7 +358,7 @@ def on_gpu():
 
 @pytest.mark.cuda
 class TestOnAGPU:
-    def test_the_doctor_agrees(self):
+    def test_the_doctor_reports_that_graphs_are_used(self):
         assert replay.graph_status() == ""
         assert next(c for c in doctor.examine() if c.name == "CUDA graphs").status == "ok"
 
@@ -386,7 +386,7 @@ class TestOnAGPU:
         for row, p in enumerate(prompts):
             assert output[row, ids.shape[1] :].tolist() == greedy(target, p, NEW).tolist()
 
-    def test_a_compiled_target_inside_the_graph(self, on_gpu):
+    def test_a_compiled_target_is_captured(self, on_gpu):
         target, draft, batch = on_gpu(torch.float32)
         ids, mask, *_, stop = batch
         call = {"attention_mask": mask, "max_new_tokens": NEW, "stop_token_ids": stop, "return_dict_in_generate": True}
@@ -481,7 +481,7 @@ class TestOnAGPU:
         assert [generator.graph_reason for generator in generators] == ["", ""]
         assert torch.cuda.get_sync_debug_mode() == 0
 
-    def test_a_generator_that_goes_writes_into_no_other_tensor(self, on_gpu):
+    def test_a_deleted_generator_writes_to_no_other_tensor(self, on_gpu):
         target, draft, batch = on_gpu(torch.float32)
         ids, mask, *_ = batch
         generator = cheat(target, draft, batch)

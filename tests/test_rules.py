@@ -1,4 +1,4 @@
-"""Every rule on the logits equals transformers' own processor, in a block, in a batch and in whole generations."""
+"""Test that every logit rule equals transformers' own processor, in blocks, batches and full generations."""
 
 import functools
 import inspect
@@ -37,7 +37,7 @@ INF = math.inf
 
 
 class Penalties:
-    """presence_penalty and frequency_penalty as OpenAI's API defines them, told slowly.
+    """Slow presence_penalty and frequency_penalty, as OpenAI's API defines them.
 
     ``mu[j] -> mu[j] - c[j] * alpha_frequency - float(c[j] > 0) * alpha_presence``, where ``c[j]`` is how often token
     ``j`` was sampled before the current position.
@@ -55,7 +55,7 @@ class Penalties:
 
 
 def processors(rule: dict, prompt_length: int, max_length: int, stop: tuple[int, ...] = ()) -> LogitsProcessorList:
-    """Transformers' processors for ``rule``, in the order of its ``_get_logits_processor``."""
+    """Return transformers' processors for ``rule``, in the order of its ``_get_logits_processor``."""
     made = LogitsProcessorList()
     eos = torch.tensor(stop) if stop else None
     if "logit_bias" in rule:
@@ -90,7 +90,7 @@ def processors(rule: dict, prompt_length: int, max_length: int, stop: tuple[int,
 def one_token_decoding(
     target, p, new, rule=None, *, stop=(), extra=(), criteria=(), seed=0, temperature=0.0, top_k=0, top_p=1.0
 ) -> torch.Tensor:
-    """New tokens of one row, one at a time, by transformers' model and processors and the oracle's token choice."""
+    """Decode one row token by token with transformers' model and processors and the oracle's token choice."""
     rules = [*processors(rule or {}, len(p), len(p) + new, stop), *extra]
     tokens, cache, ids = p[None], None, p[None]
     for _ in range(new):
@@ -131,7 +131,7 @@ def plain(target, prompts):
 
 
 def cheat(target, draft, prompts, answers, block_size, spoil=0) -> Cheat:
-    """A generator that drafts ``answers`` for ``prompts``."""
+    """Return a generator that drafts ``answers`` for ``prompts``."""
     generator = Cheat(target, draft, max_length=80, batch_size=len(prompts), block_size=block_size)
     generator.script, generator.spoil = torch.zeros(len(prompts), 100, dtype=torch.int64), spoil
     for row, (p, answer) in enumerate(zip(prompts, answers, strict=True)):
@@ -195,7 +195,7 @@ BLOCK_RULES = {
 
 
 class Text(NamedTuple):
-    """What rules read of the state."""
+    """The parts of the state that rules read."""
 
     tokens: torch.Tensor | None
     length: torch.Tensor
@@ -204,7 +204,7 @@ class Text(NamedTuple):
 
 
 class Rules:
-    """The rules of ``rule`` on rows with these prompt lengths and limits."""
+    """Build the rules of ``rule`` for rows with these prompt lengths and limits."""
 
     def __init__(self, rule: dict, prompt_length: torch.Tensor, limits: torch.Tensor, vocab: int, stop=(4, 5)) -> None:
         self.rules = LogitRules(RuleSettings.resolve(rule, {}, stop, vocab), vocab)
@@ -281,7 +281,7 @@ def test_drafts_know_bans_and_forced_tokens():
 
 
 def biting(plain: list[torch.Tensor]) -> dict[str, dict]:
-    """Rules that change the plain text: made of the tokens it holds."""
+    """Return rules that change the plain text, made from its own tokens."""
     text = torch.cat(plain).tolist()
     first = [int(answer[0]) for answer in plain]
     pairs = [answer[i : i + 2].tolist() for answer in plain for i in (3, 8, 9)]
@@ -320,7 +320,7 @@ NAMES = [
 
 
 def as_sequences(logit_bias: dict) -> list:
-    """Transformers' ``sequence_bias``."""
+    """Return the rule in the form of transformers' ``sequence_bias``."""
     listed = lambda ids: list(ids) if isinstance(ids, tuple) else [ids]  # noqa: E731
     return [[listed(ids), float(bias)] for ids, bias in logit_bias.items()]
 
@@ -345,7 +345,7 @@ def test_greedy_equals_transformers_generate(target, draft, prompts, plain, name
         output = generator.generate(ids, attention_mask=mask, max_new_tokens=NEW, return_dict_in_generate=True, **rule)
         check(output.sequences, ids.shape[1], expected)
         assert block_size < 16 or output.statistics.acceptance_length > 5
-    for row in (0, 2):  # a row alone, and a drafter that is always wrong
+    for row in (0, 2):  # single rows, with a drafter that is always wrong
         alone = dflash.generate(target, draft, prompts[row][None], max_new_tokens=NEW, **rule)
         check(alone, len(prompts[row]), [expected[row]])
 
@@ -370,7 +370,7 @@ def test_sampled_equals_one_token_decoding(target, draft, prompts, plain, name):
 
 
 @pytest.mark.parametrize("rule", [{"presence_penalty": 4.0}, {"frequency_penalty": 1.5}], ids=str)
-def test_greedy_penalties_count_the_answer_alone(target, draft, prompts, plain, rule):
+def test_greedy_penalties_count_only_the_answer(target, draft, prompts, plain, rule):
     expected = [one_token_decoding(target, p, NEW, rule) for p in prompts]
     assert any(not torch.equal(a, b) for a, b in zip(expected, plain, strict=True)), "the rule should bite"
     ids, mask = left_padded(prompts)
@@ -394,7 +394,7 @@ def test_no_stop_token_before_the_shortest_length(target, draft, prompts, plain,
         check(output, ids.shape[1], expected)
 
 
-def test_a_stop_token_alone_is_no_bad_word(target, draft, prompts, plain):
+def test_a_single_stop_token_is_not_a_bad_word(target, draft, prompts, plain):
     stop = (int(plain[2][4]),)
     rule = {"bad_words_ids": [[stop[0]], [int(plain[2][2])]]}
     expected = [by_transformers(target, p, rule, stop=stop) for p in prompts]
@@ -451,7 +451,7 @@ def test_a_generator_forgets_the_rules_of_its_last_call(target, draft, prompts, 
     assert generator.engine.rules.rules[0].repetition_penalty.data_ptr() == address
 
 
-def test_what_may_not_be_chosen_is_not_drafted(target, draft, prompts):
+def test_banned_tokens_are_not_drafted(target, draft, prompts):
     generator = dflash.Generator(target, draft, max_length=80)
     p = prompts[3][None]
     drafted = []
@@ -533,7 +533,7 @@ def test_a_penalty_leaves_the_acceptance_of_a_trained_pair(pair_dir):
         output = generator.generate(p, return_dict_in_generate=True, **call)
         assert torch.equal(output.sequences, target.generate(p, do_sample=False, **call))
         steps += output.statistics.acceptance_lengths[0]
-    assert sum(steps) / len(steps) > 9.3  # 9.7; 8.2 when the drafter is told of the penalty
+    assert sum(steps) / len(steps) > 9.3  # 9.7 measured; 8.2 if the drafter applies the penalty too
 
 
 BAD_RULES = [
@@ -592,7 +592,7 @@ BAD_RULES = [
 @pytest.mark.parametrize(("rule", "error", "message"), BAD_RULES, ids=lambda value: str(value)[:40])
 def test_wrong_values_are_named_before_any_work(target, draft, monkeypatch, rule, error, message):
     dflash.release()
-    monkeypatch.setattr(api, "structural_twin", None)  # not even a twin is made
+    monkeypatch.setattr(api, "structural_twin", None)  # no twin may be created
     with pytest.raises(error, match=message):
         dflash.generate(target, draft, prompt(5)[None], max_new_tokens=4, **rule)
 
@@ -601,13 +601,13 @@ def test_wrong_values_are_named_before_any_work(target, draft, monkeypatch, rule
 
 
 def only_near_the_last(input_ids, scores):
-    """A processor of the user's own: ids within 30 of the last one."""
+    """A user's processor that allows only ids within 30 of the last one."""
     distance = (torch.arange(VOCAB) - input_ids[0, -1]).abs()
     return scores.masked_fill(distance > 30, -INF)
 
 
 class Contains(StoppingCriteria):
-    """Stops once a token was written in the answer or the prompt."""
+    """Stops once a token appears in the answer or the prompt."""
 
     def __init__(self, token):
         self.token = token
@@ -729,7 +729,7 @@ def test_criteria_may_end_a_row_with_its_first_token(target, draft, prompts, pla
     assert output.finish_reasons == ["stop"]
 
 
-def test_processors_run_beside_rules(target, draft, prompts, plain):
+def test_processors_run_together_with_rules(target, draft, prompts, plain):
     rule = biting(plain)["together"]
     expected = [one_token_decoding(target, p, NEW, rule, extra=[only_near_the_last]) for p in prompts]
     ids, mask = left_padded(prompts)

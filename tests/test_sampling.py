@@ -6,7 +6,7 @@ import torch
 from dflash.sampling import Sampling, fold
 
 
-def test_fold():
+def test_fold_gives_every_row_its_own_seed():
     for seed in (0, 1, -1, 2**63 - 1, -(2**63)):
         assert fold(seed, 0) == seed
         folded = [fold(seed, row) for row in range(1, 500)]
@@ -15,7 +15,7 @@ def test_fold():
         assert min(folded) < 0 < max(folded)
     assert fold(1, 1) == -8730512010378760701  # part of the contract: a seed keeps its text
     assert fold(-5, 1) == 1386767115406242767
-    # neighbouring seeds and rows do not meet
+    # neighboring seeds and rows do not collide
     assert len({fold(seed, row) for seed in range(50) for row in range(50)}) == 2500
     with pytest.raises(ValueError, match=r"row must be at least 0, got -1"):
         fold(0, -1)
@@ -57,7 +57,7 @@ def test_seed_none_draws_from_the_default_generator():
     assert sampling.seeds.tolist() == first == [first[0], fold(first[0], 1)]
 
 
-def test_what_counts_as_a_number():
+def test_integers_and_extreme_numbers_are_accepted():
     sampling = Sampling.create(2)
     sampling.set_(2, temperature=1, top_p=1, min_p=0, top_k=10**30, draft_sharpness=1e300, seed=torch.tensor([3, 4]))
     assert sampling.seeds.tolist() == [3, 4]
@@ -113,6 +113,6 @@ def test_wrong_values_are_named_and_change_nothing(name, value, error, message):
     assert all(torch.equal(have, want) for have, want in zip(vars(sampling).values(), before, strict=True))
 
 
-def test_rows_out_of_range():
+def test_rows_out_of_range_are_refused():
     with pytest.raises(ValueError, match=r"rows must lie in 1 .. 2, got 3"):
         Sampling.create(2).set_(3)

@@ -1,4 +1,4 @@
-"""draft_sharpness="auto": what it counts, what it settles on, and that the text never changes."""
+"""Test draft_sharpness="auto": its counts, its choice, and that the text never changes."""
 
 import json
 import math
@@ -23,18 +23,18 @@ def observe(auto, candidates, posterior, num_context, done):
 
 
 class TestCounts:
-    def test_drafts_are_judged_on_the_emitted_tokens_alone(self):
+    def test_drafts_are_judged_only_on_emitted_tokens(self):
         auto = AutoSharpness(1, 4)
         ended = auto.ended.clone()
-        # 3 tokens emitted: the level in use kept 2, the second all 3 and perhaps more, the third 1.
+        # 3 tokens emitted: the current level got 2 right, the second all 3 and perhaps more, the third 1.
         observe(auto, [[[5, 6, 0, 8], [5, 6, 7, 8], [5, 0, 7, 8]]], [[5, 6, 7, 8, 9]], [3], [0])
         assert auto.kept.tolist() == [[2, 3, 1]]
         assert (auto.ended - ended).tolist() == [[1, 0, 1]]
-        # The whole block and the bonus token: every draft has ended.
+        # The full block and the bonus token were emitted: every draft has ended.
         observe(auto, [[[1, 2, 3, 4], [1, 2, 3, 4], [0, 2, 3, 4]]], [[1, 2, 3, 4, 5]], [5], [0])
         assert auto.kept.tolist() == [[6, 7, 1]]
         assert (auto.ended - ended).tolist() == [[2, 1, 2]]
-        # The row ends after two tokens: nobody could have kept more.
+        # The row ends after two tokens: no level could have got more right.
         observe(auto, [[[1, 2, 3, 4], [1, 2, 0, 4], [1, 0, 3, 4]]], [[1, 2, 3, 4, 5]], [2], [1])
         assert auto.kept.tolist() == [[8, 9, 2]]
         assert (auto.ended - ended).tolist() == [[3, 2, 3]]
@@ -47,7 +47,7 @@ class TestCounts:
         assert (auto.ended - ended).tolist() == [[0] * 3, [1] * 3]
         assert auto.choice.tolist() == [0, 0]
 
-    def test_rows_choose_alone_and_ties_stay_at_the_first_level(self):
+    def test_rows_choose_separately_and_ties_stay_at_the_first_level(self):
         auto = AutoSharpness(4, 3)
         right, wrong = [1, 2, 3], [0, 2, 3]
         candidates = [[wrong, wrong, right], [right] * 3, [wrong, right, wrong], [wrong] * 3]
@@ -63,8 +63,10 @@ class TestCounts:
 
 
 def simulate(gain: float, noise: float, policy: int | None, tokens: int = 500, batch: int = 48) -> float:
-    """Acceptance length with target logits of deviation ``gain`` that depend on the position alone, and a drafter that
-    sees them under ``noise``; ``policy``: a fixed level, or None for the automatic choice."""
+    """Measure the acceptance length under a fixed level (``policy``) or, for None, the automatic choice.
+
+    The target's logits have deviation ``gain`` and depend only on the position. The drafter sees them with ``noise``.
+    """
     g = torch.Generator().manual_seed(0)
     vocab, rows = 64, 16
     width = tokens + rows + 1
@@ -190,7 +192,7 @@ class TestPair:
         return [output.sequences.tolist() for output in outputs], sum(steps) / len(steps)
 
     @pytest.mark.parametrize(("temperature", "floor"), [(0.7, 11.0), (1.0, 10.0)])
-    def test_acceptance_length(self, pair_dir, pair, temperature, floor):
+    def test_the_acceptance_length_reaches_its_floor(self, pair_dir, pair, temperature, floor):
         target, prompts = pair
         generator = dflash.Generator(target, dflash.load_draft(pair_dir / "draft", dtype=torch.float32), max_length=512)
         texts, lengths = {}, {}
@@ -202,7 +204,7 @@ class TestPair:
         assert texts["auto"] == texts[1.0] == texts[math.inf]
 
     @pytest.mark.parametrize("noise", [2.0, 4.0])
-    def test_a_noisy_drafter_is_no_worse_than_with_sharpness_1(self, pair_dir, pair, noise):
+    def test_a_noisy_drafter_is_not_worse_than_with_sharpness_1(self, pair_dir, pair, noise):
         target, prompts = pair
         draft = dflash.load_draft(pair_dir / "draft", dtype=torch.float32)
         clean = draft.logits
@@ -219,5 +221,5 @@ class TestPair:
             call = {"temperature": 1.0, "seed": 7, "draft_sharpness": sharpness}
             texts[sharpness], lengths[sharpness] = self.run(generator, prompts[:32], **call)
         print(f"noise {noise:g}: " + ", ".join(f"{key}: {value:.2f}" for key, value in lengths.items()))
-        assert lengths["auto"] >= 0.97 * lengths[1.0]  # 10.61 to 10.76 where the noise is small
+        assert lengths["auto"] >= 0.97 * lengths[1.0]  # 10.61 to 10.76 if the noise is small
         assert texts["auto"] == texts[1.0] == texts[math.inf]

@@ -1,4 +1,4 @@
-"""Streaming, stop strings, streamers, several answers, reused prefixes: all against one-token decoding."""
+"""Test streaming, stop strings, streamers, several answers and reused prefixes against one-token decoding."""
 
 import asyncio
 import contextlib
@@ -41,7 +41,7 @@ def tokenizer():
 
 
 def cheat(target, draft, prompts, answers, spoil=5, **options) -> Cheat:
-    """A generator whose drafts are ``answers`` with every ``spoil``-th token wrong."""
+    """Return a generator that drafts ``answers`` with every ``spoil``-th token wrong."""
     options = {"max_length": 160, "batch_size": len(prompts)} | options
     generator = Cheat(target, draft, **options)
     generator.script, generator.spoil = torch.zeros(options["batch_size"], 200, dtype=torch.int64), spoil
@@ -90,7 +90,7 @@ class TestEvents:
     def test_without_a_tokenizer_there_is_no_text(self, target, draft):
         assert next(dflash.stream(target, draft, prompt(4)[None], max_new_tokens=3)).text is None
 
-    def test_accepted_drafts_are_told_from_the_bonus_token(self, target, draft):
+    def test_accepted_drafts_are_distinguished_from_the_bonus_token(self, target, draft):
         p = prompt(6)
         answer = greedy(target, p, 33)
         generator = cheat(target, draft, [p], [answer], spoil=4, block_size=8)
@@ -104,11 +104,11 @@ class TestEvents:
         stop = [int(answer[11])]
         assert stop[0] not in answer[:11]
         last = list(generator.stream(p[None], max_new_tokens=33, stop_token_ids=stop))[-1]
-        assert (len(last.ids[0]), last.accepted) == (3, [3])  # two steps: 8 behind the first token, then 3 of 8
+        assert (len(last.ids[0]), last.accepted) == (3, [3])  # two steps: 8 after the first token, then 3 of 8
         plain = dflash.Generator(target, None, max_length=64)
         assert {event.accepted[0] for event in plain.stream(p[None], max_new_tokens=5)} == {0}
 
-    def test_arguments_are_checked_before_the_first_event_is_asked_for(self, target, draft):
+    def test_arguments_are_checked_before_the_first_event_is_requested(self, target, draft):
         generator = dflash.Generator(target, draft, max_length=64)
         for stream in (generator.stream, lambda *args, **rest: dflash.stream(target, draft, *args, **rest)):
             with pytest.raises(ValueError, match="max_new_tokens must be"):
@@ -123,7 +123,7 @@ class TestEvents:
 
 
 class TestText:
-    """What was given is final, whole characters, and all of the decoded answer."""
+    """Emitted text is final, has only complete characters, and adds up to the decoded answer."""
 
     def pieces(self, decoder, ids, chance):
         rest, given = list(ids), []
@@ -135,7 +135,7 @@ class TestText:
 
     @pytest.mark.parametrize("make", [byte_level, byte_fallback, word_pieces, words])
     @pytest.mark.parametrize("skip", [False, True])
-    def test_random_ids(self, make, skip):
+    def test_pieces_of_random_ids_join_to_the_decoded_text(self, make, skip):
         tokenizer, chance = make(), random.Random(1)
         for _ in range(60):
             ids = [chance.randrange(len(tokenizer)) for _ in range(chance.randint(1, 300))]
@@ -144,7 +144,7 @@ class TestText:
             assert "".join(given) + rest == whole
 
     @pytest.mark.parametrize("make", [byte_level, byte_fallback])
-    def test_no_half_character_is_given(self, make):
+    def test_no_partial_character_is_emitted(self, make):
         tokenizer, chance = make(), random.Random(2)
         vocabulary = tokenizer.get_vocab()
         text = "a€b é😀😀 c€€ éd😀a" * 12
@@ -161,11 +161,11 @@ class TestText:
             given, rest = self.pieces(TextDecoder(tokenizer), ids, chance)
             assert not any("\ufffd" in piece for piece in given)
             assert "".join(given) + rest == text
-        assert sum(map(bool, given)) > 20, "text should come as it is made"
+        assert sum(map(bool, given)) > 20, "text should arrive as it is generated"
         one_by_one = TextDecoder(tokenizer)
         assert one_by_one.push(ids[:1]) == "a"
 
-    def test_what_may_become_a_stop_string_is_held_back(self):
+    def test_a_possible_start_of_a_stop_string_is_held_back(self):
         tokenizer = byte_level()
         vocabulary = tokenizer.get_vocab()
         decoder = TextDecoder(tokenizer, ["abcd", "cab"])
@@ -273,7 +273,7 @@ class TestStopStrings:
             assert first_stop((criterion,), history, new) == expected
         assert 20 < found < 180
 
-    def test_a_conversation_goes_on_behind_a_stop_string(self, target, draft, tokenizer):
+    def test_a_conversation_continues_after_a_stop_string(self, target, draft, tokenizer):
         p = prompt(10, seed=2)
         answer = greedy(target, p, NEW)
         text = tokenizer.decode(answer[:14])[-2:]
@@ -291,7 +291,7 @@ class TestStopStrings:
             fresh = dflash.Generator(target, draft, max_length=160)
             compare_caches(generator, fresh, longer, prefilled=6)
 
-    def test_errors(self, target, draft, tokenizer):
+    def test_bad_stop_strings_are_refused(self, target, draft, tokenizer):
         call = {"ids": prompt(4)[None], "max_new_tokens": 4}
         with pytest.raises(ValueError, match=r"stop_strings \['x'\] need the target's tokenizer"):
             dflash.generate(target, draft, stop_strings="x", **call)
@@ -300,7 +300,7 @@ class TestStopStrings:
         with pytest.raises(ValueError, match="stop_strings must be strings that are not empty, got 7"):
             dflash.generate(target, draft, stop_strings=[7], tokenizer=tokenizer, **call)
 
-    def test_the_generation_config_may_ask_for_them(self, draft, tokenizer):
+    def test_the_generation_config_may_set_them(self, draft, tokenizer):
         target = make_target("qwen3")
         p = prompt(11, seed=2)
         string = tokenizer.decode(greedy(target, p, NEW)[:20])[-2:]
@@ -325,7 +325,7 @@ class Recorder:
 
 
 class TestStreamers:
-    def test_prompt_then_one_put_a_step_then_end(self, target, draft):
+    def test_a_streamer_gets_the_prompt_then_one_put_per_step_then_the_end(self, target, draft):
         p = prompt(7)
         answer = greedy(target, p, NEW)
         generator = cheat(target, draft, [p], [answer])
@@ -345,7 +345,7 @@ class TestStreamers:
         generator.generate(p[None], max_new_tokens=NEW, streamer=TextStreamer(tokenizer))
         assert capsys.readouterr().out == expected
 
-    def test_text_iterator_streamer(self, target, draft, tokenizer):
+    def test_text_iterator_streamer_gives_the_text(self, target, draft, tokenizer):
         p = prompt(7)
         streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
         call = {"max_new_tokens": NEW, "streamer": streamer}
@@ -355,7 +355,7 @@ class TestStreamers:
         thread.join()
         assert text == tokenizer.decode(greedy(target, p, NEW))
 
-    def test_async_text_iterator_streamer(self, target, draft, tokenizer):
+    def test_async_text_iterator_streamer_gives_the_text(self, target, draft, tokenizer):
         p = prompt(7)
 
         async def collect() -> str:
@@ -378,7 +378,7 @@ class TestStreamers:
             dflash.generate(broken, make_draft(broken), prompt(5)[None], max_new_tokens=4, streamer=recorder)
         assert recorder.ends == 1
 
-    def test_errors(self, target, draft):
+    def test_bad_streamers_are_refused(self, target, draft):
         recorder = Recorder()
         with pytest.raises(ValueError, match="a streamer takes a batch of one row, got 2 rows"):
             dflash.generate(target, draft, prompt(4)[None].repeat(2, 1), max_new_tokens=4, streamer=recorder)
@@ -402,7 +402,7 @@ class TestSeveralAnswers:
         given = dflash.generate(target, draft, ids, seed=[fold(4, row) for row in range(6)], **call)
         assert torch.equal(given, output)
 
-    def test_errors(self, target, draft):
+    def test_bad_numbers_of_answers_are_refused(self, target, draft):
         call = {"ids": prompt(4)[None], "max_new_tokens": 4}
         with pytest.raises(ValueError, match="num_return_sequences must be 1, got 2"):
             dflash.generate(target, draft, num_return_sequences=2, **call)
@@ -412,7 +412,7 @@ class TestSeveralAnswers:
         with pytest.raises(ValueError, match="ids has 3 rows, this generator was made for 2"):
             generator.generate(**call, num_return_sequences=3, temperature=1.0)
 
-    def test_the_generation_config_may_ask_for_them(self):
+    def test_the_generation_config_may_set_them(self):
         target = make_target("qwen3")
         target.generation_config.update(num_return_sequences=2, do_sample=True)
         output = dflash.generate(target, make_draft(target), prompt(4)[None], max_new_tokens=4, seed=1)
@@ -420,7 +420,7 @@ class TestSeveralAnswers:
 
 
 def compare_caches(generator, fresh, ids, prefilled=None, **call):
-    """Run ``ids`` once more on ``generator`` and once on ``fresh``: same token, same caches up to the prompt's end."""
+    """Run ``ids`` on ``generator`` and on ``fresh``: the token and the prompt's cache entries must be equal."""
     outputs = [
         each.generate(ids[None], max_new_tokens=1, return_dict_in_generate=True, **call) for each in (generator, fresh)
     ]
@@ -441,7 +441,7 @@ def compare_caches(generator, fresh, ids, prefilled=None, **call):
 class TestConversation:
     @pytest.mark.parametrize("temperature", [0.0, 1.0])
     @pytest.mark.parametrize("block_size", [1, 5, 16])
-    def test_only_what_is_new_is_run(self, target, draft, temperature, block_size):
+    def test_only_new_tokens_are_run(self, target, draft, temperature, block_size):
         p = prompt(20, seed=6)
         call = {"temperature": temperature, "seed": 3}
         answer = sampled(target, p, 24, 3, temperature)
@@ -457,16 +457,16 @@ class TestConversation:
         fresh = dflash.Generator(target, draft, max_length=160, block_size=block_size)
         compare_caches(generator, fresh, ids, expected_prefill, **call)
 
-    def test_a_ragged_batch_whose_rows_share_different_prefixes(self, target, draft):
+    def test_rows_of_a_ragged_batch_reuse_different_prefixes(self, target, draft):
         prompts = [prompt(length, seed=7) for length in (40, 3, 17)]
         ids, mask = left_padded(prompts)
         answers = [greedy(target, p, 20) for p in prompts]
         generator = cheat(target, draft, prompts, answers, prefill_chunk=8)
         generator.generate(ids, attention_mask=mask, max_new_tokens=20)
         follow = [
-            torch.cat([prompts[0], answers[0], prompt(30, seed=8)]),  # goes on
+            torch.cat([prompts[0], answers[0], prompt(30, seed=8)]),  # continues
             prompt(50, seed=9),  # something else
-            torch.cat([prompts[2], answers[2][:7], prompt(2, seed=8)]),  # branches off in the answer
+            torch.cat([prompts[2], answers[2][:7], prompt(2, seed=8)]),  # diverges inside the answer
         ]
         assert follow[2][24] != answers[2][7]
         assert follow[1][0] != prompts[1][0]
@@ -480,7 +480,7 @@ class TestConversation:
         for row, p in enumerate(follow):
             assert output.sequences[row, ids.shape[1] :].tolist() == greedy(target, p, 20).tolist()
 
-    def test_less_is_kept_where_the_longest_row_would_not_fit_behind_it(self, target, draft):
+    def test_less_is_reused_if_the_longest_row_would_not_fit_after_it(self, target, draft):
         prompts = [prompt(70, seed=1), prompt(5, seed=1)]
         ids, mask = left_padded(prompts)
         generator = dflash.Generator(target, draft, max_length=80, batch_size=2, block_size=4)
@@ -492,7 +492,7 @@ class TestConversation:
         for row, p in enumerate(follow):
             assert output.sequences[row, ids.shape[1] :].tolist() == greedy(target, p, 10).tolist()
 
-    def test_the_whole_prompt_is_run_where_nothing_can_be_kept(self, draft):
+    def test_the_full_prompt_is_run_if_nothing_can_be_reused(self, draft):
         target = make_target("qwen3")
         own = make_draft(target)
         p = prompt(12)
@@ -517,7 +517,7 @@ class TestConversation:
         shots = [dflash.generate(target, own, p[None], max_new_tokens=2, return_dict_in_generate=True) for _ in "ab"]
         assert [shot.statistics.num_prefilled_tokens for shot in shots] == [[12], [12]]
 
-    def test_nothing_is_kept_of_a_call_that_met_nan(self):
+    def test_nothing_is_reused_from_a_call_that_met_nan(self):
         target = make_target("qwen3")
         p = prompt(12)
         answer = greedy(target, p, 8)
@@ -525,7 +525,7 @@ class TestConversation:
         whole = embedding[answer[3]].clone()
         generator = dflash.Generator(target, make_draft(target), max_length=40)
         with torch.no_grad():
-            embedding.data[answer[3]] = NAN  # through .data: the fingerprint does not see it
+            embedding.data[answer[3]] = NAN  # through .data, which the fingerprint does not notice
         with pytest.raises(ValueError, match="NaN"):
             generator.generate(p[None], max_new_tokens=8)
         embedding.data[answer[3]] = whole
@@ -533,7 +533,7 @@ class TestConversation:
         assert output.statistics.num_prefilled_tokens == [12]
         assert output.sequences[0, 12:].tolist() == answer.tolist()
 
-    def test_on_a_trained_pair_acceptance_stays_what_it_was(self, pair_dir):
+    def test_reused_prefixes_leave_the_acceptance_of_a_trained_pair(self, pair_dir):
         target = AutoModelForCausalLM.from_pretrained(pair_dir / "target", dtype=torch.float32).eval()
         draft = dflash.load_draft(pair_dir / "draft", dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(pair_dir / "target")
@@ -554,7 +554,7 @@ class TestConversation:
 
 
 class Interrupted(dflash.Generator):
-    """Ctrl-C in the middle of the ``at``-th step, with its state half written."""
+    """Raises Ctrl-C in the middle of the ``at``-th step, with its state half written."""
 
     at = -1
 
@@ -568,7 +568,7 @@ class Interrupted(dflash.Generator):
 
 
 class TestLeaving:
-    def test_a_closed_stream_leaves_a_whole_state(self, target, draft):
+    def test_a_closed_stream_leaves_a_consistent_state(self, target, draft):
         p = prompt(14, seed=4)
         answer = greedy(target, p, NEW)
         for ahead in (False, True):
@@ -582,7 +582,7 @@ class TestLeaving:
             ids = torch.cat([p, answer[: len(got)], prompt(3, seed=5)])
             compare_caches(generator, dflash.Generator(target, draft, max_length=160), ids, prefilled=3 if ahead else 4)
 
-    def test_an_interrupt_in_the_middle_of_a_step(self, target, draft):
+    def test_an_interrupt_in_the_middle_of_a_step_leaves_a_usable_generator(self, target, draft):
         p = prompt(14, seed=4)
         generator = Interrupted(target, draft, max_length=80)
         generator.at = 3
@@ -607,7 +607,7 @@ class TestLeaving:
             next(events)
         assert generator.generate(p[None], max_new_tokens=6)[0, 5:].tolist() == greedy(target, p, 6).tolist()
 
-    def test_a_stream_neither_takes_on_nor_leaves_behind_a_mode(self, target, draft):
+    def test_a_stream_neither_adopts_nor_leaks_a_mode(self, target, draft):
         p = prompt(5)
         generator = dflash.Generator(target, draft, max_length=80)
         with torch.inference_mode():
@@ -636,7 +636,7 @@ class TestLeaving:
             assert results[index][0, len(p) :].tolist() == greedy(target, p, NEW).tolist()
 
     def freed(self, leave):
-        """The kept generator and its caches are gone as soon as ``leave`` has run."""
+        """Check that the cached generator and its caches are freed as soon as ``leave`` has run."""
         target = make_target("qwen3")
         draft = make_draft(target)
         dflash.generate(target, draft, prompt(5)[None], max_new_tokens=4)
@@ -672,7 +672,7 @@ class TestLeaving:
 
         self.freed(leave)
 
-    def test_release(self):
+    def test_release_frees_the_one_shot_caches(self):
         self.freed(lambda target, draft: dflash.release())
 
     def test_a_finished_stream_keeps_them_and_release_ends_a_running_one_safely(self):
@@ -689,7 +689,7 @@ class TestLeaving:
 
 
 class NoEven(LogitsProcessor):
-    """Bans even ids after an odd one, and the other way round."""
+    """Bans even ids after an odd one, and odd ids after an even one."""
 
     def __call__(self, input_ids, scores):
         banned = (torch.arange(scores.shape[1])[None] + input_ids[:, -1:]) % 2 == 1
@@ -697,7 +697,7 @@ class NoEven(LogitsProcessor):
 
 
 @pytest.mark.parametrize("rule", [{"repetition_penalty": 1.3}, {"logits_processor": [NoEven()]}], ids=str)
-def test_rules_stop_strings_and_kept_prefixes_go_together(target, draft, tokenizer, rule):
+def test_rules_stop_strings_and_reused_prefixes_work_together(target, draft, tokenizer, rule):
     generator = dflash.Generator(target, draft, max_length=160)
     ids, call = prompt(9, seed=5)[None], {"max_new_tokens": NEW, "tokenizer": tokenizer, **rule}
     plain = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}

@@ -1,4 +1,4 @@
-"""Anchors and blocks against loops that say the same slowly."""
+"""Test anchors and blocks against slow loops."""
 
 import math
 
@@ -11,7 +11,7 @@ MASK, GAMMA = 90, 3.0
 
 
 def batch(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of ragged lengths with holes in what is supervised, right-padded."""
+    """Return right-padded rows of different lengths, with gaps in the loss mask."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(1, 80, (5, 31), generator=generator)
     loss_mask = (torch.rand(5, 31, generator=generator) < 0.8).long()
@@ -36,7 +36,7 @@ def test_anchors_are_distinct_positions_whose_token_and_next_are_supervised(coun
         assert chosen == sorted(set(chosen))
         assert set(chosen) <= set(allowed)
         assert len(chosen) == min(count, len(allowed))
-        assert valid[row].tolist() == sorted(valid[row].tolist(), reverse=True), "the fill comes last"
+        assert valid[row].tolist() == sorted(valid[row].tolist(), reverse=True), "padding comes last"
     again, _ = sample_anchors(loss_mask, count, torch.Generator().manual_seed(1))
     assert torch.equal(anchors, again)
 
@@ -51,7 +51,7 @@ def test_every_anchor_is_as_likely_as_another():
 
 
 @pytest.mark.parametrize("block_size", [2, 8, 16])
-def test_blocks_are_those_of_a_slow_loop(block_size):
+def test_blocks_equal_a_slow_loop(block_size):
     ids, loss_mask = batch(block_size)
     anchors, valid = sample_anchors(loss_mask, 9, torch.Generator().manual_seed(2))
     blocks = make_blocks(ids, loss_mask, anchors, valid, block_size, MASK, GAMMA)
@@ -72,5 +72,5 @@ def test_blocks_are_those_of_a_slow_loop(block_size):
     assert blocks.weights[0].sum() > 0
 
 
-def test_the_published_decays():
+def test_default_gammas_are_the_published_decays():
     assert [default_gamma(size) for size in (16, 10, 8)] == pytest.approx([7, 5, 4])

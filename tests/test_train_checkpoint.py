@@ -1,4 +1,4 @@
-"""Drafts as we and the reference package read them back; checkpoints that are whole or not there."""
+"""Test that drafts read back, here and in the reference package, and that checkpoints are written atomically."""
 
 import dataclasses
 import json
@@ -18,8 +18,8 @@ from dflash.train.checkpoint import checkpoints, load_checkpoint, save_checkpoin
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_a_draft_reads_back_as_it_was(name, tmp_path):
-    """YaRN, llama3 and linear RoPE, windows, causality, biases, scales and softcaps included."""
+def test_a_draft_reads_back_unchanged(name, tmp_path):
+    """The configs cover YaRN, llama3 and linear RoPE, windows, causality, biases, scales and softcaps."""
     drafter = random_drafter(VARIANTS[name])
     assert DraftConfig.from_config(published_config(drafter.config)) == drafter.config
     folder = save_draft(drafter, tmp_path / "draft", dtype=torch.float32)
@@ -64,7 +64,7 @@ def test_the_reference_package_reads_a_draft_and_gives_the_same_logits(reference
     )
 
 
-def test_rules_that_the_layout_cannot_say_are_refused():
+def test_rules_that_the_layout_cannot_express_are_refused():
     config = random_drafter(VARIANTS["Qwen3.5-27B-September"]).config
     with pytest.raises(ValueError, match="one window and one rule of causality"):
         published_config(dataclasses.replace(config, window=(24, 12, 24, 0)))
@@ -84,7 +84,7 @@ def files(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
-def test_a_checkpoint_reads_back_and_old_ones_go(tmp_path):
+def test_a_checkpoint_reads_back_and_old_ones_are_removed(tmp_path):
     for step in (2, 4, 10):
         checkpoint(tmp_path, step, random_drafter(seed=step), keep=2)
     assert [path.name for path in checkpoints(tmp_path)] == ["step-00000004", "step-00000010"]
@@ -143,7 +143,7 @@ def test_a_full_disk_leaves_the_last_checkpoint_and_nothing_half_written(fail, t
     assert [path.name for path in checkpoints(tmp_path)] == ["step-00000004"]
 
 
-def test_a_full_disk_leaves_the_draft_that_was_there(tmp_path, monkeypatch):
+def test_a_full_disk_leaves_the_previous_draft(tmp_path, monkeypatch):
     save_draft(random_drafter(seed=1), tmp_path)
     before = files(tmp_path)
     _weights_fail(monkeypatch)
@@ -152,7 +152,7 @@ def test_a_full_disk_leaves_the_draft_that_was_there(tmp_path, monkeypatch):
     assert files(tmp_path) == before
 
 
-def test_a_copy_that_someone_keeps_beside_is_left_alone(tmp_path):
+def test_a_renamed_copy_is_not_touched(tmp_path):
     kept = checkpoint(tmp_path, 2, random_drafter()).rename(tmp_path / "step-00000002-best")
     checkpoint(tmp_path, 4, random_drafter(), keep=1)
     checkpoint(tmp_path, 6, random_drafter(), keep=1)
@@ -171,7 +171,7 @@ def test_a_damaged_checkpoint_is_named_and_changes_nothing(name, content, tmp_pa
     assert torch.equal(drafter.fc.weight, random_drafter(seed=0).fc.weight)
 
 
-def test_what_a_killed_run_left_does_not_count_and_goes(tmp_path):
+def test_leftovers_of_a_killed_run_are_ignored_and_removed(tmp_path):
     checkpoint(tmp_path, 2, random_drafter())
     left = tmp_path / ".unfinished-00000004"
     left.mkdir()

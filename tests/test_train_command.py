@@ -1,4 +1,4 @@
-"""``dflash train`` as a shell user meets it: one process, two, killed, and wrong in every way."""
+"""Test ``dflash train`` from the shell: in one process, in two, killed, and with every kind of mistake."""
 
 import json
 import os
@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture
 def run(shell):
-    """``dflash train ARGUMENTS`` in this process."""
+    """Return a function that runs ``dflash train ARGUMENTS`` in this process."""
 
     def call(*arguments: object):
         AcceleratorState._reset_state(reset_partial_state=True)
@@ -74,7 +74,7 @@ SMALL = {
 
 @pytest.fixture
 def arguments(model, data, tmp_path):
-    """The options of a small run; changes replace some, None leaves one out, True makes it a flag."""
+    """Return a function that gives a small run's options. A change of None drops an option, True makes it a flag."""
 
     def make(**changes: object) -> list[str]:
         options = {"--model": model, "--data": data, "--output": tmp_path / "out", **SMALL}
@@ -132,7 +132,7 @@ def test_a_run_writes_a_draft_that_the_engine_reads(run, arguments, model, tmp_p
 NEW = ("layers", "block_size", "taps", "mask_token_id")
 
 
-def test_a_dry_run_says_what_would_be_done_and_writes_nothing(run, arguments, tmp_path):
+def test_a_dry_run_prints_the_plan_and_writes_nothing(run, arguments, tmp_path):
     done = run(*arguments(dry_run=True, json=True, tracker="tensorboard", cache_features=tmp_path / "cache"))
     assert done.code == 0, done.err
     plan = json.loads(done.out)
@@ -148,7 +148,7 @@ def test_a_dry_run_says_what_would_be_done_and_writes_nothing(run, arguments, tm
     assert not list(tmp_path.iterdir())
 
 
-def test_features_are_kept_and_read_again(run, arguments, tmp_path, monkeypatch):
+def test_features_are_cached_and_reused(run, arguments, tmp_path, monkeypatch):
     first = run(*arguments(cache_features=tmp_path / "cache"))
     assert first.code == 0, first.err
     monkeypatch.setattr(dflash.train.TargetFeatures, "__call__", None)  # the target is not run again
@@ -159,7 +159,7 @@ def test_features_are_kept_and_read_again(run, arguments, tmp_path, monkeypatch)
 
 
 def processes(count: int, arguments: list[str]) -> list[subprocess.Popen]:
-    """``python -m dflash.train`` as ``accelerate launch`` starts it, ``count`` times."""
+    """Start ``python -m dflash.train`` ``count`` times, as ``accelerate launch`` does."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -196,7 +196,7 @@ def test_two_processes_train_what_one_does_on_the_same_global_batch(run, argumen
         names = {"step", "tokens", "loss", "train_acceptance", "gradient_norm", "acceptance_length"} & one.keys()
         assert {name: two[name] for name in names} == pytest.approx({name: one[name] for name in names}, rel=1e-4)
     assert json.loads(outputs[0][0])["step"] == 4
-    assert outputs[1] == ("", ""), "only the first process speaks"
+    assert outputs[1] == ("", ""), "only the first process prints"
 
 
 KILLED = """
@@ -212,8 +212,8 @@ cli.main()
 """
 
 
-def test_a_killed_run_loses_the_steps_since_its_last_checkpoint_and_no_more(run, arguments, tmp_path):
-    """Killed in the middle of writing a checkpoint, which is then not there."""
+def test_a_killed_run_loses_only_the_steps_since_its_last_checkpoint(run, arguments, tmp_path):
+    """The run is killed while it writes a checkpoint; that checkpoint must not exist."""
     options = arguments(steps=5)
     command = [sys.executable, "-c", KILLED, "train", *options]
     killed = subprocess.run(command, env={**os.environ, "HF_HUB_OFFLINE": "1"}, capture_output=True, check=False)
@@ -347,7 +347,7 @@ def test_a_drafter_of_another_target_is_named_before_weights_are_loaded(run, arg
     )
 
 
-def test_a_folder_in_use_is_left_alone(run, arguments, tmp_path):
+def test_a_folder_in_use_is_not_touched(run, arguments, tmp_path):
     (tmp_path / "out").mkdir()
     kept = tmp_path / "out" / "thesis.txt"
     kept.write_text("mine")

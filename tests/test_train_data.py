@@ -1,4 +1,4 @@
-"""Prompts and training rows from files as people have them."""
+"""Test reading prompts and training rows from common kinds of files."""
 
 import gzip
 import json
@@ -28,7 +28,7 @@ def only(source, tokenizer, max_length=32, **options) -> tuple[list[int], list[i
     return row["input_ids"], row["loss_mask"]
 
 
-def test_prompts_under_the_names_that_sources_give_them(jsonl, tmp_path):
+def test_prompts_are_found_under_the_names_that_sources_use(jsonl, tmp_path):
     chat = [{"role": "user", "content": "w7"}, {"role": "assistant", "content": "w8"}]
     path = jsonl(
         {"prompt": "def f():", "task_id": "x/0"},
@@ -51,7 +51,7 @@ def test_prompts_under_the_names_that_sources_give_them(jsonl, tmp_path):
     assert load_prompts(packed) == wanted
 
 
-def test_prompts_and_rows_of_the_hub(monkeypatch):
+def test_prompts_and_rows_come_from_the_hub(monkeypatch):
     asked = []
 
     def load_dataset(path, name, split):
@@ -64,7 +64,7 @@ def test_prompts_and_rows_of_the_hub(monkeypatch):
     assert asked == [("owner/name", "main", "test"), ("owner/name", None, "train")]
 
 
-def test_a_prompt_is_a_users_message_where_there_is_a_template():
+def test_a_prompt_is_a_users_message_if_there_is_a_template():
     tokenizer = spoken()
     assert prompt_ids(tokenizer, {"prompt": "w7 w8"}) == [USER, 7, 8, END, LINE, ASSISTANT]
     assert prompt_ids(tokenizer, {"prompt": "w7 w8"}, raw=True) == [7, 8]
@@ -88,7 +88,7 @@ def test_a_response_that_was_cut_off_ends_without_a_stop_token(jsonl):
     assert only(jsonl(row), spoken()) == ([USER, 7, END, LINE, ASSISTANT, 9, 10], [0, 0, 0, 0, 0, 1, 1])
 
 
-def test_ids_that_were_written_are_taken_as_they_are(jsonl):
+def test_written_ids_are_used_unchanged(jsonl):
     row = {"prompt": "w7", "response": "w9 w10", "prompt_ids": [BOS, 7], "response_ids": [9, 10, END]}
     assert only(jsonl(row), spoken()) == ([BOS, 7, 9, 10, END], [0, 0, 1, 1, 1])
     ids = {"input_ids": [7, 8, 9, END], "loss_mask": [0, 0, 1, 1]}
@@ -109,8 +109,8 @@ def test_every_turn_of_the_assistant_is_supervised(jsonl):
     assert only(jsonl(trailing), spoken())[0] == wanted
 
 
-def test_a_turn_that_is_written_otherwise_later_is_context_alone(jsonl):
-    """As templates do that leave thoughts out of earlier turns: the target never wrote that turn so."""
+def test_a_turn_that_is_rendered_differently_later_is_only_context(jsonl):
+    """Templates that drop thoughts from earlier turns do this: the target never wrote the turn that way."""
     template = (
         "{% for m in messages %}<{{ m.role }}> {% if m.role == 'assistant' and loop.last %}w90 {% endif %}"
         "{{ m.content }} <end> {% endfor %}{% if add_generation_prompt %}<assistant> {% endif %}"
@@ -122,7 +122,7 @@ def test_a_turn_that_is_written_otherwise_later_is_context_alone(jsonl):
     assert mask == [0] * 10 + [1, 1, 1]
 
 
-def test_arguments_of_the_chat_template(jsonl):
+def test_arguments_of_the_chat_template_are_used(jsonl):
     template = (
         "{% for m in messages %}<{{ m.role }}> {{ m.content }} <end> {% endfor %}{% if add_generation_prompt %}"
         "<assistant> {% if not thinking | default(true) %}w90 {% endif %}{% endif %}"
@@ -135,14 +135,14 @@ def test_arguments_of_the_chat_template(jsonl):
     wanted = ([USER, 7, END, ASSISTANT, 90, 8, END], [0] * 5 + [1, 1])
     assert only(jsonl(whole), spoken(template), template=short) == wanted
     said = jsonl({"messages": [{"role": "user", "content": "w7"}, {"role": "assistant", "content": "w8"}]})
-    with pytest.raises(ValueError, match="line 1: the chat template does not write the last answer after what asks"):
+    with pytest.raises(ValueError, match="line 1: the chat template does not render the last answer"):
         load_rows(said, spoken(template), 32, template=short)
     with pytest.raises(ValueError, match="line 1: the chat template refuses these messages: no such role"):
         load_rows(said, spoken("{{ raise_exception('no such role') }}"), 32)
 
 
 def test_the_stop_token_is_the_one_that_the_target_writes(jsonl):
-    """Of several in its generation_config, or the special token with which the template closes a turn."""
+    """It can be one of several in the generation_config, or the special token that ends a turn in the template."""
     row = {"prompt": "w7", "response": "w9"}
     closing = "{% for m in messages %}<{{ m.role }}> {{ m.content }} <line> {% endfor %}"
     closing += "{% if add_generation_prompt %}<assistant> {% endif %}"
@@ -153,13 +153,13 @@ def test_the_stop_token_is_the_one_that_the_target_writes(jsonl):
     assert only(jsonl(row), spoken(listed), stop_token_ids=[END, 20]) == ([*asked, 9, 20], [0, 0, 0, 0, 1, 1])
     messages = [{"role": "user", "content": "w7"}, {"role": "assistant", "content": "w9"}]
     assert only(jsonl({"messages": messages}), spoken(closing))[1] == [0, 0, 0, 0, 1, 1]
-    # A template that asks with more than it keeps closes the answer all the same.
+    # A template whose generation prompt has extra text still ends the answer.
     thinking = closing.replace("<assistant> {% endif", "<assistant> w90 {% endif")
     assert only(jsonl(row), spoken(thinking)) == ([USER, 7, LINE, ASSISTANT, 90, 9, LINE], [0] * 5 + [1, 1])
 
 
 def marked(*, bos: bool = False, eos: bool = False):
-    """A tokenizer that puts its BOS token before a text, or its EOS token behind it, by itself."""
+    """Return a tokenizer that adds a BOS token before a text, or an EOS token after it, by itself."""
     tokenizer = spoken(None)
     single = ["<bos>"] * bos + ["$A"] + ["<end>"] * eos
     marks = [("<bos>", BOS)] * bos + [("<end>", END)] * eos
@@ -210,7 +210,7 @@ def test_long_prompts_are_an_error_or_left_out(jsonl):
         ('{"messages": []}', "line 2: messages must be a list of role and content"),
         ('{"messages": [{"role": "user"}]}', "line 2: message 1 must have role and content"),
         ('{"messages": [{"role": "user", "content": "w7"}]}', "line 2: messages has no assistant turn"),
-        ('{"text": 5}', "line 2: text must be text"),
+        ('{"text": 5}', "line 2: text must be a non-empty string"),
         ('{"input_ids": [7, 8]}', "line 2: loss_mask must hold a 0 or 1 for each of the 2 input_ids"),
         ('{"input_ids": [7, 8], "loss_mask": [0, 2]}', "line 2: loss_mask must hold"),
         ('{"input_ids": [7, 97], "loss_mask": [0, 1]}', r"line 2: input_ids must lie in 0 \.\. 96, got 97"),
@@ -221,13 +221,13 @@ def test_long_prompts_are_an_error_or_left_out(jsonl):
         ),
     ],
 )
-def test_what_is_wrong_with_a_row_is_said_by_its_line(jsonl, line, message):
+def test_a_bad_row_is_reported_with_its_line(jsonl, line, message):
     path = jsonl({"prompt": "w7", "response": "w8"}, line)
     with pytest.raises(ValueError, match=message):
         load_rows(path, spoken(), 32)
 
 
-def test_what_is_wrong_with_a_source_is_said(jsonl, tmp_path):
+def test_a_bad_source_is_reported(jsonl, tmp_path):
     for load in (load_prompts, lambda source: load_rows(source, spoken(), 32)):
         with pytest.raises(FileNotFoundError, match=r"there is no data file '.*missing\.jsonl'"):
             load(tmp_path / "missing.jsonl")

@@ -1,4 +1,4 @@
-"""The training loop on a tiny target: it learns, it resumes to the bit, it says what it cannot do."""
+"""Test the training loop on a tiny target: it learns, resumes bit for bit, and names what it cannot do."""
 
 import importlib.util
 import itertools
@@ -38,7 +38,7 @@ FEW = TrainConfig(
 
 @pytest.fixture(autouse=True)
 def another_run():
-    """Accelerate keeps one state a process, which one run after another must not share."""
+    """Reset accelerate's state. It exists once per process, and runs must not share it."""
     AcceleratorState._reset_state(reset_partial_state=True)
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -51,7 +51,7 @@ def target():
 
 @pytest.fixture(scope="module")
 def rows(target) -> datasets.Dataset:
-    """Ten prompts and the target's own greedy answers, without the mask token."""
+    """Return ten prompts with the target's own greedy answers, without the mask token."""
     found, generator = [], torch.Generator().manual_seed(0)
     while len(found) < 10:
         prompt = torch.randint(2, VOCAB, (5 + len(found) % 4,), generator=generator)
@@ -106,16 +106,16 @@ def test_an_epoch_takes_every_row_once_in_batches_of_like_length():
     assert batches.epoch(1) != steps
     assert Batches(lengths, 200, 2, seed=1).epoch(0) != steps
     whole = Batches(lengths, 200, 1, seed=0).epoch(0)
-    assert list(itertools.chain(*whole))[: len(flat)] == flat, "processes share the order of one"
+    assert list(itertools.chain(*whole))[: len(flat)] == flat, "several processes share the order of one"
     assert batches.count(2) == len(steps) + len(batches.epoch(1))
 
 
-def test_a_row_longer_than_a_batch_stands_alone_and_little_data_makes_a_step():
+def test_a_long_row_gets_its_own_batch_and_little_data_still_fills_a_step():
     assert Batches([500, 3], 200, 1, seed=0).epoch(0) in ([[[0]], [[1]]], [[[1]], [[0]]])
     assert Batches([3], 200, 4, seed=0).epoch(0) == [[[0]] * 4]
 
 
-def test_the_rate_rises_stays_and_falls():
+def test_the_learning_rate_rises_stays_and_falls():
     rates = [learning_rate(step, 300, 0.1, 0.5) for step in range(300)]
     assert rates[:3] == pytest.approx([1 / 30, 2 / 30, 3 / 30])
     assert set(rates[30:150]) == {1.0}
@@ -141,7 +141,7 @@ def test_a_drafter_learns_a_handful_of_sequences_by_heart(target, rows, tmp_path
     assert last["acceptance_length"] > 0.93 * BLOCK
     assert last["train_acceptance"] > 0.93 * BLOCK
     assert metrics(tmp_path)[-1]["acceptance_length"] == last["acceptance_length"]
-    # What was written is what was measured: the draft from disk, in the engine, on the same prompts.
+    # The draft on disk must reach the measured acceptance in the engine, on the same prompts.
     written = dflash.load_draft(tmp_path, dtype=torch.float32)
     generator, lengths = dflash.Generator(target, written, max_length=80), []
     for prompt in run.prompts:
@@ -152,7 +152,7 @@ def test_a_drafter_learns_a_handful_of_sequences_by_heart(target, rows, tmp_path
 
 @pytest.mark.parametrize("family", ["gemma3", "qwen3"])
 def test_any_family_and_dtype_takes_a_step(family, tmp_path):
-    """A target in bfloat16, with and without mixed precision, and one that scales its embeddings."""
+    """Covers bfloat16 with and without mixed precision, and a family that scales its embeddings."""
     other = make_target(family, dtype=torch.bfloat16)
     ids = torch.randint(2, VOCAB, (5, 30), generator=torch.Generator().manual_seed(0)).tolist()
     some = datasets.Dataset.from_list([{"input_ids": row, "loss_mask": [0] * 5 + [1] * 25} for row in ids])
@@ -166,7 +166,7 @@ def test_any_family_and_dtype_takes_a_step(family, tmp_path):
         assert last["acceptance_length_t1"] >= 1
 
 
-def test_distillation_draws_the_drafter_to_the_targets_distribution(target, rows, tmp_path):
+def test_distillation_pulls_the_drafter_towards_the_targets_distribution(target, rows, tmp_path):
     first = trainer(target, rows, tmp_path / "labels", changed(steps=1)).train()
     both = trainer(target, rows, tmp_path / "both", changed(steps=1, distill=0.5)).train()
     assert both["cross_entropy"] == pytest.approx(first["cross_entropy"], rel=1e-5)
@@ -176,7 +176,7 @@ def test_distillation_draws_the_drafter_to_the_targets_distribution(target, rows
 
 
 def test_features_on_disk_train_the_same_drafter(target, rows, tmp_path):
-    config = changed(steps=4, eval_rows=2, eval_tokens=4)  # held-out rows move the others' numbers
+    config = changed(steps=4, eval_rows=2, eval_tokens=4)  # held-out rows shift the numbers of the others
     online = trainer(target, rows, tmp_path / "online", config)
     online.train()
     taps = TargetFeatures(target, TAPS)
@@ -196,7 +196,7 @@ def test_features_on_disk_train_the_same_drafter(target, rows, tmp_path):
 
 
 class _NoForward:
-    """The target's embeddings and head; its features must not be asked for."""
+    """The target's embeddings and head. Requesting features is an error."""
 
     def __init__(self, online):
         self.embedding_weight, self.head = online.embedding_weight, online.head
@@ -206,7 +206,7 @@ class _NoForward:
 
 
 def answered(prompts, samples: int = 2, length: int = 12) -> datasets.Dataset:
-    """``samples`` different answers to each of ``prompts``, one prompt after the other."""
+    """Return ``samples`` different answers to each of ``prompts``, in order."""
     generator = torch.Generator().manual_seed(1)
     answers = torch.randint(2, VOCAB, (len(prompts) * samples, length), generator=generator).tolist()
     asked = [prompt for prompt in prompts for _ in range(samples)]
@@ -263,8 +263,8 @@ def test_an_evaluation_without_a_prompt_is_an_error_before_any_work(target, tmp_
     assert not list(tmp_path.iterdir())
 
 
-def test_answers_are_drawn_at_the_temperature_alone(target, rows, tmp_path, monkeypatch):
-    """As dflash benchmark draws them, whatever the target's generation_config says."""
+def test_held_out_answers_use_only_the_temperature(target, rows, tmp_path, monkeypatch):
+    """As in dflash benchmark, the target's generation_config has no effect."""
     config = changed(eval_rows=1, eval_tokens=12, eval_temperatures=(1.0,))
     run, generate, written = trainer(target, rows, tmp_path, config), dflash.Generator.generate, []
 
@@ -287,7 +287,7 @@ def test_answers_are_drawn_at_the_temperature_alone(target, rows, tmp_path, monk
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_a_resumed_run_ends_with_the_same_weights_to_the_bit(target, rows, tmp_path, optimizer):
+def test_a_resumed_run_ends_with_the_same_weights_bit_for_bit(target, rows, tmp_path, optimizer):
     config = changed(steps=7, accumulate=2, feature_noise=0.1, weight_decay=0.1, optimizer=optimizer)
     whole = trainer(target, rows, tmp_path / "whole", config)
     whole.train()
@@ -321,7 +321,7 @@ def test_a_resumed_run_ends_with_the_same_weights_to_the_bit(target, rows, tmp_p
     assert_same(weights(done), weights(whole))
 
 
-def test_a_run_without_a_checkpoint_starts_anew(target, rows, tmp_path):
+def test_a_run_without_a_checkpoint_starts_from_the_beginning(target, rows, tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 3.0}\n{"st')
     run = trainer(target, rows, tmp_path, changed(steps=1))
     assert not run.resume()
@@ -356,7 +356,7 @@ def test_another_run_is_not_resumed(target, rows, tmp_path):
         assert_same(weights(run), before)
 
 
-def test_a_damaged_checkpoint_is_said_and_the_one_before_it_taken(target, rows, tmp_path, capsys):
+def test_a_damaged_checkpoint_is_reported_and_the_previous_one_used(target, rows, tmp_path, capsys):
     whole = trainer(target, rows, tmp_path)
     whole.train()
     folder = tmp_path / "checkpoints"
@@ -381,7 +381,7 @@ def test_a_damaged_checkpoint_is_said_and_the_one_before_it_taken(target, rows, 
     assert metrics(tmp_path) == lines
 
 
-def test_metrics_are_cut_whole_or_not_at_all(target, rows, tmp_path, monkeypatch):
+def test_metrics_are_truncated_atomically(target, rows, tmp_path, monkeypatch):
     trainer(target, rows, tmp_path, changed(steps=4)).train()
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "loss": 3.0}\n')
@@ -399,7 +399,7 @@ def test_metrics_are_cut_whole_or_not_at_all(target, rows, tmp_path, monkeypatch
     assert (tmp_path / "metrics.jsonl").read_bytes() == before
 
 
-def test_a_full_disk_ends_the_run_with_its_last_checkpoint_whole(target, rows, tmp_path, monkeypatch):
+def test_a_full_disk_ends_the_run_with_its_last_checkpoint_intact(target, rows, tmp_path, monkeypatch):
     save, saved = torch.save, []
 
     def full(state, path):
@@ -425,14 +425,14 @@ def test_a_full_disk_ends_the_run_with_its_last_checkpoint_whole(target, rows, t
 # ---------------------------------------------------------------------------------------------- what it tells
 
 
-def test_an_epochs_batches_are_drawn_once_however_often_is_logged(target, rows, tmp_path, monkeypatch):
+def test_an_epochs_batches_are_drawn_once_however_often_metrics_are_logged(target, rows, tmp_path, monkeypatch):
     run, draw, drawn = trainer(target, rows, tmp_path), Batches._draw, []
     monkeypatch.setattr(Batches, "_draw", lambda self, epoch: drawn.append(epoch) or draw(self, epoch))
     run.train()
     assert drawn == [0, 1], "three steps each"
 
 
-def test_a_plan_measures_and_leaves_everything_as_it_was(target, rows, tmp_path):
+def test_a_plan_measures_and_restores_everything(target, rows, tmp_path):
     config = changed(steps=5, eval_rows=1)
     whole = trainer(target, rows, tmp_path / "whole", config)
     whole.train()
@@ -482,7 +482,7 @@ def test_a_tracker_that_is_unknown_or_missing_is_named(target, rows, tmp_path, m
         ({"input_ids": [5, MASK], "loss_mask": [1, 1]}, "row 10 has the mask token 1 among the tokens"),
     ],
 )
-def test_a_row_that_cannot_be_learnt_is_named_before_any_work(target, rows, row, message, tmp_path):
+def test_an_unusable_row_is_named_before_any_work(target, rows, row, message, tmp_path):
     bad = datasets.Dataset.from_list([*rows, row])
     with pytest.raises(ValueError, match=message):
         trainer(target, bad, tmp_path / "run")
@@ -491,7 +491,7 @@ def test_a_row_that_cannot_be_learnt_is_named_before_any_work(target, rows, row,
     assert not (tmp_path / "run").exists()
 
 
-def test_what_does_not_fit_is_named_before_any_work(target, rows, tmp_path):
+def test_mismatches_are_named_before_any_work(target, rows, tmp_path):
     silent = datasets.Dataset.from_list([{"input_ids": [5, 6, 7], "loss_mask": [0, 1, 0]}])
     with pytest.raises(ValueError, match="nothing to learn"):
         trainer(target, silent, tmp_path)

@@ -1,4 +1,4 @@
-"""The loss of a batch of blocks against a loop over slots, in float64."""
+"""Test the loss of a batch of blocks against a loop over slots, in float64."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ VOCAB, HIDDEN, BLOCK = 23, 6, 5
 
 @pytest.fixture
 def batch():
-    """``(hidden, blocks, head, teacher)`` of two ragged rows; anchors near the end reach past it."""
+    """Return ``(hidden, blocks, head, teacher)`` for two rows. Blocks near the end reach past it."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(VOCAB, (2, 14), generator=generator)
     loss_mask = torch.ones(2, 14, dtype=torch.long)
@@ -36,7 +36,7 @@ def slow(hidden, blocks, head, teacher, distill):
             continue
         ours = head(hidden[row, number, slot]).log_softmax(-1)
         one = -ours[blocks.labels[row, number, slot]]
-        # The target's distribution of a token is in its row before it.
+        # The target's distribution of a token is in the row before it.
         place = int(blocks.anchors[row, number]) + slot - 1
         theirs = head(teacher[row, place]).log_softmax(-1)
         distance = (theirs.exp() * (theirs - ours)).sum()
@@ -47,7 +47,7 @@ def slow(hidden, blocks, head, teacher, distill):
 
 @pytest.mark.parametrize("chunk", [None, VOCAB * 4])
 @pytest.mark.parametrize("distill", [0.0, 0.3, 1.0])
-def test_the_loss_and_its_gradient_are_those_of_a_slow_loop(batch, distill, chunk, monkeypatch):
+def test_the_loss_and_its_gradient_equal_a_slow_loop(batch, distill, chunk, monkeypatch):
     hidden, blocks, head, teacher = batch
     if chunk:
         monkeypatch.setattr(module, "_CHUNK_ELEMENTS", chunk)
@@ -63,7 +63,7 @@ def test_the_loss_and_its_gradient_are_those_of_a_slow_loop(batch, distill, chun
 
 
 @pytest.mark.parametrize("chunk", [1 << 26, VOCAB * 4])
-def test_right_tokens_and_accepted_lengths(batch, chunk, monkeypatch):
+def test_right_tokens_and_accepted_lengths_equal_a_slow_loop(batch, chunk, monkeypatch):
     _, blocks, _, _ = batch
     monkeypatch.setattr(module, "_CHUNK_ELEMENTS", chunk)
     guess = blocks.labels.clone()

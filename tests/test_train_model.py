@@ -1,4 +1,4 @@
-"""The differentiable forward pass against the inference ops, and the target's features against transformers."""
+"""Test the differentiable forward pass against the inference ops, and target features against transformers."""
 
 import dataclasses
 import itertools
@@ -24,7 +24,7 @@ RULES = {
 
 
 def inputs(config, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Target states ``[2, LENGTH, taps * hidden]`` and raw embeddings of the blocks at ``ANCHORS``."""
+    """Return target states ``[2, LENGTH, taps * hidden]`` and raw embeddings of the blocks at ``ANCHORS``."""
     generator = torch.Generator().manual_seed(seed)
     width = len(config.target_layer_ids) * config.hidden_size
     context = torch.randn(2, LENGTH, width, generator=generator)
@@ -32,7 +32,7 @@ def inputs(config, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("causal", "window"), [(False, 0), (True, 0), (True, 5), (False, 3)])
-def test_visible_keys_are_those_of_a_slow_loop(causal, window):
+def test_visible_keys_equal_a_slow_loop(causal, window):
     block = 4
     visible = visible_keys(ANCHORS, LENGTH, block, causal, window)
     for row, number in torch.cartesian_prod(torch.arange(2), torch.arange(3)).tolist():
@@ -49,7 +49,7 @@ def test_visible_keys_are_those_of_a_slow_loop(causal, window):
 
 @pytest.mark.parametrize("name", RULES)
 @torch.no_grad()
-def test_hidden_states_are_those_of_the_inference_ops(name):
+def test_hidden_states_equal_the_inference_ops(name):
     drafter = random_drafter(RULES[name])
     context, embeds = inputs(drafter.config)
     got = TrainableDrafter(drafter)(context, embeds, ANCHORS)
@@ -70,7 +70,7 @@ def test_every_attention_gives_the_same_numbers(name):
     outputs, gradients = {}, {}
     for attention in ("matmul", "sdpa", "flex"):
         model = TrainableDrafter(drafter, attention=attention)
-        if attention == "flex":  # its backward pass is CUDA's alone
+        if attention == "flex":  # its backward pass needs CUDA
             with torch.no_grad():
                 outputs[attention] = model(context, embeds, ANCHORS)
             continue
@@ -88,10 +88,10 @@ def test_every_attention_gives_the_same_numbers(name):
 @pytest.mark.parametrize(("causal", "window"), [(False, 0), (True, 0), (True, 150), (False, 40)])
 @pytest.mark.parametrize(("length", "block"), [(700, 16), (256, 16), (333, 10), (20, 4)])
 def test_flex_attention_visits_every_tile_that_is_seen(length, block, causal, window):
-    """Its own path on CUDA skips the other tiles; elsewhere only the mask itself is read."""
+    """On CUDA, FlexAttention skips all other tiles; elsewhere it reads only the mask."""
     generator = torch.Generator().manual_seed(0)
     anchors = torch.randint(0, length, (2, 20), generator=generator).sort(-1).values
-    anchors[1, 7:] = 0  # as padding has it
+    anchors[1, 7:] = 0  # as padding does
     mask = _flex_mask(anchors, length, block, causal, window, 1)
     rows, keys = 20 * block, length + 20 * block
     assert mask.seq_lengths == (rows, keys)
@@ -139,7 +139,7 @@ def test_flex_attention_on_cuda_gives_the_same_numbers_and_gradients(name):
 
 @pytest.mark.parametrize("attention", ["matmul", "sdpa", "flex"])
 @torch.no_grad()
-def test_a_block_sees_nothing_at_or_behind_its_anchor_and_no_other_block(attention):
+def test_a_block_sees_only_the_context_before_its_anchor_and_itself(attention):
     drafter = random_drafter()
     model = TrainableDrafter(drafter, attention=attention)
     context, embeds = inputs(drafter.config)
@@ -174,7 +174,7 @@ def test_training_keeps_the_packed_weights_that_inference_reads():
     torch.testing.assert_close(got, wanted[0], rtol=1e-4, atol=1e-4)
 
 
-def test_what_cannot_be_trained_is_refused():
+def test_a_drafter_that_cannot_be_trained_is_refused():
     with pytest.raises(ValueError, match="attention must be one of flex, sdpa, matmul or None, got 'eager'"):
         TrainableDrafter(random_drafter(), attention="eager")
     drafter = random_drafter()
@@ -191,8 +191,8 @@ def test_what_cannot_be_trained_is_refused():
     ["qwen3", "qwen3 (windowed)", "llama (llama3 RoPE)", "gemma3", "gemma4", "gpt_oss", "glm4_moe", "deepseek_v3"],
 )
 @torch.no_grad()
-def test_features_embeddings_and_logits_are_those_of_the_target(name):
-    """Scales of embeddings and logits, which families have and drafters must follow, included."""
+def test_features_embeddings_and_logits_equal_the_target(name):
+    """This includes the scales of embeddings and logits that some families have."""
     target = make_target(name, **({"vocab_size_per_layer_input": VOCAB} if name == "gemma4" else {}))
     ids = torch.randint(2, VOCAB, (2, 26), generator=torch.Generator().manual_seed(0))
     out = target(input_ids=ids, output_hidden_states=True, use_cache=False)
@@ -209,7 +209,7 @@ def test_features_embeddings_and_logits_are_those_of_the_target(name):
     torch.testing.assert_close(drafter.scale_embeddings(embeds), states[0], rtol=1e-5, atol=1e-5)
 
 
-def test_the_target_is_not_touched():
+def test_the_target_is_not_changed():
     target = make_target("qwen3")
     TargetFeatures(target, (0,))
     assert len(target.model.layers) == 4
