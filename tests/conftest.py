@@ -55,8 +55,8 @@ def emulation(emulated_kernels) -> ModuleType:
     return emulated_kernels
 
 
-# Where the tests of an op run: each that asks for `kernels` on all of these, each that asks for `implementation` on the
-# plain-torch twin as well, and each that asks for `dtype` too with every storage type of the place.
+# Where the tests of an op run. A test that uses `kernels` runs in all of these places; one that uses `implementation`
+# also runs on the plain-torch twin. With `dtype`, it runs with every storage type of the place.
 PLACES = {"cpu": DTYPES, "cuda-emulated": CUDA_DTYPES, "cuda": CUDA_DTYPES}
 
 

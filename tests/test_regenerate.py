@@ -336,7 +336,7 @@ def test_a_servers_refusal_ends_the_run_and_earlier_answers_stay(server, prompts
 @pytest.mark.parametrize(
     ("reply", "message"),
     [
-        (b"<html>", "answers with what is not JSON"),
+        (b"<html>", "did not answer in JSON"),
         (b'{"object": "error"}', "not an answer of OpenAI's protocol"),
         (
             b'{"choices": [{"message": {"content": "w7", "reasoning_content": "hm"}, "finish_reason": "stop"}]}',

@@ -112,7 +112,7 @@ def _cuda_graphs() -> Check:
         return Check(name, "no GPU to replay them on: steps run directly")
     if reason := replay.graph_status():
         return Check(name, f"cannot be used: {reason}", "warning", "steps run kernel by kernel, which is slower")
-    return Check(name, "used: a step is one launch (Generator.graph_reason says where not)")
+    return Check(name, "used: a step is one launch (if not, Generator.graph_reason says why)")
 
 
 def examine() -> list[Check]:

@@ -24,7 +24,7 @@ def existing(name: str) -> str:
 
 @contextlib.contextmanager
 def _waiting(what: str, source: str, quiet: bool) -> Iterator[None]:
-    """Show what is being loaded on a terminal's standard error: a spinner, or the hub's bars for a download."""
+    """On a terminal, show a spinner while ``what`` is loaded, or the hub's bars for a download, on standard error."""
     console = Console(stderr=True)
     quiet, local = quiet or not console.is_terminal, Path(source).is_dir()
     with contextlib.ExitStack() as stack:

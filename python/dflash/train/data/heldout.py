@@ -55,7 +55,7 @@ class MeasuredRows:
         self.digest = digest.hexdigest()[:16]
 
     def _add(self, ids: Sequence[int], mask: Sequence[int]) -> None:
-        """Measure the next row."""
+        """Record the measurements of the next row."""
         if any(a and b for a, b in itertools.pairwise(mask)):
             number, length = len(self.lengths), mask.index(1)
             if length == 0 or ids[:length] == [self._bos]:

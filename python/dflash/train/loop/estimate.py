@@ -24,7 +24,7 @@ def estimate(trainer: Trainer, measured: int) -> dict[str, Any]:
     steps = trainer.batches.epoch(0)
     step_tokens = sum(trainer.batches.tokens(group) for group in steps) / len(steps)
     seconds_per_step, tokens_per_second = _time_steps(trainer, max(2, measured))
-    # 2. Extrapolate to the whole run
+    # 2. Extrapolate to the full run
     count = sum(p.numel() for p in trainer.drafter.parameters())
     tokens = step_tokens * trainer.steps
     return {

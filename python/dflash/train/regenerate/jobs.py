@@ -105,7 +105,7 @@ class Writer(Protocol):
     acceptance_length: float | None
 
     def check(self, jobs: Sequence[Job], settings: Settings) -> None:
-        """Raise ``ValueError`` for a prompt that cannot be answered, before any is; fill ``ids`` and ``skipped``."""
+        """Fill ``ids`` and ``skipped``; raise ``ValueError`` if a prompt cannot be answered. Runs before any answer."""
 
     def answers(self, jobs: Sequence[Job], settings: Settings) -> Iterator[list[tuple[Job, Answer]]]:
         """Yield groups of answers as they arrive. Closing the iterator stops the work."""

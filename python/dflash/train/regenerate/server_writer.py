@@ -18,7 +18,7 @@ _TOO_LONG = re.compile(r"context (length|window|size)|too long|max(imum)?[ _]mod
 
 
 class _TooLongError(ValueError):
-    """A server has no room for a prompt and its response."""
+    """The prompt and its response are too long for the server."""
 
 
 def _import_openai() -> Any:
@@ -35,7 +35,7 @@ class ServerWriter:
     Args:
         url: the API's root, as in ``http://localhost:8000/v1``.
         model: the target's name on the server.
-        raw: complete prompts as they are, instead of sending them as a user's message.
+        raw: send prompts unchanged for completion, instead of as a user's message.
         template: arguments of the chat template (``chat_template_kwargs`` of vLLM and SGLang).
         concurrency: requests at a time.
         retries: how often a request is sent again after a network error or status 408, 409, 429 or 5xx. The client
@@ -78,16 +78,16 @@ class ServerWriter:
         self.skipped: set[int] = set()
 
     def check(self, jobs: Sequence[Job], settings: Settings) -> None:  # noqa: ARG002 - of every writer
-        """Raise for a conversation that is to be completed raw. Lengths are left to the server."""
+        """Raise for a conversation if ``raw`` is set. The server checks the lengths."""
         self.skipped = set()
         for job in jobs:
             if self.raw and "messages" in job.prompt:
                 raise ValueError(f"the prompt on line {job.line} is a conversation, which cannot be continued raw")
 
     def answers(self, jobs: Sequence[Job], settings: Settings) -> Iterator[list[tuple[Job, Answer]]]:
-        """Yield answers as they come; see `Writer`. The first request that fails for good ends the run.
+        """Yield answers as they arrive; see `Writer`. The first request that fails after all retries ends the run.
 
-        Requests run in an event loop of their own thread. Those under way when the run ends are cancelled.
+        Requests run in an event loop in a separate thread. Unfinished ones are cancelled when the run ends.
         """
         from anyio.from_thread import start_blocking_portal
 
@@ -142,7 +142,7 @@ class ServerWriter:
         except self._openai.APIError as error:
             raise self._explain(error, job) from error
         except ValueError as error:
-            raise ValueError(f"{self.url} answers with what is not JSON: {error}") from error
+            raise ValueError(f"{self.url} did not answer in JSON: {error}") from error
         return self._read(reply, job)
 
     def _request(self, job: Job, settings: Settings) -> dict[str, Any]:
@@ -164,7 +164,7 @@ class ServerWriter:
         }
 
     def _explain(self, error: Any, job: Job) -> ValueError:
-        """Return an error of the client in one line."""
+        """Turn a client's error into one line."""
         where = f"{self.url}{'/completions' if self.raw else '/chat/completions'}"
         reason = str(error.__cause__ or "") or str(error)  # no connection, reset, timed out
         if isinstance(error, self._openai.APIStatusError):
@@ -178,7 +178,7 @@ class ServerWriter:
         """Return the answer in a completion; raise ``ValueError`` if it cannot be trained on."""
         # 1. The text
         if isinstance(reply, str):
-            raise ValueError(f"{self.url} answers with what is not JSON: {reply[:200]!r}")
+            raise ValueError(f"{self.url} did not answer in JSON: {reply[:200]!r}")
         try:
             choice = reply.choices[0]
             text, reason = choice.text if self.raw else choice.message.content, choice.finish_reason
@@ -206,7 +206,7 @@ class ServerWriter:
 
 
 def _server_message(error: Any) -> str:
-    """Return what a server says about its refusal, in one line."""
+    """Return the server's reason for a refusal, in one line."""
     message = error.body.get("message") if isinstance(error.body, dict) else error.body
     text = message if isinstance(message, str) else error.response.text
     return " ".join(text.split())[:300] or error.response.reason_phrase
