@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import ops
 from ..call import Call
 from ..drafter import Drafter
-from ..proposers import Block, ChainProposer, PaddingProposer, Proposer
+from ..proposers import Block, ChainProposer, PaddingProposer, Proposer, ProposerSettings
 from ..sampling import HostRules, KeyedAcceptance, LogitRules, RejectionAcceptance, RuleSettings
 from ..target import Target
 from .runner import with_own_code
@@ -79,8 +79,7 @@ class Engine:
         self.target = target
         if self.compile_target:
             target.compiled_forward = torch.compile(with_own_code(target.forward), dynamic=False)
-        if isinstance(self.proposer, ChainProposer):
-            self.proposer.target = target
+        self.proposer.retarget(target)
 
     def refresh(self) -> None:
         """Notice weights whose storage was replaced; called once per call, outside of the step."""
@@ -100,13 +99,9 @@ class Engine:
         samples = self.draft is not None and call.sampling.temperature > 0
         rejects = samples and call.acceptance == "rejection"
         self.acceptance = self._rejection_acceptance() if rejects else self.keyed
-        if isinstance(self.proposer, ChainProposer):
-            self.proposer.configure(
-                rejection=self._rejection if rejects else None,
-                adapts=samples and not rejects and call.sampling.draft_sharpness == "auto",
-                steps=call.denoise_steps,
-                rules=self.rules,
-            )
+        rejection = self._rejection if rejects else None
+        adapts = samples and not rejects and call.sampling.draft_sharpness == "auto"
+        self.proposer.configure(ProposerSettings(self.rules, rejection, adapts, call.denoise_steps))
 
     @property
     def kind(self) -> Hashable:

@@ -1,7 +1,7 @@
 """What drafts a block of tokens."""
 
-from .block import Block, PaddingProposer, Proposer
+from .block import Block, PaddingProposer, Proposer, ProposerSettings
 from .chain import ChainProposer
 from .sharpness import LEVELS, AutoSharpness
 
-__all__ = ["LEVELS", "AutoSharpness", "Block", "ChainProposer", "PaddingProposer", "Proposer"]
+__all__ = ["LEVELS", "AutoSharpness", "Block", "ChainProposer", "PaddingProposer", "Proposer", "ProposerSettings"]

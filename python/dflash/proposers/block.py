@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from ..cache import KVCache
-from ..sampling import Sampling
+from ..sampling import LogitRules, RejectionAcceptance, Sampling
+from ..target import Target
 
-__all__ = ["Block", "PaddingProposer", "Proposer", "State"]
+__all__ = ["Block", "PaddingProposer", "Proposer", "ProposerSettings", "State"]
 
 
 class State(Protocol):
@@ -69,6 +70,22 @@ class Block(NamedTuple):
         return self.ids.clamp(min=0)
 
 
+class ProposerSettings(NamedTuple):
+    """How a call drafts.
+
+    Attributes:
+        rules: the logit rules of the call.
+        rejection: draw from the drafter's distribution, which this remembers; None for keyed noise.
+        adapts: choose the sharpness as the call proceeds.
+        steps: passes of the drafter over each block.
+    """
+
+    rules: LogitRules
+    rejection: RejectionAcceptance | None = None
+    adapts: bool = False
+    steps: int = 1
+
+
 class Proposer(Protocol):
     """Proposes blocks and learns from what became of them; tensors only, without host synchronization.
 
@@ -78,6 +95,14 @@ class Proposer(Protocol):
 
     @property
     def kind(self) -> Hashable: ...
+
+    def retarget(self, target: Target) -> None:
+        """Use another twin of the same model."""
+        ...
+
+    def configure(self, settings: ProposerSettings) -> None:
+        """Choose how to draft in the next call."""
+        ...
 
     def propose(self, state: State) -> Block:
         """Return the next block of every row."""
@@ -101,6 +126,12 @@ class PaddingProposer:
 
     def __init__(self, batch: int, block_size: int, device: torch.device | str = "cpu") -> None:
         self._nothing = torch.full((batch, block_size - 1), -1, dtype=torch.int64, device=device)
+
+    def retarget(self, target: Target) -> None:
+        """Do nothing: no target is used."""
+
+    def configure(self, settings: ProposerSettings) -> None:
+        """Do nothing: there is nothing to choose."""
 
     def propose(self, state: State) -> Block:
         """Return each row's anchor, and -1 for the rest."""

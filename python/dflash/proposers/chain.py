@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from ..drafter import Drafter
-from ..sampling import LogitRules, RejectionAcceptance
+from ..sampling import LogitRules
 from ..target import Target
 from . import denoise
-from .block import Block, State
+from .block import Block, ProposerSettings, State
 from .samplers import DraftSampler, FixedSharpness, RejectionDrafts
 from .sharpness import AutoSharpness
 
@@ -42,19 +42,19 @@ class ChainProposer:
         self.schedule: tuple[int, ...] = ()
         self.rules: LogitRules | None = None
 
-    def configure(self, *, rejection: RejectionAcceptance | None, adapts: bool, steps: int, rules: LogitRules) -> None:
-        """Choose how to draft in the next call.
+    def retarget(self, target: Target) -> None:
+        """Share the embeddings and the head of another twin of the same model."""
+        self.target = target
 
-        Args:
-            rejection: draw from the drafter's distribution, which this remembers; None for keyed noise.
-            adapts: choose the sharpness as the call proceeds.
-            steps: passes of the drafter over each block.
-            rules: of the call.
-        """
-        self.sampler = self.auto if adapts else self._fixed if rejection is None else RejectionDrafts(rejection)
-        self.schedule = denoise.schedule(self.num_drafts, steps)
-        self.rules = rules
-        if adapts:
+    def configure(self, settings: ProposerSettings) -> None:
+        """Choose how to draft in the next call."""
+        if settings.rejection is not None:
+            self.sampler = RejectionDrafts(settings.rejection)
+        else:
+            self.sampler = self.auto if settings.adapts else self._fixed
+        self.schedule = denoise.schedule(self.num_drafts, settings.steps)
+        self.rules = settings.rules
+        if settings.adapts:
             self.auto.reset_()
 
     @property
