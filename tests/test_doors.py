@@ -54,6 +54,20 @@ class TestCustomGenerate:
         alone = target.generate(ids[:1, -4:], custom_generate=dflash.custom_generate, max_new_tokens=NEW)
         assert torch.equal(alone, target.generate(ids[:1, -4:], max_new_tokens=NEW, do_sample=False))
 
+    def test_acceptance_and_denoise_steps_are_those_of_generate(self, target, draft):
+        p = prompt(8)[None]
+        call = {"do_sample": True, "temperature": 0.8, "top_k": 0, "max_new_tokens": NEW, "seed": 6}
+        rule = {"temperature": 0.8, "max_new_tokens": NEW, "seed": 6}
+        for own in ({"acceptance": "rejection"}, {"denoise_steps": 3}):
+            expected = dflash.generate(target, draft, p, return_dict_in_generate=True, **rule, **own)
+            output = ours(target, draft, p, return_dict_in_generate=True, **call, **own)
+            assert torch.equal(output.sequences, expected.sequences)
+            assert output.statistics.acceptance_lengths == expected.statistics.acceptance_lengths
+        with pytest.raises(ValueError, match='acceptance must be "keyed" or "rejection", got \'greedy\''):
+            ours(target, draft, p, **call, acceptance="greedy")
+        with pytest.raises(ValueError, match="denoise_steps must be an integer of at least 1, got 0"):
+            ours(target, draft, p, **call, denoise_steps=0)
+
     def test_sampling_settings_are_applied(self, target, draft):
         p = prompt(8)[None]
         call = {"do_sample": True, "temperature": 0.8, "top_k": 7, "top_p": 0.9, "min_p": 0.05}
