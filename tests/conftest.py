@@ -18,11 +18,17 @@ from dflash.evaluate import demo
 from dflash.ops import reference
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "tests" / "cuda_emulation"))
+sys.path[:0] = [str(ROOT / "tests" / folder) for folder in ("cuda_emulation", "faults")]
 
 
 # Prefixes of the ids of slow tests, one per line.
 SLOW = tuple(line for line in (ROOT / "tests" / "slow.txt").read_text().splitlines() if line and line[0] != "#")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    import examples
+
+    examples.use_profile("long" if config.getoption("markexpr") == "long" else "sample")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
