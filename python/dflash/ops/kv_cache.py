@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .checks import dense, expect, expect_cache, expect_contiguous, expect_rope, fit, unit_stride
+from .. import _C
+from .checks import dense, expect, expect_cache, expect_contiguous, expect_rope, unit_stride
 from .registry import Launcher, op
 
 
@@ -181,14 +182,14 @@ def append_kv_(
 
 def _check_kv(key: Tensor, value: Tensor, positions: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
     op, dtype = "append_kv_", key.dtype
-    if key.dim() == v_cache.dim() == 4 and k_cache.is_contiguous() and v_cache.is_contiguous():
+    if key.dim() == v_cache.dim() == 4:
         (batch, heads, rows, head_dim), (_, _, capacity, v_head_dim) = key.shape, v_cache.shape
-        if capacity > 0 and fit(
-            (value, (batch, heads, rows, v_head_dim), dtype),
-            (positions, (batch, rows), torch.int64),
-            (k_cache, (batch, heads, capacity, head_dim), dtype),
-            (v_cache, (batch, heads, capacity, v_head_dim), dtype),
-        ):
+        if capacity > 0 and _C.fits(
+            False, value, (batch, heads, rows, v_head_dim), dtype, positions, (batch, rows), torch.int64
+        ) and _C.fits(
+            True, k_cache, (batch, heads, capacity, head_dim), dtype, v_cache, (batch, heads, capacity, v_head_dim),
+            dtype,
+        ):  # fmt: skip
             return
     expect(op, "key", key, (None, None, None, None), key.dtype, "batch, num_kv_heads, rows, head_dim")
     batch, heads, rows, head_dim = key.shape

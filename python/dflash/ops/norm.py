@@ -91,7 +91,7 @@ def _row_stride(op: str, name: str, tensor: Tensor) -> int:
     for size, have in zip(reversed(sizes), reversed(strides[:-1]), strict=True):
         even &= size <= 1 or have == expected
         expected *= size
-    if not even:
+    if tensor.numel() and (not even or (stride < tensor.shape[-1] and tensor.shape[:-1].numel() > 1)):
         raise ValueError(f"{op}: the rows of {name} must be dense and evenly spaced, got strides {strides}")
     return stride
 
