@@ -40,7 +40,7 @@ def negative(x: Tensor) -> Tensor:
     return view
 
 
-@settings(examples(30), suppress_health_check=[*HealthCheck])
+@settings(examples(8), suppress_health_check=[*HealthCheck])
 @given(data=st.data())
 @pytest.mark.parametrize("op", CALLS)
 def test_disguised_tensors_give_what_plain_ones_do(op, data):
@@ -281,14 +281,14 @@ def copied_strided(call: dict[str, object]) -> dict[str, object]:
     return fresh
 
 
-@settings(examples(40), suppress_health_check=[*HealthCheck])
+@settings(examples(12), suppress_health_check=[*HealthCheck])
 @given(data=st.data())
 @pytest.mark.parametrize("make", MAKERS, ids=lambda make: make.__name__)
 def test_any_shapes_and_values_give_what_the_twin_gives(make, data):
     check(make, data, ops, [torch.float32, torch.bfloat16])
 
 
-@settings(examples(20), suppress_health_check=[*HealthCheck])
+@settings(examples(6), suppress_health_check=[*HealthCheck])
 @given(data=st.data())
 @pytest.mark.parametrize("make", MAKERS, ids=lambda make: make.__name__)
 def test_any_shapes_and_values_on_an_emulated_gpu_give_what_the_twin_gives(make, emulation, data):
