@@ -62,6 +62,10 @@ def _check_qkv(
     k_norm_weight: Tensor | None, q_out: Tensor, k_cache: Tensor, v_cache: Tensor,
 ) -> None:  # fmt: skip
     op = "qkv_norm_rope_append_"
+    if qkv.dim() == cos.dim() == 3 and q_out.dim() == k_cache.dim() == 4 and _qkv_fits(
+        qkv, positions, cos, sin, [x for x in (q_norm_weight, k_norm_weight) if x is not None], q_out, k_cache, v_cache
+    ):  # fmt: skip
+        return
     expect(op, "qkv", qkv, (None, None, None), qkv.dtype, "batch, rows, (num_heads + 2 * num_kv_heads) * head_dim")
     batch, rows, width = qkv.shape
     expect(op, "q_out", q_out, (batch, None, None, None), qkv.dtype, "batch, q_rows, num_heads, head_dim")
@@ -80,6 +84,26 @@ def _check_qkv(
     for name, weight in (("q_norm_weight", q_norm_weight), ("k_norm_weight", k_norm_weight)):
         if weight is not None:
             expect(op, name, weight, (head_dim,), qkv.dtype, "head_dim")
+
+
+def _qkv_fits(
+    qkv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, norms: list[Tensor], q_out: Tensor, k_cache: Tensor,
+    v_cache: Tensor,
+) -> bool:  # fmt: skip
+    """Return True if a call is right: the short way past `_check_qkv`."""
+    (batch, rows, _), (_, q_rows, heads, head_dim) = qkv.shape, q_out.shape
+    (_, kv_heads, capacity, _), half, dtype = k_cache.shape, cos.shape[-1], qkv.dtype
+    cache = (batch, kv_heads, capacity, head_dim)
+    return (
+        capacity > 0
+        and q_rows <= rows
+        and 2 * half <= head_dim
+        and _C.fits(
+            False, qkv, (batch, rows, (heads + 2 * kv_heads) * head_dim), dtype, positions, (batch, rows), torch.int64,
+            (cos, sin), (batch, rows, half), torch.float32, norms, (head_dim,), dtype,
+        )
+        and _C.fits(True, q_out, (batch, q_rows, heads, head_dim), dtype, (k_cache, v_cache), cache, dtype)
+    )  # fmt: skip
 
 
 @op(mutates=("k_caches", "v_caches"))

@@ -318,7 +318,11 @@ def _check_context(packed: PackedLayers, hidden: Tensor, context: Tensor | None,
     op, batch, size = "decoder_layers", hidden.shape[0], hidden.shape[2]
     if (context is None) != (num_context is None):
         raise ValueError(f"{op}: context and num_context come together, got one of them")
-    if context is not None:
+    rows = context.shape[1] if context is not None and context.dim() == 3 else 0
+    dtype = packed.norm.dtype
+    if context is not None and not _C.fits(
+        False, context, (batch, rows, size), dtype, num_context, (batch,), torch.int64
+    ):  # fmt: skip
         expect(op, "context", context, (batch, None, size), packed.norm.dtype, "batch, context_rows, hidden")
         expect(op, "num_context", num_context, (batch,), torch.int64, "batch")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .. import _C
 from . import reference
 from .checks import dense, expect
 from .linear import linear, skinny
@@ -70,7 +71,8 @@ def add_rms_norm(
         ValueError: a shape does not fit, or the tap's rows are unevenly spaced. TypeError: a dtype does not fit.
     """
     _check_norm("add_rms_norm", x, weight)
-    expect("add_rms_norm", "residual", residual, tuple(x.shape), x.dtype, "as x")
+    if not _C.fits(False, residual, x.shape, x.dtype):
+        expect("add_rms_norm", "residual", residual, tuple(x.shape), x.dtype, "as x")
     tap_stride = 0
     if tap is not None:
         expect("add_rms_norm", "tap", tap, tuple(x.shape), x.dtype, "as x")
