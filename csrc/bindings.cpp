@@ -3,6 +3,7 @@
 
 #include "cpu/table.h"
 #include "pack.h"
+#include "tensors.h"
 #if DFLASH_WITH_CUDA
 #include "cuda/bindings.h"
 #endif
@@ -16,14 +17,16 @@ namespace {
 // The layers of a decoder as decoder_layers reads them, packed once for many calls.
 class DecoderLayers {
  public:
-  explicit DecoderLayers(const py::list& layers) {
+  DecoderLayers(const py::list& layers, const py::list& weights) : weights_(weights) {
     for (py::handle layer : layers)
       layers_.push_back(pack_tuple(DecoderLayer::wire(), py::cast<py::tuple>(layer)));
   }
   Address data_ptr() const { return reinterpret_cast<Address>(layers_.data()); }
+  bool unchanged(bool signs) const { return weights_.unchanged(signs); }
 
  private:
   std::vector<DecoderLayer> layers_;
+  Snapshot weights_;
 };
 
 bool with_cuda() {
@@ -64,6 +67,17 @@ unsigned long long capture_id([[maybe_unused]] uintptr_t stream) {
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
+  m.def("use_torch", [](py::handle tensor, py::handle parameter,
+                        const std::vector<std::tuple<py::object, uint8_t, uint8_t>>& dtypes) {
+    torch.init(tensor, parameter, dtypes);
+  });
+  // Called more often than any other, and pybind11 takes as long as they do.
+  const auto fast = [](auto* function) {
+    return reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(function));
+  };
+  static PyMethodDef methods[] = {{"sound", fast(&sound), METH_FASTCALL, nullptr},
+                                  {"fits", fast(&fits), METH_FASTCALL, nullptr}};
+  for (PyMethodDef& method : methods) m.add_object(method.ml_name, PyCFunction_New(&method, nullptr));
   m.def("isa", [] { return cpu_kernels().isa; });
   m.def("with_cuda", &with_cuda);
   m.def("cuda_status", &cuda_status);
@@ -80,8 +94,9 @@ PYBIND11_MODULE(_C, m) {
 #define CPU_KERNEL KERNEL
 #include "kernels.def"
   py::class_<DecoderLayers>(m, "DecoderLayers")
-      .def(py::init<py::list>())
-      .def("data_ptr", &DecoderLayers::data_ptr);
+      .def(py::init<py::list, py::list>())
+      .def("data_ptr", &DecoderLayers::data_ptr)
+      .def("unchanged", &DecoderLayers::unchanged);
 #if DFLASH_WITH_CUDA
   bind_cuda_kernels(m);
 #endif

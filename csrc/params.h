@@ -146,11 +146,11 @@ struct AppendKvParams {
 // softmax(scale * q k^T) v over the keys that each query sees; query i of sequence b is at position
 // lengths[b] + i.
 struct BlockAttentionParams {
-  const void* q;        // [batch, rows, num_heads, head_dim], strided, the last dimension dense
-  const void* k_cache;  // [batch, num_kv_heads, capacity, head_dim]
-  const void* v_cache;  // [batch, num_kv_heads, capacity, v_head_dim]
-  const int64_t*
-      lengths;         // [batch]; slots 0 .. lengths[b] + rows - 1 are valid, those after them are never read
+  const void* q;           // [batch, rows, num_heads, head_dim], strided, the last dimension dense
+  const void* k_cache;     // [batch, num_kv_heads, capacity, head_dim]
+  const void* v_cache;     // [batch, num_kv_heads, capacity, v_head_dim]
+  const int64_t* lengths;  // [batch], as within -rows .. 2 * capacity + rows; slots past lengths[b] + rows -
+                           // 1 are never read
   const float* sinks;  // [num_heads] or null
   void* out;           // [batch, rows, num_heads, v_head_dim]
   int64_t q_stride_batch, q_stride_row, q_stride_head;
@@ -161,7 +161,7 @@ struct BlockAttentionParams {
   int64_t head_dim;
   int64_t v_head_dim;
   int64_t capacity;
-  int64_t window;  // 0: none
+  int64_t window;  // at most capacity + rows; 0: none
   float scale;
   float softcap;  // 0: none
   bool causal;
@@ -189,11 +189,11 @@ struct SelectTokensParams {
   const void* logits;        // [batch, rows, vocab]
   const int64_t* positions;  // [batch, rows]
   const int64_t* seeds;      // [batch]
-  const float* temperature;  // [batch]; 0: plain argmax
+  const float* temperature;  // [batch], as if at most the largest float; 0, negative or NaN: plain argmax
   const int64_t* top_k;      // [batch]; 0: off
   const float* top_p;        // [batch]; 1: off
   const float* min_p;        // [batch]; 0: off
-  const float* sharpness;    // [batch]; infinity: plain argmax
+  const float* sharpness;    // [batch]; infinity: plain argmax; negative or NaN: as if 0
   int64_t* ids;              // [batch, rows]
   void* workspace;           // CUDA only, see select_tokens_workspace()
   int64_t batch;
@@ -219,7 +219,7 @@ struct AcceptPrefixParams {
   const int64_t* stop_token_ids;  // [num_stop_tokens]
   const int64_t* limits;          // [batch]: tokens that the row may hold in all
   int64_t* tokens;                // [batch, capacity]; 0 .. length are emitted
-  int64_t* length;                // [batch]
+  int64_t* length;                // [batch]; a row whose length is negative or at its limit has no room
   int64_t* num_context;           // [batch]
   int64_t* done;                  // [batch], RowState
   int64_t batch;
@@ -297,12 +297,12 @@ struct DecoderLayersParams {
   const void* hidden;          // [batch, rows, hidden]
   const void* context;         // [batch, context_rows, hidden] or null: rows that every layer takes K/V from
   const int64_t* num_context;  // [batch], live context rows, at the positions before lengths[b]
-  const int64_t* lengths;      // [batch], the position of each sequence's first row
-  const float* cos;            // [positions, half]
-  const float* sin;            // [positions, half]
-  const void* norm;            // [hidden], the final norm
-  void* out;                   // [batch, rows, hidden]
-  void* taps;                  // [batch, rows, num_taps, hidden], layer outputs; the last layer's is `out`
+  const int64_t* lengths;  // [batch], the position of each sequence's first row, as in BlockAttentionParams
+  const float* cos;        // [positions, half]
+  const float* sin;        // [positions, half]
+  const void* norm;        // [hidden], the final norm
+  void* out;               // [batch, rows, hidden]
+  void* taps;              // [batch, rows, num_taps, hidden], layer outputs; the last layer's is `out`
   int64_t num_layers;
   int64_t batch;
   int64_t rows;

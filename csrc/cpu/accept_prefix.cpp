@@ -16,8 +16,9 @@ static void accept_row(const AcceptPrefixParams& p, int64_t b) {
   const int64_t* block_ids = p.block_ids + b * p.rows;
   const int64_t* posterior = p.posterior + b * p.rows;
   const int64_t* stops_end = p.stop_token_ids + p.num_stop_tokens;
-  int64_t* tokens = p.tokens + b * p.capacity + p.length[b] + 1;
-  const int64_t room = std::min(p.limits[b], p.capacity) - 1 - p.length[b];
+  const int64_t length = p.length[b], limit = std::clamp(p.limits[b], int64_t(0), p.capacity);
+  const int64_t room = length < 0 || length >= limit ? 0 : limit - 1 - length;
+  int64_t* tokens = p.tokens + b * p.capacity + (room ? length + 1 : 0);
   int64_t count = 0, state = kRunning;
   while (state == kRunning) {
     if (count >= room) {

@@ -32,6 +32,12 @@ static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 static inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+// The length as within -rows .. 2 * capacity + rows, so that no sum overflows. A window is at most capacity +
+// rows, and what is farther out sees the same slots.
+static inline int64_t length_of(const BlockAttentionParams& p, int64_t b) {
+  return most(-p.rows, least(p.lengths[b], 2 * p.capacity + p.rows));
+}
+
 static inline Vec select(IVec mask, Vec a, Vec b) { return mask ? a : b; }
 static inline Vec max_vec(Vec a, Vec b) { return select(a > b, a, b); }
 
@@ -78,7 +84,7 @@ struct Group {
     first = index % groups * width;
     live = most(0, least(width, p.rows * heads - first));
     lanes = ceil_div(live, kWidth) * kWidth;
-    const int64_t length = p.lengths[batch], valid = most(0, least(length + p.rows, p.capacity));
+    const int64_t length = length_of(p, batch), valid = most(0, least(length + p.rows, p.capacity));
     lo_min = hi_min = INT32_MAX, lo_max = hi_max = 0;
     for (int64_t lane = 0; lane < lanes; ++lane) {
       const int64_t query = length + least(first + lane, first + live - 1) / heads;
@@ -367,7 +373,7 @@ static void attend_all(const BlockAttentionParams& p) {
   const int64_t queries = p.rows * (p.num_heads / p.num_kv_heads), pairs = p.batch * p.num_kv_heads;
   if (queries == 0 || pairs == 0) return;
   int64_t keys = 0;
-  for (int64_t b = 0; b < p.batch; ++b) keys = most(keys, least(p.lengths[b] + p.rows, p.capacity));
+  for (int64_t b = 0; b < p.batch; ++b) keys = most(keys, least(length_of(p, b) + p.rows, p.capacity));
   const int64_t chunks = ceil_div(keys, kChunk),
                 work = pairs * queries * keys * (p.head_dim + p.v_head_dim) / 16;
   const int64_t threads = p.threads;

@@ -23,6 +23,12 @@ struct Row {
   int64_t sequence, position;
 };
 
+// As in block_attention.cpp.
+static inline int64_t length_of(const DecoderLayersParams& p, int64_t b) {
+  const int64_t most = 2 * p.capacity + p.rows, length = p.lengths[b] < most ? p.lengths[b] : most;
+  return length > -p.rows ? length : -p.rows;
+}
+
 template <typename T>
 static void run_layers(const DecoderLayersParams& p) {
   const int64_t d = p.head_dim, n = p.batch * p.rows, hidden = p.hidden_size;
@@ -37,9 +43,9 @@ static void run_layers(const DecoderLayersParams& p) {
   };
   int64_t context = 0;
   for (int64_t b = 0; p.context && b < p.batch; ++b)
-    for (int64_t i = 0; i < live(b); ++i) rows[context++] = {b, p.lengths[b] - p.num_context[b] + i};
+    for (int64_t i = 0; i < live(b); ++i) rows[context++] = {b, length_of(p, b) - p.num_context[b] + i};
   const int64_t all = context + n;
-  for (int64_t i = 0; i < n; ++i) rows[context + i] = {i / p.rows, p.lengths[i / p.rows] + i % p.rows};
+  for (int64_t i = 0; i < n; ++i) rows[context + i] = {i / p.rows, length_of(p, i / p.rows) + i % p.rows};
 
   const int64_t sizes[] = {all * hidden, n * hidden,    n * hidden,    n * hidden,      all * q_size,
                            n * q_size,   all * kv_size, all * kv_size, n * 2 * p.width, n * p.width};
@@ -92,7 +98,7 @@ static void run_layers(const DecoderLayersParams& p) {
     });
     // The attention's output takes the place of the raw queries.
     void *k_cache = p.k_caches[index], *v_cache = p.v_caches[index];
-    const int64_t window = layer.window < p.capacity ? layer.window : p.capacity;
+    const int64_t farthest = p.capacity + p.rows, window = layer.window < farthest ? layer.window : farthest;
     block_attention({q,        k_cache,    v_cache, p.lengths, layer.sinks, raw_q,          p.rows * q_size,
                      q_size,   d,          p.batch, p.rows,    p.num_heads, p.num_kv_heads, d,
                      d,        p.capacity, window,  p.scale,   0.0f,        layer.causal,   p.dtype,
@@ -130,7 +136,7 @@ void decoder_layers(const DecoderLayersParams& p) {
   };
   // Helpers that find nothing to do would only slow down the thread that does all the work.
   int64_t keys = 0;
-  for (int64_t b = 0; b < p.batch; ++b) keys += p.lengths[b] + p.rows;
+  for (int64_t b = 0; b < p.batch; ++b) keys += length_of(p, b) + p.rows;
   const bool attention_is_shared = p.num_heads * p.rows * keys * p.head_dim / 8 >= kParallelElements;
   if (attention_is_shared ||
       linear_is_shared(p.batch * (p.rows + p.context_rows), p.hidden_size, 2 * p.width))

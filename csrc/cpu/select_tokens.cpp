@@ -283,8 +283,8 @@ static void select_rows(const SelectTokensParams& p) {
   parallel_for(p.batch * p.rows, p.batch * p.rows * p.vocab, p.threads, [&](int64_t i) {
     static thread_local Scratch scratch;
     const int64_t b = i / p.rows;
-    const Row row{p.temperature[b],
-                  p.sharpness[b],
+    const Row row{std::min(p.temperature[b], std::numeric_limits<float>::max()),
+                  p.sharpness[b] >= 0.0f ? p.sharpness[b] : 0.0f,
                   p.top_p[b],
                   p.min_p[b],
                   p.top_k[b],

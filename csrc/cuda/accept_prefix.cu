@@ -27,9 +27,9 @@ static __global__ void __launch_bounds__(32 * kWarpsPerBlock, 1)
   }
   const int64_t* block_ids = p.block_ids + b * p.rows;
   const int64_t* posterior = p.posterior + b * p.rows;
-  const int64_t length = p.length[b];
-  const int64_t room = min(p.limits[b], p.capacity) - 1 - length;
-  int64_t* tokens = p.tokens + b * p.capacity + length + 1;
+  const int64_t length = p.length[b], limit = max(int64_t(0), min(p.limits[b], p.capacity));
+  const int64_t room = length < 0 || length >= limit ? 0 : limit - 1 - length;
+  int64_t* tokens = p.tokens + b * p.capacity + (room ? length + 1 : 0);
 
   int64_t count = 0, state = kLimit;
   for (int64_t begin = 0; begin < room; begin += 32) {  // the last row always ends emission, hence the loop

@@ -58,6 +58,12 @@ struct Sight {
   }
 };
 
+// The length as within -rows .. 2 * capacity + rows, so that no sum overflows. A window is at most capacity +
+// rows, and what is farther out sees the same slots.
+static __device__ __forceinline__ int64_t length_of(const BlockAttentionParams& p, int64_t batch) {
+  return max(-p.rows, min(p.lengths[batch], 2 * p.capacity + p.rows));
+}
+
 static __device__ __forceinline__ Sight sight_of(const BlockAttentionParams& p, int64_t length, int row) {
   const int64_t valid = max(int64_t(0), min(length + p.rows, p.capacity)), query = length + row;
   int64_t lo = 0, hi = valid;
@@ -213,7 +219,7 @@ struct Tile {
     const int64_t cache = (batch * p.num_kv_heads + kv_head) * p.capacity;
     k = static_cast<const T*>(p.k_cache) + cache * p.head_dim;
     v = static_cast<const T*>(p.v_cache) + cache * p.v_head_dim;
-    length = int(p.lengths[batch]);
+    length = int(length_of(p, batch));
     const Sight first = sight_of(p, length, first_row / group),
                 last = sight_of(p, length, (first_row + live - 1) / group);
     begin = first.lo, end = last.hi;
@@ -541,7 +547,7 @@ static __global__ void __launch_bounds__(kPlainThreads, 1)
   const int64_t kv_head = head / (p.num_heads / p.num_kv_heads);
   grid_launch_dependents();
   grid_dependency_wait();
-  const Sight sight = sight_of(p, p.lengths[b], int(row));
+  const Sight sight = sight_of(p, length_of(p, b), int(row));
   const int64_t cache = (b * p.num_kv_heads + kv_head) * p.capacity;
   const T* k = static_cast<const T*>(p.k_cache) + cache * p.head_dim;
   const T* v = static_cast<const T*>(p.v_cache) + cache * p.v_head_dim;

@@ -23,6 +23,7 @@ constexpr int64_t kSelectSlice = 8192;                // tokens per block of sta
 constexpr int kScanThreads = 256, kRowThreads = 512;  // maximum; a small vocabulary uses fewer
 constexpr int kBuckets = 1024;                        // of width 1/32 in z below the largest
 constexpr float kLargestNoise = 22.875f;              // above 33 ln2
+constexpr float kLargestFloat = 3.4028234663852886e38f;
 
 using Sum = unsigned long long;
 
@@ -63,9 +64,16 @@ struct Row {
 
 static __device__ Row row_of(const SelectTokensParams& p, int64_t index) {
   const int64_t b = index / p.rows;
-  Row row{p.temperature[b],     p.sharpness[b], p.top_p[b],
-          p.min_p[b],           p.top_k[b],     uint64_t(p.positions[index]),
-          uint64_t(p.seeds[b]), false,          false};
+  const float temperature = p.temperature[b], sharpness = p.sharpness[b];
+  Row row{temperature > kLargestFloat ? kLargestFloat : temperature,
+          sharpness >= 0.0f ? sharpness : 0.0f,
+          p.top_p[b],
+          p.min_p[b],
+          p.top_k[b],
+          uint64_t(p.positions[index]),
+          uint64_t(p.seeds[b]),
+          false,
+          false};
   row.greedy = !(row.temperature > 0.0f) || row.sharpness == infinity();
   row.filtered = (row.top_k > 0 && row.top_k < p.vocab) || row.top_p < 1.0f || row.min_p > 0.0f;
   return row;

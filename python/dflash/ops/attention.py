@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .checks import dense, expect, expect_cache, fit, unit_stride
+from .. import _C
+from .checks import dense, expect, expect_cache, unit_stride
 from .registry import Launcher, op
 
 
@@ -37,10 +38,12 @@ def block_attention(
         k_cache: ``[batch, num_kv_heads, capacity, head_dim]``, the dtype of ``q``. Query head h uses
             head ``h // (num_heads // num_kv_heads)``.
         v_cache: ``[batch, num_kv_heads, capacity, v_head_dim]``, the dtype of ``q``.
-        lengths: ``[batch]`` int64, the position of each sequence's first query.
+        lengths: ``[batch]`` int64, the position of each sequence's first query. They are on the device and not
+            checked; one outside ``-rows .. 2 * capacity + rows`` counts as the nearest of these.
         scale: the factor on the scores.
         causal: True: a query sees the keys up to its own position. False: all of them.
-        window: a query sees keys less than ``window`` positions back and, unless causal, ahead; 0 for no window.
+        window: a query sees keys less than ``window`` positions back and, unless causal, ahead; 0 for no window. One of
+            more than ``capacity + rows`` counts as that.
         softcap: the scores become ``softcap * tanh(scores / softcap)`` after scaling; 0 for none.
         sinks: ``[num_heads]``, one more logit per head in the softmax's denominator, not scaled; or None.
         ancestors: ``[rows, ceil(rows / 64)]`` int64 or None: instead of ``causal``, a query sees every key before the
@@ -79,7 +82,7 @@ def block_attention(
         out = q.new_empty(batch, rows, num_heads, v_head_dim)
     launch(
         "block_attention", q, k_cache, v_cache, lengths, sinks, dense(ancestors), out, *q.stride()[:3], batch, rows,
-        num_heads, num_kv_heads, head_dim, v_head_dim, capacity, min(window, capacity), scale, softcap, causal,
+        num_heads, num_kv_heads, head_dim, v_head_dim, capacity, min(window, capacity + rows), scale, softcap, causal,
         workspace, counters, splits, dtype,
     )  # fmt: skip
     return out
@@ -97,10 +100,17 @@ def _plain_arguments_fit(
         and num_heads % num_kv_heads == 0
         and capacity > 0
         and head_dim > 0
-        and fit(
-            (k_cache, (batch, num_kv_heads, capacity, head_dim), q.dtype),
-            (v_cache, (batch, num_kv_heads, capacity, v_head_dim), q.dtype),
-            (lengths, (batch,), torch.int64),
+        and _C.fits(
+            False,
+            k_cache,
+            (batch, num_kv_heads, capacity, head_dim),
+            q.dtype,
+            v_cache,
+            (batch, num_kv_heads, capacity, v_head_dim),
+            q.dtype,
+            lengths,
+            (batch,),
+            torch.int64,
         )
     )
 

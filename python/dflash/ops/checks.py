@@ -2,10 +2,111 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import inspect
+from collections.abc import Iterable, Iterator, Sequence
+from types import NoneType
 
 import torch
 from torch import Tensor
+
+
+def tensors_of(names: Sequence[str], arguments: Sequence) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors among an op's arguments with their names, those in lists as ``name[i]``."""
+    for name, argument in zip(names, arguments, strict=False):  # torch leaves out defaults at the end
+        if isinstance(argument, Tensor):
+            yield name, argument
+        elif isinstance(argument, (list, tuple)):
+            yield from ((f"{name}[{i}]", x) for i, x in enumerate(argument) if isinstance(x, Tensor))
+
+
+def expect_memory(op: str, name: str, tensor: Tensor) -> None:
+    """Raise unless the tensor's storage holds all its elements. Storages are freed by FSDP and by offloading."""
+    held = tensor.untyped_storage().nbytes() if tensor.data_ptr() else 0
+    if _reach(tensor) > held:
+        raise ValueError(
+            f"{op}: {name} must be in memory, but its storage holds {held} of the "
+            f"{_reach(tensor)} bytes that {list(tensor.shape)} of {tensor.dtype} reaches: it was freed or cut (by FSDP "
+            f"or offloading?). Gather or load it before the call"
+        )
+
+
+_KINDS = {  # annotation -> what an argument may be, in words
+    Tensor: (Tensor, "a tensor"),
+    Tensor | None: ((Tensor, NoneType), "a tensor or None"),
+    float: ((float, int), "a number"),
+    int: (int, "an integer in 64 bits"),
+    bool: (int, "True or False"),
+    str: (str, "a string"),
+}
+
+
+def explain_failure(
+    op: str, parameters: Sequence[inspect.Parameter], written: Sequence[str], arguments: Sequence
+) -> None:
+    """Raise for an argument of a wrong type, or a negative view that torch cannot write through.
+
+    Called where a call has failed; the reason may be another.
+    """
+    names = [parameter.name for parameter in parameters]
+    for name, tensor in tensors_of(names, arguments):
+        if name.split("[")[0] in written and tensor.is_neg():
+            raise ValueError(
+                f"{op}: {name} is written in place and must not be a negative view. Pass {name}.resolve_neg()"
+            ) from None
+    for parameter, argument in zip(parameters, arguments, strict=True):
+        kinds, words = _KINDS.get(parameter.annotation, ((list, tuple), "a list of tensors"))
+        fits = isinstance(argument, kinds)
+        if fits and words == "a list of tensors":
+            fits = all(isinstance(x, Tensor) for x in argument)
+        if fits and parameter.annotation is int:
+            fits = -(2**63) <= argument < 2**63
+        if not fits:
+            found = argument if isinstance(argument, (int, str, NoneType)) else type(argument).__name__
+            raise TypeError(f"{op}: {parameter.name} must be {words}, got {found!r}") from None
+
+
+def expect_strided(op: str, names: Sequence[str], arguments: Sequence) -> None:
+    """Raise for the first tensor that is not plain dense memory with strides."""
+    for name, tensor in tensors_of(names, arguments):
+        found = "a nested tensor" if tensor.is_nested else "a quantized one" if tensor.is_quantized else tensor.layout
+        if found != torch.strided:
+            raise TypeError(f"{op}: {name} must be a dense tensor (torch.strided), got {found}. Convert it first")
+
+
+def _reach(tensor: Tensor) -> int:
+    """Return how many bytes of its storage a tensor needs."""
+    if tensor.numel() == 0:
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (tensor.storage_offset() + last + 1) * tensor.element_size()
+
+
+def expect_apart(op: str, name: str, written: Tensor, other_name: str, other: Tensor) -> None:
+    """Raise if a tensor that the op writes shares memory with another one of its arguments."""
+    begin, other_begin = written.data_ptr(), other.data_ptr()
+    end = begin + _reach(written) - written.storage_offset() * written.element_size()
+    other_end = other_begin + _reach(other) - other.storage_offset() * other.element_size()
+    if not (written.numel() and other.numel() and begin < other_end and other_begin < end):
+        return
+    if not _interleaved(written, other):
+        raise ValueError(
+            f"{op}: {name} is written in place and must not share memory with {other_name}. Pass a copy of one of them"
+        )
+
+
+def _interleaved(first: Tensor, second: Tensor) -> bool:
+    """Return True if both are columns of rows that lie equally far apart, and not the same columns."""
+    if first.dtype != second.dtype or first.dim() < 2 or first.stride(-1) != 1 or second.stride(-1) != 1:
+        return False
+    shape, stride = first.shape, first.stride()
+    step = stride[-2]
+    rows = [step]
+    for size in reversed(shape[1:-1]):
+        rows.insert(0, rows[0] * size)
+    if tuple(rows) != stride[:-1] or second.stride() != stride or second.shape[:-1] != shape[:-1]:
+        return False
+    apart = (second.data_ptr() - first.data_ptr()) // first.element_size() % step if step else 0
+    return apart >= shape[-1] and apart + second.shape[-1] <= step
 
 
 def expect_one_device(op: str, arguments: Iterable) -> None:
@@ -31,14 +132,6 @@ def expect(op: str, name: str, tensor: Tensor, shape: tuple, dtype: torch.dtype,
             raise ValueError(f"{op}: {name} must be [{names}] = [{wanted}], got {list(tensor.shape)}")
     if tensor.dtype != dtype:
         raise TypeError(f"{op}: {name} must be {dtype}, got {tensor.dtype}")
-
-
-def fit(*wanted: tuple[Tensor, tuple, torch.dtype]) -> bool:
-    """Return True if every tensor has its shape and dtype: the short way past `expect`, which names misfits."""
-    for tensor, shape, dtype in wanted:  # noqa: SIM110, a generator costs more than the checks
-        if tensor.shape != shape or tensor.dtype is not dtype:
-            return False
-    return True
 
 
 def expect_contiguous(op: str, name: str, tensor: Tensor) -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import _C
-from .checks import expect, expect_contiguous, fit
+from .checks import expect, expect_contiguous
 from .registry import Launcher, op
 
 ROW_STATES: tuple[int, int, int, int] = _C.ROW_STATES
@@ -40,11 +40,13 @@ def select_tokens(
         logits: ``[batch, rows, vocab]``, float32 or bfloat16.
         positions: ``[batch, rows]`` int64: the index of the token that each row chooses.
         seeds: ``[batch]`` int64.
-        temperature: ``[batch]`` float32, finite and >= 0; 0 is plain argmax of the logits.
-        top_k: ``[batch]`` int64; 0 (or at least vocab) is off.
-        top_p: ``[batch]`` float32; 1 is off.
-        min_p: ``[batch]`` float32: least probability as a fraction of the best token's; 0 is off.
-        sharpness: ``[batch]`` float32 >= 0: 1 for a target; a drafter may use more, infinity being plain argmax.
+        temperature: ``[batch]`` float32; 0, a negative one or NaN is plain argmax of the logits, and infinity counts as
+            the largest float.
+        top_k: ``[batch]`` int64; 0, a negative one or at least vocab is off.
+        top_p: ``[batch]`` float32; 1, more or NaN is off.
+        min_p: ``[batch]`` float32: least probability as a fraction of the best token's; 0, less or NaN is off.
+        sharpness: ``[batch]`` float32: 1 for a target; a drafter may use more, infinity being plain argmax. A negative
+            one or NaN counts as 0.
 
     Returns:
         ``[batch, rows]`` int64; -1 for a row with a NaN logit.
@@ -74,9 +76,9 @@ def _check_select(
         raise ValueError(f"{op}: logits must be [batch, rows, vocab] with vocab >= 1, got {list(logits.shape)}")
     batch, rows, _ = logits.shape
     one, real, integer = (batch,), torch.float32, torch.int64
-    if fit(
-        (positions, (batch, rows), integer), (seeds, one, integer), (temperature, one, real), (top_k, one, integer),
-        (top_p, one, real), (min_p, one, real), (sharpness, one, real),
+    if _C.fits(
+        False, positions, (batch, rows), integer, (seeds, top_k), one, integer,
+        (temperature, top_p, min_p, sharpness), one, real,
     ):  # fmt: skip
         return
     expect(op, "positions", positions, (batch, rows), integer, "batch, rows")
@@ -118,7 +120,8 @@ def accept_prefix_(
         stop_token_ids: ``[n]`` int64, n may be 0.
         limits: ``[batch]`` int64: how many tokens the row may hold in all.
         tokens: ``[batch, capacity]`` int64, written, contiguous.
-        length: ``[batch]`` int64, advanced in place, contiguous.
+        length: ``[batch]`` int64, advanced in place, contiguous. A row whose length is negative or not below its limit
+            and the capacity has no room: it emits nothing and is done.
         num_context: ``[batch]`` int64, written, contiguous: how many tokens were emitted.
         done: ``[batch]`` int64, written, contiguous: 0 running, 1 a stop token was emitted, 2 the limit is reached,
             3 the target's logits were NaN.
@@ -143,6 +146,14 @@ def _check_accept(
     if block_ids.dim() != 2 or block_ids.shape[1] == 0:
         raise ValueError(f"{op}: block_ids must be [batch, rows] with rows >= 1, got {list(block_ids.shape)}")
     batch, rows = block_ids.shape
+    per_row, integer = (batch,), torch.int64
+    if tokens.dim() == 2 and stop_token_ids.dim() == 1 and _C.fits(
+        False, (block_ids, posterior), (batch, rows), integer, limits, per_row, integer, stop_token_ids,
+        stop_token_ids.shape, integer,
+    ) and _C.fits(
+        True, tokens, (batch, tokens.shape[1]), integer, (length, num_context, done), per_row, integer
+    ):  # fmt: skip
+        return
     for name, tensor, shape, names in (
         ("block_ids", block_ids, (batch, rows), "batch, rows"),
         ("posterior", posterior, (batch, rows), "batch, rows"),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .checks import dense, expect, expect_cache, expect_contiguous, expect_rope, fit, unit_stride
+from .. import _C
+from .checks import dense, expect, expect_cache, expect_contiguous, expect_rope, unit_stride
 from .registry import Launcher, op
 
 
@@ -61,6 +62,10 @@ def _check_qkv(
     k_norm_weight: Tensor | None, q_out: Tensor, k_cache: Tensor, v_cache: Tensor,
 ) -> None:  # fmt: skip
     op = "qkv_norm_rope_append_"
+    if qkv.dim() == cos.dim() == 3 and q_out.dim() == k_cache.dim() == 4 and _qkv_fits(
+        qkv, positions, cos, sin, [x for x in (q_norm_weight, k_norm_weight) if x is not None], q_out, k_cache, v_cache
+    ):  # fmt: skip
+        return
     expect(op, "qkv", qkv, (None, None, None), qkv.dtype, "batch, rows, (num_heads + 2 * num_kv_heads) * head_dim")
     batch, rows, width = qkv.shape
     expect(op, "q_out", q_out, (batch, None, None, None), qkv.dtype, "batch, q_rows, num_heads, head_dim")
@@ -79,6 +84,26 @@ def _check_qkv(
     for name, weight in (("q_norm_weight", q_norm_weight), ("k_norm_weight", k_norm_weight)):
         if weight is not None:
             expect(op, name, weight, (head_dim,), qkv.dtype, "head_dim")
+
+
+def _qkv_fits(
+    qkv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, norms: list[Tensor], q_out: Tensor, k_cache: Tensor,
+    v_cache: Tensor,
+) -> bool:  # fmt: skip
+    """Return True if a call is right: the short way past `_check_qkv`."""
+    (batch, rows, _), (_, q_rows, heads, head_dim) = qkv.shape, q_out.shape
+    (_, kv_heads, capacity, _), half, dtype = k_cache.shape, cos.shape[-1], qkv.dtype
+    cache = (batch, kv_heads, capacity, head_dim)
+    return (
+        capacity > 0
+        and q_rows <= rows
+        and 2 * half <= head_dim
+        and _C.fits(
+            False, qkv, (batch, rows, (heads + 2 * kv_heads) * head_dim), dtype, positions, (batch, rows), torch.int64,
+            (cos, sin), (batch, rows, half), torch.float32, norms, (head_dim,), dtype,
+        )
+        and _C.fits(True, q_out, (batch, q_rows, heads, head_dim), dtype, (k_cache, v_cache), cache, dtype)
+    )  # fmt: skip
 
 
 @op(mutates=("k_caches", "v_caches"))
@@ -181,14 +206,14 @@ def append_kv_(
 
 def _check_kv(key: Tensor, value: Tensor, positions: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
     op, dtype = "append_kv_", key.dtype
-    if key.dim() == v_cache.dim() == 4 and k_cache.is_contiguous() and v_cache.is_contiguous():
+    if key.dim() == v_cache.dim() == 4:
         (batch, heads, rows, head_dim), (_, _, capacity, v_head_dim) = key.shape, v_cache.shape
-        if capacity > 0 and fit(
-            (value, (batch, heads, rows, v_head_dim), dtype),
-            (positions, (batch, rows), torch.int64),
-            (k_cache, (batch, heads, capacity, head_dim), dtype),
-            (v_cache, (batch, heads, capacity, v_head_dim), dtype),
-        ):
+        if capacity > 0 and _C.fits(
+            False, value, (batch, heads, rows, v_head_dim), dtype, positions, (batch, rows), torch.int64
+        ) and _C.fits(
+            True, k_cache, (batch, heads, capacity, head_dim), dtype, v_cache, (batch, heads, capacity, v_head_dim),
+            dtype,
+        ):  # fmt: skip
             return
     expect(op, "key", key, (None, None, None, None), key.dtype, "batch, num_kv_heads, rows, head_dim")
     batch, heads, rows, head_dim = key.shape

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import _C
 from . import reference
-from .checks import dense, expect
+from .checks import dense, expect, expect_memory, expect_strided
 from .kv_cache import expect_caches
 from .registry import Launcher, op
 
@@ -43,8 +43,8 @@ class DecoderLayer(NamedTuple):
 class PackedLayers:
     """Decoder layers and a final norm for `decoder_layers`: checked once, their addresses packed once.
 
-    The op names them by ``handle``, which is valid as long as they live. The storages that were packed stay alive too:
-    after ``parameter.data = ...`` the kernel reads the old values until `refresh`, never freed memory.
+    The op names them by ``handle``, which is valid as long as they live. It notices at every call which of them were
+    changed since (``parameter.data = ...``, transposed, resized, freed), and checks and packs those anew.
 
     Args:
         layers: the weights, contiguous, used where they are.
@@ -75,10 +75,15 @@ class PackedLayers:
         for layer in self.layers:
             yield from (field for field in layer if isinstance(field, Tensor))
 
-    def refresh(self) -> None:
-        """Notice weights whose storage was replaced (``parameter.data = ...``). Reads one address per weight."""
-        if self._records is not None and [tensor.data_ptr() for tensor in self.tensors()] != self._addresses:
+    def refresh(self, signs: bool = True) -> None:
+        """Check the weights again if one has another address, shape, dtype or storage. Takes 0.1 us per weight.
+
+        Args:
+            signs: see whether one became a negative view too (`torch.Tensor.is_neg`), which takes as long again.
+        """
+        if self._records is not None and not self._records.unchanged(signs):
             _check_layers(self)
+            _check_memory(self)
             self._forget()
 
     def replace(self, layers: Sequence[DecoderLayer], norm: Tensor) -> None:
@@ -89,13 +94,12 @@ class PackedLayers:
 
     def _forget(self) -> None:
         """Drop what was packed, so that the storages may be freed."""
-        self._records: _C.DecoderLayers | None = None
-        self._addresses: list[int] = []
-        self._storages: list[Tensor] = []
+        self._records: _C.DecoderLayers | None = None  # keeps the storages
         self._copies: list[tuple[Tensor, Tensor]] = []
+        self.checked_heads: tuple[int, int] | None = None  # (num_kv_heads, head_dim) that these weights fit
 
     def records(self) -> _C.DecoderLayers:
-        """Return the layers as the kernel reads them."""
+        """Return the layers as the kernel reads them, after `refresh`."""
         if self._records is None:
             self._pack()
         if self._copies:
@@ -107,15 +111,16 @@ class PackedLayers:
     @torch.inference_mode(False)  # the copies are written outside of it too
     @torch.no_grad()
     def _pack(self) -> None:
-        self._addresses = [tensor.data_ptr() for tensor in self.tensors()]
-        self._storages = [tensor.detach() for tensor in self.tensors()]
+        _check_layers(self)
+        _check_memory(self)
         # The kernel reads sinks in float32; copies of others get their values anew at every call.
         wide = [None if layer.sinks is None else layer.sinks.detach().float() for layer in self.layers]
         pairs = zip(wide, (layer.sinks for layer in self.layers), strict=True)
         self._copies = [pair for pair in pairs if pair[1] is not None and pair[0].dtype != pair[1].dtype]
         tap_of = [self.taps.index(i) if i in self.taps else -1 for i in range(len(self.layers))]
         layers = [layer._replace(sinks=sinks) for layer, sinks in zip(self.layers, wide, strict=True)]
-        self._records = _C.DecoderLayers([(*layer, tap) for layer, tap in zip(layers, tap_of, strict=True)])
+        records = [(*layer, tap) for layer, tap in zip(layers, tap_of, strict=True)]
+        self._records = _C.DecoderLayers(records, [*self.tensors()])
 
 
 _live: weakref.WeakValueDictionary[str, PackedLayers] = weakref.WeakValueDictionary()
@@ -139,6 +144,8 @@ def _check_layers(packed: PackedLayers) -> None:
     first, dtype = layers[0], packed.norm.dtype
     expect(op, "layers[0].input_norm", first.input_norm, (None,), dtype, "hidden")
     size = first.input_norm.shape[0]
+    if size == 0:
+        raise ValueError(f"{op}: layers[0].input_norm must be [hidden] with hidden >= 1, got [0]")
     expect(op, "norm", packed.norm, (size,), dtype, "hidden")
     if not packed.norm.is_contiguous():
         raise ValueError(f"{op}: norm must be contiguous, got strides {packed.norm.stride()}")
@@ -149,6 +156,8 @@ def _check_layers(packed: PackedLayers) -> None:
     for name in ("q", "k", "gate"):
         expect(op, f"layers[0].{name}", getattr(first, name), (None, size), dtype, "out, hidden")
     q_size, kv_size, width = first.q.shape[0], first.k.shape[0], first.gate.shape[0]
+    if q_size == 0 or width == 0:
+        raise ValueError(f"{op}: layers[0].q and .gate must have at least one row, got {q_size} and {width}")
     shapes = {
         "input_norm": (size,), "q": (q_size, size), "k": (kv_size, size), "v": (kv_size, size), "o": (size, q_size),
         "post_norm": (size,), "gate": (width, size), "up": (width, size), "down": (size, width), "q_bias": (q_size,),
@@ -177,6 +186,20 @@ def _check_layer(at: str, layer: DecoderLayer, shapes: dict[str, tuple[int, ...]
         raise ValueError(f"{op}: {at}.window must be positive, or 0 for none, got {layer.window}")
     if layer.sinks is not None and (layer.sinks.dim() != 1 or not layer.sinks.is_contiguous()):
         raise ValueError(f"{op}: {at}.sinks must be [num_heads], contiguous, got {list(layer.sinks.shape)}")
+
+
+def _check_memory(packed: PackedLayers) -> None:
+    """Check that the addresses of the weights may be kept, and are those of their values."""
+    op, named = "decoder_layers", [("norm", packed.norm)]
+    for i, layer in enumerate(packed.layers):
+        named += [(f"layers[{i}].{name}", x) for name, x in layer._asdict().items() if isinstance(x, Tensor)]
+    for name, tensor in named:
+        if type(tensor) not in (Tensor, torch.nn.Parameter):
+            raise TypeError(f"{op}: {name} must be a torch.Tensor or Parameter itself, got {type(tensor).__name__}")
+        expect_strided(op, [name], [tensor])
+        expect_memory(op, name, tensor)
+        if tensor.is_neg():
+            raise ValueError(f"{op}: {name} must not be a negative view, whose sign is not in memory: resolve_neg() it")
 
 
 def _twin(*arguments: object) -> tuple[Tensor, Tensor]:
@@ -209,7 +232,7 @@ def decoder_layers(
         hidden: ``[batch, rows, hidden]``, float32 or bfloat16; row i of sequence b is at ``lengths[b] + i``.
         context: ``[batch, context_rows, hidden]`` or None: row i is at ``lengths[b] - num_context[b] + i``.
         num_context: ``[batch]`` int64; rows at or past it are never read.
-        lengths: ``[batch]`` int64.
+        lengths: ``[batch]`` int64, as in `block_attention`.
         cos: ``[positions, rotary / 2]`` float32, one row per position; positions past the end take the last.
         sin: like ``cos``.
         k_caches: per layer ``[batch, num_kv_heads, capacity, head_dim]``, contiguous; written.
@@ -225,6 +248,8 @@ def decoder_layers(
     """
     # 1. Check what varies between calls, and allocate
     packed = _packed(layers)
+    if launch.is_cpu:
+        packed.refresh(signs=False)
     if packed.norm.device != hidden.device:
         raise ValueError(
             f"decoder_layers: the layers must be on {hidden.device} as hidden is, got weights on {packed.norm.device}"
@@ -232,7 +257,8 @@ def decoder_layers(
     if not _call_fits(packed, hidden, lengths, k_caches, v_caches):
         _check_call(packed, hidden, lengths, k_caches, v_caches)
     _check_context(packed, hidden, context, num_context)
-    _check_rotary(packed, cos, sin, k_caches[0])
+    _check_heads(packed, k_caches[0])
+    _check_rotary(cos, sin, k_caches[0].shape[3])
     dtype = launch.dtype("decoder_layers", "hidden", hidden)
     hidden, lengths, context, num_context = (
         hidden.contiguous(),
@@ -264,15 +290,14 @@ def _call_fits(
     """Return True if a call without context is right: the short way past `_check_call`."""
     if len(k_caches) != len(packed.layers) or len(v_caches) != len(packed.layers) or hidden.dim() != 3:
         return False
-    shape, dtype = k_caches[0].shape, packed.norm.dtype
-    if hidden.dtype is not dtype or hidden.shape[2] != packed.norm.shape[0] or len(shape) != 4:
-        return False
-    if lengths.dtype is not torch.int64 or lengths.shape != hidden.shape[:1] or shape[0] != hidden.shape[0]:
-        return False
-    for cache in (*k_caches, *v_caches):
-        if cache.shape != shape or cache.dtype is not dtype or not cache.is_contiguous():
-            return False
-    return shape[2] > 0
+    (batch, rows, _), shape, dtype = hidden.shape, k_caches[0].shape, packed.norm.dtype
+    return (
+        len(shape) == 4
+        and shape[0] == batch
+        and shape[2] > 0
+        and _C.fits(False, hidden, (batch, rows, packed.norm.shape[0]), dtype, lengths, (batch,), torch.int64)
+        and _C.fits(True, k_caches, shape, dtype, v_caches, shape, dtype)
+    )
 
 
 def _check_call(
@@ -293,14 +318,20 @@ def _check_context(packed: PackedLayers, hidden: Tensor, context: Tensor | None,
     op, batch, size = "decoder_layers", hidden.shape[0], hidden.shape[2]
     if (context is None) != (num_context is None):
         raise ValueError(f"{op}: context and num_context come together, got one of them")
-    if context is not None:
+    rows = context.shape[1] if context is not None and context.dim() == 3 else 0
+    dtype = packed.norm.dtype
+    if context is not None and not _C.fits(
+        False, context, (batch, rows, size), dtype, num_context, (batch,), torch.int64
+    ):  # fmt: skip
         expect(op, "context", context, (batch, None, size), packed.norm.dtype, "batch, context_rows, hidden")
         expect(op, "num_context", num_context, (batch,), torch.int64, "batch")
 
 
-def _check_rotary(packed: PackedLayers, cos: Tensor, sin: Tensor, k_cache: Tensor) -> None:
-    """Check the angles, and that the heads of the cache are those of the layers."""
+def _check_heads(packed: PackedLayers, k_cache: Tensor) -> None:
+    """Check that the heads of the cache are those of the layers."""
     op, first, (_, kv_heads, _, head_dim) = "decoder_layers", packed.layers[0], k_cache.shape
+    if packed.checked_heads == (kv_heads, head_dim):
+        return
     q_size, kv_size = first.q.shape[0], first.k.shape[0]
     heads = q_size // max(head_dim, 1)
     fits = kv_size > 0 and kv_heads * head_dim == kv_size and heads * head_dim == q_size and heads % kv_heads == 0
@@ -312,6 +343,11 @@ def _check_rotary(packed: PackedLayers, cos: Tensor, sin: Tensor, k_cache: Tenso
     for i, layer in enumerate(packed.layers):
         if layer.sinks is not None and layer.sinks.shape[0] != heads:
             raise ValueError(f"{op}: layers[{i}].sinks must be [num_heads] = [{heads}], got {list(layer.sinks.shape)}")
+    packed.checked_heads = kv_heads, head_dim
+
+
+def _check_rotary(cos: Tensor, sin: Tensor, head_dim: int) -> None:
+    op = "decoder_layers"
     if not (cos.dim() == 2 and cos.shape == sin.shape and cos.dtype is sin.dtype is torch.float32):
         expect(op, "cos", cos, (None, None), torch.float32, "positions, rotary / 2")
         expect(op, "sin", sin, tuple(cos.shape), torch.float32, "positions, rotary / 2")

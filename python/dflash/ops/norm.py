@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .. import _C
 from . import reference
 from .checks import dense, expect
 from .linear import linear, skinny
@@ -70,7 +71,8 @@ def add_rms_norm(
         ValueError: a shape does not fit, or the tap's rows are unevenly spaced. TypeError: a dtype does not fit.
     """
     _check_norm("add_rms_norm", x, weight)
-    expect("add_rms_norm", "residual", residual, tuple(x.shape), x.dtype, "as x")
+    if not _C.fits(False, residual, x.shape, x.dtype):
+        expect("add_rms_norm", "residual", residual, tuple(x.shape), x.dtype, "as x")
     tap_stride = 0
     if tap is not None:
         expect("add_rms_norm", "tap", tap, tuple(x.shape), x.dtype, "as x")
@@ -91,7 +93,7 @@ def _row_stride(op: str, name: str, tensor: Tensor) -> int:
     for size, have in zip(reversed(sizes), reversed(strides[:-1]), strict=True):
         even &= size <= 1 or have == expected
         expected *= size
-    if not even:
+    if tensor.numel() and (not even or (stride < tensor.shape[-1] and tensor.shape[:-1].numel() > 1)):
         raise ValueError(f"{op}: the rows of {name} must be dense and evenly spaced, got strides {strides}")
     return stride
 

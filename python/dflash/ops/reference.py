@@ -159,7 +159,8 @@ def block_attention(
     """Attention of a block of queries over a cache that already holds the block; a query without keys gives zero."""
     rows = q.shape[1]
     num_kv_heads, capacity = k_cache.shape[1:3]
-    dtype = _compute_dtype(q)
+    dtype, lengths = _compute_dtype(q), lengths.clamp(-rows, 2 * capacity + rows)
+    window = min(window, capacity + rows)
     visible = _visible(lengths, rows, capacity, causal, window, ancestors)
     grouped = q.to(dtype).unflatten(2, (num_kv_heads, -1))
     scores = torch.einsum("brhgd,bhcd->bhgrc", grouped, k_cache.to(dtype)) * scale
@@ -312,6 +313,8 @@ def select_tokens(
 ) -> Tensor:
     """``argmax(sharpness * filter(logits / temperature) + gumbel_noise)``; -1 for a row that holds NaN."""
     logits = logits.to(torch.float32)
+    temperature = temperature.clamp(max=torch.finfo(torch.float32).max)
+    sharpness = torch.where(sharpness >= 0, sharpness, 0.0)
     z, keep = filtered_logits(logits, temperature, top_k, top_p, min_p)
     temperature, sharpness = temperature[:, None, None], sharpness[:, None, None]
     score = torch.where(torch.isinf(z), z, sharpness * z) + gumbel_noise(seeds, positions, logits.shape[-1])
@@ -338,8 +341,9 @@ def accept_prefix_(
     count = matches.long().cumprod(-1).sum(-1) + 1
     stops = (posterior[:, :, None] == stop_token_ids).any(-1) & (posterior >= 0)
     count = torch.minimum(count, torch.where(stops, steps + 1, rows).amin(-1))
-    room = torch.minimum(limits, limits.new_full((), capacity)) - 1 - length
-    count = torch.minimum(count, room.clamp_min(0))
+    limits = limits.clamp(0, capacity)
+    room = torch.where((length < 0) | (length >= limits), 0, limits - 1 - length)
+    count = torch.minimum(count, room)
     invalid = ((posterior < 0) & (steps < count[:, None])).any(-1)
     count = count - invalid.long()  # -1 matches no proposal, so it can only be the last
     running = done == 0
@@ -348,7 +352,7 @@ def accept_prefix_(
     last = (count - 1).clamp_min(0)[:, None]
     stopped = stops.gather(1, last)[:, 0] & (count > 0)
     state = torch.where(invalid, 3, torch.where(stopped, 1, torch.where(count >= room, 2, 0)))
-    offset = torch.arange(capacity, device=tokens.device) - (length + 1)[:, None]
+    offset = torch.arange(capacity, device=tokens.device) - (length.clamp(0, capacity) + 1)[:, None]
     fresh = (offset >= 0) & (offset < count[:, None])
     tokens.copy_(torch.where(fresh, posterior.gather(1, offset.clamp(0, rows - 1)), tokens))
     length.add_(count)
@@ -402,7 +406,8 @@ def decoder_layers(
 ) -> tuple[Tensor, Tensor]:
     """Pre-norm decoder layers (``DecoderLayer`` of layers.py) and the final norm, from the other ops."""
     batch, rows, _ = hidden.shape
-    head_dim = k_caches[0].shape[-1]
+    capacity, head_dim = k_caches[0].shape[2:]
+    lengths = lengths.clamp(-rows, 2 * capacity + rows)
     positions = lengths[:, None] + torch.arange(rows, device=hidden.device)
     if context is not None:
         context = live_rows(context, num_context)

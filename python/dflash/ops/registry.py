@@ -17,9 +17,11 @@ from torch import Tensor
 
 from .. import _C
 from . import reference
-from .checks import expect_one_device
+from .checks import expect_apart, expect_memory, expect_one_device, expect_strided, explain_failure, tensors_of
 
 _LIBRARY = torch.library.Library("dflash", "DEF")
+_DLPACK = {torch.float32: (2, 32), torch.bfloat16: (4, 16), torch.float16: (2, 16), torch.int64: (0, 64)}  # code, bits
+_C.use_torch(Tensor, torch.nn.Parameter, [(dtype, *kind) for dtype, kind in _DLPACK.items()])
 _CUDA_DTYPES = {getattr(torch, name): code for name, code in _C.DTYPES.items()}  # the code of each in params.h
 _CPU_DTYPES = {dtype: code for dtype, code in _CUDA_DTYPES.items() if dtype != torch.float16}
 
@@ -192,42 +194,80 @@ def op(*, mutates: tuple[str, ...] = (), twin: Callable | None = None, cuda_kern
 
     def register(body: Callable) -> Callable:
         # 1. The ways to run it: on the CPU, on CUDA, and as the fake kernel
-        name = body.__name__
+        name, signature = body.__name__, inspect.signature(body, eval_str=True)
+        parameters = [*signature.parameters.values()][1:]
         in_torch = twin or getattr(reference, name)
+        expect_sound = _sound_check(body, parameters, mutates)
 
-        def runs_kernel(first: Tensor) -> bool:
-            known = first.dtype in _CUDA_DTYPES or not first.is_floating_point()
-            return cuda_kernel and known and not cuda_status(first.device.index)
-
-        def on(launch: Launcher) -> Callable:
-            def run(*arguments):
-                expect_one_device(name, arguments)
-                return body(launch, *arguments)
-
-            return run
-
-        kernel, checked = on(_CUDA), on(_FAKE)
+        def on_cpu(*arguments):
+            expect_sound(arguments)
+            return body(_CPU, *arguments)
 
         def on_cuda(*arguments):
-            expect_one_device(name, arguments)
-            if runs_kernel(arguments[0]):
-                return kernel(*arguments)
-            checked(*arguments)
+            expect_sound(arguments)
+            known = arguments[0].dtype in _CUDA_DTYPES or not arguments[0].is_floating_point()
+            if cuda_kernel and known and not cuda_status(arguments[0].device.index):
+                return body(_CUDA, *arguments)
+            body(_FAKE, *arguments)
             return in_torch(*arguments)
 
+        def on_fake(*arguments):
+            expect_one_device(name, arguments)
+            return body(_FAKE, *arguments)
+
+        def refuse(*arguments):
+            expect_strided(name, [p.name for p in parameters], arguments)
+            raise TypeError(f"{name}: tensors must be dense (torch.strided)")
+
         # 2. Register them under the schema of the signature
-        signature = inspect.signature(body, eval_str=True)
-        parameters = [*signature.parameters.values()][1:]
         _LIBRARY.define(name + _schema(parameters, signature.return_annotation, mutates), tags=_TAGS)
-        _LIBRARY.impl(name, on(_CPU), "CPU")
-        _LIBRARY.impl(name, on_cuda, "CUDA")
-        torch.library.register_fake(f"dflash::{name}", checked, lib=_LIBRARY)
-        return _callable(body, parameters, signature.return_annotation)
+        for key, kernel in {"CPU": on_cpu, "CUDA": on_cuda, **dict.fromkeys(_UNSUPPORTED, refuse)}.items():
+            _LIBRARY.impl(name, kernel, key)
+        torch.library.register_fake(f"dflash::{name}", on_fake, lib=_LIBRARY)
+        return _callable(body, parameters, signature.return_annotation, mutates)
 
     return register
 
 
 _TAGS = (torch.Tag.pt2_compliant_tag,)
+_UNSUPPORTED = [
+    f"{kind}{device}" for kind in ("Sparse", "SparseCsr", "Quantized", "NestedTensor") for device in ("CPU", "CUDA")
+] + ["MkldnnCPU", "AutogradNestedTensor"]
+
+
+def _sound_check(body: Callable, parameters: list[inspect.Parameter], mutates: tuple[str, ...]) -> Callable:
+    """Return a check that all tensors are in memory, on one device, and that what the op writes lies apart."""
+    op, names = body.__name__, [p.name for p in parameters]
+    written, read = _tensor_names(parameters, mutates)
+    order = [names.index(name) for name in (*written, *read)]
+
+    def expect_sound(arguments: tuple) -> None:
+        expect_one_device(op, arguments)
+        # torch leaves out arguments at the end that are as their defaults; what the op writes has none, or None.
+        given = [arguments[i] if i < len(arguments) else None for i in order]
+        if _C.sound(False, len(written), *given):
+            return
+        tensors = [*tensors_of(names, arguments)]
+        for name, tensor in tensors:
+            expect_memory(op, name, tensor)
+        body(_FAKE, *arguments)  # errors of shape come first: a misfit may share memory because it is one
+        for i, (name, tensor) in enumerate(tensors):
+            if name.split("[")[0] not in mutates:
+                continue
+            for j, other in enumerate(tensors):
+                if i != j:
+                    expect_apart(op, name, tensor, *other)
+
+    return expect_sound
+
+
+def _tensor_names(parameters: list[inspect.Parameter], mutates: tuple[str, ...]) -> tuple[list[str], list[str]]:
+    """Return the names of the parameters that hold tensors: those that the op writes, and the others."""
+    tensors = [p.name for p in parameters if p.annotation in _TENSORS]
+    return [name for name in tensors if name in mutates], [name for name in tensors if name not in mutates]
+
+
+_TENSORS = (Tensor, Tensor | None, list[Tensor], Sequence[Tensor])
 
 
 def _schema(parameters: list[inspect.Parameter], returns: object, mutates: tuple[str, ...]) -> str:
@@ -242,23 +282,36 @@ def _schema(parameters: list[inspect.Parameter], returns: object, mutates: tuple
     return torch.library.infer_schema(prototype, mutates_args=mutates)
 
 
-def _callable(body: Callable, parameters: list[inspect.Parameter], returns: object) -> Callable:
+def _callable(
+    body: Callable, parameters: list[inspect.Parameter], returns: object, mutates: tuple[str, ...]
+) -> Callable:
     """Make the function that users call: on to the CPU kernel if all is there, else through torch's dispatcher.
 
     It is compiled from source so that a call pays for its own arguments only, by their names: looping over arguments
     takes as long as a small kernel does.
     """
     name, names = body.__name__, ", ".join(p.name for p in parameters)
-    on_cpu = " and ".join(filter(None, map(_on_cpu, parameters)))
+    written, read = _tensor_names(parameters, mutates)
     source = (
         f"def {name}({names}):\n"
-        f"    if not is_compiling() and type({parameters[0].name}) in direct_types and {on_cpu}:\n"
-        f"        return body(cpu, {names})\n"
-        f"    return dispatch({names})\n"
+        f"    if is_compiling():\n"
+        f"        return dispatch({names})\n"
+        f"    try:\n"
+        f"        if type({parameters[0].name}) in direct_types and sound(True, {len(written)}, "
+        f"{', '.join(written + read)}):\n"
+        f"            return body(cpu, {names})\n"
+        f"        return dispatch({names})\n"
+        f"    except (AttributeError, RuntimeError, TypeError):\n"
+        f"        explain_failure('{name}', parameters, written, ({names},))\n"
+        f"        raise\n"
     )
     scope = {
         "is_compiling": torch.compiler.is_compiling,
         "direct_types": _direct_types,
+        "sound": _C.sound,
+        "parameters": parameters,
+        "written": written,
+        "explain_failure": explain_failure,
         "body": body,
         "cpu": _CPU,
         "dispatch": getattr(torch.ops.dflash, name).default,
@@ -270,15 +323,3 @@ def _callable(body: Callable, parameters: list[inspect.Parameter], returns: obje
     call.__annotations__ = {p.name: p.annotation for p in parameters} | {"return": returns}
     call.body = body
     return call
-
-
-def _on_cpu(parameter: inspect.Parameter) -> str:
-    """Return the source of "this argument is on the CPU"; empty for what is not a tensor."""
-    name, kind = parameter.name, parameter.annotation
-    if kind is Tensor:
-        return f"{name}.is_cpu"
-    if kind == Tensor | None:
-        return f"({name} is None or {name}.is_cpu)"
-    if kind in (list[Tensor], Sequence[Tensor]):
-        return f"all([x.is_cpu for x in {name}])"
-    return ""

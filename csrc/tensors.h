@@ -1,0 +1,239 @@
+// What a kernel's caller must know of tensors before it takes their addresses: that each has memory, as much
+// as its shape and strides reach, whose bytes are its values. A tensor's storage may be freed or cut under it
+// (FSDP, offloading), and some tensors have none. Tensors are seen through the C functions that torch.Tensor
+// offers by DLPack's exchange API, which need no header of torch, and through its own methods.
+#pragma once
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cstdint>
+#include <tuple>
+#include <vector>
+
+namespace dflash {
+
+// ---- DLPack 1.x, as dlpack.h has it (https://github.com/dmlc/dlpack)
+
+struct DLTensor {
+  void* data;
+  int32_t device_type, device_id;
+  int32_t ndim;
+  uint8_t code, bits;
+  uint16_t lanes;
+  int64_t *shape, *strides;  // [ndim], in elements
+  uint64_t byte_offset;
+};
+constexpr int32_t kDLCPU = 1;
+
+struct DLPackExchange {
+  uint32_t major, minor;
+  void *previous, *allocator, *managed_from, *managed_to;
+  int (*tensor_from)(void* object, DLTensor* out);
+  void* current_stream;
+};
+
+// ---- torch's tensors
+
+// The bytes [begin, end) that a tensor's elements lie in; none if it is empty.
+struct Span {
+  uintptr_t begin = 0, end = 0;
+  bool meets(const Span& other) const { return begin < other.end && other.begin < end; }
+};
+
+class Torch {
+ public:
+  // Called once, with torch.Tensor and torch.nn.Parameter, and dtypes with DLPack's code and bits for each.
+  void init(pybind11::handle tensor, pybind11::handle parameter,
+            const std::vector<std::tuple<pybind11::object, uint8_t, uint8_t>>& dtypes) {
+    for (const auto& [dtype, code, bits] : dtypes) dtypes_.push_back({dtype.inc_ref().ptr(), code, bits});
+    types_[0] = tensor.inc_ref().ptr(), types_[1] = parameter.inc_ref().ptr();
+    untyped_storage_ = pybind11::getattr(tensor, "untyped_storage").release().ptr();
+    storage_offset_ = pybind11::getattr(tensor, "storage_offset").release().ptr();
+    is_neg_ = pybind11::getattr(tensor, "is_neg").release().ptr();
+    const auto capsule = pybind11::getattr(tensor, "__dlpack_c_exchange_api__", pybind11::none());
+    if (!PyCapsule_IsValid(capsule.ptr(), "dlpack_exchange_api")) return;
+    const auto* found =
+        static_cast<const DLPackExchange*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
+    if (found->major == 1) exchange_ = found;
+  }
+
+  // Fills `out`; returns false, with no Python error set, if the object is not a tensor with an address.
+  bool read(PyObject* object, DLTensor& out) const {
+    if (exchange_ && exchange_->tensor_from && exchange_->tensor_from(object, &out) == 0) return true;
+    PyErr_Clear();
+    return false;
+  }
+
+  // The tensor's bytes; false if its storage does not hold all of them.
+  bool span_of(PyObject* object, const DLTensor& t, Span& span) const {
+    int64_t reach = 1;
+    for (int i = 0; i < t.ndim; ++i) {
+      if (t.shape[i] == 0) return true;
+      reach += (t.shape[i] - 1) * t.strides[i];
+    }
+    const int64_t size = t.bits / 8 * t.lanes, offset = number(storage_offset_, object);
+    PyObject* storage = PyObject_Vectorcall(untyped_storage_, &object, 1, nullptr);
+    const int64_t bytes = storage ? PyObject_Size(storage) : -1;
+    Py_XDECREF(storage);
+    if (PyErr_Occurred()) PyErr_Clear();
+    span.begin = reinterpret_cast<uintptr_t>(t.data), span.end = span.begin + reach * size;
+    return t.data && offset >= 0 && (offset + reach) * size <= bytes;
+  }
+
+  // True for torch.Tensor and Parameter themselves; a subclass may hold its values anywhere.
+  bool is_exact(PyObject* object) const {
+    const auto* type = reinterpret_cast<PyObject*>(Py_TYPE(object));
+    return type == types_[0] || type == types_[1];
+  }
+
+  // True if t is of this dtype, which is one of those that init was given.
+  bool is_of(const DLTensor& t, PyObject* dtype) const {
+    for (const DType& known : dtypes_)
+      if (known.object == dtype) return t.code == known.code && t.bits == known.bits;
+    return false;
+  }
+
+  // True if the values are minus the bytes, see torch.Tensor.is_neg.
+  bool is_negative(PyObject* object) const {
+    PyObject* negative = PyObject_Vectorcall(is_neg_, &object, 1, nullptr);
+    if (!negative) PyErr_Clear();
+    Py_XDECREF(negative);
+    return negative != Py_False;
+  }
+
+ private:
+  static int64_t number(PyObject* method, PyObject* object) {
+    PyObject* result = PyObject_Vectorcall(method, &object, 1, nullptr);
+    const int64_t value = result ? PyLong_AsLongLong(result) : -1;
+    Py_XDECREF(result);
+    return value;
+  }
+
+  PyObject *types_[2] = {}, *untyped_storage_ = nullptr, *storage_offset_ = nullptr, *is_neg_ = nullptr;
+  const DLPackExchange* exchange_ = nullptr;
+  struct DType {
+    PyObject* object;
+    uint8_t code, bits;
+  };
+  std::vector<DType> dtypes_;
+};
+
+inline Torch torch;
+
+// ---- the check
+
+// Collects the spans of an argument's tensors: None, a tensor, or a list of them.
+inline bool add_spans(PyObject* argument, bool direct, std::vector<Span>& spans) {
+  if (argument == Py_None) return true;
+  if (PyList_Check(argument) || PyTuple_Check(argument)) {
+    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(argument); ++i)
+      if (!add_spans(PySequence_Fast_GET_ITEM(argument, i), direct, spans)) return false;
+    return true;
+  }
+  DLTensor t;
+  if ((direct && !torch.is_exact(argument)) || !torch.read(argument, t)) return false;
+  if (direct && (t.device_type != kDLCPU || torch.is_negative(argument))) return false;
+  spans.emplace_back();
+  return torch.span_of(argument, t, spans.back());
+}
+
+// sound(direct, num_written, arguments...): true if every tensor among the arguments lies in memory that is
+// there, and those among the first num_written arguments meet no other. With `direct`, also if each is a
+// plain tensor on the CPU, so that a kernel may be called past torch's dispatcher. False says only that one
+// has to look more closely: tensors that meet in their spans may still have no element in common.
+inline PyObject* sound(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  static thread_local std::vector<Span> spans;
+  spans.clear();
+  const bool direct = arguments[0] == Py_True;
+  const Py_ssize_t num_written = PyLong_AsSsize_t(arguments[1]);
+  size_t written = 0;
+  for (Py_ssize_t i = 2; i < count; ++i) {
+    if (i == 2 + num_written) written = spans.size();
+    if (!add_spans(arguments[i], direct, spans)) Py_RETURN_FALSE;
+  }
+  if (count == 2 + num_written) written = spans.size();
+  for (size_t i = 0; i < written; ++i)
+    for (size_t j = i + 1; j < spans.size(); ++j)
+      if (spans[i].meets(spans[j])) Py_RETURN_FALSE;
+  Py_RETURN_TRUE;
+}
+
+// ---- shapes
+
+inline bool fits_one(PyObject* tensor, bool contiguous, PyObject* shape, PyObject* dtype) {
+  DLTensor t;
+  if (!torch.is_exact(tensor) || !torch.read(tensor, t)) return false;
+  if (t.ndim != PyTuple_GET_SIZE(shape) || !torch.is_of(t, dtype)) return false;
+  bool dense = true;
+  int64_t step = 1;
+  for (int i = t.ndim - 1; i >= 0; --i) {
+    if (t.shape[i] != PyLong_AsLongLong(PyTuple_GET_ITEM(shape, i))) return false;
+    dense = dense && (t.shape[i] == 1 || t.strides[i] == step);
+    step *= t.shape[i];
+  }
+  return dense || step == 0 || !contiguous;
+}
+
+// fits(contiguous, tensor or list, shape, dtype, tensor or list, shape, dtype, ...): true if all have their
+// shape, a tuple, and dtype, and are contiguous if asked. False says only that one has to look more closely.
+inline PyObject* fits(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  const bool contiguous = arguments[0] == Py_True;
+  for (Py_ssize_t i = 1; i < count; i += 3) {
+    PyObject *tensors = arguments[i], *shape = arguments[i + 1], *dtype = arguments[i + 2];
+    const bool list = PyList_Check(tensors) || PyTuple_Check(tensors);
+    const Py_ssize_t number = list ? PySequence_Fast_GET_SIZE(tensors) : 1;
+    for (Py_ssize_t j = 0; j < number; ++j)
+      if (!fits_one(list ? PySequence_Fast_GET_ITEM(tensors, j) : tensors, contiguous, shape, dtype)) {
+        PyErr_Clear();
+        Py_RETURN_FALSE;
+      }
+  }
+  Py_RETURN_TRUE;
+}
+
+// ---- tensors whose addresses are kept
+
+// Tensors of one or two dimensions as they were found. The storages stay alive with it.
+class Snapshot {
+ public:
+  explicit Snapshot(const pybind11::list& tensors) {
+    for (pybind11::handle tensor : tensors) {
+      Entry entry{};
+      entry.readable = torch.read(tensor.ptr(), entry.seen) && entry.seen.ndim <= 2;
+      for (int i = 0; entry.readable && i < entry.seen.ndim; ++i)
+        entry.shape[i] = entry.seen.shape[i], entry.strides[i] = entry.seen.strides[i];
+      entry.tensor = pybind11::reinterpret_borrow<pybind11::object>(tensor);
+      entry.storage = tensor.attr("untyped_storage")();
+      entry.bytes = pybind11::len(entry.storage);
+      entries_.push_back(std::move(entry));
+    }
+  }
+
+  // True if every tensor still has its address, shape, strides, dtype, and its storage its
+  // size. With `signs`, also if none became a negative view since, which costs as much again.
+  bool unchanged(bool signs) const {
+    for (const Entry& entry : entries_) {
+      DLTensor now;
+      if (!entry.readable || !torch.read(entry.tensor.ptr(), now)) return false;
+      if (now.data != entry.seen.data || now.ndim != entry.seen.ndim || now.code != entry.seen.code ||
+          now.bits != entry.seen.bits)
+        return false;
+      for (int i = 0; i < now.ndim; ++i)
+        if (now.shape[i] != entry.shape[i] || now.strides[i] != entry.strides[i]) return false;
+      if (PyObject_Size(entry.storage.ptr()) != entry.bytes) return false;
+      if (signs && torch.is_negative(entry.tensor.ptr())) return false;
+    }
+    return true;
+  }
+
+ private:
+  struct Entry {
+    pybind11::object tensor, storage;
+    DLTensor seen;  // its shape and strides are the tensor's own, not kept
+    int64_t shape[2], strides[2], bytes;
+    bool readable;
+  };
+  std::vector<Entry> entries_;
+};
+
+}  // namespace dflash

@@ -1,0 +1,156 @@
+"""A small call of every op of `dflash.ops`, by argument names, for tests that spoil one argument after another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from dflash import ops
+from dflash.ops import reference
+from dflash.ops.layers import DecoderLayer, PackedLayers
+
+BATCH, ROWS, HIDDEN, HEADS, KV_HEADS, DIM, CAPACITY, VOCAB = 2, 3, 16, 4, 2, 8, 12, 70
+WIDTH, TAPS = 24, (1, 0)
+
+
+def _ints(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64)
+
+
+def make_layers(number: int = 2, sinks: bool = True) -> tuple[list[DecoderLayer], Tensor]:
+    """Return random layers and a final norm."""
+    q, kv = HEADS * DIM, KV_HEADS * DIM
+    shapes = [(HIDDEN,), (q, HIDDEN), (kv, HIDDEN), (kv, HIDDEN), (HIDDEN, q), (HIDDEN,), (WIDTH, HIDDEN)]
+    shapes += [(WIDTH, HIDDEN), (HIDDEN, WIDTH), (DIM,), (DIM,), (q,), (kv,), (kv,), (HIDDEN,)]
+    layers = [DecoderLayer(*(torch.randn(shape) * 0.3 for shape in shapes)) for _ in range(number)]
+    if sinks:
+        layers = [layer._replace(sinks=torch.randn(HEADS)) for layer in layers]
+    return layers, torch.randn(HIDDEN)
+
+
+def pack(layers: list[DecoderLayer], norm: Tensor) -> PackedLayers:
+    """Pack layers for `decoder_layers`."""
+    return PackedLayers(layers, norm, eps=1e-6, scale=DIM**-0.5, taps=TAPS)
+
+
+def _qkv() -> dict[str, object]:
+    positions = torch.tensor([[0, 5, -1], [CAPACITY, 2, 3]])
+    return {
+        "qkv": torch.randn(BATCH, ROWS, (HEADS + 2 * KV_HEADS) * DIM), "positions": positions,
+        "cos": torch.rand(BATCH, ROWS, DIM // 2), "sin": torch.rand(BATCH, ROWS, DIM // 2),
+        "q_norm_weight": torch.randn(DIM), "k_norm_weight": torch.randn(DIM), "eps": 1e-6,
+        "q_out": torch.zeros(BATCH, 2, HEADS, DIM), "k_cache": cache(), "v_cache": cache(),
+    }  # fmt: skip
+
+
+def _context() -> dict[str, object]:
+    call = _qkv()
+    named = {name: call[name] for name in ("positions", "cos", "sin")}
+    kv, norms = torch.randn(2, BATCH, ROWS, 2 * KV_HEADS * DIM), torch.randn(2, DIM)
+    caches = {"k_caches": [cache(), cache()], "v_caches": [cache(), cache()]}
+    return {"kv": kv, **named, "k_norm_weight": norms, "eps": 1e-6, **caches}
+
+
+def _layers() -> dict[str, object]:
+    return {
+        "hidden": torch.randn(BATCH, ROWS, HIDDEN), "context": torch.randn(BATCH, 4, HIDDEN),
+        "num_context": _ints(0, 2), "lengths": _ints(1, 6), "cos": torch.rand(CAPACITY, DIM // 2),
+        "sin": torch.rand(CAPACITY, DIM // 2), "k_caches": [cache(), cache()], "v_caches": [cache(), cache()],
+    }  # fmt: skip
+
+
+def cache() -> Tensor:
+    """Return a random cache of keys or values."""
+    return torch.randn(BATCH, KV_HEADS, CAPACITY, DIM)
+
+
+CALLS: dict[str, Callable[[], dict[str, object]]] = {
+    "rms_norm": lambda: {
+        "x": torch.randn(BATCH, ROWS, HIDDEN), "weight": torch.randn(HIDDEN), "eps": 1e-6, "counts": _ints(3, 1)},
+    "add_rms_norm": lambda: {
+        "x": torch.randn(BATCH, ROWS, HIDDEN), "residual": torch.randn(BATCH, ROWS, HIDDEN),
+        "weight": torch.randn(HIDDEN), "eps": 1e-6, "tap": torch.zeros(BATCH, ROWS, HIDDEN)},
+    "silu_mul": lambda: {"gate_up": torch.randn(BATCH, ROWS, 2 * HIDDEN)},
+    "fuse_features": lambda: {
+        "context": torch.randn(BATCH, ROWS, 2 * HIDDEN), "num_context": _ints(3, 1),
+        "fc_weight": torch.randn(HIDDEN, 2 * HIDDEN), "norm_weight": torch.randn(HIDDEN), "eps": 1e-6},
+    "linear": lambda: {
+        "x": torch.randn(ROWS, HIDDEN), "weight": torch.randn(WIDTH, HIDDEN), "bias": torch.randn(WIDTH),
+        "prefetch": False},
+    "linears": lambda: {
+        "x": torch.randn(ROWS, HIDDEN), "weights": [torch.randn(WIDTH, HIDDEN), torch.randn(5, HIDDEN)],
+        "biases": [torch.randn(WIDTH), torch.randn(5)], "prefetch": False},
+    "block_attention": lambda: {
+        "q": torch.randn(BATCH, ROWS, HEADS, DIM), "k_cache": cache(), "v_cache": cache(), "lengths": _ints(0, 7),
+        "scale": 0.3, "causal": True, "window": 0, "softcap": 0.0, "sinks": torch.randn(HEADS), "ancestors": None},
+    "append_kv_": lambda: {
+        "key": torch.randn(BATCH, KV_HEADS, ROWS, DIM), "value": torch.randn(BATCH, KV_HEADS, ROWS, DIM),
+        "positions": _qkv()["positions"], "k_cache": cache(), "v_cache": cache()},
+    "qkv_norm_rope_append_": _qkv,
+    "append_context_kv_": _context,
+    "select_tokens": lambda: {
+        "logits": torch.randn(BATCH, ROWS, VOCAB), "positions": torch.arange(BATCH * ROWS).view(BATCH, ROWS),
+        "seeds": _ints(1, 2), "temperature": torch.tensor([0.0, 0.8]), "top_k": _ints(0, 9),
+        "top_p": torch.tensor([1.0, 0.9]), "min_p": torch.tensor([0.0, 0.01]), "sharpness": torch.ones(BATCH)},
+    "accept_prefix_": lambda: {
+        "block_ids": torch.tensor([[9, 1, 2], [8, 4, 4]]), "posterior": torch.tensor([[1, 2, 3], [4, 5, 6]]),
+        "stop_token_ids": _ints(5, 50), "limits": _ints(100, 100), "tokens": torch.full((BATCH, CAPACITY), -7),
+        "length": _ints(3, 4), "num_context": _ints(0, 0), "done": _ints(0, 0)},
+    "decoder_layers": _layers,
+}  # fmt: skip
+
+
+def run(name: str, call: dict[str, object], place: object = ops) -> list[Tensor]:
+    """Run an op on a call; return what it returns and what it wrote. `decoder_layers` gets ``layers`` as a handle."""
+    out = getattr(place, name)(**call)
+    returned = [] if out is None else [out] if isinstance(out, Tensor) else [*out]
+    return returned + [tensor for argument in written(name) for tensor in as_list(call[argument])]
+
+
+def run_twin(name: str, call: dict[str, object], packed: PackedLayers | None = None) -> list[Tensor]:
+    """Run the plain-torch twin of an op on a call."""
+    if packed is not None:
+        call = {key: value for key, value in call.items() if key != "layers"}
+        call |= {"layers": packed.layers, "norm": packed.norm, "eps": packed.eps, "scale": packed.scale}
+        call["taps"] = packed.taps
+    return run(name, call, reference)
+
+
+def written(name: str) -> list[str]:
+    """Return the arguments that an op writes."""
+    arguments = getattr(torch.ops.dflash, name).default._schema.arguments
+    return [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+
+
+def as_list(argument: object) -> list[Tensor]:
+    """Return the tensors of an argument."""
+    values = argument if isinstance(argument, (list, tuple)) else [argument]
+    return [value for value in values if isinstance(value, Tensor)]
+
+
+def replaced(call: dict[str, object], change: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, dict[str, object]]]:
+    """Yield the call with ``change`` applied to one tensor after another, and that tensor's name."""
+    for name, argument in call.items():
+        if isinstance(argument, Tensor):
+            yield name, {**call, name: change(argument)}
+        elif isinstance(argument, list):
+            for i, tensor in enumerate(argument):
+                yield f"{name}[{i}]", {**call, name: [*argument[:i], change(tensor), *argument[i + 1 :]]}
+
+
+def copied(call: dict[str, object]) -> dict[str, object]:
+    """Return the call with a copy of every tensor."""
+
+    def copy(value: object) -> object:
+        return value.clone() if isinstance(value, Tensor) else [x.clone() for x in value]
+
+    return {name: copy(value) if isinstance(value, (Tensor, list)) else value for name, value in call.items()}
+
+
+def assert_same(ours: list[Tensor], theirs: list[Tensor], rtol: float = 1e-4, atol: float = 1e-4) -> None:
+    """Assert that results are equal up to rounding, NaN in the same places."""
+    assert len(ours) == len(theirs)
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a.resolve_neg(), b.resolve_neg(), rtol=rtol, atol=atol, equal_nan=True)

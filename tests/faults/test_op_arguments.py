@@ -1,0 +1,297 @@
+"""An op given tensors of any shape, strides and values returns what plain torch does, or says what is wrong."""
+
+import math
+import re
+
+import pytest
+import torch
+from examples import examples
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from op_calls import CALLS, as_list, assert_same, copied, make_layers, pack, replaced, run, run_twin, written
+from torch import Tensor
+
+from dflash import ops
+
+pytestmark = [pytest.mark.op, pytest.mark.long]
+INT64 = (-(2**63), 2**63 - 1)
+TOLERANCE = {torch.float32: 2e-3, torch.bfloat16: 6e-2, torch.float16: 2e-2}
+
+# ---- ways to hold the same values
+
+DISGUISES = {
+    "as it is": lambda x: x,
+    "offset": lambda x: torch.cat([x.new_zeros(3), x.flatten()])[3:].view(x.shape),
+    "transposed": lambda x: x.transpose(0, -1).contiguous().transpose(0, -1),
+    "strided": lambda x: torch.stack([x, torch.zeros_like(x)], -1)[..., 0],
+    "padded": lambda x: torch.cat([x, x[..., :1]], -1)[..., : x.shape[-1]] if x.dim() and x.shape[-1] else x,
+    "expanded": lambda x: x[:1].expand(x.shape) if x.dim() and len(x) and (x == x[:1]).all() else x,
+    "negative": lambda x: negative(x),
+    "negative strided": lambda x: torch._neg_view(-torch.stack([x, x], -1)[..., 0]),
+    "parameter": lambda x: torch.nn.Parameter(x, requires_grad=False),
+    "gradient": lambda x: x.detach().clone().requires_grad_() if x.is_floating_point() else x,
+}
+
+
+def negative(x: Tensor) -> Tensor:
+    """Return a view with the values of ``x`` whose memory holds minus them."""
+    view = torch._neg_view((-x).contiguous())
+    assert view.is_neg()
+    return view
+
+
+@settings(examples(8), suppress_health_check=[*HealthCheck])
+@given(data=st.data())
+@pytest.mark.parametrize("op", CALLS)
+def test_disguised_tensors_give_what_plain_ones_do(op, data):
+    torch.manual_seed(data.draw(st.integers(0, 2**31)))
+    layers = pack(*make_layers()) if op == "decoder_layers" else None
+    call = CALLS[op]() | ({"layers": layers.handle} if layers else {})
+    plain = {name: value for name, value in copied(call).items() if name != "layers"}
+
+    def disguise(x: Tensor) -> Tensor:
+        kind = data.draw(st.sampled_from([*DISGUISES]))
+        return DISGUISES[kind](x) if x.dim() else x
+
+    def change(name: str, value: object) -> object:
+        if isinstance(value, list):
+            return [disguise(x) for x in value]
+        return disguise(value) if isinstance(value, Tensor) else value
+
+    disguised = {name: change(name, value) for name, value in call.items()}
+    with torch.no_grad():
+        refusal = None
+        try:
+            ours = run(op, disguised)
+        except ValueError as error:
+            refusal = str(error)
+        if refusal is None:
+            assert_same(ours, run_twin(op, plain, layers), 1e-3, 1e-3)
+        else:
+            assert re.search("must be contiguous|evenly spaced|must not be a negative view", refusal)
+
+
+@pytest.mark.parametrize("op", CALLS)
+def test_a_negative_view_keeps_its_sign_in_every_argument(op):
+    layers = pack(*make_layers()) if op == "decoder_layers" else None
+    call = CALLS[op]()
+    handle = {"layers": layers.handle} if layers else {}
+    for name, disguised in replaced(call, negative):
+        twins = run_twin(op, copied(call), layers)
+        fresh = {key: value for key, value in copied(call).items() if key in written(op) and key != name.split("[")[0]}
+        if name.split("[")[0] in written(op):
+            with pytest.raises(ValueError, match=re.escape(f"{op}: {name} is written in place and must not be a neg")):
+                run(op, disguised | fresh | handle)
+            continue
+        assert_same(run(op, disguised | fresh | handle), twins, 1e-3, 1e-3)
+
+
+# ---- shapes and values
+
+
+class Draw:
+    """Draws sizes, tensors and the values that only the device knows, from one example."""
+
+    def __init__(self, data: st.DataObject) -> None:
+        self.data = data
+        self.generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
+        self.dtype = torch.float32
+
+    def size(self, low: int = 0, high: int = 5) -> int:
+        return self.data.draw(st.integers(low, high))
+
+    def flag(self) -> bool:
+        return self.data.draw(st.booleans())
+
+    def floats(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Normal numbers, and sometimes NaN, infinities, zeros and subnormal ones among them."""
+        x = torch.randn(shape, generator=self.generator)
+        if self.data.draw(st.integers(0, 4)) == 0 and x.numel():
+            special = [math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-40]
+            for _ in range(self.size(1, 3)):
+                x.view(-1)[self.size(0, x.numel() - 1)] = self.data.draw(st.sampled_from(special))
+        return x.to(dtype or self.dtype)
+
+    def ints(self, count: int, low: int, high: int) -> Tensor:
+        """Integers of which some are anywhere in 64 bits."""
+        one = st.integers(low, high) | st.integers(low, high) | st.sampled_from(INT64) | st.integers(*INT64)
+        return torch.tensor([self.data.draw(one) for _ in range(count)], dtype=torch.int64)
+
+    def positions(self, batch: int, rows: int, capacity: int) -> Tensor:
+        """Cache slots, different within a sequence where they are inside."""
+        slots = [torch.randperm(capacity + 4, generator=self.generator)[:rows] - 2 for _ in range(batch)]
+        positions = torch.stack(slots) if batch else torch.zeros(0, rows, dtype=torch.int64)
+        if positions.numel() and self.flag():
+            positions.view(-1)[0] = self.data.draw(st.sampled_from([*INT64, 2**40]))
+        return positions
+
+    def choice(self, *values: float) -> float:
+        return self.data.draw(st.sampled_from(values))
+
+
+def rms_norm(d: Draw) -> dict[str, object]:
+    batch, rows, hidden = d.size(), d.size(), d.size(1, 40)
+    counts = d.ints(batch, -1, rows + 1) if d.flag() else None
+    return {
+        "x": d.floats(batch, rows, hidden),
+        "weight": d.floats(hidden),
+        "eps": d.choice(1e-6, 0.0),
+        "counts": counts,
+    }
+
+
+def add_rms_norm(d: Draw) -> dict[str, object]:
+    shape = (d.size(), d.size(), d.size(1, 40))
+    tap = d.floats(*shape) if d.flag() else None
+    if tap is not None and d.flag():
+        tap = torch.zeros(*shape[:2], shape[2] + 3, dtype=d.dtype)[..., 2 : 2 + shape[2]]
+    x, residual, weight = d.floats(*shape), d.floats(*shape), d.floats(shape[2])
+    return {"x": x, "residual": residual, "weight": weight, "eps": 1e-6, "tap": tap}
+
+
+def silu_mul(d: Draw) -> dict[str, object]:
+    return {"gate_up": d.floats(d.size(), d.size(), 2 * d.size(0, 40)) * d.choice(1, 100)}
+
+
+def fuse_features(d: Draw) -> dict[str, object]:
+    batch, rows, hidden, width = d.size(), d.size(), d.size(1, 20), d.size(1, 40)
+    named = {"context": d.floats(batch, rows, width), "num_context": d.ints(batch, -1, rows + 1)}
+    return named | {"fc_weight": d.floats(hidden, width), "norm_weight": d.floats(hidden), "eps": 1e-6}
+
+
+def linear(d: Draw) -> dict[str, object]:
+    out, width = d.size(0, 40), d.size(0, 70)
+    bias = d.floats(out) if d.flag() else None
+    return {"x": d.floats(d.size(), d.size(0, 20), width), "weight": d.floats(out, width), "bias": bias}
+
+
+def linears(d: Draw) -> dict[str, object]:
+    number, width, biased = d.size(1, 4), d.size(0, 70), d.flag()
+    sizes = [d.size(0, 30) for _ in range(number)]
+    weights = [d.floats(size, width) for size in sizes]
+    if d.flag():  # one after another in one storage
+        whole = torch.cat(weights)
+        weights = [*whole.split(sizes)]
+    return {"x": d.floats(d.size(0, 20), width), "weights": weights, "biases": [d.floats(n) for n in sizes] * biased}
+
+
+def block_attention(d: Draw) -> dict[str, object]:
+    batch, rows, kv_heads, capacity = d.size(), d.size(0, 7), d.size(1, 3), d.size(1, 80)
+    dim, v_dim = d.choice(1, 7, 8, 16, 24), d.choice(1, 8, 16)
+    named = {
+        "q": d.floats(batch, rows, kv_heads * d.size(1, 3), dim),
+        "k_cache": d.floats(batch, kv_heads, capacity, dim),
+    }
+    named |= {"v_cache": d.floats(batch, kv_heads, capacity, v_dim), "lengths": d.ints(batch, -rows - 1, capacity + 9)}
+    named |= {
+        "scale": d.choice(0.3, 0.0, -1.0),
+        "causal": d.flag(),
+        "window": d.choice(0, 1, 5, capacity, 2**62, 2**80),
+    }
+    sinks = d.floats(named["q"].shape[2]) if d.flag() else None
+    return named | {"softcap": d.choice(0.0, 5.0), "sinks": sinks}
+
+
+def append_kv_(d: Draw) -> dict[str, object]:
+    batch, heads, rows, dim, v_dim, capacity = d.size(), d.size(), d.size(), d.size(1, 9), d.size(1, 9), d.size(1, 9)
+    rows = min(rows, capacity)
+    named = {"key": d.floats(batch, heads, rows, dim), "value": d.floats(batch, heads, rows, v_dim)}
+    named |= {"positions": d.positions(batch, rows, capacity), "k_cache": d.floats(batch, heads, capacity, dim)}
+    return named | {"v_cache": d.floats(batch, heads, capacity, v_dim)}
+
+
+def _rotary(d: Draw, batch: int, rows: int, capacity: int, dim: int) -> dict[str, object]:
+    half = d.size(0, dim // 2)
+    cos, sin = (d.floats(batch, rows, half, dtype=torch.float32) for _ in range(2))
+    return {"positions": d.positions(batch, rows, capacity), "cos": cos, "sin": sin}
+
+
+def qkv_norm_rope_append_(d: Draw) -> dict[str, object]:
+    batch, rows, heads, kv_heads, dim, capacity = d.size(), d.size(), d.size(), d.size(), d.size(1, 40), d.size(3, 9)
+    q_rows, cache = d.size(0, rows), (batch, kv_heads, capacity, dim)
+    norms = [d.floats(dim) if d.flag() else None for _ in range(2)]
+    named = {"qkv": d.floats(batch, rows, (heads + 2 * kv_heads) * dim), **_rotary(d, batch, rows, capacity, dim)}
+    named |= {"q_norm_weight": norms[0], "k_norm_weight": norms[1], "eps": 1e-6}
+    return named | {
+        "q_out": d.floats(batch, q_rows, heads, dim),
+        "k_cache": d.floats(*cache),
+        "v_cache": d.floats(*cache),
+    }
+
+
+def append_context_kv_(d: Draw) -> dict[str, object]:
+    layers, batch, rows, heads, dim, capacity = d.size(0, 3), d.size(), d.size(), d.size(), d.size(1, 40), d.size(3, 9)
+    named = {"kv": d.floats(layers, batch, rows, 2 * heads * dim), **_rotary(d, batch, rows, capacity, dim)}
+    named |= {"k_norm_weight": d.floats(layers, dim) if d.flag() else None, "eps": 1e-6}
+    caches = [[d.floats(batch, heads, capacity, dim) for _ in range(layers)] for _ in range(2)]
+    return named | {"k_caches": caches[0], "v_caches": caches[1]}
+
+
+def select_tokens(d: Draw) -> dict[str, object]:
+    batch, rows, vocab = d.size(), d.size(), d.choice(1, 3, 64, 65, 300)
+    odd = (math.nan, math.inf, -math.inf, -1.0, 0.0, 1e-30, 3e38, 1.0, 0.7, 0.9, 5.0)
+
+    def numbers() -> Tensor:
+        return torch.tensor([d.choice(*odd) for _ in range(batch)])
+
+    named = {"logits": d.floats(batch, rows, vocab) * 3, "positions": d.ints(batch * rows, 0, 99).view(batch, rows)}
+    named |= {"seeds": d.ints(batch, 0, 9), "temperature": numbers(), "top_k": d.ints(batch, -1, 9), "top_p": numbers()}
+    return named | {"min_p": numbers(), "sharpness": numbers()}
+
+
+def accept_prefix_(d: Draw) -> dict[str, object]:
+    batch, rows, capacity = d.size(), d.size(1, 6), d.size(0, 12)
+    posterior = d.ints(batch * rows, -1, 3).view(batch, rows)
+    block_ids = torch.cat([d.ints(batch, 0, 3)[:, None], posterior[:, :-1]], 1)
+    stops = d.ints(d.size(0, 2), 0, 3)
+    state = {"length": d.ints(batch, -2, capacity + 1), "num_context": d.ints(batch, 0, 3), "done": d.ints(batch, 0, 1)}
+    named = {"block_ids": block_ids, "posterior": posterior, "stop_token_ids": stops}
+    return named | {"limits": d.ints(batch, 0, capacity + 2), "tokens": torch.full((batch, capacity), -7)} | state
+
+
+MAKERS = [
+    rms_norm, add_rms_norm, silu_mul, fuse_features, linear, linears, block_attention, append_kv_,
+    qkv_norm_rope_append_, append_context_kv_, select_tokens, accept_prefix_,
+]  # fmt: skip
+
+
+def check(make, data, place, dtypes):
+    """Hold an op against its twin on one example."""
+    d = Draw(data)
+    d.dtype = data.draw(st.sampled_from(dtypes))
+    call, op = make(d), make.__name__
+    theirs = run_twin(op, copied(call))
+    tolerance = TOLERANCE[d.dtype]
+    spoilt = any(not x.isfinite().all() for value in call.values() for x in as_list(value))
+    ours = run(op, copied_strided(call), place)
+    if spoilt and op in ("linear", "linears", "fuse_features", "block_attention"):
+        # Sums with infinities are infinite or NaN, by the order of the additions.
+        ours, theirs = ([x.nan_to_num(0.0, 0.0, 0.0) if x.isfinite().all() else x * 0 for x in side]
+                        for side in (ours, theirs))  # fmt: skip
+        ours, theirs = ([x.nan_to_num(0.0) for x in side] for side in (ours, theirs))
+    assert_same(ours, theirs, tolerance, tolerance)
+
+
+def copied_strided(call: dict[str, object]) -> dict[str, object]:
+    """Copy a call, a tap with its strides."""
+    fresh = copied(call)
+    tap = call.get("tap")
+    if tap is not None and not tap.is_contiguous():
+        fresh["tap"] = torch.zeros(*tap.shape[:-1], tap.shape[-1] + 3, dtype=tap.dtype)[..., 2 : 2 + tap.shape[-1]]
+    return fresh
+
+
+@settings(examples(12), suppress_health_check=[*HealthCheck])
+@given(data=st.data())
+@pytest.mark.parametrize("make", MAKERS, ids=lambda make: make.__name__)
+def test_any_shapes_and_values_give_what_the_twin_gives(make, data):
+    check(make, data, ops, [torch.float32, torch.bfloat16])
+
+
+@settings(examples(6), suppress_health_check=[*HealthCheck])
+@given(data=st.data())
+@pytest.mark.parametrize("make", MAKERS, ids=lambda make: make.__name__)
+def test_any_shapes_and_values_on_an_emulated_gpu_give_what_the_twin_gives(make, emulation, data):
+    from op_checks import Emulated
+
+    check(make, data, Emulated(emulation), [torch.float32, torch.bfloat16, torch.float16])

@@ -1,0 +1,373 @@
+"""No op reads or writes memory that its tensors do not have, however they were freed, cut, disguised or overlapped."""
+
+import pytest
+import torch
+from op_calls import (
+    BATCH,
+    CALLS,
+    CAPACITY,
+    HIDDEN,
+    ROWS,
+    TAPS,
+    assert_same,
+    cache,
+    copied,
+    make_layers,
+    pack,
+    run,
+    run_twin,
+)  # fmt: skip
+from process import python
+
+from dflash import ops
+from dflash.decoder import DecoderStack
+from dflash.ops import reference
+
+pytestmark = pytest.mark.op
+_, STOP, LIMIT, _ = ops.ROW_STATES
+HOSTILE_LENGTHS = [-(2**63), -(2**62), -CAPACITY - 1, -ROWS, -1, CAPACITY - 1, CAPACITY, 1000, 2**31, 2**62, 2**63 - 1]
+
+# Every attempt of a child prints one line, "op argument kind: outcome", and may crash it on its own.
+CHILD = """
+    import sys, warnings
+    warnings.simplefilter("ignore")
+    import torch
+    from op_calls import CALLS, assert_same, copied, make_layers, pack, replaced, run, run_twin, written
+
+    def attempts(kinds):
+        for name, make in CALLS.items():
+            for kind, change in kinds.items():
+                torch.manual_seed(0)
+                layers = pack(*make_layers()) if name == "decoder_layers" else None
+                plain = make() | ({"layers": layers.handle} if layers else {})
+                for argument, call in replaced(plain, change):
+                    if any(x is None for value in call.values() for x in (value if isinstance(value, list) else [0])):
+                        continue
+                    try:
+                        run(name, call)
+                        outcome = "ran"
+                    except Exception as error:
+                        outcome = type(error).__name__ + " " + str(error).splitlines()[0]
+                    print(name, argument, kind + ":", outcome, flush=True)
+"""
+
+FREED = """
+    def freed(tensor):
+        tensor = tensor.clone()
+        tensor.untyped_storage().resize_(0)
+        return tensor
+
+    def cut(tensor):
+        tensor = tensor.clone()
+        tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size() - 1)
+        return tensor
+
+    def freed_view(tensor):
+        whole = torch.zeros(tensor.numel() + 1000, dtype=tensor.dtype)
+        view = whole[1000:].view(tensor.shape)
+        whole.untyped_storage().resize_(0)
+        return view
+
+    def cut_view(tensor):
+        whole = torch.zeros(2 * tensor.numel(), dtype=tensor.dtype)
+        view = whole[tensor.numel():].view(tensor.shape)
+        whole.untyped_storage().resize_(tensor.numel() * tensor.element_size())
+        return view
+
+    attempts({"freed": freed, "cut": cut, "freed view": freed_view, "cut view": cut_view})
+"""
+
+
+def outcomes(code: str) -> list[tuple[str, str, str]]:
+    """Run attempts in a child; return (op, argument and kind, outcome) of each."""
+    done = python(CHILD + code)
+    assert done.returncode == 0, f"after {done.stdout.splitlines()[-1:]}:\n{done.stderr[-2000:]}"
+    lines = [line.split(": ", 1) for line in done.stdout.splitlines()]
+    return [(attempt.split()[0], attempt.split(" ", 1)[1], outcome) for attempt, outcome in lines]
+
+
+def test_a_tensor_whose_storage_was_freed_or_cut_is_refused_by_name():
+    found = outcomes(FREED)
+    assert {op for op, _, _ in found} == {*CALLS}
+    for op, attempt, outcome in found:
+        argument = attempt.split()[0]
+        assert outcome.startswith(f"ValueError {op}: {argument} must be in memory, but its storage holds"), attempt
+
+
+DISGUISED = """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    class Wrapper(torch.Tensor):
+        @staticmethod
+        def __new__(cls, tensor):
+            return torch.Tensor._make_wrapper_subclass(cls, tensor.shape, dtype=tensor.dtype)
+
+        @classmethod
+        def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+            raise TypeError("wrapped")
+
+    def mkldnn(tensor):
+        return tensor.to_mkldnn() if tensor.is_floating_point() else tensor.to_sparse()
+
+    def quantized(tensor):
+        return torch.quantize_per_tensor(tensor.float(), 1.0, 0, torch.qint8)
+
+    fake = FakeTensorMode()
+    attempts({
+        "sparse": torch.Tensor.to_sparse,
+        "csr": lambda x: x.flatten(0, -2).to_sparse_csr() if x.dim() > 1 else x.to_sparse(),
+        "mkldnn": mkldnn,
+        "meta": lambda x: x.to("meta"),
+        "quantized": quantized,
+        "nested": lambda x: torch.nested.nested_tensor([x.float(), x.float()]),
+        "jagged": lambda x: torch.nested.nested_tensor([x.view(-1, 1), x.view(-1, 1)], layout=torch.jagged),
+        "wrapper": Wrapper,
+    })
+"""
+
+
+def test_a_tensor_without_strided_memory_is_refused():
+    found = outcomes(DISGUISED)
+    assert {op for op, _, _ in found} == {*CALLS}
+    for op, attempt, outcome in found:
+        alone_on_meta = op == "silu_mul" and attempt.endswith("meta")  # then nothing is read
+        assert alone_on_meta or outcome.split()[0] in ("TypeError", "ValueError"), (op, attempt, outcome)
+
+
+ZEROS = """
+    for name, make in CALLS.items():
+        torch.manual_seed(0)
+        layers = pack(*make_layers()) if name == "decoder_layers" else None
+        handle = {"layers": layers.handle} if layers else {}
+        call = make()
+        zeros = dict(replaced(call, lambda x: torch._efficientzerotensor(x.shape, dtype=x.dtype)))
+        filled = dict(replaced(call, torch.zeros_like))
+        for argument in zeros:
+            twins = run_twin(name, copied(filled[argument]), layers)
+            try:
+                apart = copied({key: value for key, value in call.items() if key in written(name)})
+                ours = run(name, zeros[argument] | ({} if argument.split("[")[0] in apart else apart) | handle)
+                assert_same(ours, twins)
+                outcome = "equal"
+            except Exception as error:
+                outcome = type(error).__name__ + " " + str(error).splitlines()[0]
+            print(name, argument, f"zeros {argument.split('[')[0] in written(name)}:", outcome, flush=True)
+"""
+
+
+def test_zeros_without_memory_count_as_zeros_or_are_refused():
+    found = outcomes(ZEROS)
+    assert {op for op, _, _ in found} == {*CALLS}
+    for op, attempt, outcome in found:
+        is_written = attempt.endswith("True")  # torch itself refuses to write them
+        refusals = ("ValueError", "RuntimeError") if is_written else ("ValueError",)
+        assert outcome == "equal" or outcome.split()[0] in refusals, (op, attempt, outcome)
+    assert sum(outcome == "equal" for _, _, outcome in found) > 30
+
+
+# ---- what the device alone knows: lengths, limits, positions
+
+
+@pytest.mark.parametrize("limit", [-(2**63), -1, 0, CAPACITY, 2**63 - 1])
+def test_a_length_without_room_emits_nothing(limit, implementation):
+    for length in HOSTILE_LENGTHS:
+        around = torch.full((3 * BATCH, CAPACITY), -7)
+        call = CALLS["accept_prefix_"]() | {"tokens": around[BATCH : 2 * BATCH]}
+        call |= {"length": torch.tensor([length, 3]), "limits": torch.tensor([limit, 9])}
+        implementation.accept_prefix_(**call)
+        assert call["length"].tolist() == [length, 5]
+        assert call["num_context"].tolist() == [0, 2]
+        assert call["done"].tolist() == [LIMIT, STOP]
+        assert (around != -7).nonzero().tolist() == [[BATCH + 1, 4], [BATCH + 1, 5]]
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": False}, {"window": 4}, {"window": 2**62, "causal": False}])
+def test_attention_at_lengths_outside_the_cache_is_its_twin(options, kernels):
+    for length in HOSTILE_LENGTHS:
+        call = CALLS["block_attention"]() | options | {"lengths": torch.tensor([length, 4])}
+        assert_same(run("block_attention", call, kernels), run_twin("block_attention", call), 1e-3, 1e-3)
+
+
+@pytest.mark.parametrize("length", HOSTILE_LENGTHS)
+@pytest.mark.parametrize("num_context", [-(2**63), -1, 0, 5, 2**63 - 1])
+def test_decoder_layers_at_lengths_outside_the_cache_are_their_twin(length, num_context):
+    layers, norm = make_layers()
+    layers[1] = layers[1]._replace(causal=False, window=4)
+    packed = pack(layers, norm)
+    call = CALLS["decoder_layers"]() | {"layers": packed.handle, "lengths": torch.tensor([length, 6])}
+    call["num_context"] = torch.tensor([num_context, 2])
+    assert_same(run("decoder_layers", copied(call)), run_twin("decoder_layers", copied(call), packed), 1e-3, 1e-3)
+
+
+@pytest.mark.parametrize("op", ["append_kv_", "qkv_norm_rope_append_", "append_context_kv_"])
+def test_positions_outside_the_cache_append_nothing(op, kernels):
+    for first in HOSTILE_LENGTHS:
+        call = CALLS[op]()
+        call["positions"] = torch.tensor([[first, -1, CAPACITY], [2, 2**63 - 1, 5]])
+        if first == CAPACITY - 1:
+            call["positions"][0, 0] = 2**40
+        assert_same(run(op, copied(call), kernels), run_twin(op, copied(call)), 1e-3, 1e-3)
+
+
+@pytest.mark.parametrize("count", [-(2**63), -1, 0, 2, 2**63 - 1])
+@pytest.mark.parametrize(("op", "counts"), [("rms_norm", "counts"), ("fuse_features", "num_context")])
+def test_counts_outside_the_rows_are_the_nearest(count, op, counts, kernels):
+    call = CALLS[op]() | {counts: torch.tensor([count, 1])}
+    assert_same(run(op, call, kernels), run_twin(op, call), 1e-3, 1e-3)
+
+
+# ---- weights behind a handle
+
+AFTER = """
+    def run_layers(change):
+        torch.manual_seed(0)
+        layers, norm = make_layers()
+        packed = pack(layers, norm)
+        call = CALLS["decoder_layers"]() | {"layers": packed.handle}
+        run("decoder_layers", copied(call))
+        try:
+            change(layers[1])
+            ours = run("decoder_layers", copied(call))
+            assert_same(ours, run_twin("decoder_layers", copied(call), packed))
+            return "equal"
+        except Exception as error:
+            return type(error).__name__ + " " + str(error).splitlines()[0]
+
+    def data(change):
+        return lambda x: setattr(x, "data", change(x.data))
+
+    def freed_twice(x):  # the second memory may be where the first one was
+        x.untyped_storage().resize_(0)
+        x.untyped_storage().resize_(8)
+
+    def moved(x):
+        values = x.clone()
+        x.untyped_storage().resize_(0)
+        x.untyped_storage().resize_(values.numel() * 4)
+        x.copy_(values)
+
+    kinds = {
+        "transposed": lambda x: x.t_(),
+        "transposed data": data(torch.Tensor.t),
+        "smaller": data(lambda x: x[:-1]),
+        "empty": data(lambda x: x[:0]),
+        "flat": data(torch.Tensor.flatten),
+        "double": data(torch.Tensor.double),
+        "half": data(torch.Tensor.half),
+        "strided": data(lambda x: torch.cat([x, x], -1)[..., : x.shape[-1]]),
+        "expanded": data(lambda x: x[:1].expand(x.shape)),
+        "freed": lambda x: x.untyped_storage().resize_(0),
+        "cut": lambda x: x.untyped_storage().resize_(8),
+        "freed twice": freed_twice,
+        "emptied": lambda x: x.resize_(0),
+        "set": lambda x: x.set_(torch.zeros(2)),
+        "meta": data(lambda x: x.to("meta")),
+        "sparse": data(torch.Tensor.to_sparse),
+        "replaced": data(lambda x: x * 2),
+        "in place": lambda x: x.mul_(0.5),
+        "moved": moved,
+    }
+    for kind, change in kinds.items():
+        for name in ("q", "down", "input_norm", "k_norm", "o_bias", "sinks"):
+            if "transposed" in kind and getattr(make_layers()[0][1], name).dim() < 2:
+                continue
+            outcome = run_layers(lambda layer: change(getattr(layer, name)))
+            print("decoder_layers", name, kind + ":", outcome, flush=True)
+"""
+STILL_RIGHT = {"replaced", "in place", "moved"}
+
+
+def test_weights_spoiled_after_their_handle_was_made_are_refused_by_name():
+    for _, attempt, outcome in outcomes(AFTER):
+        name, kind = attempt.split(" ", 1)
+        if kind in STILL_RIGHT:
+            assert outcome == "equal", attempt
+        elif outcome != "equal":
+            error = outcome.split()[0]
+            assert error in ("TypeError", "ValueError", "RuntimeError"), (attempt, outcome)
+            assert error == "RuntimeError" or f"layers[1].{name} " in outcome, (attempt, outcome)
+        else:
+            flat = name not in ("q", "down") and kind in ("flat", "strided")  # nothing changes in one dimension
+            assert flat or (name == "sinks" and kind in ("double", "half")), attempt
+
+
+@pytest.mark.parametrize("size", [0, 1, 3, 5])
+def test_sinks_that_do_not_fit_the_heads_are_refused_by_name(size):
+    layers, norm = make_layers()
+    layers[1] = layers[1]._replace(sinks=torch.zeros(size))
+    packed = pack(layers, norm)
+    with pytest.raises(ValueError, match=r"layers\[1\]\.sinks must be \[num_heads\] = \[4\]"):
+        ops.decoder_layers(**CALLS["decoder_layers"](), layers=packed.handle)
+
+
+def test_a_stack_notices_a_weight_that_became_a_negative_view():
+    layers, norm = make_layers()
+    stack = DecoderStack(layers, norm, eps=1e-6, scale=0.3, taps=TAPS)
+    call = CALLS["decoder_layers"]()
+
+    class Cache:
+        keys, values, rotary, capacity = call["k_caches"], call["v_caches"], (call["cos"], call["sin"]), CAPACITY
+
+    before, _ = stack(call["hidden"], call["lengths"], Cache)
+    layers[0].up.data = torch._neg_view(layers[0].up.data)
+    with pytest.raises(ValueError, match=r"layers\[0\]\.up must not be a negative view"):
+        stack.refresh()
+    layers[0].up.data = layers[0].up.data.resolve_neg()
+    stack.refresh()
+    after, _ = stack(call["hidden"], call["lengths"], Cache)
+    assert not torch.allclose(before, after)
+
+
+# ---- written tensors
+
+
+@pytest.mark.parametrize(
+    ("op", "change", "message"),
+    [
+        ("add_rms_norm", lambda c: {"tap": c["x"]}, "tap is written in place and must not share memory with x"),
+        ("add_rms_norm", lambda c: {"tap": c["residual"]}, "must not share memory with residual"),
+        ("add_rms_norm", lambda c: {"tap": torch.zeros(1, 1, HIDDEN).expand(BATCH, ROWS, -1)}, "evenly spaced"),
+        ("add_rms_norm", lambda c: {"tap": torch.zeros(99).as_strided((BATCH, ROWS, HIDDEN), (6, 2, 1))}, "evenly"),
+        ("append_kv_", lambda c: {"v_cache": c["k_cache"]}, "k_cache is written in place and must not share memory"),
+        ("append_kv_", lambda c: {"key": c["k_cache"][:, :, :ROWS]}, "must not share memory with key"),
+        ("append_kv_", lambda c: {"k_cache": cache()[:1].expand(BATCH, -1, -1, -1)}, "must be contiguous"),
+        ("append_context_kv_", lambda c: {"k_caches": [c["k_caches"][0]] * 2}, r"k_caches\[0\] is written in place"),
+        (
+            "qkv_norm_rope_append_",
+            lambda c: {"q_out": c["k_cache"].view(-1)[: 2 * 2 * 4 * 8].view(2, 2, 4, 8)},
+            "q_out",
+        ),
+        ("accept_prefix_", lambda c: {"length": c["done"]}, "must not share memory"),
+        ("accept_prefix_", lambda c: {"posterior": c["tokens"][:, :ROWS]}, "must not share memory with posterior"),
+        ("accept_prefix_", lambda c: {"tokens": c["tokens"][:1].expand(BATCH, -1)}, "must be contiguous"),
+    ],
+)
+def test_written_tensors_that_overlap_are_refused_by_name(op, change, message):
+    call = CALLS[op]()
+    call |= change(call)
+    with pytest.raises(ValueError, match=message):
+        run(op, call)
+
+
+def test_a_tap_may_be_columns_next_to_those_that_are_read():
+    whole = torch.randn(BATCH, ROWS, 3 * HIDDEN)
+    x, residual, tap = whole.split(HIDDEN, -1)
+    weight = torch.randn(HIDDEN)
+    wanted = reference.add_rms_norm(x, residual, weight, 1e-6)
+    ours = ops.add_rms_norm(x, residual, weight, 1e-6, tap)
+    assert_same([*ours, tap], [*wanted, wanted[1]])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((None, torch.ones(8), 1e-6), "x must be a tensor, got None"),
+        ((torch.ones(2, 8), "weight", 1e-6), "weight must be a tensor, got 'weight'"),
+        ((torch.ones(2, 8), torch.ones(8).numpy(), 1e-6), "weight must be a tensor, got 'ndarray'"),
+        ((torch.ones(2, 8), torch.ones(8), "1e-6"), "eps must be a number, got '1e-6'"),
+        ((torch.ones(2, 8), torch.ones(8), 1e-6, 3), "counts must be a tensor or None, got 3"),
+    ],
+)
+def test_arguments_of_a_wrong_type_are_refused_by_name(arguments, message):
+    with pytest.raises(TypeError, match=f"rms_norm: {message}"):
+        ops.rms_norm(*arguments)
