@@ -172,7 +172,7 @@ class Generator:
         return self.runner.reason
 
     def step(self) -> None:
-        """Run one step on the device, see `dflash.engine.step`; not from inside a call. ``state.report`` tells of it."""
+        """Run one step on the device, see `dflash.engine.step`, between calls. ``state.report`` tells of it."""
         self._step()
 
     def reset(self) -> None:
@@ -286,7 +286,7 @@ class Generator:
             streamer.put(call.ids.cpu())
         for progress in self._progress(call, reads_ids=streamer is not None):
             if streamer is not None and progress.new_ids[0]:
-                streamer.put(torch.tensor(progress.new_ids[0], device="cpu"))
+                streamer.put(torch.tensor(progress.new_ids[0], dtype=torch.int64, device="cpu"))
         statistics = progress.statistics(call, self.block_size, time.perf_counter() - began)
         reasons = [FINISH_REASONS[code] for code in progress.done[: len(call.prompts)]]
         return GenerateOutput(progress.sequences(call, self.state.tokens), reasons, statistics)

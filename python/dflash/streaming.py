@@ -171,7 +171,8 @@ def first_stop(criteria: Sequence[StopCriterion], history: list[int], new: int) 
         width = criterion.maximum_token_len
         padded = [_NO_TOKEN] * width + history
         ends = range(len(padded) - new + 1, len(padded) + 1)
-        found: Tensor = criterion(torch.tensor([padded[end - width : end] for end in ends], device="cpu"), None)
+        rows = torch.tensor([padded[end - width : end] for end in ends], dtype=torch.int64, device="cpu")
+        found: Tensor = criterion(rows, None)
         stops = found if stops is None else stops | found
     if stops is None or not stops.any():
         return None

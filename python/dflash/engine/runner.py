@@ -31,7 +31,7 @@ def graph_status() -> str:
     if not torch.cuda.is_available():
         return "torch sees no GPU"
     try:
-        x = torch.zeros(1, device="cuda")
+        x = torch.zeros(1, dtype=torch.float32, device="cuda")
         replay = _captured(lambda: x.add_(1), None, torch.cuda.Stream())
         replay()
         return "" if x.item() == 1 else "a graph was replayed and did nothing"
@@ -236,7 +236,8 @@ class Replay:
 
     def _open(self) -> None:
         """Make what every step uses: two pinned reports, used in turn, with an event each."""
-        self._slots = [torch.empty(self.report.shape, dtype=self.report.dtype, pin_memory=True) for _ in range(2)]
+        pinned = {"dtype": self.report.dtype, "device": "cpu", "pin_memory": True}
+        self._slots = [torch.empty(self.report.shape, **pinned) for _ in range(2)]
         self._events = [torch.cuda.Event() for _ in range(2)]
         self._side = torch.cuda.Stream(self.report.device)
         self._pool = torch.cuda.graph_pool_handle()
