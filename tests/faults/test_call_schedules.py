@@ -54,9 +54,11 @@ class Call(NamedTuple):
 
 @st.composite
 def calls(draw):
-    cut = st.builds(lambda pool, length, last: [*pool[:length], *last], st.sampled_from(POOL), st.integers(1, 40),
-                    st.lists(st.integers(2, 96), max_size=2))  # fmt: skip
-    prompts = draw(st.lists(cut, min_size=1, max_size=ROWS))
+    starts, ends = (
+        [pool[:length] for pool in POOL for length in (1, 7, 20, 21, 40)],
+        st.lists(st.integers(2, 96), max_size=2),
+    )
+    prompts = draw(st.lists(st.builds(list.__add__, st.sampled_from(starts), ends), min_size=1, max_size=ROWS))
     arguments = draw(st.fixed_dictionaries({}, optional=RULES)) if draw(st.booleans()) else {}
     if draw(st.booleans()):
         arguments |= {"temperature": draw(st.sampled_from([0.7, 1.2])), "seed": draw(st.integers(0, 3))}
@@ -223,8 +225,8 @@ class Player:
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:Unfeasible length")
-@examples(20)
-@given(generators, st.booleans(), st.lists(actions, min_size=2, max_size=6))
+@examples(30)
+@given(generators, st.booleans(), st.lists(actions, min_size=5, max_size=8))
 def test_every_call_of_a_schedule_gives_the_right_text(options, replays, schedule):
     player = Player(options, replays=replays)
     for action in schedule:
