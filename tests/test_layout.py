@@ -20,7 +20,7 @@ ORDER = [
     ["cache", "decoder", "files", "progress"],
     ["drafter", "target"],
     ["proposers", "sampling"],
-    ["call", "fit", "options", "outputs", "streaming"],
+    ["call", "fit", "options", "outputs", "streaming", "turns"],
     ["engine"],
     ["generator"],
     ["api"],

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import threading
+import contextlib
 import weakref
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Literal, overload
 
 from torch import Tensor, nn
@@ -16,6 +17,7 @@ from .generator import Generator
 from .options import GeneratorOptions
 from .outputs import GenerateOutput, StreamEvent
 from .target import WeightsFingerprint, check_target, structural_twin, text_config
+from .turns import Turns, turns_taken_here
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -79,7 +81,7 @@ def generate(
 
     The caches of the last (target, draft) are kept for the next call, and `release` frees them. The target itself
     is examined again each time, which takes about a millisecond per layer. Calls from several threads run one after
-    another.
+    another. A call from inside a call (by a streamer, a processor, a criterion or a hook) makes caches of its own.
 
     Args:
         target: a causal language model of transformers; never modified.
@@ -137,7 +139,7 @@ def stream(
     check_stream_arguments(arguments)
     target = check_target(target)
     call = _resolve(target, ids, arguments)
-    with _one_at_a_time:
+    with _lock():
         generator = _generator_for(target, draft, call, block_size)
     return _released_unless_finished(generator, generator.stream_call(call, skip_special_tokens))
 
@@ -155,7 +157,7 @@ def generate_call(
     target: nn.Module, draft: nn.Module | None, call: Call, block_size: int | None, *, prompt_was_put: bool = False
 ) -> GenerateOutput:
     """Run a resolved call on the kept generator; an interrupt frees it."""
-    with _one_at_a_time:
+    with _lock():
         generator = _generator_for(target, draft, call, block_size)
         try:
             return generator.run_call(call, prompt_was_put)
@@ -193,7 +195,22 @@ class _CachedGenerator:
 
 
 _cached: _CachedGenerator | None = None
-_one_at_a_time = threading.RLock()
+_one_at_a_time = Turns()
+_our_turns: weakref.WeakSet[Turns] = weakref.WeakSet()  # of every generator that one-shot calls have made
+
+
+def _is_inside_a_call() -> bool:
+    """Return True if a one-shot call on this thread has called back: from a streamer, a processor or a hook."""
+    return any(turns in _our_turns for turns in turns_taken_here())
+
+
+def _lock() -> AbstractContextManager:
+    """Return what makes one-shot calls run one after another.
+
+    A call from inside a call has its turn already. Waiting for another thread, which may wait for the generator that
+    runs here, would never end.
+    """
+    return contextlib.nullcontext() if _is_inside_a_call() else _one_at_a_time.lock
 
 
 def _resolve(target: nn.Module, ids: Tensor, arguments: GenerateArguments) -> Call:
@@ -209,16 +226,21 @@ def _resolve(target: nn.Module, ids: Tensor, arguments: GenerateArguments) -> Ca
 
 
 def _generator_for(target: nn.Module, draft: nn.Module | None, call: Call, block_size: int | None) -> Generator:
-    """Return the kept generator if it serves this call, else a new one in its place."""
+    """Return the kept generator if it serves this call, else a new one in its place.
+
+    A call from inside a one-shot call gets a generator of its own, which is not kept.
+    """
     global _cached
     call.check_drafts(draft is not None and block_size != 1)
     cached = _cached  # another thread may release it meanwhile
-    if cached is not None and cached.serves(target, draft, block_size, call):
+    is_inside = _is_inside_a_call()
+    if cached is not None and not is_inside and cached.serves(target, draft, block_size, call):
         cached.generator.follow(target)
         return cached.generator
     loaded = None if draft is None else load_draft(draft)
     check_block_size(target, loaded, block_size)  # before the old one is freed
-    release()
+    if not is_inside:
+        release()
     capacity = -(-(call.longest + call.max_new_tokens) // _CAPACITY_STEP) * _CAPACITY_STEP
     positions = getattr(text_config(target), "max_position_embeddings", None)
     if positions is not None:
@@ -226,7 +248,9 @@ def _generator_for(target: nn.Module, draft: nn.Module | None, call: Call, block
     own = structural_twin(loaded) if loaded is not None and loaded is draft else loaded
     options = GeneratorOptions(capacity, len(call.prompts), block_size, reuse_prefix=False)
     generator = Generator.of_checked(target, own, options)
-    _cached = _CachedGenerator(target, draft, block_size, generator)
+    _our_turns.add(generator.turns)
+    if not is_inside:
+        _cached = _CachedGenerator(target, draft, block_size, generator)
     return generator
 
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import collections.abc
 import contextlib
 import functools
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Literal, NoReturn, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -31,14 +30,17 @@ from .engine import (
 )
 from .fit import check_block_size
 from .options import GeneratorOptions
-from .outputs import GenerateOutput, Statistics, StreamEvent
-from .streaming import TextDecoder
+from .outputs import GenerateOutput, StreamEvent
+from .streaming import BatchDecoder
 from .target import Target, WeightsFingerprint, check_target, first_hook, snapshot
+from .turns import Turns
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 __all__ = ["Generator"]
+
+_Result = TypeVar("_Result")
 
 
 class Generator:
@@ -46,7 +48,10 @@ class Generator:
 
     The target is taken as it is now: hooks, adapters and a generation_config that change later are not seen, and
     tensors that are replaced later are an error. Calls from several threads run one after another. A call that starts
-    while a stream of the same generator is not at its end takes over; the stream then raises ``RuntimeError``.
+    while a stream of the same generator is not at its end takes over; the stream then raises ``RuntimeError``. A call
+    from inside a call of the same generator (by a streamer's ``put``, a processor, a criterion or a hook) is refused.
+
+    A generator cannot be pickled or copied. A child process made by ``fork`` may use it, as far as torch works there.
 
     Args:
         target: the Hugging Face causal language model; it is never modified (see `dflash.target`).
@@ -78,6 +83,7 @@ class Generator:
 
     Attributes:
         engine: what runs the steps.
+        turns: lets one call at a time use it.
 
     Raises:
         ValueError: target and drafter do not fit, the target is not supported, or a number is out of range.
@@ -137,7 +143,7 @@ class Generator:
         if options.compile:
             self._compile(on_gpu)
         # 4. Between calls: the run that the state belongs to, and the weights that caches and graphs were made with.
-        self._lock = threading.RLock()
+        self.turns = Turns()
         self._run: Run | None = None
         self._cached_weights: list[WeightsFingerprint] = []
         self._captured_weights: list[WeightsFingerprint] = []
@@ -166,13 +172,22 @@ class Generator:
         return self.runner.reason
 
     def step(self) -> None:
-        """Run one step on the device, see `dflash.engine.step`. ``state.report`` tells what it did."""
+        """Run one step on the device, see `dflash.engine.step`, between calls. ``state.report`` tells of it."""
         self._step()
 
     def reset(self) -> None:
-        """Forget what the caches hold, so that the next call runs its whole prompt. An unfinished stream is ended."""
-        with self._lock:
-            self._end_run()
+        """Forget what the caches hold, so that the next call runs its whole prompt. An unfinished stream is ended.
+
+        Raises:
+            RuntimeError: called from inside a call of this generator.
+        """
+        self._run_alone(self._end_run)
+
+    def __reduce_ex__(self, protocol: int) -> NoReturn:
+        raise TypeError(
+            "a Generator cannot be pickled or copied: it holds caches, a lock and what launches its steps. "
+            "Make one from the target and the drafter where it is needed"
+        )
 
     # ------------------------------------------------------------------------------------------ calls
 
@@ -207,6 +222,7 @@ class Generator:
         Raises:
             ValueError: also when the batch is larger than ``batch_size`` or a row would pass ``max_length``.
             TypeError: an argument is unknown or has the wrong type.
+            RuntimeError: called from inside a call of this generator.
         """
         output = self.run_call(self._resolve(ids, arguments))
         return output if return_dict_in_generate else output.sequences
@@ -229,6 +245,7 @@ class Generator:
         Raises:
             ValueError: also when the batch is larger than ``batch_size`` or a row would pass ``max_length``.
             TypeError: an argument is unknown or has the wrong type.
+            RuntimeError: another call has started since, or this one starts from inside a call of this generator.
         """
         check_stream_arguments(arguments)
         return self.stream_call(self._resolve(ids, arguments), skip_special_tokens)
@@ -255,49 +272,42 @@ class Generator:
 
     def run_call(self, call: Call, prompt_was_put: bool = False) -> GenerateOutput:
         """Run a resolved call to its end; ``prompt_was_put`` if its streamer has had the prompt already."""
+        self.turns.refuse_inside()
+        try:
+            return self._run_alone(lambda: self._run_to_end(call, prompt_was_put))
+        finally:
+            if call.streamer is not None:
+                call.streamer.end()
+
+    def _run_to_end(self, call: Call, prompt_was_put: bool) -> GenerateOutput:
         streamer, began = call.streamer, time.perf_counter()
         progress = Progress([], [], [])  # until the prompt has been run
-        with self._exclusive():
-            try:
-                if streamer is not None and not prompt_was_put:
-                    streamer.put(call.ids.cpu())
-                for progress in self._progress(call, reads_ids=streamer is not None):
-                    if streamer is not None and progress.new_ids[0]:
-                        streamer.put(torch.tensor(progress.new_ids[0]))
-            finally:
-                if streamer is not None:
-                    streamer.end()
-            seconds = time.perf_counter() - began
-            sequences = self._sequences(call, progress)
+        if streamer is not None and not prompt_was_put:
+            streamer.put(call.ids.cpu())
+        for progress in self._progress(call, reads_ids=streamer is not None):
+            if streamer is not None and progress.new_ids[0]:
+                streamer.put(torch.tensor(progress.new_ids[0], dtype=torch.int64, device="cpu"))
+        statistics = progress.statistics(call, self.block_size, time.perf_counter() - began)
         reasons = [FINISH_REASONS[code] for code in progress.done[: len(call.prompts)]]
-        return GenerateOutput(sequences, reasons, self._statistics(call, progress, seconds))
+        return GenerateOutput(progress.sequences(call, self.state.tokens), reasons, statistics)
 
     def stream_call(self, call: Call, skip_special_tokens: bool = False) -> Iterator[StreamEvent]:
         """Return the events of a resolved call, which runs as they are asked for."""
-        decoders = None
+        text = None
         if call.tokenizer is not None:
-            decoders = [TextDecoder(call.tokenizer, call.stop_strings, skip_special_tokens) for _ in call.prompts]
-        return self._events(call, decoders)
+            text = BatchDecoder(len(call.prompts), call.tokenizer, call.stop_strings, skip_special_tokens)
+        return self._events(call, text)
 
-    def _events(self, call: Call, decoders: list[TextDecoder] | None) -> Iterator[StreamEvent]:
-        began, ended = time.perf_counter(), set[int]()
+    def _events(self, call: Call, text: BatchDecoder | None) -> Iterator[StreamEvent]:
+        began = time.perf_counter()
         steps = self._progress(call, reads_ids=True)
         try:
-            while True:
-                with self._exclusive():
-                    progress = next(steps, None)
-                if progress is None:
-                    return
+            while (progress := self._run_alone(lambda: next(steps, None))) is not None:
                 reasons = [FINISH_REASONS.get(code) for code in progress.done[: len(call.prompts)]]
-                ids, text = progress.new_ids[: len(reasons)], None
-                if decoders is not None:
-                    text = [decoder.push(new) if new else "" for decoder, new in zip(decoders, ids, strict=True)]
-                    for row, reason in enumerate(reasons):
-                        if reason is not None and row not in ended:
-                            text[row] += decoders[row].finish()
-                            ended.add(row)
-                statistics = self._statistics(call, progress, time.perf_counter() - began)
-                yield StreamEvent(ids, progress.accepted[: len(reasons)], text, reasons, statistics)
+                ids, accepted = progress.new_ids[: len(reasons)], progress.accepted[: len(reasons)]
+                pieces = None if text is None else text.push(ids, reasons)
+                statistics = progress.statistics(call, self.block_size, time.perf_counter() - began)
+                yield StreamEvent(ids, accepted, pieces, reasons, statistics)
         finally:
             steps.close()
 
@@ -338,38 +348,28 @@ class Generator:
             self._run.ended = True
         self._run = None
 
-    @contextlib.contextmanager
-    def _exclusive(self) -> Iterator[None]:
-        """Run one call at a time, whatever thread it comes from, without the caller's inference mode and autocast."""
+    def _run_alone(self, work: Callable[[], _Result]) -> _Result:
+        """Return ``work()``, run in a turn of its own and without the caller's inference mode and autocast."""
         device = self.state.tokens.device
         current = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-        with self._lock, current, torch.inference_mode(False), torch.autocast(device.type, enabled=False):
-            yield
 
-    def _sequences(self, call: Call, progress: Progress) -> Tensor:
-        """Return the prompts as given, then the answers, right-padded."""
-        (batch, width), starts = call.ids.shape, [len(prompt) for prompt in call.prompts]
-        counts = [progress.length[row] + 1 - starts[row] for row in range(batch)]
-        sequences = call.ids.new_full((batch, width + max(counts)), call.pad_token_id, dtype=torch.int64)
-        sequences[:, :width] = call.ids
-        for row, (start, count) in enumerate(zip(starts, counts, strict=True)):
-            sequences[row, width : width + count] = self.state.tokens[row, start : start + count]
-        return sequences
+        def run() -> _Result:
+            with current, torch.inference_mode(False), torch.autocast(device.type, enabled=False):
+                return work()
 
-    def _statistics(self, call: Call, progress: Progress, seconds: float) -> Statistics:
-        steps = [list(row) for row in progress.acceptance_lengths[: len(call.prompts)]]
-        counts = [progress.length[row] + 1 - len(prompt) for row, prompt in enumerate(call.prompts)]
-        first = progress.time_to_first_token
-        return Statistics(steps, self.block_size, counts, first, seconds, progress.num_prefilled_tokens)
+        return self.turns.take(run)
 
     # ------------------------------------------------------------------------------------------ the target
 
     def follow(self, target: nn.Module) -> None:
         """Twin the target again if hooks, adapters or attributes of it have changed; caches and state stay."""
-        with self._exclusive():
+
+        def follow() -> None:
             if self._snapshot != snapshot(target):
                 self.engine.retarget(self._twin(target))
                 self.runner.clear()
+
+        self._run_alone(follow)
 
     def _twin(self, target: nn.Module) -> Target:
         """Return a twin of the target as it is now, and remember what it was made of."""

@@ -6,12 +6,12 @@ Nothing here knows the model: token ids go in, text or a position comes out.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-__all__ = ["StopCriterion", "Streamer", "TextDecoder", "Tokenizer", "check_streamer", "first_stop"]
+__all__ = ["BatchDecoder", "StopCriterion", "Streamer", "TextDecoder", "Tokenizer", "check_streamer", "first_stop"]
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what a decoder shows for bytes that are not a character (yet)
 _WINDOW = 64  # tokens that every push decodes again; at most twice as many
@@ -133,6 +133,28 @@ class TextDecoder:
         return text[len(given) :]
 
 
+class BatchDecoder:
+    """Decodes the answers of a batch; see `TextDecoder`.
+
+    Args:
+        rows: rows of the batch.
+        options: as for `TextDecoder`.
+    """
+
+    def __init__(self, rows: int, *options: Any) -> None:
+        self._rows = [TextDecoder(*options) for _ in range(rows)]
+        self._ended: set[int] = set()
+
+    def push(self, ids: Sequence[Sequence[int]], finish_reasons: Sequence[str | None]) -> list[str]:
+        """Add every row's new ids; return its text that is now final, which the row's end completes."""
+        text = [row.push(new) if new else "" for row, new in zip(self._rows, ids, strict=True)]
+        for row, reason in enumerate(finish_reasons):
+            if reason is not None and row not in self._ended:
+                text[row] += self._rows[row].finish()
+                self._ended.add(row)
+        return text
+
+
 def first_stop(criteria: Sequence[StopCriterion], history: list[int], new: int) -> int | None:
     """Return how many of the last ``new`` ids of ``history`` a one-token loop would have emitted before it stopped.
 
@@ -149,7 +171,8 @@ def first_stop(criteria: Sequence[StopCriterion], history: list[int], new: int) 
         width = criterion.maximum_token_len
         padded = [_NO_TOKEN] * width + history
         ends = range(len(padded) - new + 1, len(padded) + 1)
-        found: Tensor = criterion(torch.tensor([padded[end - width : end] for end in ends]), None)
+        rows = torch.tensor([padded[end - width : end] for end in ends], dtype=torch.int64, device="cpu")
+        found: Tensor = criterion(rows, None)
         stops = found if stops is None else stops | found
     if stops is None or not stops.any():
         return None

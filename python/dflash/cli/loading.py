@@ -63,7 +63,7 @@ def check_device(dtype: str, device: str | None) -> str:
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        torch.empty(0, device=device)
+        torch.empty(0, dtype=torch.float32, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"--device {device!r}: {str(error).splitlines()[0]}") from error
     return device

@@ -245,7 +245,7 @@ class _Conversation:
                 "/reset starts over"
             )
         return self.generator.stream(
-            torch.tensor([ids], device=self.device),
+            torch.tensor([ids], dtype=torch.int64, device=self.device),
             tokenizer=self.tokenizer,
             skip_special_tokens=True,
             max_new_tokens=min(self.max_new_tokens, room),

@@ -109,7 +109,7 @@ def draft_folder(draft: str | os.PathLike, revision: str | None = None) -> Path:
 
 def _load_module(module: nn.Module, dtype: torch.dtype | None, device: torch.device | str | None) -> Drafter:
     if isinstance(module, Drafter):
-        same_device = device is None or torch.empty(0, device=device).device == module.device
+        same_device = device is None or torch.empty(0, dtype=torch.uint8, device=device).device == module.device
         if dtype in (None, module.dtype) and same_device:
             return module
         return copy.deepcopy(module).to(device=device, dtype=dtype)

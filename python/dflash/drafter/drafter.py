@@ -199,7 +199,7 @@ class Drafter(nn.Module):
         return layer
 
     def _norm(self, like: Tensor, size: int) -> nn.RMSNorm:
-        module = nn.RMSNorm(size, self.config.rms_norm_eps, device="meta")
+        module = nn.RMSNorm(size, self.config.rms_norm_eps, device="meta", dtype=like.dtype)
         module.weight = nn.Parameter(like.new_empty(size), requires_grad=False)
         return module
 
@@ -304,7 +304,8 @@ class Drafter(nn.Module):
 
 def _linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
     """Return a linear module whose parameters are these tensors, or views of the same storage."""
-    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    out, size = weight.shape
+    linear = nn.Linear(size, out, bias=bias is not None, device="meta", dtype=weight.dtype)
     linear.weight = nn.Parameter(weight, requires_grad=False)
     if bias is not None:
         linear.bias = nn.Parameter(bias, requires_grad=False)

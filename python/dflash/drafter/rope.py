@@ -34,7 +34,7 @@ class Rope:
 
     def inverse_frequencies(self, head_dim: int) -> Tensor:
         """Return ``[head_dim / 2]`` float32 on the CPU, with the bits that transformers computes for this type."""
-        powers = self.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+        powers = self.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim)
         if self.type == "yarn":
             return self._yarn(powers, head_dim)
         frequencies = 1.0 / powers
@@ -65,7 +65,7 @@ class Rope:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, head_dim - 1)
         width = high - low if high != low else high + 0.001 - low
-        ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
+        ramp = ((torch.arange(head_dim // 2, dtype=torch.float32, device="cpu") - low) / width).clamp(0, 1)
         unscaled = 1 - ramp
         # 1 - unscaled is not ramp in float32: the sums are those of transformers.
         return 1.0 / (self.factor * powers) * (1 - unscaled) + 1.0 / powers * unscaled

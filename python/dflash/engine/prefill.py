@@ -35,9 +35,9 @@ def prefill(engine: Engine, prompts: list[Tensor], limits: list[int], *, chunk: 
     cached = _cached_prefix(engine, ids, lengths) if reuse else [0] * len(prompts)
     state.tokens.zero_()
     state.tokens[:, : ids.shape[1]] = ids
-    state.length.copy_(torch.tensor(lengths))
+    state.length.copy_(torch.tensor(lengths, dtype=torch.int64, device="cpu"))
     state.prompt_length.copy_(state.length)
-    state.limits.copy_(torch.tensor(limits))
+    state.limits.copy_(torch.tensor(limits, dtype=torch.int64, device="cpu"))
     state.num_context.zero_()
     logits = _run_chunks(engine, prompts, cached, chunk)
     _choose_first(engine, logits)
@@ -72,12 +72,13 @@ def _run_chunks(engine: Engine, prompts: list[Tensor], cached: list[int], chunk:
     state, draft, device = engine.state, engine.draft, engine.target.device
     ids = pad_sequence([prompt[held:] for prompt, held in zip(prompts, cached, strict=True)], batch_first=True)
     counts = [len(prompt) - held for prompt, held in zip(prompts, cached, strict=True)]
-    held = torch.tensor(cached, device=device)
+    held = torch.tensor(cached, dtype=torch.int64, device=device)
     last_logits: list[Tensor | None] = [None] * len(prompts)
     starts = range(0, ids.shape[1], chunk)
     # Which rows of a chunk end a prompt; put on the device all at once, since each transfer waits for what is queued.
     ends = [sorted({n - 1 - start for n in counts if start < n <= start + chunk}) for start in starts]
-    keeps = torch.tensor([index for keep in ends for index in keep], device=device).split([len(k) for k in ends])
+    flat = torch.tensor([index for keep in ends for index in keep], dtype=torch.int64, device=device)
+    keeps = flat.split([len(keep) for keep in ends])
     for start, keep, keep_on_device in zip(starts, ends, keeps, strict=True):
         # 1. The target, with logits only for rows that end a prompt.
         rows, past = ids[:, start : start + chunk], held + start

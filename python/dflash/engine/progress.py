@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from ..call import Call
+from ..outputs import Statistics
 from ..streaming import first_stop
 from .prefill import prefill
 from .runner import Direct, Replay
@@ -82,6 +84,22 @@ class Progress:
         if INVALID in self.done:
             row = self.done.index(INVALID)
             raise ValueError(f"the target's logits are NaN in row {row} for position {self.length[row] + ahead}")
+
+    def sequences(self, call: Call, tokens: Tensor) -> Tensor:
+        """Return the prompts as given, then the answers in ``tokens [batch, capacity]``, right-padded."""
+        (batch, width), starts = call.ids.shape, [len(prompt) for prompt in call.prompts]
+        counts = [self.length[row] + 1 - starts[row] for row in range(batch)]
+        sequences = call.ids.new_full((batch, width + max(counts)), call.pad_token_id, dtype=torch.int64)
+        sequences[:, :width] = call.ids
+        for row, (start, count) in enumerate(zip(starts, counts, strict=True)):
+            sequences[row, width : width + count] = tokens[row, start : start + count]
+        return sequences
+
+    def statistics(self, call: Call, block_size: int, seconds: float) -> Statistics:
+        """Return what was measured up to now, ``seconds`` after the call began."""
+        steps = [list(row) for row in self.acceptance_lengths[: len(call.prompts)]]
+        counts = [self.length[row] + 1 - len(prompt) for row, prompt in enumerate(call.prompts)]
+        return Statistics(steps, block_size, counts, self.time_to_first_token, seconds, self.num_prefilled_tokens)
 
     @property
     def finished(self) -> bool:

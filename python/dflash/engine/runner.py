@@ -11,6 +11,7 @@ import contextlib
 import gc
 import threading
 import warnings
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
@@ -26,12 +27,24 @@ _WARM_UPS = 2  # real steps before a capture: one makes what is made at first us
 _MAX_GRAPHS = 16  # the least recently used goes first
 
 
+def _is_dead(kind: Hashable) -> bool:
+    """Return True for a kind that refers weakly to what has been freed: it will never come again."""
+    parts = kind if isinstance(kind, tuple) else ()
+    return any(isinstance(part, weakref.ref) and part() is None for part in parts)
+
+
+def _drop_dead(made: dict[Hashable, Any]) -> None:
+    """Drop what was made for kinds that will never come again."""
+    for kind in [kind for kind in made if _is_dead(kind)]:
+        del made[kind]
+
+
 def graph_status() -> str:
     """Return why CUDA graphs cannot be used on the current device; empty if they can. Captures one addition to see."""
     if not torch.cuda.is_available():
         return "torch sees no GPU"
     try:
-        x = torch.zeros(1, device="cuda")
+        x = torch.zeros(1, dtype=torch.float32, device="cuda")
         replay = _captured(lambda: x.add_(1), None, torch.cuda.Stream())
         replay()
         return "" if x.item() == 1 else "a graph was replayed and did nothing"
@@ -92,13 +105,18 @@ def compiled_per_kind(step: Callable[[], None], kind: Callable[[], Hashable]) ->
 
     Args:
         step: what to compile with ``fullgraph=True``.
-        kind: returns everything that its branches depend on.
+        kind: returns everything that its branches depend on, as for `Replay.launch`.
     """
-    graphs: dict[Hashable, Callable[[], None]] = {}
+    graphs: OrderedDict[Hashable, Callable[[], None]] = OrderedDict()
 
     def run() -> None:
         key = kind()
-        if key not in graphs:
+        if key in graphs:
+            graphs.move_to_end(key)
+        else:
+            _drop_dead(graphs)
+            while len(graphs) >= _MAX_GRAPHS:
+                graphs.popitem(last=False)
             # Without guards torch would take another generator's graph.
             options = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe, "size_asserts": False}
             graphs[key] = torch.compile(with_own_code(step), fullgraph=True, dynamic=False, options=options)
@@ -189,7 +207,8 @@ class Replay:
 
         Args:
             step: run, or captured; all of its work goes to the current stream.
-            kind: everything that its branches and shapes depend on.
+            kind: everything that its branches and shapes depend on. A tuple may refer weakly to what the step uses;
+                what is kept for a kind goes when that is freed.
             obstacle: why this step must not be captured; empty if it may.
         """
         self._follow()
@@ -212,6 +231,8 @@ class Replay:
 
     def _prepare(self, step: Callable[[], None], kind: Hashable) -> None:
         """Run a step of a kind that has no graph yet; capture it once it has warmed up."""
+        if kind not in self._seen:
+            self._forget_dead()
         seen = self._seen[kind] = self._seen.get(kind, 0) + 1
         if seen < _WARM_UPS:
             self._warm_up(step)
@@ -232,11 +253,19 @@ class Replay:
         self._graphs[kind] = graph
         graph()
 
+    def _forget_dead(self) -> None:
+        """Drop what is kept for dead kinds, once their steps have ended."""
+        if any(map(_is_dead, self._graphs)):
+            self.drain()
+        for made in (self._graphs, self._seen, self._refused):
+            _drop_dead(made)
+
     # ------------------------------------------------------------------------------------------ the device
 
     def _open(self) -> None:
         """Make what every step uses: two pinned reports, used in turn, with an event each."""
-        self._slots = [torch.empty(self.report.shape, dtype=self.report.dtype, pin_memory=True) for _ in range(2)]
+        pinned = {"dtype": self.report.dtype, "device": "cpu", "pin_memory": True}
+        self._slots = [torch.empty(self.report.shape, **pinned) for _ in range(2)]
         self._events = [torch.cuda.Event() for _ in range(2)]
         self._side = torch.cuda.Stream(self.report.device)
         self._pool = torch.cuda.graph_pool_handle()

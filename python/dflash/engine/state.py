@@ -151,4 +151,4 @@ class State:
             self.stop_token_ids = self.stop_token_ids.new_full((slots,), _NO_TOKEN)
         self.stop_token_ids.fill_(_NO_TOKEN)
         if ids:
-            self.stop_token_ids[: len(ids)] = torch.tensor(ids, device=self.stop_token_ids.device)
+            self.stop_token_ids[: len(ids)] = torch.tensor(ids, dtype=torch.int64, device=self.stop_token_ids.device)

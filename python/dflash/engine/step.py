@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 
 import torch
@@ -17,6 +19,8 @@ from .runner import with_own_code
 from .state import STOPPED, State
 
 __all__ = ["Engine", "step"]
+
+_MAX_RULES = 16  # of different layouts; each holds up to six tensors over the vocabulary
 
 
 @torch.no_grad()
@@ -70,7 +74,7 @@ class Engine:
         self.keyed = KeyedAcceptance(batch_size, target.device)
         self.acceptance: KeyedAcceptance | RejectionAcceptance = self.keyed
         self._rejection: RejectionAcceptance | None = None  # made at first use: it holds the drafts' probabilities
-        self._rules: dict[tuple, LogitRules] = {}
+        self._rules: OrderedDict[tuple, LogitRules] = OrderedDict()
         self.rules = self._rules_for(RuleSettings())
         self.host_rules: HostRules | None = None
 
@@ -107,9 +111,9 @@ class Engine:
     def kind(self) -> Hashable:
         """What the branches of `step`, and the shapes and addresses of its tensors, depend on.
 
-        Rules are never freed, and the stop list is replaced only by a longer one.
+        Rules that are freed and made again are others. The stop list is replaced only by a longer one.
         """
-        return self.proposer.kind, self.acceptance, self.rules, len(self.state.stop_token_ids)
+        return self.proposer.kind, self.acceptance, weakref.ref(self.rules), len(self.state.stop_token_ids)
 
     def commit_(self, block: Block, choices: Tensor, limits: Tensor | None = None, stopped: Sequence[int] = ()) -> None:
         """Emit what was accepted, advance every row, its caches and the proposer, and report to the host.
@@ -134,10 +138,13 @@ class Engine:
         state.report.write_(state.length, state.done, choices, block.ids)
 
     def _rules_for(self, settings: RuleSettings) -> LogitRules:
-        """Return the rules with the layout of ``settings``; their tensors are made once and never move."""
+        """Return the rules with the layout of ``settings``. Their tensors never move; the least recently used go."""
         layout = LogitRules.layout(settings)
         if layout not in self._rules:
+            while len(self._rules) >= _MAX_RULES:
+                self._rules.popitem(last=False)
             self._rules[layout] = LogitRules(settings, self.vocab_size, self.target.device)
+        self._rules.move_to_end(layout)
         return self._rules[layout]
 
     def _rejection_acceptance(self) -> RejectionAcceptance:

@@ -94,7 +94,7 @@ class GeneratorRunner:
         return self.generator.stream(self._prompt(ids), **self._arguments(ids, None))
 
     def _prompt(self, ids: Sequence[int]) -> Tensor:
-        return torch.tensor([ids], device=self.device)
+        return torch.tensor([ids], dtype=torch.int64, device=self.device)
 
     def _arguments(self, ids: Sequence[int], max_new_tokens: int | None) -> dict[str, Any]:
         decoding, generator = self.decoding, self.generator
@@ -130,7 +130,7 @@ class TransformersRunner:
         """Answer one prompt."""
         new = min(max_new_tokens or self.max_new_tokens, self.max_new_tokens)
         began = self.clock()
-        prompt = torch.tensor([ids], device=self._device)
+        prompt = torch.tensor([ids], dtype=torch.int64, device=self._device)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             mask = torch.ones_like(prompt)

@@ -114,4 +114,4 @@ def _check_folder(folder: str | Path) -> Path:
 
 def encode(tokenizer: Any, text: str) -> Tensor:
     """Encode a prompt as the pair was trained to read it: the BOS token, then ``text``, as ids ``[1, length]``."""
-    return torch.tensor([text_ids(tokenizer, text, bos=True)])
+    return torch.tensor([text_ids(tokenizer, text, bos=True)], dtype=torch.int64, device="cpu")

@@ -60,7 +60,7 @@ class AutoSharpness(DraftSampler):
     def __init__(self, batch: int, drafts: int, device: torch.device | str = "cpu") -> None:
         self.levels = torch.tensor(LEVELS, dtype=torch.float32, device=device)[:, None].repeat(1, batch)
         self.candidates = torch.full((batch, len(LEVELS), drafts), -1, dtype=torch.int64, device=device)
-        self.kept = torch.zeros(batch, len(LEVELS), device=device)
+        self.kept = torch.zeros(batch, len(LEVELS), dtype=torch.float32, device=device)
         self.ended = torch.ones_like(self.kept)
         self.choice = torch.zeros(batch, dtype=torch.int64, device=device)
         self._index = torch.arange(len(LEVELS), device=device)

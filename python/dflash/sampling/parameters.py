@@ -181,7 +181,7 @@ class Sampling:
         given = dataclasses.replace(arguments or SamplingArguments(), **changes).checked()
         greedy = given.temperature < _SMALLEST_TEMPERATURE
         seed = 0 if given.seed is None and greedy else given.seed  # greedy: leave torch's generator as it is
-        self.seeds[:rows] = torch.tensor(_seeds(seed, rows), dtype=torch.int64)
+        self.seeds[:rows] = torch.tensor(_seeds(seed, rows), dtype=torch.int64, device="cpu")
         self.temperature[:rows] = 0.0 if greedy else given.temperature
         self.top_k[:rows] = min(given.top_k, 2**63 - 1)
         self.top_p[:rows] = given.top_p

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import transformers
 from torch import nn
 from transformers import StopStringCriteria
@@ -74,7 +75,8 @@ def stop_string_criterion(tokenizer: Any, stop_strings: list[str]) -> StopString
         ValueError: the tokenizer cannot decode its vocabulary token by token, as transformers does for this test.
     """
     try:
-        return StopStringCriteria(tokenizer, stop_strings)
+        with torch.device("cpu"):  # its tables; it moves them to the ids that it is asked about
+            return StopStringCriteria(tokenizer, stop_strings)
     except ValueError as error:
         name = type(tokenizer).__name__
         raise ValueError(f"stop_strings: transformers cannot match strings with this {name}: {error}") from error

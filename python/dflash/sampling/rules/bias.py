@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .rule import Rows, Rule, slots
+from .rule import IDS, NUMBERS, Rows, Rule, slots
 from .settings import RuleSettings
 from .words import UNUSED, aligned, ends_with
 
@@ -59,9 +59,9 @@ class SequenceBias(LogitBias):
 
 
 def _token_biases(settings: RuleSettings, vocab_size: int) -> dict[str, Tensor]:
-    bias = torch.zeros(vocab_size)
+    bias = torch.zeros(vocab_size, **NUMBERS)
     if vocab_size and settings.logit_bias:
-        bias[list(settings.logit_bias)] = torch.tensor(list(settings.logit_bias.values()))
+        bias[list(settings.logit_bias)] = torch.tensor(list(settings.logit_bias.values()), **NUMBERS)
     return {"bias": bias, "draft_bias": torch.where(bias.abs() >= _DECISIVE_BIAS, bias, 0.0)}
 
 
@@ -72,10 +72,10 @@ def _sequence_tables(biases: Sequence[tuple[tuple[int, ...], float]]) -> dict[st
     for ids, bias in sorted(biases, key=lambda pair: groups.index(len(pair[0]))):
         ends.setdefault(ids[-1], []).append((ids, bias))
     rows, deep, width = slots(len(ends)), slots(max(map(len, ends.values()))), max(groups) - 1
-    prefixes, added = torch.full((rows, deep, width), UNUSED), torch.zeros(rows, deep)
+    prefixes, added = torch.full((rows, deep, width), UNUSED, **IDS), torch.zeros(rows, deep, **NUMBERS)
     filled = list(ends.values()) + [list(ends.values())[-1]] * (rows - len(ends))
     for row, sequences in enumerate(filled):
         for slot, (ids, bias) in enumerate(sequences):
             prefixes[row, slot], added[row, slot] = aligned(ids, width), bias
-    last = torch.tensor([sequences[0][0][-1] for sequences in filled])
+    last = torch.tensor([sequences[0][0][-1] for sequences in filled], **IDS)
     return {"biased_ends": last, "biased_prefixes": prefixes, "prefix_biases": added}

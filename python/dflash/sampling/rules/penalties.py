@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .rule import Rows, Rule
+from .rule import NUMBERS, Rows, Rule
 from .settings import RuleSettings
 
 __all__ = ["CountPenalties", "RepetitionPenalty"]
@@ -17,7 +17,7 @@ class RepetitionPenalty(Rule):
     @staticmethod
     def values(settings: RuleSettings, vocab_size: int) -> dict[str, Tensor]:
         on = settings.repetition_penalty != 1
-        return {"repetition_penalty": torch.tensor(settings.repetition_penalty)} if on else {}
+        return {"repetition_penalty": torch.tensor(settings.repetition_penalty, **NUMBERS)} if on else {}
 
     def apply(self, logits: Tensor, rows: Rows) -> Tensor:
         ids, counts = _counts(rows, torch.zeros_like(rows.prompt), logits.shape[-1])
@@ -34,7 +34,7 @@ class CountPenalties(Rule):
         names = ("presence_penalty", "frequency_penalty")
         if not any(getattr(settings, name) for name in names):
             return {}
-        return {name: torch.tensor(getattr(settings, name)) for name in names}
+        return {name: torch.tensor(getattr(settings, name), **NUMBERS) for name in names}
 
     def apply(self, logits: Tensor, rows: Rows) -> Tensor:
         ids, counts = _counts(rows, rows.prompt, logits.shape[-1])
@@ -52,7 +52,7 @@ def _counts(rows: Rows, first: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]
     tokens, length, drafts = rows.text.tokens, rows.text.length, rows.block[:, 1:]
     place = torch.arange(tokens.shape[1], device=tokens.device)
     live = (place >= first) & (place <= length[:, None]) & (tokens < vocab_size)
-    emitted = torch.zeros(tokens.shape[0], vocab_size, device=tokens.device)
+    emitted = torch.zeros(tokens.shape[0], vocab_size, dtype=torch.float32, device=tokens.device)
     emitted = emitted.scatter_add(1, tokens.clamp(max=vocab_size - 1), live.float())
     ids = torch.cat([tokens, drafts], 1).clamp(max=vocab_size - 1)
     drafted = (drafts[:, :, None] == ids[:, None]).float()

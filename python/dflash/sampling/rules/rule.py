@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterable
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from .settings import RuleSettings
 
-__all__ = ["Drafts", "Rows", "Rule", "Text", "filled", "slots", "upper_bound"]
+__all__ = ["IDS", "NUMBERS", "Drafts", "Rows", "Rule", "Text", "filled", "slots", "upper_bound"]
+
+# Values of rules on the host, whatever dtype and device the user has made the default.
+IDS: dict[str, Any] = {"dtype": torch.int64, "device": "cpu"}
+NUMBERS: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
 
 
 class Text(Protocol):
@@ -113,7 +117,7 @@ class Rule:
 
 
 def filled(ids: Iterable[int], value: float, others: float, vocab_size: int) -> Tensor:
-    tensor = torch.full((vocab_size,), others)
+    tensor = torch.full((vocab_size,), others, **NUMBERS)
     if vocab_size:
         tensor[list(ids)] = value
     return tensor

@@ -8,7 +8,7 @@ from collections.abc import Hashable
 import torch
 from torch import Tensor
 
-from .rule import Rows, Rule, filled, upper_bound
+from .rule import IDS, Rows, Rule, filled, upper_bound
 from .settings import RuleSettings
 
 __all__ = ["BannedTokens", "BeginSuppressTokens", "ForcedBos", "ForcedEos", "MinLength", "SuppressTokens"]
@@ -39,8 +39,8 @@ class MinLength(Rule):
             return {}
         return {
             "stop": upper_bound(settings.stop_token_ids, vocab_size),
-            "min_length": torch.tensor(settings.min_length),
-            "min_new_tokens": torch.tensor(settings.min_new_tokens),
+            "min_length": torch.tensor(settings.min_length, **IDS),
+            "min_new_tokens": torch.tensor(settings.min_new_tokens, **IDS),
         }
 
     def apply(self, logits: Tensor, rows: Rows) -> Tensor:

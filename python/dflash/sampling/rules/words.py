@@ -8,7 +8,7 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
-from .rule import Rows, Rule, slots
+from .rule import IDS, Rows, Rule, slots
 from .settings import RuleSettings
 
 __all__ = ["UNUSED", "BadWords", "NoRepeatNgram", "aligned", "ends_with"]
@@ -61,11 +61,11 @@ class BadWords(Rule):
         if not words:
             return {}
         width = max(map(len, words)) - 1
-        prefixes = torch.full((slots(len(words)), width), UNUSED)
+        prefixes = torch.full((slots(len(words)), width), UNUSED, **IDS)
         for prefix, word in zip(prefixes, words, strict=False):
             prefix.copy_(aligned(word, width))
-        ends = torch.zeros(len(prefixes), dtype=torch.int64)
-        ends[: len(words)] = torch.tensor([word[-1] for word in words])
+        ends = torch.zeros(len(prefixes), **IDS)
+        ends[: len(words)] = torch.tensor([word[-1] for word in words], **IDS)
         return {"word_prefixes": prefixes, "word_ends": ends}
 
     def apply(self, logits: Tensor, rows: Rows) -> Tensor:
@@ -76,13 +76,13 @@ class BadWords(Rule):
 def _ban(logits: Tensor, ids: Tensor, where: Tensor) -> Tensor:
     """-inf for ``ids [batch, rows, n]`` where ``where [batch, rows, n]``; ids may repeat or lie past the logits."""
     vocab_size = logits.shape[-1]
-    bound = torch.where(where & (ids < vocab_size), -math.inf, math.inf)
+    bound = logits.new_full(where.shape, math.inf).masked_fill_(where & (ids < vocab_size), -math.inf)
     return logits.scatter_reduce(2, ids.clamp(max=vocab_size - 1), bound, "amin")
 
 
 def aligned(word: Sequence[int], width: int) -> Tensor:
     """Return all but the last token of ``word``, right-aligned in ``[width]``."""
-    return torch.tensor([ANY] * (width - len(word) + 1) + list(word[:-1]))
+    return torch.tensor([ANY] * (width - len(word) + 1) + list(word[:-1]), **IDS)
 
 
 def ends_with(sequence: Tensor, positions: Tensor, prefixes: Tensor) -> Tensor:

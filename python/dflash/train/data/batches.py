@@ -26,7 +26,7 @@ class Batches:
     _POOL = 24  # micro-batches whose rows are sorted by length together
 
     def __init__(self, lengths: Sequence[int], batch_tokens: int, group: int, seed: int) -> None:
-        self.lengths = torch.tensor(lengths)
+        self.lengths = torch.tensor(lengths, dtype=torch.int64, device="cpu")
         self.batch_tokens, self.group, self.seed = batch_tokens, group, seed
         self._last: tuple[int, list[_Step]] = (-1, [])
 
@@ -39,7 +39,7 @@ class Batches:
     def _draw(self, epoch: int) -> list[_Step]:
         # 1. Shuffle the rows, and sort them by length within pools
         generator = torch.Generator().manual_seed(mix_seed(self.seed, epoch, 0))
-        order = torch.randperm(len(self.lengths), generator=generator)
+        order = torch.randperm(len(self.lengths), generator=generator, device="cpu")
         pool = max(1, self._POOL * self.batch_tokens // max(1, int(self.lengths.float().mean())))
         # 2. Fill micro-batches, the longest rows of a pool first
         batches: list[list[int]] = []
@@ -53,7 +53,7 @@ class Batches:
                 batch.append(row)
             batches.append(batch)
         # 3. Shuffle the micro-batches, and group them into steps
-        mixed = [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
+        mixed = [batches[i] for i in torch.randperm(len(batches), generator=generator, device="cpu").tolist()]
         while len(mixed) < self.group:  # less data than one step takes
             mixed += mixed[: self.group - len(mixed)]
         return [mixed[i : i + self.group] for i in range(0, len(mixed) - self.group + 1, self.group)]
@@ -80,7 +80,9 @@ def pad_rows(rows: Any, index: list[int]) -> tuple[Tensor, Tensor]:
     part = rows[index]
 
     def pad(values: list[list[int]]) -> Tensor:
-        return nn.utils.rnn.pad_sequence([torch.tensor(value) for value in values], batch_first=True)
+        return nn.utils.rnn.pad_sequence(
+            [torch.tensor(value, dtype=torch.int64, device="cpu") for value in values], batch_first=True
+        )
 
     return pad(part["input_ids"]), pad(part["loss_mask"])
 
@@ -89,5 +91,9 @@ def add_noise(context: Tensor, taps: int, scale: float, generator: torch.Generat
     """Return features with uniform noise of up to ``scale`` times the root mean square of each tap."""
     tapped = context.unflatten(-1, (taps, -1))
     size = tapped.float().square().mean(-1, keepdim=True).sqrt() * scale
-    noise = torch.empty(tapped.shape).uniform_(-1, 1, generator=generator).to(tapped.device)
+    noise = (
+        torch.empty(tapped.shape, dtype=torch.float32, device="cpu")
+        .uniform_(-1, 1, generator=generator)
+        .to(tapped.device)
+    )
     return (tapped + noise * size).to(context.dtype).flatten(-2)

@@ -56,7 +56,7 @@ def sample_anchors(loss_mask: Tensor, count: int, generator: torch.Generator | N
     eligible[:, :-1] &= supervised[:, 1:]
     eligible[:, -1] = False
     count = max(1, min(count, int(eligible.sum(1).max())))
-    draw = torch.rand(loss_mask.shape, generator=generator, device=loss_mask.device)
+    draw = torch.rand(loss_mask.shape, generator=generator, dtype=torch.float32, device=loss_mask.device)
     chosen = torch.where(eligible, draw, -1.0).topk(count, dim=1)
     length = loss_mask.shape[1]
     anchors = torch.where(chosen.values >= 0, chosen.indices, length).sort(1).values

@@ -68,7 +68,9 @@ def fingerprint(target: nn.Module, rows: Any, layer_ids: Sequence[int], dtype: t
         weights.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
         weights.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
     for ids in _ids(rows):
-        tokens.update(len(ids).to_bytes(8, "little") + torch.tensor(ids, dtype=torch.int64).numpy().tobytes())
+        tokens.update(
+            len(ids).to_bytes(8, "little") + torch.tensor(ids, dtype=torch.int64, device="cpu").numpy().tobytes()
+        )
     return {
         "target": weights.hexdigest(),
         "rows": tokens.hexdigest(),
@@ -192,10 +194,12 @@ def _compute_shard(
     """Return the features of some rows, concatenated: ``[tokens, width]``. ``count`` gets rows and tokens."""
     lengths = list(map(len, ids))
     offsets = [0, *accumulate(lengths)]
-    features = torch.zeros(offsets[-1], width, dtype=dtype)
+    features = torch.zeros(offsets[-1], width, dtype=dtype, device="cpu")
     for batch in _batches(lengths, batch_tokens):
         # 1. Run the target over rows of similar length
-        padded = nn.utils.rnn.pad_sequence([torch.tensor(ids[row]) for row in batch], batch_first=True).to(device)
+        padded = nn.utils.rnn.pad_sequence(
+            [torch.tensor(ids[row], dtype=torch.int64, device="cpu") for row in batch], batch_first=True
+        ).to(device)
         with torch.no_grad():
             out = compute(padded)
         if tuple(out.shape) != (*padded.shape, width):

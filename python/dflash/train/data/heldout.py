@@ -150,5 +150,5 @@ def hold_out(
 def _draw(candidates: Sequence[int], count: int, seed: int) -> list[int]:
     """Draw up to ``count`` candidates, at most a tenth of them, in their order."""
     most = max(1, len(candidates) // 10) if len(candidates) > 1 else 0
-    order = torch.randperm(len(candidates), generator=torch.Generator().manual_seed(seed)).tolist()
+    order = torch.randperm(len(candidates), generator=torch.Generator().manual_seed(seed), device="cpu").tolist()
     return sorted(candidates[i] for i in order[: min(count, most)])

@@ -34,7 +34,7 @@ def prompt_lookup_length(prompt: list[int], answer: list[int], block_size: int =
     lookup = PromptLookupCandidateGenerator(
         num_output_tokens=block_size - 1, max_matching_ngram_size=3, max_length=len(prompt) + len(answer) + block_size
     )
-    text, done, steps = torch.tensor([[*prompt, *answer]]), len(prompt) + 1, []
+    text, done, steps = torch.tensor([[*prompt, *answer]], dtype=torch.int64, device="cpu"), len(prompt) + 1, []
     while done < text.shape[1]:
         proposed = lookup.get_candidates(text[:, :done])[0][0, done:]
         rest = text[0, done : done + len(proposed)]
@@ -97,8 +97,8 @@ def _answer_batch(
     ids = [encode(tokenizer, example.prompt)[0].tolist() for example in held]
     width = max(map(len, ids))
     ids += [ids[-1]] * (size - len(ids))
-    padded = torch.tensor([[END] * (width - len(row)) + row for row in ids])
-    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in ids])
+    padded = torch.tensor([[END] * (width - len(row)) + row for row in ids], dtype=torch.int64, device="cpu")
+    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in ids], dtype=torch.int64, device="cpu")
     # 2. Answer
     out = generator.generate(padded, attention_mask=mask, max_new_tokens=256, return_dict_in_generate=True, **arguments)
     # 3. Judge each answer

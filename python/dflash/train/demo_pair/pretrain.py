@@ -114,7 +114,7 @@ def _batches(
         # 2. Sort each family by length, and take batches in random order
         drawn = {kind: sorted(rows[: pool * share], key=lambda row: len(row[0])) for kind, rows in families.items()}
         families = {kind: rows[pool * share :] for kind, rows in families.items()}
-        for batch in torch.randperm(pool, generator=order).tolist():
+        for batch in torch.randperm(pool, generator=order, device="cpu").tolist():
             part = [(*row, kind) for kind, rows in drawn.items() for row in rows[batch * share : batch * share + share]]
             ids, answers = _padded([(tokens, start) for tokens, start, _ in part])
             yield ids, answers, [list(KINDS).index(kind) for _, _, kind in part]
@@ -123,10 +123,10 @@ def _batches(
 def _padded(rows: list[tuple[list[int], int]]) -> tuple[torch.Tensor, torch.Tensor]:
     """Pad rows of (ids, start of the answer) to a multiple of 32 tokens; return ids and a mask of the answers."""
     length = -(-max(len(tokens) for tokens, _ in rows) // 32) * 32
-    ids = torch.full((len(rows), length), END)
-    answers = torch.zeros(len(rows), length, dtype=torch.bool)
+    ids = torch.full((len(rows), length), END, dtype=torch.int64, device="cpu")
+    answers = torch.zeros(len(rows), length, dtype=torch.bool, device="cpu")
     for row, (tokens, start) in enumerate(rows):
-        ids[row, : len(tokens)] = torch.tensor(tokens)
+        ids[row, : len(tokens)] = torch.tensor(tokens, dtype=torch.int64, device="cpu")
         answers[row, start : len(tokens)] = True
     return ids, answers
 
@@ -201,7 +201,8 @@ def _backward(
     loss = F.cross_entropy(logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
     loss = loss.view(len(ids), -1)[answers[:, 1:]]
     loss.mean().backward()
-    return loss.detach(), torch.tensor(families)[:, None].expand_as(ids)[:, 1:][answers[:, 1:]]
+    kinds = torch.tensor(families, dtype=torch.int64, device="cpu")
+    return loss.detach(), kinds[:, None].expand_as(ids)[:, 1:][answers[:, 1:]]
 
 
 class _FamilyLosses:

@@ -26,7 +26,9 @@ class StepTotals:
         self.began = time.monotonic()
         self.tokens = 0
         # loss, weight, cross-entropy, accepted tokens, blocks; then right tokens and tokens per slot
-        self.sums = torch.zeros(5 + 2 * (block_size - 1), dtype=torch.float64)  # `add` moves it to the device
+        self.sums = torch.zeros(
+            5 + 2 * (block_size - 1), dtype=torch.float64, device="cpu"
+        )  # `add` moves it to the device
 
     def add(self, out: BlockLoss) -> None:
         """Add a micro-batch."""

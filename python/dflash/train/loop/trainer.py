@@ -190,7 +190,7 @@ class Trainer:
         config, accelerator = self.config, self.accelerator
         world, rank = accelerator.num_processes, accelerator.process_index
         mine = list(range(rank, len(group), world))
-        weight = torch.zeros((), device=self.device)
+        weight = torch.zeros((), dtype=torch.float32, device=self.device)
         for number, place in enumerate(mine):
             is_last = number == len(mine) - 1
             with contextlib.nullcontext() if is_last else accelerator.no_sync(self.model):

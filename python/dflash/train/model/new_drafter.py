@@ -177,5 +177,5 @@ def new_drafter(config: DraftConfig, *, seed: int = 0, device: torch.device | st
         std = parameter.shape[1] ** -0.5
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             std /= (2 * config.num_hidden_layers) ** 0.5
-        parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
+        parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float32, device="cpu") * std)
     return drafter

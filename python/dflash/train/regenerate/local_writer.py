@@ -104,7 +104,7 @@ class LocalWriter:
 
     def _answer_batch(self, generator: Generator, jobs: list[Job], settings: Settings) -> list[tuple[Job, Answer]]:
         # 1. Pad the prompts to the right
-        prompts = [torch.tensor(self.ids[job.line]) for job in jobs]
+        prompts = [torch.tensor(self.ids[job.line], dtype=torch.int64, device="cpu") for job in jobs]
         ids = nn.utils.rnn.pad_sequence(prompts, batch_first=True)
         mask = nn.utils.rnn.pad_sequence([torch.ones_like(prompt) for prompt in prompts], batch_first=True)
         device = self.target.get_input_embeddings().weight.device

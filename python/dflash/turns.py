@@ -1,0 +1,80 @@
+"""Calls that share caches run one after another, whatever thread they come from, and never inside each other."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from typing import TypeVar
+
+__all__ = ["Turns", "turns_taken_here"]
+
+_Result = TypeVar("_Result")
+
+
+class _Here(threading.local):
+    """What this thread is in the middle of, the outermost first."""
+
+    turns: tuple[Turns, ...] = ()
+
+
+class Turns:
+    """Whose turn it is to use something: one call at a time.
+
+    Attributes:
+        lock: a re-entrant lock, for what a call may do before and after its turn.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        _all.add(self)
+
+    @property
+    def is_taken_here(self) -> bool:
+        """True inside a turn that this thread has taken: a streamer, a processor or a hook was called from there."""
+        return self in _here.turns
+
+    def take(self, work: Callable[[], _Result]) -> _Result:
+        """Return ``work()``, which nobody else runs meanwhile.
+
+        Raises:
+            RuntimeError: called from inside a turn.
+        """
+        self.refuse_inside()
+        before = _here.turns
+        # An interrupt must not leave the lock taken: no Python code stands between taking and releasing it.
+        with self.lock:
+            try:
+                _here.turns = (*before, self)
+                return work()
+            finally:
+                _here.turns = before
+
+    def refuse_inside(self) -> None:
+        """Raise RuntimeError inside a turn that this thread has taken."""
+        if self.is_taken_here:
+            raise RuntimeError(
+                "this generator is in the middle of a call, which has called back (a streamer, a processor, a "
+                "criterion or a hook): make a second Generator for calls from there"
+            )
+
+
+def turns_taken_here() -> tuple[Turns, ...]:
+    """Return the turns that this thread is in the middle of, the outermost first."""
+    return _here.turns
+
+
+_here = _Here()
+_all: weakref.WeakSet[Turns] = weakref.WeakSet()
+
+
+def _free_locks() -> None:
+    """In a forked child, free the locks of other threads: those are gone."""
+    for turns in _all:
+        if not turns.is_taken_here:
+            turns.lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_free_locks)

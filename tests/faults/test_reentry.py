@@ -1,0 +1,296 @@
+"""Calls from inside a call, by a streamer, a processor or a hook: both texts are right, or it is refused."""
+
+import contextlib
+import itertools
+import re
+import signal
+import threading
+
+import pytest
+from baseline import greedy, prompt
+from families import make_draft, make_target
+
+import dflash
+from dflash import api
+
+NEW = 16
+OUTER, INNER = prompt(9, seed=3), prompt(5, seed=4)
+REFUSED = r"this generator is in the middle of a call.*make a second Generator"
+
+
+class Streamer:
+    """Calls back from ``put`` and ``end``, as a streamer of transformers is called."""
+
+    def __init__(self, on_put=None, on_end=None) -> None:
+        self.on_put, self.on_end = on_put, on_end
+
+    def put(self, value) -> None:
+        if self.on_put is not None:
+            self.on_put()
+
+    def end(self) -> None:
+        if self.on_end is not None:
+            self.on_end()
+
+
+class Inside:
+    """Does ``act`` whenever it is called from inside a call, but not from inside ``act`` itself."""
+
+    def __init__(self, act) -> None:
+        self.act, self.busy, self.got = act, False, []
+
+    def __call__(self, *arguments):
+        if self.busy:
+            return
+        self.busy = True
+        try:
+            self.got.append(self.act())
+        except RuntimeError as error:
+            self.got.append(error)
+        finally:
+            self.busy = False
+
+
+PLACES = ("put", "end", "processor", "criterion", "hook of the target", "hook of the drafter", "signal handler")
+
+
+@contextlib.contextmanager
+def from_inside(place, inside, target, draft):
+    """Yield arguments for a call that ``inside`` interrupts at ``place``."""
+    arguments, handle = {}, None
+    if place == "put":
+        arguments = {"streamer": Streamer(on_put=inside)}
+    elif place == "end":
+        arguments = {"streamer": Streamer(on_end=inside)}
+    elif place == "processor":
+        arguments = {"logits_processor": [lambda ids, scores: inside() or scores]}
+    elif place == "criterion":
+        arguments = {"stopping_criteria": [lambda ids, scores: bool(inside())]}
+    elif place == "signal handler":
+        before = signal.signal(signal.SIGUSR1, inside)
+        handle = contextlib.ExitStack()
+        handle.callback(signal.signal, signal.SIGUSR1, before)
+        arguments = {"streamer": Streamer(on_put=lambda: signal.raise_signal(signal.SIGUSR1))}
+    else:
+        hooked = draft.fc if "drafter" in place else target.model.layers[1]
+        hooked = draft if "drafter" in place else hooked
+        handle = hooked.register_forward_hook(lambda *_: inside())
+    try:
+        yield arguments
+    finally:
+        if handle is not None:
+            getattr(handle, "remove", getattr(handle, "close", None))()
+
+
+@pytest.fixture(scope="module")
+def target():
+    return make_target("qwen3")
+
+
+@pytest.fixture
+def draft(target):
+    return make_draft(target)
+
+
+@pytest.fixture(scope="module")
+def expected(target):
+    return [greedy(target, p, NEW).tolist() for p in (OUTER, INNER)]
+
+
+def refused(errors) -> None:
+    assert errors
+    for error in errors:
+        assert isinstance(error, RuntimeError)
+        assert re.search(REFUSED, str(error))
+
+
+def once(act):
+    """Return a function that calls ``act`` the third time only: not for the prompt, but in a step."""
+    calls = itertools.count()
+    return lambda *_: act() if next(calls) == 2 else None
+
+
+def answer(sequences, p) -> list[int]:
+    return sequences[0, len(p) :].tolist()
+
+
+class TestOneGenerator:
+    @pytest.mark.parametrize("place", PLACES)
+    def test_a_call_on_a_generator_that_is_running_is_refused(self, target, draft, expected, place):
+        inside = Inside(lambda: answer(generator.generate(INNER[None], max_new_tokens=NEW), INNER))
+        with from_inside(place, inside, target, draft) as arguments:
+            generator = dflash.Generator(target, draft, max_length=64)
+            output = generator.generate(OUTER[None], max_new_tokens=NEW, **arguments)
+        assert answer(output, OUTER) == expected[0]
+        if place == "end":  # by then the call has its text
+            assert inside.got == [expected[1]]
+        else:
+            refused(inside.got)
+        assert answer(generator.generate(INNER[None], max_new_tokens=NEW), INNER) == expected[1]
+
+    @pytest.mark.parametrize("place", ["put", "processor", "hook of the target"])
+    def test_a_refusal_that_nobody_catches_ends_the_call_that_runs(self, target, draft, expected, place):
+        def call(*_) -> None:
+            generator.generate(INNER[None], max_new_tokens=3)
+
+        with from_inside(place, call, target, draft) as arguments:
+            generator = dflash.Generator(target, draft, max_length=64)
+            with pytest.raises(RuntimeError, match=REFUSED):
+                generator.generate(OUTER[None], max_new_tokens=NEW, **arguments)
+        generator = dflash.Generator(target, draft, max_length=64)
+        assert answer(generator.generate(OUTER[None], max_new_tokens=NEW), OUTER) == expected[0]
+
+    @pytest.mark.parametrize("place", ["processor", "criterion", "hook of the target"])
+    def test_a_stream_is_protected_like_a_call(self, target, draft, expected, place):
+        inside = Inside(lambda: answer(generator.generate(INNER[None], max_new_tokens=NEW), INNER))
+        with from_inside(place, inside, target, draft) as arguments:
+            generator = dflash.Generator(target, draft, max_length=64)
+            events = list(generator.stream(OUTER[None], max_new_tokens=NEW, **arguments))
+        assert [token for event in events for token in event.ids[0]] == expected[0]
+        refused(inside.got)
+
+    def test_a_stream_that_starts_or_continues_inside_a_call_is_refused(self, target, draft, expected):
+        generator = dflash.Generator(target, draft, max_length=64)
+        earlier, later = (generator.stream(INNER[None], max_new_tokens=NEW) for _ in range(2))
+        next(earlier)
+        for events in (earlier, later):
+            inside = Inside(lambda events=events: next(events, None))
+            output = generator.generate(OUTER[None], max_new_tokens=NEW, streamer=Streamer(on_put=inside))
+            assert answer(output, OUTER) == expected[0]
+            refused(inside.got[:1])
+
+    def test_closing_a_stream_inside_a_call_changes_nothing(self, target, draft, expected):
+        generator = dflash.Generator(target, draft, max_length=64)
+        events = generator.stream(INNER[None], max_new_tokens=NEW)
+        next(events)
+        output = generator.generate(OUTER[None], max_new_tokens=NEW, streamer=Streamer(on_put=events.close))
+        assert answer(output, OUTER) == expected[0]
+
+    @pytest.mark.parametrize("place", PLACES)
+    def test_a_reset_inside_a_call_is_refused(self, target, draft, expected, place):
+        inside = Inside(lambda: generator.reset())
+        with from_inside(place, inside, target, draft) as arguments:
+            generator = dflash.Generator(target, draft, max_length=64)
+            output = generator.generate(OUTER[None], max_new_tokens=NEW, **arguments)
+        assert answer(output, OUTER) == expected[0]
+        if place == "end":
+            assert inside.got == [None]
+        else:
+            refused(inside.got)
+
+    def test_a_second_generator_of_the_same_pair_may_be_called(self, target, draft, expected):
+        second = dflash.Generator(target, draft, max_length=64)
+        inside = Inside(lambda: answer(second.generate(INNER[None], max_new_tokens=NEW), INNER))
+        for place in PLACES:
+            with from_inside(place, inside, target, draft) as arguments:
+                generator = dflash.Generator(target, draft, max_length=64)
+                output = generator.generate(OUTER[None], max_new_tokens=NEW, **arguments)
+            assert answer(output, OUTER) == expected[0]
+        assert len(inside.got) > len(PLACES)
+        assert all(got == expected[1] for got in inside.got)
+
+    def test_a_call_of_another_thread_waits_for_the_one_that_runs(self, target, draft, expected):
+        generator, got = dflash.Generator(target, draft, max_length=64), []
+
+        def call() -> None:
+            got.append(answer(generator.generate(INNER[None], max_new_tokens=NEW), INNER))
+
+        thread = threading.Thread(target=call)
+        start = Streamer(on_put=lambda: thread.ident or thread.start())
+        output = generator.generate(OUTER[None], max_new_tokens=NEW, streamer=start)
+        thread.join()
+        assert (answer(output, OUTER), got) == (expected[0], [expected[1]])
+
+
+class TestOneShot:
+    @pytest.mark.parametrize("place", PLACES)
+    def test_a_call_with_the_same_pair_inside_a_call_gives_the_right_text(self, target, draft, expected, place):
+        inside = Inside(lambda: answer(dflash.generate(target, draft, INNER[None], max_new_tokens=NEW), INNER))
+        with from_inside(place, inside, target, draft) as arguments:
+            output = dflash.generate(target, draft, OUTER[None], max_new_tokens=NEW, **arguments)
+        assert answer(output, OUTER) == expected[0]
+        assert inside.got
+        assert all(got == expected[1] for got in inside.got)
+
+    def test_the_generator_of_the_outer_call_is_the_one_that_is_kept(self, target, draft):
+        dflash.generate(target, draft, OUTER[None], max_new_tokens=3)
+        kept = api._cached
+        other = make_draft(target, seed=1)
+        for drafter in (draft, other, None):
+            inside = Inside(lambda d=drafter: dflash.generate(target, d, INNER[None], max_new_tokens=NEW))
+            dflash.generate(target, draft, OUTER[None], max_new_tokens=3, streamer=Streamer(on_put=inside))
+            assert inside.got
+            assert api._cached is kept
+
+    @pytest.mark.parametrize("place", PLACES)
+    def test_a_release_inside_a_call_leaves_its_text_alone(self, target, draft, expected, place):
+        def act() -> list[int]:
+            dflash.release()
+            return answer(dflash.generate(target, draft, INNER[None], max_new_tokens=NEW), INNER)
+
+        inside = Inside(act)
+        with from_inside(place, inside, target, draft) as arguments:
+            output = dflash.generate(target, draft, OUTER[None], max_new_tokens=NEW, **arguments)
+        assert answer(output, OUTER) == expected[0]
+        assert inside.got
+        assert all(got == expected[1] for got in inside.got)
+
+    def test_a_call_inside_a_step_of_a_stream_gives_the_right_text(self, target, draft, expected):
+        inside = Inside(lambda: answer(dflash.generate(target, draft, INNER[None], max_new_tokens=NEW), INNER))
+        with from_inside("processor", inside, target, draft) as arguments:
+            events = list(dflash.stream(target, draft, OUTER[None], max_new_tokens=NEW, **arguments))
+        assert [token for event in events for token in event.ids[0]] == expected[0]
+        assert inside.got
+        assert all(got == expected[1] for got in inside.got)
+
+    def test_a_whole_stream_inside_a_call_gives_the_right_text(self, target, draft, expected):
+        def act() -> list[int]:
+            events = dflash.stream(target, draft, INNER[None], max_new_tokens=NEW)
+            return [token for event in events for token in event.ids[0]]
+
+        for place in PLACES:
+            dflash.release()  # hooks that a drafter gets later are not seen
+            inside = Inside(act)
+            with from_inside(place, inside, target, draft) as arguments:
+                output = dflash.generate(target, draft, OUTER[None], max_new_tokens=NEW, **arguments)
+            assert answer(output, OUTER) == expected[0]
+            assert inside.got
+            assert all(got == expected[1] for got in inside.got)
+
+    def test_calls_may_be_nested_more_than_once(self, target, draft, expected):
+        def deeper(depth: int) -> list[int]:
+            streamer = Streamer(once(lambda: got.append(deeper(depth - 1))) if depth else None)
+            output = dflash.generate(target, draft, INNER[None], max_new_tokens=NEW, streamer=streamer)
+            return answer(output, INNER)
+
+        got = []
+        assert deeper(3) == expected[1]
+        assert got == [expected[1]] * 3
+
+
+class TestDoors:
+    @pytest.mark.parametrize("place", ["put", "end", "processor", "criterion", "hook of the target"])
+    def test_custom_generate_may_be_nested(self, target, draft, expected, place):
+        def run(p, **arguments) -> list[int]:
+            door = {"custom_generate": dflash.custom_generate, "draft": draft, "do_sample": False, "pad_token_id": 0}
+            return answer(target.generate(p[None], max_new_tokens=NEW, **door, **arguments), p)
+
+        inside = Inside(lambda: run(INNER))
+        with from_inside(place, inside, target, draft) as arguments:
+            assert run(OUTER, **arguments) == expected[0]
+        assert inside.got
+        assert all(got == expected[1] for got in inside.got)
+
+    @pytest.mark.parametrize("place", ["put", "processor", "hook of the target", "hook of the drafter"])
+    def test_an_assistant_may_be_shared_by_nested_calls(self, target, draft, expected, place):
+        assistant = dflash.as_assistant(draft)
+
+        def run(p, **arguments) -> list[int]:
+            door = {"assistant_model": assistant, "speculation_type": "dflash", "do_sample": False, "pad_token_id": 0}
+            return answer(target.generate(p[None], max_new_tokens=NEW, **door, **arguments), p)
+
+        inside = Inside(lambda: [run(INNER), dflash.generate(target, draft, INNER[None], max_new_tokens=NEW)])
+        with from_inside(place, once(inside), target, draft) as arguments:
+            assert run(OUTER, **arguments) == expected[0]
+        assert inside.got
+        assert all(got == expected[1] and answer(ours, INNER) == expected[1] for got, ours in inside.got)

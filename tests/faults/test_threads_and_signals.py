@@ -1,0 +1,242 @@
+"""Threads that share generators, interrupts at any moment and abandoned streams never change another call."""
+
+import concurrent.futures
+import gc
+import threading
+
+import process
+import pytest
+from baseline import greedy, prompt
+from families import make_draft, make_target
+
+import dflash
+
+NEW = 10
+PROMPTS = [prompt(length, seed=6) for length in (3, 8, 15, 22)]
+
+
+@pytest.fixture(scope="module")
+def target():
+    return make_target("qwen3")
+
+
+@pytest.fixture(scope="module")
+def draft(target):
+    return make_draft(target)
+
+
+@pytest.fixture(scope="module")
+def expected(target):
+    return [greedy(target, p, NEW).tolist() for p in PROMPTS]
+
+
+def in_threads(count, work) -> list:
+    """Return ``work(index)`` of as many threads, started at once."""
+    barrier = threading.Barrier(count)
+
+    def started(index):
+        barrier.wait()
+        return work(index)
+
+    with concurrent.futures.ThreadPoolExecutor(count) as pool:
+        return list(pool.map(started, range(count)))
+
+
+def ids_of(events) -> list[int]:
+    return [token for event in events for token in event.ids[0]]
+
+
+def test_threads_on_one_generator_get_their_own_texts(target, draft, expected):
+    generator = dflash.Generator(target, draft, max_length=48)
+
+    def work(index: int) -> bool:
+        right = True
+        for turn in range(6):
+            which = (index + turn) % len(PROMPTS)
+            output = generator.generate(PROMPTS[which][None], max_new_tokens=NEW)
+            right &= output[0, len(PROMPTS[which]) :].tolist() == expected[which]
+        return right
+
+    assert all(in_threads(6, work))
+
+
+def test_threads_that_stream_from_one_generator_get_their_texts_or_an_error(target, draft, expected):
+    generator = dflash.Generator(target, draft, max_length=48)
+
+    def work(index: int) -> list[str]:
+        said = []
+        for turn in range(6):
+            which, got = (index + turn) % len(PROMPTS), []
+            try:
+                for event in generator.stream(PROMPTS[which][None], max_new_tokens=NEW):
+                    got += event.ids[0]
+                said.append("right" if got == expected[which] else "wrong")
+            except RuntimeError as error:
+                is_named = "this stream has ended" in str(error) and got == expected[which][: len(got)]
+                said.append("ended" if is_named else f"wrong {error}")
+        return said
+
+    said = [word for words in in_threads(4, work) for word in words]
+    assert set(said) <= {"right", "ended"}
+    assert "right" in said
+
+
+def test_threads_with_generators_of_their_own_share_a_pair(target, draft, expected):
+    def work(index: int) -> bool:
+        generator = dflash.Generator(target, draft, max_length=48)
+        which = index % len(PROMPTS)
+        streams = (generator.stream(PROMPTS[which][None], max_new_tokens=NEW) for _ in range(4))
+        return all(ids_of(stream) == expected[which] for stream in streams)
+
+    assert all(in_threads(6, work))
+
+
+def test_one_shot_calls_resets_and_releases_of_many_threads_do_not_mix(target, draft, expected):
+    generator = dflash.Generator(target, draft, max_length=48)
+
+    def work(index: int) -> bool:
+        right = True
+        for turn in range(6):
+            which = (index + turn) % len(PROMPTS)
+            if index % 3 == 2:
+                (dflash.release if turn % 2 else generator.reset)()
+                continue
+            call = generator.generate if index % 3 else lambda *a, **k: dflash.generate(target, draft, *a, **k)
+            output = call(PROMPTS[which][None], max_new_tokens=NEW)
+            right &= output[0, len(PROMPTS[which]) :].tolist() == expected[which]
+        return right
+
+    assert all(in_threads(6, work))
+
+
+def test_threads_whose_calls_call_back_do_not_wait_for_each_other_forever():
+    done = process.python(CROSSED, seconds=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["True"] * 4
+
+
+CROSSED = """
+import threading
+
+from baseline import greedy, prompt
+from families import make_draft, make_target
+
+import dflash
+
+target = make_target("qwen3")
+draft = make_draft(target)
+outer, inner = prompt(9), prompt(5)
+expected = [greedy(target, p, 8).tolist() for p in (outer, inner)]
+right, meeting = [], threading.Barrier(2, timeout=5)
+
+
+def one_shot(p, **arguments):
+    return dflash.generate(target, draft, p[None], max_new_tokens=8, **arguments)[0, len(p) :].tolist()
+
+
+def processor(ids, scores):
+    # Inside a step of the stream, once the other thread is about to wait for the generator that runs it.
+    if not calls:
+        calls.append(ids)
+        other.start()
+        started.wait(5)
+        threading.Event().wait(0.3)
+        right.append(one_shot(inner) == expected[1])
+    return scores
+
+
+calls, started = [], threading.Event()
+other = threading.Thread(target=lambda: (started.set(), right.append(one_shot(outer) == expected[0])))
+events = dflash.stream(target, draft, outer[None], max_new_tokens=8, logits_processor=[processor])
+first = next(events).ids[0]
+other.join()
+right.append(first == expected[0][:1])
+right.append(one_shot(inner) == expected[1])
+print(*right)
+"""
+
+
+@pytest.mark.parametrize("how", ["dropped", "closed", "closed by another thread", "left open"])
+def test_streams_that_are_left_do_not_touch_later_calls(target, draft, expected, how):
+    generator, left = dflash.Generator(target, draft, max_length=48), []
+    doors = (generator.stream, lambda *a, **k: dflash.stream(target, draft, *a, **k))
+    for turn in range(12):
+        which, door = turn % len(PROMPTS), doors[turn % 2]
+        events = door(PROMPTS[which][None], max_new_tokens=NEW)
+        got = [token for _ in range(turn % 5) for token in next(events).ids[0]]
+        assert got == expected[which][: len(got)]
+        if how == "closed":
+            events.close()
+        elif how == "closed by another thread":
+            closer = threading.Thread(target=events.close)
+            closer.start()
+            closer.join()
+        elif how == "left open":
+            left.append(events)
+        del events
+        output = generator.generate(PROMPTS[which][None], max_new_tokens=NEW)
+        assert output[0, len(PROMPTS[which]) :].tolist() == expected[which]
+        assert ids_of(dflash.stream(target, draft, PROMPTS[which][None], max_new_tokens=NEW)) == expected[which]
+    gc.collect()
+    for turn, events in enumerate(left):
+        if turn % 5:  # it had begun
+            with pytest.raises(RuntimeError, match="this stream has ended"):
+                next(events)
+
+
+SIGNALS = """
+import random
+import signal
+import time
+
+import torch
+from baseline import greedy, prompt
+from families import make_draft, make_target
+
+import dflash
+
+chance = random.Random(1)
+target = make_target("qwen3")
+draft = make_draft(target)
+p = prompt(9)
+expected = greedy(target, p, 16).tolist()
+new = lambda: dflash.Generator(target, draft, max_length=64)
+generator = new()
+door = {"custom_generate": dflash.custom_generate, "draft": draft, "do_sample": False, "pad_token_id": 0}
+calls = {
+    "generator": lambda: generator.generate(p[None], max_new_tokens=16)[0, 9:].tolist(),
+    "stream": lambda: [t for e in generator.stream(p[None], max_new_tokens=16) for t in e.ids[0]],
+    "one-shot": lambda: dflash.generate(target, draft, p[None], max_new_tokens=16)[0, 9:].tolist(),
+    "one-shot stream": lambda: [t for e in dflash.stream(target, draft, p[None], max_new_tokens=16) for t in e.ids[0]],
+    "new generator": lambda: new().generate(p[None], max_new_tokens=16)[0, 9:].tolist(),
+    "custom_generate": lambda: target.generate(p[None], max_new_tokens=16, **door)[0, 9:].tolist(),
+    "reset": lambda: generator.reset() or expected,
+}
+signal.signal(signal.SIGALRM, signal.default_int_handler)
+for name, call in calls.items():
+    call()
+    took = time.perf_counter()
+    call()
+    took = time.perf_counter() - took
+    interrupted, right = 0, 0
+    for _ in range(16):
+        try:
+            signal.setitimer(signal.ITIMER_REAL, max(chance.random() * took, 1e-6))
+            call()
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        except KeyboardInterrupt:
+            interrupted += 1
+            right += calls["generator"]() == expected  # while the interrupt is still being handled
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        right += call() == expected and not torch.is_inference_mode_enabled()
+    print(name, interrupted, right == 16 + interrupted, sep="|")
+"""
+
+
+def test_an_interrupt_at_any_moment_leaves_everything_usable():
+    done = process.python(SIGNALS)
+    assert done.returncode == 0, done.stderr
+    lines = [line.split("|") for line in done.stdout.splitlines()]
+    assert len(lines) == 7
+    assert sum(int(interrupted) for _, interrupted, _ in lines) > 30
+    assert [right for *_, right in lines] == ["True"] * 7
