@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .keys import REFUSED, Keys
+from ..limits import MAX_POSITIONS
+from ..terminal import listed, shortened
+from .keys import REFUSED, Keys, expect_names
 
 __all__ = ["ROPE_TYPES", "Rope", "read_rope"]
 
@@ -71,23 +73,27 @@ class Rope:
         return 1.0 / (self.factor * powers) * (1 - unscaled) + 1.0 / powers * unscaled
 
 
-def read_rope(keys: Keys, max_positions: int | None) -> Rope:
+def read_rope(keys: Keys, max_positions: int | None, head_dim: int) -> Rope:
     """Read ``rope_scaling``, else ``rope_parameters``. ``rope_theta`` may be inside or at the top level."""
     reader = _RopeReader(keys)
-    kind, theta = reader.kind(), reader.theta()
-    if kind == "default":
-        return Rope(theta=theta)
-    if kind == "linear":
-        return Rope("linear", theta, reader.required("factor"))
-    original = reader.original_length(max_positions)
-    if kind == "llama3":
-        low, high = reader.required("low_freq_factor"), reader.required("high_freq_factor")
-        if high <= low:
-            raise keys.error(f"{reader.name}: high_freq_factor must be above low_freq_factor, got {high} and {low}")
-        return Rope("llama3", theta, reader.required("factor"), original, low, high)
-    if theta <= 1:
-        raise keys.error(f"rope_theta must be > 1 for {kind}, got {theta}")
-    return reader.yarn(theta, original, max_positions)
+    rope = reader.rope(max_positions)
+    # Each number is sane here, and together they may still overflow.
+    try:
+        frequencies = rope.inverse_frequencies(head_dim)
+        is_finite = bool(torch.isfinite(frequencies * MAX_POSITIONS).all())
+    except (ValueError, ArithmeticError):  # the logarithm of nothing, a division by it, an overflow
+        is_finite = False
+    if not is_finite or not abs(rope.attention_scaling) < torch.finfo(torch.float32).max:
+        settings = f"{reader.name} {shortened(dict(reader.settings))}" if reader.settings else "rope_theta"
+        raise keys.error(f"{settings} with rope_theta {rope.theta:g}: the rotary frequencies are not finite numbers")
+    return rope
+
+
+# Settings whose type is checked whether or not the RoPE type uses them.
+_NUMBERS = (
+    *("attention_factor", "beta_fast", "beta_slow", "factor", "high_freq_factor", "low_freq_factor", "mscale"),
+    *("mscale_all_dim", "rope_theta"),
+)
 
 
 class _RopeReader:
@@ -96,20 +102,51 @@ class _RopeReader:
     def __init__(self, keys: Keys) -> None:
         self.keys = keys
         self.name = "rope_scaling" if keys.top.get("rope_scaling") else "rope_parameters"
+        for name in ("rope_scaling", "rope_parameters"):
+            self._check(name, keys.top.get(name))
         self.settings: Mapping[str, Any] = keys.top.get(self.name) or {}
-        if not isinstance(self.settings, Mapping):
-            raise keys.error(f"{self.name} must be an object, got {self.settings!r}")
-        if any(isinstance(value, Mapping) for value in self.settings.values()):
-            raise keys.error(f"{self.name} per layer type is not supported: {', '.join(self.settings)}")
+
+    def _check(self, name: str, settings: Any) -> None:
+        if settings is None:
+            return
+        if not isinstance(settings, Mapping):
+            raise self.keys.error(f"{name} must be an object, got {shortened(settings)}")
+        expect_names(settings, f"{self.keys.source}: {name}")
+        if any(isinstance(value, Mapping) for value in settings.values()):
+            raise self.keys.error(f"{name} per layer type is not supported: {listed(settings)}")
+        for key in _NUMBERS:
+            if settings.get(key) is not None:
+                self.keys.number(f"{name}.{key}", settings[key], positive=False)
+
+    def rope(self, max_positions: int | None) -> Rope:
+        """Return the settings as a `Rope`."""
+        kind, theta = self.kind(), self.theta()
+        if kind == "default":
+            return Rope(theta=theta)
+        if kind == "linear":
+            return Rope("linear", theta, self.required("factor"))
+        original = self.original_length(max_positions)
+        if kind == "llama3":
+            low, high = self.required("low_freq_factor"), self.required("high_freq_factor")
+            if high <= low:
+                raise self.keys.error(
+                    f"{self.name}: high_freq_factor must be above low_freq_factor, got {high} and {low}"
+                )
+            return Rope("llama3", theta, self.required("factor"), original, low, high)
+        if theta <= 1:
+            raise self.keys.error(f"rope_theta must be > 1 for {kind}, got {theta}")
+        return self.yarn(theta, original, max_positions)
 
     def kind(self) -> str:
         kind = self.settings.get("rope_type") or self.settings.get("type") or "default"
         if kind not in ROPE_TYPES:
-            raise self.keys.error(f"RoPE type {kind!r} is not supported: {', '.join(ROPE_TYPES)} are")
+            raise self.keys.error(
+                f"{self.name}: RoPE type {shortened(kind)} is not supported: {', '.join(ROPE_TYPES)} are"
+            )
         neutral, reason = REFUSED["partial_rotary_factor"]
         partial = self.settings.get("partial_rotary_factor")
         if partial not in neutral:
-            raise self.keys.error(f"partial_rotary_factor = {partial!r} is not supported: {reason}")
+            raise self.keys.error(f"partial_rotary_factor = {shortened(partial)} is not supported: {reason}")
         return kind
 
     def theta(self) -> float:
@@ -133,7 +170,7 @@ class _RopeReader:
         length = max_positions if length is None else length
         if length is None:
             raise self.keys.error(f"{self.name} of type {self.kind()} needs {key}")
-        return self.keys.integer(f"{self.name}.{key}", length, 1)
+        return self.keys.integer(f"{self.name}.{key}", length, 1, MAX_POSITIONS)
 
     def yarn(self, theta: float, original: int, max_positions: int | None) -> Rope:
         if self.settings.get("factor") is None and max_positions:
