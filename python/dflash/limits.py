@@ -44,9 +44,9 @@ MAX_TAPS = 2**10  # 8
 MAX_TARGET_LAYERS = 2**12  # 126
 # Positions and windows: kernels count them in 64 bits, but rotary angles in float32 mean nothing above.
 MAX_POSITIONS = 2**31 - 1
-# Scales, epsilons and RoPE factors are at most this and, where they must be positive, at least its inverse: their
-# products of two stay finite in float32.
-MAX_NUMBER = 1e18
+# Scales, epsilons and RoPE settings are at most this and, where they must be positive, at least its inverse: whatever
+# is computed from them then stays finite in float32, up to theta * factor * positions.
+MAX_NUMBER = 1e12
 
 # Characters of one name or value in an error message.
 MAX_SHOWN = 120

@@ -10,7 +10,7 @@ from typing import Any
 
 from .limits import MAX_SHOWN
 
-__all__ = ["listed", "printable", "shortened"]
+__all__ = ["listed", "named", "printable", "shortened"]
 
 # Control characters (ANSI escapes start with one), line separators, overrides of the reading direction, and
 # surrogates, which no encoding of a terminal has.
@@ -53,9 +53,13 @@ class _Repr(reprlib.Repr):
         self.maxlist = self.maxtuple = self.maxdict = self.maxset = 8
 
 
+def named(name: object) -> str:
+    """Return a name without quotes, printable and cut to a line."""
+    text = printable(name)
+    return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "..."
+
+
 def listed(names: Collection[object]) -> str:
-    """Return the first few of ``names``, printable and each cut to a line, and how many more there are."""
-    first = map(printable, islice(names, _LISTED))
-    shown = [name if len(name) <= MAX_SHOWN else name[:MAX_SHOWN] + "..." for name in first]
+    """Return the first few of ``names``, as by `named`, and how many more there are."""
     more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
-    return ", ".join(shown) + more
+    return ", ".join(map(named, islice(names, _LISTED))) + more

@@ -50,7 +50,7 @@ def read_fields(config: Mapping[str, Any], source: str) -> dict[str, Any]:
     fields |= {"num_target_layers": target_layers, "max_position_embeddings": max_positions}
     fields["causal"], fields["window"] = _read_attention(keys, layers)
     fields["target_layer_ids"] = _read_taps(keys, target_layers, layers)
-    fields["rope"] = read_rope(keys, max_positions, fields["head_dim"])
+    fields["rope"] = read_rope(keys, max_positions)
     fields |= _read_options(keys)
     warn_about_unknown(keys)
     return fields

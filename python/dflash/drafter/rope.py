@@ -73,27 +73,24 @@ class Rope:
         return 1.0 / (self.factor * powers) * (1 - unscaled) + 1.0 / powers * unscaled
 
 
-def read_rope(keys: Keys, max_positions: int | None, head_dim: int) -> Rope:
+def read_rope(keys: Keys, max_positions: int | None) -> Rope:
     """Read ``rope_scaling``, else ``rope_parameters``. ``rope_theta`` may be inside or at the top level."""
-    reader = _RopeReader(keys)
-    rope = reader.rope(max_positions)
-    # Each number is sane here, and together they may still overflow.
-    try:
-        frequencies = rope.inverse_frequencies(head_dim)
-        is_finite = bool(torch.isfinite(frequencies * MAX_POSITIONS).all())
-    except (ValueError, ArithmeticError):  # the logarithm of nothing, a division by it, an overflow
-        is_finite = False
-    if not is_finite or not abs(rope.attention_scaling) < torch.finfo(torch.float32).max:
-        settings = f"{reader.name} {shortened(dict(reader.settings))}" if reader.settings else "rope_theta"
-        raise keys.error(f"{settings} with rope_theta {rope.theta:g}: the rotary frequencies are not finite numbers")
-    return rope
+    return _RopeReader(keys).rope(max_positions)
 
 
-# Settings whose type is checked whether or not the RoPE type uses them.
-_NUMBERS = (
-    *("attention_factor", "beta_fast", "beta_slow", "factor", "high_freq_factor", "low_freq_factor", "mscale"),
-    *("mscale_all_dim", "rope_theta"),
-)
+# Settings that are checked whether or not the RoPE type uses them: True if they must be above 0. With these bounds
+# (`limits.MAX_NUMBER`) no frequency and no scaling overflows.
+_NUMBERS = {
+    "attention_factor": False,
+    "beta_fast": True,
+    "beta_slow": True,
+    "factor": True,
+    "high_freq_factor": True,
+    "low_freq_factor": True,
+    "mscale": False,
+    "mscale_all_dim": False,
+    "rope_theta": True,
+}
 
 
 class _RopeReader:
@@ -114,9 +111,12 @@ class _RopeReader:
         expect_names(settings, f"{self.keys.source}: {name}")
         if any(isinstance(value, Mapping) for value in settings.values()):
             raise self.keys.error(f"{name} per layer type is not supported: {listed(settings)}")
-        for key in _NUMBERS:
+        for key, positive in _NUMBERS.items():
             if settings.get(key) is not None:
-                self.keys.number(f"{name}.{key}", settings[key], positive=False)
+                self.keys.number(f"{name}.{key}", settings[key], positive=positive)
+        for key in ("mscale", "mscale_all_dim"):  # 0 leaves the rule out
+            if (settings.get(key) or 0) < 0:
+                raise self.keys.error(f"{name}.{key} must be >= 0, got {settings[key]}")
 
     def rope(self, max_positions: int | None) -> Rope:
         """Return the settings as a `Rope`."""
@@ -152,17 +152,15 @@ class _RopeReader:
     def theta(self) -> float:
         theta = self.settings.get("rope_theta")
         theta = self.keys.top.get("rope_theta") if theta is None else theta
-        return 10000.0 if theta is None else self.keys.number("rope_theta", theta)
+        return 10000.0 if theta is None else float(theta)
 
     def required(self, key: str) -> float:
         if self.settings.get(key) is None:
             raise self.keys.error(f"{self.name} of type {self.kind()} needs {key}")
-        return self.keys.number(f"{self.name}.{key}", self.settings[key])
+        return float(self.settings[key])
 
     def optional(self, key: str) -> float | None:
-        if self.settings.get(key) is None:
-            return None
-        return self.keys.number(f"{self.name}.{key}", self.settings[key], positive=False)
+        return None if self.settings.get(key) is None else float(self.settings[key])
 
     def original_length(self, max_positions: int | None) -> int:
         key = "original_max_position_embeddings"
