@@ -38,6 +38,7 @@ _REFUSED_PARTS = {
     "mask_embedding": _OWN_MASK_EMBEDDING,
     "mask_hidden": _OWN_MASK_EMBEDDING,
 }
+_MAX_NAME_BYTES = 255  # of a file, on every file system of Linux
 _MASK_EMBEDDING_FILE = "mask_embedding.pt"
 
 
@@ -194,7 +195,7 @@ def _find_shards(folder: Path) -> list[Path]:
     if len(names) > MAX_SHARDS:
         raise ValueError(f"{printable(index)}: weight_map must name at most {MAX_SHARDS} files, got {len(names)}")
     for name in names:
-        if Path(name).name != name or len(os.fsencode(name)) > 255 or "\0" in name:
+        if Path(name).name != name or name in ("", "..") or len(os.fsencode(name)) > _MAX_NAME_BYTES or "\0" in name:
             raise ValueError(
                 f"{printable(index)}: weight_map names {shortened(name)}, which is not a file in the same folder"
             )

@@ -156,7 +156,8 @@ def _read_layer_types(keys: Keys, layers: int, use_sliding: bool | None) -> list
             num_full = keys.value("max_window_layers", 28)
         types = [FULL if i < num_full else SLIDING for i in range(layers)]
     if not isinstance(types, (list, tuple)) or len(types) != layers:
-        raise keys.error(f"layer_types must name each of the {layers} layers, got {shortened(types)}")
+        given = f"got {shortened(types)} with num_hidden_layers {layers}"
+        raise keys.error(f"layer_types must name each of the {layers} layers, {given}")
     for kind in types:
         if kind not in (FULL, SLIDING):
             raise keys.error(f"layer_types must be {FULL} or {SLIDING}, got {shortened(kind)}")
