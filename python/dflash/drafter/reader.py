@@ -140,7 +140,8 @@ def _read_attention(keys: Keys, layers: int) -> tuple[tuple[bool, ...], tuple[in
             if use_sliding is False:
                 raise keys.error("layer_types has sliding_attention, but use_sliding_window is false")
             window = keys.top.get("sliding_window")
-        window = keys.integer("sliding_window", window, 1, MAX_POSITIONS)
+        cause = "use_swa" if everywhere else f"{SLIDING} in layer_types"
+        window = keys.integer(f"{cause} needs a window: sliding_window", window, 1, MAX_POSITIONS)
     return (
         tuple(kind == SLIDING if causal is None else causal for kind in types),
         tuple(window if everywhere or kind == SLIDING else 0 for kind in types),
