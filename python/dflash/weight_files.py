@@ -15,16 +15,17 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 from torch import Tensor
 
-from .files import parse_json
+from .files import parse_json, read_json
 from .terminal import named, printable, shortened
 
-__all__ = ["FLOATING", "StoredTensor", "read_header", "read_tensor_"]
+__all__ = ["FLOATING", "StoredTensor", "find_shards", "read_header", "read_tensor_"]
 
 # What safetensors calls the floating types that torch computes in.
 FLOATING = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1}
 _BYTES |= {"U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1}
 _MAX_ELEMENTS = 2**62  # of one tensor: torch counts in 64 bits
+_MAX_NAME_BYTES = 255  # of a file, on every file system of Linux
 _PREFIX_BYTES = 8  # the length of the header
 
 
@@ -37,6 +38,38 @@ class StoredTensor(NamedTuple):
     start: int  # the first byte, from the beginning of the file
     num_bytes: int
     file_state: tuple[int, ...]
+
+
+def find_shards(folder: Path, max_bytes: int, max_shards: int) -> list[Path]:
+    """Return the files that hold a model's weights: ``model.safetensors``, or those that its index names.
+
+    Args:
+        folder: of the model.
+        max_bytes: size of the index at most.
+        max_shards: number of files at most.
+
+    Raises:
+        FileNotFoundError: there is neither of both, or a file that the index names is missing.
+        ValueError: the index is broken, or names a file outside of the folder.
+    """
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file():
+        return [single]
+    if not index.is_file():
+        raise FileNotFoundError(f"{printable(folder)} has neither {single.name} nor {index.name}")
+    where = printable(index)
+    mapping = read_json(index, max_bytes, unique_keys=True).get("weight_map")
+    if not isinstance(mapping, dict) or not mapping or not all(isinstance(name, str) for name in mapping.values()):
+        raise ValueError(f"{where}: weight_map must map tensor names to files")
+    names = sorted(set(mapping.values()))
+    if len(names) > max_shards:
+        raise ValueError(f"{where}: weight_map must name at most {max_shards} files, got {len(names)}")
+    for name in names:
+        if Path(name).name != name or name in ("", "..") or len(os.fsencode(name)) > _MAX_NAME_BYTES or "\0" in name:
+            raise ValueError(f"{where}: weight_map names {shortened(name)}, which is not a file in the same folder")
+        if not (folder / name).is_file():
+            raise FileNotFoundError(f"{printable(folder)}: shard {named(name)} is missing, but {index.name} names it")
+    return [folder / name for name in names]
 
 
 def read_header(path: Path, max_bytes: int) -> tuple[dict[str, StoredTensor], int]:

@@ -6,15 +6,14 @@ import copy
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..files import parse_json
+from ..files import read_json
 from ..limits import MAX_JSON_BYTES, MAX_SHARDS
 from ..terminal import listed, named, printable, shortened
-from ..weight_files import FLOATING, StoredTensor, read_header, read_tensor_
+from ..weight_files import FLOATING, StoredTensor, find_shards, read_header, read_tensor_
 from .config import DraftConfig
 from .drafter import Drafter
 
@@ -38,7 +37,6 @@ _REFUSED_PARTS = {
     "mask_embedding": _OWN_MASK_EMBEDDING,
     "mask_hidden": _OWN_MASK_EMBEDDING,
 }
-_MAX_NAME_BYTES = 255  # of a file, on every file system of Linux
 _MASK_EMBEDDING_FILE = "mask_embedding.pt"
 
 
@@ -135,7 +133,7 @@ def _load_module(module: nn.Module, dtype: torch.dtype | None, device: torch.dev
 
 
 def _load_folder(folder: Path, dtype: torch.dtype | None, device: torch.device | str | None) -> Drafter:
-    config = DraftConfig.from_config(_read_json(folder / "config.json"), str(folder / "config.json"))
+    config = _read_config(folder)
     if (folder / _MASK_EMBEDDING_FILE).exists():
         raise ValueError(f"{printable(folder / _MASK_EMBEDDING_FILE)}: {_OWN_MASK_EMBEDDING}")
     stored = _read_headers(folder)
@@ -150,27 +148,18 @@ def _load_folder(folder: Path, dtype: torch.dtype | None, device: torch.device |
     return drafter.eval()
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_config(folder: Path) -> DraftConfig:
+    path = folder / "config.json"
     if not path.is_file():
-        raise FileNotFoundError(f"{printable(path.parent)} is not a drafter's folder: {path.name} is missing")
-    try:
-        with open(path, "rb") as file:
-            text = file.read(MAX_JSON_BYTES + 1)
-    except OSError as error:
-        raise ValueError(f"{printable(path)}: cannot be read: {error.strerror or error}") from error
-    if len(text) > MAX_JSON_BYTES:
-        raise ValueError(f"{printable(path)}: must have at most {MAX_JSON_BYTES} bytes")
-    content = parse_json(text, printable(path), unique_keys=True)
-    if not isinstance(content, dict):
-        raise ValueError(f"{printable(path)}: must hold an object, got {type(content).__name__}")
-    return content
+        raise FileNotFoundError(f"{printable(folder)} is not a drafter's folder: {path.name} is missing")
+    return DraftConfig.from_config(read_json(path, MAX_JSON_BYTES, unique_keys=True), str(path))
 
 
 def _read_headers(folder: Path) -> dict[str, StoredTensor]:
     """Return every tensor of a folder by its name."""
     stored: dict[str, StoredTensor] = {}
     room = MAX_JSON_BYTES
-    for path in _find_shards(folder):
+    for path in find_shards(folder, MAX_JSON_BYTES, MAX_SHARDS):
         tensors, length = read_header(path, room)
         room -= length
         if twice := stored.keys() & tensors.keys():
@@ -180,28 +169,6 @@ def _read_headers(folder: Path) -> dict[str, StoredTensor]:
             )
         stored |= tensors
     return stored
-
-
-def _find_shards(folder: Path) -> list[Path]:
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if single.is_file():
-        return [single]
-    if not index.is_file():
-        raise FileNotFoundError(f"{printable(folder)} has neither {single.name} nor {index.name}")
-    mapping = _read_json(index).get("weight_map")
-    if not isinstance(mapping, dict) or not mapping or not all(isinstance(name, str) for name in mapping.values()):
-        raise ValueError(f"{printable(index)}: weight_map must map tensor names to files")
-    names = sorted(set(mapping.values()))
-    if len(names) > MAX_SHARDS:
-        raise ValueError(f"{printable(index)}: weight_map must name at most {MAX_SHARDS} files, got {len(names)}")
-    for name in names:
-        if Path(name).name != name or name in ("", "..") or len(os.fsencode(name)) > _MAX_NAME_BYTES or "\0" in name:
-            raise ValueError(
-                f"{printable(index)}: weight_map names {shortened(name)}, which is not a file in the same folder"
-            )
-        if not (folder / name).is_file():
-            raise FileNotFoundError(f"{printable(folder)}: shard {named(name)} is missing, but {index.name} names it")
-    return [folder / name for name in names]
 
 
 # ---------------------------------------------------------------------------------------------- matching tensors
