@@ -4,16 +4,46 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 
-__all__ = ["check_device", "existing", "load", "load_target", "load_tokenizer", "stop_token_ids"]
+from ..evaluate import load_pretrained, readable_load_errors
+
+__all__ = [
+    "Source",
+    "check_device",
+    "load",
+    "load_empty_target",
+    "load_target",
+    "load_tokenizer",
+    "stop_token_ids",
+]
 
 
-def existing(name: str) -> str:
+@dataclass(frozen=True)
+class Source:
+    """Where a target and its tokenizer come from.
+
+    Attributes:
+        name: a folder or a hub id.
+        trust_remote_code: run the Python code that comes with it. Without this it is refused, and nobody is asked.
+        quiet: show no spinner and no bars.
+    """
+
+    name: str
+    trust_remote_code: bool
+    quiet: bool = False
+
+    def load(self, loader: Any, **options: Any) -> Any:
+        """Load with one of transformers' ``Auto`` classes."""
+        return load_pretrained(loader, _existing(self.name), trust_remote_code=self.trust_remote_code, **options)
+
+
+def _existing(name: str) -> str:
     """Return ``name`` if it can be a folder or a hub id; a missing path raises before any download."""
     if Path(name).is_dir():
         return name
@@ -42,12 +72,12 @@ def _waiting(what: str, source: str, quiet: bool) -> Iterator[None]:
         yield
 
 
-def load_tokenizer(model: str, quiet: bool = False) -> Any:
-    """Load the tokenizer of a folder or a hub id."""
-    with _waiting("tokenizer", existing(model), quiet):
+def load_tokenizer(source: Source) -> Any:
+    """Load the target's tokenizer."""
+    with _waiting("tokenizer", _existing(source.name), source.quiet):
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(model)
+        return source.load(AutoTokenizer)
 
 
 def check_device(dtype: str, device: str | None) -> str:
@@ -69,30 +99,37 @@ def check_device(dtype: str, device: str | None) -> str:
     return device
 
 
-def load_target(model: str, dtype: str, device: Any, quiet: bool = False) -> Any:
+def load_target(source: Source, dtype: str, device: Any) -> Any:
     """Load the target, in eval mode."""
-    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
-    try:
-        with _waiting("target", model, quiet):
-            return AutoModelForCausalLM.from_pretrained(model, dtype=dtype).to(device).eval()
-    except SafetensorError as error:
-        raise ValueError(f"--model {model!r}: its weights are truncated or corrupt: {error}") from error
+    with _waiting("target", source.name, source.quiet), readable_load_errors(source.name):
+        return source.load(AutoModelForCausalLM, dtype=dtype).to(device).eval()
 
 
-def stop_token_ids(model: str, config: Any) -> list[int]:
+def load_empty_target(source: Source) -> Any:
+    """Build the target from its config, on the meta device and without its weights."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = source.load(AutoConfig)
+    with torch.device("meta"), readable_load_errors(source.name):
+        return AutoModelForCausalLM.from_config(config, trust_remote_code=source.trust_remote_code)
+
+
+def stop_token_ids(source: Source, config: Any) -> list[int]:
     """Return the stop tokens of a target's generation_config, else of its text ``config``."""
     from transformers import GenerationConfig
 
     try:
-        stops = GenerationConfig.from_pretrained(model).eos_token_id
+        with readable_load_errors(source.name):
+            stops = GenerationConfig.from_pretrained(source.name).eos_token_id
     except OSError:  # there is no generation_config
         stops = getattr(config, "eos_token_id", None)
     return [] if stops is None else list(stops) if isinstance(stops, list | tuple) else [stops]
 
 
-def load(model: str, draft: str | None, dtype: str, device: str | None, quiet: bool = False) -> tuple[Any, Any, str]:
+def load(source: Source, draft: str | None, dtype: str, device: str | None) -> tuple[Any, Any, str]:
     """Load the target, its drafter (if one is named), and return both with the device."""
     import torch
 
@@ -100,6 +137,6 @@ def load(model: str, draft: str | None, dtype: str, device: str | None, quiet: b
 
     device, drafter = check_device(dtype, device), None
     if draft is not None:  # first, because it is small and fails quickly
-        with _waiting("drafter", draft, quiet):
+        with _waiting("drafter", draft, source.quiet):
             drafter = load_draft(draft, dtype=None if dtype == "auto" else getattr(torch, dtype), device=device)
-    return load_target(model, dtype, device, quiet), drafter, device
+    return load_target(source, dtype, device), drafter, device

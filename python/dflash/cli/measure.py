@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..evaluate.benchmark import Settings
-from .loading import load, load_tokenizer
+from .loading import Source, load, load_tokenizer
 from .options import (
     Device,
     Draft,
@@ -25,6 +25,7 @@ from .options import (
     Model,
     NoThinking,
     Sharpness,
+    TrustRemoteCode,
     check_sampling,
     parse_sharpness,
     takes_dataclasses,
@@ -83,6 +84,7 @@ def benchmark(
     no_thinking: NoThinking = False,
     dtype: Dtype = "auto",
     device: Device = None,
+    trust_remote_code: TrustRemoteCode = False,
     out: Annotated[
         Path | None, typer.Option(help="Folder for results; the same command continues an interrupted run.")
     ] = None,
@@ -110,10 +112,11 @@ def benchmark(
     if out is not None and out.exists() and not out.is_dir():
         raise ValueError(f"--out must be a folder, {str(out)!r} is a file")
     datasets = _load_datasets(dataset, data, limit)
-    tokenizer = load_tokenizer(model, as_json)
+    source = Source(model, trust_remote_code, as_json)
+    tokenizer = load_tokenizer(source)
     check_settings(settings, tokenizer)
     # 2. Load the models and run.
-    target, drafter, _ = load(model, draft, dtype, device, as_json)
+    target, drafter, _ = load(source, draft, dtype, device)
     about = {"model": model, "draft": draft, "command": shlex.join(["dflash", *sys.argv[1:]])}
     with progress_bars({name: len(prompts) for name, prompts in datasets.items()}) as advance:
         report = run_benchmark(target, drafter, tokenizer, datasets, settings, about=about, out=out, advance=advance)

@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 
 from ..evaluate import prompt_ids
-from .loading import load, load_tokenizer
+from .loading import Source, load, load_tokenizer
 from .options import (
     BlockSize,
     Bos,
@@ -59,12 +59,13 @@ def generate(
     # 1. Check the options and encode the prompt: this is quick, loading the models is not.
     text = _read_prompt(prompt, file)
     models = models.resolve()
-    tokenizer = load_tokenizer(models.model, as_json)
+    source = Source(models.model, models.trust_remote_code, as_json)
+    tokenizer = load_tokenizer(source)
     ids = _encode(tokenizer, text, system, raw, bos)
     sharpness = parse_sharpness(draft_sharpness)
     check_sampling(max_new_tokens, draft_sharpness=sharpness, **dataclasses.asdict(sampling))
     # 2. Load the models.
-    target, drafter, device = load(models.model, models.draft, models.dtype, models.device, as_json)
+    target, drafter, device = load(source, models.draft, models.dtype, models.device)
     import torch
 
     from ..api import stream
@@ -180,11 +181,12 @@ def chat(
     """
     # 1. Load the models.
     models = models.resolve()
-    tokenizer = load_tokenizer(models.model, as_json)
+    source = Source(models.model, models.trust_remote_code, as_json)
+    tokenizer = load_tokenizer(source)
     if tokenizer.chat_template is None:
         raise ValueError("this tokenizer has no chat template: use dflash generate")
     check_sampling(max_new_tokens, **dataclasses.asdict(sampling))
-    target, drafter, device = load(models.model, models.draft, models.dtype, models.device, as_json)
+    target, drafter, device = load(source, models.draft, models.dtype, models.device)
     from ..generator import Generator
 
     positions = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None) or max_length

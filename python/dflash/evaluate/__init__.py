@@ -4,6 +4,7 @@ from .benchmark import distinct_ngrams
 from .compare import Answer, Comparison, Decoding, GeneratorRunner, Total, TransformersRunner, answer_all, pair_runners
 from .journal import Journal
 from .pair import ARROW, CHAT_TEMPLATE, PAIR, demo_pair, demo_prompts, encode
+from .pretrained import load_pretrained, readable_load_errors
 from .prompts import (
     as_messages,
     import_datasets,
@@ -34,11 +35,13 @@ __all__ = [
     "distinct_ngrams",
     "encode",
     "import_datasets",
+    "load_pretrained",
     "pair_runners",
     "parse_messages",
     "parse_prompt",
     "prompt_ids",
     "read_records",
+    "readable_load_errors",
     "render_chat",
     "shorten",
     "text_ids",

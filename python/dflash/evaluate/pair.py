@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..drafter import Drafter, load_draft
 from ..files import read_jsonl
+from .pretrained import load_pretrained
 from .prompts import text_ids
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ def demo_pair(
 
     Raises:
         FileNotFoundError: ``folder`` holds no pair.
+        ValueError: a file in it is broken, or it needs Python code of its own.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
@@ -82,11 +84,18 @@ def demo_pair(
     had_bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        target = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=dtype, local_files_only=True).eval()
+        target = _load(AutoModelForCausalLM, folder, dtype=dtype).eval()
     finally:
         if had_bars:
             logging.enable_progress_bar()
-    return target, draft, AutoTokenizer.from_pretrained(folder / "target", local_files_only=True)
+    return target, draft, _load(AutoTokenizer, folder)
+
+
+def _load(loader: Any, folder: Path, **options: Any) -> Any:
+    """Load the pair's target or tokenizer, from the folder only and without any code in it."""
+    advice = "a pair has none"
+    options |= {"local_files_only": True, "trust_remote_code": False}
+    return load_pretrained(loader, folder / "target", advice=advice, **options)
 
 
 def demo_prompts(folder: str | Path = PAIR) -> list[Prompt]:
