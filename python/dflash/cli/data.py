@@ -109,7 +109,7 @@ def _server_writer(files: _Files, asking: _Asking) -> Writer:
 
 
 def _local_writer(files: _Files, asking: _Asking) -> Writer:
-    source = Source(files.model, asking.trust_remote_code, asking.as_json)
+    source = Source(files.model, asking.trust_remote_code, quiet=asking.as_json)
     tokenizer = load_tokenizer(source)
     target, drafter, _ = load(source, files.draft, asking.dtype, asking.device)
     return LocalWriter(

@@ -11,36 +11,20 @@ from typing import Any
 from rich.console import Console
 from rich.markup import escape
 
-from ..evaluate import load_pretrained, readable_load_errors
+from ..evaluate import Pretrained
 
-__all__ = [
-    "Source",
-    "check_device",
-    "load",
-    "load_empty_target",
-    "load_target",
-    "load_tokenizer",
-    "stop_token_ids",
-]
+__all__ = ["Source", "check_device", "load", "load_target", "load_tokenizer"]
 
 
 @dataclass(frozen=True)
-class Source:
-    """Where a target and its tokenizer come from.
+class Source(Pretrained):
+    """A target and its tokenizer, as named on the command line.
 
     Attributes:
-        name: a folder or a hub id.
-        trust_remote_code: run the Python code that comes with it. Without this it is refused, and nobody is asked.
         quiet: show no spinner and no bars.
     """
 
-    name: str
-    trust_remote_code: bool
     quiet: bool = False
-
-    def load(self, loader: Any, **options: Any) -> Any:
-        """Load with one of transformers' ``Auto`` classes."""
-        return load_pretrained(loader, _existing(self.name), trust_remote_code=self.trust_remote_code, **options)
 
 
 def _existing(name: str) -> str:
@@ -75,9 +59,7 @@ def _waiting(what: str, source: str, quiet: bool) -> Iterator[None]:
 def load_tokenizer(source: Source) -> Any:
     """Load the target's tokenizer."""
     with _waiting("tokenizer", _existing(source.name), source.quiet):
-        from transformers import AutoTokenizer
-
-        return source.load(AutoTokenizer)
+        return source.load_tokenizer()
 
 
 def check_device(dtype: str, device: str | None) -> str:
@@ -101,32 +83,8 @@ def check_device(dtype: str, device: str | None) -> str:
 
 def load_target(source: Source, dtype: str, device: Any) -> Any:
     """Load the target, in eval mode."""
-    from transformers import AutoModelForCausalLM
-
-    with _waiting("target", source.name, source.quiet), readable_load_errors(source.name):
-        return source.load(AutoModelForCausalLM, dtype=dtype).to(device).eval()
-
-
-def load_empty_target(source: Source) -> Any:
-    """Build the target from its config, on the meta device and without its weights."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = source.load(AutoConfig)
-    with torch.device("meta"), readable_load_errors(source.name):
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=source.trust_remote_code)
-
-
-def stop_token_ids(source: Source, config: Any) -> list[int]:
-    """Return the stop tokens of a target's generation_config, else of its text ``config``."""
-    from transformers import GenerationConfig
-
-    try:
-        with readable_load_errors(source.name):
-            stops = GenerationConfig.from_pretrained(source.name).eos_token_id
-    except OSError:  # there is no generation_config
-        stops = getattr(config, "eos_token_id", None)
-    return [] if stops is None else list(stops) if isinstance(stops, list | tuple) else [stops]
+    with _waiting("target", source.name, source.quiet):
+        return source.load_target(dtype, device)
 
 
 def load(source: Source, draft: str | None, dtype: str, device: str | None) -> tuple[Any, Any, str]:

@@ -112,7 +112,7 @@ def benchmark(
     if out is not None and out.exists() and not out.is_dir():
         raise ValueError(f"--out must be a folder, {str(out)!r} is a file")
     datasets = _load_datasets(dataset, data, limit)
-    source = Source(model, trust_remote_code, as_json)
+    source = Source(model, trust_remote_code, quiet=as_json)
     tokenizer = load_tokenizer(source)
     check_settings(settings, tokenizer)
     # 2. Load the models and run.

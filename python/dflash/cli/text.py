@@ -59,7 +59,7 @@ def generate(
     # 1. Check the options and encode the prompt: this is quick, loading the models is not.
     text = _read_prompt(prompt, file)
     models = models.resolve()
-    source = Source(models.model, models.trust_remote_code, as_json)
+    source = Source(models.model, models.trust_remote_code, quiet=as_json)
     tokenizer = load_tokenizer(source)
     ids = _encode(tokenizer, text, system, raw, bos)
     sharpness = parse_sharpness(draft_sharpness)
@@ -181,7 +181,7 @@ def chat(
     """
     # 1. Load the models.
     models = models.resolve()
-    source = Source(models.model, models.trust_remote_code, as_json)
+    source = Source(models.model, models.trust_remote_code, quiet=as_json)
     tokenizer = load_tokenizer(source)
     if tokenizer.chat_template is None:
         raise ValueError("this tokenizer has no chat template: use dflash generate")

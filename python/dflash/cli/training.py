@@ -14,7 +14,7 @@ import typer
 
 from ..progress import bars
 from ..train import TrainConfig
-from .loading import Source, check_device, load_empty_target, load_target, load_tokenizer, stop_token_ids
+from .loading import Source, check_device, load_target, load_tokenizer
 from .options import Device, Model, NoThinking, TrustRemoteCode, takes_dataclasses
 from .shell import set_debug
 
@@ -104,9 +104,9 @@ def train(
 
     # 2. Create the drafter and read the rows, checked against the target without its weights
     quiet = run.as_json or not _is_first_process()
-    source = Source(paths.model, run.trust_remote_code, quiet)
+    source = Source(paths.model, run.trust_remote_code, quiet=quiet)
     tokenizer = load_tokenizer(source)
-    empty_target = check_target(load_empty_target(source), loaded=False)
+    empty_target = check_target(source.load_empty_target(), loaded=False)
     drafter = _initial_drafter(empty_target, tokenizer, paths.init, shape, config.seed)
     rows, heldout = (_rows(data, source, empty_target, tokenizer, reading) for data in (paths.data, paths.heldout))
 
@@ -194,7 +194,7 @@ def _rows(data: str | None, source: Source, target: Any, tokenizer: Any, reading
         bos=reading.bos,
         template={"enable_thinking": False} if reading.no_thinking else None,
         vocab_size=config.vocab_size,
-        stop_token_ids=stop_token_ids(source, config),
+        stop_token_ids=source.load_stop_token_ids(config),
         skip_long=reading.skip_long,
     )
 

@@ -3,8 +3,8 @@
 from .benchmark import distinct_ngrams
 from .compare import Answer, Comparison, Decoding, GeneratorRunner, Total, TransformersRunner, answer_all, pair_runners
 from .journal import Journal
-from .pair import ARROW, CHAT_TEMPLATE, PAIR, demo_pair, demo_prompts, encode
-from .pretrained import load_pretrained, readable_load_errors
+from .pair import ARROW, CHAT_TEMPLATE, PAIR, demo_pair, demo_prompts, encode, load_target
+from .pretrained import Pretrained
 from .prompts import (
     as_messages,
     import_datasets,
@@ -26,6 +26,7 @@ __all__ = [
     "Decoding",
     "GeneratorRunner",
     "Journal",
+    "Pretrained",
     "Total",
     "TransformersRunner",
     "answer_all",
@@ -35,13 +36,12 @@ __all__ = [
     "distinct_ngrams",
     "encode",
     "import_datasets",
-    "load_pretrained",
+    "load_target",
     "pair_runners",
     "parse_messages",
     "parse_prompt",
     "prompt_ids",
     "read_records",
-    "readable_load_errors",
     "render_chat",
     "shorten",
     "text_ids",

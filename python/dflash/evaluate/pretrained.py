@@ -5,49 +5,102 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["load_pretrained", "readable_load_errors"]
+import torch
+
+__all__ = ["Pretrained"]
 
 
-_ALLOW = "it would have your rights, so read it first, then allow it with --trust-remote-code"
+@dataclass(frozen=True)
+class Pretrained:
+    """A target and its tokenizer, as files that transformers loads. Nobody is asked whether code in them may run.
 
+    Each method raises ``ValueError`` if the files need code that may not run, or if one of them is broken, and
+    ``OSError`` if they cannot be found.
 
-def load_pretrained(
-    loader: Any, name: str | os.PathLike, *, trust_remote_code: bool, advice: str = _ALLOW, **options: Any
-) -> Any:
-    """Call ``loader.from_pretrained(name)``. It never asks on standard input whether code may run.
-
-    Args:
-        loader: one of transformers' ``Auto`` classes.
+    Attributes:
         name: a folder or a hub id.
-        trust_remote_code: run the Python code that comes with ``name``, with the rights of this process.
-        advice: what to do about code that may not run.
-        options: of ``from_pretrained``.
-
-    Raises:
-        ValueError: ``name`` needs code that may not run, or one of its files is broken.
-        OSError: there is no such folder or hub id, or a file is missing.
+        trust_remote_code: run the Python code that comes with them, with the rights of this process.
+        advice: what to do about code that may not run, for the error.
+        local_files_only: download nothing.
     """
-    with readable_load_errors(name, advice):
-        return loader.from_pretrained(name, trust_remote_code=trust_remote_code, **options)
 
+    name: str | os.PathLike
+    trust_remote_code: bool = False
+    advice: str = "it would have your rights, so read it first, then allow it with --trust-remote-code"
+    local_files_only: bool = False
 
-@contextlib.contextmanager
-def readable_load_errors(name: str | os.PathLike, advice: str = _ALLOW) -> Iterator[None]:
-    """Turn what transformers and its libraries raise for the files of ``name`` into a ``ValueError`` of one line."""
-    from safetensors import SafetensorError
+    def load_tokenizer(self) -> Any:
+        """Load the tokenizer."""
+        from transformers import AutoTokenizer
 
-    try:
-        yield
-    except (ValueError, TypeError, OSError) as error:
-        if "trust_remote_code" not in str(error):
-            raise
-        raise ValueError(
-            f"{str(name)!r} needs Python code of its own, which dflash does not run unasked: {advice}"
-        ) from error
-    except SafetensorError as error:
-        raise ValueError(f"{str(name)!r}: its weights are truncated or corrupt: {error}") from error
-    except Exception as error:  # a broken file: tokenizers raises bare Exceptions, transformers KeyErrors and others
-        reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        raise ValueError(f"{str(name)!r} cannot be loaded: {reason}") from error
+        return self._load(AutoTokenizer)
+
+    def load_config(self) -> Any:
+        """Load the config, and refuse one that would have transformers download kernels and run them."""
+        from transformers import AutoConfig
+
+        config = self._load(AutoConfig)
+        parts = [config, *(getattr(config, name, None) for name in config.sub_configs)]
+        for kernel in (getattr(part, "_attn_implementation", None) for part in parts):
+            if isinstance(kernel, str) and "/" in kernel:
+                raise ValueError(
+                    f"{str(self.name)!r}: attn_implementation in config.json asks for code from the hub, {kernel!r}: "
+                    "remove the key, attention does not need it"
+                )
+        return config
+
+    def load_target(self, dtype: Any, device: Any = "cpu") -> Any:
+        """Load the target, in eval mode."""
+        from transformers import AutoModelForCausalLM
+
+        target = self._load(AutoModelForCausalLM, config=self.load_config(), dtype=dtype)
+        with self._readable_errors():  # the device may be full
+            return target.to(device).eval()
+
+    def load_empty_target(self) -> Any:
+        """Build the target from its config, on the meta device and without its weights."""
+        from transformers import AutoModelForCausalLM
+
+        config = self.load_config()
+        with torch.device("meta"), self._readable_errors():
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=self.trust_remote_code)
+
+    def load_stop_token_ids(self, config: Any) -> list[int]:
+        """Return the stop tokens of the generation_config, else of the text ``config``."""
+        from transformers import GenerationConfig
+
+        try:
+            with self._readable_errors():
+                options = {"local_files_only": self.local_files_only}
+                stops = GenerationConfig.from_pretrained(self.name, **options).eos_token_id
+        except OSError:  # there is no generation_config
+            stops = getattr(config, "eos_token_id", None)
+        return [] if stops is None else list(stops) if isinstance(stops, list | tuple) else [stops]
+
+    def _load(self, loader: Any, **options: Any) -> Any:
+        options |= {"trust_remote_code": self.trust_remote_code, "local_files_only": self.local_files_only}
+        with self._readable_errors():
+            return loader.from_pretrained(self.name, **options)
+
+    @contextlib.contextmanager
+    def _readable_errors(self) -> Iterator[None]:
+        """Turn what transformers and its libraries raise for these files into errors of the documented types."""
+        from safetensors import SafetensorError
+
+        name = repr(str(self.name))
+        try:
+            yield
+        except (ValueError, TypeError, OSError) as error:
+            if "trust_remote_code" not in str(error):
+                raise
+            raise ValueError(
+                f"{name} needs Python code of its own, which dflash does not run unasked: {self.advice}"
+            ) from error
+        except SafetensorError as error:
+            raise ValueError(f"{name}: its weights are truncated or corrupt: {error}") from error
+        except Exception as error:  # of a broken file: tokenizers raises bare Exceptions, transformers KeyErrors
+            reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            raise ValueError(f"{name} cannot be loaded: {reason}") from error
