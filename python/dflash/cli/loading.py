@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from ..evaluate import Pretrained
+from ..terminal import printable
 
 __all__ = ["Source", "check_device", "load", "load_target", "load_tokenizer"]
 
@@ -47,7 +48,7 @@ def _waiting(what: str, source: str, quiet: bool) -> Iterator[None]:
             size = f", {size:.1f} GB" if size >= 0.05 and what != "tokenizer" else ""
             stack.enter_context(console.status(f"loading the {what}{size}"))
         elif not quiet:
-            console.print(f"[dim]loading the {what} from {escape(source)}[/]")
+            console.print(f"[dim]loading the {what} from {escape(printable(source))}[/]")
         from transformers.utils import logging  # a slow import
 
         if (quiet or local) and logging.is_progress_bar_enabled():

@@ -14,7 +14,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from ..evaluate import check_text
 from ..evaluate.benchmark import Settings
+from ..terminal import printable
 from .loading import Source, load, load_tokenizer
 from .options import (
     Device,
@@ -56,6 +58,8 @@ def demo(
     from ..evaluate.demo import run_demo
 
     check_sampling(max_new_tokens, temperature=temperature, seed=seed)
+    if prompt is not None:
+        check_text(prompt, "--prompt")
     report = run_demo(
         Decoding(max_new_tokens, temperature, seed),
         folder=PAIR if pair is None else pair,
@@ -153,9 +157,9 @@ def doctor(as_json: Json = False) -> None:
         table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
         marks = {"ok": "[green]ok[/]", "warning": "[yellow]warning[/]", "error": "[red]error[/]"}
         for check in checks:
-            table.add_row(marks[check.status], check.name, escape(check.found))
+            table.add_row(marks[check.status], check.name, escape(printable(check.found)))
             if check.advice:
-                table.add_row("", "", f"[bold]-> {escape(check.advice)}[/]")
+                table.add_row("", "", f"[bold]-> {escape(printable(check.advice))}[/]")
         Console().print(table)
     if any(check.status == "error" for check in checks):
         raise typer.Exit(1)

@@ -7,6 +7,7 @@ from .pair import ARROW, CHAT_TEMPLATE, PAIR, demo_pair, demo_prompts, encode, l
 from .pretrained import Pretrained
 from .prompts import (
     as_messages,
+    check_text,
     import_datasets,
     parse_messages,
     parse_prompt,
@@ -31,6 +32,7 @@ __all__ = [
     "TransformersRunner",
     "answer_all",
     "as_messages",
+    "check_text",
     "demo_pair",
     "demo_prompts",
     "distinct_ngrams",
