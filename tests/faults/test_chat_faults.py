@@ -18,7 +18,8 @@ from dflash.cli import text
 # A system message is refused, and so is a question that has the word w13.
 TEMPLATE = (
     "{% for m in messages %}"
-    "{% if m.role == 'system' or 'w13' in m.content %}{{ raise_exception('no\\nroom for ' + m.role) }}{% endif %}"
+    "{% if m.role == 'system' or m.role == 'user' and 'w13' in m.content %}"
+    "{{ raise_exception('no\\nroom for ' + m.role) }}{% endif %}"
     "{{ {'user': 'w91', 'assistant': 'w92'}[m.role] }} {{ m.content }} {% endfor %}w92"
 )
 NEW, LIMIT = 4, 24

@@ -6,9 +6,12 @@ import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+
+from ..files import parse_json
 
 __all__ = ["Pretrained"]
 
@@ -36,12 +39,14 @@ class Pretrained:
         """Load the tokenizer."""
         from transformers import AutoTokenizer
 
+        self._check_json("config.json", "tokenizer_config.json", "special_tokens_map.json")
         return self._load(AutoTokenizer)
 
     def load_config(self) -> Any:
         """Load the config, and refuse one that would have transformers download kernels and run them."""
         from transformers import AutoConfig
 
+        self._check_json("config.json", "generation_config.json", "model.safetensors.index.json")
         config = self._load(AutoConfig)
         parts = [config, *(getattr(config, name, None) for name in config.sub_configs)]
         for kernel in (getattr(part, "_attn_implementation", None) for part in parts):
@@ -53,10 +58,16 @@ class Pretrained:
         return config
 
     def load_target(self, dtype: Any, device: Any = "cpu") -> Any:
-        """Load the target, in eval mode."""
+        """Load the target, in eval mode. Weights that are missing are refused, where transformers draws random ones."""
         from transformers import AutoModelForCausalLM
 
-        target = self._load(AutoModelForCausalLM, config=self.load_config(), dtype=dtype)
+        options = {"config": self.load_config(), "dtype": dtype, "output_loading_info": True}
+        target, found = self._load(AutoModelForCausalLM, **options)
+        if missing := sorted(found["missing_keys"]):
+            raise ValueError(
+                f"{str(self.name)!r} has no weights for {len(missing)} parameters of the model, {missing[0]} is the "
+                "first: its files are incomplete, or config.json belongs to another model"
+            )
         with self._readable_errors():  # the device may be full
             return target.to(device).eval()
 
@@ -82,8 +93,16 @@ class Pretrained:
 
     def _load(self, loader: Any, **options: Any) -> Any:
         options |= {"trust_remote_code": self.trust_remote_code, "local_files_only": self.local_files_only}
-        with self._readable_errors():
+        with self._readable_errors(), _without_warnings():
             return loader.from_pretrained(self.name, **options)
+
+    def _check_json(self, *names: str) -> None:
+        """Check JSON files of a folder, so that an error names the file. Files of the hub are downloaded later."""
+        for path in (Path(self.name) / name for name in names):
+            if path.is_file():
+                content = parse_json(path.read_bytes(), str(path))
+                if not isinstance(content, dict):
+                    raise ValueError(f"{path}: must be a JSON object, got {type(content).__name__}")
 
     @contextlib.contextmanager
     def _readable_errors(self) -> Iterator[None]:
@@ -95,7 +114,9 @@ class Pretrained:
             yield
         except (ValueError, TypeError, OSError) as error:
             if "trust_remote_code" not in str(error):
-                raise
+                if isinstance(error, OSError) or str(self.name) in str(error):
+                    raise
+                raise ValueError(f"{name} cannot be loaded: {error}") from error
             raise ValueError(
                 f"{name} needs Python code of its own, which dflash does not run unasked: {self.advice}"
             ) from error
@@ -104,3 +125,16 @@ class Pretrained:
         except Exception as error:  # of a broken file: tokenizers raises bare Exceptions, transformers KeyErrors
             reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
             raise ValueError(f"{name} cannot be loaded: {reason}") from error
+
+
+@contextlib.contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Silence transformers' reports on a checkpoint: they print names of its tensors, which may steer a terminal."""
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
