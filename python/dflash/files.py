@@ -112,16 +112,17 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
     """Read the lines of a UTF-8 text file, gzipped if its name ends in ``.gz``, with their numbers from 1.
 
     Raises:
-        ValueError: the file is of another kind, or cut short; the last good line is named.
+        ValueError: a line is not UTF-8, and is named; or the file is cut short, and the last good line is named.
     """
     opened = gzip.open if path.suffix == ".gz" else open
     number = 0
     try:
-        with opened(path, "rt", encoding="utf-8", newline="\n") as file:
+        with opened(path, "rb") as file:  # as text, a wrong byte would be found with its whole buffer, lines too early
             for number, line in enumerate(file, 1):
-                yield number, line
+                yield number, line.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not UTF-8 text after line {number}: {error.reason}") from error
+        what = f"the byte {error.object[error.start]:#x}"
+        raise ValueError(f"{path}, line {number}: not UTF-8 text: {what}") from error
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(f"{path}: not a whole gzip file after line {number}: {error}") from error
 
