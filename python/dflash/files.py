@@ -78,7 +78,7 @@ def read_json(path: Path, max_bytes: int, *, unique_keys: bool = False) -> dict[
         raise ValueError(f"{where}: must have at most {max_bytes} bytes")
     content = parse_json(text, where, unique_keys=unique_keys)
     if not isinstance(content, dict):
-        raise ValueError(f"{where}: must hold an object, got {type(content).__name__}")
+        raise ValueError(f"{where}: must be a JSON object, got {type(content).__name__}")
     return content
 
 

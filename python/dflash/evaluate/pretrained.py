@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 
-from ..files import parse_json
+from ..files import read_json
+from ..limits import MAX_TARGET_CONFIG_BYTES
+from ..target import check_target_config, check_target_size, check_target_weights
 
 __all__ = ["Pretrained"]
 
@@ -39,14 +41,14 @@ class Pretrained:
         """Load the tokenizer."""
         from transformers import AutoTokenizer
 
-        self._check_json("config.json", "tokenizer_config.json", "special_tokens_map.json")
+        self._check_json("tokenizer_config.json", "special_tokens_map.json")
         return self._load(AutoTokenizer)
 
     def load_config(self) -> Any:
         """Load the config, and refuse one that would have transformers download kernels and run them."""
         from transformers import AutoConfig
 
-        self._check_json("config.json", "generation_config.json", "model.safetensors.index.json")
+        self._check_json("generation_config.json")
         config = self._load(AutoConfig)
         parts = [config, *(getattr(config, name, None) for name in config.sub_configs)]
         for kernel in (getattr(part, "_attn_implementation", None) for part in parts):
@@ -61,6 +63,10 @@ class Pretrained:
         """Load the target, in eval mode. Weights that are missing are refused, where transformers draws random ones."""
         from transformers import AutoModelForCausalLM
 
+        folder = self._folder()
+        if folder is not None:  # before transformers allocates anything
+            check_target_weights(folder)
+            check_target_size(self.load_empty_target(), folder)
         options = {"config": self.load_config(), "dtype": dtype, "output_loading_info": True}
         target, found = self._load(AutoModelForCausalLM, **options)
         if missing := sorted(found["missing_keys"]):
@@ -97,12 +103,25 @@ class Pretrained:
             return loader.from_pretrained(self.name, **options)
 
     def _check_json(self, *names: str) -> None:
-        """Check JSON files of a folder, so that an error names the file. Files of the hub are downloaded later."""
-        for path in (Path(self.name) / name for name in names):
+        """Check config.json and other JSON files before transformers reads them, so that an error names the file."""
+        folder = self._folder()
+        if folder is None:
+            return
+        check_target_config(folder)
+        for path in (folder / name for name in names):
             if path.is_file():
-                content = parse_json(path.read_bytes(), str(path))
-                if not isinstance(content, dict):
-                    raise ValueError(f"{path}: must be a JSON object, got {type(content).__name__}")
+                read_json(path, MAX_TARGET_CONFIG_BYTES)
+
+    def _folder(self) -> Path | None:
+        """Return the local folder, of a hub id its snapshot so far. None if there is none: the loader says why."""
+        if Path(self.name).is_dir():
+            return Path(self.name)
+        from transformers.utils import cached_file
+
+        try:
+            return Path(cached_file(self.name, "config.json", local_files_only=self.local_files_only)).parent
+        except (OSError, ValueError, TypeError):
+            return None
 
     @contextlib.contextmanager
     def _readable_errors(self) -> Iterator[None]:

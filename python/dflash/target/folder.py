@@ -21,7 +21,7 @@ from ..limits import (
 from ..terminal import listed, named, printable, shortened
 from ..weight_files import find_shards, read_header
 
-__all__ = ["check_target_folder", "check_target_size"]
+__all__ = ["check_target_config", "check_target_size", "check_target_weights"]
 
 # Keys that decide how much transformers builds, in any family's words, and their largest value.
 _SIZES = (
@@ -35,27 +35,18 @@ _SIZES = (
 _MAX_INTEGER = 2**63 - 1  # a larger one is no number for torch
 
 
-def check_target_folder(folder: Path) -> None:
-    """Check ``config.json`` and the headers of the weights. Files that are missing are left to transformers.
+def check_target_config(folder: Path) -> None:
+    """Check the values in ``config.json``, of any family, that decide how much transformers builds.
+
+    A missing file is left to transformers, here and in `check_target_weights`.
 
     Raises:
-        ValueError: a value is of the wrong type or beyond every real model's, or a file is broken or cut; it is named.
+        ValueError: a value is of the wrong type or beyond every real model's; its key is named.
     """
     path = folder / "config.json"
-    if path.is_file():
-        check_target_config(read_json(path, MAX_TARGET_CONFIG_BYTES), printable(path))
-    try:
-        shards = find_shards(folder, MAX_TARGET_JSON_BYTES, MAX_TARGET_SHARDS)
-    except FileNotFoundError:  # weights of another kind
+    if not path.is_file():
         return
-    room = MAX_TARGET_JSON_BYTES
-    for shard in shards:
-        _, length = read_header(shard, room)
-        room -= length
-
-
-def check_target_config(config: Mapping[str, Any], source: str) -> None:
-    """Check the values of a parsed ``config.json``, of any family, that decide how much transformers builds."""
+    config, source = read_json(path, MAX_TARGET_CONFIG_BYTES), printable(path)
     architectures = config.get("architectures")
     is_list = isinstance(architectures, list) and all(isinstance(name, str) for name in architectures)
     if architectures is not None and not is_list:
@@ -64,6 +55,22 @@ def check_target_config(config: Mapping[str, Any], source: str) -> None:
         limit = next((limit for pattern, limit in _SIZES if pattern.search(key)), _MAX_INTEGER)
         if abs(value) > limit:
             raise ValueError(f"{source}: {named(key)} must be at most {limit}, got {shortened(value)}")
+
+
+def check_target_weights(folder: Path) -> None:
+    """Check the index and the headers of safetensors files.
+
+    Raises:
+        ValueError: a file is broken or cut; it is named.
+    """
+    try:
+        shards = find_shards(folder, MAX_TARGET_JSON_BYTES, MAX_TARGET_SHARDS)
+    except FileNotFoundError:  # weights of another kind
+        return
+    room = MAX_TARGET_JSON_BYTES
+    for shard in shards:
+        _, length = read_header(shard, room)
+        room -= length
 
 
 def _integers(content: Any, key: str = "") -> Iterator[tuple[str, int]]:
