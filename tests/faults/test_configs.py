@@ -156,8 +156,9 @@ WORDS = [
     "a\x1b[2Jb",
     "\u202e",
 ]
+EDGES = [None, True, False, math.nan, math.inf, -math.inf, [], {}, *BOUNDARIES, *WORDS]
 LEAVES = st.one_of(
-    st.sampled_from([None, True, False, math.nan, math.inf, -math.inf, [], {}, *BOUNDARIES, *WORDS]),
+    st.sampled_from(EDGES),
     st.integers(),
     st.floats(),
     st.text(max_size=20),
@@ -202,7 +203,7 @@ def changed_configs(draw):
         if draw(st.booleans()) and key in place:
             del place[key]
         else:
-            place[key] = copy.deepcopy(draw(VALUES))
+            place[key] = copy.deepcopy(draw(st.sampled_from(EDGES) | VALUES))
     return config, names
 
 
@@ -212,7 +213,7 @@ def drafter_folder(tmp_path_factory):
 
 
 @pytest.mark.long
-@examples(60)
+@examples(150)
 @given(changed_configs())
 def test_a_changed_config_loads_or_is_refused_by_the_name_of_a_changed_key(drafter_folder, change):
     config, names = change
