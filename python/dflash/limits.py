@@ -47,7 +47,7 @@ MAX_HEAD_DIM = 2**12  # 512
 MAX_VOCABULARY = 2**24  # 262144
 MAX_BLOCK_SIZE = 2**12  # 32
 MAX_TAPS = 2**10  # 8
-MAX_TARGET_LAYERS = 2**12  # 126; one layer of any target costs transformers a millisecond
+MAX_TARGET_LAYERS = 2**10  # 126; one layer of any target costs transformers a millisecond
 MAX_EXPERTS = 2**16  # of a target: 16384
 # Positions and windows: kernels count them in 64 bits, but rotary angles in float32 mean nothing above.
 MAX_POSITIONS = 2**31 - 1

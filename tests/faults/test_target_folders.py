@@ -19,7 +19,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": HUGE, "original_max_po
 NAMED = [
     ("num_hidden_layers", {"num_hidden_layers": 10**6, "layer_types": None}),
     ("num_hidden_layers", {"num_hidden_layers": 10**12, "layer_types": None}),
-    ("num_hidden_layers", {"num_hidden_layers": 500, "layer_types": None}),
+    ("num_hidden_layers", {"num_hidden_layers": 1000, "layer_types": None}),
     ("num_hidden_layers", {"text_config": {"num_hidden_layers": 10**12}}),
     ("hidden_size", {"hidden_size": 2**20}),
     ("hidden_size", {"hidden_size": 2**40}),
