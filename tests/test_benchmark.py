@@ -110,7 +110,7 @@ def test_an_unreachable_hub_is_one_line(monkeypatch):
         ('{"turns": ["a", 1]}\n', r"x\.jsonl, line 1: turns must be text that is not empty"),
         ('{"messages": [{"role": "user"}]}\n', r"x\.jsonl, line 1: message 1 must have role and content"),
         ("\n", r"x\.jsonl' has no prompts"),
-        (b"\xff\xfe\n", r"x\.jsonl: not UTF-8 text after line 0"),
+        (b"\xff\xfe\n", r"x\.jsonl, line 1: not UTF-8 text: the byte 0xff"),
     ],
 )
 def test_a_wrong_file_is_named_with_its_line(tmp_path, text, message):

@@ -237,7 +237,7 @@ def test_a_bad_source_is_reported(jsonl, tmp_path):
             load(tmp_path)
         latin = tmp_path / "latin.jsonl"
         latin.write_bytes('{"prompt": "é"}'.encode("latin-1"))
-        with pytest.raises(ValueError, match=r"latin\.jsonl: not UTF-8"):
+        with pytest.raises(ValueError, match=r"latin\.jsonl, line 1: not UTF-8"):
             load(latin)
         packed = gzip.compress(b'{"prompt": "w7", "response": "w8"}\n' * 1000)
         broken = tmp_path / "broken.jsonl.gz"

@@ -1,4 +1,4 @@
-"""Read JSONL with line numbers; write files atomically."""
+"""Read JSON of unknown origin, and JSONL with line numbers; write files atomically."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import gzip
 import json
 import os
+import re
 import shutil
 import socket
 import zlib
@@ -13,9 +14,14 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from .limits import MAX_JSON_DEPTH
+from .terminal import printable
+
 __all__ = [
     "atomic_folder",
     "fsync",
+    "parse_json",
+    "read_json",
     "read_jsonl",
     "read_lines",
     "remove_unfinished",
@@ -25,22 +31,98 @@ __all__ = [
 ]
 
 _UNFINISHED = ".unfinished-"
+_STRUCTURE = re.compile(r'\\.|["\[{\]}]', re.DOTALL)
+_ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+def parse_json(text: str | bytes, where: str, *, unique_keys: bool = False) -> Any:
+    """Parse JSON of unknown origin.
+
+    Args:
+        text: the JSON; bytes must be UTF-8.
+        where: where it comes from, the first words of an error.
+        unique_keys: refuse an object that has a key twice, instead of using its last value.
+
+    Raises:
+        ValueError: it is not JSON, is nested too deep, has integers of thousands of digits, or a string that is not
+            Unicode text (half of a surrogate pair).
+    """
+    try:
+        if isinstance(text, bytes):
+            text = text.decode("utf-8")
+        # Before parsing, because the parser's stack may overflow. Counting brackets first spares most texts the scan.
+        if text.count("[") + text.count("{") > MAX_JSON_DEPTH and _depth(text) > MAX_JSON_DEPTH:
+            raise ValueError(f"more than {MAX_JSON_DEPTH} levels of brackets")
+        content = json.loads(text, object_pairs_hook=_unique if unique_keys else None)
+        if _ESCAPED_SURROGATE.search(text) and (half := _SURROGATE.search(json.dumps(content, ensure_ascii=False))):
+            raise ValueError(f"\\u{ord(half[0]):04x} is half of a surrogate pair, not a character")
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where}: not JSON that can be read: {printable(error)}") from error
+    return content
+
+
+def read_json(path: Path, max_bytes: int, *, unique_keys: bool = False) -> dict[str, Any]:
+    """Read a JSON object of unknown origin.
+
+    Raises:
+        ValueError: as `parse_json`; or the file has more than ``max_bytes`` or no object, or it cannot be read.
+    """
+    where = printable(path)
+    try:
+        with open(path, "rb") as file:
+            text = file.read(max_bytes + 1)
+    except OSError as error:
+        raise ValueError(f"{where}: cannot be read: {error.strerror or error}") from error
+    if len(text) > max_bytes:
+        raise ValueError(f"{where}: must have at most {max_bytes} bytes")
+    content = parse_json(text, where, unique_keys=unique_keys)
+    if not isinstance(content, dict):
+        raise ValueError(f"{where}: must be a JSON object, got {type(content).__name__}")
+    return content
+
+
+def _depth(text: str) -> int:
+    """Return how deep the brackets outside of strings are nested, or the first depth above the limit."""
+    depth = deepest = 0
+    in_string = False
+    for match in _STRUCTURE.finditer(text):
+        token = match[0]
+        if token == '"':
+            in_string = not in_string
+        elif not in_string and token[0] != "\\":
+            depth += 1 if token in "[{" else -1
+            deepest = max(deepest, depth)
+            if deepest > MAX_JSON_DEPTH:
+                break
+    return deepest
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object's pairs as a dict. Raise if a key is there twice."""
+    content: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in content:
+            raise ValueError(f"the key {key[:60]!r} is there twice")
+        content[key] = value
+    return content
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
     """Read the lines of a UTF-8 text file, gzipped if its name ends in ``.gz``, with their numbers from 1.
 
     Raises:
-        ValueError: the file is of another kind, or cut short; the last good line is named.
+        ValueError: a line is not UTF-8, and is named; or the file is cut short, and the last good line is named.
     """
     opened = gzip.open if path.suffix == ".gz" else open
     number = 0
     try:
-        with opened(path, "rt", encoding="utf-8", newline="\n") as file:
+        with opened(path, "rb") as file:  # as text, a wrong byte would be found with its whole buffer, lines too early
             for number, line in enumerate(file, 1):
-                yield number, line
+                yield number, line.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: not UTF-8 text after line {number}: {error.reason}") from error
+        what = f"the byte {error.object[error.start]:#x}"
+        raise ValueError(f"{path}, line {number}: not UTF-8 text: {what}") from error
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise ValueError(f"{path}: not a whole gzip file after line {number}: {error}") from error
 
@@ -58,10 +140,7 @@ def read_jsonl(path: Path) -> Iterator[tuple[str, int, dict[str, Any]]]:
         if not content.strip():
             continue
         where = f"{path}, line {number}"
-        try:
-            row = json.loads(content)
-        except ValueError as error:
-            raise ValueError(f"{where}: not JSON: {error}") from error
+        row = parse_json(content, where)
         if not isinstance(row, dict):
             raise ValueError(f"{where}: must be a JSON object, got {type(row).__name__}")
         yield where, number, row

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterable, Iterator
 
+from .terminal import printable
+
 __all__ = ["bars"]
 
 
@@ -27,7 +29,11 @@ def bars(names: Iterable[str], *, shown: bool = True) -> Iterator[Callable[..., 
     )
 
     console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[text]}"))
+    # Names and texts may come from files, so neither rich's markup nor control characters in them do anything.
+    name_column, text_column = (
+        TextColumn(part, markup=False) for part in ("{task.description}", "{task.fields[text]}")
+    )
+    columns = (name_column, BarColumn(), MofNCompleteColumn(), text_column)
     with Progress(
         *columns,
         TimeElapsedColumn(),
@@ -35,9 +41,9 @@ def bars(names: Iterable[str], *, shown: bool = True) -> Iterator[Callable[..., 
         console=console,
         disable=not (shown and console.is_terminal),
     ) as progress:
-        tasks = {name: progress.add_task(name, total=None, text="") for name in names}
+        tasks = {name: progress.add_task(printable(name), total=None, text="") for name in names}
 
         def show(name: str, done: int, total: int, text: str = "") -> None:
-            progress.update(tasks[name], completed=done, total=total, text=text)
+            progress.update(tasks[name], completed=done, total=total, text=printable(text))
 
         yield show

@@ -12,8 +12,8 @@ import typer
 
 from ..progress import bars
 from ..train.regenerate import LocalWriter, ServerWriter, Settings, Summary, Writer
-from .loading import load, load_tokenizer
-from .options import Bos, Device, Draft, Dtype, Json, Limit, NoThinking, Raw, takes_dataclasses
+from .loading import Source, load, load_tokenizer
+from .options import Bos, Device, Draft, Dtype, Json, Limit, NoThinking, Raw, TrustRemoteCode, takes_dataclasses
 
 __all__ = ["export", "regenerate"]
 
@@ -43,6 +43,7 @@ class _Asking:
     token_ids: Annotated[bool, "Ask the server for token ids too (vLLM)."] = False
     dtype: Dtype = "auto"
     device: Device = None
+    trust_remote_code: TrustRemoteCode = False
     as_json: Json = False
 
     @property
@@ -92,8 +93,9 @@ def regenerate(
 
 
 def _server_writer(files: _Files, asking: _Asking) -> Writer:
-    if files.draft is not None or asking.bos:
-        raise ValueError(f"--{'bos' if files.draft is None else 'draft'} does not go with --server: the server decides")
+    local = {"draft": files.draft is not None, "bos": asking.bos, "trust-remote-code": asking.trust_remote_code}
+    for option in (name for name, is_given in local.items() if is_given):
+        raise ValueError(f"--{option} does not go with --server: the server decides")
     return ServerWriter(
         files.server,
         files.model,
@@ -107,8 +109,9 @@ def _server_writer(files: _Files, asking: _Asking) -> Writer:
 
 
 def _local_writer(files: _Files, asking: _Asking) -> Writer:
-    tokenizer = load_tokenizer(files.model, asking.as_json)
-    target, drafter, _ = load(files.model, files.draft, asking.dtype, asking.device, asking.as_json)
+    source = Source(files.model, asking.trust_remote_code, quiet=asking.as_json)
+    tokenizer = load_tokenizer(source)
+    target, drafter, _ = load(source, files.draft, asking.dtype, asking.device)
     return LocalWriter(
         target,
         tokenizer,

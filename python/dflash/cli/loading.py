@@ -4,16 +4,31 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
 
-__all__ = ["check_device", "existing", "load", "load_target", "load_tokenizer", "stop_token_ids"]
+from ..evaluate import Pretrained
+from ..terminal import printable
+
+__all__ = ["Source", "check_device", "load", "load_target", "load_tokenizer"]
 
 
-def existing(name: str) -> str:
+@dataclass(frozen=True)
+class Source(Pretrained):
+    """A target and its tokenizer, as named on the command line.
+
+    Attributes:
+        quiet: show no spinner and no bars.
+    """
+
+    quiet: bool = False
+
+
+def _existing(name: str) -> str:
     """Return ``name`` if it can be a folder or a hub id; a missing path raises before any download."""
     if Path(name).is_dir():
         return name
@@ -33,7 +48,7 @@ def _waiting(what: str, source: str, quiet: bool) -> Iterator[None]:
             size = f", {size:.1f} GB" if size >= 0.05 and what != "tokenizer" else ""
             stack.enter_context(console.status(f"loading the {what}{size}"))
         elif not quiet:
-            console.print(f"[dim]loading the {what} from {escape(source)}[/]")
+            console.print(f"[dim]loading the {what} from {escape(printable(source))}[/]")
         from transformers.utils import logging  # a slow import
 
         if (quiet or local) and logging.is_progress_bar_enabled():
@@ -42,12 +57,10 @@ def _waiting(what: str, source: str, quiet: bool) -> Iterator[None]:
         yield
 
 
-def load_tokenizer(model: str, quiet: bool = False) -> Any:
-    """Load the tokenizer of a folder or a hub id."""
-    with _waiting("tokenizer", existing(model), quiet):
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(model)
+def load_tokenizer(source: Source) -> Any:
+    """Load the target's tokenizer."""
+    with _waiting("tokenizer", _existing(source.name), source.quiet):
+        return source.load_tokenizer()
 
 
 def check_device(dtype: str, device: str | None) -> str:
@@ -69,30 +82,13 @@ def check_device(dtype: str, device: str | None) -> str:
     return device
 
 
-def load_target(model: str, dtype: str, device: Any, quiet: bool = False) -> Any:
+def load_target(source: Source, dtype: str, device: Any) -> Any:
     """Load the target, in eval mode."""
-    from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM
-
-    try:
-        with _waiting("target", model, quiet):
-            return AutoModelForCausalLM.from_pretrained(model, dtype=dtype).to(device).eval()
-    except SafetensorError as error:
-        raise ValueError(f"--model {model!r}: its weights are truncated or corrupt: {error}") from error
+    with _waiting("target", source.name, source.quiet):
+        return source.load_target(dtype, device)
 
 
-def stop_token_ids(model: str, config: Any) -> list[int]:
-    """Return the stop tokens of a target's generation_config, else of its text ``config``."""
-    from transformers import GenerationConfig
-
-    try:
-        stops = GenerationConfig.from_pretrained(model).eos_token_id
-    except OSError:  # there is no generation_config
-        stops = getattr(config, "eos_token_id", None)
-    return [] if stops is None else list(stops) if isinstance(stops, list | tuple) else [stops]
-
-
-def load(model: str, draft: str | None, dtype: str, device: str | None, quiet: bool = False) -> tuple[Any, Any, str]:
+def load(source: Source, draft: str | None, dtype: str, device: str | None) -> tuple[Any, Any, str]:
     """Load the target, its drafter (if one is named), and return both with the device."""
     import torch
 
@@ -100,6 +96,6 @@ def load(model: str, draft: str | None, dtype: str, device: str | None, quiet: b
 
     device, drafter = check_device(dtype, device), None
     if draft is not None:  # first, because it is small and fails quickly
-        with _waiting("drafter", draft, quiet):
+        with _waiting("drafter", draft, source.quiet):
             drafter = load_draft(draft, dtype=None if dtype == "auto" else getattr(torch, dtype), device=device)
-    return load_target(model, dtype, device, quiet), drafter, device
+    return load_target(source, dtype, device), drafter, device

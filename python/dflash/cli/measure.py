@@ -14,8 +14,10 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from ..evaluate import check_text
 from ..evaluate.benchmark import Settings
-from .loading import load, load_tokenizer
+from ..terminal import printable
+from .loading import Source, load, load_tokenizer
 from .options import (
     Device,
     Draft,
@@ -25,6 +27,7 @@ from .options import (
     Model,
     NoThinking,
     Sharpness,
+    TrustRemoteCode,
     check_sampling,
     parse_sharpness,
     takes_dataclasses,
@@ -55,6 +58,8 @@ def demo(
     from ..evaluate.demo import run_demo
 
     check_sampling(max_new_tokens, temperature=temperature, seed=seed)
+    if prompt is not None:
+        check_text(prompt, "--prompt")
     report = run_demo(
         Decoding(max_new_tokens, temperature, seed),
         folder=PAIR if pair is None else pair,
@@ -83,6 +88,7 @@ def benchmark(
     no_thinking: NoThinking = False,
     dtype: Dtype = "auto",
     device: Device = None,
+    trust_remote_code: TrustRemoteCode = False,
     out: Annotated[
         Path | None, typer.Option(help="Folder for results; the same command continues an interrupted run.")
     ] = None,
@@ -110,10 +116,11 @@ def benchmark(
     if out is not None and out.exists() and not out.is_dir():
         raise ValueError(f"--out must be a folder, {str(out)!r} is a file")
     datasets = _load_datasets(dataset, data, limit)
-    tokenizer = load_tokenizer(model, as_json)
+    source = Source(model, trust_remote_code, quiet=as_json)
+    tokenizer = load_tokenizer(source)
     check_settings(settings, tokenizer)
     # 2. Load the models and run.
-    target, drafter, _ = load(model, draft, dtype, device, as_json)
+    target, drafter, _ = load(source, draft, dtype, device)
     about = {"model": model, "draft": draft, "command": shlex.join(["dflash", *sys.argv[1:]])}
     with progress_bars({name: len(prompts) for name, prompts in datasets.items()}) as advance:
         report = run_benchmark(target, drafter, tokenizer, datasets, settings, about=about, out=out, advance=advance)
@@ -150,9 +157,9 @@ def doctor(as_json: Json = False) -> None:
         table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
         marks = {"ok": "[green]ok[/]", "warning": "[yellow]warning[/]", "error": "[red]error[/]"}
         for check in checks:
-            table.add_row(marks[check.status], check.name, escape(check.found))
+            table.add_row(marks[check.status], check.name, escape(printable(check.found)))
             if check.advice:
-                table.add_row("", "", f"[bold]-> {escape(check.advice)}[/]")
+                table.add_row("", "", f"[bold]-> {escape(printable(check.advice))}[/]")
         Console().print(table)
     if any(check.status == "error" for check in checks):
         raise typer.Exit(1)

@@ -34,6 +34,7 @@ __all__ = [
     "Temperature",
     "TopK",
     "TopP",
+    "TrustRemoteCode",
     "check_sampling",
     "parse_sharpness",
     "takes_dataclasses",
@@ -57,6 +58,13 @@ NoThinking = Annotated[bool, typer.Option("--no-thinking", help="Tell the chat t
 Limit = Annotated[int | None, typer.Option(help="Take only the first prompts.")]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto (the checkpoint's).")]
 Device = Annotated[str | None, typer.Option(help="Default: cuda if there is a GPU, else cpu.")]
+TrustRemoteCode = Annotated[
+    bool,
+    typer.Option(
+        "--trust-remote-code",
+        help="Run the Python code that comes with the model, with your rights; without this, it is never run.",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard output, and nothing else there.")]
 
 
@@ -70,6 +78,7 @@ class ModelOptions:
     draft: Annotated[str | None, typer.Option(help="Its DFlash drafter: a folder or a hub id.")] = None
     dtype: Dtype = "auto"
     device: Device = None
+    trust_remote_code: TrustRemoteCode = False
 
     def resolve(self) -> ModelOptions:
         """Fill in the packaged pair if none is named, and say so on standard error."""

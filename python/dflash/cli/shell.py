@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import sys
+
 import typer
 
-__all__ = ["run", "set_debug"]
+from ..terminal import printable
 
-_state = {"debug": False}
+__all__ = ["print_error", "require_output", "run", "set_debug"]
+
+_state = {"debug": False, "is_output_closed": False}
 
 
 def set_debug(debug: bool) -> None:
@@ -20,12 +25,39 @@ def run(app: typer.Typer) -> None:
     A user's mistake (``ValueError``, ``TypeError`` or ``OSError``) prints one line and exits with code 2, an interrupt
     exits with code 130.
     """
+    _replace_closed_streams()
     try:
         app()
     except (ValueError, TypeError, OSError) as error:
-        if _state["debug"]:
-            raise
-        typer.echo(f"dflash: {' '.join(str(error).split())}", err=True)
+        print_error(error)
         raise SystemExit(2) from None
     except KeyboardInterrupt:
         raise SystemExit(130) from None
+
+
+def print_error(error: Exception) -> None:
+    """Print an error's message as one line on standard error. With ``--debug``, raise it again."""
+    if _state["debug"]:
+        raise error
+    typer.echo(f"dflash: {printable(' '.join(str(error).split()))}", err=True)
+
+
+def require_output() -> None:
+    """Raise ``ValueError`` if standard output was closed (``>&-``) and the command has nothing else to write to."""
+    if _state["is_output_closed"]:
+        raise ValueError("standard output is closed, so the text would be lost; > /dev/null discards it")
+
+
+def _replace_closed_streams() -> None:
+    """Open /dev/null for each standard stream that was closed. Python has None there, on which any use of it fails.
+
+    The descriptor is taken too if it is free: a file opened later would get its number, and what a library prints.
+    """
+    _state["is_output_closed"] = sys.stdout is None
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            try:
+                os.fstat(descriptor)
+            except OSError:
+                os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115  it stays open

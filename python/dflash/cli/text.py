@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
+import itertools
 import json
 import sys
 from collections.abc import Iterator
@@ -13,8 +15,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from ..evaluate import prompt_ids
-from .loading import load, load_tokenizer
+from ..evaluate import check_text, prompt_ids
+from ..terminal import printable
+from .loading import Source, load, load_tokenizer
 from .options import (
     BlockSize,
     Bos,
@@ -30,6 +33,7 @@ from .options import (
     parse_sharpness,
     takes_dataclasses,
 )
+from .shell import print_error, require_output
 
 __all__ = ["chat", "generate"]
 
@@ -57,14 +61,18 @@ def generate(
     standard output, a line of statistics to standard error. Without --model, the packaged pair answers.
     """
     # 1. Check the options and encode the prompt: this is quick, loading the models is not.
+    require_output()
     text = _read_prompt(prompt, file)
+    for number, string in enumerate(stop or (), 1):
+        check_text(string, f"--stop {number}")
     models = models.resolve()
-    tokenizer = load_tokenizer(models.model, as_json)
+    source = Source(models.model, models.trust_remote_code, quiet=as_json)
+    tokenizer = load_tokenizer(source)
     ids = _encode(tokenizer, text, system, raw, bos)
     sharpness = parse_sharpness(draft_sharpness)
     check_sampling(max_new_tokens, draft_sharpness=sharpness, **dataclasses.asdict(sampling))
     # 2. Load the models.
-    target, drafter, device = load(models.model, models.draft, models.dtype, models.device, as_json)
+    target, drafter, device = load(source, models.draft, models.dtype, models.device)
     import torch
 
     from ..api import stream
@@ -98,12 +106,19 @@ def _read_prompt(prompt: str | None, file: Path | None) -> str:
             raise ValueError("give the prompt as an argument or with --file, not both")
         if not file.is_file():
             raise ValueError(f"--file: there is no file {str(file)!r}")
-        return file.read_text(encoding="utf-8")
+        return check_text(file.read_text(encoding="utf-8", errors="surrogateescape"), f"--file {file}")
     if prompt is None or prompt == "-":
         if sys.stdin.isatty() and prompt is None:
             raise ValueError("no prompt: give one as an argument, with --file, or on standard input")
-        return sys.stdin.read()
-    return prompt
+        _keep_wrong_bytes()
+        return check_text(sys.stdin.read(), "standard input")
+    return check_text(prompt, "PROMPT")
+
+
+def _keep_wrong_bytes() -> None:
+    """Read bytes of standard input that are not UTF-8 as surrogates, which `check_text` finds."""
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")
 
 
 def _encode(tokenizer: Any, text: str, system: str | None, raw: bool, bos: bool) -> list[int]:
@@ -112,9 +127,22 @@ def _encode(tokenizer: Any, text: str, system: str | None, raw: bool, bos: bool)
         raise ValueError("--system needs a tokenizer with a chat template, and no --raw")
     if bos and has_template:
         raise ValueError("--bos goes with --raw: the chat template has its own")
+    _check_system(tokenizer, system)
     if not has_template:
         return prompt_ids(tokenizer, {"prompt": text}, raw=True, bos=bos)
     return prompt_ids(tokenizer, {"messages": [*_system_message(system), {"role": "user", "content": text}]})
+
+
+def _check_system(tokenizer: Any, system: str | None) -> None:
+    """Raise ``ValueError`` if the chat template has no place for a system message, before a large model is loaded."""
+    if system is None:
+        return
+    check_text(system, "--system")
+    question = {"role": "user", "content": "?"}
+    try:
+        prompt_ids(tokenizer, {"messages": [*_system_message(system), question]})
+    except ValueError as error:
+        raise ValueError(f"--system: {error}") from error
 
 
 def _system_message(system: str | None) -> list[dict[str, str]]:
@@ -126,12 +154,14 @@ class _Answer:
 
     def __init__(self, quiet: bool) -> None:
         self.text, self.last, self._quiet = "", None, quiet
+        self._is_terminal = sys.stdout.isatty()
 
     def add(self, event: Any) -> None:
         """Add an event's text, and print it."""
         self.text, self.last = self.text + event.text[0], event
         if not self._quiet:
-            typer.echo(event.text[0], nl=False)
+            text = printable(event.text[0], keep="\n\t") if self._is_terminal else event.text[0]
+            typer.echo(text, nl=False)
             sys.stdout.flush()
 
     def summary(self) -> str:
@@ -175,40 +205,64 @@ def chat(
 ) -> None:
     """Chat with the target: one message per line on standard input, with streamed answers.
 
-    /reset starts over, /exit or the end of input leaves, Ctrl-C stops an answer. Only the new part of the conversation
-    is run for each answer. Without --model, the packaged pair answers each message separately.
+    /drop forgets the oldest message and its answer, /reset all of them, /exit or the end of input leaves, Ctrl-C stops
+    an answer. Only the new part of the conversation is run for each answer. A message that cannot be answered is left
+    out of the conversation, and the exit code is 1 at the end of piped input. Without --model, the packaged pair
+    answers each message separately.
     """
     # 1. Load the models.
+    require_output()
     models = models.resolve()
-    tokenizer = load_tokenizer(models.model, as_json)
+    source = Source(models.model, models.trust_remote_code, quiet=as_json)
+    tokenizer = load_tokenizer(source)
     if tokenizer.chat_template is None:
         raise ValueError("this tokenizer has no chat template: use dflash generate")
     check_sampling(max_new_tokens, **dataclasses.asdict(sampling))
-    target, drafter, device = load(models.model, models.draft, models.dtype, models.device, as_json)
+    _check_system(tokenizer, system)
+    target, drafter, device = load(source, models.draft, models.dtype, models.device)
     from ..generator import Generator
 
     positions = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None) or max_length
     generator = Generator(target, drafter, max_length=min(max_length, positions), block_size=block_size)
     conversation = _Conversation(generator, tokenizer, device, system, max_new_tokens, sampling)
     # 2. Answer line by line.
-    console = Console(stderr=True)
-    for line in _read_lines(console):
-        if line == "/reset":
-            conversation.reset()
-            continue
-        answer = _Answer(quiet=as_json)
-        with contextlib.closing(conversation.ask(line)) as events:
-            try:
-                for event in events:
-                    answer.add(event)
-            except KeyboardInterrupt:
-                console.print("[dim](stopped)[/]")
-        conversation.add_answer(answer.text)
-        if as_json and answer.last is not None:
-            typer.echo(json.dumps(answer.report()))
-        elif answer.last is not None:
-            typer.echo()
-            console.print(f"[dim]{answer.summary()}[/]", soft_wrap=True)
+    console, all_answered = Console(stderr=True), True
+    for number, line in _read_lines(console):
+        if command := conversation.commands.get(line.strip()):
+            command()
+        else:
+            all_answered &= _answer(conversation, number, line, as_json, console)
+    if not (all_answered or sys.stdin.isatty()):
+        raise typer.Exit(1)
+
+
+def _answer(conversation: _Conversation, number: int, message: str, as_json: bool, console: Console) -> bool:
+    """Answer a message, line ``number`` of the input.
+
+    Returns False, and leaves the conversation as it was, if that cannot be done.
+    """
+    answer = _Answer(quiet=as_json)
+    try:
+        check_text(message, "standard input", number)
+        with contextlib.closing(conversation.ask(message)) as events:
+            for event in events:
+                answer.add(event)
+    except KeyboardInterrupt:
+        console.print("[dim](stopped)[/]")
+    except ValueError as error:
+        print_error(error)
+        if as_json:
+            typer.echo(json.dumps({"error": str(error)}))
+        return False
+    if answer.last is None:
+        return True  # stopped before it began
+    conversation.add(message, answer.text)
+    if as_json:
+        typer.echo(json.dumps(answer.report()))
+    else:
+        typer.echo()
+        console.print(f"[dim]{answer.summary()}[/]", soft_wrap=True)
+    return True
 
 
 class _Conversation:
@@ -225,25 +279,27 @@ class _Conversation:
     ) -> None:
         self.generator, self.tokenizer, self.device = generator, tokenizer, device
         self.max_new_tokens, self.sampling = max_new_tokens, sampling
-        self._first = _system_message(system)
-        self.reset()
+        self.messages: list[dict[str, str]] = []
+        self.system = _system_message(system)
+        self.commands = {"/reset": self.reset, "/drop": self.drop}
 
     def reset(self) -> None:
         """Forget all messages but the system's."""
-        self.messages = list(self._first)
+        self.messages = []
 
-    def ask(self, text: str) -> Iterator[Any]:
-        """Stream the answer to a message."""
+    def drop(self) -> None:
+        """Forget the oldest message and its answer."""
+        self.messages = self.messages[2:]
+
+    def ask(self, message: str) -> Iterator[Any]:
+        """Stream the answer to a message, which is not added yet."""
         import torch
 
-        self.messages.append({"role": "user", "content": text})
-        ids = prompt_ids(self.tokenizer, {"messages": self.messages})
+        question = {"role": "user", "content": message}
+        ids = prompt_ids(self.tokenizer, {"messages": [*self.system, *self.messages, question]})
         room = self.generator.max_length - len(ids)
         if room < 1:
-            raise ValueError(
-                f"the conversation has {len(ids)} tokens, --max-length is {self.generator.max_length}: "
-                "/reset starts over"
-            )
+            raise ValueError(self._overflow(len(ids)))
         return self.generator.stream(
             torch.tensor([ids], dtype=torch.int64, device=self.device),
             tokenizer=self.tokenizer,
@@ -252,20 +308,28 @@ class _Conversation:
             **dataclasses.asdict(self.sampling),
         )
 
-    def add_answer(self, text: str) -> None:
-        """Remember an answer."""
-        self.messages.append({"role": "assistant", "content": text})
+    def _overflow(self, length: int) -> str:
+        """Say why a message was left out, and what to do."""
+        if not self.messages:
+            return f"this message has {length} tokens, the limit is {self.generator.max_length}: send a shorter one"
+        return (
+            f"the conversation would have {length} tokens, the limit is {self.generator.max_length}: this message was "
+            "left out; /drop forgets the oldest message and its answer, /reset all of them"
+        )
+
+    def add(self, message: str, answer: str) -> None:
+        """Remember a message and its answer."""
+        self.messages += [{"role": "user", "content": message}, {"role": "assistant", "content": answer}]
 
 
-def _read_lines(console: Console) -> Iterator[str]:
-    """Yield the non-empty lines of standard input up to /exit. On a terminal, show a prompt sign."""
-    while True:
+def _read_lines(console: Console) -> Iterator[tuple[int, str]]:
+    """Yield the non-empty lines of standard input up to /exit, with numbers. On a terminal, show a prompt sign."""
+    _keep_wrong_bytes()
+    for number in itertools.count(1):
         if sys.stdin.isatty():
             console.print("[bold green]>[/] ", end="")
         line = sys.stdin.readline()
         if not line or line.strip() == "/exit":
             return
-        if line.strip() == "/reset":
-            yield "/reset"
-        elif line.strip():
-            yield line.rstrip("\n")
+        if line.strip():
+            yield number, line.rstrip("\n")

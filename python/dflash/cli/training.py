@@ -14,8 +14,8 @@ import typer
 
 from ..progress import bars
 from ..train import TrainConfig
-from .loading import check_device, existing, load_target, load_tokenizer, stop_token_ids
-from .options import Device, Model, NoThinking, takes_dataclasses
+from .loading import Source, check_device, load_target, load_tokenizer
+from .options import Device, Model, NoThinking, TrustRemoteCode, takes_dataclasses
 from .shell import set_debug
 
 __all__ = ["train"]
@@ -73,6 +73,7 @@ class _Run:
     tracker: Annotated[str | None, "tensorboard or trackio."] = None
     dtype: Annotated[str, "The target's dtype: float32, bfloat16, float16 or auto."] = "auto"
     device: Device = None
+    trust_remote_code: TrustRemoteCode = False
     dry_run: Annotated[bool, "Time a few steps, and print what the run would do."] = False
     as_json: Annotated[bool, typer.Option("--json", help="Print the last metrics, or the plan, as JSON.")] = False
     debug: Annotated[
@@ -98,20 +99,21 @@ def train(
     config = replace(config, eval_temperatures=_numbers("--eval-temperatures", eval_temperatures, float))
     device = _check(paths, config, run)
 
+    from ..target import check_target
     from ..train.loop import Trainer, make_accelerator
 
     # 2. Create the drafter and read the rows, checked against the target without its weights
     quiet = run.as_json or not _is_first_process()
-    tokenizer = load_tokenizer(paths.model, quiet)
-    empty_target = _target_without_weights(paths.model)
+    source = Source(paths.model, run.trust_remote_code, quiet=quiet)
+    tokenizer = load_tokenizer(source)
+    empty_target = check_target(source.load_empty_target(), loaded=False)
     drafter = _initial_drafter(empty_target, tokenizer, paths.init, shape, config.seed)
-    sources = (paths.data, paths.heldout)
-    rows, heldout = (_rows(source, paths.model, empty_target, tokenizer, reading) for source in sources)
+    rows, heldout = (_rows(data, source, empty_target, tokenizer, reading) for data in (paths.data, paths.heldout))
 
-    # 3. Load the target
+    # 3. Load the target's weights
     tracker = None if run.dry_run else run.tracker
     accelerator = make_accelerator(config, paths.output, cpu=device == "cpu", tracker=tracker)
-    target = load_target(paths.model, run.dtype, accelerator.device, quiet).requires_grad_(False)
+    target = load_target(source, run.dtype, accelerator.device).requires_grad_(False)
     others = {"heldout": heldout, "accelerator": accelerator, "tracker": tracker}
     trainer = Trainer(target, drafter, rows, config, paths.output, **others)
     if run.dry_run:
@@ -153,19 +155,6 @@ def _check(paths: _Paths, config: TrainConfig, run: _Run) -> str:
     return device
 
 
-def _target_without_weights(model: str) -> Any:
-    """Build the target on the meta device, so that an unsupported one is refused before its weights are loaded."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from ..target import check_target
-
-    config = AutoConfig.from_pretrained(existing(model))
-    with torch.device("meta"):
-        target = AutoModelForCausalLM.from_config(config)
-    return check_target(target, loaded=False)
-
-
 def _initial_drafter(target: Any, tokenizer: Any, init: str | None, shape: _DraftShape, seed: int) -> Any:
     """Return the drafter to start from, checked against the target."""
     import torch
@@ -189,23 +178,23 @@ def _initial_drafter(target: Any, tokenizer: Any, init: str | None, shape: _Draf
     return new_drafter(draft_config(target, mask_token_id=mask, **given), seed=seed)
 
 
-def _rows(source: str | None, model: str, target: Any, tokenizer: Any, reading: _RowReading) -> Any:
-    """Return the training rows of ``source``; None without a source."""
+def _rows(data: str | None, source: Source, target: Any, tokenizer: Any, reading: _RowReading) -> Any:
+    """Return the training rows of ``data``; None without data."""
     from ..train.data import load_rows
 
-    if source is None:
+    if data is None:
         return None
     config = target.config.get_text_config(decoder=True)
     positions = getattr(config, "max_position_embeddings", None) or reading.max_length
     return load_rows(
-        source,
+        data,
         tokenizer,
         min(reading.max_length, positions),
         raw=reading.raw,
         bos=reading.bos,
         template={"enable_thinking": False} if reading.no_thinking else None,
         vocab_size=config.vocab_size,
-        stop_token_ids=stop_token_ids(model, config),
+        stop_token_ids=source.load_stop_token_ids(config),
         skip_long=reading.skip_long,
     )
 

@@ -3,9 +3,11 @@
 from .benchmark import distinct_ngrams
 from .compare import Answer, Comparison, Decoding, GeneratorRunner, Total, TransformersRunner, answer_all, pair_runners
 from .journal import Journal
-from .pair import ARROW, CHAT_TEMPLATE, PAIR, demo_pair, demo_prompts, encode
+from .pair import ARROW, CHAT_TEMPLATE, PAIR, demo_pair, demo_prompts, encode, load_target
+from .pretrained import Pretrained
 from .prompts import (
     as_messages,
+    check_text,
     import_datasets,
     parse_messages,
     parse_prompt,
@@ -25,15 +27,18 @@ __all__ = [
     "Decoding",
     "GeneratorRunner",
     "Journal",
+    "Pretrained",
     "Total",
     "TransformersRunner",
     "answer_all",
     "as_messages",
+    "check_text",
     "demo_pair",
     "demo_prompts",
     "distinct_ngrams",
     "encode",
     "import_datasets",
+    "load_target",
     "pair_runners",
     "parse_messages",
     "parse_prompt",

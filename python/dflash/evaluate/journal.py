@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from ..files import parse_json
+
 __all__ = ["Journal"]
 
 
@@ -66,10 +68,7 @@ class Journal:
             end += len(line)
             if end > self._end:
                 return
-            try:
-                yield number, json.loads(line)
-            except ValueError as error:
-                raise ValueError(f"{self.path}, line {number}: not JSON: {error}") from error
+            yield number, parse_json(line, f"{self.path}, line {number}")
 
     def _compare(self, header: Any) -> None:
         theirs = header.get("settings") if isinstance(header, dict) else None

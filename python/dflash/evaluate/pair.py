@@ -15,12 +15,13 @@ from torch import Tensor
 
 from ..drafter import Drafter, load_draft
 from ..files import read_jsonl
+from .pretrained import Pretrained
 from .prompts import text_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["ARROW", "CHAT_TEMPLATE", "PAIR", "Prompt", "demo_pair", "demo_prompts", "encode"]
+__all__ = ["ARROW", "CHAT_TEMPLATE", "PAIR", "Prompt", "demo_pair", "demo_prompts", "encode", "load_target"]
 
 PAIR = Path(__file__).parents[1] / "pair"
 ARROW = "\n=>\n"  # the end of every prompt that the pair was trained on
@@ -73,20 +74,35 @@ def demo_pair(
 
     Raises:
         FileNotFoundError: ``folder`` holds no pair.
+        ValueError: a file in it is broken, or it needs Python code of its own.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    draft = load_draft(_check_folder(folder) / "draft", dtype=dtype)
+    target, tokenizer = load_target(folder, dtype=dtype)
+    return target, draft, tokenizer
+
+
+def load_target(
+    folder: str | Path, *, dtype: torch.dtype = torch.float32
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a pair's target and tokenizer: from the folder only, and without running any code in it.
+
+    Args:
+        folder: the pair; its drafter may be missing.
+        dtype: of the target.
+
+    Raises:
+        ValueError: a file in it is broken, or it needs Python code of its own.
+    """
     from transformers.utils import logging
 
-    folder = _check_folder(folder)
-    draft = load_draft(folder / "draft", dtype=dtype)
+    files = Pretrained(Path(folder) / "target", advice="a pair has none", local_files_only=True)
     had_bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        target = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=dtype, local_files_only=True).eval()
+        return files.load_target(dtype), files.load_tokenizer()
     finally:
         if had_bars:
             logging.enable_progress_bar()
-    return target, draft, AutoTokenizer.from_pretrained(folder / "target", local_files_only=True)
 
 
 def demo_prompts(folder: str | Path = PAIR) -> list[Prompt]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from ..files import read_jsonl, read_lines
 
 __all__ = [
     "as_messages",
+    "check_text",
     "import_datasets",
     "parse_messages",
     "parse_prompt",
@@ -25,6 +27,7 @@ _TURNS = ("turns", "prompt", "question")
 PROMPT_FIELDS = "prompt, messages, question or turns"
 _TEXT_SUFFIXES = (".txt", ".txt.gz")
 _JSON_SUFFIXES = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def import_datasets(extra: str = "train") -> Any:
@@ -132,6 +135,26 @@ def shorten(value: object) -> str:
 def as_messages(prompt: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the messages of ``{"messages"}``, or those of ``{"prompt"}``, a user's text."""
     return prompt["messages"] if "messages" in prompt else [{"role": "user", "content": prompt["prompt"]}]
+
+
+def check_text(text: str, where: str, first_line: int = 1) -> str:
+    """Return ``text`` if it is Unicode, which tokenizers need.
+
+    Args:
+        text: with every byte that is not UTF-8 as a lone surrogate: how Python reads the arguments of a command, and
+            files opened with ``errors="surrogateescape"``.
+        where: where it comes from, the first words of the error.
+        first_line: the number of its first line there.
+
+    Raises:
+        ValueError: it is not; the line is named.
+    """
+    if found := _SURROGATE.search(text):
+        code = ord(found[0])
+        what = f"the byte {code - 0xDC00:#x}" if 0xDC80 <= code <= 0xDCFF else f"half of a character, \\u{code:x}"
+        line = first_line + text.count("\n", 0, found.start())
+        raise ValueError(f"{where}, line {line}: not UTF-8 text: {what}")
+    return text
 
 
 def prompt_ids(

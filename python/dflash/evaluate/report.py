@@ -10,6 +10,7 @@ import torch
 
 from ..outputs import StreamEvent
 from ..streaming import TextDecoder
+from ..terminal import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -33,15 +34,20 @@ def print_legend(console: Console) -> None:
 
 def print_answer(console: Console, tokenizer: Any, prompt: str, events: Iterator[StreamEvent]) -> None:
     """Print one answer as it is written: each step's accepted drafts in one color, its bonus token in another."""
+
+    def say(text: str, style: str, end: str = "") -> None:
+        text = printable(text, keep="\n\t") if console.is_terminal else text
+        console.out(text, style=style, end=end, highlight=False)
+
     console.out()
-    console.out(prompt, style="dim", end="" if prompt.endswith("\n") else "\n", highlight=False)
+    say(prompt, "dim", "" if prompt.endswith("\n") else "\n")
     decoder = TextDecoder(tokenizer, skip_special_tokens=True)
     event = None
     for event in events:
         new, accepted = event.ids[0], event.accepted[0]
-        console.out(decoder.push(new[:accepted]), style=ACCEPTED, end="", highlight=False)
-        console.out(decoder.push(new[accepted:]), style=BONUS, end="", highlight=False)
-    console.out(decoder.finish(), style=BONUS, highlight=False)
+        say(decoder.push(new[:accepted]), ACCEPTED)
+        say(decoder.push(new[accepted:]), BONUS)
+    say(decoder.finish(), BONUS, "\n")
     statistics = event.statistics
     count, steps = statistics.num_new_tokens[0], len(statistics.acceptance_lengths[0])
     console.out(f"({count} tokens: 1 from the prompt, {count - 1} in {steps} steps)", style="dim", highlight=False)
@@ -104,7 +110,7 @@ def print_benchmark(report: dict[str, Any], console: Console) -> None:
     header, datasets = report["header"], report["datasets"]
 
     def say(line: str) -> None:
-        console.out(line, highlight=False)
+        console.out(printable(line, keep="\n"), highlight=False)
 
     say(
         f"{header['machine']}, {header['threads']} threads, {header['isa']}, {header['dtype']}, "
@@ -124,6 +130,7 @@ def print_benchmark(report: dict[str, Any], console: Console) -> None:
 
 
 def _print_datasets(console: Console, datasets: Mapping[str, dict[str, Any]]) -> None:
+    from rich.markup import escape
     from rich.table import Table
 
     columns = ("tokens", "tokens/s", "one-token", "speedup", "accepted", "identical", "distinct")
@@ -133,7 +140,7 @@ def _print_datasets(console: Console, datasets: Mapping[str, dict[str, Any]]) ->
     for name, found in datasets.items():
         length, distinct = found["acceptance_length"], found["distinct_ngrams"]
         table.add_row(
-            name,
+            escape(printable(name)),
             str(found["new_tokens"]),
             f"{found['tokens_per_second']:.1f}",
             f"{found['one_token_tokens_per_second']:.1f}",
@@ -146,9 +153,10 @@ def _print_datasets(console: Console, datasets: Mapping[str, dict[str, Any]]) ->
 
 
 def _print_positions(console: Console, datasets: Mapping[str, dict[str, Any]], block_size: int) -> None:
+    from rich.markup import escape
     from rich.table import Table
 
-    table = Table("", *datasets, box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    table = Table("", *(escape(printable(name)) for name in datasets), box=None, padding=(0, 2, 0, 0), pad_edge=False)
     for column in table.columns:
         column.justify = "right"
     for position in range(block_size - 1):

@@ -21,9 +21,9 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ...drafter import load_draft
+from ...evaluate import load_target
 from ...files import atomic_folder, remove_unfinished, write_atomically, write_json
 from ...progress import bars
 from ..checkpoint import save_draft
@@ -120,8 +120,7 @@ def main(
             with atomic_folder(folder / "target") as unfinished:
                 pretrain(unfinished, steps=target_steps)
     # 2. Let the target answer prompts
-    target = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float32).eval()
-    tokenizer = AutoTokenizer.from_pretrained(folder / "target")
+    target, tokenizer = load_target(folder)
     with seconds.stage("answers"):
         _write_answers(folder, target, tokenizer, prompts)
     # 3. Train the drafter on the answers

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
 from ...drafter import load_draft
-from ...evaluate import encode
+from ...evaluate import encode, load_target
 from ...evaluate.benchmark import distinct_ngrams
 from ...generator import Generator
 from .pretrain import END
@@ -76,8 +75,7 @@ def evaluate(
         prompts that have one right answer), ``distinct_8_grams``, ``answer_tokens`` (mean), ``finished`` (share of
         answers that stopped by themselves) and ``by_kind`` (the same per family of tasks).
     """
-    target = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float32).eval()
-    tokenizer = AutoTokenizer.from_pretrained(folder / "target")
+    target, tokenizer = load_target(folder)
     draft = load_draft(folder / "draft", dtype=torch.float32) if (folder / "draft").exists() else None
     held = sorted(held_out_examples(prompts), key=lambda example: len(example.prompt))
     generator = Generator(target, draft, max_length=640, batch_size=batch, reuse_prefix=False)

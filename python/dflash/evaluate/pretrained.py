@@ -1,0 +1,159 @@
+"""Load targets and tokenizers with transformers. Their own Python code runs only if the caller allows it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..files import read_json
+from ..limits import MAX_TARGET_CONFIG_BYTES
+from ..target import check_target_config, check_target_size, check_target_weights
+
+__all__ = ["Pretrained"]
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """A target and its tokenizer, as files that transformers loads. Nobody is asked whether code in them may run.
+
+    Each method raises ``ValueError`` if the files need code that may not run, or if one of them is broken, and
+    ``OSError`` if they cannot be found.
+
+    Attributes:
+        name: a folder or a hub id.
+        trust_remote_code: run the Python code that comes with them, with the rights of this process.
+        advice: what to do about code that may not run, for the error.
+        local_files_only: download nothing.
+    """
+
+    name: str | os.PathLike
+    trust_remote_code: bool = False
+    advice: str = "it would have your rights, so read it first, then allow it with --trust-remote-code"
+    local_files_only: bool = False
+
+    def load_tokenizer(self) -> Any:
+        """Load the tokenizer."""
+        from transformers import AutoTokenizer
+
+        self._check_json("tokenizer_config.json", "special_tokens_map.json")
+        return self._load(AutoTokenizer)
+
+    def load_config(self) -> Any:
+        """Load the config, and refuse one that would have transformers download kernels and run them."""
+        from transformers import AutoConfig
+
+        self._check_json("generation_config.json")
+        config = self._load(AutoConfig)
+        parts = [config, *(getattr(config, name, None) for name in config.sub_configs)]
+        for kernel in (getattr(part, "_attn_implementation", None) for part in parts):
+            if isinstance(kernel, str) and "/" in kernel:
+                raise ValueError(
+                    f"{str(self.name)!r}: attn_implementation in config.json asks for code from the hub, {kernel!r}: "
+                    "remove the key, attention does not need it"
+                )
+        return config
+
+    def load_target(self, dtype: Any, device: Any = "cpu") -> Any:
+        """Load the target, in eval mode. Weights that are missing are refused, where transformers draws random ones."""
+        from transformers import AutoModelForCausalLM
+
+        folder = self._folder()
+        if folder is not None:  # before transformers allocates anything
+            check_target_weights(folder)
+            check_target_size(self.load_empty_target(), folder)
+        options = {"config": self.load_config(), "dtype": dtype, "output_loading_info": True}
+        target, found = self._load(AutoModelForCausalLM, **options)
+        if missing := sorted(found["missing_keys"]):
+            raise ValueError(
+                f"{str(self.name)!r} has no weights for {len(missing)} parameters of the model, {missing[0]} is the "
+                "first: its files are incomplete, or config.json belongs to another model"
+            )
+        with self._readable_errors():  # the device may be full
+            return target.to(device).eval()
+
+    def load_empty_target(self) -> Any:
+        """Build the target from its config, on the meta device and without its weights."""
+        from transformers import AutoModelForCausalLM
+
+        config = self.load_config()
+        with torch.device("meta"), self._readable_errors():
+            return AutoModelForCausalLM.from_config(config, trust_remote_code=self.trust_remote_code)
+
+    def load_stop_token_ids(self, config: Any) -> list[int]:
+        """Return the stop tokens of the generation_config, else of the text ``config``."""
+        from transformers import GenerationConfig
+
+        try:
+            with self._readable_errors():
+                options = {"local_files_only": self.local_files_only}
+                stops = GenerationConfig.from_pretrained(self.name, **options).eos_token_id
+        except OSError:  # there is no generation_config
+            stops = getattr(config, "eos_token_id", None)
+        return [] if stops is None else list(stops) if isinstance(stops, list | tuple) else [stops]
+
+    def _load(self, loader: Any, **options: Any) -> Any:
+        options |= {"trust_remote_code": self.trust_remote_code, "local_files_only": self.local_files_only}
+        with self._readable_errors(), _without_warnings():
+            return loader.from_pretrained(self.name, **options)
+
+    def _check_json(self, *names: str) -> None:
+        """Check config.json and other JSON files before transformers reads them, so that an error names the file."""
+        folder = self._folder()
+        if folder is None:
+            return
+        check_target_config(folder)
+        for path in (folder / name for name in names):
+            if path.is_file():
+                read_json(path, MAX_TARGET_CONFIG_BYTES)
+
+    def _folder(self) -> Path | None:
+        """Return the local folder, of a hub id its snapshot so far. None if there is none: the loader says why."""
+        if Path(self.name).is_dir():
+            return Path(self.name)
+        from transformers.utils import cached_file
+
+        try:
+            return Path(cached_file(self.name, "config.json", local_files_only=self.local_files_only)).parent
+        except (OSError, ValueError, TypeError):
+            return None
+
+    @contextlib.contextmanager
+    def _readable_errors(self) -> Iterator[None]:
+        """Turn what transformers and its libraries raise for these files into errors of the documented types."""
+        from safetensors import SafetensorError
+
+        name = repr(str(self.name))
+        try:
+            yield
+        except (ValueError, TypeError, OSError) as error:
+            if "trust_remote_code" not in str(error):
+                if isinstance(error, OSError) or str(self.name) in str(error):
+                    raise
+                raise ValueError(f"{name} cannot be loaded: {error}") from error
+            raise ValueError(
+                f"{name} needs Python code of its own, which dflash does not run unasked: {self.advice}"
+            ) from error
+        except SafetensorError as error:
+            raise ValueError(f"{name}: its weights are truncated or corrupt: {error}") from error
+        except Exception as error:  # of a broken file: tokenizers raises bare Exceptions, transformers KeyErrors
+            reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            raise ValueError(f"{name} cannot be loaded: {reason}") from error
+
+
+@contextlib.contextmanager
+def _without_warnings() -> Iterator[None]:
+    """Silence transformers' reports on a checkpoint: they print names of its tensors, which may steer a terminal."""
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)

@@ -1,0 +1,221 @@
+"""`dflash chat` keeps its conversation: a message that cannot be answered is left out, and the next one is answered."""
+
+import io
+import json
+import shutil
+import sys
+
+import pytest
+import torch
+from examples import examples
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_pair import save_pair, word_tokenizer
+from transformers import AutoModelForCausalLM
+
+from dflash.cli import text
+
+# A system message is refused, and so is a question that has the word w13.
+TEMPLATE = (
+    "{% for m in messages %}"
+    "{% if m.role == 'system' or m.role == 'user' and 'w13' in m.content %}"
+    "{{ raise_exception('no\\nroom for ' + m.role) }}{% endif %}"
+    "{{ {'user': 'w91', 'assistant': 'w92'}[m.role] }} {{ m.content }} {% endfor %}w92"
+)
+NEW, LIMIT = 4, 24
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    return save_pair(tmp_path_factory.mktemp("pair"), chat_template=TEMPLATE)
+
+
+@pytest.fixture(scope="module")
+def target(pair):
+    return AutoModelForCausalLM.from_pretrained(pair / "target").eval()
+
+
+@pytest.fixture
+def chat(shell, monkeypatch, pair):
+    """Return a function that sends lines to ``dflash chat``."""
+
+    def call(*lines: str, options: tuple = ("--json",), limit: int = LIMIT):
+        monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+        models = ["--model", pair / "target", "--draft", pair / "draft"]
+        return shell("chat", *models, "--max-new-tokens", NEW, "--max-length", limit, *options)
+
+    return call
+
+
+def reports(done) -> list[dict]:
+    return [json.loads(line) for line in done.out.splitlines()]
+
+
+class Expected:
+    """What a chat must print, from the target's own generate."""
+
+    def __init__(self, target) -> None:
+        self.target, self.turns = target, []
+
+    def send(self, line: str) -> str | None:
+        """The answer to a line; None for a message that must be left out."""
+        if line == "/reset":
+            self.turns = []
+        elif line == "/drop":
+            self.turns = self.turns[1:]
+        if line.startswith("/"):
+            return None
+        ids = []
+        for question, answer in [*self.turns, (line, None)]:
+            ids += [91, *(int(word[1:]) for word in question.split()), 92]
+            ids += [] if answer is None else [int(word[1:]) for word in answer.split()]
+        room = LIMIT - len(ids)
+        if room < 1 or "w13" in line:
+            return None
+        new = self.target.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=min(NEW, room))[0, len(ids) :]
+        answer = word_tokenizer().decode(new, skip_special_tokens=True)
+        self.turns.append((line, answer))
+        return answer
+
+
+def test_an_overflow_keeps_the_conversation_and_says_what_to_do(chat, target):
+    long = " ".join(["w7"] * 12)
+    done = chat("w5 w6", "w8", long, "w9", "/drop", long, "w9")
+    expected = Expected(target)
+    answers = [expected.send(line) for line in ("w5 w6", "w8", long, "w9", "/drop", long, "w9") if line]
+    assert answers[2] is None
+    found = reports(done)
+    assert [report.get("text") for report in found] == [*answers[:4], *answers[5:]]
+    first = done.err.splitlines()[0]
+    assert first == (
+        "dflash: the conversation would have 29 tokens, the limit is 24: this message was left out; /drop forgets the "
+        "oldest message and its answer, /reset all of them"
+    )
+    assert found[2] == {"error": first.removeprefix("dflash: ")}
+    assert done.code == 1
+
+
+def test_the_first_message_may_be_too_long_too(chat, target):
+    done = chat(" ".join(["w7"] * 30), "w5")
+    assert done.err == "dflash: this message has 32 tokens, the limit is 24: send a shorter one\n"
+    assert reports(done)[1]["text"] == Expected(target).send("w5")
+
+
+def test_a_conversation_without_a_refused_message_ends_with_code_0(chat):
+    assert chat("w5", "/drop", "/drop", "w6", "/reset", "w7").code == 0
+
+
+def test_a_message_that_the_template_refuses_is_left_out(chat, target):
+    done = chat("w5", "w13", "w6")
+    expected = Expected(target)
+    assert [report.get("text") for report in reports(done)] == [expected.send(line) for line in ("w5", "w13", "w6")]
+    assert done.err == "dflash: the chat template refuses these messages: no room for user\n"
+
+
+def test_a_message_with_bytes_that_are_no_text_is_left_out(chat, target):
+    done = chat("w5", "", "w\udcff", "w6")
+    expected = Expected(target)
+    assert [report.get("text") for report in reports(done)] == [expected.send("w5"), None, expected.send("w6")]
+    assert done.err == "dflash: standard input, line 3: not UTF-8 text: the byte 0xff\n"
+
+
+@pytest.mark.parametrize("command", ["chat", "generate"])
+def test_a_template_that_refuses_the_system_message_is_one_line(shell, command, pair, tmp_path):
+    shutil.copytree(pair, tmp_path / "pair")
+    (tmp_path / "pair" / "target" / "model.safetensors").unlink()  # refused before the weights are read
+    models = ["--model", tmp_path / "pair" / "target", "--draft", tmp_path / "pair" / "draft"]
+    done = shell(command, *models, "--system", "be kind", *(["w5"] if command == "generate" else []))
+    assert (done.code, done.out) == (2, "")
+    assert done.err == "dflash: --system: the chat template refuses these messages: no room for system\n"
+
+
+def test_bytes_in_the_system_message_that_are_no_text_are_named(chat):
+    done = chat("w5", options=("--system", "be\n\udcffkind"))
+    assert done.err == "dflash: --system, line 2: not UTF-8 text: the byte 0xff\n"
+
+
+@pytest.mark.parametrize("tokens", [0, 2])
+def test_a_stopped_answer_keeps_what_was_written(tokens, chat, target, monkeypatch):
+    add, events = text._Answer.add, []
+
+    def stopping(answer, event):
+        events.append(event)
+        if len(events) == tokens + 1:
+            raise KeyboardInterrupt
+        add(answer, event)
+
+    monkeypatch.setattr(text._Answer, "add", stopping)
+    *first, last = reports(chat("w5", "w6"))
+    assert len(first) == (tokens > 0)
+    expected = Expected(target)
+    if tokens:
+        whole = expected.send("w5")
+        expected.turns = [("w5", first[0]["text"])]
+        assert whole.startswith(first[0]["text"])
+        assert whole != first[0]["text"]
+    assert last["text"] == expected.send("w6")
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_an_answer_cannot_steer_the_terminal(shell, pair, tmp_path, monkeypatch, target):
+    shutil.copytree(pair, tmp_path / "pair")
+    path = tmp_path / "pair" / "target" / "tokenizer.json"
+    content = json.loads(path.read_text())
+    words = content["model"]["vocab"]
+    content["model"]["vocab"] = {(f"\x1b]0;{word}\x07" if index < 91 else word): index for word, index in words.items()}
+    content["added_tokens"] = []
+    path.write_text(json.dumps(content))
+    config = tmp_path / "pair" / "target" / "tokenizer_config.json"
+    config.write_text(json.dumps({"chat_template": TEMPLATE, "unk_token": "w96"}))
+    call = ["--model", tmp_path / "pair" / "target", "--draft", tmp_path / "pair" / "draft", "--max-new-tokens", 3]
+    piped = shell("generate", *call, "w96").out
+    assert piped.count("\x1b]0;w") == 3
+    for command, sent in (("generate", ["w96"]), ("chat", [])):
+        monkeypatch.setattr(sys, "stdin", io.StringIO("w96\n"))
+        monkeypatch.setattr(sys, "stdout", shown := Terminal())
+        assert shell(command, *call, *sent).code == 0
+        assert shown.getvalue() == piped.replace("\x1b", r"\x1b").replace("\x07", r"\x07")
+
+
+LINES = st.one_of(
+    st.sampled_from(["/drop", "/reset", "w13", "w5 w13"]),
+    st.lists(st.integers(1, 12), min_size=1, max_size=14).map(lambda ids: " ".join(f"w{index}" for index in ids)),
+)
+
+
+@pytest.mark.long
+@examples(6)
+@given(lines=st.lists(LINES, min_size=1, max_size=8))
+def test_any_conversation_equals_the_targets_own_answers(lines, shell_once, target):
+    expected = Expected(target)
+    answers = [(line, expected.send(line)) for line in lines]
+    found = [report.get("text") for report in reports(shell_once(lines))]
+    assert found == [answer for line, answer in answers if not line.startswith("/")]
+
+
+@pytest.fixture(scope="module")
+def shell_once(pair):
+    """Return a function that sends lines to ``dflash chat --json``; for many examples in one test."""
+    import contextlib
+
+    from conftest import Done
+
+    from dflash import cli
+
+    models = ["--model", pair / "target", "--draft", pair / "draft", "--max-new-tokens", NEW, "--max-length", LIMIT]
+
+    def call(lines: list[str]) -> Done:
+        out, err = io.StringIO(), io.StringIO()
+        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            patch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+            patch.setattr(sys, "argv", ["dflash", "chat", "--json", *map(str, models)])
+            patch.setenv("HF_HUB_OFFLINE", "1")
+            with pytest.raises(SystemExit) as exit:
+                cli.main()
+        return Done(exit.value.code or 0, out.getvalue(), err.getvalue())
+
+    return call

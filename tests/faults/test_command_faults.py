@@ -1,0 +1,276 @@
+"""A command ends with one clear line for a broken file, closed streams, a closed pipe or bytes that are not text."""
+
+import gzip
+import io
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import process
+import pytest
+import torch
+from examples import examples
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from tiny_pair import CHAT_TEMPLATE, save_pair
+
+import dflash
+import dflash.cli
+
+PACKAGE_PAIR = Path(dflash.__file__).parent / "pair"
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory) -> Path:
+    folder = save_pair(tmp_path_factory.mktemp("pair"), chat_template=CHAT_TEMPLATE)
+    (folder / "prompts.jsonl").write_text('{"prompt": "w5 w6"}\n')
+    return folder
+
+
+@pytest.fixture
+def copied(pair, tmp_path) -> Path:
+    return shutil.copytree(pair, tmp_path / "pair")
+
+
+def models(folder: Path) -> list:
+    return ["--model", folder / "target", "--draft", folder / "draft", "--max-new-tokens", 3]
+
+
+# ---------------------------------------------------------------------------------------------- bytes that are no text
+
+
+@pytest.mark.parametrize(
+    ("data", "where"),
+    [
+        (b"w5\nw6 \xff w7", "line 2: not UTF-8 text: the byte 0xff"),
+        (b"w5\n\nw6\n\xed\xa0\xbd\xed\xb8\x80", "line 4: not UTF-8 text: the byte 0xed"),  # a surrogate pair
+        ("w5".encode("utf-16"), "line 1: not UTF-8 text: the byte 0xff"),
+        (b"\n" * 100_000 + b"\xc3", "line 100001: not UTF-8 text: the byte 0xc3"),
+    ],
+)
+def test_a_prompt_that_is_not_text_is_named_with_its_line(shell, pair, tmp_path, monkeypatch, data, where):
+    path = tmp_path / "prompt.txt"
+    path.write_bytes(data)
+    call = ["generate", *models(pair)]
+    as_argument = data.decode("utf-8", "surrogateescape")
+    assert shell(*call, "--file", path).err == f"dflash: --file {path}, {where}\n"
+    assert shell(*call, as_argument).err == f"dflash: PROMPT, {where}\n"
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data), encoding="utf-8"))
+    assert shell(*call).err == f"dflash: standard input, {where}\n"
+
+
+def test_options_that_are_not_text_are_named(shell, pair):
+    for option, command in (("--system", "generate"), ("--stop", "generate"), ("--prompt", "demo")):
+        call = [*models(pair), "w5"] if command == "generate" else []
+        done = shell(command, *call, option, "w5\udcff")
+        assert done.code == 2
+        [message] = [line for line in done.err.splitlines() if line.startswith("dflash:")]
+        assert message.startswith(f"dflash: {option}")
+        assert "line 1: not UTF-8 text: the byte 0xff" in message
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
+@pytest.mark.parametrize("command", ["benchmark", "regenerate", "train"])
+def test_a_file_of_prompts_that_is_not_text_is_named_with_its_line(shell, pair, tmp_path, command, suffix):
+    path = tmp_path / f"prompts{suffix}"
+    good, call = b'{"prompt": "w5", "response": "w6"}\n', {
+        "benchmark": ["--dataset", path, *models(pair)],
+        "regenerate": [path, "--out", tmp_path / "out.jsonl", *models(pair)],
+        "train": ["--data", path, *models(pair)[:2], "--output", tmp_path / "out", "--device", "cpu",
+                  "--mask-token-id", 96],
+    }  # fmt: skip
+    for bad in (b'{"prompt": "\xed\xa0\xbd"}\n', b'{"prompt": "\xff"}\n', rb'{"prompt": "\ud83d"}' + b"\n"):
+        data = good * 2 + bad + good
+        path.write_bytes(gzip.compress(data) if suffix.endswith("gz") else data)
+        done = shell(command, *call[command])
+        assert done.code == 2
+        [line] = done.err.splitlines()
+        assert f"{path}, line 3" in line
+
+
+# ---------------------------------------------------------------------------------------------- streams and pipes
+
+# A child of its own per attempt would take minutes. A fork does what Python does if a stream was closed at its start.
+ATTEMPTS = """
+import os, sys
+from dflash import cli
+
+folder, *pair = sys.argv[1:]
+rows, prompts = os.path.join(folder, "rows.jsonl"), os.path.join(folder, "prompts.jsonl")
+
+def run(*arguments):
+    sys.argv = ["dflash", *arguments]
+    try:
+        cli.main()
+        code = 0
+    except SystemExit as exit:
+        code = exit.code or 0
+    try:
+        sys.stdout.flush()
+    except OSError:
+        code = 120  # as Python, which then prints a traceback too
+    return code
+
+def attempt(name, *arguments, closed=(), stdout=None):
+    sys.stdout.flush()
+    report, child = os.path.join(folder, "report"), os.fork()
+    if child == 0:
+        os.dup2(os.open(report, os.O_RDWR | os.O_CREAT | os.O_TRUNC), 2)
+        os.dup2(os.open(os.path.join(folder, "input"), os.O_RDONLY), 0)
+        if stdout is not None:
+            os.dup2(stdout, 1)
+        for descriptor in closed:
+            os.close(descriptor)
+            setattr(sys, ("stdin", "stdout", "stderr")[descriptor], None)
+        os._exit(run(*arguments))  # without the second that Python takes to end
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    with open(report) as file:
+        print(name, code, *file.read().splitlines()[-1:], sep="|")
+
+run("generate", *pair, "--json", "w5")  # once, for what is imported late
+for closed in ((1,), (0, 1)):
+    attempt(f"generate {closed}", "generate", *pair, "w5", closed=closed)
+    attempt(f"chat {closed}", "chat", *pair, closed=closed)
+attempt("generate json", "generate", *pair, "w5", "--json", closed=(1,))
+attempt("chat (0,)", "chat", *pair, "--json", closed=(0,))
+attempt("doctor", "doctor", closed=(0, 1, 2))
+attempt("benchmark", "benchmark", *pair, "--dataset", prompts, closed=(0, 1, 2))
+attempt("regenerate", "regenerate", *pair, "--out", rows, "--json", prompts, closed=(0, 1, 2))
+with open(rows) as file:
+    print("rows", len(file.read().splitlines()))
+for command in (["generate", *pair, "w5"], ["chat", *pair], ["doctor"]):
+    reading, writing = os.pipe()
+    os.close(reading)
+    attempt(f"pipe {command[0]}", *command, stdout=writing)
+    os.close(writing)
+attempt("full", "generate", *pair, "w5", stdout=os.open("/dev/full", os.O_WRONLY))
+"""
+
+
+def test_closed_streams_and_pipes_end_a_command_in_one_line(copied):
+    (copied / "input").write_text("w5\nw6\n")
+    child = process.python(ATTEMPTS, copied, *models(copied), TERM="dumb")
+    lost = "dflash: standard output is closed, so the text would be lost; > /dev/null discards it"
+    assert child.returncode == 0, child.stderr
+    found = dict(line.split("|", 1) for line in child.stdout.splitlines() if "|" in line)
+    for name in ("generate (1,)", "chat (1,)", "generate (0, 1)", "chat (0, 1)", "generate json"):
+        assert found.pop(name) == f"2|{lost}"
+    assert found.pop("full") == "2|dflash: [Errno 28] No space left on device"
+    assert found.pop("chat (0,)") == "0"
+    pipes = {name: found.pop(f"pipe {name}") for name in ("generate", "chat", "doctor")}
+    assert pipes == dict.fromkeys(pipes, "1")
+    assert found == {"doctor": "0", "benchmark": "0", "regenerate": "0"}
+    assert "rows 1" in child.stdout.splitlines()
+
+
+def test_the_shells_own_closed_output_is_refused(pair):
+    command = [sys.executable, "-c", "from dflash import cli; cli.main()", "generate", *map(str, models(pair)), "w5"]
+    done = subprocess.run(["sh", "-c", '"$@" >&- <&-', "sh", *command], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("dflash: standard output is closed")
+    assert done.stderr.count("\n") == 1
+
+
+# ---------------------------------------------------------------------------------------------- broken files
+
+DEEP = "[" * 100_000 + "]" * 100_000
+BROKEN = {
+    "tokenizer.json": ["", "{}", "[]", "null", DEEP, '{"model": {"type": "Strange"}}', "1" * 5000],
+    "tokenizer_config.json": ["", "[]", DEEP, '{"tokenizer_class": 5}', '{"auto_map": {"AutoTokenizer": 5}}'],
+    "special_tokens_map.json": ["[]", DEEP],
+    "config.json": ["", "[]", "null", DEEP, "{}", '{"model_type": 5}', '{"model_type": "qwen3", "hidden_size": "a"}'],
+    "generation_config.json": ["[]", DEEP, '{"eos_token_id": "abc"}', '{"temperature": 1e999, "do_sample": true}'],
+    "chat_template.jinja": ["{% for", "{{ 1/0 }}", "{{ messages.__class__.__mro__ }}", ""],
+    "model.safetensors": ["", "\0" * 8, "c" + "\0" * 7 + "{"],
+}
+
+
+@pytest.mark.parametrize("name", list(BROKEN))
+def test_a_broken_file_of_a_target_is_one_line(shell, copied, name):
+    path = copied / "target" / name
+    for content in BROKEN[name]:
+        path.write_text(content)
+        done = shell("generate", *models(copied), "w5")
+        assert (done.code, done.out) == (2, ""), content[:60]
+        assert done.err.count("\n") == 1, content[:60]
+        assert len(done.err) < 2000
+
+
+def test_json_that_is_no_object_is_named_with_its_file(shell, copied):
+    for name in ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json"):
+        path = copied / "target" / name
+        before = path.read_text() if path.exists() else None
+        for content, reason in (("[1]", "must be a JSON object, got list"), (DEEP, "not JSON that can be read")):
+            path.write_text(content)
+            assert f"dflash: {path}: {reason}" in shell("generate", *models(copied), "w5").err
+        path.write_text(before) if before is not None else path.unlink()
+
+
+def test_missing_weights_are_not_drawn_at_random(shell, copied):
+    path = copied / "target" / "model.safetensors"
+    weights = load_file(path)
+    name = "model.layers.1.mlp.up_proj.weight"
+    del weights[name]
+    save_file(weights, path, metadata={"format": "pt"})
+    done = shell("generate", *models(copied), "w5")
+    assert done.code == 2
+    assert f"has no weights for 1 parameters of the model, {name} is the first" in done.err
+    assert done.err.count("\n") == 1
+
+
+def test_names_of_tensors_do_not_reach_the_terminal(shell, copied):
+    path = copied / "target" / "model.safetensors"
+    save_file({**load_file(path), "\x1b[31mred\x07": torch.zeros(1)}, path, metadata={"format": "pt"})
+    done = shell("generate", *models(copied), "w5")
+    assert done.code == 0
+    assert "\x1b" not in done.err + done.out
+    (copied / "target" / "model.safetensors").unlink()
+    done = shell("generate", "--model", copied / "target\x1b[31m", "--draft", copied / "draft", "w5")
+    assert done.code == 2
+    assert "\x1b" not in done.err
+
+
+def test_markup_in_the_name_of_a_data_set_is_shown_as_it_is(shell, pair, tmp_path):
+    path = tmp_path / "[red]\x1b[bold].jsonl"
+    path.write_text('{"prompt": "w5 w6"}\n')
+    done = shell("benchmark", "--dataset", path, *models(pair))
+    assert done.code == 0, done.err
+    assert r"[red]\x1b[bold]" in done.out
+    assert "\x1b" not in done.out + done.err
+
+
+PIECES = st.one_of(
+    st.sampled_from(["", "{}", "[]", "null", "5", '"x"', "[null]", "{1}", '{"model_type": null}', "1e999", "\0", "é"]),
+    st.binary(max_size=30).map(lambda data: data.decode("latin-1")),
+)
+
+
+@pytest.mark.long
+@examples(10)
+@given(name=st.sampled_from(sorted(BROKEN)), content=PIECES)
+def test_any_content_of_a_file_answers_or_is_one_line(name, content, pair, tmp_path_factory):
+    from conftest import Done
+
+    folder = shutil.copytree(pair, tmp_path_factory.mktemp("any") / "pair")
+    (folder / "target" / name).write_text(content)
+    out, err = io.StringIO(), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        patch.setattr(sys, "argv", ["dflash", "generate", "--json", *map(str, models(folder)), "w5"])
+        patch.setattr(sys, "stdout", out)
+        patch.setattr(sys, "stderr", err)
+        try:
+            dflash.cli.main()
+            code = 0
+        except SystemExit as exit:
+            code = exit.code or 0
+    done = Done(code, out.getvalue(), err.getvalue())
+    shutil.rmtree(folder)
+    assert done.code in (0, 2)
+    if done.code == 2:
+        assert (done.out, done.err.count("\n")) == ("", 1)
+    else:
+        assert json.loads(done.out)["num_new_tokens"] == 3

@@ -1,0 +1,157 @@
+"""A target's folder of unknown origin loads, or is refused by name before transformers allocates anything for it."""
+
+import json
+import shutil
+import struct
+
+import pytest
+from checkpoints import MEGABYTES, SECONDS
+from families import make_target
+from process import python
+from tiny_pair import save_pair
+
+from dflash.target import check_target_config, check_target_size, check_target_weights
+
+HUGE = 10**400
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": HUGE, "original_max_position_embeddings": 64}
+
+# The key that the error names, and what is changed in config.json.
+NAMED = [
+    ("num_hidden_layers", {"num_hidden_layers": 10**6, "layer_types": None}),
+    ("num_hidden_layers", {"num_hidden_layers": 10**12, "layer_types": None}),
+    ("num_hidden_layers", {"num_hidden_layers": 1000, "layer_types": None}),
+    ("num_hidden_layers", {"text_config": {"num_hidden_layers": 10**12}}),
+    ("hidden_size", {"hidden_size": 2**20}),
+    ("hidden_size", {"hidden_size": 2**40}),
+    ("hidden_size", {"hidden_size": 2**62}),
+    ("head_dim", {"head_dim": 2**30}),
+    ("head_dim", {"head_dim": 2**31}),
+    ("head_dim", {"head_dim": 2**40}),
+    ("intermediate_size", {"intermediate_size": 2**30}),
+    ("intermediate_size", {"intermediate_size": 2**63}),
+    ("vocab_size", {"vocab_size": 2**30}),
+    ("num_attention_heads", {"num_attention_heads": 2**25}),
+    ("rms_norm_eps", {"rms_norm_eps": HUGE}),
+    ("rope_theta", {"rope_parameters": {"rope_type": "default", "rope_theta": HUGE}}),
+    ("factor", {"rope_parameters": YARN}),
+    ("architectures", {"architectures": 7}),
+    ("architectures", {"architectures": {"a": 1}}),
+    ("pad_token_id", {"pad_token_id": -HUGE}),
+    ("sliding_window", {"sliding_window": {}, "use_sliding_window": True}),
+]
+TEXTS = {
+    "nested brackets": "[" * 100_000,
+    "nested metadata": '{"model_type": "qwen3", "auto_map": ' + "[" * 100_000 + "]" * 100_000 + "}",
+    "an integer of many digits": f'{{"model_type": "qwen3", "hidden_size": {"9" * 100_000}}}',
+    "twenty megabytes": '{"model_type": "qwen3"}' + " " * 20_000_000,
+    "a list": "[]",
+}
+CHILD = """
+import json, resource, sys, time, warnings
+from dflash.evaluate import Pretrained
+warnings.simplefilter("ignore")
+def load(folder):
+    Pretrained(folder).load_tokenizer()
+    Pretrained(folder).load_empty_target()
+    Pretrained(folder).load_target("auto")
+load(sys.argv[1])
+pages = int(open("/proc/self/statm").read().split()[0])
+limit = pages * resource.getpagesize() + int(sys.argv[2]) * 2**20
+resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+for folder in sys.argv[3:]:
+    begun = time.process_time()
+    try:
+        load(folder)
+        kind, message = "loaded", ""
+    except Exception as error:
+        kind, message = type(error).__name__, str(error)
+    print(json.dumps([kind, message.replace(folder, ""), time.process_time() - begun]), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory):
+    return save_pair(tmp_path_factory.mktemp("pair")) / "target"
+
+
+def copies(good, tmp_path, changes):
+    """Copies of a good folder, each changed by one of the functions."""
+    folders = []
+    for number, change in enumerate(changes):
+        folders.append(tmp_path / str(number))
+        shutil.copytree(good, folders[-1])
+        change(folders[-1])
+    return folders
+
+
+def load_in_child(good, folders):
+    done = python(CHILD, good, MEGABYTES, *folders)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def config_of(good, changes):
+    return json.dumps(json.loads((good / "config.json").read_text()) | changes)
+
+
+def test_hostile_configs_are_refused_by_key_within_a_second_and_50_mb(good, tmp_path):
+    texts = [config_of(good, changes) for _, changes in NAMED] + list(TEXTS.values())
+    writes = [lambda folder, text=text: (folder / "config.json").write_text(text) for text in texts]
+    names = [name for name, _ in NAMED] + ["config.json"] * len(TEXTS)
+    for name, (kind, message, seconds) in zip(names, load_in_child(good, copies(good, tmp_path, writes)), strict=True):
+        assert (kind, name in message) == ("ValueError", True), (name, kind, message)
+        assert len(message) < 1500
+        assert seconds < 3 * SECONDS, (name, seconds)  # a tokenizer, a config and an empty model before
+
+
+def hostile_weights(path):
+    """Contents of model.safetensors that must be refused."""
+    content = path.read_bytes()
+    (length,) = struct.unpack("<Q", content[:8])
+    header, data = content[8 : 8 + length], content[8 + length :]
+    entries = json.loads(header)
+    name = next(name for name in entries if name != "__metadata__")
+    twice = header.rstrip()[:-1] + f', "{name}": {json.dumps(entries[name])}}}'.encode()
+    pack = lambda text: struct.pack("<Q", len(text)) + text + data  # noqa: E731
+    return {
+        "99 MB of spaces": pack(header + b" " * 99_000_000),
+        "a tensor twice": pack(twice),
+        "nested brackets": pack(b"[" * 100_000),
+        "cut": content[:-100],
+        "cut in the header": content[:100],
+        "nothing": b"",
+    }
+
+
+def test_hostile_weights_are_refused_within_a_second_and_50_mb(good, tmp_path):
+    files = hostile_weights(good / "model.safetensors")
+    writes = [
+        lambda folder, content=content: (folder / "model.safetensors").write_bytes(content)
+        for content in files.values()
+    ]
+    for name, (kind, message, seconds) in zip(files, load_in_child(good, copies(good, tmp_path, writes)), strict=True):
+        assert (kind, "model.safetensors: " in message) == ("ValueError", True), (name, kind, message)
+        assert len(message) < 500
+        assert seconds < 3 * SECONDS, (name, seconds)
+
+
+@pytest.mark.parametrize("name", ["x" * 10_000, "../model.safetensors", "\0", ""])
+def test_an_index_that_names_no_file_of_the_folder_is_refused(tmp_path, name):
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(ValueError, match=r"weight_map names .* not a file in the same folder") as caught:
+        check_target_weights(tmp_path)
+    assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "gemma3", "deepseek_v3"])
+def test_the_folders_of_tested_families_pass(tmp_path, name):
+    target = make_target(name)
+    target.save_pretrained(tmp_path)
+    check_target_config(tmp_path)
+    check_target_weights(tmp_path)
+    check_target_size(target, tmp_path)
+
+
+def test_a_folder_without_files_is_left_to_transformers(tmp_path):
+    check_target_config(tmp_path)
+    check_target_weights(tmp_path)

@@ -1,0 +1,155 @@
+"""Names and texts that hold control characters never steer the terminal."""
+
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+import unicodedata
+import warnings
+
+import pytest
+from checkpoints import published, save_drafter, speculators
+from safetensors.torch import load_file, save_file
+from tiny_pair import save_pair
+
+from dflash import load_draft
+from dflash.progress import bars
+from dflash.terminal import listed, named, printable, shortened
+
+HOSTILE = "a\x1b]0;title\x07b\rc\x08d\x9b31me\u202ef\u2066g\u2028h\ud800i\x00j\nk"
+
+
+def test_control_characters_become_escapes():
+    shown = printable(HOSTILE)
+    assert shown == r"a\x1b]0;title\x07b\rc\x08d\x9b31me\u202ef\u2066g\u2028h\ud800i\x00j\nk"
+    assert printable(shown) == shown
+    assert all(unicodedata.category(character) not in ("Cc", "Cs", "Zl", "Zp") for character in shown)
+
+
+@pytest.mark.parametrize("text", ["plain", "naïve café", "中文", "हिन्दी", "עברית", "👩‍👩‍👧", "a\\nb", ""])
+def test_text_without_control_characters_stays_as_it_is(text):
+    assert printable(text) == text
+
+
+def test_line_breaks_of_a_longer_text_can_be_kept():
+    assert printable("a\n\tb\x1b[2J", keep="\n\t") == "a\n\tb\\x1b[2J"
+
+
+@pytest.mark.parametrize("show", [named, shortened, lambda name: listed([name] * 20)])
+def test_names_in_messages_are_printable_and_short(show):
+    for name in (HOSTILE, HOSTILE * 1000, "x" * 10**6):
+        shown = show(name)
+        assert printable(shown) == shown
+        assert len(shown) < 1100
+
+
+ESCAPE = "\x1b]0;owned\x07\u202e"
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        published(architectures=[ESCAPE]),
+        published(model_type=ESCAPE),
+        published(layer_types=[ESCAPE] * 3),
+        published(rope_scaling={"rope_type": ESCAPE}),
+        published(rope_scaling={ESCAPE: {}}),
+        published(hidden_size=ESCAPE),
+        published(quantization_config={ESCAPE: ESCAPE}),
+        published(dflash_config={"mask_token_id": 100, ESCAPE: 1}),
+        published(draft_vocab_size=7, **{ESCAPE: 1}),
+        published(**{ESCAPE: 1}),
+        speculators(speculators_model_type=ESCAPE),
+        speculators(**{ESCAPE: 1}),
+    ],
+)
+def test_errors_and_warnings_about_a_config_are_printable(tmp_path, config):
+    folder = save_drafter(tmp_path, config)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            load_draft(folder)
+        except ValueError as error:
+            caught.append(error)
+    messages = [str(getattr(one, "message", one)) for one in caught]
+    assert messages
+    assert all(printable(message) == message for message in messages)
+
+
+@pytest.mark.parametrize("part", ["", "lm_head.", "attention_conv.", "layers.0.input_layernorm.weight."])
+def test_errors_about_tensor_names_are_printable(tmp_path, part):
+    folder = save_drafter(tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {part + ESCAPE: tensors["norm.weight"].clone()}, folder / "model.safetensors")
+    with pytest.raises(ValueError, match="tensor") as caught:
+        load_draft(folder)
+    assert printable(caught.value) == str(caught.value)
+
+
+def run_on_a_terminal(*arguments: object) -> str:
+    """Run the command with its output on a terminal, and return what it wrote there."""
+    ours, theirs = pty.openpty()
+    code = "from dflash.cli import main; main()"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "HF_HUB_OFFLINE": "1", "TERM": "xterm"}
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment) as process:
+        os.close(theirs)
+        written = b""
+        try:
+            while part := os.read(ours, 65536):
+                written += part
+        except OSError:  # the terminal is closed
+            pass
+        process.wait(timeout=240)
+    os.close(ours)
+    return written.decode(errors="replace")
+
+
+def steering(written: str) -> list[str]:
+    """Escapes other than those of the spinner: colors, the cursor, and deleted lines."""
+    return [found for found in re.findall("\x1b.|\x07|\u202e", written) if found != "\x1b["]
+
+
+def test_an_answer_and_a_folder_that_hold_escapes_do_not_steer_the_terminal(tmp_path):
+    folder = save_pair(tmp_path / f"model{ESCAPE}")
+    tokenizer = json.loads((folder / "target" / "tokenizer.json").read_text())
+    words = tokenizer["model"]["vocab"]
+    tokenizer["model"]["vocab"] = {(f"w{i}{ESCAPE}" if i not in (0, 5, 96) else f"w{i}"): i for i in words.values()}
+    (folder / "target" / "tokenizer.json").write_text(json.dumps(tokenizer))
+    options = ["--model", folder / "target", "--draft", folder / "draft", "--raw", "--max-new-tokens", 8]
+    written = run_on_a_terminal("generate", "w5", *options)
+    assert "tokens/s" in written
+    assert r"\x1b]0;owned\x07\u202e" in written
+    assert steering(written) == []
+    # A pipe gets the text as it is.
+    piped = subprocess.run(
+        [sys.executable, "-c", "from dflash.cli import main; main()", "generate", "w5", *map(str, options)],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "HF_HUB_OFFLINE": "1"},
+    )
+    assert ESCAPE in piped.stdout
+    assert r"\x1b]0;" not in piped.stdout
+
+
+def test_an_error_about_a_drafter_that_holds_escapes_does_not_steer_the_terminal(tmp_path):
+    folder = save_pair(tmp_path)
+    config = json.loads((folder / "draft" / "config.json").read_text())
+    (folder / "draft" / "config.json").write_text(json.dumps(config | {ESCAPE: 1, "model_type": ESCAPE}))
+    options = ["--model", folder / "target", "--draft", folder / "draft", "--raw"]
+    written = run_on_a_terminal("generate", "w5", *options)
+    assert "model_type must be qwen3" in written
+    assert steering(written) == []
+
+
+def test_names_and_texts_of_progress_bars_do_not_steer_the_terminal(monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes standard error for a terminal
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    with bars([f"[red]{ESCAPE}"]) as show:
+        show(f"[red]{ESCAPE}", 1, 2, f"[link=x]{ESCAPE}")
+    written = capsys.readouterr().err
+    assert r"[red]\x1b]0;owned" in written
+    assert steering(written) == []
