@@ -473,7 +473,7 @@ def test_missing_files_are_named(checkpoint):
     ):
         load_draft(checkpoint.folder)
     (checkpoint.folder / "config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"config.json: not valid JSON"):
+    with pytest.raises(ValueError, match=r"config.json: not JSON that can be read"):
         load_draft(checkpoint.folder)
     (checkpoint.folder / "config.json").unlink()
     with pytest.raises(FileNotFoundError, match=r"is not a drafter's folder: config.json is missing"):

@@ -21,6 +21,7 @@ __all__ = [
     "atomic_folder",
     "fsync",
     "parse_json",
+    "read_json",
     "read_jsonl",
     "read_lines",
     "remove_unfinished",
@@ -58,6 +59,26 @@ def parse_json(text: str | bytes, where: str, *, unique_keys: bool = False) -> A
             raise ValueError(f"\\u{ord(half[0]):04x} is half of a surrogate pair, not a character")
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}: not JSON that can be read: {printable(error)}") from error
+    return content
+
+
+def read_json(path: Path, max_bytes: int, *, unique_keys: bool = False) -> dict[str, Any]:
+    """Read a JSON object of unknown origin.
+
+    Raises:
+        ValueError: as `parse_json`; or the file has more than ``max_bytes`` or no object, or it cannot be read.
+    """
+    where = printable(path)
+    try:
+        with open(path, "rb") as file:
+            text = file.read(max_bytes + 1)
+    except OSError as error:
+        raise ValueError(f"{where}: cannot be read: {error.strerror or error}") from error
+    if len(text) > max_bytes:
+        raise ValueError(f"{where}: must have at most {max_bytes} bytes")
+    content = parse_json(text, where, unique_keys=unique_keys)
+    if not isinstance(content, dict):
+        raise ValueError(f"{where}: must hold an object, got {type(content).__name__}")
     return content
 
 

@@ -1,8 +1,59 @@
-"""The largest things that are read from files and other people's answers. Anything above is refused by name."""
+"""The largest things that are read from files and other people's answers. Anything above is refused by name.
+
+Each limit is far above every published model, and low enough that reading up to it takes less than a second.
+"""
 
 from __future__ import annotations
 
-__all__ = ["MAX_JSON_DEPTH"]
+__all__ = [
+    "MAX_BLOCK_SIZE",
+    "MAX_DRAFT_LAYERS",
+    "MAX_EXPERTS",
+    "MAX_HEADS",
+    "MAX_HEAD_DIM",
+    "MAX_JSON_BYTES",
+    "MAX_JSON_DEPTH",
+    "MAX_NUMBER",
+    "MAX_POSITIONS",
+    "MAX_SHARDS",
+    "MAX_SHOWN",
+    "MAX_TAPS",
+    "MAX_TARGET_CONFIG_BYTES",
+    "MAX_TARGET_JSON_BYTES",
+    "MAX_TARGET_LAYERS",
+    "MAX_TARGET_SHARDS",
+    "MAX_VOCABULARY",
+    "MAX_WIDTH",
+]
 
 # Levels of brackets in JSON. Python's own reader needs stack for each; tool schemas in chat data have about twenty.
 MAX_JSON_DEPTH = 100
+# Bytes of a drafter's config.json, of its index and of all its safetensors headers together. Published: 10 KB. Python
+# objects take up to thirty times the bytes of the JSON they are read from.
+MAX_JSON_BYTES = 2**20
+# Bytes of a target's config.json, where lists of quantized experts make megabytes; of its index, and of all its
+# safetensors headers together. Published: 20 MB.
+MAX_TARGET_CONFIG_BYTES = 2**24
+MAX_TARGET_JSON_BYTES = 2**26
+# Files of a drafter's weights, and of a target's. Published: 1 and 191.
+MAX_SHARDS = 256
+MAX_TARGET_SHARDS = 2**12
+
+# The shape of a drafter, with the largest published values.
+MAX_DRAFT_LAYERS = 256  # 8
+MAX_WIDTH = 2**20  # hidden_size and intermediate_size: 18432
+MAX_HEADS = 2**12  # 128
+MAX_HEAD_DIM = 2**12  # 512
+MAX_VOCABULARY = 2**24  # 262144
+MAX_BLOCK_SIZE = 2**12  # 32
+MAX_TAPS = 2**10  # 8
+MAX_TARGET_LAYERS = 2**12  # 126; one layer of any target costs transformers a millisecond
+MAX_EXPERTS = 2**16  # of a target: 16384
+# Positions and windows: kernels count them in 64 bits, but rotary angles in float32 mean nothing above.
+MAX_POSITIONS = 2**31 - 1
+# Scales, epsilons and RoPE settings are at most this and, where they must be positive, at least its inverse: whatever
+# is computed from them then stays finite in float32, up to theta * factor * positions.
+MAX_NUMBER = 1e12
+
+# Characters of one name or value in an error message.
+MAX_SHOWN = 120

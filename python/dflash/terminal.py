@@ -1,14 +1,21 @@
-"""Make text of unknown origin safe to show on a terminal."""
+"""Make text of unknown origin safe and short enough to show on a terminal."""
 
 from __future__ import annotations
 
 import re
+import reprlib
+from collections.abc import Collection
+from itertools import islice
+from typing import Any
 
-__all__ = ["printable"]
+from .limits import MAX_SHOWN
+
+__all__ = ["listed", "named", "printable", "shortened"]
 
 # Control characters (ANSI escapes start with one), line separators, overrides of the reading direction, and
 # surrogates, which no encoding of a terminal has.
 _UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+_LISTED = 8
 
 
 def printable(text: object, keep: str = "") -> str:
@@ -25,3 +32,34 @@ def printable(text: object, keep: str = "") -> str:
 
 def _escape(character: str) -> str:
     return character.encode("unicode_escape").decode("ascii")
+
+
+def shortened(value: Any) -> str:
+    """Return ``repr(value)``, printable and cut to 60 characters, whatever the value is."""
+    try:
+        text = _Repr().repr(value)
+    except Exception:  # a repr of someone else's, or an integer that Python refuses to print
+        text = f"<{type(value).__name__}>"
+    text = printable(text)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+class _Repr(reprlib.Repr):
+    """The repr of a value of any size and depth in little time: what is left out shows as three dots."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel, self.maxstring, self.maxother, self.maxlong = 3, 60, 60, 60
+        self.maxlist = self.maxtuple = self.maxdict = self.maxset = 8
+
+
+def named(name: object) -> str:
+    """Return a name without quotes, printable and cut to a line."""
+    text = printable(name)
+    return text if len(text) <= MAX_SHOWN else text[:MAX_SHOWN] + "..."
+
+
+def listed(names: Collection[object]) -> str:
+    """Return the first few of ``names``, as by `named`, and how many more there are."""
+    more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
+    return ", ".join(map(named, islice(names, _LISTED))) + more

@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..files import read_json
+from ..limits import MAX_JSON_BYTES, MAX_SHARDS
+from ..terminal import listed, named, printable, shortened
+from ..weight_files import FLOATING, StoredTensor, find_shards, read_header, read_tensor_
 from .config import DraftConfig
 from .drafter import Drafter
 
 __all__ = ["draft_folder", "load_draft"]
 
-_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Serving engines use other names for the same tensors.
 _PREFIXES = (
     ("model.", ""),
@@ -132,74 +133,42 @@ def _load_module(module: nn.Module, dtype: torch.dtype | None, device: torch.dev
 
 
 def _load_folder(folder: Path, dtype: torch.dtype | None, device: torch.device | str | None) -> Drafter:
-    config = DraftConfig.from_config(_read_json(folder / "config.json"), str(folder / "config.json"))
+    config = _read_config(folder)
     if (folder / _MASK_EMBEDDING_FILE).exists():
-        raise ValueError(f"{folder / _MASK_EMBEDDING_FILE}: {_OWN_MASK_EMBEDDING}")
-    files: dict[str, Path] = {}
-    shapes: dict[str, tuple[int, ...]] = {}
-    kinds: dict[str, str] = {}
-    for path in _find_shards(folder):
-        for name, (shape, kind) in _read_header(path).items():
-            if name in files:
-                raise ValueError(f"{folder}: tensor {name} is in {files[name].name} and in {path.name}")
-            files[name], shapes[name], kinds[name] = path, shape, kind
-    names = _match(config, shapes, str(folder))
-    _expect_floating(str(folder), {given: kinds[given] for given in names if kinds[given] not in _DTYPES})
-    stored = _DTYPES[kinds[_given_name(names, "fc.weight")]]
-    drafter = Drafter(config, dtype=dtype or stored, device="cpu" if device is None else device)
-    return _copy_weights(drafter, _read_tensors(files, names))
+        raise ValueError(f"{printable(folder / _MASK_EMBEDDING_FILE)}: {_OWN_MASK_EMBEDDING}")
+    stored = _read_headers(folder)
+    source = printable(folder)
+    names = _match(config, {name: tensor.shape for name, tensor in stored.items()}, source)
+    _expect_floating(source, {given: stored[given].kind for given in names if stored[given].kind not in FLOATING})
+    dtype = dtype or FLOATING[stored[_given_name(names, "fc.weight")].kind]
+    drafter = Drafter(config, dtype=dtype, device="cpu" if device is None else device)
+    destinations = _destinations(drafter)
+    for given, name in names.items():
+        read_tensor_(stored[given], destinations[name])
+    return drafter.eval()
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_config(folder: Path) -> DraftConfig:
+    path = folder / "config.json"
     if not path.is_file():
-        raise FileNotFoundError(f"{path.parent} is not a drafter's folder: {path.name} is missing")
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path}: not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path}: must hold an object, got {type(content).__name__}")
-    return content
+        raise FileNotFoundError(f"{printable(folder)} is not a drafter's folder: {path.name} is missing")
+    return DraftConfig.from_config(read_json(path, MAX_JSON_BYTES, unique_keys=True), str(path))
 
 
-def _find_shards(folder: Path) -> list[Path]:
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if single.is_file():
-        return [single]
-    if not index.is_file():
-        raise FileNotFoundError(f"{folder} has neither {single.name} nor {index.name}")
-    mapping = _read_json(index).get("weight_map")
-    if not isinstance(mapping, dict) or not mapping or not all(isinstance(name, str) for name in mapping.values()):
-        raise ValueError(f"{index}: weight_map must map tensor names to files")
-    for name in sorted(set(mapping.values())):
-        if Path(name).name != name:
-            raise ValueError(f"{index}: weight_map names {name!r}, which is not a file in the same folder")
-        if not (folder / name).is_file():
-            raise FileNotFoundError(f"{folder}: shard {name} is missing, but {index.name} names it")
-    return [folder / name for name in sorted(set(mapping.values()))]
-
-
-def _read_header(path: Path) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Return the shape and the storage type of every tensor in a safetensors file."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        with safe_open(path, framework="pt") as file:
-            slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
-            return {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path}: not a complete safetensors file (truncated or corrupt?): {error}") from error
-
-
-def _read_tensors(files: Mapping[str, Path], names: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
-    """Yield each tensor under the drafter's name for it, file by file."""
-    from safetensors import safe_open
-
-    for path in sorted({files[given] for given in names}):
-        with safe_open(path, framework="pt") as file:
-            for given, name in names.items():
-                if files[given] == path:
-                    yield name, file.get_tensor(given)
+def _read_headers(folder: Path) -> dict[str, StoredTensor]:
+    """Return every tensor of a folder by its name."""
+    stored: dict[str, StoredTensor] = {}
+    room = MAX_JSON_BYTES
+    for path in find_shards(folder, MAX_JSON_BYTES, MAX_SHARDS):
+        tensors, length = read_header(path, room)
+        room -= length
+        if twice := stored.keys() & tensors.keys():
+            name = min(twice)
+            raise ValueError(
+                f"{printable(folder)}: tensor {named(name)} is in {stored[name].path.name} and in {path.name}"
+            )
+        stored |= tensors
+    return stored
 
 
 # ---------------------------------------------------------------------------------------------- matching tensors
@@ -218,21 +187,35 @@ def _match(config: DraftConfig, shapes: Mapping[str, tuple[int, ...]], source: s
         expected[packed.name] = (tuple(packed.tensor.shape), {parameters[parameter] for parameter in packed.views})
     # 3. Every stored tensor must be expected, and every parameter stored exactly once
     if unknown := [given for given, name in names.items() if name not in expected]:
-        raise ValueError(f"{source}: unknown tensors: {_first_few(unknown)}")
+        raise ValueError(f"{source}: unknown tensors: {listed(unknown)} ({_sizes(config)})")
     origins: dict[str, str] = {}
     for given, name in names.items():
         for parameter in sorted(expected[name][1]):
             if parameter in origins:
-                raise ValueError(f"{source}: tensors {origins[parameter]} and {given} both hold {parameter}")
+                both = f"{named(origins[parameter])} and {named(given)}"
+                raise ValueError(f"{source}: tensors {both} both hold {parameter}")
             origins[parameter] = given
     if missing := [name for name in parameters.values() if name not in origins]:
-        raise ValueError(f"{source}: missing tensors: {_first_few(missing)}")
+        raise ValueError(f"{source}: missing tensors: {listed(missing)} ({_sizes(config)})")
     # 4. Shapes must be those of the config
     for given, name in names.items():
         shape = expected[name][0]
         if shapes[given] != shape:
-            raise ValueError(f"{source}: the config makes tensor {given} {list(shape)}, got {list(shapes[given])}")
+            stored = shortened(list(shapes[given]))
+            raise ValueError(
+                f"{source}: the config makes tensor {named(given)} {list(shape)}, got {stored} ({_sizes(config)})"
+            )
     return names
+
+
+def _sizes(config: DraftConfig) -> str:
+    """Return the keys of the config that decide which tensors there are, and their shapes."""
+    return (
+        f"num_hidden_layers {config.num_hidden_layers}, hidden_size {config.hidden_size}, intermediate_size "
+        f"{config.intermediate_size}, num_attention_heads {config.num_attention_heads}, num_key_value_heads "
+        f"{config.num_kv_heads}, head_dim {config.head_dim}, {len(config.target_layer_ids)} target_layer_ids, "
+        f"attention_bias {config.attention_bias}, attention_sink_bias {config.attention_sinks}"
+    )
 
 
 def _translate(name: str) -> str:
@@ -250,13 +233,15 @@ def _refuse_parts(names: Mapping[str, str], source: str) -> None:
     for part, reason in _REFUSED_PARTS.items():
         for given, words in parts.items():
             if part in words:
-                raise ValueError(f"{source}: tensor {given} is not supported: {reason}")
+                raise ValueError(f"{source}: tensor {named(given)} is not supported: {reason}")
 
 
 def _expect_floating(source: str, others: Mapping[str, str]) -> None:
     """Raise if there are tensors of other storage types; ``others`` maps their names to their types."""
     for name, kind in others.items():
-        raise ValueError(f"{source}: tensor {name} is stored as {kind}: quantized drafters cannot be loaded")
+        raise ValueError(
+            f"{source}: tensor {named(name)} is stored as {named(kind)}: quantized drafters cannot be loaded"
+        )
 
 
 def _given_name(names: Mapping[str, str], name: str) -> str:
@@ -265,13 +250,13 @@ def _given_name(names: Mapping[str, str], name: str) -> str:
 
 @torch.no_grad()
 def _copy_weights(drafter: Drafter, tensors: Iterable[tuple[str, Tensor]]) -> Drafter:
-    destinations: dict[str, Tensor] = {packed.name: packed.tensor for packed in drafter.packed_tensors()}
-    destinations.update(drafter.named_parameters())
+    destinations = _destinations(drafter)
     for name, tensor in tensors:
         destinations[name].copy_(tensor)
     return drafter.eval()
 
 
-def _first_few(names: Collection[str]) -> str:
-    listed = ", ".join(list(names)[:8])
-    return listed + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+def _destinations(drafter: Drafter) -> dict[str, Tensor]:
+    """Return every tensor that a checkpoint may hold, by the drafter's name for it."""
+    destinations: dict[str, Tensor] = {packed.name: packed.tensor for packed in drafter.packed_tensors()}
+    return destinations | dict(drafter.named_parameters())

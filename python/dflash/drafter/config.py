@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from ..terminal import printable
+from .keys import expect_architectures, expect_names
 from .layouts import from_speculators, is_speculators
 from .reader import read_fields
 from .rope import Rope
@@ -74,9 +76,11 @@ class DraftConfig:
             if not callable(getattr(config, "to_dict", None)):
                 raise ValueError(f"{source}: must be a mapping or have to_dict(), got {type(config).__name__}")
             config = config.to_dict()
+        expect_names(config, source)
+        expect_architectures(config, source)
         if is_speculators(config):
             try:
                 config = from_speculators(config)
             except ValueError as error:
-                raise ValueError(f"{source}: {error}") from None
+                raise ValueError(printable(f"{source}: {error}")) from None
         return cls(**read_fields(config, source))

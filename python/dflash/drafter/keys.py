@@ -7,7 +7,10 @@ import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-__all__ = ["REFUSED", "Keys", "refuse_unsupported", "shortened", "warn_about_unknown"]
+from .. import limits
+from ..terminal import listed, printable, shortened
+
+__all__ = ["REFUSED", "Keys", "expect_architectures", "expect_names", "refuse_unsupported", "warn_about_unknown"]
 
 # fmt: off
 # Keys of dflash_config that are read. Any other is an error, since it may change the math.
@@ -78,24 +81,84 @@ REFUSED: dict[str, Refusal] = {
 }
 
 
+# What the keys that are read must be, at either level and whether or not the rest of the config uses them.
+INTEGERS: dict[str, tuple[int, int]] = {  # the smallest and the largest value
+    "block_size": (1, limits.MAX_BLOCK_SIZE),
+    "draft_vocab_size": (1, limits.MAX_VOCABULARY),
+    "head_dim": (1, limits.MAX_HEAD_DIM),
+    "hidden_size": (1, limits.MAX_WIDTH),
+    "intermediate_size": (1, limits.MAX_WIDTH),
+    "mask_token_id": (0, limits.MAX_VOCABULARY),
+    "max_position_embeddings": (1, limits.MAX_POSITIONS),
+    "max_window_layers": (0, limits.MAX_TARGET_LAYERS),
+    "num_attention_heads": (1, limits.MAX_HEADS),
+    "num_hidden_layers": (1, limits.MAX_DRAFT_LAYERS),
+    "num_key_value_heads": (1, limits.MAX_HEADS),
+    "num_target_layers": (1, limits.MAX_TARGET_LAYERS),
+    "original_max_position_embeddings": (1, limits.MAX_POSITIONS),
+    "sliding_window": (0, limits.MAX_POSITIONS),  # 0 only where no layer has a window
+    "swa_window_size": (0, limits.MAX_POSITIONS),
+    "target_hidden_size": (1, limits.MAX_WIDTH),
+    "vocab_size": (1, limits.MAX_VOCABULARY),
+}
+NUMBERS: dict[str, bool] = {  # True if it must be above 0
+    "final_logit_softcapping": False,
+    "input_embedding_scale": True,
+    "output_multiplier": True,
+    "rms_norm_eps": True,
+    "rope_theta": True,
+}
+BOOLEANS = (
+    *("add_swa_attention_sink_bias", "attention_bias", "attention_sink_bias", "causal", "is_causal"),
+    *("use_sliding_window", "use_swa"),
+)
+
+
 class Keys:
     """Checked access to a config's keys, at the top level and inside ``dflash_config``. Every error names its source.
 
     Args:
         config: the parsed ``config.json``.
         source: what error messages call it.
+
+    Raises:
+        ValueError: a key of `INTEGERS`, `NUMBERS` or `BOOLEANS` has a value of another type or out of its range.
     """
 
     def __init__(self, config: Mapping[str, Any], source: str) -> None:
         self.top, self.source = config, source
         dflash = config.get("dflash_config")
         if dflash is not None and not isinstance(dflash, Mapping):
-            raise self.error(f"dflash_config must be an object, got {dflash!r}")
+            raise self.error(f"dflash_config must be an object, got {shortened(dflash)}")
         self.dflash: Mapping[str, Any] = dflash or {}
+        for level in (self.top, self.dflash):
+            expect_names(level, source)
+            for key, value in level.items():
+                self._check(key, value)
+
+    def _check(self, key: str, value: Any) -> None:
+        if value is None:
+            return
+        if key in INTEGERS:
+            self.integer(key, value, *INTEGERS[key])
+        elif key in NUMBERS:
+            self.number(key, value, positive=NUMBERS[key])
+        elif key in BOOLEANS:
+            self.boolean(key, value)
+        elif key == "target_layer_ids":
+            self._layer_ids(key, value)
+
+    def _layer_ids(self, key: str, value: Any) -> None:
+        if not isinstance(value, (list, tuple)) or not value:
+            raise self.error(f"{key} must be a list of one or more layers, got {shortened(value)}")
+        if len(value) > limits.MAX_TAPS:
+            raise self.error(f"{key} must name at most {limits.MAX_TAPS} layers, got {len(value)}")
+        for layer in value:
+            self.integer(key, layer, 0, limits.MAX_TARGET_LAYERS)
 
     def error(self, message: str) -> ValueError:
         """Return an error that starts with the source."""
-        return ValueError(f"{self.source}: {message}")
+        return ValueError(printable(f"{self.source}: {message}"))
 
     def value(self, key: str, default: Any = None) -> Any:
         """Return ``dflash_config[key]``, else the top-level value. Null counts as missing."""
@@ -104,39 +167,51 @@ class Keys:
                 return level[key]
         return default
 
-    def integer(self, key: str, value: Any, minimum: int) -> int:
-        """Return ``value`` if it is an integer of at least ``minimum``."""
+    def integer(self, key: str, value: Any, minimum: int, maximum: int | None = None) -> int:
+        """Return ``value`` if it is an integer from ``minimum`` to ``maximum``."""
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-            raise self.error(f"{key} must be an integer >= {minimum}, got {value!r}")
+            raise self.error(f"{key} must be an integer >= {minimum}, got {shortened(value)}")
+        if maximum is not None and value > maximum:
+            raise self.error(f"{key} must be at most {maximum}, got {shortened(value)}")
         return value
 
-    def optional_integer(self, key: str, value: Any, minimum: int = 1) -> int | None:
-        """Return None for null, otherwise as `integer`."""
-        return None if value is None else self.integer(key, value, minimum)
-
     def required_integer(self, key: str) -> int:
-        """Return a positive integer that must be at the top level."""
+        """Return a top-level integer that must be there."""
         if self.top.get(key) is None:
             raise self.error(f"{key} is missing")
-        return self.integer(key, self.top[key], 1)
+        return self.top[key]
 
     def number(self, key: str, value: Any, *, positive: bool = True) -> float:
         """Return ``value`` as a float if it is a finite number, above 0 unless ``positive`` is False."""
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-            raise self.error(f"{key} must be a finite number, got {value!r}")
+        # Comparisons, because a large integer is finite, and no float.
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not -math.inf < value < math.inf:
+            raise self.error(f"{key} must be a finite number, got {shortened(value)}")
         if positive and value <= 0:
-            raise self.error(f"{key} must be > 0, got {value!r}")
+            raise self.error(f"{key} must be > 0, got {shortened(value)}")
+        if abs(value) > limits.MAX_NUMBER or (positive and value < 1 / limits.MAX_NUMBER):
+            low = 1 / limits.MAX_NUMBER if positive else -limits.MAX_NUMBER
+            raise self.error(f"{key} must be from {low:g} to {limits.MAX_NUMBER:g}, got {shortened(value)}")
         return float(value)
 
     def boolean(self, key: str, value: Any) -> bool:
         """Return ``value`` if it is true or false."""
         if not isinstance(value, bool):
-            raise self.error(f"{key} must be true or false, got {value!r}")
+            raise self.error(f"{key} must be true or false, got {shortened(value)}")
         return value
 
-    def optional_boolean(self, key: str, value: Any) -> bool | None:
-        """Return None for null, otherwise as `boolean`."""
-        return None if value is None else self.boolean(key, value)
+
+def expect_names(config: Mapping[Any, Any], source: str) -> None:
+    """Raise unless every key of an object is a string."""
+    if others := [key for key in config if not isinstance(key, str)]:
+        raise ValueError(f"{printable(source)}: keys must be strings, got {shortened(others[0])}")
+
+
+def expect_architectures(config: Mapping[str, Any], source: str) -> None:
+    """Raise unless ``architectures`` is missing or a list of names."""
+    names = config.get("architectures")
+    is_list = isinstance(names, (list, tuple)) and all(isinstance(name, str) for name in names)
+    if names is not None and not is_list:
+        raise ValueError(f"{printable(source)}: architectures must be a list of names, got {shortened(names)}")
 
 
 def refuse_unsupported(keys: Keys) -> None:
@@ -144,21 +219,21 @@ def refuse_unsupported(keys: Keys) -> None:
     architectures = keys.top.get("architectures") or []
     _refuse_dflash2(keys, architectures)
     if unknown := sorted(set(keys.dflash) - DFLASH_KEYS - set(DFLASH2_KEYS)):
-        raise keys.error(f"unknown keys in dflash_config: {', '.join(unknown)}")
+        raise keys.error(f"unknown keys in dflash_config: {listed(unknown)}")
     for key, (neutral, reason) in REFUSED.items():
         for level in (keys.dflash, keys.top):
             if level.get(key) not in neutral:
                 raise keys.error(f"{key} = {shortened(level[key])} is not supported: {reason}")
     if architectures and "DFlashDraftModel" not in architectures:
-        raise keys.error(f"architectures must name DFlashDraftModel, got {', '.join(map(str, architectures))}")
+        raise keys.error(f"architectures must name DFlashDraftModel, got {listed(architectures)}")
     model_type, activation = keys.top.get("model_type"), keys.top.get("hidden_act")
     if model_type not in (None, "", "qwen3"):
-        raise keys.error(f"model_type must be qwen3, the shape of every DFlash drafter, got {model_type!r}")
+        raise keys.error(f"model_type must be qwen3, the shape of every DFlash drafter, got {shortened(model_type)}")
     if activation not in (None, "silu"):
-        raise keys.error(f"hidden_act must be silu, got {activation!r}")
+        raise keys.error(f"hidden_act must be silu, got {shortened(activation)}")
 
 
-def _refuse_dflash2(keys: Keys, architectures: list) -> None:
+def _refuse_dflash2(keys: Keys, architectures: list[str]) -> None:
     found = [key for key in DFLASH2_KEYS if keys.value(key)]
     if "DFlash2DraftModel" in architectures:
         found = ["architecture DFlash2DraftModel"]
@@ -171,10 +246,5 @@ def warn_about_unknown(keys: Keys) -> None:
     known = READ_KEYS | METADATA_KEYS | set(REFUSED) | set(DFLASH2_KEYS)
     unknown = sorted(key for key in keys.top if key not in known and not key.startswith("_"))
     if unknown:
-        warnings.warn(f"{keys.source}: unknown keys are ignored: {', '.join(unknown)}", UserWarning, stacklevel=4)
-
-
-def shortened(value: Any) -> str:
-    """Return ``repr(value)``, cut to 60 characters."""
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+        message = f"{printable(keys.source)}: unknown keys are ignored: {listed(unknown)}"
+        warnings.warn(message, UserWarning, stacklevel=4)

@@ -9,6 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ..limits import MAX_TAPS, MAX_TARGET_LAYERS
+from ..terminal import shortened
+
 if TYPE_CHECKING:
     from .config import DraftConfig
 
@@ -56,17 +59,7 @@ def from_speculators(config: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: it is not a plain DFlash drafter's, or something that a drafter needs is missing.
     """
-    kind, layer = config.get("speculators_model_type"), config.get("transformer_layer_config")
-    if kind != "dflash":
-        raise ValueError(f"speculators_model_type must be dflash, got {kind!r}")
-    if not isinstance(layer, Mapping):
-        raise ValueError(f"transformer_layer_config must be an object, got {layer!r}")
-    for key in ("sample_from_anchor", "shift_label"):
-        if config.get(key):
-            raise ValueError(f"{key} = True is not supported: other block layouts are not implemented")
-    taps = config.get("aux_hidden_state_layer_ids")
-    if not isinstance(taps, (list, tuple)) or not taps or not all(type(tap) is int and tap > 0 for tap in taps):
-        raise ValueError(f"aux_hidden_state_layer_ids must be a list of layers, counted from 1, got {taps!r}")
+    layer, taps = _read_plain(config)
     dflash: dict[str, Any] = {"target_layer_ids": [tap - 1 for tap in taps]}
     for key in ("mask_token_id", "projector_type"):
         if config.get(key) is not None:
@@ -75,11 +68,34 @@ def from_speculators(config: Mapping[str, Any]) -> dict[str, Any]:
         dflash["causal"] = False  # otherwise the rule of the published layout: sliding layers are causal, full ones not
     unknown = {key: value for key, value in config.items() if key not in _KNOWN_KEYS}  # DraftConfig judges these
     out = {**_QWEN3_DEFAULTS, **unknown, **layer, "architectures": ["DFlashDraftModel"], "model_type": "qwen3"}
-    out |= {"block_size": config.get("block_size", 8), "dflash_config": dflash}
+    out |= {"block_size": 8 if config.get("block_size") is None else config["block_size"], "dflash_config": dflash}
     for key in ("draft_vocab_size", "target_hidden_size", "dtype"):
         if config.get(key) is not None:
             out[key] = config[key]
     return out
+
+
+def _read_plain(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], Sequence[int]]:
+    """Return the transformer's keys and the taps, counted from 1. Raise unless this is a plain DFlash drafter."""
+    kind, layer = config.get("speculators_model_type"), config.get("transformer_layer_config")
+    if kind != "dflash":
+        raise ValueError(f"speculators_model_type must be dflash, got {shortened(kind)}")
+    if not isinstance(layer, Mapping):
+        raise ValueError(f"transformer_layer_config must be an object, got {shortened(layer)}")
+    for key in ("sample_from_anchor", "shift_label", "sliding_window_non_causal"):
+        if config.get(key) is not None and not isinstance(config[key], bool):
+            raise ValueError(f"{key} must be true or false, got {shortened(config[key])}")
+        if config.get(key) and key != "sliding_window_non_causal":
+            raise ValueError(f"{key} = True is not supported: other block layouts are not implemented")
+    taps = config.get("aux_hidden_state_layer_ids")
+    if not isinstance(taps, (list, tuple)) or not taps or not all(type(tap) is int and tap > 0 for tap in taps):
+        raise ValueError(f"aux_hidden_state_layer_ids must be a list of layers, counted from 1, got {shortened(taps)}")
+    if max(taps) > MAX_TARGET_LAYERS or len(taps) > MAX_TAPS:
+        raise ValueError(
+            f"aux_hidden_state_layer_ids must name at most {MAX_TAPS} layers up to {MAX_TARGET_LAYERS}, "
+            f"got {shortened(taps)}"
+        )
+    return layer, taps
 
 
 def to_speculators(

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .keys import Keys, refuse_unsupported, shortened, warn_about_unknown
+from ..limits import MAX_HEAD_DIM, MAX_POSITIONS
+from ..terminal import shortened
+from .keys import Keys, refuse_unsupported, warn_about_unknown
 from .rope import read_rope
 
 __all__ = ["FULL", "SLIDING", "build_target_layer_ids", "read_fields"]
@@ -44,8 +46,7 @@ def read_fields(config: Mapping[str, Any], source: str) -> dict[str, Any]:
     layers = fields["num_hidden_layers"]
     fields |= _read_vocabulary(keys)
     _expect_equal(keys, "target_hidden_size", "hidden_size", fields["hidden_size"], "both models must be equally wide")
-    target_layers = keys.optional_integer("num_target_layers", keys.value("num_target_layers"))
-    max_positions = keys.optional_integer("max_position_embeddings", keys.top.get("max_position_embeddings"))
+    target_layers, max_positions = keys.value("num_target_layers"), keys.top.get("max_position_embeddings")
     fields |= {"num_target_layers": target_layers, "max_position_embeddings": max_positions}
     fields["causal"], fields["window"] = _read_attention(keys, layers)
     fields["target_layer_ids"] = _read_taps(keys, target_layers, layers)
@@ -58,15 +59,15 @@ def read_fields(config: Mapping[str, Any], source: str) -> dict[str, Any]:
 def _read_shape(keys: Keys) -> dict[str, int]:
     layers, hidden = keys.required_integer("num_hidden_layers"), keys.required_integer("hidden_size")
     heads = keys.required_integer("num_attention_heads")
-    kv_heads = keys.optional_integer("num_key_value_heads", keys.top.get("num_key_value_heads")) or heads
+    kv_heads = keys.top.get("num_key_value_heads") or heads
     if heads % kv_heads:
         raise keys.error(f"num_attention_heads must be a multiple of num_key_value_heads, got {heads} and {kv_heads}")
-    head_dim = keys.optional_integer("head_dim", keys.top.get("head_dim"))
+    head_dim = keys.top.get("head_dim")
     if head_dim is None and hidden % heads:
         raise keys.error(
             f"head_dim is missing, and hidden_size {hidden} is not a multiple of num_attention_heads {heads}"
         )
-    head_dim = hidden // heads if head_dim is None else head_dim
+    head_dim = keys.integer("head_dim", hidden // heads if head_dim is None else head_dim, 1, MAX_HEAD_DIM)
     if head_dim % 2:
         raise keys.error(f"head_dim must be even for RoPE, got {head_dim}")
     return {
@@ -76,19 +77,18 @@ def _read_shape(keys: Keys) -> dict[str, int]:
         "num_attention_heads": heads,
         "num_kv_heads": kv_heads,
         "head_dim": head_dim,
-        "block_size": keys.integer("block_size", keys.value("block_size", 16), 1),
+        "block_size": keys.value("block_size", 16),
     }
 
 
 def _read_vocabulary(keys: Keys) -> dict[str, int | None]:
-    vocab = keys.optional_integer("vocab_size", keys.top.get("vocab_size"))
+    vocab = keys.top.get("vocab_size")
     _expect_equal(
         keys, "draft_vocab_size", "vocab_size", vocab, "a head over part of the vocabulary is not implemented"
     )
     mask = keys.value("mask_token_id")
     if mask is None:
         raise keys.error("mask_token_id is missing")
-    mask = keys.integer("mask_token_id", mask, 0)
     if vocab is not None and mask >= vocab:
         raise keys.error(f"mask_token_id must be below vocab_size {vocab}, got {mask}")
     return {"vocab_size": vocab, "mask_token_id": mask}
@@ -97,17 +97,14 @@ def _read_vocabulary(keys: Keys) -> dict[str, int | None]:
 def _expect_equal(keys: Keys, key: str, other: str, value: int | None, reason: str) -> None:
     given = keys.top.get(key)
     if given is not None and given != value:
-        raise keys.error(f"{key} = {given} differs from {other} = {value}: {reason}")
+        raise keys.error(f"{key} = {shortened(given)} differs from {other} = {value}: {reason}")
 
 
 def _read_taps(keys: Keys, target_layers: int | None, layers: int) -> tuple[int, ...]:
     taps = keys.value("target_layer_ids")
     if taps is None:
         return _derive_taps(keys, target_layers, layers)
-    if not isinstance(taps, (list, tuple)) or not taps:
-        raise keys.error(f"target_layer_ids must be a list of one or more layers, got {taps!r}")
     for tap in taps:
-        keys.integer("target_layer_ids", tap, 0)
         if target_layers is not None and tap >= target_layers:
             raise keys.error(f"target_layer_ids must be below num_target_layers {target_layers}, got {tap}")
     return tuple(taps)
@@ -130,12 +127,12 @@ def _derive_taps(keys: Keys, target_layers: int | None, layers: int) -> tuple[in
 
 def _read_attention(keys: Keys, layers: int) -> tuple[tuple[bool, ...], tuple[int, ...]]:
     """Return the causality and the window of every layer."""
-    use_sliding = keys.optional_boolean("use_sliding_window", keys.top.get("use_sliding_window"))
+    use_sliding = keys.top.get("use_sliding_window")
     types = _read_layer_types(keys, layers, use_sliding)
     causal = keys.top.get("is_causal")
-    causal = keys.optional_boolean("is_causal", keys.dflash.get("causal") if causal is None else causal)
+    causal = keys.dflash.get("causal") if causal is None else causal
     # use_swa gives a window to layers that are full by name.
-    everywhere = SLIDING not in types and keys.boolean("use_swa", keys.dflash.get("use_swa") or False)
+    everywhere = SLIDING not in types and keys.dflash.get("use_swa")
     window = 0
     if everywhere or SLIDING in types:
         window = keys.dflash.get("swa_window_size")
@@ -143,7 +140,8 @@ def _read_attention(keys: Keys, layers: int) -> tuple[tuple[bool, ...], tuple[in
             if use_sliding is False:
                 raise keys.error("layer_types has sliding_attention, but use_sliding_window is false")
             window = keys.top.get("sliding_window")
-        window = keys.integer("sliding_window", window, 1)
+        cause = "use_swa" if everywhere else f"{SLIDING} in layer_types"
+        window = keys.integer(f"{cause} needs a window: sliding_window", window, 1, MAX_POSITIONS)
     return (
         tuple(kind == SLIDING if causal is None else causal for kind in types),
         tuple(window if everywhere or kind == SLIDING else 0 for kind in types),
@@ -156,13 +154,14 @@ def _read_layer_types(keys: Keys, layers: int, use_sliding: bool | None) -> list
     if types is None:
         num_full = layers
         if use_sliding and keys.top.get("sliding_window") is not None:
-            num_full = keys.integer("max_window_layers", keys.top.get("max_window_layers", 28), 0)
+            num_full = keys.value("max_window_layers", 28)
         types = [FULL if i < num_full else SLIDING for i in range(layers)]
     if not isinstance(types, (list, tuple)) or len(types) != layers:
-        raise keys.error(f"layer_types must name each of the {layers} layers, got {shortened(types)}")
+        given = f"got {shortened(types)} with num_hidden_layers {layers}"
+        raise keys.error(f"layer_types must name each of the {layers} layers, {given}")
     for kind in types:
         if kind not in (FULL, SLIDING):
-            raise keys.error(f"layer_types must be {FULL} or {SLIDING}, got {kind!r}")
+            raise keys.error(f"layer_types must be {FULL} or {SLIDING}, got {shortened(kind)}")
     return list(types)
 
 
@@ -170,12 +169,11 @@ def _read_options(keys: Keys) -> dict[str, Any]:
     """Return norms, biases, sinks and scales, each with its default."""
     eps = keys.top.get("rms_norm_eps")
     sinks = keys.value("attention_sink_bias", keys.top.get("add_swa_attention_sink_bias"))
-    softcap = keys.number("final_logit_softcapping", keys.value("final_logit_softcapping", 0.0), positive=False)
     return {
-        "rms_norm_eps": 1e-6 if eps is None else keys.number("rms_norm_eps", eps),
-        "attention_bias": bool(keys.optional_boolean("attention_bias", keys.top.get("attention_bias"))),
-        "attention_sinks": bool(keys.optional_boolean("attention_sink_bias", sinks)),
-        "input_embedding_scale": keys.number("input_embedding_scale", keys.value("input_embedding_scale", 1.0)),
-        "output_multiplier": keys.number("output_multiplier", keys.value("output_multiplier", 1.0)),
-        "final_logit_softcapping": max(softcap, 0.0),
+        "rms_norm_eps": 1e-6 if eps is None else float(eps),
+        "attention_bias": bool(keys.top.get("attention_bias")),
+        "attention_sinks": bool(sinks),
+        "input_embedding_scale": float(keys.value("input_embedding_scale", 1.0)),
+        "output_multiplier": float(keys.value("output_multiplier", 1.0)),
+        "final_logit_softcapping": max(float(keys.value("final_logit_softcapping", 0.0)), 0.0),
     }

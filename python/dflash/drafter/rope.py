@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .keys import REFUSED, Keys
+from ..limits import MAX_POSITIONS
+from ..terminal import listed, shortened
+from .keys import REFUSED, Keys, expect_names
 
 __all__ = ["ROPE_TYPES", "Rope", "read_rope"]
 
@@ -73,21 +75,22 @@ class Rope:
 
 def read_rope(keys: Keys, max_positions: int | None) -> Rope:
     """Read ``rope_scaling``, else ``rope_parameters``. ``rope_theta`` may be inside or at the top level."""
-    reader = _RopeReader(keys)
-    kind, theta = reader.kind(), reader.theta()
-    if kind == "default":
-        return Rope(theta=theta)
-    if kind == "linear":
-        return Rope("linear", theta, reader.required("factor"))
-    original = reader.original_length(max_positions)
-    if kind == "llama3":
-        low, high = reader.required("low_freq_factor"), reader.required("high_freq_factor")
-        if high <= low:
-            raise keys.error(f"{reader.name}: high_freq_factor must be above low_freq_factor, got {high} and {low}")
-        return Rope("llama3", theta, reader.required("factor"), original, low, high)
-    if theta <= 1:
-        raise keys.error(f"rope_theta must be > 1 for {kind}, got {theta}")
-    return reader.yarn(theta, original, max_positions)
+    return _RopeReader(keys).rope(max_positions)
+
+
+# Settings that are checked whether or not the RoPE type uses them: True if they must be above 0. With these bounds
+# (`limits.MAX_NUMBER`) no frequency and no scaling overflows.
+_NUMBERS = {
+    "attention_factor": False,
+    "beta_fast": True,
+    "beta_slow": True,
+    "factor": True,
+    "high_freq_factor": True,
+    "low_freq_factor": True,
+    "mscale": False,
+    "mscale_all_dim": False,
+    "rope_theta": True,
+}
 
 
 class _RopeReader:
@@ -96,36 +99,68 @@ class _RopeReader:
     def __init__(self, keys: Keys) -> None:
         self.keys = keys
         self.name = "rope_scaling" if keys.top.get("rope_scaling") else "rope_parameters"
+        for name in ("rope_scaling", "rope_parameters"):
+            self._check(name, keys.top.get(name))
         self.settings: Mapping[str, Any] = keys.top.get(self.name) or {}
-        if not isinstance(self.settings, Mapping):
-            raise keys.error(f"{self.name} must be an object, got {self.settings!r}")
-        if any(isinstance(value, Mapping) for value in self.settings.values()):
-            raise keys.error(f"{self.name} per layer type is not supported: {', '.join(self.settings)}")
+
+    def _check(self, name: str, settings: Any) -> None:
+        if settings is None:
+            return
+        if not isinstance(settings, Mapping):
+            raise self.keys.error(f"{name} must be an object, got {shortened(settings)}")
+        expect_names(settings, f"{self.keys.source}: {name}")
+        if any(isinstance(value, Mapping) for value in settings.values()):
+            raise self.keys.error(f"{name} per layer type is not supported: {listed(settings)}")
+        for key, positive in _NUMBERS.items():
+            if settings.get(key) is not None:
+                self.keys.number(f"{name}.{key}", settings[key], positive=positive)
+        for key in ("mscale", "mscale_all_dim"):  # 0 leaves the rule out
+            if (settings.get(key) or 0) < 0:
+                raise self.keys.error(f"{name}.{key} must be >= 0, got {settings[key]}")
+
+    def rope(self, max_positions: int | None) -> Rope:
+        """Return the settings as a `Rope`."""
+        kind, theta = self.kind(), self.theta()
+        if kind == "default":
+            return Rope(theta=theta)
+        if kind == "linear":
+            return Rope("linear", theta, self.required("factor"))
+        original = self.original_length(max_positions)
+        if kind == "llama3":
+            low, high = self.required("low_freq_factor"), self.required("high_freq_factor")
+            if high <= low:
+                raise self.keys.error(
+                    f"{self.name}: high_freq_factor must be above low_freq_factor, got {high} and {low}"
+                )
+            return Rope("llama3", theta, self.required("factor"), original, low, high)
+        if theta <= 1:
+            raise self.keys.error(f"rope_theta must be > 1 for {kind}, got {theta}")
+        return self.yarn(theta, original, max_positions)
 
     def kind(self) -> str:
         kind = self.settings.get("rope_type") or self.settings.get("type") or "default"
         if kind not in ROPE_TYPES:
-            raise self.keys.error(f"RoPE type {kind!r} is not supported: {', '.join(ROPE_TYPES)} are")
+            raise self.keys.error(
+                f"{self.name}: RoPE type {shortened(kind)} is not supported: {', '.join(ROPE_TYPES)} are"
+            )
         neutral, reason = REFUSED["partial_rotary_factor"]
         partial = self.settings.get("partial_rotary_factor")
         if partial not in neutral:
-            raise self.keys.error(f"partial_rotary_factor = {partial!r} is not supported: {reason}")
+            raise self.keys.error(f"partial_rotary_factor = {shortened(partial)} is not supported: {reason}")
         return kind
 
     def theta(self) -> float:
         theta = self.settings.get("rope_theta")
         theta = self.keys.top.get("rope_theta") if theta is None else theta
-        return 10000.0 if theta is None else self.keys.number("rope_theta", theta)
+        return 10000.0 if theta is None else float(theta)
 
     def required(self, key: str) -> float:
         if self.settings.get(key) is None:
             raise self.keys.error(f"{self.name} of type {self.kind()} needs {key}")
-        return self.keys.number(f"{self.name}.{key}", self.settings[key])
+        return float(self.settings[key])
 
     def optional(self, key: str) -> float | None:
-        if self.settings.get(key) is None:
-            return None
-        return self.keys.number(f"{self.name}.{key}", self.settings[key], positive=False)
+        return None if self.settings.get(key) is None else float(self.settings[key])
 
     def original_length(self, max_positions: int | None) -> int:
         key = "original_max_position_embeddings"
@@ -133,7 +168,7 @@ class _RopeReader:
         length = max_positions if length is None else length
         if length is None:
             raise self.keys.error(f"{self.name} of type {self.kind()} needs {key}")
-        return self.keys.integer(f"{self.name}.{key}", length, 1)
+        return self.keys.integer(f"{self.name}.{key}", length, 1, MAX_POSITIONS)
 
     def yarn(self, theta: float, original: int, max_positions: int | None) -> Rope:
         if self.settings.get("factor") is None and max_positions:

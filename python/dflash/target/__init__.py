@@ -1,6 +1,7 @@
 """The target: a structural twin of the user's model with our attention, our cache and taps."""
 
 from .fingerprint import WeightsFingerprint, describe_config, sample_digest
+from .folder import check_target_folder, check_target_size
 from .generation_config import generation_defaults, stop_string_criterion, transformers_version
 from .support import (
     UnsupportedTargetError,
@@ -20,6 +21,8 @@ __all__ = [
     "UnsupportedTargetError",
     "WeightsFingerprint",
     "check_target",
+    "check_target_folder",
+    "check_target_size",
     "describe_config",
     "embedding_table",
     "find_layers",
