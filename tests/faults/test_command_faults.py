@@ -209,7 +209,7 @@ def test_json_that_is_no_object_is_named_with_its_file(shell, copied):
     for name in ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json"):
         path = copied / "target" / name
         before = path.read_text() if path.exists() else None
-        for content, reason in (("[1]", "must be a JSON object, got list"), (DEEP, "not JSON that can be read")):
+        for content, reason in (("[1]", "must hold an object, got list"), (DEEP, "not JSON that can be read")):
             path.write_text(content)
             assert f"dflash: {path}: {reason}" in shell("generate", *models(copied), "w5").err
         path.write_text(before) if before is not None else path.unlink()
@@ -223,7 +223,7 @@ def test_missing_weights_are_not_drawn_at_random(shell, copied):
     save_file(weights, path, metadata={"format": "pt"})
     done = shell("generate", *models(copied), "w5")
     assert done.code == 2
-    assert f"has no weights for 1 parameters of the model, {name} is the first" in done.err
+    assert f"has no weights for parameters of the model, {name}: its files" in done.err
     assert done.err.count("\n") == 1
 
 
@@ -241,6 +241,13 @@ def test_markup_in_the_name_of_a_data_set_is_shown_as_it_is(shell, pair, tmp_pat
     assert done.code == 0, done.err
     assert r"[red]\x1b[bold]" in done.out
     assert "\x1b" not in done.out + done.err
+
+
+def test_a_temperature_that_transformers_cannot_divide_by_is_refused(shell):
+    for temperature, code in ((1e-320, 2), (1e-30, 0)):
+        done = shell("demo", "--prompts", 1, "--max-new-tokens", 2, "--temperature", temperature, "--json")
+        assert done.code == code
+        assert (done.err == "dflash: temperature must be 0 or at least 1e-30 here, got 1e-320\n") == (code == 2)
 
 
 PIECES = st.one_of(

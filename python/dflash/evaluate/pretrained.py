@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,7 +12,10 @@ from typing import Any
 
 import torch
 
-from ..files import parse_json
+from ..files import read_json
+from ..limits import MAX_TARGET_CONFIG_BYTES
+from ..target import check_target_folder, check_target_size
+from ..terminal import listed, printable, shortened
 
 __all__ = ["Pretrained"]
 
@@ -39,21 +43,21 @@ class Pretrained:
         """Load the tokenizer."""
         from transformers import AutoTokenizer
 
-        self._check_json("config.json", "tokenizer_config.json", "special_tokens_map.json")
+        self._check_files("tokenizer_config.json", "special_tokens_map.json")
         return self._load(AutoTokenizer)
 
     def load_config(self) -> Any:
         """Load the config, and refuse one that would have transformers download kernels and run them."""
         from transformers import AutoConfig
 
-        self._check_json("config.json", "generation_config.json", "model.safetensors.index.json")
+        self._check_files("generation_config.json")
         config = self._load(AutoConfig)
         parts = [config, *(getattr(config, name, None) for name in config.sub_configs)]
         for kernel in (getattr(part, "_attn_implementation", None) for part in parts):
             if isinstance(kernel, str) and "/" in kernel:
                 raise ValueError(
-                    f"{str(self.name)!r}: attn_implementation in config.json asks for code from the hub, {kernel!r}: "
-                    "remove the key, attention does not need it"
+                    f"{printable(self.name)}: attn_implementation in config.json asks for code from the hub, "
+                    f"{shortened(kernel)}: remove the key, attention does not need it"
                 )
         return config
 
@@ -61,21 +65,27 @@ class Pretrained:
         """Load the target, in eval mode. Weights that are missing are refused, where transformers draws random ones."""
         from transformers import AutoModelForCausalLM
 
-        options = {"config": self.load_config(), "dtype": dtype, "output_loading_info": True}
+        config = self.load_config()
+        if Path(self.name).is_dir():
+            check_target_size(self._build_empty(config), Path(self.name))
+        options = {"config": config, "dtype": dtype, "output_loading_info": True}
         target, found = self._load(AutoModelForCausalLM, **options)
         if missing := sorted(found["missing_keys"]):
             raise ValueError(
-                f"{str(self.name)!r} has no weights for {len(missing)} parameters of the model, {missing[0]} is the "
-                "first: its files are incomplete, or config.json belongs to another model"
+                f"{printable(self.name)} has no weights for parameters of the model, {listed(missing)}: its files are "
+                "incomplete, or config.json belongs to another model"
             )
         with self._readable_errors():  # the device may be full
             return target.to(device).eval()
 
     def load_empty_target(self) -> Any:
         """Build the target from its config, on the meta device and without its weights."""
+        return self._build_empty(self.load_config())
+
+    def _build_empty(self, config: Any) -> Any:
         from transformers import AutoModelForCausalLM
 
-        config = self.load_config()
+        config = copy.deepcopy(config)
         with torch.device("meta"), self._readable_errors():
             return AutoModelForCausalLM.from_config(config, trust_remote_code=self.trust_remote_code)
 
@@ -96,20 +106,21 @@ class Pretrained:
         with self._readable_errors(), _without_warnings():
             return loader.from_pretrained(self.name, **options)
 
-    def _check_json(self, *names: str) -> None:
-        """Check JSON files of a folder, so that an error names the file. Files of the hub are downloaded later."""
-        for path in (Path(self.name) / name for name in names):
+    def _check_files(self, *names: str) -> None:
+        """Check the target's files in a folder, and JSON files next to them. Those of the hub are downloaded later."""
+        folder = Path(self.name)
+        if folder.is_dir():
+            check_target_folder(folder)
+        for path in (folder / name for name in names):
             if path.is_file():
-                content = parse_json(path.read_bytes(), str(path))
-                if not isinstance(content, dict):
-                    raise ValueError(f"{path}: must be a JSON object, got {type(content).__name__}")
+                read_json(path, MAX_TARGET_CONFIG_BYTES)
 
     @contextlib.contextmanager
     def _readable_errors(self) -> Iterator[None]:
         """Turn what transformers and its libraries raise for these files into errors of the documented types."""
         from safetensors import SafetensorError
 
-        name = repr(str(self.name))
+        name = printable(self.name)
         try:
             yield
         except (ValueError, TypeError, OSError) as error:
