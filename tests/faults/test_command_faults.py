@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import process
@@ -213,6 +214,32 @@ def test_json_that_is_no_object_is_named_with_its_file(shell, copied):
             path.write_text(content)
             assert f"dflash: {path}: {reason}" in shell("generate", *models(copied), "w5").err
         path.write_text(before) if before is not None else path.unlink()
+
+
+@pytest.mark.parametrize("command", ["generate", "regenerate", "train"])
+def test_sizes_of_a_target_are_refused_by_name_before_they_cost_anything(shell, copied, command, tmp_path):
+    path, out, prompts = copied / "target" / "config.json", tmp_path / "out", copied / "prompts.jsonl"
+    config = json.loads(path.read_text())
+    call = {
+        "generate": [*models(copied), "w5"],
+        "regenerate": [prompts, "--out", out, *models(copied)],
+        "train": ["--data", prompts, *models(copied)[:2], "--output", out, "--device", "cpu"],
+    }[command]
+    for key, value in (
+        ("num_hidden_layers", 10**6),
+        ("num_hidden_layers", 10**12),
+        ("hidden_size", 2**40),
+        ("intermediate_size", 2**63),
+        ("vocab_size", 2**40),
+        ("head_dim", 2**31),
+    ):
+        path.write_text(json.dumps({**config, key: value}))
+        began = time.process_time()
+        done = shell(command, *call)
+        assert time.process_time() - began < 10
+        assert (done.code, done.out) == (2, "")
+        assert done.err.startswith(f"dflash: {path}: {key} must be at most ")
+        assert done.err.count("\n") == 1
 
 
 def test_missing_weights_are_not_drawn_at_random(shell, copied):
