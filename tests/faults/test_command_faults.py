@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import process
@@ -128,7 +129,8 @@ def attempt(name, *arguments, closed=(), stdout=None):
         os._exit(run(*arguments))  # without the second that Python takes to end
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     with open(report) as file:
-        print(name, code, *file.read().splitlines()[-1:], sep="|")
+        text = file.read()
+        print(name, code, *text.splitlines()[-1:], *["escapes"] * ("\\x1b" in text), sep="|")
 
 run("generate", *pair, "--json", "w5")  # once, for what is imported late
 for closed in ((1,), (0, 1)):
@@ -146,12 +148,17 @@ for command in (["generate", *pair, "w5"], ["chat", *pair], ["doctor"]):
     os.close(reading)
     attempt(f"pipe {command[0]}", *command, stdout=writing)
     os.close(writing)
+strange = [part.replace("target", "strange") for part in pair]
+attempt("strange names", "generate", *strange, "--json", "w5", stdout=os.open(os.devnull, os.O_WRONLY))
 attempt("full", "generate", *pair, "w5", stdout=os.open("/dev/full", os.O_WRONLY))
 """
 
 
 def test_closed_streams_and_pipes_end_a_command_in_one_line(copied):
     (copied / "input").write_text("w5\nw6\n")
+    shutil.copytree(copied / "target", copied / "strange")
+    weights = copied / "strange" / "model.safetensors"
+    save_file({**load_file(weights), "\x1b[31mred\x07": torch.zeros(1)}, weights, metadata={"format": "pt"})
     child = process.python(ATTEMPTS, copied, *models(copied), TERM="dumb")
     lost = "dflash: standard output is closed, so the text would be lost; > /dev/null discards it"
     assert child.returncode == 0, child.stderr
@@ -162,7 +169,7 @@ def test_closed_streams_and_pipes_end_a_command_in_one_line(copied):
     assert found.pop("chat (0,)") == "0"
     pipes = {name: found.pop(f"pipe {name}") for name in ("generate", "chat", "doctor")}
     assert pipes == dict.fromkeys(pipes, "1")
-    assert found == {"doctor": "0", "benchmark": "0", "regenerate": "0"}
+    assert found == {"doctor": "0", "benchmark": "0", "regenerate": "0", "strange names": "0"}
     assert "rows 1" in child.stdout.splitlines()
 
 
@@ -203,10 +210,36 @@ def test_json_that_is_no_object_is_named_with_its_file(shell, copied):
     for name in ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json"):
         path = copied / "target" / name
         before = path.read_text() if path.exists() else None
-        for content, reason in (("[1]", "must be a JSON object, got list"), (DEEP, "not JSON that can be read")):
+        for content, reason in (("[1]", "must hold an object, got list"), (DEEP, "not JSON that can be read")):
             path.write_text(content)
             assert f"dflash: {path}: {reason}" in shell("generate", *models(copied), "w5").err
         path.write_text(before) if before is not None else path.unlink()
+
+
+@pytest.mark.parametrize("command", ["generate", "regenerate", "train"])
+def test_sizes_of_a_target_are_refused_by_name_before_they_cost_anything(shell, copied, command, tmp_path):
+    path, out, prompts = copied / "target" / "config.json", tmp_path / "out", copied / "prompts.jsonl"
+    config = json.loads(path.read_text())
+    call = {
+        "generate": [*models(copied), "w5"],
+        "regenerate": [prompts, "--out", out, *models(copied)],
+        "train": ["--data", prompts, *models(copied)[:2], "--output", out, "--device", "cpu"],
+    }[command]
+    for key, value in (
+        ("num_hidden_layers", 10**6),
+        ("num_hidden_layers", 10**12),
+        ("hidden_size", 2**40),
+        ("intermediate_size", 2**63),
+        ("vocab_size", 2**40),
+        ("head_dim", 2**31),
+    ):
+        path.write_text(json.dumps({**config, key: value}))
+        began = time.process_time()
+        done = shell(command, *call)
+        assert time.process_time() - began < 10
+        assert (done.code, done.out) == (2, "")
+        assert done.err.startswith(f"dflash: {path}: {key} must be at most ")
+        assert done.err.count("\n") == 1
 
 
 def test_missing_weights_are_not_drawn_at_random(shell, copied):
@@ -217,19 +250,14 @@ def test_missing_weights_are_not_drawn_at_random(shell, copied):
     save_file(weights, path, metadata={"format": "pt"})
     done = shell("generate", *models(copied), "w5")
     assert done.code == 2
-    assert f"has no weights for 1 parameters of the model, {name} is the first" in done.err
+    assert f"has no weights for parameters of the model, {name}: its files" in done.err
     assert done.err.count("\n") == 1
 
 
-def test_names_of_tensors_do_not_reach_the_terminal(shell, copied):
-    path = copied / "target" / "model.safetensors"
-    save_file({**load_file(path), "\x1b[31mred\x07": torch.zeros(1)}, path, metadata={"format": "pt"})
-    done = shell("generate", *models(copied), "w5")
-    assert done.code == 0
-    assert "\x1b" not in done.err + done.out
-    (copied / "target" / "model.safetensors").unlink()
+def test_the_name_of_a_model_does_not_reach_the_terminal(shell, copied):
     done = shell("generate", "--model", copied / "target\x1b[31m", "--draft", copied / "draft", "w5")
     assert done.code == 2
+    assert r"target\x1b[31m" in done.err
     assert "\x1b" not in done.err
 
 
@@ -240,6 +268,13 @@ def test_markup_in_the_name_of_a_data_set_is_shown_as_it_is(shell, pair, tmp_pat
     assert done.code == 0, done.err
     assert r"[red]\x1b[bold]" in done.out
     assert "\x1b" not in done.out + done.err
+
+
+def test_a_temperature_that_transformers_cannot_divide_by_is_refused(shell):
+    for temperature, code in ((1e-320, 2), (1e-30, 0)):
+        done = shell("demo", "--prompts", 1, "--max-new-tokens", 2, "--temperature", temperature, "--json")
+        assert done.code == code
+        assert (done.err == "dflash: temperature must be 0 or at least 1e-30 here, got 1e-320\n") == (code == 2)
 
 
 PIECES = st.one_of(

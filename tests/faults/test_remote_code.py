@@ -128,7 +128,7 @@ def test_a_command_refuses_code_in_one_line_without_asking(kind, command, strang
     assert unread == STDIN
     assert (done.code, done.out) == (2, "")
     [line] = done.err.splitlines()
-    assert f"'{folder / 'target'}' needs Python code of its own" in line
+    assert f"{folder / 'target'} needs Python code of its own" in line
     assert ("--trust-remote-code" in line) == (command != "demo")
     assert "trust_remote_code" not in line
 

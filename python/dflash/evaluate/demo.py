@@ -22,6 +22,7 @@ __all__ = ["ARROW", "PAIR", "SECONDS", "Budget", "Report", "demo_pair", "demo_pr
 
 SECONDS = 20.0  # on two busy cores, imports and the last answers included, the demo then ends within a minute
 _STREAMED = 3  # answers that are shown; the others are only measured
+_LEAST_TEMPERATURE = 1e-30  # transformers' generate divides logits by it, and must not get infinities
 Show = Callable[[Prompt, Iterator[StreamEvent]], None]
 
 
@@ -190,6 +191,8 @@ def run_demo(
         FileNotFoundError: ``folder`` holds no pair.
     """
     _check_options(prompt, prompts, seconds)
+    if 0 < decoding.temperature < _LEAST_TEMPERATURE:
+        raise ValueError(f"temperature must be 0 or at least {_LEAST_TEMPERATURE} here, got {decoding.temperature}")
     budget = Budget(None if prompts is not None else SECONDS if seconds is None else seconds)
     known = demo_prompts(folder)
     if prompt is not None and not prompt.endswith(ARROW) and all(other.text.endswith(ARROW) for other in known):

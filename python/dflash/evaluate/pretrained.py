@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ import torch
 from ..files import read_json
 from ..limits import MAX_TARGET_CONFIG_BYTES
 from ..target import check_target_config, check_target_size, check_target_weights
+from ..terminal import listed, printable, shortened
 
 __all__ = ["Pretrained"]
 
@@ -54,8 +56,8 @@ class Pretrained:
         for kernel in (getattr(part, "_attn_implementation", None) for part in parts):
             if isinstance(kernel, str) and "/" in kernel:
                 raise ValueError(
-                    f"{str(self.name)!r}: attn_implementation in config.json asks for code from the hub, {kernel!r}: "
-                    "remove the key, attention does not need it"
+                    f"{printable(self.name)}: attn_implementation in config.json asks for code from the hub, "
+                    f"{shortened(kernel)}: remove the key, attention does not need it"
                 )
         return config
 
@@ -63,25 +65,28 @@ class Pretrained:
         """Load the target, in eval mode. Weights that are missing are refused, where transformers draws random ones."""
         from transformers import AutoModelForCausalLM
 
-        folder = self._folder()
+        config, folder = self.load_config(), self._folder()
         if folder is not None:  # before transformers allocates anything
             check_target_weights(folder)
-            check_target_size(self.load_empty_target(), folder)
-        options = {"config": self.load_config(), "dtype": dtype, "output_loading_info": True}
+            check_target_size(self._build_empty(config), folder)
+        options = {"config": config, "dtype": dtype, "output_loading_info": True}
         target, found = self._load(AutoModelForCausalLM, **options)
         if missing := sorted(found["missing_keys"]):
             raise ValueError(
-                f"{str(self.name)!r} has no weights for {len(missing)} parameters of the model, {missing[0]} is the "
-                "first: its files are incomplete, or config.json belongs to another model"
+                f"{printable(self.name)} has no weights for parameters of the model, {listed(missing)}: its files are "
+                "incomplete, or config.json belongs to another model"
             )
         with self._readable_errors():  # the device may be full
             return target.to(device).eval()
 
     def load_empty_target(self) -> Any:
         """Build the target from its config, on the meta device and without its weights."""
+        return self._build_empty(self.load_config())
+
+    def _build_empty(self, config: Any) -> Any:
         from transformers import AutoModelForCausalLM
 
-        config = self.load_config()
+        config = copy.deepcopy(config)
         with torch.device("meta"), self._readable_errors():
             return AutoModelForCausalLM.from_config(config, trust_remote_code=self.trust_remote_code)
 
@@ -128,7 +133,7 @@ class Pretrained:
         """Turn what transformers and its libraries raise for these files into errors of the documented types."""
         from safetensors import SafetensorError
 
-        name = repr(str(self.name))
+        name = printable(self.name)
         try:
             yield
         except (ValueError, TypeError, OSError) as error:
