@@ -203,9 +203,9 @@ KILLED = """
 import os, signal, torch
 from dflash import cli
 save = torch.save
-def killed(state, path):
-    save(state, path)
-    if "00000004" in str(path):
+def killed(state, file):
+    save(state, file)
+    if "00000004" in str(file.name):
         os.kill(os.getpid(), signal.SIGKILL)
 torch.save = killed
 cli.main()

@@ -131,7 +131,11 @@ def save_draft(drafter: Drafter, folder: str | os.PathLike, *, dtype: torch.dtyp
 
 
 def _failure(what: str, error: Exception) -> CheckpointError:
-    reason = printable(" ".join(str(error).split())) or type(error).__name__
+    errors = [error]
+    while errors[-1].__context__ is not None:
+        errors.append(errors[-1].__context__)
+    cause = next((one for one in errors if isinstance(one, OSError)), error)  # "disk full", not what torch makes of it
+    reason = printable(" ".join(str(cause).split())) or type(error).__name__
     return CheckpointError(f"{printable(what)}: {reason}")
 
 
@@ -169,13 +173,14 @@ def save_checkpoint(
         remove_unfinished(folder)  # left by a run that was killed
         with atomic_folder(final) as unfinished:
             save_draft(drafter, unfinished, dtype=None)
-            torch.save(state, unfinished / _STATE)
+            with open(unfinished / _STATE, "wb") as file:  # torch says why a file of Python's cannot be written
+                torch.save(state, file)
             fsync(unfinished / _STATE)
             write_json(progress, unfinished / _PROGRESS)
     except Exception as error:
         last = checkpoints(folder)
         good = f"the last good one is {last[-1]}" if last else "there is no earlier one"
-        raise _failure(f"checkpoint {final.name} was not written ({good})", error) from error
+        raise _failure(f"checkpoint {final} was not written ({good})", error) from error
     for old in checkpoints(folder)[:-keep]:
         shutil.rmtree(old, ignore_errors=True)
     return final
