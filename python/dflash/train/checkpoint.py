@@ -7,6 +7,7 @@ draft that `dflash.load_draft` reads, and the trainer's state.
 from __future__ import annotations
 
 import os
+import pickle
 import re
 import shutil
 import zipfile
@@ -135,7 +136,7 @@ def _failure(what: str, error: Exception) -> CheckpointError:
     while errors[-1].__context__ is not None:
         errors.append(errors[-1].__context__)
     cause = next((one for one in errors if isinstance(one, OSError)), error)  # "disk full", not what torch makes of it
-    reason = printable(" ".join(str(cause).split())) or type(error).__name__
+    reason = printable(" ".join(str(cause).split()))[:400] or type(error).__name__
     return CheckpointError(f"{printable(what)}: {reason}")
 
 
@@ -248,7 +249,10 @@ def _read_state(path: Path) -> dict[str, Any]:
     with zipfile.ZipFile(path) as file:
         if any(entry.compress_type != zipfile.ZIP_STORED for entry in file.infolist()):
             raise ValueError(f"{path.name} is compressed, which torch.save never does")
-    state = torch.load(path, map_location="cpu", weights_only=True)
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:  # torch's message recommends to load it nevertheless
+        raise ValueError(f"{path.name} holds other things than tensors and numbers") from error
     if not isinstance(state, dict):
         raise ValueError(f"{path.name} must hold a dict, got {type(state).__name__}")
     return state

@@ -121,7 +121,7 @@ def _is_progress(progress: dict[str, Any], steps: int) -> bool:
     *counters, seconds = (progress.get(name) for name in _COUNTERS)
     return (
         all(type(counter) is int and 0 <= counter < 2**63 for counter in counters)
-        and isinstance(seconds, int | float)
+        and type(seconds) in (int, float)
         and 0 <= seconds < math.inf
         and all(isinstance(progress.get(name), dict) for name in ("fingerprint", "last"))
         and progress["fingerprint"].keys() >= _IDENTITY
