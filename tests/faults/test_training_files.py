@@ -20,7 +20,7 @@ from dflash.train import CheckpointError, TrainConfig, Trainer, draft_config, ne
 from dflash.train.data import load_rows
 from dflash.train.data.features import FeatureCache, cache_features
 from dflash.train.export import export
-from dflash.train.regenerate import LocalWriter, regenerate
+from dflash.train.regenerate import LocalWriter, Settings, regenerate
 
 CONFIG = TrainConfig(
     steps=4, batch_tokens=60, anchors=4, eval_rows=0, mixed_precision="no", log_every=1, save_every=2, keep=1
@@ -140,9 +140,7 @@ HOSTILE = {
     "a moment's dtype": change_state(lambda state: entry(state).update({k: v.half() for k, v in entry(state).items()})),
     "a sparse moment": change_state(lambda s: entry(s).update({k: v.to_sparse() for k, v in entry(s).items()})),
     "a moment on meta": change_state(lambda s: entry(s).update({k: v.to("meta") for k, v in entry(s).items()})),
-    "an expanded moment": change_state(
-        lambda s: entry(s).update({k: v[..., :1] for k, v in entry(s).items() if v.dim()})
-    ),
+    "a narrow moment": change_state(lambda s: entry(s).update({k: v[..., :1] for k, v in entry(s).items() if v.dim()})),
     "random numbers": change_state(lambda state: state | {"random": torch.zeros(5, dtype=torch.uint8)}),
     "random floats": change_state(lambda state: state | {"random": torch.zeros(5056)}),
     "random meta": change_state(lambda state: state | {"random": torch.zeros(5056, dtype=torch.uint8, device="meta")}),
@@ -264,7 +262,8 @@ def test_an_output_of_something_else_is_refused_and_stays(line, target, tmp_path
     path = tmp_path / "out.jsonl"
     path.write_text(line + "\n")
     with pytest.raises(ValueError, match=r"out\.jsonl, line 1"):
-        regenerate([{"line": 1, "prompt": "w7"}], LocalWriter(target, spoken(), raw=True), path)
+        writer = LocalWriter(target, spoken(), raw=True)
+        regenerate([{"line": 1, "prompt": "w7"}], writer, path, Settings(max_new_tokens=4))
     assert path.read_text() == line + "\n"
 
 
