@@ -261,8 +261,8 @@ def test_a_row_that_cannot_be_read_is_named_by_its_line(row, tmp_path):
 def test_an_output_of_something_else_is_refused_and_stays(line, target, tmp_path):
     path = tmp_path / "out.jsonl"
     path.write_text(line + "\n")
+    writer = LocalWriter(target, spoken(), raw=True)
     with pytest.raises(ValueError, match=r"out\.jsonl, line 1"):
-        writer = LocalWriter(target, spoken(), raw=True)
         regenerate([{"line": 1, "prompt": "w7"}], writer, path, Settings(max_new_tokens=4))
     assert path.read_text() == line + "\n"
 
