@@ -313,7 +313,7 @@ def test_a_server_completes_raw_prompts_and_tells_ids(server, prompts, tmp_path)
     for row in rows_of(tmp_path / "raw.jsonl").values():
         assert (row["prompt_ids"], row["response_ids"]) == ([7], [9, 1])
     server.reply = b'{"choices": [{"text": "w9", "finish_reason": "stop"}]}'
-    with pytest.raises(ValueError, match="was asked for token ids and sends none"):
+    with pytest.raises(ValueError, match="token_ids was asked for, and is not there"):
         regenerate(load_prompts(prompts), writer, tmp_path / "none.jsonl")
     with pytest.raises(ValueError, match="line 9 is a conversation, which cannot be continued raw"):
         regenerate([{"line": 9, "messages": [{"role": "user", "content": "w7"}]}], writer, tmp_path / "no.jsonl")
@@ -336,7 +336,7 @@ def test_a_servers_refusal_ends_the_run_and_earlier_answers_stay(server, prompts
 @pytest.mark.parametrize(
     ("reply", "message"),
     [
-        (b"<html>", "did not answer in JSON"),
+        (b"<html>", r"the answer of http.*/chat/completions to line 1: not JSON that can be read"),
         (b'{"object": "error"}', "not an answer of OpenAI's protocol"),
         (
             b'{"choices": [{"message": {"content": "w7", "reasoning_content": "hm"}, "finish_reason": "stop"}]}',

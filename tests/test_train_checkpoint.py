@@ -105,8 +105,8 @@ def _weights_fail(monkeypatch):
 
 
 def _state_fails(monkeypatch):
-    def save(state, path):
-        Path(path).write_bytes(b"half")
+    def save(state, file):
+        file.write(b"half")
         raise RuntimeError(
             "PytorchStreamWriter failed writing file data/0: file write failed\n: No space left on device"
         )

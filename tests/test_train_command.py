@@ -203,9 +203,9 @@ KILLED = """
 import os, signal, torch
 from dflash import cli
 save = torch.save
-def killed(state, path):
-    save(state, path)
-    if "00000004" in str(path):
+def killed(state, file):
+    save(state, file)
+    if "00000004" in str(file.name):
         os.kill(os.getpid(), signal.SIGKILL)
 torch.save = killed
 cli.main()
@@ -371,6 +371,6 @@ def test_a_full_disk_is_one_line_and_exit_code_2(run, arguments, tmp_path, monke
     monkeypatch.setattr(torch, "save", full)
     done = run(*arguments())
     assert done.code == 2
-    assert "checkpoint step-00000004 was not written (the last good one is" in done.err.splitlines()[-1]
+    assert "checkpoints/step-00000004 was not written (the last good one is" in done.err.splitlines()[-1]
     assert "No space left on device" in done.err.splitlines()[-1]
     assert [path.name for path in (tmp_path / "out" / "checkpoints").iterdir()] == ["step-00000002"]

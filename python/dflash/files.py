@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import gzip
 import json
 import os
 import re
 import shutil
 import socket
+import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -19,6 +21,7 @@ from .terminal import printable
 
 __all__ = [
     "atomic_folder",
+    "check_writable",
     "fsync",
     "parse_json",
     "read_json",
@@ -108,6 +111,23 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return content
 
 
+def read_json(path: Path, max_bytes: int) -> dict[str, Any]:
+    """Read a JSON object of unknown origin.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is longer than ``max_bytes``, or not an object that `parse_json` can read.
+    """
+    with open(path, "rb") as file:
+        text = file.read(max_bytes + 1)
+    if len(text) > max_bytes:
+        raise ValueError(f"{printable(path)}: must have at most {max_bytes} bytes")
+    content = parse_json(text, printable(path))
+    if not isinstance(content, dict):
+        raise ValueError(f"{printable(path)}: must hold an object, got {type(content).__name__}")
+    return content
+
+
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
     """Read the lines of a UTF-8 text file, gzipped if its name ends in ``.gz``, with their numbers from 1.
 
@@ -154,7 +174,40 @@ def _unfinished(path: Path) -> Path:
 def remove_unfinished(folder: Path) -> None:
     """Remove what killed runs left in ``folder``. Nothing may be writing there."""
     for left in folder.glob(f"{_UNFINISHED}*"):
-        shutil.rmtree(left) if left.is_dir() else left.unlink()
+        _remove(left)
+
+
+def _remove(path: Path) -> None:
+    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
+
+
+def _remove_abandoned(path: Path) -> None:
+    """Remove what processes of this host that were killed left next to ``path`` while they wrote it."""
+    start, end = f"{_UNFINISHED}{socket.gethostname()}-", f"-{path.name}"
+    for left in path.parent.glob(f"{glob.escape(start)}*{glob.escape(end)}"):
+        process = left.name[len(start) : -len(end)]
+        if process.isdecimal() and not _is_another_process(int(process)):
+            _remove(left)
+
+
+def _is_another_process(number: int) -> bool:
+    """True if ``number`` is the id of a process that runs, other than this one."""
+    try:
+        os.kill(number, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:  # another user's
+        return True
+    return number != os.getpid()
+
+
+def check_writable(path: Path) -> None:
+    """Raise ``OSError`` unless a file can be made in ``path``, or next to it if it is missing. Leaves nothing there."""
+    folder = next(parent for parent in (path, *path.absolute().parents) if parent.is_dir())
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise OSError(f"{printable(folder)} cannot be written to: {error.strerror or error}") from error
 
 
 def fsync(path: Path) -> None:
@@ -168,6 +221,7 @@ def fsync(path: Path) -> None:
 
 def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
     """Have ``write`` make a file under another name, then rename it: ``path`` is never half a file."""
+    _remove_abandoned(path)
     unfinished = _unfinished(path)
     try:
         write(unfinished)
@@ -181,6 +235,7 @@ def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
 @contextlib.contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
     """Yield a folder to fill. When the block ends without an error, it replaces ``path``."""
+    _remove_abandoned(path)
     unfinished = _unfinished(path)
     unfinished.mkdir(parents=True)
     try:

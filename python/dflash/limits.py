@@ -6,6 +6,7 @@ Each limit is far above every published model, and low enough that reading up to
 from __future__ import annotations
 
 __all__ = [
+    "MAX_ANSWER_BYTES",
     "MAX_BLOCK_SIZE",
     "MAX_DRAFT_LAYERS",
     "MAX_EXPERTS",
@@ -22,6 +23,7 @@ __all__ = [
     "MAX_TARGET_JSON_BYTES",
     "MAX_TARGET_LAYERS",
     "MAX_TARGET_SHARDS",
+    "MAX_TOKEN_ID",
     "MAX_VOCABULARY",
     "MAX_WIDTH",
 ]
@@ -57,3 +59,8 @@ MAX_NUMBER = 1e12
 
 # Characters of one name or value in an error message.
 MAX_SHOWN = 120
+
+# One answer of a server: 128 bytes per token of a context of 131,072. `ServerWriter` may hold 32 of them at a time.
+MAX_ANSWER_BYTES = 16 * 2**20
+# Ids are stored as int32. Whether the vocabulary has them is checked where its size is known.
+MAX_TOKEN_ID = 2**31 - 1

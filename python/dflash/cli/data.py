@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ..evaluate import Journal
 from ..progress import bars
 from ..train.regenerate import LocalWriter, ServerWriter, Settings, Summary, Writer
 from .loading import Source, load, load_tokenizer
@@ -69,7 +70,8 @@ def regenerate(
     from ..train.data import load_prompts
     from ..train.regenerate import regenerate
 
-    # 1. Read the prompts
+    # 1. Check the output, and read the prompts
+    Journal.check(files.out)
     settings = replace(settings, temperatures=tuple(temperature or [0.0]))
     if asking.limit is not None and asking.limit < 1:
         raise ValueError(f"--limit must be at least 1, got {asking.limit}")

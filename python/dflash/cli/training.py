@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ..files import check_writable
 from ..progress import bars
 from ..train import TrainConfig
 from .loading import Source, check_device, load_target, load_tokenizer
@@ -279,6 +280,7 @@ def _check_output(output: Path, resume: bool) -> None:
         raise ValueError(f"--output {str(output)!r} is a file")
     if not resume and output.is_dir() and any(output.iterdir()):
         raise ValueError(f"--output {str(output)!r} is not empty: name another folder, or --resume the run in it")
+    check_writable(output)
 
 
 def _check_packages(*packages: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -10,7 +11,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..files import parse_json
+from ..files import check_writable, parse_json
+from ..terminal import printable
 
 __all__ = ["Journal"]
 
@@ -30,23 +32,41 @@ class Journal:
         self.path = path
         self.settings = None if settings is None else json.loads(json.dumps(settings))
 
+    @staticmethod
+    def check(path: Path) -> None:
+        """Raise if ``path`` cannot be written. Writes nothing.
+
+        Raises:
+            ValueError: there is no such folder, or ``path`` is a folder or a device.
+            OSError: the folder or the file must not be written.
+        """
+        if not path.parent.is_dir():
+            raise ValueError(f"there is no folder {str(path.parent)!r} to write {path.name} into")
+        if not path.exists():
+            check_writable(path.parent)
+        elif not path.is_file():
+            raise ValueError(f"{path} is not a regular file: name another")
+        elif not os.access(path, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
     def __enter__(self) -> Journal:
         """Open and lock the file, and compare its settings.
 
         Raises:
-            ValueError: there is no such folder, another process has the file, or its settings are others.
+            ValueError: see `check`; or another process has the file, or its settings are others.
+            OSError: see `check`.
         """
-        if not self.path.parent.is_dir():
-            raise ValueError(f"there is no folder {str(self.path.parent)!r} to write {self.path.name} into")
+        self.check(self.path)
+        self._is_new = not self.path.exists()
         with contextlib.ExitStack() as stack:  # closes the file if what follows raises
-            self._file = stack.enter_context(open(self.path, "a+b"))
+            self._file = stack.enter_context(open(self.path, "a+b", buffering=0))
             try:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 raise ValueError(f"{self.path} is being written by another process") from error
             stack.callback(self._remove_if_empty)
-            self._file.seek(0)
-            self._end = sum(len(line) for line in self._file if line.endswith(b"\n"))
+            with open(self.path, "rb") as lines:
+                self._end = sum(len(line) for line in lines if line.endswith(b"\n"))
             if self._end and self.settings is not None:
                 self._compare(next(self._lines())[1])
             self._open = stack.pop_all()
@@ -57,18 +77,18 @@ class Journal:
         self._open.close()
 
     def _remove_if_empty(self) -> None:
-        if not os.fstat(self._file.fileno()).st_size:
+        if self._is_new and not os.fstat(self._file.fileno()).st_size:
             self.path.unlink(missing_ok=True)
 
     def _lines(self) -> Iterator[tuple[int, Any]]:
         """Every complete line with its number from 1."""
-        self._file.seek(0)
         end = 0
-        for number, line in enumerate(self._file, 1):
-            end += len(line)
-            if end > self._end:
-                return
-            yield number, parse_json(line, f"{self.path}, line {number}")
+        with open(self.path, "rb") as file:
+            for number, line in enumerate(file, 1):
+                end += len(line)
+                if end > self._end:
+                    return
+                yield number, parse_json(line, f"{self.path}, line {number}")
 
     def _compare(self, header: Any) -> None:
         theirs = header.get("settings") if isinstance(header, dict) else None
@@ -91,11 +111,24 @@ class Journal:
         return lines
 
     def append(self, records: Iterable[Any]) -> None:
-        """Write records; they are on the disk when this returns."""
+        """Write records; they are on the disk when this returns.
+
+        Raises:
+            OSError: the disk is full, for example. What was appended before stays whole.
+        """
         header = [] if self._end or self.settings is None else [{"settings": self.settings}]
         data = "".join(json.dumps(record) + "\n" for record in [*header, *records]).encode()
-        self._file.truncate(self._end)
-        self._file.write(data)
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        try:
+            self._file.truncate(self._end)
+            rest = memoryview(data)
+            while rest:  # the file has no buffer, which would be written again when the file is closed
+                rest = rest[self._file.write(rest) :]
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                self._file.truncate(self._end)
+            raise OSError(
+                f"{printable(self.path)} could not be written ({error.strerror or error}); its lines so far are whole: "
+                "make room, and start again with the same arguments"
+            ) from error
         self._end += len(data)

@@ -6,17 +6,23 @@ draft that `dflash.load_draft` reads, and the trainer's state.
 
 from __future__ import annotations
 
-import json
 import os
+import pickle
 import re
 import shutil
+import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..drafter import FULL, SLIDING, DraftConfig, Drafter, Rope
-from ..files import atomic_folder, fsync, remove_unfinished, save_tensors, write_atomically, write_json
+from ..files import atomic_folder, fsync, read_json, remove_unfinished, save_tensors, write_atomically, write_json
+from ..limits import MAX_JSON_BYTES
+from ..terminal import printable
+from ..weight_files import FLOATING, read_header, read_tensor_
 
 __all__ = [
     "CheckpointError",
@@ -126,8 +132,12 @@ def save_draft(drafter: Drafter, folder: str | os.PathLike, *, dtype: torch.dtyp
 
 
 def _failure(what: str, error: Exception) -> CheckpointError:
-    reason = " ".join(str(error).split()) or type(error).__name__
-    return CheckpointError(f"{what}: {reason}")
+    errors = [error]
+    while errors[-1].__context__ is not None:
+        errors.append(errors[-1].__context__)
+    cause = next((one for one in errors if isinstance(one, OSError)), error)  # "disk full", not what torch makes of it
+    reason = printable(" ".join(str(cause).split()))[:400] or type(error).__name__
+    return CheckpointError(f"{printable(what)}: {reason}")
 
 
 # ---------------------------------------------------------------------------------------------- checkpoints
@@ -164,13 +174,14 @@ def save_checkpoint(
         remove_unfinished(folder)  # left by a run that was killed
         with atomic_folder(final) as unfinished:
             save_draft(drafter, unfinished, dtype=None)
-            torch.save(state, unfinished / _STATE)
+            with open(unfinished / _STATE, "wb") as file:  # torch says why a file of Python's cannot be written
+                torch.save(state, file)
             fsync(unfinished / _STATE)
             write_json(progress, unfinished / _PROGRESS)
     except Exception as error:
         last = checkpoints(folder)
         good = f"the last good one is {last[-1]}" if last else "there is no earlier one"
-        raise _failure(f"checkpoint {final.name} was not written ({good})", error) from error
+        raise _failure(f"checkpoint {final} was not written ({good})", error) from error
     for old in checkpoints(folder)[:-keep]:
         shutil.rmtree(old, ignore_errors=True)
     return final
@@ -184,32 +195,64 @@ def read_progress(path: str | os.PathLike) -> dict[str, Any]:
     """
     path = Path(path)
     try:
-        progress = json.loads((path / _PROGRESS).read_text(encoding="utf-8"))
-        if not isinstance(progress, dict):
-            raise ValueError(f"{_PROGRESS} must be an object, got {type(progress).__name__}")
+        return read_json(path / _PROGRESS, MAX_JSON_BYTES)
     except (OSError, ValueError) as error:
-        raise _failure(f"checkpoint {path} cannot be read; remove that folder to do without it", error) from error
-    return progress
+        raise _unreadable(path, error) from error
 
 
-def load_checkpoint(path: str | os.PathLike, drafter: Drafter) -> tuple[dict[str, Any], dict[str, Any]]:
+def load_checkpoint(
+    path: str | os.PathLike, drafter: Drafter, check: Callable[[dict[str, Any]], None] | None = None
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Load a checkpoint's weights into ``drafter`` in place, and return its ``state`` and ``progress``.
+
+    Args:
+        path: the checkpoint's folder.
+        drafter: the drafter that was saved.
+        check: raises if the ``state`` is not what was saved.
 
     Raises:
         CheckpointError: the checkpoint is damaged; ``drafter`` is unchanged.
     """
-    from safetensors.torch import load_file
-
     path = Path(path)
     progress = read_progress(path)
     try:
-        state = torch.load(path / _STATE, map_location="cpu", weights_only=True)
-        weights = load_file(path / "model.safetensors")
-        own = drafter.state_dict()
-        if weights.keys() != own.keys() or any(weights[name].shape != own[name].shape for name in own):
-            raise ValueError("model.safetensors holds another drafter's weights")
-    except Exception as error:  # torch and safetensors raise many types for empty, truncated or foreign files
-        raise _failure(f"checkpoint {path} cannot be read; remove that folder to do without it", error) from error
+        weights = _read_weights(path / "model.safetensors", drafter)
+        state = _read_state(path / _STATE)
+        if check is not None:
+            check(state)
+    except Exception as error:  # torch raises many types for empty, truncated or foreign files
+        raise _unreadable(path, error) from error
     with torch.no_grad():
         drafter.load_state_dict(weights)
     return state, progress
+
+
+def _unreadable(path: Path, error: Exception) -> CheckpointError:
+    return _failure(f"checkpoint {path} cannot be read; remove that folder to do without it", error)
+
+
+def _read_weights(path: Path, drafter: Drafter) -> dict[str, Tensor]:
+    """Read the tensors of ``drafter``. The header is compared with them before anything is allocated."""
+    stored, _ = read_header(path, MAX_JSON_BYTES)
+    theirs = {name: (tensor.shape, FLOATING.get(tensor.kind)) for name, tensor in stored.items()}
+    own = drafter.state_dict()
+    if theirs != {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in own.items()}:
+        raise ValueError(f"{path.name} holds another drafter's weights")
+    weights = {name: torch.empty_like(tensor, device="cpu") for name, tensor in own.items()}
+    for name, tensor in weights.items():
+        read_tensor_(stored[name], tensor)
+    return weights
+
+
+def _read_state(path: Path) -> dict[str, Any]:
+    """Read tensors and numbers of ``torch.save``. Never runs code of the file, and never expands it."""
+    with zipfile.ZipFile(path) as file:
+        if any(entry.compress_type != zipfile.ZIP_STORED for entry in file.infolist()):
+            raise ValueError(f"{path.name} is compressed, which torch.save never does")
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:  # torch's message recommends to load it nevertheless
+        raise ValueError(f"{path.name} holds other things than tensors and numbers") from error
+    if not isinstance(state, dict):
+        raise ValueError(f"{path.name} must hold a dict, got {type(state).__name__}")
+    return state

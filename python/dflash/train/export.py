@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from ..drafter import draft_folder, from_speculators, is_speculators, load_draft, to_speculators
-from ..files import atomic_folder, save_tensors, write_json
+from ..files import atomic_folder, check_writable, read_json, save_tensors, write_json
+from ..limits import MAX_JSON_BYTES, MAX_TARGET_JSON_BYTES
+from ..terminal import printable, shortened
 
 __all__ = ["FORMATS", "export"]
 
@@ -52,9 +52,10 @@ def export(
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} is not an empty folder: choose another")
+    check_writable(out.parent)
     folder = draft_folder(draft, revision)
     drafter = load_draft(folder, dtype=dtype)
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = read_json(folder / "config.json", MAX_JSON_BYTES)
     if is_speculators(config):
         config = from_speculators(config)
     # State what the checkpoint may have left to defaults.
@@ -81,5 +82,7 @@ def _architectures(target: str) -> list[str]:
     path = Path(target).expanduser() / "config.json"
     if not path.is_file():
         return []
-    config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    return list(config.get("architectures") or [])
+    names = read_json(path, MAX_TARGET_JSON_BYTES).get("architectures") or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{printable(path)}: architectures must be a list of names, got {shortened(names)}")
+    return names

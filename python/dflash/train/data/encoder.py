@@ -14,8 +14,13 @@ from ...evaluate import (
     shorten,
     text_ids,
 )
+from ...terminal import listed
 
 _WRITTEN = {"line", "sample", "seed", "model", "max_new_tokens"}  # fields that mark a row of dflash regenerate
+_RENDERING = {  # arguments of transformers' function, which are not the template's
+    *("conversation", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize", "padding"),
+    *("truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"),
+}
 _Row = tuple[list[int], list[int]]  # ids and loss mask
 
 
@@ -61,7 +66,7 @@ class _Encoder:
     def supervised(self, row: Mapping[str, Any], where: str) -> _Row:
         if "input_ids" in row:
             ids, mask = self.ids(row, "input_ids"), row.get("loss_mask")
-            if not isinstance(mask, list) or len(mask) != len(ids) or not set(mask) <= {0, 1}:
+            if not isinstance(mask, list) or len(mask) != len(ids) or not all(mark in (0, 1) for mark in mask):
                 raise ValueError(f"loss_mask must hold a 0 or 1 for each of the {len(ids)} input_ids")
             return ids, [int(value) for value in mask]
         if "prompt_ids" in row and "response_ids" in row:
@@ -76,7 +81,7 @@ class _Encoder:
         if any(field in row for field in ("prompt", "question", "turns")):
             raise ValueError("the prompt has no response: let the target write one with dflash regenerate")
         raise ValueError(
-            f"a row needs a prompt and response, messages, text, or input_ids and loss_mask, got {', '.join(row)}"
+            f"a row needs a prompt and response, messages, text, or input_ids and loss_mask, got {listed(row)}"
         )
 
     def ids(self, row: Mapping[str, Any], field: str) -> list[int]:
@@ -85,7 +90,7 @@ class _Encoder:
             raise ValueError(f"{field} must be a list of token ids, got {shorten(ids)}")
         if min(ids) < 0 or max(ids) >= self.vocab_size:
             bad = min(ids) if min(ids) < 0 else max(ids)
-            raise ValueError(f"{field} must lie in 0 .. {self.vocab_size - 1}, got {bad}")
+            raise ValueError(f"{field} must lie in 0 .. {self.vocab_size - 1}, got {shorten(bad)}")
         return ids
 
     def plain(self, text: str) -> list[int]:
@@ -119,7 +124,7 @@ class _Encoder:
         if not row.keys() >= _WRITTEN:
             return ours
         theirs = {"raw": bool(row.get("raw")), "bos": self.bos or bool(row.get("bos"))}
-        theirs["template"] = row.get("template") or {}
+        theirs["template"] = _template(row.get("template"))
         if self.tokenizer.chat_template is not None:
             for name in ("raw", "template"):
                 if ours[name] and theirs[name] != ours[name]:
@@ -168,6 +173,15 @@ class _Encoder:
             ids += self.stops[:1]
         pieces = [ids[start : start + self.max_length] for start in range(0, len(ids), self.max_length)]
         return [(piece, [1] * len(piece)) for piece in pieces if len(piece) > 1]
+
+
+def _template(arguments: object) -> dict[str, Any]:
+    """Return a row's arguments for the chat template. The template itself comes from the tokenizer only."""
+    if arguments is None:
+        return {}
+    if not isinstance(arguments, dict) or arguments.keys() & _RENDERING:
+        raise ValueError(f"template must be an object of arguments of the chat template, got {shorten(arguments)}")
+    return arguments
 
 
 def _joined(*pieces: tuple[list[int], int]) -> _Row:

@@ -24,14 +24,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...files import save_tensors, write_atomically
+from ...files import parse_json, save_tensors, write_atomically
 from ...target import describe_config, text_config, unwrap
+from ...terminal import printable
 from ..model import TargetFeatures
 
 __all__ = ["FeatureCache", "FeatureProgress", "cache_features", "cache_size", "fingerprint"]
 
 _INDEX = "features.json"
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+_STORED = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}  # names in safetensors
 _OPEN_SHARDS = 32
 _READ_ROWS = 1024
 
@@ -178,6 +180,8 @@ def _missing_shards(folder: Path, index: dict[str, Any]) -> list[int]:
     if (folder / _INDEX).is_file():
         have = _read(folder)
         _compare(folder, have["fingerprint"], index["fingerprint"])
+        if have["lengths"] != index["lengths"] or have["width"] != index["width"]:
+            raise ValueError(f"{folder} holds features of other rows: name another folder, or remove it")
         index["shards"] = have["shards"]
     return [number for number in range(len(index["shards"])) if not _shard(folder, number).is_file()]
 
@@ -228,7 +232,7 @@ class FeatureCache:
         index = _read(self.folder)
         if expected is not None:
             _compare(self.folder, index["fingerprint"], expected)
-        shards = index["shards"]
+        shards = self._shards = index["shards"]
         missing = sum(not _shard(self.folder, number).is_file() for number in range(len(shards)))
         if missing:
             raise ValueError(
@@ -259,9 +263,18 @@ class FeatureCache:
             )
 
     def _open_shard(self, number: int) -> Any:
-        from safetensors import safe_open
+        from safetensors import SafetensorError, safe_open
 
-        return safe_open(_shard(self.folder, number), framework="pt").get_slice("features")
+        path = _shard(self.folder, number)
+        wanted = [sum(self.lengths[slice(*self._shards[number])]), self.width]
+        try:
+            features = safe_open(path, framework="pt").get_slice("features")
+            found = features.get_shape()
+        except SafetensorError as error:
+            raise ValueError(f"{path} is damaged ({error}): remove it, and it is computed again") from error
+        if found != wanted or features.get_dtype() != _STORED[self.dtype]:
+            raise ValueError(f"{path} must hold features {wanted}, got {found}: remove it, and it is computed again")
+        return features
 
     def features(self, indices: Sequence[int]) -> Tensor:
         """Return ``[batch, length, taps * hidden]`` of some rows, on the CPU, padded with 0 on the right."""
@@ -314,7 +327,32 @@ def _read(folder: Path) -> dict[str, Any]:
     path = folder / _INDEX
     if not path.is_file():
         raise FileNotFoundError(f"{folder} is not a feature cache: {_INDEX} is missing")
-    return json.loads(path.read_text())
+    index = parse_json(path.read_bytes(), printable(path))
+    if not _is_index(index):
+        raise ValueError(f"{printable(path)}: not what cache_features writes: remove the folder")
+    return index
+
+
+def _is_index(index: Any) -> bool:
+    """True if ``index`` has the types and sizes of what `cache_features` writes."""
+    if not isinstance(index, dict) or not isinstance(index.get("fingerprint"), dict):
+        return False
+    lengths, shards, width = (index.get(name) for name in ("lengths", "shards", "width"))
+    taps, dtype = (index["fingerprint"].get(name) for name in ("target_layer_ids", "dtype"))
+    if not isinstance(lengths, list) or not all(type(length) is int and length > 0 for length in lengths):
+        return False
+    if not isinstance(shards, list) or not all(isinstance(rows, list) and len(rows) == 2 for rows in shards):
+        return False
+    edges = [0, *(end for _, end in shards)]
+    return (
+        all(type(end) is int for end in edges)
+        and [start for start, _ in shards] == edges[:-1]
+        and edges == sorted(edges)
+        and edges[-1] == len(lengths)
+        and type(width) is int
+        and isinstance(taps, list)
+        and dtype in list(_DTYPES)
+    )
 
 
 def _compare(folder: Path, have: dict[str, Any], wanted: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ...files import write_atomically
+from ...files import parse_json, write_atomically
 from ..checkpoint import CheckpointError
 from ..loss import BlockLoss
 
@@ -73,12 +73,17 @@ class MetricsFile:
         """Drop lines after ``step``. A run that was killed before its next checkpoint leaves such lines."""
         if not self.path.is_file():
             return
-        lines = []
-        for line in self.path.read_text(encoding="utf-8").splitlines():
-            with contextlib.suppress(ValueError):  # a truncated line
-                if json.loads(line)["step"] <= step:
-                    lines.append(line + "\n")
-        write_atomically(self.path, lambda unfinished: unfinished.write_text("".join(lines), encoding="utf-8"))
+        lines = [line for line in self.path.read_bytes().splitlines() if _is_step(line, step)]
+        kept = "".join(line.decode() + "\n" for line in lines)
+        write_atomically(self.path, lambda unfinished: unfinished.write_text(kept, encoding="utf-8"))
+
+
+def _is_step(line: bytes, last: int) -> bool:
+    """True if ``line`` is complete and has the metrics of a step up to ``last``."""
+    with contextlib.suppress(ValueError):
+        metrics = parse_json(line, "metrics")
+        return isinstance(metrics, dict) and isinstance(metrics.get("step"), int) and metrics["step"] <= last
+    return False
 
 
 def peak_memory(device: torch.device) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import sys
 from array import array
 from collections.abc import Sequence
@@ -15,7 +16,9 @@ import torch
 from torch import nn
 
 from ...target import describe_config, sample_digest
+from ...terminal import named, printable
 from ..checkpoint import CheckpointError, checkpoints, load_checkpoint, read_progress, save_checkpoint
+from ..optimizers import check_state
 
 if TYPE_CHECKING:
     from .trainer import Trainer
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["data_digest", "fingerprint", "resume", "save", "target_digest"]
 
 _COUNTERS = ("step", "epoch", "place", "tokens", "seconds")  # trainer attributes that checkpoints store
+_IDENTITY = {"drafter", "target", "data", "steps"}  # of the fingerprint; a newer dflash may compare more settings
 _MAY_CHANGE = ("keep", "log_every", "save_every", "eval_every")  # settings that a resumed run may change
 
 
@@ -93,7 +97,7 @@ def _last_readable(trainer: Trainer) -> tuple[dict[str, Any], dict[str, Any]] | 
         except CheckpointError as error:
             damaged.append(error)
             if trainer.accelerator.is_main_process and path != found[0]:
-                print(f"dflash: {error}; trying the one before it", file=sys.stderr)
+                print(f"dflash: {printable(error)}; trying the one before it", file=sys.stderr)
     if damaged:
         raise damaged[0]
     return None
@@ -102,13 +106,36 @@ def _last_readable(trainer: Trainer) -> tuple[dict[str, Any], dict[str, Any]] | 
 def _read(trainer: Trainer, path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Load a checkpoint's weights into the drafter; return its state and progress. Refuse one of another run."""
     progress = read_progress(path)
-    if not progress.keys() >= {*_COUNTERS, "fingerprint", "last"}:
+    if not _is_progress(progress, trainer.steps):
         raise CheckpointError(f"checkpoint {path} was not written by dflash train; move that folder elsewhere")
     theirs = progress["fingerprint"]
     for name, ours in fingerprint(trainer).items():
         if name in theirs and theirs[name] != ours:
-            raise ValueError(f"{path} belongs to another run: its {name} is {theirs[name]}, this run's is {ours}")
-    state, progress = load_checkpoint(path, trainer.drafter)
-    if "optimizers" not in state:
-        raise CheckpointError(f"checkpoint {path} was written by an older dflash; move that folder elsewhere")
-    return state, progress
+            other = named(theirs[name])
+            raise ValueError(f"{path} belongs to another run: its {name} is {other}, this run's is {named(ours)}")
+    return load_checkpoint(path, trainer.drafter, lambda state: _check_state(trainer, state))
+
+
+def _is_progress(progress: dict[str, Any], steps: int) -> bool:
+    """True if ``progress`` has the types and ranges of what `save` writes in a run of at most ``steps``."""
+    *counters, seconds = (progress.get(name) for name in _COUNTERS)
+    return (
+        all(type(counter) is int and 0 <= counter < 2**63 for counter in counters)
+        and type(seconds) in (int, float)
+        and 0 <= seconds < math.inf
+        and all(isinstance(progress.get(name), dict) for name in ("fingerprint", "last"))
+        and progress["fingerprint"].keys() >= _IDENTITY
+        and (progress["step"] <= steps or progress["fingerprint"]["steps"] != steps)  # the latter is told by name
+    )
+
+
+def _check_state(trainer: Trainer, state: dict[str, Any]) -> None:
+    """Raise ``ValueError`` unless ``state`` is what `save` writes."""
+    saved, random = state.get("optimizers"), state.get("random")
+    if not isinstance(saved, list) or len(saved) != len(trainer.optimizers):
+        raise ValueError(f"it must hold the states of {len(trainer.optimizers)} optimizers")
+    for optimizer, one in zip(trainer.optimizers, saved, strict=True):
+        check_state(optimizer, one)
+    if not isinstance(random, torch.Tensor):
+        raise ValueError("it must hold the state of the random numbers")
+    torch.Generator().set_state(random)  # raises for anything else

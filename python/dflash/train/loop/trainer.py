@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ...drafter import Drafter
+from ...files import check_writable, remove_unfinished
 from ...fit import check_config
 from ...target import Target, check_target, text_config
 from ..checkpoint import save_draft
@@ -156,7 +157,10 @@ class Trainer:
         return self.last
 
     def _begin(self) -> None:
-        """Start the tracker, and report what is held out."""
+        """Clean up after a killed run, start the tracker, and report what is held out."""
+        if self.accelerator.is_main_process:
+            check_writable(self.output)
+            remove_unfinished(self.output)
         if self.tracker:
             self.accelerator.init_trackers("dflash")
         if self.accelerator.is_main_process and not self.quiet and self.dropped:

@@ -6,9 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Protocol
 
+from ...evaluate import as_messages
 from ...sampling import Sampling, fold
 
-__all__ = ["Answer", "Job", "Settings", "Summary", "Writer", "jobs"]
+__all__ = ["Answer", "Job", "Settings", "Summary", "Writer", "check_text", "jobs"]
 
 
 @dataclass(frozen=True)
@@ -155,3 +156,12 @@ def jobs(prompts: Sequence[dict[str, Any]], settings: Settings) -> list[Job]:
         for prompt in prompts
         for sample, temperature in enumerate(settings.sample_temperatures)
     ]
+
+
+def check_text(job: Job) -> None:
+    """Raise ``ValueError`` for a prompt with half of a surrogate pair, which neither a tokenizer nor a server takes."""
+    try:
+        "".join(value for turn in as_messages(job.prompt) for value in turn.values() if isinstance(value, str)).encode()
+    except UnicodeEncodeError as error:
+        half = f"U+{ord(error.object[error.start]):04X}"
+        raise ValueError(f"the prompt on line {job.line} is not Unicode text: it has {half}, half of a pair") from error

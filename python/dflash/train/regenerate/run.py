@@ -94,9 +94,9 @@ def _read_found(journal: Journal, wanted: Mapping[_Key, Job], settings: Settings
     """Return the keys of the rows in the file; raise ``ValueError`` for a row of another run."""
     found = set()
     for number, row in journal.read():
-        key = (row.get("line"), row.get("sample")) if isinstance(row, dict) else None
+        key = (row.get("line"), row.get("sample")) if isinstance(row, dict) else ()
         difference = "no response to any of these prompts"
-        if key in wanted:
+        if all(type(part) is int for part in key) and key in wanted:
             difference = _difference(row, wanted[key], settings, writer)
         if difference:
             raise ValueError(f"{journal.path}, line {number}: {difference}: choose another file")

@@ -1,4 +1,8 @@
-"""Responses written by a server that speaks OpenAI's protocol, through the ``openai`` client."""
+"""Responses written by a server that speaks OpenAI's protocol, through the ``openai`` client.
+
+The server is not trusted: an answer's size and time are bounded (`bounded_client`), and its content is checked
+(`completion`).
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,13 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any
+from urllib.parse import urlsplit
 
 from ...evaluate import as_messages
-from .jobs import Answer, Job, Settings
+from ...terminal import printable
+from .bounded_client import bounded_client
+from .completion import read_completion
+from .jobs import Answer, Job, Settings, check_text
 
 __all__ = ["ServerWriter"]
 
@@ -40,7 +48,7 @@ class ServerWriter:
         concurrency: requests at a time.
         retries: how often a request is sent again after a network error or status 408, 409, 429 or 5xx. The client
             waits 0.5 s before the first and twice as long before each next, or as long as the server asks for.
-        timeout: seconds per request.
+        timeout: seconds per request, from its first byte to the last one of its answer.
         api_key: sent as a bearer token; None sends none.
         token_ids: ask for the ids too (vLLM's ``return_token_ids``); rows then hold them.
         skip_long: leave out prompts that the server refuses as too long, instead of raising.
@@ -65,7 +73,7 @@ class ServerWriter:
         token_ids: bool = False,
         skip_long: bool = False,
     ) -> None:
-        if not url.startswith(("http://", "https://")):
+        if not _is_url(url):
             raise ValueError(f"the server must be an http:// or https:// URL, got {url!r}")
         if concurrency < 1:
             raise ValueError(f"concurrency must be at least 1, got {concurrency}")
@@ -78,11 +86,12 @@ class ServerWriter:
         self.skipped: set[int] = set()
 
     def check(self, jobs: Sequence[Job], settings: Settings) -> None:  # noqa: ARG002 - of every writer
-        """Raise for a conversation if ``raw`` is set. The server checks the lengths."""
+        """Raise for text that cannot be sent, and for a conversation if ``raw`` is set. The server checks lengths."""
         self.skipped = set()
         for job in jobs:
             if self.raw and "messages" in job.prompt:
                 raise ValueError(f"the prompt on line {job.line} is a conversation, which cannot be continued raw")
+            check_text(job)
 
     def answers(self, jobs: Sequence[Job], settings: Settings) -> Iterator[list[tuple[Job, Answer]]]:
         """Yield answers as they arrive; see `Writer`. The first request that fails after all retries ends the run.
@@ -116,7 +125,8 @@ class ServerWriter:
 
     def _client(self) -> Any:
         key = self.api_key or "none"  # the client wants one; _request leaves the header out
-        return self._openai.AsyncOpenAI(base_url=self.url, api_key=key, max_retries=self.retries, timeout=self.timeout)
+        options = {"base_url": self.url, "api_key": key, "max_retries": self.retries, "timeout": self.timeout}
+        return self._openai.AsyncOpenAI(http_client=bounded_client(self._openai, self.timeout), **options)
 
     def _collect(self, finished: Mapping[Future[Answer], Job]) -> tuple[list[tuple[Job, Answer]], BaseException | None]:
         """Return the answers of finished requests and the first failure; note prompts that are left out."""
@@ -132,18 +142,18 @@ class ServerWriter:
         return answered, failure
 
     async def _answer(self, client: Any, job: Job, settings: Settings) -> Answer:
-        try:
+        request = self._request(job, settings)
+        try:  # The raw response is read here, because the client's models take any JSON.
             if self.raw:
-                reply = await client.completions.create(prompt=job.prompt["prompt"], **self._request(job, settings))
+                reply = await client.completions.with_raw_response.create(prompt=job.prompt["prompt"], **request)
             else:
-                reply = await client.chat.completions.create(
-                    messages=as_messages(job.prompt), **self._request(job, settings)
-                )
-        except self._openai.APIError as error:
+                create = client.chat.completions.with_raw_response.create
+                reply = await create(messages=as_messages(job.prompt), **request)
+        except self._openai.OpenAIError as error:
             raise self._explain(error, job) from error
-        except ValueError as error:
-            raise ValueError(f"{self.url} did not answer in JSON: {error}") from error
-        return self._read(reply, job)
+        where = f"the answer of {self._endpoint} to line {job.line}"
+        expected = {"raw": self.raw, "token_ids": self.token_ids, "max_new_tokens": settings.max_new_tokens}
+        return read_completion(reply.content, where, **expected)
 
     def _request(self, job: Job, settings: Settings) -> dict[str, Any]:
         """Return the arguments that both endpoints take."""
@@ -163,46 +173,28 @@ class ServerWriter:
             "extra_headers": {} if self.api_key else {"Authorization": self._openai.Omit()},
         }
 
+    @property
+    def _endpoint(self) -> str:
+        return f"{self.url}{'/completions' if self.raw else '/chat/completions'}"
+
     def _explain(self, error: Any, job: Job) -> ValueError:
         """Turn a client's error into one line."""
-        where = f"{self.url}{'/completions' if self.raw else '/chat/completions'}"
-        reason = str(error.__cause__ or "") or str(error)  # no connection, reset, timed out
+        reason = printable(str(error.__cause__ or "") or str(error))  # no connection, reset, timed out, too large
         if isinstance(error, self._openai.APIStatusError):
-            reason = f"status {error.status_code}: {_server_message(error)}"
+            reason = f"status {error.status_code}: {printable(_server_message(error))}"
             if error.status_code not in (408, 409, 429) and error.status_code < 500:
                 kind = _TooLongError if error.status_code == 413 or _TOO_LONG.search(reason) else ValueError
-                return kind(f"{where} refused the prompt on line {job.line}: {reason}")
-        return ValueError(f"{where} did not answer the prompt on line {job.line} in {self.retries + 1} tries: {reason}")
+                return kind(f"{self._endpoint} refused the prompt on line {job.line}: {reason}")
+        tries = f" in {self.retries + 1} tries" if isinstance(error, self._openai.APIError) else ""
+        return ValueError(f"{self._endpoint} did not answer the prompt on line {job.line}{tries}: {reason}")
 
-    def _read(self, reply: Any, job: Job) -> Answer:
-        """Return the answer in a completion; raise ``ValueError`` if it cannot be trained on."""
-        # 1. The text
-        if isinstance(reply, str):
-            raise ValueError(f"{self.url} did not answer in JSON: {reply[:200]!r}")
-        try:
-            choice = reply.choices[0]
-            text, reason = choice.text if self.raw else choice.message.content, choice.finish_reason
-        except (AttributeError, IndexError, TypeError) as error:
-            raise ValueError(f"{self.url}: not an answer of OpenAI's protocol: {str(reply)[:200]}") from error
-        message = None if self.raw else choice.message
-        if getattr(message, "reasoning_content", None) or getattr(message, "reasoning", None):
-            raise ValueError(
-                f"{self.url} keeps the thoughts of {self.name} apart from its answers, and the drafter needs the "
-                "text as it was written: start the server without a reasoning parser"
-            )
-        if not isinstance(text, str) or reason not in ("stop", "length"):
-            raise ValueError(
-                f"{self.url}: the answer to line {job.line} has finish_reason {reason!r} and content {text!r:.60}"
-            )
-        # 2. The ids, if they were asked for
-        usage = getattr(reply.usage, "completion_tokens", None) or 0
-        if not self.token_ids:
-            return Answer(text, reason, num_tokens=usage)
-        ids = getattr(choice, "token_ids", None)
-        prompt_ids = getattr(choice, "prompt_token_ids", None) or getattr(reply, "prompt_token_ids", None)
-        if not ids or not prompt_ids:
-            raise ValueError(f"{self.url} was asked for token ids and sends none (return_token_ids is vLLM's)")
-        return Answer(text, reason, prompt_ids, ids, usage or len(ids))
+
+def _is_url(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and url.isprintable()
+    except ValueError:  # a port or an IPv6 address that is not one
+        return False
 
 
 def _server_message(error: Any) -> str:
