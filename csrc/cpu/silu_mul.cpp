@@ -15,7 +15,9 @@ static void silu_mul_row(const SiluMulParams& p, int64_t row) {
   int64_t i = 0;
   for (; i + kWidth <= n; i += kWidth) {
     Vec g = load(gate + i);
-    store(out + i, g / (exp_vec(-g) + 1.0f) * load(up + i));
+    // exp_vec saturates, but far below zero silu is 0, and NaN at -infinity.
+    const Vec silu = g < splat(-104.0f) ? g - g : g / (exp_vec(-g) + 1.0f);
+    store(out + i, silu * load(up + i));
   }
   for (; i < n; ++i) {
     const float g = to_float(gate[i]);

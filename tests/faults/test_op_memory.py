@@ -227,11 +227,14 @@ AFTER = """
         run("decoder_layers", copied(call))
         try:
             change(layers[1])
+        except RuntimeError:
+            return "torch refuses"
+        try:
             ours = run("decoder_layers", copied(call))
-            assert_same(ours, run_twin("decoder_layers", copied(call), packed))
-            return "equal"
         except Exception as error:
             return type(error).__name__ + " " + str(error).splitlines()[0]
+        assert_same(ours, run_twin("decoder_layers", copied(call), packed))
+        return "equal"
 
     def data(change):
         return lambda x: setattr(x, "data", change(x.data))
@@ -282,10 +285,11 @@ def test_weights_spoiled_after_their_handle_was_made_are_refused_by_name():
         name, kind = attempt.split(" ", 1)
         if kind in STILL_RIGHT:
             assert outcome == "equal", attempt
+        elif outcome == "torch refuses":
+            assert kind in ("meta", "sparse"), attempt
         elif outcome != "equal":
-            error = outcome.split()[0]
-            assert error in ("TypeError", "ValueError", "RuntimeError"), (attempt, outcome)
-            assert error == "RuntimeError" or f"layers[1].{name} " in outcome, (attempt, outcome)
+            assert outcome.split()[0] in ("TypeError", "ValueError"), (attempt, outcome)
+            assert f"layers[1].{name} " in outcome, (attempt, outcome)
         else:
             flat = name not in ("q", "down") and kind in ("flat", "strided")  # nothing changes in one dimension
             assert flat or (name == "sinks" and kind in ("double", "half")), attempt
