@@ -78,12 +78,12 @@ class Functions:
     Attributes:
         replaced: the first function of the forward pass that is not original, or an empty string.
         bypassed: the first that is not original among those that this package runs its own in place of.
-        names: the names of methods that the forward pass may call.
+        names: names of methods of modules that the forward pass calls.
         token: another object for other functions.
     """
 
     def __init__(self, classes: frozenset[type], attention: str) -> None:
-        self._classes = classes
+        self._classes, self._attention = classes, attention
         self._methods: dict[str, list[_Place]] = {}
         for owner in (*classes, Tensor):
             for name, value in vars(owner).items():
@@ -93,7 +93,8 @@ class Functions:
         ours: list[_Place] = []
         walked = self._walk([place for name in _ROOTS for place in self._methods.get(name, ())], ours)
         self.replaced = next((str(place) for place in walked if not _is_original(place)), "")
-        self.names = frozenset(place.name for place in walked if place.owner in classes)
+        called = [place.name for place in walked if place.owner in classes and _is_of_a_family(place.owner)]
+        self.names = frozenset([*_ROOTS, *called])
         # 2. Our parts: attention, masks and caches, and what `generate` calls.
         around = self._walk([*_of_attention(ours, attention), *_of_generation(classes)], [])
         self.bypassed = next((str(place) for place in around if not _is_original(place)), "")
@@ -103,23 +104,22 @@ class Functions:
         self._sizes, self._seen = self._count(), self._read()
 
     def changed(self) -> str:
-        """Return what is another function now, or an empty string. Compares identities."""
+        """Return what is another function now, or an empty string. Compares identities, in microseconds."""
         now = self._read()
         if self._seen != now:
             where = [str(place) for place in self._places for _ in range(2)]
             pairs = zip(where, self._seen[1:], now[1:], strict=True)
             return next((name for name, old, new in pairs if old is not new), "a global forward hook")
         if self._sizes != (sizes := self._count()):  # a method that hides one of a base, or an attribute of no interest
-            for owner in self._classes:
-                for name in _ROOTS:
-                    place = _Place(owner, vars(owner), name)
-                    if name in vars(owner) and place.key not in {known.key for known in self._places}:
-                        return str(place)
+            known = {place.key for place in self._places}
+            added = [place for place in Functions(self._classes, self._attention)._places if place.key not in known]
+            if added:
+                return str(added[0])
             self._sizes = sizes
         return ""
 
     def _count(self) -> list[int]:
-        return [len(vars(owner)) for owner in (*self._classes, Tensor)]
+        return [len(vars(owner)) for owner in (*self._classes, *_CACHES, Tensor)]
 
     def _read(self) -> list[Any]:
         values: list[Any] = [global_hooks()]
@@ -158,6 +158,7 @@ def _of_attention(ours: list[_Place], attention: str) -> list[_Place]:
     for place in (*ours, _Place("masking_utils", vars(masking_utils), "ALL_MASK_ATTENTION_FUNCTIONS")):
         if place.name in _INTERFACES:
             interface = place.namespace.get(place.name)
+            places.append(_Place(place.name, vars(type(interface)), "_global_mapping"))
             for mapping in (getattr(interface, "_local_mapping", {}), getattr(interface, "_global_mapping", {})):
                 if attention in mapping:
                     places.append(_Place(place.name, mapping, attention))
@@ -204,7 +205,7 @@ def _names(code: types.CodeType) -> list[str]:
 
 def _is_original(place: _Place) -> bool:
     value = place.namespace.get(place.name)
-    if value is None:
+    if value is None or place.name == "_global_mapping":
         return True
     if not isinstance(value, _PLAIN):
         if isinstance(value, (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)):
@@ -246,6 +247,10 @@ def _is_known(kind: type) -> bool:
     """Return True for a class of torch, transformers or Python."""
     root = kind.__module__.partition(".")[0]
     return root in ("torch", "transformers", "builtins") or root in sys.stdlib_module_names
+
+
+def _is_of_a_family(kind: type) -> bool:
+    return not kind.__module__.startswith("torch.") and not kind.__module__.startswith("transformers.modeling_")
 
 
 def _unwrapped(value: Any) -> types.FunctionType | None:

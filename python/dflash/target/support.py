@@ -131,14 +131,32 @@ def _refusal_of_parts(model: PreTrainedModel) -> str | None:
             f"{replaced} is not transformers' own function, and dflash runs its own attention, masks, cache and loop "
             'instead: undo the replacement, or choose a function of transformers (set_attn_implementation("sdpa"))'
         )
-    indices: set[tuple[type, int]] = set()
-    for name, module in model.get_decoder().named_modules():
-        if module.__dict__.get("is_causal", True) is False:
-            return f"{name} does not attend causally (is_causal is False)"
-        index = module.__dict__.get("layer_idx")
-        if index is not None and (type(module), index) in indices:
-            return f"{name} has the layer_idx of another layer, {index}: they would share their keys and values"
+    decoder, indices = model.get_decoder(), set()
+    for module in decoder.modules():
+        attributes = module.__dict__
+        index = attributes.get("layer_idx")
+        if index is None:
+            continue
+        reason = _refusal_of_attention(module, decoder.config, index) if "is_causal" in attributes else None
+        if (type(module), index) in indices:
+            reason = f"has the layer_idx of another layer, {index}: they would share their keys and values"
+        if reason:
+            return f"{next(name for name, part in decoder.named_modules() if part is module)} {reason}"
         indices.add((type(module), index))
+    return None
+
+
+def _refusal_of_attention(module: nn.Module, config: Any, index: int) -> str | None:
+    if module.is_causal is False:
+        return "does not attend causally (is_causal is False)"
+    if config.model_type not in TESTED_FAMILIES or index >= config.num_hidden_layers:
+        return None
+    # transformers masks by the model's config; our attention takes the window that a module was made with.
+    types, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
+    masked = window if not types or types[index] == "sliding_attention" else None
+    own = module.__dict__.get("sliding_window", getattr(module.config, "sliding_window", None))
+    if masked != own:
+        return f"attends over a window of {own}, its model's config masks by a window of {masked}: make the model anew"
     return None
 
 
