@@ -6,13 +6,15 @@ from torch import nn
 
 from .drafter import DraftConfig, Drafter
 from .sampling import integer_from
-from .target import embedding_table, text_config
+from .target import embedding_table, refusal_of_weights, text_config
 
 __all__ = ["check_block_size", "check_config", "check_fit"]
 
 
 def check_fit(target: nn.Module, draft: Drafter) -> None:
     """Raise ValueError unless ``draft`` was made for a target like ``target``; the message names both sides."""
+    if reason := refusal_of_weights(draft):
+        raise ValueError(f"the drafter cannot be run: {reason}")
     check_config(target, draft.config)
     embedding = embedding_table(target)
     _check_equal("device", draft.device, embedding.device)

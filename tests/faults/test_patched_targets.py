@@ -114,8 +114,8 @@ def _released():
 
 
 class TestFunctionsThatAreReplaced:
-    @pytest.mark.parametrize("wraps", [False, True], ids=["bare", "wraps"])
-    @pytest.mark.parametrize("name", PATCHES)
+    @pytest.mark.parametrize(("name", "wraps"), [*((name, False) for name in PATCHES), ("LlamaMLP.forward", True),
+                                                 ("modeling_llama.apply_rotary_pos_emb", True)])  # fmt: skip
     def test_the_text_is_that_of_the_patched_model(self, name, wraps, monkeypatch):
         model = make_target("llama", num_hidden_layers=2)
         draft, before = make_draft(model), expected(model)
@@ -420,7 +420,7 @@ class TestLayers:
             attention.config = copy.deepcopy(config)
             attention.config.sliding_window = 4
         refusal, text = text_or_refusal(model)
-        assert text == expected(model) or re.search(r"attends over a window of \w+, .* masks by a window of", refusal)
+        assert re.search(r"attends over a window of \w+, .* masks by a window of", refusal) or text == expected(model)
 
     def test_attention_that_is_not_causal_is_refused(self):
         model = make_target("llama")

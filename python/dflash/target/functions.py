@@ -111,10 +111,10 @@ class Functions:
             pairs = zip(where, self._seen[1:], now[1:], strict=True)
             return next((name for name, old, new in pairs if old is not new), "a global forward hook")
         if self._sizes != (sizes := self._count()):  # a method that hides one of a base, or an attribute of no interest
-            known = {place.key for place in self._places}
-            added = [place for place in Functions(self._classes, self._attention)._places if place.key not in known]
-            if added:
-                return str(added[0])
+            known, names = {place.key for place in self._places}, {place.name for place in self._places}
+            for place in Functions(self._classes, self._attention)._places:
+                if isinstance(place.owner, type) and place.name in names and place.key not in known:
+                    return str(place)
             self._sizes = sizes
         return ""
 
@@ -158,7 +158,7 @@ def _of_attention(ours: list[_Place], attention: str) -> list[_Place]:
     for place in (*ours, _Place("masking_utils", vars(masking_utils), "ALL_MASK_ATTENTION_FUNCTIONS")):
         if place.name in _INTERFACES:
             interface = place.namespace.get(place.name)
-            places.append(_Place(place.name, vars(type(interface)), "_global_mapping"))
+            places.append(_Place(type(interface), vars(type(interface)), "_global_mapping"))
             for mapping in (getattr(interface, "_local_mapping", {}), getattr(interface, "_global_mapping", {})):
                 if attention in mapping:
                     places.append(_Place(place.name, mapping, attention))

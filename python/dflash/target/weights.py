@@ -96,11 +96,10 @@ def plain_tensors(model: nn.Module) -> Iterator[Tensor]:
     """Yield the tensors in other attributes of a model's modules, inside of lists, dicts and objects too."""
     seen = {id(module) for module in model.modules()}
     registered = {id(tensor) for _, tensor in named_tensors(model)}
-    for module in list(model.modules()):
-        attributes = {key: value for key, value in module.__dict__.items() if key not in _REGISTRIES}
-        for tensor in _tensors_in(attributes, seen):
-            if id(tensor) not in registered:
-                yield tensor
+    for module in model.modules():
+        for name, value in module.__dict__.items():
+            if name not in _REGISTRIES:
+                yield from (tensor for tensor in _tensors_in(value, seen) if id(tensor) not in registered)
 
 
 _REGISTRIES = frozenset(nn.Module().__dict__)
