@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .support import text_config
-from .weights import plain_tensors
+from .weights import modules_of, plain_tensors, tensors_of
 
 __all__ = ["ValuesFingerprint", "WeightsFingerprint", "describe_config", "sample_digest"]
 
@@ -38,11 +38,11 @@ class WeightsFingerprint:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
-        self._tensors = _identities(_parameters_and_buffers(module))
+        self._tensors = _identities(tensors_of(modules_of(module)))
 
     def matches(self, module: nn.Module) -> bool:
         """Return True if ``module`` is the same one, with the same tensors."""
-        return self._module() is module and self._tensors == _identities(_parameters_and_buffers(module))
+        return self._module() is module and self._tensors == _identities(tensors_of(modules_of(module)))
 
     def replaced(self) -> bool:
         """Return True if the module is still alive and has other tensors now."""
@@ -85,23 +85,11 @@ class ValuesFingerprint:
         return all(map(torch.equal, self._sample, _read(self._views)))
 
     def _all(self, modules: list[nn.Module]) -> list[Tensor]:
-        return [*(tensor for module in modules for tensor in _parameters_and_buffers(module)), *self._plain]
+        return [*(tensor for module in modules for tensor in tensors_of(modules_of(module))), *self._plain]
 
 
 def _is_uncounted(tensor: Tensor) -> bool:
     return tensor.is_inference() and tensor.numel() > _READ_WHOLE
-
-
-def _parameters_and_buffers(module: nn.Module) -> list[Tensor]:
-    """Return them as ``parameters()`` and ``buffers()`` would, in a third of the time."""
-    tensors: list[Tensor] = []
-    todo = [module]
-    while todo:
-        part = todo.pop()
-        tensors += part._parameters.values()
-        tensors += part._buffers.values()
-        todo += [child for child in part._modules.values() if child is not None]
-    return [tensor for tensor in tensors if tensor is not None]
 
 
 def _identities(tensors: list[Tensor]) -> list[tuple[int, int, torch.dtype]]:

@@ -22,6 +22,8 @@ from torch.nn.modules import module as torch_module
 from transformers import PreTrainedModel, cache_utils, masking_utils
 from transformers.generation.utils import GenerationMixin
 
+from .weights import modules_of
+
 __all__ = ["Functions", "functions_of", "global_hooks", "shadowed_method"]
 
 _TORCH, _TRANSFORMERS = (os.path.dirname(package.__file__) + os.sep for package in (torch, transformers))
@@ -292,7 +294,7 @@ _examined: dict[tuple, Functions] = {}
 
 def functions_of(model: PreTrainedModel) -> Functions:
     """Return the functions that a model runs. They are examined once, until one of them is replaced."""
-    kinds = frozenset(map(type, model.modules()))
+    kinds = frozenset(map(type, modules_of(model)))
     attention = getattr(model.config, "_attn_implementation", None) or "eager"
     known = _examined.get((kinds, attention))
     if known is not None and not known.changed():

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .functions import Functions, functions_of, global_hooks, shadowed_method
-from .weights import is_plain_tensor, named_tensors, refusal_of_weights
+from .weights import is_plain_tensor, modules_of, refusal_of_weights, tensors_of
 
 if TYPE_CHECKING:
     from .target import Target
@@ -97,7 +97,7 @@ def refusal(model: nn.Module, *, loaded: bool = True) -> str | None:
 def _refusal_of_weights(model: PreTrainedModel, loaded: bool) -> str | None:
     if reason := refusal_of_weights(model, loaded):
         return reason
-    devices = {tensor.device for _, tensor in named_tensors(model) if isinstance(tensor, nn.Parameter)}
+    devices = {tensor.device for tensor in tensors_of(modules_of(model)) if isinstance(tensor, nn.Parameter)}
     if len(devices) > 1:
         return f"its weights are spread over {', '.join(sorted(map(str, devices)))}: one device is needed"
     embedding = model.get_input_embeddings().weight
@@ -132,7 +132,7 @@ def _refusal_of_parts(model: PreTrainedModel) -> str | None:
             'instead: undo the replacement, or choose a function of transformers (set_attn_implementation("sdpa"))'
         )
     decoder, indices = model.get_decoder(), set()
-    for module in decoder.modules():
+    for module in modules_of(decoder):
         attributes = module.__dict__
         index = attributes.get("layer_idx")
         if index is None:
@@ -231,13 +231,13 @@ def needs_probe(model: PreTrainedModel, twin: nn.Module) -> bool:
     return not is_tested and _PROBED.get(model) != (functions_of(model).token, *basis)
 
 
-_UNCHANGED: tuple[str, tuple[int, ...], tuple[str, ...]] = ("", (), ())
+_UNCHANGED: tuple[str, tuple[int, ...], tuple[int, ...]] = ("", (), ())
 
 
-def _basis(model: PreTrainedModel, twin: nn.Module) -> tuple[str, tuple[int, ...], tuple[str, ...]]:
+def _basis(model: PreTrainedModel, twin: nn.Module) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
     """Return what about a model differs from transformers': its functions, its hooks, its kinds of tensors."""
     replaced, hooks = replaced_function(twin, functions_of(model)), tuple(map(id, _hooks(model)))
-    return replaced, hooks, tuple(name for name, tensor in named_tensors(model) if not is_plain_tensor(tensor))
+    return replaced, hooks, tuple(id(tensor) for tensor in tensors_of(modules_of(model)) if not is_plain_tensor(tensor))
 
 
 @torch.no_grad()

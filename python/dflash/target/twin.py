@@ -29,14 +29,14 @@ def structural_twin(module: nn.Module) -> nn.Module:
     tensors = (*module.parameters(), *module.buffers(), *plain_tensors(module))
     memo: dict[int, Any] = {id(tensor): tensor for tensor in tensors}
     try:
-        twin = copy.deepcopy(module, memo)
+        twin = copy.deepcopy(module, memo).eval()
     except (TypeError, RuntimeError) as error:
         raise UnsupportedTargetError(
             f"{type(module).__name__} holds something that cannot be copied: {error}"
         ) from error
     for original, copied in zip(module.modules(), twin.modules(), strict=True):
         _restore_forward(original, copied)
-    return twin.eval()
+    return twin
 
 
 def _restore_forward(original: nn.Module, copied: nn.Module) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedConfig
 
-__all__ = ["is_plain_tensor", "named_tensors", "plain_tensors", "refusal_of_tensor", "refusal_of_weights"]
+__all__ = ["is_plain_tensor", "modules_of", "plain_tensors", "refusal_of_weights", "tensors_of"]
 
 _PLAIN = (Tensor, nn.Parameter)
 _LEAVES = (
@@ -27,18 +27,18 @@ def refusal_of_weights(model: nn.Module, loaded: bool = True) -> str | None:
         model: the target, or a drafter.
         loaded: False to accept weights on the meta device.
     """
-    for module in model.modules():
-        home = type(module).__module__
-        if home.startswith(("torch.ao.", "torch.nn.quantized", "torch.distributed.")):
-            return _refusal_of_module(module)
-    for name, tensor in named_tensors(model):
+    modules = modules_of(model)
+    for kind in set(map(type, modules)):
+        if kind.__module__.startswith(("torch.ao.", "torch.nn.quantized", "torch.distributed.")):
+            return _refusal_of_class(kind)
+    for tensor in tensors_of(modules):
         if not (tensor.is_meta and not loaded) and (reason := refusal_of_tensor(tensor)):
-            return f"{name} {reason}"
+            return f"{next(name for name, named in named_tensors(model) if named is tensor)} {reason}"
     return None
 
 
-def _refusal_of_module(module: nn.Module) -> str:
-    kind = f"{type(module).__module__}.{type(module).__qualname__}"
+def _refusal_of_class(module: type) -> str:
+    kind = f"{module.__module__}.{module.__qualname__}"
     if kind.startswith("torch.distributed."):
         return f"it is sharded by torch.distributed ({kind}): one process with all of the weights is needed"
     return (
@@ -50,6 +50,12 @@ def _refusal_of_module(module: nn.Module) -> str:
 def refusal_of_tensor(tensor: Tensor) -> str | None:
     """Return why a tensor's values cannot be read, or None."""
     kind = type(tensor)
+    try:  # the common case; the tensors that have no storage raise
+        is_read = kind in _PLAIN and tensor.untyped_storage().nbytes() >= _bytes_needed(tensor) > 0
+        if is_read and not (tensor.is_meta or tensor.is_quantized or tensor.is_nested or tensor._is_zerotensor()):
+            return None
+    except (RuntimeError, NotImplementedError):
+        pass
     if tensor.is_meta:
         return "is on the meta device: it was never loaded, or it is offloaded"
     if kind not in _PLAIN and kind.__module__.startswith(("torch.distributed.", "torch._subclasses.")):
@@ -80,6 +86,26 @@ def is_plain_tensor(tensor: Tensor) -> bool:
     return type(tensor) in _PLAIN and not tensor.is_neg() and not tensor.is_conj()
 
 
+def modules_of(model: nn.Module) -> list[nn.Module]:
+    """Return what ``modules()`` does, in another order, in a third of the time."""
+    found, seen = [model], {id(model)}
+    for module in found:  # grows while it is read
+        for child in module._modules.values():
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
+                found.append(child)
+    return found
+
+
+def tensors_of(modules: list[nn.Module]) -> list[Tensor]:
+    """Return the parameters and buffers of these modules; a shared one may come twice."""
+    tensors: list[Tensor | None] = []
+    for module in modules:
+        tensors += module._parameters.values()
+        tensors += module._buffers.values()
+    return [tensor for tensor in tensors if tensor is not None]
+
+
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the parameters and buffers of every module; a shared one may come twice."""
     todo = [("", model)]
@@ -94,9 +120,9 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def plain_tensors(model: nn.Module) -> Iterator[Tensor]:
     """Yield the tensors in other attributes of a model's modules, inside of lists, dicts and objects too."""
-    seen = {id(module) for module in model.modules()}
-    registered = {id(tensor) for _, tensor in named_tensors(model)}
-    for module in model.modules():
+    modules = modules_of(model)
+    seen, registered = set(map(id, modules)), set(map(id, tensors_of(modules)))
+    for module in modules:
         for name, value in module.__dict__.items():
             if name not in _REGISTRIES:
                 yield from (tensor for tensor in _tensors_in(value, seen) if id(tensor) not in registered)
