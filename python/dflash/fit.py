@@ -13,12 +13,12 @@ __all__ = ["check_block_size", "check_config", "check_fit"]
 
 def check_fit(target: nn.Module, draft: Drafter) -> None:
     """Raise ValueError unless ``draft`` was made for a target like ``target``; the message names both sides."""
-    if reason := refusal_of_weights(draft):
-        raise ValueError(f"the drafter cannot be run: {reason}")
     check_config(target, draft.config)
     embedding = embedding_table(target)
     _check_equal("device", draft.device, embedding.device)
     _check_equal("dtype", draft.dtype, embedding.dtype)
+    if reason := refusal_of_weights(draft):
+        raise ValueError(f"the drafter cannot be run: {reason}")
 
 
 def check_config(target: nn.Module, config: DraftConfig) -> None:

@@ -5,6 +5,7 @@ import copy
 import functools
 import re
 import types
+from unittest import mock
 
 import accelerate
 import pytest
@@ -162,6 +163,60 @@ class TestFunctionsThatAreReplaced:
             assert one_shot(model) == expected(model)
         finally:
             function.__code__ = own
+
+    def test_code_replaced_inside_transformers_own_wrappers_is_noticed(self):
+        model, function = make_target("llama"), modeling_llama.LlamaRotaryEmbedding.forward
+        while hasattr(function, "__wrapped__"):
+            function = function.__wrapped__
+        generator, before, own = dflash.Generator(model, max_length=64), one_shot(model), function.__code__
+
+        def forward(self, x, position_ids):
+            angles = position_ids[..., None].float() * self.inv_freq.repeat(2) * 0.3
+            return angles.cos(), angles.sin()
+
+        forward.__code__ = forward.__code__.replace(co_filename=__file__)
+        try:
+            function.__code__ = forward.__code__
+            with pytest.raises(ValueError, match=r"LlamaRotaryEmbedding\.forward was replaced"):
+                answered(generator)
+            assert one_shot(model) == expected(model) != before
+        finally:
+            function.__code__ = own
+
+    def test_a_function_that_names_the_file_of_another_is_noticed(self, monkeypatch):
+        model, scope = make_target("llama"), vars(modeling_llama)
+        source = "def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):\n    return q * 1.5, k\n"
+        monkeypatch.setitem(scope, "apply_rotary_pos_emb", scope["apply_rotary_pos_emb"])
+        before = one_shot(model)
+        exec(compile(source, modeling_llama.__file__, "exec"), scope)
+        assert one_shot(model) == expected(model) != before
+
+    def test_autocast_around_a_function_is_noticed(self, monkeypatch):
+        model = make_target("llama")
+        patch = torch.autocast("cpu", dtype=torch.bfloat16)(modeling_llama.LlamaMLP.forward)
+        monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", patch)
+        assert not Target(model).is_fused
+        assert one_shot(model) == expected(model)
+
+    def test_gradients_turned_off_around_a_function_change_nothing(self, monkeypatch):
+        model = make_target("llama")
+        monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", torch.no_grad()(modeling_llama.LlamaMLP.forward))
+        assert Target(model).is_fused
+        assert one_shot(model) == expected(model)
+
+    @pytest.mark.parametrize("kind", ["mock", "method", "wrapped in itself"])
+    def test_a_method_replaced_by_another_callable_is_noticed(self, kind, monkeypatch):
+        model, own = make_target("llama"), modeling_llama.LlamaMLP.forward
+        before = one_shot(model)
+        patch = changed(own)
+        if kind == "mock":
+            patch = mock.create_autospec(own, side_effect=patch)
+        elif kind == "wrapped in itself":
+            patch.__wrapped__ = patch
+        else:
+            patch = functools.partialmethod(patch)
+        monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", patch)
+        assert one_shot(model) == expected(model) != before
 
     @pytest.mark.parametrize("kind", ["partial", "method", "object"])
     def test_a_function_replaced_by_another_callable_is_noticed(self, kind, monkeypatch):
@@ -388,6 +443,19 @@ class TestLayers:
         model.config.num_hidden_layers = 5
         with pytest.raises(UnsupportedTargetError, match=r"layers\.4\.self_attn has the layer_idx of another layer, 1"):
             one_shot(model)
+
+    def test_one_layer_in_two_places_is_refused(self):
+        model = make_target("llama")
+        model.model.layers[1] = model.model.layers[0]
+        with pytest.raises(UnsupportedTargetError, match="one of its layers is in the list of layers twice"):
+            one_shot(model)
+
+    def test_fewer_layers_than_the_config_says_are_followed_without_taps(self):
+        model = make_target("llama")
+        draft, model.model.layers = make_draft(model), model.model.layers[:2]
+        assert one_shot(model) == expected(model)
+        with pytest.raises(UnsupportedTargetError, match="no list of 4 decoder layers was found"):
+            one_shot(model, draft)
 
     def test_removed_layers_are_followed(self):
         model = make_target("llama")

@@ -7,7 +7,6 @@ code comes from the file that defines its class or module and has the name under
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import sys
@@ -35,7 +34,7 @@ _LOOKED_INTO = (
     *(_TRANSFORMERS + name for name in ("activations", "modeling_rope_utils", "modeling_layers", "masking_utils")),
     *(os.path.join(_TRANSFORMERS, "integrations", name) for name in ("moe", "sdpa_", "flex_", "eager_", "flash_")),
 )
-_WRAPPERS = (_TORCH, _TRANSFORMERS, contextlib.__file__, functools.__file__)
+_GRAD_WRAPPER = os.path.join(_TORCH, "utils", "_contextlib.py")
 _ROOTS = ("__call__", "_wrapped_call_impl", "_call_impl", "forward", "__getattr__", "__getattribute__")
 # The parts that this package runs its own in place of: masks, caches, attention, and the loop around the model.
 _INTERFACES = ("ALL_ATTENTION_FUNCTIONS", "ALL_MASK_ATTENTION_FUNCTIONS")
@@ -50,6 +49,10 @@ _LOOP = (
     *("_get_logits_processor", "_get_stopping_criteria", "_has_unfinished_sequences"),
 )
 _PLAIN = (types.FunctionType, staticmethod, classmethod, property, functools.cached_property)
+_BUILT_IN = (
+    *(types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType),
+    *(types.ClassMethodDescriptorType, types.GetSetDescriptorType, types.MemberDescriptorType),
+)
 _ALIASES = {("forward", "_forward_unimplemented"), ("__call__", "Module._wrapped_call_impl")}  # of nn.Module itself
 
 
@@ -89,7 +92,8 @@ class Functions:
         self._methods: dict[str, list[_Place]] = {}
         for owner in (*classes, Tensor):
             for name, value in vars(owner).items():
-                if isinstance(value, _PLAIN) or (name in _ROOTS and callable(value)):
+                is_bound = hasattr(type(value), "__get__") or callable(value)
+                if isinstance(value, _PLAIN) or (is_bound and owner is not Tensor):
                     self._methods.setdefault(name, []).append(_Place(owner, vars(owner), name))
         # 1. The forward pass; it names the parts that are ours.
         ours: list[_Place] = []
@@ -103,6 +107,7 @@ class Functions:
         # 3. What to compare later.
         self.token = object()
         self._places = [*walked, *around]
+        self._inner = [_inner(place.namespace.get(place.name)) for place in self._places]
         self._sizes, self._seen = self._count(), self._read()
 
     def changed(self) -> str:
@@ -124,10 +129,10 @@ class Functions:
         return [len(vars(owner)) for owner in (*self._classes, *_CACHES, Tensor)]
 
     def _read(self) -> list[Any]:
+        """Return the functions at all places and the code inside them; either may be replaced."""
         values: list[Any] = [global_hooks()]
-        for place in self._places:
-            value = place.namespace.get(place.name)
-            values += (value, getattr(value, "__code__", None))
+        for place, inner in zip(self._places, self._inner, strict=True):
+            values += (place.namespace.get(place.name), getattr(inner, "__code__", None))
         return values
 
     def _walk(self, todo: list[_Place], ours: list[_Place]) -> list[_Place]:
@@ -184,8 +189,7 @@ def _named_globals(namespace: dict[str, Any], names: list[str]) -> Iterator[_Pla
         values = todo.pop()
         for name in names:
             value = values.get(name)
-            is_module = isinstance(value, types.ModuleType) and value.__name__.startswith(("torch", "transformers"))
-            if is_module and id(vars(value)) not in modules:
+            if isinstance(value, types.ModuleType) and _is_followed(value.__name__) and id(vars(value)) not in modules:
                 modules[id(vars(value))] = (value.__name__, vars(value))
                 todo.append(vars(value))
     for owner, values in modules.values():
@@ -194,6 +198,11 @@ def _named_globals(namespace: dict[str, Any], names: list[str]) -> Iterator[_Pla
             is_interface = name in _INTERFACES and value is not None
             if is_interface or (callable(value) and not name.startswith("has_torch_function")):  # has other names
                 yield _Place(owner, values, name)
+
+
+def _is_followed(module: str) -> bool:
+    """Return True for a module whose functions a model calls by their names in the module."""
+    return module in ("torch", "torch.functional", "torch._C._nn") or module.startswith(("torch.nn", "transformers."))
 
 
 def _names(code: types.CodeType) -> list[str]:
@@ -210,10 +219,8 @@ def _is_original(place: _Place) -> bool:
     if value is None or place.name == "_global_mapping":
         return True
     if not isinstance(value, _PLAIN):
-        if isinstance(value, (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)):
+        if isinstance(value, _BUILT_IN):
             return value.__name__ == place.name
-        if isinstance(value, types.MethodType):
-            return value.__func__.__code__.co_filename.startswith((_TORCH, _TRANSFORMERS))
         if isinstance(value, type):
             return _is_known(value)
         is_module = isinstance(value, nn.Module) and _is_known(type(value))
@@ -222,7 +229,9 @@ def _is_original(place: _Place) -> bool:
     if function is None:
         return False
     code = function.__code__
-    named = getattr(code, "co_qualname", code.co_name)  # Python 3.10 has the last part only
+    if not _is_compiled_from_its_file(code, function.__globals__.get("__name__")):
+        return False
+    named = getattr(code, "co_qualname", function.__qualname__)  # Python 3.10 has none
     if isinstance(place.owner, type):
         return _is_method_of(place.owner, place.name, code.co_filename, named)
     own = place.namespace.get("__file__")
@@ -230,6 +239,30 @@ def _is_original(place: _Place) -> bool:
     is_theirs = file == own or (file.startswith((_TORCH, _TRANSFORMERS)) and not file.startswith(_MODELS))
     is_interface = place.owner in _INTERFACES  # their keys are no names of functions
     return is_theirs and (is_interface or code.co_name == place.name or "<locals>" in function.__qualname__)
+
+
+def _is_compiled_from_its_file(code: types.CodeType, module: Any) -> bool:
+    """Return False for code that names a file of transformers or torch and is not in it."""
+    if not isinstance(module, str):
+        return False
+    known = _codes_of(module)
+    return not known or code in known
+
+
+@functools.cache
+def _codes_of(module: str) -> frozenset[types.CodeType]:
+    """Return the code of all functions in a module's file, as Python's loader compiles it; nothing without a file."""
+    spec = getattr(sys.modules.get(module), "__spec__", None)
+    try:
+        todo = [spec.loader.get_code(spec.name)]
+    except Exception:
+        return frozenset()
+    found: set[types.CodeType] = set()
+    while todo:
+        code = todo.pop()
+        found.add(code)
+        todo += [part for part in code.co_consts if isinstance(part, types.CodeType)]
+    return frozenset(found)
 
 
 def _is_method_of(owner: type, name: str, file: str, named: str) -> bool:
@@ -256,21 +289,36 @@ def _is_of_a_family(kind: type) -> bool:
 
 
 def _unwrapped(value: Any) -> types.FunctionType | None:
-    """Return the function inside torch's and transformers' own wrappers; None if a wrapper is somebody else's."""
-    function = _function(value)
-    while isinstance(function, types.FunctionType) and hasattr(function, "__wrapped__"):
-        if not function.__code__.co_filename.startswith(_WRAPPERS):
-            return None
-        function = _function(function.__wrapped__)
-    return function if isinstance(function, types.FunctionType) else None
+    """Return the function inside transformers' own wrappers; None if a wrapper is somebody else's."""
+    *wrappers, function = _chain(value)
+    if not isinstance(function, types.FunctionType) or not all(map(_is_own_wrapper, wrappers)):
+        return None
+    return function
+
+
+def _is_own_wrapper(wrapper: Any) -> bool:
+    """Return True for a wrapper of transformers, or one of torch's that only turns gradients off."""
+    code = _code(wrapper)
+    if code is None or not code.co_filename.startswith(_GRAD_WRAPPER):
+        return code is not None and code.co_filename.startswith(_TRANSFORMERS)
+    inside = dict(zip(code.co_freevars, wrapper.__closure__ or (), strict=True))
+    factory = inside["ctx_factory"].cell_contents if "ctx_factory" in inside else None
+    return type(getattr(factory, "__self__", None)) in (torch.no_grad, torch.inference_mode, torch.enable_grad)
 
 
 def _inner(value: Any) -> Any:
     """Return the innermost function, whoever wrapped it."""
-    function = _function(value)
-    while hasattr(function, "__wrapped__"):
-        function = _function(function.__wrapped__)
-    return function
+    return _chain(value)[-1]
+
+
+def _chain(value: Any) -> list[Any]:
+    """Return a function and what it says that it wraps, the innermost last."""
+    chain = [_function(value)]
+    while (wrapped := _function(getattr(chain[-1], "__wrapped__", None))) is not None:
+        if any(wrapped is known for known in chain):
+            break
+        chain.append(wrapped)
+    return chain
 
 
 def _function(value: Any) -> Any:

@@ -162,7 +162,9 @@ class _Recognizer:
         if not (self.is_a(decoder.norm, "RMSNorm") and self.is_a(decoder.rotary_emb, "RotaryEmbedding")):
             return False
         layers = _layers(decoder)
-        if not len(layers) or not all(self._accepts_layer(layer, decoder) for layer in layers):
+        if not 0 < len(layers) == decoder.config.num_hidden_layers or not all(
+            self._accepts_layer(layer, decoder) for layer in layers
+        ):
             return False
         if [layer.self_attn.layer_idx for layer in layers] != list(range(len(layers))):
             return False

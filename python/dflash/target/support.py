@@ -132,6 +132,9 @@ def _refusal_of_parts(model: PreTrainedModel) -> str | None:
             'instead: undo the replacement, or choose a function of transformers (set_attn_implementation("sdpa"))'
         )
     decoder, indices = model.get_decoder(), set()
+    layers = getattr(decoder, "layers", ())
+    if len(set(map(id, layers))) < len(layers):
+        return "one of its layers is in the list of layers twice: both would share their keys and values"
     for module in modules_of(decoder):
         attributes = module.__dict__
         index = attributes.get("layer_idx")
