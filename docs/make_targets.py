@@ -43,7 +43,9 @@ made for it, and refused if its logits differ with dflash's cache and attention.
 
 Refused by name: recurrent or linear-attention layers (qwen3_next, qwen3_5, qwen4_exp, kimi_linear, glm5_next,
 deepseek_v4, nemotron_h), sparse-attention indexers, chunked attention, RoPE whose frequencies depend on the data
-(dynamic, longrope), encoder-decoders, models spread over several devices or offloaded.
+(dynamic, longrope), encoder-decoders, models spread over several devices, sharded or offloaded, dynamic quantization of
+activations, and replaced functions of transformers' attention, masks, caches or generation loop. A model whose other
+functions were replaced (Liger kernels, for example), or that has hooks, runs its own modules after the same trial.
 
 """
 

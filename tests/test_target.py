@@ -168,7 +168,7 @@ class TestProbe:
     @pytest.fixture(autouse=True)
     def _nothing_is_tested(self, monkeypatch):
         monkeypatch.setattr(support, "TESTED_FAMILIES", frozenset())
-        monkeypatch.setattr(support, "_PROBED", weakref.WeakSet())
+        monkeypatch.setattr(support, "_PROBED", weakref.WeakKeyDictionary())
 
     def test_a_family_with_the_same_logits_runs(self):
         model = make_target("llama")

@@ -111,23 +111,6 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return content
 
 
-def read_json(path: Path, max_bytes: int) -> dict[str, Any]:
-    """Read a JSON object of unknown origin.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is longer than ``max_bytes``, or not an object that `parse_json` can read.
-    """
-    with open(path, "rb") as file:
-        text = file.read(max_bytes + 1)
-    if len(text) > max_bytes:
-        raise ValueError(f"{printable(path)}: must have at most {max_bytes} bytes")
-    content = parse_json(text, printable(path))
-    if not isinstance(content, dict):
-        raise ValueError(f"{printable(path)}: must hold an object, got {type(content).__name__}")
-    return content
-
-
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
     """Read the lines of a UTF-8 text file, gzipped if its name ends in ``.gz``, with their numbers from 1.
 

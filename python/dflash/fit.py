@@ -6,7 +6,7 @@ from torch import nn
 
 from .drafter import DraftConfig, Drafter
 from .sampling import integer_from
-from .target import embedding_table, text_config
+from .target import embedding_table, refusal_of_weights, text_config
 
 __all__ = ["check_block_size", "check_config", "check_fit"]
 
@@ -17,6 +17,8 @@ def check_fit(target: nn.Module, draft: Drafter) -> None:
     embedding = embedding_table(target)
     _check_equal("device", draft.device, embedding.device)
     _check_equal("dtype", draft.dtype, embedding.dtype)
+    if reason := refusal_of_weights(draft):
+        raise ValueError(f"the drafter cannot be run: {reason}")
 
 
 def check_config(target: nn.Module, config: DraftConfig) -> None:

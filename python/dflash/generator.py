@@ -32,7 +32,7 @@ from .fit import check_block_size
 from .options import GeneratorOptions
 from .outputs import GenerateOutput, StreamEvent
 from .streaming import BatchDecoder
-from .target import Target, WeightsFingerprint, check_target, first_hook, snapshot
+from .target import Target, ValuesFingerprint, WeightsFingerprint, check_target, first_hook, functions_of, snapshot
 from .turns import Turns
 
 if TYPE_CHECKING:
@@ -79,7 +79,9 @@ class Generator:
             left in the caches: a conversation then costs its last turn. The keys of an answer were computed in blocks
             and not in a prompt, which is the same sum in another order: in fp32 the text stays the same, in bf16 a
             near-tie may fall differently than in a new generator. Weights that were moved, replaced or changed in place
-            are noticed; after a change through ``tensor.data`` call `reset`.
+            are noticed. torch does not count writes through ``tensor.data``, NumPy or a fused optimizer: after one that
+            touches few values of few tensors call `reset`. It counts none of inference tensors: a target with such
+            weights runs every prompt whole.
 
     Attributes:
         engine: what runs the steps.
@@ -145,7 +147,7 @@ class Generator:
         # 4. Between calls: the run that the state belongs to, and the weights that caches and graphs were made with.
         self.turns = Turns()
         self._run: Run | None = None
-        self._cached_weights: list[WeightsFingerprint] = []
+        self._cached_weights = ValuesFingerprint()
         self._captured_weights: list[WeightsFingerprint] = []
 
     def _compile(self, on_gpu: bool) -> None:
@@ -264,6 +266,8 @@ class Generator:
             )
         if self._weights.replaced():
             raise ValueError("the target's tensors were replaced since this generator was made: make a new one")
+        if changed := self._functions.changed():
+            raise ValueError(f"{changed} was replaced since this generator was made: make a new one")
         if self.graph is True and (reason := self._graph_obstacle(call)):
             raise ValueError(f"graph=True cannot be followed: {reason}")
         return call
@@ -317,9 +321,10 @@ class Generator:
         modules = [module for module in (self.engine.target.model, self.draft) if module is not None]
         # 1. The run takes over the state; the caches may be reused if the same weights filled them.
         filled = self._run is not None and self._run.consistent and self.reuse_prefix
-        reuse = filled and all(seen.matches(m) for seen, m in zip(self._cached_weights, modules, strict=True))
+        reuse = filled and self._cached_weights.matches(modules)
         self._end_run()
-        self._cached_weights = [WeightsFingerprint(module, values=True) for module in modules]
+        if self.reuse_prefix:
+            self._cached_weights.take(modules)
         # 2. Captured graphs hold the addresses of the weights.
         self.runner.start()
         self.engine.refresh()
@@ -365,7 +370,7 @@ class Generator:
         """Twin the target again if hooks, adapters or attributes of it have changed; caches and state stay."""
 
         def follow() -> None:
-            if self._snapshot != snapshot(target):
+            if self._functions.changed() or self._snapshot != snapshot(target):
                 self.engine.retarget(self._twin(target))
                 self.runner.clear()
 
@@ -376,7 +381,7 @@ class Generator:
         taps = self.draft.config.target_layer_ids if self.draft is not None else ()
         twin = Target(target, taps, self.fused)
         self._defaults = TargetDefaults.of(target)
-        self._weights = WeightsFingerprint(target)
+        self._weights, self._functions = WeightsFingerprint(target), functions_of(target)
         self._snapshot = snapshot(target)
         self._hook = first_hook(target)
         return twin

@@ -1,7 +1,8 @@
 """The target: a structural twin of the user's model with our attention, our cache and taps."""
 
-from .fingerprint import WeightsFingerprint, describe_config, sample_digest
+from .fingerprint import ValuesFingerprint, WeightsFingerprint, describe_config, sample_digest
 from .folder import check_target_config, check_target_size, check_target_weights
+from .functions import functions_of
 from .generation_config import generation_defaults, stop_string_criterion, transformers_version
 from .support import (
     UnsupportedTargetError,
@@ -15,10 +16,12 @@ from .support import (
 )
 from .target import Target
 from .twin import first_hook, snapshot, structural_twin
+from .weights import refusal_of_weights
 
 __all__ = [
     "Target",
     "UnsupportedTargetError",
+    "ValuesFingerprint",
     "WeightsFingerprint",
     "check_target",
     "check_target_config",
@@ -28,8 +31,10 @@ __all__ = [
     "embedding_table",
     "find_layers",
     "first_hook",
+    "functions_of",
     "generation_defaults",
     "refusal",
+    "refusal_of_weights",
     "sample_digest",
     "snapshot",
     "stop_string_criterion",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedConfig
 
 from .. import ops
 from ..cache import KVCache
@@ -19,8 +19,8 @@ _NAME = "block_verify"
 
 def use_block_attention(model: nn.Module) -> None:
     """Make every module of a twin call our attention function."""
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel):
+    for module in model.modules():  # attention modules may have been given a config of their own
+        if isinstance(getattr(module, "config", None), PreTrainedConfig):
             module.config._attn_implementation = _NAME
     text_config(model)._attn_implementation = _NAME
 

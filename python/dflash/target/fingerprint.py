@@ -1,16 +1,20 @@
-"""Fingerprints of a model: whether its tensors were replaced, and whether a stored result belongs to it."""
+"""Fingerprints of a model: whether its tensors were replaced or changed, and whether a stored result belongs to it."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import operator
 import weakref
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from .support import text_config
+from .weights import modules_of, plain_tensors, tensors_of
 
-__all__ = ["WeightsFingerprint", "describe_config", "sample_digest"]
+__all__ = ["ValuesFingerprint", "WeightsFingerprint", "describe_config", "sample_digest"]
 
 # Keys of a config that do not affect the numbers computed by the model.
 _METADATA = frozenset(
@@ -21,36 +25,105 @@ _METADATA = frozenset(
         *("transformers_version", "use_cache"),
     ]
 )
+_READ_WHOLE = 256  # values of a tensor up to which all of them are compared
+_SAMPLED = 32  # values compared of a larger one
 
 
 class WeightsFingerprint:
-    """Notices when a module's tensors were replaced (``.to``, ``load_state_dict(assign=True)``).
+    """Notices when a module's parameters and buffers were replaced (``.to``, ``load_state_dict(assign=True)``).
 
     Args:
         module: not kept alive.
-        values: also notice changes in place (an optimizer's step, ``copy_``), except through ``.data``.
     """
 
-    def __init__(self, module: nn.Module, values: bool = False) -> None:
+    def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
-        self._values = values
-        self._tensors = self._read(module)
-
-    def _read(self, module: nn.Module) -> tuple:
-        tensors = (*module.parameters(), *module.buffers())
-        identities = tuple((id(t), t.data_ptr(), t.dtype) for t in tensors)
-        if self._values:
-            identities += tuple(0 if t.is_inference() else t._version for t in tensors)
-        return identities
+        self._tensors = _identities(tensors_of(modules_of(module)))
 
     def matches(self, module: nn.Module) -> bool:
         """Return True if ``module`` is the same one, with the same tensors."""
-        return self._module() is module and self._tensors == self._read(module)
+        return self._module() is module and self._tensors == _identities(tensors_of(modules_of(module)))
 
     def replaced(self) -> bool:
         """Return True if the module is still alive and has other tensors now."""
         module = self._module()
-        return module is not None and self._tensors != self._read(module)
+        return module is not None and not self.matches(module)
+
+
+class ValuesFingerprint:
+    """Notices changes of tensors in place too, plain tensors in the attributes of modules included.
+
+    Changes that torch counts are noticed: ``copy_``, most optimizers. torch does not count writes through
+    ``tensor.data``, NumPy or DLPack, nor those of fused optimizers; so the values of small tensors and a sample of the
+    others are compared too. A write that torch does not count and that misses the sample is not noticed. torch counts
+    nothing for inference tensors: with large ones in the target, nothing ever matches.
+    """
+
+    def __init__(self) -> None:
+        self._modules: list[nn.Module] = []
+        self._plain: list[Tensor] = []
+        self._tensors: list[tuple] = []
+        self._views: list[list[Tensor]] = []
+
+    def take(self, modules: list[nn.Module]) -> None:
+        """Remember the tensors of the target and the drafter as they are now."""
+        if len(modules) != len(self._modules) or any(map(operator.is_not, modules, self._modules)):
+            self._modules, self._plain = modules, [t for module in modules for t in plain_tensors(module)]
+        tensors = self._all(modules)
+        if self._tensors != (identities := _identities(tensors)):
+            self._tensors, self._views = identities, _sampled_views(tensors)
+            self._is_counted = not any(map(_is_uncounted, self._all(modules[:1])))
+        self._versions, self._sample = _versions(tensors), _read(self._views)
+
+    def matches(self, modules: list[nn.Module]) -> bool:
+        """Return True if these are the modules of the last `take`, and nothing shows that their tensors changed."""
+        if len(modules) != len(self._modules) or any(map(operator.is_not, modules, self._modules)):
+            return False
+        tensors = self._all(modules)
+        if not self._is_counted or self._tensors != _identities(tensors) or self._versions != _versions(tensors):
+            return False
+        return all(map(torch.equal, self._sample, _read(self._views)))
+
+    def _all(self, modules: list[nn.Module]) -> list[Tensor]:
+        return [*(tensor for module in modules for tensor in tensors_of(modules_of(module))), *self._plain]
+
+
+def _is_uncounted(tensor: Tensor) -> bool:
+    return tensor.is_inference() and tensor.numel() > _READ_WHOLE
+
+
+def _identities(tensors: list[Tensor]) -> list[tuple[int, int, torch.dtype]]:
+    return [(id(tensor), tensor.data_ptr(), tensor.dtype) for tensor in tensors]
+
+
+def _versions(tensors: list[Tensor]) -> list[int]:
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+
+
+def _sampled_views(tensors: list[Tensor]) -> list[list[Tensor]]:
+    """Return views of a few values of each tensor, as lists of one device and dtype."""
+    groups: dict[Any, list[Tensor]] = {}
+    for tensor in {id(tensor): tensor for tensor in tensors}.values():
+        if type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and tensor.numel():
+            groups.setdefault((tensor.device, tensor.dtype), []).append(_few(tensor.detach()))
+    return list(groups.values())
+
+
+def _few(tensor: Tensor) -> Tensor:
+    """Return a view of a few values, of all of a small tensor."""
+    if tensor.is_contiguous():
+        step = 1 if tensor.numel() <= _READ_WHOLE else tensor.numel() // _SAMPLED | 1  # odd: not always the same column
+        return tensor.view(-1)[::step]
+    if tensor.numel() <= _READ_WHOLE:
+        return tensor
+    while tensor.dim() > 2:
+        tensor = tensor[tensor.shape[0] // 2]
+    return tensor[:: max(1, tensor.shape[0] // 8)][..., :: max(1, tensor.shape[-1] // 4)]
+
+
+def _read(groups: list[list[Tensor]]) -> list[Tensor]:
+    with torch.no_grad():
+        return [torch.cat([view if view.dim() == 1 else view.reshape(-1) for view in views]) for views in groups]
 
 
 def describe_config(target: nn.Module) -> str:

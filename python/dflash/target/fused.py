@@ -1,17 +1,20 @@
 """Run the layers of plain pre-norm models on `dflash.ops` instead of their modules, on the same parameters.
 
-A model is recognized by its exact classes, module by module. A subclass, an adapter, a quantized layer or a hook
-changes what a model computes, so such a model keeps its own forward. So does every family that is not listed here.
+A model is recognized by its exact classes, module by module, and by the functions that they would run (see
+`dflash.target.functions`). A subclass, an adapter, a quantized layer, a hook or a replaced function changes what a
+model computes, so such a model keeps its own forward. So does every family that is not listed here.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
+from transformers.activations import SiLUActivation
 
 from .. import ops
 from ..cache import KVCache
 from ..decoder import DecoderLayer, DecoderStack, rotary_table
+from .weights import is_plain_tensor
 
 __all__ = ["FusedTarget", "recognize"]
 
@@ -48,28 +51,37 @@ class FusedTarget:
         attention = decoder.layers[0].self_attn
         self.num_kv_heads, self.head_dim = attention.k_proj.weight.shape[0] // attention.head_dim, attention.head_dim
         self.stack = DecoderStack(
-            [_decoder_layer(model, layer) for layer in decoder.layers],
+            [_decoder_layer(model, layer) for layer in _layers(decoder)],
             decoder.norm.weight,
             eps=decoder.norm.variance_epsilon,
             scale=float(attention.scaling),
             taps=target_layer_ids,
         )
         self._rotary = decoder.rotary_emb
+        self._inv_freq = self._rotary.inv_freq.detach().clone()  # what the tables were made of
         self._tables: dict[int, tuple[Tensor, Tensor]] = {}
 
     def refresh(self, cache: KVCache) -> None:
-        """Notice replaced weights, and fit a cache that another target has made."""
+        """Notice replaced weights and changed frequencies, and fit a cache that another target has made."""
         self.stack.refresh()
+        if not torch.equal(self._inv_freq, self._rotary.inv_freq):
+            self._inv_freq = self._rotary.inv_freq.detach().clone()
+            for positions, tables in self._tables.items():  # in place: compiled and captured steps hold their addresses
+                for table, new in zip(tables, self._table(positions), strict=True):
+                    table.copy_(new)
         self.prepare_(cache)
 
     def prepare_(self, cache: KVCache) -> None:
         """Give a cache its rotary table and the buffers of all layers."""
         positions = cache.capacity
         if positions not in self._tables:
-            self._tables[positions] = rotary_table(self._rotary.inv_freq, self._rotary.attention_scaling, positions)
+            self._tables[positions] = self._table(positions)
         cache.rotary = self._tables[positions]
         like = self.embedding
         cache.allocate(len(self.stack.layers), self.num_kv_heads, self.head_dim, dtype=like.dtype, device=like.device)
+
+    def _table(self, positions: int) -> tuple[Tensor, Tensor]:
+        return rotary_table(self._inv_freq, self._rotary.attention_scaling, positions)
 
     def handles(self, ids: Tensor) -> bool:
         """Return True if a pass over these rows runs here. torch's matrix products are faster for more rows."""
@@ -91,6 +103,11 @@ class FusedTarget:
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the head's logits of any rows ``[..., hidden]``."""
         return ops.linear(hidden, self.head.weight, self.head.bias, prefetch=True)
+
+
+def _layers(decoder: nn.Module) -> nn.ModuleList:
+    """Return the layers that run: transformers runs the first ones if the config asks for fewer."""
+    return decoder.layers[: decoder.config.num_hidden_layers]
 
 
 def _decoder_layer(model: nn.Module, layer: nn.Module) -> DecoderLayer:
@@ -137,15 +154,24 @@ class _Recognizer:
             self.is_a(model, "ForCausalLM") and self.is_a(decoder, "Model") and all(map(_is_plain, model.modules()))
         ):
             return False
-        if type(model.get_output_embeddings()) is not nn.Linear or type(decoder.embed_tokens) is not nn.Embedding:
+        embedding = decoder.embed_tokens
+        if type(model.get_output_embeddings()) is not nn.Linear or type(embedding) is not nn.Embedding:
+            return False
+        if embedding.max_norm is not None or model.config is not decoder.config:
             return False
         if not (self.is_a(decoder.norm, "RMSNorm") and self.is_a(decoder.rotary_emb, "RotaryEmbedding")):
             return False
-        if not len(decoder.layers) or not all(self._accepts_layer(layer, decoder) for layer in decoder.layers):
+        layers = _layers(decoder)
+        if not 0 < len(layers) == decoder.config.num_hidden_layers or not all(
+            self._accepts_layer(layer, decoder) for layer in layers
+        ):
+            return False
+        if [layer.self_attn.layer_idx for layer in layers] != list(range(len(layers))):
             return False
         parameters = list(model.parameters())
         storage = {(parameter.device.type, parameter.dtype) for parameter in parameters}
-        return all(p.is_contiguous() for p in parameters) and len(storage) == 1 and storage <= _STORAGE
+        is_dense = all(is_plain_tensor(p) and p.is_contiguous() for p in parameters)
+        return is_dense and len(storage) == 1 and storage <= _STORAGE
 
     def _accepts_layer(self, layer: nn.Module, decoder: nn.Module) -> bool:
         if not self.is_a(layer, "DecoderLayer") or {name for name, _ in layer.named_children()} != _LAYER_MODULES:
@@ -167,7 +193,8 @@ class _Recognizer:
             and {norm.variance_epsilon for norm in norms} == {decoder.norm.variance_epsilon}
             and len(has_qkv_bias) == 1
             and all(linear.bias is None for linear in mlp_linears)
-            and type(mlp.act_fn).__name__ in ("SiLU", "SiLUActivation")
+            and type(mlp.act_fn) in (nn.SiLU, SiLUActivation)
+            and attention.config is decoder.config
             and decoder.rotary_emb.inv_freq.numel() * 2 == attention.head_dim
             and attention.scaling == decoder.layers[0].self_attn.scaling
         )

@@ -9,6 +9,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from .functions import Functions, functions_of, global_hooks, shadowed_method
+from .weights import is_plain_tensor, modules_of, refusal_of_weights, tensors_of
+
 if TYPE_CHECKING:
     from .target import Target
 
@@ -32,7 +35,8 @@ TESTED_FAMILIES = frozenset(
         *("minimax_m2", "mistral", "qwen2", "qwen3", "qwen3_moe"),
     ]
 )
-_PROBED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+# Models that have passed, and what their passing depended on.
+_PROBED: weakref.WeakKeyDictionary[nn.Module, tuple] = weakref.WeakKeyDictionary()
 _PROBE_TOKENS = 24
 
 
@@ -87,13 +91,13 @@ def refusal(model: nn.Module, *, loaded: bool = True) -> str | None:
         return f"{text_config(model).model_type} is an encoder-decoder"
     if model.get_output_embeddings() is None or not model.can_generate():
         return f"{type(model).__name__} has no language-model head"
-    return _refusal_of_weights(model, loaded) or _refusal_of_family(model)
+    return _refusal_of_weights(model, loaded) or _refusal_of_family(model) or _refusal_of_parts(model)
 
 
 def _refusal_of_weights(model: PreTrainedModel, loaded: bool) -> str | None:
-    devices = {parameter.device for parameter in model.parameters()}
-    if loaded and any(device.type == "meta" for device in devices):
-        return "some of its weights are on the meta device: they were never loaded"
+    if reason := refusal_of_weights(model, loaded):
+        return reason
+    devices = {tensor.device for tensor in tensors_of(modules_of(model)) if isinstance(tensor, nn.Parameter)}
     if len(devices) > 1:
         return f"its weights are spread over {', '.join(sorted(map(str, devices)))}: one device is needed"
     embedding = model.get_input_embeddings().weight
@@ -120,6 +124,45 @@ def _refusal_of_family(model: PreTrainedModel) -> str | None:
     return None
 
 
+def _refusal_of_parts(model: PreTrainedModel) -> str | None:
+    """Judge what this package runs its own in place of: attention, masks, the cache and the loop around them."""
+    if replaced := functions_of(model).bypassed:
+        return (
+            f"{replaced} is not transformers' own function, and dflash runs its own attention, masks, cache and loop "
+            'instead: undo the replacement, or choose a function of transformers (set_attn_implementation("sdpa"))'
+        )
+    decoder, indices = model.get_decoder(), set()
+    layers = getattr(decoder, "layers", ())
+    if len(set(map(id, layers))) < len(layers):
+        return "one of its layers is in the list of layers twice: both would share their keys and values"
+    for module in modules_of(decoder):
+        attributes = module.__dict__
+        index = attributes.get("layer_idx")
+        if index is None:
+            continue
+        reason = _refusal_of_attention(module, decoder.config, index) if "is_causal" in attributes else None
+        if (type(module), index) in indices:
+            reason = f"has the layer_idx of another layer, {index}: they would share their keys and values"
+        if reason:
+            return f"{next(name for name, part in decoder.named_modules() if part is module)} {reason}"
+        indices.add((type(module), index))
+    return None
+
+
+def _refusal_of_attention(module: nn.Module, config: Any, index: int) -> str | None:
+    if module.is_causal is False:
+        return "does not attend causally (is_causal is False)"
+    if config.model_type not in TESTED_FAMILIES or index >= config.num_hidden_layers:
+        return None
+    # transformers masks by the model's config; our attention takes the window that a module was made with.
+    types, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
+    masked = window if not types or types[index] == "sliding_attention" else None
+    own = module.__dict__.get("sliding_window", getattr(module.config, "sliding_window", None))
+    if masked != own:
+        return f"attends over a window of {own}, its model's config masks by a window of {masked}: make the model anew"
+    return None
+
+
 def _rope_types(config: Any) -> set[str]:
     parameters = getattr(config, "rope_parameters", None) or {}
     nested = [value for value in parameters.values() if isinstance(value, dict)]
@@ -136,9 +179,14 @@ def find_layers(model: PreTrainedModel) -> nn.ModuleList:
         UnsupportedTargetError: there is none with as many layers as the config says.
     """
     num_layers = text_config(model).num_hidden_layers
-    for module in model.get_decoder().modules():
+    decoder = model.get_decoder()
+    for module in decoder.modules():
         if isinstance(module, nn.ModuleList) and len(module) == num_layers:
             return module
+    # A config may ask for fewer layers than there are; transformers then runs the first ones.
+    layers = getattr(decoder, "layers", None)
+    if isinstance(layers, nn.ModuleList) and 0 < num_layers < len(layers):
+        return layers[:num_layers]
     raise UnsupportedTargetError(f"{type(model).__name__}: no list of {num_layers} decoder layers was found")
 
 
@@ -163,9 +211,36 @@ def tapped_modules(model: PreTrainedModel, layer_ids: tuple[int, ...]) -> list[n
 # ---------------------------------------------------------------------------------------------- judging by a trial run
 
 
-def needs_probe(model: PreTrainedModel) -> bool:
-    """Return True for a model of an untested family that has not passed `probe`."""
-    return model.config.model_type not in TESTED_FAMILIES and model not in _PROBED
+def replaced_function(twin: nn.Module, functions: Functions) -> str:
+    """Return the name of a function of the forward pass that is not transformers' or torch's, or an empty string."""
+    return functions.replaced or shadowed_method(twin, functions.names)
+
+
+def _hooks(model: nn.Module) -> list[Any]:
+    """Return the user's hooks on the forward pass; transformers' own only collect outputs."""
+    found = [hook for module in model.modules() for hooks in (module._forward_hooks, module._forward_pre_hooks)
+             for hook in hooks.values()]  # fmt: skip
+    return [hook for hook in (*global_hooks(), *found) if not _is_of_transformers(hook)]
+
+
+def _is_of_transformers(hook: Any) -> bool:
+    return (getattr(hook, "__module__", None) or "").startswith("transformers.")
+
+
+def needs_probe(model: PreTrainedModel, twin: nn.Module) -> bool:
+    """Return True unless the model is of a tested family and transformers' own throughout, or has passed `probe`."""
+    basis = _basis(model, twin)
+    is_tested = model.config.model_type in TESTED_FAMILIES and basis == _UNCHANGED
+    return not is_tested and _PROBED.get(model) != (functions_of(model).token, *basis)
+
+
+_UNCHANGED: tuple[str, tuple[int, ...], tuple[int, ...]] = ("", (), ())
+
+
+def _basis(model: PreTrainedModel, twin: nn.Module) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+    """Return what about a model differs from transformers': its functions, its hooks, its kinds of tensors."""
+    replaced, hooks = replaced_function(twin, functions_of(model)), tuple(map(id, _hooks(model)))
+    return replaced, hooks, tuple(id(tensor) for tensor in tensors_of(modules_of(model)) if not is_plain_tensor(tensor))
 
 
 @torch.no_grad()
@@ -175,14 +250,16 @@ def probe(target: Target, model: PreTrainedModel, twin: nn.Module) -> None:
     Args:
         target: runs on our attention and cache.
         model: the user's.
-        twin: a twin of it that keeps the model's own attention.
+        twin: a twin of it that keeps the model's own attention. A model with hooks is asked itself: hooks may look for
+            its own modules.
 
     Raises:
         UnsupportedTargetError: the target fails, or its logits differ.
     """
     half, family = _PROBE_TOKENS // 2, target.config.model_type
     ids = torch.arange(_PROBE_TOKENS, device=target.device)[None] * 7919 % target.embedding_weight.shape[0]
-    logits = twin(input_ids=ids, use_cache=False).logits.float()
+    reference = model if _hooks(model) and not model.training else twin
+    logits = reference(input_ids=ids, use_cache=False).logits.float()
     expected = torch.cat([logits[:, :half], logits[:, half + 1 :: 2]], 1)
     try:
         got = _probe_logits(target, ids)
@@ -199,7 +276,7 @@ def probe(target: Target, model: PreTrainedModel, twin: nn.Module) -> None:
             f"this target is not supported: {family} gives other logits with dflash's cache and "
             f"attention (relative difference {difference:.1e} in a trial run)"
         )
-    _PROBED.add(model)
+    _PROBED[model] = functions_of(model).token, *_basis(model, target.model)
 
 
 def _probe_logits(target: Target, ids: Tensor) -> Tensor:

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from ..cache import KVCache
 from .attention import CacheView, use_block_attention
+from .functions import functions_of, global_hooks
 from .fused import recognize
-from .support import UnsupportedTargetError, needs_probe, probe, tapped_modules, text_config
+from .support import UnsupportedTargetError, needs_probe, probe, replaced_function, tapped_modules, text_config
 from .twin import structural_twin
 
 __all__ = ["Target"]
@@ -46,18 +47,20 @@ class Target:
         use_block_attention(self.model)
         # On a GPU the fused layers have not been measured against the model's own forward, compiled or not.
         is_wanted = self.device.type == "cpu" if fused == "auto" else fused
-        self._fused = recognize(self.model, target_layer_ids) if is_wanted else None
+        is_own = is_wanted and not replaced_function(self.model, functions_of(model)) and not global_hooks()
+        self._fused = recognize(self.model, target_layer_ids) if is_own else None
         if fused is True and self._fused is None:
             raise UnsupportedTargetError(
-                "fused=True needs exactly a Llama, Mistral, Qwen2 or Qwen3 of transformers without hooks, with dense "
-                "weights of one dtype that the kernels take and each layer tapped at most once, got "
+                "fused=True needs exactly a Llama, Mistral, Qwen2 or Qwen3 of transformers, with no function replaced "
+                "and no hooks, with dense weights of one dtype that the kernels take and each layer tapped at most "
+                "once, got "
                 f'{type(model).__name__}: pass fused=False or "auto"'
             )
         self._taps: list[Tensor | None] = [None] * len(target_layer_ids)
         for index, module in enumerate(tapped_modules(self.model, target_layer_ids)):
             module.register_forward_hook(_tap_hook(self._taps, index))
         self.compiled_forward: Callable[..., tuple[Tensor, list[Tensor]]] | None = None
-        if needs_probe(model):
+        if needs_probe(model, self.model):
             probe(self, model, structural_twin(model))
 
     @property

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .functions import global_hooks
 from .support import UnsupportedTargetError
+from .weights import plain_tensors
 
 __all__ = ["first_hook", "snapshot", "structural_twin"]
 
@@ -19,21 +21,22 @@ _COMPARED_BY_IDENTITY = (type, Tensor, types.FunctionType, types.BuiltinFunction
 
 
 def structural_twin(module: nn.Module) -> nn.Module:
-    """Return a copy of ``module``, in eval mode, that shares its parameters and buffers. Takes milliseconds.
+    """Return a copy of ``module``, in eval mode, that shares its tensors. Takes milliseconds.
 
     Raises:
         UnsupportedTargetError: something in the module cannot be copied, or a forward was replaced.
     """
-    memo = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
+    tensors = (*module.parameters(), *module.buffers(), *plain_tensors(module))
+    memo: dict[int, Any] = {id(tensor): tensor for tensor in tensors}
     try:
-        twin = copy.deepcopy(module, memo)
+        twin = copy.deepcopy(module, memo).eval()
     except (TypeError, RuntimeError) as error:
         raise UnsupportedTargetError(
             f"{type(module).__name__} holds something that cannot be copied: {error}"
         ) from error
     for original, copied in zip(module.modules(), twin.modules(), strict=True):
         _restore_forward(original, copied)
-    return twin.eval()
+    return twin
 
 
 def _restore_forward(original: nn.Module, copied: nn.Module) -> None:
@@ -41,11 +44,22 @@ def _restore_forward(original: nn.Module, copied: nn.Module) -> None:
     forward = original.__dict__.get("forward")
     if forward is None:
         return
-    is_compiled = getattr(forward, "_torchdynamo_orig_callable", None) is not None
-    if is_compiled or hasattr(original, "_hf_hook"):
+    inside = getattr(forward, "_torchdynamo_orig_callable", None)
+    if inside is None and _is_idle_hook(getattr(original, "_hf_hook", None)):
+        inside = getattr(original, "_old_forward", None)
+    if isinstance(inside, types.MethodType) and inside.__func__ is getattr(type(original), "forward", None):
         del copied.__dict__["forward"]
-    elif not isinstance(forward, types.MethodType):
+    elif inside is not None or not isinstance(forward, types.MethodType):
         raise UnsupportedTargetError(f"{type(original).__name__}.forward was replaced by {forward!r}")
+
+
+def _is_idle_hook(hook: Any) -> bool:
+    """Return True for a hook of accelerate that only moves inputs to the device of weights that stay there."""
+    if type(hook).__module__ != "accelerate.hooks":
+        return False
+    if type(hook).__name__ == "SequentialHook":
+        return all(map(_is_idle_hook, hook.hooks))
+    return type(hook).__name__ == "AlignDevicesHook" and not hook.offload
 
 
 def snapshot(module: nn.Module) -> Any:
@@ -80,6 +94,8 @@ def snapshot(module: nn.Module) -> Any:
 
 def first_hook(model: nn.Module) -> str:
     """Return the name of the first module with a forward hook of the user's, or an empty string."""
+    if global_hooks():
+        return "all modules (torch.nn.modules.module.register_module_forward_hook)"
     for name, module in model.named_modules():
         for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
             # transformers' own hooks collect hidden states and attentions; they are idle here.

@@ -1,0 +1,518 @@
+"""A target whose functions, hooks or layers were changed gives the text of its own generate, or is refused by name."""
+
+import contextlib
+import copy
+import functools
+import re
+import types
+from unittest import mock
+
+import accelerate
+import pytest
+import torch
+from baseline import greedy, prompt
+from families import make_draft, make_target
+from test_losslessness import SUPPORTED
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from transformers import AttentionInterface, DynamicCache, PreTrainedModel, activations
+from transformers.integrations import sdpa_attention
+from transformers.models.gemma3 import modeling_gemma3
+from transformers.models.llama import modeling_llama
+from transformers.models.mistral import modeling_mistral
+from transformers.models.qwen2 import modeling_qwen2
+from transformers.models.qwen3 import modeling_qwen3
+
+import dflash
+from dflash.target import Target, UnsupportedTargetError, functions_of, support
+
+NEW = 10
+IDS = prompt(9)
+FUSED = ["llama", "mistral (windowed)", "qwen2", "qwen3"]
+
+
+def expected(model: PreTrainedModel) -> list[int]:
+    return greedy(model, IDS, NEW).tolist()
+
+
+def one_shot(model: PreTrainedModel, draft: nn.Module | None = None) -> list[int]:
+    return dflash.generate(model, draft, IDS[None], max_new_tokens=NEW)[0, len(IDS) :].tolist()
+
+
+def streamed(model: PreTrainedModel) -> list[int]:
+    events = dflash.stream(model, None, IDS[None], max_new_tokens=NEW)
+    return [token for event in events for token in event.ids[0]]
+
+
+def through_transformers(model: PreTrainedModel) -> list[int]:
+    out = model.generate(IDS[None], do_sample=False, max_new_tokens=NEW, custom_generate=dflash.custom_generate)
+    return out[0, len(IDS) :].tolist()
+
+
+def answered(generator: dflash.Generator) -> list[int]:
+    return generator.generate(IDS[None], max_new_tokens=NEW)[0, len(IDS) :].tolist()
+
+
+def text_or_refusal(model: PreTrainedModel) -> tuple[str, list[int]]:
+    try:
+        return "", one_shot(model)
+    except UnsupportedTargetError as error:
+        return str(error), []
+
+
+def changed(function, wraps: bool = False):
+    """The function with every tensor that it returns scaled, and one value moved."""
+
+    def scale(value):
+        if isinstance(value, torch.Tensor):
+            factor = 1 - 0.9 * (torch.arange(value.shape[-1]) % 5 == 0)
+            return value * factor if value.is_floating_point() else value
+        if isinstance(value, tuple):
+            return tuple(map(scale, value))
+        if hasattr(value, "logits"):
+            value.logits = scale(value.logits)
+        elif hasattr(value, "last_hidden_state"):
+            value.last_hidden_state = scale(value.last_hidden_state)
+        return value
+
+    def patch(*arguments, **options):
+        return scale(function(*arguments, **options))
+
+    return functools.wraps(function)(patch) if wraps else patch
+
+
+PATCHES = {
+    "LlamaMLP.forward": (modeling_llama.LlamaMLP, "forward"),
+    "LlamaRMSNorm.forward": (modeling_llama.LlamaRMSNorm, "forward"),
+    "LlamaDecoderLayer.forward": (modeling_llama.LlamaDecoderLayer, "forward"),
+    "LlamaRotaryEmbedding.forward": (modeling_llama.LlamaRotaryEmbedding, "forward"),
+    "LlamaModel.forward": (modeling_llama.LlamaModel, "forward"),
+    "LlamaForCausalLM.forward": (modeling_llama.LlamaForCausalLM, "forward"),
+    "LlamaMLP.__call__": (modeling_llama.LlamaMLP, "__call__"),
+    "LlamaDecoderLayer.__call__": (modeling_llama.LlamaDecoderLayer, "__call__"),
+    "modeling_llama.apply_rotary_pos_emb": (modeling_llama, "apply_rotary_pos_emb"),
+    "modeling_llama.rotate_half": (modeling_llama, "rotate_half"),
+    "modeling_llama.slice_logits_to_keep": (modeling_llama, "slice_logits_to_keep"),
+    "SiLUActivation.forward": (activations.SiLUActivation, "forward"),
+    "Linear.forward": (nn.Linear, "forward"),
+    "Embedding.forward": (nn.Embedding, "forward"),
+    "Module._call_impl": (nn.Module, "_call_impl"),
+    "torch.nn.functional.linear": (nn.functional, "linear"),
+    "torch.nn.functional.silu": (nn.functional, "silu"),
+    "torch.nn.functional.embedding": (nn.functional, "embedding"),
+    "torch.rsqrt": (torch, "rsqrt"),
+    "torch.cat": (torch, "cat"),
+    "Tensor.pow": (torch.Tensor, "pow"),
+}
+# Patches of the engine's own tools would change the engine too: dflash is not asked for more than to refuse or agree.
+TOOLS = {"torch.cat", "Module._call_impl"}
+
+
+@pytest.fixture(autouse=True)
+def _released():
+    yield
+    dflash.release()
+
+
+class TestFunctionsThatAreReplaced:
+    @pytest.mark.parametrize(("name", "wraps"), [*((name, False) for name in PATCHES), ("LlamaMLP.forward", True),
+                                                 ("modeling_llama.apply_rotary_pos_emb", True)])  # fmt: skip
+    def test_the_text_is_that_of_the_patched_model(self, name, wraps, monkeypatch):
+        model = make_target("llama", num_hidden_layers=2)
+        draft, before = make_draft(model), expected(model)
+        generator = dflash.Generator(model, draft, max_length=64)
+        assert generator.engine.target.is_fused
+        assert one_shot(model, draft) == before == answered(generator)
+        owner, function = PATCHES[name]
+        monkeypatch.setattr(owner, function, changed(getattr(owner, function), wraps))
+        after = expected(model)
+        assert after != before, "the patch should change the text"
+        with pytest.raises(ValueError, match=rf"{function}.* was replaced since this generator was made: make a new"):
+            answered(generator)
+        if name not in TOOLS:
+            assert one_shot(model, draft) == after
+            assert streamed(model) == after == through_transformers(model)
+            new = dflash.Generator(model, draft, max_length=64)
+            assert not new.engine.target.is_fused
+            assert answered(new) == after
+        monkeypatch.undo()
+        assert one_shot(model, draft) == before == answered(generator)
+
+    @pytest.mark.parametrize(
+        ("family", "module", "prefix"),
+        [("qwen2", modeling_qwen2, "Qwen2"), ("qwen3", modeling_qwen3, "Qwen3"), ("gemma3", modeling_gemma3, "Gemma3"),
+         ("mistral", modeling_mistral, "Mistral")],
+    )  # fmt: skip
+    def test_every_family_follows_its_patched_mlp(self, family, module, prefix, monkeypatch):
+        model, layer = make_target(family), getattr(module, f"{prefix}MLP")
+        before = one_shot(model)
+        monkeypatch.setattr(layer, "forward", changed(layer.forward))
+        assert one_shot(model) == expected(model) != before
+
+    def test_code_replaced_inside_a_function_is_noticed(self):
+        model, function = make_target("llama"), modeling_llama.LlamaMLP.forward
+        generator, own = dflash.Generator(model, max_length=64), function.__code__
+
+        def forward(self, x):
+            return self.down_proj(self.act_fn(self.gate_proj(x)))
+
+        try:
+            function.__code__ = forward.__code__
+            with pytest.raises(ValueError, match=r"LlamaMLP\.forward was replaced"):
+                answered(generator)
+            assert one_shot(model) == expected(model)
+        finally:
+            function.__code__ = own
+
+    def test_code_replaced_inside_transformers_own_wrappers_is_noticed(self):
+        model, function = make_target("llama"), modeling_llama.LlamaRotaryEmbedding.forward
+        while hasattr(function, "__wrapped__"):
+            function = function.__wrapped__
+        generator, before, own = dflash.Generator(model, max_length=64), one_shot(model), function.__code__
+
+        def forward(self, x, position_ids):
+            angles = position_ids[..., None].float() * self.inv_freq.repeat(2) * 0.3
+            return angles.cos(), angles.sin()
+
+        forward.__code__ = forward.__code__.replace(co_filename=__file__)
+        try:
+            function.__code__ = forward.__code__
+            with pytest.raises(ValueError, match=r"LlamaRotaryEmbedding\.forward was replaced"):
+                answered(generator)
+            assert one_shot(model) == expected(model) != before
+        finally:
+            function.__code__ = own
+
+    def test_a_function_that_names_the_file_of_another_is_noticed(self, monkeypatch):
+        model, scope = make_target("llama"), vars(modeling_llama)
+        source = "def apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):\n    return q * 1.5, k\n"
+        monkeypatch.setitem(scope, "apply_rotary_pos_emb", scope["apply_rotary_pos_emb"])
+        before = one_shot(model)
+        exec(compile(source, modeling_llama.__file__, "exec"), scope)
+        assert one_shot(model) == expected(model) != before
+
+    def test_autocast_around_a_function_is_noticed(self, monkeypatch):
+        model = make_target("llama")
+        patch = torch.autocast("cpu", dtype=torch.bfloat16)(modeling_llama.LlamaMLP.forward)
+        monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", patch)
+        assert not Target(model).is_fused
+        assert one_shot(model) == expected(model)
+
+    def test_gradients_turned_off_around_a_function_change_nothing(self, monkeypatch):
+        model = make_target("llama")
+        monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", torch.no_grad()(modeling_llama.LlamaMLP.forward))
+        assert Target(model).is_fused
+        assert one_shot(model) == expected(model)
+
+    @pytest.mark.parametrize("kind", ["mock", "method", "wrapped in itself"])
+    def test_a_method_replaced_by_another_callable_is_noticed(self, kind, monkeypatch):
+        model, own = make_target("llama"), modeling_llama.LlamaMLP.forward
+        before = one_shot(model)
+        patch = changed(own)
+        if kind == "mock":
+            patch = mock.create_autospec(own, side_effect=patch)
+        elif kind == "wrapped in itself":
+            patch.__wrapped__ = patch
+        else:
+            patch = functools.partialmethod(patch)
+        monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", patch)
+        assert one_shot(model) == expected(model) != before
+
+    @pytest.mark.parametrize("kind", ["partial", "method", "object"])
+    def test_a_function_replaced_by_another_callable_is_noticed(self, kind, monkeypatch):
+        model, patch = make_target("llama"), changed(modeling_llama.apply_rotary_pos_emb)
+        before = one_shot(model)
+        as_object = type("Patch", (), {"__call__": lambda _self, *arguments: patch(*arguments)})()
+        kinds = {"partial": functools.partial(patch), "method": as_object.__call__, "object": as_object}
+        monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", kinds[kind])
+        assert one_shot(model) == expected(model) != before
+
+    def test_a_function_replaced_by_another_of_transformers_is_noticed(self, monkeypatch):
+        model = make_target("llama")
+        before = one_shot(model)
+        monkeypatch.setattr(modeling_llama.LlamaRMSNorm, "forward", modeling_gemma3.Gemma3RMSNorm._norm)
+        monkeypatch.setattr(modeling_gemma3.Gemma3RMSNorm, "eps", 1e-6, raising=False)
+        monkeypatch.setattr(modeling_llama.LlamaRMSNorm, "eps", 1e-6, raising=False)
+        assert one_shot(model) == expected(model)
+        monkeypatch.undo()
+        monkeypatch.setattr(nn.functional, "silu", nn.functional.relu)
+        assert one_shot(model) == expected(model) != before
+
+    def test_classes_replaced_before_the_model_is_made_are_followed(self, monkeypatch):
+        class FastNorm(modeling_llama.LlamaRMSNorm):
+            def forward(self, hidden_states):
+                return 0.5 * super().forward(hidden_states)
+
+        FastNorm.__name__ = "LlamaRMSNorm"
+        before = one_shot(make_target("llama"))
+        monkeypatch.setattr(modeling_llama, "LlamaRMSNorm", FastNorm)
+        model = make_target("llama")
+        monkeypatch.undo()
+        assert one_shot(model) == expected(model) != before
+
+    def test_an_attention_that_takes_no_function_by_name_is_refused(self, monkeypatch):
+        """What unsloth does: its own attention, which knows nothing of our cache."""
+        model = make_target("llama")
+
+        def forward(self, hidden_states, position_embeddings=None, attention_mask=None, past_key_values=None, **_):
+            shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+            q, k, v = (p(hidden_states).view(shape).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
+            q, k = modeling_llama.apply_rotary_pos_emb(q, k, *position_embeddings)
+            if past_key_values is not None:
+                k, v = past_key_values.update(k, v, self.layer_idx)
+            out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1, enable_gqa=True)
+            return self.o_proj(out.transpose(1, 2).flatten(2)), None
+
+        monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", forward)
+        expected(model)
+        with pytest.raises(UnsupportedTargetError, match=r"llama (gives other logits|failed in a trial run)"):
+            one_shot(model)
+
+
+class TestPartsThatWeReplace:
+    """Attention, masks, caches and the loop: a replacement of transformers' own could not be followed."""
+
+    @pytest.mark.parametrize(
+        ("owner", "name", "said"),
+        [
+            (modeling_llama, "create_causal_mask", r"modeling_llama\.create_causal_mask"),
+            (nn.functional, "scaled_dot_product_attention", r"functional\.scaled_dot_product_attention"),
+            (sdpa_attention, "repeat_kv", r"sdpa_attention\.repeat_kv"),
+            (DynamicCache, "update", r"Cache\.update"),
+            (modeling_llama.LlamaForCausalLM, "_sample", r"\._sample"),
+            (modeling_llama.LlamaForCausalLM, "prepare_inputs_for_generation", r"\.prepare_inputs_for_generation"),
+        ],
+    )
+    def test_a_replaced_part_is_refused_by_name(self, owner, name, said, monkeypatch):
+        model = make_target("llama")
+        generator = dflash.Generator(model, max_length=64)
+        monkeypatch.setattr(owner, name, changed(getattr(owner, name)))
+        with pytest.raises(UnsupportedTargetError, match=rf"{said} is not transformers' own function.*instead: undo"):
+            one_shot(model)
+        with pytest.raises(ValueError, match=rf"{name} was replaced since this generator was made"):
+            answered(generator)
+
+    @pytest.mark.parametrize("name", ["sdpa", "my_attention"])
+    def test_an_attention_function_of_the_users_is_refused(self, name, monkeypatch):
+        functions = {**AttentionInterface._global_mapping, name: changed(sdpa_attention.sdpa_attention_forward)}
+        monkeypatch.setattr(AttentionInterface, "_global_mapping", functions)
+        model = make_target("llama")
+        model.config._attn_implementation = name
+        with pytest.raises(UnsupportedTargetError, match=f"ALL_ATTENTION_FUNCTIONS.{name} is not transformers' own"):
+            one_shot(model)
+
+    def test_an_eager_attention_matters_only_to_a_model_that_runs_it(self, monkeypatch):
+        model = make_target("llama")
+        monkeypatch.setattr(modeling_llama, "eager_attention_forward", changed(modeling_llama.eager_attention_forward))
+        assert one_shot(model) == expected(model)
+        model.set_attn_implementation("eager")
+        with pytest.raises(UnsupportedTargetError, match="eager_attention_forward is not transformers'"):
+            one_shot(model)
+        monkeypatch.undo()
+        assert one_shot(model) == expected(model)
+
+
+class TestHooks:
+    @pytest.mark.parametrize("register", [register_module_forward_hook, register_module_forward_pre_hook])
+    def test_global_hooks_are_followed(self, register):
+        model = make_target("llama")
+        generator, before = dflash.Generator(model, max_length=64), one_shot(model)
+        is_pre = register is register_module_forward_pre_hook
+
+        def hook(module, arguments, *output):
+            if isinstance(module, nn.Linear):
+                return (arguments[0].relu(),) if is_pre else output[0].relu()
+            return None
+
+        with contextlib.closing(_Handle(register(hook))):
+            assert one_shot(model) == expected(model) != before
+            assert answered(dflash.Generator(model, max_length=64)) == expected(model)
+            with pytest.raises(ValueError, match=r"a global forward hook was replaced since this generator was made"):
+                answered(generator)
+        assert one_shot(model) == before == answered(generator)
+
+    @pytest.mark.parametrize("is_global", [True, False])
+    def test_a_hook_that_looks_for_its_own_module_is_refused(self, is_global):
+        model = make_target("llama")
+        chosen = model.model.layers[1].mlp
+
+        def hook(module, _arguments, output):
+            return -output if module is chosen else None
+
+        register = register_module_forward_hook if is_global else chosen.register_forward_hook
+        refused = pytest.raises(UnsupportedTargetError, match="llama gives other logits")
+        with contextlib.closing(_Handle(register(hook))), refused:
+            one_shot(model)
+        assert one_shot(model) == expected(model)
+
+
+class _Handle:
+    def __init__(self, handle) -> None:
+        self.close = handle.remove
+
+
+class TestMethodsOfOneModule:
+    def test_a_method_of_one_module_is_followed(self):
+        model = make_target("qwen3")
+        before, mlp = one_shot(model), model.model.layers[1].mlp
+        mlp.forward = types.MethodType(changed(type(mlp).forward), mlp)
+        assert one_shot(model) == expected(model) != before
+        del mlp.forward
+        assert one_shot(model) == before
+
+    @pytest.mark.parametrize("name", ["_call_impl", "_wrapped_call_impl"])
+    def test_a_helper_of_one_module_is_followed(self, name):
+        model = make_target("qwen3")
+        mlp = model.model.layers[1].mlp
+        setattr(mlp, name, types.MethodType(changed(getattr(type(mlp), name)), mlp))
+        assert one_shot(model) == expected(model)
+
+    def test_an_activation_with_a_familiar_name_is_followed(self):
+        class SiLU(nn.Module):
+            def forward(self, x):
+                return torch.relu(x)
+
+        model = make_target("qwen3")
+        before = one_shot(model)
+        for layer in model.model.layers:
+            layer.mlp.act_fn = SiLU()
+        assert one_shot(model) == expected(model) != before
+
+    def test_a_compiled_function_of_the_users_is_refused(self):
+        model = make_target("qwen3")
+        mlp = model.model.layers[1].mlp
+        mlp.forward = torch.compile(lambda x: -x, backend="eager")
+        expected(model)
+        with pytest.raises(UnsupportedTargetError, match=r"Qwen3MLP\.forward was replaced by"):
+            one_shot(model)
+
+    def test_a_hook_of_accelerate_that_changes_the_output_is_refused(self):
+        class Negate(accelerate.hooks.ModelHook):
+            def post_forward(self, module, output):
+                return -output
+
+        model = make_target("qwen3")
+        before = expected(model)
+        accelerate.hooks.add_hook_to_module(model.model.layers[1].mlp, Negate())
+        assert expected(model) != before
+        with pytest.raises(UnsupportedTargetError, match=r"Qwen3MLP\.forward was replaced by"):
+            one_shot(model)
+
+    def test_an_idle_hook_of_accelerate_is_looked_through(self):
+        model = make_target("qwen3")
+        accelerate.dispatch_model(model, {"": "cpu"}, force_hooks=True)
+        assert hasattr(model, "_hf_hook")
+        assert one_shot(model) == expected(model)
+        assert dflash.Generator(model, max_length=64).engine.target.is_fused
+
+
+class TestLayers:
+    @pytest.mark.parametrize("family", [*FUSED, "gemma3", "glm4_moe", "deepseek_v3", "qwen3_moe"])
+    @pytest.mark.parametrize("num_layers", [3, 1])
+    def test_a_lowered_number_of_layers_is_followed(self, family, num_layers):
+        model = make_target(family)
+        before = one_shot(model)
+        model.config.num_hidden_layers = num_layers
+        assert one_shot(model) == expected(model) != before
+        model.config.num_hidden_layers = 4
+        assert one_shot(model) == before
+
+    @pytest.mark.parametrize("fused", [True, False])
+    def test_the_taps_of_a_lowered_model_are_those_of_transformers(self, fused):
+        model = make_target("llama")
+        model.config.num_hidden_layers = 3
+        target = Target(model, (0, 2), fused)
+        cache, zero = target.new_cache(1, 32), torch.zeros(1, dtype=torch.int64)
+        with torch.no_grad():
+            _, taps = target.forward(IDS[None], zero, cache)
+            states = model(IDS[None], output_hidden_states=True).hidden_states
+        theirs = torch.cat([states[1], states[3]], -1)
+        torch.testing.assert_close(torch.cat(taps, -1), theirs, rtol=0, atol=2e-4)
+
+    def test_a_drafter_for_more_layers_is_refused_by_name(self):
+        model = make_target("llama")
+        draft = make_draft(model)
+        model.config.num_hidden_layers = 3
+        with pytest.raises(ValueError, match=r"num_target_layers is 4, the target's is 3|taps layers"):
+            one_shot(model, draft)
+        assert one_shot(model, make_draft(model)) == expected(model)
+
+    def test_a_layer_that_occurs_twice_is_refused(self):
+        model = make_target("llama")
+        model.model.layers.append(copy.deepcopy(model.model.layers[1]))
+        model.config.num_hidden_layers = 5
+        with pytest.raises(UnsupportedTargetError, match=r"layers\.4\.self_attn has the layer_idx of another layer, 1"):
+            one_shot(model)
+
+    def test_one_layer_in_two_places_is_refused(self):
+        model = make_target("llama")
+        model.model.layers[1] = model.model.layers[0]
+        with pytest.raises(UnsupportedTargetError, match="one of its layers is in the list of layers twice"):
+            one_shot(model)
+
+    def test_fewer_layers_than_the_config_says_are_followed_without_taps(self):
+        model = make_target("llama")
+        draft, model.model.layers = make_draft(model), model.model.layers[:2]
+        assert one_shot(model) == expected(model)
+        with pytest.raises(UnsupportedTargetError, match="no list of 4 decoder layers was found"):
+            one_shot(model, draft)
+
+    def test_removed_layers_are_followed(self):
+        model = make_target("llama")
+        del model.model.layers[1]
+        model.config.num_hidden_layers = 3
+        for index, layer in enumerate(model.model.layers):
+            layer.self_attn.layer_idx = index
+        assert one_shot(model) == expected(model)
+
+    def test_a_config_of_one_layer_is_followed(self):
+        model = make_target("llama")
+        layer = model.model.layers[2].self_attn
+        layer.config = copy.deepcopy(layer.config)
+        assert one_shot(model) == expected(model)
+
+    @pytest.mark.parametrize("family", ["mistral (windowed)", "qwen3 (windowed)", "qwen2", "gemma3", "gpt_oss"])
+    @pytest.mark.parametrize("where", ["config", "layer", "types"])
+    def test_a_changed_window_is_followed_or_refused_by_name(self, family, where):
+        """Transformers masks by the model's config; attention modules keep numbers of their own."""
+        model = make_target(family)
+        attention, config = model.model.layers[0].self_attn, model.config
+        if where == "config":
+            config.sliding_window = 4
+        elif where == "types":
+            config.layer_types = ["sliding_attention"] * 4
+            config.sliding_window = 4
+        elif hasattr(attention, "sliding_window"):
+            attention.sliding_window = 4
+        else:
+            attention.config = copy.deepcopy(config)
+            attention.config.sliding_window = 4
+        refusal, text = text_or_refusal(model)
+        assert re.search(r"attends over a window of \w+, .* masks by a window of", refusal) or text == expected(model)
+
+    def test_attention_that_is_not_causal_is_refused(self):
+        model = make_target("llama")
+        model.model.layers[1].self_attn.is_causal = False
+        with pytest.raises(UnsupportedTargetError, match=r"layers\.1\.self_attn does not attend causally"):
+            one_shot(model)
+
+    def test_embeddings_with_a_limited_norm_are_followed(self):
+        model = make_target("llama")
+        model.model.embed_tokens.max_norm = 1.0
+        text = one_shot(copy.deepcopy(model))
+        assert text == expected(model)
+
+
+@pytest.mark.parametrize("family", SUPPORTED)
+def test_no_function_of_an_unchanged_model_counts_as_replaced(family, monkeypatch):
+    model = make_target(family)
+    functions = functions_of(model)
+    assert functions.replaced == functions.bypassed == functions.changed() == ""
+    monkeypatch.setattr(support, "probe", lambda *_: pytest.fail("a tested family needs no trial run"))
+    target = dflash.Generator(model, max_length=40).engine.target
+    assert target.is_fused == (family.partition(" ")[0] in ("llama", "mistral", "qwen2", "qwen3"))
+
+
+def test_functions_are_examined_once():
+    model = make_target("llama")
+    assert functions_of(model) is functions_of(make_target("llama", seed=1))
