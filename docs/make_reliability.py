@@ -31,7 +31,8 @@ class Groups:
         for item in items:
             self.promises[item.path] = " ".join((item.module.__doc__ or "").split("\n\n")[0].split())
             self.tests[item.path] += 1
-            self.examples[item.path] += getattr(item.function, "examples", 0)
+            drawn = getattr(item.function, "_hypothesis_internal_use_settings", None)
+            self.examples[item.path] += drawn.max_examples if drawn else 0
 
 
 def collect() -> Groups:

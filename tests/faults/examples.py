@@ -1,7 +1,5 @@
 """How many examples a property test runs: a fixed sample in every run, a hundred times as many with ``-m long``."""
 
-from collections.abc import Callable
-
 from hypothesis import HealthCheck, settings
 
 LONG_FACTOR = 100
@@ -23,11 +21,6 @@ def use_profile(name: str) -> None:
     settings.load_profile(name)
 
 
-def examples(count: int) -> Callable[[Callable], Callable]:
-    """Run a property test on ``count`` examples, and on many more in a long run."""
-
-    def decorate(test: Callable) -> Callable:
-        test.examples = count  # for docs/make_reliability.py
-        return settings(max_examples=count * settings.default.max_examples // 20)(test)
-
-    return decorate
+def examples(count: int) -> settings:
+    """Return the settings of a property test that runs ``count`` examples, and many more in a long run."""
+    return settings(max_examples=count * settings.default.max_examples // 20)
