@@ -115,9 +115,9 @@ def one_token_decoding(call: Call) -> list[list[int]]:
             rows.append(loop.generate(p[None], max_new_tokens=call.new, **alone)[0, len(ids) :].tolist())
         else:
             rules["logits_processor"] = LogitsProcessorList(rules.get("logits_processor", []))
-            out = target.generate(
-                p[None], do_sample=False, max_new_tokens=call.new, eos_token_id=stop or None, pad_token_id=0, **rules
-            )
+            # Without a mask transformers would take a token 0 in the prompt for padding.
+            plain = {"attention_mask": torch.ones_like(p[None]), "pad_token_id": 0, "do_sample": False}
+            out = target.generate(p[None], max_new_tokens=call.new, eos_token_id=stop or None, **plain, **rules)
             rows.append(out[0, len(ids) :].tolist())
     return rows
 
