@@ -74,7 +74,8 @@ def read_json(path: Path, max_bytes: int, *, unique_keys: bool = False) -> dict[
     where = printable(path)
     try:
         with open(path, "rb") as file:
-            text = file.read(max_bytes + 1)
+            size = os.fstat(file.fileno()).st_size
+            text = file.read(min(size, max_bytes) + 1)  # Python allocates what it is asked for
     except OSError as error:
         raise ValueError(f"{where}: cannot be read: {error.strerror or error}") from error
     if len(text) > max_bytes:

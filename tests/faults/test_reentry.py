@@ -12,6 +12,7 @@ from families import make_draft, make_target
 
 import dflash
 from dflash import api
+from dflash.turns import turns_taken_here
 
 NEW = 16
 OUTER, INNER = prompt(9, seed=3), prompt(5, seed=4)
@@ -55,8 +56,11 @@ PLACES = ("put", "end", "processor", "criterion", "hook of the target", "hook of
 
 
 @contextlib.contextmanager
-def from_inside(place, inside, target, draft):
-    """Yield arguments for a call that ``inside`` interrupts at ``place``."""
+def from_inside(place, inside, target, draft, is_call=lambda: True):
+    """Yield arguments for a call that ``inside`` interrupts at ``place``.
+
+    A target with hooks is tried out when a generator is made for it. ``is_call`` tells a call from that.
+    """
     arguments, handle = {}, None
     if place == "put":
         arguments = {"streamer": Streamer(on_put=inside)}
@@ -74,7 +78,7 @@ def from_inside(place, inside, target, draft):
     else:
         hooked = draft.fc if "drafter" in place else target.model.layers[1]
         hooked = draft if "drafter" in place else hooked
-        handle = hooked.register_forward_hook(lambda *_: inside())
+        handle = hooked.register_forward_hook(lambda *_: inside() if is_call() else None)
     try:
         yield arguments
     finally:
@@ -118,7 +122,7 @@ class TestOneGenerator:
     @pytest.mark.parametrize("place", PLACES)
     def test_a_call_on_a_generator_that_is_running_is_refused(self, target, draft, expected, place):
         inside = Inside(lambda: answer(generator.generate(INNER[None], max_new_tokens=NEW), INNER))
-        with from_inside(place, inside, target, draft) as arguments:
+        with from_inside(place, inside, target, draft, turns_taken_here) as arguments:
             generator = dflash.Generator(target, draft, max_length=64)
             output = generator.generate(OUTER[None], max_new_tokens=NEW, **arguments)
         assert answer(output, OUTER) == expected[0]
@@ -133,7 +137,7 @@ class TestOneGenerator:
         def call(*_) -> None:
             generator.generate(INNER[None], max_new_tokens=3)
 
-        with from_inside(place, call, target, draft) as arguments:
+        with from_inside(place, call, target, draft, turns_taken_here) as arguments:
             generator = dflash.Generator(target, draft, max_length=64)
             with pytest.raises(RuntimeError, match=REFUSED):
                 generator.generate(OUTER[None], max_new_tokens=NEW, **arguments)
@@ -143,7 +147,7 @@ class TestOneGenerator:
     @pytest.mark.parametrize("place", ["processor", "criterion", "hook of the target"])
     def test_a_stream_is_protected_like_a_call(self, target, draft, expected, place):
         inside = Inside(lambda: answer(generator.generate(INNER[None], max_new_tokens=NEW), INNER))
-        with from_inside(place, inside, target, draft) as arguments:
+        with from_inside(place, inside, target, draft, turns_taken_here) as arguments:
             generator = dflash.Generator(target, draft, max_length=64)
             events = list(generator.stream(OUTER[None], max_new_tokens=NEW, **arguments))
         assert [token for event in events for token in event.ids[0]] == expected[0]
@@ -169,7 +173,7 @@ class TestOneGenerator:
     @pytest.mark.parametrize("place", PLACES)
     def test_a_reset_inside_a_call_is_refused(self, target, draft, expected, place):
         inside = Inside(lambda: generator.reset())
-        with from_inside(place, inside, target, draft) as arguments:
+        with from_inside(place, inside, target, draft, turns_taken_here) as arguments:
             generator = dflash.Generator(target, draft, max_length=64)
             output = generator.generate(OUTER[None], max_new_tokens=NEW, **arguments)
         assert answer(output, OUTER) == expected[0]
@@ -182,7 +186,7 @@ class TestOneGenerator:
         second = dflash.Generator(target, draft, max_length=64)
         inside = Inside(lambda: answer(second.generate(INNER[None], max_new_tokens=NEW), INNER))
         for place in PLACES:
-            with from_inside(place, inside, target, draft) as arguments:
+            with from_inside(place, inside, target, draft, turns_taken_here) as arguments:
                 generator = dflash.Generator(target, draft, max_length=64)
                 output = generator.generate(OUTER[None], max_new_tokens=NEW, **arguments)
             assert answer(output, OUTER) == expected[0]
