@@ -204,7 +204,7 @@ def _is_inside_a_call() -> bool:
     return any(turns in _our_turns for turns in turns_taken_here())
 
 
-def _lock() -> AbstractContextManager:
+def _lock() -> AbstractContextManager[object]:
     """Return what makes one-shot calls run one after another.
 
     A call from inside a call has its turn already. Waiting for another thread, which may wait for the generator that

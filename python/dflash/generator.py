@@ -8,7 +8,7 @@ import functools
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Literal, NoReturn, TypeVar, overload
+from typing import TYPE_CHECKING, Literal, NoReturn, SupportsIndex, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -185,7 +185,7 @@ class Generator:
         """
         self._run_alone(self._end_run)
 
-    def __reduce_ex__(self, protocol: int) -> NoReturn:
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise TypeError(
             "a Generator cannot be pickled or copied: it holds caches, a lock and what launches its steps. "
             "Make one from the target and the drafter where it is needed"

@@ -6,7 +6,7 @@ Nothing here knows the model: token ids go in, text or a position comes out.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -138,11 +138,15 @@ class BatchDecoder:
 
     Args:
         rows: rows of the batch.
-        options: as for `TextDecoder`.
+        tokenizer: as for `TextDecoder`.
+        stop_strings: as for `TextDecoder`.
+        skip_special_tokens: as for `TextDecoder`.
     """
 
-    def __init__(self, rows: int, *options: Any) -> None:
-        self._rows = [TextDecoder(*options) for _ in range(rows)]
+    def __init__(
+        self, rows: int, tokenizer: Tokenizer, stop_strings: Sequence[str] = (), skip_special_tokens: bool = False
+    ) -> None:
+        self._rows = [TextDecoder(tokenizer, stop_strings, skip_special_tokens) for _ in range(rows)]
         self._ended: set[int] = set()
 
     def push(self, ids: Sequence[Sequence[int]], finish_reasons: Sequence[str | None]) -> list[str]:

@@ -18,7 +18,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
-from transformers import PreTrainedModel, cache_utils, masking_utils
+from transformers import cache_utils, masking_utils
 from transformers.generation.utils import GenerationMixin
 
 from .weights import modules_of
@@ -340,7 +340,7 @@ _KEPT = 8
 _examined: dict[tuple, Functions] = {}
 
 
-def functions_of(model: PreTrainedModel) -> Functions:
+def functions_of(model: nn.Module) -> Functions:
     """Return the functions that a model runs. They are examined once, until one of them is replaced."""
     kinds = frozenset(map(type, modules_of(model)))
     attention = getattr(model.config, "_attn_implementation", None) or "eager"
