@@ -97,12 +97,14 @@ class Functions:
                     self._methods.setdefault(name, []).append(_Place(owner, vars(owner), name))
         # 1. The forward pass; it names the parts that are ours.
         ours: list[_Place] = []
-        walked = self._walk([place for name in _ROOTS for place in self._methods.get(name, ())], ours)
+        roots = [place for name in _ROOTS for place in self._methods.get(name, ())]
+        walked = _walk(roots, self._methods, ours)
         self.replaced = next((str(place) for place in walked if not _is_original(place)), "")
         called = [place.name for place in walked if place.owner in classes and _is_of_a_family(place.owner)]
         self.names = frozenset([*_ROOTS, *called])
-        # 2. Our parts: attention, masks and caches, and what `generate` calls.
-        around = self._walk([*_of_attention(ours, attention), *_of_generation(classes)], [])
+        # 2. Our parts: attention, masks and caches, and what `generate` calls. They call no methods of modules: a
+        # layer's own ``to`` or ``device`` (bitsandbytes has some) is not what ``tensor.to`` means there.
+        around = _walk([*_of_attention(ours, attention), *_of_generation(classes)], {}, [])
         self.bypassed = next((str(place) for place in around if not _is_original(place)), "")
         # 3. What to compare later.
         self.token = object()
@@ -135,26 +137,27 @@ class Functions:
             values += (place.namespace.get(place.name), getattr(inner, "__code__", None))
         return values
 
-    def _walk(self, todo: list[_Place], ours: list[_Place]) -> list[_Place]:
-        """Return every place that code at these places names; collect in ``ours`` what this package replaces."""
-        found: dict[tuple[int, str], _Place] = {}
-        while todo:
-            place = todo.pop()
-            if place.key in found:
-                continue
-            found[place.key] = place
-            code = _code(_inner(place.namespace.get(place.name)))
-            if code is None or not code.co_filename.startswith(_LOOKED_INTO):
-                continue
-            names = _names(code)
-            todo += [method for name in names for method in self._methods.get(name, ())]
-            for named in _named_globals(_inner(place.namespace[place.name]).__globals__, names):
-                is_ours = named.name in _OURS and code.co_filename.startswith(_MODELS)
-                (ours if is_ours else todo).append(named)
-        return list(found.values())
-
 
 # ---------------------------------------------------------------------------------------------- places
+
+
+def _walk(todo: list[_Place], methods: Mapping[str, list[_Place]], ours: list[_Place]) -> list[_Place]:
+    """Return every place that code at these places names; collect in ``ours`` what this package replaces."""
+    found: dict[tuple[int, str], _Place] = {}
+    while todo:
+        place = todo.pop()
+        if place.key in found:
+            continue
+        found[place.key] = place
+        code = _code(_inner(place.namespace.get(place.name)))
+        if code is None or not code.co_filename.startswith(_LOOKED_INTO):
+            continue
+        names = _names(code)
+        todo += [method for name in names for method in methods.get(name, ())]
+        for named in _named_globals(_inner(place.namespace[place.name]).__globals__, names):
+            is_ours = named.name in _OURS and code.co_filename.startswith(_MODELS)
+            (ours if is_ours else todo).append(named)
+    return list(found.values())
 
 
 def _of_attention(ours: list[_Place], attention: str) -> list[_Place]:
