@@ -23,7 +23,7 @@ from transformers.generation.utils import GenerationMixin
 
 from .weights import modules_of
 
-__all__ = ["Functions", "functions_of", "global_hooks", "shadowed_method"]
+__all__ = ["Functions", "functions_of", "global_hooks", "own_loop_method", "shadowed_method"]
 
 _TORCH, _TRANSFORMERS = (os.path.dirname(package.__file__) + os.sep for package in (torch, transformers))
 _MODELS = os.path.join(_TRANSFORMERS, "models", "")
@@ -361,6 +361,18 @@ def global_hooks() -> tuple:
     """Return torch's hooks on the forward pass of every module."""
     hooks = torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks
     return tuple(hook for registered in hooks for hook in registered.values())
+
+
+def own_loop_method(model: PreTrainedModel) -> str:
+    """Return the first method of transformers' loop that a model has of its own, or an empty string.
+
+    peft leaves the class's own method in the instance; that is no replacement.
+    """
+    for name in _LOOP:
+        method = model.__dict__.get(name)
+        if method is not None and getattr(method, "__func__", method) is not getattr(type(model), name, None):
+            return f"{type(model).__name__}.{name}"
+    return ""
 
 
 def shadowed_method(model: nn.Module, names: frozenset[str]) -> str:
