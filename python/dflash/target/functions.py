@@ -36,7 +36,7 @@ _LOOKED_INTO = (
 )
 _GRAD_WRAPPER = os.path.join(_TORCH, "utils", "_contextlib.py")
 _ROOTS = ("__call__", "_wrapped_call_impl", "_call_impl", "forward", "__getattr__", "__getattribute__")
-# The parts that this package runs its own in place of: masks, caches, attention, and the loop around the model.
+# The parts that this package replaces with its own: masks, caches, attention, and the loop around the model.
 _INTERFACES = ("ALL_ATTENTION_FUNCTIONS", "ALL_MASK_ATTENTION_FUNCTIONS")
 _OURS = {*vars(masking_utils), *vars(cache_utils), *_INTERFACES, "eager_attention_forward"} - {"torch", "nn", "F"}
 _CACHES = tuple(getattr(cache_utils, name) for name in ("Cache", "DynamicCache", "DynamicLayer", "CacheLayerMixin",
@@ -82,9 +82,9 @@ class Functions:
 
     Attributes:
         replaced: the first function of the forward pass that is not original, or an empty string.
-        bypassed: the first that is not original among those that this package runs its own in place of.
+        bypassed: the first that is not original among those that this package replaces with its own.
         names: names of methods of modules that the forward pass calls.
-        token: another object for other functions.
+        token: a new object whenever the functions are others.
     """
 
     def __init__(self, classes: frozenset[type], attention: str) -> None:
@@ -240,7 +240,7 @@ def _is_original(place: _Place) -> bool:
     own = place.namespace.get("__file__")
     file = code.co_filename
     is_theirs = file == own or (file.startswith((_TORCH, _TRANSFORMERS)) and not file.startswith(_MODELS))
-    is_interface = place.owner in _INTERFACES  # their keys are no names of functions
+    is_interface = place.owner in _INTERFACES  # their keys are not names of functions
     return is_theirs and (is_interface or code.co_name == place.name or "<locals>" in function.__qualname__)
 
 

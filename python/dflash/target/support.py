@@ -125,7 +125,7 @@ def _refusal_of_family(model: PreTrainedModel) -> str | None:
 
 
 def _refusal_of_parts(model: PreTrainedModel) -> str | None:
-    """Judge what this package runs its own in place of: attention, masks, the cache and the loop around them."""
+    """Judge what this package replaces with its own: attention, masks, the cache and the loop around them."""
     if replaced := functions_of(model).bypassed or own_loop_method(model):
         return (
             f"{replaced} is not transformers' own function, and dflash runs its own attention, masks, cache and loop "
