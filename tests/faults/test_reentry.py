@@ -74,7 +74,12 @@ def from_inside(place, inside, target, draft):
     else:
         hooked = draft.fc if "drafter" in place else target.model.layers[1]
         hooked = draft if "drafter" in place else hooked
-        handle = hooked.register_forward_hook(lambda *_: inside())
+
+        def hook(*_) -> None:
+            with contextlib.suppress(NameError):  # a trial run of the target, before the generator is made
+                inside()
+
+        handle = hooked.register_forward_hook(hook)
     try:
         yield arguments
     finally:
