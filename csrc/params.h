@@ -149,10 +149,10 @@ struct BlockAttentionParams {
   const void* q;           // [batch, rows, num_heads, head_dim], strided, the last dimension dense
   const void* k_cache;     // [batch, num_kv_heads, capacity, head_dim]
   const void* v_cache;     // [batch, num_kv_heads, capacity, v_head_dim]
-  const int64_t* lengths;  // [batch], as within -rows .. 2 * capacity + rows; slots past lengths[b] + rows -
+  const int64_t* lengths;  // [batch], clamped to -rows .. 2 * capacity + rows; slots past lengths[b] + rows -
                            // 1 are never read
-  const float* sinks;  // [num_heads] or null
-  void* out;           // [batch, rows, num_heads, v_head_dim]
+  const float* sinks;      // [num_heads] or null
+  void* out;               // [batch, rows, num_heads, v_head_dim]
   int64_t q_stride_batch, q_stride_row, q_stride_head;
   int64_t batch;
   int64_t rows;

@@ -50,12 +50,38 @@ class Torch {
     untyped_storage_ = pybind11::getattr(tensor, "untyped_storage").release().ptr();
     storage_offset_ = pybind11::getattr(tensor, "storage_offset").release().ptr();
     is_neg_ = pybind11::getattr(tensor, "is_neg").release().ptr();
+    const auto c = pybind11::module_::import("torch._C");
+    num_modes_ = pybind11::getattr(c, "_len_torch_function_stack").release().ptr();
+    disable_ = pybind11::getattr(c, "DisableTorchFunction").release().ptr();
     const auto capsule = pybind11::getattr(tensor, "__dlpack_c_exchange_api__", pybind11::none());
     if (!PyCapsule_IsValid(capsule.ptr(), "dlpack_exchange_api")) return;
     const auto* found =
         static_cast<const DLPackExchange*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
     if (found->major == 1) exchange_ = found;
   }
+
+  // While it lives, tensors' methods do not run the Python code of torch function modes: torch.device as a
+  // context is one, and it would take ten times as long as the check.
+  class ModesOff {
+   public:
+    explicit ModesOff(const Torch& torch) {
+      PyObject* number = PyObject_CallNoArgs(torch.num_modes_);
+      if (number && PyLong_AsLong(number) > 0) guard_ = PyObject_CallNoArgs(torch.disable_);
+      Py_XDECREF(number);
+      if (guard_) Py_XDECREF(PyObject_CallMethod(guard_, "__enter__", nullptr));
+      if (PyErr_Occurred()) PyErr_Clear();
+    }
+    ~ModesOff() {
+      if (guard_) Py_XDECREF(PyObject_CallMethod(guard_, "__exit__", "OOO", Py_None, Py_None, Py_None));
+      if (PyErr_Occurred()) PyErr_Clear();
+      Py_XDECREF(guard_);
+    }
+    ModesOff(const ModesOff&) = delete;
+    ModesOff& operator=(const ModesOff&) = delete;
+
+   private:
+    PyObject* guard_ = nullptr;
+  };
 
   // Fills `out`; returns false, with no Python error set, if the object is not a tensor with an address.
   bool read(PyObject* object, DLTensor& out) const {
@@ -110,6 +136,7 @@ class Torch {
   }
 
   PyObject *types_[2] = {}, *untyped_storage_ = nullptr, *storage_offset_ = nullptr, *is_neg_ = nullptr;
+  PyObject *num_modes_ = nullptr, *disable_ = nullptr;
   const DLPackExchange* exchange_ = nullptr;
   struct DType {
     PyObject* object;
@@ -133,8 +160,27 @@ inline bool add_spans(PyObject* argument, bool direct, std::vector<Span>& spans)
   DLTensor t;
   if ((direct && !torch.is_exact(argument)) || !torch.read(argument, t)) return false;
   if (direct && (t.device_type != kDLCPU || torch.is_negative(argument))) return false;
-  spans.emplace_back();
-  return torch.span_of(argument, t, spans.back());
+  Span span;
+  if (!torch.span_of(argument, t, span)) return false;
+  spans.push_back(span);
+  return true;
+}
+
+// Checks what sound() says below; `spans` is scratch.
+inline bool lie_apart(PyObject* const* arguments, Py_ssize_t count, std::vector<Span>& spans) {
+  const Torch::ModesOff guard(torch);
+  const bool direct = arguments[0] == Py_True;
+  const Py_ssize_t num_written = PyLong_AsSsize_t(arguments[1]);
+  size_t written = 0;
+  for (Py_ssize_t i = 2; i < count; ++i) {
+    if (i == 2 + num_written) written = spans.size();
+    if (!add_spans(arguments[i], direct, spans)) return false;
+  }
+  if (count == 2 + num_written) written = spans.size();
+  for (size_t i = 0; i < written; ++i)
+    for (size_t j = i + 1; j < spans.size(); ++j)
+      if (spans[i].meets(spans[j])) return false;
+  return true;
 }
 
 // sound(direct, num_written, arguments...): true if every tensor among the arguments lies in memory that is
@@ -142,20 +188,13 @@ inline bool add_spans(PyObject* argument, bool direct, std::vector<Span>& spans)
 // plain tensor on the CPU, so that a kernel may be called past torch's dispatcher. False says only that one
 // has to look more closely: tensors that meet in their spans may still have no element in common.
 inline PyObject* sound(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  static thread_local std::vector<Span> spans;
+  // A finalizer or a mode may call an op in the middle of this one, so a call takes the buffer with it.
+  static thread_local std::vector<Span> buffer;
+  std::vector<Span> spans = std::move(buffer);
   spans.clear();
-  const bool direct = arguments[0] == Py_True;
-  const Py_ssize_t num_written = PyLong_AsSsize_t(arguments[1]);
-  size_t written = 0;
-  for (Py_ssize_t i = 2; i < count; ++i) {
-    if (i == 2 + num_written) written = spans.size();
-    if (!add_spans(arguments[i], direct, spans)) Py_RETURN_FALSE;
-  }
-  if (count == 2 + num_written) written = spans.size();
-  for (size_t i = 0; i < written; ++i)
-    for (size_t j = i + 1; j < spans.size(); ++j)
-      if (spans[i].meets(spans[j])) Py_RETURN_FALSE;
-  Py_RETURN_TRUE;
+  const bool apart = lie_apart(arguments, count, spans);
+  buffer = std::move(spans);
+  return PyBool_FromLong(apart);
 }
 
 // ---- shapes

@@ -32,8 +32,8 @@ static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 static inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// The length as within -rows .. 2 * capacity + rows, so that no sum overflows. A window is at most capacity +
-// rows, and what is farther out sees the same slots.
+// The length, clamped to -rows .. 2 * capacity + rows, so that no sum overflows. A window is at most capacity
+// + rows, and what is farther out sees the same slots.
 static inline int64_t length_of(const BlockAttentionParams& p, int64_t b) {
   return most(-p.rows, least(p.lengths[b], 2 * p.capacity + p.rows));
 }

@@ -58,8 +58,8 @@ struct Sight {
   }
 };
 
-// The length as within -rows .. 2 * capacity + rows, so that no sum overflows. A window is at most capacity +
-// rows, and what is farther out sees the same slots.
+// The length, clamped to -rows .. 2 * capacity + rows, so that no sum overflows. A window is at most capacity
+// + rows, and what is farther out sees the same slots.
 static __device__ __forceinline__ int64_t length_of(const BlockAttentionParams& p, int64_t batch) {
   return max(-p.rows, min(p.lengths[batch], 2 * p.capacity + p.rows));
 }

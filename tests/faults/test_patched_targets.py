@@ -292,6 +292,16 @@ class TestPartsThatWeReplace:
         with pytest.raises(ValueError, match=rf"{name} was replaced since this generator was made"):
             answered(generator)
 
+    def test_a_method_of_the_loop_replaced_on_one_model_is_refused(self):
+        model = make_target("llama")
+
+        def shifted(self, input_ids, **options):
+            return type(self).prepare_inputs_for_generation(self, (input_ids + 1) % 50, **options)
+
+        model.prepare_inputs_for_generation = types.MethodType(shifted, model)
+        with pytest.raises(UnsupportedTargetError, match=r"\.prepare_inputs_for_generation is not transformers' own"):
+            one_shot(model)
+
     @pytest.mark.parametrize("name", ["sdpa", "my_attention"])
     def test_an_attention_function_of_the_users_is_refused(self, name, monkeypatch):
         functions = {**AttentionInterface._global_mapping, name: changed(sdpa_attention.sdpa_attention_forward)}

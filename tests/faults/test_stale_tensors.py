@@ -232,3 +232,19 @@ class TestReusedPrefix:
         assert num_prefilled(generator, torch.cat([longer(), prompt(3, seed=4)])) < 20
         in_place(model.lm_head.weight)
         assert num_prefilled(generator, longer()) == len(longer())
+
+    @pytest.mark.parametrize("bits", [4, 8])
+    def test_weights_that_torch_cannot_compare_are_compared(self, bits):
+        model = make_target("qwen3", num_hidden_layers=2)
+        dtype = torch.float4_e2m1fn_x2 if bits == 4 else torch.float8_e4m3fn
+        model.model.layers[0].mlp.packed = nn.Buffer(torch.zeros(8, 8, dtype=torch.uint8).view(dtype))
+        generator = dflash.Generator(model, max_length=80)
+        answered(generator)
+        assert num_prefilled(generator, longer()) < len(longer())
+
+    def test_a_buffer_with_nan_does_not_stop_reuse(self):
+        model = make_target("qwen3", num_hidden_layers=2)
+        model.model.layers[0].mlp.unset = nn.Buffer(torch.full((4,), torch.nan))
+        generator = dflash.Generator(model, max_length=80)
+        answered(generator)
+        assert num_prefilled(generator, longer()) < len(longer())

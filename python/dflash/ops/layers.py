@@ -44,7 +44,7 @@ class PackedLayers:
     """Decoder layers and a final norm for `decoder_layers`: checked once, their addresses packed once.
 
     The op names them by ``handle``, which is valid as long as they live. It notices at every call which of them were
-    changed since (``parameter.data = ...``, transposed, resized, freed), and checks and packs those anew.
+    changed since (``parameter.data = ...``, transposed, resized, freed), and checks and packs those again.
 
     Args:
         layers: the weights, contiguous, used where they are.
@@ -113,7 +113,7 @@ class PackedLayers:
     def _pack(self) -> None:
         _check_layers(self)
         _check_memory(self)
-        # The kernel reads sinks in float32; copies of others get their values anew at every call.
+        # The kernel reads sinks in float32; copies of others get their values again at every call.
         wide = [None if layer.sinks is None else layer.sinks.detach().float() for layer in self.layers]
         pairs = zip(wide, (layer.sinks for layer in self.layers), strict=True)
         self._copies = [pair for pair in pairs if pair[1] is not None and pair[0].dtype != pair[1].dtype]

@@ -105,7 +105,8 @@ def _sampled_views(tensors: list[Tensor]) -> list[list[Tensor]]:
     groups: dict[Any, list[Tensor]] = {}
     for tensor in {id(tensor): tensor for tensor in tensors}.values():
         if type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and tensor.numel():
-            groups.setdefault((tensor.device, tensor.dtype), []).append(_few(tensor.detach()))
+            few = _bits(_few(tensor.detach()))
+            groups.setdefault((few.device, few.dtype), []).append(few)
     return list(groups.values())
 
 
@@ -119,6 +120,15 @@ def _few(tensor: Tensor) -> Tensor:
     while tensor.dim() > 2:
         tensor = tensor[tensor.shape[0] // 2]
     return tensor[:: max(1, tensor.shape[0] // 8)][..., :: max(1, tensor.shape[-1] // 4)]
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """Return the values as integers, which compare equal if they are NaN too. torch compares no 4-bit floats."""
+    dtype = _INTEGERS.get(tensor.itemsize)
+    return tensor if dtype is None or tensor.is_complex() or tensor.is_neg() else tensor.view(dtype)
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _read(groups: list[list[Tensor]]) -> list[Tensor]:

@@ -23,7 +23,7 @@ from transformers.generation.utils import GenerationMixin
 
 from .weights import modules_of
 
-__all__ = ["Functions", "functions_of", "global_hooks", "shadowed_method"]
+__all__ = ["Functions", "functions_of", "global_hooks", "own_loop_method", "shadowed_method"]
 
 _TORCH, _TRANSFORMERS = (os.path.dirname(package.__file__) + os.sep for package in (torch, transformers))
 _MODELS = os.path.join(_TRANSFORMERS, "models", "")
@@ -36,7 +36,7 @@ _LOOKED_INTO = (
 )
 _GRAD_WRAPPER = os.path.join(_TORCH, "utils", "_contextlib.py")
 _ROOTS = ("__call__", "_wrapped_call_impl", "_call_impl", "forward", "__getattr__", "__getattribute__")
-# The parts that this package runs its own in place of: masks, caches, attention, and the loop around the model.
+# The parts that this package replaces with its own: masks, caches, attention, and the loop around the model.
 _INTERFACES = ("ALL_ATTENTION_FUNCTIONS", "ALL_MASK_ATTENTION_FUNCTIONS")
 _OURS = {*vars(masking_utils), *vars(cache_utils), *_INTERFACES, "eager_attention_forward"} - {"torch", "nn", "F"}
 _CACHES = tuple(getattr(cache_utils, name) for name in ("Cache", "DynamicCache", "DynamicLayer", "CacheLayerMixin",
@@ -82,9 +82,9 @@ class Functions:
 
     Attributes:
         replaced: the first function of the forward pass that is not original, or an empty string.
-        bypassed: the first that is not original among those that this package runs its own in place of.
+        bypassed: the first that is not original among those that this package replaces with its own.
         names: names of methods of modules that the forward pass calls.
-        token: another object for other functions.
+        token: a new object whenever the functions are others.
     """
 
     def __init__(self, classes: frozenset[type], attention: str) -> None:
@@ -97,12 +97,14 @@ class Functions:
                     self._methods.setdefault(name, []).append(_Place(owner, vars(owner), name))
         # 1. The forward pass; it names the parts that are ours.
         ours: list[_Place] = []
-        walked = self._walk([place for name in _ROOTS for place in self._methods.get(name, ())], ours)
+        roots = [place for name in _ROOTS for place in self._methods.get(name, ())]
+        walked = _walk(roots, self._methods, ours)
         self.replaced = next((str(place) for place in walked if not _is_original(place)), "")
         called = [place.name for place in walked if place.owner in classes and _is_of_a_family(place.owner)]
         self.names = frozenset([*_ROOTS, *called])
-        # 2. Our parts: attention, masks and caches, and what `generate` calls.
-        around = self._walk([*_of_attention(ours, attention), *_of_generation(classes)], [])
+        # 2. Our parts: attention, masks and caches, and what `generate` calls. They call no methods of modules: a
+        # layer's own ``to`` or ``device`` (bitsandbytes has some) is not what ``tensor.to`` means there.
+        around = _walk([*_of_attention(ours, attention), *_of_generation(classes)], {}, [])
         self.bypassed = next((str(place) for place in around if not _is_original(place)), "")
         # 3. What to compare later.
         self.token = object()
@@ -135,26 +137,27 @@ class Functions:
             values += (place.namespace.get(place.name), getattr(inner, "__code__", None))
         return values
 
-    def _walk(self, todo: list[_Place], ours: list[_Place]) -> list[_Place]:
-        """Return every place that code at these places names; collect in ``ours`` what this package replaces."""
-        found: dict[tuple[int, str], _Place] = {}
-        while todo:
-            place = todo.pop()
-            if place.key in found:
-                continue
-            found[place.key] = place
-            code = _code(_inner(place.namespace.get(place.name)))
-            if code is None or not code.co_filename.startswith(_LOOKED_INTO):
-                continue
-            names = _names(code)
-            todo += [method for name in names for method in self._methods.get(name, ())]
-            for named in _named_globals(_inner(place.namespace[place.name]).__globals__, names):
-                is_ours = named.name in _OURS and code.co_filename.startswith(_MODELS)
-                (ours if is_ours else todo).append(named)
-        return list(found.values())
-
 
 # ---------------------------------------------------------------------------------------------- places
+
+
+def _walk(todo: list[_Place], methods: Mapping[str, list[_Place]], ours: list[_Place]) -> list[_Place]:
+    """Return every place that code at these places names; collect in ``ours`` what this package replaces."""
+    found: dict[tuple[int, str], _Place] = {}
+    while todo:
+        place = todo.pop()
+        if place.key in found:
+            continue
+        found[place.key] = place
+        code = _code(_inner(place.namespace.get(place.name)))
+        if code is None or not code.co_filename.startswith(_LOOKED_INTO):
+            continue
+        names = _names(code)
+        todo += [method for name in names for method in methods.get(name, ())]
+        for named in _named_globals(_inner(place.namespace[place.name]).__globals__, names):
+            is_ours = named.name in _OURS and code.co_filename.startswith(_MODELS)
+            (ours if is_ours else todo).append(named)
+    return list(found.values())
 
 
 def _of_attention(ours: list[_Place], attention: str) -> list[_Place]:
@@ -237,7 +240,7 @@ def _is_original(place: _Place) -> bool:
     own = place.namespace.get("__file__")
     file = code.co_filename
     is_theirs = file == own or (file.startswith((_TORCH, _TRANSFORMERS)) and not file.startswith(_MODELS))
-    is_interface = place.owner in _INTERFACES  # their keys are no names of functions
+    is_interface = place.owner in _INTERFACES  # their keys are not names of functions
     return is_theirs and (is_interface or code.co_name == place.name or "<locals>" in function.__qualname__)
 
 
@@ -358,6 +361,18 @@ def global_hooks() -> tuple:
     """Return torch's hooks on the forward pass of every module."""
     hooks = torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks
     return tuple(hook for registered in hooks for hook in registered.values())
+
+
+def own_loop_method(model: PreTrainedModel) -> str:
+    """Return the first method of transformers' loop that a model has of its own, or an empty string.
+
+    peft leaves the class's own method in the instance; that is no replacement.
+    """
+    for name in _LOOP:
+        method = model.__dict__.get(name)
+        if method is not None and getattr(method, "__func__", method) is not getattr(type(model), name, None):
+            return f"{type(model).__name__}.{name}"
+    return ""
 
 
 def shadowed_method(model: nn.Module, names: frozenset[str]) -> str:

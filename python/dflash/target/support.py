@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .functions import Functions, functions_of, global_hooks, shadowed_method
+from .functions import Functions, functions_of, global_hooks, own_loop_method, shadowed_method
 from .weights import is_plain_tensor, modules_of, refusal_of_weights, tensors_of
 
 if TYPE_CHECKING:
@@ -125,8 +125,8 @@ def _refusal_of_family(model: PreTrainedModel) -> str | None:
 
 
 def _refusal_of_parts(model: PreTrainedModel) -> str | None:
-    """Judge what this package runs its own in place of: attention, masks, the cache and the loop around them."""
-    if replaced := functions_of(model).bypassed:
+    """Judge what this package replaces with its own: attention, masks, the cache and the loop around them."""
+    if replaced := functions_of(model).bypassed or own_loop_method(model):
         return (
             f"{replaced} is not transformers' own function, and dflash runs its own attention, masks, cache and loop "
             'instead: undo the replacement, or choose a function of transformers (set_attn_implementation("sdpa"))'
@@ -138,9 +138,9 @@ def _refusal_of_parts(model: PreTrainedModel) -> str | None:
     for module in modules_of(decoder):
         attributes = module.__dict__
         index = attributes.get("layer_idx")
-        if index is None:
+        if index is None or "is_causal" not in attributes:  # not attention
             continue
-        reason = _refusal_of_attention(module, decoder.config, index) if "is_causal" in attributes else None
+        reason = _refusal_of_attention(module, decoder.config, index)
         if (type(module), index) in indices:
             reason = f"has the layer_idx of another layer, {index}: they would share their keys and values"
         if reason:
@@ -152,14 +152,17 @@ def _refusal_of_parts(model: PreTrainedModel) -> str | None:
 def _refusal_of_attention(module: nn.Module, config: Any, index: int) -> str | None:
     if module.is_causal is False:
         return "does not attend causally (is_causal is False)"
-    if config.model_type not in TESTED_FAMILIES or index >= config.num_hidden_layers:
-        return None
+    if config.model_type not in TESTED_FAMILIES or index >= config.num_hidden_layers or not hasattr(module, "config"):
+        return None  # the trial run judges it
     # transformers masks by the model's config; our attention takes the window that a module was made with.
     types, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
     masked = window if not types or types[index] == "sliding_attention" else None
     own = module.__dict__.get("sliding_window", getattr(module.config, "sliding_window", None))
     if masked != own:
-        return f"attends over a window of {own}, its model's config masks by a window of {masked}: make the model anew"
+        return (
+            f"attends over a window of {own}, its model's config masks by a window of {masked}: "
+            "make a new model from the config"
+        )
     return None
 
 

@@ -18,6 +18,8 @@ _LEAVES = (
     *(str, bytes, bool, int, float, complex, type(None), type, torch.dtype, torch.device, PreTrainedConfig),
     *(types.FunctionType, types.BuiltinFunctionType, types.ModuleType),
 )
+_REFUSED_MODULES = ("torch.ao.", "torch.nn.quantized", "torch.distributed.")
+_CHECKPOINTING = "torch.distributed.algorithms._checkpoint."  # wraps modules that are whole
 
 
 def refusal_of_weights(model: nn.Module, loaded: bool = True) -> str | None:
@@ -29,7 +31,7 @@ def refusal_of_weights(model: nn.Module, loaded: bool = True) -> str | None:
     """
     modules = modules_of(model)
     for kind in set(map(type, modules)):
-        if kind.__module__.startswith(("torch.ao.", "torch.nn.quantized", "torch.distributed.")):
+        if kind.__module__.startswith(_REFUSED_MODULES) and not kind.__module__.startswith(_CHECKPOINTING):
             return _refusal_of_class(kind)
     for tensor in tensors_of(modules):
         if not (tensor.is_meta and not loaded) and (reason := refusal_of_tensor(tensor)):
@@ -65,7 +67,8 @@ def refusal_of_tensor(tensor: Tensor) -> str | None:
         return f"is not a dense tensor (it is {what if not tensor._is_zerotensor() else 'a zero without memory'})"
     if is_traceable_wrapper_subclass(tensor):
         return None  # computes by itself, from tensors that it holds
-    if tensor.numel() == 0 and isinstance(tensor, nn.Parameter):
+    # Sharded parameters are flat while they are elsewhere; [0, n] is a layer of no rows.
+    if tensor.numel() == 0 and tensor.dim() == 1 and isinstance(tensor, nn.Parameter):
         return f"is empty, {list(tensor.shape)}: its values are elsewhere (a shard, or offloaded)"
     try:
         missing = tensor.untyped_storage().nbytes() < _bytes_needed(tensor)
