@@ -67,8 +67,8 @@ class Pretrained:
 
         config, folder = self.load_config(), self._folder()
         if folder is not None:  # before transformers allocates anything
-            check_target_weights(folder)
-            check_target_size(self._build_empty(config), folder)
+            is_quantized = getattr(config, "quantization_config", None) is not None
+            check_target_size(self._build_empty(config), check_target_weights(folder), is_quantized=is_quantized)
         options = {"config": config, "dtype": dtype, "output_loading_info": True}
         target, found = self._load(AutoModelForCausalLM, **options)
         if missing := sorted(found["missing_keys"]):

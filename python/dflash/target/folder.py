@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,20 +58,26 @@ def check_target_config(folder: Path) -> None:
             raise ValueError(f"{source}: {named(key)} must be at most {limit}, got {shortened(value)}")
 
 
-def check_target_weights(folder: Path) -> None:
+def check_target_weights(folder: Path) -> list[Path]:
     """Check the index and the headers of safetensors files.
+
+    Returns:
+        The files of the weights, of either kind that transformers loads. Empty if one is missing: a hub's snapshot may
+        not be complete yet.
 
     Raises:
         ValueError: a file is broken or cut; it is named.
     """
-    try:
-        shards = find_shards(folder, MAX_TARGET_JSON_BYTES, MAX_TARGET_SHARDS)
-    except FileNotFoundError:  # weights of another kind
-        return
-    room = MAX_TARGET_JSON_BYTES
-    for shard in shards:
-        _, length = read_header(shard, room)
-        room -= length
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        with contextlib.suppress(FileNotFoundError):
+            files = find_shards(folder, MAX_TARGET_JSON_BYTES, MAX_TARGET_SHARDS, name)
+            room = MAX_TARGET_JSON_BYTES
+            for file in files:
+                if file.suffix == ".safetensors":
+                    _, length = read_header(file, room)
+                    room -= length
+            return files
+    return []
 
 
 def _integers(content: Any, key: str = "") -> Iterator[tuple[str, int]]:
@@ -85,22 +92,24 @@ def _integers(content: Any, key: str = "") -> Iterator[tuple[str, int]]:
         yield key, content
 
 
-def check_target_size(model: nn.Module, folder: Path) -> None:
+def check_target_size(model: nn.Module, files: Sequence[Path], *, is_quantized: bool = False) -> None:
     """Compare a model on the meta device with the bytes of its weights, before it is allocated.
+
+    Args:
+        model: the model.
+        files: all of its weights, as `check_target_weights` returns them.
+        is_quantized: a parameter may take less than a byte, but not less than a bit.
 
     Raises:
         ValueError: the files hold far less than the model's parameters.
     """
-    files = [*folder.glob("*.safetensors"), *folder.glob("*.bin")]
-    stored = sum(file.stat().st_size for file in files if file.is_file())
+    stored = sum(file.stat().st_size for file in files)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    # A parameter takes a byte or more, or a bit or more if it is quantized.
-    most = stored * 8 if getattr(model.config, "quantization_config", None) else stored
-    if files and parameters > most:
+    if files and parameters > (stored * 8 if is_quantized else stored):
         sizes = [f"{key} {value}" for key, value in _integers(model.config.to_dict()) if _is_size(key)]
         raise ValueError(
-            f"{printable(folder)}: config.json makes a model of {parameters} parameters, and its weights have only "
-            f"{stored} bytes. One of its sizes is wrong: {listed(sizes)}"
+            f"{printable(files[0].parent)}: config.json makes a model of {parameters} parameters, and its weights have "
+            f"only {stored} bytes. One of its sizes is wrong: {listed(sizes)}"
         )
 
 
