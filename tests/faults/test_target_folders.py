@@ -184,10 +184,38 @@ def test_a_parameter_of_a_quantized_model_may_take_less_than_a_byte(tmp_path):
     file = tmp_path / "model.safetensors"
     file.write_bytes(bytes(target.num_parameters() // 2))
     check_target_size(target, [file], is_quantized=True)
-    with pytest.raises(ValueError, match="config.json makes a model of"):
+    with pytest.raises(ValueError, match=r"config\.json makes a model of"):
         check_target_size(target, [file])
 
 
 def test_a_folder_without_files_is_left_to_transformers(tmp_path):
     check_target_config(tmp_path)
     check_target_weights(tmp_path)
+
+
+def adapter_of(name, folder):
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": name}))
+    return folder
+
+
+def test_the_config_of_an_adapter_is_that_of_its_base(good, tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    adapter = adapter_of(str(good), tmp_path / "adapter")
+    assert Pretrained(adapter).load_config().to_dict() == Pretrained(good).load_config().to_dict()
+
+
+def test_an_adapter_without_a_base_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    for number, name in enumerate((None, 7, "\x1b[2J" * 100)):
+        with pytest.raises((ValueError, OSError)):
+            Pretrained(adapter_of(name, tmp_path / str(number))).load_config()
+    itself = str(tmp_path / "itself")
+    with pytest.raises(ValueError, match="itself"):
+        Pretrained(adapter_of(itself, tmp_path / "itself")).load_config()
+
+
+def test_an_adapter_without_peft_says_what_to_install(good, tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"is an adapter of .*: pip install peft"):
+        Pretrained(adapter_of(str(good), tmp_path / "adapter")).load_config()
