@@ -99,7 +99,7 @@ def commands(folder: Path) -> dict[str, list]:
         "generate": ["generate", *models, *few, "w5"],
         "chat": ["chat", *models, *few],
         "benchmark": ["benchmark", *models, *few, "--dataset", prompts],
-        "regenerate": ["regenerate", *models, *few, "--out", out / "rows.jsonl", prompts],
+        "regenerate": ["regenerate", *models, *few, "--out", folder / "rows.jsonl", prompts],
         "train": ["train", *models[:2], "--data", prompts, "--output", out, "--device", "cpu"],
         "demo": ["demo", "--pair", folder, *few],
     }
