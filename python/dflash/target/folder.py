@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from ..files import read_json
+from ..files import read_architectures, read_json
 from ..limits import (
     MAX_EXPERTS,
     MAX_POSITIONS,
@@ -48,10 +48,7 @@ def check_target_config(folder: Path) -> None:
     if not path.is_file():
         return
     config, source = read_json(path, MAX_TARGET_CONFIG_BYTES), printable(path)
-    architectures = config.get("architectures")
-    is_list = isinstance(architectures, list) and all(isinstance(name, str) for name in architectures)
-    if architectures is not None and not is_list:
-        raise ValueError(f"{source}: architectures must be a list of names, got {shortened(architectures)}")
+    read_architectures(config, source)
     for key, value in _integers(config):
         limit = next((limit for pattern, limit in _SIZES if pattern.search(key)), _MAX_INTEGER)
         if abs(value) > limit:
