@@ -183,7 +183,7 @@ class Keys:
 
     def number(self, key: str, value: Any, *, positive: bool = True) -> float:
         """Return ``value`` as a float if it is a finite number, above 0 unless ``positive`` is False."""
-        # Comparisons, because a large integer is finite, and no float.
+        # Compared, because math.isfinite cannot take an integer beyond the floats.
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not -math.inf < value < math.inf:
             raise self.error(f"{key} must be a finite number, got {shortened(value)}")
         if positive and value <= 0:

@@ -26,7 +26,7 @@ _ADAPTER = "adapter_config.json"
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A target and its tokenizer, as files that transformers loads. Nobody is asked whether code in them may run.
+    """A target and its tokenizer, as files that transformers loads. Never asks whether code in them may run.
 
     Each method raises ``ValueError`` if the files need code that may not run, or if one of them is broken, and
     ``OSError`` if they cannot be found.

@@ -24,7 +24,7 @@ from ..weight_files import find_shards, read_header
 
 __all__ = ["check_target_config", "check_target_size", "check_target_weights"]
 
-# Keys that decide how much transformers builds, in any family's words, and their largest value.
+# Keys that decide how much transformers builds, under the names of any family, and their largest value.
 _SIZES = (
     (re.compile(r"(^|_)n?_?layers?$"), MAX_TARGET_LAYERS),
     (re.compile(r"(^|_)experts$"), MAX_EXPERTS),
@@ -33,7 +33,7 @@ _SIZES = (
         MAX_POSITIONS,
     ),
 )
-_MAX_INTEGER = 2**63 - 1  # a larger one is no number for torch
+_MAX_INTEGER = 2**63 - 1  # torch has no larger ones
 
 
 def check_target_config(folder: Path) -> None:
