@@ -26,7 +26,7 @@ __all__ = ["check_target_config", "check_target_size", "check_target_weights"]
 
 # Keys that decide how much transformers builds, under the names of any family, and their largest value.
 _SIZES = (
-    (re.compile(r"(^|_)n?_?layers?$"), MAX_TARGET_LAYERS),
+    (re.compile(r"(^|_)(n?_?layers?(_per_\w+)?|depth|num_blocks)$"), MAX_TARGET_LAYERS),
     (re.compile(r"(^|_)experts$"), MAX_EXPERTS),
     (
         re.compile(r"(_size|_dim|_rank|heads|_head|_window|_embeddings|_positions|_inner|n_embd|d_model|d_ff)$"),
