@@ -210,7 +210,7 @@ def test_json_that_is_no_object_is_named_with_its_file(shell, copied):
     for name in ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json"):
         path = copied / "target" / name
         before = path.read_text() if path.exists() else None
-        for content, reason in (("[1]", "must hold an object, got list"), (DEEP, "not JSON that can be read")):
+        for content, reason in (("[1]", "must be a JSON object, got list"), (DEEP, "not JSON that can be read")):
             path.write_text(content)
             assert f"dflash: {path}: {reason}" in shell("generate", *models(copied), "w5").err
         path.write_text(before) if before is not None else path.unlink()
