@@ -17,13 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from .limits import MAX_JSON_DEPTH
-from .terminal import printable
+from .terminal import printable, shortened
 
 __all__ = [
     "atomic_folder",
     "check_writable",
     "fsync",
     "parse_json",
+    "read_architectures",
     "read_json",
     "read_jsonl",
     "read_lines",
@@ -84,6 +85,20 @@ def read_json(path: Path, max_bytes: int, *, unique_keys: bool = False) -> dict[
     if not isinstance(content, dict):
         raise ValueError(f"{where}: must be a JSON object, got {type(content).__name__}")
     return content
+
+
+def read_architectures(config: Mapping[str, Any], where: object) -> list[str]:
+    """Return the ``architectures`` of a parsed ``config.json``; none if the key is missing.
+
+    Raises:
+        ValueError: they are not a list of names.
+    """
+    names = config.get("architectures")
+    if names is None:
+        return []
+    if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{printable(where)}: architectures must be a list of names, got {shortened(names)}")
+    return list(names)
 
 
 def _depth(text: str) -> int:

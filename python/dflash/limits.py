@@ -1,6 +1,7 @@
-"""The largest things that are read from files and other people's answers. Anything above is refused by name.
+"""The largest sizes accepted in files and in servers' answers. Anything above is refused by name.
 
-Each limit is far above every published model, and low enough that reading up to it takes less than a second.
+Each limit is far above every published model, and low enough that reading up to it takes little memory and time: less
+than a second, or some seconds for all headers of a target.
 """
 
 from __future__ import annotations

@@ -40,19 +40,20 @@ class StoredTensor(NamedTuple):
     file_state: tuple[int, ...]
 
 
-def find_shards(folder: Path, max_bytes: int, max_shards: int) -> list[Path]:
-    """Return the files that hold a model's weights: ``model.safetensors``, or those that its index names.
+def find_shards(folder: Path, max_bytes: int, max_shards: int, single_name: str = "model.safetensors") -> list[Path]:
+    """Return the files that hold a model's weights: one file, or those that an index names.
 
     Args:
         folder: of the model.
         max_bytes: size of the index at most.
         max_shards: number of files at most.
+        single_name: name of the one file; that of the index is derived from it.
 
     Raises:
-        FileNotFoundError: there is neither of both, or a file that the index names is missing.
+        FileNotFoundError: there is neither, or a file that the index names is missing.
         ValueError: the index is broken, or names a file outside of the folder.
     """
-    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    single, index = folder / single_name, folder / f"{single_name}.index.json"
     if single.is_file():
         return [single]
     if not index.is_file():

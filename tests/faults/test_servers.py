@@ -327,7 +327,9 @@ def test_half_a_surrogate_pair_is_named_before_anything_is_sent(server, tmp_path
         with pytest.raises(ValueError, match=r"prompts\.jsonl, line 2: .*half of a surrogate pair"):
             load_prompts(path)
     prompts = [*PROMPTS, {"line": 5, "prompt": "w7 \ud83d"}]
-    assert "the prompt on line 5 is not Unicode text: it has U+D83D" in ask(server, tmp_path, prompts)
+    assert "the prompt on line 5, line 1: not UTF-8 text: half of a character, \\ud83d" in ask(
+        server, tmp_path, prompts
+    )
     assert not server.requests
 
 

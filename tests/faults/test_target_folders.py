@@ -10,6 +10,7 @@ from families import make_target
 from process import python
 from tiny_pair import save_pair
 
+from dflash.evaluate import Pretrained
 from dflash.target import check_target_config, check_target_size, check_target_weights
 
 HUGE = 10**400
@@ -21,6 +22,9 @@ NAMED = [
     ("num_hidden_layers", {"num_hidden_layers": 10**12, "layer_types": None}),
     ("num_hidden_layers", {"num_hidden_layers": 1000, "layer_types": None}),
     ("num_hidden_layers", {"text_config": {"num_hidden_layers": 10**12}}),
+    ("num_blocks", {"vision_config": {"num_blocks": 10**7}}),
+    ("num_layers_per_stack", {"num_layers_per_stack": 10**7}),
+    ("depth", {"vision_config": {"depth": 10**7}}),
     ("hidden_size", {"hidden_size": 2**20}),
     ("hidden_size", {"hidden_size": 2**40}),
     ("hidden_size", {"hidden_size": 2**62}),
@@ -148,10 +152,73 @@ def test_the_folders_of_tested_families_pass(tmp_path, name):
     target = make_target(name)
     target.save_pretrained(tmp_path)
     check_target_config(tmp_path)
-    check_target_weights(tmp_path)
-    check_target_size(target, tmp_path)
+    check_target_size(target, check_target_weights(tmp_path))
+
+
+def snapshot_of(target, cache):
+    """The target as a repository in the cache of the hub."""
+    repository = cache / "models--some--one"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("0" * 40)
+    folder = repository / "snapshots" / ("0" * 40)
+    target.save_pretrained(folder, max_shard_size="100KB")
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "bin"])
+def test_the_size_of_a_download_that_was_interrupted_is_not_judged(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    folder = snapshot_of(make_target("qwen3"), tmp_path)
+    shards = sorted(folder.glob("*.safetensors"))
+    assert len(shards) > 2
+    for shard in shards[1:]:
+        shard.unlink()
+    if kind == "bin":
+        shards[0].rename(folder / "pytorch_model-00001-of-00006.bin")
+        index = folder / "model.safetensors.index.json"
+        index.rename(folder / "pytorch_model.bin.index.json")
+    assert check_target_weights(folder) == []
+    with pytest.raises(OSError, match="some/one does not appear to have"):  # transformers would download them
+        Pretrained("some/one").load_target("auto")
+
+
+def test_a_parameter_of_a_quantized_model_may_take_less_than_a_byte(tmp_path):
+    target = make_target("qwen3")
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(bytes(target.num_parameters() // 2))
+    check_target_size(target, [file], is_quantized=True)
+    with pytest.raises(ValueError, match=r"config\.json makes a model of"):
+        check_target_size(target, [file])
 
 
 def test_a_folder_without_files_is_left_to_transformers(tmp_path):
     check_target_config(tmp_path)
     check_target_weights(tmp_path)
+
+
+def adapter_of(name, folder):
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "base_model_name_or_path": name}))
+    return folder
+
+
+def test_the_config_of_an_adapter_is_that_of_its_base(good, tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    adapter = adapter_of(str(good), tmp_path / "adapter")
+    assert Pretrained(adapter).load_config().to_dict() == Pretrained(good).load_config().to_dict()
+
+
+def test_an_adapter_without_a_base_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    for number, name in enumerate((None, 7, "\x1b[2J" * 100)):
+        with pytest.raises((ValueError, OSError)):
+            Pretrained(adapter_of(name, tmp_path / str(number))).load_config()
+    itself = str(tmp_path / "itself")
+    with pytest.raises(ValueError, match="itself"):
+        Pretrained(adapter_of(itself, tmp_path / "itself")).load_config()
+
+
+def test_an_adapter_without_peft_says_what_to_install(good, tmp_path, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"is an adapter of .*: pip install peft"):
+        Pretrained(adapter_of(str(good), tmp_path / "adapter")).load_config()

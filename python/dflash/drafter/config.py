@@ -10,8 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from ..files import read_architectures
 from ..terminal import printable
-from .keys import expect_architectures, expect_names
+from .keys import expect_names
 from .layouts import from_speculators, is_speculators
 from .reader import read_fields
 from .rope import Rope
@@ -77,7 +78,7 @@ class DraftConfig:
                 raise ValueError(f"{source}: must be a mapping or have to_dict(), got {type(config).__name__}")
             config = config.to_dict()
         expect_names(config, source)
-        expect_architectures(config, source)
+        read_architectures(config, source)
         if is_speculators(config):
             try:
                 config = from_speculators(config)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from .. import limits
 from ..terminal import listed, printable, shortened
 
-__all__ = ["REFUSED", "Keys", "expect_architectures", "expect_names", "refuse_unsupported", "warn_about_unknown"]
+__all__ = ["REFUSED", "Keys", "expect_names", "refuse_unsupported", "warn_about_unknown"]
 
 # fmt: off
 # Keys of dflash_config that are read. Any other is an error, since it may change the math.
@@ -183,7 +183,7 @@ class Keys:
 
     def number(self, key: str, value: Any, *, positive: bool = True) -> float:
         """Return ``value`` as a float if it is a finite number, above 0 unless ``positive`` is False."""
-        # Comparisons, because a large integer is finite, and no float.
+        # Compared, because math.isfinite cannot take an integer beyond the floats.
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not -math.inf < value < math.inf:
             raise self.error(f"{key} must be a finite number, got {shortened(value)}")
         if positive and value <= 0:
@@ -204,14 +204,6 @@ def expect_names(config: Mapping[Any, Any], source: str) -> None:
     """Raise unless every key of an object is a string."""
     if others := [key for key in config if not isinstance(key, str)]:
         raise ValueError(f"{printable(source)}: keys must be strings, got {shortened(others[0])}")
-
-
-def expect_architectures(config: Mapping[str, Any], source: str) -> None:
-    """Raise unless ``architectures`` is missing or a list of names."""
-    names = config.get("architectures")
-    is_list = isinstance(names, (list, tuple)) and all(isinstance(name, str) for name in names)
-    if names is not None and not is_list:
-        raise ValueError(f"{printable(source)}: architectures must be a list of names, got {shortened(names)}")
 
 
 def refuse_unsupported(keys: Keys) -> None:

@@ -14,7 +14,6 @@ from .prompts import (
     prompt_ids,
     read_records,
     render_chat,
-    shorten,
     text_ids,
 )
 
@@ -45,6 +44,5 @@ __all__ = [
     "prompt_ids",
     "read_records",
     "render_chat",
-    "shorten",
     "text_ids",
 ]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
+import importlib.util
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,14 +17,16 @@ import torch
 from ..files import read_json
 from ..limits import MAX_TARGET_CONFIG_BYTES
 from ..target import check_target_config, check_target_size, check_target_weights
-from ..terminal import listed, printable, shortened
+from ..terminal import listed, named, printable, shortened
 
 __all__ = ["Pretrained"]
+
+_ADAPTER = "adapter_config.json"
 
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A target and its tokenizer, as files that transformers loads. Nobody is asked whether code in them may run.
+    """A target and its tokenizer, as files that transformers loads. Never asks whether code in them may run.
 
     Each method raises ``ValueError`` if the files need code that may not run, or if one of them is broken, and
     ``OSError`` if they cannot be found.
@@ -50,13 +54,14 @@ class Pretrained:
         """Load the config, and refuse one that would have transformers download kernels and run them."""
         from transformers import AutoConfig
 
-        self._check_json("generation_config.json")
-        config = self._load(AutoConfig)
+        model = self._base() or self
+        model._check_json("generation_config.json")
+        config = model._load(AutoConfig)
         parts = [config, *(getattr(config, name, None) for name in config.sub_configs)]
         for kernel in (getattr(part, "_attn_implementation", None) for part in parts):
             if isinstance(kernel, str) and "/" in kernel:
                 raise ValueError(
-                    f"{printable(self.name)}: attn_implementation in config.json asks for code from the hub, "
+                    f"{printable(model.name)}: attn_implementation in config.json asks for code from the hub, "
                     f"{shortened(kernel)}: remove the key, attention does not need it"
                 )
         return config
@@ -65,10 +70,10 @@ class Pretrained:
         """Load the target, in eval mode. Weights that are missing are refused, where transformers draws random ones."""
         from transformers import AutoModelForCausalLM
 
-        config, folder = self.load_config(), self._folder()
+        config, folder = self.load_config(), (self._base() or self)._folder()
         if folder is not None:  # before transformers allocates anything
-            check_target_weights(folder)
-            check_target_size(self._build_empty(config), folder)
+            is_quantized = getattr(config, "quantization_config", None) is not None
+            check_target_size(self._build_empty(config), check_target_weights(folder), is_quantized=is_quantized)
         options = {"config": config, "dtype": dtype, "output_loading_info": True}
         target, found = self._load(AutoModelForCausalLM, **options)
         if missing := sorted(found["missing_keys"]):
@@ -123,10 +128,24 @@ class Pretrained:
             return Path(self.name)
         from transformers.utils import cached_file
 
-        try:
-            return Path(cached_file(self.name, "config.json", local_files_only=self.local_files_only)).parent
-        except (OSError, ValueError, TypeError):
+        for name in ("config.json", _ADAPTER):
+            with contextlib.suppress(OSError, ValueError, TypeError):
+                return Path(cached_file(self.name, name, local_files_only=self.local_files_only)).parent
+        return None
+
+    def _base(self) -> Pretrained | None:
+        """Return the model that these files adapt if they are those of a PEFT adapter only, else None."""
+        folder = self._folder()
+        if folder is None or (folder / "config.json").is_file() or not (folder / _ADAPTER).is_file():
             return None
+        name = read_json(folder / _ADAPTER, MAX_TARGET_CONFIG_BYTES).get("base_model_name_or_path")
+        if not isinstance(name, str):
+            raise ValueError(
+                f"{printable(folder / _ADAPTER)}: base_model_name_or_path must be a name, got {shortened(name)}"
+            )
+        if importlib.util.find_spec("peft") is None:
+            raise ValueError(f"{printable(self.name)} is an adapter of {named(name)}: pip install peft")
+        return dataclasses.replace(self, name=name)
 
     @contextlib.contextmanager
     def _readable_errors(self) -> Iterator[None]:

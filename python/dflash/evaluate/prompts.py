@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..files import read_jsonl, read_lines
+from ..terminal import shortened
 
 __all__ = [
     "as_messages",
@@ -19,7 +20,6 @@ __all__ = [
     "prompt_ids",
     "read_records",
     "render_chat",
-    "shorten",
     "text_ids",
 ]
 
@@ -107,7 +107,7 @@ def parse_prompt(row: Mapping[str, Any], where: str) -> tuple[list[dict[str, Any
     turns = [row[field]] if isinstance(row[field], str) else row[field]
     if not isinstance(turns, list | tuple) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
         raise ValueError(
-            f"{where}: {field} must be text that is not empty, or a list of such, got {shorten(row[field])}"
+            f"{where}: {field} must be text that is not empty, or a list of such, got {shortened(row[field])}"
         )
     return None, list(turns)
 
@@ -116,17 +116,13 @@ def parse_messages(row: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
     """Return all messages of a row, each with ``role`` and ``content``."""
     messages = row.get("messages", row.get("prompt"))
     if not isinstance(messages, list) or not messages:
-        raise ValueError(f"{where}: messages must be a list of role and content, got {shorten(messages)}")
+        raise ValueError(f"{where}: messages must be a list of role and content, got {shortened(messages)}")
     for number, message in enumerate(messages, 1):
         if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
-            raise ValueError(f"{where}: message {number} must have role and content, both text, got {shorten(message)}")
+            raise ValueError(
+                f"{where}: message {number} must have role and content, both text, got {shortened(message)}"
+            )
     return [dict(message) for message in messages]
-
-
-def shorten(value: object) -> str:
-    """Show a value in an error message."""
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 # ---------------------------------------------------------------------------------------------- ids

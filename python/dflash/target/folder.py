@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from ..files import read_json
+from ..files import read_architectures, read_json
 from ..limits import (
     MAX_EXPERTS,
     MAX_POSITIONS,
@@ -23,16 +24,16 @@ from ..weight_files import find_shards, read_header
 
 __all__ = ["check_target_config", "check_target_size", "check_target_weights"]
 
-# Keys that decide how much transformers builds, in any family's words, and their largest value.
+# Keys that decide how much transformers builds, under the names of any family, and their largest value.
 _SIZES = (
-    (re.compile(r"(^|_)n?_?layers?$"), MAX_TARGET_LAYERS),
+    (re.compile(r"(^|_)(n?_?layers?(_per_\w+)?|depth|num_blocks)$"), MAX_TARGET_LAYERS),
     (re.compile(r"(^|_)experts$"), MAX_EXPERTS),
     (
         re.compile(r"(_size|_dim|_rank|heads|_head|_window|_embeddings|_positions|_inner|n_embd|d_model|d_ff)$"),
         MAX_POSITIONS,
     ),
 )
-_MAX_INTEGER = 2**63 - 1  # a larger one is no number for torch
+_MAX_INTEGER = 2**63 - 1  # torch has no larger ones
 
 
 def check_target_config(folder: Path) -> None:
@@ -47,30 +48,33 @@ def check_target_config(folder: Path) -> None:
     if not path.is_file():
         return
     config, source = read_json(path, MAX_TARGET_CONFIG_BYTES), printable(path)
-    architectures = config.get("architectures")
-    is_list = isinstance(architectures, list) and all(isinstance(name, str) for name in architectures)
-    if architectures is not None and not is_list:
-        raise ValueError(f"{source}: architectures must be a list of names, got {shortened(architectures)}")
+    read_architectures(config, source)
     for key, value in _integers(config):
         limit = next((limit for pattern, limit in _SIZES if pattern.search(key)), _MAX_INTEGER)
         if abs(value) > limit:
             raise ValueError(f"{source}: {named(key)} must be at most {limit}, got {shortened(value)}")
 
 
-def check_target_weights(folder: Path) -> None:
+def check_target_weights(folder: Path) -> list[Path]:
     """Check the index and the headers of safetensors files.
+
+    Returns:
+        The files of the weights, of either kind that transformers loads. Empty if one is missing: a hub's snapshot may
+        not be complete yet.
 
     Raises:
         ValueError: a file is broken or cut; it is named.
     """
-    try:
-        shards = find_shards(folder, MAX_TARGET_JSON_BYTES, MAX_TARGET_SHARDS)
-    except FileNotFoundError:  # weights of another kind
-        return
-    room = MAX_TARGET_JSON_BYTES
-    for shard in shards:
-        _, length = read_header(shard, room)
-        room -= length
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        with contextlib.suppress(FileNotFoundError):
+            files = find_shards(folder, MAX_TARGET_JSON_BYTES, MAX_TARGET_SHARDS, name)
+            room = MAX_TARGET_JSON_BYTES
+            for file in files:
+                if file.suffix == ".safetensors":
+                    _, length = read_header(file, room)
+                    room -= length
+            return files
+    return []
 
 
 def _integers(content: Any, key: str = "") -> Iterator[tuple[str, int]]:
@@ -85,22 +89,24 @@ def _integers(content: Any, key: str = "") -> Iterator[tuple[str, int]]:
         yield key, content
 
 
-def check_target_size(model: nn.Module, folder: Path) -> None:
+def check_target_size(model: nn.Module, files: Sequence[Path], *, is_quantized: bool = False) -> None:
     """Compare a model on the meta device with the bytes of its weights, before it is allocated.
+
+    Args:
+        model: the model.
+        files: all of its weights, as `check_target_weights` returns them.
+        is_quantized: a parameter may take less than a byte, but not less than a bit.
 
     Raises:
         ValueError: the files hold far less than the model's parameters.
     """
-    files = [*folder.glob("*.safetensors"), *folder.glob("*.bin")]
-    stored = sum(file.stat().st_size for file in files if file.is_file())
+    stored = sum(file.stat().st_size for file in files)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    # A parameter takes a byte or more, or a bit or more if it is quantized.
-    most = stored * 8 if getattr(model.config, "quantization_config", None) else stored
-    if files and parameters > most:
+    if files and parameters > (stored * 8 if is_quantized else stored):
         sizes = [f"{key} {value}" for key, value in _integers(model.config.to_dict()) if _is_size(key)]
         raise ValueError(
-            f"{printable(folder)}: config.json makes a model of {parameters} parameters, and its weights have only "
-            f"{stored} bytes. One of its sizes is wrong: {listed(sizes)}"
+            f"{printable(files[0].parent)}: config.json makes a model of {parameters} parameters, and its weights have "
+            f"only {stored} bytes. One of its sizes is wrong: {listed(sizes)}"
         )
 
 

@@ -174,7 +174,7 @@ def save_checkpoint(
         remove_unfinished(folder)  # left by a run that was killed
         with atomic_folder(final) as unfinished:
             save_draft(drafter, unfinished, dtype=None)
-            with open(unfinished / _STATE, "wb") as file:  # torch says why a file of Python's cannot be written
+            with open(unfinished / _STATE, "wb") as file:  # given a path, torch does not say why it cannot write
                 torch.save(state, file)
             fsync(unfinished / _STATE)
             write_json(progress, unfinished / _PROGRESS)

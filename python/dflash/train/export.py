@@ -8,9 +8,8 @@ from pathlib import Path
 import torch
 
 from ..drafter import draft_folder, from_speculators, is_speculators, load_draft, to_speculators
-from ..files import atomic_folder, check_writable, read_json, save_tensors, write_json
+from ..files import atomic_folder, check_writable, read_architectures, read_json, save_tensors, write_json
 from ..limits import MAX_JSON_BYTES, MAX_TARGET_CONFIG_BYTES
-from ..terminal import printable, shortened
 
 __all__ = ["FORMATS", "export"]
 
@@ -82,7 +81,4 @@ def _architectures(target: str) -> list[str]:
     path = Path(target).expanduser() / "config.json"
     if not path.is_file():
         return []
-    names = read_json(path, MAX_TARGET_CONFIG_BYTES).get("architectures") or []
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise ValueError(f"{printable(path)}: architectures must be a list of names, got {shortened(names)}")
-    return names
+    return read_architectures(read_json(path, MAX_TARGET_CONFIG_BYTES), path)

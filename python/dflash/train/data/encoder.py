@@ -11,10 +11,9 @@ from ...evaluate import (
     parse_prompt,
     prompt_ids,
     render_chat,
-    shorten,
     text_ids,
 )
-from ...terminal import listed
+from ...terminal import listed, shortened
 
 _WRITTEN = {"line", "sample", "seed", "model", "max_new_tokens"}  # fields that mark a row of dflash regenerate
 _RENDERING = {  # arguments of transformers' function, which are not the template's
@@ -87,10 +86,10 @@ class _Encoder:
     def ids(self, row: Mapping[str, Any], field: str) -> list[int]:
         ids = row[field]
         if not isinstance(ids, list) or not ids or not all(type(token) is int for token in ids):
-            raise ValueError(f"{field} must be a list of token ids, got {shorten(ids)}")
+            raise ValueError(f"{field} must be a list of token ids, got {shortened(ids)}")
         if min(ids) < 0 or max(ids) >= self.vocab_size:
             bad = min(ids) if min(ids) < 0 else max(ids)
-            raise ValueError(f"{field} must lie in 0 .. {self.vocab_size - 1}, got {shorten(bad)}")
+            raise ValueError(f"{field} must lie in 0 .. {self.vocab_size - 1}, got {shortened(bad)}")
         return ids
 
     def plain(self, text: str) -> list[int]:
@@ -99,7 +98,7 @@ class _Encoder:
     def answered(self, prompt: dict[str, Any], row: Mapping[str, Any]) -> _Row:
         response = row["response"]
         if not isinstance(response, str):
-            raise ValueError(f"response must be text, got {shorten(response)}")
+            raise ValueError(f"response must be text, got {shortened(response)}")
         asked = self.asked(row)
         given, template = prompt_ids(self.tokenizer, prompt, **asked), asked["template"]
         if row.get("finish_reason") == "length":
@@ -167,7 +166,7 @@ class _Encoder:
 
     def text(self, text: object, where: str) -> list[_Row]:
         if not isinstance(text, str) or not text:
-            raise ValueError(f"{where}: text must be a non-empty string, got {shorten(text)}")
+            raise ValueError(f"{where}: text must be a non-empty string, got {shortened(text)}")
         ids = text_ids(self.tokenizer, text, bos=self.bos)
         if ids[-1:] != self.stops[:1]:
             ids += self.stops[:1]
@@ -180,7 +179,7 @@ def _template(arguments: object) -> dict[str, Any]:
     if arguments is None:
         return {}
     if not isinstance(arguments, dict) or arguments.keys() & _RENDERING:
-        raise ValueError(f"template must be an object of arguments of the chat template, got {shorten(arguments)}")
+        raise ValueError(f"template must be an object of arguments of the chat template, got {shortened(arguments)}")
     return arguments
 
 

@@ -125,7 +125,7 @@ def _is_progress(progress: dict[str, Any], steps: int) -> bool:
         and 0 <= seconds < math.inf
         and all(isinstance(progress.get(name), dict) for name in ("fingerprint", "last"))
         and progress["fingerprint"].keys() >= _IDENTITY
-        and (progress["step"] <= steps or progress["fingerprint"]["steps"] != steps)  # the latter is told by name
+        and (progress["step"] <= steps or progress["fingerprint"]["steps"] != steps)  # `_read` names the latter
     )
 
 

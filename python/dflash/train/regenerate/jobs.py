@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Protocol
 
-from ...evaluate import as_messages
+from ...evaluate import as_messages, check_text
 from ...sampling import Sampling, fold
 
-__all__ = ["Answer", "Job", "Settings", "Summary", "Writer", "check_text", "jobs"]
+__all__ = ["Answer", "Job", "Settings", "Summary", "Writer", "check_prompt", "jobs"]
 
 
 @dataclass(frozen=True)
@@ -158,10 +158,7 @@ def jobs(prompts: Sequence[dict[str, Any]], settings: Settings) -> list[Job]:
     ]
 
 
-def check_text(job: Job) -> None:
-    """Raise ``ValueError`` for a prompt with half of a surrogate pair, which neither a tokenizer nor a server takes."""
-    try:
-        "".join(value for turn in as_messages(job.prompt) for value in turn.values() if isinstance(value, str)).encode()
-    except UnicodeEncodeError as error:
-        half = f"U+{ord(error.object[error.start]):04X}"
-        raise ValueError(f"the prompt on line {job.line} is not Unicode text: it has {half}, half of a pair") from error
+def check_prompt(job: Job) -> None:
+    """Raise ``ValueError`` for a prompt that is not Unicode text, which neither a tokenizer nor a server takes."""
+    for text in (value for turn in as_messages(job.prompt) for value in turn.values() if isinstance(value, str)):
+        check_text(text, f"the text of the prompt on line {job.line}")

@@ -12,7 +12,7 @@ from ...drafter import Drafter
 from ...generator import Generator
 from ...target import text_config
 from ..data import prompt_ids
-from .jobs import Answer, Job, Settings, check_text
+from .jobs import Answer, Job, Settings, check_prompt
 
 __all__ = ["LocalWriter"]
 
@@ -67,7 +67,7 @@ class LocalWriter:
         for job in jobs:
             if job.line in self.ids:
                 continue
-            check_text(job)
+            check_prompt(job)
             try:
                 ids = self.ids[job.line] = prompt_ids(self.tokenizer, job.prompt, **self.encoding)
             except ValueError as error:

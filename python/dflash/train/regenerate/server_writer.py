@@ -17,7 +17,7 @@ from ...evaluate import as_messages
 from ...terminal import printable
 from .bounded_client import bounded_client
 from .completion import read_completion
-from .jobs import Answer, Job, Settings, check_text
+from .jobs import Answer, Job, Settings, check_prompt
 
 __all__ = ["ServerWriter"]
 
@@ -91,7 +91,7 @@ class ServerWriter:
         for job in jobs:
             if self.raw and "messages" in job.prompt:
                 raise ValueError(f"the prompt on line {job.line} is a conversation, which cannot be continued raw")
-            check_text(job)
+            check_prompt(job)
 
     def answers(self, jobs: Sequence[Job], settings: Settings) -> Iterator[list[tuple[Job, Answer]]]:
         """Yield answers as they arrive; see `Writer`. The first request that fails after all retries ends the run.
