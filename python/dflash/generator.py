@@ -54,10 +54,10 @@ class Generator:
     A generator cannot be pickled or copied. A child process made by ``fork`` may use it, as far as torch works there.
 
     Args:
-        target: the Hugging Face causal language model; it is never modified (see `dflash.target`).
+        target: the Hugging Face causal language model; it is never modified (see `dflash.target`). One with hooks, or
+            of a family or with functions that were not tested, runs 24 tokens of a trial when the generator is made.
         draft: a `Drafter`, or any module that `load_draft` takes. None decodes one token per step through
-            the same code and, with ``block_size``, the same padded shapes: the baseline that bf16 output equals bit for
-            bit.
+            the same code; with ``block_size`` in the same padded shapes, which bf16 output equals bit for bit.
         max_length: prompt and new tokens of a row together may not exceed this.
         batch_size: the most rows of a call.
         block_size: rows that a step verifies, 1 to the drafter's own block size (the default); 1 without a drafter.

@@ -363,7 +363,7 @@ def global_hooks() -> tuple:
     return tuple(hook for registered in hooks for hook in registered.values())
 
 
-def own_loop_method(model: PreTrainedModel) -> str:
+def own_loop_method(model: nn.Module) -> str:
     """Return the first method of transformers' loop that a model has of its own, or an empty string.
 
     peft leaves the class's own method in the instance; that is no replacement.
