@@ -9,7 +9,7 @@ from pathlib import Path
 TESTS = Path(__file__).resolve().parents[1]
 
 
-def python(code: str, *arguments: object, stdin: str = "", seconds: float = 240, **environment: str):
+def python(code: str, *arguments: object, stdin: str = "", seconds: float = 900, **environment: str):
     """Run ``code`` with the tests' helpers importable; return what it printed and its exit code.
 
     A crash is a negative ``returncode``. A process that takes longer than ``seconds`` hangs: it is killed, and

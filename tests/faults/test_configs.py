@@ -228,7 +228,7 @@ def test_a_changed_config_loads_or_is_refused_by_the_name_of_a_changed_key(draft
         message = str(error)
     seconds, (_, peak) = time.process_time() - begun, tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert seconds < 10 * SECONDS
+    assert seconds < SECONDS
     assert peak < MEGABYTES * 2**20
     if message is None:
         rope, head_dim = drafter.config.rope, drafter.config.head_dim

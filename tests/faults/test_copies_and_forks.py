@@ -7,21 +7,11 @@ import process
 import pytest
 import torch
 from baseline import greedy, prompt
-from families import make_draft, make_target
+from families import make_target
 
 import dflash
 
 REFUSED = "a Generator cannot be pickled or copied.* Make one from the target and the drafter"
-
-
-@pytest.fixture(scope="module")
-def target():
-    return make_target("qwen3")
-
-
-@pytest.fixture(scope="module")
-def draft(target):
-    return make_draft(target)
 
 
 class Own(dflash.Generator):

@@ -7,7 +7,6 @@ import process
 import pytest
 import torch
 from baseline import prompt
-from families import make_draft, make_target
 from recorded import record
 
 import dflash
@@ -16,16 +15,6 @@ from dflash.engine import compiled_per_kind
 LIVE = 17  # those that are kept, and those of the call that runs
 SIZES = range(2, 26)
 CALL = {"max_new_tokens": 8, "suppress_tokens": [3], "bad_words_ids": [[4]], "repetition_penalty": 1.4}
-
-
-@pytest.fixture(scope="module")
-def target():
-    return make_target("qwen3")
-
-
-@pytest.fixture(scope="module")
-def draft(target):
-    return make_draft(target)
 
 
 def tensors(generator) -> list[weakref.ref]:

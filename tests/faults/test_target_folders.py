@@ -105,7 +105,7 @@ def test_hostile_configs_are_refused_by_key_within_a_second_and_50_mb(good, tmp_
     for name, (kind, message, seconds) in zip(names, load_in_child(good, copies(good, tmp_path, writes)), strict=True):
         assert (kind, name in message) == ("ValueError", True), (name, kind, message)
         assert len(message) < 1500
-        assert seconds < 3 * SECONDS, (name, seconds)  # a tokenizer, a config and an empty model before
+        assert seconds < SECONDS, (name, seconds)  # a tokenizer, a config and an empty model before
 
 
 def hostile_weights(path):
@@ -136,7 +136,7 @@ def test_hostile_weights_are_refused_within_a_second_and_50_mb(good, tmp_path):
     for name, (kind, message, seconds) in zip(files, load_in_child(good, copies(good, tmp_path, writes)), strict=True):
         assert (kind, "model.safetensors: " in message) == ("ValueError", True), (name, kind, message)
         assert len(message) < 500
-        assert seconds < 3 * SECONDS, (name, seconds)
+        assert seconds < SECONDS, (name, seconds)
 
 
 @pytest.mark.parametrize("name", ["x" * 10_000, "../model.safetensors", "\0", ""])
