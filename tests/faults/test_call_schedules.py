@@ -225,7 +225,7 @@ class Player:
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:Unfeasible length")
-@examples(30)
+@examples(20)
 @given(generators, st.booleans(), st.lists(actions, min_size=5, max_size=8))
 def test_every_call_of_a_schedule_gives_the_right_text(options, replays, schedule):
     player = Player(options, replays=replays)

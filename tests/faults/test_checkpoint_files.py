@@ -258,7 +258,7 @@ def drafter_folder(tmp_path_factory):
 
 
 @pytest.mark.long
-@examples(60)
+@examples(40)
 @given(st.data())
 def test_a_damaged_file_loads_the_same_tensors_or_is_refused(drafter_folder, data):
     good = drafter_folder / "good"

@@ -213,7 +213,7 @@ def drafter_folder(tmp_path_factory):
 
 
 @pytest.mark.long
-@examples(150)
+@examples(80)
 @given(changed_configs())
 def test_a_changed_config_loads_or_is_refused_by_the_name_of_a_changed_key(drafter_folder, change):
     config, names = change

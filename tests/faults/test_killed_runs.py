@@ -18,7 +18,7 @@ WORKS = 3  # regenerate, train, export
 @pytest.mark.parametrize("fault", ["killed", "limited", "mounted"])
 def test_a_run_that_continues_after_a_fault_writes_the_same_files(fault, tmp_path):
     """Kills come before any operation on files, and at any time. The disk is full after any number of bytes."""
-    count = min(examples(4).max_examples, 40)  # an attempt is several runs
+    count = min(examples(3).max_examples, 40)  # an attempt is several runs
     done = process.python(PROGRAM, fault, tmp_path, count, seconds=240 * count)
     assert done.returncode == 0, done.stderr
     if done.stdout == "no mounts\n":
