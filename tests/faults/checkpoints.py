@@ -57,19 +57,21 @@ def save_drafter(folder: Path, config: dict | None = None) -> Path:
     return save_checkpoint(folder, published() if config is None else config, random_tensors(valid))
 
 
+LOAD_DRAFT = """
+import torch
+from dflash import load_draft as load
+"""
 _CHILD = """
 import json, resource, sys, time, warnings
-import torch
-from dflash import load_draft
 warnings.simplefilter("ignore")
-load_draft(sys.argv[1])
+load(sys.argv[1])
 pages = int(open("/proc/self/statm").read().split()[0])
 limit = pages * resource.getpagesize() + int(sys.argv[2]) * 2**20
 resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 for folder in sys.argv[3:]:
     begun = time.process_time()
     try:
-        load_draft(folder)
+        load(folder)
         kind, message = "loaded", ""
     except Exception as error:
         kind, message = type(error).__name__, str(error)
@@ -77,8 +79,11 @@ for folder in sys.argv[3:]:
 """
 
 
-def load_in_child(good: Path, folders: list[Path]) -> list[tuple[str, str, float]]:
-    """Load each folder in one process that has 50 MB to spare. Returns an error's type and text, and CPU seconds."""
-    done = python(_CHILD, good, MEGABYTES, *folders)
+def load_in_child(good: Path, folders: list[Path], load: str = LOAD_DRAFT) -> list[tuple[str, str, float]]:
+    """Load each folder in one process that has 50 MB to spare. Returns an error's type and text, and CPU seconds.
+
+    ``load`` is code that defines a function of this name. It loads ``good`` before the memory is limited.
+    """
+    done = python(load + _CHILD, good, MEGABYTES, *folders)
     assert done.returncode == 0, done.stderr
     return [tuple(json.loads(line)) for line in done.stdout.splitlines()]

@@ -5,9 +5,8 @@ import shutil
 import struct
 
 import pytest
-from checkpoints import MEGABYTES, SECONDS
+from checkpoints import SECONDS, load_in_child
 from families import make_target
-from process import python
 from tiny_pair import save_pair
 
 from dflash.evaluate import Pretrained
@@ -50,26 +49,12 @@ TEXTS = {
     "twenty megabytes": '{"model_type": "qwen3"}' + " " * 20_000_000,
     "a list": "[]",
 }
-CHILD = """
-import json, resource, sys, time, warnings
+LOAD_TARGET = """
 from dflash.evaluate import Pretrained
-warnings.simplefilter("ignore")
 def load(folder):
     Pretrained(folder).load_tokenizer()
     Pretrained(folder).load_empty_target()
     Pretrained(folder).load_target("auto")
-load(sys.argv[1])
-pages = int(open("/proc/self/statm").read().split()[0])
-limit = pages * resource.getpagesize() + int(sys.argv[2]) * 2**20
-resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-for folder in sys.argv[3:]:
-    begun = time.process_time()
-    try:
-        load(folder)
-        kind, message = "loaded", ""
-    except Exception as error:
-        kind, message = type(error).__name__, str(error)
-    print(json.dumps([kind, message.replace(folder, ""), time.process_time() - begun]), flush=True)
 """
 
 
@@ -88,12 +73,6 @@ def copies(good, tmp_path, changes):
     return folders
 
 
-def load_in_child(good, folders):
-    done = python(CHILD, good, MEGABYTES, *folders)
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
 def config_of(good, changes):
     return json.dumps(json.loads((good / "config.json").read_text()) | changes)
 
@@ -102,7 +81,9 @@ def test_hostile_configs_are_refused_by_key_within_a_second_and_50_mb(good, tmp_
     texts = [config_of(good, changes) for _, changes in NAMED] + list(TEXTS.values())
     writes = [lambda folder, text=text: (folder / "config.json").write_text(text) for text in texts]
     names = [name for name, _ in NAMED] + ["config.json"] * len(TEXTS)
-    for name, (kind, message, seconds) in zip(names, load_in_child(good, copies(good, tmp_path, writes)), strict=True):
+    for name, (kind, message, seconds) in zip(
+        names, load_in_child(good, copies(good, tmp_path, writes), LOAD_TARGET), strict=True
+    ):
         assert (kind, name in message) == ("ValueError", True), (name, kind, message)
         assert len(message) < 1500
         assert seconds < SECONDS, (name, seconds)  # a tokenizer, a config and an empty model before
@@ -133,7 +114,9 @@ def test_hostile_weights_are_refused_within_a_second_and_50_mb(good, tmp_path):
         lambda folder, content=content: (folder / "model.safetensors").write_bytes(content)
         for content in files.values()
     ]
-    for name, (kind, message, seconds) in zip(files, load_in_child(good, copies(good, tmp_path, writes)), strict=True):
+    for name, (kind, message, seconds) in zip(
+        files, load_in_child(good, copies(good, tmp_path, writes), LOAD_TARGET), strict=True
+    ):
         assert (kind, "model.safetensors: " in message) == ("ValueError", True), (name, kind, message)
         assert len(message) < 500
         assert seconds < SECONDS, (name, seconds)
