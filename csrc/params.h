@@ -236,6 +236,71 @@ struct AcceptPrefixParams {
   }
 };
 
+// One layer of a linear recurrence (gated delta rule, Mamba-2) over a block of rows, whose state stands at a
+// position in front of the block. First the accepted rows of the last pass are applied from what it saved of
+// them, then the rows run. Per head: S' = a S; d = beta (v - S'^T k), or v without beta; S = S' + k d^T;
+// out = S^T q.
+struct GatedRecurrenceParams {
+  const float* q;          // [batch, rows, key_heads, key_dim]
+  const float* k;          // [batch, rows, key_heads, key_dim]; a key head serves heads / key_heads heads
+  const float* v;          // [batch, rows, heads, value_dim]
+  const float* log_decay;  // [batch, rows, heads, decay_dim]: log a, per head or per key channel
+  const float* beta;       // [batch, rows, heads] or null
+  float* state;            // [batch, heads, key_dim, value_dim], moved to the row after the last that is kept
+  float* saved_k;          // [batch, block, key_heads, key_dim]
+  float* saved_d;          // [batch, block, heads, value_dim]
+  float* saved_a;          // [batch, block, heads, decay_dim]
+  const int64_t* pending;  // [batch], clamped to 0 .. block: how many saved rows to apply
+  const int64_t* keep;     // [batch], clamped to 0 .. rows: how many rows the state takes up now
+  float* out;              // [batch, rows, heads, value_dim]
+  int64_t batch;
+  int64_t rows;  // the first min(rows, block) are saved
+  int64_t key_heads;
+  int64_t heads;
+  int64_t key_dim;
+  int64_t value_dim;
+  int64_t decay_dim;  // 1 or key_dim
+  int64_t block;
+  int32_t threads;
+  int32_t device = 0;
+
+  static constexpr auto wire() {
+    using P = GatedRecurrenceParams;
+    return std::tuple(&P::q, &P::k, &P::v, &P::log_decay, &P::beta, &P::state, &P::saved_k, &P::saved_d,
+                      &P::saved_a, &P::pending, &P::keep, &P::out, &P::batch, &P::rows, &P::key_heads,
+                      &P::heads, &P::key_dim, &P::value_dim, &P::decay_dim, &P::block);
+  }
+};
+
+// A depthwise causal convolution over a block of rows. The window holds the inputs in front of the last pass'
+// rows, then the first of these rows: the context of this pass starts at slot pending[b].
+struct CausalConvParams {
+  const void* x;           // [batch, rows, channels], strided, the last dimension dense
+  const void* weight;      // [channels, width], the oldest input's first
+  const void* bias;        // [channels] or null
+  void* window;            // [batch, width - 1 + block, channels]
+  const int64_t* pending;  // [batch], clamped to 0 .. block
+  const int64_t* keep;     // [batch], clamped to 0 .. rows: the new context ends in front of this row
+  void* out;               // [batch, rows, channels]
+  int64_t x_stride_batch, x_stride_row;
+  int64_t batch;
+  int64_t rows;  // the first min(rows, block) are stored behind the new context
+  int64_t channels;
+  int64_t width;
+  int64_t block;
+  bool silu;  // out = y / (1 + exp(-y))
+  DType dtype;
+  int32_t threads;
+  int32_t device = 0;
+
+  static constexpr auto wire() {
+    using P = CausalConvParams;
+    return std::tuple(&P::x, &P::weight, &P::bias, &P::window, &P::pending, &P::keep, &P::out,
+                      &P::x_stride_batch, &P::x_stride_row, &P::batch, &P::rows, &P::channels, &P::width,
+                      &P::block, &P::silu, &P::dtype);
+  }
+};
+
 constexpr int kMaxLinearWeights = 4;
 
 // out = x weight^T + bias for a few rows, of several weights side by side.

@@ -17,6 +17,7 @@ from .layers import decoder_layers
 from .linear import linear, linears
 from .linear import skinny as skinny
 from .norm import add_rms_norm, fuse_features, rms_norm, silu_mul
+from .recurrent import causal_conv_, gated_recurrence_
 from .registry import cuda_status, has_cuda_kernels, isa
 
 __all__ = [
@@ -25,9 +26,11 @@ __all__ = [
     "append_context_kv_",
     "append_kv_",
     "block_attention",
+    "causal_conv_",
     "cuda_status",
     "decoder_layers",
     "fuse_features",
+    "gated_recurrence_",
     "has_cuda_kernels",
     "isa",
     "linear",

@@ -363,6 +363,75 @@ def accept_prefix_(
 _AMX_INNER = 32
 
 
+def gated_recurrence_(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    log_decay: Tensor,
+    beta: Tensor | None,
+    state: Tensor,
+    saved_k: Tensor,
+    saved_d: Tensor,
+    saved_a: Tensor,
+    pending: Tensor,
+    keep: Tensor,
+) -> Tensor:
+    """Apply ``pending`` saved rows to the state, run the rows, and keep the state after ``keep`` of them."""
+    rows, block, groups = q.shape[1], saved_k.shape[1], v.shape[2] // q.shape[2]
+    a, (q, k, held_k) = log_decay.exp(), (x.repeat_interleave(groups, 2) for x in (q, k, saved_k))
+    current = state
+    for t in range(block):
+        moved = _advance(current, saved_a[:, t], held_k[:, t], saved_d[:, t])
+        current = torch.where((t < pending)[:, None, None, None], moved, current)
+    kept, out, corrected = current, torch.empty_like(v), torch.empty_like(v)
+    for t in range(rows):
+        d = v[:, t]
+        if beta is not None:
+            held = (_decayed(current, a[:, t]) * k[:, t, :, :, None]).sum(-2)
+            d = beta[:, t, :, None] * (d - held)
+        current = _advance(current, a[:, t], k[:, t], d)
+        out[:, t], corrected[:, t] = (current * q[:, t, :, :, None]).sum(-2), d
+        kept = torch.where((t < keep)[:, None, None, None], current, kept)
+    state.copy_(kept)
+    stored = min(rows, block)
+    saved_k[:, :stored], saved_d[:, :stored], saved_a[:, :stored] = (
+        *(k[:, :stored, ::groups], corrected[:, :stored], a[:, :stored]),
+    )
+    return out
+
+
+def _decayed(state: Tensor, a: Tensor) -> Tensor:
+    return state * (a[..., None] if a.dim() == 3 else a[..., None, None])
+
+
+def _advance(state: Tensor, a: Tensor, k: Tensor, d: Tensor) -> Tensor:
+    """``a S + k d^T`` for ``[batch, heads, key_dim, value_dim]``, the one place where a state moves."""
+    return _decayed(state, a) + k[..., None] * d[..., None, :]
+
+
+def causal_conv_(
+    x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, window: Tensor, pending: Tensor, keep: Tensor
+) -> Tensor:
+    """Convolve each channel over the window's context and the rows, taps from the oldest; move the window."""
+    (batch, rows, channels), width = x.shape, weight.shape[1]
+    block, wide = window.shape[1] - width + 1, _compute_dtype(x)
+    reach = torch.arange(width - 1, device=x.device)
+
+    def slots(first: Tensor, most: int) -> Tensor:
+        return (first.clamp(0, most)[:, None] + reach)[:, :, None].expand(-1, -1, channels)
+
+    inputs = torch.cat([window.gather(1, slots(pending, block)), x], 1)
+    total = torch.zeros(batch, rows, channels, dtype=wide, device=x.device)
+    if bias is not None:
+        total = total + bias.to(wide)
+    for j in range(width):
+        total = total + weight[:, j].to(wide) * inputs[:, j : j + rows].to(wide)
+    window[:, : width - 1] = inputs.gather(1, slots(keep, rows))
+    stored = min(rows, block)
+    window[:, width - 1 : width - 1 + stored] = x[:, :stored]
+    return (torch.nn.functional.silu(total) if silu else total).to(x.dtype)
+
+
 def separate_rows(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return the operands of ``x @ weight.T`` in a form in which no row of ``x`` meets another.
 
