@@ -1,11 +1,16 @@
-"""Preallocated keys and values, one slot per absolute position. Lengths live outside, on the device."""
+"""What a model remembers of a sequence, preallocated: keys and values with a slot per position, recurrent states.
+
+Lengths live outside, on the device.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-__all__ = ["KVCache"]
+__all__ = ["KVCache", "RecurrentCache", "RecurrentLayer"]
 
 
 class KVCache:
@@ -61,10 +66,156 @@ class KVCache:
 
         Called within every step, after the counters have advanced. A chain's committed rows already are in the slots
         of their positions, and the length trims the rest. A tree's cache moves the rows of the committed path to
-        these slots. A recurrent cache rolls its state forward by ``num_context`` tokens. Implementations launch work
-        of fixed shape: they never wait for the device, allocate nothing and branch on no value.
+        these slots. A recurrent cache takes them up at the start of the next pass. Implementations launch work of
+        fixed shape: they never wait for the device, allocate nothing and branch on no value.
 
         Args:
             length: ``[batch]`` int64, positions committed so far.
             num_context: ``[batch]`` int64, how many of them this step committed; 0 for a row that has finished.
         """
+
+    def resumable(self, shared: Sequence[int]) -> list[int]:
+        """Return, per row, from which position at or before ``shared`` the cache can go on: here from any."""
+        return list(shared)
+
+    def resume_(self, positions: Sequence[int]) -> None:
+        """Go on from these positions, which `resumable` has returned. Keys and values need nothing for it."""
+
+    def keep_snapshot_(self, rows: Iterable[int]) -> None:
+        """Remember where these rows stand now, as a place to resume from later. Keys and values need no such place."""
+
+
+class RecurrentLayer:
+    """The buffers of one recurrent layer; each is allocated at its first use, at an address that never changes.
+
+    Attributes:
+        window: ``[batch, width - 1 + block, channels]`` of the convolution: the inputs in front of ``held``, then those
+            of the last pass.
+        state: ``[batch, heads, key_dim, value_dim]`` float32, at ``held``.
+        saved_k: ``[batch, block, key_heads, key_dim]`` float32; with the next two, the last pass' rows behind ``held``.
+        saved_d: ``[batch, block, heads, value_dim]`` float32.
+        saved_a: ``[batch, block, heads]`` or ``[batch, block, heads, key_dim]`` float32.
+    """
+
+    window: Tensor | None = None
+    state: Tensor | None = None
+    saved_k: Tensor | None = None
+    saved_d: Tensor | None = None
+    saved_a: Tensor | None = None
+
+    def __init__(self, batch_size: int, block_size: int) -> None:
+        self.batch_size, self.block_size = batch_size, block_size
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """Every buffer that there is."""
+        every = (self.window, self.state, self.saved_k, self.saved_d, self.saved_a)
+        return [buffer for buffer in every if buffer is not None]
+
+    @property
+    def standing(self) -> list[Tensor]:
+        """What stands at ``held``, as views: the context of the convolution and the state."""
+        context = [] if self.window is None else [self.window[:, : self.window.shape[1] - self.block_size]]
+        return context + ([] if self.state is None else [self.state])
+
+    def convolution(self, like: Tensor, width: int) -> Tensor:
+        """Return the window of a convolution over ``width`` inputs ``like [batch, rows, channels]``."""
+        if self.window is None:
+            self.window = like.new_zeros(self.batch_size, width - 1 + self.block_size, like.shape[-1])
+        return self.window
+
+    def recurrence(self, k: Tensor, v: Tensor, log_decay: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return ``(state, saved_k, saved_d, saved_a)`` for rows like these; see `dflash.ops.gated_recurrence_`."""
+        if self.state is None:
+            batch, block, (heads, value_dim) = self.batch_size, self.block_size, v.shape[2:]
+            self.state = v.new_zeros(batch, heads, k.shape[3], value_dim)
+            self.saved_k = k.new_zeros(batch, block, *k.shape[2:])
+            self.saved_d = v.new_zeros(batch, block, heads, value_dim)
+            self.saved_a = log_decay.new_zeros(batch, block, *log_decay.shape[2:])
+        return self.state, self.saved_k, self.saved_d, self.saved_a
+
+
+class RecurrentCache(KVCache):
+    """A cache for models with recurrent layers, whose states no counter can trim.
+
+    Between two passes every recurrent state stands at position ``held``, and what the last pass saved of its rows
+    covers ``held .. held + block_size - 1``; ``held <= length <= held + block_size`` for a row that will go on. A pass
+    at positions ``length`` first applies the ``pending = length - held`` rows that were accepted since, then runs its
+    own, and takes up ``keep`` of them at once: none of a block's, all of a prompt's. Then ``held = length + keep``.
+
+    Attributes:
+        held: ``[batch]`` int64.
+        pending: ``[batch]`` int64, of the pass that runs.
+        keep: ``[batch]`` int64, of the pass that runs.
+        recurrent: layer index -> its buffers.
+
+    Args:
+        batch_size: sequences.
+        capacity: positions of each sequence, lookahead slots included.
+        block_size: the most rows of a pass that are not kept at once.
+        device: of the counters.
+    """
+
+    def __init__(self, batch_size: int, capacity: int, block_size: int, device: torch.device | str) -> None:
+        super().__init__(batch_size, capacity)
+        self.block_size = block_size
+        self.held, self.pending, self.keep = (
+            torch.zeros(batch_size, dtype=torch.int64, device=device) for _ in range(3)
+        )
+        self.recurrent: dict[int, RecurrentLayer] = {}
+        self._snapshot: dict[int, list[Tensor]] = {}  # layer index -> copies of what stood at `_snapshot_at`
+        self._snapshot_at = [0] * batch_size
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """Every buffer: keys, values, recurrent layers."""
+        return [*super().buffers, *(buffer for layer in self.recurrent.values() for buffer in layer.buffers)]
+
+    def recurrent_layer(self, index: int) -> RecurrentLayer:
+        """Return the buffers of a recurrent layer."""
+        if index not in self.recurrent:
+            self.recurrent[index] = RecurrentLayer(self.batch_size, self.block_size)
+        return self.recurrent[index]
+
+    def begin_pass_(self, lengths: Tensor, keep: Tensor | None) -> None:
+        """Set ``pending`` and ``keep`` for a pass at positions ``lengths [batch]``, of which ``keep`` rows are kept."""
+        self.pending.copy_((lengths - self.held).clamp(0, self.block_size))
+        if keep is None:
+            self.keep.zero_()
+        else:
+            self.keep.copy_(keep)
+
+    def end_pass_(self, lengths: Tensor) -> None:
+        """Note where the states stand after the pass."""
+        self.held.copy_(lengths + self.keep)
+
+    def resumable(self, shared: Sequence[int]) -> list[int]:
+        """Return ``shared`` itself where the states stand at or before it, else the snapshot's position, else 0."""
+        held = self.held.tolist()
+        return [
+            at if stands <= at else snapshot if snapshot <= at else 0
+            for at, stands, snapshot in zip(shared, held, self._snapshot_at, strict=True)
+        ]
+
+    def resume_(self, positions: Sequence[int]) -> None:
+        """Put the states of rows that go on from before ``held`` back to the snapshot, or clear them."""
+        held = self.held.tolist()
+        for row, (position, stands) in enumerate(zip(positions, held, strict=True)):
+            if position >= stands > 0:
+                continue
+            for index, layer in self.recurrent.items():
+                copies = self._snapshot.get(index, layer.standing)
+                for standing, copy in zip(layer.standing, copies, strict=True):
+                    standing[row] = copy[row] if position else 0
+            self.held[row] = position
+
+    def keep_snapshot_(self, rows: Iterable[int]) -> None:
+        """Copy the states of these rows; each row has one snapshot."""
+        held = self.held.tolist()
+        for row in rows:
+            self._snapshot_at[row] = held[row]
+            for index, layer in self.recurrent.items():
+                if index not in self._snapshot:
+                    self._snapshot[index] = [torch.zeros_like(standing) for standing in layer.standing]
+                for standing, copy in zip(layer.standing, self._snapshot[index], strict=True):
+                    copy[row] = standing[row]
