@@ -136,16 +136,6 @@ struct Head {
     }
   }
 
-  // Asks for part t of the state that comes after this tile, so that its memory is read while the rows run.
-  void prefetch_next(int64_t column, int64_t t) const {
-    const int64_t size = p.key_dim * p.value_dim, index = b * p.heads + h;
-    const bool is_last = column + kColumns >= p.value_dim;
-    if (is_last && index + 1 == p.batch * p.heads) return;
-    const float* next = p.state + index * size + (is_last ? size : column + kColumns);
-    for (int64_t i = p.key_dim * t / p.rows; i < p.key_dim * (t + 1) / p.rows; ++i)
-      for (int64_t c = 0; c < kColumns; c += 16) __builtin_prefetch(next + i * p.value_dim + c, 1, 2);
-  }
-
   template <bool kPerChannel>
   void replay(int64_t column, int64_t columns) const {
     Columns none;
@@ -170,7 +160,6 @@ struct Head {
       const int64_t row = (b * p.rows + t) * p.heads + h;
       const float *row_a = a + t * p.decay_dim, *k = key(p.k, t), *q = key(p.q, t);
       const float* next = decayed_k + (t + 1) * p.key_dim;
-      prefetch_next(column, t);
       Columns d = Columns::read(p.v + row * p.value_dim + column, columns);
       if (kCorrected)
         for (int v = 0; v < kVecs; ++v) d.lanes[v] = (d.lanes[v] - held.lanes[v]) * p.beta[row];
