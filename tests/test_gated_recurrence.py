@@ -40,7 +40,7 @@ def draw(kind, shape, batch=2, rows=5, block=6, seed=0, pending=0, keep=0):
 
 
 def counts(value, batch):
-    return torch.tensor(value if isinstance(value, list) else [value] * batch)
+    return torch.tensor(value if isinstance(value, list) else [value] * batch, dtype=torch.int64)
 
 
 def run(place, call):
