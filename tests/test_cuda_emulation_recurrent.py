@@ -7,6 +7,7 @@ import torch
 from op_checks import CUDA_DTYPES, Emulated, assert_as_exact_as_torch
 from torch.nn.functional import normalize
 
+from dflash import ops
 from dflash.ops import reference
 
 NAN = float("nan")
@@ -70,9 +71,7 @@ def test_a_pass_gives_the_bits_of_its_rows_one_by_one(emulation, name):
     want = on.gated_recurrence_(*inputs, *whole, *counts(0, 71))
     for size in (1, 7, 64):
         parts = copies(state)
-        outs = [
-            on.gated_recurrence_(*some(inputs, i, i + size), *parts, *counts(0, size)) for i in range(0, 71, size)
-        ]
+        outs = [on.gated_recurrence_(*some(inputs, i, i + size), *parts, *counts(0, size)) for i in range(0, 71, size)]
         assert same(([torch.cat(outs, 1), parts[0]], [want, whole[0]]))
 
 
@@ -194,3 +193,24 @@ def test_a_layer_may_start_before_the_one_ahead_has_run(emulation, seed):
     with on.overlapping():
         have = layers(numbers, window.clone(), *copies(state))
     assert same((have, want))
+
+
+@pytest.mark.cuda
+def test_a_graph_gives_the_same_bits_on_a_gpu():
+    inputs, state = ([x if x is None else x.cuda() for x in tensors] for tensors in make(SHAPES["delta"], 5))
+    x, weight, numbers = torch.randn(2, 5, 8).cuda(), torch.ones(8, 4).cuda(), [n.cuda() for n in counts([5, 2], 1)]
+    now, window = copies(state), torch.ones(2, 8, 8).cuda()
+    held, begun = copies(now), window.clone()
+
+    def layer(window, state):
+        return [
+            ops.causal_conv_(x, weight, None, True, window, *numbers),
+            ops.gated_recurrence_(*inputs, *state, *numbers),
+        ]
+
+    want = layer(window, now)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        have = layer(begun, held)
+    graph.replay()
+    assert same(([*have, begun, *held], [*want, window, *now]))
