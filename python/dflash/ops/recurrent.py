@@ -64,6 +64,7 @@ def gated_recurrence_(
     launch(
         "gated_recurrence", *inputs, state, saved_k, saved_d, saved_a, pending.contiguous(), keep.contiguous(), out,
         batch, rows, key_heads, heads, key_dim, value_dim, 1 if log_decay.dim() == 3 else key_dim, saved_k.shape[1],
+        launch.counters(v.device),
     )  # fmt: skip
     return out
 
