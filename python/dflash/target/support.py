@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .functions import Functions, functions_of, global_hooks, own_loop_method, shadowed_method
-from .parallel import refusal_of_ranks, shards
+from .parallel import ranks_in, refusal_of_ranks, shards
 from .weights import is_plain_tensor, modules_of, refusal_of_weights, tensors_of
 
 if TYPE_CHECKING:
@@ -63,12 +63,13 @@ def text_config(model: nn.Module) -> Any:
 # ---------------------------------------------------------------------------------------------- judging by structure
 
 
-def check_target(model: nn.Module, *, loaded: bool = True) -> nn.Module:
+def check_target(model: nn.Module, *, loaded: bool = True, spread: bool = True) -> nn.Module:
     """Return the unwrapped model, or raise if it cannot be run. Called once, where a model enters the package.
 
     Args:
         model: the user's, perhaps inside ``torch.compile``.
         loaded: see `refusal`.
+        spread: False to refuse a target that is spread over several processes.
 
     Raises:
         UnsupportedTargetError: the model cannot be run losslessly.
@@ -76,6 +77,8 @@ def check_target(model: nn.Module, *, loaded: bool = True) -> nn.Module:
     model = unwrap(model)
     if reason := refusal(model, loaded=loaded):
         raise UnsupportedTargetError(f"this target is not supported: {reason}")
+    if not spread and (count := ranks_in(model)) > 1:
+        raise UnsupportedTargetError(f"the whole target is needed in each process, this one is spread over {count}")
     return model
 
 

@@ -26,7 +26,7 @@ class TargetFeatures:
     """
 
     def __init__(self, target: nn.Module, layer_ids: tuple[int, ...], *, final: bool = False) -> None:
-        target = check_target(target)
+        target = check_target(target, spread=False)
         self.model = structural_twin(target)
         self.final = final
         total = text_config(target).num_hidden_layers
