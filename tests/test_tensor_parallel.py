@@ -98,6 +98,11 @@ def test_16_bit_ranks_write_one_text(ranks):
 
 
 @needs_ranks
+def test_a_twin_of_a_spread_model_runs_its_own_modules(ranks):
+    assert all(rank["own twin"] for rank in ranks)
+
+
+@needs_ranks
 def test_the_spread_model_is_not_changed(ranks):
     assert all(rank["unchanged"] for rank in ranks)
 

@@ -26,7 +26,7 @@ __all__ = ["OneProcess", "Ranks", "forward_of_copy", "meshes", "ranks_in", "rank
 
 _MODULE = "transformers.distributed.tensor_parallel"
 _PLANNED = "load it with transformers' own plan, distributed_config=DistributedConfig(tp_size=N)"
-_PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+_PROJECTIONS = {"q_proj": "attention heads", "k_proj": "key/value heads", "v_proj": "key/value heads"}
 
 
 # ---------------------------------------------------------------------------------------------- forwards
@@ -135,19 +135,20 @@ def _refusal_of_styles(model: PreTrainedModel, spread: list[tuple[nn.Module, dic
 
 
 def _refusal_of_heads(model: PreTrainedModel, size: int) -> str | None:
-    counts = {}
+    """Return why the attention heads cannot be dealt out; layers may have different numbers of them."""
+    counts: dict[tuple[int, str], None] = {}  # ordered
     for attention in modules_of(model.get_decoder()):
         width = getattr(attention, "head_dim", None)
-        projections = [getattr(attention, name, None) for name in _PROJECTIONS]
-        for name, projection in zip(_PROJECTIONS, projections, strict=True):
+        for name, what in _PROJECTIONS.items():
+            projection = getattr(attention, name, None)
             if width and isinstance(projection, nn.Module) and _is_installed(projection.__dict__.get("forward")):
-                counts["attention heads" if name == "q_proj" else "key/value heads"] = projection.out_features // width
-    for what, count in counts.items():
+                counts[projection.out_features // width, what] = None
+    for count, what in counts:
         if count % size:
-            fitting = [n for n in range(1, count + 1) if all(other % n == 0 for other in counts.values())]
+            fitting = [n for n in range(1, count + 1) if all(other % n == 0 for other, _ in counts)]
             return (
                 f"its {count} {what} do not divide by {size} processes: start as many as divide "
-                f"{' and '.join(f'{n} {name}' for name, n in counts.items())} ({', '.join(map(str, fitting))})"
+                f"{' and '.join(f'{n} {name}' for n, name in counts)} ({', '.join(map(str, fitting))})"
             )
     return None
 
@@ -156,7 +157,10 @@ def _refusal_of_layers(model: PreTrainedModel) -> str | None:
     config = model.config.get_text_config(decoder=True)
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
     if kinds or getattr(model, "_is_stateful", False):
-        return f"the recurrent layers of {config.model_type} cannot be spread over processes yet: run it in one"
+        return (
+            "only attention over the whole past or over a window can be spread over processes yet, "
+            f"{config.model_type} has other layers: run it in one process"
+        )
     return None
 
 
@@ -203,7 +207,7 @@ class Ranks(OneProcess):
         self._group, self._device, self.count = mesh.get_group(), device, mesh.size()
         self._weight: Tensor | None = None
         self._whole: Tensor | None = None
-        self._versions = (0, 0)
+        self._versions: list[int] = []
 
     def share_(self, tensor: Tensor) -> Tensor:
         """Return the tensor with rank 0's values, written in place if it is contiguous."""
@@ -237,17 +241,16 @@ class Ranks(OneProcess):
         """Return the whole of a spread weight as a plain tensor, gathered once. Keeps one weight."""
         if shard_of(weight) is None:
             return weight
-        if self._weight is not weight:
-            self._weight, self._versions = weight, _versions(weight)
-            self._whole = _gathered(weight)
+        if self._whole is None or self._weight is not weight:
+            self._weight, self._whole, self._versions = weight, _gathered(weight), _versions(weight)
         return self._whole
 
     def refresh(self) -> None:
         """Gather the kept weight again, in place, if it was changed in place on any rank."""
-        weight = self._weight
-        if weight is not None and not self.all(self._versions == _versions(weight)):
+        weight, whole = self._weight, self._whole
+        if weight is not None and whole is not None and not self.all(self._versions == _versions(weight)):
             self._versions = _versions(weight)
-            self._whole.copy_(_gathered(weight))
+            whole.copy_(_gathered(weight))
 
 
 def ranks_of(model: nn.Module) -> OneProcess:
@@ -255,7 +258,7 @@ def ranks_of(model: nn.Module) -> OneProcess:
     spread = list(_spread_modules(model))
     if not spread:
         return OneProcess()
-    return Ranks(_mesh(spread), next(iter(shards(model).values())).device)
+    return Ranks(_mesh(spread), next(model.parameters()).device)
 
 
 def _mesh(spread: list[tuple[nn.Module, dict[str, Any]]]) -> Any:
@@ -267,7 +270,7 @@ def _gathered(weight: Tensor) -> Tensor:
     return weight.detach().full_tensor()
 
 
-def _versions(weight: Tensor) -> tuple[int, int]:
+def _versions(weight: Tensor) -> list[int]:
     """Return what torch counts of changes in place, through the whole and through this rank's part."""
-    parts = weight, shard_of(weight)
-    return tuple(0 if part.is_inference() else part._version for part in parts)
+    parts = [part for part in (weight, shard_of(weight)) if part is not None]
+    return [0 if part.is_inference() else part._version for part in parts]
