@@ -28,7 +28,7 @@ from dflash.train.model import TargetFeatures
 RANK = int(os.environ.get("RANK", "0"))
 VOCAB = 98
 NEW = 24
-FAMILIES = ("gemma3", "gpt_oss", "qwen3_moe", "deepseek_v3")
+FAMILIES = ("gemma3", "qwen3_moe", "deepseek_v3")
 PROMPTS = [prompt(1), prompt(17), prompt(60)]
 IDS, MASK = left_padded(PROMPTS)
 TURN = torch.cat([PROMPTS[1], prompt(5)])
