@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .functions import global_hooks
+from .quantized import finish_loading, shared_states
 from .support import UnsupportedTargetError
 from .weights import plain_tensors
 
@@ -26,8 +27,9 @@ def structural_twin(module: nn.Module) -> nn.Module:
     Raises:
         UnsupportedTargetError: something in the module cannot be copied, or a forward was replaced.
     """
-    tensors = (*module.parameters(), *module.buffers(), *plain_tensors(module))
-    memo: dict[int, Any] = {id(tensor): tensor for tensor in tensors}
+    finish_loading(module)
+    shared = (*module.parameters(), *module.buffers(), *plain_tensors(module), *shared_states(module))
+    memo: dict[int, Any] = {id(value): value for value in shared}
     try:
         twin = copy.deepcopy(module, memo).eval()
     except (TypeError, RuntimeError) as error:
