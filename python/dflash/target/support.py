@@ -309,8 +309,9 @@ def probe(target: Target, model: PreTrainedModel, replaced: str, twin: nn.Module
             f"and attention: {type(error).__name__}: {error}"
         ) from error
     difference = float((got - expected).norm() / expected.norm())
-    is_exact = target.dtype == torch.float32 and not rounds_activations(model)
-    if not difference < (1e-3 if is_exact else 5e-2):
+    # 8-bit activations move by a whole step where a last bit differs: 7e-2 was seen, 1 is what wrong wiring gives.
+    allowed = 0.25 if rounds_activations(model) else 1e-3 if target.dtype == torch.float32 else 5e-2
+    if not difference < allowed:
         raise UnsupportedTargetError(
             f"this target is not supported: {family} gives other logits with dflash's cache and "
             f"attention (relative difference {difference:.1e} in a trial run)"
