@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from .functions import Functions, functions_of, global_hooks, own_loop_method, shadowed_method
 from .parallel import ranks_in, refusal_of_ranks, shards
+from .quantized import refusal_of_quantization, rounds_activations
 from .recurrent import has_recurrent_layers, refusal_of_recurrence
 from .weights import is_plain_tensor, modules_of, refusal_of_weights, tensors_of
 
@@ -118,7 +119,7 @@ def refusal(model: nn.Module, *, loaded: bool = True) -> str | None:
 
 
 def _refusal_of_weights(model: PreTrainedModel, loaded: bool) -> str | None:
-    if reason := refusal_of_weights(model, loaded, shards(model)):
+    if reason := refusal_of_weights(model, loaded, shards(model)) or refusal_of_quantization(model):
         return reason
     devices = {tensor.device for tensor in tensors_of(modules_of(model)) if isinstance(tensor, nn.Parameter)}
     if len(devices) > 1:
@@ -316,7 +317,9 @@ def probe(target: Target, model: PreTrainedModel, replaced: str, twin: nn.Module
             f"and attention: {type(error).__name__}: {error}"
         ) from error
     difference = float((got - expected).norm() / expected.norm())
-    if not difference < (1e-3 if target.dtype == torch.float32 else 5e-2):
+    # 8-bit activations move by a whole step where a last bit differs: 7e-2 was seen, 1 is what wrong wiring gives.
+    allowed = 0.25 if rounds_activations(model) else 1e-3 if target.dtype == torch.float32 else 5e-2
+    if not difference < allowed:
         raise UnsupportedTargetError(
             f"this target is not supported: {family} gives other logits with dflash's cache and "
             f"attention (relative difference {difference:.1e} in a trial run)"

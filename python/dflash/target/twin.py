@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from .functions import global_hooks
 from .parallel import forward_of_copy, meshes
+from .quantized import finish_loading, shared_states
 from .support import UnsupportedTargetError
 from .weights import plain_tensors
 
@@ -27,8 +28,10 @@ def structural_twin(module: nn.Module) -> nn.Module:
     Raises:
         UnsupportedTargetError: something in the module cannot be copied, or a forward was replaced.
     """
+    finish_loading(module)
     tensors = (*module.parameters(), *module.buffers(), *plain_tensors(module))
-    memo: dict[int, Any] = {id(shared): shared for shared in (*tensors, *meshes(module))}
+    shared = (*tensors, *shared_states(module), *meshes(module))
+    memo: dict[int, Any] = {id(value): value for value in shared}
     try:
         twin = copy.deepcopy(module, memo).eval()
     except (TypeError, RuntimeError) as error:
