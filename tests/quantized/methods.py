@@ -113,4 +113,4 @@ def _choose_scales(module: torch.nn.Linear) -> None:
         if hasattr(module, own):
             getattr(module, own).data.copy_(value.reshape(getattr(module, own).shape))
     if hasattr(module, "input_scale"):
-        module.input_scale.data.fill_(0.05)
+        module.input_scale.data.fill_(0.25)
