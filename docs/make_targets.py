@@ -15,10 +15,11 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
 
 from baseline import greedy, left_padded, prompt  # noqa: E402
-from families import FAMILIES, make_draft, make_target  # noqa: E402
+from families import FAMILIES, RECURRENT, make_draft, make_target  # noqa: E402
+from rollback import play  # noqa: E402
 
 import dflash  # noqa: E402
-from dflash.target import refusal  # noqa: E402
+from dflash.target import Target, refusal  # noqa: E402
 
 NOTES = {
     "qwen3 (windowed)": "sliding and full layers",
@@ -33,19 +34,54 @@ NOTES = {
     "qwen3_moe": "mixture of experts",
     "minimax_m2": "mixture of experts",
 }
+MIXERS = {
+    "qwen3_5": "gated delta rule",
+    "qwen3_5 (multimodal)": "gated delta rule; text prompts",
+    "qwen3_5_moe": "gated delta rule, mixture of experts",
+    "qwen3_next": "gated delta rule, mixture of experts",
+    "olmo_hybrid": "gated delta rule",
+    "kimi_linear": "KDA (a decay per key channel), latent attention, mixture of experts",
+    "bailing_hybrid": "KDA, latent attention, mixture of experts",
+    "nemotron_h": "Mamba-2",
+    "nemotron_h (dt under its limit)": "Mamba-2, time steps that a prompt clamps and decoding does not",
+    "granitemoehybrid": "Mamba-2, mixture of experts",
+    "bamba": "Mamba-2",
+    "falcon_h1": "Mamba-2 and attention side by side",
+    "lfm2": "short convolution",
+    "lfm2_moe": "short convolution, mixture of experts",
+}
+DRAFTERS = {
+    "qwen3_5": "Qwen3.5-4B, 9B, 27B; Qwen3.6-27B",
+    "qwen3_5 (multimodal)": "the same, from the multimodal checkpoint",
+    "qwen3_5_moe": "Qwen3.5-35B-A3B, 122B-A10B; Qwen3.6-35B-A3B",
+    "qwen3_next": "Qwen3-Coder-Next",
+    "lfm2": "LFM2.5-1.2B (by the community)",
+}
 HEAD = """# Which targets run
 
-A causal language model of transformers >= 5.15 runs if all its layers attend to the whole past, or to a sliding window
-of it, through transformers' attention interface. Each family below was tried with a tiny random model in fp32: 4
-layers, prompts of 1, 17 and 60 tokens in one padded batch, 32 new tokens, a random drafter. "Equal" means token for
-token equal to `generate(do_sample=False)`. A family that is not in this table is tried on 24 tokens when a generator is
-made for it, and refused if its logits differ with dflash's cache and attention.
+A causal language model of transformers >= 5.15 runs if its layers attend to the whole past, or to a sliding window of
+it, through transformers' attention interface, or if they keep a recurrent state by functions that dflash can roll
+back (second table). Each family below was tried with a tiny random model in fp32: 4 layers, prompts of 1, 17 and 60
+tokens in one padded batch, 32 new tokens, a random drafter. "Equal" means token for token equal to
+`generate(do_sample=False)`. A family that is not in these tables is tried on 24 tokens when a generator is made for
+it, and refused if its logits differ with dflash's cache and attention. That trial rejects part of a block.
 
-Refused by name: recurrent or linear-attention layers (qwen3_next, qwen3_5, qwen4_exp, kimi_linear, glm5_next,
-deepseek_v4, nemotron_h), sparse-attention indexers, chunked attention, RoPE whose frequencies depend on the data
-(dynamic, longrope), encoder-decoders, models spread over several devices, sharded or offloaded, dynamic quantization of
-activations, and replaced functions of transformers' attention, masks, caches or generation loop. A model whose other
-functions were replaced (Liger kernels, for example), or that has hooks, runs its own modules after the same trial.
+Refused by name: Mamba-1 (jamba, mamba, falcon_mamba, zamba), lightning attention (minimax) and other states of their
+own (zaya, inkling, rwkv, xlstm, recurrent_gemma), modules that keep a convolution or a recurrence by other functions
+than those of the second table, sparse-attention indexers (also qwen4_exp, glm5_next), compressed keys (deepseek_v4),
+chunked attention, RoPE whose frequencies depend on the data (dynamic, longrope), encoder-decoders, models spread over
+several devices, sharded or offloaded, dynamic quantization of activations, and replaced functions of transformers'
+attention, masks, caches, recurrences or generation loop. A model whose other functions were replaced (Liger kernels,
+for example), or that has hooks, runs its own modules after the same trial.
+
+"""
+RECURRENT_HEAD = """
+## Recurrent layers
+
+A block moves the state of these layers by rows that may be rejected, and no counter can trim a state. dflash keeps it
+in front of the block and takes up the accepted rows with the next pass ([how](step.md#recurrent-layers)). "bf16"
+compares the bits of the logits with those of one-token decoding at the same shapes, for three patterns of accepted
+and rejected drafts. The last column names the targets with a published DFlash drafter.
 
 """
 
@@ -66,11 +102,30 @@ def try_family(name: str) -> str:
     return "equal" if all(equal) else f"DIFFERENT in {equal.count(False)} of {len(equal)} rows"
 
 
+def try_bf16(name: str) -> str:
+    """Compare the bits of one-token decoding with those of blocks of which different parts are accepted."""
+    target, prompts = Target(make_target(name, dtype=torch.bfloat16)), [prompt(length) for length in (1, 17, 60)]
+    one = play(target, prompts, 32)
+    played = [play(target, prompts, 32, seed, one.tokens) for seed in (1, 2, 3)]
+    equal = [all(map(torch.equal, each.logits, one.logits)) for each in played]
+    return "equal bits" if all(equal) else f"DIFFERENT in {equal.count(False)} of {len(equal)} patterns"
+
+
 def table() -> str:
-    lines = ["| family | `model_type` | greedy, fp32 | what is special |", "| --- | --- | --- | --- |"]
+    plain, recurrent = [], []
     for name, (model_type, _) in FAMILIES.items():
-        lines.append(f"| {name} | `{model_type}` | {try_family(name)} | {NOTES.get(name, '')} |")
+        row = f"| {name} | `{model_type}` | {try_family(name)} |"
+        if name in RECURRENT:
+            recurrent.append(f"{row} {try_bf16(name)} | {MIXERS[name]} | {DRAFTERS.get(name, '')} |")
+        else:
+            plain.append(f"{row} {NOTES.get(name, '')} |")
     versions = f"transformers {transformers.__version__}, torch {torch.__version__.split('+')[0]}"
+    lines = [
+        *("| family | `model_type` | greedy, fp32 | what is special |", "| --- | --- | --- | --- |", *plain),
+        *RECURRENT_HEAD.splitlines(),
+        "| family | `model_type` | greedy, fp32 | bf16 | layers | drafters for |",
+        *("| --- | --- | --- | --- | --- | --- |", *recurrent),
+    ]
     return f"{HEAD}Made by `python docs/make_targets.py` with {versions}.\n\n" + "\n".join(lines) + "\n"
 
 

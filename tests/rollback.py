@@ -30,7 +30,9 @@ class Played:
 
 
 @torch.no_grad()
-def play(target: Target, prompts: list[Tensor], new: int, seed: int | None = None, truth=None, chunk: int = 16) -> Played:
+def play(
+    target: Target, prompts: list[Tensor], new: int, seed: int | None = None, truth=None, chunk: int = 16
+) -> Played:
     """Decode greedily in blocks of fixed shape.
 
     Args:
@@ -46,19 +48,24 @@ def play(target: Target, prompts: list[Tensor], new: int, seed: int | None = Non
     cache = target.new_cache(len(prompts), int(ends.max()) + new + BLOCK, BLOCK)
     logits = [[row] for row in run_prompts(target, cache, prompts, chunk)]
     tokens, lengths, steps = [[int(row[0].argmax())] for row in logits], ends.clone(), 0
-    while (running := [row for row, ids in enumerate(tokens) if len(ids) < new]):
-        block = torch.randint(2, vocab, (len(prompts), BLOCK), generator=torch.Generator().manual_seed(rng.randrange(99)))
+    while running := [row for row, ids in enumerate(tokens) if len(ids) < new]:
+        block = torch.randint(
+            2, vocab, (len(prompts), BLOCK), generator=torch.Generator().manual_seed(rng.randrange(99))
+        )
         for row in range(len(prompts)):
             right = [] if truth is None else truth[row][len(tokens[row]) :][: rng.choice([0, 0, 1, 2, 3, 5, 8, 11, 15])]
             block[row, : 1 + len(right)] = torch.tensor([tokens[row][-1], *right])
         out, _ = target.forward(block, lengths, cache)
+        counts = torch.zeros_like(lengths)
         for row in running:
             drafts, choices = block[row, 1:].tolist(), out[row].argmax(-1).tolist()
             matches = [a == b for a, b in zip(drafts, choices[:-1], strict=True)]
             count = min(1 + (*matches, False).index(False), new - len(tokens[row])) if truth is not None else 1
             tokens[row] += choices[:count]
             logits[row] += out[row, :count]
-            lengths[row] += count
+            counts[row] = count
+        lengths = lengths + counts
+        cache.commit_(lengths, counts)
         steps += 1
     return Played(tokens, [torch.stack(row) for row in logits], cache, steps)
 
@@ -72,7 +79,9 @@ def run_prompts(target: Target, cache: RecurrentCache, prompts: list[Tensor], ch
     for start in range(0, width, chunk):
         past = ends.clamp(max=start)
         out, _ = target.forward(ids[:, start : start + chunk], past, cache, keep=(ends - past).clamp(max=chunk))
-        last |= {row: out[row, end - start - 1] for row, end in enumerate(ends.tolist()) if start < end <= start + chunk}
+        last |= {
+            row: out[row, end - start - 1] for row, end in enumerate(ends.tolist()) if start < end <= start + chunk
+        }
     return [last[row] for row in range(len(prompts))]
 
 

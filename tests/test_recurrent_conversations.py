@@ -110,7 +110,9 @@ def test_a_snapshot_that_is_no_prefix_is_not_used(target):
 
 def test_less_is_reused_if_the_longest_row_would_not_fit_after_it(target):
     prompts = [prompt(70, seed=1), prompt(5, seed=1)]
-    generator = dflash.Generator(target, make_draft(target), max_length=94, batch_size=2, block_size=4, prefill_chunk=16)
+    generator = dflash.Generator(
+        target, make_draft(target), max_length=94, batch_size=2, block_size=4, prefill_chunk=16
+    )
     turn(generator, target, *prompts)
     assert turn(generator, target, prompts[0], prompts[1])[1] == [6, 5]
     assert turn(generator, target, prompts[0], prompt(60, seed=2))[1] == [70, 60]  # 64 + 60 are more than 98

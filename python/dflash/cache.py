@@ -198,6 +198,14 @@ class RecurrentCache(KVCache):
         """Note where the states stand now. A finished row that was cut back has states that are ahead of it."""
         self.held.copy_(torch.maximum(self.held, lengths + self.keep))
 
+    def commit_(self, length: Tensor, num_context: Tensor) -> None:
+        """Note again where the states stand.
+
+        In a compiled step, Inductor moves the copy of `end_pass_` behind the op that advances ``lengths`` in place
+        (torch 2.13), and so reads what they are afterwards.
+        """
+        self.held.copy_(torch.where(num_context > 0, length - num_context, self.held))
+
     def resumable(self, shared: Sequence[int]) -> list[int]:
         """Return ``shared`` itself where the states stand at or before it, else the snapshot's position, else 0."""
         held, snapshots = torch.stack([self.held, self._snapshot_at]).tolist()

@@ -54,6 +54,8 @@ def _block_attention(  # noqa: PLR0913 - transformers' signature
         position_bias: must be None.
         **kwargs: ``sliding_window`` if the family passes it; others are ignored.
     """
+    if block_lengths is None and hasattr(module, "running_pass"):
+        block_lengths = module.running_pass.lengths
     if block_lengths is None or attention_mask is not None or position_bias is not None:
         reason = "it does not pass the cache lengths on" if block_lengths is None else "it builds its own mask or bias"
         raise UnsupportedTargetError(f"{type(module).__name__} cannot run on dflash's attention: {reason}")

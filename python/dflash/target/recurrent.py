@@ -55,10 +55,12 @@ class Pass:
 
     Attributes:
         cache: where the states are.
+        lengths: ``[batch]`` int64, positions before its first row.
         is_prompt: True for rows of a prompt, False for a block.
     """
 
     cache: KVCache | None = None
+    lengths: Tensor | None = None
     is_prompt = False
 
 
@@ -159,6 +161,10 @@ def take_over(twin: nn.Module) -> Pass:
         What says which pass runs; to be set before each.
     """
     running = Pass()
+    if has_recurrent_layers(twin):
+        for module in twin.modules():
+            if "is_causal" in module.__dict__:  # attention, to which falcon_h1 of 5.15 hands no lengths
+                module.running_pass = running
     for module in filter(is_stateful, twin.modules()):
         forward = _inner_forward(type(module))
         space = {**forward.__globals__, **_LayerFunctions(running, module.layer_idx).by_name()}
