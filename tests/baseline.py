@@ -10,8 +10,9 @@ def greedy(target, prompt: torch.Tensor, new: int, stop: tuple[int, ...] = ()) -
     """Return the new tokens of ``target.generate(do_sample=False)`` for a prompt ``[length]``."""
     eos = list(stop) or None
     out = target.generate(
-        prompt[None], do_sample=False, max_new_tokens=new, eos_token_id=eos, pad_token_id=0, use_cache=True
-    )
+        prompt[None], attention_mask=torch.ones_like(prompt)[None], do_sample=False, max_new_tokens=new,
+        eos_token_id=eos, pad_token_id=0, use_cache=True,
+    )  # fmt: skip
     return out[0, len(prompt) :]
 
 
@@ -34,7 +35,9 @@ def sampled(
 
     tokens, cache, ids = [], None, prompt[None]
     for index in range(new):
-        output = target(input_ids=ids, past_key_values=cache, use_cache=True)
+        start = 0 if index == 0 else len(prompt) + index - 1  # as in `generate`: bamba's cache does not know it
+        positions = torch.arange(start, start + ids.shape[1])[None]
+        output = target(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
         cache = output.past_key_values
         position = torch.tensor([[len(prompt) + index]])
         ids = reference.select_tokens(

@@ -4,6 +4,7 @@ from .fingerprint import ValuesFingerprint, WeightsFingerprint, describe_config,
 from .folder import check_target_config, check_target_size, check_target_weights
 from .functions import functions_of
 from .generation_config import generation_defaults, stop_string_criterion, transformers_version
+from .parallel import ranks_in
 from .recurrent import has_recurrent_layers
 from .support import (
     UnsupportedTargetError,
@@ -35,6 +36,7 @@ __all__ = [
     "functions_of",
     "generation_defaults",
     "has_recurrent_layers",
+    "ranks_in",
     "refusal",
     "refusal_of_weights",
     "sample_digest",

@@ -24,7 +24,7 @@ from transformers.generation.utils import GenerationMixin
 from .recurrent import FUNCTIONS as RECURRENT_FUNCTIONS
 from .weights import modules_of
 
-__all__ = ["Functions", "functions_of", "global_hooks", "own_loop_method", "shadowed_method"]
+__all__ = ["Functions", "codes_of", "functions_of", "global_hooks", "own_loop_method", "shadowed_method"]
 
 _TORCH, _TRANSFORMERS = (os.path.dirname(package.__file__) + os.sep for package in (torch, transformers))
 _MODELS = os.path.join(_TRANSFORMERS, "models", "")
@@ -250,12 +250,12 @@ def _is_compiled_from_its_file(code: types.CodeType, module: Any) -> bool:
     """Return False for code that names a file of transformers or torch and is not in it."""
     if not isinstance(module, str):
         return False
-    known = _codes_of(module)
+    known = codes_of(module)
     return not known or code in known
 
 
 @functools.cache
-def _codes_of(module: str) -> frozenset[types.CodeType]:
+def codes_of(module: str) -> frozenset[types.CodeType]:
     """Return the code of all functions in a module's file, as Python's loader compiles it; nothing without a file."""
     spec = getattr(sys.modules.get(module), "__spec__", None)
     try:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .functions import Functions, functions_of, global_hooks, own_loop_method, shadowed_method
+from .parallel import ranks_in, refusal_of_ranks, shards
 from .recurrent import has_recurrent_layers, refusal_of_recurrence
 from .weights import is_plain_tensor, modules_of, refusal_of_weights, tensors_of
 
@@ -42,7 +43,7 @@ TESTED_FAMILIES = frozenset(
 _UNSERVED = {
     "jamba": "has Mamba-1 layers, which transformers runs over several rows without the state of the rows before",
     "minimax": "has lightning attention, whose state is in a cache of its own and is masked in several rows at once",
-    "zaya": "attends to keys and values that were convolved with those of earlier rows",
+    "zaya": "attends to keys that were convolved with earlier ones and to delayed values, by functions of its own",
     "inkling": "has four convolutions in a layer, with a state each",
     "qwen4_exp": "selects keys with an indexer",
     "glm5_next": "selects keys with an indexer",
@@ -80,12 +81,13 @@ def text_config(model: nn.Module) -> Any:
 # ---------------------------------------------------------------------------------------------- judging by structure
 
 
-def check_target(model: nn.Module, *, loaded: bool = True) -> nn.Module:
+def check_target(model: nn.Module, *, loaded: bool = True, spread: bool = True) -> nn.Module:
     """Return the unwrapped model, or raise if it cannot be run. Called once, where a model enters the package.
 
     Args:
         model: the user's, perhaps inside ``torch.compile``.
         loaded: see `refusal`.
+        spread: False to refuse a target that is spread over several processes.
 
     Raises:
         UnsupportedTargetError: the model cannot be run losslessly.
@@ -93,6 +95,8 @@ def check_target(model: nn.Module, *, loaded: bool = True) -> nn.Module:
     model = unwrap(model)
     if reason := refusal(model, loaded=loaded):
         raise UnsupportedTargetError(f"this target is not supported: {reason}")
+    if not spread and (count := ranks_in(model)) > 1:
+        raise UnsupportedTargetError(f"the whole target is needed in each process, this one is spread over {count}")
     return model
 
 
@@ -109,15 +113,19 @@ def refusal(model: nn.Module, *, loaded: bool = True) -> str | None:
         return f"{text_config(model).model_type} is an encoder-decoder"
     if model.get_output_embeddings() is None or not model.can_generate():
         return f"{type(model).__name__} has no language-model head"
-    return _refusal_of_weights(model, loaded) or _refusal_of_family(model) or _refusal_of_parts(model)
+    reason = refusal_of_ranks(model) or _refusal_of_weights(model, loaded)
+    return reason or _refusal_of_family(model) or _refusal_of_parts(model)
 
 
 def _refusal_of_weights(model: PreTrainedModel, loaded: bool) -> str | None:
-    if reason := refusal_of_weights(model, loaded):
+    if reason := refusal_of_weights(model, loaded, shards(model)):
         return reason
     devices = {tensor.device for tensor in tensors_of(modules_of(model)) if isinstance(tensor, nn.Parameter)}
     if len(devices) > 1:
-        return f"its weights are spread over {', '.join(sorted(map(str, devices)))}: one device is needed"
+        return (
+            f"its weights are spread over {', '.join(sorted(map(str, devices)))}: one device is needed, or one process "
+            "per device (DistributedConfig(tp_size=N))"
+        )
     embedding = model.get_input_embeddings().weight
     if embedding.device.type == "cpu" and embedding.dtype not in (torch.float32, torch.bfloat16):
         return f"its dtype is {embedding.dtype}, the CPU kernels take float32 and bfloat16"
@@ -127,8 +135,8 @@ def _refusal_of_weights(model: PreTrainedModel, loaded: bool) -> str | None:
 def _refusal_of_family(model: PreTrainedModel) -> str | None:
     config = text_config(model)
     family, layer_types = config.model_type, set(getattr(config, "layer_types", None) or ())
-    if family in _UNSERVED:
-        return f"{family} {_UNSERVED[family]}"
+    if reason := _UNSERVED.get(family.removesuffix("_text")):
+        return f"{family} {reason}"
     is_recurrent = has_recurrent_layers(model)
     if reason := refusal_of_recurrence(model):
         return f"{family} has stateful layers: {reason}"
@@ -325,8 +333,9 @@ def _probe_logits(target: Target, ids: Tensor) -> Tensor:
     block = ids[:, _PROBE_PROMPT : 2 * _PROBE_PROMPT].clone()
     accepted = _PROBE_ACCEPTED - _PROBE_PROMPT
     block[:, accepted:] = (block[:, accepted:] + 1) % target.embedding_weight.shape[0]
-    second, _ = target.forward(block, lengths, cache)
+    none = torch.zeros_like(lengths)  # of a block's rows are kept; the arithmetic is a prompt's, as in the model's pass
+    second, _ = target.forward(block, lengths, cache, keep=none)
     rest = ids[:, _PROBE_ACCEPTED:]
     asked = torch.arange(1, rest.shape[1], 2, dtype=torch.int64, device=ids.device)
-    third, _ = target.forward(rest, lengths + accepted, cache, asked)
+    third, _ = target.forward(rest, lengths + accepted, cache, asked, keep=none)
     return torch.cat([first, second[:, :accepted], third], 1).float()

@@ -28,7 +28,7 @@ class TargetFeatures:
     """
 
     def __init__(self, target: nn.Module, layer_ids: tuple[int, ...], *, final: bool = False) -> None:
-        self.model, self.final = structural_twin(check_target(target)), final
+        self.model, self.final = structural_twin(check_target(target, spread=False)), final
         self.layer_ids = tuple(layer_ids)
         layers, modules = find_layers(self.model), tapped_modules(self.model, self.layer_ids)
         if not final and len(layers) - 1 not in self.layer_ids:
