@@ -35,14 +35,15 @@ NOTES = {
 }
 HEAD = """# Which targets run
 
-A causal language model of transformers >= 5.15 runs if all its layers attend to the whole past, or to a sliding window
-of it, through transformers' attention interface. Each family below was tried with a tiny random model in fp32: 4
+A causal language model of transformers >= 5.15 runs if each of its layers attends to the whole past, or to a sliding
+window of it, through transformers' attention interface, or is recurrent in one of the ways of the table: a gated delta
+rule, Mamba-2 or a short convolution. Each family below was tried with a tiny random model in fp32: 4
 layers, prompts of 1, 17 and 60 tokens in one padded batch, 32 new tokens, a random drafter. "Equal" means token for
 token equal to `generate(do_sample=False)`. A family that is not in this table is tried on 24 tokens when a generator is
 made for it, and refused if its logits differ with dflash's cache and attention.
 
-Refused by name: recurrent or linear-attention layers (qwen3_next, qwen3_5, qwen4_exp, kimi_linear, glm5_next,
-deepseek_v4, nemotron_h), sparse-attention indexers, chunked attention, RoPE whose frequencies depend on the data
+Refused by name: recurrent layers of other kinds (jamba, minimax, zaya, inkling, qwen4_exp, glm5_next, deepseek_v4),
+sparse-attention indexers, chunked attention, RoPE whose frequencies depend on the data
 (dynamic, longrope), encoder-decoders, models spread over several devices, sharded or offloaded, dynamic quantization of
 activations, and replaced functions of transformers' attention, masks, caches or generation loop. A model whose other
 functions were replaced (Liger kernels, for example), or that has hooks, runs its own modules after the same trial.
