@@ -285,12 +285,12 @@ def _check_model_arguments(given: Mapping[str, Any], ids: Tensor) -> None:
     """Raise for arguments of the model's forward that would change the text."""
     if media := ", ".join(given.get("mm_encoder_outputs") or ()):  # transformers has run their encoders
         raise _refuse(f"{media} inputs: prompts must be text")
-    kinds = given.get("mm_token_type_ids")
-    if kinds is not None and kinds.any():
-        raise _refuse("mm_token_type_ids other than 0, which are those of text: prompts must be text")
     for name, value in given.items():
         if name not in _PREPARED and value is not None:
             raise _refuse(f"{name}, an argument of the model's forward")
+    kinds = given.get("mm_token_type_ids")
+    if kinds is not None and kinds.any():
+        raise _refuse("mm_token_type_ids other than 0, which are those of text: prompts must be text")
     past = given.get("past_key_values")
     if past is not None and past.get_seq_length():
         raise _refuse(f"past_key_values that hold tokens, {past.get_seq_length()} here")

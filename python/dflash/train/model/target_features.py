@@ -63,9 +63,10 @@ class TargetFeatures:
         Returns:
             ``[batch, length, taps * hidden]``, and ``[batch, length, hidden]`` after the final norm, or None.
         """
-        # Autocast would round the products inside a recurrence, which the target computes in float32.
-        in_own_dtype = torch.autocast(input_ids.device.type, enabled=False)
-        with in_own_dtype if self._is_recurrent else contextlib.nullcontext():
+        with contextlib.ExitStack() as stack:
+            if self._is_recurrent:
+                # Autocast would round the products inside a recurrence, which the target computes in float32.
+                stack.enter_context(torch.autocast(input_ids.device.type, enabled=False))
             out = self.model.get_decoder()(input_ids=input_ids, use_cache=False)
         taps = torch.cat([self._taps[layer_id] for layer_id in self.layer_ids], -1)
         self._taps.clear()
