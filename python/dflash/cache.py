@@ -74,6 +74,12 @@ class KVCache:
             num_context: ``[batch]`` int64, how many of them this step committed; 0 for a row that has finished.
         """
 
+    def begin_pass_(self, lengths: Tensor, keep: Tensor | None) -> None:
+        """Prepare for a pass over rows at positions ``lengths [batch]``; see `RecurrentCache`."""
+
+    def end_pass_(self, lengths: Tensor) -> None:
+        """Note what the pass has done."""
+
     def resumable(self, shared: Sequence[int]) -> list[int]:
         """Return, per row, from which position at or before ``shared`` the cache can go on: here from any."""
         return list(shared)
@@ -153,12 +159,16 @@ class RecurrentCache(KVCache):
         batch_size: sequences.
         capacity: positions of each sequence, lookahead slots included.
         block_size: the most rows of a pass that are not kept at once.
+        goes_on: False if a block's rows move the states otherwise than the same rows of a prompt would. A later prompt
+            then resumes from snapshots only.
         device: of the counters.
     """
 
-    def __init__(self, batch_size: int, capacity: int, block_size: int, device: torch.device | str) -> None:
+    def __init__(
+        self, batch_size: int, capacity: int, block_size: int, *, goes_on: bool = True, device: torch.device | str
+    ) -> None:
         super().__init__(batch_size, capacity)
-        self.block_size = block_size
+        self.block_size, self.goes_on = block_size, goes_on
         self.held, self.pending, self.keep = (
             torch.zeros(batch_size, dtype=torch.int64, device=device) for _ in range(3)
         )
@@ -186,14 +196,14 @@ class RecurrentCache(KVCache):
             self.keep.copy_(keep)
 
     def end_pass_(self, lengths: Tensor) -> None:
-        """Note where the states stand after the pass."""
-        self.held.copy_(lengths + self.keep)
+        """Note where the states stand now. A finished row that was cut back has states that are ahead of it."""
+        self.held.copy_(torch.maximum(self.held, lengths + self.keep))
 
     def resumable(self, shared: Sequence[int]) -> list[int]:
         """Return ``shared`` itself where the states stand at or before it, else the snapshot's position, else 0."""
         held = self.held.tolist()
         return [
-            at if stands <= at else snapshot if snapshot <= at else 0
+            at if self.goes_on and stands <= at else snapshot if snapshot <= at else 0
             for at, stands, snapshot in zip(shared, held, self._snapshot_at, strict=True)
         ]
 
@@ -201,7 +211,7 @@ class RecurrentCache(KVCache):
         """Put the states of rows that go on from before ``held`` back to the snapshot, or clear them."""
         held = self.held.tolist()
         for row, (position, stands) in enumerate(zip(positions, held, strict=True)):
-            if position >= stands > 0:
+            if self.goes_on and position >= stands > 0:
                 continue
             for index, layer in self.recurrent.items():
                 copies = self._snapshot.get(index, layer.standing)

@@ -432,7 +432,7 @@ class TestLayers:
         model = make_target("llama")
         model.config.num_hidden_layers = 3
         target = Target(model, (0, 2), fused)
-        cache, zero = target.new_cache(1, 32), torch.zeros(1, dtype=torch.int64)
+        cache, zero = target.new_cache(1, 32, 16), torch.zeros(1, dtype=torch.int64)
         with torch.no_grad():
             _, taps = target.forward(IDS[None], zero, cache)
             states = model(IDS[None], output_hidden_states=True).hidden_states

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from ..cache import KVCache
 from ..proposers import Block
 from .host_step import walk
 from .state import FULL, INVALID, RUNNING, STOPPED
@@ -33,6 +34,7 @@ def prefill(engine: Engine, prompts: list[Tensor], limits: list[int], *, chunk: 
     state, lengths = engine.state, [len(prompt) for prompt in prompts]
     ids = pad_sequence(prompts, batch_first=True)
     cached = _cached_prefix(engine, ids, lengths) if reuse else [0] * len(prompts)
+    state.target_cache.resume_(cached)
     state.tokens.zero_()
     state.tokens[:, : ids.shape[1]] = ids
     state.length.copy_(torch.tensor(lengths, dtype=torch.int64, device="cpu"))
@@ -55,9 +57,7 @@ def _cached_prefix(engine: Engine, ids: Tensor, lengths: list[int]) -> list[int]
     shared = shared.long().cumprod(1).sum(1)
     shared, drafted = torch.stack([shared, state.length - state.num_context]).tolist()
     cached = [min(have, length - 1) for have, length in zip(shared, lengths, strict=True)]
-    # Every row runs as many positions as the one with the most; they must fit after what it keeps.
-    most = max(length - have for length, have in zip(lengths, cached, strict=True))
-    cached = [min(have, state.tokens.shape[1] - most) for have in cached]
+    cached = _fitting(state.target_cache, cached, lengths, state.tokens.shape[1])
     if draft is not None and any(have > held for have, held in zip(cached, drafted, strict=True)):
         # The features of the last step's tokens wait in `context` for a step that will not come.
         index = torch.arange(state.context.shape[1], device=ids.device)
@@ -67,9 +67,24 @@ def _cached_prefix(engine: Engine, ids: Tensor, lengths: list[int]) -> list[int]
     return cached
 
 
+def _fitting(cache: KVCache, cached: list[int], lengths: list[int], capacity: int) -> list[int]:
+    """Lower what each row keeps to where its cache can resume, and until all rows fit.
+
+    Every row runs as many positions as the one with the most; they must fit after what it keeps.
+    """
+    while True:
+        lower = cache.resumable(cached)
+        most = max(length - have for length, have in zip(lengths, lower, strict=True))
+        lower = [min(have, capacity - most) for have in lower]
+        if lower == cached:
+            return cached
+        cached = lower
+
+
 def _run_chunks(engine: Engine, prompts: list[Tensor], cached: list[int], chunk: int) -> Tensor:
     """Run what is not cached; return the logits ``[batch, 1, vocab]`` of each prompt's last row."""
     state, draft, device = engine.state, engine.draft, engine.target.device
+    cache = state.target_cache
     ids = pad_sequence([prompt[held:] for prompt, held in zip(prompts, cached, strict=True)], batch_first=True)
     counts = [len(prompt) - held for prompt, held in zip(prompts, cached, strict=True)]
     held = torch.tensor(cached, dtype=torch.int64, device=device)
@@ -81,14 +96,15 @@ def _run_chunks(engine: Engine, prompts: list[Tensor], cached: list[int], chunk:
     keeps = flat.split([len(keep) for keep in ends])
     for start, keep, keep_on_device in zip(starts, ends, keeps, strict=True):
         # 1. The target, with logits only for rows that end a prompt.
-        rows, past = ids[:, start : start + chunk], held + start
-        logits, taps = engine.target.forward(rows, past, state.target_cache, keep_on_device)
+        rows, past = ids[:, start : start + chunk], torch.minimum(held + start, state.length)
+        live = (state.length - past).clamp(max=rows.shape[1])
+        cache.keep_snapshot_([row for row, n in enumerate(counts) if start < n <= start + chunk])
+        logits, taps = engine.target.forward(rows, past, cache, keep_on_device, keep=live)
         for row, n in enumerate(counts):
             if n - 1 - start in keep:
                 last_logits[row] = logits[row, keep.index(n - 1 - start)]
         # 2. The drafter's K/V of the same positions, from the tapped features.
         if draft is not None:
-            live = (state.length - past).clamp(0, rows.shape[1])
             positions = past[:, None] + torch.arange(rows.shape[1], device=device)
             positions = torch.where(positions < state.length[:, None], positions, -1)
             draft.inject_(draft.fuse(torch.cat(taps, -1), live), positions, state.draft_cache)

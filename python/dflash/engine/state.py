@@ -130,7 +130,7 @@ class State:
             offsets=torch.arange(1, block_size + 1, device=device),
             context=torch.zeros(batch, block_size, width, dtype=target.dtype, device=device),
             sampling=Sampling.create(batch, device),
-            target_cache=target.new_cache(batch, capacity),
+            target_cache=target.new_cache(batch, capacity, block_size),
             draft_cache=None if draft is None else draft.new_cache(batch, capacity),
             report=Report(batch, block_size, device),
         )

@@ -106,3 +106,20 @@ class CacheView:
     def get_seq_length(self, *_args: Any) -> int:
         """Return 0: positions are always passed, nothing may be derived from the buffers."""
         return 0
+
+    # Recurrent modules are told that there is no state yet. Their functions in `recurrent` keep it.
+
+    def get_conv_state(self, *_args: Any, **_kwargs: Any) -> None:
+        """Return None: the pass then takes the branch for several rows."""
+
+    get_recurrent_state = get_conv_state
+
+    def has_previous_state(self, *_args: Any, **_kwargs: Any) -> bool:
+        """Return False, which is what transformers before 5.21 asks for instead."""
+        return False
+
+    def update_conv_state(self, states: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
+        """Return the rows as they are, without inputs in front of them."""
+        return states
+
+    update_recurrent_state = update_conv_state

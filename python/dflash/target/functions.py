@@ -21,6 +21,7 @@ from torch.nn.modules import module as torch_module
 from transformers import cache_utils, masking_utils
 from transformers.generation.utils import GenerationMixin
 
+from .recurrent import FUNCTIONS as RECURRENT_FUNCTIONS
 from .weights import modules_of
 
 __all__ = ["Functions", "functions_of", "global_hooks", "own_loop_method", "shadowed_method"]
@@ -36,9 +37,10 @@ _LOOKED_INTO = (
 )
 _GRAD_WRAPPER = os.path.join(_TORCH, "utils", "_contextlib.py")
 _ROOTS = ("__call__", "_wrapped_call_impl", "_call_impl", "forward", "__getattr__", "__getattribute__")
-# The parts that this package replaces with its own: masks, caches, attention, and the loop around the model.
+# The parts that this package replaces with its own: masks, caches, attention, recurrences, the loop around the model.
 _INTERFACES = ("ALL_ATTENTION_FUNCTIONS", "ALL_MASK_ATTENTION_FUNCTIONS")
 _OURS = {*vars(masking_utils), *vars(cache_utils), *_INTERFACES, "eager_attention_forward"} - {"torch", "nn", "F"}
+_OURS |= RECURRENT_FUNCTIONS
 _CACHES = tuple(getattr(cache_utils, name) for name in ("Cache", "DynamicCache", "DynamicLayer", "CacheLayerMixin",
                 "DynamicSlidingWindowLayer") if hasattr(cache_utils, name))  # fmt: skip
 # The methods of transformers' loop whose work this package does itself. A replaced ``generate`` is the caller's choice.

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .functions import Functions, functions_of, global_hooks, own_loop_method, shadowed_method
+from .recurrent import has_recurrent_layers, refusal_of_recurrence
 from .weights import is_plain_tensor, modules_of, refusal_of_weights, tensors_of
 
 if TYPE_CHECKING:
@@ -33,11 +34,28 @@ TESTED_FAMILIES = frozenset(
     [
         *("deepseek_v3", "gemma3_text", "gemma4_text", "glm4_moe", "gpt_oss", "kimi_k25", "llama"),
         *("minimax_m2", "mistral", "qwen2", "qwen3", "qwen3_moe"),
+        *("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid", "kimi_linear"),
+        *("bailing_hybrid", "nemotron_h", "granitemoehybrid", "bamba", "falcon_h1", "lfm2", "lfm2_moe"),
     ]
 )
+# Families whose states are known to need more than is kept here.
+_UNSERVED = {
+    "jamba": "has Mamba-1 layers, which transformers runs over several rows without the state of the rows before",
+    "minimax": "has lightning attention, whose state is in a cache of its own and is masked in several rows at once",
+    "zaya": "attends to keys and values that were convolved with those of earlier rows",
+    "inkling": "has four convolutions in a layer, with a state each",
+    "qwen4_exp": "selects keys with an indexer",
+    "glm5_next": "selects keys with an indexer",
+    "deepseek_v4": "attends to compressed blocks of keys, which a rejected row would be part of",
+}
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_RECURRENT_LAYER_TYPES = {
+    *("linear_attention", "mamba", "conv", "hybrid"),
+    *("attention", "mlp", "moe"),  # what models with these call their other layers
+}
 # Models that have passed, and what their passing depended on.
 _PROBED: weakref.WeakKeyDictionary[nn.Module, tuple] = weakref.WeakKeyDictionary()
-_PROBE_TOKENS = 24
+_PROBE_TOKENS, _PROBE_PROMPT, _PROBE_ACCEPTED = 24, 8, 11  # the prompt, and where the first block is cut
 
 
 class UnsupportedTargetError(ValueError):
@@ -109,17 +127,23 @@ def _refusal_of_weights(model: PreTrainedModel, loaded: bool) -> str | None:
 def _refusal_of_family(model: PreTrainedModel) -> str | None:
     config = text_config(model)
     family, layer_types = config.model_type, set(getattr(config, "layer_types", None) or ())
-    if getattr(model, "_is_stateful", False) or any("linear" in kind or "mamba" in kind for kind in layer_types):
-        return f"{family} has stateful layers (linear attention, convolution): no counter can roll them back"
+    if family in _UNSERVED:
+        return f"{family} {_UNSERVED[family]}"
+    is_recurrent = has_recurrent_layers(model)
+    if reason := refusal_of_recurrence(model):
+        return f"{family} has stateful layers: {reason}"
+    if getattr(model, "_is_stateful", False) and not is_recurrent:
+        return f"{family} has stateful layers that dflash does not know, and cannot roll back"
     if getattr(config, "index_topk", None) is not None:
         return f"{family} selects keys with a sparse-attention indexer"
-    if unknown := layer_types - {"full_attention", "sliding_attention"}:
+    if unknown := layer_types - (_LAYER_TYPES | _RECURRENT_LAYER_TYPES if is_recurrent else _LAYER_TYPES):
         return f"{family} has layers of type {', '.join(sorted(unknown))}"
     if dynamic := _rope_types(config) & {"dynamic", "longrope"}:
         return f"its RoPE is {dynamic.pop()!r}: its frequencies depend on the longest position in the batch"
     if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):
         return f"{family} attends in both directions"
-    if not getattr(model.get_decoder(), "_supports_attention_backend", False):
+    # Most recurrent families do not say that they take one, and do.
+    if not is_recurrent and not getattr(model.get_decoder(), "_supports_attention_backend", False):
         return f"{type(model).__name__} does not take an attention function by name (_supports_attention_backend)"
     return None
 
@@ -193,6 +217,9 @@ def find_layers(model: PreTrainedModel) -> nn.ModuleList:
     raise UnsupportedTargetError(f"{type(model).__name__}: no list of {num_layers} decoder layers was found")
 
 
+_FINAL_NORMS = ("norm", "norm_f", "final_layernorm", "embedding_norm")  # most, nemotron_h, bamba and falcon_h1, lfm2
+
+
 def tapped_modules(model: PreTrainedModel, layer_ids: tuple[int, ...]) -> list[nn.Module]:
     """Return the modules whose outputs are the taps: decoder layers, and the final norm in place of the last layer.
 
@@ -203,7 +230,8 @@ def tapped_modules(model: PreTrainedModel, layer_ids: tuple[int, ...]) -> list[n
         return []
     modules = list(find_layers(model))
     if len(modules) - 1 in layer_ids:
-        modules[-1] = getattr(model.get_decoder(), "norm", None)
+        decoder = model.get_decoder()
+        modules[-1] = next((getattr(decoder, name) for name in _FINAL_NORMS if hasattr(decoder, name)), None)
         if modules[-1] is None:
             raise UnsupportedTargetError(
                 f"{type(model).__name__}: the last layer is tapped, but no final norm was found"
@@ -230,9 +258,14 @@ def _is_of_transformers(hook: Any) -> bool:
     return (getattr(hook, "__module__", None) or "").startswith("transformers.")
 
 
-def needs_probe(model: PreTrainedModel, twin: nn.Module) -> bool:
-    """Return True unless the model is of a tested family and transformers' own throughout, or has passed `probe`."""
-    basis = _basis(model, twin)
+def needs_probe(model: PreTrainedModel, replaced: str) -> bool:
+    """Return True unless the model is of a tested family and transformers' own throughout, or has passed `probe`.
+
+    Args:
+        model: the user's.
+        replaced: what `replaced_function` has found.
+    """
+    basis = _basis(model, replaced)
     is_tested = model.config.model_type in TESTED_FAMILIES and basis == _UNCHANGED
     return not is_tested and _PROBED.get(model) != (functions_of(model).token, *basis)
 
@@ -240,30 +273,31 @@ def needs_probe(model: PreTrainedModel, twin: nn.Module) -> bool:
 _UNCHANGED: tuple[str, tuple[int, ...], tuple[int, ...]] = ("", (), ())
 
 
-def _basis(model: PreTrainedModel, twin: nn.Module) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+def _basis(model: PreTrainedModel, replaced: str) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
     """Return what about a model differs from transformers': its functions, its hooks, its kinds of tensors."""
-    replaced, hooks = replaced_function(twin, functions_of(model)), tuple(map(id, _hooks(model)))
+    hooks = tuple(map(id, _hooks(model)))
     return replaced, hooks, tuple(id(tensor) for tensor in tensors_of(modules_of(model)) if not is_plain_tensor(tensor))
 
 
 @torch.no_grad()
-def probe(target: Target, model: PreTrainedModel, twin: nn.Module) -> None:
+def probe(target: Target, model: PreTrainedModel, replaced: str, twin: nn.Module) -> None:
     """Compare the logits of a few tokens with the model's own, and remember a model that passes.
 
     Args:
         target: runs on our attention and cache.
         model: the user's.
+        replaced: what `replaced_function` has found.
         twin: a twin of it that keeps the model's own attention. A model with hooks is asked itself: hooks may look for
             its own modules.
 
     Raises:
         UnsupportedTargetError: the target fails, or its logits differ.
     """
-    half, family = _PROBE_TOKENS // 2, target.config.model_type
+    family = target.config.model_type
     ids = torch.arange(_PROBE_TOKENS, device=target.device)[None] * 7919 % target.embedding_weight.shape[0]
     reference = model if _hooks(model) and not model.training else twin
     logits = reference(input_ids=ids, use_cache=False).logits.float()
-    expected = torch.cat([logits[:, :half], logits[:, half + 1 :: 2]], 1)
+    expected = torch.cat([logits[:, :_PROBE_ACCEPTED], logits[:, _PROBE_ACCEPTED + 1 :: 2]], 1)
     try:
         got = _probe_logits(target, ids)
     except UnsupportedTargetError:
@@ -279,15 +313,20 @@ def probe(target: Target, model: PreTrainedModel, twin: nn.Module) -> None:
             f"this target is not supported: {family} gives other logits with dflash's cache and "
             f"attention (relative difference {difference:.1e} in a trial run)"
         )
-    _PROBED[model] = functions_of(model).token, *_basis(model, target.model)
+    _PROBED[model] = functions_of(model).token, *_basis(model, replaced)
 
 
 def _probe_logits(target: Target, ids: Tensor) -> Tensor:
-    """Run ``ids`` in two passes; the second asks for every other row."""
-    half = ids.shape[1] // 2
-    cache = target.new_cache(1, ids.shape[1])
-    lengths = torch.zeros(1, dtype=torch.int64, device=ids.device)
-    first, _ = target.forward(ids[:, :half], lengths, cache)
-    rows = torch.arange(half, device=ids.device)
-    second, _ = target.forward(ids[:, half:], lengths + half, cache, rows[1::2])
-    return torch.cat([first, second], 1).float()
+    """Run ``ids`` as a prompt, a block of which only the first rows are right, and a block of which every other row
+    is asked for."""
+    cache = target.new_cache(1, 2 * _PROBE_TOKENS, _PROBE_TOKENS)
+    lengths = torch.full((1,), _PROBE_PROMPT, dtype=torch.int64, device=ids.device)
+    first, _ = target.forward(ids[:, :_PROBE_PROMPT], torch.zeros_like(lengths), cache, keep=lengths)
+    block = ids[:, _PROBE_PROMPT : 2 * _PROBE_PROMPT].clone()
+    accepted = _PROBE_ACCEPTED - _PROBE_PROMPT
+    block[:, accepted:] = (block[:, accepted:] + 1) % target.embedding_weight.shape[0]
+    second, _ = target.forward(block, lengths, cache)
+    rest = ids[:, _PROBE_ACCEPTED:]
+    asked = torch.arange(1, rest.shape[1], 2, dtype=torch.int64, device=ids.device)
+    third, _ = target.forward(rest, lengths + accepted, cache, asked)
+    return torch.cat([first, second[:, :accepted], third], 1).float()

@@ -12,10 +12,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..cache import KVCache
+from ..cache import KVCache, RecurrentCache
 from .attention import CacheView, use_block_attention
 from .functions import functions_of, global_hooks
 from .fused import recognize
+from .recurrent import clamps_prompts, has_recurrent_layers, take_over
 from .support import UnsupportedTargetError, needs_probe, probe, replaced_function, tapped_modules, text_config
 from .twin import structural_twin
 
@@ -47,7 +48,8 @@ class Target:
         use_block_attention(self.model)
         # On a GPU the fused layers have not been measured against the model's own forward, compiled or not.
         is_wanted = self.device.type == "cpu" if fused == "auto" else fused
-        is_own = is_wanted and not replaced_function(self.model, functions_of(model)) and not global_hooks()
+        replaced = replaced_function(self.model, functions_of(model))
+        is_own = is_wanted and not replaced and not global_hooks()
         self._fused = recognize(self.model, target_layer_ids) if is_own else None
         if fused is True and self._fused is None:
             raise UnsupportedTargetError(
@@ -56,12 +58,14 @@ class Target:
                 "once, got "
                 f'{type(model).__name__}: pass fused=False or "auto"'
             )
+        self.is_recurrent = has_recurrent_layers(self.model)
+        self._pass = take_over(self.model)
         self._taps: list[Tensor | None] = [None] * len(target_layer_ids)
         for index, module in enumerate(tapped_modules(self.model, target_layer_ids)):
             module.register_forward_hook(_tap_hook(self._taps, index))
         self.compiled_forward: Callable[..., tuple[Tensor, list[Tensor]]] | None = None
-        if needs_probe(model, self.model):
-            probe(self, model, structural_twin(model))
+        if needs_probe(model, replaced):
+            probe(self, model, replaced, structural_twin(model))
 
     @property
     def embedding_weight(self) -> Tensor:
@@ -98,9 +102,18 @@ class Target:
         """The model's ``max_position_embeddings``, if it has such a limit."""
         return getattr(self.config, "max_position_embeddings", None)
 
-    def new_cache(self, batch_size: int, capacity: int) -> KVCache:
-        """Return an empty cache for ``batch_size`` sequences of ``capacity`` positions."""
+    def new_cache(self, batch_size: int, capacity: int, block_size: int) -> KVCache:
+        """Return an empty cache for ``batch_size`` sequences of ``capacity`` positions.
+
+        Args:
+            batch_size: sequences.
+            capacity: positions of each, lookahead slots included.
+            block_size: the most rows of a pass whose ``keep`` is None.
+        """
         cache = KVCache(batch_size, capacity)
+        if self.is_recurrent:
+            goes_on = not clamps_prompts(self.model)
+            cache = RecurrentCache(batch_size, capacity, block_size, goes_on=goes_on, device=self.device)
         self.refresh(cache)
         return cache
 
@@ -113,7 +126,12 @@ class Target:
             self._fused.refresh(cache)
 
     def forward(
-        self, ids: Tensor, lengths: Tensor, cache: KVCache, logits_to_keep: int | Tensor = 0
+        self,
+        ids: Tensor,
+        lengths: Tensor,
+        cache: KVCache,
+        logits_to_keep: int | Tensor = 0,
+        keep: Tensor | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
         """Run rows at positions ``lengths[b] + i``. Each sees the cache's positions and the rows before it.
 
@@ -122,14 +140,27 @@ class Target:
             lengths: ``[batch]`` int64, positions already in the cache.
             cache: from `new_cache`. The K/V of these rows are written at their positions.
             logits_to_keep: as in transformers: 0 for all rows, n for the last n, or row indices.
+            keep: ``[batch]`` int64, how many leading rows belong to the sequence for certain: those of a prompt. None
+                for a block, whose rows will be accepted or not.
 
         Returns:
             Logits ``[batch, asked rows, vocab]``, and the taps: tensors that concatenate along the last dimension to
             ``[batch, rows, taps * hidden]``.
         """
+        cache.begin_pass_(lengths, keep)
         if self._fused is not None and self._fused.handles(ids):
             logits, tapped = self._fused.forward(ids, lengths, cache, logits_to_keep)
-            return logits, [tapped]
+            taps = [tapped]
+        else:
+            logits, taps = self._run_modules(ids, lengths, cache, logits_to_keep, is_prompt=keep is not None)
+        cache.end_pass_(lengths)
+        return logits, taps
+
+    def _run_modules(
+        self, ids: Tensor, lengths: Tensor, cache: KVCache, logits_to_keep: int | Tensor, *, is_prompt: bool
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Run the twin's own modules as `forward` does."""
+        self._pass.cache, self._pass.is_prompt = cache, is_prompt
         positions = lengths[:, None] + torch.arange(ids.shape[1], device=ids.device)
         # Rows past the end of a request are computed and dropped. They must not index past a learned table.
         limit = self.max_positions
