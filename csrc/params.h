@@ -12,7 +12,12 @@ namespace dflash {
 enum class DType : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };  // kFloat16: CUDA only
 
 // What is added to the weight of a norm: one if the model stores it less one. Adding -0 changes no bit.
-constexpr float norm_offset(bool zero_centered) { return zero_centered ? 1.0f : -0.0f; }
+#ifdef __CUDACC__
+#define DFLASH_ANYWHERE __host__ __device__
+#else
+#define DFLASH_ANYWHERE
+#endif
+DFLASH_ANYWHERE constexpr float norm_offset(bool zero_centered) { return zero_centered ? 1.0f : -0.0f; }
 
 // RMSNorm, with an optional residual added first and an optional count of live rows per sequence.
 struct RmsNormParams {

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from dflash import ops
-from dflash.ops import reference
-from dflash.ops import DecoderLayer, PackedLayers
+from dflash.ops import DecoderLayer, PackedLayers, reference
 
 BATCH, ROWS, HIDDEN, HEADS, KV_HEADS, DIM, CAPACITY, VOCAB = 2, 3, 16, 4, 2, 8, 12, 70
 WIDTH, TAPS = 24, (1, 0)
