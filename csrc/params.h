@@ -297,12 +297,13 @@ struct GatedRecurrenceParams {
   int64_t block;
   int32_t threads;
   int32_t device = 0;
+  unsigned* counters = nullptr;  // CUDA only: [kNumCounters], zero before and after
 
   static constexpr auto wire() {
     using P = GatedRecurrenceParams;
     return std::tuple(&P::q, &P::k, &P::v, &P::log_decay, &P::beta, &P::state, &P::saved_k, &P::saved_d,
                       &P::saved_a, &P::pending, &P::keep, &P::out, &P::batch, &P::rows, &P::key_heads,
-                      &P::heads, &P::key_dim, &P::value_dim, &P::decay_dim, &P::block);
+                      &P::heads, &P::key_dim, &P::value_dim, &P::decay_dim, &P::block, &P::counters);
   }
 };
 

@@ -45,6 +45,16 @@ CALLS = {
     "block_attention, ancestors": lambda: reference.block_attention(
         floats(BATCH, ROWS, HEADS, DIM), *caches(), integers(BATCH), 0.25, False, ancestors=integers(ROWS, 1)
     ),
+    "gated_recurrence_": lambda: reference.gated_recurrence_(
+        *(torch.zeros(BATCH, ROWS, KV_HEADS, DIM) for _ in range(2)), torch.zeros(BATCH, ROWS, HEADS, 8),
+        torch.zeros(BATCH, ROWS, HEADS), torch.zeros(BATCH, ROWS, HEADS), torch.zeros(BATCH, HEADS, DIM, 8),
+        torch.zeros(BATCH, 4, KV_HEADS, DIM), torch.zeros(BATCH, 4, HEADS, 8), torch.zeros(BATCH, 4, HEADS),
+        integers(BATCH), integers(BATCH),
+    ),
+    "causal_conv_": lambda: reference.causal_conv_(
+        floats(BATCH, ROWS, DIM), floats(DIM, 4), floats(DIM), True, floats(BATCH, 3 + 4, DIM), integers(BATCH),
+        integers(BATCH),
+    ),
 }  # fmt: skip
 
 

@@ -11,6 +11,7 @@
 DFLASH_NAMESPACE_BEGIN
 
 constexpr int64_t kChannels = 256;
+constexpr int kVecs = 4;  // side by side: a SiLU is a long chain of operations
 
 static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t clamped(int64_t x, int64_t most) { return x < 0 ? 0 : least(x, most); }
@@ -25,11 +26,16 @@ static inline Vec silu(Vec x) {
 template <typename T>
 static inline void convolve(const T* const* inputs, const float* taps, const float* bias, int64_t width,
                             int64_t channels, bool has_silu, T* out) {
-  for (int64_t c = 0; c < channels; c += kWidth) {
-    Vec sum = load(bias + c);
+  for (int64_t c = 0; c < channels; c += kVecs * kWidth) {
+    Vec sums[kVecs];
+    for (int v = 0; v < kVecs; ++v) sums[v] = load(bias + c + v * kWidth);
     for (int64_t j = 0; j < width; ++j)
-      sum = fma_vec(load(taps + j * kChannels + c), load(inputs[j] + c), sum);
-    store(out + c, has_silu ? silu(sum) : sum);
+      for (int v = 0; v < kVecs; ++v)
+        sums[v] =
+            fma_vec(load(taps + j * kChannels + c + v * kWidth), load(inputs[j] + c + v * kWidth), sums[v]);
+    if (has_silu)
+      for (int v = 0; v < kVecs; ++v) sums[v] = silu(sums[v]);
+    for (int v = 0; v < kVecs; ++v) store(out + c + v * kWidth, sums[v]);
   }
 }
 
@@ -42,7 +48,7 @@ struct Task {
   float* bias;     // [kChannels]
   float* taps;     // [width, kChannels]
   T* context;      // [reach, kChannels]
-  T* padded;       // [rows, kChannels], a copy of x if the last vector is not full
+  T* padded;       // [rows, kChannels], a copy of x if the last vectors are not full
   T* result;       // [kChannels]
   const T** rows;  // [width], the inputs of a row
 
@@ -59,17 +65,17 @@ struct Task {
     result = context + reach * kChannels, padded = result + kChannels;
     rows = pointers.reserve(p.width);
     const T* weight = static_cast<const T*>(p.weight) + first * p.width;
-    for (int64_t c = 0; c < channels; ++c) {
+    for (int64_t c = 0; c < channels; ++c)
       bias[c] = p.bias ? to_float(static_cast<const T*>(p.bias)[first + c]) : 0.0f;
-      for (int64_t j = 0; j < p.width; ++j) taps[j * kChannels + c] = to_float(weight[c * p.width + j]);
-    }
+    for (int64_t j = 0; j < p.width; ++j)
+      for (int64_t c = 0; c < channels; ++c) taps[j * kChannels + c] = to_float(weight[c * p.width + j]);
     for (int64_t i = 0; i < reach; ++i)
       std::memcpy(context + i * kChannels, window + (pending + i) * p.channels, sizeof(T) * channels);
     for (int64_t t = 0; !is_full() && t < p.rows; ++t)
       std::memcpy(padded + t * kChannels, x + t * p.x_stride_row, sizeof(T) * channels);
   }
 
-  bool is_full() const { return channels % kWidth == 0; }
+  bool is_full() const { return channels % (kVecs * kWidth) == 0; }
 
   // Input i of the context and the rows, one after another.
   const T* input(int64_t i) const {

@@ -71,6 +71,24 @@ def _context() -> dict[str, object]:
     return {"kv": kv, **named, "k_norm_weight": norms, "eps": 1e-6, **caches}
 
 
+def _recurrence() -> dict[str, object]:
+    keys, heads, block = (KV_HEADS, DIM), (HEADS, 5), 4
+    return {
+        "q": torch.randn(BATCH, ROWS, *keys), "k": torch.randn(BATCH, ROWS, *keys),
+        "v": torch.randn(BATCH, ROWS, *heads), "log_decay": -torch.rand(BATCH, ROWS, HEADS),
+        "beta": torch.rand(BATCH, ROWS, HEADS), "state": torch.randn(BATCH, HEADS, DIM, 5),
+        "saved_k": torch.randn(BATCH, block, *keys), "saved_d": torch.randn(BATCH, block, *heads),
+        "saved_a": torch.rand(BATCH, block, HEADS), "pending": _ints(3, 0), "keep": _ints(0, 2),
+    }  # fmt: skip
+
+
+def _convolution() -> dict[str, object]:
+    return {
+        "x": torch.randn(BATCH, ROWS, HIDDEN), "weight": torch.randn(HIDDEN, 4), "bias": torch.randn(HIDDEN),
+        "silu": True, "window": torch.randn(BATCH, 3 + 4, HIDDEN), "pending": _ints(3, 0), "keep": _ints(0, 2),
+    }  # fmt: skip
+
+
 def _layers() -> dict[str, object]:
     return {
         "hidden": torch.randn(BATCH, ROWS, HIDDEN), "context": torch.randn(BATCH, 4, HIDDEN),
@@ -134,6 +152,8 @@ CALLS: dict[str, Callable[[], dict[str, object]]] = {
         "block_ids": torch.tensor([[9, 1, 2], [8, 4, 4]]), "posterior": torch.tensor([[1, 2, 3], [4, 5, 6]]),
         "stop_token_ids": _ints(5, 50), "limits": _ints(100, 100), "tokens": torch.full((BATCH, CAPACITY), -7),
         "length": _ints(3, 4), "num_context": _ints(0, 0), "done": _ints(0, 0)},
+    "gated_recurrence_": _recurrence,
+    "causal_conv_": _convolution,
     "decoder_layers": _layers,
     RECURRENT: _recurrent_layers,
 }  # fmt: skip

@@ -6,6 +6,7 @@ from op_calls import (
     BATCH,
     CALLS,
     CAPACITY,
+    HEADS,
     HIDDEN,
     ROWS,
     TAPS,
@@ -215,10 +216,17 @@ def test_positions_outside_the_cache_append_nothing(op, kernels):
 
 
 @pytest.mark.parametrize("count", [-(2**63), -1, 0, 2, 2**63 - 1])
-@pytest.mark.parametrize(("op", "counts"), [("rms_norm", "counts"), ("fuse_features", "num_context")])
+@pytest.mark.parametrize(
+    ("op", "counts"),
+    [
+        ("rms_norm", "counts"),
+        ("fuse_features", "num_context"),
+        *((op, counts) for op in ("gated_recurrence_", "causal_conv_") for counts in ("pending", "keep")),
+    ],
+)
 def test_counts_outside_the_rows_are_the_nearest(count, op, counts, kernels):
     call = CALLS[op]() | {counts: torch.tensor([count, 1])}
-    assert_same(run(op, call, kernels), run_twin(op, call), 1e-3, 1e-3)
+    assert_same(run(op, copied(call), kernels), run_twin(op, copied(call)), 1e-3, 1e-3)
 
 
 # ---- weights behind a handle
@@ -355,6 +363,19 @@ def test_a_stack_notices_a_weight_that_became_a_negative_view():
         ("accept_prefix_", lambda c: {"length": c["done"]}, "must not share memory"),
         ("accept_prefix_", lambda c: {"posterior": c["tokens"][:, :ROWS]}, "must not share memory with posterior"),
         ("accept_prefix_", lambda c: {"tokens": c["tokens"][:1].expand(BATCH, -1)}, "must be contiguous"),
+        (
+            "gated_recurrence_",
+            lambda c: {"q": c["saved_k"][:, :ROWS]},
+            "saved_k is written in place and must not share",
+        ),
+        (
+            "gated_recurrence_",
+            lambda c: {"keep": c["pending"], "v": c["saved_d"][:, :ROWS]},
+            "must not share memory with v",
+        ),
+        ("gated_recurrence_", lambda c: {"state": c["state"][:, :1].expand(-1, HEADS, -1, -1)}, "must be contiguous"),
+        ("causal_conv_", lambda c: {"x": c["window"][:, 3 : 3 + ROWS]}, "must not share memory with x"),
+        ("causal_conv_", lambda c: {"window": c["window"][:1].expand(BATCH, -1, -1)}, "must be contiguous"),
     ],
 )
 def test_written_tensors_that_overlap_are_refused_by_name(op, change, message):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ...target import check_target, find_layers, structural_twin, text_config
+from ...target import check_target, find_layers, structural_twin, tapped_modules
 
 __all__ = ["TargetFeatures"]
 
@@ -26,19 +26,13 @@ class TargetFeatures:
     """
 
     def __init__(self, target: nn.Module, layer_ids: tuple[int, ...], *, final: bool = False) -> None:
-        target = check_target(target)
-        self.model = structural_twin(target)
-        self.final = final
-        total = text_config(target).num_hidden_layers
+        self.model, self.final = structural_twin(check_target(target)), final
         self.layer_ids = tuple(layer_ids)
-        decoder = self.model.get_decoder()
-        layers = find_layers(self.model)
-        self._norm_is_tapped = total - 1 in self.layer_ids
-        if not final and not self._norm_is_tapped:
+        layers, modules = find_layers(self.model), tapped_modules(self.model, self.layer_ids)
+        if not final and len(layers) - 1 not in self.layer_ids:
             del layers[max(self.layer_ids) + 1 :]
         self._taps: dict[int, Tensor] = {}
-        for layer_id in self.layer_ids:
-            module = decoder.norm if layer_id == total - 1 else layers[layer_id]
+        for layer_id, module in zip(self.layer_ids, modules, strict=True):
 
             def keep(_module, _args, output, taps=self._taps, layer_id=layer_id):
                 taps[layer_id] = output[0] if isinstance(output, tuple) else output
@@ -56,7 +50,9 @@ class TargetFeatures:
 
     @torch.no_grad()
     def __call__(self, input_ids: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return features and final states of right-padded sequences. Attention is causal, so padding needs no mask.
+        """Return features and final states of right-padded sequences.
+
+        Padding needs no mask: attention is causal, and recurrent layers run from left to right, from an empty state.
 
         Args:
             input_ids: ``[batch, length]`` int64.
