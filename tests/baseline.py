@@ -34,7 +34,9 @@ def sampled(
 
     tokens, cache, ids = [], None, prompt[None]
     for index in range(new):
-        output = target(input_ids=ids, past_key_values=cache, use_cache=True)
+        start = 0 if index == 0 else len(prompt) + index - 1  # as in `generate`: bamba's cache does not know it
+        positions = torch.arange(start, start + ids.shape[1])[None]
+        output = target(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
         cache = output.past_key_values
         position = torch.tensor([[len(prompt) + index]])
         ids = reference.select_tokens(

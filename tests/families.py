@@ -2,7 +2,9 @@
 
 import copy
 
+import pytest
 import torch
+import transformers
 from draft_variants import VARIANTS, random_drafter
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -50,6 +52,46 @@ _MOE = {
 _MIXED = {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"] * 2}
 _DSA = {"index_n_heads": 4, "index_head_dim": 16, "index_topk": 8}
 
+_GDN = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "linear_conv_kernel_dim": 4,
+    "shared_expert_intermediate_size": 32,
+}
+_LINEAR = {"layer_types": ["linear_attention"] * 3 + ["full_attention"]}
+_KDA = {
+    **{**_MOE, **_MLA, **_LINEAR},
+    "linear_head_dim": 16,
+    "linear_num_heads": 4,
+    "mlp_layer_types": ["dense"] + ["sparse"] * 3,
+}
+_MAMBA2 = {
+    "mamba_d_state": 16,
+    "mamba_d_conv": 4,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 32,
+    "mamba_n_groups": 2,
+    "mamba_chunk_size": 8,
+    "mamba_expand": 2,
+    "mamba_d_ssm": 128,
+    "shared_intermediate_size": 32,
+}
+_NEMOTRON_H = {
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 32,
+    "ssm_state_size": 16,
+    "n_groups": 2,
+    "chunk_size": 8,
+    "conv_kernel": 4,
+    "layers_block_type": ["mamba", "mlp", "attention", "mamba"],
+    "n_routed_experts": 4,
+}
+_SHORT_CONV = {**_MOE, "num_dense_layers": 1, "layer_types": ["conv", "conv", "full_attention", "conv"]}
+_VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
+_MULTIMODAL = {"kimi_k25": {}, "qwen3_5": {"vision_config": _VISION}}
+
 # name -> (model_type, what differs from _COMMON)
 FAMILIES: dict[str, tuple[str, dict]] = {
     "qwen3": ("qwen3", {}),
@@ -87,14 +129,37 @@ FAMILIES: dict[str, tuple[str, dict]] = {
     "phimoe (windowed)": ("phimoe", {**_MOE, "sliding_window": 20}),
     "kimi_k25": ("kimi_k25", {**_MOE, **_MLA}),
 }
+# Families with recurrent layers.
+RECURRENT: dict[str, tuple[str, dict]] = {
+    "qwen3_5": ("qwen3_5_text", _GDN),
+    "qwen3_5 (multimodal)": ("qwen3_5", _GDN),
+    "qwen3_5_moe": ("qwen3_5_moe_text", {**_GDN, **_MOE}),
+    "qwen3_next": ("qwen3_next", {**_GDN, **_MOE, "decoder_sparse_step": 1}),
+    "olmo_hybrid": ("olmo_hybrid", {**_GDN, **_LINEAR, "linear_num_key_heads": 4}),
+    "kimi_linear": ("kimi_linear", _KDA),
+    "bailing_hybrid": ("bailing_hybrid", {**_KDA, "head_dim": 16}),
+    "nemotron_h": ("nemotron_h", _NEMOTRON_H),
+    "nemotron_h (dt under its limit)": ("nemotron_h", {**_NEMOTRON_H, "time_step_min": 1.2}),
+    "granitemoehybrid": (
+        "granitemoehybrid",
+        {**_MAMBA2, **_MOE, "layer_types": ["mamba", "mamba", "attention", "mamba"]},
+    ),
+    "bamba": ("bamba", {**_MAMBA2, "attn_layer_indices": [2]}),
+    "falcon_h1": ("falcon_h1", _MAMBA2),
+    "lfm2": ("lfm2", _SHORT_CONV),
+    "lfm2_moe": ("lfm2_moe", _SHORT_CONV),
+}
+FAMILIES |= RECURRENT
 
 
 def make_config(name: str, **changes):
     model_type, differences = FAMILIES[name]
+    if model_type not in CONFIG_MAPPING:  # the one reason to leave a family out
+        pytest.skip(f"transformers {transformers.__version__} has no {model_type}")
     config_class = CONFIG_MAPPING[model_type]
     fields = {**_COMMON, **differences, **changes}
-    if model_type == "kimi_k25":
-        return config_class(text_config=fields)
+    if model_type in _MULTIMODAL:
+        return config_class(text_config=fields, **_MULTIMODAL[model_type])
     return config_class(**fields)
 
 
@@ -102,11 +167,11 @@ def make_target(name: str, seed: int = 0, dtype: torch.dtype = torch.float32, **
     """Return a tiny random model whose logits are spread out, so that greedy choices are never near a tie."""
     torch.manual_seed(seed)
     config = make_config(name, **changes)
-    auto = AutoModelForImageTextToText if config.model_type == "kimi_k25" else AutoModelForCausalLM
+    auto = AutoModelForImageTextToText if config.model_type in _MULTIMODAL else AutoModelForCausalLM
     model = auto.from_config(config, dtype=torch.float32)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
+        for key, parameter in model.named_parameters():
+            if parameter.dim() > 1 and "A_log" not in key:
                 parameter.normal_(0, 1.2 * parameter.shape[-1] ** -0.5)
     model.generation_config.max_length = None
     return model.to(dtype).eval()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from baseline import greedy, left_padded, prompt, sampled
 from draft_variants import VARIANTS
-from families import FAMILIES, Cheat, make_draft, make_target
+from families import FAMILIES, RECURRENT, Cheat, make_draft, make_target
 
 import dflash
 from dflash.sampling import fold
@@ -17,6 +17,7 @@ NEW = 24
 SUPPORTED = [
     "qwen3", "qwen3 (windowed)", "qwen3_moe", "qwen2", "llama", "llama (llama3 RoPE)", "mistral", "mistral (windowed)",
     "gemma3", "gemma4", "gemma4 (shared K/V)", "gpt_oss", "glm4_moe", "deepseek_v3", "minimax_m2", "kimi_k25",
+    *RECURRENT,
 ]  # fmt: skip
 
 

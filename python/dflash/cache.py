@@ -5,7 +5,7 @@ Lengths live outside, on the device.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -87,7 +87,7 @@ class KVCache:
     def resume_(self, positions: Sequence[int]) -> None:
         """Go on from these positions, which `resumable` has returned. Keys and values need nothing for it."""
 
-    def keep_snapshot_(self, rows: Iterable[int]) -> None:
+    def keep_snapshot_(self, rows: Sequence[int]) -> None:
         """Remember where these rows stand now, as a place to resume from later. Keys and values need no such place."""
 
 
@@ -169,12 +169,11 @@ class RecurrentCache(KVCache):
     ) -> None:
         super().__init__(batch_size, capacity)
         self.block_size, self.goes_on = block_size, goes_on
-        self.held, self.pending, self.keep = (
-            torch.zeros(batch_size, dtype=torch.int64, device=device) for _ in range(3)
+        self.held, self.pending, self.keep, self._snapshot_at = (
+            torch.zeros(batch_size, dtype=torch.int64, device=device) for _ in range(4)
         )
         self.recurrent: dict[int, RecurrentLayer] = {}
         self._snapshot: dict[int, list[Tensor]] = {}  # layer index -> copies of what stood at `_snapshot_at`
-        self._snapshot_at = [0] * batch_size
 
     @property
     def buffers(self) -> list[Tensor]:
@@ -201,29 +200,31 @@ class RecurrentCache(KVCache):
 
     def resumable(self, shared: Sequence[int]) -> list[int]:
         """Return ``shared`` itself where the states stand at or before it, else the snapshot's position, else 0."""
-        held = self.held.tolist()
+        held, snapshots = torch.stack([self.held, self._snapshot_at]).tolist()
         return [
             at if self.goes_on and stands <= at else snapshot if snapshot <= at else 0
-            for at, stands, snapshot in zip(shared, held, self._snapshot_at, strict=True)
+            for at, stands, snapshot in zip(shared, held, snapshots, strict=True)
         ]
 
     def resume_(self, positions: Sequence[int]) -> None:
         """Put the states of rows that go on from before ``held`` back to the snapshot, or clear them."""
-        held = self.held.tolist()
-        for row, (position, stands) in enumerate(zip(positions, held, strict=True)):
-            if self.goes_on and position >= stands > 0:
-                continue
-            for index, layer in self.recurrent.items():
-                copies = self._snapshot.get(index, layer.standing)
-                for standing, copy in zip(layer.standing, copies, strict=True):
-                    standing[row] = copy[row] if position else 0
-            self.held[row] = position
+        held, device = self.held.tolist(), self.held.device
+        moved = [row for row, at in enumerate(positions) if not (self.goes_on and at >= held[row] > 0)]
+        for at, where in zip((positions[row] for row in moved), moved, strict=True):
+            self.held[where] = at
+        restored, cleared = (
+            torch.tensor([row for row in moved if bool(positions[row]) is kept], dtype=torch.int64, device=device)
+            for kept in (True, False)
+        )
+        for index, layer in self.recurrent.items():
+            for standing, copy in zip(layer.standing, self._snapshot.get(index, layer.standing), strict=True):
+                standing[restored] = copy[restored]
+                standing.index_fill_(0, cleared, 0)
 
-    def keep_snapshot_(self, rows: Iterable[int]) -> None:
-        """Copy the states of these rows; each row has one snapshot."""
-        held = self.held.tolist()
+    def keep_snapshot_(self, rows: Sequence[int]) -> None:
+        """Copy the states of these rows; each row has one snapshot. Does not wait for the device."""
         for row in rows:
-            self._snapshot_at[row] = held[row]
+            self._snapshot_at[row].copy_(self.held[row])
             for index, layer in self.recurrent.items():
                 if index not in self._snapshot:
                     self._snapshot[index] = [torch.zeros_like(standing) for standing in layer.standing]

@@ -336,7 +336,7 @@ class Generator:
         # 3. Set up the engine and run.
         self.engine.configure(call)
         self._run = run = Run(self.engine, call, reads_ids=reads_ids)
-        progress = run.start(chunk=self.prefill_chunk, reuse=reuse, began=began)
+        progress = run.start(chunk=self.prefill_chunk, reuse=reuse, snapshot=self.reuse_prefix, began=began)
         yield progress
         yield from run.steps(progress, self._launch(call))
 

@@ -18,7 +18,9 @@ __all__ = ["prefill"]
 
 
 @torch.no_grad()
-def prefill(engine: Engine, prompts: list[Tensor], limits: list[int], *, chunk: int, reuse: bool) -> list[int]:
+def prefill(
+    engine: Engine, prompts: list[Tensor], limits: list[int], *, chunk: int, reuse: bool, snapshot: bool
+) -> list[int]:
     """Fill both caches with the prompts and choose each row's first token from the last row of its prompt.
 
     Args:
@@ -27,6 +29,7 @@ def prefill(engine: Engine, prompts: list[Tensor], limits: list[int], *, chunk: 
         limits: per row, the tokens it may hold in all.
         chunk: prompt tokens per forward pass.
         reuse: run only what the caches do not hold already.
+        snapshot: keep a place in each prompt from which a later one can resume if it diverges from this one.
 
     Returns:
         Per row, how many tokens of its prompt were run.
@@ -41,7 +44,7 @@ def prefill(engine: Engine, prompts: list[Tensor], limits: list[int], *, chunk: 
     state.prompt_length.copy_(state.length)
     state.limits.copy_(torch.tensor(limits, dtype=torch.int64, device="cpu"))
     state.num_context.zero_()
-    logits = _run_chunks(engine, prompts, cached, chunk)
+    logits = _run_chunks(engine, prompts, cached, chunk, snapshot)
     _choose_first(engine, logits)
     return [length - held for length, held in zip(lengths, cached, strict=True)]
 
@@ -81,7 +84,7 @@ def _fitting(cache: KVCache, cached: list[int], lengths: list[int], capacity: in
         cached = lower
 
 
-def _run_chunks(engine: Engine, prompts: list[Tensor], cached: list[int], chunk: int) -> Tensor:
+def _run_chunks(engine: Engine, prompts: list[Tensor], cached: list[int], chunk: int, snapshot: bool) -> Tensor:
     """Run what is not cached; return the logits ``[batch, 1, vocab]`` of each prompt's last row."""
     state, draft, device = engine.state, engine.draft, engine.target.device
     cache = state.target_cache
@@ -98,7 +101,8 @@ def _run_chunks(engine: Engine, prompts: list[Tensor], cached: list[int], chunk:
         # 1. The target, with logits only for rows that end a prompt.
         rows, past = ids[:, start : start + chunk], torch.minimum(held + start, state.length)
         live = (state.length - past).clamp(max=rows.shape[1])
-        cache.keep_snapshot_([row for row, n in enumerate(counts) if start < n <= start + chunk])
+        if snapshot:  # from before each row's last chunk
+            cache.keep_snapshot_([row for row, n in enumerate(counts) if start < n <= start + chunk])
         logits, taps = engine.target.forward(rows, past, cache, keep_on_device, keep=live)
         for row, n in enumerate(counts):
             if n - 1 - start in keep:

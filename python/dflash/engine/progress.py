@@ -147,12 +147,13 @@ class Run:
         self.histories = [prompt.tolist() for prompt in call.prompts] if call.stop_criteria else []
         self.consistent = self.ended = False
 
-    def start(self, *, chunk: int, reuse: bool, began: float) -> Progress:
+    def start(self, *, chunk: int, reuse: bool, snapshot: bool, began: float) -> Progress:
         """Run the prompts, and return the first progress.
 
         Args:
             chunk: prompt tokens per forward pass.
             reuse: run only what the caches do not hold.
+            snapshot: see `prefill`.
             began: when the call began, by ``time.perf_counter``.
         """
         engine, call, state = self.engine, self.call, self.engine.state
@@ -161,7 +162,7 @@ class Run:
         spare = engine.batch_size - batch
         prompts = [*call.prompts, *[call.ids.new_zeros(1, dtype=torch.int64)] * spare]
         limits = [len(prompt) + call.max_new_tokens for prompt in call.prompts] + [2] * spare
-        prefilled = prefill(engine, prompts, limits, chunk=chunk, reuse=reuse)
+        prefilled = prefill(engine, prompts, limits, chunk=chunk, reuse=reuse, snapshot=snapshot)
         state.done[batch:] = FULL
         # 2. The host's first look at the rows.
         steps: list[list[int]] = [[] for _ in range(engine.batch_size)]

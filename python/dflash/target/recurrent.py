@@ -8,8 +8,11 @@ yet", so that every pass takes the branch for several rows. The user's modules, 
 
 from __future__ import annotations
 
+import dis
+import functools
 import inspect
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -55,7 +58,7 @@ class Pass:
         is_prompt: True for rows of a prompt, False for a block.
     """
 
-    cache: KVCache
+    cache: KVCache | None = None
     is_prompt = False
 
 
@@ -77,10 +80,10 @@ def refusal_of_recurrence(model: nn.Module) -> str | None:
     indices: set[int] = set()
     for module in filter(is_stateful, model.modules()):
         kind, index = type(module), module.__dict__.get("layer_idx")
-        keeps, calls = _names_in_class(kind), _names(_inner_forward(kind))
-        is_served = isinstance(index, int) and (
-            (not _keeps(keeps, _CONVOLUTION_STATES) or calls & _CONVOLUTIONS)
-            and (not _keeps(keeps, _RECURRENT_STATES) or calls & _RECURRENCES)
+        keeps, code = _names_in_class(kind), _inner_forward(kind).__code__
+        is_served = isinstance(index, int) and all(
+            not _keeps(keeps, states) or _calls_each_once(code, functions)
+            for states, functions in ((_CONVOLUTION_STATES, _CONVOLUTIONS), (_RECURRENT_STATES, _RECURRENCES))
         )
         if not is_served:
             return f"{kind.__name__} keeps a state by functions that dflash does not know, and cannot roll back"
@@ -102,7 +105,7 @@ def _keeps(names: frozenset[str], states: tuple[str, ...]) -> bool:
     return any(state in name for name in names for state in states)
 
 
-_names_of_classes: dict[type, frozenset[str]] = {}
+_names_of_classes: weakref.WeakKeyDictionary[type, frozenset[str]] = weakref.WeakKeyDictionary()
 
 
 def _names_in_class(kind: type) -> frozenset[str]:
@@ -114,6 +117,13 @@ def _names_in_class(kind: type) -> frozenset[str]:
         found = [name for method in methods for name in _names(_inner(method))] if is_part else []
         _names_of_classes[kind] = frozenset(found)
     return _names_of_classes[kind]
+
+
+@functools.lru_cache(64)
+def _calls_each_once(code: types.CodeType, functions: frozenset[str]) -> bool:
+    """Return True if code calls one or more of these functions, none of them twice: a layer has one state."""
+    called = [step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL"]
+    return max(map(called.count, functions)) == 1
 
 
 def _names(function: Callable | None) -> frozenset[str]:
@@ -155,7 +165,9 @@ def take_over(twin: nn.Module) -> Pass:
         space.pop("__name__", None)  # torch.compile would look the names up in the real module
         own = types.FunctionType(forward.__code__, space, forward.__name__, forward.__defaults__, forward.__closure__)
         own.__kwdefaults__ = forward.__kwdefaults__
-        module.forward = types.MethodType(own, module)
+        # A class of the module's own: a bound method in its attributes would be a reference cycle through the weights.
+        kind = type(module)
+        module.__class__ = type(kind.__name__, (kind,), {"forward": own, "__module__": kind.__module__})
     return running
 
 

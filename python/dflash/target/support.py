@@ -42,7 +42,7 @@ TESTED_FAMILIES = frozenset(
 _UNSERVED = {
     "jamba": "has Mamba-1 layers, which transformers runs over several rows without the state of the rows before",
     "minimax": "has lightning attention, whose state is in a cache of its own and is masked in several rows at once",
-    "zaya": "attends to keys and values that were convolved with those of earlier rows",
+    "zaya": "attends to keys that were convolved with earlier ones and to delayed values, by functions of its own",
     "inkling": "has four convolutions in a layer, with a state each",
     "qwen4_exp": "selects keys with an indexer",
     "glm5_next": "selects keys with an indexer",
@@ -127,8 +127,8 @@ def _refusal_of_weights(model: PreTrainedModel, loaded: bool) -> str | None:
 def _refusal_of_family(model: PreTrainedModel) -> str | None:
     config = text_config(model)
     family, layer_types = config.model_type, set(getattr(config, "layer_types", None) or ())
-    if family in _UNSERVED:
-        return f"{family} {_UNSERVED[family]}"
+    if reason := _UNSERVED.get(family.removesuffix("_text")):
+        return f"{family} {reason}"
     is_recurrent = has_recurrent_layers(model)
     if reason := refusal_of_recurrence(model):
         return f"{family} has stateful layers: {reason}"
@@ -325,8 +325,9 @@ def _probe_logits(target: Target, ids: Tensor) -> Tensor:
     block = ids[:, _PROBE_PROMPT : 2 * _PROBE_PROMPT].clone()
     accepted = _PROBE_ACCEPTED - _PROBE_PROMPT
     block[:, accepted:] = (block[:, accepted:] + 1) % target.embedding_weight.shape[0]
-    second, _ = target.forward(block, lengths, cache)
+    none = torch.zeros_like(lengths)  # of a block's rows are kept; the arithmetic is a prompt's, as in the model's pass
+    second, _ = target.forward(block, lengths, cache, keep=none)
     rest = ids[:, _PROBE_ACCEPTED:]
     asked = torch.arange(1, rest.shape[1], 2, dtype=torch.int64, device=ids.device)
-    third, _ = target.forward(rest, lengths + accepted, cache, asked)
+    third, _ = target.forward(rest, lengths + accepted, cache, asked, keep=none)
     return torch.cat([first, second[:, :accepted], third], 1).float()

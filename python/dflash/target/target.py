@@ -172,6 +172,7 @@ class Target:
             logits_to_keep=logits_to_keep,
             block_lengths=lengths,
         )
+        self._pass.cache = None
         taps = list(self._taps)
         self._taps[:] = [None] * len(taps)
         return self._select_rows(output.logits, ids.shape[1], logits_to_keep), taps
