@@ -242,7 +242,8 @@ class GatedRecognizer(Recognizer):
             and (conv.bias, conv.groups, conv.weight.shape[:2]) == (None, 2 * keys + values, (2 * keys + values, 1))
             and self.is_a(norm, "RMSNormGated")
             and (norm.variance_epsilon, norm.weight.shape) == (self.eps(decoder.norm), (value_dim,))
-            and getattr(norm, "activation", "silu") == mixer.activation == "silu"
+            and norm.activation == mixer.activation == "silu"
+            and mixer.conv_kernel_size == conv.weight.shape[2]
             and (mixer.key_dim, mixer.value_dim, mixer.layer_idx) == (keys, values, index)
             and mixer.A_log.shape == mixer.dt_bias.shape == (heads,)
             and heads % key_heads == 0
