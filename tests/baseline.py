@@ -10,8 +10,9 @@ def greedy(target, prompt: torch.Tensor, new: int, stop: tuple[int, ...] = ()) -
     """Return the new tokens of ``target.generate(do_sample=False)`` for a prompt ``[length]``."""
     eos = list(stop) or None
     out = target.generate(
-        prompt[None], do_sample=False, max_new_tokens=new, eos_token_id=eos, pad_token_id=0, use_cache=True
-    )
+        prompt[None], attention_mask=torch.ones_like(prompt)[None], do_sample=False, max_new_tokens=new,
+        eos_token_id=eos, pad_token_id=0, use_cache=True,
+    )  # fmt: skip
     return out[0, len(prompt) :]
 
 

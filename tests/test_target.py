@@ -26,7 +26,7 @@ def test_logits_and_taps_equal_the_model_in_two_chunks(family):
     target = Target(model, (0, 2, 3))
     cache, zero = target.new_cache(1, 70, 16), torch.zeros(1, dtype=torch.int64)
     first, taps_first = target.forward(ids()[:, :41], zero, cache, keep=zero + 41)
-    second, taps_second = target.forward(ids()[:, 41:], zero + 41, cache)
+    second, taps_second = target.forward(ids()[:, 41:], zero + 41, cache, keep=zero + 19)
 
     torch.testing.assert_close(torch.cat([first, second], 1), plain.logits, rtol=0, atol=2e-4)
     for index, layer in enumerate((0, 2, 3)):

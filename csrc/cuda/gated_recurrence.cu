@@ -67,7 +67,7 @@ struct Place {
 template <int kWidth, typename F>
 static __device__ __forceinline__ void move_rows(const float* from, int64_t from_stride, float* to,
                                                  int64_t to_stride, int rows, int count, F f) {
-#pragma unroll 8
+#pragma unroll(2 * kWidth)
   for (int i = threadIdx.x % 32 * kWidth; i < rows * count; i += 32 * kWidth) {
     const int row = i / count, at = i % count;
     float x[kWidth];
@@ -138,12 +138,14 @@ struct Chunk {
                                               int64_t count, bool wide) {
     constexpr int kPieces = kPadded % 4 == 0 ? kPadded / 4 : 1;
     if (kPadded % 4 == 0 && wide) {
+#pragma unroll 1
       for (int i = threadIdx.x; i < rows * kPieces; i += kThreads) {
         const int row = i / kPieces, at = i % kPieces * 4;
         const bool there = at < count;
         cp_async16_if(to + row * kPadded + at, from + row * stride + (there ? at : 0), there);
       }
     } else {
+#pragma unroll 1
       for (int i = threadIdx.x; i < rows * kPadded; i += kThreads) {
         const int row = i / kPadded, at = i % kPadded;
         const bool there = at < count;
@@ -152,32 +154,26 @@ struct Chunk {
     }
   }
 
-  __device__ __forceinline__ void copy_saved(const GatedRecurrenceParams& p, const Place& at, int64_t first,
-                                             bool wide) {
-    const int64_t row = at.b * p.block + first;
-    const int rows = int(min(int64_t(kRows), p.block - first));
-    copy<kKeys>(k, p.saved_k + at.of_key(p, row), p.key_heads * p.key_dim, rows, p.key_dim, wide);
-    copy<kDecays>(a, p.saved_a + at.of_head(p, row, p.decay_dim), p.heads * p.decay_dim, rows, p.decay_dim,
-                  wide);
-    copy<kColumns>(v, p.saved_d + at.of_head(p, row, p.value_dim) + at.column, p.heads * p.value_dim, rows,
+  // Starts copying the rows from `first` on, of those that were saved or of this pass.
+  __device__ __forceinline__ void copy(const GatedRecurrenceParams& p, const Place& at, bool saved,
+                                       int64_t first, bool wide) {
+    const int64_t total = saved ? p.block : p.rows, row = at.b * total + first;
+    const int64_t keys = p.key_heads * p.key_dim, decays = p.heads * p.decay_dim,
+                  values = p.heads * p.value_dim;
+    const int rows = int(min(int64_t(kRows), total - first));
+    copy<kKeys>(k, (saved ? p.saved_k : p.k) + at.of_key(p, row), keys, rows, p.key_dim, wide);
+    copy<kDecays>(a, (saved ? p.saved_a : p.log_decay) + at.of_head(p, row, p.decay_dim), decays, rows,
+                  p.decay_dim, wide);
+    copy<kColumns>(v, (saved ? p.saved_d : p.v) + at.of_head(p, row, p.value_dim) + at.column, values, rows,
                    p.value_dim - at.column, wide);
-  }
-
-  __device__ __forceinline__ void copy_rows(const GatedRecurrenceParams& p, const Place& at, int64_t first,
-                                            bool wide) {
-    const int64_t row = at.b * p.rows + first, stride = p.key_heads * p.key_dim;
-    const int rows = int(min(int64_t(kRows), p.rows - first));
-    copy<kKeys>(k, p.k + at.of_key(p, row), stride, rows, p.key_dim, wide);
-    copy<kKeys>(q, p.q + at.of_key(p, row), stride, rows, p.key_dim, wide);
-    copy<kDecays>(a, p.log_decay + at.of_head(p, row, p.decay_dim), p.heads * p.decay_dim, rows, p.decay_dim,
-                  wide);
-    copy<kColumns>(v, p.v + at.of_head(p, row, p.value_dim) + at.column, p.heads * p.value_dim, rows,
-                   p.value_dim - at.column, wide);
+    if (saved) return;
+    copy<kKeys>(q, p.q + at.of_key(p, row), keys, rows, p.key_dim, wide);
     if (p.beta) copy<1>(beta, p.beta + at.of_head(p, row, 1), p.heads, rows, 1, false);
   }
 
   // What all columns need of a row, computed once: a, and q . k.
   __device__ __forceinline__ void prepare(int rows) {
+#pragma unroll 1
     for (int i = threadIdx.x; i < rows * kDecays; i += kThreads) a[i] = decay_of(a[i]);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     for (int row = warp; row < rows; row += kWarps + 1) {
@@ -311,18 +307,8 @@ static __global__ void __launch_bounds__(kThreads, 1)
   const int64_t left = computes ? p.value_dim - at.column - lane_column : 0;
   const int64_t pending_chunks = ceil_div(p.block, C::kRows);
   const int64_t num_chunks = pending_chunks + ceil_div(p.rows, C::kRows);
-  const auto copy = [&](int64_t c) {
-    if (c < pending_chunks)
-      chunks[c % 2].copy_saved(p, at, c * C::kRows, wide);
-    else if (c < num_chunks)
-      chunks[c % 2].copy_rows(p, at, (c - pending_chunks) * C::kRows, wide);
-    cp_async_commit();
-  };
   grid_launch_dependents();
   grid_dependency_wait();
-  // All that was saved is copied, so that the first chunks do not wait for the number that counts.
-  copy(0);
-  copy(1);
   const int64_t pending = clamped(p.pending[at.b], p.block), keep = clamped(p.keep[at.b], p.rows);
   const int64_t store_at = pending > 0 || keep > 0 ? keep : -1;  // else it is as it was
   float* kept = p.state + at.of_head(p, at.b, p.key_dim * p.value_dim) + at.column + lane_column;
@@ -330,13 +316,24 @@ static __global__ void __launch_bounds__(kThreads, 1)
   if (computes) state.load(p, kept, left, wide);
 
 #pragma unroll 1
-  for (int64_t c = 0; c < num_chunks; ++c) {
-    if (c == 0)
-      cp_async_wait<1>();
-    else
+  for (int64_t c = 0, ahead = 0; c < num_chunks; ++c) {
+    if (c > 0) {
       cp_async_wait<0>();
-    __syncthreads();
-    if (c > 0) copy(c + 1);
+      __syncthreads();
+    }
+    // The next chunk, or the first two. All that was saved is copied, without waiting for the number that
+    // counts.
+#pragma unroll 1
+    for (; ahead < c + 2; ++ahead) {
+      const bool saved = ahead < pending_chunks;
+      if (ahead < num_chunks)
+        chunks[ahead % 2].copy(p, at, saved, (saved ? ahead : ahead - pending_chunks) * C::kRows, wide);
+      cp_async_commit();
+    }
+    if (c == 0) {
+      cp_async_wait<1>();
+      __syncthreads();
+    }
     C& chunk = chunks[c % 2];
     Row<kGroups, kPerKey> row;
     if (c < pending_chunks) {
@@ -362,9 +359,6 @@ static __global__ void __launch_bounds__(kThreads, 1)
     for (int r = 0; r < rows; ++r) {
       const int64_t t = first + r;
       if (t == store_at) state.store(p, kept, left, wide);
-      Row<kGroups, kPerKey> next;
-      // In advance, as far as registers go.
-      if constexpr (kGroups <= 4) next.read_all(chunk, min(r + 1, rows - 1), kDelta);
       float held[2], read[2], d[2] = {row.v[0], row.v[1]};
       state.decay(row);
       state.dot(row.q, read);
@@ -381,10 +375,7 @@ static __global__ void __launch_bounds__(kThreads, 1)
         store_pair(p.out + at.of_head(p, at.b * p.rows + t, p.value_dim) + column, read, left, wide);
       if (part == 1 && t < p.block)
         store_pair(p.saved_d + at.of_head(p, at.b * p.block + t, p.value_dim) + column, d, left, wide);
-      if constexpr (kGroups <= 4)
-        row = next;
-      else
-        row.read_all(chunk, min(r + 1, rows - 1), kDelta);
+      row.read_all(chunk, min(r + 1, rows - 1), kDelta);
     }
   }
   if (computes && store_at == p.rows) state.store(p, kept, left, wide);

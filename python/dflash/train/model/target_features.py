@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 from torch import Tensor, nn
 
-from ...target import check_target, find_layers, structural_twin, tapped_modules
+from ...target import check_target, find_layers, has_recurrent_layers, structural_twin, tapped_modules
 
 __all__ = ["TargetFeatures"]
 
@@ -26,11 +28,12 @@ class TargetFeatures:
     """
 
     def __init__(self, target: nn.Module, layer_ids: tuple[int, ...], *, final: bool = False) -> None:
-        self.model, self.final = structural_twin(check_target(target)), final
+        self.model, self.final = structural_twin(check_target(target, spread=False)), final
         self.layer_ids = tuple(layer_ids)
         layers, modules = find_layers(self.model), tapped_modules(self.model, self.layer_ids)
         if not final and len(layers) - 1 not in self.layer_ids:
             del layers[max(self.layer_ids) + 1 :]
+        self._is_recurrent = has_recurrent_layers(self.model)
         self._taps: dict[int, Tensor] = {}
         for layer_id, module in zip(self.layer_ids, modules, strict=True):
 
@@ -60,7 +63,10 @@ class TargetFeatures:
         Returns:
             ``[batch, length, taps * hidden]``, and ``[batch, length, hidden]`` after the final norm, or None.
         """
-        out = self.model.get_decoder()(input_ids=input_ids, use_cache=False)
+        # Autocast would round the products inside a recurrence, which the target computes in float32.
+        in_own_dtype = torch.autocast(input_ids.device.type, enabled=False)
+        with in_own_dtype if self._is_recurrent else contextlib.nullcontext():
+            out = self.model.get_decoder()(input_ids=input_ids, use_cache=False)
         taps = torch.cat([self._taps[layer_id] for layer_id in self.layer_ids], -1)
         self._taps.clear()
         return taps, out.last_hidden_state if self.final else None

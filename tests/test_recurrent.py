@@ -1,0 +1,389 @@
+"""Recurrent targets: states go back exactly to where the accepted rows end, and what cannot go back is refused."""
+
+import gc
+import sys
+import weakref
+
+import pytest
+import torch
+from baseline import greedy, left_padded, prompt
+from families import RECURRENT, Cheat, make_draft, make_target
+from recorded import no_host_reads, record
+from rollback import BLOCK, keep_rejected_rows, play, run_prompts, standing
+from tiny_tokenizers import byte_level
+from torch import nn
+
+import dflash
+from dflash import ops
+from dflash.cache import RecurrentCache
+from dflash.target import Target, UnsupportedTargetError, refusal, support
+
+NEW = 24
+LENGTHS = (1, 17, 60)
+KINDS = ["qwen3_5", "kimi_linear", "nemotron_h (dt under its limit)", "lfm2"]  # one per mixer
+DENSE = {"kimi_linear": {"mlp_layer_types": ["dense"] * 4}}  # experts wait, and round by how many rows they have
+NAN = float("nan")
+
+
+def cheat(target, prompts, answers, spoil=5, **options) -> Cheat:
+    """Return a generator that drafts ``answers`` with every ``spoil``-th token wrong."""
+    generator = Cheat(target, make_draft(target), **{"max_length": 160, "batch_size": len(prompts)} | options)
+    generator.script, generator.spoil = torch.zeros(len(prompts), 200, dtype=torch.int64), spoil
+    for row, (p, answer) in enumerate(zip(prompts, answers, strict=True)):
+        generator.script[row, : len(p) + len(answer)] = torch.cat([p, answer])
+    return generator
+
+
+def answer_rows(target, prompts, spoil=5, new=NEW, **options) -> list[list[int]]:
+    """Return the greedy answers of a generator whose drafts are mostly right."""
+    ids, mask = left_padded(prompts)
+    answers = [greedy(target, p, new) for p in prompts]
+    output = cheat(target, prompts, answers, spoil, **options).generate(ids, attention_mask=mask, max_new_tokens=new)
+    return [row[ids.shape[1] :].tolist() for row in output]
+
+
+# ---------------------------------------------------------------------------------------------- exactness
+
+
+@pytest.mark.parametrize("family", KINDS)
+@pytest.mark.parametrize("chunk", [16, 512])
+def test_greedy_equals_generate_in_chunks(family, chunk):
+    target, prompts = make_target(family), [prompt(length) for length in LENGTHS]
+    for spoil in (0, 2, 3):
+        rows = answer_rows(target, prompts, spoil, prefill_chunk=chunk)
+        assert rows == [greedy(target, p, NEW).tolist() for p in prompts]
+
+
+@pytest.mark.parametrize("family", RECURRENT)
+def test_without_rollback_the_text_is_wrong(family, monkeypatch):
+    target, prompts = make_target(family), [prompt(length) for length in LENGTHS]
+    keep_rejected_rows(monkeypatch)
+    assert answer_rows(target, prompts) != [greedy(target, p, NEW).tolist() for p in prompts]
+
+
+@pytest.mark.parametrize("family", RECURRENT)
+def test_bf16_logits_do_not_depend_on_what_is_accepted(family):
+    target = Target(make_target(family, dtype=torch.bfloat16))
+    prompts = [prompt(length) for length in LENGTHS]
+    one = play(target, prompts, NEW)
+    for seed in (1, 2, 3):
+        played = play(target, prompts, NEW, seed, one.tokens)
+        assert played.steps < one.steps / 2
+        assert all(map(torch.equal, played.logits, one.logits))
+
+
+def test_clamping_decoded_rows_would_change_the_text(monkeypatch):
+    target, p = make_target("nemotron_h (dt under its limit)"), prompt(17)
+    run = Target._run_modules
+    monkeypatch.setattr(Target, "_run_modules", lambda self, *args, is_prompt: run(self, *args, is_prompt=True))
+    assert answer_rows(target, [p]) != [greedy(target, p, NEW).tolist()]
+
+
+# ---------------------------------------------------------------------------------------------- states
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", KINDS)
+def test_the_state_after_m_rows_is_that_of_m_single_rows(family):
+    target, p = Target(make_target(family, **DENSE.get(family, {}))), prompt(9)
+    one, lengths = torch.ones(1, dtype=torch.int64), torch.tensor([9])
+    block, other = prompt(BLOCK, seed=1)[None], prompt(BLOCK, seed=2)[None]
+    single = target.new_cache(1, 64, BLOCK)
+    run_prompts(target, single, [p], 16)
+    for m in range(BLOCK + 1):
+        cache = target.new_cache(1, 64, BLOCK)
+        run_prompts(target, cache, [p], 16)
+        target.forward(block, lengths, cache)
+        target.forward(other, lengths + m, cache)
+        target.forward(other, lengths + m, single)
+        assert cache.held.tolist() == single.held.tolist() == [9 + m]
+        assert all(map(torch.equal, standing(cache), standing(single)))
+        if m < BLOCK:  # one row more: of a block of this row and others
+            row = torch.cat([block[:, m : m + 1], other[:, 1:]], 1)
+            target.forward(row, lengths + m, single)
+            single.begin_pass_(lengths + m + one, None)
+
+
+@torch.no_grad()
+def test_a_row_that_is_done_stays_where_it_is():
+    target = Target(make_target("qwen3_5"))
+    cache, lengths = target.new_cache(2, 64, BLOCK), torch.tensor([9, 5])
+    run_prompts(target, cache, [prompt(9), prompt(5)], 16)
+    target.forward(torch.stack([prompt(BLOCK)] * 2), lengths, cache)
+    lengths += torch.tensor([3, 2])
+    target.forward(torch.stack([prompt(BLOCK, seed=1)] * 2), lengths, cache)
+    before = standing(cache)
+    for _ in range(5):
+        lengths[1] += 1
+        target.forward(torch.stack([prompt(BLOCK, seed=2)] * 2), lengths, cache)
+    assert cache.held.tolist() == [12, 12]
+    for old, new in zip(before, standing(cache), strict=True):
+        assert torch.equal(old[0], new[0])
+        assert not torch.equal(old[1], new[1])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", KINDS)
+def test_states_do_not_depend_on_the_chunks_of_a_prompt(family, monkeypatch):
+    """Given what a prompt of 100 rows gives the ops: torch's own functions round by shape and place, ours do not."""
+    target, calls = Target(make_target(family, **DENSE.get(family, {}))), []
+
+    def kept(name):
+        function = getattr(ops, name)
+
+        def call(*arguments):
+            calls.append((function, arguments))
+            return function(*arguments)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        for name in ("causal_conv_", "gated_recurrence_"):
+            patch.setattr(ops, name, kept(name))
+        whole = target.new_cache(1, 128, BLOCK)
+        run_prompts(target, whole, [prompt(100)], 100)
+    assert len(calls) >= 2
+    for function, arguments in calls:
+        *inputs, pending, keep = arguments
+        written = [x for x in inputs if any(x is buffer for buffer in whole.buffers)]
+        context = 4 - 1 if function.__name__ == "gated_recurrence_" else written[0].shape[1] - BLOCK
+        for chunk in (7, 64):
+            fresh = {id(x): torch.zeros_like(x) for x in written}
+            for start in range(0, 100, chunk):
+                rows = [
+                    fresh[id(x)] if id(x) in fresh
+                    else x[:, start : start + chunk] if isinstance(x, torch.Tensor) and x.dim() > 2 else x
+                    for x in inputs
+                ]  # fmt: skip
+                function(*rows, torch.zeros_like(pending), torch.full_like(keep, min(chunk, 100 - start)))
+            stands = slice(None) if written[0].dim() == 4 else slice(0, context)
+            assert torch.equal(fresh[id(written[0])][:, stands], written[0][:, stands])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", KINDS)
+def test_nan_in_a_rejected_row_reaches_nothing(family):
+    model = make_target(family, **DENSE.get(family, {}))
+    model.get_input_embeddings().weight[96] = NAN
+    target = Target(model)
+    outs = []
+    for rejected in (95, 96):
+        cache, lengths = target.new_cache(1, 64, BLOCK), torch.tensor([9])
+        run_prompts(target, cache, [prompt(9, vocab=95)], 16)
+        block = prompt(BLOCK, vocab=95)[None]
+        block[:, 4:] = rejected
+        first, _ = target.forward(block, lengths, cache)
+        assert first[:, 4:].isnan().any() == (rejected == 96)
+        second, _ = target.forward(prompt(BLOCK, seed=1, vocab=95)[None], lengths + 4, cache)
+        outs.append([first[:, :4], second, *standing(cache)])
+    assert not any(tensor.isnan().any() for tensor in outs[1])
+    assert all(map(torch.equal, *outs))
+
+
+# ---------------------------------------------------------------------------------------------- the whole loop
+
+
+CALLS = {
+    "sampled": {"temperature": 1.0, "seed": 3},
+    "rules": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3, "suppress_tokens": [11]},
+    "several passes": {"denoise_steps": 2},
+    "stop tokens": {"stop_token_ids": list(range(20))},
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_every_kind_of_call_equals_one_token_decoding(name):
+    target, prompts = make_target("qwen3_5"), [prompt(length) for length in LENGTHS]
+    ids, mask = left_padded(prompts)
+    call = {"attention_mask": mask, "max_new_tokens": NEW, "return_dict_in_generate": True, **CALLS[name]}
+    expected = dflash.generate(target, None, ids, **{**call, "denoise_steps": 1})
+    steps = call.pop("denoise_steps", 1)
+    generator = cheat(target, prompts, [row[60:] for row in expected.sequences], denoise_steps=steps)
+    output = generator.generate(ids, **call)
+    assert torch.equal(output.sequences, expected.sequences)
+    assert output.finish_reasons == expected.finish_reasons
+    assert output.statistics.acceptance_length > 2
+
+
+def test_a_conversation_goes_on_after_rejection_sampling():
+    target, p = make_target("qwen3_5"), prompt(17)
+    generator = cheat(target, [p], [greedy(target, p, NEW)], spoil=3)
+    call = {"max_new_tokens": NEW, "return_dict_in_generate": True}
+    first = generator.generate(p[None], temperature=1.0, seed=4, acceptance="rejection", **call)
+    second = generator.generate(first.sequences, **call)
+    assert second.statistics.num_prefilled_tokens == [1]
+    assert second.sequences[0, 41:].tolist() == greedy(target, first.sequences[0], NEW).tolist()
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "nemotron_h", "falcon_h1", "kimi_linear", "lfm2"])
+def test_a_step_neither_waits_nor_breaks_the_graph(family):
+    target = Target(make_target(family, **DENSE.get(family, {})))
+    cache, lengths, block = target.new_cache(2, 64, BLOCK), torch.tensor([9, 5]), torch.stack([prompt(BLOCK)] * 2)
+    run_prompts(target, cache, [prompt(9), prompt(5)], 16)
+    addresses = [buffer.data_ptr() for buffer in cache.buffers]
+    with torch.no_grad():
+        expected, _ = target.forward(block, lengths, cache)
+        with no_host_reads():
+            target.forward(block, lengths, cache)
+        torch._dynamo.reset()
+        compiled = torch.compile(target.forward, backend="eager", fullgraph=True, dynamic=False)
+        logits, _ = compiled(block, lengths, cache)
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
+    assert [buffer.data_ptr() for buffer in cache.buffers] == addresses
+
+
+def test_the_compiled_step_writes_the_same_tokens():
+    torch._dynamo.reset()
+    target = make_target("qwen3_5", num_hidden_layers=2, layer_types=["linear_attention", "full_attention"])
+    prompts = [prompt(3), prompt(20)]
+    assert answer_rows(target, prompts, compile=True, max_length=80) == [greedy(target, p, NEW).tolist() for p in prompts]
+
+
+@pytest.mark.parametrize("family", KINDS)
+def test_a_recorded_step_writes_the_same_tokens(family):
+    """As one CUDA graph: the torch calls of a step are made again, with the addresses of the recording."""
+    target, prompts = make_target(family, **DENSE.get(family, {})), [prompt(length) for length in LENGTHS]
+    answers = [greedy(target, p, NEW) for p in prompts]
+    ids, mask = left_padded(prompts)
+    generator = record(cheat(target, prompts, answers))
+    for spoil in (5, 3):
+        generator.spoil = spoil
+        output = generator.generate(ids, attention_mask=mask, max_new_tokens=NEW)
+        assert [row[60:].tolist() for row in output] == [answer.tolist() for answer in answers]
+    assert generator.runner.steps["replayed"] > 5
+
+
+# ---------------------------------------------------------------------------------------------- the user's model
+
+
+def test_modules_classes_and_globals_stay_as_they_were():
+    model = make_target("qwen3_5").train()
+    kinds = {base for module in model.modules() for base in type(module).__mro__}
+
+    def seen():
+        parts = [(type(module), dict(module.__dict__)) for module in model.modules()]
+        spaces = {kind.__module__: dict(vars(sys.modules[kind.__module__])) for kind in kinds}
+        return parts, {kind: dict(vars(kind)) for kind in kinds}, spaces
+
+    def same(before) -> bool:
+        (parts, classes, spaces), (old_parts, old_classes, old_spaces) = seen(), before
+        equal = [a.keys() == b.keys() and all(a[k] is b[k] for k in a) for (_, a), (_, b) in zip(parts, old_parts, strict=True)]
+        equal += [kind is old for (kind, _), (old, _) in zip(parts, old_parts, strict=True)]
+        for now, then in ((classes, old_classes), (spaces, old_spaces)):
+            equal += [now[k].keys() == then[k].keys() and all(now[k][n] is then[k][n] for n in now[k]) for k in now]
+        return all(equal)
+
+    class Broken(dflash.Generator):
+        def step(self):
+            raise KeyboardInterrupt
+
+    before, draft = seen(), make_draft(model)
+    dflash.generate(model, draft, prompt(9)[None], max_new_tokens=8)
+    assert same(before)
+    with pytest.raises(KeyboardInterrupt):
+        Broken(model, draft, max_length=64).generate(prompt(9)[None], max_new_tokens=8)
+    with pytest.raises(ValueError, match="temperature"):
+        dflash.generate(model, draft, prompt(9)[None], max_new_tokens=8, temperature=-1.0)
+    assert same(before)
+
+
+def test_a_freed_generator_frees_its_states_at_once():
+    generator = dflash.Generator(make_target("qwen3_5"), None, max_length=64)
+    generator.generate(prompt(9)[None], max_new_tokens=4)
+    cache = weakref.ref(generator.state.target_cache)
+    gc.disable()
+    try:
+        del generator
+        assert cache() is None
+    finally:
+        gc.enable()
+
+
+# ---------------------------------------------------------------------------------------------- refusals
+
+
+class TestProbe:
+    @pytest.fixture(autouse=True)
+    def _nothing_is_tested(self, monkeypatch):
+        monkeypatch.setattr(support, "TESTED_FAMILIES", frozenset())
+        monkeypatch.setattr(support, "_PROBED", weakref.WeakKeyDictionary())
+
+    @pytest.mark.parametrize("family", KINDS)
+    def test_it_passes_what_can_be_rolled_back(self, family):
+        assert Target(make_target(family)).is_recurrent
+
+    @pytest.mark.parametrize("family", KINDS)
+    def test_it_notices_states_that_keep_rejected_rows(self, family, monkeypatch):
+        begin = RecurrentCache.begin_pass_
+
+        def begin_pass_(self, lengths, keep):
+            begin(self, lengths, keep if keep.any() else torch.full_like(lengths, 99))
+
+        monkeypatch.setattr(RecurrentCache, "begin_pass_", begin_pass_)
+        with pytest.raises(UnsupportedTargetError, match="gives other logits"):
+            Target(make_target(family))
+
+    def test_it_notices_a_state_that_nobody_knows_of(self, monkeypatch):
+        """A token shift that remembers the last row of the last pass, which may have been rejected."""
+
+        class Shift(nn.Module):
+            def __init__(self, inside):
+                super().__init__()
+                self.inside, self.last = inside, None
+
+            def forward(self, x):
+                before = torch.zeros_like(x[:, :1]) if self.last is None else self.last
+                shifted = torch.cat([before, x[:, :-1]], 1)
+                if torch.is_inference_mode_enabled() or type(self.inside).__name__ != "":
+                    self.last = x[:, -1:].detach()
+                return self.inside(x + 0.5 * shifted)
+
+        model = make_target("llama")
+        model.model.layers[1].mlp = Shift(model.model.layers[1].mlp)
+        with pytest.raises(UnsupportedTargetError, match="gives other logits"):
+            Target(model)
+        monkeypatch.setattr(support, "_PROBE_ACCEPTED", 2 * support._PROBE_PROMPT)  # the whole block: nobody would notice
+        Target(model)
+
+
+def test_a_state_by_functions_of_its_own_is_refused_by_name():
+    model = make_target("qwen3_5")
+    kind = type(model.model.layers[0].linear_attn)
+
+    class OwnState(kind):
+        def forward(self, hidden_states, cache_params=None, **kwargs):
+            state = cache_params.get_conv_state(self.layer_idx) if cache_params is not None else None
+            return hidden_states if state is None else hidden_states + state
+
+    model.model.layers[0].linear_attn.__class__ = OwnState
+    assert "OwnState keeps a state by functions that dflash does not know" in refusal(model)
+
+
+def test_two_convolutions_with_one_state_are_refused():
+    model = make_target("lfm2")
+    module = sys.modules[type(model).__module__]
+    kind = type(model.model.layers[0].conv)
+    space = {"kind": kind, "causal_conv1d_fn": module.causal_conv1d_fn}
+    exec(
+        "class Twice(kind):\n"
+        "    def forward(self, x, past_key_values=None, **kwargs):\n"
+        "        past_key_values.update_conv_state(x, self.layer_idx)\n"
+        "        return causal_conv1d_fn(causal_conv1d_fn(x, self.conv.weight), self.conv.weight)\n",
+        space,
+    )
+    model.model.layers[0].conv.__class__ = space["Twice"]
+    assert "Twice keeps a state by functions" in refusal(model)
+
+
+def test_a_replaced_function_of_the_states_is_refused(monkeypatch):
+    model = make_target("qwen3_5")
+    module = sys.modules[type(model).__module__]
+    monkeypatch.setattr(module, "causal_conv1d_fn", lambda x, *args, **kwargs: x)
+    with pytest.raises(UnsupportedTargetError, match=r"causal_conv1d_fn is not transformers' own function"):
+        Target(dflash.target.check_target(model))
+
+
+def test_layers_that_would_share_a_state_are_refused():
+    model = make_target("qwen3_5")
+    model.model.layers[1].linear_attn.layer_idx = 0
+    assert "has the layer_idx of another recurrent layer, 0" in refusal(model)
