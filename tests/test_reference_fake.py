@@ -25,6 +25,14 @@ CALLS = {
     "rms_norm": lambda: reference.rms_norm(floats(BATCH, ROWS, DIM), floats(DIM), 1e-6, integers(BATCH)),
     "add_rms_norm": lambda: reference.add_rms_norm(floats(ROWS, DIM), floats(ROWS, DIM), floats(DIM), 1e-6)[0],
     "silu_mul": lambda: reference.silu_mul(floats(ROWS, 2 * DIM)),
+    "sigmoid_mul": lambda: reference.sigmoid_mul(floats(ROWS, HEADS, DIM), floats(ROWS, HEADS, DIM)),
+    "delta_net_inputs": lambda: reference.delta_net_inputs(
+        floats(BATCH, ROWS, (2 * KV_HEADS + HEADS) * DIM), floats(BATCH, ROWS, HEADS), floats(BATCH, ROWS, HEADS),
+        floats(HEADS), floats(HEADS), KV_HEADS, DIM,
+    )[0],
+    "gated_rms_norm": lambda: reference.gated_rms_norm(
+        torch.zeros(BATCH, ROWS, HEADS, DIM), floats(BATCH, ROWS, HEADS * DIM), floats(DIM), 1e-6
+    ),
     "fuse_features": lambda: reference.fuse_features(
         floats(BATCH, ROWS, 3 * DIM), integers(BATCH), floats(DIM, 3 * DIM), floats(DIM), 1e-6
     ),

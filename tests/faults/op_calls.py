@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from dflash import ops
-from dflash.ops import reference
-from dflash.ops.layers import DecoderLayer, PackedLayers
+from dflash.ops import DecoderLayer, DeltaNetLayer, PackedLayers, reference
 
 BATCH, ROWS, HIDDEN, HEADS, KV_HEADS, DIM, CAPACITY, VOCAB = 2, 3, 16, 4, 2, 8, 12, 70
 WIDTH, TAPS = 24, (1, 0)
+CONV, BLOCK, CHANNELS = 4, 4, (2 * KV_HEADS + HEADS) * DIM  # of recurrent layers
+RECURRENT = "decoder_layers+recurrent"  # the op on layers of which some are recurrent
 
 
 def _ints(*values: int) -> Tensor:
@@ -30,9 +31,26 @@ def make_layers(number: int = 2, sinks: bool = True) -> tuple[list[DecoderLayer]
     return layers, torch.randn(HIDDEN)
 
 
-def pack(layers: list[DecoderLayer], norm: Tensor) -> PackedLayers:
+def make_recurrent_layers() -> tuple[list[DecoderLayer | DeltaNetLayer], Tensor]:
+    """Return a layer with a Gated DeltaNet, one with gated attention, and a final norm."""
+    (_, attention), norm = make_layers()
+    values = HEADS * DIM
+    shapes = [(HIDDEN,), (CHANNELS, HIDDEN), (values, HIDDEN), (HEADS, HIDDEN), (HEADS, HIDDEN), (CHANNELS, 1, CONV)]
+    shapes += [(HEADS,), (HEADS,), (DIM,), (HIDDEN, values), (HIDDEN,), (WIDTH, HIDDEN), (WIDTH, HIDDEN)]
+    delta_net = DeltaNetLayer(*(torch.randn(shape) * 0.3 for shape in [*shapes, (HIDDEN, WIDTH)]), key_heads=KV_HEADS)
+    gated = {"q": torch.randn(2 * values, HIDDEN) * 0.3, "q_bias": torch.randn(2 * values), "gated": True}
+    return [delta_net, attention._replace(**gated)], norm
+
+
+def pack(layers: list[DecoderLayer | DeltaNetLayer], norm: Tensor) -> PackedLayers:
     """Pack layers for `decoder_layers`."""
     return PackedLayers(layers, norm, eps=1e-6, scale=DIM**-0.5, taps=TAPS)
+
+
+def packed_for(name: str) -> PackedLayers | None:
+    """Return the layers that a call needs."""
+    makers = {"decoder_layers": make_layers, RECURRENT: make_recurrent_layers}
+    return pack(*makers[name]()) if name in makers else None
 
 
 def _qkv() -> dict[str, object]:
@@ -79,6 +97,16 @@ def _layers() -> dict[str, object]:
     }  # fmt: skip
 
 
+def _recurrent_layers() -> dict[str, object]:
+    shapes = {
+        "windows": (CONV - 1 + BLOCK, CHANNELS), "states": (HEADS, DIM, DIM), "saved_k": (BLOCK, KV_HEADS, DIM),
+        "saved_d": (BLOCK, HEADS, DIM), "saved_a": (BLOCK, HEADS),
+    }  # fmt: skip
+    buffers = {name: [torch.rand(BATCH, *shape)] for name, shape in shapes.items()}
+    caches = {"k_caches": [cache()], "v_caches": [cache()], "context": None, "num_context": None}
+    return _layers() | caches | buffers | {"pending": _ints(0, 3), "keep": _ints(2, 0)}
+
+
 def cache() -> Tensor:
     """Return a random cache of keys or values."""
     return torch.randn(BATCH, KV_HEADS, CAPACITY, DIM)
@@ -91,6 +119,14 @@ CALLS: dict[str, Callable[[], dict[str, object]]] = {
         "x": torch.randn(BATCH, ROWS, HIDDEN), "residual": torch.randn(BATCH, ROWS, HIDDEN),
         "weight": torch.randn(HIDDEN), "eps": 1e-6, "tap": torch.zeros(BATCH, ROWS, HIDDEN)},
     "silu_mul": lambda: {"gate_up": torch.randn(BATCH, ROWS, 2 * HIDDEN)},
+    "sigmoid_mul": lambda: {"x": torch.randn(ROWS, HEADS, DIM), "gate": torch.randn(ROWS, HEADS, DIM)},
+    "delta_net_inputs": lambda: {
+        "qkv": torch.randn(BATCH, ROWS, (2 * KV_HEADS + HEADS) * DIM), "b": torch.randn(BATCH, ROWS, HEADS),
+        "a": torch.randn(BATCH, ROWS, HEADS), "a_log": torch.randn(HEADS), "dt_bias": torch.randn(HEADS),
+        "key_heads": KV_HEADS, "key_dim": DIM},
+    "gated_rms_norm": lambda: {
+        "x": torch.randn(BATCH, ROWS, HEADS, DIM), "z": torch.randn(BATCH, ROWS, HEADS * DIM),
+        "weight": torch.randn(DIM), "eps": 1e-6},
     "fuse_features": lambda: {
         "context": torch.randn(BATCH, ROWS, 2 * HIDDEN), "num_context": _ints(3, 1),
         "fc_weight": torch.randn(HIDDEN, 2 * HIDDEN), "norm_weight": torch.randn(HIDDEN), "eps": 1e-6},
@@ -119,12 +155,13 @@ CALLS: dict[str, Callable[[], dict[str, object]]] = {
     "gated_recurrence_": _recurrence,
     "causal_conv_": _convolution,
     "decoder_layers": _layers,
+    RECURRENT: _recurrent_layers,
 }  # fmt: skip
 
 
 def run(name: str, call: dict[str, object], place: object = ops) -> list[Tensor]:
     """Run an op on a call; return what it returns and what it wrote. `decoder_layers` gets ``layers`` as a handle."""
-    out = getattr(place, name)(**call)
+    out = getattr(place, op_of(name))(**call)
     returned = [] if out is None else [out] if isinstance(out, Tensor) else [*out]
     return returned + [tensor for argument in written(name) for tensor in as_list(call[argument])]
 
@@ -134,14 +171,20 @@ def run_twin(name: str, call: dict[str, object], packed: PackedLayers | None = N
     if packed is not None:
         call = {key: value for key, value in call.items() if key != "layers"}
         call |= {"layers": packed.layers, "norm": packed.norm, "eps": packed.eps, "scale": packed.scale}
-        call["taps"] = packed.taps
+        call |= {"taps": packed.taps, "zero_centered": packed.zero_centered}
     return run(name, call, reference)
 
 
+def op_of(name: str) -> str:
+    """Return the op of a call."""
+    return name.split("+")[0]
+
+
 def written(name: str) -> list[str]:
-    """Return the arguments that an op writes."""
-    arguments = getattr(torch.ops.dflash, name).default._schema.arguments
-    return [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+    """Return the arguments that a call writes."""
+    arguments = getattr(torch.ops.dflash, op_of(name)).default._schema.arguments
+    names = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+    return names[:2] if name == "decoder_layers" else names  # without the recurrent layers' lists
 
 
 def as_list(argument: object) -> list[Tensor]:

@@ -8,7 +8,7 @@ import torch
 from examples import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from op_calls import CALLS, as_list, assert_same, copied, make_layers, pack, replaced, run, run_twin, written
+from op_calls import CALLS, as_list, assert_same, copied, op_of, packed_for, replaced, run, run_twin, written
 from torch import Tensor
 
 from dflash import ops
@@ -45,7 +45,7 @@ def negative(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("op", CALLS)
 def test_disguised_tensors_give_what_plain_ones_do(op, data):
     torch.manual_seed(data.draw(st.integers(0, 2**31)))
-    layers = pack(*make_layers()) if op == "decoder_layers" else None
+    layers = packed_for(op)
     call = CALLS[op]() | ({"layers": layers.handle} if layers else {})
     plain = {name: value for name, value in copied(call).items() if name != "layers"}
 
@@ -73,14 +73,16 @@ def test_disguised_tensors_give_what_plain_ones_do(op, data):
 
 @pytest.mark.parametrize("op", CALLS)
 def test_a_negative_view_keeps_its_sign_in_every_argument(op):
-    layers = pack(*make_layers()) if op == "decoder_layers" else None
+    layers = packed_for(op)
     call = CALLS[op]()
     handle = {"layers": layers.handle} if layers else {}
     for name, disguised in replaced(call, negative):
         twins = run_twin(op, copied(call), layers)
         fresh = {key: value for key, value in copied(call).items() if key in written(op) and key != name.split("[")[0]}
         if name.split("[")[0] in written(op):
-            with pytest.raises(ValueError, match=re.escape(f"{op}: {name} is written in place and must not be a neg")):
+            with pytest.raises(
+                ValueError, match=re.escape(f"{op_of(op)}: {name} is written in place and must not be a neg")
+            ):
                 run(op, disguised | fresh | handle)
             continue
         assert_same(run(op, disguised | fresh | handle), twins, 1e-3, 1e-3)

@@ -58,9 +58,9 @@ class Target:
         self._fused = recognize(self.model, target_layer_ids) if is_own else None
         if fused is True and self._fused is None:
             raise UnsupportedTargetError(
-                "fused=True needs exactly a Llama, Mistral, Qwen2 or Qwen3 of transformers, with no function replaced "
-                "and no hooks, with dense weights of one dtype that the kernels take and each layer tapped at most "
-                "once, got "
+                "fused=True needs exactly a Llama, Mistral, Qwen2, Qwen3, Qwen3-Next or Qwen3.5 of transformers, with "
+                "no function replaced and no hooks, with dense weights of one dtype that the kernels take and each "
+                "layer tapped at most once, got "
                 f'{type(model).__name__}: pass fused=False or "auto"'
             )
         self.is_recurrent = has_recurrent_layers(self.model)
