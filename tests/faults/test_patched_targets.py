@@ -460,6 +460,12 @@ class TestLayers:
         with pytest.raises(UnsupportedTargetError, match="one of its layers is in the list of layers twice"):
             one_shot(model)
 
+    def test_one_attention_in_two_layers_is_refused(self):
+        model = make_target("llama")
+        model.model.layers[1].self_attn = model.model.layers[0].self_attn
+        with pytest.raises(UnsupportedTargetError, match=r"layers\.0\.self_attn is in several layers"):
+            one_shot(model)
+
     def test_fewer_layers_than_the_config_says_are_followed_without_taps(self):
         model = make_target("llama")
         draft, model.model.layers = make_draft(model), model.model.layers[:2]

@@ -22,6 +22,7 @@ from transformers.activations import ACT2FN
 
 from .. import ops
 from ..cache import KVCache, RecurrentCache, RecurrentLayer
+from .weights import repeated_modules
 
 __all__ = [
     "FUNCTIONS",
@@ -80,6 +81,7 @@ def has_recurrent_layers(model: nn.Module) -> bool:
 def refusal_of_recurrence(model: nn.Module) -> str | None:
     """Return which module keeps a state that cannot be rolled back, and why; None if all can."""
     indices: set[int] = set()
+    repeated = repeated_modules(model)
     for module in filter(is_stateful, model.modules()):
         kind, index = type(module), module.__dict__.get("layer_idx")
         keeps, code = _names_in_class(kind), _inner_forward(kind).__code__
@@ -89,6 +91,8 @@ def refusal_of_recurrence(model: nn.Module) -> str | None:
         )
         if not is_served:
             return f"{kind.__name__} keeps a state by functions that dflash does not know, and cannot roll back"
+        if id(module) in repeated:
+            return f"one {kind.__name__} is in several layers, which would share its state"
         if index in indices:
             return (
                 f"{kind.__name__} has the layer_idx of another recurrent layer, {index}: they would share their states"

@@ -13,7 +13,7 @@ from .functions import Functions, functions_of, global_hooks, own_loop_method, s
 from .parallel import ranks_in, refusal_of_ranks, shards
 from .quantized import refusal_of_quantization, rounds_activations
 from .recurrent import has_recurrent_layers, refusal_of_recurrence
-from .weights import is_plain_tensor, modules_of, refusal_of_weights, tensors_of
+from .weights import is_plain_tensor, modules_of, refusal_of_weights, repeated_modules, tensors_of
 
 if TYPE_CHECKING:
     from .target import Target
@@ -168,12 +168,13 @@ def _refusal_of_parts(model: PreTrainedModel) -> str | None:
     layers = getattr(decoder, "layers", ())
     if len(set(map(id, layers))) < len(layers):
         return "one of its layers is in the list of layers twice: both would share their keys and values"
+    repeated = repeated_modules(decoder)
     for module in modules_of(decoder):
         attributes = module.__dict__
         index = attributes.get("layer_idx")
         if index is None or "is_causal" not in attributes:  # not attention
             continue
-        reason = _refusal_of_attention(module, decoder.config, index)
+        reason = _refusal_of_attention(module, decoder.config, index, is_repeated=id(module) in repeated)
         if (type(module), index) in indices:
             reason = f"has the layer_idx of another layer, {index}: they would share their keys and values"
         if reason:
@@ -182,11 +183,13 @@ def _refusal_of_parts(model: PreTrainedModel) -> str | None:
     return None
 
 
-def _refusal_of_attention(module: nn.Module, config: Any, index: int) -> str | None:
+def _refusal_of_attention(module: nn.Module, config: Any, index: int, *, is_repeated: bool) -> str | None:
     if module.is_causal is False:
         return "does not attend causally (is_causal is False)"
     if config.model_type not in TESTED_FAMILIES or index >= config.num_hidden_layers or not hasattr(module, "config"):
         return None  # the trial run judges it
+    if is_repeated:
+        return "is in several layers: they would share their keys and values"
     # transformers masks by the model's config; our attention takes the window that a module was made with.
     types, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
     masked = window if not types or types[index] == "sliding_attention" else None

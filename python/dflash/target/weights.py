@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -11,7 +12,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedConfig
 
-__all__ = ["is_plain_tensor", "modules_of", "plain_tensors", "refusal_of_weights", "shard_of", "tensors_of"]
+__all__ = [
+    *("is_plain_tensor", "modules_of", "plain_tensors", "refusal_of_weights", "repeated_modules", "shard_of"),
+    "tensors_of",
+]
 
 _PLAIN = (Tensor, nn.Parameter)
 _LEAVES = (
@@ -108,6 +112,12 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
                 seen.add(id(child))
                 found.append(child)
     return found
+
+
+def repeated_modules(model: nn.Module) -> set[int]:
+    """Return the ``id`` of each module that a model holds in more than one place."""
+    children = [id(child) for module in modules_of(model) for child in module._modules.values() if child is not None]
+    return {child for child, count in Counter(children).items() if count > 1}
 
 
 def tensors_of(modules: list[nn.Module]) -> list[Tensor]:
