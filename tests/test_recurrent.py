@@ -1,5 +1,6 @@
 """Recurrent targets: states go back exactly to where the accepted rows end, and what cannot go back is refused."""
 
+import contextlib
 import gc
 import sys
 import weakref
@@ -287,10 +288,19 @@ def test_modules_classes_and_globals_stay_as_they_were():
     assert same(before)
 
 
-def test_a_freed_generator_frees_its_states_at_once():
-    generator = dflash.Generator(make_target("qwen3_5"), None, max_length=64)
+@pytest.mark.parametrize("interrupted", [False, True], ids=["", "after an interrupt"])
+def test_a_freed_generator_frees_its_states_at_once(interrupted, monkeypatch):
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    generator = dflash.Generator(make_target("qwen3_5"), None, max_length=64, fused=False)
     generator.generate(prompt(9)[None], max_new_tokens=4)
+    if interrupted:
+        monkeypatch.setattr(ops, "causal_conv_", stop)
+        with contextlib.suppress(KeyboardInterrupt):
+            generator.generate(prompt(9, seed=1)[None], max_new_tokens=4)
     cache = weakref.ref(generator.state.target_cache)
+    gc.collect()
     gc.disable()
     try:
         del generator
@@ -387,3 +397,9 @@ def test_layers_that_would_share_a_state_are_refused():
     model = make_target("qwen3_5")
     model.model.layers[1].linear_attn.layer_idx = 0
     assert "has the layer_idx of another recurrent layer, 0" in refusal(model)
+
+
+def test_a_mixer_in_two_layers_is_refused():
+    model = make_target("qwen3_5")
+    model.model.layers[1].linear_attn = model.model.layers[0].linear_attn
+    assert "one Qwen3_5GatedDeltaNet is in several layers" in refusal(model)

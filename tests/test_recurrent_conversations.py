@@ -9,6 +9,7 @@ from test_recurrent import cheat
 from tiny_tokenizers import byte_level
 
 import dflash
+from dflash.cache import RecurrentLayer
 
 NEW = 24
 
@@ -129,6 +130,29 @@ def test_nothing_is_reused_after_a_reset_or_with_other_weights():
     assert [turn(generator, target, p)[1] for _ in range(2)] == [[20], [4]]
     never = dflash.Generator(target, make_draft(target), max_length=80, prefill_chunk=16, reuse_prefix=False)
     assert [turn(never, target, p)[1] for _ in range(2)] == [[20], [20]]
+
+
+def test_a_snapshot_is_forgotten_by_a_call_that_goes_on_from_before_it(target):
+    generator = dflash.Generator(target, make_draft(target), max_length=160, prefill_chunk=16)
+    first, second = prompt(60), prompt(60, seed=4)
+    turn(generator, target, first)
+    generator.reuse_prefix = False  # takes no snapshot of its own
+    turn(generator, target, second)
+    generator.reuse_prefix = True
+    assert turn(generator, target, torch.cat([second[:55], prompt(4)]))[1] == [59]
+
+
+def test_a_first_pass_that_was_interrupted_inside_a_layer_leaves_nothing(target, monkeypatch):
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    generator = dflash.Generator(target, make_draft(target), max_length=160, fused=False)
+    with monkeypatch.context() as context:
+        context.setattr(RecurrentLayer, "recurrence", stop)  # a convolution's window is there already
+        with pytest.raises(KeyboardInterrupt):
+            generator.generate(prompt(20)[None], max_new_tokens=4)
+    p = prompt(30)
+    assert [turn(generator, target, q)[1] for q in (p, p, torch.cat([p[:20], prompt(5)]))] == [[30], [30], [25]]
 
 
 def test_decoded_rows_are_run_again_where_a_prompt_would_clamp_them():

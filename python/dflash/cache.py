@@ -216,25 +216,34 @@ class RecurrentCache(KVCache):
 
     def resume_(self, positions: Sequence[int]) -> None:
         """Put the states of rows that go on from before ``held`` back to the snapshot, or clear them."""
-        held, device = self.held.tolist(), self.held.device
-        moved = [row for row, at in enumerate(positions) if not (self.goes_on and at >= held[row] > 0)]
-        for at, where in zip((positions[row] for row in moved), moved, strict=True):
-            self.held[where] = at
+        device = self.held.device
+        at = torch.tensor(positions, dtype=torch.int64, device=device)
+        # 1. A row that goes on from before its snapshot may come back to it with other tokens.
+        self._snapshot_at.masked_fill_(at < self._snapshot_at, 0)
+        # 2. Which rows move, and where to.
+        held = self.held.tolist()
+        moved = [row for row, to in enumerate(positions) if not (self.goes_on and to >= held[row] > 0)]
         restored, cleared = (
             torch.tensor([row for row in moved if bool(positions[row]) is kept], dtype=torch.int64, device=device)
             for kept in (True, False)
         )
+        for rows in (restored, cleared):
+            self.held[rows] = at[rows]
+        # 3. Their states.
         for index, layer in self.recurrent.items():
-            for standing, copy in zip(layer.standing, self._snapshot.get(index, layer.standing), strict=True):
+            for standing, copy in zip(layer.standing, self._snapshot.get(index, ()), strict=False):
                 standing[restored] = copy[restored]
+            for standing in layer.standing:
                 standing.index_fill_(0, cleared, 0)
 
     def keep_snapshot_(self, rows: Sequence[int]) -> None:
         """Copy the states of these rows; each row has one snapshot. Does not wait for the device."""
+        for index, layer in self.recurrent.items():
+            copies = self._snapshot.setdefault(index, [])
+            # A pass that was interrupted may have left a layer with a convolution only.
+            copies += [torch.zeros_like(standing) for standing in layer.standing[len(copies) :]]
         for row in rows:
             self._snapshot_at[row].copy_(self.held[row])
             for index, layer in self.recurrent.items():
-                if index not in self._snapshot:
-                    self._snapshot[index] = [torch.zeros_like(standing) for standing in layer.standing]
                 for standing, copy in zip(layer.standing, self._snapshot[index], strict=True):
                     copy[row] = standing[row]

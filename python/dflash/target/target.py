@@ -166,19 +166,21 @@ class Target:
         self, ids: Tensor, lengths: Tensor, cache: KVCache, logits_to_keep: int | Tensor, *, is_prompt: bool
     ) -> tuple[Tensor, list[Tensor]]:
         """Run the twin's own modules as `forward` does."""
-        self._pass.cache, self._pass.lengths, self._pass.is_prompt = cache, lengths, is_prompt
         positions = lengths[:, None] + torch.arange(ids.shape[1], device=ids.device)
         # Rows past the end of a request are computed and dropped. They must not index past a learned table.
         limit = self.max_positions
-        output = self.model(
-            input_ids=ids,
-            position_ids=positions if limit is None else positions.clamp(max=limit - 1),
-            past_key_values=CacheView(cache, positions),
-            use_cache=True,
-            logits_to_keep=logits_to_keep,
-            block_lengths=lengths,
-        )
-        self._pass.cache = self._pass.lengths = None
+        self._pass.cache, self._pass.lengths, self._pass.is_prompt = cache, lengths, is_prompt
+        try:
+            output = self.model(
+                input_ids=ids,
+                position_ids=positions if limit is None else positions.clamp(max=limit - 1),
+                past_key_values=CacheView(cache, positions),
+                use_cache=True,
+                logits_to_keep=logits_to_keep,
+                block_lengths=lengths,
+            )
+        finally:  # the modules' classes are cycles, which would keep the cache until Python collects them
+            self._pass.cache = self._pass.lengths = None
         taps = list(self._taps)
         self._taps[:] = [None] * len(taps)
         return self._select_rows(output.logits, ids.shape[1], logits_to_keep), taps
