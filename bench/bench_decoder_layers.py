@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from harness import Case, full_width, main, rotate
 
 from dflash import ops
-from dflash.ops.layers import DecoderLayer, PackedLayers
+from dflash.ops import DecoderLayer, PackedLayers
 
 
 def plain(hidden, lengths, cos, sin, packed, k_cache, v_cache, positions, wide, mask):

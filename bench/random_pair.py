@@ -1,11 +1,12 @@
-"""A Qwen3 target and a DFlash drafter for it, with random weights."""
+"""A Qwen3 or Qwen3.5 target and a DFlash drafter for it, with random weights."""
 
+import copy
 from typing import NamedTuple
 
 import torch
 from harness import Model
 from torch import nn
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig, Qwen3Config, Qwen3ForCausalLM
 
 import dflash
 
@@ -20,7 +21,14 @@ class Pair(NamedTuple):
     draft_config: dict
 
 
-def make_pair(size: Model, target_layers: int, dtype: torch.dtype, device: torch.device, tied: bool = False) -> Pair:
+def make_pair(
+    size: Model,
+    target_layers: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    tied: bool = False,
+    pattern: str = "full",
+) -> Pair:
     """Make a pair on ``device``.
 
     Args:
@@ -29,6 +37,8 @@ def make_pair(size: Model, target_layers: int, dtype: torch.dtype, device: torch
         dtype: of both.
         device: of both.
         tied: whether the target's head is its embedding.
+        pattern: "full" for a Qwen3, "qwen3_5" for three layers with a Gated DeltaNet to one with attention. Its heads
+            are as in Qwen3.5-9B: of 128, values as wide as the hidden states, keys half as wide.
     """
     torch.manual_seed(0)
     # 1. The shape that both share
@@ -45,9 +55,16 @@ def make_pair(size: Model, target_layers: int, dtype: torch.dtype, device: torch
     }
     # 2. The target
     special = {"eos_token_id": None, "pad_token_id": 0, "tie_word_embeddings": tied}
-    config = Qwen3Config(num_hidden_layers=target_layers, **special, **shape)
+    if pattern == "full":
+        kind, config = Qwen3ForCausalLM, Qwen3Config(num_hidden_layers=target_layers, **special, **shape)
+    else:
+        heads = {"linear_num_value_heads": size.hidden // 128, "linear_num_key_heads": max(size.hidden // 256, 1)}
+        kind, config = (
+            Qwen3_5ForCausalLM,
+            Qwen3_5TextConfig(num_hidden_layers=target_layers, **special, **copy.deepcopy(shape), **heads),
+        )
     with torch.device(device):
-        target = Qwen3ForCausalLM._from_config(config, dtype=dtype).eval()
+        target = kind._from_config(config, dtype=dtype).eval()
     # 3. The drafter, with its taps spread evenly over the target's layers
     apart = (target_layers - 4) / (size.taps - 1)
     draft_config = {

@@ -5,6 +5,7 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -85,6 +86,19 @@ template <typename Params, typename... Fields>
 Params pack_tuple(std::tuple<Fields Params::*...> fields, const pybind11::tuple& given) {
   return pack_tuple(fields, given, std::index_sequence_for<Fields...>());
 }
+
+// A record inside a record: a tuple of its fields, or None if it is not there.
+template <typename Record>
+struct InnerWire {
+  using Type = std::optional<pybind11::tuple>;
+  static void put(Record& field, const Type& given) {
+    if (given) field = pack_tuple(Record::wire(), *given);
+  }
+};
+template <>
+struct Wire<AttentionWeights> : InnerWire<AttentionWeights> {};
+template <>
+struct Wire<DeltaNetWeights> : InnerWire<DeltaNetWeights> {};
 
 // module.name(the wire's arguments, threads) calls run(params).
 template <typename Params, typename... Fields, typename Run>

@@ -11,6 +11,14 @@ namespace dflash {
 
 enum class DType : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };  // kFloat16: CUDA only
 
+// What is added to the weight of a norm: one if the model stores it less one. Adding -0 changes no bit.
+#ifdef __CUDACC__
+#define DFLASH_ANYWHERE __host__ __device__
+#else
+#define DFLASH_ANYWHERE
+#endif
+DFLASH_ANYWHERE constexpr float norm_offset(bool zero_centered) { return zero_centered ? 1.0f : -0.0f; }
+
 // RMSNorm, with an optional residual added first and an optional count of live rows per sequence.
 struct RmsNormParams {
   const void* x;         // [rows, hidden]
@@ -29,11 +37,13 @@ struct RmsNormParams {
   int32_t device = 0;
   void* tap = nullptr;     // [rows, hidden], strided, or null: x + residual once more
   int64_t tap_stride = 0;  // between its rows, in elements
+  bool zero_centered = false;
 
   static constexpr auto wire() {
     using P = RmsNormParams;
     return std::tuple(&P::x, &P::residual, &P::weight, &P::counts, &P::out, &P::residual_out, &P::tap,
-                      &P::tap_stride, &P::rows, &P::hidden, &P::rows_per_sequence, &P::eps, &P::dtype);
+                      &P::tap_stride, &P::rows, &P::hidden, &P::rows_per_sequence, &P::eps, &P::zero_centered,
+                      &P::dtype);
   }
 };
 
@@ -53,10 +63,31 @@ struct SiluMulParams {
   }
 };
 
+// out = x * sigmoid(gate), as attention with an output gate has it per head.
+struct SigmoidMulParams {
+  const void* x;     // [rows, heads, width]
+  const void* gate;  // [rows, heads, width], strided, the last dimension dense
+  void* out;         // [rows, heads, width]; may be x
+  int64_t gate_stride_row, gate_stride_head;
+  int64_t rows;
+  int64_t heads;
+  int64_t width;
+  DType dtype;
+  int32_t threads;
+  int32_t device = 0;
+
+  static constexpr auto wire() {
+    using P = SigmoidMulParams;
+    return std::tuple(&P::x, &P::gate, &P::out, &P::gate_stride_row, &P::gate_stride_head, &P::rows,
+                      &P::heads, &P::width, &P::dtype);
+  }
+};
+
 // Packed rows -> q heads (norm, RoPE) into q_out for the last q_rows rows; k heads (norm, RoPE) and v heads
 // into the cache at the rows' positions. A position outside [0, capacity) appends nothing.
 struct QkvNormRopeAppendParams {
-  const void* qkv;  // [batch, rows, (num_heads + 2 * num_kv_heads) * head_dim]: q heads, k heads, v heads
+  const void* qkv;  // [batch, rows, (num_heads + 2 * num_kv_heads) * head_dim]: q heads, k heads, v heads; if
+                    // gated, each q head is followed by its gate, which is not read
   const int64_t* positions;   // [batch, rows]
   const float* cos;           // [batch, rows, half]
   const float* sin;           // [batch, rows, half]
@@ -77,12 +108,15 @@ struct QkvNormRopeAppendParams {
   DType dtype;
   int32_t threads;
   int32_t device = 0;
+  bool zero_centered = false;
+  bool gated = false;
 
   static constexpr auto wire() {
     using P = QkvNormRopeAppendParams;
     return std::tuple(&P::qkv, &P::positions, &P::cos, &P::sin, &P::q_norm_weight, &P::k_norm_weight,
                       &P::q_out, &P::k_cache, &P::v_cache, &P::batch, &P::rows, &P::q_rows, &P::num_heads,
-                      &P::num_kv_heads, &P::head_dim, &P::half, &P::capacity, &P::eps, &P::dtype);
+                      &P::num_kv_heads, &P::head_dim, &P::half, &P::capacity, &P::eps, &P::zero_centered,
+                      &P::gated, &P::dtype);
   }
 };
 
@@ -263,12 +297,13 @@ struct GatedRecurrenceParams {
   int64_t block;
   int32_t threads;
   int32_t device = 0;
+  unsigned* counters = nullptr;  // CUDA only: [kNumCounters], zero before and after
 
   static constexpr auto wire() {
     using P = GatedRecurrenceParams;
     return std::tuple(&P::q, &P::k, &P::v, &P::log_decay, &P::beta, &P::state, &P::saved_k, &P::saved_d,
                       &P::saved_a, &P::pending, &P::keep, &P::out, &P::batch, &P::rows, &P::key_heads,
-                      &P::heads, &P::key_dim, &P::value_dim, &P::decay_dim, &P::block);
+                      &P::heads, &P::key_dim, &P::value_dim, &P::decay_dim, &P::block, &P::counters);
   }
 };
 
@@ -298,6 +333,60 @@ struct CausalConvParams {
     return std::tuple(&P::x, &P::weight, &P::bias, &P::window, &P::pending, &P::keep, &P::out,
                       &P::x_stride_batch, &P::x_stride_row, &P::batch, &P::rows, &P::channels, &P::width,
                       &P::block, &P::silu, &P::dtype);
+  }
+};
+
+// What a Gated DeltaNet layer's recurrence reads, all float32: q and k with L2 norm 1, q then times
+// key_dim^-1/2; log_decay = -exp(a_log) softplus(a + dt_bias); beta = sigmoid(b), rounded to the dtype.
+struct DeltaNetInputsParams {
+  const void* qkv;      // [rows, 2 * key_heads * key_dim + heads * value_dim]: q heads, k heads, v heads
+  const void* b;        // [rows, heads], rows strided
+  const void* a;        // [rows, heads], rows strided
+  const void* a_log;    // [heads]
+  const void* dt_bias;  // [heads]
+  float* q;             // [rows, key_heads, key_dim]
+  float* k;             // [rows, key_heads, key_dim]
+  float* v;             // [rows, heads, value_dim]
+  float* log_decay;     // [rows, heads]
+  float* beta;          // [rows, heads]
+  int64_t b_stride, a_stride;
+  int64_t rows;
+  int64_t key_heads;
+  int64_t heads;
+  int64_t key_dim;
+  int64_t value_dim;
+  float eps;  // added to the sum of squares
+  DType dtype;
+  int32_t threads;
+  int32_t device = 0;
+
+  static constexpr auto wire() {
+    using P = DeltaNetInputsParams;
+    return std::tuple(&P::qkv, &P::b, &P::a, &P::a_log, &P::dt_bias, &P::q, &P::k, &P::v, &P::log_decay,
+                      &P::beta, &P::b_stride, &P::a_stride, &P::rows, &P::key_heads, &P::heads, &P::key_dim,
+                      &P::value_dim, &P::eps, &P::dtype);
+  }
+};
+
+// out = rms_norm(x) * weight * silu(z), per head, rounded once.
+struct GatedRmsNormParams {
+  const float* x;      // [rows, heads, width]
+  const void* z;       // [rows, heads, width], rows strided
+  const void* weight;  // [width]
+  void* out;           // [rows, heads, width]
+  int64_t z_stride;
+  int64_t rows;
+  int64_t heads;
+  int64_t width;
+  float eps;
+  DType dtype;
+  int32_t threads;
+  int32_t device = 0;
+
+  static constexpr auto wire() {
+    using P = GatedRmsNormParams;
+    return std::tuple(&P::x, &P::z, &P::weight, &P::out, &P::z_stride, &P::rows, &P::heads, &P::width,
+                      &P::eps, &P::dtype);
   }
 };
 
@@ -331,34 +420,69 @@ struct LinearParams {
   }
 };
 
-// What one decoder layer reads and where it appends; every weight is [out, in].
-struct DecoderLayer {
-  const void* input_norm;                         // [hidden]
-  const void *q, *k, *v;                          // [heads * head_dim, hidden]
-  const void* o;                                  // [hidden, num_heads * head_dim]
-  const void* post_norm;                          // [hidden]
-  const void *gate, *up;                          // [width, hidden]
-  const void* down;                               // [hidden, width]
-  const void *q_norm, *k_norm;                    // [head_dim] or null
+// What a decoder layer reads, every weight [out, in]. Its mixer is attention or a Gated DeltaNet.
+struct AttentionWeights {
+  const void *q, *k, *v;        // [heads * head_dim, hidden]; if gated, q [num_heads * 2 * head_dim, hidden]
+  const void* o;                // [hidden, num_heads * head_dim]
+  const void *q_norm, *k_norm;  // [head_dim] or null
   const void *q_bias, *k_bias, *v_bias, *o_bias;  // [out] or null
   const float* sinks;                             // [num_heads] or null
   bool causal;                                    // as in BlockAttentionParams
   int64_t window;
+  bool gated;  // q has a gate after each head: out * sigmoid(gate)
+
+  static constexpr auto wire() {
+    using P = AttentionWeights;
+    return std::tuple(&P::q, &P::k, &P::v, &P::o, &P::q_norm, &P::k_norm, &P::q_bias, &P::k_bias, &P::v_bias,
+                      &P::o_bias, &P::sinks, &P::causal, &P::window, &P::gated);
+  }
+};
+
+struct DeltaNetWeights {
+  const void* qkv;   // [2 * key_heads * key_dim + heads * value_dim, hidden]: q heads, k heads, v heads
+  const void* z;     // [heads * value_dim, hidden]; null: qkv has per key head q, k, its v heads, their z
+  const void* b;     // [heads, hidden]
+  const void* a;     // [heads, hidden]; null: b has per key head the b, then the a, of its heads
+  const void* conv;  // [2 * key_heads * key_dim + heads * value_dim, conv_width]
+  const void *a_log, *dt_bias;  // [heads]
+  const void* norm;             // [value_dim]
+  const void* out;              // [hidden, heads * value_dim]
+
+  static constexpr auto wire() {
+    using P = DeltaNetWeights;
+    return std::tuple(&P::qkv, &P::z, &P::b, &P::a, &P::conv, &P::a_log, &P::dt_bias, &P::norm, &P::out);
+  }
+};
+
+struct DecoderLayer {
+  const void* input_norm;      // [hidden]
+  const void* post_norm;       // [hidden]
+  const void *gate, *up;       // [width, hidden]
+  const void* down;            // [hidden, width]
+  AttentionWeights attention;  // one of the two
+  DeltaNetWeights delta_net;
   int64_t tap;  // where its output goes in taps, -1: nowhere
 
   static constexpr auto wire() {
     using P = DecoderLayer;
-    return std::tuple(&P::input_norm, &P::q, &P::k, &P::v, &P::o, &P::post_norm, &P::gate, &P::up, &P::down,
-                      &P::q_norm, &P::k_norm, &P::q_bias, &P::k_bias, &P::v_bias, &P::o_bias, &P::sinks,
-                      &P::causal, &P::window, &P::tap);
+    return std::tuple(&P::input_norm, &P::post_norm, &P::gate, &P::up, &P::down, &P::attention, &P::delta_net,
+                      &P::tap);
   }
 };
 
 // The decoder layers of a model and its final norm over a block of rows, each sequence at its own length.
 struct DecoderLayersParams {
   const DecoderLayer* layers;  // [num_layers]
-  void* const* k_caches;       // [num_layers] pointers to [batch, num_kv_heads, capacity, head_dim]
-  void* const* v_caches;       // [num_layers] pointers to [batch, num_kv_heads, capacity, head_dim]
+  void* const* k_caches;  // per layer of attention a pointer to [batch, num_kv_heads, capacity, head_dim]
+  void* const* v_caches;  // the same
+  // Per recurrent layer a pointer to what its kernels take under these names, see GatedRecurrenceParams.
+  void* const* windows;
+  float* const* states;
+  float* const* saved_k;
+  float* const* saved_d;
+  float* const* saved_a;
+  const int64_t* pending;      // [batch] or null without recurrent layers
+  const int64_t* keep;         // [batch] or null
   const void* hidden;          // [batch, rows, hidden]
   const void* context;         // [batch, context_rows, hidden] or null: rows that every layer takes K/V from
   const int64_t* num_context;  // [batch], live context rows, at the positions before lengths[b]
@@ -381,19 +505,25 @@ struct DecoderLayersParams {
   int64_t positions;
   int64_t capacity;
   int64_t num_taps;
+  int64_t key_heads, delta_heads, key_dim, value_dim;  // of the recurrent layers; 0 without
+  int64_t conv_width;
+  int64_t block;
   float scale;
   float eps;
+  bool zero_centered;  // the norms over hidden states and heads add one to their weights
   DType dtype;
   int32_t threads;
   int32_t device = 0;
 
   static constexpr auto wire() {
     using P = DecoderLayersParams;
-    return std::tuple(&P::layers, &P::k_caches, &P::v_caches, &P::hidden, &P::context, &P::num_context,
-                      &P::lengths, &P::cos, &P::sin, &P::norm, &P::out, &P::taps, &P::num_layers, &P::batch,
-                      &P::rows, &P::context_rows, &P::hidden_size, &P::width, &P::num_heads, &P::num_kv_heads,
-                      &P::head_dim, &P::half, &P::positions, &P::capacity, &P::num_taps, &P::scale, &P::eps,
-                      &P::dtype);
+    return std::tuple(&P::layers, &P::k_caches, &P::v_caches, &P::windows, &P::states, &P::saved_k,
+                      &P::saved_d, &P::saved_a, &P::pending, &P::keep, &P::hidden, &P::context,
+                      &P::num_context, &P::lengths, &P::cos, &P::sin, &P::norm, &P::out, &P::taps,
+                      &P::num_layers, &P::batch, &P::rows, &P::context_rows, &P::hidden_size, &P::width,
+                      &P::num_heads, &P::num_kv_heads, &P::head_dim, &P::half, &P::positions, &P::capacity,
+                      &P::num_taps, &P::key_heads, &P::delta_heads, &P::key_dim, &P::value_dim,
+                      &P::conv_width, &P::block, &P::scale, &P::eps, &P::zero_centered, &P::dtype);
   }
 };
 

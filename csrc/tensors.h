@@ -232,13 +232,13 @@ inline PyObject* fits(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
 
 // ---- tensors whose addresses are kept
 
-// Tensors of one or two dimensions as they were found. The storages stay alive with it.
+// Tensors of one to three dimensions as they were found. The storages stay alive with it.
 class Snapshot {
  public:
   explicit Snapshot(const pybind11::list& tensors) {
     for (pybind11::handle tensor : tensors) {
       Entry entry{};
-      entry.readable = torch.read(tensor.ptr(), entry.seen) && entry.seen.ndim <= 2;
+      entry.readable = torch.read(tensor.ptr(), entry.seen) && entry.seen.ndim <= 3;
       for (int i = 0; entry.readable && i < entry.seen.ndim; ++i)
         entry.shape[i] = entry.seen.shape[i], entry.strides[i] = entry.seen.strides[i];
       entry.tensor = pybind11::reinterpret_borrow<pybind11::object>(tensor);
@@ -269,7 +269,7 @@ class Snapshot {
   struct Entry {
     pybind11::object tensor, storage;
     DLTensor seen;  // its shape and strides are the tensor's own, not kept
-    int64_t shape[2], strides[2], bytes;
+    int64_t shape[3], strides[3], bytes;
     bool readable;
   };
   std::vector<Entry> entries_;

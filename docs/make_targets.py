@@ -70,9 +70,9 @@ Refused by name: Mamba-1 (jamba, mamba, falcon_mamba, zamba), lightning attentio
 own (zaya, inkling, rwkv, xlstm, recurrent_gemma), modules that keep a convolution or a recurrence by other functions
 than those of the second table, sparse-attention indexers (also qwen4_exp, glm5_next), compressed keys (deepseek_v4),
 chunked attention, RoPE whose frequencies depend on the data (dynamic, longrope), encoder-decoders, models spread over
-several devices, sharded or offloaded, dynamic quantization of activations, and replaced functions of transformers'
-attention, masks, caches, recurrences or generation loop. A model whose other functions were replaced (Liger kernels,
-for example), or that has hooks, runs its own modules after the same trial.
+several devices by one process, sharded or offloaded, dynamic quantization of activations, and replaced functions of
+transformers' attention, masks, caches, recurrences or generation loop. A model whose other functions were replaced
+(Liger kernels, for example), or that has hooks, runs its own modules after the same trial.
 
 """
 RECURRENT_HEAD = """

@@ -21,6 +21,7 @@ WANTED = {
     "copy_of_a_changing_source": torch.arange(1.0, 65),
     "unwritten_shared": torch.arange(1.0, 65) * (torch.arange(64) % 8 != 0),
     "early_read": torch.arange(3.0, 67),
+    "overwritten_slot": torch.tensor([-5.0, *range(2, 64), 0.0]),
 }
 SHOWN = [
     *WANTED, "unwritten_register", "divergent_barrier", "lane_left", "lane_outside", "misaligned_load",

@@ -2,7 +2,7 @@ import copy
 import gc
 import weakref
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -11,12 +11,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dflash import decoder, ops
-from dflash.decoder import DecoderLayer, DecoderStack
-from dflash.ops import reference
-from dflash.ops.layers import PackedLayers
+from dflash.cache import RecurrentCache, RecurrentLayer
+from dflash.decoder import DecoderLayer, DecoderStack, DeltaNetLayer
+from dflash.ops import PackedLayers, reference
 
 pytestmark = pytest.mark.op
 HIDDEN, WIDTH, HEADS, KV_HEADS, HEAD_DIM, LAYERS, CAPACITY = 40, 52, 4, 2, 24, 3, 90
+DELTA_HEADS, KEY_HEADS, KEY_DIM, VALUE_DIM, CONV, BLOCK = 4, 2, 24, 20, 4, 16
 
 
 @dataclass
@@ -36,6 +37,27 @@ class Call:
     eps: float = 1e-6
     scale: float = HEAD_DIM**-0.5
     taps: tuple[int, ...] = (2, 0)
+    zero_centered: bool = False
+    windows: list[Tensor] = field(default_factory=list)
+    states: list[Tensor] = field(default_factory=list)
+    saved_k: list[Tensor] = field(default_factory=list)
+    saved_d: list[Tensor] = field(default_factory=list)
+    saved_a: list[Tensor] = field(default_factory=list)
+    pending: Tensor | None = None
+    keep: Tensor | None = None
+
+    @property
+    def recurrent(self) -> tuple:
+        """The arguments of the op after the handle."""
+        return (*self.buffers, self.pending, self.keep)
+
+    @property
+    def buffers(self) -> tuple[list[Tensor], ...]:
+        return self.windows, self.states, self.saved_k, self.saved_d, self.saved_a
+
+    @property
+    def fixed(self) -> dict:
+        return {"eps": self.eps, "scale": self.scale, "taps": self.taps, "zero_centered": self.zero_centered}
 
     @property
     def varying(self) -> tuple:
@@ -45,21 +67,23 @@ class Call:
 
     @property
     def caches(self) -> list[Tensor]:
-        return [*self.k_caches, *self.v_caches]
+        return [*self.k_caches, *self.v_caches, *(buffer for buffers in self.buffers for buffer in buffers)]
 
     def packed(self) -> PackedLayers:
-        return PackedLayers(self.layers, self.norm, eps=self.eps, scale=self.scale, taps=self.taps)
+        return PackedLayers(self.layers, self.norm, **self.fixed)
 
     def run(self) -> tuple[Tensor, Tensor]:
         packed = self.packed()
-        return ops.decoder_layers(*self.varying, packed.handle)
+        return ops.decoder_layers(*self.varying, packed.handle, *self.recurrent)
 
     def run_twin(self) -> tuple[Tensor, Tensor]:
-        return reference.decoder_layers(*self.varying, self.layers, self.norm, self.eps, self.scale, self.taps)
+        fixed = (self.norm, self.eps, self.scale, self.taps)
+        return reference.decoder_layers(*self.varying, self.layers, *fixed, *self.recurrent, self.zero_centered)
 
     def run_stack(self) -> tuple[Tensor, Tensor]:
-        stack = DecoderStack(self.layers, self.norm, eps=self.eps, scale=self.scale, taps=self.taps)
-        return stack(self.hidden, self.lengths, Cache(self), self.context, self.num_context)
+        stack = DecoderStack(self.layers, self.norm, **self.fixed)
+        cache = recurrent_cache(self) if self.windows else Cache(self)
+        return stack(self.hidden, self.lengths, cache, self.context, self.num_context)
 
 
 class Cache:
@@ -70,10 +94,32 @@ class Cache:
         self.rotary, self.capacity = (call.cos, call.sin), call.k_caches[0].shape[2]
 
 
+def recurrent_cache(call: Call) -> RecurrentCache:
+    """The caches of a call with recurrent layers as a stack takes them."""
+    batch, rotary = call.hidden.shape[0], (call.cos, call.sin)
+    cache = RecurrentCache(batch, CAPACITY, BLOCK, device="cpu")
+    cache.rotary, cache.pending, cache.keep = rotary, call.pending, call.keep
+    names, attention, buffers = ("window", "state", "saved_k", "saved_d", "saved_a"), 0, zip(*call.buffers, strict=True)
+    for i, layer in enumerate(call.layers):
+        if layer.is_recurrent:
+            cache.recurrent[i] = RecurrentLayer(batch, BLOCK)
+            for name, buffer in zip(names, next(buffers), strict=True):
+                setattr(cache.recurrent[i], name, buffer)
+        else:
+            cache.keys[i], cache.values[i] = call.k_caches[attention], call.v_caches[attention]
+            attention += 1
+    return cache
+
+
 def make_call(
-    dtype, rows=16, context_rows=16, batch=3, head_norms=True, biases=False, sinks=False, causal=(1, 0, 1), seed=0
-):
-    """A call whose stale cache slots and dead context rows hold NaN."""
+    dtype, rows=16, context_rows=16, batch=3, head_norms=True, biases=False, sinks=False, causal=(1, 0, 1), seed=0,
+    delta="",
+):  # fmt: skip
+    """A call whose stale cache slots and dead context rows hold NaN.
+
+    With ``delta`` all but the last layer have a Gated DeltaNet, whose projections are "apart" or "together", and the
+    last has gated attention; the norms are zero-centered.
+    """
     g = torch.Generator().manual_seed(seed)
 
     def normal(*shape, scale=1.0, shift=0.0):
@@ -96,10 +142,26 @@ def make_call(
             made = made if index == 0 else made._replace(o_bias=normal(HIDDEN))
         return made._replace(sinks=normal(HEADS)) if sinks else made
 
-    layers = [layer(index) for index in range(LAYERS)]
+    def delta_net_layer():
+        keys, values = KEY_HEADS * KEY_DIM, DELTA_HEADS * VALUE_DIM
+        around, is_apart = layer(0), delta == "apart"
+        return DeltaNetLayer(
+            input_norm=around.input_norm - 1, post_norm=around.post_norm - 1, gate=around.gate, up=around.up,
+            down=around.down, qkv=matrix(2 * keys + values + (0 if is_apart else values), HIDDEN),
+            z=matrix(values, HIDDEN) if is_apart else None, b=matrix(DELTA_HEADS * (1 if is_apart else 2), HIDDEN),
+            a=matrix(DELTA_HEADS, HIDDEN) if is_apart else None,
+            conv=normal(2 * keys + values, 1, CONV, scale=0.5), a_log=normal(DELTA_HEADS, shift=-1),
+            dt_bias=normal(DELTA_HEADS), norm=normal(VALUE_DIM, scale=0.1, shift=1), out=matrix(HIDDEN, values),
+            key_heads=KEY_HEADS,
+        )  # fmt: skip
+
+    layers = [delta_net_layer() if delta and index + 1 < LAYERS else layer(index) for index in range(LAYERS)]
+    if delta:
+        layers[-1] = layers[-1]._replace(q=matrix(2 * q, HIDDEN), gated=True)
     lengths = torch.tensor([0, 33, 70])[:batch]
     live = torch.minimum(torch.tensor([0, 5, 16]), torch.tensor(context_rows))[:batch]
-    caches = [normal(batch, KV_HEADS, CAPACITY, HEAD_DIM) for _ in range(2 * LAYERS)]
+    num_attention = 1 if delta else LAYERS
+    caches = [normal(batch, KV_HEADS, CAPACITY, HEAD_DIM) for _ in range(2 * num_attention)]
     context = normal(batch, context_rows, HIDDEN) if context_rows else None
     for b in range(batch):
         for cache in caches:
@@ -107,18 +169,40 @@ def make_call(
         if context is not None:
             context[b, live[b] :] = float("nan")
     angles = torch.arange(CAPACITY)[:, None] * 10000.0 ** (-torch.arange(HEAD_DIM // 2) / (HEAD_DIM // 2))
-    return Call(
+    call = Call(
         normal(batch, rows, HIDDEN), context, live if context_rows else None, lengths, angles.cos(), angles.sin(),
-        caches[:LAYERS], caches[LAYERS:], layers, normal(HIDDEN, scale=0.1, shift=1),
+        caches[:num_attention], caches[num_attention:], layers, normal(HIDDEN, scale=0.1, shift=1),
     )  # fmt: skip
+    return with_states(call, g) if delta else call
+
+
+def with_states(call, g):
+    """The call with recurrent states; what was saved of rows that are not pending is NaN."""
+    (batch, rows, _), layers = call.hidden.shape, [layer for layer in call.layers if layer.is_recurrent]
+    channels = 2 * KEY_HEADS * KEY_DIM + DELTA_HEADS * VALUE_DIM
+    pending, keep = torch.tensor([0, 5, 16])[:batch], torch.tensor([rows, 0, rows // 2])[:batch]
+
+    def normal(*shape):
+        return [torch.randn(batch, *shape, generator=g) * 0.3 for _ in layers]
+
+    windows = [window.to(call.hidden.dtype) for window in normal(CONV - 1 + BLOCK, channels)]
+    states, saved_k = normal(DELTA_HEADS, KEY_DIM, VALUE_DIM), normal(BLOCK, KEY_HEADS, KEY_DIM)
+    saved_d, saved_a = normal(BLOCK, DELTA_HEADS, VALUE_DIM), [x.abs() for x in normal(BLOCK, DELTA_HEADS)]
+    for b in range(batch):
+        for saved in (*saved_k, *saved_d, *saved_a):
+            saved[b, pending[b] :] = float("nan")
+        for window in windows:
+            window[b, CONV - 1 + pending[b] :] = float("nan")
+    buffers = {"windows": windows, "states": states, "saved_k": saved_k, "saved_d": saved_d, "saved_a": saved_a}
+    return replace(call, zero_centered=True, **buffers, pending=pending, keep=keep)
 
 
 def changed(call, change):
     """A copy of a call with ``change`` applied to each of its tensors."""
 
     def one(value):
-        if isinstance(value, DecoderLayer):
-            return DecoderLayer(*map(one, value))
+        if isinstance(value, (DecoderLayer, DeltaNetLayer)):
+            return type(value)(*map(one, value))
         if isinstance(value, list):
             return [one(x) for x in value]
         return change(value) if isinstance(value, Tensor) else value
@@ -135,15 +219,19 @@ OPTIONS = [
     {"context_rows": 0, "head_norms": False},
     {"biases": True, "rows": 5, "context_rows": 3},
     {"sinks": True, "batch": 1, "rows": 1},
+    {"delta": "apart", "context_rows": 0},
+    {"delta": "together", "context_rows": 0, "rows": 5},
 ]
+RECURRENT = [options for options in OPTIONS if "delta" in options]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_bits_do_not_depend_on_the_threads(dtype, monkeypatch):
+@pytest.mark.parametrize("options", [{}, RECURRENT[1]])
+def test_bits_do_not_depend_on_the_threads(options, dtype, monkeypatch):
     """With work enough for threads, more threads than processors, and one loop after the other."""
     for name, size in {"HIDDEN": 192, "WIDTH": 512, "HEADS": 6, "LAYERS": 2}.items():
         monkeypatch.setitem(globals(), name, size)
-    call = make_call(dtype)
+    call = make_call(dtype, **options)
     call = replace(call, layers=[call.layers[0], call.layers[1]._replace(window=20)], taps=(1, 0))
 
     def everything(count):
@@ -225,6 +313,44 @@ def test_context_is_appended_without_a_block(dtype):
         torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2, equal_nan=True)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("options", RECURRENT)
+def test_rows_of_recurrent_layers_have_the_same_bits_however_they_are_cut(options, dtype):
+    call = make_call(dtype, **options | {"rows": 12})
+    call.keep.fill_(12)
+    whole, parts = changed(call, torch.clone), changed(call, torch.clone)
+    wanted, _ = whole.run()
+    first = 0
+    for rows in (1, 4, 7):
+        step = replace(parts, hidden=call.hidden[:, first : first + rows], lengths=call.lengths + first)
+        step = replace(step, keep=torch.full_like(call.keep, rows))
+        assert torch.equal(step.run()[0], wanted[:, first : first + rows])
+        parts.pending.zero_()  # every row was kept
+        first += rows
+    for a, b in zip(parts.states, whole.states, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("options", RECURRENT)
+def test_accepted_rows_move_recurrent_layers_as_if_no_other_had_run(options, dtype):
+    """The rows that were not accepted hold NaN."""
+    call, accepted = make_call(dtype, **options | {"rows": 16}), torch.tensor([3, 16, 1])
+    block, exact = changed(call, torch.clone), changed(call, torch.clone)
+    for row, count in enumerate(accepted.tolist()):
+        block.hidden[row, count:] = float("nan")
+    replace(block, keep=torch.zeros_like(call.keep)).run()
+    replace(exact, keep=accepted).run()
+    following = torch.randn_like(call.hidden)
+    lengths, keep = call.lengths + accepted, torch.zeros_like(call.keep)
+    after = replace(block, hidden=following, lengths=lengths, pending=accepted, keep=keep)
+    wanted = replace(exact, hidden=following, lengths=lengths, pending=torch.zeros_like(accepted), keep=keep)
+    for a, b in zip(after.run(), wanted.run(), strict=True):
+        assert torch.equal(a, b)
+    for a, b in zip(after.states, wanted.states, strict=True):
+        assert torch.equal(a, b)
+
+
 def test_replaced_storages_are_read_at_the_next_call():
     call = make_call(torch.float32)
     layers = [DecoderLayer(*(torch.nn.Parameter(x, False) if isinstance(x, Tensor) else x for x in layer))
@@ -284,7 +410,7 @@ def test_the_twin_runs_without_data(options):
 def test_opcheck(options):
     call = changed(make_call(torch.float32, **options), lambda x: x.nan_to_num() if x.dtype.is_floating_point else x)
     packed = call.packed()
-    torch.library.opcheck(torch.ops.dflash.decoder_layers.default, (*call.varying, packed.handle))
+    torch.library.opcheck(torch.ops.dflash.decoder_layers.default, (*call.varying, packed.handle, *call.recurrent))
 
 
 def test_a_stack_compiles_whole():
@@ -303,7 +429,7 @@ def test_a_stack_compiles_whole():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"layers": []}, r"layers must have at least one layer, got none"),
+        ({"layers": []}, r"layers must have at least one layer with attention, got none"),
         ({"taps": (3,)}, r"taps must be different layers in 0 \.\. 2, got \[3\]"),
         ({"norm": torch.ones(7)}, r"norm must be \[hidden\] = \[40\], got \[7\]"),
         ({"num_context": None}, r"context and num_context come together"),
@@ -311,6 +437,8 @@ def test_a_stack_compiles_whole():
         ({"k_caches": []}, r"k_caches must have one tensor for each of 3 layers, got 0"),
         ({"hidden": torch.ones(3, 16, 7)}, r"hidden must be \[batch, rows, hidden\] = \[\*, \*, 40\]"),
         ({"cos": torch.ones(5, 13), "sin": torch.ones(5, 13)}, r"cos must be \[positions, at most head_dim / 2 = 12\]"),
+        ({"states": [torch.ones(2)]}, r"states must have one tensor for each of 0 recurrent layers, got 1"),
+        ({"keep": torch.zeros(3)}, r"keep must be \[batch\] where layers are recurrent, and None elsewhere"),
     ],
 )
 def test_bad_input_is_named(change, message):
@@ -332,6 +460,45 @@ def test_bad_input_is_named(change, message):
 def test_a_bad_layer_is_named(change, message):
     call = make_call(torch.float32)
     call.layers[1] = call.layers[1]._replace(**change)
+    with pytest.raises(ValueError, match=message):
+        call.run()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"context": torch.ones(3, 2, HIDDEN), "num_context": torch.zeros(3)}, "context must be None where layers are"),
+        ({"pending": None}, r"pending must be \[batch\] where layers are recurrent"),
+        ({"keep": torch.zeros(2, dtype=torch.int64)}, r"keep must be \[batch\] = \[3\], got \[2\]"),
+        ({"saved_d": []}, r"saved_d must have one tensor for each of 2 recurrent layers, got 0"),
+        ({"states": [torch.ones(3, 4, 24, 20)] * 2}, r"states\[0\] is written in place and must not share memory"),
+        ({"states": [torch.ones(3, 4, 24, 21) for _ in "ab"]}, r"states\[0\] must be .* = \[3, 4, 24, 20\]"),
+        ({"windows": [torch.ones(3, 18, 176) for _ in "ab"]}, r"windows\[0\] must be .* = \[3, 19, 176\]"),
+        ({"layers": []}, r"layers must have at least one layer with attention, got none"),
+    ],
+)
+def test_bad_input_of_recurrent_layers_is_named(change, message):
+    with pytest.raises(ValueError, match=message):
+        replace(make_call(torch.float32, **RECURRENT[0]), **change).run()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"conv": torch.ones(177, 1, 4)},
+            r"layers\[0\]\.conv must be \[2 \* key_heads \* key_dim \+ .*, got \[177, 1, 4\]",
+        ),
+        ({"key_heads": 3}, r"key_heads = 3 a divisor of heads = 4"),
+        ({"z": None}, r"layers\[0\]\.z and \.a come together"),
+        ({"dt_bias": torch.ones(5)}, r"layers\[0\]\.dt_bias must be \[4\]"),
+        ({"out": torch.ones(80, 40).t()}, r"layers\[0\]\.out must be contiguous"),
+        ({"experts": torch.relu}, r"layers must have gate, up and down, got experts"),
+    ],
+)
+def test_a_bad_recurrent_layer_is_named(change, message):
+    call = make_call(torch.float32, **RECURRENT[0])
+    call.layers[0] = call.layers[0]._replace(**change)
     with pytest.raises(ValueError, match=message):
         call.run()
 

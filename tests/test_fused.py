@@ -11,12 +11,20 @@ from recorded import no_host_reads, record
 
 import dflash
 from dflash import decoder, ops
-from dflash.cache import KVCache
+from dflash.cache import KVCache, RecurrentCache
 from dflash.target import UnsupportedTargetError, fused, structural_twin
-from dflash.target.fused import FusedTarget
+from dflash.target.fused import FusedTarget, recognize
 
 TAPS = (1, 0)  # the last layer's tap is read after the norm
 FAMILIES = ["llama", "mistral (windowed)", "qwen2", "qwen3 (windowed)"]
+DENSE = {"mlp_only_layers": [0, 1, 2, 3]}
+RECURRENT = {
+    "qwen3_5": ("qwen3_5", {}),
+    "qwen3_5 (multimodal)": ("qwen3_5 (multimodal)", {}),
+    "qwen3_5_moe": ("qwen3_5_moe", {}),
+    "qwen3_next": ("qwen3_next", {}),
+    "qwen3_next (dense)": ("qwen3_next", DENSE),
+}
 
 
 def on_ops(model, capacity: int, batch: int = 1) -> tuple[FusedTarget, KVCache]:
@@ -65,9 +73,144 @@ def test_a_rows_bits_do_not_depend_on_its_place_in_the_block(kernels, dtype, mon
     assert torch.equal(early_taps[:, 4:], late_taps[:, :12])
 
 
+def make_recurrent_target(family: str, dtype: torch.dtype = torch.float32):
+    """A tiny target with recurrent layers, all of whose weights are random: the norms' too."""
+    name, changes = RECURRENT[family]
+    model = make_target(name, **changes)
+    g = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn(parameter.shape, generator=g) * 0.2)
+    return model.to(dtype)
+
+
+@torch.no_grad()
+def run_recurrent(layers: FusedTarget, ids: torch.Tensor) -> tuple[torch.Tensor, list[tuple[slice, slice]]]:
+    """Run a prompt and blocks of which random parts are accepted, wrong tokens behind them.
+
+    Returns the logits of the rows that were right, and where they are: ``(rows, positions)`` of each run.
+    """
+    batch, prompts, accepted = len(ids), torch.tensor([20, 13])[: len(ids)], torch.tensor([[1, 16, 5], [9, 2, 16]])
+    cache = RecurrentCache(batch, ids.shape[1] + 16, 16, device="cpu")
+    layers.prepare_(cache)
+    got, where = [], []
+
+    def run(rows: torch.Tensor, lengths: torch.Tensor, right: torch.Tensor, keep: torch.Tensor | None) -> None:
+        cache.begin_pass_(lengths, keep)
+        logits, _ = layers.forward(rows, lengths, cache, 0)
+        cache.end_pass_(lengths)
+        for row, (length, count) in enumerate(zip(lengths.tolist(), right.tolist(), strict=True)):
+            got.append(logits[row, :count])
+            where.append((row, slice(length, length + count)))
+
+    run(ids[:, :20], torch.zeros_like(prompts), prompts, prompts)
+    lengths = prompts
+    for counts in accepted.T[:, :batch]:
+        block = torch.stack([ids[row, start : start + 16] for row, start in enumerate(lengths.tolist())])
+        for row, count in enumerate(counts.tolist()):
+            block[row, count:] = 5
+        run(block, lengths, counts, None)
+        lengths = lengths + counts
+    return torch.cat(got), where
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next (dense)"])
+def test_recurrent_layers_are_as_exact_as_the_models_own(family, kernels, dtype, monkeypatch):
+    model = make_recurrent_target(family, dtype)
+    ids = torch.stack([prompt(60, seed) for seed in (1, 2)])
+    plain, exact = model(ids).logits, copy.deepcopy(model).double()(ids).logits
+    run_op_by_op(monkeypatch, kernels)
+    logits, where = run_recurrent(FusedTarget(structural_twin(model), TAPS), ids)
+    plain, exact = (torch.cat([x[at] for at in where]) for x in (plain, exact))
+    assert_as_exact_as_torch(logits, plain, exact, factor=3.0)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", RECURRENT)
+def test_recurrent_layers_give_the_models_own_logits(family):
+    model = make_recurrent_target(family)
+    ids = torch.stack([prompt(60, seed) for seed in (1, 2)])
+    twin = structural_twin(model)
+    assert recognize(twin, TAPS) is not None
+    logits, where = run_recurrent(FusedTarget(twin, TAPS), ids)
+    plain = model(ids).logits
+    torch.testing.assert_close(logits, torch.cat([plain[at] for at in where]), rtol=1e-3, atol=1e-4)
+
+
+def delta_net(model):
+    return model.model.layers[0].linear_attn
+
+
+CHANGES = {
+    "a subclass": lambda m: setattr(delta_net(m), "__class__", type("Mine", (type(delta_net(m)),), {})),
+    "a subclass of a norm": lambda m: setattr(
+        delta_net(m).norm, "__class__", type("M", (type(delta_net(m).norm),), {})
+    ),
+    "another activation": lambda m: setattr(delta_net(m), "activation", "gelu"),
+    "another eps": lambda m: setattr(delta_net(m).norm, "variance_epsilon", 1e-3),
+    "another eps of the layer": lambda m: setattr(m.model.layers[1].input_layernorm, "eps", 1e-3),
+    "another index": lambda m: setattr(delta_net(m), "layer_idx", 1),
+    "another mixer": lambda m: setattr(m.model.layers[0], "block_type", "full_attention"),
+    "heads that do not fit": lambda m: setattr(delta_net(m), "num_k_heads", 4),
+    "another number of heads": lambda m: setattr(delta_net(m), "num_v_heads", 2),
+    "a bias of the convolution": lambda m: setattr(delta_net(m).conv1d, "bias", torch.nn.Parameter(torch.ones(160))),
+    "a bias of a projection": lambda m: setattr(delta_net(m).in_proj_b, "bias", torch.nn.Parameter(torch.ones(4))),
+    "a hook": lambda m: delta_net(m).out_proj.register_forward_hook(lambda *_: None),
+    "a replaced forward": lambda m: setattr(delta_net(m), "forward", delta_net(m).forward),
+    "a parameter of another dtype": lambda m: setattr(
+        delta_net(m), "A_log", torch.nn.Parameter(torch.ones(4).double())
+    ),
+    "a second module": lambda m: delta_net(m).add_module("gate", torch.nn.Identity()),
+    "another scale": lambda m: setattr(m.model.layers[3].self_attn, "scaling", 0.5),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_changed_recurrent_model_is_not_recognized(change):
+    model = make_recurrent_target("qwen3_5")
+    assert recognize(model, TAPS) is not None
+    CHANGES[change](model)
+    scaled = change == "another scale"  # what the stack reads off the modules
+    found = recognize(model, TAPS)
+    assert found.stack.scale == 0.5 if scaled else found is None
+
+
+def test_recurrent_layers_use_the_models_own_tensors():
+    model = make_recurrent_target("qwen3_5")
+    stack, delta = recognize(structural_twin(model), TAPS).stack, delta_net(model)
+    assert stack.layers[0].conv is delta.conv1d.weight
+    assert stack.layers[0].a_log is delta.A_log
+    assert stack.layers[3].q is model.model.layers[3].self_attn.q_proj.weight
+
+
 @pytest.fixture(scope="module")
 def target():
     return make_target("qwen3", num_hidden_layers=2)
+
+
+@pytest.fixture(scope="module")
+def recurrent_target():
+    return make_recurrent_target("qwen3_5")
+
+
+@pytest.mark.parametrize("op_by_op", [True, False])
+def test_a_fused_recurrent_target_writes_the_greedy_text(recurrent_target, op_by_op, monkeypatch):
+    draft = make_draft(recurrent_target)
+    generator = dflash.Generator(recurrent_target, draft, max_length=80, batch_size=2, block_size=16)
+    assert generator.engine.target.is_fused
+    if op_by_op:
+        generator = record(generator)
+        monkeypatch.setattr(decoder, "ops", OpByOp(ops))
+    prompts = torch.stack([prompt(20, seed) for seed in range(2)])
+    out = generator.generate(prompts, max_new_tokens=30, temperature=0.0, stop_token_ids=[])
+    for row, ids in zip(out, prompts, strict=True):
+        assert torch.equal(row[20:], greedy(recurrent_target, ids, 30))
+    if op_by_op:
+        assert generator.graph_reason == ""
+        with no_host_reads():
+            generator.step()
 
 
 @pytest.mark.parametrize(("batch", "drafts"), [(1, True), (3, True), (2, False)])

@@ -48,6 +48,16 @@ CALLS = {
         integers(BATCH, ROWS), integers(BATCH, ROWS), integers(3), integers(BATCH), integers(BATCH, CAPACITY),
         integers(BATCH), integers(BATCH), torch.zeros(BATCH, dtype=torch.bool),
     ],
+    "gated_recurrence_": lambda: [
+        floats(BATCH, ROWS, KV_HEADS, DIM), floats(BATCH, ROWS, KV_HEADS, DIM), floats(BATCH, ROWS, HEADS, 8),
+        floats(BATCH, ROWS, HEADS), floats(BATCH, ROWS, HEADS), floats(BATCH, HEADS, DIM, 8),
+        floats(BATCH, 4, KV_HEADS, DIM), floats(BATCH, 4, HEADS, 8), floats(BATCH, 4, HEADS), integers(BATCH),
+        integers(BATCH),
+    ],
+    "causal_conv_": lambda: [
+        floats(BATCH, ROWS, DIM), floats(DIM, 4), floats(DIM), True, floats(BATCH, 3 + 4, DIM), integers(BATCH),
+        integers(BATCH),
+    ],
 }  # fmt: skip
 
 

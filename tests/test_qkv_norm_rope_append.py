@@ -78,6 +78,25 @@ def test_against_float64(shape, norm, dtype, kernels):
         assert torch.equal(out[2].nan_to_num(), exact[2].to(dtype).nan_to_num())
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gates_stay_where_they_are_and_zero_centered_weights_lack_one(shape, dtype, kernels):
+    args = draw(shape, 2, 17, 5, dtype)
+    heads, _, head_dim, _ = shape
+    queries, rest = args[0].split([heads * head_dim, args[0].shape[-1] - heads * head_dim], -1)
+    queries = queries.unflatten(-1, (heads, head_dim))
+    gated = torch.cat([torch.stack([queries, torch.full_like(queries, NAN)], -2).flatten(2), rest], -1)
+    wide = double(args)
+    exact = run(by_hand, [*wide[:4], wide[4] + 1, wide[5] + 1, *wide[6:]])
+
+    def with_options(op):
+        return run(lambda *given: op(*given, True, True), [gated, *args[1:]])
+
+    twin, out = (with_options(place.qkv_norm_rope_append_) for place in (reference, kernels))
+    for o, t, e in zip(out, twin, exact, strict=True):
+        assert torch.equal(o.isnan(), e.isnan())
+        assert_as_exact_as_torch(o.nan_to_num(), t.nan_to_num(), e.nan_to_num())
+
+
 def test_the_twin_computes_in_float64():
     args = double(draw(SHAPES[2], 2, 17, 5, torch.float32))
     for t, e in zip(run(reference.qkv_norm_rope_append_, args), run(by_hand, args), strict=True):

@@ -25,6 +25,14 @@ CALLS = {
     "rms_norm": lambda: reference.rms_norm(floats(BATCH, ROWS, DIM), floats(DIM), 1e-6, integers(BATCH)),
     "add_rms_norm": lambda: reference.add_rms_norm(floats(ROWS, DIM), floats(ROWS, DIM), floats(DIM), 1e-6)[0],
     "silu_mul": lambda: reference.silu_mul(floats(ROWS, 2 * DIM)),
+    "sigmoid_mul": lambda: reference.sigmoid_mul(floats(ROWS, HEADS, DIM), floats(ROWS, HEADS, DIM)),
+    "delta_net_inputs": lambda: reference.delta_net_inputs(
+        floats(BATCH, ROWS, (2 * KV_HEADS + HEADS) * DIM), floats(BATCH, ROWS, HEADS), floats(BATCH, ROWS, HEADS),
+        floats(HEADS), floats(HEADS), KV_HEADS, DIM,
+    )[0],
+    "gated_rms_norm": lambda: reference.gated_rms_norm(
+        torch.zeros(BATCH, ROWS, HEADS, DIM), floats(BATCH, ROWS, HEADS * DIM), floats(DIM), 1e-6
+    ),
     "fuse_features": lambda: reference.fuse_features(
         floats(BATCH, ROWS, 3 * DIM), integers(BATCH), floats(DIM, 3 * DIM), floats(DIM), 1e-6
     ),
@@ -44,6 +52,16 @@ CALLS = {
     ),
     "block_attention, ancestors": lambda: reference.block_attention(
         floats(BATCH, ROWS, HEADS, DIM), *caches(), integers(BATCH), 0.25, False, ancestors=integers(ROWS, 1)
+    ),
+    "gated_recurrence_": lambda: reference.gated_recurrence_(
+        *(torch.zeros(BATCH, ROWS, KV_HEADS, DIM) for _ in range(2)), torch.zeros(BATCH, ROWS, HEADS, 8),
+        torch.zeros(BATCH, ROWS, HEADS), torch.zeros(BATCH, ROWS, HEADS), torch.zeros(BATCH, HEADS, DIM, 8),
+        torch.zeros(BATCH, 4, KV_HEADS, DIM), torch.zeros(BATCH, 4, HEADS, 8), torch.zeros(BATCH, 4, HEADS),
+        integers(BATCH), integers(BATCH),
+    ),
+    "causal_conv_": lambda: reference.causal_conv_(
+        floats(BATCH, ROWS, DIM), floats(DIM, 4), floats(DIM), True, floats(BATCH, 3 + 4, DIM), integers(BATCH),
+        integers(BATCH),
     ),
 }  # fmt: skip
 

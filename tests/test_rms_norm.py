@@ -36,6 +36,17 @@ def test_add_rms_norm_against_float64(shape, dtype, kernels):
     assert_as_exact_as_torch(out, twin, exact)
 
 
+@pytest.mark.parametrize("shape", [SHAPES[2], SHAPES[3]])
+def test_a_zero_centered_weight_lacks_one(shape, dtype, kernels):
+    x, residual, weight = draw(shape, dtype)
+    exact = reference.rms_norm(x.double(), weight.double() + 1, EPS)
+    twin = reference.rms_norm(x, weight, EPS, None, True)
+    assert_as_exact_as_torch(kernels.rms_norm(x, weight, EPS, None, True), twin, exact)
+    out, total = kernels.add_rms_norm(x, residual, weight, EPS, None, True)
+    exact = reference.rms_norm(total.double(), weight.double() + 1, EPS)
+    assert_as_exact_as_torch(out, reference.add_rms_norm(x, residual, weight, EPS, None, True)[0], exact)
+
+
 def test_rows_past_the_count_are_zero_and_never_read(dtype, kernels):
     x, _, weight = draw((3, 16, 113), dtype)
     counts = torch.tensor([0, 7, 16])

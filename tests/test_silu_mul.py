@@ -23,8 +23,33 @@ def test_large_gates_do_not_overflow(width, kernels):
     torch.testing.assert_close(out, torch.nn.functional.silu(gate) * 3, rtol=1e-5, atol=1e-30)
 
 
+def gates_of(x, dtype, head_dim):
+    """What attention with an output gate projects for ``x``: each q head, then its gate, which is the result."""
+    rows, heads, _ = x.shape
+    projected = torch.randn(rows, heads * 2 * head_dim + 5, generator=torch.Generator().manual_seed(1)) * 4
+    return projected.to(dtype)[:, : heads * 2 * head_dim].unflatten(-1, (heads, 2, head_dim))[:, :, 1]
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (5, 3, 30), (16, 4, 64), (3, 8, 113)])
+def test_sigmoid_mul_against_float64(shape, dtype, kernels):
+    x = (torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 2).to(dtype)
+    gate = gates_of(x, dtype, shape[-1])
+    exact = x.double() * torch.sigmoid(gate.double())
+    assert_as_exact_as_torch(kernels.sigmoid_mul(x, gate), reference.sigmoid_mul(x, gate), exact)
+    alone = kernels.sigmoid_mul(x[:1], gate[:1])
+    assert torch.equal(kernels.sigmoid_mul(x, gate)[:1], alone), "a row's bits depend on its neighbours"
+
+
+def test_sigmoid_mul_takes_large_gates(kernels):
+    gate = torch.tensor([-1e4, -100.0, 0.0, 100.0, 1e4])[:, None, None].expand(-1, 1, 40)
+    out = kernels.sigmoid_mul(torch.full((5, 1, 40), 3.0), gate)
+    torch.testing.assert_close(out, 3 * torch.sigmoid(gate), rtol=1e-5, atol=1e-30)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_opcheck(dtype):
+    x = torch.randn(2, 3, 40).to(dtype)
+    torch.library.opcheck(torch.ops.dflash.sigmoid_mul.default, (x, gates_of(x, dtype, 40)))
     torch.library.opcheck(torch.ops.dflash.silu_mul.default, (torch.randn(2, 3, 40).to(dtype),))
 
 
@@ -33,3 +58,5 @@ def test_bad_input_is_named():
         ops.silu_mul(torch.randn(2, 3))
     with pytest.raises(TypeError, match=r"gate_up must be float32 or bfloat16 on CPU, got torch\.float64"):
         ops.silu_mul(torch.randn(2, 4).double())
+    with pytest.raises(ValueError, match=r"gate must be \[as x\] = \[2, 3, 4\], got \[2, 3, 5\]"):
+        ops.sigmoid_mul(torch.randn(2, 3, 4), torch.randn(2, 3, 5))

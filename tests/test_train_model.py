@@ -186,14 +186,25 @@ def test_a_drafter_that_cannot_be_trained_is_refused():
 # ---------------------------------------------------------------------------------------------- the target
 
 
+# What the scales are, of families whose default is 1.
+CHANGES = {
+    "gemma4": {"vocab_size_per_layer_input": VOCAB},
+    "granitemoehybrid": {"embedding_multiplier": 3.0, "logits_scaling": 4.0},
+    "falcon_h1": {"embedding_multiplier": 3.0, "lm_head_multiplier": 0.5},
+}
+
+
 @pytest.mark.parametrize(
     "name",
-    ["qwen3", "qwen3 (windowed)", "llama (llama3 RoPE)", "gemma3", "gemma4", "gpt_oss", "glm4_moe", "deepseek_v3"],
+    [
+        *("qwen3", "qwen3 (windowed)", "llama (llama3 RoPE)", "gemma3", "gemma4", "gpt_oss", "glm4_moe", "deepseek_v3"),
+        *("qwen3_5 (multimodal)", "kimi_linear", "nemotron_h", "granitemoehybrid", "falcon_h1", "lfm2"),
+    ],
 )
 @torch.no_grad()
 def test_features_embeddings_and_logits_equal_the_target(name):
     """This includes the scales of embeddings and logits that some families have."""
-    target = make_target(name, **({"vocab_size_per_layer_input": VOCAB} if name == "gemma4" else {}))
+    target = make_target(name, **CHANGES.get(name, {}))
     ids = torch.randint(2, VOCAB, (2, 26), generator=torch.Generator().manual_seed(0))
     out = target(input_ids=ids, output_hidden_states=True, use_cache=False)
     states = out.hidden_states

@@ -14,6 +14,7 @@ struct NormRope {
   int64_t half;
   int64_t head_dim;
   float eps;
+  float offset;  // norm_offset()
 
   // x [head_dim] -> out [head_dim]
   void operator()(const T* x, T* out) const {
@@ -31,10 +32,10 @@ struct NormRope {
       scale = 1.0f / std::sqrt((squares.total() + tail) / float(n) + eps);
     }
     const auto normed = [&](int64_t j) {
-      return weight ? load(x + j) * scale * load(weight + j) : load(x + j);
+      return weight ? load(x + j) * scale * (load(weight + j) + offset) : load(x + j);
     };
     const auto normed_one = [&](int64_t j) {
-      return weight ? to_float(x[j]) * scale * to_float(weight[j]) : to_float(x[j]);
+      return weight ? to_float(x[j]) * scale * (to_float(weight[j]) + offset) : to_float(x[j]);
     };
     for (i = 0; i + kWidth <= half; i += kWidth) {
       const Vec a = normed(i), b = normed(half + i), c = load(cos + i), s = load(sin + i);

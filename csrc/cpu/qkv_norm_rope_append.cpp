@@ -1,6 +1,7 @@
 // n = x / sqrt(mean(x^2) + eps) * weight per head;  (a, b) = halves of n's first `rotary` dimensions
 // out = (a cos - b sin, b cos + a sin, rest of n), rounded once; k and v go to the cache slot of the row's
-// position. Rows over threads. append_context_kv is the same for k and v only, for all layers.
+// position. Rows over threads. A gated q head is followed by its gate, which stays where it is.
+// append_context_kv is the same for k and v only, for all layers.
 #include "cpu/norm_rope.h"
 #include "cpu/parallel.h"
 #include "params.h"
@@ -11,21 +12,23 @@ template <typename T>
 static void qkv_row(const QkvNormRopeAppendParams& p, int64_t index) {
   const int64_t b = index / p.rows, row = index % p.rows, d = p.head_dim, q_row = row - (p.rows - p.q_rows);
   const int64_t position = p.positions[index];
-  const T* x = static_cast<const T*>(p.qkv) + index * (p.num_heads + 2 * p.num_kv_heads) * d;
+  const int64_t q_stride = p.gated ? 2 * d : d;
+  const T* x = static_cast<const T*>(p.qkv) + index * (p.num_heads * q_stride + 2 * p.num_kv_heads * d);
   NormRope<T> norm_rope{static_cast<const T*>(p.q_norm_weight),
                         p.cos + index * p.half,
                         p.sin + index * p.half,
                         p.half,
                         d,
-                        p.eps};
+                        p.eps,
+                        norm_offset(p.zero_centered)};
   if (q_row >= 0) {
     T* out = static_cast<T*>(p.q_out) + (b * p.q_rows + q_row) * p.num_heads * d;
-    for (int64_t h = 0; h < p.num_heads; ++h) norm_rope(x + h * d, out + h * d);
+    for (int64_t h = 0; h < p.num_heads; ++h) norm_rope(x + h * q_stride, out + h * d);
   }
   if (position < 0 || position >= p.capacity) return;
   norm_rope.weight = static_cast<const T*>(p.k_norm_weight);
   const int64_t sequence = b * p.num_kv_heads * p.capacity * d;
-  const T* k = x + p.num_heads * d;
+  const T* k = x + p.num_heads * q_stride;
   append_row(k, k + p.num_kv_heads * d, norm_rope, static_cast<T*>(p.k_cache) + sequence,
              static_cast<T*>(p.v_cache) + sequence, p.num_kv_heads, p.capacity, position);
 }
@@ -36,8 +39,13 @@ static void context_row(const AppendContextKvParams& p, int64_t index) {
   const int64_t position = p.positions[row];
   if (position < 0 || position >= p.capacity) return;
   const T* weight = static_cast<const T*>(p.k_norm_weight);
-  const NormRope<T> norm_rope{
-      weight ? weight + layer * d : nullptr, p.cos + row * p.half, p.sin + row * p.half, p.half, d, p.eps};
+  const NormRope<T> norm_rope{weight ? weight + layer * d : nullptr,
+                              p.cos + row * p.half,
+                              p.sin + row * p.half,
+                              p.half,
+                              d,
+                              p.eps,
+                              norm_offset(false)};
   const int64_t sequence = row / p.rows * p.num_kv_heads * p.capacity * d;
   const T* k = static_cast<const T*>(p.kv) + index * 2 * p.num_kv_heads * d;
   append_row(k, k + p.num_kv_heads * d, norm_rope, static_cast<T*>(p.k_caches[layer]) + sequence,

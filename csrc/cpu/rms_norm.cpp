@@ -1,4 +1,4 @@
-// h = x + residual;  out = h / sqrt(mean(h^2) + eps) * weight;  tap = h.
+// h = x + residual;  out = h / sqrt(mean(h^2) + eps) * weight;  tap = h. Zero-centered: (1 + weight).
 // One row at a time, rows over threads; sums in fp32. Used for the layer norms (with residual), the final
 // norm and, with counts, for the norm after the feature projection.
 #include <cmath>
@@ -44,8 +44,9 @@ static void norm_row(const RmsNormParams& p, int64_t row) {
     for (; i < n; ++i) tail += to_float(x[i]) * to_float(x[i]);
   }
   const float scale = 1.0f / std::sqrt((squares.total() + tail) / float(n) + p.eps);
-  for (i = 0; i + kWidth <= n; i += kWidth) store(out + i, load(x + i) * scale * load(weight + i));
-  for (; i < n; ++i) store_one(out + i, to_float(x[i]) * scale * to_float(weight[i]));
+  const float offset = norm_offset(p.zero_centered);
+  for (i = 0; i + kWidth <= n; i += kWidth) store(out + i, load(x + i) * scale * (load(weight + i) + offset));
+  for (; i < n; ++i) store_one(out + i, to_float(x[i]) * scale * (to_float(weight[i]) + offset));
 }
 
 DFLASH_NAMESPACE_END

@@ -97,6 +97,13 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
+// x, of which the compiler knows nothing: what follows from it is computed here, not ahead of a loop, where
+// it would hold registers.
+__device__ __forceinline__ int64_t opaque(int64_t x) {
+  asm volatile("" : "+l"(x));
+  return x;
+}
+
 // ---- loads and stores of 16 bytes; addresses are multiples of 16
 
 __device__ __forceinline__ uint4 load16(const void* address) { return *static_cast<const uint4*>(address); }
@@ -129,6 +136,12 @@ __device__ __forceinline__ void cp_async16(void* shared, const void* global) {
 __device__ __forceinline__ void cp_async16_if(void* shared, const void* global, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(global),
                "r"(valid ? 16 : 0)
+               : "memory");
+}
+// The same with 4 bytes.
+__device__ __forceinline__ void cp_async4_if(void* shared, const void* global, bool valid) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(shared)), "l"(global),
+               "r"(valid ? 4 : 0)
                : "memory");
 }
 __device__ __forceinline__ void cp_async16_hint_if(void* shared, const void* global, uint64_t policy,

@@ -17,7 +17,7 @@ struct Turn {
   const float* cos;  // [half]
   const float* sin;  // [half]
   int head_dim, half;
-  float eps;
+  float eps, offset;  // norm_offset()
 };
 
 // A lane's inputs for kWidth dimensions of a head, starting at i.
@@ -61,7 +61,7 @@ static __device__ void norm_rope(const Turn<T>& t, const T* x, T* out, float* no
     float w[kWidth];
     unpack_to<T, kWidth>(piece.weight, w);
 #pragma unroll
-    for (int e = 0; e < kWidth; ++e) normed[i + e] = normed[i + e] * scale * w[e];
+    for (int e = 0; e < kWidth; ++e) normed[i + e] = normed[i + e] * scale * (w[e] + t.offset);
   }
   __syncwarp();
   piece = first;
@@ -96,7 +96,10 @@ static __global__ void __launch_bounds__(32 * kWarps, 1)
   const int64_t unit = int64_t(blockIdx.x) * kWarps + threadIdx.x / 32, index = unit / heads;
   const int64_t head = unit % heads, b = index / p.rows, row = index % p.rows;
   const bool is_query = head < p.num_heads, is_value = head >= p.num_heads + p.num_kv_heads;
-  const T* x = static_cast<const T*>(p.qkv) + unit * d;
+  // A gated query head is followed by its gate: two heads' room each.
+  const int64_t gates = p.gated ? p.num_heads : 0;
+  const int64_t slot_in_row = is_query && p.gated ? 2 * head : head + gates;
+  const T* x = static_cast<const T*>(p.qkv) + (index * (heads + gates) + slot_in_row) * d;
   float* normed = shared<float>() + threadIdx.x / 32 * d;
   grid_launch_dependents();
   grid_dependency_wait();
@@ -107,7 +110,8 @@ static __global__ void __launch_bounds__(32 * kWarps, 1)
                      p.sin + index * p.half,
                      d,
                      int(p.half),
-                     p.eps};
+                     p.eps,
+                     norm_offset(p.zero_centered)};
   Piece<T, kWidth> first{};  // requested before the position is used
   first.read_x(x, d, threadIdx.x % 32 * kWidth);
   if (!is_value) first.read_turn(turn, threadIdx.x % 32 * kWidth);
@@ -150,7 +154,8 @@ static __global__ void __launch_bounds__(32 * kWarps, 1)
                      p.sin + row * p.half,
                      d,
                      int(p.half),
-                     p.eps};
+                     p.eps,
+                     norm_offset(false)};
   Piece<T, kWidth> first{};
   first.read_x(x, d, threadIdx.x % 32 * kWidth);
   if (!is_value) first.read_turn(turn, threadIdx.x % 32 * kWidth);

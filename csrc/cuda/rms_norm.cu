@@ -1,4 +1,4 @@
-// h = x + residual;  out = h / sqrt(mean(h^2) + eps) * weight;  tap = h.
+// h = x + residual;  out = h / sqrt(mean(h^2) + eps) * weight;  tap = h. Zero-centered: (1 + weight).
 // One block per row, kWidth elements per thread at a time. The first kHeld of those stay in registers between
 // the sum and the scaling. They and their weights are all requested before the first is used, so the block
 // waits for memory once. Rows past their sequence's count are not read; their output is zero.
@@ -75,12 +75,13 @@ static __global__ void __launch_bounds__(kMaxThreads, 1) rms_norm_kernel(const R
     add(read(i), v);
     keep(i, v);
   }
+  const float offset = norm_offset(p.zero_centered);
   const float scale = 1.0f / sqrtf(block_sum(squares, scratch) / float(p.hidden) + p.eps);
   const auto write = [&](int i, const Place& place, float (&v)[kWidth]) {
     float w[kWidth];
     unpack_to<T, kWidth>(place.weight, w);
 #pragma unroll
-    for (int e = 0; e < kWidth; ++e) v[e] = v[e] * scale * w[e];
+    for (int e = 0; e < kWidth; ++e) v[e] = v[e] * scale * (w[e] + offset);
     store<T, kWidth>(out + i * kWidth, v);
   };
 #pragma unroll

@@ -1,4 +1,4 @@
-// out = gate / (1 + exp(-gate)) * up. One thread per 16 bytes of the result.
+// out = gate / (1 + exp(-gate)) * up, and out = x / (1 + exp(-gate)). One thread per 16 bytes of the result.
 #include "cuda/device.cuh"
 #include "cuda/launch.h"
 
@@ -31,6 +31,39 @@ cudaError_t launch_silu_mul(const SiluMulParams& p, cudaStream_t stream) {
     const bool wide = aligned16(p.gate_up, p.out, p.width * sizeof(T));
     const int64_t blocks = ceil_div(p.rows * p.width, kThreads * (wide ? kWidth : 1));
     return launch_overlapping(wide ? silu_mul_kernel<T, kWidth> : silu_mul_kernel<T, 1>,
+                              dim3(unsigned(blocks)), dim3(kThreads), 0, stream, p);
+  });
+}
+
+template <typename T, int kWidth>
+static __global__ void __launch_bounds__(kThreads, 1) sigmoid_mul_kernel(const SigmoidMulParams p) {
+  const int64_t i = (int64_t(blockIdx.x) * kThreads + threadIdx.x) * kWidth;
+  const int64_t head = i / p.width, row = head / p.heads;
+  const T* gate = static_cast<const T*>(p.gate) + row * p.gate_stride_row +
+                  head % p.heads * p.gate_stride_head + i % p.width;
+  grid_launch_dependents();
+  grid_dependency_wait();
+  if (i >= p.rows * p.heads * p.width) return;
+  float x[kWidth], g[kWidth];
+  load<T, kWidth>(static_cast<const T*>(p.x) + i, x);
+  load<T, kWidth>(gate, g);
+#pragma unroll
+  for (int e = 0; e < kWidth; ++e) x[e] = x[e] / (1.0f + expf(-g[e]));
+  store<T, kWidth>(static_cast<T*>(p.out) + i, x);
+}
+
+cudaError_t launch_sigmoid_mul(const SigmoidMulParams& p, cudaStream_t stream) {
+  const int64_t elements = p.rows * p.heads * p.width;
+  if (elements == 0) return cudaSuccess;
+  const DeviceScope scope(p.device);
+  if (scope.error() != cudaSuccess) return scope.error();
+  return dispatch(p.dtype, [&](auto type) {
+    using T = decltype(type);
+    constexpr int kWidth = kPer16<T>;
+    const bool wide = aligned16(p.x, p.gate, p.out, p.width * sizeof(T), p.gate_stride_row * sizeof(T),
+                                p.gate_stride_head * sizeof(T));
+    const int64_t blocks = ceil_div(elements, kThreads * (wide ? kWidth : 1));
+    return launch_overlapping(wide ? sigmoid_mul_kernel<T, kWidth> : sigmoid_mul_kernel<T, 1>,
                               dim3(unsigned(blocks)), dim3(kThreads), 0, stream, p);
   });
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
@@ -192,6 +193,16 @@ class Call:
             streamer=streamer,
             acceptance=acceptance,
             denoise_steps=steps,
+        )
+
+    def decisive(self) -> tuple[object, ...]:
+        """Return what decides the text, in a form whose ``repr`` is equal for equal calls in different processes."""
+        rules = dataclasses.replace(self.rules, logits_processor=(), stopping_criteria=())
+        seed = self.sampling.seed.tolist() if hasattr(self.sampling.seed, "tolist") else self.sampling.seed
+        return (
+            *([prompt.tolist() for prompt in self.prompts], self.max_new_tokens, self.stop_token_ids),
+            *(dataclasses.replace(self.sampling, seed=seed), rules, self.rules.run_on_host),
+            *(len(self.stop_criteria), self.stop_strings, self.acceptance),
         )
 
     def check_drafts(self, has_drafts: bool) -> None:

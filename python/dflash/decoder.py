@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from . import ops
-from .ops import DecoderLayer, PackedLayers
+from .cache import RecurrentCache
+from .ops import DecoderLayer, DeltaNetLayer, PackedLayers
 
-__all__ = ["DecoderLayer", "DecoderStack", "rotary_table"]
+__all__ = ["DecoderLayer", "DecoderStack", "DeltaNetLayer", "rotary_table"]
 
 
 class Cache(Protocol):
-    """What a stack reads of a K/V cache."""
+    """What a stack without recurrent layers reads of a K/V cache; with them it takes a `RecurrentCache`."""
 
     keys: Sequence[Tensor]  # per layer [batch, num_kv_heads, capacity, head_dim]
     values: Sequence[Tensor]
@@ -31,7 +32,9 @@ def rotary_table(inv_freq: Tensor, scaling: float, positions: int) -> tuple[Tens
 
 
 class DecoderStack:
-    """Decoder layers and the final norm: one op on the CPU for few rows, else op by op (9 launches per layer).
+    """Decoder layers and the final norm: one op on the CPU for few rows, else op by op.
+
+    A layer with attention is 9 launches then, one with a Gated DeltaNet 11. With experts it always goes op by op.
 
     Args:
         layers: the weights, used where they are.
@@ -39,18 +42,21 @@ class DecoderStack:
         eps: of every norm.
         scale: the factor on the attention scores.
         taps: layers whose outputs are returned; the last layer's is read after the final norm.
+        zero_centered: the norms over hidden states and heads multiply by ``1 + weight``.
     """
 
     def __init__(
-        self, layers: Sequence[DecoderLayer], norm: Tensor, *, eps: float, scale: float, taps: Sequence[int] = ()
-    ) -> None:
+        self, layers: Sequence[DecoderLayer | DeltaNetLayer], norm: Tensor, *, eps: float, scale: float,
+        taps: Sequence[int] = (), zero_centered: bool = False,
+    ) -> None:  # fmt: skip
         self.layers, self.norm = tuple(layers), norm
-        self.eps, self.scale, self.taps = eps, scale, tuple(taps)
-        self._packed = PackedLayers(self.layers, norm, eps=eps, scale=scale, taps=self.taps)
+        self.eps, self.scale, self.taps, self.zero_centered = eps, scale, tuple(taps), zero_centered
+        self._options = {"eps": eps, "scale": scale, "taps": self.taps, "zero_centered": zero_centered}
+        has_experts = any(layer.experts is not None for layer in self.layers)
+        self._packed = None if has_experts else PackedLayers(self.layers, norm, **self._options)
 
     def __reduce__(self) -> tuple:  # a copy packs its own tensors
-        options = {"eps": self.eps, "scale": self.scale, "taps": self.taps}
-        return functools.partial(DecoderStack, **options), (self.layers, self.norm)
+        return functools.partial(DecoderStack, **self._options), (self.layers, self.norm)
 
     def holds(self, layers: Sequence[DecoderLayer], norm: Tensor) -> bool:
         """Return True if these are the very tensors that the stack runs."""
@@ -61,11 +67,13 @@ class DecoderStack:
     def replace(self, layers: Sequence[DecoderLayer], norm: Tensor) -> None:
         """Use other weights from now on, in steps that are compiled already too."""
         self.layers, self.norm = tuple(layers), norm
-        self._packed.replace(self.layers, norm)
+        if self._packed is not None:
+            self._packed.replace(self.layers, norm)
 
     def refresh(self) -> None:
         """Check the weights again if one was replaced, reshaped, freed or negated (`is_neg`). 0.1 us per weight."""
-        self._packed.refresh()
+        if self._packed is not None:
+            self._packed.refresh()
 
     def __call__(
         self, hidden: Tensor, lengths: Tensor, cache: Cache, context: Tensor | None = None,
@@ -85,51 +93,81 @@ class DecoderStack:
             ``(out [batch, rows, hidden], tapped [batch, rows, taps * hidden])``, ``out`` after the final norm.
         """
         rows = hidden.shape[1] + (0 if context is None else context.shape[1])
-        if hidden.device.type == "cpu" and ops.skinny(hidden.shape[0] * rows, hidden.dtype):
-            indices = range(len(self.layers))
+        is_few = hidden.device.type == "cpu" and ops.skinny(hidden.shape[0] * rows, hidden.dtype)
+        if is_few and self._packed is not None:
+            attention = [i for i, layer in enumerate(self.layers) if not layer.is_recurrent]
             return ops.decoder_layers(
-                hidden, context, num_context, lengths, *cache.rotary, [cache.keys[i] for i in indices],
-                [cache.values[i] for i in indices], self._packed.handle,
+                hidden, context, num_context, lengths, *cache.rotary, [cache.keys[i] for i in attention],
+                [cache.values[i] for i in attention], self._packed.handle, *self._recurrent(cache),
             )  # fmt: skip
         return self._op_by_op(hidden, lengths, cache, context, num_context)
+
+    def _recurrent(self, cache: Cache) -> tuple:
+        """Return what `ops.decoder_layers` takes for recurrent layers."""
+        if not isinstance(cache, RecurrentCache):
+            return ()
+        buffers = [cache.recurrent[i] for i, layer in enumerate(self.layers) if layer.is_recurrent]
+        lists = ([getattr(x, name) for x in buffers] for name in ("window", "state", "saved_k", "saved_d", "saved_a"))
+        return *lists, cache.pending, cache.keep
 
     def _op_by_op(
         self, hidden: Tensor, lengths: Tensor, cache: Cache, context: Tensor | None, num_context: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         # 1. Positions and angles, one row for each of the context's and the block's
-        eps, (batch, rows, size) = self.eps, hidden.shape
+        eps, (batch, rows, size), zero_centered = self.eps, hidden.shape, self.zero_centered
         positions = _positions(lengths, rows, context, num_context)
         if context is not None and context.device.type == "cpu":  # rows that are off may hold NaN: see reference.linear
             context = torch.where(positions[:, : context.shape[1], None] < 0, 0, context)
         at = positions.clamp(0, cache.rotary[0].shape[0] - 1)  # rows that are off, or past the end, append nothing
-        cos, sin = (table[at] for table in cache.rotary)
+        angles = [table[at] for table in cache.rotary]
         tapped = hidden.new_empty(batch, rows, len(self.taps) * size)
         columns = {tap: tapped[..., i * size : (i + 1) * size] for i, tap in enumerate(self.taps)}
-        residual, hidden = hidden, ops.rms_norm(hidden, self.layers[0].input_norm, eps)
+        residual, hidden = hidden, ops.rms_norm(hidden, self.layers[0].input_norm, eps, None, zero_centered)
         for i, layer in enumerate(self.layers):
-            # 2. Attention: q, k and v in one product, the context's rows in front
-            rows_in = hidden if context is None else torch.cat([context, hidden], 1)
-            qkv = ops.linears(rows_in, (layer.q, layer.k, layer.v), _qkv_biases(layer), prefetch=True)
-            head_dim = cache.keys[i].shape[3]
-            query = qkv.new_empty(batch, rows, layer.q.shape[0] // head_dim, head_dim)
-            ops.qkv_norm_rope_append_(
-                qkv, positions, cos, sin, layer.q_norm, layer.k_norm, eps, query, cache.keys[i], cache.values[i]
-            )
-            attended = ops.block_attention(
-                query, cache.keys[i], cache.values[i], lengths, self.scale, layer.causal, layer.window, 0.0,
-                layer.sinks, None,
-            )  # fmt: skip
-            delta = ops.linear(attended.flatten(2), layer.o, layer.o_bias, prefetch=True)
-            hidden, residual = ops.add_rms_norm(delta, residual, layer.post_norm, eps)
+            # 2. The mixer: attention also takes the context's rows, in front
+            if layer.is_recurrent:
+                delta = self._delta_net(i, hidden, cache)
+            else:
+                rows_in = hidden if context is None else torch.cat([context, hidden], 1)
+                delta = self._attention(i, rows_in, rows, lengths, positions, angles, cache)
+            hidden, residual = ops.add_rms_norm(delta, residual, layer.post_norm, eps, None, zero_centered)
             # 3. MLP, whose residual sum is also the tap
-            gate_up = ops.linears(hidden, (layer.gate, layer.up), prefetch=True)
-            delta = ops.linear(ops.silu_mul(gate_up), layer.down, prefetch=True)
+            delta = _mlp(layer, hidden)
             last = i + 1 == len(self.layers)
-            following = self.norm if last else self.layers[i + 1].input_norm
-            hidden, residual = ops.add_rms_norm(delta, residual, following, eps, None if last else columns.get(i))
+            following, tap = (self.norm, None) if last else (self.layers[i + 1].input_norm, columns.get(i))
+            hidden, residual = ops.add_rms_norm(delta, residual, following, eps, tap, zero_centered)
         if len(self.layers) - 1 in columns:
             columns[len(self.layers) - 1].copy_(hidden)
         return hidden, tapped
+
+    def _attention(
+        self, index: int, rows_in: Tensor, rows: int, lengths: Tensor, positions: Tensor, angles: list[Tensor],
+        cache: Cache,
+    ) -> Tensor:  # fmt: skip
+        layer, keys, values = self.layers[index], cache.keys[index], cache.values[index]
+        qkv = ops.linears(rows_in, (layer.q, layer.k, layer.v), _qkv_biases(layer), prefetch=True)
+        head_dim = keys.shape[3]
+        query = qkv.new_empty(qkv.shape[0], rows, layer.o.shape[1] // head_dim, head_dim)
+        norms = (layer.q_norm, layer.k_norm, self.eps)
+        ops.qkv_norm_rope_append_(
+            qkv, positions, *angles, *norms, query, keys, values, self.zero_centered, layer.gated
+        )  # fmt: skip
+        attended = ops.block_attention(
+            query, keys, values, lengths, self.scale, layer.causal, layer.window, 0.0, layer.sinks, None
+        )
+        if layer.gated:
+            gates = qkv[:, qkv.shape[1] - rows :, : layer.q.shape[0]].flatten(0, 1).unflatten(-1, (-1, 2, head_dim))
+            attended = ops.sigmoid_mul(attended.flatten(0, 1), gates[:, :, 1]).view(attended.shape)
+        return ops.linear(attended.flatten(2), layer.o, layer.o_bias, prefetch=True)
+
+    def _delta_net(self, index: int, hidden: Tensor, cache: RecurrentCache) -> Tensor:
+        layer, held, counts = self.layers[index], cache.recurrent[index], (cache.pending, cache.keep)
+        key_heads, _, key_dim, _, _ = layer.sizes
+        qkv, z, b, a = layer.split(ops.linears(hidden, layer.projections, prefetch=True))
+        qkv = ops.causal_conv_(qkv, layer.conv[:, 0], None, True, held.window, *counts)
+        inputs = ops.delta_net_inputs(qkv, b, a, layer.a_log, layer.dt_bias, key_heads, key_dim)
+        out = ops.gated_recurrence_(*inputs, held.state, held.saved_k, held.saved_d, held.saved_a, *counts)
+        return ops.linear(ops.gated_rms_norm(out, z, layer.norm, self.eps), layer.out, prefetch=True)
 
 
 def _positions(lengths: Tensor, rows: int, context: Tensor | None, num_context: Tensor | None) -> Tensor:
@@ -140,6 +178,13 @@ def _positions(lengths: Tensor, rows: int, context: Tensor | None, num_context: 
     index = torch.arange(context.shape[1], device=lengths.device)
     before = torch.where(index < num_context[:, None], (lengths - num_context)[:, None] + index, -1)
     return torch.cat([before, ahead], 1)
+
+
+def _mlp(layer: DecoderLayer | DeltaNetLayer, hidden: Tensor) -> Tensor:
+    if layer.experts is not None:
+        return layer.experts(hidden)
+    gate_up = ops.linears(hidden, (layer.gate, layer.up), prefetch=True)
+    return ops.linear(ops.silu_mul(gate_up), layer.down, prefetch=True)
 
 
 def _qkv_biases(layer: DecoderLayer) -> tuple[Tensor, ...]:

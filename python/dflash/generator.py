@@ -69,11 +69,11 @@ class Generator:
         graph: on a GPU, replay the step as one CUDA graph: ``"auto"`` where that is possible (`graph_reason` says
             why not), True to refuse a call where it is not, False for one kernel at a time. Changes the speed, never
             the text.
-        fused: run the layers of a Llama, Mistral, Qwen2 or Qwen3 that is exactly transformers' own on this package's
-            ops instead of its modules: ``"auto"`` on a CPU, and not on a GPU, where the two have not been compared yet;
-            True to refuse any other target, False for the modules. On a GPU a pass of more than 256 rows (batch x
-            block, or a prompt's chunk) uses the modules all the same. The same sums are rounded in other places: in
-            fp32 the text stays the same, in bf16 a near-tie may fall differently.
+        fused: run the layers of a Llama, Mistral, Qwen2, Qwen3, Qwen3-Next or Qwen3.5 that is exactly transformers' own
+            on this package's ops instead of its modules: ``"auto"`` on a CPU, and not on a GPU, where the two have not
+            been compared yet; True to refuse any other target, False for the modules. On a GPU a pass of more than 256
+            rows (batch x block, or a prompt's chunk) uses the modules all the same. The same sums are rounded in other
+            places: in fp32 the text stays the same, in bf16 a near-tie may fall differently.
         prefill_chunk: prompt tokens per forward pass.
         reuse_prefix: run only what is new of a prompt whose first tokens are, row by row, those that the call before
             left in the caches: a conversation then costs its last turn. The keys of an answer were computed in blocks
@@ -321,7 +321,7 @@ class Generator:
         modules = [module for module in (self.engine.target.model, self.draft) if module is not None]
         # 1. The run takes over the state; the caches may be reused if the same weights filled them.
         filled = self._run is not None and self._run.consistent and self.reuse_prefix
-        reuse = filled and self._cached_weights.matches(modules)
+        reuse = self.engine.agree(call, self.prefill_chunk, filled and self._cached_weights.matches(modules))
         self._end_run()
         if self.reuse_prefix:
             self._cached_weights.take(modules)
@@ -336,8 +336,7 @@ class Generator:
         # 3. Set up the engine and run.
         self.engine.configure(call)
         self._run = run = Run(self.engine, call, reads_ids=reads_ids)
-        progress = run.start(chunk=self.prefill_chunk, reuse=reuse, snapshot=self.reuse_prefix, began=began)
-        yield progress
+        yield (progress := run.start(chunk=self.prefill_chunk, reuse=reuse, snapshot=self.reuse_prefix, began=began))
         yield from run.steps(progress, self._launch(call))
 
     def _launch(self, call: Call) -> Launch:
@@ -390,6 +389,8 @@ class Generator:
         """Return why the steps of a call must not be captured; empty if they may."""
         if self.graph is False:
             return "graph=False was asked for"
+        if self.engine.target.ranks.count > 1:
+            return "the target is spread over several processes"
         if call.rules.run_on_host:
             return "logits_processor and stopping_criteria run on the host"
         if self._hook:

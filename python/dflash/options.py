@@ -8,7 +8,7 @@ from typing import Literal
 from torch import nn
 
 from .sampling import integer_from
-from .target import embedding_table, text_config
+from .target import embedding_table, ranks_in, text_config
 
 __all__ = ["GeneratorOptions"]
 
@@ -38,6 +38,9 @@ class GeneratorOptions:
         for name, value in (("graph", self.graph), ("fused", self.fused)):
             if value not in (True, False, "auto"):
                 raise ValueError(f'{name} must be True, False or "auto", got {value!r}')
+        for name in ("graph", "fused", "compile"):
+            if getattr(self, name) is True and (count := ranks_in(target)) > 1:
+                raise ValueError(f"{name}=True needs a target in one process, this one is spread over {count}")
         device = embedding_table(target).device
         if self.graph is True and device.type != "cuda":
             raise ValueError(f"graph=True needs a target on a GPU, this one is on {device}")

@@ -592,8 +592,8 @@ void expect_shared(const void* address, size_t bytes, const char* what) {
 }
 
 void copy_async(void* shared, const void* global, unsigned bytes, unsigned zeros) {
-  expect_aligned(shared, 16, "cp.async, destination");
-  expect_aligned(global, 16, "cp.async, source");
+  expect_aligned(shared, bytes + zeros, "cp.async, destination");
+  expect_aligned(global, bytes + zeros, "cp.async, source");
   expect_shared(shared, bytes + zeros, "cp.async, destination");
   // The source is read at any time from here to the wait: at the one or at the other.
   Copy copy{shared, global, bytes, zeros, current->committed, random_below(2) == 1, {}};

@@ -181,6 +181,24 @@ static __global__ void last_block(const float* in, float* partial, unsigned* cou
   out[threadIdx.x] = sum;
 }
 
+// 4 blocks read a slot, out[0], and one overwrites it: the last to have read it. The counter, the last of
+// out, wraps to zero.
+static __global__ void fill_slot(const float* in, float* out) {
+  out[threadIdx.x] = threadIdx.x < kThreads - 1 ? in[threadIdx.x] : 0.0f;
+}
+template <bool kFault>
+static __global__ void overwritten_slot(const float* in, float* out) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i > 0 && i < kThreads - 1) out[i] = in[i] * out[0];
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    __threadfence();
+    const unsigned ticket = atomicInc(reinterpret_cast<unsigned*>(out + kThreads - 1), gridDim.x - 1);
+    __threadfence();
+    if (ticket == (kFault ? 0 : gridDim.x - 1)) out[0] = -5;
+  }
+}
+
 // One warp: out [16, 8] = a [16, 16] b [16, 8], or b given as [8, 16] without the transposition.
 template <typename T>
 static __global__ void tensor_core(const T* a, const T* b, float* out, bool transposed) {
@@ -254,6 +272,10 @@ static cudaError_t run(const std::string& name, const float* in, float* out, cud
   if (name == "early_read") {
     launch(first_half, dim3(kThreads / 32), dim3(32), 0, stream, in, out);
     return launch_overlapping(early_read<kFault>, dim3(kThreads / 32), dim3(32), 0, stream, out);
+  }
+  if (name == "overwritten_slot") {
+    launch(fill_slot, one, block, 0, stream, in, out);
+    return launch(overwritten_slot<kFault>, dim3(4), dim3(kThreads / 4), 0, stream, in, out);
   }
   return cudaErrorInvalidValue;
 }

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from dflash import ops
-from dflash.ops import reference
-from dflash.ops.layers import DecoderLayer, PackedLayers
+from dflash.ops import DecoderLayer, DeltaNetLayer, PackedLayers, reference
 
 BATCH, ROWS, HIDDEN, HEADS, KV_HEADS, DIM, CAPACITY, VOCAB = 2, 3, 16, 4, 2, 8, 12, 70
 WIDTH, TAPS = 24, (1, 0)
+CONV, BLOCK, CHANNELS = 4, 4, (2 * KV_HEADS + HEADS) * DIM  # of recurrent layers
+RECURRENT = "decoder_layers+recurrent"  # the op on layers of which some are recurrent
 
 
 def _ints(*values: int) -> Tensor:
@@ -30,9 +31,26 @@ def make_layers(number: int = 2, sinks: bool = True) -> tuple[list[DecoderLayer]
     return layers, torch.randn(HIDDEN)
 
 
-def pack(layers: list[DecoderLayer], norm: Tensor) -> PackedLayers:
+def make_recurrent_layers() -> tuple[list[DecoderLayer | DeltaNetLayer], Tensor]:
+    """Return a layer with a Gated DeltaNet, one with gated attention, and a final norm."""
+    (_, attention), norm = make_layers()
+    values = HEADS * DIM
+    shapes = [(HIDDEN,), (CHANNELS, HIDDEN), (values, HIDDEN), (HEADS, HIDDEN), (HEADS, HIDDEN), (CHANNELS, 1, CONV)]
+    shapes += [(HEADS,), (HEADS,), (DIM,), (HIDDEN, values), (HIDDEN,), (WIDTH, HIDDEN), (WIDTH, HIDDEN)]
+    delta_net = DeltaNetLayer(*(torch.randn(shape) * 0.3 for shape in [*shapes, (HIDDEN, WIDTH)]), key_heads=KV_HEADS)
+    gated = {"q": torch.randn(2 * values, HIDDEN) * 0.3, "q_bias": torch.randn(2 * values), "gated": True}
+    return [delta_net, attention._replace(**gated)], norm
+
+
+def pack(layers: list[DecoderLayer | DeltaNetLayer], norm: Tensor) -> PackedLayers:
     """Pack layers for `decoder_layers`."""
     return PackedLayers(layers, norm, eps=1e-6, scale=DIM**-0.5, taps=TAPS)
+
+
+def packed_for(name: str) -> PackedLayers | None:
+    """Return the layers that a call needs."""
+    makers = {"decoder_layers": make_layers, RECURRENT: make_recurrent_layers}
+    return pack(*makers[name]()) if name in makers else None
 
 
 def _qkv() -> dict[str, object]:
@@ -53,12 +71,40 @@ def _context() -> dict[str, object]:
     return {"kv": kv, **named, "k_norm_weight": norms, "eps": 1e-6, **caches}
 
 
+def _recurrence() -> dict[str, object]:
+    keys, heads, block = (KV_HEADS, DIM), (HEADS, 5), 4
+    return {
+        "q": torch.randn(BATCH, ROWS, *keys), "k": torch.randn(BATCH, ROWS, *keys),
+        "v": torch.randn(BATCH, ROWS, *heads), "log_decay": -torch.rand(BATCH, ROWS, HEADS),
+        "beta": torch.rand(BATCH, ROWS, HEADS), "state": torch.randn(BATCH, HEADS, DIM, 5),
+        "saved_k": torch.randn(BATCH, block, *keys), "saved_d": torch.randn(BATCH, block, *heads),
+        "saved_a": torch.rand(BATCH, block, HEADS), "pending": _ints(3, 0), "keep": _ints(0, 2),
+    }  # fmt: skip
+
+
+def _convolution() -> dict[str, object]:
+    return {
+        "x": torch.randn(BATCH, ROWS, HIDDEN), "weight": torch.randn(HIDDEN, 4), "bias": torch.randn(HIDDEN),
+        "silu": True, "window": torch.randn(BATCH, 3 + 4, HIDDEN), "pending": _ints(3, 0), "keep": _ints(0, 2),
+    }  # fmt: skip
+
+
 def _layers() -> dict[str, object]:
     return {
         "hidden": torch.randn(BATCH, ROWS, HIDDEN), "context": torch.randn(BATCH, 4, HIDDEN),
         "num_context": _ints(0, 2), "lengths": _ints(1, 6), "cos": torch.rand(CAPACITY, DIM // 2),
         "sin": torch.rand(CAPACITY, DIM // 2), "k_caches": [cache(), cache()], "v_caches": [cache(), cache()],
     }  # fmt: skip
+
+
+def _recurrent_layers() -> dict[str, object]:
+    shapes = {
+        "windows": (CONV - 1 + BLOCK, CHANNELS), "states": (HEADS, DIM, DIM), "saved_k": (BLOCK, KV_HEADS, DIM),
+        "saved_d": (BLOCK, HEADS, DIM), "saved_a": (BLOCK, HEADS),
+    }  # fmt: skip
+    buffers = {name: [torch.rand(BATCH, *shape)] for name, shape in shapes.items()}
+    caches = {"k_caches": [cache()], "v_caches": [cache()], "context": None, "num_context": None}
+    return _layers() | caches | buffers | {"pending": _ints(0, 3), "keep": _ints(2, 0)}
 
 
 def cache() -> Tensor:
@@ -73,6 +119,14 @@ CALLS: dict[str, Callable[[], dict[str, object]]] = {
         "x": torch.randn(BATCH, ROWS, HIDDEN), "residual": torch.randn(BATCH, ROWS, HIDDEN),
         "weight": torch.randn(HIDDEN), "eps": 1e-6, "tap": torch.zeros(BATCH, ROWS, HIDDEN)},
     "silu_mul": lambda: {"gate_up": torch.randn(BATCH, ROWS, 2 * HIDDEN)},
+    "sigmoid_mul": lambda: {"x": torch.randn(ROWS, HEADS, DIM), "gate": torch.randn(ROWS, HEADS, DIM)},
+    "delta_net_inputs": lambda: {
+        "qkv": torch.randn(BATCH, ROWS, (2 * KV_HEADS + HEADS) * DIM), "b": torch.randn(BATCH, ROWS, HEADS),
+        "a": torch.randn(BATCH, ROWS, HEADS), "a_log": torch.randn(HEADS), "dt_bias": torch.randn(HEADS),
+        "key_heads": KV_HEADS, "key_dim": DIM},
+    "gated_rms_norm": lambda: {
+        "x": torch.randn(BATCH, ROWS, HEADS, DIM), "z": torch.randn(BATCH, ROWS, HEADS * DIM),
+        "weight": torch.randn(DIM), "eps": 1e-6},
     "fuse_features": lambda: {
         "context": torch.randn(BATCH, ROWS, 2 * HIDDEN), "num_context": _ints(3, 1),
         "fc_weight": torch.randn(HIDDEN, 2 * HIDDEN), "norm_weight": torch.randn(HIDDEN), "eps": 1e-6},
@@ -98,13 +152,16 @@ CALLS: dict[str, Callable[[], dict[str, object]]] = {
         "block_ids": torch.tensor([[9, 1, 2], [8, 4, 4]]), "posterior": torch.tensor([[1, 2, 3], [4, 5, 6]]),
         "stop_token_ids": _ints(5, 50), "limits": _ints(100, 100), "tokens": torch.full((BATCH, CAPACITY), -7),
         "length": _ints(3, 4), "num_context": _ints(0, 0), "done": _ints(0, 0)},
+    "gated_recurrence_": _recurrence,
+    "causal_conv_": _convolution,
     "decoder_layers": _layers,
+    RECURRENT: _recurrent_layers,
 }  # fmt: skip
 
 
 def run(name: str, call: dict[str, object], place: object = ops) -> list[Tensor]:
     """Run an op on a call; return what it returns and what it wrote. `decoder_layers` gets ``layers`` as a handle."""
-    out = getattr(place, name)(**call)
+    out = getattr(place, op_of(name))(**call)
     returned = [] if out is None else [out] if isinstance(out, Tensor) else [*out]
     return returned + [tensor for argument in written(name) for tensor in as_list(call[argument])]
 
@@ -114,14 +171,20 @@ def run_twin(name: str, call: dict[str, object], packed: PackedLayers | None = N
     if packed is not None:
         call = {key: value for key, value in call.items() if key != "layers"}
         call |= {"layers": packed.layers, "norm": packed.norm, "eps": packed.eps, "scale": packed.scale}
-        call["taps"] = packed.taps
+        call |= {"taps": packed.taps, "zero_centered": packed.zero_centered}
     return run(name, call, reference)
 
 
+def op_of(name: str) -> str:
+    """Return the op of a call."""
+    return name.split("+")[0]
+
+
 def written(name: str) -> list[str]:
-    """Return the arguments that an op writes."""
-    arguments = getattr(torch.ops.dflash, name).default._schema.arguments
-    return [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+    """Return the arguments that a call writes."""
+    arguments = getattr(torch.ops.dflash, op_of(name)).default._schema.arguments
+    names = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+    return names[:2] if name == "decoder_layers" else names  # without the recurrent layers' lists
 
 
 def as_list(argument: object) -> list[Tensor]:

@@ -8,7 +8,7 @@ import torch
 from examples import examples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from op_calls import CALLS, as_list, assert_same, copied, make_layers, pack, replaced, run, run_twin, written
+from op_calls import CALLS, as_list, assert_same, copied, op_of, packed_for, replaced, run, run_twin, written
 from torch import Tensor
 
 from dflash import ops
@@ -45,7 +45,7 @@ def negative(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("op", CALLS)
 def test_disguised_tensors_give_what_plain_ones_do(op, data):
     torch.manual_seed(data.draw(st.integers(0, 2**31)))
-    layers = pack(*make_layers()) if op == "decoder_layers" else None
+    layers = packed_for(op)
     call = CALLS[op]() | ({"layers": layers.handle} if layers else {})
     plain = {name: value for name, value in copied(call).items() if name != "layers"}
 
@@ -73,14 +73,16 @@ def test_disguised_tensors_give_what_plain_ones_do(op, data):
 
 @pytest.mark.parametrize("op", CALLS)
 def test_a_negative_view_keeps_its_sign_in_every_argument(op):
-    layers = pack(*make_layers()) if op == "decoder_layers" else None
+    layers = packed_for(op)
     call = CALLS[op]()
     handle = {"layers": layers.handle} if layers else {}
     for name, disguised in replaced(call, negative):
         twins = run_twin(op, copied(call), layers)
         fresh = {key: value for key, value in copied(call).items() if key in written(op) and key != name.split("[")[0]}
         if name.split("[")[0] in written(op):
-            with pytest.raises(ValueError, match=re.escape(f"{op}: {name} is written in place and must not be a neg")):
+            with pytest.raises(
+                ValueError, match=re.escape(f"{op_of(op)}: {name} is written in place and must not be a neg")
+            ):
                 run(op, disguised | fresh | handle)
             continue
         assert_same(run(op, disguised | fresh | handle), twins, 1e-3, 1e-3)
@@ -249,9 +251,32 @@ def accept_prefix_(d: Draw) -> dict[str, object]:
     return named | {"limits": d.ints(batch, 0, capacity + 2), "tokens": torch.full((batch, capacity), -7)} | state
 
 
+def gated_recurrence_(d: Draw) -> dict[str, object]:
+    batch, rows, block, key_heads, dim, v_dim = d.size(), d.size(), d.size(), d.size(1, 2), d.size(1, 40), d.size(1, 40)
+    heads, f32 = key_heads * d.size(1, 2), torch.float32
+    channels = [dim] * d.flag()
+    named = {name: d.floats(batch, rows, key_heads, dim, dtype=f32) for name in ("q", "k")}
+    named |= {"v": d.floats(batch, rows, heads, v_dim, dtype=f32)}
+    named |= {"log_decay": -d.floats(batch, rows, heads, *channels, dtype=f32).abs()}
+    named |= {"beta": d.floats(batch, rows, heads, dtype=f32) if d.flag() else None}
+    named |= {"state": d.floats(batch, heads, dim, v_dim, dtype=f32)}
+    named |= {"saved_k": d.floats(batch, block, key_heads, dim, dtype=f32)}
+    named |= {"saved_d": d.floats(batch, block, heads, v_dim, dtype=f32)}
+    named |= {"saved_a": d.floats(batch, block, heads, *channels, dtype=f32).sigmoid()}
+    return named | {"pending": d.ints(batch, 0, block), "keep": d.ints(batch, 0, rows)}
+
+
+def causal_conv_(d: Draw) -> dict[str, object]:
+    batch, rows, block, channels, width = d.size(), d.size(), d.size(), d.size(0, 80), d.size(1, 5)
+    named = {"x": d.floats(batch, rows, channels), "weight": d.floats(channels, width)}
+    named |= {"bias": d.floats(channels) if d.flag() else None, "silu": d.flag()}
+    named |= {"window": d.floats(batch, width - 1 + block, channels)}
+    return named | {"pending": d.ints(batch, 0, block), "keep": d.ints(batch, 0, rows)}
+
+
 MAKERS = [
     rms_norm, add_rms_norm, silu_mul, fuse_features, linear, linears, block_attention, append_kv_,
-    qkv_norm_rope_append_, append_context_kv_, select_tokens, accept_prefix_,
+    qkv_norm_rope_append_, append_context_kv_, select_tokens, accept_prefix_, gated_recurrence_, causal_conv_,
 ]  # fmt: skip
 
 
@@ -264,7 +289,7 @@ def check(make, data, place, dtypes):
     tolerance = TOLERANCE[d.dtype]
     spoilt = any(not x.isfinite().all() for value in call.values() for x in as_list(value))
     ours = run(op, copied_strided(call), place)
-    if spoilt and op in ("linear", "linears", "fuse_features", "block_attention"):
+    if spoilt and op in ("linear", "linears", "fuse_features", "block_attention", "gated_recurrence_"):
         # Sums with infinities are infinite or NaN, by the order of the additions.
         ours, theirs = ([x.nan_to_num(0.0, 0.0, 0.0) if x.isfinite().all() else x * 0 for x in side]
                         for side in (ours, theirs))  # fmt: skip

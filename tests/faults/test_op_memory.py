@@ -6,6 +6,7 @@ from op_calls import (
     BATCH,
     CALLS,
     CAPACITY,
+    HEADS,
     HIDDEN,
     ROWS,
     TAPS,
@@ -13,6 +14,7 @@ from op_calls import (
     cache,
     copied,
     make_layers,
+    op_of,
     pack,
     run,
     run_twin,
@@ -32,13 +34,16 @@ CHILD = """
     import sys, warnings
     warnings.simplefilter("ignore")
     import torch
-    from op_calls import CALLS, assert_same, copied, make_layers, pack, replaced, run, run_twin, written
+    from op_calls import (
+        CALLS, RECURRENT, assert_same, copied, make_layers, make_recurrent_layers, pack, packed_for, replaced, run,
+        run_twin, written,
+    )
 
     def attempts(kinds):
         for name, make in CALLS.items():
             for kind, change in kinds.items():
                 torch.manual_seed(0)
-                layers = pack(*make_layers()) if name == "decoder_layers" else None
+                layers = packed_for(name)
                 plain = make() | ({"layers": layers.handle} if layers else {})
                 for argument, call in replaced(plain, change):
                     if any(x is None for value in call.values() for x in (value if isinstance(value, list) else [0])):
@@ -91,7 +96,8 @@ def test_a_tensor_whose_storage_was_freed_or_cut_is_refused_by_name():
     assert {op for op, _, _ in found} == {*CALLS}
     for op, attempt, outcome in found:
         argument = attempt.split()[0]
-        assert outcome.startswith(f"ValueError {op}: {argument} must be in memory, but its storage holds"), attempt
+        wanted = f"ValueError {op_of(op)}: {argument} must be in memory, but its storage holds"
+        assert outcome.startswith(wanted), attempt
 
 
 DISGUISED = """
@@ -137,7 +143,7 @@ def test_a_tensor_without_strided_memory_is_refused():
 ZEROS = """
     for name, make in CALLS.items():
         torch.manual_seed(0)
-        layers = pack(*make_layers()) if name == "decoder_layers" else None
+        layers = packed_for(name)
         handle = {"layers": layers.handle} if layers else {}
         call = make()
         zeros = dict(replaced(call, lambda x: torch._efficientzerotensor(x.shape, dtype=x.dtype)))
@@ -210,30 +216,37 @@ def test_positions_outside_the_cache_append_nothing(op, kernels):
 
 
 @pytest.mark.parametrize("count", [-(2**63), -1, 0, 2, 2**63 - 1])
-@pytest.mark.parametrize(("op", "counts"), [("rms_norm", "counts"), ("fuse_features", "num_context")])
+@pytest.mark.parametrize(
+    ("op", "counts"),
+    [
+        ("rms_norm", "counts"),
+        ("fuse_features", "num_context"),
+        *((op, counts) for op in ("gated_recurrence_", "causal_conv_") for counts in ("pending", "keep")),
+    ],
+)
 def test_counts_outside_the_rows_are_the_nearest(count, op, counts, kernels):
     call = CALLS[op]() | {counts: torch.tensor([count, 1])}
-    assert_same(run(op, call, kernels), run_twin(op, call), 1e-3, 1e-3)
+    assert_same(run(op, copied(call), kernels), run_twin(op, copied(call)), 1e-3, 1e-3)
 
 
 # ---- weights behind a handle
 
 AFTER = """
-    def run_layers(change):
+    def run_layers(change, kind="decoder_layers", make=make_layers, index=1):
         torch.manual_seed(0)
-        layers, norm = make_layers()
+        layers, norm = make()
         packed = pack(layers, norm)
-        call = CALLS["decoder_layers"]() | {"layers": packed.handle}
-        run("decoder_layers", copied(call))
+        call = CALLS[kind]() | {"layers": packed.handle}
+        run(kind, copied(call))
         try:
-            change(layers[1])
+            change(layers[index])
         except RuntimeError:
             return "torch refuses"
         try:
-            ours = run("decoder_layers", copied(call))
+            ours = run(kind, copied(call))
         except Exception as error:
             return type(error).__name__ + " " + str(error).splitlines()[0]
-        assert_same(ours, run_twin("decoder_layers", copied(call), packed))
+        assert_same(ours, run_twin(kind, copied(call), packed))
         return "equal"
 
     def data(change):
@@ -276,22 +289,28 @@ AFTER = """
                 continue
             outcome = run_layers(lambda layer: change(getattr(layer, name)))
             print("decoder_layers", name, kind + ":", outcome, flush=True)
+        for name in () if "transposed" in kind else ("qkv", "conv", "dt_bias", "out"):
+            outcome = run_layers(lambda layer: change(getattr(layer, name)), RECURRENT, make_recurrent_layers, 0)
+            print(RECURRENT, name, kind + ":", outcome, flush=True)
 """
 STILL_RIGHT = {"replaced", "in place", "moved"}
 
 
 def test_weights_spoiled_after_their_handle_was_made_are_refused_by_name():
-    for _, attempt, outcome in outcomes(AFTER):
-        name, kind = attempt.split(" ", 1)
+    for call, attempt, outcome in outcomes(AFTER):
+        (name, kind), index = attempt.split(" ", 1), 1 if call == "decoder_layers" else 0
         if kind in STILL_RIGHT:
             assert outcome == "equal", attempt
         elif outcome == "torch refuses":
             assert kind in ("meta", "sparse"), attempt
         elif outcome != "equal":
             assert outcome.split()[0] in ("TypeError", "ValueError"), (attempt, outcome)
-            assert f"layers[1].{name} " in outcome, (attempt, outcome)
+            assert f"layers[{index}].{name} " in outcome, (attempt, outcome)
         else:
-            flat = name not in ("q", "down") and kind in ("flat", "strided")  # nothing changes in one dimension
+            flat = name not in ("q", "down", "qkv", "conv", "out") and kind in (
+                "flat",
+                "strided",
+            )  # nothing changes in one dimension
             assert flat or (name == "sinks" and kind in ("double", "half")), attempt
 
 
@@ -344,6 +363,19 @@ def test_a_stack_notices_a_weight_that_became_a_negative_view():
         ("accept_prefix_", lambda c: {"length": c["done"]}, "must not share memory"),
         ("accept_prefix_", lambda c: {"posterior": c["tokens"][:, :ROWS]}, "must not share memory with posterior"),
         ("accept_prefix_", lambda c: {"tokens": c["tokens"][:1].expand(BATCH, -1)}, "must be contiguous"),
+        (
+            "gated_recurrence_",
+            lambda c: {"q": c["saved_k"][:, :ROWS]},
+            "saved_k is written in place and must not share",
+        ),
+        (
+            "gated_recurrence_",
+            lambda c: {"keep": c["pending"], "v": c["saved_d"][:, :ROWS]},
+            "must not share memory with v",
+        ),
+        ("gated_recurrence_", lambda c: {"state": c["state"][:, :1].expand(-1, HEADS, -1, -1)}, "must be contiguous"),
+        ("causal_conv_", lambda c: {"x": c["window"][:, 3 : 3 + ROWS]}, "must not share memory with x"),
+        ("causal_conv_", lambda c: {"window": c["window"][:1].expand(BATCH, -1, -1)}, "must be contiguous"),
     ],
 )
 def test_written_tensors_that_overlap_are_refused_by_name(op, change, message):

@@ -180,6 +180,7 @@ class _Answer:
         return {
             "text": self.text,
             "finish_reason": self.last.finish_reasons[0],
+            "num_prefilled_tokens": statistics.num_prefilled_tokens[0],
             "num_new_tokens": statistics.num_new_tokens[0],
             "seconds": statistics.seconds,
             "time_to_first_token": statistics.time_to_first_token,

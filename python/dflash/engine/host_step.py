@@ -75,4 +75,7 @@ def walk(engine: Engine, block: Block, logits: Tensor, state: State, done: list[
         walking = matching
         if not walking:
             break
-    return Walk(choices, limits, stopped)
+    # 3. Processors and criteria may know more than the ids (a clock): rank 0's count.
+    share_ = engine.target.ranks.share_
+    ended = torch.zeros_like(limits).index_fill_(0, limits.new_tensor(stopped), 1)
+    return Walk(share_(choices), share_(limits), share_(ended).nonzero()[:, 0].tolist())

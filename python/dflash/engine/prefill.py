@@ -125,6 +125,7 @@ def _choose_first(engine: Engine, logits: Tensor) -> None:
         first = engine.keyed.choose_at(logits, state.length[:, None], state)
     else:
         first, _, ended = walk(engine, block, logits, prompt, [RUNNING] * len(logits))
+    first = engine.target.ranks.share_(first)
     state.tokens.scatter_(1, state.length[:, None], first.clamp(min=0))
     stopped = torch.isin(first[:, 0], state.stop_token_ids)
     full = state.length + 1 >= state.limits

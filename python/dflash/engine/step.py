@@ -91,6 +91,12 @@ class Engine:
         if self.draft is not None:
             self.draft.refresh()
 
+    def agree(self, call: Call, chunk: int, reuse: bool) -> bool:
+        """Return True if every process of the target wants ``reuse``; raise if they begin different calls."""
+        ranks = self.target.ranks
+        ranks.compare("its prompts or arguments", lambda: (call.decisive(), chunk, self.block_size))
+        return ranks.all(reuse)
+
     def configure(self, call: Call) -> None:
         """Set sampling, rules, stop tokens and the ways to draft and to accept for ``call``."""
         rows = len(call.prompts)
@@ -99,6 +105,7 @@ class Engine:
         self.rules = self._rules_for(call.rules)
         self.rules.set_(call.rules)
         self.host_rules = HostRules.create(call.rules, rows)
+        self.target.ranks.share_(self.state.sampling.seeds)  # each rank has drawn its own if the call named none
         # At temperature 0 every way to accept is the greedy one.
         samples = self.draft is not None and call.sampling.temperature > 0
         rejects = samples and call.acceptance == "rejection"
@@ -125,6 +132,7 @@ class Engine:
             stopped: rows that end with this step whatever they emit.
         """
         state, limits = self.state, self.state.limits if limits is None else limits
+        choices = self.target.ranks.share_(choices)
         ops.accept_prefix_(
             *(block.ids, choices, state.stop_token_ids, limits),
             *(state.tokens, state.length, state.num_context, state.done),

@@ -107,6 +107,10 @@ def as_assistant(draft: str | os.PathLike[str] | nn.Module) -> _Assistant:
     own module gives them, so a target that scales them has done so. A softcap of the drafter's logits is not applied:
     that changes what is drafted when sampling, never the distribution of the text.
 
+    transformers refuses targets with a recurrent state (Qwen3.5, Qwen3-Next, Nemotron-H, ...) before it looks at the
+    drafter: "assisted generation is not supported with stateful models". Its caches cannot take a state back to where
+    the rejected drafts began. `dflash.custom_generate` and `dflash.generate` can.
+
     Args:
         draft: what `dflash.load_draft` takes.
 

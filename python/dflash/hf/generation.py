@@ -61,7 +61,10 @@ _OFF = {
     "output_hidden_states": (None, False),
 }
 # What transformers prepares for its own forward; it does not change a token, or is checked below.
-_PREPARED = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position")
+_PREPARED = (
+    *("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position"),
+    *("mm_encoder_outputs", "mm_token_type_ids"),  # of models that also take images
+)
 
 
 def _is_theirs(thing: object) -> bool:
@@ -154,9 +157,11 @@ def _check_called(called: Sequence[Any], mask: Tensor | None, rows: int) -> None
 
 
 def _check_positions(positions: Tensor, mask: Tensor | None, ids: Tensor) -> None:
-    live = torch.ones_like(ids) if mask is None else mask
+    live = (torch.ones_like(ids) if mask is None else mask).bool()
     expected = live.long().cumsum(-1) - 1
-    if positions.shape != ids.shape or not torch.equal(positions[live.bool()], expected[live.bool()]):
+    # m-RoPE has them several times, [3 or 4, batch, length]: text is at the same position in each.
+    is_theirs = positions.dim() in (2, 3) and positions.shape[-2:] == ids.shape
+    if not is_theirs or (positions - expected)[..., live].any():
         raise _refuse("position_ids other than 0, 1, 2 ... over the tokens that attention_mask leaves")
 
 
@@ -278,9 +283,14 @@ def _defaults(target: nn.Module, config: Any) -> TargetDefaults:
 
 def _check_model_arguments(given: Mapping[str, Any], ids: Tensor) -> None:
     """Raise for arguments of the model's forward that would change the text."""
+    if media := ", ".join(given.get("mm_encoder_outputs") or ()):  # transformers has run their encoders
+        raise _refuse(f"{media} inputs: prompts must be text")
     for name, value in given.items():
         if name not in _PREPARED and value is not None:
             raise _refuse(f"{name}, an argument of the model's forward")
+    kinds = given.get("mm_token_type_ids")
+    if kinds is not None and kinds.any():
+        raise _refuse("mm_token_type_ids other than 0, which are those of text: prompts must be text")
     past = given.get("past_key_values")
     if past is not None and past.get_seq_length():
         raise _refuse(f"past_key_values that hold tokens, {past.get_seq_length()} here")

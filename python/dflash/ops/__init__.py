@@ -10,15 +10,17 @@ Ops that end in an underscore write into their arguments and return nothing. Non
 from .attention import block_attention
 from .choose import ROW_STATES as ROW_STATES
 from .choose import accept_prefix_, select_tokens
+from .delta_net import delta_net_inputs, gated_rms_norm
 from .kv_cache import append_context_kv_, append_kv_, qkv_norm_rope_append_
-from .layers import DecoderLayer as DecoderLayer
 from .layers import PackedLayers as PackedLayers
 from .layers import decoder_layers
 from .linear import linear, linears
 from .linear import skinny as skinny
-from .norm import add_rms_norm, fuse_features, rms_norm, silu_mul
+from .norm import add_rms_norm, fuse_features, rms_norm, sigmoid_mul, silu_mul
 from .recurrent import causal_conv_, gated_recurrence_
 from .registry import cuda_status, has_cuda_kernels, isa
+from .weights import DecoderLayer as DecoderLayer
+from .weights import DeltaNetLayer as DeltaNetLayer
 
 __all__ = [
     "accept_prefix_",
@@ -29,8 +31,10 @@ __all__ = [
     "causal_conv_",
     "cuda_status",
     "decoder_layers",
+    "delta_net_inputs",
     "fuse_features",
     "gated_recurrence_",
+    "gated_rms_norm",
     "has_cuda_kernels",
     "isa",
     "linear",
@@ -38,5 +42,6 @@ __all__ = [
     "qkv_norm_rope_append_",
     "rms_norm",
     "select_tokens",
+    "sigmoid_mul",
     "silu_mul",
 ]

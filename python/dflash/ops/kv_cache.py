@@ -23,6 +23,8 @@ def qkv_norm_rope_append_(
     q_out: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
+    zero_centered: bool = False,
+    gated: bool = False,
 ) -> None:
     """Split packed QKV rows; norm and rotate q and k; write q of the last rows; append k and v to the cache.
 
@@ -43,27 +45,31 @@ def qkv_norm_rope_append_(
             ``rows - q_rows + j`` of ``qkv``.
         k_cache: ``[batch, num_kv_heads, capacity, head_dim]``, contiguous; written.
         v_cache: like ``k_cache``.
+        zero_centered: the norms multiply by ``1 + weight``.
+        gated: each q head is followed by a gate of its size, which is not read: ``qkv`` is
+            ``[batch, rows, (2 * num_heads + 2 * num_kv_heads) * head_dim]``. See `sigmoid_mul`.
 
     Raises:
         ValueError: a shape does not fit, or a written tensor is not contiguous. TypeError: a dtype does not fit.
     """
-    _check_qkv(qkv, positions, cos, sin, q_norm_weight, k_norm_weight, q_out, k_cache, v_cache)
+    _check_qkv(qkv, positions, cos, sin, q_norm_weight, k_norm_weight, q_out, k_cache, v_cache, gated)
     dtype = launch.dtype("qkv_norm_rope_append_", "qkv", qkv)
     batch, q_rows, num_heads, head_dim = q_out.shape
     launch(
         "qkv_norm_rope_append", qkv.contiguous(), positions.contiguous(), cos.contiguous(), sin.contiguous(),
         dense(q_norm_weight), dense(k_norm_weight), q_out, k_cache, v_cache, batch, qkv.shape[1], q_rows, num_heads,
-        k_cache.shape[1], head_dim, cos.shape[-1], k_cache.shape[2], eps, dtype,
+        k_cache.shape[1], head_dim, cos.shape[-1], k_cache.shape[2], eps, zero_centered, gated, dtype,
     )  # fmt: skip
 
 
 def _check_qkv(
     qkv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, q_norm_weight: Tensor | None,
-    k_norm_weight: Tensor | None, q_out: Tensor, k_cache: Tensor, v_cache: Tensor,
+    k_norm_weight: Tensor | None, q_out: Tensor, k_cache: Tensor, v_cache: Tensor, gated: bool,
 ) -> None:  # fmt: skip
     op = "qkv_norm_rope_append_"
     if qkv.dim() == cos.dim() == 3 and q_out.dim() == k_cache.dim() == 4 and _qkv_fits(
-        qkv, positions, cos, sin, [x for x in (q_norm_weight, k_norm_weight) if x is not None], q_out, k_cache, v_cache
+        qkv, positions, cos, sin, [x for x in (q_norm_weight, k_norm_weight) if x is not None], q_out, k_cache, v_cache,
+        gated,
     ):  # fmt: skip
         return
     expect(op, "qkv", qkv, (None, None, None), qkv.dtype, "batch, rows, (num_heads + 2 * num_kv_heads) * head_dim")
@@ -72,10 +78,10 @@ def _check_qkv(
     _, q_rows, num_heads, head_dim = q_out.shape
     expect_cache(op, ("k_cache", "v_cache"), k_cache, v_cache, batch, None, (head_dim, head_dim), qkv.dtype)
     expect_contiguous(op, "q_out", q_out)
-    num_kv_heads = k_cache.shape[1]
-    if width != (num_heads + 2 * num_kv_heads) * head_dim:
+    num_kv_heads, gates = k_cache.shape[1], num_heads if gated else 0
+    if width != (num_heads + gates + 2 * num_kv_heads) * head_dim:
         raise ValueError(
-            f"{op}: qkv must be [batch, rows, ({num_heads} + 2 * {num_kv_heads}) * {head_dim}] "
+            f"{op}: qkv must be [batch, rows, ({num_heads + gates} + 2 * {num_kv_heads}) * {head_dim}] "
             f"as q_out and k_cache say, got {list(qkv.shape)}"
         )
     if q_rows > rows:
@@ -88,18 +94,18 @@ def _check_qkv(
 
 def _qkv_fits(
     qkv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, norms: list[Tensor], q_out: Tensor, k_cache: Tensor,
-    v_cache: Tensor,
+    v_cache: Tensor, gated: bool,
 ) -> bool:  # fmt: skip
     """Return True if a call is right: the short way past `_check_qkv`."""
     (batch, rows, _), (_, q_rows, heads, head_dim) = qkv.shape, q_out.shape
     (_, kv_heads, capacity, _), half, dtype = k_cache.shape, cos.shape[-1], qkv.dtype
-    cache = (batch, kv_heads, capacity, head_dim)
+    cache, width = (batch, kv_heads, capacity, head_dim), ((2 if gated else 1) * heads + 2 * kv_heads) * head_dim
     return (
         capacity > 0
         and q_rows <= rows
         and 2 * half <= head_dim
         and _C.fits(
-            False, qkv, (batch, rows, (heads + 2 * kv_heads) * head_dim), dtype, positions, (batch, rows), torch.int64,
+            False, qkv, (batch, rows, width), dtype, positions, (batch, rows), torch.int64,
             (cos, sin), (batch, rows, half), torch.float32, norms, (head_dim,), dtype,
         )
         and _C.fits(True, q_out, (batch, q_rows, heads, head_dim), dtype, (k_cache, v_cache), cache, dtype)

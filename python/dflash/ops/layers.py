@@ -5,39 +5,16 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import _C
 from . import reference
-from .checks import dense, expect, expect_memory, expect_strided
+from .checks import dense, expect, expect_contiguous
 from .kv_cache import expect_caches
 from .registry import Launcher, op
-
-
-class DecoderLayer(NamedTuple):
-    """The weights of one pre-norm decoder layer, every matrix ``[out, in]``. The order is that of params.h."""
-
-    input_norm: Tensor  # [hidden]
-    q: Tensor  # [num_heads * head_dim, hidden]
-    k: Tensor  # [num_kv_heads * head_dim, hidden]
-    v: Tensor  # [num_kv_heads * head_dim, hidden]
-    o: Tensor  # [hidden, num_heads * head_dim]
-    post_norm: Tensor  # [hidden]
-    gate: Tensor  # [width, hidden]
-    up: Tensor  # [width, hidden]
-    down: Tensor  # [hidden, width]
-    q_norm: Tensor | None = None  # [head_dim]
-    k_norm: Tensor | None = None  # [head_dim]
-    q_bias: Tensor | None = None  # [num_heads * head_dim]; of q, k and v all or none
-    k_bias: Tensor | None = None  # [num_kv_heads * head_dim]
-    v_bias: Tensor | None = None  # [num_kv_heads * head_dim]
-    o_bias: Tensor | None = None  # [hidden]
-    sinks: Tensor | None = None  # [num_heads], see block_attention
-    causal: bool = True
-    window: int = 0  # as in block_attention; 0 for none
+from .weights import DecoderLayer, DeltaNetLayer, check_layers, check_memory, named_tensors
 
 
 class PackedLayers:
@@ -52,6 +29,7 @@ class PackedLayers:
         eps: of every norm.
         scale: the factor on the attention scores.
         taps: layers whose outputs are returned; the last layer's is read after the final norm.
+        zero_centered: the norms over hidden states and heads multiply by ``1 + weight``.
 
     Raises:
         ValueError: a shape does not fit, or a tensor is not contiguous. TypeError: a dtype does not fit.
@@ -60,20 +38,17 @@ class PackedLayers:
     _handles = itertools.count()
 
     def __init__(
-        self, layers: Sequence[DecoderLayer], norm: Tensor, *, eps: float, scale: float, taps: Sequence[int] = ()
-    ) -> None:
-        self.layers, self.norm = tuple(layers), norm
-        self.eps, self.scale, self.taps = eps, scale, tuple(taps)
-        self._forget()
-        _check_layers(self)
+        self, layers: Sequence[DecoderLayer | DeltaNetLayer], norm: Tensor, *, eps: float, scale: float,
+        taps: Sequence[int] = (), zero_centered: bool = False,
+    ) -> None:  # fmt: skip
+        self.eps, self.scale, self.taps, self.zero_centered = eps, scale, tuple(taps), zero_centered
+        self.replace(layers, norm)
         self.handle = f"layers {next(self._handles)}"
         _live[self.handle] = self
 
     def tensors(self) -> Iterator[Tensor]:
         """Yield every weight."""
-        yield self.norm
-        for layer in self.layers:
-            yield from (field for field in layer if isinstance(field, Tensor))
+        yield from (tensor for _, tensor in named_tensors(self.layers, self.norm))
 
     def refresh(self, signs: bool = True) -> None:
         """Check the weights again if one has another address, shape, dtype or storage. Takes 0.1 us per weight.
@@ -82,15 +57,17 @@ class PackedLayers:
             signs: see whether one became a negative view too (`torch.Tensor.is_neg`), which takes as long again.
         """
         if self._records is not None and not self._records.unchanged(signs):
-            _check_layers(self)
-            _check_memory(self)
+            check_layers(self.layers, self.norm, self.taps)
+            check_memory(self.layers, self.norm)
             self._forget()
 
-    def replace(self, layers: Sequence[DecoderLayer], norm: Tensor) -> None:
+    def replace(self, layers: Sequence[DecoderLayer | DeltaNetLayer], norm: Tensor) -> None:
         """Use other tensors under the same handle, which a compiled step holds as a constant."""
         self.layers, self.norm = tuple(layers), norm
-        _check_layers(self)
         self._forget()
+        check_layers(self.layers, norm, self.taps)
+        self.attention = [layer for layer in self.layers if not layer.is_recurrent]
+        self.recurrent = [layer for layer in self.layers if layer.is_recurrent]
 
     def _forget(self) -> None:
         """Drop what was packed, so that the storages may be freed."""
@@ -111,15 +88,18 @@ class PackedLayers:
     @torch.inference_mode(False)  # the copies are written outside of it too
     @torch.no_grad()
     def _pack(self) -> None:
-        _check_layers(self)
-        _check_memory(self)
-        # The kernel reads sinks in float32; copies of others get their values again at every call.
-        wide = [None if layer.sinks is None else layer.sinks.detach().float() for layer in self.layers]
-        pairs = zip(wide, (layer.sinks for layer in self.layers), strict=True)
-        self._copies = [pair for pair in pairs if pair[1] is not None and pair[0].dtype != pair[1].dtype]
-        tap_of = [self.taps.index(i) if i in self.taps else -1 for i in range(len(self.layers))]
-        layers = [layer._replace(sinks=sinks) for layer, sinks in zip(self.layers, wide, strict=True)]
-        records = [(*layer, tap) for layer, tap in zip(layers, tap_of, strict=True)]
+        check_layers(self.layers, self.norm, self.taps)
+        check_memory(self.layers, self.norm)
+        self._copies, records = [], []
+        for i, layer in enumerate(self.layers):
+            if not layer.is_recurrent and layer.sinks is not None:
+                # The kernel reads sinks in float32; copies of others get their values again at every call.
+                wide = layer.sinks.detach().float()
+                self._copies += [] if wide.dtype == layer.sinks.dtype else [(wide, layer.sinks)]
+                layer = layer._replace(sinks=wide)
+            mixers = (None, layer.mixer()) if layer.is_recurrent else (layer.mixer(), None)
+            tap = self.taps.index(i) if i in self.taps else -1
+            records.append((layer.input_norm, layer.post_norm, layer.gate, layer.up, layer.down, *mixers, tap))
         self._records = _C.DecoderLayers(records, [*self.tensors()])
 
 
@@ -133,83 +113,18 @@ def _packed(handle: str) -> PackedLayers:
     return packed
 
 
-def _check_layers(packed: PackedLayers) -> None:
-    """Check every weight against the shapes of the first layer's."""
-    op, layers, taps = "decoder_layers", packed.layers, packed.taps
-    # 1. The stack
-    if not layers:
-        raise ValueError(f"{op}: layers must have at least one layer, got none")
-    if [tap for tap in taps if not 0 <= tap < len(layers)] or len(set(taps)) != len(taps):
-        raise ValueError(f"{op}: taps must be different layers in 0 .. {len(layers) - 1}, got {list(taps)}")
-    first, dtype = layers[0], packed.norm.dtype
-    expect(op, "layers[0].input_norm", first.input_norm, (None,), dtype, "hidden")
-    size = first.input_norm.shape[0]
-    if size == 0:
-        raise ValueError(f"{op}: layers[0].input_norm must be [hidden] with hidden >= 1, got [0]")
-    expect(op, "norm", packed.norm, (size,), dtype, "hidden")
-    if not packed.norm.is_contiguous():
-        raise ValueError(f"{op}: norm must be contiguous, got strides {packed.norm.stride()}")
-    for tensor in packed.tensors():
-        if tensor.device != packed.norm.device:
-            raise ValueError(f"{op}: all weights must be on {packed.norm.device} as norm is, got {tensor.device}")
-    # 2. Its layers
-    for name in ("q", "k", "gate"):
-        expect(op, f"layers[0].{name}", getattr(first, name), (None, size), dtype, "out, hidden")
-    q_size, kv_size, width = first.q.shape[0], first.k.shape[0], first.gate.shape[0]
-    if q_size == 0 or width == 0:
-        raise ValueError(f"{op}: layers[0].q and .gate must have at least one row, got {q_size} and {width}")
-    shapes = {
-        "input_norm": (size,), "q": (q_size, size), "k": (kv_size, size), "v": (kv_size, size), "o": (size, q_size),
-        "post_norm": (size,), "gate": (width, size), "up": (width, size), "down": (size, width), "q_bias": (q_size,),
-        "k_bias": (kv_size,), "v_bias": (kv_size,), "o_bias": (size,),
-    }  # fmt: skip
-    if first.q_norm is not None:
-        shapes |= dict.fromkeys(("q_norm", "k_norm"), tuple(first.q_norm.shape))
-    for i, layer in enumerate(layers):
-        _check_layer(f"layers[{i}]", layer, shapes, dtype)
-
-
-def _check_layer(at: str, layer: DecoderLayer, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype) -> None:
-    op = "decoder_layers"
-    for name, shape in shapes.items():
-        weight = getattr(layer, name)
-        if weight is not None:
-            expect(op, f"{at}.{name}", weight, shape, dtype, ", ".join(map(str, shape)))
-            if not weight.is_contiguous():
-                raise ValueError(f"{op}: {at}.{name} must be contiguous, got strides {weight.stride()}")
-    has_norms = "q_norm" in shapes
-    if (layer.q_norm is not None) != has_norms or (layer.k_norm is not None) != has_norms:
-        raise ValueError(f"{op}: q_norm and k_norm must be in all layers or in none, see {at}")
-    if len({layer.q_bias is None, layer.k_bias is None, layer.v_bias is None}) == 2:
-        raise ValueError(f"{op}: q_bias, k_bias and v_bias come together, got some of them in {at}")
-    if layer.window < 0:
-        raise ValueError(f"{op}: {at}.window must be positive, or 0 for none, got {layer.window}")
-    if layer.sinks is not None and (layer.sinks.dim() != 1 or not layer.sinks.is_contiguous()):
-        raise ValueError(f"{op}: {at}.sinks must be [num_heads], contiguous, got {list(layer.sinks.shape)}")
-
-
-def _check_memory(packed: PackedLayers) -> None:
-    """Check that the addresses of the weights may be kept, and are those of their values."""
-    op, named = "decoder_layers", [("norm", packed.norm)]
-    for i, layer in enumerate(packed.layers):
-        named += [(f"layers[{i}].{name}", x) for name, x in layer._asdict().items() if isinstance(x, Tensor)]
-    for name, tensor in named:
-        if type(tensor) not in (Tensor, torch.nn.Parameter):
-            raise TypeError(f"{op}: {name} must be a torch.Tensor or Parameter itself, got {type(tensor).__name__}")
-        expect_strided(op, [name], [tensor])
-        expect_memory(op, name, tensor)
-        if tensor.is_neg():
-            raise ValueError(f"{op}: {name} must not be a negative view, whose sign is not in memory: resolve_neg() it")
-
-
 def _twin(*arguments: object) -> tuple[Tensor, Tensor]:
     """Run `decoder_layers` in plain torch."""
-    *varying, handle = arguments
+    *varying, handle = arguments[:9]
     packed = _packed(handle)
-    return reference.decoder_layers(*varying, packed.layers, packed.norm, packed.eps, packed.scale, packed.taps)
+    fixed = (packed.layers, packed.norm, packed.eps, packed.scale, packed.taps)
+    return reference.decoder_layers(*varying, *fixed, *arguments[9:], zero_centered=packed.zero_centered)
 
 
-@op(mutates=("k_caches", "v_caches"), twin=_twin, cuda_kernel=False)
+_WRITTEN = ("k_caches", "v_caches", "windows", "states", "saved_k", "saved_d", "saved_a")
+
+
+@op(mutates=_WRITTEN, twin=_twin, cuda_kernel=False)
 def decoder_layers(
     launch: Launcher,
     hidden: Tensor,
@@ -221,12 +136,21 @@ def decoder_layers(
     k_caches: list[Tensor],
     v_caches: list[Tensor],
     layers: str,
+    windows: list[Tensor] = (),
+    states: list[Tensor] = (),
+    saved_k: list[Tensor] = (),
+    saved_d: list[Tensor] = (),
+    saved_a: list[Tensor] = (),
+    pending: Tensor | None = None,
+    keep: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Run the pre-norm decoder layers of a model (Qwen3, Qwen2, Llama, Mistral) and its final norm, in one call.
+    """Run the pre-norm decoder layers of a model (Qwen3.5, Qwen3, Llama, ...) and its final norm, in one call.
 
-    Per layer: RMSNorm, q, k, v, head norms, RoPE, append, attention over the cache, output projection, residual,
-    RMSNorm, ``silu(gate) * up``, down projection, residual. K and V also come from the live context rows, as they are
-    and without the input norm; those rows have no query. A row's bits depend neither on its place nor on the others.
+    Per layer: RMSNorm, q, k, v, head norms, RoPE, append, attention over the cache, output gate, output projection,
+    residual, RMSNorm, ``silu(gate) * up``, down projection, residual. A recurrent layer has a Gated DeltaNet in place
+    of attention: `causal_conv_`, `delta_net_inputs`, `gated_recurrence_`, `gated_rms_norm`. K and V also come from the
+    live context rows, as they are and without the input norm; those rows have no query. A row's bits depend neither on
+    its place nor on the others.
 
     Args:
         hidden: ``[batch, rows, hidden]``, float32 or bfloat16; row i of sequence b is at ``lengths[b] + i``.
@@ -235,9 +159,16 @@ def decoder_layers(
         lengths: ``[batch]`` int64, as in `block_attention`.
         cos: ``[positions, rotary / 2]`` float32, one row per position; positions past the end take the last.
         sin: like ``cos``.
-        k_caches: per layer ``[batch, num_kv_heads, capacity, head_dim]``, contiguous; written.
+        k_caches: per layer of attention ``[batch, num_kv_heads, capacity, head_dim]``, contiguous; written.
         v_caches: like ``k_caches``.
         layers: the handle of the layers, see `dflash.ops.layers.PackedLayers`.
+        windows: per recurrent layer, as in `causal_conv_`; written.
+        states: per recurrent layer, as in `gated_recurrence_`; written.
+        saved_k: like ``states``.
+        saved_d: like ``states``.
+        saved_a: like ``states``.
+        pending: ``[batch]`` int64, as in `gated_recurrence_`; None without recurrent layers.
+        keep: like ``pending``.
 
     Returns:
         ``(out [batch, rows, hidden], tapped [batch, rows, taps * hidden])``, ``out`` after the final norm.
@@ -257,6 +188,9 @@ def decoder_layers(
     if not _call_fits(packed, hidden, lengths, k_caches, v_caches):
         _check_call(packed, hidden, lengths, k_caches, v_caches)
     _check_context(packed, hidden, context, num_context)
+    recurrent = (windows, states, saved_k, saved_d, saved_a)
+    if packed.recurrent or any(recurrent) or pending is not None or keep is not None:
+        _check_recurrent(packed, hidden.shape[0], recurrent, pending, keep)
     _check_heads(packed, k_caches[0])
     _check_rotary(cos, sin, k_caches[0].shape[3])
     dtype = launch.dtype("decoder_layers", "hidden", hidden)
@@ -273,13 +207,15 @@ def decoder_layers(
         return out, tapped
     # 2. Run
     _, num_kv_heads, capacity, head_dim = k_caches[0].shape
-    first = packed.layers[0]
+    key_heads, delta_heads, key_dim, value_dim, conv_width = packed.recurrent[0].sizes if packed.recurrent else 5 * (0,)
     positions, half = cos.shape
     launch(
-        "decoder_layers", packed.records(), k_caches, v_caches, hidden, context, num_context, lengths, cos, sin,
-        packed.norm, out, tapped, len(packed.layers), batch, rows, 0 if context is None else context.shape[1], size,
-        first.gate.shape[0], first.q.shape[0] // head_dim, num_kv_heads, head_dim, half, positions, capacity, num_taps,
-        packed.scale, packed.eps, dtype,
+        "decoder_layers", packed.records(), k_caches, v_caches, windows, states, saved_k, saved_d, saved_a,
+        dense(pending), dense(keep), hidden, context, num_context, lengths, cos, sin, packed.norm, out, tapped,
+        len(packed.layers), batch, rows, 0 if context is None else context.shape[1], size,
+        packed.layers[0].gate.shape[0], packed.attention[0].o.shape[1] // head_dim, num_kv_heads, head_dim, half,
+        positions, capacity, num_taps, key_heads, delta_heads, key_dim, value_dim, conv_width,
+        saved_k[0].shape[1] if saved_k else 0, packed.scale, packed.eps, packed.zero_centered, dtype,
     )  # fmt: skip
     return out, tapped
 
@@ -288,7 +224,7 @@ def _call_fits(
     packed: PackedLayers, hidden: Tensor, lengths: Tensor, k_caches: list[Tensor], v_caches: list[Tensor]
 ) -> bool:
     """Return True if a call without context is right: the short way past `_check_call`."""
-    if len(k_caches) != len(packed.layers) or len(v_caches) != len(packed.layers) or hidden.dim() != 3:
+    if len(k_caches) != len(packed.attention) or len(v_caches) != len(packed.attention) or hidden.dim() != 3:
         return False
     (batch, rows, _), shape, dtype = hidden.shape, k_caches[0].shape, packed.norm.dtype
     return (
@@ -303,7 +239,7 @@ def _call_fits(
 def _check_call(
     packed: PackedLayers, hidden: Tensor, lengths: Tensor, k_caches: list[Tensor], v_caches: list[Tensor]
 ) -> None:
-    op, num_layers, dtype = "decoder_layers", len(packed.layers), packed.norm.dtype
+    op, num_layers, dtype = "decoder_layers", len(packed.attention), packed.norm.dtype
     size = packed.norm.shape[0]
     expect(op, "hidden", hidden, (None, None, size), dtype, "batch, rows, hidden")
     batch = hidden.shape[0]
@@ -318,6 +254,8 @@ def _check_context(packed: PackedLayers, hidden: Tensor, context: Tensor | None,
     op, batch, size = "decoder_layers", hidden.shape[0], hidden.shape[2]
     if (context is None) != (num_context is None):
         raise ValueError(f"{op}: context and num_context come together, got one of them")
+    if context is not None and packed.recurrent:
+        raise ValueError(f"{op}: context must be None where layers are recurrent, got {list(context.shape)}")
     rows = context.shape[1] if context is not None and context.dim() == 3 else 0
     dtype = packed.norm.dtype
     if context is not None and not _C.fits(
@@ -327,21 +265,61 @@ def _check_context(packed: PackedLayers, hidden: Tensor, context: Tensor | None,
         expect(op, "num_context", num_context, (batch,), torch.int64, "batch")
 
 
+def _check_recurrent(
+    packed: PackedLayers, batch: int, recurrent: tuple, pending: Tensor | None, keep: Tensor | None
+) -> None:
+    op, num_layers, names = "decoder_layers", len(packed.recurrent), _WRITTEN[2:]
+    for name, tensors in zip(names, recurrent, strict=True):
+        if len(tensors) != num_layers:
+            raise ValueError(
+                f"{op}: {name} must have one tensor for each of {num_layers} recurrent layers, got {len(tensors)}"
+            )
+    for name, counts in (("pending", pending), ("keep", keep)):
+        if (counts is None) != (num_layers == 0):
+            raise ValueError(f"{op}: {name} must be [batch] where layers are recurrent, and None elsewhere")
+    if num_layers == 0:
+        return
+    key_heads, heads, key_dim, value_dim, width = packed.recurrent[0].sizes
+    channels = 2 * key_heads * key_dim + heads * value_dim
+    block = recurrent[2][0].shape[1] if recurrent[2][0].dim() == 4 else 0
+    wide, narrow = torch.float32, packed.norm.dtype
+    shapes = [
+        ((batch, width - 1 + block, channels), narrow, "batch, conv_width - 1 + block, channels"),
+        ((batch, heads, key_dim, value_dim), wide, "batch, heads, key_dim, value_dim"),
+        ((batch, block, key_heads, key_dim), wide, "batch, block, key_heads, key_dim"),
+        ((batch, block, heads, value_dim), wide, "batch, block, heads, value_dim"),
+        ((batch, block, heads), wide, "batch, block, heads"),
+    ]
+    counted = (pending, (batch,), torch.int64, keep, (batch,), torch.int64)
+    flat = [
+        part for tensors, (shape, dtype, _) in zip(recurrent, shapes, strict=True) for part in (tensors, shape, dtype)
+    ]
+    if _C.fits(True, *flat) and _C.fits(False, *counted):
+        return
+    for name, tensors, (shape, dtype, words) in zip(names, recurrent, shapes, strict=True):
+        for i, tensor in enumerate(tensors):
+            expect(op, f"{name}[{i}]", tensor, shape, dtype, words)
+            expect_contiguous(op, f"{name}[{i}]", tensor)
+    expect(op, "pending", pending, (batch,), torch.int64, "batch")
+    expect(op, "keep", keep, (batch,), torch.int64, "batch")
+
+
 def _check_heads(packed: PackedLayers, k_cache: Tensor) -> None:
     """Check that the heads of the cache are those of the layers."""
-    op, first, (_, kv_heads, _, head_dim) = "decoder_layers", packed.layers[0], k_cache.shape
+    op, first, (_, kv_heads, _, head_dim) = "decoder_layers", packed.attention[0], k_cache.shape
     if packed.checked_heads == (kv_heads, head_dim):
         return
-    q_size, kv_size = first.q.shape[0], first.k.shape[0]
+    at = f"layers[{next(i for i, layer in enumerate(packed.layers) if layer is first)}]"
+    q_size, kv_size = first.o.shape[1], first.k.shape[0]
     heads = q_size // max(head_dim, 1)
     fits = kv_size > 0 and kv_heads * head_dim == kv_size and heads * head_dim == q_size and heads % kv_heads == 0
     if not fits or (first.q_norm is not None and first.q_norm.shape[0] != head_dim):
         raise ValueError(
-            f"{op}: k_caches[0] must have heads that fit the rows of layers[0].q ({q_size}) and .k ({kv_size}) and its "
+            f"{op}: k_caches[0] must have heads that fit {at}.o ({q_size} columns), .k ({kv_size} rows) and its "
             f"head norms, got {kv_heads} heads of {head_dim}"
         )
     for i, layer in enumerate(packed.layers):
-        if layer.sinks is not None and layer.sinks.shape[0] != heads:
+        if not layer.is_recurrent and layer.sinks is not None and layer.sinks.shape[0] != heads:
             raise ValueError(f"{op}: layers[{i}].sinks must be [num_heads] = [{heads}], got {list(layer.sinks.shape)}")
     packed.checked_heads = kv_heads, head_dim
 

@@ -1,4 +1,4 @@
-"""RMSNorm with and without a residual, SiLU x mul, and the fusion of target features."""
+"""RMSNorm with and without a residual, gates, and the fusion of target features."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .. import _C
 from . import reference
-from .checks import dense, expect
+from .checks import dense, expect, unit_stride
 from .linear import linear, skinny
 from .registry import Launcher, op
 
@@ -22,7 +22,14 @@ def _check_norm(op: str, x: Tensor, weight: Tensor) -> None:
 
 
 @op()
-def rms_norm(launch: Launcher, x: Tensor, weight: Tensor, eps: float, counts: Tensor | None = None) -> Tensor:
+def rms_norm(
+    launch: Launcher,
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    counts: Tensor | None = None,
+    zero_centered: bool = False,
+) -> Tensor:
     """Compute ``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension, in fp32, rounded once.
 
     Args:
@@ -30,6 +37,7 @@ def rms_norm(launch: Launcher, x: Tensor, weight: Tensor, eps: float, counts: Te
         weight: ``[hidden]``, the dtype of ``x``.
         eps: added to the mean square.
         counts: ``[batch]`` int64. Rows at or past the count are never read and come back as zeros.
+        zero_centered: multiply by ``1 + weight`` instead, as Qwen3-Next and Qwen3.5 store it.
 
     Returns:
         A tensor like ``x``.
@@ -46,13 +54,21 @@ def rms_norm(launch: Launcher, x: Tensor, weight: Tensor, eps: float, counts: Te
     x, weight, counts = x.contiguous(), weight.contiguous(), dense(counts)
     out, hidden = torch.empty_like(x), x.shape[-1]
     rows = x.numel() // hidden
-    launch("rms_norm", x, None, weight, counts, out, None, None, 0, rows, hidden, x.shape[-2], eps, dtype)
+    launch(
+        "rms_norm", x, None, weight, counts, out, None, None, 0, rows, hidden, x.shape[-2], eps, zero_centered, dtype
+    )  # fmt: skip
     return out
 
 
 @op(mutates=("tap",))
 def add_rms_norm(
-    launch: Launcher, x: Tensor, residual: Tensor, weight: Tensor, eps: float, tap: Tensor | None = None
+    launch: Launcher,
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    tap: Tensor | None = None,
+    zero_centered: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Compute ``h = x + residual`` and its RMSNorm.
 
@@ -63,6 +79,7 @@ def add_rms_norm(
         eps: added to the mean square.
         tap: like ``x``, or None; written with ``h``. Its rows may be any one stride apart, as the columns of one tap
             among several are.
+        zero_centered: as in `rms_norm`.
 
     Returns:
         ``(rms_norm(h), h)``, both like ``x``; ``h`` is rounded to the dtype before it is normed.
@@ -81,7 +98,10 @@ def add_rms_norm(
     x, residual, weight = x.contiguous(), residual.contiguous(), weight.contiguous()
     out, total, hidden = torch.empty_like(x), torch.empty_like(x), x.shape[-1]
     rows = x.numel() // hidden
-    launch("rms_norm", x, residual, weight, None, out, total, tap, tap_stride, rows, hidden, rows, eps, dtype)
+    launch(
+        "rms_norm", x, residual, weight, None, out, total, tap, tap_stride, rows, hidden, rows, eps, zero_centered,
+        dtype,
+    )  # fmt: skip
     return out, total
 
 
@@ -118,6 +138,29 @@ def silu_mul(launch: Launcher, gate_up: Tensor) -> Tensor:
     width = gate_up.shape[-1] // 2
     out = gate_up.new_empty(*gate_up.shape[:-1], width)
     launch("silu_mul", gate_up, out, out.numel() // max(width, 1), width, dtype)
+    return out
+
+
+@op()
+def sigmoid_mul(launch: Launcher, x: Tensor, gate: Tensor) -> Tensor:
+    """Compute ``x * sigmoid(gate)`` per head, in fp32, rounded once: attention with an output gate.
+
+    Args:
+        x: ``[rows, heads, width]``, float32 or bfloat16 (on CUDA float16 too).
+        gate: like ``x``, any strides.
+
+    Returns:
+        A tensor like ``x``.
+
+    Raises:
+        ValueError: a shape does not fit. TypeError: a dtype does not fit.
+    """
+    expect("sigmoid_mul", "x", x, (None, None, None), x.dtype, "rows, heads, width")
+    expect("sigmoid_mul", "gate", gate, tuple(x.shape), x.dtype, "as x")
+    dtype = launch.dtype("sigmoid_mul", "x", x)
+    x, gate = x.contiguous(), unit_stride(gate)
+    out = torch.empty_like(x)
+    launch("sigmoid_mul", x, gate, out, *gate.stride()[:2], *x.shape, dtype)
     return out
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .. import _C
 from .checks import dense, expect, expect_contiguous, unit_stride
 from .registry import Launcher, op
 
@@ -55,15 +56,42 @@ def gated_recurrence_(
         ValueError: a shape or device does not fit, or a written tensor is not contiguous.
         TypeError: a dtype does not fit.
     """
-    _check_recurrence(q, k, v, log_decay, beta, state, saved_k, saved_d, saved_a, pending, keep)
+    if not _recurrence_fits(q, k, v, log_decay, beta, state, saved_k, saved_d, saved_a, pending, keep):
+        _check_recurrence(q, k, v, log_decay, beta, state, saved_k, saved_d, saved_a, pending, keep)
     (batch, rows, key_heads, key_dim), (heads, value_dim) = q.shape, v.shape[2:]
-    out = v.new_empty(batch, rows, heads, value_dim)
+    out = torch.empty_like(v, memory_format=torch.contiguous_format)  # half the time of new_empty
     inputs = [dense(x) for x in (q, k, v, log_decay, beta)]
     launch(
         "gated_recurrence", *inputs, state, saved_k, saved_d, saved_a, pending.contiguous(), keep.contiguous(), out,
         batch, rows, key_heads, heads, key_dim, value_dim, 1 if log_decay.dim() == 3 else key_dim, saved_k.shape[1],
+        launch.counters(v.device),
     )  # fmt: skip
     return out
+
+
+def _recurrence_fits(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None, state: Tensor, saved_k: Tensor,
+    saved_d: Tensor, saved_a: Tensor, pending: Tensor, keep: Tensor,
+) -> bool:  # fmt: skip
+    """Return True if a call is right: the short way past `_check_recurrence`."""
+    if not q.dim() == v.dim() == saved_k.dim() == 4:
+        return False
+    (batch, rows, key_heads, key_dim), (heads, value_dim), block = q.shape, v.shape[2:], saved_k.shape[1]
+    decays, betas = (heads,) if log_decay.dim() == 3 else (heads, key_dim), () if beta is None else (beta,)
+    return (
+        min(key_heads, key_dim, heads, value_dim) > 0
+        and heads % key_heads == 0
+        and _C.fits(
+            False, (q, k), (batch, rows, key_heads, key_dim), torch.float32, v, (batch, rows, heads, value_dim),
+            torch.float32, log_decay, (batch, rows, *decays), torch.float32, betas, (batch, rows, heads),
+            torch.float32, (pending, keep), (batch,), torch.int64,
+        )
+        and _C.fits(
+            True, state, (batch, heads, key_dim, value_dim), torch.float32, saved_k,
+            (batch, block, key_heads, key_dim), torch.float32, saved_d, (batch, block, heads, value_dim),
+            torch.float32, saved_a, (batch, block, *decays), torch.float32,
+        )
+    )  # fmt: skip
 
 
 def _check_recurrence(
@@ -132,27 +160,53 @@ def causal_conv_(
     Raises:
         ValueError: a shape or device does not fit, or the window is not contiguous. TypeError: a dtype does not fit.
     """
+    if not _convolution_fits(x, weight, bias, window, pending, keep):
+        _check_convolution(x, weight, bias, window, pending, keep)
+    (batch, rows, channels), width = x.shape, weight.shape[1]
+    dtype = launch.dtype("causal_conv_", "x", x)
+    x = unit_stride(x)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    launch(
+        "causal_conv", x, weight.contiguous(), dense(bias), window, pending.contiguous(), keep.contiguous(), out,
+        *x.stride()[:2], batch, rows, channels, width, window.shape[1] - width + 1, silu, dtype,
+    )  # fmt: skip
+    return out
+
+
+def _convolution_fits(
+    x: Tensor, weight: Tensor, bias: Tensor | None, window: Tensor, pending: Tensor, keep: Tensor
+) -> bool:
+    """Return True if a call is right: the short way past `_check_convolution`."""
+    if not (x.dim() == window.dim() == 3 and weight.dim() == 2):
+        return False
+    (batch, _, channels), (_, slots, _), width, dtype = x.shape, window.shape, weight.shape[1], x.dtype
+    return (
+        0 < width <= slots + 1
+        and _C.fits(
+            False, weight, (channels, width), dtype, () if bias is None else (bias,), (channels,), dtype,
+            (pending, keep), (batch,), torch.int64,
+        )
+        and _C.fits(True, window, (batch, slots, channels), dtype)
+    )  # fmt: skip
+
+
+def _check_convolution(
+    x: Tensor, weight: Tensor, bias: Tensor | None, window: Tensor, pending: Tensor, keep: Tensor
+) -> None:
     op = "causal_conv_"
     expect(op, "x", x, (None, None, None), x.dtype, "batch, rows, channels")
-    batch, rows, channels = x.shape
+    batch, _, channels = x.shape
     expect(op, "weight", weight, (channels, None), x.dtype, "channels, width")
     width = weight.shape[1]
     if bias is not None:
         expect(op, "bias", bias, (channels,), x.dtype, "channels")
     expect(op, "window", window, (batch, None, channels), x.dtype, "batch, width - 1 + block, channels")
     expect_contiguous(op, "window", window)
-    block = window.shape[1] - width + 1
-    if width == 0 or block < 0:
+    if width == 0:
+        raise ValueError(f"{op}: weight must have a width of at least 1, got {list(weight.shape)}")
+    if window.shape[1] < width - 1:
         raise ValueError(
             f"{op}: window must have at least the {width} - 1 inputs in front of a row, got {list(window.shape)}"
         )
     expect(op, "pending", pending, (batch,), torch.int64, "batch")
     expect(op, "keep", keep, (batch,), torch.int64, "batch")
-    dtype = launch.dtype(op, "x", x)
-    x = unit_stride(x)
-    out = x.new_empty(batch, rows, channels)
-    launch(
-        "causal_conv", x, weight.contiguous(), dense(bias), window, pending.contiguous(), keep.contiguous(), out,
-        *x.stride()[:2], batch, rows, channels, width, block, silu, dtype,
-    )  # fmt: skip
-    return out

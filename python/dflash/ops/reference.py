@@ -15,29 +15,38 @@ def _compute_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, counts: Tensor | None = None) -> Tensor:
-    """``x / sqrt(mean(x^2) + eps) * weight``; rows at or past ``counts`` are zero."""
+def rms_norm(
+    x: Tensor, weight: Tensor, eps: float, counts: Tensor | None = None, zero_centered: bool = False
+) -> Tensor:
+    """``x / sqrt(mean(x^2) + eps) * weight``, or ``1 + weight``; rows at or past ``counts`` are zero."""
     wide = x.to(_compute_dtype(x))
-    out = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.to(wide.dtype)
+    weight = weight.to(wide.dtype)
+    out = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * (1 + weight if zero_centered else weight)
     if counts is not None:
         out = live_rows(out, counts)
     return out.to(x.dtype)
 
 
 def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, tap: Tensor | None = None
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, tap: Tensor | None = None, zero_centered: bool = False
 ) -> tuple[Tensor, Tensor]:
     """``h = x + residual``; returns ``(rms_norm(h), h)`` and puts h in the tap."""
     total = x + residual
     if tap is not None:
         tap.copy_(total)
-    return rms_norm(total, weight, eps), total
+    return rms_norm(total, weight, eps, None, zero_centered), total
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
     """``silu(gate) * up`` for ``gate_up = [gate, up]`` side by side."""
     gate, up = gate_up.to(_compute_dtype(gate_up)).chunk(2, -1)
     return (torch.nn.functional.silu(gate) * up).to(gate_up.dtype)
+
+
+def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
+    """``x * sigmoid(gate)``."""
+    wide = _compute_dtype(x)
+    return (x.to(wide) * torch.sigmoid(gate.to(wide))).to(x.dtype)
 
 
 def fuse_features(context: Tensor, num_context: Tensor, fc_weight: Tensor, norm_weight: Tensor, eps: float) -> Tensor:
@@ -51,11 +60,13 @@ def live_rows(x: Tensor, counts: Tensor) -> Tensor:
     return torch.where(live[..., None], x, 0)
 
 
-def _norm_rope(x: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
+def _norm_rope(
+    x: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor, zero_centered: bool = False
+) -> Tensor:
     """RMSNorm over the heads of ``x [batch, rows, heads, head_dim]``, then half-split RoPE, rounded once."""
     wide = x.to(_compute_dtype(x))
     if weight is not None:
-        wide = rms_norm(wide, weight.to(wide.dtype), eps)
+        wide = rms_norm(wide, weight.to(wide.dtype), eps, None, zero_centered)
     half = cos.shape[-1]
     cos, sin = (t.to(wide.dtype).unsqueeze(2) for t in (cos, sin))
     first, second, rest = wide[..., :half], wide[..., half : 2 * half], wide[..., 2 * half :]
@@ -89,14 +100,16 @@ def qkv_norm_rope_append_(
     q_out: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
+    zero_centered: bool = False,
+    gated: bool = False,
 ) -> None:
     """Split packed rows into heads, norm and rotate q and k, write q of the last rows and append k and v."""
     q_rows, num_heads, head_dim = q_out.shape[1:]
-    heads = qkv.unflatten(-1, (-1, head_dim))
-    q, k, v = heads.split([num_heads, k_cache.shape[1], v_cache.shape[1]], 2)
+    heads, step = qkv.unflatten(-1, (-1, head_dim)), 2 if gated else 1
+    q, k, v = heads.split([step * num_heads, k_cache.shape[1], v_cache.shape[1]], 2)
     first = qkv.shape[1] - q_rows
-    q_out.copy_(_norm_rope(q[:, first:], q_norm_weight, eps, cos[:, first:], sin[:, first:]))
-    _append(_norm_rope(k, k_norm_weight, eps, cos, sin).transpose(1, 2), positions, k_cache)
+    q_out.copy_(_norm_rope(q[:, first:, ::step], q_norm_weight, eps, cos[:, first:], sin[:, first:], zero_centered))
+    _append(_norm_rope(k, k_norm_weight, eps, cos, sin, zero_centered).transpose(1, 2), positions, k_cache)
     _append(v.transpose(1, 2), positions, v_cache)
 
 
@@ -432,6 +445,25 @@ def causal_conv_(
     return (torch.nn.functional.silu(total) if silu else total).to(x.dtype)
 
 
+def delta_net_inputs(
+    qkv: Tensor, b: Tensor, a: Tensor, a_log: Tensor, dt_bias: Tensor, key_heads: int, key_dim: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """``(q, k, v, log_decay, beta)`` of a Gated DeltaNet layer, as `gated_recurrence_` takes them."""
+    wide, keys = _compute_dtype(qkv), key_heads * key_dim
+    q, k, v = qkv.to(wide).split([keys, keys, qkv.shape[-1] - 2 * keys], -1)
+    q, k = (x.unflatten(-1, (key_heads, key_dim)) for x in (q, k))
+    q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+    log_decay = -a_log.to(wide).exp() * torch.nn.functional.softplus(a.to(wide) + dt_bias.to(wide))
+    beta = torch.sigmoid(b.to(wide)).to(b.dtype).to(wide)
+    return q * key_dim**-0.5, k, v.unflatten(-1, (a_log.shape[0], -1)), log_decay, beta
+
+
+def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """``rms_norm(x) * weight * silu(z)`` per head, side by side."""
+    gate = torch.nn.functional.silu(z.to(x.dtype)).view(x.shape)
+    return (rms_norm(x, weight.to(x.dtype), eps) * gate).flatten(2).to(z.dtype)
+
+
 def separate_rows(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return the operands of ``x @ weight.T`` in a form in which no row of ``x`` meets another.
 
@@ -472,8 +504,16 @@ def decoder_layers(
     eps: float,
     scale: float,
     taps: list[int] | tuple[int, ...],
+    windows: list[Tensor] | tuple = (),
+    states: list[Tensor] | tuple = (),
+    saved_k: list[Tensor] | tuple = (),
+    saved_d: list[Tensor] | tuple = (),
+    saved_a: list[Tensor] | tuple = (),
+    pending: Tensor | None = None,
+    keep: Tensor | None = None,
+    zero_centered: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Pre-norm decoder layers (``DecoderLayer`` of layers.py) and the final norm, from the other ops."""
+    """Pre-norm decoder layers (``DecoderLayer`` and ``DeltaNetLayer`` of weights.py) and the final norm."""
     batch, rows, _ = hidden.shape
     capacity, head_dim = k_caches[0].shape[2:]
     lengths = lengths.clamp(-rows, 2 * capacity + rows)
@@ -485,22 +525,53 @@ def decoder_layers(
         positions = torch.cat([before, positions], 1)
     at = positions.clamp(0, cos.shape[0] - 1)
     residual, tapped = hidden, {}
-    for i, (layer, k_cache, v_cache) in enumerate(zip(layers, k_caches, v_caches, strict=True)):
-        normed = rms_norm(residual, layer.input_norm, eps)
-        x = normed if context is None else torch.cat([context, normed], 1)
-        projections = ((layer.q, layer.q_bias), (layer.k, layer.k_bias), (layer.v, layer.v_bias))
-        qkv = torch.cat([linear(x, weight, bias) for weight, bias in projections], -1)
-        queries = hidden.new_empty(batch, rows, layer.q.shape[0] // head_dim, head_dim)
-        qkv_norm_rope_append_(
-            qkv, positions, cos[at], sin[at], layer.q_norm, layer.k_norm, eps, queries, k_cache, v_cache
-        )
-        out = block_attention(
-            queries, k_cache, v_cache, lengths, scale, layer.causal, layer.window, 0.0, layer.sinks, None
-        )
-        delta = linear(out.flatten(2), layer.o, layer.o_bias)
-        normed, residual = add_rms_norm(delta, residual, layer.post_norm, eps)
+    attention = zip(k_caches, v_caches, strict=True)
+    recurrent = zip(windows, states, saved_k, saved_d, saved_a, strict=True)
+    for i, layer in enumerate(layers):
+        normed = rms_norm(residual, layer.input_norm, eps, None, zero_centered)
+        if layer.is_recurrent:
+            delta = _delta_net(normed, layer, eps, *next(recurrent), pending, keep)
+        else:
+            k_cache, v_cache = next(attention)
+            x = normed if context is None else torch.cat([context, normed], 1)
+            projections = ((layer.q, layer.q_bias), (layer.k, layer.k_bias), (layer.v, layer.v_bias))
+            qkv = torch.cat([linear(x, weight, bias) for weight, bias in projections], -1)
+            queries = hidden.new_empty(batch, rows, layer.o.shape[1] // head_dim, head_dim)
+            norms = (layer.q_norm, layer.k_norm, eps)
+            written = (queries, k_cache, v_cache)
+            qkv_norm_rope_append_(qkv, positions, cos[at], sin[at], *norms, *written, zero_centered, layer.gated)
+            out = block_attention(
+                queries, k_cache, v_cache, lengths, scale, layer.causal, layer.window, 0.0, layer.sinks, None
+            )
+            if layer.gated:
+                gates = qkv[:, -rows:, : layer.q.shape[0]].unflatten(-1, (-1, 2, head_dim))[..., 1, :]
+                out = sigmoid_mul(out, gates)
+            delta = linear(out.flatten(2), layer.o, layer.o_bias)
+        normed, residual = add_rms_norm(delta, residual, layer.post_norm, eps, None, zero_centered)
         residual = residual + linear(silu_mul(linears(normed, (layer.gate, layer.up))), layer.down)
         tapped[i] = residual
-    out = tapped[len(layers) - 1] = rms_norm(residual, norm, eps)
+    out = tapped[len(layers) - 1] = rms_norm(residual, norm, eps, None, zero_centered)
     empty = hidden.new_empty(batch, rows, 0)
     return out.clone(), torch.cat([empty, *(tapped[tap] for tap in taps)], -1)
+
+
+def _delta_net(
+    x: Tensor,
+    layer: object,
+    eps: float,
+    window: Tensor,
+    state: Tensor,
+    saved_k: Tensor,
+    saved_d: Tensor,
+    saved_a: Tensor,
+    pending: Tensor,
+    keep: Tensor,
+) -> Tensor:
+    """A Gated DeltaNet (``DeltaNetLayer`` of weights.py)."""
+    key_heads, key_dim = saved_k.shape[2:]
+    qkv, z, b, a = layer.split(linears(x, layer.projections))
+    qkv = causal_conv_(qkv, layer.conv[:, 0], None, True, window, pending, keep)
+    q, k, v, log_decay, beta = delta_net_inputs(qkv, b, a, layer.a_log, layer.dt_bias, key_heads, key_dim)
+    saved = (state, saved_k, saved_d, saved_a)
+    out = gated_recurrence_(q, k, v, log_decay, beta, *saved, pending, keep)
+    return linear(gated_rms_norm(out, z, layer.norm, eps), layer.out)

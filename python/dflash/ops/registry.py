@@ -69,6 +69,10 @@ class Launcher:
         """Return ``(splits, workspace, counters)`` as the kernel's file answers for these shapes."""
         return 1, None, None
 
+    def counters(self, device: torch.device) -> Tensor | None:
+        """Return int32 zeros, zero again after every kernel, where blocks count themselves; None on the CPU."""
+        return None
+
     def scratch(self, kernel: str, device: torch.device, *shapes: object) -> Tensor | None:
         """Return the scratch memory that the kernel's file asks for with these shapes."""
         return None

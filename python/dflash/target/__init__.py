@@ -4,6 +4,8 @@ from .fingerprint import ValuesFingerprint, WeightsFingerprint, describe_config,
 from .folder import check_target_config, check_target_size, check_target_weights
 from .functions import functions_of
 from .generation_config import generation_defaults, stop_string_criterion, transformers_version
+from .parallel import ranks_in
+from .recurrent import has_recurrent_layers
 from .support import (
     UnsupportedTargetError,
     check_target,
@@ -33,6 +35,8 @@ __all__ = [
     "first_hook",
     "functions_of",
     "generation_defaults",
+    "has_recurrent_layers",
+    "ranks_in",
     "refusal",
     "refusal_of_weights",
     "sample_digest",

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from .support import text_config
-from .weights import modules_of, plain_tensors, tensors_of
+from .weights import modules_of, plain_tensors, shard_of, tensors_of
 
 __all__ = ["ValuesFingerprint", "WeightsFingerprint", "describe_config", "sample_digest"]
 
@@ -38,11 +38,11 @@ class WeightsFingerprint:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
-        self._tensors = _identities(tensors_of(modules_of(module)))
+        self._tensors = _identities(_tensors(module))
 
     def matches(self, module: nn.Module) -> bool:
         """Return True if ``module`` is the same one, with the same tensors."""
-        return self._module() is module and self._tensors == _identities(tensors_of(modules_of(module)))
+        return self._module() is module and self._tensors == _identities(_tensors(module))
 
     def replaced(self) -> bool:
         """Return True if the module is still alive and has other tensors now."""
@@ -85,7 +85,13 @@ class ValuesFingerprint:
         return all(map(torch.equal, self._sample, _read(self._views)))
 
     def _all(self, modules: list[nn.Module]) -> list[Tensor]:
-        return [*(tensor for module in modules for tensor in tensors_of(modules_of(module))), *self._plain]
+        return [*(tensor for module in modules for tensor in _tensors(module)), *self._plain]
+
+
+def _tensors(module: nn.Module) -> list[Tensor]:
+    """Return parameters and buffers, and this process's part of those that are spread over several."""
+    tensors = tensors_of(modules_of(module))
+    return tensors + [shard for tensor in tensors if (shard := shard_of(tensor)) is not None]
 
 
 def _is_uncounted(tensor: Tensor) -> bool:
@@ -143,10 +149,14 @@ def describe_config(target: nn.Module) -> str:
 
 
 def sample_digest(model: nn.Module) -> str:
-    """Return a cheap digest of the weights: every tensor's name, shape and dtype, and about 64 of its values."""
+    """Return a cheap digest of the weights: every tensor's name, shape and dtype, and about 64 of its values.
+
+    Of a tensor that is spread over processes no value is read.
+    """
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
-        flat = parameter.detach().flatten()
-        few = flat[:: max(1, flat.numel() // 64)].float().cpu()
-        digest.update(f"{name} {list(parameter.shape)} {parameter.dtype}".encode() + few.numpy().tobytes())
+        digest.update(f"{name} {list(parameter.shape)} {parameter.dtype}".encode())
+        if shard_of(parameter) is None:
+            flat = parameter.detach().flatten()
+            digest.update(flat[:: max(1, flat.numel() // 64)].float().cpu().numpy().tobytes())
     return digest.hexdigest()[:16]

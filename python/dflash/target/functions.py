@@ -21,10 +21,11 @@ from torch.nn.modules import module as torch_module
 from transformers import cache_utils, masking_utils
 from transformers.generation.utils import GenerationMixin
 
+from .quantized import added_by_gptqmodel, inside_gptqmodel
 from .recurrent import FUNCTIONS as RECURRENT_FUNCTIONS
 from .weights import modules_of
 
-__all__ = ["Functions", "functions_of", "global_hooks", "own_loop_method", "shadowed_method"]
+__all__ = ["Functions", "codes_of", "functions_of", "global_hooks", "own_loop_method", "shadowed_method"]
 
 _TORCH, _TRANSFORMERS = (os.path.dirname(package.__file__) + os.sep for package in (torch, transformers))
 _MODELS = os.path.join(_TRANSFORMERS, "models", "")
@@ -236,6 +237,8 @@ def _is_original(place: _Place) -> bool:
     code = function.__code__
     if not _is_compiled_from_its_file(code, function.__globals__.get("__name__")):
         return False
+    if added_by_gptqmodel(function):
+        return True
     named = getattr(code, "co_qualname", function.__qualname__)  # Python 3.10 has none
     if isinstance(place.owner, type):
         return _is_method_of(place.owner, place.name, code.co_filename, named)
@@ -250,12 +253,12 @@ def _is_compiled_from_its_file(code: types.CodeType, module: Any) -> bool:
     """Return False for code that names a file of transformers or torch and is not in it."""
     if not isinstance(module, str):
         return False
-    known = _codes_of(module)
+    known = codes_of(module)
     return not known or code in known
 
 
 @functools.cache
-def _codes_of(module: str) -> frozenset[types.CodeType]:
+def codes_of(module: str) -> frozenset[types.CodeType]:
     """Return the code of all functions in a module's file, as Python's loader compiles it; nothing without a file."""
     spec = getattr(sys.modules.get(module), "__spec__", None)
     try:
@@ -302,8 +305,10 @@ def _unwrapped(value: Any) -> types.FunctionType | None:
 
 
 def _is_own_wrapper(wrapper: Any) -> bool:
-    """Return True for a wrapper of transformers, or one of torch's that only turns gradients off."""
+    """Return True for a wrapper of transformers or GPTQModel, or one of torch's that only turns gradients off."""
     code = _code(wrapper)
+    if inside_gptqmodel(wrapper) is not None:
+        return _is_compiled_from_its_file(code, wrapper.__module__)
     if code is None or not code.co_filename.startswith(_GRAD_WRAPPER):
         return code is not None and code.co_filename.startswith(_TRANSFORMERS)
     inside = dict(zip(code.co_freevars, wrapper.__closure__ or (), strict=True))
@@ -319,7 +324,7 @@ def _inner(value: Any) -> Any:
 def _chain(value: Any) -> list[Any]:
     """Return a function and what it says that it wraps, the innermost last."""
     chain = [_function(value)]
-    while (wrapped := _function(getattr(chain[-1], "__wrapped__", None))) is not None:
+    while (wrapped := _function(getattr(chain[-1], "__wrapped__", inside_gptqmodel(chain[-1])))) is not None:
         if any(wrapped is known for known in chain):
             break
         chain.append(wrapped)

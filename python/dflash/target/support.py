@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .functions import Functions, functions_of, global_hooks, own_loop_method, shadowed_method
+from .parallel import ranks_in, refusal_of_ranks, shards
+from .quantized import refusal_of_quantization, rounds_activations
 from .recurrent import has_recurrent_layers, refusal_of_recurrence
 from .weights import is_plain_tensor, modules_of, refusal_of_weights, tensors_of
 
@@ -80,12 +82,13 @@ def text_config(model: nn.Module) -> Any:
 # ---------------------------------------------------------------------------------------------- judging by structure
 
 
-def check_target(model: nn.Module, *, loaded: bool = True) -> nn.Module:
+def check_target(model: nn.Module, *, loaded: bool = True, spread: bool = True) -> nn.Module:
     """Return the unwrapped model, or raise if it cannot be run. Called once, where a model enters the package.
 
     Args:
         model: the user's, perhaps inside ``torch.compile``.
         loaded: see `refusal`.
+        spread: False to refuse a target that is spread over several processes.
 
     Raises:
         UnsupportedTargetError: the model cannot be run losslessly.
@@ -93,6 +96,8 @@ def check_target(model: nn.Module, *, loaded: bool = True) -> nn.Module:
     model = unwrap(model)
     if reason := refusal(model, loaded=loaded):
         raise UnsupportedTargetError(f"this target is not supported: {reason}")
+    if not spread and (count := ranks_in(model)) > 1:
+        raise UnsupportedTargetError(f"the whole target is needed in each process, this one is spread over {count}")
     return model
 
 
@@ -109,15 +114,19 @@ def refusal(model: nn.Module, *, loaded: bool = True) -> str | None:
         return f"{text_config(model).model_type} is an encoder-decoder"
     if model.get_output_embeddings() is None or not model.can_generate():
         return f"{type(model).__name__} has no language-model head"
-    return _refusal_of_weights(model, loaded) or _refusal_of_family(model) or _refusal_of_parts(model)
+    reason = refusal_of_ranks(model) or _refusal_of_weights(model, loaded)
+    return reason or _refusal_of_family(model) or _refusal_of_parts(model)
 
 
 def _refusal_of_weights(model: PreTrainedModel, loaded: bool) -> str | None:
-    if reason := refusal_of_weights(model, loaded):
+    if reason := refusal_of_weights(model, loaded, shards(model)) or refusal_of_quantization(model):
         return reason
     devices = {tensor.device for tensor in tensors_of(modules_of(model)) if isinstance(tensor, nn.Parameter)}
     if len(devices) > 1:
-        return f"its weights are spread over {', '.join(sorted(map(str, devices)))}: one device is needed"
+        return (
+            f"its weights are spread over {', '.join(sorted(map(str, devices)))}: one device is needed, or one process "
+            "per device (DistributedConfig(tp_size=N))"
+        )
     embedding = model.get_input_embeddings().weight
     if embedding.device.type == "cpu" and embedding.dtype not in (torch.float32, torch.bfloat16):
         return f"its dtype is {embedding.dtype}, the CPU kernels take float32 and bfloat16"
@@ -308,7 +317,9 @@ def probe(target: Target, model: PreTrainedModel, replaced: str, twin: nn.Module
             f"and attention: {type(error).__name__}: {error}"
         ) from error
     difference = float((got - expected).norm() / expected.norm())
-    if not difference < (1e-3 if target.dtype == torch.float32 else 5e-2):
+    # 8-bit activations move by a whole step where a last bit differs: 7e-2 was seen, 1 is what wrong wiring gives.
+    allowed = 0.25 if rounds_activations(model) else 1e-3 if target.dtype == torch.float32 else 5e-2
+    if not difference < allowed:
         raise UnsupportedTargetError(
             f"this target is not supported: {family} gives other logits with dflash's cache and "
             f"attention (relative difference {difference:.1e} in a trial run)"

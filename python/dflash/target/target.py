@@ -14,8 +14,10 @@ from torch import Tensor, nn
 
 from ..cache import KVCache, RecurrentCache
 from .attention import CacheView, use_block_attention
+from .fingerprint import describe_config, sample_digest
 from .functions import functions_of, global_hooks
 from .fused import recognize
+from .parallel import ranks_of
 from .recurrent import clamps_prompts, has_recurrent_layers, take_over
 from .support import UnsupportedTargetError, needs_probe, probe, replaced_function, tapped_modules, text_config
 from .twin import structural_twin
@@ -34,6 +36,7 @@ class Target:
             False to use the model's own forward, ``"auto"`` to run them on the ops on the CPU if possible.
 
     Attributes:
+        ranks: the processes that the model is spread over.
         compiled_forward: what :meth:`verify` runs instead of :meth:`forward`, if it is set; prompts are never compiled.
 
     Raises:
@@ -45,6 +48,8 @@ class Target:
     ) -> None:
         self.config = text_config(model)
         self.model = structural_twin(model)
+        self.ranks = ranks_of(self.model)
+        self.ranks.compare("its weights or config", lambda: (describe_config(model), sample_digest(model)))
         use_block_attention(self.model)
         # On a GPU the fused layers have not been measured against the model's own forward, compiled or not.
         is_wanted = self.device.type == "cpu" if fused == "auto" else fused
@@ -53,9 +58,9 @@ class Target:
         self._fused = recognize(self.model, target_layer_ids) if is_own else None
         if fused is True and self._fused is None:
             raise UnsupportedTargetError(
-                "fused=True needs exactly a Llama, Mistral, Qwen2 or Qwen3 of transformers, with no function replaced "
-                "and no hooks, with dense weights of one dtype that the kernels take and each layer tapped at most "
-                "once, got "
+                "fused=True needs exactly a Llama, Mistral, Qwen2, Qwen3, Qwen3-Next or Qwen3.5 of transformers, with "
+                "no function replaced and no hooks, with dense weights of one dtype that the kernels take and each "
+                "layer tapped at most once, got "
                 f'{type(model).__name__}: pass fused=False or "auto"'
             )
         self.is_recurrent = has_recurrent_layers(self.model)
@@ -70,7 +75,7 @@ class Target:
     @property
     def embedding_weight(self) -> Tensor:
         """``[vocab, hidden]``, the raw input embeddings (no scale applied)."""
-        return self.model.get_input_embeddings().weight
+        return self.ranks.whole(self.model.get_input_embeddings().weight)
 
     @property
     def head(self) -> nn.Module:
@@ -122,6 +127,7 @@ class Target:
 
         Called once per call, outside of the step. ``cache`` may come from an earlier target for the same model.
         """
+        self.ranks.refresh()
         if self._fused is not None:
             self._fused.refresh(cache)
 
@@ -187,6 +193,7 @@ class Target:
         Returns:
             ``[batch, rows, vocab]`` logits.
         """
+        self.ranks.share_(block.ids)
         forward = self.compiled_forward or self.forward
         logits, taps = forward(block.input_ids, state.length, state.target_cache)
         if state.context.shape[-1]:

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from .functions import global_hooks
+from .parallel import forward_of_copy, meshes
+from .quantized import finish_loading, shared_states
 from .support import UnsupportedTargetError
 from .weights import plain_tensors
 
@@ -26,8 +28,10 @@ def structural_twin(module: nn.Module) -> nn.Module:
     Raises:
         UnsupportedTargetError: something in the module cannot be copied, or a forward was replaced.
     """
+    finish_loading(module)
     tensors = (*module.parameters(), *module.buffers(), *plain_tensors(module))
-    memo: dict[int, Any] = {id(tensor): tensor for tensor in tensors}
+    shared = (*tensors, *shared_states(module), *meshes(module))
+    memo: dict[int, Any] = {id(value): value for value in shared}
     try:
         twin = copy.deepcopy(module, memo).eval()
     except (TypeError, RuntimeError) as error:
@@ -40,9 +44,15 @@ def structural_twin(module: nn.Module) -> nn.Module:
 
 
 def _restore_forward(original: nn.Module, copied: nn.Module) -> None:
-    """Undo an instance-level forward on the copy: one of torch.compile or accelerate would call the original."""
+    """Undo an instance-level forward on the copy: one of torch.compile or accelerate would call the original.
+
+    That of transformers' tensor parallelism is made again for the copy.
+    """
     forward = original.__dict__.get("forward")
     if forward is None:
+        return
+    if (own := forward_of_copy(original, copied)) is not None:
+        copied.__dict__["forward"] = own
         return
     inside = getattr(forward, "_torchdynamo_orig_callable", None)
     if inside is None and _is_idle_hook(getattr(original, "_hf_hook", None)):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedConfig
 
-__all__ = ["is_plain_tensor", "modules_of", "plain_tensors", "refusal_of_weights", "tensors_of"]
+__all__ = ["is_plain_tensor", "modules_of", "plain_tensors", "refusal_of_weights", "shard_of", "tensors_of"]
 
 _PLAIN = (Tensor, nn.Parameter)
 _LEAVES = (
@@ -22,19 +22,21 @@ _REFUSED_MODULES = ("torch.ao.", "torch.nn.quantized", "torch.distributed.")
 _CHECKPOINTING = "torch.distributed.algorithms._checkpoint."  # wraps modules that are whole
 
 
-def refusal_of_weights(model: nn.Module, loaded: bool = True) -> str | None:
+def refusal_of_weights(model: nn.Module, loaded: bool = True, shards: Mapping[int, Tensor] | None = None) -> str | None:
     """Return why a model's modules and tensors cannot be run, or None. Reads sizes and addresses only.
 
     Args:
         model: the target, or a drafter.
         loaded: False to accept weights on the meta device.
+        shards: what to judge in place of tensors spread over processes, by their ``id``; others are refused.
     """
     modules = modules_of(model)
     for kind in set(map(type, modules)):
         if kind.__module__.startswith(_REFUSED_MODULES) and not kind.__module__.startswith(_CHECKPOINTING):
             return _refusal_of_class(kind)
     for tensor in tensors_of(modules):
-        if not (tensor.is_meta and not loaded) and (reason := refusal_of_tensor(tensor)):
+        judged = shards.get(id(tensor), tensor) if shards else tensor
+        if not (judged.is_meta and not loaded) and (reason := refusal_of_tensor(judged)):
             return f"{next(name for name, named in named_tensors(model) if named is tensor)} {reason}"
     return None
 
@@ -87,6 +89,14 @@ def _bytes_needed(tensor: Tensor) -> int:
 def is_plain_tensor(tensor: Tensor) -> bool:
     """Return True for a tensor whose values are in its memory as they are."""
     return type(tensor) in _PLAIN and not tensor.is_neg() and not tensor.is_conj()
+
+
+def shard_of(tensor: Tensor) -> Tensor | None:
+    """Return this process's part of a tensor that torch.distributed spreads (a DTensor); None for any other."""
+    kind = type(tensor)
+    if kind in _PLAIN or not kind.__module__.startswith("torch.distributed."):
+        return None
+    return getattr(tensor, "_local_tensor", None)
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:

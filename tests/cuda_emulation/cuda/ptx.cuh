@@ -28,6 +28,8 @@ T* shared() {
   return reinterpret_cast<T*>(emulation::dynamic_shared());
 }
 
+inline int64_t opaque(int64_t x) { return x; }
+
 // ---- loads and stores of 16 bytes
 
 inline uint4 load16(const void* address) {
@@ -54,6 +56,9 @@ inline float exp2_approx(float x) {
 inline void cp_async16(void* shared, const void* global) { emulation::copy_async(shared, global, 16, 0); }
 inline void cp_async16_if(void* shared, const void* global, bool valid) {
   emulation::copy_async(shared, global, valid ? 16 : 0, valid ? 0 : 16);
+}
+inline void cp_async4_if(void* shared, const void* global, bool valid) {
+  emulation::copy_async(shared, global, valid ? 4 : 0, valid ? 0 : 4);
 }
 inline void cp_async16_hint_if(void* shared, const void* global, uint64_t policy, bool valid) {
   expect_policy(policy);

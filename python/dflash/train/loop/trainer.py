@@ -75,7 +75,7 @@ class Trainer:
         quiet: bool = False,
     ) -> None:
         # 1. Refuse models that do not match
-        self.target = check_target(target)
+        self.target = check_target(target, spread=False)
         _check_models(self.target, drafter)
         self.config, self.output, self.rows, self.quiet = config, Path(output), rows, quiet
         # 2. Measure the rows, and hold prompts out

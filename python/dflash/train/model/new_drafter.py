@@ -143,14 +143,18 @@ def draft_config(
 
 
 def _embedding_scale(model: nn.Module) -> float:
+    """Return the factor on the embeddings, which is in the module (Gemma) or in the forward pass (Granite)."""
     embedding = model.get_input_embeddings()
     scale = getattr(embedding, "scalar_embed_scale", None)
-    return float(getattr(embedding, "embed_scale", 1.0) if scale is None else scale)
+    scale = getattr(embedding, "embed_scale", None) if scale is None else scale
+    return float(getattr(text_config(model), "embedding_multiplier", 1.0) if scale is None else scale)
 
 
 def _logit_multiplier(config: Any) -> float:
-    multiplier = getattr(config, "logit_scale", None)
-    return 1.0 / (getattr(config, "logits_scaling", None) or 1.0) if multiplier is None else float(multiplier)
+    for name in ("logit_scale", "lm_head_multiplier"):
+        if (multiplier := getattr(config, name, None)) is not None:
+            return float(multiplier)
+    return 1.0 / (getattr(config, "logits_scaling", None) or 1.0)
 
 
 @torch.no_grad()

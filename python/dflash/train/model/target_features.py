@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 from torch import Tensor, nn
 
-from ...target import check_target, find_layers, structural_twin, text_config
+from ...target import check_target, find_layers, has_recurrent_layers, structural_twin, tapped_modules
 
 __all__ = ["TargetFeatures"]
 
@@ -26,19 +28,14 @@ class TargetFeatures:
     """
 
     def __init__(self, target: nn.Module, layer_ids: tuple[int, ...], *, final: bool = False) -> None:
-        target = check_target(target)
-        self.model = structural_twin(target)
-        self.final = final
-        total = text_config(target).num_hidden_layers
+        self.model, self.final = structural_twin(check_target(target, spread=False)), final
         self.layer_ids = tuple(layer_ids)
-        decoder = self.model.get_decoder()
-        layers = find_layers(self.model)
-        self._norm_is_tapped = total - 1 in self.layer_ids
-        if not final and not self._norm_is_tapped:
+        layers, modules = find_layers(self.model), tapped_modules(self.model, self.layer_ids)
+        if not final and len(layers) - 1 not in self.layer_ids:
             del layers[max(self.layer_ids) + 1 :]
+        self._is_recurrent = has_recurrent_layers(self.model)
         self._taps: dict[int, Tensor] = {}
-        for layer_id in self.layer_ids:
-            module = decoder.norm if layer_id == total - 1 else layers[layer_id]
+        for layer_id, module in zip(self.layer_ids, modules, strict=True):
 
             def keep(_module, _args, output, taps=self._taps, layer_id=layer_id):
                 taps[layer_id] = output[0] if isinstance(output, tuple) else output
@@ -56,7 +53,9 @@ class TargetFeatures:
 
     @torch.no_grad()
     def __call__(self, input_ids: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return features and final states of right-padded sequences. Attention is causal, so padding needs no mask.
+        """Return features and final states of right-padded sequences.
+
+        Padding needs no mask: attention is causal, and recurrent layers run from left to right, from an empty state.
 
         Args:
             input_ids: ``[batch, length]`` int64.
@@ -64,7 +63,11 @@ class TargetFeatures:
         Returns:
             ``[batch, length, taps * hidden]``, and ``[batch, length, hidden]`` after the final norm, or None.
         """
-        out = self.model.get_decoder()(input_ids=input_ids, use_cache=False)
+        with contextlib.ExitStack() as stack:
+            if self._is_recurrent:
+                # Autocast would round the products inside a recurrence, which the target computes in float32.
+                stack.enter_context(torch.autocast(input_ids.device.type, enabled=False))
+            out = self.model.get_decoder()(input_ids=input_ids, use_cache=False)
         taps = torch.cat([self._taps[layer_id] for layer_id in self.layer_ids], -1)
         self._taps.clear()
         return taps, out.last_hidden_state if self.final else None

@@ -1,0 +1,90 @@
+"""The prose of docs/quantized.md, for docs/make_quantized.py."""
+
+HEAD = """# Quantized targets
+
+A target that another library has quantized runs as it is: the twin uses the library's own layers on the same memory,
+and the text is the one that the quantized model writes. What is compared:
+
+- **Greedy, fp32** (the table): token for token equal to `generate(do_sample=False)` of the same quantized model. The
+  model is the target of the [trained pair](demo-pair.md) inside the package, whose margins are wide. Where activations
+  are rounded to 8 bits, a last-bit difference in attention can move a value by a whole step of the rounding, so a
+  near-tie may fall the other way, as in bf16.
+- **bf16**: bit for bit the text of one-token mode at the same shapes (`Generator(target, None, block_size=16)`), with
+  all drafts accepted, with some, and with none (`tests/quantized`).
+- **Rows**: an outlier in one row leaves the bits of the other rows as they are, for every method that runs, and
+  changes them for each that is refused (`tests/quantized`).
+- **Memory shared**: "all" means that a generator holds no weights, scales or codes that the model does not hold.
+
+Quantize the target only; drafters are loaded in their own dtype. `--model FOLDER` of every command takes a saved
+quantized checkpoint. The fused path is for dense weights, so `fused=True` is refused here.
+"""
+
+NOTES = {
+    "bitsandbytes nf4": "on CPUs with AVX512-BF16 the layers are packed at their first pass and compute in bf16",
+    "bitsandbytes nf4, double": "as above; the packing undoes the double quantization",
+    "bitsandbytes int8, threshold 0": "`llm_int8_threshold=0.0`; one scale per row",
+    "bitsandbytes int8, threshold 6": "the default: all rows decide together which columns are outliers",
+    "torchao int8 weights": "",
+    "torchao fp8 weights": "",
+    "torchao intx weights": "4 bits in int8",
+    "torchao int8 dynamic, per row": "the default granularity; one scale per row",
+    "torchao int8 dynamic, per tensor": "one scale for all rows",
+    "quanto int8": "transformers cannot save it",
+    "quanto int4": "transformers cannot save it",
+    "quanto fp8": "transformers cannot save it",
+    "compressed-tensors W8A8, per token": "decompressed when a generator is made, as at the model's first pass",
+    "compressed-tensors W8A8, per tensor": "dynamic scales; one for all rows",
+    "compressed-tensors W4A16": "decompressed, as above",
+    "compressed-tensors FP8, dynamic": "decompressed, as above; one scale per row",
+    "compressed-tensors FP8, static": "decompressed, as above; scales from calibration do not depend on rows",
+    "torchao int4 weights": "needs mslk, or a GPU",
+    "torchao fp8 dynamic": "needs a GPU of compute capability 8.9",
+    "FP8, fine-grained, on the fly": "needs a GPU; checkpoints are dequantized on the CPU (not tried)",
+    "NVFP4": "needs the kernels package and a GPU of compute capability 10.0; on the fly only",
+    "HQQ": "needs hqq, not installed here; transformers 5.23 cannot quantize with it yet",
+}
+
+BELOW = """## Refused by name
+
+- **One scale for all rows.** Dynamic activation scales per tensor (torchao `PerTensor()`, compressed-tensors' strategy
+  `"tensor"`, `torch.ao`'s `quantize_dynamic`): a row's numbers then depend on the 15 other rows of a block. Scales per
+  row and static scales run.
+- **Outliers found over all rows.** bitsandbytes int8 with a threshold. Load it with `llm_int8_threshold=0.0`, or change
+  `llm_int8_threshold` in the `quantization_config` of a saved checkpoint's `config.json`.
+- **Caches of keys and values quantized by compressed-tensors** (`kv_cache_scheme`): dflash runs its own cache.
+
+## Memory
+
+The twin shares parameters and buffers, tensors in attributes of modules, and the state objects of bitsandbytes
+(`quant_state`, `CB`). Their layers move tensors between parameter and state at the first pass. With two states, an int8
+target would lose its scales. Weights that a library makes at the first pass (compressed-tensors, GPTQModel) are made in
+your model before the twin is made, and then shared.
+
+On random weights of Qwen3-0.6B's shape with 8 layers in bf16, one thread of an AMD EPYC, torch 2.13.0:
+
+| method | model | held by the twin only | resident memory | before states were shared |
+| --- | --- | --- | --- | --- |
+| bitsandbytes nf4, double | 96 MiB | 0.0 MiB | +44 MiB | 2.0 MiB held twice, +56 MiB |
+| bitsandbytes int8, threshold 0 | 152 MiB | 0.0 MiB | +49 MiB | the scales were lost |
+| compressed-tensors W4A16 | 280 MiB | 0.0 MiB | +378 MiB | 240 MiB held twice, +603 MiB |
+
+    python bench/quantized_memory.py METHOD --layers 8
+
+Resident memory is that of a generator and its first answer. For compressed-tensors it includes the decompressed weights
+of the model itself, which transformers' own first pass makes too: no memory is saved there.
+
+## GPTQ
+
+GPTQModel's dependencies ask for a newer torch, so it is installed without them, and tried by hand:
+
+```bash
+pip install -r tests/quantized/requirements.txt datasets
+pip install --no-deps gptqmodel==7.7.0 optimum==2.3.0 defuser==0.0.28 pypcre logbar tokenicer device-smi threadpoolctl
+python bench/try_gptq.py
+```
+
+It quantizes the pair's target to 4 bits (group size 64), loads it and compares as above. Seen: 8 of 8 answers equal
+in fp32 and in bf16 (`TorchCpuAvx512Linear`), all memory shared.
+GPTQModel replaces functions of transformers when it is imported; the ones that change nothing for models without
+code of their own are recognized. AWQ checkpoints are loaded by GPTQModel too and were not tried.
+"""

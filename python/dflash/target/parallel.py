@@ -1,0 +1,276 @@
+"""Targets that transformers' tensor parallelism (``tp_plan="auto"``) spreads over processes, the *ranks*.
+
+This is the one place that knows about ranks. Each of them runs the whole program: its shard of the target, a copy of
+the drafter, and a state of its own. All must branch alike, or the next exchange waits for ever. So rank 0 decides: its
+blocks are verified, its choices committed and its seeds used everywhere. An all-reduce usually gives every rank the
+same bits, but no backend promises it, least of all for 16-bit sums.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from .functions import codes_of
+from .weights import modules_of, shard_of
+
+__all__ = ["OneProcess", "Ranks", "forward_of_copy", "meshes", "ranks_in", "ranks_of", "refusal_of_ranks", "shards"]
+
+_MODULE = "transformers.distributed.tensor_parallel"
+_PLANNED = "load it with transformers' own plan, distributed_config=DistributedConfig(tp_size=N)"
+_PROJECTIONS = {"q_proj": "attention heads", "k_proj": "key/value heads", "v_proj": "key/value heads"}
+
+
+# ---------------------------------------------------------------------------------------------- forwards
+
+
+def _is_installed(forward: Any) -> bool:
+    """Return True for a forward that transformers' tensor parallelism has made, by its code and its module."""
+    module = sys.modules.get(_MODULE)
+    if module is None or type(forward) is not types.FunctionType or forward.__globals__ is not vars(module):
+        return False
+    return forward.__code__.co_name == "tp_forward" and forward.__code__ in codes_of(_MODULE)
+
+
+def _cells(forward: types.FunctionType) -> dict[str, Any]:
+    """Return what a forward closes over, by name."""
+    cells = forward.__closure__ or ()
+    return {name: cell.cell_contents for name, cell in zip(forward.__code__.co_freevars, cells, strict=True)}
+
+
+def forward_of_copy(original: nn.Module, copied: nn.Module) -> Callable[..., Any] | None:
+    """Return the forward that transformers would have given to a copy of a module; None if the module has none.
+
+    A plain copy of the function would run the original module.
+    """
+    forward = original.__dict__.get("forward")
+    if not _is_installed(forward):
+        return None
+    inside = _cells(forward)
+    own = inside.get("original_forward")
+    if inside.get("module") is not original or getattr(own, "__func__", None) is not type(original).forward:
+        return None  # something was replaced before the model was spread
+    inside |= {"module": copied, "original_forward": types.MethodType(own.__func__, copied)}
+    cells = tuple(types.CellType(inside[name]) for name in forward.__code__.co_freevars)
+    return types.FunctionType(forward.__code__, forward.__globals__, closure=cells)
+
+
+def _spread_modules(model: nn.Module) -> Iterator[tuple[nn.Module, dict[str, Any]]]:
+    """Yield the modules with a forward of transformers' tensor parallelism, and what that closes over."""
+    for module in modules_of(model):
+        if "forward" in module.__dict__ and _is_installed(module.__dict__["forward"]):
+            yield module, _cells(module.__dict__["forward"])
+
+
+def meshes(module: nn.Module) -> list[Any]:
+    """Return the objects by which transformers knows a model's ranks."""
+    return [module.__dict__[name] for name in ("_device_mesh", "_mesh_manager") if name in module.__dict__]
+
+
+def ranks_in(model: nn.Module) -> int:
+    """Return the number of processes that transformers has spread the model over."""
+    spread = list(_spread_modules(model))
+    return _mesh(spread).size() if spread else 1
+
+
+def shards(model: nn.Module) -> dict[int, Tensor]:
+    """Return this rank's part of every tensor that transformers has spread, by the ``id`` of the whole."""
+    return {
+        id(tensor): shard
+        for module, _ in _spread_modules(model)
+        for tensor in module._parameters.values()
+        if tensor is not None and (shard := shard_of(tensor)) is not None
+    }
+
+
+# ---------------------------------------------------------------------------------------------- judging
+
+
+def refusal_of_ranks(model: PreTrainedModel) -> str | None:
+    """Return why a model that was spread over processes cannot be run, or None. Looks at the structure only."""
+    spread = list(_spread_modules(model))
+    if not spread:
+        if (getattr(model, "_tp_size", None) or 1) > 1 and _MODULE not in sys.modules:
+            return "this transformers spreads a model as plain tensors (tp_plan): transformers 5.17 or newer is needed"
+        return None
+    if other := _other_parallelism(model):
+        return f"{other}: only tensor parallelism can be run, {_PLANNED}"
+    if not dist.is_initialized():
+        return "it is spread over processes whose group was destroyed: load it again"
+    size = _mesh(spread).size()
+    return _refusal_of_styles(model, spread) or _refusal_of_heads(model, size) or _refusal_of_layers(model)
+
+
+def _other_parallelism(model: PreTrainedModel) -> str:
+    """Return what else than tensor parallelism spreads the model, or an empty string."""
+    mesh = getattr(model, "_device_mesh", None)
+    for name, size in zip(getattr(mesh, "mesh_dim_names", None) or (), getattr(mesh, "shape", ()), strict=False):
+        if name != "tp" and size > 1:
+            return f"it is spread over {size} processes by {name!r}"
+    for module in modules_of(model):
+        forward = module.__dict__.get("forward")
+        source = getattr(forward, "__globals__", {}).get("__name__", "")
+        if source.startswith("transformers.distributed.") and not _is_installed(forward):
+            return f"{type(module).__name__} runs {source}"
+    return ""
+
+
+def _refusal_of_styles(model: PreTrainedModel, spread: list[tuple[nn.Module, dict[str, Any]]]) -> str | None:
+    for module, inside in spread:
+        style = inside.get("self")
+        if type(style).__name__ == "SequenceParallel":
+            return f"{type(module).__name__} is sequence-parallel, so that a rank has only some of the rows: {_PLANNED}"
+        layout = getattr(style, "output_layouts", None)
+        if module is model.get_output_embeddings() and not (layout is None or layout.is_replicate()):
+            return f'a rank has only its part of the logits: plan the head as "colwise_gather_output", or {_PLANNED}'
+    return None
+
+
+def _refusal_of_heads(model: PreTrainedModel, size: int) -> str | None:
+    """Return why the attention heads cannot be dealt out; layers may have different numbers of them."""
+    counts: dict[tuple[int, str], None] = {}  # ordered
+    for attention in modules_of(model.get_decoder()):
+        width = getattr(attention, "head_dim", None)
+        for name, what in _PROJECTIONS.items():
+            projection = getattr(attention, name, None)
+            if width and isinstance(projection, nn.Module) and _is_installed(projection.__dict__.get("forward")):
+                counts[projection.out_features // width, what] = None
+    for count, what in counts:
+        if count % size:
+            fitting = [n for n in range(1, count + 1) if all(other % n == 0 for other, _ in counts)]
+            return (
+                f"its {count} {what} do not divide by {size} processes: start as many as divide "
+                f"{' and '.join(f'{n} {name}' for n, name in counts)} ({', '.join(map(str, fitting))})"
+            )
+    return None
+
+
+def _refusal_of_layers(model: PreTrainedModel) -> str | None:
+    config = model.config.get_text_config(decoder=True)
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if kinds or getattr(model, "_is_stateful", False):
+        return (
+            "only attention over the whole past or over a window can be spread over processes yet, "
+            f"{config.model_type} has other layers: run it in one process"
+        )
+    return None
+
+
+# ---------------------------------------------------------------------------------------------- running
+
+
+class OneProcess:
+    """A target that one process holds: nobody to agree with.
+
+    Attributes:
+        count: of processes.
+    """
+
+    count = 1
+
+    def share_(self, tensor: Tensor) -> Tensor:
+        """Return the tensor."""
+        return tensor
+
+    def compare(self, what: str, value: Callable[[], object]) -> None:
+        """Do nothing."""
+
+    def all(self, flag: bool) -> bool:
+        """Return the flag."""
+        return flag
+
+    def whole(self, weight: Tensor) -> Tensor:
+        """Return the weight."""
+        return weight
+
+    def refresh(self) -> None:
+        """Do nothing."""
+
+
+class Ranks(OneProcess):
+    """The processes that a target is spread over. All of them must call each method, in the same order.
+
+    Args:
+        mesh: of transformers' tensor parallelism, one-dimensional.
+        device: of this rank.
+    """
+
+    def __init__(self, mesh: Any, device: torch.device) -> None:
+        self._group, self._device, self.count = mesh.get_group(), device, mesh.size()
+        self._weight: Tensor | None = None
+        self._whole: Tensor | None = None
+        self._versions: list[int] = []
+
+    def share_(self, tensor: Tensor) -> Tensor:
+        """Return the tensor with rank 0's values, written in place if it is contiguous."""
+        tensor = tensor.contiguous()
+        dist.broadcast(tensor, group=self._group, group_src=0)
+        return tensor
+
+    def compare(self, what: str, value: Callable[[], object]) -> None:
+        """Raise ValueError on every rank unless ``repr(value())`` is the same on all of them.
+
+        The exchange has one size whatever is compared, so ranks that are at different places find out too.
+        """
+        digest = hashlib.sha256(f"{what}: {value()!r}".encode()).digest()[:8]
+        mine = torch.tensor(int.from_bytes(digest, "big", signed=True), dtype=torch.int64, device=self._device)
+        every = [torch.empty_like(mine) for _ in range(self.count)]
+        dist.all_gather(every, mine, group=self._group)
+        first, *others = map(int, every)
+        if different := [rank for rank, digest in enumerate(others, 1) if digest != first]:
+            raise ValueError(
+                f"the target is spread over {self.count} processes, and rank {different[0]} differs from rank 0 in "
+                f"{what}. Every rank must load the same model and make the same calls in the same order"
+            )
+
+    def all(self, flag: bool) -> bool:
+        """Return True if the flag is set on every rank."""
+        flags = torch.tensor(int(flag), dtype=torch.int64, device=self._device)
+        dist.all_reduce(flags, dist.ReduceOp.MIN, group=self._group)
+        return bool(flags)
+
+    def whole(self, weight: Tensor) -> Tensor:
+        """Return the whole of a spread weight as a plain tensor, gathered once. Keeps one weight."""
+        if shard_of(weight) is None:
+            return weight
+        if self._whole is None or self._weight is not weight:
+            self._weight, self._whole, self._versions = weight, _gathered(weight), _versions(weight)
+        return self._whole
+
+    def refresh(self) -> None:
+        """Gather the kept weight again, in place, if it was changed in place on any rank."""
+        weight, whole = self._weight, self._whole
+        if weight is not None and whole is not None and not self.all(self._versions == _versions(weight)):
+            self._versions = _versions(weight)
+            whole.copy_(_gathered(weight))
+
+
+def ranks_of(model: nn.Module) -> OneProcess:
+    """Return the ranks that a model, or a twin of it, is spread over."""
+    spread = list(_spread_modules(model))
+    if not spread:
+        return OneProcess()
+    return Ranks(_mesh(spread), next(model.parameters()).device)
+
+
+def _mesh(spread: list[tuple[nn.Module, dict[str, Any]]]) -> Any:
+    return next(inside["mesh"] for _, inside in spread if "mesh" in inside)
+
+
+@torch.no_grad()
+def _gathered(weight: Tensor) -> Tensor:
+    return weight.detach().full_tensor()
+
+
+def _versions(weight: Tensor) -> list[int]:
+    """Return what torch counts of changes in place, through the whole and through this rank's part."""
+    parts = [part for part in (weight, shard_of(weight)) if part is not None]
+    return [0 if part.is_inference() else part._version for part in parts]

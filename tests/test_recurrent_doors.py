@@ -1,0 +1,358 @@
+"""Every door on a recurrent target: a tiny Qwen3.5, as the text class saves it and as a multimodal checkpoint."""
+
+import io
+import json
+import sys
+
+import pytest
+import torch
+from draft_variants import VARIANTS, random_drafter
+from families import draft_config, make_draft
+from safetensors.torch import load_file, save_file
+from tiny_tokenizers import byte_level
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, GenerationConfig
+from transformers.models.qwen3_5 import (
+    Qwen3_5Config,
+    Qwen3_5ForCausalLM,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5TextConfig,
+)
+
+import dflash
+from dflash.target import transformers_version
+
+NEW = 24
+LETTERS = 13  # the first ids of the tokenizer: what the target writes
+KINDS = ("text", "multimodal")
+
+TEXT = {
+    "vocab_size": 104,  # more than the tokenizer has, as published
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "max_position_embeddings": 2048,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e7,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+    },
+}
+# Keys of the published checkpoints that transformers does not read.
+UNREAD = {"attn_output_gate": True, "full_attention_interval": 4, "mamba_ssm_dtype": "float32"}
+UNREAD |= {"mtp_num_hidden_layers": 1, "mtp_use_dedicated_embeddings": False}
+VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
+VISION |= {"patch_size": 4, "num_position_embeddings": 16}
+MEDIA = {"image_token_id": 100, "video_token_id": 101, "vision_start_token_id": 102, "vision_end_token_id": 103}
+# Like Qwen's: past answers lose their reasoning, here all up to the last "e".
+CHAT_TEMPLATE = (
+    "{% for m in messages %}"
+    "{% if m.role == 'user' %}a{{ m.content }}\n{% else %}b{{ m.content.split('e')[-1] }}\n{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}be{% endif %}"
+)
+KEEPS_REASONING = CHAT_TEMPLATE.replace(".split('e')[-1]", "").replace("be{%", "b{%")
+
+
+def save_text_class(folder):
+    """Save a random target that writes letters, and return it."""
+    torch.manual_seed(0)
+    target = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**TEXT)).eval()
+    with torch.no_grad():
+        for name, parameter in target.named_parameters():
+            if parameter.dim() > 1 and "A_log" not in name:
+                parameter.normal_(0, 1.2 * parameter.shape[-1] ** -0.5)
+        target.lm_head.weight[LETTERS:] = 0
+        target.lm_head.weight[:2] = 0
+    target.generation_config = GenerationConfig(eos_token_id=0, pad_token_id=0)
+    target.save_pretrained(folder)
+    return target
+
+
+def save_checkpoint(folder, target):
+    """Save ``target`` as published: with a vision tower and a multi-token head, under the wrapper's names."""
+    wrapper = Qwen3_5ForConditionalGeneration(Qwen3_5Config(text_config=TEXT, vision_config=VISION, **MEDIA))
+    wrapper.model.language_model.load_state_dict(target.model.state_dict())
+    wrapper.lm_head.load_state_dict(target.lm_head.state_dict())
+    wrapper.generation_config = target.generation_config
+    wrapper.save_pretrained(folder)
+    weights = load_file(folder / "model.safetensors") | {"mtp.fc.weight": torch.randn(64, 128)}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["text_config"] |= UNREAD
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """Return a folder with ``text``, ``multimodal`` and ``draft``."""
+    root = tmp_path_factory.mktemp("qwen3_5")
+    target = save_text_class(root / "text")
+    save_checkpoint(root / "multimodal", target)
+    tokenizer = byte_level()
+    tokenizer.chat_template = CHAT_TEMPLATE
+    for kind in KINDS:
+        tokenizer.save_pretrained(root / kind)
+    (root / "draft").mkdir()
+    (root / "draft" / "config.json").write_text(json.dumps(draft_config(target)))
+    weights = {name: tensor.contiguous() for name, tensor in make_draft(target).state_dict().items()}
+    save_file(weights, root / "draft" / "model.safetensors")
+    return root
+
+
+@pytest.fixture(scope="module")
+def target(root):
+    return AutoModelForCausalLM.from_pretrained(root / "text").eval()
+
+
+@pytest.fixture(scope="module")
+def wrapper(root):
+    return AutoModelForImageTextToText.from_pretrained(root / "multimodal").eval()
+
+
+@pytest.fixture(scope="module")
+def draft(root):
+    return dflash.load_draft(root / "draft")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(root):
+    return AutoTokenizer.from_pretrained(root / "multimodal")
+
+
+@pytest.fixture(params=KINDS)
+def models(request, root):
+    """Return the options that name a pair, of both kinds of folder."""
+    return ["--model", str(root / request.param), "--draft", str(root / "draft")]
+
+
+def own_text(target, tokenizer, ids, new=NEW):
+    """Return what ``target.generate`` writes after ``ids``."""
+    out = target.generate(torch.tensor([ids]), do_sample=False, max_new_tokens=new)
+    return tokenizer.decode(out[0, len(ids) :], skip_special_tokens=True)
+
+
+def asked(tokenizer, *contents, template=None):
+    """Return the token ids of a conversation of a user and the assistant in turn."""
+    messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(contents)]
+    text = tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False, add_generation_prompt=True)
+    return tokenizer(text, add_special_tokens=False).input_ids
+
+
+PROMPTS = ["abc def", "face", "a bad idea", "hij " * 15 + "b", "dig"]
+
+
+@pytest.fixture(scope="module")
+def questions(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "questions.jsonl"
+    path.write_text("\n".join(json.dumps({"prompt": text}) for text in PROMPTS))
+    return path
+
+
+# ---------------------------------------------------------------------------------------------- generate, chat
+
+
+def test_the_generate_command_writes_the_targets_own_text(shell, models, target, tokenizer):
+    done = shell("generate", *models, "--max-new-tokens", NEW, "abc def")
+    assert done.code == 0, done.err
+    assert done.out == own_text(target, tokenizer, asked(tokenizer, "abc def")) + "\n"
+
+
+def test_bfloat16_equals_one_token_decoding_at_the_same_shapes(shell, models, root, tokenizer):
+    done = shell("generate", *models, "--dtype", "bfloat16", "--max-new-tokens", NEW, "--json", "abc def")
+    assert done.code == 0, done.err
+    low = AutoModelForCausalLM.from_pretrained(root / "text", dtype=torch.bfloat16)
+    ids = torch.tensor([asked(tokenizer, "abc def")])
+    out = dflash.Generator(low, None, max_length=64, block_size=16).generate(ids, max_new_tokens=NEW)
+    assert json.loads(done.out)["text"] == tokenizer.decode(out[0, ids.shape[1] :])
+
+
+def chat(shell, monkeypatch, models, messages):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(messages)))
+    done = shell("chat", *models, "--max-new-tokens", NEW, "--json")
+    assert done.code == 0, done.err
+    return [json.loads(line) for line in done.out.splitlines()]
+
+
+def check_answers(target, tokenizer, messages, answers, template):
+    """Compare answers with those of the whole conversation, and return the lengths of its prompts."""
+    said, lengths = [], []
+    for message, answer in zip(messages, answers, strict=True):
+        ids = asked(tokenizer, *said, message, template=template)
+        assert answer["text"] == own_text(target, tokenizer, ids)
+        said += [message, answer["text"]]
+        lengths.append(len(ids))
+    return lengths
+
+
+def test_a_conversation_that_continues_runs_only_what_is_new(shell, monkeypatch, models, target, tokenizer, root):
+    folder = root / models[1].rpartition("/")[2]
+    plain = (folder / "chat_template.jinja").read_text()
+    (folder / "chat_template.jinja").write_text(KEEPS_REASONING)
+    messages = ["abc def " * 75, "face", "a bad idea"]
+    try:
+        answers = chat(shell, monkeypatch, models, messages)
+    finally:
+        (folder / "chat_template.jinja").write_text(plain)
+    lengths = check_answers(target, tokenizer, messages, answers, KEEPS_REASONING)
+    first, *later = [answer["num_prefilled_tokens"] for answer in answers]
+    assert first == lengths[0] > 600
+    for prefilled, message in zip(later, messages[1:], strict=True):
+        new = len(f"\na{message}\nb")
+        assert prefilled in (new, new + 1)  # unless it was drafted, the answer's last token was never run
+
+
+def test_a_template_that_drops_reasoning_resumes_before_the_last_chunk(shell, monkeypatch, models, target, tokenizer):
+    messages = ["abc def " * 75, "face", "a bad idea"]
+    answers = chat(shell, monkeypatch, models, messages)
+    lengths = check_answers(target, tokenizer, messages, answers, CHAT_TEMPLATE)
+    # Each prompt leaves the one before it where that asked for reasoning. Chunks have 512 tokens.
+    assert lengths[0] > 600
+    assert [answer["num_prefilled_tokens"] for answer in answers] == [lengths[0], *(n - 512 for n in lengths[1:])]
+
+
+# ---------------------------------------------------------------------------------------------- from Python
+
+
+def test_one_shot_calls_and_streams_equal_generate(target, wrapper, draft, tokenizer):
+    ids = asked(tokenizer, "abc def")
+    expected = own_text(target, tokenizer, ids)
+    for model in (target, wrapper):
+        out = dflash.generate(model, draft, torch.tensor([ids]), max_new_tokens=NEW)
+        assert tokenizer.decode(out[0, len(ids) :]) == expected
+        events = dflash.stream(model, draft, torch.tensor([ids]), tokenizer=tokenizer, max_new_tokens=NEW)
+        assert "".join(event.text[0] for event in events) == expected
+    dflash.release()
+
+
+def test_custom_generate_equals_generate_in_padded_batches(target, wrapper, draft):
+    ids = torch.arange(34).reshape(2, 17) * 7 % 90 + 1
+    mask = torch.ones_like(ids)
+    mask[0, :11] = 0
+    for model in (target, wrapper):
+        for call in ({"attention_mask": mask}, {"attention_mask": mask, "mm_token_type_ids": torch.zeros_like(ids)}):
+            call |= {"max_new_tokens": NEW, "do_sample": False}
+            if model is target:
+                call.pop("mm_token_type_ids", None)
+            ours = model.generate(ids, custom_generate=dflash.custom_generate, draft=draft, **call)
+            assert torch.equal(ours, model.generate(ids, **call))
+
+
+def test_images_are_refused_by_name(wrapper, draft):
+    def generate(**call):
+        ids = torch.tensor([[5, 102, 100, 103, 6]])
+        return wrapper.generate(ids, custom_generate=dflash.custom_generate, draft=draft, max_new_tokens=2, **call)
+
+    kinds = torch.tensor([[0, 0, 1, 0, 0]])
+    with pytest.raises(ValueError, match="mm_token_type_ids other than 0, which are those of text: prompts must be te"):
+        generate(mm_token_type_ids=kinds)
+    pixels = {"pixel_values": torch.zeros(4, 96), "image_grid_thw": torch.tensor([[1, 2, 2]])}
+    with pytest.raises(ValueError, match=r"does not apply (image inputs|pixel_values)"):
+        generate(mm_token_type_ids=kinds, **pixels)
+    with pytest.raises(ValueError, match="position_ids other than 0, 1, 2"):
+        generate(position_ids=torch.arange(1, 6).expand(3, 1, 5))
+
+
+@pytest.mark.skipif(transformers_version() < (5, 18), reason="as_assistant refuses older transformers itself")
+def test_transformers_refuses_to_assist_a_recurrent_target(target, draft):
+    """If it no longer does, `as_assistant` can serve these targets, and its docstring is wrong."""
+    with pytest.raises(ValueError, match="assisted generation is not supported with stateful models"):
+        target.generate(
+            torch.tensor([[5, 6]]),
+            assistant_model=dflash.as_assistant(draft),
+            speculation_type="dflash",
+            max_new_tokens=4,
+        )
+
+
+def test_a_drafter_of_another_qwen_is_refused_by_the_numbers_of_the_text_model(wrapper):
+    published = random_drafter(VARIANTS["Qwen3.5-27B-September"])
+    with pytest.raises(ValueError, match="its num_target_layers is 36, the target's is 4"):
+        dflash.Generator(wrapper, published, max_length=32)
+    other = random_drafter(draft_config(wrapper) | {"vocab_size": 97})
+    with pytest.raises(ValueError, match="its vocab_size is 97, the target's is 104"):
+        dflash.Generator(wrapper, other, max_length=32)
+
+
+# ---------------------------------------------------------------------------------------------- measure, write, train
+
+
+@pytest.mark.parametrize("padded", [(), ("--padded",)], ids=["plain", "padded"])
+def test_the_benchmark_finds_identical_answers(shell, models, questions, padded):
+    done = shell("benchmark", *models, "--dataset", questions, "--max-new-tokens", NEW, "--json", *padded)
+    assert done.code == 0, done.err
+    report = json.loads(done.out)["datasets"]["questions"]
+    assert (report["turns"], report["identical"]) == (len(PROMPTS), len(PROMPTS))
+
+
+@pytest.mark.parametrize("drafts", [True, False], ids=["drafted", "one-token"])
+def test_regenerated_answers_are_those_of_generate(shell, models, questions, target, tokenizer, tmp_path, drafts):
+    out = tmp_path / "answers.jsonl"
+    named = models if drafts else models[:2]
+    done = shell("regenerate", questions, *named, "--out", out, "--max-new-tokens", NEW, "--batch-size", 3)
+    assert done.code == 0, done.err
+    rows = sorted(map(json.loads, out.read_text().splitlines()), key=lambda row: row["line"])
+    assert [row["response"] for row in rows] == [
+        own_text(target, tokenizer, asked(tokenizer, text)) for text in PROMPTS
+    ]
+
+
+@pytest.fixture
+def train(shell, models, questions, tmp_path):
+    """Return a function that runs ``dflash train`` on the target's own answers."""
+    out = tmp_path / "answers.jsonl"
+    assert shell("regenerate", questions, *models, "--out", out, "--max-new-tokens", NEW).code == 0
+
+    def run(output, *options):
+        call = ["--model", models[1], "--data", out, "--layers", 1, "--block-size", 4, "--steps", 2]
+        call += ["--eval-rows", 1, "--eval-tokens", 5, "--output", output, "--json"]
+        done = shell("train", *call, *options)
+        assert done.code == 0, done.err
+        return json.loads(done.out)
+
+    return run
+
+
+def test_a_drafter_is_planned_trained_and_exported(train, shell, target, tokenizer, tmp_path):
+    plan = train(tmp_path / "draft", "--dry-run")
+    assert plan["target_parameters"] == sum(parameter.numel() for parameter in target.parameters())
+    assert not (tmp_path / "draft").exists()
+    assert train(tmp_path / "draft", "--distill", 0.5)["step"] == 2
+    exported = tmp_path / "exported"
+    call = ["--draft", tmp_path / "draft", "--out", exported, "--format", "speculators", "--target", "tiny"]
+    assert shell("export", *call).code == 0
+    ids = asked(tokenizer, "abc def")
+    for folder in (tmp_path / "draft", exported):
+        trained = dflash.load_draft(folder, dtype=torch.float32)
+        out = dflash.generate(target, trained, torch.tensor([ids]), max_new_tokens=NEW)
+        assert tokenizer.decode(out[0, len(ids) :]) == own_text(target, tokenizer, ids)
+
+
+def test_a_trained_drafter_has_the_shape_of_the_text_model(train, tmp_path):
+    train(tmp_path / "draft", "--dtype", "bfloat16")
+    config = dflash.load_draft(tmp_path / "draft").config
+    assert (config.hidden_size, config.vocab_size, config.num_target_layers) == (64, 104, 4)
+    assert (config.num_attention_heads, config.num_kv_heads, config.head_dim) == (4, 2, 32)
+    assert config.rope == dflash.DraftConfig.from_config(VARIANTS["Qwen3.5-27B-September"]).rope  # not m-RoPE
+
+
+def test_cached_features_are_the_hidden_states_of_each_row_alone(train, target, tmp_path):
+    """Rows are padded in batches. The run's mixed precision may round what is stored, not the recurrence."""
+    train(tmp_path / "draft", "--cache-features", tmp_path / "features", "--taps", "0,3", "--batch-tokens", 400)
+    rows = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
+    cache = dflash.train.data.features.FeatureCache(tmp_path / "features")
+    assert len({len(row["prompt_ids"]) for row in rows}) > 1
+    for index, row in enumerate(rows):
+        ids = torch.tensor([row["prompt_ids"] + row["response_ids"]])
+        states = target(ids, output_hidden_states=True).hidden_states
+        expected = torch.cat([states[1], states[4]], -1)
+        torch.testing.assert_close(cache.features([index]), expected.bfloat16(), rtol=2**-7, atol=1e-3)
