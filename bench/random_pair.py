@@ -54,17 +54,8 @@ def make_pair(
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
     }
     # 2. The target
-    special = {"eos_token_id": None, "pad_token_id": 0, "tie_word_embeddings": tied}
-    if pattern == "full":
-        kind, config = Qwen3ForCausalLM, Qwen3Config(num_hidden_layers=target_layers, **special, **shape)
-    else:
-        heads = {"linear_num_value_heads": size.hidden // 128, "linear_num_key_heads": max(size.hidden // 256, 1)}
-        kind, config = (
-            Qwen3_5ForCausalLM,
-            Qwen3_5TextConfig(num_hidden_layers=target_layers, **special, **copy.deepcopy(shape), **heads),
-        )
     with torch.device(device):
-        target = kind._from_config(config, dtype=dtype).eval()
+        target = _target(size, target_layers, dtype, {"tie_word_embeddings": tied, **shape}, pattern)
     # 3. The drafter, with its taps spread evenly over the target's layers
     apart = (target_layers - 4) / (size.taps - 1)
     draft_config = {
@@ -83,3 +74,11 @@ def make_pair(
         for parameter in drafter.parameters():
             parameter.normal_(0, 0.02) if parameter.dim() > 1 else parameter.fill_(1)
     return Pair(target.requires_grad_(False), drafter, draft_config)
+
+
+def _target(size: Model, layers: int, dtype: torch.dtype, shape: dict, pattern: str) -> nn.Module:
+    options = {"num_hidden_layers": layers, "eos_token_id": None, "pad_token_id": 0, **copy.deepcopy(shape)}
+    if pattern == "full":
+        return Qwen3ForCausalLM._from_config(Qwen3Config(**options), dtype=dtype).eval()
+    heads = {"linear_num_value_heads": size.hidden // 128, "linear_num_key_heads": max(size.hidden // 256, 1)}
+    return Qwen3_5ForCausalLM._from_config(Qwen3_5TextConfig(**options, **heads), dtype=dtype).eval()

@@ -136,7 +136,7 @@ def test_recurrent_layers_give_the_models_own_logits(family):
     assert recognize(twin, TAPS) is not None
     logits, where = run_recurrent(FusedTarget(twin, TAPS), ids)
     plain = model(ids).logits
-    torch.testing.assert_close(logits, torch.cat([plain[at] for at in where]), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(logits, torch.cat([plain[at] for at in where]), rtol=1e-2, atol=5e-3)
 
 
 def delta_net(model):

@@ -2,8 +2,10 @@
 
 import contextlib
 import gc
+import subprocess
 import sys
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +14,8 @@ from families import RECURRENT, Cheat, make_draft, make_target
 from recorded import no_host_reads, record
 from rollback import BLOCK, keep_rejected_rows, play, run_prompts, standing
 from torch import nn
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import dflash
 from dflash import ops
@@ -354,6 +358,65 @@ class TestProbe:
         # With a whole block accepted, nobody would notice.
         monkeypatch.setattr(support, "_PROBE_ACCEPTED", 2 * support._PROBE_PROMPT)
         Target(model)
+
+
+# model type -> part of the reason
+REFUSED = {
+    "jamba": "Mamba-1",
+    "minimax": "lightning attention",
+    "zaya": "delayed values",
+    "inkling_text": "four convolutions in a layer",
+    "qwen4_exp_text": "indexer",
+    "glm5_next": "indexer",
+    "deepseek_v4": "compressed blocks of keys",
+    "mamba": "MambaMixer keeps a state by functions that dflash does not know",
+    "falcon_mamba": "FalconMambaMixer keeps a state by functions",
+    "zamba": "ZambaMambaMixer keeps a state by functions",
+    "recurrent_gemma": "RecurrentGemmaRecurrentBlock keeps a state by functions",
+    "rwkv": "stateful layers that dflash does not know",
+    "xlstm": "stateful layers that dflash does not know",
+}
+_QSA = {"n_heads": 4, "kv_heads": 1, "head_dim": 256, "budget": 16, "compress_ratio": 4}
+_FIELDS = {"qwen4_exp_text": {f"indexer_{name}": value for name, value in _QSA.items()}}
+
+
+@pytest.mark.parametrize("model_type", REFUSED)
+def test_refused_by_name(model_type):
+    if model_type not in CONFIG_MAPPING:
+        pytest.skip(f"transformers has no {model_type}")
+    config = CONFIG_MAPPING[model_type](**_FIELDS.get(model_type, {}))
+    is_multimodal = type(config) not in AutoModelForCausalLM._model_mapping
+    with torch.device("meta"):
+        model = (AutoModelForImageTextToText if is_multimodal else AutoModelForCausalLM).from_config(config)
+    assert REFUSED[model_type] in refusal(model, loaded=False)
+
+
+def test_installed_kernels_are_transformers_own_choice():
+    """With flash-linear-attention or causal-conv1d, transformers' wrapper calls the package; the name stays its own."""
+    script = """
+import sys, types
+for package, names in {"causal_conv1d": ["causal_conv1d_fn", "causal_conv1d_update"],
+                       "fla": ["chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"]}.items():
+    sys.modules[package] = module = types.ModuleType(package)
+    module.__file__ = package
+    for name in names:
+        def kernel(*args, **kwargs):
+            raise NotImplementedError("needs a GPU")
+        setattr(module, name, kernel)
+import torch
+from families import make_target
+from baseline import prompt
+import dflash
+model = make_target("qwen3_5")
+output = dflash.generate(model, None, prompt(9)[None], max_new_tokens=12)
+try:
+    model(prompt(9)[None])
+except NotImplementedError:
+    print(output[0].tolist())
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=Path(__file__).parent, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str(prompt(9).tolist() + greedy(make_target("qwen3_5"), prompt(9), 12).tolist())
 
 
 def test_a_state_by_functions_of_its_own_is_refused_by_name():

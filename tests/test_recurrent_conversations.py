@@ -81,6 +81,21 @@ def test_a_stop_string_in_the_middle_of_a_block(target, ahead, end):
     assert turn(generator, target, torch.cat([sequences[0], prompt(5)]))[1] == [6]
 
 
+@pytest.mark.parametrize("ahead", [False, True], ids=["", "one step late"])
+def test_a_closed_stream_is_continued(target, ahead):
+    p = prompt(14, seed=4)
+    answer = greedy(target, p, 40)
+    generator = cheat(target, [p], [answer])
+    if ahead:
+        record(generator)
+    events = generator.stream(p[None], max_new_tokens=40)
+    got = [token for _ in range(3) for token in next(events).ids[0]]
+    events.close()
+    assert got == answer[: len(got)].tolist()
+    ids = torch.cat([p, answer[: len(got)], prompt(3, seed=5)])
+    assert turn(generator, target, ids)[1] == [3 if ahead else 4]
+
+
 def test_rows_of_a_ragged_batch_resume_at_different_places(target):
     prompts = [prompt(length, seed=7) for length in (40, 3, 17)]
     answers = [greedy(target, p, NEW) for p in prompts]

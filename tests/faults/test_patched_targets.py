@@ -519,6 +519,9 @@ class TestLayers:
         assert text == expected(model)
 
 
+FUSED = {"llama", "mistral", "qwen2", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_next"}
+
+
 @pytest.mark.parametrize("family", SUPPORTED)
 def test_no_function_of_an_unchanged_model_counts_as_replaced(family, monkeypatch):
     model = make_target(family)
@@ -526,7 +529,7 @@ def test_no_function_of_an_unchanged_model_counts_as_replaced(family, monkeypatc
     assert functions.replaced == functions.bypassed == functions.changed() == ""
     monkeypatch.setattr(support, "probe", lambda *_: pytest.fail("a tested family needs no trial run"))
     target = dflash.Generator(model, max_length=40).engine.target
-    assert target.is_fused == (family.partition(" ")[0] in ("llama", "mistral", "qwen2", "qwen3"))
+    assert target.is_fused == (family.partition(" ")[0] in FUSED)
 
 
 def test_functions_are_examined_once():
