@@ -98,7 +98,7 @@ class RecurrentLayer:
         window: ``[batch, width - 1 + block, channels]`` of the convolution: the inputs in front of ``held``, then those
             of the last pass.
         state: ``[batch, heads, key_dim, value_dim]`` float32, at ``held``.
-        saved_k: ``[batch, block, key_heads, key_dim]`` float32; with the next two, the last pass' rows behind ``held``.
+        saved_k: ``[batch, block, key_heads, key_dim]`` float32; with the next two, of the last pass' rows.
         saved_d: ``[batch, block, heads, value_dim]`` float32.
         saved_a: ``[batch, block, heads]`` or ``[batch, block, heads, key_dim]`` float32.
     """
@@ -201,7 +201,7 @@ class RecurrentCache(KVCache):
     def commit_(self, length: Tensor, num_context: Tensor) -> None:
         """Note again where the states stand.
 
-        In a compiled step, Inductor moves the copy of `end_pass_` behind the op that advances ``lengths`` in place
+        In a compiled step, Inductor moves the copy of `end_pass_` after the op that advances ``lengths`` in place
         (torch 2.13), and so reads what they are afterwards.
         """
         self.held.copy_(torch.where(num_context > 0, length - num_context, self.held))
@@ -215,10 +215,10 @@ class RecurrentCache(KVCache):
         ]
 
     def resume_(self, positions: Sequence[int]) -> None:
-        """Put the states of rows that go on from before ``held`` back to the snapshot, or clear them."""
+        """Return the states of rows that resume before ``held`` to the snapshot, or clear them."""
         device = self.held.device
         at = torch.tensor(positions, dtype=torch.int64, device=device)
-        # 1. A row that goes on from before its snapshot may come back to it with other tokens.
+        # 1. A row that resumes before its snapshot may later pass it with other tokens.
         self._snapshot_at.masked_fill_(at < self._snapshot_at, 0)
         # 2. Which rows move, and where to.
         held = self.held.tolist()

@@ -142,8 +142,8 @@ def causal_conv_(
 
     ``y[t] = bias + sum_j weight[:, j] * input[t - width + 1 + j]``, in fp32 and in this order, then SiLU if asked for,
     rounded once. The window holds the ``width - 1`` inputs in front of the last pass' rows and then the first of these
-    rows: the context of this pass starts at slot ``pending``. The context that is left behind is what is in front of
-    row ``keep``, and the first ``min(rows, block)`` rows are stored behind it. Rows that are not kept may hold NaN.
+    rows: the context of this pass starts at slot ``pending``. The context that is kept is what is in front of
+    row ``keep``, and the first ``min(rows, block)`` rows are stored after it. Rows that are not kept may hold NaN.
 
     Args:
         x: ``[batch, rows, channels]``, float32 or bfloat16 (float16 on CUDA), any strides.

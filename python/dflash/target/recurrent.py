@@ -230,7 +230,7 @@ class _LayerFunctions:
             dt = dt + dt_bias.to(dt.dtype)
         if dt_softplus:
             dt = nn.functional.softplus(dt)
-        if self.running.is_prompt:  # transformers clamps in the prompt, not behind it
+        if self.running.is_prompt:  # transformers clamps in the prompt, not after it
             dt = dt.clamp(*dt_limit)
         x, dt = hidden_states.float(), dt.float()
         out, state = self._recurrence(C.float(), B.float(), x * dt[..., None], A.float() * dt, None)

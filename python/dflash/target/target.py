@@ -146,7 +146,7 @@ class Target:
             lengths: ``[batch]`` int64, positions already in the cache.
             cache: from `new_cache`. The K/V of these rows are written at their positions.
             logits_to_keep: as in transformers: 0 for all rows, n for the last n, or row indices.
-            keep: ``[batch]`` int64, how many leading rows belong to the sequence for certain: those of a prompt. None
+            keep: ``[batch]`` int64, how many leading rows certainly belong to the sequence: those of a prompt. None
                 for a block, whose rows will be accepted or not.
 
         Returns:
