@@ -9,6 +9,7 @@ same bits, but no backend promises it, least of all for 16-bit sums.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -195,6 +196,9 @@ class OneProcess:
         """Do nothing."""
 
 
+_numbers = itertools.count()  # of targets, made in the same order by every rank
+
+
 class Ranks(OneProcess):
     """The processes that a target is spread over. All of them must call each method, in the same order.
 
@@ -208,6 +212,7 @@ class Ranks(OneProcess):
         self._weight: Tensor | None = None
         self._whole: Tensor | None = None
         self._versions: list[int] = []
+        self._agreed = b"%d" % next(_numbers)
 
     def share_(self, tensor: Tensor) -> Tensor:
         """Return the tensor with rank 0's values, written in place if it is contiguous."""
@@ -218,9 +223,10 @@ class Ranks(OneProcess):
     def compare(self, what: str, value: Callable[[], object]) -> None:
         """Raise ValueError on every rank unless ``repr(value())`` is the same on all of them.
 
+        All that was compared before counts too: a rank that uses another target, or another generator, is found out.
         The exchange has one size whatever is compared, so ranks that are at different places find out too.
         """
-        digest = hashlib.sha256(f"{what}: {value()!r}".encode()).digest()[:8]
+        digest = hashlib.sha256(self._agreed + f"{what}: {value()!r}".encode()).digest()[:8]
         mine = torch.tensor(int.from_bytes(digest, "big", signed=True), dtype=torch.int64, device=self._device)
         every = [torch.empty_like(mine) for _ in range(self.count)]
         dist.all_gather(every, mine, group=self._group)
@@ -230,6 +236,7 @@ class Ranks(OneProcess):
                 f"the target is spread over {self.count} processes, and rank {different[0]} differs from rank 0 in "
                 f"{what}. Every rank must load the same model and make the same calls in the same order"
             )
+        self._agreed = digest
 
     def all(self, flag: bool) -> bool:
         """Return True if the flag is set on every rank."""
