@@ -22,6 +22,7 @@ from transformers.activations import ACT2FN
 
 from .. import ops
 from ..cache import KVCache, RecurrentCache, RecurrentLayer
+from .weights import modules_of
 
 __all__ = [
     "FUNCTIONS",
@@ -74,7 +75,8 @@ def is_stateful(module: nn.Module) -> bool:
 
 def has_recurrent_layers(model: nn.Module) -> bool:
     """Return True if a module of the model is stateful."""
-    return any(map(is_stateful, model.modules()))
+    one_per_class = {type(module): module for module in modules_of(model)}
+    return any(map(is_stateful, one_per_class.values()))
 
 
 def refusal_of_recurrence(model: nn.Module) -> str | None:
