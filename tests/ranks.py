@@ -188,6 +188,8 @@ def refusals(models: Path, model: PreTrainedModel, draft: dflash.Drafter) -> dic
     done["other calls"] = attempt(
         lambda: dflash.Generator(model, max_length=64) if RANK else dflash.generate(model, draft, one)
     )
+    two = [dflash.Generator(each, max_length=64) for each in (model, spread(models / "other"))]
+    done["other target"] = attempt(lambda: two[RANK].generate(one, max_new_tokens=4))
     done["after them"] = attempt(lambda: dflash.generate(model, draft, one, max_new_tokens=NEW))
     return done
 

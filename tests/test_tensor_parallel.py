@@ -125,6 +125,7 @@ REFUSED = {
     "other weights": "rank 1 differs from rank 0 in its weights or config",
     "other prompts": "rank 1 differs from rank 0 in its prompts or arguments",
     "other seeds": "rank 1 differs from rank 0 in its prompts or arguments",
+    "other target": "rank 1 differs from rank 0 in its prompts or arguments",
     "other calls": "rank 1 differs from rank 0 in its",
 }
 

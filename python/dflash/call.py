@@ -198,7 +198,8 @@ class Call:
     def decisive(self) -> tuple[object, ...]:
         """Return what decides the text, in a form whose ``repr`` is equal for equal calls in different processes."""
         rules = dataclasses.replace(self.rules, logits_processor=(), stopping_criteria=())
-        seed = self.sampling.seed.tolist() if hasattr(self.sampling.seed, "tolist") else self.sampling.seed
+        given: Any = self.sampling.seed
+        seed = given.tolist() if hasattr(given, "tolist") else given
         return (
             *([prompt.tolist() for prompt in self.prompts], self.max_new_tokens, self.stop_token_ids),
             *(dataclasses.replace(self.sampling, seed=seed), rules, self.rules.run_on_host),

@@ -535,3 +535,26 @@ def test_no_function_of_an_unchanged_model_counts_as_replaced(family, monkeypatc
 def test_functions_are_examined_once():
     model = make_target("llama")
     assert functions_of(model) is functions_of(make_target("llama", seed=1))
+
+
+@pytest.mark.parametrize("wrap", [False, True])
+def test_a_forward_in_the_attributes_of_a_stateful_module_cannot_leave_its_state_behind(wrap):
+    model = make_target("qwen3_5")
+    module, own = model.model.layers[0].linear_attn, type(model.model.layers[0].linear_attn).forward
+
+    def forward(self, *args, **kwargs):
+        return own(self, *args, **kwargs)
+
+    module.forward = types.MethodType(forward if wrap else own, module)
+    if wrap:
+        with pytest.raises(UnsupportedTargetError, match=r"GatedDeltaNet\.forward was replaced"):
+            Target(model)
+    else:
+        assert one_shot(model, make_draft(model)) == expected(model)
+
+
+def test_16_bit_roundings_that_a_state_carries_on_are_not_taken_for_other_numbers():
+    model = make_target("qwen3_next", dtype=torch.bfloat16)
+    hook = model.model.layers[0].register_forward_hook(lambda *_: None)  # so that the model is compared with its twin
+    Target(model)
+    hook.remove()

@@ -11,7 +11,8 @@ import methods
 import pytest
 import torch
 from baseline import greedy
-from families import Cheat
+from baseline import prompt as random_prompt
+from families import Cheat, make_draft, make_target
 from methods import ACCEPTED, CONFIGS, REFUSED
 from storages import storages
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from dflash.target import UnsupportedTargetError
 
 NEW = 24
 SAMPLED = ["bitsandbytes nf4, double", "torchao int8 dynamic, per row"]
+RECURRENT = ["torchao int8 weights", "quanto int8", "compressed-tensors W4A16"]
 SAVED = [name for name in ACCEPTED if not name.startswith("quanto")]  # transformers does not save quanto's
 
 
@@ -80,6 +82,22 @@ def test_bfloat16_text_does_not_depend_on_what_is_accepted(name, temperature, pr
         assert torch.equal(output.sequences, one_token)
         lengths.add(output.statistics.acceptance_length)
     assert len(lengths) == 3
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_a_recurrent_target_writes_its_own_text_whatever_is_accepted(name, tmp_path_factory):
+    """Its text may not depend on a forward that a library puts in front of a stateful module."""
+    folder = tmp_path_factory.mktemp("qwen3_5")
+    make_target("qwen3_5").save_pretrained(folder)
+    model, ids = methods.load(name, folder=folder), random_prompt(17)
+    text = greedy(methods.load(name, folder=folder), ids, NEW)
+    cheat = Cheat(model, make_draft(make_target("qwen3_5")), max_length=128)
+    cheat.script = torch.nn.functional.pad(torch.cat([ids, text])[None], (0, 64))
+    for spoil in (0, 3, 1):
+        cheat.spoil = spoil
+        output = cheat.generate(ids[None], max_new_tokens=NEW, temperature=0.0, stop_token_ids=[])
+        assert output[0, len(ids) :].tolist() == text.tolist()
+    dflash.Generator(methods.load(name, torch.bfloat16, folder), max_length=64)  # is not refused
 
 
 @torch.no_grad()

@@ -203,11 +203,14 @@ class Ranks(OneProcess):
         device: of this rank.
     """
 
+    agreed_targets = 0  # of this process; made in the same order by every rank
+
     def __init__(self, mesh: Any, device: torch.device) -> None:
         self._group, self._device, self.count = mesh.get_group(), device, mesh.size()
         self._weight: Tensor | None = None
         self._whole: Tensor | None = None
         self._versions: list[int] = []
+        self._agreed = b""
 
     def share_(self, tensor: Tensor) -> Tensor:
         """Return the tensor with rank 0's values, written in place if it is contiguous."""
@@ -218,9 +221,11 @@ class Ranks(OneProcess):
     def compare(self, what: str, value: Callable[[], object]) -> None:
         """Raise ValueError on every rank unless ``repr(value())`` is the same on all of them.
 
+        All that was compared before counts too: a rank that uses another target, or another generator, is found out.
         The exchange has one size whatever is compared, so ranks that are at different places find out too.
         """
-        digest = hashlib.sha256(f"{what}: {value()!r}".encode()).digest()[:8]
+        before = self._agreed or b"%d" % Ranks.agreed_targets
+        digest = hashlib.sha256(before + f"{what}: {value()!r}".encode()).digest()[:8]
         mine = torch.tensor(int.from_bytes(digest, "big", signed=True), dtype=torch.int64, device=self._device)
         every = [torch.empty_like(mine) for _ in range(self.count)]
         dist.all_gather(every, mine, group=self._group)
@@ -230,6 +235,8 @@ class Ranks(OneProcess):
                 f"the target is spread over {self.count} processes, and rank {different[0]} differs from rank 0 in "
                 f"{what}. Every rank must load the same model and make the same calls in the same order"
             )
+        Ranks.agreed_targets += not self._agreed
+        self._agreed = digest
 
     def all(self, flag: bool) -> bool:
         """Return True if the flag is set on every rank."""

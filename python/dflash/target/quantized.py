@@ -18,6 +18,7 @@ from .weights import modules_of
 __all__ = [
     "added_by_gptqmodel",
     "finish_loading",
+    "forward_before_dispatch",
     "inside_gptqmodel",
     "refusal_of_quantization",
     "rounds_activations",
@@ -124,6 +125,16 @@ def finish_loading(model: nn.Module) -> None:
             if is_pending and not module.training:
                 row = torch.zeros(1, module.in_features, dtype=model.dtype, device=module.scales.device)
                 type(module).forward(module, row)
+
+
+def forward_before_dispatch(module: nn.Module) -> types.MethodType | None:
+    """Return the class's forward of a module for which compressed-tensors has put one that moves inputs first, or None.
+
+    Layers with a forward of their own, the quantized ones, keep what they have.
+    """
+    inside = module.__dict__.get("_original_forward_func")
+    is_own = inside is not None and inside is getattr(type(module), "forward", None)
+    return types.MethodType(inside, module) if is_own else None
 
 
 # ---------------------------------------------------------------------------------------------- what GPTQModel changes

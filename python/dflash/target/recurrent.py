@@ -22,7 +22,7 @@ from transformers.activations import ACT2FN
 
 from .. import ops
 from ..cache import KVCache, RecurrentCache, RecurrentLayer
-from .weights import repeated_modules
+from .weights import modules_of, repeated_modules
 
 __all__ = [
     "FUNCTIONS",
@@ -75,7 +75,8 @@ def is_stateful(module: nn.Module) -> bool:
 
 def has_recurrent_layers(model: nn.Module) -> bool:
     """Return True if a module of the model is stateful."""
-    return any(map(is_stateful, model.modules()))
+    one_per_class = {type(module): module for module in modules_of(model)}
+    return any(map(is_stateful, one_per_class.values()))
 
 
 def refusal_of_recurrence(model: nn.Module) -> str | None:
@@ -171,7 +172,8 @@ def take_over(twin: nn.Module) -> Pass:
                 module.running_pass = running
     for module in filter(is_stateful, twin.modules()):
         forward = _inner_forward(type(module))
-        space = {**forward.__globals__, **_LayerFunctions(running, module.layer_idx).by_name()}
+        functions = _LayerFunctions(running, module.layer_idx, getattr(module, "num_k_heads", None))
+        space = {**forward.__globals__, **functions.by_name()}
         space.pop("__name__", None)  # torch.compile would look the names up in the real module
         own = types.FunctionType(forward.__code__, space, forward.__name__, forward.__defaults__, forward.__closure__)
         own.__kwdefaults__ = forward.__kwdefaults__
@@ -184,8 +186,8 @@ def take_over(twin: nn.Module) -> Pass:
 class _LayerFunctions:
     """What takes the place of transformers' functions in one layer. Signatures are theirs."""
 
-    def __init__(self, running: Pass, index: int) -> None:
-        self.running, self.index = running, index
+    def __init__(self, running: Pass, index: int, key_heads: int | None) -> None:
+        self.running, self.index, self.key_heads = running, index, key_heads
 
     def by_name(self) -> dict[str, Callable]:
         """Return the functions under the names that modules look up."""
@@ -214,6 +216,9 @@ class _LayerFunctions:
         use_qk_l2norm_in_kernel: bool = False, **_: Any,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Run the gated delta rule; ``query`` and ``key [batch, rows, key_heads, key_dim]``."""
+        if self.key_heads is not None:  # before 5.18 the module repeats them for the heads that share them
+            repeats = query.shape[2] // self.key_heads
+            query, key = query[:, :, ::repeats], key[:, :, ::repeats]
         q, k, v, decay, beta = (x.float() for x in (query, key, value, g, beta))
         if use_qk_l2norm_in_kernel:
             q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _L2_EPS) for x in (q, k))

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from .functions import global_hooks
 from .parallel import forward_of_copy, meshes
-from .quantized import finish_loading, shared_states
+from .quantized import finish_loading, forward_before_dispatch, shared_states
+from .recurrent import is_stateful
 from .support import UnsupportedTargetError
 from .weights import plain_tensors
 
@@ -54,13 +55,18 @@ def _restore_forward(original: nn.Module, copied: nn.Module) -> None:
     if (own := forward_of_copy(original, copied)) is not None:
         copied.__dict__["forward"] = own
         return
-    inside = getattr(forward, "_torchdynamo_orig_callable", None)
+    inside = getattr(forward, "_torchdynamo_orig_callable", None) or forward_before_dispatch(original)
     if inside is None and _is_idle_hook(getattr(original, "_hf_hook", None)):
         inside = getattr(original, "_old_forward", None)
-    if isinstance(inside, types.MethodType) and inside.__func__ is getattr(type(original), "forward", None):
+    if _is_of_class(inside or forward, original):
         del copied.__dict__["forward"]
-    elif inside is not None or not isinstance(forward, types.MethodType):
+    elif inside is not None or not isinstance(forward, types.MethodType) or is_stateful(original):
         raise UnsupportedTargetError(f"{type(original).__name__}.forward was replaced by {forward!r}")
+
+
+def _is_of_class(forward: Any, module: nn.Module) -> bool:
+    """Return True for a bound method that is the forward of the module's class."""
+    return isinstance(forward, types.MethodType) and forward.__func__ is getattr(type(module), "forward", None)
 
 
 def _is_idle_hook(hook: Any) -> bool:
