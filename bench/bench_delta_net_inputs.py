@@ -21,7 +21,7 @@ def plain(qkv, b, a, a_log, dt_bias, key_heads, key_dim):
 def cases(o):
     for name, m in o.models.items():
         for rows in o.rows:
-            heads = m.hidden // DIM
+            heads = max(m.hidden // DIM, 1)
             key_heads = max(heads // 2, 1)  # as in Qwen3.5-9B
 
             def make(rows=rows, heads=heads, key_heads=key_heads):

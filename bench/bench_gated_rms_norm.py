@@ -22,7 +22,7 @@ def plain(x, z, weight):
 def cases(o):
     for name, m in o.models.items():
         for rows in o.rows:
-            heads = m.hidden // DIM
+            heads = max(m.hidden // DIM, 1)
 
             def make(rows=rows, heads=heads):
                 return o.random(1, rows, heads, DIM).float(), o.random(1, rows, heads * DIM), o.random(DIM)

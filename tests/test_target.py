@@ -24,14 +24,16 @@ def test_logits_and_taps_equal_the_model_in_two_chunks(family):
     model = make_target(family)
     plain = model(ids(), output_hidden_states=True)
     target = Target(model, (0, 2, 3))
+    # transformers runs recurrences over a prompt in chunks, in another order of sums than ours.
+    tolerance = 5e-4 if target.is_recurrent else 2e-4
     cache, zero = target.new_cache(1, 70, 16), torch.zeros(1, dtype=torch.int64)
     first, taps_first = target.forward(ids()[:, :41], zero, cache, keep=zero + 41)
     second, taps_second = target.forward(ids()[:, 41:], zero + 41, cache, keep=zero + 19)
 
-    torch.testing.assert_close(torch.cat([first, second], 1), plain.logits, rtol=0, atol=2e-4)
+    torch.testing.assert_close(torch.cat([first, second], 1), plain.logits, rtol=0, atol=tolerance)
     for index, layer in enumerate((0, 2, 3)):
         tap = torch.cat([taps_first[index], taps_second[index]], 1)
-        torch.testing.assert_close(tap, plain.hidden_states[layer + 1], rtol=0, atol=2e-4)
+        torch.testing.assert_close(tap, plain.hidden_states[layer + 1], rtol=0, atol=tolerance)
 
 
 def test_the_users_model_is_not_changed():
