@@ -150,11 +150,10 @@ def takes_dataclasses(**without: tuple[str, ...]) -> Callable[[Callable[..., Non
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        hints = typing.get_type_hints(command, include_extras=True)
-        signature = inspect.signature(command)
+        signature = inspect.signature(command, eval_str=True)  # typing.get_type_hints hides Annotated in Python 3.10
         parameters, groups = [], {}
         for name, parameter in signature.parameters.items():
-            kind = hints[name]
+            kind = parameter.annotation
             if dataclasses.is_dataclass(kind):
                 options = _field_options(kind, without.get(name, ()))
                 groups[name] = (kind, [option.name for option in options])

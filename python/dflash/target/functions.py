@@ -317,18 +317,26 @@ def _is_own_wrapper(wrapper: Any) -> bool:
 
 
 def _inner(value: Any) -> Any:
-    """Return the innermost function, whoever wrapped it."""
     return _chain(value)[-1]
 
 
 def _chain(value: Any) -> list[Any]:
     """Return a function and what it says that it wraps, the innermost last."""
     chain = [_function(value)]
-    while (wrapped := _function(getattr(chain[-1], "__wrapped__", inside_gptqmodel(chain[-1])))) is not None:
+    while (wrapped := _function(getattr(chain[-1], "__wrapped__", _hidden(chain[-1])))) is not None:
         if any(wrapped is known for known in chain):
             break
         chain.append(wrapped)
     return chain
+
+
+def _hidden(wrapper: Any) -> Any:
+    """Return what a wrapper wraps without saying so: some of GPTQModel, and of transformers 5.15."""
+    file = getattr(_code(wrapper), "co_filename", "")
+    if not file.startswith(_TRANSFORMERS) or "<locals>" not in wrapper.__qualname__:
+        return inside_gptqmodel(wrapper)
+    inside = [cell.cell_contents for cell in wrapper.__closure__ or () if _code(cell.cell_contents)]
+    return inside[0] if len(inside) == 1 else None
 
 
 def _function(value: Any) -> Any:
