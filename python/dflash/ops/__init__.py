@@ -10,6 +10,7 @@ Ops that end in an underscore write into their arguments and return nothing. Non
 from .attention import block_attention
 from .choose import ROW_STATES as ROW_STATES
 from .choose import accept_prefix_, select_tokens
+from .delta_net import L2_EPS as L2_EPS
 from .delta_net import delta_net_inputs, gated_rms_norm
 from .kv_cache import append_context_kv_, append_kv_, qkv_norm_rope_append_
 from .layers import PackedLayers as PackedLayers

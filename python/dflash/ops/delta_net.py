@@ -8,7 +8,8 @@ from torch import Tensor
 from .checks import expect, unit_stride
 from .registry import Launcher, op
 
-_EPS = 1e-6  # in the root of the L2 norm, as in flash-linear-attention and transformers
+L2_EPS = 1e-6
+"""Added in the root of the L2 norm of q and k, as in flash-linear-attention and transformers."""
 
 
 @op()
@@ -64,7 +65,7 @@ def delta_net_inputs(
     log_decay, beta = (qkv.new_empty(batch, rows, heads, dtype=torch.float32) for _ in range(2))
     launch(
         "delta_net_inputs", qkv.contiguous(), b, a, a_log.contiguous(), dt_bias.contiguous(), q, k, v, log_decay, beta,
-        b.stride(1), a.stride(1), batch * rows, key_heads, heads, key_dim, values // heads, _EPS, code,
+        b.stride(1), a.stride(1), batch * rows, key_heads, heads, key_dim, values // heads, L2_EPS, code,
     )  # fmt: skip
     return q, k, v, log_decay, beta
 

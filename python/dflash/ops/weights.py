@@ -11,9 +11,8 @@ from torch import Tensor
 from .checks import expect, expect_memory, expect_strided
 
 _OP = "decoder_layers"
-Experts = Callable[
-    [Tensor], Tensor
-]  # in place of gate, up and down, which are None then: [batch, rows, hidden] of both
+# In place of gate, up and down, which are None then: takes and returns [batch, rows, hidden].
+Experts = Callable[[Tensor], Tensor]
 
 
 class DecoderLayer(NamedTuple):

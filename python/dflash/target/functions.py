@@ -23,6 +23,7 @@ from transformers.generation.utils import GenerationMixin
 
 from .quantized import added_by_gptqmodel, inside_gptqmodel
 from .recurrent import FUNCTIONS as RECURRENT_FUNCTIONS
+from .recurrent import only_function_in
 from .weights import modules_of
 
 __all__ = ["Functions", "codes_of", "functions_of", "global_hooks", "own_loop_method", "shadowed_method"]
@@ -335,8 +336,7 @@ def _hidden(wrapper: Any) -> Any:
     file = getattr(_code(wrapper), "co_filename", "")
     if not file.startswith(_TRANSFORMERS) or "<locals>" not in wrapper.__qualname__:
         return inside_gptqmodel(wrapper)
-    inside = [cell.cell_contents for cell in wrapper.__closure__ or () if _code(cell.cell_contents)]
-    return inside[0] if len(inside) == 1 else None
+    return only_function_in(wrapper)
 
 
 def _function(value: Any) -> Any:

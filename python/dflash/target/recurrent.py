@@ -30,6 +30,7 @@ __all__ = [
     "clamps_prompts",
     "has_recurrent_layers",
     "is_stateful",
+    "only_function_in",
     "refusal_of_recurrence",
     "take_over",
 ]
@@ -48,7 +49,6 @@ FUNCTIONS = _CONVOLUTIONS | _RECURRENCES | _FOR_ONE_ROW
 
 # Parts of names that only code with a state looks up.
 _CONVOLUTION_STATES, _RECURRENT_STATES = ("conv_state",), ("recurrent_state", "ssm_state", "linear_cache")
-_L2_EPS = 1e-6  # inside the root; the constant of transformers' l2norm
 
 
 class Pass:
@@ -146,11 +146,17 @@ def _inner(function: Any) -> Any:
     """Return the method below transformers' decorators. Some of 5.15 do not say what they wrap."""
     while True:
         function = inspect.unwrap(function)
-        cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
-        inside = [value for value in cells if isinstance(value, types.FunctionType)]
-        if len(inside) != 1 or _names(function) & FUNCTIONS:
+        inside = only_function_in(function)
+        if inside is None or _names(function) & FUNCTIONS:
             return function
-        function = inside[0]
+        function = inside
+
+
+def only_function_in(wrapper: Any) -> types.FunctionType | None:
+    """Return the one function that another closes over; None if there is none, or more than one."""
+    cells = [cell.cell_contents for cell in getattr(wrapper, "__closure__", None) or ()]
+    inside = [value for value in cells if isinstance(value, types.FunctionType)]
+    return inside[0] if len(inside) == 1 else None
 
 
 # ---------------------------------------------------------------------------------------------- taking over
@@ -221,7 +227,7 @@ class _LayerFunctions:
             query, key = query[:, :, ::repeats], key[:, :, ::repeats]
         q, k, v, decay, beta = (x.float() for x in (query, key, value, g, beta))
         if use_qk_l2norm_in_kernel:
-            q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _L2_EPS) for x in (q, k))
+            q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + ops.L2_EPS) for x in (q, k))
         out, state = self._recurrence(q / q.shape[-1] ** 0.5, k, v, decay, beta)
         return out.to(query.dtype), state
 

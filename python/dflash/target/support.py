@@ -139,7 +139,7 @@ def _refusal_of_family(model: PreTrainedModel) -> str | None:
     if reason := _UNSERVED.get(family.removesuffix("_text")):
         return f"{family} {reason}"
     is_recurrent = has_recurrent_layers(model)
-    if reason := refusal_of_recurrence(model):
+    if is_recurrent and (reason := refusal_of_recurrence(model)):
         return f"{family} has stateful layers: {reason}"
     if getattr(model, "_is_stateful", False) and not is_recurrent:
         return f"{family} has stateful layers that dflash does not know, and cannot roll back"

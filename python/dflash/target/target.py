@@ -37,6 +37,7 @@ class Target:
 
     Attributes:
         ranks: the processes that the model is spread over.
+        is_recurrent: True if layers keep a state that no counter trims; its caches are then a `RecurrentCache`.
         compiled_forward: what :meth:`verify` runs instead of :meth:`forward`, if it is set; prompts are never compiled.
 
     Raises:
