@@ -75,7 +75,6 @@ def walk(engine: Engine, block: Block, logits: Tensor, state: State, done: list[
         walking = matching
         if not walking:
             break
-    # 3. Processors and criteria may know more than the ids (a clock): rank 0's count.
-    share_ = engine.target.ranks.share_
-    ended = torch.zeros_like(limits).index_fill_(0, limits.new_tensor(stopped), 1)
-    return Walk(share_(choices), share_(limits), share_(ended).nonzero()[:, 0].tolist())
+    # 3. Processors and criteria may know more than the ids (a clock): rank 0's count. Its choices are shared later.
+    ranks = engine.target.ranks
+    return Walk(choices, ranks.share_(limits), ranks.share_rows(stopped, limits))

@@ -180,6 +180,10 @@ class OneProcess:
         """Return the tensor."""
         return tensor
 
+    def share_rows(self, rows: list[int], like: Tensor) -> list[int]:  # noqa: ARG002 - several processes need it
+        """Return the rows."""
+        return rows
+
     def compare(self, what: str, value: Callable[[], object]) -> None:
         """Do nothing."""
 
@@ -217,6 +221,11 @@ class Ranks(OneProcess):
         tensor = tensor.contiguous()
         dist.broadcast(tensor, group=self._group, group_src=0)
         return tensor
+
+    def share_rows(self, rows: list[int], like: Tensor) -> list[int]:
+        """Return rank 0's ``rows`` of a batch; ``like [batch]`` int64 gives its size and device."""
+        flags = torch.zeros_like(like).index_fill_(0, like.new_tensor(rows), 1)
+        return self.share_(flags).nonzero()[:, 0].tolist()
 
     def compare(self, what: str, value: Callable[[], object]) -> None:
         """Raise ValueError on every rank unless ``repr(value())`` is the same on all of them.
