@@ -216,6 +216,9 @@ class RecurrentCache(KVCache):
 
     def resume_(self, positions: Sequence[int]) -> None:
         """Return the states of rows that resume before ``held`` to the snapshot, or clear them."""
+        if not any(positions):
+            self._clear_()
+            return
         device = self.held.device
         at = torch.tensor(positions, dtype=torch.int64, device=device)
         # 1. A row that resumes before its snapshot may later pass it with other tokens.
@@ -235,6 +238,10 @@ class RecurrentCache(KVCache):
                 standing[restored] = copy[restored]
             for standing in layer.standing:
                 standing.index_fill_(0, cleared, 0)
+
+    def _clear_(self) -> None:
+        standing = [tensor for layer in self.recurrent.values() for tensor in layer.standing]
+        torch._foreach_zero_([self.held, self._snapshot_at, *standing])
 
     def keep_snapshot_(self, rows: Sequence[int]) -> None:
         """Copy the states of these rows; each row has one snapshot. Does not wait for the device."""
