@@ -273,6 +273,101 @@ struct AcceptPrefixParams {
   }
 };
 
+// The same on a tree: from row 0, emits the choice of a row and goes on to the row's child that proposed it.
+struct AcceptPathParams {
+  const int64_t* ids;      // [batch, rows]: the anchor, then the nodes; negative: none
+  const int64_t* parents;  // [batch, rows]: of each node a row before it; anything else: nobody's child
+  const int64_t* choices;  // [batch, rows]: the target's choices; negative: its logits held NaN
+  const int64_t* stop_token_ids;  // [num_stop_tokens]
+  const int64_t* limits;          // [batch]
+  int64_t* tokens;                // [batch, capacity]
+  int64_t* length;                // [batch]
+  int64_t* num_context;           // [batch]
+  int64_t* done;                  // [batch], RowState
+  int64_t* path;                  // [batch, path_rows]: the rows of the emitted choices, then path[j] = j
+  int64_t batch;
+  int64_t rows;
+  int64_t path_rows;  // 1 .. rows: how many may be visited
+  int64_t num_stop_tokens;
+  int64_t capacity;
+  int32_t threads;
+  int32_t device = 0;
+
+  static constexpr auto wire() {
+    using P = AcceptPathParams;
+    return std::tuple(&P::ids, &P::parents, &P::choices, &P::stop_token_ids, &P::limits, &P::tokens,
+                      &P::length, &P::num_context, &P::done, &P::path, &P::batch, &P::rows, &P::path_rows,
+                      &P::num_stop_tokens, &P::capacity);
+  }
+};
+
+// A list of numbers that the launching side reads.
+struct Sizes {
+  const int64_t* values;
+  DFLASH_ANYWHERE int64_t operator[](int64_t i) const { return values[i]; }
+};
+
+// Slot first[b] + path[b, j] moves to slot first[b] + j where 1 <= j < counts[b] and path[b, j] > j, in the
+// caches of all layers. A path ascends, so that moving in the order of j overwrites nothing that is still to
+// move. Slots outside 0 .. capacity - 1 stay.
+struct CompactKvParams {
+  const int64_t* path;    // [batch, path_rows]
+  const int64_t* counts;  // [batch]
+  const int64_t* first;   // [batch]
+  void* const* caches;    // [num_caches] pointers to [batch, heads[i], capacity, row_bytes[i] bytes]
+  Sizes heads;            // [num_caches]
+  Sizes row_bytes;        // [num_caches]
+  int64_t num_caches;
+  int64_t batch;
+  int64_t path_rows;
+  int64_t capacity;
+  int32_t threads;
+  int32_t device = 0;
+
+  // Where the row that moves to first[b] + j comes from; -1: nothing moves there. Needs j < path_rows.
+  DFLASH_ANYWHERE int64_t source(int64_t b, int64_t j) const {
+    const int64_t bound = capacity + path_rows;  // clamped to it, a slot outside stays outside
+    const int64_t row = path[b * path_rows + j], base = clamped(first[b], bound);
+    const int64_t from = base + clamped(row, 2 * bound), to = base + j;
+    const bool moves = j >= 1 && j < counts[b] && row > j && to >= 0 && from < capacity;
+    return moves ? from : -1;
+  }
+  DFLASH_ANYWHERE int64_t target(int64_t b, int64_t j) const {
+    return clamped(first[b], capacity + path_rows) + j;
+  }
+
+  static constexpr auto wire() {
+    using P = CompactKvParams;
+    return std::tuple(&P::path, &P::counts, &P::first, &P::caches, &P::heads, &P::row_bytes, &P::num_caches,
+                      &P::batch, &P::path_rows, &P::capacity);
+  }
+
+ private:
+  DFLASH_ANYWHERE static int64_t clamped(int64_t x, int64_t bound) {
+    return x < -bound ? -bound : x > bound ? bound : x;
+  }
+};
+
+// out[b, j] = x[b, path[b, j]], the index clamped to 0 .. rows - 1.
+struct GatherRowsParams {
+  const void* x;        // [batch, rows, row_bytes bytes]
+  const int64_t* path;  // [batch, path_rows]
+  void* out;            // [batch, out_rows, row_bytes bytes]; rows from path_rows on stay
+  int64_t batch;
+  int64_t rows;
+  int64_t path_rows;
+  int64_t out_rows;
+  int64_t row_bytes;
+  int32_t threads;
+  int32_t device = 0;
+
+  static constexpr auto wire() {
+    using P = GatherRowsParams;
+    return std::tuple(&P::x, &P::path, &P::out, &P::batch, &P::rows, &P::path_rows, &P::out_rows,
+                      &P::row_bytes);
+  }
+};
+
 // One layer of a linear recurrence (gated delta rule, Mamba-2) over a block of rows, whose state stands at a
 // position in front of the block. First the accepted rows of the last pass are applied from what it saved of
 // them, then the rows run. Per head: S' = a S; d = beta (v - S'^T k), or v without beta; S = S' + k d^T;

@@ -20,22 +20,26 @@ from .linear import skinny as skinny
 from .norm import add_rms_norm, fuse_features, rms_norm, sigmoid_mul, silu_mul
 from .recurrent import causal_conv_, gated_recurrence_
 from .registry import cuda_status, has_cuda_kernels, isa
+from .tree_commit import accept_path_, compact_kv_, gather_rows_
 from .weights import DecoderLayer as DecoderLayer
 from .weights import DeltaNetLayer as DeltaNetLayer
 
 __all__ = [
+    "accept_path_",
     "accept_prefix_",
     "add_rms_norm",
     "append_context_kv_",
     "append_kv_",
     "block_attention",
     "causal_conv_",
+    "compact_kv_",
     "cuda_status",
     "decoder_layers",
     "delta_net_inputs",
     "fuse_features",
     "gated_recurrence_",
     "gated_rms_norm",
+    "gather_rows_",
     "has_cuda_kernels",
     "isa",
     "linear",

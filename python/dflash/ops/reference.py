@@ -388,6 +388,55 @@ def accept_prefix_(
     done.copy_(torch.where(running, state, done))
 
 
+def accept_path_(
+    ids: Tensor,
+    parents: Tensor,
+    choices: Tensor,
+    stop_token_ids: Tensor,
+    limits: Tensor,
+    tokens: Tensor,
+    length: Tensor,
+    num_context: Tensor,
+    done: Tensor,
+    path: Tensor,
+) -> None:
+    """Walk from row 0 to the child that each choice names; then `accept_prefix_` on the chain of these rows."""
+    rows, node = ids.shape[1], torch.arange(ids.shape[1], device=ids.device)
+    is_child = (parents >= 0) & (parents < node) & (ids >= 0)
+    is_chosen = is_child & (ids == choices.gather(1, torch.where(is_child, parents, 0)))
+    follows = is_chosen[:, None] & (parents[:, None] == node[:, None])  # [batch, parent, child]
+    child = torch.where(follows, node, rows).amin(-1)  # the first, or `rows`
+    visited = [torch.zeros_like(length)[:, None]]
+    for _ in range(path.shape[1] - 1):
+        last = visited[-1]
+        visited.append(torch.where(last < rows, child.gather(1, last.clamp(max=rows - 1)), rows))
+    walked = torch.cat(visited, 1)
+    is_row, safe = walked < rows, walked.clamp(max=rows - 1)
+    block_ids, posterior = (torch.where(is_row, x.gather(1, safe), -1) for x in (ids, choices))
+    accept_prefix_(block_ids, posterior, stop_token_ids, limits, tokens, length, num_context, done)
+    depth = torch.arange(path.shape[1], device=path.device)
+    path.copy_(torch.where(depth < num_context[:, None], walked, depth))
+
+
+def compact_kv_(path: Tensor, counts: Tensor, first: Tensor, k_caches: list[Tensor], v_caches: list[Tensor]) -> None:
+    """Move slot ``first + path[j]`` to slot ``first + j`` in every cache: all are read, then all written."""
+    j = torch.arange(path.shape[1], device=path.device)
+    for cache in (*k_caches, *v_caches):
+        capacity = cache.shape[2]
+        bound = capacity + path.shape[1]  # clamped to it, a slot outside stays outside
+        base = first.clamp(-bound, bound)[:, None]
+        source, slot = base + path.clamp(-2 * bound, 2 * bound), base + j
+        moves = (j >= 1) & (j < counts[:, None]) & (path > j) & (slot >= 0) & (source < capacity)
+        index = source.clamp(0, capacity - 1)[:, None, :, None].expand(-1, cache.shape[1], -1, cache.shape[3])
+        _append(cache.gather(2, index), torch.where(moves, slot, -1), cache)
+
+
+def gather_rows_(x: Tensor, path: Tensor, out: Tensor) -> None:
+    """``out[b, j] = x[b, path[b, j]]``, the index clamped."""
+    index = path.clamp(0, x.shape[1] - 1)[:, :, None].expand(-1, -1, x.shape[2])
+    out[:, : path.shape[1]].copy_(x.gather(1, index))
+
+
 _AMX_INNER = 32
 
 
