@@ -20,6 +20,8 @@ from .linear import skinny as skinny
 from .norm import add_rms_norm, fuse_features, rms_norm, sigmoid_mul, silu_mul
 from .recurrent import causal_conv_, gated_recurrence_
 from .registry import cuda_status, has_cuda_kernels, isa
+from .tree import MAX_TREE_ROWS as MAX_TREE_ROWS
+from .tree import build_tree, tree_candidates
 from .weights import DecoderLayer as DecoderLayer
 from .weights import DeltaNetLayer as DeltaNetLayer
 
@@ -29,6 +31,7 @@ __all__ = [
     "append_context_kv_",
     "append_kv_",
     "block_attention",
+    "build_tree",
     "causal_conv_",
     "cuda_status",
     "decoder_layers",
@@ -45,4 +48,5 @@ __all__ = [
     "select_tokens",
     "sigmoid_mul",
     "silu_mul",
+    "tree_candidates",
 ]
