@@ -9,12 +9,13 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
-from .. import ops
 from ..call import Call
 from ..drafter import Drafter
-from ..proposers import Block, ChainProposer, PaddingProposer, Proposer, ProposerSettings
+from ..options import tree_rows
+from ..proposers import Block, ChainProposer, PaddingProposer, Proposer, ProposerSettings, TreeProposer
 from ..sampling import HostRules, KeyedAcceptance, LogitRules, RejectionAcceptance, RuleSettings
-from ..target import Target
+from ..target import Target, first_hook
+from .commit import emit_, report_
 from .runner import with_own_code
 from .state import STOPPED, State
 
@@ -47,11 +48,15 @@ class Engine:
         draft: the drafter; None decodes one token per step.
         batch_size: rows of the batch.
         max_length: tokens that a row may hold.
-        block_size: rows that a step verifies.
+        block_size: rows of a chain; a tree is one less deep.
+        tree_rows: the most rows of a tree; 0 for chains only.
 
     Attributes:
         state: see `State`.
-        proposer: drafts the blocks.
+        chain: drafts chains.
+        tree: drafts trees; None without room for them.
+        proposer: the one of the call.
+        budget: chooses the rows of a tree as the call proceeds; None for a chain or a fixed tree.
         rules: the logit rules of the call.
         host_rules: Python processors and criteria of the call; None for none.
         acceptance: chooses the target's tokens.
@@ -60,16 +65,27 @@ class Engine:
     """
 
     def __init__(
-        self, target: Target, draft: Drafter | None, *, batch_size: int, max_length: int, block_size: int
+        self,
+        target: Target,
+        draft: Drafter | None,
+        *,
+        batch_size: int,
+        max_length: int,
+        block_size: int,
+        tree_rows: int = 0,
     ) -> None:
         self.target, self.draft, self.compile_target = target, draft, False
         self.batch_size, self.block_size = batch_size, block_size
-        self.state = State.create(target, draft, batch_size, max_length, block_size)
-        self.proposer: Proposer
+        self.state = State.create(target, draft, batch_size, max_length, block_size, tree_rows)
+        self.chain: Proposer
+        self.tree: TreeProposer | None = None
         if draft is None:
-            self.proposer = PaddingProposer(batch_size, block_size, target.device)
+            self.chain = PaddingProposer(batch_size, block_size, target.device)
         else:
-            self.proposer = ChainProposer(draft, target, batch_size, block_size)
+            self.chain = ChainProposer(draft, target, batch_size, block_size)
+            self.tree = TreeProposer(draft, target, batch_size, block_size) if tree_rows else None
+        self.proposer = self.chain
+        self.budget: None = None
         self.vocab_size = target.embedding_weight.shape[0]
         self.keyed = KeyedAcceptance(batch_size, target.device)
         self.acceptance: KeyedAcceptance | RejectionAcceptance = self.keyed
@@ -83,7 +99,9 @@ class Engine:
         self.target = target
         if self.compile_target:
             target.compiled_forward = torch.compile(with_own_code(target.forward), dynamic=False)
-        self.proposer.retarget(target)
+        self.chain.retarget(target)
+        if self.tree is not None:
+            self.tree.retarget(target)
 
     def refresh(self) -> None:
         """Notice weights whose storage was replaced; called once per call, outside of the step."""
@@ -111,8 +129,25 @@ class Engine:
         rejects = samples and call.acceptance == "rejection"
         self.acceptance = self._rejection_acceptance() if rejects else self.keyed
         rejection = self._rejection if rejects else None
-        adapts = samples and not rejects and call.sampling.draft_sharpness == "auto"
-        self.proposer.configure(ProposerSettings(self.rules, rejection, adapts, call.denoise_steps))
+        if call.tree is None:
+            self.proposer = self.chain
+            adapts = samples and not rejects and call.sampling.draft_sharpness == "auto"
+        else:
+            self.proposer, adapts = self.tree, call.tree == "auto"
+        settings = ProposerSettings(self.rules, rejection, adapts, call.denoise_steps, samples, tree_rows(call.tree))
+        self.proposer.configure(settings)
+
+    def graph_obstacle(self, call: Call, hook: str) -> str:
+        """Return why a call's steps must not be captured; empty if they may. ``hook`` names one of the target's."""
+        if self.target.ranks.count > 1:
+            return "the target is spread over several processes"
+        if call.rules.run_on_host:
+            return "logits_processor and stopping_criteria run on the host"
+        if hook:
+            return f"a graph would not call the target's hook on {hook}"
+        if self.draft is not None and (hook := first_hook(self.draft)):
+            return f"a graph would not call the drafter's hook on {hook}"
+        return ""
 
     @property
     def kind(self) -> Hashable:
@@ -133,17 +168,14 @@ class Engine:
         """
         state, limits = self.state, self.state.limits if limits is None else limits
         choices = self.target.ranks.share_(choices)
-        ops.accept_prefix_(
-            *(block.ids, choices, state.stop_token_ids, limits),
-            *(state.tokens, state.length, state.num_context, state.done),
-        )
+        path = emit_(block, choices, limits, state)
         for row in stopped:
             state.done[row] = STOPPED
-        for cache in (state.target_cache, state.draft_cache):
-            if cache is not None:
-                cache.commit_(state.length, state.num_context)
+        state.target_cache.commit_(state.length, state.num_context, path)
+        if state.draft_cache is not None:
+            state.draft_cache.commit_(state.length, state.num_context)  # its slots are positions whatever was verified
         self.proposer.observe_(choices, state)
-        state.report.write_(state.length, state.done, choices, block.ids)
+        report_(block, choices, state, path, None if self.budget is None else self.tree.expected)
 
     def _rules_for(self, settings: RuleSettings) -> LogitRules:
         """Return the rules with the layout of ``settings``. Their tensors never move; the least recently used go."""
