@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -15,9 +15,10 @@ from ..options import tree_rows
 from ..proposers import Block, ChainProposer, PaddingProposer, Proposer, ProposerSettings, TreeProposer
 from ..sampling import HostRules, KeyedAcceptance, LogitRules, RejectionAcceptance, RuleSettings
 from ..target import Target, first_hook
+from .budget import Budget, measured_costs
 from .commit import emit_, report_
 from .runner import with_own_code
-from .state import STOPPED, State
+from .state import FULL, STOPPED, State
 
 __all__ = ["Engine", "step"]
 
@@ -57,6 +58,7 @@ class Engine:
         tree: drafts trees; None without room for them.
         proposer: the one of the call.
         budget: chooses the rows of a tree as the call proceeds; None for a chain or a fixed tree.
+        costs: by size, the seconds of a step with a tree; empty until they are measured.
         rules: the logit rules of the call.
         host_rules: Python processors and criteria of the call; None for none.
         acceptance: chooses the target's tokens.
@@ -85,7 +87,8 @@ class Engine:
             self.chain = ChainProposer(draft, target, batch_size, block_size)
             self.tree = TreeProposer(draft, target, batch_size, block_size) if tree_rows else None
         self.proposer = self.chain
-        self.budget: None = None
+        self.budget: Budget | None = None
+        self.costs: dict[int, float] = {}
         self.vocab_size = target.embedding_weight.shape[0]
         self.keyed = KeyedAcceptance(batch_size, target.device)
         self.acceptance: KeyedAcceptance | RejectionAcceptance = self.keyed
@@ -134,8 +137,10 @@ class Engine:
             adapts = samples and not rejects and call.sampling.draft_sharpness == "auto"
         else:
             self.proposer, adapts = self.tree, call.tree == "auto"
-        settings = ProposerSettings(self.rules, rejection, adapts, call.denoise_steps, samples, tree_rows(call.tree))
+        rows = tree_rows(call.tree)
+        settings = ProposerSettings(self.rules, rejection, adapts, call.denoise_steps, samples, rows)
         self.proposer.configure(settings)
+        self.budget = Budget(self.costs) if call.tree == "auto" else None
 
     def graph_obstacle(self, call: Call, hook: str) -> str:
         """Return why a call's steps must not be captured; empty if they may. ``hook`` names one of the target's."""
@@ -148,6 +153,45 @@ class Engine:
         if self.draft is not None and (hook := first_hook(self.draft)):
             return f"a graph would not call the drafter's hook on {hook}"
         return ""
+
+    @property
+    def rows(self) -> int:
+        """Rows that the next step verifies."""
+        return self.tree.rows if self.proposer is self.tree else self.block_size
+
+    def choose_rows(self) -> None:
+        """Set the rows of the next step, if the call leaves them to us."""
+        if self.budget is not None:
+            self.tree.rows = int(self._agreed(self.budget.choose()))
+
+    def measure_costs(self, launch: Callable[[], None]) -> None:
+        """Measure what trees of each size cost, once per engine, with steps that change nothing.
+
+        Args:
+            launch: takes a step and waits for its end.
+        """
+        if self.budget is None:
+            return
+        if not self.costs:
+            # Steps of rows that are done leave everything as it is, but for `num_context`: 0 after a prompt anyway.
+            done = self.state.done.clone()
+            self.state.done.fill_(FULL)
+
+            def step_of(rows: int) -> None:
+                self.tree.rows = rows
+                launch()
+
+            self.costs = measured_costs(step_of, self._agreed)
+            self.state.done.copy_(done)
+        self.tree.most = self.tree.rows = max(self.costs)
+        self.tree.adapts = len(self.costs) > 1
+        self.budget = Budget(self.costs) if self.tree.adapts else None
+
+    def _agreed(self, number: float) -> float:
+        """Return rank 0's number."""
+        if self.target.ranks.count == 1:
+            return number
+        return float(self.target.ranks.share_(torch.tensor(number, dtype=torch.float64, device=self.target.device)))
 
     @property
     def kind(self) -> Hashable:
