@@ -38,6 +38,8 @@ CALLS: dict[str, dict[str, Any]] = {
     "filtered": {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "seed": [1, 2, 3], "repetition_penalty": 1.2},
     "rejection": {"temperature": 1.0, "seed": 3, "acceptance": "rejection"},
     "denoised": {"temperature": 0.7, "seed": 4, "denoise_steps": 2},
+    "tree": {"temperature": 1.0, "seed": 5, "tree": 33},
+    "tree of any size": {"tree": "auto"},
 }
 
 

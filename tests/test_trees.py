@@ -1,6 +1,7 @@
 """Test draft trees from the caller's side: the text is the target's own, whatever the tree holds."""
 
 import math
+import time
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 import dflash
 from dflash.cache import KVCache
-from dflash.engine.budget import Budget
+from dflash.engine.budget import Budget, measured_costs
 from dflash.engine.state import RowReport
 from dflash.proposers import TREE_SIZES, TreeProposer
 from dflash.sampling import fold
@@ -486,6 +487,29 @@ class TestBudget:
         ended = report((12.0,) * 4, done=1)
         budget.observe(16, [1, 1, 1, 1], [ended, ended, ended, steep])
         assert budget.choose() == 64
+
+    def test_costs_are_medians_and_end_with_a_size_that_is_never_worth_it(self, monkeypatch):
+        clock, steps = [0.0], []
+        monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+
+        def step(rows: int) -> None:
+            steps.append(rows)
+            slow = 50 if steps.count(rows) in (1, 4) else 1  # the warm-up, and a hiccup
+            clock[0] += slow * {16: 0.010, 32: 0.013, 64: 0.025}[rows]
+
+        assert measured_costs(step, 1) == pytest.approx({16: 0.010, 32: 0.013})
+        assert max(steps) == 64, "a step that costs half as much again as half the rows is the last"
+
+    def test_slow_steps_are_timed_once(self, monkeypatch):
+        clock, steps = [0.0], []
+        monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+
+        def step(rows: int) -> None:
+            steps.append(rows)
+            clock[0] += rows
+
+        assert measured_costs(step, 1) == {16: 16.0}
+        assert steps == [16, 16, 32, 32]
 
 
 def test_auto_writes_the_same_text_at_changing_sizes(target, draft, prompts, plain):

@@ -81,7 +81,7 @@ class GenerateArguments(RuleArguments, total=False):
     streamer: Streamer | None
     num_return_sequences: int | None
     denoise_steps: int
-    tree: TreeSize
+    tree: int | Literal["auto"] | None
 
 
 @dataclass(frozen=True)
@@ -215,14 +215,14 @@ class Call:
         )
 
     def decisive(self) -> tuple[object, ...]:
-        """Return what decides the text, in a form whose ``repr`` is equal for equal calls in different processes."""
+        """Return what decides the text and the shapes of a step, with one ``repr`` in every process."""
         rules = dataclasses.replace(self.rules, logits_processor=(), stopping_criteria=())
         given: Any = self.sampling.seed
         seed = given.tolist() if hasattr(given, "tolist") else given
         return (
             *([prompt.tolist() for prompt in self.prompts], self.max_new_tokens, self.stop_token_ids),
             *(dataclasses.replace(self.sampling, seed=seed), rules, self.rules.run_on_host),
-            *(len(self.stop_criteria), self.stop_strings, self.acceptance),
+            *(len(self.stop_criteria), self.stop_strings, self.acceptance, self.tree),
         )
 
     def check_drafts(self, has_drafts: bool) -> None:

@@ -63,8 +63,8 @@ class Generator:
         block_size: rows that a step verifies, 1 to the drafter's own block size (the default); 1 without a drafter.
         denoise_steps: passes of the drafter over each block, where a call does not say
             (`dflash.call.GenerateArguments`).
-        tree: the most rows of a draft tree, or ``"auto"``; also what a call verifies that does not say. None for
-            chains only.
+        tree: rows of a tree of drafts, or ``"auto"``, where a call does not say (`dflash.call.GenerateArguments`). A
+            call may also take fewer rows, or a chain; with None only chains. The caches are larger by these rows.
         compile: run the step through ``torch.compile(fullgraph=True)``, one graph per combination of rules and ways to
             accept; the first step of each takes long. Hooks added to the drafter later are not seen. On a GPU only the
             target's part of the step is compiled, inside the CUDA graph.

@@ -17,7 +17,8 @@ _PRIOR = 6.0
 _PUBLISHED = (8.6, 9.3, 9.75, 10.2)
 # No tree that was measured emits half as much again from twice the rows.
 _MOST_PER_DOUBLING = 1.5
-_WARM_UPS, _TIMED = 3, 5
+# Steps of each size that are timed, and seconds after which no more are.
+_TIMED, _SECONDS = 5, 0.5
 
 
 class Budget:
@@ -66,21 +67,26 @@ class Budget:
         self._expected = [report.expected for _, report in running]
 
 
-def measured_costs(step: Callable[[int], None], agreed: Callable[[float], float]) -> dict[int, float]:
+def measured_costs(
+    step: Callable[[int], None], warm_ups: int, agreed: Callable[[float], float] = float
+) -> dict[int, float]:
     """Return the seconds of a step by size, without the sizes that cost too much to be ever worth it.
 
     Args:
         step: takes a step of so many rows, and waits for its end.
+        warm_ups: steps of each size that are not timed.
         agreed: returns the number that all processes of the target use for theirs.
     """
     costs: dict[int, float] = {}
     for size in TREE_SIZES:
-        seconds = []
-        for _ in range(_WARM_UPS + _TIMED):
+        for _ in range(warm_ups):
+            step(size)
+        seconds: list[float] = []
+        while len(seconds) < _TIMED and sum(seconds) < _SECONDS:
             began = time.perf_counter()
             step(size)
-            seconds.append(time.perf_counter() - began)
-        cost = agreed(statistics.median(seconds[_WARM_UPS:]))
+            seconds.append(agreed(time.perf_counter() - began))
+        cost = statistics.median(seconds)
         if costs and cost > _MOST_PER_DOUBLING * costs[size // 2]:
             break
         costs[size] = cost

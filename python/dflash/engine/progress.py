@@ -196,7 +196,7 @@ class Run:
         engine, runner, launched = self.engine, launch.runner, collections.deque()
         ahead = 0 if launch.waits else runner.ahead
         if not progress.finished:
-            engine.measure_costs(lambda: launch.wait_for_one(engine.kind))
+            engine.measure_costs(lambda: launch.wait_for_one(engine.kind), runner.warm_ups)
         while not progress.finished:
             if self.ended:
                 raise RuntimeError("this stream has ended: its generator was reset, or has started another call")

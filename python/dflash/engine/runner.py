@@ -134,6 +134,8 @@ class Direct:
 
     ahead = 0
     """How many steps may be launched before the oldest is read."""
+    warm_ups = 1
+    """How many steps of a kind take longer than the others."""
 
     def __init__(self, report: Tensor) -> None:
         self.report = report
@@ -173,7 +175,7 @@ class Replay:
         reason: why the last step ran kernel by kernel; empty if it was replayed or will soon be captured.
     """
 
-    ahead = 1
+    ahead, warm_ups = 1, _WARM_UPS + 1
 
     def __init__(self, report: Tensor) -> None:
         self.report, self.reason = report, ""

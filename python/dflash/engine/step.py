@@ -12,7 +12,7 @@ from torch import Tensor
 from ..call import Call
 from ..drafter import Drafter
 from ..options import tree_rows
-from ..proposers import Block, ChainProposer, PaddingProposer, Proposer, ProposerSettings, TreeProposer
+from ..proposers import TREE_SIZES, Block, ChainProposer, PaddingProposer, Proposer, ProposerSettings, TreeProposer
 from ..sampling import HostRules, KeyedAcceptance, LogitRules, RejectionAcceptance, RuleSettings
 from ..target import Target, first_hook
 from .budget import Budget, measured_costs
@@ -132,15 +132,13 @@ class Engine:
         rejects = samples and call.acceptance == "rejection"
         self.acceptance = self._rejection_acceptance() if rejects else self.keyed
         rejection = self._rejection if rejects else None
-        if call.tree is None:
-            self.proposer = self.chain
-            adapts = samples and not rejects and call.sampling.draft_sharpness == "auto"
-        else:
-            self.proposer, adapts = self.tree, call.tree == "auto"
+        adapts = samples and not rejects and call.sampling.draft_sharpness == "auto"
         rows = tree_rows(call.tree)
-        settings = ProposerSettings(self.rules, rejection, adapts, call.denoise_steps, samples, rows)
-        self.proposer.configure(settings)
-        self.budget = Budget(self.costs) if call.tree == "auto" else None
+        self.proposer = self.tree if rows else self.chain
+        self.proposer.configure(ProposerSettings(self.rules, rejection, adapts, call.denoise_steps, samples, rows))
+        self.budget = None
+        if call.tree == "auto":
+            self._adapt()
 
     def graph_obstacle(self, call: Call, hook: str) -> str:
         """Return why a call's steps must not be captured; empty if they may. ``hook`` names one of the target's."""
@@ -164,27 +162,32 @@ class Engine:
         if self.budget is not None:
             self.tree.rows = int(self._agreed(self.budget.choose()))
 
-    def measure_costs(self, launch: Callable[[], None]) -> None:
-        """Measure what trees of each size cost, once per engine, with steps that change nothing.
+    def measure_costs(self, launch: Callable[[], None], warm_ups: int) -> None:
+        """Measure once what a step costs with a tree of each size, if the call has to know. Changes nothing else.
 
         Args:
             launch: takes a step and waits for its end.
+            warm_ups: how many steps of a kind take longer than the others.
         """
-        if self.budget is None:
+        if self.budget is None or self.costs:
             return
-        if not self.costs:
-            # Steps of rows that are done leave everything as it is, but for `num_context`: 0 after a prompt anyway.
-            done = self.state.done.clone()
-            self.state.done.fill_(FULL)
+        # Rows that are done stay as they are, but for `num_context`, which is 0 after a prompt anyway.
+        done = self.state.done.clone()
+        self.state.done.fill_(FULL)
 
-            def step_of(rows: int) -> None:
-                self.tree.rows = rows
-                launch()
+        def step_of(rows: int) -> None:
+            self.tree.rows = rows
+            launch()
 
-            self.costs = measured_costs(step_of, self._agreed)
-            self.state.done.copy_(done)
-        self.tree.most = self.tree.rows = max(self.costs)
-        self.tree.adapts = len(self.costs) > 1
+        self.costs = measured_costs(step_of, warm_ups, self._agreed)
+        self.state.done.copy_(done)
+        self._adapt()
+
+    def _adapt(self) -> None:
+        """Choose among the sizes that are worth their cost; before that is known, prepare for all of them."""
+        sizes = tuple(self.costs) or TREE_SIZES
+        self.tree.rows = self.tree.most = sizes[-1]
+        self.tree.adapts = len(sizes) > 1
         self.budget = Budget(self.costs) if self.tree.adapts else None
 
     def _agreed(self, number: float) -> float:

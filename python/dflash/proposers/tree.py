@@ -40,8 +40,8 @@ class TreeProposer(DraftPass):
 
     Attributes:
         rows: of the tree that the next step verifies.
-        most: rows of the tree that is built. More than ``rows`` where the size may change from step to step: then
-            ``expected`` tells of all sizes.
+        most: rows of the tree that is built, of which the first ``rows`` are taken.
+        adapts: tell by ``expected`` what to choose the rows by.
         siblings: the most children of a row.
         expected: ``[batch, sizes]`` float32, the tokens that the drafter expects of the last step at each size.
     """
@@ -55,7 +55,7 @@ class TreeProposer(DraftPass):
 
     def configure(self, settings: ProposerSettings) -> None:
         """Choose how to draft in the next call."""
-        self.rules, self.adapts = settings.rules, settings.adapts
+        self.rules, self.adapts = settings.rules, False
         self.rows = self.most = settings.rows
         self.siblings = min(_SAMPLED_SIBLINGS if settings.samples else _GREEDY_SIBLINGS, self.most - 1)
 

@@ -207,13 +207,15 @@ class Target:
         """Run a block and write its features into ``state.features(block)``, from which the drafter's next input comes.
 
         Args:
-            block: its ``input_ids [batch, rows]`` are run at positions ``state.length[b] + i``.
+            block: its ``input_ids [batch, rows]`` are run at positions ``state.length[b] + i``, those of a tree at
+                ``state.length[b] + depth[i]``.
             state: its ``target_cache`` takes their K/V.
 
         Returns:
             ``[batch, rows, vocab]`` logits.
         """
-        self.ranks.share_(block.ids)
+        for part in (block.ids, *(block.tree or ())):
+            self.ranks.share_(part)
         forward = self.compiled_forward or self.forward
         tree = () if block.tree is None else (0, None, block.tree)
         logits, taps = forward(block.input_ids, state.length, state.target_cache, *tree)
