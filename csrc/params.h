@@ -178,7 +178,9 @@ struct AppendKvParams {
 };
 
 // softmax(scale * q k^T) v over the keys that each query sees; query i of sequence b is at position
-// lengths[b] + i.
+// lengths[b] + i. With ancestors the block is a tree: row i is in slot lengths[b] + i, at position lengths[b]
+// + its depth, the number of its ancestors. Bits are those of a chain: a row of the block is a key of the
+// tile and chunk of its position. It is seen where its slot is in the cache and its position is not negative.
 struct BlockAttentionParams {
   const void* q;           // [batch, rows, num_heads, head_dim], strided, the last dimension dense
   const void* k_cache;     // [batch, num_kv_heads, capacity, head_dim]
@@ -202,9 +204,10 @@ struct BlockAttentionParams {
   DType dtype;
   int32_t threads;
   int32_t device = 0;
-  // CUDA only; block_attention_workspace() answers for the last three.
-  const int64_t* ancestors =
-      nullptr;                   // [rows, ceil(rows / 64)] or null: the rows of its block that a query sees
+  // [batch, rows, ceil(rows / 64)] or null: the rows of its block that each row sees, itself among them; bits
+  // at or past `rows` are ignored, and a row without a bit has depth 0. Only if causal.
+  const int64_t* ancestors = nullptr;
+  // CUDA only; block_attention_workspace() answers for them.
   float* workspace = nullptr;    // [batch, num_kv_heads, tiles, splits, floats of a stored state]
   unsigned* counters = nullptr;  // [batch, num_kv_heads, tiles], zero before and after
   int64_t splits = 0;  // blocks per tile of rows: one per chunk of the capacity, 1, or 0 for the plain kernel
@@ -322,6 +325,101 @@ struct AcceptPrefixParams {
     using P = AcceptPrefixParams;
     return std::tuple(&P::block_ids, &P::posterior, &P::stop_token_ids, &P::limits, &P::tokens, &P::length,
                       &P::num_context, &P::done, &P::batch, &P::rows, &P::num_stop_tokens, &P::capacity);
+  }
+};
+
+// The same on a tree: from row 0, emits the choice of a row and goes on to the row's child that proposed it.
+struct AcceptPathParams {
+  const int64_t* ids;      // [batch, rows]: the anchor, then the nodes; negative: none
+  const int64_t* parents;  // [batch, rows]: of each node a row before it; anything else: nobody's child
+  const int64_t* choices;  // [batch, rows]: the target's choices; negative: its logits held NaN
+  const int64_t* stop_token_ids;  // [num_stop_tokens]
+  const int64_t* limits;          // [batch]
+  int64_t* tokens;                // [batch, capacity]
+  int64_t* length;                // [batch]
+  int64_t* num_context;           // [batch]
+  int64_t* done;                  // [batch], RowState
+  int64_t* path;                  // [batch, path_rows]: the rows of the emitted choices, then path[j] = j
+  int64_t batch;
+  int64_t rows;
+  int64_t path_rows;  // 1 .. rows: how many may be visited
+  int64_t num_stop_tokens;
+  int64_t capacity;
+  int32_t threads;
+  int32_t device = 0;
+
+  static constexpr auto wire() {
+    using P = AcceptPathParams;
+    return std::tuple(&P::ids, &P::parents, &P::choices, &P::stop_token_ids, &P::limits, &P::tokens,
+                      &P::length, &P::num_context, &P::done, &P::path, &P::batch, &P::rows, &P::path_rows,
+                      &P::num_stop_tokens, &P::capacity);
+  }
+};
+
+// A list of numbers that the launching side reads.
+struct Sizes {
+  const int64_t* values;
+  DFLASH_ANYWHERE int64_t operator[](int64_t i) const { return values[i]; }
+};
+
+// Slot first[b] + path[b, j] moves to slot first[b] + j where 1 <= j < counts[b] and path[b, j] > j, in the
+// caches of all layers. A path ascends, so that moving in the order of j overwrites nothing that is still to
+// move. Slots outside 0 .. capacity - 1 stay.
+struct CompactKvParams {
+  const int64_t* path;    // [batch, path_rows]
+  const int64_t* counts;  // [batch]
+  const int64_t* first;   // [batch]
+  void* const* caches;    // [num_caches] pointers to [batch, heads[i], capacity, row_bytes[i] bytes]
+  Sizes heads;            // [num_caches]
+  Sizes row_bytes;        // [num_caches]
+  int64_t num_caches;
+  int64_t batch;
+  int64_t path_rows;
+  int64_t capacity;
+  int32_t threads;
+  int32_t device = 0;
+
+  // Where the row that moves to first[b] + j comes from; -1: nothing moves there. Needs j < path_rows.
+  DFLASH_ANYWHERE int64_t source(int64_t b, int64_t j) const {
+    const int64_t bound = capacity + path_rows;  // clamped to it, a slot outside stays outside
+    const int64_t row = path[b * path_rows + j], base = clamped(first[b], bound);
+    const int64_t from = base + clamped(row, 2 * bound), to = base + j;
+    const bool moves = j >= 1 && j < counts[b] && row > j && to >= 0 && from < capacity;
+    return moves ? from : -1;
+  }
+  DFLASH_ANYWHERE int64_t target(int64_t b, int64_t j) const {
+    return clamped(first[b], capacity + path_rows) + j;
+  }
+
+  static constexpr auto wire() {
+    using P = CompactKvParams;
+    return std::tuple(&P::path, &P::counts, &P::first, &P::caches, &P::heads, &P::row_bytes, &P::num_caches,
+                      &P::batch, &P::path_rows, &P::capacity);
+  }
+
+ private:
+  DFLASH_ANYWHERE static int64_t clamped(int64_t x, int64_t bound) {
+    return x < -bound ? -bound : x > bound ? bound : x;
+  }
+};
+
+// out[b, j] = x[b, path[b, j]], the index clamped to 0 .. rows - 1.
+struct GatherRowsParams {
+  const void* x;        // [batch, rows, row_bytes bytes]
+  const int64_t* path;  // [batch, path_rows]
+  void* out;            // [batch, out_rows, row_bytes bytes]; rows from path_rows on stay
+  int64_t batch;
+  int64_t rows;
+  int64_t path_rows;
+  int64_t out_rows;
+  int64_t row_bytes;
+  int32_t threads;
+  int32_t device = 0;
+
+  static constexpr auto wire() {
+    using P = GatherRowsParams;
+    return std::tuple(&P::x, &P::path, &P::out, &P::batch, &P::rows, &P::path_rows, &P::out_rows,
+                      &P::row_bytes);
   }
 };
 
@@ -541,12 +639,13 @@ struct DecoderLayersParams {
   const void* hidden;          // [batch, rows, hidden]
   const void* context;         // [batch, context_rows, hidden] or null: rows that every layer takes K/V from
   const int64_t* num_context;  // [batch], live context rows, at the positions before lengths[b]
-  const int64_t* lengths;  // [batch], the position of each sequence's first row, as in BlockAttentionParams
-  const float* cos;        // [positions, half]
-  const float* sin;        // [positions, half]
-  const void* norm;        // [hidden], the final norm
-  void* out;               // [batch, rows, hidden]
-  void* taps;              // [batch, rows, num_taps, hidden], layer outputs; the last layer's is `out`
+  const int64_t* lengths;    // [batch], the position of each sequence's first row, as in BlockAttentionParams
+  const int64_t* ancestors;  // [batch, rows, ceil(rows / 64)] or null, as in BlockAttentionParams
+  const float* cos;          // [positions, half]
+  const float* sin;          // [positions, half]
+  const void* norm;          // [hidden], the final norm
+  void* out;                 // [batch, rows, hidden]
+  void* taps;                // [batch, rows, num_taps, hidden], layer outputs; the last layer's is `out`
   int64_t num_layers;
   int64_t batch;
   int64_t rows;
@@ -574,10 +673,10 @@ struct DecoderLayersParams {
     using P = DecoderLayersParams;
     return std::tuple(&P::layers, &P::k_caches, &P::v_caches, &P::windows, &P::states, &P::saved_k,
                       &P::saved_d, &P::saved_a, &P::pending, &P::keep, &P::hidden, &P::context,
-                      &P::num_context, &P::lengths, &P::cos, &P::sin, &P::norm, &P::out, &P::taps,
-                      &P::num_layers, &P::batch, &P::rows, &P::context_rows, &P::hidden_size, &P::width,
-                      &P::num_heads, &P::num_kv_heads, &P::head_dim, &P::half, &P::positions, &P::capacity,
-                      &P::num_taps, &P::key_heads, &P::delta_heads, &P::key_dim, &P::value_dim,
+                      &P::num_context, &P::lengths, &P::ancestors, &P::cos, &P::sin, &P::norm, &P::out,
+                      &P::taps, &P::num_layers, &P::batch, &P::rows, &P::context_rows, &P::hidden_size,
+                      &P::width, &P::num_heads, &P::num_kv_heads, &P::head_dim, &P::half, &P::positions,
+                      &P::capacity, &P::num_taps, &P::key_heads, &P::delta_heads, &P::key_dim, &P::value_dim,
                       &P::conv_width, &P::block, &P::scale, &P::eps, &P::zero_centered, &P::dtype);
   }
 };

@@ -64,11 +64,13 @@ static __device__ __forceinline__ int64_t length_of(const BlockAttentionParams& 
   return max(-p.rows, min(p.lengths[batch], 2 * p.capacity + p.rows));
 }
 
-static __device__ __forceinline__ Sight sight_of(const BlockAttentionParams& p, int64_t length, int row) {
+static __device__ __forceinline__ Sight sight_of(const BlockAttentionParams& p, int64_t batch, int64_t length,
+                                                 int row) {
   const int64_t valid = max(int64_t(0), min(length + p.rows, p.capacity)), query = length + row;
   int64_t lo = 0, hi = valid;
   if (p.ancestors) {
-    const uint64_t* bits = reinterpret_cast<const uint64_t*>(p.ancestors) + row * ((p.rows + 63) / 64);
+    const uint64_t* bits =
+        reinterpret_cast<const uint64_t*>(p.ancestors) + (batch * p.rows + row) * ((p.rows + 63) / 64);
     return {0, int(hi), int(min(length, valid)), bits};
   }
   if (p.causal) hi = min(hi, query + 1);
@@ -220,8 +222,8 @@ struct Tile {
     k = static_cast<const T*>(p.k_cache) + cache * p.head_dim;
     v = static_cast<const T*>(p.v_cache) + cache * p.v_head_dim;
     length = int(length_of(p, batch));
-    const Sight first = sight_of(p, length, first_row / group),
-                last = sight_of(p, length, (first_row + live - 1) / group);
+    const Sight first = sight_of(p, batch, length, first_row / group),
+                last = sight_of(p, batch, length, (first_row + live - 1) / group);
     begin = first.lo, end = last.hi;
     all_from = last.lo, all_to = p.ancestors ? first.length : first.hi;
     if (begin >= end) begin = end = 0;
@@ -337,7 +339,7 @@ struct Tile {
     if (masked) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const Sight sight = sight_of(p, length, (first_row + min(row(i), live - 1)) / group);
+        const Sight sight = sight_of(p, batch, length, (first_row + min(row(i), live - 1)) / group);
 #pragma unroll
         for (int n = 0; n < kKeys / 8; ++n)
 #pragma unroll
@@ -547,7 +549,7 @@ static __global__ void __launch_bounds__(kPlainThreads, 1)
   const int64_t kv_head = head / (p.num_heads / p.num_kv_heads);
   grid_launch_dependents();
   grid_dependency_wait();
-  const Sight sight = sight_of(p, length_of(p, b), int(row));
+  const Sight sight = sight_of(p, b, length_of(p, b), int(row));
   const int64_t cache = (b * p.num_kv_heads + kv_head) * p.capacity;
   const T* k = static_cast<const T*>(p.k_cache) + cache * p.head_dim;
   const T* v = static_cast<const T*>(p.v_cache) + cache * p.v_head_dim;

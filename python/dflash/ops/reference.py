@@ -139,23 +139,45 @@ def append_kv_(key: Tensor, value: Tensor, positions: Tensor, k_cache: Tensor, v
     _append(value, positions, v_cache)
 
 
-def _visible(lengths: Tensor, rows: int, capacity: int, causal: bool, window: int, ancestors: Tensor | None) -> Tensor:
+def _visible(lengths: Tensor, rows: int, capacity: int, causal: bool, window: int) -> Tensor:
     """``[batch, rows, capacity]``: which slots each query of the block sees."""
     slot = torch.arange(capacity, device=lengths.device)
     start = lengths[:, None, None]
     query = start + torch.arange(rows, device=lengths.device)[:, None]
     visible = (slot < start + rows).expand(-1, rows, -1)
-    if ancestors is not None:
-        bits = (ancestors[:, :, None] >> torch.arange(64, device=ancestors.device)) & 1
-        bits = bits.flatten(1)[:, :rows].bool()
-        tail = (slot - lengths[:, None]).clamp(0, rows - 1)
-        return visible & ((slot < start) | bits[:, tail].transpose(0, 1))
     if causal:
         visible = visible & (slot <= query)
     if window:
         visible = visible & (query - slot < window)
         if not causal:
             visible = visible & (slot - query < window)
+    return visible
+
+
+def _tree_bits(ancestors: Tensor, rows: int) -> Tensor:
+    """``[batch, rows, rows]`` int64: 1 where a row of a tree sees another."""
+    bits = (ancestors[..., None] >> torch.arange(64, device=ancestors.device)) & 1
+    return bits.flatten(2)[..., :rows]
+
+
+def _depth(bits: Tensor) -> Tensor:
+    """``[batch, rows]``: the number of each row's ancestors."""
+    return (bits.sum(-1) - 1).clamp(min=0)
+
+
+def _visible_in_tree(lengths: Tensor, rows: int, capacity: int, window: int, ancestors: Tensor) -> Tensor:
+    """``[batch, rows, capacity]``: which slots each row of a tree sees. A row is the key of its slot and position."""
+    bits = _tree_bits(ancestors, rows)
+    start, slot = lengths[:, None], torch.arange(capacity, device=lengths.device)
+    query = start + _depth(bits)
+    row = slot - start
+    of_block = (row >= 0) & (row < rows)
+    row = row.clamp(0, rows - 1)
+    position = torch.where(of_block, query.gather(1, row), slot)
+    seen = bits.bool().gather(2, row[:, None].expand(-1, rows, -1)) & (of_block & (position >= 0))[:, None]
+    visible = (slot < start)[:, None] | seen
+    if window:
+        visible = visible & (query[:, :, None] - position[:, None] < window)
     return visible
 
 
@@ -176,7 +198,10 @@ def block_attention(
     num_kv_heads, capacity = k_cache.shape[1:3]
     dtype, lengths = _compute_dtype(q), lengths.clamp(-rows, 2 * capacity + rows)
     window = min(window, capacity + rows)
-    visible = _visible(lengths, rows, capacity, causal, window, ancestors)
+    if ancestors is None or rows == 0:
+        visible = _visible(lengths, rows, capacity, causal, window)
+    else:
+        visible = _visible_in_tree(lengths, rows, capacity, window, ancestors)
     grouped = q.to(dtype).unflatten(2, (num_kv_heads, -1))
     scores = torch.einsum("brhgd,bhcd->bhgrc", grouped, k_cache.to(dtype)) * scale
     if softcap:
@@ -446,6 +471,55 @@ def accept_prefix_(
     done.copy_(torch.where(running, state, done))
 
 
+def accept_path_(
+    ids: Tensor,
+    parents: Tensor,
+    choices: Tensor,
+    stop_token_ids: Tensor,
+    limits: Tensor,
+    tokens: Tensor,
+    length: Tensor,
+    num_context: Tensor,
+    done: Tensor,
+    path: Tensor,
+) -> None:
+    """Walk from row 0 to the child that each choice names; then `accept_prefix_` on the chain of these rows."""
+    rows, node = ids.shape[1], torch.arange(ids.shape[1], device=ids.device)
+    is_child = (parents >= 0) & (parents < node) & (ids >= 0)
+    is_chosen = is_child & (ids == choices.gather(1, torch.where(is_child, parents, 0)))
+    follows = is_chosen[:, None] & (parents[:, None] == node[:, None])  # [batch, parent, child]
+    child = torch.where(follows, node, rows).amin(-1)  # the first, or `rows`
+    visited = [torch.zeros_like(length)[:, None]]
+    for _ in range(path.shape[1] - 1):
+        last = visited[-1]
+        visited.append(torch.where(last < rows, child.gather(1, last.clamp(max=rows - 1)), rows))
+    walked = torch.cat(visited, 1)
+    is_row, safe = walked < rows, walked.clamp(max=rows - 1)
+    block_ids, posterior = (torch.where(is_row, x.gather(1, safe), -1) for x in (ids, choices))
+    accept_prefix_(block_ids, posterior, stop_token_ids, limits, tokens, length, num_context, done)
+    depth = torch.arange(path.shape[1], device=path.device)
+    path.copy_(torch.where(depth < num_context[:, None], walked, depth))
+
+
+def compact_kv_(path: Tensor, counts: Tensor, first: Tensor, k_caches: list[Tensor], v_caches: list[Tensor]) -> None:
+    """Move slot ``first + path[j]`` to slot ``first + j`` in every cache: all are read, then all written."""
+    j = torch.arange(path.shape[1], device=path.device)
+    for cache in (*k_caches, *v_caches):
+        capacity = cache.shape[2]
+        bound = capacity + path.shape[1]  # clamped to it, a slot outside stays outside
+        base = first.clamp(-bound, bound)[:, None]
+        source, slot = base + path.clamp(-2 * bound, 2 * bound), base + j
+        moves = (j >= 1) & (j < counts[:, None]) & (path > j) & (slot >= 0) & (source < capacity)
+        index = source.clamp(0, capacity - 1)[:, None, :, None].expand(-1, cache.shape[1], -1, cache.shape[3])
+        _append(cache.gather(2, index), torch.where(moves, slot, -1), cache)
+
+
+def gather_rows_(x: Tensor, path: Tensor, out: Tensor) -> None:
+    """``out[b, j] = x[b, path[b, j]]``, the index clamped."""
+    index = path.clamp(0, x.shape[1] - 1)[:, :, None].expand(-1, -1, x.shape[2])
+    out[:, : path.shape[1]].copy_(x.gather(1, index))
+
+
 _AMX_INNER = 32
 
 
@@ -584,18 +658,20 @@ def decoder_layers(
     saved_a: list[Tensor] | tuple = (),
     pending: Tensor | None = None,
     keep: Tensor | None = None,
+    ancestors: Tensor | None = None,
     zero_centered: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Pre-norm decoder layers (``DecoderLayer`` and ``DeltaNetLayer`` of weights.py) and the final norm."""
     batch, rows, _ = hidden.shape
     capacity, head_dim = k_caches[0].shape[2:]
     lengths = lengths.clamp(-rows, 2 * capacity + rows)
-    positions = lengths[:, None] + torch.arange(rows, device=hidden.device)
+    slots = lengths[:, None] + torch.arange(rows, device=hidden.device)
+    positions = slots if ancestors is None else lengths[:, None] + _depth(_tree_bits(ancestors, rows))
     if context is not None:
         context = live_rows(context, num_context)
         index = torch.arange(context.shape[1], device=hidden.device)
         before = torch.where(index < num_context[:, None], (lengths - num_context)[:, None] + index, -1)
-        positions = torch.cat([before, positions], 1)
+        slots, positions = (torch.cat([before, of_block], 1) for of_block in (slots, positions))
     at = positions.clamp(0, cos.shape[0] - 1)
     residual, tapped = hidden, {}
     attention = zip(k_caches, v_caches, strict=True)
@@ -612,9 +688,9 @@ def decoder_layers(
             queries = hidden.new_empty(batch, rows, layer.o.shape[1] // head_dim, head_dim)
             norms = (layer.q_norm, layer.k_norm, eps)
             written = (queries, k_cache, v_cache)
-            qkv_norm_rope_append_(qkv, positions, cos[at], sin[at], *norms, *written, zero_centered, layer.gated)
+            qkv_norm_rope_append_(qkv, slots, cos[at], sin[at], *norms, *written, zero_centered, layer.gated)
             out = block_attention(
-                queries, k_cache, v_cache, lengths, scale, layer.causal, layer.window, 0.0, layer.sinks, None
+                queries, k_cache, v_cache, lengths, scale, layer.causal, layer.window, 0.0, layer.sinks, ancestors
             )
             if layer.gated:
                 gates = qkv[:, -rows:, : layer.q.shape[0]].unflatten(-1, (-1, 2, head_dim))[..., 1, :]

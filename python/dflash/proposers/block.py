@@ -11,8 +11,9 @@ from torch import Tensor
 from ..cache import KVCache
 from ..sampling import LogitRules, RejectionAcceptance, Sampling
 from ..target import Target
+from ..tree import Tree
 
-__all__ = ["Block", "PaddingProposer", "Proposer", "ProposerSettings", "State"]
+__all__ = ["Block", "PaddingProposer", "Proposer", "ProposerSettings", "State", "Tree"]
 
 
 class State(Protocol):
@@ -46,7 +47,7 @@ class State(Protocol):
     def anchor(self) -> Tensor: ...
 
     def positions(self, rows: int) -> Tensor:
-        """Return ``[batch, rows]`` int64, the positions of the tokens that a block's rows choose."""
+        """Return ``[batch, rows]`` int64, the positions after the anchor's."""
         ...
 
 
@@ -55,14 +56,11 @@ class Block(NamedTuple):
 
     Attributes:
         ids: ``[batch, rows]`` int64; -1 where nothing is proposed.
-        depth: ``[rows]`` int64, each row's distance from the anchor; None for a chain: row ``j`` is at depth ``j``.
-        ancestors: ``[rows, ceil(rows / 64)]`` int64, the bits of the rows that each row sees; None for a chain, which
-            sees the rows before it.
+        tree: which row continues which; None for a chain: each row continues the one before it.
     """
 
     ids: Tensor
-    depth: Tensor | None = None
-    ancestors: Tensor | None = None
+    tree: Tree | None = None
 
     @property
     def input_ids(self) -> Tensor:
@@ -76,14 +74,18 @@ class ProposerSettings(NamedTuple):
     Attributes:
         rules: the logit rules of the call.
         rejection: draw from the drafter's distribution, which this remembers; None for keyed noise.
-        adapts: choose the sharpness as the call proceeds.
+        adapts: choose the sharpness, or the rows of a tree, as the call proceeds.
         steps: passes of the drafter over each block.
+        samples: the temperature is positive.
+        rows: of a tree, the most if it adapts.
     """
 
     rules: LogitRules
     rejection: RejectionAcceptance | None = None
     adapts: bool = False
     steps: int = 1
+    samples: bool = False
+    rows: int = 0
 
 
 class Proposer(Protocol):
