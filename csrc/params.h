@@ -178,7 +178,9 @@ struct AppendKvParams {
 };
 
 // softmax(scale * q k^T) v over the keys that each query sees; query i of sequence b is at position
-// lengths[b] + i.
+// lengths[b] + i. With ancestors the block is a tree: row i is in slot lengths[b] + i, at position lengths[b]
+// + its depth, the number of its ancestors. Bits are those of a chain: a row of the block is a key of the
+// tile and chunk of its position. It is seen where its slot is in the cache and its position is not negative.
 struct BlockAttentionParams {
   const void* q;           // [batch, rows, num_heads, head_dim], strided, the last dimension dense
   const void* k_cache;     // [batch, num_kv_heads, capacity, head_dim]
@@ -202,9 +204,10 @@ struct BlockAttentionParams {
   DType dtype;
   int32_t threads;
   int32_t device = 0;
-  // CUDA only; block_attention_workspace() answers for the last three.
-  const int64_t* ancestors =
-      nullptr;                   // [rows, ceil(rows / 64)] or null: the rows of its block that a query sees
+  // [batch, rows, ceil(rows / 64)] or null: the rows of its block that each row sees, itself among them; bits
+  // at or past `rows` are ignored, and a row without a bit has depth 0. Only if causal.
+  const int64_t* ancestors = nullptr;
+  // CUDA only; block_attention_workspace() answers for them.
   float* workspace = nullptr;    // [batch, num_kv_heads, tiles, splits, floats of a stored state]
   unsigned* counters = nullptr;  // [batch, num_kv_heads, tiles], zero before and after
   int64_t splits = 0;  // blocks per tile of rows: one per chunk of the capacity, 1, or 0 for the plain kernel

@@ -238,65 +238,6 @@ def test_empty(shape, implementation):
     assert implementation.block_attention(q, cache, cache, lengths, 1.0, True).shape == (*shape, 16)
 
 
-def pack(seen):
-    words = torch.zeros(len(seen), -(-len(seen) // 64), dtype=torch.int64)
-    for i, j in seen.nonzero().tolist():
-        bit = j % 64
-        words[i, j // 64] |= (1 << bit) - (1 << 64 if bit == 63 else 0)
-    return words
-
-
-def random_tree(rows):
-    """Each row sees itself and what a random earlier row sees."""
-    generator, seen = torch.Generator().manual_seed(1), torch.eye(rows).bool()
-    for i in range(1, rows):
-        seen[i] |= seen[int(torch.randint(i, (1,), generator=generator))]
-    return seen
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("rows", [1, 17, 64, 70])
-def test_ancestors_on_an_emulated_gpu(rows, dtype, emulation):
-    kernels = Emulated(emulation)
-    q, k_cache, v_cache, lengths = draw((4, 2, 64, 40), [0, 33, 250], rows, dtype)
-    tree = pack(random_tree(rows))
-    exact, twin, out = (
-        op(*(x.to(t) for x in (q, k_cache, v_cache)), lengths, 0.125, False, softcap=9.0, ancestors=tree)
-        for op, t in (
-            (reference.block_attention, torch.float64),
-            (reference.block_attention, dtype),
-            (kernels.block_attention, dtype),
-        )
-    )
-    assert_as_exact_as_torch(out, twin, exact)
-    # a chain is the causal mode, bit for bit
-    chain = pack(torch.ones(rows, rows).tril().bool())
-    want = kernels.block_attention(q, k_cache, v_cache, lengths, 0.125, True)
-    assert torch.equal(kernels.block_attention(q, k_cache, v_cache, lengths, 0.125, False, ancestors=chain), want)
-
-
-@pytest.mark.parametrize("rows", [1, 17, 64, 70])
-def test_ancestors_in_the_twin(rows):
-    q, k_cache, v_cache, lengths = draw((4, 2, 16, 16), [0, 33], rows, torch.float64)
-
-    def attend(seen):
-        return reference.block_attention(q, k_cache, v_cache, lengths, 0.25, False, ancestors=pack(seen))
-
-    triangle = torch.ones(rows, rows).tril().bool()
-    chain = reference.block_attention(q, k_cache, v_cache, lengths, 0.25, True)
-    torch.testing.assert_close(attend(triangle), chain)
-    seen = random_tree(rows)
-    out = attend(seen)
-    for b, length in enumerate(lengths.tolist()):
-        for i in range(rows):
-            slots = [*range(length), *(length + j for j in seen[i].nonzero()[:, 0].tolist())]
-            alone = reference.block_attention(
-                q[b : b + 1, i : i + 1], k_cache[b : b + 1, :, slots], v_cache[b : b + 1, :, slots],
-                torch.tensor([len(slots) - 1]), 0.25, True,
-            )  # fmt: skip
-            torch.testing.assert_close(out[b, i], alone[0, 0])
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_opcheck(dtype):
     q, k_cache, v_cache, lengths = draw((4, 2, 16, 24), [0, 33], 5, dtype)
@@ -331,12 +272,6 @@ def test_bad_input_is_named():
         attend(softcap=-1.0)
     with pytest.raises(ValueError, match=r"sinks must be \[num_heads\] = \[4\], got \[3\]"):
         attend(sinks=torch.zeros(3))
-    with pytest.raises(ValueError, match=r"ancestors must be .* = \[5, 1\], got \[5, 2\]"):
-        attend(ancestors=torch.zeros(5, 2, dtype=torch.int64))
-    with pytest.raises(ValueError, match=r"ancestors cannot be combined with a window, got window 3"):
-        attend(ancestors=torch.zeros(5, 1, dtype=torch.int64), window=3)
-    with pytest.raises(NotImplementedError, match=r"block_attention: ancestors has no CPU kernel yet"):
-        attend(ancestors=torch.zeros(5, 1, dtype=torch.int64))
 
 
 @pytest.mark.parametrize("causal", [True, False])

@@ -17,7 +17,7 @@ FILE_LINES, FUNCTION_LINES = 400, 40  # the oracle, ops/reference.py, may be a l
 ORDER = [
     ["_C"],
     ["ops"],
-    ["cache", "decoder", "files", "limits", "progress", "terminal", "weight_files"],
+    ["cache", "decoder", "files", "limits", "progress", "terminal", "tree", "weight_files"],
     ["drafter", "target"],
     ["proposers", "sampling"],
     ["call", "fit", "options", "outputs", "streaming", "turns"],

@@ -51,7 +51,7 @@ CALLS = {
         floats(BATCH, ROWS, HEADS, DIM), *caches(), integers(BATCH), 0.25, False, 9, 5.0, torch.zeros(HEADS)
     ),
     "block_attention, ancestors": lambda: reference.block_attention(
-        floats(BATCH, ROWS, HEADS, DIM), *caches(), integers(BATCH), 0.25, False, ancestors=integers(ROWS, 1)
+        floats(BATCH, ROWS, HEADS, DIM), *caches(), integers(BATCH), 0.25, True, ancestors=integers(BATCH, ROWS, 1)
     ),
     "gated_recurrence_": lambda: reference.gated_recurrence_(
         *(torch.zeros(BATCH, ROWS, KV_HEADS, DIM) for _ in range(2)), torch.zeros(BATCH, ROWS, HEADS, 8),

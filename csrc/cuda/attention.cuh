@@ -42,11 +42,13 @@ static __device__ __forceinline__ int64_t length_of(const BlockAttentionParams& 
   return max(-p.rows, min(p.lengths[batch], 2 * p.capacity + p.rows));
 }
 
-static __device__ __forceinline__ Sight sight_of(const BlockAttentionParams& p, int64_t length, int row) {
+static __device__ __forceinline__ Sight sight_of(const BlockAttentionParams& p, int64_t batch, int64_t length,
+                                                 int row) {
   const int64_t valid = max(int64_t(0), min(length + p.rows, p.capacity)), query = length + row;
   int64_t lo = 0, hi = valid;
   if (p.ancestors) {
-    const uint64_t* bits = reinterpret_cast<const uint64_t*>(p.ancestors) + row * ((p.rows + 63) / 64);
+    const uint64_t* bits =
+        reinterpret_cast<const uint64_t*>(p.ancestors) + (batch * p.rows + row) * ((p.rows + 63) / 64);
     return {0, int(hi), int(min(length, valid)), bits};
   }
   if (p.causal) hi = min(hi, query + 1);

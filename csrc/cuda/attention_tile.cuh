@@ -148,8 +148,8 @@ struct Tile {
     k = static_cast<const T*>(p.k_cache) + cache * p.head_dim;
     v = static_cast<const T*>(p.v_cache) + cache * p.v_head_dim;
     length = int(length_of(p, batch));
-    const Sight first = sight_of(p, length, first_row / group),
-                last = sight_of(p, length, (first_row + live - 1) / group);
+    const Sight first = sight_of(p, batch, length, first_row / group),
+                last = sight_of(p, batch, length, (first_row + live - 1) / group);
     begin = first.lo, end = last.hi;
     all_from = last.lo, all_to = p.ancestors ? first.length : first.hi;
     if (begin >= end) begin = end = 0;
@@ -265,7 +265,7 @@ struct Tile {
     if (masked) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const Sight sight = sight_of(p, length, (first_row + min(row(i), live - 1)) / group);
+        const Sight sight = sight_of(p, batch, length, (first_row + min(row(i), live - 1)) / group);
 #pragma unroll
         for (int n = 0; n < kKeys / 8; ++n)
 #pragma unroll

@@ -26,7 +26,7 @@ static __global__ void __launch_bounds__(kPlainThreads, 1)
   const int64_t kv_head = head / (p.num_heads / p.num_kv_heads);
   grid_launch_dependents();
   grid_dependency_wait();
-  const Sight sight = sight_of(p, length_of(p, b), int(row));
+  const Sight sight = sight_of(p, b, length_of(p, b), int(row));
   const int64_t cache = (b * p.num_kv_heads + kv_head) * p.capacity;
   const T* k = static_cast<const T*>(p.k_cache) + cache * p.head_dim;
   const T* v = static_cast<const T*>(p.v_cache) + cache * p.v_head_dim;

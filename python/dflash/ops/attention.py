@@ -30,6 +30,10 @@ def block_attention(
     nothing past them is read. Key tiles are aligned to absolute positions and reduced in a fixed order, so a row's
     bits depend on its query and the keys it sees, not on its place in the block, on ``rows`` or on the batch.
 
+    With ``ancestors`` the block is a tree: row i is at position ``lengths[b]`` plus its depth, its K/V still in slot
+    ``lengths[b] + i``. Its keys take part in the sums as if they stood in the slots of their positions, so its bits are
+    those of a chain that consists of its ancestors.
+
     On CUDA, tensor cores do the work in bfloat16 and float16 where both head dimensions are multiples of 8 up to 256;
     elsewhere a plain kernel does.
 
@@ -43,27 +47,31 @@ def block_attention(
         scale: the factor on the scores.
         causal: True: a query sees the keys up to its own position. False: all of them.
         window: a query sees keys less than ``window`` positions back and, unless causal, ahead; 0 for no window. One of
-            more than ``capacity + rows`` counts as that.
+            more than ``capacity + rows`` counts as that. A tree's rows count by position too.
         softcap: the scores become ``softcap * tanh(scores / softcap)`` after scaling; 0 for none.
         sinks: ``[num_heads]``, one more logit per head in the softmax's denominator, not scaled; or None.
-        ancestors: ``[rows, ceil(rows / 64)]`` int64 or None: instead of ``causal``, a query sees every key before the
-            block, and row j of the block where bit ``j % 64`` of ``ancestors[i, j // 64]`` is set. Not on CPU yet.
+        ancestors: ``[batch, rows, ceil(rows / 64)]`` int64, or None for a chain: query i sees every key before the
+            block, and row j of the block where bit ``j % 64`` of ``ancestors[b, i, j // 64]`` is set. The bits are set
+            for the row itself and its ancestors, all in rows before it; its depth is their number. They are on the
+            device and not checked.
 
     Returns:
         ``[batch, rows, num_heads, v_head_dim]``, the dtype of ``q``; zeros for a query that sees no key.
 
     Raises:
         ValueError: a shape or a value does not fit. TypeError: a dtype does not fit.
-        NotImplementedError: ``ancestors`` on CPU.
+        NotImplementedError: ``ancestors`` on CPU, or with a window on CUDA.
     """
     # 1. Check
     if sinks is not None or ancestors is not None or not _plain_arguments_fit(
         q, k_cache, v_cache, lengths, window, softcap
     ):  # fmt: skip
-        _check(q, k_cache, v_cache, lengths, window, softcap, sinks, ancestors)
+        _check(q, k_cache, v_cache, lengths, causal, window, softcap, sinks, ancestors)
     dtype = launch.dtype("block_attention", "q", q)
     if launch.is_cpu and ancestors is not None:
         raise NotImplementedError("block_attention: ancestors has no CPU kernel yet")
+    if not launch.is_cpu and not launch.is_fake and ancestors is not None and window:
+        raise NotImplementedError("block_attention: ancestors with a window has no CUDA kernel yet")
     # 2. Make what the kernel reads dense
     q, k_cache, v_cache, lengths = unit_stride(q), k_cache.contiguous(), v_cache.contiguous(), lengths.contiguous()
     sinks = None if sinks is None else sinks.float().contiguous()
@@ -116,8 +124,8 @@ def _plain_arguments_fit(
 
 
 def _check(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, window: int, softcap: float, sinks: Tensor | None,
-    ancestors: Tensor | None,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, lengths: Tensor, causal: bool, window: int, softcap: float,
+    sinks: Tensor | None, ancestors: Tensor | None,
 ) -> None:  # fmt: skip
     op = "block_attention"
     expect(op, "q", q, (None, None, None, None), q.dtype, "batch, rows, num_heads, head_dim")
@@ -136,6 +144,7 @@ def _check(
     if sinks is not None:
         expect(op, "sinks", sinks, (num_heads,), sinks.dtype, "num_heads")
     if ancestors is not None:
-        expect(op, "ancestors", ancestors, (rows, -(-rows // 64)), torch.int64, "rows, ceil(rows / 64)")
-        if window:
-            raise ValueError(f"{op}: ancestors cannot be combined with a window, got window {window}")
+        words = -(-rows // 64)
+        expect(op, "ancestors", ancestors, (batch, rows, words), torch.int64, "batch, rows, ceil(rows / 64)")
+        if not causal:
+            raise ValueError(f"{op}: causal must be True with ancestors, got False")

@@ -137,23 +137,35 @@ def append_kv_(key: Tensor, value: Tensor, positions: Tensor, k_cache: Tensor, v
     _append(value, positions, v_cache)
 
 
-def _visible(lengths: Tensor, rows: int, capacity: int, causal: bool, window: int, ancestors: Tensor | None) -> Tensor:
+def _visible(lengths: Tensor, rows: int, capacity: int, causal: bool, window: int) -> Tensor:
     """``[batch, rows, capacity]``: which slots each query of the block sees."""
     slot = torch.arange(capacity, device=lengths.device)
     start = lengths[:, None, None]
     query = start + torch.arange(rows, device=lengths.device)[:, None]
     visible = (slot < start + rows).expand(-1, rows, -1)
-    if ancestors is not None:
-        bits = (ancestors[:, :, None] >> torch.arange(64, device=ancestors.device)) & 1
-        bits = bits.flatten(1)[:, :rows].bool()
-        tail = (slot - lengths[:, None]).clamp(0, rows - 1)
-        return visible & ((slot < start) | bits[:, tail].transpose(0, 1))
     if causal:
         visible = visible & (slot <= query)
     if window:
         visible = visible & (query - slot < window)
         if not causal:
             visible = visible & (slot - query < window)
+    return visible
+
+
+def _visible_in_tree(lengths: Tensor, rows: int, capacity: int, window: int, ancestors: Tensor) -> Tensor:
+    """``[batch, rows, capacity]``: which slots each row of a tree sees. A row is the key of its slot and position."""
+    bits = (ancestors[..., None] >> torch.arange(64, device=ancestors.device)) & 1
+    bits = bits.flatten(2)[..., :rows]  # [batch, rows, rows]: whether a row sees another
+    start, slot = lengths[:, None], torch.arange(capacity, device=lengths.device)
+    query = start + (bits.sum(-1) - 1).clamp(min=0)
+    row = slot - start
+    of_block = (row >= 0) & (row < rows)
+    row = row.clamp(0, rows - 1)
+    position = torch.where(of_block, query.gather(1, row), slot)
+    seen = bits.bool().gather(2, row[:, None].expand(-1, rows, -1)) & (of_block & (position >= 0))[:, None]
+    visible = (slot < start)[:, None] | seen
+    if window:
+        visible = visible & (query[:, :, None] - position[:, None] < window)
     return visible
 
 
@@ -174,7 +186,10 @@ def block_attention(
     num_kv_heads, capacity = k_cache.shape[1:3]
     dtype, lengths = _compute_dtype(q), lengths.clamp(-rows, 2 * capacity + rows)
     window = min(window, capacity + rows)
-    visible = _visible(lengths, rows, capacity, causal, window, ancestors)
+    if ancestors is None or rows == 0:
+        visible = _visible(lengths, rows, capacity, causal, window)
+    else:
+        visible = _visible_in_tree(lengths, rows, capacity, window, ancestors)
     grouped = q.to(dtype).unflatten(2, (num_kv_heads, -1))
     scores = torch.einsum("brhgd,bhcd->bhgrc", grouped, k_cache.to(dtype)) * scale
     if softcap:

@@ -11,8 +11,9 @@ from torch import Tensor
 from ..cache import KVCache
 from ..sampling import LogitRules, RejectionAcceptance, Sampling
 from ..target import Target
+from ..tree import Tree
 
-__all__ = ["Block", "PaddingProposer", "Proposer", "ProposerSettings", "State"]
+__all__ = ["Block", "PaddingProposer", "Proposer", "ProposerSettings", "State", "Tree"]
 
 
 class State(Protocol):
@@ -55,14 +56,11 @@ class Block(NamedTuple):
 
     Attributes:
         ids: ``[batch, rows]`` int64; -1 where nothing is proposed.
-        depth: ``[rows]`` int64, each row's distance from the anchor; None for a chain: row ``j`` is at depth ``j``.
-        ancestors: ``[rows, ceil(rows / 64)]`` int64, the bits of the rows that each row sees; None for a chain, which
-            sees the rows before it.
+        tree: which row continues which; None for a chain: each row continues the one before it.
     """
 
     ids: Tensor
-    depth: Tensor | None = None
-    ancestors: Tensor | None = None
+    tree: Tree | None = None
 
     @property
     def input_ids(self) -> Tensor:
