@@ -41,3 +41,9 @@ def path_of(tree: Tree, b: int, row: int) -> list[int]:
     while tree.parents[b, path[0]] >= 0:
         path.insert(0, int(tree.parents[b, path[0]]))
     return path
+
+
+def longest_paths(tree: Tree, b: int) -> list[list[int]]:
+    """The paths to the rows that nothing continues, missing rows among them."""
+    continued = set(tree.parents[b].tolist())
+    return [path_of(tree, b, row) for row in range(tree.parents.shape[1]) if row not in continued]

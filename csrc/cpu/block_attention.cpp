@@ -8,12 +8,17 @@
 // chunks' (top, sum, o) are combined in ascending order. Tiles and chunks start at multiples of their size in
 // absolute slots, and one without a visible key changes no bit. The result therefore does not depend on how
 // the work is split. Threads share (sequence, kv head, lane group), and chunks too if there are few of those.
+//
+// A row of a tree is a key of the tile of its position: after the slots before the block, in the order of
+// rows, which along a path is the order of positions. Between the keys of a path stand keys with weight zero,
+// which change no bit, so the sums are those of a chain.
 #include <cmath>
 #include <cstdlib>
 #include <type_traits>
 
 #include "cpu/buffer.h"
 #include "cpu/parallel.h"
+#include "cpu/tree.h"
 #include "params.h"
 
 DFLASH_NAMESPACE_BEGIN
@@ -71,11 +76,18 @@ struct State {
   }
 };
 
+struct TreeRow {
+  int64_t slot, position;
+  uint64_t seen_by;  // bits of a group's lanes
+};
+
 // Up to 64 of the rows * (num_heads / num_kv_heads) queries of one sequence and kv head, row-major.
 struct Group {
   int64_t batch, kv_head, first, live, lanes;  // lanes: live ones, rounded up to full vectors
-  int32_t lo[kMaxLanes], hi[kMaxLanes];        // the lane sees slots lo .. hi - 1
+  int32_t lo[kMaxLanes], hi[kMaxLanes];        // the lane sees positions lo .. hi - 1
   int64_t lo_min, lo_max, hi_min, hi_max;
+  int64_t slots;            // slots 0 .. slots - 1 hold the keys of their own positions
+  TreeRow* tree = nullptr;  // [rows], the keys after these; null for a chain
 
   Group(const BlockAttentionParams& p, int64_t index, int64_t groups, int64_t width) {
     const int64_t heads = p.num_heads / p.num_kv_heads;
@@ -85,9 +97,12 @@ struct Group {
     live = most(0, least(width, p.rows * heads - first));
     lanes = ceil_div(live, kWidth) * kWidth;
     const int64_t length = length_of(p, batch), valid = most(0, least(length + p.rows, p.capacity));
+    slots = p.ancestors ? most(0, least(length, p.capacity)) : valid;
+    if (p.ancestors) find_tree(p, length);
     lo_min = hi_min = INT32_MAX, lo_max = hi_max = 0;
     for (int64_t lane = 0; lane < lanes; ++lane) {
-      const int64_t query = length + least(first + lane, first + live - 1) / heads;
+      const int64_t row = least(first + lane, first + live - 1) / heads;
+      const int64_t query = tree ? tree[row].position : length + row;
       int64_t from = 0, to = valid;
       if (p.causal) to = least(to, query + 1);
       if (p.window) from = most(from, query - p.window + 1);
@@ -96,9 +111,44 @@ struct Group {
       lo[lane] = int32_t(from), hi[lane] = int32_t(to);
       lo_min = least(lo_min, from), lo_max = most(lo_max, from);
       hi_min = least(hi_min, to), hi_max = most(hi_max, to);
+      if (tree && lane < live) mark_ancestors(p, row, lane);
+    }
+  }
+
+  // A thread has one group at a time.
+  void find_tree(const BlockAttentionParams& p, int64_t length) {
+    static thread_local Buffer<TreeRow> buffer;
+    tree = buffer.reserve(p.rows);
+    for (int64_t row = 0; row < p.rows; ++row)
+      tree[row] = {length + row, length + depth_of(p.ancestors, p.rows, batch * p.rows + row), 0};
+  }
+
+  void mark_ancestors(const BlockAttentionParams& p, int64_t row, int64_t lane) {
+    for (int64_t from = 0; from < p.rows; from += 64) {
+      uint64_t bits = ancestor_word(p.ancestors, p.rows, batch * p.rows + row, from / 64);
+      for (; bits; bits &= bits - 1) {
+        TreeRow& key = tree[from + __builtin_ctzll(bits)];
+        if (!p.window || tree[row].position - key.position < p.window) key.seen_by |= uint64_t(1) << lane;
+      }
     }
   }
 };
+
+// The keys of a tile: those in slots first .. first + slots - 1, then rows of a tree.
+struct Keys {
+  int64_t first, slots, count;
+  bool masked;                 // some lane may not see some key
+  const TreeRow* const* rows;  // [count - slots]
+
+  int64_t slot(int64_t key) const { return key < slots ? first + key : rows[key - slots]->slot; }
+};
+
+// The lanes from `lane` on whose bits are set.
+static inline IVec lanes_of(uint64_t bits, int64_t lane) {
+  static const int32_t kBits[16] = {1,      1 << 1, 1 << 2,  1 << 3,  1 << 4,  1 << 5,  1 << 6,  1 << 7,
+                                    1 << 8, 1 << 9, 1 << 10, 1 << 11, 1 << 12, 1 << 13, 1 << 14, 1 << 15};
+  return ((IVec{} + int32_t(bits >> lane)) & *reinterpret_cast<const IVec*>(kBits)) != 0;
+}
 
 // acc[i][v] = sum over k of a[i][k * a_step] * b[k * b_step + lane]. Both products use this loop nest.
 template <int NV>
@@ -173,30 +223,32 @@ static inline void over_lanes(int64_t lane, int64_t lanes, const Fn& fn) {
   if constexpr (NV > 1) over_lanes<NV - 1>(lane, lanes, fn);
 }
 
-// Turns scores [keys, lanes] of slots first .. first + keys - 1 into weights exp(score - top), and updates
-// the state's top and sum. alpha [lanes] rescales sums that used the old top.
+// Turns scores [keys, lanes] into weights exp(score - top), and updates the state's top and sum. alpha
+// [lanes] rescales sums that used the old top.
 __attribute__((noinline)) static void softmax_tile(const BlockAttentionParams& p, const Group& g,
-                                                   int64_t first, int64_t keys, bool masked, float* scores,
-                                                   float* alpha, const State& state) {
+                                                   const Keys& keys, float* scores, float* alpha,
+                                                   const State& state) {
   for (int64_t lane = 0; lane < g.lanes; lane += kWidth) {
     const IVec lo = *reinterpret_cast<const IVec*>(g.lo + lane),
                hi = *reinterpret_cast<const IVec*>(g.hi + lane);
     const Vec old_top = load(state.top + lane);
     Vec top = old_top;
-    for (int64_t key = 0; key < keys; ++key) {
+    for (int64_t key = 0; key < keys.count; ++key) {
       float* at = scores + key * g.lanes + lane;
       Vec x = load(at);
       if (p.softcap != 0.0f) x = tanh_vec(x) * p.softcap;
-      if (masked) {
-        const IVec slot = IVec{} + int32_t(first + key);
-        x = select((slot >= lo) & (slot < hi), x, splat(-kInfinity));
+      if (keys.masked) {
+        const IVec slot = IVec{} + int32_t(keys.first + key);
+        const IVec seen = key < keys.slots ? (slot >= lo) & (slot < hi)
+                                           : lanes_of(keys.rows[key - keys.slots]->seen_by, lane);
+        x = select(seen, x, splat(-kInfinity));
       }
       store(at, x);
       top = max_vec(x, top);
     }
     const Vec base = select(top == -kInfinity, Vec{}, top), factor = exp_vec(old_top - base);
     Vec sum = {};
-    for (int64_t key = 0; key < keys; ++key) {
+    for (int64_t key = 0; key < keys.count; ++key) {
       float* at = scores + key * g.lanes + lane;
       const Vec weight = exp_vec(load(at) - base);
       store(at, weight);
@@ -230,24 +282,28 @@ struct Worker {
   const BlockAttentionParams& p;
   const Group& g;
   float* q;       // [head_dim, lanes], scaled
-  float* scores;  // [kTile, lanes]
+  float* scores;  // [most_keys, lanes]
   float* alpha;   // [lanes]
-  float* k_tile;  // [kTile, head_dim]
-  float* v_tile;  // [kTile, v_step]: read by columns, so the row stride must avoid cache-set conflicts
+  float* k_tile;  // [most_keys, head_dim]
+  float* v_tile;  // [most_keys, v_step]: read by columns, so the row stride must avoid cache-set conflicts
   int64_t v_step;
+  const TreeRow** rows;  // [p.rows], a tile's
   State chunk, total;
 
   Worker(const BlockAttentionParams& p, const Group& g) : p(p), g(g) {
     const int64_t state = State::floats(g.lanes, p.v_head_dim);
     v_step = ceil_div(p.v_head_dim, 16) * 16 + 16;
-    float* data =
-        thread_scratch(g.lanes * (p.head_dim + kTile + 1) + kTile * (p.head_dim + v_step) + 2 * state);
+    const int64_t most_keys = g.tree ? kTile + p.rows : kTile;
+    float* data = thread_scratch(g.lanes * (p.head_dim + most_keys + 1) + most_keys * (p.head_dim + v_step) +
+                                 2 * state);
+    static thread_local Buffer<const TreeRow*> buffer;
+    rows = g.tree ? buffer.reserve(p.rows) : nullptr;
     q = data, data += g.lanes * p.head_dim;
-    scores = data, data += g.lanes * kTile;
+    scores = data, data += g.lanes * most_keys;
     alpha = data, data += g.lanes;
     chunk = State::at(data, g.lanes), data += state;
     total = State::at(data, g.lanes), data += state;
-    k_tile = data, data += kTile * p.head_dim;
+    k_tile = data, data += most_keys * p.head_dim;
     v_tile = data;
     pack_queries();
   }
@@ -280,12 +336,12 @@ struct Worker {
 
   // v_tile = v. Slots hidden from some queries may hold anything, and a weight of zero does not cancel NaN or
   // infinity, so non-finite rows are zeroed. Queries that do see such a row become NaN.
-  void copy_values(const T* v, int64_t keys, bool masked) const {
+  void copy_values(const T* v, const Keys& keys) const {
     const int64_t n = p.v_head_dim;
-    for (int64_t key = 0; key < keys; ++key) {
+    for (int64_t key = 0; key < keys.count; ++key) {
       float* row = v_tile + key * v_step;
-      copy(v + key * n, n, row);
-      if (!masked) continue;
+      copy(v + keys.slot(key) * n, n, row);
+      if (!keys.masked) continue;
       bool finite = true;
       for (int64_t i = 0; i < n; ++i) finite &= std::fabs(row[i]) < kInfinity;
       if (finite) continue;
@@ -295,25 +351,45 @@ struct Worker {
     }
   }
 
-  // chunk = the state over the visible slots of [begin, begin + kChunk); returns false if there are none
+  // The keys at positions first .. end - 1, within one tile.
+  Keys keys_at(int64_t first, int64_t end) const {
+    const int64_t slots = most(0, least(kTile, least(end, g.slots) - first));
+    int64_t count = slots;
+    for (int64_t row = 0; g.tree && g.slots < first + kTile && row < p.rows; ++row) {
+      const TreeRow& key = g.tree[row];
+      const bool is_key = key.slot >= 0 && key.slot < p.capacity && key.position >= first;
+      if (is_key && key.position < first + kTile) rows[count++ - slots] = &key;
+    }
+    return {first, slots, count, count > slots || first < g.lo_max || first + slots > g.hi_min, rows};
+  }
+
+  // scores = q k^T
+  void score(const T* k, const Keys& keys) const {
+    const auto run = [&](const float* from, int64_t count, float* to) {
+      over_lanes<kVecs>(0, g.lanes, [&](int64_t lane, auto vecs) {
+        score_tile<vecs>(from, p.head_dim, count, q + lane, p.head_dim, g.lanes, to + lane);
+      });
+    };
+    run(widen(k + keys.first * p.head_dim, keys.slots * p.head_dim, k_tile), keys.slots, scores);
+    if (keys.count == keys.slots) return;
+    for (int64_t key = keys.slots; key < keys.count; ++key)
+      copy(k + keys.slot(key) * p.head_dim, p.head_dim, k_tile + (key - keys.slots) * p.head_dim);
+    run(k_tile, keys.count - keys.slots, scores + keys.slots * g.lanes);
+  }
+
+  // chunk = the state over the visible keys at [begin, begin + kChunk); returns false if there are none
   bool attend(int64_t begin) const {
     const int64_t end = least(begin + kChunk, g.hi_max), lanes = g.lanes;
     if (end <= most(begin, g.lo_min)) return false;
     chunk.clear(lanes, p.v_head_dim);
     const int64_t cache = (g.batch * p.num_kv_heads + g.kv_head) * p.capacity;
     for (int64_t first = most(begin, g.lo_min / kTile * kTile); first < end; first += kTile) {
-      const int64_t keys = least(kTile, end - first);
-      const bool masked = first < g.lo_max || first + keys > g.hi_min;
-      const T* k = static_cast<const T*>(p.k_cache) + (cache + first) * p.head_dim;
-      const T* v = static_cast<const T*>(p.v_cache) + (cache + first) * p.v_head_dim;
-      const float* k_wide = widen(k, keys * p.head_dim, k_tile);
+      const Keys keys = keys_at(first, end);
+      score(static_cast<const T*>(p.k_cache) + cache * p.head_dim, keys);
+      softmax_tile(p, g, keys, scores, alpha, chunk);
+      copy_values(static_cast<const T*>(p.v_cache) + cache * p.v_head_dim, keys);
       over_lanes<kVecs>(0, lanes, [&](int64_t lane, auto vecs) {
-        score_tile<vecs>(k_wide, p.head_dim, keys, q + lane, p.head_dim, lanes, scores + lane);
-      });
-      softmax_tile(p, g, first, keys, masked, scores, alpha, chunk);
-      copy_values(v, keys, masked);
-      over_lanes<kVecs>(0, lanes, [&](int64_t lane, auto vecs) {
-        value_tile<vecs>(v_tile, v_step, keys, scores + lane, alpha + lane, p.v_head_dim, lanes,
+        value_tile<vecs>(v_tile, v_step, keys.count, scores + lane, alpha + lane, p.v_head_dim, lanes,
                          chunk.out + lane);
       });
     }

@@ -60,7 +60,7 @@ def block_attention(
 
     Raises:
         ValueError: a shape or a value does not fit. TypeError: a dtype does not fit.
-        NotImplementedError: ``ancestors`` on CPU, or with a window on CUDA.
+        NotImplementedError: ``ancestors`` with a window on CUDA.
     """
     # 1. Check
     if sinks is not None or ancestors is not None or not _plain_arguments_fit(
@@ -68,8 +68,6 @@ def block_attention(
     ):  # fmt: skip
         _check(q, k_cache, v_cache, lengths, causal, window, softcap, sinks, ancestors)
     dtype = launch.dtype("block_attention", "q", q)
-    if launch.is_cpu and ancestors is not None:
-        raise NotImplementedError("block_attention: ancestors has no CPU kernel yet")
     if not launch.is_cpu and not launch.is_fake and ancestors is not None and window:
         raise NotImplementedError("block_attention: ancestors with a window has no CUDA kernel yet")
     # 2. Make what the kernel reads dense
