@@ -17,9 +17,9 @@ template <int kDim>
 constexpr int kPieces = kDim / 8;  // of 16 bytes per row
 template <int kDim>
 constexpr int kStages = kDim > 128 ? 2 : 4;
-template <int kDim>
+template <int kDim, bool kTree>
 constexpr int kHeldQueries = kDim > 128  ? 0
-                             : kDim > 64 ? 6
+                             : kDim > 64 ? (kTree ? 2 : 6)
                                          : 4;  // times 16 columns, in registers
 template <int kDim>
 constexpr int kSharedBytes = (kRows + kStages<kDim> * 2 * kKeys) * kDim * 2;
@@ -112,8 +112,9 @@ static __device__ __forceinline__ void fold(State<kDim>& s, const float* stored)
   }
 }
 
-// One tile of rows of one sequence and kv head.
-template <typename T, int kDim>
+// One tile of rows of one sequence and kv head. Its rows lie `shallowest` to `deepest` positions from the
+// sequence's length.
+template <typename T, int kDim, bool kTree = false>
 struct Tile {
   const BlockAttentionParams& p;
   T* q_tile;      // [kRows, kDim]
@@ -133,8 +134,15 @@ struct Tile {
   __device__ __forceinline__ int column() const { return warp() / (kRows / 16) * kColumns<kDim>; }
   __device__ __forceinline__ int row(int i) const { return warp_row() + lane() / 4 + 8 * i; }
 
+  // How far from the sequence's length one of the thread's two rows lies.
+  __device__ __forceinline__ int depth(int i) const {
+    const int query = (first_row + min(row(i), live - 1)) / group;
+    if constexpr (kTree) return path_of(p, batch, query).depth();
+    return query;
+  }
+
   __device__ __forceinline__ Tile(const BlockAttentionParams& p, unsigned* bad, int group, int kv_head,
-                                  int64_t batch, int tile)
+                                  int64_t batch, int tile, int shallowest, int deepest)
       : p(p),
         q_tile(shared<T>()),
         stages(q_tile + kRows * kDim),
@@ -148,17 +156,16 @@ struct Tile {
     k = static_cast<const T*>(p.k_cache) + cache * p.head_dim;
     v = static_cast<const T*>(p.v_cache) + cache * p.v_head_dim;
     length = int(length_of(p, batch));
-    const Sight first = sight_of(p, batch, length, first_row / group),
-                last = sight_of(p, batch, length, (first_row + live - 1) / group);
+    const Sight first = sight_of(p, length, shallowest), last = sight_of(p, length, deepest);
     begin = first.lo, end = last.hi;
-    all_from = last.lo, all_to = p.ancestors ? first.length : first.hi;
+    all_from = last.lo, all_to = first.hi;
     if (begin >= end) begin = end = 0;
     const bool capped = p.softcap != 0.0f;
     scale = capped ? p.scale / p.softcap : p.scale * kLog2E;
     softcap = capped ? p.softcap * kLog2E : 0.0f;
   }
 
-  using Queries = uint32_t[kHeldQueries<kDim> ? kHeldQueries<kDim> : 1][4];
+  using Queries = uint32_t[kHeldQueries<kDim, kTree> ? kHeldQueries<kDim, kTree> : 1][4];
 
   // A thread copies the same piece of every kApart-th row or slot.
   static constexpr int kApart = kThreads<kDim> / kPieces<kDim>;
@@ -226,34 +233,9 @@ struct Tile {
     ldmatrix(a, q_tile + (place<kDim>(warp_row() + lane() % 16, lane() / 16) ^ 16 * d));
   }
 
-  // Adds the slots of a stage to s.
-  __device__ __forceinline__ void attend_stage(State<kDim>& s, const Queries& queries, const T* keys,
-                                               const T* values, int slot, bool masked,
-                                               unsigned bad_keys) const {
-    float score[kKeys / 8][4] = {};
-    const int k_at = place<kDim>(lane() / 16 * 8 + lane() % 8, lane() / 8 % 2),
-              v_at = place<kDim>(lane() % 16, lane() / 16) ^ column();
-#pragma unroll
-    for (int d = 0; d < kDim / 16; ++d) {
-      uint32_t a[4];
-      if (d < kHeldQueries<kDim>) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) a[i] = queries[d][i];
-      } else {
-        load_queries(a, d);
-      }
-#pragma unroll
-      for (int n = 0; n < kKeys / 16; ++n) {
-        uint32_t b[4];
-        ldmatrix(b, keys + n * 16 * kDim + (k_at ^ 16 * d));
-        const uint32_t left[2] = {b[0], b[1]}, right[2] = {b[2], b[3]};
-        mma_m16n8k16(score[2 * n], a, left, T());
-        mma_m16n8k16(score[2 * n + 1], a, right, T());
-      }
-    }
-    float top[2] = {s.top[0], s.top[1]};
-    // Explicit multiplications, here and below. The compiler could fuse them with a sum in one copy of this
-    // code and not in another (masked and unmasked stages, say), and the results would round differently.
+  // Explicit multiplications, here and below. The compiler could fuse them with a sum in one copy of this
+  // code and not in another (masked and unmasked stages, say), and the results would round differently.
+  __device__ __forceinline__ void scale_scores(float (&score)[kKeys / 8][4]) const {
 #pragma unroll
     for (int n = 0; n < kKeys / 8; ++n)
 #pragma unroll
@@ -262,17 +244,12 @@ struct Tile {
         if (softcap != 0.0f) x = __fmul_rn(tanhf(x), softcap);
         score[n][e] = x;
       }
-    if (masked) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        const Sight sight = sight_of(p, batch, length, (first_row + min(row(i), live - 1)) / group);
-#pragma unroll
-        for (int n = 0; n < kKeys / 8; ++n)
-#pragma unroll
-          for (int e = 0; e < 2; ++e)
-            if (!sight.sees(slot + n * 8 + lane() % 4 * 2 + e)) score[n][2 * i + e] = minus_infinity();
-      }
-    }
+  }
+
+  // Raises the tops of s to those of 32 more slots, turns their scores into weights, and adds these up.
+  __device__ __forceinline__ void weigh(State<kDim>& s, float (&score)[kKeys / 8][4],
+                                        uint32_t (&weight)[kKeys / 8][2]) const {
+    float top[2] = {s.top[0], s.top[1]};
 #pragma unroll
     for (int n = 0; n < kKeys / 8; ++n)
 #pragma unroll
@@ -295,7 +272,6 @@ struct Tile {
           s.out[n][2 * i] *= alpha[i], s.out[n][2 * i + 1] *= alpha[i];
       }
     }
-    uint32_t weight[kKeys / 8][2];
 #pragma unroll
     for (int n = 0; n < kKeys / 8; ++n) {
 #pragma unroll
@@ -306,6 +282,47 @@ struct Tile {
       weight[n][0] = pack_pair<T>(score[n][0], score[n][1]);
       weight[n][1] = pack_pair<T>(score[n][2], score[n][3]);
     }
+  }
+
+  // Adds the slots of a stage to s.
+  __device__ __forceinline__ void attend_stage(State<kDim>& s, const Queries& queries, const T* keys,
+                                               const T* values, int slot, bool masked,
+                                               unsigned bad_keys) const {
+    float score[kKeys / 8][4] = {};
+    const int k_at = place<kDim>(lane() / 16 * 8 + lane() % 8, lane() / 8 % 2),
+              v_at = place<kDim>(lane() % 16, lane() / 16) ^ column();
+#pragma unroll
+    for (int d = 0; d < kDim / 16; ++d) {
+      uint32_t a[4];
+      if (d < kHeldQueries<kDim, kTree>) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) a[i] = queries[d][i];
+      } else {
+        load_queries(a, d);
+      }
+#pragma unroll
+      for (int n = 0; n < kKeys / 16; ++n) {
+        uint32_t b[4];
+        ldmatrix(b, keys + n * 16 * kDim + (k_at ^ 16 * d));
+        const uint32_t left[2] = {b[0], b[1]}, right[2] = {b[2], b[3]};
+        mma_m16n8k16(score[2 * n], a, left, T());
+        mma_m16n8k16(score[2 * n + 1], a, right, T());
+      }
+    }
+    scale_scores(score);
+    if (masked) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const Sight sight = sight_of(p, length, depth(i));
+#pragma unroll
+        for (int n = 0; n < kKeys / 8; ++n)
+#pragma unroll
+          for (int e = 0; e < 2; ++e)
+            if (!sight.sees(slot + n * 8 + lane() % 4 * 2 + e)) score[n][2 * i + e] = minus_infinity();
+      }
+    }
+    uint32_t weight[kKeys / 8][2];
+    weigh(s, score, weight);
     if (bad_keys) {  // rare, and never in unmasked stages
 #pragma unroll
       for (int n = 0; n < kKeys / 8; ++n)
@@ -328,11 +345,9 @@ struct Tile {
     }
   }
 
-  // s = the state over a chunk, with complete sums in every thread. A block copies its queries with its first
-  // chunk, after that chunk's first keys.
-  __device__ __forceinline__ void attend_chunk(State<kDim>& s, int chunk, bool with_queries) const {
-    s.clear();
-    const int from = max(chunk_begin(chunk), begin / kKeys * kKeys), to = min(chunk_begin(chunk + 1), end);
+  // Adds the slots from `from`, a multiple of 32, up to `to`. A block copies its queries with its first
+  // slots, after the first keys.
+  __device__ __forceinline__ void attend_slots(State<kDim>& s, int from, int to, bool with_queries) const {
     const int tiles = (to - from + kKeys - 1) / kKeys;
     Queries queries;
     __syncthreads();  // all threads have read the previous chunk's stages
@@ -352,17 +367,29 @@ struct Tile {
       T* keys = stages + i % kStages<kDim> * 2 * kKeys * kDim;
       const bool masked = slot < all_from || slot + kKeys > all_to;
       const unsigned bad_keys = masked ? clear_bad_values(keys + kKeys * kDim) : 0;
-      if (kHeldQueries<kDim> && i == 0) {
+      if (kHeldQueries<kDim, kTree> && i == 0) {
 #pragma unroll
-        for (int d = 0; d < kHeldQueries<kDim>; ++d) load_queries(queries[d], d);
+        for (int d = 0; d < kHeldQueries<kDim, kTree>; ++d) load_queries(queries[d], d);
       }
       if (warp_row() < live) attend_stage(s, queries, keys, keys + kKeys * kDim, slot, masked, bad_keys);
     }
+  }
+
+  // Adds up a row's sums, of which each of four threads has a part.
+  __device__ __forceinline__ void complete(State<kDim>& s) const {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       s.sum[i] += __shfl_xor_sync(kAllLanes, s.sum[i], 1);
       s.sum[i] += __shfl_xor_sync(kAllLanes, s.sum[i], 2);
     }
+  }
+
+  // s = the state over a chunk, with complete sums in every thread.
+  __device__ __forceinline__ void attend_chunk(State<kDim>& s, int chunk, bool with_queries) const {
+    s.clear();
+    attend_slots(s, max(chunk_begin(chunk), begin / kKeys * kKeys), min(chunk_begin(chunk + 1), end),
+                 with_queries);
+    complete(s);
   }
 
   // Adds the sinks, divides, and writes the result.
@@ -389,6 +416,15 @@ struct Tile {
       }
     }
   }
+};
+
+// Row j of a chain lies at its sequence's length + j.
+template <typename T, int kDim>
+struct ChainTile : Tile<T, kDim> {
+  __device__ __forceinline__ ChainTile(const BlockAttentionParams& p, unsigned* bad, int group, int kv_head,
+                                       int64_t batch, int tile)
+      : Tile<T, kDim>(p, bad, group, kv_head, batch, tile, tile * kRows / group,
+                      (min(int(p.rows) * group, (tile + 1) * kRows) - 1) / group) {}
 };
 
 }  // namespace dflash

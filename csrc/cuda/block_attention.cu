@@ -16,16 +16,20 @@
 // chunks and resets the counter; a block whose chunk no row sees returns at once. If there are many tiles,
 // one block takes all chunks in turn.
 //
+// With ancestors, a row of a tree has the bits that it has in a chain: its keys take part at the positions of
+// its path, not at their slots. Stages in front of the block are as above. attention_tree.cuh has the stages
+// that reach into the block: there each set of rows that share a path multiplies its own keys and values.
+//
 // float32, and head dimensions that are over 256 or not a multiple of 8, use a plain kernel: one block per
 // query, 128 slots at a time, one key per thread.
-#include "cuda/attention_tile.cuh"
+#include "cuda/attention_tree.cuh"
 #include "cuda/launch.h"
 #include "cuda/plain_attention.cuh"
 
 namespace dflash {
 
 // Grid: (tiles * num_kv_heads * batch, splits). The last chunks start first, because they are the longest.
-template <typename T, int kDim>
+template <typename T, int kDim, bool kTree>
 static __global__ void __launch_bounds__(kThreads<kDim>, 1)
     block_attention_kernel(const BlockAttentionParams p) {
   __shared__ unsigned bad[kThreads<kDim> / 32];
@@ -36,7 +40,8 @@ static __global__ void __launch_bounds__(kThreads<kDim>, 1)
   const int kv_head = sequence_head % kv_heads, sequence = sequence_head / kv_heads;
   grid_launch_dependents();
   grid_dependency_wait();
-  const Tile<T, kDim> t(p, bad, group, kv_head, sequence, tile);
+  const std::conditional_t<kTree, TreeTile<T, kDim>, ChainTile<T, kDim>> t(p, bad, group, kv_head, sequence,
+                                                                           tile);
   const int first = chunk_of(t.begin), last = t.begin < t.end ? chunk_of(t.end - 1) : first;
   float* stored = p.workspace + index * p.splits * kStateFloats<kDim>;
   State<kDim> s;
@@ -116,16 +121,21 @@ Workspace block_attention_workspace(DType dtype, const void* k_cache, const void
 
 template <typename T, int kDim>
 static cudaError_t launch_tiles(const BlockAttentionParams& p, cudaStream_t stream) {
-  static_assert(kSharedBytes<kDim> <= 99 * 1024 - 64, "more shared memory than every device has");
+  constexpr int kChainBytes = kSharedBytes<kDim>, kTreeBytes = TreeTile<T, kDim>::kBytes;
+  static_assert(kTreeBytes >= kChainBytes && kTreeBytes <= 99 * 1024 - 64, "what every device has");
   static_assert(kFoldSlots<kDim> >= 1, "a stored state fits into the stages");
   const int64_t tiles = num_tiles(p.rows, p.num_heads, p.num_kv_heads);
-  return launch_overlapping(block_attention_kernel<T, kDim>,
-                            dim3(unsigned(tiles * p.num_kv_heads * p.batch), unsigned(p.splits)),
-                            dim3(kThreads<kDim>), kSharedBytes<kDim>, stream, p);
+  const dim3 grid(unsigned(tiles * p.num_kv_heads * p.batch), unsigned(p.splits));
+  if (p.ancestors)
+    return launch_overlapping(block_attention_kernel<T, kDim, true>, grid, dim3(kThreads<kDim>), kTreeBytes,
+                              stream, p);
+  return launch_overlapping(block_attention_kernel<T, kDim, false>, grid, dim3(kThreads<kDim>), kChainBytes,
+                            stream, p);
 }
 
 cudaError_t launch_block_attention(const BlockAttentionParams& p, cudaStream_t stream) {
   if (p.batch * p.rows * p.num_heads * p.v_head_dim == 0) return cudaSuccess;
+  if (p.ancestors && (p.rows > kMaxTreeRows || !p.causal)) return cudaErrorInvalidValue;
   const DeviceScope scope(p.device);
   if (scope.error() != cudaSuccess) return scope.error();
   return dispatch(p.dtype, [&](auto type) {

@@ -5,6 +5,7 @@
 namespace dflash {
 
 constexpr int kPlainThreads = 128;
+static_assert(kPlainThreads >= kMaxTreeRows, "a thread for each row of a tree");
 
 static __device__ __forceinline__ float block_max(float x, float* scratch) {
 #pragma unroll
@@ -20,13 +21,22 @@ template <typename T>
 static __global__ void __launch_bounds__(kPlainThreads, 1)
     plain_attention_kernel(const BlockAttentionParams p) {
   __shared__ float weights[kPlainThreads], scratch[2][kPlainThreads / 32];
-  float* q = shared<float>();   // [head_dim]
-  float* out = q + p.head_dim;  // [v_head_dim]
+  __shared__ int slots[kPlainThreads];          // of the keys
+  __shared__ unsigned char path[kMaxTreeRows];  // of a tree: the block's rows that the query sees
+  float* q = shared<float>();                   // [head_dim]
+  float* out = q + p.head_dim;                  // [v_head_dim]
   const int64_t row = blockIdx.x / p.num_heads, head = blockIdx.x % p.num_heads, b = blockIdx.y;
   const int64_t kv_head = head / (p.num_heads / p.num_kv_heads);
   grid_launch_dependents();
   grid_dependency_wait();
-  const Sight sight = sight_of(p, b, length_of(p, b), int(row));
+  const int length = int(length_of(p, b)), own = int(threadIdx.x);
+  int depth = int(row);
+  if (p.ancestors) {
+    const Path tree = path_of(p, b, depth);
+    if (own < p.rows && tree.holds(own)) path[tree.depth_of(own)] = (unsigned char)own;
+    depth = tree.depth();
+  }
+  const Sight sight = sight_of(p, length, depth);
   const int64_t cache = (b * p.num_kv_heads + kv_head) * p.capacity;
   const T* k = static_cast<const T*>(p.k_cache) + cache * p.head_dim;
   const T* v = static_cast<const T*>(p.v_cache) + cache * p.v_head_dim;
@@ -38,9 +48,13 @@ static __global__ void __launch_bounds__(kPlainThreads, 1)
   __syncthreads();
   float top = minus_infinity(), sum = 0.0f;
   for (int first = sight.lo / kPlainThreads * kPlainThreads; first < sight.hi; first += kPlainThreads) {
-    const int slot = first + threadIdx.x;
+    int slot = sight.sees(first + own) ? first + own : -1;
+    if (p.ancestors && slot >= max(length, 0)) {
+      slot = length + path[slot - length];
+      if (slot >= p.capacity) slot = -1;
+    }
     float x = minus_infinity();
-    if (sight.sees(slot)) {
+    if (slot >= 0) {
       const T* key = k + slot * p.head_dim;
       float part[8] = {};
       int64_t i = 0;
@@ -56,7 +70,7 @@ static __global__ void __launch_bounds__(kPlainThreads, 1)
     const float larger = fmaxf(top, block_max(x, scratch[0])),
                 base = larger == minus_infinity() ? 0.0f : larger;
     const float weight = expf(x - base), alpha = expf(top - base);
-    weights[threadIdx.x] = weight;
+    weights[threadIdx.x] = weight, slots[threadIdx.x] = slot;
     sum = sum * alpha + block_sum(weight, scratch[1]);  // also the barrier for the weights
     top = larger;
     const int keys = min(kPlainThreads, sight.hi - first);
@@ -66,7 +80,7 @@ static __global__ void __launch_bounds__(kPlainThreads, 1)
 #pragma unroll
         for (int j = 0; j < 4; ++j)
           if (i + j < keys && weights[i + j] != 0.0f)
-            part[j] += weights[i + j] * to_float(v[(first + i + j) * p.v_head_dim + d]);
+            part[j] += weights[i + j] * to_float(v[slots[i + j] * p.v_head_dim + d]);
       out[d] = out[d] * alpha + ((part[0] + part[1]) + (part[2] + part[3]));
     }
     __syncthreads();
