@@ -177,6 +177,8 @@ struct AppendKvParams {
   }
 };
 
+constexpr int64_t kMaxTreeRows = 128;  // rows of a block that is a tree
+
 // softmax(scale * q k^T) v over the keys that each query sees; query i of sequence b is at position
 // lengths[b] + i. With ancestors the block is a tree: row i is in slot lengths[b] + i, at position lengths[b]
 // + its depth, the number of its ancestors. Bits are those of a chain: a row of the block is a key of the

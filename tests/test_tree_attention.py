@@ -189,5 +189,15 @@ def test_bad_ancestors_are_named():
         attend(torch.zeros(5, 1, dtype=torch.int64))
     with pytest.raises(TypeError, match=r"ancestors must be torch.int64, got torch.int32"):
         attend(torch.zeros(2, 5, 1, dtype=torch.int32))
+    with pytest.raises(ValueError, match=r"a tree has at most 128 rows, got 129"):
+        ops.block_attention(
+            q[:, :1].expand(2, 129, 4, 16),
+            k_cache,
+            v_cache,
+            lengths,
+            0.25,
+            True,
+            ancestors=torch.zeros(2, 129, 3, dtype=torch.int64),
+        )
     with pytest.raises(ValueError, match=r"causal must be True with ancestors, got False"):
         attend(torch.zeros(2, 5, 1, dtype=torch.int64), causal=False)
