@@ -12,7 +12,8 @@ namespace dflash {
 // All K/V rows of the block are copied to shared memory 64 columns at a time, first of K, then of V, with the
 // slots of the stage in front of the block. A key is named by its row there.
 constexpr int kTreeColumns = 64;
-constexpr int kTreeKeys = kKeys + int(kMaxTreeRows);  // rows of shared memory: slots before the block, the block
+constexpr int kTreeKeys =
+    kKeys + int(kMaxTreeRows);     // rows of shared memory: slots before the block, the block
 constexpr int kNoKey = kKeys - 1;  // a row of zeros: a stage holds a slot of the block, so fewer before it
 constexpr int kTreeRing = 3;       // copies in turn
 
