@@ -56,6 +56,13 @@ struct Wire<T* const*> {
   static void put(T* const*& field, const Type& given) { field = reinterpret_cast<T* const*>(given.data()); }
 };
 
+// A list of numbers, likewise.
+template <>
+struct Wire<Sizes> {
+  using Type = std::vector<int64_t>;
+  static void put(Sizes& field, const Type& given) { field.values = given.data(); }
+};
+
 // A list of at most N.
 template <typename T, size_t N>
 struct Wire<T[N]> {

@@ -177,7 +177,7 @@ struct AppendKvParams {
   }
 };
 
-constexpr int64_t kMaxTreeRows = 128;  // rows of a block that is a tree
+constexpr int64_t kMaxTreeRows = 128;  // of a tree, the root included; also the most candidates per depth
 
 // softmax(scale * q k^T) v over the keys that each query sees; query i of sequence b is at position
 // lengths[b] + i. With ancestors the block is a tree: row i is in slot lengths[b] + i, at position lengths[b]
@@ -249,6 +249,59 @@ struct SelectTokensParams {
   }
 };
 
+// The best tokens at each depth of a draft by score: log softmax(z) where temperature <= 0 or is NaN, else
+// log((1 - w) softmax(z) + w softmax(z / temperature + gumbel noise)) with w = noise_weight. Descending, ties
+// to the lower id; then ids of -1 with a score of -inf.
+struct TreeCandidatesParams {
+  const void* logits;        // [batch, depths, vocab]
+  const int64_t* positions;  // [batch, depths]
+  const int64_t* seeds;      // [batch]
+  const float* temperature;  // [batch], as if at most the largest float
+  int64_t* ids;              // [batch, depths, count]
+  float* scores;             // [batch, depths, count]
+  void* workspace;           // CUDA only, see tree_candidates_workspace()
+  int64_t batch;
+  int64_t depths;
+  int64_t vocab;
+  int64_t count;  // 1 .. kMaxTreeRows
+  float noise_weight;
+  DType dtype;
+  int32_t threads;
+  int32_t device = 0;
+
+  static constexpr auto wire() {
+    using P = TreeCandidatesParams;
+    return std::tuple(&P::logits, &P::positions, &P::seeds, &P::temperature, &P::ids, &P::scores,
+                      &P::workspace, &P::batch, &P::depths, &P::vocab, &P::count, &P::noise_weight,
+                      &P::dtype);
+  }
+};
+
+// The tree of the best prefixes, best first: by score (the sum of its tokens' scores), then the shallower,
+// then the lower token id, then the lower parent row. Missing rows are pads.
+struct BuildTreeParams {
+  const int64_t* anchor;  // [batch]
+  const int64_t* ids;     // [batch, depths, count]; a depth ends at its first negative id
+  const float* scores;    // [batch, depths, count], descending; or at a score of -inf or NaN
+  int64_t* tree_ids;      // [batch, rows]; pads: -1
+  int64_t* parents;       // [batch, rows]; the root and pads: -1
+  int64_t* depth;         // [batch, rows]; the root and pads: 0
+  int64_t* ancestors;     // [batch, rows, ceil(rows / 64)]: bit j of row i: j is i or an ancestor
+  float* tree_scores;     // [batch, rows]; the root: 0; pads: -inf
+  int64_t batch;
+  int64_t depths;
+  int64_t count;
+  int64_t rows;  // 1 .. kMaxTreeRows
+  int32_t threads;
+  int32_t device = 0;
+
+  static constexpr auto wire() {
+    using P = BuildTreeParams;
+    return std::tuple(&P::anchor, &P::ids, &P::scores, &P::tree_ids, &P::parents, &P::depth, &P::ancestors,
+                      &P::tree_scores, &P::batch, &P::depths, &P::count, &P::rows);
+  }
+};
+
 enum RowState : int64_t { kRunning = 0, kStop = 1, kLimit = 2, kInvalid = 3 };  // the values of done
 
 // Emits the longest matching prefix and one more token: the state update of a step.
@@ -272,6 +325,101 @@ struct AcceptPrefixParams {
     using P = AcceptPrefixParams;
     return std::tuple(&P::block_ids, &P::posterior, &P::stop_token_ids, &P::limits, &P::tokens, &P::length,
                       &P::num_context, &P::done, &P::batch, &P::rows, &P::num_stop_tokens, &P::capacity);
+  }
+};
+
+// The same on a tree: from row 0, emits the choice of a row and goes on to the row's child that proposed it.
+struct AcceptPathParams {
+  const int64_t* ids;      // [batch, rows]: the anchor, then the nodes; negative: none
+  const int64_t* parents;  // [batch, rows]: of each node a row before it; anything else: nobody's child
+  const int64_t* choices;  // [batch, rows]: the target's choices; negative: its logits held NaN
+  const int64_t* stop_token_ids;  // [num_stop_tokens]
+  const int64_t* limits;          // [batch]
+  int64_t* tokens;                // [batch, capacity]
+  int64_t* length;                // [batch]
+  int64_t* num_context;           // [batch]
+  int64_t* done;                  // [batch], RowState
+  int64_t* path;                  // [batch, path_rows]: the rows of the emitted choices, then path[j] = j
+  int64_t batch;
+  int64_t rows;
+  int64_t path_rows;  // 1 .. rows: how many may be visited
+  int64_t num_stop_tokens;
+  int64_t capacity;
+  int32_t threads;
+  int32_t device = 0;
+
+  static constexpr auto wire() {
+    using P = AcceptPathParams;
+    return std::tuple(&P::ids, &P::parents, &P::choices, &P::stop_token_ids, &P::limits, &P::tokens,
+                      &P::length, &P::num_context, &P::done, &P::path, &P::batch, &P::rows, &P::path_rows,
+                      &P::num_stop_tokens, &P::capacity);
+  }
+};
+
+// A list of numbers that the launching side reads.
+struct Sizes {
+  const int64_t* values;
+  DFLASH_ANYWHERE int64_t operator[](int64_t i) const { return values[i]; }
+};
+
+// Slot first[b] + path[b, j] moves to slot first[b] + j where 1 <= j < counts[b] and path[b, j] > j, in the
+// caches of all layers. A path ascends, so that moving in the order of j overwrites nothing that is still to
+// move. Slots outside 0 .. capacity - 1 stay.
+struct CompactKvParams {
+  const int64_t* path;    // [batch, path_rows]
+  const int64_t* counts;  // [batch]
+  const int64_t* first;   // [batch]
+  void* const* caches;    // [num_caches] pointers to [batch, heads[i], capacity, row_bytes[i] bytes]
+  Sizes heads;            // [num_caches]
+  Sizes row_bytes;        // [num_caches]
+  int64_t num_caches;
+  int64_t batch;
+  int64_t path_rows;
+  int64_t capacity;
+  int32_t threads;
+  int32_t device = 0;
+
+  // Where the row that moves to first[b] + j comes from; -1: nothing moves there. Needs j < path_rows.
+  DFLASH_ANYWHERE int64_t source(int64_t b, int64_t j) const {
+    const int64_t bound = capacity + path_rows;  // clamped to it, a slot outside stays outside
+    const int64_t row = path[b * path_rows + j], base = clamped(first[b], bound);
+    const int64_t from = base + clamped(row, 2 * bound), to = base + j;
+    const bool moves = j >= 1 && j < counts[b] && row > j && to >= 0 && from < capacity;
+    return moves ? from : -1;
+  }
+  DFLASH_ANYWHERE int64_t target(int64_t b, int64_t j) const {
+    return clamped(first[b], capacity + path_rows) + j;
+  }
+
+  static constexpr auto wire() {
+    using P = CompactKvParams;
+    return std::tuple(&P::path, &P::counts, &P::first, &P::caches, &P::heads, &P::row_bytes, &P::num_caches,
+                      &P::batch, &P::path_rows, &P::capacity);
+  }
+
+ private:
+  DFLASH_ANYWHERE static int64_t clamped(int64_t x, int64_t bound) {
+    return x < -bound ? -bound : x > bound ? bound : x;
+  }
+};
+
+// out[b, j] = x[b, path[b, j]], the index clamped to 0 .. rows - 1.
+struct GatherRowsParams {
+  const void* x;        // [batch, rows, row_bytes bytes]
+  const int64_t* path;  // [batch, path_rows]
+  void* out;            // [batch, out_rows, row_bytes bytes]; rows from path_rows on stay
+  int64_t batch;
+  int64_t rows;
+  int64_t path_rows;
+  int64_t out_rows;
+  int64_t row_bytes;
+  int32_t threads;
+  int32_t device = 0;
+
+  static constexpr auto wire() {
+    using P = GatherRowsParams;
+    return std::tuple(&P::x, &P::path, &P::out, &P::batch, &P::rows, &P::path_rows, &P::out_rows,
+                      &P::row_bytes);
   }
 };
 
@@ -491,12 +639,13 @@ struct DecoderLayersParams {
   const void* hidden;          // [batch, rows, hidden]
   const void* context;         // [batch, context_rows, hidden] or null: rows that every layer takes K/V from
   const int64_t* num_context;  // [batch], live context rows, at the positions before lengths[b]
-  const int64_t* lengths;  // [batch], the position of each sequence's first row, as in BlockAttentionParams
-  const float* cos;        // [positions, half]
-  const float* sin;        // [positions, half]
-  const void* norm;        // [hidden], the final norm
-  void* out;               // [batch, rows, hidden]
-  void* taps;              // [batch, rows, num_taps, hidden], layer outputs; the last layer's is `out`
+  const int64_t* lengths;    // [batch], the position of each sequence's first row, as in BlockAttentionParams
+  const int64_t* ancestors;  // [batch, rows, ceil(rows / 64)] or null, as in BlockAttentionParams
+  const float* cos;          // [positions, half]
+  const float* sin;          // [positions, half]
+  const void* norm;          // [hidden], the final norm
+  void* out;                 // [batch, rows, hidden]
+  void* taps;                // [batch, rows, num_taps, hidden], layer outputs; the last layer's is `out`
   int64_t num_layers;
   int64_t batch;
   int64_t rows;
@@ -524,10 +673,10 @@ struct DecoderLayersParams {
     using P = DecoderLayersParams;
     return std::tuple(&P::layers, &P::k_caches, &P::v_caches, &P::windows, &P::states, &P::saved_k,
                       &P::saved_d, &P::saved_a, &P::pending, &P::keep, &P::hidden, &P::context,
-                      &P::num_context, &P::lengths, &P::cos, &P::sin, &P::norm, &P::out, &P::taps,
-                      &P::num_layers, &P::batch, &P::rows, &P::context_rows, &P::hidden_size, &P::width,
-                      &P::num_heads, &P::num_kv_heads, &P::head_dim, &P::half, &P::positions, &P::capacity,
-                      &P::num_taps, &P::key_heads, &P::delta_heads, &P::key_dim, &P::value_dim,
+                      &P::num_context, &P::lengths, &P::ancestors, &P::cos, &P::sin, &P::norm, &P::out,
+                      &P::taps, &P::num_layers, &P::batch, &P::rows, &P::context_rows, &P::hidden_size,
+                      &P::width, &P::num_heads, &P::num_kv_heads, &P::head_dim, &P::half, &P::positions,
+                      &P::capacity, &P::num_taps, &P::key_heads, &P::delta_heads, &P::key_dim, &P::value_dim,
                       &P::conv_width, &P::block, &P::scale, &P::eps, &P::zero_centered, &P::dtype);
   }
 };

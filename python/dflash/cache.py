@@ -10,6 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from . import ops
+
 __all__ = ["KVCache", "RecurrentCache", "RecurrentLayer"]
 
 
@@ -61,18 +63,23 @@ class KVCache:
             self.layer(index, like, like)
         return self
 
-    def commit_(self, length: Tensor, num_context: Tensor) -> None:
-        """Follow a step that committed the first rows of its block. Does nothing in this class.
+    def commit_(self, length: Tensor, num_context: Tensor, path: Tensor | None = None) -> None:
+        """Follow a step that committed rows of its block.
 
         Called within every step, after the counters have advanced. A chain's committed rows already are in the slots
-        of their positions, and the length trims the rest. A tree's cache moves the rows of the committed path to
-        these slots. A recurrent cache takes them up at the start of the next pass. Implementations launch work of
-        fixed shape: they never wait for the device, allocate nothing and branch on no value.
+        of their positions, and the length trims the rest. Those of a tree are moved to these slots. A recurrent cache
+        takes them up at the start of the next pass. Implementations launch work of fixed shape: they never wait for
+        the device and branch on no value.
 
         Args:
             length: ``[batch]`` int64, positions committed so far.
             num_context: ``[batch]`` int64, how many of them this step committed; 0 for a row that has finished.
+            path: ``[batch, path_rows]`` int64, which rows of a tree those are (`dflash.ops.accept_path_`); None for a
+                chain.
         """
+        if path is not None:
+            caches = [*self.keys.values()], [*self.values.values()]
+            ops.compact_kv_(path, num_context, length - num_context, *caches)
 
     def begin_pass_(self, lengths: Tensor, keep: Tensor | None) -> None:
         """Prepare for a pass over rows at positions ``lengths [batch]``; see `RecurrentCache`."""
@@ -198,12 +205,14 @@ class RecurrentCache(KVCache):
         """Note where the states stand now. A finished row that was cut back has states that are ahead of it."""
         self.held.copy_(torch.maximum(self.held, lengths + self.keep))
 
-    def commit_(self, length: Tensor, num_context: Tensor) -> None:
+    def commit_(self, length: Tensor, num_context: Tensor, path: Tensor | None = None) -> None:
         """Note again where the states stand.
 
         In a compiled step, Inductor moves the copy of `end_pass_` after the op that advances ``lengths`` in place
         (torch 2.13), and so reads what they are afterwards.
         """
+        if path is not None:
+            raise ValueError("recurrent states follow chains only, got the path of a tree: pass path=None")
         self.held.copy_(torch.where(num_context > 0, length - num_context, self.held))
 
     def resumable(self, shared: Sequence[int]) -> list[int]:

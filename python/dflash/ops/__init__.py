@@ -8,6 +8,7 @@ Ops that end in an underscore write into their arguments and return nothing. Non
 """
 
 from .attention import block_attention
+from .checks import bytes_reached as bytes_reached
 from .choose import ROW_STATES as ROW_STATES
 from .choose import accept_prefix_, select_tokens
 from .delta_net import L2_EPS as L2_EPS
@@ -20,22 +21,29 @@ from .linear import skinny as skinny
 from .norm import add_rms_norm, fuse_features, rms_norm, sigmoid_mul, silu_mul
 from .recurrent import causal_conv_, gated_recurrence_
 from .registry import cuda_status, has_cuda_kernels, isa
+from .tree import MAX_TREE_ROWS as MAX_TREE_ROWS
+from .tree import build_tree, tree_candidates
+from .tree_commit import accept_path_, compact_kv_, gather_rows_
 from .weights import DecoderLayer as DecoderLayer
 from .weights import DeltaNetLayer as DeltaNetLayer
 
 __all__ = [
+    "accept_path_",
     "accept_prefix_",
     "add_rms_norm",
     "append_context_kv_",
     "append_kv_",
     "block_attention",
+    "build_tree",
     "causal_conv_",
+    "compact_kv_",
     "cuda_status",
     "decoder_layers",
     "delta_net_inputs",
     "fuse_features",
     "gated_recurrence_",
     "gated_rms_norm",
+    "gather_rows_",
     "has_cuda_kernels",
     "isa",
     "linear",
@@ -45,4 +53,5 @@ __all__ = [
     "select_tokens",
     "sigmoid_mul",
     "silu_mul",
+    "tree_candidates",
 ]

@@ -7,6 +7,8 @@ Imports torch only.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -152,12 +154,22 @@ def _visible(lengths: Tensor, rows: int, capacity: int, causal: bool, window: in
     return visible
 
 
+def _tree_bits(ancestors: Tensor, rows: int) -> Tensor:
+    """``[batch, rows, rows]`` int64: 1 where a row of a tree sees another."""
+    bits = (ancestors[..., None] >> torch.arange(64, device=ancestors.device)) & 1
+    return bits.flatten(2)[..., :rows]
+
+
+def _depth(bits: Tensor) -> Tensor:
+    """``[batch, rows]``: the number of each row's ancestors."""
+    return (bits.sum(-1) - 1).clamp(min=0)
+
+
 def _visible_in_tree(lengths: Tensor, rows: int, capacity: int, window: int, ancestors: Tensor) -> Tensor:
     """``[batch, rows, capacity]``: which slots each row of a tree sees. A row is the key of its slot and position."""
-    bits = (ancestors[..., None] >> torch.arange(64, device=ancestors.device)) & 1
-    bits = bits.flatten(2)[..., :rows]  # [batch, rows, rows]: whether a row sees another
+    bits = _tree_bits(ancestors, rows)
     start, slot = lengths[:, None], torch.arange(capacity, device=lengths.device)
-    query = start + (bits.sum(-1) - 1).clamp(min=0)
+    query = start + _depth(bits)
     row = slot - start
     of_block = (row >= 0) & (row < rows)
     row = row.clamp(0, rows - 1)
@@ -352,6 +364,77 @@ def select_tokens(
     return torch.where(torch.isnan(logits).any(-1), -1, ids)
 
 
+def tree_candidates(
+    logits: Tensor, positions: Tensor, seeds: Tensor, temperature: Tensor, count: int, noise_weight: float = 0.1
+) -> tuple[Tensor, Tensor]:
+    """The ``count`` best tokens per depth and their scores; id -1 where the score is -inf or the row holds NaN."""
+    z = logits.to(_compute_dtype(logits))
+    vocab, top = z.shape[-1], z.amax(-1, keepdim=True)
+    below = torch.where(z == -torch.inf, z, torch.where(z == top, 0.0, z - top))  # finite where z is +inf
+    score = below - below.logsumexp(-1, keepdim=True)
+
+    temperature = temperature.clamp(max=torch.finfo(torch.float32).max)[:, None, None]
+    noisy = below / temperature + gumbel_noise(seeds, positions, vocab)
+    noisy = noisy - noisy.logsumexp(-1, keepdim=True)
+    plain_share, noisy_share = (math.log(w) if w > 0 else -math.inf for w in (1 - noise_weight, noise_weight))
+    mixed = torch.logaddexp(score + plain_share, noisy + noisy_share)
+    score = torch.where((temperature > 0) & (noise_weight > 0), mixed, score).clamp(max=0.0)
+
+    score = torch.where(torch.isnan(logits).any(-1, keepdim=True) | torch.isnan(score), -torch.inf, score)
+    score = torch.nn.functional.pad(score, (0, max(count - vocab, 0)), value=-torch.inf)
+    score, ids = (x[..., :count].contiguous() for x in score.sort(dim=-1, descending=True, stable=True))
+    return torch.where(score == -torch.inf, -1, ids), score.to(torch.float32)
+
+
+def _first_of(scores: Tensor, *keys: Tensor) -> Tensor:
+    """The place of the highest of ``scores [batch, n]``, ties to the lowest of each of ``keys`` in turn."""
+    best = scores == scores.amax(-1, keepdim=True)
+    for key in keys:
+        best = best & (key == torch.where(best, key, torch.iinfo(torch.int64).max).amin(-1, keepdim=True))
+    return best.int().argmax(-1)
+
+
+def build_tree(anchor: Tensor, ids: Tensor, scores: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The tree of the best prefixes: each row is the best by the whole key of all children of the rows before it."""
+    batch, depths, count = ids.shape
+    live = ((ids >= 0) & (scores > -torch.inf)).long().cumprod(-1).bool()
+    none = torch.full_like(scores[:, :1], -torch.inf)
+    scores = torch.cat([torch.where(live, scores, -torch.inf), none], 1)  # nothing follows the last depth
+    ids = torch.cat([ids, torch.zeros_like(ids[:, :1])], 1)
+    per_row = [x.new_zeros(batch, rows) for x in (anchor, anchor, anchor, scores)]
+    tree_ids, parents, depth, tree_scores = per_row
+    bits = torch.zeros(batch, rows, -(-rows // 64) * 64, dtype=torch.bool, device=ids.device)
+    children = torch.full((batch, rows, count), -torch.inf, dtype=scores.dtype, device=ids.device)
+    child_ids = torch.zeros_like(children, dtype=torch.int64)
+
+    everyone = torch.arange(batch, device=ids.device)
+    parent_of = torch.arange(rows, device=ids.device)[:, None].expand(rows, count).reshape(-1)
+    for row in range(rows):
+        if row == 0:
+            tree_ids[:, 0], parents[:, 0] = anchor, -1
+        else:
+            # 1. The best child by score, depth, id and parent
+            flat, flat_ids = children.flatten(1), child_ids.flatten(1)
+            place = _first_of(flat, depth[:, parent_of], flat_ids, parent_of.expand(batch, -1))
+            exists, parent = flat[everyone, place] > -torch.inf, parent_of[place]
+            # 2. Its row
+            tree_ids[:, row] = torch.where(exists, flat_ids[everyone, place], -1)
+            parents[:, row] = torch.where(exists, parent, -1)
+            depth[:, row] = torch.where(exists, depth[everyone, parent] + 1, 0)
+            tree_scores[:, row] = flat[everyone, place]
+            bits[:, row] = bits[everyone, parent] & exists[:, None]
+            flat[everyone, place] = -torch.inf
+        bits[:, row, row] = True
+        # 3. Its children
+        level = torch.where(tree_scores[:, row] > -torch.inf, depth[:, row], depths)
+        children[:, row] = tree_scores[:, row, None] + scores[everyone, level]
+        child_ids[:, row] = ids[everyone, level]
+
+    powers = torch.ones(64, dtype=torch.int64, device=ids.device) << torch.arange(64, device=ids.device)
+    ancestors = torch.where(bits.unflatten(-1, (-1, 64)), powers, 0).sum(-1)
+    return tree_ids, parents, depth, ancestors, tree_scores
+
+
 def accept_prefix_(
     block_ids: Tensor,
     posterior: Tensor,
@@ -386,6 +469,55 @@ def accept_prefix_(
     length.add_(count)
     num_context.copy_(count)
     done.copy_(torch.where(running, state, done))
+
+
+def accept_path_(
+    ids: Tensor,
+    parents: Tensor,
+    choices: Tensor,
+    stop_token_ids: Tensor,
+    limits: Tensor,
+    tokens: Tensor,
+    length: Tensor,
+    num_context: Tensor,
+    done: Tensor,
+    path: Tensor,
+) -> None:
+    """Walk from row 0 to the child that each choice names; then `accept_prefix_` on the chain of these rows."""
+    rows, node = ids.shape[1], torch.arange(ids.shape[1], device=ids.device)
+    is_child = (parents >= 0) & (parents < node) & (ids >= 0)
+    is_chosen = is_child & (ids == choices.gather(1, torch.where(is_child, parents, 0)))
+    follows = is_chosen[:, None] & (parents[:, None] == node[:, None])  # [batch, parent, child]
+    child = torch.where(follows, node, rows).amin(-1)  # the first, or `rows`
+    visited = [torch.zeros_like(length)[:, None]]
+    for _ in range(path.shape[1] - 1):
+        last = visited[-1]
+        visited.append(torch.where(last < rows, child.gather(1, last.clamp(max=rows - 1)), rows))
+    walked = torch.cat(visited, 1)
+    is_row, safe = walked < rows, walked.clamp(max=rows - 1)
+    block_ids, posterior = (torch.where(is_row, x.gather(1, safe), -1) for x in (ids, choices))
+    accept_prefix_(block_ids, posterior, stop_token_ids, limits, tokens, length, num_context, done)
+    depth = torch.arange(path.shape[1], device=path.device)
+    path.copy_(torch.where(depth < num_context[:, None], walked, depth))
+
+
+def compact_kv_(path: Tensor, counts: Tensor, first: Tensor, k_caches: list[Tensor], v_caches: list[Tensor]) -> None:
+    """Move slot ``first + path[j]`` to slot ``first + j`` in every cache: all are read, then all written."""
+    j = torch.arange(path.shape[1], device=path.device)
+    for cache in (*k_caches, *v_caches):
+        capacity = cache.shape[2]
+        bound = capacity + path.shape[1]  # clamped to it, a slot outside stays outside
+        base = first.clamp(-bound, bound)[:, None]
+        source, slot = base + path.clamp(-2 * bound, 2 * bound), base + j
+        moves = (j >= 1) & (j < counts[:, None]) & (path > j) & (slot >= 0) & (source < capacity)
+        index = source.clamp(0, capacity - 1)[:, None, :, None].expand(-1, cache.shape[1], -1, cache.shape[3])
+        _append(cache.gather(2, index), torch.where(moves, slot, -1), cache)
+
+
+def gather_rows_(x: Tensor, path: Tensor, out: Tensor) -> None:
+    """``out[b, j] = x[b, path[b, j]]``, the index clamped."""
+    index = path.clamp(0, x.shape[1] - 1)[:, :, None].expand(-1, -1, x.shape[2])
+    out[:, : path.shape[1]].copy_(x.gather(1, index))
 
 
 _AMX_INNER = 32
@@ -526,18 +658,20 @@ def decoder_layers(
     saved_a: list[Tensor] | tuple = (),
     pending: Tensor | None = None,
     keep: Tensor | None = None,
+    ancestors: Tensor | None = None,
     zero_centered: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Pre-norm decoder layers (``DecoderLayer`` and ``DeltaNetLayer`` of weights.py) and the final norm."""
     batch, rows, _ = hidden.shape
     capacity, head_dim = k_caches[0].shape[2:]
     lengths = lengths.clamp(-rows, 2 * capacity + rows)
-    positions = lengths[:, None] + torch.arange(rows, device=hidden.device)
+    slots = lengths[:, None] + torch.arange(rows, device=hidden.device)
+    positions = slots if ancestors is None else lengths[:, None] + _depth(_tree_bits(ancestors, rows))
     if context is not None:
         context = live_rows(context, num_context)
         index = torch.arange(context.shape[1], device=hidden.device)
         before = torch.where(index < num_context[:, None], (lengths - num_context)[:, None] + index, -1)
-        positions = torch.cat([before, positions], 1)
+        slots, positions = (torch.cat([before, of_block], 1) for of_block in (slots, positions))
     at = positions.clamp(0, cos.shape[0] - 1)
     residual, tapped = hidden, {}
     attention = zip(k_caches, v_caches, strict=True)
@@ -554,9 +688,9 @@ def decoder_layers(
             queries = hidden.new_empty(batch, rows, layer.o.shape[1] // head_dim, head_dim)
             norms = (layer.q_norm, layer.k_norm, eps)
             written = (queries, k_cache, v_cache)
-            qkv_norm_rope_append_(qkv, positions, cos[at], sin[at], *norms, *written, zero_centered, layer.gated)
+            qkv_norm_rope_append_(qkv, slots, cos[at], sin[at], *norms, *written, zero_centered, layer.gated)
             out = block_attention(
-                queries, k_cache, v_cache, lengths, scale, layer.causal, layer.window, 0.0, layer.sinks, None
+                queries, k_cache, v_cache, lengths, scale, layer.causal, layer.window, 0.0, layer.sinks, ancestors
             )
             if layer.gated:
                 gates = qkv[:, -rows:, : layer.q.shape[0]].unflatten(-1, (-1, 2, head_dim))[..., 1, :]

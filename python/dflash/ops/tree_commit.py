@@ -1,0 +1,192 @@
+"""Keeping the accepted path of a tree: its tokens, its keys and values, its features."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import _C
+from .checks import expect, expect_cache, expect_contiguous
+from .registry import Launcher, op
+
+
+@op(mutates=("tokens", "length", "num_context", "done", "path"))
+def accept_path_(
+    launch: Launcher,
+    ids: Tensor,
+    parents: Tensor,
+    choices: Tensor,
+    stop_token_ids: Tensor,
+    limits: Tensor,
+    tokens: Tensor,
+    length: Tensor,
+    num_context: Tensor,
+    done: Tensor,
+    path: Tensor,
+) -> None:
+    """Emit the path of a tree that the target's choices follow, and advance every running row.
+
+    The walk starts at row 0. It emits the choice of the row where it stands and goes on to that row's child of this id;
+    without one it ends, and so it does after ``path_rows`` tokens. As in `accept_prefix_`, nothing is emitted past the
+    first stop token or past the room that ``limits`` and the capacity of ``tokens`` leave. A chain is a tree with
+    ``parents[b, j] = j - 1``; here it gives what `accept_prefix_` gives.
+
+    Args:
+        ids: ``[batch, rows]`` int64: the anchor, then the nodes; a negative one is never a child.
+        parents: ``[batch, rows]`` int64: the row of each node's parent, which comes before it. A row with any other
+            value is nobody's child, as row 0 is. Of several siblings with one id the first counts.
+        choices: ``[batch, rows]`` int64: the target's choice for the position after each row; -1: its logits held NaN.
+            Such a choice is never emitted; the walk is done where it would have been.
+        stop_token_ids: ``[n]`` int64, n may be 0.
+        limits: ``[batch]`` int64, as in `accept_prefix_`.
+        tokens: ``[batch, capacity]`` int64, written, contiguous.
+        length: ``[batch]`` int64, advanced in place, contiguous.
+        num_context: ``[batch]`` int64, written, contiguous: how many tokens were emitted.
+        done: ``[batch]`` int64, written, contiguous, as in `accept_prefix_`.
+        path: ``[batch, path_rows]`` int64, written, contiguous, with 1 to ``rows`` columns: the rows whose choices were
+            emitted, in ascending order; from ``num_context`` on ``path[b, j] = j``.
+
+    Raises:
+        ValueError: a shape or device does not fit, or a written tensor is not contiguous. TypeError: not int64.
+        RuntimeError: the CUDA kernel could not be launched.
+    """
+    inputs, state = (ids, parents, choices, stop_token_ids, limits), (tokens, length, num_context, done, path)
+    _check_path(*inputs, *state)
+    launch(
+        "accept_path", *[x.contiguous() for x in inputs], *state, *ids.shape, path.shape[1], stop_token_ids.shape[0],
+        tokens.shape[1],
+    )  # fmt: skip
+
+
+def _check_path(
+    ids: Tensor, parents: Tensor, choices: Tensor, stop_token_ids: Tensor, limits: Tensor, tokens: Tensor,
+    length: Tensor, num_context: Tensor, done: Tensor, path: Tensor,
+) -> None:  # fmt: skip
+    op, integer = "accept_path_", torch.int64
+    if ids.dim() != 2 or ids.shape[1] == 0:
+        raise ValueError(f"{op}: ids must be [batch, rows] with rows >= 1, got {list(ids.shape)}")
+    batch, rows = ids.shape
+    if path.dim() != 2 or not 1 <= path.shape[1] <= rows:
+        raise ValueError(f"{op}: path must be [batch, 1 to {rows} of the rows of ids], got {list(path.shape)}")
+    per_row, columns = (batch,), path.shape[1]
+    if tokens.dim() == 2 and stop_token_ids.dim() == 1 and _C.fits(
+        False, (ids, parents, choices), (batch, rows), integer, limits, per_row, integer, stop_token_ids,
+        stop_token_ids.shape, integer,
+    ) and _C.fits(
+        True, tokens, (batch, tokens.shape[1]), integer, (length, num_context, done), per_row, integer, path,
+        (batch, columns), integer,
+    ):  # fmt: skip
+        return
+    for name, tensor, shape, names in (
+        ("ids", ids, (batch, rows), "batch, rows"),
+        ("parents", parents, (batch, rows), "batch, rows"),
+        ("choices", choices, (batch, rows), "batch, rows"),
+        ("stop_token_ids", stop_token_ids, (None,), "n"),
+        ("limits", limits, (batch,), "batch"),
+        ("tokens", tokens, (batch, None), "batch, capacity"),
+        ("length", length, (batch,), "batch"),
+        ("num_context", num_context, (batch,), "batch"),
+        ("done", done, (batch,), "batch"),
+        ("path", path, (batch, columns), "batch, path_rows"),
+    ):
+        expect(op, name, tensor, shape, integer, names)
+    written = {"tokens": tokens, "length": length, "num_context": num_context, "done": done, "path": path}
+    for name, tensor in written.items():
+        expect_contiguous(op, name, tensor)
+
+
+@op(mutates=("k_caches", "v_caches"))
+def compact_kv_(
+    launch: Launcher, path: Tensor, counts: Tensor, first: Tensor, k_caches: list[Tensor], v_caches: list[Tensor]
+) -> None:
+    """Move the keys and values of an accepted path together: slot ``first + path[j]`` to slot ``first + j``.
+
+    This happens for ``1 <= j < counts``, as if all slots were read before the first is written. A path ascends, so
+    ``path[j] >= j``; nothing moves where ``path[j] <= j``, and nothing from or to slots outside the cache. One launch
+    serves all layers.
+
+    Args:
+        path: ``[batch, path_rows]`` int64, as `accept_path_` writes it.
+        counts: ``[batch]`` int64: how many rows of the path were accepted, ``num_context`` of `accept_path_`.
+        first: ``[batch]`` int64: the slot of row 0.
+        k_caches: per layer ``[batch, num_kv_heads, capacity, head_dim]``, any dtype, contiguous; written. Heads and
+            dimensions may differ between layers.
+        v_caches: per layer ``[batch, num_kv_heads, capacity, v_head_dim]``, the dtype of the keys, contiguous; written.
+
+    Raises:
+        ValueError: a shape does not fit, or a cache is not contiguous. TypeError: a dtype does not fit.
+    """
+    capacity = _check_compaction(path, counts, first, k_caches, v_caches)
+    caches = [*k_caches, *v_caches]
+    if not caches:
+        return
+    heads, row_bytes = [x.shape[1] for x in caches], [x.shape[3] * x.element_size() for x in caches]
+    launch(
+        "compact_kv", path.contiguous(), counts.contiguous(), first.contiguous(), caches, heads, row_bytes,
+        len(caches), *path.shape, capacity,
+    )  # fmt: skip
+
+
+def _check_compaction(
+    path: Tensor, counts: Tensor, first: Tensor, k_caches: list[Tensor], v_caches: list[Tensor]
+) -> int:
+    """Return the capacity of all caches."""
+    op = "compact_kv_"
+    expect(op, "path", path, (None, None), torch.int64, "batch, path_rows")
+    batch = path.shape[0]
+    for name, tensor in (("counts", counts), ("first", first)):
+        expect(op, name, tensor, (batch,), torch.int64, "batch")
+    if len(k_caches) != len(v_caches):
+        raise ValueError(
+            f"{op}: every layer must have both caches, got {len(k_caches)} k_caches, {len(v_caches)} v_caches"
+        )
+    if not k_caches:
+        return 0
+    shape, dtype = k_caches[0].shape, k_caches[0].dtype
+    if len(shape) == 4 and shape[0] == batch and shape[2] > 0 and _C.fits(
+        True, k_caches, shape, dtype, v_caches, shape, dtype
+    ):  # fmt: skip
+        return shape[2]
+    for layer, (k_cache, v_cache) in enumerate(zip(k_caches, v_caches, strict=True)):
+        names = (f"k_caches[{layer}]", f"v_caches[{layer}]")
+        expect_cache(op, names, k_cache, v_cache, batch, None, (None, None), k_cache.dtype)
+        if k_cache.shape[2] != shape[2]:
+            raise ValueError(
+                f"{op}: {names[0]} must have the capacity of the first, {shape[2]}, got {k_cache.shape[2]}"
+            )
+    return shape[2]
+
+
+@op(mutates=("out",))
+def gather_rows_(launch: Launcher, x: Tensor, path: Tensor, out: Tensor) -> None:
+    """Write ``out[b, j] = x[b, path[b, j]]``; an index outside the rows of ``x`` counts as the nearest.
+
+    Args:
+        x: ``[batch, rows, width]``, any dtype, rows >= 1.
+        path: ``[batch, path_rows]`` int64.
+        out: ``[batch, at least path_rows, width]``, the dtype of ``x``, contiguous; its first ``path_rows`` rows are
+            written, the others stay.
+
+    Raises:
+        ValueError: a shape does not fit, or ``out`` is not contiguous. TypeError: a dtype does not fit.
+    """
+    _check_gather(x, path, out)
+    batch, rows, width = x.shape
+    row_bytes = width * x.element_size()
+    launch("gather_rows", x.contiguous(), path.contiguous(), out, batch, rows, path.shape[1], out.shape[1], row_bytes)
+
+
+def _check_gather(x: Tensor, path: Tensor, out: Tensor) -> None:
+    op = "gather_rows_"
+    if x.dim() != 3 or x.shape[1] == 0:
+        raise ValueError(f"{op}: x must be [batch, rows, width] with rows >= 1, got {list(x.shape)}")
+    batch, _, width = x.shape
+    if path.dim() == 2 and out.dim() == 3 and out.shape[1] >= path.shape[1] and _C.fits(
+        False, path, (batch, path.shape[1]), torch.int64
+    ) and _C.fits(True, out, (batch, out.shape[1], width), x.dtype):  # fmt: skip
+        return
+    expect(op, "path", path, (batch, None), torch.int64, "batch, path_rows")
+    expect(op, "out", out, (batch, None, width), x.dtype, "batch, path_rows, width")
+    if out.shape[1] < path.shape[1]:
+        raise ValueError(f"{op}: out must have at least the {path.shape[1]} rows of path, got {out.shape[1]}")
+    expect_contiguous(op, "out", out)

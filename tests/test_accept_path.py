@@ -1,0 +1,240 @@
+import pytest
+import torch
+from test_accept_prefix import INVALID, LIMIT, RUNNING, STALE, STOP, draw_case, slow_accept, state
+from torch._subclasses.fake_tensor import FakeTensorMode
+from trees import SlowTree, chain, choices_along, from_parents, random_tree
+
+from dflash import ops
+from dflash.ops import reference
+
+pytestmark = pytest.mark.op
+
+NAMES = [
+    "ids", "parents", "choices", "stop_token_ids", "limits", "tokens", "length", "num_context", "done", "path",
+]  # fmt: skip
+
+
+def slow_walk(ids, parents, choices, path_rows):
+    """Return the rows that the choices of one tree lead to."""
+    rows = [0]
+    while len(rows) < path_rows:
+        at, choice = rows[-1], choices[rows[-1]]
+        child = [row for row in range(at + 1, len(ids)) if parents[row] == at and ids[row] == choice >= 0]
+        if not child:
+            break
+        rows.append(child[0])
+    return rows
+
+
+def expected(case):
+    """Return tokens, length, num_context, done and path after the op: the definition, row by row."""
+    ids, parents, choices, stops, limits, tokens, length, num_context, done, path = (x.tolist() for x in case)
+    results = []
+    for b in range(len(ids)):
+        walked = slow_walk(ids[b], parents[b], choices[b], len(path[b]))
+        chained = [[of[b][row] for row in walked] for of in (ids, choices)]
+        row = slow_accept(*chained, stops, limits[b], tokens[b], length[b], num_context[b], done[b])
+        results.append([*row, [*walked[: row[2]], *range(row[2], len(path[b]))]])
+    return [torch.tensor(column) for column in zip(*results, strict=True)]
+
+
+def arguments(tree: SlowTree, choices, path_rows, *args, **options):
+    """The op's ten arguments, with the state of `state`."""
+    ids, choices, *rest = state(*tree.ids.shape, tree.ids, choices, *args, **options)
+    return ids, tree.parents, choices, *rest, torch.full((len(ids), path_rows), STALE)
+
+
+def draw(seed, batch, rows, path_rows):
+    """Trees whose choices follow random paths; tight limits, stop tokens, rows done, invalid choices."""
+    g = torch.Generator().manual_seed(seed)
+    tree = random_tree(
+        g, batch, rows, max(1, path_rows + seed % 3 - 1), missing=seed % 4 * 2, wide=0.2 + seed % 2 * 0.3
+    )
+    choices, paths = choices_along(g, tree)
+    for b in range(batch):
+        if torch.rand((), generator=g) < 0.2:
+            choices[b, paths[b][int(torch.randint(0, len(paths[b]), (), generator=g))]] = -1
+    stops = torch.randint(0, 40, (seed % 3,), generator=g).tolist() + [-1] * (seed % 2)
+    capacity = rows + 20
+    length = torch.randint(0, capacity, (batch,), generator=g)
+    limits = length + torch.randint(0, path_rows + 6, (batch,), generator=g)
+    done = torch.randint(0, 4, (batch,), generator=g) * (torch.rand(batch, generator=g) < 0.2)
+    return arguments(tree, choices, path_rows, stops, limits, capacity, length, done)
+
+
+def check(accept, case):
+    wanted, before = expected(case), [x.clone() for x in case[:5]]
+    case = [x.clone() for x in case]
+    assert accept(*case) is None
+    for name, have, want in zip(NAMES[5:], case[5:], wanted, strict=True):
+        assert torch.equal(have, want), name
+    for have, want in zip(case[:5], before, strict=True):
+        assert torch.equal(have, want)
+
+
+SIZES = [(1, 1), (2, 1), (2, 2), (16, 16), (33, 8), (64, 16), (65, 5), (128, 16), (128, 128)]  # rows, path_rows
+
+
+@pytest.mark.parametrize(("rows", "path_rows"), SIZES)
+def test_random_trees_against_the_definition(rows, path_rows, implementation):
+    for seed in range(6):
+        check(implementation.accept_path_, draw(seed, 9, rows, path_rows))
+
+
+def test_random_cases_reach_every_state_and_leave_the_spine():
+    results = [expected(draw(seed, 9, 64, 16)) for seed in range(12)]
+    counts, done, paths = (torch.cat([result[i] for result in results]) for i in (2, 3, 4))
+    assert {(state, count > 0) for state, count in zip(done.tolist(), counts.tolist(), strict=True)} == {
+        (RUNNING, True), (STOP, True), (LIMIT, True), (INVALID, True), (LIMIT, False), (INVALID, False), (STOP, False),
+    }  # fmt: skip
+    assert counts.max() > 6
+    assert (paths > torch.arange(16)).any(1).sum() > 20
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 16, 33, 113])
+def test_a_chain_is_accepted_as_accept_prefix_does(rows, implementation):
+    for seed in range(8):
+        block_ids, posterior, stops, limits, *state = draw_case(seed, 17, rows)
+        theirs = [x.clone() for x in state]
+        ops.accept_prefix_(block_ids, posterior, stops, limits, *theirs)
+        path = torch.full((17, rows), STALE)
+        implementation.accept_path_(block_ids, chain(block_ids).parents, posterior, stops, limits, *state, path)
+        for have, want in zip(state, theirs, strict=True):
+            assert torch.equal(have, want)
+        assert path.tolist() == [[*range(rows)]] * 17
+
+
+#        9
+#    1       2        rows 1 and 2
+#  3   4   3   5      rows 3, 5, 4, 6
+#  6                  row 7
+IDS, PARENTS = [9, 1, 2, 3, 3, 4, 5, 6], [-1, 0, 0, 1, 2, 1, 2, 3]
+
+
+def run(accept, choices, path_rows=8, ids=IDS, parents=PARENTS, **options):
+    case = arguments(from_parents([ids], [parents]), choices, path_rows, **options)
+    accept(*case)
+    tokens, length, num_context, done, path = (x[0] for x in case[5:])
+    assert length.item() == 3 + num_context.item()
+    return tokens[tokens != STALE].tolist()[1:], path.tolist()[: num_context.item()], done.item()
+
+
+def test_cases_by_hand(implementation):
+    accept = implementation.accept_path_
+    # the spine, a sibling, a sibling's child, a miss at once, a leaf
+    assert run(accept, [1, 3, 0, 6, 0, 0, 0, 8]) == ([1, 3, 6, 8], [0, 1, 3, 7], RUNNING)
+    assert run(accept, [2, 0, 5, 0, 0, 0, 7, 0]) == ([2, 5, 7], [0, 2, 6], RUNNING)
+    assert run(accept, [2, 0, 3, 6, 6, 0, 0, 0]) == ([2, 3, 6], [0, 2, 4], RUNNING)
+    assert run(accept, [8, 3, 3, 6, 6, 0, 0, 0]) == ([8], [0], RUNNING)
+    # at most path_rows rows are visited
+    assert run(accept, [1, 3, 0, 6, 0, 0, 0, 8], path_rows=2) == ([1, 3], [0, 1], RUNNING)
+    # a stop token on the path, at its end, and on a sibling branch
+    assert run(accept, [1, 3, 0, 6, 0, 0, 0, 8], stops=[3]) == ([1, 3], [0, 1], STOP)
+    assert run(accept, [1, 3, 0, 6, 0, 0, 0, 8], stops=[8]) == ([1, 3, 6, 8], [0, 1, 3, 7], STOP)
+    assert run(accept, [2, 3, 5, 6, 0, 0, 7, 8], stops=[1, 3, 4, 6, 8]) == ([2, 5, 7], [0, 2, 6], RUNNING)
+    # a limit in mid-path, one that is reached by the last token, one with no room
+    assert run(accept, [2, 0, 5, 0, 0, 0, 7, 0], limits=6) == ([2, 5], [0, 2], LIMIT)
+    assert run(accept, [2, 0, 5, 0, 0, 0, 7, 0], limits=7) == ([2, 5, 7], [0, 2, 6], LIMIT)
+    assert run(accept, [2, 0, 5, 0, 0, 0, 7, 0], limits=4) == ([], [], LIMIT)
+    assert run(accept, [2, 0, 5, 0, 0, 0, 7, 0], capacity=6) == ([2, 5], [0, 2], LIMIT)
+    # NaN at the root, on the path, beside it, behind a stop token, behind a limit
+    assert run(accept, [-1, 3, 5, 6, 0, 0, 7, 0]) == ([], [], INVALID)
+    assert run(accept, [2, 0, -1, 0, 0, 0, 7, 0]) == ([2], [0], INVALID)
+    assert run(accept, [2, -1, 5, -1, -1, -1, 7, -1]) == ([2, 5, 7], [0, 2, 6], RUNNING)
+    assert run(accept, [2, 0, 5, 0, 0, 0, -1, 0], stops=[5]) == ([2, 5], [0, 2], STOP)
+    assert run(accept, [2, 0, 5, 0, 0, 0, -1, 0], limits=6) == ([2, 5], [0, 2], LIMIT)
+
+
+def test_missing_rows_are_never_accepted(implementation):
+    accept = implementation.accept_path_
+    missing = {"ids": [9, 1, -1, -1], "parents": [-1, 0, -1, -1], "path_rows": 4}
+    assert run(accept, [1, -1, -1, -1], **missing) == ([1], [0], INVALID)
+    assert run(accept, [1, 7, 7, 7], **missing) == ([1, 7], [0, 1], RUNNING)
+    # not even below a parent, nor as stop token
+    missing["parents"] = [-1, 0, 1, 2]
+    assert run(accept, [1, -1, -1, -1], stops=[-1], **missing) == ([1], [0], INVALID)
+
+
+def test_parents_that_are_no_earlier_row_have_no_children(implementation):
+    accept = implementation.accept_path_
+    for parent in (-(2**63), -1, 2, 3, 100, 2**31, 2**32, 2**63 - 1):
+        case = list(arguments(from_parents([[9, 1, 2]], [[-1, 0, 1]]), [[1, 2, 7]], 3))
+        case[1] = torch.tensor([[parent, 0, parent]])
+        accept(*case)
+        assert case[-1].tolist() == [[0, 1, 2]]
+        assert case[7].tolist() == [2]
+
+
+def test_of_siblings_with_one_id_the_first_counts(implementation):
+    twins = {"ids": [9, 1, 1, 4, 5], "parents": [-1, 0, 0, 1, 2], "path_rows": 5}
+    assert run(implementation.accept_path_, [1, 4, 5, 6, 7], **twins) == ([1, 4, 6], [0, 1, 3], RUNNING)
+
+
+@pytest.mark.parametrize("done", [STOP, LIMIT, INVALID])
+def test_a_row_that_is_done_stays_and_has_no_path(done, implementation):
+    ids, parents = torch.tensor([[9, 1, 2], [-5, 2**62, -(2**63)]]), torch.tensor([[-1, 0, 0], [2**62, -9, 1]])
+    tree = SlowTree(ids, parents, None, None)
+    case = arguments(tree, [[2, 3, 4], [2**62, -1, 7]], 3, [3], done=done)
+    tokens = case[5].clone()
+    implementation.accept_path_(*case)
+    assert torch.equal(case[5], tokens)
+    assert [x.tolist() for x in case[6:]] == [[3, 3], [0, 0], [done, done], [[0, 1, 2]] * 2]
+
+
+@pytest.mark.parametrize("limit", [-(2**63), -1, 0, 50, 2**63 - 1])
+def test_a_length_without_room_emits_nothing(limit, implementation):
+    for length in (-(2**63), -51, -1, 49, 50, 1000, 2**31, 2**62, 2**63 - 1):
+        case = list(arguments(from_parents([IDS] * 2, [PARENTS] * 2), [[2, 0, 5, 0, 0, 0, 7, 0]] * 2, 3, [5]))
+        around = torch.full((6, 50), STALE)
+        case[4:7] = [torch.tensor([limit, 20]), around[2:4], torch.tensor([length, 3])]
+        implementation.accept_path_(*case)
+        assert [x.tolist() for x in case[6:]] == [[length, 5], [0, 2], [LIMIT, STOP], [[0, 1, 2], [0, 2, 2]]]
+        assert (around != STALE).nonzero().tolist() == [[3, 4], [3, 5]]
+
+
+def test_strided_inputs(kernels):
+    case = draw(3, 6, 16, 7)
+    wanted = expected(case)
+    ids, parents, choices, *rest = case
+    kernels.accept_path_(ids.t().contiguous().t(), parents.repeat(1, 2)[:, :16], choices.repeat(1, 3)[:, 16:32], *rest)
+    for have, want in zip(rest[2:], wanted, strict=True):
+        assert torch.equal(have, want)
+
+
+def test_opcheck():
+    torch.library.opcheck(torch.ops.dflash.accept_path_.default, draw(4, 5, 16, 7))
+
+
+def test_runs_without_data():
+    case = draw(4, 5, 16, 7)
+    with FakeTensorMode() as mode:
+        for accept in (ops.accept_path_, reference.accept_path_):
+            accept(*(mode.from_tensor(x) for x in case))
+
+
+def test_bad_input_is_named():
+    case = draw(4, 5, 16, 7)
+
+    def call(name, value):
+        ops.accept_path_(*(value(x) if name == other else x for other, x in zip(NAMES, case, strict=True)))
+
+    with pytest.raises(ValueError, match=r"accept_path_: ids must be \[batch, rows\] with rows >= 1, got \[5, 0\]"):
+        call("ids", lambda x: x[:, :0])
+    for name in ("parents", "choices"):
+        with pytest.raises(ValueError, match=rf"{name} must be \[batch, rows\] = \[5, 16\], got \[5, 15\]"):
+            call(name, lambda x: x[:, :15])
+    for columns in (0, 17):
+        message = rf"path must be \[batch, 1 to 16 of the rows of ids\], got \[5, {columns}\]"
+        with pytest.raises(ValueError, match=message):
+            call("path", lambda x, columns=columns: x.new_zeros(5, columns))
+    with pytest.raises(ValueError, match=r"path must be \[batch, path_rows\] = \[5, 7\], got \[4, 7\]"):
+        call("path", lambda x: x[:4])
+    for name in ("tokens", "path"):
+        with pytest.raises(ValueError, match=rf"{name} is written in place and must be contiguous, got strides"):
+            call(name, lambda x: x.t().contiguous().t())
+    for name in ("limits", "length", "num_context", "done"):
+        with pytest.raises(ValueError, match=rf"{name} must be \[batch\] = \[5\], got \[4\]"):
+            call(name, lambda x: x[:4])
+    for name in NAMES:
+        with pytest.raises(TypeError, match=rf"{name} must be torch.int64, got torch.int32"):
+            call(name, torch.Tensor.int)

@@ -1,0 +1,100 @@
+import pytest
+import torch
+from op_checks import DTYPES
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from dflash import ops
+from dflash.ops import reference
+
+pytestmark = pytest.mark.op
+
+NAN = float("nan")
+
+
+def draw(batch, rows, path_rows, width, dtype, out_rows=None):
+    g = torch.Generator().manual_seed(rows)
+    x = torch.randn(batch, rows, width, generator=g).to(dtype)
+    path = torch.randint(0, rows, (batch, path_rows), generator=g)
+    return x, path, torch.full((batch, out_rows or path_rows, width), NAN, dtype=dtype)
+
+
+@pytest.mark.parametrize("width", [1, 7, 8, 24, 100, 4104])
+def test_rows_are_the_ones_the_path_names(width, dtype, implementation):
+    for batch, rows, path_rows in ((1, 1, 1), (3, 33, 16), (2, 128, 8), (2, 4, 9)):
+        x, path, out = draw(batch, rows, path_rows, width, dtype)
+        assert implementation.gather_rows_(x, path, out) is None
+        for b in range(batch):
+            assert torch.equal(out[b], x[b][path[b]])
+
+
+def test_rows_past_the_path_stay(implementation):
+    x, path, out = draw(3, 20, 5, 24, torch.float32, out_rows=16)
+    implementation.gather_rows_(x, path, out)
+    assert torch.equal(out[:, :5], torch.stack([x[b][path[b]] for b in range(3)]))
+    assert out[:, 5:].isnan().all()
+
+
+def test_nan_stays_in_its_row(implementation):
+    x, path, out = draw(2, 6, 4, 24, torch.float32)
+    x[0, 3], path[0], path[1] = NAN, torch.tensor([0, 3, 3, 5]), 3
+    implementation.gather_rows_(x, path, out)
+    assert out.isnan().all(-1).tolist() == [[False, True, True, False], [False] * 4]
+
+
+def test_an_index_outside_the_rows_is_the_nearest(implementation):
+    x, _, out = draw(1, 6, 7, 24, torch.float32)
+    path = torch.tensor([[-(2**63), -1, 0, 5, 6, 2**32, 2**63 - 1]])
+    implementation.gather_rows_(x, path, out)
+    assert torch.equal(out[0], x[0, [0, 0, 0, 5, 5, 5, 5]])
+
+
+def test_inputs_may_be_strided_or_off_by_an_element(kernels):
+    x, path, out = draw(2, 6, 4, 24, torch.float32)
+    wanted = torch.stack([x[b][path[b]] for b in range(2)])
+    whole, target = torch.zeros(2 * 6 * 24 + 1), torch.zeros(2 * 4 * 24 + 1)
+    shifted, moved = whole[1:].view(2, 6, 24), target[1:].view(2, 4, 24)
+    shifted.copy_(x)
+    for given, to in ((x.transpose(0, 2).contiguous().transpose(0, 2), out), (shifted, out), (x, moved)):
+        kernels.gather_rows_(given, path.t().contiguous().t(), to.zero_())
+        assert torch.equal(to, wanted)
+
+
+def test_nothing_to_copy(implementation):
+    for batch, path_rows, width in ((0, 4, 8), (2, 0, 8), (2, 4, 0)):
+        x, path, out = draw(batch, 3, path_rows, width, torch.float32, out_rows=4)
+        implementation.gather_rows_(x, path, out)
+        assert out.isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_opcheck(dtype):
+    x, path, out = draw(2, 6, 4, 24, dtype)
+    torch.library.opcheck(torch.ops.dflash.gather_rows_.default, (x, path, out.zero_()))
+
+
+def test_runs_without_data():
+    with FakeTensorMode() as mode:
+        for gather in (ops.gather_rows_, reference.gather_rows_):
+            gather(*(mode.from_tensor(x) for x in draw(2, 6, 4, 24, torch.float32)))
+
+
+def test_bad_input_is_named():
+    x, path, out = draw(2, 6, 4, 24, torch.float32)
+    with pytest.raises(
+        ValueError, match=r"gather_rows_: x must be \[batch, rows, width\] with rows >= 1, got \[2, 0, 24\]"
+    ):
+        ops.gather_rows_(x[:, :0], path, out)
+    with pytest.raises(ValueError, match=r"path must be \[batch, path_rows\] = \[2, \*\], got \[1, 4\]"):
+        ops.gather_rows_(x, path[:1], out)
+    with pytest.raises(TypeError, match=r"path must be torch.int64, got torch.int32"):
+        ops.gather_rows_(x, path.int(), out)
+    with pytest.raises(TypeError, match=r"out must be torch.float32, got torch.bfloat16"):
+        ops.gather_rows_(x, path, out.bfloat16())
+    with pytest.raises(ValueError, match=r"out must be .* = \[2, \*, 24\], got \[2, 4, 25\]"):
+        ops.gather_rows_(x, path, torch.zeros(2, 4, 25))
+    with pytest.raises(ValueError, match=r"out must have at least the 4 rows of path, got 3"):
+        ops.gather_rows_(x, path, out[:, :3].clone())
+    with pytest.raises(ValueError, match=r"out is written in place and must be contiguous"):
+        ops.gather_rows_(x, path, torch.zeros(2, 5, 24)[:, :4])
+    with pytest.raises(ValueError, match=r"out is written in place and must not share memory with x"):
+        ops.gather_rows_(x, path, x)

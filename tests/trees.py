@@ -1,0 +1,154 @@
+"""Draft trees for tests, by slow and obvious code: a heap that builds them, random ones, and what follows from parents.
+
+A tree has ``rows`` rows per sequence, the root included. A parent comes before its children. Rows that are missing
+stand at the end: id -1, parent -1, depth 0, and nobody's ancestor but their own.
+"""
+
+import heapq
+import itertools
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class SlowTree(NamedTuple):
+    """A tree per sequence, in the tensors of the package's `Tree` and the ids of its `Block`.
+
+    Attributes:
+        ids: ``[batch, rows]`` int64.
+        parents: ``[batch, rows]`` int64, -1 for the root and for missing rows.
+        depth: ``[batch, rows]`` int64.
+        ancestors: ``[batch, rows, ceil(rows / 64)]`` int64, bit j % 64 of word j // 64 for row j.
+    """
+
+    ids: Tensor
+    parents: Tensor
+    depth: Tensor
+    ancestors: Tensor
+
+
+def path_to(parents: list[int], row: int) -> list[int]:
+    """Return the rows from the root to ``row``."""
+    rows = [row]
+    while parents[rows[0]] >= 0:
+        rows.insert(0, parents[rows[0]])
+    return rows
+
+
+def from_parents(ids: list[list[int]], parents: list[list[int]]) -> SlowTree:
+    """Return the trees with these parents."""
+    words = -(-len(ids[0]) // 64)
+    paths = [[path_to(each, row) for row in range(len(each))] for each in parents]
+    bits = [[sum(1 << row for row in path) for path in each] for each in paths]
+    # An int64 holds bit 63 as its sign.
+    ancestors = [
+        [[(mask >> 64 * word & (1 << 64) - 1 ^ 1 << 63) - (1 << 63) for word in range(words)] for mask in each]
+        for each in bits
+    ]
+    depth = [[len(path) - 1 for path in each] for each in paths]
+    return SlowTree(*(torch.tensor(x, dtype=torch.int64) for x in (ids, parents, depth, ancestors)))
+
+
+def chain(ids: Tensor) -> SlowTree:
+    """Return ``ids [batch, rows]`` as trees without branches."""
+    batch, rows = ids.shape
+    return from_parents(ids.tolist(), [[*range(-1, rows - 1)]] * batch)
+
+
+def heap_tree(anchor: Tensor, ids: Tensor, scores: Tensor, rows: int) -> tuple[SlowTree, Tensor]:
+    """Build the best trees by a heap: the next row is the best of all children that the tree could have.
+
+    The order is by score, a float32 sum from the root on, then by depth, token id and parent's row.
+
+    Args:
+        anchor: ``[batch]`` int64.
+        ids: ``[batch, depths, count]`` int64, candidates at each depth; negative: none.
+        scores: ``[batch, depths, count]`` float32, -inf where there is none.
+        rows: of each tree.
+
+    Returns:
+        The trees and the scores of their rows, ``[batch, rows]`` float32, -inf for missing ones.
+    """
+    built = [_heap(*each, rows) for each in zip(anchor.tolist(), ids.tolist(), scores.float().numpy(), strict=True)]
+    all_ids, parents, totals = ([each[i] for each in built] for i in range(3))
+    return from_parents(all_ids, parents), torch.tensor(np.array(totals, np.float32))
+
+
+def _heap(anchor: int, ids: list[list[int]], scores: np.ndarray, rows: int) -> tuple[list, list, list]:
+    tree, parents, totals, heap = [anchor], [-1], [np.float32(0)], []
+
+    def offer(parent: int, depth: int) -> None:
+        for token, score in zip(ids[depth], scores[depth], strict=True):
+            total = np.float32(totals[parent] + score)
+            if token >= 0 and total > -np.inf:
+                heapq.heappush(heap, (-total, depth, token, parent))
+
+    if ids:
+        offer(0, 0)
+    while heap and len(tree) < rows:
+        total, depth, token, parent = heapq.heappop(heap)
+        tree.append(token), parents.append(parent), totals.append(-total)
+        if depth + 1 < len(ids):
+            offer(len(tree) - 1, depth + 1)
+    missing = rows - len(tree)
+    return tree + [-1] * missing, parents + [-1] * missing, totals + [np.float32(-np.inf)] * missing
+
+
+def random_tree(
+    generator: torch.Generator, batch: int, rows: int, depths: int, vocab: int = 40, missing: int = 0, wide: float = 0.5
+) -> SlowTree:
+    """Draw trees at most ``depths`` deep, siblings with different ids.
+
+    Args:
+        generator: of the draws.
+        batch: sequences.
+        rows: of each tree.
+        depths: the deepest rows' depth.
+        vocab: ids are below this.
+        missing: at most so many rows are missing from a tree.
+        wide: how often a parent is any row; otherwise it is the row before, if that is not at the last depth.
+    """
+
+    def draw(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (), generator=generator))
+
+    all_ids, all_parents = [], []
+    for _ in range(batch):
+        ids, parents, depth = [draw(0, vocab)], [-1], [0]
+        for _ in range(rows - 1 - draw(0, missing + 1)):
+            any_row = bool(torch.rand((), generator=generator) < wide)
+            parent = draw(0, len(ids)) if any_row else len(ids) - 1
+            token = draw(0, vocab)
+            taken = {i for i, p in zip(ids, parents, strict=True) if p == parent}
+            if depth[parent] == depths or token in taken:
+                parent = parents[parent] if depth[parent] else 0
+                taken = {i for i, p in zip(ids, parents, strict=True) if p == parent}
+                token = next((i for i in range(vocab) if i not in taken), None)
+            if depth[parent] == depths or token is None:
+                break
+            ids.append(token), parents.append(parent), depth.append(depth[parent] + 1)
+        all_ids.append(ids + [-1] * (rows - len(ids)))
+        all_parents.append(parents + [-1] * (rows - len(parents)))
+    return from_parents(all_ids, all_parents)
+
+
+def choices_along(generator: torch.Generator, tree: SlowTree, vocab: int = 40) -> tuple[Tensor, list[list[int]]]:
+    """Draw a path of each tree and choices that follow it to its end, where they leave the tree.
+
+    Returns:
+        ``(choices [batch, rows], paths)``: random ids at the rows beside the path.
+    """
+    choices = torch.randint(0, vocab, tree.ids.shape, generator=generator)
+    paths = []
+    for b, (ids, parents) in enumerate(zip(tree.ids.tolist(), tree.parents.tolist(), strict=True)):
+        present = [row for row, token in enumerate(ids) if token >= 0]
+        end = present[int(torch.randint(0, len(present), (), generator=generator))]
+        path = path_to(parents, end)
+        for row, child in itertools.pairwise(path):
+            choices[b, row] = ids[child]
+        children = {ids[row] for row in present if parents[row] == end}
+        choices[b, end] = next(token for token in range(vocab + 1) if token not in children)
+        paths.append(path)
+    return choices, paths
