@@ -19,7 +19,7 @@ template <int kDim>
 constexpr int kStages = kDim > 128 ? 2 : 4;
 template <int kDim, bool kTree>
 constexpr int kHeldQueries = kDim > 128  ? 0
-                             : kDim > 64 ? (kTree ? 2 : 6)
+                             : kDim > 64 ? (kTree ? 0 : 6)
                                          : 4;  // times 16 columns, in registers
 template <int kDim>
 constexpr int kSharedBytes = (kRows + kStages<kDim> * 2 * kKeys) * kDim * 2;
@@ -136,7 +136,7 @@ struct Tile {
 
   // How far from the sequence's length one of the thread's two rows lies.
   __device__ __forceinline__ int depth(int i) const {
-    const int query = (first_row + min(row(i), live - 1)) / group;
+    const int query = (first_row + min(row(i), live - 1)) / int(opaque(group));  // few stages ask
     if constexpr (kTree) return path_of(p, batch, query).depth();
     return query;
   }
@@ -313,7 +313,7 @@ struct Tile {
     if (masked) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const Sight sight = sight_of(p, length, depth(i));
+        const Sight sight = sight_of(p, opaque(length), depth(i));
 #pragma unroll
         for (int n = 0; n < kKeys / 8; ++n)
 #pragma unroll

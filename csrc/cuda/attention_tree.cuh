@@ -74,6 +74,7 @@ struct TreeTile : Tile<T, kDim, true> {
     const int dim = int(part < kParts ? p.head_dim : p.v_head_dim);
     const T* source = (part < kParts ? k : v) + column;
     const int before = min(length, int(p.capacity)) - from;
+#pragma unroll 2
     for (int row = threadIdx.x / kPiecesPerRow; row < kKeys + int(p.rows); row += kApart) {
       const int slot = row < kKeys ? from + row : length + row - kKeys;
       const bool valid = column < dim && (row < kKeys ? row < before : slot >= 0 && slot < p.capacity);
@@ -85,6 +86,7 @@ struct TreeTile : Tile<T, kDim, true> {
   // Zeros replace what is not finite in the values that this thread has copied, see clear_bad_values.
   __device__ __forceinline__ void clear_bad_part(int part) const {
     const int piece = threadIdx.x % kPiecesPerRow;
+#pragma unroll 2
     for (int row = threadIdx.x / kPiecesPerRow; row < kKeys + int(p.rows); row += kApart) {
       T* at = ring(part) + place<kTreeColumns>(row, piece);
       const uint4 w = load16(at);
