@@ -85,6 +85,7 @@ PYBIND11_MODULE(_C, m) {
   m.attr("DTYPES") = py::dict("float32"_a = int(DType::kFloat32), "bfloat16"_a = int(DType::kBFloat16),
                               "float16"_a = int(DType::kFloat16));
   m.attr("MAX_LINEAR_WEIGHTS") = kMaxLinearWeights;
+  m.attr("MAX_TREE_ROWS") = kMaxTreeRows;
   m.attr("ROW_STATES") = py::make_tuple(int(kRunning), int(kStop), int(kLimit), int(kInvalid));
 
   const auto bind = [&m](const char* name, auto fields, auto kernel) {

@@ -247,6 +247,61 @@ struct SelectTokensParams {
   }
 };
 
+constexpr int64_t kMaxTreeRows = 128;  // the root included; also the most candidates per depth
+
+// The best tokens at each depth of a draft by score: log softmax(z) where temperature <= 0 or is NaN, else
+// log((1 - w) softmax(z) + w softmax(z / temperature + gumbel noise)) with w = noise_weight. Descending, ties
+// to the lower id; then ids of -1 with a score of -inf.
+struct TreeCandidatesParams {
+  const void* logits;        // [batch, depths, vocab]
+  const int64_t* positions;  // [batch, depths]
+  const int64_t* seeds;      // [batch]
+  const float* temperature;  // [batch], as if at most the largest float
+  int64_t* ids;              // [batch, depths, count]
+  float* scores;             // [batch, depths, count]
+  void* workspace;           // CUDA only, see tree_candidates_workspace()
+  int64_t batch;
+  int64_t depths;
+  int64_t vocab;
+  int64_t count;  // 1 .. kMaxTreeRows
+  float noise_weight;
+  DType dtype;
+  int32_t threads;
+  int32_t device = 0;
+
+  static constexpr auto wire() {
+    using P = TreeCandidatesParams;
+    return std::tuple(&P::logits, &P::positions, &P::seeds, &P::temperature, &P::ids, &P::scores,
+                      &P::workspace, &P::batch, &P::depths, &P::vocab, &P::count, &P::noise_weight,
+                      &P::dtype);
+  }
+};
+
+// The tree of the best prefixes, best first: by score (the sum of its tokens' scores), then the shallower,
+// then the lower token id, then the lower parent row. Missing rows are pads.
+struct BuildTreeParams {
+  const int64_t* anchor;  // [batch]
+  const int64_t* ids;     // [batch, depths, count]; a depth ends at its first negative id
+  const float* scores;    // [batch, depths, count], descending; or at a score of -inf or NaN
+  int64_t* tree_ids;      // [batch, rows]; pads: -1
+  int64_t* parents;       // [batch, rows]; the root and pads: -1
+  int64_t* depth;         // [batch, rows]; the root and pads: 0
+  int64_t* ancestors;     // [batch, rows, ceil(rows / 64)]: bit j of row i: j is i or an ancestor
+  float* tree_scores;     // [batch, rows]; the root: 0; pads: -inf
+  int64_t batch;
+  int64_t depths;
+  int64_t count;
+  int64_t rows;  // 1 .. kMaxTreeRows
+  int32_t threads;
+  int32_t device = 0;
+
+  static constexpr auto wire() {
+    using P = BuildTreeParams;
+    return std::tuple(&P::anchor, &P::ids, &P::scores, &P::tree_ids, &P::parents, &P::depth, &P::ancestors,
+                      &P::tree_scores, &P::batch, &P::depths, &P::count, &P::rows);
+  }
+};
+
 enum RowState : int64_t { kRunning = 0, kStop = 1, kLimit = 2, kInvalid = 3 };  // the values of done
 
 // Emits the longest matching prefix and one more token: the state update of a step.

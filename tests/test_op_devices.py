@@ -44,6 +44,10 @@ CALLS = {
         floats(BATCH, ROWS, 50), integers(BATCH, ROWS), integers(BATCH), floats(BATCH), integers(BATCH), floats(BATCH),
         floats(BATCH), floats(BATCH),
     ],
+    "tree_candidates": lambda: [
+        floats(BATCH, ROWS, 50), integers(BATCH, ROWS), integers(BATCH), floats(BATCH), 4, 0.1
+    ],
+    "build_tree": lambda: [integers(BATCH), integers(BATCH, ROWS, 4), floats(BATCH, ROWS, 4), 8],
     "accept_prefix_": lambda: [
         integers(BATCH, ROWS), integers(BATCH, ROWS), integers(3), integers(BATCH), integers(BATCH, CAPACITY),
         integers(BATCH), integers(BATCH), torch.zeros(BATCH, dtype=torch.bool),

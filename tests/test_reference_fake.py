@@ -53,6 +53,12 @@ CALLS = {
     "block_attention, ancestors": lambda: reference.block_attention(
         floats(BATCH, ROWS, HEADS, DIM), *caches(), integers(BATCH), 0.25, True, ancestors=integers(BATCH, ROWS, 1)
     ),
+    "tree_candidates": lambda: reference.tree_candidates(
+        floats(BATCH, ROWS, 50), integers(BATCH, ROWS), integers(BATCH), torch.zeros(BATCH), 60
+    )[0],
+    "build_tree": lambda: reference.build_tree(
+        integers(BATCH), integers(BATCH, ROWS, 4), torch.zeros(BATCH, ROWS, 4), 70
+    )[3],
     "gated_recurrence_": lambda: reference.gated_recurrence_(
         *(torch.zeros(BATCH, ROWS, KV_HEADS, DIM) for _ in range(2)), torch.zeros(BATCH, ROWS, HEADS, 8),
         torch.zeros(BATCH, ROWS, HEADS), torch.zeros(BATCH, ROWS, HEADS), torch.zeros(BATCH, HEADS, DIM, 8),

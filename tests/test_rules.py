@@ -9,6 +9,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from baseline import greedy, left_padded, prompt
+from draft_trees import path_of, random_tree
 from families import VOCAB, Cheat, make_draft, make_target
 from transformers import (
     AutoModelForCausalLM,
@@ -210,8 +211,8 @@ class Rules:
         self.rules = LogitRules(RuleSettings.resolve(rule, {}, stop, vocab), vocab)
         self.sizes = prompt_length, limits
 
-    def apply(self, logits, tokens, length, block) -> torch.Tensor:
-        return self.rules.apply(logits, Block(block), Text(tokens, length, *self.sizes))
+    def apply(self, logits, tokens, length, block, tree=None) -> torch.Tensor:
+        return self.rules.apply(logits, Block(block, tree), Text(tokens, length, *self.sizes))
 
     def apply_to_drafts(self, logits, length) -> torch.Tensor:
         return self.rules.apply_to_drafts(logits, Text(None, length, *self.sizes))
@@ -245,6 +246,36 @@ def test_a_block_equals_the_processors_called_token_by_token(rows, name):
             assert not exact or torch.equal(got[row, j], expected)
             changed |= not torch.equal(expected, logits[row, j])
     assert changed == (name != "70-grams")
+
+
+@pytest.mark.parametrize("name", BLOCK_RULES)
+def test_a_tree_equals_the_processors_called_along_each_path(name):
+    if name in ("bad words", "sequence bias") and transformers_version() < (5, 18):
+        pytest.skip("transformers overlooks a sequence whose prefix is the whole text before 5.18")
+    rule, vocab, rows, stop = BLOCK_RULES[name], 11, 67, (4, 5)
+    generator = torch.Generator().manual_seed(7)
+    prompt_length, length, limits = torch.tensor([[1, 10], [0, 9], [8, 12]])
+    tokens = torch.randint(0, 3, (2, 90), generator=generator)
+    tree = random_tree(rows, 2)
+    assert tree.depth.amax() > 8
+    block = torch.randint(0, 3, (2, rows), generator=generator)
+    block[:, 0] = tokens.gather(1, length[:, None])[:, 0]
+    missing = tree.parents.lt(0)
+    missing[:, 0] = False
+    block[missing] = -1
+    assert missing.any()
+    logits = torch.randn(2, rows, vocab, generator=generator) * 3
+    got = Rules(rule, prompt_length, limits, vocab, stop).apply(logits, tokens, length, block, tree)
+    changed = False
+    for sequence in range(2):
+        calls = processors(rule, *(int(size[sequence]) for size in (prompt_length, limits)), stop)
+        for row in (~missing[sequence]).nonzero()[:, 0].tolist():
+            drafts = block[sequence, path_of(tree, sequence, row)[1:]]
+            ids = torch.cat([tokens[sequence, : length[sequence] + 1], drafts])[None]
+            expected = calls(ids, logits[sequence, row][None].clone())[0]
+            torch.testing.assert_close(got[sequence, row], expected, rtol=0, atol=1e-6)
+            changed |= not torch.equal(expected, logits[sequence, row])
+    assert changed == (name not in ("40-grams", "70-grams"))
 
 
 def test_bfloat16_logits_are_processed_in_float32():

@@ -41,6 +41,7 @@ inline void bind_cuda_kernels(pybind11::module_& m) {
     return answer(linear_workspace(DType(dtype), rows, in, int(weights.size()), addresses, features.data()));
   });
   m.def("select_tokens_workspace", &select_tokens_workspace);
+  m.def("tree_candidates_workspace", &tree_candidates_workspace);
 }
 
 }  // namespace dflash

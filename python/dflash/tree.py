@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 __all__ = ["Tree"]
@@ -25,3 +26,9 @@ class Tree(NamedTuple):
     parents: Tensor
     depth: Tensor
     ancestors: Tensor
+
+    @property
+    def visible(self) -> Tensor:
+        """``[batch, rows, rows]`` bool: the rows on the path of each row, which it sees; itself and the anchor too."""
+        rows = torch.arange(self.depth.shape[1], device=self.depth.device)
+        return (self.ancestors[..., rows // 64] >> rows % 64) & 1 == 1

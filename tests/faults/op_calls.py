@@ -148,6 +148,12 @@ CALLS: dict[str, Callable[[], dict[str, object]]] = {
         "logits": torch.randn(BATCH, ROWS, VOCAB), "positions": torch.arange(BATCH * ROWS).view(BATCH, ROWS),
         "seeds": _ints(1, 2), "temperature": torch.tensor([0.0, 0.8]), "top_k": _ints(0, 9),
         "top_p": torch.tensor([1.0, 0.9]), "min_p": torch.tensor([0.0, 0.01]), "sharpness": torch.ones(BATCH)},
+    "tree_candidates": lambda: {
+        "logits": torch.randn(BATCH, ROWS, VOCAB), "positions": torch.arange(BATCH * ROWS).view(BATCH, ROWS),
+        "seeds": _ints(1, 2), "temperature": torch.tensor([0.0, 0.8]), "count": 5, "noise_weight": 0.1},
+    "build_tree": lambda: {
+        "anchor": _ints(3, 4), "ids": torch.arange(BATCH * ROWS * 5).view(BATCH, ROWS, 5),
+        "scores": -torch.rand(BATCH, ROWS, 5).sort().values, "rows": 9},
     "accept_prefix_": lambda: {
         "block_ids": torch.tensor([[9, 1, 2], [8, 4, 4]]), "posterior": torch.tensor([[1, 2, 3], [4, 5, 6]]),
         "stop_token_ids": _ints(5, 50), "limits": _ints(100, 100), "tokens": torch.full((BATCH, CAPACITY), -7),

@@ -18,7 +18,7 @@ class Walk(NamedTuple):
     """What a walk over a block's rows chose.
 
     Attributes:
-        choices: ``[batch, rows]`` int64, up to each row's first token that is not the draft.
+        choices: ``[batch, rows]`` int64, those that were made: up to each row's first token that is not a draft.
         limits: ``[batch]`` int64, lower where a criterion ended the row.
         stopped: the rows that a criterion ended.
     """
@@ -49,28 +49,30 @@ def walk(engine: Engine, block: Block, logits: Tensor, state: State, done: list[
         state: whose ``length [batch]`` is the index of the last emitted token.
         done: per row, nonzero to leave it out.
     """
-    rules, rows = engine.host_rules, block.ids.shape[1]
+    rules, (batch, rows) = engine.host_rules, block.ids.shape
     positions, choices = state.positions(rows), torch.zeros_like(block.ids)
     limits, tokens = state.limits.clone(), state.tokens.clone()
-    drafts, ends, stop = block.ids.tolist(), state.limits.tolist(), set(state.stop_token_ids.tolist())
+    drafts, ends, stop = _drafts(block), state.limits.tolist(), set(state.stop_token_ids.tolist())
     first, stopped = positions[:, 0].tolist(), []
     walking = [row for row in range(rules.rows) if done[row] == RUNNING]
+    at = [0] * batch  # the block's row that each row of the batch has come to
     for j in range(rows):
         # 1. Processors, row by row, then one choice for all.
-        scores = logits[:, j : j + 1].to(torch.float32, copy=True)
+        scores = logits[range(batch), at][:, None].float()
         for row in walking:
             scores[row] = rules.process(tokens[row : row + 1, : first[row] + j], scores[row].clone())
-        at = positions[:, j : j + 1]
-        choices[:, j : j + 1] = chosen = engine.keyed.choose_at(scores, at, state)
-        tokens.scatter_(1, at, chosen.clamp(min=0))
-        # 2. Rows whose draft equals the choice, and that nothing ends, walk on.
+        chosen = engine.keyed.choose_at(scores, positions[:, j : j + 1], state)
+        tokens.scatter_(1, positions[:, j : j + 1], chosen.clamp(min=0))
+        # 2. Rows with a draft that equals the choice, and that nothing ends, walk on to it.
         matching = []
         for row in walking:
             token, emitted = int(chosen[row]), first[row] + j + 1
+            choices[row, at[row]] = token
             if token >= 0 and rules.stops(tokens[row : row + 1, :emitted]):
                 limits[row] = emitted
                 stopped.append(row)
-            elif token not in stop and emitted < ends[row] and j + 1 < rows and token == drafts[row][j + 1]:
+            elif token not in stop and emitted < ends[row] and (at[row], token) in drafts[row]:
+                at[row] = drafts[row][at[row], token]
                 matching.append(row)
         walking = matching
         if not walking:
@@ -78,3 +80,13 @@ def walk(engine: Engine, block: Block, logits: Tensor, state: State, done: list[
     # 3. Processors and criteria may know more than the ids (a clock): rank 0's count. Its choices are shared later.
     ranks = engine.target.ranks
     return Walk(choices, ranks.share_(limits), ranks.share_rows(stopped, limits))
+
+
+def _drafts(block: Block) -> list[dict[tuple[int, int], int]]:
+    """Return, per row of the batch, which row of the block continues a row with a token: ``(row, token) -> row``."""
+    ids, rows = block.ids.tolist(), block.ids.shape[1]
+    parents = [range(-1, rows - 1)] * len(ids) if block.tree is None else block.tree.parents.tolist()
+    return [
+        {(parent, token): row for row, (parent, token) in enumerate(zip(*pair, strict=True)) if parent >= 0}
+        for pair in zip(parents, ids, strict=True)
+    ]

@@ -19,6 +19,7 @@ from torch import Tensor
 from .. import ops
 from ..cache import KVCache
 from ..drafter import Drafter
+from ..proposers import Block
 from ..sampling import Sampling
 from ..target import Target
 
@@ -141,8 +142,14 @@ class State:
         return self.tokens.gather(1, self.length[:, None])
 
     def positions(self, rows: int) -> Tensor:
-        """Return ``[batch, rows]`` int64, the positions of the tokens that a block's rows choose."""
+        """Return ``[batch, rows]`` int64, the positions after the anchor's."""
         return self.length[:, None] + self.offsets[:rows]
+
+    def chosen_positions(self, block: Block) -> Tensor:
+        """Return ``[batch, rows]`` int64, the positions of the tokens that a block's rows choose."""
+        if block.tree is None:
+            return self.positions(block.ids.shape[1])
+        return (self.length + 1)[:, None] + block.tree.depth
 
     def set_stop_token_ids(self, ids: list[int]) -> None:
         """Write the ids that end a row; a list that is longer than ever before moves the tensor."""

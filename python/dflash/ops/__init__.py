@@ -20,6 +20,8 @@ from .linear import skinny as skinny
 from .norm import add_rms_norm, fuse_features, rms_norm, sigmoid_mul, silu_mul
 from .recurrent import causal_conv_, gated_recurrence_
 from .registry import cuda_status, has_cuda_kernels, isa
+from .tree import MAX_TREE_ROWS as MAX_TREE_ROWS
+from .tree import build_tree, tree_candidates
 from .tree_commit import accept_path_, compact_kv_, gather_rows_
 from .weights import DecoderLayer as DecoderLayer
 from .weights import DeltaNetLayer as DeltaNetLayer
@@ -31,6 +33,7 @@ __all__ = [
     "append_context_kv_",
     "append_kv_",
     "block_attention",
+    "build_tree",
     "causal_conv_",
     "compact_kv_",
     "cuda_status",
@@ -49,4 +52,5 @@ __all__ = [
     "select_tokens",
     "sigmoid_mul",
     "silu_mul",
+    "tree_candidates",
 ]

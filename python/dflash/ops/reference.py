@@ -7,6 +7,8 @@ Imports torch only.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -350,6 +352,77 @@ def select_tokens(
     value = torch.where(greedy, logits, torch.where(keep, score, -torch.inf))
     ids = lowest_argmax(value)
     return torch.where(torch.isnan(logits).any(-1), -1, ids)
+
+
+def tree_candidates(
+    logits: Tensor, positions: Tensor, seeds: Tensor, temperature: Tensor, count: int, noise_weight: float = 0.1
+) -> tuple[Tensor, Tensor]:
+    """The ``count`` best tokens per depth and their scores; id -1 where the score is -inf or the row holds NaN."""
+    z = logits.to(_compute_dtype(logits))
+    vocab, top = z.shape[-1], z.amax(-1, keepdim=True)
+    below = torch.where(z == -torch.inf, z, torch.where(z == top, 0.0, z - top))  # finite where z is +inf
+    score = below - below.logsumexp(-1, keepdim=True)
+
+    temperature = temperature.clamp(max=torch.finfo(torch.float32).max)[:, None, None]
+    noisy = below / temperature + gumbel_noise(seeds, positions, vocab)
+    noisy = noisy - noisy.logsumexp(-1, keepdim=True)
+    plain_share, noisy_share = (math.log(w) if w > 0 else -math.inf for w in (1 - noise_weight, noise_weight))
+    mixed = torch.logaddexp(score + plain_share, noisy + noisy_share)
+    score = torch.where((temperature > 0) & (noise_weight > 0), mixed, score).clamp(max=0.0)
+
+    score = torch.where(torch.isnan(logits).any(-1, keepdim=True) | torch.isnan(score), -torch.inf, score)
+    score = torch.nn.functional.pad(score, (0, max(count - vocab, 0)), value=-torch.inf)
+    score, ids = (x[..., :count].contiguous() for x in score.sort(dim=-1, descending=True, stable=True))
+    return torch.where(score == -torch.inf, -1, ids), score.to(torch.float32)
+
+
+def _first_of(scores: Tensor, *keys: Tensor) -> Tensor:
+    """The place of the highest of ``scores [batch, n]``, ties to the lowest of each of ``keys`` in turn."""
+    best = scores == scores.amax(-1, keepdim=True)
+    for key in keys:
+        best = best & (key == torch.where(best, key, torch.iinfo(torch.int64).max).amin(-1, keepdim=True))
+    return best.int().argmax(-1)
+
+
+def build_tree(anchor: Tensor, ids: Tensor, scores: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The tree of the best prefixes: each row is the best by the whole key of all children of the rows before it."""
+    batch, depths, count = ids.shape
+    live = ((ids >= 0) & (scores > -torch.inf)).long().cumprod(-1).bool()
+    none = torch.full_like(scores[:, :1], -torch.inf)
+    scores = torch.cat([torch.where(live, scores, -torch.inf), none], 1)  # nothing follows the last depth
+    ids = torch.cat([ids, torch.zeros_like(ids[:, :1])], 1)
+    per_row = [x.new_zeros(batch, rows) for x in (anchor, anchor, anchor, scores)]
+    tree_ids, parents, depth, tree_scores = per_row
+    bits = torch.zeros(batch, rows, -(-rows // 64) * 64, dtype=torch.bool, device=ids.device)
+    children = torch.full((batch, rows, count), -torch.inf, dtype=scores.dtype, device=ids.device)
+    child_ids = torch.zeros_like(children, dtype=torch.int64)
+
+    everyone = torch.arange(batch, device=ids.device)
+    parent_of = torch.arange(rows, device=ids.device)[:, None].expand(rows, count).reshape(-1)
+    for row in range(rows):
+        if row == 0:
+            tree_ids[:, 0], parents[:, 0] = anchor, -1
+        else:
+            # 1. The best child by score, depth, id and parent
+            flat, flat_ids = children.flatten(1), child_ids.flatten(1)
+            place = _first_of(flat, depth[:, parent_of], flat_ids, parent_of.expand(batch, -1))
+            exists, parent = flat[everyone, place] > -torch.inf, parent_of[place]
+            # 2. Its row
+            tree_ids[:, row] = torch.where(exists, flat_ids[everyone, place], -1)
+            parents[:, row] = torch.where(exists, parent, -1)
+            depth[:, row] = torch.where(exists, depth[everyone, parent] + 1, 0)
+            tree_scores[:, row] = flat[everyone, place]
+            bits[:, row] = bits[everyone, parent] & exists[:, None]
+            flat[everyone, place] = -torch.inf
+        bits[:, row, row] = True
+        # 3. Its children
+        level = torch.where(tree_scores[:, row] > -torch.inf, depth[:, row], depths)
+        children[:, row] = tree_scores[:, row, None] + scores[everyone, level]
+        child_ids[:, row] = ids[everyone, level]
+
+    powers = torch.ones(64, dtype=torch.int64, device=ids.device) << torch.arange(64, device=ids.device)
+    ancestors = torch.where(bits.unflatten(-1, (-1, 64)), powers, 0).sum(-1)
+    return tree_ids, parents, depth, ancestors, tree_scores
 
 
 def accept_prefix_(

@@ -47,7 +47,7 @@ class State(Protocol):
     def anchor(self) -> Tensor: ...
 
     def positions(self, rows: int) -> Tensor:
-        """Return ``[batch, rows]`` int64, the positions of the tokens that a block's rows choose."""
+        """Return ``[batch, rows]`` int64, the positions after the anchor's."""
         ...
 
 

@@ -1,12 +1,12 @@
 """The ways to accept a drafted block: the target's choice for the position after each of its rows.
 
-A proposal is accepted if it equals the choice. ``ops.accept_prefix_`` keeps the longest accepted path and one choice
-more, whatever the way.
+A proposal is accepted if it equals the choice. ``ops.accept_prefix_`` and, in a tree, ``ops.accept_path_`` keep the
+longest accepted path and one choice more, whatever the way.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -29,7 +29,7 @@ class Place(Protocol):
 
     sampling: Sampling
 
-    def positions(self, rows: int) -> Tensor:
+    def chosen_positions(self, block: Any) -> Tensor:
         """Return ``[batch, rows]`` int64, the positions of the tokens that a block's rows choose."""
         ...
 
@@ -55,7 +55,7 @@ class KeyedAcceptance:
 
     def choose(self, logits: Tensor, block: Rows, state: Place) -> Tensor:
         """Return the choices ``[batch, rows]``; see `Acceptance`."""
-        return self.choose_at(logits, state.positions(logits.shape[1]), state)
+        return self.choose_at(logits, state.chosen_positions(block), state)
 
     def choose_at(self, logits: Tensor, positions: Tensor, state: Place) -> Tensor:
         """Return the choices ``[batch, rows]`` for ``positions [batch, rows]``."""
@@ -86,5 +86,5 @@ class RejectionAcceptance:
     def choose(self, logits: Tensor, block: Rows, state: Place) -> Tensor:
         """Return the choices ``[batch, rows]``; see `Acceptance`."""
         p = rejection.probabilities(logits, state.sampling)
-        positions = state.positions(logits.shape[1])
+        positions = state.chosen_positions(block)
         return rejection.verify(block.ids[:, 1:], self.draft_probabilities, p, positions, state.sampling.seeds)

@@ -1,10 +1,11 @@
 """Logit rules on the device: one small class per rule, applied in the order of ``RULES``.
 
 Row ``j`` of a block chooses the token at position ``length + 1 + j``. Its prefix is ``tokens[: length + 1]`` followed
-by the drafted ids ``1 .. j`` of the block. Counts, n-grams and bad words thus see what one-token decoding would have
-seen; a row whose drafts were wrong is dropped, whatever its rules made of it. Meaning and order are those of
-transformers' processors (``_get_logits_processor``), before temperature and filters, in float32. Each row of a batch
-sees only its own tokens and writes what it writes as a single prompt; padding is never counted.
+by the drafted ids ``1 .. j`` of the block; in a tree the position follows the row's depth, and the drafted ids are
+those on its path. Counts, n-grams and bad words thus see what one-token decoding would have seen; a row whose drafts
+were wrong is dropped, whatever its rules made of it. Meaning and order are those of transformers' processors
+(``_get_logits_processor``), before temperature and filters, in float32. Each row of a batch sees only its own tokens
+and writes what it writes as a single prompt; padding is never counted.
 
 To add a rule, write a class with `Rule.values` and `Rule.apply`, add it to ``RULES``, and its argument to
 `RuleArguments` and `RuleSettings`.
@@ -13,8 +14,9 @@ To add a rule, write a class with `Rule.values` and `Rule.apply`, add it to ``RU
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from ...tree import Tree
 from .bias import LogitBias, SequenceBias
 from .penalties import CountPenalties, RepetitionPenalty
 from .rule import Drafts, Rows, Rule, Text
@@ -62,8 +64,10 @@ class LogitRules:
         nothing, and is not needed.
 
         Args:
-            logits: ``[batch, rows, vocab]``, float32 or bfloat16; row j is for position ``length + 1 + j``.
-            block: its ``input_ids [batch, rows]`` int64, not negative, are the last emitted token, then drafts.
+            logits: ``[batch, rows, vocab]``, float32 or bfloat16; row j is for position ``length + 1 + j``, in a tree
+                for ``length + 1 + depth[j]``.
+            block: its ``input_ids [batch, rows]`` int64, not negative, are the last emitted token, then drafts; with
+                the ``tree`` of these, or None.
             text: the state, or anything with its ``tokens``, ``length``, ``prompt_length`` and ``limits``.
 
         Returns:
@@ -71,10 +75,11 @@ class LogitRules:
         """
         if not self.rules:
             return logits
-        rows = self._rows(logits, text)
+        ids, tree = block.input_ids, block.tree
+        rows = self._rows(logits, text, tree)._replace(block=ids, tree=tree)
         if self._reads_sequence:
-            rows = rows._replace(sequence=text.tokens.scatter(1, rows.positions - 1, block.input_ids))
-        rows, logits = rows._replace(block=block.input_ids), logits.float()
+            rows = rows._replace(sequence=_sequence(rows))
+        logits = logits.float()
         for rule in self.rules:
             logits = rule.apply(logits, rows)
         return logits
@@ -99,6 +104,18 @@ class LogitRules:
         return logits
 
     @staticmethod
-    def _rows(logits: Tensor, text: Text) -> Rows:
-        positions = text.length[:, None] + torch.arange(1, logits.shape[1] + 1, device=logits.device)
-        return Rows(positions, text.prompt_length[:, None], text.limits[:, None], text)
+    def _rows(logits: Tensor, text: Text, tree: Tree | None = None) -> Rows:
+        ahead = torch.arange(1, logits.shape[1] + 1, device=logits.device) if tree is None else tree.depth + 1
+        return Rows(text.length[:, None] + ahead, text.prompt_length[:, None], text.limits[:, None], text)
+
+
+def _sequence(rows: Rows) -> Tensor:
+    """Return the tokens before ``rows.positions`` as each row sees them, see `Rows`."""
+    tokens, ids, tree = rows.text.tokens, rows.block, rows.tree
+    if tree is None:
+        return tokens.scatter(1, rows.positions - 1, ids)[:, None].expand(-1, ids.shape[1], -1)
+    # Rows that a row does not see are written to one more slot, which is cut off again.
+    capacity, count = tokens.shape[1], ids.shape[1]
+    slots = torch.where(tree.visible, (rows.positions - 1)[:, None], capacity)
+    sequence = nn.functional.pad(tokens, (0, 1))[:, None].expand(-1, count, -1)
+    return sequence.scatter(2, slots, ids[:, None].expand(-1, count, -1))[..., :capacity]

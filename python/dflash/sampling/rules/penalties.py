@@ -55,6 +55,9 @@ def _counts(rows: Rows, first: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]
     emitted = torch.zeros(tokens.shape[0], vocab_size, dtype=torch.float32, device=tokens.device)
     emitted = emitted.scatter_add(1, tokens.clamp(max=vocab_size - 1), live.float())
     ids = torch.cat([tokens, drafts], 1).clamp(max=vocab_size - 1)
-    drafted = (drafts[:, :, None] == ids[:, None]).float()
-    counts = torch.cat([emitted.gather(1, ids)[:, None], drafted], 1).cumsum(1)
+    drafted, emitted = (drafts[:, :, None] == ids[:, None]).float(), emitted.gather(1, ids)[:, None]
+    if rows.tree is None:
+        counts = torch.cat([emitted, drafted], 1).cumsum(1)
+    else:
+        counts = emitted + rows.tree.visible[..., 1:].float() @ drafted  # sums of zeros and ones: exact in any order
     return ids[:, None].expand_as(counts), counts

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from ...tree import Tree
 from .settings import RuleSettings
 
 __all__ = ["IDS", "NUMBERS", "Drafts", "Rows", "Rule", "Text", "filled", "slots", "upper_bound"]
@@ -35,10 +36,18 @@ class Text(Protocol):
 
 
 class Drafts(Protocol):
-    """What rules read of a block: ``input_ids [batch, rows]`` int64, the last emitted token, then drafts."""
+    """What rules read of a block.
+
+    Attributes:
+        input_ids: ``[batch, rows]`` int64, the last emitted token, then drafts.
+        tree: which row continues which; None for a chain.
+    """
 
     @property
     def input_ids(self) -> Tensor: ...
+
+    @property
+    def tree(self) -> Tree | None: ...
 
 
 class Rows(NamedTuple):
@@ -50,7 +59,9 @@ class Rows(NamedTuple):
         limits: ``[batch, 1]`` int64, the length at which each row ends.
         text: the state.
         block: ``[batch, rows]`` int64, the last emitted token, then drafts; None for the drafter's own logits.
-        sequence: ``[batch, capacity]`` int64, the tokens with the drafts in place; None where no rule needs it.
+        tree: which row of the block continues which; None for a chain, and for the drafter's own logits.
+        sequence: ``[batch, rows, capacity]`` int64, the tokens before ``positions`` as each row sees them: a view for a
+            chain, whose rows share one tensor. None where no rule needs it.
     """
 
     positions: Tensor
@@ -58,6 +69,7 @@ class Rows(NamedTuple):
     limits: Tensor
     text: Text
     block: Tensor | None = None
+    tree: Tree | None = None
     sequence: Tensor | None = None
 
 

@@ -35,19 +35,19 @@ class NoRepeatNgram(Rule):
         return {"size": settings.no_repeat_ngram_size}
 
     def apply(self, logits: Tensor, rows: Rows) -> Tensor:
-        """Ban whatever would complete an n-gram that ``sequence[: positions]`` already holds.
+        """Ban whatever would complete an n-gram that a row's ``sequence[: positions]`` already holds.
 
         The window that starts at ``i`` bans its last token if its others equal the last ``size - 1`` tokens.
         """
         sequence, positions, size = rows.sequence, rows.positions, self.size
-        windows = sequence.shape[1] - size + 1
+        windows = sequence.shape[2] - size + 1
         if windows < 1:
             return logits
         matches = torch.arange(windows, device=logits.device) + size <= positions[..., None]
         for k in range(size - 1):
-            suffix = sequence.gather(1, (positions - size + 1 + k).clamp(min=0))
-            matches = matches & (sequence[:, None, k : k + windows] == suffix[..., None])
-        return _ban(logits, sequence[:, None, size - 1 :].expand_as(matches), matches)
+            suffix = sequence.gather(2, (positions - size + 1 + k).clamp(min=0)[..., None])
+            matches = matches & (sequence[..., k : k + windows] == suffix)
+        return _ban(logits, sequence[..., size - 1 :], matches)
 
 
 class BadWords(Rule):
@@ -86,9 +86,12 @@ def aligned(word: Sequence[int], width: int) -> Tensor:
 
 
 def ends_with(sequence: Tensor, positions: Tensor, prefixes: Tensor) -> Tensor:
-    """True ``[batch, rows, ...]`` where what precedes ``positions [batch, rows]`` ends with ``prefixes [..., n]``."""
+    """True ``[batch, rows, ...]`` where what precedes ``positions [batch, rows]`` ends with ``prefixes [..., n]``.
+
+    ``sequence [batch, rows, capacity]`` is what each row sees.
+    """
     width = prefixes.shape[-1]
     place = positions[..., None] - width + torch.arange(width, device=sequence.device)
-    suffix = sequence.gather(1, place.clamp(min=0).flatten(1)).view_as(place)
+    suffix = sequence.gather(2, place.clamp(min=0))
     suffix = torch.where(place < 0, ABSENT, suffix).view(*positions.shape, *[1] * (prefixes.dim() - 1), width)
     return ((suffix == prefixes) | (prefixes == ANY)).all(-1)

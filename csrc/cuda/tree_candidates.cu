@@ -1,0 +1,311 @@
+// The best tokens of each row by score. The formulas are those of the CPU kernel; exponentials and logarithms
+// round differently.
+//
+// Stage 1, one warp per span of a row, finds the span's largest logit, its largest d / T + noise, and its
+// sums of both exponentials, with d below the span's own largest logit. Stage 2, one block per row, combines
+// them: it then knows between which bounds the best score of each span lies. `count` spans reach the count-th
+// largest lower bound, so only spans and tokens that may reach it are looked at again.
+#include "cuda/device.cuh"
+#include "cuda/launch.h"
+#include "noise.h"
+
+namespace dflash {
+
+constexpr int64_t kChunk = 256;                   // a span is a number of these
+constexpr int64_t kMaxSpans = 1024;               // per row
+constexpr int kSpanWarps = 8, kRowThreads = 512;  // threads of a block of stage 1 (warps) and 2
+constexpr int kRoom = 2048,
+              kRound = 2 * kRowThreads;  // candidates kept; tokens looked at between two barriers
+constexpr float kAboveLn2 = 0.6932f;
+constexpr float kLargestFloat = 3.4028234663852886e38f;
+
+struct Spans {
+  int64_t tokens, count;  // tokens per span, spans per row
+};
+
+static __host__ __device__ Spans spans_of(int64_t vocab) {
+  const int64_t tokens = ceil_div(ceil_div(vocab, kMaxSpans), kChunk) * kChunk;
+  return {tokens, ceil_div(vocab, tokens)};
+}
+
+struct Row {
+  float temperature, noise_weight;  // noise_weight is 0 at T <= 0
+  uint64_t position, seed;
+};
+
+struct Candidate {
+  float score;
+  uint32_t id;
+};
+
+static __device__ __forceinline__ float infinity() { return __uint_as_float(0x7f800000u); }
+
+static __device__ Row row_of(const TreeCandidatesParams& p, int64_t index) {
+  const int64_t b = index / p.depths;
+  const float temperature = p.temperature[b];
+  return {temperature < kLargestFloat ? temperature : kLargestFloat,
+          temperature > 0.0f ? p.noise_weight : 0.0f, uint64_t(p.positions[index]), uint64_t(p.seeds[b])};
+}
+
+// A runtime index would force the words out of registers into local memory.
+static __device__ __forceinline__ uint32_t word_of(const Words4& words, uint32_t id) {
+  const uint32_t low = id & 1 ? words.word[1] : words.word[0], high = id & 1 ? words.word[3] : words.word[2];
+  return id & 2 ? high : low;
+}
+
+// gumbel(word) in fp32: the logarithm is of what is far from 1.
+static __device__ __forceinline__ float noise_of(uint32_t word) {
+  const float u = (float(word) + 0.5f) * 2.3283064365386963e-10f;
+  const float rest = (float(~word) + 0.5f) * 2.3283064365386963e-10f;
+  return -logf(u < 0.5f ? -log1pf(-u) : -logf(rest));
+}
+
+// z - top; the largest logit gives 0 even if it is infinite.
+static __device__ __forceinline__ float below_top(float z, float top) { return z == top ? 0.0f : z - top; }
+
+static __device__ __forceinline__ float warp_max(float x) {
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(kAllLanes, x, step));
+  return x;
+}
+
+// Writes (largest logit, sum of exp(d), largest d / T + noise, sum of its exp) of each span to the workspace;
+// the first is NaN if the span holds one.
+template <typename T, int kWidth>
+static __global__ void __launch_bounds__(32 * kSpanWarps, 1) measure_spans(const TreeCandidatesParams p) {
+  const Spans spans = spans_of(p.vocab);
+  const int lane = threadIdx.x % 32;
+  const int64_t place = int64_t(blockIdx.x) * kSpanWarps + threadIdx.x / 32, index = place / spans.count;
+  grid_launch_dependents();
+  grid_dependency_wait();
+  if (index >= p.batch * p.depths) return;
+  const int64_t begin = place % spans.count * spans.tokens, end = min(p.vocab, begin + spans.tokens);
+  const T* logits = static_cast<const T*>(p.logits) + index * p.vocab;
+  const Row row = row_of(p, index);
+  const auto for_tokens = [&](auto&& f) {
+    for (int64_t id = begin + lane * kWidth; id < end; id += 32 * kWidth) {
+      float z[kWidth];
+      load<T, kWidth>(logits + id, z);
+#pragma unroll
+      for (int e = 0; e < kWidth; ++e) f(uint32_t(id + e), z[e]);
+    }
+  };
+
+  float top = -infinity(), plain = 0.0f, noisy_top = -infinity(), noisy = 0.0f;
+  bool nan = false;
+  for_tokens([&](uint32_t, float z) { nan |= z != z, top = fmaxf(top, z); });
+  top = warp_max(top);
+  nan = __ballot_sync(kAllLanes, nan) != 0;
+  if (!nan && top > -infinity()) {
+    uint32_t group = kAllLanes;
+    Words4 words{};
+    for_tokens([&](uint32_t id, float z) {
+      const float d = below_top(z, top);
+      plain += expf(d);
+      if (row.noise_weight == 0.0f) return;
+      if (id >> 2 != group) group = id >> 2, words = noise_words(group, row.position, 0, row.seed);
+      const float a = d / row.temperature + noise_of(word_of(words, id));
+      noisy_top = fmaxf(noisy_top, a);
+      noisy += expf(a);
+    });
+    plain = warp_sum(plain), noisy_top = warp_max(noisy_top), noisy = warp_sum(noisy);
+  }
+  if (lane == 0) {
+    const float largest = nan ? __uint_as_float(0x7fffffffu) : top;
+    store16(static_cast<uint4*>(p.workspace) + place,
+            make_uint4(__float_as_uint(largest), __float_as_uint(plain), __float_as_uint(noisy_top),
+                       __float_as_uint(noisy)));
+  }
+}
+
+// The shared memory of stage 2.
+struct Scratch {
+  float sums[32];
+  float most[kMaxSpans];  // no score of the span is above
+  int list[kMaxSpans];    // spans to look at, ascending
+  int listed, size;
+  Candidate values[kRoom];
+  Candidate best[kMaxTreeRows];
+};
+
+static __device__ float block_max(float x, float* scratch) {
+  x = warp_max(x);
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = x;
+  __syncthreads();
+  return warp_max(threadIdx.x % 32 < blockDim.x / 32 ? scratch[threadIdx.x % 32] : -infinity());
+}
+
+// A key that grows with x, and back.
+static __device__ __forceinline__ uint32_t key_of(float x) {
+  const uint32_t bits = __float_as_uint(x);
+  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+static __device__ __forceinline__ float from_key(uint32_t key) {
+  return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
+}
+
+static __device__ __forceinline__ float add_exp(float a, float b) {
+  const float high = fmaxf(a, b), low = fminf(a, b);
+  return low == -infinity() ? high : high + log1pf(expf(low - high));
+}
+
+// Orders s.values and keeps the best in s.best, and in s.values if there are more. Called by the block after
+// a barrier; ends with one. Returns how many are left.
+static __device__ int cut(Scratch& s, int size, int64_t count) {
+  const auto better = [](Candidate a, Candidate b) {
+    return a.score > b.score || (a.score == b.score && a.id < b.id);
+  };
+  for (int i = threadIdx.x; i < size; i += blockDim.x) {
+    const Candidate own = s.values[i];
+    int rank = 0;
+    for (int j = 0; j < size; ++j) rank += better(s.values[j], own);
+    if (rank < count) s.best[rank] = own;
+  }
+  __syncthreads();
+  const int left = int(min(int64_t(size), count));
+  for (int i = threadIdx.x; i < left; i += blockDim.x) s.values[i] = s.best[i];
+  if (threadIdx.x == 0) s.size = left;
+  __syncthreads();
+  return left;
+}
+
+template <typename T>
+static __global__ void __launch_bounds__(kRowThreads, 1) choose_candidates(const TreeCandidatesParams p) {
+  __shared__ Scratch s;
+  constexpr int kOwn = int(kMaxSpans / kRowThreads);  // spans per thread
+  const Spans spans = spans_of(p.vocab);
+  const int64_t index = blockIdx.x;
+  const T* logits = static_cast<const T*>(p.logits) + index * p.vocab;
+  const uint4* measured = static_cast<const uint4*>(p.workspace) + index * spans.count;
+  int64_t* ids = p.ids + index * p.count;
+  float* scores = p.scores + index * p.count;
+  grid_launch_dependents();
+  grid_dependency_wait();
+  const Row row = row_of(p, index);
+  const bool is_noisy = row.noise_weight > 0.0f;
+
+  // 1. The largest logit and both sums
+  float largest[kOwn], noisy_top[kOwn], plain = 0.0f, noisy = 0.0f, top = -infinity();
+  uint4 words[kOwn];
+  bool nan = false;
+#pragma unroll
+  for (int i = 0; i < kOwn; ++i) {
+    const int64_t span = threadIdx.x + i * kRowThreads;
+    words[i] = make_uint4(__float_as_uint(-infinity()), 0, __float_as_uint(-infinity()), 0);
+    if (span < spans.count) words[i] = __ldcg(measured + span);
+    largest[i] = __uint_as_float(words[i].x), noisy_top[i] = __uint_as_float(words[i].z);
+    nan |= largest[i] != largest[i];
+    top = fmaxf(top, largest[i]);
+  }
+  nan = __syncthreads_or(nan);
+  top = block_max(top, s.sums);
+  if (nan || top == -infinity()) {
+    for (int64_t k = threadIdx.x; k < p.count; k += blockDim.x) ids[k] = -1, scores[k] = -infinity();
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < kOwn; ++i) {
+    const float d = below_top(largest[i], top);
+    plain += __uint_as_float(words[i].y) * expf(d);
+    if (!is_noisy) continue;
+    noisy += __uint_as_float(words[i].w) * expf(d / row.temperature);
+    noisy_top[i] += d / row.temperature;
+  }
+  __syncthreads();
+  const float plain_shift = logf(1.0f - row.noise_weight) - logf(block_sum(plain, s.sums));
+  __syncthreads();
+  const float noisy_sum = block_sum(noisy, s.sums);
+  const float noisy_shift = is_noisy ? logf(row.noise_weight) - logf(noisy_sum) : -infinity();
+
+  // 2. Between which bounds the best score of each span lies, and what `count` spans reach
+  uint32_t least[kOwn];
+#pragma unroll
+  for (int i = 0; i < kOwn; ++i) {
+    const int64_t span = threadIdx.x + i * kRowThreads;
+    const float a = below_top(largest[i], top) + plain_shift, b = noisy_top[i] + noisy_shift;
+    // Stage 1 rounded other differences.
+    const float margin = b > -infinity() ? 1e-3f + 1e-6f * fabsf(noisy_top[i]) : 0.0f;
+    least[i] = span < spans.count ? key_of(fminf(fmaxf(a, b - margin), 0.0f)) : 0;
+    if (span < spans.count) s.most[span] = is_noisy ? fmaxf(a, b + margin) + kAboveLn2 : a;
+  }
+  uint32_t reached = 0;
+  for (uint32_t bit = 0x80000000u; bit != 0 && p.count <= spans.count; bit >>= 1) {
+    int more = 0;
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) more += __syncthreads_count(least[i] >= (reached | bit));
+    if (more >= p.count) reached |= bit;
+  }
+  float floor = reached ? fmaxf(from_key(reached), -kLargestFloat) : -kLargestFloat;
+  if (threadIdx.x == 0) s.listed = 0, s.size = 0;
+  __syncthreads();
+  if (threadIdx.x < 32) {
+    int listed = 0;
+    for (int64_t first = 0; first < spans.count; first += 32) {
+      const int64_t span = first + threadIdx.x;
+      const bool hit = span < spans.count && s.most[span] >= floor;
+      const unsigned hits = __ballot_sync(kAllLanes, hit);
+      if (hit) s.list[listed + __popc(hits & ((1u << threadIdx.x) - 1))] = int(span);
+      listed += __popc(hits);
+    }
+    if (threadIdx.x == 0) s.listed = listed;
+  }
+  __syncthreads();
+
+  // 3. The tokens that may be among the best, in the order of their ids, some at a time
+  const int64_t chunks = spans.tokens / kChunk, total = s.listed * chunks * kChunk;
+  for (int64_t done = 0; done < total; done += kRound) {
+    int size = s.size;
+    __syncthreads();
+    if (size > kRoom - kRound) {
+      size = cut(s, size, p.count);
+      if (size == p.count)
+        floor = from_key(key_of(s.best[size - 1].score) + 1);  // equal ones that come later lose
+    }
+    for (int64_t i = done + threadIdx.x; i < min(total, done + kRound); i += kRowThreads) {
+      const int64_t id = s.list[i / spans.tokens] * spans.tokens + i % spans.tokens;
+      if (id >= p.vocab) continue;
+      const float d = below_top(to_float(logits[id]), top), a = d + plain_shift;
+      float b = -infinity();
+      if (is_noisy) {
+        if (!(d > -infinity())) continue;
+        const Words4 noise = noise_words(uint32_t(id >> 2), row.position, 0, row.seed);
+        b = d / row.temperature + noise_of(word_of(noise, uint32_t(id))) + noisy_shift;
+      }
+      const float score = fminf(add_exp(a, b), 0.0f);
+      if (score >= floor) s.values[atomicAdd(&s.size, 1)] = {score, uint32_t(id)};
+    }
+    __syncthreads();
+  }
+
+  // 4. Their order
+  const int found = cut(s, s.size, p.count);
+  for (int64_t k = threadIdx.x; k < p.count; k += blockDim.x) {
+    ids[k] = k < found ? int64_t(s.best[k].id) : -1;
+    scores[k] = k < found ? s.best[k].score : -infinity();
+  }
+}
+
+// [rows, spans] of 16 bytes: stage 1's findings.
+int64_t tree_candidates_workspace(int64_t rows, int64_t vocab) {
+  return rows * spans_of(vocab).count * int64_t(sizeof(uint4));
+}
+
+cudaError_t launch_tree_candidates(const TreeCandidatesParams& p, cudaStream_t stream) {
+  const int64_t rows = p.batch * p.depths;
+  if (rows == 0) return cudaSuccess;
+  const DeviceScope scope(p.device);
+  if (scope.error() != cudaSuccess) return scope.error();
+  return dispatch(p.dtype, [&](auto type) {
+    using T = decltype(type);
+    constexpr int kWidth = kPer16<T>;
+    const bool wide = aligned16(p.logits, p.vocab * sizeof(T));
+    const dim3 grid(unsigned(ceil_div(rows * spans_of(p.vocab).count, kSpanWarps)));
+    const cudaError_t error = launch_overlapping(wide ? measure_spans<T, kWidth> : measure_spans<T, 1>, grid,
+                                                 dim3(32 * kSpanWarps), 0, stream, p);
+    if (error != cudaSuccess) return error;
+    return launch_overlapping(choose_candidates<T>, dim3(unsigned(rows)), dim3(kRowThreads), 0, stream, p);
+  });
+}
+
+}  // namespace dflash

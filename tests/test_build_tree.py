@@ -1,0 +1,184 @@
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from dflash import ops
+from dflash.ops import reference
+
+pytestmark = pytest.mark.op
+
+INFINITY = math.inf
+
+
+def draw_case(seed, batch=4, depths=6, count=9, kind="apart"):
+    """An anchor, and candidates with distinct ids per depth and descending scores."""
+    g = torch.Generator().manual_seed(seed)
+    vocab = 3 * count
+    ids = torch.rand(batch, depths, vocab, generator=g).argsort(-1)[..., :count].contiguous()
+    scores = -torch.rand(batch, depths, count, generator=g) * 5
+    if kind == "ties":
+        scores = scores.round()
+    if kind == "tiny":  # absorbed by the parent's score
+        scores = torch.where(torch.rand(batch, depths, count, generator=g) < 0.5, scores * 1e-8, scores)
+    if kind == "few":
+        scores = scores.masked_fill(torch.rand(batch, depths, count, generator=g) < 0.7, -INFINITY)
+    scores = scores.sort(-1, descending=True).values
+    ids = torch.where(scores == -INFINITY, -1, ids)
+    return torch.randint(vocab, (batch,), generator=g), ids, scores
+
+
+def slow_tree(anchor, ids, scores, rows):
+    """Take the first of all children of the rows so far, sorted by the whole key; for one sequence."""
+    nodes, children = [(0.0, 0, anchor, -1)], []  # score, depth, id, parent
+    while len(nodes) < rows:
+        parent, (score, depth, _, _) = len(nodes) - 1, nodes[-1]
+        for token, own in zip(ids[depth], scores[depth], strict=True) if depth < len(ids) else ():
+            if token < 0 or not own > -INFINITY:
+                break
+            total = float(np.float32(score) + np.float32(own))
+            children.append((-total, depth + 1, token, parent))
+        if not children:
+            break
+        first = min(children)
+        children.remove(first)
+        nodes.append((-first[0], *first[1:]))
+    return nodes + [(-INFINITY, 0, -1, -1)] * (rows - len(nodes))
+
+
+def nodes_of(tree, b):
+    ids, parents, depth, _, scores = (x[b].tolist() for x in tree)
+    return list(zip(scores, depth, ids, parents, strict=True))
+
+
+def check(build, case, rows):
+    tree = build(*case, rows)
+    for b in range(len(case[0])):
+        assert nodes_of(tree, b) == slow_tree(*(x[b].tolist() for x in case), rows)
+    assert_consistent(*tree)
+
+
+def assert_consistent(ids, parents, depth, ancestors, scores):
+    """Ancestors and depth follow from the parents, and a parent comes before its children."""
+    batch, rows = ids.shape
+    assert ancestors.shape == (batch, rows, -(-rows // 64))
+    for b in range(batch):
+        for row, parent in enumerate(parents[b].tolist()):
+            assert parent < row
+            above = [ancestors_of(ancestors[b, parent]), depth[b, parent] + 1] if parent >= 0 else [set(), 0]
+            assert ancestors_of(ancestors[b, row]) == above[0] | {row}
+            assert depth[b, row] == above[1]
+        pads = scores[b] == -INFINITY
+        assert torch.equal(pads, (ids[b] < 0) & (parents[b] < 0))
+
+
+def ancestors_of(words):
+    return {64 * w + bit for w, word in enumerate(words.tolist()) for bit in range(64) if word >> bit & 1}
+
+
+@pytest.mark.parametrize("kind", ["apart", "ties", "tiny", "few"])
+def test_a_tree_is_what_sorting_all_prefixes_gives(kind, implementation):
+    for seed, (rows, depths, count) in enumerate([(2, 1, 1), (16, 15, 16), (13, 3, 2), (32, 4, 9), (40, 7, 5)]):
+        check(implementation.build_tree, draw_case(seed, 2, depths, count, kind), rows)
+
+
+def test_trees_of_128_rows_and_of_one_depth(kernels):
+    for shape in ((15, 32), (1, 128), (127, 2), (2, 4)):
+        for kind in ("apart", "ties"):
+            check(kernels.build_tree, draw_case(9, 1, *shape, kind), 128)
+
+
+def test_kernel_equals_twin(kernels):
+    for seed in range(4):
+        kind = ("apart", "ties", "tiny", "few")[seed]
+        case = draw_case(seed, 5, 7, 11, kind)
+        for rows in (1, 33, 65):
+            for have, want in zip(kernels.build_tree(*case, rows), reference.build_tree(*case, rows), strict=True):
+                assert torch.equal(have, want)
+
+
+def test_the_first_rows_are_the_tree_of_that_many_rows(kernels):
+    for kind in ("apart", "ties", "few"):
+        case = draw_case(3, 3, 15, 16, kind)
+        ids, parents, depth, ancestors, scores = kernels.build_tree(*case, 128)
+        for rows in (1, 5, 16, 64, 100):
+            words = -(-rows // 64)
+            wanted = ids[:, :rows], parents[:, :rows], depth[:, :rows], ancestors[:, :rows, :words], scores[:, :rows]
+            for have, want in zip(kernels.build_tree(*case, rows), wanted, strict=True):
+                assert torch.equal(have, want)
+
+
+def test_equal_scores_go_by_depth_then_id_then_parent(implementation):
+    anchor, certain = torch.tensor([7]), [0.0, 0.0]
+    ids = torch.tensor([[[5, 3], [9, 8], [6, 2]]])
+    tree = implementation.build_tree(anchor, ids, torch.tensor([[certain] * 3]), 9)
+    assert tree[0].tolist() == [[7, 3, 5, 8, 8, 9, 9, 2, 2]]
+    assert tree[1].tolist() == [[-1, 0, 0, 1, 2, 1, 2, 3, 4]]
+    assert tree[2].tolist() == [[0, 1, 1, 2, 2, 2, 2, 3, 3]]
+
+
+def test_siblings_that_rounding_makes_equal_go_by_id(implementation):
+    ids = torch.tensor([[[4, -1, -1], [9, 5, 7]]])
+    scores = torch.tensor([[[-100.0, -INFINITY, -INFINITY], [-1e-9, -2e-9, -3e-9]]])
+    tree = implementation.build_tree(torch.tensor([0]), ids, scores, 5)
+    assert tree[0].tolist() == [[0, 4, 5, 7, 9]]
+    assert tree[4].tolist() == [[0.0, -100.0, -100.0, -100.0, -100.0]]
+
+
+def test_a_depth_ends_at_a_negative_id_and_at_a_score_of_nan(implementation):
+    ids = torch.tensor([[[1, 2, 3, 4]], [[1, -1, 3, 4]]])
+    scores = torch.tensor([[[-1.0, -2.0, math.nan, -3.0]], [[-1.0, -2.0, -3.0, -4.0]]])
+    tree = implementation.build_tree(torch.tensor([8, 9]), ids, scores, 4)
+    assert tree[0].tolist() == [[8, 1, 2, -1], [9, 1, -1, -1]]
+    assert tree[2].tolist() == [[0, 1, 1, 0], [0, 1, 0, 0]]
+
+
+def test_sequences_do_not_meet(kernels):
+    anchor, ids, scores = draw_case(1, 6, 5, 8)
+    whole = kernels.build_tree(anchor, ids, scores, 20)
+    scores = scores.clone()
+    scores[::2] = math.nan
+    spoilt = kernels.build_tree(anchor, ids, scores, 20)
+    for before, after in zip(whole, spoilt, strict=True):
+        assert torch.equal(before[1::2], after[1::2])
+    assert (spoilt[0][::2, 1:] == -1).all()
+
+
+def test_views_and_empty_batches_are_taken(kernels):
+    anchor, ids, scores = draw_case(2, 4, 5, 8)
+    strided = [x.repeat_interleave(2, 0)[::2] for x in (anchor, ids, scores)]
+    for have, want in zip(kernels.build_tree(*strided, 12), kernels.build_tree(anchor, ids, scores, 12), strict=True):
+        assert torch.equal(have, want)
+    assert kernels.build_tree(anchor[:0], ids[:0], scores[:0], 70)[3].shape == (0, 70, 2)
+
+
+def test_opcheck():
+    torch.library.opcheck(torch.ops.dflash.build_tree.default, (*draw_case(0), 20))
+
+
+def test_runs_without_data():
+    case = draw_case(0)
+    real = [(x.shape, x.dtype, x.stride()) for x in ops.build_tree(*case, 70)]
+    with FakeTensorMode() as mode:
+        fake = [mode.from_tensor(x) for x in case]
+        for build in (ops.build_tree, reference.build_tree):
+            assert [(x.shape, x.dtype, x.stride()) for x in build(*fake, 70)] == real
+
+
+def test_bad_input_is_named():
+    anchor, ids, scores = draw_case(0)
+    with pytest.raises(ValueError, match=r"ids must be \[batch, depths, count\] with depths and count >= 1, got"):
+        ops.build_tree(anchor, ids[:, :0], scores, 4)
+    for rows in (0, 129):
+        with pytest.raises(ValueError, match=rf"build_tree: rows must be from 1 to 128, got {rows}"):
+            ops.build_tree(anchor, ids, scores, rows)
+    with pytest.raises(ValueError, match=r"anchor must be \[batch\] = \[4\], got \[3\]"):
+        ops.build_tree(anchor[:3], ids, scores, 4)
+    with pytest.raises(ValueError, match=r"scores must be \[batch, depths, count\] = \[4, 6, 9\], got \[4, 6, 8\]"):
+        ops.build_tree(anchor, ids, scores[..., :8], 4)
+    with pytest.raises(TypeError, match=r"scores must be torch.float32, got torch.float64"):
+        ops.build_tree(anchor, ids, scores.double(), 4)
+    with pytest.raises(TypeError, match=r"ids must be torch.int64, got torch.int32"):
+        ops.build_tree(anchor, ids.int(), scores, 4)

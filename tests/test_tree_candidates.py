@@ -1,0 +1,231 @@
+import math
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from dflash import ops
+from dflash.ops import reference
+
+pytestmark = pytest.mark.op
+
+INFINITY = math.inf
+MIXED = [0.0, 1.0, 0.7, 2.0, -1.0, 0.3]  # temperatures
+TOLERANCE = 2e-6  # of a score, relative to its size or to 1
+
+
+def draw_case(seed, vocab, batch=6, depths=3, scale=3.0, temperature=MIXED):
+    """Logits, positions, seeds and temperatures."""
+    g = torch.Generator().manual_seed(seed)
+    return (
+        torch.randn(batch, depths, vocab, generator=g) * scale,
+        torch.randint(2**40, (batch, depths), generator=g),
+        torch.randint(-(2**63), 2**63 - 1, (batch,), generator=g),
+        torch.tensor((temperature * batch)[:batch]),
+    )
+
+
+def exact_scores(logits, positions, seeds, temperature, noise_weight=0.1):
+    """Scores of all tokens in float64, from the definition: probabilities, mixed, and their log."""
+    z = logits.double()
+    plain = torch.softmax(z, -1)
+    noise = reference.gumbel_noise(seeds, positions, z.shape[-1]).double()
+    noisy = torch.softmax(z / temperature.double()[:, None, None] + noise, -1)
+    mixed = (1 - noise_weight) * plain + noise_weight * noisy
+    return torch.where(temperature[:, None, None] > 0, mixed, plain).log()
+
+
+def assert_best(ids, scores, exact, tolerance=TOLERANCE):
+    """The tokens and scores are the best by exact scores, up to rounding; ties go to the lower id."""
+    count = min(ids.shape[-1], exact.shape[-1])
+    best = exact.sort(dim=-1, descending=True, stable=True).values[..., :count]
+    dead = best == -INFINITY
+    assert torch.equal(ids[..., :count] < 0, dead)
+    assert torch.equal(scores[..., :count] == -INFINITY, dead)
+    assert (ids[..., count:] == -1).all()
+    assert (scores[..., count:] == -INFINITY).all()
+    live, ids, scores = ~dead, ids[..., :count], scores[..., :count]
+    room = tolerance * best.abs().clamp(min=1)
+    assert ((scores - best).abs() <= room)[live].all()  # the k-th score is the k-th best
+    assert ((scores - exact.gather(-1, ids.clamp(min=0))).abs() <= room)[live].all()  # and that of its token
+    assert (torch.where(live, ids, -1 - torch.arange(count)).sort(-1).values.diff() != 0).all()
+    assert (scores[..., :-1] >= scores[..., 1:]).all()
+    tied = (scores[..., :-1] == scores[..., 1:]) & live[..., 1:]
+    assert (ids[..., :-1] < ids[..., 1:])[tied].all()
+    assert (scores <= 0).all()
+
+
+@pytest.mark.parametrize("vocab", [1, 5, 63, 64, 65, 113, 512, 3001])
+def test_candidates_are_the_best_of_exact_scores(vocab, dtype, implementation):
+    for seed, count in enumerate((1, 16, 100) if vocab > 100 else (1, 4, 32)):
+        logits, *rest = draw_case(seed, vocab, depths=1 if vocab > 1000 else 3)
+        logits = logits.to(dtype)
+        assert_best(*implementation.tree_candidates(logits, *rest, count), exact_scores(logits, *rest))
+
+
+def test_candidates_of_a_full_vocabulary(kernels):
+    logits, *rest = draw_case(1, 151936, 2, 1, temperature=[1.0, 0.0])
+    for x in (logits, logits.bfloat16()):
+        assert_best(*kernels.tree_candidates(x, *rest, 32), exact_scores(x, *rest), 5e-6)
+
+
+def test_the_noise_weight_goes_from_the_draft_alone_to_the_noise_alone(implementation):
+    case = draw_case(4, 300)
+    for weight in (0.0, 0.5, 1.0):
+        ids, scores = implementation.tree_candidates(*case, 16, weight)
+        assert_best(ids, scores, exact_scores(*case, weight))
+    cold = implementation.tree_candidates(*case[:3], torch.zeros(6), 16)
+    for have, want in zip(implementation.tree_candidates(*case, 16, 0.0), cold, strict=True):
+        assert torch.equal(have, want)
+
+
+def test_with_the_noise_alone_the_first_candidate_is_the_sampled_token(kernels):
+    logits, positions, seeds, _ = draw_case(5, 400, 8)
+    ones = torch.ones(8)
+    ids, _ = kernels.tree_candidates(logits, positions, seeds, ones, 4, 1.0)
+    none = torch.zeros(8, dtype=torch.int64)
+    assert torch.equal(ids[..., 0], ops.select_tokens(logits, positions, seeds, ones, none, ones, ones * 0, ones))
+
+
+@pytest.mark.parametrize("scale", [1e-3, 30.0, 1000.0])
+def test_flat_and_peaked_logits(scale, implementation):
+    """Far below the best, probabilities are below the smallest float and their logarithms are not."""
+    logits, *rest = draw_case(6, 200, scale=scale)
+    ids, scores = implementation.tree_candidates(logits, *rest, 16)
+    z = logits.double()
+    plain = z.log_softmax(-1)
+    noise = reference.gumbel_noise(rest[1], rest[0], 200).double()
+    noisy = (z / rest[2].double()[:, None, None] + noise).log_softmax(-1)
+    mixed = torch.logaddexp(plain + math.log(0.9), noisy + math.log(0.1))
+    assert_best(ids, scores, torch.where(rest[2][:, None, None] > 0, mixed, plain))
+
+
+def test_equal_logits_give_the_lowest_ids(implementation):
+    _, *rest = draw_case(0, 1000, temperature=[0.0])
+    ids, scores = implementation.tree_candidates(torch.zeros(6, 3, 1000), *rest, 70)
+    assert torch.equal(ids, torch.arange(70).expand(6, 3, 70))
+    assert torch.allclose(scores, torch.tensor(-math.log(1000)))
+
+
+def test_the_best_tokens_may_lie_anywhere(kernels):
+    """All in one place, or far apart, or in rising or falling order."""
+    vocab = 2000
+    rising = torch.linspace(-20, 0, vocab)
+    comb = torch.where(torch.arange(vocab) % 64 == 7, rising + 5, rising - 9)
+    front = torch.where(torch.arange(vocab) < 40, 3.0, -3.0) + rising * 1e-3
+    logits = torch.stack([rising, rising.flip(0), comb, front])[:, None].contiguous()
+    _, positions, seeds, _ = draw_case(7, 10, 4, 1)
+    for temperature in (0.0, 1.0):
+        rest = positions, seeds, torch.full((4,), temperature)
+        for count in (3, 32, 128):
+            assert_best(*kernels.tree_candidates(logits, *rest, count), exact_scores(logits, *rest))
+
+
+def test_tokens_of_minus_infinity_are_left_out(implementation):
+    logits, *rest = draw_case(8, 150)
+    few = torch.rand(logits.shape, generator=torch.Generator().manual_seed(1)) < 0.05
+    logits = logits.masked_fill(~few, -INFINITY)
+    logits[0, 0] = -INFINITY
+    ids, scores = implementation.tree_candidates(logits, *rest, 16)
+    assert (ids[0, 0] == -1).all()
+    assert (scores[0, 0] == -INFINITY).all()
+    ids[0, 0], scores[0, 0], logits[0, 0] = ids[0, 1], scores[0, 1], logits[0, 1]
+    exact = exact_scores(logits, *rest)
+    exact[0, 0] = exact[0, 1]
+    assert_best(ids, scores, exact)
+
+
+def test_a_row_with_nan_has_no_candidates_and_no_other_row_changes(implementation):
+    logits, *rest = draw_case(9, 130)
+    ids, scores = implementation.tree_candidates(logits, *rest, 8)
+    spoilt = logits.clone()
+    spoilt[0, 1, 129] = spoilt[1, 0, 3] = spoilt[4, 2, 64] = math.nan
+    dead = spoilt.isnan().any(-1)
+    new_ids, new_scores = implementation.tree_candidates(spoilt, *rest, 8)
+    assert (new_ids[dead] == -1).all()
+    assert (new_scores[dead] == -INFINITY).all()
+    assert torch.equal(new_ids[~dead], ids[~dead])
+    assert torch.equal(new_scores[~dead], scores[~dead])
+
+
+def test_infinite_logits_share_the_probability(implementation):
+    logits, *rest = draw_case(10, 100, temperature=[0.0, 1.0])
+    logits[..., [90, 7]] = INFINITY
+    ids, scores = implementation.tree_candidates(logits, *rest, 4)
+    assert torch.equal(ids[..., :2].sort(-1).values, torch.tensor([7, 90]).expand(6, 3, 2))
+    assert (ids[..., 2:] == -1).all()
+    cold = scores[::2, :, :2]
+    assert torch.allclose(cold, torch.tensor(-math.log(2)))
+    assert (scores[1::2, :, :2].exp().sum(-1) - 1).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("temperature", [1e-30, 1e-3, 1e30, INFINITY])
+def test_extreme_temperatures(temperature, implementation):
+    logits, positions, seeds, _ = draw_case(11, 120)
+    hot = torch.full((6,), temperature)
+    ids, scores = implementation.tree_candidates(logits, positions, seeds, hot, 8)
+    finite = hot.clamp(max=3e38)
+    below = logits - logits.amax(-1, keepdim=True)
+    plain, noisy = logits.double().log_softmax(-1), below.double() / finite.double()[:, None, None]
+    noisy = (noisy + reference.gumbel_noise(seeds, positions, 120).double()).log_softmax(-1)
+    exact = torch.logaddexp(plain + math.log(0.9), noisy + math.log(0.1))
+    assert_best(ids, scores, exact)
+
+
+def test_temperatures_below_zero_and_nan_count_as_zero(implementation):
+    logits, positions, seeds, _ = draw_case(12, 90, 3)
+    odd = implementation.tree_candidates(logits, positions, seeds, torch.tensor([0.0, -2.0, math.nan]), 8)
+    zero = implementation.tree_candidates(logits, positions, seeds, torch.zeros(3), 8)
+    for have, want in zip(odd, zero, strict=True):
+        assert torch.equal(have, want)
+
+
+def test_a_row_does_not_depend_on_its_place(kernels):
+    case = draw_case(13, 700)
+    ids, scores = kernels.tree_candidates(*case, 16)
+    for b in range(6):
+        alone = kernels.tree_candidates(*(x[b : b + 1] for x in case), 16)
+        assert torch.equal(alone[0][0], ids[b])
+        assert torch.equal(alone[1][0], scores[b])
+
+
+def test_views_and_empty_batches_are_taken(kernels):
+    case = draw_case(14, 77)
+    strided = [x.repeat_interleave(2, 0)[::2] for x in case]
+    for have, want in zip(kernels.tree_candidates(*strided, 5), kernels.tree_candidates(*case, 5), strict=True):
+        assert torch.equal(have, want)
+    assert kernels.tree_candidates(*(x[:0] for x in case), 5)[0].shape == (0, 3, 5)
+
+
+def test_opcheck():
+    torch.library.opcheck(torch.ops.dflash.tree_candidates.default, (*draw_case(0, 50), 8, 0.1))
+
+
+def test_runs_without_data():
+    case = draw_case(0, 50)
+    real = [(x.shape, x.dtype, x.stride()) for x in ops.tree_candidates(*case, 60)]
+    with FakeTensorMode() as mode:
+        fake = [mode.from_tensor(x) for x in case]
+        for candidates in (ops.tree_candidates, reference.tree_candidates):
+            assert [(x.shape, x.dtype, x.stride()) for x in candidates(*fake, 60)] == real
+
+
+def test_bad_input_is_named():
+    logits, positions, seeds, temperature = draw_case(0, 50)
+    candidates = ops.tree_candidates
+    with pytest.raises(ValueError, match=r"logits must be \[batch, depths, vocab\] with vocab >= 1, got \[6, 3, 0\]"):
+        candidates(logits[..., :0], positions, seeds, temperature, 4)
+    for count in (0, 129):
+        with pytest.raises(ValueError, match=rf"tree_candidates: count must be from 1 to 128, got {count}"):
+            candidates(logits, positions, seeds, temperature, count)
+    for weight in (-0.1, 1.5, math.nan):
+        with pytest.raises(ValueError, match=rf"tree_candidates: noise_weight must be from 0 to 1, got {weight}"):
+            candidates(logits, positions, seeds, temperature, 4, weight)
+    with pytest.raises(ValueError, match=r"positions must be \[batch, depths\] = \[6, 3\], got \[6, 2\]"):
+        candidates(logits, positions[:, :2], seeds, temperature, 4)
+    with pytest.raises(ValueError, match=r"seeds must be \[batch\] = \[6\], got \[5\]"):
+        candidates(logits, positions, seeds[:5], temperature, 4)
+    with pytest.raises(TypeError, match=r"temperature must be torch.float32, got torch.float64"):
+        candidates(logits, positions, seeds, temperature.double(), 4)
+    with pytest.raises(TypeError, match=r"logits must be float32 or bfloat16 on CPU, got torch.float64"):
+        candidates(logits.double(), positions, seeds, temperature, 4)
