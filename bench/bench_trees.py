@@ -4,7 +4,7 @@
 
 The pair is the package's, or another in a folder with `target/`, `draft/` and `prompts.jsonl`. All prompts are answered
 in float32, prompt i with the seed 7 + i, up to --new tokens or the stop token. With --noise X the drafter is made
-worse: each parameter p gets X * p.std() * normal noise from a generator with the seed 0, in the order of the parameters.
+worse: each parameter p gets X * p.std() * normal noise, from a generator with the seed 0, in order of the parameters.
 Such a drafter accepts about as much as published ones do; the package's own accepts nearly all.
 
 Columns:
