@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from .call import Call, GenerateArguments, TargetDefaults, check_stream_arguments
 from .drafter import load_draft
-from .fit import check_block_size
+from .fit import check_block_size, check_tree
 from .generator import Generator
-from .options import GeneratorOptions
+from .options import GeneratorOptions, tree_rows
 from .outputs import GenerateOutput, StreamEvent
 from .target import WeightsFingerprint, check_target, structural_twin, text_config
 from .turns import Turns, turns_taken_here
@@ -189,6 +189,7 @@ class _CachedGenerator:
             self.generator.batch_size == len(call.prompts)
             and self.generator.max_length >= call.longest + call.max_new_tokens
             and self.block_size == block_size
+            and tree_rows(self.generator.tree) >= tree_rows(call.tree)
             and len(self.weights) == len(modules)
             and all(weights.matches(module) for weights, module in zip(self.weights, modules, strict=True))
         )
@@ -231,7 +232,8 @@ def _generator_for(target: nn.Module, draft: nn.Module | None, call: Call, block
     A call from inside a one-shot call gets a generator of its own, which is not kept.
     """
     global _cached
-    call.check_drafts(draft is not None and block_size != 1)
+    call.check_drafts(has_drafts := draft is not None and block_size != 1)
+    check_tree(target, call.tree, has_drafts, room=call.tree)
     cached = _cached  # another thread may release it meanwhile
     is_inside = _is_inside_a_call()
     if cached is not None and not is_inside and cached.serves(target, draft, block_size, call):
@@ -246,7 +248,7 @@ def _generator_for(target: nn.Module, draft: nn.Module | None, call: Call, block
     if positions is not None:
         capacity = min(capacity, positions)
     own = structural_twin(loaded) if loaded is not None and loaded is draft else loaded
-    options = GeneratorOptions(capacity, len(call.prompts), block_size, reuse_prefix=False)
+    options = GeneratorOptions(capacity, len(call.prompts), block_size, reuse_prefix=False, tree=call.tree)
     generator = Generator.of_checked(target, own, options)
     _our_turns.add(generator.turns)
     if not is_inside:

@@ -10,6 +10,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
+from .options import TreeSize, check_tree_call, checked_tree
 from .sampling import RuleArguments, RuleSettings, Sampling, SamplingArguments, integer, integer_from, is_list
 from .streaming import StopCriterion, Streamer, Tokenizer, check_streamer
 from .target import embedding_table, generation_defaults, stop_string_criterion
@@ -23,8 +24,8 @@ class GenerateArguments(RuleArguments, total=False):
     """The keyword arguments of ``generate`` and ``stream``, for one-shot calls and for a Generator.
 
     An argument that is left out or None follows the target's ``generation_config``; what is unset there too is off
-    (transformers' own ``generate`` would then sample with top_k = 50). Only draft_sharpness, acceptance and
-    denoise_steps have defaults of their own and do not take None. The logit rules of `RuleArguments` are
+    (transformers' own ``generate`` would then sample with top_k = 50). Only draft_sharpness, acceptance, denoise_steps
+    and tree have defaults of their own, and only the last takes None. The logit rules of `RuleArguments` are
     arguments too: repetition_penalty, presence_penalty, frequency_penalty, no_repeat_ngram_size, logit_bias,
     bad_words_ids, suppress_tokens, begin_suppress_tokens, forced_bos_token_id, forced_eos_token_id, min_length,
     min_new_tokens, logits_processor, stopping_criteria. They are applied as transformers applies them to the row alone:
@@ -58,6 +59,11 @@ class GenerateArguments(RuleArguments, total=False):
         denoise_steps: passes of the drafter over a block, at least 1, by default the Generator's own (1 in one-shot
             calls). Each further pass keeps the tokens that the one before was most sure of and drafts the others again
             (`dflash.proposers.denoise`). Changes the speed, never the text.
+        tree: rows that a step verifies, the anchor included, 2 to 128: the most probable prefixes instead of one chain
+            (`dflash.proposers.TreeProposer`). ``"auto"`` chooses 16, 32, 64 or 128 before each step, by what the
+            drafter expects of them and what they cost on this device. None is a chain; by default the Generator's own
+            (None in one-shot calls). A tree needs a drafter, a target without recurrent layers, ``denoise_steps=1``
+            and ``acceptance="keyed"``, and has no draft_sharpness. Changes the speed, never the text.
     """
 
     attention_mask: Tensor | None
@@ -75,6 +81,7 @@ class GenerateArguments(RuleArguments, total=False):
     streamer: Streamer | None
     num_return_sequences: int | None
     denoise_steps: int
+    tree: TreeSize
 
 
 @dataclass(frozen=True)
@@ -116,6 +123,7 @@ class Call:
         streamer: one of transformers, or None.
         acceptance: ``"keyed"`` or ``"rejection"``.
         denoise_steps: passes of the drafter over each block.
+        tree: rows of a tree, ``"auto"``, or None for chains.
     """
 
     ids: Tensor
@@ -131,6 +139,7 @@ class Call:
     streamer: Streamer | None
     acceptance: str
     denoise_steps: int
+    tree: TreeSize
 
     @property
     def longest(self) -> int:
@@ -139,7 +148,13 @@ class Call:
 
     @classmethod
     def resolve(
-        cls, target: TargetDefaults, ids: Tensor, arguments: GenerateArguments, *, denoise_steps: int = 1
+        cls,
+        target: TargetDefaults,
+        ids: Tensor,
+        arguments: GenerateArguments,
+        *,
+        denoise_steps: int = 1,
+        tree: TreeSize = None,
     ) -> Call:
         """Check every argument that can be checked without a drafter, and fill in the defaults; nothing is run.
 
@@ -148,6 +163,7 @@ class Call:
             ids: ``[batch, length]`` int64 or int32.
             arguments: see `GenerateArguments`.
             denoise_steps: the default for the argument of that name.
+            tree: likewise.
 
         Raises:
             ValueError: an argument is out of range, or two contradict each other.
@@ -173,6 +189,8 @@ class Call:
         Sampling.create(rows).set_(rows, sampling, seed=seed)  # raises on what is wrong
         steps = integer_from(1, "denoise_steps", arguments.get("denoise_steps", denoise_steps))
         acceptance = _acceptance(arguments, steps, sampling, rules)
+        tree = checked_tree(arguments.get("tree", tree))
+        check_tree_call(tree, steps, acceptance, sampling.draft_sharpness)
         streamer = arguments.get("streamer")
         if streamer is not None:
             check_streamer(streamer, rows)
@@ -193,6 +211,7 @@ class Call:
             streamer=streamer,
             acceptance=acceptance,
             denoise_steps=steps,
+            tree=tree,
         )
 
     def decisive(self) -> tuple[object, ...]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from torch import nn
 
 from .drafter import DraftConfig, Drafter
+from .options import TreeSize, tree_rows
 from .sampling import integer_from
-from .target import embedding_table, refusal_of_weights, text_config
+from .target import embedding_table, has_recurrent_layers, refusal_of_weights, text_config
 
-__all__ = ["check_block_size", "check_config", "check_fit"]
+__all__ = ["check_block_size", "check_config", "check_fit", "check_tree"]
 
 
 def check_fit(target: nn.Module, draft: Drafter) -> None:
@@ -55,3 +56,21 @@ def check_block_size(target: nn.Module, draft: Drafter | None, block_size: int |
     if trained is not None and rows > trained:
         raise ValueError(f"block_size must be at most the drafter's own, {trained}, got {rows}")
     return rows
+
+
+def check_tree(target: nn.Module, tree: TreeSize, has_drafts: bool, room: TreeSize) -> None:
+    """Raise ValueError if trees cannot be drafted, or not be verified by a generator with this ``room``."""
+    if tree is None:
+        return
+    if not has_drafts:
+        raise ValueError(f"tree={tree!r} needs a drafter to grow from, got draft=None or block_size=1: pass tree=None")
+    if has_recurrent_layers(target):
+        raise ValueError(
+            f"tree={tree!r} needs a target whose layers are all attention, {type(target).__name__} has recurrent "
+            "layers: these take chains only, pass tree=None"
+        )
+    if tree_rows(tree) > tree_rows(room):
+        raise ValueError(
+            f"tree={tree!r} takes up to {tree_rows(tree)} rows, this generator was made with tree={room!r}: make one "
+            f"with tree={tree!r}"
+        )

@@ -28,8 +28,8 @@ from .engine import (
     host_step,
     step,
 )
-from .fit import check_block_size
-from .options import GeneratorOptions
+from .fit import check_block_size, check_tree
+from .options import GeneratorOptions, tree_rows
 from .outputs import GenerateOutput, StreamEvent
 from .streaming import BatchDecoder
 from .target import Target, ValuesFingerprint, WeightsFingerprint, check_target, first_hook, functions_of, snapshot
@@ -63,6 +63,8 @@ class Generator:
         block_size: rows that a step verifies, 1 to the drafter's own block size (the default); 1 without a drafter.
         denoise_steps: passes of the drafter over each block, where a call does not say
             (`dflash.call.GenerateArguments`).
+        tree: the most rows of a draft tree, or ``"auto"``; also what a call verifies that does not say. None for
+            chains only.
         compile: run the step through ``torch.compile(fullgraph=True)``, one graph per combination of rules and ways to
             accept; the first step of each takes long. Hooks added to the drafter later are not seen. On a GPU only the
             target's part of the step is compiled, inside the CUDA graph.
@@ -100,6 +102,7 @@ class Generator:
         batch_size: int = 1,
         block_size: int | None = None,
         denoise_steps: int = 1,
+        tree: int | Literal["auto"] | None = None,
         compile: bool = False,
         graph: bool | Literal["auto"] = "auto",
         fused: bool | Literal["auto"] = "auto",
@@ -107,7 +110,8 @@ class Generator:
         reuse_prefix: bool = True,
     ) -> None:
         options = GeneratorOptions(
-            *(max_length, batch_size, block_size, denoise_steps, compile, graph, fused, prefill_chunk, reuse_prefix)
+            *(max_length, batch_size, block_size, denoise_steps, compile, graph, fused, prefill_chunk, reuse_prefix),
+            tree=tree,
         )
         self._build(check_target(target), draft, options)
 
@@ -129,12 +133,15 @@ class Generator:
         self.graph, self.fused, self.reuse_prefix = options.graph, options.fused, options.reuse_prefix
         # 2. The pair: the target's twin, and the engine with its state.
         self.draft: Drafter | None = draft if self.block_size > 1 else None
+        self.tree = options.tree
+        check_tree(target, self.tree, self.draft is not None, room=self.tree)
         self.engine = Engine(
             self._twin(target),
             self.draft,
             batch_size=self.batch_size,
             max_length=self.max_length,
             block_size=self.block_size,
+            tree_rows=tree_rows(self.tree),
         )
         # 3. What launches the steps. The step after the last may still be running when the generator is freed; the
         # memory that it writes must not be another's by then.
@@ -254,8 +261,9 @@ class Generator:
 
     def _resolve(self, ids: Tensor, arguments: GenerateArguments) -> Call:
         """Check a call against the target and this generator's sizes."""
-        call = Call.resolve(self._defaults, ids, arguments, denoise_steps=self.denoise_steps)
+        call = Call.resolve(self._defaults, ids, arguments, denoise_steps=self.denoise_steps, tree=self.tree)
         call.check_drafts(self.draft is not None)
+        check_tree(self.engine.target.model, call.tree, self.draft is not None, room=self.tree)
         batch, longest = len(call.prompts), call.longest
         if batch > self.batch_size:
             raise ValueError(f"ids has {batch} rows, this generator was made for {self.batch_size}")
@@ -342,10 +350,10 @@ class Generator:
     def _launch(self, call: Call) -> Launch:
         obstacle, must_capture = self._graph_obstacle(call), self.graph is True
         if not call.rules.run_on_host:
-            return Launch(self.runner, self.step, obstacle, must_capture=must_capture)
+            return Launch(self.runner, self.step, self.step, obstacle, must_capture=must_capture)
         # Python rules wait for the step anyway, and must not be asked about one that will not count.
         on_host = functools.partial(host_step, self.engine)
-        return Launch(self.runner, on_host, obstacle, waits=True, must_capture=must_capture)
+        return Launch(self.runner, on_host, self.step, obstacle, waits=True, must_capture=must_capture)
 
     def _end_run(self) -> None:
         if self._run is not None:
@@ -387,14 +395,4 @@ class Generator:
 
     def _graph_obstacle(self, call: Call) -> str:
         """Return why the steps of a call must not be captured; empty if they may."""
-        if self.graph is False:
-            return "graph=False was asked for"
-        if self.engine.target.ranks.count > 1:
-            return "the target is spread over several processes"
-        if call.rules.run_on_host:
-            return "logits_processor and stopping_criteria run on the host"
-        if self._hook:
-            return f"a graph would not call the target's hook on {self._hook}"
-        if self.draft is not None and (hook := first_hook(self.draft)):
-            return f"a graph would not call the drafter's hook on {hook}"
-        return ""
+        return "graph=False was asked for" if self.graph is False else self.engine.graph_obstacle(call, self._hook)

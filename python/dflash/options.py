@@ -7,10 +7,14 @@ from typing import Literal
 
 from torch import nn
 
-from .sampling import integer_from
+from .ops import MAX_TREE_ROWS
+from .sampling import integer, integer_from
 from .target import embedding_table, ranks_in, text_config
 
-__all__ = ["GeneratorOptions"]
+__all__ = ["GeneratorOptions", "TreeSize", "check_tree_call", "checked_tree", "tree_rows"]
+
+TreeSize = int | Literal["auto"] | None
+"""Rows of a draft tree, "auto" to choose them as a call proceeds, or None for chains."""
 
 
 @dataclass(frozen=True)
@@ -26,12 +30,14 @@ class GeneratorOptions:
     fused: bool | Literal["auto"] = "auto"
     prefill_chunk: int = 512
     reuse_prefix: bool = True
+    tree: TreeSize = None
 
     def check(self, target: nn.Module) -> None:
         """Raise ValueError or TypeError for a value that is wrong, or that does not suit the target."""
         lowest = {"max_length": 2, "batch_size": 1, "denoise_steps": 1, "prefill_chunk": 1}
         for name, low in lowest.items():
             integer_from(low, name, getattr(self, name))
+        check_tree_call(checked_tree(self.tree), self.denoise_steps)
         positions = getattr(text_config(target), "max_position_embeddings", None)
         if positions is not None and self.max_length > positions:
             raise ValueError(f"max_length {self.max_length} is past the target's max_position_embeddings, {positions}")
@@ -44,3 +50,43 @@ class GeneratorOptions:
         device = embedding_table(target).device
         if self.graph is True and device.type != "cuda":
             raise ValueError(f"graph=True needs a target on a GPU, this one is on {device}")
+
+
+def checked_tree(tree: object) -> TreeSize:
+    """Return the argument ``tree``; raise ValueError or TypeError if it is wrong."""
+    wanted = f'tree must be a number of rows in 2 .. {MAX_TREE_ROWS}, "auto" or None, got {tree!r}'
+    if tree is None:
+        return None
+    if isinstance(tree, str):
+        if tree != "auto":
+            raise ValueError(wanted)
+        return "auto"
+    try:
+        rows = integer("tree", tree)
+    except TypeError:
+        raise TypeError(wanted) from None
+    if not 2 <= rows <= MAX_TREE_ROWS:
+        raise ValueError(wanted)
+    return rows
+
+
+def tree_rows(tree: TreeSize) -> int:
+    """Return the most rows of a tree of this size; 0 for chains."""
+    if tree is None:
+        return 0
+    return MAX_TREE_ROWS if tree == "auto" else tree
+
+
+def check_tree_call(
+    tree: TreeSize, denoise_steps: int, acceptance: str = "keyed", draft_sharpness: float | str = "auto"
+) -> None:
+    """Raise ValueError if a call asks for trees and for what only chains can do."""
+    reason = ""
+    if acceptance == "rejection":
+        reason = 'acceptance="rejection": a tree\'s drafts are not drawn from the drafter, and tokens would be biased'
+    elif denoise_steps > 1:
+        reason = f"denoise_steps={denoise_steps}: a tree grows from one pass of the drafter"
+    elif draft_sharpness != "auto":
+        reason = f"draft_sharpness={draft_sharpness!r}: a tree holds the drafter's best tokens, and none is drawn"
+    if tree is not None and reason:
+        raise ValueError(f"tree={tree!r} cannot be combined with {reason}. Leave one of them out")

@@ -16,12 +16,13 @@ class Statistics:
     Attributes:
         acceptance_lengths: per row, the tokens that each step emitted, bonus token counted (1 .. block_size). The first
             new token of a row comes from the prompt's forward pass and belongs to no step.
-        block_size: rows that each step verified.
+        block_size: the most tokens of a step.
         num_new_tokens: per row, tokens emitted.
         time_to_first_token: seconds from the call to the first token of every row.
         seconds: seconds from the call to the last token; in a running call, to now.
         num_prefilled_tokens: per row, prompt tokens that were run; the others were still in the caches of the call
             before (see `dflash.Generator`).
+        rows: per step, the rows per prompt that the target verified: ``block_size``, or those of a tree.
     """
 
     acceptance_lengths: list[list[int]]
@@ -30,6 +31,7 @@ class Statistics:
     time_to_first_token: float
     seconds: float
     num_prefilled_tokens: list[int] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
 
     @property
     def acceptance_length(self) -> float:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -31,6 +32,7 @@ class Progress:
         done: per row, RUNNING, STOPPED, FULL or INVALID.
         acceptance_lengths: per row, the tokens that each step emitted.
         num_prefilled_tokens: per row, prompt tokens that were run.
+        rows: per step, the rows that it verified.
         time_to_first_token: seconds.
         new_ids: per row, the ids that the last report added; empty where the call does not read ids.
         accepted: per row, how many of them were drafts.
@@ -41,18 +43,19 @@ class Progress:
     done: list[int]
     acceptance_lengths: list[list[int]]
     num_prefilled_tokens: list[int] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
     time_to_first_token: float = 0.0
     new_ids: list[list[int]] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     closed: set[int] = field(default_factory=set)
 
-    def record(self, reports: Sequence[RowReport], *, reads_ids: bool) -> None:
-        """Add what a step reported.
+    def record(self, reports: Sequence[RowReport], *, reads_ids: bool) -> list[int]:
+        """Add what a step reported; return the tokens that it emitted per row.
 
         Raises:
             RuntimeError: a row that was running neither moved nor ended, so that the loop would not either.
         """
-        self.new_ids, self.accepted = [], []
+        self.new_ids, self.accepted, counts = [], [], []
         for row, report in enumerate(reports):
             emitted = 0
             if row not in self.closed:
@@ -62,11 +65,13 @@ class Progress:
                 elif self.done[row] == report.done == RUNNING:
                     raise RuntimeError(f"a step did nothing for row {row}, which is running: was it launched at all?")
                 self.length[row], self.done[row] = report.length, report.done
+            counts.append(emitted)
             if reads_ids:
                 new = report.choices[:emitted]
                 matches = [token == draft for token, draft in zip(new, report.drafts, strict=False)]
                 self.new_ids.append(new)
                 self.accepted.append((*matches, False).index(False))
+        return counts
 
     def close(self, row: int, count: int) -> None:
         """End ``row`` after the first ``count`` of its new ids."""
@@ -99,7 +104,8 @@ class Progress:
         """Return what was measured up to now, ``seconds`` after the call began."""
         steps = [list(row) for row in self.acceptance_lengths[: len(call.prompts)]]
         counts = [self.length[row] + 1 - len(prompt) for row, prompt in enumerate(call.prompts)]
-        return Statistics(steps, block_size, counts, self.time_to_first_token, seconds, self.num_prefilled_tokens)
+        prefilled, rows = self.num_prefilled_tokens, list(self.rows)
+        return Statistics(steps, block_size, counts, self.time_to_first_token, seconds, prefilled, rows)
 
     @property
     def finished(self) -> bool:
@@ -114,6 +120,7 @@ class Launch:
     Attributes:
         runner: launches them.
         step: one step.
+        device_step: one step that decides on the device.
         obstacle: why they must not be captured; empty if they may.
         waits: True if the host waits for each step before it launches the next.
         must_capture: raise if a step is not captured.
@@ -121,9 +128,15 @@ class Launch:
 
     runner: Direct | Replay
     step: Callable[[], None]
+    device_step: Callable[[], None]
     obstacle: str = ""
     waits: bool = False
     must_capture: bool = False
+
+    def wait_for_one(self, kind: Hashable) -> None:
+        """Take a step on the device, whoever decides on the host, and wait for its end."""
+        self.runner.launch(self.device_step, kind, self.obstacle)
+        self.runner.read()
 
 
 class Run:
@@ -180,25 +193,30 @@ class Run:
 
         Where the host reads late, the step after the last is launched too: it finds every row done and changes nothing.
         """
-        runner, kind = launch.runner, self.engine.kind
-        ahead, unread = 0 if launch.waits else runner.ahead, 0
+        engine, runner, launched = self.engine, launch.runner, collections.deque()
+        ahead = 0 if launch.waits else runner.ahead
+        if not progress.finished:
+            engine.measure_costs(lambda: launch.wait_for_one(engine.kind))
         while not progress.finished:
             if self.ended:
                 raise RuntimeError("this stream has ended: its generator was reset, or has started another call")
             self.consistent = False
-            runner.launch(launch.step, kind, launch.obstacle)
+            engine.choose_rows()
+            runner.launch(launch.step, engine.kind, launch.obstacle)
             if launch.must_capture and runner.reason:
                 raise RuntimeError(f"graph=True cannot be followed: {runner.reason}")
-            unread += 1
-            if unread <= ahead:
+            launched.append(engine.rows)
+            if len(launched) <= ahead:
                 continue
-            reports = self.engine.state.report.read(runner.read())
-            unread -= 1
+            reports = engine.state.report.read(runner.read())
             try:
-                progress.record(reports, reads_ids=self.reads_ids)
+                emitted = progress.record(reports, reads_ids=self.reads_ids)
             except RuntimeError:
                 runner.clear()  # a graph that does nothing would do so again
                 raise
+            progress.rows.append(launched.popleft())
+            if engine.budget is not None:
+                engine.budget.observe(progress.rows[-1], emitted, reports)
             self._end_at_stop_strings(progress)
             progress.check_finite(1)
             self.consistent = True

@@ -10,6 +10,7 @@ The invariant between steps, per row, with ``s = length``:
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ from torch import Tensor
 from .. import ops
 from ..cache import KVCache
 from ..drafter import Drafter
-from ..proposers import Block
+from ..proposers import TREE_SIZES, Block
 from ..sampling import Sampling
 from ..target import Target
 
@@ -30,6 +31,7 @@ RUNNING, STOPPED, FULL, INVALID = ops.ROW_STATES
 
 _NO_TOKEN = -2  # pads the stop list: no token and no placeholder has this id
 _STOP_SLOTS = 8
+_SCALE = 2**20  # of the real numbers in a report
 
 
 class RowReport(NamedTuple):
@@ -38,39 +40,55 @@ class RowReport(NamedTuple):
     Attributes:
         length: index of the last emitted token.
         done: RUNNING, STOPPED, FULL or INVALID.
-        choices: the target's choices after each row of the block.
-        drafts: the proposals of the block; -1 for none.
+        choices: the target's choices after the rows of a chain, or along the accepted path of a tree.
+        drafts: the proposals at the same places; -1 for none.
+        expected: of a tree, the tokens that the drafter expects a step to emit at each size in `TREE_SIZES`.
     """
 
     length: int
     done: int
     choices: list[int]
     drafts: list[int]
+    expected: list[float]
 
 
 class Report:
-    """One int64 tensor ``[batch, 2 + 2 * rows]`` that a step writes and the host reads, both in this class.
+    """One int64 tensor that a step writes and the host reads, both in this class.
+
+    Its columns: ``length``, ``done``, ``rows`` choices, ``rows`` ids of the block, then what a tree expects.
 
     Args:
         batch: rows of the batch.
-        rows: rows of a block.
+        rows: rows of a chain.
+        sizes: sizes that a tree is told about; 0 where only chains are proposed.
         device: of the tensor.
     """
 
-    def __init__(self, batch: int, rows: int, device: torch.device) -> None:
-        self.tensor = torch.zeros(batch, 2 + 2 * rows, dtype=torch.int64, device=device)
+    def __init__(self, batch: int, rows: int, sizes: int, device: torch.device) -> None:
+        self.tensor = torch.zeros(batch, 2 + 2 * rows + sizes, dtype=torch.int64, device=device)
+        self._rows, self._nothing = rows, self.tensor.new_zeros(batch, sizes)
 
-    def write_(self, length: Tensor, done: Tensor, choices: Tensor, block: Tensor) -> None:
-        """Pack ``length``, ``done`` (``[batch]``), ``choices`` and ``block`` (``[batch, rows]``)."""
-        torch.cat([length[:, None], done[:, None], choices, block], 1, out=self.tensor)
+    def write_(
+        self, length: Tensor, done: Tensor, choices: Tensor, block: Tensor, expected: Tensor | None = None
+    ) -> None:
+        """Pack ``length``, ``done`` (``[batch]``), ``choices`` and ``block`` (``[batch, rows]``).
 
-    @staticmethod
-    def read(values: list[list[int]]) -> list[RowReport]:
+        Args:
+            length: as in `State`, as is ``done``.
+            done: see there.
+            choices: as in `RowReport`.
+            block: the anchor, then the proposals for the first ``rows - 1`` choices.
+            expected: ``[batch, sizes]`` float32; None for a chain.
+        """
+        tail = self._nothing if expected is None else (expected * _SCALE).long()
+        torch.cat([length[:, None], done[:, None], choices, block, tail], 1, out=self.tensor)
+
+    def read(self, values: list[list[int]]) -> list[RowReport]:
         """Unpack the tensor's values, a list per row."""
-        reports = []
-        for length, done, *ids in values:
-            rows = len(ids) // 2
-            reports.append(RowReport(length, done, ids[:rows], ids[rows + 1 :]))
+        reports, rows = [], self._rows
+        for length, done, *rest in values:
+            expected = [value / _SCALE for value in rest[2 * rows :]]
+            reports.append(RowReport(length, done, rest[:rows], rest[rows + 1 : 2 * rows], expected))
         return reports
 
 
@@ -88,7 +106,10 @@ class State:
         stop_token_ids: ``[slots]`` int64, padded with an id that no token has.
         block: ``[batch, rows]`` int64, the anchor and the proposals of the last step.
         offsets: ``[rows]`` int64: 1, 2, ...
-        context: ``[batch, rows, taps * hidden]``, the target's features of the last block; 0 columns without a drafter.
+        context: ``[batch, rows, taps * hidden]``, the target's features of the last chain, or of the path that was
+            accepted of the last tree; 0 columns without a drafter.
+        tree_features: ``[batch * tree_rows * taps * hidden]``, the target's features of the last tree.
+        tree_path: ``[batch * rows]`` int64, the path that was accepted of the last tree.
         sampling: how each row samples.
         target_cache: of the target.
         draft_cache: of the drafter; None without one.
@@ -105,15 +126,28 @@ class State:
     block: Tensor
     offsets: Tensor
     context: Tensor
+    tree_features: Tensor
+    tree_path: Tensor
     sampling: Sampling
     target_cache: KVCache
     draft_cache: KVCache | None
     report: Report
 
     @classmethod
-    def create(cls, target: Target, draft: Drafter | None, batch: int, max_length: int, block_size: int) -> State:
-        """Return the state of ``batch`` rows of ``max_length`` tokens; every row is done."""
-        device, capacity = target.device, max_length + block_size  # the last block may look past the end
+    def create(
+        cls, target: Target, draft: Drafter | None, batch: int, max_length: int, block_size: int, tree_rows: int = 0
+    ) -> State:
+        """Return the state of ``batch`` rows of ``max_length`` tokens; every row is done.
+
+        Args:
+            target: the target.
+            draft: the drafter, or None.
+            batch: rows of the batch.
+            max_length: tokens that a row may hold.
+            block_size: rows of a chain.
+            tree_rows: the most rows of a tree; 0 for chains only.
+        """
+        device, capacity = target.device, max_length + max(block_size, tree_rows)  # a block may look past the end
 
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int64, device=device)
@@ -130,10 +164,12 @@ class State:
             block=zeros(batch, block_size),
             offsets=torch.arange(1, block_size + 1, device=device),
             context=torch.zeros(batch, block_size, width, dtype=target.dtype, device=device),
+            tree_features=torch.zeros(batch * tree_rows * width, dtype=target.dtype, device=device),
+            tree_path=zeros(batch * block_size),
             sampling=Sampling.create(batch, device),
             target_cache=target.new_cache(batch, capacity, block_size),
             draft_cache=None if draft is None else draft.new_cache(batch, capacity),
-            report=Report(batch, block_size, device),
+            report=Report(batch, block_size, len(TREE_SIZES) if tree_rows else 0, device),
         )
 
     @property
@@ -151,6 +187,16 @@ class State:
             return self.positions(block.ids.shape[1])
         return (self.length + 1)[:, None] + block.tree.depth
 
+    def features(self, block: Block) -> Tensor:
+        """Return ``[batch, rows, taps * hidden]``, where the target's features of a block's rows are written."""
+        if block.tree is None:
+            return self.context
+        return _leading(self.tree_features, *block.ids.shape, self.context.shape[2])
+
+    def path(self, block: Block) -> Tensor:
+        """Return ``[batch, path_rows]`` int64, where the accepted path of a tree is written."""
+        return _leading(self.tree_path, len(block.ids), min(block.ids.shape[1], self.context.shape[1]))
+
     def set_stop_token_ids(self, ids: list[int]) -> None:
         """Write the ids that end a row; a list that is longer than ever before moves the tensor."""
         if len(ids) > len(self.stop_token_ids):
@@ -159,3 +205,8 @@ class State:
         self.stop_token_ids.fill_(_NO_TOKEN)
         if ids:
             self.stop_token_ids[: len(ids)] = torch.tensor(ids, dtype=torch.int64, device=self.stop_token_ids.device)
+
+
+def _leading(buffer: Tensor, *shape: int) -> Tensor:
+    """Return the first numbers of a buffer in this shape: contiguous whatever the shape."""
+    return buffer[: math.prod(shape)].view(shape)

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 from torch import Tensor
 
-from .. import ops
 from ..call import Call
 from ..drafter import Drafter
-from ..proposers import Block, ChainProposer, PaddingProposer, Proposer, ProposerSettings
+from ..options import tree_rows
+from ..proposers import Block, ChainProposer, PaddingProposer, Proposer, ProposerSettings, TreeProposer
 from ..sampling import HostRules, KeyedAcceptance, LogitRules, RejectionAcceptance, RuleSettings
-from ..target import Target
+from ..target import Target, first_hook
+from .budget import Budget, measured_costs
+from .commit import emit_, report_
 from .runner import with_own_code
-from .state import STOPPED, State
+from .state import FULL, STOPPED, State
 
 __all__ = ["Engine", "step"]
 
@@ -47,11 +49,16 @@ class Engine:
         draft: the drafter; None decodes one token per step.
         batch_size: rows of the batch.
         max_length: tokens that a row may hold.
-        block_size: rows that a step verifies.
+        block_size: rows of a chain; a tree is one less deep.
+        tree_rows: the most rows of a tree; 0 for chains only.
 
     Attributes:
         state: see `State`.
-        proposer: drafts the blocks.
+        chain: drafts chains.
+        tree: drafts trees; None without room for them.
+        proposer: the one of the call.
+        budget: chooses the rows of a tree as the call proceeds; None for a chain or a fixed tree.
+        costs: by size, the seconds of a step with a tree; empty until they are measured.
         rules: the logit rules of the call.
         host_rules: Python processors and criteria of the call; None for none.
         acceptance: chooses the target's tokens.
@@ -60,16 +67,28 @@ class Engine:
     """
 
     def __init__(
-        self, target: Target, draft: Drafter | None, *, batch_size: int, max_length: int, block_size: int
+        self,
+        target: Target,
+        draft: Drafter | None,
+        *,
+        batch_size: int,
+        max_length: int,
+        block_size: int,
+        tree_rows: int = 0,
     ) -> None:
         self.target, self.draft, self.compile_target = target, draft, False
         self.batch_size, self.block_size = batch_size, block_size
-        self.state = State.create(target, draft, batch_size, max_length, block_size)
-        self.proposer: Proposer
+        self.state = State.create(target, draft, batch_size, max_length, block_size, tree_rows)
+        self.chain: Proposer
+        self.tree: TreeProposer | None = None
         if draft is None:
-            self.proposer = PaddingProposer(batch_size, block_size, target.device)
+            self.chain = PaddingProposer(batch_size, block_size, target.device)
         else:
-            self.proposer = ChainProposer(draft, target, batch_size, block_size)
+            self.chain = ChainProposer(draft, target, batch_size, block_size)
+            self.tree = TreeProposer(draft, target, batch_size, block_size) if tree_rows else None
+        self.proposer = self.chain
+        self.budget: Budget | None = None
+        self.costs: dict[int, float] = {}
         self.vocab_size = target.embedding_weight.shape[0]
         self.keyed = KeyedAcceptance(batch_size, target.device)
         self.acceptance: KeyedAcceptance | RejectionAcceptance = self.keyed
@@ -83,7 +102,9 @@ class Engine:
         self.target = target
         if self.compile_target:
             target.compiled_forward = torch.compile(with_own_code(target.forward), dynamic=False)
-        self.proposer.retarget(target)
+        self.chain.retarget(target)
+        if self.tree is not None:
+            self.tree.retarget(target)
 
     def refresh(self) -> None:
         """Notice weights whose storage was replaced; called once per call, outside of the step."""
@@ -111,8 +132,66 @@ class Engine:
         rejects = samples and call.acceptance == "rejection"
         self.acceptance = self._rejection_acceptance() if rejects else self.keyed
         rejection = self._rejection if rejects else None
-        adapts = samples and not rejects and call.sampling.draft_sharpness == "auto"
-        self.proposer.configure(ProposerSettings(self.rules, rejection, adapts, call.denoise_steps))
+        if call.tree is None:
+            self.proposer = self.chain
+            adapts = samples and not rejects and call.sampling.draft_sharpness == "auto"
+        else:
+            self.proposer, adapts = self.tree, call.tree == "auto"
+        rows = tree_rows(call.tree)
+        settings = ProposerSettings(self.rules, rejection, adapts, call.denoise_steps, samples, rows)
+        self.proposer.configure(settings)
+        self.budget = Budget(self.costs) if call.tree == "auto" else None
+
+    def graph_obstacle(self, call: Call, hook: str) -> str:
+        """Return why a call's steps must not be captured; empty if they may. ``hook`` names one of the target's."""
+        if self.target.ranks.count > 1:
+            return "the target is spread over several processes"
+        if call.rules.run_on_host:
+            return "logits_processor and stopping_criteria run on the host"
+        if hook:
+            return f"a graph would not call the target's hook on {hook}"
+        if self.draft is not None and (hook := first_hook(self.draft)):
+            return f"a graph would not call the drafter's hook on {hook}"
+        return ""
+
+    @property
+    def rows(self) -> int:
+        """Rows that the next step verifies."""
+        return self.tree.rows if self.proposer is self.tree else self.block_size
+
+    def choose_rows(self) -> None:
+        """Set the rows of the next step, if the call leaves them to us."""
+        if self.budget is not None:
+            self.tree.rows = int(self._agreed(self.budget.choose()))
+
+    def measure_costs(self, launch: Callable[[], None]) -> None:
+        """Measure what trees of each size cost, once per engine, with steps that change nothing.
+
+        Args:
+            launch: takes a step and waits for its end.
+        """
+        if self.budget is None:
+            return
+        if not self.costs:
+            # Steps of rows that are done leave everything as it is, but for `num_context`: 0 after a prompt anyway.
+            done = self.state.done.clone()
+            self.state.done.fill_(FULL)
+
+            def step_of(rows: int) -> None:
+                self.tree.rows = rows
+                launch()
+
+            self.costs = measured_costs(step_of, self._agreed)
+            self.state.done.copy_(done)
+        self.tree.most = self.tree.rows = max(self.costs)
+        self.tree.adapts = len(self.costs) > 1
+        self.budget = Budget(self.costs) if self.tree.adapts else None
+
+    def _agreed(self, number: float) -> float:
+        """Return rank 0's number."""
+        if self.target.ranks.count == 1:
+            return number
+        return float(self.target.ranks.share_(torch.tensor(number, dtype=torch.float64, device=self.target.device)))
 
     @property
     def kind(self) -> Hashable:
@@ -133,17 +212,14 @@ class Engine:
         """
         state, limits = self.state, self.state.limits if limits is None else limits
         choices = self.target.ranks.share_(choices)
-        ops.accept_prefix_(
-            *(block.ids, choices, state.stop_token_ids, limits),
-            *(state.tokens, state.length, state.num_context, state.done),
-        )
+        path = emit_(block, choices, limits, state)
         for row in stopped:
             state.done[row] = STOPPED
-        for cache in (state.target_cache, state.draft_cache):
-            if cache is not None:
-                cache.commit_(state.length, state.num_context)
+        state.target_cache.commit_(state.length, state.num_context, path)
+        if state.draft_cache is not None:
+            state.draft_cache.commit_(state.length, state.num_context)  # its slots are positions whatever was verified
         self.proposer.observe_(choices, state)
-        state.report.write_(state.length, state.done, choices, block.ids)
+        report_(block, choices, state, path, None if self.budget is None else self.tree.expected)
 
     def _rules_for(self, settings: RuleSettings) -> LogitRules:
         """Return the rules with the layout of ``settings``. Their tensors never move; the least recently used go."""

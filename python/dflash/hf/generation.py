@@ -193,6 +193,7 @@ def custom_generate(  # noqa: PLR0913 - transformers reads the names from this s
     acceptance: Literal["keyed", "rejection"] = "keyed",
     denoise_steps: int = 1,
     block_size: int | None = None,
+    tree: int | Literal["auto"] | None = None,
     **model_kwargs: object,
 ) -> Tensor | GenerateOutput:
     """Run our loop from transformers' own ``generate``.
@@ -213,12 +214,13 @@ def custom_generate(  # noqa: PLR0913 - transformers reads the names from this s
         generation_config: its settings.
         synced_gpus: refused.
         streamer: a streamer, for a batch of one.
-        draft: as for `dflash.generate`, in the call of ``model.generate``; so are the next five.
+        draft: as for `dflash.generate`, in the call of ``model.generate``; so are the next six.
         seed: see `dflash.call.GenerateArguments`.
         draft_sharpness: see there.
         acceptance: see there.
         denoise_steps: see there.
         block_size: 1 to the drafter's own.
+        tree: see `dflash.call.GenerateArguments`.
         model_kwargs: what transformers prepares for the model's forward.
 
     Returns:
@@ -252,6 +254,7 @@ def custom_generate(  # noqa: PLR0913 - transformers reads the names from this s
         "draft_sharpness": draft_sharpness,
         "acceptance": acceptance,
         "denoise_steps": denoise_steps,
+        "tree": tree,
         "streamer": streamer,
     }
     call = Call.resolve(arguments.defaults, input_ids, given)

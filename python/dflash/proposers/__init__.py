@@ -3,9 +3,11 @@
 from .block import Block, PaddingProposer, Proposer, ProposerSettings, Tree
 from .chain import ChainProposer
 from .sharpness import LEVELS, AutoSharpness
+from .tree import TREE_SIZES, TreeProposer
 
 __all__ = [
     "LEVELS",
+    "TREE_SIZES",
     "AutoSharpness",
     "Block",
     "ChainProposer",
@@ -13,4 +15,5 @@ __all__ = [
     "Proposer",
     "ProposerSettings",
     "Tree",
+    "TreeProposer",
 ]

@@ -74,14 +74,18 @@ class ProposerSettings(NamedTuple):
     Attributes:
         rules: the logit rules of the call.
         rejection: draw from the drafter's distribution, which this remembers; None for keyed noise.
-        adapts: choose the sharpness as the call proceeds.
+        adapts: choose the sharpness, or the rows of a tree, as the call proceeds.
         steps: passes of the drafter over each block.
+        samples: the temperature is positive.
+        rows: of a tree, the most if it adapts.
     """
 
     rules: LogitRules
     rejection: RejectionAcceptance | None = None
     adapts: bool = False
     steps: int = 1
+    samples: bool = False
+    rows: int = 0
 
 
 class Proposer(Protocol):

@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..drafter import Drafter
-from ..sampling import LogitRules
 from ..target import Target
 from . import denoise
 from .block import Block, ProposerSettings, State
+from .drafting import DraftPass
 from .samplers import DraftSampler, FixedSharpness, RejectionDrafts
 from .sharpness import AutoSharpness
 
 __all__ = ["ChainProposer"]
 
 
-class ChainProposer:
+class ChainProposer(DraftPass):
     """Drafts the tokens after each row's anchor with a DFlash drafter (arXiv 2602.06036, section 4).
 
     Args:
@@ -30,21 +30,15 @@ class ChainProposer:
     Attributes:
         sampler: how the drafter's logits become proposals.
         schedule: for denoising in several passes, how many tokens stay after each pass but the last.
-        rules: of the call; those that certainly change the target's choice are applied to the drafter's logits too.
         auto: the sampler for ``draft_sharpness="auto"``.
     """
 
     def __init__(self, draft: Drafter, target: Target, batch: int, block_size: int) -> None:
-        self.draft, self.target, self.num_drafts = draft, target, block_size - 1
+        super().__init__(draft, target, block_size)
         self.auto = AutoSharpness(batch, self.num_drafts, draft.device)
         self._fixed = FixedSharpness()
         self.sampler: DraftSampler = self._fixed
         self.schedule: tuple[int, ...] = ()
-        self.rules: LogitRules | None = None
-
-    def retarget(self, target: Target) -> None:
-        """Share the embeddings and the head of another twin of the same model."""
-        self.target = target
 
     def configure(self, settings: ProposerSettings) -> None:
         """Choose how to draft in the next call."""
@@ -81,26 +75,6 @@ class ChainProposer:
                 features = features[:, :0]
         self.sampler.remember_(candidates)
         return Block(torch.cat([anchor, drafts], 1, out=state.block))
-
-    def logits(self, block: Tensor, features: Tensor, state: State) -> Tensor:
-        """Run the drafter once.
-
-        Args:
-            block: ``[batch, rows]`` int64, the anchor, then known drafts and masks.
-            features: ``[batch, context_rows, hidden]``, fused; written into the drafter's cache.
-            state: the engine's.
-
-        Returns:
-            ``[batch, rows - 1, vocab]``, rules applied.
-        """
-        embeds = nn.functional.embedding(block, self.target.embedding_weight)
-        hidden = self.draft(
-            features, state.num_context, self.draft.scale_embeddings(embeds), state.length, state.draft_cache
-        )
-        # One matrix: for rows that are not dense torch makes a product per sequence, and each reads the whole head.
-        rows = hidden[:, 1:].flatten(0, 1)
-        logits = self.draft.logits(rows, self.target.draft_head).unflatten(0, (len(block), -1))
-        return logits if self.rules is None else self.rules.apply_to_drafts(logits, state)
 
     def observe_(self, choices: Tensor, state: State) -> None:
         """Let the sampler learn from the target's ``choices [batch, rows]``."""

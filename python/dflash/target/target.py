@@ -187,7 +187,7 @@ class Target:
         return self._select_rows(output.logits, ids.shape[1], logits_to_keep), taps
 
     def verify(self, block: Any, state: Any) -> Tensor:
-        """Run a block and write its features into ``state.context``, the drafter's next input.
+        """Run a block and write its features into ``state.features(block)``, from which the drafter's next input comes.
 
         Args:
             block: its ``input_ids [batch, rows]`` are run at positions ``state.length[b] + i``.
@@ -198,9 +198,10 @@ class Target:
         """
         self.ranks.share_(block.ids)
         forward = self.compiled_forward or self.forward
-        logits, taps = forward(block.input_ids, state.length, state.target_cache)
+        tree = () if block.tree is None else (0, None, block.tree)
+        logits, taps = forward(block.input_ids, state.length, state.target_cache, *tree)
         if state.context.shape[-1]:
-            torch.cat(taps, -1, out=state.context)
+            torch.cat(taps, -1, out=state.features(block))
         return logits
 
     def _select_rows(self, logits: Tensor, rows: int, logits_to_keep: int | Tensor) -> Tensor:

@@ -1,0 +1,54 @@
+"""One pass of the drafter over a block of masks, from which chains and trees are drafted."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from ..drafter import Drafter
+from ..sampling import LogitRules
+from ..target import Target
+from .block import State
+
+__all__ = ["DraftPass"]
+
+
+class DraftPass:
+    """Runs a DFlash drafter (arXiv 2602.06036, section 4).
+
+    Args:
+        draft: the drafter.
+        target: whose embeddings and head the drafter shares.
+        block_size: rows of a block of masks, the anchor included.
+
+    Attributes:
+        num_drafts: positions that are drafted.
+        rules: of the call; those that certainly change the target's choice are applied to the drafter's logits too.
+    """
+
+    def __init__(self, draft: Drafter, target: Target, block_size: int) -> None:
+        self.draft, self.target, self.num_drafts = draft, target, block_size - 1
+        self.rules: LogitRules | None = None
+
+    def retarget(self, target: Target) -> None:
+        """Share the embeddings and the head of another twin of the same model."""
+        self.target = target
+
+    def logits(self, block: Tensor, features: Tensor, state: State) -> Tensor:
+        """Run the drafter once.
+
+        Args:
+            block: ``[batch, rows]`` int64, the anchor, then known drafts and masks.
+            features: ``[batch, context_rows, hidden]``, fused; written into the drafter's cache.
+            state: the engine's.
+
+        Returns:
+            ``[batch, rows - 1, vocab]``, rules applied.
+        """
+        embeds = nn.functional.embedding(block, self.target.embedding_weight)
+        hidden = self.draft(
+            features, state.num_context, self.draft.scale_embeddings(embeds), state.length, state.draft_cache
+        )
+        # One matrix: for rows that are not dense torch makes a product per sequence, and each reads the whole head.
+        rows = hidden[:, 1:].flatten(0, 1)
+        logits = self.draft.logits(rows, self.target.draft_head).unflatten(0, (len(block), -1))
+        return logits if self.rules is None else self.rules.apply_to_drafts(logits, state)

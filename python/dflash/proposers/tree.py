@@ -1,0 +1,102 @@
+"""A tree of drafts from one pass of the drafter: the most probable prefixes, best first."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from ..drafter import Drafter
+from ..sampling import Sampling
+from ..target import Target
+from ..tree import Tree
+from .block import Block, ProposerSettings, State
+from .drafting import DraftPass
+
+__all__ = ["TREE_SIZES", "TreeProposer"]
+
+TREE_SIZES = (16, 32, 64, 128)
+"""Rows of a tree among which ``tree="auto"`` chooses."""
+
+# The most siblings. At T = 0 more than 16 of them accept at most 1 % more tokens (N = 128); at T > 0 the noise part of
+# the score spreads over more: the highest rank in a tree is 13 to 41 in 1 % of the trees (N = 64).
+_GREEDY_SIBLINGS, _SAMPLED_SIBLINGS = 16, 32
+
+
+class TreeProposer(DraftPass):
+    """Drafts the best-first tree of prefixes after each row's anchor (DDTree, arXiv 2604.12989).
+
+    A prefix is scored by the sum of the log probabilities that the drafter gives to its tokens, one position at a time
+    (`dflash.ops.tree_candidates`). The tree of n rows is then the one from which the drafter expects most tokens, and
+    the first n rows of every larger one.
+
+    Args:
+        draft: the drafter.
+        target: whose embeddings and head the drafter shares.
+        batch: rows of the batch.
+        block_size: rows of a block of masks; a tree is one less deep.
+
+    Attributes:
+        rows: of the tree that the next step verifies.
+        most: rows of the tree that is built. More than ``rows`` where the size may change from step to step: then
+            ``expected`` tells of all sizes.
+        siblings: the most children of a row.
+        expected: ``[batch, sizes]`` float32, the tokens that the drafter expects of the last step at each size.
+    """
+
+    def __init__(self, draft: Drafter, target: Target, batch: int, block_size: int) -> None:
+        super().__init__(draft, target, block_size)
+        self.rows = self.most = self.siblings = 2
+        self.adapts = False
+        self.expected = torch.zeros(batch, len(TREE_SIZES), dtype=torch.float32, device=draft.device)
+        self._sizes = torch.tensor(TREE_SIZES, dtype=torch.int64, device=draft.device)
+
+    def configure(self, settings: ProposerSettings) -> None:
+        """Choose how to draft in the next call."""
+        self.rules, self.adapts = settings.rules, settings.adapts
+        self.rows = self.most = settings.rows
+        self.siblings = min(_SAMPLED_SIBLINGS if settings.samples else _GREEDY_SIBLINGS, self.most - 1)
+
+    @property
+    def kind(self) -> Hashable:
+        """What the branches of `propose` depend on, besides the rules."""
+        return "tree", self.rows, self.most, self.siblings, self.adapts
+
+    def propose(self, state: State) -> Block:
+        """Return a drafted tree for every row."""
+        # 1. One pass of the drafter over masks.
+        anchor, positions = state.anchor, state.positions(self.num_drafts)
+        masks = torch.full_like(positions, self.draft.config.mask_token_id)
+        features = self.draft.fuse(state.context, state.num_context)
+        logits = self.logits(torch.cat([anchor, masks], 1), features, state)
+        # 2. The tree of its best tokens at each depth.
+        candidates = self.candidates(logits, positions, state.sampling)
+        ids, *tree, scores = ops.build_tree(anchor[:, 0], *candidates, self.most)
+        if self.adapts:
+            total = scores.exp().cumsum(1)  # the anchor's score is 0: it stands for the token that the target adds
+            torch.index_select(total, 1, self._sizes.clamp(max=self.most) - 1, out=self.expected)
+        return _leading_rows(Block(ids, Tree(*tree)), self.rows)
+
+    def candidates(self, logits: Tensor, positions: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+        """Return the best tokens per depth, ids and scores ``[batch, drafts, siblings]``, of which a tree is built.
+
+        Args:
+            logits: ``[batch, drafts, vocab]``, the drafter's.
+            positions: ``[batch, drafts]`` int64, of the tokens that are drafted.
+            sampling: per-row parameters.
+        """
+        return ops.tree_candidates(logits, positions, sampling.seeds, sampling.temperature, self.siblings)
+
+    def observe_(self, choices: Tensor, state: State) -> None:
+        """Do nothing: what is learned of a tree's size is learned on the host."""
+
+
+def _leading_rows(block: Block, rows: int) -> Block:
+    """Return the tree of a block's first rows."""
+    if rows == block.ids.shape[1]:
+        return block
+    parents, depth, ancestors = block.tree
+    parents, depth, ids = (x[:, :rows].contiguous() for x in (parents, depth, block.ids))
+    return Block(ids, Tree(parents, depth, ancestors[:, :rows, : -(-rows // 64)].contiguous()))
