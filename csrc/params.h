@@ -639,12 +639,13 @@ struct DecoderLayersParams {
   const void* hidden;          // [batch, rows, hidden]
   const void* context;         // [batch, context_rows, hidden] or null: rows that every layer takes K/V from
   const int64_t* num_context;  // [batch], live context rows, at the positions before lengths[b]
-  const int64_t* lengths;  // [batch], the position of each sequence's first row, as in BlockAttentionParams
-  const float* cos;        // [positions, half]
-  const float* sin;        // [positions, half]
-  const void* norm;        // [hidden], the final norm
-  void* out;               // [batch, rows, hidden]
-  void* taps;              // [batch, rows, num_taps, hidden], layer outputs; the last layer's is `out`
+  const int64_t* lengths;    // [batch], the position of each sequence's first row, as in BlockAttentionParams
+  const int64_t* ancestors;  // [batch, rows, ceil(rows / 64)] or null, as in BlockAttentionParams
+  const float* cos;          // [positions, half]
+  const float* sin;          // [positions, half]
+  const void* norm;          // [hidden], the final norm
+  void* out;                 // [batch, rows, hidden]
+  void* taps;                // [batch, rows, num_taps, hidden], layer outputs; the last layer's is `out`
   int64_t num_layers;
   int64_t batch;
   int64_t rows;
@@ -672,10 +673,10 @@ struct DecoderLayersParams {
     using P = DecoderLayersParams;
     return std::tuple(&P::layers, &P::k_caches, &P::v_caches, &P::windows, &P::states, &P::saved_k,
                       &P::saved_d, &P::saved_a, &P::pending, &P::keep, &P::hidden, &P::context,
-                      &P::num_context, &P::lengths, &P::cos, &P::sin, &P::norm, &P::out, &P::taps,
-                      &P::num_layers, &P::batch, &P::rows, &P::context_rows, &P::hidden_size, &P::width,
-                      &P::num_heads, &P::num_kv_heads, &P::head_dim, &P::half, &P::positions, &P::capacity,
-                      &P::num_taps, &P::key_heads, &P::delta_heads, &P::key_dim, &P::value_dim,
+                      &P::num_context, &P::lengths, &P::ancestors, &P::cos, &P::sin, &P::norm, &P::out,
+                      &P::taps, &P::num_layers, &P::batch, &P::rows, &P::context_rows, &P::hidden_size,
+                      &P::width, &P::num_heads, &P::num_kv_heads, &P::head_dim, &P::half, &P::positions,
+                      &P::capacity, &P::num_taps, &P::key_heads, &P::delta_heads, &P::key_dim, &P::value_dim,
                       &P::conv_width, &P::block, &P::scale, &P::eps, &P::zero_centered, &P::dtype);
   }
 };

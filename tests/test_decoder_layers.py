@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
+from draft_trees import random_tree
 from op_checks import DTYPES, OpByOp, assert_as_exact_as_torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -14,6 +15,7 @@ from dflash import decoder, ops
 from dflash.cache import RecurrentCache, RecurrentLayer
 from dflash.decoder import DecoderLayer, DecoderStack, DeltaNetLayer
 from dflash.ops import PackedLayers, reference
+from dflash.proposers import Tree
 
 pytestmark = pytest.mark.op
 HIDDEN, WIDTH, HEADS, KV_HEADS, HEAD_DIM, LAYERS, CAPACITY = 40, 52, 4, 2, 24, 3, 90
@@ -45,6 +47,7 @@ class Call:
     saved_a: list[Tensor] = field(default_factory=list)
     pending: Tensor | None = None
     keep: Tensor | None = None
+    tree: Tree | None = None
 
     @property
     def recurrent(self) -> tuple:
@@ -54,6 +57,10 @@ class Call:
     @property
     def buffers(self) -> tuple[list[Tensor], ...]:
         return self.windows, self.states, self.saved_k, self.saved_d, self.saved_a
+
+    @property
+    def ancestors(self) -> Tensor | None:
+        return None if self.tree is None else self.tree.ancestors
 
     @property
     def fixed(self) -> dict:
@@ -74,16 +81,18 @@ class Call:
 
     def run(self) -> tuple[Tensor, Tensor]:
         packed = self.packed()
-        return ops.decoder_layers(*self.varying, packed.handle, *self.recurrent)
+        return ops.decoder_layers(*self.varying, packed.handle, *self.recurrent, self.ancestors)
 
     def run_twin(self) -> tuple[Tensor, Tensor]:
         fixed = (self.norm, self.eps, self.scale, self.taps)
-        return reference.decoder_layers(*self.varying, self.layers, *fixed, *self.recurrent, self.zero_centered)
+        return reference.decoder_layers(
+            *self.varying, self.layers, *fixed, *self.recurrent, self.ancestors, self.zero_centered
+        )
 
     def run_stack(self) -> tuple[Tensor, Tensor]:
         stack = DecoderStack(self.layers, self.norm, **self.fixed)
         cache = recurrent_cache(self) if self.windows else Cache(self)
-        return stack(self.hidden, self.lengths, cache, self.context, self.num_context)
+        return stack(self.hidden, self.lengths, cache, self.context, self.num_context, self.tree)
 
 
 class Cache:
@@ -113,7 +122,7 @@ def recurrent_cache(call: Call) -> RecurrentCache:
 
 def make_call(
     dtype, rows=16, context_rows=16, batch=3, head_norms=True, biases=False, sinks=False, causal=(1, 0, 1), seed=0,
-    delta="",
+    delta="", tree=False,
 ):  # fmt: skip
     """A call whose stale cache slots and dead context rows hold NaN.
 
@@ -172,6 +181,7 @@ def make_call(
     call = Call(
         normal(batch, rows, HIDDEN), context, live if context_rows else None, lengths, angles.cos(), angles.sin(),
         caches[:num_attention], caches[num_attention:], layers, normal(HIDDEN, scale=0.1, shift=1),
+        tree=random_tree(rows, batch) if tree else None,
     )  # fmt: skip
     return with_states(call, g) if delta else call
 
@@ -201,7 +211,7 @@ def changed(call, change):
     """A copy of a call with ``change`` applied to each of its tensors."""
 
     def one(value):
-        if isinstance(value, (DecoderLayer, DeltaNetLayer)):
+        if isinstance(value, (DecoderLayer, DeltaNetLayer, Tree)):
             return type(value)(*map(one, value))
         if isinstance(value, list):
             return [one(x) for x in value]
@@ -219,6 +229,7 @@ OPTIONS = [
     {"context_rows": 0, "head_norms": False},
     {"biases": True, "rows": 5, "context_rows": 3},
     {"sinks": True, "batch": 1, "rows": 1},
+    {"tree": True, "causal": (1, 1, 1), "rows": 20},
     {"delta": "apart", "context_rows": 0},
     {"delta": "together", "context_rows": 0, "rows": 5},
 ]
@@ -542,3 +553,16 @@ def test_replaced_weights_are_not_kept_alive():
     call.layers = fresh.layers
     gc.collect()
     assert storage() is None
+
+
+@pytest.mark.parametrize("options", [{"delta": "apart", "context_rows": 0}, {"causal": (1, 0, 1)}])
+def test_a_tree_needs_causal_attention_in_every_layer(options):
+    call = replace(make_call(torch.float32, **options), tree=random_tree(16, 3))
+    with pytest.raises(ValueError, match=r"ancestors must be None unless every layer has causal attention"):
+        call.run()
+
+
+def test_bad_ancestors_are_named():
+    call = replace(make_call(torch.float32, causal=(1, 1, 1)), tree=random_tree(17, 3))
+    with pytest.raises(ValueError, match=r"ancestors must be .* = \[3, 16, 1\], got \[3, 17, 1\]"):
+        call.run()

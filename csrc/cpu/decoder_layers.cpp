@@ -6,11 +6,13 @@
 //   q, k, v = silu(conv(n W_qkv)); rms_norm(recurrence(q / |q|, k / |k|, v)) * silu(n W_z) W_out
 // Composes the other kernels over buffers that stay in the cache of one core: a small model's forward pass is
 // one call. The live context rows come before the block's rows in the buffer that k and v are projected from;
-// each layer overwrites the block's rows and finds the context's as they were.
+// each layer overwrites the block's rows and finds the context's as they were. Row i of a tree is appended to
+// slot length + i and rotates by position length + its depth.
 #include "cpu/buffer.h"
 #include "cpu/linear.h"
 #include "cpu/norm_rope.h"
 #include "cpu/parallel.h"
+#include "cpu/tree.h"
 
 namespace dflash::DFLASH_ISA {
 
@@ -28,7 +30,7 @@ void gated_rms_norm(const GatedRmsNormParams&);
 DFLASH_NAMESPACE_BEGIN
 
 struct Row {
-  int64_t sequence, position;
+  int64_t sequence, slot, position;
 };
 
 // As in block_attention.cpp.
@@ -111,8 +113,14 @@ class Pass {
     static thread_local Buffer<Row> buffer;
     rows = buffer.reserve(p.batch * (p.context_rows + p.rows));
     for (int64_t s = 0; s < p.batch; ++s)
-      for (int64_t i = 0; i < live(s); ++i) rows[context++] = {s, length_of(p, s) - p.num_context[s] + i};
-    for (int64_t i = 0; i < n; ++i) rows[context + i] = {i / p.rows, length_of(p, i / p.rows) + i % p.rows};
+      for (int64_t i = 0; i < live(s); ++i) {
+        const int64_t position = length_of(p, s) - p.num_context[s] + i;
+        rows[context++] = {s, position, position};
+      }
+    for (int64_t i = 0; i < n; ++i) {
+      const int64_t length = length_of(p, i / p.rows), slot = length + i % p.rows;
+      rows[context + i] = {i / p.rows, slot, p.ancestors ? length + depth_of(p.ancestors, p.rows, i) : slot};
+    }
   }
 
   void allocate() {
@@ -175,18 +183,38 @@ class Pass {
       if (i >= context)
         for (int64_t h = 0; h < p.num_heads; ++h)
           norm_rope(raw_q + (i - context) * raw_size + h * q_stride, q + (i - context) * q_size + h * d);
-      if (row.position < 0 || row.position >= p.capacity) return;
+      if (row.slot < 0 || row.slot >= p.capacity) return;
       norm_rope.weight = static_cast<const T*>(w.k_norm);
       const int64_t sequence = row.sequence * p.num_kv_heads * p.capacity * d;
       append_row(k + i * kv_size, v + i * kv_size, norm_rope, static_cast<T*>(k_cache) + sequence,
-                 static_cast<T*>(v_cache) + sequence, p.num_kv_heads, p.capacity, row.position);
+                 static_cast<T*>(v_cache) + sequence, p.num_kv_heads, p.capacity, row.slot);
     });
     T* out = w.gated ? attended : raw_q;  // without gates it takes the place of the raw queries
     const int64_t farthest = p.capacity + p.rows, window = w.window < farthest ? w.window : farthest;
-    block_attention(
-        {q,       k_cache,  v_cache,     p.lengths,      w.sinks, out, p.rows * q_size, q_size, d,
-         p.batch, p.rows,   p.num_heads, p.num_kv_heads, d,       d,   p.capacity,      window, p.scale,
-         0.0f,    w.causal, p.dtype,     p.threads});
+    block_attention({q,
+                     k_cache,
+                     v_cache,
+                     p.lengths,
+                     w.sinks,
+                     out,
+                     p.rows * q_size,
+                     q_size,
+                     d,
+                     p.batch,
+                     p.rows,
+                     p.num_heads,
+                     p.num_kv_heads,
+                     d,
+                     d,
+                     p.capacity,
+                     window,
+                     p.scale,
+                     0.0f,
+                     w.causal,
+                     p.dtype,
+                     p.threads,
+                     0,
+                     p.ancestors});
     if (w.gated)
       sigmoid_mul({out, raw_q + d, out, raw_size, q_stride, n, p.num_heads, d, p.dtype, p.threads});
     const LinearPart o{w.o, w.o_bias, delta, hidden, hidden, 0};

@@ -12,6 +12,7 @@ from torch import Tensor
 from . import ops
 from .cache import RecurrentCache
 from .ops import DecoderLayer, DeltaNetLayer, PackedLayers
+from .tree import Tree
 
 __all__ = ["DecoderLayer", "DecoderStack", "DeltaNetLayer", "rotary_table"]
 
@@ -77,7 +78,7 @@ class DecoderStack:
 
     def __call__(
         self, hidden: Tensor, lengths: Tensor, cache: Cache, context: Tensor | None = None,
-        num_context: Tensor | None = None,
+        num_context: Tensor | None = None, tree: Tree | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Run the layers over a block of rows and append its K/V.
 
@@ -88,6 +89,7 @@ class DecoderStack:
             context: ``[batch, context_rows, hidden]`` or None: rows that every layer takes K/V from as they are; row i
                 is at ``lengths[b] - num_context[b] + i``.
             num_context: ``[batch]`` int64; rows at or past it are off.
+            tree: which row continues which; None for a chain. Every layer must have causal attention.
 
         Returns:
             ``(out [batch, rows, hidden], tapped [batch, rows, taps * hidden])``, ``out`` after the final norm.
@@ -99,8 +101,9 @@ class DecoderStack:
             return ops.decoder_layers(
                 hidden, context, num_context, lengths, *cache.rotary, [cache.keys[i] for i in attention],
                 [cache.values[i] for i in attention], self._packed.handle, *self._recurrent(cache),
+                ancestors=None if tree is None else tree.ancestors,
             )  # fmt: skip
-        return self._op_by_op(hidden, lengths, cache, context, num_context)
+        return self._op_by_op(hidden, lengths, cache, context, num_context, tree)
 
     def _recurrent(self, cache: Cache) -> tuple:
         """Return what `ops.decoder_layers` takes for recurrent layers."""
@@ -111,11 +114,14 @@ class DecoderStack:
         return *lists, cache.pending, cache.keep
 
     def _op_by_op(
-        self, hidden: Tensor, lengths: Tensor, cache: Cache, context: Tensor | None, num_context: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        # 1. Positions and angles, one row for each of the context's and the block's
+        self, hidden: Tensor, lengths: Tensor, cache: Cache, context: Tensor | None, num_context: Tensor | None,
+        tree: Tree | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        # 1. Slots, positions and angles, one row for each of the context's and the block's
         eps, (batch, rows, size), zero_centered = self.eps, hidden.shape, self.zero_centered
-        positions = _positions(lengths, rows, context, num_context)
+        slots = positions = _positions(lengths, torch.arange(rows, device=hidden.device), context, num_context)
+        if tree is not None:
+            positions = _positions(lengths, tree.depth, context, num_context)
         if context is not None and context.device.type == "cpu":  # rows that are off may hold NaN: see reference.linear
             context = torch.where(positions[:, : context.shape[1], None] < 0, 0, context)
         at = positions.clamp(0, cache.rotary[0].shape[0] - 1)  # rows that are off, or past the end, append nothing
@@ -129,7 +135,7 @@ class DecoderStack:
                 delta = self._delta_net(i, hidden, cache)
             else:
                 rows_in = hidden if context is None else torch.cat([context, hidden], 1)
-                delta = self._attention(i, rows_in, rows, lengths, positions, angles, cache)
+                delta = self._attention(i, rows_in, rows, lengths, slots, angles, cache, tree)
             hidden, residual = ops.add_rms_norm(delta, residual, layer.post_norm, eps, None, zero_centered)
             # 3. MLP, whose residual sum is also the tap
             delta = _mlp(layer, hidden)
@@ -141,8 +147,8 @@ class DecoderStack:
         return hidden, tapped
 
     def _attention(
-        self, index: int, rows_in: Tensor, rows: int, lengths: Tensor, positions: Tensor, angles: list[Tensor],
-        cache: Cache,
+        self, index: int, rows_in: Tensor, rows: int, lengths: Tensor, slots: Tensor, angles: list[Tensor],
+        cache: Cache, tree: Tree | None,
     ) -> Tensor:  # fmt: skip
         layer, keys, values = self.layers[index], cache.keys[index], cache.values[index]
         qkv = ops.linears(rows_in, (layer.q, layer.k, layer.v), _qkv_biases(layer), prefetch=True)
@@ -150,11 +156,12 @@ class DecoderStack:
         query = qkv.new_empty(qkv.shape[0], rows, layer.o.shape[1] // head_dim, head_dim)
         norms = (layer.q_norm, layer.k_norm, self.eps)
         ops.qkv_norm_rope_append_(
-            qkv, positions, *angles, *norms, query, keys, values, self.zero_centered, layer.gated
+            qkv, slots, *angles, *norms, query, keys, values, self.zero_centered, layer.gated
         )  # fmt: skip
         attended = ops.block_attention(
-            query, keys, values, lengths, self.scale, layer.causal, layer.window, 0.0, layer.sinks, None
-        )
+            query, keys, values, lengths, self.scale, layer.causal, layer.window, 0.0, layer.sinks,
+            None if tree is None else tree.ancestors,
+        )  # fmt: skip
         if layer.gated:
             gates = qkv[:, qkv.shape[1] - rows :, : layer.q.shape[0]].flatten(0, 1).unflatten(-1, (-1, 2, head_dim))
             attended = ops.sigmoid_mul(attended.flatten(0, 1), gates[:, :, 1]).view(attended.shape)
@@ -170,9 +177,9 @@ class DecoderStack:
         return ops.linear(ops.gated_rms_norm(out, z, layer.norm, self.eps), layer.out, prefetch=True)
 
 
-def _positions(lengths: Tensor, rows: int, context: Tensor | None, num_context: Tensor | None) -> Tensor:
+def _positions(lengths: Tensor, offsets: Tensor, context: Tensor | None, num_context: Tensor | None) -> Tensor:
     """``[batch, context_rows + rows]``: the position of each row, -1 for context rows that are off."""
-    ahead = lengths[:, None] + torch.arange(rows, device=lengths.device)
+    ahead = lengths[:, None] + offsets
     if context is None:
         return ahead
     index = torch.arange(context.shape[1], device=lengths.device)

@@ -143,6 +143,7 @@ def decoder_layers(
     saved_a: list[Tensor] = (),
     pending: Tensor | None = None,
     keep: Tensor | None = None,
+    ancestors: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Run the pre-norm decoder layers of a model (Qwen3.5, Qwen3, Llama, ...) and its final norm, in one call.
 
@@ -169,6 +170,9 @@ def decoder_layers(
         saved_a: like ``states``.
         pending: ``[batch]`` int64, as in `gated_recurrence_`; None without recurrent layers.
         keep: like ``pending``.
+        ancestors: ``[batch, rows, ceil(rows / 64)]`` int64, or None for a chain, as in `block_attention`: row i is
+            appended to slot ``lengths[b] + i`` and rotates by position ``lengths[b]`` plus its depth. Every layer must
+            have causal attention.
 
     Returns:
         ``(out [batch, rows, hidden], tapped [batch, rows, taps * hidden])``, ``out`` after the final norm.
@@ -191,15 +195,11 @@ def decoder_layers(
     recurrent = (windows, states, saved_k, saved_d, saved_a)
     if packed.recurrent or any(recurrent) or pending is not None or keep is not None:
         _check_recurrent(packed, hidden.shape[0], recurrent, pending, keep)
+    _check_tree(packed, hidden, ancestors)
     _check_heads(packed, k_caches[0])
     _check_rotary(cos, sin, k_caches[0].shape[3])
     dtype = launch.dtype("decoder_layers", "hidden", hidden)
-    hidden, lengths, context, num_context = (
-        hidden.contiguous(),
-        lengths.contiguous(),
-        dense(context),
-        dense(num_context),
-    )
+    hidden, lengths, context, num_context, ancestors = map(dense, (hidden, lengths, context, num_context, ancestors))
     batch, rows, size = hidden.shape
     num_taps = len(packed.taps)
     out, tapped = torch.empty_like(hidden), hidden.new_empty(batch, rows, num_taps * size)
@@ -211,8 +211,8 @@ def decoder_layers(
     positions, half = cos.shape
     launch(
         "decoder_layers", packed.records(), k_caches, v_caches, windows, states, saved_k, saved_d, saved_a,
-        dense(pending), dense(keep), hidden, context, num_context, lengths, cos, sin, packed.norm, out, tapped,
-        len(packed.layers), batch, rows, 0 if context is None else context.shape[1], size,
+        dense(pending), dense(keep), hidden, context, num_context, lengths, ancestors, cos, sin, packed.norm,
+        out, tapped, len(packed.layers), batch, rows, 0 if context is None else context.shape[1], size,
         packed.layers[0].gate.shape[0], packed.attention[0].o.shape[1] // head_dim, num_kv_heads, head_dim, half,
         positions, capacity, num_taps, key_heads, delta_heads, key_dim, value_dim, conv_width,
         saved_k[0].shape[1] if saved_k else 0, packed.scale, packed.eps, packed.zero_centered, dtype,
@@ -302,6 +302,16 @@ def _check_recurrent(
             expect_contiguous(op, f"{name}[{i}]", tensor)
     expect(op, "pending", pending, (batch,), torch.int64, "batch")
     expect(op, "keep", keep, (batch,), torch.int64, "batch")
+
+
+def _check_tree(packed: PackedLayers, hidden: Tensor, ancestors: Tensor | None) -> None:
+    op, (batch, rows, _) = "decoder_layers", hidden.shape
+    if ancestors is None:
+        return
+    if packed.recurrent or not all(layer.causal for layer in packed.attention):
+        raise ValueError(f"{op}: ancestors must be None unless every layer has causal attention")
+    shape = (batch, rows, -(-rows // 64))
+    expect(op, "ancestors", ancestors, shape, torch.int64, "batch, rows, ceil(rows / 64)")
 
 
 def _check_heads(packed: PackedLayers, k_cache: Tensor) -> None:

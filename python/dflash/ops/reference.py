@@ -154,12 +154,22 @@ def _visible(lengths: Tensor, rows: int, capacity: int, causal: bool, window: in
     return visible
 
 
+def _tree_bits(ancestors: Tensor, rows: int) -> Tensor:
+    """``[batch, rows, rows]`` int64: 1 where a row of a tree sees another."""
+    bits = (ancestors[..., None] >> torch.arange(64, device=ancestors.device)) & 1
+    return bits.flatten(2)[..., :rows]
+
+
+def _depth(bits: Tensor) -> Tensor:
+    """``[batch, rows]``: the number of each row's ancestors."""
+    return (bits.sum(-1) - 1).clamp(min=0)
+
+
 def _visible_in_tree(lengths: Tensor, rows: int, capacity: int, window: int, ancestors: Tensor) -> Tensor:
     """``[batch, rows, capacity]``: which slots each row of a tree sees. A row is the key of its slot and position."""
-    bits = (ancestors[..., None] >> torch.arange(64, device=ancestors.device)) & 1
-    bits = bits.flatten(2)[..., :rows]  # [batch, rows, rows]: whether a row sees another
+    bits = _tree_bits(ancestors, rows)
     start, slot = lengths[:, None], torch.arange(capacity, device=lengths.device)
-    query = start + (bits.sum(-1) - 1).clamp(min=0)
+    query = start + _depth(bits)
     row = slot - start
     of_block = (row >= 0) & (row < rows)
     row = row.clamp(0, rows - 1)
@@ -648,18 +658,20 @@ def decoder_layers(
     saved_a: list[Tensor] | tuple = (),
     pending: Tensor | None = None,
     keep: Tensor | None = None,
+    ancestors: Tensor | None = None,
     zero_centered: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Pre-norm decoder layers (``DecoderLayer`` and ``DeltaNetLayer`` of weights.py) and the final norm."""
     batch, rows, _ = hidden.shape
     capacity, head_dim = k_caches[0].shape[2:]
     lengths = lengths.clamp(-rows, 2 * capacity + rows)
-    positions = lengths[:, None] + torch.arange(rows, device=hidden.device)
+    slots = lengths[:, None] + torch.arange(rows, device=hidden.device)
+    positions = slots if ancestors is None else lengths[:, None] + _depth(_tree_bits(ancestors, rows))
     if context is not None:
         context = live_rows(context, num_context)
         index = torch.arange(context.shape[1], device=hidden.device)
         before = torch.where(index < num_context[:, None], (lengths - num_context)[:, None] + index, -1)
-        positions = torch.cat([before, positions], 1)
+        slots, positions = (torch.cat([before, of_block], 1) for of_block in (slots, positions))
     at = positions.clamp(0, cos.shape[0] - 1)
     residual, tapped = hidden, {}
     attention = zip(k_caches, v_caches, strict=True)
@@ -676,9 +688,9 @@ def decoder_layers(
             queries = hidden.new_empty(batch, rows, layer.o.shape[1] // head_dim, head_dim)
             norms = (layer.q_norm, layer.k_norm, eps)
             written = (queries, k_cache, v_cache)
-            qkv_norm_rope_append_(qkv, positions, cos[at], sin[at], *norms, *written, zero_centered, layer.gated)
+            qkv_norm_rope_append_(qkv, slots, cos[at], sin[at], *norms, *written, zero_centered, layer.gated)
             out = block_attention(
-                queries, k_cache, v_cache, lengths, scale, layer.causal, layer.window, 0.0, layer.sinks, None
+                queries, k_cache, v_cache, lengths, scale, layer.causal, layer.window, 0.0, layer.sinks, ancestors
             )
             if layer.gated:
                 gates = qkv[:, -rows:, : layer.q.shape[0]].unflatten(-1, (-1, 2, head_dim))[..., 1, :]

@@ -33,6 +33,7 @@ def _block_attention(  # noqa: PLR0913 - transformers' signature
     attention_mask: Tensor | None,
     *,
     block_lengths: Tensor | None = None,
+    block_ancestors: Tensor | None = None,
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
@@ -48,6 +49,7 @@ def _block_attention(  # noqa: PLR0913 - transformers' signature
         value: like ``key``.
         attention_mask: must be None.
         block_lengths: ``[batch]`` int64, positions before the first row; passed through the model's forward.
+        block_ancestors: of a block that is a tree, as in `dflash.ops.block_attention`; passed like ``block_lengths``.
         scaling: factor on the scores; None for ``head_dim ** -0.5``.
         softcap: of the scores, or None.
         s_aux: ``[heads]`` attention sinks, or None.
@@ -69,6 +71,7 @@ def _block_attention(  # noqa: PLR0913 - transformers' signature
         window=_window(module, kwargs) or 0,
         softcap=softcap or 0.0,
         sinks=s_aux,
+        ancestors=block_ancestors,
     )
     return out, None
 
@@ -87,22 +90,22 @@ AttentionInterface.register(_NAME, _block_attention)
 
 
 class CacheView:
-    """The ``past_key_values`` of one forward pass: writes at positions on the device, returns whole buffers.
+    """The ``past_key_values`` of one forward pass: writes to slots on the device, returns whole buffers.
 
     Args:
         cache: written to.
-        positions: ``[batch, rows]`` int64, of the rows of this pass.
+        slots: ``[batch, rows]`` int64, of the rows of this pass.
     """
 
     is_compileable = True
 
-    def __init__(self, cache: KVCache, positions: Tensor) -> None:
-        self.cache, self.positions = cache, positions
+    def __init__(self, cache: KVCache, slots: Tensor) -> None:
+        self.cache, self.slots = cache, slots
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
         """Append ``key`` and ``value [batch, kv_heads, rows, head_dim]`` and return the layer's buffers."""
         keys, values = self.cache.layer(layer_idx, key, value)
-        ops.append_kv_(key, value, self.positions, keys, values)
+        ops.append_kv_(key, value, self.slots, keys, values)
         return keys, values
 
     def get_seq_length(self, *_args: Any) -> int:

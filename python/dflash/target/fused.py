@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from .. import ops
 from ..cache import KVCache
 from ..decoder import DecoderStack, rotary_table
+from ..tree import Tree
 from .recognizer import layers_of, recognizer_of
 
 __all__ = ["FusedTarget", "recognize"]
@@ -95,10 +96,10 @@ class FusedTarget:
         return ids.numel() <= _MAX_CUDA_ROWS
 
     def forward(
-        self, ids: Tensor, lengths: Tensor, cache: KVCache, logits_to_keep: int | Tensor
+        self, ids: Tensor, lengths: Tensor, cache: KVCache, logits_to_keep: int | Tensor, tree: Tree | None = None
     ) -> tuple[Tensor, Tensor]:
         """Run as `dflash.target.Target.forward`, with all taps in one ``[batch, rows, taps * hidden]``."""
-        hidden, tapped = self.stack(nn.functional.embedding(ids, self.embedding), lengths, cache)
+        hidden, tapped = self.stack(nn.functional.embedding(ids, self.embedding), lengths, cache, tree=tree)
         if isinstance(logits_to_keep, Tensor):
             hidden = hidden.index_select(1, logits_to_keep)
         elif logits_to_keep:

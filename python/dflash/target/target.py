@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..cache import KVCache, RecurrentCache
+from ..tree import Tree
 from .attention import CacheView, use_block_attention
 from .fingerprint import describe_config, sample_digest
 from .functions import functions_of, global_hooks
@@ -139,35 +140,50 @@ class Target:
         cache: KVCache,
         logits_to_keep: int | Tensor = 0,
         keep: Tensor | None = None,
+        tree: Tree | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
         """Run rows at positions ``lengths[b] + i``. Each sees the cache's positions and the rows before it.
+
+        A tree's rows are at positions ``lengths[b] + depth``, and each sees its ancestors instead of all rows before
+        it. A row's logits are those that it has in a chain of its ancestors.
 
         Args:
             ids: ``[batch, rows]`` int64.
             lengths: ``[batch]`` int64, positions already in the cache.
-            cache: from `new_cache`. The K/V of these rows are written at their positions.
+            cache: from `new_cache`. The K/V of row i are written to slot ``lengths[b] + i``.
             logits_to_keep: as in transformers: 0 for all rows, n for the last n, or row indices.
             keep: ``[batch]`` int64, how many leading rows certainly belong to the sequence: those of a prompt. None
                 for a block, whose rows will be accepted or not.
+            tree: which row continues which; None for a chain.
 
         Returns:
             Logits ``[batch, asked rows, vocab]``, and the taps: tensors that concatenate along the last dimension to
             ``[batch, rows, taps * hidden]``.
+
+        Raises:
+            UnsupportedTargetError: a tree for a target with recurrent layers.
         """
+        if tree is not None and self.is_recurrent:
+            raise UnsupportedTargetError(
+                f"a tree needs a target without recurrent layers, whose states follow one path, got "
+                f"{type(self.model).__name__}: verify chains"
+            )
         cache.begin_pass_(lengths, keep)
         if self._fused is not None and self._fused.handles(ids):
-            logits, tapped = self._fused.forward(ids, lengths, cache, logits_to_keep)
+            logits, tapped = self._fused.forward(ids, lengths, cache, logits_to_keep, tree)
             taps = [tapped]
         else:
-            logits, taps = self._run_modules(ids, lengths, cache, logits_to_keep, is_prompt=keep is not None)
+            logits, taps = self._run_modules(ids, lengths, cache, logits_to_keep, keep is not None, tree)
         cache.end_pass_(lengths)
         return logits, taps
 
     def _run_modules(
-        self, ids: Tensor, lengths: Tensor, cache: KVCache, logits_to_keep: int | Tensor, *, is_prompt: bool
-    ) -> tuple[Tensor, list[Tensor]]:
+        self, ids: Tensor, lengths: Tensor, cache: KVCache, logits_to_keep: int | Tensor, is_prompt: bool,
+        tree: Tree | None,
+    ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
         """Run the twin's own modules as `forward` does."""
-        positions = lengths[:, None] + torch.arange(ids.shape[1], device=ids.device)
+        slots = lengths[:, None] + torch.arange(ids.shape[1], device=ids.device)
+        positions = slots if tree is None else lengths[:, None] + tree.depth
         # Rows past the end of a request are computed and dropped. They must not index past a learned table.
         limit = self.max_positions
         self._pass.cache, self._pass.lengths, self._pass.is_prompt = cache, lengths, is_prompt
@@ -175,10 +191,11 @@ class Target:
             output = self.model(
                 input_ids=ids,
                 position_ids=positions if limit is None else positions.clamp(max=limit - 1),
-                past_key_values=CacheView(cache, positions),
+                past_key_values=CacheView(cache, slots),
                 use_cache=True,
                 logits_to_keep=logits_to_keep,
                 block_lengths=lengths,
+                **({} if tree is None else {"block_ancestors": tree.ancestors}),
             )
         finally:  # the modules' classes are cycles, which would keep the cache until Python collects them
             self._pass.cache = self._pass.lengths = None
