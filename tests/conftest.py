@@ -7,9 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
+# Processes of `pytest -n` share the cores, and what a test starts inherits this. Before torch, which reads it once.
+if processes := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // int(processes))))
+
 import pytest
 import torch
 from families import make_draft, make_target
+from filelock import FileLock
 from op_checks import CUDA_DTYPES, DTYPES, Cuda, Emulated
 from transformers import PreTrainedModel
 
@@ -102,9 +107,10 @@ def implementation(request: pytest.FixtureRequest) -> object:
 def reference_package() -> ModuleType:
     """Import the reference package's ``model.py`` from its own folder, under its own name. Installs it if needed."""
     path = ROOT / ".peers" / "dflash" / "model.py"
-    if not path.exists():
-        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(ROOT / ".peers")]
-        subprocess.run([*pip, "dflash==0.1.0"], check=True)
+    with FileLock(ROOT / ".peers" / "lock"):  # one process of `pytest -n` installs it
+        if not path.exists():
+            pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(ROOT / ".peers")]
+            subprocess.run([*pip, "dflash==0.1.0"], check=True)
     spec = importlib.util.spec_from_file_location("dflash_reference_package", path)
     sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

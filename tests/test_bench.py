@@ -1,10 +1,12 @@
 """Every bench runs, and what it prints and writes is complete."""
 
+import importlib
 import json
-import os
+import runpy
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,16 +20,31 @@ BENCH = Path(__file__).parents[1] / "bench"
 STEMS = {name.rstrip("_") for name in ops.__all__ if hasattr(torch.ops.dflash, name)}
 
 
+@pytest.fixture
+def bench(monkeypatch, capfd) -> Callable[..., list[str]]:
+    """Return ``bench("bench_linear.py", "--quick")``, which runs a bench in this process and returns its lines."""
+    monkeypatch.syspath_prepend(BENCH)
+    threads, has_gradients = torch.get_num_threads(), torch.is_grad_enabled()
+
+    def run(name: str, *arguments: object) -> list[str]:
+        monkeypatch.setattr(sys, "argv", [str(BENCH / name), *map(str, arguments)])
+        runpy.run_path(str(BENCH / name), run_name="__main__")
+        return capfd.readouterr().out.splitlines()
+
+    yield run
+    torch.set_num_threads(threads)
+    torch.set_grad_enabled(has_gradients)
+
+
 def test_every_op_has_a_bench_of_its_stem():
     assert {"rms_norm", "accept_prefix", "block_attention"} <= STEMS
     on_harness = {path.stem for path in BENCH.glob("bench_*.py") if "from harness import" in path.read_text()}
     assert on_harness == {f"bench_{stem}" for stem in STEMS}
 
 
-def test_all_of_them_run_and_leave_their_rows(tmp_path):
+def test_all_of_them_run_and_leave_their_rows(bench, tmp_path):
     rows_file = tmp_path / "rows.json"
-    command = [sys.executable, BENCH / "bench_all.py", "--quick", "--threads", "1", "--json", rows_file]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    lines = bench("bench_all.py", "--quick", "--threads", 1, "--json", rows_file)
     written = json.loads(rows_file.read_text())
     assert written["isa"] == ops.isa()
     assert written["threads"] == 1
@@ -39,23 +56,20 @@ def test_all_of_them_run_and_leave_their_rows(tmp_path):
         assert row["us"] > 0
         assert row["gb_s"] > 0
         assert row["peers_us"][row["peer"]] == min(row["peers_us"].values())
-    assert len(done.stdout.splitlines()) == 1 + len(rows)
+    assert len(lines) == 1 + len(rows)
 
 
-def test_a_device_that_is_not_there_is_named():
-    command = [sys.executable, BENCH / "bench_rms_norm.py", "--quick", "--device", "cuda"]
-    done = subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}, check=False
-    )
-    assert done.returncode == 2
-    assert "sees no GPU" in done.stderr
+def test_a_device_that_is_not_there_is_named(bench, monkeypatch, capfd):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="2"):
+        bench("bench_rms_norm.py", "--quick", "--device", "cuda")
+    assert "sees no GPU" in capfd.readouterr().err
 
 
 @pytest.mark.usefixtures("reference_package")
-def test_steps_on_cpu_are_timed_beside_the_reference_package():
-    command = [sys.executable, BENCH / "bench_step_cpu.py", "--hidden", "64", "--repeats", "1", "--new", "2"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    rows = [line.split() for line in done.stdout.splitlines()[2:]]
+def test_steps_on_cpu_are_timed_beside_the_reference_package(bench):
+    lines = bench("bench_step_cpu.py", "--hidden", 64, "--repeats", 1, "--new", 2)
+    rows = [line.split() for line in lines[2:]]
     assert [row[2] for row in rows] == ["float32", "bfloat16"]
     for row in rows:
         assert float(row[3]) > 0
@@ -65,45 +79,67 @@ def test_steps_on_cpu_are_timed_beside_the_reference_package():
 RELEASE = Path(dflash.__file__).parents[1]
 
 
-def against_itself(*command: object) -> list[list[str]]:
-    """Return the lines of a comparison of this release with itself, split into words."""
-    command = [sys.executable, BENCH / command[0], *map(str, command[1:]), "--against", RELEASE]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return [line.replace("|", " ").split() for line in done.stdout.splitlines()[2:]]
+class Here:
+    """A release in this process, in place of `releases.Release`, which starts one."""
+
+    def __init__(self, module: str, arguments: object, folder: Path | None) -> None:
+        self._made = importlib.import_module(module).works(arguments)
+        self.works = list(self._made)
+
+    def ask(self, request: str, argument: str | int) -> object:
+        if request == "run":
+            return tuple(self._pieces[argument]())
+        self._pieces = self._made[argument]()
+        return len(self._pieces)
+
+    def __enter__(self) -> "Here":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
 
 
-def test_every_op_and_a_step_are_compared_with_another_release():
+@pytest.fixture
+def against_itself(bench, monkeypatch) -> Callable[..., list[list[str]]]:
+    """Return a function that compares this release with itself and returns the lines, split into words."""
+    monkeypatch.setattr(importlib.import_module("releases"), "Release", Here)
+
+    def run(*command: object) -> list[list[str]]:
+        return [line.replace("|", " ").split() for line in bench(*command, "--against", RELEASE)[2:]]
+
+    return run
+
+
+def test_every_op_and_a_step_are_compared_with_another_release(against_itself):
     rows = against_itself("bench_op_overhead.py", "--rounds", 1)
     assert {row[0] for row in rows} == STEMS | {"torch.add", "step", "one-token"}
     assert all(float(row[-1].removesuffix("x")) > 0 for row in rows)
 
 
-def test_overheads_are_counted_in_additions(tmp_path):
+def test_overheads_are_counted_in_additions(bench, tmp_path):
     rows_file = tmp_path / "rows.json"
-    command = [sys.executable, BENCH / "bench_op_overhead.py", "--only", "rms_norm", "--rounds", "1"]
-    done = subprocess.run([*command, "--json", rows_file], capture_output=True, text=True, check=True)
+    lines = bench("bench_op_overhead.py", "--only", "rms_norm", "--rounds", 1, "--json", rows_file)
     assert [row["name"] for row in json.loads(rows_file.read_text())["rows"]] == ["torch.add", "rms_norm"]
-    assert done.stdout.splitlines()[2].endswith("1.0x")
+    assert lines[2].endswith("1.0x")
 
 
-def test_steps_on_cpu_are_compared_with_another_release():
+def test_steps_on_cpu_are_compared_with_another_release(against_itself):
     rows = against_itself("bench_step_cpu.py", "--hidden", 64, "--repeats", 1, "--new", 2)
     assert [(row[2], row[-1]) for row in rows] == [("float32", "1/1"), ("bfloat16", "1/1")]
 
 
-def test_generations_are_compared_with_another_release():
+def test_generations_are_compared_with_another_release(against_itself):
     rows = against_itself("bench_generate.py", "--prompts", 2, "--new", 8, "--rounds", 1)
     assert [(row[0], row[-1]) for row in rows] == [("one-token", "2/2"), ("dflash", "2/2")]
 
 
-def test_a_folder_without_a_release_is_refused(tmp_path):
-    command = [sys.executable, BENCH / "bench_op_overhead.py", "--against", tmp_path]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 2
-    assert f"{tmp_path} does not hold dflash/__init__.py" in done.stderr
+def test_a_folder_without_a_release_is_refused(bench, tmp_path, capfd):
+    with pytest.raises(SystemExit, match="2"):
+        bench("bench_op_overhead.py", "--against", tmp_path)
+    assert f"{tmp_path} does not hold dflash/__init__.py" in capfd.readouterr().err
 
 
-def test_a_work_that_one_release_lacks_is_left_out_by_name(tmp_path):
+def test_each_release_has_its_own_process_and_what_one_lacks_is_left_out_by_name(tmp_path):
     other = tmp_path / "dflash"
     shutil.copytree(Path(dflash.__file__).parent, other, ignore=shutil.ignore_patterns("__pycache__", "pair"))
     with (other / "__init__.py").open("a") as source:
@@ -140,15 +176,14 @@ def steps_setting(step, batch: int):
 
 class TestSteps:
     @pytest.mark.usefixtures("reference_package")
-    def test_every_runner_leaves_its_rows(self, step, tmp_path):
+    def test_every_runner_leaves_its_rows(self, step, bench, tmp_path):
         rows_file = tmp_path / "rows.json"
-        command = [sys.executable, BENCH / "step", "--device", "cpu", "--model", "tiny", "--contexts", "40"]
-        command += ["--batches", "1", "2", "--rounds", "1", "--steps", "1", "--table", "--json", rows_file]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        sizes = ["--model", "tiny", "--contexts", 40, "--batches", 1, 2, "--rounds", 1, "--steps", 1]
+        bench("step", "--device", "cpu", *sizes, "--table", "--json", rows_file)
         written = json.loads(rows_file.read_text())
         left_out = {(entry["runner"], entry["batch"]) for entry in written["left_out"]}
         missing = set() if hasattr(transformers, "MuseGlimmerAssistantModel") else {("native", 1)}
-        assert left_out == {("reference", 2), ("native", 2)} | missing, done.stderr
+        assert left_out == {("reference", 2), ("native", 2)} | missing
         rows = {(row["runner"], row["batch"], row["accepted"]) for row in written["rows"]}
         for batch in (1, 2):
             for accepted in (1, 6, 16):

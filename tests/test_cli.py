@@ -16,6 +16,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import dflash
+from dflash.train.checkpoint import save_draft
 
 
 class Terminal(io.StringIO):
@@ -62,6 +63,17 @@ def answer(model: str, ids: list[int], new: int) -> str:
     target = AutoModelForCausalLM.from_pretrained(model).eval()
     out = dflash.generate(target, None, torch.tensor([ids]), max_new_tokens=new)
     return " ".join(f"w{token}" for token in out[0, len(ids) :].tolist())
+
+
+def test_the_drafter_gets_the_dtype_of_the_target(run, folders, tmp_path):
+    """``dflash train`` writes drafters in bfloat16, whatever the target's dtype is."""
+    model, draft = folders
+    save_draft(dflash.load_draft(draft), tmp_path / "draft")
+    assert dflash.load_draft(tmp_path / "draft").dtype == torch.bfloat16
+    call = ["generate", "--model", model, "--draft", tmp_path / "draft", "--max-new-tokens", 5, "w5 w6 w7"]
+    assert run(*call).out == answer(model, [5, 6, 7], 5) + "\n"
+    done = run(*call, "--dtype", "bfloat16")
+    assert done.code == 0, done.err
 
 
 def test_the_prompt_may_come_from_a_file_or_standard_input(run, folders, tmp_path, monkeypatch):

@@ -7,6 +7,9 @@ import sys
 import pytest
 import torch
 from op_checks import Emulated
+from trees import choices_along, random_tree
+
+from dflash import ops
 
 SEEDS = range(8)
 REVERSED = torch.arange(1.0, 65).flip(0)
@@ -151,3 +154,39 @@ def test_kernels_may_start_before_the_one_ahead_has_run(emulation, seed):
         have = run(emulated)
     assert all(torch.equal(a, b) for a, b in zip(have, want, strict=True))
     assert want[4].unique().numel() > 1
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_kernels_that_commit_a_tree_may_start_early(emulation, seed):
+    """Choice, walk, compaction, gather: each reads what the one ahead of it writes."""
+    emulated, g = Emulated(emulation), torch.Generator().manual_seed(seed)
+    emulation.seed(seed)
+    batch, rows, path_rows = 3, 40, 8
+    tree = random_tree(g, batch, rows, path_rows)
+    choices, paths = choices_along(g, tree)
+    logits = torch.nn.functional.one_hot(choices, 64).float()
+    settings = (torch.zeros(batch, dtype=torch.int64), torch.zeros(batch), torch.zeros(batch, dtype=torch.int64))
+    settings += (torch.ones(batch), torch.zeros(batch), torch.ones(batch))
+    first, features = torch.tensor([3, 0, 7]), torch.randn(batch, rows, 24, generator=g)
+    stops, limits = torch.tensor([999]), torch.full((batch,), 99)
+    positions = torch.arange(rows).repeat(batch, 1)
+    caches = [torch.randn(batch, 2, 60, 8, generator=g) for _ in range(4)]
+
+    def run(on):
+        state = [torch.zeros(batch, 99, dtype=torch.int64), first.clone(), *torch.zeros(2, batch, dtype=torch.int64)]
+        path, moved = torch.full((batch, path_rows), -7), [cache.clone() for cache in caches]
+        gathered = torch.zeros(batch, path_rows, 24)
+        chosen = on.select_tokens(logits, positions, *settings)
+        on.accept_path_(tree.ids, tree.parents, chosen, stops, limits, *state, path)
+        on.compact_kv_(path, state[2], first, moved[:2], moved[2:])
+        on.gather_rows_(features, path, gathered)
+        return chosen, *state, path, *moved, gathered
+
+    want = run(ops)
+    with emulated.overlapping():
+        have = run(emulated)
+    assert all(torch.equal(a, b) for a, b in zip(have, want, strict=True))
+    assert [row[:count] for row, count in zip(want[5].tolist(), want[3].tolist(), strict=True)] == [
+        path[:path_rows] for path in paths
+    ]
+    assert not torch.equal(want[6], caches[0])

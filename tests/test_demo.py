@@ -41,15 +41,15 @@ def run_json(folder, *arguments, code: int = 0) -> dict:
     return json.loads(done.stdout)
 
 
-@pytest.mark.parametrize(("temperature", "floor", "right"), [(0.0, 10.0, 6), (1.0, 7.0, 5)])
+@pytest.mark.parametrize(("temperature", "floor", "right"), [(0.0, 10.0, 4), (1.0, 7.0, 3)])
 def test_the_packages_own_pair(temperature, floor, right):
-    done = CliRunner().invoke(cli.app, ["demo", "--json", "--prompts", "9", "--temperature", str(temperature)])
+    done = CliRunner().invoke(cli.app, ["demo", "--json", "--prompts", "6", "--temperature", str(temperature)])
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
     assert found["identical"] is True
     assert found["temperature"] == temperature
     assert found["acceptance_length"] >= floor
-    assert found["answerable"] == 6
+    assert found["answerable"] == 4
     assert found["right"] >= right
     steps = sum(length * count for length, count in enumerate(found["histogram"]))
     assert steps == found["new_tokens"] - found["prompts"]  # an answer's first token comes from its prompt

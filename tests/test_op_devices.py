@@ -52,6 +52,12 @@ CALLS = {
         integers(BATCH, ROWS), integers(BATCH, ROWS), integers(3), integers(BATCH), integers(BATCH, CAPACITY),
         integers(BATCH), integers(BATCH), torch.zeros(BATCH, dtype=torch.bool),
     ],
+    "accept_path_": lambda: [
+        *(integers(BATCH, ROWS) for _ in range(3)), integers(3), integers(BATCH), integers(BATCH, CAPACITY),
+        *(integers(BATCH) for _ in range(3)), integers(BATCH, ROWS),
+    ],
+    "compact_kv_": lambda: [integers(BATCH, ROWS), integers(BATCH), integers(BATCH), caches(), caches()],
+    "gather_rows_": lambda: [floats(BATCH, ROWS, DIM), integers(BATCH, 3), floats(BATCH, 3, DIM)],
     "gated_recurrence_": lambda: [
         floats(BATCH, ROWS, KV_HEADS, DIM), floats(BATCH, ROWS, KV_HEADS, DIM), floats(BATCH, ROWS, HEADS, 8),
         floats(BATCH, ROWS, HEADS), floats(BATCH, ROWS, HEADS), floats(BATCH, HEADS, DIM, 8),

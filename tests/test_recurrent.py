@@ -391,6 +391,14 @@ def test_refused_by_name(model_type):
     assert REFUSED[model_type] in refusal(model, loaded=False)
 
 
+@pytest.mark.parametrize("family", ["qwen3_5", "qwen3_next"])
+def test_a_recurrent_family_configured_with_attention_only_writes_its_own_text(family):
+    model, p = make_target(family, layer_types=["full_attention"] * 4), prompt(9)
+    assert not Target(model).is_recurrent
+    output = dflash.generate(model, make_draft(model), p[None], max_new_tokens=20)
+    assert output[0, 9:].tolist() == greedy(model, p, 20).tolist()
+
+
 def test_installed_kernels_are_transformers_own_choice():
     """With flash-linear-attention or causal-conv1d, transformers' wrapper calls the package; the name stays its own."""
     script = """

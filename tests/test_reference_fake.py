@@ -53,6 +53,16 @@ CALLS = {
     "block_attention, ancestors": lambda: reference.block_attention(
         floats(BATCH, ROWS, HEADS, DIM), *caches(), integers(BATCH), 0.25, True, ancestors=integers(BATCH, ROWS, 1)
     ),
+    "accept_path_": lambda: reference.accept_path_(
+        *(integers(BATCH, ROWS) for _ in range(3)), integers(3), integers(BATCH), integers(BATCH, CAPACITY),
+        *(integers(BATCH) for _ in range(3)), integers(BATCH, 4),
+    ),
+    "compact_kv_": lambda: reference.compact_kv_(
+        integers(BATCH, ROWS), integers(BATCH), integers(BATCH), caches(), caches()
+    ),
+    "gather_rows_": lambda: reference.gather_rows_(
+        floats(BATCH, ROWS, DIM), integers(BATCH, 3), floats(BATCH, 3, DIM)
+    ),
     "tree_candidates": lambda: reference.tree_candidates(
         floats(BATCH, ROWS, 50), integers(BATCH, ROWS), integers(BATCH), torch.zeros(BATCH), 60
     )[0],

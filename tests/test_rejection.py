@@ -6,6 +6,7 @@ import pytest
 import scipy.stats
 import torch
 from baseline import prompt
+from examples import is_long
 from families import make_draft, make_target
 from transformers import SuppressTokensLogitsProcessor
 
@@ -14,7 +15,7 @@ from dflash import ops
 from dflash.ops import reference
 from dflash.sampling import Sampling, fold, rejection
 
-DRAWS = 1_000_000
+DRAWS = 1_000_000 if is_long() else 300_000
 CHUNK = 25_000
 VOCAB = 4
 SETTINGS = [{}, {"temperature": 0.6, "top_k": 3}, {"temperature": 1.4, "top_p": 0.85, "min_p": 0.02}]
@@ -116,6 +117,7 @@ def distance(tokens: torch.Tensor, wanted: torch.Tensor) -> tuple[float, float]:
     return p_value, float((counts / len(tokens) - wanted).abs().sum() / 2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_the_joint_distribution_of_two_positions_is_the_targets(settings):
     target, draft = case(0)
@@ -131,6 +133,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_shared_noise_stream_is_detected(fault, monkeypatch):
     name, other = FAULTS[fault]
@@ -141,6 +144,7 @@ def test_a_shared_noise_stream_is_detected(fault, monkeypatch):
     assert p_value < 1e-6
 
 
+@pytest.mark.long
 def test_drafts_of_several_passes_are_detected():
     target, draft = case(0)
     shift = torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(9)) * 2

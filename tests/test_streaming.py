@@ -696,7 +696,9 @@ class NoEven(LogitsProcessor):
         return scores.masked_fill(banned, -torch.inf)
 
 
-@pytest.mark.parametrize("rule", [{"repetition_penalty": 1.3}, {"logits_processor": [NoEven()]}], ids=str)
+@pytest.mark.parametrize(
+    "rule", [{"repetition_penalty": 1.3}, {"logits_processor": [NoEven()]}], ids=["penalty", "processor"]
+)
 def test_rules_stop_strings_and_reused_prefixes_work_together(target, draft, tokenizer, rule):
     generator = dflash.Generator(target, draft, max_length=160)
     ids, call = prompt(9, seed=5)[None], {"max_new_tokens": NEW, "tokenizer": tokenizer, **rule}

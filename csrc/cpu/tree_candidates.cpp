@@ -5,7 +5,7 @@
 //
 // A score lies between m = max(plain, noisy) and m + ln2. The row is cut into 64 interleaved slices: `count`
 // of them reach the count-th largest of the slices' largest m, so no token below that is among the best, and
-// hardly more than `count` are above it. Only these are ordered.
+// hardly more than `count` are above it. Only these get a score and an order.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -31,14 +31,6 @@ struct Row {
   float temperature, noise_weight;  // noise_weight is 0 at T <= 0
   int64_t vocab, blocks, count;
   uint64_t position, seed;
-};
-
-struct Candidate {
-  float score;
-  int32_t id;
-  friend bool operator<(const Candidate& a, const Candidate& b) {  // the best come first
-    return a.score > b.score || (a.score == b.score && a.id < b.id);
-  }
 };
 
 static inline Vec larger(Vec a, Vec b) { return b > a ? b : a; }
@@ -78,29 +70,47 @@ static inline Block load_block(const T* logits, const Row& row, int64_t b) {
 // z - top; the largest logit gives 0 even if it is infinite.
 static inline Vec below_top(Vec z, float top) { return z == splat(top) ? Vec{} : z - splat(top); }
 
-// ln(x) for positive normal x, absolute error below 1e-7 near 1, relative 2e-7 (Cephes).
-static inline Vec log_vec(Vec x) {
-  const IVec bits = reinterpret_cast<const IVec&>(x) + (0x3f800000 - 0x3f3504f3);
-  const Vec k = __builtin_convertvector((bits >> 23) - 127, Vec);
-  const IVec mantissa = (bits & 0x7fffff) + 0x3f3504f3;
-  const Vec f = reinterpret_cast<const Vec&>(mantissa) - splat(1.0f);
+// ln(x) for positive normal x, absolute error below 1e-7 near 1, relative 2e-7 (Cephes). Step by step on all
+// vectors of a block: each step waits for the one before.
+static inline Block log_block(const Block& x) {
   constexpr float kSeries[] = {-1.1514610310e-1f, 1.1676998740e-1f, -1.2420140846e-1f, 1.4249322787e-1f,
                                -1.6668057665e-1f, 2.0000714765e-1f, -2.4999993993e-1f, 3.3333331174e-1f};
-  Vec p = splat(7.0376836292e-2f);
-  for (float c : kSeries) p = p * f + splat(c);
-  const Vec square = f * f;
-  const Vec y = square * f * p - k * splat(2.12194440e-4f) - square * splat(0.5f);
-  return (f + y) + k * splat(0.693359375f);
+  Block f, k, p, out;
+  for (int i = 0; i < kVecs; ++i) {
+    const IVec bits = reinterpret_cast<const IVec&>(x.v[i]) + (0x3f800000 - 0x3f3504f3);
+    const IVec mantissa = (bits & 0x7fffff) + 0x3f3504f3;
+    k.v[i] = __builtin_convertvector((bits >> 23) - 127, Vec);
+    f.v[i] = reinterpret_cast<const Vec&>(mantissa) - 1.0f;
+    p.v[i] = f.v[i] * 7.0376836292e-2f;
+  }
+#pragma GCC unroll 8
+  for (int term = 0; term < 8; ++term)
+    for (int i = 0; i < kVecs; ++i)
+      p.v[i] = term == 7 ? p.v[i] + kSeries[7] : (p.v[i] + kSeries[term]) * f.v[i];
+  for (int i = 0; i < kVecs; ++i) {
+    const Vec square = f.v[i] * f.v[i];
+    const Vec y = square * f.v[i] * p.v[i] - k.v[i] * 2.12194440e-4f - square * 0.5f;
+    out.v[i] = (f.v[i] + y) + k.v[i] * 0.693359375f;
+  }
+  return out;
 }
 
-// The noise -ln(e) of a vector of Philox words: e = -ln(1 - u), u = (word + 0.5) / 2^32. For small u the
-// ratio of u to the rounded 1 - (1 - u) makes up for the rounding.
-static inline Vec noise_vec(UVec word) {
-  const Vec u = (__builtin_convertvector(word, Vec) + splat(0.5f)) * splat(2.3283064365386963e-10f);
-  const Vec rest = (__builtin_convertvector(~word, Vec) + splat(0.5f)) * splat(2.3283064365386963e-10f);
-  const Vec off = splat(1.0f) - rest;
-  const Vec e = off == Vec{} ? u : log_vec(rest) * u / -off;
-  return -log_vec(e);
+// ln(e) of the Philox words of a block; the noise is -ln(e): e = -ln(1 - u), u = (word + 0.5) / 2^32. For
+// small u the ratio of u to the rounded 1 - (1 - u) makes up for the rounding.
+static inline Block log_of_draws(const uint32_t* words) {
+  Block rest, e;
+  for (int i = 0; i < kVecs; ++i) {
+    const UVec word = *reinterpret_cast<const UVec*>(words + i * kWidth);
+    rest.v[i] = (__builtin_convertvector(~word, Vec) + 0.5f) * 2.3283064365386963e-10f;
+  }
+  const Block log = log_block(rest);
+  for (int i = 0; i < kVecs; ++i) {
+    const UVec word = *reinterpret_cast<const UVec*>(words + i * kWidth);
+    const Vec u = (__builtin_convertvector(word, Vec) + 0.5f) * 2.3283064365386963e-10f;
+    const Vec off = 1.0f - rest.v[i];
+    e.v[i] = off == Vec{} ? u : log.v[i] * u / -off;
+  }
+  return log_block(e);
 }
 
 // Finds the largest logit of each slice; returns true if the row has no NaN.
@@ -148,17 +158,22 @@ static Block noisy_block(const T* logits, const Row& row, int64_t b, float top) 
   Block d = plain_block(logits, row, b, top);
   uint32_t word[kBlock];
   block_words(uint32_t(b * (kBlock / 4)), row.position, row.seed, word);
-  for (int i = 0; i < kVecs; ++i)
-    d.v[i] = d.v[i] / splat(row.temperature) + noise_vec(*reinterpret_cast<const UVec*>(word + i * kWidth));
+  const Block log = log_of_draws(word);
+  for (int i = 0; i < kVecs; ++i) d.v[i] = d.v[i] / splat(row.temperature) - log.v[i];
   return d;
 }
 
-// The k-th largest lane.
+// The k-th largest lane: the least of those that fewer than k are above. No branch depends on the values.
 static float kth_lane(const Block& block, int64_t k) {
-  Candidate lanes[kBlock];
-  for (int i = 0; i < kBlock; ++i) lanes[i] = {block.v[i / kWidth][i % kWidth], i};
-  std::nth_element(lanes, lanes + (k - 1), lanes + kBlock);
-  return lanes[k - 1].score;
+  float lanes[kBlock], kth = kInf;
+  int32_t above[kBlock];
+  IVec counts[kVecs] = {};
+  std::memcpy(lanes, &block, sizeof(lanes));
+  for (float x : lanes)
+    for (int i = 0; i < kVecs; ++i) counts[i] -= block.v[i] < x;
+  std::memcpy(above, &counts, sizeof(above));
+  for (int i = 0; i < kBlock; ++i) kth = above[i] < k && lanes[i] < kth ? lanes[i] : kth;
+  return kth;
 }
 
 static bool any(IVec x) {
@@ -168,27 +183,52 @@ static bool any(IVec x) {
   return found;
 }
 
-static float add_exp(float a, float b) {
-  const float high = a > b ? a : b, low = a > b ? b : a;
-  return low == -kInf ? high : high + std::log1p(std::exp(low - high));
-}
-
 // The best so far of candidates that come in the order of their ids.
 struct Best {
-  Candidate values[kRoom];
+  float plain[kRoom], noisy[kRoom];
+  int32_t ids[kRoom];
   int64_t count, size = 0;
   float floor;  // what is below cannot be among the best
 
-  void cut() {
-    if (size <= count) return;
-    std::nth_element(values, values + (count - 1), values + size);
-    size = count;
-    floor = std::nextafter(values[count - 1].score, kInf);  // equal ones that come later lose
-  }
-  void add(float score, int64_t id) {
-    if (!(score >= floor)) return;
+  void add(float plain_share, float noisy_share, int64_t id) {
     if (size == kRoom) cut();
-    values[size++] = {score, int32_t(id)};
+    plain[size] = plain_share, noisy[size] = noisy_share, ids[size++] = int32_t(id);
+  }
+
+  // Keeps the best in their order, with their scores in `plain`.
+  void cut() {
+    // 1. Scores
+    float scores[kRoom], kept_scores[kMaxTreeRows] = {};
+    int32_t ranks[kRoom], kept_ids[kMaxTreeRows];
+    for (int64_t i = size; i % kBlock != 0; ++i) plain[i] = 0.0f, noisy[i] = -kInf, ids[i] = 0;
+    for (int64_t first = 0; first < size; first += kBlock) {
+      Block high, sum;
+      for (int i = 0; i < kVecs; ++i) {
+        const Vec a = load(plain + first + i * kWidth), b = load(noisy + first + i * kWidth);
+        high.v[i] = larger(a, b);
+        sum.v[i] = exp_vec((b > a ? a : b) - high.v[i]) + 1.0f;
+      }
+      const Block log = log_block(sum);
+      for (int i = 0; i < kVecs; ++i) {
+        const Vec score = high.v[i] + log.v[i];
+        store(scores + first + i * kWidth, score > Vec{} ? Vec{} : score);
+      }
+    }
+    // 2. How many are better than each
+    for (int64_t i = 0; i < size; i += kWidth) {
+      const Vec own = load(scores + i);
+      const IVec id = *reinterpret_cast<const IVec*>(ids + i);
+      IVec rank = {};
+      for (int64_t j = 0; j < size; ++j) rank -= (own < scores[j]) | ((own == scores[j]) & (id > ids[j]));
+      *reinterpret_cast<IVec*>(ranks + i) = rank;
+    }
+    // 3. The best in their places
+    for (int64_t i = 0; i < size; ++i)
+      if (ranks[i] < count) kept_scores[ranks[i]] = scores[i], kept_ids[ranks[i]] = ids[i];
+    if (size >= count)
+      floor = std::nextafter(kept_scores[count - 1], kInf);  // equal ones that come later lose
+    size = size < count ? size : count;
+    for (int64_t i = 0; i < size; ++i) plain[i] = kept_scores[i], noisy[i] = -kInf, ids[i] = kept_ids[i];
   }
 };
 
@@ -250,13 +290,12 @@ static int64_t best_of_row(const T* logits, const Row& row, Buffer<float>& scrat
     std::memcpy(other, &y, sizeof(other));
     std::memcpy(hit, &hits, sizeof(hit));
     for (int i = 0; i < kBlock; ++i)
-      if (hit[i]) best.add(std::min(add_exp(one[i], other[i]), 0.0f), b * kBlock + i);
+      if (hit[i]) best.add(one[i], other[i], b * kBlock + i);
   }
 
   // 4. Their order
   best.cut();
-  std::sort(best.values, best.values + best.size);
-  for (int64_t k = 0; k < best.size; ++k) ids[k] = best.values[k].id, scores[k] = best.values[k].score;
+  for (int64_t k = 0; k < best.size; ++k) ids[k] = best.ids[k], scores[k] = best.plain[k];
   return best.size;
 }
 

@@ -17,8 +17,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 
+from filelock import FileLock
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
+FOLDER = ROOT / "build" / "cuda_emulation"
 SKIPPED = {"probe.cu"}  # asks the driver
 WARNINGS = ["-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-maybe-uninitialized", "-Wno-uninitialized"]
 SHARED = ".bss=emulated_shared,alloc,load,data,contents"  # see cuda_emulation.h
@@ -56,8 +59,7 @@ def build(sanitize: bool = False) -> Path:
 
     compiler = os.environ.get("CXX", "g++")
     csrc = ROOT / "csrc"
-    folder = ROOT / "build" / "cuda_emulation"
-    folder.mkdir(parents=True, exist_ok=True)
+    FOLDER.mkdir(parents=True, exist_ok=True)
     includes = [HERE, csrc, cuda_include(), pybind11.get_include(), sysconfig.get_paths()["include"]]
     flags = [*FLAGS, *(word for path in includes for word in (["-I", str(path)]))]
     kernels = sorted(path for path in (csrc / "cuda").glob("*.cu") if path.name not in SKIPPED)
@@ -76,7 +78,7 @@ def build(sanitize: bool = False) -> Path:
             own += ["-O2", f"-DEMULATION_ASAN={int(sanitize)}"]
         key = common.copy()
         key.update(repr((own, SHARED, source.name)).encode() + source.read_bytes())
-        jobs.append((source, folder / f"{source.stem}-{key.hexdigest()[:16]}.o", own))
+        jobs.append((source, FOLDER / f"{source.stem}-{key.hexdigest()[:16]}.o", own))
 
     def compile_one(job: tuple[Path, Path, list[str]]) -> None:
         source, target, own = job
@@ -94,7 +96,7 @@ def build(sanitize: bool = False) -> Path:
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(compile_one, jobs))
     objects = [str(target) for _, target, _ in jobs]
-    place = folder / hashlib.sha256(" ".join(objects).encode()).hexdigest()[:16]
+    place = FOLDER / hashlib.sha256(" ".join(objects).encode()).hexdigest()[:16]
     module = place / "cuda_emulation.so"
     if not module.exists():
         place.mkdir(exist_ok=True)
@@ -107,7 +109,9 @@ def build(sanitize: bool = False) -> Path:
 
 def load(sanitize: bool = False) -> ModuleType:
     """Build and import the module. With sanitizers, libasan has to be loaded first (see README.md)."""
-    spec = importlib.util.spec_from_file_location("cuda_emulation", build(sanitize))
+    with FileLock(FOLDER / "lock"):  # one process of `pytest -n` builds it
+        path = build(sanitize)
+    spec = importlib.util.spec_from_file_location("cuda_emulation", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

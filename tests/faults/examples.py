@@ -1,4 +1,7 @@
-"""How many examples a property test runs: a fixed sample in every run, a hundred times as many with ``-m long``."""
+"""How much a test tries that could try more: a fixed sample in every run, and all or much more with ``-m long``."""
+
+from collections.abc import Sequence
+from typing import TypeVar
 
 from hypothesis import HealthCheck, settings
 
@@ -24,3 +27,16 @@ def use_profile(name: str) -> None:
 def examples(count: int) -> settings:
     """Return the settings of a property test that runs ``count`` examples, and many more in a long run."""
     return settings(max_examples=count * settings.default.max_examples // 20)
+
+
+def is_long() -> bool:
+    """Return whether this is a long run."""
+    return settings.default.max_examples > 20
+
+
+Value = TypeVar("Value")
+
+
+def some(count: int, values: Sequence[Value]) -> Sequence[Value]:
+    """Return ``count`` of the values, evenly spread, and all of them in a long run."""
+    return values if is_long() else values[:: len(values) // count][:count]

@@ -251,6 +251,35 @@ def accept_prefix_(d: Draw) -> dict[str, object]:
     return named | {"limits": d.ints(batch, 0, capacity + 2), "tokens": torch.full((batch, capacity), -7)} | state
 
 
+def accept_path_(d: Draw) -> dict[str, object]:
+    batch, rows, capacity = d.size(), d.size(1, 7), d.size(0, 12)
+    parents, choices = (d.ints(batch * rows, -1, 2).view(batch, rows) for _ in range(2))
+    ids = torch.where(
+        d.ints(batch * rows, 0, 4).view(batch, rows) > 0, choices.gather(1, parents.clamp(0, rows - 1)), 1
+    )
+    state = {"length": d.ints(batch, -2, capacity + 1), "num_context": d.ints(batch, 0, 3), "done": d.ints(batch, 0, 1)}
+    named = {"ids": ids, "parents": parents, "choices": choices, "stop_token_ids": d.ints(d.size(0, 2), 0, 3)}
+    named |= {"limits": d.ints(batch, 0, capacity + 2), "tokens": torch.full((batch, capacity), -7)} | state
+    return named | {"path": torch.full((batch, d.size(1, rows)), -7)}
+
+
+def compact_kv_(d: Draw) -> dict[str, object]:
+    batch, rows, capacity = d.size(), d.size(), d.size(1, 9)
+    path = d.ints(batch * rows, -1, 9).view(batch, rows)
+    if d.flag():
+        path = path.sort().values
+    named = {"path": path, "counts": d.ints(batch, -1, rows + 1), "first": d.ints(batch, -2, capacity)}
+    sizes = [(d.size(), d.size(1, 9), d.size(1, 9)) for _ in range(d.size(0, 3))]
+    named |= {"k_caches": [d.floats(batch, heads, capacity, dim) for heads, dim, _ in sizes]}
+    return named | {"v_caches": [d.floats(batch, heads, capacity, dim) for heads, _, dim in sizes]}
+
+
+def gather_rows_(d: Draw) -> dict[str, object]:
+    batch, rows, path_rows, width = d.size(), d.size(1), d.size(), d.size(0, 40)
+    path = d.ints(batch * path_rows, -1, rows).view(batch, path_rows)
+    return {"x": d.floats(batch, rows, width), "path": path, "out": d.floats(batch, path_rows + d.size(0, 2), width)}
+
+
 def gated_recurrence_(d: Draw) -> dict[str, object]:
     batch, rows, block, key_heads, dim, v_dim = d.size(), d.size(), d.size(), d.size(1, 2), d.size(1, 40), d.size(1, 40)
     heads, f32 = key_heads * d.size(1, 2), torch.float32
@@ -276,7 +305,8 @@ def causal_conv_(d: Draw) -> dict[str, object]:
 
 MAKERS = [
     rms_norm, add_rms_norm, silu_mul, fuse_features, linear, linears, block_attention, append_kv_,
-    qkv_norm_rope_append_, append_context_kv_, select_tokens, accept_prefix_, gated_recurrence_, causal_conv_,
+    qkv_norm_rope_append_, append_context_kv_, select_tokens, accept_prefix_, accept_path_, compact_kv_,
+    gather_rows_, gated_recurrence_, causal_conv_,
 ]  # fmt: skip
 
 

@@ -363,6 +363,11 @@ def test_a_stack_notices_a_weight_that_became_a_negative_view():
         ("accept_prefix_", lambda c: {"length": c["done"]}, "must not share memory"),
         ("accept_prefix_", lambda c: {"posterior": c["tokens"][:, :ROWS]}, "must not share memory with posterior"),
         ("accept_prefix_", lambda c: {"tokens": c["tokens"][:1].expand(BATCH, -1)}, "must be contiguous"),
+        ("accept_path_", lambda c: {"path": c["ids"][:, :2].contiguous(), "ids": c["tokens"][:, :ROWS]}, "with ids"),
+        ("accept_path_", lambda c: {"done": c["num_context"]}, "num_context is written in place and must not share"),
+        ("compact_kv_", lambda c: {"v_caches": [c["v_caches"][0], c["k_caches"][0]]}, r"with v_caches\[1\]"),
+        ("compact_kv_", lambda c: {"k_caches": [c["k_caches"][0][:1].expand(BATCH, -1, -1, -1)] * 2}, "contiguous"),
+        ("gather_rows_", lambda c: {"out": c["x"]}, "out is written in place and must not share memory with x"),
         (
             "gated_recurrence_",
             lambda c: {"q": c["saved_k"][:, :ROWS]},

@@ -89,7 +89,10 @@ def load_target(source: Source, dtype: str, device: Any) -> Any:
 
 
 def load(source: Source, draft: str | None, dtype: str, device: str | None) -> tuple[Any, Any, str]:
-    """Load the target, its drafter (if one is named), and return both with the device."""
+    """Load the target, its drafter (if one is named), and return both with the device.
+
+    With the dtype "auto", the target keeps that of its files, and the drafter gets the target's.
+    """
     import torch
 
     from ..drafter import load_draft
@@ -98,4 +101,7 @@ def load(source: Source, draft: str | None, dtype: str, device: str | None) -> t
     if draft is not None:  # first, because it is small and fails quickly
         with _waiting("drafter", draft, source.quiet):
             drafter = load_draft(draft, dtype=None if dtype == "auto" else getattr(torch, dtype), device=device)
-    return load_target(source, dtype, device), drafter, device
+    target = load_target(source, dtype, device)
+    if drafter is not None and dtype == "auto":
+        drafter = load_draft(drafter, dtype=target.dtype)
+    return target, drafter, device

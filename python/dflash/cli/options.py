@@ -61,7 +61,7 @@ Raw = Annotated[bool, typer.Option("--raw", help="Continue the text itself, with
 Bos = Annotated[bool, typer.Option("--bos", help="Put the tokenizer's BOS token before a raw prompt.")]
 NoThinking = Annotated[bool, typer.Option("--no-thinking", help="Tell the chat template enable_thinking=False.")]
 Limit = Annotated[int | None, typer.Option(help="Take only the first prompts.")]
-Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto (the checkpoint's).")]
+Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto (the target's own).")]
 Device = Annotated[str | None, typer.Option(help="Default: cuda if there is a GPU, else cpu.")]
 TrustRemoteCode = Annotated[
     bool,

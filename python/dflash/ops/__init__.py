@@ -8,6 +8,7 @@ Ops that end in an underscore write into their arguments and return nothing. Non
 """
 
 from .attention import block_attention
+from .checks import bytes_reached as bytes_reached
 from .choose import ROW_STATES as ROW_STATES
 from .choose import accept_prefix_, select_tokens
 from .delta_net import L2_EPS as L2_EPS

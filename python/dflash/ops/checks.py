@@ -22,10 +22,10 @@ def tensors_of(names: Sequence[str], arguments: Sequence) -> Iterator[tuple[str,
 def expect_memory(op: str, name: str, tensor: Tensor) -> None:
     """Raise unless the tensor's storage holds all its elements. Storages are freed by FSDP and by offloading."""
     held = tensor.untyped_storage().nbytes() if tensor.data_ptr() else 0
-    if _reach(tensor) > held:
+    if (needed := bytes_reached(tensor)) > held:
         raise ValueError(
             f"{op}: {name} must be in memory, but its storage holds {held} of the "
-            f"{_reach(tensor)} bytes that {list(tensor.shape)} of {tensor.dtype} reaches: it was freed or cut (by FSDP "
+            f"{needed} bytes that {list(tensor.shape)} of {tensor.dtype} reaches: it was freed or cut (by FSDP "
             f"or offloading?). Gather or load it before the call"
         )
 
@@ -73,19 +73,19 @@ def expect_strided(op: str, names: Sequence[str], arguments: Sequence) -> None:
             raise TypeError(f"{op}: {name} must be a dense tensor (torch.strided), got {found}. Convert it first")
 
 
-def _reach(tensor: Tensor) -> int:
+def bytes_reached(tensor: Tensor) -> int:
     """Return how many bytes of its storage a tensor needs."""
-    if tensor.numel() == 0:
-        return 0
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (tensor.storage_offset() + last + 1) * tensor.element_size()
+    count = tensor.numel()
+    if count and not tensor.is_contiguous():
+        count = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (tensor.storage_offset() + count) * tensor.element_size() if count else 0
 
 
 def expect_apart(op: str, name: str, written: Tensor, other_name: str, other: Tensor) -> None:
     """Raise if a tensor that the op writes shares memory with another one of its arguments."""
     begin, other_begin = written.data_ptr(), other.data_ptr()
-    end = begin + _reach(written) - written.storage_offset() * written.element_size()
-    other_end = other_begin + _reach(other) - other.storage_offset() * other.element_size()
+    end = begin + bytes_reached(written) - written.storage_offset() * written.element_size()
+    other_end = other_begin + bytes_reached(other) - other.storage_offset() * other.element_size()
     if not (written.numel() and other.numel() and begin < other_end and other_begin < end):
         return
     if not _interleaved(written, other):

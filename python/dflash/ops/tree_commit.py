@@ -170,14 +170,23 @@ def gather_rows_(launch: Launcher, x: Tensor, path: Tensor, out: Tensor) -> None
     Raises:
         ValueError: a shape does not fit, or ``out`` is not contiguous. TypeError: a dtype does not fit.
     """
+    _check_gather(x, path, out)
+    batch, rows, width = x.shape
+    row_bytes = width * x.element_size()
+    launch("gather_rows", x.contiguous(), path.contiguous(), out, batch, rows, path.shape[1], out.shape[1], row_bytes)
+
+
+def _check_gather(x: Tensor, path: Tensor, out: Tensor) -> None:
     op = "gather_rows_"
     if x.dim() != 3 or x.shape[1] == 0:
         raise ValueError(f"{op}: x must be [batch, rows, width] with rows >= 1, got {list(x.shape)}")
-    batch, rows, width = x.shape
+    batch, _, width = x.shape
+    if path.dim() == 2 and out.dim() == 3 and out.shape[1] >= path.shape[1] and _C.fits(
+        False, path, (batch, path.shape[1]), torch.int64
+    ) and _C.fits(True, out, (batch, out.shape[1], width), x.dtype):  # fmt: skip
+        return
     expect(op, "path", path, (batch, None), torch.int64, "batch, path_rows")
     expect(op, "out", out, (batch, None, width), x.dtype, "batch, path_rows, width")
     if out.shape[1] < path.shape[1]:
         raise ValueError(f"{op}: out must have at least the {path.shape[1]} rows of path, got {out.shape[1]}")
     expect_contiguous(op, "out", out)
-    row_bytes = width * x.element_size()
-    launch("gather_rows", x.contiguous(), path.contiguous(), out, batch, rows, path.shape[1], out.shape[1], row_bytes)

@@ -141,7 +141,9 @@ def _refusal_of_family(model: PreTrainedModel) -> str | None:
     is_recurrent = has_recurrent_layers(model)
     if is_recurrent and (reason := refusal_of_recurrence(model)):
         return f"{family} has stateful layers: {reason}"
-    if getattr(model, "_is_stateful", False) and not is_recurrent:
+    may_be_recurrent = is_recurrent or getattr(model, "_is_stateful", False)
+    has_attention_only = layer_types and layer_types <= _LAYER_TYPES  # a Qwen3.5 may be configured so
+    if may_be_recurrent and not is_recurrent and not has_attention_only:
         return f"{family} has stateful layers that dflash does not know, and cannot roll back"
     if getattr(config, "index_topk", None) is not None:
         return f"{family} selects keys with a sparse-attention indexer"
@@ -152,7 +154,7 @@ def _refusal_of_family(model: PreTrainedModel) -> str | None:
     if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):
         return f"{family} attends in both directions"
     # Most recurrent families do not say that they take one, and do.
-    if not is_recurrent and not getattr(model.get_decoder(), "_supports_attention_backend", False):
+    if not may_be_recurrent and not getattr(model.get_decoder(), "_supports_attention_backend", False):
         return f"{type(model).__name__} does not take an attention function by name (_supports_attention_backend)"
     return None
 

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedConfig
 
+from ..ops import bytes_reached
+
 __all__ = [
     *("is_plain_tensor", "modules_of", "plain_tensors", "refusal_of_weights", "repeated_modules", "shard_of"),
     "tensors_of",
@@ -59,7 +61,7 @@ def refusal_of_tensor(tensor: Tensor) -> str | None:
     """Return why a tensor's values cannot be read, or None."""
     kind = type(tensor)
     try:  # the common case; the tensors that have no storage raise
-        is_read = kind in _PLAIN and tensor.untyped_storage().nbytes() >= _bytes_needed(tensor) > 0
+        is_read = kind in _PLAIN and tensor.untyped_storage().nbytes() >= bytes_reached(tensor) > 0
         if is_read and not (tensor.is_meta or tensor.is_quantized or tensor.is_nested or tensor._is_zerotensor()):
             return None
     except (RuntimeError, NotImplementedError):
@@ -77,17 +79,10 @@ def refusal_of_tensor(tensor: Tensor) -> str | None:
     if tensor.numel() == 0 and tensor.dim() == 1 and isinstance(tensor, nn.Parameter):
         return f"is empty, {list(tensor.shape)}: its values are elsewhere (a shard, or offloaded)"
     try:
-        missing = tensor.untyped_storage().nbytes() < _bytes_needed(tensor)
+        missing = tensor.untyped_storage().nbytes() < bytes_reached(tensor)
     except (RuntimeError, NotImplementedError):
         return f"has no memory of its own ({kind.__name__} inside a functorch transform?)"
     return "has lost its memory: its storage was freed (FSDP, offload)" if missing else None
-
-
-def _bytes_needed(tensor: Tensor) -> int:
-    if tensor.is_contiguous():
-        return (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (tensor.storage_offset() + last + 1) * tensor.element_size()
 
 
 def is_plain_tensor(tensor: Tensor) -> bool:
