@@ -1,0 +1,601 @@
+"""Test draft trees from the caller's side: the text is the target's own, whatever the tree holds."""
+
+import math
+
+import pytest
+import torch
+from baseline import greedy, left_padded, prompt, sampled
+from families import FAMILIES, RECURRENT, VOCAB, make_draft, make_target
+from recorded import no_host_reads, record
+from tiny_tokenizers import byte_level
+from torch import Tensor
+
+import dflash
+from dflash.cache import KVCache
+from dflash.engine.budget import Budget
+from dflash.engine.state import RowReport
+from dflash.proposers import TREE_SIZES, TreeProposer
+from dflash.sampling import fold
+
+NEW = 24
+SIZES = [16, 32, 64, 128]
+NAN = float("nan")
+SUPPORTED = [name for name in FAMILIES if name not in (*RECURRENT, "glm_moe_dsa", "deepseek_v32", "phimoe (windowed)")]
+A_FEW = ["qwen3", "gemma3", "gpt_oss"]
+
+
+class ScriptedTree(TreeProposer):
+    """Grows trees around a given text, which leaves the first candidates at every fifth position.
+
+    Attributes:
+        script: ``[batch, capacity]`` int64, the text by position.
+        spoil: every so many positions the text is not among the candidates; 0 for never.
+    """
+
+    script: Tensor
+    spoil = 0
+
+    def candidates(self, logits, positions, sampling):
+        super().candidates(logits, positions, sampling)
+        truth = self.script.gather(1, positions.clamp(max=self.script.shape[1] - 1))
+        rank = (positions % 5 == 0).long()[..., None]
+        place = torch.arange(self.siblings)
+        ids = (truth[..., None] + place - rank) % VOCAB
+        if self.spoil:
+            ids = torch.where((positions % self.spoil == 0)[..., None], (truth[..., None] + 1 + place) % VOCAB, ids)
+        return ids, (-0.05 - place).expand(ids.shape).contiguous()
+
+
+class RandomTree(TreeProposer):
+    """Grows trees of random tokens with random scores."""
+
+    def candidates(self, logits, positions, sampling):
+        generator = torch.Generator().manual_seed(int(positions.sum()))
+        shape = *positions.shape, VOCAB
+        ids = torch.rand(shape, generator=generator).argsort(-1)[..., : self.siblings].contiguous()
+        return ids, -torch.rand(ids.shape, generator=generator).mul(4).sort(-1).values
+
+
+def grown(kind: type, target, draft, answers=None, prompts=None, **options) -> dflash.Generator:
+    """Return a generator whose trees are of this kind, around the ``answers`` to ``prompts``."""
+    generator = dflash.Generator(target, draft, **{"max_length": 160, "tree": 128} | options)
+    engine, sizes = generator.engine, (generator.batch_size, generator.block_size)
+    engine.tree = kind(generator.draft, engine.target, *sizes)
+    if answers is not None:
+        engine.tree.script = torch.zeros(generator.batch_size, 300, dtype=torch.int64)
+        for row, (p, answer) in enumerate(zip(prompts, answers, strict=True)):
+            engine.tree.script[row, : len(p) + len(answer)] = torch.cat([p, answer])
+    return generator
+
+
+def check(output: Tensor, width: int, expected: list[Tensor]) -> None:
+    for row, answer in zip(output, expected, strict=True):
+        assert row[width : width + len(answer)].tolist() == answer.tolist()
+        assert row[width + len(answer) :].eq(0).all()
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[Tensor]:
+    return [prompt(length, seed=31) for length in (1, 16, 40)]
+
+
+@pytest.fixture(scope="module")
+def plain(target, prompts) -> list[Tensor]:
+    return [greedy(target, p, NEW) for p in prompts]
+
+
+# ---------------------------------------------------------------------------------------------- the text
+
+
+def greedy_equals_generate(family: str, sizes: list[int]) -> None:
+    target = make_target(family)
+    prompts = [prompt(length) for length in (1, 2, 15, 17, 60)]
+    expected = [greedy(target, p, NEW) for p in prompts]
+    ids, mask = left_padded(prompts)
+    generator = grown(ScriptedTree, target, make_draft(target), expected, prompts, batch_size=len(prompts))
+    generator.engine.tree.spoil = 7
+    for size in sizes:
+        call = {"attention_mask": mask, "max_new_tokens": NEW, "tree": size}
+        output = generator.generate(ids, return_dict_in_generate=True, **call)
+        check(output.sequences, ids.shape[1], expected)
+        assert size < 16 or output.statistics.acceptance_length > 2.5, "right drafts should have been accepted"
+
+
+@pytest.mark.parametrize("family", A_FEW)
+def test_greedy_equals_generate_in_ragged_batches(family):
+    greedy_equals_generate(family, [7, 64, 128])
+
+
+@pytest.mark.parametrize("family", SUPPORTED)
+def test_greedy_equals_generate_for_every_family_and_size(family):
+    greedy_equals_generate(family, [2, 3, 7, 16, 17, 32, 33, 64, 65, 100, 128])
+
+
+@pytest.mark.parametrize("kind", [TreeProposer, ScriptedTree, RandomTree])
+def test_sampled_text_equals_the_baseline_whatever_the_tree_holds(target, draft, prompts, kind):
+    ids, mask = left_padded(prompts)
+    for rule in ({"temperature": 1.0}, {"temperature": 1.5, "top_k": 40, "top_p": 0.95, "min_p": 0.01}):
+        expected = [sampled(target, p, NEW, fold(11, row), **rule) for row, p in enumerate(prompts)]
+        generator = grown(kind, target, draft, expected, prompts, batch_size=3)
+        means = []
+        for size in (2, 16, 33, 64, 128):
+            call = {"attention_mask": mask, "max_new_tokens": NEW, "seed": 11, "tree": size}
+            output = generator.generate(ids, return_dict_in_generate=True, **call, **rule)
+            check(output.sequences, ids.shape[1], expected)
+            means.append(output.statistics.acceptance_length)
+        assert kind is not ScriptedTree or means[-1] > 6
+
+
+def test_the_number_of_siblings_changes_only_the_speed(target, draft, prompts, plain, monkeypatch):
+    ids, mask = left_padded(prompts)
+    generator = dflash.Generator(target, draft, max_length=80, batch_size=3, tree=64)
+    configure = generator.engine.tree.configure
+    for siblings in (1, 3, 40):
+
+        def configured(settings, siblings=siblings):
+            configure(settings)
+            generator.engine.tree.siblings = siblings
+
+        monkeypatch.setattr(generator.engine.tree, "configure", configured)
+        check(generator.generate(ids, attention_mask=mask, max_new_tokens=NEW), ids.shape[1], plain)
+
+
+def test_more_rows_accept_more(target, draft, prompts, plain):
+    ids, mask = left_padded(prompts)
+    generator = grown(ScriptedTree, target, draft, plain, prompts, batch_size=3)
+    lengths = []
+    for size in (2, 5, 16, 64, 128):
+        call = {"attention_mask": mask, "max_new_tokens": NEW, "tree": size, "return_dict_in_generate": True}
+        statistics = generator.generate(ids, **call).statistics
+        lengths.append(statistics.acceptance_length)
+        assert statistics.rows == [size] * max(map(len, statistics.acceptance_lengths))
+        assert all(count <= min(size, 16) for row in statistics.acceptance_lengths for count in row)
+    assert lengths == sorted(lengths)
+    assert lengths[-1] > lengths[0] + 4
+
+
+def test_small_blocks_grow_shallow_trees(target, draft, prompts, plain):
+    ids, mask = left_padded(prompts)
+    for block_size, size in ((2, 2), (2, 40), (5, 3), (5, 64)):
+        options = {"batch_size": 3, "block_size": block_size}
+        generator = grown(ScriptedTree, target, draft, plain, prompts, **options)
+        output = generator.generate(
+            ids, attention_mask=mask, max_new_tokens=NEW, tree=size, return_dict_in_generate=True
+        )
+        check(output.sequences, ids.shape[1], plain)
+        assert max(map(max, output.statistics.acceptance_lengths)) <= min(block_size, size)
+
+
+def test_a_call_may_ask_for_a_chain_or_a_smaller_tree(target, draft, prompts, plain):
+    generator = dflash.Generator(target, draft, max_length=80, tree=32)
+    p = prompts[1][None]
+    for tree, rows in ((32, 32), (None, 16), (9, 9), (16, 16)):
+        output = generator.generate(p, max_new_tokens=NEW, tree=tree, return_dict_in_generate=True)
+        check(output.sequences, p.shape[1], plain[1:2])
+        assert set(output.statistics.rows) == {rows}
+    default = generator.generate(p, max_new_tokens=NEW, return_dict_in_generate=True)
+    assert set(default.statistics.rows) == {32}
+
+
+def test_bfloat16_equals_the_chain_at_the_same_padded_shapes(prompts):
+    """Every kernel gives a row the same bits for any number of rows, so one-token mode may run a block of 16."""
+    target = make_target("qwen3", dtype=torch.bfloat16)
+    ids, mask = left_padded(prompts)
+    call = {"attention_mask": mask, "max_new_tokens": NEW, "temperature": 0.8, "seed": 4}
+    one = dflash.Generator(target, None, max_length=80, batch_size=3, block_size=16).generate(ids, **call)
+    answers = list(one[:, ids.shape[1] :])
+    generator = grown(ScriptedTree, target, make_draft(target), answers, prompts, batch_size=3)
+    for size in (16, 64):
+        assert torch.equal(generator.generate(ids, tree=size, **call), one)
+
+
+# ---------------------------------------------------------------------------------------------- the state
+
+
+def prefilled(generator, row: int) -> tuple[KVCache, Tensor, KVCache]:
+    """Run a row's text as a prompt: the target's cache, the features of every position, and the drafter's cache."""
+    state, target, draft = generator.state, generator.engine.target, generator.draft
+    length = int(state.length[row])
+    ids, zero, live = (
+        state.tokens[row : row + 1, :length],
+        torch.zeros(1, dtype=torch.int64),
+        state.length[row : row + 1],
+    )
+    cache, drafts = target.new_cache(1, 300, 1), draft.new_cache(1, 300)
+    with torch.no_grad():
+        _, taps = target.forward(ids, zero, cache, 1, keep=live)
+        features = torch.cat(taps, -1)
+        draft.inject_(draft.fuse(features, live), torch.arange(length)[None], drafts)
+    return cache, features[0], drafts
+
+
+@pytest.mark.parametrize("family", A_FEW)
+def test_after_every_step_the_state_is_that_of_a_prompt(family):
+    target = make_target(family)
+    draft = make_draft(target)
+    prompts = [prompt(9, seed=32), prompt(26, seed=32)]
+    answers = [greedy(target, p, NEW) for p in prompts]
+    ids, mask = left_padded(prompts)
+    generator = grown(ScriptedTree, target, draft, answers, prompts, batch_size=2, tree=70)
+    generator.engine.tree.spoil, moved = 11, 0
+    for _ in generator.stream(ids, attention_mask=mask, max_new_tokens=NEW):
+        state = generator.state
+        moved += bool((state.tree_path.view(2, -1) > torch.arange(16)).any())
+        for row in range(2):
+            cache, features, drafts = prefilled(generator, row)
+            length, fresh = int(state.length[row]), int(state.num_context[row])
+            close = {"rtol": 1e-3, "atol": 2e-4}
+            for held, expected, covered in (
+                (state.target_cache, cache, length),
+                (state.draft_cache, drafts, length - fresh),
+            ):
+                for ours, theirs in zip(held.buffers, expected.buffers, strict=True):
+                    torch.testing.assert_close(ours[row, :, :covered], theirs[0, :, :covered], **close)
+            torch.testing.assert_close(state.context[row, :fresh], features[length - fresh :], **close)
+    assert moved > 1, "some paths should have left the first rows"
+
+
+def test_nan_in_a_tree_stays_in_its_row(draft, prompts, plain):
+    """A token whose embedding is NaN is drafted next to the right one, and never chosen."""
+    target = make_target("qwen3")
+    used = set(torch.cat([*prompts, *plain]).tolist())
+    poison = next(token for token in range(2, VOCAB) if token not in used)
+    with torch.no_grad():
+        target.get_input_embeddings().weight[poison] = NAN
+
+    class Poisoned(ScriptedTree):
+        def candidates(self, logits, positions, sampling):
+            ids, scores = super().candidates(logits, positions, sampling)
+            ids[..., 2] = torch.where((ids == poison).any(-1), ids[..., 2], poison)
+            return ids, scores
+
+    ids, mask = left_padded(prompts)
+    generator = grown(Poisoned, target, draft, plain, prompts, batch_size=3)
+    output = generator.generate(ids, attention_mask=mask, max_new_tokens=NEW, return_dict_in_generate=True)
+    check(output.sequences, ids.shape[1], plain)
+    assert output.statistics.acceptance_length > 6
+
+
+def test_nan_logits_of_the_drafter_grow_no_tree(target, prompts, plain):
+    draft = make_draft(target)
+    with torch.no_grad():
+        draft.norm.weight.fill_(NAN)
+    output = dflash.generate(target, draft, prompts[1][None], max_new_tokens=9, tree=16, return_dict_in_generate=True)
+    check(output.sequences, 16, [plain[1][:9]])
+    assert output.statistics.acceptance_length == 1
+
+
+def test_nan_logits_of_the_target_are_an_error_that_says_where(draft, prompts, plain):
+    target = make_target("qwen3")
+    with torch.no_grad():
+        target.get_input_embeddings().weight[int(plain[1][4])] = NAN
+    assert int(plain[1][4]) not in {*prompts[1].tolist(), *plain[1][:4].tolist()}
+    generator = grown(ScriptedTree, target, draft, plain[1:2], prompts[1:2])
+    with pytest.raises(ValueError, match="the target's logits are NaN in row 0 for position 21"):
+        generator.generate(prompts[1][None], max_new_tokens=NEW)
+
+
+def test_the_mask_id_may_be_drafted(target, draft, prompts, plain):
+    mask_id = draft.config.mask_token_id
+
+    class Masked(ScriptedTree):
+        def candidates(self, logits, positions, sampling):
+            ids, scores = super().candidates(logits, positions, sampling)
+            ids[..., 2] = torch.where((ids == mask_id).any(-1), ids[..., 2], mask_id)
+            return ids, scores
+
+    ids, mask = left_padded(prompts)
+    generator = grown(Masked, target, draft, plain, prompts, batch_size=3)
+    check(generator.generate(ids, attention_mask=mask, max_new_tokens=NEW), ids.shape[1], plain)
+
+
+# ---------------------------------------------------------------------------------------------- ends
+
+
+def test_rows_end_at_stop_tokens_and_limits_in_the_middle_of_a_path(target, draft, prompts, plain):
+    ids, mask = left_padded(prompts)
+    # Position 20 of the second row and 45 of the third leave the spine: stops there are on a sibling branch.
+    stop = [int(plain[1][20 - 16]), int(plain[2][45 - 40])]
+    expected = [greedy(target, p, NEW, tuple(stop)) for p in prompts]
+    assert len(expected[1]) <= 5
+    assert len(expected[2]) <= 6
+    generator = grown(ScriptedTree, target, draft, plain, prompts, batch_size=3)
+    call = {"attention_mask": mask, "stop_token_ids": stop, "return_dict_in_generate": True}
+    output = generator.generate(ids, max_new_tokens=NEW, **call)
+    check(output.sequences, ids.shape[1], expected)
+    assert output.finish_reasons == ["stop" if int(answer[-1]) in stop else "length" for answer in expected]
+    for new in (1, 2, 3, 8):
+        output = generator.generate(ids, attention_mask=mask, max_new_tokens=new, return_dict_in_generate=True)
+        check(output.sequences, ids.shape[1], [answer[:new] for answer in plain])
+        assert output.finish_reasons == ["length"] * 3
+
+
+def test_the_last_position_of_the_target_can_be_reached(draft):
+    target = make_target("qwen3", max_position_embeddings=64)
+    p = prompt(40)
+    expected = greedy(target, p, 24)
+    generator = grown(ScriptedTree, target, draft, [expected], [p], max_length=64)
+    check(generator.generate(p[None], max_new_tokens=24), 40, [expected])
+
+
+# ---------------------------------------------------------------------------------------------- the rest of a call
+
+
+def only_even(ids: Tensor, scores: Tensor) -> Tensor:
+    """Ban odd tokens where the sum of the last two is a multiple of three: a rule that reads the path."""
+    if int(ids[0, -2:].sum()) % 3 == 0:
+        scores[:, 1::2] = -math.inf
+    return scores
+
+
+def ends_on_a_sum(ids: Tensor, scores: None) -> bool:
+    return ids.shape[1] > 45 and int(ids[0, -3:].sum()) % 4 == 0
+
+
+def rules_of(plain: list[Tensor]) -> dict[str, dict]:
+    text = torch.cat(plain).tolist()
+    pairs = [answer[i : i + 2].tolist() for answer in plain for i in (3, 8, 9)]
+    return {
+        "penalties": {"repetition_penalty": 1.4, "presence_penalty": 0.7, "frequency_penalty": 0.4},
+        "n-grams": {"no_repeat_ngram_size": 2, "repetition_penalty": 0.6},
+        "bias": {"logit_bias": {text[3]: -3.0, 40: 2.5, tuple(pairs[0]): -6.0}},
+        "bad words": {"bad_words_ids": [[text[2]], *pairs]},
+        "tokens": {"suppress_tokens": text[4:8], "begin_suppress_tokens": [int(a[0]) for a in plain],
+                   "forced_bos_token_id": 50, "forced_eos_token_id": [7, 9], "min_new_tokens": 12},
+        "processors": {"logits_processor": [only_even]},
+        "criteria": {"stopping_criteria": [ends_on_a_sum], "no_repeat_ngram_size": 3},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["penalties", "n-grams", "bias", "bad words", "tokens", "processors", "criteria"])
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_rules_write_what_they_write_with_chains(target, draft, prompts, plain, name, temperature):
+    ids, mask = left_padded(prompts)
+    call = {
+        "attention_mask": mask,
+        "max_new_tokens": NEW,
+        "temperature": temperature,
+        "seed": 6,
+        **rules_of(plain)[name],
+    }
+    one_token = dflash.Generator(target, None, max_length=80, batch_size=3)
+    expected = one_token.generate(ids, stop_token_ids=[3], return_dict_in_generate=True, **call)
+    answers = list(expected.sequences[:, ids.shape[1] :])
+    generator = grown(ScriptedTree, target, draft, answers, prompts, batch_size=3)
+    output = generator.generate(ids, stop_token_ids=[3], tree=64, return_dict_in_generate=True, **call)
+    assert torch.equal(output.sequences, expected.sequences)
+    assert output.finish_reasons == expected.finish_reasons
+    assert output.statistics.acceptance_length > 3
+
+
+def test_a_stream_tells_of_drafts_as_with_chains(target, draft, prompts, plain):
+    ids, mask = left_padded(prompts)
+    generator = grown(ScriptedTree, target, draft, plain, prompts, batch_size=3)
+    rows, shares = [[] for _ in prompts], []
+    for event in generator.stream(ids, attention_mask=mask, max_new_tokens=NEW):
+        for row, new in enumerate(event.ids):
+            rows[row] += new
+            shares += [(len(new), event.accepted[row])] if new else []
+    assert rows == [answer.tolist() for answer in plain]
+    assert shares[:3] == [(1, 0)] * 3
+    # A step that is not a row's last adds a token of the target's own; at a limit the last token may be a draft.
+    assert {new - accepted for new, accepted in shares[3:]} <= {0, 1}
+    assert max(accepted for _, accepted in shares) > 5
+
+
+def test_the_last_token_counts_as_a_draft_if_it_was_one(target, draft, prompts, plain):
+    stop = int(plain[1][7])
+    assert stop not in plain[1][:7]
+    generator = grown(ScriptedTree, target, draft, plain[1:2], prompts[1:2])
+    for drafted in (True, False):
+        generator.engine.tree.spoil = 0 if drafted else 16 + 7
+        *_, last = generator.stream(prompts[1][None], max_new_tokens=NEW, stop_token_ids=[stop])
+        assert last.ids[0][-1] == stop
+        assert last.accepted[0] == len(last.ids[0]) - (not drafted)
+
+
+def test_stop_strings_and_reused_prefixes(target, draft, prompts):
+    tokenizer, p = byte_level(), prompts[2]
+    answer = greedy(target, p, 40)
+    stops = [tokenizer.decode(answer[9:12].tolist()), tokenizer.decode(answer[20:22].tolist())]
+    expected = dflash.Generator(target, None, max_length=160)
+    generator = grown(ScriptedTree, target, draft, [answer], [p], max_length=160)
+    conversation = p[None]
+    for _ in range(3):  # the second and third time most of the prompt is in the caches
+        call = {"max_new_tokens": 20, "stop_strings": stops, "tokenizer": tokenizer, "return_dict_in_generate": True}
+        wanted, got = expected.generate(conversation, **call), generator.generate(conversation, tree=64, **call)
+        assert torch.equal(got.sequences, wanted.sequences)
+        assert got.finish_reasons == wanted.finish_reasons
+        assert got.statistics.num_prefilled_tokens == wanted.statistics.num_prefilled_tokens
+        conversation = torch.cat([got.sequences, torch.tensor([[7, 8]])], 1)
+
+
+# ---------------------------------------------------------------------------------------------- how steps run
+
+
+def test_a_step_neither_waits_nor_breaks_the_graph(target, draft, prompts, plain):
+    ids, mask = left_padded(prompts)
+    generator = grown(TreeProposer, target, draft, batch_size=3)
+    call = {"attention_mask": mask, "max_new_tokens": NEW, "tree": 70}
+    check(generator.generate(ids, **call), ids.shape[1], plain)
+    with no_host_reads():
+        generator.step()
+
+
+def test_replayed_steps_write_the_same_at_every_size(target, draft, prompts, plain):
+    ids, mask = left_padded(prompts)
+    generator = record(grown(TreeProposer, target, draft, batch_size=3))
+    for size in (16, 64, None, 16):
+        output = generator.generate(ids, attention_mask=mask, max_new_tokens=NEW, tree=size)
+        check(output, ids.shape[1], plain)
+    assert generator.runner.graphs == 3
+    assert generator.runner.steps["replayed"] > generator.runner.steps["eager"]
+
+
+def test_the_compiled_step_writes_the_same_tokens():
+    torch._dynamo.reset()
+    target = make_target("qwen3", num_hidden_layers=2)
+    draft = make_draft(target, "Qwen3.6-27B")
+    prompts = [prompt(3), prompt(20)]
+    ids, mask = left_padded(prompts)
+    generator = dflash.Generator(target, draft, max_length=60, batch_size=2, compile=True, tree=40)
+    check(generator.generate(ids, attention_mask=mask, max_new_tokens=12), 20, [greedy(target, p, 12) for p in prompts])
+    output = generator.generate(ids, attention_mask=mask, max_new_tokens=12, temperature=1.0, seed=2)
+    check(output, 20, [sampled(target, p, 12, fold(2, row), 1.0) for row, p in enumerate(prompts)])
+
+
+# ---------------------------------------------------------------------------------------------- "auto"
+
+
+def report(expected: tuple[float, ...], done: int = 0) -> RowReport:
+    return RowReport(0, done, [], [], list(expected))
+
+
+# What a step costs where reading the weights takes most of its time, and where every row takes its own.
+GPU = dict(zip(TREE_SIZES, (1.0, 1.05, 1.2, 1.6), strict=True))
+CPU = dict(zip(TREE_SIZES, (1.0, 1.6, 2.8, 5.2), strict=True))
+
+
+class TestBudget:
+    def test_it_takes_what_brings_most_tokens_for_its_cost(self):
+        for expected, best in (((3.0, 4.0, 6.0, 6.5), 64), ((12.0, 13.0, 13.1, 13.2), 32), ((12.0,) * 4, 16)):
+            budget = Budget(GPU)
+            budget.observe(64, [5], [report(expected)])
+            assert budget.choose() == best
+
+    def test_it_takes_16_rows_where_cost_grows_with_rows(self):
+        budget = Budget(CPU)
+        assert budget.choose() == 16
+        budget.observe(16, [4], [report((4.0, 5.0, 6.0, 7.0))])
+        assert budget.choose() == 16
+
+    def test_a_drafter_that_believes_too_much_gets_fewer_rows(self):
+        budget = Budget(GPU)
+        for _ in range(100):
+            budget.observe(64, [1], [report((6.0, 8.0, 11.0, 13.0))])
+        assert budget.choose() == 16
+        for _ in range(2000):
+            budget.observe(16, [6], [report((6.0, 8.0, 11.0, 13.0))])
+        assert budget.choose() == 64
+
+    def test_a_batch_adds_up_its_rows_and_ended_rows_do_not_count(self):
+        budget = Budget(GPU)
+        steep, flat = report((3.0, 4.0, 6.0, 6.5)), report((12.0,) * 4)
+        budget.observe(16, [1, 1, 1, 1], [flat, flat, flat, steep])
+        assert budget.choose() == 16
+        ended = report((12.0,) * 4, done=1)
+        budget.observe(16, [1, 1, 1, 1], [ended, ended, ended, steep])
+        assert budget.choose() == 64
+
+
+def test_auto_writes_the_same_text_at_changing_sizes(target, draft, prompts, plain):
+    ids, mask = left_padded(prompts)
+    generator = grown(TreeProposer, target, draft, batch_size=3, tree="auto")
+    generator.engine.costs = dict(zip(TREE_SIZES, (1.0, 1.05, 1.1, 1.2), strict=True))
+    for temperature in (0.0, 1.0):
+        call = {"attention_mask": mask, "max_new_tokens": NEW, "temperature": temperature, "seed": 3}
+        expected = plain
+        if temperature:
+            expected = [sampled(target, p, NEW, fold(3, row), temperature) for row, p in enumerate(prompts)]
+        output = generator.generate(ids, return_dict_in_generate=True, **call)
+        check(output.sequences, ids.shape[1], expected)
+        assert set(output.statistics.rows) <= set(TREE_SIZES)
+        assert len(output.statistics.rows) == max(map(len, output.statistics.acceptance_lengths))
+
+
+def test_auto_measures_its_costs_once_and_leaves_the_state_as_it_was(target, draft, prompts, plain):
+    ids, mask = left_padded(prompts)
+    generator = dflash.Generator(target, draft, max_length=160, batch_size=3, tree="auto")
+    call = {"attention_mask": mask, "max_new_tokens": NEW}
+    check(generator.generate(ids, **call), ids.shape[1], plain)
+    costs = generator.engine.costs
+    assert costs
+    assert all(cost > 0 for cost in costs.values())
+    check(generator.generate(ids, **call), ids.shape[1], plain)
+    assert generator.engine.costs is costs
+
+
+def test_auto_is_captured_once_per_size(target, draft, prompts, plain):
+    ids, mask = left_padded(prompts)
+    generator = record(grown(TreeProposer, target, draft, batch_size=3, tree="auto"))
+    sizes = iter([16, 64] * 100)
+    generator.engine.costs = dict.fromkeys(TREE_SIZES, 1.0)
+    for _ in range(3):
+        stream = generator.stream(ids, attention_mask=mask, max_new_tokens=NEW)
+        next(stream)
+        generator.engine.budget.choose = lambda: next(sizes)
+        *_, last = stream
+    assert {16, 64} >= set(last.statistics.rows[2:])
+    check(generator.generate(ids, attention_mask=mask, max_new_tokens=NEW, tree=16), ids.shape[1], plain)
+    assert generator.runner.steps["replayed"] > 0
+
+
+# ---------------------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"tree": 1}, ValueError, r'tree must be a number of rows in 2 \.\. 128, "auto" or None, got 1$'),
+        ({"tree": 0}, ValueError, "got 0$"),
+        ({"tree": -4}, ValueError, "got -4$"),
+        ({"tree": 129}, ValueError, "got 129$"),
+        ({"tree": "most"}, ValueError, "got 'most'$"),
+        ({"tree": True}, TypeError, "got True$"),
+        ({"tree": 16.0}, TypeError, r"got 16\.0$"),
+        ({"tree": 16, "block_size": 1}, ValueError, "tree=16 needs a drafter to grow from"),
+        ({"tree": 16, "denoise_steps": 2}, ValueError, "tree=16 cannot be combined with denoise_steps=2"),
+        ({"tree": 16, "draft_sharpness": 1.0}, ValueError, r"cannot be combined with draft_sharpness=1\.0"),
+        ({"tree": "auto", "acceptance": "rejection"}, ValueError, "tree='auto' cannot be combined with acceptance="),
+    ],
+    ids=str,
+)
+def test_bad_arguments_are_named_before_any_work(target, draft, prompts, arguments, error, message, monkeypatch):
+    dflash.generate(target, draft, prompts[0][None], max_new_tokens=1)
+    kept = dflash.api._cached
+    with pytest.raises(error, match=message):
+        dflash.generate(target, draft, prompts[0][None], max_new_tokens=4, **arguments)
+    assert dflash.api._cached is kept
+
+
+def test_a_generator_names_what_its_trees_lack(target, draft, prompts):
+    for options, message in (
+        ({"tree": 1}, r"tree must be a number of rows in 2 \.\. 128"),
+        ({"tree": "auto", "block_size": 1}, "tree='auto' needs a drafter"),
+        ({"tree": 16, "denoise_steps": 3}, "tree=16 cannot be combined with denoise_steps=3"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            dflash.Generator(target, draft, max_length=40, **options)
+    with pytest.raises(ValueError, match="tree=16 needs a drafter"):
+        dflash.Generator(target, None, max_length=40, tree=16)
+    for made in (None, 16):
+        generator = dflash.Generator(target, draft, max_length=80, tree=made)
+        with pytest.raises(ValueError, match=f"tree=32 takes up to 32 rows, this generator was made with tree={made}"):
+            generator.generate(prompts[0][None], max_new_tokens=4, tree=32)
+
+
+def test_recurrent_targets_take_chains_only():
+    target = make_target("qwen3_5")
+    draft, p = make_draft(target), prompt(5)[None]
+    message = "tree=16 needs a target whose layers are all attention, Qwen3_5ForCausalLM has recurrent layers"
+    with pytest.raises(ValueError, match=message):
+        dflash.generate(target, draft, p, max_new_tokens=4, tree=16)
+    with pytest.raises(ValueError, match=message):
+        dflash.Generator(target, draft, max_length=40, tree=16)
+    with pytest.raises(ValueError, match=message):
+        dflash.Generator(target, draft, max_length=40).generate(p, max_new_tokens=4, tree=16)
+
+
+def test_one_shot_calls_grow_their_generator_for_larger_trees(target, draft, prompts, plain):
+    p = prompts[1][None]
+    for tree in (None, 16, 64, 9, None):
+        check(dflash.generate(target, draft, p, max_new_tokens=NEW, tree=tree), 16, plain[1:2])
+    assert dflash.api._cached.generator.tree == 64
+
+
+def test_custom_generate_takes_a_tree(target, draft, prompts, plain):
+    p = prompts[1][None]
+    call = {"custom_generate": dflash.custom_generate, "draft": draft, "max_new_tokens": NEW, "do_sample": False}
+    output = target.generate(p, tree=32, return_dict_in_generate=True, **call)
+    check(output.sequences, 16, plain[1:2])
+    assert set(output.statistics.rows) == {32}
