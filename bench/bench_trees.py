@@ -103,7 +103,7 @@ def add(result: Result, ids: Tensor, outs: list[dflash.GenerateOutput]) -> None:
     found = outs[0].statistics
     result.steps.append(found.acceptance_lengths[0])
     result.tokens.append(outs[0].sequences[0, ids.shape[1] :].tolist())
-    result.rows.append(found.block_size * len(result.steps[-1]))
+    result.rows.append(sum(found.rows))
     times = [(out.statistics.seconds, out.statistics.time_to_first_token) for out in outs]
     result.seconds.append(min(seconds for seconds, _ in times))
     result.step_seconds.append(min(seconds - first for seconds, first in times))

@@ -10,7 +10,7 @@ from rich.cells import cell_len
 
 from ..generator import Generator
 from ..outputs import StreamEvent
-from ..proposers import Block, Proposer, State
+from ..proposers import Block, Proposer
 from ..terminal import printable
 
 __all__ = ["ACCEPTED", "BONUS", "DRAFT", "EDGE", "Piece", "TreeStep", "TreeWatch", "draw", "show_token"]
@@ -92,7 +92,7 @@ class _Recorder:
     def __init__(self, proposer: Proposer) -> None:
         self.proposer, self.block = proposer, None
 
-    def propose(self, state: State) -> Block:
+    def propose(self, state: Any) -> Block:
         self.block = self.proposer.propose(state)
         return self.block
 
