@@ -28,6 +28,15 @@ def add_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pair", type=Path, default=PAIR, help=text)
 
 
+def perturb(draft: nn.Module, amount: float) -> None:
+    """Make a drafter worse: add noise of ``amount`` standard deviations of each parameter, always the same."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.add_(amount * parameter.std().nan_to_num(0) * noise)
+
+
 def load(folder: Path, dtype: str, count: int | None = None) -> Loaded:
     """Load a pair and its first ``count`` prompts, a BOS token in front if the tokenizer has one."""
     kind = getattr(torch, dtype)

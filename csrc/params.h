@@ -177,6 +177,8 @@ struct AppendKvParams {
   }
 };
 
+constexpr int64_t kMaxTreeRows = 128;  // of a block that is a tree, root included; also candidates per depth
+
 // softmax(scale * q k^T) v over the keys that each query sees; query i of sequence b is at position
 // lengths[b] + i. With ancestors the block is a tree: row i is in slot lengths[b] + i, at position lengths[b]
 // + its depth, the number of its ancestors. Bits are those of a chain: a row of the block is a key of the
@@ -246,8 +248,6 @@ struct SelectTokensParams {
                       &P::sharpness, &P::ids, &P::workspace, &P::batch, &P::rows, &P::vocab, &P::dtype);
   }
 };
-
-constexpr int64_t kMaxTreeRows = 128;  // the root included; also the most candidates per depth
 
 // The best tokens at each depth of a draft by score: log softmax(z) where temperature <= 0 or is NaN, else
 // log((1 - w) softmax(z) + w softmax(z / temperature + gumbel noise)) with w = noise_weight. Descending, ties

@@ -17,6 +17,11 @@ and the text is the one that the quantized model writes. What is compared:
 
 Quantize the target only; drafters are loaded in their own dtype. `--model FOLDER` of every command takes a saved
 quantized checkpoint. The fused path is for dense weights, so `fused=True` is refused here.
+
+Recurrent targets such as Qwen3.5 run quantized in the same way: `tests/quantized` compares one with torchao, quanto and
+compressed-tensors. On CPUs with AVX512-BF16, bitsandbytes nf4 fails at the first pass of a layer unless its inputs are
+a multiple of 64 and its outputs a multiple of 32. Gated DeltaNets have two layers with one output per head; unless
+the heads are a multiple of 32, load with `llm_int8_skip_modules=["in_proj_a", "in_proj_b", "lm_head"]`.
 """
 
 NOTES = {

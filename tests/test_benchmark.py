@@ -209,6 +209,54 @@ def test_a_wrong_answer_is_not_counted_identical(run, tiny, three, monkeypatch):
     assert (found["identical"], found["turns"]) == (2, 3)
 
 
+def test_trees_are_measured_next_to_chains(run, tiny, three, tmp_path):
+    call = ["--dataset", three, "--max-new-tokens", 20, "--draft-sharpness", 1, "--temperature", 1]
+    chain = run(tiny, *call)["datasets"]["three"]
+    report = run(tiny, *call, "--tree", 5, "--out", tmp_path)
+    found, header = report["datasets"]["three"], report["header"]
+    assert chain["tree"] is None
+    assert header["tree"] == 5
+    assert found["histogram"] == chain["histogram"]  # what is not of trees is of chains
+    assert found["tree"]["identical"] == found["identical"] == 3
+    records = [json.loads(line)["turns"][0] for line in (tmp_path / "three.jsonl").read_text().splitlines()[1:]]
+    trees = [record["tree"] for record in records]
+    assert found["tree"]["new_tokens"] == sum(tree["new_tokens"] for tree in trees) == found["new_tokens"]
+    assert sum(found["tree"]["histogram"]) == sum(len(tree["acceptance_lengths"]) for tree in trees)
+    speed = found["new_tokens"] / sum(tree["seconds"] for tree in trees)
+    assert found["tree"]["tokens_per_second"] == pytest.approx(speed)
+    assert run(tiny, *call, "--tree", 5, "--out", tmp_path)["datasets"]["three"] == found
+
+
+def test_a_wrong_answer_of_trees_is_counted(run, tiny, three, monkeypatch):
+    class Wrong(dflash.Generator):
+        def generate(self, ids, **arguments):
+            out = super().generate(ids, **arguments)
+            out.sequences[0, -1] += arguments["tree"] is not None and ids.shape[1] == 2
+            return out
+
+    monkeypatch.setattr(compare, "Generator", Wrong)
+    found = run(tiny, "--dataset", three, "--max-new-tokens", 6, "--tree", 4)["datasets"]["three"]
+    assert (found["identical"], found["tree"]["identical"]) == (3, 2)
+
+
+def test_the_text_names_trees_and_their_gain(shell, tiny, three):
+    call = ["benchmark", "--model", tiny / "target", "--draft", tiny / "draft", "--dataset", three, "--limit", 1]
+    done = shell(*call, "--max-new-tokens", 9, "--tree", "auto")
+    assert done.code == 0, done.err
+    head = next(line for line in done.out.splitlines() if line.startswith("tree=auto"))
+    assert head.split() == [
+        "tree=auto",
+        "tokens/s",
+        "speedup",
+        "over",
+        "chains",
+        "accepted",
+        "over",
+        "chains",
+        "identical",
+    ]
+
+
 def test_the_text_without_json(shell, tiny, three):
     call = ["benchmark", "--model", tiny / "target", "--draft", tiny / "draft", "--dataset", three, "--limit", 2]
     done = shell(*call, "--max-new-tokens", 9)
@@ -316,6 +364,7 @@ def test_an_interrupt_keeps_what_is_done(run, tiny, three, tmp_path, count, monk
         (["--temperature", "1"], "was written with temperature 0.0, now 1.0: write to another place, or delete it"),
         (["--seed", "3", "--padded"], "was written with seed 0, now 3, padded False, now True"),
         (["--max-new-tokens", "7"], "max_new_tokens 6, now 7"),
+        (["--tree", "16"], "tree None, now 16"),
     ],
 )
 def test_another_setting_is_refused_by_name(shell, tiny, three, tmp_path, change, message):

@@ -159,6 +159,27 @@ def test_chat_answers_line_by_line(run, chat_folders, monkeypatch):
     assert done.out.splitlines() == [first, answer(model, ids, 4), answer(model, [91, 7, 92], 4)]
 
 
+def test_trees_write_the_text_of_chains_and_are_named(run, folders):
+    model, draft = folders
+    call = ["generate", "--model", model, "--draft", draft, "--max-new-tokens", "9", "w5 w6 w7"]
+    chain = run(*call)
+    for tree, named in (("5", "of 16 in trees of 5 rows"), ("auto", "of 16 in trees of 16 to 128 rows")):
+        done = run(*call, "--tree", tree)
+        assert done.code == 0, done.err
+        assert done.out == chain.out
+        assert named in done.err
+    assert json.loads(run(*call, "--tree", "5", "--json").out)["tree"] == 5
+
+
+def test_chat_drafts_trees(run, chat_folders, monkeypatch):
+    model, draft = chat_folders
+    monkeypatch.setattr(sys, "stdin", io.StringIO("w5 w6\n"))
+    done = run("chat", "--model", model, "--draft", draft, "--max-new-tokens", "4", "--tree", "8")
+    assert done.code == 0, done.err
+    assert done.out == answer(model, [91, 5, 6, 92], 4) + "\n"
+    assert "in trees of 8 rows" in done.err
+
+
 def test_chat_needs_a_template(run, folders):
     model, draft = folders
     done = run("chat", "--model", model, "--draft", draft)
@@ -184,6 +205,11 @@ def test_the_same_seed_writes_the_same_text(run, folders):
         (["--dtype", "int8"], "dflash: --dtype must be auto, float32, bfloat16 or float16, got 'int8'"),
         (["--device", "nonsense"], "dflash: --device 'nonsense'"),
         (["--bos"], "dflash: --bos: this tokenizer has no BOS token"),
+        (["--tree", "1"], 'dflash: tree must be a number of rows in 2 .. 128, "auto" or None, got 1'),
+        (["--tree", "129"], 'dflash: tree must be a number of rows in 2 .. 128, "auto" or None, got 129'),
+        (["--tree", "many"], "dflash: tree must be a number of rows in 2 .. 128, \"auto\" or None, got 'many'"),
+        (["--tree", "16", "--block-size", "1"], "dflash: tree=16 needs a drafter to grow from, got"),
+        (["--tree", "16", "--draft-sharpness", "1"], "dflash: tree=16 cannot be combined with draft_sharpness=1.0"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(run, folders, change, message):

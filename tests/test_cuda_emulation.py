@@ -156,6 +156,25 @@ def test_kernels_may_start_before_the_one_ahead_has_run(emulation, seed):
     assert want[4].unique().numel() > 1
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_the_kernels_that_build_a_tree_may_start_early(emulation, seed):
+    emulated, g = Emulated(emulation), torch.Generator().manual_seed(0)
+    emulation.seed(seed)
+    x, positions = torch.randn(2, 3, 600, generator=g), torch.tensor([[3, 4, 5], [0, 7, 2]])
+    seeds, temperature, anchor = torch.tensor([1, 2]), torch.tensor([0.0, 1.0]), torch.tensor([8, 9])
+
+    def run():
+        logits = emulated.silu_mul(x)
+        ids, scores = emulated.tree_candidates(logits, positions, seeds, temperature, 8)
+        return logits, ids, scores, *emulated.build_tree(anchor, ids, scores, 20)
+
+    want = run()
+    with emulated.overlapping():
+        have = run()
+    assert all(torch.equal(a, b) for a, b in zip(have, want, strict=True))
+    assert want[3].unique().numel() > 10
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_the_kernels_that_commit_a_tree_may_start_early(emulation, seed):
     """Choice, walk, compaction, gather: each reads what the one ahead of it writes."""

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 import dflash
 from dflash import cli
-from dflash.evaluate import compare, demo
+from dflash.evaluate import compare, demo, trees
 from dflash.evaluate.compare import Decoding
 from dflash.train.demo_pair.evaluate import held_out_examples
 from dflash.train.demo_pair.pretrain import build_tokenizer
@@ -65,6 +65,66 @@ def test_the_packages_own_pair_is_small_and_its_prompts_were_held_out():
     for line, example in zip(found, recipe, strict=True):
         assert line["answer"] == (None if example.kind == "letters" else example.answer)
     assert AutoTokenizer.from_pretrained(demo.PAIR / "target").get_vocab() == build_tokenizer().get_vocab()
+
+
+def test_trees_are_compared_and_one_is_drawn(tiny, shell):
+    found = run_json(tiny, "--tree", 6, "--max-new-tokens", 12, "--prompts", 2)
+    assert found["identical"] is True
+    assert found["tree"] == 6
+    assert found["tree_tokens_per_second"] > 0
+    assert found["tree_acceptance_length"] >= 1
+    assert run_json(tiny, "--max-new-tokens", 4, "--prompts", 1)["tree_acceptance_length"] is None
+    done = shell("demo", "--pair", tiny, "--tree", "6", "--max-new-tokens", "12", "--prompts", "2")
+    assert done.code == 0, done.err
+    assert "one step: a tree of 6 rows" in done.out
+    assert "DFlash, tree=6" in done.out
+
+
+def test_a_wrong_answer_of_trees_is_not_called_identical(tiny, monkeypatch):
+    class Wrong(dflash.Generator):
+        def generate(self, ids, **arguments):
+            out = super().generate(ids, **arguments)
+            out.sequences[0, -1] = (out.sequences[0, -1] + (arguments["tree"] is not None)) % 97
+            return out
+
+    monkeypatch.setattr(compare, "Generator", Wrong)
+    assert run_json(tiny, "--tree", 6, "--max-new-tokens", 8, "--prompts", 1, code=1)["identical"] is False
+
+
+#         0 -> w5; its children w10 and w20; w10's w11 and w12; and so on. The last row is missing.
+SOME_TREE = ([5, 10, 20, 11, 12, 21, 13, 30, 14, -1], [-1, 0, 0, 1, 1, 2, 3, 0, 6, -1])
+
+
+@pytest.mark.parametrize(
+    ("emitted", "path", "bonus", "leaves", "picture"),
+    [
+        ([20, 21, 99], [0, 2, 5], [99], True, ["w5┬w10┬w11─w13─w14", "  │   └w12", "  ┝w20━w21━w99", "  └w30"]),
+        ([10, 11], [0, 1, 3], [], False, ["w5┯w10┯w11─w13─w14", "  │   └w12", "  ├w20─w21", "  └w30"]),
+        ([10, 7], [0, 1], [7], False, ["w5┯w10┬w11─w13─w14", "  │   ├w12", "  │   ┕w7", "  ├w20─w21", "  └w30"]),
+    ],
+)
+def test_a_drawn_tree_shows_the_accepted_path(emitted, path, bonus, leaves, picture):
+    step = trees.TreeStep(*SOME_TREE, emitted)
+    assert (step.path, step.bonus, step.leaves_spine) == (path, bonus, leaves)
+    lines = trees.draw(step, lambda token: f"w{token}")
+    assert ["".join(text for text, _ in line) for line in lines] == picture
+    kinds = dict(piece for line in lines for piece in line if piece[1] != trees.EDGE)
+    accepted = {f"w{step.ids[row]}" for row in path}
+    assert {token for token, kind in kinds.items() if kind == trees.ACCEPTED} == accepted
+    assert {token for token, kind in kinds.items() if kind == trees.BONUS} == {f"w{token}" for token in bonus}
+
+
+def test_the_watched_steps_write_the_answer_and_the_proposer_is_put_back(tiny):
+    target, draft, tokenizer = dflash.demo_pair(tiny)
+    generator = dflash.Generator(target, draft, max_length=64, tree=9)
+    ids = demo.encode(tokenizer, "w5 w6")
+    plain = [event.ids for event in generator.stream(ids, max_new_tokens=20)]
+    watch, proposer = trees.TreeWatch(), generator.engine.proposer
+    assert [event.ids for event in watch.watch(generator, generator.stream(ids, max_new_tokens=20))] == plain
+    assert generator.engine.proposer is proposer
+    assert watch.best.emitted in [row for (row,) in plain[1:]]
+    assert len(watch.best.ids) == 9
+    assert len(watch.best.path) + len(watch.best.bonus) == len(watch.best.emitted) + 1
 
 
 def test_a_given_prompt_is_asked_as_the_pair_was_trained():

@@ -67,7 +67,7 @@ CALLS = {
         floats(BATCH, ROWS, 50), integers(BATCH, ROWS), integers(BATCH), torch.zeros(BATCH), 60
     )[0],
     "build_tree": lambda: reference.build_tree(
-        integers(BATCH), integers(BATCH, ROWS, 4), torch.zeros(BATCH, ROWS, 4), 70
+        integers(BATCH), integers(BATCH, ROWS, 4), torch.zeros(BATCH, ROWS, 4), 6
     )[3],
     "gated_recurrence_": lambda: reference.gated_recurrence_(
         *(torch.zeros(BATCH, ROWS, KV_HEADS, DIM) for _ in range(2)), torch.zeros(BATCH, ROWS, HEADS, 8),

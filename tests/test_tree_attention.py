@@ -47,8 +47,8 @@ def assert_rows_are_their_chains(op, case, tree, chosen, out=None):
             assert torch.equal(out[b, path], want), (b, path)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("rows", [2, 17, 64, 70])
+@pytest.mark.parametrize("mode", ["causal", "narrow window", "all"])
+@pytest.mark.parametrize("rows", [2, 17, 70])
 def test_the_twin_gives_a_row_what_its_chain_gives(rows, mode):
     case, tree = draw((4, 2, 16, 12), [0, 33, 60], rows, torch.float64), random_tree(rows, 3)
     chosen = options(mode, 4)
@@ -72,15 +72,27 @@ LENGTHS = [0, 1, 47, 50, 63, 64, 65, 130, 191, 240, 255, 256, 257, 500, 511]  # 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("rows", [2, 17, 64, 65, 128])
-@pytest.mark.parametrize("threads", [1, 2])
-def test_a_row_has_the_bits_of_its_chain(threads, rows, mode, dtype):
-    lengths = LENGTHS if rows == 17 else [0, 50, 200, 500]
+@pytest.mark.parametrize("rows", [2, 17, 64, 128])
+def test_a_row_has_the_bits_of_its_chain(rows, mode, dtype):
+    lengths = LENGTHS if rows == 17 else [0, 50, 200]
     case, tree = draw((6, 2, 64, 48), lengths, rows, dtype, seed=rows), random_tree(rows, len(lengths), seed=rows)
+    assert_rows_are_their_chains(ops.block_attention, case, tree, options(mode, 6))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bits_do_not_depend_on_threads_or_batch(dtype):
+    """With work enough for threads to share chunks."""
+    case, tree = draw((6, 1, 64, 64), [1020, 700, 0], 40, dtype), random_tree(40, 3)
+    want = ops.block_attention(*case, **options("all", 6), ancestors=tree.ancestors)
     before = torch.get_num_threads()
-    torch.set_num_threads(threads)
     try:
-        assert_rows_are_their_chains(ops.block_attention, case, tree, options(mode, 6))
+        for threads in (1, 2, 3, 7):
+            torch.set_num_threads(threads)
+            assert torch.equal(ops.block_attention(*case, **options("all", 6), ancestors=tree.ancestors), want)
+            for b in range(3):
+                alone = [x[b : b + 1] for x in (*case, tree.ancestors)]
+                out = ops.block_attention(*alone[:4], **options("all", 6), ancestors=alone[4])
+                assert torch.equal(out, want[b : b + 1])
     finally:
         torch.set_num_threads(before)
 
@@ -189,5 +201,15 @@ def test_bad_ancestors_are_named():
         attend(torch.zeros(5, 1, dtype=torch.int64))
     with pytest.raises(TypeError, match=r"ancestors must be torch.int64, got torch.int32"):
         attend(torch.zeros(2, 5, 1, dtype=torch.int32))
+    with pytest.raises(ValueError, match=r"a tree has at most 128 rows, got 129"):
+        ops.block_attention(
+            q[:, :1].expand(2, 129, 4, 16),
+            k_cache,
+            v_cache,
+            lengths,
+            0.25,
+            True,
+            ancestors=torch.zeros(2, 129, 3, dtype=torch.int64),
+        )
     with pytest.raises(ValueError, match=r"causal must be True with ancestors, got False"):
         attend(torch.zeros(2, 5, 1, dtype=torch.int64), causal=False)

@@ -107,7 +107,7 @@ def random_tree(
         rows: of each tree.
         depths: the deepest rows' depth.
         vocab: ids are below this.
-        missing: at most so many rows are missing from a tree.
+        missing: at most so many rows are missing from a tree; more if ``vocab`` and ``depths`` leave no room.
         wide: how often a parent is any row; otherwise it is the row before, if that is not at the last depth.
     """
 
@@ -116,18 +116,16 @@ def random_tree(
 
     all_ids, all_parents = [], []
     for _ in range(batch):
-        ids, parents, depth = [draw(0, vocab)], [-1], [0]
+        ids, parents, depth, children = [draw(0, vocab)], [-1], [0], [set()]
         for _ in range(rows - 1 - draw(0, missing + 1)):
-            any_row = bool(torch.rand((), generator=generator) < wide)
-            parent = draw(0, len(ids)) if any_row else len(ids) - 1
-            token = draw(0, vocab)
-            taken = {i for i, p in zip(ids, parents, strict=True) if p == parent}
-            if depth[parent] == depths or token in taken:
-                parent = parents[parent] if depth[parent] else 0
-                taken = {i for i, p in zip(ids, parents, strict=True) if p == parent}
-                token = next((i for i in range(vocab) if i not in taken), None)
-            if depth[parent] == depths or token is None:
+            free = [row for row in range(len(ids)) if depth[row] < depths and len(children[row]) < vocab]
+            if not free:
                 break
+            is_any = free[-1] < len(ids) - 1 or bool(torch.rand((), generator=generator) < wide)
+            parent = free[draw(0, len(free))] if is_any else len(ids) - 1
+            left = [token for token in range(vocab) if token not in children[parent]]
+            token = left[draw(0, len(left))]
+            children[parent].add(token), children.append(set())
             ids.append(token), parents.append(parent), depth.append(depth[parent] + 1)
         all_ids.append(ids + [-1] * (rows - len(ids)))
         all_parents.append(parents + [-1] * (rows - len(parents)))

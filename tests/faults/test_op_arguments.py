@@ -241,6 +241,27 @@ def select_tokens(d: Draw) -> dict[str, object]:
     return named | {"min_p": numbers(), "sharpness": numbers()}
 
 
+def tree_candidates(d: Draw) -> dict[str, object]:
+    batch, depths, vocab = d.size(), d.size(), d.choice(1, 3, 64, 65, 300)
+    named = {"logits": d.floats(batch, depths, vocab) * 3}
+    named |= {"positions": d.ints(batch * depths, 0, 99).view(batch, depths), "seeds": d.ints(batch, 0, 9)}
+    odd = (math.nan, math.inf, -math.inf, -1.0, 0.0, 1e-30, 3e38, 1.0, 0.7, 5.0)
+    named |= {"temperature": torch.tensor([d.choice(*odd) for _ in range(batch)])}
+    return named | {"count": d.size(1, 9), "noise_weight": d.choice(0.0, 0.1, 0.5, 1.0)}
+
+
+def build_tree(d: Draw) -> dict[str, object]:
+    batch, depths, count = d.size(), d.size(1, 4), d.size(1, 6)
+    ids = torch.rand(batch, depths, 9, generator=d.generator).argsort(-1)[..., :count].contiguous()
+    scores = -d.floats(batch, depths, count, dtype=torch.float32).abs()
+    if d.flag():
+        scores = scores.round()
+    scores = scores.sort(-1, descending=True).values
+    for holes in range(d.size(0, 2) if ids.numel() else 0):
+        ids.view(-1)[d.size(0, ids.numel() - 1)] = -1 - holes
+    return {"anchor": d.ints(batch, 0, 9), "ids": ids, "scores": scores, "rows": d.choice(1, 2, 16, 64, 65, 128)}
+
+
 def accept_prefix_(d: Draw) -> dict[str, object]:
     batch, rows, capacity = d.size(), d.size(1, 6), d.size(0, 12)
     posterior = d.ints(batch * rows, -1, 3).view(batch, rows)
@@ -305,8 +326,8 @@ def causal_conv_(d: Draw) -> dict[str, object]:
 
 MAKERS = [
     rms_norm, add_rms_norm, silu_mul, fuse_features, linear, linears, block_attention, append_kv_,
-    qkv_norm_rope_append_, append_context_kv_, select_tokens, accept_prefix_, accept_path_, compact_kv_,
-    gather_rows_, gated_recurrence_, causal_conv_,
+    qkv_norm_rope_append_, append_context_kv_, select_tokens, tree_candidates, build_tree, accept_prefix_,
+    accept_path_, compact_kv_, gather_rows_, gated_recurrence_, causal_conv_,
 ]  # fmt: skip
 
 

@@ -27,9 +27,11 @@ from .options import (
     Model,
     NoThinking,
     Sharpness,
+    TreeRows,
     TrustRemoteCode,
     check_sampling,
     parse_sharpness,
+    parse_tree,
     takes_dataclasses,
 )
 
@@ -46,6 +48,7 @@ def demo(
     max_new_tokens: MaxNewTokens = 256,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(help="The same seed writes the same text.")] = 0,
+    tree: TreeRows = None,
     pair: Annotated[Path | None, typer.Option(hidden=True, help="Folder with target, draft, prompts.jsonl.")] = None,
     as_json: Json = False,
 ) -> None:
@@ -53,6 +56,8 @@ def demo(
 
     Streams a few answers, with accepted drafts and bonus tokens in different colors. Then compares transformers'
     generate, one-token decoding and DFlash. The exit code is 1 if any answer differs between them in a token.
+
+    With --tree, draft trees are compared too, and one step's tree is drawn.
     """
     from ..evaluate import PAIR, Decoding
     from ..evaluate.demo import run_demo
@@ -61,7 +66,7 @@ def demo(
     if prompt is not None:
         check_text(prompt, "--prompt")
     report = run_demo(
-        Decoding(max_new_tokens, temperature, seed),
+        Decoding(max_new_tokens, temperature, seed, tree=parse_tree(tree)),
         folder=PAIR if pair is None else pair,
         prompt=prompt,
         prompts=prompts,
@@ -74,7 +79,7 @@ def demo(
         raise typer.Exit(1)
 
 
-@takes_dataclasses(settings=("draft_sharpness", "thinking"))
+@takes_dataclasses(settings=("draft_sharpness", "tree", "thinking"))
 def benchmark(
     model: Model,
     draft: Draft,
@@ -85,6 +90,7 @@ def benchmark(
     data: Annotated[Path | None, typer.Option(help="Folder of the datasets' files; default: from the hub.")] = None,
     limit: Annotated[int | None, typer.Option(help="Prompts of each dataset at most.")] = None,
     draft_sharpness: Sharpness = "auto",
+    tree: TreeRows = None,
     no_thinking: NoThinking = False,
     dtype: Dtype = "auto",
     device: Device = None,
@@ -97,15 +103,18 @@ def benchmark(
 ) -> None:
     """Measure speed and acceptance on datasets of prompts, compared with one-token decoding in the same run.
 
-    If the tokenizer has a chat template, a dataset's text becomes a user's message, with no instruction added. Speeds
-    include the forward passes over the prompts.
+    With --tree, draft trees are measured next to chains. If the tokenizer has a chat template, a dataset's text becomes
+    a user's message, with no instruction added. Speeds include the forward passes over the prompts.
     """
     from ..evaluate import report as reports
     from ..evaluate.benchmark import check_settings, progress_bars, run_benchmark
 
     # 1. Check the options and load the prompts: this is quick, loading the models is not.
     settings = dataclasses.replace(
-        settings, draft_sharpness=parse_sharpness(draft_sharpness), thinking=False if no_thinking else None
+        settings,
+        draft_sharpness=parse_sharpness(draft_sharpness),
+        tree=parse_tree(tree),
+        thinking=False if no_thinking else None,
     )
     numbers = ("max_new_tokens", "temperature", "seed", "draft_sharpness")
     check_sampling(**{name: getattr(settings, name) for name in numbers})

@@ -8,7 +8,7 @@ import inspect
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -34,9 +34,11 @@ __all__ = [
     "Temperature",
     "TopK",
     "TopP",
+    "TreeRows",
     "TrustRemoteCode",
     "check_sampling",
     "parse_sharpness",
+    "parse_tree",
     "takes_dataclasses",
 ]
 
@@ -50,6 +52,9 @@ MinP = Annotated[float | None, typer.Option(help="Drop tokens this much less pro
 Seed = Annotated[int | None, typer.Option(help="The same seed writes the same text.")]
 BlockSize = Annotated[int | None, typer.Option(help="Tokens that a step verifies; default: the drafter's.")]
 Sharpness = Annotated[str, typer.Option(help="How sharply the drafter follows its logits: a number, inf, or auto.")]
+TreeRows = Annotated[
+    str | None, typer.Option("--tree", help="Draft trees of so many rows, 2 to 128, or auto; default: chains.")
+]
 Stop = Annotated[list[str] | None, typer.Option(help="End where this text is written; may be repeated.")]
 System = Annotated[str | None, typer.Option(help="System message, for a tokenizer with a chat template.")]
 Raw = Annotated[bool, typer.Option("--raw", help="Continue the text itself, without a chat template.")]
@@ -130,6 +135,13 @@ def parse_sharpness(value: str) -> str | float:
         return value if value == "auto" else float(value)
     except ValueError as error:
         raise ValueError(f"--draft-sharpness must be a number, inf or auto, got {value!r}") from error
+
+
+def parse_tree(value: str | None) -> int | Literal["auto"] | None:
+    """Return the value of ``--tree``: rows of a tree, ``"auto"``, or None for chains."""
+    from ..options import checked_tree
+
+    return checked_tree(int(value) if value is not None and value.strip("+-").isdecimal() else value)
 
 
 def takes_dataclasses(**without: tuple[str, ...]) -> Callable[[Callable[..., None]], Callable[..., None]]:

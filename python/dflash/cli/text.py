@@ -29,8 +29,10 @@ from .options import (
     Sharpness,
     Stop,
     System,
+    TreeRows,
     check_sampling,
     parse_sharpness,
+    parse_tree,
     takes_dataclasses,
 )
 from .shell import print_error, require_output
@@ -53,6 +55,7 @@ def generate(
     stop: Stop = None,
     draft_sharpness: Sharpness = "auto",
     block_size: BlockSize = None,
+    tree: TreeRows = None,
     as_json: Json = False,
 ) -> None:
     """Answer or continue PROMPT with the target's own text, several tokens per step, and stream it.
@@ -69,7 +72,7 @@ def generate(
     source = Source(models.model, models.trust_remote_code, quiet=as_json)
     tokenizer = load_tokenizer(source)
     ids = _encode(tokenizer, text, system, raw, bos)
-    sharpness = parse_sharpness(draft_sharpness)
+    sharpness, rows = parse_sharpness(draft_sharpness), parse_tree(tree)
     check_sampling(max_new_tokens, draft_sharpness=sharpness, **dataclasses.asdict(sampling))
     # 2. Load the models.
     target, drafter, device = load(source, models.draft, models.dtype, models.device)
@@ -88,9 +91,10 @@ def generate(
         max_new_tokens=max_new_tokens,
         stop_strings=stop or None,
         draft_sharpness=sharpness,
+        tree=rows,
         **dataclasses.asdict(sampling),
     )
-    answer = _Answer(quiet=as_json)
+    answer = _Answer(rows, quiet=as_json)
     for event in events:
         answer.add(event)
     if as_json:
@@ -150,10 +154,10 @@ def _system_message(system: str | None) -> list[dict[str, str]]:
 
 
 class _Answer:
-    """The answer of a one-row stream, printed as it arrives unless ``quiet``."""
+    """The answer of a one-row stream with draft trees or chains, printed as it arrives unless ``quiet``."""
 
-    def __init__(self, quiet: bool) -> None:
-        self.text, self.last, self._quiet = "", None, quiet
+    def __init__(self, tree: int | str | None, quiet: bool) -> None:
+        self.text, self.last, self._tree, self._quiet = "", None, tree, quiet
         self._is_terminal = sys.stdout.isatty()
 
     def add(self, event: Any) -> None:
@@ -167,10 +171,12 @@ class _Answer:
     def summary(self) -> str:
         """Describe the finished answer in one line."""
         statistics = self.last.statistics
+        rows = "" if self._tree is None else f" in trees of {self._tree} rows"
+        rows = " in trees of 16 to 128 rows" if self._tree == "auto" else rows
         return (
             f"{statistics.num_new_tokens[0]} tokens in {statistics.seconds:.2f} s, "
             f"{statistics.tokens_per_second:.1f} tokens/s, acceptance length {statistics.acceptance_length:.2f} "
-            f"of {statistics.block_size}, first token after {statistics.time_to_first_token * 1000:.0f} ms"
+            f"of {statistics.block_size}{rows}, first token after {statistics.time_to_first_token * 1000:.0f} ms"
         )
 
     def report(self) -> dict[str, Any]:
@@ -188,6 +194,7 @@ class _Answer:
             "acceptance_length": acceptance if acceptance == acceptance else None,  # NaN if no step ran
             "histogram": statistics.histogram,
             "block_size": statistics.block_size,
+            "tree": self._tree,
         }
 
 
@@ -202,6 +209,7 @@ def chat(
     max_length: Annotated[int, typer.Option(help="Tokens of the whole conversation at most.")] = 4096,
     max_new_tokens: MaxNewTokens = 1024,
     block_size: BlockSize = None,
+    tree: TreeRows = None,
     as_json: Json = False,
 ) -> None:
     """Chat with the target: one message per line on standard input, with streamed answers.
@@ -219,12 +227,14 @@ def chat(
     if tokenizer.chat_template is None:
         raise ValueError("this tokenizer has no chat template: use dflash generate")
     check_sampling(max_new_tokens, **dataclasses.asdict(sampling))
+    rows = parse_tree(tree)
     _check_system(tokenizer, system)
     target, drafter, device = load(source, models.draft, models.dtype, models.device)
     from ..generator import Generator
 
     positions = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None) or max_length
-    generator = Generator(target, drafter, max_length=min(max_length, positions), block_size=block_size)
+    length = min(max_length, positions)
+    generator = Generator(target, drafter, max_length=length, block_size=block_size, tree=rows)
     conversation = _Conversation(generator, tokenizer, device, system, max_new_tokens, sampling)
     # 2. Answer line by line.
     console, all_answered = Console(stderr=True), True
@@ -242,7 +252,7 @@ def _answer(conversation: _Conversation, number: int, message: str, as_json: boo
 
     Returns False, and leaves the conversation as it was, if that cannot be done.
     """
-    answer = _Answer(quiet=as_json)
+    answer = _Answer(conversation.generator.tree, quiet=as_json)
     try:
         check_text(message, "standard input", number)
         with contextlib.closing(conversation.ask(message)) as events:

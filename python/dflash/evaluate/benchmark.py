@@ -1,8 +1,8 @@
 """``dflash benchmark``: speed and acceptance on datasets of prompts, compared with one-token decoding in the same run.
 
-Every prompt is answered by one-token decoding and by DFlash, and each goes first in turn. Speeds count the prompts'
-forward passes. With an output folder each finished prompt is one line of ``DATASET.jsonl``, and the same command
-continues a run that was stopped.
+Every prompt is answered by one-token decoding and by DFlash, with chains and, if asked for, draft trees; each goes
+first in turn. Speeds count the prompts' forward passes. With an output folder each finished prompt is one line of
+``DATASET.jsonl``, and the same command continues a run that was stopped.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ class Settings:
     temperature: Annotated[float, "0 is greedy; top-k, top-p and min-p are off."] = 0.0
     seed: Annotated[int, "The same seed writes the same text."] = 0
     block_size: Annotated[int | None, "Tokens that a step verifies; default: the drafter's."] = None
-    draft_sharpness: Annotated[float | Literal["auto"], "See dflash.generate."] = "auto"
+    draft_sharpness: Annotated[float | Literal["auto"], "See dflash.generate; of chains."] = "auto"
+    tree: Annotated[int | Literal["auto"] | None, "Rows of draft trees, measured next to chains."] = None
     padded: Annotated[bool, "One-token decoding at the block's shapes: equal bit for bit in bf16 too."] = False
     raw: Annotated[bool, "Continue the text itself, without a chat template."] = False
     bos: Annotated[bool, "Put the tokenizer's BOS token before a raw prompt."] = False
@@ -151,7 +152,7 @@ def distinct_ngrams(answer: Sequence[int], size: int = _NGRAM) -> tuple[int, int
 
 
 class PairRunner:
-    """Answers conversations with one-token decoding and with DFlash.
+    """Answers conversations with one-token decoding and with DFlash: chains, and trees if the settings ask for them.
 
     Args:
         target, draft, tokenizer: the pair.
@@ -161,7 +162,7 @@ class PairRunner:
 
     def __init__(self, target: nn.Module, draft: Drafter, tokenizer: Any, settings: Settings, longest: int) -> None:
         self.tokenizer, self.settings, self.longest = tokenizer, settings, longest
-        shared = ("max_new_tokens", "temperature", "seed", "draft_sharpness")
+        shared = ("max_new_tokens", "temperature", "seed", "draft_sharpness", "tree")
         runners = pair_runners(
             target,
             draft,
@@ -175,7 +176,7 @@ class PairRunner:
         self._is_warm = False
 
     def run(self, prompt: Prompt) -> list[Record]:
-        """Answer a prompt both ways: one record per turn, up to the first turn that is too long for the model."""
+        """Answer a prompt in each way: one record per turn, up to the first turn that is too long for the model."""
         messages, records = [], []
         for turn in prompt.turns if self.settings.turns == "all" else prompt.turns[:1]:
             messages.append(turn)
@@ -186,21 +187,30 @@ class PairRunner:
                 self.comparison.warm_up(ids)
                 self._is_warm = True
             answers = self.comparison.answer(ids)
-            records.append(_record(ids, answers["one-token"], answers["dflash"]))
+            records.append(_record(ids, answers))
             messages.append(self.tokenizer.decode(answers["one-token"].ids, skip_special_tokens=True))
         return records
 
 
-def _record(prompt: Sequence[int], expected: Answer, answer: Answer) -> Record:
+def _record(prompt: Sequence[int], answers: Mapping[str, Answer]) -> Record:
+    expected = answers["one-token"]
+    trees = {"tree": _drafted(answers["tree"], expected)} if "tree" in answers else {}
     return {
         "prompt_tokens": len(prompt),
-        "new_tokens": len(answer.ids),
-        "seconds": answer.seconds,
+        **_drafted(answers["dflash"], expected),
         "one_token_new_tokens": len(expected.ids),
         "one_token_seconds": expected.seconds,
+        "ngrams": list(distinct_ngrams(answers["dflash"].ids)),
+        **trees,
+    }
+
+
+def _drafted(answer: Answer, expected: Answer) -> Record:
+    return {
+        "new_tokens": len(answer.ids),
+        "seconds": answer.seconds,
         "acceptance_lengths": answer.steps,
         "identical": answer.ids == expected.ids,
-        "ngrams": list(distinct_ngrams(answer.ids)),
     }
 
 
@@ -218,34 +228,44 @@ def summarize(records: Sequence[Sequence[Record]], block_size: int, wanted: int)
         ``acceptance_per_position[j]``, the share of steps that kept drafted token ``j + 1``, and
         ``conditional_acceptance[j]``, the same among the steps that kept the one before (None if none did);
         identical of ``turns`` answers equal those of one-token decoding; distinct_ngrams, the share of 8-grams that
-        were new within their answer, which is low if the model loops.
+        were new within their answer, which is low if the model loops. All of these are of chains. ``tree`` has some of
+        the same names for trees, or is None without.
     """
     turns = [turn for prompt in records for turn in prompt]
-    dflash, one_token = Total(), Total()
+    one_token = Total()
     for turn in turns:
-        dflash.add(turn["new_tokens"], turn["seconds"], turn["acceptance_lengths"])
         one_token.add(turn["one_token_new_tokens"], turn["one_token_seconds"])
-    statistics = dflash.statistics(block_size)
-    shares = statistics.acceptance_per_position
+    trees = [turn["tree"] for turn in turns if "tree" in turn]
     distinct, grams = (sum(turn["ngrams"][i] for turn in turns) for i in (0, 1))
     return {
         "prompts": len(records),
         "turns": len(turns),
         "skipped": wanted - len(turns),
-        "new_tokens": dflash.tokens,
-        "seconds": dflash.seconds,
         "one_token_seconds": one_token.seconds,
-        "tokens_per_second": dflash.tokens_per_second,
         "one_token_tokens_per_second": one_token.tokens_per_second,
-        "speedup": dflash.tokens_per_second / one_token.tokens_per_second,
-        "acceptance_length": dflash.acceptance_length,
+        **_summarize_drafted(turns, block_size, one_token),
+        "distinct_ngrams": distinct / grams if grams else None,
+        "tree": _summarize_drafted(trees, block_size, one_token) if trees else None,
+    }
+
+
+def _summarize_drafted(turns: Sequence[Record], block_size: int, one_token: Total) -> dict[str, Any]:
+    total = Total()
+    for turn in turns:
+        total.add(turn["new_tokens"], turn["seconds"], turn["acceptance_lengths"])
+    statistics = total.statistics(block_size)
+    shares = statistics.acceptance_per_position
+    given = [share / before if before else None for share, before in zip(shares, [1.0, *shares], strict=False)]
+    return {
+        "new_tokens": total.tokens,
+        "seconds": total.seconds,
+        "tokens_per_second": total.tokens_per_second,
+        "speedup": total.tokens_per_second / one_token.tokens_per_second,
+        "acceptance_length": total.acceptance_length,
         "acceptance_per_position": shares,
-        "conditional_acceptance": [
-            share / before if before else None for share, before in zip(shares, [1.0, *shares], strict=False)
-        ],
+        "conditional_acceptance": given,
         "histogram": statistics.histogram,
         "identical": sum(turn["identical"] for turn in turns),
-        "distinct_ngrams": distinct / grams if grams else None,
     }
 
 

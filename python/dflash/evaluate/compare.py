@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -40,6 +41,7 @@ class Decoding:
         seed: of every answer.
         draft_sharpness: see `dflash.generate`.
         stop_token_ids: None for those of the target's generation_config.
+        tree: rows of draft trees, ``"auto"``, or None for chains.
     """
 
     max_new_tokens: int
@@ -47,6 +49,7 @@ class Decoding:
     seed: int = 0
     draft_sharpness: float | Literal["auto"] = "auto"
     stop_token_ids: tuple[int, ...] | None = None
+    tree: int | Literal["auto"] | None = None
 
 
 class Answer(NamedTuple):
@@ -99,6 +102,7 @@ class GeneratorRunner:
     def _arguments(self, ids: Sequence[int], max_new_tokens: int | None) -> dict[str, Any]:
         decoding, generator = self.decoding, self.generator
         room = generator.max_length - len(ids)
+        has_drafts = generator.draft is not None
         return {
             "max_new_tokens": min(max_new_tokens or decoding.max_new_tokens, decoding.max_new_tokens, room),
             "temperature": decoding.temperature,
@@ -106,8 +110,9 @@ class GeneratorRunner:
             "top_p": 1.0,
             "min_p": 0.0,
             "seed": decoding.seed,
-            "draft_sharpness": "auto" if generator.draft is None else decoding.draft_sharpness,
+            "draft_sharpness": decoding.draft_sharpness if has_drafts and decoding.tree is None else "auto",
             "stop_token_ids": decoding.stop_token_ids,
+            "tree": decoding.tree if has_drafts else None,
         }
 
 
@@ -150,22 +155,27 @@ def pair_runners(
 ) -> dict[str, GeneratorRunner]:
     """One-token decoding and DFlash for one pair, as ``"one-token"`` and ``"dflash"``.
 
+    The latter drafts chains. If ``decoding`` asks for trees, ``"tree"`` drafts them, with the same generator.
+
     Args:
         target: the causal language model.
         draft: its drafter.
-        decoding: how both answer.
+        decoding: how all of them answer.
         block_size: of DFlash; None is the drafter's.
         padded: run one-token decoding at the shapes of a whole block.
         clock: seconds from any start.
         arguments: ``max_length`` and others of `Generator`.
     """
-    drafting = Generator(target, draft, block_size=block_size, reuse_prefix=False, **arguments)
+    tree, chain = decoding.tree, dataclasses.replace(decoding, tree=None)
+    drafting = Generator(target, draft, block_size=block_size, reuse_prefix=False, tree=tree, **arguments)
     rows, device = drafting.block_size if padded else 1, target.get_input_embeddings().weight.device
     plain = Generator(target, None, block_size=rows, reuse_prefix=False, **arguments)
-    return {
-        "one-token": GeneratorRunner(plain, decoding, device, clock),
-        "dflash": GeneratorRunner(drafting, decoding, device, clock),
+    runners = {
+        "one-token": GeneratorRunner(plain, chain, device, clock),
+        "dflash": GeneratorRunner(drafting, chain, device, clock),
     }
+    trees = {} if tree is None else {"tree": GeneratorRunner(drafting, decoding, device, clock)}
+    return runners | trees
 
 
 class Comparison:

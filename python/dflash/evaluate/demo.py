@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..drafter import Drafter
-from ..outputs import StreamEvent
-from .compare import Answer, Clock, Comparison, Decoding, Total, TransformersRunner, pair_runners
+from .compare import Answer, Clock, Comparison, Decoding, GeneratorRunner, Total, TransformersRunner, pair_runners
 from .pair import ARROW, PAIR, Prompt, demo_pair, demo_prompts, encode
-from .report import print_answer, print_demo, print_legend
+from .report import print_answer, print_demo, print_legend, print_tree
+from .trees import TreeWatch
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -23,7 +23,7 @@ __all__ = ["ARROW", "PAIR", "SECONDS", "Budget", "Report", "demo_pair", "demo_pr
 SECONDS = 20.0  # on two busy cores, imports and the last answers included, the demo then ends within a minute
 _STREAMED = 3  # answers that are shown; the others are only measured
 _LEAST_TEMPERATURE = 1e-30  # transformers' generate divides logits by it, and must not get infinities
-Show = Callable[[Prompt, Iterator[StreamEvent]], None]
+Show = Callable[[Prompt, GeneratorRunner, Sequence[int]], None]  # the runner and the prompt's ids
 
 
 class Budget:
@@ -49,7 +49,7 @@ class Report:
 
     Attributes:
         identical: True if every answer was, token for token, that of one-token decoding with the same seed and, at
-            temperature 0, that of transformers' greedy ``generate``.
+            temperature 0, that of transformers' greedy ``generate``; with trees and without.
         speedup: ``tokens_per_second / baseline_tokens_per_second``.
         acceptance_length: mean tokens per step, bonus token counted; None when no step ran.
         tokens_per_second: of DFlash: the tokens of all answers over the seconds of all answers.
@@ -61,6 +61,10 @@ class Report:
         prompts: how many were answered, of the ``available`` ones.
         new_tokens: how many DFlash wrote.
         right: how many answers were right, of the ``answerable`` prompts that have only one right answer.
+        tree: rows of the draft trees, or ``"auto"``; None if only chains were drafted, and of the next two. What is
+            not of trees is of chains.
+        tree_tokens_per_second: of DFlash with trees.
+        tree_acceptance_length: its mean tokens per step.
     """
 
     identical: bool
@@ -78,6 +82,9 @@ class Report:
     new_tokens: int
     right: int
     answerable: int
+    tree: int | Literal["auto"] | None = None
+    tree_tokens_per_second: float | None = None
+    tree_acceptance_length: float | None = None
 
 
 def measure(
@@ -90,7 +97,7 @@ def measure(
     budget: Budget | None = None,
     show: Show | None = None,
 ) -> Report:
-    """Answer prompts with transformers' ``generate``, with one token per step, and with DFlash.
+    """Answer prompts with transformers' ``generate``, one token per step, DFlash and, if asked for, DFlash with trees.
 
     Args:
         target: the causal language model.
@@ -99,7 +106,7 @@ def measure(
         prompts: at least one. The first is always answered, another only while the budget lasts.
         decoding: how they are answered.
         budget: None for no limit.
-        show: called with each of the first few prompts and its stream of events, before anything is timed.
+        show: called for each of the first few prompts, before anything is timed, to stream its answer.
 
     Raises:
         ValueError: an argument is out of range, or a prompt and its answer may pass the model's positions.
@@ -120,7 +127,7 @@ def measure(
     # 2. Stream a few answers, for at most a quarter of the time.
     for number, prompt in enumerate(prompts[:_STREAMED] if show is not None else []):
         if number == 0 or not budget.is_spent(0.25):
-            show(prompt, ours["dflash"].stream(ids[number]))
+            show(prompt, ours.get("tree", ours["dflash"]), ids[number])
     # 3. Warm up at both ends of the lengths, for at most half of the time.
     comparison.warm_up(longest)
     if len(shortest) < len(longest) and not budget.is_spent(0.5):
@@ -143,6 +150,7 @@ def _report(
             total.add(len(answer[name].ids), answer[name].seconds, answer[name].steps)
         drafted = answer["dflash"].ids
         identical &= drafted == answer["one-token"].ids
+        identical &= "tree" not in answer or answer["tree"].ids == drafted
         identical &= decoding.temperature > 0 or drafted == answer["transformers"].ids
         right += prompt.answer == tokenizer.decode(drafted, skip_special_tokens=True)
     dflash = totals["dflash"]
@@ -164,6 +172,9 @@ def _report(
         new_tokens=dflash.tokens,
         right=right,
         answerable=sum(prompt.answer is not None for prompt in prompts[: len(answers)]),
+        tree=decoding.tree,
+        tree_tokens_per_second=speeds.get("tree"),
+        tree_acceptance_length=totals["tree"].acceptance_length if "tree" in totals else None,
     )
 
 
@@ -184,7 +195,7 @@ def run_demo(
         prompt: answered instead of the held-out prompts.
         prompts: answer exactly so many held-out prompts, however long it takes.
         seconds: start no other held-out prompt after this time; None is `SECONDS`.
-        console: gets the first few answers as they are written, then the report.
+        console: gets the first few answers as they are written, one step's tree if trees are drafted, then the report.
 
     Raises:
         ValueError: options contradict each other, and what `measure` raises.
@@ -200,7 +211,11 @@ def run_demo(
     asked = known[:prompts] if prompt is None else [Prompt(prompt)]
     target, draft, tokenizer = demo_pair(folder)
 
-    def show(prompt: Prompt, events: Iterator[StreamEvent]) -> None:
+    trees = TreeWatch()
+
+    def show(prompt: Prompt, runner: GeneratorRunner, ids: Sequence[int]) -> None:
+        events = runner.stream(ids)
+        events = events if decoding.tree is None else trees.watch(runner.generator, events)
         print_answer(console, tokenizer, prompt.text, events)
 
     if console is not None:
@@ -208,6 +223,8 @@ def run_demo(
     report = measure(target, draft, tokenizer, asked, decoding, budget=budget, show=show if console else None)
     report = dataclasses.replace(report, available=len(known) if prompt is None else 1)
     if console is not None:
+        if trees.best is not None:
+            print_tree(console, tokenizer, trees.best)
         sizes = [sum(parameter.numel() for parameter in model.parameters()) / 1e6 for model in (target, draft)]
         print_demo(console, report, f"target of {sizes[0]:.1f} M parameters, drafter of {sizes[1]:.1f} M, float32")
     return report

@@ -11,15 +11,18 @@ import torch
 from ..outputs import StreamEvent
 from ..streaming import TextDecoder
 from ..terminal import printable
+from . import trees
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from .demo import Report
 
-__all__ = ["check_plot", "plot", "print_answer", "print_benchmark", "print_demo", "print_legend"]
+__all__ = ["check_plot", "plot", "print_answer", "print_benchmark", "print_demo", "print_legend", "print_tree"]
 
 ACCEPTED, BONUS = "green", "bold underline yellow"  # bonus tokens stand out without colors too
+_TREE_STYLES = {trees.ACCEPTED: f"bold {ACCEPTED}", trees.BONUS: BONUS, trees.DRAFT: "default", trees.EDGE: "dim"}
+_ASCII_EDGES = str.maketrans("─┬├└│━┯┝┕", "-+|`|=+|`")
 _BAR = 40
 
 # ---------------------------------------------------------------------------------------------- demo
@@ -53,6 +56,18 @@ def print_answer(console: Console, tokenizer: Any, prompt: str, events: Iterator
     console.out(f"({count} tokens: 1 from the prompt, {count - 1} in {steps} steps)", style="dim", highlight=False)
 
 
+def print_tree(console: Console, tokenizer: Any, step: trees.TreeStep) -> None:
+    """Draw one step's tree: the accepted path in one color, the bonus token in another, other drafts without."""
+    from rich.text import Text
+
+    rows, kept, utf = len(step.ids), len(step.path) - 1, (console.encoding or "").lower().startswith("utf")
+    console.out(f"\none step: a tree of {rows} rows, {kept} drafts accepted", style="dim", highlight=False)
+    for line in trees.draw(step, lambda token: tokenizer.decode([token])):
+        pieces = [(text if utf else text.translate(_ASCII_EDGES), _TREE_STYLES[kind]) for text, kind in line]
+        wide = not console.is_terminal  # a file has lines of any length
+        console.print(Text.assemble(*pieces), no_wrap=True, overflow="ellipsis", crop=not wide, soft_wrap=wide)
+
+
 def print_demo(console: Console, report: Report, models: str) -> None:
     """Print a report of `dflash.evaluate.demo.measure`; ``models`` describes the pair."""
     console.out()
@@ -77,7 +92,13 @@ def print_demo(console: Console, report: Report, models: str) -> None:
 def _print_speeds(console: Console, report: Report) -> None:
     from rich.table import Table
 
-    acceptance = "-" if report.acceptance_length is None else f"{report.acceptance_length:.2f}"
+    def shown(acceptance: float | None) -> str:
+        return "-" if acceptance is None else f"{acceptance:.2f}"
+
+    drafted = [("DFlash", report.tokens_per_second, shown(report.acceptance_length))]
+    if report.tree is not None:
+        name = f"DFlash, tree={report.tree}"
+        drafted.append((name, report.tree_tokens_per_second, shown(report.tree_acceptance_length)))
     table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column("")
     for name in ("tokens/s", "speedup", "acceptance length"):
@@ -85,9 +106,9 @@ def _print_speeds(console: Console, report: Report) -> None:
     for name, speed, length in (
         ("transformers generate", report.transformers_tokens_per_second, "1.00"),
         ("one-token decoding", report.one_token_tokens_per_second, "1.00"),
-        ("DFlash", report.tokens_per_second, acceptance),
+        *drafted,
     ):
-        style = "bold" if name == "DFlash" else None
+        style = "bold" if name.startswith("DFlash") else None
         table.add_row(name, f"{speed:.0f}", f"{speed / report.baseline_tokens_per_second:.2f}x", length, style=style)
     console.print(table)
 
@@ -118,6 +139,8 @@ def print_benchmark(report: dict[str, Any], console: Console) -> None:
         f"T = {header['temperature']:g}, block {header['block_size']}"
     )
     _print_datasets(console, datasets)
+    if header["tree"] is not None:
+        _print_trees(console, datasets, header["tree"])
     say("accepted: tokens per step, bonus token counted; distinct: 8-grams that were new in their answer\n")
     if header["block_size"] > 1:
         say("share of steps that kept each drafted token (of those that kept the one before)")
@@ -148,6 +171,29 @@ def _print_datasets(console: Console, datasets: Mapping[str, dict[str, Any]]) ->
             "-" if length is None else f"{length:.2f}",
             f"{found['identical']}/{found['turns']}",
             "-" if distinct is None else f"{distinct:.0%}",
+        )
+    console.print(table)
+
+
+def _print_trees(console: Console, datasets: Mapping[str, dict[str, Any]], tree: int | str) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    columns = ("tokens/s", "speedup", "over chains", "accepted", "over chains", "identical")
+    table = Table(f"tree={tree}", *columns, box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name, chain in datasets.items():
+        found = chain["tree"]
+        length, before = found["acceptance_length"], chain["acceptance_length"]
+        table.add_row(
+            escape(printable(name)),
+            f"{found['tokens_per_second']:.1f}",
+            f"{found['speedup']:.2f}x",
+            f"{found['tokens_per_second'] / chain['tokens_per_second']:.2f}x",
+            "-" if length is None else f"{length:.2f}",
+            "-" if length is None or before is None else f"{length / before:.2f}x",
+            f"{found['identical']}/{chain['turns']}",
         )
     console.print(table)
 
@@ -203,10 +249,14 @@ def plot(report: dict[str, Any], path: str | Path) -> None:
 
 def _plot_speeds(axes: Any, datasets: Mapping[str, dict[str, Any]]) -> None:
     for index, found in enumerate(datasets.values()):
-        pair = (found["one_token_tokens_per_second"], found["tokens_per_second"])
-        axes.bar([index - 0.2, index + 0.2], pair, 0.38, color=["0.7", f"C{index}"])
-        axes.annotate(f"{found['speedup']:.2f}x", (index + 0.2, pair[1]), ha="center", va="bottom")
-    title = "one-token decoding (gray), DFlash"
+        drafted = [found] if found["tree"] is None else [found, found["tree"]]
+        speeds = [found["one_token_tokens_per_second"], *(one["tokens_per_second"] for one in drafted)]
+        width = 0.8 / len(speeds)
+        places = [index + (bar - (len(speeds) - 1) / 2) * width for bar in range(len(speeds))]
+        axes.bar(places, speeds, 0.95 * width, color=["0.7", f"C{index}", f"C{index}"])
+        for place, speed, one in zip(places[1:], speeds[1:], drafted, strict=True):
+            axes.annotate(f"{one['speedup']:.2f}x", (place, speed), ha="center", va="bottom")
+    title = "one-token decoding (gray), DFlash" + (", trees" if any(one["tree"] for one in datasets.values()) else "")
     axes.set(xticks=range(len(datasets)), xticklabels=datasets, ylabel="tokens/s", title=title)
 
 

@@ -60,7 +60,6 @@ def block_attention(
 
     Raises:
         ValueError: a shape or a value does not fit. TypeError: a dtype does not fit.
-        NotImplementedError: ``ancestors`` with a window on CUDA.
     """
     # 1. Check
     if sinks is not None or ancestors is not None or not _plain_arguments_fit(
@@ -68,8 +67,6 @@ def block_attention(
     ):  # fmt: skip
         _check(q, k_cache, v_cache, lengths, causal, window, softcap, sinks, ancestors)
     dtype = launch.dtype("block_attention", "q", q)
-    if not launch.is_cpu and not launch.is_fake and ancestors is not None and window:
-        raise NotImplementedError("block_attention: ancestors with a window has no CUDA kernel yet")
     # 2. Make what the kernel reads dense
     q, k_cache, v_cache, lengths = unit_stride(q), k_cache.contiguous(), v_cache.contiguous(), lengths.contiguous()
     sinks = None if sinks is None else sinks.float().contiguous()
@@ -144,5 +141,7 @@ def _check(
     if ancestors is not None:
         words = -(-rows // 64)
         expect(op, "ancestors", ancestors, (batch, rows, words), torch.int64, "batch, rows, ceil(rows / 64)")
+        if rows > _C.MAX_TREE_ROWS:
+            raise ValueError(f"{op}: a tree has at most {_C.MAX_TREE_ROWS} rows, got {rows}")
         if not causal:
             raise ValueError(f"{op}: causal must be True with ancestors, got False")

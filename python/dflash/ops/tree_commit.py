@@ -116,37 +116,37 @@ def compact_kv_(
     Raises:
         ValueError: a shape does not fit, or a cache is not contiguous. TypeError: a dtype does not fit.
     """
-    capacity = _check_compaction(path, counts, first, k_caches, v_caches)
-    caches = [*k_caches, *v_caches]
-    if not caches:
-        return
-    heads, row_bytes = [x.shape[1] for x in caches], [x.shape[3] * x.element_size() for x in caches]
+    _check_rows(path, counts, first)
+    heads, row_bytes, capacity = _cache_sizes(path.shape[0], k_caches, v_caches)
     launch(
-        "compact_kv", path.contiguous(), counts.contiguous(), first.contiguous(), caches, heads, row_bytes,
-        len(caches), *path.shape, capacity,
+        "compact_kv", path.contiguous(), counts.contiguous(), first.contiguous(), [*k_caches, *v_caches], heads,
+        row_bytes, len(heads), *path.shape, capacity,
     )  # fmt: skip
 
 
-def _check_compaction(
-    path: Tensor, counts: Tensor, first: Tensor, k_caches: list[Tensor], v_caches: list[Tensor]
-) -> int:
-    """Return the capacity of all caches."""
-    op = "compact_kv_"
-    expect(op, "path", path, (None, None), torch.int64, "batch, path_rows")
-    batch = path.shape[0]
+def _check_rows(path: Tensor, counts: Tensor, first: Tensor) -> None:
+    op, shape, integer = "compact_kv_", path.shape, torch.int64
+    if len(shape) == 2 and _C.fits(False, path, shape, integer, (counts, first), shape[:1], integer):
+        return
+    expect(op, "path", path, (None, None), integer, "batch, path_rows")
     for name, tensor in (("counts", counts), ("first", first)):
-        expect(op, name, tensor, (batch,), torch.int64, "batch")
-    if len(k_caches) != len(v_caches):
-        raise ValueError(
-            f"{op}: every layer must have both caches, got {len(k_caches)} k_caches, {len(v_caches)} v_caches"
-        )
-    if not k_caches:
-        return 0
-    shape, dtype = k_caches[0].shape, k_caches[0].dtype
-    if len(shape) == 4 and shape[0] == batch and shape[2] > 0 and _C.fits(
-        True, k_caches, shape, dtype, v_caches, shape, dtype
+        expect(op, name, tensor, shape[:1], integer, "batch")
+
+
+def _cache_sizes(batch: int, k_caches: list[Tensor], v_caches: list[Tensor]) -> tuple[list[int], list[int], int]:
+    """Check the caches; return the heads and the bytes of a head's slot of each, keys first, and their capacity."""
+    op, layers = "compact_kv_", len(k_caches)
+    if layers != len(v_caches):
+        raise ValueError(f"{op}: every layer must have both caches, got {layers} k_caches, {len(v_caches)} v_caches")
+    if not layers:
+        return [], [], 0
+    shape, v_shape, dtype = k_caches[0].shape, v_caches[0].shape, k_caches[0].dtype
+    # 1. All layers alike: the short way, since this is called within every step
+    if len(shape) == 4 and shape[0] == batch and shape[2] > 0 and v_shape[:3] == shape[:3] and len(v_shape) == 4 and (
+        _C.fits(True, k_caches, shape, dtype, v_caches, v_shape, dtype)
     ):  # fmt: skip
-        return shape[2]
+        return 2 * layers * [shape[1]], [x[3] * dtype.itemsize for x in (shape, v_shape) for _ in k_caches], shape[2]
+    # 2. Layer by layer
     for layer, (k_cache, v_cache) in enumerate(zip(k_caches, v_caches, strict=True)):
         names = (f"k_caches[{layer}]", f"v_caches[{layer}]")
         expect_cache(op, names, k_cache, v_cache, batch, None, (None, None), k_cache.dtype)
@@ -154,7 +154,8 @@ def _check_compaction(
             raise ValueError(
                 f"{op}: {names[0]} must have the capacity of the first, {shape[2]}, got {k_cache.shape[2]}"
             )
-    return shape[2]
+    caches = (*k_caches, *v_caches)
+    return [x.shape[1] for x in caches], [x.shape[3] * x.element_size() for x in caches], shape[2]
 
 
 @op(mutates=("out",))
@@ -170,23 +171,24 @@ def gather_rows_(launch: Launcher, x: Tensor, path: Tensor, out: Tensor) -> None
     Raises:
         ValueError: a shape does not fit, or ``out`` is not contiguous. TypeError: a dtype does not fit.
     """
-    _check_gather(x, path, out)
-    batch, rows, width = x.shape
+    batch, rows, width, columns, out_rows = _gather_sizes(x, path, out)
     row_bytes = width * x.element_size()
-    launch("gather_rows", x.contiguous(), path.contiguous(), out, batch, rows, path.shape[1], out.shape[1], row_bytes)
+    launch("gather_rows", x.contiguous(), path.contiguous(), out, batch, rows, columns, out_rows, row_bytes)
 
 
-def _check_gather(x: Tensor, path: Tensor, out: Tensor) -> None:
-    op = "gather_rows_"
-    if x.dim() != 3 or x.shape[1] == 0:
-        raise ValueError(f"{op}: x must be [batch, rows, width] with rows >= 1, got {list(x.shape)}")
-    batch, _, width = x.shape
-    if path.dim() == 2 and out.dim() == 3 and out.shape[1] >= path.shape[1] and _C.fits(
-        False, path, (batch, path.shape[1]), torch.int64
-    ) and _C.fits(True, out, (batch, out.shape[1], width), x.dtype):  # fmt: skip
-        return
-    expect(op, "path", path, (batch, None), torch.int64, "batch, path_rows")
-    expect(op, "out", out, (batch, None, width), x.dtype, "batch, path_rows, width")
-    if out.shape[1] < path.shape[1]:
-        raise ValueError(f"{op}: out must have at least the {path.shape[1]} rows of path, got {out.shape[1]}")
-    expect_contiguous(op, "out", out)
+def _gather_sizes(x: Tensor, path: Tensor, out: Tensor) -> tuple[int, int, int, int, int]:
+    """Check the arguments; return batch, rows, width, the columns of ``path`` and the rows of ``out``."""
+    op, shape, path_shape, out_shape = "gather_rows_", x.shape, path.shape, out.shape
+    if len(shape) != 3 or shape[1] == 0:
+        raise ValueError(f"{op}: x must be [batch, rows, width] with rows >= 1, got {list(shape)}")
+    batch, rows, width = shape
+    if not (
+        len(path_shape) == 2 and len(out_shape) == 3 and _C.fits(False, path, (batch, path_shape[1]), torch.int64)
+        and _C.fits(True, out, (batch, out_shape[1], width), x.dtype)
+    ):  # fmt: skip
+        expect(op, "path", path, (batch, None), torch.int64, "batch, path_rows")
+        expect(op, "out", out, (batch, None, width), x.dtype, "batch, path_rows, width")
+        expect_contiguous(op, "out", out)
+    if out_shape[1] < path_shape[1]:
+        raise ValueError(f"{op}: out must have at least the {path_shape[1]} rows of path, got {out_shape[1]}")
+    return batch, rows, width, path_shape[1], out_shape[1]
