@@ -178,7 +178,7 @@ class TestSteps:
     @pytest.mark.usefixtures("reference_package")
     def test_every_runner_leaves_its_rows(self, step, bench, tmp_path):
         rows_file = tmp_path / "rows.json"
-        sizes = ["--model", "tiny", "--contexts", 40, "--batches", 1, 2, "--rounds", 1, "--steps", 1]
+        sizes = ["--model", "tiny", "--contexts", 40, "--batches", 1, 2, "--rounds", 1, "--steps", 1, "--tree", 32]
         bench("step", "--device", "cpu", *sizes, "--table", "--json", rows_file)
         written = json.loads(rows_file.read_text())
         left_out = {(entry["runner"], entry["batch"]) for entry in written["left_out"]}
@@ -187,7 +187,7 @@ class TestSteps:
         rows = {(row["runner"], row["batch"], row["accepted"]) for row in written["rows"]}
         for batch in (1, 2):
             for accepted in (1, 6, 16):
-                for runner in step.runners.RUNNERS:
+                for runner in step.runners.RUNNERS | step.runners.tree_runners([32]):
                     assert ((runner, batch, accepted) in rows) != ((runner, batch) in left_out)
         assert len(rows) == len(written["rows"])
         for row in written["rows"]:
