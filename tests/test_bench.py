@@ -76,6 +76,16 @@ def test_steps_on_cpu_are_timed_beside_the_reference_package(bench):
         assert float(row[4]) > 0
 
 
+def test_trees_are_measured_next_to_the_chain(bench):
+    arguments = ["--prompts", 1, "--new", 12, "--rows", 4, "auto", "--noise", 0.4, "--chain-steps", 99]
+    lines = bench("bench_trees.py", *arguments)
+    rows = {line[:10].strip(): line[10:].split() for line in lines[2:]}
+    assert list(rows) == ["chain", "tree 4", "tree auto"]
+    assert {row[-2] for row in rows.values()} == {"1/1"}
+    assert [float(rows[name][-1]) for name in ("chain", "tree 4")] == [16, 4]
+    assert all(float(row[1]) >= 1 for row in rows.values())
+
+
 RELEASE = Path(dflash.__file__).parents[1]
 
 
