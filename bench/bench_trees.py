@@ -157,8 +157,8 @@ def main() -> None:
     # 2. Measure and print
     about = (
         f"{harness.processor()}, {torch.get_num_threads()} threads, {ops.isa()}, torch {torch.__version__}, float32; "
-        f"{arguments.pair.parent.name}/{arguments.pair.name}, noise {arguments.noise:g}, T = {arguments.temperature:g}, "
-        f"{len(prompts)} prompts"
+        f"{arguments.pair.parent.name}/{arguments.pair.name}, noise {arguments.noise:g}, "
+        f"T = {arguments.temperature:g}, {len(prompts)} prompts"
     )
     print(f"{about}\n{HEADS}")
     results = measure(generators, prompts, arguments)
