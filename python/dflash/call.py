@@ -185,14 +185,11 @@ class Call:
             ids, mask = ids.repeat_interleave(repeats, 0), mask.repeat_interleave(repeats, 0)
         # 3. What must fit the batch, or each other.
         rows = ids.shape[0]
-        seed = 0 if sampling.seed is None else sampling.seed
-        Sampling.create(rows).set_(rows, sampling, seed=seed)  # raises on what is wrong
+        Sampling.create(rows).set_(rows, sampling, seed=0 if sampling.seed is None else sampling.seed)  # raises
         steps = integer_from(1, "denoise_steps", arguments.get("denoise_steps", denoise_steps))
         acceptance = _acceptance(arguments, steps, sampling, rules)
-        tree = checked_tree(arguments.get("tree", tree))
-        check_tree_call(tree, steps, acceptance, sampling.draft_sharpness)
-        streamer = arguments.get("streamer")
-        if streamer is not None:
+        check_tree_call(tree := checked_tree(arguments.get("tree", tree)), steps, acceptance, sampling.draft_sharpness)
+        if (streamer := arguments.get("streamer")) is not None:
             check_streamer(streamer, rows)
         tokenizer = arguments.get("tokenizer")
         strings, criteria = _stop_strings(arguments.get("stop_strings"), settings, tokenizer)
