@@ -1,6 +1,6 @@
 """What the parts of a step cost by themselves: each called in a loop on the state of a running generation.
 
-    python bench/bench_budget.py [--pair FOLDER] [--dtype float32] [--temperature 0] [--repeats 200]
+    python bench/bench_budget.py [--pair FOLDER] [--dtype float32] [--temperature 0] [--repeats 200] [--tree 16]
 
 The target's and the drafter's passes are measured eager and through torch.compile. `as transformers' module` is the
 target's own forward on the same rows, with transformers' cache, cropped after each call. Medians, microseconds. Prints;
@@ -46,11 +46,13 @@ def module_pass(target: nn.Module, ids: Tensor, block: Tensor) -> Callable[[], N
     return run
 
 
-def calls(generator: dflash.Generator, target: nn.Module, ids: Tensor) -> dict[str, Callable[[], object]]:
+def calls(generator: dflash.Generator, target: nn.Module, ids: Tensor, greedy: bool) -> dict[str, Callable[[], object]]:
     """Return what is measured, by name; ``generator`` has just answered ``ids``."""
     parts = Parts(generator)
     compiled = [torch.compile(part, fullgraph=True, dynamic=False) for part in (parts.verify, parts.draft)]
+    trees = parts.tree(generator.tree, greedy) if generator.tree else {}
     return {
+        **{f"tree: {name}": part for name, part in trees.items()},
         "target, a block's rows, head included": parts.verify,
         "the same, compiled": compiled[0],
         "the same, as transformers' module": module_pass(target, ids, parts.block),
@@ -71,19 +73,20 @@ def main() -> None:
     package_pair.add_option(parser)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--tree", type=int, metavar="ROWS", help="also what only a tree of so many rows costs")
     parser.add_argument("--repeats", type=int, default=200)
     arguments = parser.parse_args()
     # 1. Bring a generation to some length
     target, draft, (ids,) = package_pair.load(arguments.pair, arguments.dtype, 1)
-    generator = dflash.Generator(target, draft, max_length=256, reuse_prefix=False)
-    out = generator.generate(ids, max_new_tokens=24, temperature=arguments.temperature, seed=1)
+    generator = dflash.Generator(target, draft, max_length=256, reuse_prefix=False, tree=arguments.tree)
+    out = generator.generate(ids, max_new_tokens=24, temperature=arguments.temperature, seed=1, tree=None)
     # 2. Call each part in a loop
     print(
         f"{torch.get_num_threads()} threads, ISA {ops.isa()}, torch {torch.__version__}, {arguments.dtype}, "
         f"T = {arguments.temperature:g}, {generator.block_size} rows at length {out.shape[1] - 1}, "
         f"prompt of {ids.shape[1]}"
     )
-    for name, call in calls(generator, target, ids).items():
+    for name, call in calls(generator, target, ids, arguments.temperature == 0).items():
         print(f"{name:<42}{microseconds(call, arguments.repeats):9.0f} us", flush=True)
 
 

@@ -20,10 +20,8 @@ than N steps, which says that pair, noise or prompts are not those of an earlier
 """
 
 import argparse
-import json
 import sys
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 
 import harness
 import package_pair
@@ -140,7 +138,6 @@ def parse() -> argparse.Namespace:
     add("--prompts", type=int, help="the first ones; default: all")
     add("--rounds", type=int, default=1, help="how often each prompt is answered")
     add("--chain-steps", type=int, metavar="N", help="warn if the chain takes other than N steps")
-    add("--json", type=Path, metavar="FILE", help="write the answers' steps and times")
     return parser.parse_args()
 
 
@@ -159,8 +156,9 @@ def main() -> None:
     generators = {"chain": make(None)} | {f"tree {rows}": make(rows) for rows in arguments.rows}
     # 2. Measure and print
     about = (
-        f"{harness.processor()}, {torch.get_num_threads()} threads, {ops.isa()}, torch {torch.__version__}, float32, "
-        f"{arguments.pair.name}, noise {arguments.noise:g}, T = {arguments.temperature:g}, {len(prompts)} prompts"
+        f"{harness.processor()}, {torch.get_num_threads()} threads, {ops.isa()}, torch {torch.__version__}, float32; "
+        f"{arguments.pair.parent.name}/{arguments.pair.name}, noise {arguments.noise:g}, "
+        f"T = {arguments.temperature:g}, {len(prompts)} prompts"
     )
     print(f"{about}\n{HEADS}")
     results = measure(generators, prompts, arguments)
@@ -169,9 +167,6 @@ def main() -> None:
     steps = results["chain"].num_steps
     if arguments.chain_steps not in (None, steps):
         print(f"warning: the chain took {steps} steps, not {arguments.chain_steps}: another pair?", file=sys.stderr)
-    if arguments.json:
-        found = {name: asdict(result) for name, result in results.items()}
-        arguments.json.write_text(json.dumps({"about": about, "results": found}) + "\n")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import dflash
+from dflash import ops
 from dflash.engine import Direct, Replay
+from dflash.proposers import Block, ProposerSettings
 from dflash.target import find_layers, structural_twin
 
 __all__ = [
@@ -37,13 +39,27 @@ class _ForcedAcceptance:
         return self._force(block.ids, self._acceptance.choose(logits, block, state))
 
 
+class _ForcedProposer:
+    """A proposer of trees that are overwritten."""
+
+    def __init__(self, proposer, replace: Callable) -> None:
+        self._proposer, self._replace = proposer, replace
+
+    def propose(self, state) -> Block:
+        block = self._proposer.propose(state)
+        return Block(*self._replace(block.ids, block.tree))
+
+    def __getattr__(self, name: str):
+        return getattr(self._proposer, name)
+
+
 class ForcedStep:
     """A generator's step whose target's choices are overwritten, at a random state in the middle of a text.
 
     Args:
         target: the target.
         drafter: its drafter.
-        force: what overwrites the choices.
+        force: what overwrites the choices; with ``tree`` also the drafted trees, by its ``replace``.
         options: of `dflash.Generator`.
 
     Attributes:
@@ -54,6 +70,9 @@ class ForcedStep:
     def __init__(self, target: nn.Module, drafter: dflash.Drafter, force: Force, **options) -> None:
         self._generator = dflash.Generator(target, drafter, reuse_prefix=False, **options)
         engine = self._generator.engine
+        if rows := options.get("tree"):
+            engine.tree.configure(ProposerSettings(engine.rules, rows=rows))
+            engine.proposer = _ForcedProposer(engine.tree, force.replace)
         engine.acceptance = _ForcedAcceptance(engine.acceptance, force)
         self.drafter, self.force = drafter, force
         self.state, self.report = engine.state, engine.state.report.tensor
@@ -138,6 +157,50 @@ class Parts:
     def choose(self) -> Tensor:
         """Choose the block's tokens from the target's logits."""
         return self._engine.keyed.choose_at(self._logits, self._positions, self._state)
+
+    def tree(self, rows: int, greedy: bool) -> dict[str, Callable[[], object]]:
+        """Return the parts of a step that only a tree has, by name; the drafter's pass has been run.
+
+        Args:
+            rows: of the tree.
+            greedy: whether the temperature is 0.
+        """
+        engine, state, device = self._engine, self._state, self.block.device
+        # 1. A tree of real logits, half of whose depths are accepted
+        proposer = engine.tree
+        proposer.configure(ProposerSettings(engine.rules, samples=not greedy, rows=rows))
+        logits = self._draft_logits()
+        positions = state.positions(proposer.num_drafts)
+        candidates = proposer.candidates(logits, positions, state.sampling)
+        ids, parents, depth, _, _ = ops.build_tree(state.anchor[:, 0], *candidates, rows)
+        choices, row = torch.full_like(ids, -1), int(depth[0].clamp(max=self.block.shape[1] // 2).argmax())
+        while row > 0:
+            choices[0, parents[0, row]] = ids[0, row]
+            row = int(parents[0, row])
+        choices = torch.where(choices < 0, ids.amin(1, keepdim=True), choices)
+        # 2. Where it is kept
+        path = torch.zeros(1, min(rows, self.block.shape[1]), dtype=torch.int64, device=device)
+        features = self._state.context.new_zeros(1, rows, self._state.context.shape[2])
+        states = [x.clone() for x in (state.tokens, self.length, state.num_context, state.done)]
+        first = self.length.clone()
+
+        def walk() -> None:
+            states[1].copy_(first)
+            states[3].zero_()
+            ops.accept_path_(ids, parents, choices, state.stop_token_ids, state.limits + rows, *states, path)
+
+        walk()
+        caches = cache_layers(state.target_cache)
+        return {
+            "candidates": lambda: proposer.candidates(logits, positions, state.sampling),
+            "build": lambda: ops.build_tree(state.anchor[:, 0], *candidates, rows),
+            "walk": walk,
+            "compact": lambda: ops.compact_kv_(path, states[2], first, *caches),
+            "gather": lambda: ops.gather_rows_(features, path, state.context),
+        }
+
+    def _draft_logits(self) -> Tensor:
+        return self._engine.tree.logits(self.block, self._features, self._state)
 
     def step(self) -> None:
         """Run the whole step from the same state again."""

@@ -76,6 +76,16 @@ def test_steps_on_cpu_are_timed_beside_the_reference_package(bench):
         assert float(row[4]) > 0
 
 
+def test_trees_are_measured_next_to_the_chain(bench):
+    arguments = ["--prompts", 1, "--new", 12, "--rows", 4, "auto", "--noise", 0.4, "--chain-steps", 99]
+    lines = bench("bench_trees.py", *arguments)
+    rows = {line[:10].strip(): line[10:].split() for line in lines[2:]}
+    assert list(rows) == ["chain", "tree 4", "tree auto"]
+    assert {row[-2] for row in rows.values()} == {"1/1"}
+    assert [float(rows[name][-1]) for name in ("chain", "tree 4")] == [16, 4]
+    assert all(float(row[1]) >= 1 for row in rows.values())
+
+
 RELEASE = Path(dflash.__file__).parents[1]
 
 
@@ -178,7 +188,7 @@ class TestSteps:
     @pytest.mark.usefixtures("reference_package")
     def test_every_runner_leaves_its_rows(self, step, bench, tmp_path):
         rows_file = tmp_path / "rows.json"
-        sizes = ["--model", "tiny", "--contexts", 40, "--batches", 1, 2, "--rounds", 1, "--steps", 1]
+        sizes = ["--model", "tiny", "--contexts", 40, "--batches", 1, 2, "--rounds", 1, "--steps", 1, "--tree", 32]
         bench("step", "--device", "cpu", *sizes, "--table", "--json", rows_file)
         written = json.loads(rows_file.read_text())
         left_out = {(entry["runner"], entry["batch"]) for entry in written["left_out"]}
@@ -187,7 +197,7 @@ class TestSteps:
         rows = {(row["runner"], row["batch"], row["accepted"]) for row in written["rows"]}
         for batch in (1, 2):
             for accepted in (1, 6, 16):
-                for runner in step.runners.RUNNERS:
+                for runner in step.runners.RUNNERS | step.runners.tree_runners([32]):
                     assert ((runner, batch, accepted) in rows) != ((runner, batch) in left_out)
         assert len(rows) == len(written["rows"])
         for row in written["rows"]:

@@ -5,8 +5,9 @@
     $RUN/step-long.json --contexts 8192 32768 --without static compiled
     $RUN/step-batch.json --contexts 1024 8192 32768 --batches 2 4 8 --runners eager graph fused
     $RUN/step-32k.json --contexts 32768 --runners static graph fused compiled
+    $RUN/step-tree.json --runners graph fused --tree 16 32 64 128
 
-These four should take less than 8 minutes in total on one H200, most of it torch.compile in the first and the last.
+The first four should take less than 8 minutes in total on one H200, most of it torch.compile in the first and the last.
 That is an estimate: they have not run on one yet. `--stop-after SECONDS` starts no new measurement after that time; the
 JSON file is complete after every row. To see whether everything runs, without a GPU:
 
@@ -29,6 +30,9 @@ Runners:
     graph       this package, one CUDA graph
     fused       graph with Generator(fused=True): the target's layers on our ops
     compiled    graph with Generator(compile=True)
+    graph tree N, fused tree N
+                with --tree N: the same with draft trees of N rows. Their shape is forced too, to 15 depths of equally
+                many rows, of which the last is accepted: from 32 rows on, all that is accepted has to be moved
 
 Columns:
     step        median time from the start of one step to the start of the next, on the device, by events; in rounds of

@@ -14,7 +14,7 @@ from .meter import SKIPPED, Meter, Waits
 from .pair import PUBLISHED, floor_bytes, named_pair
 from .profiles import counted, profiled
 from .report import Report, Row
-from .runners import ONE_ROW, RUNNERS
+from .runners import ONE_ROW, RUNNERS, tree_runners
 from .setting import Run, Setting
 from .tables import tables
 
@@ -43,6 +43,7 @@ class Bench:
         self.copy = harness.copy_bandwidth(harness.Timer(self.device), quick=not self.on_gpu)
         self.pair = named_pair(arguments.model, dtype, self.device)
         self.forced = Forced(self.device)
+        self.runners = RUNNERS | tree_runners(arguments.tree)
         self.report = Report(arguments, self.pair, self.device, self.copy)
 
     @property
@@ -59,7 +60,8 @@ class Bench:
         for context in self.arguments.contexts:
             for batch in self.arguments.batches:
                 if not self.is_over:
-                    self._measure(Setting(self.pair, self.forced, Waits(), context, batch, steps, self.on_gpu))
+                    rows = max(self.arguments.tree, default=0)
+                    self._measure(Setting(self.pair, self.forced, Waits(), context, batch, steps, self.on_gpu, rows))
                 if self.on_gpu:
                     torch._dynamo.reset()
                     gc.collect()  # the K/V caches are part of reference cycles
@@ -91,7 +93,7 @@ class Bench:
         if self.is_over:
             return self.report.leave_out(name, setting, "--stop-after")
         try:
-            run = RUNNERS[name](setting)
+            run = self.runners[name](setting)
             run(Meter(self.device), accepted, setting.steps)  # compiles, captures, allocates
             run(Meter(self.device), accepted, setting.steps)
             counts = counted(profiled(run, accepted, self.device)) if self.on_gpu else (None, None)

@@ -8,7 +8,7 @@ from random_pair import BLOCK
 
 from .bench import Bench
 from .pair import TARGET_LAYERS
-from .runners import RUNNERS
+from .runners import RUNNERS, tree_runners
 
 
 def main(description: str) -> None:
@@ -24,7 +24,10 @@ def main(description: str) -> None:
         parser.error(f"--accepted must be at most {BLOCK}, got {max(arguments.accepted)}")
     if min(arguments.rounds, arguments.steps) < 1:
         parser.error("--rounds and --steps must be at least 1")
+    if wrong := [rows for rows in arguments.tree if not BLOCK <= rows <= 128]:
+        parser.error(f"--tree must be {BLOCK} to 128 rows, got {wrong[0]}")
     arguments.runners = [name for name in arguments.runners if name not in arguments.without]
+    arguments.runners += tree_runners(arguments.tree)
     Bench(arguments).run()
 
 
@@ -39,6 +42,7 @@ def _parser(description: str) -> argparse.ArgumentParser:
     add("--accepted", type=int, nargs="+", default=[1, 6, 16], help="tokens emitted per step, 1 to 16")
     add("--runners", nargs="+", choices=RUNNERS, default=list(RUNNERS))
     add("--without", nargs="+", choices=RUNNERS, default=[], metavar="RUNNER")
+    add("--tree", type=int, nargs="+", default=[], metavar="ROWS", help="also verify trees of so many rows")
     add("--rounds", type=int, default=5)
     add("--steps", type=int, default=12, help="measured per round")
     add("--stop-after", type=float, metavar="SECONDS", help="start nothing new after that")

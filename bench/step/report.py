@@ -16,7 +16,7 @@ import dflash
 from .setting import Setting
 
 _LINE = (
-    "{runner:<10} {context:>7} {batch:>5} {accepted:>8} | {step_ms:8.3f} ms | {share:>4} of floor  {share_4300:>4} at "
+    "{runner:<14} {context:>7} {batch:>5} {accepted:>8} | {step_ms:8.3f} ms | {share:>4} of floor  {share_4300:>4} at "
     "4.3 TB/s | host {host:>8} us | {launches:>6} launches {kernels:>6} kernels | {tokens:8.0f} tokens/s"
 )
 
@@ -91,7 +91,7 @@ class Report:
             f"{f['target_parameters'] / 1e6:.1f} M and {f['draft_parameters'] / 1e6:.1f} M random parameters\n"
             f"acceptance is {f['acceptance']}"
         )
-        print("runner     context batch accepted |")
+        print("runner         context batch accepted |")
 
     def add(self, row: Row) -> None:
         """Print and keep a row."""

@@ -16,4 +16,15 @@ RUNNERS: dict[str, Callable[[Setting], Run]] = {
     "fused": lambda setting: another(setting, fused=True),
     "compiled": lambda setting: another(setting, compile=setting.compile),
 }
+
+
+def tree_runners(sizes: list[int]) -> dict[str, Callable[[Setting], Run]]:
+    """Return the runners that verify trees of these sizes, by name."""
+    found: dict[str, Callable[[Setting], Run]] = {}
+    for rows in sizes:
+        found[f"graph tree {rows}"] = lambda setting, rows=rows: another(setting, tree=rows)
+        found[f"fused tree {rows}"] = lambda setting, rows=rows: another(setting, tree=rows, fused=True)
+    return found
+
+
 ONE_ROW = ("reference", "native")  # their loops take one row

@@ -26,6 +26,7 @@ class Setting:
         batch: rows.
         steps: per round, at most.
         compile: whether runners that torch.compile makes are compiled, or run as they are.
+        tree_rows: the most rows of a tree; the caches have room for them.
     """
 
     pair: Pair
@@ -35,6 +36,7 @@ class Setting:
     batch: int
     steps: int
     compile: bool
+    tree_rows: int = 0
 
     @functools.cached_property
     def ours(self) -> ForcedStep:
@@ -48,10 +50,11 @@ class Setting:
 
     def make_step(self, **options) -> ForcedStep:
         """Return a step of a generator with these options and room for a round."""
-        room = self.context + BLOCK * (self.steps + 2)
+        room = self.context + BLOCK * (self.steps + 2) + self.tree_rows
         length = -(-room // 64) * 64 - BLOCK  # with the block's rows a multiple of 64, which suits every kernel
         target, drafter, _ = self.pair
-        return ForcedStep(target, drafter, self.forced, max_length=length, batch_size=self.batch, **options)
+        force = self.forced.tree(options["tree"]) if "tree" in options else self.forced
+        return ForcedStep(target, drafter, force, max_length=length, batch_size=self.batch, **options)
 
 
 def check(found: Tensor, wanted: int, accepted: int) -> None:
