@@ -225,20 +225,20 @@ class Cheat(dflash.Generator):
         super().__init__(*arguments, **options)
         if self.draft is not None:
             sizes = self.batch_size, self.block_size
-            self.engine.proposer = ScriptedProposer(self.draft, self.engine.target, *sizes)
+            self.engine.chain = self.engine.proposer = ScriptedProposer(self.draft, self.engine.target, *sizes)
 
     @property
     def script(self) -> torch.Tensor:
-        return self.engine.proposer.script
+        return self.engine.chain.script
 
     @script.setter
     def script(self, script: torch.Tensor) -> None:
-        self.engine.proposer.script = script
+        self.engine.chain.script = script
 
     @property
     def spoil(self) -> int:
-        return self.engine.proposer.spoil
+        return self.engine.chain.spoil
 
     @spoil.setter
     def spoil(self, spoil: int) -> None:
-        self.engine.proposer.spoil = spoil
+        self.engine.chain.spoil = spoil
