@@ -17,10 +17,18 @@ template <int kDim>
 constexpr int kPieces = kDim / 8;  // of 16 bytes per row
 template <int kDim>
 constexpr int kStages = kDim > 128 ? 2 : 4;
+// Queries held in registers, times 16 columns: as many as ptxas finds room for. It needs more elsewhere from
+// sm_100 on, and for trees.
+#if __CUDA_ARCH__ >= 1000
+constexpr int kHeldOf128 = 5;
+#else
+constexpr int kHeldOf128 = 6;
+#endif
 template <int kDim, bool kTree>
-constexpr int kHeldQueries = kDim > 128  ? 0
-                             : kDim > 64 ? (kTree ? 0 : 6)
-                                         : 4;  // times 16 columns, in registers
+constexpr int kHeldQueries = kDim > 128   ? 0
+                             : kDim <= 64 ? 4
+                             : kTree      ? 2
+                                          : kHeldOf128;
 template <int kDim>
 constexpr int kSharedBytes = (kRows + kStages<kDim> * 2 * kKeys) * kDim * 2;
 

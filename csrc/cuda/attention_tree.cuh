@@ -74,7 +74,6 @@ struct TreeTile : Tile<T, kDim, true> {
     const int dim = int(part < kParts ? p.head_dim : p.v_head_dim);
     const T* source = (part < kParts ? k : v) + column;
     const int before = min(length, int(p.capacity)) - from;
-#pragma unroll 2
     for (int row = threadIdx.x / kPiecesPerRow; row < kKeys + int(p.rows); row += kApart) {
       const int slot = row < kKeys ? from + row : length + row - kKeys;
       const bool valid = column < dim && (row < kKeys ? row < before : slot >= 0 && slot < p.capacity);
@@ -86,7 +85,6 @@ struct TreeTile : Tile<T, kDim, true> {
   // Zeros replace what is not finite in the values that this thread has copied, see clear_bad_values.
   __device__ __forceinline__ void clear_bad_part(int part) const {
     const int piece = threadIdx.x % kPiecesPerRow;
-#pragma unroll 2
     for (int row = threadIdx.x / kPiecesPerRow; row < kKeys + int(p.rows); row += kApart) {
       T* at = ring(part) + place<kTreeColumns>(row, piece);
       const uint4 w = load16(at);
@@ -159,9 +157,6 @@ struct TreeTile : Tile<T, kDim, true> {
 
   // Adds 64 columns of the dot products to the scores.
   __device__ __forceinline__ void score_part(float (&score)[kKeys / 8][4], int part) const {
-    uint32_t a[kTreeColumns / 16][4];
-#pragma unroll
-    for (int d = 0; d < kTreeColumns / 16; ++d) Base::load_queries(a[d], part * (kTreeColumns / 16) + d);
     for_passes([&](int half, const unsigned char* keys, auto takes) {
       const int at = place<kTreeColumns>(keys[lane() / 16 * 8 + lane() % 8], lane() / 8 % 2);
       float left[4], right[4];
@@ -169,11 +164,12 @@ struct TreeTile : Tile<T, kDim, true> {
       for (int e = 0; e < 4; ++e) left[e] = score[2 * half][e], right[e] = score[2 * half + 1][e];
 #pragma unroll
       for (int d = 0; d < kTreeColumns / 16; ++d) {
-        uint32_t b[4];
+        uint32_t a[4], b[4];
+        Base::load_queries(a, part * (kTreeColumns / 16) + d);
         ldmatrix(b, ring(part) + (at ^ 16 * d));
         const uint32_t first[2] = {b[0], b[1]}, second[2] = {b[2], b[3]};
-        mma_m16n8k16(left, a[d], first, T());
-        mma_m16n8k16(right, a[d], second, T());
+        mma_m16n8k16(left, a, first, T());
+        mma_m16n8k16(right, a, second, T());
       }
 #pragma unroll
       for (int e = 0; e < 4; ++e)
