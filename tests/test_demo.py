@@ -268,7 +268,7 @@ def test_a_slow_machine_streams_and_warms_up_less(tiny, monkeypatch):
     target, draft, tokenizer = dflash.demo_pair(tiny)
     clock, streamed, warm, real = Clock(), [], [], compare.Comparison.warm_up
 
-    def show(prompt, _events):
+    def show(prompt, _runner, _ids):
         streamed.append(prompt.text)
         clock.now += 3
 

@@ -79,7 +79,7 @@ def test_bf16_logits_do_not_depend_on_what_is_accepted(family):
 def test_clamping_decoded_rows_would_change_the_text(monkeypatch):
     target, p = make_target("nemotron_h (dt under its limit)"), prompt(17)
     run = Target._run_modules
-    monkeypatch.setattr(Target, "_run_modules", lambda self, *args, is_prompt: run(self, *args, is_prompt=True))
+    monkeypatch.setattr(Target, "_run_modules", lambda self, *args: run(self, *args[:4], True, *args[5:]))
     assert answer_rows(target, [p]) != [greedy(target, p, NEW).tolist()]
 
 

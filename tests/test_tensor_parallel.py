@@ -56,7 +56,7 @@ def pair():
 @needs_ranks
 def test_every_text_is_that_of_one_process(ranks, pair):
     expected = json.loads(json.dumps(texts(*pair)))
-    assert len(expected) == 12
+    assert len(expected) == 14
     assert not [text for text in expected.values() if isinstance(text, str)]
     for rank in ranks:
         assert {name: rank["texts"][name] == text for name, text in expected.items()} == dict.fromkeys(expected, True)

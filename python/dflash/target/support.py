@@ -142,7 +142,9 @@ def _refusal_of_family(model: PreTrainedModel) -> str | None:
     if is_recurrent and (reason := refusal_of_recurrence(model)):
         return f"{family} has stateful layers: {reason}"
     may_be_recurrent = is_recurrent or getattr(model, "_is_stateful", False)
-    has_attention_only = layer_types and layer_types <= _LAYER_TYPES  # a Qwen3.5 may be configured so
+    # A Qwen3.5, say, may be configured with attention only.
+    is_known = family in TESTED_FAMILIES and getattr(type(model), "_is_stateful", False)
+    has_attention_only = is_known and layer_types and layer_types <= _LAYER_TYPES
     if may_be_recurrent and not is_recurrent and not has_attention_only:
         return f"{family} has stateful layers that dflash does not know, and cannot roll back"
     if getattr(config, "index_topk", None) is not None:
