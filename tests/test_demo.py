@@ -118,9 +118,12 @@ def test_the_watched_steps_write_the_answer_and_the_proposer_is_put_back(tiny):
     target, draft, tokenizer = dflash.demo_pair(tiny)
     generator = dflash.Generator(target, draft, max_length=64, tree=9)
     ids = demo.encode(tokenizer, "w5 w6")
-    plain = [event.ids for event in generator.stream(ids, max_new_tokens=20)]
+    events = list(generator.stream(ids, max_new_tokens=20))
+    plain = [event.ids for event in events]
     watch, proposer = trees.TreeWatch(), generator.engine.proposer
-    assert [event.ids for event in watch.watch(generator, generator.stream(ids, max_new_tokens=20))] == plain
+    watched = list(watch.watch(generator, generator.stream(ids, max_new_tokens=20)))
+    assert [event.ids for event in watched] == plain
+    assert watched[-1].statistics.rows == events[-1].statistics.rows == [9] * (len(plain) - 1)
     assert generator.engine.proposer is proposer
     assert watch.best.emitted in [row for (row,) in plain[1:]]
     assert len(watch.best.ids) == 9

@@ -155,7 +155,7 @@ class Engine:
     @property
     def rows(self) -> int:
         """Rows that the next step verifies."""
-        return self.tree.rows if self.proposer is self.tree else self.block_size
+        return self.proposer.rows
 
     def choose_rows(self) -> None:
         """Set the rows of the next step, if the call leaves them to us."""

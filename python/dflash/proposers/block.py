@@ -92,8 +92,11 @@ class Proposer(Protocol):
     """Proposes blocks and learns from what became of them; tensors only, without host synchronization.
 
     Attributes:
+        rows: of the next block.
         kind: what the branches of `propose` depend on; a step is captured once per kind.
     """
+
+    rows: int
 
     @property
     def kind(self) -> Hashable: ...
@@ -127,6 +130,7 @@ class PaddingProposer:
     kind = ()
 
     def __init__(self, batch: int, block_size: int, device: torch.device | str = "cpu") -> None:
+        self.rows = block_size
         self._nothing = torch.full((batch, block_size - 1), -1, dtype=torch.int64, device=device)
 
     def retarget(self, target: Target) -> None:
