@@ -47,6 +47,14 @@ class ScriptedTree(TreeProposer):
         return ids, (-0.05 - place).expand(ids.shape).contiguous()
 
 
+class DoubledTree(ScriptedTree):
+    """Grows trees in which every best token has a sibling of the same id."""
+
+    def candidates(self, logits, positions, sampling):
+        ids, scores = super().candidates(logits, positions, sampling)
+        return torch.cat([ids[..., :1], ids[..., :-1]], -1), scores
+
+
 class RandomTree(TreeProposer):
     """Grows trees of random tokens with random scores."""
 
@@ -367,6 +375,17 @@ def test_rules_write_what_they_write_with_chains(target, draft, prompts, plain, 
     assert torch.equal(output.sequences, expected.sequences)
     assert output.finish_reasons == expected.finish_reasons
     assert output.statistics.acceptance_length > 3
+
+
+@pytest.mark.parametrize("rules", [{}, {"logits_processor": [only_even]}], ids=["device", "host"])
+def test_siblings_with_one_id_change_only_the_speed(target, draft, prompts, rules):
+    ids, mask = left_padded(prompts)
+    call = {"attention_mask": mask, "max_new_tokens": NEW, **rules}
+    expected = dflash.Generator(target, None, max_length=80, batch_size=3).generate(ids, **call)
+    generator = grown(DoubledTree, target, draft, list(expected[:, ids.shape[1] :]), prompts, batch_size=3)
+    output = generator.generate(ids, tree=32, return_dict_in_generate=True, **call)
+    assert torch.equal(output.sequences, expected)
+    assert output.statistics.acceptance_length > 2
 
 
 def test_a_stream_tells_of_drafts_as_with_chains(target, draft, prompts, plain):
