@@ -611,6 +611,8 @@ def test_a_generator_names_what_its_trees_lack(target, draft, prompts):
             dflash.Generator(target, draft, max_length=40, **options)
     with pytest.raises(ValueError, match="tree=16 needs a drafter"):
         dflash.Generator(target, None, max_length=40, tree=16)
+    with pytest.raises(ValueError, match=r"tree=16 cannot be combined with acceptance=.* Pass tree=None"):
+        dflash.Generator(target, draft, max_length=80, tree=16).generate(prompts[0][None], acceptance="rejection")
     for made in (None, 16):
         generator = dflash.Generator(target, draft, max_length=80, tree=made)
         with pytest.raises(ValueError, match=f"tree=32 takes up to 32 rows, this generator was made with tree={made}"):
