@@ -1,5 +1,6 @@
 """Test draft trees from the caller's side: the text is the target's own, whatever the tree holds."""
 
+import itertools
 import math
 import time
 
@@ -534,28 +535,37 @@ class TestBudget:
 def test_auto_writes_the_same_text_at_changing_sizes(target, draft, prompts, plain):
     ids, mask = left_padded(prompts)
     generator = grown(TreeProposer, target, draft, batch_size=3, tree="auto")
-    generator.engine.costs = dict(zip(TREE_SIZES, (1.0, 1.05, 1.1, 1.2), strict=True))
+    generator.engine.costs = dict.fromkeys(TREE_SIZES, 1.0)
     for temperature in (0.0, 1.0):
         call = {"attention_mask": mask, "max_new_tokens": NEW, "temperature": temperature, "seed": 3}
         expected = plain
         if temperature:
             expected = [sampled(target, p, NEW, fold(3, row), temperature) for row, p in enumerate(prompts)]
-        output = generator.generate(ids, return_dict_in_generate=True, **call)
-        check(output.sequences, ids.shape[1], expected)
-        assert set(output.statistics.rows) <= set(TREE_SIZES)
-        assert len(output.statistics.rows) == max(map(len, output.statistics.acceptance_lengths))
+        stream = generator.stream(ids, **call)
+        events = [next(stream)]  # the prompt's: from here on the call has its budget
+        generator.engine.budget.choose = itertools.cycle(TREE_SIZES).__next__
+        events += stream
+        for row, answer in enumerate(expected):
+            assert [token for event in events for token in event.ids[row]] == answer.tolist()
+        statistics = events[-1].statistics
+        assert statistics.rows == [TREE_SIZES[step % 4] for step in range(len(statistics.rows))]
+        assert len(statistics.rows) == max(map(len, statistics.acceptance_lengths)) > 4
 
 
 def test_auto_measures_its_costs_once_and_leaves_the_state_as_it_was(target, draft, prompts, plain):
     ids, mask = left_padded(prompts)
-    generator = dflash.Generator(target, draft, max_length=160, batch_size=3, tree="auto")
-    call = {"attention_mask": mask, "max_new_tokens": NEW}
-    check(generator.generate(ids, **call), ids.shape[1], plain)
+    generator = dflash.Generator(target, draft, max_length=160, batch_size=3, tree="auto", reuse_prefix=False)
+    call = {"attention_mask": mask, "max_new_tokens": NEW, "return_dict_in_generate": True}
+    first = generator.generate(ids, **call)
     costs = generator.engine.costs
     assert costs
     assert all(cost > 0 for cost in costs.values())
-    check(generator.generate(ids, **call), ids.shape[1], plain)
+    second = generator.generate(ids, **call)
     assert generator.engine.costs is costs
+    for output in (first, second):
+        check(output.sequences, ids.shape[1], plain)
+    assert first.statistics.acceptance_lengths == second.statistics.acceptance_lengths
+    assert first.statistics.rows == second.statistics.rows
 
 
 def test_auto_is_captured_once_per_size(target, draft, prompts, plain):
@@ -568,9 +578,11 @@ def test_auto_is_captured_once_per_size(target, draft, prompts, plain):
         next(stream)
         generator.engine.budget.choose = lambda: next(sizes)
         *_, last = stream
-    assert {16, 64} >= set(last.statistics.rows[2:])
+    assert set(last.statistics.rows) == {16, 64}
+    assert generator.runner.graphs == 2
     check(generator.generate(ids, attention_mask=mask, max_new_tokens=NEW, tree=16), ids.shape[1], plain)
-    assert generator.runner.steps["replayed"] > 0
+    assert generator.runner.graphs == 3
+    assert generator.runner.steps["replayed"] > generator.runner.steps["eager"]
 
 
 # ---------------------------------------------------------------------------------------------- errors
