@@ -25,8 +25,8 @@ class State(Protocol):
         prompt_length, limits: ``[batch]`` int64.
         num_context: ``[batch]`` int64, the tokens that the last step emitted.
         done: ``[batch]`` int64, 0 where the row is running.
-        context: ``[batch, rows, taps * hidden]``, the target's features of the last block.
-        block: ``[batch, rows]`` int64, where a proposer writes its block.
+        context: ``[batch, rows, taps * hidden]``, the target's features of the last chain, or of a tree's path.
+        block: ``[batch, rows]`` int64, where a proposer writes a chain.
         anchor: ``[batch, 1]`` int64, each row's last emitted token.
         sampling: how each row samples.
         draft_cache: the drafter's cache.
