@@ -15,6 +15,7 @@ import dflash
 from dflash import cli
 from dflash.evaluate import compare, demo, trees
 from dflash.evaluate.compare import Decoding
+from dflash.evaluate.report import print_tree
 from dflash.train.demo_pair.evaluate import held_out_examples
 from dflash.train.demo_pair.pretrain import build_tokenizer
 from dflash.train.demo_pair.tasks import held_out
@@ -112,6 +113,18 @@ def test_a_drawn_tree_shows_the_accepted_path(emitted, path, bonus, leaves, pict
     accepted = {f"w{step.ids[row]}" for row in path}
     assert {token for token, kind in kinds.items() if kind == trees.ACCEPTED} == accepted
     assert {token for token, kind in kinds.items() if kind == trees.BONUS} == {f"w{token}" for token in bonus}
+
+
+def test_a_tree_is_drawn_where_only_ascii_can_be_written():
+    class Words:
+        def decode(self, ids):
+            return {10: " ten", 11: "\n", 12: "zwölf"}.get(ids[0], "w")
+
+    file = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    print_tree(Console(file=file, width=80), Words(), trees.TreeStep(*SOME_TREE, [10, 11]))
+    file.seek(0)
+    lines = file.read().splitlines()
+    assert lines[-4:] == ["w+_ten+?-w-w", " |    `zw?lf", " |w-w", " `w"]
 
 
 def test_the_watched_steps_write_the_answer_and_the_proposer_is_put_back(tiny):
