@@ -208,6 +208,7 @@ def test_the_same_seed_writes_the_same_text(run, folders):
         (["--tree", "1"], 'dflash: tree must be a number of rows in 2 .. 128, "auto" or None, got 1'),
         (["--tree", "129"], 'dflash: tree must be a number of rows in 2 .. 128, "auto" or None, got 129'),
         (["--tree", "many"], "dflash: tree must be a number of rows in 2 .. 128, \"auto\" or None, got 'many'"),
+        (["--tree", "+-5"], "dflash: tree must be a number of rows in 2 .. 128, \"auto\" or None, got '+-5'"),
         (["--tree", "16", "--block-size", "1"], "dflash: tree=16 needs a drafter to grow from, got"),
         (["--tree", "16", "--draft-sharpness", "1"], "dflash: tree=16 cannot be combined with draft_sharpness=1.0"),
     ],

@@ -15,6 +15,7 @@ import dflash
 from dflash import cli
 from dflash.evaluate import compare, demo, trees
 from dflash.evaluate.compare import Decoding
+from dflash.evaluate.report import print_tree
 from dflash.train.demo_pair.evaluate import held_out_examples
 from dflash.train.demo_pair.pretrain import build_tokenizer
 from dflash.train.demo_pair.tasks import held_out
@@ -114,13 +115,28 @@ def test_a_drawn_tree_shows_the_accepted_path(emitted, path, bonus, leaves, pict
     assert {token for token, kind in kinds.items() if kind == trees.BONUS} == {f"w{token}" for token in bonus}
 
 
+def test_a_tree_is_drawn_where_only_ascii_can_be_written():
+    class Words:
+        def decode(self, ids):
+            return {10: " ten", 11: "\n", 12: "zwölf"}.get(ids[0], "w")
+
+    file = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    print_tree(Console(file=file, width=80), Words(), trees.TreeStep(*SOME_TREE, [10, 11]))
+    file.seek(0)
+    lines = file.read().splitlines()
+    assert lines[-4:] == ["w+_ten+?-w-w", " |    `zw?lf", " |w-w", " `w"]
+
+
 def test_the_watched_steps_write_the_answer_and_the_proposer_is_put_back(tiny):
     target, draft, tokenizer = dflash.demo_pair(tiny)
     generator = dflash.Generator(target, draft, max_length=64, tree=9)
     ids = demo.encode(tokenizer, "w5 w6")
-    plain = [event.ids for event in generator.stream(ids, max_new_tokens=20)]
+    events = list(generator.stream(ids, max_new_tokens=20))
+    plain = [event.ids for event in events]
     watch, proposer = trees.TreeWatch(), generator.engine.proposer
-    assert [event.ids for event in watch.watch(generator, generator.stream(ids, max_new_tokens=20))] == plain
+    watched = list(watch.watch(generator, generator.stream(ids, max_new_tokens=20)))
+    assert [event.ids for event in watched] == plain
+    assert watched[-1].statistics.rows == events[-1].statistics.rows == [9] * (len(plain) - 1)
     assert generator.engine.proposer is proposer
     assert watch.best.emitted in [row for (row,) in plain[1:]]
     assert len(watch.best.ids) == 9

@@ -1,5 +1,6 @@
 """Test draft trees from the caller's side: the text is the target's own, whatever the tree holds."""
 
+import itertools
 import math
 import time
 
@@ -45,6 +46,14 @@ class ScriptedTree(TreeProposer):
         if self.spoil:
             ids = torch.where((positions % self.spoil == 0)[..., None], (truth[..., None] + 1 + place) % VOCAB, ids)
         return ids, (-0.05 - place).expand(ids.shape).contiguous()
+
+
+class DoubledTree(ScriptedTree):
+    """Grows trees in which every best token has a sibling of the same id."""
+
+    def candidates(self, logits, positions, sampling):
+        ids, scores = super().candidates(logits, positions, sampling)
+        return torch.cat([ids[..., :1], ids[..., :-1]], -1), scores
 
 
 class RandomTree(TreeProposer):
@@ -369,6 +378,17 @@ def test_rules_write_what_they_write_with_chains(target, draft, prompts, plain, 
     assert output.statistics.acceptance_length > 3
 
 
+@pytest.mark.parametrize("rules", [{}, {"logits_processor": [only_even]}], ids=["device", "host"])
+def test_siblings_with_one_id_change_only_the_speed(target, draft, prompts, rules):
+    ids, mask = left_padded(prompts)
+    call = {"attention_mask": mask, "max_new_tokens": NEW, **rules}
+    expected = dflash.Generator(target, None, max_length=80, batch_size=3).generate(ids, **call)
+    generator = grown(DoubledTree, target, draft, list(expected[:, ids.shape[1] :]), prompts, batch_size=3)
+    output = generator.generate(ids, tree=32, return_dict_in_generate=True, **call)
+    assert torch.equal(output.sequences, expected)
+    assert output.statistics.acceptance_length > 2
+
+
 def test_a_stream_tells_of_drafts_as_with_chains(target, draft, prompts, plain):
     ids, mask = left_padded(prompts)
     generator = grown(ScriptedTree, target, draft, plain, prompts, batch_size=3)
@@ -515,28 +535,37 @@ class TestBudget:
 def test_auto_writes_the_same_text_at_changing_sizes(target, draft, prompts, plain):
     ids, mask = left_padded(prompts)
     generator = grown(TreeProposer, target, draft, batch_size=3, tree="auto")
-    generator.engine.costs = dict(zip(TREE_SIZES, (1.0, 1.05, 1.1, 1.2), strict=True))
+    generator.engine.costs = dict.fromkeys(TREE_SIZES, 1.0)
     for temperature in (0.0, 1.0):
         call = {"attention_mask": mask, "max_new_tokens": NEW, "temperature": temperature, "seed": 3}
         expected = plain
         if temperature:
             expected = [sampled(target, p, NEW, fold(3, row), temperature) for row, p in enumerate(prompts)]
-        output = generator.generate(ids, return_dict_in_generate=True, **call)
-        check(output.sequences, ids.shape[1], expected)
-        assert set(output.statistics.rows) <= set(TREE_SIZES)
-        assert len(output.statistics.rows) == max(map(len, output.statistics.acceptance_lengths))
+        stream = generator.stream(ids, **call)
+        events = [next(stream)]  # the prompt's: from here on the call has its budget
+        generator.engine.budget.choose = itertools.cycle(TREE_SIZES).__next__
+        events += stream
+        for row, answer in enumerate(expected):
+            assert [token for event in events for token in event.ids[row]] == answer.tolist()
+        statistics = events[-1].statistics
+        assert statistics.rows == [TREE_SIZES[step % 4] for step in range(len(statistics.rows))]
+        assert len(statistics.rows) == max(map(len, statistics.acceptance_lengths)) > 4
 
 
 def test_auto_measures_its_costs_once_and_leaves_the_state_as_it_was(target, draft, prompts, plain):
     ids, mask = left_padded(prompts)
-    generator = dflash.Generator(target, draft, max_length=160, batch_size=3, tree="auto")
-    call = {"attention_mask": mask, "max_new_tokens": NEW}
-    check(generator.generate(ids, **call), ids.shape[1], plain)
+    generator = dflash.Generator(target, draft, max_length=160, batch_size=3, tree="auto", reuse_prefix=False)
+    call = {"attention_mask": mask, "max_new_tokens": NEW, "return_dict_in_generate": True}
+    first = generator.generate(ids, **call)
     costs = generator.engine.costs
     assert costs
     assert all(cost > 0 for cost in costs.values())
-    check(generator.generate(ids, **call), ids.shape[1], plain)
+    second = generator.generate(ids, **call)
     assert generator.engine.costs is costs
+    for output in (first, second):
+        check(output.sequences, ids.shape[1], plain)
+    assert first.statistics.acceptance_lengths == second.statistics.acceptance_lengths
+    assert first.statistics.rows == second.statistics.rows
 
 
 def test_auto_is_captured_once_per_size(target, draft, prompts, plain):
@@ -549,9 +578,11 @@ def test_auto_is_captured_once_per_size(target, draft, prompts, plain):
         next(stream)
         generator.engine.budget.choose = lambda: next(sizes)
         *_, last = stream
-    assert {16, 64} >= set(last.statistics.rows[2:])
+    assert set(last.statistics.rows) == {16, 64}
+    assert generator.runner.graphs == 2
     check(generator.generate(ids, attention_mask=mask, max_new_tokens=NEW, tree=16), ids.shape[1], plain)
-    assert generator.runner.steps["replayed"] > 0
+    assert generator.runner.graphs == 3
+    assert generator.runner.steps["replayed"] > generator.runner.steps["eager"]
 
 
 # ---------------------------------------------------------------------------------------------- errors
@@ -592,6 +623,8 @@ def test_a_generator_names_what_its_trees_lack(target, draft, prompts):
             dflash.Generator(target, draft, max_length=40, **options)
     with pytest.raises(ValueError, match="tree=16 needs a drafter"):
         dflash.Generator(target, None, max_length=40, tree=16)
+    with pytest.raises(ValueError, match=r"tree=16 cannot be combined with acceptance=.* Pass tree=None"):
+        dflash.Generator(target, draft, max_length=80, tree=16).generate(prompts[0][None], acceptance="rejection")
     for made in (None, 16):
         generator = dflash.Generator(target, draft, max_length=80, tree=made)
         with pytest.raises(ValueError, match=f"tree=32 takes up to 32 rows, this generator was made with tree={made}"):

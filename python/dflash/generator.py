@@ -65,9 +65,9 @@ class Generator:
             (`dflash.call.GenerateArguments`).
         tree: rows of a tree of drafts, or ``"auto"``, where a call does not say (`dflash.call.GenerateArguments`). A
             call may also take fewer rows, or a chain; with None only chains. The caches are larger by these rows.
-        compile: run the step through ``torch.compile(fullgraph=True)``, one graph per combination of rules and ways to
-            accept; the first step of each takes long. Hooks added to the drafter later are not seen. On a GPU only the
-            target's part of the step is compiled, inside the CUDA graph.
+        compile: run the step through ``torch.compile(fullgraph=True)``, one graph per combination of rules, ways to
+            accept and rows of a tree; the first step of each takes long. Hooks added to the drafter later are not seen.
+            On a GPU only the target's part of the step is compiled, inside the CUDA graph.
         graph: on a GPU, replay the step as one CUDA graph: ``"auto"`` where that is possible (`graph_reason` says
             why not), True to refuse a call where it is not, False for one kernel at a time. Changes the speed, never
             the text.

@@ -89,4 +89,4 @@ def check_tree_call(
     elif draft_sharpness != "auto":
         reason = f"draft_sharpness={draft_sharpness!r}: a tree holds the drafter's best tokens, and none is drawn"
     if tree is not None and reason:
-        raise ValueError(f"tree={tree!r} cannot be combined with {reason}. Leave one of them out")
+        raise ValueError(f"tree={tree!r} cannot be combined with {reason}. Pass tree=None, or leave that out")

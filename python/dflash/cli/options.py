@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import re
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -141,7 +142,8 @@ def parse_tree(value: str | None) -> int | Literal["auto"] | None:
     """Return the value of ``--tree``: rows of a tree, ``"auto"``, or None for chains."""
     from ..options import checked_tree
 
-    return checked_tree(int(value) if value is not None and value.strip("+-").isdecimal() else value)
+    is_number = value is not None and re.fullmatch(r"[+-]?\d{1,9}", value)
+    return checked_tree(int(value) if is_number else value)
 
 
 def takes_dataclasses(**without: tuple[str, ...]) -> Callable[[Callable[..., None]], Callable[..., None]]:

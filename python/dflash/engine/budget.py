@@ -70,7 +70,7 @@ class Budget:
 def measured_costs(
     step: Callable[[int], None], warm_ups: int, agreed: Callable[[float], float] = float
 ) -> dict[int, float]:
-    """Return the seconds of a step by size, without the sizes that cost too much to be ever worth it.
+    """Return the seconds of a step by size, up to the first that costs too much ever to be worth it.
 
     Args:
         step: takes a step of so many rows, and waits for its end.

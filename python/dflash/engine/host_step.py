@@ -83,10 +83,13 @@ def walk(engine: Engine, block: Block, logits: Tensor, state: State, done: list[
 
 
 def _drafts(block: Block) -> list[dict[tuple[int, int], int]]:
-    """Return, per row of the batch, which row of the block continues a row with a token: ``(row, token) -> row``."""
+    """Return, per row of the batch, which row of the block continues a row with a token: ``(row, token) -> row``.
+
+    As in `dflash.ops.accept_path_`, the first of several siblings with one id counts.
+    """
     ids, rows = block.ids.tolist(), block.ids.shape[1]
     parents = [range(-1, rows - 1)] * len(ids) if block.tree is None else block.tree.parents.tolist()
     return [
-        {(parent, token): row for row, (parent, token) in enumerate(zip(*pair, strict=True)) if parent >= 0}
-        for pair in zip(parents, ids, strict=True)
+        {(parent[row], token[row]): row for row in reversed(range(rows)) if parent[row] >= 0}
+        for parent, token in zip(parents, ids, strict=True)
     ]

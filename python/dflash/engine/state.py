@@ -104,7 +104,7 @@ class State:
         limits: ``[batch]`` int64, the tokens that a row may hold in all.
         prompt_length: ``[batch]`` int64.
         stop_token_ids: ``[slots]`` int64, padded with an id that no token has.
-        block: ``[batch, rows]`` int64, the anchor and the proposals of the last step.
+        block: ``[batch, rows]`` int64, the anchor and the proposals of the last chain.
         offsets: ``[rows]`` int64: 1, 2, ...
         context: ``[batch, rows, taps * hidden]``, the target's features of the last chain, or of the path that was
             accepted of the last tree; 0 columns without a drafter.

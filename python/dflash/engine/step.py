@@ -120,12 +120,12 @@ class Engine:
 
     def configure(self, call: Call) -> None:
         """Set sampling, rules, stop tokens and the ways to draft and to accept for ``call``."""
-        rows = len(call.prompts)
-        self.state.sampling.set_(rows, call.sampling)
+        batch = len(call.prompts)
+        self.state.sampling.set_(batch, call.sampling)
         self.state.set_stop_token_ids(call.stop_token_ids)
         self.rules = self._rules_for(call.rules)
         self.rules.set_(call.rules)
-        self.host_rules = HostRules.create(call.rules, rows)
+        self.host_rules = HostRules.create(call.rules, batch)
         self.target.ranks.share_(self.state.sampling.seeds)  # each rank has drawn its own if the call named none
         # At temperature 0 every way to accept is the greedy one.
         samples = self.draft is not None and call.sampling.temperature > 0
@@ -155,7 +155,7 @@ class Engine:
     @property
     def rows(self) -> int:
         """Rows that the next step verifies."""
-        return self.tree.rows if self.proposer is self.tree else self.block_size
+        return self.proposer.rows
 
     def choose_rows(self) -> None:
         """Set the rows of the next step, if the call leaves them to us."""

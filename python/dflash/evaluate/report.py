@@ -22,7 +22,7 @@ __all__ = ["check_plot", "plot", "print_answer", "print_benchmark", "print_demo"
 
 ACCEPTED, BONUS = "green", "bold underline yellow"  # bonus tokens stand out without colors too
 _TREE_STYLES = {trees.ACCEPTED: f"bold {ACCEPTED}", trees.BONUS: BONUS, trees.DRAFT: "default", trees.EDGE: "dim"}
-_ASCII_EDGES = str.maketrans("─┬├└│━┯┝┕", "-+|`|=+|`")
+_ASCII = str.maketrans("─┬├└│━┯┝┕·", "-+|`|=+|`_")
 _BAR = 40
 
 # ---------------------------------------------------------------------------------------------- demo
@@ -60,10 +60,16 @@ def print_tree(console: Console, tokenizer: Any, step: trees.TreeStep) -> None:
     """Draw one step's tree: the accepted path in one color, the bonus token in another, other drafts without."""
     from rich.text import Text
 
-    rows, kept, utf = len(step.ids), len(step.path) - 1, (console.encoding or "").lower().startswith("utf")
+    rows, kept, encoding = len(step.ids), len(step.path) - 1, (console.encoding or "ascii").lower()
+
+    def shown(text: str) -> str:
+        if encoding.startswith("utf"):
+            return text
+        return text.translate(_ASCII).encode(encoding, "replace").decode(encoding)
+
     console.out(f"\none step: a tree of {rows} rows, {kept} drafts accepted", style="dim", highlight=False)
     for line in trees.draw(step, lambda token: tokenizer.decode([token])):
-        pieces = [(text if utf else text.translate(_ASCII_EDGES), _TREE_STYLES[kind]) for text, kind in line]
+        pieces = [(shown(text), _TREE_STYLES[kind]) for text, kind in line]
         wide = not console.is_terminal  # a file has lines of any length
         console.print(Text.assemble(*pieces), no_wrap=True, overflow="ellipsis", crop=not wide, soft_wrap=wide)
 

@@ -25,8 +25,8 @@ class State(Protocol):
         prompt_length, limits: ``[batch]`` int64.
         num_context: ``[batch]`` int64, the tokens that the last step emitted.
         done: ``[batch]`` int64, 0 where the row is running.
-        context: ``[batch, rows, taps * hidden]``, the target's features of the last block.
-        block: ``[batch, rows]`` int64, where a proposer writes its block.
+        context: ``[batch, rows, taps * hidden]``, the target's features of the last chain, or of a tree's path.
+        block: ``[batch, rows]`` int64, where a proposer writes a chain.
         anchor: ``[batch, 1]`` int64, each row's last emitted token.
         sampling: how each row samples.
         draft_cache: the drafter's cache.
@@ -92,8 +92,11 @@ class Proposer(Protocol):
     """Proposes blocks and learns from what became of them; tensors only, without host synchronization.
 
     Attributes:
+        rows: of the next block.
         kind: what the branches of `propose` depend on; a step is captured once per kind.
     """
+
+    rows: int
 
     @property
     def kind(self) -> Hashable: ...
@@ -127,6 +130,7 @@ class PaddingProposer:
     kind = ()
 
     def __init__(self, batch: int, block_size: int, device: torch.device | str = "cpu") -> None:
+        self.rows = block_size
         self._nothing = torch.full((batch, block_size - 1), -1, dtype=torch.int64, device=device)
 
     def retarget(self, target: Target) -> None:

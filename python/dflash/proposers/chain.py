@@ -28,6 +28,7 @@ class ChainProposer(DraftPass):
         block_size: rows of a block, the anchor included.
 
     Attributes:
+        rows: of a block.
         sampler: how the drafter's logits become proposals.
         schedule: for denoising in several passes, how many tokens stay after each pass but the last.
         auto: the sampler for ``draft_sharpness="auto"``.
@@ -35,6 +36,7 @@ class ChainProposer(DraftPass):
 
     def __init__(self, draft: Drafter, target: Target, batch: int, block_size: int) -> None:
         super().__init__(draft, target, block_size)
+        self.rows = block_size
         self.auto = AutoSharpness(batch, self.num_drafts, draft.device)
         self._fixed = FixedSharpness()
         self.sampler: DraftSampler = self._fixed
