@@ -363,7 +363,7 @@ struct Sizes {
 };
 
 // Slot first[b] + path[b, j] moves to slot first[b] + j where 1 <= j < counts[b] and path[b, j] > j, in the
-// caches of all layers. A path ascends, so that moving in the order of j overwrites nothing that is still to
+// caches of all layers. Every row moves down, so moving in the order of j overwrites nothing that is still to
 // move. Slots outside 0 .. capacity - 1 stay.
 struct CompactKvParams {
   const int64_t* path;    // [batch, path_rows]

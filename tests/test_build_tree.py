@@ -90,6 +90,12 @@ def test_trees_of_128_rows_and_of_one_depth(kernels):
             check(kernels.build_tree, draw_case(9, 1, *shape, kind), 128)
 
 
+def test_more_candidates_than_shared_memory_holds(kernels):
+    case = draw_case(7, 2, 40, 80, "ties")
+    for have, want in zip(kernels.build_tree(*case, 128), ops.build_tree(*case, 128), strict=True):
+        assert torch.equal(have, want)
+
+
 def test_kernel_equals_twin(kernels):
     for seed in range(4):
         kind = ("apart", "ties", "tiny", "few")[seed]

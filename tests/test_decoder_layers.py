@@ -566,3 +566,6 @@ def test_bad_ancestors_are_named():
     call = replace(make_call(torch.float32, causal=(1, 1, 1)), tree=random_tree(17, 3))
     with pytest.raises(ValueError, match=r"ancestors must be .* = \[3, 16, 1\], got \[3, 17, 1\]"):
         call.run()
+    call = replace(make_call(torch.float32, causal=(1, 1, 1), rows=129), tree=random_tree(129, 3))
+    with pytest.raises(ValueError, match=r"decoder_layers: a tree has at most 128 rows, got 129"):
+        call.run()

@@ -32,6 +32,11 @@ def test_a_row_has_the_bits_of_its_chain(heads, dtype, gpu):
     assert_rows_are_their_chains(gpu.block_attention, case, tree, options("causal", heads[0]))
 
 
+def test_a_row_whose_heads_fill_several_warps_has_the_bits_of_its_chain(gpu):
+    case, tree = draw((24, 1, 64, 64), [5, 27], 7, torch.bfloat16), random_tree(7, 2)
+    assert_rows_are_their_chains(gpu.block_attention, case, tree, options("all", 24))
+
+
 @pytest.mark.parametrize("mode", ["window", "narrow window", "softcap", "sinks", "all"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_row_has_the_bits_of_its_chain_in_every_mode(dtype, mode, gpu):
@@ -124,12 +129,13 @@ def test_rows_outside_the_cache_are_no_keys(dtype, gpu):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_any_bits_are_safe(dtype, gpu):
     """Bits of later rows, of rows that do not exist, or none at all."""
-    q, k_cache, v_cache, lengths = draw((2, 1, 64, 48), [0, 60], 70, dtype)
+    q, k_cache, v_cache, lengths = draw((2, 1, 64, 48), [0, 60], 70, dtype, capacity=60 + 256)
     full = torch.full((2, 70, 2), -1)
     assert gpu.block_attention(q, k_cache, v_cache, lengths, 0.1, True, ancestors=full).isfinite().all()
     none = gpu.block_attention(q, k_cache, v_cache, lengths, 0.1, True, ancestors=torch.zeros_like(full))
     assert none[0].eq(0).all()
     assert none[1].ne(0).any(-1).all()
+    assert none[1].isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -1,6 +1,6 @@
-// From row 0: emit the row's choice, go on to its child of that id; cut after the first stop token and to the
-// room left. Then tokens[length + 1 ..] = what was emitted, length += m, num_context = m, path = the rows. A
-// child comes after its parent, so one pass over the rows finds the whole path.
+// From row 0: emit the row's choice, continue at its child of that id; cut after the first stop token and to
+// the room left. Then tokens[length + 1 ..] = what was emitted, length += m, num_context = m, path = the
+// rows. A child comes after its parent, so one pass over the rows finds the whole path.
 #include <algorithm>
 
 #include "cpu/vec.h"

@@ -2,10 +2,6 @@
 #include "cpu/parallel.h"
 #include "params.h"
 
-DFLASH_NAMESPACE_BEGIN
-
-DFLASH_NAMESPACE_END
-
 namespace dflash::DFLASH_ISA {
 
 void append_kv(const AppendKvParams& p) {

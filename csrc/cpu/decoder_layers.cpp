@@ -191,30 +191,12 @@ class Pass {
     });
     T* out = w.gated ? attended : raw_q;  // without gates it takes the place of the raw queries
     const int64_t farthest = p.capacity + p.rows, window = w.window < farthest ? w.window : farthest;
-    block_attention({q,
-                     k_cache,
-                     v_cache,
-                     p.lengths,
-                     w.sinks,
-                     out,
-                     p.rows * q_size,
-                     q_size,
-                     d,
-                     p.batch,
-                     p.rows,
-                     p.num_heads,
-                     p.num_kv_heads,
-                     d,
-                     d,
-                     p.capacity,
-                     window,
-                     p.scale,
-                     0.0f,
-                     w.causal,
-                     p.dtype,
-                     p.threads,
-                     0,
-                     p.ancestors});
+    BlockAttentionParams attention{
+        q,       k_cache,  v_cache,     p.lengths,      w.sinks, out, p.rows * q_size, q_size, d,
+        p.batch, p.rows,   p.num_heads, p.num_kv_heads, d,       d,   p.capacity,      window, p.scale,
+        0.0f,    w.causal, p.dtype,     p.threads};
+    attention.ancestors = p.ancestors;
+    block_attention(attention);
     if (w.gated)
       sigmoid_mul({out, raw_q + d, out, raw_size, q_stride, n, p.num_heads, d, p.dtype, p.threads});
     const LinearPart o{w.o, w.o_bias, delta, hidden, hidden, 0};

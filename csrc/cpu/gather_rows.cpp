@@ -5,10 +5,6 @@
 #include "cpu/parallel.h"
 #include "params.h"
 
-DFLASH_NAMESPACE_BEGIN
-
-DFLASH_NAMESPACE_END
-
 namespace dflash::DFLASH_ISA {
 
 void gather_rows(const GatherRowsParams& p) {

@@ -1,5 +1,5 @@
-// From row 0: emit the row's choice, go on to its child of that id; cut after the first stop token and to the
-// room left. One warp per sequence. All lanes look up, for every row, whether its parent chose it; lane 0
+// From row 0: emit the row's choice, continue at its child of that id; cut after the first stop token and to
+// the room left. One warp per sequence. All lanes look up, for every row, whether its parent chose it; lane 0
 // then follows these links from row 0, and the rest is accept_prefix on the rows that it visited.
 #include "cuda/device.cuh"
 #include "cuda/launch.h"
@@ -14,7 +14,7 @@ static __device__ bool is_stop(const AcceptPathParams& p, int64_t token) {
   return false;
 }
 
-// visited[j] = the row at depth j of the path that the choices follow; behind its end, p.rows. chosen [rows]
+// visited[j] = the row at depth j of the path that the choices follow; after its end, p.rows. chosen [rows]
 // is scratch memory.
 static __device__ void walk(const AcceptPathParams& p, int64_t b, int* chosen, int* visited) {
   const int lane = threadIdx.x % 32, rows = int(p.rows);

@@ -29,7 +29,8 @@ static_assert(kMaxTreeRows == 128, "bits of a path");
 struct Path {
   uint64_t low, high;  // a bit per row of the block
 
-  __device__ __forceinline__ int depth() const { return max(__popcll(low) + __popcll(high) - 1, 0); }
+  __device__ __forceinline__ int count() const { return __popcll(low) + __popcll(high); }
+  __device__ __forceinline__ int depth() const { return max(count() - 1, 0); }
   __device__ __forceinline__ bool holds(int row) const { return (row < 64 ? low : high) >> row % 64 & 1; }
   // The depth at which it holds a row.
   __device__ __forceinline__ int depth_of(int row) const {

@@ -30,11 +30,11 @@ static __global__ void __launch_bounds__(kPlainThreads, 1)
   grid_launch_dependents();
   grid_dependency_wait();
   const int length = int(length_of(p, b)), own = int(threadIdx.x);
-  int depth = int(row);
+  int depth = int(row), seen = 0;  // seen: rows of the path
   if (p.ancestors) {
     const Path tree = path_of(p, b, depth);
     if (own < p.rows && tree.holds(own)) path[tree.depth_of(own)] = (unsigned char)own;
-    depth = tree.depth();
+    depth = tree.depth(), seen = tree.count();
   }
   const Sight sight = sight_of(p, length, depth);
   const int64_t cache = (b * p.num_kv_heads + kv_head) * p.capacity;
@@ -50,8 +50,8 @@ static __global__ void __launch_bounds__(kPlainThreads, 1)
   for (int first = sight.lo / kPlainThreads * kPlainThreads; first < sight.hi; first += kPlainThreads) {
     int slot = sight.sees(first + own) ? first + own : -1;
     if (p.ancestors && slot >= max(length, 0)) {
-      slot = length + path[slot - length];
-      if (slot >= p.capacity) slot = -1;
+      const int place = slot - length;  // a path may be empty
+      slot = place < seen && length + path[place] < p.capacity ? length + path[place] : -1;
     }
     float x = minus_infinity();
     if (slot >= 0) {

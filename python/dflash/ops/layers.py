@@ -310,6 +310,8 @@ def _check_tree(packed: PackedLayers, hidden: Tensor, ancestors: Tensor | None) 
         return
     if packed.recurrent or not all(layer.causal for layer in packed.attention):
         raise ValueError(f"{op}: ancestors must be None unless every layer has causal attention")
+    if rows > _C.MAX_TREE_ROWS:
+        raise ValueError(f"{op}: a tree has at most {_C.MAX_TREE_ROWS} rows, got {rows}")
     shape = (batch, rows, -(-rows // 64))
     expect(op, "ancestors", ancestors, shape, torch.int64, "batch, rows, ceil(rows / 64)")
 
