@@ -167,7 +167,7 @@ struct Head {
   }
 
   template <bool kPerChannel, bool kCorrected>
-  void run(int64_t column) const {
+  void run(int64_t column, bool ahead) const {
     const int64_t columns = least(kColumns, p.value_dim - column);
     move_tile(column, columns, true);
     replay<kPerChannel>(column, columns);
@@ -178,7 +178,7 @@ struct Head {
       const int64_t row = (b * p.rows + t) * p.heads + h;
       const float *row_a = a + t * p.decay_dim, *k = key(p.k, t), *q = key(p.q, t);
       const float* next = decayed_k + (t + 1) * p.key_dim;
-      prefetch_next(column, t);
+      if (ahead) prefetch_next(column, t);
       Columns d = Columns::read(p.v + row * p.value_dim + column, columns);
       if (kCorrected)
         for (int v = 0; v < kVecs; ++v) d.lanes[v] = (d.lanes[v] - held.lanes[v]) * p.beta[row];
@@ -192,11 +192,12 @@ struct Head {
     }
   }
 
-  void run(int64_t column) const {
+  // `ahead`: the next tile is this thread's too.
+  void run(int64_t column, bool ahead) const {
     if (p.decay_dim == 1)
-      p.beta ? run<false, true>(column) : run<false, false>(column);
+      p.beta ? run<false, true>(column, ahead) : run<false, false>(column, ahead);
     else
-      p.beta ? run<true, true>(column) : run<true, false>(column);
+      p.beta ? run<true, true>(column, ahead) : run<true, false>(column, ahead);
   }
 };
 
@@ -218,7 +219,7 @@ void gated_recurrence(const GatedRecurrenceParams& p) {
   const int64_t parts = p.threads > 1 && heads < 4 * p.threads ? tiles : 1;
   parallel_for(heads * parts, heads * p.rows * p.key_dim * p.value_dim, p.threads, [&](int64_t i) {
     const Head head(p, i / parts / p.heads, i / parts % p.heads);
-    for (int64_t tile = i % parts; tile < tiles; tile += parts) head.run(tile * kColumns);
+    for (int64_t tile = i % parts; tile < tiles; tile += parts) head.run(tile * kColumns, parts == 1);
   });
   const int64_t saved = least(p.rows, p.block);
   const int64_t elements = p.batch * saved * (p.key_heads * p.key_dim + p.heads * p.decay_dim);
