@@ -1,8 +1,8 @@
 // Best-first, one warp per sequence. The frontier lies in shared memory: a node that is taken leaves its slot
 // to its next sibling, and its first child gets a new one. Each lane looks at its slots, then reductions over
 // the warp compare the parts of the key. Siblings that rounding makes equal go by id, see the CPU kernel.
-#include "cuda/device.cuh"
 #include "cuda/launch.h"
+#include "cuda/logits.cuh"
 
 namespace dflash {
 
@@ -48,12 +48,6 @@ struct Siblings {
     }
   }
 };
-
-// Grows with x, at least 1; both zeros have the same.
-static __device__ __forceinline__ unsigned key_of(float x) {
-  const unsigned bits = __float_as_uint(x == 0.0f ? 0.0f : x);
-  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-}
 
 static __device__ __forceinline__ bool before(const Node& a, const Node& b) {
   if (a.score != b.score) return a.score > b.score;

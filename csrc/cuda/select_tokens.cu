@@ -13,9 +13,8 @@
 // As on the CPU, a token needs its Philox word only if its score plus the largest possible noise reaches the
 // best so far, and a logarithm only if the bound gumbel(word) <= -ln(word / 2^32) does too. fp32 addition is
 // monotone, so a skipped token could not have won.
-#include "cuda/device.cuh"
 #include "cuda/launch.h"
-#include "noise.h"
+#include "cuda/logits.cuh"
 
 namespace dflash {
 
@@ -23,7 +22,6 @@ constexpr int64_t kSelectSlice = 8192;                // tokens per block of sta
 constexpr int kScanThreads = 256, kRowThreads = 512;  // maximum; a small vocabulary uses fewer
 constexpr int kBuckets = 1024;                        // of width 1/32 in z below the largest
 constexpr float kLargestNoise = 22.875f;              // above 33 ln2
-constexpr float kLargestFloat = 3.4028234663852886e38f;
 
 using Sum = unsigned long long;
 
@@ -32,7 +30,6 @@ struct Best {
   uint32_t id;
 };
 
-static __device__ __forceinline__ float infinity() { return __uint_as_float(0x7f800000u); }
 static __device__ __forceinline__ Best none() { return {-infinity(), 0xffffffffu}; }
 
 static __device__ __forceinline__ Best better(Best a, Best b) {
@@ -83,28 +80,13 @@ static __device__ __forceinline__ float scaled(const Row& row, float z) {
   return fabsf(z) == infinity() ? z : DFLASH_MUL32(row.sharpness, z);
 }
 
-// A runtime index would force the words out of registers into local memory.
-static __device__ __forceinline__ uint32_t word_of(const Words4& words, uint32_t id) {
-  const uint32_t low = id & 1 ? words.word[1] : words.word[0], high = id & 1 ? words.word[3] : words.word[2];
-  return id & 2 ? high : low;
-}
-
 static __device__ float score_of(const Row& row, float z, uint32_t id) {
   return DFLASH_ADD32(scaled(row, z), gumbel(word_of(noise_words(id >> 2, row.position, 0, row.seed), id)));
 }
 
-// The largest logit gives 0 even if it is infinite.
-static __device__ __forceinline__ float below_top(float z, float top) { return z == top ? 0.0f : z - top; }
-
 static __device__ __forceinline__ int bucket_of(float d) {
   const float bucket = d * -32.0f;
   return int(bucket < float(kBuckets - 1) ? bucket : float(kBuckets - 1));
-}
-
-// A key that grows with x; both zeros have the same key.
-static __device__ __forceinline__ uint32_t key_of(float x) {
-  const uint32_t bits = __float_as_uint(x == 0.0f ? 0.0f : x);
-  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
 // Calls f(id, logit) for the tokens of a slice, spread over the threads of the block.

@@ -5,9 +5,8 @@
 // sums of both exponentials, with d below the span's own largest logit. Stage 2, one block per row, combines
 // them: it then knows between which bounds the best score of each span lies. `count` spans reach the count-th
 // largest lower bound, so only spans and tokens that may reach it are looked at again.
-#include "cuda/device.cuh"
 #include "cuda/launch.h"
-#include "noise.h"
+#include "cuda/logits.cuh"
 
 namespace dflash {
 
@@ -17,7 +16,6 @@ constexpr int kSpanWarps = 8, kRowThreads = 512;  // threads of a block of stage
 constexpr int kRoom = 2048,
               kRound = 2 * kRowThreads;  // candidates kept; tokens looked at between two barriers
 constexpr float kAboveLn2 = 0.6932f;
-constexpr float kLargestFloat = 3.4028234663852886e38f;
 
 struct Spans {
   int64_t tokens, count;  // tokens per span, spans per row
@@ -38,19 +36,11 @@ struct Candidate {
   uint32_t id;
 };
 
-static __device__ __forceinline__ float infinity() { return __uint_as_float(0x7f800000u); }
-
 static __device__ Row row_of(const TreeCandidatesParams& p, int64_t index) {
   const int64_t b = index / p.depths;
   const float temperature = p.temperature[b];
   return {temperature < kLargestFloat ? temperature : kLargestFloat,
           temperature > 0.0f ? p.noise_weight : 0.0f, uint64_t(p.positions[index]), uint64_t(p.seeds[b])};
-}
-
-// A runtime index would force the words out of registers into local memory.
-static __device__ __forceinline__ uint32_t word_of(const Words4& words, uint32_t id) {
-  const uint32_t low = id & 1 ? words.word[1] : words.word[0], high = id & 1 ? words.word[3] : words.word[2];
-  return id & 2 ? high : low;
 }
 
 // gumbel(word) in fp32: the logarithm is of what is far from 1.
@@ -59,9 +49,6 @@ static __device__ __forceinline__ float noise_of(uint32_t word) {
   const float rest = (float(~word) + 0.5f) * 2.3283064365386963e-10f;
   return -logf(u < 0.5f ? -log1pf(-u) : -logf(rest));
 }
-
-// z - top; the largest logit gives 0 even if it is infinite.
-static __device__ __forceinline__ float below_top(float z, float top) { return z == top ? 0.0f : z - top; }
 
 static __device__ __forceinline__ float warp_max(float x) {
 #pragma unroll
@@ -137,7 +124,7 @@ static __device__ float block_max(float x, float* scratch) {
 }
 
 // A key that grows with x, and back.
-static __device__ __forceinline__ uint32_t key_of(float x) {
+static __device__ __forceinline__ uint32_t to_key(float x) {
   const uint32_t bits = __float_as_uint(x);
   return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
@@ -226,7 +213,7 @@ static __global__ void __launch_bounds__(kRowThreads, 1) choose_candidates(const
     const float a = below_top(largest[i], top) + plain_shift, b = noisy_top[i] + noisy_shift;
     // Stage 1 rounded other differences.
     const float margin = b > -infinity() ? 1e-3f + 1e-6f * fabsf(noisy_top[i]) : 0.0f;
-    least[i] = span < spans.count ? key_of(fminf(fmaxf(a, b - margin), 0.0f)) : 0;
+    least[i] = span < spans.count ? to_key(fminf(fmaxf(a, b - margin), 0.0f)) : 0;
     if (span < spans.count) s.most[span] = is_noisy ? fmaxf(a, b + margin) + kAboveLn2 : a;
   }
   uint32_t reached = 0;
@@ -260,7 +247,7 @@ static __global__ void __launch_bounds__(kRowThreads, 1) choose_candidates(const
     if (size > kRoom - kRound) {
       size = cut(s, size, p.count);
       if (size == p.count)
-        floor = from_key(key_of(s.best[size - 1].score) + 1);  // equal ones that come later lose
+        floor = from_key(to_key(s.best[size - 1].score) + 1);  // equal ones that come later lose
     }
     for (int64_t i = done + threadIdx.x; i < min(total, done + kRound); i += kRowThreads) {
       const int64_t id = s.list[i / spans.tokens] * spans.tokens + i % spans.tokens;
