@@ -254,6 +254,8 @@ class RecurrentCache(KVCache):
 
     def keep_snapshot_(self, rows: Sequence[int]) -> None:
         """Copy the states of these rows; each row has one snapshot. Does not wait for the device."""
+        if not rows:
+            return
         for index, layer in self.recurrent.items():
             copies = self._snapshot.setdefault(index, [])
             # A pass that was interrupted may have left a layer with a convolution only.

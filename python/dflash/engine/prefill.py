@@ -102,9 +102,10 @@ def _run_chunks(engine: Engine, prompts: list[Tensor], cached: list[int], chunk:
         rows, past = ids[:, start : start + chunk], torch.minimum(held + start, state.length)
         live = (state.length - past).clamp(max=rows.shape[1])
         # From before each row's last chunk, unless that is the prompt's beginning, where states are zero.
-        leaving = [row for row, n in enumerate(counts) if start < n <= start + chunk and start + cached[row] > 0]
-        if snapshot and leaving:
-            cache.keep_snapshot_(leaving)
+        if snapshot:
+            cache.keep_snapshot_(
+                [row for row, n in enumerate(counts) if start < n <= start + chunk and start + cached[row] > 0]
+            )
         logits, taps = engine.target.forward(rows, past, cache, keep_on_device, keep=live)
         for row, n in enumerate(counts):
             if n - 1 - start in keep:
