@@ -43,12 +43,18 @@ struct Columns {
   }
 };
 
-// tile = a tile + k d^T: the one place where a state moves, by explicit operations, so that a row moves it to
+// kColumns columns of a matrix, rows `stride` apart.
+struct Place {
+  float* values;
+  int64_t stride = kColumns;
+};
+
+// tile = a from + k d^T: the one place where a state moves, by explicit operations, so that a row moves it to
 // the same bits when it is verified and when it is applied again. With kRead, out = tile^T q; with kPredict,
-// held = tile^T next.
-template <bool kPerChannel, bool kRead, bool kPredict>
-static inline void advance(float* tile, int64_t key_dim, const float* a, const float* k, const Columns& d,
-                           const float* q, Columns& out, const float* next, Columns& held) {
+// held = tile^T next; with kWrite, `to` becomes the tile too.
+template <bool kPerChannel, bool kRead, bool kPredict, bool kWrite = false>
+static inline void advance(Place from, float* tile, Place to, int64_t key_dim, const float* a, const float* k,
+                           const Columns& d, const float* q, Columns& out, const float* next, Columns& held) {
   Vec decay = splat(a[0]);
   Columns row = d, total_out, total_held;
   for (int64_t first = 0; first < key_dim; first += kSum) {
@@ -58,11 +64,12 @@ static inline void advance(float* tile, int64_t key_dim, const float* a, const f
       if (kPerChannel) decay = splat(a[i]);
       const Vec key = splat(k[i]), query = kRead ? splat(q[i]) : Vec{},
                 ahead = kPredict ? splat(next[i]) : Vec{};
-      float* at = tile + i * kColumns;
+      const float* source = from.values + i * from.stride;
 #pragma GCC unroll 8
       for (int v = 0; v < kVecs; ++v) {
-        const Vec moved = fma_vec(key, row.lanes[v], decay * load(at + v * kWidth));
-        store(at + v * kWidth, moved);
+        const Vec moved = fma_vec(key, row.lanes[v], decay * load(source + v * kWidth));
+        store(tile + i * kColumns + v * kWidth, moved);
+        if (kWrite) store(to.values + i * to.stride + v * kWidth, moved);
         if (kRead) sum_out.lanes[v] = fma_vec(moved, query, sum_out.lanes[v]);
         if (kPredict) sum_held.lanes[v] = fma_vec(moved, ahead, sum_held.lanes[v]);
       }
@@ -127,8 +134,12 @@ struct Head {
     return of + ((b * p.rows + t) * p.key_heads + key_head) * p.key_dim;
   }
 
+  float* state_at(int64_t column) const {
+    return p.state + (b * p.heads + h) * p.key_dim * p.value_dim + column;
+  }
+
   void move_tile(int64_t column, int64_t columns, bool from_state) const {
-    float* state = p.state + (b * p.heads + h) * p.key_dim * p.value_dim + column;
+    float* state = state_at(column);
     for (int64_t i = 0; i < p.key_dim; ++i) {
       float *here = tile + i * kColumns, *there = state + i * p.value_dim;
       from_state ? Columns::read(there, columns).write(here, kColumns)
@@ -154,26 +165,40 @@ struct Head {
     for (int64_t line = 0; line < kColumns; line += 16) __builtin_prefetch(saved + line, 1, 3);
   }
 
-  template <bool kPerChannel>
-  void replay(int64_t column, int64_t columns) const {
+  // Applies the saved rows: tile = the state after them, and the state too if `write`. held = tile^T
+  // decayed_k. A whole tile is read and written on the way, by the first row and the last.
+  template <bool kPerChannel, bool kPredict>
+  void replay(int64_t column, int64_t columns, bool write, Columns& held) const {
+    const bool is_whole = columns == kColumns;
+    const Place own{tile}, state{state_at(column), p.value_dim};
+    if (!is_whole || pending == 0) move_tile(column, columns, true);
     Columns none;
     for (int64_t t = 0; t < pending; ++t) {
       const int64_t slot = b * p.block + t, head = slot * p.heads + h;
-      const float* k = p.saved_k + (slot * p.key_heads + key_head) * p.key_dim;
+      const float *k = p.saved_k + (slot * p.key_heads + key_head) * p.key_dim,
+                  *a = p.saved_a + head * p.decay_dim;
       const Columns d = Columns::read(p.saved_d + head * p.value_dim + column, columns);
-      advance<kPerChannel, false, false>(tile, p.key_dim, p.saved_a + head * p.decay_dim, k, d, nullptr, none,
-                                         nullptr, none);
+      const Place from = is_whole && t == 0 ? state : own;
+      if (t + 1 < pending)
+        advance<kPerChannel, false, false>(from, tile, own, p.key_dim, a, k, d, nullptr, none, nullptr, none);
+      else if (is_whole && write)
+        advance<kPerChannel, false, kPredict, true>(from, tile, state, p.key_dim, a, k, d, nullptr, none,
+                                                    decayed_k, held);
+      else
+        advance<kPerChannel, false, kPredict>(from, tile, own, p.key_dim, a, k, d, nullptr, none, decayed_k,
+                                              held);
     }
+    if (!is_whole && write && pending > 0) move_tile(column, columns, false);
+    if (kPredict && pending == 0) predict(tile, p.key_dim, decayed_k, held);
   }
 
   template <bool kPerChannel, bool kCorrected>
   void run(int64_t column, bool ahead) const {
     const int64_t columns = least(kColumns, p.value_dim - column);
-    move_tile(column, columns, true);
-    replay<kPerChannel>(column, columns);
-    if (keep == 0 && pending > 0) move_tile(column, columns, false);
+    const Place own{tile};
     Columns held, out;
-    if (kCorrected && p.rows > 0) predict(tile, p.key_dim, decayed_k, held);
+    p.rows > 0 ? replay<kPerChannel, kCorrected>(column, columns, keep == 0, held)
+               : replay<kPerChannel, false>(column, columns, keep == 0, held);
     for (int64_t t = 0; t < p.rows; ++t) {
       const int64_t row = (b * p.rows + t) * p.heads + h;
       const float *row_a = a + t * p.decay_dim, *k = key(p.k, t), *q = key(p.q, t);
@@ -183,9 +208,9 @@ struct Head {
       if (kCorrected)
         for (int v = 0; v < kVecs; ++v) d.lanes[v] = (d.lanes[v] - held.lanes[v]) * p.beta[row];
       if (kCorrected && t + 1 < p.rows)
-        advance<kPerChannel, true, true>(tile, p.key_dim, row_a, k, d, q, out, next, held);
+        advance<kPerChannel, true, true>(own, tile, own, p.key_dim, row_a, k, d, q, out, next, held);
       else
-        advance<kPerChannel, true, false>(tile, p.key_dim, row_a, k, d, q, out, next, held);
+        advance<kPerChannel, true, false>(own, tile, own, p.key_dim, row_a, k, d, q, out, next, held);
       out.write(p.out + row * p.value_dim + column, columns);
       if (t < p.block) d.write(p.saved_d + ((b * p.block + t) * p.heads + h) * p.value_dim + column, columns);
       if (t + 1 == keep) move_tile(column, columns, false);

@@ -195,7 +195,7 @@ class RecurrentCache(KVCache):
 
     def begin_pass_(self, lengths: Tensor, keep: Tensor | None) -> None:
         """Set ``pending`` and ``keep`` for a pass at positions ``lengths [batch]``, of which ``keep`` rows are kept."""
-        self.pending.copy_((lengths - self.held).clamp(0, self.block_size))
+        torch.sub(lengths, self.held, out=self.pending).clamp_(0, self.block_size)
         if keep is None:
             self.keep.zero_()
         else:
@@ -203,7 +203,7 @@ class RecurrentCache(KVCache):
 
     def end_pass_(self, lengths: Tensor) -> None:
         """Note where the states stand now. A finished row that was cut back has states that are ahead of it."""
-        self.held.copy_(torch.maximum(self.held, lengths + self.keep))
+        torch.maximum(self.held, lengths + self.keep, out=self.held)
 
     def commit_(self, length: Tensor, num_context: Tensor, path: Tensor | None = None) -> None:
         """Note again where the states stand.
@@ -213,7 +213,7 @@ class RecurrentCache(KVCache):
         """
         if path is not None:
             raise ValueError("recurrent states follow chains only, got the path of a tree: pass path=None")
-        self.held.copy_(torch.where(num_context > 0, length - num_context, self.held))
+        torch.where(num_context > 0, length - num_context, self.held, out=self.held)
 
     def resumable(self, shared: Sequence[int]) -> list[int]:
         """Return ``shared`` itself where the states stand at or before it, else the snapshot's position, else 0."""
