@@ -11,7 +11,7 @@ from test_losslessness import SUPPORTED
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaForCausalLM, T5Config
 
 import dflash
-from dflash.target import Target, UnsupportedTargetError, refusal, structural_twin, support
+from dflash.target import Target, UnsupportedTargetError, refusal, structural_twin, trial
 
 
 def ids(length: int = 60) -> torch.Tensor:
@@ -169,8 +169,8 @@ class TestProbe:
 
     @pytest.fixture(autouse=True)
     def _nothing_is_tested(self, monkeypatch):
-        monkeypatch.setattr(support, "TESTED_FAMILIES", frozenset())
-        monkeypatch.setattr(support, "_PROBED", weakref.WeakKeyDictionary())
+        monkeypatch.setattr(trial, "TESTED_FAMILIES", frozenset())
+        monkeypatch.setattr(trial, "_PROBED", weakref.WeakKeyDictionary())
 
     def test_a_family_with_the_same_logits_runs(self):
         model = make_target("llama")

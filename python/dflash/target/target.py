@@ -20,7 +20,8 @@ from .functions import functions_of, global_hooks
 from .fused import recognize
 from .parallel import ranks_of
 from .recurrent import clamps_prompts, has_recurrent_layers, take_over
-from .support import UnsupportedTargetError, needs_probe, probe, replaced_function, tapped_modules, text_config
+from .support import UnsupportedTargetError, tapped_modules, text_config
+from .trial import needs_probe, probe, replaced_function
 from .twin import structural_twin
 
 __all__ = ["Target"]
