@@ -320,7 +320,7 @@ class TestProbe:
     @pytest.fixture(autouse=True)
     def _nothing_is_tested(self, monkeypatch):
         monkeypatch.setattr(trial, "TESTED_FAMILIES", frozenset())
-        monkeypatch.setattr(trial, "_PROBED", weakref.WeakKeyDictionary())
+        monkeypatch.setattr(trial, "_PASSED", weakref.WeakKeyDictionary())
 
     @pytest.mark.parametrize("family", KINDS)
     def test_it_passes_what_can_be_rolled_back(self, family):
