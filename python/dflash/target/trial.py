@@ -195,8 +195,5 @@ def _ladder(depth: int, device: torch.device) -> Tree:
     for row, parent in enumerate(parents):
         ancestors.append(1 << row | (ancestors[parent] if row else 0))
     rows = torch.arange(len(parents), device=device)
-    return Tree(
-        torch.tensor([parents], device=device),
-        (rows + 1)[None] // 2,
-        torch.tensor([ancestors], device=device)[..., None],
-    )
+    ids: dict[str, Any] = {"dtype": torch.int64, "device": device}
+    return Tree(torch.tensor([parents], **ids), (rows + 1)[None] // 2, torch.tensor([ancestors], **ids)[..., None])
