@@ -514,11 +514,11 @@ def test_the_compiled_step_follows_sizes_that_change(monkeypatch):
     monkeypatch.setattr(importlib.import_module("dflash.engine.step"), "measured_costs", lambda *_: {16: 1.0, 32: 1.0})
     generator.generate(p[None], max_new_tokens=3)
     stream = generator.stream(p[None], max_new_tokens=14)
-    events = [next(stream)]
+    events = [next(stream), next(stream)]  # the prompt, and a step: the costs are known
     generator.engine.budget.choose = itertools.cycle([16, 32]).__next__
     events += stream
     assert [token for event in events for token in event.ids[0]] == expected.tolist()
-    rows = events[-1].statistics.rows
+    rows = events[-1].statistics.rows[1:]
     assert rows == [(16, 32)[step % 2] for step in range(len(rows))]
     assert len(rows) > 3
 
