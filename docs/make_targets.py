@@ -64,7 +64,8 @@ it, through transformers' attention interface, or if they keep a recurrent state
 back (second table). Each family below was tried with a tiny random model in fp32: 4 layers, prompts of 1, 17 and 60
 tokens in one padded batch, 32 new tokens, a random drafter. "Equal" means token for token equal to
 `generate(do_sample=False)`. A family that is not in these tables is tried on 24 tokens when a generator is made for
-it, and refused if its logits differ with dflash's cache and attention. That trial rejects part of a block.
+it, and refused if its logits differ with dflash's cache and attention. That trial rejects part of a block. It also
+runs a [tree](trees.md): a target that gets only this wrong is refused trees and runs chains.
 
 Refused by name: Mamba-1 (jamba, mamba, falcon_mamba, zamba), lightning attention (minimax) and other states of their
 own (zaya, inkling, rwkv, xlstm, recurrent_gemma), modules that keep a convolution or a recurrence by other functions

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import dflash
+from dflash.cli import loading
 from dflash.train.checkpoint import save_draft
 
 
@@ -221,6 +222,28 @@ def test_a_mistake_is_one_line_and_exit_code_2(run, folders, change, message):
     assert message in done.err
     assert done.err.count("\n") == 1
     assert "Traceback" not in done.err
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "benchmark"])
+def test_trees_that_cannot_be_are_refused_before_models_are_loaded(run, chat_folders, tmp_path, monkeypatch, command):
+    model, draft = chat_folders
+    recurrent, prompts = tmp_path / "recurrent", tmp_path / "prompts.jsonl"
+    shutil.copytree(model, recurrent)
+    make_target("qwen3_5").config.save_pretrained(recurrent)
+    prompts.write_text('{"prompt": "w5 w6"}\n')
+    monkeypatch.setattr(loading, "load_target", lambda *_: pytest.fail("the target was loaded"))
+    monkeypatch.setattr("dflash.drafter.load_draft", lambda *_, **__: pytest.fail("the drafter was loaded"))
+    rest = {"generate": ["w5"], "chat": [], "benchmark": ["--dataset", prompts]}[command]
+    mistakes = [
+        (recurrent, [], "Qwen3_5ForCausalLM has recurrent layers: these take chains only"),
+        (model, ["--block-size", "1"], "tree=16 needs a drafter to grow from"),
+    ]
+    if command != "chat":
+        mistakes.append((model, ["--draft-sharpness", "1"], "cannot be combined with draft_sharpness=1.0"))
+    for target, options, message in mistakes:
+        done = run(command, "--model", target, "--draft", draft, "--tree", "16", *options, *rest)
+        assert done.code == 2
+        assert message in done.err
 
 
 def test_the_installed_command_and_its_debug_option(folders):

@@ -20,7 +20,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 import dflash
 from dflash import ops
 from dflash.cache import RecurrentCache
-from dflash.target import Target, UnsupportedTargetError, refusal, support
+from dflash.target import Target, UnsupportedTargetError, refusal, trial
 
 NEW = 24
 LENGTHS = (1, 17, 60)
@@ -319,8 +319,8 @@ def test_a_freed_generator_frees_its_states_at_once(interrupted, monkeypatch):
 class TestProbe:
     @pytest.fixture(autouse=True)
     def _nothing_is_tested(self, monkeypatch):
-        monkeypatch.setattr(support, "TESTED_FAMILIES", frozenset())
-        monkeypatch.setattr(support, "_PROBED", weakref.WeakKeyDictionary())
+        monkeypatch.setattr(trial, "TESTED_FAMILIES", frozenset())
+        monkeypatch.setattr(trial, "_PASSED", weakref.WeakKeyDictionary())
 
     @pytest.mark.parametrize("family", KINDS)
     def test_it_passes_what_can_be_rolled_back(self, family):
@@ -356,7 +356,7 @@ class TestProbe:
         with pytest.raises(UnsupportedTargetError, match="gives other logits"):
             Target(model)
         # With a whole block accepted, nobody would notice.
-        monkeypatch.setattr(support, "_PROBE_ACCEPTED", 2 * support._PROBE_PROMPT)
+        monkeypatch.setattr(trial, "_PROBE_ACCEPTED", 2 * trial._PROBE_PROMPT)
         Target(model)
 
 

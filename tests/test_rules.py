@@ -11,6 +11,7 @@ import torch
 from baseline import greedy, left_padded, prompt
 from draft_trees import path_of, random_tree
 from families import VOCAB, Cheat, make_draft, make_target
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -276,6 +277,30 @@ def test_a_tree_equals_the_processors_called_along_each_path(name):
             torch.testing.assert_close(got[sequence, row], expected, rtol=0, atol=1e-6)
             changed |= not torch.equal(expected, logits[sequence, row])
     assert changed == (name not in ("40-grams", "70-grams"))
+
+
+class LargestIntegers(TorchDispatchMode):
+    """Notes the bytes of the largest int64 tensor that an op has made."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        out = function(*arguments, **options or {})
+        if isinstance(out, torch.Tensor) and out.dtype == torch.int64:
+            self.bytes = max(self.bytes, out.untyped_storage().nbytes())
+        return out
+
+
+@pytest.mark.parametrize("shape", ["chain", "tree"])
+@pytest.mark.parametrize("name", ["trigrams", "bad words", "sequence bias"])
+def test_no_row_of_a_block_gets_a_copy_of_the_text(name, shape):
+    batch, rows, capacity = 2, 32, 700
+    tokens, length = torch.randint(0, 3, (batch, capacity)), torch.tensor([40, 600])
+    block, tree = torch.randint(0, 3, (batch, rows)), random_tree(rows, batch) if shape == "tree" else None
+    rules = Rules(BLOCK_RULES[name], length, length + 9, 11)
+    with LargestIntegers() as largest:
+        rules.apply(torch.randn(batch, rows, 11), tokens, length, block, tree)
+    assert 0 < largest.bytes < batch * rows * capacity * 8 // 4
 
 
 def test_bfloat16_logits_are_processed_in_float32():

@@ -6,12 +6,13 @@ import weakref
 
 import pytest
 import torch
+from baseline import greedy
 from families import make_draft, make_target
 from test_losslessness import SUPPORTED
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaForCausalLM, T5Config
 
 import dflash
-from dflash.target import Target, UnsupportedTargetError, refusal, structural_twin, support
+from dflash.target import Target, UnsupportedTargetError, refusal, structural_twin, trial
 
 
 def ids(length: int = 60) -> torch.Tensor:
@@ -164,13 +165,90 @@ def test_a_model_that_ignores_logits_to_keep_still_chooses_from_the_right_row():
     assert torch.equal(dflash.generate(other, None, ids(), max_new_tokens=6), expected)
 
 
+class CountsRows(LlamaForCausalLM):
+    """Takes the position of the first row only."""
+
+    def forward(self, input_ids=None, position_ids=None, **kwargs):
+        if position_ids is not None:
+            position_ids = position_ids[:, :1] + torch.arange(position_ids.shape[1])
+        return super().forward(input_ids, position_ids=position_ids, **kwargs)
+
+
+class DropsAncestors(LlamaForCausalLM):
+    def forward(self, input_ids=None, **kwargs):
+        kwargs.pop("block_ancestors", None)
+        return super().forward(input_ids, **kwargs)
+
+
+class FailsWithTrees(LlamaForCausalLM):
+    def forward(self, input_ids=None, **kwargs):
+        if "block_ancestors" in kwargs:
+            raise TypeError("unknown argument")
+        return super().forward(input_ids, **kwargs)
+
+
+def llama_of(kind: type) -> LlamaForCausalLM:
+    llama = make_target("llama")
+    model = kind(llama.config).eval()
+    model.load_state_dict(llama.state_dict())
+    return model
+
+
+class TestTrialOfTrees:
+    """A model with functions of its own is tried with a tree too, which only `tree=` needs."""
+
+    @pytest.mark.parametrize("kind", [CountsRows, DropsAncestors, FailsWithTrees])
+    def test_a_model_that_goes_wrong_with_trees_takes_chains_only(self, kind):
+        model = llama_of(kind)
+        draft, expected = make_draft(model), greedy(model, ids(20)[0], 12).tolist()
+        wrong = "failed in a trial run of a tree: TypeError: unknown argument"
+        if kind is not FailsWithTrees:
+            wrong = r"gave other logits in a trial run of a tree \(relative difference .*\)"
+        message = rf"takes chains only: pass tree=None \({kind.__name__} {wrong}\)"
+        for tree in (16, None, "auto", None):  # what a trial has found is remembered
+            if tree is None:
+                assert dflash.generate(model, draft, ids(20), max_new_tokens=12)[0, 20:].tolist() == expected
+                continue
+            with pytest.raises(ValueError, match=f"tree={tree!r} needs a target that .* {message}"):
+                dflash.generate(model, draft, ids(20), max_new_tokens=12, tree=tree)
+            with pytest.raises(ValueError, match=message):
+                dflash.Generator(model, draft, max_length=40, tree=tree)
+
+    def test_a_model_that_passes_takes_trees(self):
+        model = llama_of(NoLogitsToKeep)
+        expected = greedy(model, ids(20)[0], 12).tolist()
+        assert (
+            dflash.generate(model, make_draft(model), ids(20), max_new_tokens=12, tree=16)[0, 20:].tolist() == expected
+        )
+
+    def test_hooks_that_come_between_two_calls_may_rule_out_trees(self):
+        model = make_target("llama")
+        draft, expected = make_draft(model), greedy(model, ids(20)[0], 12).tolist()
+
+        def drop(module, arguments, options):
+            return arguments, {name: value for name, value in options.items() if name != "block_ancestors"}
+
+        def answer(tree):
+            return dflash.generate(model, draft, ids(20), max_new_tokens=12, tree=tree)[0, 20:].tolist()
+
+        assert answer(16) == expected
+        hook = model.model.register_forward_pre_hook(drop, with_kwargs=True)
+        with pytest.raises(
+            ValueError, match="tree=16 needs a target that gives a row of a tree the logits of its path"
+        ):
+            answer(16)
+        assert answer(None) == expected
+        hook.remove()
+        assert answer(16) == expected
+
+
 class TestProbe:
     """A family that no test covers is tried on a few tokens before it is run."""
 
     @pytest.fixture(autouse=True)
     def _nothing_is_tested(self, monkeypatch):
-        monkeypatch.setattr(support, "TESTED_FAMILIES", frozenset())
-        monkeypatch.setattr(support, "_PROBED", weakref.WeakKeyDictionary())
+        monkeypatch.setattr(trial, "TESTED_FAMILIES", frozenset())
+        monkeypatch.setattr(trial, "_PASSED", weakref.WeakKeyDictionary())
 
     def test_a_family_with_the_same_logits_runs(self):
         model = make_target("llama")

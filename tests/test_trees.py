@@ -1,5 +1,6 @@
 """Test draft trees from the caller's side: the text is the target's own, whatever the tree holds."""
 
+import importlib
 import itertools
 import math
 import time
@@ -7,8 +8,10 @@ import time
 import pytest
 import torch
 from baseline import greedy, left_padded, prompt, sampled
-from families import FAMILIES, RECURRENT, VOCAB, make_draft, make_target
+from draft_variants import random_drafter
+from families import FAMILIES, RECURRENT, VOCAB, draft_config, make_draft, make_target
 from recorded import no_host_reads, record
+from test_tree_target import model_of
 from tiny_tokenizers import byte_level
 from torch import Tensor
 
@@ -162,6 +165,18 @@ def test_more_rows_accept_more(target, draft, prompts, plain):
         assert all(count <= min(size, 16) for row in statistics.acceptance_lengths for count in row)
     assert lengths == sorted(lengths)
     assert lengths[-1] > lengths[0] + 4
+
+
+def test_rows_that_a_call_does_not_use_change_nothing(target, draft, prompts, plain):
+    generator = grown(ScriptedTree, target, draft, plain, prompts, batch_size=3)
+    for used, tree in ((3, 64), (1, 64), (2, 5), (1, None), (2, 64), (3, 16)):
+        ids, mask = left_padded(prompts[:used])
+        output = generator.generate(
+            ids, attention_mask=mask, max_new_tokens=NEW, tree=tree, return_dict_in_generate=True
+        )
+        check(output.sequences, ids.shape[1], plain[:used])
+        assert len(output.statistics.acceptance_lengths) == used
+        assert tree is None or output.statistics.acceptance_length > 2
 
 
 def test_small_blocks_grow_shallow_trees(target, draft, prompts, plain):
@@ -328,6 +343,32 @@ def test_the_last_position_of_the_target_can_be_reached(draft):
     check(generator.generate(p[None], max_new_tokens=24), 40, [expected])
 
 
+def test_the_last_slot_of_a_generator_can_be_reached(target, draft, prompts, plain):
+    """With 128 rows a step looks far past a ragged batch whose longest row ends at max_length."""
+    ids, mask = left_padded(prompts)
+    generator = grown(ScriptedTree, target, draft, plain, prompts, batch_size=3, max_length=40 + NEW)
+    for tree in (128, None, "auto"):
+        check(generator.generate(ids, attention_mask=mask, max_new_tokens=NEW, tree=tree), 40, plain)
+
+
+@pytest.mark.parametrize("family", ["gpt_bigcode", "opt"])
+def test_the_last_learned_position_can_be_reached(family):
+    target = model_of(family, torch.float32)
+    with torch.no_grad():
+        for parameter in target.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 1.2 * parameter.shape[-1] ** -0.5)
+    config = draft_config(target)
+    config["dflash_config"]["target_layer_ids"] = [0, 2]  # these models have no final norm that we know
+    draft, p = random_drafter(config, 0, torch.float32), prompt(90 - NEW)
+    expected = greedy(target, p, NEW)
+    generator = grown(ScriptedTree, target, draft, [expected], [p], max_length=90)
+    for size in (16, 128):
+        output = generator.generate(p[None], max_new_tokens=NEW, tree=size, return_dict_in_generate=True)
+        check(output.sequences, len(p), [expected])
+        assert output.statistics.acceptance_length > 3
+
+
 # ---------------------------------------------------------------------------------------------- the rest of a call
 
 
@@ -463,6 +504,23 @@ def test_the_compiled_step_writes_the_same_tokens():
     check(generator.generate(ids, attention_mask=mask, max_new_tokens=12), 20, [greedy(target, p, 12) for p in prompts])
     output = generator.generate(ids, attention_mask=mask, max_new_tokens=12, temperature=1.0, seed=2)
     check(output, 20, [sampled(target, p, 12, fold(2, row), 1.0) for row, p in enumerate(prompts)])
+
+
+def test_the_compiled_step_follows_sizes_that_change(monkeypatch):
+    torch._dynamo.reset()
+    target, p = make_target("qwen3", num_hidden_layers=1), prompt(20)
+    expected, draft = greedy(target, p, 14), make_draft(target, "Qwen3.6-27B")
+    generator = dflash.Generator(target, draft, max_length=40, compile=True, tree="auto")
+    monkeypatch.setattr(importlib.import_module("dflash.engine.step"), "measured_costs", lambda *_: {16: 1.0, 32: 1.0})
+    generator.generate(p[None], max_new_tokens=3)
+    stream = generator.stream(p[None], max_new_tokens=14)
+    events = [next(stream), next(stream)]  # the prompt, and a step: the costs are known
+    generator.engine.budget.choose = itertools.cycle([16, 32]).__next__
+    events += stream
+    assert [token for event in events for token in event.ids[0]] == expected.tolist()
+    rows = events[-1].statistics.rows[1:]
+    assert rows == [(16, 32)[step % 2] for step in range(len(rows))]
+    assert len(rows) > 3
 
 
 # ---------------------------------------------------------------------------------------------- "auto"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .call import Call, GenerateArguments, TargetDefaults, check_stream_arguments
 from .drafter import load_draft
-from .fit import check_block_size, check_tree
+from .fit import check_block_size, check_tree, check_tree_trial
 from .generator import Generator
 from .options import GeneratorOptions, tree_rows
 from .outputs import GenerateOutput, StreamEvent
@@ -238,6 +238,7 @@ def _generator_for(target: nn.Module, draft: nn.Module | None, call: Call, block
     is_inside = _is_inside_a_call()
     if cached is not None and not is_inside and cached.serves(target, draft, block_size, call):
         cached.generator.follow(target)
+        check_tree_trial(cached.generator.engine.target, call.tree)  # hooks may have come since
         return cached.generator
     loaded = None if draft is None else load_draft(draft)
     check_block_size(target, loaded, block_size)  # before the old one is freed

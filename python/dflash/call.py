@@ -186,12 +186,10 @@ class Call:
         # 3. What must fit the batch, or each other.
         rows = ids.shape[0]
         Sampling.create(rows).set_(rows, sampling, seed=0 if sampling.seed is None else sampling.seed)  # raises
-        steps = integer_from(1, "denoise_steps", arguments.get("denoise_steps", denoise_steps))
-        acceptance = _acceptance(arguments, steps, sampling, rules)
-        check_tree_call(tree := checked_tree(arguments.get("tree", tree)), steps, acceptance, sampling.draft_sharpness)
-        if (streamer := arguments.get("streamer")) is not None:
+        steps, acceptance, tree = _drafting(arguments, sampling, rules, denoise_steps, tree)
+        streamer, tokenizer = arguments.get("streamer"), arguments.get("tokenizer")
+        if streamer is not None:
             check_streamer(streamer, rows)
-        tokenizer = arguments.get("tokenizer")
         strings, criteria = _stop_strings(arguments.get("stop_strings"), settings, tokenizer)
         pad = settings["pad_token_id"]
         return cls(
@@ -345,6 +343,17 @@ def _num_return_sequences(given: int | None, settings: Mapping[str, Any], sampli
     if repeats > 1 and not sampling.temperature:
         raise ValueError(f"at temperature 0 every answer is the same: num_return_sequences must be 1, got {repeats}")
     return repeats
+
+
+def _drafting(
+    arguments: GenerateArguments, sampling: SamplingArguments, rules: RuleSettings, denoise_steps: int, tree: TreeSize
+) -> tuple[int, str, TreeSize]:
+    """Return denoise_steps, acceptance and tree, with these defaults; raise if they cannot be combined."""
+    steps = integer_from(1, "denoise_steps", arguments.get("denoise_steps", denoise_steps))
+    acceptance = _acceptance(arguments, steps, sampling, rules)
+    tree = checked_tree(arguments.get("tree", tree))
+    check_tree_call(tree, steps, acceptance, sampling.draft_sharpness)
+    return steps, acceptance, tree
 
 
 def _acceptance(

@@ -7,9 +7,9 @@ from torch import nn
 from .drafter import DraftConfig, Drafter
 from .options import TreeSize, tree_rows
 from .sampling import integer_from
-from .target import embedding_table, has_recurrent_layers, refusal_of_weights, text_config
+from .target import Target, embedding_table, has_recurrent_layers, refusal_of_weights, text_config
 
-__all__ = ["check_block_size", "check_config", "check_fit", "check_tree"]
+__all__ = ["check_block_size", "check_config", "check_fit", "check_tree", "check_tree_trial"]
 
 
 def check_fit(target: nn.Module, draft: Drafter) -> None:
@@ -73,4 +73,13 @@ def check_tree(target: nn.Module, tree: TreeSize, has_drafts: bool, room: TreeSi
         raise ValueError(
             f"tree={tree!r} takes up to {tree_rows(tree)} rows, this generator was made with tree={room!r}: make one "
             f"with tree={tree!r}"
+        )
+
+
+def check_tree_trial(target: Target, tree: TreeSize) -> None:
+    """Raise ValueError if a tree is asked for, and the target's trial run with one did not go well."""
+    if tree is not None and target.tree_obstacle:
+        raise ValueError(
+            f"tree={tree!r} needs a target that gives a row of a tree the logits of its path, this one takes chains "
+            f"only: pass tree=None ({type(target.model).__name__} {target.tree_obstacle})"
         )

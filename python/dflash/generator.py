@@ -28,7 +28,7 @@ from .engine import (
     host_step,
     step,
 )
-from .fit import check_block_size, check_tree
+from .fit import check_block_size, check_tree, check_tree_trial
 from .options import GeneratorOptions, tree_rows
 from .outputs import GenerateOutput, StreamEvent
 from .streaming import BatchDecoder
@@ -131,12 +131,13 @@ class Generator:
         self.max_length, self.batch_size = int(options.max_length), int(options.batch_size)
         self.denoise_steps, self.prefill_chunk = int(options.denoise_steps), int(options.prefill_chunk)
         self.graph, self.fused, self.reuse_prefix = options.graph, options.fused, options.reuse_prefix
-        # 2. The pair: the target's twin, and the engine with its state.
         self.draft: Drafter | None = draft if self.block_size > 1 else None
         self.tree = options.tree
         check_tree(target, self.tree, self.draft is not None, room=self.tree)
+        # 2. The pair: the target's twin, and the engine with its state.
+        check_tree_trial(twin := self._twin(target), self.tree)
         self.engine = Engine(
-            self._twin(target),
+            twin,
             self.draft,
             batch_size=self.batch_size,
             max_length=self.max_length,

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.markup import escape
@@ -88,16 +88,38 @@ def load_target(source: Source, dtype: str, device: Any) -> Any:
         return source.load_target(dtype, device)
 
 
-def load(source: Source, draft: str | None, dtype: str, device: str | None) -> tuple[Any, Any, str]:
+def load(
+    source: Source,
+    draft: str | None,
+    dtype: str,
+    device: str | None,
+    *,
+    tree: int | Literal["auto"] | None = None,
+    block_size: int | None = None,
+) -> tuple[Any, Any, str]:
     """Load the target, its drafter (if one is named), and return both with the device.
 
     With the dtype "auto", the target keeps that of its files, and the drafter gets the target's.
+
+    Args:
+        source: where the target is.
+        draft: the drafter's folder or hub id, or None.
+        dtype: of both.
+        device: as `check_device` takes it.
+        tree: rows of the trees that will be asked for. If the target cannot verify trees, nothing is loaded.
+        block_size: rows of the blocks that will be asked for; None for the drafter's own.
+
+    Raises:
+        ValueError: a file is broken, or the target takes no trees.
     """
     import torch
 
     from ..drafter import load_draft
+    from ..fit import check_tree
 
     device, drafter = check_device(dtype, device), None
+    if tree is not None:
+        check_tree(source.load_empty_target(), tree, draft is not None and block_size != 1, room=tree)
     if draft is not None:  # first, because it is small and fails quickly
         with _waiting("drafter", draft, source.quiet):
             drafter = load_draft(draft, dtype=None if dtype == "auto" else getattr(torch, dtype), device=device)

@@ -110,10 +110,11 @@ def benchmark(
     from ..evaluate.benchmark import check_settings, progress_bars, run_benchmark
 
     # 1. Check the options and load the prompts: this is quick, loading the models is not.
+    sharpness = parse_sharpness(draft_sharpness)
     settings = dataclasses.replace(
         settings,
-        draft_sharpness=parse_sharpness(draft_sharpness),
-        tree=parse_tree(tree),
+        draft_sharpness=sharpness,
+        tree=parse_tree(tree, sharpness),
         thinking=False if no_thinking else None,
     )
     numbers = ("max_new_tokens", "temperature", "seed", "draft_sharpness")
@@ -129,7 +130,7 @@ def benchmark(
     tokenizer = load_tokenizer(source)
     check_settings(settings, tokenizer)
     # 2. Load the models and run.
-    target, drafter, _ = load(source, draft, dtype, device)
+    target, drafter, _ = load(source, draft, dtype, device, tree=settings.tree, block_size=settings.block_size)
     about = {"model": model, "draft": draft, "command": shlex.join(["dflash", *sys.argv[1:]])}
     with progress_bars({name: len(prompts) for name, prompts in datasets.items()}) as advance:
         report = run_benchmark(target, drafter, tokenizer, datasets, settings, about=about, out=out, advance=advance)

@@ -138,12 +138,18 @@ def parse_sharpness(value: str) -> str | float:
         raise ValueError(f"--draft-sharpness must be a number, inf or auto, got {value!r}") from error
 
 
-def parse_tree(value: str | None) -> int | Literal["auto"] | None:
-    """Return the value of ``--tree``: rows of a tree, ``"auto"``, or None for chains."""
-    from ..options import checked_tree
+def parse_tree(value: str | None, draft_sharpness: str | float = "auto") -> int | Literal["auto"] | None:
+    """Return the value of ``--tree``: rows of a tree, ``"auto"``, or None for chains.
+
+    Raises:
+        ValueError: it is wrong, or cannot be combined with ``draft_sharpness``.
+    """
+    from ..options import check_tree_call, checked_tree
 
     is_number = value is not None and re.fullmatch(r"[+-]?\d{1,9}", value)
-    return checked_tree(int(value) if is_number else value)
+    tree = checked_tree(int(value) if is_number else value)
+    check_tree_call(tree, denoise_steps=1, draft_sharpness=draft_sharpness)
+    return tree
 
 
 def takes_dataclasses(**without: tuple[str, ...]) -> Callable[[Callable[..., None]], Callable[..., None]]:

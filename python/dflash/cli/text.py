@@ -72,10 +72,10 @@ def generate(
     source = Source(models.model, models.trust_remote_code, quiet=as_json)
     tokenizer = load_tokenizer(source)
     ids = _encode(tokenizer, text, system, raw, bos)
-    sharpness, rows = parse_sharpness(draft_sharpness), parse_tree(tree)
+    rows = parse_tree(tree, sharpness := parse_sharpness(draft_sharpness))
     check_sampling(max_new_tokens, draft_sharpness=sharpness, **dataclasses.asdict(sampling))
     # 2. Load the models.
-    target, drafter, device = load(source, models.draft, models.dtype, models.device)
+    target, drafter, device = load(source, models.draft, models.dtype, models.device, tree=rows, block_size=block_size)
     import torch
 
     from ..api import stream
@@ -229,7 +229,7 @@ def chat(
     check_sampling(max_new_tokens, **dataclasses.asdict(sampling))
     rows = parse_tree(tree)
     _check_system(tokenizer, system)
-    target, drafter, device = load(source, models.draft, models.dtype, models.device)
+    target, drafter, device = load(source, models.draft, models.dtype, models.device, tree=rows, block_size=block_size)
     from ..generator import Generator
 
     positions = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None) or max_length

@@ -50,24 +50,24 @@ def walk(engine: Engine, block: Block, logits: Tensor, state: State, done: list[
         done: per row, nonzero to leave it out.
     """
     rules, (batch, rows) = engine.host_rules, block.ids.shape
-    positions, choices = state.positions(rows), torch.zeros_like(block.ids)
-    limits, tokens = state.limits.clone(), state.tokens.clone()
-    drafts, ends, stop = _drafts(block), state.limits.tolist(), set(state.stop_token_ids.tolist())
-    first, stopped = positions[:, 0].tolist(), []
+    positions, tokens = state.positions(rows), state.tokens.clone()
+    drafts, stop = _drafts(block), set(state.stop_token_ids.tolist())
+    first, ends = positions[:, 0].tolist(), state.limits.tolist()
+    choices, limits, stopped = [[0] * rows for _ in range(batch)], list(ends), []
     walking = [row for row in range(rules.rows) if done[row] == RUNNING]
     at = [0] * batch  # the block's row that each row of the batch has come to
     for j in range(rows):
         # 1. Processors, row by row, then one choice for all.
-        scores = logits[range(batch), at][:, None].float()
+        scores = _scores(logits, block, at, j)
         for row in walking:
             scores[row] = rules.process(tokens[row : row + 1, : first[row] + j], scores[row].clone())
         chosen = engine.keyed.choose_at(scores, positions[:, j : j + 1], state)
         tokens.scatter_(1, positions[:, j : j + 1], chosen.clamp(min=0))
         # 2. Rows with a draft that equals the choice, and that nothing ends, walk on to it.
-        matching = []
+        ids, matching = chosen[:, 0].tolist(), []
         for row in walking:
-            token, emitted = int(chosen[row]), first[row] + j + 1
-            choices[row, at[row]] = token
+            token, emitted = ids[row], first[row] + j + 1
+            choices[row][at[row]] = token
             if token >= 0 and rules.stops(tokens[row : row + 1, :emitted]):
                 limits[row] = emitted
                 stopped.append(row)
@@ -78,8 +78,16 @@ def walk(engine: Engine, block: Block, logits: Tensor, state: State, done: list[
         if not walking:
             break
     # 3. Processors and criteria may know more than the ids (a clock): rank 0's count. Its choices are shared later.
-    ranks = engine.target.ranks
-    return Walk(choices, ranks.share_(limits), ranks.share_rows(stopped, limits))
+    ranks, tensor = engine.target.ranks, block.ids.new_tensor
+    lowered = ranks.share_(tensor(limits))
+    return Walk(tensor(choices), lowered, ranks.share_rows(stopped, lowered))
+
+
+def _scores(logits: Tensor, block: Block, at: list[int], j: int) -> Tensor:
+    """Return a copy ``[batch, 1, vocab]`` in float32 of the logits at the block's rows ``at``; of a chain at row j."""
+    if block.tree is None:  # a slice, where lists of indices are tensors that are sent to the device
+        return logits[:, j : j + 1].to(torch.float32, copy=True)
+    return logits[range(len(at)), at][:, None].float()
 
 
 def _drafts(block: Block) -> list[dict[tuple[int, int], int]]:

@@ -20,7 +20,8 @@ from .functions import functions_of, global_hooks
 from .fused import recognize
 from .parallel import ranks_of
 from .recurrent import clamps_prompts, has_recurrent_layers, take_over
-from .support import UnsupportedTargetError, needs_probe, probe, replaced_function, tapped_modules, text_config
+from .support import UnsupportedTargetError, tapped_modules, text_config
+from .trial import needs_probe, probe, replaced_function, tree_obstacle
 from .twin import structural_twin
 
 __all__ = ["Target"]
@@ -39,6 +40,7 @@ class Target:
     Attributes:
         ranks: the processes that the model is spread over.
         is_recurrent: True if layers keep a state that no counter trims; its caches are then a `RecurrentCache`.
+        tree_obstacle: what went wrong in a trial run of a tree, if there was one; empty if it went well.
         compiled_forward: what :meth:`verify` runs instead of :meth:`forward`, if it is set; prompts are never compiled.
 
     Raises:
@@ -73,6 +75,7 @@ class Target:
         self.compiled_forward: Callable[..., tuple[Tensor, list[Tensor]]] | None = None
         if needs_probe(model, replaced):
             probe(self, model, replaced, structural_twin(model))
+        self.tree_obstacle = tree_obstacle(model, replaced)
 
     @property
     def embedding_weight(self) -> Tensor:

@@ -14,12 +14,13 @@ To add a rule, write a class with `Rule.values` and `Rule.apply`, add it to ``RU
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...tree import Tree
 from .bias import LogitBias, SequenceBias
 from .penalties import CountPenalties, RepetitionPenalty
 from .rule import Drafts, Rows, Rule, Text
+from .sequence import ChainTokens, SeenTokens, TreeTokens
 from .settings import RuleSettings
 from .tokens import BannedTokens, BeginSuppressTokens, ForcedBos, ForcedEos, MinLength, SuppressTokens
 from .words import BadWords, NoRepeatNgram
@@ -109,13 +110,9 @@ class LogitRules:
         return Rows(text.length[:, None] + ahead, text.prompt_length[:, None], text.limits[:, None], text)
 
 
-def _sequence(rows: Rows) -> Tensor:
-    """Return the tokens before ``rows.positions`` as each row sees them, see `Rows`."""
+def _sequence(rows: Rows) -> SeenTokens:
+    """Return the tokens before ``rows.positions`` as each row sees them."""
     tokens, ids, tree = rows.text.tokens, rows.block, rows.tree
     if tree is None:
-        return tokens.scatter(1, rows.positions - 1, ids)[:, None].expand(-1, ids.shape[1], -1)
-    # Rows that a row does not see are written to one more slot, which is cut off again.
-    capacity, count = tokens.shape[1], ids.shape[1]
-    slots = torch.where(tree.visible, (rows.positions - 1)[:, None], capacity)
-    sequence = nn.functional.pad(tokens, (0, 1))[:, None].expand(-1, count, -1)
-    return sequence.scatter(2, slots, ids[:, None].expand(-1, count, -1))[..., :capacity]
+        return ChainTokens(tokens, ids, rows.positions)
+    return TreeTokens(tokens, ids, rows.text.length, tree)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ...tree import Tree
+from .sequence import SeenTokens
 from .settings import RuleSettings
 
 __all__ = ["IDS", "NUMBERS", "Drafts", "Rows", "Rule", "Text", "filled", "slots", "upper_bound"]
@@ -60,8 +61,7 @@ class Rows(NamedTuple):
         text: the state.
         block: ``[batch, rows]`` int64, the last emitted token, then drafts; None for the drafter's own logits.
         tree: which row of the block continues which; None for a chain, and for the drafter's own logits.
-        sequence: ``[batch, rows, capacity]`` int64, the tokens before ``positions`` as each row sees them: a view for a
-            chain, whose rows share one tensor. None where no rule needs it.
+        sequence: the tokens before ``positions`` as each row sees them. None where no rule needs it.
     """
 
     positions: Tensor
@@ -70,7 +70,7 @@ class Rows(NamedTuple):
     text: Text
     block: Tensor | None = None
     tree: Tree | None = None
-    sequence: Tensor | None = None
+    sequence: SeenTokens | None = None
 
 
 class Rule:

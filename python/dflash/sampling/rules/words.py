@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .rule import IDS, Rows, Rule, slots
+from .sequence import SeenTokens
 from .settings import RuleSettings
 
 __all__ = ["UNUSED", "BadWords", "NoRepeatNgram", "aligned", "ends_with"]
@@ -35,19 +36,20 @@ class NoRepeatNgram(Rule):
         return {"size": settings.no_repeat_ngram_size}
 
     def apply(self, logits: Tensor, rows: Rows) -> Tensor:
-        """Ban whatever would complete an n-gram that a row's ``sequence[: positions]`` already holds.
+        """Ban whatever would complete an n-gram that a row has seen.
 
-        The window that starts at ``i`` bans its last token if its others equal the last ``size - 1`` tokens.
+        A window bans its last token if its others equal the last ``size - 1`` tokens that the row sees.
         """
-        sequence, positions, size = rows.sequence, rows.positions, self.size
-        windows = sequence.shape[2] - size + 1
-        if windows < 1:
-            return logits
-        matches = torch.arange(windows, device=logits.device) + size <= positions[..., None]
-        for k in range(size - 1):
-            suffix = sequence.gather(2, (positions - size + 1 + k).clamp(min=0)[..., None])
-            matches = matches & (sequence[..., k : k + windows] == suffix)
-        return _ban(logits, sequence[..., size - 1 :], matches)
+        others, sequence = self.size - 1, rows.sequence
+        places = rows.positions[..., None] - others + torch.arange(others, device=logits.device)
+        suffix = sequence.at(places.clamp(min=0))
+        logits = logits.clone()
+        for tokens, matches in sequence.windows(self.size):
+            count = matches.shape[2]
+            for k in range(others):
+                matches = matches & (tokens[..., k : k + count] == suffix[..., k : k + 1])
+            _ban_(logits, tokens[..., others:], matches)
+        return logits
 
 
 class BadWords(Rule):
@@ -70,14 +72,15 @@ class BadWords(Rule):
 
     def apply(self, logits: Tensor, rows: Rows) -> Tensor:
         matches = ends_with(rows.sequence, rows.positions, self.word_prefixes)
-        return _ban(logits, self.word_ends.expand_as(matches), matches)
+        return _ban_(logits.clone(), self.word_ends, matches)
 
 
-def _ban(logits: Tensor, ids: Tensor, where: Tensor) -> Tensor:
-    """-inf for ``ids [batch, rows, n]`` where ``where [batch, rows, n]``; ids may repeat or lie past the logits."""
+def _ban_(logits: Tensor, ids: Tensor, where: Tensor) -> Tensor:
+    """Write -inf for ``ids [..., n]`` where ``where [batch, rows, n]``; ids may repeat or lie past the logits."""
     vocab_size = logits.shape[-1]
-    bound = logits.new_full(where.shape, math.inf).masked_fill_(where & (ids < vocab_size), -math.inf)
-    return logits.scatter_reduce(2, ids.clamp(max=vocab_size - 1), bound, "amin")
+    where = (where & (ids < vocab_size)).expand(*logits.shape[:2], -1)
+    bound = logits.new_full(where.shape, math.inf).masked_fill_(where, -math.inf)
+    return logits.scatter_reduce_(2, ids.clamp(max=vocab_size - 1).expand_as(bound), bound, "amin")
 
 
 def aligned(word: Sequence[int], width: int) -> Tensor:
@@ -85,13 +88,10 @@ def aligned(word: Sequence[int], width: int) -> Tensor:
     return torch.tensor([ANY] * (width - len(word) + 1) + list(word[:-1]), **IDS)
 
 
-def ends_with(sequence: Tensor, positions: Tensor, prefixes: Tensor) -> Tensor:
-    """True ``[batch, rows, ...]`` where what precedes ``positions [batch, rows]`` ends with ``prefixes [..., n]``.
-
-    ``sequence [batch, rows, capacity]`` is what each row sees.
-    """
+def ends_with(sequence: SeenTokens, positions: Tensor, prefixes: Tensor) -> Tensor:
+    """True ``[batch, rows, ...]`` where what precedes ``positions [batch, rows]`` ends with ``prefixes [..., n]``."""
     width = prefixes.shape[-1]
-    place = positions[..., None] - width + torch.arange(width, device=sequence.device)
-    suffix = sequence.gather(2, place.clamp(min=0))
-    suffix = torch.where(place < 0, ABSENT, suffix).view(*positions.shape, *[1] * (prefixes.dim() - 1), width)
+    places = positions[..., None] - width + torch.arange(width, device=positions.device)
+    suffix = torch.where(places < 0, ABSENT, sequence.at(places.clamp(min=0)))
+    suffix = suffix.view(*positions.shape, *[1] * (prefixes.dim() - 1), width)
     return ((suffix == prefixes) | (prefixes == ANY)).all(-1)
