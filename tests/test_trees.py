@@ -14,7 +14,7 @@ from torch import Tensor
 
 import dflash
 from dflash.cache import KVCache
-from dflash.engine.budget import Budget, measured_costs
+from dflash.engine.budget import TreeBudget, measured_costs
 from dflash.engine.state import RowReport
 from dflash.proposers import TREE_SIZES, TreeProposer
 from dflash.sampling import fold
@@ -480,18 +480,29 @@ CPU = dict(zip(TREE_SIZES, (1.0, 1.6, 2.8, 5.2), strict=True))
 class TestBudget:
     def test_it_takes_what_brings_most_tokens_for_its_cost(self):
         for expected, best in (((3.0, 4.0, 6.0, 6.5), 64), ((12.0, 13.0, 13.1, 13.2), 32), ((12.0,) * 4, 16)):
-            budget = Budget(GPU)
-            budget.observe(64, [5], [report(expected)])
+            budget = TreeBudget(GPU)
+            for _ in range(20):
+                budget.observe(64, [5], [report(expected)])
             assert budget.choose() == best
 
     def test_it_takes_16_rows_where_cost_grows_with_rows(self):
-        budget = Budget(CPU)
+        budget = TreeBudget(CPU)
         assert budget.choose() == 16
         budget.observe(16, [4], [report((4.0, 5.0, 6.0, 7.0))])
         assert budget.choose() == 16
 
+    def test_one_step_does_not_decide_for_the_next(self):
+        budget, flat, steep = TreeBudget(GPU), report((12.0,) * 4), report((3.0, 4.0, 6.0, 6.5))
+        for _ in range(20):
+            budget.observe(16, [12], [flat])
+        budget.observe(16, [3], [steep])
+        assert budget.choose() == 16
+        for _ in range(20):
+            budget.observe(16, [3], [steep])
+        assert budget.choose() == 64
+
     def test_a_drafter_that_believes_too_much_gets_fewer_rows(self):
-        budget = Budget(GPU)
+        budget = TreeBudget(GPU)
         for _ in range(100):
             budget.observe(64, [1], [report((6.0, 8.0, 11.0, 13.0))])
         assert budget.choose() == 16
@@ -500,36 +511,64 @@ class TestBudget:
         assert budget.choose() == 64
 
     def test_a_batch_adds_up_its_rows_and_ended_rows_do_not_count(self):
-        budget = Budget(GPU)
         steep, flat = report((3.0, 4.0, 6.0, 6.5)), report((12.0,) * 4)
-        budget.observe(16, [1, 1, 1, 1], [flat, flat, flat, steep])
-        assert budget.choose() == 16
         ended = report((12.0,) * 4, done=1)
-        budget.observe(16, [1, 1, 1, 1], [ended, ended, ended, steep])
-        assert budget.choose() == 64
+        for other, best in ((flat, 16), (ended, 64)):
+            budget = TreeBudget(GPU)
+            for _ in range(20):
+                budget.observe(16, [12, 12, 12, 3], [other, other, other, steep])
+            assert budget.choose() == best
 
-    def test_costs_are_medians_and_end_with_a_size_that_is_never_worth_it(self, monkeypatch):
-        clock, steps = [0.0], []
-        monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
 
-        def step(rows: int) -> None:
-            steps.append(rows)
-            slow = 50 if steps.count(rows) in (1, 4) else 1  # the warm-up, and a hiccup
-            clock[0] += slow * {16: 0.010, 32: 0.013, 64: 0.025}[rows]
+class Machine:
+    """A clock, and steps that move it.
 
-        assert measured_costs(step, 1) == pytest.approx({16: 0.010, 32: 0.013})
-        assert max(steps) == 64, "a step that costs half as much again as half the rows is the last"
+    Args:
+        seconds: by rows, how long a step takes on an idle machine.
+        is_busy: says by the time whether other work doubles it.
+    """
 
-    def test_slow_steps_are_timed_once(self, monkeypatch):
-        clock, steps = [0.0], []
-        monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    def __init__(self, seconds: dict[int, float], is_busy=lambda now: False) -> None:
+        self.seconds, self.is_busy, self.now, self.steps = seconds, is_busy, 0.0, []
 
-        def step(rows: int) -> None:
-            steps.append(rows)
-            clock[0] += rows
+    def step(self, rows: int) -> None:
+        self.steps.append(rows)
+        warms_up = self.steps.count(rows) == 1
+        self.now += self.seconds[rows] * (2 if self.is_busy(self.now) else 1) + (30 if warms_up else 0)
 
-        assert measured_costs(step, 1) == {16: 16.0}
-        assert steps == [16, 16, 32, 32]
+
+class TestCosts:
+    @pytest.fixture
+    def measure(self, monkeypatch):
+        """Return what the costs are measured to be on a machine."""
+
+        def measure(machine: Machine) -> dict[int, float]:
+            monkeypatch.setattr(time, "perf_counter", lambda: machine.now)
+            return measured_costs(machine.step, 1)
+
+        return measure
+
+    def test_they_end_with_a_size_that_is_never_worth_it(self, measure):
+        machine = Machine({16: 0.010, 32: 0.013, 64: 0.025})
+        assert measure(machine) == pytest.approx({16: 0.010, 32: 0.013})
+
+    def test_they_are_those_of_an_idle_machine(self, measure):
+        seconds = {16: 0.010, 32: 0.014, 64: 0.016, 128: 0.025}
+        is_busy = {
+            "at first": lambda now: now < 30.1,
+            "later": lambda now: now > 60.05,
+            "now and then": lambda now: now % 0.05 < 0.03,
+        }
+        for name, busy in is_busy.items():
+            assert measure(Machine(seconds, busy)) == pytest.approx({16: 0.010, 32: 0.014, 64: 0.016}), name
+
+    def test_slow_steps_are_timed_twice_and_fast_ones_for_half_a_second(self, measure):
+        slow = Machine({16: 1.0, 32: 1.6})
+        assert measure(slow) == pytest.approx({16: 1.0})
+        assert slow.steps == [16, 16, 32, 32, 16, 32]
+        fast = Machine({16: 0.040, 32: 0.044, 64: 0.050, 128: 0.060})
+        measure(fast)
+        assert 4 * 30 + 0.7 < fast.now < 4 * 30 + 0.9, "a warm-up of each, then whole rounds"
 
 
 def test_auto_writes_the_same_text_at_changing_sizes(target, draft, prompts, plain):

@@ -15,7 +15,7 @@ from ..options import tree_rows
 from ..proposers import TREE_SIZES, Block, ChainProposer, PaddingProposer, Proposer, ProposerSettings, TreeProposer
 from ..sampling import HostRules, KeyedAcceptance, LogitRules, RejectionAcceptance, RuleSettings
 from ..target import Target, first_hook
-from .budget import Budget, measured_costs
+from .budget import TreeBudget, measured_costs
 from .commit import emit_, report_
 from .runner import with_own_code
 from .state import FULL, STOPPED, State
@@ -87,7 +87,7 @@ class Engine:
             self.chain = ChainProposer(draft, target, batch_size, block_size)
             self.tree = TreeProposer(draft, target, batch_size, block_size) if tree_rows else None
         self.proposer = self.chain
-        self.budget: Budget | None = None
+        self.budget: TreeBudget | None = None
         self.costs: dict[int, float] = {}
         self.vocab_size = target.embedding_weight.shape[0]
         self.keyed = KeyedAcceptance(batch_size, target.device)
@@ -160,7 +160,7 @@ class Engine:
     def choose_rows(self) -> None:
         """Set the rows of the next step, if the call leaves them to us."""
         if self.budget is not None:
-            self.tree.rows = int(self._agreed(self.budget.choose()))
+            self.tree.rows = int(self._shared(self.budget.choose()))
 
     def measure_costs(self, launch: Callable[[], None], warm_ups: int) -> None:
         """Measure once what a step costs with a tree of each size, if the call has to know. Changes nothing else.
@@ -179,7 +179,7 @@ class Engine:
             self.tree.rows = rows
             launch()
 
-        self.costs = measured_costs(step_of, warm_ups, self._agreed)
+        self.costs = measured_costs(step_of, warm_ups, self._shared)
         self.state.done.copy_(done)
         self._adapt()
 
@@ -188,9 +188,9 @@ class Engine:
         sizes = tuple(self.costs) or TREE_SIZES
         self.tree.rows = self.tree.most = sizes[-1]
         self.tree.adapts = len(sizes) > 1
-        self.budget = Budget(self.costs) if self.tree.adapts else None
+        self.budget = TreeBudget(self.costs) if self.tree.adapts else None
 
-    def _agreed(self, number: float) -> float:
+    def _shared(self, number: float) -> float:
         """Return rank 0's number."""
         if self.target.ranks.count == 1:
             return number
