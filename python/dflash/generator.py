@@ -352,8 +352,8 @@ class Generator:
         if not call.rules.run_on_host:
             return Launch(self.runner, self.step, self.step, obstacle, must_capture=must_capture)
         # Python rules wait for the step anyway, and must not be asked about one that will not count.
-        on_host = functools.partial(host_step, self.engine)
-        return Launch(self.runner, on_host, self.step, obstacle, waits=True, must_capture=must_capture)
+        steps = (functools.partial(function, self.engine) for function in (host_step, step))  # none is compiled
+        return Launch(self.runner, *steps, obstacle, waits=True, must_capture=must_capture)
 
     def _end_run(self) -> None:
         if self._run is not None:

@@ -12,7 +12,15 @@ from torch import Tensor
 from ..call import Call
 from ..drafter import Drafter
 from ..options import tree_rows
-from ..proposers import TREE_SIZES, Block, ChainProposer, PaddingProposer, Proposer, ProposerSettings, TreeProposer
+from ..proposers import (
+    Block,
+    ChainProposer,
+    ChainSettings,
+    PaddingProposer,
+    Proposer,
+    TreeProposer,
+    TreeSettings,
+)
 from ..sampling import HostRules, KeyedAcceptance, LogitRules, RejectionAcceptance, RuleSettings
 from ..target import Target, first_hook
 from .budget import TreeBudget, measured_costs
@@ -58,7 +66,7 @@ class Engine:
         tree: drafts trees; None without room for them.
         proposer: the one of the call.
         budget: chooses the rows of a tree as the call proceeds; None for a chain or a fixed tree.
-        costs: by size, the seconds of a step with a tree; empty until they are measured.
+        costs: by how steps are launched, what a step with a tree of each size was measured to take.
         rules: the logit rules of the call.
         host_rules: Python processors and criteria of the call; None for none.
         acceptance: chooses the target's tokens.
@@ -79,16 +87,16 @@ class Engine:
         self.target, self.draft, self.compile_target = target, draft, False
         self.batch_size, self.block_size = batch_size, block_size
         self.state = State.create(target, draft, batch_size, max_length, block_size, tree_rows)
-        self.chain: Proposer
+        self.chain: ChainProposer | PaddingProposer
         self.tree: TreeProposer | None = None
         if draft is None:
             self.chain = PaddingProposer(batch_size, block_size, target.device)
         else:
             self.chain = ChainProposer(draft, target, batch_size, block_size)
             self.tree = TreeProposer(draft, target, batch_size, block_size) if tree_rows else None
-        self.proposer = self.chain
+        self.proposer: Proposer = self.chain
         self.budget: TreeBudget | None = None
-        self.costs: dict[int, float] = {}
+        self.costs: dict[Hashable, dict[int, float]] = {}
         self.vocab_size = target.embedding_weight.shape[0]
         self.keyed = KeyedAcceptance(batch_size, target.device)
         self.acceptance: KeyedAcceptance | RejectionAcceptance = self.keyed
@@ -100,6 +108,7 @@ class Engine:
     def retarget(self, target: Target) -> None:
         """Replace the target by another twin of the same model; caches and state stay."""
         self.target = target
+        self.costs.clear()
         if self.compile_target:
             target.compiled_forward = torch.compile(with_own_code(target.forward), dynamic=False)
         self.chain.retarget(target)
@@ -131,14 +140,15 @@ class Engine:
         samples = self.draft is not None and call.sampling.temperature > 0
         rejects = samples and call.acceptance == "rejection"
         self.acceptance = self._rejection_acceptance() if rejects else self.keyed
-        rejection = self._rejection if rejects else None
-        adapts = samples and not rejects and call.sampling.draft_sharpness == "auto"
-        rows = tree_rows(call.tree)
-        self.proposer = self.tree if rows else self.chain
-        self.proposer.configure(ProposerSettings(self.rules, rejection, adapts, call.denoise_steps, samples, rows))
-        self.budget = None
-        if call.tree == "auto":
-            self._adapt()
+        self.budget = TreeBudget({}) if call.tree == "auto" else None
+        if rows := tree_rows(call.tree):
+            self.proposer = self.tree
+            self.tree.configure(TreeSettings(self.rules, samples, rows, forecasts=self.budget is not None))
+        else:
+            self.proposer = self.chain
+            rejection = self._rejection if rejects else None
+            adapts_sharpness = samples and not rejects and call.sampling.draft_sharpness == "auto"
+            self.chain.configure(ChainSettings(self.rules, rejection, adapts_sharpness, call.denoise_steps))
 
     def graph_obstacle(self, call: Call, hook: str) -> str:
         """Return why a call's steps must not be captured; empty if they may. ``hook`` names one of the target's."""
@@ -162,15 +172,23 @@ class Engine:
         if self.budget is not None:
             self.tree.rows = int(self._shared(self.budget.choose()))
 
-    def measure_costs(self, launch: Callable[[], None], warm_ups: int) -> None:
-        """Measure once what a step costs with a tree of each size, if the call has to know. Changes nothing else.
+    def learn_costs(self, manner: Hashable, launch: Callable[[], None], warm_ups: int) -> None:
+        """Tell the budget what a step costs with a tree of each size, if the call has to know.
 
         Args:
-            launch: takes a step and waits for its end.
+            manner: how steps are launched. Costs are measured once for each: kernel by kernel, launches may take as
+                long as 128 rows.
+            launch: takes a step in this manner and waits for its end.
             warm_ups: how many steps of a kind take longer than the others.
         """
-        if self.budget is None or self.costs:
+        if self.budget is None or self.budget.costs:
             return
+        if manner not in self.costs:
+            self.costs[manner] = self._measure_costs(launch, warm_ups)
+        self.budget = TreeBudget(self.costs[manner])
+
+    def _measure_costs(self, launch: Callable[[], None], warm_ups: int) -> dict[int, float]:
+        """Time steps of each size. Changes nothing else."""
         # Rows that are done stay as they are, but for `num_context`, which is 0 after a prompt anyway.
         done = self.state.done.clone()
         self.state.done.fill_(FULL)
@@ -179,16 +197,9 @@ class Engine:
             self.tree.rows = rows
             launch()
 
-        self.costs = measured_costs(step_of, warm_ups, self._shared)
+        costs = measured_costs(step_of, warm_ups, self._shared)
         self.state.done.copy_(done)
-        self._adapt()
-
-    def _adapt(self) -> None:
-        """Choose among the sizes that are worth their cost; before that is known, prepare for all of them."""
-        sizes = tuple(self.costs) or TREE_SIZES
-        self.tree.rows = self.tree.most = sizes[-1]
-        self.tree.adapts = len(sizes) > 1
-        self.budget = TreeBudget(self.costs) if self.tree.adapts else None
+        return costs
 
     def _shared(self, number: float) -> float:
         """Return rank 0's number."""
