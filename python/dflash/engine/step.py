@@ -25,7 +25,7 @@ from ..sampling import HostRules, KeyedAcceptance, LogitRules, RejectionAcceptan
 from ..target import Target, first_hook
 from .budget import TreeBudget, measured_costs
 from .commit import emit_, report_
-from .runner import with_own_code
+from .runner import compiled_per_shape
 from .state import FULL, STOPPED, State
 
 __all__ = ["Engine", "step"]
@@ -110,7 +110,7 @@ class Engine:
         self.target = target
         self.costs.clear()
         if self.compile_target:
-            target.compiled_forward = torch.compile(with_own_code(target.forward), dynamic=False)
+            target.compiled_forward = compiled_per_shape(target.forward)
         self.chain.retarget(target)
         if self.tree is not None:
             self.tree.retarget(target)
