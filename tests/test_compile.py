@@ -93,7 +93,7 @@ def test_compiling_the_target_compiles_its_blocks_and_not_its_prompts(monkeypatc
 
 
 def test_a_target_is_compiled_for_each_number_of_rows_by_itself(monkeypatch):
-    """torch stops compiling a code object at eight shapes, and a call may ask for any number of rows."""
+    """A call may ask for any number of rows, and torch stops compiling a code object at eight shapes."""
     target = make_target("qwen3", num_hidden_layers=1)
     generator = dflash.Generator(target, make_draft(target), max_length=64, tree=16)
     compiled, p = [], prompt(5)

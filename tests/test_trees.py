@@ -1,5 +1,7 @@
 """Test draft trees from the caller's side: the text is the target's own, whatever the tree holds."""
 
+import functools
+import importlib
 import itertools
 import math
 import time
@@ -8,7 +10,7 @@ import pytest
 import torch
 from baseline import greedy, left_padded, prompt, sampled
 from families import FAMILIES, RECURRENT, VOCAB, make_draft, make_target
-from recorded import no_host_reads, record
+from recorded import Recorded, no_host_reads, record
 from tiny_tokenizers import byte_level
 from torch import Tensor
 
@@ -475,6 +477,7 @@ def report(expected: tuple[float, ...], done: int = 0) -> RowReport:
 # What a step costs where reading the weights takes most of its time, and where every row takes its own.
 GPU = dict(zip(TREE_SIZES, (1.0, 1.05, 1.2, 1.6), strict=True))
 CPU = dict(zip(TREE_SIZES, (1.0, 1.6, 2.8, 5.2), strict=True))
+EQUAL = dict.fromkeys(TREE_SIZES, 1.0)
 
 
 class TestBudget:
@@ -556,7 +559,7 @@ class TestCosts:
         seconds = {16: 0.010, 32: 0.014, 64: 0.016, 128: 0.025}
         is_busy = {
             "at first": lambda now: now < 30.1,
-            "later": lambda now: now > 60.05,
+            "later": lambda now: 60.05 < now < 120.3,
             "now and then": lambda now: now % 0.05 < 0.03,
         }
         for name, busy in is_busy.items():
@@ -573,8 +576,7 @@ class TestCosts:
 
 def test_auto_writes_the_same_text_at_changing_sizes(target, draft, prompts, plain):
     ids, mask = left_padded(prompts)
-    generator = grown(TreeProposer, target, draft, batch_size=3, tree="auto")
-    generator.engine.costs = dict.fromkeys(TREE_SIZES, 1.0)
+    generator = grown(TreeProposer, target, draft, batch_size=3, tree=EQUAL)
     for temperature in (0.0, 1.0):
         call = {"attention_mask": mask, "max_new_tokens": NEW, "temperature": temperature, "seed": 3}
         expected = plain
@@ -596,11 +598,11 @@ def test_auto_measures_its_costs_once_and_leaves_the_state_as_it_was(target, dra
     generator = dflash.Generator(target, draft, max_length=160, batch_size=3, tree="auto", reuse_prefix=False)
     call = {"attention_mask": mask, "max_new_tokens": NEW, "return_dict_in_generate": True}
     first = generator.generate(ids, **call)
-    costs = generator.engine.costs
-    assert costs
+    [costs] = generator.engine.costs.values()
     assert all(cost > 0 for cost in costs.values())
     second = generator.generate(ids, **call)
-    assert generator.engine.costs is costs
+    [same] = generator.engine.costs.values()
+    assert same is costs
     for output in (first, second):
         check(output.sequences, ids.shape[1], plain)
     assert first.statistics.acceptance_lengths == second.statistics.acceptance_lengths
@@ -609,9 +611,8 @@ def test_auto_measures_its_costs_once_and_leaves_the_state_as_it_was(target, dra
 
 def test_auto_is_captured_once_per_size(target, draft, prompts, plain):
     ids, mask = left_padded(prompts)
-    generator = record(grown(TreeProposer, target, draft, batch_size=3, tree="auto"))
+    generator = record(grown(TreeProposer, target, draft, batch_size=3, tree=EQUAL))
     sizes = iter([16, 64] * 100)
-    generator.engine.costs = dict.fromkeys(TREE_SIZES, 1.0)
     for _ in range(3):
         stream = generator.stream(ids, attention_mask=mask, max_new_tokens=NEW)
         next(stream)
@@ -622,6 +623,93 @@ def test_auto_is_captured_once_per_size(target, draft, prompts, plain):
     check(generator.generate(ids, attention_mask=mask, max_new_tokens=NEW, tree=16), ids.shape[1], plain)
     assert generator.runner.graphs == 3
     assert generator.runner.steps["replayed"] > generator.runner.steps["eager"]
+
+
+def replays(runner) -> int:
+    return runner.steps["replayed"] if isinstance(runner, Recorded) else 0
+
+
+@pytest.fixture
+def measures(monkeypatch):
+    """Return what makes a generator take the steps of a measurement, and then use other costs.
+
+    They are chosen by whether the steps were replayed, which a list tells of every measurement.
+    """
+
+    def measures(generator, sizes, costs) -> list:
+        found = []
+
+        def measured(step, warm_ups, shared):
+            runner = generator.runner
+            before = replays(runner)
+            runner.reads_late = False
+            for size in sizes * (warm_ups + 1):
+                step(size)
+            runner.reads_late = True
+            found.append(replays(runner) > before)
+            return costs[found[-1]]
+
+        monkeypatch.setattr(importlib.import_module("dflash.engine.step"), "measured_costs", measured)
+        return found
+
+    return measures
+
+
+def test_costs_of_steps_that_are_not_captured_decide_for_such_steps_only(target, draft, prompts, plain, measures):
+    generator = record(grown(TreeProposer, target, draft, tree="auto"))
+    replayed = measures(generator, [16], {False: {128: 1.0}, True: {16: 1.0}})
+    processed = {"logits_processor": [lambda ids, scores: scores]}
+    for rules, rows in ((processed, 128), ({}, 16), (processed, 128), ({}, 16)):
+        output = generator.generate(prompts[1][None], max_new_tokens=NEW, return_dict_in_generate=True, **rules)
+        check(output.sequences, 16, plain[1:2])
+        assert set(output.statistics.rows) == {rows}
+    assert replayed == [False, True]
+
+
+def test_steps_that_were_captured_to_be_timed_are_used(target, draft, prompts, plain, measures):
+    generator = record(grown(TreeProposer, target, draft, tree="auto"))
+    measures(generator, [16, 32], {True: {16: 1.0, 32: 1.0}})
+    stream = generator.stream(prompts[1][None], max_new_tokens=NEW)
+    events = [next(stream), next(stream)]
+    assert generator.runner.captures == 2
+    eager = generator.runner.steps["eager"]
+    generator.engine.budget.choose = itertools.cycle([16, 32]).__next__
+    events += stream
+    assert set(events[-1].statistics.rows[1:]) == {16, 32}
+    assert generator.runner.captures == 2
+    assert generator.runner.steps["eager"] == eager
+
+
+def test_nothing_is_compiled_to_time_steps_that_the_host_decides(target, draft, prompts, plain, measures, monkeypatch):
+    generator = grown(TreeProposer, target, draft, tree="auto", compile=True)
+    measures(generator, [16, 32], {False: {16: 1.0}})
+    compiled = []
+    monkeypatch.setattr(torch, "compile", lambda function, **options: compiled.append(function) or function)
+    call = {"max_new_tokens": NEW, "logits_processor": [lambda ids, scores: scores]}
+    check(generator.generate(prompts[1][None], **call), 16, plain[1:2])
+    assert not compiled
+    check(generator.generate(prompts[1][None], max_new_tokens=NEW), 16, plain[1:2])
+    assert len(compiled) == 2, "one step of each size"
+
+
+def test_costs_can_be_given(target, draft, prompts, plain):
+    p, call = prompts[1][None], {"max_new_tokens": NEW, "return_dict_in_generate": True}
+    generator = dflash.Generator(target, draft, max_length=80, tree={64: 1.0, 16: 100})
+    one_shot = {"custom_generate": dflash.custom_generate, "draft": draft, "do_sample": False}
+    for generate, tree, rows in (
+        (generator.generate, {}, 64),
+        (generator.generate, {"tree": {32: 1.0, 16: 100.0}}, 32),
+        (functools.partial(dflash.generate, target, draft), {"tree": {128: 1000, 16: 0.1}}, 16),
+        (functools.partial(target.generate, **one_shot), {"tree": {128: 0.001, 16: 100}}, 128),
+    ):
+        output = generate(p, **call, **tree)
+        check(output.sequences, 16, plain[1:2])
+        assert set(output.statistics.rows) == {rows}
+    assert not generator.engine.costs, "nothing is measured"
+    *_, last = generator.stream(p, max_new_tokens=NEW, tree={32: 1.0})
+    assert set(last.statistics.rows) == {32}
+    with pytest.raises(ValueError, match=r"tree=\{16: 1.0, 128: 2.0\} takes up to 128 rows, .* tree=\{16: 100.0, 64"):
+        generator.generate(p, tree={128: 2.0, 16: 1.0})
 
 
 # ---------------------------------------------------------------------------------------------- errors
@@ -637,6 +725,18 @@ def test_auto_is_captured_once_per_size(target, draft, prompts, plain):
         ({"tree": "most"}, ValueError, "got 'most'$"),
         ({"tree": True}, TypeError, "got True$"),
         ({"tree": 16.0}, TypeError, r"got 16\.0$"),
+        ({"tree": {}}, ValueError, r"tree as costs must map one or more of 16, 32, 64, 128 rows .* got \{\}$"),
+        ({"tree": {16: 1.0, 20: 1.1}}, ValueError, r"to positive numbers, got \{16: 1.0, 20: 1.1\}$"),
+        ({"tree": {16: 1.0, 32: 0.0}}, ValueError, r"got \{16: 1.0, 32: 0.0\}$"),
+        ({"tree": {16: NAN}}, ValueError, r"got \{16: nan\}$"),
+        ({"tree": {16: math.inf}}, ValueError, r"got \{16: inf\}$"),
+        ({"tree": {"16": 1.0}}, TypeError, r"got \{'16': 1.0\}$"),
+        ({"tree": {16: True}}, TypeError, r"got \{16: True\}$"),
+        (
+            {"tree": {16: 1.0}, "denoise_steps": 2},
+            ValueError,
+            r"tree=\{16: 1.0\} cannot be combined with denoise_steps",
+        ),
         ({"tree": 16, "block_size": 1}, ValueError, "tree=16 needs a drafter to grow from"),
         ({"tree": 16, "denoise_steps": 2}, ValueError, "tree=16 cannot be combined with denoise_steps=2"),
         ({"tree": 16, "draft_sharpness": 1.0}, ValueError, r"cannot be combined with draft_sharpness=1\.0"),

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import math
+import numbers
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from torch import nn
 
 from .ops import MAX_TREE_ROWS
+from .proposers import TREE_SIZES
 from .sampling import integer, integer_from
 from .target import embedding_table, ranks_in, text_config
 
 __all__ = ["GeneratorOptions", "TreeSize", "check_tree_call", "checked_tree", "tree_rows"]
 
-TreeSize = int | Literal["auto"] | None
-"""Rows of a draft tree, "auto" to choose them as a call proceeds, or None for chains."""
+TreeSize = int | Literal["auto"] | Mapping[int, float] | None
+"""Rows of a draft tree; "auto" to choose them as a call proceeds, or what each size costs; None for chains."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,8 @@ def checked_tree(tree: object) -> TreeSize:
     wanted = f'tree must be a number of rows in 2 .. {MAX_TREE_ROWS}, "auto" or None, got {tree!r}'
     if tree is None:
         return None
+    if isinstance(tree, Mapping):
+        return _checked_costs(tree)
     if isinstance(tree, str):
         if tree != "auto":
             raise ValueError(wanted)
@@ -70,10 +76,27 @@ def checked_tree(tree: object) -> TreeSize:
     return rows
 
 
+def _checked_costs(costs: Mapping[object, object]) -> dict[int, float]:
+    """Return the costs by size in ascending order; raise ValueError or TypeError if one is wrong."""
+    sizes = ", ".join(map(str, TREE_SIZES))
+    wanted = f"tree as costs must map one or more of {sizes} rows to positive numbers, got {costs!r}"
+    for size, cost in costs.items():
+        for number in (size, cost):
+            if isinstance(number, bool) or not isinstance(number, numbers.Real):
+                raise TypeError(wanted)
+        if size not in TREE_SIZES or not 0 < cost < math.inf:
+            raise ValueError(wanted)
+    if not costs:
+        raise ValueError(wanted)
+    return {size: float(costs[size]) for size in TREE_SIZES if size in costs}
+
+
 def tree_rows(tree: TreeSize) -> int:
     """Return the most rows of a tree of this size; 0 for chains."""
     if tree is None:
         return 0
+    if isinstance(tree, Mapping):
+        return max(tree)
     return MAX_TREE_ROWS if tree == "auto" else tree
 
 

@@ -1,4 +1,4 @@
-"""``tree="auto"``: how many rows of a tree the next step verifies, chosen on the host by the reports that it has read."""
+"""``tree="auto"``: how many rows of a tree the next step verifies, chosen on the host by the reports it has read."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class TreeBudget:
     for this.
 
     Args:
-        costs: by size, what a step costs, in any unit.
+        costs: by size, what a step costs, in any unit; empty if they are still to be measured.
     """
 
     def __init__(self, costs: Mapping[int, float]) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from ..call import Call
 from ..drafter import Drafter
-from ..options import tree_rows
+from ..options import TreeSize, tree_rows
 from ..proposers import (
     Block,
     ChainProposer,
@@ -47,6 +47,13 @@ def step(engine: Engine) -> None:
     logits = engine.rules.apply(logits, block, state)
     choices = engine.acceptance.choose(logits, block, state)
     engine.commit_(block, choices)
+
+
+def _budget_for(tree: TreeSize) -> TreeBudget | None:
+    """Return what chooses the rows of a call's trees; None for a chain or a fixed tree."""
+    if isinstance(tree, Mapping):
+        return TreeBudget(tree)
+    return TreeBudget({}) if tree == "auto" else None
 
 
 class Engine:
@@ -140,7 +147,7 @@ class Engine:
         samples = self.draft is not None and call.sampling.temperature > 0
         rejects = samples and call.acceptance == "rejection"
         self.acceptance = self._rejection_acceptance() if rejects else self.keyed
-        self.budget = TreeBudget({}) if call.tree == "auto" else None
+        self.budget = _budget_for(call.tree)
         if rows := tree_rows(call.tree):
             self.proposer = self.tree
             self.tree.configure(TreeSettings(self.rules, samples, rows, forecasts=self.budget is not None))
