@@ -537,7 +537,7 @@ class Machine:
     def step(self, rows: int) -> None:
         self.steps.append(rows)
         warms_up = self.steps.count(rows) == 1
-        self.now += self.seconds[rows] * (2 if self.is_busy(self.now) else 1) + (30 if warms_up else 0)
+        self.now += self.seconds[rows] * (2 if self.is_busy(self.now) else 1) + (0.3 if warms_up else 0)
 
 
 class TestCosts:
@@ -558,9 +558,9 @@ class TestCosts:
     def test_they_are_those_of_an_idle_machine(self, measure):
         seconds = {16: 0.010, 32: 0.014, 64: 0.016, 128: 0.025}
         is_busy = {
-            "at first": lambda now: now < 30.1,
-            "later": lambda now: 60.05 < now < 120.3,
-            "now and then": lambda now: now % 0.05 < 0.03,
+            "at first": lambda now: now < 0.7,
+            "later": lambda now: 0.64 < now < 1.2,
+            "now and then": lambda now: 1000 * now % 11 < 5,
         }
         for name, busy in is_busy.items():
             assert measure(Machine(seconds, busy)) == pytest.approx({16: 0.010, 32: 0.014, 64: 0.016}), name
@@ -571,7 +571,7 @@ class TestCosts:
         assert slow.steps == [16, 16, 32, 32, 16, 32]
         fast = Machine({16: 0.040, 32: 0.044, 64: 0.050, 128: 0.060})
         measure(fast)
-        assert 4 * 30 + 0.7 < fast.now < 4 * 30 + 0.9, "a warm-up of each, then whole rounds"
+        assert 4 * 0.3 + 0.7 < fast.now < 4 * 0.3 + 0.9, "a warm-up of each, then whole rounds"
 
 
 def test_auto_writes_the_same_text_at_changing_sizes(target, draft, prompts, plain):
