@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -12,7 +11,7 @@ from torch import nn
 
 from .ops import MAX_TREE_ROWS
 from .proposers import TREE_SIZES
-from .sampling import integer, integer_from
+from .sampling import integer, integer_from, real
 from .target import embedding_table, ranks_in, text_config
 
 __all__ = ["GeneratorOptions", "TreeSize", "check_tree_call", "checked_tree", "tree_rows"]
@@ -80,15 +79,13 @@ def _checked_costs(costs: Mapping[object, object]) -> dict[int, float]:
     """Return the costs by size in ascending order; raise ValueError or TypeError if one is wrong."""
     sizes = ", ".join(map(str, TREE_SIZES))
     wanted = f"tree as costs must map one or more of {sizes} rows to positive numbers, got {costs!r}"
-    for size, cost in costs.items():
-        for number in (size, cost):
-            if isinstance(number, bool) or not isinstance(number, numbers.Real):
-                raise TypeError(wanted)
-        if size not in TREE_SIZES or not 0 < cost < math.inf:
-            raise ValueError(wanted)
-    if not costs:
+    try:
+        found = {integer("tree", size): real("tree", cost, "positive") for size, cost in costs.items()}
+    except (TypeError, OverflowError) as error:
+        raise type(error)(wanted) from None
+    if not found or not all(size in TREE_SIZES and 0 < cost < math.inf for size, cost in found.items()):
         raise ValueError(wanted)
-    return {size: float(costs[size]) for size in TREE_SIZES if size in costs}
+    return dict(sorted(found.items()))
 
 
 def tree_rows(tree: TreeSize) -> int:

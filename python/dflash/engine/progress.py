@@ -138,10 +138,12 @@ class Launch:
         """What the time of a step depends on, besides its kind: is it captured, is it compiled?"""
         return isinstance(self.runner, Replay) and not self.obstacle, self.waits
 
-    def wait_for_one(self, kind: Hashable) -> None:
-        """Take a step on the device, whoever decides on the host, and wait for its end."""
+    def time_one(self, kind: Hashable) -> float:
+        """Take a step on the device, whoever decides on the host; return its seconds."""
+        began = self.runner.clock()
         self.runner.launch(self.device_step, kind, self.obstacle)
         self.runner.read()
+        return self.runner.clock() - began
 
 
 class Run:
@@ -201,7 +203,7 @@ class Run:
         engine, runner, launched = self.engine, launch.runner, collections.deque()
         ahead = 0 if launch.waits else runner.ahead
         if not progress.finished:
-            engine.learn_costs(launch.manner, lambda: launch.wait_for_one(engine.kind), runner.warm_ups)
+            engine.learn_costs(launch.manner, lambda: launch.time_one(engine.kind), runner.warm_ups)
         while not progress.finished:
             if self.ended:
                 raise RuntimeError("this stream has ended: its generator was reset, or has started another call")

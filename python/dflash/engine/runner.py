@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
+import time
 import warnings
 import weakref
 from collections import OrderedDict
@@ -149,6 +150,8 @@ class Direct:
     """How many steps may be launched before the oldest is read."""
     warm_ups = 1
     """How many steps of a kind take longer than the others."""
+    clock = staticmethod(time.thread_time)
+    """Returns the seconds by which steps are compared: here those of this thread, without other work's turns."""
 
     def __init__(self, report: Tensor) -> None:
         self.report = report
@@ -188,7 +191,7 @@ class Replay:
         reason: why the last step ran kernel by kernel; empty if it was replayed or will soon be captured.
     """
 
-    ahead, warm_ups = 1, _WARM_UPS + 1
+    ahead, warm_ups, clock = 1, _WARM_UPS + 1, staticmethod(time.perf_counter)
 
     def __init__(self, report: Tensor) -> None:
         self.report, self.reason = report, ""

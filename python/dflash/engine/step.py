@@ -179,32 +179,32 @@ class Engine:
         if self.budget is not None:
             self.tree.rows = int(self._shared(self.budget.choose()))
 
-    def learn_costs(self, manner: Hashable, launch: Callable[[], None], warm_ups: int) -> None:
+    def learn_costs(self, manner: Hashable, time_step: Callable[[], float], warm_ups: int) -> None:
         """Tell the budget what a step costs with a tree of each size, if the call has to know.
 
         Args:
             manner: how steps are launched. Costs are measured once for each: kernel by kernel, launches may take as
                 long as 128 rows.
-            launch: takes a step in this manner and waits for its end.
+            time_step: takes a step in this manner, and returns its seconds.
             warm_ups: how many steps of a kind take longer than the others.
         """
         if self.budget is None or self.budget.costs:
             return
         if manner not in self.costs:
-            self.costs[manner] = self._measure_costs(launch, warm_ups)
+            self.costs[manner] = self._measure_costs(time_step, warm_ups)
         self.budget = TreeBudget(self.costs[manner])
 
-    def _measure_costs(self, launch: Callable[[], None], warm_ups: int) -> dict[int, float]:
+    def _measure_costs(self, time_step: Callable[[], float], warm_ups: int) -> dict[int, float]:
         """Time steps of each size. Changes nothing else."""
         # Rows that are done stay as they are, but for `num_context`, which is 0 after a prompt anyway.
         done = self.state.done.clone()
         self.state.done.fill_(FULL)
 
-        def step_of(rows: int) -> None:
+        def time_step_of(rows: int) -> float:
             self.tree.rows = rows
-            launch()
+            return self._shared(time_step())
 
-        costs = measured_costs(step_of, warm_ups, self._shared)
+        costs = measured_costs(time_step_of, warm_ups)
         self.state.done.copy_(done)
         return costs
 
