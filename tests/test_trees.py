@@ -560,9 +560,9 @@ class TestCosts:
         slow = Machine({16: 1.0, 32: 1.6})
         assert measured_costs(slow.time_step, 1) == pytest.approx({16: 1.0})
         assert slow.steps == [16, 16, 16, 32, 32, 32]
-        fast = Machine({16: 0.040, 32: 0.044, 64: 0.050, 128: 0.060})
+        fast = Machine({16: 0.020, 32: 0.022, 64: 0.025, 128: 0.030})
         measured_costs(fast.time_step, 1)
-        assert fast.steps == [16] * 3 + [32] * 3 + [64] * 3 + [128] * 3 + [16, 16, 32, 32, 64, 64, 128, 128]
+        assert fast.steps == [size for size in (*SIZES, *SIZES) for _ in range(3)]
 
 
 def test_auto_writes_the_same_text_at_changing_sizes(target, draft, prompts, plain):

@@ -19,9 +19,10 @@ _NEW = 0.2
 # No tree that was measured emits half as much again from twice the rows.
 _MOST_PER_DOUBLING = 1.5
 # Each size is timed in so many turns, and in fewer once this many seconds are spent.
-_ROUNDS, _SECONDS = 10, 0.5
-# The first step of a turn finds the caches full of another size's data: 0.2 ms of 3.3 with the package's pair.
-_STEPS_PER_TURN = 2
+_ROUNDS, _SECONDS = 8, 0.5
+# The first step of a turn finds the caches full of another size's data. With the package's pair on a busy machine, 32
+# rows took 1.13 times as long as 16 by one step per turn, 1.18 by two, 1.21 by three and by four (means of 7).
+_STEPS_PER_TURN = 3
 
 
 class TreeBudget:
@@ -88,7 +89,7 @@ def measured_costs(time_step: Callable[[int], float], warm_ups: int) -> dict[int
     rounds, spent = 0, 0.0
     while rounds < _ROUNDS and spent < _SECONDS:
         for size in TREE_SIZES:
-            steps = _STEPS_PER_TURN + (0 if size in shortest else warm_ups)
+            steps = _STEPS_PER_TURN if size in shortest else max(_STEPS_PER_TURN, warm_ups + 1)
             seconds = min(time_step(size) for _ in range(steps))
             shortest[size] = min(seconds, shortest.get(size, seconds))
             spent += _STEPS_PER_TURN * seconds
