@@ -4,6 +4,7 @@ import functools
 import importlib
 import itertools
 import math
+import time
 
 import pytest
 import torch
@@ -681,6 +682,37 @@ def test_nothing_is_compiled_to_time_steps_that_the_host_decides(target, draft, 
     assert not compiled
     check(generator.generate(prompts[1][None], max_new_tokens=NEW), 16, plain[1:2])
     assert len(compiled) == 2, "one step of each size"
+
+
+def test_waiting_for_the_processor_is_not_part_of_a_cost(target, draft, prompts, monkeypatch):
+    generator = dflash.Generator(target, draft, max_length=160, tree="auto")
+    launch, wait = generator.runner.launch, 0.05
+
+    def launch_late(*arguments):
+        time.sleep(wait)
+        launch(*arguments)
+
+    monkeypatch.setattr(generator.runner, "launch", launch_late)
+    monkeypatch.setattr("dflash.engine.budget._ROUNDS", 1)
+    generator.generate(prompts[0][None], max_new_tokens=2)
+    [costs] = generator.engine.costs.values()
+    assert 0 < costs[16] < wait
+
+
+def test_costs_are_measured_again_when_the_target_has_changed(target, draft, prompts, measures):
+    dflash.release()
+    call = {"ids": prompts[1][None], "max_new_tokens": 2}
+    dflash.generate(target, draft, **call, tree=128)
+    replayed = measures(dflash.api._cached.generator, [16], {False: {16: 1.0}})
+    for _ in range(2):
+        dflash.generate(target, draft, **call, tree="auto")
+    assert len(replayed) == 1
+    hook = target.register_forward_hook(lambda *_: None)
+    try:
+        dflash.generate(target, draft, **call, tree="auto")
+    finally:
+        hook.remove()
+    assert len(replayed) == 2
 
 
 def test_costs_can_be_given(target, draft, prompts, plain):

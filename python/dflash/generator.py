@@ -353,8 +353,8 @@ class Generator:
         if not call.rules.run_on_host:
             return Launch(self.runner, self.step, self.step, obstacle, must_capture=must_capture)
         # Python rules wait for the step anyway, and must not be asked about one that will not count.
-        steps = (functools.partial(function, self.engine) for function in (host_step, step))  # none is compiled
-        return Launch(self.runner, *steps, obstacle, waits=True, must_capture=must_capture)
+        on_host, on_device = functools.partial(host_step, self.engine), functools.partial(step, self.engine)
+        return Launch(self.runner, on_host, on_device, obstacle, waits=True, must_capture=must_capture)
 
     def _end_run(self) -> None:
         if self._run is not None:
