@@ -90,3 +90,22 @@ def test_compiling_the_target_compiles_its_blocks_and_not_its_prompts(monkeypatc
         p = prompt(length)
         assert generator.generate(p[None], max_new_tokens=4)[0, length:].tolist() == greedy(target, p, 4).tolist()
     assert set(shapes) == {(1, 4)}
+
+
+def test_a_target_is_compiled_for_each_number_of_rows_by_itself(monkeypatch):
+    """A call may ask for any number of rows, and torch stops compiling a code object at eight shapes."""
+    target = make_target("qwen3", num_hidden_layers=1)
+    generator = dflash.Generator(target, make_draft(target), max_length=64, tree=16)
+    compiled, p = [], prompt(5)
+
+    def compile(function, **_options):
+        compiled.append((function.__code__, shapes := set()))
+        return lambda ids, *rest: shapes.add((tuple(ids.shape), len(rest))) or function(ids, *rest)
+
+    monkeypatch.setattr(torch, "compile", compile)
+    generator.engine.compile_target = True
+    generator.engine.retarget(generator.engine.target)
+    for tree in (None, *range(16, 4, -1), None, 16):
+        assert generator.generate(p[None], max_new_tokens=4, tree=tree)[0, 5:].tolist() == greedy(target, p, 4).tolist()
+    assert len(compiled) == len({id(code) for code, _ in compiled}) == 13, "a chain, and trees of 5 to 16 rows"
+    assert all(len(shapes) == 1 for _, shapes in compiled)

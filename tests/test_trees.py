@@ -1,5 +1,6 @@
 """Test draft trees from the caller's side: the text is the target's own, whatever the tree holds."""
 
+import functools
 import importlib
 import itertools
 import math
@@ -10,14 +11,14 @@ import torch
 from baseline import greedy, left_padded, prompt, sampled
 from draft_variants import random_drafter
 from families import FAMILIES, RECURRENT, VOCAB, draft_config, make_draft, make_target
-from recorded import no_host_reads, record
+from recorded import Recorded, no_host_reads, record
 from test_tree_target import model_of
 from tiny_tokenizers import byte_level
 from torch import Tensor
 
 import dflash
 from dflash.cache import KVCache
-from dflash.engine.budget import Budget, measured_costs
+from dflash.engine.budget import TreeBudget, measured_costs
 from dflash.engine.state import RowReport
 from dflash.proposers import TREE_SIZES, TreeProposer
 from dflash.sampling import fold
@@ -533,23 +534,35 @@ def report(expected: tuple[float, ...], done: int = 0) -> RowReport:
 # What a step costs where reading the weights takes most of its time, and where every row takes its own.
 GPU = dict(zip(TREE_SIZES, (1.0, 1.05, 1.2, 1.6), strict=True))
 CPU = dict(zip(TREE_SIZES, (1.0, 1.6, 2.8, 5.2), strict=True))
+EQUAL = dict.fromkeys(TREE_SIZES, 1.0)
 
 
 class TestBudget:
     def test_it_takes_what_brings_most_tokens_for_its_cost(self):
         for expected, best in (((3.0, 4.0, 6.0, 6.5), 64), ((12.0, 13.0, 13.1, 13.2), 32), ((12.0,) * 4, 16)):
-            budget = Budget(GPU)
-            budget.observe(64, [5], [report(expected)])
+            budget = TreeBudget(GPU)
+            for _ in range(20):
+                budget.observe(64, [5], [report(expected)])
             assert budget.choose() == best
 
     def test_it_takes_16_rows_where_cost_grows_with_rows(self):
-        budget = Budget(CPU)
+        budget = TreeBudget(CPU)
         assert budget.choose() == 16
         budget.observe(16, [4], [report((4.0, 5.0, 6.0, 7.0))])
         assert budget.choose() == 16
 
+    def test_one_step_does_not_decide_for_the_next(self):
+        budget, flat, steep = TreeBudget(GPU), report((12.0,) * 4), report((3.0, 4.0, 6.0, 6.5))
+        for _ in range(20):
+            budget.observe(16, [12], [flat])
+        budget.observe(16, [3], [steep])
+        assert budget.choose() == 16
+        for _ in range(20):
+            budget.observe(16, [3], [steep])
+        assert budget.choose() == 64
+
     def test_a_drafter_that_believes_too_much_gets_fewer_rows(self):
-        budget = Budget(GPU)
+        budget = TreeBudget(GPU)
         for _ in range(100):
             budget.observe(64, [1], [report((6.0, 8.0, 11.0, 13.0))])
         assert budget.choose() == 16
@@ -558,42 +571,61 @@ class TestBudget:
         assert budget.choose() == 64
 
     def test_a_batch_adds_up_its_rows_and_ended_rows_do_not_count(self):
-        budget = Budget(GPU)
         steep, flat = report((3.0, 4.0, 6.0, 6.5)), report((12.0,) * 4)
-        budget.observe(16, [1, 1, 1, 1], [flat, flat, flat, steep])
-        assert budget.choose() == 16
         ended = report((12.0,) * 4, done=1)
-        budget.observe(16, [1, 1, 1, 1], [ended, ended, ended, steep])
-        assert budget.choose() == 64
+        for other, best in ((flat, 16), (ended, 64)):
+            budget = TreeBudget(GPU)
+            for _ in range(20):
+                budget.observe(16, [12, 12, 12, 3], [other, other, other, steep])
+            assert budget.choose() == best
 
-    def test_costs_are_medians_and_end_with_a_size_that_is_never_worth_it(self, monkeypatch):
-        clock, steps = [0.0], []
-        monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
 
-        def step(rows: int) -> None:
-            steps.append(rows)
-            slow = 50 if steps.count(rows) in (1, 4) else 1  # the warm-up, and a hiccup
-            clock[0] += slow * {16: 0.010, 32: 0.013, 64: 0.025}[rows]
+class Machine:
+    """A clock, and steps that move it.
 
-        assert measured_costs(step, 1) == pytest.approx({16: 0.010, 32: 0.013})
-        assert max(steps) == 64, "a step that costs half as much again as half the rows is the last"
+    Args:
+        seconds: by rows, how long a step takes on an idle machine.
+        is_busy: says by the time whether other work doubles it.
+    """
 
-    def test_slow_steps_are_timed_once(self, monkeypatch):
-        clock, steps = [0.0], []
-        monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    def __init__(self, seconds: dict[int, float], is_busy=lambda now: False) -> None:
+        self.seconds, self.is_busy, self.now, self.steps = seconds, is_busy, 0.0, []
 
-        def step(rows: int) -> None:
-            steps.append(rows)
-            clock[0] += rows
+    def time_step(self, rows: int) -> float:
+        self.steps.append(rows)
+        warms_up, began = self.steps.count(rows) == 1, self.now
+        self.now += self.seconds[rows] * (2 if self.is_busy(self.now) else 1) + (0.3 if warms_up else 0)
+        return self.now - began
 
-        assert measured_costs(step, 1) == {16: 16.0}
-        assert steps == [16, 16, 32, 32]
+
+class TestCosts:
+    def test_they_end_with_a_size_that_is_never_worth_it(self):
+        machine = Machine({16: 0.010, 32: 0.013, 64: 0.025})
+        assert measured_costs(machine.time_step, 1) == pytest.approx({16: 0.010, 32: 0.013})
+
+    def test_they_are_those_of_an_idle_machine(self):
+        seconds = {16: 0.010, 32: 0.014, 64: 0.016, 128: 0.025}
+        is_busy = {
+            "at first": lambda now: now < 0.7,
+            "later": lambda now: 0.64 < now < 1.1,
+            "now and then": lambda now: 1000 * now % 11 < 5,
+        }
+        for name, busy in is_busy.items():
+            costs = measured_costs(Machine(seconds, busy).time_step, 1)
+            assert costs == pytest.approx({16: 0.010, 32: 0.014, 64: 0.016}), name
+
+    def test_slow_steps_have_one_turn_and_fast_ones_half_a_second(self):
+        slow = Machine({16: 1.0, 32: 1.6})
+        assert measured_costs(slow.time_step, 1) == pytest.approx({16: 1.0})
+        assert slow.steps == [16, 16, 16, 32, 32, 32]
+        fast = Machine({16: 0.020, 32: 0.022, 64: 0.025, 128: 0.030})
+        measured_costs(fast.time_step, 1)
+        assert fast.steps == [size for size in (*SIZES, *SIZES) for _ in range(3)]
 
 
 def test_auto_writes_the_same_text_at_changing_sizes(target, draft, prompts, plain):
     ids, mask = left_padded(prompts)
-    generator = grown(TreeProposer, target, draft, batch_size=3, tree="auto")
-    generator.engine.costs = dict.fromkeys(TREE_SIZES, 1.0)
+    generator = grown(TreeProposer, target, draft, batch_size=3, tree=EQUAL)
     for temperature in (0.0, 1.0):
         call = {"attention_mask": mask, "max_new_tokens": NEW, "temperature": temperature, "seed": 3}
         expected = plain
@@ -615,11 +647,11 @@ def test_auto_measures_its_costs_once_and_leaves_the_state_as_it_was(target, dra
     generator = dflash.Generator(target, draft, max_length=160, batch_size=3, tree="auto", reuse_prefix=False)
     call = {"attention_mask": mask, "max_new_tokens": NEW, "return_dict_in_generate": True}
     first = generator.generate(ids, **call)
-    costs = generator.engine.costs
-    assert costs
+    [costs] = generator.engine.costs.values()
     assert all(cost > 0 for cost in costs.values())
     second = generator.generate(ids, **call)
-    assert generator.engine.costs is costs
+    [same] = generator.engine.costs.values()
+    assert same is costs
     for output in (first, second):
         check(output.sequences, ids.shape[1], plain)
     assert first.statistics.acceptance_lengths == second.statistics.acceptance_lengths
@@ -628,9 +660,8 @@ def test_auto_measures_its_costs_once_and_leaves_the_state_as_it_was(target, dra
 
 def test_auto_is_captured_once_per_size(target, draft, prompts, plain):
     ids, mask = left_padded(prompts)
-    generator = record(grown(TreeProposer, target, draft, batch_size=3, tree="auto"))
+    generator = record(grown(TreeProposer, target, draft, batch_size=3, tree=EQUAL))
     sizes = iter([16, 64] * 100)
-    generator.engine.costs = dict.fromkeys(TREE_SIZES, 1.0)
     for _ in range(3):
         stream = generator.stream(ids, attention_mask=mask, max_new_tokens=NEW)
         next(stream)
@@ -641,6 +672,124 @@ def test_auto_is_captured_once_per_size(target, draft, prompts, plain):
     check(generator.generate(ids, attention_mask=mask, max_new_tokens=NEW, tree=16), ids.shape[1], plain)
     assert generator.runner.graphs == 3
     assert generator.runner.steps["replayed"] > generator.runner.steps["eager"]
+
+
+def replays(runner) -> int:
+    return runner.steps["replayed"] if isinstance(runner, Recorded) else 0
+
+
+@pytest.fixture
+def measures(monkeypatch):
+    """Return what makes a generator take the steps of a measurement, and then use other costs.
+
+    They are chosen by whether the steps were replayed, which a list tells of every measurement.
+    """
+
+    def measures(generator, sizes, costs) -> list:
+        found = []
+
+        def measured(time_step, warm_ups):
+            runner = generator.runner
+            before = replays(runner)
+            runner.reads_late = False
+            for size in sizes * (warm_ups + 1):
+                time_step(size)
+            runner.reads_late = True
+            found.append(replays(runner) > before)
+            return costs[found[-1]]
+
+        monkeypatch.setattr(importlib.import_module("dflash.engine.step"), "measured_costs", measured)
+        return found
+
+    return measures
+
+
+def test_costs_of_steps_that_are_not_captured_decide_for_such_steps_only(target, draft, prompts, plain, measures):
+    generator = record(grown(TreeProposer, target, draft, tree="auto"))
+    replayed = measures(generator, [16], {False: {128: 1.0}, True: {16: 1.0}})
+    processed = {"logits_processor": [lambda ids, scores: scores]}
+    for rules, rows in ((processed, 128), ({}, 16), (processed, 128), ({}, 16)):
+        output = generator.generate(prompts[1][None], max_new_tokens=NEW, return_dict_in_generate=True, **rules)
+        check(output.sequences, 16, plain[1:2])
+        assert set(output.statistics.rows) == {rows}
+    assert replayed == [False, True]
+
+
+def test_steps_that_were_captured_to_be_timed_are_used(target, draft, prompts, plain, measures):
+    generator = record(grown(TreeProposer, target, draft, tree="auto"))
+    measures(generator, [16, 32], {True: {16: 1.0, 32: 1.0}})
+    stream = generator.stream(prompts[1][None], max_new_tokens=NEW)
+    events = [next(stream), next(stream)]
+    assert generator.runner.captures == 2
+    eager = generator.runner.steps["eager"]
+    generator.engine.budget.choose = itertools.cycle([16, 32]).__next__
+    events += stream
+    assert set(events[-1].statistics.rows[1:]) == {16, 32}
+    assert generator.runner.captures == 2
+    assert generator.runner.steps["eager"] == eager
+
+
+def test_nothing_is_compiled_to_time_steps_that_the_host_decides(target, draft, prompts, plain, measures, monkeypatch):
+    generator = grown(TreeProposer, target, draft, tree="auto", compile=True)
+    measures(generator, [16, 32], {False: {16: 1.0}})
+    compiled = []
+    monkeypatch.setattr(torch, "compile", lambda function, **options: compiled.append(function) or function)
+    call = {"max_new_tokens": NEW, "logits_processor": [lambda ids, scores: scores]}
+    check(generator.generate(prompts[1][None], **call), 16, plain[1:2])
+    assert not compiled
+    check(generator.generate(prompts[1][None], max_new_tokens=NEW), 16, plain[1:2])
+    assert len(compiled) == 2, "one step of each size"
+
+
+def test_waiting_for_the_processor_is_not_part_of_a_cost(target, draft, prompts, monkeypatch):
+    generator = dflash.Generator(target, draft, max_length=160, tree="auto")
+    launch, wait = generator.runner.launch, 0.05
+
+    def launch_late(*arguments):
+        time.sleep(wait)
+        launch(*arguments)
+
+    monkeypatch.setattr(generator.runner, "launch", launch_late)
+    monkeypatch.setattr("dflash.engine.budget._ROUNDS", 1)
+    generator.generate(prompts[0][None], max_new_tokens=2)
+    [costs] = generator.engine.costs.values()
+    assert 0 < costs[16] < wait
+
+
+def test_costs_are_measured_again_when_the_target_has_changed(target, draft, prompts, measures):
+    dflash.release()
+    call = {"ids": prompts[1][None], "max_new_tokens": 2}
+    dflash.generate(target, draft, **call, tree=128)
+    replayed = measures(dflash.api._cached.generator, [16], {False: {16: 1.0}})
+    for _ in range(2):
+        dflash.generate(target, draft, **call, tree="auto")
+    assert len(replayed) == 1
+    hook = target.register_forward_hook(lambda *_: None)
+    try:
+        dflash.generate(target, draft, **call, tree="auto")
+    finally:
+        hook.remove()
+    assert len(replayed) == 2
+
+
+def test_costs_can_be_given(target, draft, prompts, plain):
+    p, call = prompts[1][None], {"max_new_tokens": NEW, "return_dict_in_generate": True}
+    generator = dflash.Generator(target, draft, max_length=80, tree={64: 1.0, 16: 100})
+    one_shot = {"custom_generate": dflash.custom_generate, "draft": draft, "do_sample": False}
+    for generate, tree, rows in (
+        (generator.generate, {}, 64),
+        (generator.generate, {"tree": {32: 1.0, 16: 100.0}}, 32),
+        (functools.partial(dflash.generate, target, draft), {"tree": {128: 1000, 16: 0.1}}, 16),
+        (functools.partial(target.generate, **one_shot), {"tree": {128: 0.001, 16: 100}}, 128),
+    ):
+        output = generate(p, **call, **tree)
+        check(output.sequences, 16, plain[1:2])
+        assert set(output.statistics.rows) == {rows}
+    assert not generator.engine.costs, "nothing is measured"
+    *_, last = generator.stream(p, max_new_tokens=NEW, tree={32: 1.0})
+    assert set(last.statistics.rows) == {32}
+    with pytest.raises(ValueError, match=r"tree=\{16: 1.0, 128: 2.0\} takes up to 128 rows, .* tree=\{16: 100.0, 64"):
+        generator.generate(p, tree={128: 2.0, 16: 1.0})
 
 
 # ---------------------------------------------------------------------------------------------- errors
@@ -656,6 +805,18 @@ def test_auto_is_captured_once_per_size(target, draft, prompts, plain):
         ({"tree": "most"}, ValueError, "got 'most'$"),
         ({"tree": True}, TypeError, "got True$"),
         ({"tree": 16.0}, TypeError, r"got 16\.0$"),
+        ({"tree": {}}, ValueError, r"tree as costs must map one or more of 16, 32, 64, 128 rows .* got \{\}$"),
+        ({"tree": {16: 1.0, 20: 1.1}}, ValueError, r"to positive numbers, got \{16: 1.0, 20: 1.1\}$"),
+        ({"tree": {16: 1.0, 32: 0.0}}, ValueError, r"got \{16: 1.0, 32: 0.0\}$"),
+        ({"tree": {16: NAN}}, ValueError, r"got \{16: nan\}$"),
+        ({"tree": {16: math.inf}}, ValueError, r"got \{16: inf\}$"),
+        ({"tree": {"16": 1.0}}, TypeError, r"got \{'16': 1.0\}$"),
+        ({"tree": {16: True}}, TypeError, r"got \{16: True\}$"),
+        (
+            {"tree": {16: 1.0}, "denoise_steps": 2},
+            ValueError,
+            r"tree=\{16: 1.0\} cannot be combined with denoise_steps",
+        ),
         ({"tree": 16, "block_size": 1}, ValueError, "tree=16 needs a drafter to grow from"),
         ({"tree": 16, "denoise_steps": 2}, ValueError, "tree=16 cannot be combined with denoise_steps=2"),
         ({"tree": 16, "draft_sharpness": 1.0}, ValueError, r"cannot be combined with draft_sharpness=1\.0"),
@@ -703,6 +864,7 @@ def test_recurrent_targets_take_chains_only():
 
 def test_one_shot_calls_grow_their_generator_for_larger_trees(target, draft, prompts, plain):
     p = prompts[1][None]
+    dflash.release()
     for tree in (None, 16, 64, 9, None):
         check(dflash.generate(target, draft, p, max_new_tokens=NEW, tree=tree), 16, plain[1:2])
     assert dflash.api._cached.generator.tree == 64

@@ -61,9 +61,11 @@ class GenerateArguments(RuleArguments, total=False):
             (`dflash.proposers.denoise`). Changes the speed, never the text.
         tree: rows that a step verifies, the anchor included, 2 to 128: the most probable prefixes instead of one chain
             (`dflash.proposers.TreeProposer`). ``"auto"`` chooses 16, 32, 64 or 128 before each step, by what the
-            drafter expects of them and what they cost on this device. None is a chain; by default the Generator's own
-            (None in one-shot calls). A tree needs a drafter, a target without recurrent layers, ``denoise_steps=1``
-            and ``acceptance="keyed"``, and has no draft_sharpness. Changes the speed, never the text.
+            drafter expects of them and what they cost on this device, which the first such call measures. A mapping
+            gives the sizes to choose from and the cost of a step at each, in any unit: ``{16: 1.0, 32: 1.05}``. None is
+            a chain; by default the Generator's own (None in one-shot calls). A tree needs a drafter, a target without
+            recurrent layers, ``denoise_steps=1`` and ``acceptance="keyed"``, and has no draft_sharpness. Changes the
+            speed, never the text.
     """
 
     attention_mask: Tensor | None
@@ -81,7 +83,7 @@ class GenerateArguments(RuleArguments, total=False):
     streamer: Streamer | None
     num_return_sequences: int | None
     denoise_steps: int
-    tree: int | Literal["auto"] | None
+    tree: int | Literal["auto"] | Mapping[int, float] | None
 
 
 @dataclass(frozen=True)
@@ -123,7 +125,7 @@ class Call:
         streamer: one of transformers, or None.
         acceptance: ``"keyed"`` or ``"rejection"``.
         denoise_steps: passes of the drafter over each block.
-        tree: rows of a tree, ``"auto"``, or None for chains.
+        tree: rows of a tree, ``"auto"``, costs by size, or None for chains.
     """
 
     ids: Tensor

@@ -7,7 +7,7 @@ import contextlib
 import functools
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Literal, NoReturn, SupportsIndex, TypeVar, overload
 
 import torch
@@ -29,7 +29,7 @@ from .engine import (
     step,
 )
 from .fit import check_block_size, check_tree, check_tree_trial
-from .options import GeneratorOptions, tree_rows
+from .options import GeneratorOptions, checked_tree, tree_rows
 from .outputs import GenerateOutput, StreamEvent
 from .streaming import BatchDecoder
 from .target import Target, ValuesFingerprint, WeightsFingerprint, check_target, first_hook, functions_of, snapshot
@@ -63,8 +63,9 @@ class Generator:
         block_size: rows that a step verifies, 1 to the drafter's own block size (the default); 1 without a drafter.
         denoise_steps: passes of the drafter over each block, where a call does not say
             (`dflash.call.GenerateArguments`).
-        tree: rows of a tree of drafts, or ``"auto"``, where a call does not say (`dflash.call.GenerateArguments`). A
-            call may also take fewer rows, or a chain; with None only chains. The caches are larger by these rows.
+        tree: rows of a tree of drafts, ``"auto"``, or costs by size, where a call does not say
+            (`dflash.call.GenerateArguments`). A call may also take fewer rows, or a chain; with None only chains. The
+            caches are larger by these rows.
         compile: run the step through ``torch.compile(fullgraph=True)``, one graph per combination of rules, ways to
             accept and rows of a tree; the first step of each takes long. Hooks added to the drafter later are not seen.
             On a GPU only the target's part of the step is compiled, inside the CUDA graph.
@@ -102,7 +103,7 @@ class Generator:
         batch_size: int = 1,
         block_size: int | None = None,
         denoise_steps: int = 1,
-        tree: int | Literal["auto"] | None = None,
+        tree: int | Literal["auto"] | Mapping[int, float] | None = None,
         compile: bool = False,
         graph: bool | Literal["auto"] = "auto",
         fused: bool | Literal["auto"] = "auto",
@@ -132,7 +133,7 @@ class Generator:
         self.denoise_steps, self.prefill_chunk = int(options.denoise_steps), int(options.prefill_chunk)
         self.graph, self.fused, self.reuse_prefix = options.graph, options.fused, options.reuse_prefix
         self.draft: Drafter | None = draft if self.block_size > 1 else None
-        self.tree = options.tree
+        self.tree = checked_tree(options.tree)
         check_tree(target, self.tree, self.draft is not None, room=self.tree)
         # 2. The pair: the target's twin, and the engine with its state.
         check_tree_trial(twin := self._twin(target), self.tree)
@@ -353,8 +354,8 @@ class Generator:
         if not call.rules.run_on_host:
             return Launch(self.runner, self.step, self.step, obstacle, must_capture=must_capture)
         # Python rules wait for the step anyway, and must not be asked about one that will not count.
-        on_host = functools.partial(host_step, self.engine)
-        return Launch(self.runner, on_host, self.step, obstacle, waits=True, must_capture=must_capture)
+        on_host, on_device = functools.partial(host_step, self.engine), functools.partial(step, self.engine)
+        return Launch(self.runner, on_host, on_device, obstacle, waits=True, must_capture=must_capture)
 
     def _end_run(self) -> None:
         if self._run is not None:

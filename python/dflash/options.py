@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from torch import nn
 
 from .ops import MAX_TREE_ROWS
-from .sampling import integer, integer_from
+from .proposers import TREE_SIZES
+from .sampling import integer, integer_from, real
 from .target import embedding_table, ranks_in, text_config
 
 __all__ = ["GeneratorOptions", "TreeSize", "check_tree_call", "checked_tree", "tree_rows"]
 
-TreeSize = int | Literal["auto"] | None
-"""Rows of a draft tree, "auto" to choose them as a call proceeds, or None for chains."""
+TreeSize = int | Literal["auto"] | Mapping[int, float] | None
+"""Rows of a draft tree; "auto" to choose them as a call proceeds, or what each size costs; None for chains."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,8 @@ def checked_tree(tree: object) -> TreeSize:
     wanted = f'tree must be a number of rows in 2 .. {MAX_TREE_ROWS}, "auto" or None, got {tree!r}'
     if tree is None:
         return None
+    if isinstance(tree, Mapping):
+        return _checked_costs(tree)
     if isinstance(tree, str):
         if tree != "auto":
             raise ValueError(wanted)
@@ -70,10 +75,25 @@ def checked_tree(tree: object) -> TreeSize:
     return rows
 
 
+def _checked_costs(costs: Mapping[object, object]) -> dict[int, float]:
+    """Return the costs by size in ascending order; raise ValueError or TypeError if one is wrong."""
+    sizes = ", ".join(map(str, TREE_SIZES))
+    wanted = f"tree as costs must map one or more of {sizes} rows to positive numbers, got {costs!r}"
+    try:
+        found = {integer("tree", size): real("tree", cost, "positive") for size, cost in costs.items()}
+    except (TypeError, OverflowError) as error:
+        raise type(error)(wanted) from None
+    if not found or not all(size in TREE_SIZES and 0 < cost < math.inf for size, cost in found.items()):
+        raise ValueError(wanted)
+    return dict(sorted(found.items()))
+
+
 def tree_rows(tree: TreeSize) -> int:
     """Return the most rows of a tree of this size; 0 for chains."""
     if tree is None:
         return 0
+    if isinstance(tree, Mapping):
+        return max(tree)
     return MAX_TREE_ROWS if tree == "auto" else tree
 
 

@@ -120,7 +120,7 @@ class Launch:
     Attributes:
         runner: launches them.
         step: one step.
-        device_step: one step that decides on the device.
+        device_step: one step that decides on the device, to measure what a step costs.
         obstacle: why they must not be captured; empty if they may.
         waits: True if the host waits for each step before it launches the next.
         must_capture: raise if a step is not captured.
@@ -133,10 +133,17 @@ class Launch:
     waits: bool = False
     must_capture: bool = False
 
-    def wait_for_one(self, kind: Hashable) -> None:
-        """Take a step on the device, whoever decides on the host, and wait for its end."""
+    @property
+    def manner(self) -> Hashable:
+        """What the time of a step depends on, besides its kind: is it captured, is it compiled?"""
+        return isinstance(self.runner, Replay) and not self.obstacle, self.waits
+
+    def time_one(self, kind: Hashable) -> float:
+        """Take a step on the device, whoever decides on the host; return its seconds."""
+        began = self.runner.clock()
         self.runner.launch(self.device_step, kind, self.obstacle)
         self.runner.read()
+        return self.runner.clock() - began
 
 
 class Run:
@@ -196,7 +203,7 @@ class Run:
         engine, runner, launched = self.engine, launch.runner, collections.deque()
         ahead = 0 if launch.waits else runner.ahead
         if not progress.finished:
-            engine.measure_costs(lambda: launch.wait_for_one(engine.kind), runner.warm_ups)
+            engine.learn_costs(launch.manner, lambda: launch.time_one(engine.kind), runner.warm_ups)
         while not progress.finished:
             if self.ended:
                 raise RuntimeError("this stream has ended: its generator was reset, or has started another call")

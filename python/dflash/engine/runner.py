@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import threading
+import time
 import warnings
 import weakref
 from collections import OrderedDict
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Direct", "Replay", "compiled_per_kind", "graph_status", "with_own_code"]
+__all__ = ["Direct", "Replay", "compiled_per_kind", "compiled_per_shape", "graph_status"]
 
 _CAPTURING = threading.Lock()  # captures and watches change settings of the whole process
 _WARM_UPS = 2  # real steps before a capture: one makes what is made at first use, one is watched
@@ -87,7 +88,7 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def with_own_code(function: Callable) -> Callable:
+def _with_own_code(function: Callable) -> Callable:
     """Return ``function`` in a code object of its own, by which torch finds and counts compiled graphs."""
 
     def call(*arguments: Any) -> Any:
@@ -107,20 +108,33 @@ def compiled_per_kind(step: Callable[[], None], kind: Callable[[], Hashable]) ->
         step: what to compile with ``fullgraph=True``.
         kind: returns everything that its branches depend on, as for `Replay.launch`.
     """
-    graphs: OrderedDict[Hashable, Callable[[], None]] = OrderedDict()
+    # Without guards torch would take another generator's graph, if the two had one code object.
+    options = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe, "size_asserts": False}
+    return _compiled(step, kind, fullgraph=True, options=options)
 
-    def run() -> None:
-        key = kind()
-        if key in graphs:
-            graphs.move_to_end(key)
+
+def compiled_per_shape(function: Callable) -> Callable:
+    """Return ``function``, compiled by itself for each shape of its first argument and number of arguments.
+
+    torch would compile one code object for eight shapes, and run it as it is for any other.
+    """
+    return _compiled(function, lambda first, *rest: (first.shape, len(rest)))
+
+
+def _compiled(function: Callable, kind: Callable[..., Hashable], **options: Any) -> Callable:
+    """Return ``function``, compiled in a code object of its own for each value of ``kind``; see `torch.compile`."""
+    compiled: OrderedDict[Hashable, Callable] = OrderedDict()
+
+    def run(*arguments: Any) -> Any:
+        key = kind(*arguments)
+        if key in compiled:
+            compiled.move_to_end(key)
         else:
-            _drop_dead(graphs)
-            while len(graphs) >= _MAX_GRAPHS:
-                graphs.popitem(last=False)
-            # Without guards torch would take another generator's graph.
-            options = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe, "size_asserts": False}
-            graphs[key] = torch.compile(with_own_code(step), fullgraph=True, dynamic=False, options=options)
-        graphs[key]()
+            _drop_dead(compiled)
+            while len(compiled) >= _MAX_GRAPHS:
+                compiled.popitem(last=False)
+            compiled[key] = torch.compile(_with_own_code(function), dynamic=False, **options)
+        return compiled[key](*arguments)
 
     return run
 
@@ -136,6 +150,8 @@ class Direct:
     """How many steps may be launched before the oldest is read."""
     warm_ups = 1
     """How many steps of a kind take longer than the others."""
+    clock = staticmethod(time.thread_time)
+    """Returns the seconds by which steps are compared: here those of this thread, without other work's turns."""
 
     def __init__(self, report: Tensor) -> None:
         self.report = report
@@ -175,7 +191,7 @@ class Replay:
         reason: why the last step ran kernel by kernel; empty if it was replayed or will soon be captured.
     """
 
-    ahead, warm_ups = 1, _WARM_UPS + 1
+    ahead, warm_ups, clock = 1, _WARM_UPS + 1, staticmethod(time.perf_counter)
 
     def __init__(self, report: Tensor) -> None:
         self.report, self.reason = report, ""

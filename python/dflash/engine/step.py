@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from ..call import Call
 from ..drafter import Drafter
-from ..options import tree_rows
-from ..proposers import TREE_SIZES, Block, ChainProposer, PaddingProposer, Proposer, ProposerSettings, TreeProposer
+from ..options import TreeSize, tree_rows
+from ..proposers import (
+    Block,
+    ChainProposer,
+    ChainSettings,
+    PaddingProposer,
+    Proposer,
+    TreeProposer,
+    TreeSettings,
+)
 from ..sampling import HostRules, KeyedAcceptance, LogitRules, RejectionAcceptance, RuleSettings
 from ..target import Target, first_hook
-from .budget import Budget, measured_costs
+from .budget import TreeBudget, measured_costs
 from .commit import emit_, report_
-from .runner import with_own_code
+from .runner import compiled_per_shape
 from .state import FULL, STOPPED, State
 
 __all__ = ["Engine", "step"]
@@ -41,6 +49,13 @@ def step(engine: Engine) -> None:
     engine.commit_(block, choices)
 
 
+def _budget_for(tree: TreeSize) -> TreeBudget | None:
+    """Return what chooses the rows of a call's trees; None for a chain or a fixed tree."""
+    if isinstance(tree, Mapping):
+        return TreeBudget(tree)
+    return TreeBudget({}) if tree == "auto" else None
+
+
 class Engine:
     """What a step needs, for one target and drafter.
 
@@ -58,7 +73,7 @@ class Engine:
         tree: drafts trees; None without room for them.
         proposer: the one of the call.
         budget: chooses the rows of a tree as the call proceeds; None for a chain or a fixed tree.
-        costs: by size, the seconds of a step with a tree; empty until they are measured.
+        costs: by how steps are launched, what a step with a tree of each size was measured to take.
         rules: the logit rules of the call.
         host_rules: Python processors and criteria of the call; None for none.
         acceptance: chooses the target's tokens.
@@ -79,16 +94,16 @@ class Engine:
         self.target, self.draft, self.compile_target = target, draft, False
         self.batch_size, self.block_size = batch_size, block_size
         self.state = State.create(target, draft, batch_size, max_length, block_size, tree_rows)
-        self.chain: Proposer
+        self.chain: ChainProposer | PaddingProposer
         self.tree: TreeProposer | None = None
         if draft is None:
             self.chain = PaddingProposer(batch_size, block_size, target.device)
         else:
             self.chain = ChainProposer(draft, target, batch_size, block_size)
             self.tree = TreeProposer(draft, target, batch_size, block_size) if tree_rows else None
-        self.proposer = self.chain
-        self.budget: Budget | None = None
-        self.costs: dict[int, float] = {}
+        self.proposer: Proposer = self.chain
+        self.budget: TreeBudget | None = None
+        self.costs: dict[Hashable, dict[int, float]] = {}
         self.vocab_size = target.embedding_weight.shape[0]
         self.keyed = KeyedAcceptance(batch_size, target.device)
         self.acceptance: KeyedAcceptance | RejectionAcceptance = self.keyed
@@ -100,8 +115,9 @@ class Engine:
     def retarget(self, target: Target) -> None:
         """Replace the target by another twin of the same model; caches and state stay."""
         self.target = target
+        self.costs.clear()
         if self.compile_target:
-            target.compiled_forward = torch.compile(with_own_code(target.forward), dynamic=False)
+            target.compiled_forward = compiled_per_shape(target.forward)
         self.chain.retarget(target)
         if self.tree is not None:
             self.tree.retarget(target)
@@ -131,14 +147,15 @@ class Engine:
         samples = self.draft is not None and call.sampling.temperature > 0
         rejects = samples and call.acceptance == "rejection"
         self.acceptance = self._rejection_acceptance() if rejects else self.keyed
-        rejection = self._rejection if rejects else None
-        adapts = samples and not rejects and call.sampling.draft_sharpness == "auto"
-        rows = tree_rows(call.tree)
-        self.proposer = self.tree if rows else self.chain
-        self.proposer.configure(ProposerSettings(self.rules, rejection, adapts, call.denoise_steps, samples, rows))
-        self.budget = None
-        if call.tree == "auto":
-            self._adapt()
+        self.budget = _budget_for(call.tree)
+        if rows := tree_rows(call.tree):
+            self.proposer = self.tree
+            self.tree.configure(TreeSettings(self.rules, samples, rows, forecasts=self.budget is not None))
+        else:
+            self.proposer = self.chain
+            rejection = self._rejection if rejects else None
+            adapts_sharpness = samples and not rejects and call.sampling.draft_sharpness == "auto"
+            self.chain.configure(ChainSettings(self.rules, rejection, adapts_sharpness, call.denoise_steps))
 
     def graph_obstacle(self, call: Call, hook: str) -> str:
         """Return why a call's steps must not be captured; empty if they may. ``hook`` names one of the target's."""
@@ -160,37 +177,38 @@ class Engine:
     def choose_rows(self) -> None:
         """Set the rows of the next step, if the call leaves them to us."""
         if self.budget is not None:
-            self.tree.rows = int(self._agreed(self.budget.choose()))
+            self.tree.rows = int(self._shared(self.budget.choose()))
 
-    def measure_costs(self, launch: Callable[[], None], warm_ups: int) -> None:
-        """Measure once what a step costs with a tree of each size, if the call has to know. Changes nothing else.
+    def learn_costs(self, manner: Hashable, time_step: Callable[[], float], warm_ups: int) -> None:
+        """Tell the budget what a step costs with a tree of each size, if the call has to know.
 
         Args:
-            launch: takes a step and waits for its end.
+            manner: how steps are launched. Costs are measured once for each: kernel by kernel, launches may take as
+                long as 128 rows.
+            time_step: takes a step in this manner, and returns its seconds.
             warm_ups: how many steps of a kind take longer than the others.
         """
-        if self.budget is None or self.costs:
+        if self.budget is None or self.budget.costs:
             return
+        if manner not in self.costs:
+            self.costs[manner] = self._measure_costs(time_step, warm_ups)
+        self.budget = TreeBudget(self.costs[manner])
+
+    def _measure_costs(self, time_step: Callable[[], float], warm_ups: int) -> dict[int, float]:
+        """Time steps of each size. Changes nothing else."""
         # Rows that are done stay as they are, but for `num_context`, which is 0 after a prompt anyway.
         done = self.state.done.clone()
         self.state.done.fill_(FULL)
 
-        def step_of(rows: int) -> None:
+        def time_step_of(rows: int) -> float:
             self.tree.rows = rows
-            launch()
+            return self._shared(time_step())
 
-        self.costs = measured_costs(step_of, warm_ups, self._agreed)
+        costs = measured_costs(time_step_of, warm_ups)
         self.state.done.copy_(done)
-        self._adapt()
+        return costs
 
-    def _adapt(self) -> None:
-        """Choose among the sizes that are worth their cost; before that is known, prepare for all of them."""
-        sizes = tuple(self.costs) or TREE_SIZES
-        self.tree.rows = self.tree.most = sizes[-1]
-        self.tree.adapts = len(sizes) > 1
-        self.budget = Budget(self.costs) if self.tree.adapts else None
-
-    def _agreed(self, number: float) -> float:
+    def _shared(self, number: float) -> float:
         """Return rank 0's number."""
         if self.target.ranks.count == 1:
             return number

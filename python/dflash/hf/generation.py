@@ -193,7 +193,7 @@ def custom_generate(  # noqa: PLR0913 - transformers reads the names from this s
     acceptance: Literal["keyed", "rejection"] = "keyed",
     denoise_steps: int = 1,
     block_size: int | None = None,
-    tree: int | Literal["auto"] | None = None,
+    tree: int | Literal["auto"] | Mapping[int, float] | None = None,
     **model_kwargs: object,
 ) -> Tensor | GenerateOutput:
     """Run our loop from transformers' own ``generate``.

@@ -1,6 +1,6 @@
 """What drafts a block of tokens."""
 
-from .block import Block, PaddingProposer, Proposer, ProposerSettings, Tree
+from .block import Block, ChainSettings, PaddingProposer, Proposer, Tree, TreeSettings
 from .chain import ChainProposer
 from .sharpness import LEVELS, AutoSharpness
 from .tree import TREE_SIZES, TreeProposer
@@ -11,9 +11,10 @@ __all__ = [
     "AutoSharpness",
     "Block",
     "ChainProposer",
+    "ChainSettings",
     "PaddingProposer",
     "Proposer",
-    "ProposerSettings",
     "Tree",
     "TreeProposer",
+    "TreeSettings",
 ]

@@ -13,7 +13,7 @@ from ..sampling import LogitRules, RejectionAcceptance, Sampling
 from ..target import Target
 from ..tree import Tree
 
-__all__ = ["Block", "PaddingProposer", "Proposer", "ProposerSettings", "State", "Tree"]
+__all__ = ["Block", "ChainSettings", "PaddingProposer", "Proposer", "State", "Tree", "TreeSettings"]
 
 
 class State(Protocol):
@@ -68,28 +68,42 @@ class Block(NamedTuple):
         return self.ids.clamp(min=0)
 
 
-class ProposerSettings(NamedTuple):
-    """How a call drafts.
+class ChainSettings(NamedTuple):
+    """How a call drafts chains.
 
     Attributes:
         rules: the logit rules of the call.
         rejection: draw from the drafter's distribution, which this remembers; None for keyed noise.
-        adapts: choose the sharpness as the call proceeds.
-        steps: passes of the drafter over each block.
-        samples: the temperature is positive.
-        rows: of a tree.
+        adapts_sharpness: choose the sharpness as the call proceeds.
+        passes: of the drafter over each block.
     """
 
     rules: LogitRules
-    rejection: RejectionAcceptance | None = None
-    adapts: bool = False
-    steps: int = 1
-    samples: bool = False
-    rows: int = 0
+    rejection: RejectionAcceptance | None
+    adapts_sharpness: bool
+    passes: int
+
+
+class TreeSettings(NamedTuple):
+    """How a call drafts trees.
+
+    Attributes:
+        rules: the logit rules of the call.
+        samples: the temperature is positive.
+        rows: of the tree that is built.
+        forecasts: tell what is expected of each size, by which a step's rows are chosen.
+    """
+
+    rules: LogitRules
+    samples: bool
+    rows: int
+    forecasts: bool = False
 
 
 class Proposer(Protocol):
     """Proposes blocks and learns from what became of them; tensors only, without host synchronization.
+
+    Each kind has a `configure` of its own, which chooses how to draft in the next call.
 
     Attributes:
         rows: of the next block.
@@ -103,10 +117,6 @@ class Proposer(Protocol):
 
     def retarget(self, target: Target) -> None:
         """Use another twin of the same model."""
-        ...
-
-    def configure(self, settings: ProposerSettings) -> None:
-        """Choose how to draft in the next call."""
         ...
 
     def propose(self, state: State) -> Block:
@@ -136,7 +146,7 @@ class PaddingProposer:
     def retarget(self, target: Target) -> None:
         """Do nothing: no target is used."""
 
-    def configure(self, settings: ProposerSettings) -> None:
+    def configure(self, settings: ChainSettings) -> None:
         """Do nothing: there is nothing to choose."""
 
     def propose(self, state: State) -> Block:

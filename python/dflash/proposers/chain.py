@@ -10,7 +10,7 @@ from torch import Tensor
 from ..drafter import Drafter
 from ..target import Target
 from . import denoise
-from .block import Block, ProposerSettings, State
+from .block import Block, ChainSettings, State
 from .drafting import DraftPass
 from .samplers import DraftSampler, FixedSharpness, RejectionDrafts
 from .sharpness import AutoSharpness
@@ -42,15 +42,15 @@ class ChainProposer(DraftPass):
         self.sampler: DraftSampler = self._fixed
         self.schedule: tuple[int, ...] = ()
 
-    def configure(self, settings: ProposerSettings) -> None:
+    def configure(self, settings: ChainSettings) -> None:
         """Choose how to draft in the next call."""
         if settings.rejection is not None:
             self.sampler = RejectionDrafts(settings.rejection)
         else:
-            self.sampler = self.auto if settings.adapts else self._fixed
-        self.schedule = denoise.schedule(self.num_drafts, settings.steps)
+            self.sampler = self.auto if settings.adapts_sharpness else self._fixed
+        self.schedule = denoise.schedule(self.num_drafts, settings.passes)
         self.rules = settings.rules
-        if settings.adapts:
+        if settings.adapts_sharpness:
             self.auto.reset_()
 
     @property

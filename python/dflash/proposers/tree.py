@@ -12,7 +12,7 @@ from ..drafter import Drafter
 from ..sampling import Sampling
 from ..target import Target
 from ..tree import Tree
-from .block import Block, ProposerSettings, State
+from .block import Block, State, TreeSettings
 from .drafting import DraftPass
 
 __all__ = ["TREE_SIZES", "TreeProposer"]
@@ -39,30 +39,30 @@ class TreeProposer(DraftPass):
         block_size: rows of a block of masks; a tree is one less deep.
 
     Attributes:
-        rows: of the tree that the next step verifies.
-        most: rows of the tree that is built, of which the first ``rows`` are taken.
-        adapts: tell by ``expected`` what to choose the rows by.
+        built_rows: rows of the tree that is built.
+        rows: the first of them, which the next step verifies.
+        forecasts: fill ``expected``.
         siblings: the most children of a row.
         expected: ``[batch, sizes]`` float32, the tokens that the drafter expects of the last step at each size.
     """
 
     def __init__(self, draft: Drafter, target: Target, batch: int, block_size: int) -> None:
         super().__init__(draft, target, block_size)
-        self.rows = self.most = self.siblings = 2
-        self.adapts = False
+        self.rows = self.built_rows = self.siblings = 2
+        self.forecasts = False
         self.expected = torch.zeros(batch, len(TREE_SIZES), dtype=torch.float32, device=draft.device)
         self._sizes = torch.tensor(TREE_SIZES, dtype=torch.int64, device=draft.device)
 
-    def configure(self, settings: ProposerSettings) -> None:
+    def configure(self, settings: TreeSettings) -> None:
         """Choose how to draft in the next call."""
-        self.rules, self.adapts = settings.rules, False
-        self.rows = self.most = settings.rows
-        self.siblings = min(_SAMPLED_SIBLINGS if settings.samples else _GREEDY_SIBLINGS, self.most - 1)
+        self.rules, self.forecasts = settings.rules, settings.forecasts
+        self.rows = self.built_rows = settings.rows
+        self.siblings = min(_SAMPLED_SIBLINGS if settings.samples else _GREEDY_SIBLINGS, self.built_rows - 1)
 
     @property
     def kind(self) -> Hashable:
         """What the branches of `propose` depend on, besides the rules."""
-        return "tree", self.rows, self.most, self.siblings, self.adapts
+        return "tree", self.rows, self.built_rows, self.siblings, self.forecasts
 
     def propose(self, state: State) -> Block:
         """Return a drafted tree for every row."""
@@ -73,10 +73,10 @@ class TreeProposer(DraftPass):
         logits = self.logits(torch.cat([anchor, masks], 1), features, state)
         # 2. The tree of its best tokens at each depth.
         candidates = self.candidates(logits, positions, state.sampling)
-        ids, *tree, scores = ops.build_tree(anchor[:, 0], *candidates, self.most)
-        if self.adapts:
+        ids, *tree, scores = ops.build_tree(anchor[:, 0], *candidates, self.built_rows)
+        if self.forecasts:
             total = scores.exp().cumsum(1)  # the anchor's score is 0: it stands for the token that the target adds
-            torch.index_select(total, 1, self._sizes.clamp(max=self.most) - 1, out=self.expected)
+            torch.index_select(total, 1, self._sizes.clamp(max=self.built_rows) - 1, out=self.expected)
         return _leading_rows(Block(ids, Tree(*tree)), self.rows)
 
     def candidates(self, logits: Tensor, positions: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:

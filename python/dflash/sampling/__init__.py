@@ -1,7 +1,7 @@
 """How tokens are chosen: sampling parameters, logit rules, and the ways to accept a drafted block."""
 
 from .acceptance import KeyedAcceptance, RejectionAcceptance
-from .checks import integer, integer_from, is_list
+from .checks import integer, integer_from, is_list, real
 from .parameters import Sampling, SamplingArguments, fold
 from .rules import HostRules, LogitRules, LogitsProcessor, RuleArguments, RuleSettings, StoppingCriterion
 
@@ -20,4 +20,5 @@ __all__ = [
     "integer",
     "integer_from",
     "is_list",
+    "real",
 ]
