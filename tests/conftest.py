@@ -40,6 +40,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         # The emulated CUDA kernels are slow, and compiling them takes most of a minute in a first run.
         emulated = "cuda-emulated" in item.nodeid or {"emulation", "emulated_kernels"} & set(item.fixturenames)
+        if emulated:
+            item.add_marker(pytest.mark.emulated)
         if emulated or item.nodeid.startswith(SLOW):
             item.add_marker(pytest.mark.slow)
 

@@ -50,6 +50,7 @@ _MOE = {
     "topk_group": 1,
 }
 _MIXED = {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"] * 2}
+_GEMMA4 = {**_MIXED, "vocab_size_per_layer_input": 128}  # of a second embedding; 262,144 by default
 _DSA = {"index_n_heads": 4, "index_head_dim": 16, "index_topk": 8}
 
 _GDN = {
@@ -90,7 +91,8 @@ _NEMOTRON_H = {
 }
 _SHORT_CONV = {**_MOE, "num_dense_layers": 1, "layer_types": ["conv", "conv", "full_attention", "conv"]}
 _VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
-_MULTIMODAL = {"kimi_k25": {}, "qwen3_5": {"vision_config": _VISION}}
+_KIMI_VISION = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
+_MULTIMODAL = {"kimi_k25": {"vision_config": _KIMI_VISION}, "qwen3_5": {"vision_config": _VISION}}
 
 # name -> (model_type, what differs from _COMMON)
 FAMILIES: dict[str, tuple[str, dict]] = {
@@ -118,8 +120,8 @@ FAMILIES: dict[str, tuple[str, dict]] = {
     "mistral": ("mistral", {"sliding_window": None}),
     "mistral (windowed)": ("mistral", {"sliding_window": 20}),
     "gemma3": ("gemma3_text", {**_MIXED, "query_pre_attn_scalar": 16}),
-    "gemma4": ("gemma4_text", _MIXED),
-    "gemma4 (shared K/V)": ("gemma4_text", {**_MIXED, "num_kv_shared_layers": 2}),
+    "gemma4": ("gemma4_text", _GEMMA4),
+    "gemma4 (shared K/V)": ("gemma4_text", {**_GEMMA4, "num_kv_shared_layers": 2}),
     "gpt_oss": ("gpt_oss", {**_MOE, **_MIXED}),
     "glm4_moe": ("glm4_moe", {**_MOE, "partial_rotary_factor": 0.5}),
     "glm_moe_dsa": ("glm_moe_dsa", {**_MOE, **_MLA, **_DSA}),

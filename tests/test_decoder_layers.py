@@ -6,10 +6,10 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
-from draft_trees import random_tree
 from op_checks import DTYPES, OpByOp, assert_as_exact_as_torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from trees import random_shapes
 
 from dflash import decoder, ops
 from dflash.cache import RecurrentCache, RecurrentLayer
@@ -181,7 +181,7 @@ def make_call(
     call = Call(
         normal(batch, rows, HIDDEN), context, live if context_rows else None, lengths, angles.cos(), angles.sin(),
         caches[:num_attention], caches[num_attention:], layers, normal(HIDDEN, scale=0.1, shift=1),
-        tree=random_tree(rows, batch) if tree else None,
+        tree=random_shapes(rows, batch) if tree else None,
     )  # fmt: skip
     return with_states(call, g) if delta else call
 
@@ -557,15 +557,15 @@ def test_replaced_weights_are_not_kept_alive():
 
 @pytest.mark.parametrize("options", [{"delta": "apart", "context_rows": 0}, {"causal": (1, 0, 1)}])
 def test_a_tree_needs_causal_attention_in_every_layer(options):
-    call = replace(make_call(torch.float32, **options), tree=random_tree(16, 3))
+    call = replace(make_call(torch.float32, **options), tree=random_shapes(16, 3))
     with pytest.raises(ValueError, match=r"ancestors must be None unless every layer has causal attention"):
         call.run()
 
 
 def test_bad_ancestors_are_named():
-    call = replace(make_call(torch.float32, causal=(1, 1, 1)), tree=random_tree(17, 3))
+    call = replace(make_call(torch.float32, causal=(1, 1, 1)), tree=random_shapes(17, 3))
     with pytest.raises(ValueError, match=r"ancestors must be .* = \[3, 16, 1\], got \[3, 17, 1\]"):
         call.run()
-    call = replace(make_call(torch.float32, causal=(1, 1, 1), rows=129), tree=random_tree(129, 3))
+    call = replace(make_call(torch.float32, causal=(1, 1, 1), rows=129), tree=random_shapes(129, 3))
     with pytest.raises(ValueError, match=r"decoder_layers: a tree has at most 128 rows, got 129"):
         call.run()

@@ -9,7 +9,6 @@ from typing import NamedTuple
 import pytest
 import torch
 from baseline import greedy, left_padded, prompt
-from draft_trees import path_of, random_tree
 from families import VOCAB, Cheat, make_draft, make_target
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
@@ -25,6 +24,7 @@ from transformers import (
     TopKLogitsWarper,
 )
 from transformers.generation import logits_process as theirs
+from trees import path_to, random_shapes
 
 import dflash
 from dflash import api
@@ -257,7 +257,7 @@ def test_a_tree_equals_the_processors_called_along_each_path(name):
     generator = torch.Generator().manual_seed(7)
     prompt_length, length, limits = torch.tensor([[1, 10], [0, 9], [8, 12]])
     tokens = torch.randint(0, 3, (2, 90), generator=generator)
-    tree = random_tree(rows, 2)
+    tree = random_shapes(rows, 2)
     assert tree.depth.amax() > 8
     block = torch.randint(0, 3, (2, rows), generator=generator)
     block[:, 0] = tokens.gather(1, length[:, None])[:, 0]
@@ -271,7 +271,7 @@ def test_a_tree_equals_the_processors_called_along_each_path(name):
     for sequence in range(2):
         calls = processors(rule, *(int(size[sequence]) for size in (prompt_length, limits)), stop)
         for row in (~missing[sequence]).nonzero()[:, 0].tolist():
-            drafts = block[sequence, path_of(tree, sequence, row)[1:]]
+            drafts = block[sequence, path_to(tree.parents[sequence].tolist(), row)[1:]]
             ids = torch.cat([tokens[sequence, : length[sequence] + 1], drafts])[None]
             expected = calls(ids, logits[sequence, row][None].clone())[0]
             torch.testing.assert_close(got[sequence, row], expected, rtol=0, atol=1e-6)

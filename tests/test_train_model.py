@@ -188,7 +188,6 @@ def test_a_drafter_that_cannot_be_trained_is_refused():
 
 # What the scales are, of families whose default is 1.
 CHANGES = {
-    "gemma4": {"vocab_size_per_layer_input": VOCAB},
     "granitemoehybrid": {"embedding_multiplier": 3.0, "logits_scaling": 4.0},
     "falcon_h1": {"embedding_multiplier": 3.0, "lm_head_multiplier": 0.5},
 }

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from draft_trees import longest_paths, random_tree, tree_of
 from op_checks import DTYPES, Emulated, assert_as_exact_as_torch
 from test_block_attention import NAN, draw
+from trees import longest_paths, random_shapes, tree_of
 
 from dflash import ops
 from dflash.ops import reference
@@ -50,7 +50,7 @@ def assert_rows_are_their_chains(op, case, tree, chosen, out=None):
 @pytest.mark.parametrize("mode", ["causal", "narrow window", "all"])
 @pytest.mark.parametrize("rows", [2, 17, 70])
 def test_the_twin_gives_a_row_what_its_chain_gives(rows, mode):
-    case, tree = draw((4, 2, 16, 12), [0, 33, 60], rows, torch.float64), random_tree(rows, 3)
+    case, tree = draw((4, 2, 16, 12), [0, 33, 60], rows, torch.float64), random_shapes(rows, 3)
     chosen = options(mode, 4)
     out = reference.block_attention(*case, **chosen, ancestors=tree.ancestors)
     for b in range(3):
@@ -75,14 +75,14 @@ LENGTHS = [0, 1, 47, 50, 63, 64, 65, 130, 191, 240, 255, 256, 257, 500, 511]  # 
 @pytest.mark.parametrize("rows", [2, 17, 64, 128])
 def test_a_row_has_the_bits_of_its_chain(rows, mode, dtype):
     lengths = LENGTHS if rows == 17 else [0, 50, 200]
-    case, tree = draw((6, 2, 64, 48), lengths, rows, dtype, seed=rows), random_tree(rows, len(lengths), seed=rows)
+    case, tree = draw((6, 2, 64, 48), lengths, rows, dtype, seed=rows), random_shapes(rows, len(lengths), seed=rows)
     assert_rows_are_their_chains(ops.block_attention, case, tree, options(mode, 6))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bits_do_not_depend_on_threads_or_batch(dtype):
     """With work enough for threads to share chunks."""
-    case, tree = draw((6, 1, 64, 64), [1020, 700, 0], 40, dtype), random_tree(40, 3)
+    case, tree = draw((6, 1, 64, 64), [1020, 700, 0], 40, dtype), random_shapes(40, 3)
     want = ops.block_attention(*case, **options("all", 6), ancestors=tree.ancestors)
     before = torch.get_num_threads()
     try:
@@ -100,14 +100,14 @@ def test_bits_do_not_depend_on_threads_or_batch(dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("heads", [(3, 1, 20, 12), (2, 2, 7, 3), (80, 1, 8, 8), (1, 1, 128, 128)])
 def test_bits_with_any_heads(heads, dtype):
-    case, tree = draw(heads, [3, 62, 300], 33, dtype), random_tree(33, 3)
+    case, tree = draw(heads, [3, 62, 300], 33, dtype), random_shapes(33, 3)
     assert_rows_are_their_chains(ops.block_attention, case, tree, options("all", heads[0]))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mode", MODES)
 def test_a_tree_is_as_exact_as_torch(mode, dtype):
-    case, tree, chosen = draw((6, 2, 64, 48), [0, 61, 300], 40, dtype), random_tree(40, 3), options(mode, 6)
+    case, tree, chosen = draw((6, 2, 64, 48), [0, 61, 300], 40, dtype), random_shapes(40, 3), options(mode, 6)
     twin, out = (
         op(*case, **chosen, ancestors=tree.ancestors) for op in (reference.block_attention, ops.block_attention)
     )
@@ -121,7 +121,7 @@ def test_a_tree_is_as_exact_as_torch(mode, dtype):
 def test_a_row_does_not_notice_what_it_does_not_see(bad, dtype):
     """Keys or values of a row of NaN reach the rows that continue it, and no other."""
     q, k_cache, v_cache, lengths = draw((6, 2, 64, 48), [50, 0, 250], 40, dtype)
-    tree, chosen = random_tree(40, 3), options("all", 6)
+    tree, chosen = random_shapes(40, 3), options("all", 6)
     clean = ops.block_attention(q, k_cache, v_cache, lengths, **chosen, ancestors=tree.ancestors)
     for row in (1, 7, 20):
         sees = (tree.ancestors[..., 0] >> row & 1).bool()
@@ -141,7 +141,7 @@ def test_a_row_does_not_notice_what_it_does_not_see(bad, dtype):
 def test_rows_outside_the_cache_are_no_keys(mode, lengths, dtype):
     """Lengths that do not fit, as of rows that are done: nothing outside of the cache is read, and the twin agrees."""
     q, k_cache, v_cache, _ = draw((6, 2, 64, 48), [0] * 4, 37, dtype)
-    chosen, tree = options(mode, 6), random_tree(37, 4)
+    chosen, tree = options(mode, 6), random_shapes(37, 4)
     case = (q, *(torch.where(x.isnan(), 0.5, x) for x in (k_cache, v_cache)), torch.tensor(lengths))
     exact = reference.block_attention(*(x.double() for x in case[:3]), case[3], **chosen, ancestors=tree.ancestors)
     twin = reference.block_attention(*case, **chosen, ancestors=tree.ancestors)
@@ -166,7 +166,7 @@ def test_any_bits_are_safe():
 def test_ancestors_on_an_emulated_gpu(rows, dtype, emulation):
     kernels = Emulated(emulation)
     q, k_cache, v_cache, lengths = draw((4, 2, 64, 40), [0, 33, 250], rows, dtype)
-    tree = random_tree(rows, 3)
+    tree = random_shapes(rows, 3)
     exact, twin, out = (
         op(*(x.to(t) for x in (q, k_cache, v_cache)), lengths, 0.125, True, 0, 9.0, ancestors=tree.ancestors)
         for op, t in (
@@ -185,7 +185,7 @@ def test_ancestors_on_an_emulated_gpu(rows, dtype, emulation):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_opcheck(dtype):
     q, k_cache, v_cache, lengths = draw((4, 2, 16, 24), [0, 33], 5, dtype)
-    arguments = (q, k_cache, v_cache, lengths, 0.25, True, 7, 9.0, torch.zeros(4), random_tree(5, 2).ancestors)
+    arguments = (q, k_cache, v_cache, lengths, 0.25, True, 7, 9.0, torch.zeros(4), random_shapes(5, 2).ancestors)
     torch.library.opcheck(torch.ops.dflash.block_attention.default, arguments, test_utils=("test_schema",))
 
 

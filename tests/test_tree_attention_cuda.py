@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from draft_trees import random_tree, tree_of
 from op_checks import Emulated, assert_as_exact_as_torch
 from test_block_attention import NAN, draw
 from test_tree_attention import as_chain, assert_rows_are_their_chains, options
+from trees import random_shapes, tree_of
 
 from dflash.ops import reference
 
@@ -28,19 +28,19 @@ def gpu(emulation):
 
 @pytest.mark.parametrize(("dtype", "heads"), [(dtype, heads) for dtype in HEADS for heads in HEADS[dtype]])
 def test_a_row_has_the_bits_of_its_chain(heads, dtype, gpu):
-    case, tree = draw(heads, LENGTHS, 17, dtype), random_tree(17, len(LENGTHS))
+    case, tree = draw(heads, LENGTHS, 17, dtype), random_shapes(17, len(LENGTHS))
     assert_rows_are_their_chains(gpu.block_attention, case, tree, options("causal", heads[0]))
 
 
 def test_a_row_whose_heads_fill_several_warps_has_the_bits_of_its_chain(gpu):
-    case, tree = draw((24, 1, 64, 64), [5, 27], 7, torch.bfloat16), random_tree(7, 2)
+    case, tree = draw((24, 1, 64, 64), [5, 27], 7, torch.bfloat16), random_shapes(7, 2)
     assert_rows_are_their_chains(gpu.block_attention, case, tree, options("all", 24))
 
 
 @pytest.mark.parametrize("mode", ["window", "narrow window", "softcap", "sinks", "all"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_row_has_the_bits_of_its_chain_in_every_mode(dtype, mode, gpu):
-    case, tree = draw((4, 1, 64, 64), [3, 62, 250], 16, dtype), random_tree(16, 3, seed=5)
+    case, tree = draw((4, 1, 64, 64), [3, 62, 250], 16, dtype), random_shapes(16, 3, seed=5)
     assert_rows_are_their_chains(gpu.block_attention, case, tree, options(mode, 4))
 
 
@@ -48,7 +48,7 @@ def test_a_row_has_the_bits_of_its_chain_in_every_mode(dtype, mode, gpu):
 @pytest.mark.parametrize("rows", [32, 64, 65, 128])
 def test_a_row_of_a_large_tree_has_the_bits_of_its_chain(rows, dtype, gpu):
     """The longest path, one from the middle and the last: the chains of all rows would take minutes here."""
-    case, tree = draw((4, 1, 16, 16), [20, 249], rows, dtype), random_tree(rows, 2, seed=rows)
+    case, tree = draw((4, 1, 16, 16), [20, 249], rows, dtype), random_shapes(rows, 2, seed=rows)
     out = gpu.block_attention(*case, **options("all", 4), ancestors=tree.ancestors)
     for b in range(2):
         for row in (int(tree.depth[b].argmax()), rows // 2, rows - 1):
@@ -75,7 +75,7 @@ def test_trees_of_extreme_shape_have_the_bits_of_chains(dtype, gpu):
     [(torch.bfloat16, (4, 1, 64, 64)), (torch.float16, (2, 1, 128, 128)), (torch.float32, (2, 1, 16, 16))],
 )
 def test_a_tree_is_as_exact_as_torch(heads, dtype, mode, gpu):
-    case, tree, chosen = draw(heads, [0, 61, 250], 33, dtype), random_tree(33, 3), options(mode, heads[0])
+    case, tree, chosen = draw(heads, [0, 61, 250], 33, dtype), random_shapes(33, 3), options(mode, heads[0])
     exact = reference.block_attention(*(x.double() for x in case[:3]), case[3], **chosen, ancestors=tree.ancestors)
     twin = reference.block_attention(*case, **chosen, ancestors=tree.ancestors)
     out = gpu.block_attention(*case, **chosen, ancestors=tree.ancestors)
@@ -87,7 +87,7 @@ def test_a_tree_is_as_exact_as_torch(heads, dtype, mode, gpu):
 def test_a_row_does_not_notice_what_it_does_not_see(bad, dtype, gpu):
     """A bad row reaches the rows that continue it and no other; what a window excludes reaches none."""
     q, k_cache, v_cache, lengths = draw((4, 1, 64, 48), [50, 250], 24, dtype)
-    tree, chosen = random_tree(24, 2), {**options("all", 4), "window": 20}
+    tree, chosen = random_shapes(24, 2), {**options("all", 4), "window": 20}
     clean = gpu.block_attention(q, k_cache, v_cache, lengths, **chosen, ancestors=tree.ancestors)
     for row, spoilt_k in ((1, True), (1, False), (7, False), (23, True)):
         spoilt = [k_cache.clone(), v_cache.clone()]
@@ -103,7 +103,7 @@ def test_a_row_does_not_notice_what_it_does_not_see(bad, dtype, gpu):
 
 @pytest.mark.parametrize("dtype", HALF)
 def test_the_bits_of_a_tree_do_not_depend_on_the_number_of_splits(dtype, gpu, emulation, monkeypatch):
-    case, tree, chosen = draw((4, 1, 64, 64), [250, 1020, 0], 24, dtype), random_tree(24, 3), options("sinks", 4)
+    case, tree, chosen = draw((4, 1, 64, 64), [250, 1020, 0], 24, dtype), random_shapes(24, 3), options("sinks", 4)
     want = gpu.block_attention(*case, **chosen, ancestors=tree.ancestors)
     emulation.seed(3)  # blocks arrive in another order
     assert torch.equal(gpu.block_attention(*case, **chosen, ancestors=tree.ancestors), want)
@@ -117,7 +117,7 @@ def test_rows_outside_the_cache_are_no_keys(dtype, gpu):
     """Lengths that do not fit, as of rows that are done: nothing outside of the cache is read, and the twin agrees."""
     lengths = [-9, -2, -40, -100, 20, 33, 39, 1000]
     q, k_cache, v_cache, _ = draw((2, 1, 64, 48), [0] * len(lengths), 37, dtype)
-    chosen, tree = options("narrow window", 2), random_tree(37, len(lengths))
+    chosen, tree = options("narrow window", 2), random_shapes(37, len(lengths))
     case = (q, *(torch.where(x.isnan(), 0.5, x) for x in (k_cache, v_cache)), torch.tensor(lengths))
     exact = reference.block_attention(*(x.double() for x in case[:3]), case[3], **chosen, ancestors=tree.ancestors)
     twin = reference.block_attention(*case, **chosen, ancestors=tree.ancestors)
@@ -141,7 +141,7 @@ def test_any_bits_are_safe(dtype, gpu):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_tree_waits_for_the_kernels_ahead(dtype, gpu):
     q, k_cache, v_cache, lengths = draw((2, 1, 64, 64), [300], 16, dtype)
-    ancestors = random_tree(16).ancestors
+    ancestors = random_shapes(16).ancestors
     want = gpu.block_attention(q, k_cache, v_cache, lengths, 0.125, True, ancestors=ancestors)
     positions = lengths[:, None] + torch.arange(16)
     key, value = k_cache[:, :, 300:316].clone(), v_cache[:, :, 300:316].clone()

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from draft_trees import longest_paths, random_tree
 from families import FAMILIES, make_target
 from op_checks import OpByOp
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from trees import longest_paths, random_shapes
 
 from dflash import decoder, ops
 from dflash.proposers import Tree
@@ -58,7 +58,7 @@ def chains(target: Target, ids: torch.Tensor, tree: Tree):
 
 def tree_and_ids(rows: int, seed: int = 0) -> tuple[Tree, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return random_tree(rows, 2, seed), torch.randint(1, 90, (2, rows), generator=generator)
+    return random_shapes(rows, 2, seed), torch.randint(1, 90, (2, rows), generator=generator)
 
 
 def assert_rows_are_their_chains(target: Target, rows: int, exact: bool = True) -> None:

@@ -152,6 +152,7 @@ def test_the_number_of_siblings_changes_only_the_speed(target, draft, prompts, p
 
         monkeypatch.setattr(generator.engine.tree, "configure", configured)
         check(generator.generate(ids, attention_mask=mask, max_new_tokens=NEW), ids.shape[1], plain)
+        assert generator.engine.tree.siblings == siblings
 
 
 def test_more_rows_accept_more(target, draft, prompts, plain):
@@ -212,7 +213,9 @@ def test_bfloat16_equals_the_chain_at_the_same_padded_shapes(prompts):
     answers = list(one[:, ids.shape[1] :])
     generator = grown(ScriptedTree, target, make_draft(target), answers, prompts, batch_size=3)
     for size in (16, 64):
-        assert torch.equal(generator.generate(ids, tree=size, **call), one)
+        output = generator.generate(ids, tree=size, return_dict_in_generate=True, **call)
+        assert torch.equal(output.sequences, one)
+        assert output.statistics.acceptance_length > 4, "right drafts should have been accepted"
 
 
 # ---------------------------------------------------------------------------------------------- the state
@@ -463,14 +466,18 @@ def test_stop_strings_and_reused_prefixes(target, draft, prompts):
     stops = [tokenizer.decode(answer[9:12].tolist()), tokenizer.decode(answer[20:22].tolist())]
     expected = dflash.Generator(target, None, max_length=160)
     generator = grown(ScriptedTree, target, draft, [answer], [p], max_length=160)
-    conversation = p[None]
+    conversation, reasons, prefilled = p[None], [], []
     for _ in range(3):  # the second and third time most of the prompt is in the caches
         call = {"max_new_tokens": 20, "stop_strings": stops, "tokenizer": tokenizer, "return_dict_in_generate": True}
         wanted, got = expected.generate(conversation, **call), generator.generate(conversation, tree=64, **call)
         assert torch.equal(got.sequences, wanted.sequences)
         assert got.finish_reasons == wanted.finish_reasons
         assert got.statistics.num_prefilled_tokens == wanted.statistics.num_prefilled_tokens
+        reasons += got.finish_reasons
+        prefilled.append(got.statistics.num_prefilled_tokens)
         conversation = torch.cat([got.sequences, torch.tensor([[7, 8]])], 1)
+    assert reasons[0] == "stop"
+    assert max(prefilled[1:]) < prefilled[0]
 
 
 # ---------------------------------------------------------------------------------------------- how steps run

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dflash.proposers import Tree
+
 
 class SlowTree(NamedTuple):
     """A tree per sequence, in the tensors of the package's `Tree` and the ids of its `Block`.
@@ -49,6 +51,17 @@ def from_parents(ids: list[list[int]], parents: list[list[int]]) -> SlowTree:
     ]
     depth = [[len(path) - 1 for path in each] for each in paths]
     return SlowTree(*(torch.tensor(x, dtype=torch.int64) for x in (ids, parents, depth, ancestors)))
+
+
+def tree_of(parents: list[list[int]]) -> Tree:
+    """Return the trees with these parents, without ids."""
+    return Tree(*from_parents(parents, parents)[1:])
+
+
+def longest_paths(tree: Tree, b: int) -> list[list[int]]:
+    """Return the paths to the rows that nothing continues, missing rows among them."""
+    parents = tree.parents[b].tolist()
+    return [path_to(parents, row) for row in range(len(parents)) if row not in parents]
 
 
 def chain(ids: Tensor) -> SlowTree:
@@ -130,6 +143,17 @@ def random_tree(
         all_ids.append(ids + [-1] * (rows - len(ids)))
         all_parents.append(parents + [-1] * (rows - len(parents)))
     return from_parents(all_ids, all_parents)
+
+
+def random_shapes(rows: int, batch: int = 1, seed: int = 0) -> Tree:
+    """Draw trees of any depth, without ids, long paths among them. The last of several has missing rows."""
+
+    def parents(seed: int, missing: int) -> list[int]:
+        generator, present = torch.Generator().manual_seed(seed), rows - missing
+        back = torch.randint(0, 4, (present,), generator=generator)  # often the row before, now and then far from it
+        return [-1, *(max(0, i - 1 - int(back[i]) * (1 + i // 8)) for i in range(1, present)), *[-1] * missing]
+
+    return tree_of([parents(seed + b, rows // 5 if 0 < b == batch - 1 else 0) for b in range(batch)])
 
 
 def choices_along(generator: torch.Generator, tree: SlowTree, vocab: int = 40) -> tuple[Tensor, list[list[int]]]:

@@ -97,6 +97,7 @@ def test_a_file_of_prompts_that_is_not_text_is_named_with_its_line(shell, pair, 
 # A child of its own per attempt would take minutes. A fork does what Python does if a stream was closed at its start.
 ATTEMPTS = """
 import os, sys
+os.environ["TERM"] = "dumb"
 from dflash import cli
 
 folder, *pair = sys.argv[1:]
@@ -159,7 +160,7 @@ def test_closed_streams_and_pipes_end_a_command_in_one_line(copied):
     shutil.copytree(copied / "target", copied / "strange")
     weights = copied / "strange" / "model.safetensors"
     save_file({**load_file(weights), "\x1b[31mred\x07": torch.zeros(1)}, weights, metadata={"format": "pt"})
-    child = process.python(ATTEMPTS, copied, *models(copied), TERM="dumb")
+    child = process.python(ATTEMPTS, copied, *models(copied))
     lost = "dflash: standard output is closed, so the text would be lost; > /dev/null discards it"
     assert child.returncode == 0, child.stderr
     found = dict(line.split("|", 1) for line in child.stdout.splitlines() if "|" in line)

@@ -208,12 +208,14 @@ def test_with_the_option_the_code_runs_and_nobody_is_asked(strange, tmp_path):
         """
         import sys
         import dflash.cli
+        import transformers.dynamic_module_utils
 
+        transformers.dynamic_module_utils.HF_MODULES_CACHE = sys.argv.pop(1)  # where the code is copied before it runs
         dflash.cli.main()
         """,
+        tmp_path / "modules",
         *[*commands(folder)["generate"], "--trust-remote-code"],
         stdin=STDIN,
-        HF_MODULES_CACHE=str(tmp_path / "modules"),
     )
     assert child.returncode == 0, child.stderr
     assert (tmp_path / "mark").exists()

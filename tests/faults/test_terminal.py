@@ -9,6 +9,7 @@ import sys
 import unicodedata
 import warnings
 
+import process
 import pytest
 from checkpoints import published, save_drafter, speculators
 from safetensors.torch import load_file, save_file
@@ -88,13 +89,15 @@ def test_errors_about_tensor_names_are_printable(tmp_path, part):
     assert printable(caught.value) == str(caught.value)
 
 
+COMMAND = "from dflash.cli import main; main()"
+
+
 def run_on_a_terminal(*arguments: object) -> str:
     """Run the command with its output on a terminal, and return what it wrote there."""
     ours, theirs = pty.openpty()
-    code = "from dflash.cli import main; main()"
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "HF_HUB_OFFLINE": "1", "TERM": "xterm"}
-    command = [sys.executable, "-c", code, *map(str, arguments)]
-    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment) as process:
+    command = [sys.executable, "-c", COMMAND, *map(str, arguments)]
+    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment) as command_process:
         os.close(theirs)
         written = b""
         try:
@@ -102,7 +105,7 @@ def run_on_a_terminal(*arguments: object) -> str:
                 written += part
         except OSError:  # the terminal is closed
             pass
-        process.wait(timeout=240)
+        command_process.wait(timeout=240)
     os.close(ours)
     return written.decode(errors="replace")
 
@@ -123,14 +126,9 @@ def test_an_answer_and_a_folder_that_hold_escapes_do_not_steer_the_terminal(tmp_
     assert "tokens/s" in written
     assert r"\x1b]0;owned\x07\u202e" in written
     assert steering(written) == []
-    # A pipe gets the text as it is.
-    piped = subprocess.run(
-        [sys.executable, "-c", "from dflash.cli import main; main()", "generate", "w5", *map(str, options)],
-        capture_output=True,
-        text=True,
-        check=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "HF_HUB_OFFLINE": "1"},
-    )
+    # Anything but a terminal gets the text as it is.
+    piped = process.python(COMMAND, "generate", "w5", *options)
+    assert piped.returncode == 0, piped.stderr
     assert ESCAPE in piped.stdout
     assert r"\x1b]0;" not in piped.stdout
 
