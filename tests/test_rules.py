@@ -296,7 +296,7 @@ class LargestIntegers(TorchDispatchMode):
 def test_no_row_of_a_block_gets_a_copy_of_the_text(name, shape):
     batch, rows, capacity = 2, 32, 700
     tokens, length = torch.randint(0, 3, (batch, capacity)), torch.tensor([40, 600])
-    block, tree = torch.randint(0, 3, (batch, rows)), random_tree(rows, batch) if shape == "tree" else None
+    block, tree = torch.randint(0, 3, (batch, rows)), random_shapes(rows, batch) if shape == "tree" else None
     rules = Rules(BLOCK_RULES[name], length, length + 9, 11)
     with LargestIntegers() as largest:
         rules.apply(torch.randn(batch, rows, 11), tokens, length, block, tree)
