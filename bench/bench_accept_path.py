@@ -13,12 +13,13 @@ from dflash import ops
 PATH_ROWS = 16
 
 
-def ours(ids, parents, choices, stops, limits, state, path, start):
+def ours(ids, parents, choices, stops, limits, state, told, start):
     state.length.copy_(start)
-    ops.accept_path_(ids, parents, choices, stops, limits, *state, path)
+    ops.accept_path_(ids, parents, choices, stops, limits, *state, *told)
 
 
-def fixed_shapes(ids, parents, choices, stops, limits, state, path, start):
+def fixed_shapes(ids, parents, choices, stops, limits, state, told, start):
+    path, chain_choices, chain_ids = told
     rows = torch.arange(ids.shape[1], device=ids.device)
     chosen = (parents >= 0) & (ids == choices.gather(1, parents.clamp(min=0)))
     child = torch.where(chosen[:, None] & (parents[:, None] == rows[:, None]), rows, len(rows)).amin(-1)
@@ -33,10 +34,15 @@ def fixed_shapes(ids, parents, choices, stops, limits, state, path, start):
         for x, missing in ((ids, -1), (choices, -2))
     )
     masked(chain, along, stops, limits, state, start)
-    path.copy_(torch.where(rows[: path.shape[1]] < state.num_context[:, None], walked, rows[: path.shape[1]]))
+    depth = rows[: path.shape[1]]
+    emitted = depth < state.num_context[:, None]
+    path.copy_(torch.where(emitted, walked, depth))
+    chain_choices.copy_(torch.where(emitted, along, -1))
+    chain_ids.copy_(torch.where(depth <= state.num_context[:, None], chain, -1))
 
 
-def lists(ids, parents, choices, stops, limits, state, path, start):
+def lists(ids, parents, choices, stops, limits, state, told, start):
+    path, chain_choices, chain_ids = told
     tokens, length, num_context, done = state
     length.copy_(start)
     token_of, parent_of, choice_of = (x[0].tolist() for x in (ids, parents, choices))
@@ -47,8 +53,12 @@ def lists(ids, parents, choices, stops, limits, state, path, start):
         rows.append(row)
         row = None if choice_of[row] in ends else child_of.get((row, choice_of[row]))
     count = len(rows)
-    tokens[0, first + 1 : first + 1 + count] = torch.tensor([choice_of[row] for row in rows])
+    kept, pads = [choice_of[row] for row in rows], [-1] * path.shape[1]
+    drafts = [token_of[at] for at in ([*rows] if row is None else [*rows, row])]
+    tokens[0, first + 1 : first + 1 + count] = torch.tensor(kept)
     path.copy_(torch.tensor([[*rows, *range(count, path.shape[1])]]))
+    chain_choices.copy_(torch.tensor([(kept + pads)[: path.shape[1]]]))
+    chain_ids.copy_(torch.tensor([(drafts + pads)[: path.shape[1]]]))
     length += count
     num_context.fill_(count)
     done[0] = 1 if choice_of[rows[-1]] in ends else 2 if count == room else 0
@@ -59,7 +69,7 @@ def cases(o):
         for rows in (16, 64):
 
             def make(batch=batch, rows=rows):
-                # Pairs of siblings, the second of which goes on: 0, 2, 4, ..
+                # Pairs of siblings, of which the second has children: 0, 2, 4, ..
                 row = torch.arange(rows, device=o.device)
                 parents = ((row - 1) // 2 * 2).clamp(min=-1).repeat(batch, 1)
                 parents[:, 0] = -1
@@ -69,13 +79,13 @@ def cases(o):
                 fill = lambda value: torch.full((batch,), value, device=o.device)  # noqa: E731
                 tokens = torch.zeros(batch, 512, dtype=torch.int64, device=o.device)
                 state = State(tokens, fill(100), fill(0), fill(0))
-                path = torch.zeros(batch, PATH_ROWS, dtype=torch.int64, device=o.device)
-                return ids, parents, choices, o.integers(0, 1), fill(512), state, path, fill(100)
+                told = [torch.zeros(batch, PATH_ROWS, dtype=torch.int64, device=o.device) for _ in range(3)]
+                return ids, parents, choices, o.integers(0, 1), fill(512), state, told, fill(100)
 
             peers = {"masked": fixed_shapes}
             if batch == 1 and o.device.type == "cpu":
                 peers["lists"] = lists
-            moved = batch * (3 * rows + 8 + 5 + PATH_ROWS) * 8
+            moved = batch * (3 * rows + 8 + 5 + 3 * PATH_ROWS) * 8
             yield Case(f"batch={batch} rows={rows}", make, ours, peers, moved, "int64")
 
 

@@ -165,7 +165,7 @@ class Parts:
             rows: of the tree.
             greedy: whether the temperature is 0.
         """
-        engine, state, device = self._engine, self._state, self.block.device
+        engine, state = self._engine, self._state
         # 1. A tree of real logits, half of whose depths are accepted
         proposer = engine.tree
         proposer.configure(TreeSettings(engine.rules, samples=not greedy, rows=rows))
@@ -179,7 +179,7 @@ class Parts:
             row = int(parents[0, row])
         choices = torch.where(choices < 0, ids.amin(1, keepdim=True), choices)
         # 2. Where it is kept
-        path = torch.zeros(1, min(rows, self.block.shape[1]), dtype=torch.int64, device=device)
+        told = [torch.zeros_like(self.block) for _ in range(3)]
         features = self._state.context.new_zeros(1, rows, self._state.context.shape[2])
         states = [x.clone() for x in (state.tokens, self.length, state.num_context, state.done)]
         first = self.length.clone()
@@ -187,7 +187,7 @@ class Parts:
         def walk() -> None:
             states[1].copy_(first)
             states[3].zero_()
-            ops.accept_path_(ids, parents, choices, state.stop_token_ids, state.limits + rows, *states, path)
+            ops.accept_path_(ids, parents, choices, state.stop_token_ids, state.limits + rows, *states, *told)
 
         walk()
         caches = cache_layers(state.target_cache)
@@ -195,8 +195,8 @@ class Parts:
             "candidates": lambda: proposer.candidates(logits, positions, state.sampling),
             "build": lambda: ops.build_tree(state.anchor[:, 0], *candidates, rows),
             "walk": walk,
-            "compact": lambda: ops.compact_kv_(path, states[2], first, *caches),
-            "gather": lambda: ops.gather_rows_(features, path, state.context),
+            "compact": lambda: ops.compact_kv_(told[0], states[2], first, *caches),
+            "gather": lambda: ops.gather_rows_(features, told[0], state.context),
         }
 
     def _draft_logits(self) -> Tensor:

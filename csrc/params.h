@@ -340,9 +340,11 @@ struct AcceptPathParams {
   int64_t* num_context;           // [batch]
   int64_t* done;                  // [batch], RowState
   int64_t* path;                  // [batch, path_rows]: the rows of the emitted choices, then path[j] = j
+  int64_t* chain_choices;         // [batch, path_rows]: the emitted choices, then -1
+  int64_t* chain_ids;             // [batch, path_rows]: the anchor, then the drafts that equal them, then -1
   int64_t batch;
-  int64_t rows;
-  int64_t path_rows;  // 1 .. rows: how many may be visited
+  int64_t rows;       // at most kMaxTreeRows
+  int64_t path_rows;  // how many may be visited
   int64_t num_stop_tokens;
   int64_t capacity;
   int32_t threads;
@@ -351,8 +353,8 @@ struct AcceptPathParams {
   static constexpr auto wire() {
     using P = AcceptPathParams;
     return std::tuple(&P::ids, &P::parents, &P::choices, &P::stop_token_ids, &P::limits, &P::tokens,
-                      &P::length, &P::num_context, &P::done, &P::path, &P::batch, &P::rows, &P::path_rows,
-                      &P::num_stop_tokens, &P::capacity);
+                      &P::length, &P::num_context, &P::done, &P::path, &P::chain_choices, &P::chain_ids,
+                      &P::batch, &P::rows, &P::path_rows, &P::num_stop_tokens, &P::capacity);
   }
 };
 

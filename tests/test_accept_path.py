@@ -11,6 +11,7 @@ pytestmark = pytest.mark.op
 
 NAMES = [
     "ids", "parents", "choices", "stop_token_ids", "limits", "tokens", "length", "num_context", "done", "path",
+    "chain_choices", "chain_ids",
 ]  # fmt: skip
 
 
@@ -27,21 +28,25 @@ def slow_walk(ids, parents, choices, path_rows):
 
 
 def expected(case):
-    """Return tokens, length, num_context, done and path after the op: the definition, row by row."""
-    ids, parents, choices, stops, limits, tokens, length, num_context, done, path = (x.tolist() for x in case)
+    """Return tokens, length, num_context, done, path and chain after the op: the definition, row by row."""
+    ids, parents, choices, stops, limits, tokens, length, num_context, done, path, *_ = (x.tolist() for x in case)
     results = []
     for b in range(len(ids)):
         walked = slow_walk(ids[b], parents[b], choices[b], len(path[b]))
         chained = [[of[b][row] for row in walked] for of in (ids, choices)]
         row = slow_accept(*chained, stops, limits[b], tokens[b], length[b], num_context[b], done[b])
-        results.append([*row, [*walked[: row[2]], *range(row[2], len(path[b]))]])
+        count, columns = row[2], len(path[b])
+        kept = [choices[b][at] for at in walked[:count]]
+        drafts = [ids[b][at] for at in walked[: count + 1]]  # the last emitted token may have been drafted too
+        padded = [x + [-1] * (columns - len(x)) for x in (kept, drafts)]
+        results.append([*row, [*walked[:count], *range(count, columns)], *padded])
     return [torch.tensor(column) for column in zip(*results, strict=True)]
 
 
 def arguments(tree: SlowTree, choices, path_rows, *args, **options):
-    """The op's ten arguments, with the state of `state`."""
+    """The op's arguments, with the state of `state`."""
     ids, choices, *rest = state(*tree.ids.shape, tree.ids, choices, *args, **options)
-    return ids, tree.parents, choices, *rest, torch.full((len(ids), path_rows), STALE)
+    return ids, tree.parents, choices, *rest, *(torch.full((len(ids), path_rows), STALE) for _ in range(3))
 
 
 def draw(seed, batch, rows, path_rows):
@@ -72,7 +77,8 @@ def check(accept, case):
         assert torch.equal(have, want)
 
 
-SIZES = [(1, 1), (2, 1), (2, 2), (16, 16), (33, 8), (64, 16), (65, 5), (128, 16), (128, 128)]  # rows, path_rows
+# Rows, path_rows
+SIZES = [(1, 1), (2, 1), (2, 2), (4, 16), (16, 16), (33, 8), (64, 16), (65, 5), (128, 16), (128, 200)]
 
 
 @pytest.mark.parametrize(("rows", "path_rows"), SIZES)
@@ -83,12 +89,14 @@ def test_random_trees_against_the_definition(rows, path_rows, implementation):
 
 def test_random_cases_reach_every_state_and_leave_the_spine():
     results = [expected(draw(seed, 9, 64, 16)) for seed in range(12)]
-    counts, done, paths = (torch.cat([result[i] for result in results]) for i in (2, 3, 4))
+    counts, done, paths, chains = (torch.cat([result[i] for result in results]) for i in (2, 3, 4, 6))
     assert {(state, count > 0) for state, count in zip(done.tolist(), counts.tolist(), strict=True)} == {
         (RUNNING, True), (STOP, True), (LIMIT, True), (INVALID, True), (LIMIT, False), (INVALID, False), (STOP, False),
     }  # fmt: skip
     assert counts.max() > 6
     assert (paths > torch.arange(16)).any(1).sum() > 20
+    drafted = (chains >= 0).sum(1) - 1  # the last emitted token, or all but it
+    assert {*(counts - drafted)[counts > 0].tolist()} == {0, 1}
 
 
 @pytest.mark.parametrize("rows", [1, 2, 7, 16, 33, 113])
@@ -97,11 +105,15 @@ def test_a_chain_is_accepted_as_accept_prefix_does(rows, implementation):
         block_ids, posterior, stops, limits, *state = draw_case(seed, 17, rows)
         theirs = [x.clone() for x in state]
         ops.accept_prefix_(block_ids, posterior, stops, limits, *theirs)
-        path = torch.full((17, rows), STALE)
-        implementation.accept_path_(block_ids, chain(block_ids).parents, posterior, stops, limits, *state, path)
+        told = [torch.full((17, rows), STALE) for _ in range(3)]
+        implementation.accept_path_(block_ids, chain(block_ids).parents, posterior, stops, limits, *state, *told)
         for have, want in zip(state, theirs, strict=True):
             assert torch.equal(have, want)
+        path, choices, ids = told
         assert path.tolist() == [[*range(rows)]] * 17
+        for b, count in enumerate(state[2].tolist()):
+            assert choices[b].tolist() == posterior[b, :count].tolist() + [-1] * (rows - count)
+            assert ids[b, : max(count, 1)].tolist() == block_ids[b, : max(count, 1)].tolist()
 
 
 #        9
@@ -114,12 +126,12 @@ IDS, PARENTS = [9, 1, 2, 3, 3, 4, 5, 6], [-1, 0, 0, 1, 2, 1, 2, 3]
 def run(accept, choices, path_rows=8, ids=IDS, parents=PARENTS, **options):
     case = arguments(from_parents([ids], [parents]), choices, path_rows, **options)
     accept(*case)
-    tokens, length, num_context, done, path = (x[0] for x in case[5:])
+    tokens, length, num_context, done, path = (x[0] for x in case[5:10])
     assert length.item() == 3 + num_context.item()
     return tokens[tokens != STALE].tolist()[1:], path.tolist()[: num_context.item()], done.item()
 
 
-def test_cases_by_hand(implementation):
+def test_a_tree_of_eight_rows_is_walked_as_by_hand(implementation):
     accept = implementation.accept_path_
     # the spine, a sibling, a sibling's child, a miss at once, a leaf
     assert run(accept, [1, 3, 0, 6, 0, 0, 0, 8]) == ([1, 3, 6, 8], [0, 1, 3, 7], RUNNING)
@@ -161,7 +173,7 @@ def test_parents_that_are_no_earlier_row_have_no_children(implementation):
         case = list(arguments(from_parents([[9, 1, 2]], [[-1, 0, 1]]), [[1, 2, 7]], 3))
         case[1] = torch.tensor([[parent, 0, parent]])
         accept(*case)
-        assert case[-1].tolist() == [[0, 1, 2]]
+        assert case[9].tolist() == [[0, 1, 2]]
         assert case[7].tolist() == [2]
 
 
@@ -178,7 +190,9 @@ def test_a_row_that_is_done_stays_and_has_no_path(done, implementation):
     tokens = case[5].clone()
     implementation.accept_path_(*case)
     assert torch.equal(case[5], tokens)
-    assert [x.tolist() for x in case[6:]] == [[3, 3], [0, 0], [done, done], [[0, 1, 2]] * 2]
+    assert [x.tolist() for x in case[6:]] == [
+        [3, 3], [0, 0], [done, done], [[0, 1, 2]] * 2, [[-1] * 3] * 2, [[9, -1, -1], [-5, -1, -1]],
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("limit", [-(2**63), -1, 0, 50, 2**63 - 1])
@@ -188,11 +202,12 @@ def test_a_length_without_room_emits_nothing(limit, implementation):
         around = torch.full((6, 50), STALE)
         case[4:7] = [torch.tensor([limit, 20]), around[2:4], torch.tensor([length, 3])]
         implementation.accept_path_(*case)
-        assert [x.tolist() for x in case[6:]] == [[length, 5], [0, 2], [LIMIT, STOP], [[0, 1, 2], [0, 2, 2]]]
+        assert [x.tolist() for x in case[6:10]] == [[length, 5], [0, 2], [LIMIT, STOP], [[0, 1, 2], [0, 2, 2]]]
+        assert [x.tolist() for x in case[10:]] == [[[-1] * 3, [2, 5, -1]], [[9, -1, -1], [9, 2, 5]]]
         assert (around != STALE).nonzero().tolist() == [[3, 4], [3, 5]]
 
 
-def test_strided_inputs(kernels):
+def test_inputs_may_have_any_strides(kernels):
     case = draw(3, 6, 16, 7)
     wanted = expected(case)
     ids, parents, choices, *rest = case
@@ -223,13 +238,15 @@ def test_bad_input_is_named():
     for name in ("parents", "choices"):
         with pytest.raises(ValueError, match=rf"{name} must be \[batch, rows\] = \[5, 16\], got \[5, 15\]"):
             call(name, lambda x: x[:, :15])
-    for columns in (0, 17):
-        message = rf"path must be \[batch, 1 to 16 of the rows of ids\], got \[5, {columns}\]"
-        with pytest.raises(ValueError, match=message):
-            call("path", lambda x, columns=columns: x.new_zeros(5, columns))
+    with pytest.raises(ValueError, match=r"path must be \[batch, path_rows\] with path_rows >= 1, got \[5, 0\]"):
+        call("path", lambda x: x[:, :0])
+    with pytest.raises(ValueError, match=r"accept_path_: a tree has at most 128 rows, got 129"):
+        call("ids", lambda x: x.new_zeros(5, 129))
+    with pytest.raises(ValueError, match=r"chain_ids must be \[batch, path_rows\] = \[5, 7\], got \[5, 6\]"):
+        call("chain_ids", lambda x: x[:, :6].contiguous())
     with pytest.raises(ValueError, match=r"path must be \[batch, path_rows\] = \[5, 7\], got \[4, 7\]"):
         call("path", lambda x: x[:4])
-    for name in ("tokens", "path"):
+    for name in ("tokens", "path", "chain_choices"):
         with pytest.raises(ValueError, match=rf"{name} is written in place and must be contiguous, got strides"):
             call(name, lambda x: x.t().contiguous().t())
     for name in ("limits", "length", "num_context", "done"):

@@ -193,13 +193,14 @@ def test_the_kernels_that_commit_a_tree_may_start_early(emulation, seed):
 
     def run(on):
         state = [torch.zeros(batch, 99, dtype=torch.int64), first.clone(), *torch.zeros(2, batch, dtype=torch.int64)]
-        path, moved = torch.full((batch, path_rows), -7), [cache.clone() for cache in caches]
+        told, moved = [torch.full((batch, path_rows), -7) for _ in range(3)], [cache.clone() for cache in caches]
+        path = told[0]
         gathered = torch.zeros(batch, path_rows, 24)
         chosen = on.select_tokens(logits, positions, *settings)
-        on.accept_path_(tree.ids, tree.parents, chosen, stops, limits, *state, path)
+        on.accept_path_(tree.ids, tree.parents, chosen, stops, limits, *state, *told)
         on.compact_kv_(path, state[2], first, moved[:2], moved[2:])
         on.gather_rows_(features, path, gathered)
-        return chosen, *state, path, *moved, gathered
+        return chosen, *state, *told, *moved, gathered
 
     want = run(ops)
     with emulated.overlapping():
@@ -208,4 +209,4 @@ def test_the_kernels_that_commit_a_tree_may_start_early(emulation, seed):
     assert [row[:count] for row, count in zip(want[5].tolist(), want[3].tolist(), strict=True)] == [
         path[:path_rows] for path in paths
     ]
-    assert not torch.equal(want[6], caches[0])
+    assert not torch.equal(want[8], caches[0])

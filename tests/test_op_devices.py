@@ -54,7 +54,7 @@ CALLS = {
     ],
     "accept_path_": lambda: [
         *(integers(BATCH, ROWS) for _ in range(3)), integers(3), integers(BATCH), integers(BATCH, CAPACITY),
-        *(integers(BATCH) for _ in range(3)), integers(BATCH, ROWS),
+        *(integers(BATCH) for _ in range(3)), *(integers(BATCH, ROWS) for _ in range(3)),
     ],
     "compact_kv_": lambda: [integers(BATCH, ROWS), integers(BATCH), integers(BATCH), caches(), caches()],
     "gather_rows_": lambda: [floats(BATCH, ROWS, DIM), integers(BATCH, 3), floats(BATCH, 3, DIM)],

@@ -55,7 +55,7 @@ CALLS = {
     ),
     "accept_path_": lambda: reference.accept_path_(
         *(integers(BATCH, ROWS) for _ in range(3)), integers(3), integers(BATCH), integers(BATCH, CAPACITY),
-        *(integers(BATCH) for _ in range(3)), integers(BATCH, 4),
+        *(integers(BATCH) for _ in range(3)), *(integers(BATCH, 4) for _ in range(3)),
     ),
     "compact_kv_": lambda: reference.compact_kv_(
         integers(BATCH, ROWS), integers(BATCH), integers(BATCH), caches(), caches()

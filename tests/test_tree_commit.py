@@ -8,8 +8,9 @@ from dflash import ops
 BATCH, ROWS, PATH_ROWS, CAPACITY, WIDTH = 3, 40, 16, 80, 24
 
 
-def commit(ids, parents, choices, stops, limits, state, path, first, caches, features, context):
-    ops.accept_path_(ids, parents, choices, stops, limits, *state, path)
+def commit(ids, parents, choices, stops, limits, state, told, first, caches, features, context):
+    ops.accept_path_(ids, parents, choices, stops, limits, *state, *told)
+    path = told[0]
     ops.compact_kv_(path, state[2], first, caches[:2], caches[2:])
     ops.gather_rows_(features, path, context)
 
@@ -23,8 +24,8 @@ def draw(seed):
     state = [torch.zeros(BATCH, CAPACITY, dtype=torch.int64), first.clone(), *torch.zeros(2, BATCH, dtype=torch.int64)]
     caches = [torch.randn(BATCH, 2, CAPACITY, 8, generator=g) for _ in range(4)]
     features, context = torch.randn(BATCH, ROWS, WIDTH, generator=g), torch.zeros(BATCH, PATH_ROWS, WIDTH)
-    path, limits = torch.zeros(BATCH, PATH_ROWS, dtype=torch.int64), torch.full((BATCH,), CAPACITY)
-    call = [tree.ids, tree.parents, choices, torch.tensor([999]), limits, state, path, first, caches, features, context]
+    told, limits = [*torch.zeros(3, BATCH, PATH_ROWS, dtype=torch.int64)], torch.full((BATCH,), CAPACITY)
+    call = [tree.ids, tree.parents, choices, torch.tensor([999]), limits, state, told, first, caches, features, context]
     return call, paths
 
 

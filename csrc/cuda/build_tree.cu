@@ -1,6 +1,7 @@
-// Best-first, one warp per sequence. The frontier lies in shared memory: a node that is taken leaves its slot
-// to its next sibling, and its first child gets a new one. Each lane looks at its slots, then reductions over
-// the warp compare the parts of the key. Siblings that rounding makes equal go by id, see the CPU kernel.
+// Best-first (best_first.h), one warp per sequence. The frontier lies in shared memory: a node that is taken
+// leaves its slot to its next sibling, and its first child gets a new one. Each lane looks at its slots, then
+// reductions over the warp compare the parts of the key.
+#include "best_first.h"
 #include "cuda/launch.h"
 #include "cuda/logits.cuh"
 
@@ -9,58 +10,12 @@ namespace dflash {
 constexpr int64_t kSharedCandidates = 3072;  // 36 KB; more are read from global memory
 constexpr unsigned kLast = 0xffffffffu;
 
-struct Node {
-  float score;
-  int depth;
-  int64_t id;
-  int parent;
-  int run;  // the first candidate of its depth that has this score under this parent
-};
-
-struct Siblings {
-  const int64_t* ids;  // [count]
-  const float* scores;
-  int64_t count;
-  float parent_score;
-
-  // The score of candidate k under the parent; -inf if there is none.
-  __device__ float at(int64_t k) const {
-    const float none = __uint_as_float(0xff800000u);
-    if (k >= count || ids[k] < 0 || !(scores[k] > none)) return none;
-    const float score = parent_score + scores[k];
-    return score > none ? score : none;
-  }
-
-  // Sets the score, id and run of the best sibling of the run that starts at `run` with an id above `id`, or
-  // else of the next run. False if there is none.
-  __device__ bool next(int64_t run, int64_t id, Node& node) const {
-    for (;; id = -1) {
-      const float score = at(run);
-      if (score == __uint_as_float(0xff800000u)) return false;
-      int64_t best = -1, k = run;
-      for (; at(k) == score; ++k)
-        if (ids[k] > id && (best < 0 || ids[k] < best)) best = ids[k];
-      if (best >= 0) {
-        node.score = score, node.id = best, node.run = int(run);
-        return true;
-      }
-      run = k;
-    }
-  }
-};
-
-static __device__ __forceinline__ bool before(const Node& a, const Node& b) {
-  if (a.score != b.score) return a.score > b.score;
-  if (a.depth != b.depth) return a.depth < b.depth;
-  return a.id != b.id ? a.id < b.id : a.parent < b.parent;
-}
-
 // The slot of the best node of a warp's frontier, -1 if it is empty.
 static __device__ int best_slot(const Node* frontier, int slots) {
   const int lane = threadIdx.x;
   int slot = -1;
   for (int i = lane; i < slots; i += 32)
-    if (frontier[i].parent >= 0 && (slot < 0 || before(frontier[i], frontier[slot]))) slot = i;
+    if (frontier[i].parent >= 0 && (slot < 0 || comes_before(frontier[i], frontier[slot]))) slot = i;
   const unsigned key = slot < 0 ? 0 : key_of(frontier[slot].score);
   const unsigned top = __reduce_max_sync(kAllLanes, key);
   if (top == 0) return -1;
@@ -138,7 +93,7 @@ static __global__ void __launch_bounds__(32, 1) build_tree_kernel(const BuildTre
   }
 
   // 4. Pads
-  for (; row < p.rows; ++row) set_row(row, {__uint_as_float(0xff800000u), 0, -1, -1, 0});
+  for (; row < p.rows; ++row) set_row(row, {kNoScore, 0, -1, -1, 0});
 }
 
 cudaError_t launch_build_tree(const BuildTreeParams& p, cudaStream_t stream) {

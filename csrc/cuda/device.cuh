@@ -163,6 +163,12 @@ __device__ __forceinline__ float warp_sum(float x) {
   return x;
 }
 
+__device__ __forceinline__ float warp_max(float x) {
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(kAllLanes, x, step));
+  return x;
+}
+
 // blockDim.x is a multiple of 32; scratch holds 32 floats of shared memory.
 __device__ __forceinline__ float block_sum(float x, float* scratch) {
   x = warp_sum(x);
@@ -170,6 +176,13 @@ __device__ __forceinline__ float block_sum(float x, float* scratch) {
   if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = x;
   __syncthreads();
   return warp_sum(threadIdx.x % 32 < warps ? scratch[threadIdx.x % 32] : 0.0f);
+}
+__device__ __forceinline__ float block_max(float x, float* scratch) {
+  x = warp_max(x);
+  const unsigned warps = blockDim.x / 32;
+  if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = x;
+  __syncthreads();
+  return warp_max(threadIdx.x % 32 < warps ? scratch[threadIdx.x % 32] : __uint_as_float(0xff800000u));
 }
 
 }  // namespace dflash

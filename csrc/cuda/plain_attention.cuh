@@ -7,14 +7,6 @@ namespace dflash {
 constexpr int kPlainThreads = 128;
 static_assert(kPlainThreads >= kMaxTreeRows, "a thread for each row of a tree");
 
-static __device__ __forceinline__ float block_max(float x, float* scratch) {
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(kAllLanes, x, step));
-  if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = x;
-  __syncthreads();
-  return fmaxf(fmaxf(scratch[0], scratch[1]), fmaxf(scratch[2], scratch[3]));
-}
-
 // Grid: (rows * num_heads, batch). Weights of zero are skipped in the sums, so slots that a query does not
 // see may hold anything.
 template <typename T>

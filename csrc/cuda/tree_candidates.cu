@@ -50,12 +50,6 @@ static __device__ __forceinline__ float noise_of(uint32_t word) {
   return -logf(u < 0.5f ? -log1pf(-u) : -logf(rest));
 }
 
-static __device__ __forceinline__ float warp_max(float x) {
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) x = fmaxf(x, __shfl_xor_sync(kAllLanes, x, step));
-  return x;
-}
-
 // Writes (largest logit, sum of exp(d), largest d / T + noise, sum of its exp) of each span to the workspace;
 // the first is NaN if the span holds one.
 template <typename T, int kWidth>
@@ -114,14 +108,6 @@ struct Scratch {
   Candidate values[kRoom];
   Candidate best[kMaxTreeRows];
 };
-
-static __device__ float block_max(float x, float* scratch) {
-  x = warp_max(x);
-  __syncthreads();
-  if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = x;
-  __syncthreads();
-  return warp_max(threadIdx.x % 32 < blockDim.x / 32 ? scratch[threadIdx.x % 32] : -infinity());
-}
 
 // A key that grows with x, and back.
 static __device__ __forceinline__ uint32_t to_key(float x) {

@@ -281,7 +281,8 @@ def accept_path_(d: Draw) -> dict[str, object]:
     state = {"length": d.ints(batch, -2, capacity + 1), "num_context": d.ints(batch, 0, 3), "done": d.ints(batch, 0, 1)}
     named = {"ids": ids, "parents": parents, "choices": choices, "stop_token_ids": d.ints(d.size(0, 2), 0, 3)}
     named |= {"limits": d.ints(batch, 0, capacity + 2), "tokens": torch.full((batch, capacity), -7)} | state
-    return named | {"path": torch.full((batch, d.size(1, rows)), -7)}
+    path_rows = d.size(1, 8)
+    return named | {name: torch.full((batch, path_rows), -7) for name in ("path", "chain_choices", "chain_ids")}
 
 
 def compact_kv_(d: Draw) -> dict[str, object]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from .. import ops
@@ -28,31 +27,23 @@ def emit_(block: Block, choices: Tensor, limits: Tensor, state: State) -> Tensor
     if block.tree is None:  # its features are in `state.context` already
         ops.accept_prefix_(block.ids, choices, state.stop_token_ids, limits, *counters)
         return None
-    path = state.path(block)
-    ops.accept_path_(block.ids, block.tree.parents, choices, state.stop_token_ids, limits, *counters, path)
+    path = state.tree_path
+    ops.accept_path_(
+        block.ids, block.tree.parents, choices, state.stop_token_ids, limits, *counters, path, state.tree_choices,
+        state.block,
+    )  # fmt: skip
     ops.gather_rows_(state.features(block), path, state.context)
     return path
 
 
-def report_(block: Block, choices: Tensor, state: State, path: Tensor | None, expected: Tensor | None = None) -> None:
+def report_(block: Block, choices: Tensor, state: State, expected: Tensor | None = None) -> None:
     """Tell the host of a step that was committed.
 
     Args:
         block: what was proposed.
         choices: as for `emit_`.
         state: as `emit_` left it.
-        path: what that returned.
         expected: of a tree, see `Report`.
     """
-    if path is None:
-        state.report.write_(state.length, state.done, choices, block.ids)
-        return
-    # 1. The emitted tokens. All but the last were drafted; the last may have been, where a stop token or the limit
-    # ended the walk.
-    emitted, anchor = state.num_context[:, None], state.anchor
-    tokens = state.tokens.gather(1, state.length[:, None] - emitted + state.offsets)
-    last = path.gather(1, (emitted - 1).clamp(min=0))
-    is_draft = ((block.tree.parents == last) & (block.ids == anchor)).any(1, keepdim=True)
-    # 2. In the form of a chain's.
-    drafts = torch.where(state.offsets < emitted + is_draft, tokens, -1)
-    state.report.write_(state.length, state.done, tokens, torch.cat([anchor, drafts[:, :-1]], 1), expected)
+    told = (choices, block.ids) if block.tree is None else (state.tree_choices, state.block)
+    state.report.write_(state.length, state.done, *told, expected)

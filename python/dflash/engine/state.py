@@ -40,7 +40,7 @@ class RowReport(NamedTuple):
     Attributes:
         length: index of the last emitted token.
         done: RUNNING, STOPPED, FULL or INVALID.
-        choices: the target's choices after the rows of a chain, or along the accepted path of a tree.
+        choices: the target's choices after the rows of a chain, or along the accepted path of a tree, then -1.
         drafts: the proposals at the same places; -1 for none.
         expected: of a tree, the tokens that the drafter expects a step to emit at each size in `TREE_SIZES`.
     """
@@ -104,12 +104,14 @@ class State:
         limits: ``[batch]`` int64, the tokens that a row may hold in all.
         prompt_length: ``[batch]`` int64.
         stop_token_ids: ``[slots]`` int64, padded with an id that no token has.
-        block: ``[batch, rows]`` int64, the anchor and the proposals of the last chain.
+        block: ``[batch, rows]`` int64, the anchor and the proposals of the last chain, or those of the last tree that
+            equal the choices along its accepted path; -1 for none.
         offsets: ``[rows]`` int64: 1, 2, ...
         context: ``[batch, rows, taps * hidden]``, the target's features of the last chain, or of the path that was
             accepted of the last tree; 0 columns without a drafter.
         tree_features: ``[batch * tree_rows * taps * hidden]``, the target's features of the last tree.
-        tree_path: ``[batch * rows]`` int64, the path that was accepted of the last tree.
+        tree_path: ``[batch, rows]`` int64, the path that was accepted of the last tree.
+        tree_choices: ``[batch, rows]`` int64, the target's choices along that path.
         sampling: how each row samples.
         target_cache: of the target.
         draft_cache: of the drafter; None without one.
@@ -128,6 +130,7 @@ class State:
     context: Tensor
     tree_features: Tensor
     tree_path: Tensor
+    tree_choices: Tensor
     sampling: Sampling
     target_cache: KVCache
     draft_cache: KVCache | None
@@ -165,7 +168,8 @@ class State:
             offsets=torch.arange(1, block_size + 1, device=device),
             context=torch.zeros(batch, block_size, width, dtype=target.dtype, device=device),
             tree_features=torch.zeros(batch * tree_rows * width, dtype=target.dtype, device=device),
-            tree_path=zeros(batch * block_size),
+            tree_path=zeros(batch, block_size),
+            tree_choices=zeros(batch, block_size),
             sampling=Sampling.create(batch, device),
             target_cache=target.new_cache(batch, capacity, block_size),
             draft_cache=None if draft is None else draft.new_cache(batch, capacity),
@@ -191,11 +195,8 @@ class State:
         """Return ``[batch, rows, taps * hidden]``, where the target's features of a block's rows are written."""
         if block.tree is None:
             return self.context
-        return _leading(self.tree_features, *block.ids.shape, self.context.shape[2])
-
-    def path(self, block: Block) -> Tensor:
-        """Return ``[batch, path_rows]`` int64, where the accepted path of a tree is written."""
-        return _leading(self.tree_path, len(block.ids), min(block.ids.shape[1], self.context.shape[1]))
+        shape = *block.ids.shape, self.context.shape[2]
+        return self.tree_features[: math.prod(shape)].view(shape)  # contiguous whatever the rows
 
     def set_stop_token_ids(self, ids: list[int]) -> None:
         """Write the ids that end a row; a list that is longer than ever before moves the tensor."""
@@ -205,8 +206,3 @@ class State:
         self.stop_token_ids.fill_(_NO_TOKEN)
         if ids:
             self.stop_token_ids[: len(ids)] = torch.tensor(ids, dtype=torch.int64, device=self.stop_token_ids.device)
-
-
-def _leading(buffer: Tensor, *shape: int) -> Tensor:
-    """Return the first numbers of a buffer in this shape: contiguous whatever the shape."""
-    return buffer[: math.prod(shape)].view(shape)

@@ -240,7 +240,7 @@ class Engine:
         if state.draft_cache is not None:
             state.draft_cache.commit_(state.length, state.num_context)  # its slots are positions whatever was verified
         self.proposer.observe_(choices, state)
-        report_(block, choices, state, path, None if self.budget is None else self.tree.expected)
+        report_(block, choices, state, None if self.budget is None else self.tree.expected)
 
     def _rules_for(self, settings: RuleSettings) -> LogitRules:
         """Return the rules with the layout of ``settings``. Their tensors never move; the least recently used go."""

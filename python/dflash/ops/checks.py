@@ -9,6 +9,8 @@ from types import NoneType
 import torch
 from torch import Tensor
 
+from .. import _C
+
 
 def tensors_of(names: Sequence[str], arguments: Sequence) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors among an op's arguments with their names, those in lists as ``name[i]``."""
@@ -154,6 +156,43 @@ def expect_cache(
     for name, cache in ((k_name, k_cache), (v_name, v_cache)):
         if mutated:
             expect_contiguous(op, name, cache)
+
+
+def emission_fits(
+    block: tuple[Tensor, ...], stop_token_ids: Tensor, limits: Tensor, tokens: Tensor, counters: tuple[Tensor, ...],
+    paths: tuple[Tensor, ...] = (),
+) -> bool:  # fmt: skip
+    """Return True if a call that accepts a block is right: the short way past `expect_emission`, for every step."""
+    shape, integer = block[0].shape, torch.int64
+    if not (len(shape) == tokens.dim() == 2 and stop_token_ids.dim() == 1 and shape[1] > 0):
+        return False
+    batch = shape[0]
+    written = (tokens, (batch, tokens.shape[1]), integer, counters, (batch,), integer)
+    if paths:
+        written += (paths, (batch, paths[0].shape[-1]), integer)
+    return _C.fits(
+        False, block, shape, integer, limits, (batch,), integer, stop_token_ids, stop_token_ids.shape, integer
+    ) and _C.fits(True, *written)
+
+
+def expect_emission(
+    op: str, block: dict[str, Tensor], stop_token_ids: Tensor, limits: Tensor, tokens: Tensor,
+    counters: tuple[Tensor, Tensor, Tensor], paths: dict[str, Tensor] | None = None,
+) -> None:  # fmt: skip
+    """Raise unless these are a block ``[batch, rows]``, the state that accepting it advances, and ``paths`` in it."""
+    (name, ids), paths = next(iter(block.items())), paths or {}
+    if ids.dim() != 2 or ids.shape[1] == 0:
+        raise ValueError(f"{op}: {name} must be [batch, rows] with rows >= 1, got {list(ids.shape)}")
+    written = {"tokens": tokens, **dict(zip(("length", "num_context", "done"), counters, strict=True)), **paths}
+    per_row = (ids.shape[0],)
+    words = {"stop_token_ids": ((None,), "n"), "tokens": ((*per_row, None), "batch, capacity")}
+    words |= dict.fromkeys(block, ((*ids.shape,), "batch, rows"))
+    words |= {name: ((*per_row, next(iter(paths.values())).shape[1]), "batch, path_rows") for name in paths}
+    for name, tensor in {**block, "stop_token_ids": stop_token_ids, "limits": limits, **written}.items():
+        shape, names = words.get(name, (per_row, "batch"))
+        expect(op, name, tensor, shape, torch.int64, names)
+    for name, tensor in written.items():
+        expect_contiguous(op, name, tensor)
 
 
 def expect_rope(op: str, positions: Tensor, cos: Tensor, sin: Tensor, batch: int, rows: int, head_dim: int) -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import _C
-from .checks import expect, expect_contiguous
+from .checks import emission_fits, expect, expect_emission
 from .registry import Launcher, op
 
 ROW_STATES: tuple[int, int, int, int] = _C.ROW_STATES
@@ -130,40 +130,11 @@ def accept_prefix_(
         ValueError: a shape or device does not fit, or a written tensor is not contiguous. TypeError: not int64.
         RuntimeError: the CUDA kernel could not be launched.
     """
-    inputs, state = (block_ids, posterior, stop_token_ids, limits), (tokens, length, num_context, done)
-    _check_accept(*inputs, *state)
+    counters = (length, num_context, done)
+    if not emission_fits((block_ids, posterior), stop_token_ids, limits, tokens, counters):
+        block = {"block_ids": block_ids, "posterior": posterior}
+        expect_emission("accept_prefix_", block, stop_token_ids, limits, tokens, counters)
     launch(
-        "accept_prefix", *[x.contiguous() for x in inputs], *state, *block_ids.shape, stop_token_ids.shape[0],
-        tokens.shape[1],
+        "accept_prefix", *[x.contiguous() for x in (block_ids, posterior, stop_token_ids, limits)], tokens, *counters,
+        *block_ids.shape, stop_token_ids.shape[0], tokens.shape[1],
     )  # fmt: skip
-
-
-def _check_accept(
-    block_ids: Tensor, posterior: Tensor, stop_token_ids: Tensor, limits: Tensor, tokens: Tensor, length: Tensor,
-    num_context: Tensor, done: Tensor,
-) -> None:  # fmt: skip
-    op = "accept_prefix_"
-    if block_ids.dim() != 2 or block_ids.shape[1] == 0:
-        raise ValueError(f"{op}: block_ids must be [batch, rows] with rows >= 1, got {list(block_ids.shape)}")
-    batch, rows = block_ids.shape
-    per_row, integer = (batch,), torch.int64
-    if tokens.dim() == 2 and stop_token_ids.dim() == 1 and _C.fits(
-        False, (block_ids, posterior), (batch, rows), integer, limits, per_row, integer, stop_token_ids,
-        stop_token_ids.shape, integer,
-    ) and _C.fits(
-        True, tokens, (batch, tokens.shape[1]), integer, (length, num_context, done), per_row, integer
-    ):  # fmt: skip
-        return
-    for name, tensor, shape, names in (
-        ("block_ids", block_ids, (batch, rows), "batch, rows"),
-        ("posterior", posterior, (batch, rows), "batch, rows"),
-        ("stop_token_ids", stop_token_ids, (None,), "n"),
-        ("limits", limits, (batch,), "batch"),
-        ("tokens", tokens, (batch, None), "batch, capacity"),
-        ("length", length, (batch,), "batch"),
-        ("num_context", num_context, (batch,), "batch"),
-        ("done", done, (batch,), "batch"),
-    ):
-        expect(op, name, tensor, shape, torch.int64, names)
-    for name, tensor in (("tokens", tokens), ("length", length), ("num_context", num_context), ("done", done)):
-        expect_contiguous(op, name, tensor)

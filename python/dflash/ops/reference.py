@@ -482,6 +482,8 @@ def accept_path_(
     num_context: Tensor,
     done: Tensor,
     path: Tensor,
+    chain_choices: Tensor,
+    chain_ids: Tensor,
 ) -> None:
     """Walk from row 0 to the child that each choice names; then `accept_prefix_` on the chain of these rows."""
     rows, node = ids.shape[1], torch.arange(ids.shape[1], device=ids.device)
@@ -498,7 +500,10 @@ def accept_path_(
     block_ids, posterior = (torch.where(is_row, x.gather(1, safe), -1) for x in (ids, choices))
     accept_prefix_(block_ids, posterior, stop_token_ids, limits, tokens, length, num_context, done)
     depth = torch.arange(path.shape[1], device=path.device)
-    path.copy_(torch.where(depth < num_context[:, None], walked, depth))
+    is_emitted = depth < num_context[:, None]
+    path.copy_(torch.where(is_emitted, walked, depth))
+    chain_choices.copy_(torch.where(is_emitted, posterior, -1))
+    chain_ids.copy_(torch.where(depth <= num_context[:, None], block_ids, -1))
 
 
 def compact_kv_(path: Tensor, counts: Tensor, first: Tensor, k_caches: list[Tensor], v_caches: list[Tensor]) -> None:

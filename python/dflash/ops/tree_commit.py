@@ -6,11 +6,12 @@ import torch
 from torch import Tensor
 
 from .. import _C
-from .checks import expect, expect_cache, expect_contiguous
+from .checks import emission_fits, expect, expect_cache, expect_contiguous, expect_emission
 from .registry import Launcher, op
+from .tree import MAX_TREE_ROWS
 
 
-@op(mutates=("tokens", "length", "num_context", "done", "path"))
+@op(mutates=("tokens", "length", "num_context", "done", "path", "chain_choices", "chain_ids"))
 def accept_path_(
     launch: Launcher,
     ids: Tensor,
@@ -23,16 +24,19 @@ def accept_path_(
     num_context: Tensor,
     done: Tensor,
     path: Tensor,
+    chain_choices: Tensor,
+    chain_ids: Tensor,
 ) -> None:
     """Emit the path of a tree that the target's choices follow, and advance every running row.
 
-    The walk starts at row 0. It emits the choice of the row where it stands and goes on to that row's child of this id;
-    without one it ends, and so it does after ``path_rows`` tokens. As in `accept_prefix_`, nothing is emitted past the
-    first stop token or past the room that ``limits`` and the capacity of ``tokens`` leave. A chain is a tree with
-    ``parents[b, j] = j - 1``; here it gives what `accept_prefix_` gives.
+    The walk starts at row 0. It emits the choice of the row where it stands and continues at that row's child of this
+    id; without one it ends, and so it does after ``path_rows`` tokens. As in `accept_prefix_`, nothing is emitted past
+    the first stop token or past the room that ``limits`` and the capacity of ``tokens`` leave. A chain is a tree with
+    ``parents[b, j] = j - 1``; here it gives what `accept_prefix_` gives. What was kept is also told as a chain.
 
     Args:
-        ids: ``[batch, rows]`` int64: the anchor, then the nodes; a negative one is never a child.
+        ids: ``[batch, rows]`` int64, at most `MAX_TREE_ROWS`: the anchor, then the nodes; a negative one is never a
+            child.
         parents: ``[batch, rows]`` int64: the row of each node's parent, which comes before it. A row with any other
             value is nobody's child, as row 0 is. Of several siblings with one id the first counts.
         choices: ``[batch, rows]`` int64: the target's choice for the position after each row; -1: its logits held NaN.
@@ -43,56 +47,30 @@ def accept_path_(
         length: ``[batch]`` int64, advanced in place, contiguous.
         num_context: ``[batch]`` int64, written, contiguous: how many tokens were emitted.
         done: ``[batch]`` int64, written, contiguous, as in `accept_prefix_`.
-        path: ``[batch, path_rows]`` int64, written, contiguous, with 1 to ``rows`` columns: the rows whose choices were
+        path: ``[batch, path_rows]`` int64, written, contiguous, with at least one column: the rows whose choices were
             emitted, in ascending order; from ``num_context`` on ``path[b, j] = j``.
+        chain_choices: like ``path``: the choices of these rows, which were emitted; -1 from ``num_context`` on.
+        chain_ids: like ``path``: the anchor, then the drafts among the emitted tokens, each one column after the choice
+            that it equals; -1 elsewhere. All but the last emitted token were drafted; the last may have been, where a
+            stop token or the limit ended the walk.
 
     Raises:
         ValueError: a shape or device does not fit, or a written tensor is not contiguous. TypeError: not int64.
         RuntimeError: the CUDA kernel could not be launched.
     """
-    inputs, state = (ids, parents, choices, stop_token_ids, limits), (tokens, length, num_context, done, path)
-    _check_path(*inputs, *state)
+    if ids.dim() == 2 and ids.shape[1] > MAX_TREE_ROWS:
+        raise ValueError(f"accept_path_: a tree has at most {MAX_TREE_ROWS} rows, got {ids.shape[1]}")
+    if path.dim() != 2 or path.shape[1] == 0:
+        raise ValueError(f"accept_path_: path must be [batch, path_rows] with path_rows >= 1, got {list(path.shape)}")
+    block, counters, paths = (ids, parents, choices), (length, num_context, done), (path, chain_choices, chain_ids)
+    if not emission_fits(block, stop_token_ids, limits, tokens, counters, paths):
+        named_block = dict(zip(("ids", "parents", "choices"), block, strict=True))
+        named_paths = dict(zip(("path", "chain_choices", "chain_ids"), paths, strict=True))
+        expect_emission("accept_path_", named_block, stop_token_ids, limits, tokens, counters, named_paths)
     launch(
-        "accept_path", *[x.contiguous() for x in inputs], *state, *ids.shape, path.shape[1], stop_token_ids.shape[0],
-        tokens.shape[1],
+        "accept_path", *[x.contiguous() for x in (*block, stop_token_ids, limits)], tokens, *counters, *paths,
+        *ids.shape, path.shape[1], stop_token_ids.shape[0], tokens.shape[1],
     )  # fmt: skip
-
-
-def _check_path(
-    ids: Tensor, parents: Tensor, choices: Tensor, stop_token_ids: Tensor, limits: Tensor, tokens: Tensor,
-    length: Tensor, num_context: Tensor, done: Tensor, path: Tensor,
-) -> None:  # fmt: skip
-    op, integer = "accept_path_", torch.int64
-    if ids.dim() != 2 or ids.shape[1] == 0:
-        raise ValueError(f"{op}: ids must be [batch, rows] with rows >= 1, got {list(ids.shape)}")
-    batch, rows = ids.shape
-    if path.dim() != 2 or not 1 <= path.shape[1] <= rows:
-        raise ValueError(f"{op}: path must be [batch, 1 to {rows} of the rows of ids], got {list(path.shape)}")
-    per_row, columns = (batch,), path.shape[1]
-    if tokens.dim() == 2 and stop_token_ids.dim() == 1 and _C.fits(
-        False, (ids, parents, choices), (batch, rows), integer, limits, per_row, integer, stop_token_ids,
-        stop_token_ids.shape, integer,
-    ) and _C.fits(
-        True, tokens, (batch, tokens.shape[1]), integer, (length, num_context, done), per_row, integer, path,
-        (batch, columns), integer,
-    ):  # fmt: skip
-        return
-    for name, tensor, shape, names in (
-        ("ids", ids, (batch, rows), "batch, rows"),
-        ("parents", parents, (batch, rows), "batch, rows"),
-        ("choices", choices, (batch, rows), "batch, rows"),
-        ("stop_token_ids", stop_token_ids, (None,), "n"),
-        ("limits", limits, (batch,), "batch"),
-        ("tokens", tokens, (batch, None), "batch, capacity"),
-        ("length", length, (batch,), "batch"),
-        ("num_context", num_context, (batch,), "batch"),
-        ("done", done, (batch,), "batch"),
-        ("path", path, (batch, columns), "batch, path_rows"),
-    ):
-        expect(op, name, tensor, shape, integer, names)
-    written = {"tokens": tokens, "length": length, "num_context": num_context, "done": done, "path": path}
-    for name, tensor in written.items():
-        expect_contiguous(op, name, tensor)
 
 
 @op(mutates=("k_caches", "v_caches"))
