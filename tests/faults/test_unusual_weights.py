@@ -294,7 +294,9 @@ def test_tensors_without_memory_are_refused(said):
 
 def test_sharded_and_offloaded_models_are_refused_by_name():
     done = python(FREED + """
+import os
 import tempfile
+os.environ["USE_LIBUV"] = "0"
 import accelerate
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
@@ -325,7 +327,7 @@ model = accelerate.dispatch_model(small(), {"model": "cpu", "lm_head": "disk"}, 
                                   main_device="cpu", force_hooks=True)
 every("one part on disk", model)
 dist.destroy_process_group()
-""", USE_LIBUV="0")  # fmt: skip
+""")  # fmt: skip
     said = all_refused(lines(done), "", 16)
     assert "one process with plain tensors is needed" in said["DTensor R, one-shot"]
     assert "it is sharded by torch.distributed" in said["FSDP, one-shot"]
