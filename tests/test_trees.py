@@ -546,11 +546,17 @@ EQUAL = dict.fromkeys(TREE_SIZES, 1.0)
 
 class TestBudget:
     def test_it_takes_what_brings_most_tokens_for_its_cost(self):
-        for expected, best in (((3.0, 4.0, 6.0, 6.5), 64), ((12.0, 13.0, 13.1, 13.2), 32), ((12.0,) * 4, 16)):
+        for expected, best in (((3.0, 4.0, 6.0, 6.5), 64), ((12.0, 14.0, 14.1, 14.2), 32), ((12.0,) * 4, 16)):
             budget = TreeBudget(GPU)
             for _ in range(20):
                 budget.observe(64, [5], [report(expected)])
             assert budget.choose() == best
+
+    def test_of_sizes_that_promise_nearly_the_same_it_takes_the_smallest(self):
+        budget = TreeBudget(GPU)
+        for _ in range(20):
+            budget.observe(64, [5], [report((12.0, 12.8, 14.5, 14.6))])
+        assert budget.choose() == 16
 
     def test_it_takes_16_rows_where_cost_grows_with_rows(self):
         budget = TreeBudget(CPU)

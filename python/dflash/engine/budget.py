@@ -16,6 +16,9 @@ _PRIOR = 6.0
 _PUBLISHED = (8.6, 9.3, 9.75, 10.2)
 # What a report counts in the running mean of what is expected. One step's tree says little about the next one's.
 _NEW = 0.2
+# Sizes that promise this much of the best one's tokens per second count as equal, and the smallest is taken: times are
+# measured to a few percent, and the drafter promises more of deep trees than it keeps.
+_EQUAL = 0.97
 # No tree that was measured emits half as much again from twice the rows.
 _MOST_PER_DOUBLING = 1.5
 # Each size is timed in so many turns, and in fewer once this many seconds are spent.
@@ -26,7 +29,7 @@ _STEPS_PER_TURN = 3
 
 
 class TreeBudget:
-    """Chooses the size of which most tokens per second are to be expected.
+    """Chooses the size of which most tokens per second are to be expected, the smallest of nearly equal ones.
 
     A step emits one token of the target's own and the nodes that it accepts. The drafter's probabilities predict their
     number for every size, if it is as good as it believes. What was accepted so far, over what was predicted, corrects
@@ -49,7 +52,8 @@ class TreeBudget:
             expected = self._expected[TREE_SIZES.index(size)]
             return (1 + correction * (expected - 1)) / self.costs[size]
 
-        return max(self.costs, key=tokens_per_cost)
+        promised = {size: tokens_per_cost(size) for size in self.costs}
+        return min(size for size, tokens in promised.items() if tokens >= _EQUAL * max(promised.values()))
 
     def observe(self, rows: int, emitted: Sequence[int], reports: Sequence[RowReport]) -> None:
         """Learn from a step.

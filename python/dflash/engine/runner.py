@@ -150,8 +150,6 @@ class Direct:
     """How many steps may be launched before the oldest is read."""
     warm_ups = 1
     """How many steps of a kind take longer than the others."""
-    clock = staticmethod(time.thread_time)
-    """Returns the seconds by which steps are compared: here those of this thread, without other work's turns."""
 
     def __init__(self, report: Tensor) -> None:
         self.report = report
@@ -159,6 +157,14 @@ class Direct:
 
     def start(self) -> None:
         """Begin a call."""
+
+    def clock(self) -> float:
+        """Return the seconds by which steps are compared.
+
+        They are those of this thread, without other work's turns; with several threads the clock's, because this one
+        waits for the others.
+        """
+        return time.thread_time() if torch.get_num_threads() == 1 else time.perf_counter()
 
     def launch(self, step: Callable[[], None], kind: Hashable, obstacle: str = "") -> None:
         """Run ``step``; see `Replay.launch`."""
