@@ -55,7 +55,8 @@ def prompt() -> Tensor:
 
 def ours(pair: Pair, new: int) -> Runner:
     """Return a runner of this package."""
-    generator = dflash.Generator(pair.target, pair.drafter, max_length=256)
+    # Every run has the whole prompt's pass. Recurrent targets could not start from the last run's cache as others can.
+    generator = dflash.Generator(pair.target, pair.drafter, max_length=256, reuse_prefix=False)
 
     def run(ids: Tensor) -> tuple[Tensor, list[int]]:
         out = generator.generate(ids, max_new_tokens=new, temperature=0.0, return_dict_in_generate=True)
