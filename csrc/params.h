@@ -344,7 +344,7 @@ struct AcceptPathParams {
   int64_t* chain_ids;             // [batch, path_rows]: the anchor, then the drafts that equal them, then -1
   int64_t batch;
   int64_t rows;       // at most kMaxTreeRows
-  int64_t path_rows;  // how many may be visited
+  int64_t path_rows;  // how many may be visited: columns of path, chain_choices and chain_ids
   int64_t num_stop_tokens;
   int64_t capacity;
   int32_t threads;

@@ -764,6 +764,7 @@ def test_waiting_for_the_processor_is_not_part_of_a_cost(target, draft, prompts,
 
     monkeypatch.setattr(generator.runner, "launch", launch_late)
     monkeypatch.setattr("dflash.engine.budget._ROUNDS", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)  # several threads would wait for one another
     generator.generate(prompts[0][None], max_new_tokens=2)
     [costs] = generator.engine.costs.values()
     assert 0 < costs[16] < wait
@@ -821,6 +822,7 @@ def test_costs_can_be_given(target, draft, prompts, plain):
         ({"tree": {}}, ValueError, r"tree as costs must map one or more of 16, 32, 64, 128 rows .* got \{\}$"),
         ({"tree": {16: 1.0, 20: 1.1}}, ValueError, r"to positive numbers, got \{16: 1.0, 20: 1.1\}$"),
         ({"tree": {16: 1.0, 32: 0.0}}, ValueError, r"got \{16: 1.0, 32: 0.0\}$"),
+        ({"tree": {16: 10**400}}, ValueError, r"to positive numbers, got \{16: 10+\}$"),
         ({"tree": {16: NAN}}, ValueError, r"got \{16: nan\}$"),
         ({"tree": {16: math.inf}}, ValueError, r"got \{16: inf\}$"),
         ({"tree": {"16": 1.0}}, TypeError, r"got \{'16': 1.0\}$"),

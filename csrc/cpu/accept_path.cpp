@@ -1,6 +1,7 @@
 // From row 0: emit the row's choice, continue at its child of that id; cut after the first stop token and to
 // the room left. Then tokens[length + 1 ..] = what was emitted, length += m, num_context = m, path = the
-// rows. A child comes after its parent, so one pass over the rows finds the whole path.
+// rows, chain_choices and chain_ids = the same as a chain would tell it. A child comes after its parent, so
+// one pass over the rows finds the whole path.
 #include "cpu/accept.h"
 
 namespace dflash::DFLASH_ISA {

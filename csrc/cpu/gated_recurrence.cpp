@@ -165,8 +165,9 @@ struct Head {
     for (int64_t line = 0; line < kColumns; line += 16) __builtin_prefetch(saved + line, 1, 3);
   }
 
-  // Applies the saved rows: tile = the state after them, and the state too if `write`. held = tile^T
-  // decayed_k. A whole tile is read and written on the way, by the first row and the last.
+  // Applies the saved rows: tile = the state after them, and the state too if `write`. With
+  // kPredict, held = tile^T decayed_k. A whole tile is read and written on the way, by the first row and the
+  // last.
   template <bool kPerChannel, bool kPredict>
   void replay(int64_t column, int64_t columns, bool write, Columns& held) const {
     const bool is_whole = columns == kColumns;

@@ -1,6 +1,7 @@
 // From row 0: emit the row's choice, continue at its child of that id; cut after the first stop token and to
 // the room left. One warp per sequence. All lanes look up, for every row, whether its parent chose it; lane 0
-// then follows these links from row 0, and the rest is accept_prefix on the rows that it visited.
+// then follows these links from row 0, and the rest is accept_prefix on the rows that it visited,
+// which chain_choices and chain_ids tell as a chain.
 #include "cuda/accept.cuh"
 #include "cuda/launch.h"
 

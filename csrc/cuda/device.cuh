@@ -169,7 +169,8 @@ __device__ __forceinline__ float warp_max(float x) {
   return x;
 }
 
-// blockDim.x is a multiple of 32; scratch holds 32 floats of shared memory.
+// blockDim.x is a multiple of 32; scratch is shared memory with a float per warp, which nobody has read since
+// the last barrier.
 __device__ __forceinline__ float block_sum(float x, float* scratch) {
   x = warp_sum(x);
   const unsigned warps = blockDim.x / 32;

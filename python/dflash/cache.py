@@ -208,7 +208,7 @@ class RecurrentCache(KVCache):
     def commit_(self, length: Tensor, num_context: Tensor, path: Tensor | None = None) -> None:
         """Note again where the states stand.
 
-        In a compiled step, Inductor moves the copy of `end_pass_` after the op that advances ``lengths`` in place
+        In a compiled step, Inductor moves the write of `end_pass_` after the op that advances ``lengths`` in place
         (torch 2.13), and so reads what they are afterwards.
         """
         if path is not None:

@@ -81,8 +81,10 @@ def _checked_costs(costs: Mapping[object, object]) -> dict[int, float]:
     wanted = f"tree as costs must map one or more of {sizes} rows to positive numbers, got {costs!r}"
     try:
         found = {integer("tree", size): real("tree", cost, "positive") for size, cost in costs.items()}
-    except (TypeError, OverflowError) as error:
-        raise type(error)(wanted) from None
+    except TypeError:
+        raise TypeError(wanted) from None
+    except OverflowError:
+        raise ValueError(wanted) from None
     if not found or not all(size in TREE_SIZES and 0 < cost < math.inf for size, cost in found.items()):
         raise ValueError(wanted)
     return dict(sorted(found.items()))

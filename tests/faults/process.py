@@ -1,10 +1,11 @@
 """Run code that may crash, hang or be killed in a Python process of its own.
 
 A new Python imports for five seconds before it does anything. So one process imports, and each piece of code runs in a
-fork of it, which starts, ends and crashes as a new Python does.
+fork of it, which ends and crashes as a new Python does. The environment and the path are those of the first call.
 """
 
 import atexit
+import contextlib
 import functools
 import gc
 import importlib
@@ -47,21 +48,23 @@ def server() -> subprocess.Popen:
         [sys.executable, "-X", "faulthandler", __file__],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        text=True,
+        bufsize=0,  # a line that Python has read ahead would be hidden from `select`
         env={**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
     )
     atexit.register(process.communicate)  # closes its input
     return process
 
 
-def forked(server: subprocess.Popen, request: dict, seconds: float) -> int:
+def forked(parent: subprocess.Popen, request: dict, seconds: float) -> int:
     """Send a request, and return the exit code of the process that ran it."""
-    print(json.dumps(request), file=server.stdin, flush=True)
-    process = int(server.stdout.readline())
-    is_late = not select.select([server.stdout], [], [], seconds)[0]
+    with open(parent.stdin.fileno(), "w", closefd=False) as requests:
+        print(json.dumps(request), file=requests)
+    process = int(parent.stdout.readline())
+    is_late = not select.select([parent.stdout], [], [], seconds)[0]
     if is_late:
-        os.kill(process, signal.SIGKILL)
-    returncode = int(server.stdout.readline())
+        with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+            os.kill(process, signal.SIGKILL)
+    returncode = int(parent.stdout.readline())
     if is_late:
         raise subprocess.TimeoutExpired(request["code"], seconds)
     return returncode

@@ -14,14 +14,14 @@ __all__ = ["TreeBudget", "measured_costs"]
 _PRIOR = 6.0
 # Tokens per step at each size, until there are reports: Qwen3-8B on MATH-500 (DDTree, arXiv 2604.12989).
 _PUBLISHED = (8.6, 9.3, 9.75, 10.2)
-# What a report counts in the running mean of what is expected. One step's tree says little about the next one's.
+# Weight of a new report in the running mean of what is expected. One step's tree says little about the next one's.
 _NEW = 0.2
 # Sizes that promise this much of the best one's tokens per second count as equal, and the smallest is taken: times are
 # measured to a few percent, and the drafter promises more of deep trees than it keeps.
 _EQUAL = 0.97
 # No tree that was measured emits half as much again from twice the rows.
 _MOST_PER_DOUBLING = 1.5
-# Each size is timed in so many turns, and in fewer once this many seconds are spent.
+# Turns per size, unless this many seconds have passed.
 _ROUNDS, _SECONDS = 8, 0.5
 # The first step of a turn finds the caches full of another size's data. With the package's pair on a busy machine, 32
 # rows took 1.13 times as long as 16 by one step per turn, 1.18 by two, 1.21 by three and by four (means of 7).

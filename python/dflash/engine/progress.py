@@ -135,7 +135,7 @@ class Launch:
 
     @property
     def manner(self) -> Hashable:
-        """What the time of a step depends on, besides its kind: is it captured, is it compiled?"""
+        """What the time of a step depends on, besides its kind: is it captured, does the host wait for each?"""
         return isinstance(self.runner, Replay) and not self.obstacle, self.waits
 
     def time_one(self, kind: Hashable) -> float:

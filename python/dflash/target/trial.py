@@ -132,7 +132,8 @@ def probe(target: Target, model: PreTrainedModel, replaced: str, twin: nn.Module
             f"attention (relative difference {difference:.1e} in a trial run)"
         )
     # Targets with recurrent layers take no tree at all.
-    obstacle = "" if target.is_recurrent else _try_tree(target, ids, cache, allowed / 5)
+    closer = allowed if rounds_activations(model) else allowed / 5
+    obstacle = "" if target.is_recurrent else _try_tree(target, ids, cache, closer)
     _PASSED[model] = _Passed(_basis(model, replaced), obstacle)
 
 
@@ -176,10 +177,12 @@ def _try_tree(target: Target, ids: Tensor, cache: KVCache, allowed: float) -> st
     others = (path[:, 1:] + 1) % target.embedding_weight.shape[0]
     between = torch.stack([others, path[:, 1:]], -1).flatten(1)
     lengths = torch.full((1,), _PROBE_ACCEPTED, dtype=torch.int64, device=ids.device)
-    chain, _ = target.forward(torch.cat([path, others], 1), lengths, cache)
+    block = torch.cat([path[:, :1], between], 1)
     try:
-        block = torch.cat([path[:, :1], between], 1)
+        chain, _ = target.forward(torch.cat([path, others], 1), lengths, cache)
         tree, _ = target.forward(block, lengths, cache, tree=_ladder(last - 1, ids.device))
+    except (MemoryError, torch.OutOfMemoryError):
+        raise  # says nothing about trees
     except Exception as error:  # whatever it is: chains have run
         return f"failed in a trial run of a tree: {type(error).__name__}: {error}"
     difference = _difference(tree[:, ::2].float(), chain[:, :last].float())
