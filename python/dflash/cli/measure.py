@@ -114,7 +114,7 @@ def benchmark(
     settings = dataclasses.replace(
         settings,
         draft_sharpness=sharpness,
-        tree=parse_tree(tree, sharpness),
+        tree=parse_tree(tree),  # next to chains, whose sharpness that is
         thinking=False if no_thinking else None,
     )
     numbers = ("max_new_tokens", "temperature", "seed", "draft_sharpness")
