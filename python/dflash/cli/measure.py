@@ -110,10 +110,9 @@ def benchmark(
     from ..evaluate.benchmark import check_settings, progress_bars, run_benchmark
 
     # 1. Check the options and load the prompts: this is quick, loading the models is not.
-    sharpness = parse_sharpness(draft_sharpness)
     settings = dataclasses.replace(
         settings,
-        draft_sharpness=sharpness,
+        draft_sharpness=parse_sharpness(draft_sharpness),
         tree=parse_tree(tree),  # next to chains, whose sharpness that is
         thinking=False if no_thinking else None,
     )

@@ -72,7 +72,8 @@ def generate(
     source = Source(models.model, models.trust_remote_code, quiet=as_json)
     tokenizer = load_tokenizer(source)
     ids = _encode(tokenizer, text, system, raw, bos)
-    rows = parse_tree(tree, sharpness := parse_sharpness(draft_sharpness))
+    sharpness = parse_sharpness(draft_sharpness)
+    rows = parse_tree(tree, sharpness)
     check_sampling(max_new_tokens, draft_sharpness=sharpness, **dataclasses.asdict(sampling))
     # 2. Load the models.
     target, drafter, device = load(source, models.draft, models.dtype, models.device, tree=rows, block_size=block_size)
