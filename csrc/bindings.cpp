@@ -86,6 +86,7 @@ PYBIND11_MODULE(_C, m) {
                               "float16"_a = int(DType::kFloat16));
   m.attr("MAX_LINEAR_WEIGHTS") = kMaxLinearWeights;
   m.attr("MAX_TREE_ROWS") = kMaxTreeRows;
+  m.attr("MAX_CANDIDATES") = kMaxCandidates;
   m.attr("ROW_STATES") = py::make_tuple(int(kRunning), int(kStop), int(kLimit), int(kInvalid));
 
   const auto bind = [&m](const char* name, auto fields, auto kernel) {

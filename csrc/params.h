@@ -234,6 +234,7 @@ struct AppendKvParams {
 };
 
 constexpr int64_t kMaxTreeRows = 128;  // of a block that is a tree, root included; also candidates per depth
+constexpr int64_t kMaxCandidates = kMaxTreeRows;  // per slot of a walk
 
 // softmax(scale * q k^T) v over the keys that each query sees; query i of sequence b is at position
 // lengths[b] + i. With ancestors the block is a tree: row i is in slot lengths[b] + i, at position lengths[b]
@@ -330,6 +331,75 @@ struct TreeCandidatesParams {
     return std::tuple(&P::logits, &P::positions, &P::seeds, &P::temperature, &P::ids, &P::scores,
                       &P::workspace, &P::batch, &P::depths, &P::vocab, &P::count, &P::noise_weight,
                       &P::dtype);
+  }
+};
+
+// The tokens with the best scores of each row: those of select_tokens without filters, per level of
+// sharpness. Descending, ties to the lower id; then ids of -1 with a logit of -inf, as in all of a row that
+// holds NaN.
+struct TopCandidatesParams {
+  const void* logits;        // [batch, rows, vocab]
+  const int64_t* positions;  // [batch, rows]
+  const int64_t* seeds;      // [batch]
+  const float* temperature;  // [batch], as if at most the largest float; 0, negative or NaN: logits alone
+  const float* sharpness;    // [batch, levels]; infinity: logits alone; negative or NaN: as if 0
+  int64_t* ids;              // [batch, levels, rows, count]
+  float* candidate_logits;   // [batch, levels, rows, count]
+  void* workspace;           // CUDA only, see top_candidates_workspace()
+  int64_t batch;
+  int64_t levels;
+  int64_t rows;
+  int64_t vocab;
+  int64_t count;  // 1 .. kMaxCandidates
+  DType dtype;
+  int32_t threads;
+  int32_t device = 0;
+
+  static constexpr auto wire() {
+    using P = TopCandidatesParams;
+    return std::tuple(&P::logits, &P::positions, &P::seeds, &P::temperature, &P::sharpness, &P::ids,
+                      &P::candidate_logits, &P::workspace, &P::batch, &P::levels, &P::rows, &P::vocab,
+                      &P::count, &P::dtype);
+  }
+};
+
+// A path through the candidates of each slot: slot j takes the argmax of sharpness * filter(S / temperature)
+// + gumbel noise, with S(a, c) = logit(c) + sum over r of predecessors[a, r] hidden[j, r] successors[c, r]
+// and a the token before. -1 from the first slot on that has no candidate, or a NaN score.
+struct WalkCandidatesParams {
+  const void* hidden;        // [batch, slots, rank]
+  const void* predecessors;  // [codes, rank]
+  const void* successors;    // [codes, rank]
+  const int64_t* anchor;     // [batch], the token before slot 0; outside the codebook it adds nothing
+  const int64_t* ids;        // [batch, sets, slots, count]; outside [0, codes): no candidate
+  const float* logits;       // [batch, sets, slots, count]
+  const int64_t* positions;  // [batch, slots]
+  const int64_t* seeds;      // [batch]
+  const float* temperature;  // [batch], as select_tokens has these four
+  const int64_t* top_k;      // [batch]
+  const float* top_p;        // [batch]
+  const float* min_p;        // [batch]
+  const float* sharpness;    // [batch, levels]
+  int64_t* path;             // [batch, levels, slots]
+  float* scores;             // [batch, levels, slots, count]: S / temperature, -inf where filtered
+  int64_t batch;
+  int64_t levels;
+  int64_t sets;  // 1 (all levels have the same candidates) or levels
+  int64_t slots;
+  int64_t count;  // 1 .. kMaxCandidates
+  int64_t codes;
+  int64_t rank;
+  int64_t stream;  // of the noise
+  DType dtype;     // of hidden and both codebooks
+  int32_t threads;
+  int32_t device = 0;
+
+  static constexpr auto wire() {
+    using P = WalkCandidatesParams;
+    return std::tuple(&P::hidden, &P::predecessors, &P::successors, &P::anchor, &P::ids, &P::logits,
+                      &P::positions, &P::seeds, &P::temperature, &P::top_k, &P::top_p, &P::min_p,
+                      &P::sharpness, &P::path, &P::scores, &P::batch, &P::levels, &P::sets, &P::slots,
+                      &P::count, &P::codes, &P::rank, &P::stream, &P::dtype);
   }
 };
 

@@ -1,5 +1,6 @@
 """The emulation of CUDA itself: right kernels give right answers in every order, and each planted fault shows."""
 
+import math
 import os
 import subprocess
 import sys
@@ -173,6 +174,28 @@ def test_the_kernels_that_build_a_tree_may_start_early(emulation, seed):
         have = run()
     assert all(torch.equal(a, b) for a, b in zip(have, want, strict=True))
     assert want[3].unique().numel() > 10
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_kernels_that_walk_through_candidates_may_start_early(emulation, seed):
+    emulated, g = Emulated(emulation), torch.Generator().manual_seed(0)
+    emulation.seed(seed)
+    x, positions = torch.randn(2, 3, 600, generator=g), torch.tensor([[3, 4, 5], [0, 7, 2]])
+    row, anchor, sharpness = torch.tensor([1, 2]), torch.tensor([8, 9]), torch.tensor([[math.inf, 1.0]] * 2)
+    codebooks, one = torch.randn(2, 300, 40, generator=g), torch.ones(2)
+    settings = positions, row, one, row * 0, one, one * 0, sharpness
+
+    def run():
+        logits = emulated.silu_mul(x)
+        ids, values = emulated.top_candidates(logits, *settings[:3], sharpness, 8)
+        hidden = logits[..., :40].contiguous()
+        return logits, ids, values, *emulated.walk_candidates(hidden, *codebooks, anchor, ids, values, *settings)
+
+    want = run()
+    with emulated.overlapping():
+        have = run()
+    assert all(torch.equal(a, b) for a, b in zip(have, want, strict=True))
+    assert want[3].unique().numel() > 4
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -52,6 +52,14 @@ CALLS = {
     "tree_candidates": lambda: [
         floats(BATCH, ROWS, 50), integers(BATCH, ROWS), integers(BATCH), floats(BATCH), 4, 0.1
     ],
+    "top_candidates": lambda: [
+        floats(BATCH, ROWS, 50), integers(BATCH, ROWS), integers(BATCH), floats(BATCH), floats(BATCH, 3), 4
+    ],
+    "walk_candidates": lambda: [
+        floats(BATCH, ROWS, 8), floats(50, 8), floats(50, 8), integers(BATCH), integers(BATCH, 1, ROWS, 4),
+        floats(BATCH, 1, ROWS, 4), integers(BATCH, ROWS), integers(BATCH), floats(BATCH), integers(BATCH),
+        floats(BATCH), floats(BATCH), floats(BATCH, 3), 0,
+    ],
     "build_tree": lambda: [integers(BATCH), integers(BATCH, ROWS, 4), floats(BATCH, ROWS, 4), 8],
     "accept_prefix_": lambda: [
         integers(BATCH, ROWS), integers(BATCH, ROWS), integers(3), integers(BATCH), integers(BATCH, CAPACITY),

@@ -72,6 +72,14 @@ CALLS = {
     "tree_candidates": lambda: reference.tree_candidates(
         floats(BATCH, ROWS, 50), integers(BATCH, ROWS), integers(BATCH), torch.zeros(BATCH), 60
     )[0],
+    "top_candidates": lambda: reference.top_candidates(
+        floats(BATCH, ROWS, 50), integers(BATCH, ROWS), integers(BATCH), torch.zeros(BATCH), torch.zeros(BATCH, 3), 60
+    )[1],
+    "walk_candidates": lambda: reference.walk_candidates(
+        floats(BATCH, ROWS, 8), floats(50, 8), floats(50, 8), integers(BATCH), integers(BATCH, 1, ROWS, 4),
+        torch.zeros(BATCH, 1, ROWS, 4), integers(BATCH, ROWS), integers(BATCH), torch.zeros(BATCH), integers(BATCH),
+        torch.zeros(BATCH), torch.zeros(BATCH), torch.zeros(BATCH, 3),
+    )[1],
     "build_tree": lambda: reference.build_tree(
         integers(BATCH), integers(BATCH, ROWS, 4), torch.zeros(BATCH, ROWS, 4), 6
     )[3],

@@ -8,9 +8,8 @@
 // exactly, on the blocks that can hold them. Needs -ffp-contract=off.
 #include <algorithm>
 #include <cmath>
-#include <limits>
 
-#include "cpu/block_noise.h"
+#include "cpu/block_scan.h"
 #include "cpu/buffer.h"
 #include "cpu/parallel.h"
 #include "noise.h"
@@ -19,8 +18,6 @@
 DFLASH_NAMESPACE_BEGIN
 
 constexpr int kBuckets = 1024;  // of width 1/32 in z - zmax
-constexpr float kInf = std::numeric_limits<float>::infinity();
-constexpr float kLargestNoise = 22.875f;  // above 33 ln2
 
 struct Value {
   float z;
@@ -38,51 +35,6 @@ struct Row {
   int64_t top_k, vocab, blocks;
   uint64_t position, seed;
 };
-
-// Computes the maximum of every block; returns true if the row has no NaN.
-template <typename T>
-static bool scan(const T* logits, const Row& row, float* block_max) {
-  IVec largest_bits = {};
-  const int64_t whole = row.vocab / kBlock;
-  for (int64_t b = 0; b < whole; ++b) {
-    const T* x = logits + b * kBlock;
-    Vec top = load(x);
-    for (int i = 0; i < kBlock; i += kWidth) {
-      const Vec v = load(x + i);
-      const IVec bits = reinterpret_cast<const IVec&>(v) & 0x7fffffff;
-      top = v > top ? v : top;
-      largest_bits = bits > largest_bits ? bits : largest_bits;
-    }
-    float lane[kWidth];
-    std::memcpy(lane, &top, sizeof(top));
-    for (int step = kWidth / 2; step > 0; step /= 2)
-      for (int i = 0; i < step; ++i) lane[i] = lane[i + step] > lane[i] ? lane[i + step] : lane[i];
-    block_max[b] = lane[0];
-  }
-  bool clean = true;
-  for (int i = 0; i < kWidth; ++i) clean &= largest_bits[i] <= 0x7f800000;
-  if (whole < row.blocks) {
-    float top = -kInf;
-    for (int64_t i = whole * kBlock; i < row.vocab; ++i) {
-      const float v = to_float(logits[i]);
-      clean &= v == v;
-      top = v > top ? v : top;
-    }
-    block_max[whole] = top;
-  }
-  return clean;
-}
-
-// logits / temperature of one block, padded with -inf.
-template <typename T>
-static void load_block(const T* logits, const Row& row, int64_t block, float* z) {
-  const int64_t begin = block * kBlock, left = row.vocab - begin, count = left < kBlock ? left : kBlock;
-  const T* x = logits + begin;
-  int64_t i = 0;
-  for (; i + kWidth <= count; i += kWidth) store(z + i, load(x + i) / splat(row.temperature));
-  for (; i < count; ++i) z[i] = to_float(x[i]) / row.temperature;
-  for (; i < kBlock; ++i) z[i] = -kInf;
-}
 
 // The k-th largest of `count` values. Reorders them.
 static float kth(Value* values, int64_t k, int64_t count) {
@@ -127,7 +79,7 @@ static float top_p_threshold(const T* logits, const Row& row, const float* block
   int64_t q[kBlock];
   int bucket[kBlock];
   const auto weigh = [&](int64_t b) {
-    load_block(logits, row, b, z);
+    load_block(logits, row.vocab, row.temperature, b, z);
     for (int i = 0; i < kBlock; ++i) {
       const float d = below_top(z[i], top);
       e[i] = z[i] >= floor ? shared_exp(d) : 0.0f;
@@ -166,7 +118,7 @@ static float top_p_threshold(const T* logits, const Row& row, const float* block
 template <typename T>
 static int64_t select_row(const T* logits, const Row& row, Scratch& s) {
   float* block_max = s.maxima.reserve(row.blocks);  // of the logits, then of z
-  if (!scan(logits, row, block_max)) return -1;
+  if (!scan(logits, row.vocab, block_max)) return -1;
   int64_t first = 0;
   for (int64_t b = 1; b < row.blocks; ++b) first = block_max[b] > block_max[first] ? b : first;
   const float largest = block_max[first];
@@ -195,27 +147,9 @@ static int64_t select_row(const T* logits, const Row& row, Scratch& s) {
   int32_t hit[kBlock];
   for (int64_t b = 0; b < row.blocks; ++b) {
     if (block_max[b] < floor || scaled(block_max[b]) + kLargestNoise < best) continue;
-    load_block(logits, row, b, z);
+    load_block(logits, row.vocab, row.temperature, b, z);
     block_words(uint32_t(b * (kBlock / 4)), row.position, row.seed, word);
-    // -ln(word / 2^32) <= ln2 (151 - bits / 2^23), where bits are those of float(word >> 8), because
-    // log2(1 + f) >= f for the mantissa f.
-    IVec any = {};
-    for (int i = 0; i < kBlock; i += kWidth) {
-      const Vec v = load(z + i);
-      const IVec infinite = (reinterpret_cast<const IVec&>(v) & 0x7fffffff) == 0x7f800000;
-      const Vec score = infinite ? v : v * splat(row.sharpness);
-      const UVec high = *reinterpret_cast<const UVec*>(word + i) >> 8;
-      const Vec wide = __builtin_convertvector(reinterpret_cast<const IVec&>(high), Vec);
-      const Vec bits = __builtin_convertvector(reinterpret_cast<const IVec&>(wide), Vec);
-      const Vec bound = splat(104.6663f) - bits * splat(8.2629582e-8f);
-      const IVec live = (score + bound >= splat(best)) & (v >= splat(floor));
-      store(a + i, score);
-      *reinterpret_cast<IVec*>(hit + i) = live;
-      any |= live;
-    }
-    int32_t found = 0;
-    for (int i = 0; i < kWidth; ++i) found |= any[i];
-    if (!found) continue;
+    if (!may_reach(z, word, row.sharpness, best, floor, a, hit)) continue;
     for (int i = 0; i < kBlock; ++i) {
       const int64_t id = b * kBlock + i;
       if (!hit[i] || id >= row.vocab) continue;

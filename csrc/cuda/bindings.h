@@ -42,6 +42,7 @@ inline void bind_cuda_kernels(pybind11::module_& m) {
   });
   m.def("select_tokens_workspace", &select_tokens_workspace);
   m.def("tree_candidates_workspace", &tree_candidates_workspace);
+  m.def("top_candidates_workspace", &top_candidates_workspace);
 }
 
 }  // namespace dflash

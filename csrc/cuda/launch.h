@@ -35,5 +35,6 @@ Workspace linear_workspace(DType dtype, int64_t rows, int64_t in, int num_weight
 // Bytes of scratch memory.
 int64_t select_tokens_workspace(int64_t rows, int64_t vocab);
 int64_t tree_candidates_workspace(int64_t rows, int64_t vocab);
+int64_t top_candidates_workspace(int64_t rows, int64_t vocab);
 
 }  // namespace dflash

@@ -110,6 +110,11 @@ __device__ __forceinline__ uint4 load16(const void* address) { return *static_ca
 
 __device__ __forceinline__ void store16(void* address, uint4 value) { *static_cast<uint4*>(address) = value; }
 
+// Asks for the line of an address in global memory, which comes into the L2 later.
+__device__ __forceinline__ void prefetch_l2(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
+
 // A cache policy for the functions that end in _hint: the line is the first to leave the L2.
 __device__ __forceinline__ uint64_t evict_first_policy() {
   uint64_t policy;

@@ -21,7 +21,6 @@ namespace dflash {
 constexpr int64_t kSelectSlice = 8192;                // tokens per block of stage 1
 constexpr int kScanThreads = 256, kRowThreads = 512;  // maximum; a small vocabulary uses fewer
 constexpr int kBuckets = 1024;                        // of width 1/32 in z below the largest
-constexpr float kLargestNoise = 22.875f;              // above 33 ln2
 
 using Sum = unsigned long long;
 
@@ -76,12 +75,9 @@ static __device__ Row row_of(const SelectTokensParams& p, int64_t index) {
   return row;
 }
 
-static __device__ __forceinline__ float scaled(const Row& row, float z) {
-  return fabsf(z) == infinity() ? z : DFLASH_MUL32(row.sharpness, z);
-}
-
 static __device__ float score_of(const Row& row, float z, uint32_t id) {
-  return DFLASH_ADD32(scaled(row, z), gumbel(word_of(noise_words(id >> 2, row.position, 0, row.seed), id)));
+  return DFLASH_ADD32(scaled(row.sharpness, z),
+                      gumbel(word_of(noise_words(id >> 2, row.position, 0, row.seed), id)));
 }
 
 static __device__ __forceinline__ int bucket_of(float d) {
@@ -135,14 +131,11 @@ static __device__ Best best_of_slice(const SelectTokensParams& p, const T* logit
   uint32_t group = 0xffffffffu;
   Words4 words{};
   for_slice<T, kWidth>(p, logits, slice, [&](uint32_t id, float logit) {
-    const float z = logit / row.temperature, score = scaled(row, z);
+    const float z = logit / row.temperature, score = scaled(row.sharpness, z);
     if (!(z >= floor) || DFLASH_ADD32(score, kLargestNoise) < best.value) return;
     if (id >> 2 != group) group = id >> 2, words = noise_words(group, row.position, 0, row.seed);
-    // -ln(word / 2^32) <= ln2 (151 - bits / 2^23), where bits are those of float(word >> 8), with some
-    // margin.
     const uint32_t word = word_of(words, id);
-    const float bound = 104.6663f - float(__float_as_uint(float(word >> 8))) * 8.2629582e-8f;
-    if (DFLASH_ADD32(score, bound) < best.value || !keep(z)) return;
+    if (DFLASH_ADD32(score, noise_bound(word)) < best.value || !keep(z)) return;
     best = better(best, {DFLASH_ADD32(score, gumbel(word)), id});
   });
   return best;
@@ -327,7 +320,7 @@ static __global__ void __launch_bounds__(kRowThreads, 1) choose_rows(const Selec
     };
     for (int64_t slice = 0; slice < slices; ++slice) {
       const float most = __uint_as_float(__ldcg(&partial[slice].x)) / row.temperature;
-      if (most < floor || DFLASH_ADD32(scaled(row, most), kLargestNoise) < best.value) continue;
+      if (most < floor || DFLASH_ADD32(scaled(row.sharpness, most), kLargestNoise) < best.value) continue;
       best = best_of_slice<T, kWidth>(p, logits, slice, row, floor, best, keep);
     }
   }

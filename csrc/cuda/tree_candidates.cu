@@ -5,35 +5,16 @@
 // sums of both exponentials, with d below the span's own largest logit. Stage 2, one block per row, combines
 // them: it then knows between which bounds the best score of each span lies. `count` spans reach the count-th
 // largest lower bound, so only spans and tokens that may reach it are looked at again.
+#include "cuda/best.cuh"
 #include "cuda/launch.h"
-#include "cuda/logits.cuh"
 
 namespace dflash {
 
-constexpr int64_t kChunk = 256;                   // a span is a number of these
-constexpr int64_t kMaxSpans = 1024;               // per row
-constexpr int kSpanWarps = 8, kRowThreads = 512;  // threads of a block of stage 1 (warps) and 2
-constexpr int kRoom = 2048,
-              kRound = 2 * kRowThreads;  // candidates kept; tokens looked at between two barriers
 constexpr float kAboveLn2 = 0.6932f;
-
-struct Spans {
-  int64_t tokens, count;  // tokens per span, spans per row
-};
-
-static __host__ __device__ Spans spans_of(int64_t vocab) {
-  const int64_t tokens = ceil_div(ceil_div(vocab, kMaxSpans), kChunk) * kChunk;
-  return {tokens, ceil_div(vocab, tokens)};
-}
 
 struct Row {
   float temperature, noise_weight;  // noise_weight is 0 at T <= 0
   uint64_t position, seed;
-};
-
-struct Candidate {
-  float score;
-  uint32_t id;
 };
 
 static __device__ Row row_of(const TreeCandidatesParams& p, int64_t index) {
@@ -99,54 +80,14 @@ static __global__ void __launch_bounds__(32 * kSpanWarps, 1) measure_spans(const
   }
 }
 
-// The shared memory of stage 2.
-struct Scratch {
-  float sums[32];
-  float most[kMaxSpans];  // no score of the span is above
-  int list[kMaxSpans];    // spans to look at, ascending
-  int listed, size;
-  Candidate values[kRoom];
-  Candidate best[kMaxTreeRows];
-};
-
-// A key that grows with x, and back.
-static __device__ __forceinline__ uint32_t to_key(float x) {
-  const uint32_t bits = __float_as_uint(x);
-  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-}
-static __device__ __forceinline__ float from_key(uint32_t key) {
-  return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
-}
-
 static __device__ __forceinline__ float add_exp(float a, float b) {
   const float high = fmaxf(a, b), low = fminf(a, b);
   return low == -infinity() ? high : high + log1pf(expf(low - high));
 }
 
-// Orders s.values and keeps the best in s.best, and in s.values if there are more. Called by the block after
-// a barrier; ends with one. Returns how many are left.
-static __device__ int cut(Scratch& s, int size, int64_t count) {
-  const auto better = [](Candidate a, Candidate b) {
-    return a.score > b.score || (a.score == b.score && a.id < b.id);
-  };
-  for (int i = threadIdx.x; i < size; i += blockDim.x) {
-    const Candidate own = s.values[i];
-    int rank = 0;
-    for (int j = 0; j < size; ++j) rank += better(s.values[j], own);
-    if (rank < count) s.best[rank] = own;
-  }
-  __syncthreads();
-  const int left = int(min(int64_t(size), count));
-  for (int i = threadIdx.x; i < left; i += blockDim.x) s.values[i] = s.best[i];
-  if (threadIdx.x == 0) s.size = left;
-  __syncthreads();
-  return left;
-}
-
 template <typename T>
 static __global__ void __launch_bounds__(kRowThreads, 1) choose_candidates(const TreeCandidatesParams p) {
-  __shared__ Scratch s;
-  constexpr int kOwn = int(kMaxSpans / kRowThreads);  // spans per thread
+  __shared__ BestScratch s;
   const Spans spans = spans_of(p.vocab);
   const int64_t index = blockIdx.x;
   const T* logits = static_cast<const T*>(p.logits) + index * p.vocab;
@@ -159,11 +100,11 @@ static __global__ void __launch_bounds__(kRowThreads, 1) choose_candidates(const
   const bool is_noisy = row.noise_weight > 0.0f;
 
   // 1. The largest logit and both sums
-  float largest[kOwn], noisy_top[kOwn], plain = 0.0f, noisy = 0.0f, top = -infinity();
-  uint4 words[kOwn];
+  float largest[kOwnSpans], noisy_top[kOwnSpans], plain = 0.0f, noisy = 0.0f, top = -infinity();
+  uint4 words[kOwnSpans];
   bool nan = false;
 #pragma unroll
-  for (int i = 0; i < kOwn; ++i) {
+  for (int i = 0; i < kOwnSpans; ++i) {
     const int64_t span = threadIdx.x + i * kRowThreads;
     words[i] = make_uint4(__float_as_uint(-infinity()), 0, __float_as_uint(-infinity()), 0);
     if (span < spans.count) words[i] = __ldcg(measured + span);
@@ -178,7 +119,7 @@ static __global__ void __launch_bounds__(kRowThreads, 1) choose_candidates(const
     return;
   }
 #pragma unroll
-  for (int i = 0; i < kOwn; ++i) {
+  for (int i = 0; i < kOwnSpans; ++i) {
     const float d = below_top(largest[i], top);
     plain += __uint_as_float(words[i].y) * expf(d);
     if (!is_noisy) continue;
@@ -192,9 +133,9 @@ static __global__ void __launch_bounds__(kRowThreads, 1) choose_candidates(const
   const float noisy_shift = is_noisy ? logf(row.noise_weight) - logf(noisy_sum) : -infinity();
 
   // 2. Between which bounds the best score of each span lies, and what `count` spans reach
-  uint32_t least[kOwn];
+  uint32_t least[kOwnSpans];
 #pragma unroll
-  for (int i = 0; i < kOwn; ++i) {
+  for (int i = 0; i < kOwnSpans; ++i) {
     const int64_t span = threadIdx.x + i * kRowThreads;
     const float a = below_top(largest[i], top) + plain_shift, b = noisy_top[i] + noisy_shift;
     // Stage 1 rounded other differences.
@@ -202,57 +143,19 @@ static __global__ void __launch_bounds__(kRowThreads, 1) choose_candidates(const
     least[i] = span < spans.count ? to_key(fminf(fmaxf(a, b - margin), 0.0f)) : 0;
     if (span < spans.count) s.most[span] = is_noisy ? fmaxf(a, b + margin) + kAboveLn2 : a;
   }
-  uint32_t reached = 0;
-  for (uint32_t bit = 0x80000000u; bit != 0 && p.count <= spans.count; bit >>= 1) {
-    int more = 0;
-#pragma unroll
-    for (int i = 0; i < kOwn; ++i) more += __syncthreads_count(least[i] >= (reached | bit));
-    if (more >= p.count) reached |= bit;
-  }
-  float floor = reached ? fmaxf(from_key(reached), -kLargestFloat) : -kLargestFloat;
-  if (threadIdx.x == 0) s.listed = 0, s.size = 0;
-  __syncthreads();
-  if (threadIdx.x < 32) {
-    int listed = 0;
-    for (int64_t first = 0; first < spans.count; first += 32) {
-      const int64_t span = first + threadIdx.x;
-      const bool hit = span < spans.count && s.most[span] >= floor;
-      const unsigned hits = __ballot_sync(kAllLanes, hit);
-      if (hit) s.list[listed + __popc(hits & ((1u << threadIdx.x) - 1))] = int(span);
-      listed += __popc(hits);
-    }
-    if (threadIdx.x == 0) s.listed = listed;
-  }
-  __syncthreads();
+  const float floor = floor_of(least, p.count, spans.count);
 
-  // 3. The tokens that may be among the best, in the order of their ids, some at a time
-  const int64_t chunks = spans.tokens / kChunk, total = s.listed * chunks * kChunk;
-  for (int64_t done = 0; done < total; done += kRound) {
-    int size = s.size;
-    __syncthreads();
-    if (size > kRoom - kRound) {
-      size = cut(s, size, p.count);
-      if (size == p.count)
-        floor = from_key(to_key(s.best[size - 1].score) + 1);  // equal ones that come later lose
+  // 3. The best, and their order
+  const int found = best_of_spans(s, spans, p.vocab, p.count, floor, [&](int64_t id, float) {
+    const float d = below_top(to_float(logits[id]), top), a = d + plain_shift;
+    float b = -infinity();
+    if (is_noisy) {
+      if (!(d > -infinity())) return -infinity();
+      const Words4 noise = noise_words(uint32_t(id >> 2), row.position, 0, row.seed);
+      b = d / row.temperature + noise_of(word_of(noise, uint32_t(id))) + noisy_shift;
     }
-    for (int64_t i = done + threadIdx.x; i < min(total, done + kRound); i += kRowThreads) {
-      const int64_t id = s.list[i / spans.tokens] * spans.tokens + i % spans.tokens;
-      if (id >= p.vocab) continue;
-      const float d = below_top(to_float(logits[id]), top), a = d + plain_shift;
-      float b = -infinity();
-      if (is_noisy) {
-        if (!(d > -infinity())) continue;
-        const Words4 noise = noise_words(uint32_t(id >> 2), row.position, 0, row.seed);
-        b = d / row.temperature + noise_of(word_of(noise, uint32_t(id))) + noisy_shift;
-      }
-      const float score = fminf(add_exp(a, b), 0.0f);
-      if (score >= floor) s.values[atomicAdd(&s.size, 1)] = {score, uint32_t(id)};
-    }
-    __syncthreads();
-  }
-
-  // 4. Their order
-  const int found = cut(s, s.size, p.count);
+    return fminf(add_exp(a, b), 0.0f);
+  });
   for (int64_t k = threadIdx.x; k < p.count; k += blockDim.x) {
     ids[k] = k < found ? int64_t(s.best[k].id) : -1;
     scores[k] = k < found ? s.best[k].score : -infinity();

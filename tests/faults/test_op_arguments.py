@@ -263,6 +263,27 @@ def tree_candidates(d: Draw) -> dict[str, object]:
     return named | {"count": d.size(1, 9), "noise_weight": d.choice(0.0, 0.1, 0.5, 1.0)}
 
 
+def top_candidates(d: Draw) -> dict[str, object]:
+    named = select_tokens(d)
+    named = {name: named[name] for name in ("logits", "positions", "seeds", "temperature", "sharpness")}
+    return named | {"sharpness": named["sharpness"][:, None].repeat(1, d.size()), "count": d.size(1, 9)}
+
+
+def walk_candidates(d: Draw) -> dict[str, object]:
+    sampling = select_tokens(d)
+    (batch, slots, _), codes, rank, count = sampling.pop("logits").shape, d.size(8, 40), d.size(1, 40), d.size(1, 6)
+
+    def eighths(*shape: int) -> Tensor:  # their sums are exact: a choice does not hang on rounding
+        return torch.randint(-8, 9, shape, generator=d.generator) / 8
+
+    named = {"hidden": eighths(batch, slots, rank), "predecessors": eighths(codes, rank)}
+    named = {name: x.to(d.dtype) for name, x in (named | {"successors": eighths(codes, rank)}).items()}
+    ids = torch.rand(batch, 1, slots, codes + 2, generator=d.generator).argsort(-1)[..., :count].contiguous() - 1
+    named |= {"anchor": d.ints(batch, -1, codes + 1), "ids": ids, "logits": eighths(batch, 1, slots, count)}
+    levels = sampling["sharpness"][:, None].repeat(1, d.size())
+    return named | sampling | {"sharpness": levels, "stream": d.choice(0, 1)}
+
+
 def build_tree(d: Draw) -> dict[str, object]:
     batch, depths, count = d.size(), d.size(1, 4), d.size(1, 6)
     ids = torch.rand(batch, depths, 9, generator=d.generator).argsort(-1)[..., :count].contiguous()
@@ -340,7 +361,8 @@ def causal_conv_(d: Draw) -> dict[str, object]:
 
 MAKERS = [
     rms_norm, add_rms_norm, dynamic_conv, conv_add_rms_norm, silu_mul, fuse_features, linear, linears, block_attention,
-    append_kv_, qkv_norm_rope_append_, append_context_kv_, select_tokens, tree_candidates, build_tree, accept_prefix_,
+    append_kv_, qkv_norm_rope_append_, append_context_kv_, select_tokens, tree_candidates, top_candidates,
+    walk_candidates, build_tree, accept_prefix_,
     accept_path_, compact_kv_, gather_rows_, gated_recurrence_, causal_conv_,
 ]  # fmt: skip
 

@@ -8,6 +8,8 @@ Ops that end in an underscore write into their arguments and return nothing. Non
 """
 
 from .attention import block_attention
+from .candidates import MAX_CANDIDATES as MAX_CANDIDATES
+from .candidates import top_candidates, walk_candidates
 from .checks import bytes_reached as bytes_reached
 from .choose import ROW_STATES as ROW_STATES
 from .choose import accept_prefix_, select_tokens
@@ -56,5 +58,7 @@ __all__ = [
     "select_tokens",
     "sigmoid_mul",
     "silu_mul",
+    "top_candidates",
     "tree_candidates",
+    "walk_candidates",
 ]

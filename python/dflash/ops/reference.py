@@ -297,14 +297,26 @@ def _shared_exp(d: Tensor) -> Tensor:
     return torch.where(under, 0.0, p * scale)
 
 
-def _uniform(seeds: Tensor, positions: Tensor, vocab: int, stream: int) -> Tensor:
-    """``(word + 0.5) / 2^32`` of each token's Philox word, ``[batch, rows, vocab]`` float64, exact."""
-    key = seeds[:, None, None]
-    position = positions[:, :, None]
-    group = torch.arange((vocab + 3) // 4, device=positions.device).expand(*positions.shape, -1)
+def _noise_words(seeds: Tensor, positions: Tensor, group: Tensor, stream: int) -> Tensor:
+    """The four Philox words of the tokens ``4 * group ..`` of ``group [batch, rows, n]``: ``[batch, rows, n, 4]``."""
+    key, position = seeds[:, None, None], positions[:, :, None]
     counter = [group, position & _LOW32, position >> 32 & _LOW32, torch.full_like(position, stream)]
-    words = torch.stack(_philox((key & _LOW32, key >> 32 & _LOW32), counter), -1).flatten(2)[..., :vocab]
+    return torch.stack(_philox((key & _LOW32, key >> 32 & _LOW32), counter), -1)
+
+
+def _fraction(words: Tensor) -> Tensor:
+    """``(word + 0.5) / 2^32`` in float64, exact."""
     return (words.to(torch.float64) + 0.5) * 2.0**-32
+
+
+def _uniform(seeds: Tensor, positions: Tensor, vocab: int, stream: int) -> Tensor:
+    """`_fraction` of each token's Philox word, ``[batch, rows, vocab]``."""
+    group = torch.arange((vocab + 3) // 4, device=positions.device).expand(*positions.shape, -1)
+    return _fraction(_noise_words(seeds, positions, group, stream).flatten(2)[..., :vocab])
+
+
+def _gumbel(fraction: Tensor) -> Tensor:
+    return (-_log64(-_log64(1.0 - fraction))).to(torch.float32)
 
 
 def gumbel_noise(seeds: Tensor, positions: Tensor, vocab: int, stream: int = 0) -> Tensor:
@@ -323,7 +335,13 @@ def gumbel_noise(seeds: Tensor, positions: Tensor, vocab: int, stream: int = 0) 
     Returns:
         ``[batch, rows, vocab]`` float32.
     """
-    return (-_log64(-_log64(1.0 - _uniform(seeds, positions, vocab, stream)))).to(torch.float32)
+    return _gumbel(_uniform(seeds, positions, vocab, stream))
+
+
+def gumbel_noise_of(ids: Tensor, seeds: Tensor, positions: Tensor, stream: int = 0) -> Tensor:
+    """`gumbel_noise` of the tokens ``ids [batch, rows, n]``: ``[batch, rows, n]`` float32. A negative id's is unset."""
+    words = _noise_words(seeds, positions, ids >> 2 & _LOW32, stream)
+    return _gumbel(_fraction(words.gather(-1, (ids & 3)[..., None])[..., 0]))
 
 
 def uniform_noise(seeds: Tensor, positions: Tensor, stream: int) -> Tensor:
@@ -412,6 +430,82 @@ def tree_candidates(
     score = torch.nn.functional.pad(score, (0, max(count - vocab, 0)), value=-torch.inf)
     score, ids = (x[..., :count].contiguous() for x in score.sort(dim=-1, descending=True, stable=True))
     return torch.where(score == -torch.inf, -1, ids), score.to(torch.float32)
+
+
+def top_candidates(
+    logits: Tensor, positions: Tensor, seeds: Tensor, temperature: Tensor, sharpness: Tensor, count: int
+) -> tuple[Tensor, Tensor]:
+    """The ``count`` tokens with the best unfiltered scores of `select_tokens`, and their logits, in fp32."""
+    logits = logits.to(torch.float32)[:, None]  # [batch, 1, rows, vocab]
+    vocab = logits.shape[-1]
+    temperature = temperature.clamp(max=torch.finfo(torch.float32).max)[:, None, None, None]
+    sharpness = torch.where(sharpness >= 0, sharpness, 0.0)[:, :, None, None]
+    z = logits / temperature
+    score = torch.where(torch.isinf(z), z, sharpness * z) + gumbel_noise(seeds, positions, vocab)[:, None]
+    score = torch.where(~(temperature > 0) | torch.isposinf(sharpness), logits, score)
+
+    score = torch.where(torch.isnan(logits).any(-1, keepdim=True), -torch.inf, score)
+    score = torch.nn.functional.pad(score, (0, max(count - vocab, 0)), value=-torch.inf)
+    score, ids = (x[..., :count].contiguous() for x in score.sort(dim=-1, descending=True, stable=True))
+    live = score > -torch.inf
+    chosen = logits.expand(*score.shape[:3], vocab).gather(-1, ids.clamp(max=vocab - 1))
+    return torch.where(live, ids, -1), torch.where(live, chosen, -torch.inf)
+
+
+def walk_candidates(
+    hidden: Tensor,
+    predecessors: Tensor,
+    successors: Tensor,
+    anchor: Tensor,
+    ids: Tensor,
+    logits: Tensor,
+    positions: Tensor,
+    seeds: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    sharpness: Tensor,
+    stream: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Slot by slot the choice of `select_tokens` among the candidates, given the one before; -1 from a failure on."""
+    (batch, levels), (slots, count), codes = sharpness.shape, ids.shape[2:], len(predecessors)
+    ids, logits = (x.expand(batch, levels, slots, count) for x in (ids, logits))
+    dtype = _compute_dtype(hidden)
+    temperature = temperature.clamp(max=torch.finfo(torch.float32).max)
+    sharpness = torch.where(sharpness >= 0, sharpness, 0.0)[..., None]
+    greedy = ~(temperature > 0)[:, None, None] | torch.isposinf(sharpness)
+    path, scores = anchor.new_empty(batch, levels, slots), logits.new_empty(batch, levels, slots, count)
+
+    previous, alive = anchor[:, None].expand(batch, levels), torch.ones_like(sharpness[..., 0], dtype=torch.bool)
+    for slot in range(slots):
+        # 1. The score of each candidate after the token before
+        own = ids[:, :, slot]
+        live = (own >= 0) & (own < codes)
+        paired = ((previous >= 0) & (previous < codes))[..., None]
+        product = predecessors[previous.clamp(0, codes - 1)].to(dtype) * hidden[:, None, slot].to(dtype)
+        pairs = (product[:, :, None] * successors[own.clamp(0, codes - 1)].to(dtype)).sum(-1)
+        score = (logits[:, :, slot].to(dtype) + torch.where(paired, pairs, 0.0)).to(torch.float32)
+        nan = (torch.isnan(score) & live).any(-1)
+        live = live & (score > -torch.inf)
+
+        # 2. Filters and noise
+        score = torch.where(live, score, -torch.inf)
+        z, keep = filtered_logits(score, temperature, top_k, top_p, min_p)
+        live = live & (keep | greedy)
+        where = positions[:, slot, None].expand(batch, levels)
+        value = torch.where(torch.isinf(z), z, sharpness * z) + gumbel_noise_of(own, seeds, where, stream)
+        value = torch.where(greedy, score, value)
+
+        # 3. The best
+        value = torch.where(live, value, -torch.inf)
+        best = live & (value == value.amax(-1, keepdim=True))
+        chosen = torch.where(best, own, torch.iinfo(torch.int64).max).amin(-1)
+        alive = alive & live.any(-1) & ~nan
+        previous = torch.where(alive, chosen, -1)
+        path[:, :, slot] = previous
+        scores[:, :, slot] = torch.where(live & alive[..., None], torch.where(greedy, score, z), -torch.inf)
+    return path, scores
 
 
 def _first_of(scores: Tensor, *keys: Tensor) -> Tensor:

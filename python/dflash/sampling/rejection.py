@@ -20,7 +20,7 @@ from torch import Tensor
 from ..ops import reference
 from .parameters import Sampling
 
-__all__ = ["probabilities", "propose", "verify"]
+__all__ = ["DRAFT", "probabilities", "propose", "verify", "walk_probabilities"]
 
 DRAFT, COIN, RESIDUAL = 1, 2, 3  # the streams; 0 is the noise of `ops.select_tokens`
 
@@ -65,6 +65,31 @@ def propose(q: Tensor, positions: Tensor, seeds: Tensor) -> Tensor:
         ``[batch, rows]`` int64; -1 where q is NaN.
     """
     return _draw(q, positions, seeds, DRAFT)
+
+
+def walk_probabilities(path: Tensor, ids: Tensor, scores: Tensor, vocab_size: int) -> Tensor:
+    """Return what the tokens of a path were drawn from by `dflash.ops.walk_candidates`, with noise of stream `DRAFT`.
+
+    The candidates must not depend on the noise by which the path was drawn, and each slot's distribution is that after
+    the token drafted before it: tests/test_rejection_walk.py plants both mistakes, and a search for the best path.
+
+    Args:
+        path: ``[batch, slots]`` int64, the drafts.
+        ids: ``[batch, slots, count]`` int64, the candidates, chosen without noise.
+        scores: ``[batch, slots, count]`` float32, from the walk at positive temperatures and a sharpness of 1.
+        vocab_size: of the result.
+
+    Returns:
+        ``[batch, slots, vocab_size]`` float32; all 0 where there is no draft.
+    """
+    best = scores.amax(-1, keepdim=True)
+    # An infinite score, or no finite one, leaves no choice.
+    spread = torch.where(torch.isinf(best), (ids == path[..., None]).to(scores.dtype), torch.softmax(scores, -1))
+    spread = torch.where((scores > -torch.inf) | torch.isinf(best), spread, 0.0)
+    spread = torch.where((ids >= 0) & (path >= 0)[..., None], spread, 0.0)
+    # A slot holds no token twice: all that is added to one place but one is 0.
+    q = scores.new_zeros(*path.shape, vocab_size)
+    return q.scatter_add_(-1, ids.clamp(0, vocab_size - 1), spread)
 
 
 def verify(drafts: Tensor, q: Tensor, p: Tensor, positions: Tensor, seeds: Tensor) -> Tensor:

@@ -40,6 +40,7 @@ inline void store16(void* address, uint4 value) {
   emulation::expect_aligned(address, 16, "store16");
   *static_cast<uint4*>(address) = value;
 }
+inline void prefetch_l2(const void*) {}
 constexpr uint64_t kEmulatedPolicy = 0x12f0000000000000;
 inline uint64_t evict_first_policy() { return kEmulatedPolicy; }
 inline void expect_policy(uint64_t policy) {

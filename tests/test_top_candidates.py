@@ -1,0 +1,169 @@
+import math
+
+import pytest
+import torch
+from test_select_tokens import draw_case as draw_rows
+from test_select_tokens import parameters
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from dflash import ops
+from dflash.ops import reference
+
+pytestmark = pytest.mark.op
+
+INFINITY = math.inf
+LEVELS = [math.inf, 2.0, 1.0]
+
+
+def draw_case(seed, vocab, batch=12, rows=2, levels=LEVELS):
+    """Logits (ties, infinities and NaN among them), positions, seeds, temperatures and levels of sharpness."""
+    logits, positions, seeds, temperature, *_ = draw_rows(seed, vocab, batch, rows)
+    return logits, positions, seeds, temperature, torch.tensor(levels).repeat(batch, 1)
+
+
+def plain(batch):
+    """The sharpness of candidates without noise."""
+    return torch.full((batch, 1), INFINITY)
+
+
+def assert_equal(have, want):
+    for ours, theirs in zip(have, want, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("vocab", [1, 2, 63, 64, 65, 113, 1025])
+def test_kernel_equals_twin(vocab, dtype, kernels):
+    for seed in range(6):
+        logits, *rest = draw_case(seed, vocab, *((4, 1) if vocab > 1000 else (8, 2)))
+        rest[-1] = torch.tensor([[math.inf, 2.0], [1.0, 0.0], [math.nan, -1.0], [0.5, 1e30]])[
+            torch.arange(len(logits)) % 4
+        ]
+        logits, count = logits.to(dtype), (1, 4, 16, 128)[seed % 4]
+        assert_equal(kernels.top_candidates(logits, *rest, count), reference.top_candidates(logits, *rest, count))
+
+
+def test_kernel_equals_twin_on_a_full_vocabulary(kernels):
+    logits = torch.randn(2, 1, 151936, generator=torch.Generator().manual_seed(1)) * 3
+    rest = torch.tensor([[5], [2**33]]), torch.tensor([1, -2]), torch.tensor([1.0, 0.7]), torch.tensor([[1.0]] * 2)
+    for x in (logits, logits.bfloat16()):
+        for sharpness in (plain(2), rest[-1]):
+            case = x, *rest[:-1], sharpness, 16
+            assert_equal(kernels.top_candidates(*case), reference.top_candidates(*case))
+
+
+def test_plain_candidates_are_the_largest_logits_and_ties_go_to_the_lower_id(implementation):
+    logits, positions, seeds, temperature, _ = draw_case(1, 300)  # rounded: many ties
+    ids, values = implementation.top_candidates(logits, positions, seeds, temperature, plain(12), 16)
+    order = logits.double() - torch.arange(300).double() * 1e-9
+    want = order.topk(16, -1).indices
+    assert torch.equal(ids[:, 0], want)
+    assert torch.equal(values[:, 0], logits.gather(-1, want))
+
+
+def test_a_temperature_of_zero_gives_plain_candidates_at_every_sharpness(implementation):
+    logits, positions, seeds, _, levels = draw_case(0, 200)
+    cold = implementation.top_candidates(logits, positions, seeds, torch.zeros(12), levels, 5)
+    ones = torch.ones(12)
+    for ours, theirs in zip(
+        cold, implementation.top_candidates(logits, positions, seeds, ones, plain(12), 5), strict=True
+    ):
+        assert torch.equal(ours, theirs.expand_as(ours))
+
+
+def test_the_first_candidate_is_the_token_that_select_tokens_chooses(kernels):
+    logits, positions, seeds, temperature, levels = draw_case(0, 500)
+    ids, _ = kernels.top_candidates(logits, positions, seeds, temperature, levels, 8)
+    for i, sharpness in enumerate(LEVELS):
+        settings = parameters(12, seeds, temperature, sharpness=sharpness)
+        assert torch.equal(ids[:, i, :, 0], ops.select_tokens(logits, positions, *settings))
+
+
+def test_equal_logits_give_the_lowest_ids(implementation):
+    _, *rest, _ = draw_case(0, 10, 2, 1)
+    ids, values = implementation.top_candidates(torch.zeros(2, 1, 3000), *rest, plain(2), 70)
+    assert torch.equal(ids[:, 0, 0], torch.arange(70).expand(2, 70))
+    assert (values == 0).all()
+
+
+def test_the_best_tokens_may_lie_anywhere(kernels):
+    """All in one place, or far apart, or in rising or falling order."""
+    rising = torch.linspace(-20, 0, 2000)
+    comb = torch.where(torch.arange(2000) % 64 == 7, rising + 5, rising - 9)
+    front = torch.where(torch.arange(2000) < 40, 3.0, -3.0) + rising * 1e-3
+    logits = torch.stack([rising, rising.flip(0), comb, front])[:, None].contiguous()
+    _, positions, seeds, _, _ = draw_case(0, 10, 4, 1)
+    for sharpness in (1.0, INFINITY):
+        rest = positions, seeds, torch.ones(4), torch.full((4, 1), sharpness)
+        for count in (3, 128):
+            assert_equal(kernels.top_candidates(logits, *rest, count), reference.top_candidates(logits, *rest, count))
+
+
+def test_a_row_with_nan_has_no_candidates_and_no_other_row_changes(implementation):
+    logits, *rest = draw_case(0, 130, 6, 3)
+    ids, values = implementation.top_candidates(logits, *rest, 8)
+    spoilt = logits.clone()
+    spoilt[0, 1, 129] = spoilt[1, 0, 3] = spoilt[4, 2, 64] = math.nan
+    dead = spoilt.isnan().any(-1)[:, None].expand(-1, 3, -1)
+    new_ids, new_values = implementation.top_candidates(spoilt, *rest, 8)
+    assert (new_ids[dead] == -1).all()
+    assert (new_values[dead] == -INFINITY).all()
+    assert torch.equal(new_ids[~dead], ids[~dead])
+    assert torch.equal(new_values[~dead], values[~dead])
+
+
+def test_tokens_of_minus_infinity_are_no_candidates(implementation):
+    logits, *rest = draw_case(0, 150, 4, 1)
+    logits[..., 3:] = -INFINITY
+    logits[0] = -INFINITY
+    ids, values = implementation.top_candidates(logits, *rest, 8)
+    assert (ids[0] == -1).all()
+    assert torch.equal(ids[1:, ..., :3].sort(-1).values, torch.arange(3).expand(3, 3, 1, 3))
+    assert (ids[..., 3:] == -1).all()
+    assert torch.equal(values == -INFINITY, ids < 0)
+
+
+def test_a_row_does_not_depend_on_its_place(kernels):
+    case = draw_case(0, 700, 4, 2)
+    ids, values = kernels.top_candidates(*case, 16)
+    for b in range(4):
+        alone = kernels.top_candidates(*(x[b : b + 1] for x in case), 16)
+        assert_equal([x[0] for x in alone], [ids[b], values[b]])
+
+
+def test_views_and_empty_batches_are_taken(kernels):
+    case = draw_case(0, 77, 4)
+    strided = [x.repeat_interleave(2, 0)[::2] for x in case]
+    assert_equal(kernels.top_candidates(*strided, 5), kernels.top_candidates(*case, 5))
+    assert kernels.top_candidates(*(x[:0] for x in case), 5)[0].shape == (0, 3, 2, 5)
+    assert kernels.top_candidates(case[0][:, :0], case[1][:, :0], *case[2:], 5)[0].shape == (4, 3, 0, 5)
+
+
+def test_opcheck():
+    torch.library.opcheck(torch.ops.dflash.top_candidates.default, (*draw_case(0, 50, 3), 8))
+
+
+def test_runs_without_data():
+    case = draw_case(0, 50)
+    real = [(x.shape, x.dtype, x.stride()) for x in ops.top_candidates(*case, 60)]
+    with FakeTensorMode() as mode:
+        fake = [mode.from_tensor(x) for x in case]
+        for candidates in (ops.top_candidates, reference.top_candidates):
+            assert [(x.shape, x.dtype, x.stride()) for x in candidates(*fake, 60)] == real
+
+
+def test_bad_input_is_named():
+    logits, positions, seeds, temperature, levels = draw_case(0, 50)
+    candidates = ops.top_candidates
+    with pytest.raises(ValueError, match=r"logits must be \[batch, rows, vocab\] with vocab >= 1, got \[12, 2, 0\]"):
+        candidates(logits[..., :0], positions, seeds, temperature, levels, 4)
+    for count in (0, 129):
+        with pytest.raises(ValueError, match=rf"top_candidates: count must be from 1 to 128, got {count}"):
+            candidates(logits, positions, seeds, temperature, levels, count)
+    with pytest.raises(ValueError, match=r"positions must be \[batch, rows\] = \[12, 2\], got \[12, 1\]"):
+        candidates(logits, positions[:, :1], seeds, temperature, levels, 4)
+    with pytest.raises(ValueError, match=r"sharpness must be \[batch, levels\] = \[12, \*\], got \[11, 3\]"):
+        candidates(logits, positions, seeds, temperature, levels[:11], 4)
+    with pytest.raises(TypeError, match=r"temperature must be torch.float32, got torch.float64"):
+        candidates(logits, positions, seeds, temperature.double(), levels, 4)
+    with pytest.raises(TypeError, match=r"logits must be float32 or bfloat16 on CPU, got torch.float64"):
+        candidates(logits.double(), positions, seeds, temperature, levels, 4)
