@@ -47,6 +47,62 @@ struct RmsNormParams {
   }
 };
 
+// out[t] = sum of (base[i] + dynamic[t, i]) * x[t - i], i ascending: a convolution over the rows of a block,
+// with zeros in front of it. A weight of zero adds nothing, not even a NaN.
+struct DynamicConvParams {
+  const void* x;        // [rows, hidden]
+  const void* base;     // [width, hidden]
+  const void* dynamic;  // [rows, width, groups], strided by row; a group is hidden / groups channels
+  void* out;            // [rows, hidden]
+  int64_t dynamic_stride_block, dynamic_stride_row;
+  int64_t rows;        // of all blocks
+  int64_t block_rows;  // of one block
+  int64_t hidden;
+  int64_t width;
+  int64_t groups;
+  DType dtype;
+  int32_t threads;
+  int32_t device = 0;
+
+  static constexpr auto wire() {
+    using P = DynamicConvParams;
+    return std::tuple(&P::x, &P::base, &P::dynamic, &P::out, &P::dynamic_stride_block, &P::dynamic_stride_row,
+                      &P::rows, &P::block_rows, &P::hidden, &P::width, &P::groups, &P::dtype);
+  }
+};
+
+// The same convolution of x, rounded to the storage type, in front of RMSNorm with a residual.
+struct ConvAddRmsNormParams {
+  const void* x;         // [rows, hidden]
+  const void* base;      // [width, hidden]
+  const void* dynamic;   // [rows, width, groups], as above
+  const void* residual;  // [rows, hidden]
+  const void* weight;    // [hidden]
+  void* out;             // [rows, hidden]
+  void* residual_out;    // [rows, hidden]
+  void* tap;             // [rows, hidden], strided, or null
+  int64_t tap_stride;
+  int64_t dynamic_stride_block, dynamic_stride_row;
+  int64_t rows;
+  int64_t block_rows;
+  int64_t hidden;
+  int64_t width;
+  int64_t groups;
+  float eps;
+  bool zero_centered;
+  DType dtype;
+  int32_t threads;
+  int32_t device = 0;
+
+  static constexpr auto wire() {
+    using P = ConvAddRmsNormParams;
+    return std::tuple(&P::x, &P::base, &P::dynamic, &P::residual, &P::weight, &P::out, &P::residual_out,
+                      &P::tap, &P::tap_stride, &P::dynamic_stride_block, &P::dynamic_stride_row, &P::rows,
+                      &P::block_rows, &P::hidden, &P::width, &P::groups, &P::eps, &P::zero_centered,
+                      &P::dtype);
+  }
+};
+
 // out = silu(gate) * up, gate and up packed side by side.
 struct SiluMulParams {
   const void* gate_up;  // [rows, 2 * width]: gate, then up

@@ -23,6 +23,11 @@ def caches():
 CALLS = {
     "rms_norm": lambda: [floats(BATCH, ROWS, DIM), floats(DIM), 1e-6, integers(BATCH)],
     "add_rms_norm": lambda: [floats(ROWS, DIM), floats(ROWS, DIM), floats(DIM), 1e-6, None],
+    "dynamic_conv": lambda: [floats(BATCH, ROWS, DIM), floats(3, DIM), floats(BATCH, ROWS, 3, 2)],
+    "conv_add_rms_norm": lambda: [
+        floats(BATCH, ROWS, DIM), floats(3, DIM), floats(BATCH, ROWS, 3, 2), floats(BATCH, ROWS, DIM), floats(DIM),
+        1e-6, floats(BATCH, ROWS, DIM),
+    ],
     "fuse_features": lambda: [floats(BATCH, ROWS, 3 * DIM), integers(BATCH), floats(DIM, 3 * DIM), floats(DIM), 1e-6],
     "qkv_norm_rope_append_": lambda: [
         floats(BATCH, ROWS, (HEADS + 2 * KV_HEADS) * DIM), integers(BATCH, ROWS), floats(BATCH, ROWS, 4),

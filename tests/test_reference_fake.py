@@ -24,6 +24,12 @@ def caches():
 CALLS = {
     "rms_norm": lambda: reference.rms_norm(floats(BATCH, ROWS, DIM), floats(DIM), 1e-6, integers(BATCH)),
     "add_rms_norm": lambda: reference.add_rms_norm(floats(ROWS, DIM), floats(ROWS, DIM), floats(DIM), 1e-6)[0],
+    "dynamic_conv": lambda: reference.dynamic_conv(
+        floats(BATCH, ROWS, DIM), floats(3, DIM), floats(BATCH, ROWS, 3, 2)
+    ),
+    "conv_add_rms_norm": lambda: reference.conv_add_rms_norm(
+        floats(BATCH, ROWS, DIM), floats(3, DIM), floats(BATCH, ROWS, 3, 2), floats(BATCH, ROWS, DIM), floats(DIM), 1e-6
+    )[0],
     "silu_mul": lambda: reference.silu_mul(floats(ROWS, 2 * DIM)),
     "sigmoid_mul": lambda: reference.sigmoid_mul(floats(ROWS, HEADS, DIM), floats(ROWS, HEADS, DIM)),
     "delta_net_inputs": lambda: reference.delta_net_inputs(

@@ -1,23 +1,21 @@
 // h = x + residual;  out = h / sqrt(mean(h^2) + eps) * weight;  tap = h. Zero-centered: (1 + weight).
 // One row at a time, rows over threads; sums in fp32. Used for the layer norms (with residual), the final
-// norm and, with counts, for the norm after the feature projection.
+// norm and, with counts, for the norm after the feature projection. In conv_add_rms_norm x is convolved
+// first.
 #include <cmath>
 
+#include "cpu/dynamic_conv.h"
 #include "cpu/parallel.h"
 #include "params.h"
 
 DFLASH_NAMESPACE_BEGIN
 
-template <typename T>
-static void norm_row(const RmsNormParams& p, int64_t row) {
+// x [hidden]
+template <typename T, typename Params>
+static inline void norm_row(const Params& p, int64_t row, const T* x) {
   const int64_t n = p.hidden;
-  const T* x = static_cast<const T*>(p.x) + row * n;
   const T* weight = static_cast<const T*>(p.weight);
   T* out = static_cast<T*>(p.out) + row * n;
-  if (p.counts && row % p.rows_per_sequence >= p.counts[row / p.rows_per_sequence]) {
-    for (int64_t i = 0; i < n; ++i) store_one(out + i, 0.0f);
-    return;
-  }
   Sum16 squares;
   float tail = 0.0f;
   int64_t i = 0;
@@ -49,6 +47,24 @@ static void norm_row(const RmsNormParams& p, int64_t row) {
   for (; i < n; ++i) store_one(out + i, to_float(x[i]) * scale * (to_float(weight[i]) + offset));
 }
 
+template <typename T>
+static void norm_row(const RmsNormParams& p, int64_t row) {
+  if (p.counts && row % p.rows_per_sequence >= p.counts[row / p.rows_per_sequence]) {
+    T* out = static_cast<T*>(p.out) + row * p.hidden;
+    for (int64_t i = 0; i < p.hidden; ++i) store_one(out + i, 0.0f);
+    return;
+  }
+  norm_row(p, row, static_cast<const T*>(p.x) + row * p.hidden);
+}
+
+template <typename T>
+static void convolve_and_norm_row(const ConvAddRmsNormParams& p, int64_t row) {
+  static thread_local Buffer<T> buffer;
+  T* x = buffer.reserve(p.hidden);
+  convolve_row(p, row, x);
+  norm_row<T>(p, row, x);
+}
+
 DFLASH_NAMESPACE_END
 
 namespace dflash::DFLASH_ISA {
@@ -56,6 +72,12 @@ namespace dflash::DFLASH_ISA {
 void rms_norm(const RmsNormParams& p) {
   parallel_for(p.rows, p.rows * p.hidden, p.threads, [&](int64_t row) {
     p.dtype == DType::kFloat32 ? norm_row<float>(p, row) : norm_row<bf16>(p, row);
+  });
+}
+
+void conv_add_rms_norm(const ConvAddRmsNormParams& p) {
+  parallel_for(p.rows, p.rows * p.hidden * p.width, p.threads, [&](int64_t row) {
+    p.dtype == DType::kFloat32 ? convolve_and_norm_row<float>(p, row) : convolve_and_norm_row<bf16>(p, row);
   });
 }
 

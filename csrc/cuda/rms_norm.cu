@@ -1,8 +1,9 @@
 // h = x + residual;  out = h / sqrt(mean(h^2) + eps) * weight;  tap = h. Zero-centered: (1 + weight).
 // One block per row, kWidth elements per thread at a time. The first kHeld of those stay in registers between
 // the sum and the scaling. They and their weights are all requested before the first is used, so the block
-// waits for memory once. Rows past their sequence's count are not read; their output is zero.
-#include "cuda/device.cuh"
+// waits for memory once. Rows past their sequence's count are not read; their output is zero. In
+// conv_add_rms_norm x is convolved first.
+#include "cuda/dynamic_conv.cuh"
 #include "cuda/launch.h"
 
 namespace dflash {
@@ -10,8 +11,9 @@ namespace dflash {
 constexpr int kHeld = 4;
 constexpr int kMaxThreads = 512;
 
-template <typename T, int kWidth>
-static __global__ void __launch_bounds__(kMaxThreads, 1) rms_norm_kernel(const RmsNormParams p) {
+template <typename T, int kWidth, typename Params>
+static __global__ void __launch_bounds__(kMaxThreads, 1) rms_norm_kernel(const Params p) {
+  constexpr bool kConvolves = std::is_same_v<Params, ConvAddRmsNormParams>;
   __shared__ float scratch[32];
   const int64_t row = blockIdx.x;
   const int n = int(p.hidden / kWidth), step = blockDim.x;
@@ -23,10 +25,12 @@ static __global__ void __launch_bounds__(kMaxThreads, 1) rms_norm_kernel(const R
   T* tap = static_cast<T*>(p.tap) + row * p.tap_stride;
   grid_launch_dependents();
   grid_dependency_wait();
-  if (p.counts && row % p.rows_per_sequence >= p.counts[row / p.rows_per_sequence]) {
-    const float zero[kWidth] = {};
-    for (int i = threadIdx.x; i < n; i += step) store<T, kWidth>(out + i * kWidth, zero);
-    return;
+  if constexpr (!kConvolves) {
+    if (p.counts && row % p.rows_per_sequence >= p.counts[row / p.rows_per_sequence]) {
+      const float zero[kWidth] = {};
+      for (int i = threadIdx.x; i < n; i += step) store<T, kWidth>(out + i * kWidth, zero);
+      return;
+    }
   }
   // The inputs of kWidth elements.
   struct Place {
@@ -34,9 +38,10 @@ static __global__ void __launch_bounds__(kMaxThreads, 1) rms_norm_kernel(const R
   };
   const auto read = [&](int i) {
     Place place{};
-    place.x = load_packed<T, kWidth>(x + i * kWidth);
+    if constexpr (!kConvolves) place.x = load_packed<T, kWidth>(x + i * kWidth);
     if (p.residual) place.residual = load_packed<T, kWidth>(residual + i * kWidth);
     place.weight = load_packed<T, kWidth>(weight + i * kWidth);
+    if constexpr (kConvolves) place.x = ConvolvedRow<T, kWidth>(p, row)(i * kWidth);
     return place;
   };
   // The sum is rounded to the storage type first, so that the norm sees the residual that the next layer
@@ -97,20 +102,29 @@ static __global__ void __launch_bounds__(kMaxThreads, 1) rms_norm_kernel(const R
   }
 }
 
-cudaError_t launch_rms_norm(const RmsNormParams& p, cudaStream_t stream) {
+template <typename Params>
+static cudaError_t launch_norm(const Params& p, cudaStream_t stream, const void* base) {
   if (p.rows == 0) return cudaSuccess;
   const DeviceScope scope(p.device);
   if (scope.error() != cudaSuccess) return scope.error();
   return dispatch(p.dtype, [&](auto type) {
     using T = decltype(type);
     constexpr int kWidth = kPer16<T>;
-    const bool wide = aligned16(p.x, p.residual, p.weight, p.out, p.residual_out, p.tap, p.hidden * sizeof(T),
-                                p.tap_stride * sizeof(T));
+    const bool wide = aligned16(p.x, p.residual, p.weight, p.out, p.residual_out, p.tap, base,
+                                p.hidden * sizeof(T), p.tap_stride * sizeof(T));
     const int64_t vectors = wide ? p.hidden / kWidth : p.hidden;
     const int64_t threads = min(int64_t(kMaxThreads), ceil_div(vectors, 32) * 32);
-    return launch_overlapping(wide ? rms_norm_kernel<T, kWidth> : rms_norm_kernel<T, 1>,
+    return launch_overlapping(wide ? rms_norm_kernel<T, kWidth, Params> : rms_norm_kernel<T, 1, Params>,
                               dim3(unsigned(p.rows)), dim3(unsigned(threads)), 0, stream, p);
   });
+}
+
+cudaError_t launch_rms_norm(const RmsNormParams& p, cudaStream_t stream) {
+  return launch_norm(p, stream, nullptr);
+}
+
+cudaError_t launch_conv_add_rms_norm(const ConvAddRmsNormParams& p, cudaStream_t stream) {
+  return launch_norm(p, stream, p.base);
 }
 
 }  // namespace dflash

@@ -89,6 +89,11 @@ def _convolution() -> dict[str, object]:
     }  # fmt: skip
 
 
+def _dynamic_convolution() -> dict[str, object]:
+    x, dynamic = torch.randn(BATCH, ROWS, HIDDEN), torch.randn(BATCH, ROWS, 2, 4)
+    return {"x": x, "base": torch.randn(2, HIDDEN), "dynamic": dynamic}
+
+
 def _layers() -> dict[str, object]:
     return {
         "hidden": torch.randn(BATCH, ROWS, HIDDEN), "context": torch.randn(BATCH, 4, HIDDEN),
@@ -118,6 +123,10 @@ CALLS: dict[str, Callable[[], dict[str, object]]] = {
     "add_rms_norm": lambda: {
         "x": torch.randn(BATCH, ROWS, HIDDEN), "residual": torch.randn(BATCH, ROWS, HIDDEN),
         "weight": torch.randn(HIDDEN), "eps": 1e-6, "tap": torch.zeros(BATCH, ROWS, HIDDEN)},
+    "dynamic_conv": _dynamic_convolution,
+    "conv_add_rms_norm": lambda: _dynamic_convolution() | {
+        "residual": torch.randn(BATCH, ROWS, HIDDEN), "weight": torch.randn(HIDDEN), "eps": 1e-6,
+        "tap": torch.zeros(BATCH, ROWS, HIDDEN)},
     "silu_mul": lambda: {"gate_up": torch.randn(BATCH, ROWS, 2 * HIDDEN)},
     "sigmoid_mul": lambda: {"x": torch.randn(ROWS, HEADS, DIM), "gate": torch.randn(ROWS, HEADS, DIM)},
     "delta_net_inputs": lambda: {

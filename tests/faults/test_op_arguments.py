@@ -151,6 +151,19 @@ def add_rms_norm(d: Draw) -> dict[str, object]:
     return {"x": x, "residual": residual, "weight": weight, "eps": 1e-6, "tap": tap}
 
 
+def dynamic_conv(d: Draw) -> dict[str, object]:
+    batch, rows, width, groups = d.size(), d.size(), d.size(1), d.size(1, 4)
+    hidden = groups * d.size(1, 20)
+    named = {"x": d.floats(batch, rows, hidden), "base": d.floats(width, hidden) * d.flag()}
+    return named | {"dynamic": d.floats(batch, rows, width, groups) * d.flag()}
+
+
+def conv_add_rms_norm(d: Draw) -> dict[str, object]:
+    call = dynamic_conv(d)
+    norm = {"residual": d.floats(*call["x"].shape), "weight": d.floats(call["x"].shape[2]), "eps": 1e-6}
+    return call | norm | {"tap": d.floats(*call["x"].shape) if d.flag() else None, "zero_centered": d.flag()}
+
+
 def silu_mul(d: Draw) -> dict[str, object]:
     return {"gate_up": d.floats(d.size(), d.size(), 2 * d.size(0, 40)) * d.choice(1, 100)}
 
@@ -326,8 +339,8 @@ def causal_conv_(d: Draw) -> dict[str, object]:
 
 
 MAKERS = [
-    rms_norm, add_rms_norm, silu_mul, fuse_features, linear, linears, block_attention, append_kv_,
-    qkv_norm_rope_append_, append_context_kv_, select_tokens, tree_candidates, build_tree, accept_prefix_,
+    rms_norm, add_rms_norm, dynamic_conv, conv_add_rms_norm, silu_mul, fuse_features, linear, linears, block_attention,
+    append_kv_, qkv_norm_rope_append_, append_context_kv_, select_tokens, tree_candidates, build_tree, accept_prefix_,
     accept_path_, compact_kv_, gather_rows_, gated_recurrence_, causal_conv_,
 ]  # fmt: skip
 

@@ -13,6 +13,7 @@ from .choose import ROW_STATES as ROW_STATES
 from .choose import accept_prefix_, select_tokens
 from .delta_net import L2_EPS as L2_EPS
 from .delta_net import delta_net_inputs, gated_rms_norm
+from .dynamic_conv import conv_add_rms_norm, dynamic_conv
 from .kv_cache import append_context_kv_, append_kv_, qkv_norm_rope_append_
 from .layers import PackedLayers as PackedLayers
 from .layers import decoder_layers
@@ -38,9 +39,11 @@ __all__ = [
     "build_tree",
     "causal_conv_",
     "compact_kv_",
+    "conv_add_rms_norm",
     "cuda_status",
     "decoder_layers",
     "delta_net_inputs",
+    "dynamic_conv",
     "fuse_features",
     "gated_recurrence_",
     "gated_rms_norm",

@@ -212,3 +212,16 @@ def dense(tensor: Tensor | None) -> Tensor | None:
 def unit_stride(tensor: Tensor) -> Tensor:
     """Return the tensor itself if its last dimension is dense, whatever the other strides; else a copy."""
     return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
+
+
+def row_stride(op: str, name: str, tensor: Tensor) -> int:
+    """Return the stride between the rows of a written tensor ``[..., hidden]``, which must be the same for all."""
+    sizes, strides = tensor.shape[:-1], tensor.stride()
+    stride = next((strides[i] for i in reversed(range(len(sizes))) if sizes[i] > 1), tensor.shape[-1])
+    expected, even = stride, strides[-1] == 1 or tensor.shape[-1] == 1
+    for size, have in zip(reversed(sizes), reversed(strides[:-1]), strict=True):
+        even &= size <= 1 or have == expected
+        expected *= size
+    if tensor.numel() and (not even or (stride < tensor.shape[-1] and tensor.shape[:-1].numel() > 1)):
+        raise ValueError(f"{op}: the rows of {name} must be dense and evenly spaced, got strides {strides}")
+    return stride

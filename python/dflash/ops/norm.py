@@ -7,12 +7,13 @@ from torch import Tensor
 
 from .. import _C
 from . import reference
-from .checks import dense, expect, unit_stride
+from .checks import dense, expect, row_stride, unit_stride
 from .linear import linear, skinny
 from .registry import Launcher, op
 
 
-def _check_norm(op: str, x: Tensor, weight: Tensor) -> None:
+def check_norm(op: str, x: Tensor, weight: Tensor) -> None:
+    """Raise unless ``weight`` scales the last dimension of ``x``."""
     if x.dim() < 2 or weight.shape != x.shape[-1:] or x.shape[-1] == 0:
         raise ValueError(
             f"{op}: weight must be [hidden] for x [..., hidden], got {list(weight.shape)} for {list(x.shape)}"
@@ -45,7 +46,7 @@ def rms_norm(
     Raises:
         ValueError: a shape does not fit. TypeError: a dtype does not fit.
     """
-    _check_norm("rms_norm", x, weight)
+    check_norm("rms_norm", x, weight)
     if counts is not None:
         if x.dim() != 3:
             raise ValueError(f"rms_norm: with counts x must be [batch, rows, hidden], got {x.dim()} dimensions")
@@ -87,13 +88,13 @@ def add_rms_norm(
     Raises:
         ValueError: a shape does not fit, or the tap's rows are unevenly spaced. TypeError: a dtype does not fit.
     """
-    _check_norm("add_rms_norm", x, weight)
+    check_norm("add_rms_norm", x, weight)
     if not _C.fits(False, residual, x.shape, x.dtype):
         expect("add_rms_norm", "residual", residual, tuple(x.shape), x.dtype, "as x")
     tap_stride = 0
     if tap is not None:
         expect("add_rms_norm", "tap", tap, tuple(x.shape), x.dtype, "as x")
-        tap_stride = _row_stride("add_rms_norm", "tap", tap)
+        tap_stride = row_stride("add_rms_norm", "tap", tap)
     dtype = launch.dtype("add_rms_norm", "x", x)
     x, residual, weight = x.contiguous(), residual.contiguous(), weight.contiguous()
     out, total, hidden = torch.empty_like(x), torch.empty_like(x), x.shape[-1]
@@ -103,19 +104,6 @@ def add_rms_norm(
         dtype,
     )  # fmt: skip
     return out, total
-
-
-def _row_stride(op: str, name: str, tensor: Tensor) -> int:
-    """Return the stride between the rows of a written tensor ``[..., hidden]``, which must be the same for all."""
-    sizes, strides = tensor.shape[:-1], tensor.stride()
-    stride = next((strides[i] for i in reversed(range(len(sizes))) if sizes[i] > 1), tensor.shape[-1])
-    expected, even = stride, strides[-1] == 1 or tensor.shape[-1] == 1
-    for size, have in zip(reversed(sizes), reversed(strides[:-1]), strict=True):
-        even &= size <= 1 or have == expected
-        expected *= size
-    if tensor.numel() and (not even or (stride < tensor.shape[-1] and tensor.shape[:-1].numel() > 1)):
-        raise ValueError(f"{op}: the rows of {name} must be dense and evenly spaced, got strides {strides}")
-    return stride
 
 
 @op()

@@ -39,6 +39,34 @@ def add_rms_norm(
     return rms_norm(total, weight, eps, None, zero_centered), total
 
 
+def dynamic_conv(x: Tensor, base: Tensor, dynamic: Tensor) -> Tensor:
+    """``out[t] = sum of (base[i] + dynamic[t, i]) * x[t - i]`` over ``i <= t``; a weight of zero adds nothing."""
+    rows, wide = x.shape[1], _compute_dtype(x)
+    values, size = x.to(wide), x.shape[2] // dynamic.shape[3]
+    weights = base.to(wide) + dynamic.to(wide).repeat_interleave(size, -1)
+    total = torch.full(
+        x.shape, -0.0, dtype=wide, device=x.device
+    )  # to which adding zero of either sign gives that zero
+    for i in range(min(base.shape[0], rows)):
+        weight, sums = weights[:, i:, i], total[:, i:]
+        total[:, i:] = torch.where(weight == 0, sums, sums + weight * values[:, : rows - i])
+    return total.to(x.dtype)
+
+
+def conv_add_rms_norm(
+    x: Tensor,
+    base: Tensor,
+    dynamic: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    tap: Tensor | None = None,
+    zero_centered: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """`dynamic_conv`, then `add_rms_norm`."""
+    return add_rms_norm(dynamic_conv(x, base, dynamic), residual, weight, eps, tap, zero_centered)
+
+
 def silu_mul(gate_up: Tensor) -> Tensor:
     """``silu(gate) * up`` for ``gate_up = [gate, up]`` side by side."""
     gate, up = gate_up.to(_compute_dtype(gate_up)).chunk(2, -1)

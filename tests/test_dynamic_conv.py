@@ -1,0 +1,267 @@
+"""Convolutions over a block whose weights depend on the row, by themselves and in front of the residual norm."""
+
+import pytest
+import torch
+from op_checks import CUDA_DTYPES, DTYPES, Emulated, assert_as_exact_as_torch
+
+from dflash import ops
+from dflash.ops import reference
+
+pytestmark = pytest.mark.op
+
+EPS, NAN, INF = 1e-6, float("nan"), float("inf")
+# batch, rows, hidden, width, groups: groups of 16, as published; of 1, 8, 3 and all channels; more weights than rows
+SHAPES = [(2, 5, 64, 2, 4), (1, 4, 37, 3, 37), (3, 6, 72, 5, 9), (1, 3, 33, 7, 11), (2, 4, 144, 1, 1), (1, 1, 16, 2, 2)]
+
+
+def draw(shape, dtype=torch.float32, seed=0):
+    """The arguments of `conv_add_rms_norm` by name."""
+    (batch, rows, hidden, width, groups), g = shape, torch.Generator().manual_seed(seed)
+
+    def floats(*sizes):
+        return torch.randn(sizes, generator=g).to(dtype)
+
+    return {
+        "x": floats(batch, rows, hidden), "base": floats(width, hidden), "dynamic": floats(batch, rows, width, groups),
+        "residual": floats(batch, rows, hidden), "weight": floats(hidden), "eps": EPS,
+    }  # fmt: skip
+
+
+def convolution(call):
+    """The arguments of `dynamic_conv` among them."""
+    return [call[name] for name in ("x", "base", "dynamic")]
+
+
+def run(place, call):
+    """The results of both ops."""
+    return [place.dynamic_conv(*convolution(call)), *place.conv_add_rms_norm(**call)]
+
+
+def some_of(call, sequences=slice(None), rows=slice(None)):
+    """The call for some sequences and rows."""
+    cut = {name: call[name][sequences, rows] for name in ("x", "dynamic", "residual")}
+    return call | cut
+
+
+def identity(call):
+    """The call with a weight of one for the row itself and of zero for the rows before it."""
+    base = torch.zeros_like(call["base"])
+    base[0] = 1
+    return call | {"base": base, "dynamic": torch.zeros_like(call["dynamic"])}
+
+
+def same_bits(a, b):
+    """True if both hold the same bits; every NaN counts as the same one, as it is on a GPU after a rounding."""
+    integer = {4: torch.int32, 2: torch.int16}[a.element_size()]
+    ours, theirs = (torch.where(x.isnan(), NAN, x).view(integer) for x in (a, b))
+    return torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_twin_against_the_formula(shape):
+    batch, rows, hidden, width, groups = shape
+    x, base, dynamic = convolution(draw(shape, torch.float64))
+    want = torch.zeros(batch, rows, hidden, dtype=torch.float64)
+    for t in range(rows):
+        for i in range(min(width, t + 1)):
+            for c in range(hidden):
+                want[:, t, c] += (base[i, c] + dynamic[:, t, i, c // (hidden // groups)]) * x[:, t - i, c]
+    torch.testing.assert_close(reference.dynamic_conv(x, base, dynamic), want, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape[3] <= shape[1] + 1])  # others fail there
+def test_the_twin_against_the_reference_package(shape, reference_package):
+    batch, rows, hidden, width, groups = shape
+    x, base, _ = convolution(draw(shape))
+    module = reference_package.GroupedDynamicCausalConv(hidden, width, hidden // groups)
+    with torch.no_grad():
+        module.base_kernel.copy_(torch.stack([base, base.flip(0)]))
+        module.kernel_projection.weight.normal_(generator=torch.Generator().manual_seed(1))
+        prepared, kernel = module.prepare(x)
+        finished = module.finish(x, kernel)
+        dynamic = module.kernel_projection(x).view(batch, rows, 2, width, groups)
+    for side, want in enumerate((prepared, finished)):
+        out = reference.dynamic_conv(x, module.base_kernel[side].detach(), dynamic[:, :, side])
+        torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_against_float64(shape, dtype, kernels):
+    call = draw(shape, dtype)
+    double = [x.double() for x in convolution(call)]
+    out, normed, total = run(kernels, call)
+    assert_as_exact_as_torch(out, reference.dynamic_conv(*convolution(call)), reference.dynamic_conv(*double))
+    assert torch.equal(total, out + call["residual"])
+    exact = reference.rms_norm(total.double(), call["weight"].double(), EPS)
+    assert_as_exact_as_torch(normed, reference.rms_norm(total, call["weight"], EPS), exact)
+
+
+@pytest.mark.parametrize("zero_centered", [False, True])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_both_in_one_have_the_bits_of_one_after_the_other(shape, zero_centered, dtype, kernels):
+    call = draw(shape, dtype)
+    batch, rows, hidden = call["x"].shape
+    taps = torch.full((batch, rows, 3 * hidden), 9.0).to(dtype)
+    ours = kernels.conv_add_rms_norm(**call, tap=taps[..., hidden : 2 * hidden], zero_centered=zero_centered)
+    rest = [call[name] for name in ("residual", "weight", "eps")]
+    theirs = kernels.add_rms_norm(kernels.dynamic_conv(*convolution(call)), *rest, None, zero_centered)
+    assert all(same_bits(a, b) for a, b in zip(ours, theirs, strict=True))
+    assert torch.equal(taps[..., hidden : 2 * hidden], ours[1])
+    assert taps[..., :hidden].eq(9).all()
+    assert taps[..., 2 * hidden :].eq(9).all()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_identity_gives_the_bits_of_the_plain_norm(shape, dtype, implementation):
+    call = identity(draw(shape, dtype))
+    call["x"].view(-1)[:4] = torch.tensor([0.0, -0.0, INF, NAN])  # a row before others
+    call["residual"].view(-1)[:4] = torch.tensor([-0.0, -0.0, 1.0, 1.0])
+    out, *ours = run(implementation, call)
+    assert same_bits(out, call["x"])
+    theirs = implementation.add_rms_norm(*(call[name] for name in ("x", "residual", "weight", "eps")))
+    assert all(same_bits(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("shape", SHAPES[:4])
+def test_a_row_has_its_bits_whatever_its_sequence_and_the_rows_after_it(shape, dtype, kernels):
+    call = draw(shape, dtype)
+    batch, rows = shape[:2]
+    want = run(kernels, call)
+    for b in range(batch):
+        for count in range(1, rows + 1):
+            few = run(kernels, some_of(call, slice(b, b + 1), slice(count)))
+            assert all(same_bits(a, whole[b : b + 1, :count]) for a, whole in zip(few, want, strict=True))
+
+
+@pytest.mark.parametrize(("name", "reached"), [("x", [2, 3, 4]), ("dynamic", [2]), ("residual", [2])])
+def test_nan_spoils_no_row_that_does_not_reach_it(name, reached, dtype, implementation):
+    call = draw((3, 6, 72, 3, 9), dtype)
+    spoilt = call | {name: call[name].clone()}
+    spoilt[name][1, 2] = NAN
+    pairs = [*zip(run(implementation, spoilt), run(implementation, call), strict=True)]
+    for ours, clean in pairs[name == "residual" :]:  # the convolution by itself has no residual
+        bad = ours.isnan().any(-1)
+        assert bad.nonzero().tolist() == [[1, row] for row in reached]
+        assert same_bits(ours[~bad], clean[~bad])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bits_do_not_depend_on_threads(dtype):
+    call, threads = draw((2, 16, 1040, 3, 65), dtype), torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        want = run(ops, call)
+        for count in (2, 3, 7):
+            torch.set_num_threads(count)
+            assert all(same_bits(a, b) for a, b in zip(run(ops, call), want, strict=True))
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_weights_are_read_where_a_product_leaves_them(shape, dtype, kernels):
+    """Both sides of a layer's convolution come side by side out of one product."""
+    call = draw(shape, dtype)
+    want, dynamic = run(kernels, call), call["dynamic"]
+    sides = torch.stack([torch.full_like(dynamic, NAN), dynamic], 2)
+    transposed = dynamic.transpose(2, 3).contiguous().transpose(2, 3)
+    others = {"x": call["x"].mT.contiguous().mT, "base": call["base"].mT.contiguous().mT}
+    for changed in ({"dynamic": sides[:, :, 1]}, {"dynamic": transposed}, others):
+        ours = run(kernels, call | changed)
+        assert all(same_bits(a, b) and a.is_contiguous() for a, b in zip(ours, want, strict=True))
+
+
+def test_the_identity_is_exact_wherever_its_weights_lie(kernels):
+    """A base of an odd address is no reason to add the squares in another order."""
+    call = identity(draw((1, 3, 64, 2, 32)))
+    odd = torch.cat([torch.zeros(1), call["base"].flatten()])[1:].view(2, 64)
+    theirs = kernels.add_rms_norm(*(call[name] for name in ("x", "residual", "weight", "eps")))
+    ours = kernels.conv_add_rms_norm(**call | {"base": odd})
+    assert all(same_bits(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 16, 2, 1), (2, 0, 16, 2, 1)])
+def test_nothing_to_convolve(shape, implementation):
+    assert all(out.shape == shape[:3] for out in run(implementation, draw(shape)))
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("dtype", CUDA_DTYPES)
+def test_kernels_may_start_before_the_one_ahead_has_run(emulation, seed, dtype):
+    emulated, call = Emulated(emulation), draw((2, 5, 64, 2, 4), dtype)
+    emulation.seed(seed)
+    x, base, dynamic = convolution(call)
+
+    def chain():
+        normed = emulated.rms_norm(x, call["weight"], EPS)
+        prepared = emulated.dynamic_conv(normed, base, dynamic)
+        out, total = emulated.conv_add_rms_norm(prepared, base, dynamic, normed, call["weight"], EPS)
+        return normed, prepared, out, total
+
+    want = chain()
+    with emulated.overlapping():
+        have = chain()
+    assert all(same_bits(a, b) for a, b in zip(have, want, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_opcheck(dtype):
+    call = draw((2, 3, 40, 2, 5), dtype)
+    torch.library.opcheck(torch.ops.dflash.dynamic_conv.default, convolution(call))
+    torch.library.opcheck(torch.ops.dflash.conv_add_rms_norm.default, (*call.values(),))
+    torch.library.opcheck(torch.ops.dflash.conv_add_rms_norm.default, (*call.values(), torch.zeros_like(call["x"])))
+
+
+def test_compiles_into_one_graph():
+    def layer(call, projection):
+        dynamic = torch.nn.functional.linear(call["x"], projection).unflatten(-1, (2, 2, 5))
+        prepared = ops.dynamic_conv(call["x"], call["base"], dynamic[:, :, 0])
+        return ops.conv_add_rms_norm(**call | {"x": prepared, "dynamic": dynamic[:, :, 1]})
+
+    call, projection = draw((2, 3, 40, 2, 5)), torch.randn(20, 40)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)(call, projection)
+    assert all(torch.equal(a, b) for a, b in zip(compiled, layer(call, projection), strict=True))
+
+
+BAD = [
+    ({"x": lambda x: x[0]}, ValueError, r"x must be \[batch, rows, hidden\], got 2 dimensions"),
+    ({"base": lambda x: x[:, :8]}, ValueError, r"base must be \[width, hidden\] = \[\*, 40\], got \[2, 8\]"),
+    ({"base": lambda x: x[:0]}, ValueError, r"base must be \[width, hidden\], neither 0, got \[0, 40\]"),
+    ({"base": lambda x: x[:1]}, ValueError, r"dynamic must be .* = \[2, 3, 1, \*\], got \[2, 3, 2, 5\]"),
+    ({"dynamic": lambda x: x[:, :2]}, ValueError, r"dynamic must be .* = \[2, 3, 2, \*\], got \[2, 2, 2, 5\]"),
+    ({"dynamic": lambda x: x[..., :3]}, ValueError, "a number of groups that divides hidden = 40, got 3"),
+    ({"dynamic": lambda x: x[..., :0]}, ValueError, "a number of groups that divides hidden = 40, got 0"),
+    ({"dynamic": lambda x: x.bfloat16()}, TypeError, "dynamic must be torch.float32, got torch.bfloat16"),
+    ({"base": lambda x: x.double()}, TypeError, "base must be torch.float32, got torch.float64"),
+    (dict.fromkeys(("x", "base", "dynamic", "residual", "weight"), torch.Tensor.half), TypeError, "on CPU"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("op", ["dynamic_conv", "conv_add_rms_norm"])
+@pytest.mark.parametrize(("change", "error", "message"), BAD)
+def test_bad_input_is_named(change, error, message, op):
+    call = {name: change[name](x) if name in change else x for name, x in draw((2, 3, 40, 2, 5)).items()}
+    arguments = convolution(call) if op == "dynamic_conv" else call.values()
+    with pytest.raises(error, match=f"^{op}: .*{message}"):
+        getattr(ops, op)(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"residual": lambda x: x[:1]}, r"residual must be \[as x\] = \[2, 3, 40\], got \[1, 3, 40\]"),
+        ({"weight": lambda x: x[:39]}, r"weight must be \[hidden\] for x \[..., hidden\], got \[39\]"),
+    ],
+)
+def test_bad_input_of_the_norm_is_named(change, message):
+    call = {name: change[name](x) if name in change else x for name, x in draw((2, 3, 40, 2, 5)).items()}
+    with pytest.raises(ValueError, match=f"^conv_add_rms_norm: {message}"):
+        ops.conv_add_rms_norm(**call)
+
+
+def test_a_tap_must_be_apart_and_evenly_spaced():
+    call = draw((2, 3, 40, 2, 5))
+    with pytest.raises(ValueError, match=r"^conv_add_rms_norm: tap is written in place and must not share memory"):
+        ops.conv_add_rms_norm(**call, tap=call["x"])
+    with pytest.raises(ValueError, match=r"^conv_add_rms_norm: the rows of tap must be dense and evenly spaced"):
+        ops.conv_add_rms_norm(**call, tap=torch.zeros(3, 2, 40).transpose(0, 1))
