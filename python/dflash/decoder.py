@@ -137,14 +137,15 @@ class DecoderStack:
             else:
                 rows_in = hidden if context is None else torch.cat([context, hidden], 1)
                 delta = self._attention(i, rows_in, rows, lengths, slots, angles, cache, tree)
-            delta = _finish(layer.attention_conv, delta, kernels)
-            hidden, residual = ops.add_rms_norm(delta, residual, layer.post_norm, eps, None, zero_centered)
+            norm = (layer.post_norm, eps, None, zero_centered)
+            hidden, residual = _add_norm(layer.attention_conv, delta, kernels, residual, *norm)
             # 3. MLP, whose residual sum is also the tap
             hidden, kernels = _prepare(layer.mlp_conv, hidden)
-            delta = _finish(layer.mlp_conv, _mlp(layer, hidden), kernels)
+            delta = _mlp(layer, hidden)
             last = i + 1 == len(self.layers)
             following, tap = (self.norm, None) if last else (self.layers[i + 1].input_norm, columns.get(i))
-            hidden, residual = ops.add_rms_norm(delta, residual, following, eps, tap, zero_centered)
+            norm = (following, eps, tap, zero_centered)
+            hidden, residual = _add_norm(layer.mlp_conv, delta, kernels, residual, *norm)
         if len(self.layers) - 1 in columns:
             columns[len(self.layers) - 1].copy_(hidden)
         return hidden, tapped
@@ -194,27 +195,17 @@ def _prepare(conv: BlockConv | None, hidden: Tensor) -> tuple[Tensor, Tensor | N
     if conv is None:
         return hidden, None
     kernels = ops.linear(hidden, conv.projection).unflatten(-1, (2, conv.base.shape[1], -1))
-    return _convolve(hidden, kernels[:, :, 0], conv.base[0]), kernels
+    return ops.dynamic_conv(hidden, conv.base[0], kernels[:, :, 0]), kernels
 
 
-def _finish(conv: BlockConv | None, delta: Tensor, kernels: Tensor | None) -> Tensor:
-    """Return what is added to the residual in place of ``delta [batch, rows, hidden]``."""
-    return delta if conv is None else _convolve(delta, kernels[:, :, 1], conv.base[1])
-
-
-def _convolve(x: Tensor, kernels: Tensor, base: Tensor) -> Tensor:
-    """Return the sum over taps i of ``(base[i] + kernels[:, t, i]) * x[:, t - i]``, in fp32, zeros in front.
-
-    ``kernels [batch, rows, taps, groups]`` hold a number per group of channels, ``base [taps, hidden]`` one per
-    channel.
-    """
-    (_, rows, hidden), groups = x.shape, kernels.shape[-1]
-    wide, size = x.float(), hidden // groups
-    out = torch.zeros_like(wide)
-    for i in range(min(base.shape[0], rows)):
-        kernel = base[i].float() + kernels[:, i:, i].float().repeat_interleave(size, -1)
-        out[:, i:] += kernel * wide[:, : rows - i]
-    return out.to(x.dtype)
+def _add_norm(
+    conv: BlockConv | None, delta: Tensor, kernels: Tensor | None, residual: Tensor, weight: Tensor, eps: float,
+    tap: Tensor | None, zero_centered: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Add a sublayer's output ``delta``, convolved first if it has a convolution, and return the norm and the sum."""
+    if conv is None:
+        return ops.add_rms_norm(delta, residual, weight, eps, tap, zero_centered)
+    return ops.conv_add_rms_norm(delta, conv.base[1], kernels[:, :, 1], residual, weight, eps, tap, zero_centered)
 
 
 def _positions(lengths: Tensor, offsets: Tensor, context: Tensor | None, num_context: Tensor | None) -> Tensor:
