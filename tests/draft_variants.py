@@ -112,6 +112,42 @@ VARIANTS: dict[str, dict] = {
 }
 
 
+def dflash2_dict(section: dict | None = None, **changes) -> dict:
+    """Return a small published ``config.json`` of a DFlash 2 drafter, ``section`` added to its ``dflash_config``."""
+    conv = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 8, "selector_top_k": 5}
+    return config_dict(**{
+        "architectures": ["DFlash2DraftModel"],
+        "auto_map": {"AutoModel": "dflash.DFlash2DraftModel"},
+        "dflash_config": _taps(1, 9, **conv | (section or {})),
+    } | changes)  # fmt: skip
+
+
+DFLASH2_VARIANTS: dict[str, dict] = {
+    "DFlash2": dflash2_dict(**sliding("ss", 12), is_causal=False),
+    "DFlash2-causal": dflash2_dict({"conv_kernel_size": 3, "conv_group_size": 8}, **sliding("sf", 7)),
+    "DFlash2-scaled": dflash2_dict(
+        {"output_multiplier": 0.196, "final_logit_softcapping": 20, "input_embedding_scale": 2.0},
+        **sliding("ff", 4),
+        is_causal=True,
+    ),
+    "DFlash2-wide-kernel": dflash2_dict(
+        {"conv_kernel_size": 4, "conv_group_size": 1, "selector_rank": 3, "selector_top_k": 97}, block_size=4
+    ),
+}
+
+
+def identity_dflash2(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return a DFlash 2 drafter's tensors with convolutions and a selector that change nothing."""
+    tensors = dict(tensors)
+    for name, tensor in tensors.items():
+        if name.endswith("base_kernel"):
+            tensors[name] = torch.zeros_like(tensor)
+            tensors[name][:, 0] = 1
+        elif name.endswith(("kernel_projection.weight", "successor_codebook")):
+            tensors[name] = torch.zeros_like(tensor)
+    return tensors
+
+
 def tensor_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
     """Return the tensors of a published checkpoint, spelled out independently of the package."""
     hidden, width, head_dim = config.hidden_size, config.intermediate_size, config.head_dim
@@ -131,6 +167,16 @@ def tensor_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
         shapes |= {f"{layer}.{name}.weight": (hidden,) for name in ("input_layernorm", "post_attention_layernorm")}
         shapes |= {f"{layer}.mlp.{name}.weight": (width, hidden) for name in ("gate_proj", "up_proj")}
         shapes[f"{layer}.mlp.down_proj.weight"] = (hidden, width)
+        if config.dflash2 is not None:
+            taps, groups = config.dflash2.conv_kernel_size, hidden // config.dflash2.conv_group_size
+            for name in ("attention_conv", "mlp_conv"):
+                shapes[f"{layer}.{name}.base_kernel"] = (2, taps, hidden)
+                shapes[f"{layer}.{name}.kernel_projection.weight"] = (2 * taps * groups, hidden)
+    if config.dflash2 is not None:
+        rank = config.dflash2.selector_rank
+        shapes["candidate_selector.hidden_projection.weight"] = (rank, hidden)
+        for name in ("predecessor_codebook", "successor_codebook"):
+            shapes[f"candidate_selector.{name}"] = (config.vocab_size, rank)
     return shapes
 
 
@@ -140,7 +186,9 @@ def random_tensors(config: DraftConfig, seed: int = 0) -> dict[str, torch.Tensor
     tensors = {}
     for name, shape in tensor_shapes(config).items():
         values = torch.randn(shape, generator=generator)
-        if len(shape) == 2:
+        if name.endswith("codebook"):
+            values = values * 2 / shape[1] ** 0.25  # pair scores of about the size of the logits
+        elif len(shape) == 2:
             values = values / shape[1] ** 0.5
         elif name.endswith("norm.weight"):
             values = 1 + values / 4

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 import transformers
-from draft_variants import VARIANTS, random_drafter
+from draft_variants import DFLASH2_VARIANTS, VARIANTS, random_drafter
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -181,7 +181,7 @@ def make_target(name: str, seed: int = 0, dtype: torch.dtype = torch.float32, **
 
 def draft_config(target, variant: str = "Qwen3-4B") -> dict:
     """Return a published variant's config with the width, vocabulary and layers of ``target``."""
-    config = copy.deepcopy(VARIANTS[variant])
+    config = copy.deepcopy((VARIANTS | DFLASH2_VARIANTS)[variant])
     text = target.config.get_text_config(decoder=True)
     config |= {
         "hidden_size": text.hidden_size,

@@ -235,17 +235,7 @@ def test_rope_without_an_original_length_is_refused():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"architectures": ["DFlash2DraftModel"]},
-            r"DFlash 2 drafters are not supported yet \(found architecture DFlash2DraftModel\)",
-        ),
-        ({"dflash_config": with_dflash(conv_kernel_size=2, conv_group_size=16)}, "conv_kernel_size, conv_group_size"),
-        (
-            {"dflash_config": with_dflash(selector_rank=256)},
-            r"DFlash 2 drafters are not supported yet \(found selector_rank\)",
-        ),
-        ({"selector_top_k": 16}, r"DFlash 2 drafters are not supported yet \(found selector_top_k\)"),
-        ({"architectures": ["LlamaForCausalLM"]}, "architectures must name DFlashDraftModel, got LlamaForCausalLM"),
+        ({"architectures": ["LlamaForCausalLM"]}, "must name DFlashDraftModel or DFlash2DraftModel, got LlamaFor"),
         ({"model_type": "llama"}, "model_type must be qwen3, the shape of every DFlash drafter, got 'llama'"),
         ({"hidden_act": "gelu"}, "hidden_act must be silu, got 'gelu'"),
         ({"dflash_config": with_dflash(shift_label=True, foo=1)}, "unknown keys in dflash_config: foo, shift_label"),

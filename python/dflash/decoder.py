@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -11,10 +11,10 @@ from torch import Tensor
 
 from . import ops
 from .cache import RecurrentCache
-from .ops import DecoderLayer, DeltaNetLayer, PackedLayers
+from .ops import BlockConv, DecoderLayer, DeltaNetLayer, PackedLayers
 from .tree import Tree
 
-__all__ = ["DecoderLayer", "DecoderStack", "DeltaNetLayer", "rotary_table"]
+__all__ = ["BlockConv", "DecoderLayer", "DecoderStack", "DeltaNetLayer", "rotary_table"]
 
 
 class Cache(Protocol):
@@ -35,7 +35,8 @@ def rotary_table(inv_freq: Tensor, scaling: float, positions: int) -> tuple[Tens
 class DecoderStack:
     """Decoder layers and the final norm: one op on the CPU for few rows, else op by op.
 
-    A layer with attention is 9 launches then, one with a Gated DeltaNet 11. With experts it always goes op by op.
+    A layer with attention is 9 launches then, one with a Gated DeltaNet 11. With experts or convolutions over the block
+    it always goes op by op.
 
     Args:
         layers: the weights, used where they are.
@@ -53,16 +54,15 @@ class DecoderStack:
         self.layers, self.norm = tuple(layers), norm
         self.eps, self.scale, self.taps, self.zero_centered = eps, scale, tuple(taps), zero_centered
         self._options = {"eps": eps, "scale": scale, "taps": self.taps, "zero_centered": zero_centered}
-        has_experts = any(layer.experts is not None for layer in self.layers)
-        self._packed = None if has_experts else PackedLayers(self.layers, norm, **self._options)
+        one_op = all(layer.experts is layer.attention_conv is layer.mlp_conv is None for layer in self.layers)
+        self._packed = PackedLayers(self.layers, norm, **self._options) if one_op else None
 
     def __reduce__(self) -> tuple:  # a copy packs its own tensors
         return functools.partial(DecoderStack, **self._options), (self.layers, self.norm)
 
     def holds(self, layers: Sequence[DecoderLayer], norm: Tensor) -> bool:
         """Return True if these are the very tensors that the stack runs."""
-        mine, theirs = (*self.layers, (self.norm,)), (*layers, (norm,))
-        pairs = [pair for ours, others in zip(mine, theirs, strict=True) for pair in zip(ours, others, strict=True)]
+        pairs = zip(_fields((*self.layers, self.norm)), _fields((*layers, norm)), strict=True)
         return all(a is b or (not isinstance(a, Tensor) and a == b) for a, b in pairs)
 
     def replace(self, layers: Sequence[DecoderLayer], norm: Tensor) -> None:
@@ -131,17 +131,21 @@ class DecoderStack:
         residual, hidden = hidden, ops.rms_norm(hidden, self.layers[0].input_norm, eps, None, zero_centered)
         for i, layer in enumerate(self.layers):
             # 2. The mixer: attention also takes the context's rows, in front
+            hidden, kernels = _prepare(layer.attention_conv, hidden)
             if layer.is_recurrent:
                 delta = self._delta_net(i, hidden, cache)
             else:
                 rows_in = hidden if context is None else torch.cat([context, hidden], 1)
                 delta = self._attention(i, rows_in, rows, lengths, slots, angles, cache, tree)
-            hidden, residual = ops.add_rms_norm(delta, residual, layer.post_norm, eps, None, zero_centered)
+            norm = (layer.post_norm, eps, None, zero_centered)
+            hidden, residual = _add_norm(layer.attention_conv, delta, kernels, residual, *norm)
             # 3. MLP, whose residual sum is also the tap
+            hidden, kernels = _prepare(layer.mlp_conv, hidden)
             delta = _mlp(layer, hidden)
             last = i + 1 == len(self.layers)
             following, tap = (self.norm, None) if last else (self.layers[i + 1].input_norm, columns.get(i))
-            hidden, residual = ops.add_rms_norm(delta, residual, following, eps, tap, zero_centered)
+            norm = (following, eps, tap, zero_centered)
+            hidden, residual = _add_norm(layer.mlp_conv, delta, kernels, residual, *norm)
         if len(self.layers) - 1 in columns:
             columns[len(self.layers) - 1].copy_(hidden)
         return hidden, tapped
@@ -175,6 +179,33 @@ class DecoderStack:
         inputs = ops.delta_net_inputs(qkv, b, a, layer.a_log, layer.dt_bias, key_heads, key_dim)
         out = ops.gated_recurrence_(*inputs, held.state, held.saved_k, held.saved_d, held.saved_a, *counts)
         return ops.linear(ops.gated_rms_norm(out, z, layer.norm, self.eps), layer.out, prefetch=True)
+
+
+def _fields(values: Iterable[object]) -> Iterator[object]:
+    """Yield tensors and options of nested tuples."""
+    for value in values:
+        if isinstance(value, tuple):
+            yield from _fields(value)
+        else:
+            yield value
+
+
+def _prepare(conv: BlockConv | None, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return what a sublayer reads in place of ``hidden [batch, rows, hidden]``, and the kernels of each row."""
+    if conv is None:
+        return hidden, None
+    kernels = ops.linear(hidden, conv.projection).unflatten(-1, (2, conv.base.shape[1], -1))
+    return ops.dynamic_conv(hidden, conv.base[0], kernels[:, :, 0]), kernels
+
+
+def _add_norm(
+    conv: BlockConv | None, delta: Tensor, kernels: Tensor | None, residual: Tensor, weight: Tensor, eps: float,
+    tap: Tensor | None, zero_centered: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Add a sublayer's output ``delta``, convolved first if it has a convolution, and return the norm and the sum."""
+    if conv is None:
+        return ops.add_rms_norm(delta, residual, weight, eps, tap, zero_centered)
+    return ops.conv_add_rms_norm(delta, conv.base[1], kernels[:, :, 1], residual, weight, eps, tap, zero_centered)
 
 
 def _positions(lengths: Tensor, offsets: Tensor, context: Tensor | None, num_context: Tensor | None) -> Tensor:

@@ -15,6 +15,8 @@ __all__ = ["check_block_size", "check_config", "check_fit", "check_tree", "check
 def check_fit(target: nn.Module, draft: Drafter) -> None:
     """Raise ValueError unless ``draft`` was made for a target like ``target``; the message names both sides."""
     check_config(target, draft.config)
+    if draft.config.dflash2 is not None:
+        raise ValueError("a DFlash 2 drafter can be loaded, and drafting with it is not implemented yet")
     embedding = embedding_table(target)
     _check_equal("device", draft.device, embedding.device)
     _check_equal("dtype", draft.dtype, embedding.dtype)

@@ -2,6 +2,7 @@
 
 from .checkpoint import draft_folder, load_draft
 from .config import DraftConfig
+from .dflash2 import CandidateSelector, DFlash2Config, PairWeights
 from .drafter import Drafter
 from .layouts import from_speculators, is_speculators, to_speculators
 from .reader import FULL, SLIDING, build_target_layer_ids
@@ -11,8 +12,11 @@ __all__ = [
     "FULL",
     "ROPE_TYPES",
     "SLIDING",
+    "CandidateSelector",
+    "DFlash2Config",
     "DraftConfig",
     "Drafter",
+    "PairWeights",
     "Rope",
     "build_target_layer_ids",
     "draft_folder",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -16,6 +17,7 @@ from ..terminal import listed, named, printable, shortened
 from ..weight_files import FLOATING, StoredTensor, find_shards, read_header, read_tensor_
 from .config import DraftConfig
 from .drafter import Drafter
+from .keys import DFLASH2_KEYS
 
 __all__ = ["draft_folder", "load_draft"]
 
@@ -26,6 +28,8 @@ _PREFIXES = (
     ("encoder.fc.", "fc."),
     ("encoder.output_norm_enc.", "hidden_norm."),
 )
+# The reference package saves them under these names, files on the hub have them without the suffix.
+_CODEBOOKS = ("predecessor_codebook.weight", "successor_codebook.weight")
 _DFLASH2_PARTS = ("attention_conv", "mlp_conv", "candidate_selector")
 _PART_OF_VOCABULARY = "heads over part of the vocabulary are not supported"
 _OWN_MASK_EMBEDDING = "drafters with their own mask embedding are not supported"
@@ -178,7 +182,7 @@ def _match(config: DraftConfig, shapes: Mapping[str, tuple[int, ...]], source: s
     """Map each stored tensor to the drafter's name for it, packed tensors to theirs. Raise unless all of them fit."""
     # 1. Translate the names and refuse other kinds of drafters
     names = {given: name for given in shapes if not (name := _translate(given)).endswith("rotary_emb.inv_freq")}
-    _refuse_parts(names, source)
+    _refuse_parts(config, names, source)
     # 2. List what the drafter takes: every parameter, and every packed tensor with the parameters inside it
     skeleton = Drafter(config, device="meta")
     parameters = {parameter: name for name, parameter in skeleton.named_parameters()}
@@ -210,11 +214,13 @@ def _match(config: DraftConfig, shapes: Mapping[str, tuple[int, ...]], source: s
 
 def _sizes(config: DraftConfig) -> str:
     """Return the keys of the config that decide which tensors there are, and their shapes."""
+    added = {} if config.dflash2 is None else {"vocab_size": config.vocab_size} | dataclasses.asdict(config.dflash2)
     return (
         f"num_hidden_layers {config.num_hidden_layers}, hidden_size {config.hidden_size}, intermediate_size "
         f"{config.intermediate_size}, num_attention_heads {config.num_attention_heads}, num_key_value_heads "
         f"{config.num_kv_heads}, head_dim {config.head_dim}, {len(config.target_layer_ids)} target_layer_ids, "
         f"attention_bias {config.attention_bias}, attention_sink_bias {config.attention_sinks}"
+        + "".join(f", {key} {value}" for key, value in added.items())
     )
 
 
@@ -222,14 +228,18 @@ def _translate(name: str) -> str:
     for prefix, replacement in _PREFIXES:
         if name.startswith(prefix):
             name = replacement + name[len(prefix) :]
-    return name
+    return name.removesuffix(".weight") if name.endswith(_CODEBOOKS) else name
 
 
-def _refuse_parts(names: Mapping[str, str], source: str) -> None:
+def _refuse_parts(config: DraftConfig, names: Mapping[str, str], source: str) -> None:
     """Raise if a tensor belongs to a kind of drafter that is not supported."""
     parts = {given: set(name.split(".")) for given, name in names.items()}
-    if dflash2 := [part for part in _DFLASH2_PARTS if any(part in words for words in parts.values())]:
-        raise ValueError(f"{source}: DFlash 2 drafters are not supported yet (found tensors {', '.join(dflash2)})")
+    found = [part for part in _DFLASH2_PARTS if any(part in words for words in parts.values())]
+    if found and config.dflash2 is None:
+        raise ValueError(
+            f"{source}: tensors {', '.join(found)} belong to a DFlash 2 drafter, whose config.json states "
+            f"{', '.join(DFLASH2_KEYS)}: add them"
+        )
     for part, reason in _REFUSED_PARTS.items():
         for given, words in parts.items():
             if part in words:

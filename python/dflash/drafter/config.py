@@ -12,6 +12,7 @@ from typing import Protocol
 
 from ..files import read_architectures
 from ..terminal import printable
+from .dflash2 import DFlash2Config
 from .keys import expect_names
 from .layouts import from_speculators, is_speculators
 from .reader import read_fields
@@ -36,6 +37,7 @@ class DraftConfig:
         window: per layer, the keys that a query sees, itself included; 0 for all.
         final_logit_softcapping: 0 for none.
         vocab_size, num_target_layers, max_position_embeddings: None if the checkpoint does not say.
+        dflash2: convolutions and a candidate selector; None for a drafter of the first generation.
     """
 
     hidden_size: int
@@ -59,6 +61,7 @@ class DraftConfig:
     vocab_size: int | None = None
     num_target_layers: int | None = None
     max_position_embeddings: int | None = None
+    dflash2: DFlash2Config | None = None
 
     @classmethod
     def from_config(cls, config: Mapping[str, object] | SupportsToDict, source: str = "draft config") -> DraftConfig:

@@ -13,6 +13,7 @@ from ..cache import KVCache
 from ..decoder import DecoderLayer, DecoderStack, rotary_table
 from ..ops import reference
 from .config import DraftConfig
+from .dflash2 import CandidateSelector, GroupedConv
 
 __all__ = ["Drafter", "PackedTensor"]
 
@@ -61,6 +62,9 @@ class Drafter(nn.Module):
         self.register_buffer("inv_freq", self._frequencies(device), persistent=False)
         self.layers = nn.ModuleList(self._make_layer(index, like) for index in range(layers))
         self.norm = self._norm(like, hidden)
+        self.candidate_selector: CandidateSelector | None = None
+        if config.dflash2 is not None:
+            self.candidate_selector = CandidateSelector(config.dflash2, hidden, config.vocab_size, like)
         self._stack: DecoderStack | None = None
         self._restack()
 
@@ -196,6 +200,9 @@ class Drafter(nn.Module):
         layer.mlp = mlp
         mlp.gate_proj, mlp.up_proj = map(_linear, self.gate_up_weight[index].chunk(2))
         mlp.down_proj = _linear(like.new_empty(hidden, config.intermediate_size))
+        if config.dflash2 is not None:
+            layer.attention_conv = GroupedConv(config.dflash2, hidden, like)
+            layer.mlp_conv = GroupedConv(config.dflash2, hidden, like)
         return layer
 
     def _norm(self, like: Tensor, size: int) -> nn.RMSNorm:
@@ -218,6 +225,7 @@ class Drafter(nn.Module):
     def _stack_layers(self) -> list[DecoderLayer]:
         """Return the layers as the ops take them."""
         config = self.config
+        convs = () if config.dflash2 is None else ("attention_conv", "mlp_conv")
         return [
             DecoderLayer(
                 input_norm=layer.input_layernorm.weight,
@@ -238,6 +246,7 @@ class Drafter(nn.Module):
                 sinks=getattr(layer.self_attn, "attention_sink_bias", None),
                 causal=causal,
                 window=window,
+                **{name: getattr(layer, name).weights() for name in convs},
             )
             for layer, causal, window in zip(self.layers, config.causal, config.window, strict=True)
         ]

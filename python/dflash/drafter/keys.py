@@ -10,7 +10,15 @@ from typing import Any, NamedTuple
 from .. import limits
 from ..terminal import listed, printable, shortened
 
-__all__ = ["REFUSED", "Keys", "expect_names", "refuse_unsupported", "warn_about_unknown"]
+__all__ = [
+    "DFLASH2_KEYS",
+    "REFUSED",
+    "Keys",
+    "expect_names",
+    "is_dflash2",
+    "refuse_unsupported",
+    "warn_about_unknown",
+]
 
 # fmt: off
 # Keys of dflash_config that are read. Any other is an error, since it may change the math.
@@ -21,6 +29,7 @@ DFLASH_KEYS = frozenset((
 ))
 # Keys that only DFlash 2 drafters have.
 DFLASH2_KEYS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+DFLASH2_ARCHITECTURES = frozenset(("DFlash2DraftModel", "Qwen3DFlash2DraftModel"))
 
 # Top-level keys that are read.
 READ_KEYS = frozenset((
@@ -84,6 +93,8 @@ REFUSED: dict[str, Refusal] = {
 # What the keys that are read must be, at either level and whether or not the rest of the config uses them.
 INTEGERS: dict[str, tuple[int, int]] = {  # the smallest and the largest value
     "block_size": (1, limits.MAX_BLOCK_SIZE),
+    "conv_group_size": (0, limits.MAX_WIDTH),  # 0 only in drafters of the first generation
+    "conv_kernel_size": (0, limits.MAX_BLOCK_SIZE),
     "draft_vocab_size": (1, limits.MAX_VOCABULARY),
     "head_dim": (1, limits.MAX_HEAD_DIM),
     "hidden_size": (1, limits.MAX_WIDTH),
@@ -96,6 +107,8 @@ INTEGERS: dict[str, tuple[int, int]] = {  # the smallest and the largest value
     "num_key_value_heads": (1, limits.MAX_HEADS),
     "num_target_layers": (1, limits.MAX_TARGET_LAYERS),
     "original_max_position_embeddings": (1, limits.MAX_POSITIONS),
+    "selector_rank": (0, limits.MAX_WIDTH),
+    "selector_top_k": (0, limits.MAX_VOCABULARY),
     "sliding_window": (0, limits.MAX_POSITIONS),  # 0 only where no layer has a window
     "swa_window_size": (0, limits.MAX_POSITIONS),
     "target_hidden_size": (1, limits.MAX_WIDTH),
@@ -206,31 +219,28 @@ def expect_names(config: Mapping[Any, Any], source: str) -> None:
         raise ValueError(f"{printable(source)}: keys must be strings, got {shortened(others[0])}")
 
 
-def refuse_unsupported(keys: Keys) -> None:
-    """Raise unless this is a DFlash drafter of the first generation that asks only for math implemented here."""
+def is_dflash2(keys: Keys) -> bool:
+    """Return True if this is the config of a DFlash 2 drafter, by its architecture or by keys that only those have."""
     architectures = keys.top.get("architectures") or []
-    _refuse_dflash2(keys, architectures)
+    return not DFLASH2_ARCHITECTURES.isdisjoint(architectures) or any(keys.value(key) for key in DFLASH2_KEYS)
+
+
+def refuse_unsupported(keys: Keys) -> None:
+    """Raise unless this is a DFlash drafter that asks only for math implemented here."""
+    architectures = keys.top.get("architectures") or []
     if unknown := sorted(set(keys.dflash) - DFLASH_KEYS - set(DFLASH2_KEYS)):
         raise keys.error(f"unknown keys in dflash_config: {listed(unknown)}")
     for key, (neutral, reason) in REFUSED.items():
         for level in (keys.dflash, keys.top):
             if level.get(key) not in neutral:
                 raise keys.error(f"{key} = {shortened(level[key])} is not supported: {reason}")
-    if architectures and "DFlashDraftModel" not in architectures:
-        raise keys.error(f"architectures must name DFlashDraftModel, got {listed(architectures)}")
+    if architectures and "DFlashDraftModel" not in architectures and DFLASH2_ARCHITECTURES.isdisjoint(architectures):
+        raise keys.error(f"architectures must name DFlashDraftModel or DFlash2DraftModel, got {listed(architectures)}")
     model_type, activation = keys.top.get("model_type"), keys.top.get("hidden_act")
     if model_type not in (None, "", "qwen3"):
         raise keys.error(f"model_type must be qwen3, the shape of every DFlash drafter, got {shortened(model_type)}")
     if activation not in (None, "silu"):
         raise keys.error(f"hidden_act must be silu, got {shortened(activation)}")
-
-
-def _refuse_dflash2(keys: Keys, architectures: list[str]) -> None:
-    found = [key for key in DFLASH2_KEYS if keys.value(key)]
-    if "DFlash2DraftModel" in architectures:
-        found = ["architecture DFlash2DraftModel"]
-    if found:
-        raise keys.error(f"DFlash 2 drafters are not supported yet (found {', '.join(found)})")
 
 
 def warn_about_unknown(keys: Keys) -> None:

@@ -151,6 +151,8 @@ def _layer_config(published: Mapping[str, Any], config: DraftConfig) -> dict[str
 
 def _expect_expressible(config: DraftConfig) -> None:
     """Raise unless the speculators layout can express everything that changes the math."""
+    if config.dflash2 is not None:
+        raise ValueError("a DFlash 2 drafter cannot be written in the speculators layout yet: use the published one")
     for key, neutral in (
         ("input_embedding_scale", 1.0),
         ("output_multiplier", 1.0),

@@ -7,6 +7,7 @@ from typing import Any
 
 from ..limits import MAX_HEAD_DIM, MAX_POSITIONS
 from ..terminal import shortened
+from .dflash2 import read_dflash2
 from .keys import Keys, refuse_unsupported, warn_about_unknown
 from .rope import read_rope
 
@@ -45,6 +46,7 @@ def read_fields(config: Mapping[str, Any], source: str) -> dict[str, Any]:
     fields = _read_shape(keys)
     layers = fields["num_hidden_layers"]
     fields |= _read_vocabulary(keys)
+    fields["dflash2"] = read_dflash2(keys, fields["hidden_size"], fields["vocab_size"])
     _expect_equal(keys, "target_hidden_size", "hidden_size", fields["hidden_size"], "both models must be equally wide")
     target_layers, max_positions = keys.value("num_target_layers"), keys.top.get("max_position_embeddings")
     fields |= {"num_target_layers": target_layers, "max_position_embeddings": max_positions}

@@ -118,7 +118,7 @@ def as_assistant(draft: str | os.PathLike[str] | nn.Module) -> _Assistant:
         An object for ``assistant_model``; calls may share it, one after another.
 
     Raises:
-        ValueError: as `dflash.load_draft`.
+        ValueError: as `dflash.load_draft`, or this is a DFlash 2 drafter.
         TypeError: as `dflash.load_draft`.
         FileNotFoundError: as `dflash.load_draft`.
         RuntimeError: transformers is older than 5.18, whose loop continues after a stop token that is not the last of
@@ -131,4 +131,11 @@ def as_assistant(draft: str | os.PathLike[str] | nn.Module) -> _Assistant:
             f"{'.'.join(map(str, version))}, continues after a stop token that was accepted in the middle of a block; "
             "model.generate(..., custom_generate=dflash.custom_generate, draft=draft) stops there"
         )
-    return _Assistant(load_draft(draft))
+    loaded = load_draft(draft)
+    if loaded.candidate_selector is not None:
+        raise ValueError(
+            "as_assistant takes drafters of the first generation, got a DFlash 2 drafter: transformers drafts each "
+            "token from the head alone, without the drafter's selector. "
+            "model.generate(..., custom_generate=dflash.custom_generate, draft=draft) drafts with it"
+        )
+    return _Assistant(loaded)

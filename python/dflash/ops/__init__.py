@@ -27,6 +27,7 @@ from .registry import cuda_status, has_cuda_kernels, isa
 from .tree import MAX_TREE_ROWS as MAX_TREE_ROWS
 from .tree import build_tree, tree_candidates
 from .tree_commit import accept_path_, compact_kv_, gather_rows_
+from .weights import BlockConv as BlockConv
 from .weights import DecoderLayer as DecoderLayer
 from .weights import DeltaNetLayer as DeltaNetLayer
 

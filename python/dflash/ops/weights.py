@@ -15,6 +15,18 @@ _OP = "decoder_layers"
 Experts = Callable[[Tensor], Tensor]
 
 
+class BlockConv(NamedTuple):
+    """The weights of a convolution over the rows of a block, in front of a sublayer (side 0) and after it (side 1).
+
+    Row t of the output is the sum over taps i of ``(base[side, i] + kernels[t, side, i]) * x[t - i]``, with zeros in
+    front of the block. ``kernels [rows, 2, taps, groups]`` are the sublayer's input times ``projection``; channels of
+    one group, hidden / groups in a row, share a number.
+    """
+
+    base: Tensor  # [2, taps, hidden]
+    projection: Tensor  # [2 * taps * groups, hidden]
+
+
 class DecoderLayer(NamedTuple):
     """The weights of one pre-norm decoder layer with attention, every matrix ``[out, in]``."""
 
@@ -38,6 +50,8 @@ class DecoderLayer(NamedTuple):
     window: int = 0  # as in block_attention; 0 for none
     gated: bool = False  # q has a gate after each head, and the attention's output is multiplied by its sigmoid
     experts: Experts | None = None
+    attention_conv: BlockConv | None = None
+    mlp_conv: BlockConv | None = None
 
     is_recurrent = False
 
@@ -74,6 +88,7 @@ class DeltaNetLayer(NamedTuple):
     experts: Experts | None = None
 
     is_recurrent = True
+    attention_conv = mlp_conv = None
 
     def mixer(self) -> tuple:
         """Return the fields of ``DeltaNetWeights``, as in params.h."""

@@ -6,6 +6,7 @@ draft that `dflash.load_draft` reads, and the trainer's state.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pickle
 import re
@@ -48,7 +49,7 @@ def published_config(config: DraftConfig, dtype: torch.dtype = torch.bfloat16) -
     if len(windows) > 1 or (len(set(config.causal)) > 1 and config.causal != by_window):
         raise ValueError(f"the published layout has one window and one rule of causality, got {config}")
     out: dict[str, Any] = {
-        "architectures": ["DFlashDraftModel"],
+        "architectures": ["DFlashDraftModel" if config.dflash2 is None else "DFlash2DraftModel"],
         "attention_bias": config.attention_bias,
         "attention_dropout": 0.0,
         "block_size": config.block_size,
@@ -101,6 +102,8 @@ def _dflash_section(config: DraftConfig) -> dict[str, Any]:
     for key, neutral in (("input_embedding_scale", 1.0), ("output_multiplier", 1.0), ("final_logit_softcapping", 0.0)):
         if getattr(config, key) != neutral:
             out[key] = getattr(config, key)
+    if config.dflash2 is not None:
+        out |= dataclasses.asdict(config.dflash2)
     return out | {"attention_sink_bias": True} if config.attention_sinks else out
 
 

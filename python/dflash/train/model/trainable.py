@@ -27,13 +27,19 @@ class TrainableDrafter(nn.Module):
             CUDA and matrix products elsewhere.
 
     Raises:
-        ValueError: the drafter has attention sinks, which the differentiable functions do not support.
+        ValueError: the drafter has attention sinks or is a DFlash 2 drafter, which the differentiable functions do not
+            support.
     """
 
     def __init__(self, drafter: Drafter, *, attention: str | None = None) -> None:
         super().__init__()
         if drafter.config.attention_sinks:
             raise ValueError("a drafter with attention sinks cannot be trained: the differentiable attention has none")
+        if drafter.config.dflash2 is not None:
+            raise ValueError(
+                "a DFlash 2 drafter cannot be trained: its convolutions and its selector have no gradients here. Train "
+                "one of the first generation, or use the trainer that this one comes from"
+            )
         if attention is not None and attention not in ATTENTIONS:
             raise ValueError(f"attention must be one of {', '.join(ATTENTIONS)} or None, got {attention!r}")
         self.drafter = drafter.requires_grad_(True)
