@@ -144,7 +144,7 @@ class Parts:
 
     def draft(self) -> Tensor:
         """Run the drafter over the block, head included."""
-        return self._engine.proposer.logits(self.block, self._features, self._state)
+        return self._engine.proposer.predict(self.block, self._features, self._state).logits
 
     def fuse(self) -> Tensor:
         """Fuse the context's features."""
@@ -200,7 +200,7 @@ class Parts:
         }
 
     def _draft_logits(self) -> Tensor:
-        return self._engine.tree.logits(self.block, self._features, self._state)
+        return self._engine.tree.predict(self.block, self._features, self._state).logits
 
     def step(self) -> None:
         """Run the whole step from the same state again."""

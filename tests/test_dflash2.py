@@ -49,6 +49,7 @@ def test_a_dflash_2_config_is_recognized_at_either_level(architecture):
         ({"selector_rank": 0}, {}, "selector_rank must be an integer >= 1, got 0"),
         ({"selector_top_k": 0}, {}, "selector_top_k must be an integer >= 1, got 0"),
         ({"selector_top_k": 102}, {}, "selector_top_k must be at most vocab_size 101, got 102"),
+        ({"selector_top_k": 129}, {"vocab_size": 1000}, "selector_top_k must be at most 128, got 129"),
         ({}, {"vocab_size": None}, "vocab_size is missing: a DFlash 2 drafter's codebooks have that many rows"),
     ],
 )

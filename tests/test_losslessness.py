@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from baseline import greedy, left_padded, prompt, sampled
-from draft_variants import VARIANTS
+from draft_variants import DFLASH2_VARIANTS, VARIANTS
 from families import FAMILIES, RECURRENT, Cheat, make_draft, make_target
 
 import dflash
@@ -62,7 +62,7 @@ def test_greedy_equals_generate_for_each_prompt_length(length, block_size):
     assert output[0].tolist() == p.tolist() + greedy(target, p, NEW).tolist()
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", VARIANTS | DFLASH2_VARIANTS)
 def test_no_drafter_changes_the_text(variant):
     target = make_target("qwen3")
     prompts = [prompt(3, seed=2), prompt(30, seed=2)]

@@ -10,7 +10,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from baseline import greedy, prompt
-from draft_variants import DFLASH2_VARIANTS, VARIANTS, config_dict, random_tensors, save_checkpoint
+from draft_variants import (
+    DFLASH2_VARIANTS,
+    VARIANTS,
+    config_dict,
+    random_drafter,
+    random_tensors,
+    save_checkpoint,
+)
 from families import Cheat, draft_config, make_target
 from op_checks import assert_as_exact_as_torch, relative_error
 from transformers.models.qwen3 import Qwen3Config
@@ -18,6 +25,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from dflash import DraftConfig, Drafter, load_draft
 from dflash.drafter import build_target_layer_ids
+from dflash.proposers.predictions import LinkedPredictions
+from dflash.sampling import Sampling
 
 PROMPTS = (5, 19)
 EVERY = VARIANTS | DFLASH2_VARIANTS
@@ -211,6 +220,30 @@ def test_logits_and_embeddings_are_equal(reference_package, name, tmp_path):
     assert torch.equal(
         draft.scale_embeddings(embedding(ids)), reference_package._raw_input_embeddings(target, ids, scale)
     )
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3])
+@pytest.mark.parametrize("name", DFLASH2_VARIANTS)
+@torch.no_grad()
+def test_greedy_paths_are_equal(reference_package, name, batch):
+    """The logits go through the head, the multiplier and the softcap; blocks are as long as trained and shorter."""
+    config = DFLASH2_VARIANTS[name]
+    parsed = DraftConfig.from_config(config)
+    tensors = random_tensors(parsed)
+    draft, model = random_drafter(config), as_reference(reference_package, config, tensors)
+    generator = torch.Generator().manual_seed(batch)
+    head = torch.nn.Linear(parsed.hidden_size, parsed.vocab_size, bias=False)
+    torch.nn.init.normal_(head.weight, std=0.3, generator=generator)
+    sampling = Sampling.create(batch)
+    for rows in range(1, parsed.block_size):
+        hidden = torch.randn(batch, rows, parsed.hidden_size, generator=generator)
+        anchor = torch.randint(parsed.vocab_size, (batch,), generator=generator)
+        theirs = model.propose(hidden, anchor, head, 0.0)[0]
+        logits, pairs = draft.logits(hidden, head), draft.candidate_selector.pair_weights(hidden)
+        predictions = LinkedPredictions(logits, pairs, anchor, parsed.dflash2.selector_top_k)
+        positions = torch.arange(rows).expand(batch, -1)
+        assert torch.equal(predictions.draw(positions, sampling, sampling.sharpness[None])[:, 0], theirs)
+    assert not torch.equal(logits.argmax(-1), theirs), "the pair scores should matter"
 
 
 @pytest.mark.parametrize("name", EVERY)

@@ -233,7 +233,7 @@ def _generator_for(target: nn.Module, draft: nn.Module | None, call: Call, block
     """
     global _cached
     call.check_drafts(has_drafts := draft is not None and block_size != 1)
-    check_tree(target, call.tree, has_drafts, room=call.tree)
+    check_tree(target, call.tree, draft if has_drafts else None, room=call.tree)
     cached = _cached  # another thread may release it meanwhile
     is_inside = _is_inside_a_call()
     if cached is not None and not is_inside and cached.serves(target, draft, block_size, call):

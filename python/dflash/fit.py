@@ -15,8 +15,6 @@ __all__ = ["check_block_size", "check_config", "check_fit", "check_tree", "check
 def check_fit(target: nn.Module, draft: Drafter) -> None:
     """Raise ValueError unless ``draft`` was made for a target like ``target``; the message names both sides."""
     check_config(target, draft.config)
-    if draft.config.dflash2 is not None:
-        raise ValueError("a DFlash 2 drafter can be loaded, and drafting with it is not implemented yet")
     embedding = embedding_table(target)
     _check_equal("device", draft.device, embedding.device)
     _check_equal("dtype", draft.dtype, embedding.dtype)
@@ -60,12 +58,20 @@ def check_block_size(target: nn.Module, draft: Drafter | None, block_size: int |
     return rows
 
 
-def check_tree(target: nn.Module, tree: TreeSize, has_drafts: bool, room: TreeSize) -> None:
-    """Raise ValueError if trees cannot be drafted, or not be verified by a generator with this ``room``."""
+def check_tree(target: nn.Module, tree: TreeSize, draft: object, room: TreeSize) -> None:
+    """Raise ValueError if trees cannot be drafted, or not be verified by a generator with this ``room``.
+
+    ``draft`` is the drafter, or what it will be loaded from; None for none.
+    """
     if tree is None:
         return
-    if not has_drafts:
+    if draft is None:
         raise ValueError(f"tree={tree!r} needs a drafter to grow from, got draft=None or block_size=1: pass tree=None")
+    if getattr(draft, "candidate_selector", None) is not None:
+        raise ValueError(
+            f"tree={tree!r} needs a drafter of the first generation, got a DFlash 2 drafter: a tree joins tokens that "
+            "are predicted apart, and its selector scores each token by the one before. Pass tree=None"
+        )
     if has_recurrent_layers(target):
         raise ValueError(
             f"tree={tree!r} needs a target whose layers are all attention, {type(target).__name__} has recurrent "

@@ -134,7 +134,7 @@ class Generator:
         self.graph, self.fused, self.reuse_prefix = options.graph, options.fused, options.reuse_prefix
         self.draft: Drafter | None = draft if self.block_size > 1 else None
         self.tree = checked_tree(options.tree)
-        check_tree(target, self.tree, self.draft is not None, room=self.tree)
+        check_tree(target, self.tree, self.draft, room=self.tree)
         # 2. The pair: the target's twin, and the engine with its state.
         check_tree_trial(twin := self._twin(target), self.tree)
         self.engine = Engine(
@@ -265,7 +265,7 @@ class Generator:
         """Check a call against the target and this generator's sizes."""
         call = Call.resolve(self._defaults, ids, arguments, denoise_steps=self.denoise_steps, tree=self.tree)
         call.check_drafts(self.draft is not None)
-        check_tree(self.engine.target.model, call.tree, self.draft is not None, room=self.tree)
+        check_tree(self.engine.target.model, call.tree, self.draft, room=self.tree)
         batch, longest = len(call.prompts), call.longest
         if batch > self.batch_size:
             raise ValueError(f"ids has {batch} rows, this generator was made for {self.batch_size}")

@@ -119,7 +119,7 @@ def load(
 
     device, drafter = check_device(dtype, device), None
     if tree is not None:
-        check_tree(source.load_empty_target(), tree, draft is not None and block_size != 1, room=tree)
+        check_tree(source.load_empty_target(), tree, None if block_size == 1 else draft, room=tree)
     if draft is not None:  # first, because it is small and fails quickly
         with _waiting("drafter", draft, source.quiet):
             drafter = load_draft(draft, dtype=None if dtype == "auto" else getattr(torch, dtype), device=device)

@@ -52,6 +52,8 @@ def read_dflash2(keys: Keys, hidden: int, vocab: int | None) -> DFlash2Config | 
     read = DFlash2Config(**{key: keys.integer(key, value, 1) for key, value in values.items()})
     if hidden % read.conv_group_size:
         raise keys.error(f"conv_group_size must divide hidden_size {hidden}, got {read.conv_group_size}")
+    if read.selector_top_k > ops.MAX_CANDIDATES:
+        raise keys.error(f"selector_top_k must be at most {ops.MAX_CANDIDATES}, got {read.selector_top_k}")
     if read.selector_top_k > vocab:
         raise keys.error(f"selector_top_k must be at most vocab_size {vocab}, got {read.selector_top_k}")
     return read

@@ -64,15 +64,17 @@ class ChainProposer(DraftPass):
         mask = self.draft.config.mask_token_id
         features = self.draft.fuse(state.context, state.num_context)
         masked, known, candidates = torch.full_like(positions, mask), None, None
+        drafts = masked
         for keep in (*self.schedule, None):
             # 1. One pass over what is known so far and masks.
-            logits = self.logits(torch.cat([anchor, masked], 1), features, state)
-            drawn = self.sampler.draw(logits, positions, state.sampling)
+            predictions = self.predict(torch.cat([anchor, masked], 1), features, state)
+            linked = predictions if known is None else predictions.fix(known, drafts)
+            drawn = self.sampler.draw(linked, positions, state.sampling)
             candidates = drawn if known is None else torch.where(known[:, None], candidates, drawn)
             drafts = self.sampler.pick(candidates)
             # 2. Before another pass, keep what the drafter is most sure of; the context is in its cache by now.
             if keep is not None:
-                known = denoise.most_confident(logits, drafts, known, keep)
+                known = denoise.most_confident(predictions.logits, drafts, known, keep)
                 masked = torch.where(known, drafts.clamp(min=0), mask)
                 features = features[:, :0]
         self.sampler.remember_(candidates)

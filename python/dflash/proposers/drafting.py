@@ -8,6 +8,7 @@ from ..drafter import Drafter
 from ..sampling import LogitRules
 from ..target import Target
 from .block import State
+from .predictions import LinkedPredictions, Predictions
 
 __all__ = ["DraftPass"]
 
@@ -33,7 +34,7 @@ class DraftPass:
         """Share the embeddings and the head of another twin of the same model."""
         self.target = target
 
-    def logits(self, block: Tensor, features: Tensor, state: State) -> Tensor:
+    def predict(self, block: Tensor, features: Tensor, state: State) -> Predictions:
         """Run the drafter once.
 
         Args:
@@ -42,7 +43,7 @@ class DraftPass:
             state: the engine's.
 
         Returns:
-            ``[batch, rows - 1, vocab]``, rules applied.
+            Predictions for ``rows - 1`` positions, rules applied.
         """
         embeds = nn.functional.embedding(block, self.target.embedding_weight)
         hidden = self.draft(
@@ -51,4 +52,8 @@ class DraftPass:
         # One matrix: for rows that are not dense torch makes a product per sequence, and each reads the whole head.
         rows = hidden[:, 1:].flatten(0, 1)
         logits = self.draft.logits(rows, self.target.draft_head).unflatten(0, (len(block), -1))
-        return logits if self.rules is None else self.rules.apply_to_drafts(logits, state)
+        logits = logits if self.rules is None else self.rules.apply_to_drafts(logits, state)
+        if (selector := self.draft.candidate_selector) is None:
+            return Predictions(logits)
+        pairs = selector.pair_weights(rows.unflatten(0, (len(block), -1)))
+        return LinkedPredictions(logits, pairs, block[:, 0], selector.top_k)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ..sampling import RejectionAcceptance, Sampling
+from .predictions import Predictions
 
 __all__ = ["DraftSampler", "FixedSharpness", "RejectionDrafts"]
 
@@ -12,11 +13,11 @@ __all__ = ["DraftSampler", "FixedSharpness", "RejectionDrafts"]
 class DraftSampler:
     """Draws proposals, one candidate block per row or several to pick from."""
 
-    def draw(self, logits: Tensor, positions: Tensor, sampling: Sampling) -> Tensor:
+    def draw(self, predictions: Predictions, positions: Tensor, sampling: Sampling) -> Tensor:
         """Return candidates ``[batch, n, drafts]`` int64.
 
         Args:
-            logits: ``[batch, drafts, vocab]``, the drafter's.
+            predictions: the drafter's.
             positions: ``[batch, drafts]`` int64, of the tokens that are drawn.
             sampling: per-row parameters.
         """
@@ -36,9 +37,9 @@ class DraftSampler:
 class FixedSharpness(DraftSampler):
     """``argmax(sharpness * logits / temperature + gumbel)`` with the sharpness that the caller asked for."""
 
-    def draw(self, logits: Tensor, positions: Tensor, sampling: Sampling) -> Tensor:
+    def draw(self, predictions: Predictions, positions: Tensor, sampling: Sampling) -> Tensor:
         """Return one candidate ``[batch, 1, drafts]``."""
-        return sampling.select(logits, positions, sampling.sharpness)[:, None]
+        return predictions.draw(positions, sampling, sampling.sharpness[None])
 
 
 class RejectionDrafts(DraftSampler):
@@ -51,6 +52,6 @@ class RejectionDrafts(DraftSampler):
     def __init__(self, acceptance: RejectionAcceptance) -> None:
         self.acceptance = acceptance
 
-    def draw(self, logits: Tensor, positions: Tensor, sampling: Sampling) -> Tensor:
+    def draw(self, predictions: Predictions, positions: Tensor, sampling: Sampling) -> Tensor:
         """Return one candidate ``[batch, 1, drafts]``."""
-        return self.acceptance.draft(logits, positions, sampling)
+        return predictions.draw_for(self.acceptance, positions, sampling)

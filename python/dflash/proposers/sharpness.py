@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..sampling import Sampling
+from .predictions import Predictions
 from .samplers import DraftSampler
 
 __all__ = ["LEVELS", "AutoSharpness"]
@@ -50,7 +51,7 @@ class AutoSharpness(DraftSampler):
         device: of the tensors.
 
     Attributes:
-        levels: ``[3, batch]`` float32, `LEVELS` for `dflash.ops.select_tokens`.
+        levels: ``[3, batch]`` float32, `LEVELS` for each row.
         candidates: ``[batch, 3, drafts]`` int64, the proposals of each level for this step.
         kept: ``[batch, 3]`` float32, tokens kept.
         ended: ``[batch, 3]`` float32, drafts ended.
@@ -73,9 +74,9 @@ class AutoSharpness(DraftSampler):
         self.ended[:, 1:] += _HANDICAP
         self.choice.zero_()
 
-    def draw(self, logits: Tensor, positions: Tensor, sampling: Sampling) -> Tensor:
+    def draw(self, predictions: Predictions, positions: Tensor, sampling: Sampling) -> Tensor:
         """Return one candidate per level, ``[batch, 3, drafts]``."""
-        return torch.stack([sampling.select(logits, positions, level) for level in self.levels.unbind()], 1)
+        return predictions.draw(positions, sampling, self.levels)
 
     def pick(self, candidates: Tensor) -> Tensor:
         """Return the proposals ``[batch, drafts]`` of each row's level, of ``candidates [batch, 3, drafts]``."""

@@ -70,7 +70,7 @@ class TreeProposer(DraftPass):
         anchor, positions = state.anchor, state.positions(self.num_drafts)
         masks = torch.full_like(positions, self.draft.config.mask_token_id)
         features = self.draft.fuse(state.context, state.num_context)
-        logits = self.logits(torch.cat([anchor, masks], 1), features, state)
+        logits = self.predict(torch.cat([anchor, masks], 1), features, state).logits
         # 2. The tree of its best tokens at each depth.
         candidates = self.candidates(logits, positions, state.sampling)
         ids, *tree, scores = ops.build_tree(anchor[:, 0], *candidates, self.built_rows)

@@ -78,10 +78,23 @@ class RejectionAcceptance:
     def __init__(self, batch: int, drafts: int, vocab_size: int, device: torch.device | str = "cpu") -> None:
         self.draft_probabilities = torch.zeros(batch, drafts, vocab_size, dtype=torch.float32, device=device)
 
+    STREAM = rejection.DRAFT  # of the noise that proposals are drawn with
+
     def draft(self, logits: Tensor, positions: Tensor, sampling: Sampling) -> Tensor:
         """Draw proposals ``[batch, 1, drafts]`` from the drafter's ``logits [batch, drafts, vocab]``."""
         self.draft_probabilities.copy_(rejection.probabilities(logits, sampling))
         return rejection.propose(self.draft_probabilities, positions, sampling.seeds)[:, None]
+
+    def remember_(self, drafts: Tensor, ids: Tensor, scores: Tensor) -> None:
+        """Keep what proposals were drawn from that `dflash.ops.walk_candidates` drew with the noise of `STREAM`.
+
+        Args:
+            drafts: ``[batch, drafts]`` int64, the proposals.
+            ids: ``[batch, drafts, count]`` int64, the candidates.
+            scores: ``[batch, drafts, count]`` float32, the walk's.
+        """
+        vocab = self.draft_probabilities.shape[-1]
+        self.draft_probabilities.copy_(rejection.walk_probabilities(drafts, ids, scores, vocab))
 
     def choose(self, logits: Tensor, block: Rows, state: Place) -> Tensor:
         """Return the choices ``[batch, rows]``; see `Acceptance`."""

@@ -1,0 +1,209 @@
+"""Test what a DFlash 2 drafter's selector drafts: its paths, their noise, and what cannot be combined with it."""
+
+import math
+
+import pytest
+import torch
+from baseline import left_padded, prompt
+from draft_variants import DFLASH2_VARIANTS, identity_dflash2, random_drafter, random_tensors
+from families import draft_config, make_draft, make_target
+
+import dflash
+from dflash.drafter import PairWeights
+from dflash.ops import reference
+from dflash.proposers.predictions import LinkedPredictions, Predictions
+from dflash.sampling import RejectionAcceptance, Sampling
+
+VOCAB, DRAFTS, RANK, TOP_K, BATCH = 23, 6, 4, 5, 3
+
+
+def pairs(batch: int = BATCH, scale: float = 1.0) -> PairWeights:
+    generator = torch.Generator().manual_seed(1)
+    a, b = torch.randn(2, VOCAB, RANK, generator=generator)
+    return PairWeights(a, torch.randn(batch, DRAFTS, RANK, generator=generator), b * scale)
+
+
+def some_logits(batch: int = BATCH) -> torch.Tensor:
+    return 2 * torch.randn(batch, DRAFTS, VOCAB, generator=torch.Generator().manual_seed(2))
+
+
+def sampling(temperature: float, batch: int = BATCH, **more) -> Sampling:
+    out = Sampling.create(batch)
+    out.set_(batch, temperature=temperature, seed=7, **more)
+    return out
+
+
+POSITIONS, ANCHOR = torch.arange(DRAFTS) + torch.tensor([[4], [90], [11]]), torch.tensor([3, 0, VOCAB - 1])
+
+
+def walked(logits, weights: PairWeights, candidates, noise, factor):
+    """Walk one block token by token in Python: the oracle. ``candidates`` are sets of ids, one per position."""
+    path, previous = [], None
+    for j, among in enumerate(candidates):
+        previous = int(ANCHOR[0]) if previous is None else previous
+        scores = {
+            c: factor
+            * float(
+                logits[j, c] + (weights.predecessors[previous] * weights.queries[0, j] * weights.successors[c]).sum()
+            )
+            + float(noise[j, c])
+            for c in among
+        }
+        previous = max(sorted(scores), key=lambda c: scores[c])
+        path.append(previous)
+    return path
+
+
+@pytest.mark.parametrize("sharpness", [math.inf, 2.0, 1.0])
+@pytest.mark.parametrize("noisy", [True, False])
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_paths_equal_the_oracle(noisy, temperature, sharpness):
+    logits, weights, s = some_logits(), pairs(), sampling(temperature, draft_sharpness=sharpness)
+    predictions = LinkedPredictions(logits, weights, ANCHOR, TOP_K, noisy=noisy)
+    path = predictions.draw(POSITIONS, s, s.sharpness[None])
+    assert path.shape == (BATCH, 1, DRAFTS)
+    noise, factor = torch.zeros_like(logits[0]), 1.0
+    if temperature > 0 and sharpness < math.inf:
+        noise = reference.gumbel_noise(s.seeds, POSITIONS, VOCAB)[0]
+        factor = sharpness / temperature
+    by = factor * logits[0] + noise if noisy else logits[0]
+    candidates = [set(row.topk(TOP_K).indices.tolist()) for row in by]
+    assert path[0, 0].tolist() == walked(logits[0], weights, candidates, noise, factor)
+    assert path[0, 0].tolist() != predictions.logits[0].argmax(-1).tolist(), "the pairs should matter"
+
+
+@pytest.mark.parametrize("noisy", [True, False])
+def test_each_level_walks_its_own_path(noisy):
+    s, levels = sampling(1.0), torch.tensor([math.inf, 2.0, 1.0])[:, None].repeat(1, BATCH)
+    predictions = LinkedPredictions(some_logits(), pairs(), ANCHOR, TOP_K, noisy=noisy)
+    together = predictions.draw(POSITIONS, s, levels)
+    for i, level in enumerate(levels):
+        assert torch.equal(together[:, i], predictions.draw(POSITIONS, s, level[None])[:, 0])
+    assert len({tuple(path.flatten().tolist()) for path in together.unbind(1)}) == 3
+
+
+def test_a_selector_without_pair_scores_draws_what_rows_on_their_own_draw():
+    s, levels = sampling(0.8), torch.tensor([math.inf, 2.0, 1.0])[:, None].repeat(1, BATCH)
+    logits = some_logits()
+    linked = LinkedPredictions(logits, pairs(scale=0.0), ANCHOR, TOP_K)
+    assert torch.equal(linked.draw(POSITIONS, s, levels), Predictions(logits).draw(POSITIONS, s, levels))
+
+
+def test_a_row_of_nan_ends_its_path_only():
+    logits = some_logits()
+    logits[1, 2, 5] = math.nan
+    s = sampling(1.0)
+    path = LinkedPredictions(logits, pairs(), ANCHOR, TOP_K).draw(POSITIONS, s, s.sharpness[None])[:, 0]
+    assert path[1, 2:].eq(-1).all()
+    assert path[1, :2].ge(0).all()
+    assert path[[0, 2]].ge(0).all()
+
+
+def test_known_tokens_stay_and_precede_the_next():
+    logits, weights, s = some_logits(), pairs(), sampling(0.0)
+    predictions = LinkedPredictions(logits, weights, ANCHOR, TOP_K)
+    known, drafts = torch.zeros(BATCH, DRAFTS, dtype=torch.bool), torch.zeros(BATCH, DRAFTS, dtype=torch.int64)
+    known[0, 2], drafts[0, 2] = True, 17
+    path = predictions.fix(known, drafts).draw(POSITIONS, s, s.sharpness[None])[:, 0]
+    candidates = [set(row.topk(TOP_K).indices.tolist()) for row in logits[0]]
+    candidates[2] = {17}
+    assert path[0].tolist() == walked(logits[0], weights, candidates, torch.zeros_like(logits[0]), 1.0)
+    assert torch.equal(path[1:], predictions.draw(POSITIONS, s, s.sharpness[None])[1:, 0])
+
+
+def test_rejection_remembers_the_distribution_given_the_draft_before():
+    logits, weights, s = some_logits(), pairs(), sampling(0.7)
+    acceptance = RejectionAcceptance(BATCH, DRAFTS, VOCAB)
+    drafts = LinkedPredictions(logits, weights, ANCHOR, TOP_K).draw_for(acceptance, POSITIONS, s)[:, 0]
+    q, previous = acceptance.draft_probabilities, torch.cat([ANCHOR[:, None], drafts[:, :-1]], 1)
+    pair = torch.einsum("bjr,vr->bjv", weights.predecessors[previous] * weights.queries, weights.successors)
+    plain = torch.zeros_like(logits, dtype=torch.bool).scatter_(-1, logits.topk(TOP_K, -1).indices, True)
+    expected = torch.where(plain, (logits + pair) / 0.7, -math.inf).softmax(-1)
+    torch.testing.assert_close(q, expected, rtol=1e-5, atol=1e-6)
+    assert q.gather(-1, drafts[..., None]).gt(0).all()
+
+
+# ---------------------------------------------------------------------------------------------- whole calls
+
+
+@pytest.fixture(scope="module")
+def target():
+    return make_target("qwen3")
+
+
+CALLS = [{}, {"temperature": 1.0, "seed": 3}, {"temperature": 0.8, "seed": 3, "draft_sharpness": 1.0}]
+
+
+@pytest.mark.parametrize("call", CALLS, ids=str)
+def test_an_identity_drafter_drafts_as_one_of_the_first_generation(target, call):
+    """The acceptance lengths show it: of both drafters alike, and not of one with pair scores."""
+    config = draft_config(target, "DFlash2")
+    parsed = dflash.DraftConfig.from_config(config)
+    tensors = identity_dflash2(random_tensors(parsed))
+    section = {k: v for k, v in config["dflash_config"].items() if k[:5] not in ("conv_", "selec")}
+    first = dflash.Drafter(dflash.DraftConfig.from_config(config | {"architectures": None, "dflash_config": section}))
+    first.load_state_dict({k: v for k, v in tensors.items() if "_conv" not in k and "selector" not in k})
+    second = dflash.Drafter(parsed)
+    second.load_state_dict(tensors)
+    p, blocks = prompt(21), []
+    for draft in (first, second):
+        generator, drafted = dflash.Generator(target, draft, max_length=60), []
+        propose = generator.engine.proposer.propose
+        generator.engine.proposer.propose = lambda state, run=propose, to=drafted: (
+            to.append((block := run(state)).ids.tolist()) or block
+        )
+        generator.generate(p[None], max_new_tokens=16, **call)
+        blocks.append(drafted)
+    assert blocks[0] == blocks[1]
+    assert len(blocks[0]) > 5
+
+
+@pytest.mark.parametrize("more", [{}, {"denoise_steps": 3}, {"temperature": 1.0, "seed": 5}], ids=str)
+def test_a_banned_token_is_never_drafted(target, more):
+    draft, drafted = make_draft(target, "DFlash2"), []
+    generator = dflash.Generator(target, draft, max_length=60)
+    propose = generator.engine.proposer.propose
+
+    def watch(state):
+        block = propose(state)
+        drafted.extend(block.ids[:, 1:].flatten().tolist())
+        return block
+
+    generator.engine.proposer.propose = watch
+    p = prompt(21)
+    generator.generate(p[None], max_new_tokens=12, **more)
+    banned = max(set(drafted), key=drafted.count)
+    drafted.clear()
+    generator.generate(p[None], max_new_tokens=12, suppress_tokens=[banned], **more)
+    assert drafted
+    assert banned not in drafted
+
+
+def test_several_passes_and_rejection_run_and_keep_the_text(target):
+    draft, ids = make_draft(target, "DFlash2-causal"), prompt(21)[None]
+    alone = dflash.generate(target, None, ids, max_new_tokens=16)
+    assert torch.equal(dflash.generate(target, draft, ids, max_new_tokens=16, denoise_steps=3), alone)
+    prompts, mask = left_padded([prompt(4), prompt(21)])
+    call = {"attention_mask": mask, "max_new_tokens": 8, "temperature": 1.0, "acceptance": "rejection", "seed": 1}
+    first, again = (dflash.generate(target, draft, prompts, **call) for _ in range(2))
+    assert torch.equal(first, again)
+
+
+def test_trees_are_refused_with_the_reason(target):
+    draft = make_draft(target, "DFlash2")
+    with pytest.raises(ValueError, match="tree=16 needs a drafter of the first generation, got a DFlash 2 drafter"):
+        dflash.Generator(target, draft, max_length=60, tree=16)
+    with pytest.raises(ValueError, match="tree='auto' needs a drafter of the first generation"):
+        dflash.generate(target, draft, prompt(4)[None], max_new_tokens=4, tree="auto")
+
+
+def test_transformers_loop_training_and_the_speculators_layout_are_refused():
+    draft = random_drafter(DFLASH2_VARIANTS["DFlash2"])
+    with pytest.raises(ValueError, match="as_assistant takes drafters of the first generation"):
+        dflash.as_assistant(draft)
+    from dflash.train.model import TrainableDrafter
+
+    with pytest.raises(ValueError, match="a DFlash 2 drafter cannot be trained"):
+        TrainableDrafter(draft)
+    with pytest.raises(ValueError, match="cannot be written in the speculators layout"):
+        dflash.drafter.to_speculators(DFLASH2_VARIANTS["DFlash2"], draft.config, "target")
