@@ -390,12 +390,7 @@ def test_sinks_are_loaded(tmp_path):
             "candidate_selector.predecessor_codebook",
             r"DFlash 2 drafters are not supported yet \(found tensors candidate_selector\)",
         ),
-        ("lm_head.weight", "tensor lm_head.weight is not supported: a drafter predicts through the target's head"),
-        ("embed_tokens.weight", "tensor embed_tokens.weight is not supported: a drafter embeds with the target's"),
-        ("model.embed_tokens.weight", "tensor model.embed_tokens.weight is not supported"),
-        ("d2t", "tensor d2t is not supported: heads over part of the vocabulary"),
-        ("t2d", "tensor t2d is not supported"),
-        ("mask_embedding", "tensor mask_embedding is not supported: drafters with their own mask embedding"),
+        ("mask_hidden", "tensor mask_hidden is not supported: mask states that are not an embedding"),
         ("layers.3.input_layernorm.weight", "unknown tensors: layers.3.input_layernorm.weight"),
         ("layers.0.self_attn.q_proj.weight_scale", "unknown tensors: layers.0.self_attn.q_proj.weight_scale"),
     ],
@@ -485,14 +480,6 @@ def test_a_tensor_in_two_shards_is_named(checkpoint):
     path = checkpoint.folder / "model-00002-of-00003.safetensors"
     save_file(load_file(path) | {"fc.weight": checkpoint.tensors["fc.weight"]}, path)
     with pytest.raises(ValueError, match=r"tensor fc.weight is in model-00001.* and in model-00002"):
-        load_draft(checkpoint.folder)
-
-
-def test_a_mask_embedding_file_is_refused(checkpoint):
-    torch.save({"embedding": torch.zeros(64)}, checkpoint.folder / "mask_embedding.pt")
-    with pytest.raises(
-        ValueError, match=r"mask_embedding.pt: drafters with their own mask embedding are not supported"
-    ):
         load_draft(checkpoint.folder)
 
 

@@ -4,11 +4,13 @@ from .checkpoint import draft_folder, load_draft
 from .config import DraftConfig
 from .drafter import Drafter
 from .layouts import from_speculators, is_speculators, to_speculators
+from .own_parts import MASK_EMBEDDING_FILE
 from .reader import FULL, SLIDING, build_target_layer_ids
 from .rope import ROPE_TYPES, Rope
 
 __all__ = [
     "FULL",
+    "MASK_EMBEDDING_FILE",
     "ROPE_TYPES",
     "SLIDING",
     "DraftConfig",

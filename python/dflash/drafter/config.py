@@ -35,6 +35,9 @@ class DraftConfig:
         causal: per layer, True if a row of the block sees no later row.
         window: per layer, the keys that a query sees, itself included; 0 for all.
         final_logit_softcapping: 0 for none.
+        own_parts: the parts that its checkpoint stores, of ``embed_tokens``, ``lm_head`` and ``mask_embedding``. The
+            others are the target's.
+        draft_vocab_size: rows of its own head if that knows a part of the vocabulary only, else None.
         vocab_size, num_target_layers, max_position_embeddings: None if the checkpoint does not say.
     """
 
@@ -59,6 +62,8 @@ class DraftConfig:
     vocab_size: int | None = None
     num_target_layers: int | None = None
     max_position_embeddings: int | None = None
+    own_parts: tuple[str, ...] = ()
+    draft_vocab_size: int | None = None
 
     @classmethod
     def from_config(cls, config: Mapping[str, object] | SupportsToDict, source: str = "draft config") -> DraftConfig:

@@ -13,6 +13,7 @@ from ..cache import KVCache
 from ..decoder import DecoderLayer, DecoderStack, rotary_table
 from ..ops import reference
 from .config import DraftConfig
+from .own_parts import add_own_parts, embed_own, own_head, scatter_to_vocabulary, share_equal_parts
 
 __all__ = ["Drafter", "PackedTensor"]
 
@@ -61,6 +62,7 @@ class Drafter(nn.Module):
         self.register_buffer("inv_freq", self._frequencies(device), persistent=False)
         self.layers = nn.ModuleList(self._make_layer(index, like) for index in range(layers))
         self.norm = self._norm(like, hidden)
+        add_own_parts(self, config, like)
         self._stack: DecoderStack | None = None
         self._restack()
 
@@ -154,19 +156,38 @@ class Drafter(nn.Module):
         return hidden
 
     def logits(self, hidden: Tensor, head: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return draft logits: the target's head with the drafter's own multiplier and softcap.
+        """Return draft logits: the head's with the drafter's own multiplier and softcap.
 
         Args:
             hidden: ``[..., hidden]``, rows from `forward`.
-            head: the target's, ``[..., hidden] -> [..., vocab]``.
+            head: the target's, ``[..., hidden] -> [..., vocab]``; a drafter with its own head uses that.
 
         Returns:
-            ``[..., vocab]``.
+            ``[..., vocab]``, -inf for tokens that a head over part of the vocabulary does not know.
         """
-        logits, cap = head(hidden), self.config.final_logit_softcapping
-        if self.config.output_multiplier != 1.0:
-            logits = logits * self.config.output_multiplier
-        return torch.tanh(logits / cap) * cap if cap else logits
+        config, cap = self.config, self.config.final_logit_softcapping
+        logits = own_head(self, hidden) if "lm_head" in config.own_parts else head(hidden)
+        if config.output_multiplier != 1.0:
+            logits = logits * config.output_multiplier
+        if cap:
+            logits = torch.tanh(logits / cap) * cap
+        return logits if config.draft_vocab_size is None else scatter_to_vocabulary(self, logits)
+
+    def embed(self, ids: Tensor, table: Tensor) -> Tensor:
+        """Return the scaled embeddings of a block.
+
+        Args:
+            ids: ``[batch, rows]`` int64.
+            table: ``[vocab, hidden]``, the target's raw embeddings; a drafter with its own table uses that.
+
+        Returns:
+            ``[batch, rows, hidden]``.
+        """
+        return self.scale_embeddings(embed_own(self, ids, table))
+
+    def share_(self, embedding: Tensor, head: nn.Module) -> None:
+        """Let own parts that equal the target's be its tensors, held in memory once; write to neither in place."""
+        share_equal_parts(self, embedding, head)
 
     def scale_embeddings(self, embeds: Tensor) -> Tensor:
         """Scale the target's raw embeddings ``[..., hidden]`` by ``input_embedding_scale``."""

@@ -25,8 +25,9 @@ DFLASH2_KEYS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selecto
 # Top-level keys that are read.
 READ_KEYS = frozenset((
     "add_swa_attention_sink_bias", "architectures", "attention_bias", "attention_sink_bias", "block_size",
-    "dflash_config", "draft_vocab_size", "final_logit_softcapping", "head_dim", "hidden_act", "hidden_size",
-    "input_embedding_scale", "intermediate_size", "is_causal", "layer_types", "mask_token_id",
+    "dflash_config", "draft_vocab_size", "final_logit_softcapping", "has_embed_tokens", "has_lm_head", "head_dim",
+    "hidden_act", "hidden_size",
+    "input_embedding_scale", "intermediate_size", "is_causal", "layer_types", "mask_embedding", "mask_token_id",
     "max_position_embeddings", "max_window_layers", "model_type", "num_attention_heads", "num_hidden_layers",
     "num_key_value_heads", "num_target_layers", "original_max_position_embeddings", "output_multiplier",
     "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta", "sliding_window", "target_hidden_size",
@@ -72,9 +73,6 @@ REFUSED: dict[str, Refusal] = {
     "add_full_attention_sink_bias": Refusal((None, False), "sinks in full-attention layers only are not implemented"),
     "logit_scale": Refusal((None, 1.0), "use output_multiplier"),
     "mlp_bias": Refusal((None, False), "MLP biases are not implemented"),
-    "has_embed_tokens": Refusal((None, False), "drafters with their own embedding are not implemented"),
-    "has_lm_head": Refusal((None, False), "drafters with their own head are not implemented"),
-    "mask_embedding": Refusal((None, False), "drafters with their own mask embedding are not implemented"),
     "use_aux_hidden_state": Refusal((None, True), "a DFlash drafter reads the target's hidden states"),
     "projector_type": Refusal((None, "dflash"), "only the plain DFlash head is implemented"),
     "sample_from_anchor": Refusal((None,), "other block layouts are not implemented"),
@@ -110,7 +108,7 @@ NUMBERS: dict[str, bool] = {  # True if it must be above 0
 }
 BOOLEANS = (
     *("add_swa_attention_sink_bias", "attention_bias", "attention_sink_bias", "causal", "is_causal"),
-    *("use_sliding_window", "use_swa"),
+    *("has_embed_tokens", "has_lm_head", "mask_embedding", "use_sliding_window", "use_swa"),
 )
 
 

@@ -119,7 +119,7 @@ def to_speculators(
         "architectures": ["DFlashDraftModel"],
         "aux_hidden_state_layer_ids": [tap + 1 for tap in config.target_layer_ids],
         "block_size": config.block_size,
-        "draft_vocab_size": config.vocab_size,
+        "draft_vocab_size": config.draft_vocab_size or config.vocab_size,
         "mask_token_id": config.mask_token_id,
         "sliding_window_non_causal": not any(config.causal),
         "speculators_config": {
@@ -151,6 +151,8 @@ def _layer_config(published: Mapping[str, Any], config: DraftConfig) -> dict[str
 
 def _expect_expressible(config: DraftConfig) -> None:
     """Raise unless the speculators layout can express everything that changes the math."""
+    if "mask_embedding" in config.own_parts:
+        raise ValueError("the speculators layout has no mask embedding, and this drafter has its own")
     for key, neutral in (
         ("input_embedding_scale", 1.0),
         ("output_multiplier", 1.0),

@@ -81,17 +81,23 @@ def _read_shape(keys: Keys) -> dict[str, int]:
     }
 
 
-def _read_vocabulary(keys: Keys) -> dict[str, int | None]:
+def _read_vocabulary(keys: Keys) -> dict[str, Any]:
     vocab = keys.top.get("vocab_size")
-    _expect_equal(
-        keys, "draft_vocab_size", "vocab_size", vocab, "a head over part of the vocabulary is not implemented"
-    )
+    drafts = keys.top.get("draft_vocab_size")
+    if drafts is not None and (vocab is None or drafts > vocab):
+        raise keys.error(f"draft_vocab_size must be at most vocab_size = {vocab}, got {drafts}")
     mask = keys.value("mask_token_id")
     if mask is None:
         raise keys.error("mask_token_id is missing")
     if vocab is not None and mask >= vocab:
         raise keys.error(f"mask_token_id must be below vocab_size {vocab}, got {mask}")
-    return {"vocab_size": vocab, "mask_token_id": mask}
+    own = {"embed_tokens": "has_embed_tokens", "lm_head": "has_lm_head", "mask_embedding": "mask_embedding"}
+    return {
+        "vocab_size": vocab,
+        "mask_token_id": mask,
+        "own_parts": tuple(part for part, key in own.items() if keys.top.get(key)),
+        "draft_vocab_size": None if drafts == vocab else drafts,
+    }
 
 
 def _expect_equal(keys: Keys, key: str, other: str, value: int | None, reason: str) -> None:

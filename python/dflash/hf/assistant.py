@@ -118,7 +118,7 @@ def as_assistant(draft: str | os.PathLike[str] | nn.Module) -> _Assistant:
         An object for ``assistant_model``; calls may share it, one after another.
 
     Raises:
-        ValueError: as `dflash.load_draft`.
+        ValueError: as `dflash.load_draft`, or the drafter has its own head, embedding or mask embedding.
         TypeError: as `dflash.load_draft`.
         FileNotFoundError: as `dflash.load_draft`.
         RuntimeError: transformers is older than 5.18, whose loop continues after a stop token that is not the last of
@@ -131,4 +131,10 @@ def as_assistant(draft: str | os.PathLike[str] | nn.Module) -> _Assistant:
             f"{'.'.join(map(str, version))}, continues after a stop token that was accepted in the middle of a block; "
             "model.generate(..., custom_generate=dflash.custom_generate, draft=draft) stops there"
         )
-    return _Assistant(load_draft(draft))
+    draft = load_draft(draft)
+    if own := draft.config.own_parts:
+        raise ValueError(
+            f"as_assistant: transformers embeds and predicts with the target's parts, and this drafter has its own "
+            f"{', '.join(own)}: use model.generate(..., custom_generate=dflash.custom_generate, draft=draft)"
+        )
+    return _Assistant(draft)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..drafter import Drafter
 from ..sampling import LogitRules
@@ -28,6 +28,7 @@ class DraftPass:
     def __init__(self, draft: Drafter, target: Target, block_size: int) -> None:
         self.draft, self.target, self.num_drafts = draft, target, block_size - 1
         self.rules: LogitRules | None = None
+        draft.share_(target.embedding_weight, target.head)
 
     def retarget(self, target: Target) -> None:
         """Share the embeddings and the head of another twin of the same model."""
@@ -44,10 +45,8 @@ class DraftPass:
         Returns:
             ``[batch, rows - 1, vocab]``, rules applied.
         """
-        embeds = nn.functional.embedding(block, self.target.embedding_weight)
-        hidden = self.draft(
-            features, state.num_context, self.draft.scale_embeddings(embeds), state.length, state.draft_cache
-        )
+        embeds = self.draft.embed(block, self.target.embedding_weight)
+        hidden = self.draft(features, state.num_context, embeds, state.length, state.draft_cache)
         # One matrix: for rows that are not dense torch makes a product per sequence, and each reads the whole head.
         rows = hidden[:, 1:].flatten(0, 1)
         logits = self.draft.logits(rows, self.target.draft_head).unflatten(0, (len(block), -1))

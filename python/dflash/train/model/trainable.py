@@ -27,13 +27,16 @@ class TrainableDrafter(nn.Module):
             CUDA and matrix products elsewhere.
 
     Raises:
-        ValueError: the drafter has attention sinks, which the differentiable functions do not support.
+        ValueError: the drafter has attention sinks, which the differentiable functions do not support, or parts of its
+            own where training uses the target's.
     """
 
     def __init__(self, drafter: Drafter, *, attention: str | None = None) -> None:
         super().__init__()
         if drafter.config.attention_sinks:
             raise ValueError("a drafter with attention sinks cannot be trained: the differentiable attention has none")
+        if own := drafter.config.own_parts:
+            raise ValueError(f"a drafter with its own {', '.join(own)} cannot be trained: training uses the target's")
         if attention is not None and attention not in ATTENTIONS:
             raise ValueError(f"attention must be one of {', '.join(ATTENTIONS)} or None, got {attention!r}")
         self.drafter = drafter.requires_grad_(True)
