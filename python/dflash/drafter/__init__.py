@@ -2,7 +2,7 @@
 
 from .checkpoint import draft_folder, load_draft
 from .config import DraftConfig
-from .drafter import Drafter
+from .drafter import Drafter, scale_logits
 from .layouts import from_speculators, is_speculators, to_speculators
 from .own_parts import MASK_EMBEDDING_FILE
 from .reader import FULL, SLIDING, build_target_layer_ids
@@ -21,5 +21,6 @@ __all__ = [
     "from_speculators",
     "is_speculators",
     "load_draft",
+    "scale_logits",
     "to_speculators",
 ]

@@ -13,7 +13,7 @@ from typing import Protocol
 from ..files import read_architectures
 from ..terminal import printable
 from .keys import expect_names
-from .layouts import from_speculators, is_speculators
+from .layouts import from_muse_assistant, from_speculators, is_muse_assistant, is_speculators
 from .reader import read_fields
 from .rope import Rope
 
@@ -35,6 +35,7 @@ class DraftConfig:
         causal: per layer, True if a row of the block sees no later row.
         window: per layer, the keys that a query sees, itself included; 0 for all.
         final_logit_softcapping: 0 for none.
+        scales_like_target: its logits take multiplier and softcap of the target's config.
         own_parts: the parts that its checkpoint stores, of ``embed_tokens``, ``lm_head`` and ``mask_embedding``. The
             others are the target's.
         draft_vocab_size: rows of its own head if that knows a part of the vocabulary only, else None.
@@ -64,10 +65,11 @@ class DraftConfig:
     max_position_embeddings: int | None = None
     own_parts: tuple[str, ...] = ()
     draft_vocab_size: int | None = None
+    scales_like_target: bool = False
 
     @classmethod
     def from_config(cls, config: Mapping[str, object] | SupportsToDict, source: str = "draft config") -> DraftConfig:
-        """Read a parsed ``config.json``, in the published or the speculators layout (`dflash.drafter.layouts`).
+        """Read a parsed ``config.json``, in any of the layouts that `dflash.drafter.layouts` lists.
 
         Unknown top-level keys are listed in one warning. Unknown keys of ``dflash_config`` are an error.
 
@@ -89,4 +91,5 @@ class DraftConfig:
                 config = from_speculators(config)
             except ValueError as error:
                 raise ValueError(printable(f"{source}: {error}")) from None
-        return cls(**read_fields(config, source))
+        muse = is_muse_assistant(config)
+        return cls(**read_fields(from_muse_assistant(config) if muse else config, source), scales_like_target=muse)

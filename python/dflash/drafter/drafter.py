@@ -15,7 +15,7 @@ from ..ops import reference
 from .config import DraftConfig
 from .own_parts import add_own_parts, embed_own, own_head, scatter_to_vocabulary, share_equal_parts
 
-__all__ = ["Drafter", "PackedTensor"]
+__all__ = ["Drafter", "PackedTensor", "scale_logits"]
 
 
 class PackedTensor(NamedTuple):
@@ -165,12 +165,9 @@ class Drafter(nn.Module):
         Returns:
             ``[..., vocab]``, -inf for tokens that a head over part of the vocabulary does not know.
         """
-        config, cap = self.config, self.config.final_logit_softcapping
+        config = self.config
         logits = own_head(self, hidden) if "lm_head" in config.own_parts else head(hidden)
-        if config.output_multiplier != 1.0:
-            logits = logits * config.output_multiplier
-        if cap:
-            logits = torch.tanh(logits / cap) * cap
+        logits = scale_logits(logits, config.output_multiplier, config.final_logit_softcapping)
         return logits if config.draft_vocab_size is None else scatter_to_vocabulary(self, logits)
 
     def embed(self, ids: Tensor, table: Tensor) -> Tensor:
@@ -321,6 +318,13 @@ class Drafter(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._pack()
+
+
+def scale_logits(logits: Tensor, multiplier: float, cap: float) -> Tensor:
+    """Return ``logits * multiplier``, softly capped at ``cap``; 1 and 0 change nothing."""
+    if multiplier != 1.0:
+        logits = logits * multiplier
+    return torch.tanh(logits / cap) * cap if cap else logits
 
 
 def _linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:

@@ -19,6 +19,8 @@ DFLASH_KEYS = frozenset((
     "input_embedding_scale", "mask_token", "mask_token_id", "num_target_layers", "output_multiplier",
     "projector_type", "swa_window_size", "target_layer_ids", "use_aux_hidden_state", "use_swa",
 ))
+# Names of the model class in a plain drafter's config: the reference package's, and NeMo AutoModel's.
+ARCHITECTURES = ("DFlashDraftModel", "Qwen3DFlashDraftModel")
 # Keys that only DFlash 2 drafters have.
 DFLASH2_KEYS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 
@@ -214,7 +216,7 @@ def refuse_unsupported(keys: Keys) -> None:
         for level in (keys.dflash, keys.top):
             if level.get(key) not in neutral:
                 raise keys.error(f"{key} = {shortened(level[key])} is not supported: {reason}")
-    if architectures and "DFlashDraftModel" not in architectures:
+    if architectures and not set(ARCHITECTURES) & set(architectures):
         raise keys.error(f"architectures must name DFlashDraftModel, got {listed(architectures)}")
     model_type, activation = keys.top.get("model_type"), keys.top.get("hidden_act")
     if model_type not in (None, "", "qwen3"):

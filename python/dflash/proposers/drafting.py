@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
-from ..drafter import Drafter
+from ..drafter import Drafter, scale_logits
 from ..sampling import LogitRules
 from ..target import Target
 from .block import State
@@ -29,6 +31,7 @@ class DraftPass:
         self.draft, self.target, self.num_drafts = draft, target, block_size - 1
         self.rules: LogitRules | None = None
         draft.share_(target.embedding_weight, target.head)
+        self._multiplier, self._softcap = _scales(target.config) if draft.config.scales_like_target else (1.0, 0.0)
 
     def retarget(self, target: Target) -> None:
         """Share the embeddings and the head of another twin of the same model."""
@@ -50,4 +53,11 @@ class DraftPass:
         # One matrix: for rows that are not dense torch makes a product per sequence, and each reads the whole head.
         rows = hidden[:, 1:].flatten(0, 1)
         logits = self.draft.logits(rows, self.target.draft_head).unflatten(0, (len(block), -1))
+        logits = scale_logits(logits, self._multiplier, self._softcap)
         return logits if self.rules is None else self.rules.apply_to_drafts(logits, state)
+
+
+def _scales(config: Any) -> tuple[float, float]:
+    """Return multiplier and softcap of a target's logits; 1 and 0 for none."""
+    multiplier, cap = getattr(config, "output_multiplier", None), getattr(config, "final_logit_softcapping", None)
+    return float(1.0 if multiplier is None else multiplier), float(cap or 0.0)

@@ -43,6 +43,8 @@ class CheckpointError(OSError):
 def published_config(config: DraftConfig, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
     """Return the ``config.json`` that reads back as ``config``, in the published layout; see ``from_config``."""
     windows, by_window = {window for window in config.window if window}, tuple(w > 0 for w in config.window)
+    if config.scales_like_target:
+        raise ValueError("a Muse Glimmer assistant cannot be saved: its logits are scaled as the target's")
     if config.own_parts:
         raise ValueError(f"a drafter with its own {listed(config.own_parts)} cannot be saved here: use dflash export")
     if len(windows) > 1 or (len(set(config.causal)) > 1 and config.causal != by_window):

@@ -55,6 +55,11 @@ def export(
     folder = draft_folder(draft, revision)
     drafter = load_draft(folder, dtype=dtype)
     config = read_json(folder / "config.json", MAX_JSON_BYTES)
+    if drafter.config.scales_like_target:
+        raise ValueError(
+            "a Muse Glimmer assistant cannot be exported: the multiplier and the softcap of its logits are the "
+            "target's, which no other layout can say"
+        )
     if is_speculators(config):
         config = from_speculators(config)
     # State what the checkpoint may have left to defaults.

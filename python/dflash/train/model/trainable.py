@@ -37,6 +37,8 @@ class TrainableDrafter(nn.Module):
             raise ValueError("a drafter with attention sinks cannot be trained: the differentiable attention has none")
         if own := drafter.config.own_parts:
             raise ValueError(f"a drafter with its own {', '.join(own)} cannot be trained: training uses the target's")
+        if drafter.config.scales_like_target:
+            raise ValueError("a Muse Glimmer assistant cannot be trained: training takes no multiplier from the target")
         if attention is not None and attention not in ATTENTIONS:
             raise ValueError(f"attention must be one of {', '.join(ATTENTIONS)} or None, got {attention!r}")
         self.drafter = drafter.requires_grad_(True)
