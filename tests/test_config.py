@@ -64,7 +64,9 @@ def test_dflash_config_wins_over_the_top_level(key):
     assert read() == (tuple(inner) if isinstance(inner, list) else inner)
 
 
-@pytest.mark.parametrize("key", ["input_embedding_scale", "output_multiplier", "final_logit_softcapping"])
+@pytest.mark.parametrize(
+    "key", ["attention_value_scale", "input_embedding_scale", "output_multiplier", "final_logit_softcapping"]
+)
 def test_scales_are_read_at_either_level(key):
     assert getattr(parse(), key) == (0.0 if key == "final_logit_softcapping" else 1.0)
     assert getattr(parse(**{key: 3}), key) == 3.0
@@ -261,7 +263,6 @@ def test_rope_without_an_original_length_is_refused():
         ({"is_neox_style": False}, "is_neox_style = False is not supported: only half-split RoPE"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported"),
         ({"logit_scale": 0.5}, "logit_scale = 0.5 is not supported"),
-        ({"dflash_config": with_dflash(attention_value_scale=0.7)}, "attention_value_scale = 0.7 is not supported"),
         ({"dflash_config": with_dflash(use_aux_hidden_state=False)}, "use_aux_hidden_state = False is not supported"),
         ({"dflash_config": with_dflash(projector_type="domino")}, "projector_type = 'domino' is not supported"),
         ({"sample_from_anchor": False}, "sample_from_anchor = False is not supported"),
@@ -318,6 +319,7 @@ def test_what_is_not_implemented_is_refused_by_name(changes, message):
         ({"attention_bias": 1}, "attention_bias must be true or false, got 1"),
         ({"rms_norm_eps": 0.0}, "rms_norm_eps must be > 0, got 0.0"),
         ({"output_multiplier": float("nan")}, "output_multiplier must be a finite number, got nan"),
+        ({"attention_value_scale": -0.7}, "attention_value_scale must be > 0, got -0.7"),
         ({"input_embedding_scale": 0}, "input_embedding_scale must be > 0, got 0"),
         ({"final_logit_softcapping": "30"}, "final_logit_softcapping must be a finite number, got '30'"),
     ],

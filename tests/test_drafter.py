@@ -101,6 +101,28 @@ def test_a_row_gives_the_same_alone_and_in_a_batch(name):
             torch.testing.assert_close(ours[row], theirs[0], rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize("rows", [16, 300])
+def test_a_value_scale_is_as_good_as_scaled_values(rows):
+    """Few rows run as one op, many op by op; sinks and biases are there too."""
+    scaled, plain = random_drafter(ODD | {"attention_value_scale": 0.7}), random_drafter(ODD)
+    for layer in plain.layers:
+        layer.self_attn.v_proj.weight.mul_(0.7)
+        layer.self_attn.v_proj.bias.mul_(0.7)
+    context, block = inputs(plain.config, rows // 16, 8)
+    for draft in (scaled, copy.deepcopy(scaled), load_draft(scaled, dtype=torch.float64).float()):
+        full = torch.full((len(context),), 8)
+        hidden = [
+            each(each.fuse(context, full), full, block, full, each.new_cache(len(context), 32))
+            for each in (draft, plain)
+        ]
+        torch.testing.assert_close(*hidden, rtol=1e-4, atol=1e-4)
+    for layer in scaled.layers:
+        layer.self_attn.o_proj.weight.mul_(2.0)
+    scaled.refresh()
+    again = scaled(scaled.fuse(context, full), full, block, full, scaled.new_cache(len(context), 32))
+    assert not torch.allclose(again, hidden[1], atol=1e-2), "weights that were changed in place are scaled again"
+
+
 def test_only_appended_slots_are_written():
     draft = random_drafter()
     context, block = inputs(draft.config, 2)

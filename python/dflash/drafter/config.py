@@ -57,6 +57,7 @@ class DraftConfig:
     rms_norm_eps: float = 1e-6
     attention_bias: bool = False
     attention_sinks: bool = False
+    attention_value_scale: float = 1.0
     input_embedding_scale: float = 1.0
     output_multiplier: float = 1.0
     final_logit_softcapping: float = 0.0

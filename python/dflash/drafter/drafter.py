@@ -59,6 +59,10 @@ class Drafter(nn.Module):
         self.register_buffer("qkv_weight", qkv_weight, persistent=False)
         self.register_buffer("qkv_bias", qkv_bias, persistent=False)
         self.register_buffer("gate_up_weight", like.new_empty(layers, 2 * width, hidden), persistent=False)
+        # Values that are all scaled are the same as an output projection that is.
+        is_scaled = config.attention_value_scale != 1.0
+        scaled_o = like.new_empty(layers, hidden, config.num_attention_heads * config.head_dim) if is_scaled else None
+        self.register_buffer("scaled_o", scaled_o, persistent=False)
         self.register_buffer("inv_freq", self._frequencies(device), persistent=False)
         self.layers = nn.ModuleList(self._make_layer(index, like) for index in range(layers))
         self.norm = self._norm(like, hidden)
@@ -242,7 +246,7 @@ class Drafter(nn.Module):
                 q=layer.self_attn.q_proj.weight,
                 k=layer.self_attn.k_proj.weight,
                 v=layer.self_attn.v_proj.weight,
-                o=layer.self_attn.o_proj.weight,
+                o=self._output_weight(index),
                 post_norm=layer.post_attention_layernorm.weight,
                 gate=layer.mlp.gate_proj.weight,
                 up=layer.mlp.up_proj.weight,
@@ -257,8 +261,16 @@ class Drafter(nn.Module):
                 causal=causal,
                 window=window,
             )
-            for layer, causal, window in zip(self.layers, config.causal, config.window, strict=True)
+            for index, (layer, causal, window) in enumerate(zip(self.layers, config.causal, config.window, strict=True))
         ]
+
+    @torch.no_grad()
+    def _output_weight(self, index: int) -> Tensor:
+        """Return the output projection that a layer runs: its parameter, or a scaled copy at a fixed address."""
+        weight = self.layers[index].self_attn.o_proj.weight
+        if self.scaled_o is None:
+            return weight
+        return torch.mul(weight, self.config.attention_value_scale, out=self.scaled_o[index])
 
     # ------------------------------------------------------------------------------------------ packed parameters
 
@@ -284,7 +296,7 @@ class Drafter(nn.Module):
     @torch.no_grad()
     def _pack(self) -> None:
         """Make the parameters views of the packed tensors again, keeping their values, dtype and device."""
-        for name in ("qkv_weight", "qkv_bias", "gate_up_weight"):
+        for name in ("qkv_weight", "qkv_bias", "gate_up_weight", "scaled_o"):
             packed = getattr(self, name)
             if packed is not None and (packed.dtype, packed.device) != (self.dtype, self.device):
                 self._buffers[name] = torch.empty_like(packed, dtype=self.dtype, device=self.device)

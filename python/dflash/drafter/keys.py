@@ -26,7 +26,8 @@ DFLASH2_KEYS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selecto
 
 # Top-level keys that are read.
 READ_KEYS = frozenset((
-    "add_swa_attention_sink_bias", "architectures", "attention_bias", "attention_sink_bias", "block_size",
+    "add_swa_attention_sink_bias", "architectures", "attention_bias", "attention_sink_bias", "attention_value_scale",
+    "block_size",
     "dflash_config", "draft_vocab_size", "final_logit_softcapping", "has_embed_tokens", "has_lm_head", "head_dim",
     "hidden_act", "hidden_size",
     "input_embedding_scale", "intermediate_size", "is_causal", "layer_types", "mask_embedding", "mask_token_id",
@@ -71,7 +72,6 @@ REFUSED: dict[str, Refusal] = {
     "partial_rotary_factor": Refusal((None, 1.0), "RoPE over part of the head is not implemented"),
     "is_neox_style": Refusal((None, True), _HALF_SPLIT),
     "rope_is_neox_style": Refusal((None, True), _HALF_SPLIT),
-    "attention_value_scale": Refusal((None, 1.0), "scaled values are not implemented"),
     "add_full_attention_sink_bias": Refusal((None, False), "sinks in full-attention layers only are not implemented"),
     "logit_scale": Refusal((None, 1.0), "use output_multiplier"),
     "mlp_bias": Refusal((None, False), "MLP biases are not implemented"),
@@ -102,6 +102,7 @@ INTEGERS: dict[str, tuple[int, int]] = {  # the smallest and the largest value
     "vocab_size": (1, limits.MAX_VOCABULARY),
 }
 NUMBERS: dict[str, bool] = {  # True if it must be above 0
+    "attention_value_scale": True,
     "final_logit_softcapping": False,
     "input_embedding_scale": True,
     "output_multiplier": True,

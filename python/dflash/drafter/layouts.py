@@ -191,6 +191,7 @@ def _expect_expressible(config: DraftConfig) -> None:
         ("output_multiplier", 1.0),
         ("final_logit_softcapping", 0.0),
         ("attention_sinks", False),
+        ("attention_value_scale", 1.0),
     ):
         if getattr(config, key) != neutral:
             raise ValueError(f"the speculators layout has no {key}, and this drafter has {getattr(config, key)}")

@@ -179,6 +179,7 @@ def _read_options(keys: Keys) -> dict[str, Any]:
         "rms_norm_eps": 1e-6 if eps is None else float(eps),
         "attention_bias": bool(keys.top.get("attention_bias")),
         "attention_sinks": bool(sinks),
+        "attention_value_scale": float(keys.value("attention_value_scale", 1.0)),
         "input_embedding_scale": float(keys.value("input_embedding_scale", 1.0)),
         "output_multiplier": float(keys.value("output_multiplier", 1.0)),
         "final_logit_softcapping": max(float(keys.value("final_logit_softcapping", 0.0)), 0.0),

@@ -100,7 +100,8 @@ def _rope_section(rope: Rope) -> dict[str, Any]:
 
 def _dflash_section(config: DraftConfig) -> dict[str, Any]:
     out: dict[str, Any] = {"mask_token_id": config.mask_token_id, "target_layer_ids": list(config.target_layer_ids)}
-    for key, neutral in (("input_embedding_scale", 1.0), ("output_multiplier", 1.0), ("final_logit_softcapping", 0.0)):
+    neutral_values = {"attention_value_scale": 1.0, "input_embedding_scale": 1.0, "output_multiplier": 1.0}
+    for key, neutral in (neutral_values | {"final_logit_softcapping": 0.0}).items():
         if getattr(config, key) != neutral:
             out[key] = getattr(config, key)
     return out | {"attention_sink_bias": True} if config.attention_sinks else out

@@ -39,6 +39,8 @@ class TrainableDrafter(nn.Module):
             raise ValueError(f"a drafter with its own {', '.join(own)} cannot be trained: training uses the target's")
         if drafter.config.scales_like_target:
             raise ValueError("a Muse Glimmer assistant cannot be trained: training takes no multiplier from the target")
+        if drafter.config.attention_value_scale != 1.0:
+            raise ValueError("a drafter with attention_value_scale cannot be trained: the attention here has none")
         if attention is not None and attention not in ATTENTIONS:
             raise ValueError(f"attention must be one of {', '.join(ATTENTIONS)} or None, got {attention!r}")
         self.drafter = drafter.requires_grad_(True)
