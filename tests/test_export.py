@@ -121,7 +121,7 @@ def test_a_speculators_config_is_read():
         ({"sample_from_anchor": True}, "sample_from_anchor = True is not supported"),
         ({"shift_label": True}, "shift_label = True is not supported"),
         ({"projector_type": "domino"}, "projector_type = 'domino' is not supported"),
-        ({"draft_vocab_size": 32}, "draft_vocab_size = 32 differs from vocab_size = 101"),
+        ({"draft_vocab_size": 102}, "draft_vocab_size must be at most vocab_size = 101, got 102"),
         ({"quantization_config": {"bits": 4}}, "quantization_config = {'bits': 4} is not supported"),
         ({"mask_token_id": None}, "mask_token_id is missing"),
     ],

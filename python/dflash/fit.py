@@ -30,6 +30,8 @@ def check_config(target: nn.Module, config: DraftConfig) -> None:
         _check_equal("num_target_layers", config.num_target_layers, theirs.num_hidden_layers)
     if config.vocab_size is not None:
         _check_equal("vocab_size", config.vocab_size, theirs.vocab_size)
+    if config.own_parts and config.vocab_size is not None:
+        _check_equal("vocab_size", config.vocab_size, embedding.shape[0])
     if max(config.target_layer_ids) >= theirs.num_hidden_layers:
         raise ValueError(
             f"the drafter does not fit the target: it taps layers {list(config.target_layer_ids)}, "

@@ -3,13 +3,15 @@
 from .checkpoint import draft_folder, load_draft
 from .config import DraftConfig
 from .dflash2 import CandidateSelector, DFlash2Config, PairWeights
-from .drafter import Drafter
+from .drafter import Drafter, scale_logits
 from .layouts import from_speculators, is_speculators, to_speculators
+from .own_parts import MASK_EMBEDDING_FILE
 from .reader import FULL, SLIDING, build_target_layer_ids
 from .rope import ROPE_TYPES, Rope
 
 __all__ = [
     "FULL",
+    "MASK_EMBEDDING_FILE",
     "ROPE_TYPES",
     "SLIDING",
     "CandidateSelector",
@@ -23,5 +25,6 @@ __all__ = [
     "from_speculators",
     "is_speculators",
     "load_draft",
+    "scale_logits",
     "to_speculators",
 ]

@@ -18,6 +18,7 @@ from ..weight_files import FLOATING, StoredTensor, find_shards, read_header, rea
 from .config import DraftConfig
 from .drafter import Drafter
 from .keys import DFLASH2_KEYS
+from .own_parts import MASK_EMBEDDING_FILE, check_token_map, config_of_stored_parts, read_mask_embedding
 
 __all__ = ["draft_folder", "load_draft"]
 
@@ -27,21 +28,14 @@ _PREFIXES = (
     ("midlayer.", "layers.0."),
     ("encoder.fc.", "fc."),
     ("encoder.output_norm_enc.", "hidden_norm."),
+    (MASK_EMBEDDING_FILE, "mask_embedding"),
 )
 # The reference package saves them under these names, files on the hub have them without the suffix.
 _CODEBOOKS = ("predecessor_codebook.weight", "successor_codebook.weight")
 _DFLASH2_PARTS = ("attention_conv", "mlp_conv", "candidate_selector")
-_PART_OF_VOCABULARY = "heads over part of the vocabulary are not supported"
-_OWN_MASK_EMBEDDING = "drafters with their own mask embedding are not supported"
-_REFUSED_PARTS = {
-    "lm_head": "a drafter predicts through the target's head, its own head is not supported",
-    "embed_tokens": "a drafter embeds with the target's table, its own table is not supported",
-    "d2t": _PART_OF_VOCABULARY,
-    "t2d": _PART_OF_VOCABULARY,
-    "mask_embedding": _OWN_MASK_EMBEDDING,
-    "mask_hidden": _OWN_MASK_EMBEDDING,
-}
-_MASK_EMBEDDING_FILE = "mask_embedding.pt"
+_REFUSED_PARTS = {"mask_hidden": "mask states that are not an embedding are not implemented"}
+# What trainers store besides: the inverse of d2t, and parts of the target.
+_IGNORED = ("rotary_emb.inv_freq", "t2d", "verifier_lm_head.weight", "verifier_norm.weight")
 
 
 def load_draft(
@@ -97,7 +91,7 @@ def draft_folder(draft: str | os.PathLike, revision: str | None = None) -> Path:
         return folder
     import huggingface_hub
 
-    patterns = ["*.json", "*.safetensors", _MASK_EMBEDDING_FILE]
+    patterns = ["*.json", "*.safetensors", MASK_EMBEDDING_FILE]
     try:
         return Path(huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=patterns))
     except (OSError, ValueError) as error:  # no such name, not found, gated, offline, unreachable, nothing cached
@@ -123,32 +117,38 @@ def _load_module(module: nn.Module, dtype: torch.dtype | None, device: torch.dev
         raise TypeError(f"draft must be a drafter with a .config, got {source} without one")
     config = config if isinstance(config, DraftConfig) else DraftConfig.from_config(config, f"{source}.config")
     tensors = module.state_dict()
-    names = _match(config, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, source)
+    config, names = _match(config, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, source)
     stored = {given: tensors[given] for given in names}
-    _expect_floating(source, {g: str(t.dtype) for g, t in stored.items() if not t.is_floating_point()})
+    _expect_kinds(source, names, {given: _kind(tensor.dtype) for given, tensor in stored.items()})
     if any(tensor.is_meta for tensor in stored.values()):
         raise ValueError(f"{source} holds no weights: its parameters are on the meta device")
     first = stored[_given_name(names, "fc.weight")]
     drafter = Drafter(config, dtype=dtype or first.dtype, device=first.device if device is None else device)
-    return _copy_weights(drafter, ((names[given], tensor) for given, tensor in stored.items()))
+    _copy_weights(drafter, ((names[given], tensor) for given, tensor in stored.items()))
+    check_token_map(drafter, source)
+    return drafter.eval()
 
 
 # ---------------------------------------------------------------------------------------------- folders
 
 
 def _load_folder(folder: Path, dtype: torch.dtype | None, device: torch.device | str | None) -> Drafter:
-    config = _read_config(folder)
-    if (folder / _MASK_EMBEDDING_FILE).exists():
-        raise ValueError(f"{printable(folder / _MASK_EMBEDDING_FILE)}: {_OWN_MASK_EMBEDDING}")
+    # 1. Check everything before anything large is allocated
+    config, source, beside = _read_config(folder), printable(folder), {}
+    if (folder / MASK_EMBEDDING_FILE).exists():
+        beside[MASK_EMBEDDING_FILE] = read_mask_embedding(folder / MASK_EMBEDDING_FILE, config)
     stored = _read_headers(folder)
-    source = printable(folder)
-    names = _match(config, {name: tensor.shape for name, tensor in stored.items()}, source)
-    _expect_floating(source, {given: stored[given].kind for given in names if stored[given].kind not in FLOATING})
+    shapes = {name: tuple(tensor.shape) for name, tensor in (stored | beside).items()}
+    config, names = _match(config, shapes, source)
+    _expect_kinds(source, names, {given: stored[given].kind for given in names if given in stored})
+    # 2. Read
     dtype = dtype or FLOATING[stored[_given_name(names, "fc.weight")].kind]
     drafter = Drafter(config, dtype=dtype, device="cpu" if device is None else device)
     destinations = _destinations(drafter)
-    for given, name in names.items():
-        read_tensor_(stored[given], destinations[name])
+    for given in names.keys() & stored.keys():
+        read_tensor_(stored[given], destinations[names[given]])
+    _copy_weights(drafter, ((names[given], tensor) for given, tensor in beside.items()))
+    check_token_map(drafter, source)
     return drafter.eval()
 
 
@@ -178,15 +178,22 @@ def _read_headers(folder: Path) -> dict[str, StoredTensor]:
 # ---------------------------------------------------------------------------------------------- matching tensors
 
 
-def _match(config: DraftConfig, shapes: Mapping[str, tuple[int, ...]], source: str) -> dict[str, str]:
-    """Map each stored tensor to the drafter's name for it, packed tensors to theirs. Raise unless all of them fit."""
-    # 1. Translate the names and refuse other kinds of drafters
-    names = {given: name for given in shapes if not (name := _translate(given)).endswith("rotary_emb.inv_freq")}
+def _match(
+    config: DraftConfig, shapes: Mapping[str, tuple[int, ...]], source: str
+) -> tuple[DraftConfig, dict[str, str]]:
+    """Map each stored tensor to the drafter's name for it, packed tensors to theirs. Raise unless all of them fit.
+
+    Returns:
+        The config with the parts that are stored, and the map.
+    """
+    # 1. Translate the names, refuse other kinds of drafters, and note which parts the drafter brings
+    names = {given: name for given in shapes if not (name := _translate(given)).endswith(_IGNORED)}
     _refuse_parts(config, names, source)
+    config = config_of_stored_parts(config, {name: shapes[given] for given, name in names.items()}, source)
     # 2. List what the drafter takes: every parameter, and every packed tensor with the parameters inside it
     skeleton = Drafter(config, device="meta")
     parameters = {parameter: name for name, parameter in skeleton.named_parameters()}
-    expected = {name: (tuple(parameter.shape), {name}) for parameter, name in parameters.items()}
+    expected = {name: (tuple(tensor.shape), {name}) for name, tensor in skeleton.state_dict().items()}
     for packed in skeleton.packed_tensors():
         expected[packed.name] = (tuple(packed.tensor.shape), {parameters[parameter] for parameter in packed.views})
     # 3. Every stored tensor must be expected, and every parameter stored exactly once
@@ -199,7 +206,7 @@ def _match(config: DraftConfig, shapes: Mapping[str, tuple[int, ...]], source: s
                 both = f"{named(origins[parameter])} and {named(given)}"
                 raise ValueError(f"{source}: tensors {both} both hold {parameter}")
             origins[parameter] = given
-    if missing := [name for name in parameters.values() if name not in origins]:
+    if missing := [name for name in skeleton.state_dict() if name not in origins]:
         raise ValueError(f"{source}: missing tensors: {listed(missing)} ({_sizes(config)})")
     # 4. Shapes must be those of the config
     for given, name in names.items():
@@ -209,17 +216,18 @@ def _match(config: DraftConfig, shapes: Mapping[str, tuple[int, ...]], source: s
             raise ValueError(
                 f"{source}: the config makes tensor {named(given)} {list(shape)}, got {stored} ({_sizes(config)})"
             )
-    return names
+    return config, names
 
 
 def _sizes(config: DraftConfig) -> str:
     """Return the keys of the config that decide which tensors there are, and their shapes."""
-    added = {} if config.dflash2 is None else {"vocab_size": config.vocab_size} | dataclasses.asdict(config.dflash2)
+    added = {} if config.dflash2 is None else dataclasses.asdict(config.dflash2)
     return (
         f"num_hidden_layers {config.num_hidden_layers}, hidden_size {config.hidden_size}, intermediate_size "
         f"{config.intermediate_size}, num_attention_heads {config.num_attention_heads}, num_key_value_heads "
         f"{config.num_kv_heads}, head_dim {config.head_dim}, {len(config.target_layer_ids)} target_layer_ids, "
-        f"attention_bias {config.attention_bias}, attention_sink_bias {config.attention_sinks}"
+        f"attention_bias {config.attention_bias}, attention_sink_bias {config.attention_sinks}, "
+        f"vocab_size {config.vocab_size}, draft_vocab_size {config.draft_vocab_size or config.vocab_size}"
         + "".join(f", {key} {value}" for key, value in added.items())
     )
 
@@ -246,12 +254,22 @@ def _refuse_parts(config: DraftConfig, names: Mapping[str, str], source: str) ->
                 raise ValueError(f"{source}: tensor {named(given)} is not supported: {reason}")
 
 
-def _expect_floating(source: str, others: Mapping[str, str]) -> None:
-    """Raise if there are tensors of other storage types; ``others`` maps their names to their types."""
-    for name, kind in others.items():
-        raise ValueError(
-            f"{source}: tensor {named(name)} is stored as {named(kind)}: quantized drafters cannot be loaded"
-        )
+def _expect_kinds(source: str, names: Mapping[str, str], kinds: Mapping[str, str]) -> None:
+    """Raise unless ``d2t`` is stored as int64 and every other tensor in a type that torch computes in."""
+    for given, kind in kinds.items():
+        if names[given] == "d2t":
+            if kind != "I64":
+                raise ValueError(f"{source}: tensor {named(given)} must be stored as I64, got {named(kind)}")
+        elif kind not in FLOATING:
+            raise ValueError(
+                f"{source}: tensor {named(given)} is stored as {named(kind)}: quantized drafters cannot be loaded"
+            )
+
+
+def _kind(dtype: torch.dtype) -> str:
+    """Return what safetensors calls a dtype, or torch's name for one that no drafter is stored in."""
+    kinds = {known: kind for kind, known in FLOATING.items()} | {torch.int64: "I64"}
+    return kinds.get(dtype, str(dtype))
 
 
 def _given_name(names: Mapping[str, str], name: str) -> str:
@@ -259,14 +277,13 @@ def _given_name(names: Mapping[str, str], name: str) -> str:
 
 
 @torch.no_grad()
-def _copy_weights(drafter: Drafter, tensors: Iterable[tuple[str, Tensor]]) -> Drafter:
+def _copy_weights(drafter: Drafter, tensors: Iterable[tuple[str, Tensor]]) -> None:
     destinations = _destinations(drafter)
     for name, tensor in tensors:
         destinations[name].copy_(tensor)
-    return drafter.eval()
 
 
 def _destinations(drafter: Drafter) -> dict[str, Tensor]:
     """Return every tensor that a checkpoint may hold, by the drafter's name for it."""
     destinations: dict[str, Tensor] = {packed.name: packed.tensor for packed in drafter.packed_tensors()}
-    return destinations | dict(drafter.named_parameters())
+    return destinations | drafter.state_dict()

@@ -14,7 +14,7 @@ from ..files import read_architectures
 from ..terminal import printable
 from .dflash2 import DFlash2Config
 from .keys import expect_names
-from .layouts import from_speculators, is_speculators
+from .layouts import from_muse_assistant, from_speculators, is_muse_assistant, is_speculators
 from .reader import read_fields
 from .rope import Rope
 
@@ -36,6 +36,10 @@ class DraftConfig:
         causal: per layer, True if a row of the block sees no later row.
         window: per layer, the keys that a query sees, itself included; 0 for all.
         final_logit_softcapping: 0 for none.
+        scales_like_target: its logits take multiplier and softcap of the target's config.
+        own_parts: the parts that its checkpoint stores, of ``embed_tokens``, ``lm_head`` and ``mask_embedding``. The
+            others are the target's.
+        draft_vocab_size: rows of its own head if that knows a part of the vocabulary only, else None.
         vocab_size, num_target_layers, max_position_embeddings: None if the checkpoint does not say.
         dflash2: convolutions and a candidate selector; None for a drafter of the first generation.
     """
@@ -55,6 +59,7 @@ class DraftConfig:
     rms_norm_eps: float = 1e-6
     attention_bias: bool = False
     attention_sinks: bool = False
+    attention_value_scale: float = 1.0
     input_embedding_scale: float = 1.0
     output_multiplier: float = 1.0
     final_logit_softcapping: float = 0.0
@@ -62,10 +67,13 @@ class DraftConfig:
     num_target_layers: int | None = None
     max_position_embeddings: int | None = None
     dflash2: DFlash2Config | None = None
+    own_parts: tuple[str, ...] = ()
+    draft_vocab_size: int | None = None
+    scales_like_target: bool = False
 
     @classmethod
     def from_config(cls, config: Mapping[str, object] | SupportsToDict, source: str = "draft config") -> DraftConfig:
-        """Read a parsed ``config.json``, in the published or the speculators layout (`dflash.drafter.layouts`).
+        """Read a parsed ``config.json``, in any of the layouts that `dflash.drafter.layouts` lists.
 
         Unknown top-level keys are listed in one warning. Unknown keys of ``dflash_config`` are an error.
 
@@ -87,4 +95,5 @@ class DraftConfig:
                 config = from_speculators(config)
             except ValueError as error:
                 raise ValueError(printable(f"{source}: {error}")) from None
-        return cls(**read_fields(config, source))
+        muse = is_muse_assistant(config)
+        return cls(**read_fields(from_muse_assistant(config) if muse else config, source), scales_like_target=muse)

@@ -14,8 +14,9 @@ from ..decoder import DecoderLayer, DecoderStack, rotary_table
 from ..ops import reference
 from .config import DraftConfig
 from .dflash2 import CandidateSelector, GroupedConv
+from .own_parts import add_own_parts, embed_own, own_head, scatter_to_vocabulary, share_equal_parts
 
-__all__ = ["Drafter", "PackedTensor"]
+__all__ = ["Drafter", "PackedTensor", "scale_logits"]
 
 
 class PackedTensor(NamedTuple):
@@ -59,12 +60,17 @@ class Drafter(nn.Module):
         self.register_buffer("qkv_weight", qkv_weight, persistent=False)
         self.register_buffer("qkv_bias", qkv_bias, persistent=False)
         self.register_buffer("gate_up_weight", like.new_empty(layers, 2 * width, hidden), persistent=False)
+        # Values that are all scaled are the same as an output projection that is.
+        is_scaled = config.attention_value_scale != 1.0
+        scaled_o = like.new_empty(layers, hidden, config.num_attention_heads * config.head_dim) if is_scaled else None
+        self.register_buffer("scaled_o", scaled_o, persistent=False)
         self.register_buffer("inv_freq", self._frequencies(device), persistent=False)
         self.layers = nn.ModuleList(self._make_layer(index, like) for index in range(layers))
         self.norm = self._norm(like, hidden)
         self.candidate_selector: CandidateSelector | None = None
         if config.dflash2 is not None:
             self.candidate_selector = CandidateSelector(config.dflash2, hidden, config.vocab_size, like)
+        add_own_parts(self, config, like)
         self._stack: DecoderStack | None = None
         self._restack()
 
@@ -158,19 +164,35 @@ class Drafter(nn.Module):
         return hidden
 
     def logits(self, hidden: Tensor, head: Callable[[Tensor], Tensor]) -> Tensor:
-        """Return draft logits: the target's head with the drafter's own multiplier and softcap.
+        """Return draft logits: the head's with the drafter's own multiplier and softcap.
 
         Args:
             hidden: ``[..., hidden]``, rows from `forward`.
-            head: the target's, ``[..., hidden] -> [..., vocab]``.
+            head: the target's, ``[..., hidden] -> [..., vocab]``; a drafter with its own head uses that.
 
         Returns:
-            ``[..., vocab]``.
+            ``[..., vocab]``, -inf for tokens that a head over part of the vocabulary does not know.
         """
-        logits, cap = head(hidden), self.config.final_logit_softcapping
-        if self.config.output_multiplier != 1.0:
-            logits = logits * self.config.output_multiplier
-        return torch.tanh(logits / cap) * cap if cap else logits
+        config = self.config
+        logits = own_head(self, hidden) if "lm_head" in config.own_parts else head(hidden)
+        logits = scale_logits(logits, config.output_multiplier, config.final_logit_softcapping)
+        return logits if config.draft_vocab_size is None else scatter_to_vocabulary(self, logits)
+
+    def embed(self, ids: Tensor, table: Tensor) -> Tensor:
+        """Return the scaled embeddings of a block.
+
+        Args:
+            ids: ``[batch, rows]`` int64.
+            table: ``[vocab, hidden]``, the target's raw embeddings; a drafter with its own table uses that.
+
+        Returns:
+            ``[batch, rows, hidden]``.
+        """
+        return self.scale_embeddings(embed_own(self, ids, table))
+
+    def share_(self, embedding: Tensor, head: nn.Module) -> None:
+        """Let own parts that equal the target's be its tensors, held in memory once; write to neither in place."""
+        share_equal_parts(self, embedding, head)
 
     def scale_embeddings(self, embeds: Tensor) -> Tensor:
         """Scale the target's raw embeddings ``[..., hidden]`` by ``input_embedding_scale``."""
@@ -232,7 +254,7 @@ class Drafter(nn.Module):
                 q=layer.self_attn.q_proj.weight,
                 k=layer.self_attn.k_proj.weight,
                 v=layer.self_attn.v_proj.weight,
-                o=layer.self_attn.o_proj.weight,
+                o=self._output_weight(index),
                 post_norm=layer.post_attention_layernorm.weight,
                 gate=layer.mlp.gate_proj.weight,
                 up=layer.mlp.up_proj.weight,
@@ -248,8 +270,16 @@ class Drafter(nn.Module):
                 window=window,
                 **{name: getattr(layer, name).weights() for name in convs},
             )
-            for layer, causal, window in zip(self.layers, config.causal, config.window, strict=True)
+            for index, (layer, causal, window) in enumerate(zip(self.layers, config.causal, config.window, strict=True))
         ]
+
+    @torch.no_grad()
+    def _output_weight(self, index: int) -> Tensor:
+        """Return the output projection that a layer runs: its parameter, or a scaled copy at a fixed address."""
+        weight = self.layers[index].self_attn.o_proj.weight
+        if self.scaled_o is None:
+            return weight
+        return torch.mul(weight, self.config.attention_value_scale, out=self.scaled_o[index])
 
     # ------------------------------------------------------------------------------------------ packed parameters
 
@@ -275,7 +305,7 @@ class Drafter(nn.Module):
     @torch.no_grad()
     def _pack(self) -> None:
         """Make the parameters views of the packed tensors again, keeping their values, dtype and device."""
-        for name in ("qkv_weight", "qkv_bias", "gate_up_weight"):
+        for name in ("qkv_weight", "qkv_bias", "gate_up_weight", "scaled_o"):
             packed = getattr(self, name)
             if packed is not None and (packed.dtype, packed.device) != (self.dtype, self.device):
                 self._buffers[name] = torch.empty_like(packed, dtype=self.dtype, device=self.device)
@@ -309,6 +339,13 @@ class Drafter(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._pack()
+
+
+def scale_logits(logits: Tensor, multiplier: float, cap: float) -> Tensor:
+    """Return ``logits * multiplier``, softly capped at ``cap``; 1 and 0 change nothing."""
+    if multiplier != 1.0:
+        logits = logits * multiplier
+    return torch.tanh(logits / cap) * cap if cap else logits
 
 
 def _linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:

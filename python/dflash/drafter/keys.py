@@ -27,15 +27,19 @@ DFLASH_KEYS = frozenset((
     "input_embedding_scale", "mask_token", "mask_token_id", "num_target_layers", "output_multiplier",
     "projector_type", "swa_window_size", "target_layer_ids", "use_aux_hidden_state", "use_swa",
 ))
+# Names of the model class in a plain drafter's config: the reference package's, and NeMo AutoModel's.
+ARCHITECTURES = ("DFlashDraftModel", "Qwen3DFlashDraftModel")
 # Keys that only DFlash 2 drafters have.
 DFLASH2_KEYS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 DFLASH2_ARCHITECTURES = frozenset(("DFlash2DraftModel", "Qwen3DFlash2DraftModel"))
 
 # Top-level keys that are read.
 READ_KEYS = frozenset((
-    "add_swa_attention_sink_bias", "architectures", "attention_bias", "attention_sink_bias", "block_size",
-    "dflash_config", "draft_vocab_size", "final_logit_softcapping", "head_dim", "hidden_act", "hidden_size",
-    "input_embedding_scale", "intermediate_size", "is_causal", "layer_types", "mask_token_id",
+    "add_swa_attention_sink_bias", "architectures", "attention_bias", "attention_sink_bias", "attention_value_scale",
+    "block_size",
+    "dflash_config", "draft_vocab_size", "final_logit_softcapping", "has_embed_tokens", "has_lm_head", "head_dim",
+    "hidden_act", "hidden_size",
+    "input_embedding_scale", "intermediate_size", "is_causal", "layer_types", "mask_embedding", "mask_token_id",
     "max_position_embeddings", "max_window_layers", "model_type", "num_attention_heads", "num_hidden_layers",
     "num_key_value_heads", "num_target_layers", "original_max_position_embeddings", "output_multiplier",
     "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta", "sliding_window", "target_hidden_size",
@@ -77,13 +81,9 @@ REFUSED: dict[str, Refusal] = {
     "partial_rotary_factor": Refusal((None, 1.0), "RoPE over part of the head is not implemented"),
     "is_neox_style": Refusal((None, True), _HALF_SPLIT),
     "rope_is_neox_style": Refusal((None, True), _HALF_SPLIT),
-    "attention_value_scale": Refusal((None, 1.0), "scaled values are not implemented"),
     "add_full_attention_sink_bias": Refusal((None, False), "sinks in full-attention layers only are not implemented"),
     "logit_scale": Refusal((None, 1.0), "use output_multiplier"),
     "mlp_bias": Refusal((None, False), "MLP biases are not implemented"),
-    "has_embed_tokens": Refusal((None, False), "drafters with their own embedding are not implemented"),
-    "has_lm_head": Refusal((None, False), "drafters with their own head are not implemented"),
-    "mask_embedding": Refusal((None, False), "drafters with their own mask embedding are not implemented"),
     "use_aux_hidden_state": Refusal((None, True), "a DFlash drafter reads the target's hidden states"),
     "projector_type": Refusal((None, "dflash"), "only the plain DFlash head is implemented"),
     "sample_from_anchor": Refusal((None,), "other block layouts are not implemented"),
@@ -115,6 +115,7 @@ INTEGERS: dict[str, tuple[int, int]] = {  # the smallest and the largest value
     "vocab_size": (1, limits.MAX_VOCABULARY),
 }
 NUMBERS: dict[str, bool] = {  # True if it must be above 0
+    "attention_value_scale": True,
     "final_logit_softcapping": False,
     "input_embedding_scale": True,
     "output_multiplier": True,
@@ -123,7 +124,7 @@ NUMBERS: dict[str, bool] = {  # True if it must be above 0
 }
 BOOLEANS = (
     *("add_swa_attention_sink_bias", "attention_bias", "attention_sink_bias", "causal", "is_causal"),
-    *("use_sliding_window", "use_swa"),
+    *("has_embed_tokens", "has_lm_head", "mask_embedding", "use_sliding_window", "use_swa"),
 )
 
 
@@ -234,7 +235,7 @@ def refuse_unsupported(keys: Keys) -> None:
         for level in (keys.dflash, keys.top):
             if level.get(key) not in neutral:
                 raise keys.error(f"{key} = {shortened(level[key])} is not supported: {reason}")
-    if architectures and "DFlashDraftModel" not in architectures and DFLASH2_ARCHITECTURES.isdisjoint(architectures):
+    if architectures and DFLASH2_ARCHITECTURES.union(ARCHITECTURES).isdisjoint(architectures):
         raise keys.error(f"architectures must name DFlashDraftModel or DFlash2DraftModel, got {listed(architectures)}")
     model_type, activation = keys.top.get("model_type"), keys.top.get("hidden_act")
     if model_type not in (None, "", "qwen3"):

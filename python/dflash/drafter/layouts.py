@@ -1,6 +1,7 @@
-"""The two layouts of a drafter's ``config.json``: the published one, and that of the ``speculators`` library.
+"""The layouts of a drafter's ``config.json``: the published one, that of the ``speculators`` library, and Muse's.
 
-Tensors have the same names in both. The speculators layout keeps the transformer's own keys in
+Muse Glimmer's assistant has every key at the top level, and leaves the multiplier and the softcap of its logits to the
+target. Tensors have the same names in the other two. The speculators layout keeps the transformer's own keys in
 ``transformer_layer_config`` and counts taps from the embedding: ``aux_hidden_state_layer_ids`` is the tapped layer + 1.
 """
 
@@ -9,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..limits import MAX_TAPS, MAX_TARGET_LAYERS
+from ..limits import MAX_DRAFT_LAYERS, MAX_TAPS, MAX_TARGET_LAYERS
 from ..terminal import shortened
 
 if TYPE_CHECKING:
     from .config import DraftConfig
 
-__all__ = ["from_speculators", "is_speculators", "to_speculators"]
+__all__ = ["from_muse_assistant", "from_speculators", "is_muse_assistant", "is_speculators", "to_speculators"]
 
 # A transformer_layer_config may leave out what is the default of a Qwen3 config.
 _QWEN3_DEFAULTS = {
@@ -27,6 +28,22 @@ _QWEN3_DEFAULTS = {
     "num_key_value_heads": 32,
     "head_dim": 128,
     "max_position_embeddings": 32768,
+}
+# What transformers' MuseGlimmerAssistantConfig takes where a key is missing.
+_MUSE_DEFAULTS = {
+    "hidden_size": 6656,
+    "intermediate_size": 19968,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
+    "max_position_embeddings": 131072,
+    "sliding_window": 2048,
+    "block_size": 16,
+    "mask_token_id": 201818,
+    "target_layer_ids": [1, 13, 25, 37, 49],
 }
 # Keys of the published layout that are copied into transformer_layer_config.
 _LAYER_KEYS = (
@@ -51,6 +68,22 @@ _KNOWN_KEYS = frozenset(
 def is_speculators(config: Mapping[str, Any]) -> bool:
     """Return True if a parsed ``config.json`` is in the speculators layout."""
     return any(config.get(key) is not None for key in ("speculators_model_type", "transformer_layer_config"))
+
+
+def is_muse_assistant(config: Mapping[str, Any]) -> bool:
+    """Return True if a parsed ``config.json`` is that of a Muse Glimmer assistant of the first generation."""
+    return "MuseGlimmerAssistantModel" in (config.get("architectures") or ())
+
+
+def from_muse_assistant(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the published form of a Muse Glimmer assistant's config. No layer of it is causal."""
+    given = {key: value for key, value in config.items() if value is not None}
+    out = {**_MUSE_DEFAULTS, **given, "architectures": ["DFlashDraftModel"], "model_type": "qwen3", "is_causal": False}
+    if type(out["sliding_window"]) is int:
+        out["sliding_window"] += 1  # transformers' bidirectional windows do not count the query's own position
+    if type(out["num_hidden_layers"]) is int:
+        out.setdefault("layer_types", ["sliding_attention"] * min(out["num_hidden_layers"], MAX_DRAFT_LAYERS))
+    return out
 
 
 def from_speculators(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -119,7 +152,7 @@ def to_speculators(
         "architectures": ["DFlashDraftModel"],
         "aux_hidden_state_layer_ids": [tap + 1 for tap in config.target_layer_ids],
         "block_size": config.block_size,
-        "draft_vocab_size": config.vocab_size,
+        "draft_vocab_size": config.draft_vocab_size or config.vocab_size,
         "mask_token_id": config.mask_token_id,
         "sliding_window_non_causal": not any(config.causal),
         "speculators_config": {
@@ -153,11 +186,14 @@ def _expect_expressible(config: DraftConfig) -> None:
     """Raise unless the speculators layout can express everything that changes the math."""
     if config.dflash2 is not None:
         raise ValueError("a DFlash 2 drafter cannot be written in the speculators layout yet: use the published one")
+    if "mask_embedding" in config.own_parts:
+        raise ValueError("the speculators layout has no mask embedding, and this drafter has its own")
     for key, neutral in (
         ("input_embedding_scale", 1.0),
         ("output_multiplier", 1.0),
         ("final_logit_softcapping", 0.0),
         ("attention_sinks", False),
+        ("attention_value_scale", 1.0),
     ):
         if getattr(config, key) != neutral:
             raise ValueError(f"the speculators layout has no {key}, and this drafter has {getattr(config, key)}")

@@ -83,17 +83,23 @@ def _read_shape(keys: Keys) -> dict[str, int]:
     }
 
 
-def _read_vocabulary(keys: Keys) -> dict[str, int | None]:
+def _read_vocabulary(keys: Keys) -> dict[str, Any]:
     vocab = keys.top.get("vocab_size")
-    _expect_equal(
-        keys, "draft_vocab_size", "vocab_size", vocab, "a head over part of the vocabulary is not implemented"
-    )
+    drafts = keys.top.get("draft_vocab_size")
+    if drafts is not None and (vocab is None or drafts > vocab):
+        raise keys.error(f"draft_vocab_size must be at most vocab_size = {vocab}, got {drafts}")
     mask = keys.value("mask_token_id")
     if mask is None:
         raise keys.error("mask_token_id is missing")
     if vocab is not None and mask >= vocab:
         raise keys.error(f"mask_token_id must be below vocab_size {vocab}, got {mask}")
-    return {"vocab_size": vocab, "mask_token_id": mask}
+    own = {"embed_tokens": "has_embed_tokens", "lm_head": "has_lm_head", "mask_embedding": "mask_embedding"}
+    return {
+        "vocab_size": vocab,
+        "mask_token_id": mask,
+        "own_parts": tuple(part for part, key in own.items() if keys.top.get(key)),
+        "draft_vocab_size": None if drafts == vocab else drafts,
+    }
 
 
 def _expect_equal(keys: Keys, key: str, other: str, value: int | None, reason: str) -> None:
@@ -175,6 +181,7 @@ def _read_options(keys: Keys) -> dict[str, Any]:
         "rms_norm_eps": 1e-6 if eps is None else float(eps),
         "attention_bias": bool(keys.top.get("attention_bias")),
         "attention_sinks": bool(sinks),
+        "attention_value_scale": float(keys.value("attention_value_scale", 1.0)),
         "input_embedding_scale": float(keys.value("input_embedding_scale", 1.0)),
         "output_multiplier": float(keys.value("output_multiplier", 1.0)),
         "final_logit_softcapping": max(float(keys.value("final_logit_softcapping", 0.0)), 0.0),

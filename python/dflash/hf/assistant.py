@@ -118,7 +118,8 @@ def as_assistant(draft: str | os.PathLike[str] | nn.Module) -> _Assistant:
         An object for ``assistant_model``; calls may share it, one after another.
 
     Raises:
-        ValueError: as `dflash.load_draft`, or this is a DFlash 2 drafter.
+        ValueError: as `dflash.load_draft`, this is a DFlash 2 drafter, or it has its own head, embedding or mask
+            embedding.
         TypeError: as `dflash.load_draft`.
         FileNotFoundError: as `dflash.load_draft`.
         RuntimeError: transformers is older than 5.18, whose loop continues after a stop token that is not the last of
@@ -132,10 +133,15 @@ def as_assistant(draft: str | os.PathLike[str] | nn.Module) -> _Assistant:
             "model.generate(..., custom_generate=dflash.custom_generate, draft=draft) stops there"
         )
     loaded = load_draft(draft)
+    instead = "model.generate(..., custom_generate=dflash.custom_generate, draft=draft) drafts with it"
     if loaded.candidate_selector is not None:
         raise ValueError(
             "as_assistant takes drafters of the first generation, got a DFlash 2 drafter: transformers drafts each "
-            "token from the head alone, without the drafter's selector. "
-            "model.generate(..., custom_generate=dflash.custom_generate, draft=draft) drafts with it"
+            f"token from the head alone, without the drafter's selector. {instead}"
+        )
+    if own := loaded.config.own_parts:
+        raise ValueError(
+            f"as_assistant: transformers embeds and predicts with the target's parts, and this drafter has its own "
+            f"{', '.join(own)}. {instead}"
         )
     return _Assistant(loaded)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from typing import Any
 
-from ..drafter import Drafter
+from torch import Tensor
+
+from ..drafter import Drafter, scale_logits
 from ..sampling import LogitRules
 from ..target import Target
 from .block import State
@@ -29,6 +31,8 @@ class DraftPass:
     def __init__(self, draft: Drafter, target: Target, block_size: int) -> None:
         self.draft, self.target, self.num_drafts = draft, target, block_size - 1
         self.rules: LogitRules | None = None
+        draft.share_(target.embedding_weight, target.head)
+        self._multiplier, self._softcap = _scales(target.config) if draft.config.scales_like_target else (1.0, 0.0)
 
     def retarget(self, target: Target) -> None:
         """Share the embeddings and the head of another twin of the same model."""
@@ -45,15 +49,20 @@ class DraftPass:
         Returns:
             Predictions for ``rows - 1`` positions, rules applied.
         """
-        embeds = nn.functional.embedding(block, self.target.embedding_weight)
-        hidden = self.draft(
-            features, state.num_context, self.draft.scale_embeddings(embeds), state.length, state.draft_cache
-        )
+        embeds = self.draft.embed(block, self.target.embedding_weight)
+        hidden = self.draft(features, state.num_context, embeds, state.length, state.draft_cache)
         # One matrix: for rows that are not dense torch makes a product per sequence, and each reads the whole head.
         rows = hidden[:, 1:].flatten(0, 1)
         logits = self.draft.logits(rows, self.target.draft_head).unflatten(0, (len(block), -1))
+        logits = scale_logits(logits, self._multiplier, self._softcap)
         logits = logits if self.rules is None else self.rules.apply_to_drafts(logits, state)
         if (selector := self.draft.candidate_selector) is None:
             return Predictions(logits)
         pairs = selector.pair_weights(rows.unflatten(0, (len(block), -1)))
         return LinkedPredictions(logits, pairs, block[:, 0], selector.top_k)
+
+
+def _scales(config: Any) -> tuple[float, float]:
+    """Return multiplier and softcap of a target's logits; 1 and 0 for none."""
+    multiplier, cap = getattr(config, "output_multiplier", None), getattr(config, "final_logit_softcapping", None)
+    return float(1.0 if multiplier is None else multiplier), float(cap or 0.0)

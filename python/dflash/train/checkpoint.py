@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import pickle
 import re
 import shutil
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,8 +20,8 @@ from torch import Tensor
 from ..drafter import FULL, SLIDING, DraftConfig, Drafter, Rope
 from ..files import atomic_folder, fsync, read_json, remove_unfinished, save_tensors, write_atomically, write_json
 from ..limits import MAX_JSON_BYTES
-from ..terminal import printable
-from ..weight_files import FLOATING, read_header, read_tensor_
+from ..terminal import listed, printable
+from ..weight_files import FLOATING, read_header, read_tensor_, read_torch_file
 
 __all__ = [
     "CheckpointError",
@@ -46,6 +44,10 @@ class CheckpointError(OSError):
 def published_config(config: DraftConfig, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
     """Return the ``config.json`` that reads back as ``config``, in the published layout; see ``from_config``."""
     windows, by_window = {window for window in config.window if window}, tuple(w > 0 for w in config.window)
+    if config.scales_like_target:
+        raise ValueError("a Muse Glimmer assistant cannot be saved: its logits are scaled as the target's")
+    if config.own_parts:
+        raise ValueError(f"a drafter with its own {listed(config.own_parts)} cannot be saved here: use dflash export")
     if len(windows) > 1 or (len(set(config.causal)) > 1 and config.causal != by_window):
         raise ValueError(f"the published layout has one window and one rule of causality, got {config}")
     out: dict[str, Any] = {
@@ -99,7 +101,8 @@ def _rope_section(rope: Rope) -> dict[str, Any]:
 
 def _dflash_section(config: DraftConfig) -> dict[str, Any]:
     out: dict[str, Any] = {"mask_token_id": config.mask_token_id, "target_layer_ids": list(config.target_layer_ids)}
-    for key, neutral in (("input_embedding_scale", 1.0), ("output_multiplier", 1.0), ("final_logit_softcapping", 0.0)):
+    neutral_values = {"attention_value_scale": 1.0, "input_embedding_scale": 1.0, "output_multiplier": 1.0}
+    for key, neutral in (neutral_values | {"final_logit_softcapping": 0.0}).items():
         if getattr(config, key) != neutral:
             out[key] = getattr(config, key)
     if config.dflash2 is not None:
@@ -248,14 +251,8 @@ def _read_weights(path: Path, drafter: Drafter) -> dict[str, Tensor]:
 
 
 def _read_state(path: Path) -> dict[str, Any]:
-    """Read tensors and numbers of ``torch.save``. Never runs code of the file, and never expands it."""
-    with zipfile.ZipFile(path) as file:
-        if any(entry.compress_type != zipfile.ZIP_STORED for entry in file.infolist()):
-            raise ValueError(f"{path.name} is compressed, which torch.save never does")
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:  # torch's message recommends to load it nevertheless
-        raise ValueError(f"{path.name} holds other things than tensors and numbers") from error
+    """Read the trainer's state."""
+    state = read_torch_file(path)
     if not isinstance(state, dict):
         raise ValueError(f"{path.name} must hold a dict, got {type(state).__name__}")
     return state

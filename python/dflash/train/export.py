@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from ..drafter import draft_folder, from_speculators, is_speculators, load_draft, to_speculators
+from ..drafter import MASK_EMBEDDING_FILE, draft_folder, from_speculators, is_speculators, load_draft, to_speculators
 from ..files import atomic_folder, check_writable, read_architectures, read_json, save_tensors, write_json
 from ..limits import MAX_JSON_BYTES, MAX_TARGET_CONFIG_BYTES
 
@@ -55,6 +55,11 @@ def export(
     folder = draft_folder(draft, revision)
     drafter = load_draft(folder, dtype=dtype)
     config = read_json(folder / "config.json", MAX_JSON_BYTES)
+    if drafter.config.scales_like_target:
+        raise ValueError(
+            "a Muse Glimmer assistant cannot be exported: the multiplier and the softcap of its logits are the "
+            "target's, which no other layout can say"
+        )
     if is_speculators(config):
         config = from_speculators(config)
     # State what the checkpoint may have left to defaults.
@@ -65,11 +70,15 @@ def export(
         config = to_speculators(config, drafter.config, target, _architectures(target))
     config["dtype"] = str(drafter.dtype).removeprefix("torch.")
     config.pop("torch_dtype", None)
-    tensors = {name: tensor.detach().contiguous().clone() for name, tensor in drafter.named_parameters()}
+    tensors = {name: tensor.detach().contiguous().clone() for name, tensor in drafter.state_dict().items()}
+    mask_embedding = tensors.pop("mask_embedding", None)
     out.parent.mkdir(parents=True, exist_ok=True)
     try:
         with atomic_folder(out) as unfinished:
             save_tensors(tensors, unfinished / "model.safetensors", {"format": "pt"})
+            if mask_embedding is not None:  # engines read it from a file of its own
+                content = {"embedding": mask_embedding, "mask_token_id": mask}
+                torch.save(content, unfinished / MASK_EMBEDDING_FILE)
             write_json(config, unfinished / "config.json")
     except Exception as error:
         raise OSError(f"{out} could not be written: {' '.join(str(error).split())}") from error

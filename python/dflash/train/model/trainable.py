@@ -27,8 +27,8 @@ class TrainableDrafter(nn.Module):
             CUDA and matrix products elsewhere.
 
     Raises:
-        ValueError: the drafter has attention sinks or is a DFlash 2 drafter, which the differentiable functions do not
-            support.
+        ValueError: the drafter has attention sinks or a value scale or is a DFlash 2 drafter, which the differentiable
+            functions do not support, or it has parts of its own where training uses the target's.
     """
 
     def __init__(self, drafter: Drafter, *, attention: str | None = None) -> None:
@@ -40,6 +40,12 @@ class TrainableDrafter(nn.Module):
                 "a DFlash 2 drafter cannot be trained: its convolutions and its selector have no gradients here. Train "
                 "one of the first generation, or use the trainer that this one comes from"
             )
+        if own := drafter.config.own_parts:
+            raise ValueError(f"a drafter with its own {', '.join(own)} cannot be trained: training uses the target's")
+        if drafter.config.scales_like_target:
+            raise ValueError("a Muse Glimmer assistant cannot be trained: training takes no multiplier from the target")
+        if drafter.config.attention_value_scale != 1.0:
+            raise ValueError("a drafter with attention_value_scale cannot be trained: the attention here has none")
         if attention is not None and attention not in ATTENTIONS:
             raise ValueError(f"attention must be one of {', '.join(ATTENTIONS)} or None, got {attention!r}")
         self.drafter = drafter.requires_grad_(True)

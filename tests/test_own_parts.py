@@ -1,0 +1,257 @@
+"""Test drafters that bring parts which others share with the target: head, embedding, mask embedding, vocabulary."""
+
+import copy
+import dataclasses
+
+import pytest
+import torch
+from baseline import prompt
+from draft_variants import random_tensors, save_checkpoint
+from families import VOCAB, draft_config, make_target
+from safetensors.torch import load_file
+
+import dflash
+from dflash import DraftConfig
+from dflash.train import TrainableDrafter
+from dflash.train.export import export
+
+KNOWN = torch.tensor([2, 3, 5, 8, 13, 21, 34, 55, 89])  # what the reduced vocabularies hold
+OFFSETS = KNOWN - torch.arange(len(KNOWN))
+
+
+@pytest.fixture(scope="module")
+def target():
+    return make_target("qwen3")
+
+
+def own(*shape: int, seed: int = 7) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def reduced() -> dict[str, torch.Tensor]:
+    return {"lm_head.weight": own(len(KNOWN), 64), "d2t": OFFSETS}
+
+
+@pytest.fixture
+def save(tmp_path, target):
+    """Return a function that saves a drafter with more tensors and other keys."""
+
+    def save(tensors=None, name="draft", **changes):
+        config = draft_config(target) | changes
+        plain = {key: value for key, value in config.items() if key != "draft_vocab_size"}
+        weights = random_tensors(DraftConfig.from_config(plain))
+        return save_checkpoint(tmp_path / name, config, weights | (tensors or {}))
+
+    return save
+
+
+def answers(target, draft, **options) -> torch.Tensor:
+    return dflash.generate(target, draft, prompt(9)[None], max_new_tokens=20, **options)
+
+
+# ---------------------------------------------------------------------------------------------- head and embedding
+
+
+def test_an_own_head_and_an_own_embedding_are_used(target, save):
+    head, table = own(VOCAB, 64), own(VOCAB, 64, seed=8)
+    draft = dflash.load_draft(save({"lm_head.weight": head, "embed_tokens.weight": table}))
+    ids, hidden = torch.tensor([[5, 1, 1]]), own(3, 64, seed=9)
+    assert torch.equal(draft.embed(ids, target.get_input_embeddings().weight), table[ids])
+    torch.testing.assert_close(draft.logits(hidden, target.lm_head), hidden @ head.T)
+    assert torch.equal(answers(target, draft), answers(target, None))
+    assert torch.equal(draft.lm_head.weight, head), "the target's head differs, so this one stays"
+
+
+def test_parts_that_equal_the_targets_are_its_tensors(target, save):
+    theirs = {"lm_head.weight": target.lm_head.weight, "embed_tokens.weight": target.model.embed_tokens.weight}
+    draft = dflash.load_draft(save({name: tensor.detach().clone() for name, tensor in theirs.items()}))
+    shared = dflash.load_draft(save(name="shared"))
+    drafted = []
+    for each in (draft, shared):
+        generator = dflash.Generator(target, each, max_length=40)
+        generator.generate(prompt(9)[None], max_new_tokens=20)
+        drafted.append(generator.state.block)
+    assert torch.equal(*drafted)
+    for name, tensor in theirs.items():
+        assert draft.get_parameter(name).data_ptr() == tensor.data_ptr()
+
+
+def test_a_drafter_is_copied_with_its_own_parts(save):
+    tensors = reduced() | {"embed_tokens.weight": own(VOCAB, 64, seed=8), "mask_embedding": own(64)}
+    draft = dflash.load_draft(save(tensors, draft_vocab_size=len(KNOWN)))
+    assert draft.config.own_parts == ("embed_tokens", "lm_head", "mask_embedding")
+    for other in (copy.deepcopy(draft), dflash.load_draft(draft, dtype=torch.bfloat16)):
+        assert other.config == draft.config
+        for name, tensor in tensors.items():
+            assert torch.equal(other.state_dict()[name], tensor.to(other.state_dict()[name].dtype))
+        assert torch.equal(other.d2t, OFFSETS)
+
+
+@pytest.mark.parametrize("layout", ["published", "speculators"])
+def test_own_parts_are_exported(save, tmp_path, layout):
+    tensors = reduced() | {"embed_tokens.weight": own(VOCAB, 64, seed=8)}
+    draft = dflash.load_draft(folder := save(tensors, draft_vocab_size=len(KNOWN)))
+    export(folder, tmp_path / "out", layout, target="owner/target")
+    again = dflash.load_draft(tmp_path / "out")
+    assert again.config == draft.config
+    assert {name: tensor.tolist() for name, tensor in again.state_dict().items()} == {
+        name: tensor.tolist() for name, tensor in draft.state_dict().items()
+    }
+    assert load_file(tmp_path / "out" / "model.safetensors")["d2t"].dtype == torch.int64
+
+
+def test_a_mask_embedding_is_exported_as_the_file_that_engines_read(save, tmp_path):
+    folder = save({"mask_embedding": own(64)})
+    export(folder, tmp_path / "out", "published")
+    stored = torch.load(tmp_path / "out" / "mask_embedding.pt", weights_only=True)
+    assert stored["mask_token_id"] == 1
+    assert torch.equal(stored["embedding"], own(64))
+    assert torch.equal(dflash.load_draft(tmp_path / "out").mask_embedding, own(64))
+    with pytest.raises(ValueError, match="the speculators layout has no mask embedding"):
+        export(folder, tmp_path / "other", "speculators", target="owner/target")
+
+
+# ---------------------------------------------------------------------------------------------- reduced vocabularies
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"temperature": 1.0, "seed": 3},
+        {"temperature": 0.7, "seed": 3, "draft_sharpness": "auto"},
+        {"temperature": 1.0, "seed": 3, "repetition_penalty": 1.3, "suppress_tokens": [5, 8]},
+        {"denoise_steps": 2},
+        {"tree": 32},
+    ],
+    ids=lambda options: ", ".join(options) or "greedy",
+)
+def test_a_reduced_vocabulary_drafts_its_tokens_only_and_keeps_the_text(target, save, options):
+    draft = dflash.load_draft(save(reduced(), draft_vocab_size=len(KNOWN)))
+    generator = dflash.Generator(target, draft, max_length=40, block_size=6, tree=options.get("tree"))
+    ids = generator.generate(prompt(9)[None], max_new_tokens=20, **options)
+    if "tree" not in options:
+        drafted = generator.state.block[:, 1:].unique()
+        allowed = set(KNOWN.tolist()) - set(options.get("suppress_tokens", []))
+        assert set(drafted.tolist()) <= allowed
+    plain = {name: value for name, value in options.items() if name not in ("tree", "denoise_steps", "draft_sharpness")}
+    assert torch.equal(ids, answers(target, None, **plain))
+
+
+def test_a_reduced_head_is_scattered_after_multiplier_and_softcap(save):
+    draft = dflash.load_draft(
+        save(reduced(), draft_vocab_size=len(KNOWN), output_multiplier=0.5, final_logit_softcapping=3.0)
+    )
+    hidden = own(2, 64, seed=9)
+    logits = draft.logits(hidden, None)
+    expected = torch.tanh(hidden @ reduced()["lm_head.weight"].T * 0.5 / 3) * 3
+    assert logits.shape == (2, VOCAB)
+    torch.testing.assert_close(logits[:, KNOWN], expected)
+    others = torch.ones(VOCAB, dtype=torch.bool).index_fill(0, KNOWN, False)
+    assert logits[:, others].eq(-torch.inf).all()
+
+
+def test_rejection_sampling_takes_a_reduced_vocabulary(target, save):
+    draft = dflash.load_draft(save(reduced(), draft_vocab_size=len(KNOWN)))
+    output = answers(target, draft, temperature=1.0, seed=5, acceptance="rejection", return_dict_in_generate=True)
+    assert output.sequences.shape == (1, 29)
+
+
+# ---------------------------------------------------------------------------------------------- mask embeddings
+
+
+@pytest.mark.parametrize("stored", ["tensor", "file", "dict"])
+def test_a_mask_embedding_replaces_the_row_of_the_mask(target, save, stored):
+    mask = own(64)
+    folder = save({"mask_embedding": mask} if stored == "tensor" else None, input_embedding_scale=2.0)
+    if stored != "tensor":
+        content = mask[None] if stored == "file" else {"embedding": mask, "mask_token_id": 1}
+        torch.save(content, folder / "mask_embedding.pt")
+    draft, table = dflash.load_draft(folder), target.get_input_embeddings().weight.detach().clone()
+    ids = torch.tensor([[5, 1, 7, 1]])
+    embeds = draft.embed(ids, table)
+    table[1] = mask
+    assert torch.equal(embeds, table[ids] * 2)
+    assert torch.equal(answers(target, draft), answers(target, None))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (torch.zeros(32), r"mask_embedding.pt: the mask embedding must have hidden_size = 64 values, got \[32\]"),
+        ({"embedding": torch.zeros(64), "mask_token_id": 4}, "its mask_token_id is 4, and the config's is 1"),
+        ({"other": torch.zeros(64)}, "must hold a floating tensor, or a dict with one under 'embedding'"),
+        (torch.zeros(64, dtype=torch.int64), "must hold a floating tensor"),
+        ([1, 2], "must hold a floating tensor"),
+        (b"not a file of torch", "mask_embedding.pt: cannot be read"),
+    ],
+)
+def test_a_mask_embedding_of_another_drafter_is_refused(save, content, message):
+    path = save() / "mask_embedding.pt"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        torch.save(content, path)
+    with pytest.raises(ValueError, match=message):
+        dflash.load_draft(path.parent)
+
+
+def test_two_mask_embeddings_are_refused(save):
+    folder = save({"mask_embedding": own(64)})
+    torch.save(own(64), folder / "mask_embedding.pt")
+    with pytest.raises(ValueError, match="both hold mask_embedding"):
+        dflash.load_draft(folder)
+
+
+# ---------------------------------------------------------------------------------------------- bad input
+
+SMALL = {"draft_vocab_size": len(KNOWN)}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "changes", "message"),
+    [
+        ({"d2t": OFFSETS}, SMALL, r"\(draft_vocab_size 9\) must have its own head, and tensor lm_head.weight is miss"),
+        ({"lm_head.weight": own(9, 64)}, SMALL, "missing tensors: d2t"),
+        ({"d2t": OFFSETS}, {}, "the config states none: draft_vocab_size must be below vocab_size"),
+        (reduced() | {"d2t": OFFSETS + 10}, SMALL, "a token below vocab_size 97, and it maps 8 to 99"),
+        (reduced() | {"d2t": OFFSETS - 3}, SMALL, "a token below vocab_size 97, and it maps 0 to -1"),
+        (reduced() | {"d2t": OFFSETS.clone().fill_(2**63 - 1)}, SMALL, "and it maps 0 to 9223372036854775807"),
+        (reduced() | {"d2t": -torch.arange(9)}, SMALL, "to another token, and it maps some to the same"),
+        (reduced() | {"d2t": OFFSETS.float()}, SMALL, "tensor d2t must be stored as I64, got F32"),
+        (reduced() | {"d2t": OFFSETS[:5]}, SMALL, r"the config makes tensor d2t \[9\], got \[5\]"),
+        ({"lm_head.weight": own(90, 64)}, {}, r"the config makes tensor lm_head.weight \[97, 64\], got \[90, 64\]"),
+        ({"embed_tokens.weight": own(97, 32)}, {}, r"the config makes tensor embed_tokens.weight \[97, 64\]"),
+        ({"mask_embedding": own(32)}, {}, r"the config makes tensor mask_embedding \[64\], got \[32\]"),
+        ({"lm_head.weight": own(97, 64)}, {"vocab_size": None}, "must state vocab_size, since .* own lm_head.weight"),
+        ({}, {"has_lm_head": True}, "missing tensors: lm_head.weight"),
+        ({}, {"draft_vocab_size": 98}, "draft_vocab_size must be at most vocab_size = 97, got 98"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(save, tensors, changes, message):
+    with pytest.raises(ValueError, match=message):
+        dflash.load_draft(save(tensors, **changes))
+
+
+def test_own_parts_of_another_vocabulary_do_not_fit_the_target(target, save):
+    draft = dflash.load_draft(save({"embed_tokens.weight": own(VOCAB, 64)}))
+    wider = make_target("qwen3")
+    wider.resize_token_embeddings(VOCAB + 3)
+    wider.config.vocab_size = VOCAB
+    with pytest.raises(ValueError, match=r"its vocab_size is 97, the target's is 100"):
+        answers(wider, draft)
+
+
+@pytest.mark.parametrize("part", ["lm_head.weight", "embed_tokens.weight", "mask_embedding"])
+def test_what_shares_the_targets_parts_refuses_own_ones(save, tmp_path, part):
+    draft = dflash.load_draft(save({part: own(64) if part == "mask_embedding" else own(VOCAB, 64)}))
+    with pytest.raises(ValueError, match=f"own {part.partition('.')[0]}"):
+        dflash.as_assistant(draft)
+    with pytest.raises(ValueError, match=f"own {part.partition('.')[0]}"):
+        TrainableDrafter(draft)
+
+
+def test_a_config_without_own_parts_is_as_before(save):
+    draft = dflash.load_draft(save())
+    assert (draft.config.own_parts, draft.config.draft_vocab_size) == ((), None)
+    assert dataclasses.replace(draft.config, own_parts=("lm_head",)) != draft.config
