@@ -25,6 +25,7 @@ ORDER = [
     ["generator"],
     ["api"],
     ["hf", "evaluate"],
+    ["doctor"],
     ["train"],
     ["cli", "serve"],
 ]

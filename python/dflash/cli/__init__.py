@@ -7,7 +7,8 @@ from typing import Annotated
 import typer
 
 from .data import export, regenerate
-from .measure import benchmark, demo, doctor
+from .doctor import doctor
+from .measure import benchmark, demo
 from .shell import run, set_debug
 from .text import chat, generate
 from .training import train

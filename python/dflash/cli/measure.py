@@ -1,4 +1,4 @@
-"""``dflash demo``, ``dflash benchmark`` and ``dflash doctor``: speed, acceptance, and the state of the installation."""
+"""``dflash demo`` and ``dflash benchmark``: speed and acceptance."""
 
 from __future__ import annotations
 
@@ -11,12 +11,9 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from ..evaluate import check_text
 from ..evaluate.benchmark import Settings
-from ..terminal import printable
 from .loading import Source, load, load_tokenizer
 from .options import (
     Device,
@@ -35,7 +32,7 @@ from .options import (
     takes_dataclasses,
 )
 
-__all__ = ["benchmark", "demo", "doctor"]
+__all__ = ["benchmark", "demo"]
 
 
 def demo(
@@ -153,22 +150,3 @@ def _load_datasets(given: list[str], data: Path | None, limit: int | None) -> di
             raise ValueError(f"--dataset {dataset!r}: two datasets have the name {name}")
         datasets[name] = load_prompts(dataset, data, limit)
     return datasets
-
-
-def doctor(as_json: Json = False) -> None:
-    """Check this installation. The exit code is 1 if something does not work."""
-    from .installation import examine
-
-    checks = examine()
-    if as_json:
-        typer.echo(json.dumps([dataclasses.asdict(check) for check in checks]))
-    else:
-        table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-        marks = {"ok": "[green]ok[/]", "warning": "[yellow]warning[/]", "error": "[red]error[/]"}
-        for check in checks:
-            table.add_row(marks[check.status], check.name, escape(printable(check.found)))
-            if check.advice:
-                table.add_row("", "", f"[bold]-> {escape(printable(check.advice))}[/]")
-        Console().print(table)
-    if any(check.status == "error" for check in checks):
-        raise typer.Exit(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -91,6 +92,14 @@ class Drafter(nn.Module):
         return KVCache(batch_size, capacity, rotary).allocate(
             config.num_hidden_layers, config.num_kv_heads, config.head_dim, dtype=self.dtype, device=self.device
         )
+
+    def rewired(self, config: DraftConfig) -> Drafter:
+        """Return a drafter with these very weights under another config, which must ask for the same shapes."""
+        twin = copy.copy(self)
+        twin.config, twin._stack = config, None
+        twin._buffers = {**self._buffers, "inv_freq": twin._frequencies(self.device)}
+        twin._restack()
+        return twin
 
     def refresh(self) -> None:
         """Notice parameters whose storage was replaced. Called once per call of ``generate``, outside of the step."""

@@ -1,0 +1,82 @@
+"""The target's own answers to a few prompts, with the states that a drafter reads."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..target import check_target, find_layers, structural_twin, tapped_modules
+
+__all__ = ["RAW_LAST", "Answered", "Recording", "record"]
+
+RAW_LAST = -1  # the last layer, before the final norm
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A prompt and the target's answer to it.
+
+    Attributes:
+        ids: of both.
+        prompt_length: tokens of the prompt.
+    """
+
+    ids: list[int]
+    prompt_length: int
+
+
+@dataclass(frozen=True)
+class Recording:
+    """Sequences, padded on the right, and the outputs of the target's layers over them.
+
+    Attributes:
+        ids: ``[sequences, length]`` int64.
+        prompt_lengths, lengths: ``[sequences]`` int64.
+        states: layer -> ``[sequences, length, hidden]``, zero in padding; `RAW_LAST` is the last before the final norm.
+    """
+
+    ids: Tensor
+    prompt_lengths: Tensor
+    lengths: Tensor
+    states: dict[int, Tensor]
+
+
+@torch.no_grad()
+def record(target: nn.Module, sequences: Sequence[Answered], layers: Collection[int]) -> Recording:
+    """Run the target once over each sequence. The model itself is not changed.
+
+    Args:
+        target: a causal language model of transformers that the engine supports.
+        sequences: prompts with the target's answers.
+        layers: whose outputs are kept; the last layer's twice, after the final norm and before it.
+    """
+    # 1. Hook a twin
+    model = structural_twin(check_target(target, spread=False))
+    every = find_layers(model)
+    modules: dict[int, Any] = dict(zip(layers, tapped_modules(model, tuple(layers)), strict=True))
+    if len(every) - 1 in modules:
+        modules[RAW_LAST] = every[-1]
+    kept: dict[int, Tensor] = {}
+    for layer, module in modules.items():
+        module.register_forward_hook(functools.partial(_keep, kept, layer))
+    # 2. Run it, sequence by sequence: padding would cost more than it saves on a CPU
+    device = model.get_input_embeddings().weight.device
+    longest, size = max(len(one.ids) for one in sequences), model.get_input_embeddings().weight
+    ids = torch.zeros(len(sequences), longest, dtype=torch.int64, device=device)
+    states = {layer: size.new_zeros(len(sequences), longest, size.shape[1]) for layer in modules}
+    for row, one in enumerate(sequences):
+        ids[row, : len(one.ids)] = torch.tensor(one.ids, device=device)
+        model.get_decoder()(input_ids=ids[row : row + 1, : len(one.ids)], use_cache=False)
+        for layer, state in states.items():
+            state[row, : len(one.ids)] = kept[layer][0]
+    prompts, lengths = [one.prompt_length for one in sequences], [len(one.ids) for one in sequences]
+    return Recording(ids, torch.tensor(prompts, device=device), torch.tensor(lengths, device=device), states)
+
+
+def _keep(kept: dict[int, Tensor], layer: int, _module: nn.Module, _arguments: tuple, output: Any) -> None:
+    kept[layer] = output[0] if isinstance(output, tuple) else output
