@@ -37,8 +37,9 @@ def make_pair(
         dtype: of both.
         device: of both.
         tied: whether the target's head is its embedding.
-        pattern: "full" for a Qwen3, "qwen3_5" for three layers with a Gated DeltaNet to one with attention. Its heads
-            are as in Qwen3.5-9B: of 128, values as wide as the hidden states, keys half as wide.
+        pattern: "full" for a Qwen3; "qwen3_5" for a Qwen3.5, three layers with a Gated DeltaNet to one with attention,
+            whose heads are as in the 9B: of 128, values as wide as the hidden states, keys half as wide;
+            "qwen3_5_full" for a Qwen3.5 with attention, whose output has a gate, in every layer.
     """
     torch.manual_seed(0)
     # 1. The shape that both share
@@ -80,5 +81,7 @@ def _target(size: Model, layers: int, dtype: torch.dtype, shape: dict, pattern: 
     options = {"num_hidden_layers": layers, "eos_token_id": None, "pad_token_id": 0, **copy.deepcopy(shape)}
     if pattern == "full":
         return Qwen3ForCausalLM._from_config(Qwen3Config(**options), dtype=dtype).eval()
-    heads = {"linear_num_value_heads": size.hidden // 128, "linear_num_key_heads": max(size.hidden // 256, 1)}
-    return Qwen3_5ForCausalLM._from_config(Qwen3_5TextConfig(**options, **heads), dtype=dtype).eval()
+    if pattern == "qwen3_5_full":
+        options["layer_types"] = ["full_attention"] * layers
+    options["linear_num_value_heads"], options["linear_num_key_heads"] = size.hidden // 128, max(size.hidden // 256, 1)
+    return Qwen3_5ForCausalLM._from_config(Qwen3_5TextConfig(**options), dtype=dtype).eval()

@@ -176,9 +176,10 @@ class RecurrentCache(KVCache):
     ) -> None:
         super().__init__(batch_size, capacity)
         self.block_size, self.goes_on = block_size, goes_on
-        self.held, self.pending, self.keep, self._snapshot_at = (
-            torch.zeros(batch_size, dtype=torch.int64, device=device) for _ in range(4)
+        self.held, self.pending, self._none, self._some, self._snapshot_at = (
+            torch.zeros(batch_size, dtype=torch.int64, device=device) for _ in range(5)
         )
+        self.keep = self._none
         self.recurrent: dict[int, RecurrentLayer] = {}
         self._snapshot: dict[int, list[Tensor]] = {}  # layer index -> copies of what stood at `_snapshot_at`
 
@@ -196,24 +197,22 @@ class RecurrentCache(KVCache):
     def begin_pass_(self, lengths: Tensor, keep: Tensor | None) -> None:
         """Set ``pending`` and ``keep`` for a pass at positions ``lengths [batch]``, of which ``keep`` rows are kept."""
         torch.sub(lengths, self.held, out=self.pending).clamp_(0, self.block_size)
-        if keep is None:
-            self.keep.zero_()
-        else:
-            self.keep.copy_(keep)
+        self.keep = self._none if keep is None else self._some.copy_(keep)
 
     def end_pass_(self, lengths: Tensor) -> None:
         """Note where the states stand now. A finished row that was cut back has states that are ahead of it."""
-        torch.maximum(self.held, lengths + self.keep, out=self.held)
+        torch.maximum(self.held, lengths if self.keep is self._none else lengths + self.keep, out=self.held)
 
     def commit_(self, length: Tensor, num_context: Tensor, path: Tensor | None = None) -> None:
-        """Note again where the states stand.
+        """Note again where the states stand, in a compiled step.
 
-        In a compiled step, Inductor moves the write of `end_pass_` after the op that advances ``lengths`` in place
-        (torch 2.13), and so reads what they are afterwards.
+        Inductor moves the write of `end_pass_` after the op that advances ``lengths`` in place (torch 2.13), and so
+        reads what they are afterwards.
         """
         if path is not None:
             raise ValueError("recurrent states follow chains only, got the path of a tree: pass path=None")
-        torch.where(num_context > 0, length - num_context, self.held, out=self.held)
+        if torch.compiler.is_compiling():
+            torch.where(num_context > 0, length - num_context, self.held, out=self.held)
 
     def resumable(self, shared: Sequence[int]) -> list[int]:
         """Return ``shared`` itself where the states stand at or before it, else the snapshot's position, else 0."""

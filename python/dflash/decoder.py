@@ -109,9 +109,10 @@ class DecoderStack:
         """Return what `ops.decoder_layers` takes for recurrent layers."""
         if not isinstance(cache, RecurrentCache):
             return ()
-        buffers = [cache.recurrent[i] for i, layer in enumerate(self.layers) if layer.is_recurrent]
-        lists = ([getattr(x, name) for x in buffers] for name in ("window", "state", "saved_k", "saved_d", "saved_a"))
-        return *lists, cache.pending, cache.keep
+        held = [cache.recurrent[i] for i, layer in enumerate(self.layers) if layer.is_recurrent]
+        windows, states = [x.window for x in held], [x.state for x in held]
+        saved = [x.saved_k for x in held], [x.saved_d for x in held], [x.saved_a for x in held]
+        return windows, states, *saved, cache.pending, cache.keep
 
     def _op_by_op(
         self, hidden: Tensor, lengths: Tensor, cache: Cache, context: Tensor | None, num_context: Tensor | None,

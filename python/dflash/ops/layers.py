@@ -57,7 +57,7 @@ class PackedLayers:
             signs: see whether one became a negative view too (`torch.Tensor.is_neg`), which takes as long again.
         """
         if self._records is not None and not self._records.unchanged(signs):
-            check_layers(self.layers, self.norm, self.taps)
+            self._check()
             check_memory(self.layers, self.norm)
             self._forget()
 
@@ -65,9 +65,14 @@ class PackedLayers:
         """Use other tensors under the same handle, which a compiled step holds as a constant."""
         self.layers, self.norm = tuple(layers), norm
         self._forget()
-        check_layers(self.layers, norm, self.taps)
+        self._check()
         self.attention = [layer for layer in self.layers if not layer.is_recurrent]
         self.recurrent = [layer for layer in self.layers if layer.is_recurrent]
+
+    def _check(self) -> None:
+        check_layers(self.layers, self.norm, self.taps)
+        # (key_heads, heads, key_dim, value_dim, conv_width), which all recurrent layers have in common
+        self.sizes = next((layer.sizes for layer in self.layers if layer.is_recurrent), (0, 0, 0, 0, 0))
 
     def _forget(self) -> None:
         """Drop what was packed, so that the storages may be freed."""
@@ -88,7 +93,7 @@ class PackedLayers:
     @torch.inference_mode(False)  # the copies are written outside of it too
     @torch.no_grad()
     def _pack(self) -> None:
-        check_layers(self.layers, self.norm, self.taps)
+        self._check()
         check_memory(self.layers, self.norm)
         self._copies, records = [], []
         for i, layer in enumerate(self.layers):
@@ -207,7 +212,7 @@ def decoder_layers(
         return out, tapped
     # 2. Run
     _, num_kv_heads, capacity, head_dim = k_caches[0].shape
-    key_heads, delta_heads, key_dim, value_dim, conv_width = packed.recurrent[0].sizes if packed.recurrent else 5 * (0,)
+    key_heads, delta_heads, key_dim, value_dim, conv_width = packed.sizes
     positions, half = cos.shape
     launch(
         "decoder_layers", packed.records(), k_caches, v_caches, windows, states, saved_k, saved_d, saved_a,
@@ -279,7 +284,7 @@ def _check_recurrent(
             raise ValueError(f"{op}: {name} must be [batch] where layers are recurrent, and None elsewhere")
     if num_layers == 0:
         return
-    key_heads, heads, key_dim, value_dim, width = packed.recurrent[0].sizes
+    key_heads, heads, key_dim, value_dim, width = packed.sizes
     channels = 2 * key_heads * key_dim + heads * value_dim
     block = recurrent[2][0].shape[1] if recurrent[2][0].dim() == 4 else 0
     wide, narrow = torch.float32, packed.norm.dtype
