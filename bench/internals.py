@@ -146,6 +146,15 @@ class Parts:
         """Run the drafter over the block, head included."""
         return self._engine.proposer.predict(self.block, self._features, self._state).logits
 
+    def draft_layers(self) -> Tensor:
+        """Run the drafter over the block, without the head."""
+        embeds = self._draft.embed(self.block, self._engine.target.embedding_weight)
+        return self._draft(self._features, self._state.num_context, embeds, self._state.length, self._state.draft_cache)
+
+    def propose(self) -> Tensor:
+        """Draft a block as the last call did, context and draws included."""
+        return self._engine.proposer.propose(self._state).ids
+
     def fuse(self) -> Tensor:
         """Fuse the context's features."""
         return self._draft.fuse(self._state.context, self._state.num_context)

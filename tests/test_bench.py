@@ -76,6 +76,12 @@ def test_steps_on_cpu_are_timed_beside_the_reference_package(bench):
         assert all(math.isfinite(float(row[column])) for column in (3, 4))
 
 
+def test_both_generations_of_drafters_are_timed_part_by_part(bench):
+    lines = bench("bench_draft_pass.py", "--hidden", 128, "--vocab", 300, "--seconds", 0.01)
+    assert [line.split("float32")[1].split()[0] for line in lines[2:]] == ["layers", "logits", "proposal", "proposal,"]
+    assert all(float(line.split()[-1].removesuffix("x")) > 0 for line in lines[2:])
+
+
 def test_trees_are_measured_next_to_the_chain(bench):
     arguments = ["--prompts", 1, "--new", 12, "--rows", 4, "auto", "--noise", 0.4, "--chain-steps", 99]
     lines = bench("bench_trees.py", *arguments)

@@ -99,7 +99,7 @@ def test_missing_and_misshapen_parts_of_dflash_2_are_named(name, tensors, tmp_pa
     shape = list(tensors[name].shape)
     short = tensors | {name: tensors[name][:1].clone()}
     made, got = re.escape(str(shape)), re.escape(str([1, *shape[1:]]))
-    sizes = "vocab_size 101, conv_kernel_size 2, conv_group_size 16, selector_rank 8, selector_top_k 5"
+    sizes = "draft_vocab_size 101, conv_kernel_size 2, conv_group_size 16, selector_rank 8, selector_top_k 5"
     with pytest.raises(ValueError, match=rf"the config makes tensor {name} {made}, got {got} \(.*, {sizes}\)"):
         load_draft(save_checkpoint(tmp_path / "short", dflash2_dict(), short))
     del tensors[name]

@@ -9,8 +9,10 @@ from draft_variants import DFLASH2_VARIANTS, identity_dflash2, random_drafter, r
 from families import draft_config, make_draft, make_target
 
 import dflash
+from dflash import ops
 from dflash.drafter import PairWeights
 from dflash.ops import reference
+from dflash.proposers import LEVELS
 from dflash.proposers.predictions import LinkedPredictions, Predictions
 from dflash.sampling import RejectionAcceptance, Sampling
 
@@ -131,12 +133,24 @@ def target():
     return make_target("qwen3")
 
 
+def watched(generator: dflash.Generator) -> list[torch.Tensor]:
+    """Return a list that gets the drafts ``[batch, drafts]`` of every step from now on."""
+    propose, drafted = generator.engine.proposer.propose, []
+
+    def watch(state):
+        block = propose(state)
+        drafted.append(block.ids[:, 1:].clone())
+        return block
+
+    generator.engine.proposer.propose = watch
+    return drafted
+
+
 CALLS = [{}, {"temperature": 1.0, "seed": 3}, {"temperature": 0.8, "seed": 3, "draft_sharpness": 1.0}]
 
 
 @pytest.mark.parametrize("call", CALLS, ids=str)
 def test_an_identity_drafter_drafts_as_one_of_the_first_generation(target, call):
-    """The acceptance lengths show it: of both drafters alike, and not of one with pair scores."""
     config = draft_config(target, "DFlash2")
     parsed = dflash.DraftConfig.from_config(config)
     tensors = identity_dflash2(random_tensors(parsed))
@@ -147,36 +161,55 @@ def test_an_identity_drafter_drafts_as_one_of_the_first_generation(target, call)
     second.load_state_dict(tensors)
     p, blocks = prompt(21), []
     for draft in (first, second):
-        generator, drafted = dflash.Generator(target, draft, max_length=60), []
-        propose = generator.engine.proposer.propose
-        generator.engine.proposer.propose = lambda state, run=propose, to=drafted: (
-            to.append((block := run(state)).ids.tolist()) or block
-        )
+        generator = dflash.Generator(target, draft, max_length=60)
+        drafted = watched(generator)
         generator.generate(p[None], max_new_tokens=16, **call)
-        blocks.append(drafted)
-    assert blocks[0] == blocks[1]
+        blocks.append(torch.cat(drafted))
+    assert torch.equal(*blocks)
     assert len(blocks[0]) > 5
 
 
-@pytest.mark.parametrize("more", [{}, {"denoise_steps": 3}, {"temperature": 1.0, "seed": 5}], ids=str)
-def test_a_banned_token_is_never_drafted(target, more):
-    draft, drafted = make_draft(target, "DFlash2"), []
-    generator = dflash.Generator(target, draft, max_length=60)
-    propose = generator.engine.proposer.propose
+BANS = [
+    {"denoise_steps": 3},
+    {"temperature": 1.0, "seed": 5, "draft_sharpness": 1.0},
+    {"temperature": 1.0, "seed": 5, "draft_sharpness": "auto"},
+    {"temperature": 1.0, "seed": 5, "acceptance": "rejection"},
+]
 
-    def watch(state):
-        block = propose(state)
-        drafted.extend(block.ids[:, 1:].flatten().tolist())
-        return block
 
-    generator.engine.proposer.propose = watch
-    p = prompt(21)
+@pytest.mark.parametrize("more", [{}, *BANS], ids=str)
+def test_banned_tokens_leave_their_places_to_other_candidates(target, more, monkeypatch):
+    generator = dflash.Generator(target, make_draft(target, "DFlash2"), max_length=60)
+    p, drafted = prompt(21), watched(generator)
     generator.generate(p[None], max_new_tokens=12, **more)
-    banned = max(set(drafted), key=drafted.count)
+    banned = torch.cat(drafted).unique().tolist()
     drafted.clear()
-    generator.generate(p[None], max_new_tokens=12, suppress_tokens=[banned], **more)
-    assert drafted
-    assert banned not in drafted
+    taken, top = [], ops.top_candidates
+    monkeypatch.setattr(ops, "top_candidates", lambda *a: taken.append((out := top(*a))[0]) or out)
+    generator.generate(p[None], max_new_tokens=12, suppress_tokens=banned, **more)
+    again, candidates = (set(torch.cat([x.flatten() for x in ids]).tolist()) for ids in (drafted, taken))
+    assert len(banned) > 5
+    assert not again & {-1, *banned}
+    # A known token of `denoise_steps` is its position's only candidate, the others' ids are -1.
+    assert not candidates & ({*banned} if "denoise_steps" in more else {-1, *banned})
+
+
+@pytest.mark.parametrize("variant", ["DFlash2", "DFlash2-wide-kernel"])
+def test_automatic_sharpness_draws_every_level_in_one_walk(target, variant, monkeypatch):
+    generator, p = dflash.Generator(target, make_draft(target, variant), max_length=60), prompt(21)
+    drafted, call = watched(generator), {"max_new_tokens": 8, "temperature": 1.0, "seed": 3}
+    first = []
+    for level in LEVELS:
+        generator.generate(p[None], draft_sharpness=level, **call)
+        first.append(drafted[0])
+        drafted.clear()
+        generator.reset()
+    walks, walk = [], ops.walk_candidates
+    monkeypatch.setattr(ops, "walk_candidates", lambda *a: walks.append(walk(*a)) or walks[-1])
+    generator.generate(p[None], draft_sharpness="auto", **call)
+    assert torch.equal(walks[0][0], torch.stack(first, 1)), "each level drafts what it would have drafted alone"
+    assert len({tuple(drafts.flatten().tolist()) for drafts in first}) == len(LEVELS)
+    assert len(walks) == len(drafted)
 
 
 def test_several_passes_and_rejection_run_and_keep_the_text(target):

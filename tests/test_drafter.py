@@ -5,7 +5,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from draft_variants import VARIANTS, config_dict, random_drafter, random_tensors, save_checkpoint, tensor_shapes
+from draft_variants import (
+    DFLASH2_VARIANTS,
+    VARIANTS,
+    config_dict,
+    random_drafter,
+    random_tensors,
+    save_checkpoint,
+    tensor_shapes,
+)
 from op_checks import OpByOp, assert_as_exact_as_torch
 from safetensors.torch import load_file, save_file
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -201,17 +209,20 @@ def test_rotary_scales_and_stays_float32():
     torch.testing.assert_close((cos**2 + sin**2).sqrt(), torch.full_like(cos, scaling))
 
 
-def test_no_shape_and_no_branch_depends_on_data():
+@pytest.mark.parametrize("config", [ODD, DFLASH2_VARIANTS["DFlash2-causal"]], ids=["sinks", "DFlash 2"])
+def test_no_shape_and_no_branch_depends_on_data(config):
     with FakeTensorMode(allow_non_fake_inputs=True):
-        draft = Drafter(DraftConfig.from_config(ODD))
-        context, block = torch.empty(2, 16, 5 * 64), torch.empty(2, 16, 64)
+        draft = Drafter(DraftConfig.from_config(config))
+        context, block = torch.empty(2, 16, len(draft.config.target_layer_ids) * 64), torch.empty(2, 16, 64)
         lengths = counts = torch.empty(2, dtype=torch.int64)
         cache, features = draft.new_cache(2, 64), draft.fuse(context, counts)
         draft.inject_(features, torch.empty(2, 16, dtype=torch.int64), cache)
         assert draft(features, counts, block, lengths, cache).shape == (2, 16, 64)
 
 
-@pytest.mark.parametrize("config", [VARIANTS["Gemma4-31B"], ODD], ids=["window", "sinks"])
+@pytest.mark.parametrize(
+    "config", [VARIANTS["Gemma4-31B"], ODD, DFLASH2_VARIANTS["DFlash2-causal"]], ids=["window", "sinks", "DFlash 2"]
+)
 def test_everything_compiles_without_graph_breaks(config):
     draft = random_drafter(config)
     context, block = inputs(draft.config, 2)

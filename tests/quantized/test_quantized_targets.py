@@ -84,6 +84,16 @@ def test_bfloat16_text_does_not_depend_on_what_is_accepted(name, temperature, pr
     assert len(lengths) == 3
 
 
+@pytest.mark.parametrize("name", ["torchao int8 weights", "compressed-tensors W4A16"])
+def test_a_dflash_2_drafter_leaves_the_text_as_it_is(name, prompts):
+    """In fp32, on a trained model, with block sizes as the drafter was trained and below."""
+    model, alone, ids = methods.load(name), methods.load(name), prompts[0]
+    for block_size in (16, 5):
+        generator = dflash.Generator(model, make_draft(model, "DFlash2"), max_length=160, block_size=block_size)
+        output = generator.generate(ids[None], max_new_tokens=NEW, temperature=0.0)
+        assert output[0, len(ids) :].tolist() == greedy(alone, ids, NEW, (0,)).tolist()
+
+
 @pytest.mark.parametrize("name", RECURRENT)
 def test_a_recurrent_target_writes_its_own_text_whatever_is_accepted(name, tmp_path_factory):
     """Its text may not depend on a forward that a library puts in front of a stateful module."""

@@ -1,0 +1,191 @@
+"""Test what DFlash 2 drafts are drawn from: the selector's law, and the target's after rejection, faults planted."""
+
+import itertools
+import math
+
+import pytest
+import scipy.stats
+import torch
+from baseline import prompt
+from draft_variants import random_drafter
+from families import draft_config, make_target
+
+import dflash
+from dflash import ops
+from dflash.drafter import PairWeights
+from dflash.ops import reference
+from dflash.proposers.predictions import LinkedPredictions, Predictions
+from dflash.sampling import RejectionAcceptance, Sampling, fold
+
+# ---------------------------------------------------------------------------------------------- the selector's law
+
+SMALL, SLOTS, CANDIDATES, ANCHOR, DRAWS = 6, 3, 3, 4, 40_000
+
+
+def one_block() -> tuple[torch.Tensor, PairWeights]:
+    """Return the logits of a block's positions, and what scores pairs of its tokens."""
+    generator = torch.Generator().manual_seed(5)
+    logits = 1.5 * torch.randn(SLOTS, SMALL, generator=generator)
+    codes = torch.randn(2, SMALL, 2, generator=generator)
+    return logits, PairWeights(codes[0], torch.randn(1, SLOTS, 2, generator=generator), codes[1])
+
+
+def law(temperature: float) -> dict[tuple[int, ...], float]:
+    """Return the probability of every path through the best candidates of each position, computed by hand."""
+    logits, pairs = one_block()
+    candidates, paths = logits.topk(CANDIDATES, -1).indices.tolist(), {(): 1.0}
+    for slot, among in enumerate(candidates):
+        grown = {}
+        for path, probability in paths.items():
+            before = pairs.predecessors[path[-1] if path else ANCHOR] * pairs.queries[0, slot]
+            scores = logits[slot, among] + pairs.successors[among] @ before
+            for token, share in zip(among, (scores.double() / temperature).softmax(-1).tolist(), strict=True):
+                grown[(*path, token)] = probability * share
+        paths = grown
+    return paths
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+def test_at_sharpness_1_plain_candidates_give_the_selectors_law(temperature):
+    logits, pairs = one_block()
+    sampling = Sampling.create(DRAWS)
+    sampling.set_(DRAWS, temperature=temperature, seed=0, draft_sharpness=1.0)
+    positions = torch.arange(9, 9 + SLOTS).expand(DRAWS, -1)
+    many = pairs._replace(queries=pairs.queries.expand(DRAWS, -1, -1))
+    block, anchors = logits.expand(DRAWS, -1, -1), torch.full((DRAWS,), ANCHOR)
+    variations = []
+    for noisy in (False, True):
+        predictions = LinkedPredictions(block, many, anchors, CANDIDATES, noisy=noisy)
+        drawn = predictions.draw(positions, sampling, sampling.sharpness[None])[:, 0]
+        every = list(itertools.product(range(SMALL), repeat=SLOTS))
+        counts = torch.bincount(drawn @ SMALL ** torch.arange(SLOTS - 1, -1, -1), minlength=len(every)).double()
+        wanted = torch.tensor([law(temperature).get(path, 0.0) for path in every], dtype=torch.float64)
+        variations.append(float((counts / DRAWS - wanted).abs().sum() / 2))
+        if not noisy:
+            assert counts[wanted == 0].sum() == 0
+            live = wanted > 0
+            assert scipy.stats.chisquare(counts[live], wanted[live] / wanted.sum() * DRAWS).pvalue > 1e-3
+    assert variations[1] > 0.05 > 5 * variations[0], "candidates by noise have another law"
+
+
+# ---------------------------------------------------------------------------------------------- rejection
+
+TOKENS, ROWS = 8, 1000
+FIRST = 5  # every row's first new token, which no drafter writes
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """Return a target with 8 tokens and a drafter with 3 candidates, of whose drafts about a fifth are accepted."""
+    target = make_target("qwen3", seed=1, vocab_size=TOKENS, num_hidden_layers=1)
+    config = draft_config(target, "DFlash2")
+    config["dflash_config"]["selector_top_k"] = 3
+    draft = random_drafter(config)
+    draft.candidate_selector.successor_codebook.mul_(0.5)
+    return target, draft
+
+
+@pytest.fixture(scope="module")
+def wanted(pair):
+    """Return the probability of every pair of tokens after the first new one, by passes of the target itself."""
+    target, _ = pair
+    pairs = torch.tensor([[FIRST, *rest] for rest in itertools.product(range(TOKENS), repeat=2)])
+    with torch.no_grad():
+        logits = target(torch.cat([prompt(4, vocab=TOKENS).expand(len(pairs), -1), pairs], 1)).logits[:, 4:6]
+    return (logits.double() / 0.9).softmax(-1).gather(-1, pairs[:, 1:, None]).prod(1)[:, 0]
+
+
+def emitted(pair, rounds: int) -> torch.Tensor:
+    """Return how often each pair of tokens followed the first new one, in ``rounds`` batches."""
+    target, draft = pair
+    generator = dflash.Generator(target, draft, max_length=16, batch_size=ROWS, block_size=3)
+    counts = torch.zeros(TOKENS**2, dtype=torch.float64)
+    for index in range(rounds):
+        ids = generator.generate(
+            prompt(4, vocab=TOKENS)[None].expand(ROWS, -1), max_new_tokens=3, temperature=0.9, acceptance="rejection",
+            seed=[fold(index, row) for row in range(ROWS)],
+            begin_suppress_tokens=[token for token in range(TOKENS) if token != FIRST],
+        )  # fmt: skip
+        assert ids[:, 4].eq(FIRST).all()
+        counts += torch.bincount(ids[:, 5] * TOKENS + ids[:, 6], minlength=TOKENS**2)
+    return counts
+
+
+def p_value(counts: torch.Tensor, wanted: torch.Tensor) -> float:
+    wanted = wanted * counts.sum()
+    often = wanted >= 5  # all rare pairs form one class
+    counts = torch.cat([counts[often], counts[~often].sum()[None]])
+    wanted = torch.cat([wanted[often], wanted[~often].sum()[None]])
+    return float(scipy.stats.chisquare(counts, wanted * (counts.sum() / wanted.sum())).pvalue)
+
+
+def test_tokens_of_steps_with_rejection_follow_the_target(pair, wanted):
+    assert p_value(emitted(pair, 8), wanted) > 1e-3
+
+
+def by_the_noise_of_the_draw(monkeypatch) -> None:
+    """Take the candidates by the noise that then draws among them."""
+    monkeypatch.setattr(RejectionAcceptance, "STREAM", 0)
+    monkeypatch.setattr(LinkedPredictions, "_plain", lambda self: torch.ones(len(self.anchor), 1))
+
+
+def after_the_anchor(monkeypatch) -> None:
+    """Remember each token's distribution after the anchor, in place of after the token drafted before."""
+    walk = ops.walk_candidates
+
+    def forgetful(hidden, predecessors, successors, anchor, ids, logits, positions, *rest):
+        path, scores = walk(hidden, predecessors, successors, anchor, ids, logits, positions, *rest)
+        for j in range(ids.shape[2]):
+            one = slice(j, j + 1)
+            slot = hidden[:, one], predecessors, successors, anchor, ids[:, :, one], logits[:, :, one]
+            scores[:, :, one] = walk(*slot, positions[:, one], *rest)[1]
+        return path, scores
+
+    monkeypatch.setattr(ops, "walk_candidates", forgetful)
+
+
+def over_the_vocabulary(monkeypatch) -> None:
+    """Remember the distribution of the head alone, as for a drafter of the first generation."""
+    draw_for = LinkedPredictions.draw_for
+
+    def forgetful(self, acceptance, positions, sampling):
+        path = draw_for(self, acceptance, positions, sampling)
+        Predictions(self.logits).draw_for(acceptance, positions, sampling)
+        return path
+
+    monkeypatch.setattr(LinkedPredictions, "draw_for", forgetful)
+
+
+def along_the_best_path(monkeypatch) -> None:
+    """Search for the path with the best sum of scores and noise, in place of drawing token by token."""
+    walk = ops.walk_candidates
+
+    def best(hidden, predecessors, successors, anchor, ids, logits, positions, seeds, temperature, *rest):
+        settings = seeds, temperature, *rest
+        count, paths, totals, all_scores = ids.shape[3], [], [], []
+        for first, second in itertools.product(range(count), repeat=2):
+            chosen = torch.stack([ids[:, 0, 0, first], ids[:, 0, 1, second]], 1)
+            forced = torch.where(ids == chosen[:, None, :, None], logits, -math.inf)
+            _, alone = walk(hidden, predecessors, successors, anchor, ids, forced, positions, *settings)
+            noise = reference.gumbel_noise_of(ids[:, 0], seeds, positions, rest[-1])
+            picked = torch.tensor([[first], [second]]).expand(len(ids), 2, 1)
+            totals.append((alone[:, 0] + noise).gather(-1, picked).sum((1, 2)))
+            after = torch.where(torch.tensor([True, False])[:, None], forced, logits)
+            _, scores = walk(hidden, predecessors, successors, anchor, ids, after, positions, *settings)
+            _, first_scores = walk(hidden, predecessors, successors, anchor, ids, logits, positions, *settings)
+            all_scores.append(torch.stack([first_scores[:, 0, 0], scores[:, 0, 1]], 1))
+            paths.append(chosen)
+        index = torch.stack(totals).argmax(0)
+        rows = torch.arange(len(ids))
+        return torch.stack(paths)[index, rows][:, None], torch.stack(all_scores)[index, rows][:, None]
+
+    monkeypatch.setattr(ops, "walk_candidates", best)
+
+
+@pytest.mark.parametrize(
+    ("plant", "rounds"),
+    [(by_the_noise_of_the_draw, 8), (after_the_anchor, 2), (over_the_vocabulary, 2), (along_the_best_path, 2)],
+)
+def test_planted_faults_bias_the_text(pair, wanted, plant, rounds, monkeypatch):
+    plant(monkeypatch)
+    assert p_value(emitted(pair, rounds), wanted) < 1e-6

@@ -1,0 +1,181 @@
+"""Test steps with DFlash 2 drafters: captured, compiled, without host reads, and the text that they write."""
+
+import pytest
+import torch
+from baseline import greedy, left_padded, prompt, sampled
+from draft_variants import random_tensors, save_checkpoint
+from families import VOCAB, draft_config, make_draft, make_target
+from recorded import no_host_reads, record
+
+import dflash
+from dflash.sampling import fold
+
+NEW = 30
+LENGTHS = (1, 9, 30, 64)
+KNOWN = torch.arange(2, VOCAB)[torch.arange(VOCAB - 2) % 4 != 1]  # what the reduced vocabulary holds
+CALLS = {
+    "greedy": {},
+    "one sharpness": {"temperature": 1.0, "seed": 3, "draft_sharpness": 1.0},
+    "automatic sharpness": {"temperature": 0.8, "top_k": 20, "seed": 4, "draft_sharpness": "auto"},
+    "rejection": {"temperature": 1.0, "seed": 5, "acceptance": "rejection"},
+    "rules": {"temperature": 1.0, "seed": 6, "repetition_penalty": 1.3, "suppress_tokens": [11]},
+}
+
+
+@pytest.fixture(scope="module")
+def target():
+    return make_target("qwen3", num_hidden_layers=2)
+
+
+@pytest.fixture(scope="module", params=["whole vocabulary", "reduced vocabulary"])
+def draft(request, target, tmp_path_factory):
+    """Return a drafter that shares the target's head, or one with a head of its own over three quarters of it."""
+    if request.param == "whole vocabulary":
+        return make_draft(target, "DFlash2")
+    config = draft_config(target, "DFlash2")
+    tensors = random_tensors(dflash.DraftConfig.from_config(config))
+    generator = torch.Generator().manual_seed(7)
+    tensors["lm_head.weight"] = torch.randn(len(KNOWN), config["hidden_size"], generator=generator)
+    tensors["d2t"] = KNOWN - torch.arange(len(KNOWN))
+    folder = tmp_path_factory.mktemp("draft")
+    return dflash.load_draft(save_checkpoint(folder, config | {"draft_vocab_size": len(KNOWN)}, tensors))
+
+
+def hinted(target, draft, rows: list[torch.Tensor], spoil: int = 5, **options) -> dflash.Generator:
+    """Return a generator whose drafter knows the text at all but every ``spoil``-th position, its selector included."""
+    generator = dflash.Generator(target, draft, max_length=110, batch_size=len(rows), **options)
+    script = torch.zeros(len(rows), 130, dtype=torch.int64)
+    for row, text in enumerate(rows):
+        script[row, : len(text)] = text
+    chain = generator.engine.chain
+    predict = chain.predict
+
+    def hint(block, features, state):
+        predictions = predict(block, features, state)
+        positions = state.positions(chain.num_drafts)
+        more = torch.where(positions % spoil == 0, 0.0, 40.0).to(predictions.logits.dtype)
+        known = script.gather(1, positions.clamp(max=script.shape[1] - 1))
+        predictions.logits = predictions.logits.scatter_add(-1, known[..., None], more[..., None])
+        return predictions
+
+    chain.predict = hint
+    return generator
+
+
+@pytest.fixture(scope="module")
+def batch(target):
+    """Return left-padded prompts, their mask, and the prompts with their greedy answers."""
+    prompts = [prompt(length) for length in LENGTHS]
+    return *left_padded(prompts), [torch.cat([p, greedy(target, p, NEW)]) for p in prompts]
+
+
+def same(ours: dflash.GenerateOutput, theirs: dflash.GenerateOutput) -> None:
+    assert torch.equal(ours.sequences, theirs.sequences)
+    assert ours.statistics.acceptance_lengths == theirs.statistics.acceptance_lengths
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_every_kind_of_step_is_captured_and_writes_the_same(target, draft, batch, name):
+    ids, mask, texts = batch
+    eager, late = hinted(target, draft, texts), record(hinted(target, draft, texts))
+    for limit in (NEW, 7):  # the first captures, the second only replays
+        call = {"attention_mask": mask, "max_new_tokens": limit, **CALLS[name]}
+        expected = eager.generate(ids, return_dict_in_generate=True, **call)
+        same(late.generate(ids, return_dict_in_generate=True, **call), expected)
+        eager.reset(), late.reset()
+    assert (late.runner.captures, late.graph_reason) == (1, "")
+    assert late.runner.steps["replayed"] > 4
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_step_makes_no_host_read(target, draft, batch, name):
+    ids, mask, texts = batch
+    generator = hinted(target, draft, texts)
+    generator.generate(ids, attention_mask=mask, max_new_tokens=2, **CALLS[name])
+    before = generator.state.length.clone()
+    generator.state.done.zero_()
+    generator.state.limits.add_(20)
+    with torch.no_grad(), no_host_reads():
+        generator.step()
+    assert (generator.state.length > before).all()
+
+
+@pytest.mark.parametrize("draft", ["reduced vocabulary"], indirect=True)
+def test_steps_compile_into_one_graph_of_each_kind(target, draft, batch, monkeypatch):
+    torch._dynamo.reset()
+    ids, mask, texts = batch
+    compile, graphs = torch.compile, []
+
+    def traced(function, *, options, **more):
+        graphs.append(function)
+        guards = {"guard_filter_fn": options["guard_filter_fn"]}
+        return compile(function, backend="aot_eager", options=guards, **more)
+
+    expected = hinted(target, draft, texts)
+    monkeypatch.setattr(torch, "compile", traced)
+    compiled = hinted(target, draft, texts, compile=True)
+    for name in ("automatic sharpness", "rejection"):
+        call = {"attention_mask": mask, "max_new_tokens": 8, "return_dict_in_generate": True, **CALLS[name]}
+        same(compiled.generate(ids, **call), expected.generate(ids, **call))
+    assert len(graphs) == 2
+
+
+# ---------------------------------------------------------------------------------------------- the text
+
+SAMPLED = {"temperature": 0.9, "top_p": 0.95}
+
+
+def test_a_reduced_vocabulary_keeps_the_text_and_drafts_its_tokens_only(target, draft, batch):
+    ids, mask, texts = batch
+    generator = hinted(target, draft, texts)
+    known = set(KNOWN.tolist()) if draft.config.draft_vocab_size else set(range(VOCAB))
+    for passes in (1, 3):
+        output = generator.generate(
+            ids, attention_mask=mask, max_new_tokens=NEW, denoise_steps=passes, return_dict_in_generate=True
+        )
+        assert all(
+            row[-NEW:].tolist() == text[-NEW:].tolist() for row, text in zip(output.sequences, texts, strict=True)
+        )
+        assert set(generator.state.block[:, 1:].flatten().tolist()) <= known
+        assert output.statistics.acceptance_length > 1.5, "some drafts should have been right"
+
+
+RECURRENT = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "variant"),
+    [("qwen3", {}, "DFlash2-causal"), ("qwen3", {}, "DFlash2-scaled"), ("qwen3_5", RECURRENT, "DFlash2-causal")],
+)
+def test_the_text_is_that_of_one_token_decoding_for_every_block_size(family, changes, variant):
+    """Of four prompts of different lengths."""
+    target, prompts = make_target(family, **changes), [prompt(length, seed=2) for length in LENGTHS]
+    (ids, mask), draft = left_padded(prompts), make_draft(target, variant)
+    answers = [greedy(target, p, NEW) for p in prompts]
+    drawn = [sampled(target, p, NEW, fold(3, row), **SAMPLED) for row, p in enumerate(prompts)]
+    for block_size in (2, 5, 16):
+        for expected, call in ((answers, {}), (drawn, SAMPLED | {"seed": 3})):
+            texts = [torch.cat(pair) for pair in zip(prompts, expected, strict=True)]
+            generator = hinted(target, draft, texts, spoil=7, block_size=block_size)
+            output = generator.generate(
+                ids, attention_mask=mask, max_new_tokens=NEW, return_dict_in_generate=True, **call
+            )
+            assert [row[-NEW:].tolist() for row in output.sequences] == [answer.tolist() for answer in expected]
+            longest = max(n for row in output.statistics.acceptance_lengths for n in row)
+            assert longest >= min(block_size, 7), "the drafter knows six tokens in a row"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_in_bfloat16_the_text_is_that_of_the_one_token_mode(temperature):
+    target, prompts = make_target("qwen3", dtype=torch.bfloat16), [prompt(length, seed=6) for length in LENGTHS[1:]]
+    ids, mask = left_padded(prompts)
+    call = {"attention_mask": mask, "max_new_tokens": NEW, "temperature": temperature, "seed": 8}
+    expected = dflash.Generator(target, None, max_length=110, batch_size=3, block_size=16).generate(ids, **call)
+    texts = [torch.cat([p, row[-NEW:]]) for p, row in zip(prompts, expected, strict=True)]
+    lengths = set()
+    for spoil in (3, 100):
+        generator = hinted(target, make_draft(target, "DFlash2"), texts, spoil)
+        output = generator.generate(ids, return_dict_in_generate=True, **call)
+        assert torch.equal(output.sequences, expected)
+        lengths.update(n for row in output.statistics.acceptance_lengths for n in row)
+    assert {3, 16} <= lengths
