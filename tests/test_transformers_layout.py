@@ -51,7 +51,7 @@ def fitted(target, **changes) -> dict:
         {"rope_scaling": YARN_ONCE},
         {"rope_scaling": {"type": "linear", "factor": 4.0}},
         {**sliding("sf", 12), "is_causal": False},
-        {**sliding("ss", 3), "is_causal": False, "block_size": 4},
+        {**sliding("ss", 2), "is_causal": False, "block_size": 4},
     ],
     ids=["full", "llama3", "yarn", "linear", "windows", "smallest window"],
 )
@@ -106,7 +106,7 @@ def test_the_export_reads_back(tmp_path):
         (config_dict(output_multiplier=0.5), "has no output_multiplier"),
         (config_dict(final_logit_softcapping=30.0), "has no final_logit_softcapping"),
         (VARIANTS["Qwen3.6-27B"], r"is not causal inside a block, and this drafter's layers are \[True, True, False\]"),
-        (config_dict(**sliding("ss", 2), is_causal=False), "a window of at least 3, and this drafter has 2"),
+        (config_dict(**sliding("ss", 1), is_causal=False), "a window of at least 2, and this drafter has 1"),
     ],
 )
 def test_what_transformers_cannot_express_is_refused_by_name(tmp_path, config, message):

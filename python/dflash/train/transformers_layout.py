@@ -17,8 +17,8 @@ __all__ = ["TENSOR_NAMES", "to_transformers"]
 TENSOR_NAMES = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
 # Written where no layer has a window: transformers wants an integer, and does not use it then.
 _UNUSED_WINDOW = 2048
-# Its cache keeps sliding_window - 1 positions, and counts from the end, where 0 means all of them.
-_SMALLEST_WINDOW = 3
+# Its cache keeps sliding_window - 1 positions, which must not be negative.
+_SMALLEST_WINDOW = 2
 
 
 def to_transformers(config: DraftConfig) -> dict[str, Any]:
