@@ -138,7 +138,11 @@ def _compare(engine: Engine, arguments: argparse.Namespace, folder: Path) -> Non
         print(missing)
         return
     pair = package_pair.load(arguments.pair, arguments.dtype, arguments.prompts)
-    job, ours = _prepare(arguments, pair, folder)
+    try:
+        job, ours = _prepare(arguments, pair, folder)
+    except ValueError as error:  # the layout cannot express the pair
+        print(f"{engine.name} cannot run this pair: {error}")
+        return
     # 2. Answer there
     (folder / "job.json").write_text(json.dumps(asdict(job)))
     command = [
