@@ -29,6 +29,7 @@ __all__ = [
     "load_checkpoint",
     "published_config",
     "read_progress",
+    "rope_section",
     "save_checkpoint",
     "save_draft",
 ]
@@ -74,7 +75,7 @@ def published_config(config: DraftConfig, dtype: torch.dtype = torch.bfloat16) -
         "num_target_layers": config.num_target_layers,
         "pad_token_id": None,
         "rms_norm_eps": config.rms_norm_eps,
-        "rope_parameters": _rope_section(config.rope),
+        "rope_parameters": rope_section(config.rope),
         "rope_theta": config.rope.theta,
         "sliding_window": max(windows, default=None),
         "tie_word_embeddings": False,
@@ -85,7 +86,8 @@ def published_config(config: DraftConfig, dtype: torch.dtype = torch.bfloat16) -
     return out if config.causal == by_window else out | {"is_causal": config.causal[0]}
 
 
-def _rope_section(rope: Rope) -> dict[str, Any]:
+def rope_section(rope: Rope) -> dict[str, Any]:
+    """Return the ``rope_parameters`` that read back as ``rope``."""
     out: dict[str, Any] = {"rope_type": rope.type, "rope_theta": rope.theta}
     if rope.type != "default":
         out["factor"] = rope.factor
