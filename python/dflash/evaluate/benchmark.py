@@ -10,26 +10,21 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import hashlib
-import importlib.metadata
 import json
-import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import torch
 from torch import nn
 
-from .. import ops
 from ..drafter import Drafter
 from ..files import write_atomically
 from ..progress import bars
-from ..target import sample_digest
 from .compare import Answer, Comparison, Decoding, Total, pair_runners
 from .datasets import Prompt
+from .description import describe
 from .journal import Journal
 from .prompts import prompt_ids
 
@@ -105,41 +100,6 @@ def encode(
         prompt = {"prompt": messages[-1]}
     template = {} if settings.thinking is None else {"enable_thinking": settings.thinking}
     return prompt_ids(tokenizer, prompt, raw=settings.raw, bos=settings.bos, template=template)
-
-
-def describe(target: nn.Module, draft: Drafter) -> dict[str, Any]:
-    """Describe the machine, the versions and the models: what a speed depends on besides the settings."""
-    device = target.get_input_embeddings().weight.device
-    return {
-        "machine": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
-        "device": device.type,
-        "threads": torch.get_num_threads(),
-        "isa": ops.isa(),
-        "dflash": _version("dflash-engine"),
-        "torch": torch.__version__,
-        "transformers": _version("transformers"),
-        "python": platform.python_version(),
-        "dtype": str(target.dtype).removeprefix("torch."),
-        "target_parameters": sum(parameter.numel() for parameter in target.parameters()),
-        "draft_parameters": sum(parameter.numel() for parameter in draft.parameters()),
-        "weights": f"{sample_digest(target)}-{sample_digest(draft)}",
-        "draft_config": hashlib.sha256(repr(draft.config).encode()).hexdigest()[:16],
-    }
-
-
-def _version(distribution: str) -> str:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
 
 
 # ---------------------------------------------------------------------------------------------- answering
