@@ -205,16 +205,19 @@ class ScriptedProposer(ChainProposer):
 
     script: torch.Tensor
     spoil: int = 0
+    spoil_from: int = 0  # the first position that may be spoiled
 
     def propose(self, state: State) -> Block:
         drafts = super().propose(state).ids[:, 1:]  # its cache must stay right
-        positions = state.positions(self.num_drafts)
+        positions = state.positions(drafts.shape[1])
         truth = self.script.gather(1, positions.clamp(max=self.script.shape[1] - 1))
         if self.spoil:
             vocab = self.target.embedding_weight.shape[0]
-            truth = torch.where(positions % self.spoil == 0, (truth + 1) % vocab, truth)
-        state.block[:, 1:].copy_(torch.where(drafts >= -1, truth, drafts))
-        return Block(state.block)
+            is_spoiled = (positions % self.spoil == 0) & (positions >= self.spoil_from)
+            truth = torch.where(is_spoiled, (truth + 1) % vocab, truth)
+        drafts = torch.where(drafts >= -1, truth, drafts)
+        state.block[:, 1 : self.rows].copy_(drafts)
+        return Block(state.block if self.rows == self.block_size else torch.cat([state.anchor, drafts], 1))
 
 
 class Cheat(dflash.Generator):

@@ -93,6 +93,20 @@ def test_trees_are_measured_next_to_the_chain(bench):
     assert all(float(row[1]) >= 1 for row in rows.values())
 
 
+def test_widths_are_measured_next_to_auto(bench):
+    arguments = ["--prompts", 1, "--new", 12, "--widths", 4, 16, "auto"]
+    rows = {line[:10].strip(): line[10:].split() for line in bench("bench_width.py", *arguments)[2:]}
+    assert list(rows) == ["width 4", "width 16", "width auto"]
+    assert {row[-2] for row in rows.values()} == {"1/1"}
+    assert [float(rows[name][-1]) for name in ("width 4", "width 16")] == [4, 16]
+
+
+def test_passes_of_the_drafter_are_timed_by_context(bench):
+    lines = bench("bench_draft_window.py", "--contexts", 40, 80, "--windows", 0, 16, "--hidden", 64, "--repeats", 1)
+    assert [line.split()[0] for line in lines[1:]] == ["window", "none", "16"]
+    assert all(float(value) > 0 for line in lines[2:] for value in line.split()[1:])
+
+
 RELEASE = Path(dflash.__file__).parents[1]
 
 

@@ -12,6 +12,7 @@ from tiny_pair import CHAT_TEMPLATE, save_pair, word_tokenizer
 import dflash
 from dflash.evaluate import benchmark as module
 from dflash.evaluate import compare, datasets, report
+from dflash.evaluate.by_context import count_steps, summarize_steps
 
 
 @pytest.fixture(scope="module")
@@ -176,6 +177,8 @@ def test_the_summary_equals_a_slow_count():
         return {"new_tokens": new, "one_token_new_tokens": new, "acceptance_lengths": lengths} | {
             "identical": identical,
             "ngrams": ngrams,
+            "by_context": {},
+            "one_token_by_context": {},
             **times,
         }
 
@@ -194,6 +197,40 @@ def test_the_summary_equals_a_slow_count():
     nothing_kept = module.summarize([[record([1, 1], 3, True, [0, 0])]], 4, 1)
     assert nothing_kept["conditional_acceptance"] == [0.0, None, None]
     assert nothing_kept["distinct_ngrams"] is None
+
+
+def test_steps_are_counted_by_the_context_that_they_start_from():
+    answer = compare.Answer([], [3, 1, 4], 9.0, [16, 8, 8], [0.5, 0.25, 0.5])
+    assert count_steps(252, answer) == {"0": [2, 4, 24, 0.75], "256": [1, 4, 8, 0.5]}
+    one = compare.Answer([], [1] * 6, 9.0, [1] * 6, [0.25] * 6)
+    first, second = summarize_steps([count_steps(252, answer)] * 2, [count_steps(252, one)])
+    assert (first["from"], first["steps"], first["acceptance_length"], first["rows"]) == (0, 4, 2.0, 12.0)
+    assert (first["step_seconds"], first["one_token_step_seconds"]) == (0.375, 0.25)
+    assert first["speedup"] == pytest.approx(2.0 * 0.25 / 0.375)
+    assert (second["from"], second["steps"], second["acceptance_length"]) == (256, 2, 4.0)
+    alone = summarize_steps([count_steps(600, answer)], [])
+    assert [(found["from"], found["speedup"]) for found in alone] == [(512, None)]
+
+
+def test_the_report_has_steps_by_context(run, tiny, tmp_path, shell):
+    path = write(tmp_path / "long.jsonl", {"prompt": "w5 w6"}, {"prompt": "w7 " * 250})
+    call = ["--dataset", path, "--max-new-tokens", 40, "--block-size", "auto", "--temperature", 1]
+    report = run(tiny, *call)
+    found = report["datasets"]["long"]
+    assert report["header"]["auto_width"] is True
+    assert found["identical"] == 2
+    assert [bucket["from"] for bucket in found["by_context"]] == [0, 256]
+    assert sum(bucket["steps"] for bucket in found["by_context"]) == sum(found["histogram"])
+    written = sum(bucket["steps"] * bucket["acceptance_length"] for bucket in found["by_context"])
+    assert written == pytest.approx(found["new_tokens"] - 2)  # the first of each answer comes from the prompt
+    seconds = sum(bucket["steps"] * bucket["step_seconds"] for bucket in found["by_context"])
+    assert 0 < seconds < found["seconds"]
+    assert all(4 <= bucket["rows"] <= 16 for bucket in found["by_context"])
+    done = shell("benchmark", "--model", tiny / "target", "--draft", tiny / "draft", "--limit", 1, *call)
+    assert done.code == 0, done.err
+    assert "block 16, auto" in done.out
+    head = next(line for line in done.out.splitlines() if line.startswith("long, context from"))
+    assert head.split()[3:] == ["steps", "accepted", "rows", "ms/step", "one-token", "speedup"]
 
 
 def test_a_wrong_answer_is_not_counted_identical(run, tiny, three, monkeypatch):

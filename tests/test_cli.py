@@ -172,6 +172,16 @@ def test_trees_write_the_text_of_chains_and_are_named(run, folders):
     assert json.loads(run(*call, "--tree", "5", "--json").out)["tree"] == 5
 
 
+def test_blocks_of_any_width_write_the_same_text(run, folders):
+    model, draft = folders
+    call = ["generate", "--model", model, "--draft", draft, "--max-new-tokens", "12", "w5 w6"]
+    expected = run(*call)
+    for width in ("auto", "4"):
+        done = run(*call, "--block-size", width)
+        assert done.code == 0, done.err
+        assert done.out == expected.out
+
+
 def test_chat_drafts_trees(run, chat_folders, monkeypatch):
     model, draft = chat_folders
     monkeypatch.setattr(sys, "stdin", io.StringIO("w5 w6\n"))
@@ -211,6 +221,9 @@ def test_the_same_seed_writes_the_same_text(run, folders):
         (["--tree", "many"], "dflash: tree must be a number of rows in 2 .. 128, \"auto\" or None, got 'many'"),
         (["--tree", "+-5"], "dflash: tree must be a number of rows in 2 .. 128, \"auto\" or None, got '+-5'"),
         (["--tree", "16", "--block-size", "1"], "dflash: tree=16 needs a drafter to grow from, got"),
+        (["--block-size", "most"], 'dflash: block_size must be an integer of at least 1, "auto" or None, got'),
+        (["--block-size", "0"], "dflash: block_size must be an integer of at least 1, got 0"),
+        (["--block-size", "auto", "--tree", "16"], "dflash: block_size='auto' cannot be combined with tree=16"),
         (["--tree", "16", "--draft-sharpness", "1"], "dflash: tree=16 cannot be combined with draft_sharpness=1.0"),
     ],
 )

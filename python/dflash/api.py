@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Literal, overload
 
@@ -14,7 +14,7 @@ from .call import Call, GenerateArguments, TargetDefaults, check_stream_argument
 from .drafter import load_draft
 from .fit import check_block_size, check_tree, check_tree_trial
 from .generator import Generator
-from .options import GeneratorOptions, tree_rows
+from .options import BlockSize, GeneratorOptions, check_width_call, checked_block_size, tree_rows
 from .outputs import GenerateOutput, StreamEvent
 from .target import WeightsFingerprint, check_target, structural_twin, text_config
 from .turns import Turns, turns_taken_here
@@ -33,7 +33,7 @@ def generate(
     draft: nn.Module | None,
     ids: Tensor,
     *,
-    block_size: int | None = None,
+    block_size: int | Literal["auto"] | Mapping[int, float] | None = None,
     return_dict_in_generate: Literal[False] = False,
     **arguments: Unpack[GenerateArguments],
 ) -> Tensor: ...
@@ -45,7 +45,7 @@ def generate(
     draft: nn.Module | None,
     ids: Tensor,
     *,
-    block_size: int | None = None,
+    block_size: int | Literal["auto"] | Mapping[int, float] | None = None,
     return_dict_in_generate: Literal[True],
     **arguments: Unpack[GenerateArguments],
 ) -> GenerateOutput: ...
@@ -57,7 +57,7 @@ def generate(
     draft: nn.Module | None,
     ids: Tensor,
     *,
-    block_size: int | None = None,
+    block_size: int | Literal["auto"] | Mapping[int, float] | None = None,
     return_dict_in_generate: bool,
     **arguments: Unpack[GenerateArguments],
 ) -> Tensor | GenerateOutput: ...
@@ -68,7 +68,7 @@ def generate(
     draft: nn.Module | None,
     ids: Tensor,
     *,
-    block_size: int | None = None,
+    block_size: int | Literal["auto"] | Mapping[int, float] | None = None,
     return_dict_in_generate: bool = False,
     **arguments: Unpack[GenerateArguments],
 ) -> Tensor | GenerateOutput:
@@ -87,7 +87,11 @@ def generate(
         target: a causal language model of transformers; never modified.
         draft: a drafter from `load_draft`, or a module it takes. None decodes one token per step.
         ids: ``[batch, length]`` int64 or int32 prompts, on the target's device.
-        block_size: 1 to the drafter's own. Changes the speed, never the text.
+        block_size: rows that a step verifies, 1 to the drafter's own (the default). ``"auto"`` chooses a quarter, half,
+            three quarters or all of these before each step: the width that wrote most tokens per second so far at this
+            context length. A step's time at each width is measured when a call begins at a new length. A mapping gives
+            the widths to choose from and the cost of a step at each, in any unit: ``{4: 1.0, 16: 1.3}``. Cannot be
+            combined with ``tree`` or ``acceptance="rejection"``. Changes the speed, never the text.
         return_dict_in_generate: return a `GenerateOutput` with statistics.
         arguments: see `dflash.call.GenerateArguments`.
 
@@ -110,7 +114,7 @@ def stream(
     draft: nn.Module | None,
     ids: Tensor,
     *,
-    block_size: int | None = None,
+    block_size: int | Literal["auto"] | Mapping[int, float] | None = None,
     skip_special_tokens: bool = False,
     **arguments: Unpack[GenerateArguments],
 ) -> Iterator[StreamEvent]:
@@ -154,7 +158,7 @@ def release() -> None:
 
 
 def generate_call(
-    target: nn.Module, draft: nn.Module | None, call: Call, block_size: int | None, *, prompt_was_put: bool = False
+    target: nn.Module, draft: nn.Module | None, call: Call, block_size: BlockSize, *, prompt_was_put: bool = False
 ) -> GenerateOutput:
     """Run a resolved call on the kept generator; an interrupt frees it."""
     with _lock():
@@ -174,15 +178,13 @@ def generate_call(
 class _CachedGenerator:
     """The generator of the last pair. It holds neither of the user's modules, and is freed with either of them."""
 
-    def __init__(
-        self, target: nn.Module, draft: nn.Module | None, block_size: int | None, generator: Generator
-    ) -> None:
+    def __init__(self, target: nn.Module, draft: nn.Module | None, block_size: BlockSize, generator: Generator) -> None:
         self.generator, self.block_size = generator, block_size
         modules = [module for module in (target, draft) if module is not None]
         self.weights = [WeightsFingerprint(module) for module in modules]
         self.finalizers = [weakref.finalize(module, release) for module in modules]
 
-    def serves(self, target: nn.Module, draft: nn.Module | None, block_size: int | None, call: Call) -> bool:
+    def serves(self, target: nn.Module, draft: nn.Module | None, block_size: BlockSize, call: Call) -> bool:
         """Return True if the generator was made for this pair and has room for the call."""
         modules = [module for module in (target, draft) if module is not None]
         return (
@@ -226,12 +228,14 @@ def _resolve(target: nn.Module, ids: Tensor, arguments: GenerateArguments) -> Ca
     return call
 
 
-def _generator_for(target: nn.Module, draft: nn.Module | None, call: Call, block_size: int | None) -> Generator:
+def _generator_for(target: nn.Module, draft: nn.Module | None, call: Call, block_size: BlockSize) -> Generator:
     """Return the kept generator if it serves this call, else a new one in its place.
 
     A call from inside a one-shot call gets a generator of its own, which is not kept.
     """
     global _cached
+    block_size = checked_block_size(block_size)
+    check_width_call(block_size, call.tree, call.acceptance)
     call.check_drafts(has_drafts := draft is not None and block_size != 1)
     check_tree(target, call.tree, draft if has_drafts else None, room=call.tree)
     cached = _cached  # another thread may release it meanwhile

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import nn
 
 from .drafter import DraftConfig, Drafter
-from .options import TreeSize, tree_rows
-from .sampling import integer_from
+from .options import BlockSize, TreeSize, checked_block_size, has_auto_width, tree_rows
 from .target import Target, embedding_table, has_recurrent_layers, refusal_of_weights, text_config
 
 __all__ = ["check_block_size", "check_config", "check_fit", "check_tree", "check_tree_trial"]
@@ -49,12 +50,19 @@ def _check_equal(what: str, drafters: object, targets: object) -> None:
         raise ValueError(f"the drafter does not fit the target: its {what} is {drafters}, the target's is {targets}")
 
 
-def check_block_size(target: nn.Module, draft: Drafter | None, block_size: int | None) -> int:
-    """Return the block size of a generator for the two; raise unless they can run together."""
+def check_block_size(target: nn.Module, draft: Drafter | None, block_size: BlockSize) -> int:
+    """Return the block size of a generator for the two, the largest if it is chosen; raise unless they can run."""
     if draft is not None:
         check_fit(target, draft)
-    trained = None if draft is None else draft.config.block_size
-    rows = integer_from(1, "block_size", (trained or 1) if block_size is None else block_size)
+    trained, size = None if draft is None else draft.config.block_size, checked_block_size(block_size)
+    if has_auto_width(size) and (trained is None or trained < 2):
+        raise ValueError(
+            f"block_size={size!r} needs a drafter of blocks of at least 2 tokens, got "
+            f"{'draft=None' if trained is None else f'one of {trained}'}: pass a number, or leave it out"
+        )
+    if size is None or size == "auto":
+        return trained or 1
+    rows = max(size) if isinstance(size, Mapping) else size
     if trained is not None and rows > trained:
         raise ValueError(f"block_size must be at most the drafter's own, {trained}, got {rows}")
     return rows

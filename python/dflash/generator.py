@@ -29,7 +29,7 @@ from .engine import (
     step,
 )
 from .fit import check_block_size, check_tree, check_tree_trial
-from .options import GeneratorOptions, checked_tree, tree_rows
+from .options import GeneratorOptions, check_width_call, checked_block_size, checked_tree, tree_rows
 from .outputs import GenerateOutput, StreamEvent
 from .streaming import BatchDecoder
 from .target import Target, ValuesFingerprint, WeightsFingerprint, check_target, first_hook, functions_of, snapshot
@@ -61,6 +61,7 @@ class Generator:
         max_length: prompt and new tokens of a row together may not exceed this.
         batch_size: the most rows of a call.
         block_size: rows that a step verifies, 1 to the drafter's own block size (the default); 1 without a drafter.
+            ``"auto"``, or costs by width, chooses before each step (`dflash.generate`); the attribute is the largest.
         denoise_steps: passes of the drafter over each block, where a call does not say
             (`dflash.call.GenerateArguments`).
         tree: rows of a tree of drafts, ``"auto"``, or costs by size, where a call does not say
@@ -101,7 +102,7 @@ class Generator:
         *,
         max_length: int,
         batch_size: int = 1,
-        block_size: int | None = None,
+        block_size: int | Literal["auto"] | Mapping[int, float] | None = None,
         denoise_steps: int = 1,
         tree: int | Literal["auto"] | Mapping[int, float] | None = None,
         compile: bool = False,
@@ -137,14 +138,11 @@ class Generator:
         check_tree(target, self.tree, self.draft, room=self.tree)
         # 2. The pair: the target's twin, and the engine with its state.
         check_tree_trial(twin := self._twin(target), self.tree)
+        widths = checked_block_size(options.block_size)
         self.engine = Engine(
-            twin,
-            self.draft,
-            batch_size=self.batch_size,
-            max_length=self.max_length,
-            block_size=self.block_size,
-            tree_rows=tree_rows(self.tree),
-        )
+            twin, self.draft, batch_size=self.batch_size, max_length=self.max_length, block_size=self.block_size,
+            tree_rows=tree_rows(self.tree), widths=widths,
+        )  # fmt: skip
         # 3. What launches the steps. The step after the last may still be running when the generator is freed; the
         # memory that it writes must not be another's by then.
         report, on_gpu = self.state.report.tensor, self.engine.target.device.type == "cuda"
@@ -265,6 +263,7 @@ class Generator:
         """Check a call against the target and this generator's sizes."""
         call = Call.resolve(self._defaults, ids, arguments, denoise_steps=self.denoise_steps, tree=self.tree)
         call.check_drafts(self.draft is not None)
+        check_width_call(self.engine.widths, call.tree, call.acceptance)
         check_tree(self.engine.target.model, call.tree, self.draft, room=self.tree)
         batch, longest = len(call.prompts), call.longest
         if batch > self.batch_size:

@@ -14,10 +14,23 @@ from .proposers import TREE_SIZES
 from .sampling import integer, integer_from, real
 from .target import embedding_table, ranks_in, text_config
 
-__all__ = ["GeneratorOptions", "TreeSize", "check_tree_call", "checked_tree", "tree_rows"]
+__all__ = [
+    "BlockSize",
+    "GeneratorOptions",
+    "TreeSize",
+    "check_tree_call",
+    "check_width_call",
+    "checked_block_size",
+    "checked_tree",
+    "has_auto_width",
+    "tree_rows",
+]
 
 TreeSize = int | Literal["auto"] | Mapping[int, float] | None
 """Rows of a draft tree; "auto" to choose them as a call proceeds, or what each size costs; None for chains."""
+
+BlockSize = int | Literal["auto"] | Mapping[int, float] | None
+"""Rows of a chain; "auto" to choose them as a call proceeds, or what each width costs; None for the drafter's own."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +39,7 @@ class GeneratorOptions:
 
     max_length: int
     batch_size: int = 1
-    block_size: int | None = None
+    block_size: BlockSize = None
     denoise_steps: int = 1
     compile: bool = False
     graph: bool | Literal["auto"] = "auto"
@@ -41,6 +54,7 @@ class GeneratorOptions:
         for name, low in lowest.items():
             integer_from(low, name, getattr(self, name))
         check_tree_call(checked_tree(self.tree), self.denoise_steps)
+        check_width_call(checked_block_size(self.block_size), checked_tree(self.tree))
         positions = getattr(text_config(target), "max_position_embeddings", None)
         if positions is not None and self.max_length > positions:
             raise ValueError(f"max_length {self.max_length} is past the target's max_position_embeddings, {positions}")
@@ -76,18 +90,57 @@ def checked_tree(tree: object) -> TreeSize:
 
 
 def _checked_costs(costs: Mapping[object, object]) -> dict[int, float]:
-    """Return the costs by size in ascending order; raise ValueError or TypeError if one is wrong."""
+    """Return the costs by size of a tree in ascending order; raise ValueError or TypeError if one is wrong."""
     sizes = ", ".join(map(str, TREE_SIZES))
     wanted = f"tree as costs must map one or more of {sizes} rows to positive numbers, got {costs!r}"
+    found = _positive_costs(costs, wanted)
+    if not all(size in TREE_SIZES for size in found):
+        raise ValueError(wanted)
+    return found
+
+
+def _positive_costs(costs: Mapping[object, object], wanted: str) -> dict[int, float]:
+    """Return costs by size in ascending order; raise ``wanted`` unless there are some and all are positive."""
     try:
-        found = {integer("tree", size): real("tree", cost, "positive") for size, cost in costs.items()}
+        found = {integer("size", size): real("cost", cost, "positive") for size, cost in costs.items()}
     except TypeError:
         raise TypeError(wanted) from None
     except OverflowError:
         raise ValueError(wanted) from None
-    if not found or not all(size in TREE_SIZES and 0 < cost < math.inf for size, cost in found.items()):
+    if not found or not all(0 < cost < math.inf for cost in found.values()):
         raise ValueError(wanted)
     return dict(sorted(found.items()))
+
+
+def checked_block_size(block_size: object) -> BlockSize:
+    """Return the argument ``block_size``; raise ValueError or TypeError if it is wrong for every drafter."""
+    if block_size is None or (isinstance(block_size, str) and block_size == "auto"):
+        return block_size
+    if isinstance(block_size, str):
+        raise ValueError(f'block_size must be an integer of at least 1, "auto" or None, got {block_size!r}')
+    if isinstance(block_size, Mapping):
+        wanted = f"block_size as costs must map one or more widths from 2 to positive numbers, got {block_size!r}"
+        costs = _positive_costs(block_size, wanted)
+        if min(costs) < 2:
+            raise ValueError(wanted)
+        return costs
+    return integer_from(1, "block_size", block_size)
+
+
+def has_auto_width(block_size: BlockSize) -> bool:
+    """Return True if the rows of chains are chosen as a call proceeds."""
+    return block_size == "auto" or isinstance(block_size, Mapping)
+
+
+def check_width_call(block_size: BlockSize, tree: TreeSize = None, acceptance: str = "keyed") -> None:
+    """Raise ValueError if the rows of chains are to be chosen as a call proceeds, and something needs them fixed."""
+    reason = ""
+    if tree is not None:
+        reason = f"tree={tree!r}, which verifies rows of its own number"
+    elif acceptance == "rejection":
+        reason = 'acceptance="rejection": its text depends on where blocks begin, and so would on the time of steps'
+    if has_auto_width(block_size) and reason:
+        raise ValueError(f"block_size={block_size!r} cannot be combined with {reason}. Pass a number, or leave it out")
 
 
 def tree_rows(tree: TreeSize) -> int:

@@ -22,7 +22,10 @@ class Statistics:
         seconds: seconds from the call to the last token; in a running call, to now.
         num_prefilled_tokens: per row, prompt tokens that were run; the others were still in the caches of the call
             before (see `dflash.Generator`).
-        rows: per step, the rows per prompt that the target verified: ``block_size``, or those of a tree.
+        rows: per step, the rows per prompt that the target verified: ``block_size``, those of a tree, or what
+            ``block_size="auto"`` chose.
+        step_seconds: per step, the seconds that it took. On a GPU, where steps are read late, they are right in the
+            mean.
     """
 
     acceptance_lengths: list[list[int]]
@@ -32,6 +35,7 @@ class Statistics:
     seconds: float
     num_prefilled_tokens: list[int] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
+    step_seconds: list[float] = field(default_factory=list)
 
     @property
     def acceptance_length(self) -> float:

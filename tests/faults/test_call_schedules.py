@@ -20,6 +20,7 @@ from dflash.sampling import fold
 
 ROWS, CAPACITY = 3, 96
 POOL = [prompt(40, seed=seed).tolist() for seed in (21, 22)]  # prompts are cut from these, so that prefixes are shared
+COSTS = {4: 1.0, 8: 1.05, 16: 1.1}  # of a step by width: the width then changes as a call proceeds
 tokenizer = functools.cache(byte_level)
 
 
@@ -83,7 +84,7 @@ actions = st.one_of(
 )
 generators = st.fixed_dictionaries(
     {
-        "block_size": st.sampled_from([None, 1, 4]),
+        "block_size": st.sampled_from([None, 1, 4, COSTS]),
         "reuse_prefix": st.booleans(),
         "prefill_chunk": st.sampled_from([5, 512]),
     }

@@ -95,7 +95,7 @@ def load(
     device: str | None,
     *,
     tree: int | Literal["auto"] | None = None,
-    block_size: int | None = None,
+    block_size: int | Literal["auto"] | None = None,
 ) -> tuple[Any, Any, str]:
     """Load the target, its drafter (if one is named), and return both with the device.
 
@@ -107,7 +107,7 @@ def load(
         dtype: of both.
         device: as `check_device` takes it.
         tree: rows of the trees that will be asked for. If the target cannot verify trees, nothing is loaded.
-        block_size: rows of the blocks that will be asked for; None for the drafter's own.
+        block_size: rows of the blocks that will be asked for, or ``"auto"``; None for the drafter's own.
 
     Raises:
         ValueError: a file is broken, or the target takes no trees.

@@ -16,6 +16,7 @@ from ..evaluate import check_text
 from ..evaluate.benchmark import Settings
 from .loading import Source, load, load_tokenizer
 from .options import (
+    BlockSize,
     Device,
     Draft,
     Dtype,
@@ -27,6 +28,7 @@ from .options import (
     TreeRows,
     TrustRemoteCode,
     check_sampling,
+    parse_block_size,
     parse_sharpness,
     parse_tree,
     takes_dataclasses,
@@ -76,7 +78,7 @@ def demo(
         raise typer.Exit(1)
 
 
-@takes_dataclasses(settings=("draft_sharpness", "tree", "thinking"))
+@takes_dataclasses(settings=("block_size", "draft_sharpness", "tree", "thinking"))
 def benchmark(
     model: Model,
     draft: Draft,
@@ -86,6 +88,7 @@ def benchmark(
     settings: Settings,
     data: Annotated[Path | None, typer.Option(help="Folder of the datasets' files; default: from the hub.")] = None,
     limit: Annotated[int | None, typer.Option(help="Prompts of each dataset at most.")] = None,
+    block_size: BlockSize = None,
     draft_sharpness: Sharpness = "auto",
     tree: TreeRows = None,
     no_thinking: NoThinking = False,
@@ -107,10 +110,12 @@ def benchmark(
     from ..evaluate.benchmark import check_settings, progress_bars, run_benchmark
 
     # 1. Check the options and load the prompts: this is quick, loading the models is not.
+    rows = parse_tree(tree)  # next to chains, whose sharpness that is
     settings = dataclasses.replace(
         settings,
+        block_size=parse_block_size(block_size, rows),
         draft_sharpness=parse_sharpness(draft_sharpness),
-        tree=parse_tree(tree),  # next to chains, whose sharpness that is
+        tree=rows,
         thinking=False if no_thinking else None,
     )
     numbers = ("max_new_tokens", "temperature", "seed", "draft_sharpness")

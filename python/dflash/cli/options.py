@@ -38,6 +38,7 @@ __all__ = [
     "TreeRows",
     "TrustRemoteCode",
     "check_sampling",
+    "parse_block_size",
     "parse_sharpness",
     "parse_tree",
     "takes_dataclasses",
@@ -51,7 +52,10 @@ TopK = Annotated[int | None, typer.Option(help="Keep the k best tokens; 0 is off
 TopP = Annotated[float | None, typer.Option(help="Keep the most probable tokens up to this mass.")]
 MinP = Annotated[float | None, typer.Option(help="Drop tokens this much less probable than the best.")]
 Seed = Annotated[int | None, typer.Option(help="The same seed writes the same text.")]
-BlockSize = Annotated[int | None, typer.Option(help="Tokens that a step verifies; default: the drafter's.")]
+BlockSize = Annotated[
+    str | None,
+    typer.Option(help="Rows that a step verifies, or auto: chosen before each step; default: the drafter's."),
+]
 Sharpness = Annotated[str, typer.Option(help="How sharply the drafter follows its logits: a number, inf, or auto.")]
 TreeRows = Annotated[
     str | None, typer.Option("--tree", help="Draft trees of so many rows, 2 to 128, or auto; default: chains.")
@@ -136,6 +140,20 @@ def parse_sharpness(value: str) -> str | float:
         return value if value == "auto" else float(value)
     except ValueError as error:
         raise ValueError(f"--draft-sharpness must be a number, inf or auto, got {value!r}") from error
+
+
+def parse_block_size(value: str | None, tree: int | Literal["auto"] | None = None) -> int | Literal["auto"] | None:
+    """Return the value of ``--block-size``: a number, ``"auto"``, or None for the drafter's.
+
+    Raises:
+        ValueError: it is wrong, or cannot be combined with ``tree``.
+    """
+    from ..options import check_width_call, checked_block_size
+
+    is_number = value is not None and re.fullmatch(r"[+-]?\d{1,9}", value)
+    block_size = checked_block_size(int(value) if is_number else value)
+    check_width_call(block_size, tree)
+    return block_size
 
 
 def parse_tree(value: str | None, draft_sharpness: str | float = "auto") -> int | Literal["auto"] | None:

@@ -31,6 +31,7 @@ from .options import (
     System,
     TreeRows,
     check_sampling,
+    parse_block_size,
     parse_sharpness,
     parse_tree,
     takes_dataclasses,
@@ -74,9 +75,10 @@ def generate(
     ids = _encode(tokenizer, text, system, raw, bos)
     sharpness = parse_sharpness(draft_sharpness)
     rows = parse_tree(tree, sharpness)
+    width = parse_block_size(block_size, rows)
     check_sampling(max_new_tokens, draft_sharpness=sharpness, **dataclasses.asdict(sampling))
     # 2. Load the models.
-    target, drafter, device = load(source, models.draft, models.dtype, models.device, tree=rows, block_size=block_size)
+    target, drafter, device = load(source, models.draft, models.dtype, models.device, tree=rows, block_size=width)
     import torch
 
     from ..api import stream
@@ -88,7 +90,7 @@ def generate(
         torch.tensor([ids], dtype=torch.int64, device=device).reshape(1, -1),
         tokenizer=tokenizer,
         skip_special_tokens=True,
-        block_size=block_size,
+        block_size=width,
         max_new_tokens=max_new_tokens,
         stop_strings=stop or None,
         draft_sharpness=sharpness,
@@ -172,8 +174,9 @@ class _Answer:
     def summary(self) -> str:
         """Describe the finished answer in one line."""
         statistics = self.last.statistics
-        rows = "" if self._tree is None else f" in trees of {self._tree} rows"
+        rows, steps = "" if self._tree is None else f" in trees of {self._tree} rows", set(statistics.rows)
         rows = " in trees of 16 to 128 rows" if self._tree == "auto" else rows
+        rows = f" in blocks of {min(steps)} to {max(steps)} rows" if len(steps) > 1 and self._tree is None else rows
         return (
             f"{statistics.num_new_tokens[0]} tokens in {statistics.seconds:.2f} s, "
             f"{statistics.tokens_per_second:.1f} tokens/s, acceptance length {statistics.acceptance_length:.2f} "
@@ -229,13 +232,14 @@ def chat(
         raise ValueError("this tokenizer has no chat template: use dflash generate")
     check_sampling(max_new_tokens, **dataclasses.asdict(sampling))
     rows = parse_tree(tree)
+    width = parse_block_size(block_size, rows)
     _check_system(tokenizer, system)
-    target, drafter, device = load(source, models.draft, models.dtype, models.device, tree=rows, block_size=block_size)
+    target, drafter, device = load(source, models.draft, models.dtype, models.device, tree=rows, block_size=width)
     from ..generator import Generator
 
     positions = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None) or max_length
     length = min(max_length, positions)
-    generator = Generator(target, drafter, max_length=length, block_size=block_size, tree=rows)
+    generator = Generator(target, drafter, max_length=length, block_size=width, tree=rows)
     conversation = _Conversation(generator, tokenizer, device, system, max_new_tokens, sampling)
     # 2. Answer line by line.
     console, all_answered = Console(stderr=True), True

@@ -1,5 +1,6 @@
 """How a call runs: its state, one step, the prompt, and what launches steps and reads them."""
 
+from .budget import context_bucket
 from .host_step import host_step
 from .progress import FINISH_REASONS, Launch, Progress, Run
 from .runner import Direct, Replay, compiled_per_kind, graph_status
@@ -16,6 +17,7 @@ __all__ = [
     "Run",
     "State",
     "compiled_per_kind",
+    "context_bucket",
     "graph_status",
     "host_step",
     "step",

@@ -33,6 +33,7 @@ class Progress:
         acceptance_lengths: per row, the tokens that each step emitted.
         num_prefilled_tokens: per row, prompt tokens that were run.
         rows: per step, the rows that it verified.
+        step_seconds: per step, what passed in the loop until it was read.
         time_to_first_token: seconds.
         new_ids: per row, the ids that the last report added; empty where the call does not read ids.
         accepted: per row, how many of them were drafts.
@@ -44,6 +45,7 @@ class Progress:
     acceptance_lengths: list[list[int]]
     num_prefilled_tokens: list[int] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
+    step_seconds: list[float] = field(default_factory=list)
     time_to_first_token: float = 0.0
     new_ids: list[list[int]] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
@@ -104,8 +106,8 @@ class Progress:
         """Return what was measured up to now, ``seconds`` after the call began."""
         steps = [list(row) for row in self.acceptance_lengths[: len(call.prompts)]]
         counts = [self.length[row] + 1 - len(prompt) for row, prompt in enumerate(call.prompts)]
-        prefilled, rows = self.num_prefilled_tokens, list(self.rows)
-        return Statistics(steps, block_size, counts, self.time_to_first_token, seconds, prefilled, rows)
+        lists = self.num_prefilled_tokens, list(self.rows), list(self.step_seconds)
+        return Statistics(steps, block_size, counts, self.time_to_first_token, seconds, *lists)
 
     @property
     def finished(self) -> bool:
@@ -203,7 +205,9 @@ class Run:
         engine, runner, launched = self.engine, launch.runner, collections.deque()
         ahead = 0 if launch.waits else runner.ahead
         if not progress.finished:
-            engine.learn_costs(launch.manner, lambda: launch.time_one(engine.kind), runner.warm_ups)
+            longest = max(progress.length)
+            engine.learn_costs(launch.manner, longest, lambda: launch.time_one(engine.kind), runner.warm_ups)
+        began = time.perf_counter()
         while not progress.finished:
             if self.ended:
                 raise RuntimeError("this stream has ended: its generator was reset, or has started another call")
@@ -222,12 +226,14 @@ class Run:
                 runner.clear()  # a graph that does nothing would do so again
                 raise
             progress.rows.append(launched.popleft())
+            progress.step_seconds.append(time.perf_counter() - began)
             if engine.budget is not None:
                 engine.budget.observe(progress.rows[-1], emitted, reports)
             self._end_at_stop_strings(progress)
             progress.check_finite(1)
             self.consistent = True
             yield progress
+            began = time.perf_counter()  # the caller may have taken its time
 
     def _end_at_stop_strings(self, progress: Progress) -> None:
         """End every row whose new ids complete a stop string, after the token that did."""

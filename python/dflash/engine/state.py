@@ -67,11 +67,12 @@ class Report:
     def __init__(self, batch: int, rows: int, sizes: int, device: torch.device) -> None:
         self.tensor = torch.zeros(batch, 2 + 2 * rows + sizes, dtype=torch.int64, device=device)
         self._rows, self._nothing = rows, self.tensor.new_zeros(batch, sizes)
+        self._missing = self.tensor.new_full((batch, rows), -1)
 
     def write_(
         self, length: Tensor, done: Tensor, choices: Tensor, block: Tensor, expected: Tensor | None = None
     ) -> None:
-        """Pack ``length``, ``done`` (``[batch]``), ``choices`` and ``block`` (``[batch, rows]``).
+        """Pack ``length``, ``done`` (``[batch]``), ``choices`` and ``block`` (``[batch, at most rows]``).
 
         Args:
             length: as in `State`, as is ``done``.
@@ -81,7 +82,8 @@ class Report:
             expected: ``[batch, sizes]`` float32; None for a chain.
         """
         tail = self._nothing if expected is None else (expected * _SCALE).long()
-        torch.cat([length[:, None], done[:, None], choices, block, tail], 1, out=self.tensor)
+        missing = self._missing[:, choices.shape[1] :]  # of a chain that is narrower than the state's
+        torch.cat([length[:, None], done[:, None], choices, missing, block, missing, tail], 1, out=self.tensor)
 
     def read(self, values: list[list[int]]) -> list[RowReport]:
         """Unpack the tensor's values, a list per row."""
@@ -194,7 +196,8 @@ class State:
     def features(self, block: Block) -> Tensor:
         """Return ``[batch, rows, taps * hidden]``, where the target's features of a block's rows are written."""
         if block.tree is None:
-            return self.context
+            rows = block.ids.shape[1]
+            return self.context if rows == self.context.shape[1] else self.context[:, :rows]
         shape = *block.ids.shape, self.context.shape[2]
         return self.tree_features[: math.prod(shape)].view(shape)  # contiguous whatever the rows
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from ..call import Call
 from ..drafter import Drafter
-from ..options import TreeSize, tree_rows
+from ..options import BlockSize, TreeSize, has_auto_width, tree_rows
 from ..proposers import (
     Block,
     ChainProposer,
@@ -20,10 +21,11 @@ from ..proposers import (
     Proposer,
     TreeProposer,
     TreeSettings,
+    chain_widths,
 )
 from ..sampling import HostRules, KeyedAcceptance, LogitRules, RejectionAcceptance, RuleSettings
 from ..target import Target, first_hook
-from .budget import TreeBudget, measured_costs
+from .budget import TreeBudget, WidthBudget, context_bucket, measured_costs
 from .commit import emit_, report_
 from .runner import compiled_per_shape
 from .state import FULL, STOPPED, State
@@ -49,8 +51,8 @@ def step(engine: Engine) -> None:
     engine.commit_(block, choices)
 
 
-def _budget_for(tree: TreeSize) -> TreeBudget | None:
-    """Return what chooses the rows of a call's trees; None for a chain or a fixed tree."""
+def _tree_budget(tree: TreeSize) -> TreeBudget | None:
+    """Return what chooses the rows of a call's trees; None for a fixed size."""
     if isinstance(tree, Mapping):
         return TreeBudget(tree)
     return TreeBudget({}) if tree == "auto" else None
@@ -66,14 +68,16 @@ class Engine:
         max_length: tokens that a row may hold.
         block_size: rows of a chain; a tree is one less deep.
         tree_rows: the most rows of a tree; 0 for chains only.
+        widths: ``"auto"`` or costs by width, to choose the rows of chains as a call proceeds; others for all rows.
 
     Attributes:
         state: see `State`.
         chain: drafts chains.
         tree: drafts trees; None without room for them.
         proposer: the one of the call.
-        budget: chooses the rows of a tree as the call proceeds; None for a chain or a fixed tree.
-        costs: by how steps are launched, what a step with a tree of each size was measured to take.
+        budget: chooses the rows of a tree or of a chain as the call proceeds; None where they are fixed.
+        costs: what a step of each size was measured to take, by all that it depends on: how steps are launched; with
+            chains also the passes of the drafter and the context length.
         rules: the logit rules of the call.
         host_rules: Python processors and criteria of the call; None for none.
         acceptance: chooses the target's tokens.
@@ -90,9 +94,10 @@ class Engine:
         max_length: int,
         block_size: int,
         tree_rows: int = 0,
+        widths: BlockSize = None,
     ) -> None:
         self.target, self.draft, self.compile_target = target, draft, False
-        self.batch_size, self.block_size = batch_size, block_size
+        self.batch_size, self.block_size, self.widths = batch_size, block_size, widths
         self.state = State.create(target, draft, batch_size, max_length, block_size, tree_rows)
         self.chain: ChainProposer | PaddingProposer
         self.tree: TreeProposer | None = None
@@ -102,7 +107,7 @@ class Engine:
             self.chain = ChainProposer(draft, target, batch_size, block_size)
             self.tree = TreeProposer(draft, target, batch_size, block_size) if tree_rows else None
         self.proposer: Proposer = self.chain
-        self.budget: TreeBudget | None = None
+        self.budget: TreeBudget | WidthBudget | None = None
         self.costs: dict[Hashable, dict[int, float]] = {}
         self.vocab_size = target.embedding_weight.shape[0]
         self.keyed = KeyedAcceptance(batch_size, target.device)
@@ -131,7 +136,7 @@ class Engine:
     def agree(self, call: Call, chunk: int, reuse: bool) -> bool:
         """Return True if every process of the target wants ``reuse``; raise if they begin different calls."""
         ranks = self.target.ranks
-        ranks.compare("its prompts or arguments", lambda: (call.decisive(), chunk, self.block_size))
+        ranks.compare("its prompts or arguments", lambda: (call.decisive(), chunk, self.block_size, self.widths))
         return ranks.all(reuse)
 
     def configure(self, call: Call) -> None:
@@ -147,8 +152,8 @@ class Engine:
         samples = self.draft is not None and call.sampling.temperature > 0
         rejects = samples and call.acceptance == "rejection"
         self.acceptance = self._rejection_acceptance() if rejects else self.keyed
-        self.budget = _budget_for(call.tree)
         if rows := tree_rows(call.tree):
+            self.budget = _tree_budget(call.tree)
             self.proposer = self.tree
             self.tree.configure(TreeSettings(self.rules, samples, rows, forecasts=self.budget is not None))
         else:
@@ -156,6 +161,7 @@ class Engine:
             rejection = self._rejection if rejects else None
             adapts_sharpness = samples and not rejects and call.sampling.draft_sharpness == "auto"
             self.chain.configure(ChainSettings(self.rules, rejection, adapts_sharpness, call.denoise_steps))
+            self.budget = self._width_budget()
 
     def graph_obstacle(self, call: Call, hook: str) -> str:
         """Return why a call's steps must not be captured; empty if they may. ``hook`` names one of the target's."""
@@ -177,22 +183,39 @@ class Engine:
     def choose_rows(self) -> None:
         """Set the rows of the next step, if the call leaves them to us."""
         if self.budget is not None:
-            self.tree.rows = int(self._shared(self.budget.choose()))
+            self._set_rows(int(self._shared(self.budget.choose())))
 
-    def learn_costs(self, manner: Hashable, time_step: Callable[[], float], warm_ups: int) -> None:
-        """Tell the budget what a step costs with a tree of each size, if the call has to know.
+    def _set_rows(self, rows: int) -> None:
+        """Set the rows of the next step."""
+        if isinstance(self.budget, TreeBudget):
+            self.tree.rows = rows
+        else:
+            self.chain.rows = rows
+
+    def _width_budget(self, costs: Mapping[int, float] | None = None) -> WidthBudget | None:
+        """Return what chooses the rows of a call's chains, by measured costs or those given; None for fixed rows."""
+        if not has_auto_width(self.widths):
+            return None
+        given = self.widths if isinstance(self.widths, Mapping) else {}
+        return WidthBudget(costs or given, self.block_size)
+
+    def learn_costs(self, manner: Hashable, length: int, time_step: Callable[[], float], warm_ups: int) -> None:
+        """Tell the budget what a step of each size costs, if the call has to know.
 
         Args:
             manner: how steps are launched. Costs are measured once for each: kernel by kernel, launches may take as
                 long as 128 rows.
+            length: of the longest context.
             time_step: takes a step in this manner, and returns its seconds.
             warm_ups: how many steps of a kind take longer than the others.
         """
         if self.budget is None or self.budget.costs:
             return
-        if manner not in self.costs:
-            self.costs[manner] = self._measure_costs(time_step, warm_ups)
-        self.budget = TreeBudget(self.costs[manner])
+        is_tree = isinstance(self.budget, TreeBudget)
+        kind = manner if is_tree else (manner, self.chain.schedule, context_bucket(length))
+        if kind not in self.costs:
+            self.costs[kind] = self._measure_costs(time_step, warm_ups)
+        self.budget = TreeBudget(self.costs[kind]) if is_tree else self._width_budget(self.costs[kind])
 
     def _measure_costs(self, time_step: Callable[[], float], warm_ups: int) -> dict[int, float]:
         """Time steps of each size. Changes nothing else."""
@@ -201,10 +224,13 @@ class Engine:
         self.state.done.fill_(FULL)
 
         def time_step_of(rows: int) -> float:
-            self.tree.rows = rows
+            self._set_rows(rows)
             return self._shared(time_step())
 
-        costs = measured_costs(time_step_of, warm_ups)
+        if isinstance(self.budget, TreeBudget):
+            costs = measured_costs(time_step_of, warm_ups)
+        else:
+            costs = measured_costs(time_step_of, warm_ups, chain_widths(self.block_size), math.inf)
         self.state.done.copy_(done)
         return costs
 
@@ -240,7 +266,7 @@ class Engine:
         if state.draft_cache is not None:
             state.draft_cache.commit_(state.length, state.num_context)  # its slots are positions whatever was verified
         self.proposer.observe_(choices, state)
-        report_(block, choices, state, None if self.budget is None else self.tree.expected)
+        report_(block, choices, state, self.tree.expected if isinstance(self.budget, TreeBudget) else None)
 
     def _rules_for(self, settings: RuleSettings) -> LogitRules:
         """Return the rules with the layout of ``settings``. Their tensors never move; the least recently used go."""

@@ -10,26 +10,23 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import hashlib
-import importlib.metadata
 import json
-import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import torch
 from torch import nn
 
-from .. import ops
 from ..drafter import Drafter
 from ..files import write_atomically
+from ..fit import check_block_size
 from ..progress import bars
-from ..target import sample_digest
+from .by_context import StepCounts, count_steps, summarize_steps
 from .compare import Answer, Comparison, Decoding, Total, pair_runners
 from .datasets import Prompt
+from .description import describe
 from .journal import Journal
 from .prompts import prompt_ids
 
@@ -59,7 +56,7 @@ class Settings:
     max_new_tokens: Annotated[int, "New tokens at most."] = 512
     temperature: Annotated[float, "0 is greedy; top-k, top-p and min-p are off."] = 0.0
     seed: Annotated[int, "The same seed writes the same text."] = 0
-    block_size: Annotated[int | None, "Tokens that a step verifies; default: the drafter's."] = None
+    block_size: Annotated[int | Literal["auto"] | None, "Rows that a step of a chain verifies."] = None
     draft_sharpness: Annotated[float | Literal["auto"], "See dflash.generate; of chains."] = "auto"
     tree: Annotated[int | Literal["auto"] | None, "Rows of draft trees, measured next to chains."] = None
     padded: Annotated[bool, "One-token decoding at the block's shapes: equal bit for bit in bf16 too."] = False
@@ -105,41 +102,6 @@ def encode(
         prompt = {"prompt": messages[-1]}
     template = {} if settings.thinking is None else {"enable_thinking": settings.thinking}
     return prompt_ids(tokenizer, prompt, raw=settings.raw, bos=settings.bos, template=template)
-
-
-def describe(target: nn.Module, draft: Drafter) -> dict[str, Any]:
-    """Describe the machine, the versions and the models: what a speed depends on besides the settings."""
-    device = target.get_input_embeddings().weight.device
-    return {
-        "machine": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
-        "device": device.type,
-        "threads": torch.get_num_threads(),
-        "isa": ops.isa(),
-        "dflash": _version("dflash-engine"),
-        "torch": torch.__version__,
-        "transformers": _version("transformers"),
-        "python": platform.python_version(),
-        "dtype": str(target.dtype).removeprefix("torch."),
-        "target_parameters": sum(parameter.numel() for parameter in target.parameters()),
-        "draft_parameters": sum(parameter.numel() for parameter in draft.parameters()),
-        "weights": f"{sample_digest(target)}-{sample_digest(draft)}",
-        "draft_config": hashlib.sha256(repr(draft.config).encode()).hexdigest()[:16],
-    }
-
-
-def _version(distribution: str) -> str:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
 
 
 # ---------------------------------------------------------------------------------------------- answering
@@ -194,23 +156,25 @@ class PairRunner:
 
 def _record(prompt: Sequence[int], answers: Mapping[str, Answer]) -> Record:
     expected = answers["one-token"]
-    trees = {"tree": _drafted(answers["tree"], expected)} if "tree" in answers else {}
+    trees = {"tree": _drafted(prompt, answers["tree"], expected)} if "tree" in answers else {}
     return {
         "prompt_tokens": len(prompt),
-        **_drafted(answers["dflash"], expected),
+        **_drafted(prompt, answers["dflash"], expected),
         "one_token_new_tokens": len(expected.ids),
         "one_token_seconds": expected.seconds,
+        "one_token_by_context": count_steps(len(prompt), expected),
         "ngrams": list(distinct_ngrams(answers["dflash"].ids)),
         **trees,
     }
 
 
-def _drafted(answer: Answer, expected: Answer) -> Record:
+def _drafted(prompt: Sequence[int], answer: Answer, expected: Answer) -> Record:
     return {
         "new_tokens": len(answer.ids),
         "seconds": answer.seconds,
         "acceptance_lengths": answer.steps,
         "identical": answer.ids == expected.ids,
+        "by_context": count_steps(len(prompt), answer),
     }
 
 
@@ -228,14 +192,15 @@ def summarize(records: Sequence[Sequence[Record]], block_size: int, wanted: int)
         ``acceptance_per_position[j]``, the share of steps that kept drafted token ``j + 1``, and
         ``conditional_acceptance[j]``, the same among the steps that kept the one before (None if none did);
         identical of ``turns`` answers equal those of one-token decoding; distinct_ngrams, the share of 8-grams that
-        were new within their answer, which is low if the model loops. All of these are of chains. ``tree`` has some of
-        the same names for trees, or is None without.
+        were new within their answer, which is low if the model loops; by_context, see `summarize_steps`. All of these
+        are of chains. ``tree`` has some of the same names for trees, or is None without.
     """
     turns = [turn for prompt in records for turn in prompt]
     one_token = Total()
     for turn in turns:
         one_token.add(turn["one_token_new_tokens"], turn["one_token_seconds"])
     trees = [turn["tree"] for turn in turns if "tree" in turn]
+    one_token_steps = [turn["one_token_by_context"] for turn in turns]
     distinct, grams = (sum(turn["ngrams"][i] for turn in turns) for i in (0, 1))
     return {
         "prompts": len(records),
@@ -243,13 +208,15 @@ def summarize(records: Sequence[Sequence[Record]], block_size: int, wanted: int)
         "skipped": wanted - len(turns),
         "one_token_seconds": one_token.seconds,
         "one_token_tokens_per_second": one_token.tokens_per_second,
-        **_summarize_drafted(turns, block_size, one_token),
+        **_summarize_drafted(turns, block_size, one_token, one_token_steps),
         "distinct_ngrams": distinct / grams if grams else None,
-        "tree": _summarize_drafted(trees, block_size, one_token) if trees else None,
+        "tree": _summarize_drafted(trees, block_size, one_token, one_token_steps) if trees else None,
     }
 
 
-def _summarize_drafted(turns: Sequence[Record], block_size: int, one_token: Total) -> dict[str, Any]:
+def _summarize_drafted(
+    turns: Sequence[Record], block_size: int, one_token: Total, one_token_steps: Sequence[StepCounts]
+) -> dict[str, Any]:
     total = Total()
     for turn in turns:
         total.add(turn["new_tokens"], turn["seconds"], turn["acceptance_lengths"])
@@ -266,6 +233,7 @@ def _summarize_drafted(turns: Sequence[Record], block_size: int, one_token: Tota
         "conditional_acceptance": given,
         "histogram": statistics.histogram,
         "identical": sum(turn["identical"] for turn in turns),
+        "by_context": summarize_steps((turn["by_context"] for turn in turns), one_token_steps),
     }
 
 
@@ -320,8 +288,9 @@ def run_benchmark(
     """
     check_settings(settings, tokenizer)
     # 1. Find what fits the model, and build the generators.
-    block_size = draft.config.block_size if settings.block_size is None else settings.block_size
+    block_size = check_block_size(target, draft, settings.block_size)
     header = {**describe(target, draft), **dataclasses.asdict(settings), "block_size": block_size}
+    header["auto_width"] = settings.block_size == "auto"
     header["draft_sharpness"] = str(settings.draft_sharpness)  # JSON has no infinity
     positions = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
     longest = {name: _longest(prompts, tokenizer, settings, positions) for name, prompts in datasets.items()}

@@ -53,11 +53,21 @@ class Decoding:
 
 
 class Answer(NamedTuple):
-    """One answer: its token ids, the tokens that each step wrote, and the seconds that it took, prompt included."""
+    """One answer.
+
+    Attributes:
+        ids: its tokens.
+        steps: the tokens that each step wrote.
+        seconds: of the whole answer, prompt included.
+        rows: that each step verified.
+        step_seconds: of each step.
+    """
 
     ids: list[int]
     steps: list[int]
     seconds: float
+    rows: Sequence[int] = ()
+    step_seconds: Sequence[float] = ()
 
 
 Runner = Callable[..., Answer]  # runner(prompt ids, max_new_tokens=None)
@@ -90,7 +100,8 @@ class GeneratorRunner:
         arguments = self._arguments(ids, max_new_tokens)
         out = self.generator.generate(self._prompt(ids), return_dict_in_generate=True, **arguments)
         new = out.sequences[0, len(ids) :].tolist()  # also waits for the device
-        return Answer(new, out.statistics.acceptance_lengths[0], self.clock() - began)
+        seconds, found = self.clock() - began, out.statistics
+        return Answer(new, found.acceptance_lengths[0], seconds, found.rows, found.step_seconds)
 
     def stream(self, ids: Sequence[int]) -> Iterator[StreamEvent]:
         """Answer one prompt, event by event."""
@@ -148,7 +159,7 @@ def pair_runners(
     draft: Drafter,
     decoding: Decoding,
     *,
-    block_size: int | None = None,
+    block_size: int | Literal["auto"] | None = None,
     padded: bool = False,
     clock: Clock = time.perf_counter,
     **arguments: Any,

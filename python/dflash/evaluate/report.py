@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -142,12 +142,16 @@ def print_benchmark(report: dict[str, Any], console: Console) -> None:
     say(
         f"{header['machine']}, {header['threads']} threads, {header['isa']}, {header['dtype']}, "
         f"target of {header['target_parameters'] / 1e6:.1f} M parameters, torch {header['torch']}, "
-        f"T = {header['temperature']:g}, block {header['block_size']}"
+        f"T = {header['temperature']:g}, block {header['block_size']}{', auto' if header['auto_width'] else ''}"
     )
     _print_datasets(console, datasets)
     if header["tree"] is not None:
         _print_trees(console, datasets, header["tree"])
     say("accepted: tokens per step, bonus token counted; distinct: 8-grams that were new in their answer\n")
+    for name, found in datasets.items():
+        _print_by_context(console, name, found["by_context"])
+        if header["tree"] is not None:
+            _print_by_context(console, f"{name}, tree={header['tree']}", found["tree"]["by_context"])
     if header["block_size"] > 1:
         say("share of steps that kept each drafted token (of those that kept the one before)")
         _print_positions(console, datasets, header["block_size"])
@@ -202,6 +206,29 @@ def _print_trees(console: Console, datasets: Mapping[str, dict[str, Any]], tree:
             f"{found['identical']}/{chain['turns']}",
         )
     console.print(table)
+
+
+def _print_by_context(console: Console, name: str, buckets: Sequence[dict[str, Any]]) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    columns = ("steps", "accepted", "rows", "ms/step", "one-token", "speedup")
+    table = Table(f"{escape(printable(name))}, context from", *columns, box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for column in table.columns:
+        column.justify = "right"
+    for found in buckets:
+        theirs = found["one_token_step_seconds"]
+        table.add_row(
+            str(found["from"]),
+            str(found["steps"]),
+            f"{found['acceptance_length']:.2f}",
+            f"{found['rows']:.1f}",
+            f"{1000 * found['step_seconds']:.2f}",
+            *(("-", "-") if theirs is None else (f"{1000 * theirs:.2f}", f"{found['speedup']:.2f}x")),
+        )
+    if buckets:
+        console.print(table)
+        console.out()
 
 
 def _print_positions(console: Console, datasets: Mapping[str, dict[str, Any]], block_size: int) -> None:

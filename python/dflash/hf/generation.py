@@ -192,7 +192,7 @@ def custom_generate(  # noqa: PLR0913 - transformers reads the names from this s
     draft_sharpness: float | Literal["auto"] = "auto",
     acceptance: Literal["keyed", "rejection"] = "keyed",
     denoise_steps: int = 1,
-    block_size: int | None = None,
+    block_size: int | Literal["auto"] | Mapping[int, float] | None = None,
     tree: int | Literal["auto"] | Mapping[int, float] | None = None,
     **model_kwargs: object,
 ) -> Tensor | GenerateOutput:
@@ -219,7 +219,7 @@ def custom_generate(  # noqa: PLR0913 - transformers reads the names from this s
         draft_sharpness: see there.
         acceptance: see there.
         denoise_steps: see there.
-        block_size: 1 to the drafter's own.
+        block_size: as for `dflash.generate`.
         tree: see `dflash.call.GenerateArguments`.
         model_kwargs: what transformers prepares for the model's forward.
 

@@ -1,7 +1,7 @@
 """What drafts a block of tokens."""
 
 from .block import Block, ChainSettings, PaddingProposer, Proposer, Tree, TreeSettings
-from .chain import ChainProposer
+from .chain import ChainProposer, chain_widths
 from .sharpness import LEVELS, AutoSharpness
 from .tree import TREE_SIZES, TreeProposer
 
@@ -17,4 +17,5 @@ __all__ = [
     "Tree",
     "TreeProposer",
     "TreeSettings",
+    "chain_widths",
 ]

@@ -15,7 +15,12 @@ from .drafting import DraftPass
 from .samplers import DraftSampler, FixedSharpness, RejectionDrafts
 from .sharpness import AutoSharpness
 
-__all__ = ["ChainProposer"]
+__all__ = ["ChainProposer", "chain_widths"]
+
+
+def chain_widths(block_size: int) -> tuple[int, ...]:
+    """Return the rows among which ``block_size="auto"`` chooses: quarters of the drafter's own block size."""
+    return tuple(sorted({max(2, -(-block_size * quarters // 4)) for quarters in (1, 2, 3, 4)}))
 
 
 class ChainProposer(DraftPass):
@@ -25,22 +30,22 @@ class ChainProposer(DraftPass):
         draft: the drafter.
         target: whose embeddings and head the drafter shares.
         batch: rows of the batch.
-        block_size: rows of a block, the anchor included.
+        block_size: the most rows of a block, the anchor included.
 
     Attributes:
-        rows: of a block.
+        rows: of the next block.
+        passes: of the drafter over each block.
         sampler: how the drafter's logits become proposals.
-        schedule: for denoising in several passes, how many tokens stay after each pass but the last.
         auto: the sampler for ``draft_sharpness="auto"``.
     """
 
     def __init__(self, draft: Drafter, target: Target, batch: int, block_size: int) -> None:
         super().__init__(draft, target, block_size)
-        self.rows = block_size
+        self.rows = self.block_size = block_size
+        self.passes = 1
         self.auto = AutoSharpness(batch, self.num_drafts, draft.device)
         self._fixed = FixedSharpness()
         self.sampler: DraftSampler = self._fixed
-        self.schedule: tuple[int, ...] = ()
 
     def configure(self, settings: ChainSettings) -> None:
         """Choose how to draft in the next call."""
@@ -48,19 +53,23 @@ class ChainProposer(DraftPass):
             self.sampler = RejectionDrafts(settings.rejection)
         else:
             self.sampler = self.auto if settings.adapts_sharpness else self._fixed
-        self.schedule = denoise.schedule(self.num_drafts, settings.passes)
-        self.rules = settings.rules
+        self.rows, self.passes, self.rules = self.block_size, settings.passes, settings.rules
         if settings.adapts_sharpness:
             self.auto.reset_()
 
     @property
+    def schedule(self) -> tuple[int, ...]:
+        """For denoising in several passes, how many tokens stay after each pass but the last."""
+        return denoise.schedule(self.rows - 1, self.passes)
+
+    @property
     def kind(self) -> Hashable:
         """What the branches of `propose` depend on, besides the rules."""
-        return type(self.sampler), self.schedule
+        return type(self.sampler), self.rows, self.schedule
 
     def propose(self, state: State) -> Block:
         """Return a drafted block for every row."""
-        anchor, positions = state.anchor, state.positions(self.num_drafts)
+        anchor, positions = state.anchor, state.positions(self.rows - 1)
         mask = self.draft.config.mask_token_id
         features = self.draft.fuse(state.context, state.num_context)
         masked, known, candidates = torch.full_like(positions, mask), None, None
@@ -78,7 +87,11 @@ class ChainProposer(DraftPass):
                 masked = torch.where(known, drafts.clamp(min=0), mask)
                 features = features[:, :0]
         self.sampler.remember_(candidates)
-        return Block(torch.cat([anchor, drafts], 1, out=state.block))
+        if self.rows == state.block.shape[1]:
+            return Block(torch.cat([anchor, drafts], 1, out=state.block))
+        ids = torch.cat([anchor, drafts], 1)
+        state.block[:, : self.rows].copy_(ids)
+        return Block(ids)
 
     def observe_(self, choices: Tensor, state: State) -> None:
         """Let the sampler learn from the target's ``choices [batch, rows]``."""

@@ -84,18 +84,19 @@ class AutoSharpness(DraftSampler):
 
     def remember_(self, candidates: Tensor) -> None:
         """Keep the candidates of this step for `observe_`."""
-        self.candidates.copy_(candidates)
+        self.candidates[..., : candidates.shape[2]].copy_(candidates)
 
     def observe_(self, choices: Tensor, num_context: Tensor, done: Tensor) -> None:
         """Score the candidates of a step that was committed.
 
         Args:
-            choices: ``[batch, drafts + 1]`` int64, the target's choices after each row of the block.
+            choices: ``[batch, at most drafts + 1]`` int64, the target's choices after each row of the block.
             num_context: ``[batch]`` int64, how many of them were emitted; 0 leaves the row as it is.
             done: ``[batch]`` int64, 0 where the row is running.
         """
         emitted = num_context[:, None]
-        matches = self.candidates == choices[:, None, :-1]
+        drafted = choices[:, None, :-1]  # a chain may be narrower than the widest
+        matches = self.candidates[..., : drafted.shape[2]] == drafted
         kept = torch.minimum(matches.cumprod(-1).sum(-1), emitted)
         ended = ((kept < emitted) | (done != 0)[:, None]) & (emitted > 0)
         self.kept.add_(kept)

@@ -223,7 +223,11 @@ class Target:
         tree = () if block.tree is None else (0, None, block.tree)
         logits, taps = forward(block.input_ids, state.length, state.target_cache, *tree)
         if state.context.shape[-1]:
-            torch.cat(taps, -1, out=state.features(block))
+            features = state.features(block)
+            if features.is_contiguous():
+                torch.cat(taps, -1, out=features)
+            else:  # the first rows of each sequence's: torch.compile takes no such `out`
+                features.copy_(torch.cat(taps, -1))
         return logits
 
     def _select_rows(self, logits: Tensor, rows: int, logits_to_keep: int | Tensor) -> Tensor:

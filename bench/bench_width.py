@@ -1,0 +1,58 @@
+"""Fixed widths of chains next to ``block_size="auto"``: what they accept, and tokens per second.
+
+    python bench/bench_width.py [--pair FOLDER] [--noise 0.4] [--temperature 0] [--widths 4 8 12 16 auto]
+
+The pair, `--noise` and the columns are those of bench_trees.py; "over" is over the widest. Prints; asserts nothing.
+"""
+
+import argparse
+
+import harness
+import package_pair
+import torch
+from bench_trees import HEADS, line, measure
+
+import dflash
+from dflash import ops
+from dflash.evaluate import demo_prompts, encode
+
+
+def parse() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    package_pair.add_option(parser)
+    add("--noise", type=float, default=0.0, metavar="X", help="of the drafter's weights, in standard deviations")
+    add("--temperature", type=float, default=0.0)
+    widths = {"type": lambda text: text if text == "auto" else int(text), "nargs": "+", "metavar": "N"}
+    add("--widths", **widths, default=[4, 8, 12, 16, "auto"], help="rows of the chains, anchor included, or auto")
+    add("--new", type=int, default=120, help="new tokens at most")
+    add("--stop", type=int, default=0, metavar="ID", help="the token that ends an answer")
+    add("--prompts", type=int, help="the first ones; default: all")
+    add("--rounds", type=int, default=1, help="how often each prompt is answered")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Run what the command line asks for."""
+    arguments = parse()
+    target, draft, tokenizer = dflash.demo_pair(arguments.pair)
+    package_pair.perturb(draft, arguments.noise)
+    prompts = [encode(tokenizer, prompt.text) for prompt in demo_prompts(arguments.pair)[: arguments.prompts]]
+    longest = max(ids.shape[1] for ids in prompts) + arguments.new
+    generators = {
+        f"width {width}": dflash.Generator(target, draft, max_length=longest, block_size=width, reuse_prefix=False)
+        for width in arguments.widths
+    }
+    print(
+        f"{harness.processor()}, {torch.get_num_threads()} threads, {ops.isa()}, torch {torch.__version__}, float32; "
+        f"noise {arguments.noise:g}, T = {arguments.temperature:g}, {len(prompts)} prompts\n{HEADS}"
+    )
+    results = measure(generators, prompts, arguments)
+    widest = max((name for name in results if name != "width auto"), key=lambda name: int(name.split()[1]))
+    for name, result in results.items():
+        print(line(name, result, results[widest]), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,395 @@
+"""Test ``block_size="auto"``: the widths that it chooses, and that the text never changes."""
+
+import functools
+import importlib
+import itertools
+import math
+
+import pytest
+import torch
+from baseline import greedy, left_padded, prompt, sampled
+from draft_variants import HIDDEN, config_dict, random_drafter, sliding
+from families import Cheat, make_draft, make_target
+from recorded import no_host_reads, record
+from torch import Tensor
+
+import dflash
+from dflash.engine import context_bucket
+from dflash.engine.budget import WidthBudget
+from dflash.engine.state import RowReport
+from dflash.proposers import chain_widths
+from dflash.sampling import fold
+
+NEW = 40
+NAN = float("nan")
+WIDTHS = (4, 8, 12, 16)
+STEEP = {4: 1.0, 8: 1.4, 12: 1.9, 16: 2.4}  # every row takes its own time
+FLAT = dict.fromkeys(WIDTHS, 1.0)  # reading the weights takes all of it
+EQUAL = {4: 1.0, 16: 1.0}
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[Tensor]:
+    return [prompt(length, seed=31) for length in (1, 16, 40)]
+
+
+@pytest.fixture(scope="module")
+def plain(target, prompts) -> list[Tensor]:
+    return [greedy(target, p, NEW) for p in prompts]
+
+
+def check(output: Tensor, width: int, expected: list[Tensor]) -> None:
+    for row, answer in zip(output, expected, strict=True):
+        assert row[width : width + len(answer)].tolist() == answer.tolist()
+
+
+def cheat(target, draft, prompts, answers, **options) -> Cheat:
+    """Return a generator whose drafts are the ``answers``."""
+    generator = Cheat(target, draft, **{"max_length": 100, "block_size": "auto", "batch_size": len(prompts)} | options)
+    generator.engine.chain.script = torch.zeros(len(prompts), 600, dtype=torch.int64)
+    for row, (p, answer) in enumerate(zip(prompts, answers, strict=True)):
+        generator.script[row, : len(p) + len(answer)] = torch.cat([p, answer])
+    return generator
+
+
+def cycling(generator, ids, widths=WIDTHS, **call) -> list[dflash.StreamEvent]:
+    """Return the events of a call whose steps take these widths in turns."""
+    stream = generator.stream(ids, max_new_tokens=NEW, **call)
+    events = [next(stream)]  # the prompt's: from here on the call has its budget
+    generator.engine.budget.choose = itertools.cycle(widths).__next__
+    return events + list(stream)
+
+
+def written(events, row: int) -> list[int]:
+    return [token for event in events for token in event.ids[row]]
+
+
+# ---------------------------------------------------------------------------------------------- the choice
+
+
+def report(length: int, done: int = 0) -> RowReport:
+    return RowReport(length, done, [], [], [])
+
+
+def fed(costs, *steps: tuple[int, int], length: int = 0, block_size: int = 16) -> WidthBudget:
+    """Return a budget that has seen steps of ``(rows, emitted)``."""
+    budget = WidthBudget(costs, block_size)
+    for rows, emitted in steps:
+        length += emitted
+        budget.observe(rows, [emitted], [report(length)])
+    return budget
+
+
+class TestBudget:
+    def test_a_call_begins_with_the_drafters_own_block(self):
+        for costs in (STEEP, FLAT):
+            assert WidthBudget(costs, 16).choose() == 16
+
+    def test_the_width_follows_what_drafts_are_worth(self):
+        assert fed(STEEP, *[(16, 16)] * 20).choose() == 16
+        assert fed(STEEP, *[(16, 9)] * 20).choose() == 12
+        assert fed(STEEP, *[(16, 6)] * 20).choose() == 8
+        assert fed(STEEP, *[(16, 2)] * 20).choose() == 4
+
+    def test_where_rows_cost_nothing_the_smallest_of_equal_widths_is_taken(self):
+        assert fed(FLAT, *[(16, 16)] * 20).choose() == 16
+        assert fed(FLAT, *[(16, 2)] * 100).choose() == 4
+
+    def test_the_width_in_use_is_judged_by_what_it_wrote(self):
+        budget = fed(FLAT, *[(8, 8), (8, 8), (8, 3), (8, 1), (8, 8), (8, 7)] * 50)
+        [counts] = budget._running
+        assert counts.tokens / counts.steps[8] == pytest.approx(35 / 6, rel=0.06)
+
+    def test_other_widths_are_judged_by_the_steps_that_they_would_have_needed(self):
+        budget = fed(dict.fromkeys((4, 8, 16), 1.0), *[(8, 8), (8, 5)] * 60)  # runs of 13 tokens
+        [counts] = budget._running
+        rates = {width: counts.tokens / steps for width, steps in counts.steps.items()}
+        assert rates == pytest.approx({4: 13 / 4, 8: 13 / 2, 16: 13}, rel=0.06)
+
+    def test_a_width_grows_again_when_drafts_get_better(self):
+        budget = fed(STEEP, *[(16, 2)] * 50)
+        assert budget.choose() == 4
+        length, steps = 100, 0
+        while (rows := budget.choose()) < 16:
+            length, steps = length + rows, steps + 1
+            budget.observe(rows, [rows], [report(length)])
+        assert steps < 50
+
+    def test_a_length_begins_as_its_neighbour_and_then_decides_for_itself(self):
+        budget = fed(STEEP, *[(16, 2)] * 60, length=100)
+        budget.observe(4, [2], [report(260)])
+        assert budget.choose() == 4
+        for step in range(8):
+            budget.observe(16, [16], [report(280 + 16 * step)])
+        assert budget.choose() == 16
+        budget.observe(16, [2], [report(200)])  # a shorter row's length remembers
+        assert budget.choose() == 4
+
+    def test_the_rows_of_a_batch_decide_together_and_ended_rows_do_not_count(self):
+        for done, width in ((0, 4), (1, 16)):
+            budget = WidthBudget({4: 1.0, 16: 3.0}, 16)
+            for step in range(30):
+                lengths = [report(16 * step), *[report(300 + 2 * step, done)] * 3]
+                budget.observe(16, [16, 2, 2, 2], lengths)
+            assert budget.choose() == width
+
+    def test_lengths_are_told_apart_by_powers_of_two(self):
+        lengths = (0, 255, 256, 511, 512, 1023, 1024, 40000)
+        assert list(map(context_bucket, lengths)) == [0, 0, 256, 256, 512, 512, 1024, 32768]
+
+    def test_widths_are_quarters_of_the_drafters_block(self):
+        found = {block: chain_widths(block) for block in (16, 10, 8, 7, 4, 3, 2)}
+        assert found == {
+            16: (4, 8, 12, 16), 10: (3, 5, 8, 10), 8: (2, 4, 6, 8), 7: (2, 4, 6, 7), 4: (2, 3, 4), 3: (2, 3), 2: (2,),
+        }  # fmt: skip
+
+
+def test_the_width_falls_where_drafts_get_worse_with_length(target, draft):
+    """From position 200 on every third draft is wrong, so a step writes three tokens whatever its width."""
+    p, new = prompt(40, seed=31), 260
+    answer = greedy(target, p, new)
+    generator = cheat(target, draft, [p], [answer], max_length=300, block_size=STEEP)
+    generator.engine.chain.spoil, generator.engine.chain.spoil_from = 3, 200
+    output = generator.generate(p[None], max_new_tokens=new, return_dict_in_generate=True)
+    check(output.sequences, 40, [answer])
+    statistics, at = output.statistics, 40
+    rows = {True: [], False: []}
+    for width, count in zip(statistics.rows, statistics.acceptance_lengths[0], strict=True):
+        rows[at < 200].append(width)
+        at += count
+    assert set(rows[True]) == {16}
+    assert set(rows[False][20:]) == {4}
+    assert len(rows[False]) > 30
+    # By count of rows, which stand for time here, this beats every fixed width.
+    fixed = []
+    for width in WIDTHS:
+        generator.engine.widths = {width: 1.0}
+        steps = generator.generate(p[None], max_new_tokens=new, return_dict_in_generate=True).statistics.rows
+        assert set(steps) == {width}
+        fixed.append(STEEP[width] * len(steps))
+    assert sum(map(STEEP.get, statistics.rows)) < min(fixed)
+
+
+# ---------------------------------------------------------------------------------------------- the text
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_text_is_the_same_at_changing_widths(target, draft, prompts, plain, temperature):
+    ids, mask = left_padded(prompts)
+    generator = dflash.Generator(target, draft, max_length=100, batch_size=3, block_size=FLAT)
+    expected = plain
+    if temperature:
+        expected = [sampled(target, p, NEW, fold(3, row), temperature) for row, p in enumerate(prompts)]
+    events = cycling(generator, ids, (16, 4, 12, 8), attention_mask=mask, temperature=temperature, seed=3)
+    for row, answer in enumerate(expected):
+        assert written(events, row) == answer.tolist()
+    rows = events[-1].statistics.rows
+    assert rows == list(itertools.islice(itertools.cycle((16, 4, 12, 8)), len(rows)))
+
+
+def test_right_drafts_are_accepted_at_every_width(target, draft, prompts, plain):
+    ids, mask = left_padded(prompts)
+    generator = cheat(target, draft, prompts, plain, block_size=FLAT)
+    events = cycling(generator, ids, (16, 4, 8), attention_mask=mask)
+    for row, answer in enumerate(plain):
+        assert written(events, row) == answer.tolist()
+        assert events[-1].statistics.acceptance_lengths[row][:3] == [16, 4, 8]
+    assert [event.accepted for event in events[1:4]] == [[15] * 3, [3] * 3, [7] * 3]
+
+
+def test_bfloat16_equals_one_token_decoding_at_the_same_padded_shapes(prompts):
+    target = make_target("qwen3", dtype=torch.bfloat16)
+    ids, mask = left_padded(prompts)
+    call = {"attention_mask": mask, "temperature": 0.8, "seed": 4}
+    one = dflash.Generator(target, None, max_length=100, batch_size=3, block_size=16)
+    one = one.generate(ids, max_new_tokens=NEW, **call)[:, ids.shape[1] :]
+    generator = cheat(target, make_draft(target), prompts, list(one), block_size=FLAT)
+    events = cycling(generator, ids, **call)
+    for row, answer in enumerate(one):
+        assert written(events, row) == answer.tolist()
+
+
+@pytest.mark.parametrize("family", ["qwen3_5", "nemotron_h", "lfm2"])
+def test_recurrent_states_follow_changing_widths(family):
+    target = make_target(family)
+    prompts = [prompt(9, seed=32), prompt(26, seed=32)]
+    answers = [greedy(target, p, NEW) for p in prompts]
+    ids, mask = left_padded(prompts)
+    generator = cheat(target, make_draft(target), prompts, answers, block_size=FLAT)
+    generator.engine.chain.spoil = 11
+    events = cycling(generator, ids, (16, 4, 12, 8), attention_mask=mask)
+    for row, answer in enumerate(answers):
+        assert written(events, row) == answer.tolist()
+    assert events[-1].statistics.acceptance_length > 4
+
+
+def test_other_ways_to_draft_keep_the_text(target, draft, prompts, plain):
+    ids, mask = left_padded(prompts)
+    generator = dflash.Generator(target, draft, max_length=100, batch_size=3, block_size=FLAT)
+    ways = ({"denoise_steps": 3}, {"draft_sharpness": 1.0}, {"logits_processor": [lambda ids, scores: scores]})
+    for way in ways:
+        events = cycling(generator, ids, attention_mask=mask, **way)
+        for row, answer in enumerate(plain):
+            assert written(events, row) == answer.tolist()
+
+
+def test_a_second_generation_drafter_changes_width(target, plain, prompts):
+    draft = make_draft(target, "DFlash2")
+    ids, mask = left_padded(prompts)
+    generator = dflash.Generator(target, draft, max_length=100, batch_size=3, block_size="auto")
+    widths = chain_widths(generator.block_size)
+    generator.engine.widths = dict.fromkeys(widths, 1.0)
+    events = cycling(generator, ids, widths, attention_mask=mask)
+    for row, answer in enumerate(plain):
+        assert written(events, row) == answer.tolist()
+
+
+def test_a_conversation_continues_after_changing_widths(target, draft, prompts, plain):
+    generator = cheat(target, draft, prompts[1:2], plain[1:2], max_length=200, block_size=FLAT)
+    events = cycling(generator, prompts[1][None])
+    ids = torch.cat([prompts[1], torch.tensor(written(events, 0)), prompt(5)])
+    expected = greedy(target, ids, NEW)
+    output = generator.generate(ids[None], max_new_tokens=NEW, return_dict_in_generate=True)
+    check(output.sequences, len(ids), [expected])
+    assert output.statistics.num_prefilled_tokens[0] <= 6
+
+
+# ---------------------------------------------------------------------------------------------- the device
+
+
+def test_a_step_of_every_width_neither_waits_nor_reads(target, draft, prompts):
+    generator = dflash.Generator(target, draft, max_length=100, batch_size=3, block_size=FLAT)
+    ids, mask = left_padded(prompts)
+    next(generator.stream(ids, attention_mask=mask, max_new_tokens=NEW, temperature=1.0, seed=1))
+    for width in (16, 4, 12, 8):
+        generator.engine.chain.rows = width
+        with no_host_reads():
+            generator.step()
+
+
+def test_steps_are_captured_once_per_width(target, draft, prompts, plain):
+    ids, mask = left_padded(prompts)
+    generator = record(cheat(target, draft, prompts, plain, block_size=EQUAL))
+    for _ in range(3):
+        events = cycling(generator, ids, (16, 4), attention_mask=mask)
+        for row, answer in enumerate(plain):
+            assert written(events, row) == answer.tolist()
+    assert generator.runner.graphs == 2
+    assert generator.runner.steps["replayed"] > 0
+
+
+def test_the_compiled_step_follows_the_width(monkeypatch):
+    torch._dynamo.reset()
+    target = make_target("qwen3", num_hidden_layers=1)
+    draft, prompts = make_draft(target), [prompt(5), prompt(9)]
+    ids, mask = left_padded(prompts)
+    generator = dflash.Generator(target, draft, max_length=61, batch_size=2, block_size=EQUAL, compile=True)
+    events = cycling(generator, ids, (16, 4), attention_mask=mask, temperature=1.0, seed=2)
+    for row, p in enumerate(prompts):
+        assert written(events, row) == sampled(target, p, NEW, fold(2, row), 1.0).tolist()
+
+
+# ---------------------------------------------------------------------------------------------- windows
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_a_pass_reads_nothing_before_its_windows(is_causal):
+    """So its work does not grow with the context: NaN in every slot before the windows changes no bit."""
+    draft = random_drafter(config_dict(**sliding("sss", 12), is_causal=is_causal))
+    length, fresh, outputs = 400, 3, []
+    torch.manual_seed(0)
+    features, embeds = torch.randn(1, 16, HIDDEN), torch.randn(1, 16, HIDDEN)
+    filled = [torch.randn(1, 2, 432, 16) for _ in range(6)]
+    for unread in (0, length - 11, length - 10):
+        cache = draft.new_cache(1, 432)
+        for buffer, values in zip(cache.buffers, filled, strict=True):
+            buffer.copy_(values)
+            buffer[:, :, : max(0, unread)] = NAN
+        with torch.no_grad():
+            outputs.append(draft(features, torch.tensor([fresh]), embeds, torch.tensor([length]), cache))
+    assert torch.equal(outputs[0], outputs[1])
+    assert outputs[2].isnan().any(), "the anchor's window begins there"
+
+
+# ---------------------------------------------------------------------------------------------- costs
+
+
+def test_costs_are_measured_once_per_length_and_leave_the_text_as_it_was(target, draft, monkeypatch):
+    generator = dflash.Generator(target, draft, max_length=320, block_size="auto", reuse_prefix=False)
+    monkeypatch.setattr("dflash.engine.budget._ROUNDS", 1)
+    for length in (40, 60, 270, 50, 280):
+        p = prompt(length)
+        check(generator.generate(p[None], max_new_tokens=NEW), length, [greedy(target, p, NEW)])
+    assert len(generator.engine.costs) == 2
+    for costs in generator.engine.costs.values():
+        assert sorted(costs) == list(WIDTHS)
+        assert min(costs.values()) > 0
+
+
+def test_several_passes_have_costs_of_their_own(target, draft, prompts, monkeypatch):
+    found = iter([{16: 1.0}, {4: 1.0}])
+    step = importlib.import_module("dflash.engine.step")
+    monkeypatch.setattr(step, "measured_costs", lambda *_: next(found))
+    generator = dflash.Generator(target, draft, max_length=100, block_size="auto")
+    for passes, width in ((1, 16), (2, 4), (1, 16)):
+        call = {"max_new_tokens": 4, "denoise_steps": passes, "return_dict_in_generate": True}
+        assert set(generator.generate(prompts[1][None], **call).statistics.rows) == {width}
+
+
+def test_costs_can_be_given_at_every_door(target, draft, prompts, plain):
+    p, call = prompts[1][None], {"max_new_tokens": NEW, "return_dict_in_generate": True}
+    one_shot = {"custom_generate": dflash.custom_generate, "draft": draft, "do_sample": False}
+    for generate in (
+        dflash.Generator(target, draft, max_length=100, block_size={5: 1}).generate,
+        functools.partial(dflash.generate, target, draft, block_size={5: 1.0}),
+        functools.partial(target.generate, block_size={5: 1.0}, **one_shot),
+    ):
+        output = generate(p, **call)
+        check(output.sequences, 16, plain[1:2])
+        assert set(output.statistics.rows) == {5}
+    *_, last = dflash.stream(target, draft, p, max_new_tokens=NEW, block_size={5: 1.0, 6: 1e-9})
+    assert last.statistics.rows[-1] == 6
+
+
+# ---------------------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"block_size": "most"}, ValueError, "must be an integer of at least 1, \"auto\" or None, got 'most'"),
+        ({"block_size": {}}, ValueError, r"must map one or more widths from 2 to positive numbers, got \{\}"),
+        ({"block_size": {1: 1.0}}, ValueError, r"got \{1: 1.0\}"),
+        ({"block_size": {4: 0}}, ValueError, r"got \{4: 0\}"),
+        ({"block_size": {4: NAN}}, ValueError, r"got \{4: nan\}"),
+        ({"block_size": {4: math.inf}}, ValueError, r"got \{4: inf\}"),
+        ({"block_size": {"4": 1}}, TypeError, r"got \{'4': 1\}"),
+        ({"block_size": {4: 1.0, 17: 1.0}}, ValueError, "at most the drafter's own, 16, got 17"),
+        ({"block_size": True}, TypeError, "block_size must be an integer, got True"),
+        ({"block_size": "auto", "tree": 16}, ValueError, "block_size='auto' cannot be combined with tree=16"),
+        ({"block_size": "auto", "acceptance": "rejection"}, ValueError, "cannot be combined with acceptance="),
+        ({"block_size": {8: 1.0}, "acceptance": "rejection"}, ValueError, r"block_size=\{8: 1.0\} cannot be combined"),
+    ],
+    ids=str,
+)
+def test_bad_arguments_are_named_before_any_work(target, draft, prompts, arguments, error, message):
+    dflash.generate(target, draft, prompts[0][None], max_new_tokens=1)
+    kept = dflash.api._cached
+    with pytest.raises(error, match=message):
+        dflash.generate(target, draft, prompts[0][None], max_new_tokens=4, **arguments)
+    assert dflash.api._cached is kept
+
+
+def test_a_generator_names_what_it_cannot_do(target, draft, prompts):
+    with pytest.raises(ValueError, match=r"block_size=.auto. needs a drafter of blocks .* got draft="):
+        dflash.Generator(target, None, max_length=40, block_size="auto")
+    with pytest.raises(ValueError, match="block_size='auto' cannot be combined with tree='auto'"):
+        dflash.Generator(target, draft, max_length=40, block_size="auto", tree="auto")
+    generator = dflash.Generator(target, draft, max_length=100, block_size="auto")
+    assert generator.block_size == 16
+    for call, message in (
+        ({"acceptance": "rejection"}, "block_size='auto' cannot be combined with acceptance="),
+        ({"tree": 16}, "block_size='auto' cannot be combined with tree=16"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            generator.generate(prompts[0][None], max_new_tokens=4, **call)
