@@ -1,6 +1,7 @@
 """Test that both checkpoint layouts hold the same drafter, and refuse what they cannot express."""
 
 import json
+import re
 import sys
 
 import pytest
@@ -50,7 +51,8 @@ def test_the_speculators_layout_has_the_keys_that_engines_read(tmp_path):
     checkpoint(tmp_path / "draft", config_dict())
     (tmp_path / "target").mkdir()
     (tmp_path / "target" / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
-    export(tmp_path / "draft", tmp_path / "out", "speculators", target=str(tmp_path / "target"))
+    with pytest.warns(UserWarning, match="this target is a folder"):
+        export(tmp_path / "draft", tmp_path / "out", "speculators", target=str(tmp_path / "target"))
     config = read(tmp_path / "out")
     assert config["speculators_model_type"] == "dflash"
     assert config["aux_hidden_state_layer_ids"] == [2, 10, 18, 26, 34]
@@ -66,12 +68,73 @@ def test_the_speculators_layout_has_the_keys_that_engines_read(tmp_path):
     assert layer["rope_theta"] == 1000000.0
 
 
+def test_a_targets_folder_is_stored_with_its_absolute_path_and_vllm_needs_both_names(tmp_path, monkeypatch):
+    checkpoint(tmp_path / "draft", config_dict())
+    (tmp_path / "target").mkdir()
+    (tmp_path / "target" / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    with pytest.warns(
+        UserWarning, match="vLLM looks for the target of a speculators checkpoint on the hub only"
+    ) as told:
+        export("draft", "out", "speculators", target="target")
+    drafts = {"method": "dflash", "model": str(tmp_path / "out"), "num_speculative_tokens": 15}
+    assert f"vllm serve {tmp_path / 'target'} --speculative-config '{json.dumps(drafts)}'" in str(told[0].message)
+    assert read(tmp_path / "out")["speculators_config"]["verifier"]["name_or_path"] == str(tmp_path / "target")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "effect"),
+    [
+        ("input_embedding_scale", 8.0, "it accepts fewer drafts there"),
+        ("output_multiplier", 0.5, "greedy drafts are the same"),
+        ("final_logit_softcapping", 30.0, "greedy drafts are the same"),
+    ],
+)
+def test_the_export_warns_of_what_vllm_ignores(tmp_path, key, value, effect):
+    checkpoint(tmp_path / "draft", config_dict(**{key: value}))
+    with pytest.warns(UserWarning, match=f"vLLM ignores {key} .* this one has {value}: .*{effect}"):
+        export(tmp_path / "draft", tmp_path / "out", "published")
+
+
+def test_the_export_does_not_warn_of_a_dflash2_drafter(tmp_path, recwarn):
+    """VLLM reads the scales of the second generation."""
+    checkpoint(tmp_path / "draft", DFLASH2_VARIANTS["DFlash2-scaled"])
+    export(tmp_path / "draft", tmp_path / "out", "published")
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize(
+    ("kinds", "given", "message"),
+    [
+        ("ff", False, "vLLM runs every layer of the original checkpoint causal, .* is false there"),
+        ("ss", None, "vLLM runs every layer of the original checkpoint non-causal, .* is missing there"),
+        ("ss", False, None),
+        ("ff", True, None),
+        ("ff", None, None),
+    ],
+)
+def test_the_export_warns_where_vllm_reads_causality_differently(tmp_path, recwarn, kinds, given, message):
+    """VLLM takes one rule for all layers; the speculators library and this package for sliding ones only."""
+    layer = config_dict(**sliding(kinds, 6), architectures=None, dflash_config=None, block_size=None, auto_map=None)
+    config = {"speculators_model_type": "dflash", "transformer_layer_config": layer, "block_size": 8}
+    config |= {"aux_hidden_state_layer_ids": [2, 3], "mask_token_id": 5, "draft_vocab_size": 101}
+    checkpoint(tmp_path / "draft", config if given is None else config | {"sliding_window_non_causal": given})
+    export(tmp_path / "draft", tmp_path / "out", "published")
+    assert [bool(re.search(message or "", str(one.message))) for one in recwarn.list] == ([True] if message else [])
+
+
 def test_both_layouts_store_windows(tmp_path):
     for name, changes in (("causal", {"is_causal": True}), ("not", {"is_causal": False})):
         drafter = dflash.load_draft(checkpoint(tmp_path / name, config_dict(**sliding("ss", 6), **changes)))
         export(tmp_path / name, tmp_path / f"{name}-out", "speculators", target="owner/target")
         assert read(tmp_path / f"{name}-out")["sliding_window_non_causal"] == (name == "not")
         assert dflash.load_draft(tmp_path / f"{name}-out").config == drafter.config
+
+
+def test_causality_is_stated_where_sglang_reads_it(tmp_path):
+    checkpoint(tmp_path / "draft", VARIANTS["dflash_config.causal-false"])
+    export(tmp_path / "draft", tmp_path / "out", "published")
+    assert read(tmp_path / "out")["is_causal"] is False
 
 
 @pytest.mark.parametrize(
@@ -173,7 +236,7 @@ def test_a_folder_is_written_atomically(tmp_path, monkeypatch):
     (taken / "notes").write_text("mine")
     with pytest.raises(ValueError, match="is not an empty folder"):
         export(tmp_path / "draft", taken, "published")
-    with pytest.raises(ValueError, match="must be published or speculators, got 'gguf'"):
+    with pytest.raises(ValueError, match="must be published, speculators or transformers, got 'gguf'"):
         export(tmp_path / "draft", tmp_path / "out", "gguf")
     with pytest.raises(ValueError, match=r"give it \(--target\)"):
         export(tmp_path / "draft", tmp_path / "out", "speculators")
@@ -206,3 +269,7 @@ def test_the_command_writes_a_folder(tmp_path, monkeypatch, capsys):
     assert read(tmp_path / "out")["dtype"] == "bfloat16"
     code, _, error = run("--out", out, "--format", "published")
     assert (code, "is not an empty folder" in error) == (2, True)
+    (tmp_path / "config.json").write_text("{}")
+    code, _, error = run("--out", str(tmp_path / "local"), "--format", "speculators", "--target", str(tmp_path))
+    assert code == 0
+    assert error.startswith("dflash: vLLM looks for the target of a speculators checkpoint on the hub only")
