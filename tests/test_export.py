@@ -30,9 +30,9 @@ def same(a: dflash.Drafter, b: dflash.Drafter) -> bool:
     return equal and not theirs and a.config == b.config and a.dtype == b.dtype
 
 
-@pytest.mark.parametrize("variant", EXPRESSIBLE)
+@pytest.mark.parametrize("variant", [*EXPRESSIBLE, "DFlash2", "DFlash2-wide-kernel"])
 def test_a_round_trip_gives_the_same_drafter(tmp_path, variant):
-    drafter = dflash.load_draft(checkpoint(tmp_path / "draft", VARIANTS[variant]))
+    drafter = dflash.load_draft(checkpoint(tmp_path / "draft", (VARIANTS | DFLASH2_VARIANTS)[variant]))
     export(tmp_path / "draft", tmp_path / "speculators", "speculators", target="owner/target")
     (tmp_path / "published").mkdir()  # an empty folder is accepted
     export(tmp_path / "speculators", tmp_path / "published", "published")
@@ -41,7 +41,7 @@ def test_a_round_trip_gives_the_same_drafter(tmp_path, variant):
     modes = {path.stat().st_mode for path in (tmp_path / "speculators").iterdir()}
     assert len(modes) == 1, "both files should have the same permissions"
     config = read(tmp_path / "published")
-    assert config["architectures"] == ["DFlashDraftModel"]
+    assert config["architectures"] == ["DFlashDraftModel" if variant in VARIANTS else "DFlash2DraftModel"]
     assert config["dflash_config"]["target_layer_ids"] == list(drafter.config.target_layer_ids)
     assert "transformer_layer_config" not in config
 
@@ -174,19 +174,54 @@ def test_a_speculators_config_is_read():
     assert DraftConfig.from_config(bare).intermediate_size == 22016, "what is left out is a Qwen3 config's default"
 
 
+def test_a_speculators_config_of_dflash_2_has_defaults_of_its_own():
+    layer = speculators()["transformer_layer_config"] | sliding("ss", 6) | {"vocab_size": 300}
+    given = {"transformer_layer_config": layer, "draft_vocab_size": 300}
+    first, second = (
+        DraftConfig.from_config(speculators(speculators_model_type=kind, **given)) for kind in ("dflash", "dflash2")
+    )
+    assert (first.causal, second.causal) == ((True, True), (False, False))
+    assert second.dflash2 == dflash.drafter.DFlash2Config(2, 16, 256, 16)
+    given |= {"conv_kernel_size": 3, "selector_rank": 4, "sliding_window_non_causal": False}
+    second = DraftConfig.from_config(speculators(speculators_model_type="dflash2", **given))
+    assert second.dflash2 == dflash.drafter.DFlash2Config(3, 16, 4, 16)
+    assert second.causal == (True, True)
+
+
+def test_what_the_layouts_cannot_say_of_dflash_2_is_refused(tmp_path):
+    changes = {"selector_top_k": 5, "selector_rank": 4, "sample_from_anchor": True}
+    checkpoint(tmp_path / "draft", speculators(speculators_model_type="dflash2", **changes))
+    with pytest.raises(
+        ValueError, match="published layout cannot say that the anchor's row of a DFlash 2 drafter pred"
+    ):
+        export(tmp_path / "draft", tmp_path / "out", "published")
+    config = DraftConfig.from_config(DFLASH2_VARIANTS["DFlash2"] | {"draft_vocab_size": 50})
+    with pytest.raises(ValueError, match="a DFlash 2 drafter of the speculators layout has the whole vocabulary"):
+        dflash.drafter.to_speculators(DFLASH2_VARIANTS["DFlash2"], config, "target")
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"speculators_model_type": "eagle3"}, "drafter: speculators_model_type must be dflash, got 'eagle3'"),
+        (
+            {"speculators_model_type": "eagle3"},
+            "drafter: speculators_model_type must be dflash, .* or dspark, got 'eagle3'",
+        ),
         ({"transformer_layer_config": None}, "transformer_layer_config must be an object, got None"),
         ({"aux_hidden_state_layer_ids": None}, "must be a list of layers, counted from 1, got None"),
         ({"aux_hidden_state_layer_ids": [0, 2]}, r"counted from 1, got \[0, 2\]"),
-        ({"sample_from_anchor": True}, "sample_from_anchor = True is not supported"),
+        ({"sample_from_anchor": 1}, "sample_from_anchor must be true or false, got 1"),
         ({"shift_label": True}, "shift_label = True is not supported"),
         ({"projector_type": "domino"}, "projector_type = 'domino' is not supported"),
         ({"draft_vocab_size": 102}, "draft_vocab_size must be at most vocab_size = 101, got 102"),
         ({"quantization_config": {"bits": 4}}, "quantization_config = {'bits': 4} is not supported"),
         ({"mask_token_id": None}, "mask_token_id is missing"),
+        ({"speculators_model_type": None}, "speculators_model_type must be dflash, .* got None"),
+        ({"speculators_model_type": ["dflash"]}, r"speculators_model_type must be dflash, .* got \['dflash'\]"),
+        ({"speculators_model_type": "dflash2", "conv_group_size": 48}, "conv_group_size must divide hidden_size 64"),
+        ({"speculators_model_type": "dflash2", "selector_top_k": 102}, "selector_top_k must be at most vocab_size 101"),
+        ({"speculators_model_type": "dspark", "markov_head_type": "rnn"}, "must be vanilla, got 'rnn'"),
+        ({"speculators_model_type": "dspark", "markov_rank": "8"}, "markov_rank must be an integer >= 0, got '8'"),
     ],
 )
 def test_a_speculators_config_that_is_not_supported_is_refused_by_name(changes, message):

@@ -12,6 +12,7 @@ from draft_variants import (
     VARIANTS,
     YARN,
     config_dict,
+    dspark_dict,
     random_tensors,
     save_checkpoint,
     sliding,
@@ -99,6 +100,7 @@ def test_the_export_reads_back(tmp_path):
     ("config", "message"),
     [
         (DFLASH2_VARIANTS["DFlash2"], "is of the first generation, and this is a DFlash 2 drafter"),
+        (dspark_dict(), "is of the first generation, and this is a DSpark drafter"),
         (config_dict(attention_bias=True), "has no attention_bias, and this drafter has True"),
         (config_dict(attention_sink_bias=True), "has no attention_sinks"),
         (config_dict(attention_value_scale=0.5), "has no attention_value_scale, and this drafter has 0.5"),

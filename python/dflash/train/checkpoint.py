@@ -44,13 +44,8 @@ class CheckpointError(OSError):
 
 def published_config(config: DraftConfig, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
     """Return the ``config.json`` that reads back as ``config``, in the published layout; see ``from_config``."""
-    windows, by_window = {window for window in config.window if window}, tuple(w > 0 for w in config.window)
-    if config.scales_like_target:
-        raise ValueError("a Muse Glimmer assistant cannot be saved: its logits are scaled as the target's")
-    if config.own_parts:
-        raise ValueError(f"a drafter with its own {listed(config.own_parts)} cannot be saved here: use dflash export")
-    if len(windows) > 1 or (len(set(config.causal)) > 1 and config.causal != by_window):
-        raise ValueError(f"the published layout has one window and one rule of causality, got {config}")
+    by_window = tuple(window > 0 for window in config.window)
+    _expect_expressible(config, by_window)
     out: dict[str, Any] = {
         "architectures": ["DFlashDraftModel" if config.dflash2 is None else "DFlash2DraftModel"],
         "attention_bias": config.attention_bias,
@@ -77,13 +72,26 @@ def published_config(config: DraftConfig, dtype: torch.dtype = torch.bfloat16) -
         "rms_norm_eps": config.rms_norm_eps,
         "rope_parameters": rope_section(config.rope),
         "rope_theta": config.rope.theta,
-        "sliding_window": max(windows, default=None),
+        "sliding_window": max(config.window) or None,
         "tie_word_embeddings": False,
         "use_cache": True,
-        "use_sliding_window": bool(windows),
+        "use_sliding_window": any(by_window),
         "vocab_size": config.vocab_size,
     }
     return out if config.causal == by_window else out | {"is_causal": config.causal[0]}
+
+
+def _expect_expressible(config: DraftConfig, by_window: tuple[bool, ...]) -> None:
+    """Raise unless `published_config` can express everything that changes the math."""
+    if config.scales_like_target:
+        raise ValueError("a Muse Glimmer assistant cannot be saved: its logits are scaled as the target's")
+    if config.own_parts:
+        raise ValueError(f"a drafter with its own {listed(config.own_parts)} cannot be saved here: use dflash export")
+    if config.markov_rank or config.predicts_from_anchor:
+        raise ValueError("a DSpark drafter cannot be saved here: use dflash export")
+    windows = {window for window in config.window if window}
+    if len(windows) > 1 or (len(set(config.causal)) > 1 and config.causal != by_window):
+        raise ValueError(f"the published layout has one window and one rule of causality, got {config}")
 
 
 def rope_section(rope: Rope) -> dict[str, Any]:

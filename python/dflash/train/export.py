@@ -120,11 +120,16 @@ def _config(
             "a Muse Glimmer assistant cannot be exported: the multiplier and the softcap of its logits are the "
             "target's, which no other layout can say"
         )
+    if layout == "published" and drafter.config.predicts_from_anchor and drafter.config.dflash2 is not None:
+        raise ValueError(
+            "the published layout cannot say that the anchor's row of a DFlash 2 drafter predicts too, as this one's "
+            "does: keep the speculators layout"
+        )
     config = from_speculators(raw) if is_speculators(raw) else dict(raw)
     # State what the checkpoint may have left to defaults.
     taps, mask = list(drafter.config.target_layer_ids), drafter.config.mask_token_id
     config["dflash_config"] = (config.get("dflash_config") or {}) | {"target_layer_ids": taps, "mask_token_id": mask}
-    config["block_size"] = drafter.config.block_size
+    config["block_size"] = drafter.config.rows_per_pass
     if config.get("is_causal") is None and config["dflash_config"].get("causal") is not None:
         config["is_causal"] = config["dflash_config"]["causal"]  # the one key of the two that SGLang reads
     if layout == "speculators":

@@ -64,6 +64,8 @@ def _expect_expressible(config: DraftConfig) -> None:
         raise ValueError("a Muse Glimmer assistant is in transformers' layout already: use its folder as it is")
     if config.dflash2 is not None:
         raise ValueError(f"{what} is of the first generation, and this is a DFlash 2 drafter: use the published layout")
+    if config.markov_rank or config.predicts_from_anchor:
+        raise ValueError(f"{what} is of the first generation, and this is a DSpark drafter: use the published layout")
     if config.own_parts:
         raise ValueError(f"{what} uses the target's head and embedding, not this drafter's {listed(config.own_parts)}")
     for key, neutral in (

@@ -27,8 +27,8 @@ class TrainableDrafter(nn.Module):
             CUDA and matrix products elsewhere.
 
     Raises:
-        ValueError: the drafter has attention sinks or a value scale or is a DFlash 2 drafter, which the differentiable
-            functions do not support, or it has parts of its own where training uses the target's.
+        ValueError: the drafter has attention sinks or a value scale or is a DFlash 2 or DSpark drafter, which the
+            differentiable functions do not support, or it has parts of its own where training uses the target's.
     """
 
     def __init__(self, drafter: Drafter, *, attention: str | None = None) -> None:
@@ -40,6 +40,8 @@ class TrainableDrafter(nn.Module):
                 "a DFlash 2 drafter cannot be trained: its convolutions and its selector have no gradients here. Train "
                 "one of the first generation, or use the trainer that this one comes from"
             )
+        if drafter.config.markov_rank or drafter.config.predicts_from_anchor:
+            raise ValueError("a DSpark drafter cannot be trained: its block and its Markov head have no training here")
         if own := drafter.config.own_parts:
             raise ValueError(f"a drafter with its own {', '.join(own)} cannot be trained: training uses the target's")
         if drafter.config.scales_like_target:
