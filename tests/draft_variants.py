@@ -136,6 +136,16 @@ DFLASH2_VARIANTS: dict[str, dict] = {
 }
 
 
+def dspark_dict(**changes) -> dict:
+    """Return a small ``config.json`` of a DSpark drafter, as DeepSpec writes it: every key at the top level."""
+    head = {"markov_rank": 8, "markov_head_type": "vanilla"}
+    head |= {"enable_confidence_head": True, "confidence_head_with_markov": True, "num_anchors": 16}
+    taps = {"dflash_config": None, "mask_token_id": 100, "target_layer_ids": [1, 9]}
+    return config_dict(
+        **{"architectures": ["Qwen3DSparkModel"], "auto_map": None, "block_size": 7} | taps | head | changes
+    )
+
+
 def identity_dflash2(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return a DFlash 2 drafter's tensors with convolutions and a selector that change nothing."""
     tensors = dict(tensors)
@@ -177,6 +187,9 @@ def tensor_shapes(config: DraftConfig) -> dict[str, tuple[int, ...]]:
         shapes["candidate_selector.hidden_projection.weight"] = (rank, hidden)
         for name in ("predecessor_codebook", "successor_codebook"):
             shapes[f"candidate_selector.{name}"] = (config.vocab_size, rank)
+    if config.markov_rank:
+        shapes["markov_head.markov_w1.weight"] = (config.vocab_size, config.markov_rank)
+        shapes["markov_head.markov_w2.weight"] = (config.draft_vocab_size or config.vocab_size, config.markov_rank)
     return shapes
 
 
@@ -186,7 +199,7 @@ def random_tensors(config: DraftConfig, seed: int = 0) -> dict[str, torch.Tensor
     tensors = {}
     for name, shape in tensor_shapes(config).items():
         values = torch.randn(shape, generator=generator)
-        if name.endswith("codebook"):
+        if name.endswith("codebook") or "markov_w" in name:
             values = values * 2 / shape[1] ** 0.25  # pair scores of about the size of the logits
         elif len(shape) == 2:
             values = values / shape[1] ** 0.5

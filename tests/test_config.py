@@ -237,7 +237,10 @@ def test_rope_without_an_original_length_is_refused():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["LlamaForCausalLM"]}, "must name DFlashDraftModel or DFlash2DraftModel, got LlamaFor"),
+        (
+            {"architectures": ["LlamaForCausalLM"]},
+            "must name DFlashDraftModel, DFlash2DraftModel or Qwen3DSparkModel, got Llama",
+        ),
         ({"model_type": "llama"}, "model_type must be qwen3, the shape of every DFlash drafter, got 'llama'"),
         ({"hidden_act": "gelu"}, "hidden_act must be silu, got 'gelu'"),
         ({"dflash_config": with_dflash(shift_label=True, foo=1)}, "unknown keys in dflash_config: foo, shift_label"),
@@ -249,13 +252,13 @@ def test_rope_without_an_original_length_is_refused():
             {"speculators_config": {}},
             "speculators_config = {} is not supported: this is half of the speculators layout",
         ),
-        ({"transformer_layer_config": {}}, "draft config: speculators_model_type must be dflash, got None"),
+        ({"transformer_layer_config": {}}, "draft config: speculators_model_type must be dflash, .* got None"),
         ({"is_neox_style": False}, "is_neox_style = False is not supported: only half-split RoPE"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported"),
         ({"logit_scale": 0.5}, "logit_scale = 0.5 is not supported"),
         ({"dflash_config": with_dflash(use_aux_hidden_state=False)}, "use_aux_hidden_state = False is not supported"),
         ({"dflash_config": with_dflash(projector_type="domino")}, "projector_type = 'domino' is not supported"),
-        ({"sample_from_anchor": False}, "sample_from_anchor = False is not supported"),
+        ({"sample_from_anchor": "yes"}, "sample_from_anchor must be true or false, got 'yes'"),
         ({"add_full_attention_sink_bias": True}, "add_full_attention_sink_bias = True is not supported"),
         ({"layer_types": [FULL, "chunked_attention", FULL]}, "or sliding_attention, got 'chunked_attention'"),
     ],

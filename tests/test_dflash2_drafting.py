@@ -191,15 +191,13 @@ def test_several_passes_and_rejection_run_and_keep_the_text(target):
 
 def test_trees_are_refused_with_the_reason(target):
     draft = make_draft(target, "DFlash2")
-    with pytest.raises(ValueError, match="tree=16 needs a drafter of the first generation, got a DFlash 2 drafter"):
+    with pytest.raises(ValueError, match="tree=16 needs a drafter of the first generation, got a DFlash 2 or DSpark"):
         dflash.Generator(target, draft, max_length=60, tree=16)
     with pytest.raises(ValueError, match="tree='auto' needs a drafter of the first generation"):
         dflash.generate(target, draft, prompt(4)[None], max_new_tokens=4, tree="auto")
 
 
-def test_transformers_loop_and_the_speculators_layout_are_refused():
+def test_transformers_loop_is_refused():
     draft = random_drafter(DFLASH2_VARIANTS["DFlash2"])
     with pytest.raises(ValueError, match="as_assistant takes drafters of the first generation"):
         dflash.as_assistant(draft)
-    with pytest.raises(ValueError, match="cannot be written in the speculators layout"):
-        dflash.drafter.to_speculators(DFLASH2_VARIANTS["DFlash2"], draft.config, "target")

@@ -69,12 +69,12 @@ def test_a_muse_assistant_saved_by_transformers_gives_the_same_hidden_states(tmp
 
 def test_a_muse_assistants_logits_are_scaled_as_the_targets(tmp_path, monkeypatch):
     target, draft = make_target("qwen3"), dflash.load_draft(save_muse(tmp_path))
-    seen, logits = [], ChainProposer.logits
-    monkeypatch.setattr(ChainProposer, "logits", lambda *args: seen.append(logits(*args)) or seen[-1])
+    seen, predict = [], ChainProposer.predict
+    monkeypatch.setattr(ChainProposer, "predict", lambda *args: seen.append(predict(*args)) or seen[-1])
     for multiplier, cap in ((None, None), (0.2, 2.0)):
         target.config.output_multiplier, target.config.final_logit_softcapping = multiplier, cap
         dflash.Generator(target, draft, max_length=40).generate(prompt(9)[None], max_new_tokens=2)
-    torch.testing.assert_close(seen[-1], torch.tanh(seen[0] * 0.2 / 2) * 2)
+    torch.testing.assert_close(seen[-1].logits, torch.tanh(seen[0].logits * 0.2 / 2) * 2)
 
 
 def test_a_muse_assistant_is_neither_trained_nor_exported(tmp_path):

@@ -28,6 +28,7 @@ from dflash.train import (
     new_drafter,
 )
 from dflash.train import loss as module
+from dflash.train.export import export
 from dflash.train.model import candidate_scores, convolve
 
 MASK, BLOCK, TOP_K = 1, 6, 5
@@ -305,3 +306,14 @@ def test_the_reference_package_reads_it_and_drafts_the_same_paths(trained, refer
             previous = candidates[:, int(scores.argmax())]
             walked.append(int(previous))
         assert walked == path[0].tolist()
+
+
+@torch.no_grad()
+def test_the_speculators_layout_reads_back_as_it_was_trained(trained, tmp_path):
+    wanted, out = dflash.load_draft(trained.folder), tmp_path / "speculators"
+    export(trained.folder, out, "speculators", target="some/target")
+    assert json.loads((out / "config.json").read_text())["speculators_model_type"] == "dflash2"
+    again = dflash.load_draft(out)
+    assert again.config.dflash2 == PARTS
+    assert again.config.causal == wanted.config.causal
+    assert all(torch.equal(again.state_dict()[name], tensor) for name, tensor in wanted.state_dict().items())

@@ -69,10 +69,10 @@ def check_tree(target: nn.Module, tree: TreeSize, draft: object, room: TreeSize)
         return
     if draft is None:
         raise ValueError(f"tree={tree!r} needs a drafter to grow from, got draft=None or block_size=1: pass tree=None")
-    if getattr(draft, "candidate_selector", None) is not None:
+    if getattr(draft, "selector", None) is not None:
         raise ValueError(
-            f"tree={tree!r} needs a drafter of the first generation, got a DFlash 2 drafter: a tree joins tokens that "
-            "are predicted apart, and its selector scores each token by the one before. Pass tree=None"
+            f"tree={tree!r} needs a drafter of the first generation, got a DFlash 2 or DSpark drafter: a tree joins "
+            "tokens that are predicted apart, and this one scores each token by the one before. Pass tree=None"
         )
     if has_recurrent_layers(target):
         raise ValueError(

@@ -34,8 +34,11 @@ _PREFIXES = (
 _CODEBOOKS = ("predecessor_codebook.weight", "successor_codebook.weight")
 _DFLASH2_PARTS = ("attention_conv", "mlp_conv", "candidate_selector")
 _REFUSED_PARTS = {"mask_hidden": "mask states that are not an embedding are not implemented"}
-# What trainers store besides: the inverse of d2t, and parts of the target.
-_IGNORED = ("rotary_emb.inv_freq", "t2d", "verifier_lm_head.weight", "verifier_norm.weight")
+# What trainers store besides: the inverse of d2t, parts of the target, and a head that predicts acceptance.
+_IGNORED = (
+    *("rotary_emb.inv_freq", "t2d", "verifier_lm_head.weight", "verifier_norm.weight"),
+    *("confidence_head.proj.weight", "confidence_head.proj.bias"),
+)
 
 
 def load_draft(
@@ -126,6 +129,7 @@ def _load_module(module: nn.Module, dtype: torch.dtype | None, device: torch.dev
     drafter = Drafter(config, dtype=dtype or first.dtype, device=first.device if device is None else device)
     _copy_weights(drafter, ((names[given], tensor) for given, tensor in stored.items()))
     check_token_map(drafter, source)
+    drafter.refresh()
     return drafter.eval()
 
 
@@ -149,6 +153,7 @@ def _load_folder(folder: Path, dtype: torch.dtype | None, device: torch.device |
         read_tensor_(stored[given], destinations[names[given]])
     _copy_weights(drafter, ((names[given], tensor) for given, tensor in beside.items()))
     check_token_map(drafter, source)
+    drafter.refresh()
     return drafter.eval()
 
 
@@ -228,6 +233,7 @@ def _sizes(config: DraftConfig) -> str:
         f"{config.num_kv_heads}, head_dim {config.head_dim}, {len(config.target_layer_ids)} target_layer_ids, "
         f"attention_bias {config.attention_bias}, attention_sink_bias {config.attention_sinks}, "
         f"vocab_size {config.vocab_size}, draft_vocab_size {config.draft_vocab_size or config.vocab_size}"
+        + (f", markov_rank {config.markov_rank}" if config.markov_rank else "")
         + "".join(f", {key} {value}" for key, value in added.items())
     )
 

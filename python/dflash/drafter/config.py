@@ -33,10 +33,13 @@ class DraftConfig:
     """A drafter's shape and rules, as stated by its checkpoint. Build one with `from_config`.
 
     Attributes:
+        block_size: rows that the target verifies, the anchor included.
         causal: per layer, True if a row of the block sees no later row.
         window: per layer, the keys that a query sees, itself included; 0 for all.
         final_logit_softcapping: 0 for none.
         scales_like_target: its logits take multiplier and softcap of the target's config.
+        predicts_from_anchor: the anchor's row predicts too, so a pass has a row less than ``block_size``.
+        markov_rank: columns of a DSpark drafter's Markov head; 0 for none.
         own_parts: the parts that its checkpoint stores, of ``embed_tokens``, ``lm_head`` and ``mask_embedding``. The
             others are the target's.
         draft_vocab_size: rows of its own head if that knows a part of the vocabulary only, else None.
@@ -67,9 +70,16 @@ class DraftConfig:
     num_target_layers: int | None = None
     max_position_embeddings: int | None = None
     dflash2: DFlash2Config | None = None
+    predicts_from_anchor: bool = False
+    markov_rank: int = 0
     own_parts: tuple[str, ...] = ()
     draft_vocab_size: int | None = None
     scales_like_target: bool = False
+
+    @property
+    def rows_per_pass(self) -> int:
+        """Rows of the drafter's pass over a whole block, which is the block size that checkpoints state."""
+        return self.block_size - self.predicts_from_anchor
 
     @classmethod
     def from_config(cls, config: Mapping[str, object] | SupportsToDict, source: str = "draft config") -> DraftConfig:

@@ -15,7 +15,8 @@ from ..decoder import DecoderLayer, DecoderStack, rotary_table
 from ..ops import reference
 from .config import DraftConfig
 from .dflash2 import CandidateSelector, GroupedConv
-from .own_parts import add_own_parts, embed_own, own_head, scatter_to_vocabulary, share_equal_parts
+from .dspark import MarkovHead
+from .own_parts import add_own_parts, embed_own, own_head, scatter_to_vocabulary, share_equal_parts, target_ids
 
 __all__ = ["Drafter", "PackedTensor", "scale_logits"]
 
@@ -71,6 +72,9 @@ class Drafter(nn.Module):
         self.candidate_selector: CandidateSelector | None = None
         if config.dflash2 is not None:
             self.candidate_selector = CandidateSelector(config.dflash2, hidden, config.vocab_size, like)
+        self.markov_head: MarkovHead | None = None
+        if config.markov_rank:
+            self.markov_head = MarkovHead(config.markov_rank, config.vocab_size, config.draft_vocab_size, like)
         add_own_parts(self, config, like)
         self._stack: DecoderStack | None = None
         self._restack()
@@ -84,6 +88,11 @@ class Drafter(nn.Module):
     def device(self) -> torch.device:
         """Device of the parameters."""
         return self.fc.weight.device
+
+    @property
+    def selector(self) -> CandidateSelector | MarkovHead | None:
+        """What links the tokens of a block; None if they are predicted apart."""
+        return self.candidate_selector if self.markov_head is None else self.markov_head
 
     def new_cache(self, batch_size: int, capacity: int) -> KVCache:
         """Return an empty cache for ``batch_size`` sequences of ``capacity`` positions, lookahead included."""
@@ -103,6 +112,8 @@ class Drafter(nn.Module):
 
     def refresh(self) -> None:
         """Notice parameters whose storage was replaced. Called once per call of ``generate``, outside of the step."""
+        if self.markov_head is not None and self.config.draft_vocab_size is not None:
+            self.markov_head.refresh(target_ids(self))
         layers, norm = self._stack_layers(), self.norm.weight
         if self._stack.holds(layers, norm):
             self._stack.refresh()
@@ -167,7 +178,8 @@ class Drafter(nn.Module):
             cache: from `new_cache`, with room for ``length + rows`` positions.
 
         Returns:
-            ``[batch, rows, hidden]`` after the final norm. Row j > 0 predicts the token at ``length + j``.
+            ``[batch, rows, hidden]`` after the final norm. Row j > 0 predicts the token at ``length + j``; row j that
+            at ``length + j + 1`` if the config has ``predicts_from_anchor``.
         """
         hidden, _ = self._stack(block_embeds, length, cache, features, num_context)
         return hidden

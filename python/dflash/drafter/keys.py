@@ -12,6 +12,7 @@ from ..terminal import listed, printable, shortened
 
 __all__ = [
     "DFLASH2_KEYS",
+    "DSPARK_ARCHITECTURE",
     "REFUSED",
     "Keys",
     "expect_names",
@@ -24,14 +25,16 @@ __all__ = [
 # Keys of dflash_config that are read. Any other is an error, since it may change the math.
 DFLASH_KEYS = frozenset((
     "attention_sink_bias", "attention_value_scale", "block_size", "causal", "final_logit_softcapping",
-    "input_embedding_scale", "mask_token", "mask_token_id", "num_target_layers", "output_multiplier",
-    "projector_type", "swa_window_size", "target_layer_ids", "use_aux_hidden_state", "use_swa",
+    "input_embedding_scale", "markov_head_type", "markov_rank", "mask_token", "mask_token_id", "num_target_layers",
+    "output_multiplier", "projector_type", "sample_from_anchor", "swa_window_size", "target_layer_ids",
+    "use_aux_hidden_state", "use_swa",
 ))
 # Names of the model class in a plain drafter's config: the reference package's, and NeMo AutoModel's.
 ARCHITECTURES = ("DFlashDraftModel", "Qwen3DFlashDraftModel")
 # Keys that only DFlash 2 drafters have.
 DFLASH2_KEYS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
 DFLASH2_ARCHITECTURES = frozenset(("DFlash2DraftModel", "Qwen3DFlash2DraftModel"))
+DSPARK_ARCHITECTURE = "Qwen3DSparkModel"
 
 # Top-level keys that are read.
 READ_KEYS = frozenset((
@@ -39,21 +42,25 @@ READ_KEYS = frozenset((
     "block_size",
     "dflash_config", "draft_vocab_size", "final_logit_softcapping", "has_embed_tokens", "has_lm_head", "head_dim",
     "hidden_act", "hidden_size",
-    "input_embedding_scale", "intermediate_size", "is_causal", "layer_types", "mask_embedding", "mask_token_id",
+    "input_embedding_scale", "intermediate_size", "is_causal", "layer_types", "markov_head_type", "markov_rank",
+    "mask_embedding", "mask_token_id",
     "max_position_embeddings", "max_window_layers", "model_type", "num_attention_heads", "num_hidden_layers",
     "num_key_value_heads", "num_target_layers", "original_max_position_embeddings", "output_multiplier",
-    "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta", "sliding_window", "target_hidden_size",
+    "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta", "sample_from_anchor", "sliding_window",
+    "target_hidden_size",
     "target_layer_ids", "use_sliding_window", "vocab_size",
 ))
 # Top-level keys that do not affect the forward pass: transformers' own settings and notes on training.
 METADATA_KEYS = frozenset((
     "add_cross_attention", "attention_dropout", "auto_map", "aux_hidden_state_layer_ids", "bad_words_ids",
-    "begin_suppress_tokens", "bos_token_id", "chunk_size_feed_forward", "cross_attention_hidden_size",
+    "begin_suppress_tokens", "bos_token_id", "chunk_size_feed_forward", "confidence_head_with_markov",
+    "cross_attention_hidden_size",
     "decoder_start_token_id", "diversity_penalty", "do_sample", "dtype", "eagle_aux_hidden_state_layer_ids",
-    "early_stopping", "encoder_no_repeat_ngram_size", "eos_token_id", "exponential_decay_length_penalty",
+    "early_stopping", "enable_confidence_head",
+    "encoder_no_repeat_ngram_size", "eos_token_id", "exponential_decay_length_penalty",
     "finetuning_task", "forced_bos_token_id", "forced_eos_token_id", "id2label", "initializer_range", "is_decoder",
     "is_encoder_decoder", "label2id", "length_penalty", "mask_token", "max_length", "min_length",
-    "no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_return_sequences", "output_attentions",
+    "no_repeat_ngram_size", "num_anchors", "num_beam_groups", "num_beams", "num_return_sequences", "output_attentions",
     "output_hidden_states", "output_scores", "pad_token_id", "prefix", "pretraining_tp", "problem_type",
     "pruned_heads", "remove_invalid_values", "repetition_penalty", "return_dict", "return_dict_in_generate",
     "sep_token_id", "suppress_tokens", "task_specific_params", "temperature", "tf_legacy_loss",
@@ -86,7 +93,6 @@ REFUSED: dict[str, Refusal] = {
     "mlp_bias": Refusal((None, False), "MLP biases are not implemented"),
     "use_aux_hidden_state": Refusal((None, True), "a DFlash drafter reads the target's hidden states"),
     "projector_type": Refusal((None, "dflash"), "only the plain DFlash head is implemented"),
-    "sample_from_anchor": Refusal((None,), "other block layouts are not implemented"),
 }
 
 
@@ -99,6 +105,7 @@ INTEGERS: dict[str, tuple[int, int]] = {  # the smallest and the largest value
     "head_dim": (1, limits.MAX_HEAD_DIM),
     "hidden_size": (1, limits.MAX_WIDTH),
     "intermediate_size": (1, limits.MAX_WIDTH),
+    "markov_rank": (0, limits.MAX_WIDTH),
     "mask_token_id": (0, limits.MAX_VOCABULARY),
     "max_position_embeddings": (1, limits.MAX_POSITIONS),
     "max_window_layers": (0, limits.MAX_TARGET_LAYERS),
@@ -124,7 +131,7 @@ NUMBERS: dict[str, bool] = {  # True if it must be above 0
 }
 BOOLEANS = (
     *("add_swa_attention_sink_bias", "attention_bias", "attention_sink_bias", "causal", "is_causal"),
-    *("has_embed_tokens", "has_lm_head", "mask_embedding", "use_sliding_window", "use_swa"),
+    *("has_embed_tokens", "has_lm_head", "mask_embedding", "sample_from_anchor", "use_sliding_window", "use_swa"),
 )
 
 
@@ -235,8 +242,10 @@ def refuse_unsupported(keys: Keys) -> None:
         for level in (keys.dflash, keys.top):
             if level.get(key) not in neutral:
                 raise keys.error(f"{key} = {shortened(level[key])} is not supported: {reason}")
-    if architectures and DFLASH2_ARCHITECTURES.union(ARCHITECTURES).isdisjoint(architectures):
-        raise keys.error(f"architectures must name DFlashDraftModel or DFlash2DraftModel, got {listed(architectures)}")
+    known = DFLASH2_ARCHITECTURES.union(ARCHITECTURES, (DSPARK_ARCHITECTURE,))
+    if architectures and known.isdisjoint(architectures):
+        names = f"DFlashDraftModel, DFlash2DraftModel or {DSPARK_ARCHITECTURE}"
+        raise keys.error(f"architectures must name {names}, got {listed(architectures)}")
     model_type, activation = keys.top.get("model_type"), keys.top.get("hidden_act")
     if model_type not in (None, "", "qwen3"):
         raise keys.error(f"model_type must be qwen3, the shape of every DFlash drafter, got {shortened(model_type)}")

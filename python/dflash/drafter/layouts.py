@@ -3,15 +3,18 @@
 Muse Glimmer's assistant has every key at the top level, and leaves the multiplier and the softcap of its logits to the
 target. Tensors have the same names in the other two. The speculators layout keeps the transformer's own keys in
 ``transformer_layer_config`` and counts taps from the embedding: ``aux_hidden_state_layer_ids`` is the tapped layer + 1.
+It has three types of drafters: dflash, dflash2 and dspark.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..limits import MAX_DRAFT_LAYERS, MAX_TAPS, MAX_TARGET_LAYERS
 from ..terminal import shortened
+from .keys import DFLASH2_KEYS, DSPARK_ARCHITECTURE
 
 if TYPE_CHECKING:
     from .config import DraftConfig
@@ -45,6 +48,15 @@ _MUSE_DEFAULTS = {
     "mask_token_id": 201818,
     "target_layer_ids": [1, 13, 25, 37, 49],
 }
+_DFLASH_DEFAULTS = {"block_size": 8, "sample_from_anchor": False, "sliding_window_non_causal": False}
+# What the speculators library takes where a key is missing, by ``speculators_model_type``.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "dflash": _DFLASH_DEFAULTS,
+    "dflash2": _DFLASH_DEFAULTS
+    | {"sliding_window_non_causal": True}
+    | dict(zip(DFLASH2_KEYS, (2, 16, 256, 16), strict=True)),
+    "dspark": _DFLASH_DEFAULTS | {"sample_from_anchor": True, "markov_rank": 256, "markov_head_type": "vanilla"},
+}
 # Keys of the published layout that are copied into transformer_layer_config.
 _LAYER_KEYS = (
     *("attention_bias", "attention_dropout", "head_dim", "hidden_act", "hidden_size", "initializer_range"),
@@ -52,13 +64,15 @@ _LAYER_KEYS = (
     *("num_key_value_heads", "num_target_layers", "original_max_position_embeddings", "rms_norm_eps"),
     *("rope_parameters", "rope_scaling", "rope_theta", "tie_word_embeddings", "use_cache", "vocab_size"),
 )
-# Other top-level keys that are read, or that do not affect the forward pass of a plain DFlash drafter.
+# Other top-level keys that are read, or that do not affect the forward pass.
 _KNOWN_KEYS = frozenset(
     (
+        *(key for defaults in _DEFAULTS.values() for key in defaults),
         *("architectures", "auf", "auto_map", "aux_hidden_state_layer_ids", "base_model_ep_plan", "block_size"),
+        *("confidence_head_with_markov", "enable_confidence_head"),
         *("draft_vocab_size", "dtype", "emb_dim", "gru_hidden_dim", "has_no_defaults_at_init"),
         *("lambda_base_decay_ratio", "lambda_base_start", "mask_token_id", "model_type", "projector_type"),
-        *("pure_draft_prefix_len", "sample_from_anchor", "shift_label", "sliding_window_non_causal"),
+        *("pure_draft_prefix_len", "shift_label"),
         *("speculators_config", "speculators_model_type", "speculators_version", "target_hidden_size"),
         *("tie_word_embeddings", "torch_dtype", "transformer_layer_config", "transformers_version"),
     )
@@ -90,36 +104,44 @@ def from_speculators(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the published form of a config in the speculators layout.
 
     Raises:
-        ValueError: it is not a plain DFlash drafter's, or something that a drafter needs is missing.
+        ValueError: its type is another, or something that a drafter needs is missing.
     """
-    layer, taps = _read_plain(config)
+    kind, layer, taps = _read_type(config)
+    settings = {key: value if config.get(key) is None else config[key] for key, value in _DEFAULTS[kind].items()}
     dflash: dict[str, Any] = {"target_layer_ids": [tap - 1 for tap in taps]}
+    dflash |= {key: settings.pop(key) for key in DFLASH2_KEYS if key in settings}
     for key in ("mask_token_id", "projector_type"):
         if config.get(key) is not None:
             dflash[key] = config[key]
-    if config.get("sliding_window_non_causal"):
+    if settings.pop("sliding_window_non_causal"):
         dflash["causal"] = False  # otherwise the rule of the published layout: sliding layers are causal, full ones not
+    architecture = "DFlash2DraftModel" if kind == "dflash2" else "DFlashDraftModel"
+    if kind != "dflash2" and settings["sample_from_anchor"]:
+        architecture = DSPARK_ARCHITECTURE  # the class that does so, with a Markov head or without
+        settings |= {key: dflash[key] for key in ("mask_token_id", "target_layer_ids") if key in dflash}
+    elif kind == "dflash":
+        settings.pop("sample_from_anchor")  # the published layout has no such key
     unknown = {key: value for key, value in config.items() if key not in _KNOWN_KEYS}  # DraftConfig judges these
-    out = {**_QWEN3_DEFAULTS, **unknown, **layer, "architectures": ["DFlashDraftModel"], "model_type": "qwen3"}
-    out |= {"block_size": 8 if config.get("block_size") is None else config["block_size"], "dflash_config": dflash}
+    out = {**_QWEN3_DEFAULTS, **unknown, **layer, "architectures": [architecture], "model_type": "qwen3"}
+    out |= settings | {"dflash_config": dflash}
     for key in ("draft_vocab_size", "target_hidden_size", "dtype"):
         if config.get(key) is not None:
             out[key] = config[key]
     return out
 
 
-def _read_plain(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], Sequence[int]]:
-    """Return the transformer's keys and the taps, counted from 1. Raise unless this is a plain DFlash drafter."""
+def _read_type(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any], Sequence[int]]:
+    """Return the type, the transformer's keys and the taps, counted from 1. Raise if one of them cannot be read."""
     kind, layer = config.get("speculators_model_type"), config.get("transformer_layer_config")
-    if kind != "dflash":
-        raise ValueError(f"speculators_model_type must be dflash, got {shortened(kind)}")
+    if not isinstance(kind, str) or kind not in _DEFAULTS:
+        raise ValueError(f"speculators_model_type must be dflash, dflash2 or dspark, got {shortened(kind)}")
     if not isinstance(layer, Mapping):
         raise ValueError(f"transformer_layer_config must be an object, got {shortened(layer)}")
     for key in ("sample_from_anchor", "shift_label", "sliding_window_non_causal"):
         if config.get(key) is not None and not isinstance(config[key], bool):
             raise ValueError(f"{key} must be true or false, got {shortened(config[key])}")
-        if config.get(key) and key != "sliding_window_non_causal":
-            raise ValueError(f"{key} = True is not supported: other block layouts are not implemented")
+    if config.get("shift_label"):
+        raise ValueError("shift_label = True is not supported: other block layouts are not implemented")
     taps = config.get("aux_hidden_state_layer_ids")
     if not isinstance(taps, (list, tuple)) or not taps or not all(type(tap) is int and tap > 0 for tap in taps):
         raise ValueError(f"aux_hidden_state_layer_ids must be a list of layers, counted from 1, got {shortened(taps)}")
@@ -128,7 +150,7 @@ def _read_plain(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], Sequence[
             f"aux_hidden_state_layer_ids must name at most {MAX_TAPS} layers up to {MAX_TARGET_LAYERS}, "
             f"got {shortened(taps)}"
         )
-    return layer, taps
+    return kind, layer, taps
 
 
 def to_speculators(
@@ -146,25 +168,38 @@ def to_speculators(
         ValueError: the layout, or vLLM's reader of it, cannot express something that changes the math.
     """
     _expect_expressible(config)
+    kind, architecture, settings = _type_of(config)
     method = {"proposal_type": "greedy", "speculative_tokens": max(config.block_size - 1, 1)}
     method |= {"accept_tolerance": 0.0, "verifier_accept_k": 1}
     return {
-        "architectures": ["DFlashDraftModel"],
+        "architectures": [architecture],
         "aux_hidden_state_layer_ids": [tap + 1 for tap in config.target_layer_ids],
-        "block_size": config.block_size,
+        "block_size": config.rows_per_pass,
         "draft_vocab_size": config.draft_vocab_size or config.vocab_size,
         "mask_token_id": config.mask_token_id,
         "sliding_window_non_causal": not any(config.causal),
         "speculators_config": {
-            "algorithm": "dflash",
+            "algorithm": kind,
             "default_proposal_method": "greedy",
             "proposal_methods": [method],
             "verifier": {"architectures": list(target_architectures), "name_or_path": target},
         },
-        "speculators_model_type": "dflash",
+        "speculators_model_type": kind,
         "tie_word_embeddings": False,
         "transformer_layer_config": _layer_config(published, config),
-    }
+    } | settings
+
+
+def _type_of(config: DraftConfig) -> tuple[str, str, dict[str, Any]]:
+    """Return the ``speculators_model_type`` of a drafter, the name of its class there, and the keys of that type."""
+    from_anchor = {"sample_from_anchor": config.predicts_from_anchor}
+    if config.dflash2 is not None:
+        return "dflash2", "DFlash2DraftModel", dataclasses.asdict(config.dflash2) | from_anchor
+    if not config.markov_rank and not config.predicts_from_anchor:
+        return "dflash", "DFlashDraftModel", {}
+    head = {"markov_rank": config.markov_rank, "markov_head_type": "vanilla"}
+    head |= {"enable_confidence_head": False, "confidence_head_with_markov": False}  # that head is not read
+    return "dspark", "DSparkSpeculator", head | from_anchor
 
 
 def _layer_config(published: Mapping[str, Any], config: DraftConfig) -> dict[str, Any]:
@@ -184,8 +219,8 @@ def _layer_config(published: Mapping[str, Any], config: DraftConfig) -> dict[str
 
 def _expect_expressible(config: DraftConfig) -> None:
     """Raise unless the speculators layout can express everything that changes the math."""
-    if config.dflash2 is not None:
-        raise ValueError("a DFlash 2 drafter cannot be written in the speculators layout yet: use the published one")
+    if config.dflash2 is not None and config.draft_vocab_size is not None:
+        raise ValueError("a DFlash 2 drafter of the speculators layout has the whole vocabulary, and this one a part")
     if "mask_embedding" in config.own_parts:
         raise ValueError("the speculators layout has no mask embedding, and this drafter has its own")
     for key, neutral in (

@@ -8,6 +8,7 @@ from typing import Any
 from ..limits import MAX_HEAD_DIM, MAX_POSITIONS
 from ..terminal import shortened
 from .dflash2 import read_dflash2
+from .dspark import read_dspark
 from .keys import Keys, refuse_unsupported, warn_about_unknown
 from .rope import read_rope
 
@@ -47,6 +48,8 @@ def read_fields(config: Mapping[str, Any], source: str) -> dict[str, Any]:
     layers = fields["num_hidden_layers"]
     fields |= _read_vocabulary(keys)
     fields["dflash2"] = read_dflash2(keys, fields["hidden_size"], fields["vocab_size"])
+    fields |= read_dspark(keys, fields["vocab_size"], fields["dflash2"])
+    fields["block_size"] += fields["predicts_from_anchor"]
     _expect_equal(keys, "target_hidden_size", "hidden_size", fields["hidden_size"], "both models must be equally wide")
     target_layers, max_positions = keys.value("num_target_layers"), keys.top.get("max_position_embeddings")
     fields |= {"num_target_layers": target_layers, "max_position_embeddings": max_positions}

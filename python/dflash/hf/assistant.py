@@ -118,8 +118,8 @@ def as_assistant(draft: str | os.PathLike[str] | nn.Module) -> _Assistant:
         An object for ``assistant_model``; calls may share it, one after another.
 
     Raises:
-        ValueError: as `dflash.load_draft`, this is a DFlash 2 drafter, or it has its own head, embedding or mask
-            embedding.
+        ValueError: as `dflash.load_draft`, this is a DFlash 2 or DSpark drafter, or it has its own head, embedding or
+            mask embedding.
         TypeError: as `dflash.load_draft`.
         FileNotFoundError: as `dflash.load_draft`.
         RuntimeError: transformers is older than 5.18, whose loop continues after a stop token that is not the last of
@@ -134,10 +134,10 @@ def as_assistant(draft: str | os.PathLike[str] | nn.Module) -> _Assistant:
         )
     loaded = load_draft(draft)
     instead = "model.generate(..., custom_generate=dflash.custom_generate, draft=draft) drafts with it"
-    if loaded.candidate_selector is not None:
+    if loaded.selector is not None or loaded.config.predicts_from_anchor:
         raise ValueError(
-            "as_assistant takes drafters of the first generation, got a DFlash 2 drafter: transformers drafts each "
-            f"token from the head alone, without the drafter's selector. {instead}"
+            "as_assistant takes drafters of the first generation, got a DFlash 2 or DSpark drafter: transformers "
+            f"drafts each token from the head alone, and none from the anchor's row. {instead}"
         )
     if own := loaded.config.own_parts:
         raise ValueError(

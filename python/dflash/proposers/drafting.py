@@ -49,14 +49,15 @@ class DraftPass:
         Returns:
             Predictions for ``rows - 1`` positions, rules applied.
         """
-        embeds = self.draft.embed(block, self.target.embedding_weight)
+        from_anchor = self.draft.config.predicts_from_anchor
+        embeds = self.draft.embed(block[:, :-1] if from_anchor else block, self.target.embedding_weight)
         hidden = self.draft(features, state.num_context, embeds, state.length, state.draft_cache)
         # One matrix: for rows that are not dense torch makes a product per sequence, and each reads the whole head.
-        rows = hidden[:, 1:].flatten(0, 1)
+        rows = (hidden if from_anchor else hidden[:, 1:]).flatten(0, 1)
         logits = self.draft.logits(rows, self.target.draft_head).unflatten(0, (len(block), -1))
         logits = scale_logits(logits, self._multiplier, self._softcap)
         logits = logits if self.rules is None else self.rules.apply_to_drafts(logits, state)
-        if (selector := self.draft.candidate_selector) is None:
+        if (selector := self.draft.selector) is None:
             return Predictions(logits)
         pairs = selector.pair_weights(rows.unflatten(0, (len(block), -1)))
         return LinkedPredictions(logits, pairs, block[:, 0], selector.top_k)

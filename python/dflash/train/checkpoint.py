@@ -48,6 +48,8 @@ def published_config(config: DraftConfig, dtype: torch.dtype = torch.bfloat16) -
         raise ValueError("a Muse Glimmer assistant cannot be saved: its logits are scaled as the target's")
     if config.own_parts:
         raise ValueError(f"a drafter with its own {listed(config.own_parts)} cannot be saved here: use dflash export")
+    if config.markov_rank or config.predicts_from_anchor:
+        raise ValueError("a DSpark drafter cannot be saved here: use dflash export")
     if len(windows) > 1 or (len(set(config.causal)) > 1 and config.causal != by_window):
         raise ValueError(f"the published layout has one window and one rule of causality, got {config}")
     out: dict[str, Any] = {

@@ -62,10 +62,15 @@ def export(
         )
     if is_speculators(config):
         config = from_speculators(config)
+    if layout == "published" and drafter.config.predicts_from_anchor and drafter.config.dflash2 is not None:
+        raise ValueError(
+            "the published layout cannot say that the anchor's row of a DFlash 2 drafter predicts too, as this one's "
+            "does: keep the speculators layout"
+        )
     # State what the checkpoint may have left to defaults.
     taps, mask = list(drafter.config.target_layer_ids), drafter.config.mask_token_id
     config["dflash_config"] = (config.get("dflash_config") or {}) | {"target_layer_ids": taps, "mask_token_id": mask}
-    config["block_size"] = drafter.config.block_size
+    config["block_size"] = drafter.config.rows_per_pass
     if layout == "speculators":
         config = to_speculators(config, drafter.config, target, _architectures(target))
     config["dtype"] = str(drafter.dtype).removeprefix("torch.")

@@ -28,14 +28,19 @@ class TrainableDrafter(nn.Module):
             CUDA and matrix products elsewhere.
 
     Raises:
-        ValueError: the drafter has attention sinks or a value scale, which the differentiable functions do not
-            support, or it has parts of its own where training uses the target's.
+        ValueError: the drafter has attention sinks, a value scale or a Markov head, or its anchor's row predicts, which
+            the functions here do not support; or it has parts of its own where training uses the target's.
     """
 
     def __init__(self, drafter: Drafter, *, attention: str | None = None) -> None:
         super().__init__()
         if drafter.config.attention_sinks:
             raise ValueError("a drafter with attention sinks cannot be trained: the differentiable attention has none")
+        if drafter.config.markov_rank or drafter.config.predicts_from_anchor:
+            raise ValueError(
+                "a DSpark drafter cannot be trained: neither its Markov head nor an anchor's row that predicts "
+                "(sample_from_anchor) has training here"
+            )
         if own := drafter.config.own_parts:
             raise ValueError(f"a drafter with its own {', '.join(own)} cannot be trained: training uses the target's")
         if drafter.config.scales_like_target:

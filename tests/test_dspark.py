@@ -1,0 +1,202 @@
+"""Test DSpark drafters: an anchor's row that predicts, and a Markov head that links the block's tokens."""
+
+import copy
+import dataclasses
+import json
+
+import pytest
+import torch
+from baseline import prompt
+from draft_variants import config_dict, dflash2_dict, dspark_dict, random_tensors, save_checkpoint
+from families import VOCAB, make_target
+from safetensors.torch import load_file
+
+import dflash
+from dflash import DraftConfig
+from dflash.proposers import ChainProposer
+from dflash.train import TrainableDrafter
+from dflash.train.checkpoint import published_config
+from dflash.train.export import export
+
+KNOWN = torch.tensor([2, 3, 5, 8, 13, 21, 34, 55, 89])  # what the reduced vocabulary holds
+CONFIDENCE = {"confidence_head.proj.weight": torch.ones(1, 72), "confidence_head.proj.bias": torch.zeros(1)}
+
+
+@pytest.fixture(scope="module")
+def target():
+    return make_target("qwen3")
+
+
+def random(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(7))
+
+
+def config(**changes) -> dict:
+    """Return a config that fits ``target``."""
+    return dspark_dict(vocab_size=VOCAB, num_target_layers=4, mask_token_id=1, target_layer_ids=[1, 3], **changes)
+
+
+def save(folder, *, reduced: bool = False, tensors=None, **changes):
+    written = config(**changes) | ({"draft_vocab_size": len(KNOWN)} if reduced else {})
+    weights = random_tensors(DraftConfig.from_config(written)) | CONFIDENCE
+    if reduced:
+        weights |= {"lm_head.weight": random(len(KNOWN), 64) / 8, "d2t": KNOWN - torch.arange(len(KNOWN))}
+    weights |= tensors or {}
+    return save_checkpoint(folder, written, {name: tensor for name, tensor in weights.items() if tensor is not None})
+
+
+# ---------------------------------------------------------------------------------------------- the config
+
+
+def test_a_dspark_config_is_read_with_a_draft_per_row(recwarn):
+    read = DraftConfig.from_config(dspark_dict())
+    assert (read.block_size, read.rows_per_pass, read.predicts_from_anchor, read.markov_rank) == (8, 7, True, 8)
+    assert read.causal == (False,) * 3
+    assert not recwarn.list
+    plain = DraftConfig.from_config(dspark_dict(sample_from_anchor=False, markov_rank=0))
+    assert (plain.block_size, plain.rows_per_pass, plain.predicts_from_anchor, plain.markov_rank) == (7, 7, False, 0)
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        (dspark_dict(markov_head_type="gated"), "markov_head_type must be vanilla, got 'gated': other heads are not"),
+        (dspark_dict(markov_head_type="rnn"), "markov_head_type must be vanilla, got 'rnn': other heads are not"),
+        (dspark_dict(markov_rank=-1), "markov_rank must be an integer >= 0, got -1"),
+        (dspark_dict(vocab_size=None), "vocab_size is missing: a Markov head has that many rows"),
+        (dspark_dict(target_layer_ids=[-1, 9]), "target_layer_ids must be an integer >= 0, got -1"),
+        (dflash2_dict(markov_rank=8), "markov_rank must be 0 in a DFlash 2 drafter, whose tokens a selector links"),
+        (config_dict(markov_rank=8), "sample_from_anchor must say whether the anchor's row predicts too"),
+    ],
+)
+def test_a_dspark_config_that_is_not_supported_is_refused_by_name(written, message):
+    with pytest.raises(ValueError, match=message):
+        DraftConfig.from_config(written)
+
+
+@pytest.mark.parametrize("name", ["markov_w1", "markov_w2"])
+def test_missing_and_misshapen_tables_of_the_head_are_named(name, tmp_path):
+    name = f"markov_head.{name}.weight"
+    with pytest.raises(ValueError, match=f"missing tensors: {name} .*, markov_rank 8"):
+        dflash.load_draft(save(tmp_path / "missing", tensors={name: None}))
+    with pytest.raises(ValueError, match=rf"the config makes tensor {name} \[97, 8\], got \[90, 8\]"):
+        dflash.load_draft(save(tmp_path / "short", tensors={name: random(90, 8)}))
+
+
+def test_the_tables_of_a_head_that_the_config_leaves_out_are_refused(tmp_path):
+    folder = save(tmp_path)
+    (folder / "config.json").write_text(json.dumps(config(markov_rank=0)))
+    with pytest.raises(ValueError, match=r"unknown tensors: markov_head.markov_w1.weight, markov_head.markov_w2.weig"):
+        dflash.load_draft(folder)
+
+
+# ---------------------------------------------------------------------------------------------- drafting
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    """Return a list to which each pass of a chain adds logits of its own for every draft, and its state and block."""
+    seen, predict = [], ChainProposer.predict
+
+    def watch(self, block, features, state):
+        draft, table = self.draft, self.target.embedding_weight
+        hidden = draft(features, state.num_context, draft.embed(block[:, :-1], table), state.length, state.draft_cache)
+        seen.append((draft.logits(hidden, self.target.draft_head), copy.deepcopy(state.sampling), state.length.clone()))
+        return predict(self, block, features, state)
+
+    monkeypatch.setattr(ChainProposer, "predict", watch)
+    return seen
+
+
+@pytest.mark.parametrize("reduced", [False, True], ids=["whole", "reduced"])
+@pytest.mark.parametrize("call", [{}, {"temperature": 0.8, "seed": 3, "draft_sharpness": 1.0}], ids=["T=0", "T=0.8"])
+def test_drafts_follow_the_head_over_the_whole_vocabulary(target, tmp_path, watched, monkeypatch, reduced, call):
+    draft, blocks, propose = dflash.load_draft(save(tmp_path, reduced=reduced)), [], ChainProposer.propose
+    monkeypatch.setattr(
+        ChainProposer, "propose", lambda *args: blocks.append(propose(*args).ids.clone()) or _block(blocks)
+    )
+    dflash.Generator(target, draft, max_length=40).generate(prompt(9)[None], max_new_tokens=12, **call)
+    w1, w2 = draft.markov_head.markov_w1.weight, torch.zeros(VOCAB, 8)
+    w2[KNOWN if reduced else slice(None)] = draft.markov_head.markov_w2.weight
+    for block, (logits, sampling, length) in zip(blocks, watched, strict=True):
+        assert block.shape == (1, 8), "seven rows, seven drafts"
+        for row in range(7):
+            scores = logits[:, row] + w1[block[:, row]] @ w2.T
+            positions = length[:, None] + 1 + row
+            assert torch.equal(sampling.select(scores[:, None], positions, sampling.sharpness)[:, 0], block[:, row + 1])
+    assert len(blocks) > 5
+    assert not reduced or set(torch.cat(blocks)[:, 1:].unique().tolist()) <= set(KNOWN.tolist())
+
+
+def _block(blocks):
+    return dflash.proposers.Block(blocks[-1])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"temperature": 0.7, "seed": 3, "draft_sharpness": "auto"},
+        {"temperature": 1.0, "seed": 3, "suppress_tokens": [5, 8]},
+        {"denoise_steps": 2},
+        {"block_size": 4},
+    ],
+    ids=lambda options: ", ".join(options) or "greedy",
+)
+@pytest.mark.parametrize("rank", [8, 0])
+def test_the_text_is_the_targets_own(target, tmp_path, options, rank):
+    draft, ids = dflash.load_draft(save(tmp_path, markov_rank=rank)), prompt(9)[None]
+    plain = {name: value for name, value in options.items() if name in ("temperature", "seed", "suppress_tokens")}
+    expected = dflash.generate(target, None, ids, max_new_tokens=20, **plain)
+    assert torch.equal(dflash.generate(target, draft, ids, max_new_tokens=20, **options), expected)
+
+
+def test_rejection_and_trees(target, tmp_path):
+    draft, call = dflash.load_draft(save(tmp_path / "head")), {"temperature": 1.0, "seed": 5, "max_new_tokens": 12}
+    first, again = (dflash.generate(target, draft, prompt(9)[None], acceptance="rejection", **call) for _ in range(2))
+    assert torch.equal(first, again)
+    with pytest.raises(ValueError, match="tree=16 needs a drafter of the first generation, got a DFlash 2 or DSpark"):
+        dflash.Generator(target, draft, max_length=60, tree=16)
+    plain = dflash.load_draft(save(tmp_path / "plain", markov_rank=0, tensors=dict.fromkeys(CONFIDENCE)))
+    ids = dflash.generate(target, plain, prompt(9)[None], max_new_tokens=12, tree=16)
+    assert torch.equal(ids, dflash.generate(target, None, prompt(9)[None], max_new_tokens=12))
+
+
+def test_a_drafter_is_copied_with_its_head(tmp_path):
+    draft = dflash.load_draft(save(tmp_path, reduced=True))
+    hidden, other = random(1, 7, 64), copy.deepcopy(draft)
+    for weights in (draft.selector.pair_weights(hidden), other.selector.pair_weights(hidden)):
+        assert torch.equal(weights.successors[KNOWN], draft.markov_head.markov_w2.weight)
+        assert weights.successors.count_nonzero(1).gt(0).sum() == len(KNOWN)
+
+
+# ---------------------------------------------------------------------------------------------- elsewhere
+
+
+@pytest.mark.parametrize("rank", [8, 0])
+def test_transformers_loop_training_and_saving_are_refused(tmp_path, rank):
+    draft = dflash.load_draft(save(tmp_path, markov_rank=rank))
+    with pytest.raises(ValueError, match="got a DFlash 2 or DSpark drafter"):
+        dflash.as_assistant(draft)
+    with pytest.raises(ValueError, match="a DSpark drafter cannot be trained"):
+        TrainableDrafter(draft)
+    with pytest.raises(ValueError, match="a DSpark drafter cannot be saved here: use dflash export"):
+        published_config(draft.config)
+
+
+@pytest.mark.parametrize("changes", [{}, {"sample_from_anchor": False}, {"markov_rank": 0}], ids=str)
+def test_a_dspark_drafter_is_exported_and_read_back(tmp_path, changes):
+    folder = save(tmp_path / "draft", reduced=True, **changes)
+    export(folder, tmp_path / "speculators", "speculators", target="owner/target")
+    export(tmp_path / "speculators", tmp_path / "published", "published")
+    draft = dflash.load_draft(folder)
+    written = json.loads((tmp_path / "speculators" / "config.json").read_text())
+    assert written["speculators_model_type"] == "dspark"
+    assert written["block_size"] == 7
+    method = written["speculators_config"]["proposal_methods"][0]
+    assert method["speculative_tokens"] == (6 if "sample_from_anchor" in changes else 7)
+    for other in ("speculators", "published"):
+        again = dflash.load_draft(tmp_path / other)
+        assert dataclasses.replace(again.config, num_target_layers=4) == draft.config
+        stored = load_file(tmp_path / other / "model.safetensors")
+        assert all(torch.equal(stored[name], tensor) for name, tensor in draft.state_dict().items())
