@@ -230,11 +230,7 @@ def test_trees_are_refused_with_the_reason(target):
         dflash.generate(target, draft, prompt(4)[None], max_new_tokens=4, tree="auto")
 
 
-def test_transformers_loop_and_training_are_refused():
+def test_transformers_loop_is_refused():
     draft = random_drafter(DFLASH2_VARIANTS["DFlash2"])
     with pytest.raises(ValueError, match="as_assistant takes drafters of the first generation"):
         dflash.as_assistant(draft)
-    from dflash.train.model import TrainableDrafter
-
-    with pytest.raises(ValueError, match="a DFlash 2 drafter cannot be trained"):
-        TrainableDrafter(draft)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from draft_variants import VARIANTS, random_drafter
+from draft_variants import DFLASH2_VARIANTS, VARIANTS, random_drafter
 from safetensors.torch import load_file
 from transformers.models.qwen3 import Qwen3Config
 
@@ -17,10 +17,10 @@ from dflash.train import CheckpointError, published_config, save_draft
 from dflash.train.checkpoint import checkpoints, load_checkpoint, save_checkpoint
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", VARIANTS | DFLASH2_VARIANTS)
 def test_a_draft_reads_back_unchanged(name, tmp_path):
-    """The configs cover YaRN, llama3 and linear RoPE, windows, causality, biases, scales and softcaps."""
-    drafter = random_drafter(VARIANTS[name])
+    """The configs cover YaRN, llama3 and linear RoPE, windows, causality, biases, scales and softcaps, and DFlash 2."""
+    drafter = random_drafter((VARIANTS | DFLASH2_VARIANTS)[name])
     assert DraftConfig.from_config(published_config(drafter.config)) == drafter.config
     folder = save_draft(drafter, tmp_path / "draft", dtype=torch.float32)
     again = load_draft(folder)

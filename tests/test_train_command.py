@@ -130,6 +130,36 @@ def test_a_run_writes_a_draft_that_the_engine_reads(run, arguments, model, tmp_p
 
 
 NEW = ("layers", "block_size", "taps", "mask_token_id")
+DFLASH2 = {"type": "dflash2", "conv_group_size": 8, "selector_rank": 6, "selector_top_k": 4}
+
+
+def test_a_dflash_2_drafter_is_new_or_starts_from_one_of_the_first_generation(run, arguments, tmp_path):
+    done = run(*arguments(**DFLASH2, json=True))
+    assert done.code == 0, done.err
+    assert {"selector_loss", "candidate_recall"} <= json.loads(done.out).keys()
+    draft = dflash.load_draft(tmp_path / "out")
+    assert draft.config.dflash2 == dflash.drafter.DFlash2Config(2, 8, 6, 4)
+    first = run(*arguments(output=tmp_path / "first"))
+    assert first.code == 0, first.err
+    assert "selector_loss" not in metrics(tmp_path / "first")[-1]
+    fixed = dict.fromkeys(NEW)
+    onward = run(
+        *arguments(init=tmp_path / "first", output=tmp_path / "second", learning_rate=1e-9, **DFLASH2, **fixed)
+    )
+    assert onward.code == 0, onward.err
+    before, after = (trained(tmp_path / name, 4) for name in ("first", "second"))
+    for name, tensor in before.items():
+        torch.testing.assert_close(after[name], tensor, rtol=1e-2, atol=1e-2)  # bfloat16 between the runs
+    again = run(*arguments(init=tmp_path / "second", output=tmp_path / "third", **fixed))
+    assert again.code == 0, again.err
+    assert dflash.load_draft(tmp_path / "third").config.dflash2 == draft.config.dflash2
+    for change, message in (
+        ({"type": "dflash"}, "--type dflash cannot start from a DFlash 2 drafter"),
+        ({"type": "dflash2", "selector_rank": 4}, "--selector-rank is fixed by --init: leave it out"),
+    ):
+        done = run(*arguments(init=tmp_path / "second", output=tmp_path / "none", **fixed, **change))
+        assert done.code == 2
+        assert message in done.err
 
 
 def test_a_dry_run_prints_the_plan_and_writes_nothing(run, arguments, tmp_path):
@@ -179,7 +209,8 @@ def processes(count: int, arguments: list[str]) -> list[subprocess.Popen]:
 
 
 def test_two_processes_train_what_one_does_on_the_same_global_batch(run, arguments, tmp_path):
-    common = {"eval_rows": 2, "eval_tokens": 5, "json": True, "save_every": 4}
+    """The drafter has every part that one can have: the selector's are used outside of its forward pass."""
+    common = {"eval_rows": 2, "eval_tokens": 5, "json": True, "save_every": 4, **DFLASH2}
     both = processes(2, arguments(output=tmp_path / "two", accumulate=2, **common))
     try:
         outputs = [process.communicate(timeout=240) for process in both]
@@ -193,7 +224,8 @@ def test_two_processes_train_what_one_does_on_the_same_global_batch(run, argumen
     for name, tensor in theirs.items():
         torch.testing.assert_close(ours[name], tensor, rtol=1e-4, atol=1e-5)
     for two, one in zip(metrics(tmp_path / "two"), metrics(tmp_path / "one"), strict=True):
-        names = {"step", "tokens", "loss", "train_acceptance", "gradient_norm", "acceptance_length"} & one.keys()
+        names = {"step", "tokens", "loss", "selector_loss", "candidate_recall", "train_acceptance", "gradient_norm"}
+        names = (names | {"acceptance_length"}) & one.keys()
         assert {name: two[name] for name in names} == pytest.approx({name: one[name] for name in names}, rel=1e-4)
     assert json.loads(outputs[0][0])["step"] == 4
     assert outputs[1] == ("", ""), "only the first process prints"
@@ -297,6 +329,12 @@ def test_bad_data_is_one_line_and_exit_code_2(run, arguments, file, content, mes
         ({"threads": 0}, "--threads must be at least 1, got 0"),
         ({"dry_run": True, "resume": True}, "--dry-run plans a run from its start: leave out --resume"),
         ({"distill": 0.5, "cache_features": "x"}, "--distill needs the target's own distribution"),
+        ({"type": "eagle"}, "--type must be dflash or dflash2, got 'eagle'"),
+        ({"selector_rank": 8}, "--selector-rank is for DFlash 2 drafters: add --type dflash2"),
+        ({**DFLASH2, "conv_group_size": 7}, "the drafter: conv_group_size must divide hidden_size 64, got 7"),
+        ({**DFLASH2, "conv_kernel_size": 5}, "conv_kernel_size must be at most block_size 4, got 5"),
+        ({**DFLASH2, "selector_top_k": 98}, "selector_top_k must be at most vocab_size 97, got 98"),
+        ({"selector_weight": -1}, "selector_weight must be at least 0, got -1.0"),
         ({"init": "./nowhere"}, "--layers is fixed by --init: leave it out"),
         ({"init": "./nowhere", **dict.fromkeys(NEW)}, "draft './nowhere' is neither a folder nor"),
     ],

@@ -16,6 +16,7 @@ from families import VOCAB, make_target
 
 import dflash
 from dflash import Drafter
+from dflash.drafter import DFlash2Config
 from dflash.train import TrainConfig, Trainer, draft_config, new_drafter
 from dflash.train.checkpoint import checkpoints
 from dflash.train.data.batches import Batches
@@ -292,12 +293,18 @@ def test_held_out_answers_use_only_the_temperature(target, rows, tmp_path, monke
 # ---------------------------------------------------------------------------------------------- resume
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_a_resumed_run_ends_with_the_same_weights_bit_for_bit(target, rows, tmp_path, optimizer):
+@pytest.mark.parametrize(
+    ("optimizer", "dflash2"), [("adamw", None), ("muon", None), ("muon", DFlash2Config(2, 16, 8, 4))]
+)
+def test_a_resumed_run_ends_with_the_same_weights_bit_for_bit(target, rows, tmp_path, optimizer, dflash2):
     config = changed(steps=7, accumulate=2, feature_noise=0.1, weight_decay=0.1, optimizer=optimizer)
-    whole = trainer(target, rows, tmp_path / "whole", config)
+
+    def start():
+        return new_drafter(replace(draft(target).config, dflash2=dflash2))
+
+    whole = trainer(target, rows, tmp_path / "whole", config, drafter=start())
     whole.train()
-    stopped = trainer(target, rows, tmp_path / "stopped", config)
+    stopped = trainer(target, rows, tmp_path / "stopped", config, drafter=start())
 
     def stop(step=stopped.run_step):
         def until(group, *arguments):
@@ -312,7 +319,7 @@ def test_a_resumed_run_ends_with_the_same_weights_bit_for_bit(target, rows, tmp_
         stopped.train()
     assert [line["step"] for line in metrics(tmp_path / "stopped")] == [1, 2, 3, 4, 5]
     assert checkpoints(tmp_path / "stopped" / "checkpoints")[-1].name == "step-00000004"
-    resumed = trainer(target, rows, tmp_path / "stopped", config, drafter=draft(target, num_layers=2))
+    resumed = trainer(target, rows, tmp_path / "stopped", config, drafter=start())
     assert resumed.resume()
     assert resumed.step == 4
     resumed.train()
@@ -321,7 +328,7 @@ def test_a_resumed_run_ends_with_the_same_weights_bit_for_bit(target, rows, tmp_
     ours, theirs = metrics(tmp_path / "stopped"), metrics(tmp_path / "whole")
     assert [line["loss"] for line in ours] == [line["loss"] for line in theirs]
     assert [line["tokens"] for line in ours] == [line["tokens"] for line in theirs]
-    done = trainer(target, rows, tmp_path / "stopped", config)
+    done = trainer(target, rows, tmp_path / "stopped", config, drafter=start())
     assert done.resume()
     done.train()
     assert_same(weights(done), weights(whole))
@@ -509,6 +516,8 @@ def test_mismatches_are_named_before_any_work(target, rows, tmp_path):
         trainer(make_target("qwen3", hidden_size=32), rows, tmp_path, drafter=draft(target))
     with pytest.raises(ValueError, match=r"the drafter must be float32 for training, got torch\.bfloat16"):
         trainer(target, rows, tmp_path, drafter=draft(target).bfloat16())
+    with pytest.raises(ValueError, match="selector_weight is for DFlash 2 drafters, and this one has no selector"):
+        trainer(target, rows, tmp_path, changed(selector_weight=0.5))
     with pytest.raises(dflash.UnsupportedTargetError, match="sparse-attention indexer"):
         trainer(make_target("deepseek_v32"), rows, tmp_path, drafter=draft(target))
     assert not list(tmp_path.iterdir())
@@ -519,6 +528,7 @@ def test_mismatches_are_named_before_any_work(target, rows, tmp_path):
     [
         ({"accumulate": 0}, "accumulate must be at least 1, got 0"),
         ({"learning_rate": 0.0}, "learning_rate must be above 0"),
+        ({"selector_weight": -1.0}, "selector_weight must be at least 0, got -1.0"),
         ({"distill": 1.5}, r"distill must be in 0 \.\. 1, got 1.5"),
         ({"mixed_precision": "fp16"}, 'mixed_precision must be "no" or "bf16", got \'fp16\''),
     ],

@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 import torch
-from draft_variants import VARIANTS, config_dict, random_drafter, sliding
+from draft_variants import DFLASH2_VARIANTS, VARIANTS, config_dict, random_drafter, sliding
 from families import VOCAB, make_target
 from torch.nn.attention.flex_attention import create_mask
 
@@ -18,6 +18,7 @@ LENGTH = 30
 ANCHORS = torch.tensor([[1, 7, 20], [3, 16, 29]])
 RULES = {
     **VARIANTS,
+    **DFLASH2_VARIANTS,
     "window-causal-both": config_dict(**sliding("sfs", 9)),
     "causal-everywhere": config_dict(is_causal=True),
 }

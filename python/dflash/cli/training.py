@@ -34,16 +34,28 @@ class _Paths:
     resume: Annotated[bool, "Continue from the last checkpoint in the folder."] = False
 
 
+_DFLASH2_SIZES = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+
+
 @dataclass(frozen=True)
 class _DraftShape:
     """The shape of a new drafter; None for the default."""
 
+    type: Annotated[str | None, "dflash or dflash2; default: that of --init, or dflash."] = None
     layers: Annotated[int | None, "Draft layers; default: 5."] = None
     block_size: Annotated[int | None, "Tokens per block, the anchor included; default: 16."] = None
     taps: Annotated[str | None, "Tapped target layers, as in 1,9,17; default: evenly spaced."] = None
     mask_token_id: Annotated[int | None, "Default: the tokenizer's, or an unused row."] = None
     intermediate_size: Annotated[int | None, "Width of the MLP; default: the target's."] = None
     sliding_window: Annotated[int | None, "Window of all draft layers but the last; default: none."] = None
+    conv_kernel_size: Annotated[int | None, "Rows that a DFlash 2 convolution reads; default: 2."] = None
+    conv_group_size: Annotated[int | None, "Channels that share its dynamic kernel; default: 16."] = None
+    selector_rank: Annotated[int | None, "Columns of a DFlash 2 selector's codebooks; default: 256."] = None
+    selector_top_k: Annotated[int | None, "Candidates that it scores; default: 16."] = None
+
+    def dflash2(self) -> dict[str, int]:
+        """Return the sizes given of what DFlash 2 adds."""
+        return {name: value for name in _DFLASH2_SIZES if (value := getattr(self, name)) is not None}
 
 
 @dataclass(frozen=True)
@@ -98,7 +110,7 @@ def train(
     """
     # 1. Check the options before loading a model
     config = replace(config, eval_temperatures=_numbers("--eval-temperatures", eval_temperatures, float))
-    device = _check(paths, config, run)
+    device = _check(paths, shape, config, run)
 
     from ..target import check_target
     from ..train.loop import Trainer, make_accelerator
@@ -135,10 +147,14 @@ def _is_first_process() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def _check(paths: _Paths, config: TrainConfig, run: _Run) -> str:
+def _check(paths: _Paths, shape: _DraftShape, config: TrainConfig, run: _Run) -> str:
     """Check the options, set the number of threads, and return the device."""
     import torch
 
+    if shape.type not in (None, "dflash", "dflash2"):
+        raise ValueError(f"--type must be dflash or dflash2, got {shape.type!r}")
+    if shape.dflash2() and shape.type != "dflash2":
+        raise ValueError(f"{_option(next(iter(shape.dflash2())))} is for DFlash 2 drafters: add --type dflash2")
     if run.dry_run and paths.resume:
         raise ValueError("--dry-run plans a run from its start: leave out --resume")
     if run.cache_features is not None and config.distill:
@@ -158,25 +174,50 @@ def _check(paths: _Paths, config: TrainConfig, run: _Run) -> str:
 
 def _initial_drafter(target: Any, tokenizer: Any, init: str | None, shape: _DraftShape, seed: int) -> Any:
     """Return the drafter to start from, checked against the target."""
-    import torch
-
-    from ..drafter import load_draft
-    from ..fit import check_config
-    from ..train import choose_mask_id, draft_config, new_drafter
+    from ..drafter import DFlash2Config
+    from ..train import add_dflash2
 
     given = {name: value for name, value in asdict(shape).items() if value is not None}
-    if init is not None:
-        if given:
-            raise ValueError(f"--{next(iter(given)).replace('_', '-')} is fixed by --init: leave it out")
-        drafter = load_draft(init, dtype=torch.float32)
-        check_config(target, drafter.config)
-        return drafter
+    kind, sizes = given.pop("type", None), {name: given.pop(name) for name in shape.dflash2()}
+    drafter = _new_drafter(target, tokenizer, given, seed) if init is None else _loaded_drafter(target, init, given)
+    if drafter.config.dflash2 is None:
+        return add_dflash2(drafter, DFlash2Config(**sizes), seed=seed) if kind == "dflash2" else drafter
+    if kind == "dflash":
+        raise ValueError("--type dflash cannot start from a DFlash 2 drafter: leave it out, or choose another --init")
+    _expect_not_given(sizes)
+    return drafter
+
+
+def _new_drafter(target: Any, tokenizer: Any, given: dict[str, Any], seed: int) -> Any:
+    from ..train import choose_mask_id, draft_config, new_drafter
+
     mask = choose_mask_id(target, tokenizer, given.pop("mask_token_id", None))
     if "taps" in given:
         given["target_layer_ids"] = _numbers("--taps", given.pop("taps"), int)
     if "layers" in given:
         given["num_layers"] = given.pop("layers")
     return new_drafter(draft_config(target, mask_token_id=mask, **given), seed=seed)
+
+
+def _loaded_drafter(target: Any, init: str, given: dict[str, Any]) -> Any:
+    import torch
+
+    from ..drafter import load_draft
+    from ..fit import check_config
+
+    _expect_not_given(given)
+    drafter = load_draft(init, dtype=torch.float32)
+    check_config(target, drafter.config)
+    return drafter
+
+
+def _expect_not_given(options: dict[str, Any]) -> None:
+    if options:
+        raise ValueError(f"{_option(next(iter(options)))} is fixed by --init: leave it out")
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def _rows(data: str | None, source: Source, target: Any, tokenizer: Any, reading: _RowReading) -> Any:

@@ -2,7 +2,7 @@
 
 from .checkpoint import draft_folder, load_draft
 from .config import DraftConfig
-from .dflash2 import CandidateSelector, DFlash2Config, PairWeights
+from .dflash2 import CandidateSelector, DFlash2Config, GroupedConv, PairWeights, check_dflash2
 from .drafter import Drafter, scale_logits
 from .layouts import from_speculators, is_speculators, to_speculators
 from .own_parts import MASK_EMBEDDING_FILE
@@ -18,9 +18,11 @@ __all__ = [
     "DFlash2Config",
     "DraftConfig",
     "Drafter",
+    "GroupedConv",
     "PairWeights",
     "Rope",
     "build_target_layer_ids",
+    "check_dflash2",
     "draft_folder",
     "from_speculators",
     "is_speculators",

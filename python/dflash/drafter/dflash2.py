@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -11,12 +11,12 @@ from .. import ops
 from ..decoder import BlockConv
 from .keys import DFLASH2_KEYS, Keys, is_dflash2
 
-__all__ = ["CandidateSelector", "DFlash2Config", "GroupedConv", "PairWeights", "read_dflash2"]
+__all__ = ["CandidateSelector", "DFlash2Config", "GroupedConv", "PairWeights", "check_dflash2", "read_dflash2"]
 
 
 @dataclass(frozen=True)
 class DFlash2Config:
-    """The shape of what DFlash 2 adds to a drafter.
+    """The shape of what DFlash 2 adds to a drafter. The defaults are those of published drafters.
 
     Attributes:
         conv_kernel_size: rows that a convolution reads, its own included.
@@ -25,10 +25,10 @@ class DFlash2Config:
         selector_top_k: candidates per position.
     """
 
-    conv_kernel_size: int
-    conv_group_size: int
-    selector_rank: int
-    selector_top_k: int
+    conv_kernel_size: int = 2
+    conv_group_size: int = 16
+    selector_rank: int = 256
+    selector_top_k: int = 16
 
 
 def read_dflash2(keys: Keys, hidden: int, vocab: int | None) -> DFlash2Config | None:
@@ -57,6 +57,11 @@ def read_dflash2(keys: Keys, hidden: int, vocab: int | None) -> DFlash2Config | 
     if read.selector_top_k > vocab:
         raise keys.error(f"selector_top_k must be at most vocab_size {vocab}, got {read.selector_top_k}")
     return read
+
+
+def check_dflash2(config: DFlash2Config, hidden: int, vocab: int | None) -> None:
+    """Raise ``ValueError`` if a drafter ``hidden`` wide for ``vocab`` tokens cannot have these parts."""
+    read_dflash2(Keys({"architectures": ["DFlash2DraftModel"], **asdict(config)}, "the drafter"), hidden, vocab)
 
 
 class GroupedConv(nn.Module):

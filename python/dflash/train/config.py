@@ -32,6 +32,7 @@ class TrainConfig:
     warmup: Annotated[float, "Fraction of the run that warms up the learning rate."] = 0.04
     constant: Annotated[float, "Fraction of the run after which the learning rate decays."] = 1 / 3
     distill: Annotated[float, "Weight of the distillation loss, 0 to 1."] = 0.0
+    selector_weight: Annotated[float, "Weight of the selector's loss (DFlash 2)."] = 1.0
     feature_noise: Annotated[float, "Uniform noise on the features, relative to their size."] = 0.05
     seed: Annotated[int, "The same seed trains the same drafter."] = 0
     mixed_precision: Annotated[str, "bf16 or no."] = "bf16"
@@ -51,7 +52,7 @@ class TrainConfig:
         for name in ("epochs", "batch_tokens", "accumulate", "anchors", "keep", "log_every"):
             check(name, getattr(self, name) >= 1, "at least 1")
         check("eval_tokens", self.eval_tokens >= 2, "at least 2")
-        for name in ("eval_every", "save_every", "eval_rows", "weight_decay", "feature_noise"):
+        for name in ("eval_every", "save_every", "eval_rows", "weight_decay", "feature_noise", "selector_weight"):
             check(name, getattr(self, name) >= 0, "at least 0")
         for name in ("learning_rate", "clip"):
             check(name, getattr(self, name) > 0, "above 0")

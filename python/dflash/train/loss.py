@@ -5,13 +5,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from ..drafter import CandidateSelector
 from .data.blocks import Blocks
+from .model import candidate_scores
 
 __all__ = ["BlockLoss", "block_loss"]
 
@@ -27,19 +30,23 @@ class BlockLoss:
         loss: ``sum(weight * loss)``, with its autograd graph.
         weight: sum of the weights.
         cross_entropy: weighted sum of the cross-entropy, detached.
+        selector_loss: weighted sum of the selector's cross-entropy, detached; None without a selector.
         correct: ``[block - 1]``, correct tokens per slot, unweighted. This and all below are None unless requested.
         counted: ``[block - 1]``, tokens per slot.
         accepted: tokens that the correct prefixes of complete blocks would emit, bonus token included.
         blocks: number of complete blocks: every slot has a weight.
+        found: number of labels that are among the selector's candidates; None without a selector.
     """
 
     loss: Tensor
     weight: Tensor
     cross_entropy: Tensor
+    selector_loss: Tensor | None = None
     correct: Tensor | None = None
     counted: Tensor | None = None
     accepted: Tensor | None = None
     blocks: Tensor | None = None
+    found: Tensor | None = None
 
 
 def block_loss(
@@ -49,12 +56,15 @@ def block_loss(
     *,
     teacher: Tensor | None = None,
     distill: float = 0.0,
+    selector: CandidateSelector | None = None,
+    selector_weight: float = 1.0,
     statistics: bool = False,
 ) -> BlockLoss:
-    """Return the weighted sum of cross-entropy and distillation loss over all slots with a weight.
+    """Return the weighted sum of cross-entropy, distillation and selector loss over all slots with a weight.
 
-    ``loss = sum_k w_k ((1 - distill) CE(q_k, label_k) + distill KL(p_k || q_k))``, where q is the drafter's
-    distribution and p the target's at the same position.
+    ``loss = sum_k w_k ((1 - distill) CE(q_k, label_k) + distill KL(p_k || q_k) + selector_weight CE(s_k, label_k))``,
+    where q is the drafter's distribution, p the target's at the same position, and s the selector's over the
+    candidates, given the token before. A label that is no candidate takes the place of the last one.
 
     Args:
         hidden: ``[batch, anchors, block, hidden]``, from the drafter.
@@ -62,7 +72,9 @@ def block_loss(
         logits: function from hidden states, the drafter's or the target's, to logits.
         teacher: ``[batch, length, hidden]``, the target's final hidden states; needed for ``distill > 0``.
         distill: weight of the distillation loss, 0 to 1.
-        statistics: count correct tokens too.
+        selector: a DFlash 2 drafter's selector; None for a drafter of the first generation.
+        selector_weight: weight of the selector's loss.
+        statistics: count correct tokens too: those that a greedy draft has while it is correct.
 
     Returns:
         Sums over the batch.
@@ -70,30 +82,66 @@ def block_loss(
     Raises:
         ValueError: ``distill`` is above 0 and there is no ``teacher``.
     """
-    # 1. Pick the slots with a weight
+    # 1. Pick the slots with a weight. Slot 0, which has none, holds the token before slot 1
     rows = blocks.weights.flatten().nonzero().squeeze(1)
-    weights = blocks.weights.flatten()[rows]
-    labels = blocks.labels.flatten()[rows]
-    picked = hidden.flatten(0, 2)[rows]
-    taught = _teacher_rows(teacher, blocks, rows) if distill else None
+    labels = blocks.labels.flatten()
+    picked = _Rows(
+        hidden.flatten(0, 2)[rows],
+        labels[rows],
+        labels[rows - 1],
+        blocks.weights.flatten()[rows],
+        _teacher_rows(teacher, blocks, rows) if distill else None,
+    )
     # 2. Sum their losses, in chunks if there are too many logits
-    sums = functools.partial(_loss_sums, logits, distill, statistics)
-    vocab = logits(picked[:0]).shape[-1]
-    size = max(1, _CHUNK_ELEMENTS // vocab)
+    sums = functools.partial(_loss_sums, _Objective(logits, distill, selector, selector_weight, statistics))
+    width = logits(picked.hidden[:0]).shape[-1]
+    if selector is not None:
+        width = max(width, selector.top_k * selector.successor_codebook.shape[1])
+    size = max(1, _CHUNK_ELEMENTS // width)
     if len(rows) <= size:
-        loss, entropy, right = sums(picked, labels, weights, taught)
+        total = sums(picked)
     else:
-        parts = []
-        for i in range(0, len(rows), size):
-            chunk = (value if value is None else value[i : i + size] for value in (picked, labels, weights, taught))
-            parts.append(checkpoint(sums, *chunk, use_reentrant=False))
-        loss, entropy = sum(part[0] for part in parts), sum(part[1] for part in parts)
-        right = torch.cat([part[2] for part in parts])
+        chunks = (picked.cut(i, i + size) for i in range(0, len(rows), size))
+        parts = [checkpoint(sums, chunk, use_reentrant=False) for chunk in chunks]
+        loss, entropy, selector_loss = (sum(part[i] for part in parts) for i in range(3))
+        total = _Sums(loss, entropy, selector_loss, *(torch.cat([part[i] for part in parts]) for i in (3, 4)))
     # 3. Count correct tokens
-    out = BlockLoss(loss, weights.sum(), entropy)
+    out = BlockLoss(total.loss, picked.weights.sum(), total.cross_entropy)
+    if selector is not None:
+        out.selector_loss = total.selector_loss
     if statistics:
-        _count(out, blocks, rows, right)
+        _count(out, blocks, rows, total.correct)
+        out.found = None if selector is None else total.found.sum()
     return out
+
+
+class _Rows(NamedTuple):
+    """Slots with a weight, as one list."""
+
+    hidden: Tensor  # [rows, hidden]
+    labels: Tensor  # [rows]
+    previous: Tensor  # [rows], the tokens before
+    weights: Tensor  # [rows]
+    taught: Tensor | None  # [rows, hidden], the target's states
+
+    def cut(self, start: int, end: int) -> _Rows:
+        return _Rows(*(None if value is None else value[start:end] for value in self))
+
+
+class _Objective(NamedTuple):
+    logits: Callable[[Tensor], Tensor]
+    distill: float
+    selector: CandidateSelector | None
+    selector_weight: float
+    statistics: bool
+
+
+class _Sums(NamedTuple):
+    loss: Tensor
+    cross_entropy: Tensor
+    selector_loss: Tensor
+    correct: Tensor  # [rows] bool; empty without statistics
+    found: Tensor  # [rows] bool, labels that are candidates; empty without a selector
 
 
 def _teacher_rows(teacher: Tensor | None, blocks: Blocks, rows: Tensor) -> Tensor:
@@ -107,26 +155,39 @@ def _teacher_rows(teacher: Tensor | None, blocks: Blocks, rows: Tensor) -> Tenso
     return teacher.flatten(0, 1)[before.flatten()[rows]]
 
 
-def _loss_sums(
-    logits: Callable[[Tensor], Tensor],
-    distill: float,
-    statistics: bool,
-    picked: Tensor,
-    labels: Tensor,
-    weights: Tensor,
-    taught: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the weighted loss, its cross-entropy, and a mask of correct rows (empty without ``statistics``)."""
-    scores = logits(picked).float()
-    entropy = torch.dot(F.cross_entropy(scores, labels, reduction="none"), weights)
+def _loss_sums(objective: _Objective, rows: _Rows) -> _Sums:
+    """Return the weighted sums over ``rows``."""
+    # 1. Compare the logits with the labels
+    scores = objective.logits(rows.hidden).float()
+    entropy = torch.dot(F.cross_entropy(scores, rows.labels, reduction="none"), rows.weights)
     loss = entropy
-    if taught is not None:
+    correct = found = torch.zeros_like(rows.labels[:0], dtype=torch.bool)
+    if objective.statistics:
+        correct = scores.detach().argmax(-1) == rows.labels
+    # 2. Compare them with the target's
+    if rows.taught is not None:
         with torch.no_grad():
-            wanted = F.log_softmax(logits(taught).float(), -1)
+            wanted = F.log_softmax(objective.logits(rows.taught).float(), -1)
         divergence = F.kl_div(F.log_softmax(scores, -1), wanted, reduction="none", log_target=True).sum(-1)
-        loss = (1 - distill) * entropy + distill * torch.dot(divergence, weights)
-    right = scores.detach().argmax(-1) == labels if statistics else labels.new_zeros(0)
-    return loss, entropy.detach(), right
+        loss = (1 - objective.distill) * entropy + objective.distill * torch.dot(divergence, rows.weights)
+    # 3. Compare the selector's scores of the candidates with the labels. Its choice is what is drafted
+    selector_loss = torch.zeros_like(entropy)
+    if objective.selector is not None:
+        candidates, found = _candidates(scores.detach(), rows.labels, objective.selector.top_k)
+        place = (candidates == rows.labels[:, None]).int().argmax(-1)
+        pairs = candidate_scores(objective.selector, rows.hidden, scores, rows.previous, candidates)
+        selector_loss = torch.dot(F.cross_entropy(pairs, place, reduction="none"), rows.weights)
+        loss = loss + objective.selector_weight * selector_loss
+        correct = (pairs.detach().argmax(-1) == place) & found
+    return _Sums(loss, entropy.detach(), selector_loss.detach(), correct, found)
+
+
+def _candidates(scores: Tensor, labels: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return each row's best ids, ``[rows, count]``, the last replaced where the label is missing; where it is not."""
+    ids = scores.topk(count).indices
+    found = (ids == labels[:, None]).any(-1)
+    ids[:, -1] = torch.where(found, ids[:, -1], labels)
+    return ids, found
 
 
 @torch.no_grad()

@@ -44,9 +44,10 @@ def make_muon(
 
 
 def drafter_optimizers(drafter: Drafter, config: TrainConfig) -> list[torch.optim.Optimizer]:
-    """Return the optimizers that ``config`` selects. Norms do not decay."""
-    matrices = [p for p in drafter.parameters() if p.dim() > 1]
-    others = [p for p in drafter.parameters() if p.dim() == 1]
+    """Return the optimizers that ``config`` selects. Norms, a selector's codebooks and fixed kernels do not decay."""
+    named = [(name.endswith("_codebook"), p) for name, p in drafter.named_parameters()]
+    matrices = [p for is_codebook, p in named if p.dim() == 2 and not is_codebook]
+    others = [p for is_codebook, p in named if p.dim() != 2 or is_codebook]
     make = make_adamw if config.optimizer == "adamw" else make_muon
     return make(matrices, others, config.learning_rate, config.weight_decay)
 

@@ -25,33 +25,37 @@ class StepTotals:
     def __init__(self, block_size: int) -> None:
         self.began = time.monotonic()
         self.tokens = 0
-        # loss, weight, cross-entropy, accepted tokens, blocks; then right tokens and tokens per slot
-        self.sums = torch.zeros(
-            5 + 2 * (block_size - 1), dtype=torch.float64, device="cpu"
-        )  # `add` moves it to the device
+        self.has_selector = False
+        # loss, weight, cross-entropy, selector's loss, accepted tokens, blocks, labels among the candidates; then right
+        # tokens and tokens per slot. `add` moves it to the device.
+        self.sums = torch.zeros(7 + 2 * (block_size - 1), dtype=torch.float64, device="cpu")
 
     def add(self, out: BlockLoss) -> None:
         """Add a micro-batch."""
-        parts = [out.loss.detach(), out.weight, out.cross_entropy]
+        zero, self.has_selector = torch.zeros_like(out.weight), out.selector_loss is not None
+        parts = [out.loss.detach(), out.weight, out.cross_entropy, out.selector_loss if self.has_selector else zero]
+        if out.correct is not None:
+            found = zero if out.found is None else out.found
+            parts += [out.accepted, out.blocks, found, *out.correct, *out.counted]
         self.sums = self.sums.to(out.loss.device)
-        if out.correct is None:
-            self.sums[:3] += torch.stack(parts)
-        else:
-            parts += [out.accepted, out.blocks, *out.correct, *out.counted]
-            self.sums += torch.stack([part.float() for part in parts])
+        self.sums[: len(parts)] += torch.stack([part.float() for part in parts])
 
     def means(self, accelerator: Any) -> dict[str, Any]:
         """Return the means over all processes. All processes must call this."""
         sums = accelerator.reduce(self.sums.float().to(accelerator.device), reduction="sum").tolist()
-        (loss, weight, entropy, accepted, blocks), counts = sums[:5], sums[5:]
+        (loss, weight, entropy, selector, accepted, blocks, found), counts = sums[:7], sums[7:]
         half = len(counts) // 2
-        return {
+        out = {
             "loss": loss / weight,
             "cross_entropy": entropy / weight,
             "accuracy": [round(c / n, 4) if n else None for c, n in zip(counts[:half], counts[half:], strict=True)],
             "train_acceptance": accepted / blocks if blocks else None,
             "tokens_per_second": self.tokens / (time.monotonic() - self.began),
         }
+        if self.has_selector:
+            labels = sum(counts[half:])
+            out |= {"selector_loss": selector / weight, "candidate_recall": found / labels if labels else None}
+        return out
 
 
 class MetricsFile:

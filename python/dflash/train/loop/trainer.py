@@ -78,6 +78,8 @@ class Trainer:
         # 1. Refuse models that do not match
         self.target = check_target(target, spread=False)
         _check_models(self.target, drafter)
+        if drafter.config.dflash2 is None and config.selector_weight != TrainConfig.selector_weight:
+            raise ValueError("selector_weight is for DFlash 2 drafters, and this one has no selector")
         self.config, self.output, self.rows, self.quiet = config, Path(output), rows, quiet
         # 2. Measure the rows, and hold prompts out
         data = self._split(heldout, drafter.config.mask_token_id)
@@ -244,7 +246,8 @@ class Trainer:
             # 3. Run the drafter and compare
             hidden = self.model(context, embeds, blocks.anchors)
             teaching = {"teacher": final, "distill": config.distill}
-            return block_loss(hidden, blocks, self._logits(), statistics=statistics, **teaching)
+            selecting = {"selector": self.drafter.candidate_selector, "selector_weight": config.selector_weight}
+            return block_loss(hidden, blocks, self._logits(), statistics=statistics, **teaching, **selecting)
 
     def _features(self, rows: list[int], ids: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the target's features, from the cache if there is one, and its final states for distillation."""

@@ -1,8 +1,19 @@
 """The drafter with gradients, and the target that it learns from."""
 
 from .attention import visible_keys
+from .dflash2 import add_dflash2, candidate_scores, convolve
 from .new_drafter import choose_mask_id, draft_config, new_drafter
 from .target_features import TargetFeatures
 from .trainable import TrainableDrafter
 
-__all__ = ["TargetFeatures", "TrainableDrafter", "choose_mask_id", "draft_config", "new_drafter", "visible_keys"]
+__all__ = [
+    "TargetFeatures",
+    "TrainableDrafter",
+    "add_dflash2",
+    "candidate_scores",
+    "choose_mask_id",
+    "convolve",
+    "draft_config",
+    "new_drafter",
+    "visible_keys",
+]

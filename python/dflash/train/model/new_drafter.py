@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import nn
 
 from ...drafter import ROPE_TYPES, DraftConfig, Drafter, Rope, build_target_layer_ids
 from ...target import text_config, unwrap
+from .dflash2 import add_dflash2
 
 __all__ = ["choose_mask_id", "draft_config", "new_drafter"]
 
@@ -162,7 +164,7 @@ def new_drafter(config: DraftConfig, *, seed: int = 0, device: torch.device | st
     """Return a float32 drafter with random weights.
 
     Norms are 1 and biases 0. Matrices are normal with deviation ``1 / sqrt(inputs)``; those that write to the residual
-    stream are smaller by ``sqrt(2 * layers)``.
+    stream are smaller by ``sqrt(2 * layers)``. What DFlash 2 adds starts as in `add_dflash2`.
 
     Args:
         config: the drafter's shape.
@@ -172,6 +174,9 @@ def new_drafter(config: DraftConfig, *, seed: int = 0, device: torch.device | st
     Returns:
         The drafter.
     """
+    if config.dflash2 is not None:
+        first = new_drafter(dataclasses.replace(config, dflash2=None), seed=seed, device=device)
+        return add_dflash2(first, config.dflash2, seed=seed)
     drafter = Drafter(config, dtype=torch.float32, device=device)
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in drafter.named_parameters():

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from ...drafter import DraftConfig, Drafter
 from .attention import ATTENTIONS
+from .dflash2 import finish, prepare
 
 __all__ = ["TrainableDrafter"]
 
@@ -27,21 +28,19 @@ class TrainableDrafter(nn.Module):
             CUDA and matrix products elsewhere.
 
     Raises:
-        ValueError: the drafter has attention sinks or a value scale or is a DFlash 2 or DSpark drafter, which the
-            differentiable functions do not support, or it has parts of its own where training uses the target's.
+        ValueError: the drafter has attention sinks, a value scale or a Markov head, or its anchor's row predicts, which
+            the functions here do not support; or it has parts of its own where training uses the target's.
     """
 
     def __init__(self, drafter: Drafter, *, attention: str | None = None) -> None:
         super().__init__()
         if drafter.config.attention_sinks:
             raise ValueError("a drafter with attention sinks cannot be trained: the differentiable attention has none")
-        if drafter.config.dflash2 is not None:
-            raise ValueError(
-                "a DFlash 2 drafter cannot be trained: its convolutions and its selector have no gradients here. Train "
-                "one of the first generation, or use the trainer that this one comes from"
-            )
         if drafter.config.markov_rank or drafter.config.predicts_from_anchor:
-            raise ValueError("a DSpark drafter cannot be trained: its block and its Markov head have no training here")
+            raise ValueError(
+                "a DSpark drafter cannot be trained: neither its Markov head nor an anchor's row that predicts "
+                "(sample_from_anchor) has training here"
+            )
         if own := drafter.config.own_parts:
             raise ValueError(f"a drafter with its own {', '.join(own)} cannot be trained: training uses the target's")
         if drafter.config.scales_like_target:
@@ -86,15 +85,17 @@ class TrainableDrafter(nn.Module):
         residual = drafter.scale_embeddings(block_embeds).flatten(1, 2)
         for layer, *kind in zip(drafter.layers, config.causal, config.window, strict=True):
             attention, mlp = layer.self_attn, layer.mlp
-            hidden = _norm(layer.input_layernorm, residual)
+            attention_conv, mlp_conv = (getattr(layer, name, None) for name in ("attention_conv", "mlp_conv"))
+            hidden, kernels = prepare(attention_conv, _norm(layer.input_layernorm, residual), block)
             q = _project(attention.q_proj, attention.q_norm, hidden, config.head_dim, block_rotation)
             k = _project(attention.k_proj, attention.k_norm, hidden, config.head_dim, block_rotation)
             context_k = _project(attention.k_proj, attention.k_norm, features, config.head_dim, context_rotation)
             v, context_v = (attention.v_proj(x).unflatten(-1, (-1, config.head_dim)) for x in (hidden, features))
             out = attend(q, k, v, context_k, context_v, masks[tuple(kind)], count)
-            residual = residual + attention.o_proj(out.flatten(2))
-            hidden = _norm(layer.post_attention_layernorm, residual)
-            residual = residual + mlp.down_proj(F.silu(mlp.gate_proj(hidden)) * mlp.up_proj(hidden))
+            residual = residual + finish(attention_conv, attention.o_proj(out.flatten(2)), kernels)
+            hidden, kernels = prepare(mlp_conv, _norm(layer.post_attention_layernorm, residual), block)
+            out = mlp.down_proj(F.silu(mlp.gate_proj(hidden)) * mlp.up_proj(hidden))
+            residual = residual + finish(mlp_conv, out, kernels)
         return _norm(drafter.norm, residual).unflatten(1, (count, block))
 
 
