@@ -106,6 +106,8 @@ template <>
 struct Wire<AttentionWeights> : InnerWire<AttentionWeights> {};
 template <>
 struct Wire<DeltaNetWeights> : InnerWire<DeltaNetWeights> {};
+template <>
+struct Wire<BlockConvWeights> : InnerWire<BlockConvWeights> {};
 
 // module.name(the wire's arguments, threads) calls run(params).
 template <typename Params, typename... Fields, typename Run>

@@ -701,6 +701,20 @@ struct LinearParams {
   }
 };
 
+// The convolutions of a block's rows in front of a sublayer and after it, as in DynamicConvParams. `dynamic`
+// is the sublayer's input times `projection`: [rows, 2, width, groups].
+struct BlockConvWeights {
+  const void* base;        // [2, width, hidden]; null: none
+  const void* projection;  // [2 * width * groups, hidden]
+  int64_t width;
+  int64_t groups;
+
+  static constexpr auto wire() {
+    using P = BlockConvWeights;
+    return std::tuple(&P::base, &P::projection, &P::width, &P::groups);
+  }
+};
+
 // What a decoder layer reads, every weight [out, in]. Its mixer is attention or a Gated DeltaNet.
 struct AttentionWeights {
   const void *q, *k, *v;        // [heads * head_dim, hidden]; if gated, q [num_heads * 2 * head_dim, hidden]
@@ -742,12 +756,13 @@ struct DecoderLayer {
   const void* down;            // [hidden, width]
   AttentionWeights attention;  // one of the two
   DeltaNetWeights delta_net;
+  BlockConvWeights attention_conv, mlp_conv;
   int64_t tap;  // where its output goes in taps, -1: nowhere
 
   static constexpr auto wire() {
     using P = DecoderLayer;
     return std::tuple(&P::input_norm, &P::post_norm, &P::gate, &P::up, &P::down, &P::attention, &P::delta_net,
-                      &P::tap);
+                      &P::attention_conv, &P::mlp_conv, &P::tap);
   }
 };
 

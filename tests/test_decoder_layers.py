@@ -13,7 +13,7 @@ from trees import random_shapes
 
 from dflash import decoder, ops
 from dflash.cache import RecurrentCache, RecurrentLayer
-from dflash.decoder import DecoderLayer, DecoderStack, DeltaNetLayer
+from dflash.decoder import BlockConv, DecoderLayer, DecoderStack, DeltaNetLayer
 from dflash.ops import PackedLayers, reference
 from dflash.proposers import Tree
 
@@ -122,12 +122,12 @@ def recurrent_cache(call: Call) -> RecurrentCache:
 
 def make_call(
     dtype, rows=16, context_rows=16, batch=3, head_norms=True, biases=False, sinks=False, causal=(1, 0, 1), seed=0,
-    delta="", tree=False,
+    delta="", tree=False, convs=False,
 ):  # fmt: skip
     """A call whose stale cache slots and dead context rows hold NaN.
 
     With ``delta`` all but the last layer have a Gated DeltaNet, whose projections are "apart" or "together", and the
-    last has gated attention; the norms are zero-centered.
+    last has gated attention; the norms are zero-centered. With ``convs`` there are convolutions of several shapes.
     """
     g = torch.Generator().manual_seed(seed)
 
@@ -165,8 +165,6 @@ def make_call(
         )  # fmt: skip
 
     layers = [delta_net_layer() if delta and index + 1 < LAYERS else layer(index) for index in range(LAYERS)]
-    if delta:
-        layers[-1] = layers[-1]._replace(q=matrix(2 * q, HIDDEN), gated=True)
     lengths = torch.tensor([0, 33, 70])[:batch]
     live = torch.minimum(torch.tensor([0, 5, 16]), torch.tensor(context_rows))[:batch]
     num_attention = 1 if delta else LAYERS
@@ -183,11 +181,29 @@ def make_call(
         caches[:num_attention], caches[num_attention:], layers, normal(HIDDEN, scale=0.1, shift=1),
         tree=random_shapes(rows, batch) if tree else None,
     )  # fmt: skip
+    call = with_convs(call, g) if convs else call
     return with_states(call, g) if delta else call
 
 
+def with_convs(call, g):
+    """The call with convolutions in four of its six sublayers."""
+
+    def block_conv(taps, groups):
+        base = torch.randn(2, taps, HIDDEN, generator=g) * 0.3
+        projection = torch.randn(2 * taps * groups, HIDDEN, generator=g) * HIDDEN**-0.5
+        return BlockConv(base.to(call.hidden.dtype), projection.to(call.hidden.dtype))
+
+    first = call.layers[0]._replace(attention_conv=block_conv(3, 4), mlp_conv=block_conv(2, 8))
+    second = call.layers[1]._replace(mlp_conv=block_conv(1, HIDDEN))
+    third = [layer._replace(attention_conv=block_conv(2, 1)) for layer in call.layers[2:]]
+    return replace(call, layers=[first, second, *third])
+
+
 def with_states(call, g):
-    """The call with recurrent states; what was saved of rows that are not pending is NaN."""
+    """The call with gated attention in the last layer, and recurrent states in the others.
+
+    What was saved of rows that are not pending is NaN.
+    """
     (batch, rows, _), layers = call.hidden.shape, [layer for layer in call.layers if layer.is_recurrent]
     channels = 2 * KEY_HEADS * KEY_DIM + DELTA_HEADS * VALUE_DIM
     pending, keep = torch.tensor([0, 5, 16])[:batch], torch.tensor([rows, 0, rows // 2])[:batch]
@@ -204,14 +220,16 @@ def with_states(call, g):
         for window in windows:
             window[b, CONV - 1 + pending[b] :] = float("nan")
     buffers = {"windows": windows, "states": states, "saved_k": saved_k, "saved_d": saved_d, "saved_a": saved_a}
-    return replace(call, zero_centered=True, **buffers, pending=pending, keep=keep)
+    gates = torch.randn(2 * HEADS * HEAD_DIM, HIDDEN, generator=g) * HIDDEN**-0.5
+    layers = [*call.layers[:-1], call.layers[-1]._replace(q=gates.to(call.hidden.dtype), gated=True)]
+    return replace(call, layers=layers, zero_centered=True, **buffers, pending=pending, keep=keep)
 
 
 def changed(call, change):
     """A copy of a call with ``change`` applied to each of its tensors."""
 
     def one(value):
-        if isinstance(value, (DecoderLayer, DeltaNetLayer, Tree)):
+        if isinstance(value, (BlockConv, DecoderLayer, DeltaNetLayer, Tree)):
             return type(value)(*map(one, value))
         if isinstance(value, list):
             return [one(x) for x in value]
@@ -232,12 +250,15 @@ OPTIONS = [
     {"tree": True, "causal": (1, 1, 1), "rows": 20},
     {"delta": "apart", "context_rows": 0},
     {"delta": "together", "context_rows": 0, "rows": 5},
+    {"convs": True},
+    {"convs": True, "rows": 3, "context_rows": 0},
 ]
 RECURRENT = [options for options in OPTIONS if "delta" in options]
+CONVS = [options for options in OPTIONS if "convs" in options]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("options", [{}, RECURRENT[1]])
+@pytest.mark.parametrize("options", [{}, RECURRENT[1], CONVS[0]])
 def test_bits_do_not_depend_on_the_threads(options, dtype, monkeypatch):
     """With work enough for threads, more threads than processors, and one loop after the other."""
     for name, size in {"HIDDEN": 192, "WIDTH": 512, "HEADS": 6, "LAYERS": 2}.items():
@@ -296,6 +317,28 @@ def test_a_stack_of_few_rows_is_the_op(dtype):
     call = make_call(dtype, biases=True, rows=1, context_rows=3)
     ours, op = changed(call, torch.clone), changed(call, torch.clone)
     for a, b in zip((*ours.run_stack(), *ours.caches), (*op.run(), *op.caches), strict=True):
+        assert torch.equal(a.nan_to_num(9.0), b.nan_to_num(9.0))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("options", [{"causal": (1, 1, 1)}, *CONVS])
+def test_one_op_has_the_bits_of_op_by_op(options, dtype, monkeypatch):
+    call = make_call(dtype, **options)
+    whole, parts = changed(call, torch.clone), changed(call, torch.clone)
+    wanted = whole.run()
+    monkeypatch.setattr(decoder, "ops", OpByOp(ops))
+    for a, b in zip((*parts.run_stack(), *parts.caches), (*wanted, *whole.caches), strict=True):
+        assert torch.equal(a.nan_to_num(9.0), b.nan_to_num(9.0))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_convolutions_that_are_the_identity_change_no_bit(dtype):
+    call = make_call(dtype)
+    base = torch.stack([torch.ones(2, HIDDEN), torch.zeros(2, HIDDEN)], 1).to(dtype)
+    conv = BlockConv(base, torch.zeros(4 * 8, HIDDEN, dtype=dtype))
+    layers = [layer._replace(attention_conv=conv, mlp_conv=conv) for layer in call.layers]
+    ours, plain = changed(replace(call, layers=layers), torch.clone), changed(call, torch.clone)
+    for a, b in zip((*ours.run(), *ours.caches), (*plain.run(), *plain.caches), strict=True):
         assert torch.equal(a.nan_to_num(9.0), b.nan_to_num(9.0))
 
 
@@ -381,6 +424,22 @@ def test_replaced_storages_are_read_at_the_next_call():
     assert not torch.equal(run(stack), after)
 
 
+def test_replaced_storages_of_convolutions_are_read_at_the_next_call():
+    call = make_call(torch.float32, convs=True)
+    packed = call.packed()
+
+    def run():
+        fresh = changed(call, torch.clone)
+        return ops.decoder_layers(*fresh.varying, packed.handle)[0]
+
+    for weight in (call.layers[0].attention_conv.projection, call.layers[1].mlp_conv.base):
+        before = run()
+        weight.data = weight * 1.5
+        after = run()
+        assert not torch.equal(after, before)
+        assert torch.equal(changed(call, torch.clone).run()[0], after)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sinks_changed_in_place_are_read(dtype):
     call = make_call(dtype, sinks=True)
@@ -457,6 +516,11 @@ def test_bad_input_is_named(change, message):
         replace(make_call(torch.float32), **change).run()
 
 
+def conv_of(base, projection, swap=(0, 0)):
+    """A change of a layer's convolution after its MLP."""
+    return {"mlp_conv": BlockConv(torch.ones(base).transpose(*swap), torch.ones(projection))}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -466,6 +530,13 @@ def test_bad_input_is_named(change, message):
         ({"q_bias": torch.ones(96)}, r"q_bias, k_bias and v_bias come together"),
         ({"q_norm": None}, r"q_norm and k_norm must be in all layers or in none"),
         ({"sinks": torch.ones(5)}, r"layers\[1\]\.sinks must be \[num_heads\] = \[4\], got \[5\]"),
+        (conv_of((3, 2, 40), (16, 40)), r"layers\[1\]\.mlp_conv\.base must be .* = \[2, \*, 40\], got \[3, 2, 40\]"),
+        (conv_of((2, 2, 40), (16, 41)), r"layers\[1\]\.mlp_conv\.projection must be .* = \[\*, 40\], got \[16, 41\]"),
+        (conv_of((2, 2, 40), (18, 40)), r"taps = 2 >= 1 and groups a divisor of hidden = 40, got \[18, 40\]"),
+        (conv_of((2, 2, 40), (12, 40)), r"taps = 2 >= 1 and groups a divisor of hidden = 40, got \[12, 40\]"),
+        (conv_of((2, 2, 40), (0, 40)), r"taps = 2 >= 1 and groups a divisor of hidden = 40, got \[0, 40\]"),
+        (conv_of((2, 0, 40), (0, 40)), r"taps = 0 >= 1 and groups a divisor of hidden = 40, got \[0, 40\]"),
+        (conv_of((40, 2, 2), (16, 40), (2, 0)), r"layers\[1\]\.mlp_conv\.base must be contiguous"),
     ],
 )
 def test_a_bad_layer_is_named(change, message):
@@ -559,6 +630,12 @@ def test_replaced_weights_are_not_kept_alive():
 def test_a_tree_needs_causal_attention_in_every_layer(options):
     call = replace(make_call(torch.float32, **options), tree=random_shapes(16, 3))
     with pytest.raises(ValueError, match=r"ancestors must be None unless every layer has causal attention"):
+        call.run()
+
+
+def test_a_tree_needs_layers_without_convolutions():
+    call = replace(make_call(torch.float32, causal=(1, 1, 1), convs=True), tree=random_shapes(16, 3))
+    with pytest.raises(ValueError, match="ancestors must be None where layers have convolutions"):
         call.run()
 
 

@@ -53,8 +53,8 @@ def exact(target: torch.Tensor, **settings) -> torch.Tensor:
     return p[VOCAB][:, None] * p[:VOCAB]
 
 
-def emit(target: torch.Tensor, propose, **settings) -> torch.Tensor:
-    """Return the two tokens after an anchor, ``[DRAWS, 2]``, as a step with two drafts emits them.
+def emit(target: torch.Tensor, propose, draws: int = DRAWS, **settings) -> torch.Tensor:
+    """Return the two tokens after an anchor, ``[draws, 2]``, as a step with two drafts emits them.
 
     If the step emits only one, the second comes from the target itself, with other noise.
     """
@@ -62,7 +62,7 @@ def emit(target: torch.Tensor, propose, **settings) -> torch.Tensor:
     second = exact(target, **settings)
     second = second / second.sum(1, keepdim=True).clamp(min=1e-300)
     tokens = []
-    for start in range(0, DRAWS, CHUNK):
+    for start in range(0, draws, CHUNK):
         sampling = parameters(CHUNK, **settings)
         sampling.seeds.add_(start)
         positions = torch.tensor([[11, 12, 13]]).expand(CHUNK, -1)

@@ -4,13 +4,13 @@ import math
 
 import pytest
 import torch
-from test_rejection import VOCAB, case, distance, emit, exact
+from test_rejection import DRAWS, VOCAB, case, distance, emit, exact
 
 from dflash import ops
 from dflash.ops import reference
 from dflash.sampling import Sampling, rejection
 
-COUNT = 2
+COUNT, FEWER = 2, DRAWS // 4
 SETTINGS = [{}, {"temperature": 0.6, "top_k": 3}, {"temperature": 1.4, "top_p": 0.85, "min_p": 0.02}]
 
 
@@ -68,7 +68,7 @@ def best_path(draft):
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_drafts_of_a_walk_through_plain_candidates_leave_the_target_s_law(settings):
     target, draft = case(0)
-    tokens = emit(target, walking(draft), **settings)
+    tokens = emit(target, walking(draft), FEWER, **settings)
     p_value, variation = distance(tokens, exact(target, **settings))
     assert p_value > 1e-3, variation
 
@@ -83,7 +83,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_planted_faults_are_seen(fault):
     target, draft = case(0)
-    p_value, variation = distance(emit(target, FAULTS[fault](draft)), exact(target))
+    p_value, variation = distance(emit(target, FAULTS[fault](draft), FEWER), exact(target))
     assert p_value < 1e-6, variation
     assert variation > 0.005
 

@@ -70,10 +70,14 @@ _ELEMENTS: dict[str, Callable[[list[list[int]], Sizes], float]] = {
     "dflash::block_attention": lambda s, z: 2 * _count(s[0]) + 2 * s[1][0] * s[1][1] * z.length * s[1][3],
     "dflash::rms_norm": lambda s, _: 2 * _count(s[0]),
     "dflash::add_rms_norm": lambda s, _: 4 * _count(s[0]),
+    "dflash::dynamic_conv": lambda s, _: 2 * _count(s[0]) + _count(s[1]) + _count(s[2]),
+    "dflash::conv_add_rms_norm": lambda s, _: 4 * _count(s[0]) + _count(s[1]) + _count(s[2]),
     "dflash::silu_mul": lambda s, _: _count(s[0]) * 3 / 2,
     "dflash::qkv_norm_rope_append_": lambda s, _: 2 * _count(s[0]),
     "dflash::append_kv_": lambda s, _: 4 * _count(s[0]),
     "dflash::select_tokens": lambda s, _: _count(s[0]),
+    "dflash::top_candidates": lambda s, _: _count(s[0]),
+    "dflash::walk_candidates": lambda s, _: _count(s[0]) + (_count(s[4]) + _rows(s[0])) * s[0][-1],
 }
 
 

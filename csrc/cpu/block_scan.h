@@ -10,6 +10,21 @@ DFLASH_NAMESPACE_BEGIN
 constexpr float kInf = std::numeric_limits<float>::infinity();
 constexpr float kLargestNoise = 22.875f;  // above 33 ln2
 
+// The largest lane of a vector without NaN.
+static inline float largest_lane(Vec v) {
+  typedef float Quarter __attribute__((vector_size(16), may_alias));
+  alignas(64) float lanes[kWidth];
+  std::memcpy(lanes, &v, sizeof(v));
+  Quarter top = *reinterpret_cast<const Quarter*>(lanes);
+#pragma GCC unroll 4
+  for (int i = 4; i < kWidth; i += 4) {
+    const Quarter next = *reinterpret_cast<const Quarter*>(lanes + i);
+    top = next > top ? next : top;
+  }
+  const float a = top[1] > top[0] ? top[1] : top[0], b = top[3] > top[2] ? top[3] : top[2];
+  return b > a ? b : a;
+}
+
 // Computes the maximum of every block; returns true if the row has no NaN.
 template <typename T>
 static bool scan(const T* logits, int64_t vocab, float* block_max) {
@@ -24,11 +39,7 @@ static bool scan(const T* logits, int64_t vocab, float* block_max) {
       top = v > top ? v : top;
       largest_bits = bits > largest_bits ? bits : largest_bits;
     }
-    float lane[kWidth];
-    std::memcpy(lane, &top, sizeof(top));
-    for (int step = kWidth / 2; step > 0; step /= 2)
-      for (int i = 0; i < step; ++i) lane[i] = lane[i + step] > lane[i] ? lane[i + step] : lane[i];
-    block_max[b] = lane[0];
+    block_max[b] = largest_lane(top);
   }
   bool clean = true;
   for (int i = 0; i < kWidth; ++i) clean &= largest_bits[i] <= 0x7f800000;

@@ -4,10 +4,14 @@
 //   q, k, v = n W; append rope(norm(k)), v; attention(rope(norm(q))) * sigmoid(gate) W_o
 // or a Gated DeltaNet (arXiv 2412.06464):
 //   q, k, v = silu(conv(n W_qkv)); rms_norm(recurrence(q / |q|, k / |k|, v)) * silu(n W_z) W_out
+// Convolutions over the block's rows may stand in front of a sublayer f (mixer or MLP) and after it:
+//   d = n P; h += conv(f(conv(n, d)), d)
 // Composes the other kernels over buffers that stay in the cache of one core: a small model's forward pass is
 // one call. The live context rows come before the block's rows in the buffer that k and v are projected from;
 // each layer overwrites the block's rows and finds the context's as they were. Row i of a tree is appended to
 // slot length + i and rotates by position length + its depth.
+#include <algorithm>
+
 #include "cpu/buffer.h"
 #include "cpu/linear.h"
 #include "cpu/norm_rope.h"
@@ -24,6 +28,8 @@ void causal_conv(const CausalConvParams&);
 void delta_net_inputs(const DeltaNetInputsParams&);
 void gated_recurrence(const GatedRecurrenceParams&);
 void gated_rms_norm(const GatedRmsNormParams&);
+void dynamic_conv(const DynamicConvParams&);
+void conv_add_rms_norm(const ConvAddRmsNormParams&);
 
 }  // namespace dflash::DFLASH_ISA
 
@@ -71,19 +77,21 @@ class Pass {
     find_rows();
     allocate();
     copy_inputs();
-    norm(residual, nullptr, p.layers[0].input_norm, normed, nullptr);
+    norm(residual, nullptr, p.layers[0].input_norm, input_of(p.layers[0].attention_conv), nullptr);
     int64_t num_attention = 0, num_recurrent = 0;
     for (int64_t index = 0; index < p.num_layers; ++index) {
       const DecoderLayer& layer = p.layers[index];
+      convolve(layer.attention_conv);
       if (layer.delta_net.qkv)
         run_delta_net(layer.delta_net, num_recurrent++);
       else
         run_attention(layer.attention, num_attention++);
-      norm(delta, residual, layer.post_norm, normed, other);
+      add_norm(layer.attention_conv, residual, layer.post_norm, input_of(layer.mlp_conv), other);
+      convolve(layer.mlp_conv);
       run_mlp(layer);
       const bool last = index + 1 == p.num_layers;
-      T* out = last ? static_cast<T*>(p.out) : normed;
-      norm(delta, other, last ? p.norm : p.layers[index + 1].input_norm, out, residual);
+      T* out = last ? static_cast<T*>(p.out) : input_of(p.layers[index + 1].attention_conv);
+      add_norm(layer.mlp_conv, other, last ? p.norm : p.layers[index + 1].input_norm, out, residual);
       if (layer.tap >= 0) copy_tap(layer.tap, last ? out : residual);
     }
   }
@@ -97,6 +105,7 @@ class Pass {
   int64_t context = 0;                       // live context rows
   Row* rows = nullptr;                       // [context + n]
   T *x, *normed, *residual, *other, *delta;  // [context + n, hidden], then [n, hidden]
+  T *plain, *dynamic;                        // [n, hidden], [n, 2, width, groups] of convolutions
   T *raw_q, *attended, *q, *k, *v;           // [n, q_size], twice that for raw_q; [context + n, kv_size]
   T *gate_up, *activated;                    // [n, 2 * width], [n, width]
   T *mixed, *convolved, *z, *b, *a, *gated;  // [n, channels], [n, value_size], [n, delta_heads]
@@ -127,11 +136,17 @@ class Pass {
     static thread_local Buffer<T> buffer;
     static thread_local Buffer<float> wide_buffer;
     bool is_gated = false;
-    for (int64_t i = 0; i < p.num_layers; ++i) is_gated |= p.layers[i].attention.gated;
+    int64_t kernels = 0;  // the most that a convolution has for a row
+    for (int64_t i = 0; i < p.num_layers; ++i) {
+      is_gated |= p.layers[i].attention.gated;
+      for (const BlockConvWeights& w : {p.layers[i].attention_conv, p.layers[i].mlp_conv})
+        kernels = std::max(kernels, 2 * w.width * w.groups);
+    }
     const int64_t all = context + n;
     Arrays<T> arrays;
     arrays.allocate(buffer, [&] {
       x = arrays.take(all * hidden), residual = arrays.take(n * hidden), other = arrays.take(n * hidden);
+      plain = arrays.take(kernels ? n * hidden : 0), dynamic = arrays.take(n * kernels);
       delta = arrays.take(n * hidden), raw_q = arrays.take(n * q_size * (is_gated ? 2 : 1));
       attended = arrays.take(is_gated ? n * q_size : 0), q = arrays.take(n * q_size);
       k = arrays.take(all * kv_size), v = arrays.take(all * kv_size);
@@ -162,6 +177,29 @@ class Pass {
   void norm(const T* in, const T* add, const void* weight, T* out, T* sum) const {
     rms_norm({in, add, weight, nullptr, out, sum, n, hidden, n, p.eps, p.dtype, p.threads, 0, nullptr, 0,
               p.zero_centered});
+  }
+
+  // Where a norm in front of a sublayer goes: to `normed`, by way of the convolution if there is one.
+  T* input_of(const BlockConvWeights& w) const { return w.base ? plain : normed; }
+
+  // plain -> normed, dynamic
+  void convolve(const BlockConvWeights& w) const {
+    if (!w.base) return;
+    const int64_t kernels = 2 * w.width * w.groups;
+    const LinearPart project{w.projection, nullptr, dynamic, kernels, kernels, 0};
+    linear_parts(plain, n, hidden, &project, 1, p.dtype, p.threads);
+    dynamic_conv({plain, w.base, dynamic, normed, p.rows * kernels, kernels, n, p.rows, hidden, w.width,
+                  w.groups, p.dtype, p.threads});
+  }
+
+  // Adds `delta` to a residual, convolved if the sublayer has convolutions.
+  void add_norm(const BlockConvWeights& w, const T* add, const void* weight, T* out, T* sum) const {
+    if (!w.base) return norm(delta, add, weight, out, sum);
+    const int64_t side = w.width * w.groups, row = 2 * side;
+    const T *base = static_cast<const T*>(w.base) + w.width * hidden, *kernels = dynamic + side;
+    conv_add_rms_norm(
+        {delta, base, kernels, add,    weight,  out,      sum,   nullptr,         0,       p.rows * row,
+         row,   n,    p.rows,  hidden, w.width, w.groups, p.eps, p.zero_centered, p.dtype, p.threads});
   }
 
   // normed -> delta

@@ -35,8 +35,8 @@ def rotary_table(inv_freq: Tensor, scaling: float, positions: int) -> tuple[Tens
 class DecoderStack:
     """Decoder layers and the final norm: one op on the CPU for few rows, else op by op.
 
-    A layer with attention is 9 launches then, one with a Gated DeltaNet 11. With experts or convolutions over the block
-    it always goes op by op.
+    A layer with attention is 9 launches then (13 with convolutions over the block), one with a Gated DeltaNet 11. With
+    experts it always goes op by op.
 
     Args:
         layers: the weights, used where they are.
@@ -54,7 +54,7 @@ class DecoderStack:
         self.layers, self.norm = tuple(layers), norm
         self.eps, self.scale, self.taps, self.zero_centered = eps, scale, tuple(taps), zero_centered
         self._options = {"eps": eps, "scale": scale, "taps": self.taps, "zero_centered": zero_centered}
-        one_op = all(layer.experts is layer.attention_conv is layer.mlp_conv is None for layer in self.layers)
+        one_op = all(layer.experts is None for layer in self.layers)
         self._packed = PackedLayers(self.layers, norm, **self._options) if one_op else None
 
     def __reduce__(self) -> tuple:  # a copy packs its own tensors

@@ -104,7 +104,8 @@ class PackedLayers:
                 layer = layer._replace(sinks=wide)
             mixers = (None, layer.mixer()) if layer.is_recurrent else (layer.mixer(), None)
             tap = self.taps.index(i) if i in self.taps else -1
-            records.append((layer.input_norm, layer.post_norm, layer.gate, layer.up, layer.down, *mixers, tap))
+            convs = (conv and conv.record() for conv in (layer.attention_conv, layer.mlp_conv))
+            records.append((layer.input_norm, layer.post_norm, layer.gate, layer.up, layer.down, *mixers, *convs, tap))
         self._records = _C.DecoderLayers(records, [*self.tensors()])
 
 
@@ -155,8 +156,9 @@ def decoder_layers(
     Per layer: RMSNorm, q, k, v, head norms, RoPE, append, attention over the cache, output gate, output projection,
     residual, RMSNorm, ``silu(gate) * up``, down projection, residual. A recurrent layer has a Gated DeltaNet in place
     of attention: `causal_conv_`, `delta_net_inputs`, `gated_recurrence_`, `gated_rms_norm`. K and V also come from the
-    live context rows, as they are and without the input norm; those rows have no query. A row's bits depend neither on
-    its place nor on the others.
+    live context rows, as they are and without the input norm; those rows have no query. A layer with convolutions
+    (`BlockConv`) has `dynamic_conv` in front of each sublayer, over the block's rows only, and `conv_add_rms_norm`
+    after it. Without them a row's bits depend neither on its place nor on the others.
 
     Args:
         hidden: ``[batch, rows, hidden]``, float32 or bfloat16; row i of sequence b is at ``lengths[b] + i``.
@@ -177,7 +179,7 @@ def decoder_layers(
         keep: like ``pending``.
         ancestors: ``[batch, rows, ceil(rows / 64)]`` int64, or None for a chain, as in `block_attention`: row i is
             appended to slot ``lengths[b] + i`` and rotates by position ``lengths[b]`` plus its depth. Every layer must
-            have causal attention.
+            have causal attention and no convolutions.
 
     Returns:
         ``(out [batch, rows, hidden], tapped [batch, rows, taps * hidden])``, ``out`` after the final norm.
@@ -315,6 +317,8 @@ def _check_tree(packed: PackedLayers, hidden: Tensor, ancestors: Tensor | None) 
         return
     if packed.recurrent or not all(layer.causal for layer in packed.attention):
         raise ValueError(f"{op}: ancestors must be None unless every layer has causal attention")
+    if any(layer.attention_conv or layer.mlp_conv for layer in packed.attention):
+        raise ValueError(f"{op}: ancestors must be None where layers have convolutions")
     if rows > _C.MAX_TREE_ROWS:
         raise ValueError(f"{op}: a tree has at most {_C.MAX_TREE_ROWS} rows, got {rows}")
     shape = (batch, rows, -(-rows // 64))

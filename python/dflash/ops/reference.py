@@ -792,19 +792,15 @@ def decoder_layers(
     batch, rows, _ = hidden.shape
     capacity, head_dim = k_caches[0].shape[2:]
     lengths = lengths.clamp(-rows, 2 * capacity + rows)
-    slots = lengths[:, None] + torch.arange(rows, device=hidden.device)
-    positions = slots if ancestors is None else lengths[:, None] + _depth(_tree_bits(ancestors, rows))
-    if context is not None:
-        context = live_rows(context, num_context)
-        index = torch.arange(context.shape[1], device=hidden.device)
-        before = torch.where(index < num_context[:, None], (lengths - num_context)[:, None] + index, -1)
-        slots, positions = (torch.cat([before, of_block], 1) for of_block in (slots, positions))
+    context = context if context is None else live_rows(context, num_context)
+    slots, positions = _slots_and_positions(lengths, rows, ancestors, context, num_context)
     at = positions.clamp(0, cos.shape[0] - 1)
     residual, tapped = hidden, {}
     attention = zip(k_caches, v_caches, strict=True)
     recurrent = zip(windows, states, saved_k, saved_d, saved_a, strict=True)
     for i, layer in enumerate(layers):
         normed = rms_norm(residual, layer.input_norm, eps, None, zero_centered)
+        normed, kernels = _convolve_input(normed, layer.attention_conv)
         if layer.is_recurrent:
             delta = _delta_net(normed, layer, eps, *next(recurrent), pending, keep)
         else:
@@ -823,12 +819,37 @@ def decoder_layers(
                 gates = qkv[:, -rows:, : layer.q.shape[0]].unflatten(-1, (-1, 2, head_dim))[..., 1, :]
                 out = sigmoid_mul(out, gates)
             delta = linear(out.flatten(2), layer.o, layer.o_bias)
+        delta = _convolve_output(delta, layer.attention_conv, kernels)
         normed, residual = add_rms_norm(delta, residual, layer.post_norm, eps, None, zero_centered)
-        residual = residual + linear(silu_mul(linears(normed, (layer.gate, layer.up))), layer.down)
-        tapped[i] = residual
+        normed, kernels = _convolve_input(normed, layer.mlp_conv)
+        delta = linear(silu_mul(linears(normed, (layer.gate, layer.up))), layer.down)
+        tapped[i] = residual = residual + _convolve_output(delta, layer.mlp_conv, kernels)
     out = tapped[len(layers) - 1] = rms_norm(residual, norm, eps, None, zero_centered)
     empty = hidden.new_empty(batch, rows, 0)
     return out.clone(), torch.cat([empty, *(tapped[tap] for tap in taps)], -1)
+
+
+def _slots_and_positions(
+    lengths: Tensor, rows: int, ancestors: Tensor | None, context: Tensor | None, num_context: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    slots = lengths[:, None] + torch.arange(rows, device=lengths.device)
+    positions = slots if ancestors is None else lengths[:, None] + _depth(_tree_bits(ancestors, rows))
+    if context is None:
+        return slots, positions
+    index = torch.arange(context.shape[1], device=lengths.device)
+    before = torch.where(index < num_context[:, None], (lengths - num_context)[:, None] + index, -1)
+    return torch.cat([before, slots], 1), torch.cat([before, positions], 1)
+
+
+def _convolve_input(x: Tensor, conv: object) -> tuple[Tensor, Tensor | None]:
+    if conv is None:
+        return x, None
+    kernels = linear(x, conv.projection).unflatten(-1, (2, conv.base.shape[1], -1))
+    return dynamic_conv(x, conv.base[0], kernels[:, :, 0]), kernels
+
+
+def _convolve_output(x: Tensor, conv: object, kernels: Tensor | None) -> Tensor:
+    return x if conv is None else dynamic_conv(x, conv.base[1], kernels[:, :, 1])
 
 
 def _delta_net(

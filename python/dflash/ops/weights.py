@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -25,6 +25,11 @@ class BlockConv(NamedTuple):
 
     base: Tensor  # [2, taps, hidden]
     projection: Tensor  # [2 * taps * groups, hidden]
+
+    def record(self) -> tuple:
+        """Return the fields of ``BlockConvWeights``, as in params.h."""
+        taps = self.base.shape[1]
+        return self.base, self.projection, taps, self.projection.shape[0] // (2 * taps)
 
 
 class DecoderLayer(NamedTuple):
@@ -133,6 +138,9 @@ def check_layers(layers: Sequence[DecoderLayer | DeltaNetLayer], norm: Tensor, t
         _check_shapes(f"layers[{i}]", layer, shapes[layer.is_recurrent], dtype)
         if not layer.is_recurrent:
             _check_attention(f"layers[{i}]", layer, "q_norm" in shapes[False])
+        for name in ("attention_conv", "mlp_conv"):
+            if getattr(layer, name) is not None:
+                _check_conv(f"layers[{i}].{name}", getattr(layer, name), size, dtype)
     if len({layer.sizes for layer in layers if layer.is_recurrent}) > 1:
         raise ValueError(f"{_OP}: all recurrent layers must have heads of one shape, got several")
     if len({layer.gated for layer in layers if not layer.is_recurrent}) > 1:
@@ -222,12 +230,35 @@ def _check_attention(at: str, layer: DecoderLayer, has_norms: bool) -> None:
         raise ValueError(f"{_OP}: {at}.sinks must be [num_heads], contiguous, got {list(layer.sinks.shape)}")
 
 
+def _check_conv(at: str, conv: BlockConv, size: int, dtype: torch.dtype) -> None:
+    expect(_OP, f"{at}.base", conv.base, (2, None, size), dtype, "2, taps, hidden")
+    expect(_OP, f"{at}.projection", conv.projection, (None, size), dtype, "2 * taps * groups, hidden")
+    rows, taps = conv.projection.shape[0], conv.base.shape[1]
+    groups = rows // (2 * taps) if taps else 0
+    if groups == 0 or rows != 2 * taps * groups or size % groups:
+        raise ValueError(
+            f"{_OP}: {at}.projection must be [2 * taps * groups, hidden] with taps = {taps} >= 1 and groups a divisor "
+            f"of hidden = {size}, got {list(conv.projection.shape)}"
+        )
+    for name, weight in conv._asdict().items():
+        if not weight.is_contiguous():
+            raise ValueError(f"{_OP}: {at}.{name} must be contiguous, got strides {weight.stride()}")
+
+
 def named_tensors(layers: Sequence[DecoderLayer | DeltaNetLayer], norm: Tensor) -> list[tuple[str, Tensor]]:
     """Return every weight with its name."""
     named = [("norm", norm)]
     for i, layer in enumerate(layers):
-        named += [(f"layers[{i}].{name}", x) for name, x in layer._asdict().items() if isinstance(x, Tensor)]
+        named += _tensors_of(f"layers[{i}]", layer)
     return named
+
+
+def _tensors_of(at: str, weights: DecoderLayer | DeltaNetLayer | BlockConv) -> Iterator[tuple[str, Tensor]]:
+    for name, value in weights._asdict().items():
+        if isinstance(value, BlockConv):
+            yield from _tensors_of(f"{at}.{name}", value)
+        elif isinstance(value, Tensor):
+            yield f"{at}.{name}", value
 
 
 def check_memory(layers: Sequence[DecoderLayer | DeltaNetLayer], norm: Tensor) -> None:
