@@ -1,8 +1,8 @@
 """The doctor's confusion table: each fault planted in the package's pair against what the doctor names.
 
-    python bench/bench_doctor.py [--prompts 8] [--max-new-tokens 128] [--anchors 32] [--only NAME ...]
+    python bench/bench_doctor.py [--prompts 8] [--max-new-tokens 128] [--places 32] [--only NAME ...]
 
-Prints a line per fault: what was named, tokens per step as configured and with the best variant at the same anchors,
+Prints a line per fault: what was named, tokens per step as configured and with the best variant at the same places,
 and seconds. Asserts nothing; `tests/test_doctor_pair.py` does.
 """
 
@@ -23,14 +23,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--max-new-tokens", type=int, default=128)
-    parser.add_argument("--anchors", type=int, default=32)
+    parser.add_argument("--places", type=int, default=32)
     parser.add_argument("--only", nargs="*", help="faults; default: all, and none")
     given = parser.parse_args()
     faults = {"(none)": Planted("(nothing)"), **FAULTS}
     print("| planted | named | tokens per step | without it | seconds |\n| --- | --- | --- | --- | --- |")
     for name in given.only or faults:
         with tempfile.TemporaryDirectory() as folder:
-            effort = Effort(given.max_new_tokens, given.anchors)
+            effort = Effort(given.max_new_tokens, given.places)
             found = diagnose(plant(faults[name], Path(folder)), PROMPTS[: given.prompts], effort)
         named = ", ".join(finding.fault for finding in found.findings) or "(nothing)"
         after = [finding.after for finding in found.findings if finding.after is not None]
