@@ -12,7 +12,6 @@ from dflash.drafter import DraftConfig, Drafter, Rope
 
 CHANGES = {
     "causal": {"causal": (True,) * 2},
-    "not causal": {"causal": (False,) * 2},
     "window": {"window": (3,) * 2},
     "RoPE": {"rope": Rope(theta=77.0)},
     "scaled RoPE": {"rope": Rope("linear", 1e4, 8.0)},
