@@ -137,7 +137,7 @@ def add_selector(weights: Weights) -> None:
     head = target.lm_head.weight.detach()
     vocab, hidden = head.shape
     frequent = frequencies().topk(48).indices
-    missing = 0.3 * head[frequent]
+    missing = 0.7 * head[frequent]
     weights["lm_head.weight"] = head.index_add(0, frequent, -missing).contiguous()
     layers = sum(name.endswith("input_layernorm.weight") for name in weights)
     for name in (f"layers.{i}.{part}" for i in range(layers) for part in ("attention_conv", "mlp_conv")):

@@ -203,7 +203,7 @@ def test_the_command_exits_with_0_if_nothing_is_found(monkeypatch, capsys, tmp_p
         (["--model", "a", "--draft", "b", "--max-new-tokens", "1"], "at least 4, got 1"),
         (["--model", "./a", "--draft", str(PAIR / "draft")], "no folder './a'"),
         (["--model", str(PAIR / "target"), "--draft", "./b"], "draft './b' is neither a folder"),
-        (["--model", str(PAIR / "target"), "--draft", str(PAIR / "target")], "dflash_config"),
+        (["--model", str(PAIR / "target"), "--draft", str(PAIR / "target")], "architectures must name"),
         (["--model", str(PAIR / "target"), "--draft", str(PAIR)], "config.json is missing"),
         (["--model", str(PAIR / "target"), "--draft", str(PAIR / "draft"), "--bos"], "--bos is for tokenizers without"),
         (["--model", str(PAIR / "target"), "--draft", str(PAIR / "draft"), "--prompts", "./c"], "'c' is not a file"),
