@@ -119,6 +119,61 @@ def enlarge_fc(weights: Weights) -> None:
     weights["fc.weight"] *= 2.0**126
 
 
+def frequencies() -> Tensor:
+    """Count each token in the prompts and their answers, ``[vocab]``."""
+    target, tokenizer = target_and_tokenizer()
+    texts = [text for prompt in demo_prompts() for text in (prompt.text, prompt.answer or "")]
+    ids = [i for row in tokenizer(texts).input_ids for i in row]
+    return torch.tensor(ids).bincount(minlength=target.config.vocab_size)
+
+
+def add_selector(weights: Weights) -> None:
+    """Make a DFlash 2 drafter that drafts the same, and badly without its selector.
+
+    The convolutions change nothing. The drafter's own head rates the most frequent tokens too low, by a share of what
+    the selector adds again whatever the token before.
+    """
+    target, _ = target_and_tokenizer()
+    head = target.lm_head.weight.detach()
+    vocab, hidden = head.shape
+    frequent = frequencies().topk(48).indices
+    missing = 0.7 * head[frequent]
+    weights["lm_head.weight"] = head.index_add(0, frequent, -missing).contiguous()
+    layers = sum(name.endswith("input_layernorm.weight") for name in weights)
+    for name in (f"layers.{i}.{part}" for i in range(layers) for part in ("attention_conv", "mlp_conv")):
+        weights[f"{name}.base_kernel"] = torch.stack([torch.ones(2, hidden), torch.zeros(2, hidden)], 1)
+        weights[f"{name}.kernel_projection.weight"] = torch.zeros(2 * 2 * hidden // 16, hidden)
+    weights["candidate_selector.hidden_projection.weight"] = missing
+    weights["candidate_selector.predecessor_codebook"] = torch.ones(vocab, len(frequent))
+    successors = torch.zeros(vocab, len(frequent))
+    successors[frequent, torch.arange(len(frequent))] = 1
+    weights["candidate_selector.successor_codebook"] = successors
+
+
+def bring_own_parts(weights: Weights) -> None:
+    """Make a drafter with a head over the frequent part of the vocabulary, its own embedding and mask embedding."""
+    target, _ = target_and_tokenizer()
+    table, head = target.get_input_embeddings().weight.detach(), target.lm_head.weight.detach()
+    known = frequencies().topk(1400).indices.sort().values
+    weights["lm_head.weight"] = 2 * head[known]
+    weights["d2t"] = known - torch.arange(len(known))
+    weights["embed_tokens.weight"] = table / 2
+    weights["mask_embedding"] = table[1] / 2
+
+
+CONV = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 48, "selector_top_k": 32}
+# Healthy pairs of other kinds, made of the package's.
+KINDS = {
+    "first generation": Planted(""),
+    "DFlash 2": Planted("", {"architectures": ["DFlash2DraftModel"]}, CONV, add_selector),
+    "own parts": Planted(
+        "",
+        {"draft_vocab_size": 1400, "input_embedding_scale": 2.0},
+        {"mask_token_id": 700, "output_multiplier": 0.5},
+        bring_own_parts,
+    ),
+}
+
 FAULTS = {
     "taps one too high": Planted("tap shift", dflash={"target_layer_ids": [2, 3, 4, 5]}, fix="[1, 2, 3, 4]"),
     "taps one too low": Planted("tap shift", dflash={"target_layer_ids": [0, 1, 2, 3]}, fix="[1, 2, 3, 4]"),

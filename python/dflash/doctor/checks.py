@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -27,6 +28,7 @@ class Finding:
         found: what was seen.
         advice: what to do, such as the line for ``config.json``.
         before, after: tokens per step as configured and without the fault; None if there is nothing to compare.
+        config: the keys of the drafter's ``config.json`` to write; None if none repair it.
     """
 
     fault: str
@@ -34,6 +36,7 @@ class Finding:
     advice: str
     before: float | None = None
     after: float | None = None
+    config: dict[str, Any] | None = None
 
 
 def check_weights(drafter: Drafter) -> Iterator[Finding]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ..evaluate.datasets import load_prompts
+from ..evaluate.prompts import parse_prompt
+from ..files import read_jsonl
 
 __all__ = ["find_prompts"]
 
-COUNT = 8
+_COUNT = 8  # of the prompts next to a target
 _OWN = (
     "Write a Python function that merges two sorted lists.",
     "A train leaves at 9:40 and arrives at 13:05. How long does it take? Explain step by step.",
@@ -26,22 +27,31 @@ def find_prompts(file: str | None, model: str) -> list[dict[str, Any]]:
     """Return the prompts to answer, each ``{"prompt"}`` or ``{"messages"}``.
 
     Args:
-        file: JSON lines as `dflash.evaluate.datasets.load_prompts` takes them, of which all are used; None for the
-            first few of ``prompts.jsonl`` next to the target's folder, if it is there, else prompts of our own.
+        file: JSON lines with ``prompt``, ``question``, ``turns`` (of which the first is asked) or ``messages``, of
+            which all are used; None for a few of ``prompts.jsonl`` next to the target's folder, from all over the file,
+            if it is there, else prompts of our own.
         model: the target's folder or hub id.
 
     Raises:
-        ValueError: the file cannot be read.
+        ValueError: the file is missing, holds no prompt, or one of its lines is wrong.
     """
-    beside = Path(model).absolute().parent / "prompts.jsonl"
     if file is not None:
-        found = load_prompts(file)
-    elif Path(model).is_dir() and beside.is_file():
-        found = load_prompts(str(beside), limit=COUNT)
-    else:
-        return [{"prompt": text} for text in _OWN]
-    return [_as_row(prompt.turns[0], prompt.history) for prompt in found]
+        return _read(Path(file))
+    beside = Path(model).absolute().parent / "prompts.jsonl"
+    if Path(model).is_dir() and beside.is_file():
+        found = _read(beside)
+        count = min(_COUNT, len(found))
+        return [found[index * len(found) // count] for index in range(count)]
+    return [{"prompt": text} for text in _OWN]
 
 
-def _as_row(turn: str, history: tuple[dict[str, str], ...]) -> dict[str, Any]:
-    return {"messages": [*history, {"role": "user", "content": turn}]} if history else {"prompt": turn}
+def _read(path: Path) -> list[dict[str, Any]]:
+    if not path.is_file():
+        raise ValueError(f"--prompts {str(path)!r} is not a file: name a file of JSON lines, each with a prompt")
+    found: list[dict[str, Any]] = []
+    for where, _, row in read_jsonl(path):
+        messages, turns = parse_prompt(row, where)
+        found.append({"prompt": turns[0]} if messages is None else {"messages": messages})
+    if not found:
+        raise ValueError(f"--prompts {str(path)!r} is empty: a line is a JSON object with a prompt")
+    return found

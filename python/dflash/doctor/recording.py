@@ -56,7 +56,7 @@ def record(target: nn.Module, sequences: Sequence[Answered], layers: Collection[
         layers: whose outputs are kept; the last layer's twice, after the final norm and before it.
     """
     # 1. Hook a twin
-    model = structural_twin(check_target(target, spread=False))
+    model: Any = structural_twin(check_target(target, spread=False))
     every = find_layers(model)
     modules: dict[int, Any] = dict(zip(layers, tapped_modules(model, tuple(layers)), strict=True))
     if len(every) - 1 in modules:
@@ -78,5 +78,5 @@ def record(target: nn.Module, sequences: Sequence[Answered], layers: Collection[
     return Recording(ids, torch.tensor(prompts, device=device), torch.tensor(lengths, device=device), states)
 
 
-def _keep(kept: dict[int, Tensor], layer: int, _module: nn.Module, _arguments: tuple, output: Any) -> None:
+def _keep(kept: dict[int, Tensor], layer: int, _module: nn.Module, _arguments: tuple[Any, ...], output: Any) -> None:
     kept[layer] = output[0] if isinstance(output, tuple) else output

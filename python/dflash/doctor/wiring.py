@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -15,7 +14,11 @@ from ..drafter import DraftConfig, Drafter, from_speculators, is_speculators
 
 __all__ = ["Wiring"]
 
-_INNER_ONLY = ("swa_window_size", "use_swa")  # read in dflash_config only; other keys say the same at the top level
+_INNER_ONLY = (
+    "causal",
+    "swa_window_size",
+    "use_swa",
+)  # read in dflash_config only; other keys say the same at the top level
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,11 @@ class Wiring:
         with warnings.catch_warnings(action="ignore"):
             return cls(keys, DraftConfig.from_config(keys))
 
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """What the wiring does, whatever keys say so; two that are equal here draft the same."""
+        return self.config, self.raw_last_tap, self.is_interleaved, self.dtype
+
     def patched(self, patch: Mapping[str, Any]) -> Wiring | None:
         """Return the wiring with other keys, at the level where each of them stands; None if they cannot be read."""
         keys = self.placed(patch)
@@ -70,12 +78,10 @@ class Wiring:
                 out[key] = value
         return out
 
-    def line(self, patch: Mapping[str, Any], *, speculators: bool) -> str:
-        """Return what to write into ``config.json`` for `patched`."""
+    def advised(self, patch: Mapping[str, Any], *, speculators: bool) -> dict[str, Any]:
+        """Return the keys to write into the drafter's ``config.json`` for `patched`."""
         keys = self.placed(patch)
-        if speculators:
-            keys = _as_speculators(keys)
-        return json.dumps(keys)[1:-1]
+        return _as_speculators(keys) if speculators else keys
 
     def apply(self, drafter: Drafter) -> Drafter:
         """Return a drafter that is wired like this. It shares the weights where they stay what they are."""
@@ -93,8 +99,12 @@ def _as_speculators(keys: Mapping[str, Any]) -> dict[str, Any]:
     out = {key: top.pop(key) for key in ("mask_token_id", "block_size") if key in top}
     if "target_layer_ids" in top:
         out["aux_hidden_state_layer_ids"] = [tap + 1 for tap in top.pop("target_layer_ids")]
-    if top.get("is_causal") is False:
-        out["sliding_window_non_causal"] = not top.pop("is_causal")
+    if "is_causal" in top or "causal" in top:
+        causal, outer = top.pop("causal", None), top.pop("is_causal", None)
+        causal = causal if outer is None else outer
+        out["sliding_window_non_causal"] = causal is False
+        if causal:
+            top["is_causal"] = True  # full layers too, for which the layout has no word
     return {**out, "transformer_layer_config": top} if top else out
 
 
@@ -103,7 +113,8 @@ def _half_split(drafter: Drafter) -> Drafter:
     """Reorder the rows of q and k from interleaved pairs to the two halves that rotate together."""
     size = drafter.config.head_dim
     order = torch.cat([torch.arange(0, size, 2), torch.arange(1, size, 2)]).to(drafter.device)
-    for layer in drafter.layers:
+    layers: Any = drafter.layers
+    for layer in layers:
         attention = layer.self_attn
         for projection, norm in ((attention.q_proj, attention.q_norm), (attention.k_proj, attention.k_norm)):
             for rows in (projection.weight, projection.bias):

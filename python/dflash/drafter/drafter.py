@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -103,9 +104,12 @@ class Drafter(nn.Module):
         )
 
     def rewired(self, config: DraftConfig) -> Drafter:
-        """Return a drafter with these very weights under another config, which must ask for the same shapes."""
+        """Return a drafter with these weights, in the same memory, under another config of the same shapes.
+
+        The parts of its own stay its own: a ``config.json`` need not list them.
+        """
         twin = copy.copy(self)
-        twin.config, twin._stack = config, None
+        twin.config, twin._stack = dataclasses.replace(config, own_parts=self.config.own_parts), None
         twin._buffers = {**self._buffers, "inv_freq": twin._frequencies(self.device)}
         twin._restack()
         return twin

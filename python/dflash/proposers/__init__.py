@@ -1,6 +1,6 @@
 """What drafts a block of tokens."""
 
-from .block import Block, ChainSettings, PaddingProposer, Proposer, Tree, TreeSettings
+from .block import Block, ChainSettings, PaddingProposer, Proposer, State, Tree, TreeSettings
 from .chain import ChainProposer, chain_widths
 from .sharpness import LEVELS, AutoSharpness
 from .tree import TREE_SIZES, TreeProposer
@@ -14,6 +14,7 @@ __all__ = [
     "ChainSettings",
     "PaddingProposer",
     "Proposer",
+    "State",
     "Tree",
     "TreeProposer",
     "TreeSettings",

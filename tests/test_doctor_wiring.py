@@ -1,0 +1,120 @@
+"""Test what the doctor tries: a drafter under another config, and the line that repairs a config."""
+
+import dataclasses
+
+import pytest
+import torch
+from draft_variants import DFLASH2_VARIANTS, VARIANTS, config_dict, random_drafter
+from families import VOCAB
+
+from dflash.doctor import Wiring
+from dflash.drafter import DraftConfig, Drafter, Rope
+
+CHANGES = {
+    "causal": {"causal": (True,) * 2},
+    "window": {"window": (3,) * 2},
+    "RoPE": {"rope": Rope(theta=77.0)},
+    "scaled RoPE": {"rope": Rope("linear", 1e4, 8.0)},
+    "taps": {"target_layer_ids": (9, 1)},
+    "scales": {"input_embedding_scale": 3.0, "output_multiplier": 0.5, "final_logit_softcapping": 2.0},
+}
+
+
+def drafts(drafter: Drafter) -> torch.Tensor:
+    """Return the logits of a block of four after a context of six."""
+    generator = torch.Generator().manual_seed(3)
+    taps = len(drafter.config.target_layer_ids)
+    context, table = (torch.randn(shape, generator=generator) for shape in ((1, 6, taps * 64), (101, 64)))
+    cache = drafter.new_cache(1, 12)
+    features, length = drafter.fuse(context, torch.tensor([6])), torch.tensor([6])
+    drafter.inject_(features, torch.arange(6)[None], cache)
+    embeds = drafter.embed(torch.tensor([[7, 100, 100, 100]]), table)
+    hidden = drafter(features[:, :0], torch.tensor([0]), embeds, length, cache)
+    return drafter.logits(hidden, lambda rows: rows @ table.T)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("name", ["is_causal-false-with-window", "DFlash2"])
+def test_a_rewired_drafter_drafts_as_one_made_with_that_config(name, change):
+    drafter = random_drafter((VARIANTS | DFLASH2_VARIANTS)[name])
+    config = dataclasses.replace(drafter.config, **CHANGES[change])
+    made = Drafter(config)
+    made.load_state_dict(drafter.state_dict())
+    before, logits = drafter.config, drafts(drafter)
+    other = drafter.rewired(config)
+    assert torch.equal(drafts(other), drafts(made))
+    if change != "taps":  # which only the target's states show
+        assert not torch.equal(drafts(other), logits)
+    assert torch.equal(drafts(drafter), logits), "the drafter itself stays as it is"
+    assert drafter.config is before
+
+
+def test_a_rewired_drafter_shares_the_weights():
+    drafter = random_drafter(config_dict())
+    other = drafter.rewired(dataclasses.replace(drafter.config, rope=Rope(theta=77.0)))
+    assert [p.data_ptr() for p in other.parameters()] == [p.data_ptr() for p in drafter.parameters()]
+
+
+def test_a_rewired_drafter_keeps_its_own_parts():
+    config = DraftConfig.from_config(config_dict(dflash_config={"mask_token_id": 100, "target_layer_ids": [1, 9]}))
+    drafter = Drafter(dataclasses.replace(config, own_parts=("embed_tokens", "lm_head")))
+    drafter.load_state_dict({name: torch.randn_like(tensor) for name, tensor in drafter.state_dict().items()})
+    other = drafter.rewired(config)  # a config.json need not list them
+    assert other.config.own_parts == ("embed_tokens", "lm_head")
+    assert torch.equal(drafts(other), drafts(drafter))
+
+
+# ---------------------------------------------------------------------------------------------- lines of a config
+
+SLIDES = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 9, "use_sliding_window": True}
+
+
+def speculators_config(**changes) -> dict:
+    layer = {
+        **{"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2},
+        **{"head_dim": 32, "vocab_size": VOCAB, "num_key_value_heads": 1, **SLIDES},
+    }
+    config = {"speculators_model_type": "dflash", "aux_hidden_state_layer_ids": [2, 3], "mask_token_id": 4}
+    return {**config, "transformer_layer_config": layer, **changes}
+
+
+def written(config: dict, line: dict) -> DraftConfig:
+    """Return what is read after a line was written into a config."""
+    layer = config["transformer_layer_config"] | line.get("transformer_layer_config", {})
+    return DraftConfig.from_config({**config, **line, "transformer_layer_config": layer})
+
+
+@pytest.mark.parametrize(
+    ("patch", "line"),
+    [
+        ({"target_layer_ids": [0, 2]}, {"aux_hidden_state_layer_ids": [1, 3]}),
+        ({"mask_token_id": 5}, {"mask_token_id": 5}),
+        ({"is_causal": False, "causal": False}, {"sliding_window_non_causal": True}),
+        ({"rope_theta": 5e5}, {"transformer_layer_config": {"rope_theta": 5e5}}),
+        ({"layer_types": ["full_attention"] * 2, "is_causal": True}, None),
+        ({"is_causal": True, "causal": True, "layer_types": ["sliding_attention", "full_attention"]}, None),
+    ],
+    ids=["taps", "mask", "causal", "rope", "types", "causal types"],
+)
+def test_the_advised_line_has_the_same_effect_in_the_speculators_layout(patch, line):
+    config = speculators_config()
+    wiring = Wiring.read(config)
+    advised = wiring.advised(patch, speculators=True)
+    assert line in (None, advised)
+    assert written(config, advised) == wiring.patched(patch).config != wiring.config
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_causality_can_be_changed_either_way_in_the_speculators_layout(is_causal):
+    config = speculators_config(sliding_window_non_causal=is_causal)
+    advised = Wiring.read(config).advised({"is_causal": is_causal, "causal": is_causal}, speculators=True)
+    assert DraftConfig.from_config(config).causal == (not is_causal,) * 2
+    assert written(config, advised).causal == (is_causal,) * 2
+
+
+def test_a_key_is_advised_where_it_stands():
+    wiring = Wiring.read(config_dict(dflash_config={"mask_token_id": 100, "target_layer_ids": [1, 9], "causal": True}))
+    assert wiring.advised({"mask_token_id": 3, "block_size": 8}, speculators=False) == {
+        "dflash_config": {"mask_token_id": 3},
+        "block_size": 8,
+    }
