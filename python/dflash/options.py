@@ -114,10 +114,12 @@ def _positive_costs(costs: Mapping[object, object], wanted: str) -> dict[int, fl
 
 def checked_block_size(block_size: object) -> BlockSize:
     """Return the argument ``block_size``; raise ValueError or TypeError if it is wrong for every drafter."""
-    if block_size is None or (isinstance(block_size, str) and block_size == "auto"):
-        return block_size
+    if block_size is None:
+        return None
     if isinstance(block_size, str):
-        raise ValueError(f'block_size must be an integer of at least 1, "auto" or None, got {block_size!r}')
+        if block_size != "auto":
+            raise ValueError(f'block_size must be an integer of at least 1, "auto" or None, got {block_size!r}')
+        return "auto"
     if isinstance(block_size, Mapping):
         wanted = f"block_size as costs must map one or more widths from 2 to positive numbers, got {block_size!r}"
         costs = _positive_costs(block_size, wanted)
