@@ -1,6 +1,7 @@
 """Every door to the pair inside the package gives right answers: its tokenizer writes prompts as they were trained."""
 
 import io
+import itertools
 import json
 import sys
 
@@ -9,8 +10,8 @@ import torch
 from transformers import AutoTokenizer
 
 import dflash
-from dflash.evaluate import ARROW, CHAT_TEMPLATE, PAIR, demo_prompts, encode, prompt_ids
-from dflash.train.demo_pair.tasks import Example, is_right
+from dflash.evaluate import ARROW, CHAT_TEMPLATE, PAIR, encode, prompt_ids
+from dflash.train.demo_pair.tasks import Example, examples, is_right
 
 NAMED = ["--model", PAIR / "target", "--draft", PAIR / "draft"]
 SAID = "no --model: the pair inside the package answers"
@@ -22,9 +23,9 @@ def tokenizer():
 
 
 def held_out(count: int, kind: str | None = None) -> list[Example]:
-    """The first of the pair's own prompts, which no training step has seen."""
-    own = [Example(prompt.kind, prompt.text, prompt.answer or "") for prompt in demo_prompts()]
-    return [example for example in own if kind in (None, example.kind)][:count]
+    """Examples that neither training nor any table of the docs has seen."""
+    drawn = (example for example in examples(4_000_003, held=True) if kind in (None, example.kind))
+    return list(itertools.islice(drawn, count))
 
 
 def question(example: Example) -> str:

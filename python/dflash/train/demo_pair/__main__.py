@@ -2,7 +2,7 @@
 
 The stages are the target; its greedy and sampled answers to prompts; the drafter; and the packaged pair in
 ``FOLDER/pair``, with its evaluation on held-out prompts and the training curves. Each of the first three is skipped if
-FOLDER already has its result. An interrupted stage continues.
+FOLDER already has its result. An interrupted stage continues, except the target's, which starts over.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import typer
 
 from ...drafter import load_draft
 from ...evaluate import load_target
-from ...files import write_atomically, write_json
+from ...files import atomic_folder, remove_unfinished, write_atomically, write_json
 from ...progress import bars
 from ..checkpoint import save_draft
 from ..config import TrainConfig
@@ -32,7 +32,7 @@ from ..data import load_prompts, load_rows
 from ..loop import Trainer
 from ..model import draft_config, new_drafter
 from ..regenerate import LocalWriter, Settings, regenerate
-from .evaluate import evaluate, evaluate_sums, held_out_examples
+from .evaluate import evaluate, held_out_examples
 from .plot import plot
 from .pretrain import MASK, pretrain
 from .tasks import Example, examples
@@ -116,7 +116,9 @@ def main(
     # 1. Train the target
     with seconds.stage("target"):
         if not (folder / "target" / "model.safetensors").exists():
-            pretrain(folder / "target", steps=target_steps)
+            remove_unfinished(folder)  # left by an interrupted run
+            with atomic_folder(folder / "target") as unfinished:
+                pretrain(unfinished, steps=target_steps)
     # 2. Let the target answer prompts
     target, tokenizer = load_target(folder)
     with seconds.stage("answers"):
@@ -131,7 +133,6 @@ def main(
     report: dict[str, Any] = {"options": options, "seconds": seconds}
     for name, temperature, sharpness in (("T=0", 0.0, "auto"), ("T=1", 1.0, "auto"), ("T=1, sharpness 1", 1.0, 1.0)):
         report[name] = evaluate(folder / "pair", prompts=evaluated, temperature=temperature, draft_sharpness=sharpness)
-    report["sums"] = evaluate_sums(folder / "pair")
     (folder / "report.json").write_text(json.dumps(report, indent=1) + "\n")
     typer.echo(json.dumps(report, indent=1))
 
