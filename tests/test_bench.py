@@ -1,7 +1,8 @@
 """Every bench runs, and what it prints and writes is complete."""
 
-import importlib
+import importlib.util
 import json
+import re
 import runpy
 import shutil
 import subprocess
@@ -239,3 +240,38 @@ class TestSteps:
             assert torch.tensor([2]).tolist() == [2]
         assert waits.seconds > 0
         assert dict(vars(torch.Tensor)) == before
+
+
+@pytest.fixture
+def engine_script(bench, monkeypatch) -> Callable[..., list[str]]:
+    """Return a function that runs a script of ``bench/engines`` on one prompt and returns its lines."""
+    monkeypatch.syspath_prepend(BENCH / "engines")
+    return lambda name, *arguments: bench(f"engines/{name}", "--prompts", 1, "--new", 20, *arguments)
+
+
+def test_an_engine_gives_equal_text_and_steps(engine_script):
+    lines = engine_script("on_transformers.py")
+    assert lines[0].startswith(
+        f"this package and transformers {transformers.__version__}, float32, transformers layout"
+    )
+    assert lines[1] == "equal text:  1 of 1 prompts"
+    assert re.fullmatch(r"equal steps: 1 of 1 prompts, (\d+) of \1 steps", lines[2])
+
+
+def test_an_engines_difference_is_named(monkeypatch):
+    monkeypatch.syspath_prepend(BENCH / "engines")
+    comparison = importlib.import_module("comparison")
+    ours = comparison.Answer([5, 6, 7, 8, 0, 9], [2, 3]).cut([0], 128)
+    assert ours == comparison.Answer([5, 6, 7, 8, 0], [2, 2])
+    lines = list(comparison.table([ours], [comparison.Answer([5, 6, 7, 8, 0], [1, 3])]))
+    assert lines[0] == "prompt 0: step 0 differs: [2] here, [1] there"
+    assert lines[1:3] == ["equal text:  1 of 1 prompts", "equal steps: 0 of 1 prompts, 0 of 2 steps"]
+
+
+@pytest.mark.parametrize("name", ["vllm", "sglang"])
+def test_a_missing_engine_is_named_with_its_install_line(engine_script, name):
+    if importlib.util.find_spec(name) is not None:
+        pytest.skip(f"{name} is installed")
+    lines = engine_script(f"on_{name}.py")
+    assert lines[0] == f"{name} is not installed for {sys.executable}:"
+    assert lines[1].strip().startswith(f"pip install {name}")

@@ -95,7 +95,7 @@ def test_the_tables_of_a_head_that_the_config_leaves_out_are_refused(tmp_path):
 
 @pytest.fixture
 def watched(monkeypatch):
-    """Return a list to which each pass of a chain adds logits of its own for every draft, and its state and block."""
+    """Return a list to which each pass adds logits for every draft, computed here, and how and where they are drawn."""
     seen, predict = [], ChainProposer.predict
 
     def watch(self, block, features, state):
@@ -112,9 +112,13 @@ def watched(monkeypatch):
 @pytest.mark.parametrize("call", [{}, {"temperature": 0.8, "seed": 3, "draft_sharpness": 1.0}], ids=["T=0", "T=0.8"])
 def test_drafts_follow_the_head_over_the_whole_vocabulary(target, tmp_path, watched, monkeypatch, reduced, call):
     draft, blocks, propose = dflash.load_draft(save(tmp_path, reduced=reduced)), [], ChainProposer.propose
-    monkeypatch.setattr(
-        ChainProposer, "propose", lambda *args: blocks.append(propose(*args).ids.clone()) or _block(blocks)
-    )
+
+    def record(self, state):
+        block = propose(self, state)
+        blocks.append(block.ids.clone())
+        return block
+
+    monkeypatch.setattr(ChainProposer, "propose", record)
     dflash.Generator(target, draft, max_length=40).generate(prompt(9)[None], max_new_tokens=12, **call)
     w1, w2 = draft.markov_head.markov_w1.weight, torch.zeros(VOCAB, 8)
     w2[KNOWN if reduced else slice(None)] = draft.markov_head.markov_w2.weight
@@ -126,10 +130,6 @@ def test_drafts_follow_the_head_over_the_whole_vocabulary(target, tmp_path, watc
             assert torch.equal(sampling.select(scores[:, None], positions, sampling.sharpness)[:, 0], block[:, row + 1])
     assert len(blocks) > 5
     assert not reduced or set(torch.cat(blocks)[:, 1:].unique().tolist()) <= set(KNOWN.tolist())
-
-
-def _block(blocks):
-    return dflash.proposers.Block(blocks[-1])
 
 
 @pytest.mark.parametrize(

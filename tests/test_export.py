@@ -1,12 +1,13 @@
 """Test that both checkpoint layouts hold the same drafter, and refuse what they cannot express."""
 
 import json
+import re
 import sys
 
 import pytest
 import safetensors.torch
 import torch
-from draft_variants import VARIANTS, config_dict, random_tensors, save_checkpoint, sliding
+from draft_variants import DFLASH2_VARIANTS, VARIANTS, config_dict, random_tensors, save_checkpoint, sliding
 
 import dflash
 from dflash import DraftConfig, cli
@@ -29,9 +30,9 @@ def same(a: dflash.Drafter, b: dflash.Drafter) -> bool:
     return equal and not theirs and a.config == b.config and a.dtype == b.dtype
 
 
-@pytest.mark.parametrize("variant", EXPRESSIBLE)
+@pytest.mark.parametrize("variant", [*EXPRESSIBLE, "DFlash2", "DFlash2-wide-kernel"])
 def test_a_round_trip_gives_the_same_drafter(tmp_path, variant):
-    drafter = dflash.load_draft(checkpoint(tmp_path / "draft", VARIANTS[variant]))
+    drafter = dflash.load_draft(checkpoint(tmp_path / "draft", (VARIANTS | DFLASH2_VARIANTS)[variant]))
     export(tmp_path / "draft", tmp_path / "speculators", "speculators", target="owner/target")
     (tmp_path / "published").mkdir()  # an empty folder is accepted
     export(tmp_path / "speculators", tmp_path / "published", "published")
@@ -40,7 +41,7 @@ def test_a_round_trip_gives_the_same_drafter(tmp_path, variant):
     modes = {path.stat().st_mode for path in (tmp_path / "speculators").iterdir()}
     assert len(modes) == 1, "both files should have the same permissions"
     config = read(tmp_path / "published")
-    assert config["architectures"] == ["DFlashDraftModel"]
+    assert config["architectures"] == ["DFlashDraftModel" if variant in VARIANTS else "DFlash2DraftModel"]
     assert config["dflash_config"]["target_layer_ids"] == list(drafter.config.target_layer_ids)
     assert "transformer_layer_config" not in config
 
@@ -50,7 +51,8 @@ def test_the_speculators_layout_has_the_keys_that_engines_read(tmp_path):
     checkpoint(tmp_path / "draft", config_dict())
     (tmp_path / "target").mkdir()
     (tmp_path / "target" / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
-    export(tmp_path / "draft", tmp_path / "out", "speculators", target=str(tmp_path / "target"))
+    with pytest.warns(UserWarning, match="this target is a folder"):
+        export(tmp_path / "draft", tmp_path / "out", "speculators", target=str(tmp_path / "target"))
     config = read(tmp_path / "out")
     assert config["speculators_model_type"] == "dflash"
     assert config["aux_hidden_state_layer_ids"] == [2, 10, 18, 26, 34]
@@ -66,12 +68,73 @@ def test_the_speculators_layout_has_the_keys_that_engines_read(tmp_path):
     assert layer["rope_theta"] == 1000000.0
 
 
+def test_a_targets_folder_is_stored_with_its_absolute_path_and_vllm_needs_both_names(tmp_path, monkeypatch):
+    checkpoint(tmp_path / "draft", config_dict())
+    (tmp_path / "target").mkdir()
+    (tmp_path / "target" / "config.json").write_text("{}")
+    monkeypatch.chdir(tmp_path)
+    with pytest.warns(
+        UserWarning, match="vLLM looks for the target of a speculators checkpoint on the hub only"
+    ) as told:
+        export("draft", "out", "speculators", target="target")
+    drafts = {"method": "dflash", "model": str(tmp_path / "out"), "num_speculative_tokens": 15}
+    assert f"vllm serve {tmp_path / 'target'} --speculative-config '{json.dumps(drafts)}'" in str(told[0].message)
+    assert read(tmp_path / "out")["speculators_config"]["verifier"]["name_or_path"] == str(tmp_path / "target")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "effect"),
+    [
+        ("input_embedding_scale", 8.0, "it accepts fewer drafts there"),
+        ("output_multiplier", 0.5, "greedy drafts are the same"),
+        ("final_logit_softcapping", 30.0, "greedy drafts are the same"),
+    ],
+)
+def test_the_export_warns_of_what_vllm_ignores(tmp_path, key, value, effect):
+    checkpoint(tmp_path / "draft", config_dict(**{key: value}))
+    with pytest.warns(UserWarning, match=f"vLLM ignores {key} .* this one has {value}: .*{effect}"):
+        export(tmp_path / "draft", tmp_path / "out", "published")
+
+
+def test_the_export_does_not_warn_of_a_dflash2_drafter(tmp_path, recwarn):
+    """VLLM reads the scales of the second generation."""
+    checkpoint(tmp_path / "draft", DFLASH2_VARIANTS["DFlash2-scaled"])
+    export(tmp_path / "draft", tmp_path / "out", "published")
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize(
+    ("kinds", "given", "message"),
+    [
+        ("ff", False, "vLLM runs every layer of the original checkpoint causal, .* is false there"),
+        ("ss", None, "vLLM runs every layer of the original checkpoint non-causal, .* is missing there"),
+        ("ss", False, None),
+        ("ff", True, None),
+        ("ff", None, None),
+    ],
+)
+def test_the_export_warns_where_vllm_reads_causality_differently(tmp_path, recwarn, kinds, given, message):
+    """VLLM takes one rule for all layers; the speculators library and this package for sliding ones only."""
+    layer = config_dict(**sliding(kinds, 6), architectures=None, dflash_config=None, block_size=None, auto_map=None)
+    config = {"speculators_model_type": "dflash", "transformer_layer_config": layer, "block_size": 8}
+    config |= {"aux_hidden_state_layer_ids": [2, 3], "mask_token_id": 5, "draft_vocab_size": 101}
+    checkpoint(tmp_path / "draft", config if given is None else config | {"sliding_window_non_causal": given})
+    export(tmp_path / "draft", tmp_path / "out", "published")
+    assert [bool(re.search(message or "", str(one.message))) for one in recwarn.list] == ([True] if message else [])
+
+
 def test_both_layouts_store_windows(tmp_path):
     for name, changes in (("causal", {"is_causal": True}), ("not", {"is_causal": False})):
         drafter = dflash.load_draft(checkpoint(tmp_path / name, config_dict(**sliding("ss", 6), **changes)))
         export(tmp_path / name, tmp_path / f"{name}-out", "speculators", target="owner/target")
         assert read(tmp_path / f"{name}-out")["sliding_window_non_causal"] == (name == "not")
         assert dflash.load_draft(tmp_path / f"{name}-out").config == drafter.config
+
+
+def test_causality_is_stated_where_sglang_reads_it(tmp_path):
+    checkpoint(tmp_path / "draft", VARIANTS["dflash_config.causal-false"])
+    export(tmp_path / "draft", tmp_path / "out", "published")
+    assert read(tmp_path / "out")["is_causal"] is False
 
 
 @pytest.mark.parametrize(
@@ -111,19 +174,54 @@ def test_a_speculators_config_is_read():
     assert DraftConfig.from_config(bare).intermediate_size == 22016, "what is left out is a Qwen3 config's default"
 
 
+def test_a_speculators_config_of_dflash_2_has_defaults_of_its_own():
+    layer = speculators()["transformer_layer_config"] | sliding("ss", 6) | {"vocab_size": 300}
+    given = {"transformer_layer_config": layer, "draft_vocab_size": 300}
+    first, second = (
+        DraftConfig.from_config(speculators(speculators_model_type=kind, **given)) for kind in ("dflash", "dflash2")
+    )
+    assert (first.causal, second.causal) == ((True, True), (False, False))
+    assert second.dflash2 == dflash.drafter.DFlash2Config(2, 16, 256, 16)
+    given |= {"conv_kernel_size": 3, "selector_rank": 4, "sliding_window_non_causal": False}
+    second = DraftConfig.from_config(speculators(speculators_model_type="dflash2", **given))
+    assert second.dflash2 == dflash.drafter.DFlash2Config(3, 16, 4, 16)
+    assert second.causal == (True, True)
+
+
+def test_what_the_layouts_cannot_say_of_dflash_2_is_refused(tmp_path):
+    changes = {"selector_top_k": 5, "selector_rank": 4, "sample_from_anchor": True}
+    checkpoint(tmp_path / "draft", speculators(speculators_model_type="dflash2", **changes))
+    with pytest.raises(
+        ValueError, match="published layout cannot say that the anchor's row of a DFlash 2 drafter pred"
+    ):
+        export(tmp_path / "draft", tmp_path / "out", "published")
+    config = DraftConfig.from_config(DFLASH2_VARIANTS["DFlash2"] | {"draft_vocab_size": 50})
+    with pytest.raises(ValueError, match="a DFlash 2 drafter of the speculators layout has the whole vocabulary"):
+        dflash.drafter.to_speculators(DFLASH2_VARIANTS["DFlash2"], config, "target")
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"speculators_model_type": "eagle3"}, "drafter: speculators_model_type must be dflash, got 'eagle3'"),
+        (
+            {"speculators_model_type": "eagle3"},
+            "drafter: speculators_model_type must be dflash, .* or dspark, got 'eagle3'",
+        ),
         ({"transformer_layer_config": None}, "transformer_layer_config must be an object, got None"),
         ({"aux_hidden_state_layer_ids": None}, "must be a list of layers, counted from 1, got None"),
         ({"aux_hidden_state_layer_ids": [0, 2]}, r"counted from 1, got \[0, 2\]"),
-        ({"sample_from_anchor": True}, "sample_from_anchor = True is not supported"),
+        ({"sample_from_anchor": 1}, "sample_from_anchor must be true or false, got 1"),
         ({"shift_label": True}, "shift_label = True is not supported"),
         ({"projector_type": "domino"}, "projector_type = 'domino' is not supported"),
         ({"draft_vocab_size": 102}, "draft_vocab_size must be at most vocab_size = 101, got 102"),
         ({"quantization_config": {"bits": 4}}, "quantization_config = {'bits': 4} is not supported"),
         ({"mask_token_id": None}, "mask_token_id is missing"),
+        ({"speculators_model_type": None}, "speculators_model_type must be dflash, .* got None"),
+        ({"speculators_model_type": ["dflash"]}, r"speculators_model_type must be dflash, .* got \['dflash'\]"),
+        ({"speculators_model_type": "dflash2", "conv_group_size": 48}, "conv_group_size must divide hidden_size 64"),
+        ({"speculators_model_type": "dflash2", "selector_top_k": 102}, "selector_top_k must be at most vocab_size 101"),
+        ({"speculators_model_type": "dspark", "markov_head_type": "rnn"}, "must be vanilla, got 'rnn'"),
+        ({"speculators_model_type": "dspark", "markov_rank": "8"}, "markov_rank must be an integer >= 0, got '8'"),
     ],
 )
 def test_a_speculators_config_that_is_not_supported_is_refused_by_name(changes, message):
@@ -138,7 +236,7 @@ def test_a_folder_is_written_atomically(tmp_path, monkeypatch):
     (taken / "notes").write_text("mine")
     with pytest.raises(ValueError, match="is not an empty folder"):
         export(tmp_path / "draft", taken, "published")
-    with pytest.raises(ValueError, match="must be published or speculators, got 'gguf'"):
+    with pytest.raises(ValueError, match="must be published, speculators or transformers, got 'gguf'"):
         export(tmp_path / "draft", tmp_path / "out", "gguf")
     with pytest.raises(ValueError, match=r"give it \(--target\)"):
         export(tmp_path / "draft", tmp_path / "out", "speculators")
@@ -171,3 +269,7 @@ def test_the_command_writes_a_folder(tmp_path, monkeypatch, capsys):
     assert read(tmp_path / "out")["dtype"] == "bfloat16"
     code, _, error = run("--out", out, "--format", "published")
     assert (code, "is not an empty folder" in error) == (2, True)
+    (tmp_path / "config.json").write_text("{}")
+    code, _, error = run("--out", str(tmp_path / "local"), "--format", "speculators", "--target", str(tmp_path))
+    assert code == 0
+    assert error.startswith("dflash: vLLM looks for the target of a speculators checkpoint on the hub only")

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 
 import pytest
 import torch
@@ -38,7 +39,7 @@ def save(tmp_path, target):
 
     def save(tensors=None, name="draft", **changes):
         config = draft_config(target) | changes
-        plain = {key: value for key, value in config.items() if key != "draft_vocab_size"}
+        plain = {key: value for key, value in config.items() if key not in ("draft_vocab_size", "markov_rank")}
         weights = random_tensors(DraftConfig.from_config(plain))
         return save_checkpoint(tmp_path / name, config, weights | (tensors or {}))
 
@@ -155,6 +156,31 @@ def test_rejection_sampling_takes_a_reduced_vocabulary(target, save):
     draft = dflash.load_draft(save(reduced(), draft_vocab_size=len(KNOWN)))
     output = answers(target, draft, temperature=1.0, seed=5, acceptance="rejection", return_dict_in_generate=True)
     assert output.sequences.shape == (1, 29)
+
+
+def test_a_selectors_candidates_are_of_the_reduced_vocabulary(target, save):
+    section = {"mask_token_id": 1, "target_layer_ids": [1, 3], "conv_kernel_size": 2, "conv_group_size": 16}
+    section |= {"selector_rank": 8, "selector_top_k": 12}  # more than there are tokens
+    draft = dflash.load_draft(save(reduced(), draft_vocab_size=len(KNOWN), architectures=None, dflash_config=section))
+    for call in ({}, {"temperature": 1.0, "seed": 3}):
+        generator = dflash.Generator(target, draft, max_length=40, block_size=6)
+        ids = generator.generate(prompt(9)[None], max_new_tokens=20, **call)
+        assert set(generator.state.block[:, 1:].unique().tolist()) <= set(KNOWN.tolist())
+        assert torch.equal(ids, answers(target, None, **call))
+
+
+def test_a_step_with_own_parts_is_one_graph(target, save, monkeypatch):
+    """``fullgraph=True`` raises where dynamo would break the graph; what a backend makes of it is tested elsewhere."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+    tensors = reduced() | {"mask_embedding": own(64), "embed_tokens.weight": own(VOCAB, 64, seed=8)}
+    head = {"markov_head.markov_w1.weight": own(VOCAB, 8), "markov_head.markov_w2.weight": own(len(KNOWN), 8)}
+    for name, more, changes in (("plain", {}, {}), ("dspark", head, {"markov_rank": 8, "sample_from_anchor": True})):
+        settings = {"draft_vocab_size": len(KNOWN), "attention_value_scale": 0.7} | changes
+        draft = dflash.load_draft(save(tensors | more, name, **settings))
+        generator = dflash.Generator(target, draft, max_length=40, block_size=4, compile=True)
+        ids = generator.generate(prompt(9)[None], max_new_tokens=20)
+        assert torch.equal(ids, answers(target, None))
+        assert set(generator.state.block[:, 1:].unique().tolist()) <= set(KNOWN.tolist())
 
 
 # ---------------------------------------------------------------------------------------------- mask embeddings

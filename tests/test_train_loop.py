@@ -167,6 +167,12 @@ def test_any_family_and_dtype_takes_a_step(family, tmp_path):
         assert last["acceptance_length_t1"] >= 1
 
 
+def test_a_run_says_what_engines_will_ignore(target, rows, tmp_path, capsys):
+    scaled = new_drafter(replace(draft(target).config, input_embedding_scale=8.0))
+    Trainer(target, scaled, rows, changed(steps=1), tmp_path).train()
+    assert "dflash: vLLM ignores input_embedding_scale" in capsys.readouterr().err
+
+
 def test_distillation_pulls_the_drafter_towards_the_targets_distribution(target, rows, tmp_path):
     first = trainer(target, rows, tmp_path / "labels", changed(steps=1)).train()
     both = trainer(target, rows, tmp_path / "both", changed(steps=1, distill=0.5)).train()

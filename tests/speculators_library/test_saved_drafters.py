@@ -6,23 +6,32 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).parents[1]))  # for the models that other tests make
 
 import pytest
+import safetensors.torch
 import torch
 from families import VOCAB, make_target
 from transformers import Qwen3Config
 
 import dflash
 from dflash import DraftConfig
+from dflash.proposers.predictions import LinkedPredictions
+from dflash.sampling import Sampling
 from dflash.train.export import export
 
 speculators = pytest.importorskip("speculators")
 
-from speculators.models.dflash.config import DFlashSpeculatorConfig  # noqa: E402
-from speculators.models.dflash.core import DFlashDraftModel  # noqa: E402
+from speculators.models.dflash import DFlashDraftModel, DFlashSpeculatorConfig  # noqa: E402
+from speculators.models.dflash2 import DFlash2DraftModel, DFlash2SpeculatorConfig  # noqa: E402
+from speculators.models.dspark import DSparkDraftModel, DSparkSpeculatorConfig  # noqa: E402
 from speculators.proposals.greedy import GreedyTokenProposalConfig  # noqa: E402
 
 KNOWN = torch.tensor([2, 3, 5, 8, 13, 21, 34, 55, 89])
 BLOCK, LENGTH, ANCHOR = 6, 24, 11
 PARTS = ("embed_tokens.weight", "lm_head.weight")
+TYPES = {
+    "dflash": (DFlashSpeculatorConfig, DFlashDraftModel, {}),
+    "dflash2": (DFlash2SpeculatorConfig, DFlash2DraftModel, {"selector_rank": 8, "selector_top_k": 5}),
+    "dspark": (DSparkSpeculatorConfig, DSparkDraftModel, {"markov_rank": 8}),
+}
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +39,10 @@ def target():
     return make_target("qwen3")
 
 
-def make(target, *, reduced: bool = False, **changes) -> DFlashDraftModel:
+def make(target, kind: str = "dflash", *, reduced: bool = False, **changes) -> DFlashDraftModel:
     """Return a random drafter of the library, with the target's embedding, and its head or a reduced one."""
+    config_class, model_class, settings = TYPES[kind]
+    changes = settings | changes
     kinds = changes.pop("layer_types", ["full_attention"] * 2)
     layer = Qwen3Config(
         vocab_size=VOCAB, hidden_size=64, intermediate_size=88, num_hidden_layers=2, num_attention_heads=4,
@@ -42,17 +53,20 @@ def make(target, *, reduced: bool = False, **changes) -> DFlashDraftModel:
     method = GreedyTokenProposalConfig(speculative_tokens=BLOCK - 1)
     verifier = speculators.VerifierConfig(name_or_path=None, architectures=["Qwen3ForCausalLM"])
     described = speculators.SpeculatorsConfig(
-        algorithm="dflash", proposal_methods=[method], default_proposal_method="greedy", verifier=verifier
+        algorithm=kind, proposal_methods=[method], default_proposal_method="greedy", verifier=verifier
     )
-    config = DFlashSpeculatorConfig(
+    config = config_class(
         transformer_layer_config=layer, draft_vocab_size=len(KNOWN) if reduced else VOCAB, block_size=BLOCK,
         aux_hidden_state_layer_ids=[2, 4], mask_token_id=1, speculators_config=described, **changes,
     )  # fmt: skip
-    model, generator = DFlashDraftModel(config), torch.Generator().manual_seed(0)
+    model, generator = model_class(config), torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             values = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(values / parameter.shape[-1] ** 0.5 if parameter.dim() == 2 else 1 + values / 4)
+            if "codebook" in name or "markov_w" in name:
+                parameter.copy_(values)  # pair scores as large as the logits
+            else:
+                parameter.copy_(values / parameter.shape[-1] ** 0.5 if parameter.dim() == 2 else 1 + values / 4)
         model.embed_tokens.weight.copy_(target.model.embed_tokens.weight)
         if not reduced:
             model.lm_head.weight.copy_(target.lm_head.weight)
@@ -70,14 +84,17 @@ def save_all(model: DFlashDraftModel, folder: Path) -> Path:
     return folder
 
 
-def compare_logits(model: DFlashDraftModel, draft: dflash.Drafter, target) -> None:
-    """Check that a block after ``ANCHOR`` tokens has the library's logits."""
+def compare_logits(model: DFlashDraftModel, draft: dflash.Drafter, target) -> tuple[torch.Tensor, ...]:
+    """Check that a block after ``ANCHOR`` tokens has the library's hidden states and logits.
+
+    Returns the anchor's token, then the library's hidden states and logits, and ours over the whole vocabulary.
+    """
     generator = torch.Generator().manual_seed(1)
     states = torch.randn(1, LENGTH, 128, generator=generator)
     ids = torch.randint(VOCAB, (1, LENGTH), generator=generator)
     mask = torch.zeros(1, LENGTH).index_fill(1, torch.tensor(ANCHOR), 1)
     with torch.no_grad():
-        _, expected, *_ = model.eval()._backbone_forward(
+        theirs, expected, *_ = model.eval()._backbone_forward(
             states, ids, mask, torch.zeros(1, LENGTH, 64), torch.zeros(1, LENGTH, dtype=torch.int64), max_anchors=1
         )
     cache, length = draft.new_cache(1, 32), torch.tensor([ANCHOR])
@@ -85,11 +102,45 @@ def compare_logits(model: DFlashDraftModel, draft: dflash.Drafter, target) -> No
     draft.inject_(features, torch.arange(ANCHOR)[None], cache)
     block = torch.cat([ids[:, ANCHOR : ANCHOR + 1], torch.ones(1, BLOCK - 1, dtype=torch.int64)], 1)
     embeds = draft.embed(block, target.model.embed_tokens.weight)
-    logits = draft.logits(draft(features[:, :0], none, embeds, length, cache), target.lm_head)
+    hidden = draft(features[:, :0], none, embeds, length, cache)
+    torch.testing.assert_close(hidden, theirs, rtol=1e-4, atol=1e-4)
+    logits = known = draft.logits(hidden, target.lm_head)
     if draft.config.draft_vocab_size is not None:
         assert logits.isfinite().sum() == logits[..., KNOWN].numel()
-        logits = logits[..., KNOWN]
-    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+        known = logits[..., KNOWN]
+    torch.testing.assert_close(known, expected, rtol=1e-4, atol=1e-4)
+    return ids[:, ANCHOR], theirs, expected, logits
+
+
+def compare_paths(model: DFlashDraftModel, draft: dflash.Drafter, target) -> None:
+    """Check that the greedy tokens are those of the library's selector or Markov head, given the token before."""
+    anchor, theirs, unary, logits = compare_logits(model, draft, target)
+    first = 0 if model.config.sample_from_anchor else 1
+    assert draft.config.rows_per_pass == BLOCK
+    assert draft.config.block_size == BLOCK + 1 - first
+    expected, previous = [], anchor
+    for row in range(first, BLOCK):
+        hidden, scores = theirs[:, row], unary[:, row]
+        with torch.no_grad():
+            if isinstance(model, DFlash2DraftModel):
+                candidates, scores = model.candidate_selector.select(scores, hidden, previous)
+                previous = candidates.gather(1, scores.argmax(-1, keepdim=True))[:, 0]
+            else:
+                if getattr(model, "markov_head", None) is not None:
+                    scores = scores + model.markov_head.block_bias(
+                        prev_token_ids=previous[None], hidden_states=hidden[None]
+                    )[0]  # fmt: skip
+                best = scores.argmax(-1)
+                previous = best if model.d2t is None else best + model.d2t[best]
+        expected.append(previous)
+    drafts = logits[:, first:]
+    if draft.selector is None:
+        path = drafts.argmax(-1)
+    else:
+        linked = LinkedPredictions(drafts, draft.selector.pair_weights(theirs[:, first:]), anchor, draft.selector.top_k)
+        positions = torch.arange(drafts.shape[1])[None]
+        path = linked.draw(positions, Sampling.create(1), torch.full((1, 1), torch.inf))[:, 0]
+    assert path.tolist() == torch.stack(expected, 1).tolist()
 
 
 @pytest.mark.parametrize("non_causal", [False, True, None])
@@ -104,8 +155,15 @@ def test_a_saved_drafter_gives_the_same_logits(target, tmp_path, kinds, non_caus
     compare_logits(model, draft, target)
 
 
-def test_a_saved_drafter_with_embedding_and_head_shares_the_targets(target, tmp_path):
-    model = make(target)
+def test_a_saved_drafter_whose_anchor_predicts_takes_the_same_path(target, tmp_path):
+    model = make(target, sample_from_anchor=True)
+    model.save_pretrained(tmp_path)
+    compare_paths(model, dflash.load_draft(tmp_path), target)
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dflash2", "dspark"])
+def test_a_saved_drafter_with_embedding_and_head_shares_the_targets(target, tmp_path, kind):
+    model = make(target, kind)
     draft = dflash.load_draft(save_all(model, tmp_path))
     assert draft.config.own_parts == ("embed_tokens", "lm_head")
     compare_logits(model, draft, target)
@@ -139,3 +197,91 @@ def test_an_export_is_read_back_by_the_library(target, tmp_path):
     config = DFlashSpeculatorConfig.from_pretrained(tmp_path / "out")
     assert config.draft_vocab_size == len(KNOWN)
     assert DraftConfig.from_config(config) == DraftConfig.from_config(model.config)
+
+
+# ---------------------------------------------------------------------------------------------- DFlash 2 and DSpark
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"layer_types": ["sliding_attention"] * 2},
+        {"layer_types": ["sliding_attention"] * 2, "sliding_window_non_causal": False, "conv_kernel_size": 3},
+        {"sample_from_anchor": True, "conv_group_size": 8},
+    ],
+    ids=str,
+)
+def test_a_saved_dflash_2_drafter_takes_the_same_path(target, tmp_path, changes):
+    model = make(target, "dflash2", **changes)
+    model.save_pretrained(tmp_path)
+    draft = dflash.load_draft(tmp_path)
+    assert draft.config.dflash2.conv_group_size == changes.get("conv_group_size", 16)
+    compare_paths(model, draft, target)
+    ids = torch.arange(9)[None] + 3
+    answers = [dflash.generate(target, each, ids, max_new_tokens=20) for each in (draft, None)]
+    assert torch.equal(*answers)
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dflash2", "dspark"])
+def test_what_a_config_leaves_out_is_the_librarys_default(target, kind):
+    written = make(target, kind).config.to_dict()
+    for name in ("sample_from_anchor", "sliding_window_non_causal", *TYPES[kind][2], "conv_kernel_size"):
+        written.pop(name, None)
+    written["transformer_layer_config"] |= {"layer_types": ["sliding_attention"] * 2, "use_sliding_window": True}
+    written["transformer_layer_config"] |= {"sliding_window": 32, "vocab_size": 300, "hidden_size": 64}
+    read, default = DraftConfig.from_config(written | {"draft_vocab_size": 300}), TYPES[kind][0]()
+    assert read.causal == (not default.sliding_window_non_causal,) * 2
+    assert read.predicts_from_anchor == default.sample_from_anchor
+    assert read.markov_rank == getattr(default, "markov_rank", 0)
+    if kind == "dflash2":
+        assert read.dflash2 == dflash.drafter.DFlash2Config(
+            default.conv_kernel_size, default.conv_group_size, default.selector_rank, default.selector_top_k
+        )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"reduced": True},
+        {"sample_from_anchor": False},
+        {"markov_rank": 0, "confidence_head_with_markov": False},
+        {"enable_confidence_head": False, "layer_types": ["sliding_attention", "full_attention"]},
+    ],
+    ids=str,
+)
+def test_a_saved_dspark_drafter_takes_the_same_path(target, tmp_path, changes):
+    model = make(target, "dspark", **changes)
+    model.save_pretrained(tmp_path)
+    draft = dflash.load_draft(tmp_path)
+    compare_paths(model, draft, target)
+    ids = torch.arange(9)[None] + 3
+    answers = [dflash.generate(target, each, ids, max_new_tokens=20) for each in (draft, None)]
+    assert torch.equal(*answers)
+
+
+@pytest.mark.parametrize("head", ["gated", "rnn"])
+def test_other_heads_of_dspark_are_refused(target, tmp_path, head):
+    make(target, "dspark", markov_head_type=head).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=f"markov_head_type must be vanilla, got '{head}'"):
+        dflash.load_draft(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dflash2", "dspark"])
+def test_an_export_is_loaded_by_the_library_and_takes_the_same_path(target, tmp_path, kind):
+    make(target, kind, layer_types=["sliding_attention"] * 2).save_pretrained(tmp_path / "saved")
+    export(tmp_path / "saved", tmp_path / "published", "published")
+    export(tmp_path / "published", tmp_path / "out", "speculators", target="owner/target")
+    config_class, model_class, _ = TYPES[kind]
+    config = config_class.from_pretrained(tmp_path / "out")
+    config.transformer_layer_config._attn_implementation = "eager"
+    model = model_class(config)
+    stored = safetensors.torch.load_file(tmp_path / "out" / "model.safetensors")
+    missing, unexpected = model.load_state_dict(stored, strict=False)
+    assert not unexpected
+    assert set(missing) <= {*PARTS, "t2d", "d2t", "verifier_lm_head.weight", "verifier_norm.weight"}
+    with torch.no_grad():
+        model.embed_tokens.weight.copy_(target.model.embed_tokens.weight)
+        model.lm_head.weight.copy_(target.lm_head.weight)
+    compare_paths(model, dflash.load_draft(tmp_path / "out"), target)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,6 +13,7 @@ import typer
 
 from ..evaluate import Journal
 from ..progress import bars
+from ..terminal import printable
 from ..train.regenerate import LocalWriter, ServerWriter, Settings, Summary, Writer
 from .loading import Source, load, load_tokenizer
 from .options import Bos, Device, Draft, Dtype, Json, Limit, NoThinking, Raw, TrustRemoteCode, takes_dataclasses
@@ -138,19 +140,23 @@ def _summary_text(summary: Summary) -> str:
 def export(
     draft: Draft,
     out: Annotated[Path, typer.Option(help="Folder to write; must not exist, or be empty.")],
-    layout: Annotated[str, typer.Option("--format", help="published or speculators.")],
+    layout: Annotated[str, typer.Option("--format", help="published, speculators or transformers.")],
     target: Annotated[str | None, typer.Option(help="The target's name, which the speculators layout stores.")] = None,
     dtype: Dtype = "auto",
     as_json: Json = False,
 ) -> None:
-    """Convert a drafter from either checkpoint layout to the one given by --format."""
+    """Convert a drafter from the published or the speculators layout to the one given by --format."""
     import torch
 
     from ..train.export import export
 
     if dtype not in ("auto", "float32", "bfloat16", "float16"):
         raise ValueError(f"--dtype must be auto, float32, bfloat16 or float16, got {dtype!r}")
-    export(draft, out, layout, target=target, dtype=None if dtype == "auto" else getattr(torch, dtype))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        export(draft, out, layout, target=target, dtype=None if dtype == "auto" else getattr(torch, dtype))
+    for warning in caught:
+        typer.echo(f"dflash: {printable(warning.message)}", err=True)
     if as_json:
         typer.echo(json.dumps({"out": str(out), "format": layout}))
     else:

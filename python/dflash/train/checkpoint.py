@@ -29,6 +29,7 @@ __all__ = [
     "load_checkpoint",
     "published_config",
     "read_progress",
+    "rope_section",
     "save_checkpoint",
     "save_draft",
 ]
@@ -43,15 +44,8 @@ class CheckpointError(OSError):
 
 def published_config(config: DraftConfig, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
     """Return the ``config.json`` that reads back as ``config``, in the published layout; see ``from_config``."""
-    windows, by_window = {window for window in config.window if window}, tuple(w > 0 for w in config.window)
-    if config.scales_like_target:
-        raise ValueError("a Muse Glimmer assistant cannot be saved: its logits are scaled as the target's")
-    if config.own_parts:
-        raise ValueError(f"a drafter with its own {listed(config.own_parts)} cannot be saved here: use dflash export")
-    if config.markov_rank or config.predicts_from_anchor:
-        raise ValueError("a DSpark drafter cannot be saved here: use dflash export")
-    if len(windows) > 1 or (len(set(config.causal)) > 1 and config.causal != by_window):
-        raise ValueError(f"the published layout has one window and one rule of causality, got {config}")
+    by_window = tuple(window > 0 for window in config.window)
+    _expect_expressible(config, by_window)
     out: dict[str, Any] = {
         "architectures": ["DFlashDraftModel" if config.dflash2 is None else "DFlash2DraftModel"],
         "attention_bias": config.attention_bias,
@@ -76,18 +70,32 @@ def published_config(config: DraftConfig, dtype: torch.dtype = torch.bfloat16) -
         "num_target_layers": config.num_target_layers,
         "pad_token_id": None,
         "rms_norm_eps": config.rms_norm_eps,
-        "rope_parameters": _rope_section(config.rope),
+        "rope_parameters": rope_section(config.rope),
         "rope_theta": config.rope.theta,
-        "sliding_window": max(windows, default=None),
+        "sliding_window": max(config.window) or None,
         "tie_word_embeddings": False,
         "use_cache": True,
-        "use_sliding_window": bool(windows),
+        "use_sliding_window": any(by_window),
         "vocab_size": config.vocab_size,
     }
     return out if config.causal == by_window else out | {"is_causal": config.causal[0]}
 
 
-def _rope_section(rope: Rope) -> dict[str, Any]:
+def _expect_expressible(config: DraftConfig, by_window: tuple[bool, ...]) -> None:
+    """Raise unless `published_config` can express everything that changes the math."""
+    if config.scales_like_target:
+        raise ValueError("a Muse Glimmer assistant cannot be saved: its logits are scaled as the target's")
+    if config.own_parts:
+        raise ValueError(f"a drafter with its own {listed(config.own_parts)} cannot be saved here: use dflash export")
+    if config.markov_rank or config.predicts_from_anchor:
+        raise ValueError("a DSpark drafter cannot be saved here: use dflash export")
+    windows = {window for window in config.window if window}
+    if len(windows) > 1 or (len(set(config.causal)) > 1 and config.causal != by_window):
+        raise ValueError(f"the published layout has one window and one rule of causality, got {config}")
+
+
+def rope_section(rope: Rope) -> dict[str, Any]:
+    """Return the ``rope_parameters`` that read back as ``rope``."""
     out: dict[str, Any] = {"rope_type": rope.type, "rope_theta": rope.theta}
     if rope.type != "default":
         out["factor"] = rope.factor

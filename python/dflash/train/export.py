@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import os
+import warnings
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from ..drafter import MASK_EMBEDDING_FILE, draft_folder, from_speculators, is_speculators, load_draft, to_speculators
+from ..drafter import (
+    MASK_EMBEDDING_FILE,
+    Drafter,
+    draft_folder,
+    from_speculators,
+    is_speculators,
+    load_draft,
+    to_speculators,
+)
 from ..files import atomic_folder, check_writable, read_architectures, read_json, save_tensors, write_json
 from ..limits import MAX_JSON_BYTES, MAX_TARGET_CONFIG_BYTES
+from .engines import engine_warnings, speculators_warnings, vllm_command
+from .transformers_layout import TENSOR_NAMES, to_transformers
 
 __all__ = ["FORMATS", "export"]
 
-FORMATS = ("published", "speculators")
+FORMATS = ("published", "speculators", "transformers")
 
 
 def export(
@@ -25,13 +38,17 @@ def export(
     dtype: torch.dtype | None = None,
     revision: str | None = None,
 ) -> Path:
-    """Write a drafter in the published or the speculators layout.
+    """Write a drafter in the published, the speculators or transformers' layout.
+
+    Warns of what vLLM reads differently, and of targets that it does not find by itself.
 
     Args:
-        draft: a folder or a hub repository, in either layout.
+        draft: a folder or a hub repository, in the published or the speculators layout.
         out: a folder that does not exist or is empty. It is written atomically.
-        layout: ``"published"`` (the reference package, SGLang, vLLM) or ``"speculators"`` (vLLM, speculators).
-        target: folder or hub repository of the target, which the speculators layout stores.
+        layout: ``"published"`` (the reference package, SGLang, vLLM), ``"speculators"`` (vLLM, speculators) or
+            ``"transformers"`` (``generate(speculation_type="dflash")``).
+        target: folder or hub repository of the target, which the speculators layout stores. A folder is stored with
+            its absolute path.
         dtype: dtype of the written weights; None keeps them bit for bit.
         revision: revision of the hub repository.
 
@@ -44,55 +61,90 @@ def export(
             is written.
         OSError: the disk is full or cannot be written.
     """
+    # 1. Check the arguments
     if layout not in FORMATS:
-        raise ValueError(f"the format must be {' or '.join(FORMATS)}, got {layout!r}")
+        raise ValueError(f"the format must be {', '.join(FORMATS[:-1])} or {FORMATS[-1]}, got {layout!r}")
     if layout == "speculators" and not target:
         raise ValueError("the speculators layout stores the target's name: give it (--target)")
     out = Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} is not an empty folder: choose another")
     check_writable(out.parent)
+    # 2. Read the drafter, and describe it in the layout
     folder = draft_folder(draft, revision)
     drafter = load_draft(folder, dtype=dtype)
-    config = read_json(folder / "config.json", MAX_JSON_BYTES)
+    raw = read_json(folder / "config.json", MAX_JSON_BYTES)
+    verifier, architectures = _verifier(target) if layout == "speculators" else ("", [])
+    config = _config(raw, drafter, layout, verifier, architectures)
+    # 3. Write it
+    try:
+        _write(out, config, drafter, TENSOR_NAMES if layout == "transformers" else {})
+    except Exception as error:
+        raise OSError(f"{out} could not be written: {' '.join(str(error).split())}") from error
+    # 4. Say what engines read differently
+    differences = speculators_warnings(raw, drafter.config)
+    if layout != "transformers":
+        differences += engine_warnings(drafter.config)
+    if Path(verifier).is_absolute():
+        differences.append(
+            "vLLM looks for the target of a speculators checkpoint on the hub only, and this target is a folder: start "
+            "it with " + vllm_command(verifier, out.absolute(), drafter.config)
+        )
+    for difference in differences:
+        warnings.warn(difference, UserWarning, stacklevel=2)
+    return out
+
+
+def _write(out: Path, config: dict[str, Any], drafter: Drafter, names: Mapping[str, str]) -> None:
+    """Write a checkpoint's folder. ``names`` has the tensors that the layout calls differently."""
+    tensors = {names.get(name, name): part.detach().contiguous().clone() for name, part in drafter.state_dict().items()}
+    mask_embedding = tensors.pop("mask_embedding", None)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_folder(out) as unfinished:
+        save_tensors(tensors, unfinished / "model.safetensors", {"format": "pt"})
+        if mask_embedding is not None:  # engines read it from a file of its own
+            content = {"embedding": mask_embedding, "mask_token_id": drafter.config.mask_token_id}
+            torch.save(content, unfinished / MASK_EMBEDDING_FILE)
+        write_json(config, unfinished / "config.json")
+
+
+def _config(
+    raw: Mapping[str, Any], drafter: Drafter, layout: str, verifier: str, architectures: list[str]
+) -> dict[str, Any]:
+    """Return the ``config.json`` to write for a drafter that was read from ``raw``."""
+    dtype = str(drafter.dtype).removeprefix("torch.")
+    if layout == "transformers":
+        return to_transformers(drafter.config) | {"dtype": dtype}
     if drafter.config.scales_like_target:
         raise ValueError(
             "a Muse Glimmer assistant cannot be exported: the multiplier and the softcap of its logits are the "
             "target's, which no other layout can say"
         )
-    if is_speculators(config):
-        config = from_speculators(config)
     if layout == "published" and drafter.config.predicts_from_anchor and drafter.config.dflash2 is not None:
         raise ValueError(
             "the published layout cannot say that the anchor's row of a DFlash 2 drafter predicts too, as this one's "
             "does: keep the speculators layout"
         )
+    config = from_speculators(raw) if is_speculators(raw) else dict(raw)
     # State what the checkpoint may have left to defaults.
     taps, mask = list(drafter.config.target_layer_ids), drafter.config.mask_token_id
     config["dflash_config"] = (config.get("dflash_config") or {}) | {"target_layer_ids": taps, "mask_token_id": mask}
     config["block_size"] = drafter.config.rows_per_pass
+    if config.get("is_causal") is None and config["dflash_config"].get("causal") is not None:
+        config["is_causal"] = config["dflash_config"]["causal"]  # the one key of the two that SGLang reads
     if layout == "speculators":
-        config = to_speculators(config, drafter.config, target, _architectures(target))
-    config["dtype"] = str(drafter.dtype).removeprefix("torch.")
+        config = to_speculators(config, drafter.config, verifier, architectures)
     config.pop("torch_dtype", None)
-    tensors = {name: tensor.detach().contiguous().clone() for name, tensor in drafter.state_dict().items()}
-    mask_embedding = tensors.pop("mask_embedding", None)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with atomic_folder(out) as unfinished:
-            save_tensors(tensors, unfinished / "model.safetensors", {"format": "pt"})
-            if mask_embedding is not None:  # engines read it from a file of its own
-                content = {"embedding": mask_embedding, "mask_token_id": mask}
-                torch.save(content, unfinished / MASK_EMBEDDING_FILE)
-            write_json(config, unfinished / "config.json")
-    except Exception as error:
-        raise OSError(f"{out} could not be written: {' '.join(str(error).split())}") from error
-    return out
+    return config | {"dtype": dtype}
 
 
-def _architectures(target: str) -> list[str]:
-    """Return the class names in a target's config; empty for a repository that is not a local folder."""
-    path = Path(target).expanduser() / "config.json"
+def _verifier(target: str) -> tuple[str, list[str]]:
+    """Return a target's name as an engine finds it from any folder, and the class names in its config.
+
+    There are no class names for a repository that is not a local folder.
+    """
+    folder = Path(target).expanduser()
+    path = folder / "config.json"
     if not path.is_file():
-        return []
-    return read_architectures(read_json(path, MAX_TARGET_CONFIG_BYTES), path)
+        return target, []
+    return str(folder.resolve()), read_architectures(read_json(path, MAX_TARGET_CONFIG_BYTES), path)

@@ -27,6 +27,7 @@ from ..config import TrainConfig
 from ..data.batches import Batches, add_noise, mix_seed, pad_rows
 from ..data.blocks import Blocks, default_gamma, make_blocks, sample_anchors
 from ..data.heldout import MeasuredRows, hold_out
+from ..engines import engine_warnings
 from ..loss import BlockLoss, block_loss
 from ..model import TargetFeatures, TrainableDrafter
 from ..optimizers import drafter_optimizers, learning_rate
@@ -159,15 +160,19 @@ class Trainer:
         return self.last
 
     def _begin(self) -> None:
-        """Clean up after a killed run, start the tracker, and report what is held out."""
+        """Clean up after a killed run, start the tracker, and report what is held out and what engines ignore."""
         if self.accelerator.is_main_process:
             check_writable(self.output)
             remove_unfinished(self.output)
         if self.tracker:
             self.accelerator.init_trackers("dflash")
-        if self.accelerator.is_main_process and not self.quiet and self.dropped:
+        if self.quiet or not self.accelerator.is_main_process:
+            return
+        if self.dropped:
             count = f"{len(self.prompts)} held-out prompts are answered"
             print(f"dflash: {count}, {self.dropped} rows of held-out prompts are not trained on", file=sys.stderr)
+        for difference in engine_warnings(self.drafter.config):
+            print(f"dflash: {difference}", file=sys.stderr)
 
     def _is_due(self, every: int) -> bool:
         """True at the last step, and every ``every`` steps unless that is 0."""

@@ -1,0 +1,58 @@
+"""What serving engines read differently from this package, and what they need besides."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+from ..drafter import DraftConfig, is_speculators
+
+__all__ = ["engine_warnings", "speculators_warnings", "vllm_command"]
+
+# Read from vLLM 0.33: model_executor/models/qwen3_dflash.py has none of these keys, qwen3_dflash2.py has all.
+_IGNORED_BY_VLLM = {
+    "input_embedding_scale": (1.0, "it accepts fewer drafts there"),
+    "output_multiplier": (1.0, "drafts are sampled from another distribution there; greedy drafts are the same"),
+    "final_logit_softcapping": (0.0, "drafts are sampled from another distribution there; greedy drafts are the same"),
+}
+
+
+def engine_warnings(config: DraftConfig) -> list[str]:
+    """Return what serving engines would read differently in this drafter, a sentence per difference."""
+    if config.dflash2 is not None:
+        return []
+    return [
+        f"vLLM ignores {key} of drafters of the first generation, and this one has {getattr(config, key)}: {effect}"
+        for key, (neutral, effect) in _IGNORED_BY_VLLM.items()
+        if getattr(config, key) != neutral
+    ]
+
+
+def speculators_warnings(raw: Mapping[str, Any], config: DraftConfig) -> list[str]:
+    """Return how vLLM reads the causality of a checkpoint in the speculators layout, where that differs.
+
+    Args:
+        raw: the parsed ``config.json`` of the checkpoint.
+        config: what this package reads from it, as the speculators library does.
+    """
+    if not is_speculators(raw):
+        return []
+    given = raw.get("sliding_window_non_causal")
+    theirs = given is False  # vLLM: one rule for all layers, and a missing key means non-causal
+    if all(causal == theirs for causal in config.causal):
+        return []
+    how = "causal" if theirs else "non-causal"
+    said = "is missing" if given is None else f"is {str(given).lower()}"
+    return [
+        f"vLLM runs every layer of the original checkpoint {how}, because sliding_window_non_causal {said} there. The "
+        f"speculators library and this package read {list(config.causal)}, which the exported folder says"
+    ]
+
+
+def vllm_command(target: str, draft: str | os.PathLike, config: DraftConfig) -> str:
+    """Return the command that serves a pair with vLLM. Both are named, so they may be folders or repositories."""
+    drafts = {"method": "dflash", "model": os.fspath(draft), "num_speculative_tokens": max(config.block_size - 1, 1)}
+    return f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(json.dumps(drafts))}"
