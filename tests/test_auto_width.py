@@ -119,8 +119,8 @@ class TestBudget:
         budget = fed(STEEP, *[(16, 2)] * 60, length=100)
         budget.observe(4, [2], [report(260)])
         assert budget.choose() == 4
-        for step in range(8):
-            budget.observe(16, [16], [report(280 + 16 * step)])
+        for step in range(56):
+            budget.observe(16, [16], [report(290 + 3 * step)])
         assert budget.choose() == 16
         budget.observe(16, [2], [report(200)])  # a shorter row's length remembers
         assert budget.choose() == 4

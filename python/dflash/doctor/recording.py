@@ -70,12 +70,13 @@ def record(target: nn.Module, sequences: Sequence[Answered], layers: Collection[
     ids = torch.zeros(len(sequences), longest, dtype=torch.int64, device=device)
     states = {layer: size.new_zeros(len(sequences), longest, size.shape[1]) for layer in modules}
     for row, one in enumerate(sequences):
-        ids[row, : len(one.ids)] = torch.tensor(one.ids, device=device)
+        ids[row, : len(one.ids)] = torch.tensor(one.ids, dtype=torch.int64, device=device)
         model.get_decoder()(input_ids=ids[row : row + 1, : len(one.ids)], use_cache=False)
         for layer, state in states.items():
             state[row, : len(one.ids)] = kept[layer][0]
     prompts, lengths = [one.prompt_length for one in sequences], [len(one.ids) for one in sequences]
-    return Recording(ids, torch.tensor(prompts, device=device), torch.tensor(lengths, device=device), states)
+    counts = torch.tensor([prompts, lengths], dtype=torch.int64, device=device)
+    return Recording(ids, *counts, states)
 
 
 def _keep(kept: dict[int, Tensor], layer: int, _module: nn.Module, _arguments: tuple[Any, ...], output: Any) -> None:

@@ -60,8 +60,8 @@ class Replay:
         bounds = zip(recording.prompt_lengths.tolist(), recording.lengths.tolist(), strict=True)
         for row, (first, length) in enumerate(bounds):
             count = min(per_prompt, length - 1 - first)  # every anchor has a token after it
-            for place in torch.linspace(first, length - 2, max(count, 0)).long().unique().tolist():
-                where.append((row, place))
+            spread = torch.linspace(first, length - 2, max(count, 0), dtype=torch.float32, device="cpu")
+            where.extend((row, place) for place in spread.long().unique().tolist())
         places = torch.tensor(where, dtype=torch.int64, device=recording.ids.device).view(-1, 2)
         self.rows, self.anchors = places.unbind(1)
 

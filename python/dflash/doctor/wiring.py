@@ -112,7 +112,7 @@ def _as_speculators(keys: Mapping[str, Any]) -> dict[str, Any]:
 def _half_split(drafter: Drafter) -> Drafter:
     """Reorder the rows of q and k from interleaved pairs to the two halves that rotate together."""
     size = drafter.config.head_dim
-    order = torch.cat([torch.arange(0, size, 2), torch.arange(1, size, 2)]).to(drafter.device)
+    order = torch.arange(size, dtype=torch.int64, device=drafter.device).view(-1, 2).t().flatten()
     layers: Any = drafter.layers
     for layer in layers:
         attention = layer.self_attn
