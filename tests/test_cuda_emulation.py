@@ -180,16 +180,17 @@ def test_the_kernels_that_build_a_tree_may_start_early(emulation, seed):
 def test_the_kernels_that_walk_through_candidates_may_start_early(emulation, seed):
     emulated, g = Emulated(emulation), torch.Generator().manual_seed(0)
     emulation.seed(seed)
-    x, positions = torch.randn(2, 3, 600, generator=g), torch.tensor([[3, 4, 5], [0, 7, 2]])
+    x, y = torch.randn(2, 3, 600, generator=g), torch.randn(2, 3, 80, generator=g)
+    positions = torch.tensor([[3, 4, 5], [0, 7, 2]])
     row, anchor, sharpness = torch.tensor([1, 2]), torch.tensor([8, 9]), torch.tensor([[math.inf, 1.0]] * 2)
     codebooks, one = torch.randn(2, 300, 40, generator=g), torch.ones(2)
     settings = positions, row, one, row * 0, one, one * 0, sharpness
 
     def run():
-        logits = emulated.silu_mul(x)
+        logits, hidden = emulated.silu_mul(x), emulated.silu_mul(y)
         ids, values = emulated.top_candidates(logits, *settings[:3], sharpness, 8)
-        hidden = logits[..., :40].contiguous()
-        return logits, ids, values, *emulated.walk_candidates(hidden, *codebooks, anchor, ids, values, *settings)
+        walk = emulated.walk_candidates(hidden, *codebooks, anchor, ids, values, *settings)
+        return logits, ids, values, *walk, hidden
 
     want = run()
     with emulated.overlapping():

@@ -1,7 +1,7 @@
 // The best tokens of each row by score, where a score is that of select_tokens (same bits) without filters.
 //
 // The maximum of each block of 64 logits says whether the block can hold one of the best so far. Without
-// noise the blocks are cut into 4 * count interleaved slices: `count` of them reach the count-th largest of
+// noise the row is cut into 4 * count interleaved slices: `count` of them reach the count-th largest of
 // the slices' maxima, so no logit below that is among the best, and hardly more than `count` are above it.
 // With noise, a token's Philox word bounds its noise, and only tokens whose bound reaches the worst of the
 // best so far need the logarithm. fp32 addition is monotone, so a skipped token is not among the best. Needs
@@ -55,16 +55,17 @@ struct Best {
   }
 };
 
-// The count-th largest maximum of 4 * count interleaved slices, if there are as many blocks as that.
-static float reached_by_enough(const float* block_max, int64_t blocks, int64_t count) {
+// The count-th largest maximum of 4 * count interleaved slices, if there are as many values as that.
+template <typename T>
+static float reached_by_enough(const T* values, int64_t total, int64_t count) {
   float maxima[4 * kMaxCandidates];
   Candidate slices[4 * kMaxCandidates];
   const int64_t size = 4 * count;
-  if (blocks < size) return -kLargestFloat;
-  std::memcpy(maxima, block_max, sizeof(float) * size);
-  for (int64_t begin = size; begin < blocks; begin += size)
-    for (int64_t i = 0, left = std::min(size, blocks - begin); i < left; ++i)
-      maxima[i] = block_max[begin + i] > maxima[i] ? block_max[begin + i] : maxima[i];
+  if (total < size) return -kLargestFloat;
+  for (int64_t i = 0; i < size; ++i) maxima[i] = to_float(values[i]);
+  for (int64_t begin = size; begin < total; begin += size)
+    for (int64_t i = 0, left = std::min(size, total - begin); i < left; ++i)
+      maxima[i] = std::max(maxima[i], to_float(values[begin + i]));
   for (int64_t i = 0; i < size; ++i) slices[i] = {maxima[i], int32_t(i)};
   std::nth_element(slices, slices + (count - 1), slices + size);
   return std::max(slices[count - 1].score, -kLargestFloat);
@@ -72,7 +73,8 @@ static float reached_by_enough(const float* block_max, int64_t blocks, int64_t c
 
 template <typename T>
 static void look_at_logits(const T* logits, const Row& row, const float* block_max, Best& best) {
-  best.floor = reached_by_enough(block_max, row.blocks, best.count);
+  best.floor = row.blocks >= 4 * best.count ? reached_by_enough(block_max, row.blocks, best.count)
+                                            : reached_by_enough(logits, row.vocab, best.count);
   for (int64_t b = 0; b < row.blocks; ++b) {
     if (!(block_max[b] >= best.floor)) continue;
     const int64_t end = std::min(row.vocab, (b + 1) * kBlock);
