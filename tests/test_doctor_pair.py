@@ -5,6 +5,7 @@ import dataclasses
 import json
 import shutil
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -41,7 +42,7 @@ def test_a_planted_fault_is_named_and_nothing_else(tmp_path, name):
 
 
 def test_every_fault_of_the_documentation_is_planted():
-    page = (PAIR.parents[2] / "docs" / "doctor.md").read_text()
+    page = (Path(__file__).parents[1] / "docs" / "doctor.md").read_text()
     table = page.split("## What is looked for")[1].split("##")[0]
     rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
     documented = {name for row in rows for name in row.split("`")[1::2]}
@@ -178,7 +179,7 @@ def test_the_command_exits_with_1_and_names_the_fault_in_json(monkeypatch, capsy
     assert finding.keys() == FINDING_KEYS
     assert finding["fault"] == "embedding scale"
     assert finding["config"] == {"input_embedding_scale": 1.0}
-    page = (PAIR.parents[2] / "docs" / "doctor.md").read_text()
+    page = (Path(__file__).parents[1] / "docs" / "doctor.md").read_text()
     assert all(f"`{key}`" in page for key in KEYS | FINDING_KEYS)
 
 

@@ -16,6 +16,7 @@ from dflash import DraftConfig
 from dflash.proposers import ChainProposer
 from dflash.train import TrainableDrafter
 from dflash.train.checkpoint import published_config
+from dflash.train.engines import vllm_command
 from dflash.train.export import export
 
 KNOWN = torch.tensor([2, 3, 5, 8, 13, 21, 34, 55, 89])  # what the reduced vocabulary holds
@@ -195,6 +196,7 @@ def test_a_dspark_drafter_is_exported_and_read_back(tmp_path, changes):
     assert written["block_size"] == 7
     method = written["speculators_config"]["proposal_methods"][0]
     assert method["speculative_tokens"] == (6 if "sample_from_anchor" in changes else 7)
+    assert '"method": "dspark"' in vllm_command("owner/target", "owner/draft", draft.config)
     for other in ("speculators", "published"):
         again = dflash.load_draft(tmp_path / other)
         assert dataclasses.replace(again.config, num_target_layers=4) == draft.config

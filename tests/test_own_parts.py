@@ -77,6 +77,16 @@ def test_parts_that_equal_the_targets_are_its_tensors(target, save):
         assert draft.get_parameter(name).data_ptr() == tensor.data_ptr()
 
 
+def test_new_weights_for_a_shared_part_leave_the_target_as_it_was(target, save):
+    before = target.lm_head.weight.detach().clone()
+    draft = dflash.load_draft(save({"lm_head.weight": before.clone()}))
+    dflash.Generator(target, draft, max_length=40)
+    assert draft.lm_head.weight.data_ptr() == target.lm_head.weight.data_ptr()
+    draft.load_state_dict(draft.state_dict() | {"lm_head.weight": own(VOCAB, 64)})
+    assert torch.equal(draft.lm_head.weight, own(VOCAB, 64))
+    assert torch.equal(target.lm_head.weight, before)
+
+
 def test_a_drafter_is_copied_with_its_own_parts(save):
     tensors = reduced() | {"embed_tokens.weight": own(VOCAB, 64, seed=8), "mask_embedding": own(64)}
     draft = dflash.load_draft(save(tensors, draft_vocab_size=len(KNOWN)))

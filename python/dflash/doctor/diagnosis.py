@@ -155,9 +155,10 @@ def _layers(wiring: Wiring, target: Any) -> list[int]:
 
 
 def _pair_of(patient: Patient, longest: int) -> Pair:
-    target = patient.target
+    target, config = patient.target, text_config(patient.target)
     return Pair(
-        text_config(target).to_dict(),
+        config.to_dict(),
+        config.num_hidden_layers,
         patient.tokenizer,
         is_speculators(patient.keys),
         longest,

@@ -30,6 +30,7 @@ class Pair:
 
     Attributes:
         target_keys: the target's text config, as a dictionary.
+        target_layers: how many the target has; not every config has them among its keys.
         tokenizer: the target's.
         speculators: the drafter's config is in the speculators layout.
         longest: tokens of the longest recorded answer with its prompt.
@@ -38,6 +39,7 @@ class Pair:
     """
 
     target_keys: Mapping[str, Any]
+    target_layers: int
     tokenizer: Any
     speculators: bool
     longest: int
@@ -94,7 +96,7 @@ def _shifted_taps(wiring: Wiring, pair: Pair) -> Iterator[Variant]:
     taps = wiring.config.target_layer_ids
     for shift in (-1, 1):
         moved = [tap + shift for tap in taps]
-        if all(0 <= tap < pair.target_keys["num_hidden_layers"] for tap in moved):
+        if all(0 <= tap < pair.target_layers for tap in moved):
             yield from _taps("tap shift", moved, wiring, pair)
 
 
@@ -115,7 +117,7 @@ def _taps(fault: str, taps: list[int], wiring: Wiring, pair: Pair) -> Iterator[V
 
 
 def _last_tap(wiring: Wiring, pair: Pair) -> Iterator[Variant]:
-    if pair.target_keys["num_hidden_layers"] - 1 in wiring.config.target_layer_ids and not wiring.raw_last_tap:
+    if pair.target_layers - 1 in wiring.config.target_layer_ids and not wiring.raw_last_tap:
         yield Variant(
             "last tap norm",
             "the last tap before the target's final norm instead of after it",

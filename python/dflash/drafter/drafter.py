@@ -17,7 +17,15 @@ from ..ops import reference
 from .config import DraftConfig
 from .dflash2 import CandidateSelector, GroupedConv
 from .dspark import MarkovHead
-from .own_parts import add_own_parts, embed_own, own_head, scatter_to_vocabulary, share_equal_parts, target_ids
+from .own_parts import (
+    add_own_parts,
+    embed_own,
+    keep_own_parts,
+    own_head,
+    scatter_to_vocabulary,
+    share_equal_parts,
+    target_ids,
+)
 
 __all__ = ["Drafter", "PackedTensor", "scale_logits"]
 
@@ -77,6 +85,8 @@ class Drafter(nn.Module):
         if config.markov_rank:
             self.markov_head = MarkovHead(config.markov_rank, config.vocab_size, config.draft_vocab_size, like)
         add_own_parts(self, config, like)
+        self.shared_parts: set[str] = set()  # own parts that are the target's tensors, see `share_`
+        self._scaled: tuple[Tensor, ...] | None = None  # views of `scaled_o`, a layer each
         self._stack: DecoderStack | None = None
         self._restack()
 
@@ -216,7 +226,7 @@ class Drafter(nn.Module):
         return self.scale_embeddings(embed_own(self, ids, table))
 
     def share_(self, embedding: Tensor, head: nn.Module) -> None:
-        """Let own parts that equal the target's be its tensors, held in memory once; write to neither in place."""
+        """Let own parts that equal the target's be its tensors until `load_state_dict`; write to neither in place."""
         share_equal_parts(self, embedding, head)
 
     def scale_embeddings(self, embeds: Tensor) -> Tensor:
@@ -304,7 +314,13 @@ class Drafter(nn.Module):
         weight = self.layers[index].self_attn.o_proj.weight
         if self.scaled_o is None:
             return weight
-        return torch.mul(weight, self.config.attention_value_scale, out=self.scaled_o[index])
+        if self._scaled is None or self._scaled[0]._base is not self.scaled_o:
+            self._scaled = self.scaled_o.unbind()
+        copy, scaled = self._scaled[index], weight * self.config.attention_value_scale
+        # A write would look like other weights to whoever compares versions, such as the reuse of prefixes.
+        if not scaled.is_meta and not torch.equal(copy, scaled):
+            copy.copy_(scaled)
+        return copy
 
     # ------------------------------------------------------------------------------------------ packed parameters
 
@@ -354,6 +370,7 @@ class Drafter(nn.Module):
         self, state_dict: Mapping[str, Tensor], strict: bool = True, assign: bool = False
     ) -> tuple[list[str], list[str]]:
         """Load parameters as `torch.nn.Module.load_state_dict` does, and keep them packed."""
+        keep_own_parts(self)
         result = super().load_state_dict(state_dict, strict=strict, assign=assign)
         self._pack()
         return result

@@ -72,8 +72,11 @@ class MarkovHead(nn.Module):
 
     @torch.no_grad()
     def refresh(self, target_ids: Tensor) -> None:
-        """Copy the rows of a reduced ``W2`` to those of the target's ids, ``[draft_vocab]``."""
-        self.spread_w2.index_copy_(0, target_ids, self.markov_w2.weight)
+        """Copy the rows of a reduced ``W2`` to those of the target's ids, ``[draft_vocab]``, where they differ."""
+        weight = self.markov_w2.weight
+        # A write would look like other weights to whoever compares versions, such as the reuse of prefixes.
+        if not torch.equal(self.spread_w2[target_ids], weight):
+            self.spread_w2.index_copy_(0, target_ids, weight)
 
     def pair_weights(self, hidden: Tensor) -> PairWeights:
         """Return what scores the pairs of a block.

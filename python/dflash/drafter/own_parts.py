@@ -158,6 +158,16 @@ def share_equal_parts(drafter: nn.Module, embedding: Tensor, head: nn.Module) ->
             ours = getattr(drafter, part).weight
             if _is_plain(theirs) and ours.data_ptr() != theirs.data_ptr() and _equal(ours, theirs):
                 ours.data = theirs.data
+                drafter.shared_parts.add(part)
+
+
+@torch.no_grad()
+def keep_own_parts(drafter: nn.Module) -> None:
+    """Give parts that are the target's tensors memory of their own again, before something is written to them."""
+    for part in drafter.shared_parts:
+        weight = getattr(drafter, part).weight
+        weight.data = weight.data.clone()
+    drafter.shared_parts.clear()
 
 
 def _is_plain(tensor: Tensor | None) -> bool:

@@ -44,7 +44,8 @@ class Predictions:
         Returns:
             ``[batch, levels, drafts]`` int64; -1 where a logit is NaN.
         """
-        return torch.stack([sampling.select(self.logits, positions, level) for level in levels.unbind()], 1)
+        drawn = [sampling.select(self.logits, positions, level) for level in levels.unbind()]
+        return drawn[0][:, None] if len(drawn) == 1 else torch.stack(drawn, 1)
 
     def draw_for(self, acceptance: RejectionAcceptance, positions: Tensor, sampling: Sampling) -> Tensor:
         """Draw ``[batch, 1, drafts]`` from the drafter's own distribution, which ``acceptance`` remembers."""

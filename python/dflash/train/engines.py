@@ -54,5 +54,7 @@ def speculators_warnings(raw: Mapping[str, Any], config: DraftConfig) -> list[st
 
 def vllm_command(target: str, draft: str | os.PathLike, config: DraftConfig) -> str:
     """Return the command that serves a pair with vLLM. Both are named, so they may be folders or repositories."""
-    drafts = {"method": "dflash", "model": os.fspath(draft), "num_speculative_tokens": max(config.block_size - 1, 1)}
+    # A method that is named keeps vLLM from looking at the checkpoint's type.
+    method = "dspark" if config.predicts_from_anchor or config.markov_rank else "dflash"
+    drafts = {"method": method, "model": os.fspath(draft), "num_speculative_tokens": max(config.block_size - 1, 1)}
     return f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(json.dumps(drafts))}"
