@@ -127,17 +127,9 @@ def line(name: str, result: Result, chain: Result) -> str:
 def parse() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    package_pair.add_option(parser)
-    add("--noise", type=float, default=0.0, metavar="X", help="of the drafter's weights, in standard deviations")
-    add("--temperature", type=float, default=0.0)
-    rows = {"type": lambda text: text if text == "auto" else int(text), "nargs": "+", "metavar": "N"}
-    add("--rows", **rows, default=[16, 32, 64, 128], help="rows of the trees, root included, or auto")
-    add("--new", type=int, default=120, help="new tokens at most")
-    add("--stop", type=int, default=0, metavar="ID", help="the token that ends an answer")
-    add("--prompts", type=int, help="the first ones; default: all")
-    add("--rounds", type=int, default=1, help="how often each prompt is answered")
-    add("--chain-steps", type=int, metavar="N", help="warn if the chain takes other than N steps")
+    package_pair.add_answer_options(parser)
+    package_pair.add_sizes(parser, "--rows", [16, 32, 64, 128], "rows of the trees, root included, or auto")
+    parser.add_argument("--chain-steps", type=int, metavar="N", help="warn if the chain takes other than N steps")
     return parser.parse_args()
 
 

@@ -20,16 +20,8 @@ from dflash.evaluate import demo_prompts, encode
 def parse() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    package_pair.add_option(parser)
-    add("--noise", type=float, default=0.0, metavar="X", help="of the drafter's weights, in standard deviations")
-    add("--temperature", type=float, default=0.0)
-    widths = {"type": lambda text: text if text == "auto" else int(text), "nargs": "+", "metavar": "N"}
-    add("--widths", **widths, default=[4, 8, 12, 16, "auto"], help="rows of the chains, anchor included, or auto")
-    add("--new", type=int, default=120, help="new tokens at most")
-    add("--stop", type=int, default=0, metavar="ID", help="the token that ends an answer")
-    add("--prompts", type=int, help="the first ones; default: all")
-    add("--rounds", type=int, default=1, help="how often each prompt is answered")
+    package_pair.add_answer_options(parser)
+    package_pair.add_sizes(parser, "--widths", [4, 8, 12, 16, "auto"], "rows of the chains, anchor included, or auto")
     return parser.parse_args()
 
 

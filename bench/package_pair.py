@@ -28,6 +28,24 @@ def add_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--pair", type=Path, default=PAIR, help=text)
 
 
+def add_answer_options(parser: argparse.ArgumentParser) -> None:
+    """Add ``--pair``, how its drafter is made worse, and what it answers."""
+    add_option(parser)
+    add = parser.add_argument
+    add("--noise", type=float, default=0.0, metavar="X", help="of the drafter's weights, in standard deviations")
+    add("--temperature", type=float, default=0.0)
+    add("--new", type=int, default=120, help="new tokens at most")
+    add("--stop", type=int, default=0, metavar="ID", help="the token that ends an answer")
+    add("--prompts", type=int, help="the first ones; default: all")
+    add("--rounds", type=int, default=1, help="how often each prompt is answered")
+
+
+def add_sizes(parser: argparse.ArgumentParser, option: str, default: list[int | str], help: str) -> None:
+    """Add an option that takes several numbers of rows, or "auto"."""
+    kind = {"type": lambda text: text if text == "auto" else int(text), "nargs": "+", "metavar": "N"}
+    parser.add_argument(option, **kind, default=default, help=help)
+
+
 def perturb(draft: nn.Module, amount: float) -> None:
     """Make a drafter worse: add noise of ``amount`` standard deviations of each parameter, always the same."""
     generator = torch.Generator().manual_seed(0)
