@@ -57,27 +57,25 @@ def walked(logits, weights: PairWeights, candidates, noise, factor):
 
 
 @pytest.mark.parametrize("sharpness", [math.inf, 2.0, 1.0])
-@pytest.mark.parametrize("noisy", [True, False])
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_paths_equal_the_oracle(noisy, temperature, sharpness):
+def test_paths_equal_the_oracle(temperature, sharpness):
+    """Candidates are those with the best noisy logits."""
     logits, weights, s = some_logits(), pairs(), sampling(temperature, draft_sharpness=sharpness)
-    predictions = LinkedPredictions(logits, weights, ANCHOR, TOP_K, noisy=noisy)
+    predictions = LinkedPredictions(logits, weights, ANCHOR, TOP_K)
     path = predictions.draw(POSITIONS, s, s.sharpness[None])
     assert path.shape == (BATCH, 1, DRAFTS)
     noise, factor = torch.zeros_like(logits[0]), 1.0
     if temperature > 0 and sharpness < math.inf:
         noise = reference.gumbel_noise(s.seeds, POSITIONS, VOCAB)[0]
         factor = sharpness / temperature
-    by = factor * logits[0] + noise if noisy else logits[0]
-    candidates = [set(row.topk(TOP_K).indices.tolist()) for row in by]
+    candidates = [set(row.topk(TOP_K).indices.tolist()) for row in factor * logits[0] + noise]
     assert path[0, 0].tolist() == walked(logits[0], weights, candidates, noise, factor)
     assert path[0, 0].tolist() != predictions.logits[0].argmax(-1).tolist(), "the pairs should matter"
 
 
-@pytest.mark.parametrize("noisy", [True, False])
-def test_each_level_walks_its_own_path(noisy):
+def test_each_level_walks_its_own_path():
     s, levels = sampling(1.0), torch.tensor([math.inf, 2.0, 1.0])[:, None].repeat(1, BATCH)
-    predictions = LinkedPredictions(some_logits(), pairs(), ANCHOR, TOP_K, noisy=noisy)
+    predictions = LinkedPredictions(some_logits(), pairs(), ANCHOR, TOP_K)
     together = predictions.draw(POSITIONS, s, levels)
     for i, level in enumerate(levels):
         assert torch.equal(together[:, i], predictions.draw(POSITIONS, s, level[None])[:, 0])

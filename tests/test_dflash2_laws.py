@@ -1,5 +1,6 @@
 """Test what DFlash 2 drafts are drawn from: the selector's law, and the target's after rejection, faults planted."""
 
+import functools
 import itertools
 import math
 
@@ -45,27 +46,53 @@ def law(temperature: float) -> dict[tuple[int, ...], float]:
     return paths
 
 
-@pytest.mark.parametrize("temperature", [0.7, 1.0])
-def test_at_sharpness_1_plain_candidates_give_the_selectors_law(temperature):
+EVERY = list(itertools.product(range(SMALL), repeat=SLOTS))
+
+
+@functools.cache
+def drawn(way: str, temperature: float) -> torch.Tensor:
+    """Return how often each path of `EVERY` was drawn from one block, in `DRAWS` rows.
+
+    Args:
+        way: ``"keyed"`` as for keyed acceptance at sharpness 1, ``"rejection"`` as for rejection, ``"plain"`` by the
+            noise of keyed acceptance among the candidates of rejection.
+        temperature: of every row.
+    """
     logits, pairs = one_block()
-    sampling = Sampling.create(DRAWS)
-    sampling.set_(DRAWS, temperature=temperature, seed=0, draft_sharpness=1.0)
+    s = Sampling.create(DRAWS)
+    s.set_(DRAWS, temperature=temperature, seed=0, draft_sharpness=1.0)
     positions = torch.arange(9, 9 + SLOTS).expand(DRAWS, -1)
     many = pairs._replace(queries=pairs.queries.expand(DRAWS, -1, -1))
-    block, anchors = logits.expand(DRAWS, -1, -1), torch.full((DRAWS,), ANCHOR)
-    variations = []
-    for noisy in (False, True):
-        predictions = LinkedPredictions(block, many, anchors, CANDIDATES, noisy=noisy)
-        drawn = predictions.draw(positions, sampling, sampling.sharpness[None])[:, 0]
-        every = list(itertools.product(range(SMALL), repeat=SLOTS))
-        counts = torch.bincount(drawn @ SMALL ** torch.arange(SLOTS - 1, -1, -1), minlength=len(every)).double()
-        wanted = torch.tensor([law(temperature).get(path, 0.0) for path in every], dtype=torch.float64)
-        variations.append(float((counts / DRAWS - wanted).abs().sum() / 2))
-        if not noisy:
-            assert counts[wanted == 0].sum() == 0
-            live = wanted > 0
-            assert scipy.stats.chisquare(counts[live], wanted[live] / wanted.sum() * DRAWS).pvalue > 1e-3
-    assert variations[1] > 0.05 > 5 * variations[0], "candidates by noise have another law"
+    predictions = LinkedPredictions(logits.expand(DRAWS, -1, -1), many, torch.full((DRAWS,), ANCHOR), CANDIDATES)
+    acceptance = RejectionAcceptance(DRAWS, SLOTS, SMALL)
+    if way == "plain":
+        acceptance.STREAM = 0
+    if way == "keyed":
+        paths = predictions.draw(positions, s, s.sharpness[None])
+    else:
+        paths = predictions.draw_for(acceptance, positions, s)
+    return torch.bincount(paths[:, 0] @ SMALL ** torch.arange(SLOTS - 1, -1, -1), minlength=len(EVERY)).double()
+
+
+def wanted_paths(temperature: float) -> torch.Tensor:
+    probabilities = law(temperature)
+    return torch.tensor([probabilities.get(path, 0.0) for path in EVERY], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize("way", ["rejection", "plain"])
+def test_paths_through_plain_candidates_have_the_selectors_law(way, temperature):
+    counts, wanted = drawn(way, temperature), wanted_paths(temperature)
+    assert counts[wanted == 0].sum() == 0
+    live = wanted > 0
+    assert scipy.stats.chisquare(counts[live], wanted[live] / wanted.sum() * DRAWS).pvalue > 1e-3
+
+
+def test_candidates_by_keyed_noise_give_another_law():
+    """The test above would see it if these were drawn for rejection."""
+    counts, wanted = drawn("keyed", 1.0), wanted_paths(1.0)
+    assert counts[wanted == 0].sum() > 0.01 * DRAWS
+    assert (counts / DRAWS - wanted).abs().sum() / 2 > 0.05
 
 
 # ---------------------------------------------------------------------------------------------- rejection
@@ -126,7 +153,8 @@ def test_tokens_of_steps_with_rejection_follow_the_target(pair, wanted):
 def by_the_noise_of_the_draw(monkeypatch) -> None:
     """Take the candidates by the noise that then draws among them."""
     monkeypatch.setattr(RejectionAcceptance, "STREAM", 0)
-    monkeypatch.setattr(LinkedPredictions, "_plain", lambda self: torch.ones(len(self.anchor), 1))
+    top = ops.top_candidates
+    monkeypatch.setattr(ops, "top_candidates", lambda *call: top(*call[:4], torch.ones_like(call[4]), call[5]))
 
 
 def after_the_anchor(monkeypatch) -> None:
@@ -145,7 +173,7 @@ def after_the_anchor(monkeypatch) -> None:
 
 
 def over_the_vocabulary(monkeypatch) -> None:
-    """Remember the distribution of the head alone, as for a drafter of the first generation."""
+    """Remember the distribution of the head without the selector, as for a drafter of the first generation."""
     draw_for = LinkedPredictions.draw_for
 
     def forgetful(self, acceptance, positions, sampling):

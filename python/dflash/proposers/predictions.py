@@ -25,7 +25,7 @@ class Predictions:
         self.logits = logits
 
     def fix(self, known: Tensor, drafts: Tensor) -> Predictions:  # noqa: ARG002
-        """Return predictions that go with tokens that are known. What these draw there has no meaning.
+        """Return predictions given tokens that are known already; do not read what they draw for those.
 
         Args:
             known: ``[batch, drafts]`` bool.
@@ -60,25 +60,27 @@ class LinkedPredictions(Predictions):
         pairs: what scores a candidate by the token before it.
         anchor: ``[batch]`` int64, the token before the first.
         top_k: candidates per position.
-        noisy: with keyed noise, take the candidates with the best noisy logits of each level, in place of those with
-            the best logits. Then a selector that adds nothing draws what `Predictions` draw.
     """
 
-    def __init__(self, logits: Tensor, pairs: PairWeights, anchor: Tensor, top_k: int, *, noisy: bool = True) -> None:
+    def __init__(self, logits: Tensor, pairs: PairWeights, anchor: Tensor, top_k: int) -> None:
         super().__init__(logits)
-        self.pairs, self.anchor, self.top_k, self.noisy = pairs, anchor, top_k, noisy
+        self.pairs, self.anchor, self.top_k = pairs, anchor, top_k
 
     def fix(self, known: Tensor, drafts: Tensor) -> Predictions:
         """Return predictions whose only candidate is the known token, which so precedes the next; see `Predictions`."""
         ids = torch.arange(self.logits.shape[-1], device=drafts.device)
         others = known[..., None] & (ids != drafts[..., None])
         logits = self.logits.masked_fill(others, -torch.inf)
-        return LinkedPredictions(logits, self.pairs, self.anchor, self.top_k, noisy=self.noisy)
+        return LinkedPredictions(logits, self.pairs, self.anchor, self.top_k)
 
     def draw(self, positions: Tensor, sampling: Sampling, levels: Tensor) -> Tensor:
-        """Draw a path per level, ``[batch, levels, drafts]``, -1 from a NaN on; see `Predictions`."""
+        """Draw a path per level, ``[batch, levels, drafts]``, -1 from a NaN on; see `Predictions`.
+
+        The candidates of a level are those with the best noisy logits, since the target's choice is made with the same
+        noise: on a trained pair more of them are accepted. A selector that adds nothing draws what `Predictions` draw.
+        """
         sharpness = levels.t().contiguous()
-        candidates = self._candidates(positions, sampling, sharpness if self.noisy else self._plain())
+        candidates = self._candidates(positions, sampling, sharpness)
         return self._walk(candidates, positions, sampling, sharpness, stream=0)[0]
 
     def draw_for(self, acceptance: RejectionAcceptance, positions: Tensor, sampling: Sampling) -> Tensor:
@@ -86,15 +88,11 @@ class LinkedPredictions(Predictions):
 
         The candidates are plain: the noise of the draw must not choose them too, which would bias the output.
         """
-        ids, logits = self._candidates(positions, sampling, self._plain())
         ones = torch.ones_like(sampling.sharpness)[:, None]
+        ids, logits = self._candidates(positions, sampling, math.inf * ones)
         path, scores = self._walk((ids, logits), positions, sampling, ones, stream=acceptance.STREAM)
         acceptance.remember_(path[:, 0], ids[:, 0], scores[:, 0])
         return path
-
-    def _plain(self) -> Tensor:
-        """Return the sharpness at which candidates are those with the best logits, ``[batch, 1]``."""
-        return torch.full_like(self.anchor, math.inf, dtype=torch.float32)[:, None]
 
     def _candidates(self, positions: Tensor, sampling: Sampling, sharpness: Tensor) -> tuple[Tensor, Tensor]:
         """Return ids and logits of the candidates, each ``[batch, levels, drafts, top_k]``."""
