@@ -15,6 +15,7 @@ from ..cache import KVCache
 from ..decoder import DecoderLayer, DecoderStack, rotary_table
 from ..ops import reference
 from .config import DraftConfig
+from .derived import DerivedWeight, scale_outputs_
 from .dflash2 import CandidateSelector, GroupedConv
 from .dspark import MarkovHead
 from .own_parts import (
@@ -24,7 +25,6 @@ from .own_parts import (
     own_head,
     scatter_to_vocabulary,
     share_equal_parts,
-    target_ids,
 )
 
 __all__ = ["Drafter", "PackedTensor", "scale_logits"]
@@ -64,29 +64,28 @@ class Drafter(nn.Module):
         layers, hidden, width = config.num_hidden_layers, config.hidden_size, config.intermediate_size
         heads = config.num_attention_heads + 2 * config.num_kv_heads
         like = torch.empty(0, dtype=dtype, device=device)
+        # 1. What fuses the target's features.
         self.fc = _linear(like.new_empty(hidden, len(config.target_layer_ids) * hidden))
         self.hidden_norm = self._norm(like, hidden)
+        # 2. The layers, on packed projections.
         qkv_weight = like.new_empty(layers, heads * config.head_dim, hidden)
         qkv_bias = like.new_empty(layers, heads * config.head_dim) if config.attention_bias else None
         self.register_buffer("qkv_weight", qkv_weight, persistent=False)
         self.register_buffer("qkv_bias", qkv_bias, persistent=False)
         self.register_buffer("gate_up_weight", like.new_empty(layers, 2 * width, hidden), persistent=False)
-        # Values that are all scaled are the same as an output projection that is.
-        is_scaled = config.attention_value_scale != 1.0
-        scaled_o = like.new_empty(layers, hidden, config.num_attention_heads * config.head_dim) if is_scaled else None
-        self.register_buffer("scaled_o", scaled_o, persistent=False)
         self.register_buffer("inv_freq", self._frequencies(device), persistent=False)
         self.layers = nn.ModuleList(self._make_layer(index, like) for index in range(layers))
         self.norm = self._norm(like, hidden)
+        # 3. What links the tokens of a block.
         self.candidate_selector: CandidateSelector | None = None
         if config.dflash2 is not None:
             self.candidate_selector = CandidateSelector(config.dflash2, hidden, config.vocab_size, like)
         self.markov_head: MarkovHead | None = None
         if config.markov_rank:
             self.markov_head = MarkovHead(config.markov_rank, config.vocab_size, config.draft_vocab_size, like)
+        # 4. What it does not share with the target.
         add_own_parts(self, config, like)
-        self.shared_parts: set[str] = set()  # own parts that are the target's tensors, see `share_`
-        self._scaled: tuple[Tensor, ...] | None = None  # views of `scaled_o`, a layer each
+        self.shared_parts: set[str] = set()  # those that are the target's tensors, see `share_`
         self._stack: DecoderStack | None = None
         self._restack()
 
@@ -117,7 +116,15 @@ class Drafter(nn.Module):
         """Return a drafter with these weights, in the same memory, under another config of the same shapes.
 
         The parts of its own stay its own: a ``config.json`` need not list them.
+
+        Raises:
+            ValueError: the other config has another ``attention_value_scale``, by which the weights are scaled here.
         """
+        if (scale := config.attention_value_scale) != self.config.attention_value_scale:
+            raise ValueError(
+                f"attention_value_scale must stay {self.config.attention_value_scale} where weights are shared, got "
+                f"{scale}: make a Drafter with that config and load the weights into it"
+            )
         twin = copy.copy(self)
         twin.config, twin._stack = dataclasses.replace(config, own_parts=self.config.own_parts), None
         twin._buffers = {**self._buffers, "inv_freq": twin._frequencies(self.device)}
@@ -126,8 +133,9 @@ class Drafter(nn.Module):
 
     def refresh(self) -> None:
         """Notice parameters whose storage was replaced. Called once per call of ``generate``, outside of the step."""
+        scale_outputs_(self)
         if self.markov_head is not None and self.config.draft_vocab_size is not None:
-            self.markov_head.refresh(target_ids(self))
+            self.markov_head.refresh(self.d2t)
         layers, norm = self._stack_layers(), self.norm.weight
         if self._stack.holds(layers, norm):
             self._stack.refresh()
@@ -249,6 +257,8 @@ class Drafter(nn.Module):
             attention.add_module(name, _linear(weight, bias))
         o_bias = like.new_empty(hidden) if config.attention_bias else None
         attention.o_proj = _linear(like.new_empty(hidden, heads * head_dim), o_bias)
+        if config.attention_value_scale != 1.0:
+            attention.scaled_o = DerivedWeight(torch.empty_like(attention.o_proj.weight))
         attention.q_norm = self._norm(like, head_dim)
         attention.k_norm = self._norm(like, head_dim)
         if config.attention_sinks:
@@ -289,7 +299,7 @@ class Drafter(nn.Module):
                 q=layer.self_attn.q_proj.weight,
                 k=layer.self_attn.k_proj.weight,
                 v=layer.self_attn.v_proj.weight,
-                o=self._output_weight(index),
+                o=getattr(layer.self_attn, "scaled_o", layer.self_attn.o_proj).weight,
                 post_norm=layer.post_attention_layernorm.weight,
                 gate=layer.mlp.gate_proj.weight,
                 up=layer.mlp.up_proj.weight,
@@ -305,22 +315,8 @@ class Drafter(nn.Module):
                 window=window,
                 **{name: getattr(layer, name).weights() for name in convs},
             )
-            for index, (layer, causal, window) in enumerate(zip(self.layers, config.causal, config.window, strict=True))
+            for layer, causal, window in zip(self.layers, config.causal, config.window, strict=True)
         ]
-
-    @torch.no_grad()
-    def _output_weight(self, index: int) -> Tensor:
-        """Return the output projection that a layer runs: its parameter, or a scaled copy at a fixed address."""
-        weight = self.layers[index].self_attn.o_proj.weight
-        if self.scaled_o is None:
-            return weight
-        if self._scaled is None or self._scaled[0]._base is not self.scaled_o:
-            self._scaled = self.scaled_o.unbind()
-        copy, scaled = self._scaled[index], weight * self.config.attention_value_scale
-        # A write would look like other weights to whoever compares versions, such as the reuse of prefixes.
-        if not scaled.is_meta and not torch.equal(copy, scaled):
-            copy.copy_(scaled)
-        return copy
 
     # ------------------------------------------------------------------------------------------ packed parameters
 
@@ -346,7 +342,7 @@ class Drafter(nn.Module):
     @torch.no_grad()
     def _pack(self) -> None:
         """Make the parameters views of the packed tensors again, keeping their values, dtype and device."""
-        for name in ("qkv_weight", "qkv_bias", "gate_up_weight", "scaled_o"):
+        for name in ("qkv_weight", "qkv_bias", "gate_up_weight"):
             packed = getattr(self, name)
             if packed is not None and (packed.dtype, packed.device) != (self.dtype, self.device):
                 self._buffers[name] = torch.empty_like(packed, dtype=self.dtype, device=self.device)
@@ -355,6 +351,7 @@ class Drafter(nn.Module):
                 if parameter.data_ptr() != view.data_ptr() or parameter.is_meta:
                     view.copy_(parameter)
                     parameter.data = view
+        scale_outputs_(self)
         self._restack()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Drafter:

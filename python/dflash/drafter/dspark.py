@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from .. import ops
 from ..terminal import shortened
+from .derived import DerivedWeight
 from .dflash2 import DFlash2Config, PairWeights
 from .keys import DSPARK_ARCHITECTURE, Keys
+from .own_parts import target_ids
 
 __all__ = ["MarkovHead", "read_dspark"]
 
@@ -67,16 +68,12 @@ class MarkovHead(nn.Module):
         self.markov_w1, self.markov_w2 = nn.Module(), nn.Module()
         self.markov_w1.weight = nn.Parameter(like.new_empty(vocab, rank), requires_grad=False)
         self.markov_w2.weight = nn.Parameter(like.new_empty(draft_vocab or vocab, rank), requires_grad=False)
-        spread = None if draft_vocab is None else like.new_zeros(vocab, rank)
-        self.register_buffer("spread_w2", spread, persistent=False)
+        self.spread_w2 = None if draft_vocab is None else DerivedWeight(like.new_zeros(vocab, rank))
 
-    @torch.no_grad()
-    def refresh(self, target_ids: Tensor) -> None:
-        """Copy the rows of a reduced ``W2`` to those of the target's ids, ``[draft_vocab]``, where they differ."""
-        weight = self.markov_w2.weight
-        # A write would look like other weights to whoever compares versions, such as the reuse of prefixes.
-        if not torch.equal(self.spread_w2[target_ids], weight):
-            self.spread_w2.index_copy_(0, target_ids, weight)
+    def refresh(self, d2t: Tensor) -> None:
+        """Give each row of a reduced ``W2`` the place of its token among the target's (`target_ids`)."""
+        weight, full = self.markov_w2.weight, self.spread_w2.weight.shape
+        self.spread_w2.follow_([weight, d2t], lambda: weight.new_zeros(full).index_copy_(0, target_ids(d2t), weight))
 
     def pair_weights(self, hidden: Tensor) -> PairWeights:
         """Return what scores the pairs of a block.
@@ -84,6 +81,6 @@ class MarkovHead(nn.Module):
         Args:
             hidden: ``[batch, drafts, hidden]``, the drafter's rows that predict.
         """
-        successors = self.markov_w2.weight if self.spread_w2 is None else self.spread_w2
+        successors = (self.markov_w2 if self.spread_w2 is None else self.spread_w2).weight
         queries = hidden.new_ones(*hidden.shape[:-1], successors.shape[1])
         return PairWeights(self.markov_w1.weight, queries, successors)

@@ -104,7 +104,7 @@ def check_token_map(drafter: nn.Module, source: str) -> None:
     config = drafter.config
     if config.draft_vocab_size is None:
         return
-    ids = target_ids(drafter)
+    ids = target_ids(drafter.d2t)
     outside = (ids < 0) | (ids >= config.vocab_size)
     if outside.any():
         index = int(outside.nonzero()[0])
@@ -136,12 +136,12 @@ def own_head(drafter: nn.Module, hidden: Tensor) -> Tensor:
 def scatter_to_vocabulary(drafter: nn.Module, logits: Tensor) -> Tensor:
     """Return logits over the target's vocabulary, -inf for tokens that the drafter does not know."""
     full = logits.new_full((*logits.shape[:-1], drafter.config.vocab_size), -torch.inf)
-    return full.index_copy_(-1, target_ids(drafter), logits)
+    return full.index_copy_(-1, target_ids(drafter.d2t), logits)
 
 
-def target_ids(drafter: nn.Module) -> Tensor:
+def target_ids(d2t: Tensor) -> Tensor:
     """Return the target's id of each token of a reduced vocabulary: ``d2t`` stores the difference."""
-    return drafter.d2t + torch.arange(len(drafter.d2t), device=drafter.d2t.device)
+    return d2t + torch.arange(len(d2t), device=d2t.device)
 
 
 @torch.no_grad()

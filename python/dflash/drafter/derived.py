@@ -1,0 +1,55 @@
+"""Weights that follow from other weights."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["DerivedWeight", "scale_outputs_"]
+
+
+class DerivedWeight(nn.Module):
+    """A tensor that follows from others, at a fixed address. It is computed again only after one of them has changed.
+
+    Tensors that were replaced, or written to where torch counts it, have changed. torch counts neither writes through
+    ``tensor.data`` or raw memory, nor any to a tensor that was made in inference mode. What follows from the latter is
+    computed at every look.
+
+    Args:
+        weight: memory of the right shape.
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("weight", weight, persistent=False)
+        self._seen: list[object] = []
+
+    @torch.no_grad()
+    def follow_(self, sources: Sequence[Tensor], compute: Callable[[], Tensor]) -> None:
+        """Take the value of ``compute``, which makes it from ``sources``, if one of these has changed."""
+        if self._seen == self._look(sources) and not any(map(Tensor.is_inference, sources)):
+            return
+        value = compute()
+        if (value.dtype, value.device) != (self.weight.dtype, self.weight.device):
+            self.weight = value
+        # A write would look like other weights to whoever compares versions, such as the reuse of prefixes.
+        elif not value.is_meta and not torch.equal(self.weight, value):
+            self.weight.copy_(value)
+        self._seen = self._look(sources)
+
+    def _look(self, sources: Sequence[Tensor]) -> list[object]:
+        """Return what differs once a source was replaced or written to, or this module was moved."""
+        versions = [None if tensor.is_inference() else tensor._version for tensor in sources]
+        places = [(id(tensor), tensor.data_ptr(), tensor.dtype, tensor.shape) for tensor in (self.weight, *sources)]
+        return [*places, *versions]
+
+
+def scale_outputs_(drafter: nn.Module) -> None:
+    """Scale a drafter's output projections that have changed, in copies: as good as scaling all values."""
+    scale = drafter.config.attention_value_scale
+    for attention in (layer.self_attn for layer in drafter.layers if scale != 1.0):
+        weight = attention.o_proj.weight
+        attention.scaled_o.follow_([weight], functools.partial(torch.mul, weight, scale))
