@@ -71,7 +71,7 @@ struct DynamicConvParams {
   }
 };
 
-// The same convolution of x, rounded to the storage type, in front of RMSNorm with a residual.
+// Dynamic convolution of x, rounded to the storage type, in front of RMSNorm with a residual.
 struct ConvAddRmsNormParams {
   const void* x;         // [rows, hidden]
   const void* base;      // [width, hidden]
@@ -341,8 +341,8 @@ struct TopCandidatesParams {
   const void* logits;        // [batch, rows, vocab]
   const int64_t* positions;  // [batch, rows]
   const int64_t* seeds;      // [batch]
-  const float* temperature;  // [batch], as if at most the largest float; 0, negative or NaN: logits alone
-  const float* sharpness;    // [batch, levels]; infinity: logits alone; negative or NaN: as if 0
+  const float* temperature;  // [batch], as if at most the largest float; 0, negative or NaN: only logits
+  const float* sharpness;    // [batch, levels]; infinity: only logits; negative or NaN: as if 0
   int64_t* ids;              // [batch, levels, rows, count]
   float* candidate_logits;   // [batch, levels, rows, count]
   void* workspace;           // CUDA only, see top_candidates_workspace()

@@ -172,7 +172,7 @@ def test_weights_are_read_where_a_product_leaves_them(shape, dtype, kernels):
 
 
 def test_the_identity_is_exact_wherever_its_weights_lie(kernels):
-    """A base of an odd address is no reason to add the squares in another order."""
+    """A base of an odd address is not a reason to add the squares in another order."""
     call = identity(draw((1, 3, 64, 2, 32)))
     odd = torch.cat([torch.zeros(1), call["base"].flatten()])[1:].view(2, 64)
     theirs = kernels.add_rms_norm(*(call[name] for name in ("x", "residual", "weight", "eps")))

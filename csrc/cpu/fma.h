@@ -27,7 +27,7 @@ static inline Vec fma_vec(Vec a, Vec b, Vec c) {
 #endif
 }
 
-// The same of one lane.
+// Multiply-add of one lane.
 static inline float fma_one(float a, float b, float c) {
 #if defined(__FMA__) || defined(__aarch64__)
   return __builtin_fmaf(a, b, c);

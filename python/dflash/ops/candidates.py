@@ -33,9 +33,9 @@ def top_candidates(
         logits: ``[batch, rows, vocab]``, float32 or bfloat16. A token at -inf is never a candidate.
         positions: ``[batch, rows]`` int64: the index of the token that each row drafts.
         seeds: ``[batch]`` int64.
-        temperature: ``[batch]`` float32; 0, a negative one or NaN takes the logits alone, and infinity counts as the
+        temperature: ``[batch]`` float32; 0, a negative one or NaN takes only the logits, and infinity counts as the
             largest float.
-        sharpness: ``[batch, levels]`` float32; infinity takes the logits alone, and a negative one or NaN counts as 0.
+        sharpness: ``[batch, levels]`` float32; infinity takes only the logits, and a negative one or NaN counts as 0.
         count: from 1 to `MAX_CANDIDATES`.
 
     Returns:
@@ -110,8 +110,8 @@ def walk_candidates(
         successors: ``[codes, rank]``, the dtype of ``hidden``.
         anchor: ``[batch]`` int64. One outside the codebook adds nothing to its successors' scores.
         ids: ``[batch, sets, slots, count]`` int64 with ``count`` from 1 to `MAX_CANDIDATES`, no token twice in a slot.
-            sets is levels, or 1 for all levels to have the same. An id outside ``[0, codes)`` is no candidate.
-        logits: ``[batch, sets, slots, count]`` float32. A candidate whose score is -inf is none.
+            sets is levels, or 1 for all levels to have the same. An id outside ``[0, codes)`` is not a candidate.
+        logits: ``[batch, sets, slots, count]`` float32. A candidate whose score is -inf is left out.
         positions: ``[batch, slots]`` int64: the index of the token in each slot.
         seeds: ``[batch]`` int64.
         temperature: ``[batch]`` float32, as `select_tokens` takes it.

@@ -44,9 +44,8 @@ def dynamic_conv(x: Tensor, base: Tensor, dynamic: Tensor) -> Tensor:
     rows, wide = x.shape[1], _compute_dtype(x)
     values, size = x.to(wide), x.shape[2] // dynamic.shape[3]
     weights = base.to(wide) + dynamic.to(wide).repeat_interleave(size, -1)
-    total = torch.full(
-        x.shape, -0.0, dtype=wide, device=x.device
-    )  # to which adding zero of either sign gives that zero
+    # Adding zero of either sign to -0.0 gives that zero.
+    total = torch.full(x.shape, -0.0, dtype=wide, device=x.device)
     for i in range(min(base.shape[0], rows)):
         weight, sums = weights[:, i:, i], total[:, i:]
         total[:, i:] = torch.where(weight == 0, sums, sums + weight * values[:, : rows - i])

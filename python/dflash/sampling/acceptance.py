@@ -72,13 +72,14 @@ class RejectionAcceptance:
         device: of the tensors.
 
     Attributes:
+        STREAM: of the noise that proposals are drawn with.
         draft_probabilities: ``[batch, drafts, vocab]`` float32, what the drafts were drawn from.
     """
 
+    STREAM = rejection.DRAFT
+
     def __init__(self, batch: int, drafts: int, vocab_size: int, device: torch.device | str = "cpu") -> None:
         self.draft_probabilities = torch.zeros(batch, drafts, vocab_size, dtype=torch.float32, device=device)
-
-    STREAM = rejection.DRAFT  # of the noise that proposals are drawn with
 
     def draft(self, logits: Tensor, positions: Tensor, sampling: Sampling) -> Tensor:
         """Draw proposals ``[batch, 1, drafts]`` from the drafter's ``logits [batch, drafts, vocab]``."""
