@@ -159,7 +159,8 @@ class RecurrentCache(KVCache):
     Attributes:
         held: ``[batch]`` int64.
         pending: ``[batch]`` int64, of the pass that runs.
-        keep: ``[batch]`` int64, of the pass that runs.
+        keep: ``[batch]`` int64, of the pass that runs. Read it between `begin_pass_` and `end_pass_`, and never write
+            to it: it is one of two tensors, and that of a block's passes holds zeros for good.
         recurrent: layer index -> its buffers.
 
     Args:
@@ -176,10 +177,10 @@ class RecurrentCache(KVCache):
     ) -> None:
         super().__init__(batch_size, capacity)
         self.block_size, self.goes_on = block_size, goes_on
-        self.held, self.pending, self._none, self._some, self._snapshot_at = (
+        self.held, self.pending, self._keeps_none, self._keeps_rows, self._snapshot_at = (
             torch.zeros(batch_size, dtype=torch.int64, device=device) for _ in range(5)
         )
-        self.keep = self._none
+        self.keep = self._keeps_none
         self.recurrent: dict[int, RecurrentLayer] = {}
         self._snapshot: dict[int, list[Tensor]] = {}  # layer index -> copies of what stood at `_snapshot_at`
 
@@ -197,17 +198,19 @@ class RecurrentCache(KVCache):
     def begin_pass_(self, lengths: Tensor, keep: Tensor | None) -> None:
         """Set ``pending`` and ``keep`` for a pass at positions ``lengths [batch]``, of which ``keep`` rows are kept."""
         torch.sub(lengths, self.held, out=self.pending).clamp_(0, self.block_size)
-        self.keep = self._none if keep is None else self._some.copy_(keep)
+        self.keep = self._keeps_none if keep is None else self._keeps_rows.copy_(keep)
 
     def end_pass_(self, lengths: Tensor) -> None:
         """Note where the states stand now. A finished row that was cut back has states that are ahead of it."""
-        torch.maximum(self.held, lengths if self.keep is self._none else lengths + self.keep, out=self.held)
+        reached = lengths if self.keep is self._keeps_none else lengths + self.keep
+        torch.maximum(self.held, reached, out=self.held)
 
     def commit_(self, length: Tensor, num_context: Tensor, path: Tensor | None = None) -> None:
         """Note again where the states stand, in a compiled step.
 
-        Inductor moves the write of `end_pass_` after the op that advances ``lengths`` in place (torch 2.13), and so
-        reads what they are afterwards.
+        Elsewhere `end_pass_` has: ``held`` is where the pass began, which is ``length - num_context`` by now. In a
+        compiled step, Inductor moves that write after the op that advances ``lengths`` in place (torch 2.13), and so
+        notes what they are afterwards.
         """
         if path is not None:
             raise ValueError("recurrent states follow chains only, got the path of a tree: pass path=None")
