@@ -65,25 +65,25 @@ def test_the_text_is_unchanged(variant, steps):
         ]
 
 
-class Watched(dflash.Generator):
-    """Records the inputs of every draft pass."""
-
-    def _draft_logits(self, block, features):
-        logits = super()._draft_logits(block, features)
-        self.passes.append((block.clone(), features.shape[1], logits.argmax(-1)))
-        return logits
-
-
 def test_each_pass_sees_the_fixed_tokens_and_injects_nothing_twice():
     target = make_target("qwen3")
-    generator = Watched(target, make_draft(target), max_length=64, batch_size=2, denoise_steps=4)
+    generator = dflash.Generator(target, make_draft(target), max_length=64, batch_size=2, denoise_steps=4)
     ids, mask = left_padded([prompt(5), prompt(9)])
-    generator.passes = []
+    chain, every = generator.engine.chain, []
+    predict = chain.predict
+
+    def watch(block, features, state):
+        predictions = predict(block, features, state)
+        every.append((block.clone(), features.shape[1], predictions.logits.argmax(-1)))
+        return predictions
+
+    chain.predict = watch
     generator.generate(ids, attention_mask=mask, max_new_tokens=6)
-    assert len(generator.passes) % 4 == 0
+    assert len(every) % 4 == 0
+    assert len(every) >= 8
     mask_id = generator.draft.config.mask_token_id
-    for start in range(0, len(generator.passes), 4):
-        passes = generator.passes[start : start + 4]
+    for start in range(0, len(every), 4):
+        passes = every[start : start + 4]
         assert [context for _, context, _ in passes] == [16, 0, 0, 0]
         unmasked = [(block[:, 1:] != mask_id) for block, _, _ in passes]
         for kept, shown, (block, _, _), (before, _, choice) in zip(
