@@ -30,14 +30,14 @@ class TestCounts:
         observe(auto, [[[5, 6, 0, 8], [5, 6, 7, 8], [5, 0, 7, 8]]], [[5, 6, 7, 8, 9]], [3], [0])
         assert auto.kept.tolist() == [[2, 3, 1]]
         assert (auto.ended - ended).tolist() == [[1, 0, 1]]
-        # The full block and the bonus token were emitted: every draft has ended.
+        # The full block and the bonus token were emitted: nobody knows how far the right drafts would have gone.
         observe(auto, [[[1, 2, 3, 4], [1, 2, 3, 4], [0, 2, 3, 4]]], [[1, 2, 3, 4, 5]], [5], [0])
         assert auto.kept.tolist() == [[6, 7, 1]]
-        assert (auto.ended - ended).tolist() == [[2, 1, 2]]
+        assert (auto.ended - ended).tolist() == [[1, 0, 2]]
         # The row ends after two tokens: no level could have got more right.
         observe(auto, [[[1, 2, 3, 4], [1, 2, 0, 4], [1, 0, 3, 4]]], [[1, 2, 3, 4, 5]], [2], [1])
         assert auto.kept.tolist() == [[8, 9, 2]]
-        assert (auto.ended - ended).tolist() == [[3, 2, 3]]
+        assert (auto.ended - ended).tolist() == [[2, 1, 3]]
 
     def test_a_row_that_is_done_and_nan_proposals_count_nothing(self):
         auto = AutoSharpness(2, 2)
@@ -46,6 +46,15 @@ class TestCounts:
         assert auto.kept.tolist() == [[0] * 3] * 2
         assert (auto.ended - ended).tolist() == [[0] * 3, [1] * 3]
         assert auto.choice.tolist() == [0, 0]
+
+    def test_a_draft_that_fills_a_narrow_block_has_not_ended(self):
+        auto = AutoSharpness(1, 7)
+        right, wrong = [1, 2, 3], [1, 2, 0]
+        for _ in range(4):
+            auto.remember_(torch.tensor([[right, wrong, right]]))
+            auto.observe_(torch.tensor([[1, 2, 3, 4]]), torch.tensor([4]), torch.tensor([0]))
+        assert auto.kept.tolist() == [[12, 8, 12]]
+        assert (auto.ended - auto.ended[:, :1]).tolist() == [[0, 6, 2]], "of 4 drafts, and 2 of the handicap"
 
     def test_rows_choose_separately_and_ties_stay_at_the_first_level(self):
         auto = AutoSharpness(4, 3)

@@ -26,11 +26,11 @@ class AutoSharpness(DraftSampler):
     """Running means of what each sharpness would have had accepted, and the best of them, per row.
 
     The m tokens that a step emits are the target's own whatever was drafted, so a level's proposals are judged on
-    them. Let k be the number of leading proposals that equal them. The level's draft *ended* if k < m, if the whole
-    block was emitted, or if the row is done. If k = m and there is more to come, the draft would have gone further,
-    nobody knows how far, and counts as still running (the level in use always ends). A level's score is tokens kept
-    over drafts ended. That is its mean accepted length where every draft ended, and with unfinished drafts the
-    maximum-likelihood mean of a geometric length: a level is neither charged for drafts that another cut short nor
+    them. Let k be the number of leading proposals that equal them. The level's draft *ended* if the next proposal is
+    wrong, or if the row is done. If there is none to judge, because the level in use was wrong before or the block was
+    too narrow, the draft would have gone further, nobody knows how far, and counts as still running. A level's score is
+    tokens kept over drafts ended. That is its mean accepted length where every draft ended, and with unfinished drafts
+    the maximum-likelihood mean of a geometric length: a level is neither charged for drafts that were cut short nor
     credited with tokens nobody saw. All levels are scored on the same steps, so there is nothing to explore.
 
     A row starts at infinity, and the other levels start two lost drafts behind: within a short answer the means are
@@ -98,7 +98,8 @@ class AutoSharpness(DraftSampler):
         drafted = choices[:, None, :-1]  # a chain may be narrower than the widest
         matches = self.candidates[..., : drafted.shape[2]] == drafted
         kept = torch.minimum(matches.cumprod(-1).sum(-1), emitted)
-        ended = ((kept < emitted) | (done != 0)[:, None]) & (emitted > 0)
+        judged = emitted.clamp(max=drafted.shape[2])
+        ended = ((kept < judged) | (done != 0)[:, None]) & (emitted > 0)
         self.kept.add_(kept)
         self.ended.add_(ended)
         # An earlier level wins a tie on every device: argmax names no order.
