@@ -1,6 +1,7 @@
 """Test that recorded, replayed and late-read steps write exactly what the eager loop writes."""
 
 import gc
+import itertools
 import random
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -194,6 +195,15 @@ class TestGraphContents:
             assert torch.equal(late.generate(ids, **call), expected)
             assert late.runner.graphs <= 2
         assert late.runner.captures == 4
+
+    def test_graphs_of_many_kinds_of_calls_at_four_widths_stay(self):
+        late = Recorded(torch.zeros(1, 1, dtype=torch.int64))
+        late.reads_late = False
+        for _ in range(4):
+            for kind in itertools.product(range(8), (4, 8, 12, 16)):
+                late.launch(lambda: late.report.add_(1), kind)
+                late.read()
+        assert (late.graphs, late.captures) == (32, 32)
 
     def test_one_shot_calls_keep_a_graph_until_they_grow_or_the_target_changes(self, monkeypatch):
         monkeypatch.setattr(generator_module, "Direct", Recorded)

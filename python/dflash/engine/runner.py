@@ -25,7 +25,8 @@ __all__ = ["Direct", "Replay", "compiled_per_kind", "compiled_per_shape", "graph
 
 _CAPTURING = threading.Lock()  # captures and watches change settings of the whole process
 _WARM_UPS = 2  # real steps before a capture: one makes what is made at first use, one is watched
-_MAX_GRAPHS = 16  # the least recently used goes first
+# The least recently used goes first. Four widths (`block_size="auto"`) of eight kinds of calls.
+_MAX_GRAPHS = 32
 
 
 def _is_dead(kind: Hashable) -> bool:
