@@ -71,9 +71,12 @@ def reference_drafter(config: dict, weights: dict[str, Tensor]) -> tuple[ModuleT
     spec = importlib.util.spec_from_file_location("dflash_reference_package", _REFERENCE)
     sys.modules[spec.name] = package = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(package)
+    is_second = "candidate_selector.hidden_projection.weight" in weights
+    kind = package.DFlash2DraftModel if is_second else package.DFlashDraftModel
     with torch.device(weights["fc.weight"].device):
-        model = package.DFlashDraftModel(Qwen3Config(**config)).eval()
-    model.load_state_dict(weights, assign=True)
+        model = kind(Qwen3Config(**config)).eval()
+    named = {f"{name}.weight" if name.endswith("codebook") else name: tensor for name, tensor in weights.items()}
+    model.load_state_dict(named, assign=True)
     return package, model
 
 

@@ -14,6 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from baseline import prompt
+from draft_variants import random_drafter
+from families import draft_config, make_target
+from tiny_pair import save_pair
 
 import dflash
 from dflash import ops
@@ -77,14 +81,29 @@ def test_steps_on_cpu_are_timed_beside_the_reference_package(bench):
         assert all(math.isfinite(float(row[column])) for column in (3, 4))
 
 
+@pytest.mark.usefixtures("reference_package")
+@pytest.mark.parametrize("variant", ["Qwen3-4B", "DFlash2"])
+def test_the_reference_package_answers_with_drafters_of_both_generations(variant, monkeypatch):
+    monkeypatch.syspath_prepend(BENCH)
+    target, ids = make_target("qwen3"), prompt(9)[None]
+    config = draft_config(target, variant)
+    weights = random_drafter(config).state_dict()
+    answer = importlib.import_module("peers").reference_loop(config, weights, target, 0.0, 12)
+    out, lengths = answer(ids)
+    assert torch.equal(out, target.generate(ids, do_sample=False, max_new_tokens=12))
+    assert sum(lengths) == 11, "the first token comes from the prompt"
+
+
 def test_both_generations_of_drafters_are_timed_part_by_part(bench):
     lines = bench("bench_draft_pass.py", "--hidden", 128, "--vocab", 300, "--seconds", 0.01)
     assert [line.split("float32")[1].split()[0] for line in lines[2:]] == ["layers", "logits", "proposal", "proposal,"]
     assert all(float(line.split()[-1].removesuffix("x")) > 0 for line in lines[2:])
 
 
-def test_trees_are_measured_next_to_the_chain(bench):
-    arguments = ["--prompts", 1, "--new", 12, "--rows", 4, "auto", "--noise", 0.4, "--chain-steps", 99]
+def test_trees_are_measured_next_to_the_chain(bench, tmp_path):
+    pair = save_pair(tmp_path)  # of the first generation, whatever the package's is: no other grows trees
+    (pair / "prompts.jsonl").write_text('{"prompt": "w5 w6"}\n')
+    arguments = ["--pair", pair, "--prompts", 1, "--new", 12, "--rows", 4, "auto", "--noise", 0.4, "--chain-steps", 99]
     lines = bench("bench_trees.py", *arguments)
     rows = {line[:10].strip(): line[10:].split() for line in lines[2:]}
     assert list(rows) == ["chain", "tree 4", "tree auto"]
