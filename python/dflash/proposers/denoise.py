@@ -3,6 +3,9 @@
 After each pass but the last, the most confident tokens of the block stay, the others are masked again, and the drafter
 runs once more. How many stay is fixed in advance, so that no shape and no branch depends on data. Every pass costs one
 forward pass of the drafter; the text stays the same.
+
+A token's confidence is its probability by the drafter's logits. Where a selector or a Markov head chose it by more than
+these (`dflash.proposers.predictions.LinkedPredictions`), what they add does not count.
 """
 
 from __future__ import annotations
