@@ -1,4 +1,4 @@
-"""One-token decoding with only transformers: its own cache and attention, one row, one token at a time."""
+"""One-token decoding with only transformers: its own cache and attention, one row, one token at a time; and prompts."""
 
 import torch
 
@@ -67,3 +67,10 @@ def left_padded(prompts: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor
     ids = torch.stack([torch.cat([p.new_zeros(longest - len(p)), p]) for p in prompts])
     mask = torch.stack([torch.arange(longest) >= longest - len(p) for p in prompts]).long()
     return ids, mask
+
+
+def check_answers(output: torch.Tensor, width: int, expected: list[torch.Tensor]) -> None:
+    """Assert that each row of ``output [batch, length]`` holds its answer after ``width`` tokens, then zeros only."""
+    for row, answer in zip(output, expected, strict=True):
+        assert row[width : width + len(answer)].tolist() == answer.tolist()
+        assert row[width + len(answer) :].eq(0).all()

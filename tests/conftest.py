@@ -13,6 +13,7 @@ if processes := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
 
 import pytest
 import torch
+from baseline import greedy, prompt
 from families import make_draft, make_target
 from filelock import FileLock
 from op_checks import CUDA_DTYPES, DTYPES, Cuda, Emulated
@@ -164,3 +165,15 @@ def target() -> PreTrainedModel:
 def draft(target) -> Drafter:
     """Return a random drafter for `target`."""
     return make_draft(target)
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[torch.Tensor]:
+    """Return prompts of 1, 16 and 40 tokens."""
+    return [prompt(length, seed=31) for length in (1, 16, 40)]
+
+
+@pytest.fixture(scope="module")
+def plain(request, target, prompts) -> list[torch.Tensor]:
+    """Return the target's own answers to the prompts, of as many tokens as the test module's ``NEW``."""
+    return [greedy(target, p, request.module.NEW) for p in prompts]

@@ -216,8 +216,8 @@ class ScriptedProposer(ChainProposer):
             is_spoiled = (positions % self.spoil == 0) & (positions >= self.spoil_from)
             truth = torch.where(is_spoiled, (truth + 1) % vocab, truth)
         drafts = torch.where(drafts >= -1, truth, drafts)
-        state.block[:, 1 : self.rows].copy_(drafts)
-        return Block(state.block if self.rows == self.block_size else torch.cat([state.anchor, drafts], 1))
+        is_whole = self.rows == self.block_size
+        return Block(torch.cat([state.anchor, drafts], 1, out=state.block if is_whole else None))
 
 
 class Cheat(dflash.Generator):
@@ -247,3 +247,28 @@ class Cheat(dflash.Generator):
     @spoil.setter
     def spoil(self, spoil: int) -> None:
         self.engine.chain.spoil = spoil
+
+
+def hinted(target, draft, texts: list[torch.Tensor], spoil: int = 5, **options) -> dflash.Generator:
+    """Return a generator whose drafter knows each row's text but for every ``spoil``-th token; a selector knows it too.
+
+    What it drafts is drawn from its logits as ever, in which the text stands out.
+    """
+    options = {"max_length": 110, "batch_size": len(texts)} | options
+    generator = dflash.Generator(target, draft, **options)
+    script = torch.zeros(len(texts), options["max_length"] + 20, dtype=torch.int64)
+    for row, text in enumerate(texts):
+        script[row, : len(text)] = text
+    chain = generator.engine.chain
+    predict = chain.predict
+
+    def hint(block, features, state):
+        predictions = predict(block, features, state)
+        positions = state.positions(predictions.logits.shape[1])
+        more = torch.where(positions % spoil == 0, 0.0, 40.0).to(predictions.logits.dtype)
+        known = script.gather(1, positions.clamp(max=script.shape[1] - 1))
+        predictions.logits = predictions.logits.scatter_add(-1, known[..., None], more[..., None])
+        return predictions
+
+    chain.predict = hint
+    return generator

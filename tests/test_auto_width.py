@@ -7,15 +7,16 @@ import math
 
 import pytest
 import torch
-from baseline import greedy, left_padded, prompt, sampled
+from baseline import check_answers, greedy, left_padded, prompt, sampled
 from draft_variants import HIDDEN, config_dict, random_drafter, sliding
-from families import Cheat, make_draft, make_target
+from families import Cheat, hinted, make_draft, make_target
 from recorded import no_host_reads, record
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import dflash
 from dflash.engine import context_bucket
-from dflash.engine.budget import WidthBudget
+from dflash.engine.budget import WidthBudget, measured_costs
 from dflash.engine.state import RowReport
 from dflash.proposers import chain_widths
 from dflash.sampling import fold
@@ -26,21 +27,6 @@ WIDTHS = (4, 8, 12, 16)
 STEEP = {4: 1.0, 8: 1.4, 12: 1.9, 16: 2.4}  # every row takes its own time
 FLAT = dict.fromkeys(WIDTHS, 1.0)  # reading the weights takes all of it
 EQUAL = {4: 1.0, 16: 1.0}
-
-
-@pytest.fixture(scope="module")
-def prompts() -> list[Tensor]:
-    return [prompt(length, seed=31) for length in (1, 16, 40)]
-
-
-@pytest.fixture(scope="module")
-def plain(target, prompts) -> list[Tensor]:
-    return [greedy(target, p, NEW) for p in prompts]
-
-
-def check(output: Tensor, width: int, expected: list[Tensor]) -> None:
-    for row, answer in zip(output, expected, strict=True):
-        assert row[width : width + len(answer)].tolist() == answer.tolist()
 
 
 def cheat(target, draft, prompts, answers, **options) -> Cheat:
@@ -151,7 +137,7 @@ def test_the_width_falls_where_drafts_get_worse_with_length(target, draft):
     generator = cheat(target, draft, [p], [answer], max_length=300, block_size=STEEP)
     generator.engine.chain.spoil, generator.engine.chain.spoil_from = 3, 200
     output = generator.generate(p[None], max_new_tokens=new, return_dict_in_generate=True)
-    check(output.sequences, 40, [answer])
+    check_answers(output.sequences, 40, [answer])
     statistics, at = output.statistics, 40
     rows = {True: [], False: []}
     for width, count in zip(statistics.rows, statistics.acceptance_lengths[0], strict=True):
@@ -174,12 +160,10 @@ def test_the_width_falls_where_drafts_get_worse_with_length(target, draft):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_the_text_is_the_same_at_changing_widths(target, draft, prompts, plain, temperature):
+def test_the_text_is_the_same_at_changing_widths(target, draft, prompts, plain, drawn, temperature):
     ids, mask = left_padded(prompts)
     generator = dflash.Generator(target, draft, max_length=100, batch_size=3, block_size=FLAT)
-    expected = plain
-    if temperature:
-        expected = [sampled(target, p, NEW, fold(3, row), temperature) for row, p in enumerate(prompts)]
+    expected = drawn if temperature else plain
     events = cycling(generator, ids, (16, 4, 12, 8), attention_mask=mask, temperature=temperature, seed=3)
     for row, answer in enumerate(expected):
         assert written(events, row) == answer.tolist()
@@ -223,25 +207,50 @@ def test_recurrent_states_follow_changing_widths(family):
     assert events[-1].statistics.acceptance_length > 4
 
 
-def test_other_ways_to_draft_keep_the_text(target, draft, prompts, plain):
-    ids, mask = left_padded(prompts)
-    generator = dflash.Generator(target, draft, max_length=100, batch_size=3, block_size=FLAT)
-    ways = ({"denoise_steps": 3}, {"draft_sharpness": 1.0}, {"logits_processor": [lambda ids, scores: scores]})
-    for way in ways:
-        events = cycling(generator, ids, attention_mask=mask, **way)
-        for row, answer in enumerate(plain):
-            assert written(events, row) == answer.tolist()
+@pytest.fixture(scope="module")
+def drawn(target, prompts) -> list[Tensor]:
+    """Return what one-token decoding writes after the prompts at temperature 1."""
+    return [sampled(target, p, NEW, fold(3, row), 1.0) for row, p in enumerate(prompts)]
 
 
-def test_a_second_generation_drafter_changes_width(target, plain, prompts):
-    draft = make_draft(target, "DFlash2")
+def check_cycling(target, draft, prompts, answers, **call) -> None:
+    """Check the text at changing widths of a drafter that knows six tokens of seven."""
     ids, mask = left_padded(prompts)
-    generator = dflash.Generator(target, draft, max_length=100, batch_size=3, block_size="auto")
+    texts = [torch.cat(pair) for pair in zip(prompts, answers, strict=True)]
+    generator = hinted(target, draft, texts, spoil=7, block_size="auto")
     widths = chain_widths(generator.block_size)
     generator.engine.widths = dict.fromkeys(widths, 1.0)
-    events = cycling(generator, ids, widths, attention_mask=mask)
-    for row, answer in enumerate(plain):
+    events = cycling(generator, ids, (widths[3], widths[0], widths[2], widths[1]), attention_mask=mask, **call)
+    for row, answer in enumerate(answers):
         assert written(events, row) == answer.tolist()
+    assert events[-1].statistics.acceptance_length > 3
+
+
+@pytest.mark.parametrize(
+    "way",
+    [{"denoise_steps": 3}, {"draft_sharpness": 1.0}, {"logits_processor": [lambda ids, scores: scores]}],
+    ids=lambda way: ", ".join(way),
+)
+def test_other_ways_to_draft_keep_the_text(target, draft, prompts, drawn, way):
+    check_cycling(target, draft, prompts, drawn, temperature=1.0, seed=3, **way)
+
+
+@pytest.mark.parametrize(
+    "rule", [{"repetition_penalty": 1.4}, {"no_repeat_ngram_size": 2}], ids=lambda rule: next(iter(rule))
+)
+def test_rules_that_read_the_block_read_its_changing_widths(target, draft, prompts, drawn, rule):
+    ids, mask = left_padded(prompts)
+    call = {"temperature": 1.0, "seed": 3, **rule}
+    one = dflash.Generator(target, None, max_length=100, batch_size=3)
+    answers = list(one.generate(ids, attention_mask=mask, max_new_tokens=NEW, **call)[:, ids.shape[1] :])
+    assert any(ours.tolist() != plain.tolist() for ours, plain in zip(answers, drawn, strict=True)), "it should matter"
+    check_cycling(target, draft, prompts, answers, **call)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_second_generation_drafter_changes_width(target, plain, drawn, prompts, temperature):
+    answers = drawn if temperature else plain
+    check_cycling(target, make_draft(target, "DFlash2"), prompts, answers, temperature=temperature, seed=3)
 
 
 def test_a_conversation_continues_after_changing_widths(target, draft, prompts, plain):
@@ -250,7 +259,7 @@ def test_a_conversation_continues_after_changing_widths(target, draft, prompts, 
     ids = torch.cat([prompts[1], torch.tensor(written(events, 0)), prompt(5)])
     expected = greedy(target, ids, NEW)
     output = generator.generate(ids[None], max_new_tokens=NEW, return_dict_in_generate=True)
-    check(output.sequences, len(ids), [expected])
+    check_answers(output.sequences, len(ids), [expected])
     assert output.statistics.num_prefilled_tokens[0] <= 6
 
 
@@ -267,6 +276,23 @@ def test_a_step_of_every_width_neither_waits_nor_reads(target, draft, prompts):
             generator.step()
 
 
+def test_a_narrow_block_is_written_once(target, draft, prompts):
+    generator = dflash.Generator(target, draft, max_length=100, block_size=FLAT)
+    next(generator.stream(prompts[1][None], max_new_tokens=NEW))
+    copies = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            copies.extend([func] * (func is torch.ops.aten.copy_.default))
+            return func(*args, **(kwargs or {}))
+
+    generator.engine.chain.rows = 4
+    with torch.no_grad(), Watch():
+        block = generator.engine.chain.propose(generator.state)
+    assert block.ids.shape == (1, 4)
+    assert not copies
+
+
 def test_steps_are_captured_once_per_width(target, draft, prompts, plain):
     ids, mask = left_padded(prompts)
     generator = record(cheat(target, draft, prompts, plain, block_size=EQUAL))
@@ -279,6 +305,8 @@ def test_steps_are_captured_once_per_width(target, draft, prompts, plain):
 
 
 def test_the_compiled_step_follows_the_width(monkeypatch):
+    """``fullgraph=True`` raises where dynamo would break the graph; what a backend makes of it is tested elsewhere."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
     torch._dynamo.reset()
     target = make_target("qwen3", num_hidden_layers=1)
     draft, prompts = make_draft(target), [prompt(5), prompt(9)]
@@ -319,21 +347,37 @@ def test_costs_are_measured_once_per_length_and_leave_the_text_as_it_was(target,
     monkeypatch.setattr("dflash.engine.budget._ROUNDS", 1)
     for length in (40, 60, 270, 50, 280):
         p = prompt(length)
-        check(generator.generate(p[None], max_new_tokens=NEW), length, [greedy(target, p, NEW)])
+        check_answers(generator.generate(p[None], max_new_tokens=NEW), length, [greedy(target, p, NEW)])
     assert len(generator.engine.costs) == 2
     for costs in generator.engine.costs.values():
         assert sorted(costs) == list(WIDTHS)
         assert min(costs.values()) > 0
 
 
-def test_several_passes_have_costs_of_their_own(target, draft, prompts, monkeypatch):
-    found = iter([{16: 1.0}, {4: 1.0}])
+def test_each_way_to_draft_has_costs_of_its_own(target, draft, prompts, monkeypatch):
+    found = iter([{16: 1.0}, {4: 1.0}, {8: 1.0}])
     step = importlib.import_module("dflash.engine.step")
     monkeypatch.setattr(step, "measured_costs", lambda *_: next(found))
     generator = dflash.Generator(target, draft, max_length=100, block_size="auto")
-    for passes, width in ((1, 16), (2, 4), (1, 16)):
-        call = {"max_new_tokens": 4, "denoise_steps": passes, "return_dict_in_generate": True}
-        assert set(generator.generate(prompts[1][None], **call).statistics.rows) == {width}
+    sampled = {"temperature": 1.0, "seed": 3}
+    for way, width in (
+        ({}, 16), ({"denoise_steps": 2}, 4), ({**sampled, "draft_sharpness": "auto"}, 8), ({}, 16),
+        ({**sampled, "draft_sharpness": 1.0}, 16), ({**sampled, "draft_sharpness": "auto"}, 8),
+    ):  # fmt: skip
+        output = generator.generate(prompts[1][None], max_new_tokens=4, return_dict_in_generate=True, **way)
+        assert set(output.statistics.rows) == {width}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "turns"),
+    [(1.0, [2, 2, 2, 2]), (0.2, [3, 2, 2, 2]), (0.06, [3, 3, 3, 3, 1, 1, 1, 1])],
+)
+def test_measuring_slow_steps_ends_with_a_warm_one_of_each_width(seconds, turns):
+    """The first step of each width takes longer, here by nothing, and is not counted."""
+    taken = []
+    costs = measured_costs(lambda rows: taken.append(rows) or seconds, 1, WIDTHS, math.inf)
+    assert costs == dict.fromkeys(WIDTHS, seconds)
+    assert taken == [width for width, steps in zip(itertools.cycle(WIDTHS), turns, strict=False) for _ in range(steps)]
 
 
 def test_costs_can_be_given_at_every_door(target, draft, prompts, plain):
@@ -345,7 +389,7 @@ def test_costs_can_be_given_at_every_door(target, draft, prompts, plain):
         functools.partial(target.generate, block_size={5: 1.0}, **one_shot),
     ):
         output = generate(p, **call)
-        check(output.sequences, 16, plain[1:2])
+        check_answers(output.sequences, 16, plain[1:2])
         assert set(output.statistics.rows) == {5}
     *_, last = dflash.stream(target, draft, p, max_new_tokens=NEW, block_size={5: 1.0, 6: 1e-9})
     assert last.statistics.rows[-1] == 6

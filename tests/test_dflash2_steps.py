@@ -4,7 +4,7 @@ import pytest
 import torch
 from baseline import greedy, left_padded, prompt, sampled
 from draft_variants import random_tensors, save_checkpoint
-from families import VOCAB, draft_config, make_draft, make_target
+from families import VOCAB, draft_config, hinted, make_draft, make_target
 from recorded import no_host_reads, record
 
 import dflash
@@ -39,27 +39,6 @@ def draft(request, target, tmp_path_factory):
     tensors["d2t"] = KNOWN - torch.arange(len(KNOWN))
     folder = tmp_path_factory.mktemp("draft")
     return dflash.load_draft(save_checkpoint(folder, config | {"draft_vocab_size": len(KNOWN)}, tensors))
-
-
-def hinted(target, draft, rows: list[torch.Tensor], spoil: int = 5, **options) -> dflash.Generator:
-    """Return a generator whose drafter knows the text at all but every ``spoil``-th position, its selector included."""
-    generator = dflash.Generator(target, draft, max_length=110, batch_size=len(rows), **options)
-    script = torch.zeros(len(rows), 130, dtype=torch.int64)
-    for row, text in enumerate(rows):
-        script[row, : len(text)] = text
-    chain = generator.engine.chain
-    predict = chain.predict
-
-    def hint(block, features, state):
-        predictions = predict(block, features, state)
-        positions = state.positions(chain.num_drafts)
-        more = torch.where(positions % spoil == 0, 0.0, 40.0).to(predictions.logits.dtype)
-        known = script.gather(1, positions.clamp(max=script.shape[1] - 1))
-        predictions.logits = predictions.logits.scatter_add(-1, known[..., None], more[..., None])
-        return predictions
-
-    chain.predict = hint
-    return generator
 
 
 @pytest.fixture(scope="module")

@@ -61,7 +61,8 @@ class Generator:
         max_length: prompt and new tokens of a row together may not exceed this.
         batch_size: the most rows of a call.
         block_size: rows that a step verifies, 1 to the drafter's own block size (the default); 1 without a drafter.
-            ``"auto"``, or costs by width, chooses before each step (`dflash.generate`); the attribute is the largest.
+            ``"auto"``, or costs by width, chooses before each step (see `dflash.generate`, also for what follows in
+            bf16); the attribute is the largest.
         denoise_steps: passes of the drafter over each block, where a call does not say
             (`dflash.call.GenerateArguments`).
         tree: rows of a tree of drafts, ``"auto"``, or costs by size, where a call does not say

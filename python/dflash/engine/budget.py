@@ -23,7 +23,7 @@ _NEW = 0.2
 _EQUAL = 0.97
 # No tree that was measured emits half as much again from twice the rows.
 _MOST_PER_DOUBLING = 1.5
-# Turns per size, unless this many seconds have passed.
+# Turns per size, unless steps have taken this many seconds.
 _ROUNDS, _SECONDS = 8, 0.5
 # The first step of a turn finds the caches full of another size's data. With the package's pair on a busy machine, 32
 # rows took 1.13 times as long as 16 by one step per turn, 1.18 by two, 1.21 by three and by four (means of 7).
@@ -31,7 +31,7 @@ _STEPS_PER_TURN = 3
 # Context lengths below this are one bucket; from there on each power of two begins another.
 _FIRST_BUCKET = 256
 # Weight that is left to a chain's steps by each step after them: the last 20 count most. Without this, a width could
-# never grow again: what wider blocks would do is no longer seen.
+# never grow again: narrow blocks show nothing of what wider ones would do.
 _FADING = 1 - 1 / 20
 # Steps that a bucket takes over from its neighbour at most.
 _FROM_NEIGHBOUR = 8.0
@@ -188,26 +188,30 @@ def measured_costs(
     """Return the seconds of a step by size, up to the first that costs too much ever to be worth it.
 
     The sizes take turns, and the shortest time of each counts: other work on the machine comes and goes, and only ever
-    makes a step longer.
+    makes a step longer. Each size takes its first steps and one more, however long these are. What is taken beyond that
+    ends with the step by which all but the first steps have had their time.
 
     Args:
         time_step: takes a step of so many rows, and returns its seconds.
-        warm_ups: the first steps of each size that take longer.
+        warm_ups: the first steps of each size, which take longer.
         sizes: in ascending order.
         most_per_doubling: the most that a size may cost of half its rows.
     """
     shortest: dict[int, float] = {}
+    rounds, spent = 0, 0.0
 
     def is_worth_it(size: int) -> bool:
         return size // 2 not in shortest or shortest[size] <= most_per_doubling * shortest[size // 2]
 
-    rounds, spent = 0, 0.0
     while rounds < _ROUNDS and spent < _SECONDS:
         for size in sizes:
-            steps = _STEPS_PER_TURN if size in shortest else max(_STEPS_PER_TURN, warm_ups + 1)
-            seconds = min(time_step(size) for _ in range(steps))
-            shortest[size] = min(seconds, shortest.get(size, seconds))
-            spent += _STEPS_PER_TURN * seconds
+            needed = 1 if size in shortest else warm_ups + 1
+            for taken in range(max(_STEPS_PER_TURN, needed)):
+                if taken >= needed and spent >= _SECONDS:
+                    break
+                seconds = time_step(size)
+                spent += seconds if taken + 1 >= needed else 0.0
+                shortest[size] = min(seconds, shortest.get(size, seconds))
             if not is_worth_it(size):
                 break  # of this round: its time may have been an accident
         rounds += 1

@@ -77,7 +77,7 @@ class Engine:
         proposer: the one of the call.
         budget: chooses the rows of a tree or of a chain as the call proceeds; None where they are fixed.
         costs: what a step of each size was measured to take, by all that it depends on: how steps are launched; with
-            chains also the passes of the drafter and the context length.
+            chains also how they are drafted and the context length.
         rules: the logit rules of the call.
         host_rules: Python processors and criteria of the call; None for none.
         acceptance: chooses the target's tokens.
@@ -212,7 +212,7 @@ class Engine:
         if self.budget is None or self.budget.costs:
             return
         is_tree = isinstance(self.budget, TreeBudget)
-        kind = manner if is_tree else (manner, self.chain.schedule, context_bucket(length))
+        kind = manner if is_tree else (manner, self.chain.way, context_bucket(length))
         if kind not in self.costs:
             self.costs[kind] = self._measure_costs(time_step, warm_ups)
         self.budget = TreeBudget(self.costs[kind]) if is_tree else self._width_budget(self.costs[kind])

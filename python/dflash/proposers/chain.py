@@ -63,6 +63,11 @@ class ChainProposer(DraftPass):
         return denoise.schedule(self.rows - 1, self.passes)
 
     @property
+    def way(self) -> Hashable:
+        """What the branches of `propose` depend on, besides the rules and the rows."""
+        return type(self.sampler), self.passes
+
+    @property
     def kind(self) -> Hashable:
         """What the branches of `propose` depend on, besides the rules."""
         return type(self.sampler), self.rows, self.schedule
@@ -87,11 +92,8 @@ class ChainProposer(DraftPass):
                 masked = torch.where(known, drafts.clamp(min=0), mask)
                 features = features[:, :0]
         self.sampler.remember_(candidates)
-        if self.rows == state.block.shape[1]:
-            return Block(torch.cat([anchor, drafts], 1, out=state.block))
-        ids = torch.cat([anchor, drafts], 1)
-        state.block[:, : self.rows].copy_(ids)
-        return Block(ids)
+        is_whole = self.rows == state.block.shape[1]
+        return Block(torch.cat([anchor, drafts], 1, out=state.block if is_whole else None))
 
     def observe_(self, choices: Tensor, state: State) -> None:
         """Let the sampler learn from the target's ``choices [batch, rows]``."""
