@@ -1,16 +1,25 @@
 """Test that both checkpoint layouts hold the same drafter, and refuse what they cannot express."""
 
 import json
-import re
 import sys
 
 import pytest
 import safetensors.torch
 import torch
-from draft_variants import DFLASH2_VARIANTS, VARIANTS, config_dict, random_tensors, save_checkpoint, sliding
+from draft_variants import (
+    DFLASH2_VARIANTS,
+    VARIANTS,
+    config_dict,
+    dspark_dict,
+    random_tensors,
+    save_checkpoint,
+    sliding,
+)
 
 import dflash
 from dflash import DraftConfig, cli
+from dflash.drafter import vllm_causality
+from dflash.train.engines import engine_warnings, vllm_command
 from dflash.train.export import export
 
 EXPRESSIBLE = ["Qwen3-4B", "Kimi-K2.5", "Llama-3.1-8B", "gpt-oss-20b", "one-layer", "dflash_config.causal-false"]
@@ -103,24 +112,80 @@ def test_the_export_does_not_warn_of_a_dflash2_drafter(tmp_path, recwarn):
     assert not recwarn.list
 
 
-@pytest.mark.parametrize(
-    ("kinds", "given", "message"),
-    [
-        ("ff", False, "vLLM runs every layer of the original checkpoint causal, .* is false there"),
-        ("ss", None, "vLLM runs every layer of the original checkpoint non-causal, .* is missing there"),
-        ("ss", False, None),
-        ("ff", True, None),
-        ("ff", None, None),
-    ],
-)
-def test_the_export_warns_where_vllm_reads_causality_differently(tmp_path, recwarn, kinds, given, message):
-    """VLLM takes one rule for all layers; the speculators library and this package for sliding ones only."""
+def speculators_folder(folder, kinds: str, **changes):
+    """Save a checkpoint of the speculators layout whose layers are of these kinds."""
     layer = config_dict(**sliding(kinds, 6), architectures=None, dflash_config=None, block_size=None, auto_map=None)
+    layer |= {"is_causal": changes.pop("is_causal")} if "is_causal" in changes else {}
     config = {"speculators_model_type": "dflash", "transformer_layer_config": layer, "block_size": 8}
     config |= {"aux_hidden_state_layer_ids": [2, 3], "mask_token_id": 5, "draft_vocab_size": 101}
-    checkpoint(tmp_path / "draft", config if given is None else config | {"sliding_window_non_causal": given})
-    export(tmp_path / "draft", tmp_path / "out", "published")
-    assert [bool(re.search(message or "", str(one.message))) for one in recwarn.list] == ([True] if message else [])
+    return checkpoint(folder, config | changes)
+
+
+SPARK = {"speculators_model_type": "dspark", "markov_rank": 4}
+KEY = "sliding_window_non_causal"
+
+
+@pytest.mark.parametrize(
+    ("kinds", "given", "theirs", "reason"),
+    [
+        ("ff", {KEY: False}, [True, True], "one rule for all layers, and sliding_window_non_causal is false there"),
+        ("ss", {}, [False, False], "one rule for all layers, and sliding_window_non_causal is missing there"),
+        ("ff", {KEY: None}, [True, True], "one rule for all layers, and sliding_window_non_causal is null there"),
+        ("ss", SPARK | {KEY: True}, [True, True], "does not read sliding_window_non_causal of DSpark drafters"),
+        ("ss", {KEY: False}, None, None),
+        ("ff", {KEY: True}, None, None),
+        ("ff", {}, None, None),
+        ("ff", {"is_causal": True, KEY: False}, None, None),
+        ("ss", {"is_causal": True}, None, None),
+        ("sf", SPARK | {KEY: False}, None, None),
+        ("ff", SPARK | {KEY: False}, None, None),
+        ("ss", SPARK | {KEY: True, "is_causal": False}, None, None),
+    ],
+)
+def test_the_export_warns_where_vllm_reads_causality_differently(tmp_path, recwarn, kinds, given, theirs, reason):
+    """VLLM reads ``is_causal``, then one rule for all layers, which it does not read for DSpark."""
+    export(speculators_folder(tmp_path / "draft", kinds, **given), tmp_path / "out", "published")
+    told = [str(one.message) for one in recwarn.list]
+    if theirs is None:
+        assert not told
+    else:
+        assert len(told) == 1
+        assert f"takes the layers of the original checkpoint for causal {theirs}, because it" in told[0]
+        assert reason in told[0]
+        assert f"this package read {[not causal for causal in theirs]}" in told[0]
+
+
+@pytest.mark.parametrize(("kinds", "causal"), [("ss", True), ("ss", False), ("ff", False), ("sf", False)])
+@pytest.mark.parametrize("kind", ["dflash", "dflash2", "dspark"])
+def test_vllm_reads_the_causality_of_an_export_as_this_package_does(tmp_path, recwarn, kind, kinds, causal):
+    more = {"dflash": {}, "dflash2": {"selector_top_k": 5, "selector_rank": 4}, "dspark": SPARK}[kind]
+    folder = speculators_folder(
+        tmp_path / "draft", kinds, is_causal=causal, **{KEY: not causal, "speculators_model_type": kind} | more
+    )
+    export(folder, tmp_path / "out", "speculators", target="owner/target")
+    written = read(tmp_path / "out")
+    assert written["transformer_layer_config"]["is_causal"] is causal
+    assert written[KEY] is not causal, "the speculators library reads this key only"
+    assert vllm_causality(written, 2) == dflash.load_draft(tmp_path / "out").config.causal == (causal, causal)
+    assert not recwarn.list
+
+
+def test_a_mixture_of_causal_and_other_layers_is_exported_for_dspark_only(tmp_path):
+    """VLLM and the speculators library take sliding layers of DSpark drafters for causal, and full ones not."""
+    folder = speculators_folder(tmp_path / "draft", "sf", **SPARK, **{KEY: False})
+    export(folder, tmp_path / "out", "speculators", target="owner/target")
+    written = read(tmp_path / "out")
+    assert (written[KEY], written["transformer_layer_config"].get("is_causal")) == (False, None)
+    assert vllm_causality(written, 2) == dflash.load_draft(tmp_path / "out").config.causal == (True, False)
+
+
+def test_vllm_runs_dflash_2_drafters_as_dflash_and_refuses_an_anchor_that_predicts():
+    """Its method dspark would run neither their convolutions nor their selector."""
+    sizes = {"speculators_model_type": "dflash2", "selector_top_k": 5, "selector_rank": 4}
+    config = DraftConfig.from_config(speculators(**sizes, sample_from_anchor=True))
+    assert '"method": "dflash"' in vllm_command("owner/target", "owner/draft", config)
+    assert [told.partition(" whose")[0] for told in engine_warnings(config)] == ["vLLM refuses DFlash 2 drafters"]
+    assert engine_warnings(DraftConfig.from_config(speculators(**sizes))) == []
 
 
 def test_both_layouts_store_windows(tmp_path):
@@ -149,7 +214,9 @@ def test_causality_is_stated_where_sglang_reads_it(tmp_path):
             VARIANTS["Qwen3.6-27B"],
             r"one rule of causality for all layers .*\[True, True, False\] with windows \[7, 7, 0\]",
         ),
-        (VARIANTS["is_causal-true-with-window"], r"causal \[True, True\] with windows \[6, 0\]"),
+        (DFLASH2_VARIANTS["DFlash2-causal"], r"one rule of causality for all layers .*\[True, False\]"),
+        (VARIANTS["is_causal-true-with-window"], r"full layers .* are never causal, .*\[True, True\] with .*\[6, 0\]"),
+        (dspark_dict(is_causal=True), r"full layers .* are never causal, .*\[True, True, True\]"),
     ],
 )
 def test_a_config_that_the_layout_cannot_express_is_refused(tmp_path, config, message):
