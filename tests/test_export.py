@@ -196,6 +196,46 @@ def test_both_layouts_store_windows(tmp_path):
         assert dflash.load_draft(tmp_path / f"{name}-out").config == drafter.config
 
 
+def flat(config: dict) -> dict:
+    """Return a config with the keys of its ``dflash_config`` at the top level, where they are read too."""
+    return {key: value for key, value in config.items() if key != "dflash_config"} | config["dflash_config"]
+
+
+@pytest.mark.parametrize(
+    ("config", "section"),
+    [
+        (flat(DFLASH2_VARIANTS["DFlash2-scaled"]), DFLASH2_VARIANTS["DFlash2-scaled"]["dflash_config"]),
+        (config_dict(attention_value_scale=0.7), {"attention_value_scale": 0.7}),
+        (config_dict(add_swa_attention_sink_bias=True), {"attention_sink_bias": True}),
+    ],
+    ids=["DFlash 2", "value scale", "sinks"],
+)
+def test_what_stands_at_the_top_level_is_stated_where_vllm_reads_it(tmp_path, config, section):
+    drafter = dflash.load_draft(checkpoint(tmp_path / "draft", config))
+    export(tmp_path / "draft", tmp_path / "out", "published")
+    written = read(tmp_path / "out")["dflash_config"]
+    assert {key: written.get(key) for key in section} == section
+    assert same(dflash.load_draft(tmp_path / "out"), drafter)
+
+
+def test_copies_of_a_key_agree_in_the_export(tmp_path):
+    """Readers differ in which of two copies they take. This package takes the inner one."""
+    inner = {"mask_token_id": 100, "target_layer_ids": [1, 9], "output_multiplier": 1.0, "input_embedding_scale": None}
+    rope = {"rope_theta": 5e4, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+    copies = {"mask_token_id": 7, "target_layer_ids": [0, 3], "output_multiplier": 0.5, "input_embedding_scale": 2.0}
+    copies |= {"eagle_aux_hidden_state_layer_ids": [5, 6]}
+    drafter = dflash.load_draft(checkpoint(tmp_path / "draft", config_dict(dflash_config=inner, **copies, **rope)))
+    with pytest.warns(UserWarning, match="vLLM ignores input_embedding_scale"):
+        export(tmp_path / "draft", tmp_path / "out", "published")
+    written = read(tmp_path / "out")
+    wanted = {"mask_token_id": 100, "target_layer_ids": [1, 9], "output_multiplier": 1.0, "input_embedding_scale": 2.0}
+    for level in (written, written["dflash_config"]):
+        assert {key: level[key] for key in wanted} == wanted
+    assert written["rope_theta"] == written["rope_parameters"]["rope_theta"] == 1e6
+    assert "eagle_aux_hidden_state_layer_ids" not in written, "vLLM would take these taps, and not shift them"
+    assert same(dflash.load_draft(tmp_path / "out"), drafter)
+
+
 def test_causality_is_stated_where_sglang_reads_it(tmp_path):
     checkpoint(tmp_path / "draft", VARIANTS["dflash_config.causal-false"])
     export(tmp_path / "draft", tmp_path / "out", "published")
