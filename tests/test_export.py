@@ -2,6 +2,7 @@
 
 import json
 import sys
+import warnings
 
 import pytest
 import safetensors.torch
@@ -380,3 +381,21 @@ def test_the_command_writes_a_folder(tmp_path, monkeypatch, capsys):
     code, _, error = run("--out", str(tmp_path / "local"), "--format", "speculators", "--target", str(tmp_path))
     assert code == 0
     assert error.startswith("dflash: vLLM looks for the target of a speculators checkpoint on the hub only")
+
+
+def test_the_command_prints_what_users_should_know_also_before_an_error(tmp_path, shell, monkeypatch):
+    """Warnings of libraries for developers are none of that."""
+    checkpoint(tmp_path / "draft", config_dict())
+    (tmp_path / "draft" / "config.json").write_text(json.dumps(config_dict(num_experts=4)))
+
+    def fail(folder, **options):
+        drafter = dflash.load_draft(folder, **options)
+        warnings.warn("an old function of torch", DeprecationWarning, stacklevel=1)
+        raise ValueError(f"not a drafter of {drafter.config.num_hidden_layers + 1} layers")
+
+    monkeypatch.setattr("dflash.train.export.load_draft", fail)
+    done = shell("export", "--draft", tmp_path / "draft", "--out", tmp_path / "out", "--format", "published")
+    assert done.code == 2
+    told = done.err.splitlines()
+    assert told[0].endswith("unknown keys are ignored: num_experts")
+    assert told[1:] == ["dflash: not a drafter of 4 layers"]
