@@ -288,6 +288,23 @@ def engine_script(bench, monkeypatch) -> Callable[..., list[str]]:
     return lambda name, *arguments: bench(f"engines/{name}", "--prompts", 1, "--new", 20, *arguments)
 
 
+@pytest.fixture
+def engine_here(monkeypatch) -> None:
+    """Run an engine's part in this process. A process of its own would import torch and transformers once more."""
+    run = subprocess.run
+
+    def run_here(command: list[str], **options) -> subprocess.CompletedProcess:
+        if "--answer" not in command:
+            return run(command, **options)
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "argv", command[1:])
+            runpy.run_path(command[1], run_name="__main__")
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(subprocess, "run", run_here)
+
+
+@pytest.mark.usefixtures("engine_here")
 def test_an_engine_gives_equal_text_and_steps(engine_script):
     lines = engine_script("on_transformers.py")
     assert lines[0].startswith(

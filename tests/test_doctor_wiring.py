@@ -125,3 +125,15 @@ def test_a_key_is_advised_where_it_stands():
         "dflash_config": {"mask_token_id": 3},
         "block_size": 8,
     }
+
+
+@pytest.mark.parametrize("is_causal", [True, False, None])
+def test_causality_can_be_changed_where_an_export_has_stated_it(is_causal):
+    """``is_causal`` inside ``transformer_layer_config`` wins over ``sliding_window_non_causal``."""
+    config = speculators_config(sliding_window_non_causal=bool(is_causal))
+    config["transformer_layer_config"]["is_causal"] = not is_causal
+    patch = {"is_causal": is_causal, "causal": is_causal, "layer_types": ["full_attention", "sliding_attention"]}
+    wiring = Wiring.read(config)
+    advised = wiring.advised(patch, speculators=True)
+    assert written(config, advised) == wiring.patched(patch).config
+    assert wiring.patched(patch).config.causal == ((False, True) if is_causal is None else (is_causal,) * 2)

@@ -1,16 +1,26 @@
 """Test that both checkpoint layouts hold the same drafter, and refuse what they cannot express."""
 
 import json
-import re
 import sys
+import warnings
 
 import pytest
 import safetensors.torch
 import torch
-from draft_variants import DFLASH2_VARIANTS, VARIANTS, config_dict, random_tensors, save_checkpoint, sliding
+from draft_variants import (
+    DFLASH2_VARIANTS,
+    VARIANTS,
+    config_dict,
+    dspark_dict,
+    random_tensors,
+    save_checkpoint,
+    sliding,
+)
 
 import dflash
 from dflash import DraftConfig, cli
+from dflash.drafter import vllm_causality
+from dflash.train.engines import engine_warnings, vllm_command
 from dflash.train.export import export
 
 EXPRESSIBLE = ["Qwen3-4B", "Kimi-K2.5", "Llama-3.1-8B", "gpt-oss-20b", "one-layer", "dflash_config.causal-false"]
@@ -103,24 +113,80 @@ def test_the_export_does_not_warn_of_a_dflash2_drafter(tmp_path, recwarn):
     assert not recwarn.list
 
 
-@pytest.mark.parametrize(
-    ("kinds", "given", "message"),
-    [
-        ("ff", False, "vLLM runs every layer of the original checkpoint causal, .* is false there"),
-        ("ss", None, "vLLM runs every layer of the original checkpoint non-causal, .* is missing there"),
-        ("ss", False, None),
-        ("ff", True, None),
-        ("ff", None, None),
-    ],
-)
-def test_the_export_warns_where_vllm_reads_causality_differently(tmp_path, recwarn, kinds, given, message):
-    """VLLM takes one rule for all layers; the speculators library and this package for sliding ones only."""
+def speculators_folder(folder, kinds: str, **changes):
+    """Save a checkpoint of the speculators layout whose layers are of these kinds."""
     layer = config_dict(**sliding(kinds, 6), architectures=None, dflash_config=None, block_size=None, auto_map=None)
+    layer |= {"is_causal": changes.pop("is_causal")} if "is_causal" in changes else {}
     config = {"speculators_model_type": "dflash", "transformer_layer_config": layer, "block_size": 8}
     config |= {"aux_hidden_state_layer_ids": [2, 3], "mask_token_id": 5, "draft_vocab_size": 101}
-    checkpoint(tmp_path / "draft", config if given is None else config | {"sliding_window_non_causal": given})
-    export(tmp_path / "draft", tmp_path / "out", "published")
-    assert [bool(re.search(message or "", str(one.message))) for one in recwarn.list] == ([True] if message else [])
+    return checkpoint(folder, config | changes)
+
+
+SPARK = {"speculators_model_type": "dspark", "markov_rank": 4}
+KEY = "sliding_window_non_causal"
+
+
+@pytest.mark.parametrize(
+    ("kinds", "given", "theirs", "reason"),
+    [
+        ("ff", {KEY: False}, [True, True], "one rule for all layers, and sliding_window_non_causal is false there"),
+        ("ss", {}, [False, False], "one rule for all layers, and sliding_window_non_causal is missing there"),
+        ("ff", {KEY: None}, [True, True], "one rule for all layers, and sliding_window_non_causal is null there"),
+        ("ss", SPARK | {KEY: True}, [True, True], "does not read sliding_window_non_causal of DSpark drafters"),
+        ("ss", {KEY: False}, None, None),
+        ("ff", {KEY: True}, None, None),
+        ("ff", {}, None, None),
+        ("ff", {"is_causal": True, KEY: False}, None, None),
+        ("ss", {"is_causal": True}, None, None),
+        ("sf", SPARK | {KEY: False}, None, None),
+        ("ff", SPARK | {KEY: False}, None, None),
+        ("ss", SPARK | {KEY: True, "is_causal": False}, None, None),
+    ],
+)
+def test_the_export_warns_where_vllm_reads_causality_differently(tmp_path, recwarn, kinds, given, theirs, reason):
+    """VLLM reads ``is_causal``, then one rule for all layers, which it does not read for DSpark."""
+    export(speculators_folder(tmp_path / "draft", kinds, **given), tmp_path / "out", "published")
+    told = [str(one.message) for one in recwarn.list]
+    if theirs is None:
+        assert not told
+    else:
+        assert len(told) == 1
+        assert f"takes the layers of the original checkpoint for causal {theirs}, because it" in told[0]
+        assert reason in told[0]
+        assert f"this package read {[not causal for causal in theirs]}" in told[0]
+
+
+@pytest.mark.parametrize(("kinds", "causal"), [("ss", True), ("ss", False), ("ff", False), ("sf", False)])
+@pytest.mark.parametrize("kind", ["dflash", "dflash2", "dspark"])
+def test_vllm_reads_the_causality_of_an_export_as_this_package_does(tmp_path, recwarn, kind, kinds, causal):
+    more = {"dflash": {}, "dflash2": {"selector_top_k": 5, "selector_rank": 4}, "dspark": SPARK}[kind]
+    folder = speculators_folder(
+        tmp_path / "draft", kinds, is_causal=causal, **{KEY: not causal, "speculators_model_type": kind} | more
+    )
+    export(folder, tmp_path / "out", "speculators", target="owner/target")
+    written = read(tmp_path / "out")
+    assert written["transformer_layer_config"]["is_causal"] is causal
+    assert written[KEY] is not causal, "the speculators library reads this key only"
+    assert vllm_causality(written, 2) == dflash.load_draft(tmp_path / "out").config.causal == (causal, causal)
+    assert not recwarn.list
+
+
+def test_a_mixture_of_causal_and_other_layers_is_exported_for_dspark_only(tmp_path):
+    """VLLM and the speculators library take sliding layers of DSpark drafters for causal, and full ones not."""
+    folder = speculators_folder(tmp_path / "draft", "sf", **SPARK, **{KEY: False})
+    export(folder, tmp_path / "out", "speculators", target="owner/target")
+    written = read(tmp_path / "out")
+    assert (written[KEY], written["transformer_layer_config"].get("is_causal")) == (False, None)
+    assert vllm_causality(written, 2) == dflash.load_draft(tmp_path / "out").config.causal == (True, False)
+
+
+def test_vllm_runs_dflash_2_drafters_as_dflash_and_refuses_an_anchor_that_predicts():
+    """Its method dspark would run neither their convolutions nor their selector."""
+    sizes = {"speculators_model_type": "dflash2", "selector_top_k": 5, "selector_rank": 4}
+    config = DraftConfig.from_config(speculators(**sizes, sample_from_anchor=True))
+    assert '"method": "dflash"' in vllm_command("owner/target", "owner/draft", config)
+    assert [told.partition(" whose")[0] for told in engine_warnings(config)] == ["vLLM refuses DFlash 2 drafters"]
+    assert engine_warnings(DraftConfig.from_config(speculators(**sizes))) == []
 
 
 def test_both_layouts_store_windows(tmp_path):
@@ -129,6 +195,46 @@ def test_both_layouts_store_windows(tmp_path):
         export(tmp_path / name, tmp_path / f"{name}-out", "speculators", target="owner/target")
         assert read(tmp_path / f"{name}-out")["sliding_window_non_causal"] == (name == "not")
         assert dflash.load_draft(tmp_path / f"{name}-out").config == drafter.config
+
+
+def flat(config: dict) -> dict:
+    """Return a config with the keys of its ``dflash_config`` at the top level, where they are read too."""
+    return {key: value for key, value in config.items() if key != "dflash_config"} | config["dflash_config"]
+
+
+@pytest.mark.parametrize(
+    ("config", "section"),
+    [
+        (flat(DFLASH2_VARIANTS["DFlash2-scaled"]), DFLASH2_VARIANTS["DFlash2-scaled"]["dflash_config"]),
+        (config_dict(attention_value_scale=0.7), {"attention_value_scale": 0.7}),
+        (config_dict(add_swa_attention_sink_bias=True), {"attention_sink_bias": True}),
+    ],
+    ids=["DFlash 2", "value scale", "sinks"],
+)
+def test_what_stands_at_the_top_level_is_stated_where_vllm_reads_it(tmp_path, config, section):
+    drafter = dflash.load_draft(checkpoint(tmp_path / "draft", config))
+    export(tmp_path / "draft", tmp_path / "out", "published")
+    written = read(tmp_path / "out")["dflash_config"]
+    assert {key: written.get(key) for key in section} == section
+    assert same(dflash.load_draft(tmp_path / "out"), drafter)
+
+
+def test_copies_of_a_key_agree_in_the_export(tmp_path):
+    """Readers differ in which of two copies they take. This package takes the inner one."""
+    inner = {"mask_token_id": 100, "target_layer_ids": [1, 9], "output_multiplier": 1.0, "input_embedding_scale": None}
+    rope = {"rope_theta": 5e4, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
+    copies = {"mask_token_id": 7, "target_layer_ids": [0, 3], "output_multiplier": 0.5, "input_embedding_scale": 2.0}
+    copies |= {"eagle_aux_hidden_state_layer_ids": [5, 6]}
+    drafter = dflash.load_draft(checkpoint(tmp_path / "draft", config_dict(dflash_config=inner, **copies, **rope)))
+    with pytest.warns(UserWarning, match="vLLM ignores input_embedding_scale"):
+        export(tmp_path / "draft", tmp_path / "out", "published")
+    written = read(tmp_path / "out")
+    wanted = {"mask_token_id": 100, "target_layer_ids": [1, 9], "output_multiplier": 1.0, "input_embedding_scale": 2.0}
+    for level in (written, written["dflash_config"]):
+        assert {key: level[key] for key in wanted} == wanted
+    assert written["rope_theta"] == written["rope_parameters"]["rope_theta"] == 1e6
+    assert "eagle_aux_hidden_state_layer_ids" not in written, "vLLM would take these taps, and not shift them"
+    assert same(dflash.load_draft(tmp_path / "out"), drafter)
 
 
 def test_causality_is_stated_where_sglang_reads_it(tmp_path):
@@ -149,7 +255,9 @@ def test_causality_is_stated_where_sglang_reads_it(tmp_path):
             VARIANTS["Qwen3.6-27B"],
             r"one rule of causality for all layers .*\[True, True, False\] with windows \[7, 7, 0\]",
         ),
-        (VARIANTS["is_causal-true-with-window"], r"causal \[True, True\] with windows \[6, 0\]"),
+        (DFLASH2_VARIANTS["DFlash2-causal"], r"one rule of causality for all layers .*\[True, False\]"),
+        (VARIANTS["is_causal-true-with-window"], r"full layers .* are never causal, .*\[True, True\] with .*\[6, 0\]"),
+        (dspark_dict(is_causal=True), r"full layers .* are never causal, .*\[True, True, True\]"),
     ],
 )
 def test_a_config_that_the_layout_cannot_express_is_refused(tmp_path, config, message):
@@ -273,3 +381,21 @@ def test_the_command_writes_a_folder(tmp_path, monkeypatch, capsys):
     code, _, error = run("--out", str(tmp_path / "local"), "--format", "speculators", "--target", str(tmp_path))
     assert code == 0
     assert error.startswith("dflash: vLLM looks for the target of a speculators checkpoint on the hub only")
+
+
+def test_the_command_prints_what_users_should_know_also_before_an_error(tmp_path, shell, monkeypatch):
+    """Warnings of libraries for developers are none of that."""
+    checkpoint(tmp_path / "draft", config_dict())
+    (tmp_path / "draft" / "config.json").write_text(json.dumps(config_dict(num_experts=4)))
+
+    def fail(folder, **options):
+        drafter = dflash.load_draft(folder, **options)
+        warnings.warn("an old function of torch", DeprecationWarning, stacklevel=1)
+        raise ValueError(f"not a drafter of {drafter.config.num_hidden_layers + 1} layers")
+
+    monkeypatch.setattr("dflash.train.export.load_draft", fail)
+    done = shell("export", "--draft", tmp_path / "draft", "--out", tmp_path / "out", "--format", "published")
+    assert done.code == 2
+    told = done.err.splitlines()
+    assert told[0].endswith("unknown keys are ignored: num_experts")
+    assert told[1:] == ["dflash: not a drafter of 4 layers"]

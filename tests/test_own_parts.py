@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import functools
+import os
 
 import pytest
 import torch
@@ -13,8 +14,10 @@ from safetensors.torch import load_file
 
 import dflash
 from dflash import DraftConfig
+from dflash.drafter import checkpoint
 from dflash.train import TrainableDrafter
 from dflash.train.export import export
+from dflash.weight_files import read_tensor_
 
 KNOWN = torch.tensor([2, 3, 5, 8, 13, 21, 34, 55, 89])  # what the reduced vocabularies hold
 OFFSETS = KNOWN - torch.arange(len(KNOWN))
@@ -75,6 +78,15 @@ def test_parts_that_equal_the_targets_are_its_tensors(target, save):
     assert torch.equal(*drafted)
     for name, tensor in theirs.items():
         assert draft.get_parameter(name).data_ptr() == tensor.data_ptr()
+
+
+def test_a_target_that_was_made_in_inference_mode_keeps_its_tensors_to_itself(save):
+    with torch.inference_mode():
+        theirs = make_target("qwen3")
+    draft = dflash.load_draft(save({"lm_head.weight": theirs.lm_head.weight.clone()}))
+    assert torch.equal(answers(theirs, draft), answers(theirs, None))
+    assert draft.lm_head.weight.data_ptr() != theirs.lm_head.weight.data_ptr()
+    draft.load_state_dict(draft.state_dict() | {"lm_head.weight": own(VOCAB, 64)})
 
 
 def test_new_weights_for_a_shared_part_leave_the_target_as_it_was(target, save):
@@ -220,12 +232,16 @@ def test_a_mask_embedding_replaces_the_row_of_the_mask(target, save, stored):
         (torch.zeros(64, dtype=torch.int64), "must hold a floating tensor"),
         ([1, 2], "must hold a floating tensor"),
         (b"not a file of torch", "mask_embedding.pt: cannot be read"),
+        (2**40, "mask_embedding.pt: must have at most 16777216 bytes, got 1099511627776"),
     ],
 )
 def test_a_mask_embedding_of_another_drafter_is_refused(save, content, message):
     path = save() / "mask_embedding.pt"
     if isinstance(content, bytes):
         path.write_bytes(content)
+    elif isinstance(content, int):
+        path.touch()
+        os.truncate(path, content)  # a file of that size which takes no room
     else:
         torch.save(content, path)
     with pytest.raises(ValueError, match=message):
@@ -267,6 +283,14 @@ SMALL = {"draft_vocab_size": len(KNOWN)}
 def test_parts_that_do_not_fit_are_refused(save, tensors, changes, message):
     with pytest.raises(ValueError, match=message):
         dflash.load_draft(save(tensors, **changes))
+
+
+def test_a_bad_map_of_tokens_is_refused_before_any_weight_is_read(save, monkeypatch):
+    read, folder = [], save(reduced() | {"d2t": OFFSETS + 10}, **SMALL)
+    monkeypatch.setattr(checkpoint, "read_tensor_", lambda stored, out: read.append(out) or read_tensor_(stored, out))
+    with pytest.raises(ValueError, match="and it maps 8 to 99"):
+        dflash.load_draft(folder)
+    assert [tensor.tolist() for tensor in read] == [(OFFSETS + 10).tolist()]
 
 
 def test_own_parts_of_another_vocabulary_do_not_fit_the_target(target, save):

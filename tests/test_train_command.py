@@ -13,12 +13,14 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from conftest import Done
-from families import VOCAB, make_config, make_target
+from draft_variants import random_drafter, random_tensors, save_checkpoint
+from families import VOCAB, draft_config, make_config, make_target
 from safetensors.torch import load_file
 from tiny_tokenizers import spoken
 
 import dflash.cli.shell
 import dflash.cli.training
+from dflash import DraftConfig
 
 MASK = 2
 ROOT = Path(__file__).parents[1]
@@ -335,6 +337,7 @@ def test_bad_data_is_one_line_and_exit_code_2(run, arguments, file, content, mes
         ({**DFLASH2, "conv_kernel_size": 5}, "conv_kernel_size must be at most block_size 4, got 5"),
         ({**DFLASH2, "selector_top_k": 98}, "selector_top_k must be at most vocab_size 97, got 98"),
         ({"selector_weight": -1}, "selector_weight must be at least 0, got -1.0"),
+        ({"selector_weight": 2}, "--selector-weight is for DFlash 2 drafters, and this one has no selector"),
         ({"init": "./nowhere"}, "--layers is fixed by --init: leave it out"),
         ({"init": "./nowhere", **dict.fromkeys(NEW)}, "draft './nowhere' is neither a folder nor"),
     ],
@@ -373,8 +376,6 @@ def test_a_refused_target_is_named_before_its_weights_are_loaded(run, arguments,
 
 
 def test_a_drafter_of_another_target_is_named_before_weights_are_loaded(run, arguments, model, tmp_path):
-    from draft_variants import random_drafter
-
     folder = tmp_path / "target"
     shutil.copytree(model, folder)
     (folder / "model.safetensors").unlink()
@@ -383,6 +384,32 @@ def test_a_drafter_of_another_target_is_named_before_weights_are_loaded(run, arg
     assert_refused(
         done, "the drafter does not fit the target: its num_target_layers is 36, the target's is 4", tmp_path
     )
+
+
+@pytest.mark.parametrize(
+    ("changes", "option", "message"),
+    [
+        ({"attention_sink_bias": True}, {}, "a drafter with attention sinks cannot be trained"),
+        ({"markov_rank": 4, "sample_from_anchor": True}, {}, "a DSpark drafter cannot be trained"),
+        ({"lm_head": True}, {}, "a drafter with its own lm_head cannot be trained"),
+        ({"attention_value_scale": 0.5}, {}, "a drafter with attention_value_scale cannot be trained"),
+        ({}, {"selector_weight": 2}, "--selector-weight is for DFlash 2 drafters"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_trained_is_named_before_weights_are_loaded(
+    run, arguments, model, tmp_path, changes, option, message
+):
+    folder = tmp_path / "target"
+    shutil.copytree(model, folder)
+    (folder / "model.safetensors").unlink()
+    config = draft_config(make_target("qwen3")) | changes
+    head = {"lm_head.weight": torch.ones(VOCAB, 64)} if config.pop("lm_head", False) else {}
+    tensors = random_tensors(DraftConfig.from_config(config)) | head
+    save_checkpoint(tmp_path / "draft", config, tensors)
+    done = run(*arguments(model=folder, init=tmp_path / "draft", **dict.fromkeys(NEW), **option))
+    assert_refused(done, message, tmp_path)
+    assert ("--init" in done.err) == (not option)
 
 
 def test_a_folder_in_use_is_not_touched(run, arguments, tmp_path):

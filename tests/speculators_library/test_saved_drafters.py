@@ -43,11 +43,11 @@ def make(target, kind: str = "dflash", *, reduced: bool = False, **changes) -> D
     """Return a random drafter of the library, with the target's embedding, and its head or a reduced one."""
     config_class, model_class, settings = TYPES[kind]
     changes = settings | changes
-    kinds = changes.pop("layer_types", ["full_attention"] * 2)
+    kinds, window = changes.pop("layer_types", ["full_attention"] * 2), changes.pop("window", 32)
     layer = Qwen3Config(
-        vocab_size=VOCAB, hidden_size=64, intermediate_size=88, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=VOCAB, hidden_size=64, intermediate_size=88, num_hidden_layers=len(kinds), num_attention_heads=4,
         num_key_value_heads=2, head_dim=16, layer_types=kinds, max_window_layers=0,
-        use_sliding_window="sliding_attention" in kinds, sliding_window=32,
+        use_sliding_window="sliding_attention" in kinds, sliding_window=window,
     )  # fmt: skip
     layer._attn_implementation = "eager"
     method = GreedyTokenProposalConfig(speculative_tokens=BLOCK - 1)
@@ -84,25 +84,41 @@ def save_all(model: DFlashDraftModel, folder: Path) -> Path:
     return folder
 
 
+def inputs() -> tuple[torch.Tensor, ...]:
+    """Return the tokens and the target's states of a row, and the block after ``ANCHOR`` tokens of it."""
+    generator = torch.Generator().manual_seed(1)
+    states = torch.randn(1, LENGTH, 128, generator=generator)
+    ids = torch.randint(VOCAB, (1, LENGTH), generator=generator)
+    return ids, states, torch.cat([ids[:, ANCHOR : ANCHOR + 1], torch.ones(1, BLOCK - 1, dtype=torch.int64)], 1)
+
+
+def their_block(model: DFlashDraftModel, ids: torch.Tensor, states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the library's hidden states and logits of a block."""
+    mask = torch.zeros(1, LENGTH).index_fill(1, torch.tensor(ANCHOR), 1)
+    with torch.no_grad():
+        hidden, logits, *_ = model.eval()._backbone_forward(
+            states, ids, mask, torch.zeros(1, LENGTH, 64), torch.zeros(1, LENGTH, dtype=torch.int64), max_anchors=1
+        )
+    return hidden, logits
+
+
+def our_block(draft: dflash.Drafter, target, states: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
+    """Return the hidden states of ``block`` after ``ANCHOR`` tokens."""
+    cache, length = draft.new_cache(1, 32), torch.tensor([ANCHOR])
+    features = draft.fuse(states[:, :ANCHOR], length)
+    draft.inject_(features, torch.arange(ANCHOR)[None], cache)
+    embeds = draft.embed(block, target.model.embed_tokens.weight)
+    return draft(features[:, :0], torch.tensor([0]), embeds, length, cache)
+
+
 def compare_logits(model: DFlashDraftModel, draft: dflash.Drafter, target) -> tuple[torch.Tensor, ...]:
     """Check that a block after ``ANCHOR`` tokens has the library's hidden states and logits.
 
     Returns the anchor's token, then the library's hidden states and logits, and ours over the whole vocabulary.
     """
-    generator = torch.Generator().manual_seed(1)
-    states = torch.randn(1, LENGTH, 128, generator=generator)
-    ids = torch.randint(VOCAB, (1, LENGTH), generator=generator)
-    mask = torch.zeros(1, LENGTH).index_fill(1, torch.tensor(ANCHOR), 1)
-    with torch.no_grad():
-        theirs, expected, *_ = model.eval()._backbone_forward(
-            states, ids, mask, torch.zeros(1, LENGTH, 64), torch.zeros(1, LENGTH, dtype=torch.int64), max_anchors=1
-        )
-    cache, length = draft.new_cache(1, 32), torch.tensor([ANCHOR])
-    features, none = draft.fuse(states[:, :ANCHOR], length), torch.tensor([0])
-    draft.inject_(features, torch.arange(ANCHOR)[None], cache)
-    block = torch.cat([ids[:, ANCHOR : ANCHOR + 1], torch.ones(1, BLOCK - 1, dtype=torch.int64)], 1)
-    embeds = draft.embed(block, target.model.embed_tokens.weight)
-    hidden = draft(features[:, :0], none, embeds, length, cache)
+    ids, states, block = inputs()
+    theirs, expected = their_block(model, ids, states)
+    hidden = our_block(draft, target, states, block)
     torch.testing.assert_close(hidden, theirs, rtol=1e-4, atol=1e-4)
     logits = known = draft.logits(hidden, target.lm_head)
     if draft.config.draft_vocab_size is not None:
@@ -153,6 +169,21 @@ def test_a_saved_drafter_gives_the_same_logits(target, tmp_path, kinds, non_caus
     draft = dflash.load_draft(tmp_path)
     assert (draft.config.own_parts, draft.config.target_layer_ids) == ((), (1, 3))
     compare_logits(model, draft, target)
+
+
+@pytest.mark.parametrize("non_causal", [False, True])
+def test_a_window_ends_at_the_row_here_and_at_the_anchor_there(target, tmp_path, non_causal):
+    """Row j sees j + 1 tokens less of the far end. With one layer, a window of that size gives the library's row j."""
+    window = BLOCK + 2
+    model = make(target, layer_types=["sliding_attention"], window=window, sliding_window_non_causal=non_causal)
+    model.save_pretrained(tmp_path)
+    ids, states, block = inputs()
+    hidden = our_block(dflash.load_draft(tmp_path), target, states, block)
+    for row in range(BLOCK):
+        for less in (row, row + 1, row + 2):
+            model.sliding_window = window - less
+            theirs, _ = their_block(model, ids, states)
+            assert torch.allclose(hidden[:, row], theirs[:, row], rtol=1e-4, atol=1e-4) == (less == row + 1)
 
 
 def test_a_saved_drafter_whose_anchor_predicts_takes_the_same_path(target, tmp_path):
@@ -268,9 +299,9 @@ def test_other_heads_of_dspark_are_refused(target, tmp_path, head):
         dflash.load_draft(tmp_path)
 
 
-@pytest.mark.parametrize("kind", ["dflash", "dflash2", "dspark"])
-def test_an_export_is_loaded_by_the_library_and_takes_the_same_path(target, tmp_path, kind):
-    make(target, kind, layer_types=["sliding_attention"] * 2).save_pretrained(tmp_path / "saved")
+@pytest.mark.parametrize(("kind", "second"), [*((kind, "sliding") for kind in TYPES), ("dspark", "full")])
+def test_an_export_is_loaded_by_the_library_and_takes_the_same_path(target, tmp_path, kind, second):
+    make(target, kind, layer_types=["sliding_attention", f"{second}_attention"]).save_pretrained(tmp_path / "saved")
     export(tmp_path / "saved", tmp_path / "published", "published")
     export(tmp_path / "published", tmp_path / "out", "speculators", target="owner/target")
     config_class, model_class, _ = TYPES[kind]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -152,12 +154,22 @@ def export(
 
     if dtype not in ("auto", "float32", "bfloat16", "float16"):
         raise ValueError(f"--dtype must be auto, float32, bfloat16 or float16, got {dtype!r}")
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with _printed_warnings():
         export(draft, out, layout, target=target, dtype=None if dtype == "auto" else getattr(torch, dtype))
-    for warning in caught:
-        typer.echo(f"dflash: {printable(warning.message)}", err=True)
     if as_json:
         typer.echo(json.dumps({"out": str(out), "format": layout}))
     else:
         typer.echo(f"{draft} was written to {out} in the {layout} layout", err=True)
+
+
+@contextmanager
+def _printed_warnings() -> Iterator[None]:
+    """Print warnings for users in lines of their own, also before an error. Those for developers are dropped."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("always", UserWarning)
+        try:
+            yield
+        finally:
+            for warning in caught:
+                typer.echo(f"dflash: {printable(warning.message)}", err=True)

@@ -121,6 +121,8 @@ def train(
     tokenizer = load_tokenizer(source)
     empty_target = check_target(source.load_empty_target(), loaded=False)
     drafter = _initial_drafter(empty_target, tokenizer, paths.init, shape, config.seed)
+    if drafter.config.dflash2 is None and config.selector_weight != TrainConfig.selector_weight:
+        raise ValueError("--selector-weight is for DFlash 2 drafters, and this one has no selector: leave it out")
     rows, heldout = (_rows(data, source, empty_target, tokenizer, reading) for data in (paths.data, paths.heldout))
 
     # 3. Load the target's weights
@@ -204,10 +206,15 @@ def _loaded_drafter(target: Any, init: str, given: dict[str, Any]) -> Any:
 
     from ..drafter import load_draft
     from ..fit import check_config
+    from ..train import check_trainable
 
     _expect_not_given(given)
     drafter = load_draft(init, dtype=torch.float32)
     check_config(target, drafter.config)
+    try:
+        check_trainable(drafter.config)
+    except ValueError as error:
+        raise ValueError(f"--init {init!r}: {error}") from None
     return drafter
 
 

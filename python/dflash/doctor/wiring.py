@@ -81,7 +81,7 @@ class Wiring:
     def advised(self, patch: Mapping[str, Any], *, speculators: bool) -> dict[str, Any]:
         """Return the keys to write into the drafter's ``config.json`` for `patched`."""
         keys = self.placed(patch)
-        return _as_speculators(keys) if speculators else keys
+        return _as_speculators(keys, states_causality=self.keys.get("is_causal") is not None) if speculators else keys
 
     def apply(self, drafter: Drafter) -> Drafter:
         """Return a drafter that is wired like this. It shares the weights where they stay what they are."""
@@ -92,7 +92,7 @@ class Wiring:
         return drafter.rewired(self.config)
 
 
-def _as_speculators(keys: Mapping[str, Any]) -> dict[str, Any]:
+def _as_speculators(keys: Mapping[str, Any], *, states_causality: bool) -> dict[str, Any]:
     """Return the same keys where the speculators layout has them; its taps are counted from the embedding."""
     top = {**keys, **keys.get("dflash_config", {})}
     top.pop("dflash_config", None)
@@ -103,8 +103,8 @@ def _as_speculators(keys: Mapping[str, Any]) -> dict[str, Any]:
         causal, outer = top.pop("causal", None), top.pop("is_causal", None)
         causal = causal if outer is None else outer
         out["sliding_window_non_causal"] = causal is False
-        if causal:
-            top["is_causal"] = True  # full layers too, for which the layout has no word
+        if causal or states_causality:
+            top["is_causal"] = causal  # full layers too, for which the layout has no word
     return {**out, "transformer_layer_config": top} if top else out
 
 

@@ -4,7 +4,7 @@ from .checkpoint import draft_folder, load_draft
 from .config import DraftConfig
 from .dflash2 import CandidateSelector, DFlash2Config, GroupedConv, PairWeights, check_dflash2
 from .drafter import Drafter, scale_logits
-from .layouts import from_speculators, is_speculators, to_speculators
+from .layouts import from_speculators, is_speculators, to_speculators, vllm_causality
 from .own_parts import MASK_EMBEDDING_FILE
 from .reader import FULL, SLIDING, build_target_layer_ids
 from .rope import ROPE_TYPES, Rope
@@ -29,4 +29,5 @@ __all__ = [
     "load_draft",
     "scale_logits",
     "to_speculators",
+    "vllm_causality",
 ]

@@ -34,7 +34,7 @@ _PREFIXES = (
 _CODEBOOKS = ("predecessor_codebook.weight", "successor_codebook.weight")
 _DFLASH2_PARTS = ("attention_conv", "mlp_conv", "candidate_selector")
 _REFUSED_PARTS = {"mask_hidden": "mask states that are not an embedding are not implemented"}
-# What trainers store besides: the inverse of d2t, parts of the target, and a head that predicts acceptance.
+# What trainers also store: the inverse of d2t, parts of the target, and a head that predicts acceptance.
 _IGNORED = (
     *("rotary_emb.inv_freq", "t2d", "verifier_lm_head.weight", "verifier_norm.weight"),
     *("confidence_head.proj.weight", "confidence_head.proj.bias"),
@@ -125,10 +125,11 @@ def _load_module(module: nn.Module, dtype: torch.dtype | None, device: torch.dev
     _expect_kinds(source, names, {given: _kind(tensor.dtype) for given, tensor in stored.items()})
     if any(tensor.is_meta for tensor in stored.values()):
         raise ValueError(f"{source} holds no weights: its parameters are on the meta device")
+    if config.draft_vocab_size is not None:
+        check_token_map(config, stored[_given_name(names, "d2t")], source)
     first = stored[_given_name(names, "fc.weight")]
     drafter = Drafter(config, dtype=dtype or first.dtype, device=first.device if device is None else device)
     _copy_weights(drafter, ((names[given], tensor) for given, tensor in stored.items()))
-    check_token_map(drafter, source)
     drafter.refresh()
     return drafter.eval()
 
@@ -137,22 +138,26 @@ def _load_module(module: nn.Module, dtype: torch.dtype | None, device: torch.dev
 
 
 def _load_folder(folder: Path, dtype: torch.dtype | None, device: torch.device | str | None) -> Drafter:
-    # 1. Check everything before anything large is allocated
-    config, source, beside = _read_config(folder), printable(folder), {}
+    # 1. Check everything, and read what is small, before anything large is allocated
+    config, source, small = _read_config(folder), printable(folder), {}
     if (folder / MASK_EMBEDDING_FILE).exists():
-        beside[MASK_EMBEDDING_FILE] = read_mask_embedding(folder / MASK_EMBEDDING_FILE, config)
+        small[MASK_EMBEDDING_FILE] = read_mask_embedding(folder / MASK_EMBEDDING_FILE, config)
     stored = _read_headers(folder)
-    shapes = {name: tuple(tensor.shape) for name, tensor in (stored | beside).items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in (stored | small).items()}
     config, names = _match(config, shapes, source)
     _expect_kinds(source, names, {given: stored[given].kind for given in names if given in stored})
+    if config.draft_vocab_size is not None:
+        given = _given_name(names, "d2t")
+        small[given] = torch.empty(stored[given].shape, dtype=torch.int64, device="cpu")
+        read_tensor_(stored[given], small[given])
+        check_token_map(config, small[given], source)
     # 2. Read
     dtype = dtype or FLOATING[stored[_given_name(names, "fc.weight")].kind]
     drafter = Drafter(config, dtype=dtype, device="cpu" if device is None else device)
     destinations = _destinations(drafter)
-    for given in names.keys() & stored.keys():
+    for given in names.keys() - small.keys():
         read_tensor_(stored[given], destinations[names[given]])
-    _copy_weights(drafter, ((names[given], tensor) for given, tensor in beside.items()))
-    check_token_map(drafter, source)
+    _copy_weights(drafter, ((names[given], tensor) for given, tensor in small.items()))
     drafter.refresh()
     return drafter.eval()
 

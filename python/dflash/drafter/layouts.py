@@ -19,7 +19,14 @@ from .keys import DFLASH2_KEYS, DSPARK_ARCHITECTURE
 if TYPE_CHECKING:
     from .config import DraftConfig
 
-__all__ = ["from_muse_assistant", "from_speculators", "is_muse_assistant", "is_speculators", "to_speculators"]
+__all__ = [
+    "from_muse_assistant",
+    "from_speculators",
+    "is_muse_assistant",
+    "is_speculators",
+    "to_speculators",
+    "vllm_causality",
+]
 
 # A transformer_layer_config may leave out what is the default of a Qwen3 config.
 _QWEN3_DEFAULTS = {
@@ -171,7 +178,7 @@ def to_speculators(
     kind, architecture, settings = _type_of(config)
     method = {"proposal_type": "greedy", "speculative_tokens": max(config.block_size - 1, 1)}
     method |= {"accept_tolerance": 0.0, "verifier_accept_k": 1}
-    return {
+    out = {
         "architectures": [architecture],
         "aux_hidden_state_layer_ids": [tap + 1 for tap in config.target_layer_ids],
         "block_size": config.rows_per_pass,
@@ -188,6 +195,24 @@ def to_speculators(
         "tie_word_embeddings": False,
         "transformer_layer_config": _layer_config(published, config),
     } | settings
+    _expect_same_causality(out, config)
+    return out
+
+
+def vllm_causality(config: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
+    """Return which layers of a checkpoint in the speculators layout vLLM 0.33 runs causally.
+
+    Its order: ``is_causal`` of ``transformer_layer_config``; ``sliding_window_non_causal``, which it does not read for
+    the type dspark; else sliding layers are causal.
+    """
+    layer = config["transformer_layer_config"]
+    rule = layer.get("is_causal")
+    if rule is None and config["speculators_model_type"] != "dspark":
+        rule = not config.get("sliding_window_non_causal", True)  # so a key that is null means causal
+    if rule is not None:
+        return (bool(rule),) * num_layers
+    kinds = layer.get("layer_types") or ["full_attention"] * num_layers
+    return tuple(kind == "sliding_attention" for kind in kinds)
 
 
 def _type_of(config: DraftConfig) -> tuple[str, str, dict[str, Any]]:
@@ -214,6 +239,8 @@ def _layer_config(published: Mapping[str, Any], config: DraftConfig) -> dict[str
     }
     if config.num_target_layers is not None:
         layer["num_target_layers"] = config.num_target_layers
+    if len(set(config.causal)) == 1:
+        layer["is_causal"] = config.causal[0]  # vLLM looks here first
     return layer
 
 
@@ -234,12 +261,19 @@ def _expect_expressible(config: DraftConfig) -> None:
             raise ValueError(f"the speculators layout has no {key}, and this drafter has {getattr(config, key)}")
     if config.vocab_size is None:
         raise ValueError("the speculators layout needs vocab_size, which is missing in this drafter's config.json")
-    windows = set(config.window)
-    if len(windows - {0}) > 1:
+    if len(set(config.window) - {0}) > 1:
         raise ValueError(f"the speculators layout has one window, and this drafter has {list(config.window)}")
-    # vLLM reads one rule of causality for all layers from this layout, so it would run layers that differ wrongly.
-    if any(config.causal) and (0 in windows or not all(config.causal)):
+
+
+def _expect_same_causality(written: Mapping[str, Any], config: DraftConfig) -> None:
+    """Raise unless the speculators library and vLLM read from a config which layers are causal."""
+    layers = f"this drafter's layers are causal {list(config.causal)} with windows {list(config.window)}"
+    if any(causal and not window for causal, window in zip(config.causal, config.window, strict=True)):
         raise ValueError(
-            "vLLM reads one rule of causality for all layers from the speculators layout, and this drafter's layers "
-            f"are causal {list(config.causal)} with windows {list(config.window)}: serve it in the published layout"
+            f"full layers of the speculators layout are never causal, and {layers}: serve it in the published layout"
+        )
+    if vllm_causality(written, config.num_hidden_layers) != config.causal:
+        raise ValueError(
+            "vLLM reads one rule of causality for all layers from the speculators layout, and "
+            f"{layers}: serve it in the published layout"
         )

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
+from ..limits import MAX_MASK_EMBEDDING_BYTES
 from ..terminal import listed, printable, shortened
 from ..weight_files import read_torch_file
 
@@ -80,6 +81,8 @@ def read_mask_embedding(path: Path, config: DraftConfig) -> Tensor:
         ValueError: the file holds something else, or a mask embedding of another drafter.
     """
     where = printable(path)
+    if (size := path.stat().st_size) > MAX_MASK_EMBEDDING_BYTES:
+        raise ValueError(f"{where}: must have at most {MAX_MASK_EMBEDDING_BYTES} bytes, got {size}")
     try:
         content = read_torch_file(path)
     except Exception as error:  # torch raises many types for empty, truncated or foreign files
@@ -99,12 +102,15 @@ def read_mask_embedding(path: Path, config: DraftConfig) -> Tensor:
     return tensor.flatten()
 
 
-def check_token_map(drafter: nn.Module, source: str) -> None:
-    """Raise ValueError unless each draft token has a token of the target's, and no two have the same."""
-    config = drafter.config
-    if config.draft_vocab_size is None:
-        return
-    ids = target_ids(drafter.d2t)
+def check_token_map(config: DraftConfig, d2t: Tensor, source: str) -> None:
+    """Raise ValueError unless each draft token has a token of the target's, and no two have the same.
+
+    Args:
+        config: the drafter's.
+        d2t: ``[draft_vocab]`` int64, what to add to each draft token.
+        source: what error messages call the checkpoint.
+    """
+    ids = target_ids(d2t)
     outside = (ids < 0) | (ids >= config.vocab_size)
     if outside.any():
         index = int(outside.nonzero()[0])
@@ -171,8 +177,8 @@ def keep_own_parts(drafter: nn.Module) -> None:
 
 
 def _is_plain(tensor: Tensor | None) -> bool:
-    """Return False for tensors that are spread, quantized or without values."""
-    return type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta
+    """Return False for tensors that are spread, quantized, without values, or made in inference mode."""
+    return type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta and not tensor.is_inference()
 
 
 def _equal(ours: Tensor, theirs: Tensor) -> bool:

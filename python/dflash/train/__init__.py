@@ -5,7 +5,15 @@ from .config import TrainConfig
 from .data.blocks import Blocks, default_gamma, make_blocks, sample_anchors
 from .loop import Trainer
 from .loss import BlockLoss, block_loss
-from .model import TargetFeatures, TrainableDrafter, add_dflash2, choose_mask_id, draft_config, new_drafter
+from .model import (
+    TargetFeatures,
+    TrainableDrafter,
+    add_dflash2,
+    check_trainable,
+    choose_mask_id,
+    draft_config,
+    new_drafter,
+)
 
 __all__ = [
     "BlockLoss",
@@ -17,6 +25,7 @@ __all__ = [
     "Trainer",
     "add_dflash2",
     "block_loss",
+    "check_trainable",
     "choose_mask_id",
     "default_gamma",
     "draft_config",

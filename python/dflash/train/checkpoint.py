@@ -26,15 +26,25 @@ from ..weight_files import FLOATING, read_header, read_tensor_, read_torch_file
 __all__ = [
     "CheckpointError",
     "checkpoints",
+    "dflash_section",
     "load_checkpoint",
     "published_config",
     "read_progress",
     "rope_section",
     "save_checkpoint",
     "save_draft",
+    "section_values",
 ]
 
 _STATE, _PROGRESS, _NAME = "trainer.pt", "trainer.json", re.compile(r"step-\d{8}")
+# Values of a dflash_config that say nothing.
+_NEUTRAL = {
+    "attention_value_scale": 1.0,
+    "input_embedding_scale": 1.0,
+    "output_multiplier": 1.0,
+    "final_logit_softcapping": 0.0,
+    "attention_sink_bias": False,
+}
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
@@ -52,7 +62,7 @@ def published_config(config: DraftConfig, dtype: torch.dtype = torch.bfloat16) -
         "attention_dropout": 0.0,
         "block_size": config.block_size,
         "bos_token_id": None,
-        "dflash_config": _dflash_section(config),
+        "dflash_config": dflash_section(config),
         "dtype": _DTYPES[dtype],
         "eos_token_id": None,
         "head_dim": config.head_dim,
@@ -109,15 +119,19 @@ def rope_section(rope: Rope) -> dict[str, Any]:
     return out
 
 
-def _dflash_section(config: DraftConfig) -> dict[str, Any]:
+def dflash_section(config: DraftConfig) -> dict[str, Any]:
+    """Return the ``dflash_config`` that reads back as ``config``. vLLM looks for most of these keys only there."""
+    values = section_values(config)
+    return {key: value for key, value in values.items() if key not in _NEUTRAL or value != _NEUTRAL[key]}
+
+
+def section_values(config: DraftConfig) -> dict[str, Any]:
+    """Return every key that a ``dflash_config`` may state of a drafter, neutral values included."""
     out: dict[str, Any] = {"mask_token_id": config.mask_token_id, "target_layer_ids": list(config.target_layer_ids)}
-    neutral_values = {"attention_value_scale": 1.0, "input_embedding_scale": 1.0, "output_multiplier": 1.0}
-    for key, neutral in (neutral_values | {"final_logit_softcapping": 0.0}).items():
-        if getattr(config, key) != neutral:
-            out[key] = getattr(config, key)
+    out |= {key: getattr(config, key) for key in _NEUTRAL if key != "attention_sink_bias"}
     if config.dflash2 is not None:
         out |= dataclasses.asdict(config.dflash2)
-    return out | {"attention_sink_bias": True} if config.attention_sinks else out
+    return out | {"attention_sink_bias": config.attention_sinks}
 
 
 def save_draft(drafter: Drafter, folder: str | os.PathLike, *, dtype: torch.dtype | None = torch.bfloat16) -> Path:

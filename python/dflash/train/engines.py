@@ -1,4 +1,4 @@
-"""What serving engines read differently from this package, and what they need besides."""
+"""What serving engines read differently from this package, and the command that serves a pair with vLLM."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from ..drafter import DraftConfig, is_speculators
+from ..drafter import DraftConfig, is_speculators, vllm_causality
 
 __all__ = ["engine_warnings", "speculators_warnings", "vllm_command"]
 
@@ -23,7 +23,9 @@ _IGNORED_BY_VLLM = {
 def engine_warnings(config: DraftConfig) -> list[str]:
     """Return what serving engines would read differently in this drafter, a sentence per difference."""
     if config.dflash2 is not None:
-        return []
+        if not config.predicts_from_anchor:
+            return []
+        return ["vLLM refuses DFlash 2 drafters whose anchor's row predicts (sample_from_anchor), as this one's does"]
     return [
         f"vLLM ignores {key} of drafters of the first generation, and this one has {getattr(config, key)}: {effect}"
         for key, (neutral, effect) in _IGNORED_BY_VLLM.items()
@@ -40,14 +42,17 @@ def speculators_warnings(raw: Mapping[str, Any], config: DraftConfig) -> list[st
     """
     if not is_speculators(raw):
         return []
-    given = raw.get("sliding_window_non_causal")
-    theirs = given is False  # vLLM: one rule for all layers, and a missing key means non-causal
-    if all(causal == theirs for causal in config.causal):
+    theirs = vllm_causality(raw, config.num_hidden_layers)
+    if theirs == config.causal:
         return []
-    how = "causal" if theirs else "non-causal"
-    said = "is missing" if given is None else f"is {str(given).lower()}"
+    key = "sliding_window_non_causal"
+    if raw["speculators_model_type"] == "dspark":
+        reason = f"it does not read {key} of DSpark drafters"
+    else:
+        given = json.dumps(raw[key]) if key in raw else "missing"
+        reason = f"it reads one rule for all layers, and {key} is {given} there"
     return [
-        f"vLLM runs every layer of the original checkpoint {how}, because sliding_window_non_causal {said} there. The "
+        f"vLLM takes the layers of the original checkpoint for causal {list(theirs)}, because {reason}. The "
         f"speculators library and this package read {list(config.causal)}, which the exported folder says"
     ]
 
@@ -55,6 +60,7 @@ def speculators_warnings(raw: Mapping[str, Any], config: DraftConfig) -> list[st
 def vllm_command(target: str, draft: str | os.PathLike, config: DraftConfig) -> str:
     """Return the command that serves a pair with vLLM. Both are named, so they may be folders or repositories."""
     # A method that is named keeps vLLM from looking at the checkpoint's type.
-    method = "dspark" if config.predicts_from_anchor or config.markov_rank else "dflash"
+    is_dspark = config.dflash2 is None and (config.predicts_from_anchor or config.markov_rank)
+    method = "dspark" if is_dspark else "dflash"
     drafts = {"method": method, "model": os.fspath(draft), "num_speculative_tokens": max(config.block_size - 1, 1)}
     return f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(json.dumps(drafts))}"

@@ -12,6 +12,7 @@ import torch
 
 from ..drafter import (
     MASK_EMBEDDING_FILE,
+    DraftConfig,
     Drafter,
     draft_folder,
     from_speculators,
@@ -21,6 +22,7 @@ from ..drafter import (
 )
 from ..files import atomic_folder, check_writable, read_architectures, read_json, save_tensors, write_json
 from ..limits import MAX_JSON_BYTES, MAX_TARGET_CONFIG_BYTES
+from .checkpoint import dflash_section, section_values
 from .engines import engine_warnings, speculators_warnings, vllm_command
 from .transformers_layout import TENSOR_NAMES, to_transformers
 
@@ -126,16 +128,29 @@ def _config(
             "does: keep the speculators layout"
         )
     config = from_speculators(raw) if is_speculators(raw) else dict(raw)
-    # State what the checkpoint may have left to defaults.
-    taps, mask = list(drafter.config.target_layer_ids), drafter.config.mask_token_id
-    config["dflash_config"] = (config.get("dflash_config") or {}) | {"target_layer_ids": taps, "mask_token_id": mask}
-    config["block_size"] = drafter.config.rows_per_pass
-    if config.get("is_causal") is None and config["dflash_config"].get("causal") is not None:
-        config["is_causal"] = config["dflash_config"]["causal"]  # the one key of the two that SGLang reads
+    _state_what_was_read(config, drafter.config)
     if layout == "speculators":
         config = to_speculators(config, drafter.config, verifier, architectures)
     config.pop("torch_dtype", None)
     return config | {"dtype": dtype}
+
+
+def _state_what_was_read(config: dict[str, Any], read: DraftConfig) -> None:
+    """Write what was read from a published ``config`` to where engines look, and into every copy of a key."""
+    # 1. What may have been left to defaults, or stood at the top level only, where vLLM does not look
+    inner = dict(config.get("dflash_config") or {})
+    values = section_values(read)
+    for level in (config, inner):
+        level.update({key: value for key, value in values.items() if key in level})
+    config["dflash_config"] = inner | dflash_section(read)
+    config["block_size"] = read.rows_per_pass
+    if config.get("rope_theta") is not None:
+        config["rope_theta"] = read.rope.theta  # the one in rope_parameters counts, where there are two
+    # 2. The one of two keys that SGLang reads
+    if config.get("is_causal") is None and inner.get("causal") is not None:
+        config["is_causal"] = inner["causal"]
+    # 3. The taps as older engines count them: vLLM would take these instead
+    config.pop("eagle_aux_hidden_state_layer_ids", None)
 
 
 def _verifier(target: str) -> tuple[str, list[str]]:

@@ -14,7 +14,24 @@ from ...drafter import DraftConfig, Drafter
 from .attention import ATTENTIONS
 from .dflash2 import finish, prepare
 
-__all__ = ["TrainableDrafter"]
+__all__ = ["TrainableDrafter", "check_trainable"]
+
+
+def check_trainable(config: DraftConfig) -> None:
+    """Raise ``ValueError`` if a drafter has something that cannot be trained here. The message names it."""
+    if config.attention_sinks:
+        raise ValueError("a drafter with attention sinks cannot be trained: the differentiable attention has none")
+    if config.markov_rank or config.predicts_from_anchor:
+        raise ValueError(
+            "a DSpark drafter cannot be trained: neither its Markov head nor an anchor's row that predicts "
+            "(sample_from_anchor) has training here"
+        )
+    if own := config.own_parts:
+        raise ValueError(f"a drafter with its own {', '.join(own)} cannot be trained: training uses the target's")
+    if config.scales_like_target:
+        raise ValueError("a Muse Glimmer assistant cannot be trained: training takes no multiplier from the target")
+    if config.attention_value_scale != 1.0:
+        raise ValueError("a drafter with attention_value_scale cannot be trained: the attention here has none")
 
 
 class TrainableDrafter(nn.Module):
@@ -28,25 +45,12 @@ class TrainableDrafter(nn.Module):
             CUDA and matrix products elsewhere.
 
     Raises:
-        ValueError: the drafter has attention sinks, a value scale or a Markov head, or its anchor's row predicts, which
-            the functions here do not support; or it has parts of its own where training uses the target's.
+        ValueError: see `check_trainable`, or ``attention`` is another word.
     """
 
     def __init__(self, drafter: Drafter, *, attention: str | None = None) -> None:
         super().__init__()
-        if drafter.config.attention_sinks:
-            raise ValueError("a drafter with attention sinks cannot be trained: the differentiable attention has none")
-        if drafter.config.markov_rank or drafter.config.predicts_from_anchor:
-            raise ValueError(
-                "a DSpark drafter cannot be trained: neither its Markov head nor an anchor's row that predicts "
-                "(sample_from_anchor) has training here"
-            )
-        if own := drafter.config.own_parts:
-            raise ValueError(f"a drafter with its own {', '.join(own)} cannot be trained: training uses the target's")
-        if drafter.config.scales_like_target:
-            raise ValueError("a Muse Glimmer assistant cannot be trained: training takes no multiplier from the target")
-        if drafter.config.attention_value_scale != 1.0:
-            raise ValueError("a drafter with attention_value_scale cannot be trained: the attention here has none")
+        check_trainable(drafter.config)
         if attention is not None and attention not in ATTENTIONS:
             raise ValueError(f"attention must be one of {', '.join(ATTENTIONS)} or None, got {attention!r}")
         self.drafter = drafter.requires_grad_(True)
