@@ -99,7 +99,7 @@ def main() -> None:
     given = parse()
     names, effort = given.only or [*CASES], Effort(given.max_new_tokens, given.places)
     print(
-        f"{harness.processor()}, {given.processes} processes of one thread, torch {torch.__version__}, float32; "
+        f"{harness.processor()}, {given.processes} at a time with one thread each, torch {torch.__version__}, float32; "
         f"{described()}, {given.prompts} prompts, {given.max_new_tokens} new tokens, {given.places} places per "
         "answer:\n\n| planted | named | tokens per step | repaired | seconds |\n| --- | --- | --- | --- | --- |"
     )

@@ -214,7 +214,7 @@ def _is_more(configured: Score, other: Score, answers: Tensor) -> bool:
     if difference.mean() <= max(_LEAST_GAIN * configured.mean, _LEAST_Z * error.item()):
         return False
     others = answers != answers.bincount(difference).argmax()  # the places of one answer are not independent
-    return not others.any() or difference[others].mean() > _LEAST_GAIN * configured.tokens[others].mean()
+    return not others.any() or bool(difference[others].mean() > _LEAST_GAIN * configured.tokens[others].mean())
 
 
 # ---------------------------------------------------------------------------------------------- encodings

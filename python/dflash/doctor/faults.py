@@ -162,7 +162,9 @@ def _rope_scaling(wiring: Wiring, facts: Facts) -> Iterator[Variant]:
         yield from _patched("rope scaling", change, plain, wiring, facts)
     theirs = {key: facts.target_keys[key] for key in _ROPE_KEYS if facts.target_keys.get(key) is not None}
     settings = theirs.get("rope_scaling") or theirs.get("rope_parameters")
-    kind = settings.get("rope_type") or settings.get("type") if isinstance(settings, Mapping) else None
+    if not isinstance(settings, Mapping):
+        return
+    kind = settings.get("rope_type") or settings.get("type")
     if kind not in (None, "default"):
         change = f"RoPE {kind} as the target's instead of {rope.type}"
         copied = settings.get("rope_theta") if wiring.keys.get("rope_theta") is not None else None

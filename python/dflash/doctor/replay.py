@@ -56,7 +56,7 @@ class Replay:
     def __init__(self, recordings: Sequence[Recording], target: Target, drafter: Drafter, per_prompt: int) -> None:
         self.recordings, self.target, self.drafter = recordings, target, drafter
         self.last_layer = target.config.num_hidden_layers - 1
-        where = []
+        where: list[tuple[int, int]] = []
         for row, recording in enumerate(recordings):
             first, length = recording.prompt_length, len(recording.ids)
             count = min(per_prompt, length - 1 - first)  # every anchor has a token after it
