@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from draft_variants import dspark_dict, random_drafter
 from examples import is_long
 from families import draft_config, make_draft, make_target
 from planted_pairs import FAULTS, HEALTHY, KINDS, PROMPTS, TAPS, Planted, merged, plant, target_and_tokenizer
@@ -198,6 +199,14 @@ def test_drafting_again_accepts_what_decoding_accepts_in_other_families(family):
     emitted, replayed = decode(random_pair(family, 8), [5, 3, 7, 1, 4])
     expect_equal_steps(emitted, replayed)
     assert max(emitted) > 1, "of eight tokens a random drafter guesses some"
+
+
+def test_drafting_again_accepts_what_decoding_accepts_of_a_dspark_drafter():
+    target = make_target("qwen3", vocab_size=8, seed=6)
+    config = dspark_dict(vocab_size=8, num_target_layers=4, mask_token_id=1, target_layer_ids=[1, 3])
+    emitted, replayed = decode(Pair(target, random_drafter(config), config), [5, 3, 7, 1, 4])
+    expect_equal_steps(emitted, replayed)
+    assert max(emitted) == 8, "with this seed the target repeats a token that the drafter guesses"
 
 
 @pytest.mark.parametrize("family", ["nemotron_h", "gemma3"])
