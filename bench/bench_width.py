@@ -2,10 +2,12 @@
 
     python bench/bench_width.py [--pair FOLDER] [--noise 0.4] [--temperature 0] [--widths 4 8 12 16 auto]
 
-The pair, `--noise` and the columns are those of bench_trees.py; "over" is over the widest. Prints; asserts nothing.
+The pair, `--noise` and the columns are those of bench_trees.py; "over" is over the widest. "predicted" is the
+acceptance that the widest's steps promise of a width (docs/context.md). Prints; asserts nothing.
 """
 
 import argparse
+import math
 
 import harness
 import package_pair
@@ -15,6 +17,25 @@ from bench_trees import HEADS, line, measure
 import dflash
 from dflash import ops
 from dflash.evaluate import demo_prompts, encode
+
+
+def predicted(answers: list[list[int]], widest: int, width: int) -> float:
+    """Return the tokens per step of ``width`` that the steps of ``widest`` promise.
+
+    Args:
+        answers: per answer, the tokens that each step emitted.
+        widest: rows of these steps.
+        width: rows of those that are promised.
+    """
+    tokens = steps = 0
+    for answer in answers:
+        run = 0
+        for emitted in [*answer, 0]:
+            run += emitted
+            if emitted < widest:  # the first wrong draft, or the answer's end
+                steps += math.ceil(run / width)
+                tokens, run = tokens + run, 0
+    return tokens / steps
 
 
 def parse() -> argparse.Namespace:
@@ -38,12 +59,14 @@ def main() -> None:
     }
     print(
         f"{harness.processor()}, {torch.get_num_threads()} threads, {ops.isa()}, torch {torch.__version__}, float32; "
-        f"noise {arguments.noise:g}, T = {arguments.temperature:g}, {len(prompts)} prompts\n{HEADS}"
+        f"noise {arguments.noise:g}, T = {arguments.temperature:g}, {len(prompts)} prompts\n{HEADS}  predicted"
     )
     results = measure(generators, prompts, arguments)
-    widest = max((name for name in results if name != "width auto"), key=lambda name: int(name.split()[1]))
-    for name, result in results.items():
-        print(line(name, result, results[widest]), flush=True)
+    fixed = [width for width in arguments.widths if width != "auto"]
+    widest = results[f"width {max(fixed)}"]
+    for width, result in zip(arguments.widths, results.values(), strict=True):
+        promised = f"{predicted(widest.steps, max(fixed), width):10.2f}" if width in fixed else ""
+        print(line(f"width {width}", result, widest) + promised, flush=True)
 
 
 if __name__ == "__main__":

@@ -16,12 +16,18 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from dflash import load_draft
-from dflash.doctor import Patient
+from dflash.doctor import Pair, Prompts
 from dflash.doctor.recording import RAW_LAST, Answered, record
 from dflash.evaluate import PAIR, demo_prompts, load_target, prompt_ids
 
 Weights = dict[str, Tensor]
 PROMPTS = [{"prompt": prompt.text} for prompt in demo_prompts()]
+# The package's drafter as it is. It may be of the first generation or a DFlash 2 drafter.
+HEALTHY = json.loads((PAIR / "draft" / "config.json").read_text())
+TAPS = HEALTHY["dflash_config"]["target_layer_ids"]
+WIDTH, HEAD_DIM, LAYERS = (HEALTHY[key] for key in ("hidden_size", "head_dim", "num_hidden_layers"))
+LAST_LAYER = HEALTHY["num_target_layers"] - 1
+IS_DFLASH2 = "selector_rank" in HEALTHY["dflash_config"]
 
 
 @dataclass(frozen=True)
@@ -34,7 +40,8 @@ class Planted:
         dflash: keys of its dflash_config.
         weights: changes the drafter's weights.
         template: replaces this text of the chat template by the other.
-        fix: keys that its advice must hold.
+        repair: the keys that the doctor must advise; None if no config repairs it.
+        words: what its advice must say then.
     """
 
     named: str
@@ -42,7 +49,8 @@ class Planted:
     dflash: dict[str, Any] = field(default_factory=dict)
     weights: Callable[[Weights], None] | None = None
     template: tuple[str, str] | None = None
-    fix: str = ""
+    repair: dict[str, Any] | None = None
+    words: str = ""
 
 
 @functools.cache
@@ -51,12 +59,16 @@ def target_and_tokenizer() -> tuple[Any, Any]:
     return load_target(PAIR)
 
 
-def plant(fault: Planted, folder: Path) -> Patient:
-    """Write the faulty drafter to ``folder``, and load it with the target."""
+def merged(config: dict[str, Any], line: dict[str, Any]) -> dict[str, Any]:
+    """Return a config with the keys of a line written into it, level by level."""
+    inner = config["dflash_config"] | line.get("dflash_config", {})
+    return config | line | {"dflash_config": inner}
+
+
+def plant(fault: Planted, folder: Path, count: int = 8) -> tuple[Pair, Prompts]:
+    """Write the faulty drafter to ``folder``, load it with the target, and encode the first prompts."""
     shutil.copytree(PAIR / "draft", folder, dirs_exist_ok=True)
-    config = json.loads((folder / "config.json").read_text())
-    config |= fault.config
-    config["dflash_config"] |= fault.dflash
+    config = merged(HEALTHY, fault.config | {"dflash_config": fault.dflash})
     (folder / "config.json").write_text(json.dumps(config))
     if fault.weights is not None:
         weights = load_file(folder / "model.safetensors")
@@ -66,7 +78,8 @@ def plant(fault: Planted, folder: Path) -> Patient:
     if fault.template is not None:
         _, tokenizer = load_target(PAIR)
         tokenizer.chat_template = tokenizer.chat_template.replace(*fault.template)
-    return Patient(target, load_draft(folder, dtype=torch.float32), config, tokenizer)
+    pair = Pair(target, load_draft(folder, dtype=torch.float32), config)
+    return pair, Prompts(PROMPTS[:count], tokenizer)
 
 
 # ---------------------------------------------------------------------------------------------- changes of weights
@@ -74,15 +87,15 @@ def plant(fault: Planted, folder: Path) -> Patient:
 
 def interleave(weights: Weights) -> None:
     """Store q and k as checkpoints for interleaved RoPE do."""
-    order = torch.stack([torch.arange(32), torch.arange(32, 64)], 1).flatten()
+    order = torch.arange(HEAD_DIM).view(2, -1).t().flatten()
     for name, weight in weights.items():
         if "q_proj" in name or "k_proj" in name:
-            weights[name] = weight.unflatten(0, (-1, 64))[:, order].flatten(0, 1).contiguous()
+            weights[name] = weight.unflatten(0, (-1, HEAD_DIM))[:, order].flatten(0, 1).contiguous()
         elif "q_norm" in name or "k_norm" in name:
             weights[name] = weight[order].contiguous()
 
 
-def scale_residual(weights: Weights, factor: float = 1 / math.sqrt(192)) -> None:
+def scale_residual(weights: Weights, factor: float = 1 / math.sqrt(WIDTH)) -> None:
     """Make a drafter that was trained with embeddings ``factor`` times as large: only sizes relative to it count."""
     for name, weight in weights.items():
         if "o_proj" in name or "down_proj" in name:
@@ -96,12 +109,11 @@ def refit_last_tap(weights: Weights) -> None:
     sequences = [prompt_ids(tokenizer, prompt) for prompt in PROMPTS]
     answers = [prompt.answer or "" for prompt in demo_prompts()]
     sequences = [[*ids, *tokenizer(text).input_ids] for ids, text in zip(sequences, answers, strict=True)]
-    recorded = record(target, [Answered(ids, 1) for ids in sequences], [4, 5])
-    inside = torch.arange(recorded.ids.shape[1]) < recorded.lengths[:, None]
-    last, tap = recorded.states[RAW_LAST][inside], recorded.states[4][inside]
+    recorded = record(target, [Answered(ids, 1) for ids in sequences], [TAPS[-1], LAST_LAYER])
+    last, tap = (torch.cat([one.states[layer] for one in recorded]) for layer in (RAW_LAST, TAPS[-1]))
     fitted = torch.linalg.lstsq(last, tap).solution  # [hidden, hidden]
-    columns = weights["fc.weight"].view(192, 4, 192)
-    columns[:, 3] = (columns[:, 3].float() @ fitted.T).to(columns.dtype)
+    columns = weights["fc.weight"].view(WIDTH, len(TAPS), WIDTH)
+    columns[:, -1] = (columns[:, -1].float() @ fitted.T).to(columns.dtype)
 
 
 def break_value(weights: Weights) -> None:
@@ -130,24 +142,32 @@ def frequencies() -> Tensor:
 def add_selector(weights: Weights) -> None:
     """Make a DFlash 2 drafter that drafts the same, and badly without its selector.
 
-    The convolutions change nothing. The drafter's own head rates the most frequent tokens too low, by a share of what
-    the selector adds again whatever the token before.
+    Convolutions that are added change nothing. The drafter's own head rates the most frequent tokens too low, by a
+    share of what the selector adds again whatever the token before. A selector that is there stays, next to this.
     """
     target, _ = target_and_tokenizer()
     head = target.lm_head.weight.detach()
-    vocab, hidden = head.shape
-    frequent = frequencies().topk(48).indices
+    vocab = len(head)
+    frequent = frequencies().topk(FREQUENT).indices
     missing = 0.7 * head[frequent]
     weights["lm_head.weight"] = head.index_add(0, frequent, -missing).contiguous()
-    layers = sum(name.endswith("input_layernorm.weight") for name in weights)
-    for name in (f"layers.{i}.{part}" for i in range(layers) for part in ("attention_conv", "mlp_conv")):
-        weights[f"{name}.base_kernel"] = torch.stack([torch.ones(2, hidden), torch.zeros(2, hidden)], 1)
-        weights[f"{name}.kernel_projection.weight"] = torch.zeros(2 * 2 * hidden // 16, hidden)
-    weights["candidate_selector.hidden_projection.weight"] = missing
-    weights["candidate_selector.predecessor_codebook"] = torch.ones(vocab, len(frequent))
-    successors = torch.zeros(vocab, len(frequent))
-    successors[frequent, torch.arange(len(frequent))] = 1
-    weights["candidate_selector.successor_codebook"] = successors
+    for name in (f"layers.{i}.{part}" for i in range(LAYERS) for part in ("attention_conv", "mlp_conv")):
+        identity = torch.stack([torch.ones(2, WIDTH), torch.zeros(2, WIDTH)], 1)
+        weights.setdefault(f"{name}.base_kernel", identity)
+        weights.setdefault(f"{name}.kernel_projection.weight", torch.zeros(2 * 2 * WIDTH // 16, WIDTH))
+    successors = torch.zeros(vocab, FREQUENT)
+    successors[frequent, torch.arange(FREQUENT)] = 1
+    added = {"predecessor_codebook": torch.ones(vocab, FREQUENT), "successor_codebook": successors}
+    for name, codebook in added.items():
+        extend(weights, name, codebook, 1)
+    extend(weights, "hidden_projection.weight", missing, 0)
+
+
+def extend(weights: Weights, name: str, more: Tensor, dim: int) -> None:
+    """Add rows or columns to a tensor of the selector, which may not be there yet."""
+    name = f"candidate_selector.{name}"
+    name = f"{name}.weight" if f"{name}.weight" in weights else name
+    weights[name] = torch.cat([weights[name].float(), more], dim) if name in weights else more
 
 
 def bring_own_parts(weights: Weights) -> None:
@@ -161,11 +181,14 @@ def bring_own_parts(weights: Weights) -> None:
     weights["mask_embedding"] = table[1] / 2
 
 
-CONV = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 48, "selector_top_k": 32}
-# Healthy pairs of other kinds, made of the package's.
+FREQUENT = 48  # tokens that need the selector
+SECTION = HEALTHY["dflash_config"]
+CONV = {"conv_kernel_size": 2, "conv_group_size": 16} if not IS_DFLASH2 else {}
+SELECTOR = {"selector_rank": SECTION.get("selector_rank", 0) + FREQUENT, "selector_top_k": 32}
+# The package's pair, and healthy pairs of other kinds that are made of it.
 KINDS = {
-    "first generation": Planted(""),
-    "DFlash 2": Planted("", {"architectures": ["DFlash2DraftModel"]}, CONV, add_selector),
+    "as it is": Planted(""),
+    "needs its selector": Planted("", {"architectures": ["DFlash2DraftModel"]}, CONV | SELECTOR, add_selector),
     "own parts": Planted(
         "",
         {"draft_vocab_size": 1400, "input_embedding_scale": 2.0},
@@ -174,53 +197,65 @@ KINDS = {
     ),
 }
 
+THETA = HEALTHY["rope_parameters"]["rope_theta"]
+MASK = SECTION["mask_token_id"]
+BLOCK = HEALTHY["block_size"]
+SMALL_WINDOW = {"layer_types": ["sliding_attention"] * LAYERS, "sliding_window": 8, "use_sliding_window": True}
+
+
+def _taps(layers: list[int], name: str) -> Planted:
+    repair = {"dflash_config": {"target_layer_ids": TAPS}}
+    return Planted(name, dflash={"target_layer_ids": layers}, repair=repair)
+
+
+def _rope(**settings: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": THETA} | settings}
+
+
 FAULTS = {
-    "taps one too high": Planted("tap shift", dflash={"target_layer_ids": [2, 3, 4, 5]}, fix="[1, 2, 3, 4]"),
-    "taps one too low": Planted("tap shift", dflash={"target_layer_ids": [0, 1, 2, 3]}, fix="[1, 2, 3, 4]"),
-    "taps reversed": Planted("tap order", dflash={"target_layer_ids": [4, 3, 2, 1]}, fix="[1, 2, 3, 4]"),
-    "two taps swapped": Planted("tap order", dflash={"target_layer_ids": [1, 2, 4, 3]}, fix="[1, 2, 3, 4]"),
+    "taps one too high": _taps([tap + 1 for tap in TAPS], "tap shift"),
+    "taps one too low": _taps([tap - 1 for tap in TAPS], "tap shift"),
+    "taps reversed": _taps(TAPS[::-1], "tap order"),
+    "two taps swapped": _taps([*TAPS[:-2], TAPS[-1], TAPS[-2]], "tap order"),
     "last tap before the norm": Planted(
-        "last tap norm", dflash={"target_layer_ids": [1, 2, 3, 5]}, weights=refit_last_tap, fix="after the final norm"
+        "last tap norm",
+        dflash={"target_layer_ids": [*TAPS[:-1], LAST_LAYER]},
+        weights=refit_last_tap,
+        words="after the final norm",
     ),
-    "another RoPE theta": Planted(
-        "rope theta", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, fix='"rope_theta": 10000.0'
+    "another RoPE theta": Planted("rope theta", _rope(rope_theta=100 * THETA), repair=_rope()),
+    "another RoPE scaling": Planted("rope scaling", _rope(rope_type="linear", factor=4.0), repair=_rope()),
+    "interleaved RoPE": Planted("rope layout", weights=interleave, words="q_proj and k_proj"),
+    "another mask id": Planted(
+        "mask id", dflash={"mask_token_id": 700}, repair={"dflash_config": {"mask_token_id": MASK}}
     ),
-    "another RoPE scaling": Planted(
-        "rope scaling",
-        {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}},
-        fix='"rope_type": "default"',
+    "the end as mask": Planted(
+        "mask id", dflash={"mask_token_id": 0}, repair={"dflash_config": {"mask_token_id": MASK}}
     ),
-    "interleaved RoPE": Planted("rope layout", weights=interleave, fix="q_proj and k_proj"),
-    "another mask id": Planted("mask id", dflash={"mask_token_id": 700}, fix='"mask_token_id": 1'),
-    "the end as mask": Planted("mask id", dflash={"mask_token_id": 0}, fix='"mask_token_id": 1'),
-    "causal": Planted("causality", {"is_causal": True}, fix='"is_causal": false'),
+    "causal": Planted("causality", {"is_causal": True}, repair={"is_causal": False}),
     "a window": Planted(
-        "window",
-        {"layer_types": ["sliding_attention"] * 3, "sliding_window": 8, "use_sliding_window": True, "is_causal": False},
-        fix="full_attention",
+        "window", {**SMALL_WINDOW, "is_causal": False}, repair={"layer_types": ["full_attention"] * LAYERS}
     ),
     "a causal window": Planted(
-        "window",
-        {"layer_types": ["sliding_attention"] * 3, "sliding_window": 8, "use_sliding_window": True},
-        fix="full_attention",
+        "window", SMALL_WINDOW, repair={"layer_types": ["full_attention"] * LAYERS, "is_causal": False}
     ),
     "embeddings scaled": Planted(
-        "embedding scale", {"input_embedding_scale": 40.0}, fix='"input_embedding_scale": 1.0'
+        "embedding scale", {"input_embedding_scale": 40.0}, repair={"input_embedding_scale": 1.0}
     ),
     "scale of embeddings missing": Planted(
-        "embedding scale", weights=scale_residual, fix='"input_embedding_scale": 0.072'
+        "embedding scale", weights=scale_residual, repair={"input_embedding_scale": 1 / math.sqrt(WIDTH)}
     ),
-    "blocks too large": Planted("block size", {"block_size": 64}, fix='"block_size": 16'),
+    "blocks too large": Planted("block size", {"block_size": 4 * BLOCK}, repair={"block_size": BLOCK}),
     "template": Planted(
         "template",
         template=(
             "'\\n=>\\n' -}}",
             "'\\n=>\\n' -}}{{- '' if enable_thinking is false else 'The first thing to think about is' -}}",
         ),
-        fix="enable_thinking=False",
+        words="enable_thinking=False",
     ),
-    "NaN": Planted("not finite", weights=break_value, fix="again"),
-    "features near zero": Planted("near zero", weights=forget_fc, fix="fc.weight"),
-    "overflow": Planted("overflow", weights=enlarge_fc, fix="float32"),
-    "too few positions": Planted("positions", {"max_position_embeddings": 64}, fix="max_position_embeddings"),
+    "NaN": Planted("not finite", weights=break_value, words="download or convert the checkpoint again"),
+    "features near zero": Planted("near zero", weights=forget_fc, words="fc.weight"),
+    "overflow": Planted("overflow", weights=enlarge_fc, words="float32"),
+    "too few positions": Planted("positions", {"max_position_embeddings": 64}, words="max_position_embeddings"),
 }

@@ -9,36 +9,69 @@ from pathlib import Path
 
 import pytest
 import torch
+from draft_variants import dspark_dict, random_drafter
 from examples import is_long
-from planted_pairs import FAULTS, KINDS, PROMPTS, Planted, plant
+from families import draft_config, make_draft, make_target
+from planted_pairs import FAULTS, HEALTHY, KINDS, PROMPTS, TAPS, Planted, merged, plant, target_and_tokenizer
+from tiny_tokenizers import byte_level
 from tokenizers import processors
 
-from dflash import Generator, cli
-from dflash.doctor import Effort, Wiring, diagnose, find_prompts
+from dflash import Generator, cli, load_draft
+from dflash.doctor import Effort, Pair, Prompts, Wiring, diagnose, find_prompts
+from dflash.doctor.answers import answer
+from dflash.doctor.faults import Facts, variants
 from dflash.doctor.recording import Answered, record
 from dflash.doctor.replay import Replay
 from dflash.evaluate import PAIR
 
 # These take more places to tell from chance.
-SUBTLE = {"causal", "healthy", "taps one too low", "two taps swapped", "last tap before the norm"}
-# Each fault once in every run; the other ways to plant some of them with `-m long`.
-MORE = {"taps one too low", "two taps swapped", "another mask id", "a causal window", "scale of embeddings missing"}
+SUBTLE = {"causal", "taps one too low", "two taps swapped", "last tap before the norm"}
+# With `-m long` only: the search finds others the same way, and every run checks that a variant repairs their config.
+MORE = {
+    *("taps one too low", "taps reversed", "two taps swapped", "another RoPE theta", "another RoPE scaling"),
+    *("another mask id", "the end as mask", "a causal window", "embeddings scaled", "scale of embeddings missing"),
+    "too few positions",
+}
 
 
-def examine(fault: Planted, folder, name: str = ""):
-    prompts, effort = (PROMPTS[:8], Effort(64, 16)) if name in SUBTLE else (PROMPTS[:2], Effort(40, 16))
-    return diagnose(plant(fault, folder), prompts, effort)
+def examine(fault: Planted, folder, count: int = 1, effort: Effort | None = None):
+    return diagnose(*plant(fault, folder, count), effort or Effort(48, 24))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", [name for name in FAULTS if is_long() or name not in MORE])
 def test_a_planted_fault_is_named_and_nothing_else(tmp_path, name):
     fault = FAULTS[name]
-    found = examine(fault, tmp_path, name)
+    found = examine(fault, tmp_path, *((8, Effort(64, 16)) if name in SUBTLE else ()))
     assert [finding.fault for finding in found.findings] == [fault.named]
     finding = found.findings[0]
-    assert fault.fix in finding.advice
+    assert finding.config == fault.repair
+    assert fault.words in finding.advice
     assert finding.after is None or finding.after > 1.05 * finding.before
+
+
+REPAIRED = {name: fault for name, fault in FAULTS.items() if fault.repair is not None}
+
+
+@pytest.mark.parametrize("name", REPAIRED)
+def test_a_variant_of_each_planted_config_is_its_repair(name):
+    fault = REPAIRED[name]
+    wiring = Wiring.read(merged(HEALTHY, fault.config | {"dflash_config": fault.dflash}))
+    target, tokenizer = target_and_tokenizer()
+    keys, rows = target.config.to_dict(), target.config.vocab_size
+    facts = Facts(keys, target.config.num_hidden_layers, tokenizer, False, 200, rows, torch.float32)
+    assert any((one.fault, one.config) == (fault.named, fault.repair) for one in variants(wiring, facts))
+
+
+@pytest.mark.parametrize("name", [name for name, fault in REPAIRED.items() if fault.weights is None])
+def test_the_advised_line_repairs_the_planted_drafter(tmp_path, name):
+    plant(FAULTS[name], tmp_path)
+    path = tmp_path / "config.json"
+    faulty = json.loads(path.read_text())
+    path.write_text(json.dumps(merged(faulty, FAULTS[name].repair)))
+    assert Wiring.read(json.loads(path.read_text())).identity == Wiring.read(HEALTHY).identity
+    assert Wiring.read(faulty).identity != Wiring.read(HEALTHY).identity
+    assert load_draft(tmp_path).config == load_draft(PAIR / "draft").config
 
 
 def test_every_fault_of_the_documentation_is_planted():
@@ -49,11 +82,13 @@ def test_every_fault_of_the_documentation_is_planted():
     assert documented == {fault.named for fault in FAULTS.values()}
 
 
-def test_nothing_is_said_of_the_healthy_pair(tmp_path):
-    found = examine(Planted(""), tmp_path, "healthy")
+@pytest.mark.long
+@pytest.mark.parametrize("kind", KINDS if is_long() else ["as it is"])
+def test_nothing_is_said_of_a_healthy_pair(tmp_path, kind):
+    found = examine(KINDS[kind], tmp_path, 4, Effort(64, 16))
     assert not found.findings
     assert not found.notes
-    assert found.acceptance_length > 10
+    assert found.acceptance_length > 8
     assert found.tried > 20
     assert len(found.acceptance_per_position) == found.block_size - 1
     assert found.acceptance_per_position[0] > 0.8
@@ -61,7 +96,7 @@ def test_nothing_is_said_of_the_healthy_pair(tmp_path):
 
 
 def test_two_faults_are_named_one_after_the_other(tmp_path):
-    both = Planted("", {"input_embedding_scale": 40.0}, {"target_layer_ids": [4, 3, 2, 1]})
+    both = Planted("", {"input_embedding_scale": 40.0}, {"target_layer_ids": TAPS[::-1]})
     found = examine(both, tmp_path)
     assert {finding.fault for finding in found.findings} == {"embedding scale", "tap order"}
 
@@ -77,68 +112,122 @@ def test_the_reason_of_low_acceptance_is_not_guessed(tmp_path):
 
 
 def test_answers_that_are_too_short_are_not_compared(tmp_path):
-    found = diagnose(plant(Planted(""), tmp_path), PROMPTS[:1], Effort(8, 16))
+    found = examine(Planted(""), tmp_path, 1, Effort(8, 16))
     assert not found.findings
     assert "give more prompts" in found.notes[0]
 
 
 def test_prompts_are_also_tried_with_a_bos_token(tmp_path):
-    patient = plant(Planted(""), tmp_path)
-    tokenizer = copy.deepcopy(patient.tokenizer)
-    tokenizer.chat_template = None
-    tokenizer.backend_tokenizer.post_processor = processors.Sequence([])  # which puts it there
-    without = diagnose(dataclasses.replace(patient, tokenizer=tokenizer), PROMPTS[:2], Effort(40, 16))
-    bos = diagnose(dataclasses.replace(patient, tokenizer=tokenizer, bos=True), PROMPTS[:2], Effort(40, 16))
+    pair, prompts = plant(Planted(""), tmp_path, 2)
+    prompts = dataclasses.replace(prompts, tokenizer=copy.deepcopy(prompts.tokenizer))
+    prompts.tokenizer.chat_template = None
+    prompts.tokenizer.backend_tokenizer.post_processor = processors.Sequence([])  # which puts it there
+    without = diagnose(pair, prompts, Effort(40, 16))
+    bos = answer(pair, dataclasses.replace(prompts, bos=True), 40, lambda *_: None)
     assert without.acceptance_length < bos.acceptance_length
-    assert without.trials["a BOS token before the prompt"] == bos.acceptance_length
-    assert "a BOS token before the prompt" not in bos.trials
+    assert without.encodings == {"a BOS token before the prompt": bos.acceptance_length}
+    assert not set(without.encodings) & set(without.trials), "these have another measure"
+
+
+def test_an_encoding_that_does_not_fit_the_target_is_left_out(tmp_path):
+    thinks = ("'\\n=>\\n' -}}", "'\\n=>\\n' -}}{{- 'long ' * 2000 if enable_thinking is true else '' -}}")
+    found = examine(Planted("", template=thinks), tmp_path, 1)
+    assert found.trials, "what was found before is kept"
+    (note,) = found.notes
+    assert note.startswith("the chat template with enable_thinking=True was not tried: a prompt of ")
+    assert "does not fit the target's 1024 positions" in note
 
 
 # ---------------------------------------------------------------------------------------------- kinds of drafters
 
 
-def decode(patient, prompt: int = 0):
-    """Answer a prompt; return its places, what each step emitted there, and the replay over all places."""
-    ids = torch.tensor([patient.encode(PROMPTS[prompt])])
-    generator = Generator(patient.target, patient.drafter, max_length=ids.shape[1] + 60)
-    out = generator.generate(ids, max_new_tokens=60, temperature=0.0, return_dict_in_generate=True)
-    wiring = Wiring.read(patient.keys)
-    recording = record(
-        patient.target, [Answered(out.sequences[0].tolist(), ids.shape[1])], wiring.config.target_layer_ids
-    )
-    replay = Replay(recording, generator.engine.target, patient.drafter, 1000)
+def decode(pair: Pair, ids: list[int]):
+    """Answer a prompt; return what each step emitted, and what drafting again accepts at each place."""
+    generator = Generator(pair.target, pair.drafter, max_length=len(ids) + 60)
+    out = generator.generate(torch.tensor([ids]), max_new_tokens=60, temperature=0.0, return_dict_in_generate=True)
+    wiring = Wiring.read(pair.keys)
+    recordings = record(pair.target, [Answered(out.sequences[0].tolist(), len(ids))], wiring.config.target_layer_ids)
+    replay = Replay(recordings, generator.engine.target, pair.drafter, 1000)
     return out.statistics.acceptance_lengths[0], replay.score(wiring).tokens.long().tolist()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_drafting_again_accepts_what_decoding_accepts(tmp_path, kind):
-    emitted, replayed = decode(plant(KINDS[kind], tmp_path))
+def expect_equal_steps(emitted: list[int], replayed: list[int]) -> None:
+    """Assert that walking from place to place takes the steps of real decoding."""
     place, walked = 0, []
     while place < len(replayed):
         walked.append(replayed[place])
         place += walked[-1]
     assert walked[:-1] == emitted[:-1]  # the last step may end with the answer
     assert len(walked) == len(emitted)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_drafting_again_accepts_what_decoding_accepts(tmp_path, kind):
+    pair, prompts = plant(KINDS[kind], tmp_path, 1)
+    emitted, replayed = decode(pair, prompts.ids[0])
+    expect_equal_steps(emitted, replayed)
     assert max(emitted) > 4
 
 
-@pytest.mark.parametrize("kind", ["DFlash 2", "own parts"])
-def test_a_drafter_of_another_kind_is_diagnosed_alike(tmp_path, kind):
-    healthy = examine(KINDS[kind], tmp_path / "healthy", "healthy")
-    assert not healthy.findings
-    assert healthy.replayed > 8
-    reversed_taps = KINDS[kind].dflash | {"target_layer_ids": [4, 3, 2, 1]}
-    found = examine(dataclasses.replace(KINDS[kind], dflash=reversed_taps), tmp_path / "faulty")
+@pytest.mark.long
+@pytest.mark.parametrize("kind", [*KINDS][1:] if is_long() else ["needs its selector"])
+def test_a_fault_of_a_drafter_of_another_kind_is_named(tmp_path, kind):
+    reversed_taps = KINDS[kind].dflash | {"target_layer_ids": TAPS[::-1]}
+    found = examine(dataclasses.replace(KINDS[kind], dflash=reversed_taps), tmp_path)
     assert [finding.fault for finding in found.findings] == ["tap order"]
-    assert found.findings[0].config == {"dflash_config": {"target_layer_ids": [1, 2, 3, 4]}}
+    assert found.findings[0].config == {"dflash_config": {"target_layer_ids": TAPS}}
 
 
-def test_a_dflash_2_drafter_drafts_badly_without_its_selector(tmp_path):
-    patient = plant(KINDS["DFlash 2"], tmp_path)
-    emitted, _ = decode(patient)
-    patient.drafter.candidate_selector.successor_codebook.zero_()
-    without, _ = decode(patient)
+def test_a_drafter_drafts_badly_without_the_selector_that_it_needs(tmp_path):
+    pair, prompts = plant(KINDS["needs its selector"], tmp_path, 1)
+    emitted, _ = decode(pair, prompts.ids[0])
+    pair.drafter.candidate_selector.successor_codebook.zero_()
+    without, _ = decode(pair, prompts.ids[0])
     assert len(without) > 1.5 * len(emitted), "so the tests above would see a replay without one"
+
+
+# ---------------------------------------------------------------------------------------------- kinds of targets
+
+
+def random_pair(family: str, vocab: int) -> Pair:
+    target = make_target(family, vocab_size=vocab)
+    return Pair(target, make_draft(target), draft_config(target))
+
+
+@pytest.mark.parametrize("family", ["nemotron_h", "gemma3"])
+def test_drafting_again_accepts_what_decoding_accepts_in_other_families(family):
+    emitted, replayed = decode(random_pair(family, 8), [5, 3, 7, 1, 4])
+    expect_equal_steps(emitted, replayed)
+    assert max(emitted) > 1, "of eight tokens a random drafter guesses some"
+
+
+def test_drafting_again_accepts_what_decoding_accepts_of_a_dspark_drafter():
+    target = make_target("qwen3", vocab_size=8, seed=6)
+    config = dspark_dict(vocab_size=8, num_target_layers=4, mask_token_id=1, target_layer_ids=[1, 3])
+    emitted, replayed = decode(Pair(target, random_drafter(config), config), [5, 3, 7, 1, 4])
+    expect_equal_steps(emitted, replayed)
+    assert max(emitted) == 8, "with this seed the target repeats a token that the drafter guesses"
+
+
+@pytest.mark.parametrize("family", ["nemotron_h", "gemma3"])
+def test_states_are_recorded_without_padding_as_the_model_returns_them(family):
+    target = make_target(family)
+    sequences = [Answered(list(range(5, 5 + length)), 3) for length in (30, 8)]
+    for one, recording in zip(sequences, record(target, sequences, range(4)), strict=True):
+        with torch.no_grad():
+            states = target(torch.tensor([one.ids]), output_hidden_states=True).hidden_states[1:]
+        assert recording.prompt_length == 3
+        for layer, expected in enumerate(states):
+            torch.testing.assert_close(recording.states[layer], expected[0])
+
+
+def test_every_wiring_is_tried_on_a_target_whose_config_does_not_list_its_layers():
+    pair = random_pair("nemotron_h", 97)
+    assert "num_hidden_layers" not in pair.target.config.to_dict()
+    prompts = Prompts([{"prompt": "abc"}, {"prompt": "cab de"}], byte_level())
+    found = diagnose(pair, prompts, Effort(16, 16))
+    assert found.tried > 20
+    assert not found.findings
 
 
 # ---------------------------------------------------------------------------------------------- the command
@@ -161,7 +250,7 @@ def prompts_file(folder, count: int = 2) -> str:
 # These are documented (docs/doctor.md): scripts read them.
 KEYS = {
     *("acceptance_length", "acceptance_per_position", "block_size", "findings", "new_tokens", "notes", "places"),
-    *("prompts", "replayed", "seconds", "trials", "tried"),
+    *("encodings", "prompts", "prompts_from", "replayed", "seconds", "trials", "tried"),
 }
 FINDING_KEYS = {"advice", "after", "before", "config", "fault", "found"}
 
@@ -169,12 +258,13 @@ FINDING_KEYS = {"advice", "after", "before", "config", "fault", "found"}
 def test_the_command_exits_with_1_and_names_the_fault_in_json(monkeypatch, capsys, tmp_path):
     plant(FAULTS["embeddings scaled"], tmp_path / "draft")
     pair = ("--model", str(PAIR / "target"), "--draft", str(tmp_path / "draft"), "--dtype", "float32")
-    arguments = (*pair, "--prompts", prompts_file(tmp_path), "--max-new-tokens", "32", "--json")
+    arguments = (*pair, "--prompts", prompts_file(tmp_path), "--max-new-tokens", "24", "--json")
     code, text, error = call(monkeypatch, capsys, *arguments)
     assert (code, error) == (1, "")
     found = json.loads(text)
     assert found.keys() == KEYS
     assert found["prompts"] == 2
+    assert found["prompts_from"] == f"all 2 in {tmp_path / 'prompts.jsonl'}"
     (finding,) = found["findings"]
     assert finding.keys() == FINDING_KEYS
     assert finding["fault"] == "embedding scale"
@@ -185,14 +275,23 @@ def test_the_command_exits_with_1_and_names_the_fault_in_json(monkeypatch, capsy
 
 def test_the_command_exits_with_0_if_nothing_is_found(monkeypatch, capsys, tmp_path):
     for name in ("target", "draft"):
-        (tmp_path / name).symlink_to(PAIR / name)
+        (tmp_path / name).mkdir()
+        for file in (PAIR / name).iterdir():
+            (tmp_path / name / file.name).symlink_to(file)
+    template = tmp_path / "target" / "chat_template.jinja"
+    text = template.read_text()
+    template.unlink()
+    template.write_text("{%- set more = 'so ' if enable_thinking is true else '' -%}" + text + "{{- more -}}")
     prompts_file(tmp_path)  # found next to the target
     pair = ("--model", str(tmp_path / "target"), "--draft", str(tmp_path / "draft"), "--max-new-tokens", "32")
     code, text, _ = call(monkeypatch, capsys, *pair)
     assert code == 0
     assert "no fault found" in text
     assert "2 prompts" in text
+    assert f"prompts: all 2 in {tmp_path / 'prompts.jsonl'}" in text
     assert "kept in" in text
+    others = text.split("with other ways to encode prompts:")[1]
+    assert "enable_thinking=True" in others
 
 
 @pytest.mark.parametrize(
@@ -201,15 +300,23 @@ def test_the_command_exits_with_0_if_nothing_is_found(monkeypatch, capsys, tmp_p
         (["--model", "a"], "--model needs --draft"),
         (["--draft", "a"], "--draft needs --model"),
         (["--prompts", "a"], "--prompts needs --model and --draft"),
+        (["--device", "cuda:7"], "--device needs --model and --draft"),
+        (["--bos", "--no-thinking"], "--no-thinking, --bos need --model and --draft"),
+        (["--dtype", "float16", "--json"], "--dtype needs --model and --draft"),
+        (["--max-new-tokens", "1"], "--max-new-tokens needs --model and --draft"),
+        (["--trust-remote-code"], "--trust-remote-code needs --model and --draft"),
         (["--model", "a", "--draft", "b", "--max-new-tokens", "1"], "at least 4, got 1"),
         (["--model", "./a", "--draft", str(PAIR / "draft")], "no folder './a'"),
         (["--model", str(PAIR / "target"), "--draft", "./b"], "draft './b' is neither a folder"),
         (["--model", str(PAIR / "target"), "--draft", str(PAIR / "target")], "architectures must name"),
         (["--model", str(PAIR / "target"), "--draft", str(PAIR)], "config.json is missing"),
         (["--model", str(PAIR / "target"), "--draft", str(PAIR / "draft"), "--bos"], "--bos is for tokenizers without"),
-        (["--model", str(PAIR / "target"), "--draft", str(PAIR / "draft"), "--prompts", "./c"], "'c' is not a file"),
+        (["--model", str(PAIR / "target"), "--draft", str(PAIR / "draft"), "--prompts", "./c"], "'./c' is not a file"),
     ],
-    ids=["model", "draft", "prompts", "tokens", "no model", "no draft", "target twice", "no config", "bos", "no file"],
+    ids=[
+        *("model", "draft", "only prompts", "only a device", "only encodings", "only a dtype", "only a number"),
+        *("only trust", "tokens", "no model", "no draft", "target twice", "no config", "bos", "no file"),
+    ],
 )
 def test_what_cannot_be_examined_is_refused(monkeypatch, capsys, arguments, words):
     code, out, error = call(monkeypatch, capsys, *arguments)
@@ -240,10 +347,64 @@ def test_a_bad_file_of_prompts_is_refused_before_anything_is_loaded(monkeypatch,
 
 def test_prompts_next_to_a_target_are_taken_from_all_over_the_file(tmp_path):
     (tmp_path / "target").mkdir()
-    rows = [json.dumps({"prompt": str(number)}) + "\n" for number in range(40)]
-    (tmp_path / "prompts.jsonl").write_text("".join(rows))
-    found = find_prompts(None, str(tmp_path / "target"))
+    file = numbered(tmp_path, 40)
+    found, origin = find_prompts(None, str(tmp_path / "target"))
     assert [prompt["prompt"] for prompt in found] == ["0", "5", "10", "15", "20", "25", "30", "35"]
+    assert origin == f"8 of the 40 in {file}"
+
+
+def test_more_prompts_than_are_examined_are_taken_from_all_over_the_file(tmp_path):
+    file = numbered(tmp_path, 64)
+    found, origin = find_prompts(str(file), "unused")
+    assert [prompt["prompt"] for prompt in found] == [str(2 * number) for number in range(32)]
+    assert origin == f"32 of the 64 in {file}"
+    assert find_prompts(str(numbered(tmp_path, 32)), "unused")[1] == f"all 32 in {file}"
+
+
+def numbered(folder, count: int) -> Path:
+    """Write ``count`` prompts to a file of ``folder``."""
+    path = folder / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt": str(number)}) + "\n" for number in range(count)))
+    return path
+
+
+def test_an_error_in_the_prompts_next_to_the_target_says_where_they_stand(tmp_path):
+    (tmp_path / "target").mkdir()
+    (tmp_path / "prompts.jsonl").write_text('{"answer": "a"}\n')
+    with pytest.raises(ValueError, match=r"prompts.jsonl, line 1: .* next to the target; --prompts names another"):
+        find_prompts(None, str(tmp_path / "target"))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "template", "bos", "options", "words"),
+    [
+        ({"prompt": "long " * 2000}, True, True, (), "does not fit the target's 1024 positions"),
+        ({"messages": [{"role": "user", "content": "a"}]}, False, True, (), "this tokenizer has none"),
+        ({"messages": [{"role": "tool", "content": "a"}]}, True, True, (), "the chat template refuses these messages"),
+        ({"prompt": "a"}, False, False, ("--bos",), "this tokenizer has no BOS token"),
+    ],
+    ids=["length", "no template", "role", "no BOS"],
+)
+def test_prompts_that_cannot_be_asked_are_refused_before_weights_are_loaded(
+    monkeypatch, capsys, tmp_path, prompt, template, bos, options, words
+):
+    target, file = copy_without_weights(tmp_path), tmp_path / "asked.jsonl"
+    if not template:
+        (target / "chat_template.jinja").unlink()
+    if not bos:
+        settings = json.loads((target / "tokenizer_config.json").read_text())
+        (target / "tokenizer_config.json").write_text(json.dumps(settings | {"bos_token": None}))
+    file.write_text(json.dumps(prompt))
+    pair = ("--model", str(target), "--draft", str(PAIR / "draft"), "--prompts", str(file))
+    code, _, error = call(monkeypatch, capsys, *pair, *options)
+    assert code == 2
+    assert words in error
+
+
+def copy_without_weights(folder) -> Path:
+    """Copy the package's target, so that whoever loads its weights fails."""
+    ignored = shutil.ignore_patterns("*.safetensors")
+    return Path(shutil.copytree(PAIR / "target", folder / "target", ignore=ignored))
 
 
 @pytest.mark.parametrize(
@@ -263,11 +424,10 @@ def test_prompts_next_to_a_target_are_taken_from_all_over_the_file(tmp_path):
 def test_a_pair_that_does_not_fit_is_refused_before_its_weights_are_loaded(
     monkeypatch, capsys, tmp_path, change, words
 ):
-    shutil.copytree(PAIR / "target", tmp_path / "target", ignore=shutil.ignore_patterns("*.safetensors"))
+    target = copy_without_weights(tmp_path)
     (tmp_path / "draft").mkdir()
-    config = json.loads((PAIR / "draft" / "config.json").read_text()) | change
-    (tmp_path / "draft" / "config.json").write_text(json.dumps(config))
-    pair = ("--model", str(tmp_path / "target"), "--draft", str(tmp_path / "draft"))
+    (tmp_path / "draft" / "config.json").write_text(json.dumps(HEALTHY | change))
+    pair = ("--model", str(target), "--draft", str(tmp_path / "draft"))
     code, _, error = call(monkeypatch, capsys, *pair)
     assert code == 2
     assert words in error

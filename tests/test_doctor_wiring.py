@@ -6,8 +6,11 @@ import pytest
 import torch
 from draft_variants import DFLASH2_VARIANTS, VARIANTS, config_dict, random_drafter
 from families import VOCAB
+from tiny_tokenizers import byte_level
 
 from dflash.doctor import Wiring
+from dflash.doctor.checks import check_positions
+from dflash.doctor.faults import Facts, variants
 from dflash.drafter import DraftConfig, Drafter, Rope
 
 CHANGES = {
@@ -76,13 +79,16 @@ def test_a_rewired_drafter_keeps_its_own_parts():
 SLIDES = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 9, "use_sliding_window": True}
 
 
-def speculators_config(**changes) -> dict:
+KINDS = ("dflash", "dflash2", "dspark")
+
+
+def speculators_config(kind: str = "dflash", **changes) -> dict:
     layer = {
         **{"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2},
         **{"head_dim": 32, "vocab_size": VOCAB, "num_key_value_heads": 1, **SLIDES},
     }
-    config = {"speculators_model_type": "dflash", "aux_hidden_state_layer_ids": [2, 3], "mask_token_id": 4}
-    return {**config, "transformer_layer_config": layer, **changes}
+    config = {"speculators_model_type": kind, "aux_hidden_state_layer_ids": [2, 3], "mask_token_id": 4}
+    return {**config, "sliding_window_non_causal": False, "transformer_layer_config": layer, **changes}
 
 
 def written(config: dict, line: dict) -> DraftConfig:
@@ -91,32 +97,57 @@ def written(config: dict, line: dict) -> DraftConfig:
     return DraftConfig.from_config({**config, **line, "transformer_layer_config": layer})
 
 
+def facts(**changes) -> Facts:
+    """Return what is known of a pair with a tiny target."""
+    plain = Facts({}, 4, byte_level(VOCAB), speculators=False, longest=200, embedding_rows=VOCAB, dtype=torch.float32)
+    return dataclasses.replace(plain, **changes)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("patch", "line"),
     [
         ({"target_layer_ids": [0, 2]}, {"aux_hidden_state_layer_ids": [1, 3]}),
         ({"mask_token_id": 5}, {"mask_token_id": 5}),
+        ({"block_size": 4}, {"block_size": 4}),
         ({"is_causal": False, "causal": False}, {"sliding_window_non_causal": True}),
         ({"rope_theta": 5e5}, {"transformer_layer_config": {"rope_theta": 5e5}}),
         ({"layer_types": ["full_attention"] * 2, "is_causal": True}, None),
         ({"is_causal": True, "causal": True, "layer_types": ["sliding_attention", "full_attention"]}, None),
     ],
-    ids=["taps", "mask", "causal", "rope", "types", "causal types"],
+    ids=["taps", "mask", "block", "causal", "rope", "types", "causal types"],
 )
-def test_the_advised_line_has_the_same_effect_in_the_speculators_layout(patch, line):
-    config = speculators_config()
+def test_the_advised_line_has_the_same_effect_in_the_speculators_layout(patch, line, kind):
+    config = speculators_config(kind)
     wiring = Wiring.read(config)
     advised = wiring.advised(patch, speculators=True)
     assert line in (None, advised)
     assert written(config, advised) == wiring.patched(patch).config != wiring.config
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("is_causal", [True, False])
-def test_causality_can_be_changed_either_way_in_the_speculators_layout(is_causal):
-    config = speculators_config(sliding_window_non_causal=is_causal)
+def test_causality_can_be_changed_either_way_in_the_speculators_layout(is_causal, kind):
+    config = speculators_config(kind, sliding_window_non_causal=is_causal)
     advised = Wiring.read(config).advised({"is_causal": is_causal, "causal": is_causal}, speculators=True)
     assert DraftConfig.from_config(config).causal == (not is_causal,) * 2
     assert written(config, advised).causal == (is_causal,) * 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_line_advised_in_the_speculators_layout_has_its_variant_s_effect(kind):
+    config = speculators_config(kind)
+    found = variants(Wiring.read(config), facts(speculators=True))
+    lines = [(variant.config, variant.wiring.config) for variant in found if variant.config]
+    assert {variant.fault for variant in found if variant.config} >= {"tap order", "mask id", "causality", "window"}
+    assert all(written(config, line) == wired for line, wired in lines)
+
+
+def test_a_smaller_block_is_named_as_the_file_states_it():
+    config = speculators_config("dspark")  # its block_size, 8 by default, leaves the anchor out
+    found = variants(Wiring.read(config), facts(speculators=True))
+    sizes = {variant.change: variant.config for variant in found if variant.fault == "block size"}
+    assert sizes == {f"block_size {size} instead of 8": {"block_size": size} for size in (4, 2)}
 
 
 def test_a_key_is_advised_where_it_stands():
@@ -137,3 +168,38 @@ def test_causality_can_be_changed_where_an_export_has_stated_it(is_causal):
     advised = wiring.advised(patch, speculators=True)
     assert written(config, advised) == wiring.patched(patch).config
     assert wiring.patched(patch).config.causal == ((False, True) if is_causal is None else (is_causal,) * 2)
+
+
+def test_a_copy_at_the_top_level_that_differs_is_advised_too():
+    config = config_dict(mask_token_id=100, target_layer_ids=[1, 9], dflash_config={"mask_token_id": 100})
+    wiring = Wiring.read(config)
+    assert wiring.advised({"mask_token_id": 3}, speculators=False) == {
+        "dflash_config": {"mask_token_id": 3},
+        "mask_token_id": 3,
+    }
+    right_above = Wiring.read(config | {"mask_token_id": 3})
+    assert right_above.advised({"mask_token_id": 3}, speculators=False) == {"dflash_config": {"mask_token_id": 3}}
+    assert wiring.advised({"target_layer_ids": [2, 10]}, speculators=False) == {"target_layer_ids": [2, 10]}
+
+
+def test_another_theta_is_advised_wherever_the_config_states_one():
+    twice = config_dict(rope_parameters={"rope_type": "default", "rope_theta": 5e4}, rope_theta=5e4)
+    once = config_dict(rope_parameters={"rope_type": "default", "rope_theta": 5e4}, rope_theta=None)
+    for config, top in ((twice, {"rope_theta": 1e6}), (once, {})):
+        found = variants(Wiring.read(config), facts())
+        (line,) = [variant.config for variant in found if variant.change == "RoPE theta 1e+06 instead of 50000"]
+        assert line == {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, **top}
+
+
+# ---------------------------------------------------------------------------------------------- positions
+
+
+def test_positions_that_no_config_states_are_no_finding():
+    config = speculators_config()
+    assert Wiring.read(config).config.max_position_embeddings == 32768, "the layout's default"
+    assert not list(check_positions(config, 40000, 40100))
+    config["transformer_layer_config"]["max_position_embeddings"] = 32768
+    (finding,) = check_positions(config, 40000, 40100)
+    assert "a prompt has 40000 tokens, the drafter's max_position_embeddings is 32768" in finding.found
+    (finding,) = check_positions(config_dict(), 4000, 4100)
+    assert "a prompt with its answer has 4100 tokens" in finding.found

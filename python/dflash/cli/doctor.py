@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import warnings
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["doctor"]
 
+_MAX_NEW_TOKENS = 128
 _POSITIONS = (1, 2, 3, 4, 6, 8, 12)  # and the last
 # docs/doctor.md has the sources.
 _HEALTHY = "published drafters keep the first draft in about 80 % of the steps, and 4 to 8 tokens per step"
@@ -30,9 +32,9 @@ def doctor(
     model: Annotated[str | None, typer.Option(help="Examine a pair: its target, a folder or a hub id.")] = None,
     draft: Annotated[str | None, typer.Option(help="Its DFlash drafter: a folder or a hub id.")] = None,
     prompts: Annotated[
-        str | None, typer.Option(help="JSON lines to answer; default: a few of the pair's or of our own.")
+        str | None, typer.Option(help="JSON lines to answer, 32 at most; default: a few of the pair's or of our own.")
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="New tokens of an answer at most.")] = 128,
+    max_new_tokens: Annotated[int, typer.Option(help="New tokens of an answer at most.")] = _MAX_NEW_TOKENS,
     no_thinking: NoThinking = False,
     bos: Bos = False,
     dtype: Dtype = "auto",
@@ -50,7 +52,15 @@ def doctor(
     cannot be examined at all.
     """
     if model is None and draft is None:
-        _refuse_alone("--prompts", prompts)
+        _refuse_alone({
+            "--prompts": prompts is not None,
+            "--max-new-tokens": max_new_tokens != _MAX_NEW_TOKENS,
+            "--no-thinking": no_thinking,
+            "--bos": bos,
+            "--dtype": dtype != "auto",
+            "--device": device is not None,
+            "--trust-remote-code": trust_remote_code,
+        })  # fmt: skip
         _examine_installation(as_json)
         return
     if model is None or draft is None:
@@ -69,9 +79,14 @@ def doctor(
         raise typer.Exit(1)
 
 
-def _refuse_alone(option: str, value: str | None) -> None:
-    if value is not None:
-        raise ValueError(f"{option} needs --model and --draft: the installation is checked without prompts")
+def _refuse_alone(given: dict[str, bool]) -> None:
+    """Raise if an option is given that says how a pair is examined, without a pair."""
+    options = [option for option, is_given in given.items() if is_given]
+    if options:
+        need = "needs" if len(options) == 1 else "need"
+        raise ValueError(
+            f"{', '.join(options)} {need} --model and --draft: without a pair, the installation is checked"
+        )
 
 
 # ---------------------------------------------------------------------------------------------- the installation
@@ -107,36 +122,40 @@ def _examine_pair(
     encoding: dict[str, Any],
 ) -> Diagnosis:
     """Load a pair on ``place``, a dtype and a device, and diagnose it."""
-    from ..doctor import Effort, Patient, diagnose, find_prompts
+    from ..doctor import Effort, Pair, Prompts, diagnose, find_prompts
     from ..drafter import draft_folder
     from ..files import read_json
     from ..limits import MAX_JSON_BYTES
     from ..progress import bars
 
-    # 1. Read the small files first, so that a pair that does not fit is refused before its weights are loaded
-    asked, tokenizer = find_prompts(prompts, str(source.name)), load_tokenizer(source)
+    # 1. Read the small files first, so that what does not fit is refused before weights are loaded
+    rows, origin = find_prompts(prompts, str(source.name))
+    tokenizer = load_tokenizer(source)
     if encoding["bos"] and tokenizer.chat_template is not None:
         raise ValueError("--bos is for tokenizers without a chat template, and this one has one")
     folder = draft_folder(draft)
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"{printable(folder)} is not a drafter's folder: config.json is missing")
     keys: Any = read_json(folder / "config.json", MAX_JSON_BYTES, unique_keys=True)
-    _check_fit(source, keys, str(folder / "config.json"))
+    asked = Prompts(rows, tokenizer, **encoding, origin=origin)
+    asked.check_room(_check_fit(source, keys, str(folder / "config.json")))
     # 2. Load the weights, and run
     target, drafter, _ = load(source, str(folder), *place)
     with bars(["answers", "wirings"], shown=not source.quiet) as show:
-        return diagnose(Patient(target, drafter, keys, tokenizer, **encoding), asked, Effort(max_new_tokens), show)
+        return diagnose(Pair(target, drafter, keys), asked, Effort(max_new_tokens), show)
 
 
-def _check_fit(source: Source, keys: Any, name: str) -> None:
-    """Raise if the target cannot be run, or the drafter of this config does not fit it."""
+def _check_fit(source: Source, keys: Any, name: str) -> Any:
+    """Return the target without weights. Raise if it cannot be run, or the drafter of this config does not fit it."""
     from ..drafter import DraftConfig
     from ..fit import check_config
     from ..target import check_target
 
     with warnings.catch_warnings(action="ignore"):  # loading the drafter warns of unknown keys
         config = DraftConfig.from_config(keys, name)
-    check_config(check_target(source.load_empty_target(), loaded=False), config)
+    empty = check_target(source.load_empty_target(), loaded=False)
+    check_config(empty, config)
+    return empty
 
 
 def _print_diagnosis(found: Diagnosis, console: Console) -> None:
@@ -144,6 +163,7 @@ def _print_diagnosis(found: Diagnosis, console: Console) -> None:
         f"acceptance [bold]{found.acceptance_length:.2f}[/] tokens per step as configured: {found.prompts} prompts, "
         f"{found.new_tokens} new tokens, greedy, blocks of {found.block_size}"
     )
+    console.print(f"[dim]prompts: {escape(printable(found.prompts_from))}[/]", highlight=False, soft_wrap=True)
     _print_positions(found, console)
     for finding in found.findings:
         gain = ""
@@ -172,13 +192,21 @@ def _print_positions(found: Diagnosis, console: Console) -> None:
 
 
 def _print_trials(found: Diagnosis, console: Console) -> None:
-    if not found.trials:
-        return
-    console.print(
-        f"[green]no fault found[/]: {found.replayed:.2f} tokens per step at the {found.places} places where it drafted "
-        f"again, and the best of {found.tried} other wirings:"
-    )
+    if found.trials:
+        console.print(
+            f"[green]no fault found[/]: {found.replayed:.2f} tokens per step at the {found.places} places where it "
+            f"drafted again, and the best of {found.tried} other wirings:"
+        )
+        _print_lengths(found.trials, console)
+    if found.encodings:
+        console.print(
+            f"{found.acceptance_length:.2f} tokens per step as configured, and with other ways to encode prompts:"
+        )
+        _print_lengths(found.encodings, console)
+
+
+def _print_lengths(lengths: Mapping[str, float], console: Console) -> None:
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 2))
-    for change, length in found.trials.items():
+    for change, length in lengths.items():
         table.add_row(escape(printable(change)), f"{length:.2f}")
     console.print(table)

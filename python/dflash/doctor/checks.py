@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from ..drafter import Drafter
+from ..drafter import Drafter, is_speculators
 from ..terminal import listed
 from .replay import Replay
 from .wiring import Wiring
@@ -50,18 +50,17 @@ def check_weights(drafter: Drafter) -> Iterator[Finding]:
 @torch.no_grad()
 def check_features(replay: Replay, wiring: Wiring) -> Iterator[Finding]:
     """Find taps and fused features that are not finite or near zero."""
-    recording, drafter = replay.recording, replay.drafter
-    inside = torch.arange(recording.ids.shape[1], device=recording.ids.device) < recording.lengths[:, None]
-    context = replay.context(wiring)[inside]  # [tokens, taps * hidden]
-    taps = wiring.config.target_layer_ids
-    for tap, state in zip(taps, context.float().chunk(len(taps), 1), strict=True):
-        if not state.isfinite().all():
+    layers, every = replay.layers(wiring), [recording.states for recording in replay.recordings]
+    # 1. The target's states
+    for tap, layer in zip(wiring.config.target_layer_ids, layers, strict=True):
+        if not all(states[layer].isfinite().all() for states in every):
             yield Finding("not finite", f"the target's layer {tap} has states that are NaN or infinite", _TARGET_DTYPE)
-        elif state.square().mean() < _NEAR_ZERO:
+        elif _mean_square(states[layer].float() for states in every) < _NEAR_ZERO:
             yield Finding("near zero", f"the target's layer {tap} has states near zero", _TARGET_WEIGHTS)
-    fused = nn.functional.linear(context.float(), drafter.fc.weight.float())
-    features = fused * drafter.hidden_norm.weight.float()
-    if features.isfinite().all() and features.square().mean() < _NEAR_ZERO:
+    # 2. What the drafter makes of them; NaN is not below anything
+    weight, scale = replay.drafter.fc.weight.float(), replay.drafter.hidden_norm.weight.float()
+    contexts = (torch.cat([states[layer] for layer in layers], 1).float() for states in every)
+    if _mean_square(nn.functional.linear(context, weight) * scale for context in contexts) < _NEAR_ZERO:
         advice = "fc.weight or hidden_norm.weight was not trained or not converted: look at them in the checkpoint"
         yield Finding("near zero", "the features that the drafter makes of the target's states are near zero", advice)
 
@@ -70,9 +69,16 @@ _TARGET_DTYPE = "run the pair in bfloat16 or float32 (--dtype)"
 _TARGET_WEIGHTS = "these are not the weights of the model that the drafter was trained on"
 
 
-def check_positions(wiring: Wiring, longest_prompt: int, longest: int) -> Iterator[Finding]:
-    """Find prompts and answers that pass the positions that the drafter was made for."""
-    positions = wiring.config.max_position_embeddings
+def _mean_square(tensors: Iterable[Tensor]) -> float:
+    """Return the mean square of all elements."""
+    sums = [(tensor.square().sum().item(), tensor.numel()) for tensor in tensors]
+    return sum(square for square, _ in sums) / sum(count for _, count in sums)
+
+
+def check_positions(keys: Mapping[str, Any], longest_prompt: int, longest: int) -> Iterator[Finding]:
+    """Find prompts and answers that pass the positions that the drafter's ``config.json`` states."""
+    section = keys.get("transformer_layer_config", keys) if is_speculators(keys) else keys
+    positions = section.get("max_position_embeddings")  # a layout's default says nothing of this drafter
     if positions is None or longest <= positions:
         return
     what = "a prompt" if longest_prompt > positions else "a prompt with its answer"
@@ -80,6 +86,6 @@ def check_positions(wiring: Wiring, longest_prompt: int, longest: int) -> Iterat
     yield Finding(
         "positions",
         f"{what} has {length} tokens, the drafter's max_position_embeddings is {positions}",
-        "if the drafter was trained on so long texts, max_position_embeddings in its config.json is wrong; if not, "
+        "if the drafter was trained on texts this long, max_position_embeddings in its config.json is wrong; if not, "
         "expect low acceptance there",
     )

@@ -14,7 +14,7 @@ import torch
 from ..drafter import FULL, SLIDING
 from .wiring import Wiring
 
-__all__ = ["FAMILIES", "Pair", "Variant", "variants"]
+__all__ = ["FAMILIES", "Facts", "Variant", "variants"]
 
 _THETAS = (1e4, 1e5, 5e5, 1e6, 5e6, 1e7)
 _ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta")
@@ -25,8 +25,8 @@ _SECTIONS = ("dflash_config", "transformer_layer_config")
 
 
 @dataclass(frozen=True)
-class Pair:
-    """What the variants are drawn from, besides the wiring.
+class Facts:
+    """What is known of a pair besides its wiring, from which variants take their values.
 
     Attributes:
         target_keys: the target's text config, as a dictionary.
@@ -66,20 +66,20 @@ class Variant:
     config: dict[str, Any] = field(default_factory=dict)
 
 
-def variants(wiring: Wiring, pair: Pair) -> list[Variant]:
+def variants(wiring: Wiring, facts: Facts) -> list[Variant]:
     """Return every variant of a wiring, simple ones first, and none twice."""
     found: dict[tuple[Any, ...], Variant] = {}
     for family in FAMILIES.values():
-        for variant in family(wiring, pair):
+        for variant in family(wiring, facts):
             found.setdefault(variant.wiring.identity, variant)
     return list(found.values())
 
 
-def _patched(fault: str, change: str, patch: Mapping[str, Any], wiring: Wiring, pair: Pair) -> Iterator[Variant]:
+def _patched(fault: str, change: str, patch: Mapping[str, Any], wiring: Wiring, facts: Facts) -> Iterator[Variant]:
     """Yield the variant of a change of the config, if it is one."""
     other = wiring.patched(patch)
     if other is not None and other.config != wiring.config:
-        keys = wiring.advised(patch, speculators=pair.speculators)
+        keys = wiring.advised(patch, speculators=facts.speculators)
         yield Variant(fault, change, other, _in_words(keys), keys)
 
 
@@ -92,15 +92,15 @@ def _in_words(keys: Mapping[str, Any]) -> str:
     return f"in the drafter's config.json {', and '.join(lines)}"
 
 
-def _shifted_taps(wiring: Wiring, pair: Pair) -> Iterator[Variant]:
+def _shifted_taps(wiring: Wiring, facts: Facts) -> Iterator[Variant]:
     taps = wiring.config.target_layer_ids
     for shift in (-1, 1):
         moved = [tap + shift for tap in taps]
-        if all(0 <= tap < pair.target_layers for tap in moved):
-            yield from _taps("tap shift", moved, wiring, pair)
+        if all(0 <= tap < facts.target_layers for tap in moved):
+            yield from _taps("tap shift", moved, wiring, facts)
 
 
-def _reordered_taps(wiring: Wiring, pair: Pair) -> Iterator[Variant]:
+def _reordered_taps(wiring: Wiring, facts: Facts) -> Iterator[Variant]:
     taps = list(wiring.config.target_layer_ids)
     orders = [sorted(taps), taps[::-1], taps[1:] + taps[:1], taps[-1:] + taps[:-1]]
     for i, j in itertools.combinations(range(len(taps)), 2):
@@ -108,16 +108,16 @@ def _reordered_taps(wiring: Wiring, pair: Pair) -> Iterator[Variant]:
         swapped[i], swapped[j] = swapped[j], swapped[i]
         orders.append(swapped)
     for order in dict.fromkeys(map(tuple, orders)):
-        yield from _taps("tap order", list(order), wiring, pair)
+        yield from _taps("tap order", list(order), wiring, facts)
 
 
-def _taps(fault: str, taps: list[int], wiring: Wiring, pair: Pair) -> Iterator[Variant]:
+def _taps(fault: str, taps: list[int], wiring: Wiring, facts: Facts) -> Iterator[Variant]:
     change = f"taps {taps} instead of {list(wiring.config.target_layer_ids)}"
-    yield from _patched(fault, change, {"target_layer_ids": taps}, wiring, pair)
+    yield from _patched(fault, change, {"target_layer_ids": taps}, wiring, facts)
 
 
-def _last_tap(wiring: Wiring, pair: Pair) -> Iterator[Variant]:
-    if pair.target_layers - 1 in wiring.config.target_layer_ids and not wiring.raw_last_tap:
+def _last_tap(wiring: Wiring, facts: Facts) -> Iterator[Variant]:
+    if facts.target_layers - 1 in wiring.config.target_layer_ids and not wiring.raw_last_tap:
         yield Variant(
             "last tap norm",
             "the last tap before the target's final norm instead of after it",
@@ -127,14 +127,23 @@ def _last_tap(wiring: Wiring, pair: Pair) -> Iterator[Variant]:
         )
 
 
-def _rope_theta(wiring: Wiring, pair: Pair) -> Iterator[Variant]:
-    name = "rope_scaling" if wiring.keys.get("rope_scaling") else "rope_parameters"
-    settings, now = wiring.keys.get(name), wiring.config.rope.theta
-    theirs = _thetas(pair.target_keys)
+def _rope_theta(wiring: Wiring, facts: Facts) -> Iterator[Variant]:
+    now, theirs = wiring.config.rope.theta, _thetas(facts.target_keys)
     for theta in dict.fromkeys((*theirs, *_THETAS)):
         whose = " as the target's" if theta in theirs else ""
-        patch = {name: {**settings, "rope_theta": theta}} if settings else {"rope_theta": theta}
-        yield from _patched("rope theta", f"RoPE theta {theta:g}{whose} instead of {now:g}", patch, wiring, pair)
+        change = f"RoPE theta {theta:g}{whose} instead of {now:g}"
+        yield from _patched("rope theta", change, _theta_everywhere(wiring, theta), wiring, facts)
+
+
+def _theta_everywhere(wiring: Wiring, theta: float) -> dict[str, Any]:
+    """Return the patch of each place where the config states theta: readers differ in which of them counts."""
+    patch: dict[str, Any] = {}
+    for name in ("rope_scaling", "rope_parameters"):
+        if settings := wiring.keys.get(name):
+            patch[name] = {**settings, "rope_theta": theta}
+    if not patch or wiring.keys.get("rope_theta") is not None:
+        patch["rope_theta"] = theta
+    return patch
 
 
 def _thetas(keys: Mapping[str, Any]) -> list[float]:
@@ -145,20 +154,25 @@ def _thetas(keys: Mapping[str, Any]) -> list[float]:
     return [float(theta) for theta in found if isinstance(theta, (int, float))]
 
 
-def _rope_scaling(wiring: Wiring, pair: Pair) -> Iterator[Variant]:
+def _rope_scaling(wiring: Wiring, facts: Facts) -> Iterator[Variant]:
     rope = wiring.config.rope
-    plain = {"rope_parameters": {"rope_type": "default", "rope_theta": rope.theta}, "rope_scaling": None}
     if rope.type != "default":
-        yield from _patched("rope scaling", f"RoPE without scaling instead of {rope.type}", plain, wiring, pair)
-    theirs = {key: pair.target_keys[key] for key in _ROPE_KEYS if pair.target_keys.get(key) is not None}
+        change = f"RoPE without scaling instead of {rope.type}"
+        plain = {"rope_parameters": {"rope_type": "default", "rope_theta": rope.theta}, "rope_scaling": None}
+        yield from _patched("rope scaling", change, plain, wiring, facts)
+    theirs = {key: facts.target_keys[key] for key in _ROPE_KEYS if facts.target_keys.get(key) is not None}
     settings = theirs.get("rope_scaling") or theirs.get("rope_parameters")
-    kind = settings.get("rope_type") or settings.get("type") if isinstance(settings, Mapping) else None
+    if not isinstance(settings, Mapping):
+        return
+    kind = settings.get("rope_type") or settings.get("type")
     if kind not in (None, "default"):
-        patch = {"rope_scaling": None, **theirs}
-        yield from _patched("rope scaling", f"RoPE {kind} as the target's instead of {rope.type}", patch, wiring, pair)
+        change = f"RoPE {kind} as the target's instead of {rope.type}"
+        copied = settings.get("rope_theta") if wiring.keys.get("rope_theta") is not None else None
+        copy = {} if copied is None else {"rope_theta": copied}  # at the top level, as in the drafter's config
+        yield from _patched("rope scaling", change, {"rope_scaling": None, **copy, **theirs}, wiring, facts)
 
 
-def _rope_layout(wiring: Wiring, _pair: Pair) -> Iterator[Variant]:
+def _rope_layout(wiring: Wiring, _facts: Facts) -> Iterator[Variant]:
     if not wiring.is_interleaved:
         yield Variant(
             "rope layout",
@@ -169,8 +183,8 @@ def _rope_layout(wiring: Wiring, _pair: Pair) -> Iterator[Variant]:
         )
 
 
-def _mask_id(wiring: Wiring, pair: Pair) -> Iterator[Variant]:
-    tokenizer, rows = pair.tokenizer, pair.embedding_rows
+def _mask_id(wiring: Wiring, facts: Facts) -> Iterator[Variant]:
+    tokenizer, rows = facts.tokenizer, facts.embedding_rows
     named = [getattr(tokenizer, f"{kind}_token_id", None) for kind in ("mask", "pad", "unk", "bos", "eos")]
     added = sorted(getattr(tokenizer, "added_tokens_decoder", {}), reverse=True)
     likely = [i for i in added if "mask" in str(tokenizer.convert_ids_to_tokens(i)).lower()]
@@ -179,16 +193,16 @@ def _mask_id(wiring: Wiring, pair: Pair) -> Iterator[Variant]:
     known = [i for i in dict.fromkeys(ids) if isinstance(i, int) and 0 <= i < rows]
     for i in known[:_MOST_MASKS]:
         text = tokenizer.convert_ids_to_tokens(i) if i < size else "not in the tokenizer"
-        yield from _patched("mask id", f"mask id {i} ({text}) instead of {now}", {"mask_token_id": i}, wiring, pair)
+        yield from _patched("mask id", f"mask id {i} ({text}) instead of {now}", {"mask_token_id": i}, wiring, facts)
 
 
-def _causality(wiring: Wiring, pair: Pair) -> Iterator[Variant]:
+def _causality(wiring: Wiring, facts: Facts) -> Iterator[Variant]:
     kinds = {False: "no layer causal", True: "every layer causal", None: "sliding layers causal and full ones not"}
     for value, change in kinds.items():
-        yield from _patched("causality", change, {"is_causal": value, "causal": value}, wiring, pair)
+        yield from _patched("causality", change, {"is_causal": value, "causal": value}, wiring, facts)
 
 
-def _window(wiring: Wiring, pair: Pair) -> Iterator[Variant]:
+def _window(wiring: Wiring, facts: Facts) -> Iterator[Variant]:
     config = wiring.config
     layers, widest = config.num_hidden_layers, max(config.window)
     instead = f" instead of {widest or 'none'}"
@@ -196,38 +210,38 @@ def _window(wiring: Wiring, pair: Pair) -> Iterator[Variant]:
         if widest:
             how = "causal" if causal else "not causal"
             patch = {"layer_types": [FULL] * layers, "use_swa": False, "is_causal": causal}
-            for variant in _patched("window", f"no window, {how},{instead}", patch, wiring, pair):
-                others = f" (a window of more than {pair.longest} tokens, the longest text here, does the same)"
+            for variant in _patched("window", f"no window, {how},{instead}", patch, wiring, facts):
+                others = f" (a window of more than {facts.longest} tokens, the longest text here, does the same)"
                 yield replace(variant, advice=variant.advice + others)
-    stated = [wiring.keys.get("sliding_window"), pair.target_keys.get("sliding_window")]
-    sizes = [size for size in (*stated, *_WINDOWS) if isinstance(size, int) and 0 < size < pair.longest]
+    stated = [wiring.keys.get("sliding_window"), facts.target_keys.get("sliding_window")]
+    sizes = [size for size in (*stated, *_WINDOWS) if isinstance(size, int) and 0 < size < facts.longest]
     types = [SLIDING if window else FULL for window in config.window] if widest else [SLIDING] * layers
     for size in dict.fromkeys(sizes):
         patch = {"layer_types": types, "sliding_window": size, "swa_window_size": size, "use_sliding_window": True}
         yield from _patched(
-            "window", f"window {size}{instead}", {**patch, "is_causal": any(config.causal)}, wiring, pair
+            "window", f"window {size}{instead}", {**patch, "is_causal": any(config.causal)}, wiring, facts
         )
 
 
-def _embedding_scale(wiring: Wiring, pair: Pair) -> Iterator[Variant]:
+def _embedding_scale(wiring: Wiring, facts: Facts) -> Iterator[Variant]:
     root, now = math.sqrt(wiring.config.hidden_size), wiring.config.input_embedding_scale
-    theirs = [pair.target_keys.get(key) for key in _SCALE_KEYS]
+    theirs = [facts.target_keys.get(key) for key in _SCALE_KEYS]
     scales = [float(scale) for scale in theirs if isinstance(scale, (int, float)) and scale > 0]
     for scale in (1.0, *scales, root, 1 / root):
         change = f"input_embedding_scale {scale:.6g} instead of {now:.6g}"
-        yield from _patched("embedding scale", change, {"input_embedding_scale": scale}, wiring, pair)
+        yield from _patched("embedding scale", change, {"input_embedding_scale": scale}, wiring, facts)
 
 
-def _block_size(wiring: Wiring, pair: Pair) -> Iterator[Variant]:
-    size = wiring.config.block_size
+def _block_size(wiring: Wiring, facts: Facts) -> Iterator[Variant]:
+    size = wiring.config.rows_per_pass  # what the file states; a DSpark drafter's blocks have a row more
     for smaller in (size // 2, size // 4, 16, 8):
         if 1 < smaller < size:
-            change = f"blocks of {smaller} instead of {size}"
-            yield from _patched("block size", change, {"block_size": smaller}, wiring, pair)
+            change = f"block_size {smaller} instead of {size}"
+            yield from _patched("block size", change, {"block_size": smaller}, wiring, facts)
 
 
-def _overflow(wiring: Wiring, pair: Pair) -> Iterator[Variant]:
-    if wiring.dtype is None and pair.dtype != torch.float32:
+def _overflow(wiring: Wiring, facts: Facts) -> Iterator[Variant]:
+    if wiring.dtype is None and facts.dtype != torch.float32:
         advice = "its products pass the dtype's range: run the pair in bfloat16 or float32 (--dtype)"
         yield Variant("overflow", "the drafter in float32", replace(wiring, dtype=torch.float32), advice)
 

@@ -1,16 +1,21 @@
-"""The prompts that a pair is examined on: from a file, next to the target, or a few of our own."""
+"""The prompts that a pair is examined on, from a file or a few of our own, and how they are encoded."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..evaluate.prompts import parse_prompt
+from ..evaluate.prompts import parse_prompt, prompt_ids
 from ..files import read_jsonl
+from ..target import text_config
 
-__all__ = ["find_prompts"]
+__all__ = ["Prompts", "find_prompts"]
 
 _COUNT = 8  # of the prompts next to a target
+_MOST = 32  # of --prompts: the target's states over all answers are kept in memory
 _OWN = (
     "Write a Python function that merges two sorted lists.",
     "A train leaves at 9:40 and arrives at 13:05. How long does it take? Explain step by step.",
@@ -23,35 +28,76 @@ _OWN = (
 )
 
 
-def find_prompts(file: str | None, model: str) -> list[dict[str, Any]]:
-    """Return the prompts to answer, each ``{"prompt"}`` or ``{"messages"}``.
+@dataclass(frozen=True)
+class Prompts:
+    """What a pair is asked, and how that is encoded.
+
+    Attributes:
+        rows: each ``{"prompt": text}`` or ``{"messages": [...]}``.
+        tokenizer: the target's.
+        template: arguments of the chat template.
+        bos: put a BOS token before a prompt without chat template.
+        origin: where the prompts come from, in words.
+    """
+
+    rows: Sequence[Mapping[str, Any]]
+    tokenizer: Any
+    template: Mapping[str, Any] = field(default_factory=dict)
+    bos: bool = False
+    origin: str = ""
+
+    @functools.cached_property
+    def ids(self) -> list[list[int]]:
+        """Of each prompt. Raises ``ValueError`` if one cannot be encoded."""
+        return [list(prompt_ids(self.tokenizer, row, template=self.template, bos=self.bos)) for row in self.rows]
+
+    def check_room(self, target: Any) -> None:
+        """Raise ``ValueError`` if a prompt cannot be encoded, or is too long for the target, which may be empty."""
+        longest = max(map(len, self.ids))
+        positions = getattr(text_config(target), "max_position_embeddings", None)
+        if positions is not None and longest + 2 > positions:
+            raise ValueError(
+                f"a prompt of {longest} tokens does not fit the target's {positions} positions: shorten it"
+            )
+
+
+def find_prompts(file: str | None, model: str) -> tuple[list[dict[str, Any]], str]:
+    """Return the prompts to answer, each ``{"prompt"}`` or ``{"messages"}``, and where they come from in words.
 
     Args:
-        file: JSON lines with ``prompt``, ``question``, ``turns`` (of which the first is asked) or ``messages``, of
-            which all are used; None for a few of ``prompts.jsonl`` next to the target's folder, from all over the file,
-            if it is there, else prompts of our own.
+        file: JSON lines with ``prompt``, ``question``, ``turns`` (of which the first is asked) or ``messages``. Of more
+            than 32, so many from all over the file are used. None for eight of ``prompts.jsonl`` next to the target's
+            folder, if it is there, else of our own.
         model: the target's folder or hub id.
 
     Raises:
         ValueError: the file is missing, holds no prompt, or one of its lines is wrong.
     """
     if file is not None:
-        return _read(Path(file))
-    beside = Path(model).absolute().parent / "prompts.jsonl"
-    if Path(model).is_dir() and beside.is_file():
-        found = _read(beside)
-        count = min(_COUNT, len(found))
-        return [found[index * len(found) // count] for index in range(count)]
-    return [{"prompt": text} for text in _OWN]
+        return _some(_read(Path(file), f"--prompts {file!r}"), _MOST, file)
+    path = Path(model).absolute().parent / "prompts.jsonl"
+    if Path(model).is_dir() and path.is_file():
+        try:
+            return _some(_read(path, str(path)), _COUNT, str(path))
+        except ValueError as error:
+            raise ValueError(f"{error} (the file stands next to the target; --prompts names another)") from error
+    return [{"prompt": text} for text in _OWN], f"{len(_OWN)} of the doctor's own"
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
+def _some(rows: list[dict[str, Any]], most: int, name: str) -> tuple[list[dict[str, Any]], str]:
+    """Return rows from all over a file, and in words which they are."""
+    count = min(most, len(rows))
+    which = f"all {count}" if count == len(rows) else f"{count} of the {len(rows)}"
+    return [rows[index * len(rows) // count] for index in range(count)], f"{which} in {name}"
+
+
+def _read(path: Path, name: str) -> list[dict[str, Any]]:
     if not path.is_file():
-        raise ValueError(f"--prompts {str(path)!r} is not a file: name a file of JSON lines, each with a prompt")
+        raise ValueError(f"{name} is not a file: name a file of JSON lines, each with a prompt")
     found: list[dict[str, Any]] = []
     for where, _, row in read_jsonl(path):
         messages, turns = parse_prompt(row, where)
         found.append({"prompt": turns[0]} if messages is None else {"messages": messages})
     if not found:
-        raise ValueError(f"--prompts {str(path)!r} is empty: a line is a JSON object with a prompt")
+        raise ValueError(f"{name} is empty: a line is a JSON object with a prompt")
     return found

@@ -32,22 +32,21 @@ class Answered:
 
 @dataclass(frozen=True)
 class Recording:
-    """Sequences, padded on the right, and the outputs of the target's layers over them.
+    """A sequence, and the outputs of the target's layers over it.
 
     Attributes:
-        ids: ``[sequences, length]`` int64.
-        prompt_lengths, lengths: ``[sequences]`` int64.
-        states: layer -> ``[sequences, length, hidden]``, zero in padding; `RAW_LAST` is the last before the final norm.
+        ids: ``[length]`` int64.
+        prompt_length: tokens of the prompt.
+        states: layer -> ``[length, hidden]``; `RAW_LAST` is the last before the final norm.
     """
 
     ids: Tensor
-    prompt_lengths: Tensor
-    lengths: Tensor
+    prompt_length: int
     states: dict[int, Tensor]
 
 
 @torch.no_grad()
-def record(target: nn.Module, sequences: Sequence[Answered], layers: Collection[int]) -> Recording:
+def record(target: nn.Module, sequences: Sequence[Answered], layers: Collection[int]) -> list[Recording]:
     """Run the target once over each sequence. The model itself is not changed.
 
     Args:
@@ -64,20 +63,15 @@ def record(target: nn.Module, sequences: Sequence[Answered], layers: Collection[
     kept: dict[int, Tensor] = {}
     for layer, module in modules.items():
         module.register_forward_hook(functools.partial(_keep, kept, layer))
-    # 2. Run it, sequence by sequence: padding would cost more than it saves on a CPU
-    device = model.get_input_embeddings().weight.device
-    longest, size = max(len(one.ids) for one in sequences), model.get_input_embeddings().weight
-    ids = torch.zeros(len(sequences), longest, dtype=torch.int64, device=device)
-    states = {layer: size.new_zeros(len(sequences), longest, size.shape[1]) for layer in modules}
-    for row, one in enumerate(sequences):
-        ids[row, : len(one.ids)] = torch.tensor(one.ids, dtype=torch.int64, device=device)
-        model.get_decoder()(input_ids=ids[row : row + 1, : len(one.ids)], use_cache=False)
-        for layer, state in states.items():
-            state[row, : len(one.ids)] = kept[layer][0]
-    prompts, lengths = [one.prompt_length for one in sequences], [len(one.ids) for one in sequences]
-    counts = torch.tensor([prompts, lengths], dtype=torch.int64, device=device)
-    return Recording(ids, *counts, states)
+    # 2. Run it, sequence by sequence: padding would cost memory, and on a CPU more time than it saves
+    device, recordings = model.get_input_embeddings().weight.device, []
+    for one in sequences:
+        ids = torch.tensor(one.ids, dtype=torch.int64, device=device)
+        model.get_decoder()(input_ids=ids[None], use_cache=False)
+        recordings.append(Recording(ids, one.prompt_length, dict(kept)))
+    return recordings
 
 
 def _keep(kept: dict[int, Tensor], layer: int, _module: nn.Module, _arguments: tuple[Any, ...], output: Any) -> None:
-    kept[layer] = output[0] if isinstance(output, tuple) else output
+    states = output[0] if isinstance(output, tuple) else output  # [1, length, hidden]
+    kept[layer] = states[0]

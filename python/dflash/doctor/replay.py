@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -43,85 +43,102 @@ class Replay:
     """Drafts at the same places of the same answers for every wiring, as a step does: one pass of the proposer each.
 
     Args:
-        recording: of the target's greedy answers.
+        recordings: of the target's greedy answers.
         target: the twin whose embeddings and head the drafter shares.
         drafter: its weights.
         per_prompt: places of each answer at most, spread evenly.
 
     Attributes:
         anchors: ``[places]`` int64, the position of each place's last token before the drafts.
-        rows: ``[places]`` int64, its answer.
+        rows: ``[places]`` int64, its answer; in ascending order.
     """
 
-    def __init__(self, recording: Recording, target: Target, drafter: Drafter, per_prompt: int) -> None:
-        self.recording, self.target, self.drafter = recording, target, drafter
+    def __init__(self, recordings: Sequence[Recording], target: Target, drafter: Drafter, per_prompt: int) -> None:
+        self.recordings, self.target, self.drafter = recordings, target, drafter
         self.last_layer = target.config.num_hidden_layers - 1
-        where = []
-        bounds = zip(recording.prompt_lengths.tolist(), recording.lengths.tolist(), strict=True)
-        for row, (first, length) in enumerate(bounds):
+        where: list[tuple[int, int]] = []
+        for row, recording in enumerate(recordings):
+            first, length = recording.prompt_length, len(recording.ids)
             count = min(per_prompt, length - 1 - first)  # every anchor has a token after it
             spread = torch.linspace(first, length - 2, max(count, 0), dtype=torch.float32, device="cpu")
             where.extend((row, place) for place in spread.long().unique().tolist())
-        places = torch.tensor(where, dtype=torch.int64, device=recording.ids.device).view(-1, 2)
+        places = torch.tensor(where, dtype=torch.int64, device=drafter.device).view(-1, 2)
         self.rows, self.anchors = places.unbind(1)
 
     def can_read(self, wiring: Wiring) -> bool:
         """True if the states that the wiring taps were recorded."""
-        return all(layer in self.recording.states for layer in self._layers(wiring))
+        return all(layer in self.recordings[0].states for layer in self.layers(wiring))
 
-    def context(self, wiring: Wiring) -> Tensor:
-        """Return the tapped states, ``[sequences, length, taps * hidden]``."""
-        return torch.cat([self.recording.states[layer] for layer in self._layers(wiring)], -1)
-
-    def _layers(self, wiring: Wiring) -> list[int]:
+    def layers(self, wiring: Wiring) -> list[int]:
+        """Return the recorded layers that the wiring taps."""
         is_raw = wiring.raw_last_tap
         return [RAW_LAST if is_raw and tap == self.last_layer else tap for tap in wiring.config.target_layer_ids]
 
     @torch.no_grad()
     def score(self, wiring: Wiring, every: int = 1) -> Score:
         """Draft at the places, or at one of ``every`` so many, and compare with the target's answer."""
-        drafter, recorded = wiring.apply(self.drafter), self.recording
-        rows, anchors = self.rows[::every], self.anchors[::every]
-        # 1. The whole context's keys and values, once per sequence
-        length, block_size = recorded.ids.shape[1], drafter.config.block_size
-        positions = torch.arange(length, device=rows.device).expand(len(recorded.ids), -1)
-        positions = torch.where(positions < recorded.lengths[:, None], positions, -1)
-        context = self.context(wiring).to(drafter.dtype)
-        whole = drafter.new_cache(len(context), length + block_size)
-        drafter.inject_(drafter.fuse(context, recorded.lengths), positions, whole)
-        # 2. Blocks, a few at a time: each has a copy of its sequence's cache
-        per_row = sum(buffer[0].numel() * buffer.element_size() for buffer in whole.buffers)
-        per_row += block_size * self.target.embedding_weight.shape[0] * 8
-        size = max(1, _CACHE_BYTES // per_row)
-        parts = [
-            self._draft(drafter, context, whole, rows[i : i + size], anchors[i : i + size])
-            for i in range(0, len(rows), size)
-        ]
-        drafts = torch.cat(parts)
-        # 3. The longest prefix that is the target's answer
-        ahead = anchors[:, None] + torch.arange(1, block_size, device=rows.device)
-        inside = ahead < recorded.lengths[rows][:, None]
-        answer = recorded.ids[rows[:, None], ahead.clamp(max=length - 1)]
-        accepted = ((drafts == answer) & inside).long().cumprod(1).sum(1)
-        return Score(1.0 + accepted.float(), (drafts >= 0).float().mean().item())
-
-    def _draft(self, drafter: Drafter, context: Tensor, whole: KVCache, rows: Tensor, anchors: Tensor) -> Tensor:
-        """Return what the proposer drafts greedily, ``[places, block - 1]``; -1 where a logit is NaN."""
-        cache = drafter.new_cache(len(rows), whole.capacity)
-        for mine, theirs in zip(cache.buffers, whole.buffers, strict=True):
-            mine.copy_(theirs[rows])
+        drafter, layers = wiring.apply(self.drafter), self.layers(wiring)
         target = self.target if drafter.dtype == self.target.dtype else _Cast(self.target, drafter.dtype)
-        block_size = drafter.config.block_size
+        rows, anchors = self.rows[::every], self.anchors[::every]
+        accepted, drafts = [], []
+        for row, recording in enumerate(self.recordings):
+            places = anchors[rows == row]
+            if not len(places):
+                continue
+            context = torch.cat([recording.states[layer] for layer in layers], -1)[None].to(drafter.dtype)
+            blocks = _Blocks(drafter, cast("Target", target), recording.ids, context)
+            drafts.append(blocks.draft(places))
+            accepted.append(_accepted(drafts[-1], recording.ids, places))
+        return Score(1.0 + torch.cat(accepted).float(), (torch.cat(drafts) >= 0).float().mean().item())
+
+
+def _accepted(drafts: Tensor, ids: Tensor, anchors: Tensor) -> Tensor:
+    """Return the length of the longest prefix of ``drafts [places, count]`` that the sequence continues with."""
+    ahead = anchors[:, None] + torch.arange(1, drafts.shape[1] + 1, device=anchors.device)
+    inside = ahead < len(ids)
+    return ((drafts == ids[ahead.clamp(max=len(ids) - 1)]) & inside).long().cumprod(1).sum(1)
+
+
+class _Blocks:
+    """Blocks drafted anywhere in one sequence, whose context has its keys and values computed once.
+
+    Args:
+        drafter: wired in any way.
+        target: whose embeddings and head it shares.
+        ids: ``[length]`` of the sequence.
+        context: ``[1, length, taps * hidden]``, its tapped states.
+    """
+
+    def __init__(self, drafter: Drafter, target: Target, ids: Tensor, context: Tensor) -> None:
+        self.drafter, self.target, self.ids, self.context = drafter, target, ids, context
+        length = torch.tensor([len(ids)], dtype=torch.int64, device=ids.device)
+        self.whole = drafter.new_cache(1, len(ids) + drafter.config.block_size)
+        positions = torch.arange(len(ids), device=ids.device)[None]
+        drafter.inject_(drafter.fuse(context, length), positions, self.whole)
+
+    def draft(self, anchors: Tensor) -> Tensor:
+        """Return the greedy drafts after each anchor, ``[places, block - 1]``; -1 where a logit is NaN."""
+        block_size = self.drafter.config.block_size
+        per_place = sum(buffer.numel() * buffer.element_size() for buffer in self.whole.buffers)
+        per_place += block_size * self.target.embedding_weight.shape[0] * 8
+        parts = anchors.split(max(1, _CACHE_BYTES // per_place))
+        return torch.cat([self._draft(part, block_size) for part in parts])
+
+    def _draft(self, anchors: Tensor, block_size: int) -> Tensor:
+        count = len(anchors)
+        cache = self.drafter.new_cache(count, self.whole.capacity)
+        for copies, buffer in zip(cache.buffers, self.whole.buffers, strict=True):
+            copies.copy_(buffer.expand_as(copies))
         places = _Places(
-            anchor=self.recording.ids[rows, anchors][:, None],
+            anchor=self.ids[anchors][:, None],
             length=anchors,
-            context=context[rows, anchors - 1][:, None],
-            num_context=torch.ones_like(rows),
-            sampling=Sampling.create(len(rows), rows.device),
+            context=self.context[0, anchors - 1][:, None],
+            num_context=torch.ones_like(anchors),
+            sampling=Sampling.create(count, anchors.device),
             draft_cache=cache,
-            block=rows.new_empty(len(rows), block_size),
+            block=anchors.new_empty(count, block_size),
         )
-        proposer = ChainProposer(drafter, cast("Target", target), len(rows), block_size)
+        proposer = ChainProposer(self.drafter, self.target, count, block_size)
         return proposer.propose(cast("State", places)).ids[:, 1:]
 
 

@@ -14,11 +14,8 @@ from ..drafter import DraftConfig, Drafter, from_speculators, is_speculators
 
 __all__ = ["Wiring"]
 
-_INNER_ONLY = (
-    "causal",
-    "swa_window_size",
-    "use_swa",
-)  # read in dflash_config only; other keys say the same at the top level
+# These are read in dflash_config only; at the top level other keys say the same.
+_INNER_ONLY = ("causal", "swa_window_size", "use_swa")
 
 
 @dataclass(frozen=True)
@@ -52,7 +49,7 @@ class Wiring:
 
     @property
     def identity(self) -> tuple[Any, ...]:
-        """What the wiring does, whatever keys say so; two that are equal here draft the same."""
+        """Values that are equal for two wirings that draft the same, whatever their keys."""
         return self.config, self.raw_last_tap, self.is_interleaved, self.dtype
 
     def patched(self, patch: Mapping[str, Any]) -> Wiring | None:
@@ -68,13 +65,17 @@ class Wiring:
             return None
 
     def placed(self, patch: Mapping[str, Any]) -> dict[str, Any]:
-        """Return keys of ``patch`` whose values are new, in ``dflash_config`` where they stand there already."""
+        """Return keys of ``patch`` whose values are new, at the level where they stand, or at both.
+
+        ``dflash_config`` counts here, but other readers may take the copy at the top level.
+        """
         inner = self.keys.get("dflash_config") or {}
         out: dict[str, Any] = {}
         for key, value in patch.items():
             if key in inner and inner[key] != value:
                 out.setdefault("dflash_config", {})[key] = value
-            elif key not in inner and key not in _INNER_ONLY and self.keys.get(key) != value:
+            is_read = key not in inner and key not in _INNER_ONLY
+            if (is_read or key in self.keys) and self.keys.get(key) != value:
                 out[key] = value
         return out
 
