@@ -4,7 +4,7 @@ from op_checks import DTYPES, Emulated, assert_as_exact_as_torch, let_rows_meet
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dflash import _C, ops
-from dflash.ops import reference
+from dflash.ops import reference, switches
 
 pytestmark = pytest.mark.op
 
@@ -86,6 +86,20 @@ def test_emulated_weights_may_come_from_the_kernel_ahead(emulation):
             else:
                 assert torch.equal(out, want * factor)
     assert wrong, "weights that were read too early were not noticed"
+
+
+def test_emulated_weights_are_never_read_early_when_prefetch_is_off(emulation, monkeypatch):
+    monkeypatch.setattr(switches, "PREFETCH", False)
+    kernels = Emulated(emulation)
+    x, weight, _ = operands(16, 136, 520, torch.bfloat16)
+    rows, _, _ = operands(16, 1, 136, torch.bfloat16)
+    want = kernels.linear(rows, kernels.linear(x, weight))
+    for seed in range(4):
+        emulation.seed(seed)
+        with kernels.overlapping():
+            made = kernels.linear(x * 2.0**seed, weight)
+            out = kernels.linear(rows, made, prefetch=True)
+        assert torch.equal(out, want * 2.0**seed)
 
 
 def test_emulated_slices_are_never_empty(emulation):

@@ -13,6 +13,11 @@ namespace dflash {
 // cudaSuccess if this build holds code that the device runs.
 cudaError_t probe_kernels(int device);
 
+// True if the device runs code of this build that waits in an overlapping launch, and overlap is on.
+bool overlaps(int device);
+// Later launches overlap, where the device can, or none does.
+void set_overlap(bool on);
+
 // ---- what callers provide besides tensors; answered from shapes, without a GPU
 
 constexpr int64_t kNumCounters = 128;  // in the array that blocks sharing a result count themselves in

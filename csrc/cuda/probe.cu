@@ -14,4 +14,12 @@ cudaError_t probe_kernels(int device) {
   return error;
 }
 
+bool overlaps(int device) {
+  const DeviceScope scope(device);
+  return scope.error() == cudaSuccess && overlap_is_on &&
+         waits_for_dependencies(reinterpret_cast<const void*>(probe_kernel));
+}
+
+void set_overlap(bool on) { overlap_is_on = on; }
+
 }  // namespace dflash
