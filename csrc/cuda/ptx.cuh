@@ -77,11 +77,17 @@ cudaError_t launch_overlapping(void (*kernel)(Parameters...), dim3 grid, dim3 bl
 }
 
 // Waits until the kernel ahead has ended and its writes are visible; nothing in an ordinary launch.
+#if DFLASH_TRACE
+}  // namespace dflash
+#include "cuda/trace.cuh"  // has its own
+namespace dflash {
+#else
 __device__ __forceinline__ void grid_dependency_wait() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
+#endif
 
 // Lets an overlapping launch after this kernel start, once every block has called it or ended.
 __device__ __forceinline__ void grid_launch_dependents() {
