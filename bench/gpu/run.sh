@@ -36,6 +36,7 @@ while [ $# -gt 0 ]; do
     --device) device=${2:?}; shift 2 ;;
     --out) out=${2:?}; shift 2 ;;
     --commit) commit=${2:?}; shift 2 ;;
+    -h | --help) sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' bench/gpu/run.sh; exit ;;
     -*) echo "no option $1" >&2; exit 2 ;;
     *) [[ " ${all[*]} " == *" $1 "* ]] || { echo "no stage $1; choose from: ${all[*]}" >&2; exit 2; }; stages+=("$1"); shift ;;
   esac
