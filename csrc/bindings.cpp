@@ -53,6 +53,21 @@ std::string cuda_status([[maybe_unused]] int device) {
 #endif
 }
 
+// Whether kernels launched on the device may start before the one ahead has ended.
+bool kernels_overlap([[maybe_unused]] int device) {
+#if DFLASH_WITH_CUDA
+  return overlaps(device);
+#else
+  return false;
+#endif
+}
+
+void let_kernels_overlap([[maybe_unused]] bool on) {
+#if DFLASH_WITH_CUDA
+  set_overlap(on);
+#endif
+}
+
 // The number of the graph capture that the stream takes part in, 0 for none.
 unsigned long long capture_id([[maybe_unused]] uintptr_t stream) {
   unsigned long long id = 0;
@@ -81,6 +96,8 @@ PYBIND11_MODULE(_C, m) {
   m.def("isa", [] { return cpu_kernels().isa; });
   m.def("with_cuda", &with_cuda);
   m.def("cuda_status", &cuda_status);
+  m.def("overlaps", &kernels_overlap);
+  m.def("set_overlap", &let_kernels_overlap);
   m.def("capture_id", &capture_id);
   m.attr("DTYPES") = py::dict("float32"_a = int(DType::kFloat32), "bfloat16"_a = int(DType::kBFloat16),
                               "float16"_a = int(DType::kFloat16));
@@ -101,5 +118,11 @@ PYBIND11_MODULE(_C, m) {
       .def("unchanged", &DecoderLayers::unchanged);
 #if DFLASH_WITH_CUDA
   bind_cuda_kernels(m);
+#if DFLASH_TRACE
+  m.def("set_trace", [](uintptr_t buffer, int64_t records) {
+    const cudaError_t error = set_trace(reinterpret_cast<void*>(buffer), records);
+    if (error != cudaSuccess) throw std::runtime_error(cudaGetErrorString(error));
+  });
+#endif
 #endif
 }

@@ -10,6 +10,7 @@ import torch
 from dflash import cli, ops
 from dflash.cli import installation as doctor
 from dflash.engine import runner as replay
+from dflash.ops import switches
 
 
 def find(name: str) -> doctor.Check:
@@ -26,6 +27,7 @@ def gpu(monkeypatch, *, seen: bool, present: bool, cuda: str | None) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _index: "a GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(torch.version, "cuda", cuda)
     monkeypatch.setattr(doctor, "_gpu_present", lambda: present)
 
@@ -95,6 +97,39 @@ def test_the_state_of_cuda_graphs_is_reported(monkeypatch, reason, status, words
     monkeypatch.setattr(replay, "graph_status", lambda: reason)
     assert find("CUDA graphs").status == status
     assert words in find("CUDA graphs").found
+
+
+@pytest.mark.parametrize(
+    ("off", "overlaps", "capability", "status", "words"),
+    [
+        ((), True, (9, 0), "ok", "used: a kernel starts"),
+        ((), False, (8, 6), "ok", "needs compute capability 9.0, this GPU has 8.6"),
+        ((), False, (9, 0), "warning", "compiled for older GPUs"),
+        (("OVERLAP",), False, (9, 0), "warning", "turned off by DFLASH_OVERLAP"),
+        (("OVERLAP", "PREFETCH"), False, (9, 0), "warning", "DFLASH_OVERLAP and DFLASH_PREFETCH"),
+    ],
+)
+def test_whether_kernels_overlap_is_reported(monkeypatch, off, overlaps, capability, status, words):
+    gpu(monkeypatch, seen=True, present=True, cuda="13.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(ops, "cuda_status", lambda _device: "")
+    monkeypatch.setattr(ops, "overlaps", lambda _device: overlaps)
+    for switch in off:
+        monkeypatch.setattr(ops, switch, False)
+    monkeypatch.setattr(replay, "graph_status", lambda: "")
+    assert find("CUDA overlap").status == status
+    assert words in find("CUDA overlap").found
+
+
+def test_a_switch_is_0_or_1(monkeypatch):
+    monkeypatch.delenv("DFLASH_OVERLAP", raising=False)
+    assert switches.is_on("DFLASH_OVERLAP")
+    for value in "10":
+        monkeypatch.setenv("DFLASH_OVERLAP", value)
+        assert switches.is_on("DFLASH_OVERLAP") == (value == "1")
+    monkeypatch.setenv("DFLASH_OVERLAP", "off")
+    with pytest.raises(ValueError, match="DFLASH_OVERLAP must be 0 or 1, got 'off': unset it"):
+        switches.is_on("DFLASH_OVERLAP")
 
 
 def test_the_command_prints_a_table_or_json(monkeypatch, capsys):

@@ -4,7 +4,7 @@ from op_checks import DTYPES, Emulated, assert_as_exact_as_torch, let_rows_meet
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dflash import _C, ops
-from dflash.ops import reference
+from dflash.ops import reference, switches
 
 pytestmark = pytest.mark.op
 
@@ -78,14 +78,33 @@ def test_emulated_weights_may_come_from_the_kernel_ahead(emulation):
             emulation.seed(seed)
             factor = 2.0 ** (2 * seed + prefetch)  # so that no round finds the right values in old memory
             scaled = x * factor
-            with kernels.overlapping():
-                made = kernels.linear(scaled, weight)
-                out = kernels.linear(rows, made, prefetch=prefetch)
-            if prefetch:
-                wrong += not torch.equal(out, want * factor)
-            else:
-                assert torch.equal(out, want * factor)
+            kernels = Emulated(emulation)  # what fails leaves its counters where they are
+            try:
+                with kernels.overlapping():
+                    made = kernels.linear(scaled, weight)
+                    out = kernels.linear(rows, made, prefetch=prefetch)
+                right = torch.equal(out, want * factor)
+            except RuntimeError as error:
+                assert "has read before its wait" in str(error)  # noqa: PT017
+                right = False
+            assert right or prefetch
+            wrong += not right
     assert wrong, "weights that were read too early were not noticed"
+
+
+def test_emulated_weights_are_never_read_early_when_prefetch_is_off(emulation, monkeypatch):
+    monkeypatch.setattr(switches, "PREFETCH", False)
+    kernels = Emulated(emulation)
+    x, weight, _ = operands(16, 136, 520, torch.bfloat16)
+    rows, _, _ = operands(16, 1, 136, torch.bfloat16)
+    want = kernels.linear(rows, kernels.linear(x, weight))
+    for seed in range(4):
+        emulation.seed(seed)
+        scaled = x * 2.0**seed
+        with kernels.overlapping():
+            made = kernels.linear(scaled, weight)
+            out = kernels.linear(rows, made, prefetch=True)
+        assert torch.equal(out, want * 2.0**seed)
 
 
 def test_emulated_slices_are_never_empty(emulation):

@@ -7,7 +7,7 @@ nothing. How to read a line: bench/README.md.
 from .cases import MODELS, TINY, Case, Model, Options, full_width, rotate
 from .command import finish, main, parser
 from .machine import commit, driver, header, processor
-from .timing import Timer, copy_bandwidth
+from .timing import Timer, copy_bandwidth, read_bandwidth
 
 __all__ = [
     "MODELS",
@@ -25,5 +25,6 @@ __all__ = [
     "main",
     "parser",
     "processor",
+    "read_bandwidth",
     "rotate",
 ]

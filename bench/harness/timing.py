@@ -57,11 +57,26 @@ class Timer:
 
 
 def copy_bandwidth(timer: Timer, quick: bool = False) -> float:
-    """Measure the bytes per second that a large copy reads and writes, the median of several."""
-    count = 1 << (18 if quick else 28 if timer.device.type == "cuda" else 26)
-    source, target = torch.zeros(count, device=timer.device), torch.zeros(count, device=timer.device)
-    sample = timer.sampler(lambda a, b: a.copy_(b), [(target, source)], 0.01)
-    return 2 * source.nbytes / statistics.median(sample() for _ in range(3 if quick else 9))
+    """Measure the bytes per second that a large copy of random numbers reads and writes, the median of several."""
+    source = _large(timer.device, quick)
+    return 2 * source.nbytes / _median(timer, lambda a, b: a.copy_(b), (torch.zeros_like(source), source), quick)
+
+
+def read_bandwidth(timer: Timer, quick: bool = False) -> float:
+    """Measure the bytes per second of random numbers that torch's fastest reduction reads, the median of several."""
+    source = _large(timer.device, quick)
+    reductions = (torch.sum, torch.amax, lambda x: x.view(torch.int32).amax(), lambda x: x.view(1024, -1).sum(1))
+    return source.nbytes / min(_median(timer, run, (source,), quick) for run in reductions)
+
+
+def _large(device: torch.device, quick: bool) -> Tensor:
+    """Return random numbers that no cache holds, fewer with ``quick``. Zeros may be compressed on the way."""
+    return torch.rand(1 << (18 if quick else 28 if device.type == "cuda" else 26), device=device)
+
+
+def _median(timer: Timer, run: Callable, operands: tuple, quick: bool) -> float:
+    sample = timer.sampler(run, [operands], 0.01)
+    return statistics.median(sample() for _ in range(3 if quick else 9))
 
 
 def operand_sets(make: Callable[[], tuple], cold: bool, device: torch.device) -> list[tuple]:

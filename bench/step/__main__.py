@@ -38,14 +38,17 @@ Columns:
     step        median time from the start of one step to the start of the next, on the device, by events; in rounds of
                 --steps starting at the context, runners taking turns
     of floor    share of the floor: the time to read the weights once, the head twice and the context's K/V once, at the
-                bandwidth of a large copy in this run, and at 4.3 TB/s
+                bandwidth that a large copy or a large read reaches in this run, and at 4.3 TB/s
     host        host time per step: wall clock minus the time in calls that wait for the device (Event.synchronize,
                 Tensor.item and similar; a wait inside any other call counts as the host's)
     launches    what the host sends per step: kernels, copies, memsets, graphs
     kernels     what the device runs of it; launches and kernels come from torch.profiler, in a separate run
 
 `--table` adds where the steps of `graph` and `fused` go: kernels by name, and the ops of the same step without a graph,
-by shape, with the bytes each must move. Prints; asserts nothing.
+by shape, with the bytes each must move. Where kernels overlap, a kernel's time counts from its start, and may be mostly
+waiting: take tables with DFLASH_OVERLAP=0. Prints; asserts nothing.
+
+A row is written as soon as its runner has a first round, and again after all rounds (`rounds` in the JSON file).
 """
 
 import sys

@@ -40,11 +40,13 @@ class Bench:
         if self.on_gpu:
             torch.cuda.set_device(self.device)
         dtype = getattr(torch, arguments.dtype or ("bfloat16" if self.on_gpu else "float32"))
-        self.copy = harness.copy_bandwidth(harness.Timer(self.device), quick=not self.on_gpu)
+        timer, quick = harness.Timer(self.device), not self.on_gpu
+        self.copy, read = harness.copy_bandwidth(timer, quick), harness.read_bandwidth(timer, quick)
+        self.ceiling = max(self.copy, read)  # a step only reads; torch's reductions may be slower than its copy
         self.pair = named_pair(arguments.model, dtype, self.device)
         self.forced = Forced(self.device)
         self.runners = RUNNERS | tree_runners(arguments.tree)
-        self.report = Report(arguments, self.pair, self.device, self.copy)
+        self.report = Report(arguments, self.pair, self.device, self.copy, read)
 
     @property
     def is_over(self) -> bool:
@@ -77,6 +79,7 @@ class Bench:
         for name in self.arguments.runners:
             if measured := self._prepare(name, setting, first):
                 found[name] = measured
+                self._keep_first_round(name, measured, setting, first)
         for accepted in self.arguments.accepted:
             if not self.is_over:
                 self.forced.set_(accepted)
@@ -101,29 +104,43 @@ class Bench:
         except Exception as error:
             return self.report.leave_out(name, setting, error)
 
+    def _keep_first_round(self, name: str, prepared: Measured, setting: Setting, accepted: int) -> None:
+        """Write a runner's row as soon as it has one: the next runner may compile for longer than the run may take."""
+        measured = Measured(prepared.run, prepared.launches, prepared.kernels)
+        if self._round(name, measured, setting, accepted):
+            self.report.keep(self._row(name, setting, accepted, measured, 1))
+            self.report.write()
+
     def _take_turns(self, setting: Setting, prepared: dict[str, Measured], accepted: int) -> None:
-        """Run all runners in turn, round after round, then add a row for each."""
+        """Run all runners in turn, round after round, then show a row for each."""
         found = {name: Measured(m.run, m.launches, m.kernels) for name, m in prepared.items()}
         for number in range(self.arguments.rounds):
             for name in list(found)[:: -1 if number % 2 else 1]:
-                meter = Meter(self.device)
-                try:
-                    with setting.waits.open():
-                        found[name].run(meter, accepted, setting.steps)
-                except Exception as error:
-                    self.report.leave_out(name, setting, error)
+                if not self._round(name, found[name], setting, accepted):
                     del found[name]
-                    continue
-                found[name].step_ms += meter.milliseconds()
-                found[name].host_us += meter.host_microseconds()
         for name, measured in found.items():
-            self.report.add(self._row(name, setting, accepted, measured))
+            row = self._row(name, setting, accepted, measured, self.arguments.rounds)
+            self.report.keep(row)
+            print(row, flush=True)
         self.report.write()
 
-    def _row(self, name: str, setting: Setting, accepted: int, measured: Measured) -> Row:
+    def _round(self, name: str, measured: Measured, setting: Setting, accepted: int) -> bool:
+        """Run one round and add its times; False if the runner failed, which is then left out."""
+        meter = Meter(self.device)
+        try:
+            with setting.waits.open():
+                measured.run(meter, accepted, setting.steps)
+        except Exception as error:
+            self.report.leave_out(name, setting, error)
+            return False
+        measured.step_ms += meter.milliseconds()
+        measured.host_us += meter.host_microseconds()
+        return True
+
+    def _row(self, name: str, setting: Setting, accepted: int, measured: Measured, rounds: int) -> Row:
         floor = floor_bytes(self.pair.target, self.pair.drafter, setting.context, setting.batch)
         ms = statistics.median(measured.step_ms)
-        here, published = 1000 * floor / self.copy, 1000 * floor / PUBLISHED
+        here, published = 1000 * floor / self.ceiling, 1000 * floor / PUBLISHED
         facts = self.report.facts
         return Row(
             runner=name,
@@ -132,6 +149,7 @@ class Bench:
             context=setting.context,
             batch=setting.batch,
             accepted=accepted,
+            rounds=rounds,
             step_ms=ms,
             floor_ms=here,
             floor_share=here / ms,

@@ -122,11 +122,15 @@ def op_table(profiler: profile, sizes: Sizes, copy: float) -> list[dict]:
     return sorted(rows, key=lambda row: -row["us"])
 
 
-def show_tables(runner: str, kernels: list[dict], ops: list[dict]) -> None:
+def show_tables(runner: str, kernels: list[dict], ops: list[dict], overlap: bool) -> None:
     """Print both tables."""
     total = sum(row["us"] for row in kernels)
     if kernels:
         print(f"{runner}: kernels of the step, {total:.1f} us in total")
+    if overlap:
+        print(
+            "    kernels overlap: their times count while they wait, and the total exceeds the step (DFLASH_OVERLAP=0)"
+        )
     for row in kernels[:25]:
         print(f"    {row['us']:9.1f} us {100 * row['us'] / total:5.1f} %  {row['count']:6.1f} x {row['kernel'][:90]}")
     print(f"{runner}: ops of the same step, kernel by kernel")

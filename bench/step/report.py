@@ -12,6 +12,7 @@ import transformers
 from random_pair import BLOCK, Pair
 
 import dflash
+from dflash import ops
 
 from .setting import Setting
 
@@ -31,6 +32,7 @@ class Row:
     context: int
     batch: int
     accepted: int
+    rounds: int
     step_ms: float
     floor_ms: float
     floor_share: float
@@ -39,6 +41,11 @@ class Row:
     host_us: float | None
     launches: float | None
     kernels: float | None
+
+    @property
+    def place(self) -> tuple:
+        """What was measured."""
+        return self.runner, self.context, self.batch, self.accepted
 
     def __str__(self) -> str:
         def shown(value: float | None) -> str:
@@ -61,10 +68,15 @@ class Report:
         rows: in the order they were measured.
     """
 
-    def __init__(self, arguments: argparse.Namespace, pair: Pair, device: torch.device, copy: float) -> None:
+    def __init__(
+        self, arguments: argparse.Namespace, pair: Pair, device: torch.device, copy: float, read: float
+    ) -> None:
         self._arguments = arguments
         self.rows: list[Row] = []
         self.facts = harness.header(device, copy) | {
+            "read_gb_s": read / 1e9,
+            "overlap": device.type == "cuda" and ops.overlaps(device.index or 0),
+            "prefetch": ops.PREFETCH,
             "driver": harness.driver(device),
             "cuda": torch.version.cuda,
             "transformers": transformers.__version__,
@@ -87,16 +99,21 @@ class Report:
         f = self.facts
         print(
             f"{f['machine']}, driver {f['driver'] or 'none'}, torch {f['torch']}, transformers {f['transformers']}, "
-            f"commit {f['commit']}, copy {f['copy_gb_s']:.1f} GB/s; {f['model']} {f['dtype']}, "
-            f"{f['target_parameters'] / 1e6:.1f} M and {f['draft_parameters'] / 1e6:.1f} M random parameters\n"
+            f"commit {f['commit']}, copy {f['copy_gb_s']:.1f} GB/s, read {f['read_gb_s']:.1f} GB/s, "
+            f"overlap {'on' if f['overlap'] else 'off'}, prefetch {'on' if f['prefetch'] else 'off'}\n"
+            f"{f['model']} {f['dtype']}, {f['target_parameters'] / 1e6:.1f} M and {f['draft_parameters'] / 1e6:.1f} M "
+            f"random parameters\n"
             f"acceptance is {f['acceptance']}"
         )
         print("runner         context batch accepted |")
 
-    def add(self, row: Row) -> None:
-        """Print and keep a row."""
+    def keep(self, row: Row) -> None:
+        """Keep a row, in place of one of the same runner and setting after fewer rounds."""
+        for i, other in enumerate(self.rows):
+            if row.place == other.place:
+                self.rows[i] = row
+                return
         self.rows.append(row)
-        print(row, flush=True)
 
     def leave_out(self, runner: str, setting: Setting, why: str | Exception) -> None:
         """Note why a runner has no row. With ``--debug`` an error is raised instead."""
@@ -113,4 +130,7 @@ class Report:
         if self._arguments.json:
             rows = [asdict(row) for row in self.rows]
             self._arguments.json.parent.mkdir(parents=True, exist_ok=True)
-            self._arguments.json.write_text(json.dumps({**self.facts, "rows": rows}, indent=1) + "\n")
+            text = json.dumps({**self.facts, "rows": rows}, indent=1) + "\n"
+            partial = self._arguments.json.with_suffix(".partial")  # a run that is killed leaves the last whole file
+            partial.write_text(text)
+            partial.replace(self._arguments.json)

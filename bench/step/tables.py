@@ -32,5 +32,5 @@ def tables(setting: Setting, runs: dict[str, Run], accepted: int, report: Report
             continue
         ops = op_table(profiler, sizes, copy)
         found[runner] = {"kernels": kernels, "ops": ops}
-        show_tables(runner, kernels, ops)
+        show_tables(runner, kernels, ops, report.facts["overlap"])
     report.write()

@@ -13,6 +13,16 @@ namespace dflash {
 // cudaSuccess if this build holds code that the device runs.
 cudaError_t probe_kernels(int device);
 
+// True if the device runs code of this build that waits in an overlapping launch, and overlap is on.
+bool overlaps(int device);
+// Later launches overlap, where the device can, or none does.
+void set_overlap(bool on);
+
+#if DFLASH_TRACE
+// Where blocks of later launches leave their records: a count, then the records (trace.cuh). Waits for the device.
+cudaError_t set_trace(void* buffer, int64_t records);
+#endif
+
 // ---- what callers provide besides tensors; answered from shapes, without a GPU
 
 constexpr int64_t kNumCounters = 128;  // in the array that blocks sharing a result count themselves in

@@ -5,6 +5,7 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
+#include <atomic>
 #include <cstdint>
 #include <map>
 #include <mutex>
@@ -65,19 +66,28 @@ cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t 
   return launch_with(false, kernel, grid, block, shared, stream, arguments...);
 }
 
+// False turns every launch into an ordinary one (DFLASH_OVERLAP=0).
+inline std::atomic<bool> overlap_is_on{true};
+
 template <typename... Parameters>
 cudaError_t launch_overlapping(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared,
                                cudaStream_t stream, std::common_type_t<Parameters>... arguments) {
-  const bool overlapping = waits_for_dependencies(reinterpret_cast<const void*>(kernel));
+  const bool overlapping = overlap_is_on && waits_for_dependencies(reinterpret_cast<const void*>(kernel));
   return launch_with(overlapping, kernel, grid, block, shared, stream, arguments...);
 }
 
 // Waits until the kernel ahead has ended and its writes are visible; nothing in an ordinary launch.
+#if DFLASH_TRACE
+}  // namespace dflash
+#include "cuda/trace.cuh"  // has its own
+namespace dflash {
+#else
 __device__ __forceinline__ void grid_dependency_wait() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
+#endif
 
 // Lets an overlapping launch after this kernel start, once every block has called it or ended.
 __device__ __forceinline__ void grid_launch_dependents() {

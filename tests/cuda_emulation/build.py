@@ -23,10 +23,13 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 FOLDER = ROOT / "build" / "cuda_emulation"
 SKIPPED = {"probe.cu"}  # asks the driver
+MACHINE = ("cuda_emulation", "shadow", "module")
 WARNINGS = ["-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-Wno-maybe-uninitialized", "-Wno-uninitialized"]
 SHARED = ".bss=emulated_shared,alloc,load,data,contents"  # see cuda_emulation.h
 FLAGS = ["-std=c++17", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", *WARNINGS]
 KERNEL_FLAGS = ["-O1", "-ftrivial-auto-var-init=pattern", "-include", "cuda_emulation.h", "-x", "c++"]
+# Every access to memory calls a function of cuda_emulation.cpp; ThreadSanitizer itself is not linked.
+WATCHED = ["-fsanitize=thread", "--param=tsan-instrument-func-entry-exit=0", "-fno-threadsafe-statics"]
 SANITIZERS = [
     "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer",
 ]  # fmt: skip
@@ -70,11 +73,11 @@ def build(sanitize: bool = False) -> Path:
         common.update(path.read_bytes())
 
     jobs = []  # (source, object, flags)
-    for source in [*kernels, HERE / "self_test.cu", HERE / "cuda_emulation.cpp", HERE / "module.cpp"]:
+    for source in [*kernels, HERE / "self_test.cu", *(HERE / f"{name}.cpp" for name in MACHINE)]:
         own = list(flags)
         if source.suffix == ".cu":
-            own += [*(SANITIZERS if sanitize else []), *KERNEL_FLAGS]
-        elif source.name == "cuda_emulation.cpp":
+            own += [*(SANITIZERS if sanitize else WATCHED), *KERNEL_FLAGS]
+        elif source.stem != "module":
             own += ["-O2", f"-DEMULATION_ASAN={int(sanitize)}"]
         key = common.copy()
         key.update(repr((own, SHARED, source.name)).encode() + source.read_bytes())

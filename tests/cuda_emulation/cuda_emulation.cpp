@@ -1,10 +1,11 @@
-// The machine behind cuda_emulation.h: threads as fibers on one CPU thread, one block at a time, in an order
-// drawn from a seed.
+// The machine behind cuda_emulation.h: threads as fibers on one CPU thread, in an order drawn from a seed. A
+// block runs until a fence or an atomic lets another one of its grid run.
 #include "cuda_emulation.h"
 
 #include <sys/mman.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
@@ -13,6 +14,7 @@
 #include <vector>
 
 #include "machine.h"
+#include "shadow.h"
 
 // This file is never instrumented itself; EMULATION_ASAN says that the kernels are.
 #if EMULATION_ASAN
@@ -69,7 +71,11 @@ constexpr size_t kStackBytes = 256 << 10;
 constexpr size_t kStackBytes = 64 << 10;
 #endif
 constexpr size_t kMaxShared = 99 << 10;  // what a block may have on every device of sm_80 .. sm_120
-constexpr size_t kGuard = 64;            // bytes after the dynamic shared memory that must stay as they are
+constexpr size_t kTogether = 3;          // blocks of one grid that take turns
+constexpr int kTurns = 3;                // times that others interrupt a block at fences, and at atomics
+constexpr int kAhead = 2;                // launches that may start before the one that runs has ended
+constexpr size_t kMaxStacks = 16 << 10;
+constexpr size_t kGuard = 64;  // bytes after the dynamic shared memory that must stay as they are
 
 struct Fiber {
   char* stack = nullptr;  // lowest address
@@ -110,20 +116,31 @@ struct Thread {
   uint64_t result;
   std::vector<Copy> copies;
   int committed;
+  bool waited;  // for the kernel ahead
+  ThreadView view;
 };
 
 struct Launch {
+  const void* address;
   dim3 grid, block;
   size_t shared;
   bool overlaps;
   std::function<void()> kernel;
+  int number = 0;  // of those that run together
+  int64_t num_blocks = 0;
+  int64_t num_released = 0;  // blocks that have let the next launch start, or ended
+  bool is_released = false;
 };
 
 // One block of threads with all that it holds.
 struct Block {
-  const Launch* launch;
+  Launch* launch;
+  int64_t number;
   uint3 index;
   bool dependency_resolved;
+  bool released = false;
+  int fence_turns, atomic_turns;  // that others may still take
+  BlockView view;
   std::vector<Thread> threads;
   std::vector<int> ready;
   std::vector<unsigned> waiting;  // per warp: the lanes in a warp operation
@@ -140,8 +157,14 @@ std::string error_text;
 Fiber host;
 Block* block = nullptr;
 Thread* current = nullptr;
-// Stacks that can be used again.
+// Stacks, in one piece of memory, and those that can be used again.
+char* all_stacks = nullptr;
+size_t num_stacks = 0;
+const size_t page_bytes = size_t(sysconf(_SC_PAGESIZE));
 std::vector<char*> stacks;
+Shadow shadow;
+bool records = false, fences_ignored = false;
+std::vector<Record> records_made;
 
 uint64_t random_bits() {
   random_state ^= random_state << 13;
@@ -249,7 +272,18 @@ void make_ready(Thread& t) {
   block->ready.push_back(t.number);
 }
 
+// The current thread, which stays ready, lets the host choose who runs.
+void give_way() {
+  make_ready(*current);
+  switch_fiber(current->fiber, host);
+}
+
 void release_barrier() {
+#if !EMULATION_ASAN
+  std::vector<ThreadView*> views;
+  for (Thread& t : block->threads) views.push_back(&t.view);
+  shadow.barrier(block->view, views);
+#endif
   int count = 0;
   const Thread* first = nullptr;
   for (const Thread& t : block->threads) {
@@ -278,6 +312,7 @@ void thread_main() {
   if (!host.stack) host.stack = static_cast<char*>(const_cast<void*>(bottom)), host.bytes = bytes;
 #endif
   block->launch->kernel();
+  if (block->launch->overlaps && !current->waited) fail("a thread ends before grid_dependency_wait()");
   current->state = State::kExited;
   --block->live;
   if (block->live > 0 && block->at_barrier == block->live) release_barrier();
@@ -291,11 +326,16 @@ char* take_stack() {
     stacks.pop_back();
     return stack;
   }
-  const size_t page = size_t(sysconf(_SC_PAGESIZE));
-  void* memory =
-      mmap(nullptr, kStackBytes + page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (memory == MAP_FAILED || mprotect(memory, page, PROT_NONE)) abort();
-  return static_cast<char*>(memory) + page;
+  if (!all_stacks) {
+    void* memory = mmap(nullptr, kMaxStacks * (kStackBytes + page_bytes), PROT_READ | PROT_WRITE,
+                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (memory == MAP_FAILED) abort();
+    all_stacks = static_cast<char*>(memory);
+  }
+  if (num_stacks == kMaxStacks) abort();
+  char* guard = all_stacks + num_stacks++ * (kStackBytes + page_bytes);
+  if (mprotect(guard, page_bytes, PROT_NONE)) abort();
+  return guard + page_bytes;
 }
 
 void start_fiber(Fiber& fiber) {
@@ -316,10 +356,12 @@ void start_fiber(Fiber& fiber) {
 #endif
 }
 
-std::unique_ptr<Block> make_block(const Launch& launch, int64_t number, bool dependency_resolved) {
+std::unique_ptr<Block> make_block(Launch& launch, int64_t number, bool dependency_resolved) {
   auto made = std::make_unique<Block>();
   made->launch = &launch;
+  made->number = number;
   made->dependency_resolved = dependency_resolved;
+  for (int* turns : {&made->fence_turns, &made->atomic_turns}) *turns = 1 + int(random_below(kTurns));
   const int64_t x = launch.grid.x, y = launch.grid.y;
   made->index = {unsigned(number % x), unsigned(number / x % y), unsigned(number / (x * y))};
   const int n = int(launch.block.x * launch.block.y * launch.block.z);
@@ -333,6 +375,7 @@ std::unique_ptr<Block> make_block(const Launch& launch, int64_t number, bool dep
                i / (launch.block.x * launch.block.y)};
     t.state = State::kReady;
     t.committed = 0;
+    t.waited = false;
     start_fiber(t.fiber);
     made->ready.push_back(i);
   }
@@ -349,7 +392,7 @@ std::unique_ptr<Block> make_block(const Launch& launch, int64_t number, bool dep
   return made;
 }
 
-// Runs until all threads have exited or wait for the dependency; false after an error.
+// Runs until all threads have exited or wait for the dependency, or one gives way; false after an error.
 bool run(Block& which) {
   block = &which;
   block_index = which.index;
@@ -403,14 +446,26 @@ void fail(const char* format, ...) {
   abort();
 }
 
-cudaError_t enqueue(dim3 grid, dim3 threads, size_t shared, bool overlaps, std::function<void()> kernel) {
+cudaError_t enqueue(const void* address, dim3 grid, dim3 threads, size_t shared, bool overlaps,
+                    std::function<void()> kernel) {
   const uint64_t per_block = uint64_t(threads.x) * threads.y * threads.z;
   if (!grid.x || !grid.y || !grid.z || grid.x > 0x7fffffffu || grid.y > 65535 || grid.z > 65535 ||
       !per_block || per_block > 1024 || threads.z > 64 || shared > kMaxShared)
     return cudaErrorInvalidConfiguration;
-  queue.push_back({grid, threads, shared, overlaps, std::move(kernel)});
+  if (records)
+    records_made.push_back({address, {grid.x, grid.y, grid.z}, unsigned(per_block), shared, overlaps});
+  else
+    queue.push_back({address, grid, threads, shared, overlaps, std::move(kernel)});
   return cudaSuccess;
 }
+
+void record(bool on) { records = on; }
+
+std::vector<Record> recorded() { return std::move(records_made); }
+
+bool watched() { return !EMULATION_ASAN; }
+
+void ignore_fences(bool ignored) { fences_ignored = ignored; }
 
 bool sanitized() { return EMULATION_ASAN; }
 
@@ -419,50 +474,89 @@ void seed(uint64_t value) {
   if (!random_state) random_state = 1;
 }
 
+// Launches that run together, in their order, and the blocks that have begun ahead of their time.
+class Batch {
+ public:
+  explicit Batch(std::vector<Launch> launches) : launches_(std::move(launches)), early_(launches_.size()) {
+    for (size_t i = 0; i < launches_.size(); ++i) {
+      launches_[i].number = int(i);
+      launches_[i].num_blocks = int64_t(launches_[i].grid.x) * launches_[i].grid.y * launches_[i].grid.z;
+    }
+  }
+
+  ~Batch() {
+    for (auto& left : early_)
+      if (left) finish(std::move(left));
+    for (auto& left : begun_) finish(std::move(left));
+  }
+
+  void run_all() {
+    for (size_t i = 0; i < launches_.size() && error_text.empty(); ++i) run_launch(i);
+  }
+
+ private:
+  // Starts one block of each launch that may overlap the one that runs: it stops at its wait.
+  void start_early(size_t running) {
+    for (size_t i = running; i < running + kAhead && i + 1 < launches_.size(); ++i) {
+      Launch& next = launches_[i + 1];
+      if (!launches_[i].is_released || !next.overlaps) return;
+      if (early_[i + 1]) continue;
+      next_poison = int(random_below(3));
+      early_[i + 1] = make_block(next, random_below(size_t(next.num_blocks)), false);
+      do {
+        if (!run(*early_[i + 1])) return;
+      } while (!early_[i + 1]->ready.empty());
+    }
+  }
+
+  void run_launch(size_t i) {
+    Launch& launch = launches_[i];
+    shadow.begin(int(i));
+    next_poison = int(random_below(3));
+    std::vector<int64_t> order(launch.num_blocks);
+    for (int64_t b = 0; b < launch.num_blocks; ++b) order[b] = b;
+    for (int64_t b = launch.num_blocks - 1; b > 0; --b)
+      std::swap(order[b], order[random_below(size_t(b) + 1)]);
+    if (early_[i]) {
+      std::unique_ptr<Block> first = std::move(early_[i]);
+      order.erase(std::find(order.begin(), order.end(), first->number));
+      first->dependency_resolved = true;
+      block = first.get();
+      for (Thread& t : first->threads)
+        if (t.state == State::kDependency) make_ready(t);
+      begun_.push_back(std::move(first));
+    }
+    start_early(i);
+    while (error_text.empty() && (!order.empty() || !begun_.empty())) {
+      const bool may_begin = !order.empty() && begun_.size() < kTogether;
+      const size_t chosen = random_below(begun_.size() + may_begin);
+      if (chosen == begun_.size()) {
+        begun_.push_back(make_block(launch, order.back(), true));
+        order.pop_back();
+      }
+      if (!run(*begun_[chosen])) return;
+      if (begun_[chosen]->live == 0) {
+        if (!begun_[chosen]->released) ++launch.num_released;
+        finish(std::move(begun_[chosen]));
+        begun_.erase(begun_.begin() + long(chosen));
+      }
+      start_early(i);
+    }
+  }
+
+  std::vector<Launch> launches_;
+  std::vector<std::unique_ptr<Block>> early_;  // of each launch
+  std::vector<std::unique_ptr<Block>> begun_;  // of the one that runs
+};
+
 std::string synchronize() {
   error_text.clear();
-  std::vector<Launch> launches;
-  launches.swap(queue);
-  std::unique_ptr<Block> early;  // of the launch at hand, begun before the one before it ran
-  int64_t early_number = -1;
-  for (size_t i = 0; i < launches.size() && error_text.empty(); ++i) {
-    const Launch& launch = launches[i];
-    const int64_t blocks = int64_t(launch.grid.x) * launch.grid.y * launch.grid.z;
-    next_poison = int(random_below(3));
-    std::unique_ptr<Block> begun = std::move(early);
-    const int64_t begun_number = early_number;
-    early_number = -1;
-    // The next launch may overlap this one: one of its blocks runs up to its wait before this one has begun.
-    if (i + 1 < launches.size() && launches[i + 1].overlaps) {
-      const Launch& next = launches[i + 1];
-      early_number = random_below(size_t(next.grid.x) * next.grid.y * next.grid.z);
-      early = make_block(next, early_number, false);
-      if (!run(*early)) {
-        finish(std::move(early));
-        break;
-      }
-    }
-    std::vector<int64_t> order(blocks);
-    for (int64_t b = 0; b < blocks; ++b) order[b] = b;
-    for (int64_t b = blocks - 1; b > 0; --b) std::swap(order[b], order[random_below(size_t(b) + 1)]);
-    for (int64_t number : order) {
-      std::unique_ptr<Block> next;
-      if (number == begun_number) {
-        next = std::move(begun);
-        next->dependency_resolved = true;
-        block = next.get();
-        for (Thread& t : next->threads)
-          if (t.state == State::kDependency) make_ready(t);
-      } else {
-        next = make_block(launch, number, true);
-      }
-      const bool fine = run(*next);
-      finish(std::move(next));
-      if (!fine) break;
-    }
-    if (begun) finish(std::move(begun));
+  shadow.reset();
+  {
+    Batch batch(std::move(queue));
+    queue.clear();
+    batch.run_all();
   }
-  if (early) finish(std::move(early));
   host.stack = nullptr;
   return error_text;
 }
@@ -591,10 +685,38 @@ void expect_shared(const void* address, size_t bytes, const char* what) {
   fail("%s: %p is not in shared memory", what, address);
 }
 
+// Whether an address belongs to the thread or the block rather than to the GPU's memory.
+static bool is_private(const char* p) {
+  if (p >= all_stacks && p < all_stacks + num_stacks * (kStackBytes + page_bytes)) return true;
+  if (block->shared && p >= (char*)block->shared && p < (char*)block->shared + block->launch->shared + kGuard)
+    return true;
+  return p >= static_begin() && p < static_begin() + static_bytes();
+}
+
+#if !EMULATION_ASAN
+static void touch(const void* address, size_t bytes, bool stores) {
+  if (!block || !current) return;  // a launcher
+  const char* p = static_cast<const char*>(address);
+  if (is_private(p)) return;
+  const int launch = block->launch->number;
+  std::string wrong;
+  if (block->launch->overlaps && !current->waited)
+    wrong = stores ? "stores before grid_dependency_wait()" : shadow.load_before_wait(p, bytes, launch);
+  else if (stores)
+    wrong = shadow.store(p, bytes, launch, block->number, current->number);
+  else
+    wrong = shadow.load(p, bytes, launch, block->number, block->view, current->view);
+  if (!wrong.empty()) fail("a thread %s", wrong.c_str());
+}
+#endif
+
 void copy_async(void* shared, const void* global, unsigned bytes, unsigned zeros) {
   expect_aligned(shared, bytes + zeros, "cp.async, destination");
   expect_aligned(global, bytes + zeros, "cp.async, source");
   expect_shared(shared, bytes + zeros, "cp.async, destination");
+#if !EMULATION_ASAN
+  touch(global, bytes, false);
+#endif
   // The source is read at any time from here to the wait: at the one or at the other.
   Copy copy{shared, global, bytes, zeros, current->committed, random_below(2) == 1, {}};
   memcpy(copy.value, global, bytes);        // AddressSanitizer sees a bad address here, not at the wait
@@ -619,12 +741,78 @@ void wait_async(int groups_left) {
 }
 
 void dependency_wait() {
-  if (block->dependency_resolved) return;
-  current->state = State::kDependency;
-  leave();
+  if (!block->dependency_resolved) {
+    current->state = State::kDependency;
+    leave();
+  }
+  current->waited = true;
+}
+
+void launch_dependents() {
+  if (block->released) return;
+  block->released = true;
+  Launch& launch = *block->launch;
+  ++launch.num_released;
+  if (launch.is_released) return;
+  // Blocks of a grid are alike: where one does so before it waits, all do, whatever else they wait for.
+  const bool early = launch.overlaps ? !current->waited : true;
+  if (!early && launch.num_released < launch.num_blocks) return;
+  launch.is_released = true;
+  if (early && launch.overlaps) shadow.released_early(launch.number);
+  give_way();
+}
+
+static void take_turns(int& left) {
+  if (left == 0 || random_below(4) == 0) return;
+  --left;
+  give_way();
+}
+
+void fence() {
+  take_turns(block->fence_turns);
+#if !EMULATION_ASAN
+  if (!fences_ignored) shadow.fence(block->view, current->view);
+#endif
+}
+
+void before_atomic(const void* address) {
+  if (is_private(static_cast<const char*>(address))) return;
+  if (block->launch->overlaps && !current->waited) fail("an atomic before grid_dependency_wait()");
+  take_turns(block->atomic_turns);
+#if !EMULATION_ASAN
+  shadow.atomic(address, block->number, block->view, current->number, current->view);
+#endif
+}
+
+void after_atomic(const void* address) {
+  if (!is_private(static_cast<const char*>(address))) take_turns(block->atomic_turns);
 }
 
 }  // namespace emulation
+
+// ---- what -fsanitize=thread calls at every access; ThreadSanitizer itself is not linked
+
+#if !EMULATION_ASAN
+extern "C" {
+#define HOOK __attribute__((visibility("hidden"))) void
+#define ACCESS(bytes)                                                               \
+  HOOK __tsan_read##bytes(void* p) { emulation::touch(p, bytes, false); }           \
+  HOOK __tsan_write##bytes(void* p) { emulation::touch(p, bytes, true); }           \
+  HOOK __tsan_unaligned_read##bytes(void* p) { emulation::touch(p, bytes, false); } \
+  HOOK __tsan_unaligned_write##bytes(void* p) { emulation::touch(p, bytes, true); }
+ACCESS(1)
+ACCESS(2)
+ACCESS(4)
+ACCESS(8)
+ACCESS(16)
+HOOK __tsan_read_range(void* p, size_t bytes) { emulation::touch(p, bytes, false); }
+HOOK __tsan_write_range(void* p, size_t bytes) { emulation::touch(p, bytes, true); }
+HOOK __tsan_vptr_update(void**, void*) {}
+HOOK __tsan_func_entry(void*) {}
+HOOK __tsan_func_exit() {}
+HOOK __tsan_init() {}
+}
+#endif
 
 // ---- the little of the CUDA runtime that launchers call
 

@@ -45,9 +45,11 @@ extern dim3 block_dim, grid_dim;
 // Ends the block that runs: synchronize() returns an error with this text.
 [[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 1, 2)));
 
-// Queues a kernel. An overlapping one may start before the one queued before it has run: its threads then
-// stop at grid_dependency_wait().
-cudaError_t enqueue(dim3 grid, dim3 block, size_t shared, bool overlaps, std::function<void()> kernel);
+// Queues the kernel at `address`. An overlapping one may start as soon as every block of the one ahead has
+// called grid_launch_dependents(), even if that one waits itself: its threads then stop at
+// grid_dependency_wait().
+cudaError_t enqueue(const void* address, dim3 grid, dim3 block, size_t shared, bool overlaps,
+                    std::function<void()> kernel);
 
 enum class Barrier { kSync, kCount, kAnd, kOr };
 int barrier(Barrier kind, int predicate);  // of the block
@@ -80,6 +82,13 @@ void copy_async(void* shared, const void* global, unsigned bytes, unsigned zeros
 void commit_async();
 void wait_async(int groups_left);  // -1: everything, committed or not
 void dependency_wait();
+void launch_dependents();
+
+// Blocks of one grid take turns here.
+void fence();
+// Around a read and write of `address` that nothing comes between.
+void before_atomic(const void* address);
+void after_atomic(const void* address);
 
 template <typename T>
 uint64_t to_bits(T value) {
@@ -166,14 +175,17 @@ DFLASH_EMULATED_REDUCE(__reduce_xor_sync, kXor, unsigned)
 
 // ---- memory
 
-inline void __threadfence() {}
+inline void __threadfence() { emulation::fence(); }
 inline void __threadfence_block() {}
 
-// Threads switch at barriers and warp operations only, so an atomic is a plain read and write.
+// Threads switch at barriers, warp operations, fences and atomics only, so an atomic is a plain read and
+// write. Not instrumented, because a plain access would be a race.
 template <typename T, typename F>
-T emulated_atomic(T* address, F&& change) {
+__attribute__((no_sanitize("thread"), noinline)) T emulated_atomic(T* address, F&& change) {
+  emulation::before_atomic(address);
   const T old = *address;
   *address = change(old);
+  emulation::after_atomic(address);
   return old;
 }
 template <typename T>

@@ -1,4 +1,6 @@
 // The emulated kernels as a Python module, bound as those of _C are.
+#include <dlfcn.h>
+
 #include "cuda/bindings.h"
 #include "machine.h"
 #include "self_test.h"
@@ -16,6 +18,20 @@ PYBIND11_MODULE(cuda_emulation, m) {
   bind_cuda_kernels(m);
 
   m.def("sanitized", &emulation::sanitized);
+  m.def("watched", &emulation::watched);
+  m.def("ignore_fences", &emulation::ignore_fences);
+  m.def("record", &emulation::record);
+  m.def("recorded",
+        [] {  // (the kernel's offset in this library, grid, threads, dynamic shared memory, overlaps)
+          std::vector<std::tuple<uintptr_t, std::array<unsigned, 3>, unsigned, size_t, bool>> found;
+          for (const emulation::Record& r : emulation::recorded()) {
+            Dl_info library{};
+            dladdr(r.kernel, &library);
+            const uintptr_t offset = uintptr_t(r.kernel) - uintptr_t(library.dli_fbase);
+            found.push_back({offset, {r.grid[0], r.grid[1], r.grid[2]}, r.threads, r.shared, r.overlaps});
+          }
+          return found;
+        });
   m.def("seed", &emulation::seed);
   m.def("synchronize", [] {
     std::string error;

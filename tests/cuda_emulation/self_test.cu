@@ -157,9 +157,43 @@ static __global__ void first_half(const float* in, float* out) {
 template <bool kFault>
 static __global__ void early_read(float* out) {
   const int i = blockIdx.x * blockDim.x + threadIdx.x;
-  float value = out[i];
+  float value = 0;
+  if (kFault) value = out[i];
   grid_dependency_wait();
   if (!kFault) value = out[i];
+  out[i] = value + 1;
+}
+
+// Stores before the kernel ahead has read: out = 5.
+template <bool kFault>
+static __global__ void early_store(float* out) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (kFault) out[i] = 5;
+  grid_dependency_wait();
+  if (!kFault) out[i] = 5;
+}
+
+// Some threads leave without having waited: out = in + 1 + 1.
+template <bool kFault>
+static __global__ void early_end(float* out) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (kFault && i % 32 == 31) return;
+  grid_dependency_wait();
+  out[i] += 1;
+}
+
+// Stands between a kernel that stores and one that reads before its own wait, which is right only if this one
+// lets it start after its wait: then what is ahead of this one has ended.
+template <bool kFault>
+static __global__ void lets_the_next_start() {
+  if (kFault) grid_launch_dependents();
+  grid_dependency_wait();
+  if (!kFault) grid_launch_dependents();
+}
+static __global__ void read_before_the_wait(float* out) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  const float value = out[i];
+  grid_dependency_wait();
   out[i] = value + 1;
 }
 
@@ -197,6 +231,37 @@ static __global__ void overwritten_slot(const float* in, float* out) {
     __threadfence();
     if (ticket == (kFault ? 0 : gridDim.x - 1)) out[0] = -5;
   }
+}
+
+// out[60] = the sum of out[0 .. 59], which 4 blocks have stored, by the last of them to count itself. The
+// counter is the last of out.
+enum class CountFault { kNone, kNoFenceAhead, kNoFenceAfter, kNoAtomic };
+template <CountFault kFault>
+static __global__ void counted(const float* in, float* out) {
+  __shared__ bool last;
+  unsigned* counter = reinterpret_cast<unsigned*>(out + kThreads - 1);
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < 60) out[i] = in[i];
+  if (kFault != CountFault::kNoFenceAhead && kFault != CountFault::kNoAtomic) __threadfence();
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    unsigned before;
+    if (kFault == CountFault::kNoAtomic) {
+      before = *counter;
+      __threadfence();
+      *counter = before == gridDim.x - 1 ? 0 : before + 1;
+    } else {
+      before = atomicInc(counter, gridDim.x - 1);
+    }
+    last = before == gridDim.x - 1;
+  }
+  __syncthreads();
+  if (!last) return;
+  if (kFault != CountFault::kNoFenceAfter) __threadfence();
+  if (threadIdx.x > 0) return;
+  float sum = 0;
+  for (int j = 0; j < 60; ++j) sum += out[j];
+  out[60] = sum;
 }
 
 // One warp: out [16, 8] = a [16, 16] b [16, 8], or b given as [8, 16] without the transposition.
@@ -272,6 +337,35 @@ static cudaError_t run(const std::string& name, const float* in, float* out, cud
   if (name == "early_read") {
     launch(first_half, dim3(kThreads / 32), dim3(32), 0, stream, in, out);
     return launch_overlapping(early_read<kFault>, dim3(kThreads / 32), dim3(32), 0, stream, out);
+  }
+  if (name == "early_store") {
+    launch(first_half, dim3(kThreads / 32), dim3(32), 0, stream, in, out);
+    return launch_overlapping(early_store<kFault>, dim3(kThreads / 32), dim3(32), 0, stream, out);
+  }
+  if (name == "early_end") {
+    launch(first_half, dim3(kThreads / 32), dim3(32), 0, stream, in, out);
+    return launch_overlapping(early_end<kFault>, dim3(kThreads / 32), dim3(32), 0, stream, out);
+  }
+  if (name == "read_two_kernels_ahead") {
+    launch(first_half, dim3(kThreads / 32), dim3(32), 0, stream, in, out);
+    launch_overlapping(lets_the_next_start<kFault>, dim3(3), dim3(32), 0, stream);
+    return launch_overlapping(read_before_the_wait, dim3(kThreads / 32), dim3(32), 0, stream, out);
+  }
+  constexpr auto no_fence_ahead = kFault ? CountFault::kNoFenceAhead : CountFault::kNone;
+  constexpr auto no_fence_after = kFault ? CountFault::kNoFenceAfter : CountFault::kNone;
+  constexpr auto no_atomic = kFault ? CountFault::kNoAtomic : CountFault::kNone;
+  const dim3 four(4), quarter(kThreads / 4);
+  if (name == "no_fence_ahead") {
+    launch(fill_slot, one, block, 0, stream, in, out);
+    return launch(counted<no_fence_ahead>, four, quarter, 0, stream, in, out);
+  }
+  if (name == "no_fence_after") {
+    launch(fill_slot, one, block, 0, stream, in, out);
+    return launch(counted<no_fence_after>, four, quarter, 0, stream, in, out);
+  }
+  if (name == "no_atomic") {
+    launch(fill_slot, one, block, 0, stream, in, out);
+    return launch(counted<no_atomic>, four, quarter, 0, stream, in, out);
   }
   if (name == "overwritten_slot") {
     launch(fill_slot, one, block, 0, stream, in, out);

@@ -115,6 +115,22 @@ def _cuda_graphs() -> Check:
     return Check(name, "used: a step is one launch (if not, Generator.graph_reason says why)")
 
 
+def _overlap() -> Check:
+    name = "CUDA overlap"
+    switches = {"DFLASH_OVERLAP": ops.OVERLAP, "DFLASH_PREFETCH": ops.PREFETCH}
+    if off := [switch for switch, is_on in switches.items() if not is_on]:
+        return Check(name, f"turned off by {' and '.join(off)}", "warning", f"unset {' and '.join(off)}")
+    if not torch.cuda.is_available() or ops.cuda_status(torch.cuda.current_device()):
+        return Check(name, "no kernel runs on a GPU")
+    if ops.overlaps(torch.cuda.current_device()):
+        return Check(name, "used: a kernel starts, and reads weights, while the one ahead of it still runs")
+    major, minor = torch.cuda.get_device_capability()
+    if major < 9:
+        return Check(name, f"not used: it needs compute capability 9.0, this GPU has {major}.{minor}")
+    advice = "rebuild with CMAKE_CUDA_ARCHITECTURES for this GPU; until then a step takes longer"
+    return Check(name, "not used: the kernels are compiled for older GPUs", "warning", advice)
+
+
 def examine() -> list[Check]:
     """Check this installation. Runs no model and changes nothing."""
     return [
@@ -127,5 +143,6 @@ def examine() -> list[Check]:
         Check("CPU threads", f"{torch.get_num_threads()} of {os.cpu_count()} processors"),
         _gpu(),
         _cuda_kernels(),
+        _overlap(),
         _cuda_graphs(),
     ]

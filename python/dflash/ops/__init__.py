@@ -24,6 +24,9 @@ from .linear import skinny as skinny
 from .norm import add_rms_norm, fuse_features, rms_norm, sigmoid_mul, silu_mul
 from .recurrent import causal_conv_, gated_recurrence_
 from .registry import cuda_status, has_cuda_kernels, isa
+from .switches import OVERLAP as OVERLAP
+from .switches import PREFETCH as PREFETCH
+from .switches import overlaps
 from .tree import MAX_TREE_ROWS as MAX_TREE_ROWS
 from .tree import build_tree, tree_candidates
 from .tree_commit import accept_path_, compact_kv_, gather_rows_
@@ -54,6 +57,7 @@ __all__ = [
     "isa",
     "linear",
     "linears",
+    "overlaps",
     "qkv_norm_rope_append_",
     "rms_norm",
     "select_tokens",

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import _C
-from . import reference
+from . import reference, switches
 from .checks import dense, expect
 from .registry import Launcher, op
 
@@ -34,7 +34,7 @@ def linear(launch: Launcher, x: Tensor, weight: Tensor, bias: Tensor | None = No
         bias: ``[out]``, the dtype of ``x``, or None.
         prefetch: start to read ``weight`` before what is queued ahead on the stream has ended, on CUDA from compute
             capability 9.0. Only for weights at rest: one that an operation under way still writes may be read too
-            early, and nothing would say so.
+            early, and nothing would say so. ``DFLASH_PREFETCH=0`` in the environment turns it off.
 
     Returns:
         ``[..., rows, out]``, the dtype of ``x``.
@@ -126,6 +126,6 @@ def _products(
     out = x.new_empty(*x.shape[:-1], out_features)
     launch(
         "linear", x, len(weights), weights, biases, features, out, rows, width, out_features, workspace, counters,
-        splits, prefetch, dtype,
+        splits, prefetch and switches.PREFETCH, dtype,
     )  # fmt: skip
     return out

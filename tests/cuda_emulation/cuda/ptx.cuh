@@ -10,18 +10,20 @@ template <typename... Parameters>
 cudaError_t launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared, cudaStream_t,
                    std::common_type_t<Parameters>... arguments) {
   static_assert((0 + ... + sizeof(Parameters)) <= 4096, "a kernel takes at most 4096 bytes of parameters");
-  return emulation::enqueue(grid, block, shared, false, [=] { kernel(arguments...); });
+  return emulation::enqueue(reinterpret_cast<const void*>(kernel), grid, block, shared, false,
+                            [=] { kernel(arguments...); });
 }
 
 template <typename... Parameters>
 cudaError_t launch_overlapping(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared,
                                cudaStream_t, std::common_type_t<Parameters>... arguments) {
   static_assert((0 + ... + sizeof(Parameters)) <= 4096, "a kernel takes at most 4096 bytes of parameters");
-  return emulation::enqueue(grid, block, shared, true, [=] { kernel(arguments...); });
+  return emulation::enqueue(reinterpret_cast<const void*>(kernel), grid, block, shared, true,
+                            [=] { kernel(arguments...); });
 }
 
 inline void grid_dependency_wait() { emulation::dependency_wait(); }
-inline void grid_launch_dependents() {}
+inline void grid_launch_dependents() { emulation::launch_dependents(); }
 
 template <typename T>
 T* shared() {

@@ -1,0 +1,194 @@
+"""Write README.md of a folder of results that ``bench/gpu/run.sh`` has left: ``python bench/gpu/page.py FOLDER``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from xml.etree import ElementTree
+
+Row = dict  # as bench/step or bench_all.py writes it, with the facts of its file and the file's name
+FACTS = ("machine", "driver", "cuda", "torch", "transformers", "commit")
+
+
+def newest(folder: Path, pattern: str) -> list[Path]:
+    """Return the files of a pattern, oldest first: their names end in the time they were begun."""
+    return sorted(folder.glob(pattern), key=lambda path: path.stem.rsplit("-", 2)[1:])
+
+
+def read_rows(folder: Path, pattern: str, key: Callable[[Row], tuple]) -> list[Row]:
+    """Return the rows of JSON files, of those with the same key only the newest."""
+    found: dict[tuple, Row] = {}
+    for path in newest(folder, pattern):
+        facts = json.loads(path.read_text())
+        for row in facts.pop("rows"):
+            row = facts | row | {"file": path.name}
+            found[key(row)] = row
+    return [found[name] for name in sorted(found)]
+
+
+def table(head: str, rows: Iterable[str]) -> list[str]:
+    """Return a table in Markdown, or a line that says that there is nothing yet."""
+    rows = list(rows)
+    count = head.count("|") - 1
+    return [head, "|" + " --- |" * count, *rows, ""] if rows else ["Nothing yet.", ""]
+
+
+def main(folder: Path) -> None:
+    lines = ["# What a GPU machine showed", "", "Written by `bench/gpu/page.py`; do not edit.", ""]
+    for title, section in SECTIONS.items():
+        lines += [f"## {title}", "", *section(folder)]
+    (folder / "README.md").write_text("\n".join(lines).rstrip() + "\n")
+
+
+# ---------------------------------------------------------------------------------------------- sections
+
+
+def machine(folder: Path) -> list[str]:
+    """Say where the rows come from."""
+    seen: dict[tuple, list[str]] = {}
+    for path in newest(folder, "*.json"):
+        facts = json.loads(path.read_text())
+        seen.setdefault(tuple(str(facts.get(name) or "-") for name in FACTS), []).append(path.name)
+    rows = (f"| {' | '.join(facts)} | {len(files)} |" for facts, files in seen.items())
+    return table(f"| {' | '.join(FACTS)} | files |", rows)
+
+
+def tests(folder: Path) -> list[str]:
+    """Say what passed, and name what did not."""
+    paths = newest(folder, "tests-*.xml")
+    if not paths:
+        return ["Nothing yet.", ""]
+    cases = list(ElementTree.parse(paths[-1]).iter("testcase"))
+    bad = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
+    skipped = sum(case.find("skipped") is not None for case in cases)
+    lines = [f"{paths[-1].name}: {len(cases) - len(bad) - skipped} passed, {len(bad)} failed, {skipped} skipped.", ""]
+    return lines + [f"- `{case.get('classname')}::{case.get('name')}`" for case in bad] + [""] * bool(bad)
+
+
+def steps(folder: Path) -> list[str]:
+    """Set steps against the floor."""
+    return _steps(folder, "step-*.json")
+
+
+def peers(folder: Path) -> list[str]:
+    """Set peers against our step of the same run."""
+    return _steps(folder, "peer-*.json")
+
+
+def _steps(folder: Path, pattern: str) -> list[str]:
+    rows = read_rows(folder, pattern, lambda r: (r["context"], r["batch"], r["accepted"], r["runner"], r["model"]))
+    columns = (
+        "context | batch | accepted | runner | step, ms | of floor | at 4.3 TB/s | host, us | kernels | rounds | commit"
+    )
+    left_out = {
+        f"- {out['runner']} at context {out['context']}, batch {out['batch']}: {out['why']}"
+        for path in newest(folder, pattern)
+        for out in json.loads(path.read_text())["left_out"]
+    }
+    return table(f"| {columns} |", map(_step_line, rows)) + sorted(left_out) + [""] * bool(left_out)
+
+
+def _step_line(row: Row) -> str:
+    return (
+        f"| {row['context']} | {row['batch']} | {row['accepted']} | {row['runner']} | {row['step_ms']:.3f} | "
+        f"{_percent(row['floor_share'])} | {_percent(row['floor_4300_share'])} | {_number(row['host_us'])} | "
+        f"{_number(row['kernels'])} | {row['rounds']} | {row['commit']} |"
+    )
+
+
+def overlap(folder: Path) -> list[str]:
+    """Compare overlap and prefetch, on and off."""
+
+    def key(row: Row) -> tuple:
+        return row["context"], row["batch"], row["runner"], *_switches(row)
+
+    rows = read_rows(folder, "overlap*.json", key)
+    head = "| context | batch | runner | overlap | prefetch | step, ms | of floor |"
+    return table(
+        head,
+        (
+            f"| {row['context']} | {row['batch']} | {row['runner']} | {' | '.join(_switches(row))} | "
+            f"{row['step_ms']:.3f} | {_percent(row['floor_share'])} |"
+            for row in rows
+        ),
+    )
+
+
+def _switches(row: Row) -> tuple[str, str]:
+    """Return how the switches were set, from the name of the file, and what became of it."""
+    asked = row["file"].startswith("overlap1")
+    shown = "on" if row["overlap"] else "asked for, not active" if asked else "off"
+    return shown, "on" if row["prefetch"] else "off"
+
+
+def kernels(folder: Path) -> list[str]:
+    """List each op at its shape, with its share of the ceiling."""
+    rows = read_rows(folder, "ops-*.json", lambda r: (r["op"], r["shape"], r["dtype"]))
+    head = "| op | shape | dtype | us | of copy | next to plain torch |"
+    return table(
+        head,
+        (
+            f"| {r['op']} | {r['shape']} | {r['dtype']} | {r['us']:.1f} | {_percent(r['share_of_copy'])} | "
+            f"{r['ratio']:.2f}x {r['peer']} |"
+            for r in rows
+        ),
+    )
+
+
+def where_it_goes(folder: Path) -> list[str]:
+    """Show the kernels of one step, with overlap off."""
+    paths = newest(folder, "table-*.json")
+    if not paths:
+        return ["Nothing yet.", ""]
+    facts = json.loads(paths[-1].read_text())
+    lines = ["Overlap off, so that a kernel's time is its own.", ""]
+    for runner, found in facts.get("tables", {}).items():
+        step = next((row["step_ms"] for row in facts["rows"] if row["runner"] == runner), None)
+        total = sum(row["us"] for row in found["kernels"])
+        if step:
+            lines += [f"`{runner}`: {total:.0f} us in kernels, {_percent(total / (1000 * step))} of the step.", ""]
+        rows = (f"| {r['us']:.1f} | {r['count']:.1f} | `{r['kernel'][:100]}` |" for r in found["kernels"][:25])
+        lines += table("| us per step | calls | kernel |", rows)
+        lines += [f"`{runner}`: the ops of the same step, kernel by kernel, with the bytes that each must move.", ""]
+        lines += table("| us per step | calls | op | shapes | MB | of copy |", map(_op_line, found["ops"][:25]))
+    return lines
+
+
+def _op_line(row: Row) -> str:
+    moved = "- | -" if row["mb"] is None else f"{row['mb']:.1f} | {_percent(row['share_of_copy'])}"
+    return f"| {row['us']:.1f} | {row['count']:.1f} | {row['op']} | {row['shapes']} | {moved} |"
+
+
+def texts(folder: Path) -> list[str]:
+    """Show what the doctor, the probe and the memory checker said, and the newest picture."""
+    lines = []
+    for name in ("doctor", "probe", "memory", "registers"):
+        for path in newest(folder, f"{name}-*.txt")[-1:]:
+            lines += [f"{path.name}:", "", "```", path.read_text().strip(), "```", ""]
+    pictures = newest(folder, "timeline-*.png")
+    return lines + [line for path in pictures[-1:] for line in (f"![One layer]({path.name})", "")]
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0f}"
+
+
+SECTIONS: dict[str, Callable[[Path], list[str]]] = {
+    "Machine": machine,
+    "Tests": tests,
+    "Steps": steps,
+    "Overlap and prefetch": overlap,
+    "Where a step goes": where_it_goes,
+    "Ops": kernels,
+    "Peers": peers,
+    "Details": texts,
+}
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

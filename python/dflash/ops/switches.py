@@ -1,0 +1,35 @@
+"""Environment variables that turn off what may misbehave on a GPU. They are read once, at import.
+
+``DFLASH_OVERLAP=0``: no kernel starts before the one ahead of it on the stream has ended.
+``DFLASH_PREFETCH=0``: `dflash.ops.linear` reads no weights before the kernel ahead has ended.
+"""
+
+from __future__ import annotations
+
+import os
+
+from .. import _C
+
+
+def is_on(name: str) -> bool:
+    """Return whether the environment leaves the switch ``name`` on, as it is by default.
+
+    Raises:
+        ValueError: the variable is neither 0 nor 1.
+    """
+    value = os.environ.get(name, "1")
+    if value not in ("0", "1"):
+        raise ValueError(f"{name} must be 0 or 1, got {value!r}: unset it, or set it to 0 to turn it off")
+    return value == "1"
+
+
+OVERLAP, PREFETCH = is_on("DFLASH_OVERLAP"), is_on("DFLASH_PREFETCH")
+_C.set_overlap(OVERLAP)
+
+
+def overlaps(device: int = 0) -> bool:
+    """Return True if kernels launched on CUDA device ``device`` may start before the one ahead of them has ended.
+
+    That takes compute capability 9.0, code compiled for it, and ``DFLASH_OVERLAP`` not 0.
+    """
+    return _C.overlaps(device)

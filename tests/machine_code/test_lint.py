@@ -1,0 +1,58 @@
+"""The lint of machine code: sound kernels pass, and each planted fault is found."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import lint
+import pytest
+from cubins import kernels_of, readable
+
+HERE = Path(__file__).parent
+FAULTS = {
+    "reads_early": "touches memory before the wait: LDG",
+    "writes_early": "touches memory before the wait: STG",
+    "copies_early": "touches memory before the wait: LDGSTS",
+    "waits_on_one_path": "touches memory before the wait: LDG",
+    "ends_early": "may end before the wait",
+    "never_waits": "never waits",
+    "uses_local_memory": "local memory: LDL",
+    "loads_stale": "may be stale",
+    "copies_four_bytes": "less than 16 bytes",
+}
+SOUND = ["sound_plain", "sound_with_branches", "linear_kernel_copies"]
+
+
+@pytest.fixture(scope="module")
+def cubin(tmp_path_factory):
+    nvcc = os.environ.get("CUDACXX") or shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
+    path = tmp_path_factory.mktemp("faults") / "faults.cubin"
+    command = [nvcc, "-std=c++17", "-arch=sm_90", "-cubin", "-I", HERE.parents[1] / "csrc", HERE / "faults.cu"]
+    subprocess.run([*map(str, command), "-o", str(path)], check=True)
+    return path
+
+
+@pytest.fixture(scope="module")
+def found(cubin):
+    kernels = kernels_of(cubin)
+    return dict(zip(readable([k.name for k in kernels]), map(lint.findings, kernels), strict=True))
+
+
+def test_every_planted_kernel_is_looked_at(found):
+    assert set(found) == {*FAULTS, *SOUND}
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_a_sound_kernel_passes(found, name):
+    assert found[name] == []
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_found(found, name):
+    assert any(FAULTS[name] in rule for rule in found[name])
+
+
+def test_the_command_fails_if_a_rule_is_broken(cubin, capsys):
+    assert lint.main([str(cubin)]) == 1
+    assert f"12 kernels, {len(FAULTS)} with findings" in capsys.readouterr().out
