@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
 from ..decoder import DecoderLayer, DeltaNetLayer
-from .weights import is_plain_tensor
+from .weights import is_plain_module, is_plain_tensor
 
 __all__ = ["Recognizer", "recognizer_of"]
 
@@ -84,7 +84,7 @@ class Recognizer:
     def accepts(self, model: nn.Module) -> bool:
         """Return True if every module, parameter and setting of the model is as expected."""
         decoder = self.decoder(model)
-        if not (self.is_a(decoder, f"{self.text}Model") and all(map(_is_plain, model.modules()))):
+        if not (self.is_a(decoder, f"{self.text}Model") and all(map(is_plain_module, model.modules()))):
             return False
         embedding = decoder.embed_tokens
         if type(model.get_output_embeddings()) is not nn.Linear or type(embedding) is not nn.Embedding:
@@ -285,9 +285,3 @@ def _attention(attention: nn.Module) -> dict[str, Tensor | None]:
 
 def _is_linear_without_bias(module: nn.Module) -> bool:
     return type(module) is nn.Linear and module.bias is None
-
-
-def _is_plain(module: nn.Module) -> bool:
-    """Return True for a module without hooks, parametrizations or a replaced forward."""
-    changes = (module._forward_hooks, module._forward_pre_hooks, getattr(module, "parametrizations", None))
-    return not any(changes) and "forward" not in module.__dict__
