@@ -41,6 +41,7 @@ _FAMILIES = {  # model_type -> its family; windows, head norms and biases are re
     "mistral": _Family("mistral", "Mistral"),
     "qwen2": _Family("qwen2", "Qwen2"),
     "qwen3": _Family("qwen3", "Qwen3"),
+    "qwen3_moe": _Family("qwen3_moe", "Qwen3Moe"),
 }
 _GATED_FAMILIES = {  # full attention with output gates next to Gated DeltaNets
     "qwen3_next": _Family("qwen3_next", "Qwen3Next"),
@@ -60,7 +61,7 @@ def recognizer_of(model: nn.Module) -> Recognizer | None:
 
 
 class Recognizer:
-    """Recognizes Llama, Mistral, Qwen2 and Qwen3.
+    """Recognizes Llama, Mistral, Qwen2 and Qwen3, which may have sparse MLPs.
 
     Attributes:
         zero_centered: the norms multiply by ``1 + weight``.
@@ -111,7 +112,20 @@ class Recognizer:
         # Mistral reads its window off the config, Llama has none, the others keep it per layer.
         owner = attention.config if self.prefix == "Mistral" else attention
         window = getattr(owner, "sliding_window", None) or 0
-        return DecoderLayer(**_around(layer, is_dense=True), **_attention(attention), window=window)
+        return DecoderLayer(**self._around(layer), **_attention(attention), window=window)
+
+    def _around(self, layer: nn.Module) -> dict[str, Tensor | Callable | None]:
+        """Return what is around the mixer. A sparse MLP runs as the module that it is."""
+        norms = {"input_norm": layer.input_layernorm.weight, "post_norm": layer.post_attention_layernorm.weight}
+        mlp = layer.mlp
+        if self.is_a(mlp, "MLP"):
+            return {**norms, "gate": mlp.gate_proj.weight, "up": mlp.up_proj.weight, "down": mlp.down_proj.weight}
+
+        def experts(hidden: Tensor) -> Tensor:
+            out = mlp(hidden)
+            return out[0] if isinstance(out, tuple) else out
+
+        return {**norms, "gate": None, "up": None, "down": None, "experts": experts}
 
     def _accepts_layers(self, layers: nn.ModuleList, decoder: nn.Module) -> bool:
         return all(
@@ -133,7 +147,7 @@ class Recognizer:
 
     def _accepts_mlp(self, mlp: nn.Module) -> bool:
         if not self.is_a(mlp, "MLP"):
-            return False
+            return self.is_a(mlp, "SparseMoeBlock")  # runs as it is
         linears = [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
         return type(mlp.act_fn) in (nn.SiLU, SiLUActivation) and all(map(_is_linear_without_bias, linears))
 
@@ -175,7 +189,7 @@ class GatedRecognizer(Recognizer):
 
     def layer(self, layer: nn.Module) -> DecoderLayer | DeltaNetLayer:
         """Return the weights of an accepted layer."""
-        shared = _around(layer, is_dense=self.is_a(layer.mlp, "MLP"))
+        shared = self._around(layer)
         if hasattr(layer, _ATTENTION):
             return DecoderLayer(**shared, **_attention(layer.self_attn), gated=True)
         mixer = layer.linear_attn
@@ -219,9 +233,6 @@ class GatedRecognizer(Recognizer):
             and self._accepts_delta_net(layer.linear_attn, index, decoder)
         )
 
-    def _accepts_mlp(self, mlp: nn.Module) -> bool:
-        return super()._accepts_mlp(mlp) or self.is_a(mlp, "SparseMoeBlock")
-
     def _fits_rotary(self, rotary: int, head_dim: int) -> bool:
         return rotary <= head_dim
 
@@ -256,20 +267,6 @@ _SIZES = ("num_v_heads", "num_k_heads", "head_k_dim", "head_v_dim")
 def layers_of(decoder: nn.Module) -> nn.ModuleList:
     """Return the layers that run: transformers runs the first ones if the config asks for fewer."""
     return decoder.layers[: decoder.config.num_hidden_layers]
-
-
-def _around(layer: nn.Module, *, is_dense: bool) -> dict[str, Tensor | Callable | None]:
-    """Return what is around the mixer. A sparse MLP runs as the module that it is."""
-    norms = {"input_norm": layer.input_layernorm.weight, "post_norm": layer.post_attention_layernorm.weight}
-    mlp = layer.mlp
-    if is_dense:
-        return {**norms, "gate": mlp.gate_proj.weight, "up": mlp.up_proj.weight, "down": mlp.down_proj.weight}
-
-    def experts(hidden: Tensor) -> Tensor:
-        out = mlp(hidden)
-        return out[0] if isinstance(out, tuple) else out
-
-    return {**norms, "gate": None, "up": None, "down": None, "experts": experts}
 
 
 def _attention(attention: nn.Module) -> dict[str, Tensor | None]:
