@@ -2,7 +2,7 @@ import math
 
 import pytest
 import torch
-from op_checks import DTYPES, assert_as_exact_as_torch
+from op_checks import DTYPES, Emulated, assert_as_exact_as_torch
 from torch.nn.functional import linear
 
 from dflash import ops
@@ -142,6 +142,20 @@ def test_no_rows_and_no_slots(dtype, kernels):
     assert kernels.experts(*none, *arguments[3:]).shape == (0, 40)
     no_slots = [arguments[0], *(tensor[:, :0] for tensor in arguments[1:3])]
     assert torch.equal(kernels.experts(*no_slots, *arguments[3:]), torch.zeros_like(arguments[0]))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_emulated_experts_wait_for_the_kernels_ahead(transposed, emulation):
+    """Each kernel of the second call may begin before the one ahead of it has run, whose rows it reads."""
+    kernels = Emulated(emulation)
+    x, ids, scores, *weights = operands((16, 2, 8, 72, 40), torch.bfloat16, transposed)
+    want = kernels.experts(kernels.experts(x, ids, scores, *weights), ids, scores, *weights)
+    for seed in range(3):
+        emulation.seed(seed)
+        with kernels.overlapping():
+            first = kernels.experts(x, ids, scores, *weights)
+            out = kernels.experts(first, ids, scores, *weights)
+        assert torch.equal(out, want)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -91,7 +91,7 @@ struct Share {
 // A block's tile of one expert's weight, [out, in] or transposed [in, out]. Where rows are features, the
 // first eight of every sixteen are the gate's and the others what they gate, if `half` is not 0.
 template <typename T, bool kTransposed>
-struct Tile {
+struct WeightTile {
   static constexpr int kWidth = kTransposed ? kFeatures : kInner;  // of a row of a stage
   static constexpr int kPieces = kWidth / 8;
   static constexpr int kApart = kThreads / kPieces;
@@ -103,7 +103,7 @@ struct Tile {
   int to;
 
   // Past the last feature, weights are loaded again (or zeros, if transposed) and the results dropped.
-  __device__ __forceinline__ Tile(const T* weight, int64_t in, int64_t out, int64_t half, int tile) {
+  __device__ __forceinline__ WeightTile(const T* weight, int64_t in, int64_t out, int64_t half, int tile) {
     const int row = threadIdx.x / kPieces, piece = threadIdx.x % kPieces;
     to = place<kWidth>(row, piece);
     if constexpr (kTransposed) {
@@ -145,8 +145,8 @@ struct Tile {
 // tile.
 template <typename T, int kRows, bool kTransposed, typename Row>
 static __device__ __forceinline__ void multiply(float (&sums)[kRows / 16][2][4],
-                                                const Tile<T, kTransposed>& tile, const T* x, int64_t in,
-                                                int count, Row row) {
+                                                const WeightTile<T, kTransposed>& tile, const T* x,
+                                                int64_t in, int count, Row row) {
   constexpr int kPieces = kInner / 8, kAhead = kStages - 1;
   static_assert(kRows * kPieces <= kThreads, "a thread copies one piece of the rows");
   T* memory = shared<T>();
@@ -229,7 +229,7 @@ static __global__ void __launch_bounds__(kThreads, 1) gate_up_kernel(const Exper
   const int64_t expert = share.expert;
   if (expert < 0) return;
   const T* weight = static_cast<const T*>(p.gate_up) + expert * 2 * p.width * p.hidden;
-  const Tile<T, kTransposed> weights(weight, p.hidden, 2 * p.width, p.width, tile);
+  const WeightTile<T, kTransposed> weights(weight, p.hidden, 2 * p.width, p.width, tile);
   do {
     const int n = share.rows();
     float sums[kRows / 16][2][4] = {};
@@ -278,7 +278,7 @@ static __global__ void __launch_bounds__(kThreads, 1) down_kernel(const ExpertsP
   const int64_t expert = share.expert;
   if (expert < 0) return;
   const T* weight = static_cast<const T*>(p.down) + expert * p.width * p.hidden;
-  const Tile<T, kTransposed> weights(weight, p.width, p.hidden, 0, tile);
+  const WeightTile<T, kTransposed> weights(weight, p.width, p.hidden, 0, tile);
   do {
     const int n = share.rows();
     float sums[kRows / 16][2][4] = {};
