@@ -109,7 +109,7 @@ CHANGES = [choose_eager, change_the_activation, take_another_activation, hook, s
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_experts_that_compute_something_else_keep_their_own_functions(change, counted):
-    model = make_target("qwen3_moe")
+    model = make_target("glm4_moe")
     change(model)
     own = block_logits(Target(model, fused=False))
     assert torch.equal(block_logits(Target(model)), own)
