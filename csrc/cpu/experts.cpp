@@ -16,6 +16,7 @@ constexpr int64_t kSum = 64;                     // products in one running sum
 constexpr int kTileVecs = kWidth == 16 ? 4 : 2;  // of features, for transposed weights
 constexpr int64_t kTile = kTileVecs * kWidth;
 constexpr int kTileRows = 4;
+constexpr int64_t kAhead = 16;  // rows of a transposed weight, requested before they are needed
 
 static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
@@ -64,6 +65,8 @@ static void multiply(const float* x, int64_t in, const T* weight, int64_t stride
 #pragma GCC unroll 4
       for (int v = 0; v < NV; ++v) acc[r][v] = Vec{};
     for (int64_t k = first; k < end; ++k) {
+      const T* ahead = weight + (k + kAhead) * stride;  // rows of a weight lie pages apart
+      for (int64_t i = 0; i < NV * kWidth; i += 64 / int64_t(sizeof(T))) __builtin_prefetch(ahead + i);
       Vec w[NV];
 #pragma GCC unroll 4
       for (int v = 0; v < NV; ++v) w[v] = load(weight + k * stride + v * kWidth);
@@ -89,11 +92,11 @@ static void transposed_tile(const float* x, int64_t rows, int64_t in, const T* w
   alignas(64) float sums[kTileRows * NV * kWidth];
   for (int64_t row = 0; row < rows; row += kTileRows) {
     const int64_t n = least(kTileRows, rows - row);
-    if (n == kTileRows)
-      multiply<T, NV, kTileRows>(x + row * in, in, weight, features, sums);
-    else
-      for (int64_t r = 0; r < n; ++r)
-        multiply<T, NV, 1>(x + (row + r) * in, in, weight, features, sums + r * NV * kWidth);
+    const auto product = n == 4   ? multiply<T, NV, 4>
+                         : n == 3 ? multiply<T, NV, 3>
+                         : n == 2 ? multiply<T, NV, 2>
+                                  : multiply<T, NV, 1>;
+    product(x + row * in, in, weight, features, sums);
     for (int64_t r = 0; r < n; ++r)
       for (int64_t i = 0; i < live; ++i)
         store_one(out + (row + r) * features + i,
