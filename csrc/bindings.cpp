@@ -101,6 +101,8 @@ PYBIND11_MODULE(_C, m) {
   m.def("capture_id", &capture_id);
   m.attr("DTYPES") = py::dict("float32"_a = int(DType::kFloat32), "bfloat16"_a = int(DType::kBFloat16),
                               "float16"_a = int(DType::kFloat16));
+  m.attr("GATES") = py::dict("silu"_a = int(Gate::kSilu), "gelu_tanh"_a = int(Gate::kGeluTanh),
+                             "clamped_silu"_a = int(Gate::kClampedSilu));
   m.attr("MAX_LINEAR_WEIGHTS") = kMaxLinearWeights;
   m.attr("MAX_TREE_ROWS") = kMaxTreeRows;
   m.attr("MAX_CANDIDATES") = kMaxCandidates;

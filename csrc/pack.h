@@ -42,6 +42,12 @@ struct Wire<DType> {
   static void put(DType& field, int given) { field = DType(given); }
 };
 
+template <>
+struct Wire<Gate> {
+  using Type = int;
+  static void put(Gate& field, int given) { field = Gate(given); }
+};
+
 template <typename T>
 struct Wire<T*> {
   using Type = Pointer<T>;

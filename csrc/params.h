@@ -701,6 +701,51 @@ struct LinearParams {
   }
 };
 
+// How an expert combines the two halves of its first product; each is x * sigmoid(s) times the other half.
+enum class Gate : int32_t {
+  kSilu = 0,  // gate * sigmoid(gate) * up
+  kGeluTanh =
+      1,  // gelu(gate) * up, by the approximation with tanh: s = sqrt(8 / pi) (gate + 0.044715 gate^3)
+  kClampedSilu = 2,  // gate * sigmoid(alpha gate) * (up + 1), gate at most `limit`, up in -limit .. limit
+};
+
+// out[r] = the sum over slots of scores[r, slot] * down(gate(gate_up(x[r]))) of expert ids[r, slot], slots
+// ascending, what goes into `down` rounded to the storage type. An id outside 0 .. num_experts - 1 adds
+// nothing, whatever its score. A row's bits depend on the row, its ids and its scores only.
+struct ExpertsParams {
+  const void* x;             // [rows, hidden]
+  const int64_t* ids;        // [rows, top_k]
+  const void* scores;        // [rows, top_k], float if float_scores
+  const void* gate_up;       // [num_experts, 2 * width, hidden], gate and then up; transposed: [num_experts,
+                             // hidden, 2 * width], gate and up by turns
+  const void* down;          // [num_experts, hidden, width]; transposed: [num_experts, width, hidden]
+  const void* gate_up_bias;  // [num_experts, 2 * width], in the order of gate_up, or null
+  const void* down_bias;     // [num_experts, hidden] or null
+  void* out;                 // [rows, hidden]
+  int64_t rows;
+  int64_t top_k;
+  int64_t num_experts;
+  int64_t hidden;
+  int64_t width;
+  Gate gate;
+  float alpha;
+  float limit;
+  bool transposed;
+  bool float_scores;
+  DType dtype;
+  int32_t threads;
+  int32_t device = 0;
+  void* workspace = nullptr;  // CUDA only, see experts_workspace(): [rows, top_k, width] of the storage type,
+                              // then [rows, top_k, hidden] float
+
+  static constexpr auto wire() {
+    using P = ExpertsParams;
+    return std::tuple(&P::x, &P::ids, &P::scores, &P::gate_up, &P::down, &P::gate_up_bias, &P::down_bias,
+                      &P::out, &P::workspace, &P::rows, &P::top_k, &P::num_experts, &P::hidden, &P::width,
+                      &P::gate, &P::alpha, &P::limit, &P::transposed, &P::float_scores, &P::dtype);
+  }
+};
+
 // The convolutions of a block's rows in front of a sublayer and after it, as in DynamicConvParams. `dynamic`
 // is the sublayer's input times `projection`: [rows, 2, width, groups].
 struct BlockConvWeights {

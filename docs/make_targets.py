@@ -28,6 +28,7 @@ NOTES = {
     "gemma4": "sliding and full layers, scaled embeddings, softcapped logits",
     "gemma4 (shared K/V)": "the last layers read the K/V of earlier ones",
     "gpt_oss": "sliding and full layers, attention sinks, YaRN, mixture of experts",
+    "gemma4 (experts)": "mixture of experts next to an MLP, sliding and full layers",
     "glm4_moe": "partial rotary embedding, mixture of experts",
     "deepseek_v3": "multi-head latent attention (keys and values of different width), mixture of experts",
     "kimi_k25": "text only; its language model is DeepSeek-V3's",
@@ -74,6 +75,12 @@ chunked attention, RoPE whose frequencies depend on the data (dynamic, longrope)
 several devices by one process, sharded or offloaded, dynamic quantization of activations, and replaced functions of
 transformers' attention, masks, caches, recurrences or generation loop. A model whose other functions were replaced
 (Liger kernels, for example), or that has hooks, runs its own modules after the same trial.
+
+Mixtures of experts keep the family's router and shared experts. The experts themselves run on `ops.experts` in a step's
+passes if transformers would run them by its `grouped_mm` or `batched_mm`, with SiLU, GELU by tanh or gpt-oss's clamped
+activation. So it is for all families with experts below. Experts without a gate (nemotron_h), or with other activations
+or layouts, and those that `experts_implementation="eager"` asks for, keep their own function. On a GPU a function that
+waits for the host keeps the step out of a graph, and `Generator.graph_reason` names its line.
 
 """
 RECURRENT_HEAD = """

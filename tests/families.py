@@ -122,6 +122,7 @@ FAMILIES: dict[str, tuple[str, dict]] = {
     "gemma3": ("gemma3_text", {**_MIXED, "query_pre_attn_scalar": 16}),
     "gemma4": ("gemma4_text", _GEMMA4),
     "gemma4 (shared K/V)": ("gemma4_text", {**_GEMMA4, "num_kv_shared_layers": 2}),
+    "gemma4 (experts)": ("gemma4_text", {**_GEMMA4, **_MOE, "enable_moe_block": True, "top_k_experts": 2}),
     "gpt_oss": ("gpt_oss", {**_MOE, **_MIXED}),
     "glm4_moe": ("glm4_moe", {**_MOE, "partial_rotary_factor": 0.5}),
     "glm_moe_dsa": ("glm_moe_dsa", {**_MOE, **_MLA, **_DSA}),

@@ -73,6 +73,20 @@ def test_a_rows_bits_do_not_depend_on_its_place_in_the_block(kernels, dtype, mon
     assert torch.equal(early_taps[:, 4:], late_taps[:, :12])
 
 
+@torch.no_grad()
+def test_layers_with_experts_give_the_models_own_logits(kernels, monkeypatch):
+    model = make_target("qwen3_moe", num_hidden_layers=2, mlp_only_layers=[0])
+    twin, ids = structural_twin(model), prompt(40)[None]
+    assert recognize(twin, TAPS) is not None
+    (layers, cache), plain = on_ops(model, 40), model(ids, output_hidden_states=True)
+    run_op_by_op(monkeypatch, kernels)
+    layers.forward(ids[:, :24], torch.tensor([0]), cache, 1)
+    logits, tapped = layers.forward(ids[:, 24:], torch.tensor([24]), cache, 0)
+    torch.testing.assert_close(logits, plain.logits[:, 24:], rtol=1e-2, atol=5e-3)
+    theirs = torch.cat([plain.hidden_states[tap + 1][:, 24:] for tap in TAPS], -1)
+    torch.testing.assert_close(tapped, theirs, rtol=1e-2, atol=5e-3)
+
+
 def make_recurrent_target(family: str, dtype: torch.dtype = torch.float32):
     """A tiny target with recurrent layers, all of whose weights are random: the norms' too."""
     name, changes = RECURRENT[family]

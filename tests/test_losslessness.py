@@ -16,8 +16,8 @@ BLOCK_SIZES = [1, 2, 7, 8, 16]
 NEW = 24
 SUPPORTED = [
     "qwen3", "qwen3 (windowed)", "qwen3_moe", "qwen2", "llama", "llama (llama3 RoPE)", "mistral", "mistral (windowed)",
-    "gemma3", "gemma4", "gemma4 (shared K/V)", "gpt_oss", "glm4_moe", "deepseek_v3", "minimax_m2", "kimi_k25",
-    *RECURRENT,
+    "gemma3", "gemma4", "gemma4 (shared K/V)", "gemma4 (experts)", "gpt_oss", "glm4_moe", "deepseek_v3", "minimax_m2",
+    "kimi_k25", *RECURRENT,
 ]  # fmt: skip
 
 

@@ -45,6 +45,10 @@ CALLS = {
     ],
     "linear": lambda: [floats(ROWS, DIM), floats(8, DIM), floats(8), False],
     "linears": lambda: [floats(ROWS, DIM), [floats(8, DIM), floats(4, DIM)], [floats(8), floats(4)], False],
+    "experts": lambda: [
+        floats(ROWS, DIM), integers(ROWS, 2), floats(ROWS, 2), floats(3, 16, DIM), floats(3, DIM, 8), floats(3, 16),
+        floats(3, DIM), "silu", 1.0, 1.0, False,
+    ],
     "select_tokens": lambda: [
         floats(BATCH, ROWS, 50), integers(BATCH, ROWS), integers(BATCH), floats(BATCH), integers(BATCH), floats(BATCH),
         floats(BATCH), floats(BATCH),

@@ -25,7 +25,7 @@ from dflash.target import Target, UnsupportedTargetError, refusal, trial
 NEW = 24
 LENGTHS = (1, 17, 60)
 KINDS = ["qwen3_5", "kimi_linear", "nemotron_h (dt under its limit)", "lfm2"]  # one per mixer
-DENSE = {"kimi_linear": {"mlp_layer_types": ["dense"] * 4}}  # experts wait, and round by how many rows they have
+DENSE = {"kimi_linear": {"mlp_layer_types": ["dense"] * 4}}  # torch's experts round by how many rows they have
 NAN = float("nan")
 
 
@@ -89,7 +89,7 @@ def test_clamping_decoded_rows_would_change_the_text(monkeypatch):
 @torch.no_grad()
 @pytest.mark.parametrize("family", KINDS)
 def test_the_state_after_m_rows_is_that_of_m_single_rows(family):
-    target, p = Target(make_target(family, **DENSE.get(family, {}))), prompt(9)
+    target, p = Target(make_target(family)), prompt(9)
     lengths = torch.tensor([9])
     block, other = prompt(BLOCK, seed=1)[None], prompt(BLOCK, seed=2)[None]
     single = target.new_cache(1, 64, BLOCK)
@@ -166,7 +166,7 @@ def test_states_do_not_depend_on_the_chunks_of_a_prompt(family, monkeypatch):
 @torch.no_grad()
 @pytest.mark.parametrize("family", KINDS)
 def test_nan_in_a_rejected_row_reaches_nothing(family):
-    model = make_target(family, **DENSE.get(family, {}))
+    model = make_target(family)
     model.get_input_embeddings().weight[96] = NAN
     target = Target(model)
     outs = []
@@ -220,7 +220,7 @@ def test_a_conversation_goes_on_after_rejection_sampling():
 
 @pytest.mark.parametrize("family", ["qwen3_5", "nemotron_h", "falcon_h1", "kimi_linear", "lfm2"])
 def test_a_step_neither_waits_nor_breaks_the_graph(family):
-    target = Target(make_target(family, **DENSE.get(family, {})))
+    target = Target(make_target(family))
     cache, lengths, block = target.new_cache(2, 64, BLOCK), torch.tensor([9, 5]), torch.stack([prompt(BLOCK)] * 2)
     run_prompts(target, cache, [prompt(9), prompt(5)], 16)
     addresses = [buffer.data_ptr() for buffer in cache.buffers]
@@ -247,7 +247,7 @@ def test_the_compiled_step_writes_the_same_tokens():
 @pytest.mark.parametrize("family", KINDS)
 def test_a_recorded_step_writes_the_same_tokens(family):
     """As one CUDA graph: the torch calls of a step are made again, with the addresses of the recording."""
-    target, prompts = make_target(family, **DENSE.get(family, {})), [prompt(length) for length in LENGTHS]
+    target, prompts = make_target(family), [prompt(length) for length in LENGTHS]
     answers = [greedy(target, p, NEW) for p in prompts]
     ids, mask = left_padded(prompts)
     generator = record(cheat(target, prompts, answers))

@@ -39,6 +39,10 @@ CALLS = {
     "gated_rms_norm": lambda: reference.gated_rms_norm(
         torch.zeros(BATCH, ROWS, HEADS, DIM), floats(BATCH, ROWS, HEADS * DIM), floats(DIM), 1e-6
     ),
+    "experts": lambda: reference.experts(
+        floats(ROWS, DIM), integers(ROWS, 2), floats(ROWS, 2), floats(3, 16, DIM), floats(3, DIM, 8), floats(3, 16),
+        floats(3, DIM), "clamped_silu",
+    ),
     "fuse_features": lambda: reference.fuse_features(
         floats(BATCH, ROWS, 3 * DIM), integers(BATCH), floats(DIM, 3 * DIM), floats(DIM), 1e-6
     ),

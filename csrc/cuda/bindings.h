@@ -40,6 +40,10 @@ inline void bind_cuda_kernels(pybind11::module_& m) {
     Wire<const void* const*>::put(addresses, weights);
     return answer(linear_workspace(DType(dtype), rows, in, int(weights.size()), addresses, features.data()));
   });
+  m.def("experts_workspace", [answer](int dtype, Const gate_up, Const down, int64_t rows, int64_t top_k,
+                                      int64_t hidden, int64_t width) {
+    return answer(experts_workspace(DType(dtype), gate_up.value, down.value, rows, top_k, hidden, width));
+  });
   m.def("select_tokens_workspace", &select_tokens_workspace);
   m.def("tree_candidates_workspace", &tree_candidates_workspace);
   m.def("top_candidates_workspace", &top_candidates_workspace);

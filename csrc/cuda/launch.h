@@ -42,6 +42,10 @@ Workspace block_attention_workspace(DType dtype, const void* k_cache, const void
 Workspace linear_workspace(DType dtype, int64_t rows, int64_t in, int num_weights, const void* const* weights,
                            const int64_t* features);
 
+// splits 0: the kernel does not take these rows or weights; the weights are contiguous.
+Workspace experts_workspace(DType dtype, const void* gate_up, const void* down, int64_t rows, int64_t top_k,
+                            int64_t hidden, int64_t width);
+
 // Bytes of scratch memory.
 int64_t select_tokens_workspace(int64_t rows, int64_t vocab);
 int64_t tree_candidates_workspace(int64_t rows, int64_t vocab);

@@ -145,6 +145,11 @@ CALLS: dict[str, Callable[[], dict[str, object]]] = {
     "linears": lambda: {
         "x": torch.randn(ROWS, HIDDEN), "weights": [torch.randn(WIDTH, HIDDEN), torch.randn(5, HIDDEN)],
         "biases": [torch.randn(WIDTH), torch.randn(5)], "prefetch": False},
+    "experts": lambda: {
+        "x": torch.randn(ROWS, HIDDEN), "ids": torch.arange(2 * ROWS).view(ROWS, 2) % 3, "scores": torch.rand(ROWS, 2),
+        "gate_up": torch.randn(3, 2 * WIDTH, HIDDEN), "down": torch.randn(3, HIDDEN, WIDTH),
+        "gate_up_bias": torch.randn(3, 2 * WIDTH), "down_bias": torch.randn(3, HIDDEN), "gate": "silu", "alpha": 1.0,
+        "limit": 1.0, "transposed": False},
     "block_attention": lambda: {
         "q": torch.randn(BATCH, ROWS, HEADS, DIM), "k_cache": cache(), "v_cache": cache(), "lengths": _ints(0, 7),
         "scale": 0.3, "causal": True, "window": 0, "softcap": 0.0, "sinks": torch.randn(HEADS), "ancestors": None},

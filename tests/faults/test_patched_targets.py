@@ -417,7 +417,7 @@ class TestMethodsOfOneModule:
 
 
 class TestLayers:
-    @pytest.mark.parametrize("family", [*FUSED, "gemma3", "glm4_moe", "deepseek_v3", "qwen3_moe"])
+    @pytest.mark.parametrize("family", [*FUSED, "gemma3", "glm4_moe", "deepseek_v3"])
     @pytest.mark.parametrize("num_layers", [3, 1])
     def test_a_lowered_number_of_layers_is_followed(self, family, num_layers):
         model = make_target(family)
@@ -519,7 +519,7 @@ class TestLayers:
         assert text == expected(model)
 
 
-FUSED = {"llama", "mistral", "qwen2", "qwen3", "qwen3_5", "qwen3_5_moe", "qwen3_next"}
+FUSED = {"llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", "qwen3_next"}
 
 
 @pytest.mark.parametrize("family", SUPPORTED)

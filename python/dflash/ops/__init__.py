@@ -16,6 +16,7 @@ from .choose import accept_prefix_, select_tokens
 from .delta_net import L2_EPS as L2_EPS
 from .delta_net import delta_net_inputs, gated_rms_norm
 from .dynamic_conv import conv_add_rms_norm, dynamic_conv
+from .experts import experts
 from .kv_cache import append_context_kv_, append_kv_, qkv_norm_rope_append_
 from .layers import PackedLayers as PackedLayers
 from .layers import decoder_layers
@@ -49,6 +50,7 @@ __all__ = [
     "decoder_layers",
     "delta_net_inputs",
     "dynamic_conv",
+    "experts",
     "fuse_features",
     "gated_recurrence_",
     "gated_rms_norm",

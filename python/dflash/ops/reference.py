@@ -763,6 +763,50 @@ def linears(
     return out[0] if len(out) == 1 else torch.cat(out, -1)
 
 
+def experts(
+    x: Tensor,
+    ids: Tensor,
+    scores: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    gate: str = "silu",
+    alpha: float = 1.702,
+    limit: float = 7.0,
+    transposed: bool = False,
+) -> Tensor:
+    """The sum over slots of ``scores * down(gate(gate_up(x)))`` of the expert in each. Copies the chosen weights."""
+    wide, num_experts = _compute_dtype(x), gate_up.shape[0]
+    out = torch.zeros(x.shape, dtype=wide, device=x.device)
+    for slot in range(ids.shape[1]):
+        exists = (ids[:, slot] >= 0) & (ids[:, slot] < num_experts)
+        expert = torch.where(exists, ids[:, slot], 0)
+        both = _expert_product(x, gate_up, gate_up_bias, expert, transposed)
+        halves = (both[:, ::2], both[:, 1::2]) if transposed else both.chunk(2, -1)
+        inner = _gated(*halves, gate, alpha, limit).to(x.dtype)
+        result = _expert_product(inner, down, down_bias, expert, transposed)
+        out = torch.where(exists[:, None], out + scores[:, slot, None].to(wide) * result, out)
+    return out.to(x.dtype)
+
+
+def _expert_product(x: Tensor, weights: Tensor, biases: Tensor | None, expert: Tensor, transposed: bool) -> Tensor:
+    """The product of each row ``x [rows, in]`` with the weight of its expert ``[rows]``, not rounded."""
+    wide = _compute_dtype(x)
+    weight = weights[expert].to(wide)  # [rows, out, in], or transposed
+    out = torch.matmul(x[:, None].to(wide), weight if transposed else weight.mT)[:, 0]
+    return out if biases is None else out + biases[expert].to(wide)
+
+
+def _gated(gate: Tensor, up: Tensor, kind: str, alpha: float, limit: float) -> Tensor:
+    if kind == "clamped_silu":
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return gate * torch.sigmoid(alpha * gate) * (up + 1)
+    if kind == "gelu_tanh":
+        return torch.nn.functional.gelu(gate, approximate="tanh") * up
+    return torch.nn.functional.silu(gate) * up
+
+
 def decoder_layers(
     hidden: Tensor,
     context: Tensor | None,

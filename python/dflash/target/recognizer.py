@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
 from ..decoder import DecoderLayer, DeltaNetLayer
-from .weights import is_plain_tensor
+from .weights import is_plain_module, is_plain_tensor
 
 __all__ = ["Recognizer", "recognizer_of"]
 
@@ -41,6 +41,7 @@ _FAMILIES = {  # model_type -> its family; windows, head norms and biases are re
     "mistral": _Family("mistral", "Mistral"),
     "qwen2": _Family("qwen2", "Qwen2"),
     "qwen3": _Family("qwen3", "Qwen3"),
+    "qwen3_moe": _Family("qwen3_moe", "Qwen3Moe"),
 }
 _GATED_FAMILIES = {  # full attention with output gates next to Gated DeltaNets
     "qwen3_next": _Family("qwen3_next", "Qwen3Next"),
@@ -60,7 +61,7 @@ def recognizer_of(model: nn.Module) -> Recognizer | None:
 
 
 class Recognizer:
-    """Recognizes Llama, Mistral, Qwen2 and Qwen3.
+    """Recognizes Llama, Mistral, Qwen2 and Qwen3, which may have sparse MLPs.
 
     Attributes:
         zero_centered: the norms multiply by ``1 + weight``.
@@ -84,7 +85,7 @@ class Recognizer:
     def accepts(self, model: nn.Module) -> bool:
         """Return True if every module, parameter and setting of the model is as expected."""
         decoder = self.decoder(model)
-        if not (self.is_a(decoder, f"{self.text}Model") and all(map(_is_plain, model.modules()))):
+        if not (self.is_a(decoder, f"{self.text}Model") and all(map(is_plain_module, model.modules()))):
             return False
         embedding = decoder.embed_tokens
         if type(model.get_output_embeddings()) is not nn.Linear or type(embedding) is not nn.Embedding:
@@ -111,7 +112,20 @@ class Recognizer:
         # Mistral reads its window off the config, Llama has none, the others keep it per layer.
         owner = attention.config if self.prefix == "Mistral" else attention
         window = getattr(owner, "sliding_window", None) or 0
-        return DecoderLayer(**_around(layer, is_dense=True), **_attention(attention), window=window)
+        return DecoderLayer(**self._around(layer), **_attention(attention), window=window)
+
+    def _around(self, layer: nn.Module) -> dict[str, Tensor | Callable | None]:
+        """Return what is around the mixer. A sparse MLP runs as the module that it is."""
+        norms = {"input_norm": layer.input_layernorm.weight, "post_norm": layer.post_attention_layernorm.weight}
+        mlp = layer.mlp
+        if self.is_a(mlp, "MLP"):
+            return {**norms, "gate": mlp.gate_proj.weight, "up": mlp.up_proj.weight, "down": mlp.down_proj.weight}
+
+        def experts(hidden: Tensor) -> Tensor:
+            out = mlp(hidden)
+            return out[0] if isinstance(out, tuple) else out
+
+        return {**norms, "gate": None, "up": None, "down": None, "experts": experts}
 
     def _accepts_layers(self, layers: nn.ModuleList, decoder: nn.Module) -> bool:
         return all(
@@ -133,7 +147,7 @@ class Recognizer:
 
     def _accepts_mlp(self, mlp: nn.Module) -> bool:
         if not self.is_a(mlp, "MLP"):
-            return False
+            return self.is_a(mlp, "SparseMoeBlock")  # runs as it is
         linears = [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
         return type(mlp.act_fn) in (nn.SiLU, SiLUActivation) and all(map(_is_linear_without_bias, linears))
 
@@ -175,7 +189,7 @@ class GatedRecognizer(Recognizer):
 
     def layer(self, layer: nn.Module) -> DecoderLayer | DeltaNetLayer:
         """Return the weights of an accepted layer."""
-        shared = _around(layer, is_dense=self.is_a(layer.mlp, "MLP"))
+        shared = self._around(layer)
         if hasattr(layer, _ATTENTION):
             return DecoderLayer(**shared, **_attention(layer.self_attn), gated=True)
         mixer = layer.linear_attn
@@ -219,9 +233,6 @@ class GatedRecognizer(Recognizer):
             and self._accepts_delta_net(layer.linear_attn, index, decoder)
         )
 
-    def _accepts_mlp(self, mlp: nn.Module) -> bool:
-        return super()._accepts_mlp(mlp) or self.is_a(mlp, "SparseMoeBlock")
-
     def _fits_rotary(self, rotary: int, head_dim: int) -> bool:
         return rotary <= head_dim
 
@@ -258,20 +269,6 @@ def layers_of(decoder: nn.Module) -> nn.ModuleList:
     return decoder.layers[: decoder.config.num_hidden_layers]
 
 
-def _around(layer: nn.Module, *, is_dense: bool) -> dict[str, Tensor | Callable | None]:
-    """Return what is around the mixer. A sparse MLP runs as the module that it is."""
-    norms = {"input_norm": layer.input_layernorm.weight, "post_norm": layer.post_attention_layernorm.weight}
-    mlp = layer.mlp
-    if is_dense:
-        return {**norms, "gate": mlp.gate_proj.weight, "up": mlp.up_proj.weight, "down": mlp.down_proj.weight}
-
-    def experts(hidden: Tensor) -> Tensor:
-        out = mlp(hidden)
-        return out[0] if isinstance(out, tuple) else out
-
-    return {**norms, "gate": None, "up": None, "down": None, "experts": experts}
-
-
 def _attention(attention: nn.Module) -> dict[str, Tensor | None]:
     q, k, v, o = (getattr(attention, name) for name in _PROJECTIONS)
     has_head_norms = hasattr(attention, "q_norm")
@@ -285,9 +282,3 @@ def _attention(attention: nn.Module) -> dict[str, Tensor | None]:
 
 def _is_linear_without_bias(module: nn.Module) -> bool:
     return type(module) is nn.Linear and module.bias is None
-
-
-def _is_plain(module: nn.Module) -> bool:
-    """Return True for a module without hooks, parametrizations or a replaced forward."""
-    changes = (module._forward_hooks, module._forward_pre_hooks, getattr(module, "parametrizations", None))
-    return not any(changes) and "forward" not in module.__dict__

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ..cache import KVCache, RecurrentCache
 from ..tree import Tree
 from .attention import CacheView, use_block_attention
+from .experts import use_experts_op
 from .fingerprint import describe_config, sample_digest
 from .functions import functions_of, global_hooks
 from .fused import recognize
@@ -35,7 +36,8 @@ class Target:
         target_layer_ids: the tapped layers. The last layer's output is read after the final norm, like transformers'
             ``hidden_states[-1]``.
         fused: True to run the layers on `dflash.ops` (see `dflash.target.fused`) and refuse other models,
-            False to use the model's own forward, ``"auto"`` to run them on the ops on the CPU if possible.
+            False to use the model's own forward, ``"auto"`` to run them on the ops on the CPU if possible. Unless
+            False, mixtures of experts run on their op if they can, in other models too.
 
     Attributes:
         ranks: the processes that the model is spread over.
@@ -58,8 +60,8 @@ class Target:
         # On a GPU the fused layers have not been measured against the model's own forward, compiled or not.
         is_wanted = self.device.type == "cpu" if fused == "auto" else fused
         replaced = replaced_function(self.model, functions_of(model))
-        is_own = is_wanted and not replaced and not global_hooks()
-        self._fused = recognize(self.model, target_layer_ids) if is_own else None
+        is_own = not replaced and not global_hooks()
+        self._fused = recognize(self.model, target_layer_ids) if is_wanted and is_own else None
         if fused is True and self._fused is None:
             raise UnsupportedTargetError(
                 "fused=True needs exactly a Llama, Mistral, Qwen2, Qwen3, Qwen3-Next or Qwen3.5 of transformers, with "
@@ -69,6 +71,8 @@ class Target:
             )
         self.is_recurrent = has_recurrent_layers(self.model)
         self._pass = take_over(self.model)
+        if fused and is_own:
+            use_experts_op(self.model)
         self._taps: list[Tensor | None] = [None] * len(target_layer_ids)
         for index, module in enumerate(tapped_modules(self.model, target_layer_ids)):
             module.register_forward_hook(_tap_hook(self._taps, index))

@@ -15,8 +15,8 @@ from transformers import PreTrainedConfig
 from ..ops import bytes_reached
 
 __all__ = [
-    *("is_plain_tensor", "modules_of", "plain_tensors", "refusal_of_weights", "repeated_modules", "shard_of"),
-    "tensors_of",
+    *("is_plain_module", "is_plain_tensor", "modules_of", "plain_tensors", "refusal_of_weights", "repeated_modules"),
+    *("shard_of", "tensors_of"),
 ]
 
 _PLAIN = (Tensor, nn.Parameter)
@@ -83,6 +83,12 @@ def refusal_of_tensor(tensor: Tensor) -> str | None:
     except (RuntimeError, NotImplementedError):
         return f"has no memory of its own ({kind.__name__} inside a functorch transform?)"
     return "has lost its memory: its storage was freed (FSDP, offload)" if missing else None
+
+
+def is_plain_module(module: nn.Module) -> bool:
+    """Return True for a module without hooks, parametrizations or a replaced forward."""
+    changes = (module._forward_hooks, module._forward_pre_hooks, getattr(module, "parametrizations", None))
+    return not any(changes) and "forward" not in module.__dict__
 
 
 def is_plain_tensor(tensor: Tensor) -> bool:

@@ -1,0 +1,127 @@
+"""Mixture-of-experts modules of the twin on our op.
+
+transformers runs the experts of every family by one contract: a decorated class (``use_experts_implementation``) says
+how its weights lie, and one of two functions for all families computes the sum (``grouped_mm``, ``batched_mm``). A
+module that either of them would run gets a forward that runs `dflash.ops.experts` for few rows. Routers, shared experts
+and all around them stay the family's own. So do experts that a loop of the family (``eager``) or other kernels run.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers.activations import GELUTanh, SiLUActivation
+from transformers.integrations import moe
+
+from .. import ops
+from .weights import is_plain_module, is_plain_tensor
+
+__all__ = ["use_experts_op"]
+
+_MAX_ROWS = 256  # of one pass: a block for each row of a batch, but not a chunk of a long prompt
+_IMPLEMENTATIONS = {"grouped_mm": moe.grouped_mm_experts_forward, "batched_mm": moe.batched_mm_experts_forward}
+_16_BITS = (torch.bfloat16, torch.float16)
+_DTYPES = {"cpu": (torch.float32, torch.bfloat16), "cuda": _16_BITS}  # a product in float32 is torch's on CUDA
+_GPT_OSS = ("transformers.models.gpt_oss.modeling_gpt_oss", "GptOssExperts")
+_ACTIVATIONS = {nn.SiLU: "silu", SiLUActivation: "silu", GELUTanh: "gelu_tanh"}
+
+
+class _Form(NamedTuple):
+    """The last arguments of `ops.experts` for a module."""
+
+    gate: str
+    alpha: float = 0.0
+    limit: float = 0.0
+    transposed: bool = False
+
+
+def use_experts_op(twin: nn.Module) -> None:
+    """Give the modules of a twin whose experts our op can run a forward that does."""
+    for module in twin.modules():
+        if (form := _form(module)) is not None:
+            kind = type(module)
+            # A class of the module's own, as in `recurrent.take_over`.
+            space = {"forward": _forward(kind.forward, form), "__module__": kind.__module__}
+            module.__class__ = type(kind.__name__, (kind,), space)
+
+
+def _forward(own: Callable, form: _Form) -> Callable:
+    """Return a forward that runs our op, or ``own`` where the op does not take the tensors."""
+
+    def forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        if not _is_taken(hidden_states, top_k_index, top_k_weights, self.gate_up_proj):
+            return own(self, hidden_states, top_k_index, top_k_weights)
+        weights = self.gate_up_proj, self.down_proj
+        biases = (self.gate_up_proj_bias, self.down_proj_bias) if self.has_bias else (None, None)
+        return ops.experts(hidden_states, top_k_index, top_k_weights, *weights, *biases, *form)
+
+    return forward
+
+
+def _is_taken(x: Tensor, ids: Tensor, scores: Tensor, weight: Tensor) -> bool:
+    is_few = x.dim() == 2 and x.shape[0] <= _MAX_ROWS
+    is_typed = x.dtype == weight.dtype and ids.dtype == torch.int64 and scores.dtype in (x.dtype, torch.float32)
+    return is_few and is_typed and x.dtype in _DTYPES.get(x.device.type, ())
+
+
+# ---------------------------------------------------------------------------------------------- recognizing modules
+
+
+def _form(module: nn.Module) -> _Form | None:
+    """Return how our op runs a module; None unless it computes exactly what transformers' functions would."""
+    kind = type(module)
+    if getattr(kind.forward, "__code__", None) is not _wrapper().__code__ or not is_plain_module(module):
+        return None
+    chosen = getattr(module.config, "_experts_implementation", None)
+    if chosen not in _IMPLEMENTATIONS or moe.ALL_EXPERTS_FUNCTIONS.get(chosen) is not _IMPLEMENTATIONS[chosen]:
+        return None
+    form = _gate(module, kind)
+    return form if form is not None and _has_weights(module, form) else None
+
+
+@functools.cache
+def _wrapper() -> Callable:
+    """Return a forward as ``use_experts_implementation`` makes it; all have one code object."""
+
+    class Experts(nn.Module):
+        def forward(self) -> None:
+            pass
+
+    return moe.use_experts_implementation(Experts).forward
+
+
+def _gate(module: nn.Module, kind: type) -> _Form | None:
+    names = ("has_gate", "is_concatenated", "is_transposed", "has_post_expert_norm", "_is_expert_parallel")
+    flags = tuple(getattr(module, name, False) for name in names)
+    if (kind.__module__, kind.__name__) == _GPT_OSS:
+        is_its_own = flags == (True, False, True, False, False)
+        return _Form("clamped_silu", module.alpha, module.limit, True) if is_its_own else None
+    if flags != (True, True, False, False, False) or kind._apply_gate is not moe._default_apply_gate:
+        return None
+    activation: Any = module.act_fn
+    gate = "silu" if activation is nn.functional.silu else _ACTIVATIONS.get(type(activation))
+    return None if gate is None else _Form(gate)
+
+
+def _has_weights(module: nn.Module, form: _Form) -> bool:
+    """Return True if the weights are all that the module has, and are as the op takes them."""
+    names = {"gate_up_proj", "down_proj"} | ({"gate_up_proj_bias", "down_proj_bias"} if module.has_bias else set())
+    weights = dict(module.named_parameters())
+    if weights.keys() != names or not all(is_plain_tensor(w) and w.is_contiguous() for w in weights.values()):
+        return False
+    first, second = ((w.mT if form.transposed else w).shape for w in (module.gate_up_proj, module.down_proj))
+    experts, both, hidden = first
+    shapes = {"gate_up_proj_bias": (experts, both), "down_proj_bias": (experts, hidden)}
+    storage = {(weight.device.type, weight.dtype) for weight in weights.values()}
+    device, dtype = next(iter(storage))
+    return (
+        experts == module.num_experts
+        and second == (experts, hidden, both // 2)
+        and all(weights[name].shape == shape for name, shape in shapes.items() if name in names)
+        and len(storage) == 1
+        and dtype in _DTYPES.get(device, ())
+    )

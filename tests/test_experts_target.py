@@ -1,0 +1,194 @@
+"""Targets with experts: on the op where it computes what transformers would, with its own functions elsewhere."""
+
+import pytest
+import torch
+from baseline import greedy, left_padded, prompt
+from families import Cheat, make_draft, make_target
+from recorded import HostRead, no_host_reads, record
+from rollback import BLOCK, play, run_prompts
+from torch import nn
+from transformers.activations import ACT2FN
+from transformers.integrations import moe
+
+from dflash import ops
+from dflash.target import Target, experts
+
+FAMILIES = [
+    *("qwen3_moe", "gpt_oss", "gemma4 (experts)", "glm4_moe", "deepseek_v3", "kimi_k25", "minimax_m2", "qwen3_5_moe"),
+    *("qwen3_next", "kimi_linear", "bailing_hybrid", "granitemoehybrid", "lfm2_moe"),
+]
+LENGTHS = (1, 17, 60)
+
+
+class Counted:
+    """The functions of ``dflash.ops``, and how often `experts` was called."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __getattr__(self, name):
+        return getattr(ops, name)
+
+    def experts(self, *arguments):
+        self.calls += 1
+        return ops.experts(*arguments)
+
+
+@pytest.fixture
+def counted(monkeypatch) -> Counted:
+    counted = Counted()
+    monkeypatch.setattr(experts, "ops", counted)
+    return counted
+
+
+@torch.no_grad()
+def block_logits(target: Target) -> torch.Tensor:
+    """Logits of a block after a prompt."""
+    cache = target.new_cache(1, 64, BLOCK)
+    run_prompts(target, cache, [prompt(9)], 16)
+    return target.forward(prompt(BLOCK, seed=1)[None], torch.tensor([9]), cache)[0]
+
+
+def experts_of(model) -> list[nn.Module]:
+    return [module for name, module in model.named_modules() if name.endswith(".experts")]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_block_runs_on_the_op_and_has_the_models_own_logits(family, counted):
+    model = make_target(family)
+    own = block_logits(Target(model, fused=False))
+    assert counted.calls == 0
+    ours = block_logits(Target(model))
+    assert counted.calls == 2 * len(experts_of(model)) > 0
+    torch.testing.assert_close(ours, own, rtol=0, atol=1e-3)
+
+
+def test_a_chunk_of_many_rows_runs_transformers_function(counted):
+    target = Target(make_target("qwen3_moe"))
+    with torch.no_grad():
+        target.forward(prompt(257)[None], torch.tensor([0]), target.new_cache(1, 300, BLOCK))
+    assert counted.calls == 0
+
+
+class Squared(nn.Module):
+    def forward(self, x):
+        return x * x
+
+
+def choose_eager(model):
+    model.set_experts_implementation("eager")
+
+
+def change_the_activation(model):
+    for module in experts_of(model):
+        module.act_fn = Squared()
+
+
+def take_another_activation(model):
+    for module in experts_of(model):
+        module.act_fn = ACT2FN["relu"]
+
+
+def hook(model):
+    for module in experts_of(model):
+        module.register_forward_hook(lambda *_: None)
+
+
+def split_the_experts(model):
+    for module in experts_of(model):
+        module._is_expert_parallel = True
+
+
+def add_a_weight(model):
+    for module in experts_of(model):
+        module.adapter = nn.Linear(2, 2)
+
+
+CHANGES = [choose_eager, change_the_activation, take_another_activation, hook, split_the_experts, add_a_weight]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_experts_that_compute_something_else_keep_their_own_functions(change, counted):
+    model = make_target("glm4_moe")
+    change(model)
+    own = block_logits(Target(model, fused=False))
+    assert torch.equal(block_logits(Target(model)), own)
+    assert counted.calls == 0
+
+
+def test_a_replaced_function_of_transformers_runs(counted, monkeypatch):
+    calls, own = [], moe.grouped_mm_experts_forward
+    monkeypatch.setitem(
+        moe.ALL_EXPERTS_FUNCTIONS._global_mapping, "grouped_mm", lambda *args: calls.append(1) or own(*args)
+    )
+    block_logits(Target(make_target("qwen3_moe")))
+    assert counted.calls == 0
+    assert calls
+
+
+def test_the_users_model_keeps_its_classes():
+    model = make_target("gpt_oss")
+    before = [type(module) for module in model.modules()]
+    Target(model)
+    assert [type(module) for module in model.modules()] == before
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("kimi_k25", "bailing_hybrid")])
+def test_bf16_logits_do_not_depend_on_what_is_accepted(family, counted):
+    target = Target(make_target(family, dtype=torch.bfloat16))
+    prompts = [prompt(length) for length in LENGTHS]
+    one = play(target, prompts, 16)
+    assert counted.calls > 0
+    for seed in (1, 2):
+        played = play(target, prompts, 16, seed, one.tokens)
+        assert played.steps < one.steps / 2
+        assert all(map(torch.equal, played.logits, one.logits))
+
+
+def block_pass(model):
+    """Return a function that runs a block after two prompts."""
+    target = Target(model)
+    cache, lengths, block = target.new_cache(2, 64, BLOCK), torch.tensor([9, 5]), torch.stack([prompt(BLOCK)] * 2)
+    run_prompts(target, cache, [prompt(9), prompt(5)], 16)
+    return lambda: target.forward(block, lengths, cache)[0]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "gemma4 (experts)", "glm4_moe", "minimax_m2", "lfm2_moe"])
+def test_a_step_does_not_wait(family):
+    run = block_pass(make_target(family))
+    with no_host_reads():
+        run()
+
+
+@torch.no_grad()
+def test_a_loop_over_experts_waits():
+    model = make_target("qwen3_moe")
+    choose_eager(model)
+    run = block_pass(model)
+    with pytest.raises(HostRead), no_host_reads():
+        run()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_a_step_compiles_to_one_graph(family):
+    run = block_pass(make_target(family))
+    expected = run()
+    torch._dynamo.reset()
+    compiled = torch.compile(run, backend="eager", fullgraph=True, dynamic=False)
+    torch.testing.assert_close(compiled(), expected, rtol=0, atol=1e-4)
+
+
+def test_a_recorded_step_writes_the_greedy_text():
+    target, prompts = make_target("gpt_oss"), [prompt(length) for length in LENGTHS]
+    answers = [greedy(target, p, 24) for p in prompts]
+    ids, mask = left_padded(prompts)
+    generator = record(Cheat(target, make_draft(target), max_length=160, batch_size=3))
+    generator.script, generator.spoil = torch.zeros(3, 200, dtype=torch.int64), 5
+    for row, (p, answer) in enumerate(zip(prompts, answers, strict=True)):
+        generator.script[row, : len(p) + 24] = torch.cat([p, answer])
+    output = generator.generate(ids, attention_mask=mask, max_new_tokens=24)
+    assert [row[60:].tolist() for row in output] == [answer.tolist() for answer in answers]
+    assert generator.graph_reason == ""
+    assert generator.runner.steps["replayed"] > 2
