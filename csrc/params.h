@@ -267,16 +267,16 @@ struct BlockAttentionParams {
   // at or past `rows` are ignored, and a row without a bit has depth 0. Only if causal.
   const int64_t* ancestors = nullptr;
   // CUDA only; block_attention_workspace() answers for them.
-  float* workspace = nullptr;    // [batch, num_kv_heads, tiles, splits, floats of a stored state]
-  unsigned* counters = nullptr;  // [batch, num_kv_heads, tiles], zero before and after
-  int64_t splits = 0;  // blocks per tile of rows: one per chunk of the capacity, 1, or 0 for the plain kernel
+  // [batch, num_kv_heads, tiles, splits, floats of a stored state], then two int32 per tile
+  float* workspace = nullptr;
+  int64_t splits = 0;  // states per tile of rows: one per chunk of the capacity, 1, or 0 for the plain kernel
 
   static constexpr auto wire() {
     using P = BlockAttentionParams;
     return std::tuple(&P::q, &P::k_cache, &P::v_cache, &P::lengths, &P::sinks, &P::ancestors, &P::out,
                       &P::q_stride_batch, &P::q_stride_row, &P::q_stride_head, &P::batch, &P::rows,
                       &P::num_heads, &P::num_kv_heads, &P::head_dim, &P::v_head_dim, &P::capacity, &P::window,
-                      &P::scale, &P::softcap, &P::causal, &P::workspace, &P::counters, &P::splits, &P::dtype);
+                      &P::scale, &P::softcap, &P::causal, &P::workspace, &P::splits, &P::dtype);
   }
 };
 
