@@ -44,6 +44,7 @@ CALLS = {
         floats(BATCH, ROWS, HEADS, DIM), *caches(), integers(BATCH), 0.25, False, 9, 5.0, floats(HEADS), None
     ],
     "linear": lambda: [floats(ROWS, DIM), floats(8, DIM), floats(8), False],
+    "swiglu": lambda: [floats(ROWS, DIM), floats(8, DIM), floats(8, DIM), False],
     "linears": lambda: [floats(ROWS, DIM), [floats(8, DIM), floats(4, DIM)], [floats(8), floats(4)], False],
     "select_tokens": lambda: [
         floats(BATCH, ROWS, 50), integers(BATCH, ROWS), integers(BATCH), floats(BATCH), integers(BATCH), floats(BATCH),

@@ -15,7 +15,7 @@ cudaError_t probe_kernels(int device);
 
 // ---- what callers provide besides tensors; answered from shapes, without a GPU
 
-constexpr int64_t kNumCounters = 128;  // in the array that blocks sharing a result count themselves in
+constexpr int64_t kNumCounters = 144;  // in the array that blocks sharing a result count themselves in
 
 // How a kernel cuts its work, and the bytes that it needs for that.
 struct Workspace {
@@ -30,7 +30,7 @@ Workspace block_attention_workspace(DType dtype, const void* k_cache, const void
 
 // splits 0: the kernel does not take this product; the weights are contiguous.
 Workspace linear_workspace(DType dtype, int64_t rows, int64_t in, int num_weights, const void* const* weights,
-                           const int64_t* features);
+                           const int64_t* features, bool gated);
 
 // Bytes of scratch memory.
 int64_t select_tokens_workspace(int64_t rows, int64_t vocab);
