@@ -1,8 +1,7 @@
 """Print what a captured step with draft trees should cost on an H200: a model, no measurement.
 
 Per kernel: the larger of bytes over bandwidth and assumed latencies. The assumptions are the fields of `Gpu`, for
-launches that overlap as expected; none was measured. Up to 64 rows the products are those of csrc/cuda/linear.cu; more
-go through cuBLAS, which is taken to move as many bytes. bench/step measures what is estimated here.
+launches that overlap as expected; none was measured. bench/step measures what is estimated here.
 
     python bench/estimate_step.py [--rows 16 32 64 128] [--contexts 1024 8192 32768]
 """
@@ -31,12 +30,12 @@ class Gpu:
     ramp: float = 0.9  # start of a product
     tail: float = 0.9  # its end, without slices
     slice_tail: float = 1.6  # its end with slices, without the sums of the last block
-    small: float = 2.3  # a norm, an activation, a rotation
+    small: float = 2.3  # a norm, a rotation
     attention: float = 3.2  # until the first keys have arrived
     stage: float = 0.46  # 32 slots in a block that waits for each of them
     busy: float = 0.20  # of the multiprocessor that runs it, so that two blocks share one
-    fold: float = 0.5  # per chunk
-    fold_all: float = 2.0
+    fold: float = 0.04  # per chunk
+    fold_all: float = 2.4  # a kernel of its own
     pass_: float = 0.14  # a set of rows that share a path, 16 positions, scores and values
     tree_copy: float = 1.0  # the block's K/V to shared memory, not hidden
 
@@ -62,8 +61,8 @@ def chunks(slots: int) -> tuple[int, int]:
     """How many chunks hold a slot, and the slots of the longest one."""
 
     def begin(chunk: int) -> int:
-        octave, place = divmod(chunk, 4)
-        return 256 * place if octave == 0 else (256 * (4 + place)) << (octave - 1)
+        octave, place = divmod(chunk, 8)
+        return 128 * place if octave == 0 else (128 * (8 + place)) << (octave - 1)
 
     count, longest = 0, 0
     while begin(count) < slots:
@@ -89,8 +88,8 @@ def attention(gpu: Gpu, rows: int, context: int, tree: bool) -> float:
 
 
 def layer(gpu: Gpu, rows: int, context: int, tree: bool) -> float:
-    """Four products, attention, two norms, the activation and the rotation; these write 0.5 to 3 MB at 64 rows."""
-    small = 4 * gpu.small + mb(rows, 6144 + 2 * HIDDEN + 3 * WIDTH) / gpu.l2
+    """Four products, attention, two norms and the rotation; these write 0.5 to 2 MB at 64 rows."""
+    small = 3 * gpu.small + mb(rows, 6144 + 2 * HIDDEN + WIDTH) / gpu.l2
     return sum(product(gpu, rows, *shape) for shape in PRODUCTS) + attention(gpu, rows, context, tree) + small
 
 

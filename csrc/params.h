@@ -267,16 +267,16 @@ struct BlockAttentionParams {
   // at or past `rows` are ignored, and a row without a bit has depth 0. Only if causal.
   const int64_t* ancestors = nullptr;
   // CUDA only; block_attention_workspace() answers for them.
-  float* workspace = nullptr;    // [batch, num_kv_heads, tiles, splits, floats of a stored state]
-  unsigned* counters = nullptr;  // [batch, num_kv_heads, tiles], zero before and after
-  int64_t splits = 0;  // blocks per tile of rows: one per chunk of the capacity, 1, or 0 for the plain kernel
+  // [batch, num_kv_heads, tiles, splits, floats of a stored state], then two int32 per tile
+  float* workspace = nullptr;
+  int64_t splits = 0;  // states per tile of rows: one per chunk of the capacity, 1, or 0 for the plain kernel
 
   static constexpr auto wire() {
     using P = BlockAttentionParams;
     return std::tuple(&P::q, &P::k_cache, &P::v_cache, &P::lengths, &P::sinks, &P::ancestors, &P::out,
                       &P::q_stride_batch, &P::q_stride_row, &P::q_stride_head, &P::batch, &P::rows,
                       &P::num_heads, &P::num_kv_heads, &P::head_dim, &P::v_head_dim, &P::capacity, &P::window,
-                      &P::scale, &P::softcap, &P::causal, &P::workspace, &P::counters, &P::splits, &P::dtype);
+                      &P::scale, &P::softcap, &P::causal, &P::workspace, &P::splits, &P::dtype);
   }
 };
 
@@ -673,7 +673,8 @@ struct GatedRmsNormParams {
 
 constexpr int kMaxLinearWeights = 4;
 
-// out = x weight^T + bias for a few rows, of several weights side by side.
+// out = x weight^T + bias for a few rows, of several weights side by side. If gated, the weights are gate and
+// up, without biases, and out = silu(x gate^T) * (x up^T), both products rounded first.
 struct LinearParams {
   const void* x;  // [rows, in]
   int num_weights;
@@ -683,21 +684,22 @@ struct LinearParams {
   void* out;  // [rows, out_features]
   int64_t rows;
   int64_t in;
-  int64_t out_features;  // the sum of features
+  int64_t out_features;  // the sum of features, or of one of them if gated
   DType dtype;
   int32_t threads;
   int32_t device = 0;
   // CUDA only; linear_workspace() answers for the first three.
-  float* workspace;    // [tiles, splits, 128 * rows padded to 16, 32 or 64] if splits > 1, where
-  unsigned* counters;  // [tiles], zero before and after; a tile is 128 features of one weight, or its rest
+  float* workspace;    // [tiles, splits, 128 * rows padded to 16, 32 or 64] if splits > 1, where a tile is
+  unsigned* counters;  // [tiles], zero before and after: 128 features of a weight, 64 of two, or the rest
   int64_t splits;      // slices of `in`, none empty
   bool prefetch;       // no kernel ahead writes a weight: they may be read before those have ended
+  bool gated;
 
   static constexpr auto wire() {
     using P = LinearParams;
     return std::tuple(&P::x, &P::num_weights, &P::weights, &P::biases, &P::features, &P::out, &P::rows,
                       &P::in, &P::out_features, &P::workspace, &P::counters, &P::splits, &P::prefetch,
-                      &P::dtype);
+                      &P::gated, &P::dtype);
   }
 };
 

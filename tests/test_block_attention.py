@@ -176,9 +176,21 @@ def test_emulated_bits_do_not_depend_on_the_number_of_splits(mode, heads, dtype,
             assert torch.equal(kernels.block_attention(*case, 0.1, **chosen), want)
 
 
-@pytest.mark.parametrize("capacity", [1, 256, 257, 1024, 1025, 1280, 1281, 2048, 2049, 2560, 4096, 32768, 40960, 40961])
+def test_emulated_blocks_take_several_chunks_where_there_are_many_tiles(emulation, monkeypatch):
+    """128 tiles, of which each has four blocks and five or six live chunks."""
+    kernels = Emulated(emulation)
+    case = draw((1, 1, 8, 8), [530, 650] * 64, 1, torch.bfloat16, capacity=1400)
+    want = kernels.block_attention(*case, 0.3, True)
+    workspace = kernels.workspace
+    monkeypatch.setattr(kernels, "workspace", lambda *shapes: (1, *workspace(*shapes)[1:]))
+    assert torch.equal(kernels.block_attention(*case, 0.3, True), want)
+
+
+@pytest.mark.parametrize(
+    "capacity", [1, 128, 129, 256, 1024, 1025, 1152, 1153, 2048, 2049, 2304, 4096, 32768, 40960, 40961]
+)
 def test_emulated_chunks_cover_the_cache(capacity, emulation):
-    edges = [0, 256, 512, 768, *((1024 + 256 * i) << octave for octave in range(8) for i in range(4))]
+    edges = [*range(0, 1024, 128), *((1024 + 128 * i) << octave for octave in range(8) for i in range(8))]
     bfloat16, (batch, rows, heads, head_dim) = _C.DTYPES["bfloat16"], (1, 16, 1, 64)
     shapes = (batch, rows, heads, heads, head_dim, head_dim, capacity)
     chunks, _ = emulation.block_attention_workspace(bfloat16, None, None, *shapes)

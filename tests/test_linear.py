@@ -43,12 +43,14 @@ def test_a_row_of_nan_spoils_no_other_where_torchs_product_lets_rows_meet(place,
 def test_a_rows_bits_depend_neither_on_its_place_nor_on_the_others(out, width, dtype, kernels):
     if dtype == torch.float32 and kernels is not ops:
         pytest.skip("float32 goes through torch there")
-    x, weight, bias = operands(64, out, width, dtype)
+    counts = (1, 16, 17, 40, 64) if kernels is ops else (1, 17, 40, 64, 65, 180)
+    x, weight, bias = operands(counts[-1], out, width, dtype)
     whole = kernels.linear(x, weight, bias)
     x[1::2] = float("nan")
-    for rows in (1, 16, 17, 40, 64):
+    for rows in counts:
         assert torch.equal(kernels.linear(x[:rows], weight, bias)[::2], whole[:rows:2])
-    assert torch.equal(kernels.linear(x[62:63], weight, bias), whole[62:63])
+    for row in (62, counts[-1] - 2):
+        assert torch.equal(kernels.linear(x[row : row + 1], weight, bias), whole[row : row + 1])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -110,11 +112,13 @@ def test_emulated_weights_are_never_read_early_when_prefetch_is_off(emulation, m
 def test_emulated_slices_are_never_empty(emulation):
     for tiles in (1, 8, 32, 48, 192, 1187):
         for width in (8, 64, 72, 520, 2880, 4096, 12288, 20480):
-            slices, _ = emulation.linear_workspace(_C.DTYPES["bfloat16"], 16, width, [None], [128 * tiles])
             steps = -(-width // 64)
-            assert 1 <= slices <= max(1, steps // 4)
-            assert (slices - 1) * -(-steps // slices) < steps
-            assert slices == 1 or slices * tiles <= 256
+            for weights, gated in (([128 * tiles], False), ([64 * tiles] * 2, True)):
+                shapes = (_C.DTYPES["bfloat16"], 16, width, [None] * len(weights), weights, gated)
+                slices, _ = emulation.linear_workspace(*shapes)
+                assert 1 <= slices <= max(1, steps // 4)
+                assert (slices - 1) * -(-steps // slices) < steps
+                assert slices == 1 or slices * tiles <= 256
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -133,10 +137,11 @@ def test_several_weights_side_by_side(rows, width, bias, dtype, kernels):
 def test_a_row_has_the_same_bits_before_several_weights(dtype, kernels):
     if dtype == torch.float32 and kernels is not ops:
         pytest.skip("float32 goes through torch there")
-    x, first, _ = operands(64, 130, 1040, dtype)
-    second = operands(64, 50, 1040, dtype)[1]
+    counts = (1, 17, 40, 64) if kernels is ops else (1, 17, 64, 140)
+    x, first, _ = operands(counts[-1], 300, 1040, dtype)
+    second = operands(counts[-1], 50, 1040, dtype)[1]
     whole = kernels.linears(x, [first, second])
-    for rows in (1, 17, 40):
+    for rows in counts[:-1]:
         assert torch.equal(kernels.linears(x[-rows:], [first, second]), whole[-rows:])
 
 

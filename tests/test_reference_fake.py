@@ -31,6 +31,7 @@ CALLS = {
         floats(BATCH, ROWS, DIM), floats(3, DIM), floats(BATCH, ROWS, 3, 2), floats(BATCH, ROWS, DIM), floats(DIM), 1e-6
     )[0],
     "silu_mul": lambda: reference.silu_mul(floats(ROWS, 2 * DIM)),
+    "swiglu": lambda: reference.swiglu(floats(ROWS, DIM), floats(8, DIM), floats(8, DIM)),
     "sigmoid_mul": lambda: reference.sigmoid_mul(floats(ROWS, HEADS, DIM), floats(ROWS, HEADS, DIM)),
     "delta_net_inputs": lambda: reference.delta_net_inputs(
         floats(BATCH, ROWS, (2 * KV_HEADS + HEADS) * DIM), floats(BATCH, ROWS, HEADS), floats(BATCH, ROWS, HEADS),

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from op_checks import DTYPES, assert_as_exact_as_torch
+from op_checks import DTYPES, Emulated, assert_as_exact_as_torch
 
 from dflash import ops
 from dflash.ops import reference
@@ -21,6 +21,44 @@ def test_large_gates_do_not_overflow(width, kernels):
     gate = torch.tensor([-1e4, -100.0, -88.0, 0.0, 88.0, 1e4]).repeat_interleave(width).view(6, 1, width)
     out = kernels.silu_mul(torch.cat([gate, torch.full_like(gate, 3.0)], -1))
     torch.testing.assert_close(out, torch.nn.functional.silu(gate) * 3, rtol=1e-5, atol=1e-30)
+
+
+def gated_operands(rows, out, width, dtype):
+    """Rows, and the weights of gate and up."""
+    g = torch.Generator().manual_seed(rows + out)
+    return [torch.randn(shape, generator=g).to(dtype) for shape in ((rows, width), (out, width), (out, width))]
+
+
+@pytest.mark.parametrize(("out", "width"), [(1, 8), (63, 72), (65, 33), (130, 520), (128, 1032)])
+@pytest.mark.parametrize("rows", [1, 17, 64, 65])
+def test_swiglu_against_float64(rows, out, width, dtype, kernels):
+    if isinstance(kernels, Emulated) and rows == 64 and out != 130:
+        pytest.skip("a slow machine")
+    x, gate, up = gated_operands(rows, out, width, dtype)
+    gate /= width**0.5
+    exact = reference.swiglu(x.double(), gate.double(), up.double())
+    many = reference.swiglu(torch.cat([x, x.new_zeros(16, width)]), gate, up)[:rows]  # see test_linear.py
+    assert_as_exact_as_torch(kernels.swiglu(x, gate, up), many, exact, factor=3.0)
+
+
+@pytest.mark.parametrize("rows", [1, 16, 40])
+@pytest.mark.parametrize(("out", "width"), [(128, 96), (256, 520)])
+def test_swiglu_has_the_bits_of_its_parts(rows, out, width, dtype, kernels):
+    """Where the weights are whole tiles, whose products are then cut into the same slices."""
+    x, gate, up = gated_operands(rows, out, width, dtype)
+    assert torch.equal(kernels.swiglu(x, gate, up), kernels.silu_mul(kernels.linears(x, [gate, up])))
+
+
+def test_a_row_of_swiglu_has_the_same_bits_among_others(dtype, kernels):
+    if dtype == torch.float32 and kernels is not ops:
+        pytest.skip("float32 goes through torch there")
+    counts = (1, 17, 40, 64) if kernels is ops else (1, 40, 64, 140)
+    x, gate, up = gated_operands(counts[-1], 150, 1040, dtype)
+    whole = kernels.swiglu(x, gate, up)
+    x[1::2] = float("nan")
+    for rows in counts[:-1]:
+        assert torch.equal(kernels.swiglu(x[:rows], gate, up)[::2], whole[:rows:2])
+    assert torch.equal(kernels.swiglu(x[62:63], gate, up), whole[62:63])
 
 
 def gates_of(x, dtype, head_dim):
@@ -51,6 +89,7 @@ def test_opcheck(dtype):
     x = torch.randn(2, 3, 40).to(dtype)
     torch.library.opcheck(torch.ops.dflash.sigmoid_mul.default, (x, gates_of(x, dtype, 40)))
     torch.library.opcheck(torch.ops.dflash.silu_mul.default, (torch.randn(2, 3, 40).to(dtype),))
+    torch.library.opcheck(torch.ops.dflash.swiglu.default, (*gated_operands(3, 5, 8, dtype), False))
 
 
 def test_bad_input_is_named():
@@ -60,3 +99,7 @@ def test_bad_input_is_named():
         ops.silu_mul(torch.randn(2, 4).double())
     with pytest.raises(ValueError, match=r"gate must be \[as x\] = \[2, 3, 4\], got \[2, 3, 5\]"):
         ops.sigmoid_mul(torch.randn(2, 3, 4), torch.randn(2, 3, 5))
+    with pytest.raises(ValueError, match=r"x must be \[\.\.\., rows, 8\] as gate says, got \[3, 7\]"):
+        ops.swiglu(torch.randn(3, 7), torch.randn(5, 8), torch.randn(5, 8))
+    with pytest.raises(ValueError, match=r"up must be \[as gate\] = \[5, 8\], got \[6, 8\]"):
+        ops.swiglu(torch.randn(3, 8), torch.randn(5, 8), torch.randn(6, 8))

@@ -53,7 +53,7 @@ class Sizes:
     Attributes:
         element: bytes per element.
         length: positions in the cache.
-        features: outputs of a ``linears`` call on average; the profiler does not record the shapes of a list.
+        features: outputs of a ``linears`` call; the profiler does not record the shapes of a list.
     """
 
     element: int
@@ -72,6 +72,7 @@ _ELEMENTS: dict[str, Callable[[list[list[int]], Sizes], float]] = {
     "dflash::add_rms_norm": lambda s, _: 4 * _count(s[0]),
     "dflash::dynamic_conv": lambda s, _: 2 * _count(s[0]) + _count(s[1]) + _count(s[2]),
     "dflash::conv_add_rms_norm": lambda s, _: 4 * _count(s[0]) + _count(s[1]) + _count(s[2]),
+    "dflash::swiglu": lambda s, _: _count(s[0]) + 2 * _count(s[1]) + _rows(s[0]) * s[1][0],
     "dflash::silu_mul": lambda s, _: _count(s[0]) * 3 / 2,
     "dflash::qkv_norm_rope_append_": lambda s, _: 2 * _count(s[0]),
     "dflash::append_kv_": lambda s, _: 4 * _count(s[0]),

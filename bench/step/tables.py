@@ -19,7 +19,7 @@ def tables(setting: Setting, runs: dict[str, Run], accepted: int, report: Report
     target, drafter, _ = setting.pair
     config, device = target.config, target.device
     heads = config.num_attention_heads + 2 * config.num_key_value_heads
-    features = (heads * config.head_dim + 2 * config.intermediate_size) / 2  # the mean of a layer's two calls
+    features = heads * config.head_dim
     sizes = Sizes(drafter.dtype.itemsize, setting.context, features)
     found = report.facts["tables"] = {}
     for runner in ("graph", "fused"):

@@ -5,8 +5,8 @@
 namespace dflash {
 
 constexpr float kLog2E = 1.4426950408889634f;
-constexpr int kFirstChunk = 256;
-constexpr int kPerOctave = 4;
+constexpr int kFirstChunk = 128;
+constexpr int kPerOctave = 8;
 
 // The first slot of a chunk, and the chunk of a slot.
 static __device__ __forceinline__ int chunk_begin(int chunk) {

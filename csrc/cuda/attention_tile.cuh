@@ -4,27 +4,22 @@
 
 namespace dflash {
 
-// One tile of rows of one sequence and kv head. Its rows lie `shallowest` to `deepest` positions from the
+// One tile of rows and the keys that they see. The rows lie `shallowest` to `deepest` positions from the
 // sequence's length.
 template <typename T, int kDim, bool kTree = false>
-struct Tile {
-  const BlockAttentionParams& p;
+struct Tile : TileRows<T, kDim> {
+  using Rows = TileRows<T, kDim>;
+  using Rows::batch, Rows::column, Rows::first_row, Rows::group, Rows::kv_head, Rows::lane, Rows::live,
+      Rows::p, Rows::row, Rows::warp, Rows::warp_row;
+
   T* q_tile;      // [kRows, kDim]
   T* stages;      // [kStages, 2, kKeys, kDim]: K and V
   unsigned* bad;  // [kThreads / 32]: a bit per slot that a warp checks, set if its value row is not finite
   const T *k, *v;
-  int group, kv_head, live, first_row;  // packed rows
-  int64_t batch;
   int begin, end;        // slots that some row sees
   int all_from, all_to;  // slots that every row sees
   int length;
   float scale, softcap;
-
-  __device__ __forceinline__ int warp() const { return threadIdx.x / 32; }
-  __device__ __forceinline__ int lane() const { return threadIdx.x % 32; }
-  __device__ __forceinline__ int warp_row() const { return warp() % (kRows / 16) * 16; }
-  __device__ __forceinline__ int column() const { return warp() / (kRows / 16) * kColumns<kDim>; }
-  __device__ __forceinline__ int row(int i) const { return warp_row() + lane() / 4 + 8 * i; }
 
   // How far from the sequence's length one of the thread's two rows lies.
   __device__ __forceinline__ int depth(int i) const {
@@ -33,17 +28,8 @@ struct Tile {
     return query;
   }
 
-  __device__ __forceinline__ Tile(const BlockAttentionParams& p, unsigned* bad, int group, int kv_head,
-                                  int64_t batch, int tile, int shallowest, int deepest)
-      : p(p),
-        q_tile(shared<T>()),
-        stages(q_tile + kRows * kDim),
-        bad(bad),
-        group(group),
-        kv_head(kv_head),
-        first_row(tile * kRows),
-        batch(batch) {
-    live = min(kRows, int(p.rows) * group - first_row);
+  __device__ __forceinline__ Tile(const Rows& rows, unsigned* bad, int shallowest, int deepest)
+      : Rows(rows), q_tile(shared<T>()), stages(q_tile + kRows * kDim), bad(bad) {
     const int64_t cache = (batch * p.num_kv_heads + kv_head) * p.capacity;
     k = static_cast<const T*>(p.k_cache) + cache * p.head_dim;
     v = static_cast<const T*>(p.v_cache) + cache * p.v_head_dim;
@@ -285,27 +271,15 @@ struct Tile {
   }
 
   // Adds the sinks, divides, and writes the result.
-  __device__ __forceinline__ void store(const State<kDim>& s) const {
+  __device__ __forceinline__ void finish(const State<kDim>& s) const {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       if (row(i) >= live) continue;
-      const int packed = first_row + row(i);
-      const int64_t query = packed / group, head = kv_head * group + packed % group;
-      float keep = 1.0f, sum = s.sum[i];
-      if (p.sinks) {
-        const float sink = __fmul_rn(p.sinks[head], kLog2E), top = fmaxf(s.top[i], sink),
-                    base = top == minus_infinity() ? 0.0f : top;
-        keep = exp2_approx(s.top[i] - base);
-        sum = __fmaf_rn(sum, keep, exp2_approx(sink - base));
-      }
-      const float factor = sum == 0.0f ? 0.0f : keep / sum;
-      T* to = static_cast<T*>(p.out) + ((batch * p.rows + query) * p.num_heads + head) * p.v_head_dim;
+      const float factor = Rows::factor(i, s.top[i], s.sum[i]);
+      T* result = Rows::result(i);
 #pragma unroll
-      for (int n = 0; n < kColumns<kDim> / 8; ++n) {
-        if (column() + n * 8 >= p.v_head_dim) break;
-        const uint32_t pair = pack_pair<T>(s.out[n][2 * i] * factor, s.out[n][2 * i + 1] * factor);
-        *reinterpret_cast<uint32_t*>(to + column() + n * 8 + lane() % 4 * 2) = pair;
-      }
+      for (int n = 0; n < kColumns<kDim> / 8; ++n)
+        Rows::store(result, n, s.out[n][2 * i], s.out[n][2 * i + 1], factor);
     }
   }
 };
@@ -313,10 +287,9 @@ struct Tile {
 // Row j of a chain lies at its sequence's length + j.
 template <typename T, int kDim>
 struct ChainTile : Tile<T, kDim> {
-  __device__ __forceinline__ ChainTile(const BlockAttentionParams& p, unsigned* bad, int group, int kv_head,
-                                       int64_t batch, int tile)
-      : Tile<T, kDim>(p, bad, group, kv_head, batch, tile, tile * kRows / group,
-                      (min(int(p.rows) * group, (tile + 1) * kRows) - 1) / group) {}
+  __device__ __forceinline__ ChainTile(const TileRows<T, kDim>& rows, unsigned* bad)
+      : Tile<T, kDim>(rows, bad, rows.first_row / rows.group, (rows.first_row + rows.live - 1) / rows.group) {
+  }
 };
 
 }  // namespace dflash

@@ -41,20 +41,18 @@ struct TreeTile : Tile<T, kDim, true> {
   static constexpr int kBytes =
       kRows * kDim * 2 + kTreeRing * kCopy * 2 + kRows / 16 * int(sizeof(WarpPaths)) + kTreeKeys / 8;
 
-  __device__ __forceinline__ TreeTile(const BlockAttentionParams& p, unsigned* bad, int group, int kv_head,
-                                      int64_t batch, int tile)
-      : Base(p, bad, group, kv_head, batch, tile, 0, deepest(p, bad, group, batch, tile)),
+  __device__ __forceinline__ TreeTile(const TileRows<T, kDim>& rows, unsigned* bad)
+      : Base(rows, bad, 0, deepest(rows, bad)),
         paths(reinterpret_cast<WarpPaths*>(Base::stages + kTreeRing * kCopy)),
         bad_rows(reinterpret_cast<unsigned*>(paths + kRows / 16)) {
     Base::all_to = max(0, min(length, end));  // rows of the block are not seen by all
   }
 
   // The depth of the deepest row of a tile.
-  static __device__ __forceinline__ int deepest(const BlockAttentionParams& p, unsigned* scratch, int group,
-                                                int64_t batch, int tile) {
-    const int first = tile * kRows / group, query = first + int(threadIdx.x),
-              last = (min(int(p.rows) * group, (tile + 1) * kRows) - 1) / group;
-    const unsigned depth = query <= last ? path_of(p, batch, query).depth() : 0;
+  static __device__ __forceinline__ int deepest(const TileRows<T, kDim>& rows, unsigned* scratch) {
+    const int query = rows.first_row / rows.group + int(threadIdx.x),
+              last = (rows.first_row + rows.live - 1) / rows.group;
+    const unsigned depth = query <= last ? path_of(rows.p, rows.batch, query).depth() : 0;
     const unsigned most = __reduce_max_sync(kAllLanes, depth);
     if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = most;
     __syncthreads();

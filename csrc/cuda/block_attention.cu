@@ -6,15 +6,14 @@
 // cp.async stages, 32 at a time: S = Q K^T and O += P V by mma.sync, softmax in registers between them, fp32
 // sums.
 //
-// The cache is cut into chunks at fixed slots: 256 slots each up to 1024, then four per octave (a block reads
-// at most an eighth to a quarter of the context). Each chunk computes its own (top, sum, o), and chunks are
+// The cache is cut into chunks at fixed slots: 128 slots each up to 1024, then eight per octave, so the
+// longest has a sixteenth to an eighth of the context. Each chunk has its own (top, sum, o), and chunks are
 // folded one by one in ascending order. Tiles and chunks start at absolute slots, and one without a visible
 // key changes no bit of a row. The result therefore does not depend on how the work is split. All scores are
 // in units of log2(e).
 //
-// If there are few tiles, each chunk gets a block. The last block to arrive at the tile's counter folds all
-// chunks and resets the counter; a block whose chunk no row sees returns at once. If there are many tiles,
-// one block takes all chunks in turn.
+// If there are few tiles, blocks share the chunks of a tile and store their states, and a second kernel folds
+// these, eight columns in each of its blocks. If there are many tiles, one block takes all chunks in turn.
 //
 // With ancestors, a row of a tree has the bits that it has in a chain: its keys take part at the positions of
 // its path, not at their slots. Stages in front of the block are as above. attention_tree.cuh has the stages
@@ -28,67 +27,81 @@
 
 namespace dflash {
 
-// Grid: (tiles * num_kv_heads * batch, splits). The last chunks start first, because they are the longest.
+constexpr int64_t kMaxSplitTiles = 128;  // with more, there is a block for every tile anyway
+constexpr int64_t kMaxBlocks = 512;      // of split tiles, about: blocks take chunks in turn beyond
+
+// Behind the stored states: the first and last chunk that a tile has a state of.
+template <int kDim>
+static __device__ __forceinline__ int2* chunks_of(const BlockAttentionParams& p, int index) {
+  return reinterpret_cast<int2*>(p.workspace + gridDim.x * p.splits * kStateFloats<kDim>) + index;
+}
+
+// Grid: (tiles * num_kv_heads * batch, blocks per tile).
 template <typename T, int kDim, bool kTree>
 static __global__ void __launch_bounds__(kThreads<kDim>, 1)
     block_attention_kernel(const BlockAttentionParams p) {
   __shared__ unsigned bad[kThreads<kDim> / 32];
-  __shared__ bool arrived_last;
-  const int kv_heads = int(p.num_kv_heads), group = int(p.num_heads) / kv_heads;
-  const int tiles = (int(p.rows) * group + kRows - 1) / kRows, index = int(blockIdx.x);
-  const int tile = index % tiles, sequence_head = index / tiles, split = int(p.splits) - 1 - int(blockIdx.y);
-  const int kv_head = sequence_head % kv_heads, sequence = sequence_head / kv_heads;
+  const int index = int(blockIdx.x);
+  const TileRows<T, kDim> rows(p, index);
   grid_launch_dependents();
   grid_dependency_wait();
-  const std::conditional_t<kTree, TreeTile<T, kDim>, ChainTile<T, kDim>> t(p, bad, group, kv_head, sequence,
-                                                                           tile);
+  const std::conditional_t<kTree, TreeTile<T, kDim>, ChainTile<T, kDim>> t(rows, bad);
   const int first = chunk_of(t.begin), last = t.begin < t.end ? chunk_of(t.end - 1) : first;
   float* stored = p.workspace + index * p.splits * kStateFloats<kDim>;
+  const bool is_split = p.splits > 1;
+  if (is_split && blockIdx.y == 0 && threadIdx.x == 0) *chunks_of<kDim>(p, index) = make_int2(first, last);
+  // The last chunks of a split tile start first, because they are the longest.
+  const int start = is_split ? last - int(blockIdx.y) : first, step = is_split ? -int(gridDim.y) : 1;
   State<kDim> s;
-  if (p.splits == 1) {
-    for (int chunk = first; chunk <= last; ++chunk) {
-      t.attend_chunk(s, chunk, chunk == first);
-      if (chunk > first) fold<kDim, true>(s, stored);
-      if (chunk < last) store_state(stored, s);
+  for (int chunk = start; chunk >= first && chunk <= last; chunk += step) {
+    t.attend_chunk(s, chunk, chunk == start);
+    if (is_split) {
+      store_state(stored + chunk * int64_t(kStateFloats<kDim>), s);
+      continue;
     }
-    t.store(s);
-    return;
+    if (chunk > first) fold(s, stored);
+    if (chunk < last) store_state(stored, s);
   }
-  if (split < first || split > last) return;
-  t.attend_chunk(s, split, true);
-  if (first < last) {
-    store_state(stored + split * int64_t(kStateFloats<kDim>), s);
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) arrived_last = atomicAdd(p.counters + index, 1u) == unsigned(last - first);
-    __syncthreads();
-    if (!arrived_last) return;
-    __threadfence();
-    if (threadIdx.x == 0) p.counters[index] = 0;
-    // Each thread reads back its own part of every chunk's state, through the stages' memory.
-    constexpr int kSlots = kFoldSlots<kDim>;
-    float* slots = reinterpret_cast<float*>(shared<T>());
-    const auto fetch = [&](int chunk) {
-      const float* from = stored + chunk * int64_t(kStateFloats<kDim>);
-      float* to = slots + (chunk - first) % kSlots * kStateFloats<kDim>;
+  if (!is_split) t.finish(s);
+}
+
+// Folds the states of a tile's chunks. A thread has the rows that it has above, and two of the block's eight
+// columns. Grid: (tiles * num_kv_heads * batch, columns of a state / 8).
+template <typename T, int kDim>
+static __global__ void __launch_bounds__(kThreads<kDim>, 1) fold_chunks_kernel(const BlockAttentionParams p) {
+  constexpr int kAtOnce = 8;  // chunks whose states are requested before the first is used
+  const int index = int(blockIdx.x), n = int(blockIdx.y);
+  const TileRows<T, kDim> rows(p, index);
+  const float4* stored =
+      reinterpret_cast<const float4*>(p.workspace + index * p.splits * kStateFloats<kDim>) + threadIdx.x;
+  grid_launch_dependents();
+  grid_dependency_wait();
+  const int2 chunks = __ldcg(chunks_of<kDim>(p, index));
+  float4 out{}, sums{};  // as in a stored state
+  for (int begin = chunks.x; begin <= chunks.y; begin += kAtOnce) {
+    float4 outs[kAtOnce], all_sums[kAtOnce];
 #pragma unroll
-      for (int n = 0; n < kStateVectors<kDim>; ++n)
-        cp_async16(to + (n * kThreads<kDim> + threadIdx.x) * 4,
-                   from + (n * kThreads<kDim> + threadIdx.x) * 4);
-    };
-    for (int chunk = first; chunk < first + kSlots; ++chunk) {
-      if (chunk <= last) fetch(chunk);
-      cp_async_commit();
+    for (int i = 0; i < kAtOnce; ++i) {
+      const float4* state = stored + (begin + i) * int64_t(kStateVectors<kDim> * kThreads<kDim>);
+      if (begin + i > chunks.y) continue;
+      outs[i] = __ldcg(state + n * kThreads<kDim>);
+      all_sums[i] = __ldcg(state + (kStateVectors<kDim> - 1) * kThreads<kDim>);
     }
-    s.clear();
-    for (int chunk = first; chunk <= last; ++chunk) {
-      cp_async_wait<kSlots - 1>();
-      fold<kDim, false>(s, slots + (chunk - first) % kSlots * kStateFloats<kDim>);
-      if (chunk + kSlots <= last) fetch(chunk + kSlots);
-      cp_async_commit();
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (begin + i > chunks.y) continue;
+      const float4 o = outs[i], l = all_sums[i];
+      if (begin + i == chunks.x) {
+        out = o, sums = l;
+        continue;
+      }
+      const Fold add[2] = {{sums.x, l.x}, {sums.y, l.y}};
+      sums = make_float4(add[0].top, add[1].top, add[0](sums.z, l.z), add[1](sums.w, l.w));
+      out = make_float4(add[0](out.x, o.x), add[0](out.y, o.y), add[1](out.z, o.z), add[1](out.w, o.w));
     }
   }
-  t.store(s);
+  if (rows.row(0) < rows.live) rows.store(rows.result(0), n, out.x, out.y, rows.factor(0, sums.x, sums.z));
+  if (rows.row(1) < rows.live) rows.store(rows.result(1), n, out.z, out.w, rows.factor(1, sums.y, sums.w));
 }
 
 // ---- launches
@@ -106,7 +119,7 @@ static int64_t num_chunks(int64_t capacity) {
   return kPerOctave * (octave + 1) + (first >> octave) % kPerOctave + 1;
 }
 
-// One split if the tiles alone fill a GPU, else one split per chunk of the capacity.
+// One state per tile if the tiles alone fill a GPU, else one per chunk of the capacity.
 Workspace block_attention_workspace(DType dtype, const void* k_cache, const void* v_cache, int64_t batch,
                                     int64_t rows, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
                                     int64_t v_head_dim, int64_t capacity) {
@@ -114,23 +127,25 @@ Workspace block_attention_workspace(DType dtype, const void* k_cache, const void
   if (dtype == DType::kFloat32 || head_dim % 8 || v_head_dim % 8 || dim > 256 || !aligned16(k_cache, v_cache))
     return {0, 0};
   const int64_t tiles = num_tiles(rows, num_heads, num_kv_heads) * batch * num_kv_heads;
-  const int64_t splits = tiles <= kNumCounters ? num_chunks(capacity) : 1;
+  const int64_t splits = tiles <= kMaxSplitTiles ? num_chunks(capacity) : 1;
   const int64_t floats = dim <= 64 ? kStateFloats<64> : dim <= 128 ? kStateFloats<128> : kStateFloats<256>;
-  return {splits, tiles * splits * floats * int64_t(sizeof(float))};
+  return {splits, tiles * (splits * floats * int64_t(sizeof(float)) + int64_t(sizeof(int2)))};
 }
 
 template <typename T, int kDim>
 static cudaError_t launch_tiles(const BlockAttentionParams& p, cudaStream_t stream) {
   constexpr int kChainBytes = kSharedBytes<kDim>, kTreeBytes = TreeTile<T, kDim>::kBytes;
   static_assert(kTreeBytes >= kChainBytes && kTreeBytes <= 99 * 1024 - 64, "what every device has");
-  static_assert(kFoldSlots<kDim> >= 1, "a stored state fits into the stages");
-  const int64_t tiles = num_tiles(p.rows, p.num_heads, p.num_kv_heads);
-  const dim3 grid(unsigned(tiles * p.num_kv_heads * p.batch), unsigned(p.splits));
-  if (p.ancestors)
-    return launch_overlapping(block_attention_kernel<T, kDim, true>, grid, dim3(kThreads<kDim>), kTreeBytes,
-                              stream, p);
-  return launch_overlapping(block_attention_kernel<T, kDim, false>, grid, dim3(kThreads<kDim>), kChainBytes,
-                            stream, p);
+  const int64_t tiles = num_tiles(p.rows, p.num_heads, p.num_kv_heads) * p.num_kv_heads * p.batch;
+  const int64_t blocks = max(int64_t(1), min(p.splits, kMaxBlocks / tiles));
+  const dim3 grid{unsigned(tiles), unsigned(blocks)}, threads(kThreads<kDim>);
+  const cudaError_t error =
+      p.ancestors
+          ? launch_overlapping(block_attention_kernel<T, kDim, true>, grid, threads, kTreeBytes, stream, p)
+          : launch_overlapping(block_attention_kernel<T, kDim, false>, grid, threads, kChainBytes, stream, p);
+  if (error != cudaSuccess || p.splits == 1) return error;
+  return launch_overlapping(fold_chunks_kernel<T, kDim>, dim3(unsigned(tiles), kStateVectors<kDim> - 1),
+                            threads, 0, stream, p);
 }
 
 cudaError_t launch_block_attention(const BlockAttentionParams& p, cudaStream_t stream) {

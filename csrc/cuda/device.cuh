@@ -105,6 +105,20 @@ __device__ __forceinline__ uint4 pack(const float (&v)[kPer16<T>]) {
   return make_uint4(word[0], word[1], word[2], word[3]);
 }
 
+// Two neighbors of 16 bits, the first in the low half.
+template <typename T>
+__device__ __forceinline__ uint32_t pack_pair(float low, float high) {
+  uint32_t word;
+  if constexpr (std::is_same_v<T, __half>) {
+    const __half2 pair = __floats2half2_rn(low, high);
+    memcpy(&word, &pair, 4);
+  } else {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+    memcpy(&word, &pair, 4);
+  }
+  return word;
+}
+
 // kWidth elements at once: kPer16<T> of them in one access, or one. Kernels are compiled for both widths, the
 // second for shapes whose rows are not a multiple of 16 bytes.
 template <typename T, int kWidth>
@@ -154,6 +168,9 @@ __device__ __forceinline__ void round_to(float (&v)[kWidth]) {
 #pragma unroll
   for (int i = 0; i < kWidth; ++i) v[i] = to_float(from_float<T>(v[i]));
 }
+
+// gate / (1 + exp(-gate)) * up
+__device__ __forceinline__ float silu_mul(float gate, float up) { return gate / (1.0f + expf(-gate)) * up; }
 
 // ---- reductions: every thread of the warp or block calls, every thread gets the result; fixed order
 

@@ -25,7 +25,7 @@ cudaError_t set_trace(void* buffer, int64_t records);
 
 // ---- what callers provide besides tensors; answered from shapes, without a GPU
 
-constexpr int64_t kNumCounters = 128;  // in the array that blocks sharing a result count themselves in
+constexpr int64_t kNumCounters = 144;  // in the array that blocks sharing a result count themselves in
 
 // How a kernel cuts its work, and the bytes that it needs for that.
 struct Workspace {
@@ -40,7 +40,7 @@ Workspace block_attention_workspace(DType dtype, const void* k_cache, const void
 
 // splits 0: the kernel does not take this product; the weights are contiguous.
 Workspace linear_workspace(DType dtype, int64_t rows, int64_t in, int num_weights, const void* const* weights,
-                           const int64_t* features);
+                           const int64_t* features, bool gated);
 
 // splits 0: the kernel does not take these rows or weights; the weights are contiguous.
 Workspace experts_workspace(DType dtype, const void* gate_up, const void* down, int64_t rows, int64_t top_k,

@@ -1,14 +1,23 @@
-// out = x weight^T + bias for up to 64 rows and several weights. The time is bound by reading the weights
+// out = x weight^T + bias for up to 256 rows and several weights. The time is bound by reading the weights
 // once.
 //
 // A block takes 128 output features of one weight and a slice of the inner dimension, 64 at a time. Weights
 // and rows pass through a ring of cp.async stages; the weights are marked evict-first in L2, as nothing reads
-// them again before the next step. mma.sync takes the rows, padded to 16, 32 or 64, as its first factor. Each
-// of the eight warps has 16 features and every row.
+// them again before the next step. mma.sync takes the rows, padded to 16, 32 or 64, as its first factor. Up
+// to 32 rows each of the eight warps has 16 features and every row; with more, warps share rows and features,
+// so that less of both is read from shared memory.
+//
+// More than 64 rows come in blocks of 128, with 256 features each: every block reads all of its rows, and
+// with fewer features these would be more bytes than the weights. Blocks with the same weights lie side by
+// side.
 //
 // If there are few features, the inner dimension is cut into slices, one block each, and the last block to
-// arrive adds up their sums in ascending order. The slices depend only on the weights' shapes, so a row's
-// bits depend neither on the other rows nor on their number.
+// arrive adds up their sums in ascending order. The slices depend only on the weights' shapes, and a sum
+// takes its products in ascending order, so a row's bits depend neither on the other rows nor on their
+// number.
+//
+// If gated, the weights are gate and up: of 16 features in a row, eight are of one and the same eight of the
+// other. A thread then holds both products of an output, and stores silu(gate) * up.
 //
 // With `prefetch`, from sm_90, the first weights are requested before the previous kernel has ended.
 #include "cuda/device.cuh"
@@ -17,40 +26,62 @@
 namespace dflash {
 
 constexpr int kThreads = 256;
-constexpr int kFeatures = 128;
-constexpr int kInner = 64;
-constexpr int64_t kMaxRows = 64;
+constexpr int kStages = 4;  // with 16 rows, three blocks fit on an SM: one of the next product next to two
+constexpr int64_t kMaxRows = 256;
+constexpr int64_t kTile = 128;         // the features that slices are counted by
 constexpr int64_t kBlocks = 256;       // the number of slices aims at about this many blocks
-constexpr int64_t kStepsPerSlice = 4;  // minimum; each step is kInner
-constexpr int kPieces = kInner / 8;    // of 16 bytes per row of a stage
-constexpr int kWeights = kFeatures * kInner;
+constexpr int64_t kSteps = 64;         // of the inner dimension: slices are multiples
+constexpr int64_t kStepsPerSlice = 4;  // minimum
 
-template <int kRows>
-constexpr int kStages = kRows > 16 ? 4 : 5;
-template <int kRows>
-constexpr int kStageElements = (kFeatures + kRows) * kInner;
-template <int kRows>
-constexpr int kSharedBytes = kStages<kRows> * kStageElements<kRows> * 2;
+// The work of a block with up to kRows rows.
+template <int kMostRows>
+struct Shape {
+  static constexpr int kRows = kMostRows;
+  static constexpr int kFeatures = kRows > 64 ? 256 : 128;
+  static constexpr int kInner = kRows > 64 ? 32 : 64;  // of a stage
+  static constexpr int kPieces = kInner / 8;           // of 16 bytes per row of a stage
+  static constexpr int kWeights = kFeatures * kInner;  // elements of a stage, which ends with the rows
+  static constexpr int kStageElements = kWeights + kRows * kInner;
+  static constexpr int kBytes = kStages * kStageElements * 2;
+  // What a warp multiplies.
+  static constexpr int kRowWarps = kRows > 32 ? 2 : 1;
+  static constexpr int kWarpRows = kRows / kRowWarps, kWarpFeatures = kFeatures * kRowWarps / (kThreads / 32);
+  static constexpr int kVectors = kWarpRows / 16 * (kWarpFeatures / 8);  // of four sums of a thread
 
-// Offset of a piece of a row in a stage, in elements. Eight rows at the same piece use different banks.
-static __device__ __forceinline__ int place(int row, int piece) {
-  return row * kInner + (piece ^ (row % 8)) * 8;
-}
+  static __device__ __forceinline__ int warp_row() { return threadIdx.x / 32 % kRowWarps * kWarpRows; }
+  static __device__ __forceinline__ int warp_feature() {
+    return threadIdx.x / 32 / kRowWarps * kWarpFeatures;
+  }
+  // Offset of a piece of a row in a stage, in elements. Eight rows at the same piece use different banks.
+  static __device__ __forceinline__ int place(int row, int piece) {
+    return row * kInner + (piece ^ (row * kPieces / 8 % kPieces)) * 8;
+  }
+};
 
-// A block's share of the work: the features of one weight, starting at `feature`.
-template <typename T>
+// Sums of a thread in mma's layout: [rows / 16, features / 8].
+template <int kRows>
+using Sums = float[Shape<kRows>::kWarpRows / 16][Shape<kRows>::kWarpFeatures / 8][4];
+
+// A block's share of the work: kRows rows from first_row, and the features of one weight, or of both if
+// gated, from `feature`.
+template <typename T, int kRows, bool kGated>
 struct Part {
   const T *weight, *bias;
   int64_t feature, features, column;  // column: the weight's first column in the result
+  int first_row;
 
-  __device__ __forceinline__ Part(const LinearParams& p, int tile)
+  __device__ __forceinline__ Part(const LinearParams& p, int block)
       : weight(static_cast<const T*>(p.weights[0])),
         bias(static_cast<const T*>(p.biases[0])),
         features(p.features[0]),
         column(0) {
+    constexpr int kOwn = kGated ? Shape<kRows>::kFeatures / 2 : Shape<kRows>::kFeatures;
+    const int row_blocks = kRows > 64 ? int(ceil_div(p.rows, kRows)) : 1;
+    int tile = block / row_blocks;
+    first_row = block % row_blocks * kRows;
 #pragma unroll
-    for (int i = 1; i < kMaxLinearWeights; ++i) {
-      const int tiles = int(ceil_div(features, kFeatures));
+    for (int i = 1; !kGated && i < kMaxLinearWeights; ++i) {
+      const int tiles = int(ceil_div(features, kOwn));
       if (i >= p.num_weights || tile < tiles) break;
       tile -= tiles;
       column += features;
@@ -58,71 +89,165 @@ struct Part {
       bias = static_cast<const T*>(p.biases[i]);
       features = p.features[i];
     }
-    feature = int64_t(tile) * kFeatures;
+    feature = int64_t(tile) * kOwn;
   }
 };
 
 // A thread copies the same piece of every kApart-th row, from addresses computed once.
-template <typename T, int kRows>
+template <typename T, int kRows, bool kGated>
 struct Stages {
-  static constexpr int kApart = kThreads / kPieces;
-  static constexpr int kRowCopies = (kRows + kApart - 1) / kApart;
+  using S = Shape<kRows>;
+  static constexpr int kApart = kThreads / S::kPieces;
+  static constexpr int kCopies = S::kFeatures / kApart, kRowCopies = (kRows + kApart - 1) / kApart;
 
-  T* memory;  // [kStages, kFeatures + kRows, kInner]: weights, then x
-  const T *weight[kFeatures / kApart], *x[kRowCopies];
+  T* memory;  // [kStages, kFeatures + kRows, kInner]: weights (if gated, 8 of gate, 8 of up, ...), then x
+  const T *weight[kCopies], *x[kRowCopies];
   int to;                   // destination of the thread's first piece
   int tiles;                // tiles that have columns at the thread's piece
   int x_tiles[kRowCopies];  // as `tiles`, but 0 past the last row
   uint64_t policy;
 
   // Past the last feature, its weights are loaded again and the results dropped.
-  __device__ __forceinline__ Stages(const LinearParams& p, const Part<T>& part, int64_t inner)
+  __device__ __forceinline__ Stages(const LinearParams& p, const Part<T, kRows, kGated>& part, int64_t inner)
       : memory(shared<T>()), policy(evict_first_policy()) {
-    const int row = threadIdx.x / kPieces, piece = threadIdx.x % kPieces;
+    const int row = threadIdx.x / S::kPieces, piece = threadIdx.x % S::kPieces;
     const int64_t k = inner + piece * 8;
-    to = place(row, piece);
-    tiles = int((p.in - k + kInner - 1) / kInner);
+    to = S::place(row, piece);
+    tiles = int((p.in - k + S::kInner - 1) / S::kInner);
+    const T* from = part.weight;
+    int first = row, apart = kApart;  // features of the thread's rows
+    if constexpr (kGated) {
+      if (row % 16 >= 8) from = static_cast<const T*>(p.weights[1]);
+      first = row / 16 * 8 + row % 8, apart = kApart / 2;
+    }
 #pragma unroll
-    for (int i = 0; i < kFeatures / kApart; ++i)
-      weight[i] = part.weight + min(part.feature + row + i * kApart, part.features - 1) * p.in + k;
+    for (int i = 0; i < kCopies; ++i)
+      weight[i] = from + min(part.feature + first + i * apart, part.features - 1) * p.in + k;
 #pragma unroll
     for (int i = 0; i < kRowCopies; ++i) {
-      const bool there = row + i * kApart < p.rows;
-      x[i] = static_cast<const T*>(p.x) + (there ? row + i * kApart : 0) * p.in + k;
+      const int64_t own = part.first_row + row + i * kApart;
+      const bool there = own < p.rows;
+      x[i] = static_cast<const T*>(p.x) + (there ? own : 0) * p.in + k;
       x_tiles[i] = there ? tiles : 0;
     }
   }
 
-  __device__ __forceinline__ T* weights(int stage) const { return memory + stage * kStageElements<kRows>; }
-  __device__ __forceinline__ T* rows(int stage) const { return weights(stage) + kWeights; }
+  __device__ __forceinline__ T* weights(int stage) const { return memory + stage * S::kStageElements; }
+  __device__ __forceinline__ T* rows(int stage) const { return weights(stage) + S::kWeights; }
 
   __device__ __forceinline__ void copy_weights(int stage, int tile) const {
     T* at = weights(stage) + to;
 #pragma unroll
-    for (int i = 0; i < kFeatures / kApart; ++i)
-      cp_async16_hint_if(at + i * kApart * kInner, weight[i] + int64_t(tile) * kInner, policy, tile < tiles);
+    for (int i = 0; i < kCopies; ++i)
+      cp_async16_hint_if(at + i * kApart * S::kInner, weight[i] + int64_t(tile) * S::kInner, policy,
+                         tile < tiles);
   }
 
   __device__ __forceinline__ void copy_rows(int stage, int tile) const {
     T* at = rows(stage) + to;
 #pragma unroll
     for (int i = 0; i < kRowCopies; ++i)
-      if (kRows % kApart == 0 || threadIdx.x < kRows * kPieces)
-        cp_async16_if(at + i * kApart * kInner, x[i] + int64_t(tile) * kInner, tile < x_tiles[i]);
+      if (kRows % kApart == 0 || threadIdx.x < kRows * S::kPieces)
+        cp_async16_if(at + i * kApart * S::kInner, x[i] + int64_t(tile) * S::kInner, tile < x_tiles[i]);
   }
 };
 
-// Grid: (tiles of all weights, splits).
+// Writes a thread's two neighbors in a row, of which `left` are in the result.
+template <typename T>
+static __device__ __forceinline__ void store_two(T* to, float first, float second, int64_t left) {
+  if (left >= 2 && reinterpret_cast<uintptr_t>(to) % 4 == 0) {
+    *reinterpret_cast<uint32_t*>(to) = pack_pair<T>(first, second);
+  } else {
+    if (left >= 1) to[0] = from_float<T>(first);
+    if (left >= 2) to[1] = from_float<T>(second);
+  }
+}
+
 template <typename T, int kRows>
+static __device__ __forceinline__ void store_products(const LinearParams& p,
+                                                      const Part<T, kRows, false>& part,
+                                                      const Sums<kRows>& sum) {
+  using S = Shape<kRows>;
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int n = 0; n < S::kWarpFeatures / 8; ++n) {
+    const int64_t feature = part.feature + S::warp_feature() + n * 8 + lane % 4 * 2;
+    const int64_t left = part.features - feature;
+    float bias[2] = {};
+#pragma unroll
+    for (int e = 0; e < 2; ++e)
+      if (part.bias && e < left) bias[e] = to_float(part.bias[feature + e]);
+#pragma unroll
+    for (int m = 0; m < S::kWarpRows / 16; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int64_t row = part.first_row + S::warp_row() + m * 16 + lane / 4 + 8 * half;
+        if (row >= p.rows) continue;
+        const float* s = sum[m][n] + 2 * half;
+        store_two(static_cast<T*>(p.out) + row * p.out_features + part.column + feature, s[0] + bias[0],
+                  s[1] + bias[1], left);
+      }
+  }
+}
+
+template <typename T, int kRows>
+static __device__ __forceinline__ void store_gated(const LinearParams& p, const Part<T, kRows, true>& part,
+                                                   const Sums<kRows>& sum) {
+  using S = Shape<kRows>;
+  const int lane = threadIdx.x % 32;
+  const auto gated = [](float gate, float up) {
+    return silu_mul(to_float(from_float<T>(gate)), to_float(from_float<T>(up)));
+  };
+#pragma unroll
+  for (int n = 0; n < S::kWarpFeatures / 16; ++n) {
+    const int64_t feature = part.feature + S::warp_feature() / 2 + n * 8 + lane % 4 * 2;
+#pragma unroll
+    for (int m = 0; m < S::kWarpRows / 16; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int64_t row = part.first_row + S::warp_row() + m * 16 + lane / 4 + 8 * half;
+        if (row >= p.rows) continue;
+        const float *gate = sum[m][2 * n] + 2 * half, *up = sum[m][2 * n + 1] + 2 * half;
+        store_two(static_cast<T*>(p.out) + row * p.out_features + feature, gated(gate[0], up[0]),
+                  gated(gate[1], up[1]), part.features - feature);
+      }
+  }
+}
+
+// sum = the sums of all slices, each of which a block has stored, in ascending order.
+template <int kVectors, typename S>
+static __device__ __forceinline__ void add_slices(S& sum, const float4* stored, int splits) {
+  constexpr int kAtOnce = 8;  // requested before the first is used
+  constexpr int kColumns = int(sizeof(sum[0]) / sizeof(sum[0][0]));
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    float (&s)[4] = sum[i / kColumns][i % kColumns];
+    s[0] = s[1] = s[2] = s[3] = 0.0f;
+    const float4* at = stored + i * kThreads;
+    for (int left = splits; left > 0; left -= kAtOnce, at += kAtOnce * kVectors * kThreads) {
+      float4 slice[kAtOnce];
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j)
+        if (j < left) slice[j] = __ldcg(at + j * kVectors * kThreads);
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j)
+        if (j < left) s[0] += slice[j].x, s[1] += slice[j].y, s[2] += slice[j].z, s[3] += slice[j].w;
+    }
+  }
+}
+
+// Grid: (tiles of all weights * blocks of rows, splits).
+template <typename T, int kRows, bool kGated>
 static __global__ void __launch_bounds__(kThreads, 1) linear_kernel(const LinearParams p) {
+  using S = Shape<kRows>;
   __shared__ bool arrived_last;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int all_tiles = int(ceil_div(p.in, kInner)), splits = int(p.splits);
-  const int per_split = (all_tiles + splits - 1) / splits, first_tile = int(blockIdx.y) * per_split;
-  const int tiles = max(0, min(per_split, all_tiles - first_tile));
-  const Part<T> part(p, int(blockIdx.x));
-  const Stages<T, kRows> stages(p, part, int64_t(first_tile) * kInner);
-  constexpr int kAhead = kStages<kRows> - 1;
+  const int lane = threadIdx.x % 32, splits = int(p.splits);
+  const int steps = int(ceil_div(p.in, kSteps)), per_split = (steps + splits - 1) / splits;
+  const int64_t inner = int64_t(blockIdx.y) * per_split * kSteps;
+  const int tiles = int(max(int64_t(0), ceil_div(min(per_split * kSteps, p.in - inner), S::kInner)));
+  const Part<T, kRows, kGated> part(p, int(blockIdx.x));
+  const Stages<T, kRows, kGated> stages(p, part, inner);
+  constexpr int kAhead = kStages - 1;
   if (p.prefetch)
     for (int i = 0; i < kAhead && i < tiles; ++i) stages.copy_weights(i, i);
   grid_launch_dependents();
@@ -136,10 +261,10 @@ static __global__ void __launch_bounds__(kThreads, 1) linear_kernel(const Linear
     cp_async_commit();
   }
 
-  float sum[kRows / 16][2][4] = {};  // [rows / 16, features / 8] in mma's layout
+  Sums<kRows> sum = {};
   // The address of the piece 2 k further on is the address of the first, xor 16 k.
-  const int weights_at = place(warp * 16 + lane / 16 * 8 + lane % 8, lane / 8 % 2);
-  const int rows_at = place(lane % 16, lane / 16);
+  const int weights_at = S::place(S::warp_feature() + lane / 16 * 8 + lane % 8, lane / 8 % 2);
+  const int rows_at = S::place(S::warp_row() + lane % 16, lane / 16);
   int stage = 0, free_stage = kAhead;
   for (int tile = 0; tile < tiles; ++tile) {
     cp_async_wait<kAhead - 1>();
@@ -151,114 +276,118 @@ static __global__ void __launch_bounds__(kThreads, 1) linear_kernel(const Linear
     cp_async_commit();
     const T *weights = stages.weights(stage), *rows = stages.rows(stage);
 #pragma unroll
-    for (int k = 0; k < kInner / 16; ++k) {
-      uint32_t b[4];
-      ldmatrix(b, weights + (weights_at ^ 16 * k));
-      const uint32_t left[2] = {b[0], b[1]}, right[2] = {b[2], b[3]};
+    for (int k = 0; k < S::kInner / 16; ++k) {
+      uint32_t a[S::kWarpRows / 16][4];
 #pragma unroll
-      for (int m = 0; m < kRows / 16; ++m) {
-        uint32_t a[4];
-        ldmatrix(a, rows + m * 16 * kInner + (rows_at ^ 16 * k));
-        mma_m16n8k16(sum[m][0], a, left, T());
-        mma_m16n8k16(sum[m][1], a, right, T());
+      for (int m = 0; m < S::kWarpRows / 16; ++m)
+        ldmatrix(a[m], rows + m * 16 * S::kInner + (rows_at ^ 16 * k));
+#pragma unroll
+      for (int n = 0; n < S::kWarpFeatures / 16; ++n) {
+        uint32_t b[4];
+        ldmatrix(b, weights + n * 16 * S::kInner + (weights_at ^ 16 * k));
+        const uint32_t left[2] = {b[0], b[1]}, right[2] = {b[2], b[3]};
+#pragma unroll
+        for (int m = 0; m < S::kWarpRows / 16; ++m) {
+          mma_m16n8k16(sum[m][2 * n], a[m], left, T());
+          mma_m16n8k16(sum[m][2 * n + 1], a[m], right, T());
+        }
       }
     }
     free_stage = stage;
-    stage = stage + 1 == kStages<kRows> ? 0 : stage + 1;
+    stage = stage + 1 == kStages ? 0 : stage + 1;
   }
 
-  if (p.splits > 1) {  // [tiles, splits, rows / 16, 2, kThreads] vectors of four
-    constexpr int kVectors = kRows / 16 * 2;
+  if (splits > 1) {  // [blocks, splits, kVectors, kThreads] vectors of four
     float4* stored =
-        reinterpret_cast<float4*>(p.workspace) + blockIdx.x * p.splits * kVectors * kThreads + threadIdx.x;
-    float4* own = stored + blockIdx.y * int64_t(kVectors) * kThreads;
+        reinterpret_cast<float4*>(p.workspace) + blockIdx.x * p.splits * S::kVectors * kThreads + threadIdx.x;
+    float4* own = stored + blockIdx.y * int64_t(S::kVectors) * kThreads;
 #pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
-      const float (&s)[4] = sum[i / 2][i % 2];
+    for (int i = 0; i < S::kVectors; ++i) {
+      constexpr int kColumns = S::kWarpFeatures / 8;
+      const float (&s)[4] = sum[i / kColumns][i % kColumns];
       own[i * kThreads] = make_float4(s[0], s[1], s[2], s[3]);
     }
-    __threadfence();
     __syncthreads();
-    if (threadIdx.x == 0) arrived_last = atomicAdd(p.counters + blockIdx.x, 1u) == unsigned(p.splits) - 1;
+    const unsigned last = unsigned(splits) - 1;
+    if (threadIdx.x == 0) arrived_last = count_up(p.counters + blockIdx.x, last) == last;
     __syncthreads();
     if (!arrived_last) return;
-    __threadfence();
-    if (threadIdx.x == 0) p.counters[blockIdx.x] = 0;
-#pragma unroll
-    for (int i = 0; i < kVectors; ++i) {
-      float (&s)[4] = sum[i / 2][i % 2];
-      s[0] = s[1] = s[2] = s[3] = 0.0f;
-#pragma unroll 4
-      for (int64_t split = 0; split < p.splits; ++split) {
-        const float4 v = __ldcg(stored + (split * kVectors + i) * kThreads);
-        s[0] += v.x, s[1] += v.y, s[2] += v.z, s[3] += v.w;
-      }
-    }
+    add_slices<S::kVectors>(sum, stored, splits);
   }
-
-#pragma unroll
-  for (int m = 0; m < kRows / 16; ++m)
-#pragma unroll
-    for (int n = 0; n < 2; ++n)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int64_t row = m * 16 + lane / 4 + 8 * half;
-        const int64_t feature = part.feature + warp * 16 + n * 8 + lane % 4 * 2;
-        if (row >= p.rows) continue;
-        T* to = static_cast<T*>(p.out) + row * p.out_features + part.column + feature;
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          if (feature + e >= part.features) continue;
-          const float bias = part.bias ? to_float(part.bias[feature + e]) : 0.0f;
-          to[e] = from_float<T>(sum[m][n][2 * half + e] + bias);
-        }
-      }
+  if constexpr (kGated)
+    store_gated<T, kRows>(p, part, sum);
+  else
+    store_products<T, kRows>(p, part, sum);
 }
 
-static int64_t num_tiles(const int64_t* features, int num_weights) {
+// The tiles of all weights, with as many features each; if gated, half of them are gate's.
+static int64_t num_tiles(const int64_t* features, int num_weights, bool gated, int64_t tile) {
+  if (gated) return ceil_div(features[0], tile / 2);
   int64_t tiles = 0;
-  for (int i = 0; i < num_weights; ++i) tiles += ceil_div(features[i], kFeatures);
+  for (int i = 0; i < num_weights; ++i) tiles += ceil_div(features[i], tile);
   return tiles;
 }
 
-// No slice is empty, and there are about 256 blocks in total.
+// No slice is empty, and there are about 256 blocks in total up to 64 rows.
 static int64_t num_slices(int64_t tiles, int64_t in) {
-  const int64_t steps = ceil_div(in, kInner);
+  const int64_t steps = ceil_div(in, kSteps);
   const int64_t wanted = max(int64_t(1), min(kBlocks / tiles, steps / kStepsPerSlice));
   return ceil_div(steps, ceil_div(steps, wanted));
 }
 
+// Calls f(Shape) with the one for these rows.
+template <typename F>
+static auto with_shape(int64_t rows, F&& f) {
+  return rows <= 16   ? f(Shape<16>())
+         : rows <= 32 ? f(Shape<32>())
+         : rows <= 64 ? f(Shape<64>())
+                      : f(Shape<128>());
+}
+
+// Of all slices together; a slice has so many blocks.
+template <typename S>
+static int64_t num_blocks(S, int64_t rows, const int64_t* features, int num_weights, bool gated) {
+  return num_tiles(features, num_weights, gated, S::kFeatures) * ceil_div(rows, S::kRows);
+}
+
 Workspace linear_workspace(DType dtype, int64_t rows, int64_t in, int num_weights, const void* const* weights,
-                           const int64_t* features) {
+                           const int64_t* features, bool gated) {
   bool takes = dtype != DType::kFloat32 && 0 < rows && rows <= kMaxRows && in > 0 && in % 8 == 0;
   for (int i = 0; i < num_weights; ++i) takes &= aligned16(weights[i]);
-  const int64_t tiles = num_tiles(features, num_weights);
+  const int64_t tiles = num_tiles(features, num_weights, gated, kTile);
   if (!takes || tiles == 0) return {0, 0};
-  const int64_t slices = num_slices(tiles, in), padded = rows <= 16 ? 16 : rows <= 32 ? 32 : kMaxRows;
-  static_assert(kBlocks / 2 <= kNumCounters, "one counter per tile where there are slices");
-  return {slices, slices > 1 ? tiles * slices * kFeatures * padded * int64_t(sizeof(float)) : 0};
+  const int64_t slices = num_slices(tiles, in);
+  // At most as many blocks as tiles, and one more per weight if a tile is twice as large and taken twice.
+  static_assert(kBlocks / 2 + kMaxLinearWeights <= kNumCounters, "one counter per block of a slice");
+  return with_shape(rows, [&](auto shape) -> Workspace {
+    using S = decltype(shape);
+    const int64_t blocks = num_blocks(shape, rows, features, num_weights, gated);
+    const int64_t floats = S::kFeatures * S::kRows;
+    return {slices, slices > 1 ? blocks * slices * floats * int64_t(sizeof(float)) : 0};
+  });
 }
 
 template <typename T, int kRows>
 static cudaError_t launch_rows(const LinearParams& p, cudaStream_t stream) {
-  static_assert(kSharedBytes<kRows> <= 99 * 1024 - 64, "more shared memory than every device has");
-  const int64_t tiles = num_tiles(p.features, p.num_weights);
-  return launch_overlapping(linear_kernel<T, kRows>, dim3(unsigned(tiles), unsigned(p.splits)),
-                            dim3(kThreads), kSharedBytes<kRows>, stream, p);
+  using S = Shape<kRows>;
+  static_assert(S::kBytes <= 99 * 1024 - 64, "more shared memory than every device has");
+  const int64_t blocks = num_blocks(S(), p.rows, p.features, p.num_weights, p.gated);
+  return launch_overlapping(p.gated ? linear_kernel<T, kRows, true> : linear_kernel<T, kRows, false>,
+                            dim3(unsigned(blocks), unsigned(p.splits)), dim3(kThreads), S::kBytes, stream, p);
 }
 
 cudaError_t launch_linear(const LinearParams& p, cudaStream_t stream) {
   if (p.rows * p.out_features == 0) return cudaSuccess;
+  if (p.rows > kMaxRows) return cudaErrorInvalidValue;
   const DeviceScope scope(p.device);
   if (scope.error() != cudaSuccess) return scope.error();
   return dispatch(p.dtype, [&](auto type) {
     using T = decltype(type);
-    if constexpr (!std::is_same_v<T, float>) {
-      if (p.rows <= 16) return launch_rows<T, 16>(p, stream);
-      if (p.rows <= 32) return launch_rows<T, 32>(p, stream);
-      if (p.rows <= kMaxRows) return launch_rows<T, kMaxRows>(p, stream);
-    }
-    return cudaErrorInvalidValue;
+    if constexpr (std::is_same_v<T, float>)
+      return cudaErrorInvalidValue;
+    else
+      return with_shape(p.rows,
+                        [&](auto shape) { return launch_rows<T, decltype(shape)::kRows>(p, stream); });
   });
 }
 

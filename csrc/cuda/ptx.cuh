@@ -17,7 +17,8 @@ namespace dflash {
 // ---- launches and dynamic shared memory
 
 // True if the code of `kernel` that the current device runs holds the waits of an overlapping launch: a newer
-// device that runs code compiled for an older one (PTX of compute_80, say) has none. Asked once per device.
+// device that runs code compiled for an older one (PTX of compute_80, say) has none. Asked once per device,
+// when the kernel also says how it wants the memory of a multiprocessor split.
 inline bool waits_for_dependencies(const void* kernel) {
   static std::mutex mutex;
   static std::map<std::pair<const void*, int>, bool> known;
@@ -29,8 +30,11 @@ inline bool waits_for_dependencies(const void* kernel) {
     cudaFuncAttributes attributes{};
     if (cudaFuncGetAttributes(&attributes, kernel) == cudaSuccess)
       entry->second = attributes.ptxVersion >= 90;
-    else
-      cudaGetLastError();  // the launch will say what is wrong
+    // Kernels that want its memory split differently between L1 and shared memory cannot share a
+    // multiprocessor.
+    cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                         cudaSharedmemCarveoutMaxShared);
+    cudaGetLastError();  // the launch will say what is wrong
   }
   return entry->second;
 }
@@ -112,6 +116,19 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
 __device__ __forceinline__ int64_t opaque(int64_t x) {
   asm volatile("" : "+l"(x));
   return x;
+}
+
+// ---- a counter that blocks share
+
+// Adds one, or wraps to zero where the counter stands at `last`; returns what it was. What a block has stored
+// before a barrier ahead of this is visible, after a barrier, to the blocks that count later.
+__device__ __forceinline__ unsigned count_up(unsigned* counter, unsigned last) {
+  unsigned before;
+  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
+               : "=r"(before)
+               : "l"(counter), "r"(last)
+               : "memory");
+  return before;
 }
 
 // ---- loads and stores of 16 bytes; addresses are multiples of 16

@@ -31,10 +31,16 @@ struct Piece {
   }
   __device__ __forceinline__ void read_turn(const Turn<T>& t, int i) {
     if (t.weight && i < t.head_dim) weight = load_packed<T, kWidth>(t.weight + i);
+    constexpr int kAngles = kWidth == 1 ? 1 : 4;  // of one half: the launcher asks for that
 #pragma unroll
-    for (int e = 0; e < kWidth; ++e) {
+    for (int e = 0; e < kWidth; e += kAngles) {
       const int j = i + e, angle = j < t.half ? j : j - t.half;
-      if (j < 2 * t.half) cos[e] = t.cos[angle], sin[e] = t.sin[angle];
+      if (j >= 2 * t.half) continue;
+      float c[kAngles], s[kAngles];
+      load<float, kAngles>(t.cos + angle, c);
+      load<float, kAngles>(t.sin + angle, s);
+#pragma unroll
+      for (int k = 0; k < kAngles; ++k) cos[e + k] = c[k], sin[e + k] = s[k];
     }
   }
 };
@@ -178,7 +184,7 @@ cudaError_t launch_qkv_norm_rope_append(const QkvNormRopeAppendParams& p, cudaSt
     using T = decltype(type);
     constexpr int kWidth = kPer16<T>;
     const bool wide = aligned16(p.qkv, p.q_norm_weight, p.k_norm_weight, p.q_out, p.k_cache, p.v_cache,
-                                p.head_dim * sizeof(T));
+                                p.head_dim * sizeof(T), p.cos, p.sin, p.half * sizeof(float));
     return launch_overlapping(
         wide ? qkv_norm_rope_append_kernel<T, kWidth> : qkv_norm_rope_append_kernel<T, 1>,
         dim3(unsigned(ceil_div(units, kWarps))), dim3(32 * kWarps), kWarps * p.head_dim * sizeof(float),
@@ -194,7 +200,8 @@ cudaError_t launch_append_context_kv(const AppendContextKvParams& all, cudaStrea
   return dispatch(all.dtype, [&](auto type) {
     using T = decltype(type);
     constexpr int kWidth = kPer16<T>;
-    bool wide = aligned16(all.kv, all.k_norm_weight, all.head_dim * sizeof(T));
+    bool wide = aligned16(all.kv, all.k_norm_weight, all.head_dim * sizeof(T), all.cos, all.sin,
+                          all.half * sizeof(float));
     for (int64_t i = 0; i < all.num_layers; ++i) wide &= aligned16(all.k_caches[i], all.v_caches[i]);
     for (int64_t begin = 0; begin < all.num_layers; begin += kLayersPerLaunch) {
       AppendContextKvParams p = all;

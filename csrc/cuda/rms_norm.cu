@@ -1,19 +1,21 @@
 // h = x + residual;  out = h / sqrt(mean(h^2) + eps) * weight;  tap = h. Zero-centered: (1 + weight).
 // One block per row, kWidth elements per thread at a time. The first kHeld of those stay in registers between
 // the sum and the scaling. They and their weights are all requested before the first is used, so the block
-// waits for memory once. Rows past their sequence's count are not read; their output is zero. In
-// conv_add_rms_norm x is convolved first.
+// waits for memory once. kHeld is as small as a row allows, up to kMaxHeld: a kernel with few registers fits
+// next to the blocks of a product, and starts while that one runs. Rows past their sequence's count are not
+// read; their output is zero. In conv_add_rms_norm x is convolved first.
 #include "cuda/dynamic_conv.cuh"
 #include "cuda/launch.h"
 
 namespace dflash {
 
-constexpr int kHeld = 4;
+constexpr int kMaxHeld = 4;
 constexpr int kMaxThreads = 512;
 
-template <typename T, int kWidth, typename Params>
+template <typename T, int kWidth, int kHeld, typename Params>
 static __global__ void __launch_bounds__(kMaxThreads, 1) rms_norm_kernel(const Params p) {
   constexpr bool kConvolves = std::is_same_v<Params, ConvAddRmsNormParams>;
+  constexpr bool kHoldsAll = kHeld < kMaxHeld;  // of a row
   __shared__ float scratch[32];
   const int64_t row = blockIdx.x;
   const int n = int(p.hidden / kWidth), step = blockDim.x;
@@ -75,7 +77,7 @@ static __global__ void __launch_bounds__(kMaxThreads, 1) rms_norm_kernel(const P
     const int i = threadIdx.x + k * step;
     if (i < n) add(places[k], held[k]), keep(i, held[k]);
   }
-  for (int i = threadIdx.x + kHeld * step; i < n; i += step) {
+  for (int i = threadIdx.x + kHeld * step; !kHoldsAll && i < n; i += step) {
     float v[kWidth];
     add(read(i), v);
     keep(i, v);
@@ -94,7 +96,7 @@ static __global__ void __launch_bounds__(kMaxThreads, 1) rms_norm_kernel(const P
     const int i = threadIdx.x + k * step;
     if (i < n) write(i, places[k], held[k]);
   }
-  for (int i = threadIdx.x + kHeld * step; i < n; i += step) {
+  for (int i = threadIdx.x + kHeld * step; !kHoldsAll && i < n; i += step) {
     float v[kWidth];
     const Place place = read(i);
     add(place, v);
@@ -114,8 +116,11 @@ static cudaError_t launch_norm(const Params& p, cudaStream_t stream, const void*
                                 p.hidden * sizeof(T), p.tap_stride * sizeof(T));
     const int64_t vectors = wide ? p.hidden / kWidth : p.hidden;
     const int64_t threads = min(int64_t(kMaxThreads), ceil_div(vectors, 32) * 32);
-    return launch_overlapping(wide ? rms_norm_kernel<T, kWidth, Params> : rms_norm_kernel<T, 1, Params>,
-                              dim3(unsigned(p.rows)), dim3(unsigned(threads)), 0, stream, p);
+    const auto kernel = !wide                    ? rms_norm_kernel<T, 1, kMaxHeld, Params>
+                        : vectors <= threads     ? rms_norm_kernel<T, kWidth, 1, Params>
+                        : vectors <= 2 * threads ? rms_norm_kernel<T, kWidth, 2, Params>
+                                                 : rms_norm_kernel<T, kWidth, kMaxHeld, Params>;
+    return launch_overlapping(kernel, dim3(unsigned(p.rows)), dim3(unsigned(threads)), 0, stream, p);
   });
 }
 

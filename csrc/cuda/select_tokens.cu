@@ -85,43 +85,50 @@ static __device__ __forceinline__ int bucket_of(float d) {
   return int(bucket < float(kBuckets - 1) ? bucket : float(kBuckets - 1));
 }
 
-// Calls f(id, logit) for the tokens of a slice, spread over the threads of the block.
-template <typename T, int kWidth, typename F>
-static __device__ __forceinline__ void for_slice(const SelectTokensParams& p, const T* logits, int64_t slice,
-                                                 F&& f) {
-  const int64_t begin = slice * kSelectSlice, end = min(p.vocab, begin + kSelectSlice);
-  for (int64_t id = begin + int64_t(threadIdx.x) * kWidth; id < end; id += int64_t(blockDim.x) * kWidth) {
-    float v[kWidth];
-    load<T, kWidth>(logits + id, v);
-#pragma unroll
-    for (int e = 0; e < kWidth; ++e) f(uint32_t(id + e), v[e]);
-  }
-}
-
-// Calls f(id, logit) for the tokens of all slices with take(slice). Each thread has several loads in flight.
-template <typename T, int kWidth, typename Take, typename F>
-static __device__ __forceinline__ void for_slices(const SelectTokensParams& p, const T* logits, Take&& take,
+// Calls f(id, logit) for the tokens from `begin` to `end` whose slice has take(slice), spread over the
+// threads of the block. Each thread has kDeep loads in flight.
+template <typename T, int kWidth, int kDeep, typename Take, typename F>
+static __device__ __forceinline__ void for_tokens(const T* logits, int64_t begin, int64_t end, Take&& take,
                                                   F&& f) {
-  constexpr int kDeep = kWidth == 1 ? 8 : 4;
   const int64_t step = int64_t(blockDim.x) * kWidth;
-  for (int64_t begin = int64_t(threadIdx.x) * kWidth; begin < p.vocab; begin += kDeep * step) {
-    float v[kDeep][kWidth];
+  for (int64_t first = begin + int64_t(threadIdx.x) * kWidth; first < end; first += kDeep * step) {
+    Packed<T, kWidth> packed[kDeep];
     bool taken[kDeep];
 #pragma unroll
     for (int k = 0; k < kDeep; ++k) {
-      const int64_t id = begin + k * step;
-      taken[k] = id < p.vocab && take(id / kSelectSlice);
+      const int64_t id = first + k * step;
+      taken[k] = id < end && take(id / kSelectSlice);
     }
 #pragma unroll
     for (int k = 0; k < kDeep; ++k)
-      if (taken[k]) load<T, kWidth>(logits + begin + k * step, v[k]);
+      if (taken[k]) packed[k] = load_packed<T, kWidth>(logits + first + k * step);
 #pragma unroll
     for (int k = 0; k < kDeep; ++k) {
       if (!taken[k]) continue;
+      float v[kWidth];
+      unpack_to<T, kWidth>(packed[k], v);
 #pragma unroll
-      for (int e = 0; e < kWidth; ++e) f(uint32_t(begin + k * step + e), v[k][e]);
+      for (int e = 0; e < kWidth; ++e) f(uint32_t(first + k * step + e), v[e]);
     }
   }
+}
+
+template <int kWidth>
+constexpr int kDeepest = kWidth == 1 ? 8 : 4;
+
+// for_tokens of a slice.
+template <typename T, int kWidth, int kDeep, typename F>
+static __device__ __forceinline__ void for_slice(const SelectTokensParams& p, const T* logits, int64_t slice,
+                                                 F&& f) {
+  const int64_t begin = slice * kSelectSlice, end = min(p.vocab, begin + kSelectSlice);
+  for_tokens<T, kWidth, kDeep>(logits, begin, end, [](int64_t) { return true; }, f);
+}
+
+// for_tokens of all slices.
+template <typename T, int kWidth, typename Take, typename F>
+static __device__ __forceinline__ void for_slices(const SelectTokensParams& p, const T* logits, Take&& take,
+                                                  F&& f) {
+  for_tokens<T, kWidth, kDeepest<kWidth>>(logits, 0, p.vocab, take, f);
 }
 
 // The best score of a slice among tokens with z >= floor and keep(z), or `best` if none is better.
@@ -130,7 +137,7 @@ static __device__ Best best_of_slice(const SelectTokensParams& p, const T* logit
                                      const Row& row, float floor, Best best, Keep&& keep) {
   uint32_t group = 0xffffffffu;
   Words4 words{};
-  for_slice<T, kWidth>(p, logits, slice, [&](uint32_t id, float logit) {
+  for_slice<T, kWidth, 1>(p, logits, slice, [&](uint32_t id, float logit) {
     const float z = logit / row.temperature, score = scaled(row.sharpness, z);
     if (!(z >= floor) || DFLASH_ADD32(score, kLargestNoise) < best.value) return;
     if (id >> 2 != group) group = id >> 2, words = noise_words(group, row.position, 0, row.seed);
@@ -152,7 +159,7 @@ static __global__ void __launch_bounds__(kScanThreads, 1) scan_slices(const Sele
   const Row row = row_of(p, index);
   Best largest = none();
   bool nan = false;
-  for_slice<T, kWidth>(p, logits, slice, [&](uint32_t id, float logit) {
+  for_slice<T, kWidth, kDeepest<kWidth>>(p, logits, slice, [&](uint32_t id, float logit) {
     nan |= logit != logit;
     largest = better(largest, {logit, id});
   });

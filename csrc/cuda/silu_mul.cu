@@ -17,7 +17,7 @@ static __global__ void __launch_bounds__(kThreads, 1) silu_mul_kernel(const Silu
   load<T, kWidth>(gate, g);
   load<T, kWidth>(gate + p.width, u);
 #pragma unroll
-  for (int e = 0; e < kWidth; ++e) g[e] = g[e] / (1.0f + expf(-g[e])) * u[e];
+  for (int e = 0; e < kWidth; ++e) g[e] = silu_mul(g[e], u[e]);
   store<T, kWidth>(static_cast<T*>(p.out) + i, g);
 }
 

@@ -35,7 +35,7 @@ def rotary_table(inv_freq: Tensor, scaling: float, positions: int) -> tuple[Tens
 class DecoderStack:
     """Decoder layers and the final norm: one op on the CPU for few rows, else op by op.
 
-    A layer with attention is 9 launches then (13 with convolutions over the block), one with a Gated DeltaNet 11. With
+    A layer with attention is 9 launches then (13 with convolutions over the block), one with a Gated DeltaNet 10. With
     experts it always goes op by op.
 
     Args:
@@ -222,8 +222,7 @@ def _positions(lengths: Tensor, offsets: Tensor, context: Tensor | None, num_con
 def _mlp(layer: DecoderLayer | DeltaNetLayer, hidden: Tensor) -> Tensor:
     if layer.experts is not None:
         return layer.experts(hidden)
-    gate_up = ops.linears(hidden, (layer.gate, layer.up), prefetch=True)
-    return ops.linear(ops.silu_mul(gate_up), layer.down, prefetch=True)
+    return ops.linear(ops.swiglu(hidden, layer.gate, layer.up, prefetch=True), layer.down, prefetch=True)
 
 
 def _qkv_biases(layer: DecoderLayer) -> tuple[Tensor, ...]:

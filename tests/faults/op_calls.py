@@ -128,6 +128,9 @@ CALLS: dict[str, Callable[[], dict[str, object]]] = {
         "residual": torch.randn(BATCH, ROWS, HIDDEN), "weight": torch.randn(HIDDEN), "eps": 1e-6,
         "tap": torch.zeros(BATCH, ROWS, HIDDEN)},
     "silu_mul": lambda: {"gate_up": torch.randn(BATCH, ROWS, 2 * HIDDEN)},
+    "swiglu": lambda: {
+        "x": torch.randn(ROWS, HIDDEN), "gate": torch.randn(WIDTH, HIDDEN), "up": torch.randn(WIDTH, HIDDEN),
+        "prefetch": False},
     "sigmoid_mul": lambda: {"x": torch.randn(ROWS, HEADS, DIM), "gate": torch.randn(ROWS, HEADS, DIM)},
     "delta_net_inputs": lambda: {
         "qkv": torch.randn(BATCH, ROWS, (2 * KV_HEADS + HEADS) * DIM), "b": torch.randn(BATCH, ROWS, HEADS),

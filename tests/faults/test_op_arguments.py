@@ -190,6 +190,11 @@ def linears(d: Draw) -> dict[str, object]:
     return {"x": d.floats(d.size(0, 20), width), "weights": weights, "biases": [d.floats(n) for n in sizes] * biased}
 
 
+def swiglu(d: Draw) -> dict[str, object]:
+    out, width = d.size(0, 40), d.size(0, 70)
+    return {"x": d.floats(d.size(), d.size(0, 20), width), "gate": d.floats(out, width), "up": d.floats(out, width)}
+
+
 def block_attention(d: Draw) -> dict[str, object]:
     batch, rows, kv_heads, capacity = d.size(), d.size(0, 7), d.size(1, 3), d.size(1, 80)
     dim, v_dim = d.choice(1, 7, 8, 16, 24), d.choice(1, 8, 16)
@@ -360,7 +365,8 @@ def causal_conv_(d: Draw) -> dict[str, object]:
 
 
 MAKERS = [
-    rms_norm, add_rms_norm, dynamic_conv, conv_add_rms_norm, silu_mul, fuse_features, linear, linears, block_attention,
+    rms_norm, add_rms_norm, dynamic_conv, conv_add_rms_norm, silu_mul, fuse_features, linear, linears, swiglu,
+    block_attention,
     append_kv_, qkv_norm_rope_append_, append_context_kv_, select_tokens, tree_candidates, top_candidates,
     walk_candidates, build_tree, accept_prefix_,
     accept_path_, compact_kv_, gather_rows_, gated_recurrence_, causal_conv_,
@@ -376,7 +382,7 @@ def check(make, data, place, dtypes):
     tolerance = TOLERANCE[d.dtype]
     spoilt = any(not x.isfinite().all() for value in call.values() for x in as_list(value))
     ours = run(op, copied_strided(call), place)
-    if spoilt and op in ("linear", "linears", "fuse_features", "block_attention", "gated_recurrence_"):
+    if spoilt and op in ("linear", "linears", "swiglu", "fuse_features", "block_attention", "gated_recurrence_"):
         # Sums with infinities are infinite or NaN, by the order of the additions.
         ours, theirs = ([x.nan_to_num(0.0, 0.0, 0.0) if x.isfinite().all() else x * 0 for x in side]
                         for side in (ours, theirs))  # fmt: skip

@@ -22,7 +22,7 @@ from .layers import PackedLayers as PackedLayers
 from .layers import decoder_layers
 from .linear import linear, linears
 from .linear import skinny as skinny
-from .norm import add_rms_norm, fuse_features, rms_norm, sigmoid_mul, silu_mul
+from .norm import add_rms_norm, fuse_features, rms_norm, sigmoid_mul, silu_mul, swiglu
 from .recurrent import causal_conv_, gated_recurrence_
 from .registry import cuda_status, has_cuda_kernels, isa
 from .switches import OVERLAP as OVERLAP
@@ -65,6 +65,7 @@ __all__ = [
     "select_tokens",
     "sigmoid_mul",
     "silu_mul",
+    "swiglu",
     "top_candidates",
     "tree_candidates",
     "walk_candidates",

@@ -25,7 +25,7 @@ def linear(launch: Launcher, x: Tensor, weight: Tensor, bias: Tensor | None = No
     """Compute ``x @ weight.T + bias`` for a few rows, sums in fp32, rounded once.
 
     A row's bits depend neither on its place nor on how many rows there are: on CPU up to 256 rows in float32 and 64 in
-    bfloat16, on CUDA up to 64 rows in bfloat16 and float16 where ``in`` is a multiple of 8. Anything else goes through
+    bfloat16, on CUDA up to 256 rows in bfloat16 and float16 where ``in`` is a multiple of 8. Anything else goes through
     torch.
 
     Args:
@@ -42,7 +42,7 @@ def linear(launch: Launcher, x: Tensor, weight: Tensor, bias: Tensor | None = No
     Raises:
         ValueError: a shape does not fit. TypeError: a dtype does not fit.
     """
-    _check_product("linear", x, "weight", weight, "bias", bias)
+    check_product("linear", x, "weight", weight, "bias", bias)
     return _products(launch, "linear", x, [weight], [bias], prefetch)
 
 
@@ -69,11 +69,14 @@ def linears(
     if len(biases) not in (0, len(weights)):
         raise ValueError(f"linears: biases must be none or one for each of {len(weights)} weights, got {len(biases)}")
     for i, weight in enumerate(weights):
-        _check_product("linears", x, f"weights[{i}]", weight, f"biases[{i}]", biases[i] if biases else None)
+        check_product("linears", x, f"weights[{i}]", weight, f"biases[{i}]", biases[i] if biases else None)
     return _products(launch, "linears", x, weights, biases or [None] * len(weights), prefetch)
 
 
-def _check_product(op: str, x: Tensor, name: str, weight: Tensor, bias_name: str, bias: Tensor | None) -> None:
+def check_product(
+    op: str, x: Tensor, name: str, weight: Tensor, bias_name: str = "", bias: Tensor | None = None
+) -> None:
+    """Raise unless ``x @ weight.T + bias`` is possible."""
     if weight.dim() != 2:
         raise ValueError(f"{op}: {name} must be [out, in], got {weight.dim()} dimensions")
     if x.dim() < 2 or x.shape[-1] != weight.shape[1]:
@@ -106,26 +109,36 @@ def _products(
     launch: Launcher, op: str, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], prefetch: bool
 ) -> Tensor:
     """Compute ``x @ weight.T + bias`` for each, side by side, ``[..., rows, sum of out]``; the operands fit."""
-    dtype, features = launch.dtype(op, "x", x), [weight.shape[0] for weight in weights]
+    launch.dtype(op, "x", x)
     if launch.is_fake:
-        return x.new_empty(*x.shape[:-1], sum(features))
-    # 1. See whether the kernel takes this product, else leave it to torch
+        return x.new_empty(*x.shape[:-1], sum(weight.shape[0] for weight in weights))
+    out = run_kernel(launch, op, x, weights, biases, prefetch)
+    return reference.linears(x, *_merged(weights, biases)) if out is None else out
+
+
+def run_kernel(
+    launch: Launcher, op: str, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], prefetch: bool,
+    gated: bool = False,
+) -> Tensor | None:  # fmt: skip
+    """Run the kernel of `linear` on operands that fit; None if it does not take them. Only CUDA's can be gated."""
+    # 1. See whether the kernel takes this product
+    dtype, features = launch.dtype(op, "x", x), [weight.shape[0] for weight in weights]
     width, rows = x.shape[-1], x.shape[:-1].numel()
     splits, workspace, counters = 0, None, None
     if launch.is_cpu:
-        splits = int(width > 0 and skinny(rows, x.dtype))
+        splits = int(width > 0 and skinny(rows, x.dtype) and not gated)
     elif all(weight.is_contiguous() for weight in weights):
-        shapes = (dtype, rows, width, weights, features)
+        shapes = (dtype, rows, width, weights, features, gated)
         splits, workspace, counters = launch.workspace("linear", x.device, *shapes)
     if splits == 0:
-        return reference.linears(x, *_merged(weights, biases))
+        return None
     # 2. Make what it reads contiguous, and run it
     x = launch.aligned(x.contiguous())
     weights, biases = [weight.contiguous() for weight in weights], [dense(bias) for bias in biases]
-    out_features = sum(features)
+    out_features = features[0] if gated else sum(features)
     out = x.new_empty(*x.shape[:-1], out_features)
     launch(
         "linear", x, len(weights), weights, biases, features, out, rows, width, out_features, workspace, counters,
-        splits, prefetch and switches.PREFETCH, dtype,
+        splits, prefetch and switches.PREFETCH, gated, dtype,
     )  # fmt: skip
     return out

@@ -763,6 +763,11 @@ def linears(
     return out[0] if len(out) == 1 else torch.cat(out, -1)
 
 
+def swiglu(x: Tensor, gate: Tensor, up: Tensor, prefetch: bool = False) -> Tensor:
+    """``silu(x @ gate.T) * (x @ up.T)``, both products rounded first."""
+    return silu_mul(linears(x, [gate, up]))
+
+
 def experts(
     x: Tensor,
     ids: Tensor,
@@ -865,7 +870,7 @@ def decoder_layers(
         delta = _convolve_output(delta, layer.attention_conv, kernels)
         normed, residual = add_rms_norm(delta, residual, layer.post_norm, eps, None, zero_centered)
         normed, kernels = _convolve_input(normed, layer.mlp_conv)
-        delta = linear(silu_mul(linears(normed, (layer.gate, layer.up))), layer.down)
+        delta = linear(swiglu(normed, layer.gate, layer.up), layer.down)
         tapped[i] = residual = residual + _convolve_output(delta, layer.mlp_conv, kernels)
     out = tapped[len(layers) - 1] = rms_norm(residual, norm, eps, None, zero_centered)
     empty = hidden.new_empty(batch, rows, 0)

@@ -32,6 +32,10 @@ T* shared() {
 
 inline int64_t opaque(int64_t x) { return x; }
 
+// ---- a counter that blocks share
+
+inline unsigned count_up(unsigned* counter, unsigned last) { return atomicInc(counter, last); }
+
 // ---- loads and stores of 16 bytes
 
 inline uint4 load16(const void* address) {
