@@ -19,7 +19,8 @@ bool overlaps(int device);
 void set_overlap(bool on);
 
 #if DFLASH_TRACE
-// Where blocks of later launches leave their records: a count, then the records (trace.cuh). Waits for the device.
+// Where blocks of later launches leave their records: a count, then the records (trace.cuh). Waits for the
+// device.
 cudaError_t set_trace(void* buffer, int64_t records);
 #endif
 

@@ -34,7 +34,12 @@ inline int64_t opaque(int64_t x) { return x; }
 
 // ---- a counter that blocks share
 
-inline unsigned count_up(unsigned* counter, unsigned last) { return atomicInc(counter, last); }
+inline unsigned count_up(unsigned* counter, unsigned last) {
+  emulation::fence();
+  const unsigned before = atomicInc(counter, last);
+  emulation::fence();
+  return before;
+}
 
 // ---- loads and stores of 16 bytes
 
