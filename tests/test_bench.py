@@ -116,8 +116,11 @@ def test_widths_are_measured_next_to_auto(bench):
     arguments = ["--prompts", 1, "--new", 12, "--widths", 4, 16, "auto"]
     rows = {line[:10].strip(): line[10:].split() for line in bench("bench_width.py", *arguments)[2:]}
     assert list(rows) == ["width 4", "width 16", "width auto"]
+    fixed = [rows["width 4"], rows["width 16"]]
+    promised = [float(row.pop()) for row in fixed]  # of the widest, what it did
+    assert promised[0] <= promised[1] == float(rows["width 16"][1])
     assert {row[-2] for row in rows.values()} == {"1/1"}
-    assert [float(rows[name][-1]) for name in ("width 4", "width 16")] == [4, 16]
+    assert [float(row[-1]) for row in fixed] == [4, 16]
 
 
 def test_passes_of_the_drafter_are_timed_by_context(bench):

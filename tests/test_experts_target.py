@@ -104,7 +104,25 @@ def add_a_weight(model):
         module.adapter = nn.Linear(2, 2)
 
 
-CHANGES = [choose_eager, change_the_activation, take_another_activation, hook, split_the_experts, add_a_weight]
+def gate_on_its_own(model):
+    for module in experts_of(model):
+        gate = module._apply_gate
+        module._apply_gate = lambda both, gate=gate: gate(both) / 2
+
+
+def look_up_elsewhere(model):
+    interface = moe.ExpertsInterface()
+    interface["grouped_mm"] = moe.batched_mm_experts_forward
+    for module in experts_of(model):
+        kind = type(module)
+        other = type(kind.__name__, (kind,), {"__module__": kind.__module__})
+        module.__class__ = moe.use_experts_implementation(other, experts_interface=interface)
+
+
+CHANGES = [
+    *(choose_eager, change_the_activation, take_another_activation, hook, split_the_experts, add_a_weight),
+    *(gate_on_its_own, look_up_elsewhere),
+]
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -114,6 +132,18 @@ def test_experts_that_compute_something_else_keep_their_own_functions(change, co
     own = block_logits(Target(model, fused=False))
     assert torch.equal(block_logits(Target(model)), own)
     assert counted.calls == 0
+
+
+@pytest.mark.parametrize(
+    ("reason", "width", "offset", "runs"),
+    [("", 16, 0, True), ("no kernels", 16, 0, False), ("", 12, 0, False), ("", 16, 1, False)],
+)
+def test_on_a_gpu_experts_need_the_kernels(monkeypatch, reason, width, offset, runs):
+    """The op would run its twin there, which copies the weights of each row's experts."""
+    monkeypatch.setattr(ops, "cuda_status", lambda _: reason)
+    numbers = torch.empty(offset + 4 * 3 * width * 16, dtype=torch.bfloat16)[offset:]
+    gate_up, down = numbers.split([4 * 2 * width * 16, 4 * width * 16])
+    assert experts._kernel_takes(gate_up.view(4, 2 * width, 16), down.view(4, 16, width), 16, width) is runs
 
 
 def test_a_replaced_function_of_transformers_runs(counted, monkeypatch):

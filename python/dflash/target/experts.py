@@ -74,13 +74,22 @@ def _is_taken(x: Tensor, ids: Tensor, scores: Tensor, weight: Tensor) -> bool:
 def _form(module: nn.Module) -> _Form | None:
     """Return how our op runs a module; None unless it computes exactly what transformers' functions would."""
     kind = type(module)
-    if getattr(kind.forward, "__code__", None) is not _wrapper().__code__ or not is_plain_module(module):
+    if not _is_wrapper(kind.forward) or not is_plain_module(module):
         return None
     chosen = getattr(module.config, "_experts_implementation", None)
     if chosen not in _IMPLEMENTATIONS or moe.ALL_EXPERTS_FUNCTIONS.get(chosen) is not _IMPLEMENTATIONS[chosen]:
         return None
     form = _gate(module, kind)
     return form if form is not None and _has_weights(module, form) else None
+
+
+def _is_wrapper(forward: Callable) -> bool:
+    """Return True if ``use_experts_implementation`` made a forward that looks up transformers' own functions."""
+    if getattr(forward, "__code__", None) is not _wrapper().__code__:
+        return False
+    names = forward.__code__.co_freevars
+    held = dict(zip(names, (cell.cell_contents for cell in forward.__closure__), strict=True))
+    return held.get("experts_interface") is moe.ALL_EXPERTS_FUNCTIONS
 
 
 @functools.cache
@@ -100,9 +109,10 @@ def _gate(module: nn.Module, kind: type) -> _Form | None:
     if (kind.__module__, kind.__name__) == _GPT_OSS:
         is_its_own = flags == (True, False, True, False, False)
         return _Form("clamped_silu", module.alpha, module.limit, True) if is_its_own else None
-    if flags != (True, True, False, False, False) or kind._apply_gate is not moe._default_apply_gate:
+    is_default = kind._apply_gate is moe._default_apply_gate and "_apply_gate" not in vars(module)
+    if flags != (True, True, False, False, False) or not is_default:
         return None
-    activation: Any = module.act_fn
+    activation: Any = getattr(module, "act_fn", None)
     gate = "silu" if activation is nn.functional.silu else _ACTIVATIONS.get(type(activation))
     return None if gate is None else _Form(gate)
 
@@ -119,9 +129,16 @@ def _has_weights(module: nn.Module, form: _Form) -> bool:
     storage = {(weight.device.type, weight.dtype) for weight in weights.values()}
     device, dtype = next(iter(storage))
     return (
-        experts == module.num_experts
+        experts == getattr(module, "num_experts", None)
         and second == (experts, hidden, both // 2)
         and all(weights[name].shape == shape for name, shape in shapes.items() if name in names)
         and len(storage) == 1
         and dtype in _DTYPES.get(device, ())
+        and (device != "cuda" or _kernel_takes(module.gate_up_proj, module.down_proj, hidden, both // 2))
     )
+
+
+def _kernel_takes(gate_up: Tensor, down: Tensor, hidden: int, width: int) -> bool:
+    """Return True if the CUDA kernels run here. The op would else run its twin, which copies weights for each row."""
+    is_aligned = all(weight.data_ptr() % 16 == 0 for weight in (gate_up, down))
+    return hidden % 8 == width % 8 == 0 and is_aligned and not ops.cuda_status(gate_up.device.index)

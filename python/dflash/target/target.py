@@ -36,8 +36,8 @@ class Target:
         target_layer_ids: the tapped layers. The last layer's output is read after the final norm, like transformers'
             ``hidden_states[-1]``.
         fused: True to run the layers on `dflash.ops` (see `dflash.target.fused`) and refuse other models,
-            False to use the model's own forward, ``"auto"`` to run them on the ops on the CPU if possible. Unless
-            False, mixtures of experts run on their op if they can, in other models too.
+            False to use the model's own forward, ``"auto"`` to run them on the ops on the CPU if possible. Where the
+            ops are wanted, mixtures of experts run on theirs if they can, in other models too.
 
     Attributes:
         ranks: the processes that the model is spread over.
@@ -57,21 +57,21 @@ class Target:
         self.ranks = ranks_of(self.model)
         self.ranks.compare("its weights or config", lambda: (describe_config(model), sample_digest(model)))
         use_block_attention(self.model)
-        # On a GPU the fused layers have not been measured against the model's own forward, compiled or not.
+        # On a GPU neither the fused layers nor the experts have been measured against the model's own forward.
         is_wanted = self.device.type == "cpu" if fused == "auto" else fused
         replaced = replaced_function(self.model, functions_of(model))
         is_own = not replaced and not global_hooks()
         self._fused = recognize(self.model, target_layer_ids) if is_wanted and is_own else None
         if fused is True and self._fused is None:
             raise UnsupportedTargetError(
-                "fused=True needs exactly a Llama, Mistral, Qwen2, Qwen3, Qwen3-Next or Qwen3.5 of transformers, with "
-                "no function replaced and no hooks, with dense weights of one dtype that the kernels take and each "
-                "layer tapped at most once, got "
+                "fused=True needs exactly a Llama, Mistral, Qwen2, Qwen3 (with experts or without), Qwen3-Next or "
+                "Qwen3.5 of transformers, with no function replaced and no hooks, with dense weights of one dtype that "
+                "the kernels take and each layer tapped at most once, got "
                 f'{type(model).__name__}: pass fused=False or "auto"'
             )
         self.is_recurrent = has_recurrent_layers(self.model)
         self._pass = take_over(self.model)
-        if fused and is_own:
+        if is_wanted and is_own:
             use_experts_op(self.model)
         self._taps: list[Tensor | None] = [None] * len(target_layer_ids)
         for index, module in enumerate(tapped_modules(self.model, target_layer_ids)):
