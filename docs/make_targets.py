@@ -78,9 +78,9 @@ transformers' attention, masks, caches, recurrences or generation loop. A model 
 
 Mixtures of experts keep the family's router and shared experts. The experts themselves run on `ops.experts` in a step's
 passes if transformers would run them by its `grouped_mm` or `batched_mm`, with SiLU, GELU by tanh or gpt-oss's clamped
-activation. So it is for all families with experts below. Experts without a gate (nemotron_h), or with other activations
-or layouts, and those that `experts_implementation="eager"` asks for, keep their own function. On a GPU a function that
-waits for the host keeps the step out of a graph, and `Generator.graph_reason` names its line.
+activation. This holds for all families with experts below. Experts without a gate (nemotron_h), or with other
+activations or layouts, and those that `experts_implementation="eager"` asks for, keep their own function. On a GPU a
+function that waits for the host keeps the step out of a graph, and `Generator.graph_reason` names its line.
 
 """
 RECURRENT_HEAD = """

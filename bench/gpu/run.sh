@@ -72,8 +72,9 @@ tests() {
   local kind=cuda names=(test_linear test_block_attention test_rms_norm test_silu_mul test_append_kv test_append_context_kv
     test_qkv_norm_rope_append test_fuse_features test_select_tokens test_accept_prefix test_replay test_fused)
   [ "$on_cpu" ] && kind="not cuda and not slow" names=(test_silu_mul)
+  names=("${names[@]/#/tests/}")
   until_end python3 -m pytest -q -p no:cacheprovider -n "$([ "$on_cpu" ] && echo 0 || echo 8)" -m "$kind" \
-    --junitxml="$(named tests xml)" "${names[@]/#/tests/}" 2>&1 | sed 's|^ERROR: file.*||' | tail -n 40
+    --junitxml="$(named tests xml)" "${names[@]/%/.py}" 2>&1 | tail -n 40
 }
 
 memory() {

@@ -77,8 +77,8 @@ class Generator:
         fused: run the layers of a Llama, Mistral, Qwen2, Qwen3, Qwen3-Next or Qwen3.5 that is exactly transformers'
             own, and experts of other families, on this package's ops instead of its modules: ``"auto"`` on a CPU, and
             not on a GPU, where the two have not been compared yet; True to refuse any other target, False for the
-            modules. Passes of more than 256 rows (batch x block, or a prompt's chunk) use the modules: those of experts,
-            on a GPU all. Sums are rounded in other places: in fp32 the text stays the same, in bf16 a near-tie may not.
+            modules. Passes of more than 256 rows (batch x block, or a prompt's chunk) use the modules of experts, on a
+            GPU all. Sums are rounded in other places: in fp32 the text stays the same, in bf16 a near-tie may differ.
         prefill_chunk: prompt tokens per forward pass.
         reuse_prefix: run only what is new of a prompt whose first tokens are, row by row, those that the call before
             left in the caches: a conversation then costs its last turn. The keys of an answer were computed in blocks
