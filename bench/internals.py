@@ -104,6 +104,7 @@ class ForcedStep:
         ours, theirs = self.state, other.state
         ours.tokens, ours.context = theirs.tokens, theirs.context
         ours.target_cache, ours.draft_cache = theirs.target_cache, theirs.draft_cache
+        self._generator.engine.target.refresh(ours.target_cache)
 
     def launcher(self) -> tuple[Replay | Direct, Callable[[], None], Hashable]:
         """Return the runner, the step, and the key under which the runner keeps the step's graph."""

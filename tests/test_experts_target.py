@@ -12,6 +12,7 @@ from transformers.integrations import moe
 
 from dflash import ops
 from dflash.target import Target, experts
+from dflash.target.weights import kernel_obstacle
 
 FAMILIES = [
     *("qwen3_moe", "gpt_oss", "gemma4 (experts)", "glm4_moe", "deepseek_v3", "kimi_k25", "minimax_m2", "qwen3_5_moe"),
@@ -143,7 +144,8 @@ def test_on_a_gpu_experts_need_the_kernels(monkeypatch, reason, width, offset, r
     monkeypatch.setattr(ops, "cuda_status", lambda _: reason)
     numbers = torch.empty(offset + 4 * 3 * width * 16, dtype=torch.bfloat16)[offset:]
     gate_up, down = numbers.split([4 * 2 * width * 16, 4 * width * 16])
-    assert experts._kernel_takes(gate_up.view(4, 2 * width, 16), down.view(4, 16, width), 16, width) is runs
+    weights = gate_up.view(4, 2 * width, 16), down.view(4, 16, width)
+    assert (kernel_obstacle(torch.device("cuda", 0), weights, (16, width)) == "") is runs
 
 
 def test_a_replaced_function_of_transformers_runs(counted, monkeypatch):

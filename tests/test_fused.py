@@ -12,7 +12,7 @@ from recorded import no_host_reads, record
 import dflash
 from dflash import decoder, ops
 from dflash.cache import KVCache, RecurrentCache
-from dflash.target import UnsupportedTargetError, fused, structural_twin
+from dflash.target import Target, UnsupportedTargetError, fused, structural_twin
 from dflash.target.fused import FusedTarget, recognize
 
 TAPS = (1, 0)  # the last layer's tap is read after the norm
@@ -256,6 +256,44 @@ class TestArgument:
             False: False,
             "auto": True,
         }
+
+    @pytest.mark.parametrize(
+        ("status", "options", "reason"),
+        [
+            ("", {}, ""),
+            ("", {"head_dim": 20}, ""),  # attention is the same kernel either way
+            ("no kernel image is available", {}, "our CUDA kernels cannot run: no kernel image is available"),
+            ("", {"dtype": torch.float32}, "our kernels for cuda do not multiply in torch.float32"),
+            ("", {"intermediate_size": 60}, "our CUDA kernels need products over multiples of 8, and weights at"),
+        ],
+    )
+    def test_auto_on_a_gpu_means_the_ops_where_their_kernels_run(self, status, options, reason, monkeypatch):
+        monkeypatch.setattr(FusedTarget, "device", torch.device("cuda", 0))
+        monkeypatch.setattr(ops, "cuda_status", lambda _: status)
+        model = make_target("qwen3", **{"dtype": torch.bfloat16, "num_hidden_layers": 2, **options})
+        auto = Target(model)
+        assert auto.is_fused == (not reason)
+        assert auto.fused_reason.startswith(reason)
+        assert Target(model, fused=True).is_fused
+        assert not Target(model, fused=False).is_fused
+
+    def test_auto_writes_the_text_where_the_kernels_do_not_run(self, target, monkeypatch):
+        monkeypatch.setattr(FusedTarget, "device", torch.device("cuda", 0))
+        monkeypatch.setattr(ops, "cuda_status", lambda _: "this build has no CUDA kernels")
+        generator, ids = dflash.Generator(target, make_draft(target), max_length=80), prompt(20)
+        assert generator.fused_reason == "our kernels for cuda do not multiply in torch.float32"
+        out = generator.generate(ids[None], max_new_tokens=30, temperature=0.0)
+        assert torch.equal(out[0, 20:], greedy(target, ids, 30))
+
+    @pytest.mark.parametrize(
+        ("family", "asked", "reason"),
+        [
+            ("qwen3", False, "fused=False was asked for"),
+            ("gemma3", "auto", "Gemma3ForCausalLM is not one of the models that are recognized, or it was changed"),
+        ],
+    )
+    def test_a_generator_says_why_it_runs_the_modules(self, family, asked, reason):
+        assert dflash.Generator(make_target(family), max_length=40, fused=asked).fused_reason == reason
 
     def test_true_refuses_a_target_that_is_not_recognized(self):
         other = make_target("gemma3")

@@ -26,8 +26,8 @@ Runners:
     static      torch.compile and StaticCache: transformers' forward with SDPA over its StaticCache, the drafter in
                 plain torch over static K/V, acceptance and counters on the device, all in one compiled graph.
                 Launched like ours: as one CUDA graph, read one step late (step/static.py)
-    eager       this package, kernel by kernel
-    graph       this package, one CUDA graph
+    eager       this package, kernel by kernel, with Generator(fused=False): the target's own modules
+    graph       the same as one CUDA graph
     fused       graph with Generator(fused=True): the target's layers on our ops
     compiled    graph with Generator(compile=True)
     graph tree N, fused tree N

@@ -14,7 +14,7 @@ RUNNERS: dict[str, Callable[[Setting], Run]] = {
     "eager": lambda setting: ours(setting, setting.ours, "eager"),
     "graph": lambda setting: ours(setting, setting.ours),
     "fused": lambda setting: another(setting, fused=True),
-    "compiled": lambda setting: another(setting, compile=setting.compile),
+    "compiled": lambda setting: another(setting, compile=setting.compile, fused=False),
 }
 
 
@@ -22,7 +22,7 @@ def tree_runners(sizes: list[int]) -> dict[str, Callable[[Setting], Run]]:
     """Return the runners that verify trees of these sizes, by name."""
     found: dict[str, Callable[[Setting], Run]] = {}
     for rows in sizes:
-        found[f"graph tree {rows}"] = lambda setting, rows=rows: another(setting, tree=rows)
+        found[f"graph tree {rows}"] = lambda setting, rows=rows: another(setting, tree=rows, fused=False)
         found[f"fused tree {rows}"] = lambda setting, rows=rows: another(setting, tree=rows, fused=True)
     return found
 

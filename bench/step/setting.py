@@ -40,8 +40,8 @@ class Setting:
 
     @functools.cached_property
     def ours(self) -> ForcedStep:
-        """Our step without options, which owns the caches."""
-        return self.make_step()
+        """Our step with the target's own modules, which owns the caches."""
+        return self.make_step(fused=False)
 
     @functools.cached_property
     def peers_target(self) -> nn.Module:

@@ -75,10 +75,10 @@ class Generator:
             why not), True to refuse a call where it is not, False for one kernel at a time. Changes the speed, never
             the text.
         fused: run the layers of a Llama, Mistral, Qwen2, Qwen3, Qwen3-Next or Qwen3.5 that is exactly transformers'
-            own, and experts of other families, on this package's ops instead of its modules: ``"auto"`` on a CPU, and
-            not on a GPU, where the two have not been compared yet; True to refuse any other target, False for the
-            modules. Passes of more than 256 rows (batch x block, or a prompt's chunk) use the modules of experts, on a
-            GPU all. Sums are rounded in other places: in fp32 the text stays the same, in bf16 a near-tie may differ.
+            own, and experts of other families, on this package's ops instead of its modules: ``"auto"`` where the
+            kernels take them (`fused_reason` says why not), True to refuse any other target, False for the modules.
+            Passes of more than 256 rows (batch x block, or a prompt's chunk) use the modules of experts, on a GPU all.
+            Sums are rounded in other places: in fp32 the text stays the same, in bf16 a near-tie may differ.
         prefill_chunk: prompt tokens per forward pass.
         reuse_prefix: run only what is new of a prompt whose first tokens are, row by row, those that the call before
             left in the caches: a conversation then costs its last turn. The keys of an answer were computed in blocks
@@ -90,6 +90,7 @@ class Generator:
 
     Attributes:
         engine: what runs the steps.
+        fused_reason: why the target's layers run as its own modules; empty if they run on this package's ops.
         turns: lets one call at a time use it.
 
     Raises:
@@ -389,10 +390,9 @@ class Generator:
         """Return a twin of the target as it is now, and remember what it was made of."""
         taps = self.draft.config.target_layer_ids if self.draft is not None else ()
         twin = Target(target, taps, self.fused)
-        self._defaults = TargetDefaults.of(target)
+        self.fused_reason, self._defaults = twin.fused_reason, TargetDefaults.of(target)
         self._weights, self._functions = WeightsFingerprint(target), functions_of(target)
-        self._snapshot = snapshot(target)
-        self._hook = first_hook(target)
+        self._snapshot, self._hook = snapshot(target), first_hook(target)
         return twin
 
     def _graph_obstacle(self, call: Call) -> str:

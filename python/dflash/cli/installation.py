@@ -91,18 +91,20 @@ def _gpu() -> Check:
     return Check("GPU", found, "warning", advice)
 
 
+_SLOW = "until then a target runs its own layers, and ops run in plain torch"
+
+
 def _cuda_kernels() -> Check:
     name = "CUDA kernels"
     if not ops.has_cuda_kernels():
         if not torch.cuda.is_available():
             return Check(name, "not in this build")
-        advice = "install the CUDA toolkit (nvcc) and reinstall; until then ops run in plain torch"
-        return Check(name, "not in this build", "warning", advice)
+        return Check(name, "not in this build", "warning", f"install the CUDA toolkit (nvcc) and reinstall; {_SLOW}")
     if not torch.cuda.is_available():
         return Check(name, "in this build; there is no GPU to run on")
     if reason := ops.cuda_status(torch.cuda.current_device()):
         advice = "update the driver" if "driver" in reason else "rebuild with CMAKE_CUDA_ARCHITECTURES for this GPU"
-        return Check(name, f"in this build, but: {reason}", "warning", f"{advice}; until then ops run in plain torch")
+        return Check(name, f"in this build, but: {reason}", "warning", f"{advice}; {_SLOW}")
     return Check(name, "in this build and running")
 
 

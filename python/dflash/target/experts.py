@@ -18,14 +18,12 @@ from transformers.activations import GELUTanh, SiLUActivation
 from transformers.integrations import moe
 
 from .. import ops
-from .weights import is_plain_module, is_plain_tensor
+from .weights import KERNEL_DTYPES, is_plain_module, is_plain_tensor, kernel_obstacle
 
 __all__ = ["use_experts_op"]
 
 _MAX_ROWS = 256  # of one pass: a block for each row of a batch, but not a chunk of a long prompt
 _IMPLEMENTATIONS = {"grouped_mm": moe.grouped_mm_experts_forward, "batched_mm": moe.batched_mm_experts_forward}
-_16_BITS = (torch.bfloat16, torch.float16)
-_DTYPES = {"cpu": (torch.float32, torch.bfloat16), "cuda": _16_BITS}  # a product in float32 is torch's on CUDA
 _GPT_OSS = ("transformers.models.gpt_oss.modeling_gpt_oss", "GptOssExperts")
 _ACTIVATIONS = {nn.SiLU: "silu", SiLUActivation: "silu", GELUTanh: "gelu_tanh"}
 
@@ -65,7 +63,7 @@ def _forward(own: Callable, form: _Form) -> Callable:
 def _is_taken(x: Tensor, ids: Tensor, scores: Tensor, weight: Tensor) -> bool:
     is_few = x.dim() == 2 and x.shape[0] <= _MAX_ROWS
     is_typed = x.dtype == weight.dtype and ids.dtype == torch.int64 and scores.dtype in (x.dtype, torch.float32)
-    return is_few and is_typed and x.dtype in _DTYPES.get(x.device.type, ())
+    return is_few and is_typed and x.dtype in KERNEL_DTYPES.get(x.device.type, ())
 
 
 # ---------------------------------------------------------------------------------------------- recognizing modules
@@ -126,19 +124,14 @@ def _has_weights(module: nn.Module, form: _Form) -> bool:
     first, second = ((w.mT if form.transposed else w).shape for w in (module.gate_up_proj, module.down_proj))
     experts, both, hidden = first
     shapes = {"gate_up_proj_bias": (experts, both), "down_proj_bias": (experts, hidden)}
-    storage = {(weight.device.type, weight.dtype) for weight in weights.values()}
-    device, dtype = next(iter(storage))
+    storage = {(weight.device, weight.dtype) for weight in weights.values()}
     return (
         experts == getattr(module, "num_experts", None)
         and second == (experts, hidden, both // 2)
         and all(weights[name].shape == shape for name, shape in shapes.items() if name in names)
         and len(storage) == 1
-        and dtype in _DTYPES.get(device, ())
-        and (device != "cuda" or _kernel_takes(module.gate_up_proj, module.down_proj, hidden, both // 2))
+        # The op's twin copies weights for each row.
+        and not kernel_obstacle(
+            module.gate_up_proj.device, (module.gate_up_proj, module.down_proj), (hidden, both // 2)
+        )
     )
-
-
-def _kernel_takes(gate_up: Tensor, down: Tensor, hidden: int, width: int) -> bool:
-    """Return True if the CUDA kernels run here. The op would else run its twin, which copies weights for each row."""
-    is_aligned = all(weight.data_ptr() % 16 == 0 for weight in (gate_up, down))
-    return hidden % 8 == width % 8 == 0 and is_aligned and not ops.cuda_status(gate_up.device.index)

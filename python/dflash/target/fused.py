@@ -15,6 +15,7 @@ from ..cache import KVCache
 from ..decoder import DecoderStack, rotary_table
 from ..tree import Tree
 from .recognizer import layers_of, recognizer_of
+from .weights import kernel_obstacle
 
 __all__ = ["FusedTarget", "recognize"]
 
@@ -55,6 +56,18 @@ class FusedTarget:
         self._rotary = decoder.rotary_emb
         self._inv_freq = self._rotary.inv_freq.detach().clone()  # what the tables were made of
         self._tables: dict[int, tuple[Tensor, Tensor]] = {}
+
+    @property
+    def device(self) -> torch.device:
+        """Device of all weights."""
+        return self.embedding.device
+
+    @property
+    def obstacle(self) -> str:
+        """Why our kernels cannot multiply by these weights; empty if they can."""
+        weights = [w for layer in self.stack.layers for w in layer if isinstance(w, Tensor) and w.dim() == 2]
+        weights.append(self.head.weight)
+        return kernel_obstacle(self.device, weights, {weight.shape[1] for weight in weights})
 
     def refresh(self, cache: KVCache) -> None:
         """Notice replaced weights and changed frequencies, and fit a cache that another target has made."""

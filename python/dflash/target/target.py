@@ -18,7 +18,7 @@ from .attention import CacheView, use_block_attention
 from .experts import use_experts_op
 from .fingerprint import describe_config, sample_digest
 from .functions import functions_of, global_hooks
-from .fused import recognize
+from .fused import FusedTarget, recognize
 from .parallel import ranks_of
 from .recurrent import clamps_prompts, has_recurrent_layers, take_over
 from .support import UnsupportedTargetError, tapped_modules, text_config
@@ -36,11 +36,12 @@ class Target:
         target_layer_ids: the tapped layers. The last layer's output is read after the final norm, like transformers'
             ``hidden_states[-1]``.
         fused: True to run the layers on `dflash.ops` (see `dflash.target.fused`) and refuse other models,
-            False to use the model's own forward, ``"auto"`` to run them on the ops on the CPU if possible. Where the
-            ops are wanted, mixtures of experts run on theirs if they can, in other models too.
+            False to use the model's own forward, ``"auto"`` to run them on the ops where the kernels take them. Unless
+            False, mixtures of experts run on their op where its kernels take them, in other models too.
 
     Attributes:
         ranks: the processes that the model is spread over.
+        fused_reason: why the layers run in the model's own forward; empty if they run on the ops.
         is_recurrent: True if layers keep a state that no counter trims; its caches are then a `RecurrentCache`.
         tree_obstacle: what went wrong in a trial run of a tree, if there was one; empty if it went well.
         compiled_forward: what :meth:`verify` runs instead of :meth:`forward`, if it is set; prompts are never compiled.
@@ -57,11 +58,9 @@ class Target:
         self.ranks = ranks_of(self.model)
         self.ranks.compare("its weights or config", lambda: (describe_config(model), sample_digest(model)))
         use_block_attention(self.model)
-        # On a GPU neither the fused layers nor the experts have been measured against the model's own forward.
-        is_wanted = self.device.type == "cpu" if fused == "auto" else fused
         replaced = replaced_function(self.model, functions_of(model))
-        is_own = not replaced and not global_hooks()
-        self._fused = recognize(self.model, target_layer_ids) if is_wanted and is_own else None
+        foreign = replaced or ("a hook on every module" if global_hooks() else "")
+        self._fused, self.fused_reason = _fuse(self.model, target_layer_ids, fused, foreign)
         if fused is True and self._fused is None:
             raise UnsupportedTargetError(
                 "fused=True needs exactly a Llama, Mistral, Qwen2, Qwen3 (with experts or without), Qwen3-Next or "
@@ -71,7 +70,7 @@ class Target:
             )
         self.is_recurrent = has_recurrent_layers(self.model)
         self._pass = take_over(self.model)
-        if is_wanted and is_own:
+        if fused is not False and not foreign:
             use_experts_op(self.model)
         self._taps: list[Tensor | None] = [None] * len(target_layer_ids)
         for index, module in enumerate(tapped_modules(self.model, target_layer_ids)):
@@ -244,6 +243,20 @@ class Target:
                 f"{type(self.model).__name__} returned {logits.shape[1]} rows of logits, {asked} were asked for"
             )
         return logits[:, logits_to_keep] if isinstance(logits_to_keep, Tensor) else logits[:, -asked:]
+
+
+def _fuse(
+    model: nn.Module, target_layer_ids: tuple[int, ...], fused: bool | Literal["auto"], foreign: str
+) -> tuple[FusedTarget | None, str]:
+    """Return a model's fused form, or None and why there is none; ``foreign`` is what in it is not transformers'."""
+    if fused is False:
+        return None, "fused=False was asked for"
+    if foreign:
+        return None, f"{foreign} is not transformers' own"
+    if (found := recognize(model, target_layer_ids)) is None:
+        return None, f"{type(model).__name__} is not one of the models that are recognized, or it was changed"
+    reason = "" if fused is True else found.obstacle
+    return (None if reason else found), reason
 
 
 def _tap_hook(taps: list[Tensor | None], index: int) -> Callable[..., None]:

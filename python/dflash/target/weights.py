@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,12 +12,15 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers import PreTrainedConfig
 
-from ..ops import bytes_reached
+from .. import ops
 
 __all__ = [
-    *("is_plain_module", "is_plain_tensor", "modules_of", "plain_tensors", "refusal_of_weights", "repeated_modules"),
-    *("shard_of", "tensors_of"),
+    *("KERNEL_DTYPES", "is_plain_module", "is_plain_tensor", "kernel_obstacle", "modules_of", "plain_tensors"),
+    *("refusal_of_weights", "repeated_modules", "shard_of", "tensors_of"),
 ]
+
+KERNEL_DTYPES = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.bfloat16, torch.float16)}
+"""The dtypes that our kernels multiply in."""
 
 _PLAIN = (Tensor, nn.Parameter)
 _LEAVES = (
@@ -61,7 +64,7 @@ def refusal_of_tensor(tensor: Tensor) -> str | None:
     """Return why a tensor's values cannot be read, or None."""
     kind = type(tensor)
     try:  # the common case; the tensors that have no storage raise
-        is_read = kind in _PLAIN and tensor.untyped_storage().nbytes() >= bytes_reached(tensor) > 0
+        is_read = kind in _PLAIN and tensor.untyped_storage().nbytes() >= ops.bytes_reached(tensor) > 0
         if is_read and not (tensor.is_meta or tensor.is_quantized or tensor.is_nested or tensor._is_zerotensor()):
             return None
     except (RuntimeError, NotImplementedError):
@@ -79,7 +82,7 @@ def refusal_of_tensor(tensor: Tensor) -> str | None:
     if tensor.numel() == 0 and tensor.dim() == 1 and isinstance(tensor, nn.Parameter):
         return f"is empty, {list(tensor.shape)}: its values are elsewhere (a shard, or offloaded)"
     try:
-        missing = tensor.untyped_storage().nbytes() < bytes_reached(tensor)
+        missing = tensor.untyped_storage().nbytes() < ops.bytes_reached(tensor)
     except (RuntimeError, NotImplementedError):
         return f"has no memory of its own ({kind.__name__} inside a functorch transform?)"
     return "has lost its memory: its storage was freed (FSDP, offload)" if missing else None
@@ -94,6 +97,29 @@ def is_plain_module(module: nn.Module) -> bool:
 def is_plain_tensor(tensor: Tensor) -> bool:
     """Return True for a tensor whose values are in its memory as they are."""
     return type(tensor) in _PLAIN and not tensor.is_neg() and not tensor.is_conj()
+
+
+def kernel_obstacle(device: torch.device, weights: Sequence[Tensor], widths: Iterable[int]) -> str:
+    """Return why our kernels cannot multiply by these weights on ``device``; empty if they can.
+
+    The ops would run in plain torch then, and a model's own modules are as fast. Attention and recurrences run on our
+    kernels either way.
+
+    Args:
+        device: where the weights are.
+        weights: of one dtype.
+        widths: the sizes that the products sum over.
+    """
+    dtype = weights[0].dtype
+    if dtype not in KERNEL_DTYPES.get(device.type, ()):
+        return f"our kernels for {device.type} do not multiply in {dtype}"
+    if device.type != "cuda":
+        return ""
+    if reason := ops.cuda_status(device.index):
+        return f"our CUDA kernels cannot run: {reason}"
+    if any(width % 8 for width in widths) or any(weight.data_ptr() % 16 for weight in weights):
+        return "our CUDA kernels need products over multiples of 8, and weights at multiples of 16 bytes"
+    return ""
 
 
 def shard_of(tensor: Tensor) -> Tensor | None:
