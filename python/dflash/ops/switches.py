@@ -1,4 +1,4 @@
-"""Environment variables that turn off what may misbehave on a GPU. They are read once, at import.
+"""Environment variables that turn off what may misbehave on a GPU. They are read once, at import; empty is unset.
 
 ``DFLASH_OVERLAP=0``: no kernel starts before the one ahead of it on the stream has ended.
 ``DFLASH_PREFETCH=0``: `dflash.ops.linear` reads no weights before the kernel ahead has ended.
@@ -17,7 +17,7 @@ def is_on(name: str) -> bool:
     Raises:
         ValueError: the variable is neither 0 nor 1.
     """
-    value = os.environ.get(name, "1")
+    value = os.environ.get(name) or "1"
     if value not in ("0", "1"):
         raise ValueError(f"{name} must be 0 or 1, got {value!r}: unset it, or set it to 0 to turn it off")
     return value == "1"
