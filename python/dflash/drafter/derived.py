@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,12 +27,12 @@ class DerivedWeight(nn.Module):
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
         self.register_buffer("weight", weight, persistent=False)
-        self._seen: list[object] = []
+        self._seen: list[tuple[weakref.ref[Tensor], object]] = []
 
     @torch.no_grad()
     def follow_(self, sources: Sequence[Tensor], compute: Callable[[], Tensor]) -> None:
         """Take the value of ``compute``, which makes it from ``sources``, if one of these has changed."""
-        if self._seen == self._look(sources) and not any(map(Tensor.is_inference, sources)):
+        if self._is_current(sources):
             return
         value = compute()
         if (value.dtype, value.device) != (self.weight.dtype, self.weight.device):
@@ -38,13 +40,27 @@ class DerivedWeight(nn.Module):
         # A write would look like other weights to whoever compares versions, such as the reuse of prefixes.
         elif not value.is_meta and not torch.equal(self.weight, value):
             self.weight.copy_(value)
-        self._seen = self._look(sources)
+        self._seen = [(weakref.ref(tensor), _state(tensor)) for tensor in (self.weight, *sources)]
 
-    def _look(self, sources: Sequence[Tensor]) -> list[object]:
-        """Return what differs once a source was replaced or written to, or this module was moved."""
-        versions = [None if tensor.is_inference() else tensor._version for tensor in sources]
-        places = [(id(tensor), tensor.data_ptr(), tensor.dtype, tensor.shape) for tensor in (self.weight, *sources)]
-        return [*places, *versions]
+    def _is_current(self, sources: Sequence[Tensor]) -> bool:
+        """Return True if no source was replaced or written to, and this module was not moved."""
+        tensors = self.weight, *sources
+        if len(tensors) != len(self._seen) or any(map(Tensor.is_inference, sources)):
+            return False
+        # By identity: an `id` may be that of a freed tensor, and `==` compares values.
+        return all(
+            ref() is tensor and state == _state(tensor)
+            for (ref, state), tensor in zip(self._seen, tensors, strict=True)
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_seen": []}  # a copy looks at sources of its own
+
+
+def _state(tensor: Tensor) -> object:
+    """Return what differs once a tensor was written to, moved or reshaped."""
+    version = None if tensor.is_inference() else tensor._version
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, version
 
 
 def scale_outputs_(drafter: nn.Module) -> None:
