@@ -5,6 +5,7 @@ import itertools
 import random
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from dflash import api
 from dflash import generator as generator_module
 from dflash.cli import installation as doctor
 from dflash.engine import runner as replay
+from dflash.ops import registry
 
 NEW = 40
 
@@ -111,6 +113,24 @@ def test_a_target_with_its_own_forward_and_several_passes_is_captured(batch):
     assert torch.equal(
         one.generate(ids, **call), dflash.Generator(target, max_length=90, batch_size=3).generate(ids, **call)
     )
+
+
+def test_neither_streams_nor_captures_share_counters(monkeypatch):
+    launch, places = registry.CudaLauncher(SimpleNamespace(NUM_COUNTERS=4)), {}
+    monkeypatch.setattr(registry, "_stream_and_capture", lambda _: place)
+    for place in ((1, 0), (2, 0), (1, 7), (2, 7), (1, 0), (1, 7), (1, 8), (1, 0)):
+        counters = launch.counters(torch.device("cpu"))
+        assert places.setdefault(place, counters) is counters, "a stream and a capture keep theirs"
+        assert not counters.any()
+    assert len({counters.data_ptr() for counters in places.values()}) == 5
+
+
+def test_the_counters_of_a_capture_go_with_the_next(monkeypatch):
+    launch, kept = registry.CudaLauncher(SimpleNamespace(NUM_COUNTERS=4)), []
+    for capture in range(1, 300):
+        monkeypatch.setattr(registry, "_stream_and_capture", lambda _, capture=capture: (1, capture))
+        kept.append(weakref.ref(launch.counters(torch.device("cpu"))))
+    assert sum(counters() is not None for counters in kept) == 1
 
 
 class TestHostReads:

@@ -31,7 +31,7 @@ constexpr int64_t kNumCounters = 144;  // in the array that blocks sharing a res
 // How a kernel cuts its work, and the bytes that it needs for that.
 struct Workspace {
   int64_t splits;  // as the params have it
-  int64_t bytes;   // of scratch memory; if there are any, the kernel wants its counters too
+  int64_t bytes;   // of scratch memory; if there are any, `linear` wants counters too
 };
 
 // splits 0: the tensors go through the plain kernel.

@@ -72,7 +72,7 @@ def block_attention(
     sinks = None if sinks is None else sinks.float().contiguous()
     batch, rows, num_heads, head_dim = q.shape
     _, num_kv_heads, capacity, v_head_dim = v_cache.shape
-    splits, workspace, _ = launch.workspace(
+    splits, workspace = launch.workspace(
         "block_attention", q.device, dtype, k_cache, v_cache, batch, rows, num_heads, num_kv_heads, head_dim,
         v_head_dim, capacity,
     )  # fmt: skip

@@ -69,7 +69,7 @@ def experts(
     gate_up_bias, down_bias = dense(gate_up_bias), dense(down_bias)
     weights = (gate_up, down, gate_up_bias, down_bias)
     shapes = (dtype, gate_up, down, rows, top_k, hidden, width)
-    takes, workspace, _ = launch.workspace("experts", x.device, *shapes)
+    takes, workspace = launch.workspace("experts", x.device, *shapes)
     if not takes:
         return reference.experts(x, ids, scores, *weights, gate, *options)
     # 3. Run it

@@ -124,12 +124,12 @@ def run_kernel(
     # 1. See whether the kernel takes this product
     dtype, features = launch.dtype(op, "x", x), [weight.shape[0] for weight in weights]
     width, rows = x.shape[-1], x.shape[:-1].numel()
-    splits, workspace, counters = 0, None, None
+    splits, workspace = 0, None
     if launch.is_cpu:
         splits = int(width > 0 and skinny(rows, x.dtype) and not gated)
     elif all(weight.is_contiguous() for weight in weights):
         shapes = (dtype, rows, width, weights, features, gated)
-        splits, workspace, counters = launch.workspace("linear", x.device, *shapes)
+        splits, workspace = launch.workspace("linear", x.device, *shapes)
     if splits == 0:
         return None
     # 2. Make what it reads contiguous, and run it
@@ -137,6 +137,7 @@ def run_kernel(
     weights, biases = [weight.contiguous() for weight in weights], [dense(bias) for bias in biases]
     out_features = features[0] if gated else sum(features)
     out = x.new_empty(*x.shape[:-1], out_features)
+    counters = None if workspace is None else launch.counters(x.device)
     launch(
         "linear", x, len(weights), weights, biases, features, out, rows, width, out_features, workspace, counters,
         splits, prefetch and switches.PREFETCH, gated, dtype,

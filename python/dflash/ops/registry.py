@@ -65,9 +65,9 @@ class Launcher:
         """Return the kernels' code of a tensor's dtype."""
         raise NotImplementedError
 
-    def workspace(self, kernel: str, device: torch.device, *shapes: object) -> tuple[int, Tensor | None, Tensor | None]:
-        """Return ``(splits, workspace, counters)`` as the kernel's file answers for these shapes."""
-        return 1, None, None
+    def workspace(self, kernel: str, device: torch.device, *shapes: object) -> tuple[int, Tensor | None]:
+        """Return ``(splits, workspace)`` as the kernel's file answers for these shapes."""
+        return 1, None
 
     def counters(self, device: torch.device) -> Tensor | None:
         """Return int32 zeros, zero again after every kernel, where blocks count themselves; None on the CPU."""
@@ -106,7 +106,7 @@ class CudaLauncher(Launcher):
 
     def __init__(self, kernels: object = _C) -> None:
         self.kernels = kernels
-        self._counters: dict[tuple, Tensor] = {}
+        self._counters: dict[tuple, tuple[int, Tensor]] = {}
 
     def __call__(self, kernel: str, *arguments: object) -> None:
         device = arguments[0].device
@@ -116,9 +116,9 @@ class CudaLauncher(Launcher):
     def dtype(self, op: str, name: str, tensor: Tensor) -> int:
         return _CUDA_DTYPES[tensor.dtype]
 
-    def workspace(self, kernel: str, device: torch.device, *shapes: object) -> tuple[int, Tensor | None, Tensor | None]:
+    def workspace(self, kernel: str, device: torch.device, *shapes: object) -> tuple[int, Tensor | None]:
         splits, size = getattr(self.kernels, f"{kernel}_workspace")(*shapes)
-        return (splits, self.allocate(size, device), self.counters(device)) if size else (splits, None, None)
+        return splits, self.allocate(size, device) if size else None
 
     def scratch(self, kernel: str, device: torch.device, *shapes: object) -> Tensor | None:
         return self.allocate(getattr(self.kernels, f"{kernel}_workspace")(*shapes), device)
@@ -136,20 +136,25 @@ class CudaLauncher(Launcher):
     def counters(self, device: torch.device) -> Tensor:
         """Return int32 zeros, zero again after every kernel, where blocks that share a result count themselves.
 
-        There is one tensor per stream, and one per graph under capture, which zeroes its own at every replay: kernels
-        that run at the same time never share one.
+        Kernels that run at the same time never share them: each stream has its own, and each capture, whose graph
+        zeroes them at every replay. Those of a capture are let go when the next one begins on its stream; their memory
+        stays in the graph's pool, where nothing else of that graph has it.
         """
-        key: tuple = ()
-        if device.type == "cuda":
-            stream = torch.cuda.current_stream(device).cuda_stream
-            key = (device.index, stream, _C.capture_id(stream))
-        counters = self._counters.get(key)
-        if counters is None:
-            if len(self._counters) >= 256:
-                self._counters.pop(next(iter(self._counters)))
+        stream, capture = _stream_and_capture(device)
+        key = (device, stream, capture > 0)
+        held, counters = self._counters.get(key, (-1, None))
+        if counters is None or held != capture:
             counters = torch.zeros(self.kernels.NUM_COUNTERS, dtype=torch.int32, device=device)
-            self._counters[key] = counters
+            self._counters[key] = capture, counters
         return counters
+
+
+def _stream_and_capture(device: torch.device) -> tuple[int, int]:
+    """Return the current stream, and the number of the capture that it takes part in; 0 for none."""
+    if device.type != "cuda":
+        return 0, 0
+    stream = torch.cuda.current_stream(device).cuda_stream
+    return stream, _C.capture_id(stream)
 
 
 class FakeLauncher(Launcher):
