@@ -17,12 +17,13 @@ from .delta_net import L2_EPS as L2_EPS
 from .delta_net import delta_net_inputs, gated_rms_norm
 from .dynamic_conv import conv_add_rms_norm, dynamic_conv
 from .experts import experts
+from .gates import sigmoid_mul, silu_mul, swiglu
 from .kv_cache import append_context_kv_, append_kv_, qkv_norm_rope_append_
 from .layers import PackedLayers as PackedLayers
 from .layers import decoder_layers
 from .linear import linear, linears
 from .linear import skinny as skinny
-from .norm import add_rms_norm, fuse_features, rms_norm, sigmoid_mul, silu_mul, swiglu
+from .norm import add_rms_norm, fuse_features, rms_norm
 from .recurrent import causal_conv_, gated_recurrence_
 from .registry import cuda_status, has_cuda_kernels, isa
 from .switches import OVERLAP as OVERLAP

@@ -1,4 +1,4 @@
-"""RMSNorm with and without a residual, gates, and the fusion of target features."""
+"""RMSNorm with and without a residual, and the fusion of target features."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from torch import Tensor
 
 from .. import _C
 from . import reference
-from .checks import dense, expect, row_stride, unit_stride
-from .linear import check_product, linear, linears, run_kernel, skinny
+from .checks import dense, expect, row_stride
+from .linear import linear, skinny
 from .registry import Launcher, op
 
 
@@ -104,80 +104,6 @@ def add_rms_norm(
         dtype,
     )  # fmt: skip
     return out, total
-
-
-@op()
-def silu_mul(launch: Launcher, gate_up: Tensor) -> Tensor:
-    """Compute ``silu(gate) * up`` for ``gate_up = [gate, up]`` side by side, in fp32, rounded once.
-
-    Args:
-        gate_up: ``[..., 2 * width]``, float32 or bfloat16.
-
-    Returns:
-        ``[..., width]``, the dtype of ``gate_up``.
-
-    Raises:
-        ValueError: the last dimension is odd. TypeError: the dtype does not fit.
-    """
-    if gate_up.dim() < 2 or gate_up.shape[-1] % 2:
-        raise ValueError(f"silu_mul: gate_up must be [..., 2 * width], got {list(gate_up.shape)}")
-    dtype = launch.dtype("silu_mul", "gate_up", gate_up)
-    gate_up = gate_up.contiguous()
-    width = gate_up.shape[-1] // 2
-    out = gate_up.new_empty(*gate_up.shape[:-1], width)
-    launch("silu_mul", gate_up, out, out.numel() // max(width, 1), width, dtype)
-    return out
-
-
-@op()
-def swiglu(launch: Launcher, x: Tensor, gate: Tensor, up: Tensor, prefetch: bool = False) -> Tensor:
-    """Compute ``silu(x @ gate.T) * (x @ up.T)``: `silu_mul` of `linears`, on CUDA in one kernel for up to 256 rows.
-
-    Both products are rounded before they are multiplied. What is said of a row's bits in `linear` holds here too.
-
-    Args:
-        x: ``[..., rows, in]``, as for `linear`.
-        gate: ``[out, in]``, the dtype of ``x``.
-        up: like ``gate``.
-        prefetch: as for `linear`.
-
-    Returns:
-        ``[..., rows, out]``, the dtype of ``x``.
-
-    Raises:
-        ValueError: a shape does not fit. TypeError: a dtype does not fit.
-    """
-    for name, weight in (("gate", gate), ("up", up)):
-        check_product("swiglu", x, name, weight)
-    expect("swiglu", "up", up, tuple(gate.shape), x.dtype, "as gate")
-    launch.dtype("swiglu", "x", x)
-    if launch.is_fake:
-        return x.new_empty(*x.shape[:-1], gate.shape[0])
-    out = run_kernel(launch, "swiglu", x, [gate, up], [None, None], prefetch, gated=True)
-    return silu_mul.body(launch, linears.body(launch, x, [gate, up], (), prefetch)) if out is None else out
-
-
-@op()
-def sigmoid_mul(launch: Launcher, x: Tensor, gate: Tensor) -> Tensor:
-    """Compute ``x * sigmoid(gate)`` per head, in fp32, rounded once: attention with an output gate.
-
-    Args:
-        x: ``[rows, heads, width]``, float32 or bfloat16 (on CUDA float16 too).
-        gate: like ``x``, any strides.
-
-    Returns:
-        A tensor like ``x``.
-
-    Raises:
-        ValueError: a shape does not fit. TypeError: a dtype does not fit.
-    """
-    expect("sigmoid_mul", "x", x, (None, None, None), x.dtype, "rows, heads, width")
-    expect("sigmoid_mul", "gate", gate, tuple(x.shape), x.dtype, "as x")
-    dtype = launch.dtype("sigmoid_mul", "x", x)
-    x, gate = x.contiguous(), unit_stride(gate)
-    out = torch.empty_like(x)
-    launch("sigmoid_mul", x, gate, out, *gate.stride()[:2], *x.shape, dtype)
-    return out
 
 
 @op()
