@@ -70,7 +70,7 @@ class ChainProposer(DraftPass):
     @property
     def kind(self) -> Hashable:
         """What the branches of `propose` depend on, besides the rules."""
-        return type(self.sampler), self.rows, self.schedule
+        return *self.way, self.rows
 
     def propose(self, state: State) -> Block:
         """Return a drafted block for every row."""
