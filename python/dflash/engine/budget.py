@@ -124,8 +124,7 @@ class WidthBudget:
     steps. For the width in use these are the steps that were taken. Shares of drafts that were kept by position would
     not do: a wide block always ends at a token that is hard to draft, and a narrow one also before.
 
-    With the package's pair, at T = 1 and 1.6, what steps of 16 rows promise of 4, 8 and 12 is within 7 % of what these
-    then write, and what steps of 4 rows promise of 16 within 16 %; with a drafter made worse by noise within 17 %.
+    `bench/bench_width.py` prints what the widest's steps promise of other widths next to what these then write.
 
     Lengths of one `context_bucket` share their counts, which begin as those of the nearest bucket, weighed as a few
     steps. A call begins with the widest, whose step counts as one that kept everything.

@@ -136,8 +136,9 @@ def as_assistant(draft: str | os.PathLike[str] | nn.Module) -> _Assistant:
     instead = "model.generate(..., custom_generate=dflash.custom_generate, draft=draft) drafts with it"
     if loaded.selector is not None or loaded.config.predicts_from_anchor:
         raise ValueError(
-            "as_assistant takes drafters of the first generation, got a DFlash 2 or DSpark drafter: transformers "
-            f"drafts each token from the head alone, and none from the anchor's row. {instead}"
+            "as_assistant takes drafters of the first generation, got a DFlash 2 or DSpark drafter: transformers' loop "
+            "has no candidate selector, and drafts no token from the anchor's row. "
+            f"{instead}"
         )
     if own := loaded.config.own_parts:
         raise ValueError(
