@@ -30,7 +30,7 @@ SUBTLE = {"causal", "taps one too low", "two taps swapped", "last tap before the
 MORE = {
     *("taps one too low", "taps reversed", "two taps swapped", "another RoPE theta", "another RoPE scaling"),
     *("another mask id", "the end as mask", "a causal window", "embeddings scaled", "scale of embeddings missing"),
-    "too few positions",
+    *("too few positions", "causal"),
 }
 
 
