@@ -1,13 +1,17 @@
 """What ``bench/gpu`` makes of the results of a GPU machine: the page and the timeline."""
 
 import json
+import os
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-BENCH = Path(__file__).parents[1] / "bench" / "gpu"
+ROOT = Path(__file__).parents[1]
+BENCH = ROOT / "bench" / "gpu"
 FACTS = {
     "machine": "a GPU",
     "driver": "580.1",
@@ -63,14 +67,172 @@ def test_the_page_compares_overlap_and_says_where_it_was_not_active(modules, tmp
         assert line in page
 
 
-def test_the_page_names_the_tests_that_failed(modules, tmp_path):
-    right, wrong = (f'<testcase classname="tests.a" name="{name}">' for name in ("right", "wrong[cuda]"))
-    cases = f"<testsuite>{right}</testcase>{wrong}<failure/></testcase></testsuite>"
-    (tmp_path / "tests-20261101-120000.xml").write_text(cases)
+def test_the_page_says_what_became_of_each_stage(modules, tmp_path):
+    first = ["build\t10:00\tabc\tok", "tests\t10:03\tabc\tbegun, did not end", "tests\t10:05\tabc\t2 min; ok"]
+    (tmp_path / "stages-20261101-100000.tsv").write_text("\n".join(first))
+    second = ["build\t11:00\tabc\tnot begun", "step\t11:00\tabc\tnot begun", "tests\t11:00\tabc\tbegun, did not end"]
+    (tmp_path / "stages-20261101-110000.tsv").write_text("\n".join(second))
     modules[0].main(tmp_path)
     page = (tmp_path / "README.md").read_text()
-    assert "1 passed, 1 failed, 0 skipped" in page
-    assert "- `tests.a::wrong[cuda]`" in page
+    assert "| build | 10:00 | abc | ok |" in page
+    assert "| tests | 11:00 | abc | begun, did not end |" in page
+    assert "| step | 11:00 | abc | not begun |" in page
+
+
+def test_the_page_names_the_tests_that_failed_and_counts_those_that_did_not_run(modules, tmp_path):
+    def line(test, outcome, why=""):
+        return {"test": f"tests/{test}", "outcome": outcome, "why": why}
+
+    lines = [
+        {
+            "tests": [
+                f"tests/{name}" for name in ("a.py::right", "a.py::wrong", "a.py::left_out", "b.py::one", "b.py::two")
+            ]
+        },
+        line("a.py::right", "passed"),
+        line("a.py::wrong", "failed", "    def wrong():\nE   CUDA error: misaligned address\n\na.py:7: RuntimeError"),
+        line("a.py::wrong", "failed", "worker 'gw0' crashed"),
+        line("a.py::left_out", "skipped"),
+    ]
+    half = '\n{"test": "tests/b.py::one", "out'  # written when the machine went
+    (tmp_path / "tests-20261101-120000.jsonl").write_text("\n".join(map(json.dumps, lines)) + half)
+    modules[0].main(tmp_path)
+    page = (tmp_path / "README.md").read_text()
+    assert "1 passed, 1 failed, 1 skipped, 2 did not run" in page
+    assert "- `tests/a.py::wrong`: CUDA error: misaligned address" in page
+    assert "- `tests/b.py`: 2 did not run" in page
+
+
+def test_lines_survive_a_test_that_hangs_and_one_that_breaks_the_gpu(tmp_path):
+    (tmp_path / "test_it.py").write_text(FAULTY_TESTS)
+    lines = tmp_path / "lines.jsonl"
+    plugin = ["-p", "bench.gpu.pytest_lines", "--lines", lines, "--test-seconds", "3", "-n", "1"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *plugin, "--rootdir", tmp_path, tmp_path]
+    done = subprocess.run(list(map(str, command)), cwd=ROOT, capture_output=True, text=True)
+    names, *ended = map(json.loads, lines.read_text().splitlines())
+    assert [name.split("::")[1] for name in names["tests"]] == ["test_breaks", "test_after", "test_hangs", "test_last"]
+    outcomes = {(line["test"].split("::")[1], line["outcome"]) for line in ended}
+    expected = {("test_breaks", "failed"), ("test_after", "passed"), ("test_hangs", "failed"), ("test_last", "passed")}
+    assert outcomes == expected, done.stdout
+    assert "the kernel is wrong" in ended[0]["why"]
+
+
+FAULTY_TESTS = """
+import sys, time, types
+
+def synchronize():
+    if is_broken:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+is_broken = False
+sys.modules["torch"] = types.SimpleNamespace(
+    cuda=types.SimpleNamespace(is_initialized=lambda: True, synchronize=synchronize)
+)
+
+def test_breaks():
+    global is_broken
+    is_broken = True
+    raise AssertionError("the kernel is wrong")
+
+def test_after():
+    synchronize()
+
+def test_hangs():
+    time.sleep(600)
+
+def test_last():
+    pass
+"""
+
+
+# In the place of every command that run.sh calls on a GPU machine: writes the call down.
+STAND_IN = """#!/bin/sh
+name=$(basename "$0")
+echo "$name ${PYTORCH_NO_CUDA_MEMORY_CACHING:+uncached }${PYTHONPATH:-} $*" >>"$CALLS"
+case "$name $*" in
+  nvidia-smi*compute_cap*) echo 9.0 ;;
+  cmake*--build*) mkdir -p "$2" && touch "$2/_C.so" ;;
+  nvcc*) for last; do case $before in -o) cp /bin/true "$last" ;; esac; before=$last; done ;;
+  "$FAILS"*) exit 3 ;;
+esac
+"""
+
+
+class GpuMachine:
+    """A tree with run.sh and no GPU, in which every command is a stand-in."""
+
+    def __init__(self, folder):
+        self.root, self.tools, self.out = folder / "tree", folder / "tools", folder / "tree" / "out"
+        (self.root / "bench" / "gpu").mkdir(parents=True)
+        shutil.copy(BENCH / "run.sh", self.root / "bench" / "gpu")
+        for name in ("csrc/kernel.cu", "python/dflash/__init__.py", "CMakeLists.txt"):
+            path = self.root / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(name)
+        self.tools.mkdir()
+        for name in ("python3", "nvidia-smi", "cmake", "nvcc", "ncu", "compute-sanitizer"):
+            (self.tools / name).write_text(STAND_IN)
+            (self.tools / name).chmod(0o755)
+
+    def run(self, *arguments, fails="nothing"):
+        """Run run.sh; returns its exit code and the calls."""
+        calls = self.root.parent / "calls"
+        calls.write_text("")
+        tools = {"PATH": f"{self.tools}:/usr/bin:/bin", "CALLS": calls, "FAILS": fails}
+        command = ["bash", self.root / "bench" / "gpu" / "run.sh", "--out", self.out, "--commit", "abc", *arguments]
+        environment = {name: str(value) for name, value in (os.environ | tools).items() if name not in ENVIRONMENT}
+        code = subprocess.run(list(map(str, command)), env=environment, capture_output=True).returncode
+        return code, calls.read_text().splitlines()
+
+    def outcomes(self):
+        """The last line about each stage."""
+        lines = [line.split("\t") for path in sorted(self.out.glob("stages-*.tsv")) for line in path.open()]
+        return {stage: outcome.strip() for stage, *_, outcome in lines}
+
+
+ENVIRONMENT = ("CUDACXX", "PYTHONPATH")
+
+
+@pytest.fixture
+def machine(tmp_path):
+    return GpuMachine(tmp_path)
+
+
+def test_every_stage_runs_and_two_builds_serve_all(machine):
+    code, calls = machine.run()
+    assert code == 0
+    assert len([call for call in calls if "cmake" in call and " --build " in call]) == 2  # one with a trace
+    outcomes = machine.outcomes()
+    assert len(outcomes) == 9
+    assert all(outcome.endswith("; ok") for outcome in outcomes.values())
+    assert len([call for call in calls if call.startswith("compute-sanitizer uncached")]) == 3
+    (profiled,) = [call for call in calls if call.startswith("ncu")]
+    assert "-k regex:dflash:: --filter-mode per-launch-config" in profiled
+    assert all("build/gpu/plain/python" in call for call in calls if "-m pytest" in call or "bench/step" in call)
+    assert all("build/gpu/traced/python" in call for call in calls if "timeline.py" in call)
+
+
+def test_a_stage_alone_builds_if_there_is_no_build_or_the_sources_are_others(machine):
+    def builds(stage):
+        return len([call for call in machine.run(stage)[1] if " --build " in call])
+
+    assert builds("memory") == 1
+    assert builds("overlap") == 0
+    assert builds("trace") == 1
+    (machine.root / "csrc" / "kernel.cu").write_text("changed")
+    assert builds("memory") == 1
+
+
+def test_what_fails_is_named_and_what_follows_runs(machine):
+    code, _ = machine.run("overlap", "probe", fails="python3")
+    assert code == 1
+    assert machine.outcomes()["overlap"].endswith("overlap0-prefetch0: exit code 3")
+    assert machine.outcomes()["probe"].endswith("; ok")
+
+
+def test_without_time_a_stage_is_not_begun(machine):
+    assert machine.run("--seconds", "5", "probe") == (1, [])
+    assert machine.outcomes() == {"probe": "not begun"}
 
 
 def test_records_are_put_together_by_launch(modules):

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from xml.etree import ElementTree
 
 Row = dict  # as bench/step or bench_all.py writes it, with the facts of its file and the file's name
 FACTS = ("machine", "driver", "cuda", "torch", "transformers", "commit")
+_TAIL = 60  # lines of a text that the page shows
 
 
-def newest(folder: Path, pattern: str) -> list[Path]:
+def by_time(folder: Path, pattern: str) -> list[Path]:
     """Return the files of a pattern, oldest first: their names end in the time they were begun."""
     return sorted(folder.glob(pattern), key=lambda path: path.stem.rsplit("-", 2)[1:])
 
@@ -20,7 +21,7 @@ def newest(folder: Path, pattern: str) -> list[Path]:
 def read_rows(folder: Path, pattern: str, key: Callable[[Row], tuple]) -> list[Row]:
     """Return the rows of JSON files, of those with the same key only the newest."""
     found: dict[tuple, Row] = {}
-    for path in newest(folder, pattern):
+    for path in by_time(folder, pattern):
         facts = json.loads(path.read_text())
         for row in facts.pop("rows"):
             row = facts | row | {"file": path.name}
@@ -48,23 +49,52 @@ def main(folder: Path) -> None:
 def machine(folder: Path) -> list[str]:
     """Say where the rows come from."""
     seen: dict[tuple, list[str]] = {}
-    for path in newest(folder, "*.json"):
+    for path in by_time(folder, "*.json"):
         facts = json.loads(path.read_text())
         seen.setdefault(tuple(str(facts.get(name) or "-") for name in FACTS), []).append(path.name)
     rows = (f"| {' | '.join(facts)} | {len(files)} |" for facts, files in seen.items())
     return table(f"| {' | '.join(FACTS)} | files |", rows)
 
 
+def stages(folder: Path) -> list[str]:
+    """Say what became of each stage."""
+    found: dict[str, list[str]] = {}
+    for path in by_time(folder, "stages-*.tsv"):
+        for line in path.read_text().splitlines():
+            stage, *rest = line.split("\t")
+            if rest[-1] != "not begun" or stage not in found:  # that does not undo an earlier run
+                found[stage] = rest
+    return table("| stage | UTC | commit | outcome |", (f"| {n} | {' | '.join(rest)} |" for n, rest in found.items()))
+
+
 def tests(folder: Path) -> list[str]:
-    """Say what passed, and name what did not."""
-    paths = newest(folder, "tests-*.xml")
-    if not paths:
+    """Count the tests; name those that failed, in the order they did, and count by file those that did not run."""
+    paths = by_time(folder, "tests-*.jsonl")
+    rows = [json.loads(line) for line in paths[-1].read_text().split("\n")[:-1]] if paths else []  # whole lines only
+    if not rows:
         return ["Nothing yet.", ""]
-    cases = list(ElementTree.parse(paths[-1]).iter("testcase"))
-    bad = [case for case in cases if case.find("failure") is not None or case.find("error") is not None]
-    skipped = sum(case.find("skipped") is not None for case in cases)
-    lines = [f"{paths[-1].name}: {len(cases) - len(bad) - skipped} passed, {len(bad)} failed, {skipped} skipped.", ""]
-    return lines + [f"- `{case.get('classname')}::{case.get('name')}`" for case in bad] + [""] * bool(bad)
+    names, outcomes, whys = rows[0]["tests"], {}, {}
+    for row in rows[1:]:
+        if row["outcome"] == "failed":
+            whys.setdefault(row["test"], row["why"])
+        if outcomes.get(row["test"]) != "failed":
+            outcomes[row["test"]] = row["outcome"]
+    missing = Counter(name.split("::")[0] for name in names if name not in outcomes)
+    counts = Counter(outcomes.values())
+    lines = [
+        f"{paths[-1].name}: {counts['passed']} passed, {counts['failed']} failed, {counts['skipped']} skipped, "
+        f"{missing.total()} did not run.",
+        "",
+        *(f"- `{name}`: {_reason(why)}" for name, why in whys.items()),
+        *(f"- `{file}`: {count} did not run" for file, count in missing.items()),
+    ]
+    return lines + [""] * (lines[-1] != "")
+
+
+def _reason(text: str) -> str:
+    """Return the line of pytest's text that has the error."""
+    lines = text.strip().splitlines()
+    return next((line[1:].strip() for line in lines if line.startswith("E ")), lines[-1] if lines else "")
 
 
 def steps(folder: Path) -> list[str]:
@@ -82,10 +112,12 @@ def _steps(folder: Path, pattern: str) -> list[str]:
     columns = (
         "context | batch | accepted | runner | step, ms | of floor | at 4.3 TB/s | host, us | kernels | rounds | commit"
     )
+    measured = {(row["runner"], row["context"], row["batch"]) for row in rows}
     left_out = {
         f"- {out['runner']} at context {out['context']}, batch {out['batch']}: {out['why']}"
-        for path in newest(folder, pattern)
+        for path in by_time(folder, pattern)
         for out in json.loads(path.read_text())["left_out"]
+        if (out["runner"], out["context"], out["batch"]) not in measured
     }
     return table(f"| {columns} |", map(_step_line, rows)) + sorted(left_out) + [""] * bool(left_out)
 
@@ -139,7 +171,7 @@ def kernels(folder: Path) -> list[str]:
 
 def where_it_goes(folder: Path) -> list[str]:
     """Show the kernels of one step, with overlap off."""
-    paths = newest(folder, "table-*.json")
+    paths = by_time(folder, "table-*.json")
     if not paths:
         return ["Nothing yet.", ""]
     facts = json.loads(paths[-1].read_text())
@@ -165,9 +197,10 @@ def texts(folder: Path) -> list[str]:
     """Show what the doctor, the probe and the memory checker said, and the newest picture."""
     lines = []
     for name in ("doctor", "probe", "memory", "registers"):
-        for path in newest(folder, f"{name}-*.txt")[-1:]:
-            lines += [f"{path.name}:", "", "```", path.read_text().strip(), "```", ""]
-    pictures = newest(folder, "timeline-*.png")
+        for path in by_time(folder, f"{name}-*.txt")[-1:]:
+            text = path.read_text().strip().splitlines()
+            lines += [f"The end of {path.name}:", "", "```", *text[-_TAIL:], "```", ""]
+    pictures = by_time(folder, "timeline-*.png")
     return lines + [line for path in pictures[-1:] for line in (f"![One layer]({path.name})", "")]
 
 
@@ -180,6 +213,7 @@ def _number(value: float | None) -> str:
 
 
 SECTIONS: dict[str, Callable[[Path], list[str]]] = {
+    "Stages": stages,
     "Machine": machine,
     "Tests": tests,
     "Steps": steps,

@@ -139,29 +139,20 @@ def draw(found: list[Launch], title: str, to: Path) -> None:
 
 def trace_step(context: int) -> tuple[list[Record], str]:
     """Run fused steps on the GPU; returns the records of the last one, and what it ran on."""
-    from step.forced import Forced
-    from step.meter import Meter, Waits
-    from step.ours import another
-    from step.pair import named_pair
-    from step.setting import Setting
+    from fused_step import STEPS, fused_steps
 
     from dflash import _C
 
     if not hasattr(_C, "set_trace"):
         raise SystemExit("this build has no trace: build with -D DFLASH_TRACE=ON")
-    device, accepted, steps, capacity = torch.device("cuda"), 6, 6, 1 << 20
+    device, capacity = torch.device("cuda"), 1 << 20
     buffer = torch.zeros(1 + capacity * _WORDS, dtype=torch.int64, device=device)
-    forced = Forced(device)
-    setting = Setting(named_pair("qwen3-8b", torch.bfloat16, device), forced, Waits(), context, 1, steps, True)
-    setting.ours.fill_()
-    forced.set_(accepted)
-    with torch.no_grad():
-        run = another(setting, fused=True)
-        run(Meter(device), accepted, steps)  # captures
-        _C.set_trace(buffer.data_ptr(), capacity)
-        run(Meter(device), accepted, 1)
-        torch.cuda.synchronize()
-        _C.set_trace(0, 0)
+    run = fused_steps(device, context)
+    run(STEPS)  # captures
+    _C.set_trace(buffer.data_ptr(), capacity)
+    run(1)
+    torch.cuda.synchronize()
+    _C.set_trace(0, 0)
     return unpack(buffer.cpu()), f"{torch.cuda.get_device_name()}, Qwen3-8B, context {context}, one target layer"
 
 
@@ -197,5 +188,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.path[0] = str(ROOT / "bench")  # where the step's bench is found
+    sys.path[0] = str(ROOT / "bench")  # where fused_step is found
     main()

@@ -45,9 +45,13 @@ def finish(benches: dict[str, Cases], parser: argparse.ArgumentParser, arguments
     if arguments.cold is None:
         arguments.cold = arguments.device.startswith("cuda")
     table = Table(arguments)
-    table.run(benches)
-    if arguments.json:
-        arguments.json.write_text(json.dumps({**table.facts, "rows": [asdict(r) for r in table.rows]}, indent=1) + "\n")
+    table.show_header()
+    for op, cases in benches.items():
+        table.run(op, cases)
+        if arguments.json:  # a run that is stopped leaves the ops before
+            partial = arguments.json.with_suffix(".partial")
+            partial.write_text(json.dumps({**table.facts, "rows": [asdict(r) for r in table.rows]}, indent=1) + "\n")
+            partial.replace(arguments.json)
 
 
 def main(cases: Cases) -> None:

@@ -59,23 +59,25 @@ class Table:
         self.facts = header(device, self._copy)
         self.rows: list[Row] = []
 
-    def run(self, benches: dict[str, Cases]) -> None:
-        """Measure every case of every bench once, and print its line."""
+    def show_header(self) -> None:
+        """Print what the run is made on and with."""
         f = self.facts
         print(
             f"{f['machine']}, ISA {f['isa']}, {f['threads']} threads, torch {f['torch']}, commit {f['commit']}, "
             f"copy {f['copy_gb_s']:.1f} GB/s, "
             f"operands {'from memory' if self._arguments.cold else 'as the last call left them'}"
         )
+
+    def run(self, op: str, cases: Cases) -> None:
+        """Measure every case of a bench once, and print its line."""
         measured = set()
-        for op, cases in benches.items():
-            for dtype in self._arguments.dtypes:
-                for case in cases(self._options(dtype)):
-                    name = op, case.shape, case.dtype or dtype
-                    if name not in measured:
-                        measured.add(name)
-                        self.rows.append(self._measure(*name, case))
-                        print(self.rows[-1], flush=True)
+        for dtype in self._arguments.dtypes:
+            for case in cases(self._options(dtype)):
+                name = op, case.shape, case.dtype or dtype
+                if name not in measured:
+                    measured.add(name)
+                    self.rows.append(self._measure(*name, case))
+                    print(self.rows[-1], flush=True)
 
     def _options(self, dtype: str) -> Options:
         arguments, device = self._arguments, self._timer.device

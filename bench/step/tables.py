@@ -23,8 +23,10 @@ def tables(setting: Setting, runs: dict[str, Run], accepted: int, report: Report
     sizes = Sizes(drafter.dtype.itemsize, setting.context, features)
     found = report.facts["tables"] = {}
     for runner in ("graph", "fused"):
+        if runner not in runs:
+            continue
         try:
-            kernels = kernel_table(profiled(runs[runner], accepted, device)) if runner in runs else []
+            kernels = kernel_table(profiled(runs[runner], accepted, device))
             eager = another(setting, "eager", fused=runner == "fused")
             profiler = profiled(eager, accepted, device, shapes=True)
         except Exception as error:
