@@ -76,13 +76,16 @@ class Kernel:
                 self._labels[match["label"]] = len(self.instructions)
             else:
                 self.instructions.append(Instruction(match["text"], bool(match["predicate"])))
+        self._meetings = {place for i in self.instructions if i.is_a("BSSY") for place in self._targets(i)}
 
     def before(self, *stops: str) -> list[Instruction]:
         """Return what a thread may run before its first instruction of ``stops``, on any path from the entry."""
         seen, ahead = set[tuple[int, Meetings]](), [(0, Meetings())]
         while ahead:
             at, meetings = place = ahead.pop()
-            if place in seen or at >= len(self.instructions) or self.instructions[at].is_a(*stops):
+            if place in seen or at >= len(self.instructions):
+                continue
+            if self.instructions[at].is_a(*stops) and not self.instructions[at].conditional:
                 continue
             seen.add(place)
             ahead += self._next(at, meetings)
@@ -91,11 +94,12 @@ class Kernel:
     def _next(self, at: int, meetings: Meetings) -> Iterable[tuple[int, Meetings]]:
         """Return where a thread may be after the instruction at index ``at``: rather too much than too little."""
         instruction, targets = self.instructions[at], self._targets(self.instructions[at])
-        if instruction.is_a("BSSY"):
-            own = [(name, place) for name, place in meetings if name != _barrier(instruction)]
-            return [(at + 1, tuple(sorted([*own, *((_barrier(instruction), target) for target in targets)])))]
+        if instruction.is_a("BSSY", "BMOV"):  # BMOV keeps a barrier elsewhere, or brings one back: it is unknown then
+            others = [(name, place) for name, place in meetings if name != _barrier(instruction)]
+            return [(at + 1, tuple(sorted([*others, *((_barrier(instruction), target) for target in targets)])))]
         if instruction.is_a("BSYNC"):
-            return [(place, meetings) for name, place in meetings if name == _barrier(instruction)]
+            places = {place for name, place in meetings if name == _barrier(instruction)} or self._meetings
+            return [(place, meetings) for place in (places | {at + 1} if instruction.conditional else places)]
         if instruction.is_a("EXIT", "RET", "KILL"):
             targets = set()
         ends = instruction.is_a("EXIT", "RET", "KILL", "BRA", "BRX", "JMP", "JMX") and "," not in instruction.text
