@@ -3,7 +3,8 @@
 // The pairs (row, slot) are sorted by expert, and the rows of each expert that somebody chose are gathered:
 // its weights are read once, the others' never. With many such experts each is a task, else the features of
 // one are spread over the threads. Products are those of linear.cpp, or, for transposed weights, have their
-// features in the lanes. Neither lets a row's bits depend on the other rows.
+// features in the lanes. Neither lets a row's bits depend on the other rows. What goes into the second
+// product is rounded, and the result; all else stays in float.
 #include "cpu/buffer.h"
 #include "cpu/fma.h"
 #include "cpu/linear.h"
@@ -88,7 +89,7 @@ static void multiply(const float* x, int64_t in, const T* weight, int64_t stride
 // out [rows, live] for `live` <= NV vectors of features; the last ones of a row may be less than a vector.
 template <typename T, int NV>
 static void transposed_tile(const float* x, int64_t rows, int64_t in, const T* weight, int64_t features,
-                            const T* bias, int64_t live, T* out) {
+                            const T* bias, int64_t live, float* out) {
   alignas(64) float sums[kTileRows * NV * kWidth];
   for (int64_t row = 0; row < rows; row += kTileRows) {
     const int64_t n = least(kTileRows, rows - row);
@@ -99,15 +100,14 @@ static void transposed_tile(const float* x, int64_t rows, int64_t in, const T* w
     product(x + row * in, in, weight, features, sums);
     for (int64_t r = 0; r < n; ++r)
       for (int64_t i = 0; i < live; ++i)
-        store_one(out + (row + r) * features + i,
-                  bias ? sums[r * NV * kWidth + i] + to_float(bias[i]) : sums[r * NV * kWidth + i]);
+        out[(row + r) * features + i] = sums[r * NV * kWidth + i] + (bias ? to_float(bias[i]) : 0.0f);
   }
 }
 
 // The features past the last whole vector, one at a time, in the order of multiply().
 template <typename T>
 static void transposed_rest(const float* x, int64_t rows, int64_t in, const T* weight, int64_t features,
-                            const T* bias, int64_t live, T* out) {
+                            const T* bias, int64_t live, float* out) {
   for (int64_t row = 0; row < rows; ++row)
     for (int64_t i = 0; i < live; ++i) {
       float sum = 0.0f;
@@ -117,13 +117,13 @@ static void transposed_rest(const float* x, int64_t rows, int64_t in, const T* w
           acc = fma_one(x[row * in + k], to_float(weight[k * features + i]), acc);
         sum = first > 0 ? sum + acc : acc;
       }
-      store_one(out + row * features + i, bias ? sum + to_float(bias[i]) : sum);
+      out[row * features + i] = sum + (bias ? to_float(bias[i]) : 0.0f);
     }
 }
 
 template <typename T>
 static void transposed_product(const T* x, int64_t rows, int64_t in, const T* weight, const T* bias,
-                               int64_t features, T* out, int threads) {
+                               int64_t features, float* out, int threads) {
   static thread_local Buffer<float> buffer;
   float* wide = buffer.reserve(rows * in);
   for (int64_t i = 0; i < rows * in; ++i) wide[i] = to_float(x[i]);
@@ -145,7 +145,7 @@ static void transposed_product(const T* x, int64_t rows, int64_t in, const T* we
 static inline Vec gated(const ExpertsParams& p, Vec gate, Vec up) {
   Vec s = gate;
   if (p.gate == Gate::kGeluTanh) {
-    s = gate * 1.5957691216f * (gate * gate * 0.044715f + 1.0f);
+    s = gate * 1.5957691216f * fma_vec(gate * gate, splat(0.044715f), splat(1.0f));
   } else if (p.gate == Gate::kClampedSilu) {
     const Vec limit = splat(p.limit), low = splat(-p.limit);
     gate = gate > limit ? limit : gate;
@@ -156,15 +156,15 @@ static inline Vec gated(const ExpertsParams& p, Vec gate, Vec up) {
 }
 
 template <typename T>
-static void gate_rows(const ExpertsParams& p, const T* both, int64_t rows, T* out) {
+static void gate_rows(const ExpertsParams& p, const float* both, int64_t rows, T* out) {
   const int64_t apart = p.transposed ? 2 : 1, up_at = p.transposed ? 1 : p.width;
   for (int64_t row = 0; row < rows; ++row, both += 2 * p.width, out += p.width)
     for (int64_t i = 0; i < p.width; i += kWidth) {
       const int64_t n = least(kWidth, p.width - i);
       float gate[kWidth] = {}, up[kWidth] = {};
       for (int64_t j = 0; j < n; ++j) {
-        gate[j] = to_float(both[(i + j) * apart]);
-        up[j] = to_float(both[(i + j) * apart + up_at]);
+        gate[j] = both[(i + j) * apart];
+        up[j] = both[(i + j) * apart + up_at];
       }
       store(gate, gated(p, load(gate), load(up)));
       for (int64_t j = 0; j < n; ++j) store_one(out + i + j, gate[j]);
@@ -173,21 +173,23 @@ static void gate_rows(const ExpertsParams& p, const T* both, int64_t rows, T* ou
 
 template <typename T>
 static void product(const ExpertsParams& p, const T* x, int64_t rows, int64_t in, const void* weights,
-                    const void* biases, int64_t expert, int64_t features, T* out, int threads) {
+                    const void* biases, int64_t expert, int64_t features, float* out, int threads) {
   const T* weight = static_cast<const T*>(weights) + expert * in * features;
   const T* bias = biases ? static_cast<const T*>(biases) + expert * features : nullptr;
   if (p.transposed) return transposed_product(x, rows, in, weight, bias, features, out, threads);
-  const LinearPart part{weight, bias, out, features, features, 0};
+  const LinearPart part{weight, bias, out, features, features, 0, true};
   linear_parts(x, rows, in, &part, 1, p.dtype, threads);
 }
 
 // The rows of one expert: out [its pairs, hidden].
 template <typename T>
-static void run_expert(const ExpertsParams& p, const Routing& routing, int64_t expert, T* out, int threads) {
+static void run_expert(const ExpertsParams& p, const Routing& routing, int64_t expert, float* out,
+                       int threads) {
   static thread_local Buffer<T> buffer;
+  static thread_local Buffer<float> floats;
   const int64_t first = routing.first[expert], n = routing.first[expert + 1] - first;
-  T* x = buffer.reserve(n * (p.hidden + 3 * p.width));
-  T *both = x + n * p.hidden, *inner = both + n * 2 * p.width;
+  T *x = buffer.reserve(n * (p.hidden + p.width)), *inner = x + n * p.hidden;
+  float* both = floats.reserve(n * 2 * p.width);
   for (int64_t i = 0; i < n; ++i) {
     const int64_t row = routing.pairs[first + i] / p.top_k;
     std::memcpy(x + i * p.hidden, static_cast<const T*>(p.x) + row * p.hidden, p.hidden * sizeof(T));
@@ -198,7 +200,7 @@ static void run_expert(const ExpertsParams& p, const Routing& routing, int64_t e
 }
 
 template <typename T>
-static void combine_row(const ExpertsParams& p, const Routing& routing, const T* results, int64_t row) {
+static void combine_row(const ExpertsParams& p, const Routing& routing, const float* results, int64_t row) {
   T* out = static_cast<T*>(p.out) + row * p.hidden;
   const auto score = [&](int64_t pair) {
     return p.float_scores ? static_cast<const float*>(p.scores)[pair]
@@ -211,28 +213,28 @@ static void combine_row(const ExpertsParams& p, const Routing& routing, const T*
   int64_t i = 0;
   for (; i + kWidth <= p.hidden; i += kWidth) {
     Vec sum{};
-    over_slots([&](float s, const T* y) { sum = fma_vec(splat(s), load(y + i), sum); });
+    over_slots([&](float s, const float* y) { sum = fma_vec(splat(s), load(y + i), sum); });
     store(out + i, sum);
   }
   for (; i < p.hidden; ++i) {
     float sum = 0.0f;
-    over_slots([&](float s, const T* y) { sum = fma_one(s, to_float(y[i]), sum); });
+    over_slots([&](float s, const float* y) { sum = fma_one(s, y[i], sum); });
     store_one(out + i, sum);
   }
 }
 
 template <typename T>
 static void run_experts(const ExpertsParams& p) {
-  static thread_local Buffer<T> buffer;
+  static thread_local Buffer<float> buffer;
   const Routing routing = route(p);
-  T* results = buffer.reserve(p.rows * p.top_k * p.hidden);
+  float* results = buffer.reserve(p.rows * p.top_k * p.hidden);
   const bool by_expert = routing.num_touched >= 2 * p.threads;
   const int64_t work = routing.num_touched * 3 * p.width * p.hidden;
   parallel_for(routing.num_touched, work, by_expert ? p.threads : 1, [&](int64_t i) {
-    run_expert(p, routing, routing.touched[i], results, by_expert ? 1 : p.threads);
+    run_expert<T>(p, routing, routing.touched[i], results, by_expert ? 1 : p.threads);
   });
   parallel_for(p.rows, p.rows * p.top_k * p.hidden, p.threads,
-               [&](int64_t row) { combine_row(p, routing, results, row); });
+               [&](int64_t row) { combine_row<T>(p, routing, results, row); });
 }
 
 DFLASH_NAMESPACE_END

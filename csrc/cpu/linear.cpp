@@ -32,8 +32,11 @@ static void one_tile(const void* packed, bool pairs, int64_t in, const LinearPar
     if (pairs) run_pairs<NV, TILE>(static_cast<const uint32_t*>(packed), in, weight, live, sums);
 #endif
   const T* bias = part.bias ? static_cast<const T*>(part.bias) + first_out : nullptr;
-  store_tile<T>(sums, NV * kWidth, skip, rows, live, bias,
-                static_cast<T*>(part.out) + row * part.out_stride + first_out, part.out_stride);
+  const auto store = [&](auto* out) {
+    store_tile(sums, NV * kWidth, skip, rows, live, bias, out + row * part.out_stride + first_out,
+               part.out_stride);
+  };
+  part.wide ? store(static_cast<float*>(part.out)) : store(static_cast<T*>(part.out));
 }
 
 #if defined(__AVX512F__)
@@ -129,10 +132,12 @@ static void single_row(const T* x, int64_t in, bool pairs, const LinearPart* par
       pack_rows(weight + k, live, in, n, kLanes, turned);
       multiply_tile<4, 1>(wide + k, turned, kLanes, n, k > 0, sums, wide, 0);
     }
-    T* out = static_cast<T*>(part.out) + first;
-    for (int64_t i = 0; i < live; ++i)
-      store_one(out + i,
-                part.bias ? sums[i] + to_float(static_cast<const T*>(part.bias)[first + i]) : sums[i]);
+    const auto store = [&](auto* out) {
+      for (int64_t i = 0; i < live; ++i)
+        store_one(out + first + i,
+                  part.bias ? sums[i] + to_float(static_cast<const T*>(part.bias)[first + i]) : sums[i]);
+    };
+    part.wide ? store(static_cast<float*>(part.out)) : store(static_cast<T*>(part.out));
   };
   over_tiles(parts, num_parts, kLanes, products_of(1, in), threads, task);
 }

@@ -11,6 +11,7 @@ struct LinearPart {
   int64_t out_features;
   int64_t out_stride;
   int64_t first_row;  // of x; the rows before it have no output
+  bool wide = false;  // out is float and not rounded, whatever the dtype
 };
 
 // out = x[first_row:] weight^T + bias for every part; x [rows, in].

@@ -123,9 +123,9 @@ static inline void multiply_tile(const float* copied, const float* packed, int64
 }
 
 // out [rows, live] = sums^T + bias
-template <typename T>
+template <typename T, typename Out>
 static inline void store_tile(const float* sums, int64_t lanes, int64_t first, int64_t rows, int64_t live,
-                              const T* bias, T* out, int64_t out_stride) {
+                              const T* bias, Out* out, int64_t out_stride) {
   if (bias) {
     for (int64_t r = first; r < rows; ++r)
       for (int64_t i = 0; i < live; ++i)
@@ -147,7 +147,7 @@ static inline void store_tile(const float* sums, int64_t lanes, int64_t first, i
       transpose16(tile, turned, 16);
       for (int64_t r = lane < first ? first : lane; r < rows && r < lane + 16; ++r) {
         const float* from = reinterpret_cast<const float*>(turned) + (r - lane) * 16;
-        T* to = out + (r - first) * out_stride + done;
+        Out* to = out + (r - first) * out_stride + done;
         if (columns == 16)
           store(to, load(from));
         else

@@ -29,8 +29,8 @@ def experts(
     """Compute the sum over slots of ``scores[row, slot] * down(gate(gate_up(x[row])))`` of expert ``ids[row, slot]``.
 
     The weights of an expert that some row has chosen are read once, the others never. Sums are in fp32, over slots in
-    ascending order. What goes into ``down`` is rounded, the result is rounded once more. A row's bits depend on its own
-    ``x``, ``ids`` and ``scores`` only. An id that is not in 0 .. num_experts - 1 adds nothing.
+    ascending order. Only what goes into ``down`` and the result are rounded. A row's bits depend on its own ``x``,
+    ``ids`` and ``scores`` only. An id that is not in 0 .. num_experts - 1 adds nothing.
 
     Args:
         x: ``[rows, hidden]``, float32 or bfloat16 (on CUDA float16 too; float32 goes through torch there, and so do
