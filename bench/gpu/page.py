@@ -194,14 +194,16 @@ def _op_line(row: Row) -> str:
 
 
 def texts(folder: Path) -> list[str]:
-    """Show what the doctor, the probe and the memory checker said, and the newest picture."""
+    """Show what the doctor, the probe and the memory checker said, what Nsight Compute left, and the newest picture."""
     lines = []
     for name in ("doctor", "probe", "memory", "registers"):
         for path in by_time(folder, f"{name}-*.txt")[-1:]:
             text = path.read_text().strip().splitlines()
             lines += [f"The end of {path.name}:", "", "```", *text[-_TAIL:], "```", ""]
-    pictures = by_time(folder, "timeline-*.png")
-    return lines + [line for path in pictures[-1:] for line in (f"![One layer]({path.name})", "")]
+    for shown, pattern in (("[What bounds each kernel]", "ncu-*.csv"), ("![One layer]", "timeline-*.png")):
+        for path in by_time(folder, pattern)[-1:]:
+            lines += [f"{shown}({path.name})", ""]
+    return lines
 
 
 def _percent(share: float) -> str:

@@ -1,22 +1,34 @@
 """Which kernels of a fused step fit next to each other on a multiprocessor: ``residency.py _C.so [CONTEXT]``.
 
 A launch that overlaps starts early only if its blocks find registers, threads and shared memory next to the blocks of
-the kernel ahead. Registers and static shared memory come from the machine code for sm_90, grids and dynamic shared
-memory from the launchers (launches.py). The blocks of a grid are taken to spread evenly over an H100's or H200's
-multiprocessors.
+the kernel ahead. There must be room for every block of the next kernel's first wave, except as stated in ``FEWER``.
+Registers and static shared memory come from the machine code for sm_90, grids and dynamic shared memory from the
+launchers (launches.py). The blocks of a grid are taken to spread evenly over an H100's or H200's multiprocessors.
 """
 
 from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE.parent / "cuda_emulation")]
 
+if TYPE_CHECKING:
+    from cubins import Resources
+    from launches import Launch
+
+# Kernels, ahead and following, between which fewer blocks may fit: at least so many percent, and why.
+FEWER = {
+    ("linear_kernel", "linear_kernel"): (75, "gate and up leave down one or two of a multiprocessor's three places"),
+    ("rms_norm_kernel", "linear_kernel"): (95, "the head's first wave wants every place, and the norm takes 16"),
+    ("linear_kernel", "scan_slices"): (0, "the head holds the registers until its last wave ends"),
+    ("scan_slices", "choose_rows"): (0, "registers; these are 16 blocks, twice per step"),
+}
 MULTIPROCESSORS = 132
-_RESERVED = 1024  # bytes of shared memory that every block costs besides its own
 
 
 @dataclass(frozen=True)
@@ -43,9 +55,15 @@ _NOTHING = Need(0, 0, 0, 0)
 
 
 def need(registers: int, threads: int, shared: int) -> Need:
-    """Return what one block takes: a warp gets registers in portions of 256."""
+    """Return what one block takes: a warp gets registers in portions of 256.
+
+    Args:
+        registers: per thread.
+        threads: of the block.
+        shared: bytes, with the 1024 that every block costs besides its own.
+    """
     per_warp = -(-registers * 32 // 256) * 256
-    return Need(-(-threads // 32) * per_warp, threads, shared + _RESERVED)
+    return Need(-(-threads // 32) * per_warp, threads, shared)
 
 
 def room(ahead: Need, ahead_grid: int, following: Need) -> int:
@@ -56,6 +74,49 @@ def room(ahead: Need, ahead_grid: int, following: Need) -> int:
     return crowded * next_to_more + (MULTIPROCESSORS - crowded) * following.fit_next_to(ahead.times(fewer))
 
 
+@dataclass(frozen=True)
+class Neighbors:
+    """A launch that overlaps and the one ahead of it; ``places``: blocks of its first wave, of which ``fit`` do."""
+
+    ahead: Launch
+    following: Launch
+    fit: int
+    places: int
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """Both kernels without their template arguments."""
+        return self.ahead.kernel.partition("<")[0], self.following.kernel.partition("<")[0]
+
+    def __str__(self) -> str:
+        mark = "   " if self.fit == self.places else " < "
+        ahead, following = (f"{launch.kernel} ({launch.grid})" for launch in (self.ahead, self.following))
+        return f"{self.fit:5d} of {self.places:5d}{mark}{ahead} -> {following}"
+
+
+def neighbors(launches: list[Launch], resources: dict[str, Resources]) -> list[Neighbors]:
+    """Return each pair of launches once, in the order of the step; ``resources`` have the 1024 bytes of a block."""
+    needs = [need(resources[x.kernel].registers, x.threads, resources[x.kernel].shared + x.shared) for x in launches]
+    found: dict[tuple[Launch, Launch], Neighbors] = {}
+    for (ahead, own), (following, wanted) in pairwise(zip(launches, needs, strict=True)):
+        if following.overlaps:
+            places = min(following.grid, wanted.fit_next_to(_NOTHING) * MULTIPROCESSORS)
+            fit = min(places, room(own, ahead.grid, wanted))
+            found.setdefault((ahead, following), Neighbors(ahead, following, fit, places))
+    return list(found.values())
+
+
+def findings(pairs: list[Neighbors], fewer: dict[tuple[str, str], tuple[int, str]]) -> list[str]:
+    """Return the pairs with less room than they must have, and exceptions that are not needed."""
+    wrong = [
+        f"room for {pair.fit} of {pair.places} blocks: {' -> '.join(pair.names)}"
+        for pair in pairs
+        if 100 * pair.fit < fewer.get(pair.names, (100, ""))[0] * pair.places
+    ]
+    needed = {pair.names for pair in pairs if pair.fit < pair.places}
+    return wrong + [f"no exception is needed: {' -> '.join(names)}" for names in fewer if names not in needed]
+
+
 def main(library: str, context: int) -> int:
     import build
     from cubins import readable, resources_of
@@ -63,24 +124,13 @@ def main(library: str, context: int) -> int:
 
     found = resources_of(Path(library))
     resources = dict(zip(readable(list(found)), found.values(), strict=True))
-    launches = record_step(build.load(), context)
-    needs = [need(resources[x.kernel].registers, x.threads, resources[x.kernel].shared + x.shared) for x in launches]
+    pairs = neighbors(record_step(build.load(), context), resources)
     print(
         f"Blocks that fit next to the kernel ahead, Qwen3-8B at {context} positions, sm_90 (an estimate, nothing ran)"
     )
-    seen = set()
-    for (ahead, own), (following, wanted) in zip(zip(launches, needs), zip(launches[1:], needs[1:])):  # noqa: B905
-        if not following.overlaps or (ahead, following) in seen:
-            continue
-        seen.add((ahead, following))
-        places = min(following.grid, wanted.fit_next_to(_NOTHING) * MULTIPROCESSORS)  # of its first wave
-        fits = min(places, room(own, ahead.grid, wanted))
-        print(
-            f"{fits:5d} of {places:5d}{'   ' if fits == places else ' < '}{ahead.kernel} ({ahead.grid}) -> "
-            f"{following.kernel} ({following.grid}), {following.threads} threads, "
-            f"{wanted.registers // following.threads} registers, {wanted.shared} B shared"
-        )
-    return 0
+    wrong = findings(pairs, FEWER)
+    print(*pairs, *wrong, sep="\n")
+    return int(bool(wrong) or not pairs)
 
 
 if __name__ == "__main__":
