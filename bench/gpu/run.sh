@@ -69,7 +69,7 @@ build() {
 }
 
 tests() {
-  local kind=cuda names=(test_linear test_block_attention test_rms_norm test_silu_mul test_append_kv test_append_context_kv
+  local kind=cuda names=(test_linear test_linear_add_scale test_block_attention test_rms_norm test_silu_mul test_append_kv test_append_context_kv
     test_qkv_norm_rope_append test_fuse_features test_select_tokens test_accept_prefix test_replay test_fused)
   [ "$on_cpu" ] && kind="not cuda and not slow" names=(test_silu_mul)
   names=("${names[@]/#/tests/}")
@@ -125,7 +125,7 @@ kernels() {
   local sizes=(--device cuda --models qwen3-8b --rows 16 --contexts 1024 8192 32768 --dtypes bfloat16 --seconds 0.05)
   [ "$on_cpu" ] && sizes=(--quick --dtypes bfloat16)
   until_end python3 bench/bench_all.py "${sizes[@]}" --json "$(named ops json)" \
-    --only linear linears block_attention add_rms_norm silu_mul qkv_norm_rope_append select_tokens
+    --only linear linears linear_add_scale block_attention add_rms_norm silu_mul qkv_norm_rope_append select_tokens
   command -v ncu >/dev/null || { echo "kernels: ncu is missing"; return; }
   [ "$on_cpu" ] && return
   until_end ncu --clock-control none --target-processes all -s 40 -c 24 --csv --page raw \
