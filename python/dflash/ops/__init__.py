@@ -20,6 +20,7 @@ from .experts import experts
 from .kv_cache import append_context_kv_, append_kv_, qkv_norm_rope_append_
 from .layers import PackedLayers as PackedLayers
 from .layers import decoder_layers
+from .linear import folds_norms as folds_norms
 from .linear import linear, linear_add_scale, linears
 from .linear import skinny as skinny
 from .norm import add_rms_norm, fuse_features, rms_norm, sigmoid_mul, silu_mul, swiglu

@@ -133,6 +133,12 @@ def linear_add_scale(
     return out, total, squares
 
 
+def folds_norms(x: Tensor) -> bool:
+    """Return True if `linear_add_scale` and the products after it are kernels for rows like ``x``."""
+    few = x.numel() <= _C.MAX_LINEAR_ROWS * x.shape[-1]
+    return few and x.dtype == torch.bfloat16 and x.device.type == "cuda"
+
+
 def check_squares(op: str, x: Tensor, squares: Tensor | None) -> None:
     """Raise unless ``squares`` is None or what `linear_add_scale` returns along with ``x``."""
     if squares is not None:
