@@ -104,6 +104,8 @@ PYBIND11_MODULE(_C, m) {
   m.attr("GATES") = py::dict("silu"_a = int(Gate::kSilu), "gelu_tanh"_a = int(Gate::kGeluTanh),
                              "clamped_silu"_a = int(Gate::kClampedSilu));
   m.attr("MAX_LINEAR_WEIGHTS") = kMaxLinearWeights;
+  m.attr("MAX_LINEAR_ROWS") = kMaxLinearRows;
+  m.attr("SQUARES_COLUMNS") = kSquaresColumns;
   m.attr("MAX_TREE_ROWS") = kMaxTreeRows;
   m.attr("MAX_CANDIDATES") = kMaxCandidates;
   m.attr("ROW_STATES") = py::make_tuple(int(kRunning), int(kStop), int(kLimit), int(kInvalid));

@@ -6,7 +6,7 @@ import pytest
 import torch
 from baseline import greedy, prompt
 from families import make_draft, make_target
-from op_checks import OpByOp, assert_as_exact_as_torch
+from op_checks import Emulated, OpByOp, assert_as_exact_as_torch
 from recorded import no_host_reads, record
 
 import dflash
@@ -71,6 +71,22 @@ def test_a_rows_bits_do_not_depend_on_its_place_in_the_block(kernels, dtype, mon
     late, late_taps = layers.forward(ids[:, 20:36], torch.tensor([20]), cache, 0)
     assert torch.equal(early[:, 4:], late[:, :12])
     assert torch.equal(early_taps[:, 4:], late_taps[:, :12])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("dtype", "per_layer"), [(torch.bfloat16, 6), (torch.float16, 8)])  # a chunk needs no fold
+def test_a_layer_has_a_kernel_per_norm_only_where_products_cannot_take_it(dtype, per_layer, emulation, monkeypatch):
+    def launches(num_layers: int) -> int:
+        layers, cache = on_ops(make_target("qwen3", dtype=dtype, num_hidden_layers=num_layers), 40)
+        run_op_by_op(monkeypatch, Emulated(emulation))
+        emulation.record(True)
+        try:
+            layers.forward(prompt(16)[None], torch.tensor([0]), cache, 1)
+            return len(emulation.recorded())
+        finally:
+            emulation.record(False)
+
+    assert launches(3) - launches(2) == per_layer
 
 
 @torch.no_grad()

@@ -19,6 +19,10 @@
 // If gated, the weights are gate and up: of 16 features in a row, eight are of one and the same eight of the
 // other. A thread then holds both products of an output, and stores silu(gate) * up.
 //
+// A norm between two products takes no kernel of its own: the first adds the residual, multiplies by the
+// norm's weight and leaves sums of squares, the second multiplies its results by the norm's factor of their
+// row.
+//
 // With `prefetch`, from sm_90, the first weights are requested before the previous kernel has ended.
 #include "cuda/device.cuh"
 #include "cuda/launch.h"
@@ -27,11 +31,12 @@ namespace dflash {
 
 constexpr int kThreads = 256;
 constexpr int kStages = 4;  // with 16 rows, three blocks fit on an SM: one of the next product next to two
-constexpr int64_t kMaxRows = 256;
 constexpr int64_t kTile = 128;         // the features that slices are counted by
 constexpr int64_t kBlocks = 256;       // the number of slices aims at about this many blocks
 constexpr int64_t kSteps = 64;         // of the inner dimension: slices are multiples
 constexpr int64_t kStepsPerSlice = 4;  // minimum
+constexpr int kSquaresLanes = 16;      // threads that share kSquaresColumns of a row, whatever the shape
+constexpr int kSquaresRows = kThreads / kSquaresLanes;
 
 // The work of a block with up to kRows rows.
 template <int kMostRows>
@@ -163,16 +168,46 @@ static __device__ __forceinline__ void store_two(T* to, float first, float secon
   }
 }
 
+// The sum of the kSquaresLanes threads next to each other, in each of them.
+static __device__ __forceinline__ float squares_sum(float x) {
+#pragma unroll
+  for (int step = kSquaresLanes / 2; step > 0; step /= 2) x += __shfl_xor_sync(kAllLanes, x, step);
+  return x;
+}
+
+// scales[row] = the norm's factor of each of the block's rows. The order of a sum depends on `in` only.
+template <int kRows>
+static __device__ __forceinline__ void find_scales(const LinearParams& p, int first_row, float* scales) {
+  constexpr int kEach = kRows / kSquaresRows;
+  const int64_t tiles = ceil_div(p.in, kSquaresColumns);
+  const int lane = threadIdx.x % kSquaresLanes, own = threadIdx.x / kSquaresLanes;
+  float squares[kEach] = {};
+  for (int64_t tile = lane; tile < tiles; tile += kSquaresLanes) {
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      const int64_t row = first_row + own + i * kSquaresRows;
+      if (row < p.rows) squares[i] += __ldcg(p.squares + row * tiles + tile);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    const float mean = squares_sum(squares[i]) / float(p.in);
+    if (lane == 0) scales[own + i * kSquaresRows] = 1.0f / sqrtf(mean + p.eps);
+  }
+}
+
+// `to` takes the block's first row and feature.
 template <typename T, int kRows>
 static __device__ __forceinline__ void store_products(const LinearParams& p,
                                                       const Part<T, kRows, false>& part,
-                                                      const Sums<kRows>& sum) {
+                                                      const Sums<kRows>& sum, const float* scales, T* to,
+                                                      int64_t stride) {
   using S = Shape<kRows>;
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int n = 0; n < S::kWarpFeatures / 8; ++n) {
-    const int64_t feature = part.feature + S::warp_feature() + n * 8 + lane % 4 * 2;
-    const int64_t left = part.features - feature;
+    const int column = S::warp_feature() + n * 8 + lane % 4 * 2;
+    const int64_t feature = part.feature + column, left = part.features - feature;
     float bias[2] = {};
 #pragma unroll
     for (int e = 0; e < 2; ++e)
@@ -181,18 +216,66 @@ static __device__ __forceinline__ void store_products(const LinearParams& p,
     for (int m = 0; m < S::kWarpRows / 16; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int64_t row = part.first_row + S::warp_row() + m * 16 + lane / 4 + 8 * half;
-        if (row >= p.rows) continue;
+        const int row = S::warp_row() + m * 16 + lane / 4 + 8 * half;
+        if (part.first_row + row >= p.rows) continue;
         const float* s = sum[m][n] + 2 * half;
-        store_two(static_cast<T*>(p.out) + row * p.out_features + part.column + feature, s[0] + bias[0],
-                  s[1] + bias[1], left);
+        const float scale = p.squares ? scales[row] : 1.0f;
+        store_two(to + row * stride + column, fmaf(s[0], scale, bias[0]), fmaf(s[1], scale, bias[1]), left);
       }
+  }
+}
+
+// The block's rows of p.add and out, from the products in shared memory.
+template <typename T, int kRows>
+static __device__ __forceinline__ void store_added(const LinearParams& p, const Part<T, kRows, false>& part,
+                                                   const T* products, int stride) {
+  constexpr int kWidth = kPer16<T>, kAtOnce = kRows > 64 ? 4 : kRows / kSquaresRows;
+  static_assert(kSquaresLanes * kWidth == kSquaresColumns, "a thread has one vector of a row");
+  const int lane = threadIdx.x % kSquaresLanes;
+  const float offset = norm_offset(p.add.zero_centered);
+  const int64_t tiles = ceil_div(p.out_features, kSquaresColumns);
+  for (int first = 0; first < Shape<kRows>::kFeatures; first += kSquaresColumns) {
+    const int64_t column = part.feature + first + lane * kWidth;
+    if (part.feature + first >= part.features) break;
+    const bool inside = column < part.features;
+    float weight[kWidth] = {};
+    if (inside) load<T, kWidth>(static_cast<const T*>(p.add.norm_weight) + column, weight);
+    for (int begin = threadIdx.x / kSquaresLanes; begin < kRows; begin += kAtOnce * kSquaresRows) {
+      uint4 residual[kAtOnce];  // requested before the first is used
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int64_t row = part.first_row + begin + i * kSquaresRows;
+        if (inside && row < p.rows)
+          residual[i] = load16(static_cast<const T*>(p.add.residual) + row * p.out_features + column);
+      }
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int64_t row = part.first_row + begin + i * kSquaresRows;
+        float v[kWidth] = {}, squares = 0.0f;
+        if (inside && row < p.rows) {
+          float r[kWidth];
+          unpack<T>(residual[i], r);
+          load<T, kWidth>(products + (begin + i * kSquaresRows) * stride + first + lane * kWidth, v);
+#pragma unroll
+          for (int e = 0; e < kWidth; ++e) v[e] += r[e];
+          round_to<T, kWidth>(v);
+          store<T, kWidth>(static_cast<T*>(p.add.total) + row * p.out_features + column, v);
+          if (p.add.tap) store<T, kWidth>(static_cast<T*>(p.add.tap) + row * p.add.tap_stride + column, v);
+#pragma unroll
+          for (int e = 0; e < kWidth; ++e) squares = fmaf(v[e], v[e], squares), v[e] *= weight[e] + offset;
+          store<T, kWidth>(static_cast<T*>(p.out) + row * p.out_features + column, v);
+        }
+        squares = squares_sum(squares);
+        if (lane == 0 && row < p.rows)
+          p.add.squares[row * tiles + (part.feature + first) / kSquaresColumns] = squares;
+      }
+    }
   }
 }
 
 template <typename T, int kRows>
 static __device__ __forceinline__ void store_gated(const LinearParams& p, const Part<T, kRows, true>& part,
-                                                   const Sums<kRows>& sum) {
+                                                   const Sums<kRows>& sum, const float* scales) {
   using S = Shape<kRows>;
   const int lane = threadIdx.x % 32;
   const auto gated = [](float gate, float up) {
@@ -205,11 +288,14 @@ static __device__ __forceinline__ void store_gated(const LinearParams& p, const 
     for (int m = 0; m < S::kWarpRows / 16; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int64_t row = part.first_row + S::warp_row() + m * 16 + lane / 4 + 8 * half;
+        const int own = S::warp_row() + m * 16 + lane / 4 + 8 * half;
+        const int64_t row = part.first_row + own;
         if (row >= p.rows) continue;
         const float *gate = sum[m][2 * n] + 2 * half, *up = sum[m][2 * n + 1] + 2 * half;
-        store_two(static_cast<T*>(p.out) + row * p.out_features + feature, gated(gate[0], up[0]),
-                  gated(gate[1], up[1]), part.features - feature);
+        const float scale = p.squares ? scales[own] : 1.0f;
+        store_two(static_cast<T*>(p.out) + row * p.out_features + feature,
+                  gated(gate[0] * scale, up[0] * scale), gated(gate[1] * scale, up[1] * scale),
+                  part.features - feature);
       }
   }
 }
@@ -241,6 +327,7 @@ template <typename T, int kRows, bool kGated>
 static __global__ void __launch_bounds__(kThreads, 1) linear_kernel(const LinearParams p) {
   using S = Shape<kRows>;
   __shared__ bool arrived_last;
+  __shared__ float scales[kRows];
   const int lane = threadIdx.x % 32, splits = int(p.splits);
   const int steps = int(ceil_div(p.in, kSteps)), per_split = (steps + splits - 1) / splits;
   const int64_t inner = int64_t(blockIdx.y) * per_split * kSteps;
@@ -260,6 +347,7 @@ static __global__ void __launch_bounds__(kThreads, 1) linear_kernel(const Linear
     }
     cp_async_commit();
   }
+  if (p.squares) find_scales<kRows>(p, part.first_row, scales);
 
   Sums<kRows> sum = {};
   // The address of the piece 2 k further on is the address of the first, xor 16 k.
@@ -314,10 +402,21 @@ static __global__ void __launch_bounds__(kThreads, 1) linear_kernel(const Linear
     if (!arrived_last) return;
     add_slices<S::kVectors>(sum, stored, splits);
   }
-  if constexpr (kGated)
-    store_gated<T, kRows>(p, part, sum);
-  else
-    store_products<T, kRows>(p, part, sum);
+  if constexpr (kGated) {
+    store_gated<T, kRows>(p, part, sum, scales);
+  } else {
+    constexpr int kStride = S::kFeatures + 8;  // eight rows use different banks
+    static_assert(kRows * kStride * 2 <= S::kBytes, "the products fit where the stages were");
+    const bool adds = std::is_same_v<T, __nv_bfloat16> && p.add.residual;
+    if (adds) __syncthreads();  // every warp has read its last stage
+    T* to = adds ? stages.memory
+                 : static_cast<T*>(p.out) + part.first_row * p.out_features + part.column + part.feature;
+    store_products<T, kRows>(p, part, sum, scales, to, adds ? kStride : p.out_features);
+    if (adds) {
+      __syncthreads();
+      store_added<T, kRows>(p, part, stages.memory, kStride);
+    }
+  }
 }
 
 // The tiles of all weights, with as many features each; if gated, half of them are gate's.
@@ -351,9 +450,10 @@ static int64_t num_blocks(S, int64_t rows, const int64_t* features, int num_weig
 }
 
 Workspace linear_workspace(DType dtype, int64_t rows, int64_t in, int num_weights, const void* const* weights,
-                           const int64_t* features, bool gated) {
-  bool takes = dtype != DType::kFloat32 && 0 < rows && rows <= kMaxRows && in > 0 && in % 8 == 0;
+                           const int64_t* features, bool gated, bool adds) {
+  bool takes = dtype != DType::kFloat32 && 0 < rows && rows <= kMaxLinearRows && in > 0 && in % 8 == 0;
   for (int i = 0; i < num_weights; ++i) takes &= aligned16(weights[i]);
+  if (adds) takes &= dtype == DType::kBFloat16 && features[0] % 8 == 0;
   const int64_t tiles = num_tiles(features, num_weights, gated, kTile);
   if (!takes || tiles == 0) return {0, 0};
   const int64_t slices = num_slices(tiles, in);
@@ -378,7 +478,8 @@ static cudaError_t launch_rows(const LinearParams& p, cudaStream_t stream) {
 
 cudaError_t launch_linear(const LinearParams& p, cudaStream_t stream) {
   if (p.rows * p.out_features == 0) return cudaSuccess;
-  if (p.rows > kMaxRows) return cudaErrorInvalidValue;
+  if (p.rows > kMaxLinearRows || (p.add.residual && p.dtype != DType::kBFloat16))
+    return cudaErrorInvalidValue;
   const DeviceScope scope(p.device);
   if (scope.error() != cudaSuccess) return scope.error();
   return dispatch(p.dtype, [&](auto type) {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -26,6 +26,17 @@ class Cache(Protocol):
     capacity: int
 
 
+class AttentionInputs(NamedTuple):
+    """What attention reads in every layer of one pass."""
+
+    lengths: Tensor  # [batch]
+    slots: Tensor  # [batch, context_rows + rows]: where K/V go in the cache
+    angles: list[Tensor]  # cos and sin of the same rows
+    context: Tensor | None  # [batch, context_rows, hidden]
+    cache: Cache
+    tree: Tree | None
+
+
 def rotary_table(inv_freq: Tensor, scaling: float, positions: int) -> tuple[Tensor, Tensor]:
     """Return ``(cos, sin)``, each ``[positions, len(inv_freq)]`` float32, of positions 0, 1, ..."""
     angles = torch.arange(positions, device=inv_freq.device)[:, None].float() * inv_freq.float()
@@ -36,7 +47,8 @@ class DecoderStack:
     """Decoder layers and the final norm: one op on the CPU for few rows, else op by op.
 
     A layer with attention is 9 launches then (13 with convolutions over the block), one with a Gated DeltaNet 10. With
-    experts it always goes op by op.
+    experts it always goes op by op. Where kernels can fold norms into products (`ops.folds_norms`) and every layer has
+    plain attention and a dense MLP, a layer is 7 launches, or 8 with context rows.
 
     Args:
         layers: the weights, used where they are.
@@ -56,6 +68,9 @@ class DecoderStack:
         self._options = {"eps": eps, "scale": scale, "taps": self.taps, "zero_centered": zero_centered}
         one_op = all(layer.experts is None for layer in self.layers)
         self._packed = PackedLayers(self.layers, norm, **self._options) if one_op else None
+        self._ends_in_products = one_op and not any(
+            layer.is_recurrent or layer.attention_conv or layer.mlp_conv for layer in self.layers
+        )
 
     def __reduce__(self) -> tuple:  # a copy packs its own tensors
         return functools.partial(DecoderStack, **self._options), (self.layers, self.norm)
@@ -119,58 +134,93 @@ class DecoderStack:
         tree: Tree | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         # 1. Slots, positions and angles, one row for each of the context's and the block's
-        eps, (batch, rows, size), zero_centered = self.eps, hidden.shape, self.zero_centered
+        batch, rows, size = hidden.shape
         slots = positions = _positions(lengths, torch.arange(rows, device=hidden.device), context, num_context)
         if tree is not None:
             positions = _positions(lengths, tree.depth, context, num_context)
         if context is not None and context.device.type == "cpu":  # rows that are off may hold NaN: see reference.linear
             context = torch.where(positions[:, : context.shape[1], None] < 0, 0, context)
         at = positions.clamp(0, cache.rotary[0].shape[0] - 1)  # rows that are off, or past the end, append nothing
-        angles = [table[at] for table in cache.rotary]
+        inputs = AttentionInputs(lengths, slots, [table[at] for table in cache.rotary], context, cache, tree)
+        # 2. The layers
         tapped = hidden.new_empty(batch, rows, len(self.taps) * size)
         columns = {tap: tapped[..., i * size : (i + 1) * size] for i, tap in enumerate(self.taps)}
-        residual, hidden = hidden, ops.rms_norm(hidden, self.layers[0].input_norm, eps, None, zero_centered)
-        for i, layer in enumerate(self.layers):
-            # 2. The mixer: attention also takes the context's rows, in front
-            hidden, kernels = _prepare(layer.attention_conv, hidden)
-            if layer.is_recurrent:
-                delta = self._delta_net(i, hidden, cache)
-            else:
-                rows_in = hidden if context is None else torch.cat([context, hidden], 1)
-                delta = self._attention(i, rows_in, rows, lengths, slots, angles, cache, tree)
-            norm = (layer.post_norm, eps, None, zero_centered)
-            hidden, residual = _add_norm(layer.attention_conv, delta, kernels, residual, *norm)
-            # 3. MLP, whose residual sum is also the tap
-            hidden, kernels = _prepare(layer.mlp_conv, hidden)
-            delta = _mlp(layer, hidden)
-            last = i + 1 == len(self.layers)
-            following, tap = (self.norm, None) if last else (self.layers[i + 1].input_norm, columns.get(i))
-            norm = (following, eps, tap, zero_centered)
-            hidden, residual = _add_norm(layer.mlp_conv, delta, kernels, residual, *norm)
+        folds = self._ends_in_products and ops.folds_norms(hidden)
+        hidden = (self._folded if folds else self._apart)(hidden, inputs, columns)
         if len(self.layers) - 1 in columns:
             columns[len(self.layers) - 1].copy_(hidden)
         return hidden, tapped
 
-    def _attention(
-        self, index: int, rows_in: Tensor, rows: int, lengths: Tensor, slots: Tensor, angles: list[Tensor],
-        cache: Cache, tree: Tree | None,
-    ) -> Tensor:  # fmt: skip
-        layer, keys, values = self.layers[index], cache.keys[index], cache.values[index]
-        qkv = ops.linears(rows_in, (layer.q, layer.k, layer.v), _qkv_biases(layer), prefetch=True)
-        head_dim = keys.shape[3]
+    def _apart(self, hidden: Tensor, inputs: AttentionInputs, taps: dict[int, Tensor]) -> Tensor:
+        """Run all layers, each norm in a kernel of its own. Returns ``hidden`` after the final norm."""
+        eps, zero_centered = self.eps, self.zero_centered
+        residual, hidden = hidden, ops.rms_norm(hidden, self.layers[0].input_norm, eps, None, zero_centered)
+        for i, layer in enumerate(self.layers):
+            # 1. The mixer: attention also takes the context's rows, in front
+            hidden, kernels = _prepare(layer.attention_conv, hidden)
+            if layer.is_recurrent:
+                delta = self._delta_net(i, hidden, inputs.cache)
+            else:
+                delta = ops.linear(self._attention(i, hidden, inputs), layer.o, layer.o_bias, prefetch=True)
+            norm = (layer.post_norm, eps, None, zero_centered)
+            hidden, residual = _add_norm(layer.attention_conv, delta, kernels, residual, *norm)
+            # 2. MLP, whose residual sum is also the tap
+            hidden, kernels = _prepare(layer.mlp_conv, hidden)
+            delta = _mlp(layer, hidden)
+            following, tap = self._following(i, taps)
+            norm = (following, eps, tap, zero_centered)
+            hidden, residual = _add_norm(layer.mlp_conv, delta, kernels, residual, *norm)
+        return hidden
+
+    def _folded(self, hidden: Tensor, inputs: AttentionInputs, taps: dict[int, Tensor]) -> Tensor:
+        """Run all layers as `_apart` does, each norm between two products in these products.
+
+        The last norm stays, and so do those in front of q, k and v that the context's rows go into without a norm.
+        """
+        eps, zero_centered = self.eps, self.zero_centered
+        squares: Tensor | None = None  # of the rows that the next product still has to scale
+        residual, hidden = hidden, ops.rms_norm(hidden, self.layers[0].input_norm, eps, None, zero_centered)
+        for i, layer in enumerate(self.layers):
+            attended = self._attention(i, hidden, inputs, squares)
+            hidden, residual, squares = ops.linear_add_scale(
+                attended, layer.o, residual, layer.post_norm, layer.o_bias, None, zero_centered, prefetch=True
+            )
+            gated = ops.swiglu(hidden, layer.gate, layer.up, prefetch=True, squares=squares, eps=eps)
+            norm, tap = self._following(i, taps)
+            if inputs.context is None and i + 1 < len(self.layers):
+                hidden, residual, squares = ops.linear_add_scale(
+                    gated, layer.down, residual, norm, None, tap, zero_centered, prefetch=True
+                )
+            else:
+                squares, delta = None, ops.linear(gated, layer.down, prefetch=True)
+                hidden, residual = ops.add_rms_norm(delta, residual, norm, eps, tap, zero_centered)
+        return hidden
+
+    def _following(self, index: int, taps: dict[int, Tensor]) -> tuple[Tensor, Tensor | None]:
+        """Return the weight of the norm after a layer, and the tap of what goes into it."""
+        last = index + 1 == len(self.layers)  # its tap is read after the norm
+        return (self.norm, None) if last else (self.layers[index + 1].input_norm, taps.get(index))
+
+    def _attention(self, index: int, hidden: Tensor, inputs: AttentionInputs, squares: Tensor | None = None) -> Tensor:
+        """Return ``[batch, rows, num_heads * head_dim]``, what the layer's o projection reads."""
+        layer, keys, values = self.layers[index], inputs.cache.keys[index], inputs.cache.values[index]
+        rows, head_dim = hidden.shape[1], keys.shape[3]
+        rows_in = hidden if inputs.context is None else torch.cat([inputs.context, hidden], 1)
+        weights = (layer.q, layer.k, layer.v)
+        qkv = ops.linears(rows_in, weights, _qkv_biases(layer), prefetch=True, squares=squares, eps=self.eps)
         query = qkv.new_empty(qkv.shape[0], rows, layer.o.shape[1] // head_dim, head_dim)
         norms = (layer.q_norm, layer.k_norm, self.eps)
         ops.qkv_norm_rope_append_(
-            qkv, slots, *angles, *norms, query, keys, values, self.zero_centered, layer.gated
+            qkv, inputs.slots, *inputs.angles, *norms, query, keys, values, self.zero_centered, layer.gated
         )  # fmt: skip
         attended = ops.block_attention(
-            query, keys, values, lengths, self.scale, layer.causal, layer.window, 0.0, layer.sinks,
-            None if tree is None else tree.ancestors,
+            query, keys, values, inputs.lengths, self.scale, layer.causal, layer.window, 0.0, layer.sinks,
+            None if inputs.tree is None else inputs.tree.ancestors,
         )  # fmt: skip
         if layer.gated:
             gates = qkv[:, qkv.shape[1] - rows :, : layer.q.shape[0]].flatten(0, 1).unflatten(-1, (-1, 2, head_dim))
             attended = ops.sigmoid_mul(attended.flatten(0, 1), gates[:, :, 1]).view(attended.shape)
-        return ops.linear(attended.flatten(2), layer.o, layer.o_bias, prefetch=True)
+        return attended.flatten(2)
 
     def _delta_net(self, index: int, hidden: Tensor, cache: RecurrentCache) -> Tensor:
         layer, held, counts = self.layers[index], cache.recurrent[index], (cache.pending, cache.keep)

@@ -21,7 +21,8 @@ from .gates import sigmoid_mul, silu_mul, swiglu
 from .kv_cache import append_context_kv_, append_kv_, qkv_norm_rope_append_
 from .layers import PackedLayers as PackedLayers
 from .layers import decoder_layers
-from .linear import linear, linears
+from .linear import folds_norms as folds_norms
+from .linear import linear, linear_add_scale, linears
 from .linear import skinny as skinny
 from .norm import add_rms_norm, fuse_features, rms_norm
 from .recurrent import causal_conv_, gated_recurrence_
@@ -59,6 +60,7 @@ __all__ = [
     "has_cuda_kernels",
     "isa",
     "linear",
+    "linear_add_scale",
     "linears",
     "overlaps",
     "qkv_norm_rope_append_",

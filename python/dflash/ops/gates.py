@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .checks import expect, unit_stride
-from .linear import check_product, linears, run_kernel
+from .linear import check_product, check_squares, linears, run_kernel
 from .registry import Launcher, op
 
 
@@ -34,7 +34,10 @@ def silu_mul(launch: Launcher, gate_up: Tensor) -> Tensor:
 
 
 @op()
-def swiglu(launch: Launcher, x: Tensor, gate: Tensor, up: Tensor, prefetch: bool = False) -> Tensor:
+def swiglu(
+    launch: Launcher, x: Tensor, gate: Tensor, up: Tensor, prefetch: bool = False, squares: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:  # fmt: skip
     """Compute ``silu(x @ gate.T) * (x @ up.T)``: `silu_mul` of `linears`, on CUDA in one kernel for up to 256 rows.
 
     Both products are rounded before they are multiplied. What is said of a row's bits in `linear` holds here too.
@@ -44,6 +47,8 @@ def swiglu(launch: Launcher, x: Tensor, gate: Tensor, up: Tensor, prefetch: bool
         gate: ``[out, in]``, the dtype of ``x``.
         up: like ``gate``.
         prefetch: as for `linear`.
+        squares: as for `linears`.
+        eps: as for `linears`.
 
     Returns:
         ``[..., rows, out]``, the dtype of ``x``.
@@ -54,11 +59,14 @@ def swiglu(launch: Launcher, x: Tensor, gate: Tensor, up: Tensor, prefetch: bool
     for name, weight in (("gate", gate), ("up", up)):
         check_product("swiglu", x, name, weight)
     expect("swiglu", "up", up, tuple(gate.shape), x.dtype, "as gate")
+    check_squares("swiglu", x, squares)
     launch.dtype("swiglu", "x", x)
     if launch.is_fake:
         return x.new_empty(*x.shape[:-1], gate.shape[0])
-    out = run_kernel(launch, "swiglu", x, [gate, up], [None, None], prefetch, gated=True)
-    return silu_mul.body(launch, linears.body(launch, x, [gate, up], (), prefetch)) if out is None else out
+    out = run_kernel(launch, "swiglu", x, [gate, up], [None, None], prefetch, True, squares, eps)
+    if out is None:
+        return silu_mul.body(launch, linears.body(launch, x, [gate, up], (), prefetch, squares, eps))
+    return out
 
 
 @op()

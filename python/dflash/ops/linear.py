@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import _C
 from . import reference, switches
-from .checks import dense, expect
+from .checks import dense, expect, row_stride
 from .registry import Launcher, op
 
 _SKINNY = {torch.float32: 256, torch.bfloat16: 64}  # rows up to which the CPU kernel beats torch's GEMM (measured)
@@ -48,8 +48,9 @@ def linear(launch: Launcher, x: Tensor, weight: Tensor, bias: Tensor | None = No
 
 @op()
 def linears(
-    launch: Launcher, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] = (), prefetch: bool = False
-) -> Tensor:
+    launch: Launcher, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] = (), prefetch: bool = False,
+    squares: Tensor | None = None, eps: float = 0.0,
+) -> Tensor:  # fmt: skip
     """Compute `linear` of the same rows with several weights, the results side by side, in one kernel.
 
     Args:
@@ -57,6 +58,9 @@ def linears(
         weights: one to four of ``[out, in]``, each with an ``out`` of its own, the dtype of ``x``.
         biases: ``[out]`` for each weight, or none at all.
         prefetch: as for `linear`.
+        squares: what `linear_add_scale` returned along with ``x``, or None. Each row's products are then divided by
+            ``sqrt(sum(squares) / in + eps)``, before the bias is added.
+        eps: of the norm that ``squares`` belongs to.
 
     Returns:
         ``[..., rows, sum of out]``, the dtype of ``x``.
@@ -70,7 +74,76 @@ def linears(
         raise ValueError(f"linears: biases must be none or one for each of {len(weights)} weights, got {len(biases)}")
     for i, weight in enumerate(weights):
         check_product("linears", x, f"weights[{i}]", weight, f"biases[{i}]", biases[i] if biases else None)
-    return _products(launch, "linears", x, weights, biases or [None] * len(weights), prefetch)
+    check_squares("linears", x, squares)
+    return _products(launch, "linears", x, weights, biases or [None] * len(weights), prefetch, squares, eps)
+
+
+@op(mutates=("tap",))
+def linear_add_scale(
+    launch: Launcher, x: Tensor, weight: Tensor, residual: Tensor, norm: Tensor, bias: Tensor | None = None,
+    tap: Tensor | None = None, zero_centered: bool = False, prefetch: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Compute ``h = linear(x, weight, bias) + residual`` and the part of its RMSNorm that the next product cannot do.
+
+    That product takes the rest: `linears` or `swiglu` of ``h * norm``, with ``squares``, is that of ``rms_norm(h)``. On
+    CUDA, up to 256 rows in bfloat16 where ``in`` and ``hidden`` are multiples of 8, no kernel then is the norm's own.
+    A row's bits depend neither on its place nor on how many rows there are. Anything else goes through torch.
+
+    Args:
+        x: ``[..., rows, in]``, float32 or bfloat16. In float16 ``h * norm`` could overflow.
+        weight: ``[hidden, in]``, the dtype of ``x``.
+        residual: ``[..., rows, hidden]``, the dtype of ``x``.
+        norm: ``[hidden]``, the norm's weight, the dtype of ``x``.
+        bias: ``[hidden]``, the dtype of ``x``, or None.
+        tap: as in `add_rms_norm`.
+        zero_centered: as in `rms_norm`.
+        prefetch: as for `linear`.
+
+    Returns:
+        ``(h * norm, h, squares)``: the first two like ``residual``, each rounded, and ``squares``
+        ``[..., rows, tiles]`` float32, the sums of the squares of h over 128 columns each.
+
+    Raises:
+        ValueError: a shape does not fit, or the tap's rows are unevenly spaced. TypeError: a dtype does not fit.
+    """
+    name = "linear_add_scale"
+    check_product(name, x, "weight", weight, "bias", bias)
+    shape = (*x.shape[:-1], weight.shape[0])
+    expect(name, "residual", residual, shape, x.dtype, "..., rows, hidden")
+    expect(name, "norm", norm, shape[-1:], x.dtype, "hidden")
+    if tap is not None:
+        expect(name, "tap", tap, shape, x.dtype, "..., rows, hidden")
+        row_stride(name, "tap", tap)
+    if x.dtype == torch.float16:
+        raise TypeError(f"{name}: x must be float32 or bfloat16, got {x.dtype}. Use linear and add_rms_norm")
+    launch.dtype(name, "x", x)
+    total = x.new_empty(shape)
+    squares = x.new_empty(*shape[:-1], -(-shape[-1] // _C.SQUARES_COLUMNS), dtype=torch.float32)
+    if launch.is_fake:
+        return x.new_empty(shape), total, squares
+    norm, residual = launch.aligned(norm.contiguous()), launch.aligned(residual.contiguous())
+    direct = tap is not None and launch.aligned(tap, tap.dim() - 1) is tap  # the kernel writes 16 bytes at once
+    taps = (tap, row_stride(name, "tap", tap)) if direct else (None, 0)
+    added = (residual, norm, total, *taps, squares, zero_centered)
+    out = run_kernel(launch, name, x, [weight], [bias], prefetch, added=added)
+    if out is None:
+        return reference.linear_add_scale(x, weight, residual, norm, bias, tap, zero_centered)
+    if tap is not None and not direct:
+        tap.copy_(total)
+    return out, total, squares
+
+
+def folds_norms(x: Tensor) -> bool:
+    """Return True if `linear_add_scale` and the products after it are kernels for rows like ``x``."""
+    few = x.numel() <= _C.MAX_LINEAR_ROWS * x.shape[-1]
+    return few and x.dtype == torch.bfloat16 and x.device.type == "cuda"
+
+
+def check_squares(op: str, x: Tensor, squares: Tensor | None) -> None:
+    """Raise unless ``squares`` is None or what `linear_add_scale` returns along with ``x``."""
+    if squares is not None:
+        tiles = -(-x.shape[-1] // _C.SQUARES_COLUMNS)
+        expect(op, "squares", squares, (*x.shape[:-1], tiles), torch.float32, "..., rows, tiles")
 
 
 def check_product(
@@ -106,29 +179,33 @@ def _follows(first: Tensor, second: Tensor) -> bool:
 
 
 def _products(
-    launch: Launcher, op: str, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], prefetch: bool
-) -> Tensor:
+    launch: Launcher, op: str, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], prefetch: bool,
+    squares: Tensor | None = None, eps: float = 0.0,
+) -> Tensor:  # fmt: skip
     """Compute ``x @ weight.T + bias`` for each, side by side, ``[..., rows, sum of out]``; the operands fit."""
     launch.dtype(op, "x", x)
     if launch.is_fake:
         return x.new_empty(*x.shape[:-1], sum(weight.shape[0] for weight in weights))
-    out = run_kernel(launch, op, x, weights, biases, prefetch)
-    return reference.linears(x, *_merged(weights, biases)) if out is None else out
+    out = run_kernel(launch, op, x, weights, biases, prefetch, squares=squares, eps=eps)
+    return reference.linears(x, *_merged(weights, biases), squares=squares, eps=eps) if out is None else out
 
 
 def run_kernel(
     launch: Launcher, op: str, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], prefetch: bool,
-    gated: bool = False,
+    gated: bool = False, squares: Tensor | None = None, eps: float = 0.0, added: tuple | None = None,
 ) -> Tensor | None:  # fmt: skip
-    """Run the kernel of `linear` on operands that fit; None if it does not take them. Only CUDA's can be gated."""
+    """Run the kernel of `linear` on operands that fit; None if it does not take them.
+
+    Only CUDA's can be gated, take ``squares``, or have ``added``: the fields of ``LinearAdd`` in params.h.
+    """
     # 1. See whether the kernel takes this product
     dtype, features = launch.dtype(op, "x", x), [weight.shape[0] for weight in weights]
     width, rows = x.shape[-1], x.shape[:-1].numel()
     splits, workspace = 0, None
     if launch.is_cpu:
-        splits = int(width > 0 and skinny(rows, x.dtype) and not gated)
+        splits = int(width > 0 and skinny(rows, x.dtype) and not gated and squares is None and added is None)
     elif all(weight.is_contiguous() for weight in weights):
-        shapes = (dtype, rows, width, weights, features, gated)
+        shapes = (dtype, rows, width, weights, features, gated, added is not None)
         splits, workspace = launch.workspace("linear", x.device, *shapes)
     if splits == 0:
         return None
@@ -140,6 +217,6 @@ def run_kernel(
     counters = None if workspace is None else launch.counters(x.device)
     launch(
         "linear", x, len(weights), weights, biases, features, out, rows, width, out_features, workspace, counters,
-        splits, prefetch and switches.PREFETCH, gated, dtype,
+        splits, prefetch and switches.PREFETCH, gated, dense(squares), eps, added, dtype,
     )  # fmt: skip
     return out

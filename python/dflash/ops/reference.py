@@ -2,7 +2,7 @@
 
 Same names, same arguments, any floating dtype; sums in at least fp32. Nothing here depends on data: no ``.item()``,
 no tensor in Python control flow. Each twin runs under ``FakeTensorMode`` and inside a CUDA graph.
-Imports torch only.
+Imports torch only, and a size from the kernels.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import math
 
 import torch
 from torch import Tensor
+
+from .. import _C
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:
@@ -755,17 +757,54 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, prefetch: bool
 
 
 def linears(
-    x: Tensor, weights: list[Tensor], biases: list[Tensor | None] | tuple = (), prefetch: bool = False
+    x: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor | None] | tuple = (),
+    prefetch: bool = False,
+    squares: Tensor | None = None,
+    eps: float = 0.0,
 ) -> Tensor:
-    """``x @ weight.T + bias`` of each, side by side."""
-    biases = biases or [None] * len(weights)
-    out = [linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
-    return out[0] if len(out) == 1 else torch.cat(out, -1)
+    """``x @ weight.T + bias`` of each, side by side; with ``squares``, of the norm of a `linear_add_scale`."""
+    if squares is None:
+        biases = biases or [None] * len(weights)
+        out = [linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+        return out[0] if len(out) == 1 else torch.cat(out, -1)
+    scale = torch.rsqrt(squares.sum(-1, keepdim=True) / x.shape[-1] + eps)
+    out = torch.cat([linear(x, weight) for weight in weights], -1) * scale
+    biases = [bias for bias in biases if bias is not None]
+    return (out + torch.cat(biases) if biases else out).to(x.dtype)
 
 
-def swiglu(x: Tensor, gate: Tensor, up: Tensor, prefetch: bool = False) -> Tensor:
+def linear_add_scale(
+    x: Tensor,
+    weight: Tensor,
+    residual: Tensor,
+    norm: Tensor,
+    bias: Tensor | None = None,
+    tap: Tensor | None = None,
+    zero_centered: bool = False,
+    prefetch: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``h = x @ weight.T + bias + residual``; returns ``(h * norm, h, squares)`` and puts h in the tap."""
+    total = linear(x, weight, bias) + residual
+    if tap is not None:
+        tap.copy_(total)
+    wide = total.to(_compute_dtype(x))
+    norm, columns = norm.to(wide.dtype), _C.SQUARES_COLUMNS
+    tiles = torch.nn.functional.pad(wide.square(), (0, -wide.shape[-1] % columns)).unflatten(-1, (-1, columns))
+    return (wide * (1 + norm if zero_centered else norm)).to(x.dtype), total, tiles.sum(-1)
+
+
+def swiglu(
+    x: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    prefetch: bool = False,
+    squares: Tensor | None = None,
+    eps: float = 0.0,
+) -> Tensor:
     """``silu(x @ gate.T) * (x @ up.T)``, both products rounded first."""
-    return silu_mul(linears(x, [gate, up]))
+    return silu_mul(linears(x, [gate, up], (), False, squares, eps))
 
 
 def experts(
