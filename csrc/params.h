@@ -270,13 +270,15 @@ struct BlockAttentionParams {
   // [batch, num_kv_heads, tiles, splits, floats of a stored state], then two int32 per tile
   float* workspace = nullptr;
   int64_t splits = 0;  // states per tile of rows: one per chunk of the capacity, 1, or 0 for the plain kernel
+  // 0 or more: the kernel ahead is qkv_norm_rope_append, and writes no slot before lengths[b] - fresh
+  int64_t fresh = -1;
 
   static constexpr auto wire() {
     using P = BlockAttentionParams;
     return std::tuple(&P::q, &P::k_cache, &P::v_cache, &P::lengths, &P::sinks, &P::ancestors, &P::out,
                       &P::q_stride_batch, &P::q_stride_row, &P::q_stride_head, &P::batch, &P::rows,
                       &P::num_heads, &P::num_kv_heads, &P::head_dim, &P::v_head_dim, &P::capacity, &P::window,
-                      &P::scale, &P::softcap, &P::causal, &P::workspace, &P::splits, &P::dtype);
+                      &P::scale, &P::softcap, &P::causal, &P::workspace, &P::splits, &P::fresh, &P::dtype);
   }
 };
 

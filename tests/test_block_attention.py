@@ -5,7 +5,8 @@ import torch
 from op_checks import DTYPES, Emulated, assert_as_exact_as_torch
 
 from dflash import _C, ops
-from dflash.ops import reference
+from dflash.ops import reference, switches
+from dflash.ops.registry import FakeLauncher
 
 pytestmark = pytest.mark.op
 
@@ -321,3 +322,73 @@ def test_emulated_attention_waits_for_the_kernels_ahead(dtype, emulation):
         again = kernels.block_attention(q, k_cache, v_cache, lengths, 0.125, True)
     assert torch.equal(out, want)
     assert torch.equal(again, want)
+
+
+def append_and_attend(kernels, fresh, context_rows, append=None, head_dim=64):
+    """Append rows of an earlier pass, then ``context_rows`` and a block, and attend; all may overlap."""
+    g, heads, rows = torch.Generator().manual_seed(0), 2, context_rows + 16
+    lengths, old = torch.tensor([140, 37]), torch.arange(20, 30).repeat(2, 1)
+    k_cache, v_cache = torch.randn(2, 2, 1, 160, head_dim, generator=g).bfloat16()
+    key, value = k_cache[:, :, 20:30].clone(), v_cache[:, :, 20:30].clone()
+    k_cache[:, :, 20:30] = v_cache[:, :, 20:30] = NAN
+    qkv = torch.randn(2, rows, (heads + 2) * head_dim, generator=g).bfloat16()
+    query, angles = torch.empty(2, 16, heads, head_dim, dtype=qkv.dtype), torch.rand(2, 2, rows, 4, generator=g)
+    positions = lengths[:, None] - context_rows + torch.arange(rows)
+    kernels.append_kv_(key, value, old, k_cache, v_cache)
+    kernels.qkv_norm_rope_append_(qkv, positions, *angles, None, None, 1e-6, query, k_cache, v_cache)
+    if append is not None:
+        kernels.append_kv_(key, value, append, k_cache, v_cache)
+    out = kernels.block_attention(query, k_cache, v_cache, lengths, 0.125, True, fresh=fresh)
+    return out, (qkv, key, value, old, positions, angles, lengths, k_cache, v_cache, query)  # alive until they have run
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("context_rows", "head_dim"), [(0, 64), (40, 64), (40, 136)])
+def test_emulated_attention_reads_old_keys_early(context_rows, head_dim, seed, emulation):
+    kernels = Emulated(emulation)
+    emulation.seed(seed)
+    want, _ = append_and_attend(kernels, -1, context_rows, head_dim=head_dim)
+    with kernels.overlapping():
+        out, _alive = append_and_attend(kernels, context_rows, context_rows, head_dim=head_dim)
+    assert torch.equal(out, want)
+    assert want.isfinite().all()
+
+
+TOO_FRESH = {
+    "context rows are not old": {"fresh": 0, "context_rows": 40},
+    "another kernel is ahead": {"fresh": 0, "context_rows": 0, "append": torch.arange(60, 70).repeat(2, 1)},
+}
+
+
+@pytest.mark.parametrize("fault", TOO_FRESH)
+def test_emulated_attention_is_caught_when_it_reads_new_keys_early(fault, emulation):
+    if not emulation.watched():
+        pytest.skip("accesses are not watched in this build")
+    kernels = Emulated(emulation)
+    with pytest.raises(RuntimeError, match="before its wait"), kernels.overlapping():
+        _, _alive = append_and_attend(kernels, **TOO_FRESH[fault])
+
+
+def test_emulated_attention_reads_nothing_early_if_that_is_off(emulation, monkeypatch):
+    kernels = Emulated(emulation)
+    monkeypatch.setattr(switches, "PREFETCH", False)
+    want, _ = append_and_attend(kernels, -1, 40)
+    with kernels.overlapping():
+        out, _alive = append_and_attend(kernels, 0, 40)
+    assert torch.equal(out, want)
+
+
+@pytest.mark.parametrize("copied", [None, 1, 2, 3])
+def test_nothing_is_read_early_of_what_is_copied_first(copied):
+    """The copy is what the kernel ahead writes."""
+    passed = []
+
+    class Recorder(FakeLauncher):
+        def __call__(self, kernel, *arguments):
+            passed.append(arguments[-2])
+
+    arguments = list(draw((2, 1, 64, 64), [20, 30], 4, torch.float32))
+    if copied is not None:
+        arguments[copied] = torch.stack([arguments[copied]] * 2, -1)[..., 0]
+    ops.block_attention.body(Recorder(), *arguments, 0.125, True, fresh=7)
+    assert passed == [7 if copied is None else -1]

@@ -54,9 +54,9 @@ struct Sight {
 };
 
 // The length, clamped to -rows .. 2 * capacity + rows, so that no sum overflows. A window is at most capacity
-// + rows, and what is farther out sees the same slots.
+// + rows, and what is farther out sees the same slots. It may be read early, so past the L1.
 static __device__ __forceinline__ int64_t length_of(const BlockAttentionParams& p, int64_t batch) {
-  return max(-p.rows, min(p.lengths[batch], 2 * p.capacity + p.rows));
+  return max(-p.rows, min(__ldcg(p.lengths + batch), 2 * p.capacity + p.rows));
 }
 
 // What the query at position length + depth sees.

@@ -223,15 +223,33 @@ struct Tile : TileRows<T, kDim> {
     }
   }
 
-  // Adds the slots from `from`, a multiple of 32, up to `to`. A block copies its queries with its first
-  // slots, after the first keys.
-  __device__ __forceinline__ void attend_slots(State<kDim>& s, int from, int to, bool with_queries) const {
+  // The slots of a chunk that some row sees, from a multiple of 32 on.
+  __device__ __forceinline__ int2 slots_of(int chunk) const {
+    return {max(chunk_begin(chunk), begin / kKeys * kKeys), min(chunk_begin(chunk + 1), end)};
+  }
+
+  // Copies the stages that a chunk begins with, up to the first with a fresh slot; returns their number.
+  __device__ __forceinline__ int copy_old_keys(int chunk) const {
+    const int2 slots = slots_of(chunk);
+    int copied = 0;
+#pragma unroll 1
+    for (int slot = slots.x; copied < kStages<kDim> - 1 && slot < slots.y; slot += kKeys) {
+      if (slot + kKeys > length - p.fresh) break;
+      copy_keys(copied++, slot);
+    }
+    return copied;
+  }
+
+  // Adds the slots from `from`, a multiple of 32, up to `to`; some stages are copied already. A block copies
+  // its queries with its first slots, after the first keys.
+  __device__ __forceinline__ void attend_slots(State<kDim>& s, int from, int to, bool with_queries,
+                                               int copied = 0) const {
     const int tiles = (to - from + kKeys - 1) / kKeys;
     Queries queries;
     __syncthreads();  // all threads have read the previous chunk's stages
 #pragma unroll
     for (int i = 0; i < kStages<kDim> - 1; ++i) {
-      if (i < tiles) copy_keys(i, from + i * kKeys);
+      if (i >= copied && i < tiles) copy_keys(i, from + i * kKeys);
       if (i == 0 && with_queries) copy_queries();
       cp_async_commit();
     }
@@ -263,10 +281,11 @@ struct Tile : TileRows<T, kDim> {
   }
 
   // s = the state over a chunk, with complete sums in every thread.
-  __device__ __forceinline__ void attend_chunk(State<kDim>& s, int chunk, bool with_queries) const {
+  __device__ __forceinline__ void attend_chunk(State<kDim>& s, int chunk, bool with_queries,
+                                               int copied) const {
+    const int2 slots = slots_of(chunk);
     s.clear();
-    attend_slots(s, max(chunk_begin(chunk), begin / kKeys * kKeys), min(chunk_begin(chunk + 1), end),
-                 with_queries);
+    attend_slots(s, slots.x, slots.y, with_queries, copied);
     complete(s);
   }
 

@@ -267,12 +267,12 @@ struct TreeTile : Tile<T, kDim, true> {
   }
 
   // As Tile's: the slots before the block, then the positions of the block.
-  __device__ __forceinline__ void attend_chunk(State<kDim>& s, int chunk, bool with_queries) const {
-    const int from = max(chunk_begin(chunk), begin / kKeys * kKeys), to = min(chunk_begin(chunk + 1), end);
+  __device__ __forceinline__ void attend_chunk(State<kDim>& s, int chunk, bool with_queries, int) const {
+    const int2 slots = Base::slots_of(chunk);
     const int block = max(length, 0) / kKeys * kKeys;
     s.clear();
-    Base::attend_slots(s, from, min(to, block), with_queries);
-    for (int position = max(from, block); position < to; position += kKeys) attend_positions(s, position);
+    Base::attend_slots(s, slots.x, min(slots.y, block), with_queries);
+    for (int at = max(slots.x, block); at < slots.y; at += kKeys) attend_positions(s, at);
     Base::complete(s);
   }
 };

@@ -19,6 +19,11 @@
 // its path, not at their slots. Stages in front of the block are as above. attention_tree.cuh has the stages
 // that reach into the block: there each set of rows that share a path multiplies its own keys and values.
 //
+// A chain may read old keys before its wait (the rule is in ptx.cuh). The kernel ahead is then that of
+// qkv_norm_rope_append, which lets this one start after its own wait. All launches before that one have
+// ended, so what the last step accepted, compacted and appended stands. The kernel ahead writes the queries,
+// and keys and values from slot lengths[b] - fresh on. `lengths` and the slots before those are old.
+//
 // float32, and head dimensions that are over 256 or not a multiple of 8, use a plain kernel: one block per
 // query, 128 slots at a time, one key per thread.
 #include "cuda/attention_tree.cuh"
@@ -43,18 +48,21 @@ static __global__ void __launch_bounds__(kThreads<kDim>, 1)
   __shared__ unsigned bad[kThreads<kDim> / 32];
   const int index = int(blockIdx.x);
   const TileRows<T, kDim> rows(p, index);
+  const bool reads_early = !kTree && p.fresh >= 0;
   grid_launch_dependents();
-  grid_dependency_wait();
+  grid_dependency_wait_unless(reads_early);
   const std::conditional_t<kTree, TreeTile<T, kDim>, ChainTile<T, kDim>> t(rows, bad);
   const int first = chunk_of(t.begin), last = t.begin < t.end ? chunk_of(t.end - 1) : first;
   float* stored = p.workspace + index * p.splits * kStateFloats<kDim>;
   const bool is_split = p.splits > 1;
-  if (is_split && blockIdx.y == 0 && threadIdx.x == 0) *chunks_of<kDim>(p, index) = make_int2(first, last);
   // The last chunks of a split tile start first, because they are the longest.
   const int start = is_split ? last - int(blockIdx.y) : first, step = is_split ? -int(gridDim.y) : 1;
+  const int copied = reads_early && start >= first ? t.copy_old_keys(start) : 0;
+  grid_dependency_wait_later();
+  if (is_split && blockIdx.y == 0 && threadIdx.x == 0) *chunks_of<kDim>(p, index) = make_int2(first, last);
   State<kDim> s;
   for (int chunk = start; chunk >= first && chunk <= last; chunk += step) {
-    t.attend_chunk(s, chunk, chunk == start);
+    t.attend_chunk(s, chunk, chunk == start, chunk == start ? copied : 0);
     if (is_split) {
       store_state(stored + chunk * int64_t(kStateFloats<kDim>), s);
       continue;

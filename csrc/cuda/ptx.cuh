@@ -41,8 +41,12 @@ inline bool waits_for_dependencies(const void* kernel) {
 
 // Enqueues kernel<<<grid, block, shared, stream>>>(arguments...); more than 48 KB of shared memory is asked
 // for. An overlapping launch (programmatic dependent launch, from sm_90) may start before the kernel ahead of
-// it on the stream has ended: what that one writes may be read after grid_dependency_wait() only, and nothing
-// that it reads may be written before.
+// it on the stream has ended. So each of its threads calls grid_dependency_wait(), and writes nothing before.
+//
+// Before its wait a kernel may read what no kernel that may still be running writes. If the kernel ahead
+// calls grid_launch_dependents() after its own wait, it is the only one: all before it have ended. If it does
+// so before its wait, any kernel ahead may still be running, and only what none of them ever writes may be
+// read, such as weights. Early reads go past the L1, which may hold older bytes: __ldcg or cp_async16.
 template <typename... Parameters>
 cudaError_t launch_with(bool overlapping, void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared,
                         cudaStream_t stream, std::common_type_t<Parameters>... arguments) {
@@ -80,7 +84,8 @@ cudaError_t launch_overlapping(void (*kernel)(Parameters...), dim3 grid, dim3 bl
   return launch_with(overlapping, kernel, grid, block, shared, stream, arguments...);
 }
 
-// Waits until the kernel ahead has ended and its writes are visible; nothing in an ordinary launch.
+// Waits until the kernel ahead has ended and its writes are visible; nothing in an ordinary launch. A kernel
+// whose parameters decide if it reads early calls the second of these, and then the third in any case.
 #if DFLASH_TRACE
 }  // namespace dflash
 #include "cuda/trace.cuh"  // has its own
@@ -91,6 +96,10 @@ __device__ __forceinline__ void grid_dependency_wait() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
+__device__ __forceinline__ void grid_dependency_wait_unless(bool later) {
+  if (!later) grid_dependency_wait();
+}
+__device__ __forceinline__ void grid_dependency_wait_later() { grid_dependency_wait(); }
 #endif
 
 // Lets an overlapping launch after this kernel start, once every block has called it or ended.

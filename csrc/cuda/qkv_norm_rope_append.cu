@@ -107,8 +107,8 @@ static __global__ void __launch_bounds__(32 * kWarps, 1)
   const int64_t slot_in_row = is_query && p.gated ? 2 * head : head + gates;
   const T* x = static_cast<const T*>(p.qkv) + (index * (heads + gates) + slot_in_row) * d;
   float* normed = shared<float>() + threadIdx.x / 32 * d;
-  grid_launch_dependents();
   grid_dependency_wait();
+  grid_launch_dependents();  // not before: attention relies on it, see block_attention.cu
   if (index >= p.batch * p.rows) return;
   const int64_t position = p.positions[index];
   const Turn<T> turn{static_cast<const T*>(is_query ? p.q_norm_weight : p.k_norm_weight),

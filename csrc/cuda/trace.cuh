@@ -46,10 +46,14 @@ static __device__ __forceinline__ uint64_t trace_now() {
   return time;
 }
 
-// Waits as grid_dependency_wait() does; at the end of the kernel, thread 0 writes the block's record.
+// Has the waits of ptx.cuh; at the end of the kernel, thread 0 writes the block's record.
 class TraceScope {
  public:
-  __device__ __forceinline__ explicit TraceScope(uint32_t kernel) : kernel_(kernel), arrived_(trace_now()) {
+  __device__ __forceinline__ TraceScope(uint32_t kernel, bool later)
+      : kernel_(kernel), arrived_(trace_now()) {
+    if (!later) wait();
+  }
+  __device__ __forceinline__ void wait() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
@@ -80,7 +84,10 @@ class TraceScope {
 
 }  // namespace dflash
 
-// A kernel calls it once, in its outermost scope, so that the record is written where the kernel ends.
-#define grid_dependency_wait()                                    \
+// A kernel calls one of the first two once, in its outermost scope, so that the record is written where the
+// kernel ends.
+#define grid_dependency_wait() grid_dependency_wait_unless(false)
+#define grid_dependency_wait_unless(later)                        \
   constexpr uint32_t kTraceName = ::dflash::trace_name(__func__); \
-  const ::dflash::TraceScope trace_scope(kTraceName)
+  ::dflash::TraceScope trace_scope(kTraceName, later)
+#define grid_dependency_wait_later() trace_scope.wait()

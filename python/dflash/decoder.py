@@ -215,7 +215,7 @@ class DecoderStack:
         )  # fmt: skip
         attended = ops.block_attention(
             query, keys, values, inputs.lengths, self.scale, layer.causal, layer.window, 0.0, layer.sinks,
-            None if inputs.tree is None else inputs.tree.ancestors,
+            None if inputs.tree is None else inputs.tree.ancestors, fresh=rows_in.shape[1] - rows,
         )  # fmt: skip
         if layer.gated:
             gates = qkv[:, qkv.shape[1] - rows :, : layer.q.shape[0]].flatten(0, 1).unflatten(-1, (-1, 2, head_dim))

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import _C
+from . import switches
 from .checks import dense, expect, expect_cache, unit_stride
 from .registry import Launcher, op
 
@@ -23,6 +24,7 @@ def block_attention(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     ancestors: Tensor | None = None,
+    fresh: int = -1,
 ) -> Tensor:
     """Attend from a block of queries to a cache that already holds the block's own K/V.
 
@@ -54,6 +56,10 @@ def block_attention(
             block, and row j of the block where bit ``j % 64`` of ``ancestors[b, i, j // 64]`` is set. The bits are set
             for the row itself and its ancestors, all in rows before it; its depth is their number. They are on the
             device and not checked.
+        fresh: for CUDA, where a chain's older keys are then read before the kernel ahead has ended. 0 or more: the call
+            just before this one is `qkv_norm_rope_append_`, which appends no slot before ``lengths[b] - fresh``.
+            Otherwise keys may be read too early, and nothing would say so. -1: nothing is known of the kernel ahead.
+            ``DFLASH_PREFETCH=0`` in the environment turns it off.
 
     Returns:
         ``[batch, rows, num_heads, v_head_dim]``, the dtype of ``q``; zeros for a query that sees no key.
@@ -68,6 +74,7 @@ def block_attention(
         _check(q, k_cache, v_cache, lengths, causal, window, softcap, sinks, ancestors)
     dtype = launch.dtype("block_attention", "q", q)
     # 2. Make what the kernel reads dense
+    fresh = fresh if _may_read_early(k_cache, v_cache, lengths) else -1
     q, k_cache, v_cache, lengths = unit_stride(q), k_cache.contiguous(), v_cache.contiguous(), lengths.contiguous()
     sinks = None if sinks is None else sinks.float().contiguous()
     batch, rows, num_heads, head_dim = q.shape
@@ -86,9 +93,14 @@ def block_attention(
     launch(
         "block_attention", q, k_cache, v_cache, lengths, sinks, dense(ancestors), out, *q.stride()[:3], batch, rows,
         num_heads, num_kv_heads, head_dim, v_head_dim, capacity, min(window, capacity + rows), scale, softcap, causal,
-        workspace, splits, dtype,
+        workspace, splits, fresh, dtype,
     )  # fmt: skip
     return out
+
+
+def _may_read_early(*tensors: Tensor) -> bool:
+    """Return False if one of these is copied first: the copy would be what the kernel ahead writes."""
+    return switches.PREFETCH and all(x.is_contiguous() for x in tensors)
 
 
 def _plain_arguments_fit(

@@ -221,6 +221,7 @@ def block_attention(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     ancestors: Tensor | None = None,
+    fresh: int = -1,
 ) -> Tensor:
     """Attention of a block of queries over a cache that already holds the block; a query without keys gives zero."""
     rows = q.shape[1]
