@@ -52,7 +52,7 @@ done
 [ ${#stages[@]} -gt 0 ] || stages=("${all[@]}")
 : "${commit:=$(git rev-parse --short HEAD 2>/dev/null || echo unknown)}"
 mkdir -p "$out"
-work=$(mktemp -d) nvcc=${CUDACXX:-nvcc}
+work=$(mktemp -d) nvcc=${CUDACXX:-nvcc} python_path=${PYTHONPATH:+:$PYTHONPATH}
 trap 'rm -rf "$work"' EXIT
 export PYTHONUNBUFFERED=1 PATH=${PATH}:/usr/local/cuda/bin HF_HUB_OFFLINE=1
 if [ "$device" = cpu ]; then
@@ -94,7 +94,8 @@ use() { # use NAME [OPTION...]: a build with these options of CMake is what Pyth
     echo "$made_of" >"$place/made-of"
   fi
   rm -rf "$place/python"
-  cp -r python "$place/python" && cp "$place"/cmake/_C*.so "$place/python/dflash/" && export PYTHONPATH=$PWD/$place/python
+  cp -r python "$place/python" && cp "$place"/cmake/_C*.so "$place/python/dflash/" &&
+    export PYTHONPATH=$PWD/$place/python$python_path
 }
 
 build() {
