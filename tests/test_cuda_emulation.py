@@ -25,6 +25,8 @@ WANTED = {
     "copy_of_a_changing_source": torch.arange(1.0, 65),
     "unwritten_shared": torch.arange(1.0, 65) * (torch.arange(64) % 8 != 0),
     "early_read": torch.arange(3.0, 67),
+    "early_read_of_stores": torch.arange(3.0, 67),
+    "early_read_of_atomics": torch.arange(3.0, 67),
     "early_store": torch.full((64,), 5.0),
     "early_end": torch.arange(3.0, 67),
     "read_two_kernels_ahead": torch.arange(3.0, 67),
@@ -33,7 +35,8 @@ WANTED = {
     "no_fence_ahead": torch.tensor([*range(1, 61), 1830, 62, 63, 0.0]),
     "no_fence_after": torch.tensor([*range(1, 61), 1830, 62, 63, 0.0]),
 }
-UNSEEN_BY_SANITIZERS = ["no_fence_ahead", "no_fence_after"]  # no order of blocks on a CPU makes the answer wrong
+# No order of blocks on a CPU makes the answer wrong
+UNSEEN_BY_SANITIZERS = ["no_fence_ahead", "no_fence_after", "early_read_of_stores", "early_read_of_atomics"]
 SHOWN = [
     *WANTED, "unwritten_register", "divergent_barrier", "lane_left", "lane_outside", "misaligned_load",
     "past_dynamic_shared",
@@ -104,6 +107,8 @@ def test_a_fault_between_blocks_or_kernels_is_named(emulation):
         ("no_fence_ahead", r"reads what thread \d+ of block \d has stored: no fence, atomic and fence stand between"),
         ("no_fence_after", r"reads what thread \d+ of block \d has stored: no fence, atomic and fence stand between"),
         ("early_read", r"stores what overlapping launch \+1 has read before its wait"),
+        ("early_read_of_stores", r"reads before its wait what launch -1, which may still run, stores"),
+        ("early_read_of_atomics", r"reads before its wait what launch -1, which may still run, stores"),
         ("early_store", r"stores before grid_dependency_wait\(\)"),
         ("early_end", r"ends before grid_dependency_wait\(\), thread \(31, 0, 0\)"),
         ("read_two_kernels_ahead", r"stores what overlapping launch \+2 has read before its wait"),

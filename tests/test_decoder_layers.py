@@ -3,6 +3,7 @@ import gc
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -310,6 +311,27 @@ def test_a_stack_op_by_op_is_as_exact_as_torch(options, kernels, dtype, monkeypa
     for a, b, c in zip((*got, *ours.caches), (*theirs, *twin.caches), (*wanted, *exact.caches), strict=True):
         assert torch.equal(a.isnan(), c.isnan())
         assert_as_exact_as_torch(a.nan_to_num(), b.nan_to_num(), c.nan_to_num(), factor=3.0)
+
+
+@pytest.mark.parametrize("options", [options for options in OPTIONS if options not in RECURRENT])
+def test_what_attention_may_read_early_is_not_what_the_kernel_ahead_appends(options, monkeypatch):
+    calls = []
+
+    class Recorder(OpByOp):
+        def __getattr__(self, name):
+            def run(*arguments, **named):
+                calls.append((name, arguments, named))
+                return getattr(ops, name)(*arguments, **named)
+
+            return run
+
+    monkeypatch.setattr(decoder, "ops", Recorder(ops))
+    make_call(torch.float32, **options).run_stack()
+    pairs = [(ahead, call) for ahead, call in pairwise(calls) if call[0] == "block_attention"]
+    assert len(pairs) == LAYERS
+    for (ahead, (_, slots, *_), _), (_, (_, _, _, lengths, *_), named) in pairs:
+        assert ahead == "qkv_norm_rope_append_"
+        assert ((slots < 0) | (slots >= lengths[:, None] - named["fresh"])).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -502,6 +502,7 @@ class Batch {
       if (!launches_[i].is_released || !next.overlaps) return;
       if (early_[i + 1]) continue;
       next_poison = int(random_below(3));
+      shadow.start(int(i + 1));
       early_[i + 1] = make_block(next, random_below(size_t(next.num_blocks)), false);
       do {
         if (!run(*early_[i + 1])) return;
@@ -784,8 +785,12 @@ void before_atomic(const void* address) {
 #endif
 }
 
-void after_atomic(const void* address) {
-  if (!is_private(static_cast<const char*>(address))) take_turns(block->atomic_turns);
+void after_atomic(const void* address, size_t bytes) {
+  if (is_private(static_cast<const char*>(address))) return;
+#if !EMULATION_ASAN
+  touch(address, bytes, true);
+#endif
+  take_turns(block->atomic_turns);
 }
 
 }  // namespace emulation

@@ -88,7 +88,7 @@ void launch_dependents();
 void fence();
 // Around a read and write of `address` that nothing comes between.
 void before_atomic(const void* address);
-void after_atomic(const void* address);
+void after_atomic(const void* address, size_t bytes);
 
 template <typename T>
 uint64_t to_bits(T value) {
@@ -185,7 +185,7 @@ __attribute__((no_sanitize("thread"), noinline)) T emulated_atomic(T* address, F
   emulation::before_atomic(address);
   const T old = *address;
   *address = change(old);
-  emulation::after_atomic(address);
+  emulation::after_atomic(address, sizeof(T));
   return old;
 }
 template <typename T>

@@ -164,6 +164,18 @@ static __global__ void early_read(float* out) {
   out[i] = value + 1;
 }
 
+// The same by one block, which starts when the kernel ahead, of one block too, has stored all. By then it may
+// read the right values, or those that its multiprocessor still has.
+template <bool kAtomic>
+static __global__ void store_and_release(const float* in, float* out) {
+  if (kAtomic)
+    atomicExch(out + threadIdx.x, in[threadIdx.x] + 1);
+  else
+    out[threadIdx.x] = in[threadIdx.x] + 1;
+  __syncthreads();
+  grid_launch_dependents();
+}
+
 // Stores before the kernel ahead has read: out = 5.
 template <bool kFault>
 static __global__ void early_store(float* out) {
@@ -337,6 +349,11 @@ static cudaError_t run(const std::string& name, const float* in, float* out, cud
   if (name == "early_read") {
     launch(first_half, dim3(kThreads / 32), dim3(32), 0, stream, in, out);
     return launch_overlapping(early_read<kFault>, dim3(kThreads / 32), dim3(32), 0, stream, out);
+  }
+  if (name == "early_read_of_stores" || name == "early_read_of_atomics") {
+    launch(name == "early_read_of_stores" ? store_and_release<false> : store_and_release<true>, one, block, 0,
+           stream, in, out);
+    return launch_overlapping(early_read<kFault>, one, block, 0, stream, out);
   }
   if (name == "early_store") {
     launch(first_half, dim3(kThreads / 32), dim3(32), 0, stream, in, out);

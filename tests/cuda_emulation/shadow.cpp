@@ -20,15 +20,19 @@ static bool knows(const Knowledge& knowledge, int64_t block, size_t thread, Time
 
 void Shadow::reset() { *this = Shadow(); }
 
-void Shadow::begin(int launch) {
-  begun_.resize(launch + 1, 0);
-  oldest_.resize(launch + 1, 0);
+void Shadow::start(int launch) {
+  if (oldest_.size() > size_t(launch)) return;
   if (released_early_.size() <= size_t(launch)) released_early_.resize(launch + 1, false);
-  published_.clear();  // knowledge is of blocks of one grid
-  begun_[launch] = ++now_;
   // If the kernel ahead let this one start before its own wait, those ahead of that one may still run too.
-  oldest_[launch] = begun_[launch > 0 ? launch - 1 : 0];
-  if (launch > 0 && released_early_[launch - 1]) oldest_[launch] = oldest_[launch - 1];
+  oldest_.push_back(launch == 0                   ? now_ + 1
+                    : released_early_[launch - 1] ? oldest_[launch - 1]
+                                                  : begun_[launch - 1]);
+}
+
+void Shadow::begin(int launch) {
+  start(launch);
+  published_.clear();  // knowledge is of blocks of one grid
+  begun_.push_back(++now_);
 }
 
 void Shadow::released_early(int launch) {
@@ -125,8 +129,7 @@ std::string Shadow::load_before_wait(const char* address, size_t bytes, int laun
   for (size_t i = 0; i < bytes; ++i) {
     const uintptr_t at = reinterpret_cast<uintptr_t>(address + i);
     Byte& byte = make(at / kPage)[at % kPage];
-    const Time oldest = size_t(launch) < oldest_.size() ? oldest_[launch] : 0;
-    if (byte.store.time && oldest && byte.store.time >= oldest)
+    if (byte.store.time >= oldest_[launch])
       return "reads before its wait what launch -" + std::to_string(launch - int(byte.store.launch)) +
              ", which may still run, stores";
     byte.early = std::max(byte.early, uint32_t(launch) + 1);

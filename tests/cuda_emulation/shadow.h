@@ -33,8 +33,9 @@ class Shadow {
  public:
   // Forgets everything, before the first of several launches.
   void reset();
-  // The kernel of launch number `launch` begins. `released_early`: it lets the next one start before its own
-  // wait.
+  // The first block of launch number `launch` starts, maybe while the kernel ahead runs; the whole kernel
+  // begins; it lets the next one start before its own wait.
+  void start(int launch);
   void begin(int launch);
   void released_early(int launch);
 
