@@ -52,9 +52,9 @@ def test_products_are_as_exact_as_those_of_a_norm_of_its_own(rows, width, hidden
 
 
 @pytest.mark.parametrize("offset", [None, 8, 3])  # a tap at any address
-@pytest.mark.parametrize("rows", [3, 65])
-def test_the_sum_and_its_tap_have_the_bits_of_add_rms_norms(rows, offset, kernels):
-    x, weight, residual, norm, bias = operands(rows, 520, 264)
+@pytest.mark.parametrize(("rows", "width"), [(16, 64), (65, 520)])
+def test_the_sum_and_its_tap_have_the_bits_of_add_rms_norms(rows, width, offset, kernels):
+    x, weight, residual, norm, bias = operands(rows, width, 264)
     taps = torch.zeros(rows, 3 * 264).bfloat16()
     tap = None if offset is None else taps[:, offset : offset + 264]
     _, total, squares = kernels.linear_add_scale(x, weight, residual, norm, bias, tap)
