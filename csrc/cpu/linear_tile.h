@@ -3,10 +3,11 @@
 #pragma once
 #include "cpu/vec.h"
 
-#if defined(__AVX512F__)
-// GCC 12 warns about uninitialised vectors in its own intrinsics.
+// GCC 12 warns about uninitialised vectors in its own intrinsics, and about the sums of rows without columns,
+// which nobody asks for.
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #pragma GCC diagnostic ignored "-Wuninitialized"
+#if defined(__AVX512F__)
 #include <immintrin.h>
 #endif
 
