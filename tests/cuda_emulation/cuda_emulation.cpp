@@ -785,7 +785,7 @@ void before_atomic(const void* address) {
 #endif
 }
 
-void after_atomic(const void* address, size_t bytes) {
+void after_atomic(const void* address, [[maybe_unused]] size_t bytes) {
   if (is_private(static_cast<const char*>(address))) return;
 #if !EMULATION_ASAN
   touch(address, bytes, true);

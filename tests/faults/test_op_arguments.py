@@ -196,7 +196,7 @@ def swiglu(d: Draw) -> dict[str, object]:
 
 
 def linear_add_scale(d: Draw) -> dict[str, object]:
-    rows, hidden, width = d.size(0, 20), d.size(1, 300), d.size(0, 70)
+    rows, hidden, width = d.size(0, 20), d.choice(8, 136, d.size(1, 40)), d.choice(8, 72, d.size(0, 70))
     d.dtype = torch.float32 if d.dtype == torch.float16 else d.dtype  # which it refuses
     named = {"x": d.floats(rows, width), "weight": d.floats(hidden, width), "residual": d.floats(rows, hidden)}
     named |= {"norm": d.floats(hidden), "bias": d.floats(hidden) if d.flag() else None}
