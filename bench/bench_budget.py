@@ -77,7 +77,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=200)
     arguments = parser.parse_args()
     # 1. Bring a generation to some length
-    target, draft, (ids,) = package_pair.load(arguments.pair, arguments.dtype, 1)
+    target, draft, first, (ids,) = package_pair.load(arguments.pair, arguments.dtype, 1)
+    draft = draft if arguments.tree is None else first
     generator = dflash.Generator(target, draft, max_length=256, reuse_prefix=False, tree=arguments.tree)
     out = generator.generate(ids, max_new_tokens=24, temperature=arguments.temperature, seed=1, tree=None)
     # 2. Call each part in a loop

@@ -137,7 +137,7 @@ def main() -> None:
     """Run what the command line asks for."""
     arguments = parse()
     # 1. The pair, and a generator per size
-    target, draft, tokenizer = dflash.demo_pair(arguments.pair)
+    target, draft, tokenizer = dflash.demo_pair(arguments.pair, generation=1)
     package_pair.perturb(draft, arguments.noise)
     prompts = [encode(tokenizer, prompt.text) for prompt in demo_prompts(arguments.pair)[: arguments.prompts]]
     longest = max(ids.shape[1] for ids in prompts) + arguments.new

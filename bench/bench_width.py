@@ -49,7 +49,7 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     """Run what the command line asks for."""
     arguments = parse()
-    target, draft, tokenizer = dflash.demo_pair(arguments.pair)
+    target, draft, tokenizer = dflash.demo_pair(arguments.pair, generation=1)
     package_pair.perturb(draft, arguments.noise)
     prompts = [encode(tokenizer, prompt.text) for prompt in demo_prompts(arguments.pair)[: arguments.prompts]]
     longest = max(ids.shape[1] for ids in prompts) + arguments.new

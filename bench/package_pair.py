@@ -10,15 +10,17 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dflash
+from dflash.evaluate import draft_folder
 
 PAIR = Path(dflash.__file__).parent / "pair"
 
 
 class Loaded(NamedTuple):
-    """A pair and its prompts, each ``[1, length]`` ids."""
+    """A pair and its prompts, each ``[1, length]`` ids; ``first`` is a first-generation drafter, or the only one."""
 
     target: nn.Module
     draft: dflash.Drafter
+    first: dflash.Drafter
     prompts: list[Tensor]
 
 
@@ -59,10 +61,11 @@ def load(folder: Path, dtype: str, count: int | None = None) -> Loaded:
     """Load a pair and its first ``count`` prompts, a BOS token in front if the tokenizer has one."""
     kind = getattr(torch, dtype)
     target = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=kind).eval()
-    draft = dflash.load_draft(folder / "draft", dtype=kind)
+    folders = draft_folder(folder), draft_folder(folder, 1)
+    drafts = {path: dflash.load_draft(path, dtype=kind) for path in folders}
     tokenizer = AutoTokenizer.from_pretrained(folder / "target")
     bos = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     lines = (folder / "prompts.jsonl").read_text().splitlines()[:count]
     texts = [json.loads(line)["prompt"] for line in lines]
     prompts = [torch.tensor([bos + tokenizer.encode(text, add_special_tokens=False)]) for text in texts]
-    return Loaded(target, draft, prompts)
+    return Loaded(target, *map(drafts.get, folders), prompts)

@@ -28,7 +28,7 @@ STYLES = {
 
 def one_step() -> list[list[trees.Piece]]:
     """Return the picture of a step that left the spine, of the first few prompts."""
-    target, draft, tokenizer = dflash.demo_pair()
+    target, draft, tokenizer = dflash.demo_pair(generation=1)
     package_pair.perturb(draft, NOISE)
     generator, watch = dflash.Generator(target, draft, max_length=384, tree=ROWS), trees.TreeWatch()
     for prompt in demo_prompts()[:PROMPTS]:

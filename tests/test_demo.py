@@ -57,8 +57,11 @@ def test_the_packages_own_pair(temperature, floor, right):
     assert steps / sum(found["histogram"]) == pytest.approx(found["acceptance_length"])
 
 
-def test_the_packages_own_pair_is_small_and_its_prompts_were_held_out():
+def test_the_packages_own_pair_is_small():
     assert sum(file.stat().st_size for file in demo.PAIR.rglob("*.safetensors")) <= 16e6
+
+
+def test_the_packages_own_pair_is_of_the_recipe_and_its_prompts_were_held_out():
     found = [json.loads(line) for line in (demo.PAIR / "prompts.jsonl").read_text().splitlines()]
     recipe = held_out_examples(48)
     assert [line["prompt"] for line in found] == [example.prompt for example in recipe], "the pair has another recipe"
@@ -231,6 +234,13 @@ def test_the_pair_is_loaded_in_float32_and_silently(tiny, capfd):
     assert demo.encode(tokenizer, "w5 w6").tolist() == [[0, 5, 6]]
     assert {model.dtype for model in dflash.demo_pair(tiny, dtype=torch.bfloat16)[:2]} == {torch.bfloat16}
     assert capfd.readouterr().err == ""
+
+
+def test_the_packages_pair_has_drafters_of_both_generations(tiny):
+    assert dflash.demo_pair()[1].config.dflash2 is not None
+    assert dflash.demo_pair(generation=1)[1].config.dflash2 is None
+    both = [dflash.demo_pair(tiny, generation=generation)[1].config for generation in (None, 1)]
+    assert both[0] == both[1], "a pair with one drafter"
 
 
 def test_each_goes_first_in_turn_after_a_warm_up_at_both_lengths(tiny, monkeypatch):

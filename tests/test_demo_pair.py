@@ -1,18 +1,38 @@
 """Test the demo pair's synthetic tasks: the held-out split, right answers and reported numbers."""
 
 import itertools
+import json
 import re
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoTokenizer
 
+from dflash.evaluate import ARROW, PAIR
+from dflash.train.demo_pair import pretrain
 from dflash.train.demo_pair.__main__ import check_options, watched_examples, writer_name
-from dflash.train.demo_pair.evaluate import distinct_share, held_out_examples, prompt_lookup_length
+from dflash.train.demo_pair.evaluate import (
+    distinct_share,
+    evaluate_sums,
+    held_out_examples,
+    held_out_sums,
+    prompt_lookup_length,
+    sum_kind,
+    sums_report,
+)
 from dflash.train.demo_pair.pretrain import _batches, build_tokenizer
 from dflash.train.demo_pair.tasks import _FIELDS, KINDS, NOTATIONS, Example, examples, held_out, is_right
 
 
-def drawn(seed: int, held: bool, count: int) -> list[Example]:
-    return list(itertools.islice(examples(seed, held=held), count))
+def drawn(seed: int, held: bool, count: int, kinds: Sequence[str] = tuple(KINDS)) -> list[Example]:
+    return list(itertools.islice(examples(seed, held=held, kinds=kinds), count))
+
+
+def sum_cell(prompt: str) -> tuple[str, int, int]:
+    """Return a sum's verb and the lengths of its numbers."""
+    return prompt.split()[0], *map(len, re.findall(r"\d+", prompt))
 
 
 def test_training_never_draws_a_held_out_prompt():
@@ -54,13 +74,36 @@ def test_draws_are_a_function_of_the_seed():
 
 
 def test_sums_are_right_at_every_column():
-    for example in (e for e in drawn(0, False, 3000) if e.kind == "sums"):
+    for example in drawn(0, False, 1000, kinds=("sums",)):
         numbers = [int(number) for number in re.findall(r"\d+", example.prompt)]
         word = example.prompt.split()[0]
         result = {"add": sum, "take": lambda n: n[1] - n[0], "multiply": lambda n: n[0] * n[1]}[word](numbers)
         columns = re.findall(r"write (\d)", example.answer)
         assert int("".join(reversed(columns))) == result
         assert example.answer.endswith(f" is {result}.")
+
+
+def test_sums_of_every_pair_of_lengths_are_trained():
+    seen = {sum_cell(example.prompt) for example in drawn(0, False, 3000, kinds=("sums",))}
+    lengths = range(1, 7)
+    added = {("add", a, b) for a in lengths for b in lengths}
+    taken = {("take", a, b) for a in lengths for b in lengths if a <= b}
+    assert seen == added | taken | {("multiply", a, 1) for a in lengths}
+
+
+def test_sums_of_every_length_are_held_out():
+    seen = {sum_cell(example.prompt) for example in drawn(0, True, 3000, kinds=("sums",))}
+    assert seen >= {(word, length, length) for word in ("add", "take") for length in range(1, 7)}
+    assert seen >= {("multiply", length, 1) for length in range(1, 7)}
+
+
+def test_a_held_out_prompt_is_not_trained_in_another_spelling():
+    for a, b in itertools.product(range(20), repeat=2):
+        for prompt in ("add {} and {}", "take {} from {}", "multiply {} by {}"):
+            assert held_out(prompt.format(a, b) + ARROW) == held_out(prompt.format(b, a) + ARROW)
+    facts = ["city Ostby", "morning 8", "noon 21", "sky fog", "wind west"]
+    orders = [f"weather: {'; '.join(order)}{ARROW}" for order in itertools.permutations(facts)]
+    assert len(set(map(held_out, orders))) == 1
 
 
 def test_records_say_the_same_in_both_notations():
@@ -129,6 +172,77 @@ def test_a_batch_of_the_target_holds_every_kind_and_its_answers():
 )
 def test_prompt_lookup_counts_accepted_tokens_and_one(prompt, answer, steps):
     assert prompt_lookup_length(prompt, answer, block_size=16) == steps
+
+
+@pytest.mark.parametrize(
+    ("prompt", "kind"),
+    [
+        ("add 12 and 40", ("add", "2")),
+        ("add 12 and 4", ("add", "mixed")),
+        ("take 12 from 40", ("take", "2")),
+        ("take 7 from 7", ("take", "1")),
+        ("take 12 from 123", ("take", "mixed")),
+        ("multiply 123456 by 7", ("multiply", "6")),
+    ],
+)
+def test_a_sum_has_a_kind_and_a_length(prompt, kind):
+    assert sum_kind(prompt + ARROW) == kind
+
+
+def test_sums_are_evaluated_by_length():
+    sums = held_out_sums(2)
+    kinds, lengths = ("add", "take"), ("1", "2", "3", "4", "5", "6", "mixed")
+    assert set(sums) == {*itertools.product(kinds, lengths), *itertools.product(["multiply"], lengths[:6])}
+    for kind, part in sums.items():
+        assert 1 <= len({example.prompt for example in part}) == len(part) <= 2
+        assert all(held_out(example.prompt) and sum_kind(example.prompt) == kind for example in part)
+    right = {example.prompt for kind, part in sums.items() for example in part if kind != ("multiply", "6")}
+    found = sums_report(sums, right)
+    assert found["by_length"] == dict.fromkeys(lengths, 1.0) | {"6": 2 / 3}
+    assert found["by_kind"]["multiply"]["6"] == {"right": 0.0, "prompts": 2}
+    assert found["by_kind"]["add"]["mixed"] == {"right": 1.0, "prompts": 2}
+
+
+def test_the_packages_pair_is_right_at_sums_of_every_length():
+    right = evaluate_sums(PAIR, each=4)["by_length"]
+    assert set(right) == {"1", "2", "3", "4", "5", "6", "mixed"}
+    assert min(right.values()) > 0.9, right  # at most one of the 12 sums of a length is wrong
+
+
+class Stopped(Exception):
+    pass
+
+
+def test_a_stopped_training_of_the_target_continues_bit_for_bit(tmp_path, monkeypatch):
+    tokenizer, backward, calls = AutoTokenizer.from_pretrained(PAIR / "target"), pretrain._backward, itertools.count()
+
+    def stopping(*arguments):
+        if next(calls) == 2:
+            raise Stopped
+        return backward(*arguments)
+
+    def run(folder: Path, **changes: float) -> dict[str, torch.Tensor]:
+        arguments = {"steps": 3, "batch": 3, "save_every": 2} | changes
+        return pretrain.pretrain(folder, **arguments).state_dict()
+
+    monkeypatch.setattr(pretrain, "build_tokenizer", lambda seed: tokenizer)
+    whole = run(tmp_path / "whole")
+    monkeypatch.setattr(pretrain, "_backward", stopping)
+    with pytest.raises(Stopped):
+        run(tmp_path / "stopped")
+    assert not (tmp_path / "stopped" / "config.json").exists()
+    with pytest.raises(ValueError, match=r"training.pt is of a run with .*'learning_rate': 0.004.*: remove it"):
+        run(tmp_path / "stopped", learning_rate=1e-3)
+    continued = run(tmp_path / "stopped")
+    assert next(calls) == 4  # 0 to 2, then the step after the checkpoint
+    assert all(torch.equal(continued[name], weight) for name, weight in whole.items())
+    metrics = [(tmp_path / name / "metrics.jsonl").read_text() for name in ("whole", "stopped")]
+    losses = [[json.loads(line)["loss"] for line in text.splitlines()] for text in metrics]
+    assert len(losses[0]) == 1
+    assert losses[0] == losses[1]
+    assert not (tmp_path / "stopped" / "training.pt").exists()
+    with pytest.raises(FileExistsError, match="already holds a model"):
+        run(tmp_path / "stopped")
 
 
 def test_distinct_share_counts_distinct_8_grams():

@@ -26,6 +26,7 @@ from transformers.generation import LogitsProcessor, StoppingCriteria
 from transformers.generation.stopping_criteria import ConfidenceCriteria
 
 import dflash
+from dflash.evaluate import draft_folder
 from dflash.target import transformers_version
 
 NEW = 30
@@ -272,7 +273,7 @@ class TestAssistant:
     def test_its_proposals_equal_our_own(self, pair_dir):
         """On a trained pair, the text equals plain generate's and the steps equal our own loop's."""
         target = AutoModelForCausalLM.from_pretrained(pair_dir / "target", dtype=torch.float32).eval()
-        draft = dflash.load_draft(pair_dir / "draft", dtype=torch.float32)
+        draft = dflash.load_draft(draft_folder(pair_dir, 1), dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(pair_dir / "target")
         assistant = Counting(dflash.as_assistant(draft))
         lines = (pair_dir / "prompts.jsonl").read_text().splitlines()[:8]
@@ -292,7 +293,7 @@ class TestAssistant:
 
     def test_left_padding_is_not_context(self, pair_dir):
         target = AutoModelForCausalLM.from_pretrained(pair_dir / "target", dtype=torch.float32).eval()
-        draft = dflash.load_draft(pair_dir / "draft", dtype=torch.float32)
+        draft = dflash.load_draft(draft_folder(pair_dir, 1), dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(pair_dir / "target")
         line = json.loads((pair_dir / "prompts.jsonl").read_text().splitlines()[0])
         ids = torch.tensor([[0, *tokenizer.encode(line["prompt"], add_special_tokens=False)]])

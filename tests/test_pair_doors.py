@@ -1,7 +1,6 @@
 """Every door to the pair inside the package gives right answers: its tokenizer writes prompts as they were trained."""
 
 import io
-import itertools
 import json
 import sys
 
@@ -10,8 +9,8 @@ import torch
 from transformers import AutoTokenizer
 
 import dflash
-from dflash.evaluate import ARROW, CHAT_TEMPLATE, PAIR, encode, prompt_ids
-from dflash.train.demo_pair.tasks import Example, examples, is_right
+from dflash.evaluate import ARROW, CHAT_TEMPLATE, PAIR, demo_prompts, encode, prompt_ids
+from dflash.train.demo_pair.tasks import Example, is_right
 
 NAMED = ["--model", PAIR / "target", "--draft", PAIR / "draft"]
 SAID = "no --model: the pair inside the package answers"
@@ -23,9 +22,9 @@ def tokenizer():
 
 
 def held_out(count: int, kind: str | None = None) -> list[Example]:
-    """Examples that neither training nor any table of the docs has seen."""
-    drawn = (example for example in examples(4_000_003, held=True) if kind in (None, example.kind))
-    return list(itertools.islice(drawn, count))
+    """The first of the pair's own prompts, which no training step has seen."""
+    own = [Example(prompt.kind, prompt.text, prompt.answer or "") for prompt in demo_prompts()]
+    return [example for example in own if kind in (None, example.kind)][:count]
 
 
 def question(example: Example) -> str:
@@ -139,6 +138,18 @@ def test_the_benchmark_command(shell, tmp_path):
     found = json.loads(done.out)["datasets"]["asked"]
     assert (found["turns"], found["identical"]) == (6, 6)
     assert found["acceptance_length"] > 10
+
+
+def test_trees_of_the_packages_pair(shell, monkeypatch):
+    """Trees take no DFlash 2 drafter, so the pair's other one drafts."""
+    example = held_out(1, "sums")[0]
+    done = shell("generate", "--tree", 16, question(example))
+    assert is_right(example, done.out.removesuffix("\n"))
+    monkeypatch.setattr(sys, "stdin", io.StringIO(question(example) + "\n"))
+    assert is_right(example, json.loads(shell("chat", "--tree", 16, "--json").out)["text"])
+    found = json.loads(shell("demo", "--tree", 16, "--prompts", 1, "--json").out)
+    assert found["identical"]
+    assert found["tree_acceptance_length"] > 8
 
 
 @pytest.mark.parametrize("option", ["--model", "--draft"])

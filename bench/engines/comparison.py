@@ -1,5 +1,7 @@
 """What every script of this folder does: export the pair, answer its prompts here and in an engine, and compare.
 
+Of a pair with two drafters, that of the first generation is exported: every engine takes it.
+
 The engine's part runs in a process of its own, with `--python` in an environment of its own. That process imports
 nothing of this package: it reads a job from a file and writes its answers to another.
 """
@@ -170,16 +172,17 @@ def _compare(engine: Engine, arguments: argparse.Namespace, folder: Path) -> Non
 def _prepare(arguments: argparse.Namespace, pair, folder: Path) -> tuple[Job, list[Answer]]:
     """Return the job for the engine, its drafter exported, and this package's answers."""
     import dflash
+    from dflash.evaluate import draft_folder
     from dflash.train.export import export
 
     draft, target = folder / "draft", arguments.pair / "target"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # how to start vLLM
-        export(arguments.pair / "draft", draft, arguments.layout, target=str(target), dtype=pair.draft.dtype)
+        export(draft_folder(arguments.pair, 1), draft, arguments.layout, target=str(target), dtype=pair.first.dtype)
     eos = pair.target.generation_config.eos_token_id
     stop = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
     length = max(ids.shape[1] for ids in pair.prompts) + arguments.new
-    generator = dflash.Generator(pair.target, pair.draft, max_length=length)
+    generator = dflash.Generator(pair.target, pair.first, max_length=length)
     ours = []
     for ids in pair.prompts:
         out = generator.generate(ids, max_new_tokens=arguments.new, temperature=0, return_dict_in_generate=True)
@@ -188,7 +191,7 @@ def _prepare(arguments: argparse.Namespace, pair, folder: Path) -> tuple[Job, li
         ours.append(Answer(new, steps).cut(stop, arguments.new))
     own = {name: value for name, value in vars(arguments).items() if name not in {"pair", "python"}}
     prompts = [ids[0].tolist() for ids in pair.prompts]
-    sizes = {"new": arguments.new, "block_size": pair.draft.config.block_size, "dtype": arguments.dtype}
+    sizes = {"new": arguments.new, "block_size": pair.first.config.block_size, "dtype": arguments.dtype}
     return Job(str(target), str(draft), prompts, stop, options=own, **sizes), ours
 
 

@@ -12,6 +12,7 @@ from peers import checkpoint, native_drafter, reference_loop
 from torch import Tensor, nn
 
 import dflash
+from dflash.evaluate import draft_folder
 
 BASE, ONE_TOKEN = "transformers", "one-token"
 
@@ -44,6 +45,8 @@ def our_runners(arguments: argparse.Namespace, pair: Loaded) -> dict[str, Callab
         ONE_TOKEN: lambda: ours(arguments, pair, drafts=False),
         "dflash": lambda: ours(arguments, pair),
     }
+    if pair.first is not pair.draft:
+        makers["dflash, first gen."] = lambda: ours(arguments, pair._replace(draft=pair.first))
     if arguments.compile:
         makers["dflash compiled"] = lambda: ours(arguments, pair, compile=True)
     return makers
@@ -56,13 +59,14 @@ def _makers(arguments: argparse.Namespace, pair: Loaded) -> dict[str, Callable[[
     def assisted(drafter: nn.Module) -> Runner:
         return theirs(assistant_model=drafter, speculation_type="dflash", prompt_is_step=False)
 
-    drafter = checkpoint(arguments.pair / "draft", getattr(torch, arguments.dtype))
+    dtype = getattr(torch, arguments.dtype)
+    best, first = (checkpoint(draft_folder(arguments.pair, generation), dtype) for generation in (None, 1))
     return {
         BASE: theirs,
         "prompt lookup": lambda: theirs(prompt_lookup_num_tokens=arguments.lookup),
-        "transformers dflash": lambda: assisted(native_drafter(*drafter)),
-        "as_assistant": lambda: assisted(dflash.as_assistant(pair.draft)),
-        "reference": lambda: _reference(reference_loop(*drafter, pair.target, arguments.temperature, arguments.new)),
+        "transformers dflash": lambda: assisted(native_drafter(*first)),
+        "as_assistant": lambda: assisted(dflash.as_assistant(pair.first)),
+        "reference": lambda: _reference(reference_loop(*best, pair.target, arguments.temperature, arguments.new)),
         **our_runners(arguments, pair),
     }
 

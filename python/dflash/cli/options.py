@@ -90,20 +90,25 @@ class ModelOptions:
     device: Device = None
     trust_remote_code: TrustRemoteCode = False
 
-    def resolve(self) -> ModelOptions:
-        """Fill in the packaged pair if none is named, and say so on standard error."""
+    def resolve(self, tree: int | Literal["auto"] | None = None) -> ModelOptions:
+        """Fill in the packaged pair if none is named, and say so on standard error.
+
+        Args:
+            tree: the rows of draft trees, which need its drafter of the first generation; None for chains.
+        """
         if self.model is not None and self.draft is not None:
             return self
         if self.model is not None or self.draft is not None:
             given, missing = ("--draft", "--model") if self.model is None else ("--model", "--draft")
             raise ValueError(f"{given} needs {missing} too; without both, the pair inside the package answers")
-        from ..evaluate import PAIR
+        from ..evaluate import PAIR, draft_folder
 
         typer.echo(
             "no --model: the pair inside the package answers; it knows sums, letters and records (docs/demo-pair.md)",
             err=True,
         )
-        return dataclasses.replace(self, model=str(PAIR / "target"), draft=str(PAIR / "draft"))
+        draft = draft_folder(PAIR, None if tree is None else 1)
+        return dataclasses.replace(self, model=str(PAIR / "target"), draft=str(draft))
 
 
 @dataclass(frozen=True)

@@ -69,12 +69,12 @@ def generate(
     text = _read_prompt(prompt, file)
     for number, string in enumerate(stop or (), 1):
         check_text(string, f"--stop {number}")
-    models = models.resolve()
+    sharpness = parse_sharpness(draft_sharpness)
+    rows = parse_tree(tree, sharpness)
+    models = models.resolve(rows)
     source = Source(models.model, models.trust_remote_code, quiet=as_json)
     tokenizer = load_tokenizer(source)
     ids = _encode(tokenizer, text, system, raw, bos)
-    sharpness = parse_sharpness(draft_sharpness)
-    rows = parse_tree(tree, sharpness)
     width = parse_block_size(block_size, rows)
     check_sampling(max_new_tokens, draft_sharpness=sharpness, **dataclasses.asdict(sampling))
     # 2. Load the models.
@@ -225,13 +225,13 @@ def chat(
     """
     # 1. Load the models.
     require_output()
-    models = models.resolve()
+    rows = parse_tree(tree)
+    models = models.resolve(rows)
     source = Source(models.model, models.trust_remote_code, quiet=as_json)
     tokenizer = load_tokenizer(source)
     if tokenizer.chat_template is None:
         raise ValueError("this tokenizer has no chat template: use dflash generate")
     check_sampling(max_new_tokens, **dataclasses.asdict(sampling))
-    rows = parse_tree(tree)
     width = parse_block_size(block_size, rows)
     _check_system(tokenizer, system)
     target, drafter, device = load(source, models.draft, models.dtype, models.device, tree=rows, block_size=width)

@@ -3,7 +3,17 @@
 from .benchmark import distinct_ngrams
 from .compare import Answer, Comparison, Decoding, GeneratorRunner, Total, TransformersRunner, answer_all, pair_runners
 from .journal import Journal
-from .pair import ARROW, CHAT_TEMPLATE, PAIR, demo_pair, demo_prompts, encode, load_target
+from .pair import (
+    ARROW,
+    CHAT_TEMPLATE,
+    FIRST_GENERATION,
+    PAIR,
+    demo_pair,
+    demo_prompts,
+    draft_folder,
+    encode,
+    load_target,
+)
 from .pretrained import Pretrained
 from .prompts import (
     as_messages,
@@ -20,6 +30,7 @@ from .prompts import (
 __all__ = [
     "ARROW",
     "CHAT_TEMPLATE",
+    "FIRST_GENERATION",
     "PAIR",
     "Answer",
     "Comparison",
@@ -35,6 +46,7 @@ __all__ = [
     "demo_pair",
     "demo_prompts",
     "distinct_ngrams",
+    "draft_folder",
     "encode",
     "import_datasets",
     "load_target",

@@ -209,7 +209,8 @@ def run_demo(
     if prompt is not None and not prompt.endswith(ARROW) and all(other.text.endswith(ARROW) for other in known):
         prompt += ARROW
     asked = known[:prompts] if prompt is None else [Prompt(prompt)]
-    target, draft, tokenizer = demo_pair(folder)
+    # Trees take no DFlash 2 drafter.
+    target, draft, tokenizer = demo_pair(folder, generation=None if decoding.tree is None else 1)
 
     trees = TreeWatch()
 

@@ -1,14 +1,15 @@
 """The trained pair inside the package: where it is, how it is loaded, and how it reads a prompt.
 
 A pair is a folder with ``target/``, ``draft/`` and ``prompts.jsonl``, whose lines hold ``prompt``, ``answer`` (null if
-there are many right ones) and ``kind``. No training step of either model saw these prompts.
+there are many right ones) and ``kind``. No training step of its models saw these prompts. The package's pair has two
+drafters: of DFlash 2 in ``draft/``, and of the first generation in ``draft-dflash/``, for what takes no other.
 """
 
 from __future__ import annotations
 
 import itertools
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,9 +22,13 @@ from .prompts import text_ids
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["ARROW", "CHAT_TEMPLATE", "PAIR", "Prompt", "demo_pair", "demo_prompts", "encode", "load_target"]
+__all__ = [
+    *("ARROW", "CHAT_TEMPLATE", "FIRST_GENERATION", "PAIR", "Prompt", "demo_pair", "demo_prompts", "draft_folder"),
+    *("encode", "load_target"),
+]
 
 PAIR = Path(__file__).parents[1] / "pair"
+FIRST_GENERATION = "draft-dflash"
 ARROW = "\n=>\n"  # the end of every prompt that the pair was trained on
 # One prompt and its answer are all that the pair was trained to read. Of a conversation the template therefore writes
 # the last question only, which then gets the answer that it would get on its own.
@@ -59,7 +64,7 @@ class Prompt(NamedTuple):
 
 
 def demo_pair(
-    folder: str | Path = PAIR, *, dtype: torch.dtype = torch.float32
+    folder: str | Path = PAIR, *, dtype: torch.dtype = torch.float32, generation: Literal[1] | None = None
 ) -> tuple[PreTrainedModel, Drafter, PreTrainedTokenizerBase]:
     """Load the target, the drafter and the tokenizer that come with the package, on the CPU.
 
@@ -71,14 +76,22 @@ def demo_pair(
     Args:
         folder: another pair in the same layout.
         dtype: of both models.
+        generation: 1 for a drafter of the first generation, which draft trees and `dflash.as_assistant` need; None for
+            the better one, which in the package is a DFlash 2 drafter. A pair with one drafter has it for both.
 
     Raises:
         FileNotFoundError: ``folder`` holds no pair.
         ValueError: a file in it is broken, or it needs Python code of its own.
     """
-    draft = load_draft(_check_folder(folder) / "draft", dtype=dtype)
+    draft = load_draft(draft_folder(_check_folder(folder), generation), dtype=dtype)
     target, tokenizer = load_target(folder, dtype=dtype)
     return target, draft, tokenizer
+
+
+def draft_folder(folder: str | Path = PAIR, generation: Literal[1] | None = None) -> Path:
+    """Return the folder of a pair's drafter; ``generation`` is that of `demo_pair`."""
+    first = Path(folder) / FIRST_GENERATION
+    return first if generation == 1 and first.exists() else Path(folder) / "draft"
 
 
 def load_target(

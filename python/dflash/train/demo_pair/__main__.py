@@ -1,8 +1,8 @@
 """Train the package's demo pair from scratch: ``python -m dflash.train.demo_pair FOLDER``.
 
-The stages are the target; its greedy and sampled answers to prompts; the drafter; and the packaged pair in
-``FOLDER/pair``, with its evaluation on held-out prompts and the training curves. Each of the first three is skipped if
-FOLDER already has its result. An interrupted stage continues, except the target's, which starts over.
+The stages are the target; its greedy and sampled answers to prompts; a DFlash 2 drafter and one of the first
+generation; and the packaged pair in ``FOLDER/pair``, with its evaluation on held-out prompts and the training curves.
+Each stage but the last is skipped if FOLDER already has its result. An interrupted stage continues.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from ...drafter import load_draft
-from ...evaluate import load_target
-from ...files import atomic_folder, remove_unfinished, write_atomically, write_json
+from ...drafter import DFlash2Config, load_draft
+from ...evaluate import FIRST_GENERATION, load_target
+from ...files import write_atomically, write_json
 from ...progress import bars
 from ..checkpoint import save_draft
 from ..config import TrainConfig
@@ -32,12 +32,14 @@ from ..data import load_prompts, load_rows
 from ..loop import Trainer
 from ..model import draft_config, new_drafter
 from ..regenerate import LocalWriter, Settings, regenerate
-from .evaluate import evaluate, held_out_examples
+from .evaluate import evaluate, evaluate_sums, held_out_examples
 from .plot import plot
 from .pretrain import MASK, pretrain
 from .tasks import Example, examples
 
 PROMPT_SEED, WATCHED_SEED = 2_000_003, 3_000_003
+# The drafters by their folder. The published rank of 256 is more than this target is wide.
+DRAFTERS = {"draft": DFlash2Config(selector_rank=64), FIRST_GENERATION: None}
 _TARGET_FILES = (
     "chat_template.jinja",
     "config.json",
@@ -59,6 +61,7 @@ CONFIG = TrainConfig(
     eval_tokens=160,
     eval_temperatures=(0.0, 1.0),
 )
+_DECODINGS = (("T=0", 0.0, "auto"), ("T=1", 1.0, "auto"), ("T=1, sharpness 1", 1.0, 1.0))
 
 
 def watched_examples(count: int) -> list[Example]:
@@ -106,7 +109,7 @@ def main(
     folder: Annotated[Path, typer.Argument(help="Output folder.")],
     target_steps: Annotated[int, typer.Option(help="Training steps of the target.")] = 4500,
     prompts: Annotated[int, typer.Option(help="Prompts that the target answers for its drafter, twice each.")] = 6000,
-    draft_steps: Annotated[int, typer.Option(help="Training steps of the drafter.")] = CONFIG.steps,
+    draft_steps: Annotated[int, typer.Option(help="Training steps of each drafter.")] = CONFIG.steps,
     evaluated: Annotated[int, typer.Option(help="Held-out prompts of the evaluation.")] = 192,
 ) -> None:
     """Train the demo pair from scratch, evaluate it, and lay it out as the package ships it."""
@@ -116,23 +119,25 @@ def main(
     # 1. Train the target
     with seconds.stage("target"):
         if not (folder / "target" / "model.safetensors").exists():
-            remove_unfinished(folder)  # left by an interrupted run
-            with atomic_folder(folder / "target") as unfinished:
-                pretrain(unfinished, steps=target_steps)
+            pretrain(folder / "target", steps=target_steps)
     # 2. Let the target answer prompts
     target, tokenizer = load_target(folder)
     with seconds.stage("answers"):
         _write_answers(folder, target, tokenizer, prompts)
-    # 3. Train the drafter on the answers
-    with seconds.stage("draft"):
-        if not (folder / "draft" / "model.safetensors").exists():
-            _train_drafter(folder, target, tokenizer, draft_steps)
+    # 3. Train the drafters on the answers
+    for name in DRAFTERS:
+        with seconds.stage(name):
+            if not (folder / name / "model.safetensors").exists():
+                _train_drafter(folder, name, target, tokenizer, draft_steps)
     # 4. Lay the pair out and evaluate it
     _write_pair(folder)
     plot(folder, folder / "curves.png")
-    report: dict[str, Any] = {"options": options, "seconds": seconds}
-    for name, temperature, sharpness in (("T=0", 0.0, "auto"), ("T=1", 1.0, "auto"), ("T=1, sharpness 1", 1.0, 1.0)):
-        report[name] = evaluate(folder / "pair", prompts=evaluated, temperature=temperature, draft_sharpness=sharpness)
+    report: dict[str, Any] = {"options": options, "seconds": seconds, "sums": evaluate_sums(folder / "pair")}
+    for name in DRAFTERS:
+        report[name] = {}
+        for label, temperature, sharpness in _DECODINGS:
+            arguments = {"temperature": temperature, "draft_sharpness": sharpness}
+            report[name][label] = evaluate(folder / "pair", name, prompts=evaluated, **arguments)
     (folder / "report.json").write_text(json.dumps(report, indent=1) + "\n")
     typer.echo(json.dumps(report, indent=1))
 
@@ -152,28 +157,30 @@ def _write_answers(folder: Path, target: Any, tokenizer: Any, prompts: int) -> N
         )
 
 
-def _train_drafter(folder: Path, target: Any, tokenizer: Any, steps: int) -> None:
-    """Train the drafter on ``responses.jsonl``, and write it to ``draft``."""
+def _train_drafter(folder: Path, name: str, target: Any, tokenizer: Any, steps: int) -> None:
+    """Train a drafter on ``responses.jsonl``, and write it to the folder ``name``."""
     config = draft_config(target, mask_token_id=MASK, num_layers=3, block_size=16, target_layer_ids=(1, 2, 3, 4))
+    config = dataclasses.replace(config, dflash2=DRAFTERS[name])
     rows = load_rows(folder / "responses.jsonl", tokenizer, max_length=640)
     watched = folder / "watched.jsonl"
     drawn = watched_examples(CONFIG.eval_rows)
     watched.write_text(_lines({"prompt": example.prompt, "response": example.answer} for example in drawn))
     heldout = load_rows(watched, tokenizer, max_length=640, bos=True)
     settings = dataclasses.replace(CONFIG, steps=steps)
-    trainer = Trainer(target, new_drafter(config), rows, settings, folder / "draft", heldout=heldout)
+    trainer = Trainer(target, new_drafter(config), rows, settings, folder / name, heldout=heldout)
     trainer.resume()
     trainer.train()
 
 
 def _write_pair(folder: Path) -> None:
-    """Write ``pair`` as the package ships it: target, draft in bfloat16, prompts."""
+    """Write ``pair`` as the package ships it: target, drafters in bfloat16, prompts."""
     pair = folder / "pair"
-    for name in ("target", "draft"):
+    for name in ("target", *DRAFTERS):
         (pair / name).mkdir(parents=True, exist_ok=True)
     for file in _TARGET_FILES:
         shutil.copy(folder / "target" / file, pair / "target" / file)
-    save_draft(load_draft(folder / "draft", dtype=torch.bfloat16), pair / "draft")
+    for name in DRAFTERS:
+        save_draft(load_draft(folder / name, dtype=torch.bfloat16), pair / name)
     rows = (
         {
             "prompt": example.prompt,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import statistics
 from pathlib import Path
 from typing import Any, Literal
@@ -17,12 +18,34 @@ from ...generator import Generator
 from .pretrain import END
 from .tasks import Example, examples, is_right
 
-HELD_OUT_SEED = 1_000_003
+HELD_OUT_SEED, SUMS_SEED = 1_000_003, 5_000_003
+_SUMS_DRAWN = 6_000  # held-out sums, of which `held_out_sums` keeps those that differ
 
 
 def held_out_examples(count: int) -> list[Example]:
     """Return the first ``count`` held-out examples. Training never sees their prompts."""
     return list(itertools.islice(examples(HELD_OUT_SEED, held=True), count))
+
+
+def sum_kind(prompt: str) -> tuple[str, str]:
+    """Return which kind of sum a prompt asks for, and its length.
+
+    The length is the number of digits, of both numbers if two are added or subtracted, or "mixed" if these differ.
+    """
+    first, second = re.findall(r"\d+", prompt)
+    verb = prompt.split(" ", 1)[0]
+    if verb == "multiply":
+        return verb, str(len(first))
+    return verb, str(len(first)) if len(first) == len(second) else "mixed"
+
+
+def held_out_sums(each: int) -> dict[tuple[str, str], list[Example]]:
+    """Return up to ``each`` different held-out sums of every `sum_kind`. Few of one digit exist."""
+    drawn = itertools.islice(examples(SUMS_SEED, held=True, kinds=("sums",)), _SUMS_DRAWN)
+    found: dict[tuple[str, str], list[Example]] = {}
+    for example in {example.prompt: example for example in drawn}.values():
+        found.setdefault(sum_kind(example.prompt), []).append(example)
+    return {kind: found[kind][:each] for kind in sorted(found)}
 
 
 def prompt_lookup_length(prompt: list[int], answer: list[int], block_size: int = 16) -> list[int]:
@@ -52,6 +75,7 @@ def distinct_share(answer: list[int]) -> float:
 @torch.inference_mode()
 def evaluate(
     folder: Path,
+    drafter: str = "draft",
     *,
     prompts: int = 192,
     temperature: float = 0.0,
@@ -59,10 +83,11 @@ def evaluate(
     batch: int = 32,
     seed: int = 1,
 ) -> dict[str, Any]:
-    """Run a pair (``folder/target``, ``folder/draft``) in float32 on ``prompts`` held-out prompts.
+    """Run a pair in float32 on ``prompts`` held-out prompts.
 
     Args:
-        folder: folder with ``target``, and ``draft`` if there is one.
+        folder: folder with ``target``, and a drafter's folder if there is one.
+        drafter: the drafter's folder.
         prompts: number of held-out prompts.
         temperature: 0 is greedy.
         draft_sharpness: see `dflash.generate`.
@@ -75,16 +100,54 @@ def evaluate(
         prompts that have one right answer), ``distinct_8_grams``, ``answer_tokens`` (mean), ``finished`` (share of
         answers that stopped by themselves) and ``by_kind`` (the same per family of tasks).
     """
+    arguments = {"temperature": temperature, "draft_sharpness": draft_sharpness}
+    rows = _answer(folder, drafter, held_out_examples(prompts), batch, seed, arguments)
+    return {"prompts": len(rows), **arguments, **_summary(rows)}
+
+
+@torch.inference_mode()
+def evaluate_sums(folder: Path, *, each: int = 48, batch: int = 32) -> dict[str, Any]:
+    """Answer held-out sums greedily, in float32.
+
+    Args:
+        folder: as in `evaluate`.
+        each: sums per kind and length, see `held_out_sums`.
+        batch: prompts per batch.
+
+    Returns:
+        A dict with ``by_length`` (share of correct answers per length, all kinds together) and ``by_kind`` (``right``
+        and the number of ``prompts`` per kind and length).
+    """
+    sums = held_out_sums(each)
+    asked = [example for part in sums.values() for example in part]
+    rows = _answer(folder, "draft", asked, batch, 0, {"temperature": 0.0})
+    return sums_report(sums, {row["prompt"] for row in rows if row["right"]})
+
+
+def sums_report(sums: dict[tuple[str, str], list[Example]], right: set[str]) -> dict[str, Any]:
+    """Return what `evaluate_sums` does, given the prompts that were answered right."""
+    lengths: dict[str, list[bool]] = {}
+    kinds: dict[str, dict[str, Any]] = {}
+    for (kind, length), part in sums.items():
+        found = [example.prompt in right for example in part]
+        lengths.setdefault(length, []).extend(found)
+        kinds.setdefault(kind, {})[length] = {"right": statistics.fmean(found), "prompts": len(found)}
+    return {"by_length": {length: statistics.fmean(found) for length, found in lengths.items()}, "by_kind": kinds}
+
+
+def _answer(
+    folder: Path, drafter: str, held: list[Example], batch: int, seed: int, arguments: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Answer examples in batches of like length, and return each one's measurements."""
     target, tokenizer = load_target(folder)
-    draft = load_draft(folder / "draft", dtype=torch.float32) if (folder / "draft").exists() else None
-    held = sorted(held_out_examples(prompts), key=lambda example: len(example.prompt))
+    draft = load_draft(folder / drafter, dtype=torch.float32) if (folder / drafter).exists() else None
+    held = sorted(held, key=lambda example: len(example.prompt))
     generator = Generator(target, draft, max_length=640, batch_size=batch, reuse_prefix=False)
     rows: list[dict[str, Any]] = []
     for start in range(0, len(held), batch):
-        arguments = {"temperature": temperature, "draft_sharpness": draft_sharpness, "seed": seed + start}
-        rows += _answer_batch(generator, tokenizer, held[start : start + batch], batch, arguments)
-    settings = {"temperature": temperature, "draft_sharpness": draft_sharpness}
-    return {"prompts": len(rows), **settings, **_summary(rows)}
+        part = held[start : start + batch]
+        rows += _answer_batch(generator, tokenizer, part, batch, {**arguments, "seed": seed + start})
+    return rows
 
 
 def _answer_batch(
@@ -107,6 +170,7 @@ def _answer_batch(
         text = tokenizer.decode(answer[:-1] if finished else answer)
         rows.append(
             {
+                "prompt": example.prompt,
                 "kind": example.kind,
                 "right": finished and is_right(example, text),
                 "finished": finished,

@@ -7,9 +7,10 @@ prompt repeats only by chance.
 
 from __future__ import annotations
 
+import functools
 import itertools
-import json
 import re
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +22,10 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from ...evaluate import CHAT_TEMPLATE, text_ids
+from ...files import atomic_folder, write_atomically
 from ...progress import bars
+from ...weight_files import read_torch_file
+from ..loop.metrics import MetricsFile
 from ..optimizers import make_muon
 from .tasks import KINDS, examples
 
@@ -132,11 +136,18 @@ def _padded(rows: list[tuple[list[int], int]]) -> tuple[torch.Tensor, torch.Tens
 
 
 def pretrain(
-    folder: Path, *, steps: int = 4500, batch: int = 24, learning_rate: float = 4e-3, seed: int = 0
+    folder: Path,
+    *,
+    steps: int = 4500,
+    batch: int = 24,
+    learning_rate: float = 4e-3,
+    seed: int = 0,
+    save_every: int = 200,
 ) -> Qwen3ForCausalLM:
     """Train the target and write it with its tokenizer to ``folder`` (bfloat16, Hugging Face layout).
 
-    ``folder/metrics.jsonl`` gets a line every ten steps: step, tokens seen, loss of each family's answers, seconds.
+    ``folder/metrics.jsonl`` gets a line every ten steps: step, tokens seen, loss of each family's answers, seconds. A
+    stopped run leaves ``folder/training.pt`` and continues from there, bit for bit.
 
     Args:
         folder: output folder, created if missing.
@@ -144,44 +155,83 @@ def pretrain(
         batch: examples per step, a multiple of the number of families.
         learning_rate: peak learning rate.
         seed: seed of the tokenizer's corpus, the weights and the examples.
+        save_every: steps between checkpoints.
 
     Returns:
         The trained target.
 
     Raises:
         FileExistsError: ``folder`` already holds a model.
-        ValueError: ``batch`` is not a multiple of the number of families.
+        ValueError: ``batch`` is not a multiple of the number of families, or the stopped run had other arguments.
     """
-    # 1. Build the tokenizer, the model and its optimizers
+    # 1. Build the tokenizer, the model and its optimizers, or continue a stopped run
     if (folder / "config.json").exists():
         raise FileExistsError(f"{folder} already holds a model")
     tokenizer, model = build_tokenizer(seed), build_target(seed).train()
-    optimizers = _optimizers(model, learning_rate)
-    schedulers = [
-        torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / 40, 1.0, (1 - step / steps) / 0.35))
-        for optimizer in optimizers
-    ]
-    # 2. Train
+    settings = {"steps": steps, "batch": batch, "learning_rate": learning_rate, "seed": seed}
     folder.mkdir(parents=True, exist_ok=True)
-    batches = zip(range(steps), _batches(tokenizer, seed + 1, batch), strict=False)
-    with bars(["target"]) as show, (folder / "metrics.jsonl").open("w") as file:
-        losses = _FamilyLosses()
-        for step, (ids, answers, families) in batches:
-            losses.add(*_backward(model, ids, answers, families), ids.numel())
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
-                optimizer.step()
-                optimizer.zero_grad()
-                scheduler.step()
-            if step % 10 == 9 or step == steps - 1:
-                print(json.dumps(losses.means(step + 1)), file=file, flush=True)
-            show("target", step + 1, steps, losses.text)
+    run = _Run(model, settings, folder / "training.pt")
+    run.resume()
+    metrics = MetricsFile(folder)
+    metrics.drop_after(run.step)
+    # 2. Train
+    batches = itertools.islice(_batches(tokenizer, seed + 1, batch), run.step, steps)
+    with bars(["target"]) as show:
+        for ids, answers, families in batches:
+            run.losses.add(*_backward(model, ids, answers, families), ids.numel())
+            run.update()
+            if run.step % 10 == 0 or run.step == steps:
+                metrics.append(run.losses.means(run.step))
+            if run.step % save_every == 0:
+                run.save()
+            show("target", run.step, steps, run.losses.text)
     # 3. Write it
     model.eval().to(torch.bfloat16)
     model.generation_config.update(do_sample=False, eos_token_id=END, bos_token_id=END, pad_token_id=END)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    with atomic_folder(folder) as finished:
+        model.save_pretrained(finished)
+        tokenizer.save_pretrained(finished)
+        shutil.copy(metrics.path, finished)
     return model
+
+
+class _Run:
+    """The state of a training run, and its checkpoint."""
+
+    def __init__(self, model: Qwen3ForCausalLM, settings: dict[str, Any], path: Path) -> None:
+        self.model, self.settings, self.path = model, settings, path
+        self.optimizers = _optimizers(model, settings["learning_rate"])
+        self.step, self.losses = 0, _FamilyLosses()
+
+    def update(self) -> None:
+        """Make a step with the gradients. The rate rises for 40 steps, and falls over the last third."""
+        rate = min((self.step + 1) / 40, 1.0, (1 - self.step / self.settings["steps"]) / 0.35)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = self.settings["learning_rate"] * rate
+            optimizer.step()
+            optimizer.zero_grad()
+        self.step += 1
+
+    def save(self) -> None:
+        """Write the checkpoint, in place of the one before."""
+        state = {"settings": self.settings, "step": self.step, "losses": self.losses.state()}
+        state |= {"model": self.model.state_dict(), "optimizers": [one.state_dict() for one in self.optimizers]}
+        write_atomically(self.path, functools.partial(torch.save, state))
+
+    def resume(self) -> None:
+        """Load the checkpoint if there is one."""
+        if not self.path.exists():
+            return
+        state = read_torch_file(self.path)
+        if state["settings"] != self.settings:
+            raise ValueError(f"{self.path} is of a run with {state['settings']}, not {self.settings}: remove it")
+        self.model.load_state_dict(state["model"])
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        self.step = state["step"]
+        self.losses.load(state["losses"])
 
 
 def _optimizers(model: Qwen3ForCausalLM, rate: float) -> list[torch.optim.Optimizer]:
@@ -224,3 +274,11 @@ class _FamilyLosses:
         self.text = "loss " + ", ".join(f"{mean:.3f} {kind}" for kind, mean in means.items())
         self.steps = {kind: [] for kind in KINDS}
         return {"step": step, "tokens": self.tokens, "loss": means, "seconds": time.perf_counter() - self.began}
+
+    def state(self) -> dict[str, Any]:
+        """Return what `load` continues from."""
+        return {"tokens": self.tokens, "steps": self.steps, "seconds": time.perf_counter() - self.began}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Continue after an earlier run's `state`."""
+        self.tokens, self.steps, self.began = state["tokens"], state["steps"], time.perf_counter() - state["seconds"]

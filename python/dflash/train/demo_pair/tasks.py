@@ -9,7 +9,8 @@ There are three families, drawn from a seed without outside data:
 
 The first two have one right answer. A letter is right if it follows its template and states the facts of the prompt.
 
-A prompt's hash decides if it is held out (`held_out`). Training skips such prompts, so it never sees one with any seed.
+A prompt's hash decides if it is held out (`held_out`). Training skips such prompts, so it never sees one with any seed,
+nor the same sum with its numbers swapped, nor the same letter with its facts in another order.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import json
 import random
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ...evaluate import ARROW
@@ -36,8 +37,9 @@ class Example:
 
 
 def held_out(prompt: str) -> bool:
-    """Return True if ``prompt`` is held out of training: one in 32, by CRC-32."""
-    return zlib.crc32(prompt.encode()) % 32 == 0
+    """Return True if ``prompt`` is held out of training: one in 16, by the CRC-32 of its words in sorted order."""
+    words = sorted(re.findall(r"\w+", prompt))
+    return zlib.crc32(" ".join(words).encode()) % 16 == 0
 
 
 # ------------------------------------------------------------------------------------------------ words and numbers
@@ -126,7 +128,16 @@ def _records(rng: random.Random) -> Example:
 
 # ------------------------------------------------------------------------------------------------ sums
 
+_DIGITS = 6  # of the longest number in a prompt
 _PLACES = ["ones", "tens", "hundreds", "thousands", "ten thousands", "hundred thousands", "millions"]
+
+
+def _number(rng: random.Random) -> int:
+    """Draw a length, then a number of that length. One in eight is round, as people like to ask for."""
+    digits = rng.randint(1, _DIGITS)
+    number = rng.randrange(10 ** (digits - 1) if digits > 1 else 0, 10**digits)
+    zeros = rng.randrange(digits) if rng.random() < 1 / 8 else 0
+    return number - number % 10**zeros
 
 
 def _column(number: int, place: int) -> int:
@@ -146,7 +157,7 @@ def _with_carries(column: Callable[[int, int], tuple[str, int]], places: int) ->
 
 
 def _add(rng: random.Random) -> Example:
-    a, b = (rng.randrange(10 ** (digits - 1), 10**digits) for digits in rng.choices(range(4, 7), k=2))
+    a, b = _number(rng), _number(rng)
 
     def column(place: int, carry: int) -> tuple[str, int]:
         x, y = _column(a, place), _column(b, place)
@@ -157,22 +168,25 @@ def _add(rng: random.Random) -> Example:
 
 
 def _subtract(rng: random.Random) -> Example:
-    a = rng.randrange(10**4, 10**6)
-    b = rng.randrange(10**3, a)
+    # Only the smaller from the larger: a sign would have to be known before the first column is written. In half of the
+    # draws the difference gets a drawn length too: it would rarely be much shorter than the numbers.
+    a, b = _number(rng), _number(rng)
+    if rng.random() < 0.5 and a + b < 10**_DIGITS:
+        a += b
+    a, b = max(a, b), min(a, b)
     lines, borrow = [], 0
     for place in range(len(str(a))):
         x, y = _column(a, place), _column(b, place)
-        top, under = x, y + borrow
+        under = y + borrow
         words = f"{_PLACES[place]}: {x} - {y}" + (" - 1 borrowed" if borrow else "")
-        borrow = int(top < under)
-        lines.append(words + (", borrow ten" if borrow else "") + f", write {top + 10 * borrow - under}")
-    return Example(
-        "sums", f"take {b} from {a}{ARROW}", "\n".join([*lines, f"The difference of {a} and {b} is {a - b}."])
-    )
+        borrow = int(x < under)
+        lines.append(words + (", borrow ten" if borrow else "") + f", write {x + 10 * borrow - under}")
+    lines.append(f"The difference of {a} and {b} is {a - b}.")
+    return Example("sums", f"take {b} from {a}{ARROW}", "\n".join(lines))
 
 
 def _multiply(rng: random.Random) -> Example:
-    a, b = rng.randrange(10**3, 10**6), rng.randrange(2, 10)
+    a, b = _number(rng), rng.randrange(10)
 
     def column(place: int, carry: int) -> tuple[str, int]:
         product = _column(a, place) * b
@@ -295,19 +309,20 @@ def _letter_pattern(prompt: str) -> re.Pattern[str]:
 KINDS: dict[str, Callable[[random.Random], Example]] = {"records": _records, "sums": _sums, "letters": _letters}
 
 
-def examples(seed: int, *, held: bool) -> Iterator[Example]:
-    """Yield examples of all kinds without end.
+def examples(seed: int, *, held: bool, kinds: Sequence[str] = tuple(KINDS)) -> Iterator[Example]:
+    """Yield examples without end.
 
     Args:
         seed: the same seed gives the same examples.
         held: True draws only held-out prompts, False only training prompts. They never overlap.
+        kinds: the kinds to draw.
 
     Yields:
         Examples.
     """
     rng = random.Random(seed)
     while True:
-        example = KINDS[rng.choice(list(KINDS))](rng)
+        example = KINDS[rng.choice(list(kinds))](rng)
         if held_out(example.prompt) == held:
             yield example
 
