@@ -25,7 +25,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from planted_pairs import FAULTS, HEALTHY, IS_DFLASH2, KINDS, PROMPTS, Planted, plant
+from planted_pairs import FAULTS, HEALTHY, KINDS, PROMPTS, Planted, plant
 
 from dflash.doctor import Diagnosis, Effort, diagnose
 
@@ -76,10 +76,9 @@ def described() -> str:
     """Return kind and sizes of the package's pair."""
     with tempfile.TemporaryDirectory() as folder:
         pair, _ = plant(Planted(""), Path(folder))
-    kind = "DFlash 2" if IS_DFLASH2 else "of the first generation"
     target, drafter = (sum(x.numel() for x in model.parameters()) / 1e6 for model in (pair.target, pair.drafter))
     sizes = f"a target of {target:.1f} M parameters and a drafter of {drafter:.1f} M"
-    return f"the package's pair, {sizes}, {kind}, blocks of {HEALTHY['block_size']}"
+    return f"the package's pair, {sizes}, of the first generation, blocks of {HEALTHY['block_size']}"
 
 
 def parse() -> argparse.Namespace:

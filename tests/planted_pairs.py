@@ -18,16 +18,17 @@ from torch import Tensor
 from dflash import load_draft
 from dflash.doctor import Pair, Prompts
 from dflash.doctor.recording import RAW_LAST, Answered, record
-from dflash.evaluate import PAIR, demo_prompts, load_target, prompt_ids
+from dflash.evaluate import PAIR, demo_prompts, draft_folder, load_target, prompt_ids
 
 Weights = dict[str, Tensor]
 PROMPTS = [{"prompt": prompt.text} for prompt in demo_prompts()]
-# The package's drafter as it is. It may be of the first generation or a DFlash 2 drafter.
-HEALTHY = json.loads((PAIR / "draft" / "config.json").read_text())
+# The package's drafter of the first generation, which every fault harms. Its DFlash 2 drafter drafts as well in blocks
+# of 64, and nearly as well with causal attention.
+DRAFT = draft_folder(PAIR, 1)
+HEALTHY = json.loads((DRAFT / "config.json").read_text())
 TAPS = HEALTHY["dflash_config"]["target_layer_ids"]
 WIDTH, HEAD_DIM, LAYERS = (HEALTHY[key] for key in ("hidden_size", "head_dim", "num_hidden_layers"))
 LAST_LAYER = HEALTHY["num_target_layers"] - 1
-IS_DFLASH2 = "selector_rank" in HEALTHY["dflash_config"]
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def merged(config: dict[str, Any], line: dict[str, Any]) -> dict[str, Any]:
 
 def plant(fault: Planted, folder: Path, count: int = 8) -> tuple[Pair, Prompts]:
     """Write the faulty drafter to ``folder``, load it with the target, and encode the first prompts."""
-    shutil.copytree(PAIR / "draft", folder, dirs_exist_ok=True)
+    shutil.copytree(DRAFT, folder, dirs_exist_ok=True)
     config = merged(HEALTHY, fault.config | {"dflash_config": fault.dflash})
     (folder / "config.json").write_text(json.dumps(config))
     if fault.weights is not None:
@@ -183,12 +184,11 @@ def bring_own_parts(weights: Weights) -> None:
 
 FREQUENT = 48  # tokens that need the selector
 SECTION = HEALTHY["dflash_config"]
-CONV = {"conv_kernel_size": 2, "conv_group_size": 16} if not IS_DFLASH2 else {}
-SELECTOR = {"selector_rank": SECTION.get("selector_rank", 0) + FREQUENT, "selector_top_k": 32}
+DFLASH2 = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": FREQUENT, "selector_top_k": 32}
 # The package's pair, and healthy pairs of other kinds that are made of it.
 KINDS = {
     "as it is": Planted(""),
-    "needs its selector": Planted("", {"architectures": ["DFlash2DraftModel"]}, CONV | SELECTOR, add_selector),
+    "needs its selector": Planted("", {"architectures": ["DFlash2DraftModel"]}, DFLASH2, add_selector),
     "own parts": Planted(
         "",
         {"draft_vocab_size": 1400, "input_embedding_scale": 2.0},

@@ -12,7 +12,7 @@ import torch
 from draft_variants import dspark_dict, random_drafter
 from examples import is_long
 from families import draft_config, make_draft, make_target
-from planted_pairs import FAULTS, HEALTHY, KINDS, PROMPTS, TAPS, Planted, merged, plant, target_and_tokenizer
+from planted_pairs import DRAFT, FAULTS, HEALTHY, KINDS, PROMPTS, TAPS, Planted, merged, plant, target_and_tokenizer
 from tiny_tokenizers import byte_level
 from tokenizers import processors
 
@@ -71,7 +71,7 @@ def test_the_advised_line_repairs_the_planted_drafter(tmp_path, name):
     path.write_text(json.dumps(merged(faulty, FAULTS[name].repair)))
     assert Wiring.read(json.loads(path.read_text())).identity == Wiring.read(HEALTHY).identity
     assert Wiring.read(faulty).identity != Wiring.read(HEALTHY).identity
-    assert load_draft(tmp_path).config == load_draft(PAIR / "draft").config
+    assert load_draft(tmp_path).config == load_draft(DRAFT).config
 
 
 def test_every_fault_of_the_documentation_is_planted():
@@ -306,12 +306,12 @@ def test_the_command_exits_with_0_if_nothing_is_found(monkeypatch, capsys, tmp_p
         (["--max-new-tokens", "1"], "--max-new-tokens needs --model and --draft"),
         (["--trust-remote-code"], "--trust-remote-code needs --model and --draft"),
         (["--model", "a", "--draft", "b", "--max-new-tokens", "1"], "at least 4, got 1"),
-        (["--model", "./a", "--draft", str(PAIR / "draft")], "no folder './a'"),
+        (["--model", "./a", "--draft", str(DRAFT)], "no folder './a'"),
         (["--model", str(PAIR / "target"), "--draft", "./b"], "draft './b' is neither a folder"),
         (["--model", str(PAIR / "target"), "--draft", str(PAIR / "target")], "architectures must name"),
         (["--model", str(PAIR / "target"), "--draft", str(PAIR)], "config.json is missing"),
-        (["--model", str(PAIR / "target"), "--draft", str(PAIR / "draft"), "--bos"], "--bos is for tokenizers without"),
-        (["--model", str(PAIR / "target"), "--draft", str(PAIR / "draft"), "--prompts", "./c"], "'./c' is not a file"),
+        (["--model", str(PAIR / "target"), "--draft", str(DRAFT), "--bos"], "--bos is for tokenizers without"),
+        (["--model", str(PAIR / "target"), "--draft", str(DRAFT), "--prompts", "./c"], "'./c' is not a file"),
     ],
     ids=[
         *("model", "draft", "only prompts", "only a device", "only encodings", "only a dtype", "only a number"),
@@ -395,7 +395,7 @@ def test_prompts_that_cannot_be_asked_are_refused_before_weights_are_loaded(
         settings = json.loads((target / "tokenizer_config.json").read_text())
         (target / "tokenizer_config.json").write_text(json.dumps(settings | {"bos_token": None}))
     file.write_text(json.dumps(prompt))
-    pair = ("--model", str(target), "--draft", str(PAIR / "draft"), "--prompts", str(file))
+    pair = ("--model", str(target), "--draft", str(DRAFT), "--prompts", str(file))
     code, _, error = call(monkeypatch, capsys, *pair, *options)
     assert code == 2
     assert words in error
