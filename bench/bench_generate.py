@@ -14,6 +14,8 @@ Runners:
                           (`pip install --no-deps --target .peers dflash==0.1.0`)
     one-token             this package without a drafter, one row per step
     dflash                this package; with --compile also `dflash compiled`
+    dflash-first          the same with the pair's drafter of the first generation, if it has another one too;
+                          transformers dflash and as_assistant always draft with that one
 
 Columns: ms/token and tokens/s include the prompt's forward pass. acceptance: tokens emitted per step, bonus token
 counted, where a step is a forward pass of the target that may verify drafts (for prompt lookup and one-token decoding

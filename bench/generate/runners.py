@@ -46,7 +46,7 @@ def our_runners(arguments: argparse.Namespace, pair: Loaded) -> dict[str, Callab
         "dflash": lambda: ours(arguments, pair),
     }
     if pair.first is not pair.draft:
-        makers["dflash, first gen."] = lambda: ours(arguments, pair._replace(draft=pair.first))
+        makers["dflash-first"] = lambda: ours(arguments, pair._replace(draft=pair.first))
     if arguments.compile:
         makers["dflash compiled"] = lambda: ours(arguments, pair, compile=True)
     return makers
