@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, SuppressTokensLogi
 
 import dflash
 from dflash import ops
+from dflash.evaluate import draft_folder
 from dflash.proposers import LEVELS, AutoSharpness
 from dflash.sampling import fold
 
@@ -215,7 +216,7 @@ class TestPair:
     @pytest.mark.parametrize("noise", [2.0, 4.0])
     def test_a_noisy_drafter_is_not_worse_than_with_sharpness_1(self, pair_dir, pair, noise):
         target, prompts = pair
-        draft = dflash.load_draft(pair_dir / "draft", dtype=torch.float32)
+        draft = dflash.load_draft(draft_folder(pair_dir, 1), dtype=torch.float32)
         clean = draft.logits
         texts, lengths = {}, {}
         for sharpness in ("auto", math.inf, 1.0):
@@ -230,5 +231,5 @@ class TestPair:
             call = {"temperature": 1.0, "seed": 7, "draft_sharpness": sharpness}
             texts[sharpness], lengths[sharpness] = self.run(generator, prompts[:32], **call)
         print(f"noise {noise:g}: " + ", ".join(f"{key}: {value:.2f}" for key, value in lengths.items()))
-        assert lengths["auto"] >= 0.94 * lengths[1.0]  # 11.55 to 12.06 if the noise is small
+        assert lengths["auto"] >= 0.97 * lengths[1.0]  # 9.80 to 9.63 if the noise is small
         assert texts["auto"] == texts[1.0] == texts[math.inf]
