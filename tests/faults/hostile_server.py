@@ -23,7 +23,7 @@ def http(body: object, status: str = "200 OK", *headers: str) -> bytes:
 
 
 class HostileServer:
-    """Answers every request with ``reply``: bytes, or a function that writes to the connection.
+    """Answers every request with ``reply``: bytes, or a function that writes to the connection, which then ends.
 
     Attributes:
         url: root of the API.

@@ -350,10 +350,11 @@ def test_a_url_that_is_none_is_refused_at_once():
 
 def test_answers_before_a_bad_one_stay_and_the_run_continues(server, tmp_path):
     out, prompts = tmp_path / "out.jsonl", [{"line": line, "prompt": f"w{line}"} for line in range(7, 13)]
-    good = http(completion())
+    # The server closes a connection after an answer of its function: a client that was not told may still use it.
+    good, bad = (http(reply, "200 OK", "Connection: close") for reply in (completion(), completion(usage=[])))
 
     def turns_bad(connection) -> None:
-        server.send(connection, good if len(server.requests) < 4 else http(completion(usage=[])))
+        server.send(connection, good if len(server.requests) < 4 else bad)
 
     server.reply = turns_bad
     writer = ServerWriter(server.url, "served", raw=True, concurrency=1, retries=0)
