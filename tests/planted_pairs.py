@@ -22,12 +22,11 @@ from dflash.evaluate import PAIR, demo_prompts, draft_folder, load_target, promp
 
 Weights = dict[str, Tensor]
 PROMPTS = [{"prompt": prompt.text} for prompt in demo_prompts()]
-# The package's drafter of the first generation, which every fault harms. Its DFlash 2 drafter drafts as well in blocks
-# of 64, and nearly as well with causal attention.
 DRAFT = draft_folder(PAIR, 1)
 HEALTHY = json.loads((DRAFT / "config.json").read_text())
 TAPS = HEALTHY["dflash_config"]["target_layer_ids"]
-WIDTH, HEAD_DIM, LAYERS = (HEALTHY[key] for key in ("hidden_size", "head_dim", "num_hidden_layers"))
+WIDTH, HEADS, HEAD_DIM = (HEALTHY[key] for key in ("hidden_size", "num_attention_heads", "head_dim"))  # 1 K/V head
+LAYERS = HEALTHY["num_hidden_layers"]
 LAST_LAYER = HEALTHY["num_target_layers"] - 1
 
 
@@ -43,6 +42,7 @@ class Planted:
         template: replaces this text of the chat template by the other.
         repair: the keys that the doctor must advise; None if no config repairs it.
         words: what its advice must say then.
+        kind: the healthy pair in which it is planted, of `KINDS`.
     """
 
     named: str
@@ -52,6 +52,7 @@ class Planted:
     template: tuple[str, str] | None = None
     repair: dict[str, Any] | None = None
     words: str = ""
+    kind: str = "as it is"
 
 
 @functools.cache
@@ -66,15 +67,21 @@ def merged(config: dict[str, Any], line: dict[str, Any]) -> dict[str, Any]:
     return config | line | {"dflash_config": inner}
 
 
+def healthy_keys(kind: str) -> dict[str, Any]:
+    """Return the config of a healthy pair."""
+    return merged(HEALTHY, KINDS[kind].config | {"dflash_config": KINDS[kind].dflash})
+
+
 def plant(fault: Planted, folder: Path, count: int = 8) -> tuple[Pair, Prompts]:
     """Write the faulty drafter to ``folder``, load it with the target, and encode the first prompts."""
     shutil.copytree(DRAFT, folder, dirs_exist_ok=True)
-    config = merged(HEALTHY, fault.config | {"dflash_config": fault.dflash})
+    config = merged(healthy_keys(fault.kind), fault.config | {"dflash_config": fault.dflash})
     (folder / "config.json").write_text(json.dumps(config))
-    if fault.weights is not None:
-        weights = load_file(folder / "model.safetensors")
-        fault.weights(weights)
-        save_file(weights, folder / "model.safetensors")
+    weights = load_file(folder / "model.safetensors")
+    for change in (KINDS[fault.kind].weights, fault.weights):
+        if change is not None:
+            change(weights)
+    save_file(weights, folder / "model.safetensors")
     target, tokenizer = target_and_tokenizer()
     if fault.template is not None:
         _, tokenizer = load_target(PAIR)
@@ -103,15 +110,26 @@ def scale_residual(weights: Weights, factor: float = 1 / math.sqrt(WIDTH)) -> No
             weights[name] = weight * factor
 
 
+@functools.cache
+def answered() -> list[Answered]:
+    """Encode the prompts with their answers."""
+    _, tokenizer = target_and_tokenizer()
+    prompts = [prompt_ids(tokenizer, prompt) for prompt in PROMPTS]
+    answers = [tokenizer(prompt.answer or "").input_ids for prompt in demo_prompts()]
+    return [Answered([*ids, *answer], 1) for ids, answer in zip(prompts, answers, strict=True)]
+
+
+def recorded(layers: list[int]) -> dict[int, Tensor]:
+    """Return the outputs of layers over all prompts and answers, each ``[tokens, hidden]``."""
+    every = [one.states for one in record(target_and_tokenizer()[0], answered(), layers)]
+    return {layer: torch.cat([states[layer] for states in every]) for layer in every[0]}
+
+
 @torch.no_grad()
 def refit_last_tap(weights: Weights) -> None:
     """Let the last tap read the last layer before the final norm: fit what it read before, by least squares."""
-    target, tokenizer = target_and_tokenizer()
-    sequences = [prompt_ids(tokenizer, prompt) for prompt in PROMPTS]
-    answers = [prompt.answer or "" for prompt in demo_prompts()]
-    sequences = [[*ids, *tokenizer(text).input_ids] for ids, text in zip(sequences, answers, strict=True)]
-    recorded = record(target, [Answered(ids, 1) for ids in sequences], [TAPS[-1], LAST_LAYER])
-    last, tap = (torch.cat([one.states[layer] for one in recorded]) for layer in (RAW_LAST, TAPS[-1]))
+    states = recorded([TAPS[-1], LAST_LAYER])
+    last, tap = states[RAW_LAST], states[TAPS[-1]]
     fitted = torch.linalg.lstsq(last, tap).solution  # [hidden, hidden]
     columns = weights["fc.weight"].view(WIDTH, len(TAPS), WIDTH)
     columns[:, -1] = (columns[:, -1].float() @ fitted.T).to(columns.dtype)
@@ -132,6 +150,9 @@ def enlarge_fc(weights: Weights) -> None:
     weights["fc.weight"] *= 2.0**126
 
 
+# ---------------------------------------------------------------------------------------------- healthy pairs
+
+
 def frequencies() -> Tensor:
     """Count each token in the prompts and their answers, ``[vocab]``."""
     target, tokenizer = target_and_tokenizer()
@@ -144,7 +165,7 @@ def add_selector(weights: Weights) -> None:
     """Make a DFlash 2 drafter that drafts the same, and badly without its selector.
 
     Convolutions that are added change nothing. The drafter's own head rates the most frequent tokens too low, by a
-    share of what the selector adds again whatever the token before. A selector that is there stays, next to this.
+    share of what the selector adds again whatever the token before.
     """
     target, _ = target_and_tokenizer()
     head = target.lm_head.weight.detach()
@@ -153,22 +174,13 @@ def add_selector(weights: Weights) -> None:
     missing = 0.7 * head[frequent]
     weights["lm_head.weight"] = head.index_add(0, frequent, -missing).contiguous()
     for name in (f"layers.{i}.{part}" for i in range(LAYERS) for part in ("attention_conv", "mlp_conv")):
-        identity = torch.stack([torch.ones(2, WIDTH), torch.zeros(2, WIDTH)], 1)
-        weights.setdefault(f"{name}.base_kernel", identity)
-        weights.setdefault(f"{name}.kernel_projection.weight", torch.zeros(2 * 2 * WIDTH // 16, WIDTH))
+        weights[f"{name}.base_kernel"] = torch.stack([torch.ones(2, WIDTH), torch.zeros(2, WIDTH)], 1)
+        weights[f"{name}.kernel_projection.weight"] = torch.zeros(2 * 2 * WIDTH // 16, WIDTH)
     successors = torch.zeros(vocab, FREQUENT)
     successors[frequent, torch.arange(FREQUENT)] = 1
-    added = {"predecessor_codebook": torch.ones(vocab, FREQUENT), "successor_codebook": successors}
-    for name, codebook in added.items():
-        extend(weights, name, codebook, 1)
-    extend(weights, "hidden_projection.weight", missing, 0)
-
-
-def extend(weights: Weights, name: str, more: Tensor, dim: int) -> None:
-    """Add rows or columns to a tensor of the selector, which may not be there yet."""
-    name = f"candidate_selector.{name}"
-    name = f"{name}.weight" if f"{name}.weight" in weights else name
-    weights[name] = torch.cat([weights[name].float(), more], dim) if name in weights else more
+    weights["candidate_selector.predecessor_codebook"] = torch.ones(vocab, FREQUENT)
+    weights["candidate_selector.successor_codebook"] = successors
+    weights["candidate_selector.hidden_projection.weight"] = missing
 
 
 def bring_own_parts(weights: Weights) -> None:
@@ -182,7 +194,58 @@ def bring_own_parts(weights: Weights) -> None:
     weights["mask_embedding"] = table[1] / 2
 
 
+@torch.no_grad()
+def count_masks(weights: Weights) -> None:
+    """Make a drafter that drafts the same where a row sees all masks of a block of 16, and badly elsewhere.
+
+    Its mask embedding is `LONGER` times as long, which the first norm takes out again. A new head of the first layer
+    then takes away what is too long, in proportion to the masks that a row sees: in a causal layer too little, in a
+    larger block too much. The head looks at masks only, and its sink has the weight of `SINK` times all masks.
+    """
+    target, _ = target_and_tokenizer()
+    drafter, embeds = load_draft(DRAFT, dtype=torch.float32), target.get_input_embeddings().weight.float()
+    states = recorded(TAPS)
+    features = torch.cat([states[tap] for tap in TAPS], -1)[None]
+    features = drafter.fuse(features, torch.tensor([features.shape[1]]))[0]
+    normed = drafter.layers[0].input_layernorm(embeds)
+    mask, tokens = normed[MASK : MASK + 1], torch.cat([normed[:MASK], normed[MASK + 1 :]])
+    head = {
+        "q": fit([(mask, 1), (tokens, -1)]),
+        "k": fit([(mask, 1), (tokens, -1), (features, -1)]),
+        "v": fit([(mask, 1), (tokens, 0), (features, 0)]),
+    }
+    add_heads(weights)
+    masks, place, name = BLOCK - 1, HEAD_DIM // 2 - 2, "layers.0.self_attn"  # RoPE hardly turns this place
+    for part, heads in (("q", HEADS), ("k", 1), ("v", 1)):
+        weights[f"{name}.{part}_proj.weight"][heads * HEAD_DIM + place] = head[part]
+    q_norm, k_norm = (weights[f"{name}.{part}_norm.weight"].float()[place] for part in "qk")
+    score = math.sqrt(HEAD_DIM) * q_norm * k_norm  # of a mask's row and a mask, normed: nothing but this place
+    weights[f"{name}.attention_sink_bias"][HEADS] = score + math.log(SINK * masks)
+    weights[f"{name}.o_proj.weight"][:, HEADS * HEAD_DIM + place] = (1 - LONGER) * (1 + SINK) * embeds[MASK]
+    weights["mask_embedding"] = LONGER * embeds[MASK]
+
+
+def fit(wanted: list[tuple[Tensor, float]]) -> Tensor:
+    """Return the direction, ``[hidden]``, along which rows come closest to these values, the first rows above all."""
+    rows, values = (list(one) for one in zip(*wanted, strict=True))
+    values = [torch.full((len(row),), float(value)) for row, value in zip(rows, values, strict=True)]
+    rows[0], values[0] = 1e3 * rows[0], 1e3 * values[0]
+    return torch.linalg.lstsq(torch.cat(rows), torch.cat(values)).solution
+
+
+def add_heads(weights: Weights) -> None:
+    """Add a K/V head with its query heads to each layer, all zeros, and sinks that the other heads do not feel."""
+    for name in (f"layers.{i}.self_attn" for i in range(LAYERS)):
+        for part, heads in (("q", HEADS), ("k", 1), ("v", 1)):
+            weight = weights[f"{name}.{part}_proj.weight"].float()
+            weights[f"{name}.{part}_proj.weight"] = torch.cat([weight, torch.zeros(heads * HEAD_DIM, WIDTH)])
+        weight = weights[f"{name}.o_proj.weight"].float()
+        weights[f"{name}.o_proj.weight"] = torch.cat([weight, torch.zeros(WIDTH, HEADS * HEAD_DIM)], 1)
+        weights[f"{name}.attention_sink_bias"] = torch.full((2 * HEADS,), -1e4)
+
+
 FREQUENT = 48  # tokens that need the selector
+LONGER, SINK = 6, 3  # of the drafter that counts its masks
 SECTION = HEALTHY["dflash_config"]
 DFLASH2 = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": FREQUENT, "selector_top_k": 32}
 # The package's pair, and healthy pairs of other kinds that are made of it.
@@ -194,6 +257,11 @@ KINDS = {
         {"draft_vocab_size": 1400, "input_embedding_scale": 2.0},
         {"mask_token_id": 700, "output_multiplier": 0.5},
         bring_own_parts,
+    ),
+    "counts its masks": Planted(
+        "",
+        {"num_attention_heads": 2 * HEADS, "num_key_value_heads": 2, "attention_sink_bias": True},
+        weights=count_masks,
     ),
 }
 
@@ -232,7 +300,8 @@ FAULTS = {
     "the end as mask": Planted(
         "mask id", dflash={"mask_token_id": 0}, repair={"dflash_config": {"mask_token_id": MASK}}
     ),
-    "causal": Planted("causality", {"is_causal": True}, repair={"is_causal": False}),
+    # The package's own drafter drafts nearly as well with causal attention, and in blocks of 64 even better.
+    "causal": Planted("causality", {"is_causal": True}, repair={"is_causal": False}, kind="counts its masks"),
     "a window": Planted(
         "window", {**SMALL_WINDOW, "is_causal": False}, repair={"layer_types": ["full_attention"] * LAYERS}
     ),
@@ -245,7 +314,9 @@ FAULTS = {
     "scale of embeddings missing": Planted(
         "embedding scale", weights=scale_residual, repair={"input_embedding_scale": 1 / math.sqrt(WIDTH)}
     ),
-    "blocks too large": Planted("block size", {"block_size": 4 * BLOCK}, repair={"block_size": BLOCK}),
+    "blocks too large": Planted(
+        "block size", {"block_size": 4 * BLOCK}, repair={"block_size": BLOCK}, kind="counts its masks"
+    ),
     "template": Planted(
         "template",
         template=(

@@ -13,7 +13,6 @@ from draft_variants import dspark_dict, random_drafter
 from examples import is_long
 from families import draft_config, make_draft, make_target
 from planted_pairs import (
-    BLOCK,
     DRAFT,
     FAULTS,
     HEALTHY,
@@ -21,6 +20,7 @@ from planted_pairs import (
     PROMPTS,
     TAPS,
     Planted,
+    healthy_keys,
     merged,
     plant,
     target_and_tokenizer,
@@ -37,15 +37,13 @@ from dflash.doctor.replay import Replay
 from dflash.evaluate import PAIR
 
 # These take more places to tell from chance.
-SUBTLE = {"taps one too low", "two taps swapped", "last tap before the norm"}
+SUBTLE = {"taps one too low", "two taps swapped", "last tap before the norm", "causal"}
 # With `-m long` only: the search finds others the same way, and every run checks that a variant repairs their config.
 MORE = {
     *("taps one too low", "taps reversed", "two taps swapped", "another RoPE theta", "another RoPE scaling"),
     *("another mask id", "the end as mask", "a causal window", "embeddings scaled", "scale of embeddings missing"),
     "too few positions",
 }
-HARMLESS = "causal"  # it costs this drafter 2 %, less than what the doctor reports
-ENOUGH = {"blocks too large": {"block_size": 2 * BLOCK}}  # blocks of 32 do this drafter no harm
 
 
 def examine(fault: Planted, folder, count: int = 1, effort: Effort | None = None):
@@ -53,13 +51,13 @@ def examine(fault: Planted, folder, count: int = 1, effort: Effort | None = None
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", [name for name in FAULTS if name != HARMLESS and (is_long() or name not in MORE)])
+@pytest.mark.parametrize("name", [name for name in FAULTS if is_long() or name not in MORE])
 def test_a_planted_fault_is_named_and_nothing_else(tmp_path, name):
     fault = FAULTS[name]
     found = examine(fault, tmp_path, *((8, Effort(64, 16)) if name in SUBTLE else ()))
     assert [finding.fault for finding in found.findings] == [fault.named]
     finding = found.findings[0]
-    assert finding.config == ENOUGH.get(name, fault.repair)
+    assert finding.config == fault.repair
     assert fault.words in finding.advice
     assert finding.after is None or finding.after > 1.05 * finding.before
 
@@ -70,7 +68,7 @@ REPAIRED = {name: fault for name, fault in FAULTS.items() if fault.repair is not
 @pytest.mark.parametrize("name", REPAIRED)
 def test_a_variant_of_each_planted_config_is_its_repair(name):
     fault = REPAIRED[name]
-    wiring = Wiring.read(merged(HEALTHY, fault.config | {"dflash_config": fault.dflash}))
+    wiring = Wiring.read(merged(healthy_keys(fault.kind), fault.config | {"dflash_config": fault.dflash}))
     target, tokenizer = target_and_tokenizer()
     keys, rows = target.config.to_dict(), target.config.vocab_size
     facts = Facts(keys, target.config.num_hidden_layers, tokenizer, False, 200, rows, torch.float32)
@@ -79,13 +77,15 @@ def test_a_variant_of_each_planted_config_is_its_repair(name):
 
 @pytest.mark.parametrize("name", [name for name, fault in REPAIRED.items() if fault.weights is None])
 def test_the_advised_line_repairs_the_planted_drafter(tmp_path, name):
-    plant(FAULTS[name], tmp_path)
-    path = tmp_path / "config.json"
+    fault, folder = FAULTS[name], tmp_path / "faulty"
+    plant(fault, folder)
+    healthy, _ = plant(KINDS[fault.kind], tmp_path / "healthy")
+    path = folder / "config.json"
     faulty = json.loads(path.read_text())
-    path.write_text(json.dumps(merged(faulty, FAULTS[name].repair)))
-    assert Wiring.read(json.loads(path.read_text())).identity == Wiring.read(HEALTHY).identity
-    assert Wiring.read(faulty).identity != Wiring.read(HEALTHY).identity
-    assert load_draft(tmp_path).config == load_draft(DRAFT).config
+    path.write_text(json.dumps(merged(faulty, fault.repair)))
+    assert Wiring.read(json.loads(path.read_text())).identity == Wiring.read(healthy.keys).identity
+    assert Wiring.read(faulty).identity != Wiring.read(healthy.keys).identity
+    assert load_draft(folder).config == healthy.drafter.config
 
 
 def test_every_fault_of_the_documentation_is_planted():
