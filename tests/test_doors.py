@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 from baseline import left_padded, prompt
-from families import make_draft, make_target
+from families import make_draft, make_target, needs_assistant
 from tiny_tokenizers import byte_level
 from transformers import (
     AutoModelForCausalLM,
@@ -27,7 +27,6 @@ from transformers.generation.stopping_criteria import ConfidenceCriteria
 
 import dflash
 from dflash.evaluate import draft_folder
-from dflash.target import transformers_version
 
 NEW = 30
 
@@ -257,7 +256,7 @@ def test_an_assistant_is_refused_where_the_loop_of_transformers_misses_stop_toke
         dflash.as_assistant(draft)
 
 
-@pytest.mark.skipif(transformers_version() < (5, 18), reason="transformers' loop misses stop tokens before 5.18")
+@needs_assistant
 class TestAssistant:
     def call(self, target, assistant, ids, **arguments):
         call = {"do_sample": False, "use_cache": True, "pad_token_id": 0} | arguments

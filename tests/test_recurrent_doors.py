@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 from draft_variants import VARIANTS, random_drafter
-from families import draft_config, make_draft
+from families import draft_config, make_draft, needs_assistant
 from safetensors.torch import load_file, save_file
 from tiny_tokenizers import byte_level
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer, GenerationConfig
@@ -19,7 +19,6 @@ from transformers.models.qwen3_5 import (
 )
 
 import dflash
-from dflash.target import transformers_version
 
 NEW = 24
 LETTERS = 13  # the first ids of the tokenizer: what the target writes
@@ -262,7 +261,7 @@ def test_images_are_refused_by_name(wrapper, draft):
         generate(position_ids=torch.arange(1, 6).expand(3, 1, 5))
 
 
-@pytest.mark.skipif(transformers_version() < (5, 18), reason="as_assistant refuses older transformers itself")
+@needs_assistant
 def test_transformers_refuses_to_assist_a_recurrent_target(target, draft):
     """If it no longer does, `as_assistant` can serve these targets, and its docstring is wrong."""
     with pytest.raises(ValueError, match="assisted generation is not supported with stateful models"):

@@ -7,7 +7,7 @@ import process
 import pytest
 import torch
 from baseline import greedy, prompt
-from families import make_target
+from families import make_target, needs_assistant
 
 import dflash
 
@@ -52,7 +52,7 @@ def test_a_target_that_holds_its_generator_is_refused_by_name(draft):
     assert torch.equal(target.fast.generate(prompt(5)[None], max_new_tokens=6), expected)
 
 
-def test_drafters_assistants_and_results_are_copied(target, draft):
+def test_drafters_and_results_are_copied(target, draft):
     ids = prompt(5)[None]
     output = dflash.generate(target, draft, ids, max_new_tokens=6, return_dict_in_generate=True)
     event = next(dflash.stream(target, draft, ids, max_new_tokens=6))
@@ -61,8 +61,15 @@ def test_drafters_assistants_and_results_are_copied(target, draft):
         assert again(output).statistics == output.statistics
         assert again(event) == event
         assert torch.equal(dflash.generate(target, again(draft), ids, max_new_tokens=6), output.sequences)
+
+
+@needs_assistant
+def test_assistants_are_copied(target, draft):
+    ids = prompt(5)[None]
+    want = dflash.generate(target, draft, ids, max_new_tokens=6)
+    for again in (copy.deepcopy, lambda thing: pickle.loads(pickle.dumps(thing))):
         door = {"assistant_model": again(dflash.as_assistant(draft)), "speculation_type": "dflash"}
-        assert torch.equal(target.generate(ids, max_new_tokens=6, do_sample=False, **door), output.sequences)
+        assert torch.equal(target.generate(ids, max_new_tokens=6, do_sample=False, **door), want)
 
 
 FORKS = """

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 from baseline import greedy, prompt
-from families import make_draft, make_target
+from families import make_draft, make_target, needs_assistant
 
 import dflash
 from dflash import api
@@ -285,6 +285,7 @@ class TestDoors:
         assert inside.got
         assert all(got == expected[1] for got in inside.got)
 
+    @needs_assistant
     @pytest.mark.parametrize("place", ["put", "processor", "hook of the target", "hook of the drafter"])
     def test_an_assistant_may_be_shared_by_nested_calls(self, target, draft, expected, place):
         assistant = dflash.as_assistant(draft)

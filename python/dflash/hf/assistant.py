@@ -125,14 +125,8 @@ def as_assistant(draft: str | os.PathLike[str] | nn.Module) -> _Assistant:
         RuntimeError: transformers is older than 5.18, whose loop continues after a stop token that is not the last of
             those a step accepts.
     """
-    version = transformers_version()
-    if version < _STOPS_IN_MID_BLOCK:
-        raise RuntimeError(
-            "as_assistant needs transformers >= 5.18: the assisted generation of this version, "
-            f"{'.'.join(map(str, version))}, continues after a stop token that was accepted in the middle of a block; "
-            "model.generate(..., custom_generate=dflash.custom_generate, draft=draft) stops there"
-        )
     loaded = load_draft(draft)
+    # 1. Refuse drafters that no version of transformers runs, so that nobody upgrades for them
     instead = "model.generate(..., custom_generate=dflash.custom_generate, draft=draft) drafts with it"
     if loaded.selector is not None or loaded.config.predicts_from_anchor:
         raise ValueError(
@@ -144,5 +138,13 @@ def as_assistant(draft: str | os.PathLike[str] | nn.Module) -> _Assistant:
         raise ValueError(
             f"as_assistant: transformers embeds and predicts with the target's parts, and this drafter has its own "
             f"{', '.join(own)}. {instead}"
+        )
+    # 2. Refuse versions that do not stop where they should
+    version = transformers_version()
+    if version < _STOPS_IN_MID_BLOCK:
+        raise RuntimeError(
+            "as_assistant needs transformers >= 5.18: the assisted generation of this version, "
+            f"{'.'.join(map(str, version))}, continues after a stop token that was accepted in the middle of a block; "
+            "model.generate(..., custom_generate=dflash.custom_generate, draft=draft) stops there"
         )
     return _Assistant(loaded)

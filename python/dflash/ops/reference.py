@@ -765,13 +765,17 @@ def linears(
     squares: Tensor | None = None,
     eps: float = 0.0,
 ) -> Tensor:
-    """``x @ weight.T + bias`` of each, side by side; with ``squares``, of the norm of a `linear_add_scale`."""
+    """``x @ weight.T + bias`` of each, side by side; with ``squares``, of the norm of a `linear_add_scale`.
+
+    Products that are scaled are rounded once, after scale and bias, as in the kernel. This copies the weights.
+    """
     if squares is None:
         biases = biases or [None] * len(weights)
         out = [linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
         return out[0] if len(out) == 1 else torch.cat(out, -1)
+    wide = x.to(_compute_dtype(x))
     scale = torch.rsqrt(squares.sum(-1, keepdim=True) / x.shape[-1] + eps)
-    out = torch.cat([linear(x, weight) for weight in weights], -1) * scale
+    out = torch.cat([linear(wide, weight.to(wide.dtype)) for weight in weights], -1) * scale
     biases = [bias for bias in biases if bias is not None]
     return (out + torch.cat(biases) if biases else out).to(x.dtype)
 

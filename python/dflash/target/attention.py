@@ -61,6 +61,8 @@ def _block_attention(  # noqa: PLR0913 - transformers' signature
     if block_lengths is None or attention_mask is not None or position_bias is not None:
         reason = "it does not pass the cache lengths on" if block_lengths is None else "it builds its own mask or bias"
         raise UnsupportedTargetError(f"{type(module).__name__} cannot run on dflash's attention: {reason}")
+    # Nothing may be read early (`fresh`): some families, such as deepseek_v3, attend to keys and values that the kernel
+    # ahead computes of the cache.
     out = ops.block_attention(
         query.transpose(1, 2),
         key,
