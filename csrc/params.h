@@ -139,19 +139,24 @@ struct SigmoidMulParams {
   }
 };
 
-// Packed rows -> q heads (norm, RoPE) into q_out for the last q_rows rows; k heads (norm, RoPE) and v heads
-// into the cache at the rows' positions. A position outside [0, capacity) appends nothing.
+// Packed rows -> q heads (norm, RoPE) into q_out for the last q_rows rows, the block; k heads (norm, RoPE)
+// and v heads of all rows into the cache. Row i of sequence b's block is in slot lengths[b] + i, at position
+// lengths[b] + depth[b, i]. Row i in front of it is context, in slot and at position lengths[b] -
+// num_context[b] + i, and off if it is at or past num_context[b]. A slot outside [0, capacity) appends
+// nothing.
 struct QkvNormRopeAppendParams {
   const void* qkv;  // [batch, rows, (num_heads + 2 * num_kv_heads) * head_dim]: q heads, k heads, v heads; if
                     // gated, each q head is followed by its gate, which is not read
-  const int64_t* positions;   // [batch, rows]
-  const float* cos;           // [batch, rows, half]
-  const float* sin;           // [batch, rows, half]
-  const void* q_norm_weight;  // [head_dim] or null
-  const void* k_norm_weight;  // [head_dim] or null
-  void* q_out;                // [batch, q_rows, num_heads, head_dim]
-  void* k_cache;              // [batch, num_kv_heads, capacity, head_dim]
-  void* v_cache;              // [batch, num_kv_heads, capacity, head_dim]
+  const int64_t* lengths;      // [batch], clamped to -q_rows .. 2 * capacity + q_rows
+  const int64_t* num_context;  // [batch], clamped to 0 .. rows - q_rows; null if that is 0
+  const int64_t* depth;        // [batch, q_rows], clamped to 0 .. q_rows; null: 0, 1, 2, ...
+  const float* cos;            // [positions, half]; a position that it does not have takes the nearest
+  const float* sin;            // [positions, half]
+  const void* q_norm_weight;   // [head_dim] or null
+  const void* k_norm_weight;   // [head_dim] or null
+  void* q_out;                 // [batch, q_rows, num_heads, head_dim]
+  void* k_cache;               // [batch, num_kv_heads, capacity, head_dim]
+  void* v_cache;               // [batch, num_kv_heads, capacity, head_dim]
   int64_t batch;
   int64_t rows;
   int64_t q_rows;
@@ -159,6 +164,7 @@ struct QkvNormRopeAppendParams {
   int64_t num_kv_heads;
   int64_t head_dim;
   int64_t half;  // the first 2 * half dimensions of a head rotate
+  int64_t positions;
   int64_t capacity;
   float eps;
   DType dtype;
@@ -166,13 +172,14 @@ struct QkvNormRopeAppendParams {
   int32_t device = 0;
   bool zero_centered = false;
   bool gated = false;
+  bool prefetch = false;  // CUDA only: no kernel that may still run writes what is read, but for qkv
 
   static constexpr auto wire() {
     using P = QkvNormRopeAppendParams;
-    return std::tuple(&P::qkv, &P::positions, &P::cos, &P::sin, &P::q_norm_weight, &P::k_norm_weight,
-                      &P::q_out, &P::k_cache, &P::v_cache, &P::batch, &P::rows, &P::q_rows, &P::num_heads,
-                      &P::num_kv_heads, &P::head_dim, &P::half, &P::capacity, &P::eps, &P::zero_centered,
-                      &P::gated, &P::dtype);
+    return std::tuple(&P::qkv, &P::lengths, &P::num_context, &P::depth, &P::cos, &P::sin, &P::q_norm_weight,
+                      &P::k_norm_weight, &P::q_out, &P::k_cache, &P::v_cache, &P::batch, &P::rows, &P::q_rows,
+                      &P::num_heads, &P::num_kv_heads, &P::head_dim, &P::half, &P::positions, &P::capacity,
+                      &P::eps, &P::zero_centered, &P::gated, &P::prefetch, &P::dtype);
   }
 };
 
@@ -854,7 +861,7 @@ struct DecoderLayersParams {
   const int64_t* keep;         // [batch] or null
   const void* hidden;          // [batch, rows, hidden]
   const void* context;         // [batch, context_rows, hidden] or null: rows that every layer takes K/V from
-  const int64_t* num_context;  // [batch], live context rows, at the positions before lengths[b]
+  const int64_t* num_context;  // [batch], clamped to 0 .. context_rows: live ones, ahead of lengths[b]
   const int64_t* lengths;    // [batch], the position of each sequence's first row, as in BlockAttentionParams
   const int64_t* ancestors;  // [batch, rows, ceil(rows / 64)] or null, as in BlockAttentionParams
   const float* cos;          // [positions, half]

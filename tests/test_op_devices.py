@@ -30,8 +30,8 @@ CALLS = {
     ],
     "fuse_features": lambda: [floats(BATCH, ROWS, 3 * DIM), integers(BATCH), floats(DIM, 3 * DIM), floats(DIM), 1e-6],
     "qkv_norm_rope_append_": lambda: [
-        floats(BATCH, ROWS, (HEADS + 2 * KV_HEADS) * DIM), integers(BATCH, ROWS), floats(BATCH, ROWS, 4),
-        floats(BATCH, ROWS, 4), floats(DIM), None, 1e-6, floats(BATCH, ROWS, HEADS, DIM), *caches(),
+        floats(BATCH, ROWS, (HEADS + 2 * KV_HEADS) * DIM), integers(BATCH), integers(BATCH), integers(BATCH, ROWS),
+        floats(CAPACITY, 4), floats(CAPACITY, 4), floats(DIM), None, 1e-6, floats(BATCH, ROWS, HEADS, DIM), *caches(),
     ],
     "append_context_kv_": lambda: [
         floats(2, BATCH, ROWS, 2 * KV_HEADS * DIM), integers(BATCH, ROWS), floats(BATCH, ROWS, 8),

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import ops
 from .cache import RecurrentCache
-from .ops import BlockConv, DecoderLayer, DeltaNetLayer, PackedLayers
+from .ops import BlockConv, DecoderLayer, DeltaNetLayer, PackedLayers, reference
 from .tree import Tree
 
 __all__ = ["BlockConv", "DecoderLayer", "DecoderStack", "DeltaNetLayer", "rotary_table"]
@@ -30,9 +30,8 @@ class AttentionInputs(NamedTuple):
     """What attention reads in every layer of one pass."""
 
     lengths: Tensor  # [batch]
-    slots: Tensor  # [batch, context_rows + rows]: where K/V go in the cache
-    angles: list[Tensor]  # cos and sin of the same rows
     context: Tensor | None  # [batch, context_rows, hidden]
+    num_context: Tensor | None  # [batch]
     cache: Cache
     tree: Tree | None
 
@@ -99,7 +98,8 @@ class DecoderStack:
 
         Args:
             hidden: ``[batch, rows, hidden]``; row i of sequence b is at position ``lengths[b] + i``.
-            lengths: ``[batch]`` int64.
+            lengths: ``[batch]`` int64. CUDA kernels read it, ``num_context`` and ``tree`` early: see ``prefetch`` of
+                `ops.qkv_norm_rope_append_`.
             cache: written at the rows' positions.
             context: ``[batch, context_rows, hidden]`` or None: rows that every layer takes K/V from as they are; row i
                 is at ``lengths[b] - num_context[b] + i``.
@@ -133,16 +133,10 @@ class DecoderStack:
         self, hidden: Tensor, lengths: Tensor, cache: Cache, context: Tensor | None, num_context: Tensor | None,
         tree: Tree | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        # 1. Slots, positions and angles, one row for each of the context's and the block's
         batch, rows, size = hidden.shape
-        slots = positions = _positions(lengths, torch.arange(rows, device=hidden.device), context, num_context)
-        if tree is not None:
-            positions = _positions(lengths, tree.depth, context, num_context)
         if context is not None and context.device.type == "cpu":  # rows that are off may hold NaN: see reference.linear
-            context = torch.where(positions[:, : context.shape[1], None] < 0, 0, context)
-        at = positions.clamp(0, cache.rotary[0].shape[0] - 1)  # rows that are off, or past the end, append nothing
-        inputs = AttentionInputs(lengths, slots, [table[at] for table in cache.rotary], context, cache, tree)
-        # 2. The layers
+            context = reference.live_rows(context, num_context)
+        inputs = AttentionInputs(lengths, context, num_context, cache, tree)
         tapped = hidden.new_empty(batch, rows, len(self.taps) * size)
         columns = {tap: tapped[..., i * size : (i + 1) * size] for i, tap in enumerate(self.taps)}
         folds = self._ends_in_products and ops.folds_norms(hidden)
@@ -211,7 +205,8 @@ class DecoderStack:
         query = qkv.new_empty(qkv.shape[0], rows, layer.o.shape[1] // head_dim, head_dim)
         norms = (layer.q_norm, layer.k_norm, self.eps)
         ops.qkv_norm_rope_append_(
-            qkv, inputs.slots, *inputs.angles, *norms, query, keys, values, self.zero_centered, layer.gated
+            qkv, inputs.lengths, inputs.num_context, None if inputs.tree is None else inputs.tree.depth,
+            *inputs.cache.rotary, *norms, query, keys, values, self.zero_centered, layer.gated, prefetch=True,
         )  # fmt: skip
         attended = ops.block_attention(
             query, keys, values, inputs.lengths, self.scale, layer.causal, layer.window, 0.0, layer.sinks,
@@ -257,16 +252,6 @@ def _add_norm(
     if conv is None:
         return ops.add_rms_norm(delta, residual, weight, eps, tap, zero_centered)
     return ops.conv_add_rms_norm(delta, conv.base[1], kernels[:, :, 1], residual, weight, eps, tap, zero_centered)
-
-
-def _positions(lengths: Tensor, offsets: Tensor, context: Tensor | None, num_context: Tensor | None) -> Tensor:
-    """``[batch, context_rows + rows]``: the position of each row, -1 for context rows that are off."""
-    ahead = lengths[:, None] + offsets
-    if context is None:
-        return ahead
-    index = torch.arange(context.shape[1], device=lengths.device)
-    before = torch.where(index < num_context[:, None], (lengths - num_context)[:, None] + index, -1)
-    return torch.cat([before, ahead], 1)
 
 
 def _mlp(layer: DecoderLayer | DeltaNetLayer, hidden: Tensor) -> Tensor:

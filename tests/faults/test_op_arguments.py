@@ -236,9 +236,13 @@ def _rotary(d: Draw, batch: int, rows: int, capacity: int, dim: int) -> dict[str
 
 def qkv_norm_rope_append_(d: Draw) -> dict[str, object]:
     batch, rows, heads, kv_heads, dim, capacity = d.size(), d.size(), d.size(), d.size(), d.size(1, 40), d.size(3, 9)
-    q_rows, cache = d.size(0, rows), (batch, kv_heads, capacity, dim)
+    q_rows, cache, table = d.size(0, rows), (batch, kv_heads, capacity, dim), (d.size(1, 9), d.size(0, dim // 2))
     norms = [d.floats(dim) if d.flag() else None for _ in range(2)]
-    named = {"qkv": d.floats(batch, rows, (heads + 2 * kv_heads) * dim), **_rotary(d, batch, rows, capacity, dim)}
+    counts = {"lengths": d.ints(batch, -rows - 1, capacity + 9)}
+    counts["num_context"] = d.ints(batch, -1, rows + 1) if q_rows < rows or d.flag() else None
+    counts["depth"] = d.ints(batch * q_rows, 0, 9).view(batch, q_rows) if d.flag() else None
+    cos, sin = (d.floats(*table, dtype=torch.float32) for _ in range(2))
+    named = {"qkv": d.floats(batch, rows, (heads + 2 * kv_heads) * dim), **counts, "cos": cos, "sin": sin}
     named |= {"q_norm_weight": norms[0], "k_norm_weight": norms[1], "eps": 1e-6}
     return named | {
         "q_out": d.floats(batch, q_rows, heads, dim),

@@ -122,7 +122,9 @@ def _append(new: Tensor, positions: Tensor, cache: Tensor) -> None:
 
 def qkv_norm_rope_append_(
     qkv: Tensor,
-    positions: Tensor,
+    lengths: Tensor,
+    num_context: Tensor | None,
+    depth: Tensor | None,
     cos: Tensor,
     sin: Tensor,
     q_norm_weight: Tensor | None,
@@ -133,15 +135,32 @@ def qkv_norm_rope_append_(
     v_cache: Tensor,
     zero_centered: bool = False,
     gated: bool = False,
+    prefetch: bool = False,
 ) -> None:
     """Split packed rows into heads, norm and rotate q and k, write q of the last rows and append k and v."""
     q_rows, num_heads, head_dim = q_out.shape[1:]
+    lengths = lengths.clamp(-q_rows, 2 * k_cache.shape[2] + q_rows)
+    slots, positions = _slots_and_positions(lengths, q_rows, depth, qkv.shape[1] - q_rows, num_context)
+    at = positions.clamp(0, cos.shape[0] - 1)
+    cos, sin = cos[at], sin[at]
     heads, step = qkv.unflatten(-1, (-1, head_dim)), 2 if gated else 1
     q, k, v = heads.split([step * num_heads, k_cache.shape[1], v_cache.shape[1]], 2)
     first = qkv.shape[1] - q_rows
     q_out.copy_(_norm_rope(q[:, first:, ::step], q_norm_weight, eps, cos[:, first:], sin[:, first:], zero_centered))
-    _append(_norm_rope(k, k_norm_weight, eps, cos, sin, zero_centered).transpose(1, 2), positions, k_cache)
-    _append(v.transpose(1, 2), positions, v_cache)
+    _append(_norm_rope(k, k_norm_weight, eps, cos, sin, zero_centered).transpose(1, 2), slots, k_cache)
+    _append(v.transpose(1, 2), slots, v_cache)
+
+
+def _slots_and_positions(
+    lengths: Tensor, rows: int, depth: Tensor | None, context_rows: int, num_context: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    slots = lengths[:, None] + torch.arange(rows, device=lengths.device)
+    positions = slots if depth is None else lengths[:, None] + depth.clamp(0, rows)
+    if not context_rows:
+        return slots, positions
+    index, live = torch.arange(context_rows, device=lengths.device), num_context.clamp(0, context_rows)
+    before = torch.where(index < live[:, None], (lengths - live)[:, None] + index, -1)
+    return torch.cat([before, slots], 1), torch.cat([before, positions], 1)
 
 
 def append_context_kv_(
@@ -881,8 +900,7 @@ def decoder_layers(
     capacity, head_dim = k_caches[0].shape[2:]
     lengths = lengths.clamp(-rows, 2 * capacity + rows)
     context = context if context is None else live_rows(context, num_context)
-    slots, positions = _slots_and_positions(lengths, rows, ancestors, context, num_context)
-    at = positions.clamp(0, cos.shape[0] - 1)
+    depth = None if ancestors is None else _depth(_tree_bits(ancestors, rows))
     residual, tapped = hidden, {}
     attention = zip(k_caches, v_caches, strict=True)
     recurrent = zip(windows, states, saved_k, saved_d, saved_a, strict=True)
@@ -897,9 +915,9 @@ def decoder_layers(
             projections = ((layer.q, layer.q_bias), (layer.k, layer.k_bias), (layer.v, layer.v_bias))
             qkv = torch.cat([linear(x, weight, bias) for weight, bias in projections], -1)
             queries = hidden.new_empty(batch, rows, layer.o.shape[1] // head_dim, head_dim)
-            norms = (layer.q_norm, layer.k_norm, eps)
-            written = (queries, k_cache, v_cache)
-            qkv_norm_rope_append_(qkv, slots, cos[at], sin[at], *norms, *written, zero_centered, layer.gated)
+            norms, written = (layer.q_norm, layer.k_norm, eps), (queries, k_cache, v_cache)
+            places = (lengths, num_context, depth, cos, sin)
+            qkv_norm_rope_append_(qkv, *places, *norms, *written, zero_centered, layer.gated)
             out = block_attention(
                 queries, k_cache, v_cache, lengths, scale, layer.causal, layer.window, 0.0, layer.sinks, ancestors
             )
@@ -915,18 +933,6 @@ def decoder_layers(
     out = tapped[len(layers) - 1] = rms_norm(residual, norm, eps, None, zero_centered)
     empty = hidden.new_empty(batch, rows, 0)
     return out.clone(), torch.cat([empty, *(tapped[tap] for tap in taps)], -1)
-
-
-def _slots_and_positions(
-    lengths: Tensor, rows: int, ancestors: Tensor | None, context: Tensor | None, num_context: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    slots = lengths[:, None] + torch.arange(rows, device=lengths.device)
-    positions = slots if ancestors is None else lengths[:, None] + _depth(_tree_bits(ancestors, rows))
-    if context is None:
-        return slots, positions
-    index = torch.arange(context.shape[1], device=lengths.device)
-    before = torch.where(index < num_context[:, None], (lengths - num_context)[:, None] + index, -1)
-    return torch.cat([before, slots], 1), torch.cat([before, positions], 1)
 
 
 def _convolve_input(x: Tensor, conv: object) -> tuple[Tensor, Tensor | None]:
