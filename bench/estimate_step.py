@@ -18,11 +18,10 @@ QUERY_TILE, KEY_TILE, FEATURE_TILE = 64, 32, 128  # as in csrc/cuda
 # The products of a layer: in, out, slices of the inner dimension, and MB of weights requested before the kernel waits.
 PRODUCTS = ((HIDDEN, 6144, 5, 5), (HIDDEN, HIDDEN, 8, 12), (HIDDEN, 2 * WIDTH, 1, 3), (WIDTH, HIDDEN, 8, 10))
 
-# Launches of torch in a step with a chain, next to our kernels. The rotation finds its slots and angles by itself.
+# Launches of torch in a step with a chain, next to our kernels.
 TORCH = {
-    "anchor, masks, positions and drafts of a block": 5,
-    "embeddings of the block, for drafter and target": 2,
-    "context and block side by side, per layer of the drafter": DRAFT_LAYERS,
+    "drafts after their anchor": 1,
+    "the target's embeddings": 1,
     "ids without those below 0": 1,
     "taps side by side": 1,
     "positions of the choices": 1,
@@ -115,7 +114,8 @@ def step(gpu: Gpu, rows: int, context: int, tree: bool) -> float:
     heads = sum(product(gpu, r, HIDDEN, VOCAB, 1) for r in (rows, DRAFT_ROWS))
     select = 2 * 7 + mb(rows, VOCAB) / gpu.memory  # the logits come back from memory, about
     tree_ops = 12 + 0.25 * rows + 3 + 3 if tree else 0.0  # candidates, a pop of the frontier per row, walk, moves
-    return target + drafter + heads + select + tree_ops + sum(TORCH.values()) * gpu.torch + gpu.ends
+    glue = gpu.small + sum(TORCH.values()) * gpu.torch  # the first is draft_rows
+    return target + drafter + heads + select + tree_ops + glue + gpu.ends
 
 
 def blocks(rows: int, context: int) -> str:

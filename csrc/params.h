@@ -19,14 +19,15 @@ enum class DType : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };  // kF
 #endif
 DFLASH_ANYWHERE constexpr float norm_offset(bool zero_centered) { return zero_centered ? 1.0f : -0.0f; }
 
-// RMSNorm, with an optional residual added first and an optional count of live rows per sequence.
+// RMSNorm, with an optional residual added first and an optional count of live rows per sequence. With
+// `front` each sequence of the result begins with rows of that tensor, as they are.
 struct RmsNormParams {
   const void* x;         // [rows, hidden]
   const void* residual;  // [rows, hidden] or null
   const void* weight;    // [hidden]
   const int64_t*
       counts;  // [rows / rows_per_sequence] or null: rows past the count are written as zero, never read
-  void* out;   // [rows, hidden]
+  void* out;   // [rows, hidden]; [sequences, front_rows + rows_per_sequence, hidden]
   void* residual_out;  // [rows, hidden], x + residual; null without residual
   int64_t rows;
   int64_t hidden;
@@ -38,22 +39,25 @@ struct RmsNormParams {
   void* tap = nullptr;     // [rows, hidden], strided, or null: x + residual once more
   int64_t tap_stride = 0;  // between its rows, in elements
   bool zero_centered = false;
+  const void* front = nullptr;  // [sequences, front_rows, hidden] or null
+  int64_t sequences = 0;        // with front
+  int64_t front_rows = 0;
 
   static constexpr auto wire() {
     using P = RmsNormParams;
-    return std::tuple(&P::x, &P::residual, &P::weight, &P::counts, &P::out, &P::residual_out, &P::tap,
-                      &P::tap_stride, &P::rows, &P::hidden, &P::rows_per_sequence, &P::eps, &P::zero_centered,
-                      &P::dtype);
+    return std::tuple(&P::x, &P::residual, &P::weight, &P::counts, &P::front, &P::out, &P::residual_out,
+                      &P::tap, &P::tap_stride, &P::rows, &P::hidden, &P::rows_per_sequence, &P::sequences,
+                      &P::front_rows, &P::eps, &P::zero_centered, &P::dtype);
   }
 };
 
 // out[t] = sum of (base[i] + dynamic[t, i]) * x[t - i], i ascending: a convolution over the rows of a block,
-// with zeros in front of it. A weight of zero adds nothing, not even a NaN.
+// with zeros in front of it. A weight of zero adds nothing, not even a NaN. `front` is as in RmsNormParams.
 struct DynamicConvParams {
   const void* x;        // [rows, hidden]
   const void* base;     // [width, hidden]
   const void* dynamic;  // [rows, width, groups], strided by row; a group is hidden / groups channels
-  void* out;            // [rows, hidden]
+  void* out;            // [rows, hidden]; [sequences, front_rows + block_rows, hidden]
   int64_t dynamic_stride_block, dynamic_stride_row;
   int64_t rows;        // of all blocks
   int64_t block_rows;  // of one block
@@ -63,11 +67,15 @@ struct DynamicConvParams {
   DType dtype;
   int32_t threads;
   int32_t device = 0;
+  const void* front = nullptr;  // [sequences, front_rows, hidden] or null
+  int64_t sequences = 0;        // with front
+  int64_t front_rows = 0;
 
   static constexpr auto wire() {
     using P = DynamicConvParams;
-    return std::tuple(&P::x, &P::base, &P::dynamic, &P::out, &P::dynamic_stride_block, &P::dynamic_stride_row,
-                      &P::rows, &P::block_rows, &P::hidden, &P::width, &P::groups, &P::dtype);
+    return std::tuple(&P::x, &P::base, &P::dynamic, &P::front, &P::out, &P::dynamic_stride_block,
+                      &P::dynamic_stride_row, &P::rows, &P::block_rows, &P::hidden, &P::width, &P::groups,
+                      &P::sequences, &P::front_rows, &P::dtype);
   }
 };
 
@@ -100,6 +108,38 @@ struct ConvAddRmsNormParams {
                       &P::tap, &P::tap_stride, &P::dynamic_stride_block, &P::dynamic_stride_row, &P::rows,
                       &P::block_rows, &P::hidden, &P::width, &P::groups, &P::eps, &P::zero_centered,
                       &P::dtype);
+  }
+};
+
+// The rows that a drafter takes: row 0 is the embedding of a sequence's last token, its anchor, row i that of
+// draft i - 1, or of the mask where there are none yet. All are multiplied by `scale` and rounded.
+struct DraftRowsParams {
+  const int64_t* tokens;       // [batch, capacity]; the anchor is at length[b]
+  const int64_t* length;       // [batch], clamped to 0 .. capacity - 1
+  const int64_t* drafts;       // [batch, num_drafts] or null: masks
+  const void* table;           // [vocab, hidden], strided; an id outside of it counts as the nearest
+  const void* mask_embedding;  // [hidden] or null: the table's row mask_id
+  void* embeds;                // [batch, rows, hidden]
+  int64_t* anchor;             // [batch]
+  int64_t* positions;          // [batch, num_drafts]: length[b] + 1, length[b] + 2, ...
+  int64_t table_stride;
+  int64_t batch;
+  int64_t capacity;
+  int64_t rows;  // at most num_drafts + 1
+  int64_t num_drafts;
+  int64_t vocab;
+  int64_t hidden;
+  int64_t mask_id;
+  float scale;
+  DType dtype;
+  int32_t threads;
+  int32_t device = 0;
+
+  static constexpr auto wire() {
+    using P = DraftRowsParams;
+    return std::tuple(&P::tokens, &P::length, &P::drafts, &P::table, &P::mask_embedding, &P::embeds,
+                      &P::anchor, &P::positions, &P::table_stride, &P::batch, &P::capacity, &P::rows,
+                      &P::num_drafts, &P::vocab, &P::hidden, &P::mask_id, &P::scale, &P::dtype);
   }
 };
 

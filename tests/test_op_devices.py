@@ -80,6 +80,10 @@ CALLS = {
         *(integers(BATCH) for _ in range(3)), *(integers(BATCH, ROWS) for _ in range(3)),
     ],
     "compact_kv_": lambda: [integers(BATCH, ROWS), integers(BATCH), integers(BATCH), caches(), caches()],
+    "draft_rows": lambda: [
+        integers(BATCH, CAPACITY), integers(BATCH), integers(BATCH, ROWS), floats(9, DIM), 2, ROWS, ROWS, floats(DIM),
+        2.0,
+    ],
     "gather_rows_": lambda: [floats(BATCH, ROWS, DIM), integers(BATCH, 3), floats(BATCH, 3, DIM)],
     "gated_recurrence_": lambda: [
         floats(BATCH, ROWS, KV_HEADS, DIM), floats(BATCH, ROWS, KV_HEADS, DIM), floats(BATCH, ROWS, HEADS, 8),

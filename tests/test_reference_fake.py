@@ -78,6 +78,9 @@ CALLS = {
     "compact_kv_": lambda: reference.compact_kv_(
         integers(BATCH, ROWS), integers(BATCH), integers(BATCH), caches(), caches()
     ),
+    "draft_rows": lambda: reference.draft_rows(
+        integers(BATCH, CAPACITY), integers(BATCH), None, floats(9, DIM), 2, ROWS, ROWS + 1, floats(DIM), 2.0
+    )[0],
     "gather_rows_": lambda: reference.gather_rows_(
         floats(BATCH, ROWS, DIM), integers(BATCH, 3), floats(BATCH, 3, DIM)
     ),

@@ -47,7 +47,8 @@ class DecoderStack:
 
     A layer with attention is 9 launches then (13 with convolutions over the block), one with a Gated DeltaNet 10. With
     experts it always goes op by op. Where kernels can fold norms into products (`ops.folds_norms`) and every layer has
-    plain attention and a dense MLP, a layer is 7 launches, or 8 with context rows.
+    plain attention and a dense MLP, a layer is 7 launches, or 8 with context rows. These rows are put in front of the
+    block's by whatever makes the input of q, k and v.
 
     Args:
         layers: the weights, used where they are.
@@ -147,23 +148,22 @@ class DecoderStack:
 
     def _apart(self, hidden: Tensor, inputs: AttentionInputs, taps: dict[int, Tensor]) -> Tensor:
         """Run all layers, each norm in a kernel of its own. Returns ``hidden`` after the final norm."""
-        eps, zero_centered = self.eps, self.zero_centered
-        residual, hidden = hidden, ops.rms_norm(hidden, self.layers[0].input_norm, eps, None, zero_centered)
+        norm = (self.layers[0].input_norm, self.eps, None, self.zero_centered, self._front(0, inputs))
+        residual, hidden = hidden, ops.rms_norm(hidden, *norm)
         for i, layer in enumerate(self.layers):
             # 1. The mixer: attention also takes the context's rows, in front
-            hidden, kernels = _prepare(layer.attention_conv, hidden)
+            hidden, kernels = _prepare(layer.attention_conv, hidden, inputs.context)
             if layer.is_recurrent:
                 delta = self._delta_net(i, hidden, inputs.cache)
             else:
                 delta = ops.linear(self._attention(i, hidden, inputs), layer.o, layer.o_bias, prefetch=True)
-            norm = (layer.post_norm, eps, None, zero_centered)
-            hidden, residual = _add_norm(layer.attention_conv, delta, kernels, residual, *norm)
+            hidden, residual = self._add_norm(layer.attention_conv, delta, kernels, residual, layer.post_norm)
             # 2. MLP, whose residual sum is also the tap
             hidden, kernels = _prepare(layer.mlp_conv, hidden)
             delta = _mlp(layer, hidden)
             following, tap = self._following(i, taps)
-            norm = (following, eps, tap, zero_centered)
-            hidden, residual = _add_norm(layer.mlp_conv, delta, kernels, residual, *norm)
+            norm = (following, tap, self._front(i + 1, inputs))
+            hidden, residual = self._add_norm(layer.mlp_conv, delta, kernels, residual, *norm)
         return hidden
 
     def _folded(self, hidden: Tensor, inputs: AttentionInputs, taps: dict[int, Tensor]) -> Tensor:
@@ -173,7 +173,8 @@ class DecoderStack:
         """
         eps, zero_centered = self.eps, self.zero_centered
         squares: Tensor | None = None  # of the rows that the next product still has to scale
-        residual, hidden = hidden, ops.rms_norm(hidden, self.layers[0].input_norm, eps, None, zero_centered)
+        norm = (self.layers[0].input_norm, eps, None, zero_centered, self._front(0, inputs))
+        residual, hidden = hidden, ops.rms_norm(hidden, *norm)
         for i, layer in enumerate(self.layers):
             attended = self._attention(i, hidden, inputs, squares)
             hidden, residual, squares = ops.linear_add_scale(
@@ -187,19 +188,39 @@ class DecoderStack:
                 )
             else:
                 squares, delta = None, ops.linear(gated, layer.down, prefetch=True)
-                hidden, residual = ops.add_rms_norm(delta, residual, norm, eps, tap, zero_centered)
+                front = self._front(i + 1, inputs)
+                hidden, residual = ops.add_rms_norm(delta, residual, norm, eps, tap, zero_centered, front)
         return hidden
+
+    def _front(self, index: int, inputs: AttentionInputs) -> Tensor | None:
+        """Return the rows that the norm before a layer's mixer, or the final norm, puts in front of its own."""
+        last = index == len(self.layers)
+        return None if last or self.layers[index].attention_conv is not None else inputs.context
+
+    def _add_norm(
+        self, conv: BlockConv | None, delta: Tensor, kernels: Tensor | None, residual: Tensor, weight: Tensor,
+        tap: Tensor | None = None, front: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Add a sublayer's output ``delta``, convolved first if it has a convolution. Returns the norm and the sum."""
+        norm = (residual, weight, self.eps, tap, self.zero_centered)
+        if conv is None:
+            return ops.add_rms_norm(delta, *norm, front)
+        hidden, residual = ops.conv_add_rms_norm(delta, conv.base[1], kernels[:, :, 1], *norm)
+        return hidden if front is None else torch.cat([front, hidden], 1), residual
 
     def _following(self, index: int, taps: dict[int, Tensor]) -> tuple[Tensor, Tensor | None]:
         """Return the weight of the norm after a layer, and the tap of what goes into it."""
         last = index + 1 == len(self.layers)  # its tap is read after the norm
         return (self.norm, None) if last else (self.layers[index + 1].input_norm, taps.get(index))
 
-    def _attention(self, index: int, hidden: Tensor, inputs: AttentionInputs, squares: Tensor | None = None) -> Tensor:
-        """Return ``[batch, rows, num_heads * head_dim]``, what the layer's o projection reads."""
+    def _attention(self, index: int, rows_in: Tensor, inputs: AttentionInputs, squares: Tensor | None = None) -> Tensor:
+        """Return ``[batch, rows, num_heads * head_dim]``, what the layer's o projection reads.
+
+        ``rows_in`` is ``[batch, context_rows + rows, hidden]``.
+        """
         layer, keys, values = self.layers[index], inputs.cache.keys[index], inputs.cache.values[index]
-        rows, head_dim = hidden.shape[1], keys.shape[3]
-        rows_in = hidden if inputs.context is None else torch.cat([inputs.context, hidden], 1)
+        context_rows, head_dim = 0 if inputs.context is None else inputs.context.shape[1], keys.shape[3]
+        rows = rows_in.shape[1] - context_rows
         weights = (layer.q, layer.k, layer.v)
         qkv = ops.linears(rows_in, weights, _qkv_biases(layer), prefetch=True, squares=squares, eps=self.eps)
         query = qkv.new_empty(qkv.shape[0], rows, layer.o.shape[1] // head_dim, head_dim)
@@ -210,7 +231,7 @@ class DecoderStack:
         )  # fmt: skip
         attended = ops.block_attention(
             query, keys, values, inputs.lengths, self.scale, layer.causal, layer.window, 0.0, layer.sinks,
-            None if inputs.tree is None else inputs.tree.ancestors, fresh=rows_in.shape[1] - rows,
+            None if inputs.tree is None else inputs.tree.ancestors, fresh=context_rows,
         )  # fmt: skip
         if layer.gated:
             gates = qkv[:, qkv.shape[1] - rows :, : layer.q.shape[0]].flatten(0, 1).unflatten(-1, (-1, 2, head_dim))
@@ -236,22 +257,15 @@ def _fields(values: Iterable[object]) -> Iterator[object]:
             yield value
 
 
-def _prepare(conv: BlockConv | None, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return what a sublayer reads in place of ``hidden [batch, rows, hidden]``, and the kernels of each row."""
+def _prepare(conv: BlockConv | None, hidden: Tensor, front: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """Return what a sublayer reads in place of ``hidden``, and the kernels of each row.
+
+    Without a convolution ``hidden`` has the rows of ``front`` already. All are ``[batch, rows, hidden]``.
+    """
     if conv is None:
         return hidden, None
     kernels = ops.linear(hidden, conv.projection).unflatten(-1, (2, conv.base.shape[1], -1))
-    return ops.dynamic_conv(hidden, conv.base[0], kernels[:, :, 0]), kernels
-
-
-def _add_norm(
-    conv: BlockConv | None, delta: Tensor, kernels: Tensor | None, residual: Tensor, weight: Tensor, eps: float,
-    tap: Tensor | None, zero_centered: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Add a sublayer's output ``delta``, convolved first if it has a convolution, and return the norm and the sum."""
-    if conv is None:
-        return ops.add_rms_norm(delta, residual, weight, eps, tap, zero_centered)
-    return ops.conv_add_rms_norm(delta, conv.base[1], kernels[:, :, 1], residual, weight, eps, tap, zero_centered)
+    return ops.dynamic_conv(hidden, conv.base[0], kernels[:, :, 0], front), kernels
 
 
 def _mlp(layer: DecoderLayer | DeltaNetLayer, hidden: Tensor) -> Tensor:

@@ -122,14 +122,20 @@ def cache() -> Tensor:
 
 CALLS: dict[str, Callable[[], dict[str, object]]] = {
     "rms_norm": lambda: {
-        "x": torch.randn(BATCH, ROWS, HIDDEN), "weight": torch.randn(HIDDEN), "eps": 1e-6, "counts": _ints(3, 1)},
+        "x": torch.randn(BATCH, ROWS, HIDDEN), "weight": torch.randn(HIDDEN), "eps": 1e-6, "counts": _ints(3, 1),
+        "front": torch.randn(BATCH, 2, HIDDEN)},
     "add_rms_norm": lambda: {
         "x": torch.randn(BATCH, ROWS, HIDDEN), "residual": torch.randn(BATCH, ROWS, HIDDEN),
-        "weight": torch.randn(HIDDEN), "eps": 1e-6, "tap": torch.zeros(BATCH, ROWS, HIDDEN)},
-    "dynamic_conv": _dynamic_convolution,
+        "weight": torch.randn(HIDDEN), "eps": 1e-6, "tap": torch.zeros(BATCH, ROWS, HIDDEN),
+        "front": torch.randn(BATCH, 2, HIDDEN)},
+    "dynamic_conv": lambda: _dynamic_convolution() | {"front": torch.randn(BATCH, 2, HIDDEN)},
     "conv_add_rms_norm": lambda: _dynamic_convolution() | {
         "residual": torch.randn(BATCH, ROWS, HIDDEN), "weight": torch.randn(HIDDEN), "eps": 1e-6,
         "tap": torch.zeros(BATCH, ROWS, HIDDEN)},
+    "draft_rows": lambda: {
+        "tokens": torch.randint(0, VOCAB, (BATCH, CAPACITY)), "length": _ints(3, 7),
+        "drafts": torch.randint(0, VOCAB, (BATCH, ROWS)), "table": torch.randn(VOCAB, HIDDEN), "mask_id": 5,
+        "num_drafts": ROWS, "rows": ROWS + 1, "mask_embedding": torch.randn(HIDDEN), "scale": 1.5},
     "silu_mul": lambda: {"gate_up": torch.randn(BATCH, ROWS, 2 * HIDDEN)},
     "swiglu": lambda: {
         "x": torch.randn(ROWS, HIDDEN), "gate": torch.randn(WIDTH, HIDDEN), "up": torch.randn(WIDTH, HIDDEN),

@@ -139,7 +139,17 @@ def rms_norm(d: Draw) -> dict[str, object]:
         "weight": d.floats(hidden),
         "eps": d.choice(1e-6, 0.0),
         "counts": counts,
+        "front": d.floats(batch, d.size(), hidden) if d.flag() else None,
     }
+
+
+def draft_rows(d: Draw) -> dict[str, object]:
+    batch, capacity, vocab, hidden, num_drafts = d.size(), d.size(1), d.size(1, 9), d.size(1, 40), d.size()
+    named = {"tokens": d.ints(batch * capacity, -1, vocab).view(batch, capacity), "length": d.ints(batch, -1, capacity)}
+    named["drafts"] = d.ints(batch * num_drafts, -1, vocab).view(batch, num_drafts) if d.flag() else None
+    named |= {"table": d.floats(vocab, hidden), "mask_id": d.size(0, vocab - 1), "num_drafts": num_drafts}
+    named |= {"rows": d.size(0, num_drafts + 1), "mask_embedding": d.floats(hidden) if d.flag() else None}
+    return named | {"scale": d.choice(1.0, 0.3, -2.0)}
 
 
 def add_rms_norm(d: Draw) -> dict[str, object]:
@@ -148,7 +158,8 @@ def add_rms_norm(d: Draw) -> dict[str, object]:
     if tap is not None and d.flag():
         tap = torch.zeros(*shape[:2], shape[2] + 3, dtype=d.dtype)[..., 2 : 2 + shape[2]]
     x, residual, weight = d.floats(*shape), d.floats(*shape), d.floats(shape[2])
-    return {"x": x, "residual": residual, "weight": weight, "eps": 1e-6, "tap": tap}
+    front = d.floats(shape[0], d.size(), shape[2]) if d.flag() else None
+    return {"x": x, "residual": residual, "weight": weight, "eps": 1e-6, "tap": tap, "front": front}
 
 
 def dynamic_conv(d: Draw) -> dict[str, object]:
@@ -378,7 +389,7 @@ def causal_conv_(d: Draw) -> dict[str, object]:
 
 MAKERS = [
     rms_norm, add_rms_norm, dynamic_conv, conv_add_rms_norm, silu_mul, fuse_features, linear, linears, swiglu,
-    linear_add_scale, block_attention,
+    linear_add_scale, draft_rows, block_attention,
     append_kv_, qkv_norm_rope_append_, append_context_kv_, select_tokens, tree_candidates, top_candidates,
     walk_candidates, build_tree, accept_prefix_,
     accept_path_, compact_kv_, gather_rows_, gated_recurrence_, causal_conv_,

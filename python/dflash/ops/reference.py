@@ -20,7 +20,12 @@ def _compute_dtype(x: Tensor) -> torch.dtype:
 
 
 def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, counts: Tensor | None = None, zero_centered: bool = False
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    counts: Tensor | None = None,
+    zero_centered: bool = False,
+    front: Tensor | None = None,
 ) -> Tensor:
     """``x / sqrt(mean(x^2) + eps) * weight``, or ``1 + weight``; rows at or past ``counts`` are zero."""
     wide = x.to(_compute_dtype(x))
@@ -28,20 +33,31 @@ def rms_norm(
     out = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * (1 + weight if zero_centered else weight)
     if counts is not None:
         out = live_rows(out, counts)
-    return out.to(x.dtype)
+    return _behind(front, out.to(x.dtype))
+
+
+def _behind(front: Tensor | None, x: Tensor) -> Tensor:
+    """``x`` with the rows of ``front`` before its own."""
+    return x if front is None else torch.cat([front, x], 1)
 
 
 def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, tap: Tensor | None = None, zero_centered: bool = False
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    tap: Tensor | None = None,
+    zero_centered: bool = False,
+    front: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``h = x + residual``; returns ``(rms_norm(h), h)`` and puts h in the tap."""
     total = x + residual
     if tap is not None:
         tap.copy_(total)
-    return rms_norm(total, weight, eps, None, zero_centered), total
+    return rms_norm(total, weight, eps, None, zero_centered, front), total
 
 
-def dynamic_conv(x: Tensor, base: Tensor, dynamic: Tensor) -> Tensor:
+def dynamic_conv(x: Tensor, base: Tensor, dynamic: Tensor, front: Tensor | None = None) -> Tensor:
     """``out[t] = sum of (base[i] + dynamic[t, i]) * x[t - i]`` over ``i <= t``; a weight of zero adds nothing."""
     rows, wide = x.shape[1], _compute_dtype(x)
     values, size = x.to(wide), x.shape[2] // dynamic.shape[3]
@@ -51,7 +67,7 @@ def dynamic_conv(x: Tensor, base: Tensor, dynamic: Tensor) -> Tensor:
     for i in range(min(base.shape[0], rows)):
         weight, sums = weights[:, i:, i], total[:, i:]
         total[:, i:] = torch.where(weight == 0, sums, sums + weight * values[:, : rows - i])
-    return total.to(x.dtype)
+    return _behind(front, total.to(x.dtype))
 
 
 def conv_add_rms_norm(
@@ -66,6 +82,29 @@ def conv_add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """`dynamic_conv`, then `add_rms_norm`."""
     return add_rms_norm(dynamic_conv(x, base, dynamic), residual, weight, eps, tap, zero_centered)
+
+
+def draft_rows(
+    tokens: Tensor,
+    length: Tensor,
+    drafts: Tensor | None,
+    table: Tensor,
+    mask_id: int,
+    num_drafts: int,
+    rows: int,
+    mask_embedding: Tensor | None = None,
+    scale: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The scaled embeddings of the anchor and the drafts or masks, the anchors, and the positions of the drafts."""
+    at = length.clamp(0, tokens.shape[1] - 1)[:, None]
+    anchor = tokens.gather(1, at)
+    drafts = torch.full_like(anchor, mask_id).expand(-1, num_drafts) if drafts is None else drafts
+    ids = torch.cat([anchor, drafts], 1)[:, :rows]
+    embeds = table[ids.clamp(0, table.shape[0] - 1)]
+    if mask_embedding is not None:
+        embeds = torch.where((ids == mask_id)[..., None], mask_embedding, embeds)
+    positions = at + torch.arange(1, num_drafts + 1, device=at.device)
+    return (embeds.to(_compute_dtype(embeds)) * scale).to(embeds.dtype), anchor[:, 0].clone(), positions
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
