@@ -23,7 +23,6 @@ TORCH = {
     "drafts after their anchor": 1,
     "the target's embeddings": 1,
     "ids without those below 0": 1,
-    "taps side by side": 1,
     "positions of the choices": 1,
     "report": 2,
 }

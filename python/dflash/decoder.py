@@ -93,7 +93,7 @@ class DecoderStack:
 
     def __call__(
         self, hidden: Tensor, lengths: Tensor, cache: Cache, context: Tensor | None = None,
-        num_context: Tensor | None = None, tree: Tree | None = None,
+        num_context: Tensor | None = None, tree: Tree | None = None, tapped: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Run the layers over a block of rows and append its K/V.
 
@@ -106,20 +106,26 @@ class DecoderStack:
                 is at ``lengths[b] - num_context[b] + i``.
             num_context: ``[batch]`` int64; rows at or past it are off.
             tree: which row continues which; None for a chain. Every layer must have causal attention.
+            tapped: ``[batch, rows, taps * hidden]``, contiguous: where to write the taps; None for a new tensor.
 
         Returns:
-            ``(out [batch, rows, hidden], tapped [batch, rows, taps * hidden])``, ``out`` after the final norm.
+            ``(out [batch, rows, hidden], tapped)``, ``out`` after the final norm.
         """
         rows = hidden.shape[1] + (0 if context is None else context.shape[1])
         is_few = hidden.device.type == "cpu" and ops.skinny(hidden.shape[0] * rows, hidden.dtype)
         if is_few and self._packed is not None:
             attention = [i for i, layer in enumerate(self.layers) if not layer.is_recurrent]
-            return ops.decoder_layers(
+            out, taps = ops.decoder_layers(
                 hidden, context, num_context, lengths, *cache.rotary, [cache.keys[i] for i in attention],
                 [cache.values[i] for i in attention], self._packed.handle, *self._recurrent(cache),
                 ancestors=None if tree is None else tree.ancestors,
             )  # fmt: skip
-        return self._op_by_op(hidden, lengths, cache, context, num_context, tree)
+            return out, taps if tapped is None else tapped.copy_(taps)
+        if context is not None and context.device.type == "cpu":  # rows that are off may hold NaN: see reference.linear
+            context = reference.live_rows(context, num_context)
+        if tapped is None:
+            tapped = hidden.new_empty(*hidden.shape[:2], len(self.taps) * hidden.shape[2])
+        return self._op_by_op(hidden, AttentionInputs(lengths, context, num_context, cache, tree), tapped), tapped
 
     def _recurrent(self, cache: Cache) -> tuple:
         """Return what `ops.decoder_layers` takes for recurrent layers."""
@@ -130,21 +136,14 @@ class DecoderStack:
         saved = [x.saved_k for x in held], [x.saved_d for x in held], [x.saved_a for x in held]
         return windows, states, *saved, cache.pending, cache.keep
 
-    def _op_by_op(
-        self, hidden: Tensor, lengths: Tensor, cache: Cache, context: Tensor | None, num_context: Tensor | None,
-        tree: Tree | None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        batch, rows, size = hidden.shape
-        if context is not None and context.device.type == "cpu":  # rows that are off may hold NaN: see reference.linear
-            context = reference.live_rows(context, num_context)
-        inputs = AttentionInputs(lengths, context, num_context, cache, tree)
-        tapped = hidden.new_empty(batch, rows, len(self.taps) * size)
+    def _op_by_op(self, hidden: Tensor, inputs: AttentionInputs, tapped: Tensor) -> Tensor:
+        size = hidden.shape[2]
         columns = {tap: tapped[..., i * size : (i + 1) * size] for i, tap in enumerate(self.taps)}
         folds = self._ends_in_products and ops.folds_norms(hidden)
         hidden = (self._folded if folds else self._apart)(hidden, inputs, columns)
         if len(self.layers) - 1 in columns:
             columns[len(self.layers) - 1].copy_(hidden)
-        return hidden, tapped
+        return hidden
 
     def _apart(self, hidden: Tensor, inputs: AttentionInputs, taps: dict[int, Tensor]) -> Tensor:
         """Run all layers, each norm in a kernel of its own. Returns ``hidden`` after the final norm."""
