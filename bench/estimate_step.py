@@ -18,6 +18,15 @@ QUERY_TILE, KEY_TILE, FEATURE_TILE = 64, 32, 128  # as in csrc/cuda
 # The products of a layer: in, out, slices of the inner dimension, and MB of weights requested before the kernel waits.
 PRODUCTS = ((HIDDEN, 6144, 5, 5), (HIDDEN, HIDDEN, 8, 12), (HIDDEN, 2 * WIDTH, 1, 3), (WIDTH, HIDDEN, 8, 10))
 
+# Launches of torch in a step with a chain, next to our kernels.
+TORCH = {
+    "drafts after their anchor": 1,
+    "the target's embeddings": 1,
+    "ids without those below 0": 1,
+    "positions of the choices": 1,
+    "report": 2,
+}
+
 
 @dataclass(frozen=True)
 class Gpu:
@@ -31,6 +40,8 @@ class Gpu:
     tail: float = 0.9  # its end, without slices
     slice_tail: float = 1.6  # its end with slices, without the sums of the last block
     small: float = 2.3  # a norm, a rotation
+    torch: float = 1.8  # a small kernel of torch
+    ends: float = 40.0  # first and last norms, acceptance, from one graph to the next
     folded: float = 1.06  # a norm inside the products around it
     attention: float = 3.2  # until the first keys have arrived
     early: float = 1.6  # of that, if older keys are read before the wait
@@ -98,14 +109,12 @@ def layer(gpu: Gpu, rows: int, context: int, tree: bool, norms: int = 0) -> floa
 def step(gpu: Gpu, rows: int, context: int, tree: bool) -> float:
     """Verify `rows` rows, draft 16, choose tokens; with a tree also build it, walk it and move its path."""
     target = LAYERS * layer(gpu, rows, context, tree)
-    drafter = (
-        DRAFT_LAYERS * (layer(gpu, DRAFT_ROWS, context, tree=False, norms=1) + 1.8)
-        + mb(HIDDEN, 5 * HIDDEN) / gpu.memory
-    )
+    drafter = DRAFT_LAYERS * layer(gpu, DRAFT_ROWS, context, tree=False, norms=1) + mb(HIDDEN, 5 * HIDDEN) / gpu.memory
     heads = sum(product(gpu, r, HIDDEN, VOCAB, 1) for r in (rows, DRAFT_ROWS))
     select = 2 * 7 + mb(rows, VOCAB) / gpu.memory  # the logits come back from memory, about
     tree_ops = 12 + 0.25 * rows + 3 + 3 if tree else 0.0  # candidates, a pop of the frontier per row, walk, moves
-    return target + drafter + heads + select + tree_ops + 90
+    glue = gpu.small + sum(TORCH.values()) * gpu.torch  # the first is draft_rows
+    return target + drafter + heads + select + tree_ops + glue + gpu.ends
 
 
 def blocks(rows: int, context: int) -> str:

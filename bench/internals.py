@@ -145,11 +145,12 @@ class Parts:
 
     def draft(self) -> Tensor:
         """Run the drafter over the block, head included."""
-        return self._engine.proposer.predict(self.block, self._features, self._state).logits
+        proposer = self._engine.proposer
+        return proposer.predict(proposer.rows_for(self._state, proposer.num_drafts), self._features, self._state).logits
 
     def draft_layers(self) -> Tensor:
         """Run the drafter over the block, without the head."""
-        embeds = self._draft.embed(self.block, self._engine.target.embedding_weight)
+        embeds = self._engine.proposer.rows_for(self._state, self.block.shape[1] - 1).embeds
         return self._draft(self._features, self._state.num_context, embeds, self._state.length, self._state.draft_cache)
 
     def propose(self) -> Tensor:

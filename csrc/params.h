@@ -19,14 +19,15 @@ enum class DType : int32_t { kFloat32 = 0, kBFloat16 = 1, kFloat16 = 2 };  // kF
 #endif
 DFLASH_ANYWHERE constexpr float norm_offset(bool zero_centered) { return zero_centered ? 1.0f : -0.0f; }
 
-// RMSNorm, with an optional residual added first and an optional count of live rows per sequence.
+// RMSNorm, with an optional residual added first and an optional count of live rows per sequence. With
+// `front` each sequence of the result begins with rows of that tensor, as they are.
 struct RmsNormParams {
   const void* x;         // [rows, hidden]
   const void* residual;  // [rows, hidden] or null
   const void* weight;    // [hidden]
   const int64_t*
       counts;  // [rows / rows_per_sequence] or null: rows past the count are written as zero, never read
-  void* out;   // [rows, hidden]
+  void* out;   // [rows, hidden]; [sequences, front_rows + rows_per_sequence, hidden]
   void* residual_out;  // [rows, hidden], x + residual; null without residual
   int64_t rows;
   int64_t hidden;
@@ -38,22 +39,25 @@ struct RmsNormParams {
   void* tap = nullptr;     // [rows, hidden], strided, or null: x + residual once more
   int64_t tap_stride = 0;  // between its rows, in elements
   bool zero_centered = false;
+  const void* front = nullptr;  // [sequences, front_rows, hidden] or null
+  int64_t sequences = 0;        // with front
+  int64_t front_rows = 0;
 
   static constexpr auto wire() {
     using P = RmsNormParams;
-    return std::tuple(&P::x, &P::residual, &P::weight, &P::counts, &P::out, &P::residual_out, &P::tap,
-                      &P::tap_stride, &P::rows, &P::hidden, &P::rows_per_sequence, &P::eps, &P::zero_centered,
-                      &P::dtype);
+    return std::tuple(&P::x, &P::residual, &P::weight, &P::counts, &P::front, &P::out, &P::residual_out,
+                      &P::tap, &P::tap_stride, &P::rows, &P::hidden, &P::rows_per_sequence, &P::sequences,
+                      &P::front_rows, &P::eps, &P::zero_centered, &P::dtype);
   }
 };
 
 // out[t] = sum of (base[i] + dynamic[t, i]) * x[t - i], i ascending: a convolution over the rows of a block,
-// with zeros in front of it. A weight of zero adds nothing, not even a NaN.
+// with zeros in front of it. A weight of zero adds nothing, not even a NaN. `front` is as in RmsNormParams.
 struct DynamicConvParams {
   const void* x;        // [rows, hidden]
   const void* base;     // [width, hidden]
   const void* dynamic;  // [rows, width, groups], strided by row; a group is hidden / groups channels
-  void* out;            // [rows, hidden]
+  void* out;            // [rows, hidden]; [sequences, front_rows + block_rows, hidden]
   int64_t dynamic_stride_block, dynamic_stride_row;
   int64_t rows;        // of all blocks
   int64_t block_rows;  // of one block
@@ -63,11 +67,15 @@ struct DynamicConvParams {
   DType dtype;
   int32_t threads;
   int32_t device = 0;
+  const void* front = nullptr;  // [sequences, front_rows, hidden] or null
+  int64_t sequences = 0;        // with front
+  int64_t front_rows = 0;
 
   static constexpr auto wire() {
     using P = DynamicConvParams;
-    return std::tuple(&P::x, &P::base, &P::dynamic, &P::out, &P::dynamic_stride_block, &P::dynamic_stride_row,
-                      &P::rows, &P::block_rows, &P::hidden, &P::width, &P::groups, &P::dtype);
+    return std::tuple(&P::x, &P::base, &P::dynamic, &P::front, &P::out, &P::dynamic_stride_block,
+                      &P::dynamic_stride_row, &P::rows, &P::block_rows, &P::hidden, &P::width, &P::groups,
+                      &P::sequences, &P::front_rows, &P::dtype);
   }
 };
 
@@ -100,6 +108,38 @@ struct ConvAddRmsNormParams {
                       &P::tap, &P::tap_stride, &P::dynamic_stride_block, &P::dynamic_stride_row, &P::rows,
                       &P::block_rows, &P::hidden, &P::width, &P::groups, &P::eps, &P::zero_centered,
                       &P::dtype);
+  }
+};
+
+// The rows that a drafter takes: row 0 is the embedding of a sequence's last token, its anchor, row i that of
+// draft i - 1, or of the mask where there are none yet. All are multiplied by `scale` and rounded.
+struct DraftRowsParams {
+  const int64_t* tokens;       // [batch, capacity]; the anchor is at length[b]
+  const int64_t* length;       // [batch], clamped to 0 .. capacity - 1
+  const int64_t* drafts;       // [batch, num_drafts] or null: masks
+  const void* table;           // [vocab, hidden], strided; an id outside of it counts as the nearest
+  const void* mask_embedding;  // [hidden] or null: the table's row mask_id
+  void* embeds;                // [batch, rows, hidden]
+  int64_t* anchor;             // [batch]
+  int64_t* positions;          // [batch, num_drafts]: length[b] + 1, length[b] + 2, ...
+  int64_t table_stride;
+  int64_t batch;
+  int64_t capacity;
+  int64_t rows;  // at most num_drafts + 1
+  int64_t num_drafts;
+  int64_t vocab;
+  int64_t hidden;
+  int64_t mask_id;
+  float scale;
+  DType dtype;
+  int32_t threads;
+  int32_t device = 0;
+
+  static constexpr auto wire() {
+    using P = DraftRowsParams;
+    return std::tuple(&P::tokens, &P::length, &P::drafts, &P::table, &P::mask_embedding, &P::embeds,
+                      &P::anchor, &P::positions, &P::table_stride, &P::batch, &P::capacity, &P::rows,
+                      &P::num_drafts, &P::vocab, &P::hidden, &P::mask_id, &P::scale, &P::dtype);
   }
 };
 
@@ -139,19 +179,24 @@ struct SigmoidMulParams {
   }
 };
 
-// Packed rows -> q heads (norm, RoPE) into q_out for the last q_rows rows; k heads (norm, RoPE) and v heads
-// into the cache at the rows' positions. A position outside [0, capacity) appends nothing.
+// Packed rows -> q heads (norm, RoPE) into q_out for the last q_rows rows, the block; k heads (norm, RoPE)
+// and v heads of all rows into the cache. Row i of sequence b's block is in slot lengths[b] + i, at position
+// lengths[b] + depth[b, i]. Row i in front of it is context, in slot and at position lengths[b] -
+// num_context[b] + i, and off if it is at or past num_context[b]. A slot outside [0, capacity) appends
+// nothing.
 struct QkvNormRopeAppendParams {
   const void* qkv;  // [batch, rows, (num_heads + 2 * num_kv_heads) * head_dim]: q heads, k heads, v heads; if
                     // gated, each q head is followed by its gate, which is not read
-  const int64_t* positions;   // [batch, rows]
-  const float* cos;           // [batch, rows, half]
-  const float* sin;           // [batch, rows, half]
-  const void* q_norm_weight;  // [head_dim] or null
-  const void* k_norm_weight;  // [head_dim] or null
-  void* q_out;                // [batch, q_rows, num_heads, head_dim]
-  void* k_cache;              // [batch, num_kv_heads, capacity, head_dim]
-  void* v_cache;              // [batch, num_kv_heads, capacity, head_dim]
+  const int64_t* lengths;      // [batch], clamped to -q_rows .. 2 * capacity + q_rows
+  const int64_t* num_context;  // [batch], clamped to 0 .. rows - q_rows; null if that is 0
+  const int64_t* depth;        // [batch, q_rows], clamped to 0 .. q_rows; null: 0, 1, 2, ...
+  const float* cos;            // [positions, half]; a position that it does not have takes the nearest
+  const float* sin;            // [positions, half]
+  const void* q_norm_weight;   // [head_dim] or null
+  const void* k_norm_weight;   // [head_dim] or null
+  void* q_out;                 // [batch, q_rows, num_heads, head_dim]
+  void* k_cache;               // [batch, num_kv_heads, capacity, head_dim]
+  void* v_cache;               // [batch, num_kv_heads, capacity, head_dim]
   int64_t batch;
   int64_t rows;
   int64_t q_rows;
@@ -159,6 +204,7 @@ struct QkvNormRopeAppendParams {
   int64_t num_kv_heads;
   int64_t head_dim;
   int64_t half;  // the first 2 * half dimensions of a head rotate
+  int64_t positions;
   int64_t capacity;
   float eps;
   DType dtype;
@@ -166,13 +212,14 @@ struct QkvNormRopeAppendParams {
   int32_t device = 0;
   bool zero_centered = false;
   bool gated = false;
+  bool prefetch = false;  // CUDA only: no kernel that may still run writes what is read, but for qkv
 
   static constexpr auto wire() {
     using P = QkvNormRopeAppendParams;
-    return std::tuple(&P::qkv, &P::positions, &P::cos, &P::sin, &P::q_norm_weight, &P::k_norm_weight,
-                      &P::q_out, &P::k_cache, &P::v_cache, &P::batch, &P::rows, &P::q_rows, &P::num_heads,
-                      &P::num_kv_heads, &P::head_dim, &P::half, &P::capacity, &P::eps, &P::zero_centered,
-                      &P::gated, &P::dtype);
+    return std::tuple(&P::qkv, &P::lengths, &P::num_context, &P::depth, &P::cos, &P::sin, &P::q_norm_weight,
+                      &P::k_norm_weight, &P::q_out, &P::k_cache, &P::v_cache, &P::batch, &P::rows, &P::q_rows,
+                      &P::num_heads, &P::num_kv_heads, &P::head_dim, &P::half, &P::positions, &P::capacity,
+                      &P::eps, &P::zero_centered, &P::gated, &P::prefetch, &P::dtype);
   }
 };
 
@@ -854,7 +901,7 @@ struct DecoderLayersParams {
   const int64_t* keep;         // [batch] or null
   const void* hidden;          // [batch, rows, hidden]
   const void* context;         // [batch, context_rows, hidden] or null: rows that every layer takes K/V from
-  const int64_t* num_context;  // [batch], live context rows, at the positions before lengths[b]
+  const int64_t* num_context;  // [batch], clamped to 0 .. context_rows: live ones, ahead of lengths[b]
   const int64_t* lengths;    // [batch], the position of each sequence's first row, as in BlockAttentionParams
   const int64_t* ancestors;  // [batch, rows, ceil(rows / 64)] or null, as in BlockAttentionParams
   const float* cos;          // [positions, half]

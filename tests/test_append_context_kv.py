@@ -63,12 +63,16 @@ def test_against_float64(shape, norm, dtype, kernels):
 def test_each_layer_has_the_bits_of_the_step_op(norm, dtype, kernels):
     """A context row must not depend on whether prefill or a step injected it."""
     args = draw((2, 40, 20), 3, 2, 17, dtype, norm)
+    live = torch.tensor([17, 15])
+    tables = [torch.cat([angles.new_full((3, 10), NAN), angles[0]]) for angles in args[2:4]]
+    args[2:4] = [angles[:1].expand(2, -1, -1) for angles in args[2:4]]
     k_caches, v_caches = run(kernels.append_context_kv_, args)
     for layer in range(3):
         q_out = torch.empty(2, 0, 0, 40, dtype=dtype)
         k_cache, v_cache = args[6][layer].clone(), args[7][layer].clone()
         weight = args[4][layer] if norm else None
-        kernels.qkv_norm_rope_append_(args[0][layer], *args[1:4], None, weight, EPS, q_out, k_cache, v_cache)
+        places = (live + 3, live, None, *tables)
+        kernels.qkv_norm_rope_append_(args[0][layer], *places, None, weight, EPS, q_out, k_cache, v_cache)
         assert torch.equal(k_cache.nan_to_num(7), k_caches[layer].nan_to_num(7))
         assert torch.equal(v_cache.nan_to_num(7), v_caches[layer].nan_to_num(7))
 

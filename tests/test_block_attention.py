@@ -332,14 +332,14 @@ def append_and_attend(kernels, fresh, context_rows, append=None, head_dim=64):
     key, value = k_cache[:, :, 20:30].clone(), v_cache[:, :, 20:30].clone()
     k_cache[:, :, 20:30] = v_cache[:, :, 20:30] = NAN
     qkv = torch.randn(2, rows, (heads + 2) * head_dim, generator=g).bfloat16()
-    query, angles = torch.empty(2, 16, heads, head_dim, dtype=qkv.dtype), torch.rand(2, 2, rows, 4, generator=g)
-    positions = lengths[:, None] - context_rows + torch.arange(rows)
+    query, angles = torch.empty(2, 16, heads, head_dim, dtype=qkv.dtype), torch.rand(2, 160, 4, generator=g)
+    live = torch.tensor([context_rows, context_rows])
     kernels.append_kv_(key, value, old, k_cache, v_cache)
-    kernels.qkv_norm_rope_append_(qkv, positions, *angles, None, None, 1e-6, query, k_cache, v_cache)
+    kernels.qkv_norm_rope_append_(qkv, lengths, live, None, *angles, None, None, 1e-6, query, k_cache, v_cache)
     if append is not None:
         kernels.append_kv_(key, value, append, k_cache, v_cache)
     out = kernels.block_attention(query, k_cache, v_cache, lengths, 0.125, True, fresh=fresh)
-    return out, (qkv, key, value, old, positions, angles, lengths, k_cache, v_cache, query)  # alive until they have run
+    return out, (qkv, key, value, old, live, angles, lengths, k_cache, v_cache, query)  # alive until they have run
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -174,7 +174,7 @@ def test_kernels_may_start_before_the_one_ahead_has_run(emulation, seed):
     x, residual = torch.randn(2, 2, 3, 64, generator=g)
     weight, sums = torch.ones(64), torch.zeros(2, 3, 64)
     positions = torch.tensor([[3, 4, 5], [0, 7, 2]])
-    cos, sin = torch.ones(2, 3, 4), torch.zeros(2, 3, 4)
+    lengths, cos, sin = torch.tensor([3, 0]), torch.ones(9, 4), torch.zeros(9, 4)
     q_out = torch.zeros(2, 3, 4, 8)
     caches = [torch.zeros(2, 2, 9, 8) for _ in range(4)]
     settings = (torch.tensor([1, 2]), torch.ones(2), torch.tensor([0, 3]), torch.ones(2), torch.zeros(2), torch.ones(2))
@@ -183,7 +183,7 @@ def test_kernels_may_start_before_the_one_ahead_has_run(emulation, seed):
     def chain(on, x, q_out, caches, sums, state):
         a = on.rms_norm(x, weight, 1e-6)
         b, total = on.add_rms_norm(a, residual, weight, 1e-6, sums)
-        on.qkv_norm_rope_append_(b, positions, cos, sin, None, None, 1e-6, q_out, *caches[:2])
+        on.qkv_norm_rope_append_(b, lengths, None, None, cos, sin, None, None, 1e-6, q_out, *caches[:2])
         on.append_kv_(q_out.transpose(1, 2)[:, :2], q_out.transpose(1, 2)[:, 2:], positions, *caches[2:])
         c = on.silu_mul(q_out.view(2, 3, 32))
         ids = on.select_tokens(c, positions, *settings)

@@ -329,9 +329,10 @@ def test_what_attention_may_read_early_is_not_what_the_kernel_ahead_appends(opti
     make_call(torch.float32, **options).run_stack()
     pairs = [(ahead, call) for ahead, call in pairwise(calls) if call[0] == "block_attention"]
     assert len(pairs) == LAYERS
-    for (ahead, (_, slots, *_), _), (_, (_, _, _, lengths, *_), named) in pairs:
+    for (ahead, (_, begin, num_context, *_), _), (_, (_, _, _, lengths, *_), named) in pairs:
         assert ahead == "qkv_norm_rope_append_"
-        assert ((slots < 0) | (slots >= lengths[:, None] - named["fresh"])).all()
+        assert torch.equal(begin, lengths)
+        assert num_context is None or (num_context <= named["fresh"]).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -69,31 +69,34 @@ def test_each_pass_sees_the_fixed_tokens_and_injects_nothing_twice():
     target = make_target("qwen3")
     generator = dflash.Generator(target, make_draft(target), max_length=64, batch_size=2, denoise_steps=4)
     ids, mask = left_padded([prompt(5), prompt(9)])
-    chain, every = generator.engine.chain, []
-    predict = chain.predict
+    chain, known, every, mask_id = generator.engine.chain, [], [], generator.draft.config.mask_token_id
+    rows_for, predict = chain.rows_for, chain.predict
+
+    def watch_rows(state, num_drafts, drafts=None):
+        known.append(torch.full((2, num_drafts), mask_id) if drafts is None else drafts.clone())
+        return rows_for(state, num_drafts, drafts)
 
     def watch(block, features, state):
         predictions = predict(block, features, state)
-        every.append((block.clone(), features.shape[1], predictions.logits.argmax(-1)))
+        every.append((known[-1], features.shape[1], predictions.logits.argmax(-1)))
         return predictions
 
-    chain.predict = watch
+    chain.rows_for, chain.predict = watch_rows, watch
     generator.generate(ids, attention_mask=mask, max_new_tokens=6)
     assert len(every) % 4 == 0
     assert len(every) >= 8
-    mask_id = generator.draft.config.mask_token_id
     for start in range(0, len(every), 4):
         passes = every[start : start + 4]
         assert [context for _, context, _ in passes] == [16, 0, 0, 0]
-        unmasked = [(block[:, 1:] != mask_id) for block, _, _ in passes]
-        for kept, shown, (block, _, _), (before, _, choice) in zip(
+        unmasked = [(drafts != mask_id) for drafts, _, _ in passes]
+        for kept, shown, (drafts, _, _), (before, _, choice) in zip(
             (3, 7, 11), unmasked[1:], passes[1:], passes, strict=False
         ):
             assert ((shown.sum(1) == kept) | (choice == mask_id).any(1)).all()  # a draft may be the mask id itself
-            old = before[:, 1:] != mask_id
-            assert torch.equal(block[:, 1:][old], before[:, 1:][old]), "fixed tokens stay"
+            old = before != mask_id
+            assert torch.equal(drafts[old], before[old]), "fixed tokens stay"
             fresh = shown & ~old
-            assert torch.equal(block[:, 1:][fresh], choice[fresh]), "new tokens are the previous pass's choice"
+            assert torch.equal(drafts[fresh], choice[fresh]), "new tokens are the previous pass's choice"
 
 
 def test_later_passes_leave_the_draft_cache_as_one_pass_would():

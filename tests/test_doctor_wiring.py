@@ -31,7 +31,7 @@ def drafts(drafter: Drafter) -> torch.Tensor:
     cache = drafter.new_cache(1, 12)
     features, length = drafter.fuse(context, torch.tensor([6])), torch.tensor([6])
     drafter.inject_(features, torch.arange(6)[None], cache)
-    embeds = drafter.embed(torch.tensor([[7, 100, 100, 100]]), table)
+    embeds, *_ = drafter.embed_block(torch.tensor([[7]]), torch.tensor([0]), 3, table, torch.full((1, 3), 100))
     hidden = drafter(features[:, :0], torch.tensor([0]), embeds, length, cache)
     return drafter.logits(hidden, lambda rows: rows @ table.T)
 

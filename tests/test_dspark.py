@@ -100,8 +100,8 @@ def watched(monkeypatch):
     seen, predict = [], ChainProposer.predict
 
     def watch(self, block, features, state):
-        draft, table = self.draft, self.target.embedding_weight
-        hidden = draft(features, state.num_context, draft.embed(block[:, :-1], table), state.length, state.draft_cache)
+        draft = self.draft
+        hidden = draft(features, state.num_context, block.embeds, state.length, state.draft_cache)
         seen.append((draft.logits(hidden, self.target.draft_head), copy.deepcopy(state.sampling), state.length.clone()))
         return predict(self, block, features, state)
 

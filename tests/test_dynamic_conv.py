@@ -204,6 +204,15 @@ def test_kernels_may_start_before_the_one_ahead_has_run(emulation, seed, dtype):
     assert all(same_bits(a, b) for a, b in zip(have, want, strict=True))
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rows_may_be_put_in_front(shape, dtype, implementation):
+    call = draw(shape, dtype)
+    want, front = implementation.dynamic_conv(*convolution(call)), draw((shape[0], 9, *shape[2:]), dtype, seed=1)["x"]
+    for rows in (9, 1, 0):
+        out = implementation.dynamic_conv(*convolution(call), front[:, :rows])
+        assert torch.equal(out, torch.cat([front[:, :rows], want], 1))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_opcheck(dtype):
     call = draw((2, 3, 40, 2, 5), dtype)

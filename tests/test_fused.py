@@ -6,7 +6,7 @@ import pytest
 import torch
 from baseline import greedy, prompt
 from families import make_draft, make_target
-from op_checks import Emulated, OpByOp, assert_as_exact_as_torch
+from op_checks import DTYPES, Emulated, OpByOp, assert_as_exact_as_torch
 from recorded import no_host_reads, record
 
 import dflash
@@ -71,6 +71,31 @@ def test_a_rows_bits_do_not_depend_on_its_place_in_the_block(kernels, dtype, mon
     late, late_taps = layers.forward(ids[:, 20:36], torch.tensor([20]), cache, 0)
     assert torch.equal(early[:, 4:], late[:, :12])
     assert torch.equal(early_taps[:, 4:], late_taps[:, :12])
+
+
+@torch.no_grad()
+def check_written_taps(dtype: torch.dtype, taps: tuple[int, ...]) -> None:
+    model = make_target("qwen3", dtype=dtype, num_hidden_layers=2)
+    layers, cache, ids = FusedTarget(structural_twin(model), taps), KVCache(2, 20), torch.stack([prompt(16)] * 2)
+    layers.prepare_(cache)
+    lengths = torch.zeros(2, dtype=torch.int64)
+    _, tapped = layers.forward(ids, lengths, cache, 0)
+    kept = torch.full_like(tapped, float("nan"))
+    _, same = layers.forward(ids, lengths, cache, 0, None, kept)
+    assert same is kept
+    assert torch.equal(kept, tapped)
+    assert kept.isfinite().all()
+
+
+@pytest.mark.parametrize("taps", [(0,), (1, 0)])  # the last layer's is read after the final norm
+def test_taps_may_be_written_where_a_step_keeps_them(taps, kernels, dtype, monkeypatch):
+    run_op_by_op(monkeypatch, kernels)
+    check_written_taps(dtype, taps)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_taps_of_all_layers_in_one_op_may_be_written_there_too(dtype):
+    check_written_taps(dtype, (1, 0))
 
 
 @torch.no_grad()

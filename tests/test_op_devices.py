@@ -30,8 +30,8 @@ CALLS = {
     ],
     "fuse_features": lambda: [floats(BATCH, ROWS, 3 * DIM), integers(BATCH), floats(DIM, 3 * DIM), floats(DIM), 1e-6],
     "qkv_norm_rope_append_": lambda: [
-        floats(BATCH, ROWS, (HEADS + 2 * KV_HEADS) * DIM), integers(BATCH, ROWS), floats(BATCH, ROWS, 4),
-        floats(BATCH, ROWS, 4), floats(DIM), None, 1e-6, floats(BATCH, ROWS, HEADS, DIM), *caches(),
+        floats(BATCH, ROWS, (HEADS + 2 * KV_HEADS) * DIM), integers(BATCH), integers(BATCH), integers(BATCH, ROWS),
+        floats(CAPACITY, 4), floats(CAPACITY, 4), floats(DIM), None, 1e-6, floats(BATCH, ROWS, HEADS, DIM), *caches(),
     ],
     "append_context_kv_": lambda: [
         floats(2, BATCH, ROWS, 2 * KV_HEADS * DIM), integers(BATCH, ROWS), floats(BATCH, ROWS, 8),
@@ -80,6 +80,10 @@ CALLS = {
         *(integers(BATCH) for _ in range(3)), *(integers(BATCH, ROWS) for _ in range(3)),
     ],
     "compact_kv_": lambda: [integers(BATCH, ROWS), integers(BATCH), integers(BATCH), caches(), caches()],
+    "draft_rows": lambda: [
+        integers(BATCH, CAPACITY), integers(BATCH), integers(BATCH, ROWS), floats(9, DIM), 2, ROWS, ROWS, floats(DIM),
+        2.0,
+    ],
     "gather_rows_": lambda: [floats(BATCH, ROWS, DIM), integers(BATCH, 3), floats(BATCH, 3, DIM)],
     "gated_recurrence_": lambda: [
         floats(BATCH, ROWS, KV_HEADS, DIM), floats(BATCH, ROWS, KV_HEADS, DIM), floats(BATCH, ROWS, HEADS, 8),

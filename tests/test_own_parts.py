@@ -59,8 +59,9 @@ def answers(target, draft, **options) -> torch.Tensor:
 def test_an_own_head_and_an_own_embedding_are_used(target, save):
     head, table = own(VOCAB, 64), own(VOCAB, 64, seed=8)
     draft = dflash.load_draft(save({"lm_head.weight": head, "embed_tokens.weight": table}))
-    ids, hidden = torch.tensor([[5, 1, 1]]), own(3, 64, seed=9)
-    assert torch.equal(draft.embed(ids, target.get_input_embeddings().weight), table[ids])
+    tokens, hidden = (torch.tensor([[5]]), torch.tensor([0])), own(3, 64, seed=9)
+    embeds, *_ = draft.embed_block(*tokens, 2, target.get_input_embeddings().weight)
+    assert torch.equal(embeds, table[torch.tensor([[5, 1, 1]])])
     torch.testing.assert_close(draft.logits(hidden, target.lm_head), hidden @ head.T)
     assert torch.equal(answers(target, draft), answers(target, None))
     assert torch.equal(draft.lm_head.weight, head), "the target's head differs, so this one stays"
@@ -217,7 +218,7 @@ def test_a_mask_embedding_replaces_the_row_of_the_mask(target, save, stored):
         torch.save(content, folder / "mask_embedding.pt")
     draft, table = dflash.load_draft(folder), target.get_input_embeddings().weight.detach().clone()
     ids = torch.tensor([[5, 1, 7, 1]])
-    embeds = draft.embed(ids, table)
+    embeds, *_ = draft.embed_block(ids, torch.tensor([0]), 3, table, ids[:, 1:])
     table[1] = mask
     assert torch.equal(embeds, table[ids] * 2)
     assert torch.equal(answers(target, draft), answers(target, None))

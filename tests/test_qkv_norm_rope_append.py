@@ -1,9 +1,10 @@
 import pytest
 import torch
-from op_checks import DTYPES, assert_as_exact_as_torch
+from op_checks import DTYPES, Emulated, assert_as_exact_as_torch
 
 from dflash import ops
-from dflash.ops import reference
+from dflash.ops import reference, switches
+from dflash.ops.registry import FakeLauncher
 
 pytestmark = pytest.mark.op
 
@@ -12,21 +13,23 @@ CAPACITY = 50
 SHAPES = [(4, 2, 16, 16), (3, 1, 64, 64), (8, 8, 20, 10), (5, 1, 128, 32), (2, 2, 6, 6)]  # heads, kv, head_dim, rotary
 
 
-def draw(shape, batch, rows, q_rows, dtype, norm=True):
-    """The op's arguments; some rows are off, and their cos and sin are NaN, as the caches are."""
+def draw(shape, batch, rows, q_rows, dtype, norm=True, tree=False):
+    """The op's arguments; some context rows are off, and what no row may read or write is NaN."""
     num_heads, num_kv_heads, head_dim, rotary = shape
-    generator = torch.Generator().manual_seed(rows)
+    generator = torch.Generator().manual_seed(100 + rows)
     qkv = torch.randn(batch, rows, (num_heads + 2 * num_kv_heads) * head_dim, generator=generator) * 3
-    positions = torch.stack([torch.randperm(CAPACITY, generator=generator)[:rows] for _ in range(batch)])
-    angles = torch.rand(batch, rows, rotary // 2, generator=generator) * 7
+    context_rows = rows - q_rows
+    live = torch.randint(0, context_rows + 1, (batch,), generator=generator)
+    lengths = live + torch.randint(0, CAPACITY - rows, (batch,), generator=generator)
+    depth = torch.randint(0, q_rows, (batch, q_rows), generator=generator) if tree and q_rows else None
+    angles = torch.rand(CAPACITY, rotary // 2, generator=generator) * 7
     cos, sin = angles.cos(), angles.sin()
-    if rows > q_rows:
-        positions[0, 0], positions[-1, rows - q_rows - 1] = -1, CAPACITY
-        cos[0, 0] = sin[-1, rows - q_rows - 1] = NAN
+    cos[lengths.max() + q_rows :] = sin[lengths.max() + q_rows :] = NAN
     weights = [torch.randn(head_dim, generator=generator).add(1).to(dtype) if norm else None for _ in "qk"]
     q_out = torch.full((batch, q_rows, num_heads, head_dim), NAN, dtype=dtype)
     caches = [torch.full((batch, num_kv_heads, CAPACITY, head_dim), NAN, dtype=dtype) for _ in "kv"]
-    return [qkv.to(dtype), positions, cos, sin, *weights, EPS, q_out, *caches]
+    counts = [lengths, live if context_rows else None, depth]
+    return [qkv.to(dtype), *counts, cos, sin, *weights, EPS, q_out, *caches]
 
 
 def double(args):
@@ -34,41 +37,50 @@ def double(args):
 
 
 def run(op, args):
-    args = [*args[:7], *(x.clone() for x in args[7:])]
+    args = [*args[:9], *(x.clone() for x in args[9:])]
     op(*args)
-    return args[7:]
+    return args[9:]
 
 
-def by_hand(qkv, positions, cos, sin, q_norm_weight, k_norm_weight, eps, q_out, k_cache, v_cache):
+def places(lengths, num_context, depth, rows, q_rows, b, row):
+    """The slot and the position of a row; None if it is off."""
+    i = row - (rows - q_rows)
+    if i >= 0:
+        return int(lengths[b]) + i, int(lengths[b]) + (i if depth is None else int(depth[b, i]))
+    return (int(lengths[b] - num_context[b]) + row,) * 2 if row < num_context[b] else None
+
+
+def by_hand(qkv, lengths, num_context, depth, cos, sin, q_norm_weight, k_norm_weight, eps, q_out, k_cache, v_cache):
     """One row and head at a time, RoPE by complex numbers."""
     batch, rows, _ = qkv.shape
     _, q_rows, num_heads, head_dim = q_out.shape
     num_kv_heads, half = k_cache.shape[1], cos.shape[-1]
 
-    def turn(x, weight, b, row):
+    def turn(x, weight, position):
         if weight is not None:
             x = x / (x.square().mean() + eps).sqrt() * weight
-        turned = torch.complex(x[:half], x[half : 2 * half]) * torch.complex(cos[b, row], sin[b, row])
+        turned = torch.complex(x[:half], x[half : 2 * half]) * torch.complex(cos[position], sin[position])
         return torch.cat([turned.real, turned.imag, x[2 * half :]])
 
     for b in range(batch):
         for row in range(rows):
-            heads = qkv[b, row].view(-1, head_dim)
+            heads, place = qkv[b, row].view(-1, head_dim), places(lengths, num_context, depth, rows, q_rows, b, row)
+            if place is None:
+                continue
+            slot, position = place
             if row >= rows - q_rows:
                 for h in range(num_heads):
-                    q_out[b, row - rows + q_rows, h] = turn(heads[h], q_norm_weight, b, row)
-            position = int(positions[b, row])
-            if 0 <= position < k_cache.shape[2]:
-                for h in range(num_kv_heads):
-                    k_cache[b, h, position] = turn(heads[num_heads + h], k_norm_weight, b, row)
-                    v_cache[b, h, position] = heads[num_heads + num_kv_heads + h]
+                    q_out[b, row - rows + q_rows, h] = turn(heads[h], q_norm_weight, position)
+            for h in range(num_kv_heads):
+                k_cache[b, h, slot] = turn(heads[num_heads + h], k_norm_weight, position)
+                v_cache[b, h, slot] = heads[num_heads + num_kv_heads + h]
 
 
 @pytest.mark.parametrize("norm", [True, False])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_against_float64(shape, norm, dtype, kernels):
     for batch, rows, q_rows in ((9, 1, 1), (2, 16, 16), (3, 32, 16), (2, 17, 0), (2, 17, 1)):
-        args = draw(shape, batch, rows, q_rows, dtype, norm)
+        args = draw(shape, batch, rows, q_rows, dtype, norm, tree=rows == q_rows)
         exact = run(by_hand, double(args))
         twin, out = run(reference.qkv_norm_rope_append_, args), run(kernels.qkv_norm_rope_append_, args)
         for o, t, e in zip(out, twin, exact, strict=True):
@@ -86,7 +98,7 @@ def test_gates_stay_where_they_are_and_zero_centered_weights_lack_one(shape, dty
     queries = queries.unflatten(-1, (heads, head_dim))
     gated = torch.cat([torch.stack([queries, torch.full_like(queries, NAN)], -2).flatten(2), rest], -1)
     wide = double(args)
-    exact = run(by_hand, [*wide[:4], wide[4] + 1, wide[5] + 1, *wide[6:]])
+    exact = run(by_hand, [*wide[:6], wide[6] + 1, wide[7] + 1, *wide[8:]])
 
     def with_options(op):
         return run(lambda *given: op(*given, True, True), [gated, *args[1:]])
@@ -103,41 +115,107 @@ def test_the_twin_computes_in_float64():
         torch.testing.assert_close(t, e, rtol=1e-13, atol=1e-13, equal_nan=True)
 
 
-def test_all_rows_off_append_nothing(implementation):
-    args = draw(SHAPES[0], 3, 16, 16, torch.float32)
-    args[1][0], args[1][1] = -1, torch.arange(CAPACITY, CAPACITY + 16)
-    before = [args[8].clone(), args[9].clone()]
-    _, k_cache, v_cache = run(implementation.qkv_norm_rope_append_, args)
-    for cache, old in zip((k_cache, v_cache), before, strict=True):
+def test_rows_outside_the_cache_append_nothing(implementation):
+    args = draw(SHAPES[0], 4, 20, 16, torch.float32)
+    args[4:6] = [x.nan_to_num(0.5) for x in args[4:6]]
+    args[1], args[2] = torch.tensor([-20, CAPACITY + 4, CAPACITY - 3, 2]), torch.tensor([4, 4, 1, 4])
+    before = args[10:12]
+    _, *caches = run(implementation.qkv_norm_rope_append_, args)
+    for cache, old in zip(caches, before, strict=True):
         assert torch.equal(cache[:2].nan_to_num(7), old[:2].nan_to_num(7))
-        assert not cache[2, :, args[1][2]].isnan().any()
+        assert cache[2, 0, :, 0].isnan().tolist() == [slot < CAPACITY - 4 for slot in range(CAPACITY)]
+        assert cache[3, 0, :, 0].isnan().tolist() == [slot >= 2 + 16 for slot in range(CAPACITY)]
 
 
-def test_a_row_does_not_depend_on_its_neighbours(dtype, kernels):
-    args = draw(SHAPES[1], 2, 16, 16, dtype)
+def test_positions_outside_the_table_take_the_nearest_angles(dtype, kernels):
+    args = draw(SHAPES[0], 2, 4, 4, dtype)
+    args[1], args[4:6] = torch.tensor([-2, 8]), [x[:10].nan_to_num(0.5) for x in args[4:6]]
+    q_out, *_ = run(kernels.qkv_norm_rope_append_, args)
+    for b, position, nearest in ((0, -2, 0), (0, -1, 0), (1, 10, 9), (1, 11, 9)):
+        row = position - int(args[1][b])
+        alone = [args[0][b : b + 1, row : row + 1], torch.tensor([nearest]), *args[2:9], args[9][:1, :1]]
+        q_alone, *_ = run(kernels.qkv_norm_rope_append_, [*alone, *(cache[:1] for cache in args[10:])])
+        assert torch.equal(q_alone[0, 0], q_out[b, row])
+
+
+@pytest.mark.parametrize("tree", [False, True])
+def test_a_row_does_not_depend_on_its_neighbours(tree, dtype, kernels):
+    args = draw(SHAPES[1], 2, 16, 16, dtype, tree=tree)
     q_out, k_cache, _ = run(kernels.qkv_norm_rope_append_, args)
-    alone = [x[1:2, 5:6] for x in args[:4]] + args[4:7] + [args[7][1:2, :1], args[8][1:2], args[9][1:2]]
+    _, lengths, _, depth, *_ = args
+    slot, turn = int(lengths[1]) + 5, 5 if depth is None else int(depth[1, 5])
+    alone = [args[0][1:2, 5:6], lengths[1:2] + turn, None, None, *args[4:9], *(x[1:2] for x in args[9:])]
+    alone[9] = alone[9][:, :1]
     q_alone, k_alone, _ = run(kernels.qkv_norm_rope_append_, alone)
     assert torch.equal(q_alone[0, 0], q_out[1, 5])
-    position = int(args[1][1, 5])
-    assert torch.equal(k_alone[0, :, position], k_cache[1, :, position])
+    assert torch.equal(k_alone[0, :, slot - 5 + turn], k_cache[1, :, slot])
 
 
 def test_strided_inputs(kernels):
-    args = draw(SHAPES[0], 2, 16, 16, torch.float32)
+    args = draw(SHAPES[0], 2, 16, 16, torch.float32, tree=True)
     want = run(kernels.qkv_norm_rope_append_, args)
-    strided = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in args[:4]] + args[4:]
+    strided = [x.t().contiguous().t() if i in (3, 4, 5) else x for i, x in enumerate(args)]
+    strided[0], strided[1] = args[0].transpose(0, 1).contiguous().transpose(0, 1), args[1].repeat_interleave(2)[::2]
     for out, old in zip(run(kernels.qkv_norm_rope_append_, strided), want, strict=True):
         assert torch.equal(out.nan_to_num(7), old.nan_to_num(7))
+
+
+def run_behind(kernels, args, written, prefetch):
+    """Run the op behind a kernel that writes argument ``written``; both may overlap."""
+    args = [x.clone() if isinstance(x, torch.Tensor) else x for x in args]
+    gate_up = args[written].flatten().repeat(2)[None]
+    args[written] = kernels.silu_mul(gate_up).view_as(args[written])
+    kernels.qkv_norm_rope_append_(*args, prefetch=prefetch)
+    return args[9:], (gate_up, args)  # alive until they have run
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("written", "prefetch"), [(0, True), (6, False), (4, False)])
+def test_emulated_rows_read_early_what_the_kernel_ahead_leaves_alone(written, prefetch, seed, emulation):
+    kernels, args = Emulated(emulation), draw(SHAPES[0], 2, 20, 16, torch.float32)
+    args[4:6] = [x.nan_to_num(0.5) for x in args[4:6]]
+    emulation.seed(seed)
+    want, _ = run_behind(kernels, args, written, False)
+    with kernels.overlapping():
+        out, _alive = run_behind(kernels, args, written, prefetch)
+    for a, b in zip(out, want, strict=True):
+        assert torch.equal(a.nan_to_num(7), b.nan_to_num(7))
+
+
+@pytest.mark.parametrize("written", [4, 6])
+def test_emulated_rows_are_caught_when_they_read_early_what_is_written(written, emulation):
+    if not emulation.watched():
+        pytest.skip("accesses are not watched in this build")
+    kernels = Emulated(emulation)
+    with pytest.raises(RuntimeError, match="before its wait"), kernels.overlapping():
+        _, _alive = run_behind(kernels, draw(SHAPES[0], 2, 20, 16, torch.float32), written, True)
+
+
+@pytest.mark.parametrize("switch", [True, False])
+@pytest.mark.parametrize("copied", [None, 1, 2, 3, 4, 5, 6, 7])
+def test_nothing_is_read_early_of_what_is_copied_first(copied, switch, monkeypatch):
+    """The copy is what the kernel ahead writes."""
+    passed = []
+
+    class Recorder(FakeLauncher):
+        def __call__(self, kernel, *arguments):
+            passed.append(arguments[-2])
+
+    monkeypatch.setattr(switches, "PREFETCH", switch)
+    arguments = draw(SHAPES[0], 2, 20, 16, torch.float32, tree=True)
+    if copied is not None:
+        arguments[copied] = torch.stack([arguments[copied]] * 2, -1)[..., 0]
+    ops.qkv_norm_rope_append_.body(Recorder(), *arguments, prefetch=True)
+    assert passed == [copied is None and switch]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_opcheck(dtype):
     op = torch.ops.dflash.qkv_norm_rope_append_.default
     for norm in (True, False):
-        args = draw(SHAPES[2], 2, 5, 3, dtype, norm)
-        args[2:4] = [x.nan_to_num(1.0) for x in args[2:4]]
-        torch.library.opcheck(op, (*args[:7], *(x.zero_() for x in args[7:])))
+        args = draw(SHAPES[2], 2, 5, 3, dtype, norm, tree=norm)
+        args[4:6] = [x.nan_to_num(1.0) for x in args[4:6]]
+        torch.library.opcheck(op, (*args[:9], *(x.zero_() for x in args[9:])))
 
 
 def test_bad_input_is_named():
@@ -146,7 +224,9 @@ def test_bad_input_is_named():
     def call(**other):
         names = [
             "qkv",
-            "positions",
+            "lengths",
+            "num_context",
+            "depth",
             "cos",
             "sin",
             "q_norm_weight",
@@ -158,19 +238,26 @@ def test_bad_input_is_named():
         ]
         ops.qkv_norm_rope_append_(*(other.get(name, value) for name, value in zip(names, args, strict=True)))
 
-    qkv, positions, cos, _, weight, _, _, q_out, k_cache, _ = args
+    qkv, lengths, _, _, cos, _, weight, _, _, q_out, k_cache, _ = args
     with pytest.raises(ValueError, match=r"qkv must be \[batch, rows, \(4 \+ 2 \* 2\) \* 16\].*got \[2, 5, 127\]"):
         call(qkv=qkv[..., :127])
-    with pytest.raises(ValueError, match=r"positions must be \[batch, rows\] = \[2, 5\], got \[2, 4\]"):
-        call(positions=positions[:, :4])
-    with pytest.raises(TypeError, match=r"positions must be torch.int64, got torch.int32"):
-        call(positions=positions.int())
+    with pytest.raises(ValueError, match=r"lengths must be \[batch\] = \[2\], got \[1\]"):
+        call(lengths=lengths[:1])
+    with pytest.raises(TypeError, match=r"lengths must be torch.int64, got torch.int32"):
+        call(lengths=lengths.int())
+    with pytest.raises(ValueError, match=r"num_context must be given for the 2 rows in front of q_out's, got None"):
+        call(num_context=None)
+    with pytest.raises(ValueError, match=r"num_context must be \[batch\] = \[2\], got \[1\]"):
+        call(num_context=lengths[:1])
+    with pytest.raises(ValueError, match=r"depth must be \[batch, q_rows\] = \[2, 3\], got \[2, 5\]"):
+        call(depth=torch.zeros(2, 5, dtype=torch.int64))
     with pytest.raises(TypeError, match=r"cos must be torch.float32, got torch.bfloat16"):
         call(cos=cos.bfloat16())
-    with pytest.raises(ValueError, match=r"sin must be .* = \[2, 5, 8\], got \[2, 5, 7\]"):
+    with pytest.raises(ValueError, match=r"sin must be .* = \[50, 8\], got \[50, 7\]"):
         call(sin=cos[..., :7])
-    with pytest.raises(ValueError, match=r"cos may have at most head_dim / 2 = 8 columns, got 9"):
-        call(cos=torch.zeros(2, 5, 9), sin=torch.zeros(2, 5, 9))
+    for shape in ((50, 9), (0, 8)):
+        with pytest.raises(ValueError, match=r"cos must be \[positions, at most head_dim / 2 = 8\], got"):
+            call(cos=torch.zeros(shape), sin=torch.zeros(shape))
     with pytest.raises(ValueError, match=r"k_norm_weight must be \[head_dim\] = \[16\], got \[15\]"):
         call(k_norm_weight=weight[:15])
     with pytest.raises(ValueError, match=r"q_out may have at most the 5 rows of qkv, got 6"):
@@ -185,5 +272,5 @@ def test_bad_input_is_named():
         call(qkv=qkv.bfloat16())
     with pytest.raises(TypeError, match=r"qkv must be float32 or bfloat16 on CPU, got torch.float16"):
         ops.qkv_norm_rope_append_(
-            *(x.half() if isinstance(x, torch.Tensor) and i not in (1, 2, 3) else x for i, x in enumerate(args))
+            *(x.half() if isinstance(x, torch.Tensor) and i not in (1, 2, 3, 4, 5) else x for i, x in enumerate(args))
         )

@@ -54,8 +54,9 @@ CALLS = {
         floats(BATCH, ROWS, 3 * DIM), integers(BATCH), floats(DIM, 3 * DIM), floats(DIM), 1e-6
     ),
     "qkv_norm_rope_append_": lambda: reference.qkv_norm_rope_append_(
-        floats(BATCH, ROWS, (HEADS + 2 * KV_HEADS) * DIM), integers(BATCH, ROWS), torch.zeros(BATCH, ROWS, 4),
-        torch.zeros(BATCH, ROWS, 4), floats(DIM), None, 1e-6, floats(BATCH, 3, HEADS, DIM), *caches(),
+        floats(BATCH, ROWS, (HEADS + 2 * KV_HEADS) * DIM), integers(BATCH), integers(BATCH), integers(BATCH, 3),
+        torch.zeros(CAPACITY, 4), torch.zeros(CAPACITY, 4), floats(DIM), None, 1e-6, floats(BATCH, 3, HEADS, DIM),
+        *caches(),
     ),
     "append_context_kv_": lambda: reference.append_context_kv_(
         floats(2, BATCH, ROWS, 2 * KV_HEADS * DIM), integers(BATCH, ROWS), torch.zeros(BATCH, ROWS, 8),
@@ -77,6 +78,9 @@ CALLS = {
     "compact_kv_": lambda: reference.compact_kv_(
         integers(BATCH, ROWS), integers(BATCH), integers(BATCH), caches(), caches()
     ),
+    "draft_rows": lambda: reference.draft_rows(
+        integers(BATCH, CAPACITY), integers(BATCH), None, floats(9, DIM), 2, ROWS, ROWS + 1, floats(DIM), 2.0
+    )[0],
     "gather_rows_": lambda: reference.gather_rows_(
         floats(BATCH, ROWS, DIM), integers(BATCH, 3), floats(BATCH, 3, DIM)
     ),

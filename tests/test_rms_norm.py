@@ -74,6 +74,27 @@ def test_the_tap_gets_the_sum(dtype, kernels):
     assert torch.equal(one, total[0])
 
 
+@pytest.mark.parametrize("shape", [(2, 16, 113), (3, 5, 4096), (1, 1, 16), (2, 0, 24)])
+def test_rows_may_be_put_in_front(shape, dtype, implementation):
+    x, residual, weight = draw(shape, dtype)
+    front = draw((shape[0], 7, shape[2]), dtype, seed=1)[0]
+    front[-1, 3:] = float("nan")
+    counts = torch.full((shape[0],), shape[1] // 2)
+    for rows in (7, 1, 0):
+        ahead = front[:, :rows]  # strided
+        for given in (None, counts):
+            out = implementation.rms_norm(x, weight, EPS, given, False, ahead)
+            assert torch.equal(out[:, :rows].nan_to_num(9), ahead.nan_to_num(9))
+            assert torch.equal(out[:, rows:], implementation.rms_norm(x, weight, EPS, given))
+        tap = torch.zeros(*shape[:2], 3 * shape[2]).to(dtype)[..., shape[2] : 2 * shape[2]]
+        out, total = implementation.add_rms_norm(x, residual, weight, EPS, tap, True, ahead)
+        want, want_total = implementation.add_rms_norm(x, residual, weight, EPS, None, True)
+        assert torch.equal(out[:, :rows].nan_to_num(9), ahead.nan_to_num(9))
+        assert torch.equal(out[:, rows:], want)
+        assert torch.equal(total, want_total)
+        assert torch.equal(tap, total)
+
+
 def test_a_row_does_not_depend_on_its_neighbours(kernels):
     x, residual, weight = draw((2, 16, 384), torch.bfloat16)
     out, _ = kernels.add_rms_norm(x, residual, weight, EPS)
@@ -88,6 +109,10 @@ def test_opcheck(dtype):
     torch.library.opcheck(torch.ops.dflash.rms_norm.default, (x, weight, EPS, torch.tensor([1, 3])))
     torch.library.opcheck(torch.ops.dflash.add_rms_norm.default, (x, residual, weight, EPS))
     torch.library.opcheck(torch.ops.dflash.add_rms_norm.default, (x, residual, weight, EPS, torch.zeros_like(x)))
+    torch.library.opcheck(torch.ops.dflash.rms_norm.default, (x, weight, EPS, None, False, residual))
+    torch.library.opcheck(
+        torch.ops.dflash.add_rms_norm.default, (x, residual, weight, EPS, None, True, residual[:, 1:])
+    )
 
 
 def test_bad_input_is_named():
@@ -102,3 +127,11 @@ def test_bad_input_is_named():
         ops.add_rms_norm(x, residual, weight, EPS, x.transpose(0, 1).contiguous().transpose(0, 1))
     with pytest.raises(ValueError, match=r"residual must be"):
         ops.add_rms_norm(x, residual[:1], weight, EPS)
+    with pytest.raises(ValueError, match=r"with front x must be \[batch, rows, hidden\], got 2 dimensions"):
+        ops.rms_norm(x[0], weight, EPS, front=x)
+    with pytest.raises(
+        ValueError, match=r"front must be \[batch, front_rows, hidden\] = \[2, \*, 40\], got \[1, 3, 40\]"
+    ):
+        ops.add_rms_norm(x, residual, weight, EPS, front=x[:1])
+    with pytest.raises(TypeError, match=r"front must be torch.float32, got torch.bfloat16"):
+        ops.rms_norm(x, weight, EPS, front=x.bfloat16())

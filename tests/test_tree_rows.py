@@ -28,26 +28,27 @@ def test_norms_and_activations(dtype, kernels):
         assert torch.equal(kernels.silu_mul(one[0])[:, 0], activated[:, row])
 
 
-def test_heads_go_to_given_slots_at_given_angles(dtype, kernels):
+def test_heads_go_to_their_slots_at_the_angles_of_their_depths(dtype, kernels):
     """Rows of one depth share their angles and have slots of their own."""
     depth = torch.randint(0, 16, (1, ROWS), generator=torch.Generator().manual_seed(2))
-    slots, angles = 7 + torch.arange(ROWS)[None], (7 + depth)[..., None] * torch.rand(8)
+    angles = torch.arange(ROWS + 9)[:, None] * torch.rand(8)
     qkv, weights = randn(1, ROWS, 6 * 16, dtype=dtype), [randn(16, dtype=dtype, seed=seed) for seed in (3, 4)]
 
-    def run(rows):
-        q_out = qkv.new_zeros(1, len(rows), 2, 16)
+    def run(qkv, length, depth):
+        q_out = qkv.new_zeros(1, qkv.shape[1], 2, 16)
         caches = [qkv.new_zeros(1, 2, ROWS + 9, 16) for _ in "kv"]
-        given = qkv[:, rows], slots[:, rows], angles[:, rows].cos(), angles[:, rows].sin()
-        kernels.qkv_norm_rope_append_(*given, *weights, 1e-6, q_out, *caches)
+        given = torch.tensor([length]), None, depth, angles.cos(), angles.sin()
+        kernels.qkv_norm_rope_append_(qkv, *given, *weights, 1e-6, q_out, *caches)
         return q_out, *caches
 
-    q_out, k_cache, v_cache = run(list(range(ROWS)))
+    q_out, k_cache, v_cache = run(qkv, 7, depth)
     assert torch.equal(v_cache[0, :, 7 : 7 + ROWS].transpose(0, 1), qkv[0].view(ROWS, 6, 16)[:, 4:])
     assert k_cache[0, :, [*range(7), ROWS + 7, ROWS + 8]].eq(0).all()
     for row in ALONE:
-        q_alone, k_alone, _ = run([row])
+        position = 7 + int(depth[0, row])
+        q_alone, k_alone, _ = run(qkv[:, row : row + 1], position, None)
         assert torch.equal(q_alone[0, 0], q_out[0, row])
-        assert torch.equal(k_alone[0, :, 7 + row], k_cache[0, :, 7 + row])
+        assert torch.equal(k_alone[0, :, position], k_cache[0, :, 7 + row])
 
 
 def test_choices_take_the_noise_of_given_positions(dtype, kernels):

@@ -123,7 +123,7 @@ class Pass {
     rows = buffer.reserve(p.batch * (p.context_rows + p.rows));
     for (int64_t s = 0; s < p.batch; ++s)
       for (int64_t i = 0; i < live(s); ++i) {
-        const int64_t position = length_of(p, s) - p.num_context[s] + i;
+        const int64_t position = length_of(p, s) - live(s) + i;
         rows[context++] = {s, position, position};
       }
     for (int64_t i = 0; i < n; ++i) {

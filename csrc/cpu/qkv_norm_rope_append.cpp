@@ -1,22 +1,22 @@
 // n = x / sqrt(mean(x^2) + eps) * weight per head;  (a, b) = halves of n's first `rotary` dimensions
-// out = (a cos - b sin, b cos + a sin, rest of n), rounded once; k and v go to the cache slot of the row's
-// position. Rows over threads. A gated q head is followed by its gate, which stays where it is.
+// out = (a cos - b sin, b cos + a sin, rest of n), rounded once; k and v go to the row's slot of the cache.
+// Rows over threads. A gated q head is followed by its gate, which stays where it is.
 // append_context_kv is the same for k and v only, for all layers.
 #include "cpu/norm_rope.h"
 #include "cpu/parallel.h"
-#include "params.h"
+#include "row_place.h"
 
 DFLASH_NAMESPACE_BEGIN
 
 template <typename T>
 static void qkv_row(const QkvNormRopeAppendParams& p, int64_t index) {
   const int64_t b = index / p.rows, row = index % p.rows, d = p.head_dim, q_row = row - (p.rows - p.q_rows);
-  const int64_t position = p.positions[index];
+  const RowPlace place = place_of(p, b, row);
   const int64_t q_stride = p.gated ? 2 * d : d;
   const T* x = static_cast<const T*>(p.qkv) + index * (p.num_heads * q_stride + 2 * p.num_kv_heads * d);
   NormRope<T> norm_rope{static_cast<const T*>(p.q_norm_weight),
-                        p.cos + index * p.half,
-                        p.sin + index * p.half,
+                        p.cos + place.angle * p.half,
+                        p.sin + place.angle * p.half,
                         p.half,
                         d,
                         p.eps,
@@ -25,12 +25,12 @@ static void qkv_row(const QkvNormRopeAppendParams& p, int64_t index) {
     T* out = static_cast<T*>(p.q_out) + (b * p.q_rows + q_row) * p.num_heads * d;
     for (int64_t h = 0; h < p.num_heads; ++h) norm_rope(x + h * q_stride, out + h * d);
   }
-  if (position < 0 || position >= p.capacity) return;
+  if (place.slot < 0 || place.slot >= p.capacity) return;
   norm_rope.weight = static_cast<const T*>(p.k_norm_weight);
   const int64_t sequence = b * p.num_kv_heads * p.capacity * d;
   const T* k = x + p.num_heads * q_stride;
   append_row(k, k + p.num_kv_heads * d, norm_rope, static_cast<T*>(p.k_cache) + sequence,
-             static_cast<T*>(p.v_cache) + sequence, p.num_kv_heads, p.capacity, position);
+             static_cast<T*>(p.v_cache) + sequence, p.num_kv_heads, p.capacity, place.slot);
 }
 
 template <typename T>

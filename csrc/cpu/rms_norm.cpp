@@ -6,16 +6,15 @@
 
 #include "cpu/dynamic_conv.h"
 #include "cpu/parallel.h"
-#include "params.h"
+#include "row_place.h"
 
 DFLASH_NAMESPACE_BEGIN
 
-// x [hidden]
+// x [hidden] -> out [hidden]
 template <typename T, typename Params>
-static inline void norm_row(const Params& p, int64_t row, const T* x) {
+static inline void norm_row(const Params& p, int64_t row, const T* x, T* out) {
   const int64_t n = p.hidden;
   const T* weight = static_cast<const T*>(p.weight);
-  T* out = static_cast<T*>(p.out) + row * n;
   Sum16 squares;
   float tail = 0.0f;
   int64_t i = 0;
@@ -48,13 +47,16 @@ static inline void norm_row(const Params& p, int64_t row, const T* x) {
 }
 
 template <typename T>
-static void norm_row(const RmsNormParams& p, int64_t row) {
-  if (p.counts && row % p.rows_per_sequence >= p.counts[row / p.rows_per_sequence]) {
-    T* out = static_cast<T*>(p.out) + row * p.hidden;
+static void norm_row(const RmsNormParams& p, int64_t index) {
+  const auto [is_front, row] = source_of(index, p.front_rows, p.rows_per_sequence);
+  T* out = static_cast<T*>(p.out) + index * p.hidden;
+  if (is_front) {
+    std::memcpy(out, static_cast<const T*>(p.front) + row * p.hidden, p.hidden * sizeof(T));
+  } else if (p.counts && row % p.rows_per_sequence >= p.counts[row / p.rows_per_sequence]) {
     for (int64_t i = 0; i < p.hidden; ++i) store_one(out + i, 0.0f);
-    return;
+  } else {
+    norm_row(p, row, static_cast<const T*>(p.x) + row * p.hidden, out);
   }
-  norm_row(p, row, static_cast<const T*>(p.x) + row * p.hidden);
 }
 
 template <typename T>
@@ -62,7 +64,7 @@ static void convolve_and_norm_row(const ConvAddRmsNormParams& p, int64_t row) {
   static thread_local Buffer<T> buffer;
   T* x = buffer.reserve(p.hidden);
   convolve_row(p, row, x);
-  norm_row<T>(p, row, x);
+  norm_row<T>(p, row, x, static_cast<T*>(p.out) + row * p.hidden);
 }
 
 DFLASH_NAMESPACE_END
@@ -70,8 +72,9 @@ DFLASH_NAMESPACE_END
 namespace dflash::DFLASH_ISA {
 
 void rms_norm(const RmsNormParams& p) {
-  parallel_for(p.rows, p.rows * p.hidden, p.threads, [&](int64_t row) {
-    p.dtype == DType::kFloat32 ? norm_row<float>(p, row) : norm_row<bf16>(p, row);
+  const int64_t rows = p.rows + p.sequences * p.front_rows;
+  parallel_for(rows, rows * p.hidden, p.threads, [&](int64_t index) {
+    p.dtype == DType::kFloat32 ? norm_row<float>(p, index) : norm_row<bf16>(p, index);
   });
 }
 

@@ -1,14 +1,26 @@
 // n = x / sqrt(mean(x^2) + eps) * weight per head;  (a, b) = halves of n's first `rotary` dimensions
-// out = (a cos - b sin, b cos + a sin, rest of n), rounded once; k and v go to the cache slot of the row's
-// position. One warp per head and row. The normed head is in shared memory, because a lane needs both halves.
+// out = (a cos - b sin, b cos + a sin, rest of n), rounded once; k and v go to the row's slot of the cache.
+// One warp per head and row. The normed head is in shared memory, because a lane needs both halves.
+//
+// A warp looks up the length of its sequence, and from it finds its slot and its row of the table of angles:
+// one load waits for another. With `prefetch` both are read before the wait (the rule is in ptx.cuh), and
+// only the head itself after it.
+//
 // append_context_kv does this for k and v only, for all layers in one launch.
 #include "cuda/device.cuh"
 #include "cuda/launch.h"
+#include "row_place.h"
 
 namespace dflash {
 
 constexpr int kWarps = 4;
 constexpr int kLayersPerLaunch = 64;
+
+// A load that may come before the wait.
+template <typename Value>
+static __device__ __forceinline__ Value load_early(const void* at) {
+  return __ldcg(static_cast<const Value*>(at));
+}
 
 // The norm and rotation of one head. A null weight means no norm.
 template <typename T>
@@ -30,15 +42,15 @@ struct Piece {
     if (i < head_dim) x = load_packed<T, kWidth>(head + i);
   }
   __device__ __forceinline__ void read_turn(const Turn<T>& t, int i) {
-    if (t.weight && i < t.head_dim) weight = load_packed<T, kWidth>(t.weight + i);
+    if (t.weight && i < t.head_dim) weight = load_early<Packed<T, kWidth>>(t.weight + i);
     constexpr int kAngles = kWidth == 1 ? 1 : 4;  // of one half: the launcher asks for that
 #pragma unroll
     for (int e = 0; e < kWidth; e += kAngles) {
       const int j = i + e, angle = j < t.half ? j : j - t.half;
       if (j >= 2 * t.half) continue;
       float c[kAngles], s[kAngles];
-      load<float, kAngles>(t.cos + angle, c);
-      load<float, kAngles>(t.sin + angle, s);
+      unpack_to<float, kAngles>(load_early<Packed<float, kAngles>>(t.cos + angle), c);
+      unpack_to<float, kAngles>(load_early<Packed<float, kAngles>>(t.sin + angle), s);
 #pragma unroll
       for (int k = 0; k < kAngles; ++k) cos[e + k] = c[k], sin[e + k] = s[k];
     }
@@ -107,20 +119,22 @@ static __global__ void __launch_bounds__(32 * kWarps, 1)
   const int64_t slot_in_row = is_query && p.gated ? 2 * head : head + gates;
   const T* x = static_cast<const T*>(p.qkv) + (index * (heads + gates) + slot_in_row) * d;
   float* normed = shared<float>() + threadIdx.x / 32 * d;
-  grid_dependency_wait();
-  grid_launch_dependents();  // not before: attention relies on it, see block_attention.cu
-  if (index >= p.batch * p.rows) return;
-  const int64_t position = p.positions[index];
+  grid_dependency_wait_unless(p.prefetch);
+  const bool exists = index < p.batch * p.rows;
+  const RowPlace place = exists ? place_of(p, b, row) : RowPlace{-1, 0};
   const Turn<T> turn{static_cast<const T*>(is_query ? p.q_norm_weight : p.k_norm_weight),
-                     p.cos + index * p.half,
-                     p.sin + index * p.half,
+                     p.cos + place.angle * p.half,
+                     p.sin + place.angle * p.half,
                      d,
                      int(p.half),
                      p.eps,
                      norm_offset(p.zero_centered)};
-  Piece<T, kWidth> first{};  // requested before the position is used
-  first.read_x(x, d, threadIdx.x % 32 * kWidth);
+  Piece<T, kWidth> first{};  // requested before the slot is used
   if (!is_value) first.read_turn(turn, threadIdx.x % 32 * kWidth);
+  grid_dependency_wait_later();
+  grid_launch_dependents();  // not before: attention relies on it, see block_attention.cu
+  if (!exists) return;
+  first.read_x(x, d, threadIdx.x % 32 * kWidth);
   if (is_query) {
     const int64_t q_row = row - (p.rows - p.q_rows);
     if (q_row < 0) return;
@@ -128,9 +142,9 @@ static __global__ void __launch_bounds__(32 * kWarps, 1)
     norm_rope<T, kWidth>(turn, x, out, normed, first);
     return;
   }
-  if (position < 0 || position >= p.capacity) return;
+  if (place.slot < 0 || place.slot >= p.capacity) return;
   const int64_t kv_head = head - p.num_heads - (is_value ? p.num_kv_heads : 0);
-  const int64_t slot = ((b * p.num_kv_heads + kv_head) * p.capacity + position) * d;
+  const int64_t slot = ((b * p.num_kv_heads + kv_head) * p.capacity + place.slot) * d;
   if (is_value)
     copy_head<T, kWidth>(x, static_cast<T*>(p.v_cache) + slot, d, first);
   else

@@ -3,9 +3,11 @@
 // the sum and the scaling. They and their weights are all requested before the first is used, so the block
 // waits for memory once. kHeld is as small as a row allows, up to kMaxHeld: a kernel with few registers fits
 // next to the blocks of a product, and starts while that one runs. Rows past their sequence's count are not
-// read; their output is zero. In conv_add_rms_norm x is convolved first.
+// read; their output is zero. Rows that are put in front are copied. In conv_add_rms_norm x is convolved
+// first.
 #include "cuda/dynamic_conv.cuh"
 #include "cuda/launch.h"
+#include "row_place.h"
 
 namespace dflash {
 
@@ -17,17 +19,24 @@ static __global__ void __launch_bounds__(kMaxThreads, 1) rms_norm_kernel(const P
   constexpr bool kConvolves = std::is_same_v<Params, ConvAddRmsNormParams>;
   constexpr bool kHoldsAll = kHeld < kMaxHeld;  // of a row
   __shared__ float scratch[32];
-  const int64_t row = blockIdx.x;
+  Source source{false, blockIdx.x};
+  if constexpr (!kConvolves) source = source_of(blockIdx.x, p.front_rows, p.rows_per_sequence);
+  const int64_t row = source.row;
   const int n = int(p.hidden / kWidth), step = blockDim.x;
   const T* x = static_cast<const T*>(p.x) + row * p.hidden;
   const T* weight = static_cast<const T*>(p.weight);
   const T* residual = static_cast<const T*>(p.residual) + row * p.hidden;
-  T* out = static_cast<T*>(p.out) + row * p.hidden;
+  T* out = static_cast<T*>(p.out) + blockIdx.x * p.hidden;
   T* total = static_cast<T*>(p.residual_out) + row * p.hidden;
   T* tap = static_cast<T*>(p.tap) + row * p.tap_stride;
   grid_launch_dependents();
   grid_dependency_wait();
   if constexpr (!kConvolves) {
+    if (source.is_front) {
+      const T* front = static_cast<const T*>(p.front) + row * p.hidden;
+      for (int i = threadIdx.x; i < n; i += step) copy<T, kWidth>(front + i * kWidth, out + i * kWidth);
+      return;
+    }
     if (p.counts && row % p.rows_per_sequence >= p.counts[row / p.rows_per_sequence]) {
       const float zero[kWidth] = {};
       for (int i = threadIdx.x; i < n; i += step) store<T, kWidth>(out + i * kWidth, zero);
@@ -104,15 +113,16 @@ static __global__ void __launch_bounds__(kMaxThreads, 1) rms_norm_kernel(const P
   }
 }
 
+// `also` is one more tensor that is read, and `rows` are those of the result.
 template <typename Params>
-static cudaError_t launch_norm(const Params& p, cudaStream_t stream, const void* base) {
-  if (p.rows == 0) return cudaSuccess;
+static cudaError_t launch_norm(const Params& p, cudaStream_t stream, const void* also, int64_t rows) {
+  if (rows == 0) return cudaSuccess;
   const DeviceScope scope(p.device);
   if (scope.error() != cudaSuccess) return scope.error();
   return dispatch(p.dtype, [&](auto type) {
     using T = decltype(type);
     constexpr int kWidth = kPer16<T>;
-    const bool wide = aligned16(p.x, p.residual, p.weight, p.out, p.residual_out, p.tap, base,
+    const bool wide = aligned16(p.x, p.residual, p.weight, p.out, p.residual_out, p.tap, also,
                                 p.hidden * sizeof(T), p.tap_stride * sizeof(T));
     const int64_t vectors = wide ? p.hidden / kWidth : p.hidden;
     const int64_t threads = min(int64_t(kMaxThreads), ceil_div(vectors, 32) * 32);
@@ -120,16 +130,16 @@ static cudaError_t launch_norm(const Params& p, cudaStream_t stream, const void*
                         : vectors <= threads     ? rms_norm_kernel<T, kWidth, 1, Params>
                         : vectors <= 2 * threads ? rms_norm_kernel<T, kWidth, 2, Params>
                                                  : rms_norm_kernel<T, kWidth, kMaxHeld, Params>;
-    return launch_overlapping(kernel, dim3(unsigned(p.rows)), dim3(unsigned(threads)), 0, stream, p);
+    return launch_overlapping(kernel, dim3(unsigned(rows)), dim3(unsigned(threads)), 0, stream, p);
   });
 }
 
 cudaError_t launch_rms_norm(const RmsNormParams& p, cudaStream_t stream) {
-  return launch_norm(p, stream, nullptr);
+  return launch_norm(p, stream, p.front, p.rows + p.sequences * p.front_rows);
 }
 
 cudaError_t launch_conv_add_rms_norm(const ConvAddRmsNormParams& p, cudaStream_t stream) {
-  return launch_norm(p, stream, p.base);
+  return launch_norm(p, stream, p.base, p.rows);
 }
 
 }  // namespace dflash

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import ops
 from .cache import RecurrentCache
-from .ops import BlockConv, DecoderLayer, DeltaNetLayer, PackedLayers
+from .ops import BlockConv, DecoderLayer, DeltaNetLayer, PackedLayers, reference
 from .tree import Tree
 
 __all__ = ["BlockConv", "DecoderLayer", "DecoderStack", "DeltaNetLayer", "rotary_table"]
@@ -30,9 +30,8 @@ class AttentionInputs(NamedTuple):
     """What attention reads in every layer of one pass."""
 
     lengths: Tensor  # [batch]
-    slots: Tensor  # [batch, context_rows + rows]: where K/V go in the cache
-    angles: list[Tensor]  # cos and sin of the same rows
     context: Tensor | None  # [batch, context_rows, hidden]
+    num_context: Tensor | None  # [batch]
     cache: Cache
     tree: Tree | None
 
@@ -48,7 +47,8 @@ class DecoderStack:
 
     A layer with attention is 9 launches then (13 with convolutions over the block), one with a Gated DeltaNet 10. With
     experts it always goes op by op. Where kernels can fold norms into products (`ops.folds_norms`) and every layer has
-    plain attention and a dense MLP, a layer is 7 launches, or 8 with context rows.
+    plain attention and a dense MLP, a layer is 7 launches, or 8 with context rows. These rows are put in front of the
+    block's by whatever makes the input of q, k and v.
 
     Args:
         layers: the weights, used where they are.
@@ -93,32 +93,39 @@ class DecoderStack:
 
     def __call__(
         self, hidden: Tensor, lengths: Tensor, cache: Cache, context: Tensor | None = None,
-        num_context: Tensor | None = None, tree: Tree | None = None,
+        num_context: Tensor | None = None, tree: Tree | None = None, tapped: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Run the layers over a block of rows and append its K/V.
 
         Args:
             hidden: ``[batch, rows, hidden]``; row i of sequence b is at position ``lengths[b] + i``.
-            lengths: ``[batch]`` int64.
+            lengths: ``[batch]`` int64. CUDA kernels read it, ``num_context`` and ``tree`` early: see ``prefetch`` of
+                `ops.qkv_norm_rope_append_`.
             cache: written at the rows' positions.
             context: ``[batch, context_rows, hidden]`` or None: rows that every layer takes K/V from as they are; row i
                 is at ``lengths[b] - num_context[b] + i``.
             num_context: ``[batch]`` int64; rows at or past it are off.
             tree: which row continues which; None for a chain. Every layer must have causal attention.
+            tapped: ``[batch, rows, taps * hidden]``, contiguous: where to write the taps; None for a new tensor.
 
         Returns:
-            ``(out [batch, rows, hidden], tapped [batch, rows, taps * hidden])``, ``out`` after the final norm.
+            ``(out [batch, rows, hidden], tapped)``, ``out`` after the final norm.
         """
         rows = hidden.shape[1] + (0 if context is None else context.shape[1])
         is_few = hidden.device.type == "cpu" and ops.skinny(hidden.shape[0] * rows, hidden.dtype)
         if is_few and self._packed is not None:
             attention = [i for i, layer in enumerate(self.layers) if not layer.is_recurrent]
-            return ops.decoder_layers(
+            out, taps = ops.decoder_layers(
                 hidden, context, num_context, lengths, *cache.rotary, [cache.keys[i] for i in attention],
                 [cache.values[i] for i in attention], self._packed.handle, *self._recurrent(cache),
                 ancestors=None if tree is None else tree.ancestors,
             )  # fmt: skip
-        return self._op_by_op(hidden, lengths, cache, context, num_context, tree)
+            return out, taps if tapped is None else tapped.copy_(taps)
+        if context is not None and context.device.type == "cpu":  # rows that are off may hold NaN: see reference.linear
+            context = reference.live_rows(context, num_context)
+        if tapped is None:
+            tapped = hidden.new_empty(*hidden.shape[:2], len(self.taps) * hidden.shape[2])
+        return self._op_by_op(hidden, AttentionInputs(lengths, context, num_context, cache, tree), tapped), tapped
 
     def _recurrent(self, cache: Cache) -> tuple:
         """Return what `ops.decoder_layers` takes for recurrent layers."""
@@ -129,47 +136,33 @@ class DecoderStack:
         saved = [x.saved_k for x in held], [x.saved_d for x in held], [x.saved_a for x in held]
         return windows, states, *saved, cache.pending, cache.keep
 
-    def _op_by_op(
-        self, hidden: Tensor, lengths: Tensor, cache: Cache, context: Tensor | None, num_context: Tensor | None,
-        tree: Tree | None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        # 1. Slots, positions and angles, one row for each of the context's and the block's
-        batch, rows, size = hidden.shape
-        slots = positions = _positions(lengths, torch.arange(rows, device=hidden.device), context, num_context)
-        if tree is not None:
-            positions = _positions(lengths, tree.depth, context, num_context)
-        if context is not None and context.device.type == "cpu":  # rows that are off may hold NaN: see reference.linear
-            context = torch.where(positions[:, : context.shape[1], None] < 0, 0, context)
-        at = positions.clamp(0, cache.rotary[0].shape[0] - 1)  # rows that are off, or past the end, append nothing
-        inputs = AttentionInputs(lengths, slots, [table[at] for table in cache.rotary], context, cache, tree)
-        # 2. The layers
-        tapped = hidden.new_empty(batch, rows, len(self.taps) * size)
+    def _op_by_op(self, hidden: Tensor, inputs: AttentionInputs, tapped: Tensor) -> Tensor:
+        size = hidden.shape[2]
         columns = {tap: tapped[..., i * size : (i + 1) * size] for i, tap in enumerate(self.taps)}
         folds = self._ends_in_products and ops.folds_norms(hidden)
         hidden = (self._folded if folds else self._apart)(hidden, inputs, columns)
         if len(self.layers) - 1 in columns:
             columns[len(self.layers) - 1].copy_(hidden)
-        return hidden, tapped
+        return hidden
 
     def _apart(self, hidden: Tensor, inputs: AttentionInputs, taps: dict[int, Tensor]) -> Tensor:
         """Run all layers, each norm in a kernel of its own. Returns ``hidden`` after the final norm."""
-        eps, zero_centered = self.eps, self.zero_centered
-        residual, hidden = hidden, ops.rms_norm(hidden, self.layers[0].input_norm, eps, None, zero_centered)
+        norm = (self.layers[0].input_norm, self.eps, None, self.zero_centered, self._front(0, inputs))
+        residual, hidden = hidden, ops.rms_norm(hidden, *norm)
         for i, layer in enumerate(self.layers):
             # 1. The mixer: attention also takes the context's rows, in front
-            hidden, kernels = _prepare(layer.attention_conv, hidden)
+            hidden, kernels = _prepare(layer.attention_conv, hidden, inputs.context)
             if layer.is_recurrent:
                 delta = self._delta_net(i, hidden, inputs.cache)
             else:
                 delta = ops.linear(self._attention(i, hidden, inputs), layer.o, layer.o_bias, prefetch=True)
-            norm = (layer.post_norm, eps, None, zero_centered)
-            hidden, residual = _add_norm(layer.attention_conv, delta, kernels, residual, *norm)
+            hidden, residual = self._add_norm(layer.attention_conv, delta, kernels, residual, layer.post_norm)
             # 2. MLP, whose residual sum is also the tap
             hidden, kernels = _prepare(layer.mlp_conv, hidden)
             delta = _mlp(layer, hidden)
             following, tap = self._following(i, taps)
-            norm = (following, eps, tap, zero_centered)
-            hidden, residual = _add_norm(layer.mlp_conv, delta, kernels, residual, *norm)
+            norm = (following, tap, self._front(i + 1, inputs))
+            hidden, residual = self._add_norm(layer.mlp_conv, delta, kernels, residual, *norm)
         return hidden
 
     def _folded(self, hidden: Tensor, inputs: AttentionInputs, taps: dict[int, Tensor]) -> Tensor:
@@ -179,7 +172,8 @@ class DecoderStack:
         """
         eps, zero_centered = self.eps, self.zero_centered
         squares: Tensor | None = None  # of the rows that the next product still has to scale
-        residual, hidden = hidden, ops.rms_norm(hidden, self.layers[0].input_norm, eps, None, zero_centered)
+        norm = (self.layers[0].input_norm, eps, None, zero_centered, self._front(0, inputs))
+        residual, hidden = hidden, ops.rms_norm(hidden, *norm)
         for i, layer in enumerate(self.layers):
             attended = self._attention(i, hidden, inputs, squares)
             hidden, residual, squares = ops.linear_add_scale(
@@ -193,29 +187,50 @@ class DecoderStack:
                 )
             else:
                 squares, delta = None, ops.linear(gated, layer.down, prefetch=True)
-                hidden, residual = ops.add_rms_norm(delta, residual, norm, eps, tap, zero_centered)
+                front = self._front(i + 1, inputs)
+                hidden, residual = ops.add_rms_norm(delta, residual, norm, eps, tap, zero_centered, front)
         return hidden
+
+    def _front(self, index: int, inputs: AttentionInputs) -> Tensor | None:
+        """Return the rows that the norm before a layer's mixer, or the final norm, puts in front of its own."""
+        last = index == len(self.layers)
+        return None if last or self.layers[index].attention_conv is not None else inputs.context
+
+    def _add_norm(
+        self, conv: BlockConv | None, delta: Tensor, kernels: Tensor | None, residual: Tensor, weight: Tensor,
+        tap: Tensor | None = None, front: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Add a sublayer's output ``delta``, convolved first if it has a convolution. Returns the norm and the sum."""
+        norm = (residual, weight, self.eps, tap, self.zero_centered)
+        if conv is None:
+            return ops.add_rms_norm(delta, *norm, front)
+        hidden, residual = ops.conv_add_rms_norm(delta, conv.base[1], kernels[:, :, 1], *norm)
+        return hidden if front is None else torch.cat([front, hidden], 1), residual
 
     def _following(self, index: int, taps: dict[int, Tensor]) -> tuple[Tensor, Tensor | None]:
         """Return the weight of the norm after a layer, and the tap of what goes into it."""
         last = index + 1 == len(self.layers)  # its tap is read after the norm
         return (self.norm, None) if last else (self.layers[index + 1].input_norm, taps.get(index))
 
-    def _attention(self, index: int, hidden: Tensor, inputs: AttentionInputs, squares: Tensor | None = None) -> Tensor:
-        """Return ``[batch, rows, num_heads * head_dim]``, what the layer's o projection reads."""
+    def _attention(self, index: int, rows_in: Tensor, inputs: AttentionInputs, squares: Tensor | None = None) -> Tensor:
+        """Return ``[batch, rows, num_heads * head_dim]``, what the layer's o projection reads.
+
+        ``rows_in`` is ``[batch, context_rows + rows, hidden]``.
+        """
         layer, keys, values = self.layers[index], inputs.cache.keys[index], inputs.cache.values[index]
-        rows, head_dim = hidden.shape[1], keys.shape[3]
-        rows_in = hidden if inputs.context is None else torch.cat([inputs.context, hidden], 1)
+        context_rows, head_dim = 0 if inputs.context is None else inputs.context.shape[1], keys.shape[3]
+        rows = rows_in.shape[1] - context_rows
         weights = (layer.q, layer.k, layer.v)
         qkv = ops.linears(rows_in, weights, _qkv_biases(layer), prefetch=True, squares=squares, eps=self.eps)
         query = qkv.new_empty(qkv.shape[0], rows, layer.o.shape[1] // head_dim, head_dim)
         norms = (layer.q_norm, layer.k_norm, self.eps)
         ops.qkv_norm_rope_append_(
-            qkv, inputs.slots, *inputs.angles, *norms, query, keys, values, self.zero_centered, layer.gated
+            qkv, inputs.lengths, inputs.num_context, None if inputs.tree is None else inputs.tree.depth,
+            *inputs.cache.rotary, *norms, query, keys, values, self.zero_centered, layer.gated, prefetch=True,
         )  # fmt: skip
         attended = ops.block_attention(
             query, keys, values, inputs.lengths, self.scale, layer.causal, layer.window, 0.0, layer.sinks,
-            None if inputs.tree is None else inputs.tree.ancestors, fresh=rows_in.shape[1] - rows,
+            None if inputs.tree is None else inputs.tree.ancestors, fresh=context_rows,
         )  # fmt: skip
         if layer.gated:
             gates = qkv[:, qkv.shape[1] - rows :, : layer.q.shape[0]].flatten(0, 1).unflatten(-1, (-1, 2, head_dim))
@@ -241,32 +256,15 @@ def _fields(values: Iterable[object]) -> Iterator[object]:
             yield value
 
 
-def _prepare(conv: BlockConv | None, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return what a sublayer reads in place of ``hidden [batch, rows, hidden]``, and the kernels of each row."""
+def _prepare(conv: BlockConv | None, hidden: Tensor, front: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    """Return what a sublayer reads in place of ``hidden``, and the kernels of each row.
+
+    Without a convolution ``hidden`` has the rows of ``front`` already. All are ``[batch, rows, hidden]``.
+    """
     if conv is None:
         return hidden, None
     kernels = ops.linear(hidden, conv.projection).unflatten(-1, (2, conv.base.shape[1], -1))
-    return ops.dynamic_conv(hidden, conv.base[0], kernels[:, :, 0]), kernels
-
-
-def _add_norm(
-    conv: BlockConv | None, delta: Tensor, kernels: Tensor | None, residual: Tensor, weight: Tensor, eps: float,
-    tap: Tensor | None, zero_centered: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Add a sublayer's output ``delta``, convolved first if it has a convolution, and return the norm and the sum."""
-    if conv is None:
-        return ops.add_rms_norm(delta, residual, weight, eps, tap, zero_centered)
-    return ops.conv_add_rms_norm(delta, conv.base[1], kernels[:, :, 1], residual, weight, eps, tap, zero_centered)
-
-
-def _positions(lengths: Tensor, offsets: Tensor, context: Tensor | None, num_context: Tensor | None) -> Tensor:
-    """``[batch, context_rows + rows]``: the position of each row, -1 for context rows that are off."""
-    ahead = lengths[:, None] + offsets
-    if context is None:
-        return ahead
-    index = torch.arange(context.shape[1], device=lengths.device)
-    before = torch.where(index < num_context[:, None], (lengths - num_context)[:, None] + index, -1)
-    return torch.cat([before, ahead], 1)
+    return ops.dynamic_conv(hidden, conv.base[0], kernels[:, :, 0], front), kernels
 
 
 def _mlp(layer: DecoderLayer | DeltaNetLayer, hidden: Tensor) -> Tensor:

@@ -139,7 +139,17 @@ def rms_norm(d: Draw) -> dict[str, object]:
         "weight": d.floats(hidden),
         "eps": d.choice(1e-6, 0.0),
         "counts": counts,
+        "front": d.floats(batch, d.size(), hidden) if d.flag() else None,
     }
+
+
+def draft_rows(d: Draw) -> dict[str, object]:
+    batch, capacity, vocab, hidden, num_drafts = d.size(), d.size(1), d.size(1, 9), d.size(1, 40), d.size()
+    named = {"tokens": d.ints(batch * capacity, -1, vocab).view(batch, capacity), "length": d.ints(batch, -1, capacity)}
+    named["drafts"] = d.ints(batch * num_drafts, -1, vocab).view(batch, num_drafts) if d.flag() else None
+    named |= {"table": d.floats(vocab, hidden), "mask_id": d.size(0, vocab - 1), "num_drafts": num_drafts}
+    named |= {"rows": d.size(0, num_drafts + 1), "mask_embedding": d.floats(hidden) if d.flag() else None}
+    return named | {"scale": d.choice(1.0, 0.3, -2.0)}
 
 
 def add_rms_norm(d: Draw) -> dict[str, object]:
@@ -148,7 +158,8 @@ def add_rms_norm(d: Draw) -> dict[str, object]:
     if tap is not None and d.flag():
         tap = torch.zeros(*shape[:2], shape[2] + 3, dtype=d.dtype)[..., 2 : 2 + shape[2]]
     x, residual, weight = d.floats(*shape), d.floats(*shape), d.floats(shape[2])
-    return {"x": x, "residual": residual, "weight": weight, "eps": 1e-6, "tap": tap}
+    front = d.floats(shape[0], d.size(), shape[2]) if d.flag() else None
+    return {"x": x, "residual": residual, "weight": weight, "eps": 1e-6, "tap": tap, "front": front}
 
 
 def dynamic_conv(d: Draw) -> dict[str, object]:
@@ -236,9 +247,13 @@ def _rotary(d: Draw, batch: int, rows: int, capacity: int, dim: int) -> dict[str
 
 def qkv_norm_rope_append_(d: Draw) -> dict[str, object]:
     batch, rows, heads, kv_heads, dim, capacity = d.size(), d.size(), d.size(), d.size(), d.size(1, 40), d.size(3, 9)
-    q_rows, cache = d.size(0, rows), (batch, kv_heads, capacity, dim)
+    q_rows, cache, table = d.size(0, rows), (batch, kv_heads, capacity, dim), (d.size(1, 9), d.size(0, dim // 2))
     norms = [d.floats(dim) if d.flag() else None for _ in range(2)]
-    named = {"qkv": d.floats(batch, rows, (heads + 2 * kv_heads) * dim), **_rotary(d, batch, rows, capacity, dim)}
+    counts = {"lengths": d.ints(batch, -rows - 1, capacity + 9)}
+    counts["num_context"] = d.ints(batch, -1, rows + 1) if q_rows < rows or d.flag() else None
+    counts["depth"] = d.ints(batch * q_rows, 0, 9).view(batch, q_rows) if d.flag() else None
+    cos, sin = (d.floats(*table, dtype=torch.float32) for _ in range(2))
+    named = {"qkv": d.floats(batch, rows, (heads + 2 * kv_heads) * dim), **counts, "cos": cos, "sin": sin}
     named |= {"q_norm_weight": norms[0], "k_norm_weight": norms[1], "eps": 1e-6}
     return named | {
         "q_out": d.floats(batch, q_rows, heads, dim),
@@ -374,7 +389,7 @@ def causal_conv_(d: Draw) -> dict[str, object]:
 
 MAKERS = [
     rms_norm, add_rms_norm, dynamic_conv, conv_add_rms_norm, silu_mul, fuse_features, linear, linears, swiglu,
-    linear_add_scale, block_attention,
+    linear_add_scale, draft_rows, block_attention,
     append_kv_, qkv_norm_rope_append_, append_context_kv_, select_tokens, tree_candidates, top_candidates,
     walk_candidates, build_tree, accept_prefix_,
     accept_path_, compact_kv_, gather_rows_, gated_recurrence_, causal_conv_,

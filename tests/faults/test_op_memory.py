@@ -205,7 +205,7 @@ def test_decoder_layers_at_lengths_outside_the_cache_are_their_twin(length, num_
     assert_same(run("decoder_layers", copied(call)), run_twin("decoder_layers", copied(call), packed), 1e-3, 1e-3)
 
 
-@pytest.mark.parametrize("op", ["append_kv_", "qkv_norm_rope_append_", "append_context_kv_"])
+@pytest.mark.parametrize("op", ["append_kv_", "append_context_kv_"])
 def test_positions_outside_the_cache_append_nothing(op, kernels):
     for first in HOSTILE_LENGTHS:
         call = CALLS[op]()
@@ -215,12 +215,19 @@ def test_positions_outside_the_cache_append_nothing(op, kernels):
         assert_same(run(op, copied(call), kernels), run_twin(op, copied(call)), 1e-3, 1e-3)
 
 
+@pytest.mark.parametrize("length", [*HOSTILE_LENGTHS, -1, 2**40])
+def test_heads_at_lengths_outside_the_cache_are_their_twin(length, kernels):
+    call = CALLS["qkv_norm_rope_append_"]() | {"lengths": torch.tensor([length, 6])}
+    assert_same(run("qkv_norm_rope_append_", copied(call), kernels), run_twin("qkv_norm_rope_append_", copied(call)))
+
+
 @pytest.mark.parametrize("count", [-(2**63), -1, 0, 2, 2**63 - 1])
 @pytest.mark.parametrize(
     ("op", "counts"),
     [
         ("rms_norm", "counts"),
         ("fuse_features", "num_context"),
+        ("qkv_norm_rope_append_", "num_context"),
         *((op, counts) for op in ("gated_recurrence_", "causal_conv_") for counts in ("pending", "keep")),
     ],
 )

@@ -13,9 +13,14 @@ from cubins import Instruction, Kernel, kernels_of, readable
 
 _GLOBAL = ("LDG", "STG", "LDGSTS", "ATOMG", "ATOM", "RED", "REDG", "LD", "ST", "UBLKCP", "UTMALDG", "UTMASTG")
 # Parts of kernels' names, and the opcodes that these may have where others may not. Before the wait: weights, see
-# `prefetch` in linear.cu; lengths, past the L1, and old keys and values, see block_attention.cu.
-EARLY = {"linear_kernel": ("LDGSTS",), "block_attention_kernel": ("LDG.E.64.STRONG.GPU", "LDGSTS")}
-LATE = ("qkv_norm_rope_append_kernel",)  # let attention start after their own wait, which is why it may read early
+# `prefetch` in linear.cu; past the L1, lengths and all that they lead to in qkv_norm_rope_append.cu, lengths and old
+# keys and values in block_attention.cu.
+EARLY = {
+    "linear_kernel": ("LDGSTS",),
+    "block_attention_kernel": ("LDG.E.64.STRONG.GPU", "LDGSTS"),
+    "qkv_norm_rope_append_kernel": tuple(f"LDG.E.{width}STRONG.GPU" for width in ("128.", "64.", "U16.", "")),
+}
+LATE = ("qkv_norm_rope_append_kernel", "draft_rows_kernel")  # those behind may read early, as they start after its wait
 NARROW = ("gated_recurrence_kernel", "long_keys_kernel")  # copies of 4 bytes, of rows at any address
 
 

@@ -18,14 +18,7 @@ from .config import DraftConfig
 from .derived import DerivedWeight, scale_outputs_
 from .dflash2 import CandidateSelector, GroupedConv
 from .dspark import MarkovHead
-from .own_parts import (
-    add_own_parts,
-    embed_own,
-    keep_own_parts,
-    own_head,
-    scatter_to_vocabulary,
-    share_equal_parts,
-)
+from .own_parts import add_own_parts, keep_own_parts, own_embeddings, own_head, scatter_to_vocabulary, share_equal_parts
 
 __all__ = ["Drafter", "PackedTensor", "scale_logits"]
 
@@ -221,17 +214,22 @@ class Drafter(nn.Module):
         logits = scale_logits(logits, config.output_multiplier, config.final_logit_softcapping)
         return logits if config.draft_vocab_size is None else scatter_to_vocabulary(self, logits)
 
-    def embed(self, ids: Tensor, table: Tensor) -> Tensor:
-        """Return the scaled embeddings of a block.
+    def embed_block(
+        self, tokens: Tensor, length: Tensor, num_drafts: int, table: Tensor, drafts: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return ``(embeds, anchor, positions)`` of a block after each sequence's last token: see `ops.draft_rows`.
 
         Args:
-            ids: ``[batch, rows]`` int64.
+            tokens: ``[batch, capacity]`` int64.
+            length: ``[batch]`` int64, the place of each last token.
+            num_drafts: positions that are drafted.
             table: ``[vocab, hidden]``, the target's raw embeddings; a drafter with its own table uses that.
-
-        Returns:
-            ``[batch, rows, hidden]``.
+            drafts: ``[batch, num_drafts]`` int64; None for masks.
         """
-        return self.scale_embeddings(embed_own(self, ids, table))
+        config, (table, mask_embedding) = self.config, own_embeddings(self, table)
+        rows = num_drafts if config.predicts_from_anchor else num_drafts + 1
+        mask = (config.mask_token_id, num_drafts, rows, mask_embedding, config.input_embedding_scale)
+        return ops.draft_rows(tokens, length, drafts, table, *mask)
 
     def share_(self, embedding: Tensor, head: nn.Module) -> None:
         """Let own parts that equal the target's be its tensors until `load_state_dict`; write to neither in place."""

@@ -23,7 +23,7 @@ __all__ = [
     "add_own_parts",
     "check_token_map",
     "config_of_stored_parts",
-    "embed_own",
+    "own_embeddings",
     "own_head",
     "read_mask_embedding",
     "scatter_to_vocabulary",
@@ -125,13 +125,11 @@ def check_token_map(config: DraftConfig, d2t: Tensor, source: str) -> None:
 # ---------------------------------------------------------------------------------------------- what a step uses
 
 
-def embed_own(drafter: nn.Module, ids: Tensor, table: Tensor) -> Tensor:
-    """Embed ``ids [batch, rows]`` with the drafter's own table and mask embedding, else with ``table``. Not scaled."""
+def own_embeddings(drafter: nn.Module, table: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return the drafter's own embeddings, or else ``table``, and its own embedding of the mask or None."""
     own = drafter.config.own_parts
-    embeds = nn.functional.embedding(ids, drafter.embed_tokens.weight if "embed_tokens" in own else table)
-    if "mask_embedding" in own:
-        embeds = torch.where((ids == drafter.config.mask_token_id)[..., None], drafter.mask_embedding, embeds)
-    return embeds
+    table = drafter.embed_tokens.weight if "embed_tokens" in own else table
+    return table, drafter.mask_embedding if "mask_embedding" in own else None
 
 
 def own_head(drafter: nn.Module, hidden: Tensor) -> Tensor:

@@ -115,11 +115,11 @@ def compiled_per_kind(step: Callable[[], None], kind: Callable[[], Hashable]) ->
 
 
 def compiled_per_shape(function: Callable) -> Callable:
-    """Return ``function``, compiled by itself for each shape of its first argument and number of arguments.
+    """Return ``function``, compiled by itself for each shape of its first argument and the arguments that are None.
 
     torch would compile one code object for eight shapes, and run it as it is for any other.
     """
-    return _compiled(function, lambda first, *rest: (first.shape, len(rest)))
+    return _compiled(function, lambda first, *rest: (first.shape, *(x is None for x in rest)))
 
 
 def _compiled(function: Callable, kind: Callable[..., Hashable], **options: Any) -> Callable:

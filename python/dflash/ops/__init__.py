@@ -15,6 +15,7 @@ from .choose import ROW_STATES as ROW_STATES
 from .choose import accept_prefix_, select_tokens
 from .delta_net import L2_EPS as L2_EPS
 from .delta_net import delta_net_inputs, gated_rms_norm
+from .draft_rows import draft_rows
 from .dynamic_conv import conv_add_rms_norm, dynamic_conv
 from .experts import experts
 from .gates import sigmoid_mul, silu_mul, swiglu
@@ -51,6 +52,7 @@ __all__ = [
     "cuda_status",
     "decoder_layers",
     "delta_net_inputs",
+    "draft_rows",
     "dynamic_conv",
     "experts",
     "fuse_features",

@@ -204,6 +204,17 @@ def expect_rope(op: str, positions: Tensor, cos: Tensor, sin: Tensor, batch: int
         raise ValueError(f"{op}: cos may have at most head_dim / 2 = {head_dim // 2} columns, got {cos.shape[-1]}")
 
 
+def expect_rope_table(op: str, cos: Tensor, sin: Tensor, head_dim: int) -> None:
+    """Raise unless these are angles ``[positions, rotary / 2]`` of one position or more, for heads of ``head_dim``."""
+    if not (cos.dim() == 2 and cos.shape == sin.shape and cos.dtype is sin.dtype is torch.float32):
+        expect(op, "cos", cos, (None, None), torch.float32, "positions, rotary / 2")
+        expect(op, "sin", sin, tuple(cos.shape), torch.float32, "positions, rotary / 2")
+    if cos.shape[0] == 0 or 2 * cos.shape[1] > head_dim:
+        raise ValueError(
+            f"{op}: cos must be [positions, at most head_dim / 2 = {head_dim // 2}], got {list(cos.shape)}"
+        )
+
+
 def dense(tensor: Tensor | None) -> Tensor | None:
     """Return the tensor itself if it is contiguous (or None), else a copy."""
     return None if tensor is None else tensor.contiguous()

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 
 from .. import _C
-from .checks import expect, row_stride
-from .norm import check_norm
+from .checks import dense, expect, row_stride
+from .norm import check_norm, front_sizes, new_behind
 from .registry import Launcher, op
 
 
 @op()
-def dynamic_conv(launch: Launcher, x: Tensor, base: Tensor, dynamic: Tensor) -> Tensor:
+def dynamic_conv(launch: Launcher, x: Tensor, base: Tensor, dynamic: Tensor, front: Tensor | None = None) -> Tensor:
     """Convolve the rows of each block, in fp32, rounded once.
 
     ``out[t, c] = sum over i <= t of (base[i, c] + dynamic[t, i, c // size]) * x[t - i, c]`` with groups of
@@ -24,22 +24,25 @@ def dynamic_conv(launch: Launcher, x: Tensor, base: Tensor, dynamic: Tensor) -> 
         x: ``[batch, rows, hidden]``, float32 or bfloat16 (float16 on CUDA).
         base: ``[width, hidden]``, the dtype of ``x``.
         dynamic: ``[batch, rows, width, groups]``, the dtype of ``x``; batch and rows may have any strides.
+        front: as in `rms_norm`; no part of the convolution.
 
     Returns:
-        A tensor like ``x``.
+        A tensor like ``x``; with ``front`` ``[batch, front_rows + rows, hidden]``.
 
     Raises:
         ValueError: a shape does not fit. TypeError: a dtype does not fit.
     """
     if not _convolution_fits(x, base, dynamic):
         _check_convolution("dynamic_conv", x, base, dynamic)
+    sizes = front_sizes("dynamic_conv", x, front)
     dtype = launch.dtype("dynamic_conv", "x", x)
     x, base, dynamic = x.contiguous(), launch.aligned(base.contiguous()), _dense_weights(dynamic)
     (batch, rows, hidden), (width, groups) = x.shape, dynamic.shape[2:]
-    out = torch.empty_like(x)
+    out = new_behind(x, front)
     launch(
-        "dynamic_conv", x, base, dynamic, out, *dynamic.stride()[:2], batch * rows, rows, hidden, width, groups, dtype
-    )
+        "dynamic_conv", x, base, dynamic, dense(front), out, *dynamic.stride()[:2], batch * rows, rows, hidden, width,
+        groups, *sizes, dtype,
+    )  # fmt: skip
     return out
 
 

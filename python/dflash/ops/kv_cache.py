@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from .. import _C
-from .checks import dense, expect, expect_cache, expect_contiguous, expect_rope, unit_stride
+from . import switches
+from .checks import dense, expect, expect_cache, expect_contiguous, expect_rope, expect_rope_table, unit_stride
 from .registry import Launcher, op
 
 
@@ -14,7 +15,9 @@ from .registry import Launcher, op
 def qkv_norm_rope_append_(
     launch: Launcher,
     qkv: Tensor,
-    positions: Tensor,
+    lengths: Tensor,
+    num_context: Tensor | None,
+    depth: Tensor | None,
     cos: Tensor,
     sin: Tensor,
     q_norm_weight: Tensor | None,
@@ -25,8 +28,13 @@ def qkv_norm_rope_append_(
     v_cache: Tensor,
     zero_centered: bool = False,
     gated: bool = False,
+    prefetch: bool = False,
 ) -> None:
     """Split packed QKV rows; norm and rotate q and k; write q of the last rows; append k and v to the cache.
+
+    The last ``q_rows`` rows are a block: row i of sequence b is appended to slot ``lengths[b] + i``. The rows in front
+    are context: row i is appended to slot ``lengths[b] - num_context[b] + i``, and one at or past ``num_context[b]`` is
+    off. A slot outside the cache appends nothing.
 
     The norm is RMSNorm over each head. RoPE is the half-split kind ("rotate_half") over the first ``rotary``
     dimensions of a head, in fp32 on the fp32 normed value, rounded once.
@@ -34,9 +42,11 @@ def qkv_norm_rope_append_(
     Args:
         qkv: ``[batch, rows, (num_heads + 2 * num_kv_heads) * head_dim]``, float32 or bfloat16: the q heads, the
             k heads, the v heads.
-        positions: ``[batch, rows]`` int64, the cache slot of each row, all different within a sequence. A row whose
-            position is negative or not below the capacity appends nothing.
-        cos: ``[batch, rows, rotary / 2]`` float32; those of rows that are off may hold anything.
+        lengths: ``[batch]`` int64, the position of each block's first row, as in `block_attention`.
+        num_context: ``[batch]`` int64, clamped to 0 .. ``rows - q_rows``; None if ``q_rows`` is ``rows``.
+        depth: ``[batch, q_rows]`` int64, or None for a chain: row i of a block rotates by position
+            ``lengths[b] + depth[b, i]``, clamped to 0 .. ``q_rows``.
+        cos: ``[positions, rotary / 2]`` float32, one row per position; positions past the end take the last.
         sin: like ``cos``.
         q_norm_weight: ``[head_dim]``, the dtype of ``qkv``, or None for no norm.
         k_norm_weight: like ``q_norm_weight``.
@@ -48,28 +58,35 @@ def qkv_norm_rope_append_(
         zero_centered: the norms multiply by ``1 + weight``.
         gated: each q head is followed by a gate of its size, which is not read: ``qkv`` is
             ``[batch, rows, (2 * num_heads + 2 * num_kv_heads) * head_dim]``. See `sigmoid_mul`.
+        prefetch: for CUDA, read everything but ``qkv`` before the kernel ahead has ended. No kernel that may still run
+            then may write it: all that do must be followed by one that does not overlap, such as any of torch, before
+            the kernel ahead. ``DFLASH_PREFETCH=0`` in the environment turns it off.
 
     Raises:
         ValueError: a shape does not fit, or a written tensor is not contiguous. TypeError: a dtype does not fit.
     """
-    _check_qkv(qkv, positions, cos, sin, q_norm_weight, k_norm_weight, q_out, k_cache, v_cache, gated)
+    _check_qkv(qkv, lengths, num_context, depth, cos, sin, q_norm_weight, k_norm_weight, q_out, k_cache, v_cache, gated)
     dtype = launch.dtype("qkv_norm_rope_append_", "qkv", qkv)
     batch, q_rows, num_heads, head_dim = q_out.shape
+    early = (lengths, num_context, depth, cos, sin, q_norm_weight, k_norm_weight)
+    read = [dense(x) for x in early]
+    prefetch = prefetch and switches.PREFETCH and all(x is y for x, y in zip(early, read, strict=True))
     launch(
-        "qkv_norm_rope_append", qkv.contiguous(), positions.contiguous(), cos.contiguous(), sin.contiguous(),
-        dense(q_norm_weight), dense(k_norm_weight), q_out, k_cache, v_cache, batch, qkv.shape[1], q_rows, num_heads,
-        k_cache.shape[1], head_dim, cos.shape[-1], k_cache.shape[2], eps, zero_centered, gated, dtype,
+        "qkv_norm_rope_append", qkv.contiguous(), *read, q_out, k_cache, v_cache, batch, qkv.shape[1], q_rows,
+        num_heads, k_cache.shape[1], head_dim, cos.shape[1], cos.shape[0], k_cache.shape[2], eps, zero_centered, gated,
+        prefetch, dtype,
     )  # fmt: skip
 
 
 def _check_qkv(
-    qkv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, q_norm_weight: Tensor | None,
-    k_norm_weight: Tensor | None, q_out: Tensor, k_cache: Tensor, v_cache: Tensor, gated: bool,
+    qkv: Tensor, lengths: Tensor, num_context: Tensor | None, depth: Tensor | None, cos: Tensor, sin: Tensor,
+    q_norm_weight: Tensor | None, k_norm_weight: Tensor | None, q_out: Tensor, k_cache: Tensor, v_cache: Tensor,
+    gated: bool,
 ) -> None:  # fmt: skip
     op = "qkv_norm_rope_append_"
-    if qkv.dim() == cos.dim() == 3 and q_out.dim() == k_cache.dim() == 4 and _qkv_fits(
-        qkv, positions, cos, sin, [x for x in (q_norm_weight, k_norm_weight) if x is not None], q_out, k_cache, v_cache,
-        gated,
+    if qkv.dim() == 3 and cos.dim() == 2 and q_out.dim() == k_cache.dim() == 4 and _qkv_fits(
+        qkv, lengths, num_context, depth, cos, sin, [x for x in (q_norm_weight, k_norm_weight) if x is not None],
+        q_out, k_cache, v_cache, gated,
     ):  # fmt: skip
         return
     expect(op, "qkv", qkv, (None, None, None), qkv.dtype, "batch, rows, (num_heads + 2 * num_kv_heads) * head_dim")
@@ -86,27 +103,37 @@ def _check_qkv(
         )
     if q_rows > rows:
         raise ValueError(f"{op}: q_out may have at most the {rows} rows of qkv, got {q_rows}")
-    expect_rope(op, positions, cos, sin, batch, rows, head_dim)
+    expect(op, "lengths", lengths, (batch,), torch.int64, "batch")
+    if num_context is not None:
+        expect(op, "num_context", num_context, (batch,), torch.int64, "batch")
+    elif q_rows < rows:
+        raise ValueError(f"{op}: num_context must be given for the {rows - q_rows} rows in front of q_out's, got None")
+    if depth is not None:
+        expect(op, "depth", depth, (batch, q_rows), torch.int64, "batch, q_rows")
+    expect_rope_table(op, cos, sin, head_dim)
     for name, weight in (("q_norm_weight", q_norm_weight), ("k_norm_weight", k_norm_weight)):
         if weight is not None:
             expect(op, name, weight, (head_dim,), qkv.dtype, "head_dim")
 
 
 def _qkv_fits(
-    qkv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, norms: list[Tensor], q_out: Tensor, k_cache: Tensor,
-    v_cache: Tensor, gated: bool,
+    qkv: Tensor, lengths: Tensor, num_context: Tensor | None, depth: Tensor | None, cos: Tensor, sin: Tensor,
+    norms: list[Tensor], q_out: Tensor, k_cache: Tensor, v_cache: Tensor, gated: bool,
 ) -> bool:  # fmt: skip
     """Return True if a call is right: the short way past `_check_qkv`."""
     (batch, rows, _), (_, q_rows, heads, head_dim) = qkv.shape, q_out.shape
-    (_, kv_heads, capacity, _), half, dtype = k_cache.shape, cos.shape[-1], qkv.dtype
+    (_, kv_heads, capacity, _), (positions, half), dtype = k_cache.shape, cos.shape, qkv.dtype
     cache, width = (batch, kv_heads, capacity, head_dim), ((2 if gated else 1) * heads + 2 * kv_heads) * head_dim
+    counts = (lengths,) if num_context is None else (lengths, num_context)
     return (
         capacity > 0
-        and q_rows <= rows
+        and positions > 0
+        and (q_rows == rows or (q_rows < rows and num_context is not None))
         and 2 * half <= head_dim
         and _C.fits(
-            False, qkv, (batch, rows, width), dtype, positions, (batch, rows), torch.int64,
-            (cos, sin), (batch, rows, half), torch.float32, norms, (head_dim,), dtype,
+            False, qkv, (batch, rows, width), dtype, counts, (batch,), torch.int64,
+            () if depth is None else (depth,), (batch, q_rows), torch.int64,
+            (cos, sin), (positions, half), torch.float32, norms, (head_dim,), dtype,
         )
         and _C.fits(True, q_out, (batch, q_rows, heads, head_dim), dtype, (k_cache, v_cache), cache, dtype)
     )  # fmt: skip
@@ -128,7 +155,8 @@ def append_context_kv_(
 
     Args:
         kv: ``[num_layers, batch, rows, 2 * num_kv_heads * head_dim]``, float32 or bfloat16: the k heads, the v heads.
-        positions: ``[batch, rows]`` int64, as in `qkv_norm_rope_append_`.
+        positions: ``[batch, rows]`` int64, the cache slot of each row, all different within a sequence. A row whose
+            position is negative or not below the capacity appends nothing.
         cos: ``[batch, rows, rotary / 2]`` float32; those of rows that are off may hold anything.
         sin: like ``cos``.
         k_norm_weight: ``[num_layers, head_dim]``, the dtype of ``kv``, or None for no norm.
@@ -192,7 +220,7 @@ def append_kv_(
     Args:
         key: ``[batch, num_kv_heads, rows, head_dim]``, float32 or bfloat16, any strides.
         value: ``[batch, num_kv_heads, rows, v_head_dim]``, the dtype of ``key``, any strides.
-        positions: ``[batch, rows]`` int64, as in `qkv_norm_rope_append_`.
+        positions: ``[batch, rows]`` int64, as in `append_context_kv_`.
         k_cache: ``[batch, num_kv_heads, capacity, head_dim]``, contiguous; written.
         v_cache: ``[batch, num_kv_heads, capacity, v_head_dim]``, contiguous; written.
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .. import _C
 from . import reference
-from .checks import dense, expect, expect_contiguous
+from .checks import dense, expect, expect_contiguous, expect_rope_table
 from .kv_cache import expect_caches
 from .registry import Launcher, op
 from .weights import DecoderLayer, DeltaNetLayer, check_layers, check_memory, named_tensors
@@ -163,7 +163,7 @@ def decoder_layers(
     Args:
         hidden: ``[batch, rows, hidden]``, float32 or bfloat16; row i of sequence b is at ``lengths[b] + i``.
         context: ``[batch, context_rows, hidden]`` or None: row i is at ``lengths[b] - num_context[b] + i``.
-        num_context: ``[batch]`` int64; rows at or past it are never read.
+        num_context: ``[batch]`` int64, clamped to 0 .. ``context_rows``; rows at or past it are never read.
         lengths: ``[batch]`` int64, as in `block_attention`.
         cos: ``[positions, rotary / 2]`` float32, one row per position; positions past the end take the last.
         sin: like ``cos``.
@@ -204,7 +204,9 @@ def decoder_layers(
         _check_recurrent(packed, hidden.shape[0], recurrent, pending, keep)
     _check_tree(packed, hidden, ancestors)
     _check_heads(packed, k_caches[0])
-    _check_rotary(cos, sin, k_caches[0].shape[3])
+    expect_rope_table("decoder_layers", cos, sin, k_caches[0].shape[3])
+    if not (cos.is_contiguous() and sin.is_contiguous()):
+        raise ValueError("decoder_layers: cos and sin must be contiguous")
     dtype = launch.dtype("decoder_layers", "hidden", hidden)
     hidden, lengths, context, num_context, ancestors = map(dense, (hidden, lengths, context, num_context, ancestors))
     batch, rows, size = hidden.shape
@@ -344,16 +346,3 @@ def _check_heads(packed: PackedLayers, k_cache: Tensor) -> None:
         if not layer.is_recurrent and layer.sinks is not None and layer.sinks.shape[0] != heads:
             raise ValueError(f"{op}: layers[{i}].sinks must be [num_heads] = [{heads}], got {list(layer.sinks.shape)}")
     packed.checked_heads = kv_heads, head_dim
-
-
-def _check_rotary(cos: Tensor, sin: Tensor, head_dim: int) -> None:
-    op = "decoder_layers"
-    if not (cos.dim() == 2 and cos.shape == sin.shape and cos.dtype is sin.dtype is torch.float32):
-        expect(op, "cos", cos, (None, None), torch.float32, "positions, rotary / 2")
-        expect(op, "sin", sin, tuple(cos.shape), torch.float32, "positions, rotary / 2")
-    if cos.shape[0] == 0 or 2 * cos.shape[1] > head_dim:
-        raise ValueError(
-            f"{op}: cos must be [positions, at most head_dim / 2 = {head_dim // 2}], got {list(cos.shape)}"
-        )
-    if not (cos.is_contiguous() and sin.is_contiguous()):
-        raise ValueError(f"{op}: cos and sin must be contiguous")

@@ -30,6 +30,7 @@ def rms_norm(
     eps: float,
     counts: Tensor | None = None,
     zero_centered: bool = False,
+    front: Tensor | None = None,
 ) -> Tensor:
     """Compute ``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension, in fp32, rounded once.
 
@@ -39,9 +40,11 @@ def rms_norm(
         eps: added to the mean square.
         counts: ``[batch]`` int64. Rows at or past the count are never read and come back as zeros.
         zero_centered: multiply by ``1 + weight`` instead, as Qwen3-Next and Qwen3.5 store it.
+        front: ``[batch, front_rows, hidden]``, the dtype of ``x [batch, rows, hidden]``, or None: rows that come in
+            front of the normed ones, as they are.
 
     Returns:
-        A tensor like ``x``.
+        A tensor like ``x``; with ``front`` ``[batch, front_rows + rows, hidden]``.
 
     Raises:
         ValueError: a shape does not fit. TypeError: a dtype does not fit.
@@ -51,12 +54,14 @@ def rms_norm(
         if x.dim() != 3:
             raise ValueError(f"rms_norm: with counts x must be [batch, rows, hidden], got {x.dim()} dimensions")
         expect("rms_norm", "counts", counts, (x.shape[0],), torch.int64, "batch")
+    sizes = front_sizes("rms_norm", x, front)
     dtype = launch.dtype("rms_norm", "x", x)
     x, weight, counts = x.contiguous(), weight.contiguous(), dense(counts)
-    out, hidden = torch.empty_like(x), x.shape[-1]
+    out, hidden = new_behind(x, front), x.shape[-1]
     rows = x.numel() // hidden
     launch(
-        "rms_norm", x, None, weight, counts, out, None, None, 0, rows, hidden, x.shape[-2], eps, zero_centered, dtype
+        "rms_norm", x, None, weight, counts, dense(front), out, None, None, 0, rows, hidden, x.shape[-2], *sizes, eps,
+        zero_centered, dtype,
     )  # fmt: skip
     return out
 
@@ -70,6 +75,7 @@ def add_rms_norm(
     eps: float,
     tap: Tensor | None = None,
     zero_centered: bool = False,
+    front: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute ``h = x + residual`` and its RMSNorm.
 
@@ -81,9 +87,10 @@ def add_rms_norm(
         tap: like ``x``, or None; written with ``h``. Its rows may be any one stride apart, as the columns of one tap
             among several are.
         zero_centered: as in `rms_norm`.
+        front: as in `rms_norm`.
 
     Returns:
-        ``(rms_norm(h), h)``, both like ``x``; ``h`` is rounded to the dtype before it is normed.
+        ``(rms_norm(h), h)``, both like ``x`` but for ``front``; ``h`` is rounded to the dtype before it is normed.
 
     Raises:
         ValueError: a shape does not fit, or the tap's rows are unevenly spaced. TypeError: a dtype does not fit.
@@ -95,15 +102,35 @@ def add_rms_norm(
     if tap is not None:
         expect("add_rms_norm", "tap", tap, tuple(x.shape), x.dtype, "as x")
         tap_stride = row_stride("add_rms_norm", "tap", tap)
+    sizes = front_sizes("add_rms_norm", x, front)
     dtype = launch.dtype("add_rms_norm", "x", x)
     x, residual, weight = x.contiguous(), residual.contiguous(), weight.contiguous()
-    out, total, hidden = torch.empty_like(x), torch.empty_like(x), x.shape[-1]
+    out, total, hidden = new_behind(x, front), torch.empty_like(x), x.shape[-1]
     rows = x.numel() // hidden
     launch(
-        "rms_norm", x, residual, weight, None, out, total, tap, tap_stride, rows, hidden, rows, eps, zero_centered,
-        dtype,
+        "rms_norm", x, residual, weight, None, dense(front), out, total, tap, tap_stride, rows, hidden, x.shape[-2],
+        *sizes, eps, zero_centered, dtype,
     )  # fmt: skip
     return out, total
+
+
+def front_sizes(op: str, x: Tensor, front: Tensor | None) -> tuple[int, int]:
+    """Check rows that come in front of those of ``x``; return sequences and rows of each, 0 for None."""
+    if front is None:
+        return 0, 0
+    if x.dim() != 3:
+        raise ValueError(f"{op}: with front x must be [batch, rows, hidden], got {x.dim()} dimensions")
+    batch, _, hidden = x.shape
+    expect(op, "front", front, (batch, None, hidden), x.dtype, "batch, front_rows, hidden")
+    return batch, front.shape[1]
+
+
+def new_behind(x: Tensor, front: Tensor | None) -> Tensor:
+    """Return an uninitialized tensor like ``x`` with room for the rows in front."""
+    if front is None:
+        return torch.empty_like(x)
+    batch, rows, hidden = x.shape
+    return x.new_empty(batch, front.shape[1] + rows, hidden)
 
 
 @op()

@@ -20,7 +20,12 @@ def _compute_dtype(x: Tensor) -> torch.dtype:
 
 
 def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, counts: Tensor | None = None, zero_centered: bool = False
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    counts: Tensor | None = None,
+    zero_centered: bool = False,
+    front: Tensor | None = None,
 ) -> Tensor:
     """``x / sqrt(mean(x^2) + eps) * weight``, or ``1 + weight``; rows at or past ``counts`` are zero."""
     wide = x.to(_compute_dtype(x))
@@ -28,20 +33,31 @@ def rms_norm(
     out = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * (1 + weight if zero_centered else weight)
     if counts is not None:
         out = live_rows(out, counts)
-    return out.to(x.dtype)
+    return _behind(front, out.to(x.dtype))
+
+
+def _behind(front: Tensor | None, x: Tensor) -> Tensor:
+    """``x`` with the rows of ``front`` before its own."""
+    return x if front is None else torch.cat([front, x], 1)
 
 
 def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, tap: Tensor | None = None, zero_centered: bool = False
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    tap: Tensor | None = None,
+    zero_centered: bool = False,
+    front: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``h = x + residual``; returns ``(rms_norm(h), h)`` and puts h in the tap."""
     total = x + residual
     if tap is not None:
         tap.copy_(total)
-    return rms_norm(total, weight, eps, None, zero_centered), total
+    return rms_norm(total, weight, eps, None, zero_centered, front), total
 
 
-def dynamic_conv(x: Tensor, base: Tensor, dynamic: Tensor) -> Tensor:
+def dynamic_conv(x: Tensor, base: Tensor, dynamic: Tensor, front: Tensor | None = None) -> Tensor:
     """``out[t] = sum of (base[i] + dynamic[t, i]) * x[t - i]`` over ``i <= t``; a weight of zero adds nothing."""
     rows, wide = x.shape[1], _compute_dtype(x)
     values, size = x.to(wide), x.shape[2] // dynamic.shape[3]
@@ -51,7 +67,7 @@ def dynamic_conv(x: Tensor, base: Tensor, dynamic: Tensor) -> Tensor:
     for i in range(min(base.shape[0], rows)):
         weight, sums = weights[:, i:, i], total[:, i:]
         total[:, i:] = torch.where(weight == 0, sums, sums + weight * values[:, : rows - i])
-    return total.to(x.dtype)
+    return _behind(front, total.to(x.dtype))
 
 
 def conv_add_rms_norm(
@@ -66,6 +82,29 @@ def conv_add_rms_norm(
 ) -> tuple[Tensor, Tensor]:
     """`dynamic_conv`, then `add_rms_norm`."""
     return add_rms_norm(dynamic_conv(x, base, dynamic), residual, weight, eps, tap, zero_centered)
+
+
+def draft_rows(
+    tokens: Tensor,
+    length: Tensor,
+    drafts: Tensor | None,
+    table: Tensor,
+    mask_id: int,
+    num_drafts: int,
+    rows: int,
+    mask_embedding: Tensor | None = None,
+    scale: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The scaled embeddings of the anchor and the drafts or masks, the anchors, and the positions of the drafts."""
+    at = length.clamp(0, tokens.shape[1] - 1)[:, None]
+    anchor = tokens.gather(1, at)
+    drafts = torch.full_like(anchor, mask_id).expand(-1, num_drafts) if drafts is None else drafts
+    ids = torch.cat([anchor, drafts], 1)[:, :rows]
+    embeds = table[ids.clamp(0, table.shape[0] - 1)]
+    if mask_embedding is not None:
+        embeds = torch.where((ids == mask_id)[..., None], mask_embedding, embeds)
+    positions = at + torch.arange(1, num_drafts + 1, device=at.device)
+    return (embeds.to(_compute_dtype(embeds)) * scale).to(embeds.dtype), anchor[:, 0].clone(), positions
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
@@ -122,7 +161,9 @@ def _append(new: Tensor, positions: Tensor, cache: Tensor) -> None:
 
 def qkv_norm_rope_append_(
     qkv: Tensor,
-    positions: Tensor,
+    lengths: Tensor,
+    num_context: Tensor | None,
+    depth: Tensor | None,
     cos: Tensor,
     sin: Tensor,
     q_norm_weight: Tensor | None,
@@ -133,15 +174,32 @@ def qkv_norm_rope_append_(
     v_cache: Tensor,
     zero_centered: bool = False,
     gated: bool = False,
+    prefetch: bool = False,
 ) -> None:
     """Split packed rows into heads, norm and rotate q and k, write q of the last rows and append k and v."""
     q_rows, num_heads, head_dim = q_out.shape[1:]
+    lengths = lengths.clamp(-q_rows, 2 * k_cache.shape[2] + q_rows)
+    slots, positions = _slots_and_positions(lengths, q_rows, depth, qkv.shape[1] - q_rows, num_context)
+    at = positions.clamp(0, cos.shape[0] - 1)
+    cos, sin = cos[at], sin[at]
     heads, step = qkv.unflatten(-1, (-1, head_dim)), 2 if gated else 1
     q, k, v = heads.split([step * num_heads, k_cache.shape[1], v_cache.shape[1]], 2)
     first = qkv.shape[1] - q_rows
     q_out.copy_(_norm_rope(q[:, first:, ::step], q_norm_weight, eps, cos[:, first:], sin[:, first:], zero_centered))
-    _append(_norm_rope(k, k_norm_weight, eps, cos, sin, zero_centered).transpose(1, 2), positions, k_cache)
-    _append(v.transpose(1, 2), positions, v_cache)
+    _append(_norm_rope(k, k_norm_weight, eps, cos, sin, zero_centered).transpose(1, 2), slots, k_cache)
+    _append(v.transpose(1, 2), slots, v_cache)
+
+
+def _slots_and_positions(
+    lengths: Tensor, rows: int, depth: Tensor | None, context_rows: int, num_context: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    slots = lengths[:, None] + torch.arange(rows, device=lengths.device)
+    positions = slots if depth is None else lengths[:, None] + depth.clamp(0, rows)
+    if not context_rows:
+        return slots, positions
+    index, live = torch.arange(context_rows, device=lengths.device), num_context.clamp(0, context_rows)
+    before = torch.where(index < live[:, None], (lengths - live)[:, None] + index, -1)
+    return torch.cat([before, slots], 1), torch.cat([before, positions], 1)
 
 
 def append_context_kv_(
@@ -885,8 +943,7 @@ def decoder_layers(
     capacity, head_dim = k_caches[0].shape[2:]
     lengths = lengths.clamp(-rows, 2 * capacity + rows)
     context = context if context is None else live_rows(context, num_context)
-    slots, positions = _slots_and_positions(lengths, rows, ancestors, context, num_context)
-    at = positions.clamp(0, cos.shape[0] - 1)
+    depth = None if ancestors is None else _depth(_tree_bits(ancestors, rows))
     residual, tapped = hidden, {}
     attention = zip(k_caches, v_caches, strict=True)
     recurrent = zip(windows, states, saved_k, saved_d, saved_a, strict=True)
@@ -901,9 +958,9 @@ def decoder_layers(
             projections = ((layer.q, layer.q_bias), (layer.k, layer.k_bias), (layer.v, layer.v_bias))
             qkv = torch.cat([linear(x, weight, bias) for weight, bias in projections], -1)
             queries = hidden.new_empty(batch, rows, layer.o.shape[1] // head_dim, head_dim)
-            norms = (layer.q_norm, layer.k_norm, eps)
-            written = (queries, k_cache, v_cache)
-            qkv_norm_rope_append_(qkv, slots, cos[at], sin[at], *norms, *written, zero_centered, layer.gated)
+            norms, written = (layer.q_norm, layer.k_norm, eps), (queries, k_cache, v_cache)
+            places = (lengths, num_context, depth, cos, sin)
+            qkv_norm_rope_append_(qkv, *places, *norms, *written, zero_centered, layer.gated)
             out = block_attention(
                 queries, k_cache, v_cache, lengths, scale, layer.causal, layer.window, 0.0, layer.sinks, ancestors
             )
@@ -919,18 +976,6 @@ def decoder_layers(
     out = tapped[len(layers) - 1] = rms_norm(residual, norm, eps, None, zero_centered)
     empty = hidden.new_empty(batch, rows, 0)
     return out.clone(), torch.cat([empty, *(tapped[tap] for tap in taps)], -1)
-
-
-def _slots_and_positions(
-    lengths: Tensor, rows: int, ancestors: Tensor | None, context: Tensor | None, num_context: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    slots = lengths[:, None] + torch.arange(rows, device=lengths.device)
-    positions = slots if ancestors is None else lengths[:, None] + _depth(_tree_bits(ancestors, rows))
-    if context is None:
-        return slots, positions
-    index = torch.arange(context.shape[1], device=lengths.device)
-    before = torch.where(index < num_context[:, None], (lengths - num_context)[:, None] + index, -1)
-    return torch.cat([before, slots], 1), torch.cat([before, positions], 1)
 
 
 def _convolve_input(x: Tensor, conv: object) -> tuple[Tensor, Tensor | None]:

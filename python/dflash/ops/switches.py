@@ -1,7 +1,7 @@
 """Environment variables that turn off what may misbehave on a GPU. They are read once, at import; empty is unset.
 
 ``DFLASH_OVERLAP=0``: no kernel starts before the one ahead of it on the stream has ended.
-``DFLASH_PREFETCH=0``: no kernel reads weights or older keys before the kernel ahead has ended.
+``DFLASH_PREFETCH=0``: no kernel reads weights, lengths or older keys before the kernel ahead has ended.
 """
 
 from __future__ import annotations

@@ -74,26 +74,24 @@ class ChainProposer(DraftPass):
 
     def propose(self, state: State) -> Block:
         """Return a drafted block for every row."""
-        anchor, positions = state.anchor, state.positions(self.rows - 1)
-        mask = self.draft.config.mask_token_id
+        block, known, candidates, drafts = self.rows_for(state, self.rows - 1), None, None, None
         features = self.draft.fuse(state.context, state.num_context)
-        masked, known, candidates = torch.full_like(positions, mask), None, None
-        drafts = masked
         for keep in (*self.schedule, None):
             # 1. One pass over what is known so far and masks.
-            predictions = self.predict(torch.cat([anchor, masked], 1), features, state)
+            predictions = self.predict(block, features, state)
             linked = predictions if known is None else predictions.fix(known, drafts)
-            drawn = self.sampler.draw(linked, positions, state.sampling)
+            drawn = self.sampler.draw(linked, block.positions, state.sampling)
             candidates = drawn if known is None else torch.where(known[:, None], candidates, drawn)
             drafts = self.sampler.pick(candidates)
             # 2. Before another pass, keep what the drafter is most sure of; the context is in its cache by now.
             if keep is not None:
                 known = denoise.most_confident(predictions.logits, drafts, known, keep)
-                masked = torch.where(known, drafts.clamp(min=0), mask)
+                masked = torch.where(known, drafts.clamp(min=0), self.draft.config.mask_token_id)
+                block = self.rows_for(state, self.rows - 1, masked)
                 features = features[:, :0]
         self.sampler.remember_(candidates)
         is_whole = self.rows == state.block.shape[1]
-        return Block(torch.cat([anchor, drafts], 1, out=state.block if is_whole else None))
+        return Block(torch.cat([block.anchor[:, None], drafts], 1, out=state.block if is_whole else None))
 
     def observe_(self, choices: Tensor, state: State) -> None:
         """Let the sampler learn from the target's ``choices [batch, rows]``."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -12,7 +12,21 @@ from ..target import Target
 from .block import State
 from .predictions import LinkedPredictions, Predictions
 
-__all__ = ["DraftPass"]
+__all__ = ["DraftPass", "DraftRows"]
+
+
+class DraftRows(NamedTuple):
+    """What a pass of the drafter over a block begins with.
+
+    Attributes:
+        embeds: ``[batch, rows, hidden]``, of the anchor, then of what is known of the drafts and masks.
+        anchor: ``[batch]`` int64.
+        positions: ``[batch, drafts]`` int64, of the drafts.
+    """
+
+    embeds: Tensor
+    anchor: Tensor
+    positions: Tensor
 
 
 class DraftPass:
@@ -38,29 +52,33 @@ class DraftPass:
         """Share the embeddings and the head of another twin of the same model."""
         self.target = target
 
-    def predict(self, block: Tensor, features: Tensor, state: State) -> Predictions:
+    def rows_for(self, state: State, num_drafts: int, drafts: Tensor | None = None) -> DraftRows:
+        """Embed a block after each row's last token, with ``drafts [batch, num_drafts]`` int64 or masks."""
+        return DraftRows(*self.draft.embed_block(
+            state.tokens, state.length, num_drafts, self.target.embedding_weight, drafts
+        ))  # fmt: skip
+
+    def predict(self, block: DraftRows, features: Tensor, state: State) -> Predictions:
         """Run the drafter once.
 
         Args:
-            block: ``[batch, rows]`` int64, the anchor, then known drafts and masks.
+            block: its rows.
             features: ``[batch, context_rows, hidden]``, fused; written into the drafter's cache.
             state: the engine's.
 
         Returns:
-            Predictions for ``rows - 1`` positions, rules applied.
+            Predictions for the drafts, rules applied.
         """
-        from_anchor = self.draft.config.predicts_from_anchor
-        embeds = self.draft.embed(block[:, :-1] if from_anchor else block, self.target.embedding_weight)
-        hidden = self.draft(features, state.num_context, embeds, state.length, state.draft_cache)
+        hidden = self.draft(features, state.num_context, block.embeds, state.length, state.draft_cache)
         # One matrix: for rows that are not dense torch makes a product per sequence, and each reads the whole head.
-        rows = (hidden if from_anchor else hidden[:, 1:]).flatten(0, 1)
-        logits = self.draft.logits(rows, self.target.draft_head).unflatten(0, (len(block), -1))
+        rows = (hidden if self.draft.config.predicts_from_anchor else hidden[:, 1:]).flatten(0, 1)
+        logits = self.draft.logits(rows, self.target.draft_head).unflatten(0, (len(hidden), -1))
         logits = scale_logits(logits, self._multiplier, self._softcap)
         logits = logits if self.rules is None else self.rules.apply_to_drafts(logits, state)
         if (selector := self.draft.selector) is None:
             return Predictions(logits)
-        pairs = selector.pair_weights(rows.unflatten(0, (len(block), -1)))
-        return LinkedPredictions(logits, pairs, block[:, 0], selector.top_k)
+        pairs = selector.pair_weights(rows.unflatten(0, (len(hidden), -1)))
+        return LinkedPredictions(logits, pairs, block.anchor, selector.top_k)
 
 
 def _scales(config: Any) -> tuple[float, float]:

@@ -67,13 +67,12 @@ class TreeProposer(DraftPass):
     def propose(self, state: State) -> Block:
         """Return a drafted tree for every row."""
         # 1. One pass of the drafter over masks.
-        anchor, positions = state.anchor, state.positions(self.num_drafts)
-        masks = torch.full_like(positions, self.draft.config.mask_token_id)
+        block = self.rows_for(state, self.num_drafts)
         features = self.draft.fuse(state.context, state.num_context)
-        logits = self.predict(torch.cat([anchor, masks], 1), features, state).logits
+        logits = self.predict(block, features, state).logits
         # 2. The tree of its best tokens at each depth.
-        candidates = self.candidates(logits, positions, state.sampling)
-        ids, *tree, scores = ops.build_tree(anchor[:, 0], *candidates, self.built_rows)
+        candidates = self.candidates(logits, block.positions, state.sampling)
+        ids, *tree, scores = ops.build_tree(block.anchor, *candidates, self.built_rows)
         if self.forecasts:
             total = scores.exp().cumsum(1)  # the anchor's score is 0: it stands for the token that the target adds
             torch.index_select(total, 1, self._sizes.clamp(max=self.built_rows) - 1, out=self.expected)

@@ -109,10 +109,12 @@ class FusedTarget:
         return ids.numel() <= _MAX_CUDA_ROWS
 
     def forward(
-        self, ids: Tensor, lengths: Tensor, cache: KVCache, logits_to_keep: int | Tensor, tree: Tree | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Run as `dflash.target.Target.forward`, with all taps in one ``[batch, rows, taps * hidden]``."""
-        hidden, tapped = self.stack(nn.functional.embedding(ids, self.embedding), lengths, cache, tree=tree)
+        self, ids: Tensor, lengths: Tensor, cache: KVCache, logits_to_keep: int | Tensor, tree: Tree | None = None,
+        tapped: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Run as `dflash.target.Target.forward`, with all taps in one tensor, ``tapped`` if it is given."""
+        embeds = nn.functional.embedding(ids, self.embedding)
+        hidden, tapped = self.stack(embeds, lengths, cache, tree=tree, tapped=tapped)
         if isinstance(logits_to_keep, Tensor):
             hidden = hidden.index_select(1, logits_to_keep)
         elif logits_to_keep:

@@ -147,6 +147,7 @@ class Target:
         logits_to_keep: int | Tensor = 0,
         keep: Tensor | None = None,
         tree: Tree | None = None,
+        features: Tensor | None = None,
     ) -> tuple[Tensor, list[Tensor]]:
         """Run rows at positions ``lengths[b] + i``. Each sees the cache's positions and the rows before it.
 
@@ -161,10 +162,11 @@ class Target:
             keep: ``[batch]`` int64, how many leading rows certainly belong to the sequence: those of a prompt. None
                 for a block, whose rows will be accepted or not.
             tree: which row continues which; None for a chain.
+            features: ``[batch, rows, taps * hidden]``, contiguous, or None: where the taps may be written.
 
         Returns:
             Logits ``[batch, asked rows, vocab]``, and the taps: tensors that concatenate along the last dimension to
-            ``[batch, rows, taps * hidden]``.
+            ``[batch, rows, taps * hidden]``; none if they are written to ``features``.
 
         Raises:
             UnsupportedTargetError: a tree for a target with recurrent layers.
@@ -176,8 +178,8 @@ class Target:
             )
         cache.begin_pass_(lengths, keep)
         if self._fused is not None and self._fused.handles(ids):
-            logits, tapped = self._fused.forward(ids, lengths, cache, logits_to_keep, tree)
-            taps = [tapped]
+            logits, tapped = self._fused.forward(ids, lengths, cache, logits_to_keep, tree, features)
+            taps = [tapped] if features is None else []
         else:
             logits, taps = self._run_modules(ids, lengths, cache, logits_to_keep, keep is not None, tree)
         cache.end_pass_(lengths)
@@ -223,14 +225,13 @@ class Target:
         for part in (block.ids, *(block.tree or ())):
             self.ranks.share_(part)
         forward = self.compiled_forward or self.forward
-        tree = () if block.tree is None else (0, None, block.tree)
-        logits, taps = forward(block.input_ids, state.length, state.target_cache, *tree)
-        if state.context.shape[-1]:
-            features = state.features(block)
-            if features.is_contiguous():
-                torch.cat(taps, -1, out=features)
-            else:  # the first rows of each sequence's: torch.compile takes no such `out`
-                features.copy_(torch.cat(taps, -1))
+        features = state.features(block) if state.context.shape[-1] else None
+        out = features if features is not None and features.is_contiguous() else None
+        logits, taps = forward(block.input_ids, state.length, state.target_cache, 0, None, block.tree, out)
+        if out is not None and taps:
+            torch.cat(taps, -1, out=out)
+        elif features is not None and taps:  # the first rows of each sequence's: torch.compile takes no such `out`
+            features.copy_(torch.cat(taps, -1))
         return logits
 
     def _select_rows(self, logits: Tensor, rows: int, logits_to_keep: int | Tensor) -> Tensor:
