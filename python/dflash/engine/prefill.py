@@ -130,7 +130,7 @@ def _choose_first(engine: Engine, logits: Tensor) -> None:
         first, _, ended = walk(engine, block, logits, prompt, [RUNNING] * len(logits))
     first = engine.target.ranks.share_(first)
     state.tokens.scatter_(1, state.length[:, None], first.clamp(min=0))
-    stopped = torch.isin(first[:, 0], state.stop_token_ids)
+    stopped = (first == state.stop_token_ids).any(1)
     full = state.length + 1 >= state.limits
     state.done.copy_(torch.where(stopped, STOPPED, torch.where(full, FULL, RUNNING)))
     state.done.masked_fill_(first[:, 0] < 0, INVALID)

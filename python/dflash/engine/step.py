@@ -143,7 +143,8 @@ class Engine:
         """Set sampling, rules, stop tokens and the ways to draft and to accept for ``call``."""
         batch = len(call.prompts)
         self.state.sampling.set_(batch, call.sampling)
-        self.state.set_stop_token_ids(call.stop_token_ids)
+        for row in range(batch):
+            self.state.set_stop_token_ids(row, call.stop_token_ids)
         self.rules = self._rules_for(call.rules)
         self.rules.set_(call.rules)
         self.host_rules = HostRules.create(call.rules, batch)
@@ -246,7 +247,7 @@ class Engine:
 
         Rules that are freed and made again are others. The stop list is replaced only by a longer one.
         """
-        return self.proposer.kind, self.acceptance, weakref.ref(self.rules), len(self.state.stop_token_ids)
+        return self.proposer.kind, self.acceptance, weakref.ref(self.rules), self.state.stop_token_ids.shape
 
     def commit_(self, block: Block, choices: Tensor, limits: Tensor | None = None, stopped: Sequence[int] = ()) -> None:
         """Emit what was accepted, advance every row, its caches and the proposer, and report to the host.
