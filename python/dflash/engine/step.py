@@ -114,7 +114,7 @@ class Engine:
         self.acceptance: KeyedAcceptance | RejectionAcceptance = self.keyed
         self._rejection: RejectionAcceptance | None = None  # made at first use: it holds the drafts' probabilities
         self._rules: OrderedDict[tuple, LogitRules] = OrderedDict()
-        self.rules = self._rules_for(RuleSettings())
+        self.rules = self._rules_for([RuleSettings()] * batch_size)
         self.host_rules: HostRules | None = None
 
     def retarget(self, target: Target) -> None:
@@ -145,8 +145,9 @@ class Engine:
         self.state.sampling.set_(batch, call.sampling)
         for row in range(batch):
             self.state.set_stop_token_ids(row, call.stop_token_ids)
-        self.rules = self._rules_for(call.rules)
-        self.rules.set_(call.rules)
+        rules = [call.rules] * batch + [RuleSettings()] * (self.batch_size - batch)
+        self.rules = self._rules_for(rules)
+        self.rules.set_(rules)
         self.host_rules = HostRules.create(call.rules, batch)
         self.target.ranks.share_(self.state.sampling.seeds)  # each rank has drawn its own if the call named none
         # At temperature 0 every way to accept is the greedy one.
@@ -269,7 +270,7 @@ class Engine:
         self.proposer.observe_(choices, state)
         report_(block, choices, state, self.tree.expected if isinstance(self.budget, TreeBudget) else None)
 
-    def _rules_for(self, settings: RuleSettings) -> LogitRules:
+    def _rules_for(self, settings: Sequence[RuleSettings]) -> LogitRules:
         """Return the rules with the layout of ``settings``. Their tensors never move; the least recently used go."""
         layout = LogitRules.layout(settings)
         if layout not in self._rules:

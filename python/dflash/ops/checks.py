@@ -170,9 +170,9 @@ def emission_fits(
     written = (tokens, (batch, tokens.shape[1]), integer, counters, (batch,), integer)
     if paths:
         written += (paths, (batch, paths[0].shape[-1]), integer)
-    return _C.fits(
-        False, block, shape, integer, limits, (batch,), integer, stop_token_ids, (batch, stop_token_ids.shape[1]), integer
-    ) and _C.fits(True, *written)
+    stops = (batch, stop_token_ids.shape[1])
+    read = (block, shape, integer, limits, (batch,), integer, stop_token_ids, stops, integer)
+    return _C.fits(False, *read) and _C.fits(True, *written)
 
 
 def expect_emission(
