@@ -201,6 +201,10 @@ class State:
         shape = *block.ids.shape, self.context.shape[2]
         return self.tree_features[: math.prod(shape)].view(shape)  # contiguous whatever the rows
 
+    def vacate_(self, rows: slice) -> None:
+        """Forget what ``rows`` hold, so that a step does least for them."""
+        self.length[rows], self.num_context[rows], self.done[rows] = 0, 0, FULL
+
     def set_stop_token_ids(self, row: int, ids: list[int]) -> None:
         """Write the ids that end a row; a list that is longer than ever before moves the tensor."""
         batch, slots = self.stop_token_ids.shape
