@@ -132,8 +132,9 @@ def test_nan_logits_are_raised_where_the_request_is_read(scheduler):
 
 def test_a_step_that_fails_ends_its_requests_and_later_ones_are_served(scheduler):
     gate, propose = Gate(scheduler), scheduler.generator.engine.chain.propose
-    first, second = submit(scheduler, prompt(4)), submit(scheduler, prompt(5))
+    first = submit(scheduler, prompt(4))
     gate.reached.wait()
+    second = submit(scheduler, prompt(5))
 
     def fail(state):
         scheduler.generator.engine.chain.propose = propose
@@ -141,10 +142,9 @@ def test_a_step_that_fails_ends_its_requests_and_later_ones_are_served(scheduler
 
     scheduler.generator.engine.chain.propose = fail
     gate.open()
-    for ticket in (first, second):
-        with pytest.raises(MemoryError, match="no room"):
-            list(ticket)
-    assert written(submit(scheduler, prompt(6))) == greedy(pair()[0], prompt(6), NEW).tolist()
+    with pytest.raises(MemoryError, match="no room"):
+        list(first)
+    assert written(second) == greedy(pair()[0], prompt(5), NEW).tolist()
 
 
 @pytest.mark.parametrize("drain", [True, False])

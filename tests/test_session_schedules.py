@@ -4,6 +4,7 @@ Reference is a request in a session of its own with a drafter that knows nothing
 Compared are ids, text, the reason of the end, and the keys and values that the target has kept.
 """
 
+import functools
 import random
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -19,8 +20,9 @@ from tiny_tokenizers import byte_level
 import dflash
 from dflash.session import Session
 
-ROWS, CHUNK, CAPACITY, NEW = 4, 8, 72, 20
-SCHEDULES = 4  # per kind of pair and way to launch steps
+ROWS, NEW = 4, 20
+OPTIONS = {"max_length": 72, "batch_size": ROWS, "prefill_chunk": 8}
+SCHEDULES = 20  # per kind of pair and way to launch steps
 SETTINGS = [
     {},
     {"temperature": 1.0},
@@ -83,66 +85,67 @@ PAIRS: dict[str, Callable] = {
 }
 
 
-class Player:
-    """Plays schedules on a session of a pair whose drafter is told most of each answer."""
+@functools.cache
+def alone(pair: str) -> tuple:
+    """Return target, drafter and requests of a pair, and what each request writes in a session of its own."""
+    target, draft, tokenizer = PAIRS[pair]()
+    wanted, results = requests(target.get_input_embeddings().weight.shape[0], tokenizer), []
+    for request in wanted:
+        session = Session(dflash.Generator(target, draft, **OPTIONS))
+        results += [result for _, result in play(session, [request], random.Random(0))]
+    return target, draft, wanted, results
 
-    def __init__(self, target, draft, tokenizer, *, replays: bool) -> None:
-        self.requests = requests(target.get_input_embeddings().weight.shape[0], tokenizer)
-        options = {"max_length": CAPACITY, "batch_size": ROWS, "prefill_chunk": CHUNK}
-        self.alone = []
-        for request in self.requests:
-            generator = dflash.Generator(target, draft, **options)
-            *_, (_, result) = self.play(generator, Session(generator), [request], random.Random(0))
-            self.alone.append(result)
-        self.generator = hinted(target, draft, [torch.zeros(0, dtype=torch.int64)] * ROWS, **options)
-        if replays:
-            record(self.generator)
-        self.session = Session(self.generator)
 
-    def play(self, generator, session: Session, wanted: list[Request], choose: random.Random) -> Iterator[tuple]:
-        """Yield each request that was not cancelled, and its result."""
-        waiting, running = list(wanted), {}
-        while waiting or running:
-            while waiting and session.idle and (not running or choose.random() < 0.5):
-                request = waiting.pop(0)
-                row = session.admit(session.resolve(request.ids[None], **request.arguments))
-                self.tell(generator, row, request)
-                running[row] = request, [], []
-            for row, event, error in session.step():
-                request, ids, texts = running[row]
-                assert not error
-                ids += event.ids[0]
-                texts += event.text or []
-                if event.finish_reasons[0] is not None:
-                    length = len(request.ids) + len(ids) - 1
-                    cache = generator.state.target_cache
-                    buffers = [*cache.keys.values(), *cache.values.values()]
-                    kept = [buffer[row, :, :length].clone() for buffer in buffers]
-                    del running[row]
-                    session.retire(row)
-                    yield request, Result(ids, "".join(texts), event.finish_reasons[0], kept)
-            if len(wanted) > 1 and running and choose.random() < 0.03:
-                row = choose.choice(list(running))
+def play(
+    session: Session, wanted: list[Request], choose: random.Random, tell: Callable = lambda row, request: None
+) -> Iterator[tuple[Request, Result]]:
+    """Yield each request that was not cancelled, and its result; ``tell`` is called when one gets its row."""
+    waiting, running = list(wanted), {}
+    while waiting or running:
+        while waiting and session.idle and (not running or choose.random() < 0.5):
+            request = waiting.pop(0)
+            row = session.admit(session.resolve(request.ids[None], **request.arguments))
+            running[row] = request, [], []
+            tell(row, request)
+        for row, event, error in session.step():
+            request, ids, texts = running[row]
+            assert not error
+            ids += event.ids[0]
+            texts += event.text or []
+            if event.finish_reasons[0] is not None:
+                length, cache = len(request.ids) + len(ids) - 1, session.generator.state.target_cache
+                kept = [x[row, :, :length].clone() for x in (*cache.keys.values(), *cache.values.values())]
                 del running[row]
                 session.retire(row)
+                yield request, Result(ids, "".join(texts), event.finish_reasons[0], kept)
+        if len(wanted) > 1 and running and choose.random() < 0.03:
+            row = choose.choice(list(running))
+            del running[row]
+            session.retire(row)
 
-    def tell(self, generator, row: int, request: Request) -> None:
-        """Tell the drafter the answer, where it can be told."""
-        if hasattr(generator, "script"):
-            index = next(i for i, other in enumerate(self.requests) if other is request)
-            text = torch.cat([request.ids, torch.tensor(self.alone[index].ids)])
-            generator.script[row, : len(text)] = text
+
+class Player:
+    """Plays schedules on one session of a pair, whose drafter is told most of each answer."""
+
+    def __init__(self, pair: str, *, replays: bool) -> None:
+        target, draft, self.requests, results = alone(pair)
+        self.alone = {id(request): result for request, result in zip(self.requests, results, strict=True)}
+        generator = hinted(target, draft, [torch.zeros(0, dtype=torch.int64)] * ROWS, **OPTIONS)
+        self.script = generator.script
+        self.session = Session(record(generator) if replays else generator)
+
+    def tell(self, row: int, request: Request) -> None:
+        text = torch.cat([request.ids, torch.tensor(self.alone[id(request)].ids)])
+        self.script[row, : len(text)] = text
 
     def check(self, seed: int) -> int:
-        """Play one schedule; return how many requests were compared."""
+        """Play one schedule; return how many answers were compared."""
         choose, compared = random.Random(seed), 0
-        chosen = [choose.randrange(len(self.requests)) for _ in range(choose.randint(5, 14))]
-        played = self.play(self.generator, self.session, [self.requests[index] for index in chosen], choose)
-        for request, result in played:
-            index = next(i for i, other in enumerate(self.requests) if other is request)
-            alone = self.alone[index]
-            assert result[:3] == alone[:3], (seed, index)
-            assert all(map(torch.equal, result.kept, alone.kept)), (seed, index)
+        wanted = choose.choices(self.requests, k=choose.randint(5, 14))
+        for request, result in play(self.session, wanted, choose, self.tell):
+            expected = self.alone[id(request)]
+            assert result[:3] == expected[:3], (seed, request)
+            assert all(map(torch.equal, result.kept, expected.kept)), (seed, request)
             compared += 1
         return compared
 
@@ -151,7 +154,7 @@ class Player:
 @pytest.mark.parametrize("replays", [False, True], ids=["", "replayed"])
 @pytest.mark.parametrize("pair", PAIRS)
 def test_a_request_writes_what_it_writes_alone(pair, replays):
-    player = Player(*PAIRS[pair](), replays=replays)
+    player = Player(pair, replays=replays)
     count = SCHEDULES * (LONG_FACTOR if is_long() else 1)
     compared = sum(player.check(seed) for seed in range(count))
     print(f"{pair}: {count} schedules, {compared} answers")

@@ -318,8 +318,9 @@ class _RecurrentRows(_KVRows, RecurrentCache):
         )
         self.keep = self._keeps_none
         self.recurrent = {i: _RecurrentLayerRows(layer, rows) for i, layer in whole.recurrent.items()}
+        self._layer_of_all = whole.recurrent_layer
 
     def recurrent_layer(self, index: int) -> RecurrentLayer:
         if index not in self.recurrent:
-            self.recurrent[index] = _RecurrentLayerRows(self._whole.recurrent_layer(index), self._rows)
+            self.recurrent[index] = _RecurrentLayerRows(self._layer_of_all(index), self._rows)
         return self.recurrent[index]

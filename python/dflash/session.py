@@ -157,10 +157,14 @@ class Session:
         text = None
         if call.tokenizer is not None:
             text = BatchDecoder(1, call.tokenizer, call.stop_strings, skip_special_tokens)
-        self.generator.engine.join(row, call)
         self._held[row] = []
         chunk, snapshot = self.generator.prefill_chunk, self.generator.reuse_prefix
-        (answer,) = self._run.admit(call, [cached[row]], first=row, chunk=chunk, snapshot=snapshot, began=began)
+        try:
+            self.generator.engine.join(row, call)
+            (answer,) = self._run.admit(call, [cached[row]], first=row, chunk=chunk, snapshot=snapshot, began=began)
+        except BaseException:  # out of memory, or an interrupt
+            self._run.retire(row, 0)
+            raise
         self._seats[row] = _Seat(answer, text, ids, began)
         return row
 

@@ -45,7 +45,8 @@ class Prefill:
     ) -> None:  # fmt: skip
         self.engine, self.rows, self.chunk, self.snapshot = engine, slice(first, first + len(prompts)), chunk, snapshot
         self.counts = [len(prompt) - held for prompt, held in zip(prompts, cached, strict=True)]
-        self._cached, self._logits = list(cached), [None] * len(prompts)
+        self._cached = list(cached)
+        self._logits: list[Tensor | None] = [None] * len(prompts)
         self._ids = pad_sequence(
             [prompt[held:] for prompt, held in zip(prompts, cached, strict=True)], batch_first=True
         )
@@ -98,8 +99,8 @@ class Prefill:
 
     def _keep_snapshot(self, start: int) -> None:
         """Keep the states before each row's last chunk, unless that is the beginning, where states are zero."""
-        ending = (n for n in enumerate(self.counts) if start < n[1] <= start + self.chunk)
-        rows = [self.rows.start + row for row, _ in ending if start + self._cached[row] > 0]
+        ending = [row for row, n in enumerate(self.counts) if start < n <= start + self.chunk]
+        rows = [self.rows.start + row for row in ending if start + self._cached[row] > 0]
         self.engine.state.target_cache.keep_snapshot_(rows)
 
 
