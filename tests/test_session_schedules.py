@@ -21,7 +21,6 @@ import dflash
 from dflash.session import Session
 
 ROWS, NEW = 4, 20
-OPTIONS = {"max_length": 72, "batch_size": ROWS, "prefill_chunk": 8}
 SCHEDULES = 20  # per kind of pair and way to launch steps
 SETTINGS = [
     {},
@@ -79,6 +78,7 @@ def tiny(family: str, dtype: torch.dtype) -> tuple:
 PAIRS: dict[str, Callable] = {
     "tiny fp32": lambda: tiny("qwen3", torch.float32),
     "tiny bf16": lambda: tiny("qwen3", torch.bfloat16),
+    "tiny bf16, own modules": lambda: tiny("qwen3", torch.bfloat16),
     "recurrent bf16": lambda: tiny("qwen3_5", torch.bfloat16),
     "trained fp32": lambda: dflash.demo_pair(),
     "trained bf16": lambda: dflash.demo_pair(dtype=torch.bfloat16),
@@ -91,7 +91,7 @@ def alone(pair: str) -> tuple:
     target, draft, tokenizer = PAIRS[pair]()
     wanted, results = requests(target.get_input_embeddings().weight.shape[0], tokenizer), []
     for request in wanted:
-        session = Session(dflash.Generator(target, draft, **OPTIONS))
+        session = Session(dflash.Generator(target, draft, **options(pair)))
         results += [result for _, result in play(session, [request], random.Random(0))]
     return target, draft, wanted, results
 
@@ -124,13 +124,18 @@ def play(
             session.retire(row)
 
 
+def options(pair: str) -> dict:
+    fused = False if "own modules" in pair else "auto"
+    return {"max_length": 72, "batch_size": ROWS, "prefill_chunk": 8, "fused": fused}
+
+
 class Player:
     """Plays schedules on one session of a pair, whose drafter is told most of each answer."""
 
     def __init__(self, pair: str, *, replays: bool) -> None:
         target, draft, self.requests, results = alone(pair)
         self.alone = {id(request): result for request, result in zip(self.requests, results, strict=True)}
-        generator = hinted(target, draft, [torch.zeros(0, dtype=torch.int64)] * ROWS, **OPTIONS)
+        generator = hinted(target, draft, [torch.zeros(0, dtype=torch.int64)] * ROWS, **options(pair))
         self.script = generator.script
         self.session = Session(record(generator) if replays else generator)
 

@@ -55,8 +55,9 @@ class Session:
 
     A request writes the text that it writes alone, bit for bit in every dtype: whatever the other rows do, whichever
     row it gets, and whatever ran before it. The step has one shape, and prompts are run row by row, in chunks whose
-    shapes follow from the prompt alone. Rows keep their caches: a new request takes the idle row that holds the most
-    whole chunks of its prompt, else the one that has been idle longest.
+    shapes follow from the prompt alone. (A target that runs its own modules relies on torch's products for this, which
+    must give a row the same bits at every place.) Rows keep their caches: a new request takes the idle row that holds
+    the most whole chunks of its prompt, else the one that has been idle longest.
 
     Settings, logit rules, stop tokens and strings, seed and sharpness are the request's own. Trees, rejection, Python
     processors and another number of denoising passes are refused: these are properties of the whole step.
