@@ -21,7 +21,7 @@ import dflash
 from dflash.session import Session
 
 ROWS, NEW = 4, 20
-SCHEDULES = 20  # per kind of pair and way to launch steps
+SCHEDULES = 8  # per kind of pair and way to launch steps
 SETTINGS = [
     {},
     {"temperature": 1.0},
