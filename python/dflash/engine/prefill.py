@@ -69,12 +69,12 @@ class Prefill:
 
     @property
     def is_complete(self) -> bool:
-        """True once every prompt has been run and its first token chosen."""
+        """True once every prompt has been run."""
         return not self._chunks
 
     @torch.no_grad()
     def run_chunk(self) -> None:
-        """Run the next chunk of every prompt; after the last, choose the first tokens."""
+        """Run the next chunk of every prompt."""
         engine, state, draft = self.engine, self.engine.state, self.engine.draft
         start, keep, keep_on_device = self._chunks.popleft()
         ids = self._ids[:, start : start + self.chunk]
@@ -94,8 +94,16 @@ class Prefill:
             positions = torch.where(positions < self._lengths[:, None], positions, -1)
             draft.inject_(draft.fuse(torch.cat(taps, -1), live), positions, state.draft_cache.rows(self.rows))
         state.length[self.rows] = past + live
-        if self.is_complete:
-            _choose_first(engine, self.rows, torch.stack(self._logits)[:, None])
+
+    @property
+    def ends(self) -> Tensor:
+        """``[rows, 1, vocab]``, the logits of each prompt's last token, once all are run."""
+        return torch.stack(self._logits)[:, None]
+
+    @torch.no_grad()
+    def choose_first(self) -> None:
+        """Choose each row's first new token and set its ``done``, once all prompts are run."""
+        _choose_first(self.engine, self.rows, self.ends)
 
     def _keep_snapshot(self, start: int) -> None:
         """Keep the states before each row's last chunk, unless that is the beginning, where states are zero."""

@@ -124,6 +124,7 @@ class Run:
         if not prefill.is_complete:
             self._prompts.append((prefill, began))
             return []
+        prefill.choose_first()
         state, rows = self.engine.state, prefill.rows
         columns = state.length[rows].tolist(), state.done[rows].tolist(), state.anchor[rows, 0].tolist()
         for answer, length, done, token in zip(answers, *columns, strict=True):
