@@ -47,7 +47,7 @@ def lists(ids, parents, choices, stops, limits, state, told, start):
     length.copy_(start)
     token_of, parent_of, choice_of = (x[0].tolist() for x in (ids, parents, choices))
     child_of = {(parent, token): row for row, (parent, token) in enumerate(zip(parent_of, token_of, strict=True))}
-    ends, first, row, rows = set(stops.tolist()), int(length), 0, []
+    ends, first, row, rows = set(stops[0].tolist()), int(length), 0, []
     room = min(int(limits), tokens.shape[1]) - 1 - first
     while row is not None and len(rows) < min(room, path.shape[1]):
         rows.append(row)
@@ -80,7 +80,7 @@ def cases(o):
                 tokens = torch.zeros(batch, 512, dtype=torch.int64, device=o.device)
                 state = State(tokens, fill(100), fill(0), fill(0))
                 told = [torch.zeros(batch, PATH_ROWS, dtype=torch.int64, device=o.device) for _ in range(3)]
-                return ids, parents, choices, o.integers(0, 1), fill(512), state, told, fill(100)
+                return ids, parents, choices, fill(0)[:, None], fill(512), state, told, fill(100)
 
             peers = {"masked": fixed_shapes}
             if batch == 1 and o.device.type == "cpu":

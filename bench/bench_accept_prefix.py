@@ -31,7 +31,7 @@ def masked(block_ids, posterior, stops, limits, state, start):
     length.copy_(start)
     slot = torch.arange(posterior.shape[1], device=posterior.device)
     matched = (block_ids[:, 1:] == posterior[:, :-1]).cumprod(1).sum(1)
-    stop = (posterior[..., None] == stops).any(-1)
+    stop = (posterior[..., None] == stops[:, None]).any(-1)
     before_stop = torch.where(stop, slot, posterior.shape[1]).amin(1)
     room = limits.clamp(max=tokens.shape[1]) - 1 - length
     count = torch.minimum(torch.minimum(matched, before_stop) + 1, room) * (done == 0)
@@ -68,7 +68,7 @@ def cases(o):
             fill = lambda value: torch.full((batch,), value, device=o.device)  # noqa: E731
             tokens = torch.zeros(batch, 512, dtype=torch.int64, device=o.device)
             state = State(tokens, fill(100), fill(0), fill(0))
-            return block_ids, posterior, o.integers(0, 1), fill(512), state, fill(100)
+            return block_ids, posterior, fill(0)[:, None], fill(512), state, fill(100)
 
         peers = {"masked": masked}
         if batch == 1 and o.device.type == "cpu":

@@ -483,7 +483,7 @@ enum RowState : int64_t { kRunning = 0, kStop = 1, kLimit = 2, kInvalid = 3 };  
 struct AcceptPrefixParams {
   const int64_t* block_ids;       // [batch, rows]: the anchor, then proposals; negative: none
   const int64_t* posterior;       // [batch, rows]: the target's choices; negative: its logits held NaN
-  const int64_t* stop_token_ids;  // [num_stop_tokens]
+  const int64_t* stop_token_ids;  // [batch, num_stop_tokens]
   const int64_t* limits;          // [batch]: tokens that the row may hold in all
   int64_t* tokens;                // [batch, capacity]; 0 .. length are emitted
   int64_t* length;                // [batch]; a row whose length is negative or at its limit has no room
@@ -508,7 +508,7 @@ struct AcceptPathParams {
   const int64_t* ids;      // [batch, rows]: the anchor, then the nodes; negative: none
   const int64_t* parents;  // [batch, rows]: of each node a row before it; anything else: nobody's child
   const int64_t* choices;  // [batch, rows]: the target's choices; negative: its logits held NaN
-  const int64_t* stop_token_ids;  // [num_stop_tokens]
+  const int64_t* stop_token_ids;  // [batch, num_stop_tokens]
   const int64_t* limits;          // [batch]
   int64_t* tokens;                // [batch, capacity]
   int64_t* length;                // [batch]

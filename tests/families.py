@@ -255,11 +255,12 @@ class Cheat(dflash.Generator):
 def hinted(target, draft, texts: list[torch.Tensor], spoil: int = 5, **options) -> dflash.Generator:
     """Return a generator whose drafter knows each row's text but for every ``spoil``-th token; a selector knows it too.
 
-    What it drafts is drawn from its logits as ever, in which the text stands out.
+    What it drafts is drawn from its logits as ever, in which the text stands out. ``script [rows, capacity]`` of the
+    generator holds the texts by position.
     """
     options = {"max_length": 110, "batch_size": len(texts)} | options
     generator = dflash.Generator(target, draft, **options)
-    script = torch.zeros(len(texts), options["max_length"] + 20, dtype=torch.int64)
+    generator.script = script = torch.zeros(len(texts), options["max_length"] + 20, dtype=torch.int64)
     for row, text in enumerate(texts):
         script[row, : len(text)] = text
     chain = generator.engine.chain

@@ -34,7 +34,7 @@ def expected(case):
     for b in range(len(ids)):
         walked = slow_walk(ids[b], parents[b], choices[b], len(path[b]))
         chained = [[of[b][row] for row in walked] for of in (ids, choices)]
-        row = slow_accept(*chained, stops, limits[b], tokens[b], length[b], num_context[b], done[b])
+        row = slow_accept(*chained, stops[b], limits[b], tokens[b], length[b], num_context[b], done[b])
         count, columns = row[2], len(path[b])
         kept = [choices[b][at] for at in walked[:count]]
         drafts = [ids[b][at] for at in walked[: count + 1]]  # the last emitted token may have been drafted too
@@ -59,7 +59,7 @@ def draw(seed, batch, rows, path_rows):
     for b in range(batch):
         if torch.rand((), generator=g) < 0.2:
             choices[b, paths[b][int(torch.randint(0, len(paths[b]), (), generator=g))]] = -1
-    stops = torch.randint(0, 40, (seed % 3,), generator=g).tolist() + [-1] * (seed % 2)
+    stops = torch.cat([torch.randint(0, 40, (batch, seed % 3), generator=g), torch.full((batch, seed % 2), -1)], 1)
     capacity = rows + 20
     length = torch.randint(0, capacity, (batch,), generator=g)
     limits = length + torch.randint(0, path_rows + 6, (batch,), generator=g)

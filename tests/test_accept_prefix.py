@@ -40,12 +40,13 @@ def state(batch, rows, block_ids, posterior, stops=(), limits=1000, capacity=50,
     def whole(value, *shape):
         return torch.as_tensor(value, dtype=torch.int64).expand(*shape).contiguous()
 
+    stops = torch.as_tensor(stops, dtype=torch.int64)
     tokens = torch.full((batch, capacity), STALE)
     length = whole(length, batch)
     block_ids = whole(block_ids, batch, rows)
     tokens.scatter_(1, length[:, None].clamp(max=capacity - 1), block_ids[:, :1])
     return (
-        block_ids, whole(posterior, batch, rows), torch.tensor(stops, dtype=torch.int64), whole(limits, batch),
+        block_ids, whole(posterior, batch, rows), stops.expand(batch, -1).contiguous(), whole(limits, batch),
         tokens, length, torch.full((batch,), STALE), whole(done, batch),
     )  # fmt: skip
 
@@ -62,7 +63,7 @@ def draw_case(seed, batch, rows):
     block_ids = torch.cat([whole(0, 40, batch, 1), posterior[:, :-1]], 1)
     wrong = torch.rand(batch, rows, generator=g) < whole(0, 3, batch, 1) / rows
     block_ids = torch.where(wrong, whole(-1, 40, batch, rows), block_ids)
-    stops = whole(0, 40, seed % 3).tolist() + [-1] * (seed % 2)
+    stops = torch.cat([whole(0, 40, batch, seed % 3), whole(-1, 0, batch, seed % 2)], 1)
     capacity = rows + 20
     length = whole(0, capacity, batch)
     limits = length + whole(0, rows + 6, batch)
@@ -73,8 +74,8 @@ def draw_case(seed, batch, rows):
 def expected(case):
     block_ids, posterior, stops, limits, tokens, length, num_context, done = (x.tolist() for x in case)
     rows = [
-        slow_accept(*row[:2], stops, *row[2:])
-        for row in zip(block_ids, posterior, limits, tokens, length, num_context, done, strict=True)
+        slow_accept(*row)
+        for row in zip(block_ids, posterior, stops, limits, tokens, length, num_context, done, strict=True)
     ]
     return [torch.tensor(column) for column in zip(*rows, strict=True)]
 
@@ -189,8 +190,10 @@ def test_bad_input_is_named():
         ops.accept_prefix_(*replaced("block_ids", lambda x: x[:, :0]))
     with pytest.raises(ValueError, match=r"posterior must be \[batch, rows\] = \[5, 7\], got \[5, 6\]"):
         ops.accept_prefix_(*replaced("posterior", lambda x: x[:, :6]))
-    with pytest.raises(ValueError, match=r"stop_token_ids must be \[n\], got 0 dimensions"):
-        ops.accept_prefix_(*replaced("stop_token_ids", lambda x: torch.tensor(3)))
+    with pytest.raises(ValueError, match=r"stop_token_ids must be \[batch, n\], got 1 dimensions"):
+        ops.accept_prefix_(*replaced("stop_token_ids", lambda x: x[0]))
+    with pytest.raises(ValueError, match=r"stop_token_ids must be \[batch, n\] = \[5, \*\], got \[4, 1\]"):
+        ops.accept_prefix_(*replaced("stop_token_ids", lambda x: x[:4]))
     with pytest.raises(ValueError, match=r"tokens must be \[batch, capacity\] = \[5, \*\], got \[4, 27\]"):
         ops.accept_prefix_(*replaced("tokens", lambda x: x[:4]))
     with pytest.raises(ValueError, match=r"tokens is written in place and must be contiguous, got strides"):

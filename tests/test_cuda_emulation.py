@@ -178,7 +178,7 @@ def test_kernels_may_start_before_the_one_ahead_has_run(emulation, seed):
     q_out = torch.zeros(2, 3, 4, 8)
     caches = [torch.zeros(2, 2, 9, 8) for _ in range(4)]
     settings = (torch.tensor([1, 2]), torch.ones(2), torch.tensor([0, 3]), torch.ones(2), torch.zeros(2), torch.ones(2))
-    block, stops, limits = torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.tensor([99]), torch.tensor([20, 20])
+    block, stops, limits = torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.tensor([[99], [98]]), torch.tensor([20, 20])
 
     def chain(on, x, q_out, caches, sums, state):
         a = on.rms_norm(x, weight, 1e-6)
@@ -255,7 +255,7 @@ def test_the_kernels_that_commit_a_tree_may_start_early(emulation, seed):
     settings = (torch.zeros(batch, dtype=torch.int64), torch.zeros(batch), torch.zeros(batch, dtype=torch.int64))
     settings += (torch.ones(batch), torch.zeros(batch), torch.ones(batch))
     first, features = torch.tensor([3, 0, 7]), torch.randn(batch, rows, 24, generator=g)
-    stops, limits = torch.tensor([999]), torch.full((batch,), 99)
+    stops, limits = torch.full((batch, 1), 999), torch.full((batch,), 99)
     positions = torch.arange(rows).repeat(batch, 1)
     caches = [torch.randn(batch, 2, 60, 8, generator=g) for _ in range(4)]
 

@@ -23,6 +23,7 @@ ORDER = [
     ["call", "fit", "options", "outputs", "streaming", "turns"],
     ["engine"],
     ["generator"],
+    ["session"],
     ["api"],
     ["hf", "evaluate"],
     ["doctor"],

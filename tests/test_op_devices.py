@@ -72,11 +72,11 @@ CALLS = {
     ],
     "build_tree": lambda: [integers(BATCH), integers(BATCH, ROWS, 4), floats(BATCH, ROWS, 4), 8],
     "accept_prefix_": lambda: [
-        integers(BATCH, ROWS), integers(BATCH, ROWS), integers(3), integers(BATCH), integers(BATCH, CAPACITY),
+        integers(BATCH, ROWS), integers(BATCH, ROWS), integers(BATCH, 3), integers(BATCH), integers(BATCH, CAPACITY),
         integers(BATCH), integers(BATCH), torch.zeros(BATCH, dtype=torch.bool),
     ],
     "accept_path_": lambda: [
-        *(integers(BATCH, ROWS) for _ in range(3)), integers(3), integers(BATCH), integers(BATCH, CAPACITY),
+        *(integers(BATCH, ROWS) for _ in range(3)), integers(BATCH, 3), integers(BATCH), integers(BATCH, CAPACITY),
         *(integers(BATCH) for _ in range(3)), *(integers(BATCH, ROWS) for _ in range(3)),
     ],
     "compact_kv_": lambda: [integers(BATCH, ROWS), integers(BATCH), integers(BATCH), caches(), caches()],

@@ -72,7 +72,7 @@ CALLS = {
         floats(BATCH, ROWS, HEADS, DIM), *caches(), integers(BATCH), 0.25, True, ancestors=integers(BATCH, ROWS, 1)
     ),
     "accept_path_": lambda: reference.accept_path_(
-        *(integers(BATCH, ROWS) for _ in range(3)), integers(3), integers(BATCH), integers(BATCH, CAPACITY),
+        *(integers(BATCH, ROWS) for _ in range(3)), integers(BATCH, 3), integers(BATCH), integers(BATCH, CAPACITY),
         *(integers(BATCH) for _ in range(3)), *(integers(BATCH, 4) for _ in range(3)),
     ),
     "compact_kv_": lambda: reference.compact_kv_(

@@ -72,7 +72,7 @@ def emit(target: torch.Tensor, propose, draws: int = DRAWS, **settings) -> torch
         posterior = rejection.verify(drafts, q, p, positions, sampling.seeds)
         block, state = torch.cat([anchor, drafts], 1), [torch.full((CHUNK,), fill) for fill in (99, 10, 0, 0)]
         emitted = torch.zeros(CHUNK, 16, dtype=torch.int64)
-        ops.accept_prefix_(block, posterior, emitted.new_empty(0), state[0], emitted, *state[1:])
+        ops.accept_prefix_(block, posterior, emitted.new_empty(CHUNK, 0), state[0], emitted, *state[1:])
         own = torch.multinomial(second.clamp(min=1e-300), CHUNK, replacement=True, generator=generator)
         own = own.gather(0, emitted[None, :, 11])[0]
         tokens.append(torch.stack([emitted[:, 11], torch.where(state[2] == 1, own, emitted[:, 12])], 1))

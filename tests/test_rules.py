@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import itertools
 import json
 import math
 from typing import NamedTuple
@@ -29,7 +30,7 @@ from trees import path_to, random_shapes
 import dflash
 from dflash import api
 from dflash.ops import reference
-from dflash.proposers import Block
+from dflash.proposers import Block, Tree
 from dflash.sampling import LogitRules, RuleSettings, fold
 from dflash.target import transformers_version
 
@@ -209,7 +210,7 @@ class Rules:
     """Build the rules of ``rule`` for rows with these prompt lengths and limits."""
 
     def __init__(self, rule: dict, prompt_length: torch.Tensor, limits: torch.Tensor, vocab: int, stop=(4, 5)) -> None:
-        self.rules = LogitRules(RuleSettings.resolve(rule, {}, stop, vocab), vocab)
+        self.rules = LogitRules([RuleSettings.resolve(rule, {}, stop, vocab)] * len(limits), vocab)
         self.sizes = prompt_length, limits
 
     def apply(self, logits, tokens, length, block, tree=None) -> torch.Tensor:
@@ -277,6 +278,47 @@ def test_a_tree_equals_the_processors_called_along_each_path(name):
             torch.testing.assert_close(got[sequence, row], expected, rtol=0, atol=1e-6)
             changed |= not torch.equal(expected, logits[sequence, row])
     assert changed == (name not in ("40-grams", "70-grams"))
+
+
+@pytest.mark.parametrize("shape", ["chain", "tree"])
+def test_rows_with_different_rules_keep_every_bit_of_their_own(shape):
+    vocab, rows, stop, names = 11, 9, (4, 5), [None, *BLOCK_RULES, None]
+    generator, batch = torch.Generator().manual_seed(3), len(BLOCK_RULES) + 2
+    settings = [RuleSettings.resolve(BLOCK_RULES.get(name, {}), {}, stop, vocab) for name in names]
+    length = torch.randint(0, 40, (batch,), generator=generator)
+    sizes = (length - 5).clamp(min=1), length + torch.randint(2, 12, (batch,), generator=generator)
+    tokens = torch.randint(0, 3, (batch, 61), generator=generator)
+    block = torch.randint(0, 3, (batch, rows), generator=generator)
+    tree = random_shapes(rows, batch) if shape == "tree" else None
+    logits = torch.randn(batch, rows, vocab, generator=generator).bfloat16()
+    logits[:, 2, 7] = -INF
+    logits[:, 3, 1] = float("nan")
+
+    def results(chosen: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        rules = LogitRules([settings[row] for row in chosen], vocab)
+        text = Text(*(x[chosen] for x in (tokens, length, *sizes)))
+        of_rows = None if tree is None else Tree(*(x[chosen] for x in tree))
+        applied = rules.apply(logits[chosen], Block(block[chosen], of_rows), text)
+        return applied.float(), rules.apply_to_drafts(logits[chosen], text).float()
+
+    together, alone = results([*range(batch)]), [results([row]) for row in range(batch)]
+    for together_part, alone_parts in zip(together, zip(*alone, strict=True), strict=True):
+        for row, part in enumerate(alone_parts):
+            torch.testing.assert_close(together_part[row], part[0], rtol=0, atol=0, equal_nan=True, msg=str(names[row]))
+    assert torch.equal(together[0][0].nan_to_num(), logits[0].float().nan_to_num())
+
+
+def test_rules_of_rows_share_a_layout_whatever_their_order():
+    first, second = (RuleSettings.resolve(BLOCK_RULES[name], {}, (), 11) for name in ("trigrams", "sequence bias"))
+    third = RuleSettings.resolve(BLOCK_RULES["bigrams"], {}, (), 11)
+    layouts = {LogitRules.layout(rows) for rows in itertools.permutations([first, second, third])}
+    assert len(layouts) == 1
+    rules = LogitRules([first, second, third], 11)
+    before = [value.data_ptr() for rule in rules.rules for value in vars(rule).values() if torch.is_tensor(value)]
+    rules.set_([third, first, second])
+    after = [value.data_ptr() for rule in rules.rules for value in vars(rule).values() if torch.is_tensor(value)]
+    assert before == after
+    assert [rule.applies.tolist() for rule in rules.rules if hasattr(rule, "size")] == [[1, 0, 0], [0, 1, 0]]
 
 
 class LargestIntegers(TorchDispatchMode):

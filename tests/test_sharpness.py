@@ -67,7 +67,7 @@ class TestCounts:
         assert auto.choice.tolist() == [2, 0, 1, 0]
         picked = auto.pick(torch.tensor(candidates))
         assert picked.tolist() == [right, right, right, wrong]
-        auto.reset_()
+        auto.reset_(slice(None))
         assert auto.choice.tolist() == [0] * 4
         assert auto.kept.sum() == 0
 

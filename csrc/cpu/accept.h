@@ -6,9 +6,9 @@
 DFLASH_NAMESPACE_BEGIN
 
 template <typename Params>
-static inline bool is_stop(const Params& p, int64_t token) {
+static inline bool is_stop(const Params& p, int64_t b, int64_t token) {
   for (int64_t i = 0; i < p.num_stop_tokens; ++i)
-    if (p.stop_token_ids[i] == token) return true;
+    if (p.stop_token_ids[b * p.num_stop_tokens + i] == token) return true;
   return false;
 }
 
@@ -31,7 +31,7 @@ static inline int64_t emit(const Params& p, int64_t b, const int64_t* choices, c
       }
       tokens[count++] = token;
       row = next(row, token, count);
-      state = is_stop(p, token) ? kStop : count >= room ? kLimit : kRunning;
+      state = is_stop(p, b, token) ? kStop : count >= room ? kLimit : kRunning;
     }
     p.length[b] = length + count;
     p.done[b] = state;

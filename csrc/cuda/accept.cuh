@@ -6,9 +6,9 @@
 namespace dflash {
 
 template <typename Params>
-static __device__ bool is_stop(const Params& p, int64_t token) {
+static __device__ bool is_stop(const Params& p, int64_t b, int64_t token) {
   for (int64_t i = 0; i < p.num_stop_tokens; ++i)
-    if (p.stop_token_ids[i] == token) return true;
+    if (p.stop_token_ids[b * p.num_stop_tokens + i] == token) return true;
   return false;
 }
 
@@ -23,7 +23,7 @@ static __device__ int64_t emit(const Params& p, int64_t b, const Choice& choice,
   int64_t count = 0, state = kLimit;
   for (int64_t begin = 0; begin < room; begin += 32) {  // the last row always ends emission, hence the loop
     const int64_t j = begin + lane, token = j < room ? choice(j) : -1;
-    const bool valid = token >= 0, stop = valid && is_stop(p, token);
+    const bool valid = token >= 0, stop = valid && is_stop(p, b, token);
     const bool more = valid && !stop && j + 1 < room && continues(j);
     const int last = __ffs(__ballot_sync(kAllLanes, !more)) - 1;  // -1: all continue
     const bool last_valid = __ballot_sync(kAllLanes, valid) >> (last & 31) & 1;

@@ -63,6 +63,10 @@ class KVCache:
             self.layer(index, like, like)
         return self
 
+    def rows(self, rows: slice) -> KVCache:
+        """Return a cache over some of the sequences, for one pass: it shares their memory."""
+        return _KVRows(self, rows)
+
     def commit_(self, length: Tensor, num_context: Tensor, path: Tensor | None = None) -> None:
         """Follow a step that committed rows of its block.
 
@@ -87,15 +91,29 @@ class KVCache:
     def end_pass_(self, lengths: Tensor) -> None:
         """Note what the pass has done."""
 
-    def resumable(self, shared: Sequence[int]) -> list[int]:
-        """Return, per row, from which position at or before ``shared`` the cache can go on: here from any."""
+    def resumable(self, shared: Sequence[int], first: int = 0) -> list[int]:  # noqa: ARG002
+        """Return from which position at or before ``shared`` the rows from ``first`` on can go on: here from any."""
         return list(shared)
 
-    def resume_(self, positions: Sequence[int]) -> None:
+    def resume_(self, positions: Sequence[int], first: int = 0) -> None:
         """Go on from these positions, which `resumable` has returned. Keys and values need nothing for it."""
 
     def keep_snapshot_(self, rows: Sequence[int]) -> None:
         """Remember where these rows stand now, as a place to resume from later. Keys and values need no such place."""
+
+
+class _KVRows(KVCache):
+    """Some rows of a cache. What is allocated through it is allocated for all rows."""
+
+    def __init__(self, whole: KVCache, rows: slice) -> None:
+        KVCache.__init__(self, rows.stop - rows.start, whole.capacity, whole.rotary)
+        self._whole, self._rows = whole, rows
+        self.keys, self.values = ({i: x[rows] for i, x in buffers.items()} for buffers in (whole.keys, whole.values))
+
+    def layer(self, index: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        if index not in self.keys:
+            self.keys[index], self.values[index] = (x[self._rows] for x in self._whole.layer(index, key, value))
+        return self.keys[index], self.values[index]
 
 
 class RecurrentLayer:
@@ -148,6 +166,30 @@ class RecurrentLayer:
         return self.state, self.saved_k, self.saved_d, self.saved_a
 
 
+class _RecurrentLayerRows(RecurrentLayer):
+    """Some rows of a recurrent layer's buffers."""
+
+    def __init__(self, whole: RecurrentLayer, rows: slice) -> None:
+        super().__init__(rows.stop - rows.start, whole.block_size)
+        self._whole, self._rows = whole, rows
+        self._narrow()
+
+    def _narrow(self) -> None:
+        for name in ("window", "state", "saved_k", "saved_d", "saved_a"):
+            buffer = getattr(self._whole, name)
+            setattr(self, name, None if buffer is None else buffer[self._rows])
+
+    def convolution(self, like: Tensor, width: int) -> Tensor:
+        self._whole.convolution(like, width)
+        self._narrow()
+        return super().convolution(like, width)
+
+    def recurrence(self, k: Tensor, v: Tensor, log_decay: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        self._whole.recurrence(k, v, log_decay)
+        self._narrow()
+        return super().recurrence(k, v, log_decay)
+
+
 class RecurrentCache(KVCache):
     """A cache for models with recurrent layers, whose states no counter can trim.
 
@@ -195,6 +237,9 @@ class RecurrentCache(KVCache):
             self.recurrent[index] = RecurrentLayer(self.batch_size, self.block_size)
         return self.recurrent[index]
 
+    def rows(self, rows: slice) -> RecurrentCache:
+        return _RecurrentRows(self, rows)
+
     def begin_pass_(self, lengths: Tensor, keep: Tensor | None) -> None:
         """Set ``pending`` and ``keep`` for a pass at positions ``lengths [batch]``, of which ``keep`` rows are kept."""
         torch.sub(lengths, self.held, out=self.pending).clamp_(0, self.block_size)
@@ -217,42 +262,35 @@ class RecurrentCache(KVCache):
         if torch.compiler.is_compiling():
             torch.where(num_context > 0, length - num_context, self.held, out=self.held)
 
-    def resumable(self, shared: Sequence[int]) -> list[int]:
+    def resumable(self, shared: Sequence[int], first: int = 0) -> list[int]:
         """Return ``shared`` itself where the states stand at or before it, else the snapshot's position, else 0."""
-        held, snapshots = torch.stack([self.held, self._snapshot_at]).tolist()
+        held, snapshots = torch.stack([self.held, self._snapshot_at])[:, first : first + len(shared)].tolist()
         return [
             at if self.goes_on and stands <= at else snapshot if snapshot <= at else 0
             for at, stands, snapshot in zip(shared, held, snapshots, strict=True)
         ]
 
-    def resume_(self, positions: Sequence[int]) -> None:
+    def resume_(self, positions: Sequence[int], first: int = 0) -> None:
         """Return the states of rows that resume before ``held`` to the snapshot, or clear them."""
-        if not any(positions):
-            self._clear_()
-            return
-        device = self.held.device
+        device, rows = self.held.device, slice(first, first + len(positions))
         at = torch.tensor(positions, dtype=torch.int64, device=device)
         # 1. A row that resumes before its snapshot may later pass it with other tokens.
-        self._snapshot_at.masked_fill_(at < self._snapshot_at, 0)
+        self._snapshot_at[rows].masked_fill_(at < self._snapshot_at[rows], 0)
         # 2. Which rows move, and where to.
-        held = self.held.tolist()
+        held = self.held[rows].tolist() if any(positions) else [0] * len(positions)
         moved = [row for row, to in enumerate(positions) if not (self.goes_on and to >= held[row] > 0)]
         restored, cleared = (
             torch.tensor([row for row in moved if bool(positions[row]) is kept], dtype=torch.int64, device=device)
             for kept in (True, False)
         )
-        for rows in (restored, cleared):
-            self.held[rows] = at[rows]
+        for chosen in (restored, cleared):
+            self.held[rows][chosen] = at[chosen]
         # 3. Their states.
         for index, layer in self.recurrent.items():
             for standing, copy in zip(layer.standing, self._snapshot.get(index, ()), strict=False):
-                standing[restored] = copy[restored]
+                standing[rows][restored] = copy[rows][restored]
             for standing in layer.standing:
-                standing.index_fill_(0, cleared, 0)
-
-    def _clear_(self) -> None:
-        standing = [tensor for layer in self.recurrent.values() for tensor in layer.standing]
-        torch._foreach_zero_([self.held, self._snapshot_at, *standing])
+                standing[rows].index_fill_(0, cleared, 0)
 
     def keep_snapshot_(self, rows: Sequence[int]) -> None:
         """Copy the states of these rows; each row has one snapshot. Does not wait for the device."""
@@ -267,3 +305,22 @@ class RecurrentCache(KVCache):
             for index, layer in self.recurrent.items():
                 for standing, copy in zip(layer.standing, self._snapshot[index], strict=True):
                     copy[row] = standing[row]
+
+
+class _RecurrentRows(_KVRows, RecurrentCache):
+    """Some rows of a recurrent cache."""
+
+    def __init__(self, whole: RecurrentCache, rows: slice) -> None:
+        super().__init__(whole, rows)
+        self.block_size, self.goes_on = whole.block_size, whole.goes_on
+        self.held, self.pending, self._keeps_none, self._keeps_rows = (
+            x[rows] for x in (whole.held, whole.pending, whole._keeps_none, whole._keeps_rows)
+        )
+        self.keep = self._keeps_none
+        self.recurrent = {i: _RecurrentLayerRows(layer, rows) for i, layer in whole.recurrent.items()}
+        self._layer_of_all = whole.recurrent_layer
+
+    def recurrent_layer(self, index: int) -> RecurrentLayer:
+        if index not in self.recurrent:
+            self.recurrent[index] = _RecurrentLayerRows(self._layer_of_all(index), self._rows)
+        return self.recurrent[index]

@@ -6,11 +6,12 @@ from collections.abc import Mapping
 
 from torch import nn
 
+from .call import Call
 from .drafter import DraftConfig, Drafter
 from .options import BlockSize, TreeSize, checked_block_size, has_auto_width, tree_rows
 from .target import Target, embedding_table, has_recurrent_layers, refusal_of_weights, text_config
 
-__all__ = ["check_block_size", "check_config", "check_fit", "check_tree", "check_tree_trial"]
+__all__ = ["check_block_size", "check_config", "check_fit", "check_room", "check_tree", "check_tree_trial"]
 
 
 def check_fit(target: nn.Module, draft: Drafter) -> None:
@@ -66,6 +67,18 @@ def check_block_size(target: nn.Module, draft: Drafter | None, block_size: Block
     if trained is not None and rows > trained:
         raise ValueError(f"block_size must be at most the drafter's own, {trained}, got {rows}")
     return rows
+
+
+def check_room(call: Call, batch_size: int, max_length: int) -> None:
+    """Raise ValueError unless a generator with these sizes has room for a call."""
+    batch, longest = len(call.prompts), call.longest
+    if batch > batch_size:
+        raise ValueError(f"ids has {batch} rows, this generator was made for {batch_size}")
+    if longest + call.max_new_tokens > max_length:
+        raise ValueError(
+            f"a prompt of {longest} tokens and {call.max_new_tokens} new tokens do not fit this generator's "
+            f"max_length, {max_length}"
+        )
 
 
 def check_tree(target: nn.Module, tree: TreeSize, draft: object, room: TreeSize) -> None:

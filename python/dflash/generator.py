@@ -17,22 +17,27 @@ from .call import Call, GenerateArguments, TargetDefaults, check_stream_argument
 from .drafter import Drafter, load_draft
 from .engine import (
     FINISH_REASONS,
+    Answer,
     Direct,
     Engine,
     Launch,
-    Progress,
     Replay,
     Run,
     State,
+    cached_prefix,
     compiled_per_kind,
+    event_of,
     host_step,
+    raise_errors,
+    sequences,
+    statistics,
     step,
 )
-from .fit import check_block_size, check_tree, check_tree_trial
+from .fit import check_block_size, check_room, check_tree, check_tree_trial
 from .options import GeneratorOptions, check_width_call, checked_block_size, checked_tree, tree_rows
 from .outputs import GenerateOutput, StreamEvent
 from .streaming import BatchDecoder
-from .target import Target, ValuesFingerprint, WeightsFingerprint, check_target, first_hook, functions_of, snapshot
+from .target import KnownWeights, Target, WeightsFingerprint, check_target, first_hook, functions_of, snapshot
 from .turns import Turns
 
 if TYPE_CHECKING:
@@ -156,8 +161,7 @@ class Generator:
         # 4. Between calls: the run that the state belongs to, and the weights that caches and graphs were made with.
         self.turns = Turns()
         self._run: Run | None = None
-        self._cached_weights = ValuesFingerprint()
-        self._captured_weights: list[WeightsFingerprint] = []
+        self._known = KnownWeights()
 
     def _compile(self, on_gpu: bool) -> None:
         engine = self.engine
@@ -192,7 +196,7 @@ class Generator:
         Raises:
             RuntimeError: called from inside a call of this generator.
         """
-        self._run_alone(self._end_run)
+        self.run_alone(self._end_run)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise TypeError(
@@ -235,7 +239,7 @@ class Generator:
             TypeError: an argument is unknown or has the wrong type.
             RuntimeError: called from inside a call of this generator.
         """
-        output = self.run_call(self._resolve(ids, arguments))
+        output = self.run_call(self.resolve_call(ids, arguments))
         return output if return_dict_in_generate else output.sequences
 
     def stream(
@@ -259,27 +263,20 @@ class Generator:
             RuntimeError: another call has started since, or this one starts from inside a call of this generator.
         """
         check_stream_arguments(arguments)
-        return self.stream_call(self._resolve(ids, arguments), skip_special_tokens)
+        return self.stream_call(self.resolve_call(ids, arguments), skip_special_tokens)
 
-    def _resolve(self, ids: Tensor, arguments: GenerateArguments) -> Call:
+    def resolve_call(self, ids: Tensor, arguments: GenerateArguments) -> Call:
         """Check a call against the target and this generator's sizes."""
         call = Call.resolve(self._defaults, ids, arguments, denoise_steps=self.denoise_steps, tree=self.tree)
         call.check_drafts(self.draft is not None)
         check_width_call(self.engine.widths, call.tree, call.acceptance)
         check_tree(self.engine.target.model, call.tree, self.draft, room=self.tree)
-        batch, longest = len(call.prompts), call.longest
-        if batch > self.batch_size:
-            raise ValueError(f"ids has {batch} rows, this generator was made for {self.batch_size}")
-        if longest + call.max_new_tokens > self.max_length:
-            raise ValueError(
-                f"a prompt of {longest} tokens and {call.max_new_tokens} new tokens do not fit this generator's "
-                f"max_length, {self.max_length}"
-            )
+        check_room(call, self.batch_size, self.max_length)
         if self._weights.replaced():
             raise ValueError("the target's tensors were replaced since this generator was made: make a new one")
         if changed := self._functions.changed():
             raise ValueError(f"{changed} was replaced since this generator was made: make a new one")
-        if self.graph is True and (reason := self._graph_obstacle(call)):
+        if self.graph is True and (reason := self._graph_obstacle(call.rules.run_on_host)):
             raise ValueError(f"graph=True cannot be followed: {reason}")
         return call
 
@@ -289,81 +286,82 @@ class Generator:
         """Run a resolved call to its end; ``prompt_was_put`` if its streamer has had the prompt already."""
         self.turns.refuse_inside()
         try:
-            return self._run_alone(lambda: self._run_to_end(call, prompt_was_put))
+            return self.run_alone(lambda: self._run_to_end(call, prompt_was_put))
         finally:
             if call.streamer is not None:
                 call.streamer.end()
 
     def _run_to_end(self, call: Call, prompt_was_put: bool) -> GenerateOutput:
-        streamer, began = call.streamer, time.perf_counter()
-        progress = Progress([], [], [])  # until the prompt has been run
+        streamer, began, answers = call.streamer, time.perf_counter(), []
         if streamer is not None and not prompt_was_put:
             streamer.put(call.ids.cpu())
-        for progress in self._progress(call, reads_ids=streamer is not None):
-            if streamer is not None and progress.new_ids[0]:
-                streamer.put(torch.tensor(progress.new_ids[0], dtype=torch.int64, device="cpu"))
-        statistics = progress.statistics(call, self.block_size, time.perf_counter() - began)
-        reasons = [FINISH_REASONS[code] for code in progress.done[: len(call.prompts)]]
-        return GenerateOutput(progress.sequences(call, self.state.tokens), reasons, statistics)
+        for answers in self._answers(call, reads_ids=streamer is not None):
+            if streamer is not None and answers[0].new_ids:
+                streamer.put(torch.tensor(answers[0].new_ids, dtype=torch.int64, device="cpu"))
+        measured = statistics(answers, self.block_size, time.perf_counter() - began)
+        reasons = [FINISH_REASONS[answer.done] for answer in answers]
+        return GenerateOutput(sequences(answers, call, self.state.tokens), reasons, measured)
 
     def stream_call(self, call: Call, skip_special_tokens: bool = False) -> Iterator[StreamEvent]:
-        """Return the events of a resolved call, which runs as they are asked for."""
-        text = None
+        """Yield the events of a resolved call, which runs as they are asked for."""
+        began, text = time.perf_counter(), None
         if call.tokenizer is not None:
             text = BatchDecoder(len(call.prompts), call.tokenizer, call.stop_strings, skip_special_tokens)
-        return self._events(call, text)
-
-    def _events(self, call: Call, text: BatchDecoder | None) -> Iterator[StreamEvent]:
-        began = time.perf_counter()
-        steps = self._progress(call, reads_ids=True)
+        steps = self._answers(call, reads_ids=True)
         try:
-            while (progress := self._run_alone(lambda: next(steps, None))) is not None:
-                reasons = [FINISH_REASONS.get(code) for code in progress.done[: len(call.prompts)]]
-                ids, accepted = progress.new_ids[: len(reasons)], progress.accepted[: len(reasons)]
-                pieces = None if text is None else text.push(ids, reasons)
-                statistics = progress.statistics(call, self.block_size, time.perf_counter() - began)
-                yield StreamEvent(ids, accepted, pieces, reasons, statistics)
+            while (answers := self.run_alone(lambda: next(steps, None))) is not None:
+                yield event_of(answers, text, self.block_size, time.perf_counter() - began)
         finally:
             steps.close()
 
-    def _progress(self, call: Call, *, reads_ids: bool) -> collections.abc.Generator[Progress, None, None]:
-        """Run the prompt, then steps until every row is done; yield after each."""
-        began = time.perf_counter()
-        modules = [module for module in (self.engine.target.model, self.draft) if module is not None]
-        # 1. The run takes over the state; the caches may be reused if the same weights filled them.
-        filled = self._run is not None and self._run.consistent and self.reuse_prefix
-        reuse = self.engine.agree(call, self.prefill_chunk, filled and self._cached_weights.matches(modules))
+    def _answers(self, call: Call, *, reads_ids: bool) -> collections.abc.Generator[list[Answer], None, None]:
+        """Run the prompts, then steps until every answer has ended; yield after each."""
+        began, batch, last = time.perf_counter(), len(call.prompts), self._run
+        # 1. The caches may be reused if the same weights filled them.
+        reuse = self.reuse_prefix and last is not None and last.consistent and self._known.filled(self._modules)
+        reuse = self.engine.agree(call, self.prefill_chunk, reuse)
+        run, launch = self.begin_run(reads_ids=reads_ids), self.launch(call.rules.run_on_host)
+        # 2. Set up the engine, with the prompts in its first rows.
+        self.engine.configure(call)
+        cached = cached_prefix(self.engine, call.prompts) if reuse else [0] * batch
+        self.state.vacate_(slice(batch, self.batch_size))
+        answers = run.admit(call, cached, chunk=self.prefill_chunk, snapshot=self.reuse_prefix, began=began)
+        # 3. Run.
+        while run.is_filling:
+            run.run_chunk()
+        while True:
+            raise_errors(answers)
+            yield answers
+            if not run.is_running:
+                return
+            run.step(launch)
+
+    def begin_run(self, *, reads_ids: bool) -> Run:
+        """End the run that the state belongs to and return a new one."""
         self._end_run()
         if self.reuse_prefix:
-            self._cached_weights.take(modules)
-        # 2. Captured graphs hold the addresses of the weights.
+            self._known.fill(self._modules)
         self.runner.start()
         self.engine.refresh()
-        if self.runner.ahead and not (
-            self._captured_weights and all(map(WeightsFingerprint.matches, self._captured_weights, modules))
-        ):
-            self._captured_weights = [WeightsFingerprint(module) for module in modules]
-            self.runner.clear()
-        # 3. Set up the engine and run.
-        self.engine.configure(call)
-        self._run = run = Run(self.engine, call, reads_ids=reads_ids)
-        yield (progress := run.start(chunk=self.prefill_chunk, reuse=reuse, snapshot=self.reuse_prefix, began=began))
-        yield from run.steps(progress, self._launch(call))
+        if self.runner.ahead and self._known.have_moved(self._modules):
+            self.runner.clear()  # captured graphs hold the addresses of the weights
+        self._run = Run(self.engine, reads_ids=reads_ids)
+        return self._run
 
-    def _launch(self, call: Call) -> Launch:
-        obstacle, must_capture = self._graph_obstacle(call), self.graph is True
-        if not call.rules.run_on_host:
+    def launch(self, on_host: bool) -> Launch:
+        """Return how steps reach the device; ``on_host`` if Python rules choose the tokens."""
+        obstacle, must_capture, engine = self._graph_obstacle(on_host), self.graph is True, self.engine
+        if not on_host:
             return Launch(self.runner, self.step, self.step, obstacle, must_capture=must_capture)
         # Python rules wait for the step anyway, and must not be asked about one that will not count.
-        on_host, on_device = functools.partial(host_step, self.engine), functools.partial(step, self.engine)
-        return Launch(self.runner, on_host, on_device, obstacle, waits=True, must_capture=must_capture)
+        steps = functools.partial(host_step, engine), functools.partial(step, engine)
+        return Launch(self.runner, *steps, obstacle, waits=True, must_capture=must_capture)
 
     def _end_run(self) -> None:
         if self._run is not None:
-            self._run.ended = True
-        self._run = None
+            self._run.ended, self._run = True, None
 
-    def _run_alone(self, work: Callable[[], _Result]) -> _Result:
+    def run_alone(self, work: Callable[[], _Result]) -> _Result:
         """Return ``work()``, run in a turn of its own and without the caller's inference mode and autocast."""
         device = self.state.tokens.device
         current = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
@@ -384,7 +382,7 @@ class Generator:
                 self.engine.retarget(self._twin(target))
                 self.runner.clear()
 
-        self._run_alone(follow)
+        self.run_alone(follow)
 
     def _twin(self, target: nn.Module) -> Target:
         """Return a twin of the target as it is now, and remember what it was made of."""
@@ -393,8 +391,9 @@ class Generator:
         self.fused_reason, self._defaults = twin.fused_reason, TargetDefaults.of(target)
         self._weights, self._functions = WeightsFingerprint(target), functions_of(target)
         self._snapshot, self._hook = snapshot(target), first_hook(target)
+        self._modules = [module for module in (twin.model, self.draft) if module is not None]
         return twin
 
-    def _graph_obstacle(self, call: Call) -> str:
-        """Return why the steps of a call must not be captured; empty if they may."""
-        return "graph=False was asked for" if self.graph is False else self.engine.graph_obstacle(call, self._hook)
+    def _graph_obstacle(self, on_host: bool) -> str:
+        """Return why steps must not be captured; empty if they may."""
+        return "graph=False was asked for" if self.graph is False else self.engine.graph_obstacle(on_host, self._hook)

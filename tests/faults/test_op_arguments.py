@@ -328,7 +328,7 @@ def accept_prefix_(d: Draw) -> dict[str, object]:
     batch, rows, capacity = d.size(), d.size(1, 6), d.size(0, 12)
     posterior = d.ints(batch * rows, -1, 3).view(batch, rows)
     block_ids = torch.cat([d.ints(batch, 0, 3)[:, None], posterior[:, :-1]], 1)
-    stops = d.ints(d.size(0, 2), 0, 3)
+    stops = d.ints(batch * (count := d.size(0, 2)), 0, 3).view(batch, count)
     state = {"length": d.ints(batch, -2, capacity + 1), "num_context": d.ints(batch, 0, 3), "done": d.ints(batch, 0, 1)}
     named = {"block_ids": block_ids, "posterior": posterior, "stop_token_ids": stops}
     return named | {"limits": d.ints(batch, 0, capacity + 2), "tokens": torch.full((batch, capacity), -7)} | state
@@ -341,7 +341,8 @@ def accept_path_(d: Draw) -> dict[str, object]:
         d.ints(batch * rows, 0, 4).view(batch, rows) > 0, choices.gather(1, parents.clamp(0, rows - 1)), 1
     )
     state = {"length": d.ints(batch, -2, capacity + 1), "num_context": d.ints(batch, 0, 3), "done": d.ints(batch, 0, 1)}
-    named = {"ids": ids, "parents": parents, "choices": choices, "stop_token_ids": d.ints(d.size(0, 2), 0, 3)}
+    stops = d.ints(batch * (count := d.size(0, 2)), 0, 3).view(batch, count)
+    named = {"ids": ids, "parents": parents, "choices": choices, "stop_token_ids": stops}
     named |= {"limits": d.ints(batch, 0, capacity + 2), "tokens": torch.full((batch, capacity), -7)} | state
     path_rows = d.size(1, 8)
     return named | {name: torch.full((batch, path_rows), -7) for name in ("path", "chain_choices", "chain_ids")}

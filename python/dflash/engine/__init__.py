@@ -2,23 +2,30 @@
 
 from .budget import context_bucket
 from .host_step import host_step
-from .progress import FINISH_REASONS, Launch, Progress, Run
+from .prefill import cached_prefix
+from .progress import FINISH_REASONS, Answer, event_of, raise_errors, sequences, statistics
+from .run import Launch, Run
 from .runner import Direct, Replay, compiled_per_kind, graph_status
 from .state import State
 from .step import Engine, step
 
 __all__ = [
     "FINISH_REASONS",
+    "Answer",
     "Direct",
     "Engine",
     "Launch",
-    "Progress",
     "Replay",
     "Run",
     "State",
+    "cached_prefix",
     "compiled_per_kind",
     "context_bucket",
+    "event_of",
     "graph_status",
     "host_step",
+    "raise_errors",
+    "sequences",
+    "statistics",
     "step",
 ]

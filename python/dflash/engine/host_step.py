@@ -51,7 +51,7 @@ def walk(engine: Engine, block: Block, logits: Tensor, state: State, done: list[
     """
     rules, (batch, rows) = engine.host_rules, block.ids.shape
     positions, tokens = state.positions(rows), state.tokens.clone()
-    drafts, stop = _drafts(block), set(state.stop_token_ids.tolist())
+    drafts, stop = _drafts(block), list(map(set, state.stop_token_ids.tolist()))
     first, ends = positions[:, 0].tolist(), state.limits.tolist()
     choices, limits, stopped = [[0] * rows for _ in range(batch)], list(ends), []
     walking = [row for row in range(rules.rows) if done[row] == RUNNING]
@@ -71,7 +71,7 @@ def walk(engine: Engine, block: Block, logits: Tensor, state: State, done: list[
             if token >= 0 and rules.stops(tokens[row : row + 1, :emitted]):
                 limits[row] = emitted
                 stopped.append(row)
-            elif token not in stop and emitted < ends[row] and (at[row], token) in drafts[row]:
+            elif token not in stop[row] and emitted < ends[row] and (at[row], token) in drafts[row]:
                 at[row] = drafts[row][at[row], token]
                 matching.append(row)
         walking = matching

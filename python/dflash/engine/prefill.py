@@ -1,8 +1,10 @@
-"""The prompt: fill both caches in chunks, and choose each row's first token as one-token decoding does."""
+"""Prompts: fill both caches in chunks, and choose each row's first token as one-token decoding does."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -14,59 +16,120 @@ from .host_step import walk
 from .state import FULL, INVALID, RUNNING, STOPPED
 from .step import Engine
 
-__all__ = ["prefill"]
+__all__ = ["Prefill", "cached_prefix"]
 
 
-@torch.no_grad()
-def prefill(
-    engine: Engine, prompts: list[Tensor], limits: list[int], *, chunk: int, reuse: bool, snapshot: bool
-) -> list[int]:
-    """Fill both caches with the prompts and choose each row's first token from the last row of its prompt.
+class Prefill:
+    """The prompts of consecutive rows on their way through target and drafter, in lockstep.
+
+    Until it is complete its rows count as done. A step between two chunks writes for them only to slots that the next
+    chunk writes again.
 
     Args:
         engine: its state is written.
         prompts: per row, ``[length]`` int64.
         limits: per row, the tokens it may hold in all.
+        cached: per row, how many leading tokens of its prompt both caches hold; fewer than all.
+        first: the row of the first prompt.
         chunk: prompt tokens per forward pass.
-        reuse: run only what the caches do not hold already.
         snapshot: keep a place in each prompt from which a later one can resume if it diverges from this one.
 
-    Returns:
-        Per row, how many tokens of its prompt were run.
+    Attributes:
+        rows: of the state.
+        counts: per row, how many tokens of its prompt are run in all.
     """
-    state, lengths = engine.state, [len(prompt) for prompt in prompts]
-    ids = pad_sequence(prompts, batch_first=True)
-    cached = _cached_prefix(engine, ids, lengths) if reuse else [0] * len(prompts)
-    state.target_cache.resume_(cached)
-    state.tokens.zero_()
-    state.tokens[:, : ids.shape[1]] = ids
-    state.length.copy_(torch.tensor(lengths, dtype=torch.int64, device="cpu"))
-    state.prompt_length.copy_(state.length)
-    state.limits.copy_(torch.tensor(limits, dtype=torch.int64, device="cpu"))
-    state.num_context.zero_()
-    logits = _run_chunks(engine, prompts, cached, chunk, snapshot)
-    _choose_first(engine, logits)
-    return [length - held for length, held in zip(lengths, cached, strict=True)]
+
+    def __init__(
+        self, engine: Engine, prompts: Sequence[Tensor], limits: Sequence[int], cached: Sequence[int], *,
+        first: int = 0, chunk: int, snapshot: bool,
+    ) -> None:  # fmt: skip
+        self.engine, self.rows, self.chunk, self.snapshot = engine, slice(first, first + len(prompts)), chunk, snapshot
+        self.counts = [len(prompt) - held for prompt, held in zip(prompts, cached, strict=True)]
+        self._cached = list(cached)
+        self._logits: list[Tensor | None] = [None] * len(prompts)
+        self._ids = pad_sequence(
+            [prompt[held:] for prompt, held in zip(prompts, cached, strict=True)], batch_first=True
+        )
+        state, device, rows = engine.state, engine.target.device, self.rows
+        # 1. The state of the rows
+        ids = pad_sequence(list(prompts), batch_first=True)
+        state.target_cache.resume_(cached, first)
+        numbers = torch.tensor([cached, list(map(len, prompts)), limits], dtype=torch.int64, device="cpu")
+        self._held, self._lengths, room = numbers.to(device)
+        state.tokens[rows] = 0
+        state.tokens[rows, : ids.shape[1]] = ids
+        state.length[rows], state.prompt_length[rows], state.limits[rows] = self._held, self._lengths, room
+        state.num_context[rows], state.done[rows] = 0, FULL
+        # 2. The rows of each chunk that end a prompt; put on the device all at once, since each transfer waits for
+        # what is queued.
+        starts = range(0, self._ids.shape[1], chunk)
+        ends = [sorted({n - 1 - start for n in self.counts if start < n <= start + chunk}) for start in starts]
+        flat = torch.tensor([index for keep in ends for index in keep], dtype=torch.int64, device=device)
+        self._chunks = deque(zip(starts, ends, flat.split([len(keep) for keep in ends]), strict=True))
+
+    @property
+    def is_complete(self) -> bool:
+        """True once every prompt has been run."""
+        return not self._chunks
+
+    @torch.no_grad()
+    def run_chunk(self) -> None:
+        """Run the next chunk of every prompt."""
+        engine, state, draft = self.engine, self.engine.state, self.engine.draft
+        start, keep, keep_on_device = self._chunks.popleft()
+        ids = self._ids[:, start : start + self.chunk]
+        past = torch.minimum(self._held + start, self._lengths)
+        live = (self._lengths - past).clamp(max=ids.shape[1])
+        # 1. The target, with logits only for rows that end a prompt.
+        if self.snapshot:
+            self._keep_snapshot(start)
+        cache = state.target_cache.rows(self.rows)
+        logits, taps = engine.target.forward(ids, past, cache, keep_on_device, keep=live)
+        for row, n in enumerate(self.counts):
+            if n - 1 - start in keep:
+                self._logits[row] = logits[row, keep.index(n - 1 - start)]
+        # 2. The drafter's K/V of the same positions, from the tapped features.
+        if draft is not None:
+            positions = past[:, None] + torch.arange(ids.shape[1], device=ids.device)
+            positions = torch.where(positions < self._lengths[:, None], positions, -1)
+            draft.inject_(draft.fuse(torch.cat(taps, -1), live), positions, state.draft_cache.rows(self.rows))
+        state.length[self.rows] = past + live
+
+    @property
+    def ends(self) -> Tensor:
+        """``[rows, 1, vocab]``, the logits of each prompt's last token, once all are run."""
+        return torch.stack(self._logits)[:, None]
+
+    @torch.no_grad()
+    def choose_first(self) -> None:
+        """Choose each row's first new token and set its ``done``, once all prompts are run."""
+        _choose_first(self.engine, self.rows, self.ends)
+
+    def _keep_snapshot(self, start: int) -> None:
+        """Keep the states before each row's last chunk, unless that is the beginning, where states are zero."""
+        ending = [row for row, n in enumerate(self.counts) if start < n <= start + self.chunk]
+        rows = [self.rows.start + row for row in ending if start + self._cached[row] > 0]
+        self.engine.state.target_cache.keep_snapshot_(rows)
 
 
-def _cached_prefix(engine: Engine, ids: Tensor, lengths: list[int]) -> list[int]:
-    """Count the leading tokens of each prompt that both caches hold.
+def cached_prefix(engine: Engine, prompts: Sequence[Tensor]) -> list[int]:
+    """Count the leading tokens of each prompt that both caches hold, for the first rows in lockstep.
 
     At least a prompt's last token is run: its logits choose the first new one.
     """
-    state, draft = engine.state, engine.draft
-    shared = ids.eq(state.tokens[:, : ids.shape[1]])
-    shared &= torch.arange(ids.shape[1], device=ids.device) < state.length[:, None]
-    shared = shared.long().cumprod(1).sum(1)
-    shared, drafted = torch.stack([shared, state.length - state.num_context]).tolist()
-    cached = [min(have, length - 1) for have, length in zip(shared, lengths, strict=True)]
+    state, draft, rows = engine.state, engine.draft, slice(0, len(prompts))
+    ids, lengths = pad_sequence(list(prompts), batch_first=True), list(map(len, prompts))
+    length, num_context = state.length[rows], state.num_context[rows]
+    shared = ids.eq(state.tokens[rows, : ids.shape[1]])
+    shared &= torch.arange(ids.shape[1], device=ids.device) < length[:, None]
+    shared, drafted = torch.stack([shared.long().cumprod(1).sum(1), length - num_context]).tolist()
+    cached = [min(have, n - 1) for have, n in zip(shared, lengths, strict=True)]
     cached = _fitting(state.target_cache, cached, lengths, state.tokens.shape[1])
     if draft is not None and any(have > held for have, held in zip(cached, drafted, strict=True)):
         # The features of the last step's tokens wait in `context` for a step that will not come.
         index = torch.arange(state.context.shape[1], device=ids.device)
-        positions = (state.length - state.num_context)[:, None] + index
-        positions = torch.where(index < state.num_context[:, None], positions, -1)
-        draft.inject_(draft.fuse(state.context, state.num_context), positions, state.draft_cache)
+        positions = torch.where(index < num_context[:, None], (length - num_context)[:, None] + index, -1)
+        draft.inject_(draft.fuse(state.context[rows], num_context), positions, state.draft_cache.rows(rows))
     return cached
 
 
@@ -84,55 +147,24 @@ def _fitting(cache: KVCache, cached: list[int], lengths: list[int], capacity: in
         cached = lower
 
 
-def _run_chunks(engine: Engine, prompts: list[Tensor], cached: list[int], chunk: int, snapshot: bool) -> Tensor:
-    """Run what is not cached; return the logits ``[batch, 1, vocab]`` of each prompt's last row."""
-    state, draft, device = engine.state, engine.draft, engine.target.device
-    cache = state.target_cache
-    ids = pad_sequence([prompt[held:] for prompt, held in zip(prompts, cached, strict=True)], batch_first=True)
-    counts = [len(prompt) - held for prompt, held in zip(prompts, cached, strict=True)]
-    held = torch.tensor(cached, dtype=torch.int64, device=device)
-    last_logits: list[Tensor | None] = [None] * len(prompts)
-    starts = range(0, ids.shape[1], chunk)
-    # Which rows of a chunk end a prompt; put on the device all at once, since each transfer waits for what is queued.
-    ends = [sorted({n - 1 - start for n in counts if start < n <= start + chunk}) for start in starts]
-    flat = torch.tensor([index for keep in ends for index in keep], dtype=torch.int64, device=device)
-    keeps = flat.split([len(keep) for keep in ends])
-    for start, keep, keep_on_device in zip(starts, ends, keeps, strict=True):
-        # 1. The target, with logits only for rows that end a prompt.
-        rows, past = ids[:, start : start + chunk], torch.minimum(held + start, state.length)
-        live = (state.length - past).clamp(max=rows.shape[1])
-        # From before each row's last chunk, unless that is the prompt's beginning, where states are zero.
-        if snapshot:
-            cache.keep_snapshot_(
-                [row for row, n in enumerate(counts) if start < n <= start + chunk and start + cached[row] > 0]
-            )
-        logits, taps = engine.target.forward(rows, past, cache, keep_on_device, keep=live)
-        for row, n in enumerate(counts):
-            if n - 1 - start in keep:
-                last_logits[row] = logits[row, keep.index(n - 1 - start)]
-        # 2. The drafter's K/V of the same positions, from the tapped features.
-        if draft is not None:
-            positions = past[:, None] + torch.arange(rows.shape[1], device=device)
-            positions = torch.where(positions < state.length[:, None], positions, -1)
-            draft.inject_(draft.fuse(torch.cat(taps, -1), live), positions, state.draft_cache)
-    return torch.stack(last_logits)[:, None]
-
-
-def _choose_first(engine: Engine, logits: Tensor) -> None:
-    """Choose each row's first new token from ``logits [batch, 1, vocab]`` and set ``done``."""
+def _choose_first(engine: Engine, rows: slice, ends: Tensor) -> None:
+    """Choose the first new token of ``rows`` from ``ends [rows, 1, vocab]``, and set their ``done``."""
     state, ended = engine.state, []
-    prompt = dataclasses.replace(state, length=state.length - 1)  # a block of one row: the prompt's last token
+    # Rules and noise are those of all rows: the others' choices are dropped.
+    logits = ends.new_zeros(engine.batch_size, *ends.shape[1:])
+    logits[rows] = ends
+    prompt = dataclasses.replace(state, length=(state.length - 1).clamp(min=0))  # a block of the prompt's last token
     block = Block(prompt.anchor)
     logits = engine.rules.apply(logits, block, prompt)
     if engine.host_rules is None:
         first = engine.keyed.choose_at(logits, state.length[:, None], state)
     else:
-        first, _, ended = walk(engine, block, logits, prompt, [RUNNING] * len(logits))
-    first = engine.target.ranks.share_(first)
-    state.tokens.scatter_(1, state.length[:, None], first.clamp(min=0))
-    stopped = torch.isin(first[:, 0], state.stop_token_ids)
-    full = state.length + 1 >= state.limits
-    state.done.copy_(torch.where(stopped, STOPPED, torch.where(full, FULL, RUNNING)))
-    state.done.masked_fill_(first[:, 0] < 0, INVALID)
+        first, _, ended = walk(engine, block, logits, prompt, [RUNNING] * engine.batch_size)
+    first = engine.target.ranks.share_(first)[rows]
+    length = state.length[rows]
+    state.tokens[rows].scatter_(1, length[:, None], first.clamp(min=0))
+    stopped = (first == state.stop_token_ids[rows]).any(1)
+    done = torch.where(stopped, STOPPED, torch.where(length + 1 >= state.limits[rows], FULL, RUNNING))
+    state.done[rows] = done.masked_fill(first[:, 0] < 0, INVALID)
     if ended:
         state.done[ended] = STOPPED

@@ -105,7 +105,7 @@ class State:
         done: ``[batch]`` int64: RUNNING, STOPPED, FULL or INVALID.
         limits: ``[batch]`` int64, the tokens that a row may hold in all.
         prompt_length: ``[batch]`` int64.
-        stop_token_ids: ``[slots]`` int64, padded with an id that no token has.
+        stop_token_ids: ``[batch, slots]`` int64, padded with an id that no token has.
         block: ``[batch, rows]`` int64, the anchor and the proposals of the last chain, or those of the last tree that
             equal the choices along its accepted path; -1 for none.
         offsets: ``[rows]`` int64: 1, 2, ...
@@ -165,7 +165,7 @@ class State:
             done=zeros(batch) + FULL,
             limits=zeros(batch),
             prompt_length=zeros(batch),
-            stop_token_ids=zeros(_STOP_SLOTS) + _NO_TOKEN,
+            stop_token_ids=zeros(batch, _STOP_SLOTS) + _NO_TOKEN,
             block=zeros(batch, block_size),
             offsets=torch.arange(1, block_size + 1, device=device),
             context=torch.zeros(batch, block_size, width, dtype=target.dtype, device=device),
@@ -201,11 +201,16 @@ class State:
         shape = *block.ids.shape, self.context.shape[2]
         return self.tree_features[: math.prod(shape)].view(shape)  # contiguous whatever the rows
 
-    def set_stop_token_ids(self, ids: list[int]) -> None:
+    def vacate_(self, rows: slice) -> None:
+        """Forget what ``rows`` hold, so that a step does least for them."""
+        self.length[rows], self.num_context[rows], self.done[rows] = 0, 0, FULL
+
+    def set_stop_token_ids(self, row: int, ids: list[int]) -> None:
         """Write the ids that end a row; a list that is longer than ever before moves the tensor."""
-        if len(ids) > len(self.stop_token_ids):
-            slots = -(-len(ids) // _STOP_SLOTS) * _STOP_SLOTS
-            self.stop_token_ids = self.stop_token_ids.new_full((slots,), _NO_TOKEN)
-        self.stop_token_ids.fill_(_NO_TOKEN)
-        if ids:
-            self.stop_token_ids[: len(ids)] = torch.tensor(ids, dtype=torch.int64, device=self.stop_token_ids.device)
+        batch, slots = self.stop_token_ids.shape
+        if len(ids) > slots:
+            wider = -(-len(ids) // _STOP_SLOTS) * _STOP_SLOTS
+            filler = self.stop_token_ids.new_full((batch, wider - slots), _NO_TOKEN)
+            self.stop_token_ids = torch.cat([self.stop_token_ids, filler], 1)
+        padded = [*ids, *[_NO_TOKEN] * (self.stop_token_ids.shape[1] - len(ids))]
+        self.stop_token_ids[row] = torch.tensor(padded, dtype=torch.int64, device="cpu")

@@ -58,6 +58,14 @@ def _tree_budget(tree: TreeSize) -> TreeBudget | None:
     return TreeBudget({}) if tree == "auto" else None
 
 
+def _sharpness(call: Call) -> float | None:
+    """Return the sharpness of a call's drafts; None if it adapts. At temperature 0 all are alike."""
+    sharpness = call.sampling.draft_sharpness
+    if sharpness == "auto":
+        return None if call.sampling.temperature > 0 else math.inf
+    return float(sharpness)
+
+
 class Engine:
     """What a step needs, for one target and drafter.
 
@@ -74,11 +82,12 @@ class Engine:
         state: see `State`.
         chain: drafts chains.
         tree: drafts trees; None without room for them.
-        proposer: the one of the call.
+        proposer: the one of the call, or of all calls that share the rows.
         budget: chooses the rows of a tree or of a chain as the call proceeds; None where they are fixed.
         costs: what a step of each size was measured to take, by all that it depends on: how steps are launched; with
             chains also how they are drafted and the context length.
-        rules: the logit rules of the call.
+        seats: per row, the call that it belongs to, or None.
+        rules: the logit rules of all rows.
         host_rules: Python processors and criteria of the call; None for none.
         acceptance: chooses the target's tokens.
         compile_target: run the target's pass over a block through ``torch.compile``.
@@ -114,7 +123,8 @@ class Engine:
         self.acceptance: KeyedAcceptance | RejectionAcceptance = self.keyed
         self._rejection: RejectionAcceptance | None = None  # made at first use: it holds the drafts' probabilities
         self._rules: OrderedDict[tuple, LogitRules] = OrderedDict()
-        self.rules = self._rules_for(RuleSettings())
+        self.seats: list[Call | None] = [None] * batch_size
+        self._fit_rules()
         self.host_rules: HostRules | None = None
 
     def retarget(self, target: Target) -> None:
@@ -140,14 +150,10 @@ class Engine:
         return ranks.all(reuse)
 
     def configure(self, call: Call) -> None:
-        """Set sampling, rules, stop tokens and the ways to draft and to accept for ``call``."""
-        batch = len(call.prompts)
-        self.state.sampling.set_(batch, call.sampling)
-        self.state.set_stop_token_ids(call.stop_token_ids)
-        self.rules = self._rules_for(call.rules)
-        self.rules.set_(call.rules)
-        self.host_rules = HostRules.create(call.rules, batch)
-        self.target.ranks.share_(self.state.sampling.seeds)  # each rank has drawn its own if the call named none
+        """Give the first rows to ``call``, none to others, and set the ways to draft and to accept."""
+        self.seats = [None] * self.batch_size
+        self._seat(slice(0, len(call.prompts)), call)
+        self.host_rules = HostRules.create(call.rules, len(call.prompts))
         # At temperature 0 every way to accept is the greedy one.
         samples = self.draft is not None and call.sampling.temperature > 0
         rejects = samples and call.acceptance == "rejection"
@@ -157,17 +163,60 @@ class Engine:
             self.proposer = self.tree
             self.tree.configure(TreeSettings(self.rules, samples, rows, forecasts=self.budget is not None))
         else:
-            self.proposer = self.chain
-            rejection = self._rejection if rejects else None
-            adapts_sharpness = samples and not rejects and call.sampling.draft_sharpness == "auto"
-            self.chain.configure(ChainSettings(self.rules, rejection, adapts_sharpness, call.denoise_steps))
+            self._draft_chains(call.denoise_steps, self._rejection if rejects else None)
             self.budget = self._width_budget()
 
-    def graph_obstacle(self, call: Call, hook: str) -> str:
-        """Return why a call's steps must not be captured; empty if they may. ``hook`` names one of the target's."""
+    def join(self, row: int, call: Call) -> None:
+        """Give ``row`` to a call of one prompt, next to those that other rows have."""
+        self._seat(slice(row, row + 1), call)
+        self.host_rules, self.budget, self.acceptance = None, None, self.keyed
+        self._draft_chains(call.denoise_steps)
+
+    def clear_(self) -> None:
+        """Take all rows from their calls, and forget what they hold."""
+        self.seats = [None] * self.batch_size
+        self.state.vacate_(slice(0, self.batch_size))
+
+    def leave(self, row: int, kept: int) -> None:
+        """Take ``row`` from its call; the first ``kept`` positions of its caches stay, and steps do least for it."""
+        self.seats[row] = None
+        self.state.vacate_(slice(row, row + 1))
+        self.state.length[row] = kept
+        self._fit_rules()
+        self._draft_chains(self.chain.passes)
+
+    def _seat(self, rows: slice, call: Call) -> None:
+        """Write into ``rows`` how the prompts of ``call`` sample, where they end and what rules they have."""
+        count = len(call.prompts)
+        self.state.sampling.rows(rows).set_(count, call.sampling)
+        self.target.ranks.share_(self.state.sampling.seeds)  # each rank has drawn its own if the call named none
+        self.chain.seat_(rows, _sharpness(call))
+        for row in range(rows.start, rows.stop):
+            self.state.set_stop_token_ids(row, call.stop_token_ids)
+        self.seats[rows] = [call] * count
+        self._fit_rules()
+
+    def _fit_rules(self) -> None:
+        """Apply the rules of all rows from now on."""
+        rules = [RuleSettings() if call is None else call.rules for call in self.seats]
+        self.rules = self._rules_for(rules)
+        self.rules.set_(rules)
+
+    def _draft_chains(self, passes: int, rejection: RejectionAcceptance | None = None) -> None:
+        self.proposer = self.chain
+        adapts = rejection is None and any(call is not None and _sharpness(call) is None for call in self.seats)
+        self.chain.configure(ChainSettings(self.rules, rejection, adapts, passes))
+
+    def graph_obstacle(self, on_host: bool, hook: str) -> str:
+        """Return why steps must not be captured; empty if they may.
+
+        Args:
+            on_host: Python rules choose the tokens.
+            hook: the name of one of the target's, or empty.
+        """
         if self.target.ranks.count > 1:
             return "the target is spread over several processes"
-        if call.rules.run_on_host:
+        if on_host:
             return "logits_processor and stopping_criteria run on the host"
         if hook:
             return f"a graph would not call the target's hook on {hook}"
@@ -246,7 +295,7 @@ class Engine:
 
         Rules that are freed and made again are others. The stop list is replaced only by a longer one.
         """
-        return self.proposer.kind, self.acceptance, weakref.ref(self.rules), len(self.state.stop_token_ids)
+        return self.proposer.kind, self.acceptance, weakref.ref(self.rules), self.state.stop_token_ids.shape
 
     def commit_(self, block: Block, choices: Tensor, limits: Tensor | None = None, stopped: Sequence[int] = ()) -> None:
         """Emit what was accepted, advance every row, its caches and the proposer, and report to the host.
@@ -268,7 +317,7 @@ class Engine:
         self.proposer.observe_(choices, state)
         report_(block, choices, state, self.tree.expected if isinstance(self.budget, TreeBudget) else None)
 
-    def _rules_for(self, settings: RuleSettings) -> LogitRules:
+    def _rules_for(self, settings: Sequence[RuleSettings]) -> LogitRules:
         """Return the rules with the layout of ``settings``. Their tensors never move; the least recently used go."""
         layout = LogitRules.layout(settings)
         if layout not in self._rules:

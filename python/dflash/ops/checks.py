@@ -164,15 +164,15 @@ def emission_fits(
 ) -> bool:  # fmt: skip
     """Return True if a call that accepts a block is right: the short way past `expect_emission`, for every step."""
     shape, integer = block[0].shape, torch.int64
-    if not (len(shape) == tokens.dim() == 2 and stop_token_ids.dim() == 1 and shape[1] > 0):
+    if not (len(shape) == tokens.dim() == 2 and stop_token_ids.dim() == 2 and shape[1] > 0):
         return False
     batch = shape[0]
     written = (tokens, (batch, tokens.shape[1]), integer, counters, (batch,), integer)
     if paths:
         written += (paths, (batch, paths[0].shape[-1]), integer)
-    return _C.fits(
-        False, block, shape, integer, limits, (batch,), integer, stop_token_ids, stop_token_ids.shape, integer
-    ) and _C.fits(True, *written)
+    stops = (batch, stop_token_ids.shape[1])
+    read = (block, shape, integer, limits, (batch,), integer, stop_token_ids, stops, integer)
+    return _C.fits(False, *read) and _C.fits(True, *written)
 
 
 def expect_emission(
@@ -185,7 +185,7 @@ def expect_emission(
         raise ValueError(f"{op}: {name} must be [batch, rows] with rows >= 1, got {list(ids.shape)}")
     written = {"tokens": tokens, **dict(zip(("length", "num_context", "done"), counters, strict=True)), **paths}
     per_row = (ids.shape[0],)
-    words = {"stop_token_ids": ((None,), "n"), "tokens": ((*per_row, None), "batch, capacity")}
+    words = {"stop_token_ids": ((*per_row, None), "batch, n"), "tokens": ((*per_row, None), "batch, capacity")}
     words |= dict.fromkeys(block, ((*ids.shape,), "batch, rows"))
     words |= {name: ((*per_row, next(iter(paths.values())).shape[1]), "batch, path_rows") for name in paths}
     for name, tensor in {**block, "stop_token_ids": stop_token_ids, "limits": limits, **written}.items():

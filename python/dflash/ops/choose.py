@@ -117,7 +117,7 @@ def accept_prefix_(
         block_ids: ``[batch, rows]`` int64: the anchor, then proposals for the positions after it; -1 never matches.
         posterior: ``[batch, rows]`` int64: the target's choice for the position after each row; -1: its logits held
             NaN. Such a choice is never emitted; the row is done where it would have been.
-        stop_token_ids: ``[n]`` int64, n may be 0.
+        stop_token_ids: ``[batch, n]`` int64, the ids that end each row; n may be 0, and negative ids pad.
         limits: ``[batch]`` int64: how many tokens the row may hold in all.
         tokens: ``[batch, capacity]`` int64, written, contiguous.
         length: ``[batch]`` int64, advanced in place, contiguous. A row whose length is negative or not below its limit
@@ -136,5 +136,5 @@ def accept_prefix_(
         expect_emission("accept_prefix_", block, stop_token_ids, limits, tokens, counters)
     launch(
         "accept_prefix", *[x.contiguous() for x in (block_ids, posterior, stop_token_ids, limits)], tokens, *counters,
-        *block_ids.shape, stop_token_ids.shape[0], tokens.shape[1],
+        *block_ids.shape, stop_token_ids.shape[1], tokens.shape[1],
     )  # fmt: skip

@@ -632,7 +632,7 @@ def accept_prefix_(
     steps = torch.arange(rows, device=tokens.device)
     matches = (block_ids[:, 1:] == posterior[:, :-1]) & (posterior[:, :-1] >= 0)
     count = matches.long().cumprod(-1).sum(-1) + 1
-    stops = (posterior[:, :, None] == stop_token_ids).any(-1) & (posterior >= 0)
+    stops = (posterior[:, :, None] == stop_token_ids[:, None]).any(-1) & (posterior >= 0)
     count = torch.minimum(count, torch.where(stops, steps + 1, rows).amin(-1))
     limits = limits.clamp(0, capacity)
     room = torch.where((length < 0) | (length >= limits), 0, limits - 1 - length)

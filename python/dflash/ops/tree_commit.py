@@ -41,7 +41,7 @@ def accept_path_(
             value is nobody's child, as row 0 is. Of several siblings with one id the first counts.
         choices: ``[batch, rows]`` int64: the target's choice for the position after each row; -1: its logits held NaN.
             Such a choice is never emitted; the walk is done where it would have been.
-        stop_token_ids: ``[n]`` int64, n may be 0.
+        stop_token_ids: ``[batch, n]`` int64, as in `accept_prefix_`.
         limits: ``[batch]`` int64, as in `accept_prefix_`.
         tokens: ``[batch, capacity]`` int64, written, contiguous.
         length: ``[batch]`` int64, advanced in place, contiguous.
@@ -69,7 +69,7 @@ def accept_path_(
         expect_emission("accept_path_", named_block, stop_token_ids, limits, tokens, counters, named_paths)
     launch(
         "accept_path", *[x.contiguous() for x in (*block, stop_token_ids, limits)], tokens, *counters, *paths,
-        *ids.shape, path.shape[1], stop_token_ids.shape[0], tokens.shape[1],
+        *ids.shape, path.shape[1], stop_token_ids.shape[1], tokens.shape[1],
     )  # fmt: skip
 
 

@@ -74,7 +74,7 @@ class ChainSettings(NamedTuple):
     Attributes:
         rules: the logit rules of the call.
         rejection: draw from the drafter's distribution, which this remembers; None for keyed noise.
-        adapts_sharpness: choose the sharpness as the call proceeds.
+        adapts_sharpness: choose the sharpness of some rows as their answers proceed.
         passes: of the drafter over each block.
     """
 
@@ -138,6 +138,7 @@ class PaddingProposer:
     """
 
     kind = ()
+    passes = 1
 
     def __init__(self, batch: int, block_size: int, device: torch.device | str = "cpu") -> None:
         self.rows = block_size
@@ -148,6 +149,9 @@ class PaddingProposer:
 
     def configure(self, settings: ChainSettings) -> None:
         """Do nothing: there is nothing to choose."""
+
+    def seat_(self, rows: slice, sharpness: float | None) -> None:
+        """Do nothing: nothing is drafted."""
 
     def propose(self, state: State) -> Block:
         """Return each row's anchor, and -1 for the rest."""

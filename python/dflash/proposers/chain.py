@@ -13,7 +13,7 @@ from . import denoise
 from .block import Block, ChainSettings, State
 from .drafting import DraftPass
 from .samplers import DraftSampler, FixedSharpness, RejectionDrafts
-from .sharpness import AutoSharpness
+from .sharpness import LEVELS, AutoSharpness
 
 __all__ = ["ChainProposer", "chain_widths"]
 
@@ -54,8 +54,10 @@ class ChainProposer(DraftPass):
         else:
             self.sampler = self.auto if settings.adapts_sharpness else self._fixed
         self.rows, self.passes, self.rules = self.block_size, settings.passes, settings.rules
-        if settings.adapts_sharpness:
-            self.auto.reset_()
+
+    def seat_(self, rows: slice, sharpness: float | None) -> None:
+        """Begin answers in ``rows`` with this sharpness of drafts; None to adapt it as they proceed."""
+        self.auto.reset_(rows, LEVELS if sharpness is None else (sharpness,) * len(LEVELS))
 
     @property
     def schedule(self) -> tuple[int, ...]:

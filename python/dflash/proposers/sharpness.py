@@ -8,6 +8,7 @@ level that has done best so far, and then compares all of them with the tokens t
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -52,7 +53,7 @@ class AutoSharpness(DraftSampler):
         device: of the tensors.
 
     Attributes:
-        levels: ``[3, batch]`` float32, `LEVELS` for each row.
+        levels: ``[3, batch]`` float32, `LEVELS` for each row that adapts, else three times its own sharpness.
         candidates: ``[batch, 3, drafts]`` int64, the proposals of each level for this step.
         kept: ``[batch, 3]`` float32, tokens kept.
         ended: ``[batch, 3]`` float32, drafts ended.
@@ -60,20 +61,21 @@ class AutoSharpness(DraftSampler):
     """
 
     def __init__(self, batch: int, drafts: int, device: torch.device | str = "cpu") -> None:
-        self.levels = torch.tensor(LEVELS, dtype=torch.float32, device=device)[:, None].repeat(1, batch)
+        self.levels = torch.ones(len(LEVELS), batch, dtype=torch.float32, device=device)
         self.candidates = torch.full((batch, len(LEVELS), drafts), -1, dtype=torch.int64, device=device)
         self.kept = torch.zeros(batch, len(LEVELS), dtype=torch.float32, device=device)
         self.ended = torch.ones_like(self.kept)
         self.choice = torch.zeros(batch, dtype=torch.int64, device=device)
         self._index = torch.arange(len(LEVELS), device=device)
-        self.reset_()
+        self.reset_(slice(0, batch))
 
-    def reset_(self) -> None:
-        """Forget every step."""
-        self.kept.zero_()
-        self.ended.fill_(1.0)
-        self.ended[:, 1:] += _HANDICAP
-        self.choice.zero_()
+    def reset_(self, rows: slice, levels: Sequence[float] = LEVELS) -> None:
+        """Forget every step of ``rows``, which choose among ``levels`` from now on."""
+        self.levels[:, rows] = torch.tensor(levels, dtype=torch.float32, device="cpu")[:, None]
+        self.kept[rows] = 0.0
+        self.ended[rows] = 1.0
+        self.ended[rows, 1:] += _HANDICAP
+        self.choice[rows] = 0
 
     def draw(self, predictions: Predictions, positions: Tensor, sampling: Sampling) -> Tensor:
         """Return one candidate per level, ``[batch, 3, drafts]``."""

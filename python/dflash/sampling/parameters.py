@@ -163,6 +163,10 @@ class Sampling:
         ints, floats = torch.int64, torch.float32
         return cls(rows(0, ints), rows(0, floats), rows(0, ints), rows(1, floats), rows(0, floats), rows(1, floats))
 
+    def rows(self, rows: slice) -> Sampling:
+        """Return the parameters of some rows; they share these tensors' memory."""
+        return Sampling(*(getattr(self, field.name)[rows] for field in dataclasses.fields(self)))
+
     def set_(self, rows: int, arguments: SamplingArguments | None = None, **changes: Any) -> None:
         """Write the first ``rows`` rows in place. A wrong argument raises before anything is written.
 

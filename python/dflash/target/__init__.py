@@ -1,6 +1,6 @@
 """The target: a structural twin of the user's model with our attention, our cache and taps."""
 
-from .fingerprint import ValuesFingerprint, WeightsFingerprint, describe_config, sample_digest
+from .fingerprint import KnownWeights, WeightsFingerprint, describe_config, sample_digest
 from .folder import check_target_config, check_target_size, check_target_weights
 from .functions import functions_of
 from .generation_config import generation_defaults, stop_string_criterion, transformers_version
@@ -21,9 +21,9 @@ from .twin import first_hook, snapshot, structural_twin
 from .weights import refusal_of_weights
 
 __all__ = [
+    "KnownWeights",
     "Target",
     "UnsupportedTargetError",
-    "ValuesFingerprint",
     "WeightsFingerprint",
     "check_target",
     "check_target_config",

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from .support import text_config
 from .weights import modules_of, plain_tensors, shard_of, tensors_of
 
-__all__ = ["ValuesFingerprint", "WeightsFingerprint", "describe_config", "sample_digest"]
+__all__ = ["KnownWeights", "ValuesFingerprint", "WeightsFingerprint", "describe_config", "sample_digest"]
 
 # Keys of a config that do not affect the numbers computed by the model.
 _METADATA = frozenset(
@@ -86,6 +86,29 @@ class ValuesFingerprint:
 
     def _all(self, modules: list[nn.Module]) -> list[Tensor]:
         return [*(tensor for module in modules for tensor in _tensors(module)), *self._plain]
+
+
+class KnownWeights:
+    """The weights that caches were filled with and that steps were captured with."""
+
+    def __init__(self) -> None:
+        self._values = ValuesFingerprint()
+        self._addresses: list[WeightsFingerprint] = []
+
+    def fill(self, modules: list[nn.Module]) -> None:
+        """Take note that the caches are filled with these modules' weights from now on."""
+        self._values.take(modules)
+
+    def filled(self, modules: list[nn.Module]) -> bool:
+        """Return True if nothing shows that the caches were filled with other weights."""
+        return self._values.matches(modules)
+
+    def have_moved(self, modules: list[nn.Module]) -> bool:
+        """Return True if these are not the tensors that were there when this was asked before, or it never was."""
+        if self._addresses and all(map(WeightsFingerprint.matches, self._addresses, modules)):
+            return False
+        self._addresses = [WeightsFingerprint(module) for module in modules]
+        return True
 
 
 def _tensors(module: nn.Module) -> list[Tensor]:

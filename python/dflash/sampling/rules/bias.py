@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from .rule import IDS, NUMBERS, Rows, Rule, slots
 from .settings import RuleSettings
-from .words import UNUSED, aligned, ends_with
+from .words import ANY, aligned, ends_with
 
 __all__ = ["LogitBias", "SequenceBias"]
 
@@ -17,30 +18,31 @@ _DECISIVE_BIAS = 10.0  # smaller biases are not told to the drafter: acceptance 
 
 
 class LogitBias(Rule):
-    """logit_bias of single tokens: ``bias [vocab]``, and ``draft_bias [vocab]``, what of it the drafter is told."""
+    """logit_bias of single tokens: ``bias`` and ``draft_bias [batch, vocab]``, what of it the drafter is told."""
 
     for_drafts = True
+    neutral: ClassVar = {"bias": 0.0, "draft_bias": 0.0}
 
     @staticmethod
     def values(settings: RuleSettings, vocab_size: int) -> dict[str, Tensor]:
         return {} if settings.sequence_bias or not settings.logit_bias else _token_biases(settings, vocab_size)
 
     def apply(self, logits: Tensor, rows: Rows) -> Tensor:
-        return logits + self.bias[: logits.shape[-1]]
+        return logits + self.bias[:, None, : logits.shape[-1]]
 
     def apply_to_drafts(self, logits: Tensor, rows: Rows) -> Tensor:
-        return logits + self.draft_bias[: logits.shape[-1]]
+        return logits + self.draft_bias[:, None, : logits.shape[-1]]
 
 
 class SequenceBias(LogitBias):
     """logit_bias with sequences in it.
 
-    ``biased_ends [ends]`` are the last tokens of the sequences, each once but for those that fill the table.
-    ``biased_prefixes [ends, n, longest - 1]`` (right-aligned) and ``prefix_biases [ends, n]`` are the sequences with
-    that last token.
+    ``biased_ends [batch, ends]`` are the last tokens of the sequences, each once, then -1. ``biased_prefixes [batch,
+    ends, n, longest - 1]`` and ``prefix_biases [batch, ends, n]`` are the sequences with that last token.
     """
 
     reads_sequence = True
+    neutral: ClassVar = LogitBias.neutral | {"biased_ends": -1, "biased_prefixes": ANY, "prefix_biases": 0.0}
 
     @staticmethod
     def values(settings: RuleSettings, vocab_size: int) -> dict[str, Tensor]:
@@ -50,11 +52,12 @@ class SequenceBias(LogitBias):
 
     def apply(self, logits: Tensor, rows: Rows) -> Tensor:
         matches = ends_with(rows.sequence, rows.positions, self.biased_prefixes)
-        total = self.bias[self.biased_ends]
+        bias = torch.nn.functional.pad(self.bias, (0, 1))  # one more column, for ends of -1
+        ends = self.biased_ends % bias.shape[1]
+        total = bias.gather(1, ends)[:, None]
         for slot in range(matches.shape[-1]):  # one sequence after the other, so that sums have an order
-            total = total + torch.where(matches[..., slot], self.prefix_biases[:, slot], 0.0)
-        bias = self.bias.expand(*rows.positions.shape, -1)
-        bias = bias.scatter(2, self.biased_ends.expand_as(total), total)  # ends that fill the table have one value
+            total = total + torch.where(matches[..., slot], self.prefix_biases[:, None, :, slot], 0.0)
+        bias = bias[:, None].expand(-1, total.shape[1], -1).scatter(2, ends[:, None].expand_as(total), total)
         return logits + bias[..., : logits.shape[-1]]
 
 
@@ -72,10 +75,10 @@ def _sequence_tables(biases: Sequence[tuple[tuple[int, ...], float]]) -> dict[st
     for ids, bias in sorted(biases, key=lambda pair: groups.index(len(pair[0]))):
         ends.setdefault(ids[-1], []).append((ids, bias))
     rows, deep, width = slots(len(ends)), slots(max(map(len, ends.values()))), max(groups) - 1
-    prefixes, added = torch.full((rows, deep, width), UNUSED, **IDS), torch.zeros(rows, deep, **NUMBERS)
-    filled = list(ends.values()) + [list(ends.values())[-1]] * (rows - len(ends))
-    for row, sequences in enumerate(filled):
+    last, added = torch.full((rows,), -1, **IDS), torch.zeros(rows, deep, **NUMBERS)
+    prefixes = torch.full((rows, deep, width), ANY, **IDS)
+    for row, (end, sequences) in enumerate(ends.items()):
+        last[row] = end
         for slot, (ids, bias) in enumerate(sequences):
             prefixes[row, slot], added[row, slot] = aligned(ids, width), bias
-    last = torch.tensor([sequences[0][0][-1] for sequences in filled], **IDS)
     return {"biased_ends": last, "biased_prefixes": prefixes, "prefix_biases": added}

@@ -4,14 +4,16 @@ Row ``j`` of a block chooses the token at position ``length + 1 + j``. Its prefi
 by the drafted ids ``1 .. j`` of the block; in a tree the position follows the row's depth, and the drafted ids are
 those on its path. Counts, n-grams and bad words thus see what one-token decoding would have seen; a row whose drafts
 were wrong is dropped, whatever its rules made of it. Meaning and order are those of transformers' processors
-(``_get_logits_processor``), before temperature and filters, in float32. Each row of a batch sees only its own tokens
-and writes what it writes as a single prompt; padding is never counted.
+(``_get_logits_processor``), before temperature and filters, in float32. Each row of a batch has its own rules, sees
+only its own tokens and writes what it writes as a single prompt; padding is never counted.
 
-To add a rule, write a class with `Rule.values` and `Rule.apply`, add it to ``RULES``, and its argument to
+To add a rule, write a class with `Rule.values`, ``neutral`` and `Rule.apply`, add it to ``RULES``, and its argument to
 `RuleArguments` and `RuleSettings`.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -38,25 +40,25 @@ class LogitRules:
     """The rules of a step. Settings with the same `layout` share one object, and one captured step.
 
     Args:
-        settings: the rules that there are; `set_` writes the values of other settings of the same layout.
+        settings: the rules of each row; `set_` writes the values of other settings of the same layout.
         vocab_size: of the target's embeddings; its logits may be narrower.
         device: of the tensors.
     """
 
-    def __init__(self, settings: RuleSettings, vocab_size: int, device: torch.device | str = "cpu") -> None:
+    def __init__(self, settings: Sequence[RuleSettings], vocab_size: int, device: torch.device | str = "cpu") -> None:
         self.vocab_size = vocab_size
-        self.rules = [rule(settings, vocab_size, torch.device(device)) for rule in RULES if rule.is_on(settings)]
+        self.rules = [rule(rows, vocab_size, torch.device(device)) for rule, rows in _rows_with_rules(settings)]
         self._reads_sequence = any(rule.reads_sequence for rule in self.rules)
 
     @staticmethod
-    def layout(settings: RuleSettings) -> tuple:
+    def layout(settings: Sequence[RuleSettings]) -> tuple:
         """Return what a captured step depends on; equal layouts may share a LogitRules. Empty without a rule."""
-        return tuple(rule.layout(settings) for rule in RULES if rule.is_on(settings))
+        return tuple(rule.layout(rows) for rule, rows in _rows_with_rules(settings))
 
-    def set_(self, settings: RuleSettings) -> None:
+    def set_(self, settings: Sequence[RuleSettings]) -> None:
         """Write the values of settings with the same layout in place."""
-        for rule in self.rules:
-            rule.set_(settings, self.vocab_size)
+        for rule, (_, rows) in zip(self.rules, _rows_with_rules(settings), strict=True):
+            rule.set_(rows, self.vocab_size)
 
     def apply(self, logits: Tensor, block: Drafts, text: Text) -> Tensor:
         """Apply every rule to the logits of a block's rows.
@@ -108,6 +110,15 @@ class LogitRules:
     def _rows(logits: Tensor, text: Text, tree: Tree | None = None) -> Rows:
         ahead = torch.arange(1, logits.shape[1] + 1, device=logits.device) if tree is None else tree.depth + 1
         return Rows(text.length[:, None] + ahead, text.prompt_length[:, None], text.limits[:, None], text)
+
+
+def _rows_with_rules(settings: Sequence[RuleSettings]) -> Iterator[tuple[type[Rule], list[RuleSettings | None]]]:
+    """Yield each rule that a row has, once per value of its constants, and each row's settings; None without it."""
+    unique = {id(row): row for row in settings}
+    for rule in RULES:
+        kinds = {key: tuple(rule.constants(row).items()) for key, row in unique.items() if rule.is_on(row)}
+        for kind in sorted(set(kinds.values())):
+            yield rule, [row if kinds.get(id(row)) == kind else None for row in settings]
 
 
 def _sequence(rows: Rows) -> SeenTokens:

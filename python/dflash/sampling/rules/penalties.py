@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
@@ -12,7 +14,9 @@ __all__ = ["CountPenalties", "RepetitionPenalty"]
 
 
 class RepetitionPenalty(Rule):
-    """repetition_penalty, ``[]`` float32."""
+    """``repetition_penalty [batch]`` float32."""
+
+    neutral: ClassVar = {"repetition_penalty": 1.0}
 
     @staticmethod
     def values(settings: RuleSettings, vocab_size: int) -> dict[str, Tensor]:
@@ -22,12 +26,15 @@ class RepetitionPenalty(Rule):
     def apply(self, logits: Tensor, rows: Rows) -> Tensor:
         ids, counts = _counts(rows, torch.zeros_like(rows.prompt), logits.shape[-1])
         old = logits.gather(2, ids)
-        new = torch.where(old < 0, old * self.repetition_penalty, old / self.repetition_penalty)
+        penalty = self.repetition_penalty[:, None, None]
+        new = torch.where(old < 0, old * penalty, old / penalty)
         return logits.scatter(2, ids, torch.where(counts > 0, new, old))
 
 
 class CountPenalties(Rule):
-    """presence_penalty and frequency_penalty, ``[]`` float32."""
+    """``presence_penalty`` and ``frequency_penalty [batch]`` float32."""
+
+    neutral: ClassVar = {"presence_penalty": 0.0, "frequency_penalty": 0.0}
 
     @staticmethod
     def values(settings: RuleSettings, vocab_size: int) -> dict[str, Tensor]:
@@ -38,7 +45,8 @@ class CountPenalties(Rule):
 
     def apply(self, logits: Tensor, rows: Rows) -> Tensor:
         ids, counts = _counts(rows, rows.prompt, logits.shape[-1])
-        loss = counts * self.frequency_penalty + (counts > 0) * self.presence_penalty
+        frequency, presence = (x[:, None, None] for x in (self.frequency_penalty, self.presence_penalty))
+        loss = counts * frequency + (counts > 0) * presence
         return logits.scatter(2, ids, logits.gather(2, ids) - loss)
 
 

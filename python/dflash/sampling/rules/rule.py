@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -74,19 +74,24 @@ class Rows(NamedTuple):
 
 
 class Rule:
-    """One rule. Its values lie in tensors that keep their addresses, one attribute per name in `values`.
+    """One rule. Its values lie in tensors that keep their addresses, ``[batch, ...]`` per name in `values`.
+
+    A row without the rule holds neutral values, so that its logits keep every bit.
 
     Attributes:
         for_drafts: True if the drafter's logits get the rule too, because it certainly changes the target's choice.
         reads_sequence: True if `apply` reads ``rows.sequence``.
+        neutral: by name of a value, what it is for a row without the rule and at the end of a table that is shorter
+            than another row's.
     """
 
     for_drafts = False
     reads_sequence = False
+    neutral: ClassVar[Mapping[str, float]] = {}
 
     @staticmethod
     def values(settings: RuleSettings, vocab_size: int) -> dict[str, Tensor]:
-        """Return the rule's tensors on the host, by attribute; empty if the rule is off.
+        """Return one row's tensors on the host, by attribute; empty if the rule is off.
 
         With ``vocab_size`` 0 only their shapes mean anything.
         """
@@ -97,10 +102,12 @@ class Rule:
         """Return values of Python that the step branches on, by attribute."""
         return {}
 
-    def __init__(self, settings: RuleSettings, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, rows: Sequence[RuleSettings | None], vocab_size: int, device: torch.device) -> None:
+        """``rows`` holds the settings of each row with this rule, all with the same constants; None for the others."""
+        settings = next(row for row in rows if row is not None)
         for name, value in self.constants(settings).items():
             setattr(self, name, value)
-        for name, tensor in self.values(settings, vocab_size).items():
+        for name, tensor in self.stacked(rows, vocab_size).items():
             setattr(self, name, tensor.to(device))
 
     @classmethod
@@ -109,14 +116,31 @@ class Rule:
         return bool(cls.values(settings, 0))
 
     @classmethod
-    def layout(cls, settings: RuleSettings) -> tuple:
-        """Return what a captured step depends on: the constants and the shapes."""
-        shapes = ((name, *tensor.shape) for name, tensor in cls.values(settings, 0).items())
-        return cls.__name__, *cls.constants(settings).items(), *shapes
+    def stacked(cls, rows: Sequence[RuleSettings | None], vocab_size: int) -> dict[str, Tensor]:
+        """Return the values of all rows on the host, ``[batch, ...]`` each."""
+        found = {id(row): cls.values(row, vocab_size) for row in rows if row is not None}
+        stacks = {}
+        for name, fill in cls.neutral.items():
+            tensors = [values[name] for values in found.values()]
+            shape = [max(sizes) for sizes in zip(*(tensor.shape for tensor in tensors), strict=True)]
+            stack = tensors[0].new_full((len(rows), *shape), fill)
+            for index, row in enumerate(rows):
+                if row is not None:
+                    tensor = found[id(row)][name]
+                    stack[(index, *map(slice, tensor.shape))] = tensor
+            stacks[name] = stack
+        return stacks
 
-    def set_(self, settings: RuleSettings, vocab_size: int) -> None:
+    @classmethod
+    def layout(cls, rows: Sequence[RuleSettings | None]) -> tuple:
+        """Return what a captured step depends on: the constants and the shapes."""
+        constants = next(cls.constants(row) for row in rows if row is not None)
+        shapes = ((name, *tensor.shape) for name, tensor in cls.stacked(rows, 0).items())
+        return cls.__name__, *constants.items(), *shapes
+
+    def set_(self, rows: Sequence[RuleSettings | None], vocab_size: int) -> None:
         """Write the values of settings with the same layout in place."""
-        for name, tensor in self.values(settings, vocab_size).items():
+        for name, tensor in self.stacked(rows, vocab_size).items():
             getattr(self, name).copy_(tensor)
 
     def apply(self, logits: Tensor, rows: Rows) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -13,11 +14,14 @@ from .settings import RuleSettings
 
 __all__ = ["BannedTokens", "BeginSuppressTokens", "ForcedBos", "ForcedEos", "MinLength", "SuppressTokens"]
 
+_YES = torch.tensor(True, device="cpu")
+
 
 class BannedTokens(Rule):
-    """bad_words_ids of one token: ``banned [vocab]`` float32, -inf for them."""
+    """bad_words_ids of one token: ``banned [batch, vocab]`` float32, -inf for them."""
 
     for_drafts = True
+    neutral: ClassVar = {"banned": math.inf}
 
     @staticmethod
     def values(settings: RuleSettings, vocab_size: int) -> dict[str, Tensor]:
@@ -25,13 +29,14 @@ class BannedTokens(Rule):
         return {"banned": upper_bound(single, vocab_size)} if single else {}
 
     def apply(self, logits: Tensor, rows: Rows) -> Tensor:
-        return torch.minimum(logits, self.banned[: logits.shape[-1]])
+        return torch.minimum(logits, self.banned[:, None, : logits.shape[-1]])
 
 
 class MinLength(Rule):
-    """min_length and min_new_tokens, ``[]`` int64; ``stop [vocab]`` float32 is -inf for the stop tokens."""
+    """``min_length`` and ``min_new_tokens [batch]`` int64; ``stop [batch, vocab]`` float32: -inf for stop tokens."""
 
     for_drafts = True
+    neutral: ClassVar = {"stop": math.inf, "min_length": 0, "min_new_tokens": 0}
 
     @staticmethod
     def values(settings: RuleSettings, vocab_size: int) -> dict[str, Tensor]:
@@ -44,43 +49,48 @@ class MinLength(Rule):
         }
 
     def apply(self, logits: Tensor, rows: Rows) -> Tensor:
-        early = (rows.positions < self.min_length) | (rows.positions - rows.prompt < self.min_new_tokens)
-        return torch.minimum(logits, torch.where(early[..., None], self.stop[: logits.shape[-1]], math.inf))
+        least, least_new = self.min_length[:, None], self.min_new_tokens[:, None]
+        early = (rows.positions < least) | (rows.positions - rows.prompt < least_new)
+        return torch.minimum(logits, torch.where(early[..., None], self.stop[:, None, : logits.shape[-1]], math.inf))
 
 
 class ForcedBos(Rule):
-    """forced_bos_token_id: ``forced_bos [vocab]`` float32, the whole row of logits that forces it."""
+    """forced_bos_token_id: ``forced_bos [batch, vocab]`` float32, the logits that force it where ``forces [batch]``."""
 
     for_drafts = True
+    neutral: ClassVar = {"forced_bos": 0.0, "forces": False}
 
     @staticmethod
     def values(settings: RuleSettings, vocab_size: int) -> dict[str, Tensor]:
         forced = settings.forced_bos_token_id
-        return {"forced_bos": filled(forced, 0.0, -math.inf, vocab_size)} if forced else {}
+        return {"forced_bos": filled(forced, 0.0, -math.inf, vocab_size), "forces": _YES} if forced else {}
 
     def apply(self, logits: Tensor, rows: Rows) -> Tensor:
-        return torch.where((rows.positions == 1)[..., None], self.forced_bos[: logits.shape[-1]], logits)
+        second = self.forces[:, None] & (rows.positions == 1)
+        return torch.where(second[..., None], self.forced_bos[:, None, : logits.shape[-1]], logits)
 
 
 class ForcedEos(Rule):
-    """forced_eos_token_id: ``forced_eos [vocab]`` float32, the whole row of logits that forces it."""
+    """forced_eos_token_id: ``forced_eos [batch, vocab]`` float32, the logits that force it where ``forces [batch]``."""
 
     for_drafts = True
+    neutral: ClassVar = {"forced_eos": 0.0, "forces": False}
 
     @staticmethod
     def values(settings: RuleSettings, vocab_size: int) -> dict[str, Tensor]:
         forced = settings.forced_eos_token_id
-        return {"forced_eos": filled(forced, 0.0, -math.inf, vocab_size)} if forced else {}
+        return {"forced_eos": filled(forced, 0.0, -math.inf, vocab_size), "forces": _YES} if forced else {}
 
     def apply(self, logits: Tensor, rows: Rows) -> Tensor:
-        last = rows.positions == rows.limits - 1
-        return torch.where(last[..., None], self.forced_eos[: logits.shape[-1]], logits)
+        last = self.forces[:, None] & (rows.positions == rows.limits - 1)
+        return torch.where(last[..., None], self.forced_eos[:, None, : logits.shape[-1]], logits)
 
 
 class SuppressTokens(Rule):
-    """suppress_tokens: ``suppressed [vocab]`` float32, -inf for them."""
+    """suppress_tokens: ``suppressed [batch, vocab]`` float32, -inf for them."""
 
     for_drafts = True
+    neutral: ClassVar = {"suppressed": math.inf}
 
     @staticmethod
     def values(settings: RuleSettings, vocab_size: int) -> dict[str, Tensor]:
@@ -88,13 +98,14 @@ class SuppressTokens(Rule):
         return {"suppressed": upper_bound(ids, vocab_size)} if ids else {}
 
     def apply(self, logits: Tensor, rows: Rows) -> Tensor:
-        return torch.minimum(logits, self.suppressed[: logits.shape[-1]])
+        return torch.minimum(logits, self.suppressed[:, None, : logits.shape[-1]])
 
 
 class BeginSuppressTokens(Rule):
-    """begin_suppress_tokens: ``begin_suppressed [vocab]`` float32, -inf for them."""
+    """begin_suppress_tokens: ``begin_suppressed [batch, vocab]`` float32, -inf for them."""
 
     for_drafts = True
+    neutral: ClassVar = {"begin_suppressed": math.inf}
 
     @staticmethod
     def values(settings: RuleSettings, vocab_size: int) -> dict[str, Tensor]:
@@ -107,5 +118,5 @@ class BeginSuppressTokens(Rule):
 
     def apply(self, logits: Tensor, rows: Rows) -> Tensor:
         first = rows.prompt + (rows.prompt <= 1) if self.bos_is_forced else rows.prompt
-        bound = self.begin_suppressed[: logits.shape[-1]]
+        bound = self.begin_suppressed[:, None, : logits.shape[-1]]
         return torch.minimum(logits, torch.where((rows.positions == first)[..., None], bound, math.inf))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -12,24 +13,22 @@ from .rule import IDS, Rows, Rule, slots
 from .sequence import SeenTokens
 from .settings import RuleSettings
 
-__all__ = ["UNUSED", "BadWords", "NoRepeatNgram", "aligned", "ends_with"]
+__all__ = ["ANY", "BadWords", "NoRepeatNgram", "aligned", "ends_with"]
 
-# In a table of words: matches all; before a row's first token; an empty slot.
-ANY, ABSENT, UNUSED = -1, -2, -3
+ANY = -1  # in a table of words: matches every token
+_ABSENT = -2  # what stands before a row's first token
+_NO_TOKEN = 2**31 - 1  # past every vocabulary
 
 
 class NoRepeatNgram(Rule):
-    """no_repeat_ngram_size; the size is part of the layout, since it is a number of passes."""
+    """no_repeat_ngram_size of the rows where ``applies [batch]``; the size is a number of passes, hence a constant."""
 
     reads_sequence = True
-
-    @classmethod
-    def is_on(cls, settings: RuleSettings) -> bool:
-        return settings.no_repeat_ngram_size > 0
+    neutral: ClassVar = {"applies": False}
 
     @staticmethod
     def values(settings: RuleSettings, vocab_size: int) -> dict[str, Tensor]:
-        return {}
+        return {"applies": torch.tensor(True, device="cpu")} if settings.no_repeat_ngram_size > 0 else {}
 
     @staticmethod
     def constants(settings: RuleSettings) -> dict[str, Hashable]:
@@ -44,8 +43,8 @@ class NoRepeatNgram(Rule):
         places = rows.positions[..., None] - others + torch.arange(others, device=logits.device)
         suffix = sequence.at(places.clamp(min=0))
         logits = logits.clone()
-        for tokens, matches in sequence.windows(self.size):
-            count = matches.shape[2]
+        for tokens, is_seen in sequence.windows(self.size):
+            matches, count = is_seen & self.applies[:, None, None], is_seen.shape[2]
             for k in range(others):
                 matches = matches & (tokens[..., k : k + count] == suffix[..., k : k + 1])
             _ban_(logits, tokens[..., others:], matches)
@@ -53,9 +52,10 @@ class NoRepeatNgram(Rule):
 
 
 class BadWords(Rule):
-    """bad_words_ids of two tokens or more: ``word_prefixes [words, longest - 1]``, right-aligned; ``word_ends``."""
+    """bad_words_ids of two tokens or more: ``word_ends [batch, n]``, ``word_prefixes [batch, n, longest - 1]``."""
 
     reads_sequence = True
+    neutral: ClassVar = {"word_prefixes": ANY, "word_ends": _NO_TOKEN}
 
     @staticmethod
     def values(settings: RuleSettings, vocab_size: int) -> dict[str, Tensor]:
@@ -63,16 +63,16 @@ class BadWords(Rule):
         if not words:
             return {}
         width = max(map(len, words)) - 1
-        prefixes = torch.full((slots(len(words)), width), UNUSED, **IDS)
+        prefixes = torch.full((slots(len(words)), width), ANY, **IDS)
         for prefix, word in zip(prefixes, words, strict=False):
             prefix.copy_(aligned(word, width))
-        ends = torch.zeros(len(prefixes), **IDS)
+        ends = torch.full((len(prefixes),), _NO_TOKEN, **IDS)
         ends[: len(words)] = torch.tensor([word[-1] for word in words], **IDS)
         return {"word_prefixes": prefixes, "word_ends": ends}
 
     def apply(self, logits: Tensor, rows: Rows) -> Tensor:
         matches = ends_with(rows.sequence, rows.positions, self.word_prefixes)
-        return _ban_(logits.clone(), self.word_ends, matches)
+        return _ban_(logits.clone(), self.word_ends[:, None], matches)
 
 
 def _ban_(logits: Tensor, ids: Tensor, where: Tensor) -> Tensor:
@@ -84,14 +84,15 @@ def _ban_(logits: Tensor, ids: Tensor, where: Tensor) -> Tensor:
 
 
 def aligned(word: Sequence[int], width: int) -> Tensor:
-    """Return all but the last token of ``word``, right-aligned in ``[width]``."""
-    return torch.tensor([ANY] * (width - len(word) + 1) + list(word[:-1]), **IDS)
+    """Return all but the last token of ``word``, the last of them first, as ``[width]``."""
+    return torch.tensor([*reversed(word[:-1]), *[ANY] * (width - len(word) + 1)], **IDS)
 
 
 def ends_with(sequence: SeenTokens, positions: Tensor, prefixes: Tensor) -> Tensor:
-    """True ``[batch, rows, ...]`` where what precedes ``positions [batch, rows]`` ends with ``prefixes [..., n]``."""
+    """True ``[batch, rows, ...]`` where ``prefixes [batch, ..., n]``, read backwards, precede ``positions``."""
     width = prefixes.shape[-1]
-    places = positions[..., None] - width + torch.arange(width, device=positions.device)
-    suffix = torch.where(places < 0, ABSENT, sequence.at(places.clamp(min=0)))
-    suffix = suffix.view(*positions.shape, *[1] * (prefixes.dim() - 1), width)
+    places = positions[..., None] - 1 - torch.arange(width, device=positions.device)
+    suffix = torch.where(places < 0, _ABSENT, sequence.at(places.clamp(min=0)))
+    suffix = suffix.view(*positions.shape, *[1] * (prefixes.dim() - 2), width)
+    prefixes = prefixes[:, None]
     return ((suffix == prefixes) | (prefixes == ANY)).all(-1)

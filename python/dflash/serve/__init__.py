@@ -1,0 +1,5 @@
+"""Serving many requests with one generator."""
+
+from .scheduler import QueueFullError, Scheduler, Ticket
+
+__all__ = ["QueueFullError", "Scheduler", "Ticket"]

@@ -1,0 +1,198 @@
+"""A queue of requests for the rows of a generator, served by one thread."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from queue import SimpleQueue
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from ..call import Call, GenerateArguments
+from ..generator import Generator
+from ..outputs import StreamEvent
+from ..session import RowEvent, Session
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = ["QueueFullError", "Scheduler", "Ticket"]
+
+Item = StreamEvent | Exception | None
+"""An event, what went wrong, or None for the end."""
+
+
+class QueueFullError(RuntimeError):
+    """Too many requests wait already."""
+
+
+class Ticket:
+    """A request that was submitted: an iterator of its events, for one reader.
+
+    Reading slowly holds up nobody: events wait in memory, at most one per token. What goes wrong with the request is
+    raised where it is read. A ticket with an ``emit`` of its own is not iterated.
+    """
+
+    def __init__(self, call: Call, skip_special_tokens: bool, emit: Callable[[Item], None] | None) -> None:
+        self.call, self.skip_special_tokens = call, skip_special_tokens
+        self.is_cancelled = False
+        self._items: SimpleQueue[Item] = SimpleQueue()
+        self.emit = emit or self._items.put
+
+    def cancel(self) -> None:
+        """Ask for the end of the request; its events end soon."""
+        self.is_cancelled = True
+
+    def __iter__(self) -> Iterator[StreamEvent]:
+        return self
+
+    def __next__(self) -> StreamEvent:
+        """Wait for the next event."""
+        item = self._items.get()
+        if isinstance(item, StreamEvent):
+            return item
+        self._items.put(None)  # whoever asks again is told again
+        if item is None:
+            raise StopIteration
+        raise item
+
+
+class Scheduler:
+    """Runs requests on the rows of a generator, first come first served, in a thread of its own.
+
+    Prompts are run in chunks, one of them between two steps, the waiting prompts in turn. So a long prompt holds up
+    neither the answers that are being written nor shorter prompts. What a request writes does not depend on the others
+    (`dflash.session.Session`).
+
+    Args:
+        generator: used by nobody else until `close`.
+        max_waiting: requests that may wait for a row.
+
+    Raises:
+        ValueError: the generator is not one for sessions, or ``max_waiting`` is negative.
+    """
+
+    def __init__(self, generator: Generator, *, max_waiting: int = 64) -> None:
+        if max_waiting < 0:
+            raise ValueError(f"max_waiting must be at least 0, got {max_waiting}")
+        self.generator, self.max_waiting = generator, max_waiting
+        self._session = Session(generator)
+        self._waiting: deque[Ticket] = deque()
+        self._running: dict[int, Ticket] = {}
+        self._is_closing = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._serve, name="dflash scheduler", daemon=True)
+        self._thread.start()
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for a row."""
+        return len(self._waiting)
+
+    @property
+    def running(self) -> int:
+        """Requests that have a row."""
+        return len(self._running)
+
+    def resolve(self, ids: Tensor, **arguments: Unpack[GenerateArguments]) -> Call:
+        """Check a request as `dflash.session.Session.resolve` does; nothing is run."""
+        return self._session.resolve(ids, **arguments)
+
+    def submit(
+        self, call: Call, *, skip_special_tokens: bool = False, emit: Callable[[Item], None] | None = None
+    ) -> Ticket:
+        """Queue a request.
+
+        Args:
+            call: from `resolve`.
+            skip_special_tokens: as in ``tokenizer.decode``, for the events' text.
+            emit: called from the scheduler's thread, must return at once: with each event, then with None or with an
+                exception. By default the ticket itself collects them.
+
+        Returns:
+            What gives the events.
+
+        Raises:
+            QueueFullError: ``max_waiting`` requests wait already.
+            RuntimeError: the scheduler is closed.
+        """
+        ticket = Ticket(call, skip_special_tokens, emit)
+        with self._changed:
+            if self._is_closing:
+                raise RuntimeError("the scheduler is closed: it takes no more requests")
+            rows = self.generator.batch_size
+            if len(self._waiting) + len(self._running) >= rows + self.max_waiting:
+                raise QueueFullError(f"{self.max_waiting} requests wait already: try again later")
+            self._waiting.append(ticket)
+            self._changed.notify()
+        return ticket
+
+    def close(self, *, drain: bool = True) -> None:
+        """Take no more requests and wait for the thread's end.
+
+        Args:
+            drain: finish those that were submitted; False ends them after the step that runs.
+        """
+        with self._changed:
+            self._is_closing = True
+            for ticket in () if drain else (*self._waiting, *self._running.values()):
+                ticket.cancel()
+            self._changed.notify()
+        self._thread.join()
+
+    # ------------------------------------------------------------------------------------------ the thread
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                if not self._seat():
+                    return
+                for event in self._session.step():
+                    self._tell(event)
+            except Exception as error:  # whatever it was, requests get it, and the next ones new rows
+                self._fail(error)
+
+    def _seat(self) -> bool:
+        """Free the rows of cancelled requests, and give idle rows to waiting ones. False if all is done for good."""
+        with self._changed:
+            while not (self._waiting or self._running or self._is_closing):
+                self._changed.wait()
+            for row in [row for row, ticket in self._running.items() if ticket.is_cancelled]:
+                self._end(row, None)
+            while self._waiting and self._session.idle:
+                ticket = self._waiting.popleft()
+                if ticket.is_cancelled:
+                    ticket.emit(None)
+                    continue
+                try:
+                    row = self._session.admit(ticket.call, skip_special_tokens=ticket.skip_special_tokens)
+                except Exception as error:  # of this request
+                    ticket.emit(error)
+                else:
+                    self._running[row] = ticket
+            return bool(self._waiting or self._running or not self._is_closing)
+
+    def _tell(self, event: RowEvent) -> None:
+        self._running[event.row].emit(event.event)
+        if event.is_last:
+            self._end(event.row, ValueError(event.error) if event.error else None)
+
+    def _end(self, row: int, last: Item) -> None:
+        """Free a row and tell its request the last."""
+        self._session.retire(row)
+        self._running.pop(row).emit(last)
+
+    def _fail(self, error: Exception) -> None:
+        """End every request that has a row, and begin again; if that fails too, end all and close."""
+        failed, self._running = [*self._running.values()], {}
+        try:
+            self._session = Session(self.generator)
+        except Exception as fatal:
+            with self._changed:
+                self._is_closing, error = True, fatal
+                failed += self._waiting
+                self._waiting.clear()
+        for ticket in failed:
+            ticket.emit(error)

@@ -1,0 +1,169 @@
+"""A queue of requests for a session, served by one thread."""
+
+import functools
+import threading
+
+import pytest
+import torch
+from baseline import greedy, prompt
+from families import make_draft, make_target
+
+import dflash
+from dflash.serve import QueueFullError, Scheduler
+
+NEW = 12
+
+
+@functools.cache
+def pair() -> tuple:
+    target = make_target("qwen3")
+    return target, make_draft(target)
+
+
+@pytest.fixture
+def scheduler():
+    served = Scheduler(dflash.Generator(*pair(), max_length=96, batch_size=2, prefill_chunk=8), max_waiting=3)
+    yield served
+    served.close(drain=False)
+    assert not served._thread.is_alive()
+    assert served._session.idle == [0, 1]
+
+
+def submit(scheduler, ids, **arguments):
+    return scheduler.submit(scheduler.resolve(ids[None], **{"max_new_tokens": NEW} | arguments))
+
+
+def written(ticket) -> list[int]:
+    return [token for event in ticket for token in event.ids[0]]
+
+
+class Gate:
+    """Holds the scheduler's thread before a step until `open` is called."""
+
+    def __init__(self, scheduler) -> None:
+        self.reached, self.opened = threading.Event(), threading.Event()
+        step = scheduler._session.step
+
+        def gated():
+            self.reached.set()
+            self.opened.wait()
+            return step()
+
+        scheduler._session.step = gated
+
+    def open(self) -> None:
+        self.opened.set()
+
+
+def test_requests_of_several_threads_write_what_they_write_alone():
+    target, draft = pair()
+    generator = dflash.Generator(target, draft, max_length=96, batch_size=2, prefill_chunk=8)
+    scheduler, prompts = Scheduler(generator), [prompt(3 * n + 1, seed=n) for n in range(12)]
+    got: dict[int, list[int]] = {}
+
+    def ask(index: int) -> None:
+        got[index] = written(submit(scheduler, prompts[index], temperature=index % 2, seed=index))
+
+    threads = [threading.Thread(target=ask, args=(index,)) for index in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    scheduler.close()
+    assert (scheduler.running, scheduler.waiting) == (0, 0)
+    for index, ids in enumerate(prompts):
+        call = {"max_new_tokens": NEW, "temperature": index % 2, "seed": index}
+        assert got[index] == dflash.generate(target, draft, ids[None], **call)[0, len(ids) :].tolist()
+
+
+def test_a_reader_that_reads_nothing_holds_up_nobody(scheduler):
+    unread = submit(scheduler, prompt(9))
+    assert written(submit(scheduler, prompt(5))) == greedy(pair()[0], prompt(5), NEW).tolist()
+    assert written(submit(scheduler, prompt(6))) == greedy(pair()[0], prompt(6), NEW).tolist()
+    assert written(unread) == greedy(pair()[0], prompt(9), NEW).tolist()
+    assert list(unread) == []
+
+
+def test_requests_beyond_the_queue_are_refused(scheduler):
+    gate = Gate(scheduler)
+    tickets = [submit(scheduler, prompt(4)) for _ in range(5)]
+    with pytest.raises(QueueFullError, match="3 requests wait already: try again later"):
+        submit(scheduler, prompt(4))
+    gate.open()
+    assert len({tuple(written(ticket)) for ticket in tickets}) == 1
+
+
+def test_cancelled_requests_free_their_rows_and_places(scheduler):
+    gate = Gate(scheduler)
+    tickets = [submit(scheduler, prompt(4), max_new_tokens=80, stop_token_ids=[]) for _ in range(5)]
+    gate.reached.wait()
+    for ticket in (tickets[0], tickets[3]):
+        ticket.cancel()
+    gate.open()
+    counts = [len(written(ticket)) for ticket in tickets]
+    assert counts[0] <= 17
+    assert counts[3] == 0
+    assert [counts[index] for index in (1, 2, 4)] == [80, 80, 80]
+
+
+def test_an_event_can_be_handed_on_as_it_comes(scheduler):
+    items, ended = [], threading.Event()
+
+    def emit(item) -> None:
+        items.append(item)
+        if item is None:
+            ended.set()
+
+    scheduler.submit(scheduler.resolve(prompt(4)[None], max_new_tokens=NEW), emit=emit)
+    assert ended.wait(60)
+    assert [token for event in items[:-1] for token in event.ids[0]] == greedy(pair()[0], prompt(4), NEW).tolist()
+
+
+def test_nan_logits_are_raised_where_the_request_is_read(scheduler):
+    verify, state = scheduler.generator.engine.target.verify, scheduler.generator.state
+    scheduler.generator.engine.target.verify = lambda block, of: verify(block, of).masked_fill(
+        state.tokens[:, :1, None] == 96, float("nan")
+    )
+    bad, good = submit(scheduler, torch.tensor([96, 5])), submit(scheduler, prompt(7))
+    assert written(good) == greedy(pair()[0], prompt(7), NEW).tolist()
+    with pytest.raises(ValueError, match="the target's logits are NaN in row 0 for position 3"):
+        list(bad)
+
+
+def test_a_step_that_fails_ends_its_requests_and_later_ones_are_served(scheduler):
+    gate, propose = Gate(scheduler), scheduler.generator.engine.chain.propose
+    first = submit(scheduler, prompt(4))
+    gate.reached.wait()
+    second = submit(scheduler, prompt(5))
+
+    def fail(state):
+        scheduler.generator.engine.chain.propose = propose
+        raise MemoryError("no room")
+
+    scheduler.generator.engine.chain.propose = fail
+    gate.open()
+    with pytest.raises(MemoryError, match="no room"):
+        list(first)
+    assert written(second) == greedy(pair()[0], prompt(5), NEW).tolist()
+
+
+@pytest.mark.parametrize("drain", [True, False])
+def test_closing_finishes_or_ends_what_was_submitted(scheduler, drain):
+    gate = Gate(scheduler)
+    tickets = [submit(scheduler, prompt(4), max_new_tokens=80, stop_token_ids=[]) for _ in range(4)]
+    gate.reached.wait()
+    closing = threading.Thread(target=scheduler.close, kwargs={"drain": drain})
+    closing.start()
+    while not scheduler._is_closing:
+        pass
+    with pytest.raises(RuntimeError, match="the scheduler is closed: it takes no more requests"):
+        submit(scheduler, prompt(4))
+    gate.open()
+    closing.join()
+    counts = [len(written(ticket)) for ticket in tickets]
+    assert counts == [80] * 4 if drain else max(counts) <= 17
+
+
+def test_a_queue_has_room_for_no_less_than_nobody():
+    with pytest.raises(ValueError, match="max_waiting must be at least 0, got -1"):
+        Scheduler(dflash.Generator(*pair(), max_length=40), max_waiting=-1)

@@ -1,0 +1,196 @@
+"""Requests that join and leave the rows of one generator: what is refused, which row is taken, what is run again."""
+
+import functools
+
+import pytest
+import torch
+from baseline import greedy, prompt
+from families import make_draft, make_target
+from recorded import record
+
+import dflash
+from dflash.session import Session
+
+NEW, CHUNK = 12, 8
+
+
+@functools.cache
+def pair() -> tuple:
+    target = make_target("qwen3")
+    return target, make_draft(target)
+
+
+def session(*, replays: bool = False, **options) -> Session:
+    generator = dflash.Generator(*pair(), **{"max_length": 96, "batch_size": 3, "prefill_chunk": CHUNK} | options)
+    return Session(record(generator) if replays else generator)
+
+
+def admit(of: Session, ids: torch.Tensor, **arguments) -> int:
+    return of.admit(of.resolve(ids[None], **{"max_new_tokens": NEW} | arguments))
+
+
+def finish(of: Session) -> dict[int, tuple[list[int], int]]:
+    """Run all requests to their ends and retire them; return each one's ids, and the prompt tokens that were run."""
+    written: dict[int, list[int]] = {}
+    prefilled = {}
+    while of.is_busy:
+        for row, event, error in of.step():
+            assert not error
+            written.setdefault(row, []).extend(event.ids[0])
+            prefilled[row] = event.statistics.num_prefilled_tokens[0]
+            if event.finish_reasons[0] is not None:
+                of.retire(row)
+    return {row: (ids, prefilled[row]) for row, ids in written.items()}
+
+
+REFUSED = {
+    "two rows": ({"ids": torch.ones(2, 3, dtype=torch.int64)}, "it has 2 rows: each takes a row of its own"),
+    "several answers": ({"num_return_sequences": 2, "temperature": 1.0}, "it has 2 rows"),
+    "rejection": ({"acceptance": "rejection", "temperature": 1.0}, "it has acceptance='rejection'"),
+    "processors": ({"logits_processor": [lambda ids, scores: scores]}, "it has logits_processor or stopping_criteria"),
+    "criteria": ({"stopping_criteria": [lambda ids, scores: False]}, "it has logits_processor or stopping_criteria"),
+    "denoising": ({"denoise_steps": 2}, "it has denoise_steps=2: every row is drafted in 1"),
+    "too long": ({"max_new_tokens": 95}, "do not fit this generator's max_length, 96"),
+    "temperature": ({"temperature": -1.0}, "temperature must be a finite number of at least 0"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_all_rows_share_is_refused_before_a_row_is_taken(name):
+    arguments, message = REFUSED[name]
+    of = session()
+    with pytest.raises(ValueError, match=message):
+        of.resolve(**{"ids": prompt(3)[None]} | arguments)
+    assert of.idle == [0, 1, 2]
+
+
+def test_trees_are_refused():
+    of = session(tree=16)
+    with pytest.raises(ValueError, match="it has tree=16: all rows of a step are chains, pass tree=None"):
+        of.resolve(prompt(3)[None])
+    assert of.resolve(prompt(3)[None], tree=None)
+
+
+def test_a_generator_that_chooses_its_block_size_has_no_session():
+    generator = dflash.Generator(*pair(), max_length=40, block_size={4: 1.0, 8: 1.1})
+    with pytest.raises(ValueError, match="a session needs a generator with a fixed block size"):
+        Session(generator)
+
+
+def test_rows_are_taken_and_freed():
+    of = session()
+    rows = [admit(of, prompt(n)) for n in (3, 4, 5)]
+    assert sorted(rows) == [0, 1, 2]
+    with pytest.raises(RuntimeError, match="all 3 rows are taken: retire one first"):
+        admit(of, prompt(3))
+    of.retire(rows[1])
+    for row in (rows[1], 3, -1):
+        with pytest.raises(ValueError, match=f"row must be one that a request has, got {row}"):
+            of.retire(row)
+    assert admit(of, prompt(6)) == rows[1]
+
+
+def test_a_long_prompt_is_run_in_chunks_between_the_steps_of_others():
+    target, _ = pair()
+    of = session()
+    first = admit(of, prompt(5), stop_token_ids=[])
+    of.step()
+    long, short = prompt(60), prompt(6)
+    second, third = admit(of, long, stop_token_ids=[]), admit(of, short, stop_token_ids=[])
+    begun: dict[int, int] = {}
+    for turn in range(9):
+        rows = [row for row, *_ in of.step()]
+        assert first in rows
+        for row in rows:
+            begun.setdefault(row, turn)
+    assert begun == {first: 0, third: 1, second: 8}, "a short prompt has its turn after one chunk of the long one"
+    assert finish(of).keys() == {first, second, third}
+    assert admit(of, long) == second
+    assert finish(of)[second][0] == greedy(target, long, NEW).tolist()
+
+
+def test_whole_chunks_of_a_prompt_are_not_run_again():
+    target, _ = pair()
+    of, text = session(), prompt(40, seed=1)
+    row = admit(of, text[:29])
+    assert finish(of)[row][1] == 29
+    for length, cached in ((29, 24), (40, 24), (33, 32), (32, 24)):  # a prompt's last token is always run
+        assert admit(of, text[:length]) == row
+        assert finish(of) == {row: (greedy(target, text[:length], NEW).tolist(), length - cached)}
+
+
+def test_a_prompt_that_was_left_half_run_is_continued():
+    of, text = session(), prompt(40, seed=1)
+    row = admit(of, text)
+    of.step()
+    of.step()
+    of.retire(row)
+    assert admit(of, text) == row
+    assert finish(of)[row][1] == 24
+
+
+def test_the_row_with_the_longest_prefix_is_taken_else_the_one_that_is_idle_longest():
+    of, texts = session(), [prompt(40, seed=seed) for seed in (1, 2, 3)]
+    rows = [admit(of, text[:20]) for text in texts]
+    finish(of)
+    of_both = torch.cat([texts[1][:12], texts[2]])
+    assert admit(of, texts[2]) == rows[2]
+    assert admit(of, of_both) == rows[1]
+    assert [*map(len, of._held)] == [16 if row == rows[0] else 0 for row in range(3)]
+    finish(of)
+    before = of._retired.copy()
+    assert admit(of, prompt(9, seed=9)) == before.index(min(before))
+
+
+def test_nothing_is_reused_without_reuse_prefix():
+    of, text = session(reuse_prefix=False), prompt(40, seed=1)
+    for _ in range(2):
+        row = admit(of, text)
+        assert finish(of)[row][1] == 40
+
+
+def test_a_call_of_the_generator_ends_the_session_and_a_new_one_begins_afresh():
+    of, text = session(), prompt(20, seed=1)
+    admit(of, text)
+    of.step()
+    expected = of.generator.generate(text[None], max_new_tokens=NEW)[0, 20:].tolist()
+    for act in (of.step, lambda: admit(of, text), lambda: of.retire(0)):
+        with pytest.raises(RuntimeError, match="has started another call"):
+            act()
+    again = Session(of.generator)
+    row = admit(again, text)
+    assert finish(again) == {row: (expected, 20)}
+
+
+def test_nan_logits_end_one_request_and_leave_the_others():
+    target, _ = pair()
+    of, marked = session(), torch.tensor([96, 5, 6])
+    verify, state = of.generator.engine.target.verify, of.generator.state
+
+    def spoil(block, of_state):
+        return verify(block, of_state).masked_fill((state.tokens[:, :1, None] == 96), float("nan"))
+
+    of.generator.engine.target.verify = spoil
+    good, bad = admit(of, prompt(9)), admit(of, marked)
+    seen = {good: [], bad: []}
+    while of.is_busy:
+        for row, event, error in of.step():
+            seen[row] += event.ids[0]
+            if error:
+                assert row == bad
+                assert error == f"the target's logits are NaN in row {bad} for position 4"
+                of.retire(row)
+    assert len(seen[bad]) == 1
+    assert seen[good] == greedy(target, prompt(9), NEW).tolist()
+
+
+def test_one_captured_step_serves_requests_that_come_and_go():
+    of = session(replays=True)
+    for length in (5, 20, 9, 33):
+        admit(of, prompt(length), temperature=1.0, seed=length)
+        of.step()
+        if not of.idle:
+            finish(of)
+    finish(of)
+    assert of.generator.runner.captures == 1
+    assert of.generator.runner.steps["replayed"] > 5
