@@ -12,7 +12,18 @@ from torch import Tensor, nn
 
 from .options import TreeSize, check_tree_call, checked_tree
 from .prompts import check_ids
-from .sampling import RuleArguments, RuleSettings, Sampling, SamplingArguments, integer, integer_from, is_list
+from .sampling import (
+    Grammar,
+    Matcher,
+    RuleArguments,
+    RuleSettings,
+    Sampling,
+    SamplingArguments,
+    integer,
+    integer_from,
+    is_list,
+    resolve_grammars,
+)
 from .streaming import StopCriterion, Streamer, Tokenizer, check_streamer
 from .target import embedding_table, generation_defaults, stop_string_criterion
 
@@ -52,6 +63,11 @@ class GenerateArguments(RuleArguments, total=False):
         stop_token_ids: ids that end a row, emitted as its last token; an empty list for none.
         stop_strings: strings that end a row with the token that completes one of them, wherever in a block it stands,
             exactly as transformers does it in one-token decoding (its ``StopStringCriteria``). They need ``tokenizer``.
+        grammar: a `dflash.Grammar` that the answers match, or a list with one or None per prompt. A token is the keyed
+            choice among those that the grammar allows, so the text is still a function of the seed whatever is drafted.
+            Stop tokens are allowed exactly where a match may end; ``max_new_tokens`` and stop strings may end a row
+            earlier. Applied after the logit rules and before ``logits_processor``, which must not undo it. Needs
+            ``tokenizer``, ``acceptance="keyed"`` and the extra ``grammar``. See the page on structured output.
         tokenizer: the target's. With it, the events of ``stream`` carry text.
         streamer: a streamer of transformers, for a batch of one: gets the prompt, then the new ids of every step, and
             ``end()`` whatever happens. Only for ``generate``.
@@ -80,6 +96,7 @@ class GenerateArguments(RuleArguments, total=False):
     acceptance: Literal["keyed", "rejection"]
     stop_token_ids: Sequence[int] | int | None
     stop_strings: Sequence[str] | str | None
+    grammar: Grammar | Sequence[Grammar | None] | None
     tokenizer: Tokenizer | None
     streamer: Streamer | None
     num_return_sequences: int | None
@@ -127,6 +144,7 @@ class Call:
         acceptance: ``"keyed"`` or ``"rejection"``.
         denoise_steps: passes of the drafter over each block.
         tree: rows of a tree, ``"auto"``, costs by size, or None for chains.
+        grammars: per row, the start of its grammar or None; empty if no row has one.
     """
 
     ids: Tensor
@@ -143,6 +161,7 @@ class Call:
     acceptance: str
     denoise_steps: int
     tree: TreeSize
+    grammars: tuple[Matcher | None, ...] = ()
 
     @property
     def longest(self) -> int:
@@ -194,6 +213,7 @@ class Call:
         if streamer is not None:
             check_streamer(streamer, rows)
         strings, criteria = _stop_strings(arguments.get("stop_strings"), settings, tokenizer)
+        grammars = resolve_grammars(arguments.get("grammar"), rows // repeats, repeats, tokenizer, stop)
         pad = settings["pad_token_id"]
         return cls(
             ids=ids,
@@ -210,6 +230,7 @@ class Call:
             acceptance=acceptance,
             denoise_steps=steps,
             tree=tree,
+            grammars=grammars,
         )
 
     def decisive(self) -> tuple[object, ...]:
@@ -221,6 +242,7 @@ class Call:
             *([prompt.tolist() for prompt in self.prompts], self.max_new_tokens, self.stop_token_ids),
             *(dataclasses.replace(self.sampling, seed=seed), rules, self.rules.run_on_host),
             *(len(self.stop_criteria), self.stop_strings, self.acceptance, self.tree),
+            [matcher and matcher.grammar for matcher in self.grammars],
         )
 
     def check_drafts(self, has_drafts: bool) -> None:
@@ -339,6 +361,8 @@ def _acceptance(
         )
     if rules.run_on_host:
         raise ValueError('acceptance="rejection" cannot be combined with logits_processor or stopping_criteria')
+    if arguments.get("grammar") is not None:
+        raise ValueError('acceptance="rejection" cannot be combined with grammar: the drafts are not masked')
     return acceptance
 
 

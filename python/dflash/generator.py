@@ -352,11 +352,11 @@ class Generator:
 
     def _launch(self, call: Call) -> Launch:
         obstacle, must_capture = self._graph_obstacle(call), self.graph is True
-        if not call.rules.run_on_host:
+        if not (waits := call.rules.run_on_host) and not call.grammars:
             return Launch(self.runner, self.step, self.step, obstacle, must_capture=must_capture)
         # Python rules wait for the step anyway, and must not be asked about one that will not count.
         on_host, on_device = functools.partial(host_step, self.engine), functools.partial(step, self.engine)
-        return Launch(self.runner, on_host, on_device, obstacle, waits=True, must_capture=must_capture)
+        return Launch(self.runner, on_host, on_device, obstacle, waits, must_capture)
 
     def _end_run(self) -> None:
         if self._run is not None:

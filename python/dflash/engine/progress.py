@@ -86,11 +86,14 @@ class Progress:
         self.done[row] = STOPPED
         self.closed.add(row)
 
-    def check_finite(self, ahead: int) -> None:
+    def check_finite(self, ahead: int, has_grammars: bool) -> None:
         """Raise ValueError if a row ended on NaN logits, ``ahead`` positions after its last length."""
         if INVALID in self.done:
             row = self.done.index(INVALID)
-            raise ValueError(f"the target's logits are NaN in row {row} for position {self.length[row] + ahead}")
+            what = "the target's logits are NaN"
+            if has_grammars:
+                what += ", or the grammar and the other rules together leave no token,"
+            raise ValueError(f"{what} in row {row} for position {self.length[row] + ahead}")
 
     def sequences(self, call: Call, tokens: Tensor) -> Tensor:
         """Return the prompts as given, then the answers in ``tokens [batch, capacity]``, right-padded."""
@@ -189,7 +192,7 @@ class Run:
         # 2. The host's first look at the rows.
         steps: list[list[int]] = [[] for _ in range(engine.batch_size)]
         progress = Progress(state.length.tolist(), state.done.tolist(), steps, prefilled[:batch])
-        progress.check_finite(0)
+        progress.check_finite(0, bool(call.grammars))
         if self.reads_ids:
             progress.new_ids, progress.accepted = state.anchor.tolist(), [0] * engine.batch_size
             self._end_at_stop_strings(progress)
@@ -230,7 +233,7 @@ class Run:
             if engine.budget is not None:
                 engine.budget.observe(progress.rows[-1], emitted, reports)
             self._end_at_stop_strings(progress)
-            progress.check_finite(1)
+            progress.check_finite(1, bool(self.call.grammars))
             self.consistent = True
             yield progress
             began = time.perf_counter()  # the caller may have taken its time

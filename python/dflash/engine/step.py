@@ -27,6 +27,7 @@ from ..sampling import HostRules, KeyedAcceptance, LogitRules, RejectionAcceptan
 from ..target import Target, first_hook
 from .budget import TreeBudget, WidthBudget, context_bucket, measured_costs
 from .commit import emit_, report_
+from .grammar_masks import GrammarMasks
 from .runner import compiled_per_shape
 from .state import FULL, STOPPED, State
 
@@ -80,6 +81,7 @@ class Engine:
             chains also how they are drafted and the context length.
         rules: the logit rules of the call.
         host_rules: Python processors and criteria of the call; None for none.
+        grammar_masks: what the grammars of the call allow; None for none.
         acceptance: chooses the target's tokens.
         compile_target: run the target's pass over a block through ``torch.compile``.
         keyed: the acceptance by keyed noise, which also chooses the first token of every call.
@@ -116,6 +118,7 @@ class Engine:
         self._rules: OrderedDict[tuple, LogitRules] = OrderedDict()
         self.rules = self._rules_for(RuleSettings())
         self.host_rules: HostRules | None = None
+        self.grammar_masks: GrammarMasks | None = None
 
     def retarget(self, target: Target) -> None:
         """Replace the target by another twin of the same model; caches and state stay."""
@@ -147,6 +150,7 @@ class Engine:
         self.rules = self._rules_for(call.rules)
         self.rules.set_(call.rules)
         self.host_rules = HostRules.create(call.rules, batch)
+        self.grammar_masks = GrammarMasks.create(call, self.state, max(self.block_size, tree_rows(call.tree)))
         self.target.ranks.share_(self.state.sampling.seeds)  # each rank has drawn its own if the call named none
         # At temperature 0 every way to accept is the greedy one.
         samples = self.draft is not None and call.sampling.temperature > 0
@@ -160,7 +164,8 @@ class Engine:
             self.proposer = self.chain
             rejection = self._rejection if rejects else None
             adapts_sharpness = samples and not rejects and call.sampling.draft_sharpness == "auto"
-            self.chain.configure(ChainSettings(self.rules, rejection, adapts_sharpness, call.denoise_steps))
+            manner = rejection, adapts_sharpness, call.denoise_steps, self.grammar_masks
+            self.chain.configure(ChainSettings(self.rules, *manner))
             self.budget = self._width_budget()
 
     def graph_obstacle(self, call: Call, hook: str) -> str:
@@ -169,6 +174,8 @@ class Engine:
             return "the target is spread over several processes"
         if call.rules.run_on_host:
             return "logits_processor and stopping_criteria run on the host"
+        if call.grammars:
+            return "a grammar's masks are made on the host"
         if hook:
             return f"a graph would not call the target's hook on {hook}"
         if self.draft is not None and (hook := first_hook(self.draft)):
