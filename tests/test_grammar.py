@@ -10,6 +10,7 @@ from baseline import check_answers, left_padded, prompt, sampled
 from families import Cheat, make_draft, make_target
 from llguidance import LLMatcher
 from llguidance.hf import from_tokenizer
+from tiny_pair import save_pair
 from tiny_tokenizers import byte_fallback, byte_level, spoken, word_pieces
 from transformers import TopKLogitsWarper
 from trees import random_shapes
@@ -428,3 +429,53 @@ def test_a_tokenizer_may_get_more_tokens(target, prompts):
     wide = make_target("qwen3", vocab_size=98)
     output = dflash.generate(wide, None, prompts[1][None], **call(grammar, tokenizer=tokenizer))
     assert output[0, len(prompts[1]) :].tolist() == [97, EOS]
+
+
+# ---------------------------------------------------------------------------------------------- the command
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> list[str]:
+    """Return the options that name a tiny target with a byte-level tokenizer, and a drafter."""
+    folder = tmp_path_factory.mktemp("pair")
+    save_pair(folder)
+    TOKENIZER.save_pretrained(folder / "target")
+    return ["--model", str(folder / "target"), "--draft", str(folder / "draft"), "--max-new-tokens", "30", "--raw"]
+
+
+def test_the_command_takes_each_kind_of_grammar(shell, model, tmp_path):
+    schema, lark = tmp_path / "schema.json", tmp_path / "words.lark"
+    schema.write_text('{"enum": [11, 22]}')
+    lark.write_text('start: "a" start "b" | "c"\n')
+    done = shell("generate", *model, "--regex", "a(b|cd){2,4}", "abc")
+    assert done.code == 0, done.err
+    assert re.fullmatch("a(b|cd){2,4}", done.out.removesuffix("\n"))
+    done = shell("generate", *model, "--grammar", lark, "--json", "abc")
+    assert done.code == 0, done.err
+    assert re.fullmatch("(a*)c(b*)", json.loads(done.out)["text"]) or json.loads(done.out)["finish_reason"] == "length"
+    done = shell("generate", *model, "--json-schema", schema, "abc")
+    assert done.code == 2
+    assert "no token of this tokenizer can begin a match of this JSON schema" in done.err  # it has no digits
+
+
+def test_wrong_options_are_named_before_the_target_is_loaded(shell, model, tmp_path, monkeypatch):
+    from dflash.cli import loading
+
+    monkeypatch.setattr(loading, "load_target", lambda *_: pytest.fail("the target was loaded"))
+    wrong, listed = tmp_path / "wrong.json", tmp_path / "list.json"
+    wrong.write_text('{"type": ')
+    listed.write_text("[]")
+    cases = [
+        (["--regex", "(a"], "this regex cannot be used"),
+        (["--regex", "a", "--grammar", wrong], "give one of --regex and --grammar, not both"),
+        (["--grammar", tmp_path / "none"], "--grammar: there is no file"),
+        (["--json-schema", tmp_path / "none"], "cannot be read"),
+        (["--json-schema", wrong], "not JSON that can be read"),
+        (["--json-schema", listed], "must be a JSON object"),
+        (["--regex", "z"], "no token of this tokenizer can begin a match"),
+    ]
+    for options, message in cases:
+        done = shell("generate", *model, *options, "abc")
+        assert done.code == 2
+        assert message in done.err
+        assert not done.out
