@@ -186,8 +186,11 @@ _vocabularies: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], _Vocabulary]
 
 def _vocabulary(tokenizer: Any, stop: tuple[int, ...]) -> _Vocabulary:
     """Return the vocabulary of a tokenizer. Making one takes about a second for 150,000 tokens, so it is kept."""
-    kept = _vocabularies.setdefault(tokenizer, {})
-    key = len(tokenizer), *stop  # tokens may have been added
+    try:
+        kept = _vocabularies.setdefault(tokenizer, {})
+        key = len(tokenizer), *stop  # tokens may have been added
+    except TypeError as error:
+        raise ValueError(f"grammars cannot be used with this {type(tokenizer).__name__}: {error}") from error
     if key not in kept:
         kept[key] = _Vocabulary(tokenizer, stop)
     return kept[key]
