@@ -27,8 +27,12 @@ def sampled(
     top_p: float = 1.0,
     min_p: float = 0.0,
     stop: tuple[int, ...] = (),
+    process=lambda tokens, logits: logits,
 ) -> torch.Tensor:
-    """Return new tokens by the oracle's sampling rule: keyed noise on the target's logits."""
+    """Return new tokens by the oracle's sampling rule: keyed noise on the target's logits.
+
+    ``process(tokens, logits [1, 1, vocab])`` sees the new tokens so far, and changes the logits of the next.
+    """
 
     def one(value, dtype=torch.float32):
         return torch.tensor([value], dtype=dtype)
@@ -41,7 +45,7 @@ def sampled(
         cache = output.past_key_values
         position = torch.tensor([[len(prompt) + index]])
         ids = reference.select_tokens(
-            output.logits[:, -1:],
+            process(tokens, output.logits[:, -1:]),
             position,
             one(seed, torch.int64),
             one(temperature),

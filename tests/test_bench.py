@@ -123,6 +123,15 @@ def test_widths_are_measured_next_to_auto(bench):
     assert [float(row[-1]) for row in fixed] == [4, 16]
 
 
+def test_grammars_are_measured_with_and_without_masked_drafts(bench):
+    lines = bench("bench_grammar.py", "--prompts", 1, "--rounds", 0, 4)
+    rows = {line[:22].strip(): [float(value) for value in line[22:].split()] for line in lines}
+    assert rows.pop("rounds") == [0, 4]
+    assert len(rows) == 7
+    assert all(1 <= plain <= 16 and 1 <= masked <= 16 for plain, masked in rows.values())
+    assert rows["record: other keys"][0] < rows["record: other keys"][1]
+
+
 def test_passes_of_the_drafter_are_timed_by_context(bench):
     lines = bench("bench_draft_window.py", "--contexts", 40, 80, "--windows", 0, 16, "--hidden", 64, "--repeats", 1)
     assert [line.split()[0] for line in lines[1:]] == ["window", "none", "16"]

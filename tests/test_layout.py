@@ -20,7 +20,7 @@ ORDER = [
     ["cache", "decoder", "files", "limits", "progress", "terminal", "tree", "weight_files"],
     ["drafter", "target"],
     ["proposers", "sampling"],
-    ["call", "fit", "options", "outputs", "streaming", "turns"],
+    ["call", "fit", "options", "outputs", "prompts", "streaming", "turns"],
     ["engine"],
     ["generator"],
     ["session"],

@@ -57,7 +57,10 @@ def calls(target: nn.Module, ids: Tensor) -> None:
     assert_type(draft.config, dflash.DraftConfig)
     assert_type(dflash.generate(target, draft, ids, temperature=0.7, seed=1), Tensor)
     assert_type(dflash.generate(target, draft, ids, return_dict_in_generate=True), dflash.GenerateOutput)
-    for event in dflash.stream(target, None, ids, max_new_tokens=8, stop_strings=["."]):
+    word = dflash.Grammar.regex("yes|no")
+    assert_type(word, dflash.Grammar)
+    assert_type(dflash.generate(target, draft, ids, grammar=[word, None]), Tensor)
+    for event in dflash.stream(target, None, ids, grammar=word, max_new_tokens=8, stop_strings=["."]):
         assert_type(event, dflash.StreamEvent)
         assert_type(event.statistics, dflash.Statistics)
     generator = dflash.Generator(target, draft, max_length=256)

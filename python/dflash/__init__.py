@@ -9,6 +9,7 @@ from .evaluate import demo_pair
 from .generator import Generator
 from .hf import as_assistant, custom_generate
 from .outputs import GenerateOutput, Statistics, StreamEvent
+from .sampling import Grammar
 from .target import UnsupportedTargetError
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "Drafter",
     "GenerateOutput",
     "Generator",
+    "Grammar",
     "Statistics",
     "StreamEvent",
     "UnsupportedTargetError",

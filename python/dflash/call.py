@@ -11,7 +11,19 @@ import torch
 from torch import Tensor, nn
 
 from .options import TreeSize, check_tree_call, checked_tree
-from .sampling import RuleArguments, RuleSettings, Sampling, SamplingArguments, integer, integer_from, is_list
+from .prompts import check_ids
+from .sampling import (
+    Grammar,
+    Matcher,
+    RuleArguments,
+    RuleSettings,
+    Sampling,
+    SamplingArguments,
+    integer,
+    integer_from,
+    is_list,
+    resolve_grammars,
+)
 from .streaming import StopCriterion, Streamer, Tokenizer, check_streamer
 from .target import embedding_table, generation_defaults, stop_string_criterion
 
@@ -51,6 +63,11 @@ class GenerateArguments(RuleArguments, total=False):
         stop_token_ids: ids that end a row, emitted as its last token; an empty list for none.
         stop_strings: strings that end a row with the token that completes one of them, wherever in a block it stands,
             exactly as transformers does it in one-token decoding (its ``StopStringCriteria``). They need ``tokenizer``.
+        grammar: a `dflash.Grammar` that the answers match, or a list with one or None per prompt. A token is the keyed
+            choice among those that the grammar allows, so the text is still a function of the seed whatever is drafted.
+            Stop tokens are allowed exactly where a match may end; ``max_new_tokens`` and stop strings may end a row
+            earlier. Applied after the logit rules and before ``logits_processor``, which must not undo it. Needs
+            ``tokenizer``, ``acceptance="keyed"`` and the extra ``grammar``. See the page on structured output.
         tokenizer: the target's. With it, the events of ``stream`` carry text.
         streamer: a streamer of transformers, for a batch of one: gets the prompt, then the new ids of every step, and
             ``end()`` whatever happens. Only for ``generate``.
@@ -79,6 +96,7 @@ class GenerateArguments(RuleArguments, total=False):
     acceptance: Literal["keyed", "rejection"]
     stop_token_ids: Sequence[int] | int | None
     stop_strings: Sequence[str] | str | None
+    grammar: Grammar | Sequence[Grammar | None] | None
     tokenizer: Tokenizer | None
     streamer: Streamer | None
     num_return_sequences: int | None
@@ -126,6 +144,7 @@ class Call:
         acceptance: ``"keyed"`` or ``"rejection"``.
         denoise_steps: passes of the drafter over each block.
         tree: rows of a tree, ``"auto"``, costs by size, or None for chains.
+        grammars: per row, the start of its grammar or None; empty if no row has one.
     """
 
     ids: Tensor
@@ -142,6 +161,7 @@ class Call:
     acceptance: str
     denoise_steps: int
     tree: TreeSize
+    grammars: tuple[Matcher | None, ...] = ()
 
     @property
     def longest(self) -> int:
@@ -173,7 +193,7 @@ class Call:
         """
         # 1. The prompts.
         _check_names(arguments)
-        mask = _check_ids(ids, arguments.get("attention_mask"), target.vocab_size, target.device)
+        mask = check_ids(ids, arguments.get("attention_mask"), target.vocab_size, target.device)
         # 2. What the generation_config fills in.
         settings = target.settings
         _check_supported(settings)
@@ -193,6 +213,7 @@ class Call:
         if streamer is not None:
             check_streamer(streamer, rows)
         strings, criteria = _stop_strings(arguments.get("stop_strings"), settings, tokenizer)
+        grammars = resolve_grammars(arguments.get("grammar"), rows // repeats, repeats, tokenizer, stop)
         pad = settings["pad_token_id"]
         return cls(
             ids=ids,
@@ -209,6 +230,7 @@ class Call:
             acceptance=acceptance,
             denoise_steps=steps,
             tree=tree,
+            grammars=grammars,
         )
 
     def decisive(self) -> tuple[object, ...]:
@@ -220,6 +242,7 @@ class Call:
             *([prompt.tolist() for prompt in self.prompts], self.max_new_tokens, self.stop_token_ids),
             *(dataclasses.replace(self.sampling, seed=seed), rules, self.rules.run_on_host),
             *(len(self.stop_criteria), self.stop_strings, self.acceptance, self.tree),
+            [matcher and matcher.grammar for matcher in self.grammars],
         )
 
     def check_drafts(self, has_drafts: bool) -> None:
@@ -251,45 +274,6 @@ def _check_supported(settings: Mapping[str, Any]) -> None:
         raise ValueError(
             f"the target's generation_config asks for {listed}, which dflash does not apply; set it to None there"
         )
-
-
-def _check_ids(ids: Tensor, attention_mask: Tensor | None, vocab_size: int, device: torch.device) -> Tensor:
-    """Return the mask as bool ``[batch, length]``; raise on any prompt that cannot be run."""
-    if not isinstance(ids, Tensor):
-        raise TypeError(f"ids must be a tensor [batch, length] of token ids, got {type(ids).__name__}")
-    if ids.dim() != 2:
-        raise ValueError(f"ids must be [batch, length], got {ids.dim()} dimensions")
-    if ids.dtype not in (torch.int64, torch.int32):
-        raise TypeError(f"ids must be int64 or int32, got {ids.dtype}")
-    if ids.device != device:
-        raise ValueError(f"ids must be on the target's device, {device}, got {ids.device}")
-    if ids.numel() == 0:
-        raise ValueError(f"ids must hold at least one token in each row, got shape {list(ids.shape)}")
-    everything = torch.ones_like(ids, dtype=torch.bool)
-    mask = everything if attention_mask is None else _check_mask(attention_mask, ids)
-    live = ids[mask]
-    low, high = int(live.min()), int(live.max())
-    if low < 0 or high >= vocab_size:
-        wrong = low if low < 0 else high
-        raise ValueError(f"ids must lie in 0 .. {vocab_size - 1} (the target's vocabulary), got {wrong}")
-    return mask
-
-
-def _check_mask(attention_mask: Tensor, ids: Tensor) -> Tensor:
-    if not isinstance(attention_mask, Tensor) or attention_mask.shape != ids.shape:
-        got = list(attention_mask.shape) if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
-        raise ValueError(f"attention_mask must have the shape of ids, {list(ids.shape)}, got {got}")
-    if attention_mask.device != ids.device:
-        raise ValueError(f"attention_mask must be on the target's device, {ids.device}, got {attention_mask.device}")
-    if not attention_mask.eq(0).logical_or(attention_mask.eq(1)).all():
-        raise ValueError("attention_mask must hold zeros and ones only")
-    mask = attention_mask.bool()
-    edges = mask[:, 1:].ne(mask[:, :-1]).sum(1) + mask[:, 0] + mask[:, -1]
-    if not mask.any(1).all():
-        raise ValueError("attention_mask hides a whole row: every row needs at least one token")
-    if edges.gt(2).any():
-        raise ValueError("attention_mask has holes: a row's ones must be contiguous (pad left or right)")
-    return mask
 
 
 def _max_new_tokens(given: int | None, settings: Mapping[str, Any], length: int) -> int:
@@ -377,6 +361,8 @@ def _acceptance(
         )
     if rules.run_on_host:
         raise ValueError('acceptance="rejection" cannot be combined with logits_processor or stopping_criteria')
+    if arguments.get("grammar") is not None:
+        raise ValueError('acceptance="rejection" cannot be combined with grammar: the drafts are not masked')
     return acceptance
 
 

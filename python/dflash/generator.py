@@ -276,7 +276,7 @@ class Generator:
             raise ValueError("the target's tensors were replaced since this generator was made: make a new one")
         if changed := self._functions.changed():
             raise ValueError(f"{changed} was replaced since this generator was made: make a new one")
-        if self.graph is True and (reason := self._graph_obstacle(call.rules.run_on_host)):
+        if self.graph is True and (reason := self._graph_obstacle(call)):
             raise ValueError(f"graph=True cannot be followed: {reason}")
         return call
 
@@ -320,7 +320,7 @@ class Generator:
         # 1. The caches may be reused if the same weights filled them.
         reuse = self.reuse_prefix and last is not None and last.consistent and self._known.filled(self._modules)
         reuse = self.engine.agree(call, self.prefill_chunk, reuse)
-        run, launch = self.begin_run(reads_ids=reads_ids), self.launch(call.rules.run_on_host)
+        run, launch = self.begin_run(reads_ids=reads_ids), self.launch(call)
         # 2. Set up the engine, with the prompts in its first rows.
         self.engine.configure(call)
         cached = cached_prefix(self.engine, call.prompts) if reuse else [0] * batch
@@ -348,14 +348,14 @@ class Generator:
         self._run = Run(self.engine, reads_ids=reads_ids)
         return self._run
 
-    def launch(self, on_host: bool) -> Launch:
-        """Return how steps reach the device; ``on_host`` if Python rules choose the tokens."""
-        obstacle, must_capture, engine = self._graph_obstacle(on_host), self.graph is True, self.engine
-        if not on_host:
+    def launch(self, call: Call | None = None) -> Launch:
+        """Return how steps reach the device: those of a call, or of many without grammars and Python rules."""
+        obstacle, must_capture, engine = self._graph_obstacle(call), self.graph is True, self.engine
+        if call is None or not (call.grammars or call.rules.run_on_host):
             return Launch(self.runner, self.step, self.step, obstacle, must_capture=must_capture)
         # Python rules wait for the step anyway, and must not be asked about one that will not count.
         steps = functools.partial(host_step, engine), functools.partial(step, engine)
-        return Launch(self.runner, *steps, obstacle, waits=True, must_capture=must_capture)
+        return Launch(self.runner, *steps, obstacle, waits=call.rules.run_on_host, must_capture=must_capture)
 
     def _end_run(self) -> None:
         if self._run is not None:
@@ -394,6 +394,6 @@ class Generator:
         self._modules = [module for module in (twin.model, self.draft) if module is not None]
         return twin
 
-    def _graph_obstacle(self, on_host: bool) -> str:
+    def _graph_obstacle(self, call: Call | None) -> str:
         """Return why steps must not be captured; empty if they may."""
-        return "graph=False was asked for" if self.graph is False else self.engine.graph_obstacle(on_host, self._hook)
+        return "graph=False was asked for" if self.graph is False else self.engine.graph_obstacle(call, self._hook)

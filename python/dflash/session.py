@@ -59,8 +59,9 @@ class Session:
     must give a row the same bits at every place.) Rows keep their caches: a new request takes the idle row that holds
     the most whole chunks of its prompt, else the one that has been idle longest.
 
-    Settings, logit rules, stop tokens and strings, seed and sharpness are the request's own. Trees, rejection, Python
-    processors and another number of denoising passes are refused: these are properties of the whole step.
+    Settings, logit rules, stop tokens and strings, seed and sharpness are the request's own. Trees, rejection,
+    grammars, Python processors and another number of denoising passes are refused: these are properties of the whole
+    step.
 
     The session ends when its generator starts another call or session. Until then the weights must not change.
 
@@ -85,7 +86,7 @@ class Session:
         self._held: list[list[int]] = [[]] * generator.batch_size  # ids of the whole chunks that a row's caches hold
         self._retired = [0] * generator.batch_size  # when: a count
         self._clock = 0
-        self._launch = generator.launch(on_host=False)
+        self._launch = generator.launch()
         self._run: Run = generator.run_alone(self._begin)
 
     def _begin(self) -> Run:
@@ -123,6 +124,8 @@ class Session:
             reason = f"has tree={call.tree!r}: all rows of a step are chains, pass tree=None"
         elif call.acceptance != "keyed":
             reason = f'has acceptance={call.acceptance!r}: all rows accept by "keyed" noise, leave it out'
+        elif call.grammars:
+            reason = "has a grammar, whose masks would hold up every row: ask a Generator instead"
         elif call.rules.run_on_host:
             reason = "has logits_processor or stopping_criteria: these would hold up every row, leave them out"
         elif call.denoise_steps != passes:

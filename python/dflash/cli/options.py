@@ -9,9 +9,17 @@ import re
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
+
+from ..evaluate import check_text
+from ..files import read_json
+from ..limits import MAX_JSON_BYTES
+
+if TYPE_CHECKING:
+    from ..sampling import Grammar
 
 __all__ = [
     "BlockSize",
@@ -19,6 +27,7 @@ __all__ = [
     "Device",
     "Draft",
     "Dtype",
+    "GrammarOptions",
     "Json",
     "Limit",
     "MaxNewTokens",
@@ -120,6 +129,44 @@ class SamplingOptions:
     top_p: TopP = None
     min_p: MinP = None
     seed: Seed = None
+
+
+@dataclass(frozen=True)
+class GrammarOptions:
+    """What the answer must match; one of them at most."""
+
+    json_schema: Annotated[Path | None, "Answer with JSON that the schema in this file describes."] = None
+    regex: Annotated[str | None, "Answer with text that this regular expression matches as a whole."] = None
+    grammar: Annotated[Path | None, "Answer with text that the Lark grammar in this file describes."] = None
+
+    def resolve(self, tokenizer: Any) -> Grammar | None:
+        """Return the grammar, None without one.
+
+        Raises:
+            ValueError: there are several, a file cannot be read, or the grammar or the tokenizer cannot be used.
+        """
+        from ..sampling import Grammar, resolve_grammars
+
+        given = [name for name, value in dataclasses.asdict(self).items() if value is not None]
+        if not given:
+            return None
+        if len(given) > 1:
+            raise ValueError(f"give one of {' and '.join('--' + name.replace('_', '-') for name in given)}, not both")
+        if self.regex is not None:
+            grammar = Grammar.regex(self.regex)
+        elif self.grammar is not None:
+            grammar = Grammar.lark(_read_lark(self.grammar))
+        else:
+            grammar = Grammar.json_schema(read_json(cast(Path, self.json_schema), MAX_JSON_BYTES))
+        if tokenizer.eos_token_id is not None:  # before a large model is loaded
+            resolve_grammars(grammar, 1, 1, tokenizer, [tokenizer.eos_token_id])
+        return grammar
+
+
+def _read_lark(path: Path) -> str:
+    if not path.is_file():
+        raise ValueError(f"--grammar: there is no file {str(path)!r}")
+    return check_text(path.read_text(encoding="utf-8", errors="surrogateescape"), f"--grammar {path}")
 
 
 def check_sampling(max_new_tokens: int, **numbers: Any) -> None:

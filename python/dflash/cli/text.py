@@ -21,6 +21,7 @@ from .loading import Source, load, load_tokenizer
 from .options import (
     BlockSize,
     Bos,
+    GrammarOptions,
     Json,
     MaxNewTokens,
     ModelOptions,
@@ -47,6 +48,7 @@ __all__ = ["chat", "generate"]
 def generate(
     models: ModelOptions,
     sampling: SamplingOptions,
+    constraint: GrammarOptions,
     prompt: Annotated[str | None, typer.Argument(help="Text to continue; none or - reads standard input.")] = None,
     file: Annotated[Path | None, typer.Option(help="Read the prompt from this file.")] = None,
     system: System = None,
@@ -75,6 +77,7 @@ def generate(
     source = Source(models.model, models.trust_remote_code, quiet=as_json)
     tokenizer = load_tokenizer(source)
     ids = _encode(tokenizer, text, system, raw, bos)
+    grammar = constraint.resolve(tokenizer)
     width = parse_block_size(block_size, rows)
     check_sampling(max_new_tokens, draft_sharpness=sharpness, **dataclasses.asdict(sampling))
     # 2. Load the models.
@@ -93,6 +96,7 @@ def generate(
         block_size=width,
         max_new_tokens=max_new_tokens,
         stop_strings=stop or None,
+        grammar=grammar,
         draft_sharpness=sharpness,
         tree=rows,
         **dataclasses.asdict(sampling),

@@ -130,6 +130,7 @@ class _Blocks:
         for copies, buffer in zip(cache.buffers, self.whole.buffers, strict=True):
             copies.copy_(buffer.expand_as(copies))
         places = _Places(
+            tokens=self.ids.expand(count, -1),
             anchor=self.ids[anchors][:, None],
             length=anchors,
             context=self.context[0, anchors - 1][:, None],
@@ -146,6 +147,7 @@ class _Blocks:
 class _Places:
     """What a proposer reads of `dflash.proposers.State`, for anchors anywhere in recorded answers."""
 
+    tokens: Tensor
     anchor: Tensor
     length: Tensor
     context: Tensor

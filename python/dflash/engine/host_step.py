@@ -1,4 +1,4 @@
-"""The step for Python processors and criteria: verify a block, then walk its rows on the host."""
+"""The step for what runs on the host: grammars, and Python processors and criteria, which walk a block's rows."""
 
 from __future__ import annotations
 
@@ -30,13 +30,22 @@ class Walk(NamedTuple):
 
 @torch.no_grad()
 def host_step(engine: Engine) -> None:
-    """`dflash.engine.step`, choosing on the host one token of one row at a time; waits for the device."""
-    state = engine.state
+    """`dflash.engine.step` with grammars, or choosing on the host one token of one row at a time; waits for the device.
+
+    A grammar's masks are made while the device runs the target.
+    """
+    state, masks = engine.state, engine.grammar_masks
     block = engine.proposer.propose(state)
+    if masks is not None:
+        masks.ask(block)
     logits = engine.target.verify(block, state)
     logits = engine.rules.apply(logits, block, state)
-    chosen = walk(engine, block, logits, state, state.done.tolist())
-    engine.commit_(block, *chosen)
+    if masks is not None:
+        logits = masks.apply(logits)
+    if engine.host_rules is None:
+        engine.commit_(block, engine.acceptance.choose(logits, block, state))
+    else:
+        engine.commit_(block, *walk(engine, block, logits, state, state.done.tolist()))
 
 
 def walk(engine: Engine, block: Block, logits: Tensor, state: State, done: list[int]) -> Walk:

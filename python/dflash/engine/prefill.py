@@ -156,6 +156,8 @@ def _choose_first(engine: Engine, rows: slice, ends: Tensor) -> None:
     prompt = dataclasses.replace(state, length=(state.length - 1).clamp(min=0))  # a block of the prompt's last token
     block = Block(prompt.anchor)
     logits = engine.rules.apply(logits, block, prompt)
+    if engine.grammar_masks is not None:
+        logits = engine.grammar_masks.apply(logits)
     if engine.host_rules is None:
         first = engine.keyed.choose_at(logits, state.length[:, None], state)
     else:

@@ -36,6 +36,7 @@ class Answer:
         rows: per step, the rows that it verified.
         step_seconds: per step, what passed until it was read.
         time_to_first_token: seconds.
+        has_grammar: one says which tokens are allowed.
         error: what went wrong with this row; empty if nothing did.
     """
 
@@ -53,6 +54,7 @@ class Answer:
     rows: list[int] = field(default_factory=list)
     step_seconds: list[float] = field(default_factory=list)
     time_to_first_token: float = 0.0
+    has_grammar: bool = False
     error: str = ""
 
     def begin(self, length: int, done: int, first: int | None, state: State) -> None:
@@ -86,7 +88,8 @@ class Answer:
     def _note(self, done: int, ahead: int) -> None:
         self.done = done
         if done == INVALID:
-            self.error = f"the target's logits are NaN in row {self.row} for position {self.length + ahead}"
+            grammar = ", or the grammar and the other rules together leave no token," if self.has_grammar else ""
+            self.error = f"the target's logits are NaN{grammar} in row {self.row} for position {self.length + ahead}"
 
     def _end_at_stop_string(self, state: State) -> None:
         """End the row if its new ids complete a stop string, after the token that did."""

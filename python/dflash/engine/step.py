@@ -27,6 +27,7 @@ from ..sampling import HostRules, KeyedAcceptance, LogitRules, RejectionAcceptan
 from ..target import Target, first_hook
 from .budget import TreeBudget, WidthBudget, context_bucket, measured_costs
 from .commit import emit_, report_
+from .grammar_masks import GrammarMasks
 from .runner import compiled_per_shape
 from .state import FULL, STOPPED, State
 
@@ -89,6 +90,7 @@ class Engine:
         seats: per row, the call that it belongs to, or None.
         rules: the logit rules of all rows.
         host_rules: Python processors and criteria of the call; None for none.
+        grammar_masks: what the grammars of the call allow; None for none.
         acceptance: chooses the target's tokens.
         compile_target: run the target's pass over a block through ``torch.compile``.
         keyed: the acceptance by keyed noise, which also chooses the first token of every call.
@@ -126,6 +128,7 @@ class Engine:
         self.seats: list[Call | None] = [None] * batch_size
         self._fit_rules()
         self.host_rules: HostRules | None = None
+        self.grammar_masks: GrammarMasks | None = None
 
     def retarget(self, target: Target) -> None:
         """Replace the target by another twin of the same model; caches and state stay."""
@@ -154,6 +157,7 @@ class Engine:
         self.seats = [None] * self.batch_size
         self._seat(slice(0, len(call.prompts)), call)
         self.host_rules = HostRules.create(call.rules, len(call.prompts))
+        self.grammar_masks = GrammarMasks.create(call, self.state, max(self.block_size, tree_rows(call.tree)))
         # At temperature 0 every way to accept is the greedy one.
         samples = self.draft is not None and call.sampling.temperature > 0
         rejects = samples and call.acceptance == "rejection"
@@ -169,7 +173,7 @@ class Engine:
     def join(self, row: int, call: Call) -> None:
         """Give ``row`` to a call of one prompt, next to those that other rows have."""
         self._seat(slice(row, row + 1), call)
-        self.host_rules, self.budget, self.acceptance = None, None, self.keyed
+        self.host_rules, self.grammar_masks, self.budget, self.acceptance = None, None, None, self.keyed
         self._draft_chains(call.denoise_steps)
 
     def clear_(self) -> None:
@@ -205,19 +209,21 @@ class Engine:
     def _draft_chains(self, passes: int, rejection: RejectionAcceptance | None = None) -> None:
         self.proposer = self.chain
         adapts = rejection is None and any(call is not None and _sharpness(call) is None for call in self.seats)
-        self.chain.configure(ChainSettings(self.rules, rejection, adapts, passes))
+        self.chain.configure(ChainSettings(self.rules, rejection, adapts, passes, self.grammar_masks))
 
-    def graph_obstacle(self, on_host: bool, hook: str) -> str:
+    def graph_obstacle(self, call: Call | None, hook: str) -> str:
         """Return why steps must not be captured; empty if they may.
 
         Args:
-            on_host: Python rules choose the tokens.
+            call: whose steps they are; None if they are those of many, without grammars and Python rules.
             hook: the name of one of the target's, or empty.
         """
         if self.target.ranks.count > 1:
             return "the target is spread over several processes"
-        if on_host:
+        if call is not None and call.rules.run_on_host:
             return "logits_processor and stopping_criteria run on the host"
+        if call is not None and call.grammars:
+            return "a grammar's masks are made on the host"
         if hook:
             return f"a graph would not call the target's hook on {hook}"
         if self.draft is not None and (hook := first_hook(self.draft)):

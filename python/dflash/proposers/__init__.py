@@ -2,6 +2,7 @@
 
 from .block import Block, ChainSettings, PaddingProposer, Proposer, State, Tree, TreeSettings
 from .chain import ChainProposer, chain_widths
+from .samplers import MaskedDrafts
 from .sharpness import LEVELS, AutoSharpness
 from .tree import TREE_SIZES, TreeProposer
 
@@ -12,6 +13,7 @@ __all__ = [
     "Block",
     "ChainProposer",
     "ChainSettings",
+    "MaskedDrafts",
     "PaddingProposer",
     "Proposer",
     "State",

@@ -13,7 +13,7 @@ from ..sampling import LogitRules, RejectionAcceptance, Sampling
 from ..target import Target
 from ..tree import Tree
 
-__all__ = ["Block", "ChainSettings", "PaddingProposer", "Proposer", "State", "Tree", "TreeSettings"]
+__all__ = ["Block", "ChainSettings", "DraftMasks", "PaddingProposer", "Proposer", "State", "Tree", "TreeSettings"]
 
 
 class State(Protocol):
@@ -68,6 +68,14 @@ class Block(NamedTuple):
         return self.ids.clamp(min=0)
 
 
+class DraftMasks(Protocol):
+    """What finds drafts that are certain to be rejected."""
+
+    def banned_drafts(self, drafts: Tensor, vocab_size: int) -> list[tuple[int, int, Tensor]]:
+        """Return per row the first of ``drafts [batch, drafts]`` that is banned: row, index, ``[vocab]`` bool."""
+        ...
+
+
 class ChainSettings(NamedTuple):
     """How a call drafts chains.
 
@@ -76,12 +84,14 @@ class ChainSettings(NamedTuple):
         rejection: draw from the drafter's distribution, which this remembers; None for keyed noise.
         adapts_sharpness: choose the sharpness of some rows as their answers proceed.
         passes: of the drafter over each block.
+        masks: what the call's grammars allow; None for none.
     """
 
     rules: LogitRules
     rejection: RejectionAcceptance | None
     adapts_sharpness: bool
     passes: int
+    masks: DraftMasks | None = None
 
 
 class TreeSettings(NamedTuple):

@@ -12,7 +12,7 @@ from ..target import Target
 from . import denoise
 from .block import Block, ChainSettings, State
 from .drafting import DraftPass
-from .samplers import DraftSampler, FixedSharpness, RejectionDrafts
+from .samplers import DraftSampler, FixedSharpness, MaskedDrafts, RejectionDrafts
 from .sharpness import LEVELS, AutoSharpness
 
 __all__ = ["ChainProposer", "chain_widths"]
@@ -53,6 +53,8 @@ class ChainProposer(DraftPass):
             self.sampler = RejectionDrafts(settings.rejection)
         else:
             self.sampler = self.auto if settings.adapts_sharpness else self._fixed
+        if settings.masks is not None:
+            self.sampler = MaskedDrafts(self.sampler, settings.masks)
         self.rows, self.passes, self.rules = self.block_size, settings.passes, settings.rules
 
     def seat_(self, rows: slice, sharpness: float | None) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from ..sampling import RejectionAcceptance, Sampling
+from .block import DraftMasks
 from .predictions import Predictions
 
-__all__ = ["DraftSampler", "FixedSharpness", "RejectionDrafts"]
+__all__ = ["DraftSampler", "FixedSharpness", "MaskedDrafts", "RejectionDrafts"]
 
 
 class DraftSampler:
@@ -55,3 +57,45 @@ class RejectionDrafts(DraftSampler):
     def draw(self, predictions: Predictions, positions: Tensor, sampling: Sampling) -> Tensor:
         """Return one candidate ``[batch, 1, drafts]``."""
         return predictions.draw_for(self.acceptance, positions, sampling)
+
+
+class MaskedDrafts(DraftSampler):
+    """Draws again where a row's first draft that a grammar bans stands, at most `ROUNDS` times per block.
+
+    With the package's pair (T = 0, tokens per step) this changed nothing for JSON that it writes anyway, 13.73. Where
+    the grammar asked for keys in another order it made 2.78 3.89, for keys that the pair never saw 1.90 6.10, and for
+    sums as JSON 1.41 2.09 (`bench/bench_grammar.py`).
+
+    Args:
+        sampler: draws.
+        masks: knows what is banned.
+    """
+
+    ROUNDS = 15
+
+    def __init__(self, sampler: DraftSampler, masks: DraftMasks) -> None:
+        self.sampler, self.masks = sampler, masks
+
+    def draw(self, predictions: Predictions, positions: Tensor, sampling: Sampling) -> Tensor:
+        """Return the sampler's candidates; overwrites logits of ``predictions``, and waits for the device."""
+        candidates = self.sampler.draw(predictions, positions, sampling)
+        for _ in range(self.ROUNDS):
+            found = self.masks.banned_drafts(self.sampler.pick(candidates), predictions.logits.shape[-1])
+            if not found:
+                break
+            for row, place, banned in found:
+                predictions.logits[row, place].masked_fill_(banned, -torch.inf)
+            candidates = self.sampler.draw(predictions, positions, sampling)
+        return candidates
+
+    def pick(self, candidates: Tensor) -> Tensor:
+        """Return the sampler's pick."""
+        return self.sampler.pick(candidates)
+
+    def remember_(self, candidates: Tensor) -> None:
+        """Let the sampler remember."""
+        self.sampler.remember_(candidates)
+
+    def observe_(self, choices: Tensor, num_context: Tensor, done: Tensor) -> None:
+        """Let the sampler learn."""
+        self.sampler.observe_(choices, num_context, done)

@@ -6,7 +6,7 @@ import math
 import numbers
 from collections.abc import Callable, Iterable, Mapping
 
-__all__ = ["callables", "finite", "integer", "integer_from", "is_list", "listed", "real", "token", "tokens"]
+__all__ = ["callables", "finite", "integer", "integer_from", "is_list", "listed", "real", "string", "token", "tokens"]
 
 
 def integer(name: str, value: object) -> int:
@@ -37,6 +37,17 @@ def finite(name: str, value: object) -> float:
     if not math.isfinite(number):
         raise ValueError(f"{name} must be a finite number, got {value!r}")
     return number
+
+
+def string(name: str, value: object) -> str:
+    """Return ``value``; raise unless it is a string of Unicode text."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be a string, got {type(value).__name__}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name} must be Unicode text: {error.reason} at character {error.start}") from None
+    return value
 
 
 def token(name: str, value: object, vocab_size: int) -> int:

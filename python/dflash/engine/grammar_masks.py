@@ -1,0 +1,167 @@
+"""What the grammars of a call allow: drafts that they ban are drawn again, and the target's logits are masked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..call import Call
+from ..proposers import Block
+from ..sampling import Matcher, first_banned
+from .state import RUNNING, State
+
+__all__ = ["GrammarMasks"]
+
+
+class GrammarMasks:
+    """Masks for the rows of a batch, made on the host by llguidance.
+
+    Those of a drafted chain are made before the target runs: they also say which drafts to draw again. Those of other
+    blocks are made after the target's pass was launched, which on a GPU runs meanwhile. A step waits for the device
+    once, and once more each time that drafts are drawn again.
+
+    Args:
+        state: of the running batch.
+        rows: the most rows of a block.
+        words: of a mask.
+    """
+
+    def __init__(self, state: State, rows: int, words: int) -> None:
+        batch, device = len(state.length), state.length.device
+        self._state, on_gpu = state, device.type == "cuda"
+        self._matchers: list[Matcher | None] = [None] * batch
+        self._consumed = [0] * batch  # tokens of each row, its prompt included, that its matcher knows of
+        self._masked: list[object] = [None] * batch  # the tokens consumed and the drafts that each row's masks are for
+        # All bits are set where nothing is masked.
+        self._masks = torch.full((batch, rows, words), -1, dtype=torch.int32, device="cpu", pin_memory=on_gpu)
+        self._is_masked = torch.zeros(batch, 1, 1, dtype=torch.bool, device=device)
+        self._back = torch.arange(rows - 1, -1, -1, device=device)
+        bits = [[not byte >> bit & 1 for bit in range(8)] for byte in range(256)]
+        self._banned_by_byte = torch.tensor(bits, device=device).view(torch.int64)[:, 0]  # eight bools in each
+        self._asked: Tensor | None = None
+        self._event = torch.cuda.Event() if on_gpu else None
+
+    @classmethod
+    def create(cls, call: Call, state: State, rows: int) -> GrammarMasks | None:
+        """Return the masks of a call's grammars, each at its start; None if there are none."""
+        found = [matcher for matcher in call.grammars if matcher is not None]
+        if not found:
+            return None
+        masks = cls(state, rows, found[0].words)
+        for row, (matcher, prompt) in enumerate(zip(call.grammars, call.prompts, strict=True)):
+            masks.set_(row, matcher, len(prompt))
+        return masks
+
+    def set_(self, row: int, matcher: Matcher | None, prompt_length: int) -> None:
+        """Let a row begin a grammar after its prompt, or have none. The next `apply` masks its first token.
+
+        Not while a step is running.
+        """
+        self._is_masked[row] = matcher is not None
+        self._matchers[row] = None if matcher is None else matcher.copy()
+        self._consumed[row] = prompt_length
+        if matcher is not None:
+            self._fill(row, [-1])
+
+    def banned_drafts(self, drafts: Tensor, vocab_size: int) -> list[tuple[int, int, Tensor]]:
+        """Find the first of each row's drafts that its grammar does not allow; waits for the device.
+
+        Args:
+            drafts: ``[batch, drafts]`` int64.
+            vocab_size: of the drafter's logits.
+
+        Returns:
+            Row, index of the draft, and ``[vocab]`` bool, what is not allowed there.
+        """
+        found = []
+        for row, rest in self._advance(self._packed(drafts).tolist()).items():
+            self._fill(row, [-1, *rest])
+            if (place := first_banned(self._masks[row], rest)) is not None:
+                mask = self._masks[row, place].to(drafts.device)
+                found.append((row, place, self._banned(mask, vocab_size)))
+        return found
+
+    def ask(self, block: Block) -> None:
+        """Send to the host what the masks of a block depend on; does not wait."""
+        asked = self._packed(block.ids if block.tree is None else torch.cat([block.ids, block.tree.parents], 1))
+        if self._event is not None:
+            pinned = torch.empty(asked.shape, dtype=asked.dtype, device="cpu", pin_memory=True)
+            asked = pinned.copy_(asked, non_blocking=True)
+            self._event.record()
+        self._asked = asked
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """Return ``logits [batch, rows, vocab]`` with -inf for what a grammar does not allow, NaN where it leaves none.
+
+        Waits for what was asked and makes the masks. If nothing was asked, the logits are for each row's first token.
+
+        Raises:
+            ValueError: no token continues a match, or llguidance has given up.
+        """
+        rows = logits.shape[1]
+        if self._asked is not None:
+            self._answer(rows)
+        masks = self._masks[:, :rows].to(logits.device, non_blocking=True)
+        banned = self._banned(masks, logits.shape[2]) & self._is_masked
+        logits = logits.masked_fill(banned, -torch.inf)
+        nothing = (logits.amax(-1, keepdim=True) == -torch.inf) & self._is_masked
+        return logits.masked_fill_(nothing, torch.nan)
+
+    def _answer(self, rows: int) -> None:
+        """Write the masks of the block that was asked about."""
+        if self._event is not None:
+            self._event.synchronize()
+        values, self._asked = self._asked.tolist(), None
+        running = self._advance(values)
+        for row, matcher in enumerate(self._matchers):
+            if matcher is None:
+                continue
+            if row not in running:
+                self._masks[row] = -1
+            elif (self._consumed[row], running[row][1:]) != self._masked[row]:
+                self._fill(row, running[row][:rows], running[row][rows:] or None)
+
+    def _fill(self, row: int, ids: list[int], parents: list[int] | None = None) -> None:
+        """Write a row's masks; see `Matcher.fill_`."""
+        self._masks[row] = -1
+        try:
+            self._matchers[row].fill_(self._masks[row], ids, parents)
+        except ValueError as error:
+            raise self._stuck(row, error) from error
+        self._masked[row] = self._consumed[row], ids[1:]
+
+    def _packed(self, ids: Tensor) -> Tensor:
+        """Return lengths, ends, the last tokens that a step may have emitted, and ``ids``, as columns."""
+        length = self._state.length[:, None]
+        recent = self._state.tokens.gather(1, (length - self._back).clamp(min=0))
+        return torch.cat([length, self._state.done[:, None], recent, ids], 1)
+
+    def _advance(self, packed: Sequence[Sequence[int]]) -> dict[int, list[int]]:
+        """Move matchers to their rows' anchors; return the ids of the running rows that have one."""
+        out = {}
+        for row, (length, done, *rest) in enumerate(packed):
+            matcher = self._matchers[row]
+            if matcher is None or done != RUNNING:
+                continue
+            recent, ids = rest[: len(self._back)], rest[len(self._back) :]
+            try:
+                matcher.consume(recent[len(recent) - (length + 1 - self._consumed[row]) :])
+            except ValueError as error:
+                raise self._stuck(row, error) from error
+            self._consumed[row] = length + 1
+            out[row] = ids
+        return out
+
+    def _stuck(self, row: int, error: ValueError) -> ValueError:
+        place = self._consumed[row]
+        return ValueError(f"the grammar of row {row} cannot go on at position {place}: {error}")
+
+    def _banned(self, masks: Tensor, vocab_size: int) -> Tensor:
+        """Return what ``masks [..., words]`` do not allow, ``[..., vocab]`` bool.
+
+        Ids that the tokenizer does not know, such as the padding of a head, are never allowed.
+        """
+        banned = self._banned_by_byte[masks.view(torch.uint8).int()].view(torch.bool)
+        return torch.nn.functional.pad(banned, (0, vocab_size - banned.shape[-1]), value=True)

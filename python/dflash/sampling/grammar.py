@@ -1,0 +1,204 @@
+"""Grammars that an answer must match: JSON schemas, regular expressions and Lark grammars, through llguidance."""
+
+from __future__ import annotations
+
+import functools
+import json
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from . import checks
+from .matcher import Matcher
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+__all__ = ["Grammar", "resolve_grammars"]
+
+_NAMES = {"json_schema": "JSON schema", "regex": "regex", "lark": "Lark grammar"}
+_WHITESPACE = r" ?(\r?\n[ \t]{0,32})?"
+_MAX_REASON = 500  # characters of an error; some repeat the grammar
+_MAX_COMPILED = 64  # grammars per tokenizer and stop list that are kept compiled
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """What an answer must match, from its first token to the stop token.
+
+    Make one with `json_schema`, `regex` or `lark`. llguidance defines the syntax and the keywords (the extra
+    ``grammar``); what it does not support is refused.
+
+    Attributes:
+        kind: ``"json_schema"``, ``"regex"`` or ``"lark"``.
+        text: the schema as JSON, the pattern, or the grammar.
+    """
+
+    kind: Literal["json_schema", "regex", "lark"]
+    text: str
+
+    @classmethod
+    def json_schema(cls, schema: Mapping[str, object]) -> Grammar:
+        """Return the grammar of the JSON documents that a schema describes.
+
+        Between two JSON tokens there may be a space, and a line break with up to 32 spaces or tabs: free whitespace
+        would let a model write nothing else. ``"x-guidance": {"whitespace_flexible": False}`` in the schema forbids it,
+        ``{"whitespace_pattern": REGEX}`` allows other.
+
+        Args:
+            schema: a JSON schema.
+
+        Raises:
+            ValueError: the schema is invalid, contradicts itself or has an unsupported keyword, or llguidance is not
+                installed.
+            TypeError: it is not a dict of JSON values.
+        """
+        if not isinstance(schema, Mapping):
+            raise TypeError(f"a JSON schema must be a dict, got {type(schema).__name__}")
+        try:
+            text = json.dumps(dict(schema), allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise TypeError(f"a JSON schema must hold JSON values only: {error}") from None
+        return cls("json_schema", text)._checked()
+
+    @classmethod
+    def regex(cls, pattern: str) -> Grammar:
+        r"""Return the grammar of the texts that a regular expression matches as a whole.
+
+        The syntax is that of Rust's ``regex`` without look-around: ``\w`` and ``\d`` are Unicode. ``^`` and ``$`` may
+        stand at the ends.
+
+        Args:
+            pattern: the regular expression.
+
+        Raises:
+            ValueError: the pattern is invalid, or llguidance is not installed.
+            TypeError: it is not a string.
+        """
+        return cls("regex", checks.string("a regex", pattern))._checked()
+
+    @classmethod
+    def lark(cls, grammar: str) -> Grammar:
+        """Return a context-free grammar in Lark's syntax, as llguidance reads it, with the rule ``start``.
+
+        Args:
+            grammar: its rules.
+
+        Raises:
+            ValueError: the grammar is invalid, or llguidance is not installed.
+            TypeError: it is not a string.
+        """
+        return cls("lark", checks.string("a Lark grammar", grammar))._checked()
+
+    @property
+    def source(self) -> str:
+        """The grammar as llguidance takes it."""
+        if self.kind == "regex":
+            return _llguidance().LLMatcher.grammar_from_regex(self.text)
+        if self.kind == "lark":
+            return json.dumps({"grammars": [{"lark_grammar": self.text}]})
+        schema = {"x-guidance": {"whitespace_pattern": _WHITESPACE}} | json.loads(self.text)
+        return json.dumps({"grammars": [{"json_schema": schema}]})
+
+    def _checked(self) -> Grammar:
+        """Return the grammar; raise ValueError if llguidance does not take it."""
+        if reason := _llguidance().LLMatcher.validate_grammar(self.source):
+            raise ValueError(f"this {_NAMES[self.kind]} cannot be used: {reason.strip()[:_MAX_REASON]}")
+        return self
+
+
+def resolve_grammars(
+    given: object, prompts: int, repeats: int, tokenizer: Any, stop_token_ids: Sequence[int]
+) -> tuple[Matcher | None, ...]:
+    """Compile the grammars of a call.
+
+    Args:
+        given: a `Grammar` for every row, a list with one or None per prompt, or None.
+        prompts: rows of the call's ids.
+        repeats: answers per prompt.
+        tokenizer: the target's.
+        stop_token_ids: the ids that end a row.
+
+    Returns:
+        Per row, where it starts in its grammar, or None without one; empty if no row has a grammar.
+
+    Raises:
+        ValueError: something is missing, or a grammar allows no token of this tokenizer.
+        TypeError: ``given`` has the wrong type.
+    """
+    grammars = [given] * prompts if given is None or isinstance(given, Grammar) else given
+    if not checks.is_list(grammars) or not all(item is None or isinstance(item, Grammar) for item in grammars):
+        raise TypeError(
+            f"grammar must be a dflash.Grammar, or a list with one or None per prompt, got {given!r}: "
+            "make one with dflash.Grammar.json_schema(...), .regex(...) or .lark(...)"
+        )
+    if len(grammars) != prompts:
+        raise ValueError(f"grammar must be one dflash.Grammar or one per prompt, {prompts} in all, got {len(grammars)}")
+    if not any(grammars):
+        return ()
+    if tokenizer is None:
+        raise ValueError("a grammar needs the target's tokenizer: pass tokenizer=")
+    if not stop_token_ids:
+        raise ValueError("a grammar ends with a stop token, and stop_token_ids is empty: name the tokenizer's EOS")
+    vocabulary = _vocabulary(tokenizer, tuple(stop_token_ids))
+    starts = [None if grammar is None else vocabulary.start(grammar) for grammar in grammars]
+    return tuple(start for start in starts for _ in range(repeats))
+
+
+class _Vocabulary:
+    """A tokenizer as llguidance reads it, and the grammars that were compiled for it.
+
+    Args:
+        tokenizer: the target's.
+        stop: the ids that end a row.
+    """
+
+    def __init__(self, tokenizer: Any, stop: tuple[int, ...]) -> None:
+        _llguidance()
+        from llguidance.hf import from_tokenizer
+
+        try:
+            self.tokens = from_tokenizer(tokenizer, eos_token=list(stop))
+        except (ValueError, AttributeError) as error:
+            raise ValueError(f"grammars cannot be used with this {type(tokenizer).__name__}: {error}") from error
+        if plain := [token for token in stop if not self.tokens.is_special_token(token)]:
+            raise ValueError(
+                f"stop_token_ids {plain} are text to this tokenizer, and a grammar decides which text may follow: "
+                "with a grammar, name special tokens such as EOS only"
+            )
+        self.stop = frozenset(stop)
+        self.start = functools.lru_cache(_MAX_COMPILED)(self._start)
+
+    def _start(self, grammar: Grammar) -> Matcher:
+        matcher: LLMatcher = _llguidance().LLMatcher(self.tokens, grammar.source, log_level=0)
+        matcher.compute_bitmask()  # finds what only shows with a vocabulary
+        if matcher.is_error():
+            raise ValueError(
+                f"no token of this tokenizer can begin a match of this {_NAMES[grammar.kind]}: "
+                f"{matcher.get_error().splitlines()[0]}"
+            )
+        return Matcher(grammar, matcher, self.tokens.vocab_size, self.stop)
+
+
+_vocabularies: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], _Vocabulary]] = weakref.WeakKeyDictionary()
+
+
+def _vocabulary(tokenizer: Any, stop: tuple[int, ...]) -> _Vocabulary:
+    """Return the vocabulary of a tokenizer. Making one takes about a second for 150,000 tokens, so it is kept."""
+    try:
+        kept = _vocabularies.setdefault(tokenizer, {})
+        key = len(tokenizer), *stop  # tokens may have been added
+    except TypeError as error:
+        raise ValueError(f"grammars cannot be used with this {type(tokenizer).__name__}: {error}") from error
+    if key not in kept:
+        kept[key] = _Vocabulary(tokenizer, stop)
+    return kept[key]
+
+
+def _llguidance() -> Any:
+    try:
+        import llguidance
+    except ImportError as error:
+        raise ValueError("a grammar needs the llguidance package: pip install '.[grammar]'") from error
+    return llguidance

@@ -1,0 +1,489 @@
+"""Structured output: text under a grammar equals one-token decoding under llguidance's own masks."""
+
+import json
+import re
+import sys
+
+import pytest
+import torch
+from baseline import check_answers, left_padded, prompt, sampled
+from families import Cheat, make_draft, make_target
+from llguidance import LLMatcher
+from llguidance.hf import from_tokenizer
+from tiny_pair import save_pair
+from tiny_tokenizers import byte_fallback, byte_level, spoken, word_pieces
+from transformers import TopKLogitsWarper
+from trees import random_shapes
+
+import dflash
+from dflash.call import Call, TargetDefaults
+from dflash.proposers import MaskedDrafts
+from dflash.sampling import first_banned, fold, resolve_grammars
+
+NEW, EOS = 24, 0
+LENGTHS = [1, 7, 30]
+TOKENIZER = byte_level()
+Grammar = dflash.Grammar
+GRAMMARS = {
+    "regex": Grammar.regex(r"(ab|c[d-f]* ){3,5}\n(é|€|j)?"),
+    "forced": Grammar.regex(r"(b\n){40}"),
+    "nested": Grammar.lark('start: pair\npair: "a" pair "b" | "c" pair "d" | pair pair | /[e-g]+/'),
+    "free": Grammar.regex(r"(?s:.*)"),
+}
+
+
+class Allowed:
+    """Masks logits token by token with a new matcher each time: nothing of a block, a rollback or an engine."""
+
+    def __init__(self, grammar: dflash.Grammar, tokenizer=TOKENIZER, stop: tuple[int, ...] = (EOS,)) -> None:
+        self.tokens, self.source = from_tokenizer(tokenizer, eos_token=list(stop)), grammar.source
+
+    def mask(self, tokens: list[int]) -> torch.Tensor | None:
+        """Return what may follow ``tokens``, ``[bits]`` bool; None if the grammar does not allow these."""
+        matcher = LLMatcher(self.tokens, self.source, log_level=0)
+        if not matcher.consume_tokens(tokens):
+            return None
+        words = torch.frombuffer(bytearray(matcher.compute_bitmask()), dtype=torch.uint8)
+        allowed = (words[:, None] >> torch.arange(8) & 1).bool().flatten()
+        return torch.zeros_like(allowed) if matcher.is_error() else allowed
+
+    def __call__(self, tokens: list[int], logits: torch.Tensor) -> torch.Tensor:
+        allowed = self.mask(tokens)[: logits.shape[-1]]
+        allowed = torch.nn.functional.pad(allowed, (0, logits.shape[-1] - len(allowed)))
+        return logits.float().masked_fill(~allowed, -torch.inf)
+
+
+def oracle(target, grammar, p, *, seed=0, temperature=0.0, new=NEW, stop=(EOS,), **filters) -> torch.Tensor:
+    return sampled(target, p, new, seed, temperature, stop=stop, process=Allowed(grammar, stop=stop), **filters)
+
+
+def call(grammar, **changes) -> dict:
+    return {"grammar": grammar, "tokenizer": TOKENIZER, "max_new_tokens": NEW, "stop_token_ids": [EOS]} | changes
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    return [prompt(length, seed=51) for length in LENGTHS]
+
+
+# ---------------------------------------------------------------------------------------------- the text
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_text_equals_one_token_decoding(target, draft, prompts, name, temperature):
+    grammar, p = GRAMMARS[name], prompts[1]
+    expected = oracle(target, grammar, p, seed=3, temperature=temperature)
+    for drafter, options in ((None, {}), (draft, {}), (draft, {"block_size": 5}), (draft, {"denoise_steps": 2})):
+        arguments = call(grammar, temperature=temperature, seed=3, **options)
+        check_answers(dflash.generate(target, drafter, p[None], **arguments), len(p), [expected])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("spoil", [0, 2, 7])
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_a_grammar_bites_inside_blocks(target, draft, prompts, name, spoil, temperature):
+    grammar, p = GRAMMARS[name], prompts[1]
+    answer = oracle(target, grammar, p, seed=3, temperature=temperature)
+    generator = Cheat(target, draft, max_length=80)
+    generator.script, generator.spoil = torch.zeros(1, 100, dtype=torch.int64), spoil
+    generator.script[0, : len(p) + len(answer)] = torch.cat([p, answer])
+    arguments = call(grammar, temperature=temperature, seed=3, return_dict_in_generate=True)
+    output = generator.generate(p[None], **arguments)
+    check_answers(output.sequences, len(p), [answer])
+    if spoil == 0 and len(answer) > 2:
+        assert output.statistics.acceptance_length > min(len(answer) - 1, 16) / 2
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_every_row_of_a_batch_has_its_own_grammar(target, draft, prompts, temperature):
+    grammars = [GRAMMARS["regex"], None, GRAMMARS["nested"]]
+    ids, mask = left_padded(prompts)
+    expected = [
+        sampled(target, p, NEW, fold(9, row), temperature, stop=(EOS,))
+        if grammar is None
+        else oracle(target, grammar, p, seed=fold(9, row), temperature=temperature)
+        for row, (p, grammar) in enumerate(zip(prompts, grammars, strict=True))
+    ]
+    arguments = call(grammars, attention_mask=mask, temperature=temperature, seed=9)
+    check_answers(dflash.generate(target, draft, ids, **arguments), ids.shape[1], expected)
+
+
+def test_answers_to_one_prompt_follow_its_grammar(target, draft, prompts):
+    p, grammars = prompts[1], [GRAMMARS["regex"], GRAMMARS["nested"]]
+    arguments = call(grammars, temperature=1.0, seed=4, num_return_sequences=2)
+    output = dflash.generate(target, draft, torch.stack([p, p]), **arguments)
+    rows = [(row, grammars[row // 2]) for row in range(4)]
+    expected = [oracle(target, grammar, p, seed=fold(4, row), temperature=1.0) for row, grammar in rows]
+    check_answers(output, len(p), expected)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("rows", [2, 16, 70])
+@pytest.mark.parametrize("name", ["regex", "nested"])
+def test_trees_write_the_same_text(target, draft, prompts, name, rows, temperature):
+    grammar, p = GRAMMARS[name], prompts[1]
+    expected = oracle(target, grammar, p, seed=3, temperature=temperature)
+    arguments = call(grammar, temperature=temperature, seed=3, tree=rows)
+    check_answers(dflash.generate(target, draft, p[None], **arguments), len(p), [expected])
+
+
+def test_filters_choose_among_what_is_allowed(target, draft, prompts):
+    grammar, p = GRAMMARS["regex"], prompts[1]
+    filters = {"top_k": 3, "top_p": 0.9}
+    expected = oracle(target, grammar, p, seed=3, temperature=1.5, **filters)
+    output = dflash.generate(target, draft, p[None], **call(grammar, temperature=1.5, seed=3, **filters))
+    check_answers(output, len(p), [expected])
+
+
+def test_rules_come_before_and_processors_after(target, draft, prompts):
+    grammar, p, top = GRAMMARS["regex"], prompts[1], TopKLogitsWarper(2)
+    allowed, bias = Allowed(grammar), torch.zeros(97)
+    bias[TOKENIZER.encode("c")] = 3.0
+
+    def process(tokens, logits):
+        return top(None, allowed(tokens, logits + bias)[0])[None]
+
+    expected = sampled(target, p, NEW, 3, 1.0, stop=(EOS,), process=process)
+    rules = {"logit_bias": {TOKENIZER.encode("c")[0]: 3.0}, "logits_processor": [top]}
+    output = dflash.generate(target, draft, p[None], **call(grammar, temperature=1.0, seed=3, **rules))
+    check_answers(output, len(p), [expected])
+
+
+def test_bfloat16_equals_the_one_token_mode(prompts):
+    target = make_target("qwen3", dtype=torch.bfloat16)
+    draft, grammar, p = make_draft(target), GRAMMARS["regex"], prompts[2][None]
+    arguments = call(grammar, temperature=1.0, seed=3)
+    drafted = dflash.Generator(target, draft, max_length=80).generate(p, **arguments)
+    padded = dflash.Generator(target, None, block_size=16, max_length=80).generate(p, **arguments)
+    assert torch.equal(drafted, padded)
+
+
+def test_widths_are_chosen_and_a_compiled_generator_runs(target, draft, prompts):
+    grammar, p = GRAMMARS["regex"], prompts[1]
+    expected = oracle(target, grammar, p, seed=3, temperature=1.0)
+    arguments = call(grammar, temperature=1.0, seed=3)
+    for options in ({"block_size": "auto"}, {"block_size": {2: 1.0, 16: 1.1}}, {"compile": True}):
+        generator = dflash.Generator(target, draft, max_length=80, **options)
+        check_answers(generator.generate(p[None], **arguments), len(p), [expected])
+
+
+def test_a_stream_gives_the_same_text(target, draft, prompts):
+    p = prompts[1][None]
+    arguments = call(GRAMMARS["regex"], temperature=1.0, seed=3)
+    answer = dflash.generate(target, draft, p, **arguments)[0, p.shape[1] :].tolist()
+    events = list(dflash.stream(target, draft, p, **arguments))
+    assert [token for event in events for token in event.ids[0]] == answer
+    assert "".join(event.text[0] for event in events) == TOKENIZER.decode(answer)
+
+
+def test_a_generator_forgets_the_grammar_of_its_last_call(target, draft, prompts):
+    generator, p = dflash.Generator(target, draft, max_length=80), prompts[1][None]
+    plain = generator.generate(p, max_new_tokens=NEW)
+    constrained = generator.generate(p, **call(GRAMMARS["regex"]))
+    assert torch.equal(generator.generate(p, max_new_tokens=NEW), plain)
+    assert generator.engine.grammar_masks is None
+    assert not isinstance(generator.engine.chain.sampler, MaskedDrafts)
+    assert torch.equal(generator.generate(p, **call(GRAMMARS["regex"])), constrained)
+
+
+def test_only_steps_with_a_grammar_are_kept_from_graphs(target, draft, prompts):
+    generator, defaults = dflash.Generator(target, draft, max_length=80), TargetDefaults.of(target)
+    plain, masked = (Call.resolve(defaults, prompts[1][None], call(g)) for g in (None, GRAMMARS["regex"]))
+    assert generator.engine.graph_obstacle(plain, "") == ""
+    assert generator.engine.graph_obstacle(masked, "") == "a grammar's masks are made on the host"
+
+
+# ---------------------------------------------------------------------------------------------- its end
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("pattern", ["a{3,6}", "a(bc)*d|ef", "(ab)?", "j[a-d]{2}"])
+def test_a_row_stops_at_a_match_and_nowhere_else(target, draft, prompts, pattern, temperature):
+    ids, mask = left_padded(prompts)
+    arguments = call(Grammar.regex(pattern), attention_mask=mask, temperature=temperature, seed=5)
+    output = dflash.generate(target, draft, ids, return_dict_in_generate=True, **arguments)
+    for row, reason in zip(output.sequences[:, ids.shape[1] :], output.finish_reasons, strict=True):
+        answer = row.tolist()
+        if reason == "stop":
+            text = TOKENIZER.decode(answer[: answer.index(EOS)])
+            assert re.fullmatch(pattern, text)
+        else:
+            assert len(answer) == NEW
+            assert EOS not in answer
+    assert "stop" in output.finish_reasons
+
+
+def test_every_stop_token_ends_a_match(target, draft, prompts):
+    ids, stop = torch.stack([prompts[1]] * 8), [EOS, 1]
+    arguments = call(Grammar.regex("a{3,6}"), temperature=3.0, seed=5, stop_token_ids=stop)
+    answers = dflash.generate(target, draft, ids, **arguments)[:, ids.shape[1] :].tolist()
+    ends = [next(token for token in answer if token in stop) for answer in answers]
+    assert set(ends) == set(stop)
+    assert all(re.fullmatch("a{3,6}", TOKENIZER.decode(a[: a.index(e)])) for a, e in zip(answers, ends, strict=True))
+
+
+def test_a_stop_string_ends_a_row_earlier(target, draft, prompts):
+    arguments = call(Grammar.regex("(ab|c){12}"), stop_strings=["cab", "abc", "cc"])
+    output = dflash.generate(target, draft, prompts[1][None], return_dict_in_generate=True, **arguments)
+    text = TOKENIZER.decode(output.sequences[0, len(prompts[1]) :])
+    assert output.finish_reasons == ["stop"]
+    assert text.endswith(("cab", "abc", "cc"))
+    assert re.match("(ab|c)+", text)
+
+
+def test_ids_that_the_tokenizer_does_not_know_are_never_chosen(prompts):
+    target = make_target("qwen3", vocab_size=120)  # its head is padded
+    ids = torch.stack([prompts[1]] * 4)
+    free = dflash.generate(target, None, ids, **call(None, temperature=2.0, seed=1))
+    assert free[:, ids.shape[1] :].max() >= 97
+    draft = make_draft(target)
+    masked = dflash.generate(target, draft, ids, **call(GRAMMARS["free"], temperature=2.0, seed=1))
+    assert masked.max() < 97
+
+
+def test_a_draft_may_lead_where_the_grammar_ends_without_a_match(target, draft, prompts):
+    """The vocabulary has no z: é is allowed, and nothing after it."""
+    p, grammar = prompts[1], Grammar.regex("aéz|ab{5}")
+    dead, alive = ([*TOKENIZER.encode(text)] for text in ("aé", "abbbbb"))
+    generator = Cheat(target, draft, max_length=80)
+    generator.script = torch.zeros(1, 100, dtype=torch.int64)
+    generator.script[0, len(p) : len(p) + len(dead)] = torch.tensor(dead)
+    bias = dict.fromkeys(alive, 50.0) | {token: -50.0 for token in range(97) if token not in (*alive, *dead, 0)}
+    arguments = call(grammar, logit_bias=bias | {dead[1]: -50.0}, forced_bos_token_id=[])
+    answer = generator.generate(p[None], **arguments)[0, len(p) :].tolist()
+    assert TOKENIZER.decode(answer, skip_special_tokens=True) == "abbbbb"
+    with pytest.raises(
+        ValueError, match=r"grammar (of row 0 cannot go on|and the other rules together leave no token)"
+    ):
+        generator.generate(p[None], **call(grammar, logit_bias=bias | {dead[1]: 100.0}))
+
+
+def test_rules_that_ban_everything_allowed_are_an_error(target, draft, prompts):
+    arguments = call(Grammar.regex("a{9}"), suppress_tokens=[2, 26])
+    with pytest.raises(ValueError, match=r"the grammar and the other rules together leave no token, in row 0"):
+        dflash.generate(target, draft, prompts[1][None], **arguments)
+
+
+# ---------------------------------------------------------------------------------------------- masks
+
+
+def bits(mask: torch.Tensor, vocab: int) -> list[bool]:
+    return [bool(mask[token // 32].item() >> token % 32 & 1) for token in range(vocab)]
+
+
+@pytest.mark.parametrize("make", [byte_level, byte_fallback])
+@pytest.mark.parametrize("shape", ["chain", "tree"])
+def test_masks_of_a_block_are_those_of_each_prefix(make, shape):
+    tokenizer, grammar = make(), Grammar.regex("( ?[a-c]{1,3}é?)*[.h]")
+    vocab, allowed = len(tokenizer), Allowed(grammar, tokenizer, (tokenizer.eos_token_id,))
+    (matcher,) = resolve_grammars(grammar, 1, 1, tokenizer, [tokenizer.eos_token_id])
+    generator = torch.Generator().manual_seed(0)
+    good = [token for token in range(vocab) if re.fullmatch("[ a-ché.]+", tokenizer.decode([token]))]
+    reached = 0
+    for seed in range(12):
+        parents = list(range(-1, 11)) if shape == "chain" else random_shapes(12, seed=seed).parents[0].tolist()
+        picks = torch.randint(len(good), (12,), generator=generator).tolist()
+        ids = [-1, *(good[pick] for pick in picks[1:])]
+        masks = torch.full((12, matcher.words), -1, dtype=torch.int32)
+        matcher.fill_(masks, ids, None if shape == "chain" else parents)
+        for row in range(12):
+            path = [row]
+            while parents[path[0]] >= 0:
+                path.insert(0, parents[path[0]])
+            prefix = [ids[step] for step in path[1:]]
+            if row and parents[row] < 0:
+                continue
+            expected = allowed.mask(prefix)
+            if expected is not None:
+                reached += row > 0
+                assert bits(masks[row], vocab) == expected[:vocab].tolist(), (prefix, row)
+    assert reached > 12
+
+
+def test_the_first_banned_draft_is_found():
+    (matcher,) = resolve_grammars(Grammar.regex("ab{2}|cé"), 1, 1, TOKENIZER, [EOS])
+    a, b, c = (TOKENIZER.encode(letter)[0] for letter in "abc")
+    places = {(a, b, b, EOS, c): None, (a, b, b, b): 3, (a, b, c): 2, (a, EOS): 1, (a, b, -1, c): None, (b,): 0}
+    for drafts, place in (places | {(a, 5000): 1, (a, b, b, c, EOS): 3}).items():
+        masks = torch.full((len(drafts) + 1, matcher.words), -1, dtype=torch.int32)
+        matcher.fill_(masks, [-1, *drafts])
+        assert first_banned(masks, drafts) == place, drafts
+
+
+def test_drafts_keep_to_the_grammar(target, draft, prompts, monkeypatch):
+    """Nothing else can be written, so every draft that is drawn again is accepted."""
+    p, arguments = prompts[1][None], call(GRAMMARS["forced"], return_dict_in_generate=True)
+    for temperature in (0.0, 1.0):
+        output = dflash.generate(target, draft, p, temperature=temperature, **arguments)
+        assert output.statistics.acceptance_length > 7
+    monkeypatch.setattr(MaskedDrafts, "ROUNDS", 0)
+    assert dflash.generate(target, draft, p, **arguments).statistics.acceptance_length < 2
+
+
+# ---------------------------------------------------------------------------------------------- the trained pair
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return dflash.demo_pair()
+
+
+RECORD = "ini to json:\n[item]\nname=oak\nsize=12\ncolor=amber\nport=8080\n=>\n"
+
+
+def schema(**properties) -> dict:
+    return {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_json_of_a_trained_pair_is_valid_with_and_without_a_drafter(pair, temperature):
+    target, draft, tokenizer = pair
+    text, number = {"type": "string", "maxLength": 12}, {"type": "integer", "minimum": 0, "maximum": 99999}
+    other = schema(the_color=text, the_port=number, list={"type": "array", "items": number, "maxItems": 3})
+    ids = tokenizer(RECORD, return_tensors="pt").input_ids
+    for wanted in (schema(name=text, size=number, color=text, port=number), other):
+        arguments = {"grammar": Grammar.json_schema(wanted), "tokenizer": tokenizer, "max_new_tokens": 120}
+        arguments |= {"temperature": temperature, "seed": 2, "return_dict_in_generate": True}
+        alone = dflash.generate(target, None, ids, **arguments)
+        drafted = dflash.generate(target, draft, ids, **arguments)
+        assert drafted.sequences.tolist() == alone.sequences.tolist()
+        assert drafted.finish_reasons == ["stop"]
+        assert drafted.statistics.acceptance_length > 2
+        answer = json.loads(tokenizer.decode(drafted.sequences[0, ids.shape[1] :], skip_special_tokens=True))
+        assert [*answer] == wanted["required"]
+
+
+def test_whitespace_between_json_tokens_is_bounded(pair):
+    tokenizer = pair[2]
+    (start,) = resolve_grammars(Grammar.json_schema({"type": "object"}), 1, 1, tokenizer, [0])
+
+    def allows(text):
+        matcher = start.copy()
+        try:
+            matcher.consume(tokenizer.encode(text, add_special_tokens=False))
+        except ValueError:
+            return False
+        return True
+
+    for text in ('{"a": [1, 2]}', '{"a":[1,2]}', json.dumps({"a": [{"b": 1}]}, indent=4)):
+        assert allows(text)
+    for text in ('{"a":  1}', '{"a":\n\n1}'):
+        assert not allows(text)
+
+
+# ---------------------------------------------------------------------------------------------- wrong input
+
+WRONG_GRAMMARS = [
+    (lambda: Grammar.regex("(ab"), ValueError, r"this regex cannot be used: .*unclosed group"),
+    (lambda: Grammar.regex("a(?=b)"), ValueError, "look-around"),
+    (lambda: Grammar.regex(3), TypeError, "a regex must be a string, got int"),
+    (lambda: Grammar.regex("\ud800"), ValueError, "a regex must be Unicode text"),
+    (lambda: Grammar.regex("(" * 10000 + "a"), ValueError, "this regex cannot be used"),
+    (lambda: Grammar.lark("start: other"), ValueError, 'this Lark grammar cannot be used: .*unknown name: "other"'),
+    (lambda: Grammar.lark(""), ValueError, "no start rule found"),
+    (lambda: Grammar.lark(b"start: A"), TypeError, "a Lark grammar must be a string, got bytes"),
+    (lambda: Grammar.json_schema('{"type": "object"}'), TypeError, "a JSON schema must be a dict, got str"),
+    (lambda: Grammar.json_schema({"type": "strin"}), ValueError, "this JSON schema cannot be used: Invalid type"),
+    (lambda: Grammar.json_schema({"type": "array", "uniqueItems": True}), ValueError, r"Unimplemented keys.*uniqueIt"),
+    (lambda: Grammar.json_schema({"allOf": [{"type": "string"}, {"type": "null"}]}), ValueError, "Unsatisfiable"),
+    (lambda: Grammar.json_schema({"enum": [object()]}), TypeError, "a JSON schema must hold JSON values only"),
+    (lambda: Grammar.json_schema({"minimum": float("nan")}), TypeError, "a JSON schema must hold JSON values only"),
+]
+
+
+@pytest.mark.parametrize(("make", "error", "message"), WRONG_GRAMMARS)
+def test_a_wrong_grammar_is_refused_when_it_is_made(make, error, message):
+    with pytest.raises(error, match=f"(?s){message}"):
+        make()
+
+
+WRONG_CALLS = [
+    ({"grammar": {"type": "object"}}, TypeError, r"grammar must be a dflash.Grammar, .* got .*make one with"),
+    ({"grammar": "a+"}, TypeError, "grammar must be a dflash.Grammar"),
+    ({"grammar": [Grammar.regex("a"), "b"]}, TypeError, "grammar must be a dflash.Grammar"),
+    ({"grammar": [Grammar.regex("a")] * 2}, ValueError, "one per prompt, 1 in all, got 2"),
+    ({"tokenizer": None}, ValueError, "a grammar needs the target's tokenizer"),
+    ({"stop_token_ids": []}, ValueError, "stop_token_ids is empty"),
+    ({"stop_token_ids": [EOS, 5]}, ValueError, r"stop_token_ids \[5\] are text to this tokenizer"),
+    ({"acceptance": "rejection", "temperature": 1.0}, ValueError, "cannot be combined with grammar"),
+    ({"tokenizer": word_pieces(), "stop_token_ids": [1]}, ValueError, "grammars cannot be used with this"),
+    ({"tokenizer": spoken(), "stop_token_ids": [1]}, ValueError, "grammars cannot be used with this"),
+    ({"tokenizer": object()}, ValueError, "grammars cannot be used with this object"),
+    ({"grammar": Grammar.regex("z")}, ValueError, "no token of this tokenizer can begin a match of this regex"),
+    ({"grammar": Grammar.regex(r"[^\s\S]")}, ValueError, "no token of this tokenizer can begin a match of this regex"),
+]
+
+
+@pytest.mark.parametrize(("changes", "error", "message"), WRONG_CALLS)
+def test_a_wrong_call_is_refused_before_any_work(target, draft, prompts, monkeypatch, changes, error, message):
+    monkeypatch.setattr(target, "forward", lambda *_, **__: pytest.fail("the target ran"))
+    with pytest.raises(error, match=message):
+        dflash.generate(target, draft, prompts[1][None], **call(Grammar.regex("a+")) | changes)
+
+
+def test_a_missing_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    with pytest.raises(ValueError, match=r"a grammar needs the llguidance package: pip install '\.\[grammar\]'"):
+        Grammar.regex("a")
+
+
+def test_a_tokenizer_may_get_more_tokens(target, prompts):
+    tokenizer = byte_level()
+    grammar = Grammar.regex("z")
+    with pytest.raises(ValueError, match="no token of this tokenizer can begin"):
+        dflash.generate(target, None, prompts[1][None], **call(grammar, tokenizer=tokenizer))
+    tokenizer.add_tokens(["z"])
+    wide = make_target("qwen3", vocab_size=98)
+    output = dflash.generate(wide, None, prompts[1][None], **call(grammar, tokenizer=tokenizer))
+    assert output[0, len(prompts[1]) :].tolist() == [97, EOS]
+
+
+# ---------------------------------------------------------------------------------------------- the command
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> list[str]:
+    """Return the options that name a tiny target with a byte-level tokenizer, and a drafter."""
+    folder = tmp_path_factory.mktemp("pair")
+    save_pair(folder)
+    TOKENIZER.save_pretrained(folder / "target")
+    return ["--model", str(folder / "target"), "--draft", str(folder / "draft"), "--max-new-tokens", "30", "--raw"]
+
+
+def test_the_command_takes_each_kind_of_grammar(shell, model, tmp_path):
+    schema, lark = tmp_path / "schema.json", tmp_path / "words.lark"
+    schema.write_text('{"enum": [11, 22]}')
+    lark.write_text('start: "a" start "b" | "c"\n')
+    done = shell("generate", *model, "--regex", "a(b|cd){2,4}", "abc")
+    assert done.code == 0, done.err
+    assert re.fullmatch("a(b|cd){2,4}", done.out.removesuffix("\n"))
+    done = shell("generate", *model, "--grammar", lark, "--json", "abc")
+    assert done.code == 0, done.err
+    assert re.fullmatch("(a*)c(b*)", json.loads(done.out)["text"]) or json.loads(done.out)["finish_reason"] == "length"
+    done = shell("generate", *model, "--json-schema", schema, "abc")
+    assert done.code == 2
+    assert "no token of this tokenizer can begin a match of this JSON schema" in done.err  # it has no digits
+
+
+def test_wrong_options_are_named_before_the_target_is_loaded(shell, model, tmp_path, monkeypatch):
+    from dflash.cli import loading
+
+    monkeypatch.setattr(loading, "load_target", lambda *_: pytest.fail("the target was loaded"))
+    wrong, listed = tmp_path / "wrong.json", tmp_path / "list.json"
+    wrong.write_text('{"type": ')
+    listed.write_text("[]")
+    cases = [
+        (["--regex", "(a"], "this regex cannot be used"),
+        (["--regex", "a", "--grammar", wrong], "give one of --regex and --grammar, not both"),
+        (["--grammar", tmp_path / "none"], "--grammar: there is no file"),
+        (["--json-schema", tmp_path / "none"], "cannot be read"),
+        (["--json-schema", wrong], "not JSON that can be read"),
+        (["--json-schema", listed], "must be a JSON object"),
+        (["--regex", "z"], "no token of this tokenizer can begin a match"),
+    ]
+    for options, message in cases:
+        done = shell("generate", *model, *options, "abc")
+        assert done.code == 2
+        assert message in done.err
+        assert not done.out
