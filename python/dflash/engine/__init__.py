@@ -2,6 +2,7 @@
 
 from .budget import context_bucket
 from .host_step import host_step
+from .prefill import fill_caches
 from .progress import FINISH_REASONS, Launch, Progress, Run
 from .runner import Direct, Replay, compiled_per_kind, graph_status
 from .state import State
@@ -18,6 +19,7 @@ __all__ = [
     "State",
     "compiled_per_kind",
     "context_bucket",
+    "fill_caches",
     "graph_status",
     "host_step",
     "step",

@@ -14,7 +14,7 @@ from .host_step import walk
 from .state import FULL, INVALID, RUNNING, STOPPED
 from .step import Engine
 
-__all__ = ["prefill"]
+__all__ = ["fill_caches", "prefill"]
 
 
 @torch.no_grad()
@@ -22,6 +22,28 @@ def prefill(
     engine: Engine, prompts: list[Tensor], limits: list[int], *, chunk: int, reuse: bool, snapshot: bool
 ) -> list[int]:
     """Fill both caches with the prompts and choose each row's first token from the last row of its prompt.
+
+    Args:
+        engine: as for `fill_caches`, as are the others.
+        prompts: see there.
+        limits: see there.
+        chunk: see there.
+        reuse: see there.
+        snapshot: see there.
+
+    Returns:
+        Per row, how many tokens of its prompt were run.
+    """
+    logits, counts = fill_caches(engine, prompts, limits, chunk=chunk, reuse=reuse, snapshot=snapshot)
+    _choose_first(engine, logits)
+    return counts
+
+
+@torch.no_grad()
+def fill_caches(
+    engine: Engine, prompts: list[Tensor], limits: list[int], *, chunk: int, reuse: bool, snapshot: bool
+) -> tuple[Tensor, list[int]]:
+    """Run the prompts through target and drafter.
 
     Args:
         engine: its state is written.
@@ -32,7 +54,7 @@ def prefill(
         snapshot: keep a place in each prompt from which a later one can resume if it diverges from this one.
 
     Returns:
-        Per row, how many tokens of its prompt were run.
+        The logits ``[batch, 1, vocab]`` of each prompt's last row; per row, how many tokens of its prompt were run.
     """
     state, lengths = engine.state, [len(prompt) for prompt in prompts]
     ids = pad_sequence(prompts, batch_first=True)
@@ -45,8 +67,7 @@ def prefill(
     state.limits.copy_(torch.tensor(limits, dtype=torch.int64, device="cpu"))
     state.num_context.zero_()
     logits = _run_chunks(engine, prompts, cached, chunk, snapshot)
-    _choose_first(engine, logits)
-    return [length - held for length, held in zip(lengths, cached, strict=True)]
+    return logits, [length - held for length, held in zip(lengths, cached, strict=True)]
 
 
 def _cached_prefix(engine: Engine, ids: Tensor, lengths: list[int]) -> list[int]:
