@@ -24,6 +24,7 @@ ORDER = [
     ["engine"],
     ["generator"],
     ["api"],
+    ["receipts"],
     ["hf", "evaluate"],
     ["doctor"],
     ["train"],

@@ -9,6 +9,7 @@ from .evaluate import demo_pair
 from .generator import Generator
 from .hf import as_assistant, custom_generate
 from .outputs import GenerateOutput, Statistics, StreamEvent
+from .receipts import Receipt, Recorder, Verification, verify
 from .target import UnsupportedTargetError
 
 __all__ = [
@@ -16,9 +17,12 @@ __all__ = [
     "Drafter",
     "GenerateOutput",
     "Generator",
+    "Receipt",
+    "Recorder",
     "Statistics",
     "StreamEvent",
     "UnsupportedTargetError",
+    "Verification",
     "as_assistant",
     "custom_generate",
     "demo_pair",
@@ -26,6 +30,7 @@ __all__ = [
     "load_draft",
     "release",
     "stream",
+    "verify",
 ]
 __version__ = "0.1.0"
 
