@@ -89,6 +89,10 @@ class TestAnswersThatFollow:
         assert list(receipt.answers[0].ids) == plain[0, 6:].tolist()
         assert dflash.verify(receipt, target).is_exact
 
+    def test_the_callers_modes_of_torch_do_not_matter(self, receipt, target):
+        with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16), torch.device("meta"):
+            assert dflash.verify(receipt, target).is_exact
+
     def test_many_tokens_are_checked_answer_by_answer(self, receipt, target, monkeypatch):
         monkeypatch.setattr(verification, "_TOKENS_AT_ONCE", 100)
         assert dflash.verify(receipt, target).is_exact
