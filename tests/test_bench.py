@@ -132,6 +132,15 @@ def test_grammars_are_measured_with_and_without_masked_drafts(bench):
     assert rows["record: other keys"][0] < rows["record: other keys"][1]
 
 
+def test_verification_is_timed_next_to_generation(bench):
+    lines = bench("bench_verify.py", "--prompts", 2, "--new", 12)
+    assert lines[0].endswith("2 prompts, 2 verified exactly")
+    rows = {line[:20].strip(): float(line[20:].split()[0]) for line in lines[1:]}
+    assert list(rows) == ["tokens", "drafted", "one token per step", "verify", "passes"]
+    assert rows["tokens"] == 12
+    assert rows["verify"] > rows["passes"] > 0
+
+
 def test_passes_of_the_drafter_are_timed_by_context(bench):
     lines = bench("bench_draft_window.py", "--contexts", 40, 80, "--windows", 0, 16, "--hidden", 64, "--repeats", 1)
     assert [line.split()[0] for line in lines[1:]] == ["window", "none", "16"]

@@ -25,6 +25,7 @@ ORDER = [
     ["generator"],
     ["session"],
     ["api"],
+    ["receipts"],
     ["hf", "evaluate"],
     ["doctor"],
     ["train"],

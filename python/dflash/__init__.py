@@ -10,6 +10,7 @@ from .generator import Generator
 from .hf import as_assistant, custom_generate
 from .outputs import GenerateOutput, Statistics, StreamEvent
 from .sampling import Grammar
+from .receipts import Receipt, Recorder, Verification, verify
 from .target import UnsupportedTargetError
 
 __all__ = [
@@ -18,9 +19,12 @@ __all__ = [
     "GenerateOutput",
     "Generator",
     "Grammar",
+    "Receipt",
+    "Recorder",
     "Statistics",
     "StreamEvent",
     "UnsupportedTargetError",
+    "Verification",
     "as_assistant",
     "custom_generate",
     "demo_pair",
@@ -28,6 +32,7 @@ __all__ = [
     "load_draft",
     "release",
     "stream",
+    "verify",
 ]
 __version__ = "0.1.0"
 

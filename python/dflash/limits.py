@@ -7,6 +7,7 @@ than a second, or some seconds for all headers of a target.
 from __future__ import annotations
 
 __all__ = [
+    "MAX_ANSWERS",
     "MAX_ANSWER_BYTES",
     "MAX_BLOCK_SIZE",
     "MAX_DRAFT_LAYERS",
@@ -16,10 +17,14 @@ __all__ = [
     "MAX_JSON_BYTES",
     "MAX_JSON_DEPTH",
     "MAX_MASK_EMBEDDING_BYTES",
+    "MAX_NGRAM",
     "MAX_NUMBER",
     "MAX_POSITIONS",
+    "MAX_RECEIPT_BYTES",
     "MAX_SHARDS",
     "MAX_SHOWN",
+    "MAX_STOP_CHARACTERS",
+    "MAX_STOP_STRINGS",
     "MAX_TAPS",
     "MAX_TARGET_CONFIG_BYTES",
     "MAX_TARGET_JSON_BYTES",
@@ -28,6 +33,7 @@ __all__ = [
     "MAX_TOKEN_ID",
     "MAX_VOCABULARY",
     "MAX_WIDTH",
+    "MAX_WORD_CELLS",
 ]
 
 # Levels of brackets in JSON. Python's own reader needs stack for each; tool schemas in chat data have about twenty.
@@ -68,3 +74,13 @@ MAX_SHOWN = 120
 MAX_ANSWER_BYTES = 16 * 2**20
 # Ids are stored as int32. Whether the vocabulary has them is checked where its size is known.
 MAX_TOKEN_ID = 2**31 - 1
+
+# Bytes of a receipt: ids of a million tokens; and its answers.
+MAX_RECEIPT_BYTES = 2**23
+MAX_ANSWERS = 2**10
+# What a receipt's rules may cost in memory and time: the words of bad_words_ids or logit_bias times the longest of
+# them; no_repeat_ngram_size; and stop strings, for which transformers looks at every token of the vocabulary.
+MAX_WORD_CELLS = 2**16
+MAX_NGRAM = 2**8
+MAX_STOP_STRINGS = 2**6
+MAX_STOP_CHARACTERS = 2**10  # of all together

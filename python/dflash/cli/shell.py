@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
 import typer
 
+from ..files import check_writable
 from ..terminal import printable
 
-__all__ = ["print_error", "require_output", "run", "set_debug"]
+__all__ = ["check_new_file", "print_error", "require_output", "run", "set_debug"]
 
 _state = {"debug": False, "is_output_closed": False}
 
@@ -46,6 +48,15 @@ def require_output() -> None:
     """Raise ``ValueError`` if standard output was closed (``>&-``) and the command has nothing else to write to."""
     if _state["is_output_closed"]:
         raise ValueError("standard output is closed, so the text would be lost; > /dev/null discards it")
+
+
+def check_new_file(path: Path, option: str) -> None:
+    """Raise ``ValueError`` or ``OSError`` unless a file can be written there, before a large model is loaded."""
+    if path.is_dir():
+        raise ValueError(f"{option}: {printable(path)} is a folder: name a file")
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"{option}: there is no folder {printable(path.absolute().parent)}")
+    check_writable(path.absolute().parent)
 
 
 def _replace_closed_streams() -> None:

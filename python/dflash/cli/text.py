@@ -37,7 +37,7 @@ from .options import (
     parse_tree,
     takes_dataclasses,
 )
-from .shell import print_error, require_output
+from .shell import check_new_file, print_error, require_output
 
 __all__ = ["chat", "generate"]
 
@@ -59,6 +59,9 @@ def generate(
     draft_sharpness: Sharpness = "auto",
     block_size: BlockSize = None,
     tree: TreeRows = None,
+    receipt: Annotated[
+        Path | None, typer.Option(help="Write what dflash verify needs to derive the answer again to this file.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Answer or continue PROMPT with the target's own text, several tokens per step, and stream it.
@@ -80,35 +83,48 @@ def generate(
     grammar = constraint.resolve(tokenizer)
     width = parse_block_size(block_size, rows)
     check_sampling(max_new_tokens, draft_sharpness=sharpness, **dataclasses.asdict(sampling))
+    if receipt is not None:
+        check_new_file(receipt, "--receipt")
     # 2. Load the models.
     target, drafter, device = load(source, models.draft, models.dtype, models.device, tree=rows, block_size=width)
-    import torch
-
-    from ..api import stream
-
     # 3. Stream the answer.
-    events = stream(
-        target,
-        drafter,
-        torch.tensor([ids], dtype=torch.int64, device=device).reshape(1, -1),
-        tokenizer=tokenizer,
-        skip_special_tokens=True,
-        block_size=width,
-        max_new_tokens=max_new_tokens,
-        stop_strings=stop or None,
-        grammar=grammar,
-        draft_sharpness=sharpness,
-        tree=rows,
+    arguments = {
+        "tokenizer": tokenizer,
+        "max_new_tokens": max_new_tokens,
+        "stop_strings": stop or None,
+        "grammar": grammar,
+        "draft_sharpness": sharpness,
+        "tree": rows,
         **dataclasses.asdict(sampling),
-    )
+    }
     answer = _Answer(rows, quiet=as_json)
-    for event in events:
+    for event in _stream(target, drafter, ids, device, width, arguments, receipt):
         answer.add(event)
     if as_json:
         typer.echo(json.dumps(answer.report()))
     else:
         typer.echo()
         typer.echo(answer.summary(), err=True)
+
+
+def _stream(
+    target: Any, drafter: Any, ids: list[int], device: str, block_size: Any, arguments: Any, receipt: Path | None
+) -> Iterator[Any]:
+    """Yield the events of an answer, then write its receipt if there is a file for it."""
+    import torch
+
+    from ..api import stream
+    from ..receipts import Recorder
+
+    prompts = torch.tensor([ids], dtype=torch.int64, device=device).reshape(1, -1)
+    recorder = None if receipt is None else Recorder(target, prompts, **arguments)
+    arguments = arguments if recorder is None else recorder.arguments
+    for event in stream(target, drafter, prompts, skip_special_tokens=True, block_size=block_size, **arguments):
+        if recorder is not None:
+            recorder.add(event)
+        yield event
+    if recorder is not None and receipt is not None:
+        recorder.receipt().write(receipt)
 
 
 def _read_prompt(prompt: str | None, file: Path | None) -> str:

@@ -2,7 +2,7 @@
 
 from .budget import context_bucket
 from .host_step import host_step
-from .prefill import cached_prefix
+from .prefill import Prefill, cached_prefix
 from .progress import FINISH_REASONS, Answer, event_of, raise_errors, sequences, statistics
 from .run import Launch, Run
 from .runner import Direct, Replay, compiled_per_kind, graph_status
@@ -15,6 +15,7 @@ __all__ = [
     "Direct",
     "Engine",
     "Launch",
+    "Prefill",
     "Replay",
     "Run",
     "State",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import platform
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from torch import nn
 
 from .. import ops
 from ..drafter import Drafter
-from ..target import sample_digest
+from ..target import sample_digest, versions
 
 __all__ = ["describe"]
 
@@ -26,9 +25,7 @@ def describe(target: nn.Module, draft: Drafter) -> dict[str, Any]:
         "device": device.type,
         "threads": torch.get_num_threads(),
         "isa": ops.isa(),
-        "dflash": _version("dflash-engine"),
-        "torch": torch.__version__,
-        "transformers": _version("transformers"),
+        **versions(),
         "python": platform.python_version(),
         "dtype": str(target.dtype).removeprefix("torch."),
         "target_parameters": sum(parameter.numel() for parameter in target.parameters()),
@@ -36,13 +33,6 @@ def describe(target: nn.Module, draft: Drafter) -> dict[str, Any]:
         "weights": f"{sample_digest(target)}-{sample_digest(draft)}",
         "draft_config": hashlib.sha256(repr(draft.config).encode()).hexdigest()[:16],
     }
-
-
-def _version(distribution: str) -> str:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def _processor() -> str:

@@ -192,6 +192,10 @@ class Sampling:
         self.min_p[:rows] = given.min_p
         self.sharpness[:rows] = math.inf if given.draft_sharpness > _LARGEST_FLOAT32 else given.draft_sharpness
 
+    def row(self, row: int) -> Sampling:
+        """Return the parameters of one row, as views."""
+        return Sampling(*(getattr(self, field.name)[row : row + 1] for field in dataclasses.fields(self)))
+
     def select(self, logits: Tensor, positions: Tensor, sharpness: Tensor) -> Tensor:
         """Choose a token per row with keyed noise. See `dflash.ops.select_tokens`.
 

@@ -1,6 +1,13 @@
 """The target: a structural twin of the user's model with our attention, our cache and taps."""
 
-from .fingerprint import KnownWeights, WeightsFingerprint, describe_config, sample_digest
+from .fingerprint import (
+    KnownWeights,
+    WeightsFingerprint,
+    describe_config,
+    sample_digest,
+    versions,
+    weights_digest,
+)
 from .folder import check_target_config, check_target_size, check_target_weights
 from .functions import functions_of
 from .generation_config import generation_defaults, stop_string_criterion, transformers_version
@@ -47,4 +54,6 @@ __all__ = [
     "text_config",
     "transformers_version",
     "unwrap",
+    "versions",
+    "weights_digest",
 ]

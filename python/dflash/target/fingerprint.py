@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import json
 import operator
+import os
 import weakref
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from .parallel import ranks_in
 from .support import text_config
 from .weights import modules_of, plain_tensors, shard_of, tensors_of
 
-__all__ = ["KnownWeights", "ValuesFingerprint", "WeightsFingerprint", "describe_config", "sample_digest"]
+__all__ = [
+    "KnownWeights",
+    "ValuesFingerprint",
+    "WeightsFingerprint",
+    "describe_config",
+    "sample_digest",
+    "versions",
+    "weights_digest",
+]
 
 # Keys of a config that do not affect the numbers computed by the model.
 _METADATA = frozenset(
@@ -27,6 +41,7 @@ _METADATA = frozenset(
 )
 _READ_WHOLE = 256  # values of a tensor up to which all of them are compared
 _SAMPLED = 32  # values compared of a larger one
+_DIGEST_BYTES = 2**26  # of a tensor that are hashed at a time
 
 
 class WeightsFingerprint:
@@ -183,3 +198,57 @@ def sample_digest(model: nn.Module) -> str:
             flat = parameter.detach().flatten()
             digest.update(flat[:: max(1, flat.numel() // 64)].float().cpu().numpy().tobytes())
     return digest.hexdigest()[:16]
+
+
+@torch.no_grad()
+def weights_digest(model: nn.Module) -> str:
+    """Return the SHA-256 of all weights as hexadecimal digits. Reads every byte: a second per GB and core, or less.
+
+    It covers name, dtype, shape and bytes of every tensor in ``model.state_dict()``, whatever files, device and process
+    they come from. Of a quantized tensor these are the tensors that it is made of. Every process of a target that is
+    spread over several must call this: the whole tensors count.
+    """
+    state = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
+    names = sorted(state)
+    tensors = (state[name] for name in names)
+    if ranks_in(model) > 1:  # gathered one by one, in the same order everywhere
+        digests = list(map(_tensor_digest, tensors))
+    else:
+        with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:
+            digests = list(pool.map(_tensor_digest, tensors))
+    return hashlib.sha256(json.dumps(list(zip(names, digests, strict=True))).encode()).hexdigest()
+
+
+@torch.no_grad()
+def _tensor_digest(tensor: Tensor) -> str:
+    """Return the SHA-256 of a tensor's dtype, shape and bytes, read in pieces of bounded size."""
+    tensor = tensor.full_tensor() if shard_of(tensor) is not None else tensor  # type: ignore[attr-defined]
+    digest = hashlib.sha256()
+    for part in _plain_parts(tensor):
+        digest.update(f"{part.dtype} {list(part.shape)} ".encode())
+        values = part.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+        for piece in values.split(_DIGEST_BYTES):
+            digest.update(piece.cpu().numpy())
+    return digest.hexdigest()
+
+
+def _plain_parts(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the plain tensors that a tensor is made of: those inside a quantized one of torchao, else itself."""
+    if not is_traceable_wrapper_subclass(tensor):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        yield from _plain_parts(getattr(tensor, name))
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of the packages that compute a text, by name."""
+    packages = {"dflash": "dflash-engine", "torch": "torch", "transformers": "transformers"}
+    return {name: _version(distribution) for name, distribution in packages.items()} | {"torch": torch.__version__}
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"

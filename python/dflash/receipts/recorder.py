@@ -1,0 +1,124 @@
+"""Makes the receipt of one call."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+from torch import Tensor, nn
+
+from ..call import Call, GenerateArguments, TargetDefaults
+from ..outputs import GenerateOutput, StreamEvent
+from ..sampling import RuleArguments, Sampling
+from ..target import check_target
+from ..terminal import listed
+from .fingerprints import Fingerprints
+from .receipt import Answer, Receipt
+from .settings import Settings
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = ["Recorder"]
+
+# Arguments of a call that a receipt states, has no need to state, or refuses by their value.
+_KNOWN = frozenset(
+    [
+        *RuleArguments.__annotations__,
+        *("attention_mask", "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "num_return_sequences"),
+        *("stop_token_ids", "stop_strings", "tokenizer", "acceptance"),
+        *("draft_sharpness", "denoise_steps", "tree", "streamer"),
+    ]
+)
+
+
+class Recorder:
+    """Makes the receipt of one call of `dflash.generate`, `dflash.stream` or a `Generator`.
+
+    >>> recorder = dflash.Recorder(target, ids, tokenizer=tokenizer, temperature=1.0, max_new_tokens=200)
+    >>> output = dflash.generate(target, draft, ids, return_dict_in_generate=True, **recorder.arguments)
+    >>> recorder.receipt(output).write("receipt.json")
+
+    With `dflash.stream`, `add` every event, then ask for the receipt.
+
+    Args:
+        target: the target of the call.
+        ids: ``[batch, length]`` int64 or int32 prompts.
+        fingerprints: of the target and its tokenizer, if they are known already. Otherwise they are computed when the
+            receipt is asked for.
+        arguments: those of the call, see `dflash.call.GenerateArguments`. With ``tokenizer`` the receipt has its
+            fingerprints too.
+
+    Attributes:
+        arguments: what to pass to the call: the same, with a seed for every row.
+
+    Raises:
+        ValueError: the answer could not be checked: ``acceptance="rejection"``, Python processors or criteria, or rules
+            beyond `dflash.limits`; or the call itself is wrong.
+        TypeError: an argument is unknown or has the wrong type.
+    """
+
+    def __init__(
+        self,
+        target: nn.Module,
+        ids: Tensor,
+        *,
+        fingerprints: Fingerprints | None = None,
+        **arguments: Unpack[GenerateArguments],
+    ) -> None:
+        target = check_target(target)
+        call = Call.resolve(TargetDefaults.of(target), ids, arguments)
+        _check_verifiable(call, arguments)
+        self._settings = Settings.of(call)
+        # The seeds that the call would use, drawn now if none was given.
+        sampling = Sampling.create(rows := len(call.prompts))
+        sampling.set_(rows, call.sampling)
+        self._seeds: list[int] = sampling.seeds.tolist()
+        self.arguments = cast("GenerateArguments", {**arguments, "seed": self._seeds})
+        self._target, self._fingerprints, self._tokenizer = target, fingerprints, arguments.get("tokenizer")
+        self._prompts: list[list[int]] = [prompt.tolist() for prompt in call.prompts]
+        self._width = call.ids.shape[1]
+        self._answers: list[list[int]] = [[] for _ in range(rows)]
+        self._reasons: list[str | None] = [None] * rows
+        self._block_size = 1
+
+    def add(self, event: StreamEvent) -> None:
+        """Add an event of `dflash.stream`."""
+        for answer, new in zip(self._answers, event.ids, strict=True):
+            answer.extend(new)
+        self._reasons, self._block_size = list(event.finish_reasons), event.statistics.block_size
+
+    def receipt(self, output: GenerateOutput | None = None) -> Receipt:
+        """Return the receipt.
+
+        Args:
+            output: of `dflash.generate`; None if the events of a stream were added.
+
+        Raises:
+            ValueError: the call has not ended, or ``output`` has another number of rows.
+        """
+        if output is not None:
+            rows = zip(output.sequences[:, self._width :].tolist(), output.statistics.num_new_tokens, strict=True)
+            self._answers = [row[:count] for row, count in rows]
+            self._reasons, self._block_size = list(output.finish_reasons), output.statistics.block_size
+        if None in self._reasons or len(self._answers) != len(self._prompts):
+            raise ValueError(f"a receipt needs all {len(self._prompts)} answers of the call, and these to their end")
+        parts = zip(self._prompts, self._answers, self._seeds, self._reasons, strict=True)
+        answers = (Answer(tuple(prompt), tuple(ids), seed, str(reason)) for prompt, ids, seed, reason in parts)
+        fingerprints = self._fingerprints or Fingerprints.of(self._target, self._tokenizer)
+        return Receipt(tuple(answers), self._settings, fingerprints, self._block_size)
+
+
+def _check_verifiable(call: Call, arguments: GenerateArguments) -> None:
+    """Raise ValueError if the text is not a function of seed, weights and what a receipt states."""
+    if call.acceptance == "rejection":
+        raise ValueError(
+            'a receipt needs acceptance="keyed", got "rejection", whose text depends on the drafter and could not be '
+            "derived again"
+        )
+    if call.rules.run_on_host:
+        raise ValueError(
+            "a receipt cannot state logits_processor and stopping_criteria, which are Python code: use the rules of "
+            "dflash.call.GenerateArguments"
+        )
+    if unknown := [name for name, value in arguments.items() if name not in _KNOWN and value is not None]:
+        raise ValueError(f"a receipt cannot state {listed(unknown)} yet")

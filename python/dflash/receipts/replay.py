@@ -1,0 +1,97 @@
+"""Run a target over recorded answers, and find the tokens that it would not have chosen."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..call import Call
+from ..engine import Engine, Prefill, State
+from ..proposers import Block
+from .mismatch import Mismatch, Place, find_mismatch
+from .receipt import Answer
+
+__all__ = ["mismatches_of"]
+
+_PROMPT_CHUNK = 512  # as a generator's default
+_NOTHING = -1  # pads answers; no token has this id
+
+
+def mismatches_of(engine: Engine, call: Call, answers: Sequence[Answer]) -> list[list[Mismatch]]:
+    """Return each answer's tokens that are not the target's choice, up to the first that is no near-tie.
+
+    Every choice is made after the recorded tokens before it.
+
+    Args:
+        engine: without a drafter; with a row per answer, and room for prompt and answer.
+        call: that the answers belong to.
+        answers: the recorded ones.
+
+    Raises:
+        ValueError: the target's logits are NaN.
+    """
+    # 1. The prompts, whose last row chooses the first token.
+    engine.agree(call, _PROMPT_CHUNK, False)
+    engine.refresh()
+    engine.configure(call)
+    limits = [len(prompt) + call.max_new_tokens for prompt in call.prompts]
+    nothing = [0] * len(answers)
+    prompts = Prefill(engine, call.prompts, limits, nothing, chunk=_PROMPT_CHUNK, snapshot=False)
+    while not prompts.is_complete:
+        prompts.run_chunk()
+    state, rows = engine.state, engine.block_size
+    prompt = dataclasses.replace(state, length=state.length - 1)
+    search = _Search(engine, answers)
+    search.compare(Block(prompt.anchor), prompts.ends, prompt, 0)
+    # 2. The answers, a block of recorded tokens at a time: row j chooses the token after its own.
+    longest = max(len(answer.ids) for answer in answers)
+    ids = torch.full((len(answers), longest + rows), _NOTHING, dtype=torch.int64, device="cpu")
+    for row, answer in enumerate(answers):
+        ids[row, : len(answer.ids)] = torch.tensor(answer.ids, dtype=torch.int64, device="cpu")
+    ids = ids.to(engine.target.device)
+    for row, answer in enumerate(answers):
+        start, count = len(answer.prompt), len(answer.ids)
+        state.tokens[row, start : start + count] = ids[row, :count]
+    for start in range(0, longest - 1, rows):
+        if search.is_over:
+            break
+        block = Block(ids[:, start : start + rows])
+        search.compare(block, engine.target.verify(block, state), state, start + 1)
+        state.length.add_(rows)
+        state.num_context.fill_(rows)
+        state.target_cache.commit_(state.length, state.num_context)
+    return search.found
+
+
+class _Search:
+    """What was found so far, per answer; an answer is done with its first mismatch that is no near-tie."""
+
+    def __init__(self, engine: Engine, answers: Sequence[Answer]) -> None:
+        self._engine, self._answers = engine, answers
+        self.found: list[list[Mismatch]] = [[] for _ in answers]
+
+    @property
+    def is_over(self) -> bool:
+        """True once every answer is done."""
+        return all(self._is_done(row) for row in range(len(self.found)))
+
+    def _is_done(self, row: int) -> bool:
+        return bool(self.found[row]) and not self.found[row][-1].is_near_tie
+
+    def compare(self, block: Block, logits: Tensor, state: State, first: int) -> None:
+        """Compare the target's choices after each row of a block with the tokens ``first ..`` of the answers."""
+        engine = self._engine
+        logits = engine.rules.apply(logits, block, state)
+        choices = engine.target.ranks.share_(engine.keyed.choose(logits, block, state))
+        positions, chosen = state.chosen_positions(block), choices.tolist()
+        for row, answer in enumerate(self._answers):
+            for index, token in enumerate(answer.ids[first : first + len(chosen[row])]):
+                if chosen[row][index] == token or self._is_done(row):
+                    continue
+                if chosen[row][index] < 0:
+                    raise ValueError(f"the target's logits are NaN in answer {row + 1} for token {first + index + 1}")
+                place = Place(logits[row, index], positions[row, index], state.sampling.row(row), engine.target.dtype)
+                self.found[row].append(find_mismatch(place, first + index, token, chosen[row][index]))

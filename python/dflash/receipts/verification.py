@@ -1,0 +1,189 @@
+"""Derive every token of a receipt again: one pass of the target over the recorded text, with the rules of the call."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ..engine import Engine
+from ..target import Target, check_target, embedding_table, stop_string_criterion, text_config
+from .ending import wrong_end
+from .fingerprints import Fingerprints
+from .mismatch import Mismatch
+from .receipt import Answer, Receipt, call_of
+from .replay import mismatches_of
+
+__all__ = ["CheckedAnswer", "Verification", "verify"]
+
+_ROWS = 128  # of a pass, over all answers: on a GPU they cost little more than a block
+_TOKENS_AT_ONCE = 2**16  # prompts and answers, padding included, above which answers are checked one by one
+_DECISIVE = ("vocab_size", "dtype", "weights")  # no text could be derived again with others
+
+
+@dataclass(frozen=True)
+class CheckedAnswer:
+    """What was found about one answer.
+
+    Attributes:
+        num_tokens: of the answer.
+        mismatch: the first token that seed and weights do not choose; None if there is none.
+        near_ties: tokens before it that lost by so little that rounding may decide.
+        wrong_end: why the answer cannot end where it does; empty if it can, or if a token is wrong.
+    """
+
+    num_tokens: int
+    mismatch: Mismatch | None
+    near_ties: tuple[Mismatch, ...]
+    wrong_end: str
+
+    @property
+    def follows(self) -> bool:
+        """True if every token follows from seed and weights, near-ties included, and the answer ends as it must."""
+        return self.mismatch is None and not self.wrong_end
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What `dflash.verify` found.
+
+    Attributes:
+        answers: in the receipt's order.
+        differences: fingerprints by name where the receipt and this process differ: the receipt's, and the one here.
+        seconds: that the target's passes took.
+    """
+
+    answers: tuple[CheckedAnswer, ...]
+    differences: dict[str, tuple[object, object]]
+    seconds: float
+
+    @property
+    def follows(self) -> bool:
+        """True if every answer follows."""
+        return all(answer.follows for answer in self.answers)
+
+    @property
+    def is_exact(self) -> bool:
+        """True if every answer follows without a near-tie."""
+        return self.follows and not any(answer.near_ties for answer in self.answers)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all answers."""
+        return sum(answer.num_tokens for answer in self.answers)
+
+
+def verify(
+    receipt: Receipt, target: nn.Module, tokenizer: object = None, *, fingerprints: Fingerprints | None = None
+) -> Verification:
+    """Derive every token of a receipt again, and compare.
+
+    The target runs over prompt and answer in passes of many rows; no drafter is needed. If a token does not follow, it
+    runs once more in the shapes of the call, which give the same bits on the same kind of machine.
+
+    Args:
+        receipt: from `Receipt.read` or a `Recorder`.
+        target: a causal language model of transformers; never modified.
+        tokenizer: its own; needed if the receipt has stop strings.
+        fingerprints: of the target and the tokenizer, if they are known already.
+
+    Returns:
+        What was found.
+
+    Raises:
+        ValueError: the receipt cannot be checked with this target: it was made with other weights or another dtype, it
+            has stop strings and the tokenizer is missing or another, a row would pass the target's
+            ``max_position_embeddings``, or the target's logits are NaN.
+    """
+    # 1. Is this the target of the receipt?
+    target = check_target(target)
+    _check_positions(receipt, target)
+    differences = _compare(receipt, target, tokenizer, fingerprints)
+    # 2. Derive the tokens again.
+    with _settings_of_its_own(embedding_table(target).device):
+        twin, began = Target(target), time.perf_counter()
+        found = [row for group in _groups(receipt.answers) for row in _check_tokens(twin, receipt, group)]
+        seconds = time.perf_counter() - began
+    # 3. Does each answer end where it must?
+    strings = list(receipt.settings.stop_strings)
+    criteria = [stop_string_criterion(tokenizer, strings)] if strings else []
+    answers = []
+    for answer, mismatches in zip(receipt.answers, found, strict=True):
+        first = next((mismatch for mismatch in mismatches if not mismatch.is_near_tie), None)
+        near_ties = tuple(mismatch for mismatch in mismatches if mismatch.is_near_tie)
+        end = "" if first is not None else wrong_end(answer, receipt.settings, criteria)
+        answers.append(CheckedAnswer(len(answer.ids), first, near_ties, end))
+    return Verification(tuple(answers), differences, seconds)
+
+
+def _check_positions(receipt: Receipt, target: nn.Module) -> None:
+    longest = max(len(answer.prompt) + len(answer.ids) for answer in receipt.answers)
+    positions = getattr(text_config(target), "max_position_embeddings", None)
+    if positions is not None and longest > positions:
+        raise ValueError(
+            f"the receipt has an answer that ends at position {longest}, past the target's max_position_embeddings, "
+            f"{positions}: it was made with another target"
+        )
+
+
+def _compare(
+    receipt: Receipt, target: nn.Module, tokenizer: object, known: Fingerprints | None
+) -> dict[str, tuple[object, object]]:
+    """Return which fingerprints differ; raise if the receipt cannot be checked for it."""
+    table, theirs = embedding_table(target), receipt.fingerprints
+    here = {"dtype": str(table.dtype).removeprefix("torch."), "vocab_size": table.shape[0]}
+    for name, value in here.items():  # before the weights are read
+        if value != getattr(theirs, name):
+            raise ValueError(_other_target(name, getattr(theirs, name), value))
+    differences = theirs.differences(known or Fingerprints.of(target, tokenizer))
+    for name in _DECISIVE:
+        if name in differences:
+            raise ValueError(_other_target(name, *differences[name]))
+    if receipt.settings.stop_strings and "tokenizer" in differences:
+        raise ValueError(
+            "the receipt has stop strings, so its own tokenizer is needed to check where answers end: "
+            + ("pass tokenizer=" if tokenizer is None else "this is another")
+        )
+    if tokenizer is None or theirs.tokenizer is None:
+        differences = {name: pair for name, pair in differences.items() if name not in ("tokenizer", "chat_template")}
+    return differences
+
+
+def _other_target(name: str, theirs: object, here: object) -> str:
+    return (
+        f"the receipt cannot be checked with this target: {name} is {theirs} in the receipt and {here} here; load the "
+        "target that it was made with"
+    )
+
+
+@contextlib.contextmanager
+def _settings_of_its_own(device: torch.device) -> Iterator[None]:
+    """Compute as a generator does, whatever mode of torch the caller is in."""
+    current = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    with current, torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
+        yield
+
+
+def _groups(answers: Sequence[Answer]) -> list[Sequence[Answer]]:
+    """Return the answers in the batches in which they are checked: all together, unless that would cost memory."""
+    longest = max(len(answer.prompt) for answer in answers) + max(len(answer.ids) for answer in answers)
+    return [answers] if len(answers) * longest <= _TOKENS_AT_ONCE else [[answer] for answer in answers]
+
+
+def _check_tokens(target: Target, receipt: Receipt, answers: Sequence[Answer]) -> list[list[Mismatch]]:
+    """Return each answer's tokens that seed and weights do not choose, up to the first that is no near-tie."""
+    own = min(receipt.block_size, _ROWS)
+    for rows in sorted({max(own, _ROWS // len(answers)), own}, reverse=True):
+        found = mismatches_of(_engine(target, answers, rows), call_of(answers, receipt, target.device), answers)
+        if not any(found):
+            break
+    return found
+
+
+def _engine(target: Target, answers: Sequence[Answer], rows: int) -> Engine:
+    longest = max(len(answer.prompt) for answer in answers) + max(len(answer.ids) for answer in answers)
+    return Engine(target, None, batch_size=len(answers), max_length=longest, block_size=rows)
