@@ -25,8 +25,19 @@ def draw(seed):
     caches = [torch.randn(BATCH, 2, CAPACITY, 8, generator=g) for _ in range(4)]
     features, context = torch.randn(BATCH, ROWS, WIDTH, generator=g), torch.zeros(BATCH, PATH_ROWS, WIDTH)
     told, limits = [*torch.zeros(3, BATCH, PATH_ROWS, dtype=torch.int64)], torch.full((BATCH,), CAPACITY)
-    stop = torch.full((BATCH, 1), 999)
-    call = [tree.ids, tree.parents, choices, stop, limits, state, told, first, caches, features, context]
+    call = [
+        tree.ids,
+        tree.parents,
+        choices,
+        torch.full((BATCH, 1), 999),
+        limits,
+        state,
+        told,
+        first,
+        caches,
+        features,
+        context,
+    ]
     return call, paths
 
 

@@ -9,8 +9,8 @@ from .evaluate import demo_pair
 from .generator import Generator
 from .hf import as_assistant, custom_generate
 from .outputs import GenerateOutput, Statistics, StreamEvent
-from .sampling import Grammar
 from .receipts import Receipt, Recorder, Verification, verify
+from .sampling import Grammar
 from .target import UnsupportedTargetError
 
 __all__ = [
