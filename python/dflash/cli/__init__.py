@@ -9,6 +9,7 @@ import typer
 from .data import export, regenerate
 from .doctor import doctor
 from .measure import benchmark, demo
+from .serving import serve
 from .shell import run, set_debug
 from .text import chat, generate
 from .training import train
@@ -16,7 +17,7 @@ from .training import train
 __all__ = ["app", "main"]
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
-for command in (generate, chat, train, regenerate, export, demo, benchmark, doctor):
+for command in (generate, chat, serve, train, regenerate, export, demo, benchmark, doctor):
     app.command()(command)
 
 
