@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 import threading
 
 import pytest
@@ -413,6 +414,16 @@ def test_the_model_is_listed(service):
     assert (found["id"], found["object"], found["max_model_len"]) == ("pair", "model", 512)
     assert ask(service, "/v1/models/pair", None).json() == found
     assert ask(service, "/health", None).json() == {"status": "ok"}
+
+
+def test_the_page_loads_nothing_from_elsewhere(service):
+    response = ask(service, "/", None, key="secret")  # the key is typed into the page
+    assert response.headers["content-type"].startswith("text/html")
+    assert "default-src 'none'" in response.headers["content-security-policy"]
+    assert not re.search(r"https?:|//[a-z]|@import|url\(|<link|<img| src=", response.text)
+    controls = re.findall(r"<(?:input|textarea) id=\"(\w+)\"", response.text)
+    assert controls
+    assert all(f'<label for="{control}">' in response.text for control in controls)
 
 
 def test_metrics_count_requests_and_tokens():

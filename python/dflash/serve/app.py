@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 from anyio import to_thread
@@ -221,6 +223,24 @@ async def health(request: Request) -> Response:
 async def metrics(request: Request) -> Response:
     """Return the counters for Prometheus."""
     return Response(_service(request).metrics.page(), media_type=CONTENT_TYPE_LATEST)
+
+
+# The page shows text of models as text only; this keeps it from loading anything, should that fail.
+_PAGE_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+
+
+@functools.cache
+def _page() -> str:
+    return Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+
+
+@router.get("/", response_model=None, include_in_schema=False)
+async def page() -> Response:
+    """Return the chat page."""
+    return Response(_page(), media_type="text/html", headers={"Content-Security-Policy": _PAGE_POLICY})
 
 
 def _service(request: Request) -> Service:

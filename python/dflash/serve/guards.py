@@ -15,7 +15,7 @@ from .errors import ApiError
 __all__ = ["Guard", "error_response"]
 
 _BODY_SECONDS = 30.0  # to send a body
-_OPEN = ("/health",)  # paths without a key
+_OPEN = ("/health", "/")  # paths without a key
 
 
 def error_response(error: ApiError) -> JSONResponse:
