@@ -21,6 +21,7 @@ __all__ = [
     "MAX_NUMBER",
     "MAX_POSITIONS",
     "MAX_RECEIPT_BYTES",
+    "MAX_REQUEST_BYTES",
     "MAX_SHARDS",
     "MAX_SHOWN",
     "MAX_STOP_CHARACTERS",
@@ -72,6 +73,8 @@ MAX_SHOWN = 120
 
 # One answer of a server: 128 bytes per token of a context of 131,072. `ServerWriter` may hold 32 of them at a time.
 MAX_ANSWER_BYTES = 16 * 2**20
+# One request to the server: 128 bytes per token of a context of 32,768, and ids of one of 500,000.
+MAX_REQUEST_BYTES = 4 * 2**20
 # Ids are stored as int32. Whether the vocabulary has them is checked where its size is known.
 MAX_TOKEN_ID = 2**31 - 1
 

@@ -11,7 +11,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["BatchDecoder", "StopCriterion", "Streamer", "TextDecoder", "Tokenizer", "check_streamer", "first_stop"]
+__all__ = [
+    *("BatchDecoder", "StopCriterion", "Streamer", "TextDecoder", "Tokenizer", "check_streamer", "first_stop"),
+    "open_suffix",
+]
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what a decoder shows for bytes that are not a character (yet)
 _WINDOW = 64  # tokens that every push decodes again; at most twice as many
@@ -57,7 +60,7 @@ class StopCriterion(Protocol):
         ...
 
 
-def _open_suffix(text: str, patterns: Sequence[str]) -> int:
+def open_suffix(text: str, patterns: Sequence[str]) -> int:
     """Return the length of the longest suffix of ``text`` that begins a pattern without completing it."""
     longest = 0
     for pattern in patterns:
@@ -110,7 +113,7 @@ class TextDecoder:
             end -= 1
         text = self._decode(self._ids[self._start : end])
         safe = len(text.rstrip(_REPLACEMENT))
-        safe -= _open_suffix(text[:safe], self._held_back)
+        safe -= open_suffix(text[:safe], self._held_back)
         if safe <= self._returned:
             return ""
         piece, self._returned = text[self._returned : safe], safe

@@ -10,6 +10,7 @@ from .data import export, regenerate
 from .doctor import doctor
 from .measure import benchmark, demo
 from .receipts import verify
+from .serving import serve
 from .shell import run, set_debug
 from .text import chat, generate
 from .training import train
@@ -17,7 +18,7 @@ from .training import train
 __all__ = ["app", "main"]
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
-for command in (generate, chat, verify, train, regenerate, export, demo, benchmark, doctor):
+for command in (generate, chat, serve, verify, train, regenerate, export, demo, benchmark, doctor):
     app.command()(command)
 
 

@@ -1,0 +1,76 @@
+"""``dflash serve``: an OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..terminal import printable
+from .loading import Source, load, load_tokenizer
+from .options import BlockSize, ModelOptions, parse_block_size, takes_dataclasses
+
+__all__ = ["serve"]
+
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+_PACKAGED_NAME = "dflash-pair"
+
+
+@takes_dataclasses()
+def serve(
+    models: ModelOptions,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000,
+    name: Annotated[str | None, typer.Option(help="The model's name for clients; default: the target's.")] = None,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="DFLASH_API_KEY", help="Key that clients must send; default: none.")
+    ] = None,
+    rows: Annotated[int, typer.Option(min=1, help="Answers that are written at the same time.")] = 4,
+    queue: Annotated[int, typer.Option(min=0, help="Answers that may wait for a row; more get status 429.")] = 64,
+    max_length: Annotated[int, typer.Option(min=2, help="Tokens of a prompt and its answer at most.")] = 4096,
+    block_size: BlockSize = None,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for a request, waiting included.")] = 600.0,
+    grace: Annotated[float, typer.Option(min=0, help="Seconds that answers may still take after SIGTERM.")] = 30.0,
+) -> None:
+    """Serve a target and its drafter with OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models.
+
+    The same request with the same seed gets the same answer, whatever else is running. Without --model, the packaged
+    pair answers. Ctrl-C or SIGTERM ends the server when the answers that are being written have ended.
+    """
+    # 1. Check everything that needs no model.
+    if any(importlib.util.find_spec(package) is None for package in ("fastapi", "uvicorn", "prometheus_client")):
+        raise ValueError("dflash serve needs FastAPI, uvicorn and prometheus-client: pip install '.[serve]'")
+    from ..serve.server import Server, bind, run_server
+
+    width = parse_block_size(block_size)
+    bound = bind(host, port)
+    is_packaged = models.model is None
+    models = models.resolve()
+    # 2. Load the models.
+    source = Source(models.model, models.trust_remote_code)
+    tokenizer = load_tokenizer(source)
+    target, drafter, _ = load(source, models.draft, models.dtype, models.device, block_size=width)
+    from .. import __version__
+    from ..generator import Generator
+    from ..serve import Scheduler
+    from ..serve.service import Service
+
+    positions = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None) or max_length
+    length = min(max_length, positions)
+    generator = Generator(target, drafter, max_length=length, batch_size=rows, block_size=width)
+    # 3. Serve.
+    name = name or (_PACKAGED_NAME if is_packaged else _model_name(models.model))
+    service = Service(Scheduler(generator, max_waiting=queue), tokenizer, name, __version__, timeout)
+    address, found = bound.getsockname()[:2]
+    if host not in _LOOPBACK and api_key is None:
+        typer.echo("dflash: anyone who reaches this address can use the server: --api-key asks for a key", err=True)
+    shown = f"[{address}]" if ":" in address else address
+    typer.echo(f"{printable(name)} on http://{shown}:{found}/v1", err=True)
+    run_server(Server(service, api_key=api_key, grace=grace), bound)
+
+
+def _model_name(source: str) -> str:
+    """Return the name of a folder, or a hub id itself."""
+    return Path(source).resolve().name if Path(source).is_dir() else source

@@ -1,0 +1,247 @@
+"""The server's routes."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+from anyio import to_thread
+from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, StreamingResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
+
+from ..outputs import StreamEvent
+from .errors import ApiError, bad_request
+from .formats import ChatFormat, CompletionFormat, Format, event_line
+from .guards import Guard, error_response
+from .protocol import ChatRequest, CompletionRequest, GenerationRequest, StreamOptions
+from .reasoning import Delta
+from .run import Answer, Run
+from .service import Service
+
+__all__ = ["build_app"]
+
+_CLIENT_GONE = 499  # as nginx logs it; nobody reads it
+
+router = APIRouter()
+
+
+def build_app(service: Service, api_key: str | None = None) -> FastAPI:
+    """Return the application.
+
+    Args:
+        service: what it serves.
+        api_key: asked of clients; None for none.
+    """
+    # The pages with FastAPI's own documentation load scripts of other hosts.
+    app = FastAPI(title="dflash", version=service.version, docs_url=None, redoc_url=None)
+    app.state.service = service
+    app.include_router(router)
+    app.add_middleware(Guard, api_key=api_key)
+
+    @app.exception_handler(ApiError)
+    async def refuse(_: Request, error: ApiError) -> Response:
+        if error.status < 500:  # what fails later is counted where its run ends
+            service.metrics.requests.labels("refused").inc()
+        return error_response(error)
+
+    @app.exception_handler(RequestValidationError)
+    async def refuse_fields(request: Request, error: RequestValidationError) -> Response:
+        return await refuse(request, _first(error))
+
+    @app.exception_handler(HTTPException)
+    async def refuse_path(request: Request, error: HTTPException) -> Response:
+        headers = dict(error.headers or {})
+        return await refuse(request, ApiError(error.status_code, str(error.detail), headers=headers))
+
+    @app.exception_handler(Exception)
+    async def apologize(request: Request, _: Exception) -> Response:
+        service.metrics.requests.labels("failed").inc()
+        return await refuse(request, ApiError(500, "the server made a mistake; its log has the traceback"))
+
+    return app
+
+
+def _first(error: RequestValidationError) -> ApiError:
+    """Return the first mistake that pydantic found, in what a union takes the one that came furthest."""
+    found = max(error.errors(), key=lambda mistake: len(mistake["loc"]))
+    place = [str(part) for part in found["loc"][1:]]
+    param = next(iter(place), None)
+    code = "unsupported_parameter" if found["type"] == "unsupported" else None
+    if found["type"] == "json_invalid":
+        return bad_request(f"the body is not JSON: {found['ctx']['error']}")
+    return bad_request(f"{'.'.join(place) or 'the body'}: {found['msg']}", param, code)
+
+
+# ---------------------------------------------------------------------------------------------- completions
+
+
+@router.post("/v1/chat/completions", response_model=None)
+async def chat_completions(body: ChatRequest, request: Request) -> Response:
+    """Answer a conversation."""
+    service = _service(request)
+    answers = await to_thread.run_sync(service.read_chat, body)
+    return await _respond(request, body, answers, ChatFormat(service.name, service.fingerprint))
+
+
+@router.post("/v1/completions", response_model=None)
+async def completions(body: CompletionRequest, request: Request) -> Response:
+    """Continue texts, or token ids."""
+    service = _service(request)
+    answers = await to_thread.run_sync(service.read_completion, body)
+    prompts = len(answers) // (body.n or 1)
+    return await _respond(request, body, answers, CompletionFormat(service.name, service.fingerprint, prompts))
+
+
+async def _respond(request: Request, body: GenerationRequest, answers: list[Answer], form: Format) -> Response:
+    service = _service(request)
+    run = service.run(answers)
+    if body.stream:
+        return _Stream(service, run, _lines(body, run, form))
+    try:
+        finished = await _unless_gone(request, _finish(run))
+    finally:
+        _end(service, run)
+    return JSONResponse(form.whole(answers)) if finished else Response(status_code=_CLIENT_GONE)
+
+
+async def _finish(run: Run) -> None:
+    """Read a run to its end."""
+    async for _ in run.deltas():
+        pass
+
+
+async def _unless_gone(request: Request, work: Any) -> bool:
+    """Await ``work`` unless the client leaves before; return whether it was done."""
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            task.result()  # raises what it raised
+        return task.done()
+    finally:
+        task.cancel()
+        gone.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _end(service: Service, run: Run) -> None:
+    """Free a run's rows and count it."""
+    run.cancel()
+    outcome = "completed" if run.is_done else "failed" if run.has_failed else "cancelled"
+    service.metrics.ended(run, outcome)
+
+
+class _Stream(StreamingResponse):
+    """A stream of server-sent events whose rows are freed whatever happens."""
+
+    def __init__(self, service: Service, run: Run, lines: AsyncIterator[str]) -> None:
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        super().__init__(lines, media_type="text/event-stream", headers=headers)
+        self._service, self._run = service, run
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            _end(self._service, self._run)
+
+
+async def _lines(body: GenerationRequest, run: Run, form: Format) -> AsyncIterator[str]:
+    """Yield the events of a stream. An error after its beginning is an event too."""
+    options = body.stream_options or StreamOptions()
+    for index, answer in enumerate(run.answers):
+        if (opening := form.opening(index, answer)) is not None:
+            yield event_line(opening)
+    try:
+        async for index, delta, event in run.deltas():
+            drafts = _drafts(run.answers[index], delta, event) if options.include_drafts else None
+            if delta.content or delta.reasoning or drafts is not None:
+                yield event_line(form.chunk(index, delta, None, drafts))
+            if (reason := run.answers[index].finish_reason) is not None:
+                yield event_line(form.chunk(index, Delta(), reason))
+        if options.include_usage:
+            yield event_line(form.usage_chunk(run.answers))
+    except ApiError as error:
+        yield event_line(error.body)
+    yield event_line("[DONE]")
+
+
+def _drafts(answer: Answer, delta: Delta, event: StreamEvent) -> dict[str, int]:
+    """Say what of a step was drafted; ``characters`` of its text, counted from the first.
+
+    The bonus token's characters are the last. Where text is held back, they may be those of a token before.
+    """
+    ids, accepted = event.ids[0], event.accepted[0]
+    lengths = [len(answer.call.tokenizer.decode(part, skip_special_tokens=True)) for part in (ids, ids[:accepted])]
+    shown = len(delta.reasoning) + len(delta.content)
+    return {"tokens": len(ids), "accepted": accepted, "characters": max(0, shown - (lengths[0] - lengths[1]))}
+
+
+# ---------------------------------------------------------------------------------------------- the others
+
+
+@router.get("/v1/models")
+async def models(request: Request) -> dict[str, Any]:
+    """List the model."""
+    return {"object": "list", "data": [_describe(_service(request))]}
+
+
+@router.get("/v1/models/{name:path}")
+async def model(name: str, request: Request) -> dict[str, Any]:
+    """Describe the model."""
+    _service(request).check_model(name)
+    return _describe(_service(request))
+
+
+def _describe(service: Service) -> dict[str, Any]:
+    length = service.scheduler.generator.max_length
+    own = {"id": service.name, "object": "model", "created": service.created, "owned_by": "dflash"}
+    return {**own, "max_model_len": length}
+
+
+@router.get("/health", response_model=None)
+async def health(request: Request) -> Response:
+    """Tell whether requests are taken."""
+    is_open = not _service(request).is_ending
+    return JSONResponse({"status": "ok" if is_open else "ending"}, 200 if is_open else 503)
+
+
+@router.get("/metrics", response_model=None)
+async def metrics(request: Request) -> Response:
+    """Return the counters for Prometheus."""
+    return Response(_service(request).metrics.page(), media_type=CONTENT_TYPE_LATEST)
+
+
+# The page shows text of models as text only; this keeps it from loading anything, should that fail.
+_PAGE_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+
+
+@functools.cache
+def _page() -> str:
+    return Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+
+
+@router.get("/", response_model=None, include_in_schema=False)
+async def page() -> Response:
+    """Return the chat page."""
+    return Response(_page(), media_type="text/html", headers={"Content-Security-Policy": _PAGE_POLICY})
+
+
+def _service(request: Request) -> Service:
+    return request.app.state.service

@@ -1,0 +1,133 @@
+"""Responses of OpenAI's API: chat and text completions, whole and as chunks of a stream."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from .reasoning import Delta
+from .run import Answer
+
+__all__ = ["ChatFormat", "CompletionFormat", "Format", "event_line"]
+
+
+def event_line(content: dict[str, Any] | str) -> str:
+    """Return a server-sent event."""
+    text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False, separators=(",", ":"))
+    return f"data: {text}\n\n"
+
+
+def usage(answers: Sequence[Answer], prompts: int) -> dict[str, Any]:
+    """Count tokens. Each of the ``prompts`` counts once, however many answers it has."""
+    firsts = answers[:: len(answers) // prompts]
+    prompt, new = sum(answer.prompt_tokens for answer in firsts), sum(answer.new_tokens for answer in answers)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": new,
+        "total_tokens": prompt + new,
+        "prompt_tokens_details": {"cached_tokens": sum(answer.cached_tokens for answer in firsts)},
+    }
+
+
+class Format:
+    """Writes one response.
+
+    Args:
+        model: its name.
+        fingerprint: of weights and versions.
+        prompts: of the request.
+    """
+
+    prefix: ClassVar[str]
+    whole_object: ClassVar[str]
+    chunk_object: ClassVar[str]
+
+    def __init__(self, model: str, fingerprint: str, prompts: int = 1) -> None:
+        self._prompts = prompts
+        self._head = {
+            "id": f"{self.prefix}-{secrets.token_hex(12)}",
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": fingerprint,
+        }
+
+    def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        """Return the response to a request without ``stream``."""
+        choices = [
+            {"index": index, **self._whole(answer), "logprobs": None, "finish_reason": answer.finish_reason}
+            for index, answer in enumerate(answers)
+        ]
+        return {**self._head, "object": self.whole_object, "choices": choices, "usage": usage(answers, self._prompts)}
+
+    def opening(self, index: int, answer: Answer) -> dict[str, Any] | None:
+        """Return the chunk that comes before an answer's text, if there is one."""
+        raise NotImplementedError
+
+    def chunk(
+        self, index: int, delta: Delta, reason: str | None, drafts: dict[str, int] | None = None
+    ) -> dict[str, Any]:
+        """Return a chunk: new text, or the reason of the end.
+
+        Args:
+            index: of the answer.
+            delta: its new text.
+            reason: why it ends, in its last chunk.
+            drafts: what of it was drafted, if the client asks for that.
+        """
+        choice = {"index": index, **self._part(delta), "logprobs": None, "finish_reason": reason}
+        if drafts is not None:
+            choice["drafts"] = drafts
+        return self._chunk([choice])
+
+    def usage_chunk(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        """Return the last chunk, for ``include_usage``."""
+        return {**self._chunk([]), "usage": usage(answers, self._prompts)}
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {**self._head, "object": self.chunk_object, "choices": choices}
+
+    def _whole(self, answer: Answer) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _part(self, delta: Delta) -> dict[str, Any]:
+        raise NotImplementedError
+
+
+class ChatFormat(Format):
+    """Writes chat completions."""
+
+    prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def opening(self, index: int, answer: Answer) -> dict[str, Any] | None:
+        """Return the chunk with the role."""
+        first = {"role": "assistant", "content": "", "refusal": None}
+        return self._chunk([{"index": index, "delta": first, "logprobs": None, "finish_reason": None}])
+
+    def _whole(self, answer: Answer) -> dict[str, Any]:
+        message = {"role": "assistant", "content": "".join(answer.content), "refusal": None}
+        if reasoning := "".join(answer.reasoning):
+            message["reasoning_content"] = reasoning
+        return {"message": message}
+
+    def _part(self, delta: Delta) -> dict[str, Any]:
+        parts = {"content": delta.content, "reasoning_content": delta.reasoning}
+        return {"delta": {name: text for name, text in parts.items() if text}}
+
+
+class CompletionFormat(Format):
+    """Writes text completions."""
+
+    prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
+
+    def opening(self, index: int, answer: Answer) -> dict[str, Any] | None:
+        """Return the chunk with the prompt, for ``echo``."""
+        return self.chunk(index, Delta(answer.prompt_text), None) if answer.prompt_text else None
+
+    def _whole(self, answer: Answer) -> dict[str, Any]:
+        return {"text": answer.prompt_text + "".join(answer.content)}
+
+    def _part(self, delta: Delta) -> dict[str, Any]:
+        return {"text": delta.content}

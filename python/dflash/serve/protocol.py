@@ -1,0 +1,190 @@
+"""Requests of OpenAI's API. A field that would not be applied is refused by name, and so is an unknown one."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
+from pydantic_core import PydanticCustomError
+
+__all__ = ["ChatRequest", "CompletionRequest", "GenerationRequest", "Message", "StreamOptions"]
+
+# Fields of OpenAI's API that are not applied, with the values that ask for nothing. null always does.
+_ASKS_NOTHING: dict[str, tuple[Any, ...]] = {
+    "best_of": (1,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "logprobs": (False,),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True, False),
+    "response_format": ({"type": "text"},),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "suffix": ("",),
+    "tool_calls": ([],),
+    "tool_choice": ("none",),
+    "tools": ([],),
+    "top_logprobs": (0,),
+    "verbosity": ("medium",),
+}
+
+
+def _refuse(value: object, info: ValidationInfo) -> None:
+    neutral = _ASKS_NOTHING.get(info.field_name or "", ())
+    if value is not None and not any(type(value) is type(other) and value == other for other in neutral):
+        raise PydanticCustomError("unsupported", "this server does not apply it: leave it out")
+
+
+NotApplied = Annotated[Any, AfterValidator(_refuse)]
+Text = Annotated[str, Field(min_length=1)]
+
+
+def _stops(value: object) -> object:
+    """Return a single stop string as a list, which has clearer errors than a union."""
+    return [value] if isinstance(value, str) else value
+
+
+def _parts(value: object) -> object:
+    """Return content that is a text as a list of parts."""
+    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+
+
+TokenIds = list[Annotated[int, Field(ge=0)]]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(_Strict):
+    """What a stream holds besides text.
+
+    Attributes:
+        include_usage: a last chunk with the numbers of tokens.
+        include_drafts: in each chunk, how many of its tokens were drafted (an extension).
+    """
+
+    include_usage: bool | None = None
+    include_drafts: bool | None = None
+    include_obfuscation: NotApplied = None
+
+
+class GenerationRequest(_Strict):
+    """What chat and text completions have in common.
+
+    The fields from ``top_k`` on are extensions, named as in `dflash.call.GenerateArguments`; ``min_tokens`` and
+    ``ignore_eos`` are named as in vLLM. ``user`` and the like are labels, which change no answer.
+    """
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    n: Annotated[int, Field(ge=1, le=128)] | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    stop: Annotated[list[Text], Field(max_length=4), BeforeValidator(_stops, Text | list[Text])] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    logit_bias: dict[Annotated[str, Field(pattern=r"^\d{1,10}$")], float] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    user: str | None = None
+    logprobs: NotApplied = None
+
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    no_repeat_ngram_size: int | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    stop_token_ids: TokenIds | None = None
+    ignore_eos: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_pairs(self) -> GenerationRequest:
+        if self.stream_options is not None and not self.stream:
+            raise PydanticCustomError("pairs", "stream_options needs stream=true")
+        if self.ignore_eos and self.stop_token_ids:
+            raise PydanticCustomError("pairs", "ignore_eos cannot be combined with stop_token_ids")
+        return self
+
+    @property
+    def new_tokens(self) -> int | None:
+        """The most tokens of an answer, if the request says."""
+        return self.max_tokens
+
+
+class TextPart(_Strict):
+    """A part of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(_Strict):
+    """A message of a conversation. The chat template decides which roles it takes, and what it shows of a name."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[list[TextPart], BeforeValidator(_parts, str | list[TextPart])] | None = None
+    reasoning_content: str | None = None
+    name: str | None = None
+    refusal: NotApplied = None
+    audio: NotApplied = None
+    tool_calls: NotApplied = None
+    function_call: NotApplied = None
+
+    @property
+    def text(self) -> str:
+        """The content as one text."""
+        return "\n".join(part.text for part in self.content or ())
+
+
+class ChatRequest(GenerationRequest):
+    """A request of ``/v1/chat/completions``.
+
+    ``chat_template_kwargs`` is an extension: arguments of the chat template, such as ``enable_thinking``.
+    """
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    metadata: dict[str, str] | None = None
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+    # Structured output: the fields that will become a grammar. `arguments.py` is where it would be passed on.
+    response_format: NotApplied = None
+    tools: NotApplied = None
+    tool_choice: NotApplied = None
+    parallel_tool_calls: NotApplied = None
+    functions: NotApplied = None
+    function_call: NotApplied = None
+
+    audio: NotApplied = None
+    modalities: NotApplied = None
+    prediction: NotApplied = None
+    prompt_cache_retention: NotApplied = None
+    reasoning_effort: NotApplied = None
+    service_tier: NotApplied = None
+    store: NotApplied = None
+    top_logprobs: NotApplied = None
+    verbosity: NotApplied = None
+    web_search_options: NotApplied = None
+
+    @model_validator(mode="after")
+    def _check_limits(self) -> ChatRequest:
+        if None not in (both := (self.max_tokens, self.max_completion_tokens)) and both[0] != both[1]:
+            raise PydanticCustomError("pairs", "max_tokens and max_completion_tokens differ: give one of them")
+        return self
+
+    @property
+    def new_tokens(self) -> int | None:
+        """The most tokens of an answer, if the request says."""
+        return self.max_completion_tokens or self.max_tokens
+
+
+class CompletionRequest(GenerationRequest):
+    """A request of ``/v1/completions``."""
+
+    prompt: str | TokenIds | Annotated[list[str | TokenIds], Field(min_length=1)]
+    echo: bool | None = None
+    best_of: NotApplied = None
+    suffix: NotApplied = None

@@ -1,0 +1,156 @@
+"""The answers to one request, while the scheduler's thread writes them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+
+from ..call import Call
+from ..outputs import Statistics, StreamEvent
+from .errors import ApiError
+from .reasoning import AnswerText, Delta
+from .scheduler import QueueFullError, Scheduler, Ticket
+
+__all__ = ["Answer", "Run"]
+
+
+@dataclass
+class Answer:
+    """One answer to a request.
+
+    Attributes:
+        call: what is run for it.
+        text: splits its text.
+        prompt_text: shown before it, for ``echo``.
+        content: so far.
+        reasoning: so far.
+        finish_reason: ``"stop"`` or ``"length"`` once it has ended.
+        statistics: of its last event.
+    """
+
+    call: Call
+    text: AnswerText
+    prompt_text: str = ""
+    content: list[str] = field(default_factory=list)
+    reasoning: list[str] = field(default_factory=list)
+    finish_reason: str | None = None
+    statistics: Statistics | None = None
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of its prompt."""
+        return len(self.call.prompts[0])
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of its prompt that the caches already held."""
+        return 0 if self.statistics is None else self.prompt_tokens - self.statistics.num_prefilled_tokens[0]
+
+    @property
+    def new_tokens(self) -> int:
+        """Its tokens so far."""
+        return 0 if self.statistics is None else self.statistics.num_new_tokens[0]
+
+    def add(self, event: StreamEvent) -> Delta:
+        """Add what a step wrote; return what is new of its text."""
+        reason = event.finish_reasons[0]
+        delta = self.text.push(event.text[0] if event.text else "", is_last=reason is not None)
+        self.content.append(delta.content)
+        self.reasoning.append(delta.reasoning)
+        self.finish_reason = "stop" if self.text.is_stopped else reason
+        self.statistics = event.statistics
+        return delta
+
+
+class Run:
+    """Queues a request's answers and hands on their events in the event loop.
+
+    Events wait in memory until they are read, so a client that reads slowly holds up nobody.
+
+    Args:
+        scheduler: of the server.
+        answers: at least one.
+        seconds: until all must have ended, from now.
+
+    Attributes:
+        has_failed: an error ended it.
+        first_token_seconds: from the request to its first token; None before.
+
+    Raises:
+        ApiError: too many requests wait already, or the server is about to end.
+    """
+
+    def __init__(self, scheduler: Scheduler, answers: Sequence[Answer], seconds: float) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.answers, self._seconds, self._began = answers, seconds, self._loop.time()
+        self._items: asyncio.Queue[tuple[int, StreamEvent | Exception | None]] = asyncio.Queue()
+        self._tickets: list[Ticket] = []
+        self.has_failed = False
+        self.first_token_seconds: float | None = None
+        try:
+            for index, answer in enumerate(answers):
+                emit = functools.partial(self._emit, index)
+                self._tickets.append(scheduler.submit(answer.call, skip_special_tokens=True, emit=emit))
+        except QueueFullError as error:
+            self.cancel()
+            raise ApiError(429, str(error), code="queue_full", headers={"Retry-After": "1"}) from error
+        except RuntimeError as error:  # it is closed
+            self.cancel()
+            raise ApiError(503, "the server is about to end: try again later", code="shutting_down") from error
+
+    def _emit(self, index: int, item: StreamEvent | Exception | None) -> None:
+        """Hand an item to the event loop; called by the scheduler's thread."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody reads any more
+            self._loop.call_soon_threadsafe(self._items.put_nowait, (index, item))
+
+    @property
+    def is_done(self) -> bool:
+        """True if all answers have ended as they should."""
+        return all(answer.finish_reason for answer in self.answers)
+
+    def cancel(self) -> None:
+        """Free the rows of answers that have not ended."""
+        for ticket in self._tickets:
+            ticket.cancel()
+
+    async def deltas(self) -> AsyncIterator[tuple[int, Delta, StreamEvent]]:
+        """Yield what each step adds: the answer's index, its text, the event.
+
+        Raises:
+            ApiError: an answer failed, took too long, or the server ends.
+        """
+        while not self.is_done:
+            index, event = await self._next()
+            if self.first_token_seconds is None:
+                self.first_token_seconds = self.seconds()
+            answer = self.answers[index]
+            delta = answer.add(event)
+            if answer.finish_reason is not None:
+                self._tickets[index].cancel()  # the text may show a stop string that the tokens do not
+            yield index, delta, event
+
+    async def _next(self) -> tuple[int, StreamEvent]:
+        """Return the next event of an answer that has not ended."""
+        while True:
+            try:
+                index, item = await asyncio.wait_for(self._items.get(), max(self._seconds - self.seconds(), 0.001))
+            except asyncio.TimeoutError:
+                raise self._fail(503, f"the answer was not ready after {self._seconds:g} s", "timeout") from None
+            if self.answers[index].finish_reason is not None:
+                continue
+            if isinstance(item, StreamEvent):
+                return index, item
+            if item is None:
+                raise self._fail(503, "the server is about to end: try again later", "shutting_down")
+            raise self._fail(500, f"the answer failed: {item}", "engine_error") from item
+
+    def _fail(self, status: int, message: str, code: str) -> ApiError:
+        self.has_failed = True
+        return ApiError(status, message, code=code)
+
+    def seconds(self) -> float:
+        """Return the time since the request was queued."""
+        return self._loop.time() - self._began

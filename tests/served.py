@@ -1,0 +1,165 @@
+"""The package's pair behind the server: in this process, or on a port of this machine."""
+
+import asyncio
+import contextlib
+import copy
+import functools
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import torch
+
+import dflash
+from dflash.serve import Scheduler
+from dflash.serve.app import build_app
+from dflash.serve.server import Server, bind
+from dflash.serve.service import Service
+
+SUM = "add 48213 and 90377"
+TRIP = "trip: from Lorne; to Dalmere; train 362; hour 7; person Tilda"
+
+
+@functools.cache
+def pair() -> tuple:
+    """Load the package's target, drafter and tokenizer."""
+    return dflash.demo_pair()
+
+
+def serve(*, rows: int = 2, queue: int = 8, timeout: float = 120.0, chunk: int = 8, template: str = "") -> Service:
+    """Return a service of the pair; ``template`` replaces the chat template."""
+    target, draft, tokenizer = pair()
+    if template:
+        tokenizer = copy.deepcopy(tokenizer)
+        tokenizer.chat_template = template
+    generator = dflash.Generator(target, draft, max_length=512, batch_size=rows, prefill_chunk=chunk)
+    return Service(Scheduler(generator, max_waiting=queue), tokenizer, "pair", "0", timeout)
+
+
+@contextlib.contextmanager
+def serving(**options: Any) -> Iterator[Service]:
+    """Serve in this process; at the end all rows must be free."""
+    service = serve(**options)
+    yield service
+    service.scheduler.close(drain=False)
+    assert (service.scheduler.running, service.scheduler.waiting) == (0, 0)
+
+
+def ask(
+    service: Service, path: str, body: Any, *, key: str | None = None, headers: dict[str, str] | None = None
+) -> httpx.Response:
+    """POST ``body``, a dict as JSON, or GET if it is None; ``key`` is the server's."""
+
+    async def call() -> httpx.Response:
+        transport = httpx.ASGITransport(build_app(service, key), raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://pair", timeout=120) as client:
+            if body is None:
+                return await client.get(path, headers=headers)
+            content = json.dumps(body).encode() if isinstance(body, dict) else body
+            sent = {"Content-Type": "application/json"} | (headers or {})
+            return await client.post(path, content=content, headers=sent)
+
+    return asyncio.run(call())
+
+
+def chat(content: str = SUM, **fields: Any) -> dict[str, Any]:
+    """Return the body of a chat request."""
+    return {"model": "pair", "messages": [{"role": "user", "content": content}], "max_tokens": 300} | fields
+
+
+def chunks(response: httpx.Response) -> list[dict[str, Any]]:
+    """Return a stream's chunks; it must end with [DONE]."""
+    assert response.headers["content-type"].startswith("text/event-stream")
+    *lines, done = response.text.removesuffix("\n\n").split("\n\n")
+    assert done == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+def prompt_ids(content: str = SUM) -> torch.Tensor:
+    """Return the ids ``[1, length]`` of a question."""
+    return pair()[2].apply_chat_template(
+        [{"role": "user", "content": content}], add_generation_prompt=True, return_tensors="pt"
+    ).input_ids  # fmt: skip
+
+
+def direct(ids: torch.Tensor, **arguments: Any) -> list[str]:
+    """Return what ``dflash.generate`` writes."""
+    target, draft, tokenizer = pair()
+    out = dflash.generate(target, draft, ids, tokenizer=tokenizer, **arguments)
+    return tokenizer.batch_decode(out[:, ids.shape[1] :], skip_special_tokens=True)
+
+
+class Gate:
+    """Holds the scheduler's thread before a step until `open` is called."""
+
+    def __init__(self, service: Service) -> None:
+        self.reached, self.opened, self.steps = threading.Event(), threading.Event(), 0
+        step = service.scheduler._session.step
+
+        def gated() -> Any:
+            self.reached.set()
+            self.opened.wait()
+            self.steps += 1
+            return step()
+
+        service.scheduler._session.step = gated
+
+    def open(self) -> None:
+        """Let it go on."""
+        self.opened.set()
+
+
+def slow_down(service: Service, seconds: float = 0.02) -> None:
+    """Sleep before each step, so that an answer is still being written when a test looks."""
+    step = service.scheduler._session.step
+
+    def slowly() -> Any:
+        time.sleep(seconds)
+        return step()
+
+    service.scheduler._session.step = slowly
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    """Wait until ``condition()`` is true, for a minute at most."""
+    for _ in range(6000):
+        if condition():
+            return
+        time.sleep(0.01)
+    raise AssertionError("it did not happen within a minute")
+
+
+@dataclass
+class Live:
+    """A server on a port of this machine."""
+
+    service: Service
+    server: Server
+    url: str
+    thread: threading.Thread
+
+    def end(self) -> None:
+        """Ask for the end, as a signal does."""
+        self.server.should_exit = True
+
+
+@contextlib.contextmanager
+def live(*, key: str | None = None, grace: float = 30.0, **options: Any) -> Iterator[Live]:
+    """Serve on a free port; at the end the server and its scheduler must have ended."""
+    service = serve(**options)
+    server, bound = Server(service, api_key=key, grace=grace), bind("127.0.0.1", 0)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
+    thread.start()
+    wait_until(lambda: server.started)
+    running = Live(service, server, f"http://127.0.0.1:{bound.getsockname()[1]}/v1", thread)
+    try:
+        yield running
+    finally:
+        running.end()
+        thread.join()
+    assert (service.scheduler.running, service.scheduler.waiting) == (0, 0)
+    assert not service.scheduler._thread.is_alive()

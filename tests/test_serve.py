@@ -1,0 +1,460 @@
+"""The server in this process: its answers are those of ``dflash.generate``, and what it cannot do it refuses."""
+
+import copy
+import json
+import re
+import threading
+
+import pytest
+import torch
+from served import SUM, TRIP, Gate, ask, chat, chunks, direct, pair, prompt_ids, serving
+
+from dflash import Generator
+from dflash.serve.service import _fingerprint
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+
+
+@pytest.fixture(scope="module")
+def service():
+    with serving() as service:
+        yield service
+
+
+def answer(response) -> list[str]:
+    assert response.status_code == 200, response.text
+    return [choice["message"]["content"] for choice in response.json()["choices"]]
+
+
+def error(response) -> dict:
+    found = response.json()["error"]
+    assert found.keys() == {"message", "type", "param", "code"}
+    return found
+
+
+# ---------------------------------------------------------------------------------------------- answers
+
+SETTINGS = {
+    "greedy": ({}, {}),
+    "seeded": ({"temperature": 1, "seed": 7}, {}),
+    "filters": ({"temperature": 1.5, "seed": -3, "top_k": 20, "top_p": 0.9, "min_p": 0.01}, {}),
+    "penalties": (
+        {"temperature": 1, "seed": 1, "presence_penalty": 0.5, "frequency_penalty": 0.25, "repetition_penalty": 1.1},
+        {},
+    ),
+    "n-grams": ({"no_repeat_ngram_size": 4}, {}),
+    "biases": ({"logit_bias": {"5": -100, "17": 3.5}}, {"logit_bias": {5: -100, 17: 3.5}}),
+    "lengths": (
+        {"max_tokens": None, "max_completion_tokens": 20, "ignore_eos": True},
+        {"max_new_tokens": 20, "stop_token_ids": []},
+    ),
+    "least": ({"min_tokens": 200}, {"min_new_tokens": 200}),
+    "stop tokens": ({"stop_token_ids": [17, 300]}, {}),
+}
+
+
+@pytest.mark.parametrize(("fields", "arguments"), SETTINGS.values(), ids=SETTINGS)
+def test_an_answer_is_that_of_generate(service, fields, arguments):
+    same = {name: value for name, value in fields.items() if name not in ("max_tokens", "logit_bias")}
+    same = arguments if arguments else same
+    body = {name: value for name, value in chat(TRIP, **fields).items() if value is not None}
+    assert answer(ask(service, CHAT, body)) == direct(prompt_ids(TRIP), **{"max_new_tokens": 300} | same)
+
+
+def test_several_answers_are_those_of_num_return_sequences(service):
+    call = {"temperature": 1.0, "seed": 11}
+    got = answer(ask(service, CHAT, chat(TRIP, n=3, **call)))
+    assert got == direct(prompt_ids(TRIP), max_new_tokens=300, num_return_sequences=3, **call)
+    assert len(set(got)) == 3
+    assert (
+        answer(ask(service, CHAT, chat(TRIP, n=2, temperature=0))) == direct(prompt_ids(TRIP), max_new_tokens=300) * 2
+    )
+
+
+def test_requests_at_the_same_time_get_what_they_get_alone(service):
+    bodies = [chat((SUM, TRIP)[n % 2], temperature=n % 3, seed=n) for n in range(6)]
+    alone, together = [answer(ask(service, CHAT, body)) for body in bodies], {}
+    threads = [
+        threading.Thread(target=lambda n=n: together.update({n: answer(ask(service, CHAT, bodies[n]))}))
+        for n in range(6)
+    ]  # fmt: skip
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [together[n] for n in range(6)] == alone
+
+
+def test_a_request_without_a_seed_draws_one():
+    with serving() as service:
+        assert len({answer(ask(service, CHAT, chat(TRIP, temperature=1)))[0] for _ in range(3)}) > 1
+
+
+def test_the_response_says_what_it_is(service):
+    found = ask(service, CHAT, chat(max_tokens=5)).json()
+    assert found["object"] == "chat.completion"
+    assert found["model"] == "pair"
+    assert found["id"].startswith("chatcmpl-")
+    assert found["system_fingerprint"] == service.fingerprint
+    (choice,) = found["choices"]
+    assert (choice["index"], choice["finish_reason"], choice["logprobs"]) == (0, "length", None)
+    assert choice["message"] == {"role": "assistant", "content": choice["message"]["content"], "refusal": None}
+    length = prompt_ids().shape[1]
+    usage = found["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (length, 5, length + 5)
+
+
+def test_texts_and_token_ids_are_continued(service):
+    ids = prompt_ids(SUM)
+    text = pair()[2].decode(ids[0, 1:])
+    tokens = pair()[2](text).input_ids
+    expected = direct(torch.tensor([tokens]), max_new_tokens=16)[0]
+    one = ask(service, TEXT, {"prompt": text}).json()
+    assert one["object"] == "text_completion"
+    assert one["choices"] == [{"index": 0, "text": expected, "logprobs": None, "finish_reason": "length"}]
+    both = ask(service, TEXT, {"prompt": [tokens, ids[0].tolist()], "echo": True, "n": 1}).json()
+    assert [choice["text"] for choice in both["choices"]] == [
+        pair()[2].decode(tokens) + expected,
+        pair()[2].decode(ids[0]) + direct(ids, max_new_tokens=16)[0],
+    ]
+    assert both["usage"]["prompt_tokens"] == len(tokens) + ids.shape[1]
+
+
+def test_prompts_and_answers_are_counted_in_order(service):
+    body = {"prompt": [TRIP, SUM], "n": 2, "temperature": 1, "seed": 4, "max_tokens": 9}
+    choices = ask(service, TEXT, body).json()["choices"]
+    expected = []
+    for text in (TRIP, SUM):
+        ids = torch.tensor([pair()[2](text).input_ids])
+        expected += direct(ids, max_new_tokens=9, num_return_sequences=2, temperature=1.0, seed=4)
+    assert [choice["text"] for choice in choices] == expected
+    assert [choice["index"] for choice in choices] == [0, 1, 2, 3]
+
+
+def test_a_prompt_that_was_run_before_is_not_run_again():
+    with serving(rows=1) as service:
+        usages = [ask(service, CHAT, chat(max_tokens=2)).json()["usage"] for _ in range(2)]
+    cached = [usage["prompt_tokens_details"]["cached_tokens"] for usage in usages]
+    assert cached[0] == 0
+    assert 0 < cached[1] < usages[1]["prompt_tokens"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stop", [" makes ", ["zzz", "teen", "tens"], [", write 0\ntens: ", "never"]])
+def test_an_answer_ends_before_a_stop_string(service, stop, stream):
+    whole = direct(prompt_ids(), max_new_tokens=300)[0]
+    strings = [stop] if isinstance(stop, str) else stop
+    assert (places := [whole.index(string) for string in strings if string in whole])
+    response = ask(service, CHAT, chat(stop=stop, stream=stream))
+    if stream:
+        found = chunks(response)
+        got = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in found)
+        reason = found[-1]["choices"][0]["finish_reason"]
+    else:
+        (got,), reason = answer(response), response.json()["choices"][0]["finish_reason"]
+    assert got == whole[: min(places)]
+    assert reason == "stop"
+
+
+# ---------------------------------------------------------------------------------------------- streams
+
+
+def test_a_stream_has_a_role_deltas_a_reason_and_usage(service):
+    body = chat(TRIP, stream=True, n=2, temperature=1, seed=5, stream_options={"include_usage": True})
+    *found, last = chunks(ask(service, CHAT, body))
+    assert {chunk["object"] for chunk in found} == {"chat.completion.chunk"}
+    assert len({chunk["id"] for chunk in found}) == 1
+    for index, expected in enumerate(
+        direct(prompt_ids(TRIP), max_new_tokens=300, num_return_sequences=2, temperature=1.0, seed=5)
+    ):
+        own = [chunk["choices"][0] for chunk in found if chunk["choices"][0]["index"] == index]
+        assert own[0]["delta"] == {"role": "assistant", "content": "", "refusal": None}
+        assert "".join(choice["delta"].get("content", "") for choice in own) == expected
+        assert [choice["finish_reason"] for choice in own] == [None] * (len(own) - 1) + ["stop"]
+        assert own[-1]["delta"] == {}
+        assert len(own) < 3 + len(pair()[2](expected).input_ids), "several tokens per chunk"
+    assert last["choices"] == []
+    whole = ask(service, CHAT, {**body, "stream": False, "stream_options": None}).json()
+    del whole["usage"]["prompt_tokens_details"], last["usage"]["prompt_tokens_details"]
+    assert last["usage"] == whole["usage"]
+
+
+def test_a_stream_tells_which_tokens_were_drafted(service):
+    found = chunks(ask(service, CHAT, chat(stream=True, stream_options={"include_drafts": True})))
+    drafts = [chunk["choices"][0]["drafts"] for chunk in found if "drafts" in chunk["choices"][0]]
+    assert drafts[0] == {"tokens": 1, "accepted": 0, "characters": 0}
+    assert all(step["tokens"] - step["accepted"] in (0, 1) for step in drafts)
+    assert sum(step["accepted"] for step in drafts) > len(drafts)
+    deltas = [chunk["choices"][0]["delta"].get("content", "") for chunk in found if "drafts" in chunk["choices"][0]]
+    for step, text in zip(drafts[:-1], deltas[:-1], strict=True):
+        assert (step["characters"] > 0) == (step["accepted"] > 0)
+        assert (step["characters"] < len(text)) == (step["accepted"] < step["tokens"])
+
+
+def test_an_echoed_prompt_comes_first_in_a_stream(service):
+    found = chunks(ask(service, TEXT, {"prompt": SUM, "echo": True, "stream": True}))
+    whole = ask(service, TEXT, {"prompt": SUM, "echo": True}).json()["choices"][0]["text"]
+    assert found[0]["choices"][0]["text"] == SUM
+    assert "".join(chunk["choices"][0]["text"] for chunk in found) == whole
+
+
+# ---------------------------------------------------------------------------------------------- reasoning
+
+THINKING = "{{ messages[-1].content }}{{ '\n=>\n<think>' if enable_thinking else '<think></think>\n=>\n' }}"
+
+
+def test_reasoning_has_a_field_of_its_own():
+    with serving(template=THINKING) as service:
+        body = chat(chat_template_kwargs={"enable_thinking": True}, max_tokens=20)
+        message = ask(service, CHAT, body).json()["choices"][0]["message"]
+        streamed = chunks(ask(service, CHAT, {**body, "stream": True}))
+        plain = ask(service, CHAT, {**body, "chat_template_kwargs": None}).json()["choices"][0]["message"]
+    assert message["content"] == ""
+    assert message["reasoning_content"]
+    deltas = [chunk["choices"][0]["delta"] for chunk in streamed]
+    assert "".join(delta.get("reasoning_content", "") for delta in deltas) == message["reasoning_content"]
+    assert plain["content"]
+    assert "reasoning_content" not in plain
+
+
+# ---------------------------------------------------------------------------------------------- refusals
+
+BAD = {
+    "tools": ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "does not apply it"),
+    "schema": ({"response_format": {"type": "json_object"}}, "response_format", "does not apply it"),
+    "tool choice": ({"tool_choice": "auto"}, "tool_choice", "does not apply it"),
+    "logprobs": ({"logprobs": True}, "logprobs", "does not apply it"),
+    "top_logprobs": ({"top_logprobs": 2}, "top_logprobs", "does not apply it"),
+    "effort": ({"reasoning_effort": "low"}, "reasoning_effort", "does not apply it"),
+    "store": ({"store": True}, "store", "does not apply it"),
+    "unknown": ({"temprature": 1}, "temprature", "Extra inputs are not permitted"),
+    "messages": ({"messages": []}, "messages", "at least 1 item"),
+    "no messages": ({"messages": None}, "messages", "valid list"),
+    "image": ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "'text'"),
+    "role": ({"messages": [{"role": "tool", "content": ""}]}, "messages", "'system'"),
+    "template": ({"messages": [{"role": "system", "content": ""}]}, "messages", "without messages of the role system"),
+    "unicode": ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages", "half of a character"),
+    "template argument": ({"chat_template_kwargs": {"thinking": 1}}, "chat_template_kwargs", "no argument 'thinking'"),
+    "tokenizer argument": ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", "no argument"),
+    "type": ({"temperature": "1"}, "temperature", "valid number"),
+    "boolean": ({"n": True}, "n", "valid integer"),
+    "range": ({"temperature": -1}, "temperature", "at least 0"),
+    "infinite": ({"temperature": float("inf")}, "temperature", "finite"),
+    "top_p": ({"top_p": 0}, "top_p", "(0, 1]"),
+    "max_tokens": ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
+    "two limits": ({"max_completion_tokens": 5}, None, "max_tokens and max_completion_tokens differ"),
+    "context": ({"max_tokens": 512}, "messages", "context is 512 tokens: the prompt has"),
+    "stop": ({"stop": ["a", "b", "c", "d", "e"]}, "stop", "at most 4"),
+    "empty stop": ({"stop": ""}, "stop", "at least 1 character"),
+    "seed": ({"seed": 2**63}, "seed", "less than"),
+    "bias": ({"logit_bias": {"x": 1}}, "logit_bias", "pattern"),
+    "bias of no token": ({"logit_bias": {"99999": 1}}, "logit_bias", "0 .. 1535"),
+    "answers": ({"n": 11}, "n", "may ask for 10 answers, this one asks for 11"),
+    "stream options": ({"stream_options": {}}, None, "needs stream=true"),
+    "stop tokens": ({"stop_token_ids": [5], "ignore_eos": True}, None, "cannot be combined"),
+}
+
+
+@pytest.mark.parametrize(("fields", "param", "message"), BAD.values(), ids=BAD)
+def test_a_chat_request_that_cannot_be_served_is_refused(service, fields, param, message):
+    response = ask(service, CHAT, chat(**fields))
+    assert response.status_code == 400
+    found = error(response)
+    assert found["type"] == "invalid_request_error"
+    assert found["param"] == param
+    assert message in found["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [[]]}, "prompt"),
+        ({"prompt": [1536]}, "prompt"),
+        ({"prompt": [1536], "echo": True}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
+        ({"prompt": {"text": "a"}}, "prompt"),
+        ({"prompt": "a", "logprobs": 0}, "logprobs"),
+        ({"prompt": "a", "best_of": 2}, "best_of"),
+        ({"prompt": "a", "suffix": "b"}, "suffix"),
+        ({"prompt": "a", "max_completion_tokens": 5}, "max_completion_tokens"),
+        ({}, "prompt"),
+    ],
+)  # fmt: skip
+def test_a_text_request_that_cannot_be_served_is_refused(service, fields, param):
+    response = ask(service, TEXT, fields)
+    assert response.status_code == 400
+    assert error(response)["param"] == param
+
+
+def test_fields_that_ask_for_nothing_are_taken(service):
+    neutral = {
+        **{"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "logprobs": False, "store": False},
+        **{"user": "u", "metadata": {"a": "b"}, "top_logprobs": None, "modalities": ["text"], "seed": None, "n": None},
+    }
+    assert answer(ask(service, CHAT, chat(**neutral))) == direct(prompt_ids(), max_new_tokens=300)
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[1]", b"\xff", b"[" * 200_000, b'{"seed":' + b"9" * 10_000 + b"}"])
+def test_a_body_that_is_no_request_is_refused(service, body):
+    response = ask(service, CHAT, body)
+    assert response.status_code == 400
+    assert error(response)["type"] == "invalid_request_error"
+
+
+def test_other_models_and_paths_are_not_found(service):
+    assert error(ask(service, CHAT, chat(model="gpt-4")))["code"] == "model_not_found"
+    assert ask(service, "/v1/models/gpt-4", None).status_code == 404
+    assert error(ask(service, "/v1/embeddings", {}))["type"] == "not_found_error"
+    assert ask(service, CHAT, None).status_code == 405
+
+
+def test_a_body_may_not_be_too_large(service):
+    async def parts():  # sent without a length
+        for _ in range(6):
+            yield b" " * 2**20
+
+    for body in (chat("a" * 2**22), parts()):
+        response = ask(service, CHAT, body)
+        assert response.status_code == 413
+        assert error(response)["code"] == "too_large"
+
+
+def test_a_key_is_asked_for(service):
+    for given, status in (("Bearer secret", 200), ("Bearer other", 401), ("secret", 401), (None, 401)):
+        headers = {} if given is None else {"Authorization": given}
+        response = ask(service, CHAT, chat(max_tokens=1), key="secret", headers=headers)
+        assert response.status_code == status
+    assert error(response)["code"] == "invalid_api_key"
+    assert ask(service, "/v1/models", None, key="secret").status_code == 401
+    assert ask(service, "/metrics", None, key="secret").status_code == 401
+    assert ask(service, "/health", None, key="secret").status_code == 200
+
+
+# ---------------------------------------------------------------------------------------------- load and faults
+
+
+def test_requests_beyond_the_queue_are_told_to_come_again():
+    with serving(rows=1, queue=1) as service:
+        gate, statuses = Gate(service), []
+        threads = [
+            threading.Thread(target=lambda: statuses.append(ask(service, CHAT, chat(max_tokens=2)).status_code))
+            for _ in range(2)
+        ]
+        for thread in threads:
+            thread.start()
+        gate.reached.wait()
+        while service.scheduler.waiting + service.scheduler.running < 2:
+            pass
+        response = ask(service, CHAT, chat(max_tokens=2))
+        gate.open()
+        for thread in threads:
+            thread.join()
+    assert response.status_code == 429
+    assert int(response.headers["Retry-After"]) >= 1
+    assert error(response)["code"] == "queue_full"
+    assert statuses == [200, 200]
+
+
+def test_several_answers_that_do_not_fit_the_queue_leave_nothing_there():
+    with serving(rows=1, queue=2) as service:
+        gate = Gate(service)
+        thread = threading.Thread(target=ask, args=(service, CHAT, chat(max_tokens=2)))
+        thread.start()
+        gate.reached.wait()
+        assert ask(service, CHAT, chat(max_tokens=2, n=3)).status_code == 429
+        gate.open()
+        thread.join()
+        assert ask(service, CHAT, chat(max_tokens=2, n=3)).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_takes_too_long_is_ended(stream):
+    with serving(rows=1, timeout=0.3) as service:
+        gate = Gate(service)
+        response = ask(service, CHAT, chat(stream=stream))
+        gate.open()
+        found = chunks(response)[-1]["error"] if stream else error(response)
+    assert response.status_code == (200 if stream else 503)
+    assert found["code"] == "timeout"
+    assert found["message"] == "the answer was not ready after 0.3 s"
+
+
+def test_a_step_that_fails_is_an_error_of_its_requests_only():
+    with serving(rows=1) as service:
+        chain = service.scheduler.generator.engine.chain
+        propose = chain.propose
+
+        def fail(state):
+            chain.propose = propose
+            raise MemoryError("no room")
+
+        chain.propose = fail
+        response = ask(service, CHAT, chat())
+        assert response.status_code == 500
+        assert error(response) == {
+            "message": "the answer failed: no room", "type": "server_error", "param": None, "code": "engine_error",
+        }  # fmt: skip
+        assert answer(ask(service, CHAT, chat())) == direct(prompt_ids(), max_new_tokens=300)
+
+
+def test_a_closed_scheduler_takes_no_requests():
+    with serving() as service:
+        service.scheduler.close()
+        response = ask(service, CHAT, chat())
+    assert response.status_code == 503
+    assert error(response)["code"] == "shutting_down"
+
+
+# ---------------------------------------------------------------------------------------------- the others
+
+
+def test_the_model_is_listed(service):
+    (found,) = ask(service, "/v1/models", None).json()["data"]
+    assert (found["id"], found["object"], found["max_model_len"]) == ("pair", "model", 512)
+    assert ask(service, "/v1/models/pair", None).json() == found
+    assert ask(service, "/health", None).json() == {"status": "ok"}
+
+
+def test_the_page_loads_nothing_from_elsewhere(service):
+    response = ask(service, "/", None, key="secret")  # the key is typed into the page
+    assert response.headers["content-type"].startswith("text/html")
+    assert "default-src 'none'" in response.headers["content-security-policy"]
+    assert not re.search(r"https?:|//[a-z]|@import|url\(|<link|<img| src=", response.text)
+    controls = re.findall(r"<(?:input|textarea) id=\"(\w+)\"", response.text)
+    assert controls
+    assert all(f'<label for="{control}">' in response.text for control in controls)
+
+
+def test_metrics_count_requests_and_tokens():
+    with serving() as service:
+        usage = ask(service, CHAT, chat()).json()["usage"]
+        ask(service, CHAT, chat(stream=True, max_tokens=20))
+        ask(service, CHAT, chat(n=0))
+        lines = ask(service, "/metrics", None).text.splitlines()
+    found = {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if line[0] != "#")}
+    assert found['dflash_requests_total{outcome="completed"}'] == 2
+    assert found['dflash_requests_total{outcome="refused"}'] == 1
+    assert found["dflash_new_tokens_total"] == usage["completion_tokens"] + 20
+    assert found["dflash_prompt_tokens_total"] == 2 * usage["prompt_tokens"]
+    assert found["dflash_step_tokens_sum"] == found["dflash_new_tokens_total"] - 2  # the prompts' tokens
+    assert found["dflash_step_tokens_count"] == found["dflash_step_seconds_count"] > 2
+    assert found["dflash_first_token_seconds_count"] == found["dflash_request_seconds_count"] == 2
+    assert found["dflash_answers_running"] == found["dflash_answers_waiting"] == 0
+
+
+def test_the_fingerprint_follows_the_weights_and_not_the_drafter(service):
+    target = pair()[0]
+    options = {"max_length": 512, "batch_size": 2, "prefill_chunk": 8}
+    alone = Generator(target, None, block_size=service.scheduler.generator.block_size, **options)
+    assert _fingerprint(alone, "0") == service.fingerprint
+    assert _fingerprint(alone, "1") != service.fingerprint
+    other = copy.deepcopy(target)
+    with torch.no_grad():
+        other.lm_head.weight[0, 0] += 1
+    assert _fingerprint(Generator(other, None, block_size=alone.block_size, **options), "0") != service.fingerprint
+
+
+def test_the_document_of_the_interface_is_json(service):
+    paths = json.loads(ask(service, "/openapi.json", None).text)["paths"]
+    assert paths.keys() >= {CHAT, TEXT, "/v1/models", "/health", "/metrics"}

@@ -1,0 +1,238 @@
+"""The server on a port: what OpenAI's own client sees, clients that leave or do not read, and the end of the server."""
+
+import asyncio
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import httpx
+import openai
+import pytest
+from served import SUM, TRIP, Gate, chat, direct, live, prompt_ids, serving, slow_down, wait_until
+
+from dflash.serve.app import build_app
+from dflash.serve.server import bind
+
+QUESTION = [{"role": "user", "content": TRIP}]
+
+
+@pytest.fixture(scope="module")
+def server():
+    with live() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with openai.OpenAI(base_url=server.url, api_key="none", max_retries=0) as client:
+        yield client
+
+
+# ---------------------------------------------------------------------------------------------- OpenAI's client
+
+
+def test_a_chat(client):
+    done = client.chat.completions.create(
+        model="pair", messages=QUESTION, seed=3, temperature=1, n=2, max_completion_tokens=99,
+        extra_body={"top_k": 50},
+    )  # fmt: skip
+    expected = direct(prompt_ids(TRIP), seed=3, temperature=1.0, top_k=50, num_return_sequences=2, max_new_tokens=99)
+    assert [choice.message.content for choice in done.choices] == expected
+    assert done.usage.completion_tokens <= 2 * 99
+    assert client.models.list().data[0].id == client.models.retrieve("pair").id == "pair"
+
+
+def test_a_streamed_chat(client):
+    call = {"model": "pair", "messages": QUESTION, "seed": 3, "temperature": 1, "max_tokens": 300}
+    found = list(client.chat.completions.create(**call, stream=True, stream_options={"include_usage": True}))
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in found if chunk.choices)
+    assert text == direct(prompt_ids(TRIP), seed=3, temperature=1.0, max_new_tokens=300)[0]
+    assert found[-1].usage.completion_tokens == client.chat.completions.create(**call).usage.completion_tokens
+    with client.chat.completions.stream(**call) as stream:
+        assert stream.get_final_completion().choices[0].message.content == text
+
+
+def test_texts(client):
+    done = client.completions.create(model="pair", prompt=[SUM, TRIP], max_tokens=9, echo=True, stop=["@"])
+    assert [choice.text.startswith(text) for choice, text in zip(done.choices, (SUM, TRIP), strict=True)] == [True] * 2
+    pieces = [c.choices[0] for c in client.completions.create(model="pair", prompt=SUM, max_tokens=9, stream=True)]
+    assert SUM + "".join(piece.text for piece in pieces) == done.choices[0].text
+
+
+def test_errors_have_their_classes(client, server):
+    with pytest.raises(openai.BadRequestError, match="does not apply it") as caught:
+        client.chat.completions.create(model="pair", messages=QUESTION, tools=[{"type": "function"}])
+    assert (caught.value.param, caught.value.code) == ("tools", "unsupported_parameter")
+    with pytest.raises(openai.NotFoundError, match="this server has the model 'pair', not 'other'"):
+        client.chat.completions.create(model="other", messages=QUESTION)
+    with (
+        live(key="secret", rows=1) as locked,
+        openai.OpenAI(base_url=locked.url, api_key="wrong", max_retries=0) as wrong,
+    ):
+        with pytest.raises(openai.AuthenticationError, match="needs its key"):
+            wrong.models.list()
+        assert wrong.with_options(api_key="secret").models.list().data[0].id == "pair"
+
+
+# ---------------------------------------------------------------------------------------------- clients that leave
+
+
+def cancelled(server) -> int:
+    page = httpx.get(server.url.replace("/v1", "/metrics")).text
+    found = re.search(r'^dflash_requests_total{outcome="cancelled"} (\d+)', page, re.MULTILINE)
+    return int(found[1]) if found else 0
+
+
+def endless(**fields) -> dict:
+    return {"model": "pair", "messages": QUESTION, "max_tokens": 400, "extra_body": {"ignore_eos": True}} | fields
+
+
+def test_a_stream_that_is_closed_frees_its_rows():
+    with live() as server, openai.OpenAI(base_url=server.url, api_key="none", max_retries=0) as client:
+        gate, scheduler = Gate(server.service), server.service.scheduler
+        stream = client.chat.completions.create(**endless(stream=True, n=2))
+        assert next(iter(stream)).choices
+        assert scheduler.running + scheduler.waiting == 2
+        stream.close()
+        wait_until(lambda: cancelled(server) == 1)
+        gate.open()
+        wait_until(lambda: scheduler.running + scheduler.waiting == 0)
+        assert gate.steps <= 2
+
+
+def test_a_client_that_gives_up_frees_its_row():
+    with live() as server:
+        gate, body = Gate(server.service), chat(TRIP, max_tokens=400, ignore_eos=True)
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{server.url}/chat/completions", json=body, timeout=httpx.Timeout(60, read=0.5))
+        wait_until(lambda: cancelled(server) == 1)
+        gate.open()
+        wait_until(lambda: server.service.scheduler.running == 0)
+        assert gate.steps <= 2
+
+
+def test_a_client_that_does_not_read_holds_up_nobody():
+    with serving(rows=2) as service:
+        app, body = build_app(service), json.dumps(chat(TRIP, stream=True)).encode()
+        scope = {
+            **{"type": "http", "method": "POST", "path": "/v1/chat/completions", "raw_path": b"", "query_string": b""},
+            **{"headers": [(b"content-type", b"application/json")], "http_version": "1.1", "asgi": {"version": "3.0"}},
+        }
+
+        async def main() -> tuple[list, str]:
+            blocked, sent = asyncio.Event(), []
+            requests = [{"type": "http.request", "body": body, "more_body": False}]
+
+            async def receive():
+                return requests.pop() if requests else await asyncio.Event().wait()
+
+            async def send(message):
+                sent.append(message)
+                await blocked.wait()  # as a connection whose buffers are full
+
+            unread = asyncio.ensure_future(app(scope, receive, send))
+            while not sent:
+                await asyncio.sleep(0.01)
+            transport = httpx.ASGITransport(app)
+            async with httpx.AsyncClient(transport=transport, base_url="http://pair", timeout=120) as client:
+                other = await client.post("/v1/chat/completions", json=chat(SUM))
+            blocked.set()
+            await unread
+            return sent, other.json()["choices"][0]["message"]["content"]
+
+        sent, other = asyncio.run(main())
+    assert other == direct(prompt_ids(SUM), max_new_tokens=300)[0]
+    lines = b"".join(message.get("body", b"") for message in sent).decode().split("\n\n")
+    text = [json.loads(line[6:])["choices"][0]["delta"].get("content", "") for line in lines[:-2]]
+    assert "".join(text) == direct(prompt_ids(TRIP), max_new_tokens=300)[0]
+    assert lines[-2] == "data: [DONE]"
+
+
+# ---------------------------------------------------------------------------------------------- the end
+
+
+def test_an_answer_is_finished_before_the_end():
+    with live() as server:
+        gate, body = Gate(server.service), chat(TRIP, stream=True)
+        with httpx.stream("POST", f"{server.url}/chat/completions", json=body, timeout=60) as response:
+            gate.reached.wait()
+            server.end()
+            wait_until(lambda: server.service.is_ending)
+            gate.open()
+            lines = [line[6:] for line in response.iter_lines() if line]
+        server.thread.join()
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{server.url}/models")
+    text = "".join(json.loads(line)["choices"][0]["delta"].get("content", "") for line in lines[:-1])
+    assert text == direct(prompt_ids(TRIP), max_new_tokens=300)[0]
+    assert lines[-1] == "[DONE]"
+
+
+def test_an_answer_that_takes_longer_than_the_grace_ends_with_an_error():
+    with live(grace=0.2, rows=1) as server:
+        slow_down(server.service, 0.1)
+        body = chat(TRIP, stream=True, max_tokens=400, ignore_eos=True)
+        with httpx.stream("POST", f"{server.url}/chat/completions", json=body, timeout=60) as response:
+            lines = response.iter_lines()
+            next(lines)
+            server.end()
+            rest = [line[6:] for line in lines if line]
+    assert json.loads(rest[-2])["error"]["code"] == "shutting_down"
+    assert rest[-1] == "[DONE]"
+
+
+def test_an_address_that_is_taken_is_named():
+    taken = bind("127.0.0.1", 0)
+    port = taken.getsockname()[1]
+    taken.listen()
+    with pytest.raises(OSError, match=f"--host 127.0.0.1 --port {port}: "):
+        bind("127.0.0.1", port)
+    taken.close()
+
+
+def test_the_command_serves_the_package_pair_until_it_is_told_to_end():
+    command = [sys.executable, "-c", "from dflash.cli import main; main()", "serve", "--port", "0", "--rows", "1"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        url = ""
+        while not url:
+            line = process.stderr.readline()
+            assert line, "it ended"
+            url = (re.findall(r"^dflash-pair on (http://127\.0\.0\.1:\d+/v1)$", line) or [""])[0]
+        wait_until(lambda: is_up(url))
+        body = chat(TRIP, model="dflash-pair", stream=True)
+        with httpx.stream("POST", f"{url}/chat/completions", json=body, timeout=60) as response:
+            lines = response.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGTERM)
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        process.wait(60)
+        assert process.returncode in (0, -signal.SIGTERM)
+        assert "Traceback" not in process.stderr.read()
+
+
+def is_up(url: str) -> bool:
+    try:
+        return httpx.get(url.replace("/v1", "/health"), timeout=60).status_code == 200
+    except httpx.ConnectError:
+        time.sleep(0.1)
+        return False
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--port", "99999"], "--port"),
+        (["--host", "192.0.2.1"], "--host 192.0.2.1 --port 8000: "),
+        (["--model", "somewhere"], "--model needs --draft too"),
+        (["--block-size", "0"], "block_size must be an integer of at least 1"),
+        (["--rows", "0"], "--rows"),
+    ],
+)
+def test_wrong_options_are_refused_before_anything_is_loaded(shell, options, message):
+    done = shell("serve", *options)
+    assert done.code == 2
+    assert message in " ".join(done.err.split())
