@@ -228,8 +228,9 @@ def test_a_stop_string_ends_a_row_earlier(target, draft, prompts):
     output = dflash.generate(target, draft, prompts[1][None], return_dict_in_generate=True, **arguments)
     text = TOKENIZER.decode(output.sequences[0, len(prompts[1]) :])
     assert output.finish_reasons == ["stop"]
-    assert text.endswith(("cab", "abc", "cc"))
-    assert re.match("(ab|c)+", text)
+    assert re.fullmatch("(ab|c)+a?", text)
+    assert any(stop in text for stop in arguments["stop_strings"])
+    assert len(text) < 12
 
 
 def test_ids_that_the_tokenizer_does_not_know_are_never_chosen(prompts):

@@ -52,17 +52,17 @@ def serve(
     source = Source(models.model, models.trust_remote_code)
     tokenizer = load_tokenizer(source)
     target, drafter, _ = load(source, models.draft, models.dtype, models.device, block_size=width)
-    from .. import __version__
     from ..generator import Generator
     from ..serve import Scheduler
     from ..serve.service import Service
+    from ..target import versions
 
     positions = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None) or max_length
     length = min(max_length, positions)
     generator = Generator(target, drafter, max_length=length, batch_size=rows, block_size=width)
     # 3. Serve.
     name = name or (_PACKAGED_NAME if is_packaged else _model_name(models.model))
-    service = Service(Scheduler(generator, max_waiting=queue), tokenizer, name, __version__, timeout)
+    service = Service(Scheduler(generator, max_waiting=queue), tokenizer, name, versions()["dflash"], timeout)
     address, found = bound.getsockname()[:2]
     if host not in _LOOPBACK and api_key is None:
         typer.echo("dflash: anyone who reaches this address can use the server: --api-key asks for a key", err=True)

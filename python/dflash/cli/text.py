@@ -100,10 +100,8 @@ def generate(
     answer = _Answer(rows, quiet=as_json)
     for event in _stream(target, drafter, ids, device, width, arguments, receipt):
         answer.add(event)
-    if as_json:
-        typer.echo(json.dumps(answer.report()))
-    else:
-        typer.echo()
+    typer.echo(json.dumps(answer.report()) if as_json else "")
+    if not as_json:
         typer.echo(answer.summary(), err=True)
 
 
