@@ -67,7 +67,8 @@ def started(arguments: list[str], port: int) -> Iterator[openai.AsyncOpenAI]:
             with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as probe:
                 while process.poll() is None:
                     with contextlib.suppress(openai.APIConnectionError):
-                        probe.models.list()
+                        with contextlib.suppress(openai.APIStatusError):  # transformers lists what a hub cache has
+                            probe.models.list()
                         break
                     time.sleep(0.2)
                 else:
@@ -98,10 +99,11 @@ async def load(client: openai.AsyncOpenAI, model: str, prompts: list[str], clien
         for prompt in waiting:
             found.append(await answer(client, model, prompt))
 
-    await answer(client, model, prompts[0])  # what a first request costs is not measured
-    began = time.perf_counter()
-    await asyncio.gather(*(ask() for _ in range(clients)))
-    return found, time.perf_counter() - began
+    async with client:
+        await answer(client, model, prompts[0])  # what a first request costs is not measured
+        began = time.perf_counter()
+        await asyncio.gather(*(ask() for _ in range(clients)))
+        return found, time.perf_counter() - began
 
 
 def measure(name: str, clients: int, arguments: argparse.Namespace, prompts: list[str], tokenizer: object) -> Row:

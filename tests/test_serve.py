@@ -122,13 +122,14 @@ def test_texts_and_token_ids_are_continued(service):
 
 def test_prompts_and_answers_are_counted_in_order(service):
     body = {"prompt": [TRIP, SUM], "n": 2, "temperature": 1, "seed": 4, "max_tokens": 9}
-    choices = ask(service, TEXT, body).json()["choices"]
-    expected = []
+    found = ask(service, TEXT, body).json()
+    choices, expected = found["choices"], []
     for text in (TRIP, SUM):
         ids = torch.tensor([pair()[2](text).input_ids])
         expected += direct(ids, max_new_tokens=9, num_return_sequences=2, temperature=1.0, seed=4)
     assert [choice["text"] for choice in choices] == expected
     assert [choice["index"] for choice in choices] == [0, 1, 2, 3]
+    assert found["usage"]["prompt_tokens"] == sum(len(pair()[2](text).input_ids) for text in (TRIP, SUM))
 
 
 def test_a_prompt_that_was_run_before_is_not_run_again():
