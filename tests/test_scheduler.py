@@ -106,6 +106,19 @@ def test_cancelled_requests_free_their_rows_and_places(scheduler):
     assert [counts[index] for index in (1, 2, 4)] == [80, 80, 80]
 
 
+def test_a_cancelled_request_waits_for_no_row(scheduler):
+    gate, ended = Gate(scheduler), []
+    for index in range(3):
+        call = scheduler.resolve(prompt(4)[None], max_new_tokens=80, stop_token_ids=[])
+        ticket = scheduler.submit(call, emit=lambda item, index=index: ended.append(index) if item is None else None)
+    gate.reached.wait()
+    ticket.cancel()
+    gate.open()
+    scheduler.close()
+    assert ended[0] == 2
+    assert sorted(ended) == [0, 1, 2]
+
+
 def test_an_event_can_be_handed_on_as_it_comes(scheduler):
     items, ended = [], threading.Event()
 

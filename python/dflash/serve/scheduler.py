@@ -155,17 +155,17 @@ class Scheduler:
                 self._fail(error)
 
     def _seat(self) -> bool:
-        """Free the rows of cancelled requests, and give idle rows to waiting ones. False if all is done for good."""
+        """Drop cancelled requests, and give idle rows to waiting ones. False if all is done for good."""
         with self._changed:
             while not (self._waiting or self._running or self._is_closing):
                 self._changed.wait()
             for row in [row for row, ticket in self._running.items() if ticket.is_cancelled]:
                 self._end(row, None)
+            for ticket in [ticket for ticket in self._waiting if ticket.is_cancelled]:
+                self._waiting.remove(ticket)
+                ticket.emit(None)
             while self._waiting and self._session.idle:
                 ticket = self._waiting.popleft()
-                if ticket.is_cancelled:
-                    ticket.emit(None)
-                    continue
                 try:
                     row = self._session.admit(ticket.call, skip_special_tokens=ticket.skip_special_tokens)
                 except Exception as error:  # of this request
