@@ -94,7 +94,7 @@ def direct(ids: torch.Tensor, **arguments: Any) -> list[str]:
 
 
 class Gate:
-    """Holds the scheduler's thread before a step until `open` is called."""
+    """Holds the scheduler's thread before a step until `open` is called, for a minute at most."""
 
     def __init__(self, service: Service) -> None:
         self.reached, self.opened, self.steps = threading.Event(), threading.Event(), 0
@@ -102,7 +102,7 @@ class Gate:
 
         def gated() -> Any:
             self.reached.set()
-            self.opened.wait()
+            self.opened.wait(60)
             self.steps += 1
             return step()
 

@@ -125,7 +125,7 @@ def test_widths_are_measured_next_to_auto(bench):
 
 def test_grammars_are_measured_with_and_without_masked_drafts(bench):
     lines = bench("bench_grammar.py", "--prompts", 1, "--rounds", 0, 4)
-    rows = {line[:22].strip(): [float(value) for value in line[22:].split()] for line in lines}
+    rows = {" ".join(line.split()[:-2]): [float(value) for value in line.split()[-2:]] for line in lines}
     assert rows.pop("rounds") == [0, 4]
     assert len(rows) == 7
     assert all(1 <= plain <= 16 and 1 <= masked <= 16 for plain, masked in rows.values())

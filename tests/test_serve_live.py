@@ -95,7 +95,7 @@ def test_a_stream_that_is_closed_frees_its_rows():
         gate, scheduler = Gate(server.service), server.service.scheduler
         stream = client.chat.completions.create(**endless(stream=True, n=2))
         assert next(iter(stream)).choices
-        assert scheduler.running + scheduler.waiting == 2
+        wait_until(lambda: scheduler.running + scheduler.waiting == 2)
         stream.close()
         wait_until(lambda: cancelled(server) == 1)
         gate.open()

@@ -54,20 +54,23 @@ def packed_for(name: str) -> PackedLayers | None:
 
 
 def _qkv() -> dict[str, object]:
-    positions = torch.tensor([[0, 5, -1], [CAPACITY, 2, 3]])
     return {
-        "qkv": torch.randn(BATCH, ROWS, (HEADS + 2 * KV_HEADS) * DIM), "positions": positions,
-        "cos": torch.rand(BATCH, ROWS, DIM // 2), "sin": torch.rand(BATCH, ROWS, DIM // 2),
-        "q_norm_weight": torch.randn(DIM), "k_norm_weight": torch.randn(DIM), "eps": 1e-6,
-        "q_out": torch.zeros(BATCH, 2, HEADS, DIM), "k_cache": cache(), "v_cache": cache(),
+        "qkv": torch.randn(BATCH, ROWS, (HEADS + 2 * KV_HEADS) * DIM), "lengths": _ints(4, 9),
+        "num_context": _ints(1, 0), "depth": torch.tensor([[0, 1], [0, 0]]), "cos": torch.rand(CAPACITY, DIM // 2),
+        "sin": torch.rand(CAPACITY, DIM // 2), "q_norm_weight": torch.randn(DIM), "k_norm_weight": torch.randn(DIM),
+        "eps": 1e-6, "q_out": torch.zeros(BATCH, 2, HEADS, DIM), "k_cache": cache(), "v_cache": cache(),
     }  # fmt: skip
 
 
+def _positions() -> Tensor:
+    return torch.tensor([[0, 5, -1], [CAPACITY, 2, 3]])
+
+
 def _context() -> dict[str, object]:
-    call = _qkv()
-    named = {name: call[name] for name in ("positions", "cos", "sin")}
+    cos, sin = torch.rand(2, BATCH, ROWS, DIM // 2)
     kv, norms = torch.randn(2, BATCH, ROWS, 2 * KV_HEADS * DIM), torch.randn(2, DIM)
     caches = {"k_caches": [cache(), cache()], "v_caches": [cache(), cache()]}
+    named = {"positions": _positions(), "cos": cos, "sin": sin}
     return {"kv": kv, **named, "k_norm_weight": norms, "eps": 1e-6, **caches}
 
 
@@ -119,14 +122,20 @@ def cache() -> Tensor:
 
 CALLS: dict[str, Callable[[], dict[str, object]]] = {
     "rms_norm": lambda: {
-        "x": torch.randn(BATCH, ROWS, HIDDEN), "weight": torch.randn(HIDDEN), "eps": 1e-6, "counts": _ints(3, 1)},
+        "x": torch.randn(BATCH, ROWS, HIDDEN), "weight": torch.randn(HIDDEN), "eps": 1e-6, "counts": _ints(3, 1),
+        "front": torch.randn(BATCH, 2, HIDDEN)},
     "add_rms_norm": lambda: {
         "x": torch.randn(BATCH, ROWS, HIDDEN), "residual": torch.randn(BATCH, ROWS, HIDDEN),
-        "weight": torch.randn(HIDDEN), "eps": 1e-6, "tap": torch.zeros(BATCH, ROWS, HIDDEN)},
-    "dynamic_conv": _dynamic_convolution,
+        "weight": torch.randn(HIDDEN), "eps": 1e-6, "tap": torch.zeros(BATCH, ROWS, HIDDEN),
+        "front": torch.randn(BATCH, 2, HIDDEN)},
+    "dynamic_conv": lambda: _dynamic_convolution() | {"front": torch.randn(BATCH, 2, HIDDEN)},
     "conv_add_rms_norm": lambda: _dynamic_convolution() | {
         "residual": torch.randn(BATCH, ROWS, HIDDEN), "weight": torch.randn(HIDDEN), "eps": 1e-6,
         "tap": torch.zeros(BATCH, ROWS, HIDDEN)},
+    "draft_rows": lambda: {
+        "tokens": torch.randint(0, VOCAB, (BATCH, CAPACITY)), "length": _ints(3, 7),
+        "drafts": torch.randint(0, VOCAB, (BATCH, ROWS)), "table": torch.randn(VOCAB, HIDDEN), "mask_id": 5,
+        "num_drafts": ROWS, "rows": ROWS + 1, "mask_embedding": torch.randn(HIDDEN), "scale": 1.5},
     "silu_mul": lambda: {"gate_up": torch.randn(BATCH, ROWS, 2 * HIDDEN)},
     "swiglu": lambda: {
         "x": torch.randn(ROWS, HIDDEN), "gate": torch.randn(WIDTH, HIDDEN), "up": torch.randn(WIDTH, HIDDEN),
@@ -162,7 +171,7 @@ CALLS: dict[str, Callable[[], dict[str, object]]] = {
         "scale": 0.3, "causal": True, "window": 0, "softcap": 0.0, "sinks": torch.randn(HEADS), "ancestors": None},
     "append_kv_": lambda: {
         "key": torch.randn(BATCH, KV_HEADS, ROWS, DIM), "value": torch.randn(BATCH, KV_HEADS, ROWS, DIM),
-        "positions": _qkv()["positions"], "k_cache": cache(), "v_cache": cache()},
+        "positions": _positions(), "k_cache": cache(), "v_cache": cache()},
     "qkv_norm_rope_append_": _qkv,
     "append_context_kv_": _context,
     "select_tokens": lambda: {
@@ -187,14 +196,13 @@ CALLS: dict[str, Callable[[], dict[str, object]]] = {
         "scores": -torch.rand(BATCH, ROWS, 5).sort().values, "rows": 9},
     "accept_prefix_": lambda: {
         "block_ids": torch.tensor([[9, 1, 2], [8, 4, 4]]), "posterior": torch.tensor([[1, 2, 3], [4, 5, 6]]),
-        "stop_token_ids": _ints(5, 50).repeat(BATCH, 1), "limits": _ints(100, 100),
-        "tokens": torch.full((BATCH, CAPACITY), -7),
+        "stop_token_ids": _ints(5, 50).repeat(BATCH, 1), "limits": _ints(100, 100), "tokens": torch.full((BATCH, CAPACITY), -7),
         "length": _ints(3, 4), "num_context": _ints(0, 0), "done": _ints(0, 0)},
     "accept_path_": lambda: {
         "ids": torch.tensor([[9, 1, 2], [8, 4, 4]]), "parents": torch.tensor([[-1, 0, 0], [-1, 0, 1]]),
-        "choices": torch.tensor([[2, 2, 3], [4, 5, 6]]), "stop_token_ids": _ints(5, 50).repeat(BATCH, 1),
-        "limits": _ints(100, 100), "tokens": torch.full((BATCH, CAPACITY), -7), "length": _ints(3, 4),
-        "num_context": _ints(0, 0), "done": _ints(0, 0),
+        "choices": torch.tensor([[2, 2, 3], [4, 5, 6]]), "stop_token_ids": _ints(5, 50).repeat(BATCH, 1), "limits": _ints(100, 100),
+        "tokens": torch.full((BATCH, CAPACITY), -7), "length": _ints(3, 4), "num_context": _ints(0, 0),
+        "done": _ints(0, 0),
         **{name: torch.zeros(BATCH, 2, dtype=torch.int64) for name in ("path", "chain_choices", "chain_ids")}},
     "compact_kv_": lambda: {
         "path": torch.tensor([[0, 2, 3], [0, 1, 4]]), "counts": _ints(3, 3), "first": _ints(1, 6),

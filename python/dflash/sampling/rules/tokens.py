@@ -14,7 +14,7 @@ from .settings import RuleSettings
 
 __all__ = ["BannedTokens", "BeginSuppressTokens", "ForcedBos", "ForcedEos", "MinLength", "SuppressTokens"]
 
-_YES = torch.tensor(True, device="cpu")
+_YES = torch.tensor(True, dtype=torch.bool, device="cpu")
 
 
 class BannedTokens(Rule):

@@ -28,7 +28,8 @@ class NoRepeatNgram(Rule):
 
     @staticmethod
     def values(settings: RuleSettings, vocab_size: int) -> dict[str, Tensor]:
-        return {"applies": torch.tensor(True, device="cpu")} if settings.no_repeat_ngram_size > 0 else {}
+        applies = settings.no_repeat_ngram_size > 0
+        return {"applies": torch.tensor(True, dtype=torch.bool, device="cpu")} if applies else {}
 
     @staticmethod
     def constants(settings: RuleSettings) -> dict[str, Hashable]:
