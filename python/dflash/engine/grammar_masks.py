@@ -39,7 +39,8 @@ class GrammarMasks:
         self._is_masked = torch.zeros(batch, 1, 1, dtype=torch.bool, device=device)
         self._back = torch.arange(rows - 1, -1, -1, device=device)
         bits = [[not byte >> bit & 1 for bit in range(8)] for byte in range(256)]
-        self._banned_by_byte = torch.tensor(bits, dtype=torch.bool, device=device).view(torch.int64)[:, 0]  # eight bools in each
+        eight = torch.tensor(bits, dtype=torch.bool, device=device)
+        self._banned_by_byte = eight.view(torch.int64)[:, 0]  # eight bools in each
         self._asked: Tensor | None = None
         self._event = torch.cuda.Event() if on_gpu else None
 
