@@ -197,7 +197,8 @@ CALLS: dict[str, Callable[[], dict[str, object]]] = {
     "accept_prefix_": lambda: {
         "block_ids": torch.tensor([[9, 1, 2], [8, 4, 4]]), "posterior": torch.tensor([[1, 2, 3], [4, 5, 6]]),
         "stop_token_ids": _ints(5, 50).repeat(BATCH, 1), "limits": _ints(100, 100),
-        "tokens": torch.full((BATCH, CAPACITY), -7), "length": _ints(3, 4), "num_context": _ints(0, 0), "done": _ints(0, 0)},
+        "tokens": torch.full((BATCH, CAPACITY), -7), "length": _ints(3, 4), "num_context": _ints(0, 0),
+        "done": _ints(0, 0)},
     "accept_path_": lambda: {
         "ids": torch.tensor([[9, 1, 2], [8, 4, 4]]), "parents": torch.tensor([[-1, 0, 0], [-1, 0, 1]]),
         "choices": torch.tensor([[2, 2, 3], [4, 5, 6]]), "stop_token_ids": _ints(5, 50).repeat(BATCH, 1),
