@@ -90,7 +90,7 @@ def test_emulated_kernels_behind_it_may_read_early_what_was_accepted_before_it(s
     tokens, table, _ = draw(64)
     block, choices = tokens[:, :4].contiguous(), tokens[:, 1:5].contiguous()
     qkv, norm, angles = torch.randn(BATCH, 4, 8 * 16, generator=g), torch.ones(16), torch.rand(2, 30, 8, generator=g)
-    stops, limits = torch.tensor([-2]), torch.full((BATCH,), 19)
+    stops, limits = torch.full((BATCH, 1), -2), torch.full((BATCH,), 19)
 
     def run():
         state = tokens.clone(), torch.tensor([3, 5, 9]), *torch.zeros(2, BATCH, dtype=torch.int64)
