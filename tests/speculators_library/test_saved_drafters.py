@@ -107,8 +107,9 @@ def our_block(draft: dflash.Drafter, target, states: torch.Tensor, block: torch.
     cache, length = draft.new_cache(1, 32), torch.tensor([ANCHOR])
     features = draft.fuse(states[:, :ANCHOR], length)
     draft.inject_(features, torch.arange(ANCHOR)[None], cache)
-    table, drafts = target.model.embed_tokens.weight, block[:, 1:].contiguous()
-    embeds, *_ = draft.embed_block(block, torch.zeros_like(length), drafts.shape[1], table, drafts)
+    count = block.shape[1] - (0 if draft.config.predicts_from_anchor else 1)
+    table, drafts = target.model.embed_tokens.weight, block.roll(-1, 1)[:, :count].contiguous()
+    embeds, *_ = draft.embed_block(block, torch.zeros_like(length), count, table, drafts)
     return draft(features[:, :0], torch.tensor([0]), embeds, length, cache)
 
 
