@@ -97,8 +97,7 @@ class Run:
         answers, criteria = [], call.stop_criteria
         for row, (prompt, count, held) in enumerate(zip(call.prompts, prefill.counts, cached, strict=True), first):
             history = prompt.tolist() if criteria else []
-            answer = Answer(row, len(prompt), count, held, criteria, history)
-            answer.has_grammar = bool(call.grammars)
+            answer = Answer(row, len(prompt), count, held, criteria, history, has_grammar=bool(call.grammars))
             answers.append(answer)
         self.answers[prefill.rows] = answers
         self._prompts.append((prefill, began))
