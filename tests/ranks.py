@@ -22,12 +22,14 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
 
 import dflash
-from dflash.target import structural_twin
+from dflash.target import structural_twin, transformers_version
 from dflash.train.model import TargetFeatures
 
 RANK = int(os.environ.get("RANK", "0"))
 VOCAB = 98
 NEW = 24
+SPREADS_EXPERTS = transformers_version() >= (5, 19)  # whole ones, by an option of its own
+SPREADS_EMBEDDINGS = transformers_version() >= (5, 21)
 FAMILIES = ("gemma3", "qwen3_moe", "deepseek_v3")
 PROMPTS = [prompt(1), prompt(17), prompt(60)]
 IDS, MASK = left_padded(PROMPTS)
@@ -177,8 +179,9 @@ def refusals(models: Path, model: PreTrainedModel, draft: dflash.Drafter) -> dic
         done[name] = attempt(lambda odd=odd: dflash.generate(odd, None, one, max_new_tokens=4))
     for option in ("fused", "compile", "graph"):
         done[option] = attempt(lambda option=option: dflash.Generator(model, max_length=64, **{option: True}))
-    experts = spread(models / "qwen3_moe", ep_size=2)
-    done["experts"] = attempt(lambda: dflash.generate(experts, None, one, max_new_tokens=4))
+    if SPREADS_EXPERTS:
+        experts = spread(models / "qwen3_moe", ep_size=2)
+        done["experts"] = attempt(lambda: dflash.generate(experts, None, one, max_new_tokens=4))
     cut = spread(models / "qwen3", tp_plan={"lm_head": "colwise"})
     done["cut head"] = attempt(lambda: dflash.generate(cut, None, one, max_new_tokens=4))
     done["training"] = attempt(lambda: TargetFeatures(model, (0,)))
@@ -217,7 +220,8 @@ def main(models: Path, out: Path) -> None:
             lambda f=family, d=drafter: dflash.generate(f, d, IDS, attention_mask=MASK, max_new_tokens=NEW)
         )
     done["refusals"] = refusals(models, model, draft)
-    done["embeddings"] = embeddings(model, draft)
+    if SPREADS_EMBEDDINGS:
+        done["embeddings"] = embeddings(model, draft)
     (out / f"{RANK}.json").write_text(json.dumps(done))
     dist.destroy_process_group()
 
