@@ -1,5 +1,7 @@
 """The ops that keep the accepted path of a tree, together: compiled, and against a chain of the same tokens."""
 
+import functools
+
 import torch
 from trees import chain, choices_along, random_tree
 
@@ -21,10 +23,12 @@ def draw(seed):
     tree = random_tree(g, BATCH, ROWS, PATH_ROWS - 1)
     choices, paths = choices_along(g, tree)
     first = torch.tensor([3, 0, 9])
-    state = [torch.zeros(BATCH, CAPACITY, dtype=torch.int64), first.clone(), *torch.zeros(2, BATCH, dtype=torch.int64)]
+    # Tensors of their own: torch 2.11 loses what a compiled op writes to several views of one.
+    zeros = functools.partial(torch.zeros, dtype=torch.int64)
+    state = [zeros(BATCH, CAPACITY), first.clone(), zeros(BATCH), zeros(BATCH)]
     caches = [torch.randn(BATCH, 2, CAPACITY, 8, generator=g) for _ in range(4)]
     features, context = torch.randn(BATCH, ROWS, WIDTH, generator=g), torch.zeros(BATCH, PATH_ROWS, WIDTH)
-    told, limits = [*torch.zeros(3, BATCH, PATH_ROWS, dtype=torch.int64)], torch.full((BATCH,), CAPACITY)
+    told, limits = [zeros(BATCH, PATH_ROWS) for _ in range(3)], torch.full((BATCH,), CAPACITY)
     call = [
         tree.ids,
         tree.parents,
