@@ -461,6 +461,8 @@ def select_tokens(
     logits = logits.to(torch.float32)
     temperature = temperature.clamp(max=torch.finfo(torch.float32).max)
     sharpness = torch.where(sharpness >= 0, sharpness, 0.0)
+    if positions.dim() == 1:
+        positions = positions[:, None] + torch.arange(1, logits.shape[1] + 1, device=positions.device)
     z, keep = filtered_logits(logits, temperature, top_k, top_p, min_p)
     temperature, sharpness = temperature[:, None, None], sharpness[:, None, None]
     score = torch.where(torch.isinf(z), z, sharpness * z) + gumbel_noise(seeds, positions, logits.shape[-1])
