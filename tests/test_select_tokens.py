@@ -412,6 +412,12 @@ def test_a_row_depends_on_nothing_but_itself(kernels):
     assert torch.equal(kernels.select_tokens(strided, positions.t().contiguous().t(), *rest), ids)
 
 
+def test_a_filtered_token_is_not_chosen_where_all_scores_are_too_low_for_a_float(implementation):
+    settings = parameters(1, 0, temperature=1e-30, min_p=0.5, sharpness=3e38)
+    logits = torch.tensor([[[-3.0, -1.0, -2.0]]])
+    assert implementation.select_tokens(logits, torch.tensor([[0]]), *settings).item() == 1
+
+
 @pytest.mark.parametrize("rows", [1, 5])
 def test_rows_may_follow_one_position(rows, implementation):
     logits, _, *rest = draw_case(0, 300, rows=rows)

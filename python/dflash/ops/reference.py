@@ -468,7 +468,9 @@ def select_tokens(
     score = torch.where(torch.isinf(z), z, sharpness * z) + gumbel_noise(seeds, positions, logits.shape[-1])
     greedy = ~(temperature > 0) | torch.isposinf(sharpness)
     value = torch.where(greedy, logits, torch.where(keep, score, -torch.inf))
-    ids = lowest_argmax(value)
+    is_best = (value == value.amax(-1, keepdim=True)) & (keep | greedy)  # a score that is kept may overflow to -inf
+    vocab = logits.shape[-1]
+    ids = torch.where(is_best, torch.arange(vocab, device=logits.device), vocab).amin(-1)
     return torch.where(torch.isnan(logits).any(-1), -1, ids)
 
 
