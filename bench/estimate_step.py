@@ -18,14 +18,8 @@ QUERY_TILE, KEY_TILE, FEATURE_TILE = 64, 32, 128  # as in csrc/cuda
 # The products of a layer: in, out, slices of the inner dimension, and MB of weights requested before the kernel waits.
 PRODUCTS = ((HIDDEN, 6144, 5, 5), (HIDDEN, HIDDEN, 8, 12), (HIDDEN, 2 * WIDTH, 1, 3), (WIDTH, HIDDEN, 8, 10))
 
-# Launches of torch in a step with a chain, next to our kernels.
-TORCH = {
-    "drafts after their anchor": 1,
-    "the target's embeddings": 1,
-    "ids without those below 0": 1,
-    "positions of the choices": 1,
-    "report": 2,
-}
+# Launches of torch in a step with a chain, next to our kernels: one each.
+TORCH = ("drafts after their anchor", "report")
 
 
 @dataclass(frozen=True)
@@ -113,7 +107,7 @@ def step(gpu: Gpu, rows: int, context: int, tree: bool) -> float:
     heads = sum(product(gpu, r, HIDDEN, VOCAB, 1) for r in (rows, DRAFT_ROWS))
     select = 2 * 7 + mb(rows, VOCAB) / gpu.memory  # the logits come back from memory, about
     tree_ops = 12 + 0.25 * rows + 3 + 3 if tree else 0.0  # candidates, a pop of the frontier per row, walk, moves
-    glue = gpu.small + sum(TORCH.values()) * gpu.torch  # the first is draft_rows
+    glue = 2 * gpu.small + len(TORCH) * gpu.torch  # the first are embeddings, the drafter's and the target's
     return target + drafter + heads + select + tree_ops + glue + gpu.ends
 
 

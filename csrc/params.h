@@ -332,7 +332,7 @@ struct BlockAttentionParams {
 // ids = argmax(sharpness * filter(logits / temperature) + gumbel noise); -1 for a row that holds NaN.
 struct SelectTokensParams {
   const void* logits;        // [batch, rows, vocab]
-  const int64_t* positions;  // [batch, rows]
+  const int64_t* positions;  // [batch, rows]; if consecutive [batch]: row i is at positions[b] + 1 + i
   const int64_t* seeds;      // [batch]
   const float* temperature;  // [batch], as if at most the largest float; 0, negative or NaN: plain argmax
   const int64_t* top_k;      // [batch]; 0: off
@@ -344,14 +344,22 @@ struct SelectTokensParams {
   int64_t batch;
   int64_t rows;
   int64_t vocab;
+  bool consecutive;
   DType dtype;
   int32_t threads;
   int32_t device = 0;
 
+  // Of row `index` among those of all sequences, as the noise takes it; a sum that is too large wraps.
+  DFLASH_ANYWHERE uint64_t position(int64_t index) const {
+    if (!consecutive) return uint64_t(positions[index]);
+    return uint64_t(positions[index / rows]) + 1 + uint64_t(index % rows);
+  }
+
   static constexpr auto wire() {
     using P = SelectTokensParams;
     return std::tuple(&P::logits, &P::positions, &P::seeds, &P::temperature, &P::top_k, &P::top_p, &P::min_p,
-                      &P::sharpness, &P::ids, &P::workspace, &P::batch, &P::rows, &P::vocab, &P::dtype);
+                      &P::sharpness, &P::ids, &P::workspace, &P::batch, &P::rows, &P::vocab, &P::consecutive,
+                      &P::dtype);
   }
 };
 

@@ -186,7 +186,7 @@ def test_kernels_may_start_before_the_one_ahead_has_run(emulation, seed):
         on.qkv_norm_rope_append_(b, lengths, None, None, cos, sin, None, None, 1e-6, q_out, *caches[:2])
         on.append_kv_(q_out.transpose(1, 2)[:, :2], q_out.transpose(1, 2)[:, 2:], positions, *caches[2:])
         c = on.silu_mul(q_out.view(2, 3, 32))
-        ids = on.select_tokens(c, positions, *settings)
+        ids = on.select_tokens(c, state[1], *settings)
         on.accept_prefix_(block, ids, stops, limits, *state)
         return a, b, total, c, ids, q_out, *caches, sums, *state
 

@@ -61,6 +61,16 @@ def test_ragged_blocks_are_as_exact_as_the_models_own(family, kernels, dtype, mo
 
 
 @torch.no_grad()
+def test_a_row_without_a_token_runs_as_token_0(kernels, dtype, monkeypatch):
+    model = make_target("qwen3", dtype=dtype, num_hidden_layers=2)
+    (layers, cache), ids = on_ops(model, 20, batch=2), torch.stack([prompt(16, seed) for seed in (1, 2)])
+    run_op_by_op(monkeypatch, kernels)
+    ids[0, 3], ids[1, 7:], lengths = -1, -1, torch.tensor([0, 0])
+    missing, _ = layers.forward(ids, lengths, cache, 0)
+    assert torch.equal(missing, layers.forward(ids.clamp(min=0), lengths, cache, 0)[0])
+
+
+@torch.no_grad()
 def test_a_rows_bits_do_not_depend_on_its_place_in_the_block(kernels, dtype, monkeypatch):
     """This is why bf16 output equals one-token decoding bit for bit."""
     model = make_target("qwen3", dtype=dtype, num_hidden_layers=2)

@@ -1,6 +1,6 @@
 import pytest
 import torch
-from op_checks import DTYPES
+from op_checks import DTYPES, Emulated
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dflash import ops
@@ -64,6 +64,31 @@ def test_nothing_to_copy(implementation):
         x, path, out = draw(batch, 3, path_rows, width, torch.float32, out_rows=4)
         implementation.gather_rows_(x, path, out)
         assert out.isnan().all()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_emulated_kernels_behind_it_may_read_a_tree_early_that_was_built_before_it(seed, emulation):
+    """It lets the next kernel start after its own wait, so a rotation behind it may read the depths early."""
+    kernels, g = Emulated(emulation), torch.Generator().manual_seed(0)
+    emulation.seed(seed)
+    scores, qkv = torch.randn(2, 4, 8, generator=g).sort(descending=True).values, torch.randn(2, 12, 128, generator=g)
+    ids, anchor, lengths = torch.arange(64).view(2, 4, 8), torch.tensor([8, 9]), torch.tensor([3, 0])
+    table, norm, angles = torch.randn(1, 70, 64, generator=g), torch.ones(16), torch.rand(2, 30, 8, generator=g)
+
+    def run():
+        queries, *caches = qkv.new_zeros(2, 12, 2, 16), *qkv.new_zeros(2, 2, 1, 30, 16)
+        rows, tree = table.new_zeros(1, 24, 64), kernels.build_tree(anchor, ids, scores, 12)
+        kernels.gather_rows_(table, tree[0].view(1, -1), rows)
+        x = kernels.silu_mul(qkv)
+        places = (lengths, None, tree[2], *angles)
+        kernels.qkv_norm_rope_append_(x, *places, norm, norm, 1e-6, queries, *caches, prefetch=True)
+        return *tree, rows, x, queries, *caches
+
+    want = run()
+    with kernels.overlapping():
+        have = run()
+    assert all(torch.equal(a, b) for a, b in zip(have, want, strict=True))
+    assert want[2].unique().numel() > 2
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

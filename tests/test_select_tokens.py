@@ -412,10 +412,27 @@ def test_a_row_depends_on_nothing_but_itself(kernels):
     assert torch.equal(kernels.select_tokens(strided, positions.t().contiguous().t(), *rest), ids)
 
 
+def test_a_filtered_token_is_not_chosen_where_all_scores_are_too_low_for_a_float(implementation):
+    settings = parameters(1, 0, temperature=1e-30, min_p=0.5, sharpness=3e38)
+    logits = torch.tensor([[[-3.0, -1.0, -2.0]]])
+    assert implementation.select_tokens(logits, torch.tensor([[0]]), *settings).item() == 1
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_rows_may_follow_one_position(rows, implementation):
+    logits, _, *rest = draw_case(0, 300, rows=rows)
+    before = torch.tensor([0, 7, 2**32 - 2, *INT64, -3] * 2)
+    positions = before[:, None] + torch.arange(1, rows + 1)
+    ids = implementation.select_tokens(logits, before, *rest)
+    assert torch.equal(ids, reference.select_tokens(logits, positions, *rest))
+    assert rows == 1 or not torch.equal(ids, reference.select_tokens(logits, before[:, None].expand(-1, rows), *rest))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_opcheck(dtype):
-    logits, *rest = draw_case(0, 40, batch=3)
-    torch.library.opcheck(torch.ops.dflash.select_tokens.default, (logits.to(dtype), *rest))
+    logits, positions, *rest = draw_case(0, 40, batch=3)
+    for given in (positions, positions[:, 0].clone()):
+        torch.library.opcheck(torch.ops.dflash.select_tokens.default, (logits.to(dtype), given, *rest))
 
 
 def test_runs_without_data():
@@ -423,8 +440,9 @@ def test_runs_without_data():
     with FakeTensorMode() as mode:
         fake = [mode.from_tensor(x) for x in case]
         for select in (ops.select_tokens, reference.select_tokens):
-            ids = select(*fake)
-            assert (ids.shape, ids.dtype) == ((3, 2), torch.int64)
+            for positions in (fake[1], fake[1][:, 0]):
+                ids = select(fake[0], positions, *fake[2:])
+                assert (ids.shape, ids.dtype) == ((3, 2), torch.int64)
         assert reference.gumbel_noise(fake[2], fake[1], 9).shape == (3, 2, 9)
 
 
@@ -443,6 +461,8 @@ def test_bad_input_is_named():
         ops.select_tokens(logits.double(), positions, *rest)
     with pytest.raises(ValueError, match=r"positions must be \[batch, rows\] = \[3, 2\], got \[3, 1\]"):
         ops.select_tokens(logits, positions[:, :1], *rest)
+    with pytest.raises(ValueError, match=r"positions must be \[batch\] = \[3\], got \[2\]"):
+        ops.select_tokens(logits, positions[:2, 0], *rest)
     names = ["seeds", "temperature", "top_k", "top_p", "min_p", "sharpness"]
     for i, name in enumerate(names):
         short = [*rest[:i], rest[i][:2], *rest[i + 1 :]]

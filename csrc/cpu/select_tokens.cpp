@@ -173,7 +173,7 @@ static void select_rows(const SelectTokensParams& p) {
                   p.top_k[b],
                   p.vocab,
                   (p.vocab + kBlock - 1) / kBlock,
-                  uint64_t(p.positions[i]),
+                  p.position(i),
                   uint64_t(p.seeds[b])};
     p.ids[i] = select_row(static_cast<const T*>(p.logits) + i * p.vocab, row, scratch);
   });

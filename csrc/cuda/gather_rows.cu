@@ -12,8 +12,9 @@ static __global__ void __launch_bounds__(kThreads, 1)
     gather_rows_kernel(const GatherRowsParams p, const int64_t slices) {
   const int64_t index = blockIdx.x / slices, b = index / p.path_rows, j = index % p.path_rows;
   const int64_t begin = (blockIdx.x % slices * kThreads + threadIdx.x) * kWidth;
-  grid_launch_dependents();
   grid_dependency_wait();
+  // Not before: what is launched from here on may read early what the kernels ahead have left, see ptx.cuh.
+  grid_launch_dependents();
   if (begin >= p.row_bytes) return;
   const int64_t row = max(int64_t(0), min(p.path[index], p.rows - 1));
   copy<uint8_t, kWidth>(static_cast<const uint8_t*>(p.x) + (b * p.rows + row) * p.row_bytes + begin,

@@ -66,7 +66,7 @@ static __device__ Row row_of(const SelectTokensParams& p, int64_t index) {
           p.top_p[b],
           p.min_p[b],
           p.top_k[b],
-          uint64_t(p.positions[index]),
+          p.position(index),
           uint64_t(p.seeds[b]),
           false,
           false};

@@ -270,7 +270,7 @@ def append_context_kv_(d: Draw) -> dict[str, object]:
     return named | {"k_caches": caches[0], "v_caches": caches[1]}
 
 
-def select_tokens(d: Draw) -> dict[str, object]:
+def _sampled_rows(d: Draw) -> dict[str, object]:
     batch, rows, vocab = d.size(), d.size(), d.choice(1, 3, 64, 65, 300)
     odd = (math.nan, math.inf, -math.inf, -1.0, 0.0, 1e-30, 3e38, 1.0, 0.7, 0.9, 5.0)
 
@@ -280,6 +280,11 @@ def select_tokens(d: Draw) -> dict[str, object]:
     named = {"logits": d.floats(batch, rows, vocab) * 3, "positions": d.ints(batch * rows, 0, 99).view(batch, rows)}
     named |= {"seeds": d.ints(batch, 0, 9), "temperature": numbers(), "top_k": d.ints(batch, -1, 9), "top_p": numbers()}
     return named | {"min_p": numbers(), "sharpness": numbers()}
+
+
+def select_tokens(d: Draw) -> dict[str, object]:
+    named = _sampled_rows(d)
+    return named | ({"positions": d.ints(len(named["seeds"]), 0, 99)} if d.flag() else {})
 
 
 def tree_candidates(d: Draw) -> dict[str, object]:
@@ -292,13 +297,13 @@ def tree_candidates(d: Draw) -> dict[str, object]:
 
 
 def top_candidates(d: Draw) -> dict[str, object]:
-    named = select_tokens(d)
+    named = _sampled_rows(d)
     named = {name: named[name] for name in ("logits", "positions", "seeds", "temperature", "sharpness")}
     return named | {"sharpness": named["sharpness"][:, None].repeat(1, d.size()), "count": d.size(1, 9)}
 
 
 def walk_candidates(d: Draw) -> dict[str, object]:
-    sampling = select_tokens(d)
+    sampling = _sampled_rows(d)
     (batch, slots, _), codes, rank, count = sampling.pop("logits").shape, d.size(8, 40), d.size(1, 40), d.size(1, 6)
 
     def eighths(*shape: int) -> Tensor:  # their sums are exact: a choice does not hang on rounding

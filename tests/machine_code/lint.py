@@ -20,7 +20,8 @@ EARLY = {
     "block_attention_kernel": ("LDG.E.64.STRONG.GPU", "LDGSTS"),
     "qkv_norm_rope_append_kernel": tuple(f"LDG.E.{width}STRONG.GPU" for width in ("128.", "64.", "U16.", "")),
 }
-LATE = ("qkv_norm_rope_append_kernel", "draft_rows_kernel")  # those behind may read early, as they start after its wait
+# Those behind may read early, as they start after its wait.
+LATE = ("qkv_norm_rope_append_kernel", "draft_rows_kernel", "gather_rows_kernel")
 NARROW = ("gated_recurrence_kernel", "long_keys_kernel")  # copies of 4 bytes, of rows at any address
 
 

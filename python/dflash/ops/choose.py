@@ -38,7 +38,8 @@ def select_tokens(
 
     Args:
         logits: ``[batch, rows, vocab]``, float32 or bfloat16.
-        positions: ``[batch, rows]`` int64: the index of the token that each row chooses.
+        positions: ``[batch, rows]`` int64: the index of the token that each row chooses. Or ``[batch]``: that of the
+            last token before; row i then chooses token ``positions[b] + 1 + i``.
         seeds: ``[batch]`` int64.
         temperature: ``[batch]`` float32; 0, a negative one or NaN is plain argmax of the logits, and infinity counts as
             the largest float.
@@ -60,10 +61,10 @@ def select_tokens(
     inputs = (logits, positions, *parameters)
     if not all(map(Tensor.is_contiguous, inputs)):
         inputs = [x.contiguous() for x in inputs]
-    ids = torch.empty_like(positions, memory_format=torch.contiguous_format)
     batch, rows, vocab = logits.shape
+    ids = positions.new_empty(batch, rows)
     workspace = launch.scratch("select_tokens", logits.device, batch * rows, vocab)
-    launch("select_tokens", *inputs, ids, workspace, batch, rows, vocab, dtype)
+    launch("select_tokens", *inputs, ids, workspace, batch, rows, vocab, positions.dim() == 1, dtype)
     return ids
 
 
@@ -76,12 +77,13 @@ def _check_select(
         raise ValueError(f"{op}: logits must be [batch, rows, vocab] with vocab >= 1, got {list(logits.shape)}")
     batch, rows, _ = logits.shape
     one, real, integer = (batch,), torch.float32, torch.int64
+    shape, names = (one, "batch") if positions.dim() == 1 else ((batch, rows), "batch, rows")
     if _C.fits(
-        False, positions, (batch, rows), integer, (seeds, top_k), one, integer,
+        False, positions, shape, integer, (seeds, top_k), one, integer,
         (temperature, top_p, min_p, sharpness), one, real,
     ):  # fmt: skip
         return
-    expect(op, "positions", positions, (batch, rows), integer, "batch, rows")
+    expect(op, "positions", positions, shape, integer, names)
     for name, tensor, dtype in (
         ("seeds", seeds, integer),
         ("temperature", temperature, real),

@@ -461,12 +461,16 @@ def select_tokens(
     logits = logits.to(torch.float32)
     temperature = temperature.clamp(max=torch.finfo(torch.float32).max)
     sharpness = torch.where(sharpness >= 0, sharpness, 0.0)
+    if positions.dim() == 1:
+        positions = positions[:, None] + torch.arange(1, logits.shape[1] + 1, device=positions.device)
     z, keep = filtered_logits(logits, temperature, top_k, top_p, min_p)
     temperature, sharpness = temperature[:, None, None], sharpness[:, None, None]
     score = torch.where(torch.isinf(z), z, sharpness * z) + gumbel_noise(seeds, positions, logits.shape[-1])
     greedy = ~(temperature > 0) | torch.isposinf(sharpness)
     value = torch.where(greedy, logits, torch.where(keep, score, -torch.inf))
-    ids = lowest_argmax(value)
+    is_best = (value == value.amax(-1, keepdim=True)) & (keep | greedy)  # a score that is kept may overflow to -inf
+    vocab = logits.shape[-1]
+    ids = torch.where(is_best, torch.arange(vocab, device=logits.device), vocab).amin(-1)
     return torch.where(torch.isnan(logits).any(-1), -1, ids)
 
 

@@ -18,16 +18,25 @@ __all__ = ["Acceptance", "KeyedAcceptance", "RejectionAcceptance"]
 
 
 class Rows(Protocol):
-    """What is read of a block: ``ids [batch, rows]`` int64, the anchor, then proposals."""
+    """What is read of a block: ``ids [batch, rows]`` int64, the anchor, then proposals; ``tree``, None for a chain."""
 
     @property
     def ids(self) -> Tensor: ...
 
+    @property
+    def tree(self) -> Any: ...
+
 
 class Place(Protocol):
-    """What is read of the engine's state: how each row samples, and where it is."""
+    """What is read of the engine's state: how each row samples, and where it is.
+
+    Attributes:
+        sampling: see there.
+        length: ``[batch]`` int64, the positions of the blocks' anchors.
+    """
 
     sampling: Sampling
+    length: Tensor
 
     def chosen_positions(self, block: Any) -> Tensor:
         """Return ``[batch, rows]`` int64, the positions of the tokens that a block's rows choose."""
@@ -55,10 +64,11 @@ class KeyedAcceptance:
 
     def choose(self, logits: Tensor, block: Rows, state: Place) -> Tensor:
         """Return the choices ``[batch, rows]``; see `Acceptance`."""
-        return self.choose_at(logits, state.chosen_positions(block), state)
+        positions = state.length if block.tree is None else state.chosen_positions(block)
+        return self.choose_at(logits, positions, state)
 
     def choose_at(self, logits: Tensor, positions: Tensor, state: Place) -> Tensor:
-        """Return the choices ``[batch, rows]`` for ``positions [batch, rows]``."""
+        """Return the choices ``[batch, rows]`` for ``positions``, as `dflash.sampling.Sampling.select` takes them."""
         return state.sampling.select(logits, positions, self._sharpness)
 
 

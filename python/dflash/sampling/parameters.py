@@ -201,7 +201,8 @@ class Sampling:
 
         Args:
             logits: ``[batch, rows, vocab]``, any floating dtype.
-            positions: ``[batch, rows]`` int64, positions of the tokens that are chosen.
+            positions: ``[batch, rows]`` int64, positions of the tokens that are chosen; ``[batch]``, that of the token
+                before the first.
             sharpness: ``[batch]`` float32.
 
         Returns:

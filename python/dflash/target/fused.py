@@ -113,8 +113,10 @@ class FusedTarget:
         tapped: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Run as `dflash.target.Target.forward`, with all taps in one tensor, ``tapped`` if it is given."""
-        embeds = nn.functional.embedding(ids, self.embedding)
-        hidden, tapped = self.stack(embeds, lengths, cache, tree=tree, tapped=tapped)
+        table = self.embedding.detach()[None]
+        embeds = table.new_empty(1, ids.numel(), table.shape[2])
+        ops.gather_rows_(table, ids.reshape(1, -1), embeds)  # an id of -1 counts as 0
+        hidden, tapped = self.stack(embeds.view(*ids.shape, -1), lengths, cache, tree=tree, tapped=tapped)
         if isinstance(logits_to_keep, Tensor):
             hidden = hidden.index_select(1, logits_to_keep)
         elif logits_to_keep:

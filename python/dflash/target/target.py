@@ -155,7 +155,7 @@ class Target:
         it. A row's logits are those that it has in a chain of its ancestors.
 
         Args:
-            ids: ``[batch, rows]`` int64.
+            ids: ``[batch, rows]`` int64; -1, where nothing is proposed, is run as 0.
             lengths: ``[batch]`` int64, positions already in the cache.
             cache: from `new_cache`. The K/V of row i are written to slot ``lengths[b] + i``.
             logits_to_keep: as in transformers: 0 for all rows, n for the last n, or row indices.
@@ -197,7 +197,7 @@ class Target:
         self._pass.cache, self._pass.lengths, self._pass.is_prompt = cache, lengths, is_prompt
         try:
             output = self.model(
-                input_ids=ids,
+                input_ids=ids.clamp(min=0),
                 position_ids=positions if limit is None else positions.clamp(max=limit - 1),
                 past_key_values=CacheView(cache, slots),
                 use_cache=True,
@@ -215,7 +215,7 @@ class Target:
         """Run a block and write its features into ``state.features(block)``, from which the drafter's next input comes.
 
         Args:
-            block: its ``input_ids [batch, rows]`` are run at positions ``state.length[b] + i``, those of a tree at
+            block: its ``ids [batch, rows]`` are run at positions ``state.length[b] + i``, those of a tree at
                 ``state.length[b] + depth[i]``.
             state: its ``target_cache`` takes their K/V.
 
@@ -227,7 +227,7 @@ class Target:
         forward = self.compiled_forward or self.forward
         features = state.features(block) if state.context.shape[-1] else None
         out = features if features is not None and features.is_contiguous() else None
-        logits, taps = forward(block.input_ids, state.length, state.target_cache, 0, None, block.tree, out)
+        logits, taps = forward(block.ids, state.length, state.target_cache, 0, None, block.tree, out)
         if out is not None and taps:
             torch.cat(taps, -1, out=out)
         elif features is not None and taps:  # the first rows of each sequence's: torch.compile takes no such `out`
