@@ -75,6 +75,10 @@ class DraftMasks(Protocol):
         """Return per row the first of ``drafts [batch, drafts]`` that is banned: row, index, ``[vocab]`` bool."""
         ...
 
+    def settle(self, is_checked: bool) -> None:
+        """Take note of whether the last drafts that were checked are those of the next block."""
+        ...
+
 
 class ChainSettings(NamedTuple):
     """How a call drafts chains.

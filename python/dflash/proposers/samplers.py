@@ -75,13 +75,15 @@ class MaskedDrafts(DraftSampler):
 
     def __init__(self, sampler: DraftSampler, masks: DraftMasks) -> None:
         self.sampler, self.masks = sampler, masks
+        self._checked: Tensor | None = None  # the last candidates, if nothing of what is picked of them is banned
 
     def draw(self, predictions: Predictions, positions: Tensor, sampling: Sampling) -> Tensor:
         """Return the sampler's candidates; overwrites logits of ``predictions``, and waits for the device."""
-        candidates = self.sampler.draw(predictions, positions, sampling)
+        candidates, self._checked = self.sampler.draw(predictions, positions, sampling), None
         for _ in range(self.ROUNDS):
             found = self.masks.banned_drafts(self.sampler.pick(candidates), predictions.logits.shape[-1])
             if not found:
+                self._checked = candidates
                 break
             for row, place, banned in found:
                 predictions.logits[row, place].masked_fill_(banned, -torch.inf)
@@ -93,8 +95,9 @@ class MaskedDrafts(DraftSampler):
         return self.sampler.pick(candidates)
 
     def remember_(self, candidates: Tensor) -> None:
-        """Let the sampler remember."""
+        """Let the sampler remember; say whether the masks that were made last are for these candidates."""
         self.sampler.remember_(candidates)
+        self.masks.settle(candidates is self._checked)
 
     def observe_(self, choices: Tensor, num_context: Tensor, done: Tensor) -> None:
         """Let the sampler learn."""
