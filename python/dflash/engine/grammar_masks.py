@@ -47,7 +47,6 @@ class GrammarMasks:
         eight = torch.tensor(bits, dtype=torch.bool, device=device)
         self._banned_by_byte = eight.view(torch.int64)[:, 0]  # eight bools in each
         self._asked: Tensor | None = None
-        self._are_made = False  # for the block that comes next
         self._arrived = torch.cuda.Event() if on_gpu else None  # what was asked is on the host
         self._sent = torch.cuda.Event() if on_gpu else None  # the masks have left the host
 
@@ -71,10 +70,6 @@ class GrammarMasks:
                 self._sent.synchronize()
             self._fill(row, [-1])
 
-    def settle(self, is_checked: bool) -> None:
-        """Take note of whether the last drafts that `banned_drafts` was asked about are those of the next block."""
-        self._are_made = is_checked
-
     def banned_drafts(self, drafts: Tensor, vocab_size: int) -> list[tuple[int, int, Tensor]]:
         """Find the first of each row's drafts that its grammar does not allow; waits for the device.
 
@@ -95,7 +90,7 @@ class GrammarMasks:
 
     def ask(self, block: Block) -> None:
         """Send to the host what the masks of a block depend on, unless they are made; does not wait."""
-        if self._are_made:
+        if block.is_checked:
             return
         asked = self._packed(block.ids if block.tree is None else torch.cat([block.ids, block.tree.parents], 1))
         if self._arrived is not None:
@@ -113,7 +108,6 @@ class GrammarMasks:
         rows = logits.shape[1]
         if self._asked is not None:
             self._answer(rows)
-        self._are_made = False
         masks = self._masks[:, :rows].to(logits.device, non_blocking=True)
         if self._sent is not None:
             self._sent.record()

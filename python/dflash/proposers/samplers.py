@@ -13,7 +13,13 @@ __all__ = ["DraftSampler", "FixedSharpness", "MaskedDrafts", "RejectionDrafts"]
 
 
 class DraftSampler:
-    """Draws proposals, one candidate block per row or several to pick from."""
+    """Draws proposals, one candidate block per row or several to pick from.
+
+    Attributes:
+        checked: the last candidates that were drawn, if what is picked of them was found to keep to the grammars.
+    """
+
+    checked: Tensor | None = None
 
     def draw(self, predictions: Predictions, positions: Tensor, sampling: Sampling) -> Tensor:
         """Return candidates ``[batch, n, drafts]`` int64.
@@ -75,15 +81,14 @@ class MaskedDrafts(DraftSampler):
 
     def __init__(self, sampler: DraftSampler, masks: DraftMasks) -> None:
         self.sampler, self.masks = sampler, masks
-        self._checked: Tensor | None = None  # the last candidates, if nothing of what is picked of them is banned
 
     def draw(self, predictions: Predictions, positions: Tensor, sampling: Sampling) -> Tensor:
         """Return the sampler's candidates; overwrites logits of ``predictions``, and waits for the device."""
-        candidates, self._checked = self.sampler.draw(predictions, positions, sampling), None
+        candidates, self.checked = self.sampler.draw(predictions, positions, sampling), None
         for _ in range(self.ROUNDS):
             found = self.masks.banned_drafts(self.sampler.pick(candidates), predictions.logits.shape[-1])
             if not found:
-                self._checked = candidates
+                self.checked = candidates
                 break
             for row, place, banned in found:
                 predictions.logits[row, place].masked_fill_(banned, -torch.inf)
@@ -95,9 +100,8 @@ class MaskedDrafts(DraftSampler):
         return self.sampler.pick(candidates)
 
     def remember_(self, candidates: Tensor) -> None:
-        """Let the sampler remember; say whether the masks that were made last are for these candidates."""
+        """Let the sampler remember."""
         self.sampler.remember_(candidates)
-        self.masks.settle(candidates is self._checked)
 
     def observe_(self, choices: Tensor, num_context: Tensor, done: Tensor) -> None:
         """Let the sampler learn."""
