@@ -17,12 +17,13 @@ from ..limits import (
     MAX_GRAMMAR_CHARACTERS,
     MAX_NGRAM,
     MAX_POSITIONS,
+    MAX_SHOWN,
     MAX_STOP_CHARACTERS,
     MAX_STOP_STRINGS,
     MAX_WORD_CELLS,
 )
 from ..sampling import Grammar, RuleSettings
-from ..terminal import listed, shortened
+from ..terminal import listed, printable, shortened
 
 if TYPE_CHECKING:
     from ..call import GenerateArguments
@@ -187,7 +188,7 @@ def _parse_grammar(value: object) -> Grammar | None:
     try:
         return makers[kind](text)
     except (ValueError, TypeError, RecursionError) as error:
-        raise ValueError(f"grammar: {shortened(str(error))}") from error
+        raise ValueError(f"grammar: {printable(str(error)[:MAX_SHOWN])}") from error
 
 
 def _schema_grammar(text: str) -> Grammar:
