@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import re
+from typing import ClassVar
 
 import pytest
 import torch
@@ -278,10 +279,59 @@ class TestEnds:
         tokenizer = byte_level()
         arguments = {"stop_strings": ["ab"], "tokenizer": tokenizer, "max_new_tokens": 5}
         receipt = recorded(target, None, prompt(7)[None], **arguments)
-        with pytest.raises(ValueError, match=r"stop strings, so its own tokenizer is needed.*: pass tokenizer="):
+        with pytest.raises(ValueError, match=r"stop strings or a grammar, so its own tokenizer is.*: pass tokenizer="):
             dflash.verify(receipt, target)
         with pytest.raises(ValueError, match="this is another"):
             dflash.verify(receipt, target, word_tokenizer())
+
+
+class TestGrammars:
+    ARGUMENTS: ClassVar = {"tokenizer": byte_level(), "stop_token_ids": [0], "max_new_tokens": 60, "seed": 4}
+    GRAMMARS: ClassVar = [
+        dflash.Grammar.regex(r"([a-f]{3}( |\n)){4,12}"),
+        dflash.Grammar.lark('start: pair\npair: "a" pair "b" | "c" pair "d" | pair pair | /[e-g]+/'),
+    ]
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+    @pytest.mark.parametrize("temperature", [0.0, 1.0])
+    @pytest.mark.parametrize("grammar", GRAMMARS, ids=lambda grammar: grammar.kind)
+    def test_answers_under_a_grammar_follow(self, grammar, temperature, dtype, tmp_path):
+        target = make_target("qwen3", dtype=dtype)
+        ids, mask = left_padded([prompt(5), prompt(19)])
+        arguments = {"attention_mask": mask, "grammar": grammar, "temperature": temperature, **self.ARGUMENTS}
+        receipt = recorded(target, make_draft(target), ids, **arguments)
+        receipt.write(tmp_path / "receipt.json")
+        receipt = dflash.Receipt.read(tmp_path / "receipt.json")
+        assert receipt.settings.grammar == grammar
+        assert dflash.verify(receipt, target, byte_level()).is_exact
+        # Without the grammar, or by another, the target would not have chosen these tokens.
+        for other in (None, dflash.Grammar.regex("[h-j]+")):
+            assert not dflash.verify(with_settings(receipt, grammar=other), target, byte_level()).follows
+
+    def test_a_token_that_the_grammar_bans_is_named(self, target):
+        receipt = recorded(target, None, prompt(7)[None], grammar=self.GRAMMARS[0], **self.ARGUMENTS)
+        ids = list(receipt.answers[0].ids)
+        ids[5] = byte_level().encode("j")[0]
+        [answer] = dflash.verify(with_answer(receipt, ids=tuple(ids)), target, byte_level()).answers
+        assert (answer.mismatch.index, answer.mismatch.margin) == (5, math.inf)
+
+    def test_an_answer_that_goes_on_after_its_match_does_not_follow(self, target):
+        grammar = dflash.Grammar.regex("[a-c]{2}")
+        receipt = recorded(target, None, prompt(7)[None], grammar=grammar, **self.ARGUMENTS)
+        answer = receipt.answers[0]
+        longer = with_answer(receipt, ids=(*answer.ids, *answer.ids))
+        [found] = dflash.verify(longer, target, byte_level()).answers
+        assert found.wrong_end == f"it has {2 * len(answer.ids)} tokens, and token {len(answer.ids)} ends it"
+
+    def test_a_grammar_needs_the_receipts_own_tokenizer(self, target):
+        receipt = recorded(target, None, prompt(7)[None], grammar=self.GRAMMARS[0], **self.ARGUMENTS)
+        with pytest.raises(ValueError, match="a grammar, so its own tokenizer is needed"):
+            dflash.verify(receipt, target)
+
+    def test_answers_with_different_grammars_have_no_receipt(self, target):
+        ids = torch.stack([prompt(7)] * 2)
+        with pytest.raises(ValueError, match="one grammar for all answers, got 2"):
+            dflash.Recorder(target, ids, grammar=[self.GRAMMARS[0], None], **self.ARGUMENTS)
 
 
 class TestBfloat16:

@@ -221,9 +221,7 @@ def test_reasoning_has_a_field_of_its_own():
 # ---------------------------------------------------------------------------------------------- refusals
 
 BAD = {
-    "tools": ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "does not apply it"),
-    "schema": ({"response_format": {"type": "json_object"}}, "response_format", "does not apply it"),
-    "tool choice": ({"tool_choice": "auto"}, "tool_choice", "does not apply it"),
+    "functions": ({"functions": [{"name": "f"}]}, "functions", "does not apply it"),
     "logprobs": ({"logprobs": True}, "logprobs", "does not apply it"),
     "top_logprobs": ({"top_logprobs": 2}, "top_logprobs", "does not apply it"),
     "effort": ({"reasoning_effort": "low"}, "reasoning_effort", "does not apply it"),
@@ -232,7 +230,7 @@ BAD = {
     "messages": ({"messages": []}, "messages", "at least 1 item"),
     "no messages": ({"messages": None}, "messages", "valid list"),
     "image": ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "'text'"),
-    "role": ({"messages": [{"role": "tool", "content": ""}]}, "messages", "'system'"),
+    "role": ({"messages": [{"role": "function", "content": ""}]}, "messages", "'system'"),
     "template": ({"messages": [{"role": "system", "content": ""}]}, "messages", "without messages of the role system"),
     "unicode": ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages", "half of a character"),
     "template argument": ({"chat_template_kwargs": {"thinking": 1}}, "chat_template_kwargs", "no argument 'thinking'"),

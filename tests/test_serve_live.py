@@ -64,8 +64,8 @@ def test_texts(client):
 
 def test_errors_have_their_classes(client, server):
     with pytest.raises(openai.BadRequestError, match="does not apply it") as caught:
-        client.chat.completions.create(model="pair", messages=QUESTION, tools=[{"type": "function"}])
-    assert (caught.value.param, caught.value.code) == ("tools", "unsupported_parameter")
+        client.chat.completions.create(model="pair", messages=QUESTION, reasoning_effort="low")
+    assert (caught.value.param, caught.value.code) == ("reasoning_effort", "unsupported_parameter")
     with pytest.raises(openai.NotFoundError, match="this server has the model 'pair', not 'other'"):
         client.chat.completions.create(model="other", messages=QUESTION)
     with (

@@ -1,12 +1,14 @@
 """Requests that join and leave the rows of one generator: what is refused, which row is taken, what is run again."""
 
 import functools
+import re
 
 import pytest
 import torch
 from baseline import greedy, prompt
 from families import make_draft, make_target
 from recorded import record
+from tiny_tokenizers import byte_fallback, byte_level
 
 import dflash
 from dflash.session import Session
@@ -62,6 +64,14 @@ def test_what_all_rows_share_is_refused_before_a_row_is_taken(name):
     with pytest.raises(ValueError, match=message):
         of.resolve(**{"ids": prompt(3)[None]} | arguments)
     assert of.idle == [0, 1, 2]
+
+
+MASKED = {"grammar": dflash.Grammar.regex("(ab|c)+"), "tokenizer": byte_level(), "stop_token_ids": [0]}
+
+
+def test_a_compiled_step_takes_no_grammars():
+    with pytest.raises(ValueError, match="it has a grammar, and this generator's step is compiled"):
+        session(compile=True).resolve(prompt(3)[None], **MASKED)
 
 
 def test_trees_are_refused():
@@ -181,6 +191,61 @@ def test_nan_logits_end_one_request_and_leave_the_others():
                 assert error == f"the target's logits are NaN in row {bad} for position 4"
                 of.retire(row)
     assert len(seen[bad]) == 1
+    assert seen[good] == greedy(target, prompt(9), NEW).tolist()
+
+
+def test_only_steps_beside_a_grammar_wait_for_masks():
+    of = session(replays=True)
+    runner, engine = of.generator.runner, of.generator.engine
+    free = admit(of, prompt(5), max_new_tokens=60, stop_token_ids=[])
+    for _ in range(4):
+        of.step()
+    replayed = runner.steps["replayed"]
+    assert replayed
+    masked = admit(of, prompt(6), **MASKED)
+    of.step()
+    masks = engine.grammar_masks
+    while masked not in of.idle:
+        for row, event, _ in of.step():
+            assert runner.reason == "a grammar's masks are made on the host"
+            if row == masked and event.finish_reasons[0]:
+                of.retire(row)
+    assert runner.steps["replayed"] == replayed
+    assert engine.grammar_masks is None
+    of.step()
+    assert runner.reason == ""
+    assert runner.steps["replayed"] == replayed + 1
+    of.retire(free)
+    admit(of, prompt(7), **MASKED)
+    assert engine.grammar_masks is masks, "its buffers are kept"
+
+
+def test_grammars_of_two_tokenizers_cannot_run_at_the_same_time():
+    of = session()
+    admit(of, prompt(5), **MASKED)
+    of.step()
+    other = MASKED | {"tokenizer": byte_fallback(), "grammar": dflash.Grammar.regex("[a-h]+"), "stop_token_ids": [1]}
+    with pytest.raises(ValueError, match="must be for one tokenizer, got two"):
+        admit(of, prompt(6), **other)
+    assert of.idle == [1, 2]
+    finish(of)
+    admit(of, prompt(6), **other)
+
+
+def test_a_grammar_that_cannot_go_on_ends_its_row_only():
+    """The vocabulary has no z."""
+    target, _ = pair()
+    of, arguments = session(), MASKED | {"grammar": dflash.Grammar.regex("aéz")}
+    good, bad = admit(of, prompt(9)), admit(of, prompt(6), **arguments)
+    seen, errors = {good: [], bad: []}, {}
+    while of.is_busy:
+        for row, event, error in of.step():
+            seen[row] += event.ids[0]
+            if error:
+                errors[row] = error
+                of.retire(row)
+    assert errors.keys() == {bad}
+    assert re.search(rf"grammar (of row {bad} cannot go on|and the other rules together leave no token)", errors[bad])
     assert seen[good] == greedy(target, prompt(9), NEW).tolist()
 
 

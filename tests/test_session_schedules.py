@@ -1,5 +1,7 @@
 """Random schedules of requests on one session: each writes what it writes alone, bit for bit.
 
+Some have grammars, so that steps with masks come and go too.
+
 Reference is a request in a session of its own with a drafter that knows nothing, so that its blocks begin elsewhere.
 Compared are ids, text, the reason of the end, and the keys and values that the target has kept.
 """
@@ -39,6 +41,10 @@ SETTINGS = [
     {"bad_words_ids": [[5], [6, 7], [8, 9, 10]], "suppress_tokens": [12]},
     {"min_new_tokens": 9, "stop_token_ids": [*range(2, 60)], "temperature": 1.0},
     {"forced_eos_token_id": 4, "begin_suppress_tokens": [*range(2, 50)]},
+    {"grammar": dflash.Grammar.regex(r"([a-f]{2,9}[ \n])*(j|é)"), "temperature": 1.0},
+    {"grammar": dflash.Grammar.lark('start: pair\npair: "a" pair "b" | "c" pair "d" | pair pair | /[e-g]+/')},
+    {"grammar": dflash.Grammar.regex("a{1,3}"), "temperature": 1.0},
+    {"grammar": dflash.Grammar.regex("(abc\n){9}"), "temperature": 1.0, "stop_strings": ["a\na"]},
 ]
 
 
@@ -62,11 +68,16 @@ def requests(vocab: int, tokenizer) -> list[Request]:
     """Return requests of every kind, many of which share the beginning of their prompts."""
     stems = [prompt(40, seed=seed, vocab=vocab) for seed in (61, 62)]
     choose, made = random.Random(5), []
+    end = {"tokenizer": tokenizer, "stop_token_ids": [tokenizer.eos_token_id]}
     for index in range(3 * len(SETTINGS)):
         stem, length = choose.choice(stems), choose.choice([1, 7, 8, 16, 17, 25, 40])
         ids = torch.cat([stem[:length], prompt(choose.randint(0, 9), seed=index, vocab=vocab)])
         arguments = {"max_new_tokens": choose.randint(1, NEW), "seed": index, **SETTINGS[index % len(SETTINGS)]}
-        made.append(Request(ids, arguments | ({"tokenizer": tokenizer} if "tokenizer" in arguments else {})))
+        if "grammar" in arguments:
+            arguments |= end
+        elif "tokenizer" in arguments:
+            arguments["tokenizer"] = tokenizer
+        made.append(Request(ids, arguments))
     return made
 
 
@@ -93,6 +104,10 @@ def alone(pair: str) -> tuple:
     for request in wanted:
         session = Session(dflash.Generator(target, draft, **options(pair)))
         results += [result for _, result in play(session, [request], random.Random(0))]
+        if "grammar" in request.arguments:  # masks that no session applies would be the same in all of them
+            generator = dflash.Generator(target, draft, **options(pair))
+            output = generator.generate(request.ids[None], return_dict_in_generate=True, **request.arguments)
+            assert output.sequences[0, len(request.ids) :].tolist() == results[-1].ids
     return target, draft, wanted, results
 
 

@@ -156,6 +156,7 @@ class Generator:
         self.runner: Direct | Replay = Replay(report) if on_gpu else Direct(report)
         weakref.finalize(self, self.runner.drain).atexit = False
         self._step: Callable[[], None] = functools.partial(step, self.engine)
+        self.compiles_step = options.compile and not on_gpu
         if options.compile:
             self._compile(on_gpu)
         # 4. Between calls: the run that the state belongs to, and the weights that caches and graphs were made with.

@@ -12,6 +12,7 @@ __all__ = [
     "MAX_BLOCK_SIZE",
     "MAX_DRAFT_LAYERS",
     "MAX_EXPERTS",
+    "MAX_GRAMMAR_CHARACTERS",
     "MAX_HEADS",
     "MAX_HEAD_DIM",
     "MAX_JSON_BYTES",
@@ -82,8 +83,9 @@ MAX_TOKEN_ID = 2**31 - 1
 MAX_RECEIPT_BYTES = 2**23
 MAX_ANSWERS = 2**10
 # What a receipt's rules may cost in memory and time: the words of bad_words_ids or logit_bias times the longest of
-# them; no_repeat_ngram_size; and stop strings, for which transformers looks at every token of the vocabulary.
+# them; no_repeat_ngram_size; stop strings, for which transformers looks at every token of the vocabulary; a grammar.
 MAX_WORD_CELLS = 2**16
 MAX_NGRAM = 2**8
 MAX_STOP_STRINGS = 2**6
 MAX_STOP_CHARACTERS = 2**10  # of all together
+MAX_GRAMMAR_CHARACTERS = 2**18

@@ -59,9 +59,9 @@ class Session:
     must give a row the same bits at every place.) Rows keep their caches: a new request takes the idle row that holds
     the most whole chunks of its prompt, else the one that has been idle longest.
 
-    Settings, logit rules, stop tokens and strings, seed and sharpness are the request's own. Trees, rejection,
-    grammars, Python processors and another number of denoising passes are refused: these are properties of the whole
-    step.
+    Settings, logit rules, stop tokens and strings, seed, grammar and sharpness are the request's own. Trees, rejection,
+    Python processors and another number of denoising passes are refused: these are properties of the whole step. While
+    a row has a grammar, steps are not captured as graphs and wait for its masks.
 
     The session ends when its generator starts another call or session. Until then the weights must not change.
 
@@ -86,7 +86,7 @@ class Session:
         self._held: list[list[int]] = [[]] * generator.batch_size  # ids of the whole chunks that a row's caches hold
         self._retired = [0] * generator.batch_size  # when: a count
         self._clock = 0
-        self._launch = generator.launch()
+        self._launch = self._masked_launch = generator.launch()  # the second while a row has a grammar
         self._run: Run = generator.run_alone(self._begin)
 
     def _begin(self) -> Run:
@@ -124,8 +124,8 @@ class Session:
             reason = f"has tree={call.tree!r}: all rows of a step are chains, pass tree=None"
         elif call.acceptance != "keyed":
             reason = f'has acceptance={call.acceptance!r}: all rows accept by "keyed" noise, leave it out'
-        elif call.grammars:
-            reason = "has a grammar, whose masks would hold up every row: ask a Generator instead"
+        elif call.grammars and self.generator.compiles_step:
+            reason = "has a grammar, and this generator's step is compiled for calls without: make one without compile"
         elif call.rules.run_on_host:
             reason = "has logits_processor or stopping_criteria: these would hold up every row, leave them out"
         elif call.denoise_steps != passes:
@@ -165,6 +165,8 @@ class Session:
         chunk, snapshot = self.generator.prefill_chunk, self.generator.reuse_prefix
         try:
             self.generator.engine.join(row, call)
+            if call.grammars:
+                self._masked_launch = self.generator.launch(call)
             (answer,) = self._run.admit(call, [cached[row]], first=row, chunk=chunk, snapshot=snapshot, began=began)
         except BaseException:  # out of memory, or an interrupt
             self._run.retire(row, 0)
@@ -199,7 +201,8 @@ class Session:
         self._run.check_turn()
         events = [self._event(answer) for answer in self._run.run_chunk()] if self._run.is_filling else []
         if self._run.is_running:
-            events += [self._event(answer) for answer in self._run.step(self._launch)]
+            launch = self._launch if self.generator.engine.grammar_masks is None else self._masked_launch
+            events += [self._event(answer) for answer in self._run.step(launch)]
         return events
 
     def _event(self, answer: Answer) -> RowEvent:

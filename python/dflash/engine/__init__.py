@@ -6,11 +6,12 @@ from .prefill import Prefill, cached_prefix
 from .progress import FINISH_REASONS, Answer, event_of, raise_errors, sequences, statistics
 from .run import Launch, Run
 from .runner import Direct, Replay, compiled_per_kind, graph_status
-from .state import State
+from .state import RUNNING, State
 from .step import Engine, step
 
 __all__ = [
     "FINISH_REASONS",
+    "RUNNING",
     "Answer",
     "Direct",
     "Engine",

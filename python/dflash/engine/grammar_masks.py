@@ -1,4 +1,4 @@
-"""What the grammars of a call allow: drafts that they ban are drawn again, and the target's logits are masked."""
+"""What the grammars of rows allow: drafts that they ban are drawn again, and the target's logits are masked."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..call import Call
 from ..proposers import Block
 from ..sampling import Matcher, first_banned
 from .state import RUNNING, State
@@ -22,15 +21,21 @@ class GrammarMasks:
     blocks are made after the target's pass was launched, which on a GPU runs meanwhile. A step waits for the device
     once, and once more each time that drafts are drawn again.
 
+    What goes wrong with a row's grammar ends that row only: its masks then allow nothing.
+
     Args:
         state: of the running batch.
         rows: the most rows of a block.
         words: of a mask.
+
+    Attributes:
+        errors: per row, why its grammar could not go on; empty if nothing went wrong.
     """
 
     def __init__(self, state: State, rows: int, words: int) -> None:
         batch, device = len(state.length), state.length.device
         self._state, on_gpu = state, device.type == "cuda"
+        self.rows, self.words, self.errors = rows, words, [""] * batch
         self._matchers: list[Matcher | None] = [None] * batch
         self._consumed = [0] * batch  # tokens of each row, its prompt included, that its matcher knows of
         self._masked: list[object] = [None] * batch  # the tokens consumed and the drafts that each row's masks are for
@@ -42,28 +47,27 @@ class GrammarMasks:
         eight = torch.tensor(bits, dtype=torch.bool, device=device)
         self._banned_by_byte = eight.view(torch.int64)[:, 0]  # eight bools in each
         self._asked: Tensor | None = None
-        self._event = torch.cuda.Event() if on_gpu else None
+        self._arrived = torch.cuda.Event() if on_gpu else None  # what was asked is on the host
+        self._sent = torch.cuda.Event() if on_gpu else None  # the masks have left the host
 
-    @classmethod
-    def create(cls, call: Call, state: State, rows: int) -> GrammarMasks | None:
-        """Return the masks of a call's grammars, each at its start; None if there are none."""
-        found = [matcher for matcher in call.grammars if matcher is not None]
-        if not found:
-            return None
-        masks = cls(state, rows, found[0].words)
-        for row, (matcher, prompt) in enumerate(zip(call.grammars, call.prompts, strict=True)):
-            masks.set_(row, matcher, len(prompt))
-        return masks
+    @property
+    def are_used(self) -> bool:
+        """True if a row has a grammar."""
+        return any(matcher is not None for matcher in self._matchers)
 
-    def set_(self, row: int, matcher: Matcher | None, prompt_length: int) -> None:
-        """Let a row begin a grammar after its prompt, or have none. The next `apply` masks its first token.
+    def set_(self, row: int, matcher: Matcher | None, prompt_length: int = 0) -> None:
+        """Let a row begin a grammar after its prompt, or have none. The first `apply` of the row masks its first token.
 
-        Not while a step is running.
+        On a GPU this waits for the step that is running.
         """
+        if matcher is None and self._matchers[row] is None:
+            return
         self._is_masked[row] = matcher is not None
         self._matchers[row] = None if matcher is None else matcher.copy()
-        self._consumed[row] = prompt_length
+        self._consumed[row], self.errors[row] = prompt_length, ""
         if matcher is not None:
+            if self._sent is not None:
+                self._sent.synchronize()
             self._fill(row, [-1])
 
     def banned_drafts(self, drafts: Tensor, vocab_size: int) -> list[tuple[int, int, Tensor]]:
@@ -85,26 +89,28 @@ class GrammarMasks:
         return found
 
     def ask(self, block: Block) -> None:
-        """Send to the host what the masks of a block depend on; does not wait."""
+        """Send to the host what the masks of a block depend on, unless they are made; does not wait."""
+        if block.is_checked:
+            return
         asked = self._packed(block.ids if block.tree is None else torch.cat([block.ids, block.tree.parents], 1))
-        if self._event is not None:
+        if self._arrived is not None:
             pinned = torch.empty(asked.shape, dtype=asked.dtype, device="cpu", pin_memory=True)
             asked = pinned.copy_(asked, non_blocking=True)
-            self._event.record()
+            self._arrived.record()
         self._asked = asked
 
     def apply(self, logits: Tensor) -> Tensor:
         """Return ``logits [batch, rows, vocab]`` with -inf for what a grammar does not allow, NaN where it leaves none.
 
-        Waits for what was asked and makes the masks. If nothing was asked, the logits are for each row's first token.
-
-        Raises:
-            ValueError: no token continues a match, or llguidance has given up.
+        Waits for what was asked and makes the masks. If nothing was asked, they are made, or the logits are for the
+        first token of rows that begin. Rows that are not running get what they had.
         """
         rows = logits.shape[1]
         if self._asked is not None:
             self._answer(rows)
         masks = self._masks[:, :rows].to(logits.device, non_blocking=True)
+        if self._sent is not None:
+            self._sent.record()
         banned = self._banned(masks, logits.shape[2]) & self._is_masked
         logits = logits.masked_fill(banned, -torch.inf)
         nothing = (logits.amax(-1, keepdim=True) == -torch.inf) & self._is_masked
@@ -112,17 +118,12 @@ class GrammarMasks:
 
     def _answer(self, rows: int) -> None:
         """Write the masks of the block that was asked about."""
-        if self._event is not None:
-            self._event.synchronize()
+        if self._arrived is not None:
+            self._arrived.synchronize()
         values, self._asked = self._asked.tolist(), None
-        running = self._advance(values)
-        for row, matcher in enumerate(self._matchers):
-            if matcher is None:
-                continue
-            if row not in running:
-                self._masks[row] = -1
-            elif (self._consumed[row], running[row][1:]) != self._masked[row]:
-                self._fill(row, running[row][:rows], running[row][rows:] or None)
+        for row, ids in self._advance(values).items():
+            if (self._consumed[row], ids[1:]) != self._masked[row]:
+                self._fill(row, ids[:rows], ids[rows:] or None)
 
     def _fill(self, row: int, ids: list[int], parents: list[int] | None = None) -> None:
         """Write a row's masks; see `Matcher.fill_`."""
@@ -130,7 +131,7 @@ class GrammarMasks:
         try:
             self._matchers[row].fill_(self._masks[row], ids, parents)
         except ValueError as error:
-            raise self._stuck(row, error) from error
+            self._give_up(row, error)
         self._masked[row] = self._consumed[row], ids[1:]
 
     def _packed(self, ids: Tensor) -> Tensor:
@@ -150,14 +151,16 @@ class GrammarMasks:
             try:
                 matcher.consume(recent[len(recent) - (length + 1 - self._consumed[row]) :])
             except ValueError as error:
-                raise self._stuck(row, error) from error
+                self._give_up(row, error)
+                continue
             self._consumed[row] = length + 1
             out[row] = ids
         return out
 
-    def _stuck(self, row: int, error: ValueError) -> ValueError:
-        place = self._consumed[row]
-        return ValueError(f"the grammar of row {row} cannot go on at position {place}: {error}")
+    def _give_up(self, row: int, error: ValueError) -> None:
+        """Allow nothing more in a row, which ends it."""
+        self._masks[row] = 0
+        self.errors[row] = f"the grammar of row {row} cannot go on at position {self._consumed[row]}: {error}"
 
     def _banned(self, masks: Tensor, vocab_size: int) -> Tensor:
         """Return what ``masks [..., words]`` do not allow, ``[..., vocab]`` bool.

@@ -36,7 +36,7 @@ class Answer:
         rows: per step, the rows that it verified.
         step_seconds: per step, what passed until it was read.
         time_to_first_token: seconds.
-        has_grammar: one says which tokens are allowed.
+        has_grammar: one says which of its tokens are allowed.
         error: what went wrong with this row; empty if nothing did.
     """
 

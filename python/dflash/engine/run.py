@@ -94,10 +94,11 @@ class Run:
         limits = [len(prompt) + call.max_new_tokens for prompt in call.prompts]
         self.consistent = False
         prefill = Prefill(self.engine, call.prompts, limits, cached, first=first, chunk=chunk, snapshot=snapshot)
-        answers, criteria = [], call.stop_criteria
-        for row, (prompt, count, held) in enumerate(zip(call.prompts, prefill.counts, cached, strict=True), first):
+        answers, criteria, grammars = [], call.stop_criteria, call.grammars or [None] * len(call.prompts)
+        parts = zip(call.prompts, prefill.counts, cached, grammars, strict=True)
+        for row, (prompt, count, held, grammar) in enumerate(parts, first):
             history = prompt.tolist() if criteria else []
-            answer = Answer(row, len(prompt), count, held, criteria, history, has_grammar=bool(call.grammars))
+            answer = Answer(row, len(prompt), count, held, criteria, history, has_grammar=grammar is not None)
             answers.append(answer)
         self.answers[prefill.rows] = answers
         self._prompts.append((prefill, began))
@@ -130,6 +131,7 @@ class Run:
         columns = state.length[rows].tolist(), state.done[rows].tolist(), state.anchor[rows, 0].tolist()
         for answer, length, done, token in zip(answers, *columns, strict=True):
             answer.begin(length, done, token if self._reads(answer) else None, state)
+            self._explain(answer)
         seconds = time.perf_counter() - began
         for answer in answers:
             answer.time_to_first_token = seconds
@@ -178,6 +180,7 @@ class Run:
             except RuntimeError:
                 runner.clear()  # a graph that does nothing would do so again
                 raise
+            self._explain(answer)
             answer.rows.append(rows)
             continued.append(answer)
         seconds = time.perf_counter() - began
@@ -186,6 +189,11 @@ class Run:
         if engine.budget is not None:
             engine.budget.observe(rows, emitted, reports)
         return continued
+
+    def _explain(self, answer: Answer) -> None:
+        """Say of an answer that failed what its grammar says, if that is why."""
+        if answer.error and (masks := self.engine.grammar_masks) is not None:
+            answer.error = masks.errors[answer.row] or answer.error
 
     def retire(self, row: int, kept: int) -> None:
         """Free a row, whether its answer has ended or not; the first ``kept`` positions of its caches stay."""

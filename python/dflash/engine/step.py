@@ -90,7 +90,6 @@ class Engine:
         seats: per row, the call that it belongs to, or None.
         rules: the logit rules of all rows.
         host_rules: Python processors and criteria of the call; None for none.
-        grammar_masks: what the grammars of the call allow; None for none.
         acceptance: chooses the target's tokens.
         compile_target: run the target's pass over a block through ``torch.compile``.
         keyed: the acceptance by keyed noise, which also chooses the first token of every call.
@@ -128,7 +127,7 @@ class Engine:
         self.seats: list[Call | None] = [None] * batch_size
         self._fit_rules()
         self.host_rules: HostRules | None = None
-        self.grammar_masks: GrammarMasks | None = None
+        self._masks: GrammarMasks | None = None  # made for the first call that needs them
 
     def retarget(self, target: Target) -> None:
         """Replace the target by another twin of the same model; caches and state stay."""
@@ -154,10 +153,9 @@ class Engine:
 
     def configure(self, call: Call) -> None:
         """Give the first rows to ``call``, none to others, and set the ways to draft and to accept."""
-        self.seats = [None] * self.batch_size
+        self._free(slice(0, self.batch_size))
         self._seat(slice(0, len(call.prompts)), call)
         self.host_rules = HostRules.create(call.rules, len(call.prompts))
-        self.grammar_masks = GrammarMasks.create(call, self.state, max(self.block_size, tree_rows(call.tree)))
         # At temperature 0 every way to accept is the greedy one.
         samples = self.draft is not None and call.sampling.temperature > 0
         rejects = samples and call.acceptance == "rejection"
@@ -171,19 +169,23 @@ class Engine:
             self.budget = self._width_budget()
 
     def join(self, row: int, call: Call) -> None:
-        """Give ``row`` to a call of one prompt, next to those that other rows have."""
+        """Give ``row`` to a call of one prompt, next to those that other rows have.
+
+        Raises:
+            ValueError: its grammar is for another tokenizer than those of other rows.
+        """
         self._seat(slice(row, row + 1), call)
-        self.host_rules, self.grammar_masks, self.budget, self.acceptance = None, None, None, self.keyed
+        self.host_rules, self.budget, self.acceptance = None, None, self.keyed
         self._draft_chains(call.denoise_steps)
 
     def clear_(self) -> None:
         """Take all rows from their calls, and forget what they hold."""
-        self.seats = [None] * self.batch_size
+        self._free(slice(0, self.batch_size))
         self.state.vacate_(slice(0, self.batch_size))
 
     def leave(self, row: int, kept: int) -> None:
         """Take ``row`` from its call; the first ``kept`` positions of its caches stay, and steps do least for it."""
-        self.seats[row] = None
+        self._free(slice(row, row + 1))
         self.state.vacate_(slice(row, row + 1))
         self.state.length[row] = kept
         self._fit_rules()
@@ -198,7 +200,32 @@ class Engine:
         for row in range(rows.start, rows.stop):
             self.state.set_stop_token_ids(row, call.stop_token_ids)
         self.seats[rows] = [call] * count
+        if call.grammars:
+            self._begin_grammars(rows.start, call)
         self._fit_rules()
+
+    def _free(self, rows: slice) -> None:
+        """Take ``rows`` and their grammars from their calls."""
+        for row in range(rows.start, rows.stop):
+            self.seats[row] = None
+            if self._masks is not None:
+                self._masks.set_(row, None)
+
+    def _begin_grammars(self, first: int, call: Call) -> None:
+        """Let the rows from ``first`` on begin the grammars of a call."""
+        rows, masks = max(self.block_size, tree_rows(call.tree)), self._masks
+        words = next(matcher.words for matcher in call.grammars if matcher is not None)
+        if masks is None or masks.words != words or masks.rows < rows:
+            if masks is not None and masks.are_used:
+                raise ValueError("grammars of rows that run at the same time must be for one tokenizer, got two")
+            masks = self._masks = GrammarMasks(self.state, rows, words)
+        for row, (matcher, prompt) in enumerate(zip(call.grammars, call.prompts, strict=True), first):
+            masks.set_(row, matcher, len(prompt))
+
+    @property
+    def grammar_masks(self) -> GrammarMasks | None:
+        """What the grammars of calls allow; None if no row has one."""
+        return self._masks if self._masks is not None and self._masks.are_used else None
 
     def _fit_rules(self) -> None:
         """Apply the rules of all rows from now on."""

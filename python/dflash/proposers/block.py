@@ -57,10 +57,12 @@ class Block(NamedTuple):
     Attributes:
         ids: ``[batch, rows]`` int64; -1 where nothing is proposed.
         tree: which row continues which; None for a chain: each row continues the one before it.
+        is_checked: the drafts are those that were last checked by `DraftMasks`, which then has the masks of their rows.
     """
 
     ids: Tensor
     tree: Tree | None = None
+    is_checked: bool = False
 
     @property
     def input_ids(self) -> Tensor:

@@ -95,7 +95,8 @@ class ChainProposer(DraftPass):
                 features = features[:, :0]
         self.sampler.remember_(candidates)
         is_whole = self.rows == state.block.shape[1]
-        return Block(torch.cat([block.anchor[:, None], drafts], 1, out=state.block if is_whole else None))
+        ids = torch.cat([block.anchor[:, None], drafts], 1, out=state.block if is_whole else None)
+        return Block(ids, is_checked=candidates is self.sampler.checked)
 
     def observe_(self, choices: Tensor, state: State) -> None:
         """Let the sampler learn from the target's ``choices [batch, rows]``."""

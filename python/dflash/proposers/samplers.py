@@ -13,7 +13,13 @@ __all__ = ["DraftSampler", "FixedSharpness", "MaskedDrafts", "RejectionDrafts"]
 
 
 class DraftSampler:
-    """Draws proposals, one candidate block per row or several to pick from."""
+    """Draws proposals, one candidate block per row or several to pick from.
+
+    Attributes:
+        checked: the last candidates that were drawn, if what is picked of them was found to keep to the grammars.
+    """
+
+    checked: Tensor | None = None
 
     def draw(self, predictions: Predictions, positions: Tensor, sampling: Sampling) -> Tensor:
         """Return candidates ``[batch, n, drafts]`` int64.
@@ -78,10 +84,11 @@ class MaskedDrafts(DraftSampler):
 
     def draw(self, predictions: Predictions, positions: Tensor, sampling: Sampling) -> Tensor:
         """Return the sampler's candidates; overwrites logits of ``predictions``, and waits for the device."""
-        candidates = self.sampler.draw(predictions, positions, sampling)
+        candidates, self.checked = self.sampler.draw(predictions, positions, sampling), None
         for _ in range(self.ROUNDS):
             found = self.masks.banned_drafts(self.sampler.pick(candidates), predictions.logits.shape[-1])
             if not found:
+                self.checked = candidates
                 break
             for row, place, banned in found:
                 predictions.logits[row, place].masked_fill_(banned, -torch.inf)

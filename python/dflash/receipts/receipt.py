@@ -8,6 +8,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import torch
 
@@ -15,6 +16,7 @@ from ..call import Call
 from ..files import read_json, write_atomically
 from ..limits import MAX_ANSWERS, MAX_BLOCK_SIZE, MAX_RECEIPT_BYTES
 from ..sampling import integer
+from ..streaming import Tokenizer
 from ..terminal import printable, shortened
 from .fingerprints import Fingerprints
 from .settings import Settings, check_names, unset
@@ -71,7 +73,7 @@ class Receipt:
 
     Attributes:
         answers: one per row of the call.
-        settings: temperature, filters, stop lists and logit rules.
+        settings: temperature, filters, stop lists, logit rules and grammar.
         fingerprints: of the target and the tokenizer.
         block_size: rows of a step of the call. In bf16 the same bits come from the same shapes.
     """
@@ -139,8 +141,14 @@ class Receipt:
         write_atomically(Path(path), lambda unfinished: unfinished.write_text(self.to_json() + "\n", encoding="utf-8"))
 
 
-def call_of(answers: Sequence[Answer], receipt: Receipt, device: torch.device) -> Call:
+def call_of(answers: Sequence[Answer], receipt: Receipt, device: torch.device, tokenizer: object = None) -> Call:
     """Return the call that asks for some answers of a receipt, without its stop strings.
+
+    Args:
+        answers: of the receipt.
+        receipt: says how they were asked for.
+        device: of the target.
+        tokenizer: the receipt's own, for a grammar.
 
     Raises:
         ValueError: a value is out of range, or two contradict each other.
@@ -153,5 +161,7 @@ def call_of(answers: Sequence[Answer], receipt: Receipt, device: torch.device) -
         ids[row, : len(answer.prompt)] = torch.tensor(answer.prompt, dtype=torch.int64, device="cpu")
         mask[row, : len(answer.prompt)] = 1
     arguments = receipt.settings.arguments()
+    if receipt.settings.grammar is not None:
+        arguments |= {"grammar": receipt.settings.grammar, "tokenizer": cast("Tokenizer", tokenizer)}
     arguments |= {"attention_mask": mask.to(device), "seed": [answer.seed for answer in answers]}
     return Call.resolve(unset(receipt.fingerprints.vocab_size, device), ids.to(device), arguments)

@@ -25,7 +25,7 @@ _KNOWN = frozenset(
     [
         *RuleArguments.__annotations__,
         *("attention_mask", "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "num_return_sequences"),
-        *("stop_token_ids", "stop_strings", "tokenizer", "acceptance"),
+        *("stop_token_ids", "stop_strings", "grammar", "tokenizer", "acceptance"),
         *("draft_sharpness", "denoise_steps", "tree", "streamer"),
     ]
 )
@@ -52,8 +52,8 @@ class Recorder:
         arguments: what to pass to the call: the same, with a seed for every row.
 
     Raises:
-        ValueError: the answer could not be checked: ``acceptance="rejection"``, Python processors or criteria, or rules
-            beyond `dflash.limits`; or the call itself is wrong.
+        ValueError: the answer could not be checked: ``acceptance="rejection"``, Python processors or criteria, several
+            grammars, or rules beyond `dflash.limits`; or the call itself is wrong.
         TypeError: an argument is unknown or has the wrong type.
     """
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..call import Call
-from ..engine import Engine, Prefill, State
+from ..engine import RUNNING, Engine, Prefill, State
 from ..proposers import Block
 from .mismatch import Mismatch, Place, find_mismatch
 from .receipt import Answer
@@ -43,8 +43,10 @@ def mismatches_of(engine: Engine, call: Call, answers: Sequence[Answer]) -> list
     while not prompts.is_complete:
         prompts.run_chunk()
     state, rows = engine.state, engine.block_size
+    if engine.grammar_masks is not None:
+        state.done.fill_(RUNNING)  # masks are made for rows that run
     prompt = dataclasses.replace(state, length=state.length - 1)
-    search = _Search(engine, answers)
+    search = _Search(engine, answers, call.stop_token_ids)
     search.compare(Block(prompt.anchor), prompts.ends, prompt, 0)
     # 2. The answers, a block of recorded tokens at a time: row j chooses the token after its own.
     longest = max(len(answer.ids) for answer in answers)
@@ -59,6 +61,8 @@ def mismatches_of(engine: Engine, call: Call, answers: Sequence[Answer]) -> list
         if search.is_over:
             break
         block = Block(ids[:, start : start + rows])
+        if engine.grammar_masks is not None:
+            engine.grammar_masks.ask(block)
         search.compare(block, engine.target.verify(block, state), state, start + 1)
         state.length.add_(rows)
         state.num_context.fill_(rows)
@@ -67,10 +71,15 @@ def mismatches_of(engine: Engine, call: Call, answers: Sequence[Answer]) -> list
 
 
 class _Search:
-    """What was found so far, per answer; an answer is done with its first mismatch that is no near-tie."""
+    """What was found so far, per answer; an answer is done with its first mismatch that is no near-tie.
 
-    def __init__(self, engine: Engine, answers: Sequence[Answer]) -> None:
-        self._engine, self._answers = engine, answers
+    Nothing is chosen after a stop token: a grammar allows none there. That an answer goes on is its wrong end.
+    """
+
+    def __init__(self, engine: Engine, answers: Sequence[Answer], stop: Sequence[int]) -> None:
+        self._engine = engine
+        ends = [next((end for end, token in enumerate(a.ids, 1) if token in stop), None) for a in answers]
+        self._chosen = [answer.ids[:end] for answer, end in zip(answers, ends, strict=True)]
         self.found: list[list[Mismatch]] = [[] for _ in answers]
 
     @property
@@ -85,10 +94,12 @@ class _Search:
         """Compare the target's choices after each row of a block with the tokens ``first ..`` of the answers."""
         engine = self._engine
         logits = engine.rules.apply(logits, block, state)
+        if engine.grammar_masks is not None:
+            logits = engine.grammar_masks.apply(logits)
         choices = engine.target.ranks.share_(engine.keyed.choose(logits, block, state))
         positions, chosen = state.chosen_positions(block), choices.tolist()
-        for row, answer in enumerate(self._answers):
-            for index, token in enumerate(answer.ids[first : first + len(chosen[row])]):
+        for row, ids in enumerate(self._chosen):
+            for index, token in enumerate(ids[first : first + len(chosen[row])]):
                 if chosen[row][index] == token or self._is_done(row):
                     continue
                 if chosen[row][index] < 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -12,9 +13,17 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from ..call import Call, TargetDefaults
-from ..limits import MAX_NGRAM, MAX_POSITIONS, MAX_STOP_CHARACTERS, MAX_STOP_STRINGS, MAX_WORD_CELLS
-from ..sampling import RuleSettings
-from ..terminal import listed, shortened
+from ..limits import (
+    MAX_GRAMMAR_CHARACTERS,
+    MAX_NGRAM,
+    MAX_POSITIONS,
+    MAX_SHOWN,
+    MAX_STOP_CHARACTERS,
+    MAX_STOP_STRINGS,
+    MAX_WORD_CELLS,
+)
+from ..sampling import Grammar, RuleSettings
+from ..terminal import listed, printable, shortened
 
 if TYPE_CHECKING:
     from ..call import GenerateArguments
@@ -40,7 +49,8 @@ class Settings:
     """The settings of a call that decide its text, the target's generation_config filled in.
 
     Each is named and means as in `dflash.call.GenerateArguments`; ``logit_bias`` is a tuple of sequences of token ids
-    with the bias of the last of them. What changes only the speed is not among them.
+    with the bias of the last of them, and ``grammar`` is one for all answers. What changes only the speed is not among
+    them.
     """
 
     max_new_tokens: int
@@ -62,6 +72,7 @@ class Settings:
     forced_eos_token_id: tuple[int, ...]
     min_length: int
     min_new_tokens: int
+    grammar: Grammar | None
 
     def __post_init__(self) -> None:
         _check_cost(self)
@@ -71,8 +82,10 @@ class Settings:
         """Return the settings of a call.
 
         Raises:
-            ValueError: a rule is larger than a receipt may state (`dflash.limits`).
+            ValueError: a rule is larger than a receipt may state (`dflash.limits`), or answers have different grammars.
         """
+        if len(grammars := {matcher and matcher.grammar for matcher in call.grammars}) > 1:
+            raise ValueError(f"a receipt states one grammar for all answers, got {len(grammars)}: make several calls")
         rules, sampling = call.rules, call.sampling.checked()
         single = (((token,), bias) for token, bias in dict(rules.logit_bias).items())
         return cls(
@@ -84,6 +97,7 @@ class Settings:
             stop_token_ids=tuple(call.stop_token_ids),
             stop_strings=call.stop_strings,
             logit_bias=(*single, *rules.sequence_bias),
+            grammar=next(iter(grammars), None),
             **{name: getattr(rules, name) for name in _RULES},
         )
 
@@ -106,21 +120,22 @@ class Settings:
             raise ValueError(f"settings must not be null, got {listed(missing)}")
         # 2. The values, as a call checks them.
         strings, biases = _parse_strings(given.pop("stop_strings")), _parse_biases(given.pop("logit_bias"))
+        grammar = _parse_grammar(given.pop("grammar"))
         _check_words(given["bad_words_ids"])
         arguments = _as_arguments({**given, "logit_bias": dict(biases), "seed": 0})
         call = Call.resolve(unset(vocab_size), torch.zeros(1, 1, dtype=torch.int64, device="cpu"), arguments)
-        return dataclasses.replace(cls.of(call), stop_strings=strings)
+        return dataclasses.replace(cls.of(call), stop_strings=strings, grammar=grammar)
 
     def arguments(self) -> GenerateArguments:
-        """Return them as arguments of a call, without the stop strings, which need a tokenizer."""
+        """Return them as arguments of a call, without the stop strings and the grammar, which need a tokenizer."""
         given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        del given["stop_strings"]
+        del given["stop_strings"], given["grammar"]
         biases = {ids[0] if len(ids) == 1 else ids: bias for ids, bias in self.logit_bias}
         return _as_arguments({**given, "logit_bias": biases})
 
     def to_json(self) -> dict[str, object]:
         """Return what `parse` takes; a bias of -inf, which JSON has no number for, is "-inf"."""
-        content = dataclasses.asdict(self)
+        content = dataclasses.asdict(self) | {"grammar": dataclasses.asdict(self.grammar) if self.grammar else {}}
         content["logit_bias"] = [[ids, "-inf" if bias == -math.inf else bias] for ids, bias in self.logit_bias]
         return content
 
@@ -156,6 +171,33 @@ def _parse_strings(value: object) -> tuple[str, ...]:
     if not isinstance(value, list) or not all(isinstance(text, str) and text for text in value):
         raise TypeError(f"stop_strings must be a list of texts that are not empty, got {shortened(value)}")
     return tuple(value)
+
+
+def _parse_grammar(value: object) -> Grammar | None:
+    """Return a grammar from its kind and text, None from an empty object."""
+    if value == {}:
+        return None
+    given = check_names(value, ["kind", "text"], "grammar")
+    if not all(isinstance(part, str) for part in given.values()):
+        raise TypeError(f"grammar must have a kind and a text, got {shortened(value)}")
+    kind, text = str(given["kind"]), str(given["text"])
+    _check_grammar(text)
+    makers = {"json_schema": _schema_grammar, "regex": Grammar.regex, "lark": Grammar.lark}
+    if kind not in makers:
+        raise ValueError(f"grammar must be of the kind json_schema, regex or lark, got {shortened(kind)}")
+    try:
+        return makers[kind](text)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(f"grammar: {printable(str(error)[:MAX_SHOWN])}") from error
+
+
+def _schema_grammar(text: str) -> Grammar:
+    return Grammar.json_schema(json.loads(text))
+
+
+def _check_grammar(text: str) -> None:
+    if len(text) > MAX_GRAMMAR_CHARACTERS:
+        raise ValueError(f"grammar must have at most {MAX_GRAMMAR_CHARACTERS} characters in a receipt, got {len(text)}")
 
 
 def _parse_biases(value: object) -> list[tuple[int | tuple[int, ...], object]]:
@@ -201,6 +243,8 @@ def _check_cost(settings: Settings) -> None:
         )
     if settings.max_new_tokens > MAX_POSITIONS:
         raise ValueError(f"max_new_tokens must be at most {MAX_POSITIONS}, got {settings.max_new_tokens}")
+    if settings.grammar is not None:
+        _check_grammar(settings.grammar.text)
     strings = settings.stop_strings
     if len(strings) > MAX_STOP_STRINGS or sum(map(len, strings)) > MAX_STOP_CHARACTERS:
         raise ValueError(

@@ -88,7 +88,7 @@ def verify(
     Args:
         receipt: from `Receipt.read` or a `Recorder`.
         target: a causal language model of transformers; never modified.
-        tokenizer: its own; needed if the receipt has stop strings.
+        tokenizer: its own; needed if the receipt has stop strings or a grammar.
         fingerprints: of the target and the tokenizer, if they are known already.
 
     Returns:
@@ -96,7 +96,7 @@ def verify(
 
     Raises:
         ValueError: the receipt cannot be checked with this target: it was made with other weights or another dtype, it
-            has stop strings and the tokenizer is missing or another, a row would pass the target's
+            has stop strings or a grammar and the tokenizer is missing or another, a row would pass the target's
             ``max_position_embeddings``, or the target's logits are NaN.
     """
     # 1. Is this the target of the receipt?
@@ -106,7 +106,7 @@ def verify(
     # 2. Derive the tokens again.
     with _settings_of_its_own(embedding_table(target).device):
         twin, began = Target(target), time.perf_counter()
-        found = [row for group in _groups(receipt.answers) for row in _check_tokens(twin, receipt, group)]
+        found = [row for group in _groups(receipt.answers) for row in _check_tokens(twin, receipt, group, tokenizer)]
         seconds = time.perf_counter() - began
     # 3. Does each answer end where it must?
     strings = list(receipt.settings.stop_strings)
@@ -143,9 +143,9 @@ def _compare(
     for name in _DECISIVE:
         if name in differences:
             raise ValueError(_other_target(name, *differences[name]))
-    if receipt.settings.stop_strings and "tokenizer" in differences:
+    if (receipt.settings.stop_strings or receipt.settings.grammar) and "tokenizer" in differences:
         raise ValueError(
-            "the receipt has stop strings, so its own tokenizer is needed to check where answers end: "
+            "the receipt has stop strings or a grammar, so its own tokenizer is needed to check its answers: "
             + ("pass tokenizer=" if tokenizer is None else "this is another")
         )
     if tokenizer is None or theirs.tokenizer is None:
@@ -174,11 +174,14 @@ def _groups(answers: Sequence[Answer]) -> list[Sequence[Answer]]:
     return [answers] if len(answers) * longest <= _TOKENS_AT_ONCE else [[answer] for answer in answers]
 
 
-def _check_tokens(target: Target, receipt: Receipt, answers: Sequence[Answer]) -> list[list[Mismatch]]:
+def _check_tokens(
+    target: Target, receipt: Receipt, answers: Sequence[Answer], tokenizer: object
+) -> list[list[Mismatch]]:
     """Return each answer's tokens that seed and weights do not choose, up to the first that is no near-tie."""
     own = min(receipt.block_size, _ROWS)
     for rows in sorted({max(own, _ROWS // len(answers)), own}, reverse=True):
-        found = mismatches_of(_engine(target, answers, rows), call_of(answers, receipt, target.device), answers)
+        call = call_of(answers, receipt, target.device, tokenizer)
+        found = mismatches_of(_engine(target, answers, rows), call, answers)
         if not any(found):
             break
     return found

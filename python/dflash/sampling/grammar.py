@@ -20,6 +20,7 @@ __all__ = ["Grammar", "resolve_grammars"]
 _NAMES = {"json_schema": "JSON schema", "regex": "regex", "lark": "Lark grammar"}
 _WHITESPACE = r" ?(\r?\n[ \t]{0,32})?"
 _MAX_REASON = 500  # characters of an error; some repeat the grammar
+_MAX_VOCABULARIES = 8  # stop lists per tokenizer, which clients of a server may choose
 _MAX_COMPILED = 64  # grammars per tokenizer and stop list that are kept compiled
 
 
@@ -98,8 +99,22 @@ class Grammar:
             return _llguidance().LLMatcher.grammar_from_regex(self.text)
         if self.kind == "lark":
             return json.dumps({"grammars": [{"lark_grammar": self.text}]})
-        schema = {"x-guidance": {"whitespace_pattern": _WHITESPACE}} | json.loads(self.text)
-        return json.dumps({"grammars": [{"json_schema": schema}]})
+        return json.dumps({"grammars": [{"json_schema": self._schema}]})
+
+    @property
+    def rule(self) -> str:
+        """The grammar as what a rule of a larger Lark grammar stands for."""
+        if self.kind == "json_schema":
+            return f"%json {json.dumps(self._schema)}"
+        lark = self.text
+        if self.kind == "regex":
+            (given,) = json.loads(self.source)["grammars"]
+            lark = given["lark_grammar"]
+        return f"%lark {{\n{lark}\n}}"
+
+    @property
+    def _schema(self) -> dict[str, object]:
+        return {"x-guidance": {"whitespace_pattern": _WHITESPACE}} | json.loads(self.text)
 
     def _checked(self) -> Grammar:
         """Return the grammar; raise ValueError if llguidance does not take it."""
@@ -192,7 +207,10 @@ def _vocabulary(tokenizer: Any, stop: tuple[int, ...]) -> _Vocabulary:
     except TypeError as error:
         raise ValueError(f"grammars cannot be used with this {type(tokenizer).__name__}: {error}") from error
     if key not in kept:
-        kept[key] = _Vocabulary(tokenizer, stop)
+        vocabulary = _Vocabulary(tokenizer, stop)
+        while len(kept) >= _MAX_VOCABULARIES:
+            kept.pop(next(iter(kept), None), None)
+        kept[key] = vocabulary
     return kept[key]
 
 

@@ -168,7 +168,7 @@ async def _lines(body: GenerationRequest, run: Run, form: Format) -> AsyncIterat
     try:
         async for index, delta, event in run.deltas():
             drafts = _drafts(run.answers[index], delta, event) if options.include_drafts else None
-            if delta.content or delta.reasoning or drafts is not None:
+            if delta.content or delta.reasoning or delta.calls or drafts is not None:
                 yield event_line(form.chunk(index, delta, None, drafts))
             if (reason := run.answers[index].finish_reason) is not None:
                 yield event_line(form.chunk(index, Delta(), reason))

@@ -45,7 +45,6 @@ def generate_arguments(request: GenerationRequest, prompt_length: int, default: 
         arguments["min_new_tokens"] = request.min_tokens
     if request.logit_bias is not None:
         arguments["logit_bias"] = {int(token): bias for token, bias in request.logit_bias.items()}
-    # Structured output: a grammar made of response_format or tools is added here.
     return arguments
 
 

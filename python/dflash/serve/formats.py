@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+from .calls import CallPiece
 from .reasoning import Delta
 from .run import Answer
 
@@ -107,14 +108,25 @@ class ChatFormat(Format):
         return self._chunk([{"index": index, "delta": first, "logprobs": None, "finish_reason": None}])
 
     def _whole(self, answer: Answer) -> dict[str, Any]:
-        message = {"role": "assistant", "content": "".join(answer.content), "refusal": None}
+        message: dict[str, Any] = {"role": "assistant", "content": "".join(answer.content), "refusal": None}
         if reasoning := "".join(answer.reasoning):
             message["reasoning_content"] = reasoning
+        if answer.calls is not None and answer.calls.calls:
+            message |= {"content": message["content"].strip() or None, "tool_calls": answer.calls.calls}
         return {"message": message}
 
     def _part(self, delta: Delta) -> dict[str, Any]:
-        parts = {"content": delta.content, "reasoning_content": delta.reasoning}
-        return {"delta": {name: text for name, text in parts.items() if text}}
+        calls = [_call_delta(piece) for piece in delta.calls]
+        parts = {"content": delta.content, "reasoning_content": delta.reasoning, "tool_calls": calls}
+        return {"delta": {name: part for name, part in parts.items() if part}}
+
+
+def _call_delta(piece: CallPiece) -> dict[str, Any]:
+    """Return a piece of a tool call as streams have it."""
+    if piece.name is None:
+        return {"index": piece.index, "function": {"arguments": piece.arguments}}
+    function = {"name": piece.name, "arguments": piece.arguments}
+    return {"index": piece.index, "id": piece.id, "type": "function", "function": function}
 
 
 class CompletionFormat(Format):

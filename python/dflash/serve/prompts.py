@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from ..evaluate import check_text, render_chat, text_ids
 from .errors import bad_request
-from .protocol import ChatRequest, CompletionRequest, Message
+from .protocol import ChatRequest, CompletionRequest, Message, ToolCall
 from .reasoning import CLOSE, OPEN
+from .tools import ToolForm, Tools, find_form, is_special
 
 __all__ = ["Prompt", "PromptReader"]
 
@@ -22,12 +25,20 @@ class Prompt(NamedTuple):
     Attributes:
         ids: its tokens.
         text: itself, for ``echo``.
-        is_thinking: it ends with the mark that begins the model's reasoning.
+        reasoning: ``"begun"`` if it ends with the mark that begins the model's reasoning, ``"optional"`` if the answer
+            may begin with that; otherwise empty.
+        hides_reasoning: the mark that ends the reasoning is no part of an answer's text.
     """
 
     ids: list[int]
     text: str
-    is_thinking: bool = False
+    reasoning: Literal["", "begun", "optional"] = ""
+    hides_reasoning: bool = False
+
+    @property
+    def is_thinking(self) -> bool:
+        """True if it ends with the mark that begins the model's reasoning."""
+        return self.reasoning == "begun"
 
 
 @dataclass(frozen=True)
@@ -49,8 +60,15 @@ class PromptReader:
     def _template(self) -> str:
         return self.tokenizer.get_chat_template() if self.tokenizer.chat_template is not None else ""
 
-    def read_chat(self, request: ChatRequest) -> Prompt:
+    @functools.cached_property
+    def tool_form(self) -> ToolForm | None:
+        """How the chat template writes tool calls, if that form is known."""
+        return find_form(self.tokenizer) if self._template else None
+
+    def read_chat(self, request: ChatRequest, tools: Tools | None = None) -> Prompt:
         """Write a conversation by the chat template, up to the beginning of the answer.
+
+        The template is shown ``tools`` if it reads them.
 
         Raises:
             ApiError: there is no template, or it does not take these messages or arguments.
@@ -59,19 +77,30 @@ class PromptReader:
             raise bad_request("this model has no chat template: use /v1/completions", "messages")
         arguments = request.chat_template_kwargs or {}
         self._check_arguments(arguments)
+        if tools is not None and self._reads("tools"):
+            arguments = {**arguments, "tools": tools.shown}
+        if any(message.tool_calls for message in request.messages) and not self._reads("tool_calls"):
+            raise bad_request("the chat template does not write tool_calls", "messages")
         messages = [_message(number, message) for number, message in enumerate(request.messages, 1)]
         try:
             text = render_chat(self.tokenizer, messages, True, arguments)
         except ValueError as error:
             raise bad_request(str(error), "messages") from error
-        ids = list(self.tokenizer(text, add_special_tokens=False).input_ids)
-        return Prompt(ids, text, self.thinks and text.rstrip().endswith(OPEN))
+        ids = list(self.tokenizer(_unicode(text, "messages"), add_special_tokens=False).input_ids)
+        if not self.thinks or text.rstrip().endswith(CLOSE):
+            return Prompt(ids, text)
+        reasoning = "begun" if text.rstrip().endswith(OPEN) else "optional"
+        return Prompt(ids, text, reasoning, is_special(self.tokenizer, CLOSE))
+
+    def _reads(self, name: str) -> bool:
+        """Return True if the chat template mentions a name."""
+        return re.search(rf"\b{re.escape(name)}\b", self._template) is not None
 
     def _check_arguments(self, arguments: Mapping[str, Any]) -> None:
         """Refuse arguments that transformers would take for its own, or that the template does not read."""
         own = inspect.signature(self.tokenizer.apply_chat_template).parameters
         for name in arguments:
-            if name in own or name == "messages" or not re.search(rf"\b{re.escape(name)}\b", self._template):
+            if name in own or name == "messages" or not self._reads(name):
                 raise bad_request(f"the chat template has no argument {name!r}", "chat_template_kwargs")
 
     def read_completion(self, request: CompletionRequest) -> list[Prompt]:
@@ -95,13 +124,25 @@ class PromptReader:
         return Prompt(prompt, self.tokenizer.decode(prompt) if needs_text else "")
 
 
-def _message(number: int, message: Message) -> dict[str, str]:
+def _message(number: int, message: Message) -> dict[str, Any]:
     """Return a message as chat templates read it."""
     fields = {"role": "system" if message.role == "developer" else message.role, "content": message.text}
-    for name in ("reasoning_content", "name"):
+    for name in ("reasoning_content", "name", "tool_call_id"):
         if getattr(message, name) is not None:
             fields[name] = getattr(message, name)
-    return {name: _unicode(text, f"message {number}: {name}") for name, text in fields.items()}
+    texts = {name: _unicode(text, f"message {number}: {name}") for name, text in fields.items()}
+    return texts | ({"tool_calls": [_call(number, call) for call in message.tool_calls]} if message.tool_calls else {})
+
+
+def _call(number: int, call: ToolCall) -> dict[str, Any]:
+    """Return a tool call as chat templates read it: with its arguments as an object."""
+    try:
+        arguments = json.loads(call.function.arguments)
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise bad_request(f"message {number}: the arguments of a tool call must be a JSON object", "messages")
+    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}
 
 
 def _unicode(text: str, where: str) -> str:

@@ -7,7 +7,15 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
 from pydantic_core import PydanticCustomError
 
-__all__ = ["ChatRequest", "CompletionRequest", "GenerationRequest", "Message", "StreamOptions"]
+__all__ = [
+    "ChatRequest",
+    "CompletionRequest",
+    "Function",
+    "GenerationRequest",
+    "Message",
+    "NamedChoice",
+    "StreamOptions",
+]
 
 # Fields of OpenAI's API that are not applied, with the values that ask for nothing. null always does.
 _ASKS_NOTHING: dict[str, tuple[Any, ...]] = {
@@ -16,14 +24,9 @@ _ASKS_NOTHING: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "logprobs": (False,),
     "modalities": (["text"],),
-    "parallel_tool_calls": (True, False),
-    "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default"),
     "store": (False,),
     "suffix": ("",),
-    "tool_calls": ([],),
-    "tool_choice": ("none",),
-    "tools": ([],),
     "top_logprobs": (0,),
     "verbosity": ("medium",),
 }
@@ -49,6 +52,7 @@ def _parts(value: object) -> object:
     return [{"type": "text", "text": value}] if isinstance(value, str) else value
 
 
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 TokenIds = list[Annotated[int, Field(ge=0)]]
 
 
@@ -69,11 +73,34 @@ class StreamOptions(_Strict):
     include_obfuscation: NotApplied = None
 
 
+class JsonSchema(_Strict):
+    """The schema of an answer. It is followed whether ``strict`` or not."""
+
+    name: Name
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(_Strict):
+    """The form of an answer."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _check_schema(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise PydanticCustomError("pairs", "json_schema belongs to the type json_schema, and must be given there")
+        return self
+
+
 class GenerationRequest(_Strict):
     """What chat and text completions have in common.
 
-    The fields from ``top_k`` on are extensions, named as in `dflash.call.GenerateArguments`; ``min_tokens`` and
-    ``ignore_eos`` are named as in vLLM. ``user`` and the like are labels, which change no answer.
+    The fields from ``top_k`` on are extensions, named as in `dflash.call.GenerateArguments`; ``min_tokens``,
+    ``ignore_eos``, ``structured_outputs`` and the older ``guided_*`` are named as in vLLM. ``user`` and the like are
+    labels, which change no answer.
     """
 
     model: str | None = None
@@ -90,6 +117,7 @@ class GenerationRequest(_Strict):
     frequency_penalty: float | None = None
     user: str | None = None
     logprobs: NotApplied = None
+    response_format: ResponseFormat | None = None
 
     top_k: int | None = None
     min_p: float | None = None
@@ -98,6 +126,10 @@ class GenerationRequest(_Strict):
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     stop_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None
+    structured_outputs: dict[Literal["json", "regex", "grammar"], Any] | None = None
+    guided_json: dict[str, Any] | Text | None = None
+    guided_regex: str | None = None
+    guided_grammar: str | None = None
 
     @model_validator(mode="after")
     def _check_pairs(self) -> GenerationRequest:
@@ -120,17 +152,70 @@ class TextPart(_Strict):
     text: str
 
 
+class Function(_Strict):
+    """A function that the model may call. Its schema is followed whether ``strict`` or not."""
+
+    name: Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(_Strict):
+    """A tool."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(_Strict):
+    """A function by its name."""
+
+    name: str
+
+
+class NamedChoice(_Strict):
+    """The function that must be called."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class CalledFunction(_Strict):
+    """A function, and its arguments as a JSON object."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(_Strict):
+    """A call that an assistant made."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class Message(_Strict):
     """A message of a conversation. The chat template decides which roles it takes, and what it shows of a name."""
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[list[TextPart], BeforeValidator(_parts, str | list[TextPart])] | None = None
     reasoning_content: str | None = None
     name: str | None = None
     refusal: NotApplied = None
     audio: NotApplied = None
-    tool_calls: NotApplied = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
     function_call: NotApplied = None
+
+    @model_validator(mode="after")
+    def _check_tools(self) -> Message:
+        if self.tool_calls and self.role != "assistant":
+            raise PydanticCustomError("pairs", "tool_calls belong to messages of the assistant")
+        if (self.tool_call_id is not None) != (self.role == "tool"):
+            raise PydanticCustomError("pairs", "tool_call_id belongs to messages of the role tool, which must have it")
+        return self
 
     @property
     def text(self) -> str:
@@ -150,11 +235,9 @@ class ChatRequest(GenerationRequest):
     metadata: dict[str, str] | None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
-    # Structured output: the fields that will become a grammar. `arguments.py` is where it would be passed on.
-    response_format: NotApplied = None
-    tools: NotApplied = None
-    tool_choice: NotApplied = None
-    parallel_tool_calls: NotApplied = None
+    tools: Annotated[list[Tool], Field(max_length=128)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
+    parallel_tool_calls: bool | None = None
     functions: NotApplied = None
     function_call: NotApplied = None
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..streaming import open_suffix
+from .calls import CallPiece
 
 __all__ = ["AnswerText", "Delta"]
 
@@ -17,6 +18,7 @@ class Delta(NamedTuple):
 
     content: str = ""
     reasoning: str = ""
+    calls: Sequence[CallPiece] = ()
 
 
 class AnswerText:

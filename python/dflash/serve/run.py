@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from ..call import Call
 from ..outputs import Statistics, StreamEvent
+from .calls import CallText
 from .errors import ApiError
 from .reasoning import AnswerText, Delta
 from .scheduler import QueueFullError, Scheduler, Ticket
@@ -25,15 +26,17 @@ class Answer:
         call: what is run for it.
         text: splits its text.
         prompt_text: shown before it, for ``echo``.
+        calls: splits the tool calls off its content; None if it has none.
         content: so far.
         reasoning: so far.
-        finish_reason: ``"stop"`` or ``"length"`` once it has ended.
+        finish_reason: ``"stop"``, ``"length"`` or ``"tool_calls"`` once it has ended.
         statistics: of its last event.
     """
 
     call: Call
     text: AnswerText
     prompt_text: str = ""
+    calls: CallText | None = None
     content: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
     finish_reason: str | None = None
@@ -58,9 +61,14 @@ class Answer:
         """Add what a step wrote; return what is new of its text."""
         reason = event.finish_reasons[0]
         delta = self.text.push(event.text[0] if event.text else "", is_last=reason is not None)
+        reason = "stop" if self.text.is_stopped else reason
+        if self.calls is not None:
+            content, calls = self.calls.push(delta.content, is_last=reason is not None)
+            delta = delta._replace(content=content, calls=calls)
+            reason = "tool_calls" if reason == "stop" and self.calls.is_whole else reason
         self.content.append(delta.content)
         self.reasoning.append(delta.reasoning)
-        self.finish_reason = "stop" if self.text.is_stopped else reason
+        self.finish_reason = reason
         self.statistics = event.statistics
         return delta
 

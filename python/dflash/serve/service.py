@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..generator import Generator
-from ..sampling import fold
+from ..sampling import Grammar, fold
 from ..target import describe_config, sample_digest
 from .arguments import generate_arguments, named_as_asked
 from .errors import ApiError, bad_request
@@ -23,6 +23,8 @@ from .protocol import ChatRequest, CompletionRequest, GenerationRequest
 from .reasoning import AnswerText
 from .run import Answer, Run
 from .scheduler import Scheduler
+from .structured import answer_grammar
+from .tools import Tools, read_tools
 
 __all__ = ["Service"]
 
@@ -72,8 +74,9 @@ class Service:
             ApiError: the request cannot be served.
         """
         self.check_model(request.model)
-        prompt = self.reader.read_chat(request)
-        return self._answers(request, [prompt], self.scheduler.generator.max_length, self.reader.thinks)
+        tools = read_tools(request, self.reader.tool_form)
+        prompt = self.reader.read_chat(request, tools)
+        return self._answers(request, [prompt], self.scheduler.generator.max_length, self.reader.thinks, tools)
 
     def read_completion(self, request: CompletionRequest) -> list[Answer]:
         """Return the answers that a request asks for, as `read_chat` does: all of the first prompt, then the next."""
@@ -81,7 +84,12 @@ class Service:
         return self._answers(request, self.reader.read_completion(request), _COMPLETION_TOKENS, False)
 
     def _answers(
-        self, request: GenerationRequest, prompts: Sequence[Prompt], default: int, thinks: bool
+        self,
+        request: GenerationRequest,
+        prompts: Sequence[Prompt],
+        default: int,
+        thinks: bool,
+        tools: Tools | None = None,
     ) -> list[Answer]:
         count = request.n or 1
         if count * len(prompts) > self.most_answers:
@@ -93,18 +101,22 @@ class Service:
         echoes = getattr(request, "echo", None)
         answers = []
         for prompt in prompts:
+            grammar = answer_grammar(request, prompt, tools)
             for number in range(count):
-                call = self._call(request, prompt, default, fold(seed, number))
+                call = self._call(request, prompt, default, fold(seed, number), grammar)
                 text = AnswerText(request.stop or (), thinks=thinks, is_thinking=prompt.is_thinking)
-                answers.append(Answer(call, text, prompt.text if echoes else ""))
+                calls = None if tools is None else tools.text()
+                answers.append(Answer(call, text, prompt.text if echoes else "", calls))
         return answers
 
-    def _call(self, request: GenerationRequest, prompt: Prompt, default: int, seed: int) -> Any:
+    def _call(
+        self, request: GenerationRequest, prompt: Prompt, default: int, seed: int, grammar: Grammar | None
+    ) -> Any:
         generator = self.scheduler.generator
         arguments = generate_arguments(request, len(prompt.ids), default, generator.max_length)
         ids = torch.tensor([prompt.ids], dtype=torch.int64, device=generator.engine.target.device)
         try:
-            return self.scheduler.resolve(ids, seed=seed, tokenizer=self.tokenizer, **arguments)
+            return self.scheduler.resolve(ids, seed=seed, tokenizer=self.tokenizer, grammar=grammar, **arguments)
         except (ValueError, TypeError) as error:
             raise bad_request(str(error), named_as_asked(request, str(error))) from error
 

@@ -1,0 +1,351 @@
+"""Structured output of the server: schemas, tools, regular expressions, reasoning, and what is refused."""
+
+import json
+import re
+
+import openai
+import pydantic
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from llguidance import LLMatcher
+from llguidance.hf import from_tokenizer
+from served import SUM, ask, chat, direct, live, pair, prompt_ids, serving
+
+import dflash
+from dflash.serve.calls import CallText
+from dflash.serve.prompts import Prompt
+from dflash.serve.protocol import ChatRequest
+from dflash.serve.structured import answer_grammar
+from dflash.serve.tools import ToolForm, find_form, read_tools
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+RECORD = "ini to json:\n[item]\nname=oak\nsize=12\ncolor=amber\nport=8080"
+# Tools and calls as Qwen's template writes them, the rest as the pair's own.
+HERMES = r"""
+{%- for tool in tools or [] %}{{ '<tools>' + tool | tojson + '</tools>' }}{% endfor -%}
+{%- for message in messages -%}
+  {%- if message.role == 'tool' -%}{{ '<tool_response>' + message.content + '</tool_response>' }}
+  {%- else -%}{{ message.content }}{%- endif -%}
+  {%- for call in message.tool_calls or [] -%}
+    {{- '\n<tool_call>\n{"name": "' + call.function.name + '", "arguments": ' -}}
+    {{- call.function.arguments | tojson + '}\n</tool_call>' -}}
+  {%- endfor -%}
+{%- endfor -%}
+{{- '\n=>\n' if add_generation_prompt -}}
+"""
+NUMBER = {"type": "integer", "minimum": 0, "maximum": 99999}
+ITEM = {
+    "type": "object",
+    "properties": {"color": {"enum": ["amber", "blue"]}, "port": {"$ref": "#/$defs/port"}},
+    "required": ["color", "port"],
+    "additionalProperties": False,
+    "$defs": {"port": NUMBER},
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "store", "description": "Store an item.", "parameters": ITEM}},
+    {"type": "function", "function": {"name": "list_all"}},
+]
+STORE = {"type": "function", "function": {"name": "store"}}
+
+
+class Item(pydantic.BaseModel):
+    port: int = pydantic.Field(ge=0, le=99999)
+    color: str = pydantic.Field(max_length=8)
+
+
+@pytest.fixture(scope="module")
+def client():
+    with live() as server, openai.OpenAI(base_url=server.url, api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def hermes():
+    with (
+        live(template=HERMES) as server,
+        openai.OpenAI(base_url=server.url, api_key="none", max_retries=0) as client,
+    ):
+        yield client
+
+
+def asked(content: str = RECORD, **fields) -> dict:
+    return {"model": "pair", "messages": [{"role": "user", "content": content}], "max_tokens": 200} | fields
+
+
+def schema_of(model: type[pydantic.BaseModel]) -> dict:
+    return openai.lib._pydantic.to_strict_json_schema(model)
+
+
+# ---------------------------------------------------------------------------------------------- formats
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_a_parsed_answer_is_that_of_generate(client, temperature):
+    fields = {"temperature": temperature, "seed": 5}
+    done = client.chat.completions.parse(response_format=Item, **asked(**fields))
+    assert isinstance(done.choices[0].message.parsed, Item)
+    grammar = dflash.Grammar.json_schema(schema_of(Item))
+    assert done.choices[0].message.content == direct(
+        prompt_ids(RECORD), grammar=grammar, max_new_tokens=200, temperature=float(temperature), seed=5
+    )[0]  # fmt: skip
+
+
+def test_a_streamed_answer_is_the_whole_one(client):
+    call = asked(response_format={"type": "json_schema", "json_schema": {"name": "item", "schema": ITEM}}, seed=1)
+    text = client.chat.completions.create(**call).choices[0].message.content
+    chunks = client.chat.completions.create(**call, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text
+    assert json.loads(text).keys() == {"color", "port"}
+
+
+FORMS = {
+    "object": ({"response_format": {"type": "json_object"}}, r"(?s)\{.*\}"),
+    "guided_regex": ({"guided_regex": "(ab|c){3}-[0-9]"}, "(ab|c){3}-[0-9]"),
+    "guided_json": ({"guided_json": json.dumps({"const": [1]})}, r"\[\s*1\s*\]"),
+    "guided_grammar": ({"guided_grammar": 'start: ("ab" | "c") "d"'}, "(ab|c)d"),
+    "structured_outputs": ({"structured_outputs": {"regex": "/x{2}}"}}, "/xx}"),
+}
+
+
+@pytest.mark.parametrize(("fields", "pattern"), FORMS.values(), ids=FORMS)
+def test_texts_and_chats_take_every_form(client, fields, pattern):
+    chatted = client.chat.completions.create(**asked(extra_body=fields)).choices[0]
+    continued = client.completions.create(model="pair", prompt=RECORD, max_tokens=200, extra_body=fields).choices[0]
+    for text, reason in ((chatted.message.content, chatted.finish_reason), (continued.text, continued.finish_reason)):
+        assert reason == "stop"
+        assert re.fullmatch(pattern, text)
+
+
+# ---------------------------------------------------------------------------------------------- tools
+
+
+@pytest.mark.parametrize("name", ["client", "hermes"])
+def test_a_named_function_is_called(name, request):
+    client = request.getfixturevalue(name)
+    call = asked(tools=TOOLS, tool_choice=STORE, seed=2, temperature=1)
+    done = client.chat.completions.create(**call).choices[0]
+    assert done.finish_reason == "tool_calls"
+    assert done.message.content is None
+    (made,) = done.message.tool_calls
+    assert made.function.name == "store"
+    assert json.loads(made.function.arguments).keys() == {"color", "port"}
+    # In a stream: the name once, then the arguments in pieces.
+    deltas = [chunk.choices[0] for chunk in client.chat.completions.create(**call, stream=True)]
+    pieces = [piece for delta in deltas for piece in delta.delta.tool_calls or ()]
+    assert [piece.index for piece in pieces] == [0] * len(pieces)
+    assert [(piece.function.name, piece.type) for piece in pieces] == [("store", "function")] + [(None, None)] * (
+        len(pieces) - 1
+    )
+    assert pieces[0].id.startswith("call_")
+    assert "".join(piece.function.arguments for piece in pieces) == made.function.arguments
+    assert deltas[-1].finish_reason == "tool_calls"
+    assert not any(delta.delta.content for delta in deltas)
+
+
+def test_required_calls_are_written_as_the_template_writes_them(hermes):
+    call = asked(tools=TOOLS, tool_choice="required", parallel_tool_calls=False)
+    with hermes.chat.completions.stream(**call) as stream:
+        done = stream.get_final_completion().choices[0]
+    assert done.finish_reason == "tool_calls"
+    (made,) = done.message.tool_calls
+    assert made.function.name in ("store", "list_all")
+    json.loads(made.function.arguments)
+
+
+def test_several_calls_may_be_written(client):
+    unlikely = {str(pair()[2].eos_token_id): -100}
+    call = asked(tools=TOOLS[1:], tool_choice="required", max_tokens=60, logit_bias=unlikely)
+    (choice,) = client.chat.completions.create(**call).choices
+    made = choice.message.tool_calls
+    assert choice.finish_reason == "length"
+    assert len(made) > 1
+    assert len({one.id for one in made}) == len(made)
+    assert all(json.loads(one.function.arguments) == {} for one in made[:-1])
+
+
+def test_a_strict_tool_is_parsed(hermes):
+    tools = [openai.pydantic_function_tool(Item)]
+    call = asked(tools=tools, tool_choice={"type": "function", "function": {"name": "Item"}})
+    (made,) = hermes.chat.completions.parse(**call).choices[0].message.tool_calls
+    assert isinstance(made.function.parsed_arguments, Item)
+
+
+def test_free_answers_are_text_until_a_call_begins(hermes):
+    plain = hermes.chat.completions.create(**asked()).choices[0].message.content
+    text = hermes.chat.completions.create(**asked(tools=TOOLS, tool_choice="none")).choices[0]
+    assert (text.message.content, text.message.tool_calls, text.finish_reason) == (plain, None, "stop")
+    free = hermes.chat.completions.create(**asked(tools=TOOLS)).choices[0]
+    assert free.message.tool_calls is None
+    assert free.message.content
+
+
+CALLED = '<tool_call>\n{"name": "store", "arguments": {"color": "blue", "port": 7}}\n</tool_call>'
+LIST = '<tool_call>\n{"name": "list_all", "arguments": {}}\n</tool_call>'
+WRONG = CALLED.replace("blue", "red")
+# Request, reasoning of the prompt, and which texts are whole answers, beginnings of one, or neither.
+GRAMMARS = {
+    "free": (
+        {}, "",
+        ["", "hi", CALLED, f"hi {CALLED}", f"{CALLED}\n{LIST} bye", "<tool_call"], ["<tool_call>", CALLED[:-3]],
+        [WRONG, "<tool_call> hi", f"a{CALLED}\n{WRONG}"],
+    ),
+    "one": ({"parallel_tool_calls": False}, "", ["hi", f"hi {CALLED}"], [], [f"{CALLED}\n{LIST}", f"{LIST}a", WRONG]),
+    "required": ({"tool_choice": "required"}, "", [CALLED, f"{LIST}\n{CALLED}"], ["<tool", ""], ["hi", WRONG]),
+    "required one": (
+        {"tool_choice": "required", "parallel_tool_calls": False}, "", [CALLED, LIST], [], [f"{LIST}\n{CALLED}"]
+    ),
+    "named": ({"tool_choice": STORE}, "", [CALLED], [], [LIST, f"{CALLED}\n{CALLED}"]),
+    "or JSON": ({"response_format": {"type": "json_object"}}, "", ['{"a": 1}', LIST, f"{LIST}\n{LIST}"], [], ["hi"]),
+    "after reasoning": (
+        {"tool_choice": "required"}, "begun", [f"{WRONG}</think>\n\n{CALLED}"], [CALLED, "hi"], [f"</think>{WRONG}"]
+    ),
+    "free after reasoning": (
+        {}, "begun", [f"<tool_call></think>{CALLED}", "a</think>b"], ["a"], [f"</think>{WRONG}"]
+    ),
+    "after reasoning or none": (
+        {}, "optional", [f"<think><tool_call></think>{CALLED}", "hi", CALLED], ["<think>a"],
+        [f"<think></think>{WRONG}", WRONG],
+    ),
+    "schema after reasoning or none": (
+        {"guided_json": {"const": 1}, "tools": None}, "optional", ["1", "<think>a</think>\n\n1"], ["<think>1"], ["a"]
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "reasoning", "whole", "begun", "wrong"), GRAMMARS.values(), ids=GRAMMARS)
+def test_answers_keep_to_what_was_asked(fields, reasoning, whole, begun, wrong):
+    request, tokenizer = ChatRequest.model_validate(chat(**{"tools": TOOLS} | fields)), pair()[2]
+    tools = read_tools(request, ToolForm("<tool_call>\n", "\n</tool_call>", "\n"))
+    grammar = answer_grammar(request, Prompt([], "", reasoning), tools)
+    tokens = from_tokenizer(tokenizer, eos_token=[tokenizer.eos_token_id])
+    for text in (*whole, *begun, *wrong):
+        matcher = LLMatcher(tokens, grammar.source, log_level=0)
+        fits = matcher.consume_tokens(tokenizer.encode(text, add_special_tokens=False))
+        assert fits == (text not in wrong), text
+        assert (fits and matcher.is_accepting()) == (text in whole), text
+
+
+def test_a_conversation_with_calls_is_written_by_the_template():
+    with serving(template=HERMES) as service:
+        seen = []
+        render = service.tokenizer.apply_chat_template
+        service.tokenizer.apply_chat_template = lambda *a, **k: seen.append(render(*a, **k)) or seen[-1]
+        called = {"id": "call_1", "type": "function", "function": {"name": "store", "arguments": '{"port": 3}'}}
+        messages = [
+            {"role": "user", "content": "hi"},
+            {"role": "assistant", "content": None, "tool_calls": [called]},
+            {"role": "tool", "tool_call_id": "call_1", "content": "done"},
+        ]
+        body = {"messages": messages, "tools": TOOLS[1:], "max_tokens": 2}
+        assert ask(service, CHAT, body).status_code == 200
+    shown = json.dumps({"type": "function", "function": {"name": "list_all"}})
+    calls = '\n<tool_call>\n{"name": "store", "arguments": {"port": 3}}\n</tool_call>'
+    assert seen[-1] == f"<tools>{shown}</tools>hi{calls}<tool_response>done</tool_response>\n=>\n"
+
+
+def test_the_form_of_calls_is_read_from_the_template():
+    with serving(template=HERMES) as service:
+        assert find_form(service.tokenizer) == ("<tool_call>\n", "\n</tool_call>", "\n")
+    assert find_form(pair()[2]) is None
+
+
+# ---------------------------------------------------------------------------------------------- reasoning
+
+THINKING = HERMES.replace("'\\n=>\\n'", "'\\n=>\\n' + ('<think>' if thinks else '')") + "{#- </think> #}"
+
+
+def test_a_grammar_does_not_bind_the_reasoning():
+    with serving(template=THINKING) as service:
+        begun, optional = (
+            ask(service, CHAT, asked("a", guided_regex="<[0-9]>", chat_template_kwargs={"thinks": thinks})).json()
+            for thinks in (True, False)
+        )
+    (choice,) = begun["choices"]  # the pair never ends its reasoning
+    assert (choice["finish_reason"], choice["message"]["content"]) == ("length", "")
+    assert len(choice["message"]["reasoning_content"]) > 20
+    (choice,) = optional["choices"]
+    assert re.fullmatch("<[0-9]>", choice["message"]["content"])
+
+
+def test_nothing_follows_reasoning_whose_end_is_a_special_token():
+    with serving(template=THINKING) as service:
+        service.tokenizer.add_special_tokens({"additional_special_tokens": ["</think>"]})
+        response = ask(service, CHAT, asked("a", guided_regex="a"))
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "guided_regex"
+    assert "</think> is a special token" in response.json()["error"]["message"]
+
+
+# ---------------------------------------------------------------------------------------------- refusals
+
+BAD = {
+    "schema": ({"response_format": {"type": "json_schema"}}, "response_format", "must be given there"),
+    "keyword": ({"guided_json": {"uniqueItems": True}}, "guided_json", "uniqueItems"),
+    "not JSON": ({"guided_json": "{"}, "guided_json", "Expecting"),
+    "regex": ({"guided_regex": "(a"}, "guided_regex", "cannot be used"),
+    "other form": ({"structured_outputs": {"choice": ["a"]}}, "structured_outputs", "'json', 'regex' or 'grammar'"),
+    "two forms": ({"guided_regex": "a", "guided_json": {}}, "guided_regex", "give one of guided_json and guided_regex"),
+    "both": ({"guided_regex": "a", "tools": TOOLS, "tool_choice": STORE}, "guided_regex", "combined with tools"),
+    "least": ({"guided_regex": "a", "min_tokens": 2}, "min_tokens", "cannot be combined with guided_regex"),
+    "stop": ({"guided_regex": "a", "stop_token_ids": [17]}, "stop_token_ids", "are text to this tokenizer"),
+    "no tools": ({"tool_choice": "required"}, "tool_choice", "needs tools"),
+    "unknown": ({"tools": TOOLS[1:], "tool_choice": STORE}, "tool_choice", "names the function 'store'"),
+    "free": ({"tools": TOOLS}, "tools", "no form of free tool calls"),
+    "twice": ({"tools": TOOLS[1:] * 2, "tool_choice": "required"}, "tools", "a name of its own"),
+    "name": ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "pattern"),
+    "kind": ({"tools": [{"type": "web_search"}]}, "tools", "'function'"),
+    "arguments": (
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "array"}}}],
+         "tool_choice": "required"}, "tools", 'tools.0.function.parameters: "type" must be "object"',
+    ),
+    "calls": (
+        {"messages": [{"role": "user", "content": ""}, {"role": "assistant", "tool_calls": [
+            {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]}]},
+        "messages", "does not write tool_calls",
+    ),
+    "result": ({"messages": [{"role": "tool", "content": ""}]}, "messages", "must have it"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def service():
+    with serving() as service:
+        yield service
+
+
+@pytest.mark.parametrize(("fields", "param", "message"), BAD.values(), ids=BAD)
+def test_what_cannot_be_followed_is_refused(service, fields, param, message):
+    response = ask(service, CHAT, chat(SUM, **fields))
+    assert response.status_code == 400, response.text
+    found = response.json()["error"]
+    assert found["param"] == param
+    assert message in found["message"]
+
+
+# ---------------------------------------------------------------------------------------------- splitting
+
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "}\\n</tool_call>\\"", "b": [{}]}}\n</tool_call>'
+ARGUMENTS = '{"a": "}\\n</tool_call>\\"", "b": [{}]}'
+SPLITS = [
+    (f"<tool one{CALL}\n{CALL}\nend <tool", "<tool_call>", "<tool oneend <tool", [ARGUMENTS] * 2, True),
+    (f"{CALL}{CALL[:-30]}", "<tool_call>", "", [ARGUMENTS, CALL[CALL.index('{"a"') : -30]], False),
+    ('{"name": "f", "arguments": {}}\n{"name": "f", "arguments":  {"a": 1}}', "", "", ["{}", '{"a": 1}'], True),
+    ('{"name": "f', "", "", [], False),
+]
+
+
+@pytest.mark.parametrize(("text", "mark", "content", "arguments", "is_whole"), SPLITS)
+@given(places=st.lists(st.integers(0, 150), max_size=30))
+def test_calls_are_split_off_wherever_pieces_end(text, mark, content, arguments, is_whole, places):
+    ends = sorted({min(place, len(text)) for place in places} | {len(text)})
+    splitter, shown, joined = CallText(mark, "\n</tool_call>" if mark else ""), "", {}
+    for start, end in zip([0, *ends], ends, strict=False):
+        new, pieces = splitter.push(text[start:end], is_last=end == len(text))
+        shown += new
+        for piece in pieces:
+            assert (piece.name == "f") == (piece.index not in joined)
+            joined[piece.index] = joined.get(piece.index, "") + piece.arguments
+    assert shown == content
+    assert [*joined.values()] == [call["function"]["arguments"] for call in splitter.calls] == arguments
+    assert splitter.is_whole == is_whole
