@@ -93,6 +93,28 @@ def test_requests_beyond_the_queue_are_refused(scheduler):
     assert len({tuple(written(ticket)) for ticket in tickets}) == 1
 
 
+def test_a_cancelled_request_gives_up_its_place_before_the_next_step(scheduler):
+    gate = Gate(scheduler)
+    tickets = [submit(scheduler, prompt(4)) for _ in range(5)]
+    gate.reached.wait()
+    tickets[4].cancel()
+    tickets.append(submit(scheduler, prompt(4)))
+    with pytest.raises(QueueFullError, match="3 requests wait already"):
+        submit(scheduler, prompt(4))
+    gate.open()
+    assert [len(written(ticket)) for ticket in tickets] == [NEW] * 4 + [0, NEW]
+
+
+def test_each_step_is_timed_once(scheduler):
+    gate, times = Gate(scheduler), []
+    scheduler.on_step = times.append
+    tickets = [submit(scheduler, prompt(4 + n)) for n in range(2)]
+    gate.open()
+    steps = [[*ticket][-1].statistics.step_seconds for ticket in tickets]
+    assert max(map(len, steps)) <= len(times) < sum(map(len, steps))
+    assert {seconds for row in steps for seconds in row} == set(times)
+
+
 def test_cancelled_requests_free_their_rows_and_places(scheduler):
     gate = Gate(scheduler)
     tickets = [submit(scheduler, prompt(4), max_new_tokens=80, stop_token_ids=[]) for _ in range(5)]

@@ -30,6 +30,9 @@ def serve(
     rows: Annotated[int, typer.Option(min=1, help="Answers that are written at the same time.")] = 4,
     queue: Annotated[int, typer.Option(min=0, help="Answers that may wait for a row; more get status 429.")] = 64,
     max_length: Annotated[int, typer.Option(min=2, help="Tokens of a prompt and its answer at most.")] = 4096,
+    prefill_chunk: Annotated[
+        int, typer.Option(min=1, help="Prompt tokens per pass; conversations share whole chunks of their beginning.")
+    ] = 128,
     block_size: BlockSize = None,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for a request, waiting included.")] = 600.0,
     grace: Annotated[float, typer.Option(min=0, help="Seconds that answers may still take after SIGTERM.")] = 30.0,
@@ -59,7 +62,8 @@ def serve(
 
     positions = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None) or max_length
     length = min(max_length, positions)
-    generator = Generator(target, drafter, max_length=length, batch_size=rows, block_size=width)
+    sizes = {"max_length": length, "batch_size": rows, "prefill_chunk": prefill_chunk}
+    generator = Generator(target, drafter, block_size=width, **sizes)
     # 3. Serve.
     name = name or (_PACKAGED_NAME if is_packaged else _model_name(models.model))
     service = Service(Scheduler(generator, max_waiting=queue), tokenizer, name, versions()["dflash"], timeout)

@@ -70,6 +70,9 @@ class Scheduler:
         generator: used by nobody else until `close`.
         max_waiting: requests that may wait for a row.
 
+    Attributes:
+        on_step: called after each step with its seconds, from the scheduler's thread.
+
     Raises:
         ValueError: the generator is not one for sessions, or ``max_waiting`` is negative.
     """
@@ -78,6 +81,7 @@ class Scheduler:
         if max_waiting < 0:
             raise ValueError(f"max_waiting must be at least 0, got {max_waiting}")
         self.generator, self.max_waiting = generator, max_waiting
+        self.on_step: Callable[[float], None] = lambda _: None
         self._session = Session(generator)
         self._waiting: deque[Ticket] = deque()
         self._running: dict[int, Ticket] = {}
@@ -122,8 +126,8 @@ class Scheduler:
         with self._changed:
             if self._is_closing:
                 raise RuntimeError("the scheduler is closed: it takes no more requests")
-            rows = self.generator.batch_size
-            if len(self._waiting) + len(self._running) >= rows + self.max_waiting:
+            waiting = sum(not other.is_cancelled for other in self._waiting)
+            if waiting + len(self._running) >= self.generator.batch_size + self.max_waiting:
                 raise QueueFullError(f"{self.max_waiting} requests wait already: try again later")
             self._waiting.append(ticket)
             self._changed.notify()
@@ -149,8 +153,7 @@ class Scheduler:
             try:
                 if not self._seat():
                     return
-                for event in self._session.step():
-                    self._tell(event)
+                self._step()
             except Exception as error:  # whatever it was, requests get it, and the next ones new rows
                 self._fail(error)
 
@@ -173,6 +176,16 @@ class Scheduler:
                 else:
                     self._running[row] = ticket
             return bool(self._waiting or self._running or not self._is_closing)
+
+    def _step(self) -> None:
+        """Step the session, and tell its requests what was added."""
+        events = self._session.step()
+        # The step's answers all have its time; one that only began has none yet.
+        times = (event.event.statistics.step_seconds for event in events)
+        if seconds := next(filter(None, times), None):
+            self.on_step(seconds[-1])
+        for event in events:
+            self._tell(event)
 
     def _tell(self, event: RowEvent) -> None:
         self._running[event.row].emit(event.event)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import platform
 import secrets
 import time
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..evaluate.description import machine_name
 from ..generator import Generator
 from ..sampling import fold
 from ..target import describe_config, sample_digest
@@ -125,11 +125,7 @@ def _fingerprint(generator: Generator, version: str) -> str:
     target = generator.engine.target
     facts = (
         *(sample_digest(target.model), describe_config(target.model)),
-        *(version, torch.__version__, torch.version.cuda, _device_name(target.device)),
+        *(version, torch.__version__, torch.version.cuda, machine_name(target.device)),
         *(generator.block_size, generator.prefill_chunk, generator.fused_reason),
     )
     return f"fp_{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}"
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} {platform.machine()}"
