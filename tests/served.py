@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -17,6 +18,7 @@ import torch
 import dflash
 from dflash.serve import Scheduler
 from dflash.serve.app import build_app
+from dflash.serve.receipts import ReceiptFolder
 from dflash.serve.server import Server, bind
 from dflash.serve.service import Service
 
@@ -25,19 +27,24 @@ TRIP = "trip: from Lorne; to Dalmere; train 362; hour 7; person Tilda"
 
 
 @functools.cache
-def pair() -> tuple:
+def pair(dtype: torch.dtype = torch.float32) -> tuple:
     """Load the package's target, drafter and tokenizer."""
-    return dflash.demo_pair()
+    return dflash.demo_pair(dtype=dtype)
 
 
-def serve(*, rows: int = 2, queue: int = 8, timeout: float = 120.0, chunk: int = 8, template: str = "") -> Service:
-    """Return a service of the pair; ``template`` replaces the chat template."""
-    target, draft, tokenizer = pair()
+def serve(
+    *, rows: int = 2, queue: int = 8, timeout: float = 120.0, chunk: int = 8, template: str = "",
+    dtype: torch.dtype = torch.float32, receipts: Path | None = None,
+) -> Service:  # fmt: skip
+    """Return a service of the pair; ``template`` replaces the chat template, ``receipts`` is a folder."""
+    target, draft, tokenizer = pair(dtype)
     if template:
         tokenizer = copy.deepcopy(tokenizer)
         tokenizer.chat_template = template
     generator = dflash.Generator(target, draft, max_length=512, batch_size=rows, prefill_chunk=chunk)
-    return Service(Scheduler(generator, max_waiting=queue), tokenizer, "pair", "0", timeout)
+    scheduler = Scheduler(generator, max_waiting=queue)
+    folder = None if receipts is None else ReceiptFolder(receipts, target, tokenizer, scheduler)
+    return Service(scheduler, tokenizer, "pair", "0", timeout, folder)
 
 
 @contextlib.contextmanager

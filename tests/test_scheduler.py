@@ -1,6 +1,7 @@
 """A queue of requests for a session, served by one thread."""
 
 import functools
+import itertools
 import threading
 
 import pytest
@@ -93,6 +94,28 @@ def test_requests_beyond_the_queue_are_refused(scheduler):
     assert len({tuple(written(ticket)) for ticket in tickets}) == 1
 
 
+def test_a_cancelled_request_gives_up_its_place_before_the_next_step(scheduler):
+    gate = Gate(scheduler)
+    tickets = [submit(scheduler, prompt(4)) for _ in range(5)]
+    gate.reached.wait()
+    tickets[4].cancel()
+    tickets.append(submit(scheduler, prompt(4)))
+    with pytest.raises(QueueFullError, match="3 requests wait already"):
+        submit(scheduler, prompt(4))
+    gate.open()
+    assert [len(written(ticket)) for ticket in tickets] == [NEW] * 4 + [0, NEW]
+
+
+def test_each_step_is_timed_once(scheduler):
+    gate, times = Gate(scheduler), []
+    scheduler.on_step = times.append
+    tickets = [submit(scheduler, prompt(4 + n)) for n in range(2)]
+    gate.open()
+    steps = [[*ticket][-1].statistics.step_seconds for ticket in tickets]
+    assert max(map(len, steps)) <= len(times) < sum(map(len, steps))
+    assert {seconds for row in steps for seconds in row} == set(times)
+
+
 def test_cancelled_requests_free_their_rows_and_places(scheduler):
     gate = Gate(scheduler)
     tickets = [submit(scheduler, prompt(4), max_new_tokens=80, stop_token_ids=[]) for _ in range(5)]
@@ -158,6 +181,62 @@ def test_a_step_that_fails_ends_its_requests_and_later_ones_are_served(scheduler
     with pytest.raises(MemoryError, match="no room"):
         list(first)
     assert written(second) == greedy(pair()[0], prompt(5), NEW).tolist()
+
+
+def test_other_work_is_done_a_part_between_any_two_steps(scheduler):
+    gate, order = Gate(scheduler), []
+    scheduler.on_step = lambda _: order.append("step")
+
+    def parts(name):
+        for _ in range(4):
+            order.append(name)
+            yield
+        return name
+
+    ticket = submit(scheduler, prompt(4), max_new_tokens=40, stop_token_ids=[])
+    gate.reached.wait()
+    works = [scheduler.run_between_steps(parts(name)) for name in "ab"]
+    gate.open()
+    assert [work.result(60) for work in works] == ["a", "b"]
+    assert written(ticket) == greedy(pair()[0], prompt(4), 40).tolist()
+    parts_only = [name for name in order if name != "step"]
+    assert parts_only == ["a"] * 4 + ["b"] * 4
+    assert not any(first != "step" and second != "step" for first, second in itertools.pairwise(order))
+    assert scheduler.run_between_steps(parts("idle")).result(60) == "idle"
+
+
+def test_work_that_fails_or_is_cancelled_ends_alone(scheduler):
+    gate, began, ended = Gate(scheduler), threading.Event(), threading.Event()
+
+    def fails():
+        yield
+        raise MemoryError("no room")
+
+    def endless():
+        began.set()
+        try:
+            while True:
+                yield
+        finally:
+            ended.set()
+
+    ticket = submit(scheduler, prompt(4))
+    gate.reached.wait()
+    running, failing, waiting = (scheduler.run_between_steps(work()) for work in (endless, fails, endless))
+    scheduler.run_between_steps(endless())
+    with pytest.raises(QueueFullError, match="4 checks wait already"):
+        scheduler.run_between_steps(endless())
+    gate.open()
+    assert began.wait(60)
+    running.cancel()
+    with pytest.raises(MemoryError, match="no room"):
+        failing.result(60)
+    assert ended.wait(60)
+    assert len(written(ticket)) == NEW
+    scheduler.close(drain=False)
+    assert waiting.cancelled()
+    with pytest.raises(RuntimeError, match="the scheduler is closed"):
+        scheduler.run_between_steps(endless())
 
 
 @pytest.mark.parametrize("drain", [True, False])

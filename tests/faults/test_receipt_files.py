@@ -151,6 +151,10 @@ HOSTILE = [
     ("block_size", 0, "block_size must lie in"),
     ("block_size", 10**9, "block_size must lie in"),
     ("block_size", "16", "block_size must be an integer"),
+    ("batch_size", 0, "batch_size must lie in 1 .. 1024"),
+    ("batch_size", 10**9, "batch_size must lie in"),
+    ("prefill_chunk", 0, "prefill_chunk must lie in"),
+    ("prefill_chunk", 2**31, "prefill_chunk must lie in"),
 ]
 
 

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
 from ..evaluate import PAIR
-from ..terminal import printable, shortened
+from ..terminal import shortened
 from .loading import Source, check_device, load_target, load_tokenizer
 from .options import Device, Json, TrustRemoteCode
-
-if TYPE_CHECKING:
-    from ..receipts import CheckedAnswer, Mismatch, Verification
 
 __all__ = ["verify"]
 
@@ -40,7 +35,7 @@ def verify(
     weights. Near-ties, which rounding decides, are counted and shown.
     """
     # 1. Read the receipt: what is wrong with it is said before a model is loaded.
-    from ..receipts import Receipt
+    from ..receipts import Receipt, lines_of
     from ..receipts import verify as verify_receipt
 
     receipt = Receipt.read(file)
@@ -54,53 +49,10 @@ def verify(
         raise ValueError(f"the receipt cannot be checked here: {error}") from error
     # 3. Say what was found.
     if as_json:
-        typer.echo(json.dumps(_report(found)))
+        typer.echo(json.dumps(found.to_json()))
     else:
-        _print(found, receipt.fingerprints.dtype, tokenizer)
+        typer.echo("\n".join(lines_of(found, receipt.fingerprints.dtype, tokenizer)))
+        for name, (theirs, here) in found.differences.items():
+            typer.echo(f"note: {name} is {shortened(here)} here, {shortened(theirs)} in the receipt", err=True)
     if not (found.is_exact if exact else found.follows):
         raise typer.Exit(1)
-
-
-def _report(found: Verification) -> dict[str, Any]:
-    """Describe what was found for ``--json``; an infinite margin is null."""
-    answers = []
-    for answer in found.answers:
-        row = dataclasses.asdict(answer) | {"follows": answer.follows}
-        for mismatch in (row["mismatch"], *row["near_ties"]):
-            if mismatch is not None and math.isinf(mismatch["margin"]):
-                mismatch["margin"] = None
-        answers.append(row)
-    names = ("follows", "is_exact", "num_tokens", "seconds")
-    differences = {name: {"receipt": theirs, "here": here} for name, (theirs, here) in found.differences.items()}
-    return {**{name: getattr(found, name) for name in names}, "answers": answers, "differences": differences}
-
-
-def _print(found: Verification, dtype: str, tokenizer: Any) -> None:
-    for number, answer in enumerate(found.answers, 1):
-        where = f"answer {number}: " if len(found.answers) > 1 else ""
-        for mismatch in answer.near_ties:
-            typer.echo(f"{where}near-tie in {dtype}: {_describe(mismatch, tokenizer)}")
-        typer.echo(where + _verdict(answer, tokenizer))
-    for name, (theirs, here) in found.differences.items():
-        typer.echo(f"note: {name} is {shortened(here)} here, {shortened(theirs)} in the receipt", err=True)
-
-
-def _verdict(answer: CheckedAnswer, tokenizer: Any) -> str:
-    """Say in one line what was found about an answer."""
-    if answer.mismatch is not None:
-        return f"does not follow: {_describe(answer.mismatch, tokenizer)}"
-    if answer.wrong_end:
-        return f"does not follow: every token does, but {answer.wrong_end}"
-    but = f", {len(answer.near_ties)} of them by a near-tie" if answer.near_ties else ""
-    return f"every token follows from seed and weights: {answer.num_tokens} tokens{but}"
-
-
-def _describe(mismatch: Mismatch, tokenizer: Any) -> str:
-    recorded, chosen = (
-        f"{token} {printable(repr(tokenizer.decode([token])))}" for token in (mismatch.token, mismatch.chosen)
-    )
-    margin = "a rule forbids it" if math.isinf(mismatch.margin) else f"it lost by {mismatch.margin:.3g}"
-    return (
-        f"token {mismatch.index + 1} is {recorded}, seed and weights choose {chosen}; {margin} "
-        f"(up to {mismatch.rounding:.2g} may be rounding)"
-    )

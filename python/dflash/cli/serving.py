@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -30,7 +31,13 @@ def serve(
     rows: Annotated[int, typer.Option(min=1, help="Answers that are written at the same time.")] = 4,
     queue: Annotated[int, typer.Option(min=0, help="Answers that may wait for a row; more get status 429.")] = 64,
     max_length: Annotated[int, typer.Option(min=2, help="Tokens of a prompt and its answer at most.")] = 4096,
+    prefill_chunk: Annotated[
+        int, typer.Option(min=1, help="Prompt tokens per pass; conversations share whole chunks of their beginning.")
+    ] = 128,
     block_size: BlockSize = None,
+    receipts: Annotated[
+        Path | None, typer.Option(help="Folder for a receipt of each answer, see dflash verify; default: none.")
+    ] = None,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for a request, waiting included.")] = 600.0,
     grace: Annotated[float, typer.Option(min=0, help="Seconds that answers may still take after SIGTERM.")] = 30.0,
 ) -> None:
@@ -45,6 +52,8 @@ def serve(
     from ..serve.server import Server, bind, run_server
 
     width = parse_block_size(block_size)
+    if receipts is not None:
+        _prepare_folder(receipts)
     bound = bind(host, port)
     is_packaged = models.model is None
     models = models.resolve()
@@ -54,21 +63,36 @@ def serve(
     target, drafter, _ = load(source, models.draft, models.dtype, models.device, block_size=width)
     from ..generator import Generator
     from ..serve import Scheduler
+    from ..serve.receipts import ReceiptFolder
     from ..serve.service import Service
     from ..target import versions
 
     positions = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None) or max_length
     length = min(max_length, positions)
-    generator = Generator(target, drafter, max_length=length, batch_size=rows, block_size=width)
+    sizes = {"max_length": length, "batch_size": rows, "prefill_chunk": prefill_chunk}
+    generator = Generator(target, drafter, block_size=width, **sizes)
     # 3. Serve.
     name = name or (_PACKAGED_NAME if is_packaged else _model_name(models.model))
-    service = Service(Scheduler(generator, max_waiting=queue), tokenizer, name, versions()["dflash"], timeout)
+    scheduler = Scheduler(generator, max_waiting=queue)
+    folder = None if receipts is None else ReceiptFolder(receipts, target, tokenizer, scheduler)
+    service = Service(scheduler, tokenizer, name, versions()["dflash"], timeout, folder)
     address, found = bound.getsockname()[:2]
     if host not in _LOOPBACK and api_key is None:
         typer.echo("dflash: anyone who reaches this address can use the server: --api-key asks for a key", err=True)
     shown = f"[{address}]" if ":" in address else address
     typer.echo(f"{printable(name)} on http://{shown}:{found}/v1", err=True)
     run_server(Server(service, api_key=api_key, grace=grace), bound)
+
+
+def _prepare_folder(folder: Path) -> None:
+    """Make the folder for receipts, if it is missing; raise ValueError unless files can be written to it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        reason = "" if os.access(folder, os.W_OK) else "it may not be written to"
+    except OSError as error:
+        reason = "it is a file" if folder.is_file() else error.strerror or str(error)
+    if reason:
+        raise ValueError(f"--receipts needs a folder to write to, got {printable(folder)}: {reason}")
 
 
 def _model_name(source: str) -> str:

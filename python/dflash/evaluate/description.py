@@ -14,14 +14,14 @@ from .. import ops
 from ..drafter import Drafter
 from ..target import sample_digest, versions
 
-__all__ = ["describe"]
+__all__ = ["describe", "machine_name"]
 
 
 def describe(target: nn.Module, draft: Drafter) -> dict[str, Any]:
     """Describe the machine, the versions and the models: what a speed depends on besides the settings."""
     device = target.get_input_embeddings().weight.device
     return {
-        "machine": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
+        "machine": machine_name(device),
         "device": device.type,
         "threads": torch.get_num_threads(),
         "isa": ops.isa(),
@@ -35,7 +35,10 @@ def describe(target: nn.Module, draft: Drafter) -> dict[str, Any]:
     }
 
 
-def _processor() -> str:
+def machine_name(device: torch.device) -> str:
+    """Return the name of the GPU, or that of the processor."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))

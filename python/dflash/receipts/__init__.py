@@ -3,9 +3,10 @@
 from .fingerprints import Fingerprints
 from .mismatch import Mismatch
 from .receipt import Answer, Receipt
-from .recorder import Recorder
+from .recorder import Recorder, seeds_of
 from .settings import Settings
-from .verification import CheckedAnswer, Verification, verify
+from .verification import CheckedAnswer, Verification, Verifier, verify
+from .wording import lines_of
 
 __all__ = [
     "Answer",
@@ -16,5 +17,8 @@ __all__ = [
     "Recorder",
     "Settings",
     "Verification",
+    "Verifier",
+    "lines_of",
+    "seeds_of",
     "verify",
 ]

@@ -14,7 +14,7 @@ import torch
 
 from ..call import Call
 from ..files import read_json, write_atomically
-from ..limits import MAX_ANSWERS, MAX_BLOCK_SIZE, MAX_RECEIPT_BYTES
+from ..limits import MAX_ANSWERS, MAX_BLOCK_SIZE, MAX_POSITIONS, MAX_RECEIPT_BYTES
 from ..sampling import integer
 from ..streaming import Tokenizer
 from ..terminal import printable, shortened
@@ -75,13 +75,17 @@ class Receipt:
         answers: one per row of the call.
         settings: temperature, filters, stop lists, logit rules and grammar.
         fingerprints: of the target and the tokenizer.
-        block_size: rows of a step of the call. In bf16 the same bits come from the same shapes.
+        block_size: rows per answer of a step. In bf16 the same bits come from the same shapes.
+        batch_size: answers that a step had room for, those of other calls included.
+        prefill_chunk: prompt tokens per pass.
     """
 
     answers: tuple[Answer, ...]
     settings: Settings
     fingerprints: Fingerprints
     block_size: int
+    batch_size: int
+    prefill_chunk: int
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Receipt:
@@ -111,15 +115,17 @@ class Receipt:
         if not isinstance(content, dict) or content.get("format") != _FORMAT:
             raise ValueError(f'its "format" must be {_FORMAT!r}')
         given = check_names(content, ["format", *(field.name for field in dataclasses.fields(cls))], "a receipt")
-        fingerprints, block_size = Fingerprints.parse(given["fingerprints"]), integer("block_size", given["block_size"])
-        if not 1 <= block_size <= MAX_BLOCK_SIZE:
-            raise ValueError(f"block_size must lie in 1 .. {MAX_BLOCK_SIZE}, got {shortened(block_size)}")
-        rows = given["answers"]
+        fingerprints, rows = Fingerprints.parse(given["fingerprints"]), given["answers"]
         if not isinstance(rows, list) or not 1 <= len(rows) <= MAX_ANSWERS:
             raise ValueError(f"answers must be a list of 1 to {MAX_ANSWERS}, got {shortened(rows)}")
         settings = Settings.parse(given["settings"], fingerprints.vocab_size)
         answers = tuple(Answer.parse(row, fingerprints.vocab_size) for row in rows)
-        return cls(answers, settings, fingerprints, block_size)
+        ranges = {"block_size": (1, MAX_BLOCK_SIZE), "batch_size": (len(rows), MAX_ANSWERS)}
+        ranges["prefill_chunk"] = 1, MAX_POSITIONS
+        for name, (low, high) in ranges.items():
+            if not low <= integer(name, given[name]) <= high:
+                raise ValueError(f"{name} must lie in {low} .. {high}, got {shortened(given[name])}")
+        return cls(answers, settings, fingerprints, **{name: given[name] for name in ranges})
 
     def to_json(self) -> str:
         """Return the receipt as JSON."""
@@ -128,7 +134,7 @@ class Receipt:
             "answers": [dataclasses.asdict(answer) for answer in self.answers],
             "settings": self.settings.to_json(),
             "fingerprints": dataclasses.asdict(self.fingerprints),
-            "block_size": self.block_size,
+            **{name: getattr(self, name) for name in ("block_size", "batch_size", "prefill_chunk")},
         }
         return json.dumps(content, allow_nan=False)
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, cast
 from torch import Tensor, nn
 
 from ..call import Call, GenerateArguments, TargetDefaults
+from ..options import GeneratorOptions
 from ..outputs import GenerateOutput, StreamEvent
 from ..sampling import RuleArguments, Sampling
 from ..target import check_target
@@ -18,7 +19,7 @@ from .settings import Settings
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["Recorder"]
+__all__ = ["Recorder", "seeds_of"]
 
 # Arguments of a call that a receipt states, has no need to state, or refuses by their value.
 _KNOWN = frozenset(
@@ -69,10 +70,7 @@ class Recorder:
         call = Call.resolve(TargetDefaults.of(target), ids, arguments)
         _check_verifiable(call, arguments)
         self._settings = Settings.of(call)
-        # The seeds that the call would use, drawn now if none was given.
-        sampling = Sampling.create(rows := len(call.prompts))
-        sampling.set_(rows, call.sampling)
-        self._seeds: list[int] = sampling.seeds.tolist()
+        self._seeds, rows = seeds_of(call), len(call.prompts)
         self.arguments = cast("GenerateArguments", {**arguments, "seed": self._seeds})
         self._target, self._fingerprints, self._tokenizer = target, fingerprints, arguments.get("tokenizer")
         self._prompts: list[list[int]] = [prompt.tolist() for prompt in call.prompts]
@@ -105,7 +103,15 @@ class Recorder:
         parts = zip(self._prompts, self._answers, self._seeds, self._reasons, strict=True)
         answers = (Answer(tuple(prompt), tuple(ids), seed, str(reason)) for prompt, ids, seed, reason in parts)
         fingerprints = self._fingerprints or Fingerprints.of(self._target, self._tokenizer)
-        return Receipt(tuple(answers), self._settings, fingerprints, self._block_size)
+        shapes = self._block_size, len(self._prompts), GeneratorOptions.prefill_chunk
+        return Receipt(tuple(answers), self._settings, fingerprints, *shapes)
+
+
+def seeds_of(call: Call) -> list[int]:
+    """Return the seeds of a call's rows, drawn now if it names none."""
+    sampling = Sampling.create(rows := len(call.prompts))
+    sampling.set_(rows, call.sampling)
+    return sampling.seeds.tolist()
 
 
 def _check_verifiable(call: Call, arguments: GenerateArguments) -> None:

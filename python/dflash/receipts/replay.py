@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from ..call import Call
 from ..engine import RUNNING, Engine, Prefill, State
@@ -16,41 +17,50 @@ from .receipt import Answer
 
 __all__ = ["mismatches_of"]
 
-_PROMPT_CHUNK = 512  # as a generator's default
 _NOTHING = -1  # pads answers; no token has this id
 
 
-def mismatches_of(engine: Engine, call: Call, answers: Sequence[Answer]) -> list[list[Mismatch]]:
-    """Return each answer's tokens that are not the target's choice, up to the first that is no near-tie.
+def mismatches_of(
+    engine: Engine, call: Call, answers: Sequence[Answer], chunk: int
+) -> Generator[None, None, list[list[Mismatch]]]:
+    """Find each answer's tokens that are not the target's choice, up to the first that is no near-tie.
 
     Every choice is made after the recorded tokens before it.
 
     Args:
-        engine: without a drafter; with a row per answer, and room for prompt and answer.
+        engine: without a drafter; with at least a row per answer, and room for prompt and answer.
         call: that the answers belong to.
         answers: the recorded ones.
+        chunk: prompt tokens per pass.
+
+    Yields:
+        After each pass of the target.
+
+    Returns:
+        The mismatches, per answer.
 
     Raises:
         ValueError: the target's logits are NaN.
     """
     # 1. The prompts, whose last row chooses the first token.
-    engine.agree(call, _PROMPT_CHUNK, False)
+    engine.agree(call, chunk, False)
     engine.refresh()
     engine.configure(call)
     limits = [len(prompt) + call.max_new_tokens for prompt in call.prompts]
     nothing = [0] * len(answers)
-    prompts = Prefill(engine, call.prompts, limits, nothing, chunk=_PROMPT_CHUNK, snapshot=False)
+    prompts = Prefill(engine, call.prompts, limits, nothing, chunk=chunk, snapshot=False)
     while not prompts.is_complete:
         prompts.run_chunk()
-    state, rows = engine.state, engine.block_size
+        yield
+    state, rows, idle = engine.state, engine.block_size, engine.batch_size - len(answers)
     if engine.grammar_masks is not None:
         state.done.fill_(RUNNING)  # masks are made for rows that run
-    prompt = dataclasses.replace(state, length=state.length - 1)
+    prompt = dataclasses.replace(state, length=(state.length - 1).clamp(min=0))
     search = _Search(engine, answers, call.stop_token_ids)
-    search.compare(Block(prompt.anchor), prompts.ends, prompt, 0)
+    search.compare(Block(prompt.anchor), functional.pad(prompts.ends, (0, 0, 0, 0, 0, idle)), prompt, 0)
     # 2. The answers, a block of recorded tokens at a time: row j chooses the token after its own.
     longest = max(len(answer.ids) for answer in answers)
-    ids = torch.full((len(answers), longest + rows), _NOTHING, dtype=torch.int64, device="cpu")
+    ids = torch.full((engine.batch_size, longest + rows), _NOTHING, dtype=torch.int64, device="cpu")
     for row, answer in enumerate(answers):
         ids[row, : len(answer.ids)] = torch.tensor(answer.ids, dtype=torch.int64, device="cpu")
     ids = ids.to(engine.target.device)
@@ -67,6 +77,7 @@ def mismatches_of(engine: Engine, call: Call, answers: Sequence[Answer]) -> list
         state.length.add_(rows)
         state.num_context.fill_(rows)
         state.target_cache.commit_(state.length, state.num_context)
+        yield
     return search.found
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
+import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,10 +21,11 @@ from .mismatch import Mismatch
 from .receipt import Answer, Receipt, call_of
 from .replay import mismatches_of
 
-__all__ = ["CheckedAnswer", "Verification", "verify"]
+__all__ = ["CheckedAnswer", "Verification", "Verifier", "verify"]
 
 _ROWS = 128  # of a pass, over all answers: on a GPU they cost little more than a block
 _TOKENS_AT_ONCE = 2**16  # prompts and answers, padding included, above which answers are checked one by one
+_END = object()
 _DECISIVE = ("vocab_size", "dtype", "weights")  # no text could be derived again with others
 
 
@@ -76,6 +80,19 @@ class Verification:
         """Tokens of all answers."""
         return sum(answer.num_tokens for answer in self.answers)
 
+    def to_json(self) -> dict[str, object]:
+        """Return it as values that JSON has; an infinite margin is null."""
+        answers = []
+        for answer in self.answers:
+            row = dataclasses.asdict(answer) | {"follows": answer.follows}
+            for mismatch in (row["mismatch"], *row["near_ties"]):
+                if mismatch is not None and math.isinf(mismatch["margin"]):
+                    mismatch["margin"] = None
+            answers.append(row)
+        names = ("follows", "is_exact", "num_tokens", "seconds")
+        differences = {name: {"receipt": theirs, "here": here} for name, (theirs, here) in self.differences.items()}
+        return {**{name: getattr(self, name) for name in names}, "answers": answers, "differences": differences}
+
 
 def verify(
     receipt: Receipt, target: nn.Module, tokenizer: object = None, *, fingerprints: Fingerprints | None = None
@@ -99,25 +116,101 @@ def verify(
             has stop strings or a grammar and the tokenizer is missing or another, a row would pass the target's
             ``max_position_embeddings``, or the target's logits are NaN.
     """
-    # 1. Is this the target of the receipt?
-    target = check_target(target)
-    _check_positions(receipt, target)
-    differences = _compare(receipt, target, tokenizer, fingerprints)
-    # 2. Derive the tokens again.
-    with _settings_of_its_own(embedding_table(target).device):
-        twin, began = Target(target), time.perf_counter()
-        found = [row for group in _groups(receipt.answers) for row in _check_tokens(twin, receipt, group, tokenizer)]
-        seconds = time.perf_counter() - began
-    # 3. Does each answer end where it must?
-    strings = list(receipt.settings.stop_strings)
-    criteria = [stop_string_criterion(tokenizer, strings)] if strings else []
-    answers = []
-    for answer, mismatches in zip(receipt.answers, found, strict=True):
-        first = next((mismatch for mismatch in mismatches if not mismatch.is_near_tie), None)
-        near_ties = tuple(mismatch for mismatch in mismatches if mismatch.is_near_tie)
-        end = "" if first is not None else wrong_end(answer, receipt.settings, criteria)
-        answers.append(CheckedAnswer(len(answer.ids), first, near_ties, end))
-    return Verification(tuple(answers), differences, seconds)
+    passes = Verifier(target, tokenizer, fingerprints=fingerprints).passes(receipt)
+    while True:
+        try:
+            next(passes)
+        except StopIteration as end:
+            return end.value
+
+
+class Verifier:
+    """Checks many receipts with one target, which must not change.
+
+    Args:
+        target: a causal language model of transformers; never modified.
+        tokenizer: its own; needed for receipts with stop strings or a grammar.
+        fingerprints: of the target and the tokenizer, if they are known already.
+
+    Raises:
+        ValueError: the target is not supported.
+    """
+
+    def __init__(
+        self, target: nn.Module, tokenizer: object = None, *, fingerprints: Fingerprints | None = None
+    ) -> None:
+        self._model, self._tokenizer, self._fingerprints = check_target(target), tokenizer, fingerprints
+
+    @property
+    def fingerprints(self) -> Fingerprints:
+        """Those of the target and the tokenizer. The first use reads all weights."""
+        if self._fingerprints is None:
+            self._fingerprints = Fingerprints.of(self._model, self._tokenizer)
+        return self._fingerprints
+
+    @functools.cached_property
+    def _twin(self) -> Target:
+        return Target(self._model)
+
+    def passes(self, receipt: Receipt) -> Generator[None, None, Verification]:
+        """Do what `verify` does, a pass of the target at a time.
+
+        Yields:
+            After each pass.
+
+        Returns:
+            What was found.
+
+        Raises:
+            ValueError: as in `verify`.
+        """
+        # 1. Is this the target of the receipt?
+        _check_positions(receipt, self._model)
+        differences = self._compare(receipt)
+        # 2. Derive the tokens again.
+        device, found, seconds = embedding_table(self._model).device, [], 0.0
+        with _settings_of_its_own(device):
+            work = _check_all(self._twin, receipt, self._tokenizer, found)
+        while True:
+            began = time.perf_counter()
+            with _settings_of_its_own(device):  # left before the caller goes on
+                is_over = next(work, _END) is _END
+            seconds += time.perf_counter() - began
+            if is_over:
+                break
+            yield
+        # 3. Does each answer end where it must?
+        strings = list(receipt.settings.stop_strings)
+        criteria = [stop_string_criterion(self._tokenizer, strings)] if strings else []
+        answers = []
+        for answer, mismatches in zip(receipt.answers, found, strict=True):
+            first = next((mismatch for mismatch in mismatches if not mismatch.is_near_tie), None)
+            near_ties = tuple(mismatch for mismatch in mismatches if mismatch.is_near_tie)
+            end = "" if first is not None else wrong_end(answer, receipt.settings, criteria)
+            answers.append(CheckedAnswer(len(answer.ids), first, near_ties, end))
+        return Verification(tuple(answers), differences, seconds)
+
+    def _compare(self, receipt: Receipt) -> dict[str, tuple[object, object]]:
+        """Return which fingerprints differ; raise if the receipt cannot be checked for it."""
+        table, theirs = embedding_table(self._model), receipt.fingerprints
+        here = {"dtype": str(table.dtype).removeprefix("torch."), "vocab_size": table.shape[0]}
+        for name, value in here.items():  # before the weights are read
+            if value != getattr(theirs, name):
+                raise ValueError(_other_target(name, getattr(theirs, name), value))
+        differences = theirs.differences(self.fingerprints)
+        for name in _DECISIVE:
+            if name in differences:
+                raise ValueError(_other_target(name, *differences[name]))
+        if (receipt.settings.stop_strings or receipt.settings.grammar) and "tokenizer" in differences:
+            raise ValueError(
+                "the receipt has stop strings or a grammar, so its own tokenizer is needed to check its answers: "
+                + ("pass tokenizer=" if self._tokenizer is None else "this is another")
+            )
+        if self._tokenizer is None or theirs.tokenizer is None:
+            differences = {
+                name: pair for name, pair in differences.items() if name not in ("tokenizer", "chat_template")
+            }
+        return differences
 
 
 def _check_positions(receipt: Receipt, target: nn.Module) -> None:
@@ -128,29 +221,6 @@ def _check_positions(receipt: Receipt, target: nn.Module) -> None:
             f"the receipt has an answer that ends at position {longest}, past the target's max_position_embeddings, "
             f"{positions}: it was made with another target"
         )
-
-
-def _compare(
-    receipt: Receipt, target: nn.Module, tokenizer: object, known: Fingerprints | None
-) -> dict[str, tuple[object, object]]:
-    """Return which fingerprints differ; raise if the receipt cannot be checked for it."""
-    table, theirs = embedding_table(target), receipt.fingerprints
-    here = {"dtype": str(table.dtype).removeprefix("torch."), "vocab_size": table.shape[0]}
-    for name, value in here.items():  # before the weights are read
-        if value != getattr(theirs, name):
-            raise ValueError(_other_target(name, getattr(theirs, name), value))
-    differences = theirs.differences(known or Fingerprints.of(target, tokenizer))
-    for name in _DECISIVE:
-        if name in differences:
-            raise ValueError(_other_target(name, *differences[name]))
-    if (receipt.settings.stop_strings or receipt.settings.grammar) and "tokenizer" in differences:
-        raise ValueError(
-            "the receipt has stop strings or a grammar, so its own tokenizer is needed to check its answers: "
-            + ("pass tokenizer=" if tokenizer is None else "this is another")
-        )
-    if tokenizer is None or theirs.tokenizer is None:
-        differences = {name: pair for name, pair in differences.items() if name not in ("tokenizer", "chat_template")}
-    return differences
 
 
 def _other_target(name: str, theirs: object, here: object) -> str:
@@ -170,23 +240,39 @@ def _settings_of_its_own(device: torch.device) -> Iterator[None]:
 
 def _groups(answers: Sequence[Answer]) -> list[Sequence[Answer]]:
     """Return the answers in the batches in which they are checked: all together, unless that would cost memory."""
-    longest = max(len(answer.prompt) for answer in answers) + max(len(answer.ids) for answer in answers)
-    return [answers] if len(answers) * longest <= _TOKENS_AT_ONCE else [[answer] for answer in answers]
+    return [answers] if len(answers) * _capacity(answers) <= _TOKENS_AT_ONCE else [[answer] for answer in answers]
+
+
+def _check_all(
+    target: Target, receipt: Receipt, tokenizer: object, found: list[list[Mismatch]]
+) -> Generator[None, None, None]:
+    """Add each answer's mismatches to ``found``."""
+    for answers in _groups(receipt.answers):
+        found += yield from _check_tokens(target, receipt, tokenizer, answers)
 
 
 def _check_tokens(
-    target: Target, receipt: Receipt, answers: Sequence[Answer], tokenizer: object
-) -> list[list[Mismatch]]:
-    """Return each answer's tokens that seed and weights do not choose, up to the first that is no near-tie."""
-    own = min(receipt.block_size, _ROWS)
-    for rows in sorted({max(own, _ROWS // len(answers)), own}, reverse=True):
-        call = call_of(answers, receipt, target.device, tokenizer)
-        found = mismatches_of(_engine(target, answers, rows), call, answers)
+    target: Target, receipt: Receipt, tokenizer: object, answers: Sequence[Answer]
+) -> Generator[None, None, list[list[Mismatch]]]:
+    """Find each answer's tokens that seed and weights do not choose, up to the first that is no near-tie."""
+    call, found = call_of(answers, receipt, target.device, tokenizer), []
+    for batch, rows in _shapes(receipt, answers):
+        engine = Engine(target, None, batch_size=batch, max_length=_capacity(answers), block_size=rows)
+        found = yield from mismatches_of(engine, call, answers, receipt.prefill_chunk)
         if not any(found):
             break
     return found
 
 
-def _engine(target: Target, answers: Sequence[Answer], rows: int) -> Engine:
+def _shapes(receipt: Receipt, answers: Sequence[Answer]) -> list[tuple[int, int]]:
+    """Return batch and rows of the passes to try: many rows, then the shapes of the call if there is room for them."""
+    own = min(receipt.block_size, _ROWS)
+    has_room = receipt.batch_size * _capacity(answers) <= _TOKENS_AT_ONCE
+    shapes = [(len(answers), max(own, _ROWS // len(answers)))]
+    return list(dict.fromkeys([*shapes, (receipt.batch_size if has_room else len(answers), own)]))
+
+
+def _capacity(answers: Sequence[Answer]) -> int:
+    """Return room for the longest answer and its prompt: a power of two, since a target keeps a table for each."""
     longest = max(len(answer.prompt) for answer in answers) + max(len(answer.ids) for answer in answers)
-    return Engine(target, None, batch_size=len(answers), max_length=longest, block_size=rows)
+    return 1 << (longest - 1).bit_length()

@@ -6,10 +6,10 @@ import asyncio
 import functools
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from anyio import to_thread
-from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi import APIRouter, FastAPI, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -22,7 +22,7 @@ from .formats import ChatFormat, CompletionFormat, Format, event_line
 from .guards import Guard, error_response
 from .protocol import ChatRequest, CompletionRequest, GenerationRequest, StreamOptions
 from .reasoning import Delta
-from .run import Answer, Run
+from .run import Answer, Run, refusal_of
 from .service import Service
 
 __all__ = ["build_app"]
@@ -101,7 +101,7 @@ async def completions(body: CompletionRequest, request: Request) -> Response:
 
 async def _respond(request: Request, body: GenerationRequest, answers: list[Answer], form: Format) -> Response:
     service = _service(request)
-    run = service.run(answers)
+    run = service.run(answers, form.id)
     if body.stream:
         return _Stream(service, run, _lines(body, run, form))
     try:
@@ -190,6 +190,44 @@ def _drafts(answer: Answer, delta: Delta, event: StreamEvent) -> dict[str, int]:
     return {"tokens": len(ids), "accepted": accepted, "characters": max(0, shown - (lengths[0] - lengths[1]))}
 
 
+# ---------------------------------------------------------------------------------------------- receipts
+
+Index = Annotated[int, Query(ge=0, lt=2**31, description="Of the answer in `choices`.")]
+
+
+@router.get("/v1/receipts/{completion}", response_model=None)
+async def receipt(completion: str, request: Request, index: Index = 0) -> Response:
+    """Return the receipt of an answer, for `dflash verify`."""
+    found = await to_thread.run_sync(_service(request).receipts_or_refuse().read, completion, index)
+    return Response(found.to_json(), media_type="application/json")
+
+
+@router.post("/v1/receipts/{completion}/verify", response_model=None)
+async def verify_receipt(completion: str, request: Request, index: Index = 0) -> Response:
+    """Derive every token of an answer again, with the model of this server."""
+    service = _service(request)
+    receipts = service.receipts_or_refuse()
+    found = await to_thread.run_sync(receipts.read, completion, index)
+    try:
+        check = service.scheduler.run_between_steps(receipts.passes(found))
+    except RuntimeError as error:
+        raise refusal_of(error) from error
+    try:
+        work = asyncio.wait_for(asyncio.wrap_future(check), service.timeout)
+        finished = await _unless_gone(request, work)
+    except asyncio.CancelledError:
+        if service.is_ending:  # the scheduler has dropped it
+            raise refusal_of(RuntimeError()) from None
+        raise
+    except asyncio.TimeoutError:
+        raise ApiError(503, f"the check was not ready after {service.timeout:g} s", code="timeout") from None
+    except ValueError as error:
+        raise bad_request(str(error)) from error
+    except (RuntimeError, MemoryError) as error:
+        raise ApiError(500, f"the receipt cannot be checked here: {error}", code="engine_error") from error
+    return JSONResponse(check.result()) if finished else Response(status_code=_CLIENT_GONE)
+
+
 # ---------------------------------------------------------------------------------------------- the others
 
 
@@ -209,7 +247,7 @@ async def model(name: str, request: Request) -> dict[str, Any]:
 def _describe(service: Service) -> dict[str, Any]:
     length = service.scheduler.generator.max_length
     own = {"id": service.name, "object": "model", "created": service.created, "owned_by": "dflash"}
-    return {**own, "max_model_len": length}
+    return {**own, "max_model_len": length, "has_receipts": service.receipts is not None}
 
 
 @router.get("/health", response_model=None)

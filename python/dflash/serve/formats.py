@@ -40,6 +40,9 @@ class Format:
         model: its name.
         fingerprint: of weights and versions.
         prompts: of the request.
+
+    Attributes:
+        id: of the response.
     """
 
     prefix: ClassVar[str]
@@ -47,9 +50,9 @@ class Format:
     chunk_object: ClassVar[str]
 
     def __init__(self, model: str, fingerprint: str, prompts: int = 1) -> None:
-        self._prompts = prompts
+        self._prompts, self.id = prompts, f"{self.prefix}-{secrets.token_hex(12)}"
         self._head = {
-            "id": f"{self.prefix}-{secrets.token_hex(12)}",
+            "id": self.id,
             "created": int(time.time()),
             "model": model,
             "system_fingerprint": fingerprint,

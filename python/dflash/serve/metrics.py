@@ -17,7 +17,7 @@ class Metrics:
     """Counters of one server, in a registry of their own.
 
     Args:
-        scheduler: tells how many requests wait and run.
+        scheduler: tells how many requests wait and run, and the time of each step.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -42,9 +42,8 @@ class Metrics:
             "dflash_first_token_seconds", "From a request to its first token.", buckets=_SECONDS, **own
         )
         self._request = Histogram("dflash_request_seconds", "From a request to its end.", buckets=_SECONDS, **own)
-        self._step = Histogram(
-            "dflash_step_seconds", "Time of a step, once per answer in it.", buckets=_STEP_SECONDS, **own
-        )
+        step = Histogram("dflash_step_seconds", "Time of a step of all rows.", buckets=_STEP_SECONDS, **own)
+        scheduler.on_step = step.observe
 
     def ended(self, run: Run, outcome: str) -> None:
         """Take note that a request has ended: ``completed``, ``failed`` or ``cancelled``."""
@@ -60,8 +59,6 @@ class Metrics:
             self._new.inc(answer.new_tokens)
             for tokens in found.acceptance_lengths[0]:
                 self._step_tokens.observe(tokens)
-            for step in found.step_seconds:
-                self._step.observe(step)
 
     def page(self) -> bytes:
         """Return everything in Prometheus' text format."""

@@ -60,8 +60,10 @@ class AnswerText:
 
     def _before_stop(self, piece: str) -> str:
         """Return what of a piece comes before a stop string. One that began in earlier pieces was held back there."""
-        if self.is_stopped or not self._stop:
-            return "" if self.is_stopped else piece
+        if self.is_stopped:
+            return ""
+        if not self._stop:
+            return piece
         text, old = self._tail + piece, len(self._tail)
         found = [at for string in self._stop if (at := text.find(string)) >= 0]
         self._tail = text[len(text) - min(len(text), self._longest - 1) :]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
+
+from anyio import to_thread
 
 from ..call import Call
 from ..outputs import Statistics, StreamEvent
@@ -15,7 +17,16 @@ from .errors import ApiError
 from .reasoning import AnswerText, Delta
 from .scheduler import QueueFullError, Scheduler, Ticket
 
-__all__ = ["Answer", "Run"]
+__all__ = ["Answer", "Run", "refusal_of"]
+
+_ENDS = "the server is about to end: try again later"
+
+
+def refusal_of(error: RuntimeError) -> ApiError:
+    """Return what a client is told if the scheduler takes nothing more, for now or for good."""
+    if isinstance(error, QueueFullError):
+        return ApiError(429, str(error), code="queue_full", headers={"Retry-After": "1"})
+    return ApiError(503, _ENDS, code="shutting_down")
 
 
 @dataclass
@@ -29,6 +40,7 @@ class Answer:
         calls: splits the tool calls off its content; None if it has none.
         content: so far.
         reasoning: so far.
+        ids: so far.
         finish_reason: ``"stop"``, ``"length"`` or ``"tool_calls"`` once it has ended.
         statistics: of its last event.
     """
@@ -39,6 +51,7 @@ class Answer:
     calls: CallText | None = None
     content: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     statistics: Statistics | None = None
 
@@ -61,6 +74,7 @@ class Answer:
         """Add what a step wrote; return what is new of its text."""
         reason = event.finish_reasons[0]
         delta = self.text.push(event.text[0] if event.text else "", is_last=reason is not None)
+        self.ids += event.ids[0]
         reason = "stop" if self.text.is_stopped else reason
         if self.calls is not None:
             content, calls = self.calls.push(delta.content, is_last=reason is not None)
@@ -82,6 +96,7 @@ class Run:
         scheduler: of the server.
         answers: at least one.
         seconds: until all must have ended, from now.
+        keep: called in a thread with an answer that the engine has ended, its index, and why; before the last delta.
 
     Attributes:
         has_failed: an error ended it.
@@ -91,23 +106,26 @@ class Run:
         ApiError: too many requests wait already, or the server is about to end.
     """
 
-    def __init__(self, scheduler: Scheduler, answers: Sequence[Answer], seconds: float) -> None:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        answers: Sequence[Answer],
+        seconds: float,
+        keep: Callable[[Answer, int, str], None] | None = None,
+    ) -> None:
         self._loop = asyncio.get_running_loop()
         self.answers, self._seconds, self._began = answers, seconds, self._loop.time()
         self._items: asyncio.Queue[tuple[int, StreamEvent | Exception | None]] = asyncio.Queue()
         self._tickets: list[Ticket] = []
-        self.has_failed = False
+        self.has_failed, self._keep = False, keep
         self.first_token_seconds: float | None = None
         try:
             for index, answer in enumerate(answers):
                 emit = functools.partial(self._emit, index)
                 self._tickets.append(scheduler.submit(answer.call, skip_special_tokens=True, emit=emit))
-        except QueueFullError as error:
+        except RuntimeError as error:
             self.cancel()
-            raise ApiError(429, str(error), code="queue_full", headers={"Retry-After": "1"}) from error
-        except RuntimeError as error:  # it is closed
-            self.cancel()
-            raise ApiError(503, "the server is about to end: try again later", code="shutting_down") from error
+            raise refusal_of(error) from error
 
     def _emit(self, index: int, item: StreamEvent | Exception | None) -> None:
         """Hand an item to the event loop; called by the scheduler's thread."""
@@ -137,6 +155,8 @@ class Run:
             answer = self.answers[index]
             delta = answer.add(event)
             if answer.finish_reason is not None:
+                if self._keep is not None and (reason := event.finish_reasons[0]) is not None:
+                    await to_thread.run_sync(self._keep, answer, index, reason)
                 self._tickets[index].cancel()  # the text may show a stop string that the tokens do not
             yield index, delta, event
 
@@ -152,7 +172,7 @@ class Run:
             if isinstance(item, StreamEvent):
                 return index, item
             if item is None:
-                raise self._fail(503, "the server is about to end: try again later", "shutting_down")
+                raise self._fail(503, _ENDS, "shutting_down")
             raise self._fail(500, f"the answer failed: {item}", "engine_error") from item
 
     def _fail(self, status: int, message: str, code: str) -> ApiError:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import Future
 from queue import SimpleQueue
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar, cast
 
 from torch import Tensor
 
 from ..call import Call, GenerateArguments
-from ..generator import Generator
+from ..generator import Generator as TokenGenerator
 from ..outputs import StreamEvent
 from ..session import RowEvent, Session
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["QueueFullError", "Scheduler", "Ticket"]
 
+_Result = TypeVar("_Result")
 Item = StreamEvent | Exception | None
 """An event, what went wrong, or None for the end."""
 
@@ -59,6 +61,33 @@ class Ticket:
         raise item
 
 
+class _Work(Generic[_Result]):
+    """Something that is done in parts, between steps.
+
+    Attributes:
+        future: its result; cancelling it ends the work.
+    """
+
+    def __init__(self, parts: Generator[None, None, _Result]) -> None:
+        self._parts, self.future = parts, Future[_Result]()
+
+    def advance(self) -> bool:
+        """Do the next part; return True if nothing is left."""
+        if self.future.cancelled():
+            self._parts.close()
+            return True
+        try:
+            next(self._parts)
+            return False
+        except StopIteration as end:
+            if self.future.set_running_or_notify_cancel():
+                self.future.set_result(end.value)
+        except Exception as error:
+            if self.future.set_running_or_notify_cancel():
+                self.future.set_exception(error)
+        return True
+
+
 class Scheduler:
     """Runs requests on the rows of a generator, first come first served, in a thread of its own.
 
@@ -70,17 +99,22 @@ class Scheduler:
         generator: used by nobody else until `close`.
         max_waiting: requests that may wait for a row.
 
+    Attributes:
+        on_step: called after each step with its seconds, from the scheduler's thread.
+
     Raises:
         ValueError: the generator is not one for sessions, or ``max_waiting`` is negative.
     """
 
-    def __init__(self, generator: Generator, *, max_waiting: int = 64) -> None:
+    def __init__(self, generator: TokenGenerator, *, max_waiting: int = 64) -> None:
         if max_waiting < 0:
             raise ValueError(f"max_waiting must be at least 0, got {max_waiting}")
         self.generator, self.max_waiting = generator, max_waiting
+        self.on_step: Callable[[float], None] = lambda _: None
         self._session = Session(generator)
         self._waiting: deque[Ticket] = deque()
         self._running: dict[int, Ticket] = {}
+        self._works: deque[_Work[object]] = deque()
         self._is_closing = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._serve, name="dflash scheduler", daemon=True)
@@ -122,12 +156,35 @@ class Scheduler:
         with self._changed:
             if self._is_closing:
                 raise RuntimeError("the scheduler is closed: it takes no more requests")
-            rows = self.generator.batch_size
-            if len(self._waiting) + len(self._running) >= rows + self.max_waiting:
+            waiting = sum(not other.is_cancelled for other in self._waiting)
+            if waiting + len(self._running) >= self.generator.batch_size + self.max_waiting:
                 raise QueueFullError(f"{self.max_waiting} requests wait already: try again later")
             self._waiting.append(ticket)
             self._changed.notify()
         return ticket
+
+    def run_between_steps(self, parts: Generator[None, None, _Result]) -> Future[_Result]:
+        """Do some other work in the scheduler's thread: a part of it between any two steps, one work after another.
+
+        Args:
+            parts: yields after each part, which holds up the answers that are being written.
+
+        Returns:
+            What will have its result. Cancelling it ends the work.
+
+        Raises:
+            QueueFullError: one work is being done and ``max_waiting`` others wait.
+            RuntimeError: the scheduler is closed.
+        """
+        work = _Work(parts)
+        with self._changed:
+            if self._is_closing:
+                raise RuntimeError("the scheduler is closed: it takes no more requests")
+            if len(self._works) > self.max_waiting:
+                raise QueueFullError(f"{len(self._works)} checks wait already: try again later")
+            self._works.append(cast("_Work[object]", work))
+            self._changed.notify()
+        return work.future
 
     def close(self, *, drain: bool = True) -> None:
         """Take no more requests and wait for the thread's end.
@@ -139,6 +196,8 @@ class Scheduler:
             self._is_closing = True
             for ticket in () if drain else (*self._waiting, *self._running.values()):
                 ticket.cancel()
+            for work in () if drain else (*self._works,):
+                work.future.cancel()
             self._changed.notify()
         self._thread.join()
 
@@ -149,15 +208,16 @@ class Scheduler:
             try:
                 if not self._seat():
                     return
-                for event in self._session.step():
-                    self._tell(event)
+                if self._works and self._works[0].advance():
+                    self._works.popleft()
+                self._step()
             except Exception as error:  # whatever it was, requests get it, and the next ones new rows
                 self._fail(error)
 
     def _seat(self) -> bool:
         """Drop cancelled requests, and give idle rows to waiting ones. False if all is done for good."""
         with self._changed:
-            while not (self._waiting or self._running or self._is_closing):
+            while not (self._waiting or self._running or self._works or self._is_closing):
                 self._changed.wait()
             for row in [row for row, ticket in self._running.items() if ticket.is_cancelled]:
                 self._end(row, None)
@@ -172,7 +232,17 @@ class Scheduler:
                     ticket.emit(error)
                 else:
                     self._running[row] = ticket
-            return bool(self._waiting or self._running or not self._is_closing)
+            return bool(self._waiting or self._running or self._works or not self._is_closing)
+
+    def _step(self) -> None:
+        """Step the session, and tell its requests what was added."""
+        events = self._session.step()
+        # The step's answers all have its time; one that only began has none yet.
+        times = (event.event.statistics.step_seconds for event in events)
+        if seconds := next(filter(None, times), None):
+            self.on_step(seconds[-1])
+        for event in events:
+            self._tell(event)
 
     def _tell(self, event: RowEvent) -> None:
         self._running[event.row].emit(event.event)

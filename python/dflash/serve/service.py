@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
-import platform
 import secrets
 import time
 from collections.abc import Sequence
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ..evaluate.description import machine_name
 from ..generator import Generator
 from ..sampling import Grammar, fold
 from ..target import describe_config, sample_digest
@@ -21,6 +22,7 @@ from .metrics import Metrics
 from .prompts import Prompt, PromptReader
 from .protocol import ChatRequest, CompletionRequest, GenerationRequest
 from .reasoning import AnswerText
+from .receipts import ReceiptFolder
 from .run import Answer, Run
 from .scheduler import Scheduler
 from .structured import answer_grammar
@@ -41,6 +43,7 @@ class Service:
         name: of the model, for clients.
         version: of this package.
         timeout: seconds that a request may take, waiting included.
+        receipts: where receipts are written; None for none.
     """
 
     scheduler: Scheduler
@@ -48,12 +51,14 @@ class Service:
     name: str
     version: str
     timeout: float = 600.0
+    receipts: ReceiptFolder | None = None
     created: int = field(default_factory=lambda: int(time.time()))
     is_ending: bool = False
 
     def __post_init__(self) -> None:
         self.reader, self.metrics = PromptReader(self.tokenizer), Metrics(self.scheduler)
-        self.fingerprint = _fingerprint(self.scheduler.generator, self.version)
+        weights = self.receipts and self.receipts.fingerprints.weights
+        self.fingerprint = _fingerprint(self.scheduler.generator, self.version, weights)
 
     @property
     def most_answers(self) -> int:
@@ -116,32 +121,41 @@ class Service:
         arguments = generate_arguments(request, len(prompt.ids), default, generator.max_length)
         ids = torch.tensor([prompt.ids], dtype=torch.int64, device=generator.engine.target.device)
         try:
-            return self.scheduler.resolve(ids, seed=seed, tokenizer=self.tokenizer, grammar=grammar, **arguments)
+            call = self.scheduler.resolve(ids, seed=seed, tokenizer=self.tokenizer, grammar=grammar, **arguments)
+            if self.receipts is not None:
+                self.receipts.check_call(call)
+            return call
         except (ValueError, TypeError) as error:
             raise bad_request(str(error), named_as_asked(request, str(error))) from error
 
-    def run(self, answers: Sequence[Answer]) -> Run:
-        """Queue answers.
+    def run(self, answers: Sequence[Answer], completion: str) -> Run:
+        """Queue the answers of a completion.
 
         Raises:
             ApiError: too many requests wait already, or the server ends.
         """
-        return Run(self.scheduler, answers, self.timeout)
+        keep = None if self.receipts is None else functools.partial(self.receipts.write, completion)
+        return Run(self.scheduler, answers, self.timeout, keep)
+
+    def receipts_or_refuse(self) -> ReceiptFolder:
+        """Return where receipts are; raise ApiError if the server writes none."""
+        if self.receipts is None:
+            raise ApiError(
+                404, "this server writes no receipts: start it with --receipts FOLDER", code="receipts_are_off"
+            )
+        return self.receipts
 
 
-def _fingerprint(generator: Generator, version: str) -> str:
+def _fingerprint(generator: Generator, version: str, weights: str | None = None) -> str:
     """Return a digest of what a text depends on besides its request: weights, versions, device and shapes.
 
-    The drafter is no part of it: the text is the same with any, and without one.
+    The drafter is no part of it: the text is the same with any, and without one. Without a digest of all ``weights``,
+    a sample of them is read.
     """
     target = generator.engine.target
     facts = (
-        *(sample_digest(target.model), describe_config(target.model)),
-        *(version, torch.__version__, torch.version.cuda, _device_name(target.device)),
+        *(weights or sample_digest(target.model), describe_config(target.model)),
+        *(version, torch.__version__, torch.version.cuda, machine_name(target.device)),
         *(generator.block_size, generator.prefill_chunk, generator.fused_reason),
     )
     return f"fp_{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}"
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{device.type} {platform.machine()}"

@@ -1,0 +1,86 @@
+"""Receipts of the server's answers: a file for each, checked with the server's own target."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ..call import Call
+from ..receipts import Answer, Fingerprints, Receipt, Settings, Verifier, lines_of, seeds_of
+from . import run
+from .errors import ApiError, bad_request
+from .scheduler import Scheduler
+
+__all__ = ["ReceiptFolder"]
+
+_NAME = re.compile(r"(chatcmpl|cmpl)-[0-9a-f]{24}")  # of a completion: no other path is opened
+
+
+class ReceiptFolder:
+    """Writes ``COMPLETION-INDEX.json`` for each answer, and checks them. Nothing is ever deleted.
+
+    Reads all weights when it is made.
+
+    Args:
+        folder: one that exists.
+        target: the target.
+        tokenizer: its own.
+        scheduler: runs it.
+    """
+
+    def __init__(self, folder: Path, target: nn.Module, tokenizer: Any, scheduler: Scheduler) -> None:
+        self._folder, self._tokenizer, self._scheduler = folder, tokenizer, scheduler
+        self._verifier = Verifier(target, tokenizer)
+        self.fingerprints: Fingerprints = self._verifier.fingerprints
+
+    def check_call(self, call: Call) -> None:
+        """Raise ValueError if a receipt cannot state what is asked."""
+        Settings.of(call)
+
+    def write(self, completion: str, answer: run.Answer, index: int, reason: str) -> None:
+        """Write the receipt of an answer that has ended. If that fails, the log says so and the answer goes on."""
+        call, generator = answer.call, self._scheduler.generator
+        recorded = Answer(tuple(call.prompts[0].tolist()), tuple(answer.ids), *seeds_of(call), reason)
+        shapes = generator.block_size, generator.batch_size, generator.prefill_chunk
+        receipt = Receipt((recorded,), Settings.of(call), self.fingerprints, *shapes)
+        try:
+            receipt.write(self._path(completion, index))
+        except OSError as error:
+            logging.getLogger(__name__).error("the receipt of %s was not written: %s", completion, error)
+
+    def read(self, completion: str, index: int) -> Receipt:
+        """Return the receipt of an answer.
+
+        Raises:
+            ApiError: there is none, or its file was changed.
+        """
+        path = self._path(completion, index)
+        if not _NAME.fullmatch(completion) or not path.is_file():
+            raise ApiError(
+                404, f"there is no receipt of answer {index} of {completion!r}: only answers that have ended have one",
+                code="no_receipt",
+            )  # fmt: skip
+        try:
+            return Receipt.read(path)
+        except ValueError as error:
+            raise bad_request(str(error)) from error
+
+    def passes(self, receipt: Receipt) -> Generator[None, None, dict[str, Any]]:
+        """Check a receipt, a pass of the target at a time.
+
+        Returns:
+            `dflash.receipts.Verification` as JSON, and ``lines``: the same in words.
+
+        Raises:
+            ValueError: it cannot be checked with this target.
+        """
+        found = yield from self._verifier.passes(receipt)
+        return {**found.to_json(), "lines": lines_of(found, receipt.fingerprints.dtype, self._tokenizer)}
+
+    def _path(self, completion: str, index: int) -> Path:
+        return self._folder / f"{completion}-{index}.json"
