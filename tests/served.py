@@ -5,6 +5,9 @@ import contextlib
 import copy
 import functools
 import json
+import re
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -170,3 +173,46 @@ def live(*, key: str | None = None, grace: float = 30.0, **options: Any) -> Iter
         thread.join()
     assert (service.scheduler.running, service.scheduler.waiting) == (0, 0)
     assert not service.scheduler._thread.is_alive()
+
+
+@dataclass
+class Command:
+    """A process of ``dflash serve``."""
+
+    process: subprocess.Popen[str]
+    url: str
+
+    def metric(self, name: str) -> float:
+        """Return a value of /metrics by its name and labels; 0 if nothing was counted yet."""
+        page = httpx.get(self.url.replace("/v1", "/metrics"), timeout=60).text
+        found = re.search(rf"^{re.escape(name)} (\S+)$", page, re.MULTILINE)
+        return float(found[1]) if found else 0.0
+
+    @property
+    def is_idle(self) -> bool:
+        """True if no answer has a row or waits for one."""
+        return self.metric("dflash_answers_running") == self.metric("dflash_answers_waiting") == 0
+
+
+@contextlib.contextmanager
+def command(*options: str) -> Iterator[Command]:
+    """Run ``dflash serve`` with the package's pair on a free port, until SIGTERM."""
+    arguments = [sys.executable, "-c", "from dflash.cli import main; main()", "serve", "--port", "0", *options]
+    with subprocess.Popen(arguments, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            url = ""
+            while not url:
+                line = process.stderr.readline()
+                assert line, "it ended"
+                url = (re.findall(r"^dflash-pair on (http://127\.0\.0\.1:\d+/v1)$", line) or [""])[0]
+            wait_until(lambda: _is_up(url))
+            yield Command(process, url)
+        finally:
+            process.terminate()
+
+
+def _is_up(url: str) -> bool:
+    try:
+        return httpx.get(url.replace("/v1", "/health"), timeout=60).status_code == 200
+    except httpx.ConnectError:
+        return False

@@ -4,14 +4,11 @@ import asyncio
 import json
 import re
 import signal
-import subprocess
-import sys
-import time
 
 import httpx
 import openai
 import pytest
-from served import SUM, TRIP, Gate, chat, direct, live, prompt_ids, serving, slow_down, wait_until
+from served import SUM, TRIP, Gate, chat, command, direct, live, prompt_ids, serving, slow_down, wait_until
 
 from dflash.serve.app import build_app
 from dflash.serve.server import bind
@@ -194,32 +191,17 @@ def test_an_address_that_is_taken_is_named():
 
 
 def test_the_command_serves_the_package_pair_until_it_is_told_to_end():
-    command = [sys.executable, "-c", "from dflash.cli import main; main()", "serve", "--port", "0", "--rows", "1"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        url = ""
-        while not url:
-            line = process.stderr.readline()
-            assert line, "it ended"
-            url = (re.findall(r"^dflash-pair on (http://127\.0\.0\.1:\d+/v1)$", line) or [""])[0]
-        wait_until(lambda: is_up(url))
+    with command("--rows", "1") as server:
         body = chat(TRIP, model="dflash-pair", stream=True)
-        with httpx.stream("POST", f"{url}/chat/completions", json=body, timeout=60) as response:
+        with httpx.stream("POST", f"{server.url}/chat/completions", json=body, timeout=60) as response:
             lines = response.iter_lines()
             next(lines)
-            process.send_signal(signal.SIGTERM)
+            server.process.send_signal(signal.SIGTERM)
             rest = [line for line in lines if line]
         assert rest[-1] == "data: [DONE]"
-        process.wait(60)
-        assert process.returncode in (0, -signal.SIGTERM)
-        assert "Traceback" not in process.stderr.read()
-
-
-def is_up(url: str) -> bool:
-    try:
-        return httpx.get(url.replace("/v1", "/health"), timeout=60).status_code == 200
-    except httpx.ConnectError:
-        time.sleep(0.1)
-        return False
+        server.process.wait(60)
+        assert server.process.returncode in (0, -signal.SIGTERM)
+        assert "Traceback" not in server.process.stderr.read()
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,13 @@ from typing import Annotated, Any
 from anyio import to_thread
 from fastapi import APIRouter, FastAPI, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from ..outputs import StreamEvent
+from .document import ERRORS, documented
 from .errors import ApiError, bad_request
 from .formats import ChatFormat, CompletionFormat, Format, event_line
 from .guards import Guard, error_response
@@ -40,7 +41,7 @@ def build_app(service: Service, api_key: str | None = None) -> FastAPI:
         api_key: asked of clients; None for none.
     """
     # The pages with FastAPI's own documentation load scripts of other hosts.
-    app = FastAPI(title="dflash", version=service.version, docs_url=None, redoc_url=None)
+    app = FastAPI(title="dflash", version=service.version, docs_url=None, redoc_url=None, responses=ERRORS)
     app.state.service = service
     app.include_router(router)
     app.add_middleware(Guard, api_key=api_key)
@@ -82,7 +83,7 @@ def _first(error: RequestValidationError) -> ApiError:
 # ---------------------------------------------------------------------------------------------- completions
 
 
-@router.post("/v1/chat/completions", response_model=None)
+@router.post("/v1/chat/completions", response_model=None, responses=documented("chat.completion", "message"))
 async def chat_completions(body: ChatRequest, request: Request) -> Response:
     """Answer a conversation."""
     service = _service(request)
@@ -90,7 +91,7 @@ async def chat_completions(body: ChatRequest, request: Request) -> Response:
     return await _respond(request, body, answers, ChatFormat(service.name, service.fingerprint))
 
 
-@router.post("/v1/completions", response_model=None)
+@router.post("/v1/completions", response_model=None, responses=documented("text_completion", "text"))
 async def completions(body: CompletionRequest, request: Request) -> Response:
     """Continue texts, or token ids."""
     service = _service(request)
@@ -250,14 +251,14 @@ def _describe(service: Service) -> dict[str, Any]:
     return {**own, "max_model_len": length, "has_receipts": service.receipts is not None}
 
 
-@router.get("/health", response_model=None)
+@router.get("/health", response_model=None, responses={503: {"description": "The server is about to end."}})
 async def health(request: Request) -> Response:
     """Tell whether requests are taken."""
     is_open = not _service(request).is_ending
     return JSONResponse({"status": "ok" if is_open else "ending"}, 200 if is_open else 503)
 
 
-@router.get("/metrics", response_model=None)
+@router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
     """Return the counters for Prometheus."""
     return Response(_service(request).metrics.page(), media_type=CONTENT_TYPE_LATEST)

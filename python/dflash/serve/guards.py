@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import json
 from typing import Any
 
-from fastapi.responses import JSONResponse
+from fastapi import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..limits import MAX_REQUEST_BYTES
@@ -18,9 +19,10 @@ _BODY_SECONDS = 30.0  # to send a body
 _OPEN = ("/health", "/")  # paths without a key
 
 
-def error_response(error: ApiError) -> JSONResponse:
+def error_response(error: ApiError) -> Response:
     """Return a response in OpenAI's shape."""
-    return JSONResponse(error.body, error.status, error.headers)
+    content = json.dumps(error.body)  # in ASCII: the name of an unknown field may be half of a character
+    return Response(content, error.status, error.headers, media_type="application/json")
 
 
 class Guard:

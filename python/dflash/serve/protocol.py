@@ -38,7 +38,8 @@ def _refuse(value: object, info: ValidationInfo) -> None:
         raise PydanticCustomError("unsupported", "this server does not apply it: leave it out")
 
 
-NotApplied = Annotated[Any, AfterValidator(_refuse)]
+_REFUSED = AfterValidator(_refuse)
+NotApplied = Annotated[Any, _REFUSED]
 Text = Annotated[str, Field(min_length=1)]
 
 
@@ -56,8 +57,15 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 TokenIds = list[Annotated[int, Field(ge=0)]]
 
 
+def _describe(schema: dict[str, Any], model: type[BaseModel]) -> None:
+    """Say in a model's JSON schema which values fields that are not applied may have."""
+    for name, field in model.model_fields.items():
+        if _REFUSED in field.metadata:
+            schema["properties"][name] = {"enum": [None, *_ASKS_NOTHING.get(name, ())], "description": "Not applied."}
+
+
 class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, json_schema_extra=_describe)
 
 
 class StreamOptions(_Strict):

@@ -14,6 +14,7 @@ from .service import Service
 __all__ = ["Server", "bind", "run_server"]
 
 _AFTER_GRACE = 5.0  # seconds for streams to send their last event
+_UNREAD_SECONDS = 60.0  # a client may read nothing, then its connection is closed
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -26,6 +27,8 @@ def bind(host: str, port: int) -> socket.socket:
     bound = socket.socket(family, kind, protocol)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Connections inherit it. The kernel drops one whose data is not taken, also after the application has sent all.
+        bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * _UNREAD_SECONDS))
         bound.bind(address)
     except OSError as error:
         bound.close()

@@ -1,0 +1,72 @@
+"""No request that the OpenAPI document of the server describes, or nearly describes, makes the server fail."""
+
+import collections
+
+import httpx
+import pytest
+import schemathesis
+import served
+from examples import examples
+from hypothesis import given
+from schemathesis import GenerationMode
+from schemathesis.specs.openapi.checks import positive_data_acceptance  # ranges and the context are checked later
+
+PATHS = {
+    "/v1/chat/completions": "POST",
+    "/v1/completions": "POST",
+    "/v1/models": "GET",
+    "/v1/models/{name}": "GET",
+    "/health": "GET",
+    "/metrics": "GET",
+}
+CASES = [(path, GenerationMode.POSITIVE) for path in PATHS]
+CASES += [(path, GenerationMode.NEGATIVE) for path, method in PATHS.items() if method == "POST"]
+LONGEST = 8  # tokens of an answer
+
+
+@pytest.fixture(scope="module")
+def root():
+    with served.live(rows=2) as server:
+        yield server.url.removesuffix("/v1")
+
+
+@pytest.fixture(scope="module")
+def document(root):
+    return schemathesis.openapi.from_dict(httpx.get(f"{root}/openapi.json").json())
+
+
+def shorten(body: object) -> None:
+    """Make a request one for the model that is served, with a short answer."""
+    if not isinstance(body, dict):
+        return
+    if isinstance(body.get("model"), str):
+        body["model"] = "pair"
+    limits = [name for name in ("max_tokens", "max_completion_tokens") if type(body.get(name)) is int]
+    for name in limits:
+        body[name] = min(body[name], LONGEST)
+    if not limits:
+        body.setdefault("max_tokens", LONGEST)
+
+
+def test_every_path_is_tried(document):
+    assert {path: [*methods] for path, methods in document.raw_schema["paths"].items()} == {
+        path: [method.lower()] for path, method in PATHS.items()
+    }
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("path", "mode"), CASES)
+def test_no_request_makes_the_server_fail(document, root, path, mode):
+    statuses = collections.Counter()
+
+    @examples(30 if PATHS[path] == "POST" else 5)
+    @given(document[path][PATHS[path]].as_strategy(generation_mode=mode))
+    def explore(case):
+        shorten(case.body)
+        response = case.call(base_url=root, timeout=120)
+        case.validate_response(response, excluded_checks=[positive_data_acceptance])
+        statuses[response.status_code] += 1
+
+    explore()
+    if mode is GenerationMode.POSITIVE and "name" not in path:
+        assert statuses[200] >= statuses.total() / 10, f"few requests get far: {statuses}"
