@@ -24,6 +24,7 @@ from .engine import (
     Replay,
     Run,
     State,
+    all_logprobs,
     cached_prefix,
     compiled_per_kind,
     event_of,
@@ -299,8 +300,8 @@ class Generator:
             if streamer is not None and answers[0].new_ids:
                 streamer.put(torch.tensor(answers[0].new_ids, dtype=torch.int64, device="cpu"))
         measured = statistics(answers, self.block_size, time.perf_counter() - began)
-        reasons = [FINISH_REASONS[answer.done] for answer in answers]
-        return GenerateOutput(sequences(answers, call, self.state.tokens), reasons, measured)
+        ids, reasons = sequences(answers, call, self.state.tokens), [FINISH_REASONS[answer.done] for answer in answers]
+        return GenerateOutput(ids, reasons, measured, *all_logprobs(answers, self.engine.logprobs))
 
     def stream_call(self, call: Call, skip_special_tokens: bool = False) -> Iterator[StreamEvent]:
         """Yield the events of a resolved call, which runs as they are asked for."""

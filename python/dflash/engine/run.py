@@ -93,11 +93,17 @@ class Run:
         """
         limits = [len(prompt) + call.max_new_tokens for prompt in call.prompts]
         self.consistent = False
-        prefill = Prefill(self.engine, call.prompts, limits, cached, first=first, chunk=chunk, snapshot=snapshot)
+        prefill = Prefill(
+            self.engine, call.prompts, limits, cached, first=first, chunk=chunk, snapshot=snapshot,
+            logprobs=call.prompt_logprobs,
+        )  # fmt: skip
         answers, criteria = [], call.stop_criteria
         for row, (prompt, count, held) in enumerate(zip(call.prompts, prefill.counts, cached, strict=True), first):
             history = prompt.tolist() if criteria else []
-            answer = Answer(row, len(prompt), count, held, criteria, history, has_grammar=bool(call.grammars))
+            answer = Answer(
+                row, len(prompt), count, held, criteria, history, has_grammar=bool(call.grammars),
+                asked_logprobs=call.logprobs, asks_prompt_logprobs=call.prompt_logprobs,
+            )  # fmt: skip
             answers.append(answer)
         self.answers[prefill.rows] = answers
         self._prompts.append((prefill, began))
@@ -130,6 +136,7 @@ class Run:
         columns = state.length[rows].tolist(), state.done[rows].tolist(), state.anchor[rows, 0].tolist()
         for answer, length, done, token in zip(answers, *columns, strict=True):
             answer.begin(length, done, token if self._reads(answer) else None, state)
+            self._read_logprobs(answer, is_first=True)
         seconds = time.perf_counter() - began
         for answer in answers:
             answer.time_to_first_token = seconds
@@ -144,7 +151,7 @@ class Run:
         self.check_turn()
         engine, began = self.engine, time.perf_counter()
         for answer in filter(None, self.answers):
-            answer.new_ids, answer.accepted = [], 0
+            answer.new_ids, answer.accepted, answer.logprobs, answer.prompt_logprobs = [], 0, [], None
         running = [answer for answer in self.answers if answer is not None and answer.done == RUNNING]
         longest = max((answer.length for answer in running), default=0)
         engine.learn_costs(launch.manner, longest, lambda: launch.time_one(engine.kind), launch.runner.warm_ups)
@@ -178,6 +185,7 @@ class Run:
             except RuntimeError:
                 runner.clear()  # a graph that does nothing would do so again
                 raise
+            self._read_logprobs(answer)
             answer.rows.append(rows)
             continued.append(answer)
         seconds = time.perf_counter() - began
@@ -186,6 +194,15 @@ class Run:
         if engine.budget is not None:
             engine.budget.observe(rows, emitted, reports)
         return continued
+
+    def _read_logprobs(self, answer: Answer, is_first: bool = False) -> None:
+        """Read what an event tells of its new tokens, and the first one of the prompt."""
+        kept = self.engine.logprobs
+        if kept is None or answer.asked_logprobs is None or not self.reads_ids:
+            return
+        answer.logprobs = answer.read_logprobs(answer.length + 1 - len(answer.new_ids), kept)
+        if is_first:
+            answer.prompt_logprobs = answer.read_prompt_logprobs(kept)
 
     def retire(self, row: int, kept: int) -> None:
         """Free a row, whether its answer has ended or not; the first ``kept`` positions of its caches stay."""
