@@ -8,7 +8,7 @@ from .drafter import DraftConfig, Drafter, load_draft
 from .evaluate import demo_pair
 from .generator import Generator
 from .hf import as_assistant, custom_generate
-from .outputs import GenerateOutput, Statistics, StreamEvent
+from .outputs import GenerateOutput, Statistics, StreamEvent, TokenLogprobs
 from .receipts import Receipt, Recorder, Verification, verify
 from .sampling import Grammar
 from .target import UnsupportedTargetError
@@ -23,6 +23,7 @@ __all__ = [
     "Recorder",
     "Statistics",
     "StreamEvent",
+    "TokenLogprobs",
     "UnsupportedTargetError",
     "Verification",
     "as_assistant",

@@ -10,7 +10,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from .options import TreeSize, check_tree_call, checked_tree
+from .options import TreeSize, check_tree_call, checked_logprobs, checked_tree
 from .prompts import check_ids
 from .sampling import (
     Grammar,
@@ -68,6 +68,12 @@ class GenerateArguments(RuleArguments, total=False):
             Stop tokens are allowed exactly where a match may end; ``max_new_tokens`` and stop strings may end a row
             earlier. Applied after the logit rules and before ``logits_processor``, which must not undo it. Needs
             ``tokenizer``, ``acceptance="keyed"`` and the extra ``grammar``. See the page on structured output.
+        logprobs: return the log probability of each new token and of the 0 to 20 most probable ones at its position
+            (`dflash.outputs.TokenLogprobs`): in the `GenerateOutput`, and in the events of ``stream``. They need
+            ``tree=None`` and a target in one process.
+        prompt_logprobs: return those of the prompt's own tokens too; needs ``logprobs``. The whole prompt is run,
+            whatever the caches hold. In 16-bit types the logits of all its positions may be rounded otherwise than the
+            last one's alone, so that a near-tie may choose another first token.
         tokenizer: the target's. With it, the events of ``stream`` carry text.
         streamer: a streamer of transformers, for a batch of one: gets the prompt, then the new ids of every step, and
             ``end()`` whatever happens. Only for ``generate``.
@@ -97,6 +103,8 @@ class GenerateArguments(RuleArguments, total=False):
     stop_token_ids: Sequence[int] | int | None
     stop_strings: Sequence[str] | str | None
     grammar: Grammar | Sequence[Grammar | None] | None
+    logprobs: int | None
+    prompt_logprobs: bool
     tokenizer: Tokenizer | None
     streamer: Streamer | None
     num_return_sequences: int | None
@@ -145,6 +153,8 @@ class Call:
         denoise_steps: passes of the drafter over each block.
         tree: rows of a tree, ``"auto"``, costs by size, or None for chains.
         grammars: per row, the start of its grammar or None; empty if no row has one.
+        logprobs: probable tokens per position; None for no log probabilities.
+        prompt_logprobs: log probabilities of the prompts' tokens too.
     """
 
     ids: Tensor
@@ -162,6 +172,8 @@ class Call:
     denoise_steps: int
     tree: TreeSize
     grammars: tuple[Matcher | None, ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: bool = False
 
     @property
     def longest(self) -> int:
@@ -195,8 +207,7 @@ class Call:
         _check_names(arguments)
         mask = check_ids(ids, arguments.get("attention_mask"), target.vocab_size, target.device)
         # 2. What the generation_config fills in.
-        settings = target.settings
-        _check_supported(settings)
+        _check_supported(settings := target.settings)
         new = _max_new_tokens(arguments.get("max_new_tokens"), settings, ids.shape[1])
         sampling = _sampling(arguments, settings)
         stop = _stop_token_ids(arguments.get("stop_token_ids"), settings, target.vocab_size)
@@ -214,14 +225,13 @@ class Call:
             check_streamer(streamer, rows)
         strings, criteria = _stop_strings(arguments.get("stop_strings"), settings, tokenizer)
         grammars = resolve_grammars(arguments.get("grammar"), rows // repeats, repeats, tokenizer, stop)
-        pad = settings["pad_token_id"]
         return cls(
             ids=ids,
             prompts=[row[live].long() for row, live in zip(ids, mask, strict=True)],
             max_new_tokens=new,
             sampling=sampling,
             stop_token_ids=stop,
-            pad_token_id=(stop[0] if stop else 0) if pad is None else pad,
+            pad_token_id=(stop or [0])[0] if (pad := settings["pad_token_id"]) is None else pad,
             rules=rules,
             stop_criteria=criteria,
             stop_strings=strings,
@@ -231,6 +241,8 @@ class Call:
             denoise_steps=steps,
             tree=tree,
             grammars=grammars,
+            logprobs=checked_logprobs(arguments.get("logprobs"), arguments.get("prompt_logprobs", False), tree),
+            prompt_logprobs=arguments.get("prompt_logprobs", False),
         )
 
     def decisive(self) -> tuple[object, ...]:

@@ -24,6 +24,7 @@ from .engine import (
     Replay,
     Run,
     State,
+    all_logprobs,
     cached_prefix,
     compiled_per_kind,
     event_of,
@@ -300,8 +301,8 @@ class Generator:
             if streamer is not None and answers[0].new_ids:
                 streamer.put(torch.tensor(answers[0].new_ids, dtype=torch.int64, device="cpu"))
         measured = statistics(answers, self.block_size, time.perf_counter() - began)
-        reasons = [FINISH_REASONS[answer.done] for answer in answers]
-        return GenerateOutput(sequences(answers, call, self.state.tokens), reasons, measured)
+        ids, reasons = sequences(answers, call, self.state.tokens), [FINISH_REASONS[answer.done] for answer in answers]
+        return GenerateOutput(ids, reasons, measured, *all_logprobs(answers, self.engine.logprobs))
 
     def stream_call(self, call: Call, skip_special_tokens: bool = False) -> Iterator[StreamEvent]:
         """Yield the events of a resolved call, which runs as they are asked for."""
@@ -388,10 +389,9 @@ class Generator:
     def _twin(self, target: nn.Module) -> Target:
         """Return a twin of the target as it is now, and remember what it was made of."""
         taps = self.draft.config.target_layer_ids if self.draft is not None else ()
-        twin = Target(target, taps, self.fused)
-        self.fused_reason, self._defaults = twin.fused_reason, TargetDefaults.of(target)
+        twin, self._defaults = Target(target, taps, self.fused), TargetDefaults.of(target)
         self._weights, self._functions = WeightsFingerprint(target), functions_of(target)
-        self._snapshot, self._hook = snapshot(target), first_hook(target)
+        self.fused_reason, self._snapshot, self._hook = twin.fused_reason, snapshot(target), first_hook(target)
         self._modules = [module for module in (twin.model, self.draft) if module is not None]
         return twin
 

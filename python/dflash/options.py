@@ -15,16 +15,21 @@ from .sampling import integer, integer_from, real
 from .target import embedding_table, ranks_in, text_config
 
 __all__ = [
+    "MAX_LOGPROBS",
     "BlockSize",
     "GeneratorOptions",
     "TreeSize",
     "check_tree_call",
     "check_width_call",
     "checked_block_size",
+    "checked_logprobs",
     "checked_tree",
     "has_auto_width",
     "tree_rows",
 ]
+
+MAX_LOGPROBS = 20
+"""The most probable tokens per position that a call may ask for; OpenAI's limit."""
 
 TreeSize = int | Literal["auto"] | Mapping[int, float] | None
 """Rows of a draft tree; "auto" to choose them as a call proceeds, or what each size costs; None for chains."""
@@ -167,3 +172,23 @@ def check_tree_call(
         reason = f"draft_sharpness={draft_sharpness!r}: a tree holds the drafter's best tokens, and none is drawn"
     if tree is not None and reason:
         raise ValueError(f"tree={tree!r} cannot be combined with {reason}. Pass tree=None, or leave that out")
+
+
+def checked_logprobs(count: int | None, of_prompt: bool, tree: TreeSize) -> int | None:
+    """Return the probable tokens per position that a call asks for; None for no log probabilities.
+
+    Raises:
+        ValueError: the number is out of range, or missing, or the call has a tree.
+        TypeError: a type is wrong.
+    """
+    if not isinstance(of_prompt, bool):
+        raise TypeError(f"prompt_logprobs must be True or False, got {of_prompt!r}")
+    if count is None:
+        if of_prompt:
+            raise ValueError(f"prompt_logprobs=True needs logprobs too, a number from 0 to {MAX_LOGPROBS}")
+        return None
+    if (count := integer_from(0, "logprobs", count)) > MAX_LOGPROBS:
+        raise ValueError(f"logprobs must be at most {MAX_LOGPROBS}, got {count}")
+    if tree is not None:
+        raise ValueError(f"logprobs cannot be combined with tree={tree!r}: pass tree=None")
+    return count

@@ -3,10 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import Tensor
 
-__all__ = ["GenerateOutput", "Statistics", "StreamEvent"]
+__all__ = ["GenerateOutput", "Statistics", "StreamEvent", "TokenLogprobs"]
+
+
+class TokenLogprobs(NamedTuple):
+    """Natural logarithms of probabilities at one position, by the target's own logits in float32.
+
+    They are those before rules, temperature and filters, as vLLM's ``raw_logprobs``.
+
+    Attributes:
+        logprob: of the token that stands there.
+        top_ids: the most probable tokens, best first, of equal ones the lower id first; at most ``logprobs`` of them.
+        top_logprobs: theirs.
+    """
+
+    logprob: float
+    top_ids: list[int]
+    top_logprobs: list[float]
 
 
 @dataclass(frozen=True)
@@ -75,11 +92,16 @@ class GenerateOutput:
         sequences: ``[batch, prompt + longest answer]`` int64, the prompt as given, right-padded with the pad id.
         finish_reasons: per row ``"stop"`` (a stop token, a stop string or a criterion ended it) or ``"length"``.
         statistics: see `Statistics`.
+        logprobs: per row, one `TokenLogprobs` per new token; None unless ``logprobs`` was given.
+        prompt_logprobs: per row, one per token of its prompt, without padding, and None for the first, which nothing
+            predicts; None unless ``prompt_logprobs`` was given.
     """
 
     sequences: Tensor
     finish_reasons: list[str]
     statistics: Statistics
+    logprobs: list[list[TokenLogprobs]] | None = None
+    prompt_logprobs: list[list[TokenLogprobs | None]] | None = None
 
 
 @dataclass(frozen=True)
@@ -95,6 +117,8 @@ class StreamEvent:
             ``tokenizer.decode(answer)``.
         finish_reasons: per row, ``"stop"`` or ``"length"`` from the event of its last token on; None while it runs.
         statistics: the call so far.
+        logprobs: per row, one `TokenLogprobs` per new token; None unless ``logprobs`` was given.
+        prompt_logprobs: in the first event, as in `GenerateOutput`; None in the others.
     """
 
     ids: list[list[int]]
@@ -102,3 +126,5 @@ class StreamEvent:
     text: list[str] | None
     finish_reasons: list[str | None]
     statistics: Statistics
+    logprobs: list[list[TokenLogprobs]] | None = None
+    prompt_logprobs: list[list[TokenLogprobs | None]] | None = None

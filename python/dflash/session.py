@@ -155,7 +155,7 @@ class Session:
         self._run.check_turn()
         # 1. The row with the longest prefix of the prompt, or the one that has been idle longest.
         ids, began = call.prompts[0].tolist(), time.perf_counter()
-        cached = {row: self._cached(row, ids) for row in self.idle}
+        cached = {row: 0 if call.prompt_logprobs else self._cached(row, ids) for row in self.idle}
         row = max(cached, key=lambda idle: (cached[idle], -self._retired[idle]))
         # 2. What the engine knows of it.
         text = None

@@ -3,7 +3,7 @@
 from .budget import context_bucket
 from .host_step import host_step
 from .prefill import Prefill, cached_prefix
-from .progress import FINISH_REASONS, Answer, event_of, raise_errors, sequences, statistics
+from .progress import FINISH_REASONS, Answer, all_logprobs, event_of, raise_errors, sequences, statistics
 from .run import Launch, Run
 from .runner import Direct, Replay, compiled_per_kind, graph_status
 from .state import RUNNING, State
@@ -20,6 +20,7 @@ __all__ = [
     "Replay",
     "Run",
     "State",
+    "all_logprobs",
     "cached_prefix",
     "compiled_per_kind",
     "context_bucket",

@@ -38,14 +38,16 @@ def host_step(engine: Engine) -> None:
     block = engine.proposer.propose(state)
     if masks is not None:
         masks.ask(block)
-    logits = engine.target.verify(block, state)
-    logits = engine.rules.apply(logits, block, state)
+    raw = engine.target.verify(block, state)
+    logits = engine.rules.apply(raw, block, state)
     if masks is not None:
         logits = masks.apply(logits)
     if engine.host_rules is None:
-        engine.commit_(block, engine.acceptance.choose(logits, block, state))
+        chosen = (engine.acceptance.choose(logits, block, state),)
     else:
-        engine.commit_(block, *walk(engine, block, logits, state, state.done.tolist()))
+        chosen = walk(engine, block, logits, state, state.done.tolist())
+    engine.note_logprobs_(raw, chosen[0])
+    engine.commit_(block, *chosen)
 
 
 def walk(engine: Engine, block: Block, logits: Tensor, state: State, done: list[int]) -> Walk:

@@ -33,6 +33,7 @@ class Prefill:
         first: the row of the first prompt.
         chunk: prompt tokens per forward pass.
         snapshot: keep a place in each prompt from which a later one can resume if it diverges from this one.
+        logprobs: keep those of the prompts' own tokens; nothing may be cached then.
 
     Attributes:
         rows: of the state.
@@ -41,9 +42,10 @@ class Prefill:
 
     def __init__(
         self, engine: Engine, prompts: Sequence[Tensor], limits: Sequence[int], cached: Sequence[int], *,
-        first: int = 0, chunk: int, snapshot: bool,
+        first: int = 0, chunk: int, snapshot: bool, logprobs: bool = False,
     ) -> None:  # fmt: skip
         self.engine, self.rows, self.chunk, self.snapshot = engine, slice(first, first + len(prompts)), chunk, snapshot
+        self.logprobs = logprobs
         self.counts = [len(prompt) - held for prompt, held in zip(prompts, cached, strict=True)]
         self._cached = list(cached)
         self._logits: list[Tensor | None] = [None] * len(prompts)
@@ -80,11 +82,14 @@ class Prefill:
         ids = self._ids[:, start : start + self.chunk]
         past = torch.minimum(self._held + start, self._lengths)
         live = (self._lengths - past).clamp(max=ids.shape[1])
-        # 1. The target, with logits only for rows that end a prompt.
+        # 1. The target, with logits only for rows that end a prompt, unless those of all are asked for.
         if self.snapshot:
             self._keep_snapshot(start)
         cache = state.target_cache.rows(self.rows)
-        logits, taps = engine.target.forward(ids, past, cache, keep_on_device, keep=live)
+        logits, taps = engine.target.forward(ids, past, cache, 0 if self.logprobs else keep_on_device, keep=live)
+        if self.logprobs:
+            engine.logprobs.write_prompt_(self.rows, logits, state.tokens[self.rows], past)
+            logits = logits[:, keep_on_device]
         for row, n in enumerate(self.counts):
             if n - 1 - start in keep:
                 self._logits[row] = logits[row, keep.index(n - 1 - start)]
@@ -164,6 +169,8 @@ def _choose_first(engine: Engine, rows: slice, ends: Tensor) -> None:
         first, _, ended = walk(engine, block, logits, prompt, [RUNNING] * engine.batch_size)
     first = engine.target.ranks.share_(first)[rows]
     length = state.length[rows]
+    if engine.logprobs is not None:
+        engine.logprobs.write_(rows, ends, first, length[:, None])
     state.tokens[rows].scatter_(1, length[:, None], first.clamp(min=0))
     stopped = (first == state.stop_token_ids[rows]).any(1)
     done = torch.where(stopped, STOPPED, torch.where(length + 1 >= state.limits[rows], FULL, RUNNING))

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from ..call import Call
-from ..outputs import Statistics, StreamEvent
+from ..outputs import Statistics, StreamEvent, TokenLogprobs
 from ..streaming import BatchDecoder, StopCriterion, first_stop
+from .logprobs import Logprobs
 from .state import FULL, INVALID, RUNNING, STOPPED, RowReport, State
 
-__all__ = ["FINISH_REASONS", "Answer", "event_of", "raise_errors", "sequences", "statistics"]
+__all__ = ["FINISH_REASONS", "Answer", "all_logprobs", "event_of", "raise_errors", "sequences", "statistics"]
 
 FINISH_REASONS = {STOPPED: "stop", FULL: "length"}
 
@@ -37,6 +38,10 @@ class Answer:
         step_seconds: per step, what passed until it was read.
         time_to_first_token: seconds.
         has_grammar: one says which of its tokens are allowed.
+        asked_logprobs: how many probable tokens are asked for; None for no log probabilities.
+        asks_prompt_logprobs: those of the prompt's tokens too.
+        logprobs: of ``new_ids``.
+        prompt_logprobs: of the prompt, in the answer's first event.
         error: what went wrong with this row; empty if nothing did.
     """
 
@@ -55,6 +60,10 @@ class Answer:
     step_seconds: list[float] = field(default_factory=list)
     time_to_first_token: float = 0.0
     has_grammar: bool = False
+    asked_logprobs: int | None = None
+    asks_prompt_logprobs: bool = False
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
     error: str = ""
 
     def begin(self, length: int, done: int, first: int | None, state: State) -> None:
@@ -84,6 +93,16 @@ class Answer:
             self.accepted = (*matches, False).index(False)
             self._end_at_stop_string(state)
         return emitted
+
+    def read_logprobs(self, start: int, kept: Logprobs) -> list[TokenLogprobs]:
+        """Return the log probabilities of the tokens from ``start`` to the last."""
+        return kept.read(self.row, start, self.length + 1, self.asked_logprobs or 0)
+
+    def read_prompt_logprobs(self, kept: Logprobs) -> list[TokenLogprobs | None] | None:
+        """Return the log probabilities of the prompt's tokens, None for the first; None if they are not asked for."""
+        if not self.asks_prompt_logprobs:
+            return None
+        return [None, *kept.read(self.row, 1, self.prompt_length, self.asked_logprobs or 0)]
 
     def _note(self, done: int, ahead: int) -> None:
         self.done = done
@@ -133,7 +152,25 @@ def event_of(answers: Sequence[Answer], text: BatchDecoder | None, block_size: i
     reasons = [FINISH_REASONS.get(answer.done) for answer in answers]
     ids, accepted = [answer.new_ids for answer in answers], [answer.accepted for answer in answers]
     pieces = None if text is None else text.push(ids, reasons)
-    return StreamEvent(ids, accepted, pieces, reasons, statistics(answers, block_size, seconds))
+    logprobs = [answer.logprobs for answer in answers] if answers[0].asked_logprobs is not None else None
+    prompts = [answer.prompt_logprobs for answer in answers if answer.prompt_logprobs is not None] or None
+    measured = statistics(answers, block_size, seconds)
+    return StreamEvent(ids, accepted, pieces, reasons, measured, logprobs, prompts)
+
+
+def all_logprobs(
+    answers: Sequence[Answer], kept: Logprobs | None
+) -> tuple[list[list[TokenLogprobs]] | None, list[list[TokenLogprobs | None]] | None]:
+    """Return the log probabilities of all tokens of a call's answers and of their prompts, None for what is not asked.
+
+    Args:
+        answers: of one call.
+        kept: what its steps wrote; None if it asks for nothing.
+    """
+    if kept is None:
+        return None, None
+    prompts = [found for answer in answers if (found := answer.read_prompt_logprobs(kept)) is not None]
+    return [answer.read_logprobs(answer.prompt_length, kept) for answer in answers], prompts or None
 
 
 def sequences(answers: Sequence[Answer], call: Call, tokens: Tensor) -> Tensor:

@@ -93,12 +93,18 @@ class Run:
         """
         limits = [len(prompt) + call.max_new_tokens for prompt in call.prompts]
         self.consistent = False
-        prefill = Prefill(self.engine, call.prompts, limits, cached, first=first, chunk=chunk, snapshot=snapshot)
+        prefill = Prefill(
+            self.engine, call.prompts, limits, cached, first=first, chunk=chunk, snapshot=snapshot,
+            logprobs=call.prompt_logprobs,
+        )  # fmt: skip
         answers, criteria, grammars = [], call.stop_criteria, call.grammars or [None] * len(call.prompts)
         parts = zip(call.prompts, prefill.counts, cached, grammars, strict=True)
         for row, (prompt, count, held, grammar) in enumerate(parts, first):
             history = prompt.tolist() if criteria else []
-            answer = Answer(row, len(prompt), count, held, criteria, history, has_grammar=grammar is not None)
+            answer = Answer(
+                row, len(prompt), count, held, criteria, history, has_grammar=grammar is not None,
+                asked_logprobs=call.logprobs, asks_prompt_logprobs=call.prompt_logprobs,
+            )  # fmt: skip
             answers.append(answer)
         self.answers[prefill.rows] = answers
         self._prompts.append((prefill, began))
@@ -132,6 +138,7 @@ class Run:
         for answer, length, done, token in zip(answers, *columns, strict=True):
             answer.begin(length, done, token if self._reads(answer) else None, state)
             self._explain(answer)
+            self._read_logprobs(answer, is_first=True)
         seconds = time.perf_counter() - began
         for answer in answers:
             answer.time_to_first_token = seconds
@@ -146,7 +153,7 @@ class Run:
         self.check_turn()
         engine, began = self.engine, time.perf_counter()
         for answer in filter(None, self.answers):
-            answer.new_ids, answer.accepted = [], 0
+            answer.new_ids, answer.accepted, answer.logprobs, answer.prompt_logprobs = [], 0, [], None
         running = [answer for answer in self.answers if answer is not None and answer.done == RUNNING]
         longest = max((answer.length for answer in running), default=0)
         engine.learn_costs(launch.manner, longest, lambda: launch.time_one(engine.kind), launch.runner.warm_ups)
@@ -181,6 +188,7 @@ class Run:
                 runner.clear()  # a graph that does nothing would do so again
                 raise
             self._explain(answer)
+            self._read_logprobs(answer)
             answer.rows.append(rows)
             continued.append(answer)
         seconds = time.perf_counter() - began
@@ -194,6 +202,15 @@ class Run:
         """Say of an answer that failed what its grammar says, if that is why."""
         if answer.error and (masks := self.engine.grammar_masks) is not None:
             answer.error = masks.errors[answer.row] or answer.error
+
+    def _read_logprobs(self, answer: Answer, is_first: bool = False) -> None:
+        """Read what an event tells of its new tokens, and the first one of the prompt."""
+        kept = self.engine.logprobs
+        if kept is None or answer.asked_logprobs is None or not self.reads_ids:
+            return
+        answer.logprobs = answer.read_logprobs(answer.length + 1 - len(answer.new_ids), kept)
+        if is_first:
+            answer.prompt_logprobs = answer.read_prompt_logprobs(kept)
 
     def retire(self, row: int, kept: int) -> None:
         """Free a row, whether its answer has ended or not; the first ``kept`` positions of its caches stay."""

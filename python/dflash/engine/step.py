@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..call import Call
 from ..drafter import Drafter
-from ..options import BlockSize, TreeSize, has_auto_width, tree_rows
+from ..options import MAX_LOGPROBS, BlockSize, TreeSize, has_auto_width, tree_rows
 from ..proposers import (
     Block,
     ChainProposer,
@@ -28,6 +28,7 @@ from ..target import Target, first_hook
 from .budget import TreeBudget, WidthBudget, context_bucket, measured_costs
 from .commit import emit_, report_
 from .grammar_masks import GrammarMasks
+from .logprobs import Logprobs
 from .runner import compiled_per_shape
 from .state import FULL, STOPPED, State
 
@@ -46,9 +47,10 @@ def step(engine: Engine) -> None:
     """
     state = engine.state
     block = engine.proposer.propose(state)
-    logits = engine.target.verify(block, state)  # also writes state.context, the drafter's next input
-    logits = engine.rules.apply(logits, block, state)
+    raw = engine.target.verify(block, state)  # also writes state.context, the drafter's next input
+    logits = engine.rules.apply(raw, block, state)
     choices = engine.acceptance.choose(logits, block, state)
+    engine.note_logprobs_(raw, choices)
     engine.commit_(block, choices)
 
 
@@ -90,6 +92,7 @@ class Engine:
         seats: per row, the call that it belongs to, or None.
         rules: the logit rules of all rows.
         host_rules: Python processors and criteria of the call; None for none.
+        logprobs: where log probabilities go; None while no row asks for them.
         acceptance: chooses the target's tokens.
         compile_target: run the target's pass over a block through ``torch.compile``.
         keyed: the acceptance by keyed noise, which also chooses the first token of every call.
@@ -128,6 +131,8 @@ class Engine:
         self._fit_rules()
         self.host_rules: HostRules | None = None
         self._masks: GrammarMasks | None = None  # made for the first call that needs them
+        self.logprobs: Logprobs | None = None
+        self._logprobs: Logprobs | None = None  # made at first use, and kept: graphs hold its address
 
     def retarget(self, target: Target) -> None:
         """Replace the target by another twin of the same model; caches and state stay."""
@@ -146,10 +151,16 @@ class Engine:
             self.draft.refresh()
 
     def agree(self, call: Call, chunk: int, reuse: bool) -> bool:
-        """Return True if every process of the target wants ``reuse``; raise if they begin different calls."""
+        """Return True if every process of the target wants ``reuse``, and the call can.
+
+        Raises:
+            ValueError: they begin different calls, or ask for log probabilities, which only one process gives.
+        """
         ranks = self.target.ranks
+        if call.logprobs is not None and ranks.count > 1:
+            raise ValueError(f"logprobs need a target in one process, this one is spread over {ranks.count}")
         ranks.compare("its prompts or arguments", lambda: (call.decisive(), chunk, self.block_size, self.widths))
-        return ranks.all(reuse)
+        return ranks.all(reuse and not call.prompt_logprobs)  # a prompt that is cached has no logits
 
     def configure(self, call: Call) -> None:
         """Give the first rows to ``call``, none to others, and set the ways to draft and to accept."""
@@ -189,6 +200,7 @@ class Engine:
         self.state.vacate_(slice(row, row + 1))
         self.state.length[row] = kept
         self._fit_rules()
+        self._fit_logprobs()
         self._draft_chains(self.chain.passes)
 
     def _seat(self, rows: slice, call: Call) -> None:
@@ -203,6 +215,7 @@ class Engine:
         if call.grammars:
             self._begin_grammars(rows.start, call)
         self._fit_rules()
+        self._fit_logprobs()
 
     def _free(self, rows: slice) -> None:
         """Take ``rows`` and their grammars from their calls."""
@@ -232,6 +245,13 @@ class Engine:
         rules = [RuleSettings() if call is None else call.rules for call in self.seats]
         self.rules = self._rules_for(rules)
         self.rules.set_(rules)
+
+    def _fit_logprobs(self) -> None:
+        """Keep log probabilities from now on if a row asks for them."""
+        asks = any(call is not None and call.logprobs is not None for call in self.seats)
+        if asks and self._logprobs is None:
+            self._logprobs = Logprobs(*self.state.tokens.shape, MAX_LOGPROBS, self.target.device)
+        self.logprobs = self._logprobs if asks else None
 
     def _draft_chains(self, passes: int, rejection: RejectionAcceptance | None = None) -> None:
         self.proposer = self.chain
@@ -328,7 +348,18 @@ class Engine:
 
         Rules that are freed and made again are others. The stop list is replaced only by a longer one.
         """
-        return self.proposer.kind, self.acceptance, weakref.ref(self.rules), self.state.stop_token_ids.shape
+        rules, stop = weakref.ref(self.rules), self.state.stop_token_ids.shape
+        return self.proposer.kind, self.acceptance, rules, stop, self.logprobs is not None
+
+    def note_logprobs_(self, logits: Tensor, choices: Tensor) -> None:
+        """Keep the log probabilities of a chain's choices, if a row asks for them. Call it before `commit_`.
+
+        Args:
+            logits: ``[batch, rows, vocab]``, the target's own.
+            choices: ``[batch, rows]`` int64.
+        """
+        if self.logprobs is not None:
+            self.logprobs.write_(slice(None), logits, choices, self.state.positions(choices.shape[1]))
 
     def commit_(self, block: Block, choices: Tensor, limits: Tensor | None = None, stopped: Sequence[int] = ()) -> None:
         """Emit what was accepted, advance every row, its caches and the proposer, and report to the host.
