@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import harness
+import httpx
 import openai
 import package_pair
 from transformers import AutoTokenizer
@@ -49,7 +50,8 @@ def command(name: str, pair: Path, clients: int, port: int) -> list[str]:
     target, draft = str(pair / "target"), str(pair / "draft")
     if name == "transformers":
         start = "from transformers.cli.transformers import main; main()"
-        return [sys.executable, "-c", start, "serve", target, "--port", str(port), "--device", "cpu"]
+        options = ["--host", "127.0.0.1", "--port", str(port), "--device", "cpu", "--dtype", "float32"]
+        return [sys.executable, "-c", start, "serve", target, *options]
     options = ["--model", target, "--draft", draft, "--name", "pair", "--rows", str(clients), "--port", str(port)]
     options += ["--dtype", "float32"] + (["--block-size", "1"] if name != FIRST else [])
     return [sys.executable, "-c", "from dflash.cli import main; main()", "serve", *options]
@@ -64,19 +66,20 @@ def started(arguments: list[str], port: int) -> Iterator[openai.AsyncOpenAI]:
     ):
         url = f"http://127.0.0.1:{port}/v1"
         try:
-            with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as probe:
-                while process.poll() is None:
-                    with contextlib.suppress(openai.APIConnectionError):
-                        with contextlib.suppress(openai.APIStatusError):  # transformers lists what a hub cache has
-                            probe.models.list()
-                        break
-                    time.sleep(0.2)
-                else:
+            while not _is_up(url):
+                if process.poll() is not None:
                     log.seek(0)
                     raise SystemExit(f"a server ended: {log.read()}")
+                time.sleep(0.2)
             yield openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0)
         finally:
             process.terminate()
+
+
+def _is_up(url: str) -> bool:
+    with contextlib.suppress(httpx.HTTPError):  # transformers' /v1/models needs a hub cache
+        return httpx.get(url.replace("/v1", "/health")).is_success
+    return False
 
 
 async def answer(client: openai.AsyncOpenAI, model: str, prompt: str) -> tuple[str, list[float]]:
@@ -129,6 +132,7 @@ def plot(rows: list[Row], file: Path) -> None:
     for name in dict.fromkeys(row.server for row in rows):
         own = [row for row in rows if row.server == name]
         plt.plot([row.clients for row in own], [row.tokens_per_second for row in own], marker="o", label=name)
+    plt.xticks(sorted({row.clients for row in rows}))
     plt.xlabel("clients")
     plt.ylabel("tokens per second")
     plt.ylim(bottom=0)

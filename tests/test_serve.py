@@ -180,6 +180,14 @@ def test_a_stream_has_a_role_deltas_a_reason_and_usage(service):
     assert last["usage"] == whole["usage"]
 
 
+def test_a_stream_counts_its_tokens_in_every_chunk_if_asked(service):
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *found, last = chunks(ask(service, CHAT, chat(stream=True, stream_options=options)))
+    counts = [chunk["usage"]["completion_tokens"] for chunk in found]
+    assert counts == sorted(counts)
+    assert (counts[0], counts[1], counts[-1]) == (0, 1, last["usage"]["completion_tokens"])
+
+
 def test_a_stream_tells_which_tokens_were_drafted(service):
     found = chunks(ask(service, CHAT, chat(stream=True, stream_options={"include_drafts": True})))
     drafts = [chunk["choices"][0]["drafts"] for chunk in found if "drafts" in chunk["choices"][0]]
@@ -248,6 +256,9 @@ BAD = {
     "seed": ({"seed": 2**63}, "seed", "less than"),
     "bias": ({"logit_bias": {"x": 1}}, "logit_bias", "pattern"),
     "bias of no token": ({"logit_bias": {"99999": 1}}, "logit_bias", "0 .. 1535"),
+    "large bias": ({"logit_bias": {"5": 101}}, "logit_bias", "less than or equal to 100"),
+    "penalty": ({"presence_penalty": -1e308}, "presence_penalty", "greater than or equal to -2"),
+    "repetition": ({"repetition_penalty": 1e-300}, "repetition_penalty", "greater than or equal to 0.01"),
     "answers": ({"n": 11}, "n", "may ask for 10 answers, this one asks for 11"),
     "stream options": ({"stream_options": {}}, None, "needs stream=true"),
     "stop tokens": ({"stop_token_ids": [5], "ignore_eos": True}, None, "cannot be combined"),

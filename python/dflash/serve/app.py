@@ -163,16 +163,21 @@ class _Stream(StreamingResponse):
 async def _lines(body: GenerationRequest, run: Run, form: Format) -> AsyncIterator[str]:
     """Yield the events of a stream. An error after its beginning is an event too."""
     options = body.stream_options or StreamOptions()
+
+    def line(chunk: dict[str, Any]) -> str:
+        counts = {"usage": form.usage(run.answers)} if options.continuous_usage_stats else {}
+        return event_line(chunk | counts)
+
     for index, answer in enumerate(run.answers):
         if (opening := form.opening(index, answer)) is not None:
-            yield event_line(opening)
+            yield line(opening)
     try:
         async for index, delta, event in run.deltas():
             drafts = _drafts(run.answers[index], delta, event) if options.include_drafts else None
             if delta.content or delta.reasoning or delta.calls or drafts is not None:
-                yield event_line(form.chunk(index, delta, None, drafts))
+                yield line(form.chunk(index, delta, None, drafts))
             if (reason := run.answers[index].finish_reason) is not None:
-                yield event_line(form.chunk(index, Delta(), reason))
+                yield line(form.chunk(index, Delta(), reason))
         if options.include_usage:
             yield event_line(form.usage_chunk(run.answers))
     except ApiError as error:

@@ -64,7 +64,7 @@ class Format:
             {"index": index, **self._whole(answer), "logprobs": None, "finish_reason": answer.finish_reason}
             for index, answer in enumerate(answers)
         ]
-        return {**self._head, "object": self.whole_object, "choices": choices, "usage": usage(answers, self._prompts)}
+        return {**self._head, "object": self.whole_object, "choices": choices, "usage": self.usage(answers)}
 
     def opening(self, index: int, answer: Answer) -> dict[str, Any] | None:
         """Return the chunk that comes before an answer's text, if there is one."""
@@ -88,7 +88,11 @@ class Format:
 
     def usage_chunk(self, answers: Sequence[Answer]) -> dict[str, Any]:
         """Return the last chunk, for ``include_usage``."""
-        return {**self._chunk([]), "usage": usage(answers, self._prompts)}
+        return {**self._chunk([]), "usage": self.usage(answers)}
+
+    def usage(self, answers: Sequence[Answer]) -> dict[str, Any]:
+        """Count the tokens so far."""
+        return usage(answers, self._prompts)
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {**self._head, "object": self.chunk_object, "choices": choices}

@@ -55,6 +55,8 @@ def _parts(value: object) -> object:
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 TokenIds = list[Annotated[int, Field(ge=0)]]
+Penalty = Annotated[float, Field(ge=-2, le=2)]  # OpenAI's range; numbers near the largest would make logits infinite
+Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
 def _describe(schema: dict[str, Any], model: type[BaseModel]) -> None:
@@ -73,10 +75,12 @@ class StreamOptions(_Strict):
 
     Attributes:
         include_usage: a last chunk with the numbers of tokens.
+        continuous_usage_stats: the numbers so far in every chunk too, as in vLLM (an extension).
         include_drafts: in each chunk, how many of its tokens were drafted (an extension).
     """
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
     include_drafts: bool | None = None
     include_obfuscation: NotApplied = None
 
@@ -120,16 +124,16 @@ class GenerationRequest(_Strict):
     top_p: float | None = None
     stop: Annotated[list[Text], Field(max_length=4), BeforeValidator(_stops, Text | list[Text])] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    logit_bias: dict[Annotated[str, Field(pattern=r"^\d{1,10}$")], float] | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
+    logit_bias: dict[Annotated[str, Field(pattern=r"^\d{1,10}$")], Bias] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
     user: str | None = None
     logprobs: NotApplied = None
     response_format: ResponseFormat | None = None
 
     top_k: int | None = None
     min_p: float | None = None
-    repetition_penalty: float | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
     no_repeat_ngram_size: int | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     stop_token_ids: TokenIds | None = None
