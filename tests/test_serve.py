@@ -230,8 +230,6 @@ def test_reasoning_has_a_field_of_its_own():
 
 BAD = {
     "functions": ({"functions": [{"name": "f"}]}, "functions", "does not apply it"),
-    "logprobs": ({"logprobs": True}, "logprobs", "does not apply it"),
-    "top_logprobs": ({"top_logprobs": 2}, "top_logprobs", "does not apply it"),
     "effort": ({"reasoning_effort": "low"}, "reasoning_effort", "does not apply it"),
     "store": ({"store": True}, "store", "does not apply it"),
     "unknown": ({"temprature": 1}, "temprature", "Extra inputs are not permitted"),
@@ -284,7 +282,6 @@ def test_a_chat_request_that_cannot_be_served_is_refused(service, fields, param,
         ({"prompt": [1536], "echo": True}, "prompt"),
         ({"prompt": [-1]}, "prompt"),
         ({"prompt": {"text": "a"}}, "prompt"),
-        ({"prompt": "a", "logprobs": 0}, "logprobs"),
         ({"prompt": "a", "best_of": 2}, "best_of"),
         ({"prompt": "a", "suffix": "b"}, "suffix"),
         ({"prompt": "a", "max_completion_tokens": 5}, "max_completion_tokens"),

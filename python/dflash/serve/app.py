@@ -173,10 +173,13 @@ async def _lines(body: GenerationRequest, run: Run, form: Format) -> AsyncIterat
             yield line(opening)
     try:
         async for index, delta, event in run.deltas():
-            drafts = _drafts(run.answers[index], delta, event) if options.include_drafts else None
-            if delta.content or delta.reasoning or delta.calls or drafts is not None:
+            answer = run.answers[index]
+            if event.prompt_logprobs is not None and (opening := form.opening(index, answer)) is not None:
+                yield line(opening)
+            drafts = _drafts(answer, delta, event) if options.include_drafts and not answer.is_empty else None
+            if any(delta) or drafts is not None:
                 yield line(form.chunk(index, delta, None, drafts))
-            if (reason := run.answers[index].finish_reason) is not None:
+            if (reason := answer.finish_reason) is not None:
                 yield line(form.chunk(index, Delta(), reason))
         if options.include_usage:
             yield event_line(form.usage_chunk(run.answers))

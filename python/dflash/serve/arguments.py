@@ -24,9 +24,11 @@ def generate_arguments(request: GenerationRequest, prompt_length: int, default: 
         room: the most tokens of prompt and answer together.
 
     Raises:
-        ApiError: prompt and answer are too long.
+        ApiError: prompt and answer are too long, or nothing is asked for.
     """
-    asked = request.new_tokens
+    asked, echoes = request.new_tokens, bool(getattr(request, "echo", None))
+    if asked == 0 and not echoes:
+        raise bad_request("max_tokens must be at least 1, or echo true", "max_tokens")
     if prompt_length + (asked or 1) > room:
         answer = f" and {asked} are asked for" if asked else ", and an answer needs at least one"
         raise bad_request(
@@ -35,12 +37,14 @@ def generate_arguments(request: GenerationRequest, prompt_length: int, default: 
             "context_length_exceeded",
         )
     arguments = {name: value for name in _SAME_NAME if (value := getattr(request, name)) is not None}
-    arguments["max_new_tokens"] = min(default, room - prompt_length) if asked is None else asked
+    arguments["max_new_tokens"] = min(default, room - prompt_length) if asked is None else max(1, asked)
     arguments["num_return_sequences"] = 1  # several answers are several calls, each with its seed
     if request.stop:
         arguments["stop_strings"] = request.stop
     if request.ignore_eos:
         arguments["stop_token_ids"] = []
+    if request.most_logprobs is not None:
+        arguments["logprobs"], arguments["prompt_logprobs"] = request.most_logprobs, echoes
     if request.min_tokens is not None:
         arguments["min_new_tokens"] = request.min_tokens
     if request.logit_bias is not None:

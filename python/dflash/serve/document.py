@@ -37,7 +37,8 @@ def documented(kind: str, answer: str) -> dict[int | str, dict[str, Any]]:
         answer: the field of a choice that holds the answer: a text, or a message.
     """
     message = _object(role={"const": "assistant"}, content=_MAYBE)
-    choice = _object(index=_COUNT, finish_reason=_TEXT, **{answer: _TEXT if answer == "text" else message})
+    answers = {answer: _TEXT if answer == "text" else message, "logprobs": {"type": ["object", "null"]}}
+    choice = _object(index=_COUNT, finish_reason=_TEXT, **answers)
     whole = _object(
         id=_TEXT, object={"const": kind}, created=_COUNT, model=_TEXT, system_fingerprint=_TEXT,
         choices={"type": "array", "minItems": 1, "items": choice}, usage=_USAGE,

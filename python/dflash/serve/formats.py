@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from .calls import CallPiece
+from .logprobs import ShownToken, chat_logprobs, completion_logprobs
 from .reasoning import Delta
 from .run import Answer
 
@@ -61,8 +62,9 @@ class Format:
     def whole(self, answers: Sequence[Answer]) -> dict[str, Any]:
         """Return the response to a request without ``stream``."""
         choices = [
-            {"index": index, **self._whole(answer), "logprobs": None, "finish_reason": answer.finish_reason}
+            {"index": index, **self._whole(answer), "logprobs": logprobs, "finish_reason": answer.finish_reason}
             for index, answer in enumerate(answers)
+            for logprobs in [None if answer.pieces is None else self._logprobs(answer.tokens)]
         ]
         return {**self._head, "object": self.whole_object, "choices": choices, "usage": self.usage(answers)}
 
@@ -81,7 +83,8 @@ class Format:
             reason: why it ends, in its last chunk.
             drafts: what of it was drafted, if the client asks for that.
         """
-        choice = {"index": index, **self._part(delta), "logprobs": None, "finish_reason": reason}
+        logprobs = self._logprobs(delta.tokens) if delta.tokens else None
+        choice = {"index": index, **self._part(delta), "logprobs": logprobs, "finish_reason": reason}
         if drafts is not None:
             choice["drafts"] = drafts
         return self._chunk([choice])
@@ -101,6 +104,9 @@ class Format:
         raise NotImplementedError
 
     def _part(self, delta: Delta) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _logprobs(self, tokens: Sequence[ShownToken]) -> dict[str, Any]:
         raise NotImplementedError
 
 
@@ -127,6 +133,9 @@ class ChatFormat(Format):
         parts = {"content": delta.content, "reasoning_content": delta.reasoning, "tool_calls": calls}
         return {"delta": {name: part for name, part in parts.items() if part}}
 
+    def _logprobs(self, tokens: Sequence[ShownToken]) -> dict[str, Any]:
+        return chat_logprobs(tokens)
+
 
 def _call_delta(piece: CallPiece) -> dict[str, Any]:
     """Return a piece of a tool call as streams have it."""
@@ -142,11 +151,16 @@ class CompletionFormat(Format):
     prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
 
     def opening(self, index: int, answer: Answer) -> dict[str, Any] | None:
-        """Return the chunk with the prompt, for ``echo``."""
-        return self.chunk(index, Delta(answer.prompt_text), None) if answer.prompt_text else None
+        """Return the chunk with the prompt, for ``echo``. With log probabilities it comes when these are known."""
+        if not answer.prompt_text or (answer.call.prompt_logprobs and not answer.tokens):
+            return None
+        return self.chunk(index, Delta(answer.prompt_text, tokens=answer.tokens[: answer.prompt_tokens]), None)
 
     def _whole(self, answer: Answer) -> dict[str, Any]:
         return {"text": answer.prompt_text + "".join(answer.content)}
 
     def _part(self, delta: Delta) -> dict[str, Any]:
         return {"text": delta.content}
+
+    def _logprobs(self, tokens: Sequence[ShownToken]) -> dict[str, Any]:
+        return completion_logprobs(tokens)

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 __all__ = [
@@ -22,12 +31,10 @@ _ASKS_NOTHING: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "function_call": ("none",),
     "functions": ([],),
-    "logprobs": (False,),
     "modalities": (["text"],),
     "service_tier": ("auto", "default"),
     "store": (False,),
     "suffix": ("",),
-    "top_logprobs": (0,),
     "verbosity": ("medium",),
 }
 
@@ -57,6 +64,7 @@ Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 TokenIds = list[Annotated[int, Field(ge=0)]]
 Penalty = Annotated[float, Field(ge=-2, le=2)]  # OpenAI's range; numbers near the largest would make logits infinite
 Bias = Annotated[float, Field(ge=-100, le=100)]
+Top = Annotated[int, Field(ge=0, le=20)]
 
 
 def _describe(schema: dict[str, Any], model: type[BaseModel]) -> None:
@@ -128,7 +136,6 @@ class GenerationRequest(_Strict):
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     user: str | None = None
-    logprobs: NotApplied = None
     response_format: ResponseFormat | None = None
 
     top_k: int | None = None
@@ -155,6 +162,11 @@ class GenerationRequest(_Strict):
     def new_tokens(self) -> int | None:
         """The most tokens of an answer, if the request says."""
         return self.max_tokens
+
+    @property
+    def most_logprobs(self) -> int | None:
+        """The probable tokens that are asked for at each position; None if no log probabilities are."""
+        raise NotImplementedError
 
 
 class TextPart(_Strict):
@@ -250,6 +262,8 @@ class ChatRequest(GenerationRequest):
     tools: Annotated[list[Tool], Field(max_length=128)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedChoice | None = None
     parallel_tool_calls: bool | None = None
+    logprobs: bool | None = None
+    top_logprobs: Top | None = None
     functions: NotApplied = None
     function_call: NotApplied = None
 
@@ -260,9 +274,15 @@ class ChatRequest(GenerationRequest):
     reasoning_effort: NotApplied = None
     service_tier: NotApplied = None
     store: NotApplied = None
-    top_logprobs: NotApplied = None
     verbosity: NotApplied = None
     web_search_options: NotApplied = None
+
+    @field_validator("top_logprobs")
+    @classmethod
+    def _check_logprobs(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value and not info.data.get("logprobs"):
+            raise PydanticCustomError("pairs", "it needs logprobs=true")
+        return value
 
     @model_validator(mode="after")
     def _check_limits(self) -> ChatRequest:
@@ -275,11 +295,23 @@ class ChatRequest(GenerationRequest):
         """The most tokens of an answer, if the request says."""
         return self.max_completion_tokens or self.max_tokens
 
+    @property
+    def most_logprobs(self) -> int | None:
+        """The probable tokens that are asked for at each position; None if no log probabilities are."""
+        return self.top_logprobs or 0 if self.logprobs else None
+
 
 class CompletionRequest(GenerationRequest):
-    """A request of ``/v1/completions``."""
+    """A request of ``/v1/completions``. With ``echo``, ``max_tokens`` may be 0, and ``logprobs`` has the prompt's."""
 
     prompt: str | TokenIds | Annotated[list[str | TokenIds], Field(min_length=1)]
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
     echo: bool | None = None
+    logprobs: Top | None = None
     best_of: NotApplied = None
     suffix: NotApplied = None
+
+    @property
+    def most_logprobs(self) -> int | None:
+        """The probable tokens that are asked for at each position; None if no log probabilities are."""
+        return self.logprobs

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from ..streaming import open_suffix
 from .calls import CallPiece
+from .logprobs import ShownToken
 
 __all__ = ["AnswerText", "Delta"]
 
@@ -14,11 +15,12 @@ OPEN, CLOSE = "<think>", "</think>"
 
 
 class Delta(NamedTuple):
-    """Text that is new and final."""
+    """Text that is new and final, and its tokens if their log probabilities are asked for."""
 
     content: str = ""
     reasoning: str = ""
     calls: Sequence[CallPiece] = ()
+    tokens: Sequence[ShownToken] = ()
 
 
 class AnswerText:
@@ -31,11 +33,12 @@ class AnswerText:
 
     Attributes:
         is_stopped: a stop string was met. What follows is dropped.
+        length: characters before a stop string so far, reasoning and its marks included.
     """
 
     def __init__(self, stop: Sequence[str] = (), *, thinks: bool = False, is_thinking: bool = False) -> None:
         self._stop, self._longest = stop, max(map(len, stop), default=1)
-        self.is_stopped = False
+        self.is_stopped, self.length = False, 0
         self._tail = ""  # the end of the text so far, where a stop string may have begun
         self._mark = (CLOSE if is_thinking else OPEN) if thinks else None  # looked for
         self._held = ""  # may be the beginning of the mark
@@ -43,7 +46,8 @@ class AnswerText:
 
     def push(self, piece: str, *, is_last: bool) -> Delta:
         """Add a piece of the answer; return what can be shown."""
-        self._held += self._before_stop(piece)
+        piece = self._before_stop(piece)
+        self._held, self.length = self._held + piece, self.length + len(piece)
         is_last = is_last or self.is_stopped
         if self._mark == OPEN:
             self._look_for_reasoning(is_last)

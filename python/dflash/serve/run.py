@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from anyio import to_thread
 
 from ..call import Call
-from ..outputs import Statistics, StreamEvent
+from ..outputs import Statistics, StreamEvent, TokenLogprobs
 from .calls import CallText
 from .errors import ApiError
+from .logprobs import AnswerTokens, Pieces, ShownToken
 from .reasoning import AnswerText, Delta
 from .scheduler import QueueFullError, Scheduler, Ticket
 
@@ -38,9 +39,12 @@ class Answer:
         text: splits its text.
         prompt_text: shown before it, for ``echo``.
         calls: splits the tool calls off its content; None if it has none.
+        pieces: of the vocabulary if log probabilities are asked for, otherwise None.
+        is_empty: nothing is asked for but the prompt. The engine's one token is not shown.
         content: so far.
         reasoning: so far.
         ids: so far.
+        tokens: shown so far, the prompt's first; only with ``pieces``.
         finish_reason: ``"stop"``, ``"length"`` or ``"tool_calls"`` once it has ended.
         statistics: of its last event.
     """
@@ -49,11 +53,18 @@ class Answer:
     text: AnswerText
     prompt_text: str = ""
     calls: CallText | None = None
+    pieces: Pieces | None = None
+    is_empty: bool = False
     content: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
+    tokens: list[ShownToken] = field(default_factory=list)
     finish_reason: str | None = None
     statistics: Statistics | None = None
+
+    def __post_init__(self) -> None:
+        if self.pieces is not None:
+            self._held = AnswerTokens(self.pieces, self.call.tokenizer, len(self.prompt_text))
 
     @property
     def prompt_tokens(self) -> int:
@@ -68,11 +79,18 @@ class Answer:
     @property
     def new_tokens(self) -> int:
         """Its tokens so far."""
-        return 0 if self.statistics is None else self.statistics.num_new_tokens[0]
+        return 0 if self.statistics is None or self.is_empty else self.statistics.num_new_tokens[0]
+
+    def add_prompt(self, values: Sequence[TokenLogprobs | None]) -> None:
+        """Add the log probabilities of the prompt. It takes long for long ones: call it outside of the event loop."""
+        self.tokens += self.pieces.of_prompt(self.call.prompts[0].tolist(), values, self.prompt_text)
 
     def add(self, event: StreamEvent) -> Delta:
         """Add what a step wrote; return what is new of its text."""
         reason = event.finish_reasons[0]
+        if self.is_empty:
+            self.ids, self.finish_reason, self.statistics = event.ids[0], "length", event.statistics
+            return Delta()
         delta = self.text.push(event.text[0] if event.text else "", is_last=reason is not None)
         self.ids += event.ids[0]
         reason = "stop" if self.text.is_stopped else reason
@@ -80,6 +98,11 @@ class Answer:
             content, calls = self.calls.push(delta.content, is_last=reason is not None)
             delta = delta._replace(content=content, calls=calls)
             reason = "tool_calls" if reason == "stop" and self.calls.is_whole else reason
+        if event.logprobs is not None:
+            is_whole = reason is not None and not self.text.is_stopped
+            shown = self._held.push(event.ids[0], event.logprobs[0], self.text.length, is_whole=is_whole)
+            self.tokens += shown
+            delta = delta._replace(tokens=shown)
         self.content.append(delta.content)
         self.reasoning.append(delta.reasoning)
         self.finish_reason = reason
@@ -153,6 +176,8 @@ class Run:
             if self.first_token_seconds is None:
                 self.first_token_seconds = self.seconds()
             answer = self.answers[index]
+            if event.prompt_logprobs is not None:
+                await to_thread.run_sync(answer.add_prompt, event.prompt_logprobs[0])
             delta = answer.add(event)
             if answer.finish_reason is not None:
                 if self._keep is not None and (reason := event.finish_reasons[0]) is not None:

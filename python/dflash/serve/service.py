@@ -18,6 +18,7 @@ from ..sampling import Grammar, fold
 from ..target import describe_config, sample_digest
 from .arguments import generate_arguments, named_as_asked
 from .errors import ApiError, bad_request
+from .logprobs import Pieces
 from .metrics import Metrics
 from .prompts import Prompt, PromptReader
 from .protocol import ChatRequest, CompletionRequest, GenerationRequest
@@ -57,6 +58,7 @@ class Service:
 
     def __post_init__(self) -> None:
         self.reader, self.metrics = PromptReader(self.tokenizer), Metrics(self.scheduler)
+        self._pieces = Pieces(self.tokenizer)
         weights = self.receipts and self.receipts.fingerprints.weights
         self.fingerprint = _fingerprint(self.scheduler.generator, self.version, weights)
 
@@ -111,7 +113,9 @@ class Service:
                 call = self._call(request, prompt, default, fold(seed, number), grammar)
                 text = AnswerText(request.stop or (), thinks=thinks, is_thinking=prompt.is_thinking)
                 calls = None if tools is None else tools.text()
-                answers.append(Answer(call, text, prompt.text if echoes else "", calls))
+                pieces = None if call.logprobs is None else self._pieces
+                echo = prompt.text if echoes else ""
+                answers.append(Answer(call, text, echo, calls, pieces, is_empty=request.new_tokens == 0))
         return answers
 
     def _call(
