@@ -8,19 +8,22 @@ import schemathesis
 import served
 from examples import examples
 from hypothesis import given
+from hypothesis import strategies as st
 from schemathesis import GenerationMode
 from schemathesis.specs.openapi.checks import positive_data_acceptance  # ranges and the context are checked later
 
 PATHS = {
     "/v1/chat/completions": "POST",
     "/v1/completions": "POST",
+    "/v1/receipts/{completion}": "GET",
+    "/v1/receipts/{completion}/verify": "POST",
     "/v1/models": "GET",
     "/v1/models/{name}": "GET",
     "/health": "GET",
     "/metrics": "GET",
 }
 CASES = [(path, GenerationMode.POSITIVE) for path in PATHS]
-CASES += [(path, GenerationMode.NEGATIVE) for path, method in PATHS.items() if method == "POST"]
+CASES += [(path, GenerationMode.NEGATIVE) for path in ("/v1/chat/completions", "/v1/completions")]
 LONGEST = 8  # tokens of an answer
 
 
@@ -48,6 +51,18 @@ def shorten(body: object) -> None:
         body.setdefault("max_tokens", LONGEST)
 
 
+def simplify(body: object) -> None:
+    """Leave out what only the template and a grammar can judge, which is nearly always wrong."""
+    if not isinstance(body, dict):
+        return
+    if "messages" in body:
+        body["messages"] = [{"role": "user", "content": "add 1 and 2"}]
+    for name in ("tools", "tool_choice", "parallel_tool_calls", "response_format", "structured_outputs"):
+        body.pop(name, None)
+    for name in [name for name in body if name.startswith("guided_")]:
+        del body[name]
+
+
 def test_every_path_is_tried(document):
     assert {path: [*methods] for path, methods in document.raw_schema["paths"].items()} == {
         path: [method.lower()] for path, method in PATHS.items()
@@ -60,13 +75,15 @@ def test_no_request_makes_the_server_fail(document, root, path, mode):
     statuses = collections.Counter()
 
     @examples(30 if PATHS[path] == "POST" else 5)
-    @given(document[path][PATHS[path]].as_strategy(generation_mode=mode))
-    def explore(case):
+    @given(document[path][PATHS[path]].as_strategy(generation_mode=mode), st.booleans())
+    def explore(case, is_simple):
         shorten(case.body)
+        if is_simple and mode is GenerationMode.POSITIVE:
+            simplify(case.body)
         response = case.call(base_url=root, timeout=120)
         case.validate_response(response, excluded_checks=[positive_data_acceptance])
         statuses[response.status_code] += 1
 
     explore()
-    if mode is GenerationMode.POSITIVE and "name" not in path:
+    if mode is GenerationMode.POSITIVE and "{" not in path:
         assert statuses[200] >= statuses.total() / 10, f"few requests get far: {statuses}"
