@@ -13,7 +13,7 @@ from served import SUM, TRIP, live, pair
 
 import dflash
 
-ENDS = ["\n", " and"]
+ENDS = ["\n", ". It"]
 
 
 @pytest.fixture(scope="module")
