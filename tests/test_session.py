@@ -105,18 +105,29 @@ def test_a_long_prompt_is_run_in_chunks_between_the_steps_of_others():
     of = session()
     first = admit(of, prompt(5), stop_token_ids=[])
     of.step()
+    of.step()
     long, short = prompt(60), prompt(6)
     second, third = admit(of, long, stop_token_ids=[]), admit(of, short, stop_token_ids=[])
-    begun: dict[int, int] = {}
-    for turn in range(9):
+    steps, begun = 0, {}
+    while second not in begun:
         rows = [row for row, *_ in of.step()]
-        assert first in rows
-        for row in rows:
-            begun.setdefault(row, turn)
-    assert begun == {first: 0, third: 1, second: 8}, "a short prompt has its turn after one chunk of the long one"
+        steps += first in rows
+        for row in {second, third}.intersection(rows):
+            begun.setdefault(row, steps)
+    assert begun == {third: 1, second: 8}, "a short prompt has its turn after one chunk of the long one"
     assert finish(of).keys() == {first, second, third}
     assert admit(of, long) == second
     assert finish(of)[second][0] == greedy(target, long, NEW).tolist()
+
+
+def test_a_first_token_does_not_wait_for_a_step():
+    of = session()
+    first, second = admit(of, prompt(5), stop_token_ids=[]), admit(of, prompt(6), stop_token_ids=[])
+    rows = [[(row, len(event.ids[0]) > 1) for row, event, _ in of.step()] for _ in range(4)]
+    assert rows[0] == [(first, False)]
+    assert [row for row, _ in rows[1]] == [first]
+    assert rows[2] == [(second, False)], "a step comes between two prompts"
+    assert [row for row, _ in rows[3]] == [first, second]
 
 
 def test_whole_chunks_of_a_prompt_are_not_run_again():

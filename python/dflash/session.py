@@ -86,6 +86,7 @@ class Session:
         self._held: list[list[int]] = [[]] * generator.batch_size  # ids of the whole chunks that a row's caches hold
         self._retired = [0] * generator.batch_size  # when: a count
         self._clock = 0
+        self._owes_step = False  # a chunk has been run since the last step
         self._launch = self._masked_launch = generator.launch()  # the second while a row has a grammar
         self._run: Run = generator.run_alone(self._begin)
 
@@ -189,6 +190,9 @@ class Session:
     def step(self) -> list[RowEvent]:
         """Run one chunk of one waiting prompt, in turn, and one step of all rows that have begun.
 
+        An answer's first token does not wait for that step: a chunk that ends a prompt returns at once, and the next
+        call begins with the step.
+
         Returns:
             What happened, in order. A row stays taken after its last event until `retire`.
 
@@ -199,11 +203,15 @@ class Session:
 
     def _step(self) -> list[RowEvent]:
         self._run.check_turn()
-        events = [self._event(answer) for answer in self._run.run_chunk()] if self._run.is_filling else []
-        if self._run.is_running:
-            launch = self._launch if self.generator.engine.grammar_masks is None else self._masked_launch
-            events += [self._event(answer) for answer in self._run.step(launch)]
-        return events
+        if self._run.is_filling and not (self._owes_step and self._run.is_running):
+            self._owes_step = True
+            if begun := self._run.run_chunk():
+                return [self._event(answer) for answer in begun]
+        self._owes_step = False
+        if not self._run.is_running:
+            return []
+        launch = self._launch if self.generator.engine.grammar_masks is None else self._masked_launch
+        return [self._event(answer) for answer in self._run.step(launch)]
 
     def _event(self, answer: Answer) -> RowEvent:
         seat = self._seats[answer.row]
