@@ -58,7 +58,8 @@ def make_pair(
     with torch.device(device):
         target = _target(size, target_layers, dtype, {"tie_word_embeddings": tied, **shape}, pattern)
     # 3. The drafter, with its taps spread evenly over the target's layers
-    apart = (target_layers - 4) / (size.taps - 1)
+    apart = (target_layers - 4) / (size.taps - 1) if size.taps > 1 else 0
+    first = min(1, target_layers - 1)
     draft_config = {
         **shape,
         "model_type": "qwen3",
@@ -68,7 +69,10 @@ def make_pair(
         "layer_types": ["full_attention"] * size.layers,
         "block_size": BLOCK,
         "attention_bias": False,
-        "dflash_config": {"mask_token_id": MASK, "target_layer_ids": [1 + round(i * apart) for i in range(size.taps)]},
+        "dflash_config": {
+            "mask_token_id": MASK,
+            "target_layer_ids": [first + round(i * apart) for i in range(size.taps)],
+        },
     }
     drafter = dflash.Drafter(dflash.DraftConfig.from_config(draft_config), dtype=dtype, device=device).eval()
     with torch.no_grad():

@@ -74,11 +74,19 @@ def test_a_device_that_is_not_there_is_named(bench, monkeypatch, capfd):
 
 @pytest.mark.usefixtures("reference_package")
 def test_steps_on_cpu_are_timed_beside_the_reference_package(bench):
-    lines = bench("bench_step_cpu.py", "--hidden", 64, "--repeats", 1, "--new", 2)
+    lines = bench("bench_step_cpu.py", "--hidden", 64, "--repeats", 1, "--new", 2, "--without", "compiled")
     rows = [line.split() for line in lines[2:]]
     assert [row[2] for row in rows] == ["float32", "bfloat16"]
+    assert [row[10:12] for row in rows] == [["-", "-"]] * 2
     for row in rows:
-        assert all(math.isfinite(float(row[column])) for column in (3, 4))
+        assert all(float(row[column]) > 0 for column in (3, 4, 5, 6))
+        assert all(math.isfinite(float(row[column])) for column in (8, 12))
+
+
+def test_first_tokens_on_cpu_are_timed_beside_transformers(bench):
+    lines = bench("bench_first_token.py", "--hidden", 64, "--repeats", 1, "--prompts", 5, 40, "--dtypes", "float32")
+    assert [line.split()[3] for line in lines[2:]] == ["5", "40"]
+    assert all(float(value) > 0 for line in lines[2:] for value in line.removesuffix("x").split()[4:])
 
 
 @pytest.mark.usefixtures("reference_package")
