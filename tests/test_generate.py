@@ -47,6 +47,8 @@ BAD_CALLS = [
     ({"top_k": -1}, ValueError, "top_k must be an integer of at least 0"),
     ({"min_p": -0.1}, ValueError, r"min_p must lie in \[0, 1\]"),
     ({"min_p": 1.5}, ValueError, r"min_p must lie in \[0, 1\]"),
+    ({"presence_penalty": -1e308}, ValueError, r"presence_penalty must lie in -1e30 \.\. 1e30, got -1e\+308"),
+    ({"frequency_penalty": 1e31}, ValueError, r"frequency_penalty must lie in -1e30 \.\. 1e30, got 1e\+31"),
     ({"seed": [1, 2]}, ValueError, "seed must be an integer or one per row, 1 in all, got 2"),
     ({"draft_sharpness": -1.0}, ValueError, "draft_sharpness must be at least 0"),
     ({"draft_sharpness": NAN}, ValueError, "draft_sharpness must be at least 0"),

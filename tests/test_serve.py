@@ -164,6 +164,7 @@ def test_a_stream_has_a_role_deltas_a_reason_and_usage(service):
     body = chat(TRIP, stream=True, n=2, temperature=1, seed=5, stream_options={"include_usage": True})
     *found, last = chunks(ask(service, CHAT, body))
     assert {chunk["object"] for chunk in found} == {"chat.completion.chunk"}
+    assert {chunk["usage"] for chunk in found} == {None}
     assert len({chunk["id"] for chunk in found}) == 1
     for index, expected in enumerate(
         direct(prompt_ids(TRIP), max_new_tokens=300, num_return_sequences=2, temperature=1.0, seed=5)
@@ -233,6 +234,11 @@ BAD = {
     "effort": ({"reasoning_effort": "low"}, "reasoning_effort", "does not apply it"),
     "store": ({"store": True}, "store", "does not apply it"),
     "unknown": ({"temprature": 1}, "temprature", "Extra inputs are not permitted"),
+    "annotations": (
+        {"messages": [{"role": "user", "content": "a", "annotations": [{}]}]},
+        "messages",
+        "does not apply it",
+    ),
     "messages": ({"messages": []}, "messages", "at least 1 item"),
     "no messages": ({"messages": None}, "messages", "valid list"),
     "image": ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages", "'text'"),
@@ -247,6 +253,7 @@ BAD = {
     "infinite": ({"temperature": float("inf")}, "temperature", "finite"),
     "top_p": ({"top_p": 0}, "top_p", "(0, 1]"),
     "max_tokens": ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
+    "least": ({"min_tokens": 301}, "min_tokens", "at most max_tokens, 300, got 301"),
     "two limits": ({"max_completion_tokens": 5}, None, "max_tokens and max_completion_tokens differ"),
     "context": ({"max_tokens": 512}, "messages", "context is 512 tokens: the prompt has"),
     "stop": ({"stop": ["a", "b", "c", "d", "e"]}, "stop", "at most 4"),
@@ -297,6 +304,7 @@ def test_a_text_request_that_cannot_be_served_is_refused(service, fields, param)
 def test_fields_that_ask_for_nothing_are_taken(service):
     neutral = {
         **{"tools": [], "tool_choice": "none", "response_format": {"type": "text"}, "logprobs": False, "store": False},
+        **{"messages": [{"role": "user", "content": SUM, "annotations": None, "audio": None, "refusal": None}]},
         **{"user": "u", "metadata": {"a": "b"}, "top_logprobs": None, "modalities": ["text"], "seed": None, "n": None},
     }
     assert answer(ask(service, CHAT, chat(**neutral))) == direct(prompt_ids(), max_new_tokens=300)
@@ -309,10 +317,18 @@ def test_a_body_that_is_no_request_is_refused(service, body):
     assert error(response)["type"] == "invalid_request_error"
 
 
+def test_a_body_that_is_not_sent_as_json_is_told_the_header(service):
+    response = ask(service, CHAT, chat(), headers={"Content-Type": "text/plain"})
+    assert response.status_code == 400
+    assert "Content-Type: application/json" in error(response)["message"]
+
+
 def test_other_models_and_paths_are_not_found(service):
     assert error(ask(service, CHAT, chat(model="gpt-4")))["code"] == "model_not_found"
     assert ask(service, "/v1/models/gpt-4", None).status_code == 404
-    assert error(ask(service, "/v1/embeddings", {}))["type"] == "not_found_error"
+    missing = error(ask(service, "/v1/embeddings", {}))
+    assert missing["type"] == "not_found_error"
+    assert "POST /v1/embeddings; /openapi.json lists" in missing["message"]
     assert ask(service, CHAT, None).status_code == 405
 
 

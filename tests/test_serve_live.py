@@ -212,6 +212,9 @@ def test_the_command_serves_the_package_pair_until_it_is_told_to_end():
         (["--model", "somewhere"], "--model needs --draft too"),
         (["--block-size", "0"], "block_size must be an integer of at least 1"),
         (["--rows", "0"], "--rows"),
+        (["--grace", "inf"], "--grace"),
+        (["--api-key", ""], "--api-key must be visible ASCII"),
+        (["--api-key", "a key"], "--api-key must be visible ASCII"),
     ],
 )
 def test_wrong_options_are_refused_before_anything_is_loaded(shell, options, message):

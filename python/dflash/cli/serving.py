@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -39,7 +40,9 @@ def serve(
         Path | None, typer.Option(help="Folder for a receipt of each answer, see dflash verify; default: none.")
     ] = None,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for a request, waiting included.")] = 600.0,
-    grace: Annotated[float, typer.Option(min=0, help="Seconds that answers may still take after SIGTERM.")] = 30.0,
+    grace: Annotated[
+        float, typer.Option(min=0, max=86400, help="Seconds that answers may still take after SIGTERM.")
+    ] = 30.0,
 ) -> None:
     """Serve a target and its drafter with OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models.
 
@@ -51,6 +54,8 @@ def serve(
         raise ValueError("dflash serve needs FastAPI, uvicorn and prometheus-client: pip install '.[serve]'")
     from ..serve.server import Server, bind, run_server
 
+    if api_key is not None and not re.fullmatch("[!-~]+", api_key):
+        raise ValueError("--api-key must be visible ASCII characters without spaces: a header can hold no other key")
     width = parse_block_size(block_size)
     if receipts is not None:
         _prepare_folder(receipts)

@@ -39,6 +39,14 @@ def finite(name: str, value: object) -> float:
     return number
 
 
+def penalty(name: str, value: object) -> float:
+    """Return ``value`` as a float of at most 1e30, so that a count times it stays finite in float32."""
+    number = finite(name, value)
+    if abs(number) > 1e30:
+        raise ValueError(f"{name} must lie in -1e30 .. 1e30, got {value!r}")
+    return number
+
+
 def string(name: str, value: object) -> str:
     """Return ``value``; raise unless it is a string of Unicode text."""
     if not isinstance(value, str):

@@ -59,7 +59,8 @@ def build_app(service: Service, api_key: str | None = None) -> FastAPI:
     @app.exception_handler(HTTPException)
     async def refuse_path(request: Request, error: HTTPException) -> Response:
         headers = dict(error.headers or {})
-        return await refuse(request, ApiError(error.status_code, str(error.detail), headers=headers))
+        message = f"{error.detail}: {request.method} {request.url.path}; /openapi.json lists what this server has"
+        return await refuse(request, ApiError(error.status_code, message, headers=headers))
 
     @app.exception_handler(Exception)
     async def apologize(request: Request, _: Exception) -> Response:
@@ -77,6 +78,8 @@ def _first(error: RequestValidationError) -> ApiError:
     code = "unsupported_parameter" if found["type"] == "unsupported" else None
     if found["type"] == "json_invalid":
         return bad_request(f"the body is not JSON: {found['ctx']['error']}")
+    if not place and found["type"] != "pairs":
+        return bad_request("the body must be a JSON object, sent with the header Content-Type: application/json")
     return bad_request(f"{'.'.join(place) or 'the body'}: {found['msg']}", param, code)
 
 
@@ -165,8 +168,11 @@ async def _lines(body: GenerationRequest, run: Run, form: Format) -> AsyncIterat
     options = body.stream_options or StreamOptions()
 
     def line(chunk: dict[str, Any]) -> str:
-        counts = {"usage": form.usage(run.answers)} if options.continuous_usage_stats else {}
-        return event_line(chunk | counts)
+        if options.continuous_usage_stats:
+            chunk |= {"usage": form.usage(run.answers)}
+        elif options.include_usage:
+            chunk |= {"usage": None}  # as OpenAI does
+        return event_line(chunk)
 
     for index, answer in enumerate(run.answers):
         if (opening := form.opening(index, answer)) is not None:

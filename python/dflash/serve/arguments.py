@@ -36,6 +36,8 @@ def generate_arguments(request: GenerationRequest, prompt_length: int, default: 
             "messages" if "messages" in type(request).model_fields else "prompt",
             "context_length_exceeded",
         )
+    if asked is not None and (request.min_tokens or 0) > asked:
+        raise bad_request(f"min_tokens must be at most max_tokens, {asked}, got {request.min_tokens}", "min_tokens")
     arguments = {name: value for name in _SAME_NAME if (value := getattr(request, name)) is not None}
     arguments["max_new_tokens"] = min(default, room - prompt_length) if asked is None else max(1, asked)
     arguments["num_return_sequences"] = 1  # several answers are several calls, each with its seed

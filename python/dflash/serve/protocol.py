@@ -28,6 +28,7 @@ __all__ = [
 
 # Fields of OpenAI's API that are not applied, with the values that ask for nothing. null always does.
 _ASKS_NOTHING: dict[str, tuple[Any, ...]] = {
+    "annotations": ([],),
     "best_of": (1,),
     "function_call": ("none",),
     "functions": ([],),
@@ -229,6 +230,7 @@ class Message(_Strict):
     name: str | None = None
     refusal: NotApplied = None
     audio: NotApplied = None
+    annotations: NotApplied = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     function_call: NotApplied = None

@@ -29,7 +29,7 @@ class RuleArguments(TypedDict, total=False):
     Attributes:
         repetition_penalty: positive. Divides the positive logits, and multiplies the negative ones, of tokens in the
             prompt or the answer so far (1).
-        presence_penalty, frequency_penalty: finite. A token drawn ``c`` times in the answer so far loses
+        presence_penalty, frequency_penalty: -1e30 .. 1e30. A token drawn ``c`` times in the answer so far loses
             ``c * frequency_penalty + (c > 0) * presence_penalty`` from its logit, as in OpenAI's API: the prompt does
             not count. Applied right after repetition_penalty (0).
         no_repeat_ngram_size: no n-gram of this size occurs twice in prompt and answer together (0).
@@ -140,8 +140,8 @@ class RuleSettings:
         logit_bias, sequence_bias = reader.biases()
         settings = cls(
             repetition_penalty=reader.repetition_penalty(),
-            presence_penalty=checks.finite("presence_penalty", reader.value("presence_penalty", 0.0)),
-            frequency_penalty=checks.finite("frequency_penalty", reader.value("frequency_penalty", 0.0)),
+            presence_penalty=checks.penalty("presence_penalty", reader.value("presence_penalty", 0.0)),
+            frequency_penalty=checks.penalty("frequency_penalty", reader.value("frequency_penalty", 0.0)),
             no_repeat_ngram_size=reader.count("no_repeat_ngram_size"),
             logit_bias=logit_bias,
             sequence_bias=sequence_bias,
