@@ -187,6 +187,23 @@ def test_a_generator_forgets_the_grammar_of_its_last_call(target, draft, prompts
     assert torch.equal(generator.generate(p, **call(GRAMMARS["regex"])), constrained)
 
 
+def test_a_step_that_failed_leaves_nothing_to_the_next_call(target, prompts):
+    """The masks of its block were asked for, and its target raised."""
+    generator, p, arguments = dflash.Generator(target, None, max_length=80), prompts[1], call(GRAMMARS["regex"])
+    verify, passes = generator.engine.target.verify, []
+
+    def fail_once(*given):
+        passes.append(1)
+        if len(passes) == 3:
+            raise MemoryError
+        return verify(*given)
+
+    generator.engine.target.verify = fail_once
+    with pytest.raises(MemoryError):
+        generator.generate(p[None], **arguments)
+    check_answers(generator.generate(p[None], **arguments), len(p), [oracle(target, GRAMMARS["regex"], p)])
+
+
 def test_only_steps_with_a_grammar_are_kept_from_graphs(target, draft, prompts):
     generator, defaults = dflash.Generator(target, draft, max_length=80), TargetDefaults.of(target)
     plain, masked = (Call.resolve(defaults, prompts[1][None], call(g)) for g in (None, GRAMMARS["regex"]))
