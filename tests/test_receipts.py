@@ -83,6 +83,12 @@ class TestAnswersThatFollow:
         assert recorder.receipt() == receipt
 
     def test_a_seed_that_nobody_named_is_drawn_and_recorded(self, target):
+    def test_log_probabilities_change_nothing(self, target, draft, receipt):
+        ids, mask = left_padded([prompt(5), prompt(19)])
+        arguments = {"attention_mask": mask, "temperature": 1.0, "top_k": 60, "seed": 7, "num_return_sequences": 3}
+        asked = {"logprobs": 2, "prompt_logprobs": True}
+        assert recorded(target, draft, ids, max_new_tokens=NEW, **arguments, **asked) == receipt
+
         torch.manual_seed(5)
         plain = dflash.generate(target, None, prompt(6)[None], temperature=1.0, max_new_tokens=NEW)
         torch.manual_seed(5)
