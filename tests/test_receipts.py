@@ -211,6 +211,15 @@ class TestChangesAreFound:
         }
 
     @pytest.mark.parametrize(
+    def test_a_large_bias_makes_no_token_a_near_tie(self, target):
+        """It is added to logits that have been rounded, so it does not make their rounding larger."""
+        receipt = recorded(target, None, prompt(7)[None], max_new_tokens=NEW, logit_bias=dict.fromkeys(range(97), 1e6))
+        ids = list(receipt.answers[0].ids)
+        ids[3] = (ids[3] + 1) % 97
+        [answer] = dflash.verify(with_answer(receipt, ids=tuple(ids)), target).answers
+        assert answer.mismatch.index == 3
+        assert answer.mismatch.rounding < 1e-3
+
         ("changes", "name"), [({"dtype": torch.bfloat16}, "dtype"), ({"vocab_size": 96}, "vocab_size")]
     )
     def test_another_dtype_or_vocabulary_is_named(self, receipt, changes, name):
