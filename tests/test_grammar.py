@@ -17,8 +17,10 @@ from trees import random_shapes
 
 import dflash
 from dflash.call import Call, TargetDefaults
+from dflash.engine.grammar_masks import GrammarMasks
 from dflash.proposers import MaskedDrafts
-from dflash.sampling import first_banned, fold, resolve_grammars
+from dflash.sampling import Matcher, first_banned, fold, resolve_grammars
+from dflash.session import Session
 
 NEW, EOS = 24, 0
 LENGTHS = [1, 7, 30]
@@ -185,6 +187,59 @@ def test_a_generator_forgets_the_grammar_of_its_last_call(target, draft, prompts
     assert generator.engine.grammar_masks is None
     assert not isinstance(generator.engine.chain.sampler, MaskedDrafts)
     assert torch.equal(generator.generate(p, **call(GRAMMARS["regex"])), constrained)
+
+
+def test_a_step_that_failed_leaves_nothing_to_the_next_call(target, prompts):
+    """The masks of its block were asked for, and its target raised."""
+    generator, p, arguments = dflash.Generator(target, None, max_length=80), prompts[1], call(GRAMMARS["regex"])
+    verify, passes = generator.engine.target.verify, []
+
+    def fail_once(*given):
+        passes.append(1)
+        if len(passes) == 3:
+            raise MemoryError
+        return verify(*given)
+
+    generator.engine.target.verify = fail_once
+    with pytest.raises(MemoryError):
+        generator.generate(p[None], **arguments)
+    check_answers(generator.generate(p[None], **arguments), len(p), [oracle(target, GRAMMARS["regex"], p)])
+
+
+def test_a_token_that_its_grammar_does_not_take_ends_its_row_only(target, draft, prompts, monkeypatch):
+    """Llguidance may reach a limit at any token."""
+    consume, arguments = Matcher.consume, call([GRAMMARS["forced"], GRAMMARS["free"]])
+
+    def limited(matcher, ids):
+        if matcher.grammar == GRAMMARS["free"]:
+            raise ValueError("too complex")
+        consume(matcher, ids)
+
+    monkeypatch.setattr(Matcher, "consume", limited)
+    for drafter in (None, draft):
+        of, seen, errors = Session(dflash.Generator(target, drafter, max_length=80, batch_size=2)), {}, {}
+        for grammar in arguments["grammar"]:
+            row = of.admit(of.resolve(prompts[1][None], **arguments | {"grammar": grammar}))
+            seen[row] = []
+        while of.is_busy:
+            for row, event, error in of.step():
+                seen[row] += event.ids[0]
+                if error:
+                    errors[row] = error
+                    of.retire(row)
+        assert seen[0] == oracle(target, GRAMMARS["forced"], prompts[1]).tolist()
+        assert errors == {1: f"the grammar of row 1 cannot go on at position {len(prompts[1])}: too complex"}
+
+
+def test_masks_are_those_of_the_drafts_that_several_passes_keep(target, draft, prompts, monkeypatch):
+    """Drafts that a pass drew in place of others, and that an earlier pass had decided, have no masks yet."""
+    asked = []
+    ask = GrammarMasks.ask
+    monkeypatch.setattr(GrammarMasks, "ask", lambda masks, block: asked.append(block.is_checked) or ask(masks, block))
+    for passes in (1, 2):
+        asked.clear()
+        dflash.generate(target, draft, prompts[1][None], **call(GRAMMARS["free"], denoise_steps=passes))
+        assert set(asked) == {passes == 1}
 
 
 def test_only_steps_with_a_grammar_are_kept_from_graphs(target, draft, prompts):

@@ -1,6 +1,7 @@
 """Test receipts: every token of an answer is derived again without a drafter, and whatever was changed is found."""
 
 import dataclasses
+import importlib.metadata
 import json
 import math
 import re
@@ -81,6 +82,12 @@ class TestAnswersThatFollow:
         for event in events:
             recorder.add(event)
         assert recorder.receipt() == receipt
+
+    def test_log_probabilities_change_nothing(self, target, draft, receipt):
+        ids, mask = left_padded([prompt(5), prompt(19)])
+        arguments = {"attention_mask": mask, "temperature": 1.0, "top_k": 60, "seed": 7, "num_return_sequences": 3}
+        asked = {"logprobs": 2, "prompt_logprobs": True}
+        assert recorded(target, draft, ids, max_new_tokens=NEW, **arguments, **asked) == receipt
 
     def test_a_seed_that_nobody_named_is_drawn_and_recorded(self, target):
         torch.manual_seed(5)
@@ -203,6 +210,15 @@ class TestChangesAreFound:
             "torch": ("1.0", torch.__version__),
             "config": ("0", receipt.fingerprints.config),
         }
+
+    def test_a_large_bias_makes_no_token_a_near_tie(self, target):
+        """It is added to logits that have been rounded, so it does not make their rounding larger."""
+        receipt = recorded(target, None, prompt(7)[None], max_new_tokens=NEW, logit_bias=dict.fromkeys(range(97), 1e6))
+        ids = list(receipt.answers[0].ids)
+        ids[3] = (ids[3] + 1) % 97
+        [answer] = dflash.verify(with_answer(receipt, ids=tuple(ids)), target).answers
+        assert answer.mismatch.index == 3
+        assert answer.mismatch.rounding < 1e-3
 
     @pytest.mark.parametrize(
         ("changes", "name"), [({"dtype": torch.bfloat16}, "dtype"), ({"vocab_size": 96}, "vocab_size")]
@@ -327,6 +343,16 @@ class TestGrammars:
         receipt = recorded(target, None, prompt(7)[None], grammar=self.GRAMMARS[0], **self.ARGUMENTS)
         with pytest.raises(ValueError, match="a grammar, so its own tokenizer is needed"):
             dflash.verify(receipt, target)
+
+    @pytest.mark.parametrize("grammar", [GRAMMARS[0], None])
+    def test_another_version_of_llguidance_is_noted_where_it_decides(self, target, grammar):
+        receipt = recorded(target, None, prompt(7)[None], grammar=grammar, **self.ARGUMENTS)
+        installed = importlib.metadata.version("llguidance")
+        assert receipt.fingerprints.llguidance == installed
+        fingerprints = dataclasses.replace(receipt.fingerprints, llguidance="0.1")
+        found = dflash.verify(dataclasses.replace(receipt, fingerprints=fingerprints), target, byte_level())
+        assert found.is_exact
+        assert found.differences == ({"llguidance": ("0.1", installed)} if grammar else {})
 
     def test_answers_with_different_grammars_have_no_receipt(self, target):
         ids = torch.stack([prompt(7)] * 2)

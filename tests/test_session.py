@@ -183,6 +183,33 @@ def test_a_call_of_the_generator_ends_the_session_and_a_new_one_begins_afresh():
     assert finish(again) == {row: (expected, 20)}
 
 
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5"])
+def test_a_step_that_fails_ends_the_session_and_the_next_one_begins_afresh(family):
+    """The target raises between its layers: some recurrent states have moved, others have not."""
+    target = make_target(family)
+    options = {"max_length": 96, "batch_size": 2, "prefill_chunk": CHUNK, "fused": False}
+    generator = dflash.Generator(target, make_draft(target), **options)
+    of, passes = Session(generator), []
+
+    def fail(*_) -> None:
+        passes.append(1)
+        if len(passes) == 4:
+            raise KeyboardInterrupt
+
+    row = admit(of, prompt(16))
+    layer = generator.engine.target.model.get_decoder().layers[2].mlp
+    handle = layer.register_forward_pre_hook(fail)
+    with pytest.raises(KeyboardInterrupt):
+        finish(of)
+    handle.remove()
+    for use in (of.step, lambda: of.retire(row), lambda: admit(of, prompt(16))):
+        with pytest.raises(RuntimeError, match="or a step has failed"):
+            use()
+    of, longer = Session(generator), torch.cat([prompt(16), prompt(5)])
+    row = admit(of, longer)
+    assert finish(of)[row] == (greedy(target, longer, NEW).tolist(), 21)
+
+
 def test_nan_logits_end_one_request_and_leave_the_others():
     target, _ = pair()
     of, marked = session(), torch.tensor([96, 5, 6])

@@ -63,7 +63,8 @@ class Session:
     Python processors and another number of denoising passes are refused: these are properties of the whole step. While
     a row has a grammar, steps are not captured as graphs and wait for its masks.
 
-    The session ends when its generator starts another call or session. Until then the weights must not change.
+    The session ends when its generator starts another call or session, and when a step raises: nobody knows then how
+    far its rows have come. Until then the weights must not change.
 
     Args:
         generator: its ``batch_size`` rows are the session's, and its ``prefill_chunk`` bounds how long a prompt holds
@@ -203,15 +204,19 @@ class Session:
 
     def _step(self) -> list[RowEvent]:
         self._run.check_turn()
-        if self._run.is_filling and not (self._owes_step and self._run.is_running):
-            self._owes_step = True
-            if begun := self._run.run_chunk():
-                return [self._event(answer) for answer in begun]
-        self._owes_step = False
-        if not self._run.is_running:
-            return []
-        launch = self._launch if self.generator.engine.grammar_masks is None else self._masked_launch
-        return [self._event(answer) for answer in self._run.step(launch)]
+        try:
+            if self._run.is_filling and not (self._owes_step and self._run.is_running):
+                self._owes_step = True
+                if begun := self._run.run_chunk():
+                    return [self._event(answer) for answer in begun]
+            self._owes_step = False
+            if not self._run.is_running:
+                return []
+            launch = self._launch if self.generator.engine.grammar_masks is None else self._masked_launch
+            return [self._event(answer) for answer in self._run.step(launch)]
+        except BaseException:  # out of memory, or an interrupt
+            self._run.ended = True
+            raise
 
     def _event(self, answer: Answer) -> RowEvent:
         seat = self._seats[answer.row]

@@ -60,6 +60,7 @@ class GrammarMasks:
 
         On a GPU this waits for the step that is running.
         """
+        self._asked = None  # a step that failed before it got its answer has left this
         if matcher is None and self._matchers[row] is None:
             return
         self._is_masked[row] = matcher is not None

@@ -67,7 +67,7 @@ class Run:
     Attributes:
         answers: per row, the one that has it, or None.
         consistent: True if the caches hold what the state says.
-        ended: set by whoever starts another run on the same engine.
+        ended: set by whoever starts another run on the same engine, or cannot go on.
     """
 
     def __init__(self, engine: Engine, *, reads_ids: bool) -> None:
@@ -224,6 +224,8 @@ class Run:
         return self.reads_ids or bool(answer.criteria)
 
     def check_turn(self) -> None:
-        """Raise RuntimeError if another run has started on the same engine."""
+        """Raise RuntimeError if the run has ended."""
         if self.ended:
-            raise RuntimeError("this stream has ended: its generator was reset, or has started another call")
+            raise RuntimeError(
+                "this stream has ended: its generator was reset, has started another call, or a step has failed"
+            )

@@ -13,7 +13,7 @@ from torch import nn
 
 from ..limits import MAX_SHOWN, MAX_VOCABULARY
 from ..sampling import integer
-from ..target import check_target, describe_config, embedding_table, versions, weights_digest
+from ..target import check_target, describe_config, embedding_table, version_of, versions, weights_digest
 from ..terminal import shortened
 from .settings import check_names
 
@@ -39,6 +39,7 @@ class Fingerprints:
         dflash: version of this package.
         torch: version.
         transformers: version.
+        llguidance: version, or "not installed". It decides the text under a grammar only.
     """
 
     weights: str
@@ -51,6 +52,7 @@ class Fingerprints:
     dflash: str
     torch: str
     transformers: str
+    llguidance: str
 
     @classmethod
     def of(cls, target: nn.Module, tokenizer: object = None) -> Fingerprints:
@@ -75,6 +77,7 @@ class Fingerprints:
             chat_template=None if template is None else _digest(json.dumps(template, sort_keys=True)),
             device=table.device.type,
             **versions(),
+            llguidance=version_of("llguidance"),
         )
 
     @classmethod

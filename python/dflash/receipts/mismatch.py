@@ -49,12 +49,14 @@ class Place(NamedTuple):
     """What a token was chosen from.
 
     Attributes:
+        raw: ``[vocab]``, the target's own logits.
         logits: ``[vocab]``, rules applied.
         position: ``[]`` int64, of the token.
         sampling: of this row only.
         dtype: of the target.
     """
 
+    raw: Tensor
     logits: Tensor
     position: Tensor
     sampling: Sampling
@@ -73,7 +75,8 @@ def find_mismatch(place: Place, index: int, token: int, chosen: int) -> Mismatch
         return int(place.sampling.select(changed[None, None], place.position.reshape(1, 1), one)) == token
 
     margin = min(_least(lambda change: wins(token, change)), _least(lambda change: wins(chosen, -change)))
-    largest = float(logits[[token, chosen]].abs().nan_to_num(posinf=0.0).max())
+    # A bias is added to what was rounded, however large it is.
+    largest = float(torch.minimum(place.raw.float().abs(), logits.abs())[[token, chosen]].nan_to_num(posinf=0.0).max())
     return Mismatch(index, token, chosen, margin, _ROUNDING.get(place.dtype, 0.0) * max(1.0, largest))
 
 

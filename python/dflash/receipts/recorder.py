@@ -27,7 +27,7 @@ _KNOWN = frozenset(
         *RuleArguments.__annotations__,
         *("attention_mask", "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "num_return_sequences"),
         *("stop_token_ids", "stop_strings", "grammar", "tokenizer", "acceptance"),
-        *("draft_sharpness", "denoise_steps", "tree", "streamer"),
+        *("draft_sharpness", "denoise_steps", "tree", "streamer", "logprobs", "prompt_logprobs"),
     ]
 )
 

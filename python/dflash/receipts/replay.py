@@ -104,7 +104,7 @@ class _Search:
     def compare(self, block: Block, logits: Tensor, state: State, first: int) -> None:
         """Compare the target's choices after each row of a block with the tokens ``first ..`` of the answers."""
         engine = self._engine
-        logits = engine.rules.apply(logits, block, state)
+        raw, logits = logits, engine.rules.apply(logits, block, state)
         if engine.grammar_masks is not None:
             logits = engine.grammar_masks.apply(logits)
         choices = engine.target.ranks.share_(engine.keyed.choose(logits, block, state))
@@ -115,5 +115,8 @@ class _Search:
                     continue
                 if chosen[row][index] < 0:
                     raise ValueError(f"the target's logits are NaN in answer {row + 1} for token {first + index + 1}")
-                place = Place(logits[row, index], positions[row, index], state.sampling.row(row), engine.target.dtype)
+                place = Place(
+                    raw[row, index], logits[row, index], positions[row, index], state.sampling.row(row),
+                    engine.target.dtype,
+                )  # fmt: skip
                 self.found[row].append(find_mismatch(place, first + index, token, chosen[row][index]))

@@ -210,6 +210,8 @@ class Verifier:
             differences = {
                 name: pair for name, pair in differences.items() if name not in ("tokenizer", "chat_template")
             }
+        if receipt.settings.grammar is None:
+            differences.pop("llguidance", None)
         return differences
 
 

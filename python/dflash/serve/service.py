@@ -15,7 +15,7 @@ import torch
 from ..evaluate.description import machine_name
 from ..generator import Generator
 from ..sampling import Grammar, fold
-from ..target import describe_config, sample_digest
+from ..target import describe_config, sample_digest, version_of
 from .arguments import generate_arguments, named_as_asked
 from .errors import ApiError, bad_request
 from .logprobs import Pieces
@@ -159,7 +159,7 @@ def _fingerprint(generator: Generator, version: str, weights: str | None = None)
     target = generator.engine.target
     facts = (
         *(weights or sample_digest(target.model), describe_config(target.model)),
-        *(version, torch.__version__, torch.version.cuda, machine_name(target.device)),
+        *(version, torch.__version__, torch.version.cuda, version_of("llguidance"), machine_name(target.device)),
         *(generator.block_size, generator.prefill_chunk, generator.fused_reason),
     )
     return f"fp_{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}"

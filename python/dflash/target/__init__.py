@@ -5,6 +5,7 @@ from .fingerprint import (
     WeightsFingerprint,
     describe_config,
     sample_digest,
+    version_of,
     versions,
     weights_digest,
 )
@@ -54,6 +55,7 @@ __all__ = [
     "text_config",
     "transformers_version",
     "unwrap",
+    "version_of",
     "versions",
     "weights_digest",
 ]

@@ -244,10 +244,11 @@ def _plain_parts(tensor: Tensor) -> Iterator[Tensor]:
 def versions() -> dict[str, str]:
     """Return the versions of the packages that compute a text, by name."""
     packages = {"dflash": "dflash-engine", "torch": "torch", "transformers": "transformers"}
-    return {name: _version(distribution) for name, distribution in packages.items()} | {"torch": torch.__version__}
+    return {name: version_of(distribution) for name, distribution in packages.items()} | {"torch": torch.__version__}
 
 
-def _version(distribution: str) -> str:
+def version_of(distribution: str) -> str:
+    """Return the version of an installed package, else "not installed"."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
