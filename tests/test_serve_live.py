@@ -74,6 +74,17 @@ def test_errors_have_their_classes(client, server):
         assert wrong.with_options(api_key="secret").models.list().data[0].id == "pair"
 
 
+def test_pages_of_other_sites_cannot_take_the_address_of_this_machine(server):
+    address = server.url.removesuffix("/v1")
+    port = address.rpartition(":")[2]
+    for host, status in (("evil.example", 403), ("localhost.evil.example", 403), ("LocalHost", 200), ("[::1]", 200)):
+        for name in (host, f"{host}:{port}"):
+            assert httpx.get(address + "/v1/models", headers={"Host": name}).status_code == status
+    with live(key="secret", rows=1) as locked:
+        headers = {"Host": "proxy.example", "Authorization": "Bearer secret"}
+        assert httpx.get(locked.url + "/models", headers=headers).status_code == 200
+
+
 # ---------------------------------------------------------------------------------------------- clients that leave
 
 

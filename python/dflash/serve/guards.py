@@ -1,10 +1,11 @@
-"""What is refused before a request is read: a wrong key, a body that is too large or too slow."""
+"""What is refused before a request is read: a wrong key, another host, a body that is too large or too slow."""
 
 from __future__ import annotations
 
 import asyncio
 import hmac
 import json
+import re
 from typing import Any
 
 from fastapi import Response
@@ -17,6 +18,7 @@ __all__ = ["Guard", "error_response"]
 
 _BODY_SECONDS = 30.0  # to send a body
 _OPEN = ("/health", "/")  # paths without a key
+_LOOPBACK = re.compile(r"127(\.\d{1,3}){3}|\[?::1\]?|localhost", re.IGNORECASE)
 
 
 def error_response(error: ApiError) -> Response:
@@ -26,7 +28,7 @@ def error_response(error: ApiError) -> Response:
 
 
 class Guard:
-    """Checks the key, and reads the body whole before the application sees the request.
+    """Checks key and host, and reads the body whole before the application sees the request.
 
     Args:
         app: the application.
@@ -44,6 +46,7 @@ class Guard:
             return
         try:
             self._check_key(scope)
+            self._check_host(scope)
             body = await asyncio.wait_for(_read(scope, receive), _BODY_SECONDS)
         except ApiError as error:
             await error_response(error)(scope, receive, send)
@@ -69,6 +72,20 @@ class Guard:
             raise ApiError(
                 401, "this server needs its key: send the header Authorization: Bearer KEY", code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
+            )  # fmt: skip
+
+    def _check_host(self, scope: Scope) -> None:
+        """Refuse requests for another host on this machine's own address, unless there is a key.
+
+        A page of any site may give its name this address after it was loaded (DNS rebinding), and then read what the
+        server answers.
+        """
+        address, host = (scope.get("server") or ("",))[0], dict(scope["headers"]).get(b"host", b"").decode("latin-1")
+        name = re.sub(r":\d*$", "", host)
+        if self._expected is None and name and _LOOPBACK.fullmatch(address) and not _LOOPBACK.fullmatch(name):
+            raise ApiError(
+                403, f"without a key this server answers to localhost only, not to {host!r}: start it with --api-key",
+                code="host_not_allowed",
             )  # fmt: skip
 
 
