@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 import dflash
 from dflash.evaluate import demo_prompts, encode
-from dflash.receipts import Fingerprints, Settings, verification
+from dflash.receipts import Fingerprints, Settings, mismatch, verification
 from dflash.target import weights_digest
 
 NEW = 24
@@ -191,6 +191,15 @@ class TestChangesAreFound:
         found = dflash.verify(with_settings(receipt, suppress_tokens=(token,)), target)
         assert found.answers[0].mismatch.margin == math.inf
 
+    def test_the_search_goes_on_after_a_near_tie(self, receipt, target, monkeypatch):
+        monkeypatch.setitem(mismatch._ROUNDING, torch.float32, 1e9)
+        ids = list(receipt.answers[4].ids)
+        for index in (3, 18):
+            ids[index] = (ids[index] + 1) % 97
+        found = dflash.verify(with_answer(receipt, 4, ids=tuple(ids)), target)
+        assert found.follows
+        assert {3, 18} <= {near_tie.index for near_tie in found.answers[4].near_ties}
+
     def test_other_weights_are_named(self, receipt):
         with pytest.raises(
             ValueError, match=r"cannot be checked with this target: weights is [0-9a-f]{64} in the receipt"
@@ -272,9 +281,10 @@ class TestEnds:
         wrong = with_answer(stopped, finish_reason="length")
         assert self.end_of(wrong, target) == 'its finish_reason is "length", and it ends by "stop"'
 
-    def test_more_tokens_than_were_allowed(self, receipt, target):
-        [*_, answer] = dflash.verify(with_settings(receipt, max_new_tokens=9), target).answers
-        assert answer.wrong_end == f"it has {NEW} tokens, and max_new_tokens is 9"
+    @pytest.mark.parametrize("most", [9, NEW - 1])
+    def test_more_tokens_than_were_allowed(self, receipt, target, most):
+        [*_, answer] = dflash.verify(with_settings(receipt, max_new_tokens=most), target).answers
+        assert answer.wrong_end == f"it has {NEW} tokens, and max_new_tokens is {most}"
 
     def test_stop_strings_are_looked_for_again(self, target, draft, monkeypatch):
         tokenizer = byte_level()
@@ -290,6 +300,11 @@ class TestEnds:
             assert dflash.verify(receipt, target, tokenizer).is_exact
             goes_on = with_answer(receipt, ids=whole.answers[0].ids, finish_reason="length")
             assert "ends it" in self.end_of(goes_on, target, tokenizer)
+        # 2. A stop token that comes later does not make up for it
+        ids, count = whole.answers[0].ids, len(receipt.answers[0].ids)
+        last = next(index for index in range(count, len(ids)) if ids[index] not in ids[:index])
+        goes_on = with_settings(with_answer(receipt, ids=ids[: last + 1]), stop_token_ids=(ids[last],))
+        assert self.end_of(goes_on, target, tokenizer) == f"it has {last + 1} tokens, and token {count} ends it"
 
     def test_stop_strings_need_the_receipts_own_tokenizer(self, target):
         tokenizer = byte_level()
