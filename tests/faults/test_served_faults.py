@@ -88,7 +88,7 @@ def test_a_client_that_never_reads_loses_its_connection_and_holds_up_nobody(monk
     monkeypatch.setattr(serving, "_UNREAD_SECONDS", 1.0)
     monkeypatch.setattr(served, "bind", bind)
     body = json.dumps(chat(TRIP, stream=True, n=4, max_tokens=400, ignore_eos=True))
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: pair\r\nContent-Length: {len(body)}"
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}"
     with served.live(rows=2) as server, socket.socket() as unread:
         unread.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         unread.connect(("127.0.0.1", httpx.URL(server.url).port))
