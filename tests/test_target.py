@@ -152,9 +152,9 @@ def test_a_target_that_cannot_be_copied_is_refused():
 
 
 class NoLogitsToKeep(LlamaForCausalLM):
-    def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, **kwargs):
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, **kwargs):
         kwargs.pop("logits_to_keep", None)
-        return super().forward(input_ids, attention_mask, position_ids, past_key_values, **kwargs)
+        return super().forward(input_ids, attention_mask, position_ids, **kwargs)
 
 
 def test_a_model_that_ignores_logits_to_keep_still_chooses_from_the_right_row():
@@ -270,8 +270,8 @@ class TestProbe:
         model = make_target("llama")
         attention = model.model.layers[0].self_attn
 
-        def forward(self, hidden_states, past_key_values=None, **kwargs):
-            return type(self).forward(self, hidden_states, past_key_values=None, **kwargs)
+        def forward(self, hidden_states, cache=None, past_key_values=None, **kwargs):
+            return type(self).forward(self, hidden_states, **kwargs)
 
         attention.forward = types.MethodType(forward, attention)
         with pytest.raises(UnsupportedTargetError, match=r"llama (gives other logits|failed in a trial run)"):

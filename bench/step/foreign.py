@@ -38,7 +38,8 @@ def foreign(setting: Setting, loop: Callable[[Tensor, int], object]) -> Run:
         @functools.wraps(forward)
         def steered(input_ids: Tensor, **options) -> CausalLMOutputWithPast:
             if input_ids.shape[1] == setting.context:
-                return _random_prompt(target, input_ids, options["past_key_values"])
+                cache = options.get("cache", options.get("past_key_values"))  # the second before transformers 5.24
+                return _random_prompt(target, input_ids, cache)
             meter.mark(setting.waits.seconds)
             starts.append(options["position_ids"][0, 0])
             if len(starts) > steps:
@@ -69,10 +70,11 @@ def _random_prompt(target: nn.Module, ids: Tensor, cache) -> CausalLMOutputWithP
         shape = (1, config.num_key_value_heads, ids.shape[1], config.head_dim)
         cache.update(random(shape), random(shape), index)
     hidden = random(1, ids.shape[1], config.hidden_size)
+    name = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
     return CausalLMOutputWithPast(
         logits=random(1, 1, weight.shape[0]),
-        past_key_values=cache,
         hidden_states=(hidden,) * (config.num_hidden_layers + 1),
+        **{name: cache},
     )
 
 

@@ -254,12 +254,13 @@ class TestFunctionsThatAreReplaced:
         """What unsloth does: its own attention, which knows nothing of our cache."""
         model = make_target("llama")
 
-        def forward(self, hidden_states, position_embeddings=None, attention_mask=None, past_key_values=None, **_):
+        def forward(self, hidden_states, position_embeddings=None, attention_mask=None, **kwargs):
             shape = (*hidden_states.shape[:-1], -1, self.head_dim)
             q, k, v = (p(hidden_states).view(shape).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
             q, k = modeling_llama.apply_rotary_pos_emb(q, k, *position_embeddings)
-            if past_key_values is not None:
-                k, v = past_key_values.update(k, v, self.layer_idx)
+            cache = kwargs.get("cache", kwargs.get("past_key_values"))  # the second before transformers 5.24
+            if cache is not None:
+                k, v = cache.update(k, v, self.layer_idx)
             out = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1, enable_gqa=True)
             return self.o_proj(out.transpose(1, 2).flatten(2)), None
 

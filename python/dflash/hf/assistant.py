@@ -55,7 +55,8 @@ class _Assistant:
         context_hidden_states: Tensor,
         position_ids: Tensor,
         attention_mask: Tensor | None,
-        past_key_values: Any,
+        cache: Any = None,
+        past_key_values: Any = None,
     ) -> Any:
         """One draft pass.
 
@@ -64,7 +65,8 @@ class _Assistant:
             context_hidden_states: ``[1, rows, taps * hidden]`` of the tokens before the anchor that are new.
             position_ids: ``[1, rows + block_size]``.
             attention_mask: ``[1, all tokens + block_size]`` of zeros and ones, or None.
-            past_key_values: one object per call of ``generate``; our cache travels with it.
+            cache: one object per call of ``generate``; our cache travels with it.
+            past_key_values: the name of ``cache`` before transformers 5.24.
 
         Returns:
             An object whose ``last_hidden_state`` is ``[1, block_size, hidden]``.
@@ -77,11 +79,11 @@ class _Assistant:
         if attention_mask is not None:
             live = attention_mask[:, -(rows + block) : -block]
             positions = torch.where(live.bool(), positions, -1)  # padding is no context
-        cache = self._cache(past_key_values, int(length) + block)
+        own = self._cache(past_key_values if cache is None else cache, int(length) + block)
         none = torch.zeros_like(length)
         features = draft.fuse(context_hidden_states, none + rows)
-        draft.inject_(features, positions, cache)
-        hidden = draft(features[:, :0], none, noise_embeds, length, cache) * draft.config.output_multiplier
+        draft.inject_(features, positions, own)
+        hidden = draft(features[:, :0], none, noise_embeds, length, own) * draft.config.output_multiplier
         return types.SimpleNamespace(last_hidden_state=hidden)
 
     def _cache(self, holder: Any, capacity: int) -> KVCache:

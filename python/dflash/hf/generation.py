@@ -62,7 +62,8 @@ _OFF = {
 }
 # What transformers prepares for its own forward; it does not change a token, or is checked below.
 _PREPARED = (
-    *("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position"),
+    *("attention_mask", "position_ids", "use_cache", "logits_to_keep", "cache_position"),
+    *("cache", "past_key_values"),  # the second is its name before transformers 5.24
     *("mm_encoder_outputs", "mm_token_type_ids"),  # of models that also take images
 )
 
@@ -294,9 +295,9 @@ def _check_model_arguments(given: Mapping[str, Any], ids: Tensor) -> None:
     kinds = given.get("mm_token_type_ids")
     if kinds is not None and kinds.any():
         raise _refuse("mm_token_type_ids other than 0, which are those of text: prompts must be text")
-    past = given.get("past_key_values")
-    if past is not None and past.get_seq_length():
-        raise _refuse(f"past_key_values that hold tokens, {past.get_seq_length()} here")
+    for name in ("cache", "past_key_values"):
+        if (past := given.get(name)) is not None and past.get_seq_length():
+            raise _refuse(f"{name} that holds tokens, {past.get_seq_length()} here")
     if given.get("position_ids") is not None:
         _check_positions(given["position_ids"], given.get("attention_mask"), ids)
 

@@ -6,6 +6,7 @@ hooks, attention implementation.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -68,6 +69,7 @@ class Target:
                 "the kernels take and each layer tapped at most once, got "
                 f'{type(model).__name__}: pass fused=False or "auto"'
             )
+        self._cache_argument = _cache_argument(self.model)
         self.is_recurrent = has_recurrent_layers(self.model)
         self._pass = take_over(self.model)
         if fused is not False and not foreign:
@@ -199,7 +201,7 @@ class Target:
             output = self.model(
                 input_ids=ids.clamp(min=0),
                 position_ids=positions if limit is None else positions.clamp(max=limit - 1),
-                past_key_values=CacheView(cache, slots),
+                **{self._cache_argument: CacheView(cache, slots)},
                 use_cache=True,
                 logits_to_keep=logits_to_keep,
                 block_lengths=lengths,
@@ -244,6 +246,12 @@ class Target:
                 f"{type(self.model).__name__} returned {logits.shape[1]} rows of logits, {asked} were asked for"
             )
         return logits[:, logits_to_keep] if isinstance(logits_to_keep, Tensor) else logits[:, -asked:]
+
+
+def _cache_argument(model: nn.Module) -> str:
+    """Return what the forward pass calls its cache: ``cache`` from transformers 5.24 on, ``past_key_values`` before."""
+    names = inspect.signature(model.forward).parameters
+    return "cache" if "cache" in names and "past_key_values" not in names else "past_key_values"
 
 
 def _fuse(
