@@ -203,7 +203,7 @@ def row(hidden: int, dtype: str, bandwidth: float, arguments: argparse.Namespace
     size = floor_bytes(made.target, made.drafter, PROMPT, 1)
     floor = 1000 * size / bandwidth
     line = f"{hidden:6} {arguments.layers:6} {dtype:<9} {size / 1e6:7.0f} {floor:7.2f} {medians['ours']:7.2f} "
-    line += f"{100 * floor / medians['ours']:4.0f} %"
+    line += f"{100 * floor / medians['ours']:5.3g} %"
     for name in PEERS:
         line += f" {medians[name]:9.2f} {ratio(times, name, 'ours'):5.2f}x" if name in times else f" {'-':>9} {'-':>6}"
     return line + "".join(
