@@ -94,6 +94,7 @@ PYBIND11_MODULE(_C, m) {
                                   {"fits", fast(&fits), METH_FASTCALL, nullptr}};
   for (PyMethodDef& method : methods) m.add_object(method.ml_name, PyCFunction_New(&method, nullptr));
   m.def("isa", [] { return cpu_kernels().isa; });
+  m.def("isas", &cpu_isas);
   m.def("with_cuda", &with_cuda);
   m.def("cuda_status", &cuda_status);
   m.def("overlaps", &kernels_overlap);

@@ -109,6 +109,8 @@ struct InnerWire {
   }
 };
 template <>
+struct Wire<LinearWeight> : InnerWire<LinearWeight> {};
+template <>
 struct Wire<AttentionWeights> : InnerWire<AttentionWeights> {};
 template <>
 struct Wire<DeltaNetWeights> : InnerWire<DeltaNetWeights> {};

@@ -750,6 +750,17 @@ struct LinearAdd {
   }
 };
 
+// A weight of a product as the CPU reads it. One with scales is int8: values[n][k] * scales[n].
+struct LinearWeight {
+  const void* values;   // [out, in]
+  const float* scales;  // [out] or null: the values are of the storage type
+
+  static constexpr auto wire() {
+    using P = LinearWeight;
+    return std::tuple(&P::values, &P::scales);
+  }
+};
+
 // out = x weight^T + bias for a few rows, of several weights side by side. If gated, the weights are gate and
 // up, without biases, and out = silu(x gate^T) * (x up^T), both products rounded first. With `squares`, x is
 // the `out` of a LinearAdd, and its products are multiplied by the norm's factor of their row.
@@ -757,6 +768,7 @@ struct LinearParams {
   const void* x;  // [rows, in]
   int num_weights;
   const void* weights[kMaxLinearWeights];  // [features[i], in]
+  const float* scales[kMaxLinearWeights];  // as in LinearWeight; CPU only
   const void* biases[kMaxLinearWeights];   // [features[i]] or null
   int64_t features[kMaxLinearWeights];
   void* out;  // [rows, out_features]
@@ -778,9 +790,9 @@ struct LinearParams {
 
   static constexpr auto wire() {
     using P = LinearParams;
-    return std::tuple(&P::x, &P::num_weights, &P::weights, &P::biases, &P::features, &P::out, &P::rows,
-                      &P::in, &P::out_features, &P::workspace, &P::counters, &P::splits, &P::prefetch,
-                      &P::gated, &P::squares, &P::eps, &P::add, &P::dtype);
+    return std::tuple(&P::x, &P::num_weights, &P::weights, &P::scales, &P::biases, &P::features, &P::out,
+                      &P::rows, &P::in, &P::out_features, &P::workspace, &P::counters, &P::splits,
+                      &P::prefetch, &P::gated, &P::squares, &P::eps, &P::add, &P::dtype);
   }
 };
 
@@ -845,8 +857,8 @@ struct BlockConvWeights {
 
 // What a decoder layer reads, every weight [out, in]. Its mixer is attention or a Gated DeltaNet.
 struct AttentionWeights {
-  const void *q, *k, *v;        // [heads * head_dim, hidden]; if gated, q [num_heads * 2 * head_dim, hidden]
-  const void* o;                // [hidden, num_heads * head_dim]
+  LinearWeight q, k, v;         // [heads * head_dim, hidden]; if gated, q [num_heads * 2 * head_dim, hidden]
+  LinearWeight o;               // [hidden, num_heads * head_dim]
   const void *q_norm, *k_norm;  // [head_dim] or null
   const void *q_bias, *k_bias, *v_bias, *o_bias;  // [out] or null
   const float* sinks;                             // [num_heads] or null
@@ -862,14 +874,14 @@ struct AttentionWeights {
 };
 
 struct DeltaNetWeights {
-  const void* qkv;   // [2 * key_heads * key_dim + heads * value_dim, hidden]: q heads, k heads, v heads
-  const void* z;     // [heads * value_dim, hidden]; null: qkv has per key head q, k, its v heads, their z
-  const void* b;     // [heads, hidden]
-  const void* a;     // [heads, hidden]; null: b has per key head the b, then the a, of its heads
+  LinearWeight qkv;  // [2 * key_heads * key_dim + heads * value_dim, hidden]: q heads, k heads, v heads
+  LinearWeight z;    // [heads * value_dim, hidden]; null: qkv has per key head q, k, its v heads, their z
+  LinearWeight b;    // [heads, hidden]
+  LinearWeight a;    // [heads, hidden]; null: b has per key head the b, then the a, of its heads
   const void* conv;  // [2 * key_heads * key_dim + heads * value_dim, conv_width]
   const void *a_log, *dt_bias;  // [heads]
   const void* norm;             // [value_dim]
-  const void* out;              // [hidden, heads * value_dim]
+  LinearWeight out;             // [hidden, heads * value_dim]
 
   static constexpr auto wire() {
     using P = DeltaNetWeights;
@@ -880,8 +892,8 @@ struct DeltaNetWeights {
 struct DecoderLayer {
   const void* input_norm;      // [hidden]
   const void* post_norm;       // [hidden]
-  const void *gate, *up;       // [width, hidden]
-  const void* down;            // [hidden, width]
+  LinearWeight gate, up;       // [width, hidden]
+  LinearWeight down;           // [hidden, width]
   AttentionWeights attention;  // one of the two
   DeltaNetWeights delta_net;
   BlockConvWeights attention_conv, mlp_conv;

@@ -182,6 +182,18 @@ def test_blocks_of_any_width_write_the_same_text(run, folders):
         assert done.out == expected.out
 
 
+def test_weights_in_8_bits_write_the_text_of_the_quantized_target(run, folders, tmp_path):
+    model, draft = folders
+    call = ["generate", "--model", model, "--draft", draft, "--max-new-tokens", "12", "w5 w6", "--dtype", "float32"]
+    plain, file = run(*call), tmp_path / "receipt.json"
+    done = run(*call, "--weights", "int8", "--receipt", str(file))
+    assert done.code == 0, done.err
+    assert json.loads(file.read_text())["weights"] == "int8"
+    assert run("verify", str(file), "--model", model).code == 0
+    drafted = run(*call, "--draft-weights", "int8")
+    assert (drafted.code, drafted.out) == (0, plain.out)
+
+
 def test_chat_drafts_trees(run, chat_folders, monkeypatch):
     model, draft = chat_folders
     monkeypatch.setattr(sys, "stdin", io.StringIO("w5 w6\n"))

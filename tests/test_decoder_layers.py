@@ -15,7 +15,7 @@ from trees import random_shapes
 from dflash import decoder, ops
 from dflash.cache import RecurrentCache, RecurrentLayer
 from dflash.decoder import BlockConv, DecoderLayer, DecoderStack, DeltaNetLayer
-from dflash.ops import PackedLayers, reference
+from dflash.ops import Int8Weight, PackedLayers, reference
 from dflash.proposers import Tree
 
 pytestmark = pytest.mark.op
@@ -230,7 +230,7 @@ def changed(call, change):
     """A copy of a call with ``change`` applied to each of its tensors."""
 
     def one(value):
-        if isinstance(value, (BlockConv, DecoderLayer, DeltaNetLayer, Tree)):
+        if isinstance(value, (BlockConv, DecoderLayer, DeltaNetLayer, Int8Weight, Tree)):
             return type(value)(*map(one, value))
         if isinstance(value, list):
             return [one(x) for x in value]
@@ -343,10 +343,55 @@ def test_a_stack_of_few_rows_is_the_op(dtype):
         assert torch.equal(a.nan_to_num(9.0), b.nan_to_num(9.0))
 
 
+def standing_for(layer, dtype):
+    """A layer with the values that its weights in 8 bits stand for."""
+    held = ((name, value) for name, value in layer._asdict().items() if isinstance(value, Int8Weight))
+    return layer._replace(**{name: (value.values * value.scales.double()[:, None]).to(dtype) for name, value in held})
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("options", OPTIONS)
+def test_weights_in_8_bits_are_as_exact_as_the_values_that_they_stand_for(options, dtype):
+    call = make_call(dtype, **options)
+    held = [ops.int8_layer(layer) for layer in call.layers]
+    ours = replace(changed(call, torch.clone), layers=held)
+    twin = replace(changed(call, torch.clone), layers=[standing_for(layer, dtype) for layer in held])
+    exact = changed(replace(call, layers=[standing_for(layer, torch.float64) for layer in held]), widened)
+    for a, b, c in zip(ours.run(), twin.run_twin(), exact.run_twin(), strict=True):
+        assert_as_exact_as_torch(a, b, c, factor=3.0)
+
+
+@pytest.mark.parametrize("options", [{"biases": True}, RECURRENT[0], RECURRENT[1], CONVS[0]])
+def test_weights_in_8_bits_give_one_op_the_bits_of_op_by_op(options, monkeypatch):
+    call = make_call(torch.bfloat16, **(options | {"batch": 1, "rows": 10, "context_rows": 0}))
+    call = replace(call, layers=[ops.int8_layer(layer) for layer in call.layers])
+    whole, parts = changed(call, torch.clone), changed(call, torch.clone)
+    wanted = whole.run()
+    monkeypatch.setattr(decoder, "ops", OpByOp(ops))
+    for a, b in zip((*parts.run_stack(), *parts.caches), (*wanted, *whole.caches), strict=True):
+        assert torch.equal(a.nan_to_num(9.0), b.nan_to_num(9.0))
+
+
+def test_a_weight_in_8_bits_that_does_not_fit_is_named():
+    call = make_call(torch.float32)
+    first, *others = [ops.int8_layer(layer) for layer in call.layers]
+    for change, message in (
+        (
+            {"down": first.down._replace(scales=first.down.scales[1:])},
+            r"layers\[0\].down.scales must be \[out\] = \[40\]",
+        ),
+        ({"up": first.up._replace(values=first.up.values[1:])}, r"layers\[0\].up.values must be \[52, 40\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            replace(call, layers=[first._replace(**change), *others]).packed()
+    with pytest.raises(TypeError, match=r"layers\[0\].o.values must be torch.int8, got torch.float32"):
+        replace(call, layers=[first._replace(o=first.o._replace(values=first.o.wide())), *others]).packed()
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("options", [{"causal": (1, 1, 1)}, *CONVS])
 def test_one_op_has_the_bits_of_op_by_op(options, dtype, monkeypatch):
-    call = make_call(dtype, **options)
+    call = make_call(dtype, **({"context_rows": 5} | options))  # rows that all go through the kernel of ops.linear
     whole, parts = changed(call, torch.clone), changed(call, torch.clone)
     wanted = whole.run()
     monkeypatch.setattr(decoder, "ops", OpByOp(ops))

@@ -53,6 +53,18 @@ def test_a_rows_bits_depend_neither_on_its_place_nor_on_the_others(out, width, d
         assert torch.equal(kernels.linear(x[row : row + 1], weight, bias), whole[row : row + 1])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("out", "width"), [(5, 40), (24, 126), (9, 384), (16, 3072)])
+def test_however_many_rows_there_are_they_are_summed_in_one_order(out, width, dtype):
+    """Half of each row takes the other half away, so that rounding errors are all that is left of the sums."""
+    x, weight, _ = operands(64, out, width // 2, dtype)
+    order = torch.randperm(width // 2, generator=torch.Generator().manual_seed(0))
+    x, weight = torch.cat([x, x[:, order]], 1), torch.cat([weight, -weight[:, order]], 1)
+    alone = torch.cat([ops.linear(row[None], weight) for row in x])
+    for rows in range(2, 65):
+        assert torch.equal(ops.linear(x[:rows], weight), alone[:rows])
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_emulated_products_wait_for_the_kernels_ahead(dtype, emulation):
     """The second asks for its weights before the first has begun, and for its rows after it has ended."""

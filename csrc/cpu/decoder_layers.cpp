@@ -13,25 +13,11 @@
 #include <algorithm>
 
 #include "cpu/buffer.h"
+#include "cpu/kernels.h"
 #include "cpu/linear.h"
 #include "cpu/norm_rope.h"
 #include "cpu/parallel.h"
 #include "cpu/tree.h"
-
-namespace dflash::DFLASH_ISA {
-
-void rms_norm(const RmsNormParams&);
-void silu_mul(const SiluMulParams&);
-void sigmoid_mul(const SigmoidMulParams&);
-void block_attention(const BlockAttentionParams&);
-void causal_conv(const CausalConvParams&);
-void delta_net_inputs(const DeltaNetInputsParams&);
-void gated_recurrence(const GatedRecurrenceParams&);
-void gated_rms_norm(const GatedRmsNormParams&);
-void dynamic_conv(const DynamicConvParams&);
-void conv_add_rms_norm(const ConvAddRmsNormParams&);
-
-}  // namespace dflash::DFLASH_ISA
 
 DFLASH_NAMESPACE_BEGIN
 
@@ -82,7 +68,7 @@ class Pass {
     for (int64_t index = 0; index < p.num_layers; ++index) {
       const DecoderLayer& layer = p.layers[index];
       convolve(layer.attention_conv);
-      if (layer.delta_net.qkv)
+      if (layer.delta_net.qkv.values)
         run_delta_net(layer.delta_net, num_recurrent++);
       else
         run_attention(layer.attention, num_attention++);
@@ -186,7 +172,7 @@ class Pass {
   void convolve(const BlockConvWeights& w) const {
     if (!w.base) return;
     const int64_t kernels = 2 * w.width * w.groups;
-    const LinearPart project{w.projection, nullptr, dynamic, kernels, kernels, 0};
+    const LinearPart project{{w.projection, nullptr}, nullptr, dynamic, kernels, kernels, 0};
     linear_parts(plain, n, hidden, &project, 1, p.dtype, p.threads);
     dynamic_conv({plain, w.base, dynamic, normed, p.rows * kernels, kernels, n, p.rows, hidden, w.width,
                   w.groups, p.dtype, p.threads});
@@ -246,15 +232,17 @@ class Pass {
     static thread_local Buffer<LinearPart> buffer;
     LinearPart* parts = buffer.reserve(6 * p.key_heads + 4);
     int count = 0;
-    const auto project = [&](const void*& weight, T* to, int64_t features, int64_t stride) {
+    const auto project = [&](LinearWeight& weight, T* to, int64_t features, int64_t stride) {
       if (features) parts[count++] = {weight, nullptr, to, features, stride, 0};
-      weight = static_cast<const T*>(weight) + features * hidden;
+      const int64_t size = weight.scales ? sizeof(int8_t) : sizeof(T);
+      weight.values = static_cast<const char*>(weight.values) + features * hidden * size;
+      if (weight.scales) weight.scales += features;
     };
     const int64_t served = p.delta_heads / p.key_heads, values = served * p.value_dim;
-    const void *qkv = w.qkv, *bs = w.b;
-    const bool together = w.z && w.a;
+    LinearWeight qkv = w.qkv, bs = w.b;
+    const bool together = w.z.values && w.a.values;
     if (together) {
-      const void *zs = w.z, *as = w.a;
+      LinearWeight zs = w.z, as = w.a;
       project(qkv, mixed, channels, channels);
       project(zs, z, value_size, value_size);
       project(bs, b, p.delta_heads, p.delta_heads);

@@ -177,7 +177,7 @@ static void product(const ExpertsParams& p, const T* x, int64_t rows, int64_t in
   const T* weight = static_cast<const T*>(weights) + expert * in * features;
   const T* bias = biases ? static_cast<const T*>(biases) + expert * features : nullptr;
   if (p.transposed) return transposed_product(x, rows, in, weight, bias, features, out, threads);
-  const LinearPart part{weight, bias, out, features, features, 0, true};
+  const LinearPart part{{weight, nullptr}, bias, out, features, features, 0, true};
   linear_parts(x, rows, in, &part, 1, p.dtype, threads);
 }
 

@@ -1,59 +1,63 @@
 // out[r][n] = sum_k x[r][k] weight[n][k] + bias[n]
 //
-// Each vector lane holds a row, and every weight is broadcast to all lanes, so the weights are read once and
-// never copied as a matrix. A row's bits depend neither on its place nor on the number of rows. Up to 64 rows
-// are taken at once.
+// The bits of a row depend neither on its place nor on the number of rows: both kernels of linear_tile.h sum
+// in the same order. In one a vector lane holds a row, up to 64 of them, and every weight is broadcast to all
+// lanes, so that the weights are never copied as a matrix. In the other (AVX-512) the lanes hold weights as
+// they lie in memory; it takes the few rows that would leave lanes idle. With AMX, bf16 goes through tiles
+// instead (linear_amx.h), however many rows there are.
 //
-// A task is a tile of weight rows: 24 accumulators in registers over 1 to 4 vectors of rows. Tiles are spread
-// over threads. A single row would leave most lanes idle, so its output features go into the lanes (AVX-512).
-// Partial sums of kSum products are added up, because one long sum loses more precision. bf16 uses vdpbf16ps,
-// a pair of k at a time, if the processor has it, and is widened otherwise.
+// int8 weights are widened to what a word is made of, which is exact, and the sums are multiplied by scales.
+//
+// A task is a tile of weight rows, which comes from memory once for all rows. Tiles are spread over threads.
 #include "cpu/linear.h"
 
 #include "cpu/buffer.h"
 #include "cpu/linear_tile.h"
 #include "cpu/parallel.h"
+#if DFLASH_TILES
+#include "cpu/linear_amx.h"
+#endif
 
 DFLASH_NAMESPACE_BEGIN
 
 constexpr int64_t kParallelProducts = int64_t(3) << 19;  // fewer multiply-adds than this stay on one thread
-constexpr int kMaxVecs = kWidth == 16 ? 4 : kWidth == 8 ? 2 : 2;
-constexpr int kTiles[5] = {0, kWidth == 16 ? 24 : 12, kWidth == 16 ? 12 : 6, kWidth == 16 ? 9 : 3,
-                           kWidth == 16 ? 6 : 3};
+constexpr int kMaxVecs = kWidth == 16 ? 4 : 2;
+constexpr int64_t kMostFew = 12;  // rows past the last whole vector that are cheaper as they are
 
-template <typename T, int NV, int TILE>
-static void one_tile(const void* packed, bool pairs, int64_t in, const LinearPart& part, int64_t first_out,
-                     int64_t live, int64_t rows, int64_t skip, int64_t row) {
-  alignas(64) float sums[(TILE + 16) * NV * kWidth];  // store_tile turns 16 columns at a time
-  const T* weight = static_cast<const T*>(part.weight) + first_out * in;
-  if (!pairs) run_tile<T, NV, TILE>(static_cast<const float*>(packed), in, weight, live, sums);
-#if defined(__AVX512F__)
-  if constexpr (sizeof(T) == 2)
-    if (pairs) run_pairs<NV, TILE>(static_cast<const uint32_t*>(packed), in, weight, live, sums);
+// Rows of x as the kernels read them: the first in vectors of lanes, the rest as they are.
+template <typename T>
+struct Rows {
+  int64_t count, in;
+  int64_t in_lanes, few;  // of `count`
+  const Word<T>* packed;  // [words, vectors]
+  const Word<T>* apart;   // [few, stride]
+  int64_t stride;
+};
+
+// Features of a task, and what a thread holds while it computes.
+template <typename T, int NV>
+constexpr int kFeatures = kTile;
+template <typename T>
+constexpr bool kOnTiles = false;
+struct Nothing {
+  Nothing() {}
+};
+
+#if DFLASH_TILES
+template <int NV>
+constexpr int kFeatures<bf16, NV> = kBlockFeatures<NV>;
+template <>
+constexpr bool kOnTiles<bf16> = true;
 #endif
-  const T* bias = part.bias ? static_cast<const T*>(part.bias) + first_out : nullptr;
-  const auto store = [&](auto* out) {
-    store_tile(sums, NV * kWidth, skip, rows, live, bias, out + row * part.out_stride + first_out,
-               part.out_stride);
-  };
-  part.wide ? store(static_cast<float*>(part.out)) : store(static_cast<T*>(part.out));
-}
 
-#if defined(__AVX512F__)
-constexpr bool kSingleRow = true;  // one row takes its own path
-#else
-constexpr bool kSingleRow = false;
-#endif
-
-// The cost of one output feature for `rows` rows, in multiply-adds; a partly filled vector counts as full.
+// The cost of one output feature for `rows` rows, in multiply-adds.
 static inline int64_t products_of(int64_t rows, int64_t in) {
-  if (rows == 1 && kSingleRow) return in * 4;
-  return in * least((rows + kWidth - 1) / kWidth, int64_t(kMaxVecs)) * 16;
+  return in * least(rows < 4 ? 4 : rows, int64_t(kMaxVecs * kWidth));
 }
 
-// Calls fn(part, first, live) for every tile of `size` output features of every part; each feature costs
-// `products` multiply-adds.
-template <typename Fn>
+// Calls fn(part, first, live) for every tile of `size` features of every part; each feature costs `products`
+// multiply-adds. Threads make a Holder for the time that they compute.
+template <typename Holder, typename Fn>
 static inline void over_tiles(const LinearPart* parts, int num_parts, int64_t size, int64_t products,
                               int threads, const Fn& fn) {
   int64_t tiles = 0, features = 0;
@@ -70,115 +74,120 @@ static inline void over_tiles(const LinearPart* parts, int num_parts, int64_t si
     }
     fn(*part, tile * size, least(size, part->out_features - tile * size));
   };
-  parallel_for(tiles, features * products >= kParallelProducts ? kParallelElements : 0, threads, task);
+  const int64_t work = features * products >= kParallelProducts ? kParallelElements : 0;
+  parallel_ranges(tiles, work, threads, [&](int64_t begin, int64_t end) {
+    const Holder holder;
+    for (int64_t tile = begin; tile < end; ++tile) task(tile);
+  });
 }
 
-// The last tile of a matrix shrinks to a third or two thirds if that is enough.
-template <typename T, int NV>
-static void run_tiles(const void* packed, bool pairs, int64_t rows, int64_t first_row, int64_t in,
-                      const LinearPart* parts, int num_parts, int threads) {
-  constexpr int TILE = kTiles[NV];
-  const auto task = [&](const LinearPart& part, int64_t first, int64_t live) {
-    // skip the rows of this group that the part does not compute
-    const int64_t skip = part.first_row > first_row ? part.first_row - first_row : 0;
-    if (skip >= rows) return;
-    const int64_t row = first_row + skip - part.first_row;
-    if (live <= TILE / 3)
-      one_tile<T, NV, TILE / 3>(packed, pairs, in, part, first, live, rows, skip, row);
-    else if (live <= TILE / 3 * 2)
-      one_tile<T, NV, TILE / 3 * 2>(packed, pairs, in, part, first, live, rows, skip, row);
-    else
-      one_tile<T, NV, TILE>(packed, pairs, in, part, first, live, rows, skip, row);
+// One tile of a part: features `first` and on, `live` of them, for all rows.
+template <typename T, int NV, typename W>
+static void one_tile(const Rows<T>& rows, int64_t first_row, const LinearPart& part, const W* weight,
+                     int64_t first, int64_t live) {
+  // skip the rows that the part does not compute
+  const int64_t skip = part.first_row > first_row ? part.first_row - first_row : 0;
+  if (skip >= rows.count) return;
+  const auto finish_at = [&](int64_t at) {
+    return Finish(part.weight.scales ? part.weight.scales + first + at : nullptr,
+                  part.bias ? static_cast<const T*>(part.bias) + first + at : nullptr,
+                  least(kTile, live - at));
   };
-  over_tiles(parts, num_parts, TILE, products_of(NV * kWidth, in), threads, task);
-}
-
-#if defined(__AVX512F__)
-// A single row: output features are in the lanes and x is broadcast. Weights are transposed on the fly.
-// Products and summation order match those for many rows, and so do the bits.
-template <typename T>
-static void single_row(const T* x, int64_t in, bool pairs, const LinearPart* parts, int num_parts,
-                       int threads) {
-  constexpr int64_t kLanes = 64;
-  const int64_t step = pairs ? 2 * kSum : kSum;
-  static thread_local Buffer<float> floats;
-  static thread_local Buffer<uint32_t> words;
-  float* wide = floats.reserve(in);
-  uint32_t* paired = words.reserve(in / 2 + 1);  // an odd last element is paired with zero
-  if (pairs) {
-    paired[in / 2] = 0;
-    std::memcpy(paired, x, in * sizeof(T));
-  } else {
-    for (int64_t k = 0; k < in; ++k) wide[k] = to_float(x[k]);
-  }
-  const auto task = [&](const LinearPart& part, int64_t first, int64_t live) {
-    if (part.first_row > 0) return;
-    alignas(64) float sums[kLanes];
-    const T* weight = static_cast<const T*>(part.weight) + first * in;
-    for (int64_t k = 0; k < in; k += step) {
-      const int64_t n = least(step, in - k), line = 64 / int64_t(sizeof(T));
-      const T* next = k + step < in ? weight + k + step : weight + kLanes * in;
-      for (int64_t i = 0; i < live; ++i)
-        for (int64_t j = 0; j < step; j += line) __builtin_prefetch(next + i * in + j);
-      if constexpr (sizeof(T) == 2) {
-        if (pairs) {
-          alignas(64) uint32_t turned[kSum * kLanes];
-          pack_pairs(weight + k, live, in, n, kLanes, turned);
-          multiply_pairs<4, 1>(paired + k / 2, turned, (n + 1) / 2, k > 0, sums, paired, 0);
-          continue;
-        }
+  // row `row` of the result, at feature `at` of the tile
+  const auto store = [&](int64_t row, int64_t at, const auto& store_to) {
+    at += (first_row + row - part.first_row) * part.out_stride + first;
+    part.wide ? store_to(static_cast<float*>(part.out) + at) : store_to(static_cast<T*>(part.out) + at);
+  };
+  if constexpr (NV > 0)
+    if (skip < rows.in_lanes) {
+      alignas(64) float sums[kFeatures<T, NV> * NV * kWidth];
+#if DFLASH_TILES
+      if constexpr (kOnTiles<T>)
+        multiply_on_tiles<NV>(rows.packed, rows.in, weight + first * rows.in, live, sums);
+      else
+#endif
+        multiply_in_lanes<T, NV>(rows.packed, rows.in, weight + first * rows.in, live, sums);
+      for (int64_t at = 0; at < live; at += kTile) {
+        const Finish finish = finish_at(at);
+        store(skip, at, [&](auto* out) {
+          store_tile(sums + at * NV * kWidth, NV * kWidth, skip, rows.in_lanes, least(kTile, live - at),
+                     finish, out, part.out_stride);
+        });
       }
-      alignas(64) float turned[kSum * kLanes];
-      pack_rows(weight + k, live, in, n, kLanes, turned);
-      multiply_tile<4, 1>(wide + k, turned, kLanes, n, k > 0, sums, wide, 0);
     }
-    const auto store = [&](auto* out) {
-      for (int64_t i = 0; i < live; ++i)
-        store_one(out + first + i,
-                  part.bias ? sums[i] + to_float(static_cast<const T*>(part.bias)[first + i]) : sums[i]);
-    };
-    part.wide ? store(static_cast<float*>(part.out)) : store(static_cast<T*>(part.out));
-  };
-  over_tiles(parts, num_parts, kLanes, products_of(1, in), threads, task);
-}
+#if defined(__AVX512F__)
+  if constexpr (!kOnTiles<T>)
+    for (int64_t row = 0; row < rows.few; row += kFewRows) {
+      const int64_t n = least(kFewRows, rows.few - row);
+      alignas(64) float sums[(kFewRows + 1) * kTile];
+      const auto multiply = n == 1   ? multiply_few<T, 1, W>
+                            : n == 2 ? multiply_few<T, 2, W>
+                            : n <= 4 ? multiply_few<T, 4, W>
+                            : n <= 6 ? multiply_few<T, 6, W>
+                                     : multiply_few<T, 8, W>;
+      multiply(rows.apart + row * rows.stride, rows.stride, rows.in, weight + first * rows.in, live, sums);
+      const Finish finish = finish_at(0);
+      for (int64_t r = 0; r < n; ++r)
+        if (rows.in_lanes + row + r >= skip)
+          store(rows.in_lanes + row + r, 0,
+                [&](auto* out) { store_features(out, sums + r * kTile, finish, live); });
+    }
 #endif
+}
+
+template <typename T, int NV>
+static void run_tiles(const Rows<T>& rows, int64_t first_row, const LinearPart* parts, int num_parts,
+                      int threads) {
+#if DFLASH_TILES
+  using Holder = std::conditional_t<kOnTiles<T>, TileRegisters, Nothing>;
+#else
+  using Holder = Nothing;
+#endif
+  over_tiles<Holder>(parts, num_parts, kFeatures<T, NV>, products_of(rows.count, rows.in), threads,
+                     [&](const LinearPart& part, int64_t first, int64_t live) {
+                       const auto run = [&](const auto* weight) {
+                         one_tile<T, NV>(rows, first_row, part, weight, first, live);
+                       };
+                       part.weight.scales ? run(static_cast<const int8_t*>(part.weight.values))
+                                          : run(static_cast<const T*>(part.weight.values));
+                     });
+}
+
+// Rows that are not in lanes: their words, with zeros up to a whole number of what multiply_few takes. Rows
+// lie two lines past a power of two apart, so that they do not share cache sets.
+template <typename T>
+static void copy_rows(const T* x, const Rows<T>& rows, Word<T>* apart) {
+  const int64_t all = (rows.few + kFewRows - 1) / kFewRows * kFewRows;
+  for (int64_t r = 0; r < all; ++r)
+    for (int64_t k = 0; k < rows.stride; k += kWidth) {
+      const int64_t left = rows.in - k * kEach<T>;
+      const bool exists = r < rows.few && left > 0;
+      store(reinterpret_cast<float*>(apart) + r * rows.stride + k,
+            exists ? load_some<T>(x + r * rows.in + k * kEach<T>, left) : Vec{});
+    }
+}
 
 template <typename T>
-static void linear_all(const T* x, int64_t rows, int64_t in, const LinearPart* parts, int num_parts,
+static void linear_all(const T* x, int64_t rows_in, int64_t in, const LinearPart* parts, int num_parts,
                        int threads) {
-  static thread_local Buffer<float> buffer;
-  bool pairs = false;
-#if defined(__AVX512F__)
-  pairs = sizeof(T) == 2 && has_bf16();
-  if (rows == 1) {
-    single_row(x, in, pairs, parts, num_parts, threads);
-    return;
-  }
-#endif
-  for (int64_t first = 0; first < rows; first += kMaxVecs * kWidth) {
-    const int64_t n = least(kMaxVecs * kWidth, rows - first), vecs = (n + kWidth - 1) / kWidth,
-                  lanes = vecs * kWidth;
-    void* packed = buffer.reserve((in + 1) * lanes);
-#if defined(__AVX512F__)
-    if constexpr (sizeof(T) == 2)
-      if (pairs) pack_pairs(x + first * in, n, in, in, lanes, static_cast<uint32_t*>(packed));
-#endif
-    if (!pairs) pack_rows(x + first * in, n, in, in, lanes, static_cast<float*>(packed));
-    switch (vecs) {
-      case 1:
-        run_tiles<T, 1>(packed, pairs, n, first, in, parts, num_parts, threads);
-        break;
-      case 2:
-        run_tiles<T, 2>(packed, pairs, n, first, in, parts, num_parts, threads);
-        break;
-#if DFLASH_WIDTH == 16
-      case 3:
-        run_tiles<T, 3>(packed, pairs, n, first, in, parts, num_parts, threads);
-        break;
-      default:
-        run_tiles<T, 4>(packed, pairs, n, first, in, parts, num_parts, threads);
-#endif
-    }
+  static thread_local Buffer<Word<T>> buffer;
+  constexpr int64_t most_few = kWidth == 16 && !kOnTiles<T> ? kMostFew : 0;
+  const int64_t words = words_of<T>(in), stride = words + 32;
+  for (int64_t first = 0, n; first < rows_in; first += n) {
+    n = least(kMaxVecs * kWidth, rows_in - first);
+    const int64_t few = n % kWidth <= most_few ? n % kWidth : 0, in_lanes = n - few;
+    const int64_t vecs = (in_lanes + kWidth - 1) / kWidth, lanes = vecs * kWidth;
+    Word<T>* packed = buffer.reserve(words * lanes + stride * (few + kFewRows));
+    Word<T>* apart = packed + words * lanes;
+    const Rows<T> rows{n, in, in_lanes, few, packed, apart, stride};
+    if (in_lanes > 0) pack_rows(x + first * in, in_lanes, in, lanes, packed);
+    if (few > 0) copy_rows(x + (first + in_lanes) * in, rows, apart);
+    const auto run = vecs == 0   ? run_tiles<T, 0>
+                     : vecs == 1 ? run_tiles<T, 1>
+                     : vecs == 2 ? run_tiles<T, 2>
+                     : vecs == 3 ? run_tiles<T, least(3, kMaxVecs)>
+                                 : run_tiles<T, least(4, kMaxVecs)>;
+    run(rows, first, parts, num_parts, threads);
   }
 }
 
@@ -203,7 +212,7 @@ void linear(const LinearParams& p) {
   LinearPart parts[kMaxLinearWeights];
   char* out = static_cast<char*>(p.out);
   for (int i = 0; i < p.num_weights; out += p.features[i++] * size)
-    parts[i] = {p.weights[i], p.biases[i], out, p.features[i], p.out_features, 0};
+    parts[i] = {{p.weights[i], p.scales[i]}, p.biases[i], out, p.features[i], p.out_features, 0};
   linear_parts(p.x, p.rows, p.in, parts, p.num_weights, p.dtype, p.threads);
 }
 

@@ -5,9 +5,9 @@
 namespace dflash::DFLASH_ISA {
 
 struct LinearPart {
-  const void* weight;  // [out_features, in]
-  const void* bias;    // [out_features] or null
-  void* out;           // [rows - first_row, out_features], rows out_stride apart
+  LinearWeight weight;  // [out_features, in]
+  const void* bias;     // [out_features] or null
+  void* out;            // [rows - first_row, out_features], rows out_stride apart
   int64_t out_features;
   int64_t out_stride;
   int64_t first_row;  // of x; the rows before it have no output

@@ -1,6 +1,15 @@
-// The products of linear.cpp: a tile of weight rows with a segment of packed rows of x, in float and in pairs
-// of bf16.
+// The products of linear.cpp: a tile of weight rows with rows of x.
+//
+// What is multiplied at once is a word: a float, or a pair of bf16 where vdpbf16ps multiplies one (elsewhere
+// bf16 is widened). Sums have the same order in all kernels. Of a segment of kSegment words, word k belongs
+// to chain k / 4 % 4; a chain is summed from zero, one word after another, and then added to the total, so
+// that long sums stay precise. A vector of 16 words of a weight row has four words of each chain in its four
+// quarters, which is how few rows are multiplied; many rows take one chain after another. Words that are
+// missing to a group of 16 are zero.
 #pragma once
+#include <type_traits>
+
+#include "cpu/fma.h"
 #include "cpu/vec.h"
 
 // GCC 12 warns about uninitialised vectors in its own intrinsics, and about the sums of rows without columns,
@@ -13,11 +22,71 @@
 
 DFLASH_NAMESPACE_BEGIN
 
-constexpr int64_t kSegment = 256;
-constexpr int64_t kSum = 64;                       // products (pairs, in bf16) in one running sum
-constexpr int64_t kSegmentStride = kSegment + 16;  // rows of a copied tile do not share cache sets
+constexpr int64_t kSegment = 128, kGroup = 16;         // words
+constexpr int kChains = 4;                             // of a segment; a group has four words of each
+constexpr int64_t kSegmentStride = kSegment + kGroup;  // rows of a copied tile do not share cache sets
+constexpr int kTile = 8;  // features; lines that are requested for more get lost where rows share cache sets
+constexpr int kAccumulators = kWidth == 16 ? 16 : 8;  // vectors
+constexpr int kFewRows = 8;                           // at once, of those that are not in lanes
 
-static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+static constexpr int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+// The word that T is multiplied as: a float, or a pair of bf16 where vdpbf16ps or AMX multiplies one.
+#if defined(__AVX512BF16__) || DFLASH_TILES
+template <typename T>
+using Word = std::conditional_t<sizeof(T) == 2, uint32_t, float>;
+#else
+template <typename T>
+using Word = float;
+#endif
+
+template <typename T>
+constexpr int64_t kEach = std::is_same_v<Word<T>, float> ? 1 : 2;  // elements in a word
+
+// Words of a row that has `in` elements, in whole groups.
+template <typename T>
+static inline int64_t words_of(int64_t in) {
+  return ((in + kEach<T> - 1) / kEach<T> + kGroup - 1) / kGroup * kGroup;
+}
+
+// kWidth words
+static inline Vec load_words(const float* from, float) { return load(from); }
+static inline Vec load_words(const bf16* from, float) { return load(from); }
+static inline Vec load_words(const int8_t* from, float) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
+#elif defined(__AVX2__)
+  return (Vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)));
+#else
+  Vec words;
+  for (int i = 0; i < kWidth; ++i) words[i] = from[i];
+  return words;
+#endif
+}
+static inline Vec spread(float word) { return splat(word); }
+static inline Vec add_products(Vec w, Vec x, Vec sums, float) { return fma_vec(w, x, sums); }
+#if defined(__AVX512BF16__) || DFLASH_TILES
+static inline Vec load_words(const bf16* from, uint32_t) { return (Vec)_mm512_loadu_si512(from); }
+#endif
+#if defined(__AVX512BF16__)
+static inline Vec load_words(const int8_t* from, uint32_t) {
+  return (Vec)_mm512_cvtne2ps_pbh((__m512)load_words(from + kWidth, 0.0f), (__m512)load_words(from, 0.0f));
+}
+static inline Vec spread(uint32_t word) { return (Vec)_mm512_set1_epi32(int(word)); }
+static inline Vec add_products(Vec w, Vec x, Vec sums, uint32_t) {
+  return (Vec)_mm512_dpbf16_ps((__m512)sums, (__m512bh)w, (__m512bh)x);
+}
+#endif
+
+// kWidth words, made of `live` elements and zeros. Weights of a type W of their own are widened.
+template <typename T, typename W>
+static inline Vec load_some(const W* from, int64_t live) {
+  constexpr int64_t count = kWidth * kEach<T>;
+  if (live >= count) return load_words(from, Word<T>{});
+  W some[count] = {};
+  for (int64_t i = 0; i < live; ++i) some[i] = from[i];
+  return load_words(some, Word<T>{});
+}
 
 #if defined(__AVX512F__)
 // 16 x 16 words: out[j * out_step + i] = in[i * in_step + j]
@@ -49,214 +118,241 @@ static inline void transpose16(const __m512i (&in)[16], uint32_t* out, int64_t o
 }
 #endif
 
-// packed [n, lanes] = x^T for n columns of rows that are `in` apart, lanes past the last row zero
-template <typename T>
-static void pack_rows(const T* x, int64_t rows, int64_t in, int64_t n, int64_t lanes, float* packed) {
-  for (int64_t first = 0; first < lanes; first += kWidth) {
-    int64_t k = 0;
+// out[j * out_step + i] = in[i] word j
+static inline void turn(const Vec (&in)[kWidth], float* out, int64_t out_step) {
 #if defined(__AVX512F__)
-    for (; k + 16 <= n; k += 16) {
-      __m512i tile[16];
-#pragma GCC unroll 16
-      for (int i = 0; i < 16; ++i) {
-        const Vec v = first + i < rows ? load(x + (first + i) * in + k) : Vec{};
-        tile[i] = reinterpret_cast<const __m512i&>(v);
-      }
-      transpose16(tile, reinterpret_cast<uint32_t*>(packed + k * lanes + first), lanes);
-    }
+  transpose16(reinterpret_cast<const __m512i(&)[16]>(in), reinterpret_cast<uint32_t*>(out), out_step);
+#else
+  for (int i = 0; i < kWidth; ++i)
+    for (int j = 0; j < kWidth; ++j) out[j * out_step + i] = in[i][j];
 #endif
-    for (; k < n; ++k)
-      for (int64_t i = 0; i < kWidth; ++i)
-        packed[k * lanes + first + i] = first + i < rows ? to_float(x[(first + i) * in + k]) : 0.0f;
-  }
 }
 
+// packed [words_of(in), lanes] = x^T of rows that are `in` apart, lanes past the last row zero
 template <typename T>
-static inline void copy_tile(const T* weight, int64_t in, int64_t live, int tile, int64_t n, float* copied) {
-  for (int i = 0; i < tile; ++i) {
-    const T* from = weight + least(i, live - 1) * in;  // past the end: repeat the last row, drop the result
-    float* to = copied + i * kSegmentStride;
-    int64_t k = 0;
-    for (; k + kWidth <= n; k += kWidth) {
-      store(to + k, load(from + k));
+static void pack_rows(const T* x, int64_t rows, int64_t in, int64_t lanes, Word<T>* packed) {
+  for (int64_t k = 0; k < words_of<T>(in); k += kWidth)
+    for (int64_t first = 0; first < lanes; first += kWidth) {
+      Vec tile[kWidth];
+#pragma GCC unroll 16
+      for (int i = 0; i < kWidth; ++i) {
+        const int64_t element = k * kEach<T>;
+        tile[i] = first + i < rows ? load_some<T>(x + (first + i) * in + element, in - element) : Vec{};
+      }
+      turn(tile, reinterpret_cast<float*>(packed) + k * lanes + first, lanes);
     }
-    for (; k < n; ++k) to[k] = to_float(from[k]);
+}
+
+// What to request while words `k` and on are multiplied: those `ahead` words later in the same rows, or at
+// the beginning of the next tile's.
+template <typename T, typename W>
+static inline const W* words_ahead(const W* weight, int64_t in, int64_t k, int64_t ahead) {
+  const int64_t element = (k + ahead) * kEach<T>;
+  return weight + (element < in ? element : kTile * in + element - in);
+}
+
+// Words `first` and on of a tile's rows; past the end of the matrix its last row again, whose sums are
+// dropped.
+template <typename T, typename W>
+static inline void copy_segment(const W* weight, int64_t in, int64_t live, int64_t first, int64_t words,
+                                Word<T>* copied) {
+  const int64_t left = in - first * kEach<T>;
+  const bool is_whole = left >= kSegment * kEach<T>;
+  for (int i = 0; i < kTile; ++i) {
+    const W* from = weight + least(i, live - 1) * in + first * kEach<T>;
+    float* to = reinterpret_cast<float*>(copied + i * kSegmentStride);
+    if (is_whole) {
+#pragma GCC unroll 8
+      for (int64_t k = 0; k < kSegment; k += kWidth)
+        store(to + k, load_words(from + k * kEach<T>, Word<T>{}));
+    } else {
+      for (int64_t k = 0; k < words; k += kWidth)
+        store(to + k, load_some<T>(from + k * kEach<T>, left - k * kEach<T>));
+    }
   }
 }
 
-// Prefetches one cache line of each row of a tile that is needed soon (three tiles ahead if weights come from
-// memory), spread over the 16 values of k in a line.
-template <int TILE, typename T>
-static inline void prefetch_next(const T* next, int64_t in, int64_t k) {
-  constexpr int64_t kLine = 64 / sizeof(T) < 16 ? 64 / sizeof(T) : 16;
-  const int64_t row = k % kLine, column = k - row;
-  if (row < TILE) __builtin_prefetch(next + row * in + column);
-  if constexpr (TILE > kLine)
-    if (row + kLine < TILE) __builtin_prefetch(next + (row + kLine) * in + column);
-}
-
-// sums [tile, lanes] (+)= copied [tile, n] packed [n, lanes]
-template <int NV, int TILE, typename T>
-static inline void multiply_tile(const float* copied, const float* packed, int64_t lanes, int64_t n, bool add,
-                                 float* sums, const T* next, int64_t in) {
-  Vec acc[TILE][NV];
-#pragma GCC unroll 32
-  for (int i = 0; i < TILE; ++i)
-#pragma GCC unroll 4
-    for (int v = 0; v < NV; ++v) acc[i][v] = Vec{};
-  for (int64_t k = 0; k < n; ++k) {
-    prefetch_next<TILE>(next, in, k);
-    Vec x[NV];
-#pragma GCC unroll 4
-    for (int v = 0; v < NV; ++v) x[v] = load(packed + k * lanes + v * kWidth);
+// sums [TILE, NV vectors] (+)= copied [TILE, words] packed [words, NV vectors], of one segment. Meanwhile a
+// segment of weights at `next` comes from memory to the L2 cache: rows lie powers of two apart, and the L1
+// cache does not hold that many lines of them. Inlined, GCC runs out of registers.
+template <typename T, int NV, int TILE, typename W>
+__attribute__((noinline)) static void multiply_segment(const Word<T>* copied, const Word<T>* packed,
+                                                       int64_t words, bool first, float* sums, const W* next,
+                                                       int64_t in) {
+  constexpr int kRows = (TILE + kChains - 1) / kChains;  // requested during one chain
+  for (int chain = 0; chain < kChains; ++chain, next += kRows * in) {
+    Vec acc[TILE][NV];
 #pragma GCC unroll 32
     for (int i = 0; i < TILE; ++i)
 #pragma GCC unroll 4
-      for (int v = 0; v < NV; ++v) acc[i][v] += copied[i * kSegmentStride + k] * x[v];
-  }
-#pragma GCC unroll 32
-  for (int i = 0; i < TILE; ++i)
+      for (int v = 0; v < NV; ++v) acc[i][v] = Vec{};
+    const Word<T>* weights = copied + 4 * chain;
+    const float* rows = reinterpret_cast<const float*>(packed) + 4 * chain * NV * kWidth;
+    const W* line = next;
+    for (int64_t k = 0; k < words; k += kGroup) {
+#pragma GCC unroll 8
+      for (int i = 0; i < kRows; ++i) __builtin_prefetch(line + i * in, 0, 2);
 #pragma GCC unroll 4
-    for (int v = 0; v < NV; ++v) {
-      float* at = sums + (i * NV + v) * kWidth;
-      store(at, add ? load(at) + acc[i][v] : acc[i][v]);
+      for (int j = 0; j < 4; ++j) {
+        Vec x[NV];
+#pragma GCC unroll 4
+        for (int v = 0; v < NV; ++v) x[v] = load(rows + (j * NV + v) * kWidth);
+#pragma GCC unroll 32
+        for (int i = 0; i < TILE; ++i) {
+          const Vec w = spread(weights[i * kSegmentStride + j]);
+#pragma GCC unroll 4
+          for (int v = 0; v < NV; ++v) acc[i][v] = add_products(w, x[v], acc[i][v], Word<T>{});
+        }
+      }
+      weights += kGroup, rows += kGroup * NV * kWidth, line += kGroup * kEach<T>;
     }
+    const bool add = !first || chain > 0;
+#pragma GCC unroll 32
+    for (int i = 0; i < TILE; ++i)
+#pragma GCC unroll 4
+      for (int v = 0; v < NV; ++v) {
+        float* at = sums + (i * NV + v) * kWidth;
+        store(at, add ? load(at) + acc[i][v] : acc[i][v]);
+      }
+  }
 }
 
-// out [rows, live] = sums^T + bias
-template <typename T, typename Out>
+// sums [kTile, NV vectors of rows] of `live` features
+template <typename T, int NV, typename W>
+static void multiply_in_lanes(const Word<T>* packed, int64_t in, const W* weight, int64_t live, float* sums) {
+  constexpr int kAtOnce = NV * kTile <= kAccumulators ? kTile : kAccumulators / NV / 4 * 4;
+  alignas(64) Word<T> copied[kTile * kSegmentStride];
+  const int64_t words = words_of<T>(in);
+  for (int64_t k = 0; k < words; k += kSegment) {
+    const int64_t n = least(kSegment, words - k);
+    copy_segment<T>(weight, in, live, k, n, copied);
+    const W* next = words_ahead<T>(weight, in, k, 2 * kSegment);
+    for (int i = 0; i < kTile; i += kAtOnce)
+      multiply_segment<T, NV, kAtOnce>(copied + i * kSegmentStride, packed + k * NV * kWidth, n, k == 0,
+                                       sums + i * NV * kWidth, next + i * in, in);
+  }
+}
+
+// What becomes of the sums of a tile's features.
+struct Finish {
+  alignas(64) float scales[kTile + kWidth], bias[kTile + kWidth];
+  bool scaled, biased;
+
+  template <typename T>
+  Finish(const float* scale, const T* add, int64_t live) : scaled(scale), biased(add) {
+    for (int64_t i = 0; i < live; ++i) {
+      scales[i] = scale ? scale[i] : 1.0f;
+      bias[i] = add ? to_float(add[i]) : 0.0f;
+    }
+  }
+};
+
+template <typename Out>
+static inline void store_features(Out* to, const float* from, const Finish& finish, int64_t live) {
+  for (int64_t i = 0; i < live; i += kWidth) {
+    Vec sum = load(from + i);
+    if (finish.scaled && finish.biased)
+      sum = fma_vec(sum, load(finish.scales + i), load(finish.bias + i));
+    else if (finish.scaled)
+      sum *= load(finish.scales + i);
+    else if (finish.biased)
+      sum += load(finish.bias + i);
+    Out rounded[kWidth];
+    store(rounded, sum);
+    if (live == kTile)
+      std::memcpy(to + i, rounded, least(kTile, kWidth) * sizeof(Out));
+    else
+      std::memcpy(to + i, rounded, least(kWidth, live - i) * sizeof(Out));
+  }
+}
+
+// out [rows - first, live] = sums [kTile, lanes]^T, finished
+template <typename Out>
 static inline void store_tile(const float* sums, int64_t lanes, int64_t first, int64_t rows, int64_t live,
-                              const T* bias, Out* out, int64_t out_stride) {
-  if (bias) {
-    for (int64_t r = first; r < rows; ++r)
-      for (int64_t i = 0; i < live; ++i)
-        store_one(out + (r - first) * out_stride + i, sums[i * lanes + r] + to_float(bias[i]));
-    return;
-  }
-  int64_t done = 0;
-#if defined(__AVX512F__)
-  alignas(64) uint32_t turned[256];
-  for (; done + 8 <= live; done += 16) {
-    const int64_t columns = least(16, live - done);
-    if (columns != 16 && columns != 8) break;
-    for (int64_t lane = 0; lane < lanes; lane += 16) {
-      if (lane >= rows || lane + 16 <= first) continue;
-      __m512i tile[16];
+                              const Finish& finish, Out* out, int64_t out_stride) {
+  for (int64_t lane = first / kWidth * kWidth; lane < rows; lane += kWidth) {
+    alignas(64) float turned[kWidth * 16];
+    for (int part = 0; part < kTile; part += kWidth) {
+      Vec tile[kWidth];
 #pragma GCC unroll 16
-      for (int i = 0; i < 16; ++i)
-        tile[i] = i < columns ? _mm512_load_si512(sums + (done + i) * lanes + lane) : _mm512_setzero_si512();
-      transpose16(tile, turned, 16);
-      for (int64_t r = lane < first ? first : lane; r < rows && r < lane + 16; ++r) {
-        const float* from = reinterpret_cast<const float*>(turned) + (r - lane) * 16;
-        Out* to = out + (r - first) * out_stride + done;
-        if (columns == 16)
-          store(to, load(from));
-        else
-          for (int i = 0; i < 8; ++i) store_one(to + i, from[i]);
-      }
+      for (int i = 0; i < kWidth; ++i)
+        tile[i] = part + i < kTile ? load(sums + (part + i) * lanes + lane) : Vec{};
+      turn(tile, turned + part, 16);
     }
-  }
-  done = least(done, live);
-#endif
-  for (int64_t r = first; r < rows; ++r)
-    for (int64_t i = done; i < live; ++i) store_one(out + (r - first) * out_stride + i, sums[i * lanes + r]);
-}
-
-template <typename T, int NV, int TILE>
-static void run_tile(const float* packed, int64_t in, const T* weight, int64_t live, float* sums) {
-  alignas(64) float copied[TILE * kSegmentStride];
-  constexpr int64_t lanes = NV * kWidth;
-  for (int64_t k = 0; k < in; k += kSegment) {
-    const int64_t n = least(kSegment, in - k);
-    copy_tile(weight + k, in, live, TILE, n, copied);
-    for (int64_t j = 0; j < n; j += kSum)
-      multiply_tile<NV, TILE>(copied + j, packed + (k + j) * lanes, lanes, least(kSum, n - j), k + j > 0,
-                              sums, weight + (in - k > kSegment ? k + kSegment : 3 * TILE * in) + j, in);
+    for (int64_t r = lane < first ? first : lane; r < least(rows, lane + kWidth); ++r)
+      store_features(out + (r - first) * out_stride, turned + (r - lane) * 16, finish, live);
   }
 }
 
 #if defined(__AVX512F__)
-#define DFLASH_BF16 __attribute__((target("avx512bf16,avx512f,avx512bw,avx512vl,avx512dq")))
-
-static bool has_bf16() {
-  static const bool has = __builtin_cpu_supports("avx512bf16");
-  return has;
+// Four words of four rows into the order that a chain takes them: out[c] quarter q = in[.] word 4q + c.
+static inline void turn_quarters(const Vec (&in)[4], Vec (&out)[4]) {
+  const __m512 a = _mm512_unpacklo_ps((__m512)in[0], (__m512)in[1]),
+               b = _mm512_unpackhi_ps((__m512)in[0], (__m512)in[1]),
+               c = _mm512_unpacklo_ps((__m512)in[2], (__m512)in[3]),
+               d = _mm512_unpackhi_ps((__m512)in[2], (__m512)in[3]);
+  out[0] = (Vec)_mm512_unpacklo_pd((__m512d)a, (__m512d)c);
+  out[1] = (Vec)_mm512_unpackhi_pd((__m512d)a, (__m512d)c);
+  out[2] = (Vec)_mm512_unpacklo_pd((__m512d)b, (__m512d)d);
+  out[3] = (Vec)_mm512_unpackhi_pd((__m512d)b, (__m512d)d);
 }
 
-// packed [ceil(n / 2), lanes]: pairs of bf16, laid out as in pack_rows
-static void pack_pairs(const bf16* x, int64_t rows, int64_t in, int64_t n, int64_t lanes, uint32_t* packed) {
-  for (int64_t first = 0; first < lanes; first += 16) {
-    int64_t k = 0;
-    for (; k + 32 <= n; k += 32) {
-      __m512i tile[16];
-#pragma GCC unroll 16
-      for (int i = 0; i < 16; ++i)
-        tile[i] = first + i < rows ? _mm512_loadu_si512(x + (first + i) * in + k) : _mm512_setzero_si512();
-      transpose16(tile, packed + k / 2 * lanes + first, lanes);
-    }
-    for (; k < n; k += 2)
-      for (int64_t i = 0; i < 16; ++i) {
-        const bf16* at = x + (first + i) * in + k;
-        uint32_t pair = 0;
-        if (first + i < rows) pair = at[0].bits | (k + 1 < n ? uint32_t(at[1].bits) << 16 : 0);
-        packed[k / 2 * lanes + first + i] = pair;
+// sums [ROWS, kTile] of ROWS rows of words `stride` apart and `live` features: vectors are words of a
+// weight row, as they lie in memory
+template <typename T, int ROWS, typename W>
+static void multiply_few(const Word<T>* x, int64_t stride, int64_t in, const W* weight, int64_t live,
+                         float* sums) {
+  constexpr int kFours = kTile / 4;
+  constexpr int64_t kElements = kGroup * kEach<T>, kAhead = 256 / sizeof(W) / kEach<T>;
+  Vec acc[ROWS][kFours];
+  const auto group = [&](int64_t k, const auto& load) {
+    const W *at = weight + k * kEach<T>, *next = words_ahead<T>(weight, in, k, kAhead);
+    Vec turned[kFours][4];
+#pragma GCC unroll 4
+    for (int g = 0; g < kFours; ++g) {
+      Vec four[4];
+#pragma GCC unroll 4
+      for (int i = 4 * g; i < 4 * g + 4; ++i) {
+        four[i % 4] = load(at + least(i, live - 1) * in);
+        __builtin_prefetch(next + i * in);
       }
-  }
-}
-
-constexpr int64_t kPairStride = kSegment + 16;  // pairs: a segment is 2 * kSegment of k
-
-template <int NV, int TILE>
-DFLASH_BF16 static void multiply_pairs(const uint32_t* copied, const uint32_t* packed, int64_t n, bool add,
-                                       float* sums, const uint32_t* next, int64_t in) {
-  __m512 acc[TILE][NV];
-#pragma GCC unroll 32
-  for (int i = 0; i < TILE; ++i)
-#pragma GCC unroll 4
-    for (int v = 0; v < NV; ++v) acc[i][v] = _mm512_setzero_ps();
-  for (int64_t k = 0; k < n; ++k) {
-    prefetch_next<TILE>(next, in / 2, k);
-    __m512i x[NV];
-#pragma GCC unroll 4
-    for (int v = 0; v < NV; ++v) x[v] = _mm512_loadu_si512(packed + (k * NV + v) * 16);
-#pragma GCC unroll 32
-    for (int i = 0; i < TILE; ++i) {
-      const __m512i w = _mm512_set1_epi32(int(copied[i * kPairStride + k]));
-#pragma GCC unroll 4
-      for (int v = 0; v < NV; ++v) acc[i][v] = _mm512_dpbf16_ps(acc[i][v], (__m512bh)w, (__m512bh)x[v]);
+      turn_quarters(four, turned[g]);
     }
-  }
-#pragma GCC unroll 32
-  for (int i = 0; i < TILE; ++i)
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; ++r) {
+      const __m512 words = _mm512_loadu_ps(x + r * stride + k);
+      const Vec each[4] = {(Vec)_mm512_permute_ps(words, 0x00), (Vec)_mm512_permute_ps(words, 0x55),
+                           (Vec)_mm512_permute_ps(words, 0xaa), (Vec)_mm512_permute_ps(words, 0xff)};
 #pragma GCC unroll 4
-    for (int v = 0; v < NV; ++v) {
-      float* at = sums + (i * NV + v) * 16;
-      _mm512_storeu_ps(at, add ? _mm512_add_ps(_mm512_loadu_ps(at), acc[i][v]) : acc[i][v]);
+      for (int c = 0; c < 4; ++c)
+#pragma GCC unroll 4
+        for (int g = 0; g < kFours; ++g)
+          acc[r][g] = add_products(turned[g][c], each[c], acc[r][g], Word<T>{});
     }
-}
-
-template <int NV, int TILE>
-static void run_pairs(const uint32_t* packed, int64_t in, const bf16* weight, int64_t live, float* sums) {
-  alignas(64) uint32_t copied[TILE * kPairStride];
-  for (int64_t k = 0; k < in; k += 2 * kSegment) {
-    const int64_t n = least(2 * kSegment, in - k);
-    for (int i = 0; i < TILE; ++i) {
-      const bf16* from = weight + least(i, live - 1) * in + k;
-      uint32_t* to = copied + i * kPairStride;
-      int64_t j = 0;
-      for (; j + 32 <= n; j += 32) {
-        _mm512_storeu_si512(to + j / 2, _mm512_loadu_si512(from + j));
+  };
+  const int64_t words = words_of<T>(in), whole = in / kElements * kGroup;
+  for (int64_t first = 0; first < words; first += kSegment) {
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 4
+      for (int g = 0; g < kFours; ++g) acc[r][g] = Vec{};
+    int64_t k = first;
+    for (; k < least(first + kSegment, whole); k += kGroup)
+      group(k, [](const auto* from) { return load_words(from, Word<T>{}); });
+    if (k < least(first + kSegment, words))
+      group(k, [&](const auto* from) { return load_some<T>(from, in - k * kEach<T>); });
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 4
+      for (int g = 0; g < kFours; ++g) {
+        float* at = sums + r * kTile + 4 * g;
+        const __m512 chains = (__m512)acc[r][g];
+        __m128 total = _mm512_extractf32x4_ps(chains, 0);
+        if (first > 0) total = _mm_add_ps(_mm_loadu_ps(at), total);
+        total = _mm_add_ps(total, _mm512_extractf32x4_ps(chains, 1));
+        total = _mm_add_ps(total, _mm512_extractf32x4_ps(chains, 2));
+        _mm_storeu_ps(at, _mm_add_ps(total, _mm512_extractf32x4_ps(chains, 3)));
       }
-      for (; j < n; j += 2) to[j / 2] = from[j].bits | (j + 1 < n ? uint32_t(from[j + 1].bits) << 16 : 0);
-    }
-    const int64_t pairs = (n + 1) / 2;
-    for (int64_t j = 0; j < pairs; j += kSum)
-      multiply_pairs<NV, TILE>(copied + j, packed + (k / 2 + j) * NV * 16, least(kSum, pairs - j), k + j > 0,
-                               sums,
-                               reinterpret_cast<const uint32_t*>(
-                                   weight + (in - k > 2 * kSegment ? k + 2 * kSegment : 3 * TILE * in)) +
-                                   j,
-                               in);
   }
 }
 #endif

@@ -9,18 +9,25 @@ DFLASH_NAMESPACE_BEGIN
 
 constexpr int64_t kParallelElements = 32768;  // below this threads cost more than they save
 
-// fn(i) for i in [0, n); `elements` is the total work, in array elements.
+// fn(first, last) for ranges that make up [0, n); `elements` is the total work, in array elements.
 template <typename Fn>
-static inline void parallel_for(int64_t n, int64_t elements, int threads, const Fn& fn) {
+static inline void parallel_ranges(int64_t n, int64_t elements, int threads, const Fn& fn) {
   if (threads > 1 && n > 1 && elements >= kParallelElements) {
     const auto range = [](const void* context, int64_t first, int64_t last) {
-      const Fn& fn = *static_cast<const Fn*>(context);
-      for (int64_t i = first; i < last; ++i) fn(i);
+      (*static_cast<const Fn*>(context))(first, last);
     };
     team_for(n, threads, range, &fn);
   } else {
-    for (int64_t i = 0; i < n; ++i) fn(i);
+    fn(0, n);
   }
+}
+
+// fn(i) for i in [0, n)
+template <typename Fn>
+static inline void parallel_for(int64_t n, int64_t elements, int threads, const Fn& fn) {
+  parallel_ranges(n, elements, threads, [&](int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; ++i) fn(i);
+  });
 }
 
 DFLASH_NAMESPACE_END

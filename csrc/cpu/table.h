@@ -1,6 +1,9 @@
 // The CPU kernels of one instruction set. table.cpp fills one table per set; dispatch.cpp picks one at run
 // time.
 #pragma once
+#include <string>
+#include <vector>
+
 #include "params.h"
 
 namespace dflash {
@@ -12,8 +15,11 @@ struct CpuKernels {
 #include "kernels.def"
 };
 
-// The best table that this processor runs, or the one that the environment variable DFLASH_ISA names
-// (scalar, avx2, avx512); throws std::runtime_error when that one is unknown or cannot run here.
+// The best table that this processor runs, or the one that the environment variable DFLASH_ISA names (one of
+// cpu_isas()); throws std::runtime_error when that one is unknown or cannot run here.
 const CpuKernels& cpu_kernels();
+
+// The instruction sets of this build that run on this processor, from the plainest to the best.
+std::vector<std::string> cpu_isas();
 
 }  // namespace dflash

@@ -6,7 +6,7 @@ import contextlib
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Literal, overload
+from typing import TYPE_CHECKING, Literal, NamedTuple, overload
 
 from torch import Tensor, nn
 
@@ -22,7 +22,7 @@ from .turns import Turns, turns_taken_here
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["generate", "generate_call", "release", "stream"]
+__all__ = ["PairOptions", "generate", "generate_call", "release", "stream"]
 
 _CAPACITY_STEP = 256
 
@@ -34,6 +34,8 @@ def generate(
     ids: Tensor,
     *,
     block_size: int | Literal["auto"] | Mapping[int, float] | None = None,
+    weights: Literal["int8"] | None = None,
+    draft_weights: Literal["int8"] | None = None,
     return_dict_in_generate: Literal[False] = False,
     **arguments: Unpack[GenerateArguments],
 ) -> Tensor: ...
@@ -46,6 +48,8 @@ def generate(
     ids: Tensor,
     *,
     block_size: int | Literal["auto"] | Mapping[int, float] | None = None,
+    weights: Literal["int8"] | None = None,
+    draft_weights: Literal["int8"] | None = None,
     return_dict_in_generate: Literal[True],
     **arguments: Unpack[GenerateArguments],
 ) -> GenerateOutput: ...
@@ -58,6 +62,8 @@ def generate(
     ids: Tensor,
     *,
     block_size: int | Literal["auto"] | Mapping[int, float] | None = None,
+    weights: Literal["int8"] | None = None,
+    draft_weights: Literal["int8"] | None = None,
     return_dict_in_generate: bool,
     **arguments: Unpack[GenerateArguments],
 ) -> Tensor | GenerateOutput: ...
@@ -69,6 +75,8 @@ def generate(
     ids: Tensor,
     *,
     block_size: int | Literal["auto"] | Mapping[int, float] | None = None,
+    weights: Literal["int8"] | None = None,
+    draft_weights: Literal["int8"] | None = None,
     return_dict_in_generate: bool = False,
     **arguments: Unpack[GenerateArguments],
 ) -> Tensor | GenerateOutput:
@@ -93,6 +101,8 @@ def generate(
             the widths to choose from and the cost of a step at each, in any unit: ``{4: 1.0, 16: 1.3}``. Cannot be
             combined with ``tree`` or ``acceptance="rejection"``. Changes the speed, never the text; in bf16 as far as
             the texts of two fixed widths are equal, and the widths then follow the clock.
+        weights: ``"int8"`` for the text of the target with its weights in 8 bits, see `Generator`.
+        draft_weights: ``"int8"`` for the drafter's; changes the speed, never the text.
         return_dict_in_generate: return a `GenerateOutput` with statistics.
         arguments: see `dflash.call.GenerateArguments`.
 
@@ -106,7 +116,8 @@ def generate(
         TypeError: an argument is unknown or has the wrong type.
     """
     target = check_target(target)
-    output = generate_call(target, draft, _resolve(target, ids, arguments), block_size)
+    options = PairOptions(block_size, weights, draft_weights)
+    output = generate_call(target, draft, _resolve(target, ids, arguments), options)
     return output if return_dict_in_generate else output.sequences
 
 
@@ -116,6 +127,8 @@ def stream(
     ids: Tensor,
     *,
     block_size: int | Literal["auto"] | Mapping[int, float] | None = None,
+    weights: Literal["int8"] | None = None,
+    draft_weights: Literal["int8"] | None = None,
     skip_special_tokens: bool = False,
     **arguments: Unpack[GenerateArguments],
 ) -> Iterator[StreamEvent]:
@@ -129,6 +142,8 @@ def stream(
         draft: as for `generate`.
         ids: as for `generate`.
         block_size: as for `generate`.
+        weights: as for `generate`.
+        draft_weights: as for `generate`.
         skip_special_tokens: as in ``tokenizer.decode``.
         arguments: see `dflash.call.GenerateArguments`, except ``streamer``. With ``tokenizer`` the events carry
             text.
@@ -145,7 +160,7 @@ def stream(
     target = check_target(target)
     call = _resolve(target, ids, arguments)
     with _lock():
-        generator = _generator_for(target, draft, call, block_size)
+        generator = _generator_for(target, draft, call, PairOptions(block_size, weights, draft_weights))
     return _released_unless_finished(generator, generator.stream_call(call, skip_special_tokens))
 
 
@@ -159,11 +174,11 @@ def release() -> None:
 
 
 def generate_call(
-    target: nn.Module, draft: nn.Module | None, call: Call, block_size: BlockSize, *, prompt_was_put: bool = False
+    target: nn.Module, draft: nn.Module | None, call: Call, options: PairOptions, *, prompt_was_put: bool = False
 ) -> GenerateOutput:
     """Run a resolved call on the kept generator; an interrupt frees it."""
     with _lock():
-        generator = _generator_for(target, draft, call, block_size)
+        generator = _generator_for(target, draft, call, options)
         try:
             return generator.run_call(call, prompt_was_put)
         except Exception:
@@ -176,22 +191,30 @@ def generate_call(
 # ---------------------------------------------------------------------------------------------- the kept generator
 
 
+class PairOptions(NamedTuple):
+    """The options of a kept generator, which `Generator` documents."""
+
+    block_size: BlockSize = None
+    weights: Literal["int8"] | None = None
+    draft_weights: Literal["int8"] | None = None
+
+
 class _CachedGenerator:
     """The generator of the last pair. It holds neither of the user's modules, and is freed with either of them."""
 
-    def __init__(self, target: nn.Module, draft: nn.Module | None, block_size: BlockSize, generator: Generator) -> None:
-        self.generator, self.block_size = generator, block_size
+    def __init__(self, target: nn.Module, draft: nn.Module | None, options: PairOptions, generator: Generator) -> None:
+        self.generator, self.options = generator, options
         modules = [module for module in (target, draft) if module is not None]
         self.weights = [WeightsFingerprint(module) for module in modules]
         self.finalizers = [weakref.finalize(module, release) for module in modules]
 
-    def serves(self, target: nn.Module, draft: nn.Module | None, block_size: BlockSize, call: Call) -> bool:
+    def serves(self, target: nn.Module, draft: nn.Module | None, options: PairOptions, call: Call) -> bool:
         """Return True if the generator was made for this pair and has room for the call."""
         modules = [module for module in (target, draft) if module is not None]
         return (
             self.generator.batch_size == len(call.prompts)
             and self.generator.max_length >= call.longest + call.max_new_tokens
-            and self.block_size == block_size
+            and self.options == options
             and tree_rows(self.generator.tree) >= tree_rows(call.tree)
             and len(self.weights) == len(modules)
             and all(weights.matches(module) for weights, module in zip(self.weights, modules, strict=True))
@@ -229,19 +252,20 @@ def _resolve(target: nn.Module, ids: Tensor, arguments: GenerateArguments) -> Ca
     return call
 
 
-def _generator_for(target: nn.Module, draft: nn.Module | None, call: Call, block_size: BlockSize) -> Generator:
+def _generator_for(target: nn.Module, draft: nn.Module | None, call: Call, options: PairOptions) -> Generator:
     """Return the kept generator if it serves this call, else a new one in its place.
 
     A call from inside a one-shot call gets a generator of its own, which is not kept.
     """
     global _cached
-    block_size = checked_block_size(block_size)
+    block_size = checked_block_size(options.block_size)
+    options = options._replace(block_size=block_size)
     check_width_call(block_size, call.tree, call.acceptance)
     call.check_drafts(has_drafts := draft is not None and block_size != 1)
     check_tree(target, call.tree, draft if has_drafts else None, room=call.tree)
     cached = _cached  # another thread may release it meanwhile
     is_inside = _is_inside_a_call()
-    if cached is not None and not is_inside and cached.serves(target, draft, block_size, call):
+    if cached is not None and not is_inside and cached.serves(target, draft, options, call):
         cached.generator.follow(target)
         check_tree_trial(cached.generator.engine.target, call.tree)  # hooks may have come since
         return cached.generator
@@ -254,11 +278,12 @@ def _generator_for(target: nn.Module, draft: nn.Module | None, call: Call, block
     if positions is not None:
         capacity = min(capacity, positions)
     own = structural_twin(loaded) if loaded is not None and loaded is draft else loaded
-    options = GeneratorOptions(capacity, len(call.prompts), block_size, reuse_prefix=False, tree=call.tree)
-    generator = Generator.of_checked(target, own, options)
+    rows, chosen = len(call.prompts), options._asdict()
+    made = GeneratorOptions(capacity, rows, reuse_prefix=False, tree=call.tree, **chosen)
+    generator = Generator.of_checked(target, own, made)
     _our_turns.add(generator.turns)
     if not is_inside:
-        _cached = _CachedGenerator(target, draft, block_size, generator)
+        _cached = _CachedGenerator(target, draft, options, generator)
     return generator
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import ops
 from .cache import RecurrentCache
-from .ops import BlockConv, DecoderLayer, DeltaNetLayer, PackedLayers, reference
+from .ops import BlockConv, DecoderLayer, DeltaNetLayer, Int8Weight, PackedLayers, Weight, reference, split_weights
 from .tree import Tree
 
 __all__ = ["BlockConv", "DecoderLayer", "DecoderStack", "DeltaNetLayer", "rotary_table"]
@@ -69,7 +69,8 @@ class DecoderStack:
         one_op = all(layer.experts is None for layer in self.layers)
         self._packed = PackedLayers(self.layers, norm, **self._options) if one_op else None
         self._ends_in_products = one_op and not any(
-            layer.is_recurrent or layer.attention_conv or layer.mlp_conv for layer in self.layers
+            layer.is_recurrent or layer.attention_conv or layer.mlp_conv or isinstance(layer.o, Int8Weight)
+            for layer in self.layers
         )
 
     def __reduce__(self) -> tuple:  # a copy packs its own tensors
@@ -155,7 +156,7 @@ class DecoderStack:
             if layer.is_recurrent:
                 delta = self._delta_net(i, hidden, inputs.cache)
             else:
-                delta = ops.linear(self._attention(i, hidden, inputs), layer.o, layer.o_bias, prefetch=True)
+                delta = _product(self._attention(i, hidden, inputs), layer.o, layer.o_bias)
             hidden, residual = self._add_norm(layer.attention_conv, delta, kernels, residual, layer.post_norm)
             # 2. MLP, whose residual sum is also the tap
             hidden, kernels = _prepare(layer.mlp_conv, hidden)
@@ -220,8 +221,8 @@ class DecoderStack:
         layer, keys, values = self.layers[index], inputs.cache.keys[index], inputs.cache.values[index]
         context_rows, head_dim = 0 if inputs.context is None else inputs.context.shape[1], keys.shape[3]
         rows = rows_in.shape[1] - context_rows
-        weights = (layer.q, layer.k, layer.v)
-        qkv = ops.linears(rows_in, weights, _qkv_biases(layer), prefetch=True, squares=squares, eps=self.eps)
+        weights, scales = split_weights(layer.q, layer.k, layer.v)
+        qkv = ops.linears(rows_in, weights, _qkv_biases(layer), True, squares, self.eps, scales)
         query = qkv.new_empty(qkv.shape[0], rows, layer.o.shape[1] // head_dim, head_dim)
         norms = (layer.q_norm, layer.k_norm, self.eps)
         ops.qkv_norm_rope_append_(
@@ -240,11 +241,12 @@ class DecoderStack:
     def _delta_net(self, index: int, hidden: Tensor, cache: RecurrentCache) -> Tensor:
         layer, held, counts = self.layers[index], cache.recurrent[index], (cache.pending, cache.keep)
         key_heads, _, key_dim, _, _ = layer.sizes
-        qkv, z, b, a = layer.split(ops.linears(hidden, layer.projections, prefetch=True))
+        weights, scales = split_weights(*layer.projections)
+        qkv, z, b, a = layer.split(ops.linears(hidden, weights, prefetch=True, scales=scales))
         qkv = ops.causal_conv_(qkv, layer.conv[:, 0], None, True, held.window, *counts)
         inputs = ops.delta_net_inputs(qkv, b, a, layer.a_log, layer.dt_bias, key_heads, key_dim)
         out = ops.gated_recurrence_(*inputs, held.state, held.saved_k, held.saved_d, held.saved_a, *counts)
-        return ops.linear(ops.gated_rms_norm(out, z, layer.norm, self.eps), layer.out, prefetch=True)
+        return _product(ops.gated_rms_norm(out, z, layer.norm, self.eps), layer.out)
 
 
 def _fields(values: Iterable[object]) -> Iterator[object]:
@@ -270,7 +272,13 @@ def _prepare(conv: BlockConv | None, hidden: Tensor, front: Tensor | None = None
 def _mlp(layer: DecoderLayer | DeltaNetLayer, hidden: Tensor) -> Tensor:
     if layer.experts is not None:
         return layer.experts(hidden)
-    return ops.linear(ops.swiglu(hidden, layer.gate, layer.up, prefetch=True), layer.down, prefetch=True)
+    (gate, up), scales = split_weights(layer.gate, layer.up)
+    return _product(ops.swiglu(hidden, gate, up, prefetch=True, scales=scales), layer.down)
+
+
+def _product(x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+    (values,), scales = split_weights(weight)
+    return ops.linear(x, values, bias, prefetch=True, scales=scales)
 
 
 def _qkv_biases(layer: DecoderLayer) -> tuple[Tensor, ...]:

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from .call import Call, GenerateArguments, TargetDefaults, check_stream_arguments
-from .drafter import Drafter, load_draft
+from .drafter import Drafter, draft_in, load_draft
 from .engine import (
-    FINISH_REASONS,
     Answer,
     Direct,
     Engine,
@@ -24,14 +23,12 @@ from .engine import (
     Replay,
     Run,
     State,
-    all_logprobs,
     cached_prefix,
     compiled_per_kind,
     event_of,
     host_step,
+    output_of,
     raise_errors,
-    sequences,
-    statistics,
     step,
 )
 from .fit import check_block_size, check_room, check_tree, check_tree_trial
@@ -93,6 +90,10 @@ class Generator:
             are noticed. torch does not count writes through ``tensor.data``, NumPy or a fused optimizer: after one that
             touches few values of few tensors call `reset`. It counts none of inference tensors: a target with such
             weights runs every prompt whole.
+        weights: ``"int8"`` to multiply by copies of the target's weights in 8 bits, with a scale per output channel:
+            those of the decoder layers and of the head, on CPU, of ``fused`` targets without experts. The text is then
+            exactly what that quantized target would write on its own, not what the target as it is would.
+        draft_weights: ``"int8"`` for the drafter's layers likewise. Changes the speed, never the text.
 
     Attributes:
         engine: what runs the steps.
@@ -118,10 +119,12 @@ class Generator:
         fused: bool | Literal["auto"] = "auto",
         prefill_chunk: int = 512,
         reuse_prefix: bool = True,
+        weights: Literal["int8"] | None = None,
+        draft_weights: Literal["int8"] | None = None,
     ) -> None:
         options = GeneratorOptions(
             *(max_length, batch_size, block_size, denoise_steps, compile, graph, fused, prefill_chunk, reuse_prefix),
-            tree=tree,
+            *(tree, weights, draft_weights),
         )
         self._build(check_target(target), draft, options)
 
@@ -136,11 +139,12 @@ class Generator:
     def _build(self, target: nn.Module, draft: nn.Module | None, options: GeneratorOptions) -> None:
         # 1. Check everything before anything is made.
         options.check(target)
-        draft = None if draft is None else load_draft(draft)
+        draft = draft_in(options.draft_weights, None if draft is None else load_draft(draft))
         self.block_size = check_block_size(target, draft, options.block_size)
         self.max_length, self.batch_size = int(options.max_length), int(options.batch_size)
         self.denoise_steps, self.prefill_chunk = int(options.denoise_steps), int(options.prefill_chunk)
         self.graph, self.fused, self.reuse_prefix = options.graph, options.fused, options.reuse_prefix
+        self.weights = options.weights
         self.draft: Drafter | None = draft if self.block_size > 1 else None
         self.tree = checked_tree(options.tree)
         check_tree(target, self.tree, self.draft, room=self.tree)
@@ -153,25 +157,20 @@ class Generator:
         )  # fmt: skip
         # 3. What launches the steps. The step after the last may still be running when the generator is freed; the
         # memory that it writes must not be another's by then.
-        report, on_gpu = self.state.report.tensor, self.engine.target.device.type == "cuda"
-        self.runner: Direct | Replay = Replay(report) if on_gpu else Direct(report)
+        on_gpu = self.engine.target.device.type == "cuda"
+        self.runner: Direct | Replay = (Replay if on_gpu else Direct)(self.state.report.tensor)
         weakref.finalize(self, self.runner.drain).atexit = False
         self._step: Callable[[], None] = functools.partial(step, self.engine)
         self.compiles_step = options.compile and not on_gpu
-        if options.compile:
-            self._compile(on_gpu)
+        if self.compiles_step:
+            self._step = compiled_per_kind(self._step, functools.partial(getattr, self.engine, "kind"))
+        elif options.compile:
+            self.engine.compile_target = True
+            self.engine.retarget(self.engine.target)
         # 4. Between calls: the run that the state belongs to, and the weights that caches and graphs were made with.
         self.turns = Turns()
         self._run: Run | None = None
         self._known = KnownWeights()
-
-    def _compile(self, on_gpu: bool) -> None:
-        engine = self.engine
-        if on_gpu:
-            engine.compile_target = True
-            engine.retarget(engine.target)
-        else:
-            self._step = compiled_per_kind(self._step, lambda: engine.kind)
 
     @property
     def state(self) -> State:
@@ -193,12 +192,13 @@ class Generator:
         self._step()
 
     def reset(self) -> None:
-        """Forget what the caches hold, so that the next call runs its whole prompt. An unfinished stream is ended.
+        """Forget what the caches hold and read all weights again. An unfinished stream is ended.
 
         Raises:
             RuntimeError: called from inside a call of this generator.
         """
         self.run_alone(self._end_run)
+        self.engine.target.forget_values()
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise TypeError(
@@ -300,9 +300,9 @@ class Generator:
         for answers in self._answers(call, reads_ids=streamer is not None):
             if streamer is not None and answers[0].new_ids:
                 streamer.put(torch.tensor(answers[0].new_ids, dtype=torch.int64, device="cpu"))
-        measured = statistics(answers, self.block_size, time.perf_counter() - began)
-        ids, reasons = sequences(answers, call, self.state.tokens), [FINISH_REASONS[answer.done] for answer in answers]
-        return GenerateOutput(ids, reasons, measured, *all_logprobs(answers, self.engine.logprobs))
+        seconds = time.perf_counter() - began
+        kept = self.engine.logprobs
+        return output_of(answers, call, self.state.tokens, kept, self.block_size, seconds, self.weights)
 
     def stream_call(self, call: Call, skip_special_tokens: bool = False) -> Iterator[StreamEvent]:
         """Yield the events of a resolved call, which runs as they are asked for."""
@@ -312,7 +312,7 @@ class Generator:
         steps = self._answers(call, reads_ids=True)
         try:
             while (answers := self.run_alone(lambda: next(steps, None))) is not None:
-                yield event_of(answers, text, self.block_size, time.perf_counter() - began)
+                yield event_of(answers, text, self.block_size, time.perf_counter() - began, self.weights)
         finally:
             steps.close()
 
@@ -389,7 +389,7 @@ class Generator:
     def _twin(self, target: nn.Module) -> Target:
         """Return a twin of the target as it is now, and remember what it was made of."""
         taps = self.draft.config.target_layer_ids if self.draft is not None else ()
-        twin, self._defaults = Target(target, taps, self.fused), TargetDefaults.of(target)
+        twin, self._defaults = Target(target, taps, self.fused, self.weights), TargetDefaults.of(target)
         self._weights, self._functions = WeightsFingerprint(target), functions_of(target)
         self.fused_reason, self._snapshot, self._hook = twin.fused_reason, snapshot(target), first_hook(target)
         self._modules = [module for module in (twin.model, self.draft) if module is not None]

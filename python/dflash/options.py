@@ -52,6 +52,8 @@ class GeneratorOptions:
     prefill_chunk: int = 512
     reuse_prefix: bool = True
     tree: TreeSize = None
+    weights: Literal["int8"] | None = None
+    draft_weights: Literal["int8"] | None = None
 
     def check(self, target: nn.Module) -> None:
         """Raise ValueError or TypeError for a value that is wrong, or that does not suit the target."""
@@ -66,6 +68,9 @@ class GeneratorOptions:
         for name, value in (("graph", self.graph), ("fused", self.fused)):
             if value not in (True, False, "auto"):
                 raise ValueError(f'{name} must be True, False or "auto", got {value!r}')
+        for name, bits in (("weights", self.weights), ("draft_weights", self.draft_weights)):
+            if bits not in ("int8", None):
+                raise ValueError(f'{name} must be "int8" or None, got {bits!r}')
         for name in ("graph", "fused", "compile"):
             if getattr(self, name) is True and (count := ranks_in(target)) > 1:
                 raise ValueError(f"{name}=True needs a target in one process, this one is spread over {count}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
@@ -43,6 +43,7 @@ class Statistics:
             ``block_size="auto"`` chose.
         step_seconds: per step, the seconds that it took. On a GPU, where steps are read late, they are right in the
             mean.
+        weights: how the target's weights were held, as in `dflash.Generator`.
     """
 
     acceptance_lengths: list[list[int]]
@@ -53,6 +54,7 @@ class Statistics:
     num_prefilled_tokens: list[int] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
     step_seconds: list[float] = field(default_factory=list)
+    weights: Literal["int8"] | None = None
 
     @property
     def acceptance_length(self) -> float:

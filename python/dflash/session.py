@@ -221,7 +221,11 @@ class Session:
     def _event(self, answer: Answer) -> RowEvent:
         seat = self._seats[answer.row]
         seconds = time.perf_counter() - seat.began
-        return RowEvent(answer.row, event_of([answer], seat.text, self.generator.block_size, seconds), answer.error)
+        return RowEvent(
+            answer.row,
+            event_of([answer], seat.text, self.generator.block_size, seconds, self.generator.weights),
+            answer.error,
+        )
 
     def retire(self, row: int) -> None:
         """Free a row, whether its answer has ended or not. Its caches stay for a request that shares its prompt.

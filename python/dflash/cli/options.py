@@ -46,6 +46,7 @@ __all__ = [
     "TopP",
     "TreeRows",
     "TrustRemoteCode",
+    "WeightOptions",
     "check_sampling",
     "parse_block_size",
     "parse_sharpness",
@@ -118,6 +119,18 @@ class ModelOptions:
         )
         draft = draft_folder(PAIR, None if tree is None else 1)
         return dataclasses.replace(self, model=str(PAIR / "target"), draft=str(draft))
+
+
+@dataclass(frozen=True)
+class WeightOptions:
+    """How weights are held, on CPU."""
+
+    weights: Annotated[
+        Literal["int8"] | None, "Hold the target's in 8 bits (CPU): the text is that of the quantized target."
+    ] = None
+    draft_weights: Annotated[
+        Literal["int8"] | None, "Hold the drafter's in 8 bits (CPU): changes the speed, never the text."
+    ] = None
 
 
 @dataclass(frozen=True)

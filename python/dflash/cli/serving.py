@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import os
 import re
@@ -12,7 +13,7 @@ import typer
 
 from ..terminal import printable
 from .loading import Source, load, load_tokenizer
-from .options import BlockSize, ModelOptions, parse_block_size, takes_dataclasses
+from .options import BlockSize, ModelOptions, WeightOptions, parse_block_size, takes_dataclasses
 
 __all__ = ["serve"]
 
@@ -23,6 +24,7 @@ _PACKAGED_NAME = "dflash-pair"
 @takes_dataclasses()
 def serve(
     models: ModelOptions,
+    held: WeightOptions,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000,
     name: Annotated[str | None, typer.Option(help="The model's name for clients; default: the target's.")] = None,
@@ -75,7 +77,7 @@ def serve(
     positions = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None) or max_length
     length = min(max_length, positions)
     sizes = {"max_length": length, "batch_size": rows, "prefill_chunk": prefill_chunk}
-    generator = Generator(target, drafter, block_size=width, **sizes)
+    generator = Generator(target, drafter, block_size=width, **sizes, **dataclasses.asdict(held))
     # 3. Serve.
     name = name or (_PACKAGED_NAME if is_packaged else _model_name(models.model))
     scheduler = Scheduler(generator, max_waiting=queue)

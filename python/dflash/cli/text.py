@@ -31,6 +31,7 @@ from .options import (
     Stop,
     System,
     TreeRows,
+    WeightOptions,
     check_sampling,
     parse_block_size,
     parse_sharpness,
@@ -47,6 +48,7 @@ __all__ = ["chat", "generate"]
 @takes_dataclasses()
 def generate(
     models: ModelOptions,
+    held: WeightOptions,
     sampling: SamplingOptions,
     constraint: GrammarOptions,
     prompt: Annotated[str | None, typer.Argument(help="Text to continue; none or - reads standard input.")] = None,
@@ -98,7 +100,8 @@ def generate(
         **dataclasses.asdict(sampling),
     }
     answer = _Answer(rows, quiet=as_json)
-    for event in _stream(target, drafter, ids, device, width, arguments, receipt):
+    options = {"block_size": width, **dataclasses.asdict(held)}
+    for event in _stream(target, drafter, ids, device, options, arguments, receipt):
         answer.add(event)
     typer.echo(json.dumps(answer.report()) if as_json else "")
     if not as_json:
@@ -106,7 +109,7 @@ def generate(
 
 
 def _stream(
-    target: Any, drafter: Any, ids: list[int], device: str, block_size: Any, arguments: Any, receipt: Path | None
+    target: Any, drafter: Any, ids: list[int], device: str, options: Any, arguments: Any, receipt: Path | None
 ) -> Iterator[Any]:
     """Yield the events of an answer, then write its receipt if there is a file for it."""
     import torch
@@ -117,7 +120,7 @@ def _stream(
     prompts = torch.tensor([ids], dtype=torch.int64, device=device).reshape(1, -1)
     recorder = None if receipt is None else Recorder(target, prompts, **arguments)
     arguments = arguments if recorder is None else recorder.arguments
-    for event in stream(target, drafter, prompts, skip_special_tokens=True, block_size=block_size, **arguments):
+    for event in stream(target, drafter, prompts, skip_special_tokens=True, **options, **arguments):
         if recorder is not None:
             recorder.add(event)
         yield event
@@ -226,6 +229,7 @@ class _Answer:
 @takes_dataclasses()
 def chat(
     models: ModelOptions,
+    held: WeightOptions,
     sampling: SamplingOptions,
     system: System = None,
     max_length: Annotated[int, typer.Option(help="Tokens of the whole conversation at most.")] = 4096,
@@ -257,7 +261,8 @@ def chat(
 
     positions = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None) or max_length
     length = min(max_length, positions)
-    generator = Generator(target, drafter, max_length=length, block_size=width, tree=rows)
+    sizes = {"max_length": length, "block_size": width, "tree": rows}
+    generator = Generator(target, drafter, **sizes, **dataclasses.asdict(held))
     conversation = _Conversation(generator, tokenizer, device, system, max_new_tokens, sampling)
     # 2. Answer line by line.
     console, all_answered = Console(stderr=True), True

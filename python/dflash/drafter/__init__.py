@@ -4,6 +4,7 @@ from .checkpoint import draft_folder, load_draft
 from .config import DraftConfig
 from .dflash2 import CandidateSelector, DFlash2Config, GroupedConv, PairWeights, check_dflash2
 from .drafter import Drafter, scale_logits
+from .int8 import draft_in
 from .layouts import from_speculators, is_speculators, to_speculators, vllm_causality
 from .own_parts import MASK_EMBEDDING_FILE
 from .reader import FULL, SLIDING, build_target_layer_ids
@@ -24,6 +25,7 @@ __all__ = [
     "build_target_layer_ids",
     "check_dflash2",
     "draft_folder",
+    "draft_in",
     "from_speculators",
     "is_speculators",
     "load_draft",

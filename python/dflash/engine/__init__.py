@@ -3,14 +3,13 @@
 from .budget import context_bucket
 from .host_step import host_step
 from .prefill import Prefill, cached_prefix
-from .progress import FINISH_REASONS, Answer, all_logprobs, event_of, raise_errors, sequences, statistics
+from .progress import Answer, event_of, output_of, raise_errors
 from .run import Launch, Run
 from .runner import Direct, Replay, compiled_per_kind, graph_status
 from .state import RUNNING, State
 from .step import Engine, step
 
 __all__ = [
-    "FINISH_REASONS",
     "RUNNING",
     "Answer",
     "Direct",
@@ -20,15 +19,13 @@ __all__ = [
     "Replay",
     "Run",
     "State",
-    "all_logprobs",
     "cached_prefix",
     "compiled_per_kind",
     "context_bucket",
     "event_of",
     "graph_status",
     "host_step",
+    "output_of",
     "raise_errors",
-    "sequences",
-    "statistics",
     "step",
 ]

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from torch import Tensor
 
 from ..call import Call
-from ..outputs import Statistics, StreamEvent, TokenLogprobs
+from ..outputs import GenerateOutput, Statistics, StreamEvent, TokenLogprobs
 from ..streaming import BatchDecoder, StopCriterion, first_stop
 from .logprobs import Logprobs
 from .state import FULL, INVALID, RUNNING, STOPPED, RowReport, State
 
-__all__ = ["FINISH_REASONS", "Answer", "all_logprobs", "event_of", "raise_errors", "sequences", "statistics"]
+__all__ = ["Answer", "event_of", "output_of", "raise_errors"]
 
-FINISH_REASONS = {STOPPED: "stop", FULL: "length"}
+Weights = Literal["int8"] | None
+_FINISH_REASONS = {STOPPED: "stop", FULL: "length"}
 
 
 @dataclass
@@ -140,7 +142,9 @@ def raise_errors(answers: Sequence[Answer]) -> None:
             raise ValueError(answer.error)
 
 
-def event_of(answers: Sequence[Answer], text: BatchDecoder | None, block_size: int, seconds: float) -> StreamEvent:
+def event_of(
+    answers: Sequence[Answer], text: BatchDecoder | None, block_size: int, seconds: float, weights: Weights = None
+) -> StreamEvent:
     """Return what a step has added to answers.
 
     Args:
@@ -148,17 +152,38 @@ def event_of(answers: Sequence[Answer], text: BatchDecoder | None, block_size: i
         text: decodes them; None without a tokenizer.
         block_size: the most tokens of a step.
         seconds: since the call.
+        weights: how the target's are held.
     """
-    reasons = [FINISH_REASONS.get(answer.done) for answer in answers]
+    reasons = [_FINISH_REASONS.get(answer.done) for answer in answers]
     ids, accepted = [answer.new_ids for answer in answers], [answer.accepted for answer in answers]
     pieces = None if text is None else text.push(ids, reasons)
     logprobs = [answer.logprobs for answer in answers] if answers[0].asked_logprobs is not None else None
     prompts = [answer.prompt_logprobs for answer in answers if answer.prompt_logprobs is not None] or None
-    measured = statistics(answers, block_size, seconds)
+    measured = _statistics(answers, block_size, seconds, weights)
     return StreamEvent(ids, accepted, pieces, reasons, measured, logprobs, prompts)
 
 
-def all_logprobs(
+def output_of(
+    answers: Sequence[Answer], call: Call, tokens: Tensor, kept: Logprobs | None, block_size: int, seconds: float,
+    weights: Weights = None,
+) -> GenerateOutput:  # fmt: skip
+    """Return what a call returns.
+
+    Args:
+        answers: of the call, all ended.
+        call: as it was resolved.
+        tokens: ``[batch, capacity]``, of the state.
+        kept: the log probabilities that its steps wrote; None if it asks for nothing.
+        block_size: the most tokens of a step.
+        seconds: since the call.
+        weights: how the target's are held.
+    """
+    reasons = [_FINISH_REASONS[answer.done] for answer in answers]
+    measured = _statistics(answers, block_size, seconds, weights)
+    return GenerateOutput(_sequences(answers, call, tokens), reasons, measured, *_all_logprobs(answers, kept))
+
+
+def _all_logprobs(
     answers: Sequence[Answer], kept: Logprobs | None
 ) -> tuple[list[list[TokenLogprobs]] | None, list[list[TokenLogprobs | None]] | None]:
     """Return the log probabilities of all tokens of a call's answers and of their prompts, None for what is not asked.
@@ -173,7 +198,7 @@ def all_logprobs(
     return [answer.read_logprobs(answer.prompt_length, kept) for answer in answers], prompts or None
 
 
-def sequences(answers: Sequence[Answer], call: Call, tokens: Tensor) -> Tensor:
+def _sequences(answers: Sequence[Answer], call: Call, tokens: Tensor) -> Tensor:
     """Return the prompts of a call as given, then the answers in ``tokens [batch, capacity]``, right-padded."""
     counts = [answer.length + 1 - answer.prompt_length for answer in answers]
     (batch, width), ids = call.ids.shape, call.ids
@@ -185,7 +210,7 @@ def sequences(answers: Sequence[Answer], call: Call, tokens: Tensor) -> Tensor:
     return joined
 
 
-def statistics(answers: Sequence[Answer], block_size: int, seconds: float) -> Statistics:
+def _statistics(answers: Sequence[Answer], block_size: int, seconds: float, weights: Weights) -> Statistics:
     """Return what was measured of answers up to now, ``seconds`` after they were asked for."""
     longest = max(answers, key=lambda answer: len(answer.rows))  # it was running in every step of the others
     return Statistics(
@@ -197,4 +222,5 @@ def statistics(answers: Sequence[Answer], block_size: int, seconds: float) -> St
         [answer.num_prefilled_tokens for answer in answers],
         list(longest.rows),
         list(longest.step_seconds),
+        weights,
     )

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..api import generate_call
+from ..api import PairOptions, generate_call
 from ..call import Call, GenerateArguments, TargetDefaults
 from ..outputs import GenerateOutput
 from ..sampling import LogitsProcessor, StoppingCriterion
@@ -261,7 +261,7 @@ def custom_generate(  # noqa: PLR0913 - transformers reads the names from this s
     call = Call.resolve(arguments.defaults, input_ids, given)
     call = dataclasses.replace(call, stop_criteria=tuple(arguments.stop_criteria))
     # 3. Run it.
-    output = generate_call(target, draft, call, block_size, prompt_was_put=prompt_was_put)
+    output = generate_call(target, draft, call, PairOptions(block_size), prompt_was_put=prompt_was_put)
     return output if config.return_dict_in_generate else output.sequences
 
 

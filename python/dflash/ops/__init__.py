@@ -19,6 +19,9 @@ from .draft_rows import draft_rows
 from .dynamic_conv import conv_add_rms_norm, dynamic_conv
 from .experts import experts
 from .gates import sigmoid_mul, silu_mul, swiglu
+from .int8 import Int8Weight as Int8Weight
+from .int8 import Weight as Weight
+from .int8 import split_weights as split_weights
 from .kv_cache import append_context_kv_, append_kv_, qkv_norm_rope_append_
 from .layers import PackedLayers as PackedLayers
 from .layers import decoder_layers
@@ -37,6 +40,7 @@ from .tree_commit import accept_path_, compact_kv_, gather_rows_
 from .weights import BlockConv as BlockConv
 from .weights import DecoderLayer as DecoderLayer
 from .weights import DeltaNetLayer as DeltaNetLayer
+from .weights import int8_layer as int8_layer
 
 __all__ = [
     "accept_path_",

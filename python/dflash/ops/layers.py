@@ -14,7 +14,7 @@ from . import reference
 from .checks import dense, expect, expect_contiguous, expect_rope_table
 from .kv_cache import expect_caches
 from .registry import Launcher, op
-from .weights import DecoderLayer, DeltaNetLayer, check_layers, check_memory, named_tensors
+from .weights import DecoderLayer, DeltaNetLayer, check_layers, check_memory, linear_weight, named_tensors
 
 
 class PackedLayers:
@@ -105,7 +105,8 @@ class PackedLayers:
             mixers = (None, layer.mixer()) if layer.is_recurrent else (layer.mixer(), None)
             tap = self.taps.index(i) if i in self.taps else -1
             convs = (conv and conv.record() for conv in (layer.attention_conv, layer.mlp_conv))
-            records.append((layer.input_norm, layer.post_norm, layer.gate, layer.up, layer.down, *mixers, *convs, tap))
+            mlp = map(linear_weight, (layer.gate, layer.up, layer.down))
+            records.append((layer.input_norm, layer.post_norm, *mlp, *mixers, *convs, tap))
         self._records = _C.DecoderLayers(records, [*self.tensors()])
 
 

@@ -21,7 +21,10 @@ def skinny(rows: int, dtype: torch.dtype) -> bool:
 
 
 @op()
-def linear(launch: Launcher, x: Tensor, weight: Tensor, bias: Tensor | None = None, prefetch: bool = False) -> Tensor:
+def linear(
+    launch: Launcher, x: Tensor, weight: Tensor, bias: Tensor | None = None, prefetch: bool = False,
+    scales: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Compute ``x @ weight.T + bias`` for a few rows, sums in fp32, rounded once.
 
     A row's bits depend neither on its place nor on how many rows there are: on CPU up to 256 rows in float32 and 64 in
@@ -30,11 +33,14 @@ def linear(launch: Launcher, x: Tensor, weight: Tensor, bias: Tensor | None = No
 
     Args:
         x: ``[..., rows, in]``, float32 or bfloat16 (on CUDA float16 too).
-        weight: ``[out, in]``, the dtype of ``x``.
+        weight: ``[out, in]``, the dtype of ``x``, or int8 with ``scales``.
         bias: ``[out]``, the dtype of ``x``, or None.
         prefetch: start to read ``weight`` before what is queued ahead on the stream has ended, on CUDA from compute
             capability 9.0. Only for weights at rest: one that an operation under way still writes may be read too
             early, and nothing would say so. ``DFLASH_PREFETCH=0`` in the environment turns it off.
+        scales: ``[out]`` float32: the weight is int8, see `Int8Weight`, and each channel's sum is multiplied by its
+            scale before the bias is added. None for other weights. What goes through torch (see above; on CUDA all of
+            it) is rounded before it is scaled too.
 
     Returns:
         ``[..., rows, out]``, the dtype of ``x``.
@@ -42,14 +48,15 @@ def linear(launch: Launcher, x: Tensor, weight: Tensor, bias: Tensor | None = No
     Raises:
         ValueError: a shape does not fit. TypeError: a dtype does not fit.
     """
-    check_product("linear", x, "weight", weight, "bias", bias)
-    return _products(launch, "linear", x, [weight], [bias], prefetch)
+    check_product("linear", x, "weight", weight, "bias", bias, is_int8=scales is not None)
+    check_scales("linear", [weight], scales)
+    return _products(launch, "linear", x, [weight], [bias], prefetch, scales=scales)
 
 
 @op()
 def linears(
     launch: Launcher, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] = (), prefetch: bool = False,
-    squares: Tensor | None = None, eps: float = 0.0,
+    squares: Tensor | None = None, eps: float = 0.0, scales: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Compute `linear` of the same rows with several weights, the results side by side, in one kernel.
 
@@ -61,6 +68,7 @@ def linears(
         squares: what `linear_add_scale` returned along with ``x``, or None. Each row's products are then divided by
             ``sqrt(sum(squares) / in + eps)``, before the bias is added.
         eps: of the norm that ``squares`` belongs to.
+        scales: ``[sum of out]`` float32, those of all weights, which are int8 then: see `linear`.
 
     Returns:
         ``[..., rows, sum of out]``, the dtype of ``x``.
@@ -73,9 +81,11 @@ def linears(
     if len(biases) not in (0, len(weights)):
         raise ValueError(f"linears: biases must be none or one for each of {len(weights)} weights, got {len(biases)}")
     for i, weight in enumerate(weights):
-        check_product("linears", x, f"weights[{i}]", weight, f"biases[{i}]", biases[i] if biases else None)
+        bias = biases[i] if biases else None
+        check_product("linears", x, f"weights[{i}]", weight, f"biases[{i}]", bias, is_int8=scales is not None)
     check_squares("linears", x, squares)
-    return _products(launch, "linears", x, weights, biases or [None] * len(weights), prefetch, squares, eps)
+    check_scales("linears", weights, scales)
+    return _products(launch, "linears", x, weights, biases or [None] * len(weights), prefetch, squares, eps, scales)
 
 
 @op(mutates=("tap",))
@@ -146,15 +156,26 @@ def check_squares(op: str, x: Tensor, squares: Tensor | None) -> None:
         expect(op, "squares", squares, (*x.shape[:-1], tiles), torch.float32, "..., rows, tiles")
 
 
+def check_scales(op: str, weights: Sequence[Tensor], scales: Tensor | None) -> None:
+    """Raise unless ``scales`` is None or has one for each row of these weights."""
+    if scales is not None:
+        expect(
+            op, "scales", scales, (sum(weight.shape[0] for weight in weights),), torch.float32, "rows of the weights"
+        )
+
+
 def check_product(
-    op: str, x: Tensor, name: str, weight: Tensor, bias_name: str = "", bias: Tensor | None = None
-) -> None:
+    op: str, x: Tensor, name: str, weight: Tensor, bias_name: str = "", bias: Tensor | None = None,
+    is_int8: bool = False,
+) -> None:  # fmt: skip
     """Raise unless ``x @ weight.T + bias`` is possible."""
     if weight.dim() != 2:
         raise ValueError(f"{op}: {name} must be [out, in], got {weight.dim()} dimensions")
     if x.dim() < 2 or x.shape[-1] != weight.shape[1]:
         raise ValueError(f"{op}: x must be [..., rows, {weight.shape[1]}] as {name} says, got {list(x.shape)}")
-    if weight.dtype != x.dtype:
+    if is_int8 and weight.dtype != torch.int8:
+        raise TypeError(f"{op}: {name} must be torch.int8 where scales are given, got {weight.dtype}")
+    if not is_int8 and weight.dtype != x.dtype:
         raise TypeError(f"{op}: {name} must be {x.dtype} as x is, got {weight.dtype}")
     if bias is not None:
         expect(op, bias_name, bias, (weight.shape[0],), x.dtype, "out")
@@ -180,23 +201,28 @@ def _follows(first: Tensor, second: Tensor) -> bool:
 
 def _products(
     launch: Launcher, op: str, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], prefetch: bool,
-    squares: Tensor | None = None, eps: float = 0.0,
+    squares: Tensor | None = None, eps: float = 0.0, scales: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Compute ``x @ weight.T + bias`` for each, side by side, ``[..., rows, sum of out]``; the operands fit."""
     launch.dtype(op, "x", x)
     if launch.is_fake:
         return x.new_empty(*x.shape[:-1], sum(weight.shape[0] for weight in weights))
-    out = run_kernel(launch, op, x, weights, biases, prefetch, squares=squares, eps=eps)
-    return reference.linears(x, *_merged(weights, biases), squares=squares, eps=eps) if out is None else out
+    out = run_kernel(launch, op, x, weights, biases, prefetch, squares=squares, eps=eps, scales=scales)
+    if out is not None:
+        return out
+    operands = _merged(weights, biases) if scales is None else (weights, biases)
+    return reference.linears(x, *operands, squares=squares, eps=eps, scales=scales)
 
 
 def run_kernel(
     launch: Launcher, op: str, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], prefetch: bool,
     gated: bool = False, squares: Tensor | None = None, eps: float = 0.0, added: tuple | None = None,
+    scales: Tensor | None = None,
 ) -> Tensor | None:  # fmt: skip
     """Run the kernel of `linear` on operands that fit; None if it does not take them.
 
-    Only CUDA's can be gated, take ``squares``, or have ``added``: the fields of ``LinearAdd`` in params.h.
+    Only CUDA's can be gated, take ``squares``, or have ``added``: the fields of ``LinearAdd`` in params.h. Only the
+    CPU's takes ``scales``.
     """
     # 1. See whether the kernel takes this product
     dtype, features = launch.dtype(op, "x", x), [weight.shape[0] for weight in weights]
@@ -204,7 +230,7 @@ def run_kernel(
     splits, workspace = 0, None
     if launch.is_cpu:
         splits = int(width > 0 and skinny(rows, x.dtype) and not gated and squares is None and added is None)
-    elif all(weight.is_contiguous() for weight in weights):
+    elif scales is None and all(weight.is_contiguous() for weight in weights):
         shapes = (dtype, rows, width, weights, features, gated, added is not None)
         splits, workspace = launch.workspace("linear", x.device, *shapes)
     if splits == 0:
@@ -212,11 +238,12 @@ def run_kernel(
     # 2. Make what it reads contiguous, and run it
     x = launch.aligned(x.contiguous())
     weights, biases = [weight.contiguous() for weight in weights], [dense(bias) for bias in biases]
+    each = [None] * len(weights) if scales is None else scales.contiguous().split(features)
     out_features = features[0] if gated else sum(features)
     out = x.new_empty(*x.shape[:-1], out_features)
     counters = None if workspace is None else launch.counters(x.device)
     launch(
-        "linear", x, len(weights), weights, biases, features, out, rows, width, out_features, workspace, counters,
+        "linear", x, len(weights), weights, each, biases, features, out, rows, width, out_features, workspace, counters,
         splits, prefetch and switches.PREFETCH, gated, dense(squares), eps, added, dtype,
     )  # fmt: skip
     return out

@@ -712,6 +712,7 @@ def gather_rows_(x: Tensor, path: Tensor, out: Tensor) -> None:
 
 
 _AMX_INNER = 32
+_WIDENED = 2**22  # int8 values that are widened at a time
 
 
 def gated_recurrence_(
@@ -814,9 +815,28 @@ def separate_rows(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     return x, weight
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, prefetch: bool = False) -> Tensor:
-    """``x @ weight.T + bias``; a row of NaN spoils no other row."""
-    return torch.nn.functional.linear(*separate_rows(x, weight), bias)
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, prefetch: bool = False, scales: Tensor | None = None
+) -> Tensor:
+    """``x @ weight.T + bias``; a row of NaN spoils no other row.
+
+    With ``scales`` the weight is int8. The product with the integers is rounded before it is scaled, and again after.
+    """
+    if scales is None:
+        return torch.nn.functional.linear(*separate_rows(x, weight), bias)
+    out, step = x.new_empty(*x.shape[:-1], weight.shape[0]), max(1, _WIDENED // max(1, weight.shape[1]))
+    for first in range(0, weight.shape[0], step):  # so that the weight is never there as a whole in a wider type
+        at = slice(first, first + step)
+        product = torch.nn.functional.linear(*separate_rows(x, weight[at].to(x.dtype)))
+        scaled = product.to(_compute_dtype(x)) * scales[at]
+        out[..., at] = scaled if bias is None else scaled + bias[at]
+    return out
+
+
+def _product(x: Tensor, weight: Tensor | tuple[Tensor, Tensor], bias: Tensor | None = None) -> Tensor:
+    """``linear`` with a weight, or with an ``Int8Weight`` of int8.py."""
+    values, scales = weight if isinstance(weight, tuple) else (weight, None)
+    return linear(x, values, bias, False, scales)
 
 
 def linears(
@@ -826,18 +846,21 @@ def linears(
     prefetch: bool = False,
     squares: Tensor | None = None,
     eps: float = 0.0,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """``x @ weight.T + bias`` of each, side by side; with ``squares``, of the norm of a `linear_add_scale`.
 
     Products that are scaled are rounded once, after scale and bias, as in the kernel. This copies the weights.
     """
+    split = [None] * len(weights) if scales is None else scales.split([weight.shape[0] for weight in weights])
     if squares is None:
         biases = biases or [None] * len(weights)
-        out = [linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True)]
+        out = [linear(x, weight, bias, False, s) for weight, bias, s in zip(weights, biases, split, strict=True)]
         return out[0] if len(out) == 1 else torch.cat(out, -1)
     wide = x.to(_compute_dtype(x))
     scale = torch.rsqrt(squares.sum(-1, keepdim=True) / x.shape[-1] + eps)
-    out = torch.cat([linear(wide, weight.to(wide.dtype)) for weight in weights], -1) * scale
+    wide_weights = [weight.to(wide.dtype) for weight in weights]
+    out = torch.cat([linear(wide, w, None, False, s) for w, s in zip(wide_weights, split, strict=True)], -1) * scale
     biases = [bias for bias in biases if bias is not None]
     return (out + torch.cat(biases) if biases else out).to(x.dtype)
 
@@ -869,9 +892,10 @@ def swiglu(
     prefetch: bool = False,
     squares: Tensor | None = None,
     eps: float = 0.0,
+    scales: Tensor | None = None,
 ) -> Tensor:
     """``silu(x @ gate.T) * (x @ up.T)``, both products rounded first."""
-    return silu_mul(linears(x, [gate, up], (), False, squares, eps))
+    return silu_mul(linears(x, [gate, up], (), False, squares, eps, scales))
 
 
 def experts(
@@ -960,7 +984,7 @@ def decoder_layers(
             k_cache, v_cache = next(attention)
             x = normed if context is None else torch.cat([context, normed], 1)
             projections = ((layer.q, layer.q_bias), (layer.k, layer.k_bias), (layer.v, layer.v_bias))
-            qkv = torch.cat([linear(x, weight, bias) for weight, bias in projections], -1)
+            qkv = torch.cat([_product(x, weight, bias) for weight, bias in projections], -1)
             queries = hidden.new_empty(batch, rows, layer.o.shape[1] // head_dim, head_dim)
             norms, written = (layer.q_norm, layer.k_norm, eps), (queries, k_cache, v_cache)
             places = (lengths, num_context, depth, cos, sin)
@@ -971,11 +995,12 @@ def decoder_layers(
             if layer.gated:
                 gates = qkv[:, -rows:, : layer.q.shape[0]].unflatten(-1, (-1, 2, head_dim))[..., 1, :]
                 out = sigmoid_mul(out, gates)
-            delta = linear(out.flatten(2), layer.o, layer.o_bias)
+            delta = _product(out.flatten(2), layer.o, layer.o_bias)
         delta = _convolve_output(delta, layer.attention_conv, kernels)
         normed, residual = add_rms_norm(delta, residual, layer.post_norm, eps, None, zero_centered)
         normed, kernels = _convolve_input(normed, layer.mlp_conv)
-        delta = linear(swiglu(normed, layer.gate, layer.up), layer.down)
+        inner = silu_mul(torch.cat([_product(normed, layer.gate), _product(normed, layer.up)], -1))
+        delta = _product(inner, layer.down)
         tapped[i] = residual = residual + _convolve_output(delta, layer.mlp_conv, kernels)
     out = tapped[len(layers) - 1] = rms_norm(residual, norm, eps, None, zero_centered)
     empty = hidden.new_empty(batch, rows, 0)
@@ -1007,9 +1032,9 @@ def _delta_net(
 ) -> Tensor:
     """A Gated DeltaNet (``DeltaNetLayer`` of weights.py)."""
     key_heads, key_dim = saved_k.shape[2:]
-    qkv, z, b, a = layer.split(linears(x, layer.projections))
+    qkv, z, b, a = layer.split(torch.cat([_product(x, weight) for weight in layer.projections], -1))
     qkv = causal_conv_(qkv, layer.conv[:, 0], None, True, window, pending, keep)
     q, k, v, log_decay, beta = delta_net_inputs(qkv, b, a, layer.a_log, layer.dt_bias, key_heads, key_dim)
     saved = (state, saved_k, saved_d, saved_a)
     out = gated_recurrence_(q, k, v, log_decay, beta, *saved, pending, keep)
-    return linear(gated_rms_norm(out, z, layer.norm, eps), layer.out)
+    return _product(gated_rms_norm(out, z, layer.norm, eps), layer.out)

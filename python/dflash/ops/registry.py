@@ -27,7 +27,7 @@ _CPU_DTYPES = {dtype: code for dtype, code in _CUDA_DTYPES.items() if dtype != t
 
 
 def isa() -> str:
-    """Return the instruction set that the CPU kernels run on: ``scalar``, ``avx2`` or ``avx512``.
+    """Return the CPU kernels' instruction set: ``scalar``, ``avx2``, ``avx512``, ``avx512_bf16`` or ``amx``.
 
     It is chosen at first use from what the processor has; the environment variable ``DFLASH_ISA`` names another.
     """

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .checks import expect, expect_memory, expect_strided
+from .int8 import Int8Weight, Weight, expect_weight
 
 _OP = "decoder_layers"
 # In place of gate, up and down, which are None then: takes and returns [batch, rows, hidden].
@@ -32,18 +33,23 @@ class BlockConv(NamedTuple):
         return self.base, self.projection, taps, self.projection.shape[0] // (2 * taps)
 
 
+def linear_weight(weight: Weight | None) -> tuple | None:
+    """Return the fields of ``LinearWeight``, as in params.h."""
+    return weight if weight is None or isinstance(weight, Int8Weight) else (weight, None)
+
+
 class DecoderLayer(NamedTuple):
     """The weights of one pre-norm decoder layer with attention, every matrix ``[out, in]``."""
 
     input_norm: Tensor  # [hidden]
-    q: Tensor  # [num_heads * head_dim, hidden]; twice as many rows if gated
-    k: Tensor  # [num_kv_heads * head_dim, hidden]
-    v: Tensor  # [num_kv_heads * head_dim, hidden]
-    o: Tensor  # [hidden, num_heads * head_dim]
+    q: Weight  # [num_heads * head_dim, hidden]; twice as many rows if gated
+    k: Weight  # [num_kv_heads * head_dim, hidden]
+    v: Weight  # [num_kv_heads * head_dim, hidden]
+    o: Weight  # [hidden, num_heads * head_dim]
     post_norm: Tensor  # [hidden]
-    gate: Tensor | None  # [width, hidden]
-    up: Tensor | None  # [width, hidden]
-    down: Tensor | None  # [hidden, width]
+    gate: Weight | None  # [width, hidden]
+    up: Weight | None  # [width, hidden]
+    down: Weight | None  # [hidden, width]
     q_norm: Tensor | None = None  # [head_dim]
     k_norm: Tensor | None = None  # [head_dim]
     q_bias: Tensor | None = None  # of q's rows; of q, k and v all or none
@@ -62,7 +68,7 @@ class DecoderLayer(NamedTuple):
 
     def mixer(self) -> tuple:
         """Return the fields of ``AttentionWeights``, as in params.h."""
-        qkvo, norms = (self.q, self.k, self.v, self.o), (self.q_norm, self.k_norm)
+        qkvo, norms = map(linear_weight, (self.q, self.k, self.v, self.o)), (self.q_norm, self.k_norm)
         biases = (self.q_bias, self.k_bias, self.v_bias, self.o_bias)
         return (*qkvo, *norms, *biases, self.sinks, self.causal, self.window, self.gated)
 
@@ -76,19 +82,19 @@ class DeltaNetLayer(NamedTuple):
     """
 
     input_norm: Tensor  # [hidden]
-    qkv: Tensor  # [2 * key_heads * key_dim + heads * value_dim, hidden]: q heads, k heads, v heads
-    z: Tensor | None  # [heads * value_dim, hidden]
-    b: Tensor  # [heads, hidden]
-    a: Tensor | None  # [heads, hidden]
+    qkv: Weight  # [2 * key_heads * key_dim + heads * value_dim, hidden]: q heads, k heads, v heads
+    z: Weight | None  # [heads * value_dim, hidden]
+    b: Weight  # [heads, hidden]
+    a: Weight | None  # [heads, hidden]
     conv: Tensor  # [2 * key_heads * key_dim + heads * value_dim, 1, conv_width]
     a_log: Tensor  # [heads]
     dt_bias: Tensor  # [heads]
     norm: Tensor  # [value_dim]
-    out: Tensor  # [hidden, heads * value_dim]
+    out: Weight  # [hidden, heads * value_dim]
     post_norm: Tensor  # [hidden]
-    gate: Tensor | None  # [width, hidden]
-    up: Tensor | None  # [width, hidden]
-    down: Tensor | None  # [hidden, width]
+    gate: Weight | None  # [width, hidden]
+    up: Weight | None  # [width, hidden]
+    down: Weight | None  # [hidden, width]
     key_heads: int
     experts: Experts | None = None
 
@@ -97,7 +103,8 @@ class DeltaNetLayer(NamedTuple):
 
     def mixer(self) -> tuple:
         """Return the fields of ``DeltaNetWeights``, as in params.h."""
-        return self.qkv, self.z, self.b, self.a, self.conv, self.a_log, self.dt_bias, self.norm, self.out
+        projections = map(linear_weight, (self.qkv, self.z, self.b, self.a))
+        return *projections, self.conv, self.a_log, self.dt_bias, self.norm, linear_weight(self.out)
 
     @property
     def sizes(self) -> tuple[int, int, int, int, int]:
@@ -107,7 +114,7 @@ class DeltaNetLayer(NamedTuple):
         return self.key_heads, heads, keys // (2 * self.key_heads), value_dim, self.conv.shape[2]
 
     @property
-    def projections(self) -> list[Tensor]:
+    def projections(self) -> list[Weight]:
         """The weights that meet the layer's input."""
         return [weight for weight in (self.qkv, self.z, self.b, self.a) if weight is not None]
 
@@ -165,14 +172,14 @@ def _check_stack(layers: Sequence[DecoderLayer | DeltaNetLayer], norm: Tensor, t
             raise ValueError(f"{_OP}: all weights must be on {norm.device} as norm is, got {tensor.device}")
     if any(layer.experts is not None for layer in layers):
         raise ValueError(f"{_OP}: layers must have gate, up and down, got experts")
-    expect(_OP, "layers[0].gate", first.gate, (None, size), dtype, "out, hidden")
+    expect_weight(_OP, "layers[0].gate", first.gate, (None, size), dtype, "out, hidden")
     if first.gate.shape[0] == 0:
         raise ValueError(f"{_OP}: layers[0].gate must have at least one row, got none")
 
 
 def _attention_shapes(at: str, layer: DecoderLayer, size: int, dtype: torch.dtype) -> dict[str, tuple[int, ...]]:
     for name in ("q", "k"):
-        expect(_OP, f"{at}.{name}", getattr(layer, name), (None, size), dtype, "out, hidden")
+        expect_weight(_OP, f"{at}.{name}", getattr(layer, name), (None, size), dtype, "out, hidden")
     rows, kv_size = layer.q.shape[0], layer.k.shape[0]
     q_size = rows // 2 if layer.gated else rows
     if q_size == 0:
@@ -214,9 +221,10 @@ def _check_shapes(
     for name, shape in shapes.items():
         weight = getattr(layer, name)
         if weight is not None:
-            expect(_OP, f"{at}.{name}", weight, shape, dtype, ", ".join(map(str, shape)))
-            if not weight.is_contiguous():
-                raise ValueError(f"{_OP}: {at}.{name} must be contiguous, got strides {weight.stride()}")
+            expect_weight(_OP, f"{at}.{name}", weight, shape, dtype, ", ".join(map(str, shape)))
+            for tensor in weight if isinstance(weight, Int8Weight) else (weight,):
+                if not tensor.is_contiguous():
+                    raise ValueError(f"{_OP}: {at}.{name} must be contiguous, got strides {tensor.stride()}")
 
 
 def _check_attention(at: str, layer: DecoderLayer, has_norms: bool) -> None:
@@ -245,6 +253,19 @@ def _check_conv(at: str, conv: BlockConv, size: int, dtype: torch.dtype) -> None
             raise ValueError(f"{_OP}: {at}.{name} must be contiguous, got strides {weight.stride()}")
 
 
+_PROJECTIONS = ("q", "k", "v", "o", "qkv", "z", "b", "a", "out", "gate", "up", "down")
+
+
+def int8_layer(layer: DecoderLayer | DeltaNetLayer) -> DecoderLayer | DeltaNetLayer:
+    """Return the layer with the weights of its projections in 8 bits, in new memory. Convolutions stay as they are.
+
+    Raises:
+        ValueError: a value is infinite or NaN.
+    """
+    weights = ((name, getattr(layer, name, None)) for name in _PROJECTIONS)
+    return layer._replace(**{name: Int8Weight.of(weight) for name, weight in weights if weight is not None})
+
+
 def named_tensors(layers: Sequence[DecoderLayer | DeltaNetLayer], norm: Tensor) -> list[tuple[str, Tensor]]:
     """Return every weight with its name."""
     named = [("norm", norm)]
@@ -253,9 +274,11 @@ def named_tensors(layers: Sequence[DecoderLayer | DeltaNetLayer], norm: Tensor) 
     return named
 
 
-def _tensors_of(at: str, weights: DecoderLayer | DeltaNetLayer | BlockConv) -> Iterator[tuple[str, Tensor]]:
+def _tensors_of(
+    at: str, weights: DecoderLayer | DeltaNetLayer | BlockConv | Int8Weight
+) -> Iterator[tuple[str, Tensor]]:
     for name, value in weights._asdict().items():
-        if isinstance(value, BlockConv):
+        if isinstance(value, (BlockConv, Int8Weight)):
             yield from _tensors_of(f"{at}.{name}", value)
         elif isinstance(value, Tensor):
             yield f"{at}.{name}", value

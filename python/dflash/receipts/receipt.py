@@ -8,7 +8,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
+from typing import Literal, cast
 
 import torch
 
@@ -78,6 +78,7 @@ class Receipt:
         block_size: rows per answer of a step. In bf16 the same bits come from the same shapes.
         batch_size: answers that a step had room for, those of other calls included.
         prefill_chunk: prompt tokens per pass.
+        weights: how the target's were held: "int8", or None for the weights themselves.
     """
 
     answers: tuple[Answer, ...]
@@ -86,6 +87,7 @@ class Receipt:
     block_size: int
     batch_size: int
     prefill_chunk: int
+    weights: Literal["int8"] | None = None
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Receipt:
@@ -125,7 +127,9 @@ class Receipt:
         for name, (low, high) in ranges.items():
             if not low <= integer(name, given[name]) <= high:
                 raise ValueError(f"{name} must lie in {low} .. {high}, got {shortened(given[name])}")
-        return cls(answers, settings, fingerprints, **{name: given[name] for name in ranges})
+        if (weights := given["weights"]) not in ("int8", None):
+            raise ValueError(f'weights must be "int8" or null, got {shortened(weights)}')
+        return cls(answers, settings, fingerprints, **{name: given[name] for name in ranges}, weights=weights)
 
     def to_json(self) -> str:
         """Return the receipt as JSON."""
@@ -134,7 +138,7 @@ class Receipt:
             "answers": [dataclasses.asdict(answer) for answer in self.answers],
             "settings": self.settings.to_json(),
             "fingerprints": dataclasses.asdict(self.fingerprints),
-            **{name: getattr(self, name) for name in ("block_size", "batch_size", "prefill_chunk")},
+            **{name: getattr(self, name) for name in ("block_size", "batch_size", "prefill_chunk", "weights")},
         }
         return json.dumps(content, allow_nan=False)
 

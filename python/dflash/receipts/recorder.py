@@ -77,13 +77,14 @@ class Recorder:
         self._width = call.ids.shape[1]
         self._answers: list[list[int]] = [[] for _ in range(rows)]
         self._reasons: list[str | None] = [None] * rows
-        self._block_size = 1
+        self._block_size, self._weights = 1, None
 
     def add(self, event: StreamEvent) -> None:
         """Add an event of `dflash.stream`."""
         for answer, new in zip(self._answers, event.ids, strict=True):
             answer.extend(new)
         self._reasons, self._block_size = list(event.finish_reasons), event.statistics.block_size
+        self._weights = event.statistics.weights
 
     def receipt(self, output: GenerateOutput | None = None) -> Receipt:
         """Return the receipt.
@@ -98,13 +99,14 @@ class Recorder:
             rows = zip(output.sequences[:, self._width :].tolist(), output.statistics.num_new_tokens, strict=True)
             self._answers = [row[:count] for row, count in rows]
             self._reasons, self._block_size = list(output.finish_reasons), output.statistics.block_size
+            self._weights = output.statistics.weights
         if None in self._reasons or len(self._answers) != len(self._prompts):
             raise ValueError(f"a receipt needs all {len(self._prompts)} answers of the call, and these to their end")
         parts = zip(self._prompts, self._answers, self._seeds, self._reasons, strict=True)
         answers = (Answer(tuple(prompt), tuple(ids), seed, str(reason)) for prompt, ids, seed, reason in parts)
         fingerprints = self._fingerprints or Fingerprints.of(self._target, self._tokenizer)
         shapes = self._block_size, len(self._prompts), GeneratorOptions.prefill_chunk
-        return Receipt(tuple(answers), self._settings, fingerprints, *shapes)
+        return Receipt(tuple(answers), self._settings, fingerprints, *shapes, self._weights)
 
 
 def seeds_of(call: Call) -> list[int]:

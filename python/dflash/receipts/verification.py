@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import math
 import time
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import nn
@@ -113,7 +113,8 @@ def verify(
 
     Raises:
         ValueError: the receipt cannot be checked with this target: it was made with other weights or another dtype, it
-            has stop strings or a grammar and the tokenizer is missing or another, a row would pass the target's
+            has stop strings or a grammar and the tokenizer is missing or another, it states weights in 8 bits and the
+            target cannot hold them so, a row would pass the target's
             ``max_position_embeddings``, or the target's logits are NaN.
     """
     passes = Verifier(target, tokenizer, fingerprints=fingerprints).passes(receipt)
@@ -140,6 +141,7 @@ class Verifier:
         self, target: nn.Module, tokenizer: object = None, *, fingerprints: Fingerprints | None = None
     ) -> None:
         self._model, self._tokenizer, self._fingerprints = check_target(target), tokenizer, fingerprints
+        self._twins: dict[str | None, Target] = {}
 
     @property
     def fingerprints(self) -> Fingerprints:
@@ -148,9 +150,11 @@ class Verifier:
             self._fingerprints = Fingerprints.of(self._model, self._tokenizer)
         return self._fingerprints
 
-    @functools.cached_property
-    def _twin(self) -> Target:
-        return Target(self._model)
+    def _twin(self, weights: Literal["int8"] | None) -> Target:
+        """Return the target with its weights held as a receipt says."""
+        if weights not in self._twins:
+            self._twins[weights] = Target(self._model, weights=weights)
+        return self._twins[weights]
 
     def passes(self, receipt: Receipt) -> Generator[None, None, Verification]:
         """Do what `verify` does, a pass of the target at a time.
@@ -170,7 +174,7 @@ class Verifier:
         # 2. Derive the tokens again.
         device, found, seconds = embedding_table(self._model).device, [], 0.0
         with _settings_of_its_own(device):
-            work = _check_all(self._twin, receipt, self._tokenizer, found)
+            work = _check_all(self._twin(receipt.weights), receipt, self._tokenizer, found)
         while True:
             began = time.perf_counter()
             with _settings_of_its_own(device):  # left before the caller goes on

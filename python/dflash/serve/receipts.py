@@ -47,7 +47,7 @@ class ReceiptFolder:
         call, generator = answer.call, self._scheduler.generator
         recorded = Answer(tuple(call.prompts[0].tolist()), tuple(answer.ids), *seeds_of(call), reason)
         shapes = generator.block_size, generator.batch_size, generator.prefill_chunk
-        receipt = Receipt((recorded,), Settings.of(call), self.fingerprints, *shapes)
+        receipt = Receipt((recorded,), Settings.of(call), self.fingerprints, *shapes, generator.weights)
         try:
             receipt.write(self._path(completion, index))
         except OSError as error:

@@ -160,6 +160,6 @@ def _fingerprint(generator: Generator, version: str, weights: str | None = None)
     facts = (
         *(weights or sample_digest(target.model), describe_config(target.model)),
         *(version, torch.__version__, torch.version.cuda, version_of("llguidance"), machine_name(target.device)),
-        *(generator.block_size, generator.prefill_chunk, generator.fused_reason),
+        *(generator.block_size, generator.prefill_chunk, generator.fused_reason, generator.weights),
     )
     return f"fp_{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}"

@@ -2,6 +2,7 @@
 
 from .fingerprint import (
     KnownWeights,
+    ValuesFingerprint,
     WeightsFingerprint,
     describe_config,
     sample_digest,
@@ -32,6 +33,7 @@ __all__ = [
     "KnownWeights",
     "Target",
     "UnsupportedTargetError",
+    "ValuesFingerprint",
     "WeightsFingerprint",
     "check_target",
     "check_target_config",

@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from .. import ops
 from ..cache import KVCache
 from ..decoder import DecoderStack, rotary_table
+from ..ops import Int8Weight, int8_layer, split_weights
 from ..tree import Tree
+from .fingerprint import ValuesFingerprint
 from .recognizer import layers_of, recognizer_of
 from .weights import kernel_obstacle
 
@@ -42,6 +44,9 @@ class FusedTarget:
         recognizer = recognizer_of(model)
         decoder = recognizer.decoder(model)
         self.embedding, self.head = decoder.embed_tokens.weight, model.get_output_embeddings()
+        self._model = model
+        self._int8_head: Int8Weight | None = None  # None: all weights are the model's own
+        self._int8_of = ValuesFingerprint()
         layers = layers_of(decoder)
         attention = next(layer.self_attn for layer in layers if hasattr(layer, "self_attn"))
         self.num_kv_heads, self.head_dim = attention.k_proj.weight.shape[0] // attention.head_dim, attention.head_dim
@@ -53,6 +58,7 @@ class FusedTarget:
             taps=target_layer_ids,
             zero_centered=recognizer.zero_centered,
         )
+        self._layers = self.stack.layers  # of the model's own weights
         self._rotary = decoder.rotary_emb
         self._inv_freq = self._rotary.inv_freq.detach().clone()  # what the tables were made of
         self._tables: dict[int, tuple[Tensor, Tensor]] = {}
@@ -69,8 +75,27 @@ class FusedTarget:
         weights.append(self.head.weight)
         return kernel_obstacle(self.device, weights, {weight.shape[1] for weight in weights})
 
+    @property
+    def int8_obstacle(self) -> str:
+        """Why these weights cannot be held in 8 bits; empty if they can."""
+        if self.device.type != "cpu":
+            return f"it is on {self.device}"
+        return "it has experts" if any(layer.experts for layer in self._layers) else self.obstacle
+
+    def hold_in_int8(self) -> None:
+        """Multiply by copies of the weights in 8 bits from now on, also in passes of many rows."""
+        self.stack.replace([int8_layer(layer) for layer in self._layers], self.stack.norm)
+        self._int8_head = Int8Weight.of(self.head.weight)
+        self._int8_of.take([self._model])
+
+    def forget_values(self) -> None:
+        """Make copies in 8 bits again at the next `refresh`, whether the weights are known to have changed or not."""
+        self._int8_of = ValuesFingerprint()
+
     def refresh(self, cache: KVCache) -> None:
-        """Notice replaced weights and changed frequencies, and fit a cache that another target has made."""
+        """Notice changed weights and frequencies, and fit a cache that another target has made."""
+        if self._int8_head is not None and not self._int8_of.matches([self._model]):
+            self.hold_in_int8()
         self.stack.refresh()
         if not torch.equal(self._inv_freq, self._rotary.inv_freq):
             self._inv_freq = self._rotary.inv_freq.detach().clone()
@@ -104,6 +129,8 @@ class FusedTarget:
 
     def handles(self, ids: Tensor) -> bool:
         """Return True if a pass over these rows runs here. torch's matrix products are faster for more rows."""
+        if self._int8_head is not None:
+            return True  # the modules have other weights
         if ids.device.type == "cpu":
             return ops.skinny(ids.numel(), self.embedding.dtype)
         return ids.numel() <= _MAX_CUDA_ROWS
@@ -125,4 +152,5 @@ class FusedTarget:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the head's logits of any rows ``[..., hidden]``."""
-        return ops.linear(hidden, self.head.weight, self.head.bias, prefetch=True)
+        (weight,), scales = split_weights(self.head.weight if self._int8_head is None else self._int8_head)
+        return ops.linear(hidden, weight, self.head.bias, prefetch=True, scales=scales)

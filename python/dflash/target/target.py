@@ -39,6 +39,7 @@ class Target:
         fused: True to run the layers on `dflash.ops` (see `dflash.target.fused`) and refuse other models,
             False to use the model's own forward, ``"auto"`` to run them on the ops where the kernels take them. Unless
             False, mixtures of experts run on their op where its kernels take them, in other models too.
+        weights: ``"int8"`` to multiply by copies of the weights in 8 bits, those of the decoder layers and of the head.
 
     Attributes:
         ranks: the processes that the model is spread over.
@@ -52,8 +53,9 @@ class Target:
     """
 
     def __init__(
-        self, model: nn.Module, target_layer_ids: tuple[int, ...] = (), fused: bool | Literal["auto"] = "auto"
-    ) -> None:
+        self, model: nn.Module, target_layer_ids: tuple[int, ...] = (), fused: bool | Literal["auto"] = "auto",
+        weights: Literal["int8"] | None = None,
+    ) -> None:  # fmt: skip
         self.config = text_config(model)
         self.model = structural_twin(model)
         self.ranks = ranks_of(self.model)
@@ -69,6 +71,8 @@ class Target:
                 "the kernels take and each layer tapped at most once, got "
                 f'{type(model).__name__}: pass fused=False or "auto"'
             )
+        if weights is not None:
+            _hold_in_int8(model, self._fused, self.fused_reason)
         self._cache_argument = _cache_argument(self.model)
         self.is_recurrent = has_recurrent_layers(self.model)
         self._pass = take_over(self.model)
@@ -116,6 +120,11 @@ class Target:
     def max_positions(self) -> int | None:
         """The model's ``max_position_embeddings``, if it has such a limit."""
         return getattr(self.config, "max_position_embeddings", None)
+
+    def forget_values(self) -> None:
+        """Read all weights again at the next `refresh` if copies of them are held."""
+        if self._fused is not None:
+            self._fused.forget_values()
 
     def new_cache(self, batch_size: int, capacity: int, block_size: int) -> KVCache:
         """Return an empty cache for ``batch_size`` sequences of ``capacity`` positions.
@@ -266,6 +275,19 @@ def _fuse(
         return None, f"{type(model).__name__} is not one of the models that are recognized, or it was changed"
     reason = "" if fused is True else found.obstacle
     return (None if reason else found), reason
+
+
+def _hold_in_int8(model: nn.Module, fused: FusedTarget | None, reason: str) -> None:
+    """Let a fused target hold its weights in 8 bits; raise if there is none, or it cannot."""
+    if obstacle := reason if fused is None else fused.int8_obstacle:
+        raise UnsupportedTargetError(
+            'weights="int8" needs a target on CPU whose dense layers run on the ops of this package (see fused), got '
+            f"{type(model).__name__}: {obstacle}. Leave weights out"
+        )
+    try:
+        fused.hold_in_int8()
+    except ValueError as error:
+        raise UnsupportedTargetError(f'weights="int8" cannot be followed: {error}') from error
 
 
 def _tap_hook(taps: list[Tensor | None], index: int) -> Callable[..., None]:

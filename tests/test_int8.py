@@ -1,0 +1,126 @@
+"""Products with weights in 8 bits."""
+
+import pytest
+import torch
+from op_checks import assert_as_exact_as_torch, let_rows_meet
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from dflash import ops
+from dflash.ops import Int8Weight, reference
+
+pytestmark = pytest.mark.op
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def operands(rows, out, width, dtype, bias=True):
+    g = torch.Generator().manual_seed(rows * 1000 + out)
+    x, weight, offset = (torch.randn(shape, generator=g).to(dtype) for shape in ((rows, width), (out, width), (out,)))
+    return x, Int8Weight.of(weight), offset if bias else None
+
+
+def exact_product(x, weight, bias):
+    wide = weight.values.double() * weight.scales.double()[:, None]
+    return reference.linear(x.double(), wide, None if bias is None else bias.double())
+
+
+def test_each_channels_largest_magnitude_becomes_127():
+    weight = torch.tensor([[0.5, -2.0, 1.0], [0.0, 0.0, 0.0], [3e-3, 1e-3, -1.5e-3]])
+    got = Int8Weight.of(weight)
+    assert got.values.tolist() == [[32, -127, 64], [0, 0, 0], [127, 42, -64]]
+    torch.testing.assert_close(got.scales, torch.tensor([2.0, 0.0, 3e-3]) / 127)
+    assert (got.wide() - weight).abs().max() <= got.scales.max() / 2
+
+
+@pytest.mark.parametrize("shape", [(3, 0), (0, 4), (5, 2**22 + 1)], ids=str)
+def test_weights_of_any_size_are_held_in_8_bits(shape):
+    weight = torch.ones(shape, dtype=torch.bfloat16)
+    got = Int8Weight.of(weight)
+    assert got.shape == shape
+    assert (got.values == 127).all()
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_a_weight_that_is_not_finite_is_refused(value):
+    weight = torch.ones(4, 6)
+    weight[2, 3] = value
+    with pytest.raises(ValueError, match="infinite or NaN"):
+        Int8Weight.of(weight)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("out", "width"), [(1, 1), (7, 33), (24, 64), (25, 257), (40, 600), (65, 1023), (131, 1032)])
+@pytest.mark.parametrize("rows", [1, 2, 5, 8, 9, 16, 17, 33, 49, 64, 65, 70, 300])
+def test_against_float64(rows, out, width, bias, dtype):
+    x, weight, offset = operands(rows, out, width, dtype, bias)
+    exact = exact_product(x, weight, offset)
+    many = reference.linear(torch.cat([x, x.new_zeros(16, width)]), weight.wide().to(dtype), offset)[:rows]
+    got = ops.linear(x, weight.values, offset, scales=weight.scales)
+    if dtype == torch.bfloat16 and rows > 64:  # torch's product is rounded before it is scaled
+        torch.testing.assert_close(got.double(), exact, atol=0.02 * width**0.5 / 8, rtol=0.02)
+    else:
+        assert_as_exact_as_torch(got, many, exact, factor=3.0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("out", "width"), [(50, 304), (131, 1041)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_rows_bits_depend_neither_on_its_place_nor_on_the_others(out, width, bias, dtype):
+    x, weight, offset = operands(64, out, width, dtype, bias)
+    whole = ops.linear(x, weight.values, offset, scales=weight.scales)
+    x[1::2] = float("nan")
+    for rows in (1, 2, 3, 4, 7, 8, 9, 16, 17, 24, 25, 40, 64):
+        assert torch.equal(ops.linear(x[:rows], weight.values, offset, scales=weight.scales)[::2], whole[:rows:2])
+    assert torch.equal(ops.linear(x[62:63], weight.values, offset, scales=weight.scales), whole[62:63])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 16, 70, 300])
+def test_several_weights_side_by_side(rows, dtype):
+    parts = [operands(rows, out, 1040, dtype) for out in (130, 0, 128, 24)]
+    x, values = parts[0][0], [weight.values for _, weight, _ in parts]
+    biases, scales = [bias for *_, bias in parts], torch.cat([weight.scales for _, weight, _ in parts])
+    apart = [ops.linear(x, weight.values, bias, scales=weight.scales) for _, weight, bias in parts]
+    assert torch.equal(ops.linears(x, values, biases, scales=scales), torch.cat(apart, -1))
+    gate, up = values[2], values[2].flip(0)
+    scales = torch.cat([parts[2][1].scales, parts[2][1].scales.flip(0)])
+    both = ops.linears(x, [gate, up], scales=scales)
+    assert torch.equal(ops.swiglu(x, gate, up, scales=scales), ops.silu_mul(both))
+
+
+def test_a_row_of_nan_spoils_no_other_where_torchs_product_lets_rows_meet(monkeypatch):
+    x, weight, bias = operands(300, 24, 40, torch.bfloat16)
+    want = ops.linear(x, weight.values, bias, scales=weight.scales)
+    x[1::3] = float("nan")
+    let_rows_meet(monkeypatch)
+    have = ops.linear(x, weight.values, bias, scales=weight.scales)
+    torch.testing.assert_close(have[::3], want[::3])
+
+
+def test_the_op_is_traced_whole():
+    x, weight, _ = operands(3, 8, 6, torch.float32)
+    compiled = torch.compile(
+        lambda x: ops.linear(x, weight.values, scales=weight.scales), fullgraph=True, backend="eager"
+    )
+    assert torch.equal(compiled(x), ops.linear(x, weight.values, scales=weight.scales))
+    with FakeTensorMode():
+        values = torch.zeros(4, 6, dtype=torch.int8)
+        out = ops.swiglu(torch.zeros(3, 6), values, values, scales=torch.zeros(8))
+    assert out.shape == (3, 4)
+
+
+def test_operands_that_do_not_fit_are_named():
+    x, weight, _ = operands(3, 8, 6, torch.float32)
+    with pytest.raises(TypeError, match=r"weight must be torch.int8 where scales are given, got torch.float32"):
+        ops.linear(x, weight.wide(), scales=weight.scales)
+    with pytest.raises(TypeError, match=r"weight must be torch.float32 as x is, got torch.int8"):
+        ops.linear(x, weight.values)
+    with pytest.raises(ValueError, match=r"scales must be \[rows of the weights\] = \[8\], got \[7\]"):
+        ops.linear(x, weight.values, scales=weight.scales[:7])
+    with pytest.raises(ValueError, match=r"scales must be \[rows of the weights\] = \[16\], got \[8\]"):
+        ops.swiglu(x, weight.values, weight.values, scales=weight.scales)
+    with pytest.raises(TypeError, match=r"scales must be torch.float32, got torch.float64"):
+        ops.linears(x, [weight.values], scales=weight.scales.double())
+    with pytest.raises(TypeError, match="must all be in 8 bits or none"):
+        ops.split_weights(weight, weight.wide())
