@@ -1,4 +1,7 @@
-"""``ops.linear`` against ``F.linear``: the down and up projections at a few rows, and the LM head at 16."""
+"""``ops.linear`` against ``F.linear``: the down and up projections at a few rows, and the LM head at 16.
+
+On CPU also with int8 weights, against ``F.linear`` with weights of the dtype.
+"""
 
 import torch.nn.functional as F
 from harness import Case, main
@@ -14,16 +17,31 @@ def cases(o):
             (m.hidden, m.vocab, (16,)),
         ):
             for rows in all_rows:
-                yield Case(
-                    f"{name} {width}->{out} rows={rows}",
-                    lambda rows=rows, width=width, out=out: (
-                        o.random(rows, width),
-                        o.random(out, width, scale=width**-0.5),
-                    ),
-                    ops.linear,
-                    {"F.linear": F.linear},
-                    (out * width + rows * (width + out)) * o.size,
-                )
+                yield Case(f"{name} {width}->{out} rows={rows}", *product(o, rows, width, out))
+                if o.device.type == "cpu" and out != m.vocab:
+                    yield Case(f"{name} {width}->{out} rows={rows} int8", *int8_product(o, rows, width, out))
+
+
+def product(o, rows, width, out):
+    return (
+        lambda: (o.random(rows, width), o.random(out, width, scale=width**-0.5)),
+        ops.linear,
+        {"F.linear": F.linear},
+        (out * width + rows * (width + out)) * o.size,
+    )
+
+
+def int8_product(o, rows, width, out):
+    def operands():
+        x, weight = product(o, rows, width, out)[0]()
+        return x, weight, *ops.Int8Weight.of(weight)
+
+    return (
+        operands,
+        lambda x, _, values, scales: ops.linear(x, values, scales=scales),
+        {"F.linear": lambda x, weight, *_: F.linear(x, weight)},
+        out * width + rows * (width + out) * o.size,
+    )
 
 
 if __name__ == "__main__":

@@ -106,6 +106,7 @@ PYBIND11_MODULE(_C, m) {
                              "clamped_silu"_a = int(Gate::kClampedSilu));
   m.attr("MAX_LINEAR_WEIGHTS") = kMaxLinearWeights;
   m.attr("MAX_LINEAR_ROWS") = kMaxLinearRows;
+  m.attr("QUANT_GROUP") = kQuantGroup;
   m.attr("SQUARES_COLUMNS") = kSquaresColumns;
   m.attr("MAX_TREE_ROWS") = kMaxTreeRows;
   m.attr("MAX_CANDIDATES") = kMaxCandidates;

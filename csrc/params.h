@@ -730,6 +730,7 @@ struct GatedRmsNormParams {
 
 constexpr int kMaxLinearWeights = 4;
 constexpr int64_t kMaxLinearRows = 256;   // of the CUDA kernel
+constexpr int64_t kQuantGroup = 256;      // elements of a row that share a step where weights are int8
 constexpr int64_t kSquaresColumns = 128;  // sums of squares are kept of so many columns each
 
 // What becomes of products with one weight that end a sublayer, in bfloat16: total = products + residual,

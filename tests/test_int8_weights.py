@@ -10,7 +10,7 @@ from baseline import greedy, prompt
 from families import make_draft, make_target
 
 import dflash
-from dflash.ops import Int8Weight
+from dflash.ops import Int8Weight, reference
 from dflash.session import Session
 from dflash.target import UnsupportedTargetError
 
@@ -22,6 +22,7 @@ FAMILIES = {
     "qwen3_5": {},
     "qwen3_next": {"mlp_only_layers": [0, 1, 2, 3]},
 }
+NEAR = 0.1  # of logits: a float that rounds otherwise can move an activation of these models by a whole step
 LONG = 300  # tokens of a prompt that runs in passes of more rows than a kernel of ours takes
 
 
@@ -35,23 +36,31 @@ def answer(made, ids, new=32, **arguments):
 
 @torch.no_grad()
 def standing_for(target):
-    """A copy of a target with the values that its weights in 8 bits stand for; its embedding stays."""
+    """A copy of a target whose products have the operands that 8 bits stand for; its embedding stays."""
     wide = copy.deepcopy(target)
     head = wide.get_output_embeddings()
     head.weight = torch.nn.Parameter(head.weight.clone())  # not the embedding's any more
     for module in wide.modules():
         if isinstance(module, torch.nn.Linear):
             module.weight.copy_(Int8Weight.of(module.weight).wide())
+            module.register_forward_pre_hook(round_input)
     return wide
+
+
+def round_input(_module, inputs):
+    integers, steps = reference.round_rows(inputs[0])
+    return ((integers * steps[..., None]).flatten(-2)[..., : inputs[0].shape[-1]],)
 
 
 @pytest.mark.parametrize("length", [20, LONG])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_text_is_that_of_the_target_with_the_rounded_weights(family, length):
+def test_the_text_is_that_of_the_target_with_rounded_operands(family, length):
     target = make_target(family, **FAMILIES[family])
     before, ids = copy.deepcopy(target.state_dict()), prompt(length)
     got = answer(generator(target, make_draft(target)), ids, 32)
-    assert torch.equal(got, greedy(standing_for(target), ids, 32))
+    with torch.no_grad():
+        logits = standing_for(target)(torch.cat([ids, got])[None]).logits[0, len(ids) - 1 : -1]
+    assert (logits.amax(-1) - logits.gather(1, got[:, None])[:, 0]).max() < NEAR
     after = target.state_dict()
     assert all(torch.equal(value, after[name]) for name, value in before.items())
 
@@ -62,16 +71,17 @@ def test_it_is_not_the_text_of_the_target_as_it_is(length):
     assert not torch.equal(answer(generator(target), ids), greedy(target, ids, 32))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("length", [20, LONG])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_bfloat16_text_is_that_of_one_token_at_a_time(family, length):
-    target = make_target(family, dtype=torch.bfloat16, **FAMILIES[family])
+def test_the_text_is_that_of_one_token_at_a_time(family, length, dtype):
+    target = make_target(family, dtype=dtype, **FAMILIES[family])
     drafting = generator(target, draft := make_draft(target), draft_weights="int8")
     alone = generator(target, block_size=drafting.block_size)
     for arguments in ({}, {"temperature": 1.0, "seed": 3}):
         ids = prompt(length)
         assert torch.equal(answer(drafting, ids, **arguments), answer(alone, ids, **arguments))
-    assert draft.qkv_weight.dtype == torch.bfloat16
+    assert draft.qkv_weight.dtype == dtype
 
 
 @pytest.mark.parametrize("compile", [False, True])
@@ -98,7 +108,7 @@ def test_weights_that_change_in_place_are_held_again(compile):
     target.load_state_dict(other.state_dict())
     after = answer(made, ids)
     assert not torch.equal(after, before)
-    assert torch.equal(after, greedy(standing_for(other), ids, 32))
+    assert torch.equal(after, answer(generator(other), ids))
 
 
 def test_reset_reads_weights_that_changed_unnoticed():
@@ -109,7 +119,7 @@ def test_reset_reads_weights_that_changed_unnoticed():
     weight.numpy(force=True)[1::2] *= -30
     made.reset()
     after = answer(made, ids)
-    assert torch.equal(after, greedy(standing_for(target), ids, 32))
+    assert torch.equal(after, answer(generator(copy.deepcopy(target)), ids))
     assert not torch.equal(after, before)
 
 
@@ -189,7 +199,7 @@ def test_one_shot_calls_keep_the_weights_apart():
     draft = make_draft(target)
     held = dflash.generate(target, draft, ids[None], max_new_tokens=32, weights="int8", draft_weights="int8")
     plain = dflash.generate(target, draft, ids[None], max_new_tokens=32)
-    assert torch.equal(held[0, 20:], greedy(standing_for(target), ids, 32))
+    assert torch.equal(held[0, 20:], answer(generator(target), ids))
     assert torch.equal(plain[0, 20:], greedy(target, ids, 32))
     events = dflash.stream(target, draft, ids[None], max_new_tokens=32, weights="int8")
     assert [token for event in events for token in event.ids[0]] == held[0, 20:].tolist()
@@ -225,4 +235,4 @@ def test_a_session_writes_the_text_of_the_quantized_target():
     written = []
     while session.is_busy:
         written += [token for event in session.step() if event.row == row for token in event.event.ids[0]]
-    assert written == greedy(standing_for(target), ids, 32).tolist()
+    assert written == answer(generator(target), ids).tolist()

@@ -44,7 +44,9 @@ static bool has_avx512() {
 #if DFLASH_WITH_AVX512_BF16
 TABLE(avx512_bf16)
 
-static bool has_avx512_bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
+static bool has_avx512_bf16() {
+  return has_avx512() && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+}
 #endif
 
 #if DFLASH_WITH_AMX
@@ -58,8 +60,8 @@ static int tile_refusal() { return 0; }
 constexpr bool kEmulateTiles = false;
 static bool has_tiles() {
   unsigned a, b, c, d;
-  const unsigned both = 1u << 22 | 1u << 24;  // AMX-BF16, AMX-TILE
-  return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & both) == both;
+  const unsigned all = 1u << 22 | 1u << 24 | 1u << 25;  // AMX-BF16, AMX-TILE, AMX-INT8
+  return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & all) == all;
 }
 
 // Linux lends tile registers to processes that ask. Returns 0 if this one has them, errno otherwise.

@@ -6,12 +6,13 @@
 // they lie in memory; it takes the few rows that would leave lanes idle. With AMX, bf16 goes through tiles
 // instead (linear_amx.h), however many rows there are.
 //
-// int8 weights are widened to what a word is made of, which is exact, and the sums are multiplied by scales.
+// Rows are in 8 bits too where weights are (linear_int8.h).
 //
 // A task is a tile of weight rows, which comes from memory once for all rows. Tiles are spread over threads.
 #include "cpu/linear.h"
 
 #include "cpu/buffer.h"
+#include "cpu/linear_int8.h"
 #include "cpu/linear_tile.h"
 #include "cpu/parallel.h"
 #if DFLASH_TILES
@@ -24,31 +25,127 @@ constexpr int64_t kParallelProducts = int64_t(3) << 19;  // fewer multiply-adds 
 constexpr int kMaxVecs = kWidth == 16 ? 4 : 2;
 constexpr int64_t kMostFew = 12;  // rows past the last whole vector that are cheaper as they are
 
-// Rows of x as the kernels read them: the first in vectors of lanes, the rest as they are.
-template <typename T>
-struct Rows {
-  int64_t count, in;
-  int64_t in_lanes, few;  // of `count`
-  const Word<T>* packed;  // [words, vectors]
-  const Word<T>* apart;   // [few, stride]
-  int64_t stride;
+// How rows are multiplied: the first in vectors of lanes, those past the last whole vector as they are if
+// they are few and the kernel of `few` exists.
+struct Split {
+  int64_t count, in_lanes, few, lanes;
+
+  Split(int64_t rows, bool takes_few) : count(rows) {
+    few = takes_few && rows % kWidth <= kMostFew ? rows % kWidth : 0;
+    in_lanes = rows - few;
+    lanes = (in_lanes + kWidth - 1) / kWidth * kWidth;
+  }
 };
 
-// Features of a task, and what a thread holds while it computes.
-template <typename T, int NV>
-constexpr int kFeatures = kTile;
-template <typename T>
-constexpr bool kOnTiles = false;
 struct Nothing {
   Nothing() {}
 };
-
 #if DFLASH_TILES
+constexpr bool kHasTiles = true;
+using Tiles = TileRegisters;
 template <int NV>
-constexpr int kFeatures<bf16, NV> = kBlockFeatures<NV>;
-template <>
-constexpr bool kOnTiles<bf16> = true;
+constexpr int kTilesFeatures = kBlockFeatures<NV>;
+#else
+constexpr bool kHasTiles = false;
+using Tiles = Nothing;
+template <int NV>
+constexpr int kTilesFeatures = kTile;
 #endif
+
+// Rows of x as the kernels of weights of their dtype read them.
+template <typename T>
+class Rows : public Split {
+ public:
+  using Weight = T;
+  static constexpr bool kOnTiles = kHasTiles && sizeof(T) == 2;
+  static constexpr bool kTakesFew = kWidth == 16 && !kOnTiles;
+  using Holder = std::conditional_t<kOnTiles, Tiles, Nothing>;  // what a thread holds while it computes
+  template <int NV>
+  static constexpr int kFeatures = kOnTiles ? kTilesFeatures<NV> : kTile;  // of a task
+
+  Rows(const T* x, int64_t rows, int64_t in)
+      : Split(rows, kTakesFew), in_(in), words_(words_of<T>(in)), stride_(words_ + 32) {
+    static thread_local Buffer<Word<T>> buffer;
+    packed_ = buffer.reserve(words_ * lanes + stride_ * (few + kFewRows));
+    apart_ = packed_ + words_ * lanes;
+    if (in_lanes > 0) pack_rows(x, in_lanes, in, lanes, packed_);
+    if (few > 0) copy_rows(x + in_lanes * in);
+  }
+
+  // sums [kFeatures<NV>, lanes] of `live` features
+  template <int NV>
+  void multiply_lanes(const T* weight, int64_t live, float* sums) const {
+#if DFLASH_TILES
+    if constexpr (kOnTiles)
+      multiply_on_tiles<NV>(packed_, in_, weight, live, sums);
+    else
+#endif
+      multiply_in_lanes<T, NV>(packed_, in_, weight, live, sums);
+  }
+
+#if defined(__AVX512F__)
+  // sums [n, kTile] of rows `row` and on of the few
+  template <int ROWS>
+  void multiply_apart(int64_t row, int64_t, const T* weight, int64_t live, float* sums) const {
+    multiply_few<T, ROWS>(apart_ + row * stride_, stride_, in_, weight, live, sums);
+  }
+#endif
+
+ private:
+  // The words of the few rows, with zeros up to a whole number of what multiply_few takes. Rows lie two lines
+  // past a power of two apart, so that they do not share cache sets.
+  void copy_rows(const T* x) {
+    const int64_t all = (few + kFewRows - 1) / kFewRows * kFewRows;
+    for (int64_t r = 0; r < all; ++r)
+      for (int64_t k = 0; k < stride_; k += kWidth) {
+        const int64_t left = in_ - k * kEach<T>;
+        store(reinterpret_cast<float*>(apart_) + r * stride_ + k,
+              r < few && left > 0 ? load_some<T>(x + r * in_ + k * kEach<T>, left) : Vec{});
+      }
+  }
+
+  int64_t in_, words_, stride_;
+  Word<T>*packed_, *apart_;  // [words, lanes], [few, stride]
+};
+
+// Rows of x as the kernels of int8 weights read them.
+template <typename T>
+class Int8Rows : public Split {
+ public:
+  using Weight = int8_t;
+  static constexpr bool kTakesFew = kWidth == 16 && !kHasTiles;
+  using Holder = Tiles;
+  template <int NV>
+  static constexpr int kFeatures = kTilesFeatures<NV>;
+
+  Int8Rows(const T* x, int64_t rows, int64_t in)
+      : Split(rows, kTakesFew), in_(in), rows_(x, rows, in_lanes, lanes, in, reserve(rows, lanes, in)) {}
+
+  template <int NV>
+  void multiply_lanes(const int8_t* weight, int64_t live, float* sums) const {
+#if DFLASH_TILES
+    multiply_int8_on_tiles<NV>(rows_, in_, weight, live, sums);
+#else
+    multiply_int8_in_lanes<NV>(rows_, in_, weight, live, sums);
+#endif
+  }
+
+#if defined(__AVX512F__) && !DFLASH_TILES
+  template <int ROWS>
+  void multiply_apart(int64_t row, int64_t n, const int8_t* weight, int64_t live, float* sums) const {
+    multiply_few_int8<ROWS>(rows_, in_lanes + row, n, in_, weight, live, sums);
+  }
+#endif
+
+ private:
+  static uint32_t* reserve(int64_t rows, int64_t lanes, int64_t in) {
+    static thread_local Buffer<uint32_t> buffer;
+    return buffer.reserve(QuantizedRows::words(rows, lanes, in));
+  }
+
+  int64_t in_;
+  QuantizedRows rows_;
+};
 
 // The cost of one output feature for `rows` rows, in multiply-adds.
 static inline int64_t products_of(int64_t rows, int64_t in) {
@@ -82,12 +179,13 @@ static inline void over_tiles(const LinearPart* parts, int num_parts, int64_t si
 }
 
 // One tile of a part: features `first` and on, `live` of them, for all rows.
-template <typename T, int NV, typename W>
-static void one_tile(const Rows<T>& rows, int64_t first_row, const LinearPart& part, const W* weight,
-                     int64_t first, int64_t live) {
+template <typename T, int NV, typename R>
+static void one_tile(const R& rows, int64_t first_row, const LinearPart& part, int64_t in, int64_t first,
+                     int64_t live) {
   // skip the rows that the part does not compute
   const int64_t skip = part.first_row > first_row ? part.first_row - first_row : 0;
   if (skip >= rows.count) return;
+  const auto* weight = static_cast<const typename R::Weight*>(part.weight.values) + first * in;
   const auto finish_at = [&](int64_t at) {
     return Finish(part.weight.scales ? part.weight.scales + first + at : nullptr,
                   part.bias ? static_cast<const T*>(part.bias) + first + at : nullptr,
@@ -100,13 +198,8 @@ static void one_tile(const Rows<T>& rows, int64_t first_row, const LinearPart& p
   };
   if constexpr (NV > 0)
     if (skip < rows.in_lanes) {
-      alignas(64) float sums[kFeatures<T, NV> * NV * kWidth];
-#if DFLASH_TILES
-      if constexpr (kOnTiles<T>)
-        multiply_on_tiles<NV>(rows.packed, rows.in, weight + first * rows.in, live, sums);
-      else
-#endif
-        multiply_in_lanes<T, NV>(rows.packed, rows.in, weight + first * rows.in, live, sums);
+      alignas(64) float sums[R::template kFeatures<NV> * NV * kWidth];
+      rows.template multiply_lanes<NV>(weight, live, sums);
       for (int64_t at = 0; at < live; at += kTile) {
         const Finish finish = finish_at(at);
         store(skip, at, [&](auto* out) {
@@ -115,79 +208,58 @@ static void one_tile(const Rows<T>& rows, int64_t first_row, const LinearPart& p
         });
       }
     }
-#if defined(__AVX512F__)
-  if constexpr (!kOnTiles<T>)
+  if constexpr (R::kTakesFew)
     for (int64_t row = 0; row < rows.few; row += kFewRows) {
       const int64_t n = least(kFewRows, rows.few - row);
       alignas(64) float sums[(kFewRows + 1) * kTile];
-      const auto multiply = n == 1   ? multiply_few<T, 1, W>
-                            : n == 2 ? multiply_few<T, 2, W>
-                            : n <= 4 ? multiply_few<T, 4, W>
-                            : n <= 6 ? multiply_few<T, 6, W>
-                                     : multiply_few<T, 8, W>;
-      multiply(rows.apart + row * rows.stride, rows.stride, rows.in, weight + first * rows.in, live, sums);
+      const auto multiply = n == 1   ? &R::template multiply_apart<1>
+                            : n == 2 ? &R::template multiply_apart<2>
+                            : n <= 4 ? &R::template multiply_apart<4>
+                            : n <= 6 ? &R::template multiply_apart<6>
+                                     : &R::template multiply_apart<8>;
+      (rows.*multiply)(row, n, weight, live, sums);
       const Finish finish = finish_at(0);
       for (int64_t r = 0; r < n; ++r)
         if (rows.in_lanes + row + r >= skip)
           store(rows.in_lanes + row + r, 0,
                 [&](auto* out) { store_features(out, sums + r * kTile, finish, live); });
     }
-#endif
 }
 
-template <typename T, int NV>
-static void run_tiles(const Rows<T>& rows, int64_t first_row, const LinearPart* parts, int num_parts,
+template <typename T, int NV, typename R>
+static void run_tiles(const R& rows, int64_t first_row, const LinearPart* parts, int num_parts, int64_t in,
                       int threads) {
-#if DFLASH_TILES
-  using Holder = std::conditional_t<kOnTiles<T>, TileRegisters, Nothing>;
-#else
-  using Holder = Nothing;
-#endif
-  over_tiles<Holder>(parts, num_parts, kFeatures<T, NV>, products_of(rows.count, rows.in), threads,
-                     [&](const LinearPart& part, int64_t first, int64_t live) {
-                       const auto run = [&](const auto* weight) {
-                         one_tile<T, NV>(rows, first_row, part, weight, first, live);
-                       };
-                       part.weight.scales ? run(static_cast<const int8_t*>(part.weight.values))
-                                          : run(static_cast<const T*>(part.weight.values));
-                     });
+  over_tiles<typename R::Holder>(parts, num_parts, R::template kFeatures<NV>, products_of(rows.count, in),
+                                 threads, [&](const LinearPart& part, int64_t first, int64_t live) {
+                                   one_tile<T, NV>(rows, first_row, part, in, first, live);
+                                 });
 }
 
-// Rows that are not in lanes: their words, with zeros up to a whole number of what multiply_few takes. Rows
-// lie two lines past a power of two apart, so that they do not share cache sets.
-template <typename T>
-static void copy_rows(const T* x, const Rows<T>& rows, Word<T>* apart) {
-  const int64_t all = (rows.few + kFewRows - 1) / kFewRows * kFewRows;
-  for (int64_t r = 0; r < all; ++r)
-    for (int64_t k = 0; k < rows.stride; k += kWidth) {
-      const int64_t left = rows.in - k * kEach<T>;
-      const bool exists = r < rows.few && left > 0;
-      store(reinterpret_cast<float*>(apart) + r * rows.stride + k,
-            exists ? load_some<T>(x + r * rows.in + k * kEach<T>, left) : Vec{});
-    }
-}
-
-template <typename T>
-static void linear_all(const T* x, int64_t rows_in, int64_t in, const LinearPart* parts, int num_parts,
+template <typename T, typename R>
+static void linear_all(const T* x, int64_t count, int64_t in, const LinearPart* parts, int num_parts,
                        int threads) {
-  static thread_local Buffer<Word<T>> buffer;
-  constexpr int64_t most_few = kWidth == 16 && !kOnTiles<T> ? kMostFew : 0;
-  const int64_t words = words_of<T>(in), stride = words + 32;
-  for (int64_t first = 0, n; first < rows_in; first += n) {
-    n = least(kMaxVecs * kWidth, rows_in - first);
-    const int64_t few = n % kWidth <= most_few ? n % kWidth : 0, in_lanes = n - few;
-    const int64_t vecs = (in_lanes + kWidth - 1) / kWidth, lanes = vecs * kWidth;
-    Word<T>* packed = buffer.reserve(words * lanes + stride * (few + kFewRows));
-    Word<T>* apart = packed + words * lanes;
-    const Rows<T> rows{n, in, in_lanes, few, packed, apart, stride};
-    if (in_lanes > 0) pack_rows(x + first * in, in_lanes, in, lanes, packed);
-    if (few > 0) copy_rows(x + (first + in_lanes) * in, rows, apart);
-    const auto run = vecs == 0   ? run_tiles<T, 0>
-                     : vecs == 1 ? run_tiles<T, 1>
-                     : vecs == 2 ? run_tiles<T, 2>
-                     : vecs == 3 ? run_tiles<T, least(3, kMaxVecs)>
-                                 : run_tiles<T, least(4, kMaxVecs)>;
-    run(rows, first, parts, num_parts, threads);
+  for (int64_t first = 0, n; first < count; first += n) {
+    n = least(kMaxVecs * kWidth, count - first);
+    const R rows(x + first * in, n, in);
+    const int64_t vecs = rows.lanes / kWidth;
+    const auto run = vecs == 0   ? run_tiles<T, 0, R>
+                     : vecs == 1 ? run_tiles<T, 1, R>
+                     : vecs == 2 ? run_tiles<T, 2, R>
+                     : vecs == 3 ? run_tiles<T, least(3, kMaxVecs), R>
+                                 : run_tiles<T, least(4, kMaxVecs), R>;
+    run(rows, first, parts, num_parts, in, threads);
+  }
+}
+
+// Neighbours with weights of one kind share a product.
+template <typename T>
+static void linear_of(const T* x, int64_t rows, int64_t in, const LinearPart* parts, int num_parts,
+                      int threads) {
+  for (int first = 0, end; first < num_parts; first = end) {
+    const bool is_int8 = parts[first].weight.scales;
+    for (end = first + 1; end < num_parts && bool(parts[end].weight.scales) == is_int8;) ++end;
+    const auto run = is_int8 ? linear_all<T, Int8Rows<T>> : linear_all<T, Rows<T>>;
+    run(x, rows, in, parts + first, end - first, threads);
   }
 }
 
@@ -198,9 +270,9 @@ namespace dflash::DFLASH_ISA {
 void linear_parts(const void* x, int64_t rows, int64_t in, const LinearPart* parts, int num_parts,
                   DType dtype, int threads) {
   if (dtype == DType::kFloat32)
-    linear_all(static_cast<const float*>(x), rows, in, parts, num_parts, threads);
+    linear_of(static_cast<const float*>(x), rows, in, parts, num_parts, threads);
   else
-    linear_all(static_cast<const bf16*>(x), rows, in, parts, num_parts, threads);
+    linear_of(static_cast<const bf16*>(x), rows, in, parts, num_parts, threads);
 }
 
 bool linear_is_shared(int64_t rows, int64_t in, int64_t out_features) {

@@ -25,30 +25,13 @@ static inline void unroll(const Fn& fn) {
   unroll(fn, std::make_integer_sequence<int, N>{});
 }
 
-// 16 bf16 of as many int8, which is exact.
-static inline __m256i widen(__m128i bytes) {
-  const __m512i floats = (__m512i)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
-  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(floats, 16));
-}
-
-// 32 elements of k, of which `mask` says which exist
-static inline __m512i load_depth(const bf16* from, __mmask32 mask) {
-  return _mm512_maskz_loadu_epi16(mask, from);
-}
-static inline __m512i load_depth(const int8_t* from, __mmask32 mask) {
-  const __m256i bytes = _mm256_maskz_loadu_epi8(mask, from);
-  return _mm512_inserti64x4(_mm512_castsi256_si512(widen(_mm256_castsi256_si128(bytes))),
-                            widen(_mm256_extracti128_si256(bytes, 1)), 1);
-}
-
 // Copies up to 16 features x 32 of k into a whole tile: one may neither read behind a matrix nor multiply
-// what follows a row, and tiles hold no int8.
-template <typename W>
-static inline void copy_weights(const W* from, int64_t in, int64_t features, int64_t depth, bf16* to) {
+// what follows a row.
+static inline void copy_weights(const bf16* from, int64_t in, int64_t features, int64_t depth, bf16* to) {
   const __mmask32 mask = depth < kTileDepth ? (__mmask32(1) << depth) - 1 : ~__mmask32(0);
   for (int64_t i = 0; i < kTileRows; ++i)
     _mm512_store_si512(to + i * kTileDepth,
-                       i < features ? load_depth(from + i * in, mask) : _mm512_setzero_si512());
+                       i < features ? _mm512_maskz_loadu_epi16(mask, from + i * in) : _mm512_setzero_si512());
 }
 
 // The tile registers of a block.
@@ -67,16 +50,17 @@ struct Block {
 
 // Requests the weights of a step that comes kAhead later, in the same rows or at the beginning of the next
 // block's.
-template <int TILE, typename W>
-static inline void prefetch_weights(const W* weight, int64_t in, int64_t k) {
-  const W* at = k + kAhead < in ? weight + k + kAhead : weight + TILE * in + (k + kAhead - in);
+template <int TILE>
+static inline void prefetch_weights(const bf16* weight, int64_t in, int64_t k) {
+  const bf16* at = k + kAhead < in ? weight + k + kAhead : weight + TILE * in + (k + kAhead - in);
 #pragma GCC unroll 16
   for (int64_t i = 0; i < TILE; ++i) __builtin_prefetch(at + i * in);
 }
 
 // sums [TILE, NV vectors of rows] of `live` features
-template <int NV, int TILE, typename W>
-static void multiply_block(const uint32_t* packed, int64_t in, const W* weight, int64_t live, float* sums) {
+template <int NV, int TILE>
+static void multiply_block(const uint32_t* packed, int64_t in, const bf16* weight, int64_t live,
+                           float* sums) {
   using B = Block<NV, TILE>;
   constexpr int64_t lanes = NV * kWidth;
   alignas(64) bf16 copied[kTileRows * kTileDepth];
@@ -87,9 +71,9 @@ static void multiply_block(const uint32_t* packed, int64_t in, const W* weight, 
     const int64_t depth = least(kTileDepth, in - k);
     unroll<B::kFeatureTiles>([&](auto tile) {
       constexpr int f = tile;
-      const W* from = weight + f * kTileRows * in + k;
+      const bf16* from = weight + f * kTileRows * in + k;
       const int64_t features = live - f * kTileRows;
-      if (std::is_same_v<W, bf16> && depth == kTileDepth && features >= kTileRows) {
+      if (depth == kTileDepth && features >= kTileRows) {
         tile_stream<B::weights(f)>(from, in * int64_t(sizeof(bf16)));
       } else {
         copy_weights(from, in, features, depth, copied);
@@ -115,8 +99,8 @@ constexpr int kBlockFeatures = NV == 1   ? 64
                                : NV == 2 ? 32
                                          : 16;
 
-template <int NV, typename W>
-static void multiply_on_tiles(const uint32_t* packed, int64_t in, const W* weight, int64_t live,
+template <int NV>
+static void multiply_on_tiles(const uint32_t* packed, int64_t in, const bf16* weight, int64_t live,
                               float* sums) {
   if (NV == 1 && live > 32)
     multiply_block<NV, kBlockFeatures<NV>>(packed, in, weight, live, sums);

@@ -52,38 +52,24 @@ static inline int64_t words_of(int64_t in) {
 // kWidth words
 static inline Vec load_words(const float* from, float) { return load(from); }
 static inline Vec load_words(const bf16* from, float) { return load(from); }
-static inline Vec load_words(const int8_t* from, float) {
-#if defined(__AVX512F__)
-  return (Vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
-#elif defined(__AVX2__)
-  return (Vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)));
-#else
-  Vec words;
-  for (int i = 0; i < kWidth; ++i) words[i] = from[i];
-  return words;
-#endif
-}
 static inline Vec spread(float word) { return splat(word); }
 static inline Vec add_products(Vec w, Vec x, Vec sums, float) { return fma_vec(w, x, sums); }
 #if defined(__AVX512BF16__) || DFLASH_TILES
 static inline Vec load_words(const bf16* from, uint32_t) { return (Vec)_mm512_loadu_si512(from); }
 #endif
 #if defined(__AVX512BF16__)
-static inline Vec load_words(const int8_t* from, uint32_t) {
-  return (Vec)_mm512_cvtne2ps_pbh((__m512)load_words(from + kWidth, 0.0f), (__m512)load_words(from, 0.0f));
-}
 static inline Vec spread(uint32_t word) { return (Vec)_mm512_set1_epi32(int(word)); }
 static inline Vec add_products(Vec w, Vec x, Vec sums, uint32_t) {
   return (Vec)_mm512_dpbf16_ps((__m512)sums, (__m512bh)w, (__m512bh)x);
 }
 #endif
 
-// kWidth words, made of `live` elements and zeros. Weights of a type W of their own are widened.
-template <typename T, typename W>
-static inline Vec load_some(const W* from, int64_t live) {
+// kWidth words, made of `live` elements and zeros
+template <typename T>
+static inline Vec load_some(const T* from, int64_t live) {
   constexpr int64_t count = kWidth * kEach<T>;
   if (live >= count) return load_words(from, Word<T>{});
-  W some[count] = {};
+  T some[count] = {};
   for (int64_t i = 0; i < live; ++i) some[i] = from[i];
   return load_words(some, Word<T>{});
 }
@@ -145,21 +131,21 @@ static void pack_rows(const T* x, int64_t rows, int64_t in, int64_t lanes, Word<
 
 // What to request while words `k` and on are multiplied: those `ahead` words later in the same rows, or at
 // the beginning of the next tile's.
-template <typename T, typename W>
-static inline const W* words_ahead(const W* weight, int64_t in, int64_t k, int64_t ahead) {
+template <typename T>
+static inline const T* words_ahead(const T* weight, int64_t in, int64_t k, int64_t ahead) {
   const int64_t element = (k + ahead) * kEach<T>;
   return weight + (element < in ? element : kTile * in + element - in);
 }
 
 // Words `first` and on of a tile's rows; past the end of the matrix its last row again, whose sums are
 // dropped.
-template <typename T, typename W>
-static inline void copy_segment(const W* weight, int64_t in, int64_t live, int64_t first, int64_t words,
+template <typename T>
+static inline void copy_segment(const T* weight, int64_t in, int64_t live, int64_t first, int64_t words,
                                 Word<T>* copied) {
   const int64_t left = in - first * kEach<T>;
   const bool is_whole = left >= kSegment * kEach<T>;
   for (int i = 0; i < kTile; ++i) {
-    const W* from = weight + least(i, live - 1) * in + first * kEach<T>;
+    const T* from = weight + least(i, live - 1) * in + first * kEach<T>;
     float* to = reinterpret_cast<float*>(copied + i * kSegmentStride);
     if (is_whole) {
 #pragma GCC unroll 8
@@ -175,9 +161,9 @@ static inline void copy_segment(const W* weight, int64_t in, int64_t live, int64
 // sums [TILE, NV vectors] (+)= copied [TILE, words] packed [words, NV vectors], of one segment. Meanwhile a
 // segment of weights at `next` comes from memory to the L2 cache: rows lie powers of two apart, and the L1
 // cache does not hold that many lines of them. Inlined, GCC runs out of registers.
-template <typename T, int NV, int TILE, typename W>
+template <typename T, int NV, int TILE>
 __attribute__((noinline)) static void multiply_segment(const Word<T>* copied, const Word<T>* packed,
-                                                       int64_t words, bool first, float* sums, const W* next,
+                                                       int64_t words, bool first, float* sums, const T* next,
                                                        int64_t in) {
   constexpr int kRows = (TILE + kChains - 1) / kChains;  // requested during one chain
   for (int chain = 0; chain < kChains; ++chain, next += kRows * in) {
@@ -188,7 +174,7 @@ __attribute__((noinline)) static void multiply_segment(const Word<T>* copied, co
       for (int v = 0; v < NV; ++v) acc[i][v] = Vec{};
     const Word<T>* weights = copied + 4 * chain;
     const float* rows = reinterpret_cast<const float*>(packed) + 4 * chain * NV * kWidth;
-    const W* line = next;
+    const T* line = next;
     for (int64_t k = 0; k < words; k += kGroup) {
 #pragma GCC unroll 8
       for (int i = 0; i < kRows; ++i) __builtin_prefetch(line + i * in, 0, 2);
@@ -218,15 +204,15 @@ __attribute__((noinline)) static void multiply_segment(const Word<T>* copied, co
 }
 
 // sums [kTile, NV vectors of rows] of `live` features
-template <typename T, int NV, typename W>
-static void multiply_in_lanes(const Word<T>* packed, int64_t in, const W* weight, int64_t live, float* sums) {
+template <typename T, int NV>
+static void multiply_in_lanes(const Word<T>* packed, int64_t in, const T* weight, int64_t live, float* sums) {
   constexpr int kAtOnce = NV * kTile <= kAccumulators ? kTile : kAccumulators / NV / 4 * 4;
   alignas(64) Word<T> copied[kTile * kSegmentStride];
   const int64_t words = words_of<T>(in);
   for (int64_t k = 0; k < words; k += kSegment) {
     const int64_t n = least(kSegment, words - k);
     copy_segment<T>(weight, in, live, k, n, copied);
-    const W* next = words_ahead<T>(weight, in, k, 2 * kSegment);
+    const T* next = words_ahead(weight, in, k, 2 * kSegment);
     for (int i = 0; i < kTile; i += kAtOnce)
       multiply_segment<T, NV, kAtOnce>(copied + i * kSegmentStride, packed + k * NV * kWidth, n, k == 0,
                                        sums + i * NV * kWidth, next + i * in, in);
@@ -251,12 +237,8 @@ template <typename Out>
 static inline void store_features(Out* to, const float* from, const Finish& finish, int64_t live) {
   for (int64_t i = 0; i < live; i += kWidth) {
     Vec sum = load(from + i);
-    if (finish.scaled && finish.biased)
-      sum = fma_vec(sum, load(finish.scales + i), load(finish.bias + i));
-    else if (finish.scaled)
-      sum *= load(finish.scales + i);
-    else if (finish.biased)
-      sum += load(finish.bias + i);
+    if (finish.scaled) sum *= load(finish.scales + i);
+    if (finish.biased) sum += load(finish.bias + i);
     Out rounded[kWidth];
     store(rounded, sum);
     if (live == kTile)
@@ -299,14 +281,14 @@ static inline void turn_quarters(const Vec (&in)[4], Vec (&out)[4]) {
 
 // sums [ROWS, kTile] of ROWS rows of words `stride` apart and `live` features: vectors are words of a
 // weight row, as they lie in memory
-template <typename T, int ROWS, typename W>
-static void multiply_few(const Word<T>* x, int64_t stride, int64_t in, const W* weight, int64_t live,
+template <typename T, int ROWS>
+static void multiply_few(const Word<T>* x, int64_t stride, int64_t in, const T* weight, int64_t live,
                          float* sums) {
   constexpr int kFours = kTile / 4;
-  constexpr int64_t kElements = kGroup * kEach<T>, kAhead = 256 / sizeof(W) / kEach<T>;
+  constexpr int64_t kElements = kGroup * kEach<T>, kAhead = 256 / sizeof(T) / kEach<T>;
   Vec acc[ROWS][kFours];
   const auto group = [&](int64_t k, const auto& load) {
-    const W *at = weight + k * kEach<T>, *next = words_ahead<T>(weight, in, k, kAhead);
+    const T *at = weight + k * kEach<T>, *next = words_ahead(weight, in, k, kAhead);
     Vec turned[kFours][4];
 #pragma GCC unroll 4
     for (int g = 0; g < kFours; ++g) {

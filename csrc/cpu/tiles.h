@@ -92,6 +92,20 @@ static inline void tile_multiply() {
   add_products(emulated_tile(SUMS), emulated_tile(A), emulated_tile(B));
 }
 
+// Integers are exact, in any order.
+template <int SUMS, int A, int B>
+static inline void tile_multiply_int8() {
+  EmulatedTile& sums = emulated_tile(SUMS);
+  const EmulatedTile &a = emulated_tile(A), &b = emulated_tile(B);
+  for (int m = 0; m < kTileRows; ++m)
+    for (int k = 0; k < kTileWords; ++k)
+      for (int shift = 24; shift >= 0; shift -= 8) {
+        const int32_t x = int32_t(a.words[m][k] << shift) >> 24;
+        const IVec y = (*reinterpret_cast<const IVec*>(b.words[k]) << shift) >> 24;
+        *reinterpret_cast<IVec*>(sums.words[m]) += x * y;
+      }
+}
+
 #else
 
 // GCC's own intrinsics name tiles by preprocessor tokens, and do not tell the compiler that memory is read.
@@ -132,6 +146,12 @@ static inline void tile_store(void* to, int64_t stride) {
 template <int SUMS, int A, int B>
 static inline void tile_multiply() {
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUMS), "i"(A), "i"(B));
+}
+
+// Words of four int8, sums of int32.
+template <int SUMS, int A, int B>
+static inline void tile_multiply_int8() {
+  asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUMS), "i"(A), "i"(B));
 }
 
 #endif

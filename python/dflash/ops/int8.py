@@ -15,8 +15,8 @@ _PIECE = 2**22  # values that are widened at a time
 class Int8Weight(NamedTuple):
     """A weight in 8 bits with a scale per output channel: it stands for ``values * scales[:, None]``.
 
-    Products widen the integers to the dtype of the activations, which is exact, and multiply each sum by its channel's
-    scale. So a product's error is that of the weight, and of the sum as with any other.
+    Products round the activations too (see `dflash.ops.reference.round_rows`): sums of integers are exact, and so a
+    product's bits are the same with every instruction set and any number of rows.
     """
 
     values: Tensor  # [out, in] int8, -127 .. 127

@@ -38,9 +38,10 @@ def linear(
         prefetch: start to read ``weight`` before what is queued ahead on the stream has ended, on CUDA from compute
             capability 9.0. Only for weights at rest: one that an operation under way still writes may be read too
             early, and nothing would say so. ``DFLASH_PREFETCH=0`` in the environment turns it off.
-        scales: ``[out]`` float32: the weight is int8, see `Int8Weight`, and each channel's sum is multiplied by its
-            scale before the bias is added. None for other weights. What goes through torch (see above; on CUDA all of
-            it) is rounded before it is scaled too.
+        scales: ``[out]`` float32: the weight is int8, see `Int8Weight`, the rows are rounded to 8 bits, 256 elements to
+            a step (`round_rows`), and each channel's sum is multiplied by its scale before the bias is added. On CPU
+            the kernel takes any number of rows, and the bits are those of every instruction set. None for other
+            weights.
 
     Returns:
         ``[..., rows, out]``, the dtype of ``x``.
@@ -229,7 +230,8 @@ def run_kernel(
     width, rows = x.shape[-1], x.shape[:-1].numel()
     splits, workspace = 0, None
     if launch.is_cpu:
-        splits = int(width > 0 and skinny(rows, x.dtype) and not gated and squares is None and added is None)
+        takes = scales is not None or skinny(rows, x.dtype)
+        splits = int(takes and width > 0 and not gated and squares is None and added is None)
     elif scales is None and all(weight.is_contiguous() for weight in weights):
         shapes = (dtype, rows, width, weights, features, gated, added is not None)
         splits, workspace = launch.workspace("linear", x.device, *shapes)

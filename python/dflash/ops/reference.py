@@ -712,6 +712,7 @@ def gather_rows_(x: Tensor, path: Tensor, out: Tensor) -> None:
 
 
 _AMX_INNER = 32
+_GROUP = _C.QUANT_GROUP
 _WIDENED = 2**22  # int8 values that are widened at a time
 
 
@@ -815,20 +816,43 @@ def separate_rows(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     return x, weight
 
 
+def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Round rows to 8 bits: 256 neighbouring elements to steps of a 127th of their largest magnitude.
+
+    Args:
+        x: ``[..., in]``.
+
+    Returns:
+        ``(integers [..., groups, 256], steps [..., groups])``, at least fp32: ``integers * steps[..., None]`` is x but
+        for the rounding. Elements past ``in`` are zero. The step of a group that is not finite is NaN; magnitudes up to
+        1e-30 are zero.
+    """
+    wide = torch.nn.functional.pad(x.to(_compute_dtype(x)), (0, -x.shape[-1] % _GROUP)).unflatten(-1, (-1, _GROUP))
+    top = wide.abs().amax(-1)
+    is_finite, divides = top.isfinite(), top > 1e-30
+    inverse = torch.where(is_finite & divides, torch.full_like(top, 127) / top, 0)
+    integers = (torch.where(is_finite[..., None], wide, 0) * inverse[..., None]).round()
+    return integers, torch.where(is_finite, torch.where(divides, top / 127, 0), torch.nan)
+
+
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, prefetch: bool = False, scales: Tensor | None = None
 ) -> Tensor:
     """``x @ weight.T + bias``; a row of NaN spoils no other row.
 
-    With ``scales`` the weight is int8. The product with the integers is rounded before it is scaled, and again after.
+    With ``scales`` the weight is int8, and so are the rows (`round_rows`).
     """
     if scales is None:
         return torch.nn.functional.linear(*separate_rows(x, weight), bias)
     out, step = x.new_empty(*x.shape[:-1], weight.shape[0]), max(1, _WIDENED // max(1, weight.shape[1]))
+    integers, steps = round_rows(x)
     for first in range(0, weight.shape[0], step):  # so that the weight is never there as a whole in a wider type
         at = slice(first, first + step)
-        product = torch.nn.functional.linear(*separate_rows(x, weight[at].to(x.dtype)))
-        scaled = product.to(_compute_dtype(x)) * scales[at]
+        total = torch.zeros_like(out[..., at], dtype=steps.dtype)
+        for group in range(steps.shape[-1]):  # sums below 2**24, which float32 holds
+            values = weight[at, group * _GROUP : (group + 1) * _GROUP].to(steps.dtype)
+            total += integers[..., group, : values.shape[1]] @ values.T * steps[..., group, None]
+        scaled = total * scales[at]
         out[..., at] = scaled if bias is None else scaled + bias[at]
     return out
 
