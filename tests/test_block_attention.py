@@ -126,6 +126,17 @@ def test_a_row_has_the_same_bits_wherever_it_stands(mode, dtype, kernels):
     assert torch.equal(attend(7, 16)[:, 0], attend(0, 16)[:, 7])
 
 
+@pytest.mark.parametrize("dims", [(128, 128), (40, 24), (33, 16)])
+@pytest.mark.parametrize("heads", [1, 2, 4, 5, 8, 9])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_few_queries_have_the_bits_that_they_have_among_many(heads, dims, dtype):
+    q, k_cache, v_cache, lengths = draw((heads, 1, *dims), [301], 32, dtype)
+    whole = ops.block_attention(q, k_cache, v_cache, lengths, 0.1, True)
+    for row in (0, 15, 31):  # one kv head: as many queries as heads
+        alone = ops.block_attention(q[:, row : row + 1], k_cache, v_cache, lengths + row, 0.1, True)
+        assert torch.equal(alone[:, 0], whole[:, row])
+
+
 @pytest.mark.parametrize("causal", [True, False])
 def test_bits_do_not_depend_on_batch_head_count_or_threads(causal, dtype, kernels):
     q, k_cache, v_cache, lengths = draw((6, 2, 64, 64), [1500, 17, 900], 16, dtype)

@@ -7,12 +7,11 @@
 
 DFLASH_NAMESPACE_BEGIN
 
-constexpr int64_t kTile = 64;
+constexpr int64_t kTileSlots = 64;
 constexpr int64_t kChunk = 256;
 constexpr int64_t kMaxLanes = 64;
 constexpr float kInfinity = __builtin_inff();
 
-static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 static inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 

@@ -2,7 +2,12 @@
 // k_j)
 //
 // The queries that share a kv head are packed into vector lanes, one query per lane, so one load of K or V
-// serves them all. A lane's result depends neither on its place nor on the other lanes.
+// serves them all. A lane's result depends neither on its place nor on the other lanes. Where they are few,
+// the lanes hold keys and columns instead, with the same sums (AVX-512).
+//
+// Scores are products of bf16 where rows are (attention_scores.h). Values are multiplied in fp32: weights would
+// have to be rounded, and a pair of bf16 would tie a key to the next one in memory, which in a tree may be on
+// another path.
 //
 // Keys are processed in tiles of 64 slots with an online softmax. Tiles form chunks of 256 slots, and the
 // chunks' (top, sum, o) are combined in ascending order. Tiles and chunks start at multiples of their size in
@@ -14,14 +19,13 @@
 // which change no bit, so the sums are those of a chain.
 #include <cmath>
 #include <cstdlib>
-#include <type_traits>
 
 #include "cpu/attention_group.h"
+#include "cpu/attention_scores.h"
 #include "cpu/parallel.h"
 
 DFLASH_NAMESPACE_BEGIN
 
-constexpr int64_t kSegment = 32;
 // Above 64 MB of partial sums, threads do not share chunks.
 constexpr int64_t kMaxPartialFloats = int64_t(1) << 24;
 constexpr int kRows = kWidth == 16 ? 6 : 4;  // rows and vectors of accumulators held in registers
@@ -42,54 +46,12 @@ static inline Vec tanh_vec(Vec x) {
   return select(size < 0.625f, p * z * x + x, select(x < 0.0f, -far, far));
 }
 
+template <int N>
+using Count = std::integral_constant<int, N>;
+
 static float* thread_scratch(int64_t floats) {
   static thread_local Buffer<float> buffer;
   return buffer.reserve(floats);
-}
-
-// acc[i][v] = sum over k of a[i][k * a_step] * b[k * b_step + lane]. Both products use this loop nest.
-template <int NV>
-static inline void multiply(const float* const (&a)[kRows], int64_t a_step, const float* b, int64_t b_step,
-                            int64_t n, Vec (&acc)[kRows][NV]) {
-#pragma GCC unroll 8
-  for (int i = 0; i < kRows; ++i)
-#pragma GCC unroll 8
-    for (int v = 0; v < NV; ++v) acc[i][v] = Vec{};
-  for (int64_t k = 0; k < n; ++k) {
-    Vec lanes[NV];
-#pragma GCC unroll 8
-    for (int v = 0; v < NV; ++v) lanes[v] = load(b + k * b_step + v * kWidth);
-#pragma GCC unroll 8
-    for (int i = 0; i < kRows; ++i) {
-      const Vec x = splat(a[i][k * a_step]);
-#pragma GCC unroll 8
-      for (int v = 0; v < NV; ++v) acc[i][v] += x * lanes[v];
-    }
-  }
-}
-
-// scores [keys, lanes] = k [keys, dim] q, q packed as [dim, lanes]; NV vectors of lanes. Partial sums of
-// kSegment products are added up, because one long sum has twice the error.
-template <int NV>
-static void score_tile(const float* k, int64_t k_step, int64_t keys, const float* q, int64_t dim,
-                       int64_t lanes, float* scores) {
-  for (int64_t key = 0; key < keys; key += kRows) {
-    const int64_t rows = least(kRows, keys - key);
-    for (int64_t from = 0; from < dim; from += kSegment) {
-      const float* at[kRows];  // past the end: repeat the last key and drop its scores
-      for (int i = 0; i < kRows; ++i) at[i] = k + least(key + i, keys - 1) * k_step + from;
-      Vec acc[kRows][NV];
-      multiply<NV>(at, 1, q + from * lanes, lanes, least(kSegment, dim - from), acc);
-      float* out = scores + key * lanes;
-#pragma GCC unroll 8
-      for (int i = 0; i < kRows; ++i, out += lanes) {
-        if (i >= rows) break;
-#pragma GCC unroll 8
-        for (int v = 0; v < NV; ++v)
-          store(out + v * kWidth, from ? load(out + v * kWidth) + acc[i][v] : acc[i][v]);
-      }
-    }
-  }
 }
 
 // out [dim, lanes] = out * alpha + v^T [dim, keys] weights [keys, lanes]
@@ -97,10 +59,20 @@ template <int NV>
 static void value_tile(const float* v, int64_t v_step, int64_t keys, const float* weights, const float* alpha,
                        int64_t dim, int64_t lanes, float* out) {
   for (int64_t column = 0; column < dim; column += kRows) {
-    const float* columns[kRows];
+    const float* columns[kRows];  // past the end: repeat the last, and drop its sums
     for (int i = 0; i < kRows; ++i) columns[i] = v + least(column + i, dim - 1);
-    Vec acc[kRows][NV];
-    multiply<NV>(columns, v_step, weights, lanes, keys, acc);
+    Vec acc[kRows][NV] = {};
+    for (int64_t key = 0; key < keys; ++key) {
+      Vec weight[NV];
+#pragma GCC unroll 8
+      for (int j = 0; j < NV; ++j) weight[j] = load(weights + key * lanes + j * kWidth);
+#pragma GCC unroll 8
+      for (int i = 0; i < kRows; ++i) {
+        const Vec x = splat(columns[i][key * v_step]);
+#pragma GCC unroll 8
+        for (int j = 0; j < NV; ++j) acc[i][j] += x * weight[j];
+      }
+    }
 #pragma GCC unroll 8
     for (int i = 0; i < kRows; ++i) {
       if (column + i >= dim) break;
@@ -113,17 +85,35 @@ static void value_tile(const float* v, int64_t v_step, int64_t keys, const float
   }
 }
 
-// Calls fn(first lane, number of vectors as a constant) over all lanes.
-template <int NV, typename Fn>
-static inline void over_lanes(int64_t lane, int64_t lanes, const Fn& fn) {
-  for (; lane + NV * kWidth <= lanes; lane += NV * kWidth) fn(lane, std::integral_constant<int, NV>{});
-  if constexpr (NV > 1) over_lanes<NV - 1>(lane, lanes, fn);
+// The same sums of QUERIES queries, with NV vectors of columns in the lanes: out [QUERIES, out_step].
+template <int QUERIES, int NV, typename V>
+static void value_few(const V* v, int64_t v_step, int64_t keys, const float* weights, const float* alpha,
+                      int64_t lanes, int64_t out_step, float* out) {
+  Vec acc[QUERIES][NV] = {};
+  for (int64_t key = 0; key < keys; ++key) {
+    Vec x[NV];
+#pragma GCC unroll 8
+    for (int j = 0; j < NV; ++j) x[j] = load(v + key * v_step + j * kWidth);
+#pragma GCC unroll 8
+    for (int i = 0; i < QUERIES; ++i) {
+      const Vec weight = splat(weights[key * lanes + i]);
+#pragma GCC unroll 8
+      for (int j = 0; j < NV; ++j) acc[i][j] += weight * x[j];
+    }
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < QUERIES; ++i)
+#pragma GCC unroll 8
+    for (int j = 0; j < NV; ++j) {
+      float* o = out + i * out_step + j * kWidth;
+      store(o, load(o) * splat(alpha[i]) + acc[i][j]);
+    }
 }
 
-// Turns scores [keys, lanes] into weights exp(score - top), and updates the state's top and sum. alpha
-// [lanes] rescales sums that used the old top.
+// Turns scores [keys, lanes], times `scale`, into weights exp(score - top), and updates the state's top and
+// sum. alpha [lanes] rescales sums that used the old top.
 __attribute__((noinline)) static void softmax_tile(const BlockAttentionParams& p, const Group& g,
-                                                   const Keys& keys, float* scores, float* alpha,
+                                                   const Keys& keys, float scale, float* scores, float* alpha,
                                                    const State& state) {
   for (int64_t lane = 0; lane < g.lanes; lane += kWidth) {
     const IVec lo = *reinterpret_cast<const IVec*>(g.lo + lane),
@@ -132,7 +122,7 @@ __attribute__((noinline)) static void softmax_tile(const BlockAttentionParams& p
     Vec top = old_top;
     for (int64_t key = 0; key < keys.count; ++key) {
       float* at = scores + key * g.lanes + lane;
-      Vec x = load(at);
+      Vec x = load(at) * scale;
       if (p.softcap != 0.0f) x = tanh_vec(x) * p.softcap;
       if (keys.masked) {
         const IVec slot = IVec{} + int32_t(keys.first + key);
@@ -178,53 +168,36 @@ template <typename T>
 struct Worker {
   const BlockAttentionParams& p;
   const Group& g;
-  float* q;       // [head_dim, lanes], scaled
-  float* scores;  // [most_keys, lanes]
-  float* alpha;   // [lanes]
-  float* k_tile;  // [most_keys, head_dim]
-  float* v_tile;  // [most_keys, v_step]: read by columns, so the row stride must avoid cache-set conflicts
+  const Queries<T> queries;
+  const bool few;  // `read` is used, not `chunk.out`
+  float* scores;   // [most_keys, lanes]
+  float* alpha;    // [lanes]
+  float* read;     // [kFewRows, v_head_dim]
+  float* v_tile;   // [most_keys, v_step]: read by columns, so rows must not share cache sets
   int64_t v_step;
   const TreeRow** rows;  // [p.rows], a tile's
+  T* tree_keys;          // [p.rows, head_dim], theirs
   State chunk, total;
 
-  Worker(const BlockAttentionParams& p, const Group& g) : p(p), g(g) {
-    const int64_t state = State::floats(g.lanes, p.v_head_dim);
+  Worker(const BlockAttentionParams& p, const Group& g)
+      : p(p), g(g), queries(p, g), few(has_few(g) && p.v_head_dim % kWidth == 0) {
     v_step = ceil_div(p.v_head_dim, 16) * 16 + 16;
-    const int64_t most_keys = g.tree ? kTile + p.rows : kTile;
-    float* data = thread_scratch(g.lanes * (p.head_dim + most_keys + 1) + most_keys * (p.head_dim + v_step) +
-                                 2 * state);
-    static thread_local Buffer<const TreeRow*> buffer;
-    rows = g.tree ? buffer.reserve(p.rows) : nullptr;
-    q = data, data += g.lanes * p.head_dim;
+    const int64_t most_keys = kTileSlots + (g.tree ? p.rows : 0);
+    const int64_t state = State::floats(g.lanes, p.v_head_dim),
+                  few_floats = few ? kFewRows * p.v_head_dim : 0;
+    float* data = thread_scratch(g.lanes * (most_keys + 1) + 2 * state + few_floats + most_keys * v_step);
     scores = data, data += g.lanes * most_keys;
     alpha = data, data += g.lanes;
     chunk = State::at(data, g.lanes), data += state;
     total = State::at(data, g.lanes), data += state;
-    k_tile = data, data += most_keys * p.head_dim;
+    read = data, data += few_floats;
     v_tile = data;
-    pack_queries();
+    static thread_local Buffer<const TreeRow*> row_buffer;
+    static thread_local Buffer<T> key_buffer;
+    rows = g.tree ? row_buffer.reserve(p.rows) : nullptr;
+    tree_keys = g.tree ? key_buffer.reserve(p.rows * p.head_dim) : nullptr;
   }
 
-  void pack_queries() const {
-    const int64_t heads = p.num_heads / p.num_kv_heads;
-    const float scale = p.softcap != 0.0f ? p.scale / p.softcap : p.scale;
-    for (int64_t lane = 0; lane < g.lanes; ++lane) {
-      if (lane >= g.live) {
-        for (int64_t i = 0; i < p.head_dim; ++i) q[i * g.lanes + lane] = 0.0f;
-        continue;
-      }
-      const int64_t row = (g.first + lane) / heads, head = g.kv_head * heads + (g.first + lane) % heads;
-      const T* from = static_cast<const T*>(p.q) + g.batch * p.q_stride_batch + row * p.q_stride_row +
-                      head * p.q_stride_head;
-      for (int64_t i = 0; i < p.head_dim; ++i) q[i * g.lanes + lane] = to_float(from[i]) * scale;
-    }
-  }
-
-  static const float* widen(const float* from, int64_t, float*) { return from; }
-  static const float* widen(const bf16* from, int64_t n, float* to) {
-    copy(from, n, to);
-    return to;
-  }
   static void copy(const T* from, int64_t n, float* to) {
     int64_t i = 0;
     for (; i + kWidth <= n; i += kWidth) store(to + i, load(from + i));
@@ -250,28 +223,53 @@ struct Worker {
 
   // The keys at positions first .. end - 1, within one tile.
   Keys keys_at(int64_t first, int64_t end) const {
-    const int64_t slots = most(0, least(kTile, least(end, g.slots) - first));
+    const int64_t slots = most(0, least(kTileSlots, least(end, g.slots) - first));
     int64_t count = slots;
-    for (int64_t row = 0; g.tree && g.slots < first + kTile && row < p.rows; ++row) {
+    for (int64_t row = 0; g.tree && g.slots < first + kTileSlots && row < p.rows; ++row) {
       const TreeRow& key = g.tree[row];
       const bool is_key = key.slot >= 0 && key.slot < p.capacity && key.position >= first;
-      if (is_key && key.position < first + kTile) rows[count++ - slots] = &key;
+      if (is_key && key.position < first + kTileSlots) rows[count++ - slots] = &key;
     }
     return {first, slots, count, count > slots || first < g.lo_max || first + slots > g.hi_min, rows};
   }
 
   // scores = q k^T
   void score(const T* k, const Keys& keys) const {
-    const auto run = [&](const float* from, int64_t count, float* to) {
-      over_lanes<kVecs>(0, g.lanes, [&](int64_t lane, auto vecs) {
-        score_tile<vecs>(from, p.head_dim, count, q + lane, p.head_dim, g.lanes, to + lane);
+    queries.score(k + keys.first * p.head_dim, keys.slots, scores);
+    const int64_t others = keys.count - keys.slots;
+    for (int64_t i = 0; i < others; ++i)
+      std::memcpy(tree_keys + i * p.head_dim, k + keys.slot(keys.slots + i) * p.head_dim,
+                  p.head_dim * sizeof(T));
+    queries.score(tree_keys, others, scores + keys.slots * g.lanes);
+  }
+
+  // chunk.out, or `read`, = that * alpha + v^T weights
+  void add_values(const T* v, const Keys& keys) const {
+    if (few && !keys.masked) return add_few(v + keys.first * p.v_head_dim, p.v_head_dim, keys.count);
+    copy_values(v, keys);
+    if (few) return add_few(v_tile, v_step, keys.count);
+    over_lanes<kVecs>(0, g.lanes, [&](int64_t lane, auto vecs) {
+      value_tile<vecs>(v_tile, v_step, keys.count, scores + lane, alpha + lane, p.v_head_dim, g.lanes,
+                       chunk.out + lane);
+    });
+  }
+
+  template <typename V>
+  void add_few(const V* v, int64_t step, int64_t keys) const {
+    const auto run = [&](auto queries, auto most_vecs) {
+      over_lanes<most_vecs>(0, p.v_head_dim, [&](int64_t column, auto vecs) {
+        value_few<queries, vecs>(v + column, step, keys, scores, alpha, g.lanes, p.v_head_dim, read + column);
       });
     };
-    run(widen(k + keys.first * p.head_dim, keys.slots * p.head_dim, k_tile), keys.slots, scores);
-    if (keys.count == keys.slots) return;
-    for (int64_t key = keys.slots; key < keys.count; ++key)
-      copy(k + keys.slot(key) * p.head_dim, p.head_dim, k_tile + (key - keys.slots) * p.head_dim);
-    run(k_tile, keys.count - keys.slots, scores + keys.slots * g.lanes);
+    g.live <= 2   ? run(Count<2>{}, Count<8>{})
+    : g.live <= 4 ? run(Count<4>{}, Count<4>{})
+                  : run(Count<kFewRows>{}, Count<2>{});
+  }
+
+  void store_few() const {
+    for (int64_t lane = 0; lane < g.live; ++lane)
+      for (int64_t i = 0; i < p.v_head_dim; ++i)
+        chunk.out[i * g.lanes + lane] = read[lane * p.v_head_dim + i];
   }
 
   // chunk = the state over the visible keys at [begin, begin + kChunk); returns false if there are none
@@ -279,17 +277,16 @@ struct Worker {
     const int64_t end = least(begin + kChunk, g.hi_max), lanes = g.lanes;
     if (end <= most(begin, g.lo_min)) return false;
     chunk.clear(lanes, p.v_head_dim);
+    if (few) std::memset(read, 0, kFewRows * p.v_head_dim * sizeof(float));
+    const float scale = p.softcap != 0.0f ? p.scale / p.softcap : p.scale;
     const int64_t cache = (g.batch * p.num_kv_heads + g.kv_head) * p.capacity;
-    for (int64_t first = most(begin, g.lo_min / kTile * kTile); first < end; first += kTile) {
+    for (int64_t first = most(begin, g.lo_min / kTileSlots * kTileSlots); first < end; first += kTileSlots) {
       const Keys keys = keys_at(first, end);
       score(static_cast<const T*>(p.k_cache) + cache * p.head_dim, keys);
-      softmax_tile(p, g, keys, scores, alpha, chunk);
-      copy_values(static_cast<const T*>(p.v_cache) + cache * p.v_head_dim, keys);
-      over_lanes<kVecs>(0, lanes, [&](int64_t lane, auto vecs) {
-        value_tile<vecs>(v_tile, v_step, keys.count, scores + lane, alpha + lane, p.v_head_dim, lanes,
-                         chunk.out + lane);
-      });
+      softmax_tile(p, g, keys, scale, scores, alpha, chunk);
+      add_values(static_cast<const T*>(p.v_cache) + cache * p.v_head_dim, keys);
     }
+    if (few) store_few();
     return true;
   }
 

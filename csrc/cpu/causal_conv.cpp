@@ -13,7 +13,6 @@ DFLASH_NAMESPACE_BEGIN
 constexpr int64_t kChannels = 256;
 constexpr int kVecs = 4;  // side by side: a SiLU is a long chain of operations
 
-static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t clamped(int64_t x, int64_t most) { return x < 0 ? 0 : least(x, most); }
 
 static inline Vec silu(Vec x) {

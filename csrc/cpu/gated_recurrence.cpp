@@ -16,7 +16,6 @@ constexpr int kVecs = kWidth == 16 ? 2 : 4;
 constexpr int64_t kColumns = kVecs * kWidth;
 constexpr int64_t kSum = 32;  // products in one running sum: a long one loses more precision
 
-static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t clamped(int64_t x, int64_t most) { return x < 0 ? 0 : least(x, most); }
 static inline int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 

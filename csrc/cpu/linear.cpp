@@ -69,7 +69,9 @@ class Rows : public Split {
     packed_ = buffer.reserve(words_ * lanes + stride_ * (few + kFewRows));
     apart_ = packed_ + words_ * lanes;
     if (in_lanes > 0) pack_rows(x, in_lanes, in, lanes, packed_);
-    if (few > 0) copy_rows(x + in_lanes * in);
+    // Rows lie two lines past a power of two apart, so that they do not share cache sets.
+    if (few > 0)
+      copy_rows(x + in_lanes * in, few, (few + kFewRows - 1) / kFewRows * kFewRows, in, stride_, apart_);
   }
 
   // sums [kFeatures<NV>, lanes] of `live` features
@@ -92,18 +94,6 @@ class Rows : public Split {
 #endif
 
  private:
-  // The words of the few rows, with zeros up to a whole number of what multiply_few takes. Rows lie two lines
-  // past a power of two apart, so that they do not share cache sets.
-  void copy_rows(const T* x) {
-    const int64_t all = (few + kFewRows - 1) / kFewRows * kFewRows;
-    for (int64_t r = 0; r < all; ++r)
-      for (int64_t k = 0; k < stride_; k += kWidth) {
-        const int64_t left = in_ - k * kEach<T>;
-        store(reinterpret_cast<float*>(apart_) + r * stride_ + k,
-              r < few && left > 0 ? load_some<T>(x + r * in_ + k * kEach<T>, left) : Vec{});
-      }
-  }
-
   int64_t in_, words_, stride_;
   Word<T>*packed_, *apart_;  // [words, lanes], [few, stride]
 };

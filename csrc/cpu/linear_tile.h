@@ -29,8 +29,6 @@ constexpr int kTile = 8;  // features; lines that are requested for more get los
 constexpr int kAccumulators = kWidth == 16 ? 16 : 8;  // vectors
 constexpr int kFewRows = 8;                           // at once, of those that are not in lanes
 
-static constexpr int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-
 // The word that T is multiplied as: a float, or a pair of bf16 where vdpbf16ps or AMX multiplies one.
 #if defined(__AVX512BF16__) || DFLASH_TILES
 template <typename T>
@@ -126,6 +124,17 @@ static void pack_rows(const T* x, int64_t rows, int64_t in, int64_t lanes, Word<
         tile[i] = first + i < rows ? load_some<T>(x + (first + i) * in + element, in - element) : Vec{};
       }
       turn(tile, reinterpret_cast<float*>(packed) + k * lanes + first, lanes);
+    }
+}
+
+// copied [all, stride] = the words of rows that are `in` apart, with zeros up to whole rows, and after `rows`
+template <typename T>
+static void copy_rows(const T* x, int64_t rows, int64_t all, int64_t in, int64_t stride, Word<T>* copied) {
+  for (int64_t r = 0; r < all; ++r)
+    for (int64_t k = 0; k < stride; k += kWidth) {
+      const int64_t left = in - k * kEach<T>;
+      store(reinterpret_cast<float*>(copied) + r * stride + k,
+            r < rows && left > 0 ? load_some<T>(x + r * in + k * kEach<T>, left) : Vec{});
     }
 }
 

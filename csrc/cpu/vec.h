@@ -33,6 +33,8 @@ typedef int32_t IVec __attribute__((vector_size(4 * DFLASH_WIDTH), aligned(4), m
 typedef uint32_t UVec __attribute__((vector_size(4 * DFLASH_WIDTH), aligned(4), may_alias));
 typedef uint16_t HVec __attribute__((vector_size(2 * DFLASH_WIDTH), aligned(2), may_alias));
 
+static inline constexpr int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
 struct bf16 {
   uint16_t bits;
 };
