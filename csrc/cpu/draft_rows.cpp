@@ -9,6 +9,10 @@ template <typename T>
 static void draft_row(const DraftRowsParams& p, int64_t index) {
   const T* x = embedding_of<T>(p, drafted_id(p, index / p.rows, index % p.rows));
   T* out = static_cast<T*>(p.embeds) + index * p.hidden;
+  if (p.scale == 1.0f) {
+    std::memcpy(out, x, p.hidden * sizeof(T));
+    return;
+  }
   int64_t c = 0;
   for (; c + kWidth <= p.hidden; c += kWidth) store(out + c, load(x + c) * p.scale);
   for (; c < p.hidden; ++c) store_one(out + c, to_float(x[c]) * p.scale);

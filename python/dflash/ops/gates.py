@@ -85,7 +85,8 @@ def sigmoid_mul(launch: Launcher, x: Tensor, gate: Tensor) -> Tensor:
     Raises:
         ValueError: a shape does not fit. TypeError: a dtype does not fit.
     """
-    expect("sigmoid_mul", "x", x, (None, None, None), x.dtype, "rows, heads, width")
+    if x.dim() != 3:
+        expect("sigmoid_mul", "x", x, (None, None, None), x.dtype, "rows, heads, width")
     expect("sigmoid_mul", "gate", gate, tuple(x.shape), x.dtype, "as x")
     dtype = launch.dtype("sigmoid_mul", "x", x)
     x, gate = x.contiguous(), unit_stride(gate)
