@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections.abc
-import contextlib
 import functools
 import time
 import weakref
@@ -36,7 +35,7 @@ from .options import GeneratorOptions, check_width_call, checked_block_size, che
 from .outputs import GenerateOutput, StreamEvent
 from .streaming import BatchDecoder
 from .target import KnownWeights, Target, WeightsFingerprint, check_target, first_hook, functions_of, snapshot
-from .turns import Turns
+from .turns import Turns, plain_settings
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -365,11 +364,9 @@ class Generator:
 
     def run_alone(self, work: Callable[[], _Result]) -> _Result:
         """Return ``work()``, run in a turn of its own and without the caller's inference mode and autocast."""
-        device = self.state.tokens.device
-        current = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
         def run() -> _Result:
-            with current, torch.inference_mode(False), torch.autocast(device.type, enabled=False):
+            with plain_settings(self.state.tokens.device):
                 return work()
 
         return self.turns.take(run)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,6 +14,7 @@ from torch import nn
 
 from ..engine import Engine
 from ..target import Target, check_target, embedding_table, stop_string_criterion, text_config
+from ..turns import plain_settings
 from .ending import wrong_end
 from .fingerprints import Fingerprints
 from .mismatch import Mismatch
@@ -173,11 +173,11 @@ class Verifier:
         differences = self._compare(receipt)
         # 2. Derive the tokens again.
         device, found, seconds = embedding_table(self._model).device, [], 0.0
-        with _settings_of_its_own(device):
+        with plain_settings(device), torch.no_grad():
             work = _check_all(self._twin(receipt.weights), receipt, self._tokenizer, found)
         while True:
             began = time.perf_counter()
-            with _settings_of_its_own(device):  # left before the caller goes on
+            with plain_settings(device), torch.no_grad():  # left before the caller goes on
                 is_over = next(work, _END) is _END
             seconds += time.perf_counter() - began
             if is_over:
@@ -234,14 +234,6 @@ def _other_target(name: str, theirs: object, here: object) -> str:
         f"the receipt cannot be checked with this target: {name} is {theirs} in the receipt and {here} here; load the "
         "target that it was made with"
     )
-
-
-@contextlib.contextmanager
-def _settings_of_its_own(device: torch.device) -> Iterator[None]:
-    """Compute as a generator does, whatever mode of torch the caller is in."""
-    current = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-    with current, torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
-        yield
 
 
 def _groups(answers: Sequence[Answer]) -> list[Sequence[Answer]]:
