@@ -5,7 +5,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dflash import ops
-from dflash.ops import Int8Weight, reference
+from dflash.ops import Int8Weight, NotFiniteError, reference
 
 pytestmark = pytest.mark.op
 
@@ -34,12 +34,23 @@ def test_weights_of_any_size_are_held_in_8_bits(shape):
     assert (got.values == 127).all()
 
 
-@pytest.mark.parametrize("value", [float("inf"), float("nan")])
-def test_a_weight_that_is_not_finite_is_refused(value):
+def test_a_weight_without_columns_has_scales_of_zero():
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)  # new memory is full of NaN
+    try:
+        got = Int8Weight.of(torch.ones(3, 0))
+    finally:
+        torch.use_deterministic_algorithms(before)
+    assert got.scales.tolist() == [0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(("value", "name"), [(float("-inf"), "infinity"), (float("nan"), "NaN")])
+def test_a_weight_that_is_not_finite_is_refused(value, name):
     weight = torch.ones(4, 6)
     weight[2, 3] = value
-    with pytest.raises(ValueError, match="infinite or NaN"):
+    with pytest.raises(NotFiniteError, match=f"must be finite, got {name}: use the weight as it is") as raised:
         Int8Weight.of(weight)
+    assert raised.value.weight is weight
 
 
 def test_rows_are_rounded_to_steps_of_their_own():

@@ -3,16 +3,20 @@
 import copy
 import dataclasses
 import json
+import weakref
 
 import pytest
 import torch
 from baseline import greedy, prompt
-from families import make_draft, make_target
+from draft_variants import random_drafter
+from families import draft_config, make_draft, make_target
 
 import dflash
+from dflash.drafter import check_draft_weights, quantized_draft
 from dflash.ops import Int8Weight, reference
 from dflash.session import Session
-from dflash.target import UnsupportedTargetError
+from dflash.target import UnsupportedTargetError, check_int8, structural_twin
+from dflash.target.fused import recognize
 
 FAMILIES = {
     "llama": {},
@@ -123,6 +127,47 @@ def test_reset_reads_weights_that_changed_unnoticed():
     assert not torch.equal(after, before)
 
 
+def test_reset_reads_the_drafters_weights_too():
+    target = make_target("qwen3", num_hidden_layers=2)
+    config = draft_config(target)
+    config["dflash_config"]["attention_value_scale"] = 0.5
+    made = generator(target, draft := random_drafter(config), draft_weights="int8")
+    answer(made, prompt(20))
+    before, attention = made.draft._stack.layers[0], draft.layers[0].self_attn
+    for weight in (attention.o_proj.weight, draft.layers[0].mlp.up_proj.weight):
+        weight.numpy(force=True)[1::2] *= -1
+    made.reset()
+    answer(made, prompt(20))
+    after = made.draft._stack.layers[0]
+    for old, new in ((before.o, after.o), (before.up, after.up)):
+        assert torch.equal(new.values[1::2], -old.values[1::2])
+        assert torch.equal(new.values[::2], old.values[::2])
+
+
+def test_reset_forgets_values_in_its_turn(monkeypatch):
+    made = generator(target := make_target("qwen3", num_hidden_layers=2), make_draft(target))
+    turns = []
+    monkeypatch.setattr(made.engine, "forget_values", lambda: turns.append(made.turns.is_taken_here))
+    made.reset()
+    assert turns == [True]
+
+
+def test_a_rewired_drafter_has_its_own_wiring_and_copies():
+    target = make_target("qwen3", num_hidden_layers=2)
+    draft = make_draft(target)
+    quantized = quantized_draft("int8", draft)
+    config = dataclasses.replace(draft.config, causal=(True,) * 3, window=(7,) * 3)
+    rewired = quantized.rewired(config)
+    assert [(layer.causal, layer.window) for layer in rewired._stack.layers] == [(True, 7)] * 3
+    assert [(layer.causal, layer.window) for layer in quantized._stack.layers] != [(True, 7)] * 3
+    before = rewired._stack.layers[0].o.values.clone()
+    with torch.no_grad():
+        draft.layers[0].self_attn.o_proj.weight.mul_(-1)
+    for one in (quantized, rewired):
+        one.refresh()
+        assert torch.equal(one._stack.layers[0].o.values, -before)
+
+
 def test_caches_of_an_earlier_call_are_reused():
     target = make_target("qwen3", num_hidden_layers=2)
     made, ids = generator(target, make_draft(target)), prompt(LONG)
@@ -164,25 +209,124 @@ def test_a_drafter_that_changes_in_place_is_held_again():
 def test_targets_that_cannot_be_held_in_8_bits_are_refused(family, options, reason):
     target = make_target(family)
     with pytest.raises(
-        UnsupportedTargetError, match=f'weights="int8" needs a target on CPU .*{reason}.*Leave weights out'
+        UnsupportedTargetError, match=f"weights='int8' needs a target on CPU .*{reason}.*Leave weights out"
     ):
         generator(target, **options)
 
 
-def test_a_drafter_in_float16_is_refused():
+class Linear8bitLt(torch.nn.Linear):
+    """What bitsandbytes puts in a linear layer's place, as far as it is looked at."""
+
+
+Linear8bitLt.__module__ = "bitsandbytes.nn.modules"
+
+
+@pytest.mark.parametrize("says", ["a layer", "the config"])
+def test_a_target_that_is_quantized_already_is_refused(says):
     target = make_target("qwen3")
+    if says == "a layer":
+        target.model.layers[2].mlp.up_proj.__class__ = Linear8bitLt
+    else:
+        target.config.quantization_config, target.model.layers[2].mlp.act_fn = {"bits": 8}, torch.nn.GELU()
     with pytest.raises(
-        ValueError, match=r"draft_weights='int8' needs a drafter on CPU in float32 or bfloat16, got one on"
+        UnsupportedTargetError, match=r"got Qwen3ForCausalLM: its weights are quantized already\. Leave"
     ):
-        generator(target, make_draft(target).half(), draft_weights="int8")
-
-
-def test_weights_that_are_not_finite_are_refused():
-    target = make_target("qwen3")
-    with torch.no_grad():
-        target.model.layers[1].mlp.up_proj.weight[3, 4] = float("inf")
-    with pytest.raises(UnsupportedTargetError, match=r'weights="int8" cannot be followed: .* infinite or NaN'):
         generator(target)
+
+
+def test_targets_in_float16_and_on_other_devices_are_refused():
+    target = make_target("qwen3", dtype=torch.float16)
+    with pytest.raises(UnsupportedTargetError, match=r"its dtype is torch.float16, the CPU kernels take float32 and"):
+        generator(target)
+    target = make_target("qwen3").to("meta")
+    with pytest.raises(UnsupportedTargetError, match=r"it is on meta\. Leave weights out"):
+        check_int8(target)
+
+
+def test_a_drafter_in_float16_or_on_another_device_is_refused():
+    draft = make_draft(make_target("qwen3"))
+    wanted = "draft_weights='int8' needs a drafter on CPU in float32 or bfloat16, got one on"
+    with pytest.raises(ValueError, match=f"{wanted} cpu in torch.float16: leave it out"):
+        check_draft_weights("int8", draft.half())
+    with pytest.raises(ValueError, match=f"{wanted} meta in torch.float16: leave it out"):
+        check_draft_weights("int8", draft.to("meta"))
+
+
+@torch.no_grad()
+def spoil(linear, value=float("nan")):
+    """Make a weight infinite or NaN, where no sample of its values looks."""
+    linear.weight[3, 4] = value
+
+
+@pytest.mark.parametrize(("value", "name"), [(float("inf"), "infinity"), (float("nan"), "NaN")])
+def test_weights_that_are_not_finite_are_refused_by_name(value, name):
+    target, ids = make_target("qwen3", num_hidden_layers=2), prompt(20)
+    draft = make_draft(target)
+    says = f"needs finite weights, got {name} in"
+    made = generator(target, draft, draft_weights="int8")
+    spoil(draft.layers[0].mlp.up_proj, value)
+    for attempt in (lambda: generator(target, draft, draft_weights="int8"), lambda: answer(made, ids)):
+        with pytest.raises(ValueError, match=f"draft_weights='int8' {says} layers.0.mlp.up_proj: leave it out"):
+            attempt()
+    spoil(target.model.layers[1].mlp.up_proj, value)
+    for attempt in (lambda: generator(target), lambda: answer(made, ids)):
+        with pytest.raises(UnsupportedTargetError, match=f"weights='int8' {says} model.layers.1.mlp.up_proj: leave"):
+            attempt()
+
+
+def test_a_target_that_was_not_finite_for_a_while_writes_its_text_again():
+    target, ids = make_target("qwen3", num_hidden_layers=2), prompt(20)
+    made = generator(target)
+    before, weight = answer(made, ids), target.model.layers[1].mlp.up_proj.weight.clone()
+    spoil(target.model.layers[1].mlp.up_proj)
+    for _ in range(2):
+        with pytest.raises(UnsupportedTargetError, match=r"got NaN in model\.layers\.1\.mlp\.up_proj"):
+            answer(made, ids)
+    with torch.no_grad():
+        target.model.layers[1].mlp.up_proj.weight.copy_(weight)
+    assert torch.equal(answer(made, ids), before)
+
+
+def test_a_head_that_is_not_finite_leaves_the_layers_as_they_are():
+    target = make_target("qwen3", num_hidden_layers=2)
+    fused = recognize(structural_twin(target), ())
+    spoil(target.lm_head)
+    with pytest.raises(UnsupportedTargetError, match="got NaN in lm_head: leave it out"):
+        fused.store_as_int8()
+    assert not fused.is_int8
+    assert all(isinstance(layer.q, torch.Tensor) for layer in fused.stack.layers)
+
+
+def test_earlier_copies_are_freed_before_new_ones_are_made(monkeypatch):
+    fused = recognize(structural_twin(make_target("qwen3", num_hidden_layers=2)), ())
+    fused.store_as_int8()
+    old = [weakref.ref(layer.gate.values) for layer in fused.stack.layers]
+    alive = []
+    quantize = Int8Weight.of
+    monkeypatch.setattr(Int8Weight, "of", lambda weight: alive.extend(ref() for ref in old) or quantize(weight))
+    fused.store_as_int8()
+    assert alive
+    assert all(value is None for value in alive)
+
+
+def unfit(target):
+    """Pairs and options that are refused, whatever the weights."""
+    draft = make_draft(target)
+    yield draft, {"block_size": 17}
+    yield draft, {"block_size": 1}
+    yield draft.to(torch.bfloat16), {}
+    yield make_draft(target, "DFlash2"), {"tree": 16}
+    yield make_draft(target), {"fused": False}
+    yield make_draft(target), {"prefill_chunk": 0}
+
+
+def test_what_is_refused_quantizes_nothing(monkeypatch):
+    target, quantized = make_target("qwen3", num_hidden_layers=2), []
+    monkeypatch.setattr(Int8Weight, "of", quantized.append)
+    for draft, options in unfit(target):
+        with pytest.raises(ValueError, match=r"block_size|dtype|tree|fused|prefill_chunk"):
+            generator(target, draft, draft_weights="int8", **options)
+    assert not quantized
 
 
 def test_unknown_values_are_refused():
@@ -190,7 +334,9 @@ def test_unknown_values_are_refused():
     for name in ("weights", "draft_weights"):
         with pytest.raises(ValueError, match=rf'{name} must be "int8" or None, got \'int4\''):
             generator(target, **{name: "int4"})
-    with pytest.raises(ValueError, match=r"draft_weights='int8' needs a drafter, got none"):
+    with pytest.raises(
+        ValueError, match=r"draft_weights='int8' needs a drafter, got draft=None or block_size=1: leave it out"
+    ):
         generator(target, draft_weights="int8")
 
 

@@ -14,6 +14,7 @@ from .call import Call, GenerateArguments, TargetDefaults, check_stream_argument
 from .drafter import load_draft
 from .fit import check_block_size, check_tree, check_tree_trial
 from .generator import Generator
+from .ops import WeightStorage
 from .options import BlockSize, GeneratorOptions, check_width_call, checked_block_size, tree_rows
 from .outputs import GenerateOutput, StreamEvent
 from .target import WeightsFingerprint, check_target, structural_twin, text_config
@@ -34,8 +35,8 @@ def generate(
     ids: Tensor,
     *,
     block_size: int | Literal["auto"] | Mapping[int, float] | None = None,
-    weights: Literal["int8"] | None = None,
-    draft_weights: Literal["int8"] | None = None,
+    weights: WeightStorage = None,
+    draft_weights: WeightStorage = None,
     return_dict_in_generate: Literal[False] = False,
     **arguments: Unpack[GenerateArguments],
 ) -> Tensor: ...
@@ -48,8 +49,8 @@ def generate(
     ids: Tensor,
     *,
     block_size: int | Literal["auto"] | Mapping[int, float] | None = None,
-    weights: Literal["int8"] | None = None,
-    draft_weights: Literal["int8"] | None = None,
+    weights: WeightStorage = None,
+    draft_weights: WeightStorage = None,
     return_dict_in_generate: Literal[True],
     **arguments: Unpack[GenerateArguments],
 ) -> GenerateOutput: ...
@@ -62,8 +63,8 @@ def generate(
     ids: Tensor,
     *,
     block_size: int | Literal["auto"] | Mapping[int, float] | None = None,
-    weights: Literal["int8"] | None = None,
-    draft_weights: Literal["int8"] | None = None,
+    weights: WeightStorage = None,
+    draft_weights: WeightStorage = None,
     return_dict_in_generate: bool,
     **arguments: Unpack[GenerateArguments],
 ) -> Tensor | GenerateOutput: ...
@@ -75,8 +76,8 @@ def generate(
     ids: Tensor,
     *,
     block_size: int | Literal["auto"] | Mapping[int, float] | None = None,
-    weights: Literal["int8"] | None = None,
-    draft_weights: Literal["int8"] | None = None,
+    weights: WeightStorage = None,
+    draft_weights: WeightStorage = None,
     return_dict_in_generate: bool = False,
     **arguments: Unpack[GenerateArguments],
 ) -> Tensor | GenerateOutput:
@@ -127,8 +128,8 @@ def stream(
     ids: Tensor,
     *,
     block_size: int | Literal["auto"] | Mapping[int, float] | None = None,
-    weights: Literal["int8"] | None = None,
-    draft_weights: Literal["int8"] | None = None,
+    weights: WeightStorage = None,
+    draft_weights: WeightStorage = None,
     skip_special_tokens: bool = False,
     **arguments: Unpack[GenerateArguments],
 ) -> Iterator[StreamEvent]:
@@ -195,8 +196,8 @@ class PairOptions(NamedTuple):
     """The options of a kept generator, which `Generator` documents."""
 
     block_size: BlockSize = None
-    weights: Literal["int8"] | None = None
-    draft_weights: Literal["int8"] | None = None
+    weights: WeightStorage = None
+    draft_weights: WeightStorage = None
 
 
 class _CachedGenerator:

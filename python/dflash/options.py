@@ -9,7 +9,7 @@ from typing import Literal
 
 from torch import nn
 
-from .ops import MAX_TREE_ROWS
+from .ops import MAX_TREE_ROWS, WeightStorage
 from .proposers import TREE_SIZES
 from .sampling import integer, integer_from, real
 from .target import embedding_table, ranks_in, text_config
@@ -52,8 +52,8 @@ class GeneratorOptions:
     prefill_chunk: int = 512
     reuse_prefix: bool = True
     tree: TreeSize = None
-    weights: Literal["int8"] | None = None
-    draft_weights: Literal["int8"] | None = None
+    weights: WeightStorage = None
+    draft_weights: WeightStorage = None
 
     def check(self, target: nn.Module) -> None:
         """Raise ValueError or TypeError for a value that is wrong, or that does not suit the target."""

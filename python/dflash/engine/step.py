@@ -143,6 +143,12 @@ class Engine:
         if self.draft is not None:
             self.draft.refresh()
 
+    def forget_values(self) -> None:
+        """Read all weights again at the next `refresh`, whether they are known to have changed or not."""
+        self.target.forget_values()
+        if self.draft is not None:
+            self.draft.forget_values()
+
     def agree(self, call: Call, chunk: int, reuse: bool) -> bool:
         """Return True if every process of the target wants ``reuse``, and the call can.
 

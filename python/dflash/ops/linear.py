@@ -240,12 +240,12 @@ def run_kernel(
     # 2. Make what it reads contiguous, and run it
     x = launch.aligned(x.contiguous())
     weights, biases = [weight.contiguous() for weight in weights], [dense(bias) for bias in biases]
-    each = [None] * len(weights) if scales is None else scales.contiguous().split(features)
+    weight_scales = [None] * len(weights) if scales is None else scales.contiguous().split(features)
     out_features = features[0] if gated else sum(features)
     out = x.new_empty(*x.shape[:-1], out_features)
     counters = None if workspace is None else launch.counters(x.device)
     launch(
-        "linear", x, len(weights), weights, each, biases, features, out, rows, width, out_features, workspace, counters,
-        splits, prefetch and switches.PREFETCH, gated, dense(squares), eps, added, dtype,
+        "linear", x, len(weights), weights, weight_scales, biases, features, out, rows, width, out_features, workspace,
+        counters, splits, prefetch and switches.PREFETCH, gated, dense(squares), eps, added, dtype,
     )  # fmt: skip
     return out

@@ -7,12 +7,12 @@ import math
 import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import nn
 
 from ..engine import Engine
+from ..ops import WeightStorage
 from ..target import Target, check_target, embedding_table, stop_string_criterion, text_config
 from ..turns import plain_settings
 from .ending import wrong_end
@@ -150,7 +150,7 @@ class Verifier:
             self._fingerprints = Fingerprints.of(self._model, self._tokenizer)
         return self._fingerprints
 
-    def _twin(self, weights: Literal["int8"] | None) -> Target:
+    def _twin(self, weights: WeightStorage) -> Target:
         """Return the target with its weights held as a receipt says."""
         if weights not in self._twins:
             self._twins[weights] = Target(self._model, weights=weights)
