@@ -351,6 +351,52 @@ def test_one_shot_calls_keep_the_weights_apart():
     assert [token for event in events for token in event.ids[0]] == held[0, 20:].tolist()
 
 
+def kept():
+    return dflash.api._cached.generator
+
+
+def test_a_kept_generator_is_one_for_its_weights():
+    target, ids = make_target("qwen3", num_hidden_layers=2), prompt(20)[None]
+    draft, made = make_draft(target), []
+    for options in ({}, {"draft_weights": "int8"}, {"weights": "int8"}, {"weights": "int8", "draft_weights": "int8"}):
+        dflash.generate(target, draft, ids, max_new_tokens=2, **options)
+        made.append(kept())
+        stored = isinstance(kept().draft._stack.layers[0].q, Int8Weight)
+        assert (kept().weights, stored) == (options.get("weights"), "draft_weights" in options)
+        dflash.generate(target, draft, ids, max_new_tokens=2, **options)
+        assert kept() is made[-1]
+    assert len(set(map(id, made))) == 4
+
+
+def test_what_is_refused_keeps_the_generator_of_the_last_pair():
+    target, experts = make_target("qwen3", num_hidden_layers=2), make_target("qwen3_moe")
+    draft, ids = make_draft(target), prompt(20)[None]
+    dflash.generate(target, draft, ids, max_new_tokens=2)
+    before = kept()
+    for model, drafter, options, message in (
+        (target, draft, {"weights": "int4"}, "weights must be"),
+        (target, draft, {"draft_weights": "int4"}, "draft_weights must be"),
+        (target, None, {"draft_weights": "int8"}, "needs a drafter, got draft=None"),
+        (target, draft, {"draft_weights": "int8", "block_size": 1}, "needs a drafter, got draft=None or block_size=1"),
+        (experts, None, {"weights": "int8"}, "it has experts"),
+        (make_target("gemma3"), None, {"weights": "int8"}, "not one of the models that are recognized"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            dflash.generate(model, drafter, ids, max_new_tokens=2, **options)
+        assert kept() is before
+
+
+def test_release_reads_weights_that_changed_unnoticed():
+    target, ids = make_target("qwen3", num_hidden_layers=2), prompt(20)
+    call = {"max_new_tokens": 32, "weights": "int8"}
+    before = dflash.generate(target, None, ids[None], **call)[0, 20:]
+    target.model.layers[0].mlp.down_proj.weight.numpy(force=True)[1::2] *= -30
+    dflash.release()
+    after = dflash.generate(target, None, ids[None], **call)[0, 20:]
+    assert torch.equal(after, answer(generator(copy.deepcopy(target)), ids))
+    assert not torch.equal(after, before)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("streams", [False, True])
 def test_a_receipt_states_the_weights_and_is_checked_with_them(streams, dtype, tmp_path):
