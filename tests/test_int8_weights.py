@@ -14,6 +14,7 @@ from families import draft_config, make_draft, make_target
 import dflash
 from dflash.drafter import check_draft_weights, quantized_draft
 from dflash.ops import Int8Weight, reference
+from dflash.receipts import Verifier
 from dflash.session import Session
 from dflash.target import UnsupportedTargetError, check_int8, structural_twin
 from dflash.target.fused import recognize
@@ -415,8 +416,41 @@ def test_a_receipt_states_the_weights_and_is_checked_with_them(streams, dtype, t
     assert receipt.weights == "int8"
     assert dflash.verify(receipt, target).follows
     assert not dflash.verify(dataclasses.replace(receipt, weights=None), target).is_exact
+    content = json.loads(receipt.to_json())
     with pytest.raises(ValueError, match=r'weights must be "int8" or null, got'):
-        dflash.Receipt.parse(json.loads(receipt.to_json()) | {"weights": "int4"})
+        dflash.Receipt.parse(content | {"weights": "int4"})
+    del content["weights"]
+    with pytest.raises(ValueError, match="weights"):
+        dflash.Receipt.parse(content)
+
+
+def test_a_receipt_of_int8_weights_needs_a_target_that_can_store_them():
+    target, ids = make_target("qwen3_moe"), prompt(20)[None]
+    recorder = dflash.Recorder(target, ids, max_new_tokens=4)
+    output = dflash.generate(target, None, ids, return_dict_in_generate=True, **recorder.arguments)
+    receipt = dataclasses.replace(recorder.receipt(output), weights="int8")
+    says = "states int8 weights, and this target's cannot be stored so: it has experts. Load .* with, on the CPU"
+    with pytest.raises(ValueError, match=says):
+        dflash.verify(receipt, target)
+
+
+def verified(passes):
+    while True:
+        try:
+            next(passes)
+        except StopIteration as end:
+            return end.value
+
+
+def test_a_verifier_takes_the_twin_of_a_generator(monkeypatch):
+    target, ids = make_target("qwen2", num_hidden_layers=2), prompt(20)[None]
+    made = generator(target, make_draft(target))
+    recorder = dflash.Recorder(target, ids, max_new_tokens=8)
+    receipt = recorder.receipt(made.generate(ids, return_dict_in_generate=True, **recorder.arguments))
+    monkeypatch.setattr(Int8Weight, "of", lambda _weight: pytest.fail("a weight was quantized again"))
+    assert verified(Verifier(target, twin=made.engine.target).passes(receipt)).is_exact
+    monkeypatch.undo()
+    assert torch.equal(answer(made, ids[0], 8), answer(generator(target), ids[0], 8))
 
 
 def test_a_session_writes_the_text_of_the_quantized_target():

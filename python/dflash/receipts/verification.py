@@ -13,7 +13,14 @@ from torch import nn
 
 from ..engine import Engine
 from ..ops import WeightStorage
-from ..target import Target, check_target, embedding_table, stop_string_criterion, text_config
+from ..target import (
+    Target,
+    check_target,
+    embedding_table,
+    int8_obstacle,
+    stop_string_criterion,
+    text_config,
+)
 from ..turns import plain_settings
 from .ending import wrong_end
 from .fingerprints import Fingerprints
@@ -113,9 +120,9 @@ def verify(
 
     Raises:
         ValueError: the receipt cannot be checked with this target: it was made with other weights or another dtype, it
-            has stop strings or a grammar and the tokenizer is missing or another, it states weights in 8 bits and the
-            target cannot hold them so, a row would pass the target's
-            ``max_position_embeddings``, or the target's logits are NaN.
+            has stop strings or a grammar and the tokenizer is missing or another, it states int8 weights and those of
+            the target cannot be stored so, a row would pass the target's ``max_position_embeddings``, or the target's
+            logits are NaN.
     """
     passes = Verifier(target, tokenizer, fingerprints=fingerprints).passes(receipt)
     while True:
@@ -132,16 +139,23 @@ class Verifier:
         target: a causal language model of transformers; never modified.
         tokenizer: its own; needed for receipts with stop strings or a grammar.
         fingerprints: of the target and the tokenizer, if they are known already.
+        twin: the target as a `Generator` runs it, if there is one: it checks the receipts that state its weights, and
+            no second copy of these is made.
 
     Raises:
         ValueError: the target is not supported.
     """
 
     def __init__(
-        self, target: nn.Module, tokenizer: object = None, *, fingerprints: Fingerprints | None = None
+        self,
+        target: nn.Module,
+        tokenizer: object = None,
+        *,
+        fingerprints: Fingerprints | None = None,
+        twin: Target | None = None,
     ) -> None:
         self._model, self._tokenizer, self._fingerprints = check_target(target), tokenizer, fingerprints
-        self._twins: dict[str | None, Target] = {}
+        self._twins: dict[WeightStorage, Target] = {} if twin is None else {twin.weights: twin}
 
     @property
     def fingerprints(self) -> Fingerprints:
@@ -151,10 +165,18 @@ class Verifier:
         return self._fingerprints
 
     def _twin(self, weights: WeightStorage) -> Target:
-        """Return the target with its weights held as a receipt says."""
+        """Return the target with its weights stored as a receipt says."""
         if weights not in self._twins:
             self._twins[weights] = Target(self._model, weights=weights)
         return self._twins[weights]
+
+    def _check_weights(self, weights: WeightStorage) -> None:
+        """Raise ValueError if the target's weights cannot be stored as a receipt says."""
+        if weights is not None and weights not in self._twins and (obstacle := int8_obstacle(self._model)):
+            raise ValueError(
+                f"the receipt states {weights} weights, and this target's cannot be stored so: {obstacle}. Load the "
+                "target that it was made with, on the CPU"
+            )
 
     def passes(self, receipt: Receipt) -> Generator[None, None, Verification]:
         """Do what `verify` does, a pass of the target at a time.
@@ -170,6 +192,7 @@ class Verifier:
         """
         # 1. Is this the target of the receipt?
         _check_positions(receipt, self._model)
+        self._check_weights(receipt.weights)
         differences = self._compare(receipt)
         # 2. Derive the tokens again.
         device, found, seconds = embedding_table(self._model).device, [], 0.0

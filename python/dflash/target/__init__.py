@@ -26,7 +26,7 @@ from .support import (
     text_config,
     unwrap,
 )
-from .target import Target, check_int8
+from .target import Target, check_int8, int8_obstacle
 from .twin import first_hook, snapshot, structural_twin
 from .weights import refusal_of_weights
 
@@ -48,6 +48,7 @@ __all__ = [
     "functions_of",
     "generation_defaults",
     "has_recurrent_layers",
+    "int8_obstacle",
     "not_finite",
     "ranks_in",
     "refusal",

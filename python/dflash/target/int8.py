@@ -14,11 +14,11 @@ from .weights import name_of
 if TYPE_CHECKING:
     from .fused import FusedTarget
 
-__all__ = ["check_storable", "not_finite"]
+__all__ = ["not_finite", "obstacle_of", "refuse_int8"]
 
 
-def check_storable(model: nn.Module, fused: FusedTarget | None, reason: str) -> None:
-    """Raise UnsupportedTargetError if the weights of a target cannot be stored as int8. No value is read.
+def obstacle_of(model: nn.Module, fused: FusedTarget | None, reason: str) -> str:
+    """Return why the weights of a target cannot be stored as int8; empty if they can. No value is read.
 
     Args:
         model: the user's.
@@ -27,11 +27,14 @@ def check_storable(model: nn.Module, fused: FusedTarget | None, reason: str) -> 
     """
     device = embedding_table(model).device
     if device.type != "cpu":
-        obstacle = f"it is on {device}"
-    elif fused is not None:
-        obstacle = fused.int8_obstacle
-    else:
-        obstacle = "its weights are quantized already" if is_quantized(model) else reason
+        return f"it is on {device}"
+    if fused is not None:
+        return fused.int8_obstacle
+    return "its weights are quantized already" if is_quantized(model) else reason
+
+
+def refuse_int8(model: nn.Module, obstacle: str) -> None:
+    """Raise UnsupportedTargetError if there is an obstacle."""
     if obstacle:
         raise UnsupportedTargetError(
             "weights='int8' needs a target on CPU whose dense layers run on the ops of this package (see fused), got "

@@ -22,14 +22,14 @@ from .fingerprint import describe_config, sample_digest
 from .functions import functions_of, global_hooks
 from .fused import FusedTarget, recognize
 from .generation_config import transformers_version
-from .int8 import check_storable
+from .int8 import obstacle_of, refuse_int8
 from .parallel import ranks_of
 from .recurrent import clamps_prompts, has_recurrent_layers, take_over
 from .support import UnsupportedTargetError, tapped_modules, text_config
 from .trial import needs_probe, probe, replaced_function, tree_obstacle
 from .twin import structural_twin
 
-__all__ = ["Target", "check_int8"]
+__all__ = ["Target", "check_int8", "int8_obstacle"]
 
 
 class Target:
@@ -76,7 +76,7 @@ class Target:
                 f'{type(model).__name__}: pass fused=False or "auto"'
             )
         if weights is not None:
-            check_storable(model, self._fused, self.fused_reason)
+            refuse_int8(model, obstacle_of(model, self._fused, self.fused_reason))
             self._fused.store_as_int8()
         self._cache_argument = _cache_argument(self.model)
         self.is_recurrent = has_recurrent_layers(self.model)
@@ -263,13 +263,18 @@ class Target:
 
 
 def check_int8(model: nn.Module) -> None:
-    """Raise UnsupportedTargetError unless the weights of a target can be stored as int8, if they are finite.
+    """Raise UnsupportedTargetError unless the weights of a target can be stored as int8, if they are finite."""
+    refuse_int8(model, int8_obstacle(model))
+
+
+def int8_obstacle(model: nn.Module) -> str:
+    """Return why the weights of a target cannot be stored as int8; empty if they can, if they are finite.
 
     Takes about as long as a twin, milliseconds: no value is read.
     """
     twin = structural_twin(model)
     use_block_attention(twin)
-    check_storable(model, *_fuse(twin, (), "auto", _foreign(replaced_function(twin, functions_of(model)))))
+    return obstacle_of(model, *_fuse(twin, (), "auto", _foreign(replaced_function(twin, functions_of(model)))))
 
 
 def _foreign(replaced: str) -> str:
