@@ -27,7 +27,7 @@ def test_each_channels_largest_magnitude_becomes_127():
 
 
 @pytest.mark.parametrize("shape", [(3, 0), (0, 4), (5, 2**22 + 1)], ids=str)
-def test_weights_of_any_size_are_held_in_8_bits(shape):
+def test_weights_of_any_size_are_stored_in_8_bits(shape):
     weight = torch.ones(shape, dtype=torch.bfloat16)
     got = Int8Weight.of(weight)
     assert got.shape == shape
