@@ -53,17 +53,17 @@ def test_a_weight_that_is_not_finite_is_refused(value, name):
     assert raised.value.weight is weight
 
 
-def test_rows_are_rounded_to_steps_of_their_own():
+def test_rows_are_rounded_with_scales_of_their_own():
     x = torch.randn(3, 700, generator=torch.Generator().manual_seed(0))
     x[1, :256] *= 1e-3
     x[2, 5], x[2, 300:] = float("inf"), 0
-    integers, steps = reference.round_rows(x)
+    integers, scales = reference.round_rows(x)
     assert integers.shape == (3, 3, 256)
     assert integers.abs().amax(-1)[:2].eq(127).all()
-    assert steps[2, 0].isnan()
-    assert steps[2, 2] == 0
-    error = (integers * steps[..., None]).flatten(1)[:2, :700] - x[:2]
-    assert (error.abs() <= steps[:2].repeat_interleave(256, 1)[:, :700] * 0.501).all()
+    assert scales[2, 0].isnan()
+    assert scales[2, 2] == 0
+    error = (integers * scales[..., None]).flatten(1)[:2, :700] - x[:2]
+    assert (error.abs() <= scales[:2].repeat_interleave(256, 1)[:, :700] * 0.501).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -91,8 +91,8 @@ def test_magnitudes_far_apart_keep_the_bits_of_plain_torch(dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_reference_is_the_product_of_what_weights_and_rows_stand_for(dtype):
     x, weight, offset = operands(6, 50, 600, dtype)
-    integers, steps = reference.round_rows(x)
-    rounded = (integers.double() * steps.double()[..., None]).flatten(1)[:, :600]
+    integers, scales = reference.round_rows(x)
+    rounded = (integers.double() * scales.double()[..., None]).flatten(1)[:, :600]
     exact = rounded @ (weight.values.double() * weight.scales.double()[:, None]).T + offset.double()
     got = reference.linear(x, weight.values, offset, scales=weight.scales)
     tolerance = 1e-5 if dtype == torch.float32 else 2**-7

@@ -55,8 +55,8 @@ def standing_for(target):
 
 
 def round_input(_module, inputs):
-    integers, steps = reference.round_rows(inputs[0])
-    return ((integers * steps[..., None]).flatten(-2)[..., : inputs[0].shape[-1]],)
+    integers, scales = reference.round_rows(inputs[0])
+    return ((integers * scales[..., None]).flatten(-2)[..., : inputs[0].shape[-1]],)
 
 
 @torch.no_grad()
