@@ -1,7 +1,7 @@
 """The error of products with int8 weights: ``python bench/int8_error.py [--width 4096]``.
 
 Prints errors against float64, relative to the norm of the product, of 64 normally distributed rows and 4096 output
-channels: with weights in 8 bits alone, with rows in 8 bits as well (as `ops.linear` does), and with all in bfloat16.
+channels: with only the weights in 8 bits, with rows in 8 bits as well (as `ops.linear` does), and with all in bfloat16.
 """
 
 import argparse
@@ -18,10 +18,10 @@ def main() -> None:
     width = parser.parse_args().width
     g = torch.Generator().manual_seed(0)
     x, weight = torch.randn(64, width, generator=g), torch.randn(4096, width, generator=g)
-    exact, held, rounded = x.double() @ weight.double().T, ops.Int8Weight.of(weight), x.bfloat16()
+    exact, quantized, rounded = x.double() @ weight.double().T, ops.Int8Weight.of(weight), x.bfloat16()
     products = {
-        "weights in 8 bits": x.double() @ held.wide().double().T,
-        "weights and rows in 8 bits": ops.linear(x, held.values, scales=held.scales),
+        "weights in 8 bits": x.double() @ quantized.wide().double().T,
+        "weights and rows in 8 bits": ops.linear(x, quantized.values, scales=quantized.scales),
         "bfloat16": ops.linear(rounded, weight.bfloat16()),
     }
     for name, product in products.items():

@@ -37,14 +37,17 @@ def pair(dtype: torch.dtype = torch.float32) -> tuple:
 
 def serve(
     *, rows: int = 2, queue: int = 8, timeout: float = 120.0, chunk: int = 8, template: str = "",
-    dtype: torch.dtype = torch.float32, receipts: Path | None = None,
+    dtype: torch.dtype = torch.float32, receipts: Path | None = None, **options: Any,
 ) -> Service:  # fmt: skip
-    """Return a service of the pair; ``template`` replaces the chat template, ``receipts`` is a folder."""
+    """Return a service of the pair; ``template`` replaces the chat template, ``receipts`` is a folder.
+
+    ``options`` are those of the generator.
+    """
     target, draft, tokenizer = pair(dtype)
     if template:
         tokenizer = copy.deepcopy(tokenizer)
         tokenizer.chat_template = template
-    generator = dflash.Generator(target, draft, max_length=512, batch_size=rows, prefill_chunk=chunk)
+    generator = dflash.Generator(target, draft, max_length=512, batch_size=rows, prefill_chunk=chunk, **options)
     scheduler = Scheduler(generator, max_waiting=queue)
     folder = None if receipts is None else ReceiptFolder(receipts, target, tokenizer, scheduler)
     return Service(scheduler, tokenizer, "pair", "0", timeout, folder)

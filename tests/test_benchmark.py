@@ -246,6 +246,25 @@ def test_a_wrong_answer_is_not_counted_identical(run, tiny, three, monkeypatch):
     assert (found["identical"], found["turns"]) == (2, 3)
 
 
+def test_weights_are_stored_as_asked(shell, tiny, three, monkeypatch):
+    stored, build = [], dflash.Generator._build
+
+    def spy(self, target, draft, options):
+        stored.append((options.weights, options.draft_weights))
+        build(self, target, draft, options)
+
+    monkeypatch.setattr(dflash.Generator, "_build", spy)
+    pair = ["--model", tiny / "target", "--draft", tiny / "draft"]
+    call = ["benchmark", *pair, "--dataset", three, "--max-new-tokens", 4]
+    report = json.loads(shell(*call, "--weights", "int8", "--draft-weights", "int8", "--json").out)
+    assert stored == [("int8", "int8"), ("int8", None)]
+    assert (report["header"]["weights"], report["header"]["draft_weights"]) == ("int8", "int8")
+    (found,) = report["datasets"].values()
+    assert found["identical"] == found["turns"]
+    assert ", int8 target\n" in shell(*call, "--weights", "int8").out
+    assert "int8" not in shell(*call).out.split("target of")[1]
+
+
 def test_trees_are_measured_next_to_chains(run, tiny, three, tmp_path):
     call = ["--dataset", three, "--max-new-tokens", 20, "--draft-sharpness", 1, "--temperature", 1]
     chain = run(tiny, *call)["datasets"]["three"]

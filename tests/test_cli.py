@@ -182,7 +182,20 @@ def test_blocks_of_any_width_write_the_same_text(run, folders):
         assert done.out == expected.out
 
 
-def test_weights_in_8_bits_write_the_text_of_the_quantized_target(run, folders, tmp_path):
+@pytest.fixture
+def stored(monkeypatch):
+    """How every generator that a command makes stores the weights of its target and of its drafter."""
+    found, build = [], dflash.Generator._build
+
+    def spy(self, target, draft, options):
+        found.append((options.weights, options.draft_weights))
+        build(self, target, draft, options)
+
+    monkeypatch.setattr(dflash.Generator, "_build", spy)
+    return found
+
+
+def test_weights_in_8_bits_write_the_text_of_the_quantized_target(run, folders, tmp_path, stored):
     model, draft = folders
     call = ["generate", "--model", model, "--draft", draft, "--max-new-tokens", "12", "w5 w6", "--dtype", "float32"]
     plain, file = run(*call), tmp_path / "receipt.json"
@@ -190,8 +203,66 @@ def test_weights_in_8_bits_write_the_text_of_the_quantized_target(run, folders, 
     assert done.code == 0, done.err
     assert json.loads(file.read_text())["weights"] == "int8"
     assert run("verify", str(file), "--model", model).code == 0
+    assert ", int8 weights, first token" in done.err
     drafted = run(*call, "--draft-weights", "int8")
     assert (drafted.code, drafted.out) == (0, plain.out)
+    assert "int8" not in drafted.err
+    assert stored == [(None, None), ("int8", None), (None, "int8")]
+    for weights in ("int8", None):
+        options = [] if weights is None else ["--weights", weights]
+        assert json.loads(run(*call, *options, "--json").out)["weights"] == weights
+
+
+def test_chat_and_serve_store_weights_as_asked(run, chat_folders, stored, monkeypatch):
+    model, draft = chat_folders
+    options = ["--model", model, "--draft", draft, "--weights", "int8", "--draft-weights", "int8"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("w5 w6\n"))
+    done = run("chat", *options, "--max-new-tokens", "4")
+    assert done.code == 0, done.err
+    assert ", int8 weights, first token" in done.err
+    monkeypatch.setattr("dflash.serve.server.run_server", lambda _server, bound: bound.close())
+    done = run("serve", *options, "--port", "0")
+    assert done.code == 0, done.err
+    assert stored == [("int8", "int8")] * 2
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "serve", "benchmark"])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--weights", "int8"], "--weights int8 needs the models on the CPU, got cuda: pass --device cpu"),
+        (["--draft-weights", "int8"], "--draft-weights int8 needs the models on the CPU, got cuda: pass --device cpu"),
+        (
+            ["--draft-weights", "int8", "--block-size", "1", "--device", "cpu"],
+            "--draft-weights int8 needs a drafter, and --block-size 1 runs without one",
+        ),
+    ],
+)
+def test_weights_that_cannot_be_stored_are_refused_before_models_are_loaded(
+    run, chat_folders, tmp_path, monkeypatch, command, options, message
+):
+    model, draft = chat_folders
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "w5 w6"}\n')
+    monkeypatch.setattr("dflash.cli.options.check_device", lambda _dtype, device: device or "cuda")
+    monkeypatch.setattr(loading, "load_target", lambda *_: pytest.fail("the target was loaded"))
+    monkeypatch.setattr("dflash.drafter.load_draft", lambda *_, **__: pytest.fail("the drafter was loaded"))
+    more = {"generate": ["w5"], "benchmark": ["--dataset", str(tmp_path / "prompts.jsonl")]}.get(command, [])
+    done = run(command, "--model", model, "--draft", draft, *options, *more)
+    assert done.code == 2
+    assert message in done.err
+
+
+def test_a_receipt_of_int8_weights_is_verified_on_the_cpu(run, folders, tmp_path, monkeypatch):
+    model, draft = folders
+    file = str(tmp_path / "receipt.json")
+    call = ["generate", "--model", model, "--draft", draft, "--max-new-tokens", "6", "--receipt", file, "w5 w6"]
+    assert run(*call, "--weights", "int8").code == 0
+    asked = []
+    monkeypatch.setattr(
+        "dflash.cli.receipts.check_device", lambda _dtype, device: asked.append(device) or device or "cuda"
+    )
+    done = run("verify", file, "--model", model)
+    assert (done.code, asked) == (0, ["cpu"]), done.err
 
 
 def test_chat_drafts_trees(run, chat_folders, monkeypatch):

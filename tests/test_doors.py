@@ -27,6 +27,7 @@ from transformers.generation.stopping_criteria import ConfidenceCriteria
 
 import dflash
 from dflash.evaluate import draft_folder
+from dflash.ops import Int8Weight
 
 NEW = 30
 
@@ -53,6 +54,17 @@ class TestCustomGenerate:
         assert torch.equal(total, target.generate(ids, attention_mask=mask, max_length=30, pad_token_id=0))
         alone = target.generate(ids[:1, -4:], custom_generate=dflash.custom_generate, max_new_tokens=NEW)
         assert torch.equal(alone, target.generate(ids[:1, -4:], max_new_tokens=NEW, do_sample=False))
+
+    def test_weights_are_stored_as_in_generate(self, target, draft):
+        ids, call = prompt(9)[None], {"max_new_tokens": NEW, "weights": "int8"}
+        expected = dflash.generate(target, draft, ids, **call)
+        output = ours(target, draft, ids, return_dict_in_generate=True, **call, draft_weights="int8")
+        assert torch.equal(output.sequences, expected)
+        assert output.statistics.weights == "int8"
+        assert not torch.equal(ours(target, draft, ids), expected)
+        assert isinstance(dflash.api._cached.generator.draft._stack.layers[0].q, torch.Tensor)
+        ours(target, draft, ids, draft_weights="int8")
+        assert isinstance(dflash.api._cached.generator.draft._stack.layers[0].q, Int8Weight)
 
     def test_acceptance_and_denoise_steps_are_those_of_generate(self, target, draft):
         p = prompt(8)[None]
@@ -268,6 +280,17 @@ class TestAssistant:
             p = prompt(length)[None]
             expected = target.generate(p, do_sample=False, max_new_tokens=NEW)
             assert torch.equal(self.call(target, assistant, p, max_new_tokens=NEW), expected)
+
+    def test_a_drafter_in_8_bits_changes_nothing(self, target, draft):
+        assistant, p = dflash.as_assistant(draft, draft_weights="int8"), prompt(15)[None]
+        expected = target.generate(p, do_sample=False, max_new_tokens=NEW)
+        assert torch.equal(self.call(target, assistant, p, max_new_tokens=NEW), expected)
+        assert isinstance(assistant.draft._stack.layers[0].q, Int8Weight)
+        assert isinstance(draft._stack.layers[0].q, torch.Tensor)
+        with pytest.raises(ValueError, match='draft_weights must be "int8" or None, got'):
+            dflash.as_assistant(draft, draft_weights="int4")
+        with pytest.raises(ValueError, match=r"needs a drafter on CPU in float32 or bfloat16, got one on cpu in .*16"):
+            dflash.as_assistant(make_draft(target).half(), draft_weights="int8")
 
     def test_its_proposals_equal_our_own(self, pair_dir):
         """On a trained pair, the text equals plain generate's and the steps equal our own loop's."""

@@ -8,6 +8,7 @@ import torch
 from served import SUM, TRIP, Gate, ask, chat, chunks, pair, prompt_ids, serving
 
 import dflash
+from dflash.ops import Int8Weight
 from dflash.sampling import fold
 from dflash.serve.service import _fingerprint
 
@@ -83,6 +84,25 @@ def test_a_receipt_states_what_was_asked(service, folder):
         assert text.split(" to ")[0] == choice["message"]["content"]
         assert answer.finish_reason == choice["finish_reason"]
         assert ask(service, f"/v1/receipts/{body['id']}?index={index}", None).json() == json.loads(receipt.to_json())
+
+
+def test_receipts_state_int8_weights_and_are_checked_with_the_servers_own(tmp_path, monkeypatch):
+    with serving(receipts=tmp_path, weights="int8") as service:
+        monkeypatch.setattr(Int8Weight, "of", lambda _weight: pytest.fail("a weight was quantized again"))
+        name, _ = completion(ask(service, CHAT, chat(TRIP, temperature=1, seed=3, max_tokens=60)))
+        assert ask(service, f"/v1/receipts/{name}", None).json()["weights"] == "int8"
+        assert ask(service, f"/v1/receipts/{name}/verify", b"").json()["is_exact"]
+    monkeypatch.undo()
+    target, _, tokenizer = pair()
+    assert dflash.verify(dflash.Receipt.read(tmp_path / f"{name}-0.json"), target, tokenizer).is_exact
+
+
+def test_the_fingerprint_tells_how_weights_are_stored():
+    target, draft, _ = pair()
+    found = {
+        _fingerprint(dflash.Generator(target, draft, max_length=64, weights=weights), "0") for weights in ("int8", None)
+    }
+    assert len(found) == 2
 
 
 def test_a_changed_file_does_not_follow_or_is_refused(service, folder):

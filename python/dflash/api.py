@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, overload
 from torch import Tensor, nn
 
 from .call import Call, GenerateArguments, TargetDefaults, check_stream_arguments
-from .drafter import load_draft
+from .drafter import check_draft_weights, load_draft
 from .fit import check_block_size, check_tree, check_tree_trial
 from .generator import Generator
+from .ops import WeightStorage
 from .options import BlockSize, GeneratorOptions, check_width_call, checked_block_size, tree_rows
 from .outputs import GenerateOutput, StreamEvent
-from .target import WeightsFingerprint, check_target, structural_twin, text_config
+from .target import WeightsFingerprint, check_int8, check_target, structural_twin, text_config
 from .turns import Turns, turns_taken_here
 
 if TYPE_CHECKING:
@@ -34,8 +35,8 @@ def generate(
     ids: Tensor,
     *,
     block_size: int | Literal["auto"] | Mapping[int, float] | None = None,
-    weights: Literal["int8"] | None = None,
-    draft_weights: Literal["int8"] | None = None,
+    weights: WeightStorage = None,
+    draft_weights: WeightStorage = None,
     return_dict_in_generate: Literal[False] = False,
     **arguments: Unpack[GenerateArguments],
 ) -> Tensor: ...
@@ -48,8 +49,8 @@ def generate(
     ids: Tensor,
     *,
     block_size: int | Literal["auto"] | Mapping[int, float] | None = None,
-    weights: Literal["int8"] | None = None,
-    draft_weights: Literal["int8"] | None = None,
+    weights: WeightStorage = None,
+    draft_weights: WeightStorage = None,
     return_dict_in_generate: Literal[True],
     **arguments: Unpack[GenerateArguments],
 ) -> GenerateOutput: ...
@@ -62,8 +63,8 @@ def generate(
     ids: Tensor,
     *,
     block_size: int | Literal["auto"] | Mapping[int, float] | None = None,
-    weights: Literal["int8"] | None = None,
-    draft_weights: Literal["int8"] | None = None,
+    weights: WeightStorage = None,
+    draft_weights: WeightStorage = None,
     return_dict_in_generate: bool,
     **arguments: Unpack[GenerateArguments],
 ) -> Tensor | GenerateOutput: ...
@@ -75,8 +76,8 @@ def generate(
     ids: Tensor,
     *,
     block_size: int | Literal["auto"] | Mapping[int, float] | None = None,
-    weights: Literal["int8"] | None = None,
-    draft_weights: Literal["int8"] | None = None,
+    weights: WeightStorage = None,
+    draft_weights: WeightStorage = None,
     return_dict_in_generate: bool = False,
     **arguments: Unpack[GenerateArguments],
 ) -> Tensor | GenerateOutput:
@@ -88,8 +89,10 @@ def generate(
     speculative decoding; Daliri et al., "Coupling without communication and drafter-invariant speculative decoding").
 
     The caches of the last (target, draft) are kept for the next call, and `release` frees them. The target itself
-    is examined again each time, which takes about a millisecond per layer. Calls from several threads run one after
-    another. A call from inside a call (by a streamer, a processor, a criterion or a hook) makes caches of its own.
+    is examined again each time, which takes about a millisecond per layer. Copies of weights in 8 bits are kept too:
+    after writes that torch does not count (``tensor.data``, NumPy) call `release`. Calls from several threads run one
+    after another. A call from inside a call (by a streamer, a processor, a criterion or a hook) makes caches of its
+    own.
 
     Args:
         target: a causal language model of transformers; never modified.
@@ -101,7 +104,8 @@ def generate(
             the widths to choose from and the cost of a step at each, in any unit: ``{4: 1.0, 16: 1.3}``. Cannot be
             combined with ``tree`` or ``acceptance="rejection"``. Changes the speed, never the text; in bf16 as far as
             the texts of two fixed widths are equal, and the widths then follow the clock.
-        weights: ``"int8"`` for the text of the target with its weights in 8 bits, see `Generator`.
+        weights: ``"int8"`` for the text of the target with its weights in 8 bits, see `Generator`. The copies are added
+            to what is in memory.
         draft_weights: ``"int8"`` for the drafter's; changes the speed, never the text.
         return_dict_in_generate: return a `GenerateOutput` with statistics.
         arguments: see `dflash.call.GenerateArguments`.
@@ -127,8 +131,8 @@ def stream(
     ids: Tensor,
     *,
     block_size: int | Literal["auto"] | Mapping[int, float] | None = None,
-    weights: Literal["int8"] | None = None,
-    draft_weights: Literal["int8"] | None = None,
+    weights: WeightStorage = None,
+    draft_weights: WeightStorage = None,
     skip_special_tokens: bool = False,
     **arguments: Unpack[GenerateArguments],
 ) -> Iterator[StreamEvent]:
@@ -195,8 +199,8 @@ class PairOptions(NamedTuple):
     """The options of a kept generator, which `Generator` documents."""
 
     block_size: BlockSize = None
-    weights: Literal["int8"] | None = None
-    draft_weights: Literal["int8"] | None = None
+    weights: WeightStorage = None
+    draft_weights: WeightStorage = None
 
 
 class _CachedGenerator:
@@ -269,18 +273,23 @@ def _generator_for(target: nn.Module, draft: nn.Module | None, call: Call, optio
         cached.generator.follow(target)
         check_tree_trial(cached.generator.engine.target, call.tree)  # hooks may have come since
         return cached.generator
-    loaded = None if draft is None else load_draft(draft)
-    check_block_size(target, loaded, block_size)  # before the old one is freed
-    if not is_inside:
-        release()
+    # 1. Check what the new one needs before the old one is freed.
     capacity = -(-(call.longest + call.max_new_tokens) // _CAPACITY_STEP) * _CAPACITY_STEP
     positions = getattr(text_config(target), "max_position_embeddings", None)
     if positions is not None:
         capacity = min(capacity, positions)
+    sizes = GeneratorOptions(capacity, len(call.prompts), reuse_prefix=False, tree=call.tree, **options._asdict())
+    sizes.check(target)
+    loaded = None if draft is None else load_draft(draft)
+    check_block_size(target, loaded, block_size)
+    check_draft_weights(options.draft_weights, loaded if has_drafts else None)
+    if options.weights is not None:
+        check_int8(target)
+    # 2. Make it.
+    if not is_inside:
+        release()
     own = structural_twin(loaded) if loaded is not None and loaded is draft else loaded
-    rows, chosen = len(call.prompts), options._asdict()
-    made = GeneratorOptions(capacity, rows, reuse_prefix=False, tree=call.tree, **chosen)
-    generator = Generator.of_checked(target, own, made)
+    generator = Generator.of_checked(target, own, sizes)
     _our_turns.add(generator.turns)
     if not is_inside:
         _cached = _CachedGenerator(target, draft, options, generator)

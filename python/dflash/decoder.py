@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import ops
 from .cache import RecurrentCache
-from .ops import BlockConv, DecoderLayer, DeltaNetLayer, Int8Weight, PackedLayers, Weight, reference, split_weights
+from .ops import BlockConv, DecoderLayer, DeltaNetLayer, PackedLayers, Weight, reference, split_weights
 from .tree import Tree
 
 __all__ = ["BlockConv", "DecoderLayer", "DecoderStack", "DeltaNetLayer", "rotary_table"]
@@ -69,8 +69,7 @@ class DecoderStack:
         one_op = all(layer.experts is None for layer in self.layers)
         self._packed = PackedLayers(self.layers, norm, **self._options) if one_op else None
         self._ends_in_products = one_op and not any(
-            layer.is_recurrent or layer.attention_conv or layer.mlp_conv or isinstance(layer.o, Int8Weight)
-            for layer in self.layers
+            layer.is_recurrent or layer.attention_conv or layer.mlp_conv for layer in self.layers
         )
 
     def __reduce__(self) -> tuple:  # a copy packs its own tensors

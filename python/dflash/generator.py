@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections.abc
-import contextlib
 import functools
 import time
 import weakref
@@ -14,29 +13,31 @@ import torch
 from torch import Tensor, nn
 
 from .call import Call, GenerateArguments, TargetDefaults, check_stream_arguments
-from .drafter import Drafter, draft_in, load_draft
+from .drafter import Drafter, check_draft_weights, load_draft, quantized_draft
 from .engine import (
     Answer,
     Direct,
     Engine,
     Launch,
+    Measurement,
     Replay,
     Run,
     State,
     cached_prefix,
-    compiled_per_kind,
     event_of,
     host_step,
     output_of,
     raise_errors,
     step,
+    step_of,
 )
 from .fit import check_block_size, check_room, check_tree, check_tree_trial
+from .ops import WeightStorage
 from .options import GeneratorOptions, check_width_call, checked_block_size, checked_tree, tree_rows
 from .outputs import GenerateOutput, StreamEvent
 from .streaming import BatchDecoder
 from .target import KnownWeights, Target, WeightsFingerprint, check_target, first_hook, functions_of, snapshot
-from .turns import Turns
+from .turns import Turns, plain_settings
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -91,8 +92,9 @@ class Generator:
             touches few values of few tensors call `reset`. It counts none of inference tensors: a target with such
             weights runs every prompt whole.
         weights: ``"int8"`` to multiply by copies of the target's weights in 8 bits, with a scale per output channel:
-            those of the decoder layers and of the head, on CPU, of ``fused`` targets without experts. The text is then
-            exactly what that quantized target would write on its own, not what the target as it is would.
+            those of the decoder layers and of the head, on CPU, of ``fused`` targets without experts. They are added to
+            what is in memory. The text is then exactly what that quantized target would write on its own, not what the
+            target as it is would.
         draft_weights: ``"int8"`` for the drafter's layers likewise. Changes the speed, never the text.
 
     Attributes:
@@ -119,8 +121,8 @@ class Generator:
         fused: bool | Literal["auto"] = "auto",
         prefill_chunk: int = 512,
         reuse_prefix: bool = True,
-        weights: Literal["int8"] | None = None,
-        draft_weights: Literal["int8"] | None = None,
+        weights: WeightStorage = None,
+        draft_weights: WeightStorage = None,
     ) -> None:
         options = GeneratorOptions(
             *(max_length, batch_size, block_size, denoise_steps, compile, graph, fused, prefill_chunk, reuse_prefix),
@@ -139,17 +141,19 @@ class Generator:
     def _build(self, target: nn.Module, draft: nn.Module | None, options: GeneratorOptions) -> None:
         # 1. Check everything before anything is made.
         options.check(target)
-        draft = draft_in(options.draft_weights, None if draft is None else load_draft(draft))
-        self.block_size = check_block_size(target, draft, options.block_size)
+        loaded = None if draft is None else load_draft(draft)
+        self.block_size = check_block_size(target, loaded, options.block_size)
+        self._loaded: Drafter | None = loaded if self.block_size > 1 else None
+        check_draft_weights(options.draft_weights, self._loaded)
         self.max_length, self.batch_size = int(options.max_length), int(options.batch_size)
         self.denoise_steps, self.prefill_chunk = int(options.denoise_steps), int(options.prefill_chunk)
         self.graph, self.fused, self.reuse_prefix = options.graph, options.fused, options.reuse_prefix
         self.weights = options.weights
-        self.draft: Drafter | None = draft if self.block_size > 1 else None
         self.tree = checked_tree(options.tree)
-        check_tree(target, self.tree, self.draft, room=self.tree)
-        # 2. The pair: the target's twin, and the engine with its state.
+        check_tree(target, self.tree, self._loaded, room=self.tree)
+        # 2. The pair: the target's twin, the drafter, and the engine with its state.
         check_tree_trial(twin := self._twin(target), self.tree)
+        self.draft = None if self._loaded is None else quantized_draft(options.draft_weights, self._loaded)
         widths = checked_block_size(options.block_size)
         self.engine = Engine(
             twin, self.draft, batch_size=self.batch_size, max_length=self.max_length, block_size=self.block_size,
@@ -160,13 +164,7 @@ class Generator:
         on_gpu = self.engine.target.device.type == "cuda"
         self.runner: Direct | Replay = (Replay if on_gpu else Direct)(self.state.report.tensor)
         weakref.finalize(self, self.runner.drain).atexit = False
-        self._step: Callable[[], None] = functools.partial(step, self.engine)
-        self.compiles_step = options.compile and not on_gpu
-        if self.compiles_step:
-            self._step = compiled_per_kind(self._step, functools.partial(getattr, self.engine, "kind"))
-        elif options.compile:
-            self.engine.compile_target = True
-            self.engine.retarget(self.engine.target)
+        self._step, self.compiles_step = step_of(self.engine, compiles=options.compile), options.compile and not on_gpu
         # 4. Between calls: the run that the state belongs to, and the weights that caches and graphs were made with.
         self.turns = Turns()
         self._run: Run | None = None
@@ -197,8 +195,12 @@ class Generator:
         Raises:
             RuntimeError: called from inside a call of this generator.
         """
-        self.run_alone(self._end_run)
-        self.engine.target.forget_values()
+
+        def forget() -> None:
+            self._end_run()
+            self.engine.forget_values()
+
+        self.run_alone(forget)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise TypeError(
@@ -300,9 +302,7 @@ class Generator:
         for answers in self._answers(call, reads_ids=streamer is not None):
             if streamer is not None and answers[0].new_ids:
                 streamer.put(torch.tensor(answers[0].new_ids, dtype=torch.int64, device="cpu"))
-        seconds = time.perf_counter() - began
-        kept = self.engine.logprobs
-        return output_of(answers, call, self.state.tokens, kept, self.block_size, seconds, self.weights)
+        return output_of(answers, call, self.state.tokens, self.engine.logprobs, Measurement.of(self.engine, began))
 
     def stream_call(self, call: Call, skip_special_tokens: bool = False) -> Iterator[StreamEvent]:
         """Yield the events of a resolved call, which runs as they are asked for."""
@@ -312,7 +312,7 @@ class Generator:
         steps = self._answers(call, reads_ids=True)
         try:
             while (answers := self.run_alone(lambda: next(steps, None))) is not None:
-                yield event_of(answers, text, self.block_size, time.perf_counter() - began, self.weights)
+                yield event_of(answers, text, Measurement.of(self.engine, began))
         finally:
             steps.close()
 
@@ -365,11 +365,9 @@ class Generator:
 
     def run_alone(self, work: Callable[[], _Result]) -> _Result:
         """Return ``work()``, run in a turn of its own and without the caller's inference mode and autocast."""
-        device = self.state.tokens.device
-        current = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
         def run() -> _Result:
-            with current, torch.inference_mode(False), torch.autocast(device.type, enabled=False):
+            with plain_settings(self.state.tokens.device):
                 return work()
 
         return self.turns.take(run)
@@ -388,11 +386,11 @@ class Generator:
 
     def _twin(self, target: nn.Module) -> Target:
         """Return a twin of the target as it is now, and remember what it was made of."""
-        taps = self.draft.config.target_layer_ids if self.draft is not None else ()
+        taps = self._loaded.config.target_layer_ids if self._loaded is not None else ()
         twin, self._defaults = Target(target, taps, self.fused, self.weights), TargetDefaults.of(target)
         self._weights, self._functions = WeightsFingerprint(target), functions_of(target)
         self.fused_reason, self._snapshot, self._hook = twin.fused_reason, snapshot(target), first_hook(target)
-        self._modules = [module for module in (twin.model, self.draft) if module is not None]
+        self._modules = [module for module in (twin.model, self._loaded) if module is not None]
         return twin
 
     def _graph_obstacle(self, call: Call | None) -> str:

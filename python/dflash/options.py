@@ -9,7 +9,7 @@ from typing import Literal
 
 from torch import nn
 
-from .ops import MAX_TREE_ROWS
+from .ops import MAX_TREE_ROWS, WeightStorage
 from .proposers import TREE_SIZES
 from .sampling import integer, integer_from, real
 from .target import embedding_table, ranks_in, text_config
@@ -20,6 +20,7 @@ __all__ = [
     "GeneratorOptions",
     "TreeSize",
     "check_tree_call",
+    "check_weights",
     "check_width_call",
     "checked_block_size",
     "checked_logprobs",
@@ -52,8 +53,8 @@ class GeneratorOptions:
     prefill_chunk: int = 512
     reuse_prefix: bool = True
     tree: TreeSize = None
-    weights: Literal["int8"] | None = None
-    draft_weights: Literal["int8"] | None = None
+    weights: WeightStorage = None
+    draft_weights: WeightStorage = None
 
     def check(self, target: nn.Module) -> None:
         """Raise ValueError or TypeError for a value that is wrong, or that does not suit the target."""
@@ -68,15 +69,20 @@ class GeneratorOptions:
         for name, value in (("graph", self.graph), ("fused", self.fused)):
             if value not in (True, False, "auto"):
                 raise ValueError(f'{name} must be True, False or "auto", got {value!r}')
-        for name, bits in (("weights", self.weights), ("draft_weights", self.draft_weights)):
-            if bits not in ("int8", None):
-                raise ValueError(f'{name} must be "int8" or None, got {bits!r}')
+        check_weights("weights", self.weights)
+        check_weights("draft_weights", self.draft_weights)
         for name in ("graph", "fused", "compile"):
             if getattr(self, name) is True and (count := ranks_in(target)) > 1:
                 raise ValueError(f"{name}=True needs a target in one process, this one is spread over {count}")
         device = embedding_table(target).device
         if self.graph is True and device.type != "cuda":
             raise ValueError(f"graph=True needs a target on a GPU, this one is on {device}")
+
+
+def check_weights(name: str, weights: object) -> None:
+    """Raise ValueError unless weights can be stored so."""
+    if weights not in ("int8", None):
+        raise ValueError(f'{name} must be "int8" or None, got {weights!r}')
 
 
 def checked_tree(tree: object) -> TreeSize:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
+
+from .ops import WeightStorage
 
 __all__ = ["GenerateOutput", "Statistics", "StreamEvent", "TokenLogprobs"]
 
@@ -43,7 +45,7 @@ class Statistics:
             ``block_size="auto"`` chose.
         step_seconds: per step, the seconds that it took. On a GPU, where steps are read late, they are right in the
             mean.
-        weights: how the target's weights were held, as in `dflash.Generator`.
+        weights: how the target's weights were stored, as in `dflash.Generator`.
     """
 
     acceptance_lengths: list[list[int]]
@@ -54,7 +56,7 @@ class Statistics:
     num_prefilled_tokens: list[int] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
     step_seconds: list[float] = field(default_factory=list)
-    weights: Literal["int8"] | None = None
+    weights: WeightStorage = None
 
     @property
     def acceptance_length(self) -> float:

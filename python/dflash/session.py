@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor
 
 from .call import Call, GenerateArguments, check_stream_arguments
-from .engine import Answer, Run, event_of
+from .engine import Answer, Measurement, Run, event_of
 from .generator import Generator
 from .options import has_auto_width
 from .outputs import StreamEvent
@@ -220,12 +220,8 @@ class Session:
 
     def _event(self, answer: Answer) -> RowEvent:
         seat = self._seats[answer.row]
-        seconds = time.perf_counter() - seat.began
-        return RowEvent(
-            answer.row,
-            event_of([answer], seat.text, self.generator.block_size, seconds, self.generator.weights),
-            answer.error,
-        )
+        measured = Measurement.of(self.generator.engine, seat.began)
+        return RowEvent(answer.row, event_of([answer], seat.text, measured), answer.error)
 
     def retire(self, row: int) -> None:
         """Free a row, whether its answer has ended or not. Its caches stay for a request that shares its prompt.

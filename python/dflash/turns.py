@@ -1,14 +1,20 @@
-"""Calls that share caches run one after another, whatever thread they come from, and never inside each other."""
+"""Calls that share caches run one after another, whatever thread they come from, and never inside each other.
+
+Whatever mode of torch the thread is in, they compute in the same one.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-__all__ = ["Turns", "turns_taken_here"]
+import torch
+
+__all__ = ["Turns", "plain_settings", "turns_taken_here"]
 
 _Result = TypeVar("_Result")
 
@@ -63,6 +69,14 @@ class Turns:
 def turns_taken_here() -> tuple[Turns, ...]:
     """Return the turns that this thread is in the middle of, the outermost first."""
     return _here.turns
+
+
+@contextlib.contextmanager
+def plain_settings(device: torch.device) -> Iterator[None]:
+    """Compute on ``device`` without the caller's inference mode and autocast."""
+    current = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    with current, torch.inference_mode(False), torch.autocast(device.type, enabled=False):
+        yield
 
 
 _here = _Here()

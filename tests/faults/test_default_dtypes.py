@@ -116,6 +116,8 @@ def attempts():
     yield "one-shot stream", lambda: events(dflash.stream(target, draft, ids, **batch, **calls["stop strings"]))
     for fused in (True, False):
         yield f"fused={fused}", lambda: new(target, draft, fused=fused).generate(ids, **batch).tolist()
+    int8 = {"weights": "int8", "draft_weights": "int8"}
+    yield "weights in 8 bits", lambda: new(target, draft, **int8).generate(ids, **batch).tolist()
     yield "no drafter", lambda: new(target, None, block_size=4).generate(ids, **batch).tolist()
     yield "a folder", lambda: new(target, dflash.load_draft(pair / "draft")).generate(ids, **batch).tolist()
     yield "a moved drafter", lambda: (dflash.load_draft(draft, dtype=torch.bfloat16, device="cpu").norm.weight.tolist())

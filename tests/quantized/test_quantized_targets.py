@@ -171,6 +171,8 @@ def test_a_weight_that_is_a_tensor_subclass_is_not_taken_for_a_dense_one(name):
     assert not dflash.Generator(model, max_length=64).engine.target.is_fused
     with pytest.raises(UnsupportedTargetError, match=r"fused=True needs exactly .* with dense weights"):
         dflash.Generator(model, max_length=64, fused=True)
+    with pytest.raises(UnsupportedTargetError, match="its weights are quantized already"):
+        dflash.Generator(model, max_length=64, weights="int8")
 
 
 def test_an_int8_layer_that_the_twin_runs_first_keeps_its_scales_for_the_user():

@@ -27,6 +27,7 @@ from .options import (
     Sharpness,
     TreeRows,
     TrustRemoteCode,
+    WeightOptions,
     check_sampling,
     parse_block_size,
     parse_sharpness,
@@ -78,7 +79,7 @@ def demo(
         raise typer.Exit(1)
 
 
-@takes_dataclasses(settings=("block_size", "draft_sharpness", "tree", "thinking"))
+@takes_dataclasses(settings=("block_size", "draft_sharpness", "tree", "thinking", "weights", "draft_weights"))
 def benchmark(
     model: Model,
     draft: Draft,
@@ -86,6 +87,7 @@ def benchmark(
         list[str], typer.Option(help="humaneval, gsm8k, mt-bench, spec-bench or FILE.jsonl; may be repeated.")
     ],
     settings: Settings,
+    storage: WeightOptions,
     data: Annotated[Path | None, typer.Option(help="Folder of the datasets' files; default: from the hub.")] = None,
     limit: Annotated[int | None, typer.Option(help="Prompts of each dataset at most.")] = None,
     block_size: BlockSize = None,
@@ -117,7 +119,9 @@ def benchmark(
         draft_sharpness=parse_sharpness(draft_sharpness),
         tree=rows,
         thinking=False if no_thinking else None,
+        **dataclasses.asdict(storage),
     )
+    storage.check(dtype, device, settings.block_size)
     numbers = ("max_new_tokens", "temperature", "seed", "draft_sharpness")
     check_sampling(**{name: getattr(settings, name) for name in numbers})
     if limit is not None and limit < 1:

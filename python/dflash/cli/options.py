@@ -17,6 +17,8 @@ import typer
 from ..evaluate import check_text
 from ..files import read_json
 from ..limits import MAX_JSON_BYTES
+from ..ops import WeightStorage
+from .loading import check_device
 
 if TYPE_CHECKING:
     from ..sampling import Grammar
@@ -123,14 +125,32 @@ class ModelOptions:
 
 @dataclass(frozen=True)
 class WeightOptions:
-    """How weights are held, on CPU."""
+    """How weights are stored, on CPU."""
 
     weights: Annotated[
-        Literal["int8"] | None, "Hold the target's in 8 bits (CPU): the text is that of the quantized target."
+        WeightStorage,
+        "Add copies of the target's in 8 bits and multiply by these (CPU): the text is the quantized target's.",
     ] = None
     draft_weights: Annotated[
-        Literal["int8"] | None, "Hold the drafter's in 8 bits (CPU): changes the speed, never the text."
+        WeightStorage, "Add copies of the drafter's in 8 bits (CPU): changes the speed, never the text."
     ] = None
+
+    def check(self, dtype: str, device: str | None, block_size: int | str | None) -> None:
+        """Raise ``ValueError`` if weights cannot be stored so, before a large model is loaded.
+
+        Args:
+            dtype: as `check_device` takes it.
+            device: likewise.
+            block_size: as `parse_block_size` returns it.
+        """
+        import torch
+
+        for name, weights in dataclasses.asdict(self).items():
+            option = f"--{name.replace('_', '-')} {weights}"
+            if weights is not None and torch.device(found := check_device(dtype, device)).type != "cpu":
+                raise ValueError(f"{option} needs the models on the CPU, got {found}: pass --device cpu")
+        if self.draft_weights is not None and block_size == 1:
+            raise ValueError(f"{option} needs a drafter, and --block-size 1 runs without one: leave one of them out")
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,8 @@ def verify(
 
     receipt = Receipt.read(file)
     source = Source(str(PAIR / "target") if model is None else model, trust_remote_code, quiet=as_json)
+    if device is None and receipt.weights is not None:
+        device = "cpu"  # int8 weights are computed with there only
     device = check_device(receipt.fingerprints.dtype, device)
     tokenizer = load_tokenizer(source)
     # 2. Derive the tokens again.

@@ -24,7 +24,7 @@ _PACKAGED_NAME = "dflash-pair"
 @takes_dataclasses()
 def serve(
     models: ModelOptions,
-    held: WeightOptions,
+    storage: WeightOptions,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000,
     name: Annotated[str | None, typer.Option(help="The model's name for clients; default: the target's.")] = None,
@@ -59,6 +59,7 @@ def serve(
     if api_key is not None and not re.fullmatch("[!-~]+", api_key):
         raise ValueError("--api-key must be visible ASCII characters without spaces: a header can hold no other key")
     width = parse_block_size(block_size)
+    storage.check(models.dtype, models.device, width)
     if receipts is not None:
         _prepare_folder(receipts)
     bound = bind(host, port)
@@ -77,7 +78,7 @@ def serve(
     positions = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None) or max_length
     length = min(max_length, positions)
     sizes = {"max_length": length, "batch_size": rows, "prefill_chunk": prefill_chunk}
-    generator = Generator(target, drafter, block_size=width, **sizes, **dataclasses.asdict(held))
+    generator = Generator(target, drafter, block_size=width, **sizes, **dataclasses.asdict(storage))
     # 3. Serve.
     name = name or (_PACKAGED_NAME if is_packaged else _model_name(models.model))
     scheduler = Scheduler(generator, max_waiting=queue)

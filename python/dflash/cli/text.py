@@ -48,7 +48,7 @@ __all__ = ["chat", "generate"]
 @takes_dataclasses()
 def generate(
     models: ModelOptions,
-    held: WeightOptions,
+    storage: WeightOptions,
     sampling: SamplingOptions,
     constraint: GrammarOptions,
     prompt: Annotated[str | None, typer.Argument(help="Text to continue; none or - reads standard input.")] = None,
@@ -84,6 +84,7 @@ def generate(
     ids = _encode(tokenizer, text, system, raw, bos)
     grammar = constraint.resolve(tokenizer)
     width = parse_block_size(block_size, rows)
+    storage.check(models.dtype, models.device, width)
     check_sampling(max_new_tokens, draft_sharpness=sharpness, **dataclasses.asdict(sampling))
     if receipt is not None:
         check_new_file(receipt, "--receipt")
@@ -100,7 +101,7 @@ def generate(
         **dataclasses.asdict(sampling),
     }
     answer = _Answer(rows, quiet=as_json)
-    options = {"block_size": width, **dataclasses.asdict(held)}
+    options = {"block_size": width, **dataclasses.asdict(storage)}
     for event in _stream(target, drafter, ids, device, options, arguments, receipt):
         answer.add(event)
     typer.echo(json.dumps(answer.report()) if as_json else "")
@@ -195,13 +196,15 @@ class _Answer:
     def summary(self) -> str:
         """Describe the finished answer in one line."""
         statistics = self.last.statistics
+        first = f"first token after {statistics.time_to_first_token * 1000:.0f} ms"
         rows, steps = "" if self._tree is None else f" in trees of {self._tree} rows", set(statistics.rows)
         rows = " in trees of 16 to 128 rows" if self._tree == "auto" else rows
         rows = f" in blocks of {min(steps)} to {max(steps)} rows" if len(steps) > 1 and self._tree is None else rows
+        weights = "" if statistics.weights is None else f", {statistics.weights} weights"
         return (
             f"{statistics.num_new_tokens[0]} tokens in {statistics.seconds:.2f} s, "
             f"{statistics.tokens_per_second:.1f} tokens/s, acceptance length {statistics.acceptance_length:.2f} "
-            f"of {statistics.block_size}{rows}, first token after {statistics.time_to_first_token * 1000:.0f} ms"
+            f"of {statistics.block_size}{rows}{weights}, {first}"
         )
 
     def report(self) -> dict[str, Any]:
@@ -220,6 +223,7 @@ class _Answer:
             "histogram": statistics.histogram,
             "block_size": statistics.block_size,
             "tree": self._tree,
+            "weights": statistics.weights,
         }
 
 
@@ -229,7 +233,7 @@ class _Answer:
 @takes_dataclasses()
 def chat(
     models: ModelOptions,
-    held: WeightOptions,
+    storage: WeightOptions,
     sampling: SamplingOptions,
     system: System = None,
     max_length: Annotated[int, typer.Option(help="Tokens of the whole conversation at most.")] = 4096,
@@ -255,6 +259,7 @@ def chat(
         raise ValueError("this tokenizer has no chat template: use dflash generate")
     check_sampling(max_new_tokens, **dataclasses.asdict(sampling))
     width = parse_block_size(block_size, rows)
+    storage.check(models.dtype, models.device, width)
     _check_system(tokenizer, system)
     target, drafter, device = load(source, models.draft, models.dtype, models.device, tree=rows, block_size=width)
     from ..generator import Generator
@@ -262,7 +267,7 @@ def chat(
     positions = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None) or max_length
     length = min(max_length, positions)
     sizes = {"max_length": length, "block_size": width, "tree": rows}
-    generator = Generator(target, drafter, **sizes, **dataclasses.asdict(held))
+    generator = Generator(target, drafter, **sizes, **dataclasses.asdict(storage))
     conversation = _Conversation(generator, tokenizer, device, system, max_new_tokens, sampling)
     # 2. Answer line by line.
     console, all_answered = Console(stderr=True), True

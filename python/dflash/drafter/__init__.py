@@ -4,7 +4,7 @@ from .checkpoint import draft_folder, load_draft
 from .config import DraftConfig
 from .dflash2 import CandidateSelector, DFlash2Config, GroupedConv, PairWeights, check_dflash2
 from .drafter import Drafter, scale_logits
-from .int8 import draft_in
+from .int8 import check_draft_weights, quantized_draft
 from .layouts import from_speculators, is_speculators, to_speculators, vllm_causality
 from .own_parts import MASK_EMBEDDING_FILE
 from .reader import FULL, SLIDING, build_target_layer_ids
@@ -24,11 +24,12 @@ __all__ = [
     "Rope",
     "build_target_layer_ids",
     "check_dflash2",
+    "check_draft_weights",
     "draft_folder",
-    "draft_in",
     "from_speculators",
     "is_speculators",
     "load_draft",
+    "quantized_draft",
     "scale_logits",
     "to_speculators",
     "vllm_causality",

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["DerivedWeight", "scale_outputs_"]
+__all__ = ["DerivedWeight", "forget_derived", "scale_outputs_"]
 
 
 class DerivedWeight(nn.Module):
@@ -42,6 +42,10 @@ class DerivedWeight(nn.Module):
             self.weight.copy_(value)
         self._seen = [(weakref.ref(tensor), _state(tensor)) for tensor in (self.weight, *sources)]
 
+    def forget(self) -> None:
+        """Compute the tensor again at the next `follow_`."""
+        self._seen = []
+
     def _is_current(self, sources: Sequence[Tensor]) -> bool:
         """Return True if no source was replaced or written to, and this module was not moved."""
         tensors = self.weight, *sources
@@ -55,6 +59,13 @@ class DerivedWeight(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_seen": []}  # a copy looks at sources of its own
+
+
+def forget_derived(module: nn.Module) -> None:
+    """Compute every derived weight of a module again at its next `DerivedWeight.follow_`."""
+    for part in module.modules():
+        if isinstance(part, DerivedWeight):
+            part.forget()
 
 
 def _state(tensor: Tensor) -> object:

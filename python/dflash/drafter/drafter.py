@@ -15,7 +15,7 @@ from ..cache import KVCache
 from ..decoder import DecoderLayer, DecoderStack, rotary_table
 from ..ops import reference
 from .config import DraftConfig
-from .derived import DerivedWeight, scale_outputs_
+from .derived import DerivedWeight, forget_derived, scale_outputs_
 from .dflash2 import CandidateSelector, GroupedConv
 from .dspark import MarkovHead
 from .own_parts import add_own_parts, keep_own_parts, own_embeddings, own_head, scatter_to_vocabulary, share_equal_parts
@@ -134,6 +134,10 @@ class Drafter(nn.Module):
             self._stack.refresh()
         else:  # a parameter is another object now
             self._stack.replace(layers, norm)
+
+    def forget_values(self) -> None:
+        """Compute what follows from the weights again at the next `refresh`, whether they have changed or not."""
+        forget_derived(self)
 
     # ------------------------------------------------------------------------------------------ the forward pass
 

@@ -2,31 +2,41 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from ..ops import DecoderLayer, int8_layer
-from ..target import ValuesFingerprint
+from ..ops import DecoderLayer, Int8Weight, NotFiniteError, WeightStorage, int8_weights
+from ..target import ValuesFingerprint, not_finite
 from .drafter import Drafter
 
-__all__ = ["Int8Drafter", "draft_in"]
+__all__ = ["Int8Drafter", "check_draft_weights", "quantized_draft"]
 
 
-def draft_in(weights: str | None, draft: Drafter | None) -> Drafter | None:
-    """Return the drafter itself, or with ``weights="int8"`` one in its place that leaves it as it is.
-
-    Raises:
-        ValueError: there is no drafter, or its weights cannot be held in 8 bits.
-    """
+def check_draft_weights(weights: WeightStorage, draft: Drafter | None) -> None:
+    """Raise ValueError unless a drafter's weights can be stored so, if they are finite; None for no drafter."""
     if weights is None:
-        return draft
+        return
     if draft is None:
-        raise ValueError(f"draft_weights={weights!r} needs a drafter, got none: leave it out")
+        raise ValueError(f"draft_weights={weights!r} needs a drafter, got draft=None or block_size=1: leave it out")
     if draft.device.type != "cpu" or draft.dtype not in (torch.float32, torch.bfloat16):
         raise ValueError(
             f"draft_weights={weights!r} needs a drafter on CPU in float32 or bfloat16, got one on {draft.device} in "
             f"{draft.dtype}: leave it out"
         )
-    return Int8Drafter.of(draft)
+
+
+def quantized_draft(weights: WeightStorage, draft: Drafter) -> Drafter:
+    """Return the drafter itself, or with ``weights="int8"`` one in its place that leaves it as it is.
+
+    Args:
+        weights: how they are stored.
+        draft: one that `check_draft_weights` has let pass.
+
+    Raises:
+        ValueError: a value of a weight is infinite or NaN.
+    """
+    return draft if weights is None else Int8Drafter.of(draft)
 
 
 class Int8Drafter(Drafter):
@@ -35,8 +45,8 @@ class Int8Drafter(Drafter):
     What is outside of the layers runs as it is, and so do the products of prefill.
     """
 
-    _layers_in_int8: list[DecoderLayer]
-    _made_of: ValuesFingerprint
+    _copies: list[dict[str, Int8Weight]]  # per layer
+    _quantized_values: ValuesFingerprint
 
     @classmethod
     def of(cls, draft: Drafter) -> Int8Drafter:
@@ -45,14 +55,26 @@ class Int8Drafter(Drafter):
         Raises:
             ValueError: a value of a weight is infinite or NaN.
         """
-        held = cls.__new__(cls)
-        held.__dict__.update(draft.__dict__, _stack=None, _layers_in_int8=[], _made_of=ValuesFingerprint())
-        held._restack()
-        return held
+        stored = cls.__new__(cls)
+        stored.__dict__.update(draft.__dict__, _stack=None, _copies=[], _quantized_values=ValuesFingerprint())
+        stored._restack()
+        return stored
+
+    def forget_values(self) -> None:
+        """Read all weights again at the next `refresh`."""
+        super().forget_values()
+        self._quantized_values = ValuesFingerprint()
 
     def _stack_layers(self) -> list[DecoderLayer]:
         """Return the layers in 8 bits, made again if the weights have changed."""
-        if not self._made_of.matches([self.layers]):
-            self._layers_in_int8 = [int8_layer(layer) for layer in super()._stack_layers()]
-            self._made_of.take([self.layers])
-        return self._layers_in_int8
+        layers = super()._stack_layers()
+        if not self._quantized_values.matches([self.layers]):
+            try:
+                self._copies = list(map(int8_weights, layers))
+            except NotFiniteError as error:
+                raise ValueError(not_finite("draft_weights", self, error)) from error
+            self._quantized_values.take([self.layers])
+        return [layer._replace(**copies) for layer, copies in zip(layers, self._copies, strict=True)]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return super().__getstate__() | {"_copies": [], "_quantized_values": ValuesFingerprint()}

@@ -3,8 +3,8 @@
 from .budget import context_bucket
 from .host_step import host_step
 from .prefill import Prefill, cached_prefix
-from .progress import Answer, event_of, output_of, raise_errors
-from .run import Launch, Run
+from .progress import Answer, Measurement, event_of, output_of, raise_errors
+from .run import Launch, Run, step_of
 from .runner import Direct, Replay, compiled_per_kind, graph_status
 from .state import RUNNING, State
 from .step import Engine, step
@@ -15,6 +15,7 @@ __all__ = [
     "Direct",
     "Engine",
     "Launch",
+    "Measurement",
     "Prefill",
     "Replay",
     "Run",
@@ -28,4 +29,5 @@ __all__ = [
     "output_of",
     "raise_errors",
     "step",
+    "step_of",
 ]

@@ -2,22 +2,45 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
 from ..call import Call
+from ..ops import WeightStorage
 from ..outputs import GenerateOutput, Statistics, StreamEvent, TokenLogprobs
 from ..streaming import BatchDecoder, StopCriterion, first_stop
 from .logprobs import Logprobs
 from .state import FULL, INVALID, RUNNING, STOPPED, RowReport, State
 
-__all__ = ["Answer", "event_of", "output_of", "raise_errors"]
+if TYPE_CHECKING:
+    from .step import Engine
 
-Weights = Literal["int8"] | None
+__all__ = ["Answer", "Measurement", "event_of", "output_of", "raise_errors"]
+
 _FINISH_REASONS = {STOPPED: "stop", FULL: "length"}
+
+
+class Measurement(NamedTuple):
+    """What is known of a call as a whole.
+
+    Attributes:
+        block_size: the most tokens of a step.
+        seconds: since the call.
+        weights: how the target's are stored.
+    """
+
+    block_size: int
+    seconds: float
+    weights: WeightStorage
+
+    @classmethod
+    def of(cls, engine: Engine, began: float) -> Measurement:
+        """Return that of a call that began when `time.perf_counter` was ``began``."""
+        return cls(engine.block_size, time.perf_counter() - began, engine.target.weights)
 
 
 @dataclass
@@ -142,31 +165,25 @@ def raise_errors(answers: Sequence[Answer]) -> None:
             raise ValueError(answer.error)
 
 
-def event_of(
-    answers: Sequence[Answer], text: BatchDecoder | None, block_size: int, seconds: float, weights: Weights = None
-) -> StreamEvent:
+def event_of(answers: Sequence[Answer], text: BatchDecoder | None, measured: Measurement) -> StreamEvent:
     """Return what a step has added to answers.
 
     Args:
         answers: of one call.
         text: decodes them; None without a tokenizer.
-        block_size: the most tokens of a step.
-        seconds: since the call.
-        weights: how the target's are held.
+        measured: of the call.
     """
     reasons = [_FINISH_REASONS.get(answer.done) for answer in answers]
     ids, accepted = [answer.new_ids for answer in answers], [answer.accepted for answer in answers]
     pieces = None if text is None else text.push(ids, reasons)
     logprobs = [answer.logprobs for answer in answers] if answers[0].asked_logprobs is not None else None
     prompts = [answer.prompt_logprobs for answer in answers if answer.prompt_logprobs is not None] or None
-    measured = _statistics(answers, block_size, seconds, weights)
-    return StreamEvent(ids, accepted, pieces, reasons, measured, logprobs, prompts)
+    return StreamEvent(ids, accepted, pieces, reasons, _statistics(answers, measured), logprobs, prompts)
 
 
 def output_of(
-    answers: Sequence[Answer], call: Call, tokens: Tensor, kept: Logprobs | None, block_size: int, seconds: float,
-    weights: Weights = None,
-) -> GenerateOutput:  # fmt: skip
+    answers: Sequence[Answer], call: Call, tokens: Tensor, kept: Logprobs | None, measured: Measurement
+) -> GenerateOutput:
     """Return what a call returns.
 
     Args:
@@ -174,13 +191,11 @@ def output_of(
         call: as it was resolved.
         tokens: ``[batch, capacity]``, of the state.
         kept: the log probabilities that its steps wrote; None if it asks for nothing.
-        block_size: the most tokens of a step.
-        seconds: since the call.
-        weights: how the target's are held.
+        measured: of the call.
     """
     reasons = [_FINISH_REASONS[answer.done] for answer in answers]
-    measured = _statistics(answers, block_size, seconds, weights)
-    return GenerateOutput(_sequences(answers, call, tokens), reasons, measured, *_all_logprobs(answers, kept))
+    sequences, statistics = _sequences(answers, call, tokens), _statistics(answers, measured)
+    return GenerateOutput(sequences, reasons, statistics, *_all_logprobs(answers, kept))
 
 
 def _all_logprobs(
@@ -210,17 +225,17 @@ def _sequences(answers: Sequence[Answer], call: Call, tokens: Tensor) -> Tensor:
     return joined
 
 
-def _statistics(answers: Sequence[Answer], block_size: int, seconds: float, weights: Weights) -> Statistics:
-    """Return what was measured of answers up to now, ``seconds`` after they were asked for."""
+def _statistics(answers: Sequence[Answer], measured: Measurement) -> Statistics:
+    """Return what was measured of answers up to now."""
     longest = max(answers, key=lambda answer: len(answer.rows))  # it was running in every step of the others
     return Statistics(
         [list(answer.acceptance_lengths) for answer in answers],
-        block_size,
+        measured.block_size,
         [answer.length + 1 - answer.prompt_length for answer in answers],
         max(answer.time_to_first_token for answer in answers),
-        seconds,
+        measured.seconds,
         [answer.num_prefilled_tokens for answer in answers],
         list(longest.rows),
         list(longest.step_seconds),
-        weights,
+        measured.weights,
     )

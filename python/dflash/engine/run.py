@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
@@ -10,11 +11,22 @@ from dataclasses import dataclass
 from ..call import Call
 from .prefill import Prefill
 from .progress import Answer
-from .runner import Direct, Replay
+from .runner import Direct, Replay, compiled_per_kind
 from .state import RUNNING, STOPPED
-from .step import Engine
+from .step import Engine, step
 
-__all__ = ["Launch", "Run"]
+__all__ = ["Launch", "Run", "step_of"]
+
+
+def step_of(engine: Engine, *, compiles: bool) -> Callable[[], None]:
+    """Return what runs a step on the device; if it ``compiles``, whole, or on a GPU the target's part of it."""
+    run = functools.partial(step, engine)
+    if compiles and engine.target.device.type == "cuda":
+        engine.compile_target = True
+        engine.retarget(engine.target)
+    elif compiles:
+        return compiled_per_kind(run, functools.partial(getattr, engine, "kind"))
+    return run
 
 
 @dataclass(frozen=True)

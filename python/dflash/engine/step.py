@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..call import Call
 from ..drafter import Drafter
-from ..options import MAX_LOGPROBS, BlockSize, TreeSize, has_auto_width, tree_rows
+from ..options import MAX_LOGPROBS, BlockSize, has_auto_width, tree_rows
 from ..proposers import (
     Block,
     ChainProposer,
@@ -25,7 +25,7 @@ from ..proposers import (
 )
 from ..sampling import HostRules, KeyedAcceptance, LogitRules, RejectionAcceptance, RuleSettings
 from ..target import Target, first_hook
-from .budget import TreeBudget, WidthBudget, context_bucket, measured_costs
+from .budget import TreeBudget, WidthBudget, context_bucket, measured_costs, tree_budget
 from .commit import emit_, report_
 from .grammar_masks import GrammarMasks
 from .logprobs import Logprobs
@@ -52,13 +52,6 @@ def step(engine: Engine) -> None:
     choices = engine.acceptance.choose(logits, block, state)
     engine.note_logprobs_(raw, choices)
     engine.commit_(block, choices)
-
-
-def _tree_budget(tree: TreeSize) -> TreeBudget | None:
-    """Return what chooses the rows of a call's trees; None for a fixed size."""
-    if isinstance(tree, Mapping):
-        return TreeBudget(tree)
-    return TreeBudget({}) if tree == "auto" else None
 
 
 def _sharpness(call: Call) -> float | None:
@@ -150,6 +143,12 @@ class Engine:
         if self.draft is not None:
             self.draft.refresh()
 
+    def forget_values(self) -> None:
+        """Read all weights again at the next `refresh`, whether they are known to have changed or not."""
+        self.target.forget_values()
+        if self.draft is not None:
+            self.draft.forget_values()
+
     def agree(self, call: Call, chunk: int, reuse: bool) -> bool:
         """Return True if every process of the target wants ``reuse``, and the call can.
 
@@ -172,7 +171,7 @@ class Engine:
         rejects = samples and call.acceptance == "rejection"
         self.acceptance = self._rejection_acceptance() if rejects else self.keyed
         if rows := tree_rows(call.tree):
-            self.budget = _tree_budget(call.tree)
+            self.budget = tree_budget(call.tree)
             self.proposer = self.tree
             self.tree.configure(TreeSettings(self.rules, samples, rows, forecasts=self.budget is not None))
         else:

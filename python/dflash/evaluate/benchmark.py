@@ -22,6 +22,7 @@ from torch import nn
 from ..drafter import Drafter
 from ..files import write_atomically
 from ..fit import check_block_size
+from ..ops import WeightStorage
 from ..progress import bars
 from .by_context import StepCounts, count_steps, summarize_steps
 from .compare import Answer, Comparison, Decoding, Total, pair_runners
@@ -63,6 +64,8 @@ class Settings:
     raw: Annotated[bool, "Continue the text itself, without a chat template."] = False
     bos: Annotated[bool, "Put the tokenizer's BOS token before a raw prompt."] = False
     thinking: Annotated[bool | None, "The chat template's enable_thinking; None does not pass it."] = None
+    weights: Annotated[WeightStorage, "How the target's weights are stored."] = None
+    draft_weights: Annotated[WeightStorage, "How the drafter's weights are stored."] = None
     turns: Annotated[str, "first, or all: the whole conversation of a prompt."] = "first"
     compile: Annotated[bool, "Compile the steps; the start takes long."] = False
 
@@ -133,6 +136,8 @@ class PairRunner:
             padded=settings.padded,
             max_length=longest,
             compile=settings.compile,
+            weights=settings.weights,
+            draft_weights=settings.draft_weights,
         )
         self.comparison = Comparison(runners)
         self._is_warm = False

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..drafter import Drafter
 from ..generator import Generator
+from ..ops import WeightStorage
 from ..outputs import Statistics, StreamEvent
 
 __all__ = [
@@ -161,6 +162,7 @@ def pair_runners(
     *,
     block_size: int | Literal["auto"] | None = None,
     padded: bool = False,
+    draft_weights: WeightStorage = None,
     clock: Clock = time.perf_counter,
     **arguments: Any,
 ) -> dict[str, GeneratorRunner]:
@@ -174,11 +176,13 @@ def pair_runners(
         decoding: how all of them answer.
         block_size: of DFlash; None is the drafter's.
         padded: run one-token decoding at the shapes of a whole block.
+        draft_weights: how DFlash stores the drafter's weights.
         clock: seconds from any start.
         arguments: ``max_length`` and others of `Generator`.
     """
     tree, chain = decoding.tree, dataclasses.replace(decoding, tree=None)
-    drafting = Generator(target, draft, block_size=block_size, reuse_prefix=False, tree=tree, **arguments)
+    drafts = {"block_size": block_size, "tree": tree, "draft_weights": draft_weights}
+    drafting = Generator(target, draft, reuse_prefix=False, **drafts, **arguments)
     rows, device = drafting.block_size if padded else 1, target.get_input_embeddings().weight.device
     plain = Generator(target, None, block_size=rows, reuse_prefix=False, **arguments)
     runners = {

@@ -143,6 +143,7 @@ def print_benchmark(report: dict[str, Any], console: Console) -> None:
         f"{header['machine']}, {header['threads']} threads, {header['isa']}, {header['dtype']}, "
         f"target of {header['target_parameters'] / 1e6:.1f} M parameters, torch {header['torch']}, "
         f"T = {header['temperature']:g}, block {header['block_size']}{', auto' if header['auto_width'] else ''}"
+        f"{_storage(header)}"
     )
     _print_datasets(console, datasets)
     if header["tree"] is not None:
@@ -160,6 +161,12 @@ def print_benchmark(report: dict[str, Any], console: Console) -> None:
     for name, found in datasets.items():
         if found["skipped"]:
             say(f"{name}: {found['skipped']} turns left out, longer than the model's positions")
+
+
+def _storage(header: dict[str, Any]) -> str:
+    """Say which weights were stored in another way than in their files."""
+    stored = {"target": header["weights"], "drafter": header["draft_weights"]}
+    return "".join(f", {weights} {name}" for name, weights in stored.items() if weights is not None)
 
 
 def _print_datasets(console: Console, datasets: Mapping[str, dict[str, Any]]) -> None:

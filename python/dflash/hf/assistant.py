@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from ..cache import KVCache
-from ..drafter import Drafter, load_draft
+from ..drafter import Drafter, check_draft_weights, load_draft, quantized_draft
+from ..ops import WeightStorage
+from ..options import check_weights
 from ..target import transformers_version
 
 __all__ = ["as_assistant"]
@@ -101,7 +103,7 @@ class _Assistant:
         return cache
 
 
-def as_assistant(draft: str | os.PathLike[str] | nn.Module) -> _Assistant:
+def as_assistant(draft: str | os.PathLike[str] | nn.Module, *, draft_weights: WeightStorage = None) -> _Assistant:
     """Return our drafter for transformers' own assisted generation.
 
     Call ``model.generate(ids, assistant_model=dflash.as_assistant(draft), speculation_type="dflash")``. The loop, its
@@ -115,13 +117,14 @@ def as_assistant(draft: str | os.PathLike[str] | nn.Module) -> _Assistant:
 
     Args:
         draft: what `dflash.load_draft` takes.
+        draft_weights: ``"int8"`` for its layers' weights in 8 bits, on CPU, see `dflash.Generator`.
 
     Returns:
         An object for ``assistant_model``; calls may share it, one after another.
 
     Raises:
-        ValueError: as `dflash.load_draft`, this is a DFlash 2 or DSpark drafter, or it has its own head, embedding or
-            mask embedding.
+        ValueError: as `dflash.load_draft`, this is a DFlash 2 or DSpark drafter, it has its own head, embedding or
+            mask embedding, or its weights cannot be stored as ``draft_weights`` says.
         TypeError: as `dflash.load_draft`.
         FileNotFoundError: as `dflash.load_draft`.
         RuntimeError: transformers is older than 5.18, whose loop continues after a stop token that is not the last of
@@ -141,6 +144,8 @@ def as_assistant(draft: str | os.PathLike[str] | nn.Module) -> _Assistant:
             f"as_assistant: transformers embeds and predicts with the target's parts, and this drafter has its own "
             f"{', '.join(own)}. {instead}"
         )
+    check_weights("draft_weights", draft_weights)
+    check_draft_weights(draft_weights, loaded)
     # 2. Refuse versions that do not stop where they should
     version = transformers_version()
     if version < _STOPS_IN_MID_BLOCK:
@@ -149,4 +154,4 @@ def as_assistant(draft: str | os.PathLike[str] | nn.Module) -> _Assistant:
             f"{'.'.join(map(str, version))}, continues after a stop token that was accepted in the middle of a block; "
             "model.generate(..., custom_generate=dflash.custom_generate, draft=draft) stops there"
         )
-    return _Assistant(loaded)
+    return _Assistant(quantized_draft(draft_weights, loaded))

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..api import PairOptions, generate_call
 from ..call import Call, GenerateArguments, TargetDefaults
+from ..ops import WeightStorage
 from ..outputs import GenerateOutput
 from ..sampling import LogitsProcessor, StoppingCriterion
 from ..streaming import Streamer, check_streamer
@@ -195,6 +196,8 @@ def custom_generate(  # noqa: PLR0913 - transformers reads the names from this s
     denoise_steps: int = 1,
     block_size: int | Literal["auto"] | Mapping[int, float] | None = None,
     tree: int | Literal["auto"] | Mapping[int, float] | None = None,
+    weights: WeightStorage = None,
+    draft_weights: WeightStorage = None,
     **model_kwargs: object,
 ) -> Tensor | GenerateOutput:
     """Run our loop from transformers' own ``generate``.
@@ -215,13 +218,15 @@ def custom_generate(  # noqa: PLR0913 - transformers reads the names from this s
         generation_config: its settings.
         synced_gpus: refused.
         streamer: a streamer, for a batch of one.
-        draft: as for `dflash.generate`, in the call of ``model.generate``; so are the next six.
+        draft: as for `dflash.generate`, in the call of ``model.generate``; so are the next eight.
         seed: see `dflash.call.GenerateArguments`.
         draft_sharpness: see there.
         acceptance: see there.
         denoise_steps: see there.
         block_size: as for `dflash.generate`.
         tree: see `dflash.call.GenerateArguments`.
+        weights: as for `dflash.generate`; the text is then that of the quantized target.
+        draft_weights: as for `dflash.generate`.
         model_kwargs: what transformers prepares for the model's forward.
 
     Returns:
@@ -261,7 +266,8 @@ def custom_generate(  # noqa: PLR0913 - transformers reads the names from this s
     call = Call.resolve(arguments.defaults, input_ids, given)
     call = dataclasses.replace(call, stop_criteria=tuple(arguments.stop_criteria))
     # 3. Run it.
-    output = generate_call(target, draft, call, PairOptions(block_size), prompt_was_put=prompt_was_put)
+    options = PairOptions(block_size, weights, draft_weights)
+    output = generate_call(target, draft, call, options, prompt_was_put=prompt_was_put)
     return output if config.return_dict_in_generate else output.sequences
 
 

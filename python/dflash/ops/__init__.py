@@ -20,7 +20,9 @@ from .dynamic_conv import conv_add_rms_norm, dynamic_conv
 from .experts import experts
 from .gates import sigmoid_mul, silu_mul, swiglu
 from .int8 import Int8Weight as Int8Weight
+from .int8 import NotFiniteError as NotFiniteError
 from .int8 import Weight as Weight
+from .int8 import WeightStorage as WeightStorage
 from .int8 import split_weights as split_weights
 from .kv_cache import append_context_kv_, append_kv_, qkv_norm_rope_append_
 from .layers import PackedLayers as PackedLayers
@@ -41,6 +43,7 @@ from .weights import BlockConv as BlockConv
 from .weights import DecoderLayer as DecoderLayer
 from .weights import DeltaNetLayer as DeltaNetLayer
 from .weights import int8_layer as int8_layer
+from .weights import int8_weights as int8_weights
 
 __all__ = [
     "accept_path_",

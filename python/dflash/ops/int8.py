@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .checks import expect
 
+WeightStorage = Literal["int8"] | None
+"""How the weights of products are stored: "int8" for copies in 8 bits, None for the weights as they are."""
+
 _PIECE = 2**22  # values that are widened at a time
+
+
+class NotFiniteError(ValueError):
+    """A weight that is to be stored as int8 has an infinite or NaN value.
+
+    Attributes:
+        weight: the weight.
+        value: what it has, "NaN" or "infinity".
+    """
+
+    def __init__(self, weight: Tensor, value: str) -> None:
+        super().__init__(f"a weight that is stored as int8 must be finite, got {value}: use the weight as it is")
+        self.weight, self.value = weight, value
 
 
 class Int8Weight(NamedTuple):
@@ -32,15 +48,15 @@ class Int8Weight(NamedTuple):
             weight: ``[out, in]``, of a floating-point dtype.
 
         Raises:
-            ValueError: a value is infinite or NaN.
+            NotFiniteError: a value is infinite or NaN.
         """
         values = torch.empty_like(weight, dtype=torch.int8, memory_format=torch.contiguous_format)
         scales = weight.new_empty(weight.shape[0], dtype=torch.float32)
         for piece, to, scale in zip(*(x.split(_rows(weight)) for x in (weight, values, scales)), strict=True):
             wide = piece.float()
-            torch.div(wide.abs().amax(1) if weight.shape[1] else 0 * scale, 127, out=scale)
+            torch.div(wide.abs().amax(1) if weight.shape[1] else torch.zeros_like(scale), 127, out=scale)
             if not scale.isfinite().all():
-                raise ValueError("a weight with infinite or NaN values cannot be held in 8 bits: use it as it is")
+                raise NotFiniteError(weight, "NaN" if scale.isnan().any() else "infinity")
             to.copy_((wide / torch.where(scale > 0, scale, 1)[:, None]).round_().clamp_(-127, 127))
         return cls(values, scales)
 

@@ -38,10 +38,10 @@ def linear(
         prefetch: start to read ``weight`` before what is queued ahead on the stream has ended, on CUDA from compute
             capability 9.0. Only for weights at rest: one that an operation under way still writes may be read too
             early, and nothing would say so. ``DFLASH_PREFETCH=0`` in the environment turns it off.
-        scales: ``[out]`` float32: the weight is int8, see `Int8Weight`, the rows are rounded to 8 bits, 256 elements to
-            a step (`round_rows`), and each channel's sum is multiplied by its scale before the bias is added. On CPU
-            the kernel takes any number of rows, and the bits are those of every instruction set. None for other
-            weights.
+        scales: ``[out]`` float32: the weight is int8, see `Int8Weight`, the rows are rounded to 8 bits, where 256
+            adjacent elements share a scale (`round_rows`), and each channel's sum is multiplied by its scale before the
+            bias is added. On CPU the kernel takes any number of rows, and the bits are those of every instruction set.
+            None for other weights.
 
     Returns:
         ``[..., rows, out]``, the dtype of ``x``.
@@ -240,12 +240,12 @@ def run_kernel(
     # 2. Make what it reads contiguous, and run it
     x = launch.aligned(x.contiguous())
     weights, biases = [weight.contiguous() for weight in weights], [dense(bias) for bias in biases]
-    each = [None] * len(weights) if scales is None else scales.contiguous().split(features)
+    weight_scales = [None] * len(weights) if scales is None else scales.contiguous().split(features)
     out_features = features[0] if gated else sum(features)
     out = x.new_empty(*x.shape[:-1], out_features)
     counters = None if workspace is None else launch.counters(x.device)
     launch(
-        "linear", x, len(weights), weights, each, biases, features, out, rows, width, out_features, workspace, counters,
-        splits, prefetch and switches.PREFETCH, gated, dense(squares), eps, added, dtype,
+        "linear", x, len(weights), weights, weight_scales, biases, features, out, rows, width, out_features, workspace,
+        counters, splits, prefetch and switches.PREFETCH, gated, dense(squares), eps, added, dtype,
     )  # fmt: skip
     return out

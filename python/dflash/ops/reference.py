@@ -817,15 +817,15 @@ def separate_rows(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Round rows to 8 bits: 256 neighbouring elements to steps of a 127th of their largest magnitude.
+    """Round rows to 8 bits: 256 adjacent elements share a scale, a 127th of their largest magnitude.
 
     Args:
         x: ``[..., in]``.
 
     Returns:
-        ``(integers [..., groups, 256], steps [..., groups])``, at least fp32: ``integers * steps[..., None]`` is x but
-        for the rounding. Elements past ``in`` are zero. The step of a group that is not finite is NaN; magnitudes up to
-        1e-30 are zero.
+        ``(integers [..., groups, 256], group_scales [..., groups])``, at least fp32. Their product over the groups is x
+        but for the rounding. Elements past ``in`` are zero. The scale of a group that is not finite is NaN; magnitudes
+        up to 1e-30 are zero.
     """
     wide = torch.nn.functional.pad(x.to(_compute_dtype(x)), (0, -x.shape[-1] % _GROUP)).unflatten(-1, (-1, _GROUP))
     top = wide.abs().amax(-1)
@@ -845,13 +845,13 @@ def linear(
     if scales is None:
         return torch.nn.functional.linear(*separate_rows(x, weight), bias)
     out, step = x.new_empty(*x.shape[:-1], weight.shape[0]), max(1, _WIDENED // max(1, weight.shape[1]))
-    integers, steps = round_rows(x)
+    integers, group_scales = round_rows(x)
     for first in range(0, weight.shape[0], step):  # so that the weight is never there as a whole in a wider type
         at = slice(first, first + step)
-        total = torch.zeros_like(out[..., at], dtype=steps.dtype)
-        for group in range(steps.shape[-1]):  # sums below 2**24, which float32 holds
-            values = weight[at, group * _GROUP : (group + 1) * _GROUP].to(steps.dtype)
-            total += integers[..., group, : values.shape[1]] @ values.T * steps[..., group, None]
+        total = torch.zeros_like(out[..., at], dtype=group_scales.dtype)
+        for group in range(group_scales.shape[-1]):  # sums below 2**24, which float32 holds
+            values = weight[at, group * _GROUP : (group + 1) * _GROUP].to(group_scales.dtype)
+            total += integers[..., group, : values.shape[1]] @ values.T * group_scales[..., group, None]
         scaled = total * scales[at]
         out[..., at] = scaled if bias is None else scaled + bias[at]
     return out

@@ -8,13 +8,14 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, cast
+from typing import cast
 
 import torch
 
 from ..call import Call
 from ..files import read_json, write_atomically
 from ..limits import MAX_ANSWERS, MAX_BLOCK_SIZE, MAX_POSITIONS, MAX_RECEIPT_BYTES
+from ..ops import WeightStorage
 from ..sampling import integer
 from ..streaming import Tokenizer
 from ..terminal import printable, shortened
@@ -78,7 +79,7 @@ class Receipt:
         block_size: rows per answer of a step. In bf16 the same bits come from the same shapes.
         batch_size: answers that a step had room for, those of other calls included.
         prefill_chunk: prompt tokens per pass.
-        weights: how the target's were held: "int8", or None for the weights themselves.
+        weights: how the target's were stored: "int8", or None for the weights themselves.
     """
 
     answers: tuple[Answer, ...]
@@ -87,7 +88,7 @@ class Receipt:
     block_size: int
     batch_size: int
     prefill_chunk: int
-    weights: Literal["int8"] | None = None
+    weights: WeightStorage = None
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Receipt:

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import nn
 
 from ..engine import Engine
-from ..target import Target, check_target, embedding_table, stop_string_criterion, text_config
+from ..ops import WeightStorage
+from ..target import (
+    Target,
+    check_target,
+    embedding_table,
+    int8_obstacle,
+    stop_string_criterion,
+    text_config,
+)
+from ..turns import plain_settings
 from .ending import wrong_end
 from .fingerprints import Fingerprints
 from .mismatch import Mismatch
@@ -113,9 +120,9 @@ def verify(
 
     Raises:
         ValueError: the receipt cannot be checked with this target: it was made with other weights or another dtype, it
-            has stop strings or a grammar and the tokenizer is missing or another, it states weights in 8 bits and the
-            target cannot hold them so, a row would pass the target's
-            ``max_position_embeddings``, or the target's logits are NaN.
+            has stop strings or a grammar and the tokenizer is missing or another, it states int8 weights and those of
+            the target cannot be stored so, a row would pass the target's ``max_position_embeddings``, or the target's
+            logits are NaN.
     """
     passes = Verifier(target, tokenizer, fingerprints=fingerprints).passes(receipt)
     while True:
@@ -132,16 +139,23 @@ class Verifier:
         target: a causal language model of transformers; never modified.
         tokenizer: its own; needed for receipts with stop strings or a grammar.
         fingerprints: of the target and the tokenizer, if they are known already.
+        twin: the target as a `Generator` runs it, if there is one: it checks the receipts that state its weights, and
+            no second copy of these is made.
 
     Raises:
         ValueError: the target is not supported.
     """
 
     def __init__(
-        self, target: nn.Module, tokenizer: object = None, *, fingerprints: Fingerprints | None = None
+        self,
+        target: nn.Module,
+        tokenizer: object = None,
+        *,
+        fingerprints: Fingerprints | None = None,
+        twin: Target | None = None,
     ) -> None:
         self._model, self._tokenizer, self._fingerprints = check_target(target), tokenizer, fingerprints
-        self._twins: dict[str | None, Target] = {}
+        self._twins: dict[WeightStorage, Target] = {} if twin is None else {twin.weights: twin}
 
     @property
     def fingerprints(self) -> Fingerprints:
@@ -150,11 +164,19 @@ class Verifier:
             self._fingerprints = Fingerprints.of(self._model, self._tokenizer)
         return self._fingerprints
 
-    def _twin(self, weights: Literal["int8"] | None) -> Target:
-        """Return the target with its weights held as a receipt says."""
+    def _twin(self, weights: WeightStorage) -> Target:
+        """Return the target with its weights stored as a receipt says."""
         if weights not in self._twins:
             self._twins[weights] = Target(self._model, weights=weights)
         return self._twins[weights]
+
+    def _check_weights(self, weights: WeightStorage) -> None:
+        """Raise ValueError if the target's weights cannot be stored as a receipt says."""
+        if weights is not None and weights not in self._twins and (obstacle := int8_obstacle(self._model)):
+            raise ValueError(
+                f"the receipt states {weights} weights, and this target's cannot be stored so: {obstacle}. Load the "
+                "target that it was made with, on the CPU"
+            )
 
     def passes(self, receipt: Receipt) -> Generator[None, None, Verification]:
         """Do what `verify` does, a pass of the target at a time.
@@ -170,14 +192,15 @@ class Verifier:
         """
         # 1. Is this the target of the receipt?
         _check_positions(receipt, self._model)
+        self._check_weights(receipt.weights)
         differences = self._compare(receipt)
         # 2. Derive the tokens again.
         device, found, seconds = embedding_table(self._model).device, [], 0.0
-        with _settings_of_its_own(device):
+        with plain_settings(device), torch.no_grad():
             work = _check_all(self._twin(receipt.weights), receipt, self._tokenizer, found)
         while True:
             began = time.perf_counter()
-            with _settings_of_its_own(device):  # left before the caller goes on
+            with plain_settings(device), torch.no_grad():  # left before the caller goes on
                 is_over = next(work, _END) is _END
             seconds += time.perf_counter() - began
             if is_over:
@@ -234,14 +257,6 @@ def _other_target(name: str, theirs: object, here: object) -> str:
         f"the receipt cannot be checked with this target: {name} is {theirs} in the receipt and {here} here; load the "
         "target that it was made with"
     )
-
-
-@contextlib.contextmanager
-def _settings_of_its_own(device: torch.device) -> Iterator[None]:
-    """Compute as a generator does, whatever mode of torch the caller is in."""
-    current = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-    with current, torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
-        yield
 
 
 def _groups(answers: Sequence[Answer]) -> list[Sequence[Answer]]:

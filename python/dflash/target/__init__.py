@@ -13,6 +13,7 @@ from .fingerprint import (
 from .folder import check_target_config, check_target_size, check_target_weights
 from .functions import functions_of
 from .generation_config import generation_defaults, stop_string_criterion, transformers_version
+from .int8 import not_finite
 from .parallel import ranks_in
 from .recurrent import has_recurrent_layers
 from .support import (
@@ -25,7 +26,7 @@ from .support import (
     text_config,
     unwrap,
 )
-from .target import Target
+from .target import Target, check_int8, int8_obstacle
 from .twin import first_hook, snapshot, structural_twin
 from .weights import refusal_of_weights
 
@@ -35,6 +36,7 @@ __all__ = [
     "UnsupportedTargetError",
     "ValuesFingerprint",
     "WeightsFingerprint",
+    "check_int8",
     "check_target",
     "check_target_config",
     "check_target_size",
@@ -46,6 +48,8 @@ __all__ = [
     "functions_of",
     "generation_defaults",
     "has_recurrent_layers",
+    "int8_obstacle",
+    "not_finite",
     "ranks_in",
     "refusal",
     "refusal_of_weights",

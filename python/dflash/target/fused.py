@@ -13,10 +13,12 @@ from torch import Tensor, nn
 from .. import ops
 from ..cache import KVCache
 from ..decoder import DecoderStack, rotary_table
-from ..ops import Int8Weight, int8_layer, split_weights
+from ..ops import Int8Weight, NotFiniteError, int8_layer, split_weights
 from ..tree import Tree
 from .fingerprint import ValuesFingerprint
+from .int8 import not_finite
 from .recognizer import layers_of, recognizer_of
+from .support import UnsupportedTargetError
 from .weights import kernel_obstacle
 
 __all__ = ["FusedTarget", "recognize"]
@@ -38,15 +40,18 @@ class FusedTarget:
     Args:
         model: a twin of the user's model. Its parameters are used where they are.
         target_layer_ids: the tapped layers.
+
+    Attributes:
+        is_int8: True if products multiply by copies of the weights in 8 bits, see `store_as_int8`.
     """
 
     def __init__(self, model: nn.Module, target_layer_ids: tuple[int, ...]) -> None:
         recognizer = recognizer_of(model)
         decoder = recognizer.decoder(model)
         self.embedding, self.head = decoder.embed_tokens.weight, model.get_output_embeddings()
-        self._model = model
-        self._int8_head: Int8Weight | None = None  # None: all weights are the model's own
-        self._int8_of = ValuesFingerprint()
+        self._model, self.is_int8 = model, False
+        self._int8_head: Int8Weight | None = None
+        self._quantized_values = ValuesFingerprint()
         layers = layers_of(decoder)
         attention = next(layer.self_attn for layer in layers if hasattr(layer, "self_attn"))
         self.num_kv_heads, self.head_dim = attention.k_proj.weight.shape[0] // attention.head_dim, attention.head_dim
@@ -77,25 +82,38 @@ class FusedTarget:
 
     @property
     def int8_obstacle(self) -> str:
-        """Why these weights cannot be held in 8 bits; empty if they can."""
-        if self.device.type != "cpu":
-            return f"it is on {self.device}"
+        """Why these weights, on CPU, cannot be stored as int8; empty if they can."""
         return "it has experts" if any(layer.experts for layer in self._layers) else self.obstacle
 
-    def hold_in_int8(self) -> None:
-        """Multiply by copies of the weights in 8 bits from now on, also in passes of many rows."""
-        self.stack.replace([int8_layer(layer) for layer in self._layers], self.stack.norm)
-        self._int8_head = Int8Weight.of(self.head.weight)
-        self._int8_of.take([self._model])
+    def store_as_int8(self) -> None:
+        """Multiply by copies of the weights in 8 bits from now on, also in passes of many rows.
+
+        Raises:
+            UnsupportedTargetError: a value is infinite or NaN. Earlier copies are gone then, and `refresh` raises until
+                the values are finite; without earlier copies nothing has changed.
+        """
+        # 1. Free earlier copies, so that no two sets are in memory. Nothing runs before `refresh` has made new ones.
+        if self.is_int8:
+            self.forget_values()
+            self._int8_head = None
+            self.stack.replace(self._layers, self.stack.norm)
+        # 2. Make all copies before any of them is used.
+        try:
+            head, layers = Int8Weight.of(self.head.weight), [int8_layer(layer) for layer in self._layers]
+        except NotFiniteError as error:
+            raise UnsupportedTargetError(not_finite("weights", self._model, error)) from error
+        self.stack.replace(layers, self.stack.norm)
+        self._int8_head, self.is_int8 = head, True
+        self._quantized_values.take([self._model])
 
     def forget_values(self) -> None:
         """Make copies in 8 bits again at the next `refresh`, whether the weights are known to have changed or not."""
-        self._int8_of = ValuesFingerprint()
+        self._quantized_values = ValuesFingerprint()
 
     def refresh(self, cache: KVCache) -> None:
         """Notice changed weights and frequencies, and fit a cache that another target has made."""
-        if self._int8_head is not None and not self._int8_of.matches([self._model]):
-            self.hold_in_int8()
+        if self.is_int8 and not self._quantized_values.matches([self._model]):
+            self.store_as_int8()
         self.stack.refresh()
         if not torch.equal(self._inv_freq, self._rotary.inv_freq):
             self._inv_freq = self._rotary.inv_freq.detach().clone()
@@ -129,7 +147,7 @@ class FusedTarget:
 
     def handles(self, ids: Tensor) -> bool:
         """Return True if a pass over these rows runs here. torch's matrix products are faster for more rows."""
-        if self._int8_head is not None:
+        if self.is_int8:
             return True  # the modules have other weights
         if ids.device.type == "cpu":
             return ops.skinny(ids.numel(), self.embedding.dtype)

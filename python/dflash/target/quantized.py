@@ -20,10 +20,22 @@ __all__ = [
     "finish_loading",
     "forward_before_dispatch",
     "inside_gptqmodel",
+    "is_quantized",
     "refusal_of_quantization",
     "rounds_activations",
     "shared_states",
 ]
+
+
+_LIBRARIES = {"bitsandbytes", "compressed_tensors", "gptqmodel", "optimum", "torchao"}
+
+
+def is_quantized(model: nn.Module) -> bool:
+    """Return True if a library has quantized weights of a model."""
+    if getattr(model.config, "quantization_config", None) is not None:
+        return True
+    modules = modules_of(model)
+    return any(_library(part) in _LIBRARIES for module in modules for part in (module, *module._parameters.values()))
 
 
 def refusal_of_quantization(model: nn.Module) -> str | None:

@@ -14,19 +14,22 @@ import torch
 from torch import Tensor, nn
 
 from ..cache import KVCache, RecurrentCache
+from ..ops import WeightStorage
 from ..tree import Tree
 from .attention import CacheView, use_block_attention
 from .experts import use_experts_op
 from .fingerprint import describe_config, sample_digest
 from .functions import functions_of, global_hooks
 from .fused import FusedTarget, recognize
+from .generation_config import transformers_version
+from .int8 import obstacle_of, refuse_int8
 from .parallel import ranks_of
 from .recurrent import clamps_prompts, has_recurrent_layers, take_over
 from .support import UnsupportedTargetError, tapped_modules, text_config
 from .trial import needs_probe, probe, replaced_function, tree_obstacle
 from .twin import structural_twin
 
-__all__ = ["Target"]
+__all__ = ["Target", "check_int8", "int8_obstacle"]
 
 
 class Target:
@@ -42,6 +45,7 @@ class Target:
         weights: ``"int8"`` to multiply by copies of the weights in 8 bits, those of the decoder layers and of the head.
 
     Attributes:
+        weights: how they are stored.
         ranks: the processes that the model is spread over.
         fused_reason: why the layers run in the model's own forward; empty if they run on the ops.
         is_recurrent: True if layers keep a state that no counter trims; its caches are then a `RecurrentCache`.
@@ -54,15 +58,15 @@ class Target:
 
     def __init__(
         self, model: nn.Module, target_layer_ids: tuple[int, ...] = (), fused: bool | Literal["auto"] = "auto",
-        weights: Literal["int8"] | None = None,
+        weights: WeightStorage = None,
     ) -> None:  # fmt: skip
-        self.config = text_config(model)
+        self.config, self.weights = text_config(model), weights
         self.model = structural_twin(model)
         self.ranks = ranks_of(self.model)
         self.ranks.compare("its weights or config", lambda: (describe_config(model), sample_digest(model)))
         use_block_attention(self.model)
         replaced = replaced_function(self.model, functions_of(model))
-        foreign = replaced or ("a hook on every module" if global_hooks() else "")
+        foreign = _foreign(replaced)
         self._fused, self.fused_reason = _fuse(self.model, target_layer_ids, fused, foreign)
         if fused is True and self._fused is None:
             raise UnsupportedTargetError(
@@ -72,7 +76,8 @@ class Target:
                 f'{type(model).__name__}: pass fused=False or "auto"'
             )
         if weights is not None:
-            _hold_in_int8(model, self._fused, self.fused_reason)
+            refuse_int8(model, obstacle_of(model, self._fused, self.fused_reason))
+            self._fused.store_as_int8()
         self._cache_argument = _cache_argument(self.model)
         self.is_recurrent = has_recurrent_layers(self.model)
         self._pass = take_over(self.model)
@@ -122,7 +127,7 @@ class Target:
         return getattr(self.config, "max_position_embeddings", None)
 
     def forget_values(self) -> None:
-        """Read all weights again at the next `refresh` if copies of them are held."""
+        """Read all weights again at the next `refresh` if there are copies of them."""
         if self._fused is not None:
             self._fused.forget_values()
 
@@ -257,10 +262,31 @@ class Target:
         return logits[:, logits_to_keep] if isinstance(logits_to_keep, Tensor) else logits[:, -asked:]
 
 
+def check_int8(model: nn.Module) -> None:
+    """Raise UnsupportedTargetError unless the weights of a target can be stored as int8, if they are finite."""
+    refuse_int8(model, int8_obstacle(model))
+
+
+def int8_obstacle(model: nn.Module) -> str:
+    """Return why the weights of a target cannot be stored as int8; empty if they can, if they are finite.
+
+    Takes about as long as a twin, milliseconds: no value is read.
+    """
+    twin = structural_twin(model)
+    use_block_attention(twin)
+    return obstacle_of(model, *_fuse(twin, (), "auto", _foreign(replaced_function(twin, functions_of(model)))))
+
+
+def _foreign(replaced: str) -> str:
+    """Return what in a twin is not transformers' own, if something is; ``replaced`` is a function of it."""
+    return replaced or ("a hook on every module" if global_hooks() else "")
+
+
 def _cache_argument(model: nn.Module) -> str:
     """Return what the forward pass calls its cache: ``cache`` from transformers 5.24 on, ``past_key_values`` before."""
+    theirs, before = ("cache", "past_key_values") if transformers_version() >= (5, 24) else ("past_key_values", "cache")
     names = inspect.signature(model.forward).parameters
-    return "cache" if "cache" in names and "past_key_values" not in names else "past_key_values"
+    return before if before in names and theirs not in names else theirs
 
 
 def _fuse(
@@ -275,19 +301,6 @@ def _fuse(
         return None, f"{type(model).__name__} is not one of the models that are recognized, or it was changed"
     reason = "" if fused is True else found.obstacle
     return (None if reason else found), reason
-
-
-def _hold_in_int8(model: nn.Module, fused: FusedTarget | None, reason: str) -> None:
-    """Let a fused target hold its weights in 8 bits; raise if there is none, or it cannot."""
-    if obstacle := reason if fused is None else fused.int8_obstacle:
-        raise UnsupportedTargetError(
-            'weights="int8" needs a target on CPU whose dense layers run on the ops of this package (see fused), got '
-            f"{type(model).__name__}: {obstacle}. Leave weights out"
-        )
-    try:
-        fused.hold_in_int8()
-    except ValueError as error:
-        raise UnsupportedTargetError(f'weights="int8" cannot be followed: {error}') from error
 
 
 def _tap_hook(taps: list[Tensor | None], index: int) -> Callable[..., None]:

@@ -15,8 +15,8 @@ from transformers import PreTrainedConfig
 from .. import ops
 
 __all__ = [
-    *("KERNEL_DTYPES", "is_plain_module", "is_plain_tensor", "kernel_obstacle", "modules_of", "plain_tensors"),
-    *("refusal_of_weights", "repeated_modules", "shard_of", "tensors_of"),
+    *("KERNEL_DTYPES", "is_plain_module", "is_plain_tensor", "kernel_obstacle", "modules_of", "name_of"),
+    *("plain_tensors", "refusal_of_weights", "repeated_modules", "shard_of", "tensors_of"),
 ]
 
 KERNEL_DTYPES = {"cpu": (torch.float32, torch.bfloat16), "cuda": (torch.bfloat16, torch.float16)}
@@ -46,7 +46,7 @@ def refusal_of_weights(model: nn.Module, loaded: bool = True, shards: Mapping[in
     for tensor in tensors_of(modules):
         judged = shards.get(id(tensor), tensor) if shards else tensor
         if not (judged.is_meta and not loaded) and (reason := refusal_of_tensor(judged)):
-            return f"{next(name for name, named in named_tensors(model) if named is tensor)} {reason}"
+            return f"{name_of(model, tensor)} {reason}"
     return None
 
 
@@ -166,6 +166,11 @@ def named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 if tensor is not None:
                     yield prefix + name, tensor
         todo += [(f"{prefix}{name}.", child) for name, child in module._modules.items() if child is not None]
+
+
+def name_of(model: nn.Module, tensor: Tensor) -> str:
+    """Return the name of a parameter or buffer of a model."""
+    return next(name for name, named in named_tensors(model) if named is tensor)
 
 
 def plain_tensors(model: nn.Module) -> Iterator[Tensor]:
