@@ -1,24 +1,29 @@
-// Declares the CPU kernels of the instruction set this file is compiled for. One that differs from another
-// only in products (DFLASH_BASE names the other) has kernels of its own where they have products, and the
-// other's elsewhere.
+// Declares the CPU kernels of the instruction set this file is compiled for. A set with DFLASH_BASE compiles
+// only the kernels with products; the base set's serve for the rest.
 #pragma once
 #include "params.h"
 
-#define CPU_KERNEL KERNEL
-#define KERNEL(name, Params) void name(const Params&);
+#define DECLARE(name, Params) void name(const Params&);
 
 #if defined(DFLASH_BASE)
 namespace dflash::DFLASH_BASE {
+#define KERNEL DECLARE
+#define CPU_KERNEL DECLARE
 #include "kernels.def"
-}
+}  // namespace dflash::DFLASH_BASE
 namespace dflash::DFLASH_ISA {
 using namespace DFLASH_BASE;
-void linear(const LinearParams&);  // from PRODUCT_KERNELS of CMakeLists.txt
-void experts(const ExpertsParams&);
-void decoder_layers(const DecoderLayersParams&);
+#define KERNEL(name, Params)
+#define PRODUCT_KERNEL DECLARE
+#define CPU_PRODUCT_KERNEL DECLARE
+#include "kernels.def"
 }  // namespace dflash::DFLASH_ISA
 #else
 namespace dflash::DFLASH_ISA {
+#define KERNEL DECLARE
+#define CPU_KERNEL DECLARE
 #include "kernels.def"
-}
+}  // namespace dflash::DFLASH_ISA
 #endif
+
+#undef DECLARE
