@@ -15,10 +15,16 @@ DFLASH_NAMESPACE_BEGIN
 constexpr int64_t kTileDepth = 32;  // of k
 constexpr int64_t kAhead = 128;     // of k, 256 bytes: weights are requested that long before they are needed
 
+// A number as a type, of this namespace (vec.h).
+template <int I>
+struct Constant {
+  constexpr operator int() const { return I; }
+};
+
 // Calls fn(0), ..., fn(N - 1) with constants, unrolled.
 template <typename Fn, int... I>
 static inline void unroll(const Fn& fn, std::integer_sequence<int, I...>) {
-  (fn(std::integral_constant<int, I>{}), ...);
+  (fn(Constant<I>{}), ...);
 }
 template <int N, typename Fn>
 static inline void unroll(const Fn& fn) {

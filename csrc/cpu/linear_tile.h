@@ -75,13 +75,13 @@ static inline Vec load_some(const T* from, int64_t live) {
 }
 
 #if defined(__AVX512F__)
-// 16 x 16 words: out[j * out_step + i] = in[i * in_step + j]
-static inline void transpose16(const __m512i (&in)[16], uint32_t* out, int64_t out_step) {
+// 16 x 16 words: out[j * out_step + i] = in[i] word j
+static inline void transpose16(const Vec (&in)[16], uint32_t* out, int64_t out_step) {
   __m512i a[16], b[16];
 #pragma GCC unroll 8
   for (int i = 0; i < 8; ++i) {
-    a[2 * i] = _mm512_unpacklo_epi32(in[2 * i], in[2 * i + 1]);
-    a[2 * i + 1] = _mm512_unpackhi_epi32(in[2 * i], in[2 * i + 1]);
+    a[2 * i] = _mm512_unpacklo_epi32((__m512i)in[2 * i], (__m512i)in[2 * i + 1]);
+    a[2 * i + 1] = _mm512_unpackhi_epi32((__m512i)in[2 * i], (__m512i)in[2 * i + 1]);
   }
 #pragma GCC unroll 4
   for (int i = 0; i < 4; ++i) {
@@ -107,7 +107,7 @@ static inline void transpose16(const __m512i (&in)[16], uint32_t* out, int64_t o
 // out[j * out_step + i] = in[i] word j
 static inline void turn(const Vec (&in)[kWidth], float* out, int64_t out_step) {
 #if defined(__AVX512F__)
-  transpose16(reinterpret_cast<const __m512i(&)[16]>(in), reinterpret_cast<uint32_t*>(out), out_step);
+  transpose16(in, reinterpret_cast<uint32_t*>(out), out_step);
 #else
   for (int i = 0; i < kWidth; ++i)
     for (int j = 0; j < kWidth; ++j) out[j * out_step + i] = in[i][j];
