@@ -57,6 +57,7 @@ template <typename T>
 class Rows : public Split {
  public:
   using Weight = T;
+  static constexpr bool kIsInt8 = false;
   static constexpr bool kOnTiles = kHasTiles && sizeof(T) == 2;
   static constexpr bool kTakesFew = kWidth == 16 && !kOnTiles;
   using Holder = std::conditional_t<kOnTiles, Tiles, Nothing>;  // what a thread holds while it computes
@@ -113,6 +114,7 @@ template <typename T>
 class Int8Rows : public Split {
  public:
   using Weight = int8_t;
+  static constexpr bool kIsInt8 = true;
   static constexpr bool kTakesFew = kWidth == 16 && !kHasTiles;
   using Holder = Tiles;
   template <int NV>
@@ -152,20 +154,26 @@ static inline int64_t products_of(int64_t rows, int64_t in) {
   return in * least(rows < 4 ? 4 : rows, int64_t(kMaxVecs * kWidth));
 }
 
-// Calls fn(part, first, live) for every tile of `size` features of every part; each feature costs `products`
-// multiply-adds. Threads make a Holder for the time that they compute.
-template <typename Holder, typename Fn>
+// Features of a part; none where its weight is not of the kind that R is for.
+template <typename R>
+static inline int64_t features_of(const LinearPart& part) {
+  return bool(part.weight.scales) == R::kIsInt8 ? part.out_features : 0;
+}
+
+// Calls fn(part, first, live) for every tile of `size` features of the parts that R is for; each feature
+// costs `products` multiply-adds. Threads make an R::Holder for the time that they compute.
+template <typename R, typename Fn>
 static inline void over_tiles(const LinearPart* parts, int num_parts, int64_t size, int64_t products,
                               int threads, const Fn& fn) {
   int64_t tiles = 0, features = 0;
   for (int i = 0; i < num_parts; ++i) {
-    tiles += (parts[i].out_features + size - 1) / size;
-    features += parts[i].out_features;
+    tiles += (features_of<R>(parts[i]) + size - 1) / size;
+    features += features_of<R>(parts[i]);
   }
   const auto task = [&](int64_t tile) {
     const LinearPart* part = parts;
     for (;; ++part) {
-      const int64_t own = (part->out_features + size - 1) / size;
+      const int64_t own = (features_of<R>(*part) + size - 1) / size;
       if (tile < own) break;
       tile -= own;
     }
@@ -173,7 +181,7 @@ static inline void over_tiles(const LinearPart* parts, int num_parts, int64_t si
   };
   const int64_t work = features * products >= kParallelProducts ? kParallelElements : 0;
   parallel_ranges(tiles, work, threads, [&](int64_t begin, int64_t end) {
-    const Holder holder;
+    const typename R::Holder holder;
     for (int64_t tile = begin; tile < end; ++tile) task(tile);
   });
 }
@@ -229,15 +237,19 @@ static void one_tile(const R& rows, int64_t first_row, const LinearPart& part, i
 template <typename T, int NV, typename R>
 static void run_tiles(const R& rows, int64_t first_row, const LinearPart* parts, int num_parts, int64_t in,
                       int threads) {
-  over_tiles<typename R::Holder>(parts, num_parts, R::template kFeatures<NV>, products_of(rows.count, in),
-                                 threads, [&](const LinearPart& part, int64_t first, int64_t live) {
-                                   one_tile<T, NV>(rows, first_row, part, in, first, live);
-                                 });
+  over_tiles<R>(parts, num_parts, R::template kFeatures<NV>, products_of(rows.count, in), threads,
+                [&](const LinearPart& part, int64_t first, int64_t live) {
+                  one_tile<T, NV>(rows, first_row, part, in, first, live);
+                });
 }
 
+// The products of the parts that R is for; the rows are packed once for all of them.
 template <typename T, typename R>
 static void linear_all(const T* x, int64_t count, int64_t in, const LinearPart* parts, int num_parts,
                        int threads) {
+  int64_t features = 0;
+  for (int i = 0; i < num_parts; ++i) features += features_of<R>(parts[i]);
+  if (features == 0) return;
   for (int64_t first = 0, n; first < count; first += n) {
     n = least(kMaxVecs * kWidth, count - first);
     const R rows(x + first * in, n, in);
@@ -251,16 +263,11 @@ static void linear_all(const T* x, int64_t count, int64_t in, const LinearPart* 
   }
 }
 
-// Neighbours with weights of one kind share a product.
 template <typename T>
 static void linear_of(const T* x, int64_t rows, int64_t in, const LinearPart* parts, int num_parts,
                       int threads) {
-  for (int first = 0, end; first < num_parts; first = end) {
-    const bool is_int8 = parts[first].weight.scales;
-    for (end = first + 1; end < num_parts && bool(parts[end].weight.scales) == is_int8;) ++end;
-    const auto run = is_int8 ? linear_all<T, Int8Rows<T>> : linear_all<T, Rows<T>>;
-    run(x, rows, in, parts + first, end - first, threads);
-  }
+  linear_all<T, Rows<T>>(x, rows, in, parts, num_parts, threads);
+  linear_all<T, Int8Rows<T>>(x, rows, in, parts, num_parts, threads);
 }
 
 DFLASH_NAMESPACE_END
