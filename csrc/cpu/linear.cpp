@@ -16,7 +16,7 @@
 #include "cpu/linear_tile.h"
 #include "cpu/parallel.h"
 #if DFLASH_TILES
-#include "cpu/linear_amx.h"
+#include "cpu/linear_int8_amx.h"
 #endif
 
 DFLASH_NAMESPACE_BEGIN
