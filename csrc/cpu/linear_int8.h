@@ -1,9 +1,9 @@
 // The products of linear.cpp with int8 weights: rows of x in 8 bits too, so that the sums are of integers.
 //
-// Of a row, 256 elements at a time share a step, the 127th part of their largest magnitude, and are rounded
-// to whole steps. The sum of such a group is exact, whatever the instructions and their order; it is
-// multiplied by the step, rounded, and added to those of the groups before it. So the bits of a result are
-// the same with every instruction set, and depend on the row and the weights alone.
+// Of a row, 256 elements at a time share a scale, the 127th part of their largest magnitude, and are rounded
+// to whole multiples of it. The sum of such a group is exact, whatever the instructions and their order; it
+// is multiplied by the scale, rounded, and added to those of the groups before it. So the bits of a result
+// are the same with every instruction set, and depend on the row and the weights alone.
 //
 // What is multiplied at once is a word of four bytes (vpdpbusd, AMX), elsewhere a pair of 16-bit integers.
 // vpdpbusd takes one operand without a sign: weights are shifted by 128, and sums start at what that adds.
@@ -52,8 +52,8 @@ static inline IVec add_dots(IVec weights, IVec rows, IVec sums) {
 #endif
 }
 
-// Rounds a group of a row, `live` elements, to steps; what is missing is zero. Returns the step: NaN if not
-// all elements are finite, and zero if all are too small to divide by.
+// Rounds a group of a row, `live` elements and zeros, to multiples of its scale. Returns the scale: NaN if
+// not all elements are finite, and zero if all are too small to divide by.
 template <typename T>
 static float quantize_group(const T* from, int64_t live, Quantized* to) {
   alignas(64) T group[kQuantGroup] = {};
@@ -72,8 +72,8 @@ static float quantize_group(const T* from, int64_t live, Quantized* to) {
   const float inverse = is_finite && top > 1e-30f ? 127.0f / top : 0.0f;
   const Vec magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
   for (int64_t k = 0; k < kQuantGroup; k += kWidth) {
-    const Vec steps = is_finite ? load(group + k) * inverse + magic : magic;
-    const IVec whole = (IVec)steps - (IVec)magic;
+    const Vec scaled = is_finite ? load(group + k) * inverse + magic : magic;
+    const IVec whole = (IVec)scaled - (IVec)magic;
     *reinterpret_cast<QuantizedVec*>(to + k) = __builtin_convertvector(whole, QuantizedVec);
   }
   return is_finite ? (inverse > 0 ? top / 127.0f : 0.0f) : __builtin_nanf("");
@@ -85,32 +85,32 @@ static inline int32_t sum_group(const Quantized* group) {
   return sum;
 }
 
-// Rows in 8 bits. Those in lanes are also turned: words [groups * kInt8Words, lanes], steps and starts
+// Rows in 8 bits. Those in lanes are also transposed: words [groups * kInt8Words, lanes], scales and starts
 // [groups, lanes].
 struct QuantizedRows {
   int64_t groups, stride;         // words from a row to the next
-  uint32_t *apart, *packed;       // [rows, stride], [groups * kInt8Words, lanes]
+  uint32_t *words, *packed;       // [rows, stride], [groups * kInt8Words, lanes]
   float *scales, *packed_scales;  // [rows, groups], [groups, lanes]
   int32_t *starts, *packed_starts;
 
-  static int64_t words(int64_t rows, int64_t lanes, int64_t in) {
+  static int64_t size(int64_t rows, int64_t lanes, int64_t in) {
     const int64_t groups = (in + kQuantGroup - 1) / kQuantGroup;
     return rows * (groups * kInt8Words + 32) + lanes * groups * kInt8Words + 2 * groups * (rows + lanes);
   }
 
-  // `memory` has room for words()
+  // `memory` has room for size()
   template <typename T>
   QuantizedRows(const T* x, int64_t rows, int64_t in_lanes, int64_t lanes, int64_t in, uint32_t* memory)
       : groups((in + kQuantGroup - 1) / kQuantGroup), stride(groups * kInt8Words + 32) {
     packed = memory;  // whole lines: it is first, where the memory begins with one
-    apart = packed + lanes * groups * kInt8Words;
-    packed_scales = reinterpret_cast<float*>(apart + rows * stride);
+    words = packed + lanes * groups * kInt8Words;
+    packed_scales = reinterpret_cast<float*>(words + rows * stride);
     packed_starts = reinterpret_cast<int32_t*>(packed_scales + groups * lanes);
     scales = reinterpret_cast<float*>(packed_starts + groups * lanes);
     starts = reinterpret_cast<int32_t*>(scales + groups * rows);
     for (int64_t r = 0; r < rows; ++r)
       for (int64_t g = 0; g < groups; ++g) {
-        auto* to = reinterpret_cast<Quantized*>(apart + r * stride + g * kInt8Words);
+        auto* to = reinterpret_cast<Quantized*>(words + r * stride + g * kInt8Words);
         scales[r * groups + g] = quantize_group(x + r * in + g * kQuantGroup, in - g * kQuantGroup, to);
         starts[r * groups + g] = kShift ? -kShift * sum_group(to) : 0;
       }
@@ -120,7 +120,7 @@ struct QuantizedRows {
  private:
   void pack(int64_t rows, int64_t lanes) {
     transpose_rows(rows, groups * kInt8Words, lanes, reinterpret_cast<float*>(packed),
-                   [&](int64_t r, int64_t k) { return (Vec)load_ints(apart + r * stride + k); });
+                   [&](int64_t r, int64_t k) { return (Vec)load_ints(words + r * stride + k); });
     for (int64_t g = 0; g < groups; ++g)
       for (int64_t r = 0; r < lanes; ++r) {
         packed_scales[g * lanes + r] = r < rows ? scales[r * groups + g] : 0.0f;
@@ -224,7 +224,7 @@ static void multiply_few_int8(const QuantizedRows& rows, int64_t first, int64_t 
     load_quarters(weight + k, in, live, weights_ahead(weight, in, k + kInt8Ahead, kTile), load, weights);
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; ++r) {
-      spread_quarters((Vec)load_ints(rows.apart + row[r] * rows.stride + k / kInt8Each), each);
+      spread_quarters((Vec)load_ints(rows.words + row[r] * rows.stride + k / kInt8Each), each);
 #pragma GCC unroll 4
       for (int c = 0; c < 4; ++c)
 #pragma GCC unroll 4

@@ -4,8 +4,8 @@
 // bf16 is widened). Sums have the same order in all kernels. Of a segment of kSegment words, word k belongs
 // to chain k / 4 % 4; a chain is summed from zero, one word after another, and then added to the total, so
 // that long sums stay precise. A vector of 16 words of a weight row has four words of each chain in its four
-// quarters, which is how few rows are multiplied; many rows take one chain after another. Words that are
-// missing to a group of 16 are zero.
+// quarters, which is how few rows are multiplied; many rows take one chain after another. Groups of 16 are
+// padded with zero words.
 #pragma once
 #include <type_traits>
 
@@ -108,7 +108,7 @@ static inline void transpose16(const Vec (&in)[16], uint32_t* out, int64_t out_s
 #endif
 
 // out[j * out_step + i] = in[i] word j
-static inline void turn(const Vec (&in)[kWidth], float* out, int64_t out_step) {
+static inline void transpose(const Vec (&in)[kWidth], float* out, int64_t out_step) {
 #if defined(__AVX512F__)
   transpose16(in, reinterpret_cast<uint32_t*>(out), out_step);
 #else
@@ -126,7 +126,7 @@ static inline void transpose_rows(int64_t rows, int64_t words, int64_t lanes, fl
       Vec tile[kWidth];
 #pragma GCC unroll 16
       for (int i = 0; i < kWidth; ++i) tile[i] = first + i < rows ? load(first + i, k) : Vec{};
-      turn(tile, packed + k * lanes + first, lanes);
+      transpose(tile, packed + k * lanes + first, lanes);
     }
 }
 
@@ -145,7 +145,7 @@ static inline const T* weights_ahead(const T* weight, int64_t in, int64_t k, int
   return weight + (k < in ? k : features * in + k - in);
 }
 
-// Words `first` and on of a tile's rows; past the end of the matrix its last row again, whose sums are
+// The words of a tile's rows from `first`; past the end of the matrix its last row again, whose sums are
 // dropped.
 template <typename T>
 static inline void copy_segment(const T* weight, int64_t in, int64_t live, int64_t first, int64_t words,
@@ -175,6 +175,7 @@ __attribute__((noinline)) static void multiply_segment(const Word<T>* copied, co
                                                        int64_t in) {
   constexpr int kRows = (TILE + kChains - 1) / kChains;  // requested during one chain
   for (int chain = 0; chain < kChains; ++chain, next += kRows * in) {
+    // 1. Sum the chain from zero
     Vec acc[TILE][NV];
 #pragma GCC unroll 32
     for (int i = 0; i < TILE; ++i)
@@ -200,6 +201,7 @@ __attribute__((noinline)) static void multiply_segment(const Word<T>* copied, co
       }
       weights += kGroup, rows += kGroup * NV * kWidth, line += kGroup * kEach<T>;
     }
+    // 2. Add it to the total
     const bool add = !first || chain > 0;
 #pragma GCC unroll 32
     for (int i = 0; i < TILE; ++i)
@@ -260,22 +262,22 @@ template <typename Out>
 static inline void store_tile(const float* sums, int64_t lanes, int64_t first, int64_t rows, int64_t live,
                               const Finish& finish, Out* out, int64_t out_stride) {
   for (int64_t lane = first / kWidth * kWidth; lane < rows; lane += kWidth) {
-    alignas(64) float turned[kWidth * 16];
+    alignas(64) float transposed[kWidth * 16];
     for (int part = 0; part < kTile; part += kWidth) {
       Vec tile[kWidth];
 #pragma GCC unroll 16
       for (int i = 0; i < kWidth; ++i)
         tile[i] = part + i < kTile ? load(sums + (part + i) * lanes + lane) : Vec{};
-      turn(tile, turned + part, 16);
+      transpose(tile, transposed + part, 16);
     }
     for (int64_t r = lane < first ? first : lane; r < least(rows, lane + kWidth); ++r)
-      store_features(out + (r - first) * out_stride, turned + (r - lane) * 16, finish, live);
+      store_features(out + (r - first) * out_stride, transposed + (r - lane) * 16, finish, live);
   }
 }
 
 #if defined(__AVX512F__)
 // Four words of four rows into the order that a chain takes them: out[c] quarter q = in[.] word 4q + c.
-static inline void turn_quarters(const Vec (&in)[4], Vec (&out)[4]) {
+static inline void transpose_quarters(const Vec (&in)[4], Vec (&out)[4]) {
   const __m512 a = _mm512_unpacklo_ps((__m512)in[0], (__m512)in[1]),
                b = _mm512_unpackhi_ps((__m512)in[0], (__m512)in[1]),
                c = _mm512_unpacklo_ps((__m512)in[2], (__m512)in[3]),
@@ -301,7 +303,7 @@ static inline void load_quarters(const T* from, int64_t in, int64_t live, const 
       four[i % 4] = load(from + least(i, live - 1) * in);
       __builtin_prefetch(next + i * in);
     }
-    turn_quarters(four, quarters[f]);
+    transpose_quarters(four, quarters[f]);
   }
 }
 
