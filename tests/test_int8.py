@@ -89,6 +89,37 @@ def test_magnitudes_far_apart_keep_the_bits_of_plain_torch(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [5, 20, 70])
+def test_groups_too_small_to_divide_by_count_as_zero(rows, dtype):
+    x, weight, _ = operands(rows, 30, 600, dtype)
+    threshold = torch.tensor(1e-30).to(dtype)
+    above = threshold.view(torch.int32 if dtype == torch.float32 else torch.int16).add(1).view(dtype)
+    assert threshold.float() <= torch.tensor(1e-30) < above.float()
+    x[0] = 1e-31
+    x[1, 256:512] = 1e-31
+    x[2], x[3], x[4] = threshold, above, 1e-40
+    got = ops.linear(x, weight.values, scales=weight.scales)
+    assert torch.equal(got, reference.linear(x, weight.values, scales=weight.scales))
+    assert got[[0, 2, 4]].eq(0).all()
+    assert got[3].ne(0).any()
+    without = x.clone()
+    without[1, 256:512] = 0
+    assert torch.equal(got, ops.linear(without, weight.values, scales=weight.scales))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", [1, 7, 16, 70])
+@pytest.mark.parametrize("width", [33, 256, 600])
+def test_weights_may_be_minus_128(width, rows, dtype):
+    x, weight, bias = operands(rows, 25, width, dtype)
+    weight.values[::2, ::3] = -128
+    weight.values[3] = -128
+    x[0] = x[0].abs().max()  # whole groups of 127
+    got = ops.linear(x, weight.values, bias, scales=weight.scales)
+    assert torch.equal(got, reference.linear(x, weight.values, bias, scales=weight.scales))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_the_reference_is_the_product_of_what_weights_and_rows_stand_for(dtype):
     x, weight, offset = operands(6, 50, 600, dtype)
     integers, scales = reference.round_rows(x)
@@ -151,5 +182,7 @@ def test_operands_that_do_not_fit_are_named():
         ops.swiglu(x, weight.values, weight.values, scales=weight.scales)
     with pytest.raises(TypeError, match=r"scales must be torch.float32, got torch.float64"):
         ops.linears(x, [weight.values], scales=weight.scales.double())
+    with pytest.raises(ValueError, match="squares must be None where the weights are in 8 bits"):
+        ops.linears(x, [weight.values], squares=torch.ones(3, 1), scales=weight.scales)
     with pytest.raises(TypeError, match="must all be in 8 bits or none"):
         ops.split_weights(weight, weight.wide())

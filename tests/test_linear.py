@@ -1,6 +1,7 @@
 import pytest
 import torch
 from op_checks import DTYPES, Emulated, assert_as_exact_as_torch, let_rows_meet
+from process import python
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dflash import _C, ops
@@ -63,6 +64,49 @@ def test_however_many_rows_there_are_they_are_summed_in_one_order(out, width, dt
     alone = torch.cat([ops.linear(row[None], weight) for row in x])
     for rows in range(2, 65):
         assert torch.equal(ops.linear(x[:rows], weight), alone[:rows])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("out", "width"), [(1, 1), (7, 33), (25, 257), (40, 129), (65, 1023)])
+def test_rows_of_odd_widths_have_the_bits_that_they_have_alone(out, width, dtype):
+    x, weight, bias = operands(64, out, width, dtype)
+    alone = torch.cat([ops.linear(row[None], weight, bias) for row in x])
+    for rows in range(2, 65):
+        assert torch.equal(ops.linear(x[:rows], weight, bias), alone[:rows])
+
+
+def test_nothing_past_the_end_of_an_operand_is_read():
+    """Each ends where a page ends that may not be followed: a read past it is a crash."""
+    done = python("""
+        import ctypes, mmap
+        import torch
+        from dflash import ops
+        from dflash.ops import Int8Weight
+
+        PAGE, ROOM = mmap.PAGESIZE, 2**20
+        libc = ctypes.CDLL(None, use_errno=True)
+
+        def guarded(tensor):
+            memory = mmap.mmap(-1, ROOM + PAGE)
+            address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+            assert libc.mprotect(ctypes.c_void_p(address + ROOM), PAGE, 0) == 0
+            size = tensor.numel() * tensor.element_size()
+            return torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=ROOM - size).view(
+                tensor.shape).copy_(tensor)
+
+        for out, width in ((1, 1), (7, 33), (17, 63), (25, 257), (70, 601), (64, 1024)):
+            for dtype in (torch.float32, torch.bfloat16):
+                weight, bias = torch.randn(out, width).to(dtype), guarded(torch.randn(out).to(dtype))
+                eight = Int8Weight.of(weight)
+                weight, values, scales = guarded(weight), guarded(eight.values), guarded(eight.scales)
+                for rows in (1, 5, 16, 21, 40, 64):
+                    x = torch.randn(rows, width).to(dtype)
+                    for operands, named in (((weight, bias), {}), ((values, bias), {"scales": scales})):
+                        want = ops.linear(x, *operands, **named)
+                        assert torch.equal(ops.linear(guarded(x), *operands, **named), want)
+        print("done")
+    """)
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

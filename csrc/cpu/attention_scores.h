@@ -110,6 +110,9 @@ class Queries {
   }
 #endif
 
+#if DFLASH_TILES
+  const TileRegisters registers_;  // of the thread that attends
+#endif
   int64_t live_, lanes_, dim_, words_;
   bool few_;
   Word<T>* packed_;  // [words, lanes] of each kMostVecs vectors of lanes, or [kFewRows, words]

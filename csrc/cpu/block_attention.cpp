@@ -5,9 +5,9 @@
 // serves them all. A lane's result depends neither on its place nor on the other lanes. Where they are few,
 // the lanes hold keys and columns instead, with the same sums (AVX-512).
 //
-// Scores are products of bf16 where rows are (attention_scores.h). Values are multiplied in fp32: weights would
-// have to be rounded, and a pair of bf16 would tie a key to the next one in memory, which in a tree may be on
-// another path.
+// Scores are products of bf16 where rows are (attention_scores.h). Values are multiplied in fp32: weights
+// would have to be rounded, and a pair of bf16 would tie a key to the next one in memory, which in a tree may
+// be on another path.
 //
 // Keys are processed in tiles of 64 slots with an online softmax. Tiles form chunks of 256 slots, and the
 // chunks' (top, sum, o) are combined in ascending order. Tiles and chunks start at multiples of their size in

@@ -64,7 +64,10 @@ static bool has_tiles() {
   return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & all) == all;
 }
 
-// Linux lends tile registers to processes that ask. Returns 0 if this one has them, errno otherwise.
+// Linux lends tile registers to processes that ask. Returns 0 if this one has them, errno otherwise. Asking
+// only permits: a thread's memory for the registers is taken when it first uses them. But it cannot be
+// undone, and new alternate signal stacks must have room for the registers from then on. cpu_isas() asks too,
+// whatever is chosen.
 static int tile_refusal() {
   constexpr int kRequestPermission = 0x1023, kTileData = 18;
   static const int refusal = syscall(SYS_arch_prctl, kRequestPermission, kTileData) ? errno : 0;

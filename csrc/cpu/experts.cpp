@@ -19,7 +19,6 @@ constexpr int64_t kTile = kTileVecs * kWidth;
 constexpr int kTileRows = 4;
 constexpr int64_t kAhead = 16;  // rows of a transposed weight, requested before they are needed
 
-
 // The pairs of a call by expert, and the experts that have any. Pair `row * top_k + slot` is the
 // place[pair]-th; -1 if its id is no expert's.
 struct Routing {

@@ -1,10 +1,10 @@
 // out[r][n] = sum_k x[r][k] weight[n][k] + bias[n]
 //
 // The bits of a row depend neither on its place nor on the number of rows: both kernels of linear_tile.h sum
-// in the same order. In one a vector lane holds a row, up to 64 of them, and every weight is broadcast to all
-// lanes, so that the weights are never copied as a matrix. In the other (AVX-512) the lanes hold weights as
-// they lie in memory; it takes the few rows that would leave lanes idle. With AMX, bf16 goes through tiles
-// instead (linear_amx.h), however many rows there are.
+// in the same order. In one a vector lane holds a row, up to 64 of them in AVX-512, and every weight is
+// broadcast to all lanes, so that the weights are never copied as a matrix. In the other (AVX-512) the lanes
+// hold weights as they lie in memory; it takes the few rows that would leave lanes idle. With AMX, bf16 goes
+// through tiles instead (linear_amx.h), however many rows there are.
 //
 // Rows are in 8 bits too where weights are (linear_int8.h).
 //
@@ -16,17 +16,17 @@
 #include "cpu/linear_tile.h"
 #include "cpu/parallel.h"
 #if DFLASH_TILES
-#include "cpu/linear_amx.h"
+#include "cpu/linear_int8_amx.h"
 #endif
 
 DFLASH_NAMESPACE_BEGIN
 
 constexpr int64_t kParallelProducts = int64_t(3) << 19;  // fewer multiply-adds than this stay on one thread
 constexpr int kMaxVecs = kWidth == 16 ? 4 : 2;
-constexpr int64_t kMostFew = 12;  // rows past the last whole vector that are cheaper as they are
+constexpr int64_t kMostFew = 12;  // up to this many leftover rows skip the lanes
 
-// How rows are multiplied: the first in vectors of lanes, those past the last whole vector as they are if
-// they are few and the kernel of `few` exists.
+// How rows are multiplied: those of whole vectors in lanes, and the leftover ones, if they are few and a
+// kernel takes them, as they lie in memory.
 struct Split {
   int64_t count, in_lanes, few, lanes;
 
@@ -37,19 +37,19 @@ struct Split {
   }
 };
 
-struct Nothing {
-  Nothing() {}
+struct NoTiles {
+  NoTiles() {}
 };
 #if DFLASH_TILES
 constexpr bool kHasTiles = true;
-using Tiles = TileRegisters;
+using TileState = TileRegisters;
 template <int NV>
-constexpr int kTilesFeatures = kBlockFeatures<NV>;
+constexpr int kFeaturesOnTiles = kBlockFeatures<NV>;
 #else
 constexpr bool kHasTiles = false;
-using Tiles = Nothing;
+using TileState = NoTiles;
 template <int NV>
-constexpr int kTilesFeatures = kTile;
+constexpr int kFeaturesOnTiles = kTile;
 #endif
 
 // Rows of x as the kernels of weights of their dtype read them.
@@ -57,24 +57,25 @@ template <typename T>
 class Rows : public Split {
  public:
   using Weight = T;
+  static constexpr bool kIsInt8 = false;
   static constexpr bool kOnTiles = kHasTiles && sizeof(T) == 2;
   static constexpr bool kTakesFew = kWidth == 16 && !kOnTiles;
-  using Holder = std::conditional_t<kOnTiles, Tiles, Nothing>;  // what a thread holds while it computes
+  using ThreadState = std::conditional_t<kOnTiles, TileState, NoTiles>;
   template <int NV>
-  static constexpr int kFeatures = kOnTiles ? kTilesFeatures<NV> : kTile;  // of a task
+  static constexpr int kFeaturesPerTask = kOnTiles ? kFeaturesOnTiles<NV> : kTile;
 
   Rows(const T* x, int64_t rows, int64_t in)
       : Split(rows, kTakesFew), in_(in), words_(words_of<T>(in)), stride_(words_ + 32) {
     static thread_local Buffer<Word<T>> buffer;
     packed_ = buffer.reserve(words_ * lanes + stride_ * (few + kFewRows));
-    apart_ = packed_ + words_ * lanes;
+    few_rows_ = packed_ + words_ * lanes;
     if (in_lanes > 0) pack_rows(x, in_lanes, in, lanes, packed_);
     // Rows lie two lines past a power of two apart, so that they do not share cache sets.
     if (few > 0)
-      copy_rows(x + in_lanes * in, few, (few + kFewRows - 1) / kFewRows * kFewRows, in, stride_, apart_);
+      copy_rows(x + in_lanes * in, few, (few + kFewRows - 1) / kFewRows * kFewRows, in, stride_, few_rows_);
   }
 
-  // sums [kFeatures<NV>, lanes] of `live` features
+  // sums [kFeaturesPerTask<NV>, lanes] of `live` features
   template <int NV>
   void multiply_lanes(const T* weight, int64_t live, float* sums) const {
 #if DFLASH_TILES
@@ -86,16 +87,16 @@ class Rows : public Split {
   }
 
 #if defined(__AVX512F__)
-  // sums [n, kTile] of rows `row` and on of the few
+  // sums [n, kTile] of the few rows from `row`
   template <int ROWS>
-  void multiply_apart(int64_t row, int64_t, const T* weight, int64_t live, float* sums) const {
-    multiply_few<T, ROWS>(apart_ + row * stride_, stride_, in_, weight, live, sums);
+  void multiply_few_rows(int64_t row, int64_t, const T* weight, int64_t live, float* sums) const {
+    multiply_few<T, ROWS>(few_rows_ + row * stride_, stride_, in_, weight, live, sums);
   }
 #endif
 
  private:
   int64_t in_, words_, stride_;
-  Word<T>*packed_, *apart_;  // [words, lanes], [few, stride]
+  Word<T>*packed_, *few_rows_;  // [words, lanes], [few, stride]
 };
 
 // Rows of x as the kernels of int8 weights read them.
@@ -103,10 +104,11 @@ template <typename T>
 class Int8Rows : public Split {
  public:
   using Weight = int8_t;
+  static constexpr bool kIsInt8 = true;
   static constexpr bool kTakesFew = kWidth == 16 && !kHasTiles;
-  using Holder = Tiles;
+  using ThreadState = TileState;
   template <int NV>
-  static constexpr int kFeatures = kTilesFeatures<NV>;
+  static constexpr int kFeaturesPerTask = kFeaturesOnTiles<NV>;
 
   Int8Rows(const T* x, int64_t rows, int64_t in)
       : Split(rows, kTakesFew), in_(in), rows_(x, rows, in_lanes, lanes, in, reserve(rows, lanes, in)) {}
@@ -122,7 +124,7 @@ class Int8Rows : public Split {
 
 #if defined(__AVX512F__) && !DFLASH_TILES
   template <int ROWS>
-  void multiply_apart(int64_t row, int64_t n, const int8_t* weight, int64_t live, float* sums) const {
+  void multiply_few_rows(int64_t row, int64_t n, const int8_t* weight, int64_t live, float* sums) const {
     multiply_few_int8<ROWS>(rows_, in_lanes + row, n, in_, weight, live, sums);
   }
 #endif
@@ -130,7 +132,7 @@ class Int8Rows : public Split {
  private:
   static uint32_t* reserve(int64_t rows, int64_t lanes, int64_t in) {
     static thread_local Buffer<uint32_t> buffer;
-    return buffer.reserve(QuantizedRows::words(rows, lanes, in));
+    return buffer.reserve(QuantizedRows::size(rows, lanes, in));
   }
 
   int64_t in_;
@@ -142,20 +144,26 @@ static inline int64_t products_of(int64_t rows, int64_t in) {
   return in * least(rows < 4 ? 4 : rows, int64_t(kMaxVecs * kWidth));
 }
 
-// Calls fn(part, first, live) for every tile of `size` features of every part; each feature costs `products`
-// multiply-adds. Threads make a Holder for the time that they compute.
-template <typename Holder, typename Fn>
+// Features of a part; none where its weight is not of the kind that R is for.
+template <typename R>
+static inline int64_t features_of(const LinearPart& part) {
+  return bool(part.weight.scales) == R::kIsInt8 ? part.out_features : 0;
+}
+
+// Calls fn(part, first, live) for every tile of `size` features of the parts that R is for; each feature
+// costs `products` multiply-adds. Threads make an R::ThreadState for the time that they compute.
+template <typename R, typename Fn>
 static inline void over_tiles(const LinearPart* parts, int num_parts, int64_t size, int64_t products,
                               int threads, const Fn& fn) {
   int64_t tiles = 0, features = 0;
   for (int i = 0; i < num_parts; ++i) {
-    tiles += (parts[i].out_features + size - 1) / size;
-    features += parts[i].out_features;
+    tiles += (features_of<R>(parts[i]) + size - 1) / size;
+    features += features_of<R>(parts[i]);
   }
   const auto task = [&](int64_t tile) {
     const LinearPart* part = parts;
     for (;; ++part) {
-      const int64_t own = (part->out_features + size - 1) / size;
+      const int64_t own = (features_of<R>(*part) + size - 1) / size;
       if (tile < own) break;
       tile -= own;
     }
@@ -163,16 +171,16 @@ static inline void over_tiles(const LinearPart* parts, int num_parts, int64_t si
   };
   const int64_t work = features * products >= kParallelProducts ? kParallelElements : 0;
   parallel_ranges(tiles, work, threads, [&](int64_t begin, int64_t end) {
-    const Holder holder;
+    const typename R::ThreadState state;
     for (int64_t tile = begin; tile < end; ++tile) task(tile);
   });
 }
 
-// One tile of a part: features `first` and on, `live` of them, for all rows.
+// One tile of a part: `live` features from `first`, for all rows.
 template <typename T, int NV, typename R>
 static void one_tile(const R& rows, int64_t first_row, const LinearPart& part, int64_t in, int64_t first,
                      int64_t live) {
-  // skip the rows that the part does not compute
+  // 1. Skip the rows that the part does not compute
   const int64_t skip = part.first_row > first_row ? part.first_row - first_row : 0;
   if (skip >= rows.count) return;
   const auto* weight = static_cast<const typename R::Weight*>(part.weight.values) + first * in;
@@ -186,9 +194,10 @@ static void one_tile(const R& rows, int64_t first_row, const LinearPart& part, i
     at += (first_row + row - part.first_row) * part.out_stride + first;
     part.wide ? store_to(static_cast<float*>(part.out) + at) : store_to(static_cast<T*>(part.out) + at);
   };
+  // 2. Rows in lanes
   if constexpr (NV > 0)
     if (skip < rows.in_lanes) {
-      alignas(64) float sums[R::template kFeatures<NV> * NV * kWidth];
+      alignas(64) float sums[R::template kFeaturesPerTask<NV> * NV * kWidth];
       rows.template multiply_lanes<NV>(weight, live, sums);
       for (int64_t at = 0; at < live; at += kTile) {
         const Finish finish = finish_at(at);
@@ -198,15 +207,16 @@ static void one_tile(const R& rows, int64_t first_row, const LinearPart& part, i
         });
       }
     }
+  // 3. Rows as they lie in memory
   if constexpr (R::kTakesFew)
     for (int64_t row = 0; row < rows.few; row += kFewRows) {
       const int64_t n = least(kFewRows, rows.few - row);
       alignas(64) float sums[(kFewRows + 1) * kTile];
-      const auto multiply = n == 1   ? &R::template multiply_apart<1>
-                            : n == 2 ? &R::template multiply_apart<2>
-                            : n <= 4 ? &R::template multiply_apart<4>
-                            : n <= 6 ? &R::template multiply_apart<6>
-                                     : &R::template multiply_apart<8>;
+      const auto multiply = n == 1   ? &R::template multiply_few_rows<1>
+                            : n == 2 ? &R::template multiply_few_rows<2>
+                            : n <= 4 ? &R::template multiply_few_rows<4>
+                            : n <= 6 ? &R::template multiply_few_rows<6>
+                                     : &R::template multiply_few_rows<8>;
       (rows.*multiply)(row, n, weight, live, sums);
       const Finish finish = finish_at(0);
       for (int64_t r = 0; r < n; ++r)
@@ -219,15 +229,19 @@ static void one_tile(const R& rows, int64_t first_row, const LinearPart& part, i
 template <typename T, int NV, typename R>
 static void run_tiles(const R& rows, int64_t first_row, const LinearPart* parts, int num_parts, int64_t in,
                       int threads) {
-  over_tiles<typename R::Holder>(parts, num_parts, R::template kFeatures<NV>, products_of(rows.count, in),
-                                 threads, [&](const LinearPart& part, int64_t first, int64_t live) {
-                                   one_tile<T, NV>(rows, first_row, part, in, first, live);
-                                 });
+  over_tiles<R>(parts, num_parts, R::template kFeaturesPerTask<NV>, products_of(rows.count, in), threads,
+                [&](const LinearPart& part, int64_t first, int64_t live) {
+                  one_tile<T, NV>(rows, first_row, part, in, first, live);
+                });
 }
 
+// The products of the parts that R is for; the rows are packed once for all of them.
 template <typename T, typename R>
 static void linear_all(const T* x, int64_t count, int64_t in, const LinearPart* parts, int num_parts,
                        int threads) {
+  int64_t features = 0;
+  for (int i = 0; i < num_parts; ++i) features += features_of<R>(parts[i]);
+  if (features == 0) return;
   for (int64_t first = 0, n; first < count; first += n) {
     n = least(kMaxVecs * kWidth, count - first);
     const R rows(x + first * in, n, in);
@@ -241,16 +255,11 @@ static void linear_all(const T* x, int64_t count, int64_t in, const LinearPart* 
   }
 }
 
-// Neighbours with weights of one kind share a product.
 template <typename T>
 static void linear_of(const T* x, int64_t rows, int64_t in, const LinearPart* parts, int num_parts,
                       int threads) {
-  for (int first = 0, end; first < num_parts; first = end) {
-    const bool is_int8 = parts[first].weight.scales;
-    for (end = first + 1; end < num_parts && bool(parts[end].weight.scales) == is_int8;) ++end;
-    const auto run = is_int8 ? linear_all<T, Int8Rows<T>> : linear_all<T, Rows<T>>;
-    run(x, rows, in, parts + first, end - first, threads);
-  }
+  linear_all<T, Rows<T>>(x, rows, in, parts, num_parts, threads);
+  linear_all<T, Int8Rows<T>>(x, rows, in, parts, num_parts, threads);
 }
 
 DFLASH_NAMESPACE_END

@@ -1,17 +1,14 @@
 // The products of linear.cpp with int8 weights: rows of x in 8 bits too, so that the sums are of integers.
 //
-// Of a row, 256 elements at a time share a step, the 127th part of their largest magnitude, and are rounded
-// to whole steps. The sum of such a group is exact, whatever the instructions and their order; it is
-// multiplied by the step, rounded, and added to those of the groups before it. So the bits of a result are
-// the same with every instruction set, and depend on the row and the weights alone.
+// Of a row, 256 elements at a time share a scale, the 127th part of their largest magnitude, and are rounded
+// to whole multiples of it. The sum of such a group is exact, whatever the instructions and their order; it
+// is multiplied by the scale, rounded, and added to those of the groups before it. So the bits of a result
+// are the same with every instruction set, and depend on the row and the weights alone.
 //
 // What is multiplied at once is a word of four bytes (vpdpbusd, AMX), elsewhere a pair of 16-bit integers.
 // vpdpbusd takes one operand without a sign: weights are shifted by 128, and sums start at what that adds.
 #pragma once
 #include "cpu/linear_tile.h"
-#if DFLASH_TILES
-#include "cpu/linear_amx.h"
-#endif
 
 DFLASH_NAMESPACE_BEGIN
 
@@ -23,6 +20,7 @@ typedef int16_t Quantized;
 constexpr int64_t kInt8Each = sizeof(uint32_t) / sizeof(Quantized);  // elements in a word
 constexpr int64_t kInt8Words = kQuantGroup / kInt8Each;              // of a group
 constexpr int64_t kInt8Stride = kInt8Words + kGroup;                 // as kSegmentStride
+constexpr int64_t kInt8Ahead = 2 * kQuantGroup;  // elements: weights are requested that long before
 typedef Quantized QuantizedVec
     __attribute__((vector_size(sizeof(Quantized) * kWidth), aligned(1), may_alias));
 typedef int8_t ByteVec __attribute__((vector_size(kInt8Each * kWidth), aligned(1), may_alias));
@@ -54,8 +52,8 @@ static inline IVec add_dots(IVec weights, IVec rows, IVec sums) {
 #endif
 }
 
-// Rounds a group of a row, `live` elements, to steps; what is missing is zero. Returns the step: NaN if not
-// all elements are finite, and zero if all are too small to divide by.
+// Rounds a group of a row, `live` elements and zeros, to multiples of its scale. Returns the scale: NaN if
+// not all elements are finite, and zero if all are too small to divide by.
 template <typename T>
 static float quantize_group(const T* from, int64_t live, Quantized* to) {
   alignas(64) T group[kQuantGroup] = {};
@@ -74,8 +72,8 @@ static float quantize_group(const T* from, int64_t live, Quantized* to) {
   const float inverse = is_finite && top > 1e-30f ? 127.0f / top : 0.0f;
   const Vec magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
   for (int64_t k = 0; k < kQuantGroup; k += kWidth) {
-    const Vec steps = is_finite ? load(group + k) * inverse + magic : magic;
-    const IVec whole = (IVec)steps - (IVec)magic;
+    const Vec scaled = is_finite ? load(group + k) * inverse + magic : magic;
+    const IVec whole = (IVec)scaled - (IVec)magic;
     *reinterpret_cast<QuantizedVec*>(to + k) = __builtin_convertvector(whole, QuantizedVec);
   }
   return is_finite ? (inverse > 0 ? top / 127.0f : 0.0f) : __builtin_nanf("");
@@ -87,61 +85,49 @@ static inline int32_t sum_group(const Quantized* group) {
   return sum;
 }
 
-// Rows in 8 bits. Those in lanes are also turned: words [groups * kInt8Words, lanes], steps and starts
+// Rows in 8 bits. Those in lanes are also transposed: words [groups * kInt8Words, lanes], scales and starts
 // [groups, lanes].
 struct QuantizedRows {
-  int64_t groups, stride;       // words from a row to the next
-  uint32_t *apart, *packed;     // [rows, stride], [groups * kInt8Words, lanes]
-  float *steps, *packed_steps;  // [rows, groups], [groups, lanes]
+  int64_t groups, stride;         // words from a row to the next
+  uint32_t *words, *packed;       // [rows, stride], [groups * kInt8Words, lanes]
+  float *scales, *packed_scales;  // [rows, groups], [groups, lanes]
   int32_t *starts, *packed_starts;
 
-  static int64_t words(int64_t rows, int64_t lanes, int64_t in) {
+  static int64_t size(int64_t rows, int64_t lanes, int64_t in) {
     const int64_t groups = (in + kQuantGroup - 1) / kQuantGroup;
     return rows * (groups * kInt8Words + 32) + lanes * groups * kInt8Words + 2 * groups * (rows + lanes);
   }
 
-  // `memory` has room for words()
+  // `memory` has room for size()
   template <typename T>
   QuantizedRows(const T* x, int64_t rows, int64_t in_lanes, int64_t lanes, int64_t in, uint32_t* memory)
       : groups((in + kQuantGroup - 1) / kQuantGroup), stride(groups * kInt8Words + 32) {
     packed = memory;  // whole lines: it is first, where the memory begins with one
-    apart = packed + lanes * groups * kInt8Words;
-    packed_steps = reinterpret_cast<float*>(apart + rows * stride);
-    packed_starts = reinterpret_cast<int32_t*>(packed_steps + groups * lanes);
-    steps = reinterpret_cast<float*>(packed_starts + groups * lanes);
-    starts = reinterpret_cast<int32_t*>(steps + groups * rows);
+    words = packed + lanes * groups * kInt8Words;
+    packed_scales = reinterpret_cast<float*>(words + rows * stride);
+    packed_starts = reinterpret_cast<int32_t*>(packed_scales + groups * lanes);
+    scales = reinterpret_cast<float*>(packed_starts + groups * lanes);
+    starts = reinterpret_cast<int32_t*>(scales + groups * rows);
     for (int64_t r = 0; r < rows; ++r)
       for (int64_t g = 0; g < groups; ++g) {
-        auto* to = reinterpret_cast<Quantized*>(apart + r * stride + g * kInt8Words);
-        steps[r * groups + g] = quantize_group(x + r * in + g * kQuantGroup, in - g * kQuantGroup, to);
+        auto* to = reinterpret_cast<Quantized*>(words + r * stride + g * kInt8Words);
+        scales[r * groups + g] = quantize_group(x + r * in + g * kQuantGroup, in - g * kQuantGroup, to);
         starts[r * groups + g] = kShift ? -kShift * sum_group(to) : 0;
       }
-    if (lanes > 0) turn_rows(in_lanes, lanes);
+    if (lanes > 0) pack(in_lanes, lanes);
   }
 
  private:
-  void turn_rows(int64_t rows, int64_t lanes) {
-    for (int64_t k = 0; k < groups * kInt8Words; k += kWidth)
-      for (int64_t first = 0; first < lanes; first += kWidth) {
-        Vec tile[kWidth];
-#pragma GCC unroll 16
-        for (int i = 0; i < kWidth; ++i)
-          tile[i] = first + i < rows ? (Vec)load_ints(apart + (first + i) * stride + k) : Vec{};
-        turn(tile, reinterpret_cast<float*>(packed) + k * lanes + first, lanes);
-      }
+  void pack(int64_t rows, int64_t lanes) {
+    transpose_rows(rows, groups * kInt8Words, lanes, reinterpret_cast<float*>(packed),
+                   [&](int64_t r, int64_t k) { return (Vec)load_ints(words + r * stride + k); });
     for (int64_t g = 0; g < groups; ++g)
       for (int64_t r = 0; r < lanes; ++r) {
-        packed_steps[g * lanes + r] = r < rows ? steps[r * groups + g] : 0.0f;
+        packed_scales[g * lanes + r] = r < rows ? scales[r * groups + g] : 0.0f;
         packed_starts[g * lanes + r] = r < rows ? starts[r * groups + g] : 0;
       }
   }
 };
-
-// Where weights are that come two groups after element k, in the same rows or those of the next tile.
-static inline const int8_t* int8_ahead(const int8_t* weight, int64_t in, int64_t k, int64_t features) {
-  const int64_t at = k + 2 * kQuantGroup;
-  return weight + (at < in ? at : features * in + at - in);
-}
 
 // Words of a group of a tile's rows, of which `left` elements exist; past the end of the matrix its last row
 // again, whose sums are dropped.
@@ -161,8 +147,9 @@ static inline void copy_group(const int8_t* weight, int64_t in, int64_t live, in
 // `next` comes from memory.
 template <int NV, int TILE>
 __attribute__((noinline)) static void multiply_group(const uint32_t* copied, const uint32_t* packed,
-                                                     int64_t words, const float* steps, const int32_t* starts,
-                                                     float* sums, const int8_t* next, int64_t in) {
+                                                     int64_t words, const float* scales,
+                                                     const int32_t* starts, float* sums, const int8_t* next,
+                                                     int64_t in) {
   IVec acc[TILE][NV];
 #pragma GCC unroll 32
   for (int i = 0; i < TILE; ++i)
@@ -189,7 +176,7 @@ __attribute__((noinline)) static void multiply_group(const uint32_t* copied, con
 #pragma GCC unroll 4
     for (int v = 0; v < NV; ++v) {
       float* at = sums + (i * NV + v) * kWidth;
-      store(at, load(at) + __builtin_convertvector(acc[i][v], Vec) * load(steps + v * kWidth));
+      store(at, load(at) + __builtin_convertvector(acc[i][v], Vec) * load(scales + v * kWidth));
     }
 }
 
@@ -197,7 +184,6 @@ __attribute__((noinline)) static void multiply_group(const uint32_t* copied, con
 template <int NV>
 static void multiply_int8_in_lanes(const QuantizedRows& rows, int64_t in, const int8_t* weight, int64_t live,
                                    float* sums) {
-  constexpr int kAtOnce = NV * kTile <= kAccumulators ? kTile : kAccumulators / NV / 4 * 4;
   constexpr int64_t lanes = NV * kWidth;
   alignas(64) uint32_t copied[kTile * kInt8Stride];
   std::memset(sums, 0, kTile * lanes * sizeof(float));
@@ -205,49 +191,47 @@ static void multiply_int8_in_lanes(const QuantizedRows& rows, int64_t in, const 
     const int64_t k = g * kQuantGroup, left = least(kQuantGroup, in - k);
     const int64_t words = (left + kGroup * kInt8Each - 1) / (kGroup * kInt8Each) * kGroup;
     copy_group(weight + k, in, live, left, copied);
-    const int8_t* next = int8_ahead(weight, in, k, kTile);
-    for (int i = 0; i < kTile; i += kAtOnce)
-      multiply_group<NV, kAtOnce>(copied + i * kInt8Stride, rows.packed + g * kInt8Words * lanes, words,
-                                  rows.packed_steps + g * lanes, rows.packed_starts + g * lanes,
-                                  sums + i * lanes, next + i * in, in);
+    const int8_t* next = weights_ahead(weight, in, k + kInt8Ahead, kTile);
+    for (int i = 0; i < kTile; i += kAtOnce<NV>)
+      multiply_group<NV, kAtOnce<NV>>(copied + i * kInt8Stride, rows.packed + g * kInt8Words * lanes, words,
+                                      rows.packed_scales + g * lanes, rows.packed_starts + g * lanes,
+                                      sums + i * lanes, next + i * in, in);
   }
 }
 
 #if defined(__AVX512F__) && !DFLASH_TILES
-// sums [ROWS, kTile] of rows `first` and on, `count` of them, as multiply_few
+// sums [4] += scale * (the four chains + start)
+static inline void add_group(IVec chains, __m128i start, __m128 scale, float* sums) {
+  const __m512i all = (__m512i)chains;
+  const __m128i low = _mm_add_epi32(_mm512_extracti32x4_epi32(all, 0), _mm512_extracti32x4_epi32(all, 1)),
+                high = _mm_add_epi32(_mm512_extracti32x4_epi32(all, 2), _mm512_extracti32x4_epi32(all, 3));
+  const __m128i total = _mm_add_epi32(_mm_add_epi32(low, high), start);
+  _mm_storeu_ps(sums, _mm_add_ps(_mm_loadu_ps(sums), _mm_mul_ps(_mm_cvtepi32_ps(total), scale)));
+}
+
+// sums [ROWS, kTile] of `count` rows from `first`, as multiply_few
 template <int ROWS>
 static void multiply_few_int8(const QuantizedRows& rows, int64_t first, int64_t count, int64_t in,
                               const int8_t* weight, int64_t live, float* sums) {
-  constexpr int kFours = kTile / 4;
   constexpr int64_t kElements = kGroup * kInt8Each;
   int64_t row[ROWS];
   for (int r = 0; r < ROWS; ++r) row[r] = first + least(r, count - 1);
   IVec acc[ROWS][kFours];
   std::memset(sums, 0, ROWS * kTile * sizeof(float));
+  // 1. 16 words of all features, with all rows
   const auto block = [&](int64_t k, const auto& load) {
-    const int8_t* next = int8_ahead(weight, in, k, kTile);
-    Vec turned[kFours][4];
-#pragma GCC unroll 4
-    for (int f = 0; f < kFours; ++f) {
-      Vec four[4];
-#pragma GCC unroll 4
-      for (int i = 4 * f; i < 4 * f + 4; ++i) {
-        four[i % 4] = (Vec)load(weight + k + least(i, live - 1) * in);
-        __builtin_prefetch(next + i * in);
-      }
-      turn_quarters(four, turned[f]);
-    }
+    Vec weights[kFours][4], each[4];
+    load_quarters(weight + k, in, live, weights_ahead(weight, in, k + kInt8Ahead, kTile), load, weights);
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; ++r) {
-      const __m512 words = (__m512)load_ints(rows.apart + row[r] * rows.stride + k / kInt8Each);
-      const IVec each[4] = {(IVec)_mm512_permute_ps(words, 0x00), (IVec)_mm512_permute_ps(words, 0x55),
-                            (IVec)_mm512_permute_ps(words, 0xaa), (IVec)_mm512_permute_ps(words, 0xff)};
+      spread_quarters((Vec)load_ints(rows.words + row[r] * rows.stride + k / kInt8Each), each);
 #pragma GCC unroll 4
       for (int c = 0; c < 4; ++c)
 #pragma GCC unroll 4
-        for (int f = 0; f < kFours; ++f) acc[r][f] = add_dots((IVec)turned[f][c], each[c], acc[r][f]);
+        for (int f = 0; f < kFours; ++f) acc[r][f] = add_dots((IVec)weights[f][c], (IVec)each[c], acc[r][f]);
     }
   };
+  // 2. Groups, each summed from zero
   for (int64_t g = 0; g < rows.groups; ++g) {
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; ++r)
@@ -256,98 +240,21 @@ static void multiply_few_int8(const QuantizedRows& rows, int64_t first, int64_t 
     int64_t k = g * kQuantGroup;
     const int64_t end = least(in, k + kQuantGroup);
     for (; k + kElements <= end; k += kElements)
-      block(k, [](const int8_t* from) { return load_weights(from); });
+      block(k, [](const int8_t* from) { return (Vec)load_weights(from); });
     if (k < end)
       block(k, [&](const int8_t* from) {
         int8_t some[kElements] = {};
         std::memcpy(some, from, end - k);
-        return load_weights(some);
+        return (Vec)load_weights(some);
       });
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; ++r) {
-      const __m128 step = _mm_set1_ps(rows.steps[row[r] * rows.groups + g]);
+      const __m128 scale = _mm_set1_ps(rows.scales[row[r] * rows.groups + g]);
       const __m128i start = _mm_set1_epi32(rows.starts[row[r] * rows.groups + g]);
 #pragma GCC unroll 4
-      for (int f = 0; f < kFours; ++f) {
-        const __m512i quarters = (__m512i)acc[r][f];
-        const __m128i low = _mm_add_epi32(_mm512_extracti32x4_epi32(quarters, 0),
-                                          _mm512_extracti32x4_epi32(quarters, 1)),
-                      high = _mm_add_epi32(_mm512_extracti32x4_epi32(quarters, 2),
-                                           _mm512_extracti32x4_epi32(quarters, 3));
-        const __m128i total = _mm_add_epi32(_mm_add_epi32(low, high), start);
-        float* at = sums + r * kTile + 4 * f;
-        _mm_storeu_ps(at, _mm_add_ps(_mm_loadu_ps(at), _mm_mul_ps(_mm_cvtepi32_ps(total), step)));
-      }
+      for (int f = 0; f < kFours; ++f) add_group(acc[r][f], start, scale, sums + r * kTile + 4 * f);
     }
   }
-}
-#endif
-
-#if DFLASH_TILES
-// Copies up to 16 features x 64 of k into a whole tile, as copy_weights.
-static inline void copy_bytes(const int8_t* from, int64_t in, int64_t features, int64_t depth, int8_t* to) {
-  const __mmask64 mask = depth < kTileBytes ? (__mmask64(1) << depth) - 1 : ~__mmask64(0);
-  for (int64_t i = 0; i < kTileRows; ++i)
-    _mm512_store_si512(to + i * kTileBytes,
-                       i < features ? _mm512_maskz_loadu_epi8(mask, from + i * in) : _mm512_setzero_si512());
-}
-
-// sums [TILE, NV vectors of rows] of `live` features
-template <int NV, int TILE>
-static void multiply_int8_block(const QuantizedRows& rows, int64_t in, const int8_t* weight, int64_t live,
-                                float* sums) {
-  using B = Block<NV, TILE>;
-  constexpr int64_t lanes = NV * kWidth;
-  alignas(64) int8_t copied[kTileRows * kTileBytes];
-  alignas(64) int32_t whole[TILE * lanes];
-  std::memset(sums, 0, TILE * lanes * sizeof(float));
-  for (int64_t g = 0; g < rows.groups; ++g) {
-    unroll<B::kFeatureTiles * NV>([](auto i) { tile_zero<i>(); });
-    for (int64_t k = g * kQuantGroup; k < least(in, (g + 1) * kQuantGroup); k += kTileBytes) {
-      const int8_t* next = int8_ahead(weight, in, k, TILE);
-#pragma GCC unroll 16
-      for (int64_t i = 0; i < TILE; ++i) __builtin_prefetch(next + i * in);
-      const uint32_t* words = rows.packed + k / kInt8Each * lanes;
-      const int64_t depth = least(kTileBytes, in - k);
-      unroll<B::kFeatureTiles>([&](auto tile) {
-        constexpr int f = tile;
-        const int8_t* from = weight + f * kTileRows * in + k;
-        const int64_t features = live - f * kTileRows;
-        if (depth == kTileBytes && features >= kTileRows) {
-          tile_stream<B::weights(f)>(from, in);
-        } else {
-          copy_bytes(from, in, features, depth, copied);
-          tile_load<B::weights(f)>(copied, kTileBytes);
-        }
-        unroll<NV>([&](auto v) {
-          if constexpr (f == 0) tile_load<B::rows(v)>(words + v * kWidth, lanes * int64_t(sizeof(uint32_t)));
-          tile_multiply_int8<B::sums(f, v), B::weights(f), B::rows(v)>();
-        });
-      });
-    }
-    unroll<B::kFeatureTiles>([&](auto tile) {
-      constexpr int f = tile;
-      unroll<NV>([&](auto v) {
-        tile_store<B::sums(f, v)>(whole + f * kTileRows * lanes + v * kWidth,
-                                  lanes * int64_t(sizeof(int32_t)));
-      });
-    });
-    for (int64_t i = 0; i < TILE; ++i)
-      for (int64_t at = i * lanes, v = 0; v < NV; ++v, at += kWidth)
-        store(sums + at, load(sums + at) + __builtin_convertvector(load_ints(whole + at), Vec) *
-                                               load(rows.packed_steps + g * lanes + v * kWidth));
-  }
-}
-
-template <int NV>
-static void multiply_int8_on_tiles(const QuantizedRows& rows, int64_t in, const int8_t* weight, int64_t live,
-                                   float* sums) {
-  if (NV == 1 && live > 32)
-    multiply_int8_block<NV, kBlockFeatures<NV>>(rows, in, weight, live, sums);
-  else if (NV <= 2 && live > 16)
-    multiply_int8_block<NV, least(32, kBlockFeatures<NV>)>(rows, in, weight, live, sums);
-  else
-    multiply_int8_block<NV, 16>(rows, in, weight, live, sums);
 }
 #endif
 

@@ -4,8 +4,8 @@
 // bf16 is widened). Sums have the same order in all kernels. Of a segment of kSegment words, word k belongs
 // to chain k / 4 % 4; a chain is summed from zero, one word after another, and then added to the total, so
 // that long sums stay precise. A vector of 16 words of a weight row has four words of each chain in its four
-// quarters, which is how few rows are multiplied; many rows take one chain after another. Words that are
-// missing to a group of 16 are zero.
+// quarters, which is how few rows are multiplied; many rows take one chain after another. Groups of 16 are
+// padded with zero words.
 #pragma once
 #include <type_traits>
 
@@ -27,7 +27,10 @@ constexpr int kChains = 4;                             // of a segment; a group 
 constexpr int64_t kSegmentStride = kSegment + kGroup;  // rows of a copied tile do not share cache sets
 constexpr int kTile = 8;  // features; lines that are requested for more get lost where rows share cache sets
 constexpr int kAccumulators = kWidth == 16 ? 16 : 8;  // vectors
-constexpr int kFewRows = 8;                           // at once, of those that are not in lanes
+// Features that NV vectors of rows are multiplied with at once.
+template <int NV>
+constexpr int kAtOnce = NV * kTile <= kAccumulators ? kTile : kAccumulators / NV / 4 * 4;
+constexpr int kFewRows = 8;  // at once, of those that are not in lanes
 
 // The word that T is multiplied as: a float, or a pair of bf16 where vdpbf16ps or AMX multiplies one.
 #if defined(__AVX512BF16__) || DFLASH_TILES
@@ -73,13 +76,13 @@ static inline Vec load_some(const T* from, int64_t live) {
 }
 
 #if defined(__AVX512F__)
-// 16 x 16 words: out[j * out_step + i] = in[i * in_step + j]
-static inline void transpose16(const __m512i (&in)[16], uint32_t* out, int64_t out_step) {
+// 16 x 16 words: out[j * out_step + i] = in[i] word j
+static inline void transpose16(const Vec (&in)[16], uint32_t* out, int64_t out_step) {
   __m512i a[16], b[16];
 #pragma GCC unroll 8
   for (int i = 0; i < 8; ++i) {
-    a[2 * i] = _mm512_unpacklo_epi32(in[2 * i], in[2 * i + 1]);
-    a[2 * i + 1] = _mm512_unpackhi_epi32(in[2 * i], in[2 * i + 1]);
+    a[2 * i] = _mm512_unpacklo_epi32((__m512i)in[2 * i], (__m512i)in[2 * i + 1]);
+    a[2 * i + 1] = _mm512_unpackhi_epi32((__m512i)in[2 * i], (__m512i)in[2 * i + 1]);
   }
 #pragma GCC unroll 4
   for (int i = 0; i < 4; ++i) {
@@ -103,31 +106,29 @@ static inline void transpose16(const __m512i (&in)[16], uint32_t* out, int64_t o
 #endif
 
 // out[j * out_step + i] = in[i] word j
-static inline void turn(const Vec (&in)[kWidth], float* out, int64_t out_step) {
+static inline void transpose(const Vec (&in)[kWidth], float* out, int64_t out_step) {
 #if defined(__AVX512F__)
-  transpose16(reinterpret_cast<const __m512i(&)[16]>(in), reinterpret_cast<uint32_t*>(out), out_step);
+  transpose16(in, reinterpret_cast<uint32_t*>(out), out_step);
 #else
   for (int i = 0; i < kWidth; ++i)
     for (int j = 0; j < kWidth; ++j) out[j * out_step + i] = in[i][j];
 #endif
 }
 
-// packed [words_of(in), lanes] = x^T of rows that are `in` apart, lanes past the last row zero
-template <typename T>
-static void pack_rows(const T* x, int64_t rows, int64_t in, int64_t lanes, Word<T>* packed) {
-  for (int64_t k = 0; k < words_of<T>(in); k += kWidth)
+// packed [words, lanes] = [rows, words]^T, lanes past the last row zero; load(row, word) gives kWidth words
+template <typename Load>
+static inline void transpose_rows(int64_t rows, int64_t words, int64_t lanes, float* packed,
+                                  const Load& load) {
+  for (int64_t k = 0; k < words; k += kWidth)
     for (int64_t first = 0; first < lanes; first += kWidth) {
       Vec tile[kWidth];
 #pragma GCC unroll 16
-      for (int i = 0; i < kWidth; ++i) {
-        const int64_t element = k * kEach<T>;
-        tile[i] = first + i < rows ? load_some<T>(x + (first + i) * in + element, in - element) : Vec{};
-      }
-      turn(tile, reinterpret_cast<float*>(packed) + k * lanes + first, lanes);
+      for (int i = 0; i < kWidth; ++i) tile[i] = first + i < rows ? load(first + i, k) : Vec{};
+      transpose(tile, packed + k * lanes + first, lanes);
     }
 }
 
-// copied [all, stride] = the words of rows that are `in` apart, with zeros up to whole rows, and after `rows`
+// copied [all, stride] = the words of rows that are `in` apart, padded with zeros, as are rows after the last
 template <typename T>
 static void copy_rows(const T* x, int64_t rows, int64_t all, int64_t in, int64_t stride, Word<T>* copied) {
   for (int64_t r = 0; r < all; ++r)
@@ -138,15 +139,22 @@ static void copy_rows(const T* x, int64_t rows, int64_t all, int64_t in, int64_t
     }
 }
 
-// What to request while words `k` and on are multiplied: those `ahead` words later in the same rows, or at
-// the beginning of the next tile's.
+// packed [words_of(in), lanes] = x^T of rows that are `in` apart
 template <typename T>
-static inline const T* words_ahead(const T* weight, int64_t in, int64_t k, int64_t ahead) {
-  const int64_t element = (k + ahead) * kEach<T>;
-  return weight + (element < in ? element : kTile * in + element - in);
+static void pack_rows(const T* x, int64_t rows, int64_t in, int64_t lanes, Word<T>* packed) {
+  transpose_rows(rows, words_of<T>(in), lanes, reinterpret_cast<float*>(packed), [&](int64_t r, int64_t k) {
+    const int64_t element = k * kEach<T>;
+    return load_some<T>(x + r * in + element, in - element);
+  });
 }
 
-// Words `first` and on of a tile's rows; past the end of the matrix its last row again, whose sums are
+// What to request early: the weights from element k of these rows, or past their end of the next tile's.
+template <typename T>
+static inline const T* weights_ahead(const T* weight, int64_t in, int64_t k, int64_t features) {
+  return weight + (k < in ? k : features * in + k - in);
+}
+
+// The words of a tile's rows from `first`; past the end of the matrix its last row again, whose sums are
 // dropped.
 template <typename T>
 static inline void copy_segment(const T* weight, int64_t in, int64_t live, int64_t first, int64_t words,
@@ -176,6 +184,7 @@ __attribute__((noinline)) static void multiply_segment(const Word<T>* copied, co
                                                        int64_t in) {
   constexpr int kRows = (TILE + kChains - 1) / kChains;  // requested during one chain
   for (int chain = 0; chain < kChains; ++chain, next += kRows * in) {
+    // 1. Sum the chain from zero
     Vec acc[TILE][NV];
 #pragma GCC unroll 32
     for (int i = 0; i < TILE; ++i)
@@ -201,6 +210,7 @@ __attribute__((noinline)) static void multiply_segment(const Word<T>* copied, co
       }
       weights += kGroup, rows += kGroup * NV * kWidth, line += kGroup * kEach<T>;
     }
+    // 2. Add it to the total
     const bool add = !first || chain > 0;
 #pragma GCC unroll 32
     for (int i = 0; i < TILE; ++i)
@@ -215,16 +225,15 @@ __attribute__((noinline)) static void multiply_segment(const Word<T>* copied, co
 // sums [kTile, NV vectors of rows] of `live` features
 template <typename T, int NV>
 static void multiply_in_lanes(const Word<T>* packed, int64_t in, const T* weight, int64_t live, float* sums) {
-  constexpr int kAtOnce = NV * kTile <= kAccumulators ? kTile : kAccumulators / NV / 4 * 4;
   alignas(64) Word<T> copied[kTile * kSegmentStride];
   const int64_t words = words_of<T>(in);
   for (int64_t k = 0; k < words; k += kSegment) {
     const int64_t n = least(kSegment, words - k);
     copy_segment<T>(weight, in, live, k, n, copied);
-    const T* next = words_ahead(weight, in, k, 2 * kSegment);
-    for (int i = 0; i < kTile; i += kAtOnce)
-      multiply_segment<T, NV, kAtOnce>(copied + i * kSegmentStride, packed + k * NV * kWidth, n, k == 0,
-                                       sums + i * NV * kWidth, next + i * in, in);
+    const T* next = weights_ahead(weight, in, (k + 2 * kSegment) * kEach<T>, kTile);
+    for (int i = 0; i < kTile; i += kAtOnce<NV>)
+      multiply_segment<T, NV, kAtOnce<NV>>(copied + i * kSegmentStride, packed + k * NV * kWidth, n, k == 0,
+                                           sums + i * NV * kWidth, next + i * in, in);
   }
 }
 
@@ -262,22 +271,22 @@ template <typename Out>
 static inline void store_tile(const float* sums, int64_t lanes, int64_t first, int64_t rows, int64_t live,
                               const Finish& finish, Out* out, int64_t out_stride) {
   for (int64_t lane = first / kWidth * kWidth; lane < rows; lane += kWidth) {
-    alignas(64) float turned[kWidth * 16];
+    alignas(64) float transposed[kWidth * 16];
     for (int part = 0; part < kTile; part += kWidth) {
       Vec tile[kWidth];
 #pragma GCC unroll 16
       for (int i = 0; i < kWidth; ++i)
         tile[i] = part + i < kTile ? load(sums + (part + i) * lanes + lane) : Vec{};
-      turn(tile, turned + part, 16);
+      transpose(tile, transposed + part, 16);
     }
     for (int64_t r = lane < first ? first : lane; r < least(rows, lane + kWidth); ++r)
-      store_features(out + (r - first) * out_stride, turned + (r - lane) * 16, finish, live);
+      store_features(out + (r - first) * out_stride, transposed + (r - lane) * 16, finish, live);
   }
 }
 
 #if defined(__AVX512F__)
 // Four words of four rows into the order that a chain takes them: out[c] quarter q = in[.] word 4q + c.
-static inline void turn_quarters(const Vec (&in)[4], Vec (&out)[4]) {
+static inline void transpose_quarters(const Vec (&in)[4], Vec (&out)[4]) {
   const __m512 a = _mm512_unpacklo_ps((__m512)in[0], (__m512)in[1]),
                b = _mm512_unpackhi_ps((__m512)in[0], (__m512)in[1]),
                c = _mm512_unpacklo_ps((__m512)in[2], (__m512)in[3]),
@@ -288,45 +297,73 @@ static inline void turn_quarters(const Vec (&in)[4], Vec (&out)[4]) {
   out[3] = (Vec)_mm512_unpackhi_pd((__m512d)b, (__m512d)d);
 }
 
+constexpr int kFours = kTile / 4;  // features of a tile
+
+// A group of words of a tile's rows as chains take them; load(row) gives those of a row. Requests the next
+// tile's at `next`.
+template <typename T, typename Load>
+static inline void load_quarters(const T* from, int64_t in, int64_t live, const T* next, const Load& load,
+                                 Vec (&quarters)[kFours][4]) {
+#pragma GCC unroll 4
+  for (int f = 0; f < kFours; ++f) {
+    Vec four[4];
+#pragma GCC unroll 4
+    for (int i = 4 * f; i < 4 * f + 4; ++i) {
+      four[i % 4] = load(from + least(i, live - 1) * in);
+      __builtin_prefetch(next + i * in);
+    }
+    transpose_quarters(four, quarters[f]);
+  }
+}
+
+// each[c] = word c of each quarter, in all of the quarter
+static inline void spread_quarters(Vec words, Vec (&each)[4]) {
+  each[0] = (Vec)_mm512_permute_ps((__m512)words, 0x00);
+  each[1] = (Vec)_mm512_permute_ps((__m512)words, 0x55);
+  each[2] = (Vec)_mm512_permute_ps((__m512)words, 0xaa);
+  each[3] = (Vec)_mm512_permute_ps((__m512)words, 0xff);
+}
+
+// sums [4] (+)= the four chains, one after another
+static inline void add_chains(Vec chains, bool first, float* sums) {
+  const __m512 all = (__m512)chains;
+  __m128 total = _mm512_extractf32x4_ps(all, 0);
+  if (!first) total = _mm_add_ps(_mm_loadu_ps(sums), total);
+  total = _mm_add_ps(total, _mm512_extractf32x4_ps(all, 1));
+  total = _mm_add_ps(total, _mm512_extractf32x4_ps(all, 2));
+  _mm_storeu_ps(sums, _mm_add_ps(total, _mm512_extractf32x4_ps(all, 3)));
+}
+
 // sums [ROWS, kTile] of ROWS rows of words `stride` apart and `live` features: vectors are words of a
 // weight row, as they lie in memory
 template <typename T, int ROWS>
 static void multiply_few(const Word<T>* x, int64_t stride, int64_t in, const T* weight, int64_t live,
                          float* sums) {
-  constexpr int kFours = kTile / 4;
-  constexpr int64_t kElements = kGroup * kEach<T>, kAhead = 256 / sizeof(T) / kEach<T>;
+  constexpr int64_t kElements = kGroup * kEach<T>, kAhead = 256 / sizeof(T);
   Vec acc[ROWS][kFours];
+  // 1. A group of words of all features, with all rows
   const auto group = [&](int64_t k, const auto& load) {
-    const T *at = weight + k * kEach<T>, *next = words_ahead(weight, in, k, kAhead);
-    Vec turned[kFours][4];
-#pragma GCC unroll 4
-    for (int g = 0; g < kFours; ++g) {
-      Vec four[4];
-#pragma GCC unroll 4
-      for (int i = 4 * g; i < 4 * g + 4; ++i) {
-        four[i % 4] = load(at + least(i, live - 1) * in);
-        __builtin_prefetch(next + i * in);
-      }
-      turn_quarters(four, turned[g]);
-    }
+    const int64_t element = k * kEach<T>;
+    Vec weights[kFours][4], each[4];
+    load_quarters(weight + element, in, live, weights_ahead(weight, in, element + kAhead, kTile), load,
+                  weights);
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; ++r) {
-      const __m512 words = _mm512_loadu_ps(x + r * stride + k);
-      const Vec each[4] = {(Vec)_mm512_permute_ps(words, 0x00), (Vec)_mm512_permute_ps(words, 0x55),
-                           (Vec)_mm512_permute_ps(words, 0xaa), (Vec)_mm512_permute_ps(words, 0xff)};
+      spread_quarters((Vec)_mm512_loadu_ps(x + r * stride + k), each);
 #pragma GCC unroll 4
       for (int c = 0; c < 4; ++c)
 #pragma GCC unroll 4
-        for (int g = 0; g < kFours; ++g)
-          acc[r][g] = add_products(turned[g][c], each[c], acc[r][g], Word<T>{});
+        for (int f = 0; f < kFours; ++f)
+          acc[r][f] = add_products(weights[f][c], each[c], acc[r][f], Word<T>{});
     }
   };
+  // 2. Segments, each summed from zero
   const int64_t words = words_of<T>(in), whole = in / kElements * kGroup;
   for (int64_t first = 0; first < words; first += kSegment) {
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 4
-      for (int g = 0; g < kFours; ++g) acc[r][g] = Vec{};
+      for (int f = 0; f < kFours; ++f) acc[r][f] = Vec{};
     int64_t k = first;
     for (; k < least(first + kSegment, whole); k += kGroup)
       group(k, [](const auto* from) { return load_words(from, Word<T>{}); });
@@ -335,15 +372,7 @@ static void multiply_few(const Word<T>* x, int64_t stride, int64_t in, const T* 
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 4
-      for (int g = 0; g < kFours; ++g) {
-        float* at = sums + r * kTile + 4 * g;
-        const __m512 chains = (__m512)acc[r][g];
-        __m128 total = _mm512_extractf32x4_ps(chains, 0);
-        if (first > 0) total = _mm_add_ps(_mm_loadu_ps(at), total);
-        total = _mm_add_ps(total, _mm512_extractf32x4_ps(chains, 1));
-        total = _mm_add_ps(total, _mm512_extractf32x4_ps(chains, 2));
-        _mm_storeu_ps(at, _mm_add_ps(total, _mm512_extractf32x4_ps(chains, 3)));
-      }
+      for (int f = 0; f < kFours; ++f) add_chains(acc[r][f], first == 0, sums + r * kTile + 4 * f);
   }
 }
 #endif

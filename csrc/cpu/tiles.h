@@ -15,6 +15,10 @@ DFLASH_NAMESPACE_BEGIN
 constexpr int kTileRegisters = 8, kTileRows = 16, kTileBytes = 64;  // a row's
 constexpr int kTileWords = kTileBytes / 4;
 
+// Operands that are the same register are an illegal instruction.
+template <int SUMS, int A, int B>
+constexpr bool kAreDistinct = SUMS != A && SUMS != B && A != B;
+
 #if DFLASH_EMULATE_TILES
 
 struct alignas(64) EmulatedTile {
@@ -89,12 +93,14 @@ __attribute__((noinline)) static void add_products(EmulatedTile& sums, const Emu
 
 template <int SUMS, int A, int B>
 static inline void tile_multiply() {
+  static_assert(kAreDistinct<SUMS, A, B>);
   add_products(emulated_tile(SUMS), emulated_tile(A), emulated_tile(B));
 }
 
 // Integers are exact, in any order.
 template <int SUMS, int A, int B>
 static inline void tile_multiply_int8() {
+  static_assert(kAreDistinct<SUMS, A, B>);
   EmulatedTile& sums = emulated_tile(SUMS);
   const EmulatedTile &a = emulated_tile(A), &b = emulated_tile(B);
   for (int m = 0; m < kTileRows; ++m)
@@ -145,12 +151,14 @@ static inline void tile_store(void* to, int64_t stride) {
 
 template <int SUMS, int A, int B>
 static inline void tile_multiply() {
+  static_assert(kAreDistinct<SUMS, A, B>);
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUMS), "i"(A), "i"(B));
 }
 
 // Words of four int8, sums of int32.
 template <int SUMS, int A, int B>
 static inline void tile_multiply_int8() {
+  static_assert(kAreDistinct<SUMS, A, B>);
   asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUMS), "i"(A), "i"(B));
 }
 

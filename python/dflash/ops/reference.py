@@ -840,13 +840,13 @@ def linear(
 ) -> Tensor:
     """``x @ weight.T + bias``; a row of NaN spoils no other row.
 
-    With ``scales`` the weight is int8, and so are the rows (`round_rows`).
+    With ``scales`` the weight is int8, and so are the rows (`round_rows`). This never widens the whole weight at once.
     """
     if scales is None:
         return torch.nn.functional.linear(*separate_rows(x, weight), bias)
     out, step = x.new_empty(*x.shape[:-1], weight.shape[0]), max(1, _WIDENED // max(1, weight.shape[1]))
     integers, group_scales = round_rows(x)
-    for first in range(0, weight.shape[0], step):  # so that the weight is never there as a whole in a wider type
+    for first in range(0, weight.shape[0], step):
         at = slice(first, first + step)
         total = torch.zeros_like(out[..., at], dtype=group_scales.dtype)
         for group in range(group_scales.shape[-1]):  # sums below 2**24, which float32 holds
@@ -875,7 +875,12 @@ def linears(
     """``x @ weight.T + bias`` of each, side by side; with ``squares``, of the norm of a `linear_add_scale`.
 
     Products that are scaled are rounded once, after scale and bias, as in the kernel. This copies the weights.
+
+    Raises:
+        ValueError: both ``squares`` and ``scales`` are given: no kernel has both.
     """
+    if squares is not None and scales is not None:
+        raise ValueError("squares must be None where the weights are in 8 bits, got both squares and scales")
     split = [None] * len(weights) if scales is None else scales.split([weight.shape[0] for weight in weights])
     if squares is None:
         biases = biases or [None] * len(weights)
@@ -883,8 +888,7 @@ def linears(
         return out[0] if len(out) == 1 else torch.cat(out, -1)
     wide = x.to(_compute_dtype(x))
     scale = torch.rsqrt(squares.sum(-1, keepdim=True) / x.shape[-1] + eps)
-    wide_weights = [weight.to(wide.dtype) for weight in weights]
-    out = torch.cat([linear(wide, w, None, False, s) for w, s in zip(wide_weights, split, strict=True)], -1) * scale
+    out = torch.cat([linear(wide, weight.to(wide.dtype)) for weight in weights], -1) * scale
     biases = [bias for bias in biases if bias is not None]
     return (out + torch.cat(biases) if biases else out).to(x.dtype)
 
