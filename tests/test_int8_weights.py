@@ -30,7 +30,7 @@ FAMILIES = {
     "qwen3_next": {"mlp_only_layers": [0, 1, 2, 3]},
 }
 BLOCK = 16
-LONG = 300  # tokens of a prompt that runs in passes of more rows than a kernel of ours takes
+LONG = 300  # tokens of a prompt that bfloat16 runs in passes of more rows than a kernel of ours takes
 
 
 def generator(target, draft=None, **options):

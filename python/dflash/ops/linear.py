@@ -12,7 +12,8 @@ from . import reference, switches
 from .checks import dense, expect, row_stride
 from .registry import Launcher, op
 
-_SKINNY = {torch.float32: 256, torch.bfloat16: 64}  # rows up to which the CPU kernel beats torch's GEMM (measured)
+# Rows up to which a pass through the CPU kernels is faster than torch's (measured by bench_first_token.py).
+_SKINNY = {torch.float32: 512, torch.bfloat16: 64}
 
 
 def skinny(rows: int, dtype: torch.dtype) -> bool:
@@ -27,7 +28,7 @@ def linear(
 ) -> Tensor:  # fmt: skip
     """Compute ``x @ weight.T + bias`` for a few rows, sums in fp32, rounded once.
 
-    A row's bits depend neither on its place nor on how many rows there are: on CPU up to 256 rows in float32 and 64 in
+    A row's bits depend neither on its place nor on how many rows there are: on CPU up to 512 rows in float32 and 64 in
     bfloat16, on CUDA up to 256 rows in bfloat16 and float16 where ``in`` is a multiple of 8. Anything else goes through
     torch.
 
