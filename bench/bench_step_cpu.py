@@ -1,6 +1,6 @@
 """Milliseconds per step at larger widths on CPU, against the time that reading the weights takes, and against peers.
 
-    python bench/bench_step_cpu.py [--hidden 512 768 1024 2048] [--layers 8] [--repeats 5] [--pattern full]
+    python bench/bench_step_cpu.py [--hidden 512 768 1024 2048] [--layers 8] [--repeats 5] [--pattern full] [--int8]
     python bench/bench_step_cpu.py --hidden 4096 --layers 1        # one layer as wide as Qwen3-8B's
     python bench/bench_step_cpu.py --against FOLDER [...]
 
@@ -16,6 +16,7 @@ the steps that it has more. A ratio is the median of those of runs that followed
     reference  the reference package's loop; left out where `.peers/dflash/model.py` is missing (see bench_generate.py)
     compiled   the same step in plain torch over transformers' StaticCache, compiled by torch.compile (step/static.py)
     token      transformers' `generate`, one token per step
+    int8       with --int8: this package with the weights of both models in 8 bits, and ours over that
 
 --without leaves peers out. With --against this release takes turns with another instead, each in a process of its own;
 there the prompt's pass counts, and identical counts equal answers. Prints; asserts nothing.
@@ -44,6 +45,7 @@ from torch import Tensor
 
 import dflash
 from dflash import ops
+from dflash.ops import WeightStorage
 
 PROMPT, PEERS = 16, ("reference", "compiled", "token")
 # By pattern of the target: other targets that it is compared with, and their patterns.
@@ -79,10 +81,11 @@ def prompt() -> Tensor:
     return torch.randint(2, 4000, (1, PROMPT), generator=torch.Generator().manual_seed(0))
 
 
-def ours(pair: Pair, new: int) -> Runner:
-    """Return a runner of this package."""
+def ours(pair: Pair, new: int, weights: WeightStorage = None) -> Runner:
+    """Return a runner of this package; ``weights`` are those of both models."""
     # Every run has the whole prompt's pass. Recurrent targets could not start from the last run's cache as others can.
-    generator = dflash.Generator(pair.target, pair.drafter, max_length=256, reuse_prefix=False)
+    stored = {"weights": weights, "draft_weights": weights}
+    generator = dflash.Generator(pair.target, pair.drafter, max_length=256, reuse_prefix=False, **stored)
 
     def run(ids: Tensor) -> tuple[Tensor, list[int]]:
         out = generator.generate(ids, max_new_tokens=new, temperature=0.0, return_dict_in_generate=True)
@@ -104,6 +107,8 @@ def measure(made: Pair, hidden: int, dtype: str, arguments: argparse.Namespace) 
     runs = {"ours": [ours(made, new) for new in lengths]}
     for name, pattern in others:
         runs[name] = [ours(pair(hidden, arguments.layers, dtype, pattern), new) for new in lengths]
+    if arguments.int8:
+        runs["int8"] = [ours(made, new, "int8") for new in lengths]
     steps = {name: functools.partial(step_ms, *both) for name, both in runs.items()} | peers(made, arguments)
     for step in steps.values():
         step()
@@ -178,6 +183,11 @@ def ratio(times: dict[str, list[float]], name: str, other: str) -> float:
     return statistics.median(a / b for a, b in zip(times[name], times[other], strict=True))
 
 
+def others(arguments: argparse.Namespace) -> list[str]:
+    """Return the names of this package's runners next to the first."""
+    return [*OTHERS[arguments.pattern], *(["int8"] if arguments.int8 else [])]
+
+
 def parse() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -188,6 +198,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     parser.add_argument("--pattern", choices=[*OTHERS], default="full", help="the target's layers")
     parser.add_argument("--without", nargs="+", choices=PEERS, default=[], metavar="PEER")
+    parser.add_argument("--int8", action="store_true", help="also run with weights in 8 bits")
     releases.add_option(parser)
     arguments = parser.parse_args()
     if arguments.new < 2:
@@ -206,9 +217,7 @@ def row(hidden: int, dtype: str, bandwidth: float, arguments: argparse.Namespace
     line += f"{100 * floor / medians['ours']:5.3g} %"
     for name in PEERS:
         line += f" {medians[name]:9.2f} {ratio(times, name, 'ours'):5.2f}x" if name in times else f" {'-':>9} {'-':>6}"
-    return line + "".join(
-        f" {medians[name]:8.2f} {ratio(times, 'ours', name):12.2f}x" for name in OTHERS[arguments.pattern]
-    )
+    return line + "".join(f" {medians[name]:8.2f} {ratio(times, 'ours', name):12.2f}x" for name in others(arguments))
 
 
 def main() -> None:
@@ -226,7 +235,7 @@ def main() -> None:
             print(f"{found.name:<24} {times} {found.identical:>8}/{found.pieces}", flush=True)
         return
     columns = "".join(f" {name:>9} {'ratio':>6}" for name in PEERS)
-    columns += "".join(f" {name:>8} {'ours / ' + name:>13}" for name in OTHERS[arguments.pattern])
+    columns += "".join(f" {name:>8} {'ours / ' + name:>13}" for name in others(arguments))
     print("hidden layers dtype          MB   floor    ours  share" + columns)
     for hidden, dtype in itertools.product(arguments.hidden, arguments.dtypes):
         print(row(hidden, dtype, bandwidth, arguments), flush=True)
