@@ -126,7 +126,7 @@ def test_a_row_has_the_same_bits_wherever_it_stands(mode, dtype, kernels):
     assert torch.equal(attend(7, 16)[:, 0], attend(0, 16)[:, 7])
 
 
-@pytest.mark.parametrize("dims", [(128, 128), (40, 24), (33, 16)])
+@pytest.mark.parametrize("dims", [(128, 128), (40, 24), (33, 16), (320, 16)])
 @pytest.mark.parametrize("heads", [1, 2, 4, 5, 8, 9])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_few_queries_have_the_bits_that_they_have_among_many(heads, dims, dtype):
@@ -135,6 +135,17 @@ def test_few_queries_have_the_bits_that_they_have_among_many(heads, dims, dtype)
     for row in (0, 15, 31):  # one kv head: as many queries as heads
         alone = ops.block_attention(q[:, row : row + 1], k_cache, v_cache, lengths + row, 0.1, True)
         assert torch.equal(alone[:, 0], whole[:, row])
+
+
+@pytest.mark.parametrize("hidden", [NAN, math.inf])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_few_queries_do_not_meet_values_that_are_hidden_from_them(dtype, hidden):
+    q, k_cache, v_cache, lengths = draw((1, 1, 64, 64), [50], 4, dtype)
+    clean = ops.block_attention(q, k_cache, v_cache, lengths, 0.1, True)
+    v_cache[:, :, 52] = hidden
+    out = ops.block_attention(q, k_cache, v_cache, lengths, 0.1, True)
+    assert torch.equal(out[:, :2], clean[:, :2])
+    assert out[:, 2:].isnan().all()
 
 
 @pytest.mark.parametrize("causal", [True, False])

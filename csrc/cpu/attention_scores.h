@@ -1,5 +1,5 @@
 // q k^T of block_attention.cpp. The queries of a group times the keys of a tile are a product like those of
-// linear.cpp, with keys in the place of weights, and go through the same kernels.
+// linear.cpp, with keys in place of weights, and go through the same kernels.
 #pragma once
 #include "cpu/attention_group.h"
 #include "cpu/linear_tile.h"
@@ -16,10 +16,11 @@ static inline void over_lanes(int64_t lane, int64_t lanes, const Fn& fn) {
   if constexpr (NV > 1) over_lanes<NV - 1>(lane, lanes, fn);
 }
 
-// True if a group has too few queries to give each a lane: columns and keys are then in the lanes.
+// True if a group has too few queries to fill the lanes, which then hold columns and keys.
 static inline bool has_few(const Group& g) { return kWidth == 16 && g.live <= kFewRows; }
 
-// A group's queries, packed once for the kernel that multiplies them. Which one it is changes no bit.
+// A group's queries, packed once for the kernel that multiplies them. The choice of kernel does not affect
+// the bits.
 template <typename T>
 class Queries {
  public:
@@ -95,15 +96,20 @@ class Queries {
 
 #if defined(__AVX512F__)
   void score_few(const T* k, int64_t keys, float* scores) const {
-    const auto multiply = live_ == 1   ? multiply_few<T, 1>
-                          : live_ == 2 ? multiply_few<T, 2>
-                          : live_ <= 4 ? multiply_few<T, 4>
-                                       : multiply_few<T, 8>;
+    live_ == 1   ? score_rows<1>(k, keys, scores)
+    : live_ == 2 ? score_rows<2>(k, keys, scores)
+    : live_ <= 4 ? score_rows<4>(k, keys, scores)
+                 : score_rows<kFewRows>(k, keys, scores);
+  }
+
+  // Scores of the first ROWS lanes at most; those of the others are zero.
+  template <int ROWS>
+  void score_rows(const T* k, int64_t keys, float* scores) const {
     std::memset(scores, 0, keys * lanes_ * sizeof(float));
     for (int64_t key = 0; key < keys; key += kTile) {
       const int64_t count = least(kTile, keys - key);
-      alignas(64) float sums[kFewRows * kTile];
-      multiply(packed_, words_, dim_, k + key * dim_, count, sums);
+      alignas(64) float sums[ROWS * kTile];
+      multiply_few<T, ROWS>(packed_, words_, dim_, k + key * dim_, count, sums);
       for (int64_t i = 0; i < count; ++i)
         for (int64_t row = 0; row < live_; ++row) scores[(key + i) * lanes_ + row] = sums[row * kTile + i];
     }

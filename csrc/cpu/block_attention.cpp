@@ -2,12 +2,13 @@
 // k_j)
 //
 // The queries that share a kv head are packed into vector lanes, one query per lane, so one load of K or V
-// serves them all. A lane's result depends neither on its place nor on the other lanes. Where they are few,
-// the lanes hold keys and columns instead, with the same sums (AVX-512).
+// serves them all. A lane's result depends neither on its place nor on the other lanes. Where there are few
+// queries, the lanes hold keys and columns instead, with the same sums (AVX-512): value_tile and value_few
+// leave their products to the compiler to fuse, and the tests hold their bits together.
 //
-// Scores are products of bf16 where rows are (attention_scores.h). Values are multiplied in fp32: weights
-// would have to be rounded, and a pair of bf16 would tie a key to the next one in memory, which in a tree may
-// be on another path.
+// bf16 queries and keys are multiplied without widening where the CPU can (attention_scores.h). Values are
+// multiplied in fp32: weights would have to be rounded, and a pair of bf16 would tie a key to the next one in
+// memory, which in a tree may be on another path.
 //
 // Keys are processed in tiles of 64 slots with an online softmax. Tiles form chunks of 256 slots, and the
 // chunks' (top, sum, o) are combined in ascending order. Tiles and chunks start at multiples of their size in
@@ -175,8 +176,8 @@ struct Worker {
   float* read;     // [kFewRows, v_head_dim]
   float* v_tile;   // [most_keys, v_step]: read by columns, so rows must not share cache sets
   int64_t v_step;
-  const TreeRow** rows;  // [p.rows], a tile's
-  T* tree_keys;          // [p.rows, head_dim], theirs
+  const TreeRow** rows;  // [p.rows], the tree's rows in a tile
+  T* tree_keys;          // [p.rows, head_dim], the keys of those rows
   State chunk, total;
 
   Worker(const BlockAttentionParams& p, const Group& g)
@@ -243,7 +244,7 @@ struct Worker {
     queries.score(tree_keys, others, scores + keys.slots * g.lanes);
   }
 
-  // chunk.out, or `read`, = that * alpha + v^T weights
+  // Rescales chunk.out (or `read`) by alpha and adds v^T weights.
   void add_values(const T* v, const Keys& keys) const {
     if (few && !keys.masked) return add_few(v + keys.first * p.v_head_dim, p.v_head_dim, keys.count);
     copy_values(v, keys);

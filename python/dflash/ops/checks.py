@@ -126,7 +126,7 @@ def expect_one_device(op: str, arguments: Iterable) -> None:
 
 def expect(op: str, name: str, tensor: Tensor, shape: tuple, dtype: torch.dtype, names: str) -> None:
     """Raise unless ``tensor`` has this shape (None: any size) and dtype; ``names`` spells the shape for the message."""
-    if tensor.shape == shape and tensor.dtype is dtype:  # as nearly always: what follows takes a microsecond
+    if tensor.shape == shape and tensor.dtype is dtype:  # the usual case; the checks below take a microsecond
         return
     if tensor.dim() != len(shape):
         raise ValueError(f"{op}: {name} must be [{names}], got {tensor.dim()} dimensions")
