@@ -354,7 +354,8 @@ def test_weights_in_8_bits_are_as_exact_as_in_plain_torch(options, dtype):
     ours, twin = changed(call, torch.clone), changed(call, torch.clone)
     exact = changed(call, widened)
     for a, b, c in zip(ours.run(), twin.run_twin(), exact.run_twin(), strict=True):
-        assert_as_exact_as_torch(a, b, c, factor=3.0)
+        # 0.5 %: elements next to a middle that one of them rounds to the other step
+        assert relative_error(a, c) < 3 * relative_error(b, c) + 0.005
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
