@@ -66,12 +66,15 @@ static inline Vec load(const bf16* p) {
   return reinterpret_cast<Vec&>(wide);
 }
 static inline void store(float* p, Vec x) { *reinterpret_cast<Vec*>(p) = x; }
-static inline void store(bf16* p, Vec x) {
+// The upper half of each is a bf16.
+static inline UVec rounded_bits(Vec x) {
   UVec bits = reinterpret_cast<UVec&>(x);
-  UVec rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  UVec quiet = (bits >> 16) | 0x40u;
+  UVec rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
   UVec is_nan = reinterpret_cast<UVec>((bits & 0x7fffffffu) > 0x7f800000u);
-  *reinterpret_cast<HVec*>(p) = __builtin_convertvector((quiet & is_nan) | (rounded & ~is_nan), HVec);
+  return ((bits | 0x400000u) & is_nan) | (rounded & ~is_nan);
+}
+static inline void store(bf16* p, Vec x) {
+  *reinterpret_cast<HVec*>(p) = __builtin_convertvector(rounded_bits(x) >> 16, HVec);
 }
 
 // Lanes are added pairwise, in an order that does not depend on the data.
