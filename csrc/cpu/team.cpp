@@ -38,8 +38,9 @@ int64_t nanoseconds(clockid_t clock) {
 
 // Limits the number of threads while other programs compete for processors. A helper preempted in the middle
 // of an iteration holds up the team for a time slice, which is longer than most steps of a small model, so
-// one thread fewer is faster. Another thread is tried after a wait, which grows after every failure and
-// shrinks after every success.
+// one thread fewer is faster if it happens again and again. Time lost in that way is forgiven at an eighth of
+// the time that passes: a machine at rest has a few such slices per second, and one is never a reason.
+// Another thread is tried after a wait, which grows after every failure and shrinks after every success.
 class Throttle {
  public:
   int threads(int wanted) {
@@ -52,10 +53,15 @@ class Throttle {
     return wanted < most_ ? wanted : most_;
   }
 
-  // Records that a team of `threads` threads was held up.
-  void held_up(int threads) {
+  // Records that a team of `threads` threads was held up for `lost` nanoseconds.
+  void held_up(int threads, int64_t lost) {
     const int64_t now = nanoseconds(CLOCK_MONOTONIC);
     const std::lock_guard<std::mutex> lock(mutex_);
+    const int64_t forgiven = (now - last_) / kShare;
+    lost_ = (lost_ > forgiven ? lost_ - forgiven : 0) + lost;
+    last_ = now;
+    if (lost_ < kMost) return;
+    lost_ = kMost;  // little more is needed if the next trial comes too early
     if (threads - 1 < most_) most_ = threads - 1;
     again_after(now, wait_ * 4);
   }
@@ -63,6 +69,7 @@ class Throttle {
  private:
   static constexpr int kAll = 1 << 16;
   static constexpr int64_t kShortest = 50000000, kLongest = 1000000000;
+  static constexpr int64_t kMost = 10000000, kShare = 8;
 
   void again_after(int64_t now, int64_t wait) {
     wait_ = wait < kShortest ? kShortest : wait > kLongest ? kLongest : wait;
@@ -72,6 +79,7 @@ class Throttle {
   std::mutex mutex_;
   int most_ = kAll;
   int64_t wait_ = kShortest, next_trial_ = 0;
+  int64_t lost_ = 0, last_ = 0;
 };
 
 Throttle throttle;
@@ -164,7 +172,7 @@ class Team {
     const int64_t busy = nanoseconds(CLOCK_THREAD_CPUTIME_ID) - busy_before;
     const int64_t life = nanoseconds(CLOCK_MONOTONIC) - since_, away = life - busy - asleep;
     if (away >= kSlice && away >= life / 8 && __atomic_fetch_add(&held_up_, 1, __ATOMIC_SEQ_CST) == 0)
-      throttle.held_up(threads_);
+      throttle.held_up(threads_, away);
     __atomic_fetch_add(&gone_, 1, __ATOMIC_SEQ_CST);
     end_.open();
   }
