@@ -9,6 +9,7 @@
 // Rows are in 8 bits too where weights are (linear_int8.h).
 //
 // A task is a tile of weight rows, which comes from memory once for all rows. Tiles are spread over threads.
+// Few rows are packed by every thread for itself, in its own cache; many by the calling thread for all.
 #include "cpu/linear.h"
 
 #include "cpu/buffer.h"
@@ -21,9 +22,11 @@
 
 DFLASH_NAMESPACE_BEGIN
 
-constexpr int64_t kParallelProducts = int64_t(3) << 19;  // fewer multiply-adds than this stay on one thread
+constexpr int64_t kParallelProducts = int64_t(3) << 18;  // fewer multiply-adds than this stay on one thread
 constexpr int kMaxVecs = kWidth == 16 ? 4 : 2;
 constexpr int64_t kMostFew = 12;  // up to this many leftover rows skip the lanes
+constexpr int64_t kOwnRows =
+    256 << 10;  // bytes of rows that every thread packs for itself: they fit the L2 cache
 
 // How rows are multiplied: those of whole vectors in lanes, and the leftover ones, if they are few and a
 // kernel takes them, as they lie in memory.
@@ -36,6 +39,24 @@ struct Split {
     lanes = (in_lanes + kWidth - 1) / kWidth * kWidth;
   }
 };
+
+// Where a thread keeps packed rows, and the number of the product that they are of.
+struct PackedRows {
+  Buffer<uint32_t> buffer;
+  uint64_t product = 0;
+
+  // Returns true if the thread has not packed the rows of this product yet.
+  bool begins(uint64_t number) {
+    const bool is_new = product != number;
+    product = number;
+    return is_new;
+  }
+};
+
+static uint64_t next_product() {
+  static uint64_t last = 0;
+  return __atomic_add_fetch(&last, 1, __ATOMIC_RELAXED);
+}
 
 struct NoTiles {
   NoTiles() {}
@@ -64,11 +85,12 @@ class Rows : public Split {
   template <int NV>
   static constexpr int kFeaturesPerTask = kOnTiles ? kFeaturesOnTiles<NV> : kTile;
 
-  Rows(const T* x, int64_t rows, int64_t in)
+  Rows(const T* x, int64_t rows, int64_t in, uint64_t product)
       : Split(rows, kTakesFew), in_(in), words_(words_of<T>(in)), stride_(words_ + 32) {
-    static thread_local Buffer<Word<T>> buffer;
-    packed_ = buffer.reserve(words_ * lanes + stride_ * (few + kFewRows));
+    static thread_local PackedRows mine;
+    packed_ = reinterpret_cast<Word<T>*>(mine.buffer.reserve(words_ * lanes + stride_ * (few + kFewRows)));
     few_rows_ = packed_ + words_ * lanes;
+    if (!mine.begins(product)) return;
     if (in_lanes > 0) pack_rows(x, in_lanes, in, lanes, packed_);
     // Rows lie two lines past a power of two apart, so that they do not share cache sets.
     if (few > 0)
@@ -110,8 +132,12 @@ class Int8Rows : public Split {
   template <int NV>
   static constexpr int kFeaturesPerTask = kFeaturesOnTiles<NV>;
 
-  Int8Rows(const T* x, int64_t rows, int64_t in)
-      : Split(rows, kTakesFew), in_(in), rows_(x, rows, in_lanes, lanes, in, reserve(rows, lanes, in)) {}
+  Int8Rows(const T* x, int64_t rows, int64_t in, uint64_t product)
+      : Split(rows, kTakesFew), in_(in), rows_(rows, lanes, in) {
+    static thread_local PackedRows mine;
+    rows_.place(mine.buffer.reserve(rows_.size()));
+    if (mine.begins(product)) rows_.pack(x, in_lanes);
+  }
 
   template <int NV>
   void multiply_lanes(const int8_t* weight, int64_t live, float* sums) const {
@@ -130,11 +156,6 @@ class Int8Rows : public Split {
 #endif
 
  private:
-  static uint32_t* reserve(int64_t rows, int64_t lanes, int64_t in) {
-    static thread_local Buffer<uint32_t> buffer;
-    return buffer.reserve(QuantizedRows::size(rows, lanes, in));
-  }
-
   int64_t in_;
   QuantizedRows rows_;
 };
@@ -150,29 +171,30 @@ static inline int64_t features_of(const LinearPart& part) {
   return bool(part.weight.scales) == R::kIsInt8 ? part.out_features : 0;
 }
 
-// Calls fn(part, first, live) for every tile of `size` features of the parts that R is for; each feature
-// costs `products` multiply-adds. Threads make an R::ThreadState for the time that they compute.
-template <typename R, typename Fn>
+// Calls fn(state, part, first, live) for every tile of `size` features of the parts that R is for; each
+// feature costs `products` multiply-adds. Every thread has its own `state`, which make() returns.
+template <typename R, typename Make, typename Fn>
 static inline void over_tiles(const LinearPart* parts, int num_parts, int64_t size, int64_t products,
-                              int threads, const Fn& fn) {
+                              int threads, const Make& make, const Fn& fn) {
   int64_t tiles = 0, features = 0;
   for (int i = 0; i < num_parts; ++i) {
     tiles += (features_of<R>(parts[i]) + size - 1) / size;
     features += features_of<R>(parts[i]);
   }
-  const auto task = [&](int64_t tile) {
+  const auto task = [&](const auto& state, int64_t tile) {
     const LinearPart* part = parts;
     for (;; ++part) {
       const int64_t own = (features_of<R>(*part) + size - 1) / size;
       if (tile < own) break;
       tile -= own;
     }
-    fn(*part, tile * size, least(size, part->out_features - tile * size));
+    fn(state, *part, tile * size, least(size, part->out_features - tile * size));
   };
   const int64_t work = features * products >= kParallelProducts ? kParallelElements : 0;
   parallel_ranges(tiles, work, threads, [&](int64_t begin, int64_t end) {
-    const typename R::ThreadState state;
-    for (int64_t tile = begin; tile < end; ++tile) task(tile);
+    const typename R::ThreadState registers;
+    const auto& state = make();
+    for (int64_t tile = begin; tile < end; ++tile) task(state, tile);
   });
 }
 
@@ -227,15 +249,22 @@ static void one_tile(const R& rows, int64_t first_row, const LinearPart& part, i
 }
 
 template <typename T, int NV, typename R>
-static void run_tiles(const R& rows, int64_t first_row, const LinearPart* parts, int num_parts, int64_t in,
-                      int threads) {
-  over_tiles<R>(parts, num_parts, R::template kFeaturesPerTask<NV>, products_of(rows.count, in), threads,
-                [&](const LinearPart& part, int64_t first, int64_t live) {
-                  one_tile<T, NV>(rows, first_row, part, in, first, live);
-                });
+static void run_tiles(const T* x, int64_t rows, int64_t first_row, const LinearPart* parts, int num_parts,
+                      int64_t in, int threads) {
+  const uint64_t product = next_product();
+  const auto run = [&](const auto& make) {
+    over_tiles<R>(parts, num_parts, R::template kFeaturesPerTask<NV>, products_of(rows, in), threads, make,
+                  [&](const R& packed, const LinearPart& part, int64_t first, int64_t live) {
+                    one_tile<T, NV>(packed, first_row, part, in, first, live);
+                  });
+  };
+  const auto pack = [&] { return R(x, rows, in, product); };
+  if (rows * in * int64_t(sizeof(T)) <= kOwnRows) return run(pack);
+  const R packed = pack();
+  run([&]() -> const R& { return packed; });
 }
 
-// The products of the parts that R is for; the rows are packed once for all of them.
+// The products of the parts that R is for.
 template <typename T, typename R>
 static void linear_all(const T* x, int64_t count, int64_t in, const LinearPart* parts, int num_parts,
                        int threads) {
@@ -244,14 +273,13 @@ static void linear_all(const T* x, int64_t count, int64_t in, const LinearPart* 
   if (features == 0) return;
   for (int64_t first = 0, n; first < count; first += n) {
     n = least(kMaxVecs * kWidth, count - first);
-    const R rows(x + first * in, n, in);
-    const int64_t vecs = rows.lanes / kWidth;
+    const int64_t vecs = Split(n, R::kTakesFew).lanes / kWidth;
     const auto run = vecs == 0   ? run_tiles<T, 0, R>
                      : vecs == 1 ? run_tiles<T, 1, R>
                      : vecs == 2 ? run_tiles<T, 2, R>
                      : vecs == 3 ? run_tiles<T, least(3, kMaxVecs), R>
                                  : run_tiles<T, least(4, kMaxVecs), R>;
-    run(rows, first, parts, num_parts, in, threads);
+    run(x + first * in, n, first, parts, num_parts, in, threads);
   }
 }
 

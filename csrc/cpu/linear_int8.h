@@ -88,43 +88,50 @@ static inline int32_t sum_group(const Quantized* group) {
 // Rows in 8 bits. Those in lanes are also transposed: words [groups * kInt8Words, lanes], scales and starts
 // [groups, lanes].
 struct QuantizedRows {
-  int64_t groups, stride;         // words from a row to the next
-  uint32_t *words, *packed;       // [rows, stride], [groups * kInt8Words, lanes]
-  float *scales, *packed_scales;  // [rows, groups], [groups, lanes]
+  int64_t rows, lanes, in, groups, stride;  // words from a row to the next
+  uint32_t *words, *packed;                 // [rows, stride], [groups * kInt8Words, lanes]
+  float *scales, *packed_scales;            // [rows, groups], [groups, lanes]
   int32_t *starts, *packed_starts;
 
-  static int64_t size(int64_t rows, int64_t lanes, int64_t in) {
-    const int64_t groups = (in + kQuantGroup - 1) / kQuantGroup;
-    return rows * (groups * kInt8Words + 32) + lanes * groups * kInt8Words + 2 * groups * (rows + lanes);
-  }
+  QuantizedRows(int64_t rows, int64_t lanes, int64_t in)
+      : rows(rows),
+        lanes(lanes),
+        in(in),
+        groups((in + kQuantGroup - 1) / kQuantGroup),
+        stride(groups * kInt8Words + 32) {}
 
-  // `memory` has room for size()
-  template <typename T>
-  QuantizedRows(const T* x, int64_t rows, int64_t in_lanes, int64_t lanes, int64_t in, uint32_t* memory)
-      : groups((in + kQuantGroup - 1) / kQuantGroup), stride(groups * kInt8Words + 32) {
+  // The words of memory that it takes.
+  int64_t size() const { return rows * stride + lanes * groups * kInt8Words + 2 * groups * (rows + lanes); }
+
+  void place(uint32_t* memory) {
     packed = memory;  // whole lines: it is first, where the memory begins with one
     words = packed + lanes * groups * kInt8Words;
     packed_scales = reinterpret_cast<float*>(words + rows * stride);
     packed_starts = reinterpret_cast<int32_t*>(packed_scales + groups * lanes);
     scales = reinterpret_cast<float*>(packed_starts + groups * lanes);
     starts = reinterpret_cast<int32_t*>(scales + groups * rows);
+  }
+
+  // Rounds rows of x, and transposes the first `in_lanes` of them.
+  template <typename T>
+  void pack(const T* x, int64_t in_lanes) {
     for (int64_t r = 0; r < rows; ++r)
       for (int64_t g = 0; g < groups; ++g) {
         auto* to = reinterpret_cast<Quantized*>(words + r * stride + g * kInt8Words);
         scales[r * groups + g] = quantize_group(x + r * in + g * kQuantGroup, in - g * kQuantGroup, to);
         starts[r * groups + g] = kShift ? -kShift * sum_group(to) : 0;
       }
-    if (lanes > 0) pack(in_lanes, lanes);
+    if (lanes > 0) transpose(in_lanes);
   }
 
  private:
-  void pack(int64_t rows, int64_t lanes) {
-    transpose_rows(rows, groups * kInt8Words, lanes, reinterpret_cast<float*>(packed),
+  void transpose(int64_t in_lanes) {
+    transpose_rows(in_lanes, groups * kInt8Words, lanes, reinterpret_cast<float*>(packed),
                    [&](int64_t r, int64_t k) { return (Vec)load_ints(words + r * stride + k); });
     for (int64_t g = 0; g < groups; ++g)
       for (int64_t r = 0; r < lanes; ++r) {
-        packed_scales[g * lanes + r] = r < rows ? scales[r * groups + g] : 0.0f;
-        packed_starts[g * lanes + r] = r < rows ? starts[r * groups + g] : 0;
+        packed_scales[g * lanes + r] = r < in_lanes ? scales[r * groups + g] : 0.0f;
+        packed_starts[g * lanes + r] = r < in_lanes ? starts[r * groups + g] : 0;
       }
   }
 };
