@@ -2,6 +2,7 @@
 #include <string>
 
 #include "cpu/table.h"
+#include "direct.h"
 #include "pack.h"
 #include "tensors.h"
 #if DFLASH_WITH_CUDA
@@ -90,8 +91,17 @@ PYBIND11_MODULE(_C, m) {
   const auto fast = [](auto* function) {
     return reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(function));
   };
-  static PyMethodDef methods[] = {{"sound", fast(&sound), METH_FASTCALL, nullptr},
-                                  {"fits", fast(&fits), METH_FASTCALL, nullptr}};
+  static PyMethodDef methods[] = {
+      {"sound", fast(&sound), METH_FASTCALL, nullptr},
+      {"fits", fast(&fits), METH_FASTCALL, nullptr},
+      {"direct_linear", fast(&as_method<direct_linear>), METH_FASTCALL, nullptr},
+      {"direct_linears", fast(&as_method<direct_linears>), METH_FASTCALL, nullptr},
+      {"direct_swiglu", fast(&as_method<direct_swiglu>), METH_FASTCALL, nullptr},
+      {"direct_silu_mul", fast(&as_method<direct_silu_mul>), METH_FASTCALL, nullptr},
+      {"direct_sigmoid_mul", fast(&as_method<direct_sigmoid_mul>), METH_FASTCALL, nullptr},
+      {"direct_append_kv_", fast(&as_method<direct_append_kv>), METH_FASTCALL, nullptr},
+      {"direct_gather_rows_", fast(&as_method<direct_gather_rows>), METH_FASTCALL, nullptr},
+  };
   for (PyMethodDef& method : methods) m.add_object(method.ml_name, PyCFunction_New(&method, nullptr));
   m.def("isa", [] { return cpu_kernels().isa; });
   m.def("isas", &cpu_isas);
@@ -106,6 +116,8 @@ PYBIND11_MODULE(_C, m) {
                              "clamped_silu"_a = int(Gate::kClampedSilu));
   m.attr("MAX_LINEAR_WEIGHTS") = kMaxLinearWeights;
   m.attr("MAX_LINEAR_ROWS") = kMaxLinearRows;
+  m.attr("SKINNY_ROWS") = py::dict("float32"_a = max_skinny_rows(DType::kFloat32),
+                                   "bfloat16"_a = max_skinny_rows(DType::kBFloat16));
   m.attr("QUANT_GROUP") = kQuantGroup;
   m.attr("SQUARES_COLUMNS") = kSquaresColumns;
   m.attr("MAX_TREE_ROWS") = kMaxTreeRows;

@@ -22,6 +22,8 @@ struct DLTensor {
   uint16_t lanes;
   int64_t *shape, *strides;  // [ndim], in elements
   uint64_t byte_offset;
+
+  int64_t element_size() const { return bits * lanes / 8; }
 };
 constexpr int32_t kDLCPU = 1;
 
@@ -50,7 +52,9 @@ class Torch {
     untyped_storage_ = pybind11::getattr(tensor, "untyped_storage").release().ptr();
     storage_offset_ = pybind11::getattr(tensor, "storage_offset").release().ptr();
     is_neg_ = pybind11::getattr(tensor, "is_neg").release().ptr();
+    new_empty_ = pybind11::getattr(tensor, "new_empty").release().ptr();
     const auto c = pybind11::module_::import("torch._C");
+    num_threads_ = pybind11::getattr(c, "get_num_threads").release().ptr();
     num_modes_ = pybind11::getattr(c, "_len_torch_function_stack").release().ptr();
     disable_ = pybind11::getattr(c, "DisableTorchFunction").release().ptr();
     const auto capsule = pybind11::getattr(tensor, "__dlpack_c_exchange_api__", pybind11::none());
@@ -97,7 +101,7 @@ class Torch {
       if (t.shape[i] == 0) return true;
       reach += (t.shape[i] - 1) * t.strides[i];
     }
-    const int64_t size = t.bits / 8 * t.lanes, offset = number(storage_offset_, object);
+    const int64_t size = t.element_size(), offset = number(storage_offset_, object);
     PyObject* storage = PyObject_Vectorcall(untyped_storage_, &object, 1, nullptr);
     const int64_t bytes = storage ? PyObject_Size(storage) : -1;
     Py_XDECREF(storage);
@@ -127,6 +131,35 @@ class Torch {
     return negative != Py_False;
   }
 
+  // True if a kernel may read the object where it lies: it is a plain tensor on the CPU, and its storage
+  // holds all of it.
+  bool read_plain(PyObject* object, DLTensor& t, Span& span) const {
+    return is_exact(object) && read(object, t) && t.device_type == kDLCPU && !is_negative(object) &&
+           span_of(object, t, span);
+  }
+
+  // tensor.new_empty(*shape)
+  pybind11::object new_empty(PyObject* tensor, const int64_t* shape, int ndim) const {
+    pybind11::object sizes[8];
+    PyObject* arguments[1 + 8] = {tensor};
+    for (int i = 0; i < ndim; ++i) {
+      sizes[i] = pybind11::int_(shape[i]);
+      arguments[1 + i] = sizes[i].ptr();
+    }
+    PyObject* made = PyObject_Vectorcall(new_empty_, arguments, 1 + ndim, nullptr);
+    if (!made) throw pybind11::error_already_set();
+    return pybind11::reinterpret_steal<pybind11::object>(made);
+  }
+
+  // torch.get_num_threads()
+  int num_threads() const {
+    PyObject* number = PyObject_CallNoArgs(num_threads_);
+    if (!number) throw pybind11::error_already_set();
+    const int threads = int(PyLong_AsLong(number));
+    Py_DECREF(number);
+    return threads;
+  }
+
  private:
   static int64_t number(PyObject* method, PyObject* object) {
     PyObject* result = PyObject_Vectorcall(method, &object, 1, nullptr);
@@ -136,7 +169,7 @@ class Torch {
   }
 
   PyObject *types_[2] = {}, *untyped_storage_ = nullptr, *storage_offset_ = nullptr, *is_neg_ = nullptr;
-  PyObject *num_modes_ = nullptr, *disable_ = nullptr;
+  PyObject *new_empty_ = nullptr, *num_threads_ = nullptr, *num_modes_ = nullptr, *disable_ = nullptr;
   const DLPackExchange* exchange_ = nullptr;
   struct DType {
     PyObject* object;
@@ -158,12 +191,11 @@ inline bool add_spans(PyObject* argument, bool direct, std::vector<Span>& spans)
     return true;
   }
   DLTensor t;
-  if ((direct && !torch.is_exact(argument)) || !torch.read(argument, t)) return false;
-  if (direct && (t.device_type != kDLCPU || torch.is_negative(argument))) return false;
   Span span;
-  if (!torch.span_of(argument, t, span)) return false;
-  spans.push_back(span);
-  return true;
+  const bool holds = direct ? torch.read_plain(argument, t, span)
+                            : torch.read(argument, t) && torch.span_of(argument, t, span);
+  if (holds) spans.push_back(span);
+  return holds;
 }
 
 // Checks what sound() says below; `spans` is scratch.

@@ -12,8 +12,7 @@ from . import reference, switches
 from .checks import dense, expect, row_stride
 from .registry import Launcher, op
 
-# Rows up to which a pass through the CPU kernels is faster than torch's (measured by bench_first_token.py).
-_SKINNY = {torch.float32: 512, torch.bfloat16: 64}
+_SKINNY = {getattr(torch, dtype): rows for dtype, rows in _C.SKINNY_ROWS.items()}
 
 
 def skinny(rows: int, dtype: torch.dtype) -> bool:

@@ -297,18 +297,21 @@ def _callable(
     """Make the function that users call: on to the CPU kernel if all is there, else through torch's dispatcher.
 
     It is compiled from source so that a call pays for its own arguments only, by their names: looping over arguments
-    takes as long as a small kernel does.
+    takes as long as a small kernel does. Ops that ``_C`` has a ``direct_`` function of (direct.h) go there first.
     """
     name, names = body.__name__, ", ".join(p.name for p in parameters)
     written, read = _tensor_names(parameters, mutates)
+    direct = getattr(_C, f"direct_{name}", None)
+    first = f"            if (result := direct({names})) is not NotImplemented:\n                return result\n"
     source = (
         f"def {name}({names}):\n"
         f"    if is_compiling():\n"
         f"        return dispatch({names})\n"
         f"    try:\n"
-        f"        if type({parameters[0].name}) in direct_types and sound(True, {len(written)}, "
-        f"{', '.join(written + read)}):\n"
-        f"            return body(cpu, {names})\n"
+        f"        if type({parameters[0].name}) in direct_types:\n"
+        f"{first if direct else ''}"
+        f"            if sound(True, {len(written)}, {', '.join(written + read)}):\n"
+        f"                return body(cpu, {names})\n"
         f"        return dispatch({names})\n"
         f"    except (AttributeError, RuntimeError, TypeError):\n"
         f"        explain_failure('{name}', parameters, written, ({names},))\n"
@@ -317,6 +320,7 @@ def _callable(
     scope = {
         "is_compiling": torch.compiler.is_compiling,
         "direct_types": _direct_types,
+        "direct": direct,
         "sound": _C.sound,
         "parameters": parameters,
         "written": written,
