@@ -25,8 +25,7 @@ DFLASH_NAMESPACE_BEGIN
 constexpr int64_t kParallelProducts = int64_t(3) << 18;  // fewer multiply-adds than this stay on one thread
 constexpr int kMaxVecs = kWidth == 16 ? 4 : 2;
 constexpr int64_t kMostFew = 12;  // up to this many leftover rows skip the lanes
-constexpr int64_t kOwnRows =
-    256 << 10;  // bytes of rows that every thread packs for itself: they fit the L2 cache
+constexpr int64_t kOwnRows = 256 << 10;  // bytes of rows that threads pack for themselves: L2 caches hold them
 
 // How rows are multiplied: those of whole vectors in lanes, and the leftover ones, if they are few and a
 // kernel takes them, as they lie in memory.
