@@ -1,4 +1,4 @@
-// Ops on plain tensors, past their Python functions: what those check and allocate takes longer than a small
+// Ops on plain tensors, past their Python functions, whose checks and allocations take longer than a small
 // kernel. direct_<op> takes the op's arguments in the order of its Python signature. It returns
 // NotImplemented for operands that need a closer look, and Python then does what they need or says what is
 // wrong with them.
@@ -6,13 +6,14 @@
 #include <algorithm>
 #include <exception>
 #include <memory>
+#include <string>
 
 #include "cpu/table.h"
 #include "tensors.h"
 
 namespace dflash {
 
-// An argument that is a plain tensor on the CPU (Torch::read_plain), of up to kMaxDims dimensions, or not.
+// An argument, which may be a plain tensor on the CPU (Torch::read_plain) of up to kMaxDims dimensions.
 class Operand {
  public:
   static constexpr int kMaxDims = 8;
@@ -95,7 +96,8 @@ inline void run_kernel(void (*CpuKernels::*kernel)(const Params&), Params& p) {
 template <typename Run>
 inline PyObject* filled(pybind11::object out, const Run& run) {
   DLTensor t;
-  if (!torch.read(out.ptr(), t)) Py_RETURN_NOTIMPLEMENTED;
+  if (!torch.is_exact(out.ptr()) || !torch.read(out.ptr(), t) || t.device_type != kDLCPU)
+    Py_RETURN_NOTIMPLEMENTED;
   run(t.data);
   return out.release().ptr();
 }
@@ -130,7 +132,9 @@ inline bool read_products(const Operand& x, PyObject* const* weights, PyObject* 
   if (!is_int8 && p.rows > max_skinny_rows(p.dtype)) return false;
   // 2. Weights and biases
   const Operand scales(scales_object);
-  if (is_int8 && (!scales || scales.dims() != 1 || !scales.is_float32() || !scales.is_dense())) return false;
+  if (is_int8 &&
+      (!scales || scales.dims() != 1 || scales.size(0) == 0 || !scales.is_float32() || !scales.is_dense()))
+    return false;
   for (Py_ssize_t i = 0; i < count; ++i)
     if (!read_weight(x, weights[i], biases ? biases[i] : Py_None, is_int8 ? scales.data<float>() : nullptr,
                      p))
@@ -145,8 +149,11 @@ inline PyObject* run_products(const Operand& x, LinearParams& p) {
   });
 }
 
+inline bool is_number(PyObject* object) { return PyFloat_Check(object) || PyLong_Check(object); }
+
 // linear(x, weight, bias, prefetch, scales)
 inline PyObject* direct_linear(PyObject* const* arguments) {
+  if (!PyBool_Check(arguments[3])) Py_RETURN_NOTIMPLEMENTED;
   const Torch::ModesOff guard(torch);
   const Operand x(arguments[0]);
   LinearParams p{};
@@ -157,22 +164,28 @@ inline PyObject* direct_linear(PyObject* const* arguments) {
 // linears(x, weights, biases, prefetch, squares, eps, scales)
 inline PyObject* direct_linears(PyObject* const* arguments) {
   const auto is_list = [](PyObject* object) { return PyList_Check(object) || PyTuple_Check(object); };
-  PyObject *weights = arguments[1], *biases = arguments[2];
-  if (!is_list(weights) || !is_list(biases) || arguments[4] != Py_None) Py_RETURN_NOTIMPLEMENTED;
-  const Py_ssize_t count = PySequence_Fast_GET_SIZE(weights), given = PySequence_Fast_GET_SIZE(biases);
+  if (!is_list(arguments[1]) || !is_list(arguments[2]) || !PyBool_Check(arguments[3]) ||
+      arguments[4] != Py_None || !is_number(arguments[5]))
+    Py_RETURN_NOTIMPLEMENTED;
+  // Other threads may empty a list while the kernel runs.
+  const auto weights = pybind11::reinterpret_steal<pybind11::tuple>(PySequence_Tuple(arguments[1]));
+  const auto biases = pybind11::reinterpret_steal<pybind11::tuple>(PySequence_Tuple(arguments[2]));
+  if (!weights || !biases) throw pybind11::error_already_set();
+  const Py_ssize_t count = weights.size(), given = biases.size();
   if (given != 0 && given != count) Py_RETURN_NOTIMPLEMENTED;
   const Torch::ModesOff guard(torch);
   const Operand x(arguments[0]);
   LinearParams p{};
-  if (!read_products(x, PySequence_Fast_ITEMS(weights), given ? PySequence_Fast_ITEMS(biases) : nullptr,
-                     count, arguments[6], p))
+  if (!read_products(x, PySequence_Fast_ITEMS(weights.ptr()),
+                     given ? PySequence_Fast_ITEMS(biases.ptr()) : nullptr, count, arguments[6], p))
     Py_RETURN_NOTIMPLEMENTED;
   return run_products(x, p);
 }
 
 // swiglu(x, gate, up, prefetch, squares, eps, scales)
 inline PyObject* direct_swiglu(PyObject* const* arguments) {
-  if (arguments[4] != Py_None) Py_RETURN_NOTIMPLEMENTED;
+  if (!PyBool_Check(arguments[3]) || arguments[4] != Py_None || !is_number(arguments[5]))
+    Py_RETURN_NOTIMPLEMENTED;
   const Torch::ModesOff guard(torch);
   const Operand x(arguments[0]);
   LinearParams p{};
@@ -199,7 +212,8 @@ inline PyObject* direct_silu_mul(PyObject* const* arguments) {
   if (!gate_up || gate_up.dims() < 2 || gate_up.size(-1) % 2 != 0 || !gate_up.is_dense() ||
       !gate_up.read_dtype(p.dtype))
     Py_RETURN_NOTIMPLEMENTED;
-  p.gate_up = gate_up.data<void>(), p.rows = gate_up.rows(), p.width = gate_up.size(-1) / 2;
+  p.gate_up = gate_up.data<void>(), p.width = gate_up.size(-1) / 2;
+  p.rows = p.width > 0 ? gate_up.rows() : 0;
   return filled(gate_up.resized(p.width), [&](void* out) {
     p.out = out;
     run_kernel(&CpuKernels::silu_mul, p);
@@ -277,13 +291,18 @@ inline PyObject* direct_gather_rows(PyObject* const* arguments) {
   Py_RETURN_NONE;
 }
 
-// A direct_<op> as Python's C functions are: exceptions become Python's.
-template <PyObject* (*DIRECT)(PyObject* const*)>
-inline PyObject* as_method(PyObject*, PyObject* const* arguments, Py_ssize_t) {
+// A direct_<op> of COUNT arguments as Python's C functions are: exceptions become Python's.
+template <PyObject* (*DIRECT)(PyObject* const*), Py_ssize_t COUNT>
+inline PyObject* as_method(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   try {
+    if (count != COUNT)
+      throw pybind11::type_error("takes " + std::to_string(COUNT) + " arguments, got " +
+                                 std::to_string(count));
     return DIRECT(arguments);
   } catch (pybind11::error_already_set& error) {
     error.restore();
+  } catch (const pybind11::builtin_exception& error) {
+    error.set_error();
   } catch (const std::exception& error) {
     PyErr_SetString(PyExc_RuntimeError, error.what());
   }

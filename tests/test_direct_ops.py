@@ -163,10 +163,68 @@ def test_numbers_of_weights_that_no_kernel_takes_are_left_to_the_function_of_the
     assert directly("linears", arguments) is NotImplemented
 
 
+def test_rows_that_torch_multiplies_faster_are_left_to_the_function_of_the_op():
+    for rows, is_left in ((64, False), (65, True)):
+        arguments = operands("linear", torch.bfloat16)
+        arguments[0] = random(rows, WIDTH, dtype=torch.bfloat16)
+        assert (directly("linear", arguments) is NotImplemented) == is_left
+
+
+def test_more_dimensions_than_are_kept_are_left_to_the_function_of_the_op():
+    assert directly("silu_mul", [random(1, 1, 1, 1, 1, 1, 2, 4)]) is not NotImplemented
+    assert directly("silu_mul", [random(1, 1, 1, 1, 1, 1, 1, 2, 4)]) is NotImplemented
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "value"),
+    [
+        ("linears", 5, "1e-6"),
+        ("swiglu", 5, None),
+        ("linear", 3, torch.ones(2)),
+        ("linears", 3, None),
+        ("swiglu", 3, ""),
+    ],
+)
+def test_settings_of_another_kind_are_left_to_the_function_of_the_op(name, place, value):
+    arguments = operands(name, torch.float32)
+    arguments[place] = value
+    assert directly(name, arguments) is NotImplemented
+
+
+def test_no_scales_at_all_are_still_scales():
+    with pytest.raises(TypeError, match=r"weight must be torch\.int8 where scales are given"):
+        ops.linear(torch.ones(2, WIDTH), torch.empty(0, WIDTH), scales=torch.empty(0))
+
+
+def test_the_number_of_arguments_is_that_of_the_op():
+    with pytest.raises(TypeError, match="takes 5 arguments, got 1"):
+        _C.direct_linear(torch.ones(2, 2))
+
+
+def test_weights_live_as_long_as_the_call():
+    weights = [random(OUT, WIDTH)]
+    expected, x = ops.linears(random(ROWS, WIDTH), weights), random(ROWS, WIDTH)
+
+    class Emptying(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, kinds, args=(), kwargs=None):
+            weights.clear()
+            return function(*args, **(kwargs or {}))
+
+    with Emptying():
+        assert torch.equal(directly("linears", [x, weights, [], False, None, 0.0, None]), expected)
+    assert not weights
+
+
 def test_written_tensors_that_share_memory_are_left_to_the_function_of_the_op():
     key, value, positions, k_cache, _ = operands("append_kv_", torch.float32)
     value = random(2, 3, 4, 8)
     assert directly("append_kv_", [key, value, positions, k_cache, k_cache]) is NotImplemented
+    for place in (1, 2):
+        arguments = operands("append_kv_", torch.float32)
+        shared = torch.zeros(10_000, dtype=arguments[place].dtype)
+        arguments[place] = shared[: arguments[place].numel()].view(arguments[place].shape)
+        arguments[4] = shared.view(torch.float32)[: arguments[4].numel()].view(arguments[4].shape)
+        assert directly("append_kv_", arguments) is NotImplemented
     inside = k_cache[:, :, :4]
     assert directly("append_kv_", [inside, value, positions, k_cache, random(2, 3, 9, 8)]) is NotImplemented
     x, path, _ = operands("gather_rows_", torch.float32)

@@ -751,8 +751,12 @@ def test_waiting_for_the_processor_is_not_part_of_a_cost(target, draft, prompts,
 
     monkeypatch.setattr(generator.runner, "launch", launch_late)
     monkeypatch.setattr("dflash.engine.budget._ROUNDS", 1)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)  # several threads would wait for one another
-    generator.generate(prompts[0][None], max_new_tokens=2)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # several threads would wait for one another
+    try:
+        generator.generate(prompts[0][None], max_new_tokens=2)
+    finally:
+        torch.set_num_threads(threads)
     [costs] = generator.engine.costs.values()
     assert 0 < costs[16] < wait
 

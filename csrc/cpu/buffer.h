@@ -15,7 +15,7 @@ class Buffer {
   Buffer& operator=(const Buffer&) = delete;
   ~Buffer() { std::free(data_); }
 
-  // Returns room for `count` elements; what was there is lost.
+  // Returns room for `count` elements; what was there is lost if the memory has to grow.
   T* reserve(int64_t count) {
     if (count > size_) {
       std::free(data_);

@@ -25,7 +25,8 @@ DFLASH_NAMESPACE_BEGIN
 constexpr int64_t kParallelProducts = int64_t(3) << 18;  // fewer multiply-adds than this stay on one thread
 constexpr int kMaxVecs = kWidth == 16 ? 4 : 2;
 constexpr int64_t kMostFew = 12;  // up to this many leftover rows skip the lanes
-constexpr int64_t kOwnRows = 256 << 10;  // bytes of rows that threads pack for themselves: L2 caches hold them
+constexpr int64_t kOwnRows =
+    256 << 10;  // bytes of packed rows that every thread has for itself, in its L2 cache
 
 // How rows are multiplied: those of whole vectors in lanes, and the leftover ones, if they are few and a
 // kernel takes them, as they lie in memory.
@@ -39,7 +40,8 @@ struct Split {
   }
 };
 
-// Where a thread keeps packed rows, and the number of the product that they are of.
+// Where a thread keeps packed rows, and the number of the product that they are of. They are still there when
+// the thread reserves as much again.
 struct PackedRows {
   Buffer<uint32_t> buffer;
   uint64_t product = 0;
@@ -84,16 +86,18 @@ class Rows : public Split {
   template <int NV>
   static constexpr int kFeaturesPerTask = kOnTiles ? kFeaturesOnTiles<NV> : kTile;
 
-  Rows(const T* x, int64_t rows, int64_t in, uint64_t product)
-      : Split(rows, kTakesFew), in_(in), words_(words_of<T>(in)), stride_(words_ + 32) {
+  static int64_t packed_bytes(int64_t rows, int64_t in) {
+    return Rows(rows, in).size() * int64_t(sizeof(Word<T>));
+  }
+
+  Rows(const T* x, int64_t rows, int64_t in, uint64_t product) : Rows(rows, in) {
     static thread_local PackedRows mine;
-    packed_ = reinterpret_cast<Word<T>*>(mine.buffer.reserve(words_ * lanes + stride_ * (few + kFewRows)));
+    packed_ = reinterpret_cast<Word<T>*>(mine.buffer.reserve(size()));
     few_rows_ = packed_ + words_ * lanes;
     if (!mine.begins(product)) return;
     if (in_lanes > 0) pack_rows(x, in_lanes, in, lanes, packed_);
     // Rows lie two lines past a power of two apart, so that they do not share cache sets.
-    if (few > 0)
-      copy_rows(x + in_lanes * in, few, (few + kFewRows - 1) / kFewRows * kFewRows, in, stride_, few_rows_);
+    if (few > 0) copy_rows(x + in_lanes * in, few, padded(few), in, stride_, few_rows_);
   }
 
   // sums [kFeaturesPerTask<NV>, lanes] of `live` features
@@ -116,6 +120,13 @@ class Rows : public Split {
 #endif
 
  private:
+  Rows(int64_t rows, int64_t in)
+      : Split(rows, kTakesFew), in_(in), words_(words_of<T>(in)), stride_(words_ + 32) {}
+
+  // Few rows are multiplied 8 at once, and what is left as 1, 2, 4, 6 or 8.
+  static int64_t padded(int64_t few) { return few % kFewRows == 1 ? few : (few + 1) / 2 * 2; }
+  int64_t size() const { return words_ * lanes + stride_ * padded(few); }
+
   int64_t in_, words_, stride_;
   Word<T>*packed_, *few_rows_;  // [words, lanes], [few, stride]
 };
@@ -130,6 +141,10 @@ class Int8Rows : public Split {
   using ThreadState = TileState;
   template <int NV>
   static constexpr int kFeaturesPerTask = kFeaturesOnTiles<NV>;
+
+  static int64_t packed_bytes(int64_t rows, int64_t in) {
+    return QuantizedRows(rows, Split(rows, kTakesFew).lanes, in).size() * int64_t(sizeof(uint32_t));
+  }
 
   Int8Rows(const T* x, int64_t rows, int64_t in, uint64_t product)
       : Split(rows, kTakesFew), in_(in), rows_(rows, lanes, in) {
@@ -171,7 +186,8 @@ static inline int64_t features_of(const LinearPart& part) {
 }
 
 // Calls fn(state, part, first, live) for every tile of `size` features of the parts that R is for; each
-// feature costs `products` multiply-adds. Every thread has its own `state`, which make() returns.
+// feature costs `products` multiply-adds. make() is called for every range of tiles and returns `state`,
+// which is the thread's own or one for all.
 template <typename R, typename Make, typename Fn>
 static inline void over_tiles(const LinearPart* parts, int num_parts, int64_t size, int64_t products,
                               int threads, const Make& make, const Fn& fn) {
@@ -258,7 +274,7 @@ static void run_tiles(const T* x, int64_t rows, int64_t first_row, const LinearP
                   });
   };
   const auto pack = [&] { return R(x, rows, in, product); };
-  if (rows * in * int64_t(sizeof(T)) <= kOwnRows) return run(pack);
+  if (R::packed_bytes(rows, in) <= kOwnRows) return run(pack);
   const R packed = pack();
   run([&]() -> const R& { return packed; });
 }

@@ -88,9 +88,10 @@ static inline int32_t sum_group(const Quantized* group) {
 // Rows in 8 bits. Those in lanes are also transposed: words [groups * kInt8Words, lanes], scales and starts
 // [groups, lanes].
 struct QuantizedRows {
-  int64_t rows, lanes, in, groups, stride;  // words from a row to the next
-  uint32_t *words, *packed;                 // [rows, stride], [groups * kInt8Words, lanes]
-  float *scales, *packed_scales;            // [rows, groups], [groups, lanes]
+  int64_t rows, lanes, in, groups;
+  int64_t stride;                 // words from a row to the next
+  uint32_t *words, *packed;       // [rows, stride], [groups * kInt8Words, lanes]
+  float *scales, *packed_scales;  // [rows, groups], [groups, lanes]
   int32_t *starts, *packed_starts;
 
   QuantizedRows(int64_t rows, int64_t lanes, int64_t in)

@@ -39,7 +39,8 @@ int64_t nanoseconds(clockid_t clock) {
 // Limits the number of threads while other programs compete for processors. A helper preempted in the middle
 // of an iteration holds up the team for a time slice, which is longer than most steps of a small model, so
 // one thread fewer is faster if it happens again and again. Time lost in that way is forgiven at an eighth of
-// the time that passes: a machine at rest has a few such slices per second, and one is never a reason.
+// the time that passes: a machine at rest has a few such slices per second. One alone is never a reason, and
+// a trial starts afresh.
 // Another thread is tried after a wait, which grows after every failure and shrinks after every success.
 class Throttle {
  public:
@@ -58,10 +59,10 @@ class Throttle {
     const int64_t now = nanoseconds(CLOCK_MONOTONIC);
     const std::lock_guard<std::mutex> lock(mutex_);
     const int64_t forgiven = (now - last_) / kShare;
-    lost_ = (lost_ > forgiven ? lost_ - forgiven : 0) + lost;
+    lost_ = (lost_ > forgiven ? lost_ - forgiven : 0) + (lost < kMost / 2 ? lost : kMost / 2);
     last_ = now;
     if (lost_ < kMost) return;
-    lost_ = kMost;  // little more is needed if the next trial comes too early
+    lost_ = 0;
     if (threads - 1 < most_) most_ = threads - 1;
     again_after(now, wait_ * 4);
   }

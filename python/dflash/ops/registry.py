@@ -297,7 +297,7 @@ def _callable(
     """Make the function that users call: on to the CPU kernel if all is there, else through torch's dispatcher.
 
     It is compiled from source so that a call pays for its own arguments only, by their names: looping over arguments
-    takes as long as a small kernel does. Ops that ``_C`` has a ``direct_`` function of (direct.h) go there first.
+    takes as long as a small kernel does. Ops that ``_C`` has a ``direct_`` function for (direct.h) go there first.
     """
     name, names = body.__name__, ", ".join(p.name for p in parameters)
     written, read = _tensor_names(parameters, mutates)
