@@ -80,8 +80,11 @@ def test_steps_on_cpu_are_timed_beside_the_reference_package(bench):
     assert [row[2] for row in rows] == ["float32", "bfloat16"]
     assert [row[10:12] for row in rows] == [["-", "-"]] * 2
     for row in rows:
-        assert all(float(row[column]) > 0 for column in (3, 4, 5, 6))
-        assert all(math.isfinite(float(row[column])) for column in (8, 12))
+        size, floor, ours, share, reference, token = (float(row[column]) for column in (3, 4, 5, 6, 8, 12))
+        assert size > 0
+        assert floor > 0
+        # The time of a step is the difference of two runs, which next to other work may be below zero.
+        assert all(math.isfinite(value) for value in (ours, share, reference, token))
 
 
 def test_first_tokens_on_cpu_are_timed_beside_transformers(bench):
