@@ -116,7 +116,7 @@ static inline void add_tile_products(const T* weight, int64_t in, int64_t live, 
 // Requests what add_tile_products takes `ahead` elements later.
 template <int TILE, typename T>
 static inline void prefetch_weights(const T* weight, int64_t in, int64_t k, int64_t ahead) {
-  const T* at = weights_ahead(weight, in, k + ahead, TILE);
+  const T* at = weight + element_ahead(in, k + ahead, TILE);
 #pragma GCC unroll 16
   for (int64_t i = 0; i < TILE; ++i) __builtin_prefetch(at + i * in);
 }

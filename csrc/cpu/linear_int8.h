@@ -199,7 +199,7 @@ static void multiply_int8_in_lanes(const QuantizedRows& rows, int64_t in, const 
     const int64_t k = g * kQuantGroup, left = least(kQuantGroup, in - k);
     const int64_t words = (left + kGroup * kInt8Each - 1) / (kGroup * kInt8Each) * kGroup;
     copy_group(weight + k, in, live, left, copied);
-    const int8_t* next = weights_ahead(weight, in, k + kInt8Ahead, kTile);
+    const int8_t* next = weight + element_ahead(in, k + kInt8Ahead, kTile);
     for (int i = 0; i < kTile; i += kAtOnce<NV>)
       multiply_group<NV, kAtOnce<NV>>(copied + i * kInt8Stride, rows.packed + g * kInt8Words * lanes, words,
                                       rows.packed_scales + g * lanes, rows.packed_starts + g * lanes,
@@ -208,13 +208,13 @@ static void multiply_int8_in_lanes(const QuantizedRows& rows, int64_t in, const 
 }
 
 #if defined(__AVX512F__) && !DFLASH_TILES
-// sums [4] += scale * (the four chains + start)
-static inline void add_group(IVec chains, __m128i start, __m128 scale, float* sums) {
+// total + scale * (the four chains + start)
+static inline __m128 add_group(IVec chains, __m128i start, __m128 scale, __m128 total) {
   const __m512i all = (__m512i)chains;
   const __m128i low = _mm_add_epi32(_mm512_extracti32x4_epi32(all, 0), _mm512_extracti32x4_epi32(all, 1)),
                 high = _mm_add_epi32(_mm512_extracti32x4_epi32(all, 2), _mm512_extracti32x4_epi32(all, 3));
-  const __m128i total = _mm_add_epi32(_mm_add_epi32(low, high), start);
-  _mm_storeu_ps(sums, _mm_add_ps(_mm_loadu_ps(sums), _mm_mul_ps(_mm_cvtepi32_ps(total), scale)));
+  const __m128i sum = _mm_add_epi32(_mm_add_epi32(low, high), start);
+  return _mm_add_ps(total, _mm_mul_ps(_mm_cvtepi32_ps(sum), scale));
 }
 
 // sums [ROWS, kTile] of `count` rows from `first`, as multiply_few
@@ -224,12 +224,13 @@ static void multiply_few_int8(const QuantizedRows& rows, int64_t first, int64_t 
   constexpr int64_t kElements = kGroup * kInt8Each;
   int64_t row[ROWS];
   for (int r = 0; r < ROWS; ++r) row[r] = first + least(r, count - 1);
+  const TileRows<int8_t> tile(weight, in, live);
   IVec acc[ROWS][kFours];
-  std::memset(sums, 0, ROWS * kTile * sizeof(float));
+  __m128 totals[ROWS][kFours] = {};
   // 1. 16 words of all features, with all rows
   const auto block = [&](int64_t k, const auto& load) {
     Vec weights[kFours][4], each[4];
-    load_quarters(weight + k, in, live, weights_ahead(weight, in, k + kInt8Ahead, kTile), load, weights);
+    load_quarters(tile, k, element_ahead(in, k + kInt8Ahead, kTile), load, weights);
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; ++r) {
       spread_quarters((Vec)load_ints(rows.words + row[r] * rows.stride + k / kInt8Each), each);
@@ -260,9 +261,10 @@ static void multiply_few_int8(const QuantizedRows& rows, int64_t first, int64_t 
       const __m128 scale = _mm_set1_ps(rows.scales[row[r] * rows.groups + g]);
       const __m128i start = _mm_set1_epi32(rows.starts[row[r] * rows.groups + g]);
 #pragma GCC unroll 4
-      for (int f = 0; f < kFours; ++f) add_group(acc[r][f], start, scale, sums + r * kTile + 4 * f);
+      for (int f = 0; f < kFours; ++f) totals[r][f] = add_group(acc[r][f], start, scale, totals[r][f]);
     }
   }
+  store_totals(totals, sums);
 }
 #endif
 

@@ -148,10 +148,9 @@ static void pack_rows(const T* x, int64_t rows, int64_t in, int64_t lanes, Word<
   });
 }
 
-// What to request early: the weights from element k of these rows, or past their end of the next tile's.
-template <typename T>
-static inline const T* weights_ahead(const T* weight, int64_t in, int64_t k, int64_t features) {
-  return weight + (k < in ? k : features * in + k - in);
+// What to request early: element k of a tile's rows, or past their end of the next tile's.
+static inline int64_t element_ahead(int64_t in, int64_t k, int64_t features) {
+  return k < in ? k : features * in + k - in;
 }
 
 // The words of a tile's rows from `first`; past the end of the matrix its last row again, whose sums are
@@ -232,7 +231,7 @@ static void multiply_in_lanes(const Word<T>* packed, int64_t in, const T* weight
   for (int64_t k = 0; k < words; k += kSegment) {
     const int64_t n = least(kSegment, words - k);
     copy_segment<T>(weight, in, live, k, n, copied);
-    const T* next = weights_ahead(weight, in, (k + 2 * kSegment) * kEach<T>, kTile);
+    const T* next = weight + element_ahead(in, (k + 2 * kSegment) * kEach<T>, kTile);
     for (int i = 0; i < kTile; i += kAtOnce<NV>)
       multiply_segment<T, NV, kAtOnce<NV>>(copied + i * kSegmentStride, packed + k * NV * kWidth, n, k == 0,
                                            sums + i * NV * kWidth, next + i * in, in);
@@ -246,10 +245,8 @@ struct Finish {
 
   template <typename T>
   Finish(const float* scale, const T* add, int64_t live) : scaled(scale), biased(add) {
-    for (int64_t i = 0; i < live; ++i) {
-      scales[i] = scale ? scale[i] : 1.0f;
-      bias[i] = add ? to_float(add[i]) : 0.0f;
-    }
+    for (int64_t i = 0; scaled && i < live; ++i) scales[i] = scale[i];
+    for (int64_t i = 0; biased && i < live; ++i) bias[i] = to_float(add[i]);
   }
 
   // The finished sums of feature i.
@@ -259,21 +256,6 @@ struct Finish {
     return sum;
   }
 };
-
-template <typename Out>
-static inline void store_features(Out* to, const float* from, const Finish& finish, int64_t live) {
-  for (int64_t i = 0; i < live; i += kWidth) {
-    Vec sum = load(from + i);
-    if (finish.scaled) sum *= load(finish.scales + i);
-    if (finish.biased) sum += load(finish.bias + i);
-    Out rounded[kWidth];
-    store(rounded, sum);
-    if (live == kTile)
-      std::memcpy(to + i, rounded, least(kTile, kWidth) * sizeof(Out));
-    else
-      std::memcpy(to + i, rounded, least(kWidth, live - i) * sizeof(Out));
-  }
-}
 
 #if defined(__AVX512F__)
 // Four words of four rows into the order that a chain takes them: out[c] quarter q = in[.] word 4q + c.
@@ -365,18 +347,32 @@ static inline void store_tile(const float* sums, int64_t lanes, int64_t first, i
 #if defined(__AVX512F__)
 constexpr int kFours = kTile / 4;  // features of a tile
 
-// A group of words of a tile's rows as chains take them; load(row) gives those of a row. Requests the next
-// tile's at `next`.
+// Where the rows of a tile begin; past the end of the matrix its last row again.
+template <typename T>
+struct TileRows {
+  const T* at[kTile];
+
+  TileRows(const T* weight, int64_t in, int64_t live) {
+#pragma GCC unroll 8
+    for (int i = 0; i < kTile; ++i) {
+      at[i] = weight;
+      if (i + 1 < live) weight += in;
+    }
+  }
+};
+
+// A group of words of a tile's rows from element k as chains take them; load(row) gives those of a row.
+// Requests element `next`.
 template <typename T, typename Load>
-static inline void load_quarters(const T* from, int64_t in, int64_t live, const T* next, const Load& load,
+static inline void load_quarters(const TileRows<T>& rows, int64_t k, int64_t next, const Load& load,
                                  Vec (&quarters)[kFours][4]) {
 #pragma GCC unroll 4
   for (int f = 0; f < kFours; ++f) {
     Vec four[4];
 #pragma GCC unroll 4
     for (int i = 4 * f; i < 4 * f + 4; ++i) {
-      four[i % 4] = load(from + least(i, live - 1) * in);
-      __builtin_prefetch(next + i * in);
+      four[i % 4] = load(rows.at[i] + k);
+      __builtin_prefetch(rows.at[i] + next);
     }
     transpose_quarters(four, quarters[f]);
   }
@@ -390,14 +386,38 @@ static inline void spread_quarters(Vec words, Vec (&each)[4]) {
   each[3] = (Vec)_mm512_permute_ps((__m512)words, 0xff);
 }
 
-// sums [4] (+)= the four chains, one after another
-static inline void add_chains(Vec chains, bool first, float* sums) {
+// total (+)= the four chains, one after another
+static inline __m128 add_chains(Vec chains, bool first, __m128 total) {
   const __m512 all = (__m512)chains;
-  __m128 total = _mm512_extractf32x4_ps(all, 0);
-  if (!first) total = _mm_add_ps(_mm_loadu_ps(sums), total);
+  total = first ? _mm512_castps512_ps128(all) : _mm_add_ps(total, _mm512_castps512_ps128(all));
   total = _mm_add_ps(total, _mm512_extractf32x4_ps(all, 1));
   total = _mm_add_ps(total, _mm512_extractf32x4_ps(all, 2));
-  _mm_storeu_ps(sums, _mm_add_ps(total, _mm512_extractf32x4_ps(all, 3)));
+  return _mm_add_ps(total, _mm512_extractf32x4_ps(all, 3));
+}
+
+static_assert(kTile == 8, "the sums of a row are a vector of 32 bytes");
+
+// sums [ROWS, kTile] = the totals
+template <int ROWS>
+static inline void store_totals(const __m128 (&totals)[ROWS][kFours], float* sums) {
+#pragma GCC unroll 8
+  for (int r = 0; r < ROWS; ++r)
+    _mm256_storeu_ps(sums + r * kTile, _mm256_set_m128(totals[r][1], totals[r][0]));
+}
+
+// to [live] = from [kTile], finished
+template <typename Out>
+static inline void store_features(Out* to, const float* from, const Finish& finish, int64_t live) {
+  // As many bytes as store_totals wrote at once: a longer load would wait for the cache.
+  Vec sum = (Vec)_mm512_zextps256_ps512(_mm256_loadu_ps(from));
+  if (finish.scaled) sum *= load(finish.scales);
+  if (finish.biased) sum += load(finish.bias);
+  Out rounded[kWidth];
+  store(rounded, sum);
+  if (live == kTile)
+    std::memcpy(to, rounded, kTile * sizeof(Out));
+  else
+    std::memcpy(to, rounded, live * sizeof(Out));
 }
 
 // sums [ROWS, kTile] of ROWS rows of words `stride` apart and `live` features: vectors are words of a
@@ -406,13 +426,14 @@ template <typename T, int ROWS>
 static void multiply_few(const Word<T>* x, int64_t stride, int64_t in, const T* weight, int64_t live,
                          float* sums) {
   constexpr int64_t kElements = kGroup * kEach<T>, kAhead = 256 / sizeof(T);
+  const TileRows<T> tile(weight, in, live);
   Vec acc[ROWS][kFours];
+  __m128 totals[ROWS][kFours];
   // 1. A group of words of all features, with all rows
   const auto group = [&](int64_t k, const auto& load) {
     const int64_t element = k * kEach<T>;
     Vec weights[kFours][4], each[4];
-    load_quarters(weight + element, in, live, weights_ahead(weight, in, element + kAhead, kTile), load,
-                  weights);
+    load_quarters(tile, element, element_ahead(in, element + kAhead, kTile), load, weights);
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; ++r) {
       spread_quarters((Vec)_mm512_loadu_ps(x + r * stride + k), each);
@@ -438,8 +459,9 @@ static void multiply_few(const Word<T>* x, int64_t stride, int64_t in, const T* 
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 4
-      for (int f = 0; f < kFours; ++f) add_chains(acc[r][f], first == 0, sums + r * kTile + 4 * f);
+      for (int f = 0; f < kFours; ++f) totals[r][f] = add_chains(acc[r][f], first == 0, totals[r][f]);
   }
+  store_totals(totals, sums);
 }
 #endif
 
