@@ -42,6 +42,28 @@ struct Span {
   bool meets(const Span& other) const { return begin < other.end && other.begin < end; }
 };
 
+// A method of torch.Tensor without arguments. One that is written in C is called past its descriptor, which
+// would look at the tensor's type again.
+class Method {
+ public:
+  Method() = default;
+  Method(pybind11::handle type, const char* name)
+      : descriptor_(pybind11::getattr(type, name).release().ptr()) {
+    if (!Py_IS_TYPE(descriptor_, &PyMethodDescr_Type)) return;
+    const PyMethodDef* method = reinterpret_cast<PyMethodDescrObject*>(descriptor_)->d_method;
+    if (method->ml_flags == METH_NOARGS) function_ = method->ml_meth;
+  }
+
+  // A new reference, or null with Python's error set; `object` must be a torch.Tensor.
+  PyObject* operator()(PyObject* object) const {
+    return function_ ? function_(object, nullptr) : PyObject_Vectorcall(descriptor_, &object, 1, nullptr);
+  }
+
+ private:
+  PyObject* descriptor_ = nullptr;
+  PyCFunction function_ = nullptr;
+};
+
 class Torch {
  public:
   // Called once, with torch.Tensor and torch.nn.Parameter, and dtypes with DLPack's code and bits for each.
@@ -49,9 +71,9 @@ class Torch {
             const std::vector<std::tuple<pybind11::object, uint8_t, uint8_t>>& dtypes) {
     for (const auto& [dtype, code, bits] : dtypes) dtypes_.push_back({dtype.inc_ref().ptr(), code, bits});
     types_[0] = tensor.inc_ref().ptr(), types_[1] = parameter.inc_ref().ptr();
-    untyped_storage_ = pybind11::getattr(tensor, "untyped_storage").release().ptr();
-    storage_offset_ = pybind11::getattr(tensor, "storage_offset").release().ptr();
-    is_neg_ = pybind11::getattr(tensor, "is_neg").release().ptr();
+    untyped_storage_ = Method(tensor, "untyped_storage");
+    storage_offset_ = Method(tensor, "storage_offset");
+    is_neg_ = Method(tensor, "is_neg");
     new_empty_ = pybind11::getattr(tensor, "new_empty").release().ptr();
     const auto c = pybind11::module_::import("torch._C");
     num_threads_ = pybind11::getattr(c, "get_num_threads").release().ptr();
@@ -102,7 +124,7 @@ class Torch {
       reach += (t.shape[i] - 1) * t.strides[i];
     }
     const int64_t size = t.element_size(), offset = number(storage_offset_, object);
-    PyObject* storage = PyObject_Vectorcall(untyped_storage_, &object, 1, nullptr);
+    PyObject* storage = untyped_storage_(object);
     const int64_t bytes = storage ? PyObject_Size(storage) : -1;
     Py_XDECREF(storage);
     if (PyErr_Occurred()) PyErr_Clear();
@@ -125,7 +147,7 @@ class Torch {
 
   // True if the values are minus the bytes, see torch.Tensor.is_neg.
   bool is_negative(PyObject* object) const {
-    PyObject* negative = PyObject_Vectorcall(is_neg_, &object, 1, nullptr);
+    PyObject* negative = is_neg_(object);
     if (!negative) PyErr_Clear();
     Py_XDECREF(negative);
     return negative != Py_False;
@@ -161,14 +183,15 @@ class Torch {
   }
 
  private:
-  static int64_t number(PyObject* method, PyObject* object) {
-    PyObject* result = PyObject_Vectorcall(method, &object, 1, nullptr);
+  static int64_t number(const Method& method, PyObject* object) {
+    PyObject* result = method(object);
     const int64_t value = result ? PyLong_AsLongLong(result) : -1;
     Py_XDECREF(result);
     return value;
   }
 
-  PyObject *types_[2] = {}, *untyped_storage_ = nullptr, *storage_offset_ = nullptr, *is_neg_ = nullptr;
+  PyObject* types_[2] = {};
+  Method untyped_storage_, storage_offset_, is_neg_;
   PyObject *new_empty_ = nullptr, *num_threads_ = nullptr, *num_modes_ = nullptr, *disable_ = nullptr;
   const DLPackExchange* exchange_ = nullptr;
   struct DType {

@@ -238,3 +238,19 @@ def test_an_instruction_set_that_cannot_run_is_an_error():
     run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 1
     assert "RuntimeError: DFLASH_ISA=none cannot run here" in run.stderr
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_an_exported_program_has_the_op(strict):
+    class Product(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(random(OUT, WIDTH))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return ops.linear(x, self.weight)
+
+    product, x = Product(), random(ROWS, WIDTH)
+    exported = torch.export.export(product, (x,), strict=strict)
+    assert torch.ops.dflash.linear.default in [node.target for node in exported.graph.nodes]
+    assert torch.equal(exported.module()(x), product(x))
