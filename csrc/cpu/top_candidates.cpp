@@ -34,6 +34,11 @@ struct Candidate {
   }
 };
 
+struct Maximum {
+  float value;
+  friend bool operator<(Maximum a, Maximum b) { return a.value > b.value; }  // the largest come first
+};
+
 // The best so far of candidates that come in the order of their ids.
 struct Best {
   Candidate kept[4 * kMaxCandidates];
@@ -58,17 +63,18 @@ struct Best {
 // The count-th largest maximum of 4 * count interleaved slices, if there are as many values as that.
 template <typename T>
 static float reached_by_enough(const T* values, int64_t total, int64_t count) {
-  float maxima[4 * kMaxCandidates];
-  Candidate slices[4 * kMaxCandidates];
+  Maximum maxima[4 * kMaxCandidates];
   const int64_t size = 4 * count;
   if (total < size) return -kLargestFloat;
-  for (int64_t i = 0; i < size; ++i) maxima[i] = to_float(values[i]);
+  for (int64_t i = 0; i < size; ++i) maxima[i].value = to_float(values[i]);
   for (int64_t begin = size; begin < total; begin += size)
-    for (int64_t i = 0, left = std::min(size, total - begin); i < left; ++i)
-      maxima[i] = std::max(maxima[i], to_float(values[begin + i]));
-  for (int64_t i = 0; i < size; ++i) slices[i] = {maxima[i], int32_t(i)};
-  std::nth_element(slices, slices + (count - 1), slices + size);
-  return std::max(slices[count - 1].score, -kLargestFloat);
+    for (int64_t i = 0, left = std::min(size, total - begin); i < left; ++i) {
+      const float value = to_float(values[begin + i]);
+      maxima[i].value = value > maxima[i].value ? value : maxima[i].value;
+    }
+  std::nth_element(maxima, maxima + (count - 1), maxima + size);
+  const float reached = maxima[count - 1].value;
+  return reached > -kLargestFloat ? reached : -kLargestFloat;
 }
 
 template <typename T>
