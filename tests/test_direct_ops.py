@@ -241,16 +241,18 @@ def test_an_instruction_set_that_cannot_run_is_an_error():
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_an_exported_program_has_the_op(strict):
+@pytest.mark.parametrize("plain", [True, False])
+def test_an_exported_program_has_the_op(strict, plain):
     class Product(torch.nn.Module):
         def __init__(self):
             super().__init__()
-            self.weight = torch.nn.Parameter(random(OUT, WIDTH))
+            self.x, weight = random(ROWS, WIDTH), random(OUT, WIDTH)
+            self.weight = weight if plain else torch.nn.Parameter(weight)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return ops.linear(x, self.weight)
+        def forward(self, y: torch.Tensor) -> torch.Tensor:
+            return ops.linear(self.x if plain else y, self.weight) + y[0, 0]
 
-    product, x = Product(), random(ROWS, WIDTH)
-    exported = torch.export.export(product, (x,), strict=strict)
+    product, y = Product(), random(ROWS, WIDTH)
+    exported = torch.export.export(product, (y,), strict=strict)
     assert torch.ops.dflash.linear.default in [node.target for node in exported.graph.nodes]
-    assert torch.equal(exported.module()(x), product(x))
+    assert torch.equal(exported.module()(y), product(y))
