@@ -42,8 +42,8 @@ struct Span {
   bool meets(const Span& other) const { return begin < other.end && other.begin < end; }
 };
 
-// A method of torch.Tensor without arguments. One that is written in C is called past its descriptor, which
-// would look at the tensor's type again.
+// A method of torch.Tensor without arguments. A C function is called directly: its descriptor would check the
+// tensor's type again.
 class Method {
  public:
   Method() = default;

@@ -248,7 +248,7 @@ static void one_tile(const R& rows, int64_t first_row, const LinearPart& part, i
   if constexpr (R::kTakesFew)
     for (int64_t row = 0; row < rows.few; row += kFewRows) {
       const int64_t n = least(kFewRows, rows.few - row);
-      alignas(64) float sums[(kFewRows + 1) * kTile];
+      alignas(64) float sums[kFewRows * kTile];
       const auto multiply = n == 1   ? &R::template multiply_few_rows<1>
                             : n == 2 ? &R::template multiply_few_rows<2>
                             : n <= 4 ? &R::template multiply_few_rows<4>

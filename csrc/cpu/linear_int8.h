@@ -224,7 +224,7 @@ static void multiply_few_int8(const QuantizedRows& rows, int64_t first, int64_t 
   constexpr int64_t kElements = kGroup * kInt8Each;
   int64_t row[ROWS];
   for (int r = 0; r < ROWS; ++r) row[r] = first + least(r, count - 1);
-  const TileRows<int8_t> tile(weight, in, live);
+  const RowStarts<int8_t> tile(weight, in, live);
   IVec acc[ROWS][kFours];
   __m128 totals[ROWS][kFours] = {};
   // 1. 16 words of all features, with all rows

@@ -148,7 +148,8 @@ static void pack_rows(const T* x, int64_t rows, int64_t in, int64_t lanes, Word<
   });
 }
 
-// What to request early: element k of a tile's rows, or past their end of the next tile's.
+// What to request early, as an offset from the start of a tile's row: element k, or past the row's end the
+// next tile's.
 static inline int64_t element_ahead(int64_t in, int64_t k, int64_t features) {
   return k < in ? k : features * in + k - in;
 }
@@ -240,13 +241,15 @@ static void multiply_in_lanes(const Word<T>* packed, int64_t in, const T* weight
 
 // What becomes of the sums of a tile's features.
 struct Finish {
-  alignas(64) float scales[kTile + kWidth], bias[kTile + kWidth];
+  alignas(64) float scales[2 * kTile], bias[2 * kTile];  // as many as store_features loads
   bool scaled, biased;
 
   template <typename T>
   Finish(const float* scale, const T* add, int64_t live) : scaled(scale), biased(add) {
-    for (int64_t i = 0; scaled && i < live; ++i) scales[i] = scale[i];
-    for (int64_t i = 0; biased && i < live; ++i) bias[i] = to_float(add[i]);
+    if (scaled)
+      for (int64_t i = 0; i < live; ++i) scales[i] = scale[i];
+    if (biased)
+      for (int64_t i = 0; i < live; ++i) bias[i] = to_float(add[i]);
   }
 
   // The finished sums of feature i.
@@ -349,10 +352,10 @@ constexpr int kFours = kTile / 4;  // features of a tile
 
 // Where the rows of a tile begin; past the end of the matrix its last row again.
 template <typename T>
-struct TileRows {
+struct RowStarts {
   const T* at[kTile];
 
-  TileRows(const T* weight, int64_t in, int64_t live) {
+  RowStarts(const T* weight, int64_t in, int64_t live) {
 #pragma GCC unroll 8
     for (int i = 0; i < kTile; ++i) {
       at[i] = weight;
@@ -362,9 +365,9 @@ struct TileRows {
 };
 
 // A group of words of a tile's rows from element k as chains take them; load(row) gives those of a row.
-// Requests element `next`.
+// Requests element `next` of each.
 template <typename T, typename Load>
-static inline void load_quarters(const TileRows<T>& rows, int64_t k, int64_t next, const Load& load,
+static inline void load_quarters(const RowStarts<T>& rows, int64_t k, int64_t next, const Load& load,
                                  Vec (&quarters)[kFours][4]) {
 #pragma GCC unroll 4
   for (int f = 0; f < kFours; ++f) {
@@ -408,7 +411,7 @@ static inline void store_totals(const __m128 (&totals)[ROWS][kFours], float* sum
 // to [live] = from [kTile], finished
 template <typename Out>
 static inline void store_features(Out* to, const float* from, const Finish& finish, int64_t live) {
-  // As many bytes as store_totals wrote at once: a longer load would wait for the cache.
+  // As many bytes as store_totals wrote at once: a longer load would wait until they are in the cache.
   Vec sum = (Vec)_mm512_zextps256_ps512(_mm256_loadu_ps(from));
   if (finish.scaled) sum *= load(finish.scales);
   if (finish.biased) sum += load(finish.bias);
@@ -426,7 +429,7 @@ template <typename T, int ROWS>
 static void multiply_few(const Word<T>* x, int64_t stride, int64_t in, const T* weight, int64_t live,
                          float* sums) {
   constexpr int64_t kElements = kGroup * kEach<T>, kAhead = 256 / sizeof(T);
-  const TileRows<T> tile(weight, in, live);
+  const RowStarts<T> tile(weight, in, live);
   Vec acc[ROWS][kFours];
   __m128 totals[ROWS][kFours];
   // 1. A group of words of all features, with all rows

@@ -34,6 +34,7 @@ struct Candidate {
   }
 };
 
+// A type of this namespace, as standard templates need (vec.h).
 struct Maximum {
   float value;
   friend bool operator<(Maximum a, Maximum b) { return a.value > b.value; }  // the largest come first
@@ -68,7 +69,7 @@ static float reached_by_enough(const T* values, int64_t total, int64_t count) {
   if (total < size) return -kLargestFloat;
   for (int64_t i = 0; i < size; ++i) maxima[i].value = to_float(values[i]);
   for (int64_t begin = size; begin < total; begin += size)
-    for (int64_t i = 0, left = std::min(size, total - begin); i < left; ++i) {
+    for (int64_t i = 0, left = least(size, total - begin); i < left; ++i) {
       const float value = to_float(values[begin + i]);
       maxima[i].value = value > maxima[i].value ? value : maxima[i].value;
     }
