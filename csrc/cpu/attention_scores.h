@@ -2,7 +2,7 @@
 // linear.cpp, with keys in place of weights, and go through the same kernels.
 #pragma once
 #include "cpu/attention_group.h"
-#include "cpu/linear_tile.h"
+#include "cpu/linear_few.h"
 #if DFLASH_TILES
 #include "cpu/linear_amx.h"
 #endif

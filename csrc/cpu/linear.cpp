@@ -1,10 +1,10 @@
 // out[r][n] = sum_k x[r][k] weight[n][k] + bias[n]
 //
-// The bits of a row depend neither on its place nor on the number of rows: both kernels of linear_tile.h sum
-// in the same order. In one a vector lane holds a row, up to 64 of them in AVX-512, and every weight is
-// broadcast to all lanes, so that the weights are never copied as a matrix. In the other (AVX-512) the lanes
-// hold weights as they lie in memory; it takes the few rows that would leave lanes idle. With AMX, bf16 goes
-// through tiles instead (linear_amx.h), however many rows there are.
+// The bits of a row depend neither on its place nor on the number of rows: two kernels sum in the same order.
+// In one (linear_tile.h) a vector lane holds a row, up to 64 of them in AVX-512, and every weight is
+// broadcast to all lanes, so that the weights are never copied as a matrix. In the other (linear_few.h,
+// AVX-512) the lanes hold weights as they lie in memory; it takes the few rows that would leave lanes idle.
+// With AMX, bf16 goes through tiles instead (linear_amx.h), however many rows there are.
 //
 // Rows are in 8 bits too where weights are (linear_int8.h).
 //
@@ -13,8 +13,8 @@
 #include "cpu/linear.h"
 
 #include "cpu/buffer.h"
+#include "cpu/linear_few.h"
 #include "cpu/linear_int8.h"
-#include "cpu/linear_tile.h"
 #include "cpu/parallel.h"
 #if DFLASH_TILES
 #include "cpu/linear_int8_amx.h"

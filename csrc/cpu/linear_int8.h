@@ -8,7 +8,7 @@
 // What is multiplied at once is a word of four bytes (vpdpbusd, AMX), elsewhere a pair of 16-bit integers.
 // vpdpbusd takes one operand without a sign: weights are shifted by 128, and sums start at what that adds.
 #pragma once
-#include "cpu/linear_tile.h"
+#include "cpu/linear_few.h"
 
 DFLASH_NAMESPACE_BEGIN
 
