@@ -298,7 +298,7 @@ def _callable(
 
     It is compiled from source so that a call pays for its own arguments only, by their names: looping over arguments
     takes as long as a small kernel does. Ops that ``_C`` has a ``direct_`` function for (direct.h) go there first.
-    Dynamo and torch.export see the op; torch.jit.trace and make_fx, on plain tensors, do not.
+    Compilers and torch.export see the op; torch.jit.trace and make_fx, on plain tensors, do not.
     """
     name, names = body.__name__, ", ".join(p.name for p in parameters)
     written, read = _tensor_names(parameters, mutates)
@@ -306,7 +306,7 @@ def _callable(
     first = f"            if (result := direct({names})) is not NotImplemented:\n                return result\n"
     source = (
         f"def {name}({names}):\n"
-        f"    if is_dynamo_compiling() or is_exporting():\n"
+        f"    if is_compiling():\n"
         f"        return dispatch({names})\n"
         f"    try:\n"
         f"        if type({parameters[0].name}) in direct_types:\n"
@@ -319,8 +319,7 @@ def _callable(
         f"        raise\n"
     )
     scope = {
-        "is_dynamo_compiling": torch.compiler.is_dynamo_compiling,
-        "is_exporting": torch.compiler.is_exporting,
+        "is_compiling": torch.compiler.is_compiling,
         "direct_types": _direct_types,
         "direct": direct,
         "sound": _C.sound,
