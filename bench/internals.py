@@ -12,7 +12,7 @@ import dflash
 from dflash import ops
 from dflash.engine import Direct, Replay
 from dflash.proposers import Block, TreeSettings
-from dflash.target import find_layers, structural_twin
+from dflash.targets import find_layers, structural_twin
 
 __all__ = [
     "Direct",

@@ -19,7 +19,7 @@ from families import FAMILIES, RECURRENT, make_draft, make_target  # noqa: E402
 from rollback import play  # noqa: E402
 
 import dflash  # noqa: E402
-from dflash.target import Target, refusal  # noqa: E402
+from dflash.targets import Target, refusal  # noqa: E402
 
 NOTES = {
     "qwen3 (windowed)": "sliding and full layers",

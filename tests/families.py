@@ -12,7 +12,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 import dflash
 from dflash.engine import State
 from dflash.proposers import Block, ChainProposer
-from dflash.target import transformers_version
+from dflash.targets import transformers_version
 
 VOCAB = 97
 needs_assistant = pytest.mark.skipif(transformers_version() < (5, 18), reason="as_assistant refuses older transformers")

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
 
 import dflash
-from dflash.target import structural_twin, transformers_version
+from dflash.targets import structural_twin, transformers_version
 from dflash.train.model import TargetFeatures
 
 RANK = int(os.environ.get("RANK", "0"))

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dflash.cache import RecurrentCache
-from dflash.target import Target
+from dflash.targets import Target
 
 BLOCK = 16
 

@@ -11,8 +11,8 @@ from transformers.activations import ACT2FN
 from transformers.integrations import moe
 
 from dflash import ops
-from dflash.target import Target, experts
-from dflash.target.weights import kernel_obstacle
+from dflash.targets import Target, experts
+from dflash.targets.weights import kernel_obstacle
 
 FAMILIES = [
     *("qwen3_moe", "gpt_oss", "gemma4 (experts)", "glm4_moe", "deepseek_v3", "kimi_k25", "minimax_m2", "qwen3_5_moe"),

@@ -12,8 +12,8 @@ from recorded import no_host_reads, record
 import dflash
 from dflash import decoder, ops
 from dflash.cache import KVCache, RecurrentCache
-from dflash.target import Target, UnsupportedTargetError, fused, structural_twin
-from dflash.target.fused import FusedTarget, recognize
+from dflash.targets import Target, UnsupportedTargetError, fused, structural_twin
+from dflash.targets.fused import FusedTarget, recognize
 
 TAPS = (1, 0)  # the last layer's tap is read after the norm
 FAMILIES = ["llama", "mistral (windowed)", "qwen2", "qwen3 (windowed)"]

@@ -18,8 +18,8 @@ from dflash.drafter import check_draft_weights, quantized_draft
 from dflash.ops import Int8Weight, reference
 from dflash.receipts import Verifier
 from dflash.session import Session
-from dflash.target import Target, UnsupportedTargetError, check_int8, structural_twin
-from dflash.target.fused import recognize
+from dflash.targets import Target, UnsupportedTargetError, check_int8, structural_twin
+from dflash.targets.fused import recognize
 
 FAMILIES = {
     "llama": {},

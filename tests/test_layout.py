@@ -18,7 +18,7 @@ ORDER = [
     ["_C"],
     ["ops"],
     ["cache", "decoder", "files", "limits", "progress", "terminal", "tree", "weight_files"],
-    ["drafter", "target"],
+    ["drafter", "targets"],
     ["proposers", "sampling"],
     ["call", "fit", "options", "outputs", "prompts", "streaming", "turns"],
     ["engine"],
@@ -75,7 +75,7 @@ def test_imports_run_downward(path):
     if "_C" in internal:
         assert name == "ops"
     if "transformers" in external:
-        assert name in {"target", "hf", "evaluate", "train", "cli"}
+        assert name in {"targets", "hf", "evaluate", "train", "cli"}
     if path.name == "reference.py":
         assert external <= {"torch", "__future__", "math", "collections"}
 

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 import dflash
 from dflash.evaluate import demo_prompts, encode
 from dflash.receipts import Fingerprints, Settings, mismatch, verification
-from dflash.target import weights_digest
+from dflash.targets import weights_digest
 
 NEW = 24
 

@@ -20,7 +20,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 import dflash
 from dflash import ops
 from dflash.cache import RecurrentCache
-from dflash.target import Target, UnsupportedTargetError, refusal, trial
+from dflash.targets import Target, UnsupportedTargetError, refusal, trial
 
 NEW = 24
 LENGTHS = (1, 17, 60)
@@ -461,7 +461,7 @@ def test_a_replaced_function_of_the_states_is_refused(monkeypatch):
     module = sys.modules[type(model).__module__]
     monkeypatch.setattr(module, "causal_conv1d_fn", lambda x, *args, **kwargs: x)
     with pytest.raises(UnsupportedTargetError, match=r"causal_conv1d_fn is not transformers' own function"):
-        Target(dflash.target.check_target(model))
+        Target(dflash.targets.check_target(model))
 
 
 def test_layers_that_would_share_a_state_are_refused():

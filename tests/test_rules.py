@@ -32,7 +32,7 @@ from dflash import api
 from dflash.ops import reference
 from dflash.proposers import Block, Tree
 from dflash.sampling import LogitRules, RuleSettings, fold
-from dflash.target import transformers_version
+from dflash.targets import transformers_version
 
 NEW = 24
 LENGTHS = [1, 2, 16, 37]

@@ -12,8 +12,8 @@ from test_losslessness import SUPPORTED
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaForCausalLM, T5Config
 
 import dflash
-from dflash.target import Target, UnsupportedTargetError, refusal, structural_twin, trial
-from dflash.target import target as target_module
+from dflash.targets import Target, UnsupportedTargetError, refusal, structural_twin, trial
+from dflash.targets import target as target_module
 
 
 def ids(length: int = 60) -> torch.Tensor:

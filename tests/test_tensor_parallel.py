@@ -15,7 +15,7 @@ from families import make_draft, make_target
 from ranks import FAMILIES, IDS, MASK, NEW, SPREADS_EMBEDDINGS, SPREADS_EXPERTS, TURN, make, rank_0_decides, texts
 
 import dflash
-from dflash.target import UnsupportedTargetError, transformers_version
+from dflash.targets import UnsupportedTargetError, transformers_version
 
 TESTS = Path(__file__).parent
 needs_ranks = pytest.mark.skipif(transformers_version() < (5, 17), reason="transformers spreads as plain tensors")

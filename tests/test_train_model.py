@@ -10,7 +10,7 @@ from families import VOCAB, make_target
 from torch.nn.attention.flex_attention import create_mask
 
 from dflash import UnsupportedTargetError
-from dflash.target import refusal
+from dflash.targets import refusal
 from dflash.train import TargetFeatures, TrainableDrafter, draft_config, new_drafter
 from dflash.train.model.attention import _flex_mask, visible_keys
 

@@ -10,7 +10,7 @@ from trees import longest_paths, random_shapes
 
 from dflash import decoder, ops
 from dflash.proposers import Tree
-from dflash.target import Target, UnsupportedTargetError
+from dflash.targets import Target, UnsupportedTargetError
 
 TAPS = (0, 2, 3)
 LENGTHS = [57, 40]  # the first tree crosses the end of a tile of attention

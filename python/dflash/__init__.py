@@ -11,7 +11,7 @@ from .hf import as_assistant, custom_generate
 from .outputs import GenerateOutput, Statistics, StreamEvent, TokenLogprobs
 from .receipts import Receipt, Recorder, Verification, verify
 from .sampling import Grammar
-from .target import UnsupportedTargetError
+from .targets import UnsupportedTargetError
 
 __all__ = [
     "DraftConfig",

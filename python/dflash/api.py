@@ -17,7 +17,7 @@ from .generator import Generator
 from .ops import WeightStorage
 from .options import BlockSize, GeneratorOptions, check_width_call, checked_block_size, tree_rows
 from .outputs import GenerateOutput, StreamEvent
-from .target import WeightsFingerprint, check_int8, check_target, structural_twin, text_config
+from .targets import WeightsFingerprint, check_int8, check_target, structural_twin, text_config
 from .turns import Turns, turns_taken_here
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from .sampling import (
     resolve_grammars,
 )
 from .streaming import StopCriterion, Streamer, Tokenizer, check_streamer
-from .target import embedding_table, generation_defaults, stop_string_criterion
+from .targets import embedding_table, generation_defaults, stop_string_criterion
 
 __all__ = ["Call", "GenerateArguments", "TargetDefaults", "check_stream_arguments"]
 
@@ -117,7 +117,7 @@ class TargetDefaults:
     """What resolving a call needs to know of the target.
 
     Attributes:
-        settings: from `dflash.target.generation_defaults`.
+        settings: from `dflash.targets.generation_defaults`.
         vocab_size: rows of the embedding table.
         device: of the target.
     """

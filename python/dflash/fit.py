@@ -9,7 +9,7 @@ from torch import nn
 from .call import Call
 from .drafter import DraftConfig, Drafter
 from .options import BlockSize, TreeSize, checked_block_size, has_auto_width, tree_rows
-from .target import Target, embedding_table, has_recurrent_layers, refusal_of_weights, text_config
+from .targets import Target, embedding_table, has_recurrent_layers, refusal_of_weights, text_config
 
 __all__ = ["check_block_size", "check_config", "check_fit", "check_room", "check_tree", "check_tree_trial"]
 

@@ -36,7 +36,7 @@ from .ops import WeightStorage
 from .options import GeneratorOptions, check_width_call, checked_block_size, checked_tree, tree_rows
 from .outputs import GenerateOutput, StreamEvent
 from .streaming import BatchDecoder
-from .target import KnownWeights, Target, WeightsFingerprint, check_target, first_hook, functions_of, snapshot
+from .targets import KnownWeights, Target, WeightsFingerprint, check_target, first_hook, functions_of, snapshot
 from .turns import Turns, plain_settings
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class Generator:
     A generator cannot be pickled or copied. A child process made by ``fork`` may use it, as far as torch works there.
 
     Args:
-        target: the Hugging Face causal language model; it is never modified (see `dflash.target`). One with hooks, or
+        target: the Hugging Face causal language model; it is never modified (see `dflash.targets`). One with hooks, or
             of a family or with functions that were not tested, runs 24 tokens of a trial when the generator is made.
         draft: a `Drafter`, or any module that `load_draft` takes. None decodes one token per step through
             the same code; with ``block_size`` in the same padded shapes, which bf16 output equals bit for bit.
@@ -132,7 +132,7 @@ class Generator:
 
     @classmethod
     def of_checked(cls, target: nn.Module, draft: nn.Module | None, options: GeneratorOptions) -> Generator:
-        """Return a generator for a target that `dflash.target.check_target` has returned already."""
+        """Return a generator for a target that `dflash.targets.check_target` has returned already."""
         generator = cls.__new__(cls)
         generator._build(target, draft, options)
         return generator

@@ -12,7 +12,7 @@ from torch import nn
 from .ops import MAX_TREE_ROWS, WeightStorage
 from .proposers import TREE_SIZES
 from .sampling import integer, integer_from, real
-from .target import embedding_table, ranks_in, text_config
+from .targets import embedding_table, ranks_in, text_config
 
 __all__ = [
     "MAX_LOGPROBS",

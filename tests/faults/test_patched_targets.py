@@ -24,7 +24,7 @@ from transformers.models.qwen2 import modeling_qwen2
 from transformers.models.qwen3 import modeling_qwen3
 
 import dflash
-from dflash.target import Target, UnsupportedTargetError, functions_of
+from dflash.targets import Target, UnsupportedTargetError, functions_of
 
 NEW = 10
 IDS = prompt(9)
@@ -528,7 +528,7 @@ def test_no_function_of_an_unchanged_model_counts_as_replaced(family, monkeypatc
     model = make_target(family)
     functions = functions_of(model)
     assert functions.replaced == functions.bypassed == functions.changed() == ""
-    monkeypatch.setattr("dflash.target.target.probe", lambda *_: pytest.fail("a tested family needs no trial run"))
+    monkeypatch.setattr("dflash.targets.target.probe", lambda *_: pytest.fail("a tested family needs no trial run"))
     target = dflash.Generator(model, max_length=40).engine.target
     assert target.is_fused == (family.partition(" ")[0] in FUSED)
 

@@ -10,7 +10,7 @@ from families import make_target
 from tiny_pair import save_pair
 
 from dflash.evaluate import Pretrained
-from dflash.target import check_target_config, check_target_size, check_target_weights
+from dflash.targets import check_target_config, check_target_size, check_target_weights
 
 HUGE = 10**400
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": HUGE, "original_max_position_embeddings": 64}

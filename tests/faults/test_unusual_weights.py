@@ -13,7 +13,7 @@ from torch.nn.utils import parametrizations, parametrize
 from transformers import PreTrainedModel
 
 import dflash
-from dflash.target import UnsupportedTargetError
+from dflash.targets import UnsupportedTargetError
 
 NEW = 10
 IDS = prompt(9)

@@ -20,7 +20,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 import dflash
 from dflash.evaluate import demo
-from dflash.target import UnsupportedTargetError
+from dflash.targets import UnsupportedTargetError
 
 NEW = 24
 SAMPLED = ["bitsandbytes nf4, double", "torchao int8 dynamic, per row"]

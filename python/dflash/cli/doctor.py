@@ -149,7 +149,7 @@ def _check_fit(source: Source, keys: Any, name: str) -> Any:
     """Return the target without weights. Raise if it cannot be run, or the drafter of this config does not fit it."""
     from ..drafter import DraftConfig
     from ..fit import check_config
-    from ..target import check_target
+    from ..targets import check_target
 
     with warnings.catch_warnings(action="ignore"):  # loading the drafter warns of unknown keys
         config = DraftConfig.from_config(keys, name)

@@ -73,7 +73,7 @@ def serve(
     from ..serve import Scheduler
     from ..serve.receipts import ReceiptFolder
     from ..serve.service import Service
-    from ..target import versions
+    from ..targets import versions
 
     positions = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None) or max_length
     length = min(max_length, positions)

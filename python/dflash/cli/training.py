@@ -112,7 +112,7 @@ def train(
     config = replace(config, eval_temperatures=_numbers("--eval-temperatures", eval_temperatures, float))
     device = _check(paths, shape, config, run)
 
-    from ..target import check_target
+    from ..targets import check_target
     from ..train.loop import Trainer, make_accelerator
 
     # 2. Create the drafter and read the rows, checked against the target without its weights
@@ -280,7 +280,7 @@ def _cached_features(trainer: Any, folder: Path) -> Any:
 
 def _print_plan(trainer: Any, run: _Run) -> None:
     """Print what the run would do. Every process measures, the first prints."""
-    from ..target import text_config
+    from ..targets import text_config
     from ..train.data.features import cache_size
 
     plan = trainer.plan()

@@ -9,7 +9,7 @@ from typing import Any
 from ..drafter import Drafter
 from ..evaluate import Decoding, GeneratorRunner, Total
 from ..generator import Generator
-from ..target import text_config
+from ..targets import text_config
 from .prompts import Prompts
 from .recording import Answered
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from ..drafter import is_speculators
-from ..target import embedding_table, text_config
+from ..targets import embedding_table, text_config
 from .answers import Answers, Pair, Show, answer
 from .checks import Finding, check_features, check_positions, check_weights
 from .faults import Facts, Variant, variants

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..evaluate.prompts import parse_prompt, prompt_ids
 from ..files import read_jsonl
-from ..target import text_config
+from ..targets import text_config
 
 __all__ = ["Prompts", "find_prompts"]
 

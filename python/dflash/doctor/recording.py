@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..target import check_target, find_layers, structural_twin, tapped_modules
+from ..targets import check_target, find_layers, structural_twin, tapped_modules
 
 __all__ = ["RAW_LAST", "Answered", "Recording", "record"]
 

@@ -13,7 +13,7 @@ from ..cache import KVCache
 from ..drafter import Drafter
 from ..proposers import ChainProposer, State
 from ..sampling import Sampling
-from ..target import Target
+from ..targets import Target
 from .recording import RAW_LAST, Recording
 from .wiring import Wiring
 

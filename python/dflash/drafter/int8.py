@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..ops import DecoderLayer, Int8Weight, NotFiniteError, WeightStorage, int8_weights
-from ..target import ValuesFingerprint, not_finite
+from ..targets import ValuesFingerprint, not_finite
 from .drafter import Drafter
 
 __all__ = ["Int8Drafter", "check_draft_weights", "quantized_draft"]

@@ -22,7 +22,7 @@ from ..cache import KVCache
 from ..drafter import Drafter
 from ..proposers import TREE_SIZES, Block
 from ..sampling import Sampling
-from ..target import Target
+from ..targets import Target
 
 __all__ = ["FULL", "INVALID", "RUNNING", "STOPPED", "Report", "RowReport", "State"]
 

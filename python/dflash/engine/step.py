@@ -24,7 +24,7 @@ from ..proposers import (
     chain_widths,
 )
 from ..sampling import HostRules, KeyedAcceptance, LogitRules, RejectionAcceptance, RuleSettings
-from ..target import Target, first_hook
+from ..targets import Target, first_hook
 from .budget import TreeBudget, WidthBudget, context_bucket, measured_costs, tree_budget
 from .commit import emit_, report_
 from .grammar_masks import GrammarMasks

@@ -12,7 +12,7 @@ from torch import nn
 
 from .. import ops
 from ..drafter import Drafter
-from ..target import sample_digest, versions
+from ..targets import sample_digest, versions
 
 __all__ = ["describe", "machine_name"]
 

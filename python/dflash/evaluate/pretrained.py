@@ -16,7 +16,7 @@ import torch
 
 from ..files import read_json
 from ..limits import MAX_TARGET_CONFIG_BYTES
-from ..target import check_target_config, check_target_size, check_target_weights
+from ..targets import check_target_config, check_target_size, check_target_weights
 from ..terminal import listed, named, printable, shortened
 
 __all__ = ["Pretrained"]

@@ -13,7 +13,7 @@ from ..cache import KVCache
 from ..drafter import Drafter, check_draft_weights, load_draft, quantized_draft
 from ..ops import WeightStorage
 from ..options import check_weights
-from ..target import transformers_version
+from ..targets import transformers_version
 
 __all__ = ["as_assistant"]
 

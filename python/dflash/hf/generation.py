@@ -17,7 +17,7 @@ from ..ops import WeightStorage
 from ..outputs import GenerateOutput
 from ..sampling import LogitsProcessor, StoppingCriterion
 from ..streaming import Streamer, check_streamer
-from ..target import check_target
+from ..targets import check_target
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..cache import KVCache
 from ..sampling import LogitRules, RejectionAcceptance, Sampling
-from ..target import Target
+from ..targets import Target
 from ..tree import Tree
 
 __all__ = ["Block", "ChainSettings", "DraftMasks", "PaddingProposer", "Proposer", "State", "Tree", "TreeSettings"]

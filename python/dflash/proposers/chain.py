@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..drafter import Drafter
-from ..target import Target
+from ..targets import Target
 from . import denoise
 from .block import Block, ChainSettings, State
 from .drafting import DraftPass

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ..drafter import Drafter, scale_logits
 from ..sampling import LogitRules
-from ..target import Target
+from ..targets import Target
 from .block import State
 from .predictions import LinkedPredictions, Predictions
 

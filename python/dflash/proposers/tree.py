@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import ops
 from ..drafter import Drafter
 from ..sampling import Sampling
-from ..target import Target
+from ..targets import Target
 from ..tree import Tree
 from .block import Block, State, TreeSettings
 from .drafting import DraftPass

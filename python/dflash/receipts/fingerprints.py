@@ -13,7 +13,7 @@ from torch import nn
 
 from ..limits import MAX_SHOWN, MAX_VOCABULARY
 from ..sampling import integer
-from ..target import check_target, describe_config, embedding_table, version_of, versions, weights_digest
+from ..targets import check_target, describe_config, embedding_table, version_of, versions, weights_digest
 from ..terminal import shortened
 from .settings import check_names
 

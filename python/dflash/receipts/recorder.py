@@ -10,7 +10,7 @@ from ..call import Call, GenerateArguments, TargetDefaults
 from ..options import GeneratorOptions
 from ..outputs import GenerateOutput, StreamEvent
 from ..sampling import RuleArguments, Sampling
-from ..target import check_target
+from ..targets import check_target
 from ..terminal import listed
 from .fingerprints import Fingerprints
 from .receipt import Answer, Receipt

@@ -13,7 +13,7 @@ from torch import nn
 
 from ..engine import Engine
 from ..ops import WeightStorage
-from ..target import (
+from ..targets import (
     Target,
     check_target,
     embedding_table,

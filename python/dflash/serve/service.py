@@ -15,7 +15,7 @@ import torch
 from ..evaluate.description import machine_name
 from ..generator import Generator
 from ..sampling import Grammar, fold
-from ..target import describe_config, sample_digest, version_of
+from ..targets import describe_config, sample_digest, version_of
 from .arguments import generate_arguments, named_as_asked
 from .errors import ApiError, bad_request
 from .logprobs import Pieces

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from ...files import parse_json, save_tensors, write_atomically
-from ...target import describe_config, text_config, unwrap
+from ...targets import describe_config, text_config, unwrap
 from ...terminal import printable
 from ..model import TargetFeatures
 

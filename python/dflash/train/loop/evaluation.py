@@ -11,7 +11,7 @@ from torch import nn
 from ...drafter import Drafter
 from ...evaluate import Decoding, GeneratorRunner, answer_all
 from ...generator import Generator
-from ...target import text_config
+from ...targets import text_config
 
 __all__ = ["HeldOutEvaluation"]
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ...target import describe_config, sample_digest
+from ...targets import describe_config, sample_digest
 from ...terminal import named, printable
 from ..checkpoint import CheckpointError, checkpoints, load_checkpoint, read_progress, save_checkpoint
 from ..optimizers import check_state

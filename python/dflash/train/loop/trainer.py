@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from ...drafter import Drafter
 from ...files import check_writable, remove_unfinished
 from ...fit import check_config
-from ...target import Target, check_target, text_config
+from ...targets import Target, check_target, text_config
 from ..checkpoint import save_draft
 from ..config import TrainConfig
 from ..data.batches import Batches, add_noise, mix_seed, pad_rows

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ...drafter import ROPE_TYPES, DraftConfig, Drafter, Rope, build_target_layer_ids
-from ...target import text_config, unwrap
+from ...targets import text_config, unwrap
 from .dflash2 import add_dflash2
 
 __all__ = ["choose_mask_id", "draft_config", "new_drafter"]

@@ -7,7 +7,7 @@ import contextlib
 import torch
 from torch import Tensor, nn
 
-from ...target import check_target, find_layers, has_recurrent_layers, structural_twin, tapped_modules
+from ...targets import check_target, find_layers, has_recurrent_layers, structural_twin, tapped_modules
 
 __all__ = ["TargetFeatures"]
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from ...drafter import Drafter
 from ...generator import Generator
-from ...target import text_config
+from ...targets import text_config
 from ..data import prompt_ids
 from .jobs import Answer, Job, Settings, check_prompt
 

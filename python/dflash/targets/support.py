@@ -25,7 +25,7 @@ __all__ = [
     "unwrap",
 ]
 
-# Families tested token for token against `generate`. Any other is tried once, see `dflash.target.trial`.
+# Families tested token for token against `generate`. Any other is tried once, see `dflash.targets.trial`.
 TESTED_FAMILIES = frozenset(
     [
         *("deepseek_v3", "gemma3_text", "gemma4_text", "glm4_moe", "gpt_oss", "kimi_k25", "llama"),

@@ -1,4 +1,4 @@
-"""Recognize the models whose layers `dflash.target.fused` runs on `dflash.ops`, and read their weights.
+"""Recognize the models whose layers `dflash.targets.fused` runs on `dflash.ops`, and read their weights.
 
 A model is recognized by its exact classes, module by module, and by every setting that changes what they compute.
 """

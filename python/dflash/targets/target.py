@@ -39,7 +39,7 @@ class Target:
         model: a causal language model that `check_target` has returned. It is not judged again.
         target_layer_ids: the tapped layers. The last layer's output is read after the final norm, like transformers'
             ``hidden_states[-1]``.
-        fused: True to run the layers on `dflash.ops` (see `dflash.target.fused`) and refuse other models,
+        fused: True to run the layers on `dflash.ops` (see `dflash.targets.fused`) and refuse other models,
             False to use the model's own forward, ``"auto"`` to run them on the ops where the kernels take them. Unless
             False, mixtures of experts run on their op where its kernels take them, in other models too.
         weights: ``"int8"`` to multiply by copies of the weights in 8 bits, those of the decoder layers and of the head.

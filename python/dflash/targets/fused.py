@@ -1,7 +1,7 @@
 """Run the layers of plain pre-norm models on `dflash.ops` instead of their modules, on the same parameters.
 
 A model is recognized by its exact classes, module by module, and by the functions that they would run (see
-`dflash.target.functions`). A subclass, an adapter, a quantized layer, a hook or a replaced function changes what a
+`dflash.targets.functions`). A subclass, an adapter, a quantized layer, a hook or a replaced function changes what a
 model computes, so such a model keeps its own forward. So does every family that is not listed here.
 """
 
@@ -157,7 +157,7 @@ class FusedTarget:
         self, ids: Tensor, lengths: Tensor, cache: KVCache, logits_to_keep: int | Tensor, tree: Tree | None = None,
         tapped: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Run as `dflash.target.Target.forward`, with all taps in one tensor, ``tapped`` if it is given."""
+        """Run as `dflash.targets.Target.forward`, with all taps in one tensor, ``tapped`` if it is given."""
         table = self.embedding.detach()[None]
         embeds = table.new_empty(1, ids.numel(), table.shape[2])
         ops.gather_rows_(table, ids.reshape(1, -1), embeds)  # an id of -1 counts as 0
