@@ -258,9 +258,7 @@ def test_a_receipt_of_int8_weights_is_verified_on_the_cpu(run, folders, tmp_path
     call = ["generate", "--model", model, "--draft", draft, "--max-new-tokens", "6", "--receipt", file, "w5 w6"]
     assert run(*call, "--weights", "int8").code == 0
     asked = []
-    monkeypatch.setattr(
-        "dflash.cli.receipts.check_device", lambda _dtype, device: asked.append(device) or device or "cuda"
-    )
+    monkeypatch.setattr("dflash.cli.text.check_device", lambda _dtype, device: asked.append(device) or device or "cuda")
     done = run("verify", file, "--model", model)
     assert (done.code, asked) == (0, ["cpu"]), done.err
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dflash import cli, ops
-from dflash.cli import installation as doctor
+from dflash.cli import diagnosis as doctor
 from dflash.engine import runner as replay
 from dflash.ops import switches
 

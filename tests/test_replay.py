@@ -18,7 +18,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 import dflash
 from dflash import api
 from dflash import generator as generator_module
-from dflash.cli import installation as doctor
+from dflash.cli import diagnosis as doctor
 from dflash.engine import runner as replay
 from dflash.ops import registry
 

@@ -13,11 +13,10 @@ from llguidance.hf import from_tokenizer
 from served import SUM, ask, chat, direct, live, pair, prompt_ids, serving
 
 import dflash
-from dflash.serve.calls import CallText
-from dflash.serve.prompts import Prompt
+from dflash.serve.prompts import Prompt, ToolForm, find_form, read_tools
 from dflash.serve.protocol import ChatRequest
 from dflash.serve.structured import answer_grammar
-from dflash.serve.tools import ToolForm, find_form, read_tools
+from dflash.serve.text import CallText
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 RECORD = "ini to json:\n[item]\nname=oak\nsize=12\ncolor=amber\nport=8080"

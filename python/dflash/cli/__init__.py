@@ -6,14 +6,12 @@ from typing import Annotated
 
 import typer
 
-from .data import export, regenerate
-from .doctor import doctor
+from .diagnosis import doctor
 from .measure import benchmark, demo
-from .receipts import verify
 from .serving import serve
 from .shell import run, set_debug
-from .text import chat, generate
-from .training import train
+from .text import chat, generate, verify
+from .training import export, regenerate, train
 
 __all__ = ["app", "main"]
 

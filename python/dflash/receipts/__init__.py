@@ -1,12 +1,9 @@
 """Receipts: what was asked and answered, from which every token of an answer can be derived again."""
 
-from .fingerprints import Fingerprints
-from .mismatch import Mismatch
-from .receipt import Answer, Receipt
+from .receipt import Answer, Fingerprints, Receipt, Settings
 from .recorder import Recorder, seeds_of
-from .settings import Settings
-from .verification import CheckedAnswer, Verification, Verifier, verify
-from .wording import lines_of
+from .replay import Mismatch
+from .verification import CheckedAnswer, Verification, Verifier, lines_of, verify
 
 __all__ = [
     "Answer",

@@ -12,9 +12,7 @@ from ..outputs import GenerateOutput, StreamEvent
 from ..sampling import RuleArguments, Sampling
 from ..targets import check_target
 from ..terminal import listed
-from .fingerprints import Fingerprints
-from .receipt import Answer, Receipt
-from .settings import Settings
+from .receipt import Answer, Fingerprints, Receipt, Settings
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

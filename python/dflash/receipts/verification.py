@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,14 +22,10 @@ from ..targets import (
     stop_string_criterion,
     text_config,
 )
+from ..terminal import printable
 from ..turns import plain_settings
-from .ending import wrong_end
-from .fingerprints import Fingerprints
-from .mismatch import Mismatch
-from .receipt import Answer, Receipt, call_of
-from .replay import mismatches_of
-
-__all__ = ["CheckedAnswer", "Verification", "Verifier", "verify"]
+from .receipt import Answer, Fingerprints, Receipt, call_of
+from .replay import Mismatch, mismatches_of, wrong_end
 
 _ROWS = 128  # of a pass, over all answers: on a GPU they cost little more than a block
 _TOKENS_AT_ONCE = 2**16  # prompts and answers, padding included, above which answers are checked one by one
@@ -297,3 +294,41 @@ def _capacity(answers: Sequence[Answer]) -> int:
     """Return room for the longest answer and its prompt: a power of two, since a target keeps a table for each."""
     longest = max(len(answer.prompt) for answer in answers) + max(len(answer.ids) for answer in answers)
     return 1 << (longest - 1).bit_length()
+
+
+def lines_of(found: Verification, dtype: str, tokenizer: Any) -> list[str]:
+    """Say what was found: a line per near-tie and one per answer.
+
+    Args:
+        found: by `dflash.verify`.
+        dtype: of the target.
+        tokenizer: of the target.
+    """
+    lines = []
+    for number, answer in enumerate(found.answers, 1):
+        where = f"answer {number}: " if len(found.answers) > 1 else ""
+        for mismatch in answer.near_ties:
+            lines.append(f"{where}near-tie in {dtype}: {_describe(mismatch, tokenizer)}")
+        lines.append(where + _verdict(answer, tokenizer))
+    return lines
+
+
+def _verdict(answer: CheckedAnswer, tokenizer: Any) -> str:
+    """Say in one line what was found about an answer."""
+    if answer.mismatch is not None:
+        return f"does not follow: {_describe(answer.mismatch, tokenizer)}"
+    if answer.wrong_end:
+        return f"does not follow: every token does, but {answer.wrong_end}"
+    but = f", {len(answer.near_ties)} of them by a near-tie" if answer.near_ties else ""
+    return f"every token follows from seed and weights: {answer.num_tokens} tokens{but}"
+
+
+def _describe(mismatch: Mismatch, tokenizer: Any) -> str:
+    recorded, chosen = (
+        f"{token} {printable(repr(tokenizer.decode([token])))}" for token in (mismatch.token, mismatch.chosen)
+    )
+    margin = "a rule forbids it" if math.isinf(mismatch.margin) else f"it lost by {mismatch.margin:.3g}"
+    return (
+        f"token {mismatch.index + 1} is {recorded}, seed and weights choose {chosen}; {margin} "
+        f"(up to {mismatch.rounding:.2g} may be rounding)"
+    )

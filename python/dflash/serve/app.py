@@ -1,9 +1,12 @@
-"""The server's routes."""
+"""The server's routes, and what is refused before a request is read."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import hmac
+import json
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,19 +17,145 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ..limits import MAX_REQUEST_BYTES
 from ..outputs import StreamEvent
-from .document import ERRORS, documented
-from .errors import ApiError, bad_request
+from .completion import Answer, Run, refusal_of
 from .formats import ChatFormat, CompletionFormat, Format, event_line
-from .guards import Guard, error_response
-from .protocol import ChatRequest, CompletionRequest, GenerationRequest, StreamOptions
-from .reasoning import Delta
-from .run import Answer, Run, refusal_of
+from .protocol import ApiError, ChatRequest, CompletionRequest, GenerationRequest, StreamOptions, bad_request
 from .service import Service
+from .text import Delta
 
-__all__ = ["build_app"]
+
+def _object(**properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "required": [*properties]}
+
+
+_TEXT, _MAYBE, _COUNT = {"type": "string"}, {"type": ["string", "null"]}, {"type": "integer", "minimum": 0}
+_ERROR = _object(error=_object(message=_TEXT, type=_TEXT, param=_MAYBE, code=_MAYBE))
+_USAGE = _object(prompt_tokens=_COUNT, completion_tokens=_COUNT, total_tokens=_COUNT)
+
+
+def _response(description: str, **contents: dict[str, Any]) -> dict[str, Any]:
+    return {"description": description, "content": {kind: {"schema": schema} for kind, schema in contents.items()}}
+
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    "4XX": _response("The request cannot be served.", **{"application/json": _ERROR}),
+    "5XX": _response(
+        "The answer failed, took too long, or the server is about to end.", **{"application/json": _ERROR}
+    ),
+}
+"""Of every path; FastAPI's own 422 is never sent."""
+
+
+def documented(kind: str, answer: str) -> dict[int | str, dict[str, Any]]:
+    """Describe a response with answers.
+
+    Args:
+        kind: its ``object``.
+        answer: the field of a choice that holds the answer: a text, or a message.
+    """
+    message = _object(role={"const": "assistant"}, content=_MAYBE)
+    answers = {answer: _TEXT if answer == "text" else message, "logprobs": {"type": ["object", "null"]}}
+    choice = _object(index=_COUNT, finish_reason=_TEXT, **answers)
+    whole = _object(
+        id=_TEXT, object={"const": kind}, created=_COUNT, model=_TEXT, system_fingerprint=_TEXT,
+        choices={"type": "array", "minItems": 1, "items": choice}, usage=_USAGE,
+    )  # fmt: skip
+    events = {"type": "string", "description": "With stream=true: chunks or an error, then [DONE]."}
+    return {200: _response("The answers.", **{"application/json": whole, "text/event-stream": events})}
+
+
+_BODY_SECONDS = 30.0  # to send a body
+_OPEN = ("/health", "/")  # paths without a key
+_LOOPBACK = re.compile(r"127(\.\d{1,3}){3}|\[?::1\]?|localhost", re.IGNORECASE)
+
+
+def error_response(error: ApiError) -> Response:
+    """Return a response in OpenAI's shape."""
+    content = json.dumps(error.body)  # in ASCII: the name of an unknown field may be half of a character
+    return Response(content, error.status, error.headers, media_type="application/json")
+
+
+class Guard:
+    """Checks key and host, and reads the body whole before the application sees the request.
+
+    Args:
+        app: the application.
+        api_key: clients send it as ``Authorization: Bearer KEY``; None asks for none.
+    """
+
+    def __init__(self, app: ASGIApp, api_key: str | None) -> None:
+        self._app = app
+        self._expected = None if api_key is None else f"Bearer {api_key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a request, or refuse it."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            self._check_key(scope)
+            self._check_host(scope)
+            body = await asyncio.wait_for(_read(scope, receive), _BODY_SECONDS)
+        except ApiError as error:
+            await error_response(error)(scope, receive, send)
+            return
+        except asyncio.TimeoutError:
+            late = ApiError(408, f"the request's body did not arrive within {_BODY_SECONDS:g} s", code="timeout")
+            await error_response(late)(scope, receive, send)
+            return
+        if body is None:
+            return  # the client has gone
+        parts: list[Any] = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def replay() -> Message:
+            return parts.pop() if parts else await receive()
+
+        await self._app(scope, replay, send)
+
+    def _check_key(self, scope: Scope) -> None:
+        if self._expected is None or scope["path"] in _OPEN:
+            return
+        given = dict(scope["headers"]).get(b"authorization", b"")
+        if not hmac.compare_digest(given, self._expected):
+            raise ApiError(
+                401, "this server needs its key: send the header Authorization: Bearer KEY", code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )  # fmt: skip
+
+    def _check_host(self, scope: Scope) -> None:
+        """Refuse requests for another host on this machine's own address, unless there is a key.
+
+        A page of any site may give its name this address after it was loaded (DNS rebinding), and then read what the
+        server answers.
+        """
+        address, host = (scope.get("server") or ("",))[0], dict(scope["headers"]).get(b"host", b"").decode("latin-1")
+        name = re.sub(r":\d*$", "", host)
+        if self._expected is None and name and _LOOPBACK.fullmatch(address) and not _LOOPBACK.fullmatch(name):
+            raise ApiError(
+                403, f"without a key this server answers to localhost only, not to {host!r}: start it with --api-key",
+                code="host_not_allowed",
+            )  # fmt: skip
+
+
+async def _read(scope: Scope, receive: Receive) -> bytes | None:
+    """Return the body of a request; None if the client leaves."""
+    length = dict(scope["headers"]).get(b"content-length", b"0")
+    parts, size = [], int(length) if length.isdigit() else 0
+    read = 0
+    while max(size, read) <= MAX_REQUEST_BYTES:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        parts.append(message.get("body", b""))
+        read += len(parts[-1])
+        if not message.get("more_body", False):
+            return b"".join(parts)
+    raise ApiError(413, f"a request's body may have {MAX_REQUEST_BYTES} bytes, this one has more", code="too_large")
+
 
 _CLIENT_GONE = 499  # as nginx logs it; nobody reads it
 

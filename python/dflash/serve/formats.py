@@ -8,10 +8,9 @@ import time
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from .calls import CallPiece
+from .completion import Answer
 from .logprobs import ShownToken, chat_logprobs, completion_logprobs
-from .reasoning import Delta
-from .run import Answer
+from .text import CallPiece, Delta
 
 __all__ = ["ChatFormat", "CompletionFormat", "Format", "event_line"]
 

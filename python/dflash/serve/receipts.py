@@ -12,8 +12,8 @@ from torch import nn
 
 from ..call import Call
 from ..receipts import Answer, Fingerprints, Receipt, Settings, Verifier, lines_of, seeds_of
-from . import run
-from .errors import ApiError, bad_request
+from . import completion
+from .protocol import ApiError, bad_request
 from .scheduler import Scheduler
 
 __all__ = ["ReceiptFolder"]
@@ -42,7 +42,7 @@ class ReceiptFolder:
         """Raise ValueError if a receipt cannot state what is asked."""
         Settings.of(call)
 
-    def write(self, completion: str, answer: run.Answer, index: int, reason: str) -> None:
+    def write(self, completion: str, answer: completion.Answer, index: int, reason: str) -> None:
         """Write the receipt of an answer that has ended. If that fails, the log says so and the answer goes on."""
         call, generator = answer.call, self._scheduler.generator
         recorded = Answer(tuple(call.prompts[0].tolist()), tuple(answer.ids), *seeds_of(call), reason)

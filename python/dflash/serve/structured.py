@@ -7,11 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 from ..sampling import Grammar
-from .errors import bad_request
-from .prompts import Prompt
-from .protocol import GenerationRequest
-from .reasoning import CLOSE, OPEN
-from .tools import Tools
+from .prompts import Prompt, Tools
+from .protocol import GenerationRequest, bad_request
+from .text import CLOSE, OPEN
 
 __all__ = ["answer_grammar"]
 

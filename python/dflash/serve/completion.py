@@ -12,11 +12,10 @@ from anyio import to_thread
 
 from ..call import Call
 from ..outputs import Statistics, StreamEvent, TokenLogprobs
-from .calls import CallText
-from .errors import ApiError
 from .logprobs import AnswerTokens, Pieces, ShownToken
-from .reasoning import AnswerText, Delta
+from .protocol import ApiError
 from .scheduler import QueueFullError, Scheduler, Ticket
+from .text import AnswerText, CallText, Delta
 
 __all__ = ["Answer", "Run", "refusal_of"]
 
