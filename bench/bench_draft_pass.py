@@ -21,7 +21,7 @@ import dflash
 from dflash import ops
 
 SIZES = {"conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16}
-SETTINGS = {"": {"temperature": 0.0}, ", T = 1": {"temperature": 1.0, "draft_sharpness": "auto", "seed": 0}}
+SETTINGS = {"": {"temperature": 0.0}, ", T = 1": {"temperature": 1.0, "seed": 0}}
 
 
 def second_generation(pair: Pair) -> dflash.Drafter:

@@ -73,7 +73,7 @@ def parse() -> argparse.Namespace:
     add("--prompts", type=int, help="default: all")
     add("--new", type=int, default=200, help="new tokens at most")
     add("--temperature", type=float, default=0.0)
-    sharpness = {"type": lambda text: text if text == "auto" else float(text), "default": "auto"}
+    sharpness = {"type": float, "default": 1.0}
     add("--draft-sharpness", metavar="NUMBER", **sharpness)
     add("--lookup", type=int, default=10, help="tokens that prompt lookup proposes")
     add("--dtype", default="float32", choices=["float32", "bfloat16"])

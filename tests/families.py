@@ -232,8 +232,8 @@ class Cheat(dflash.Generator):
     def __init__(self, *arguments, **options) -> None:
         super().__init__(*arguments, **options)
         if self.draft is not None:
-            sizes = self.batch_size, self.block_size
-            self.engine.chain = self.engine.proposer = ScriptedProposer(self.draft, self.engine.target, *sizes)
+            chain = ScriptedProposer(self.draft, self.engine.target, self.block_size)
+            self.engine.chain = self.engine.proposer = chain
 
     @property
     def script(self) -> torch.Tensor:
@@ -250,6 +250,26 @@ class Cheat(dflash.Generator):
     @spoil.setter
     def spoil(self, spoil: int) -> None:
         self.engine.chain.spoil = spoil
+
+
+class GivenCosts(dict):
+    """Stands for an engine's measured costs: steps of every kind cost the same by rows, and nothing is measured."""
+
+    def __init__(self, costs: dict[int, float]) -> None:
+        super().__init__()
+        self.given = costs
+
+    def __contains__(self, kind: object) -> bool:
+        return True
+
+    def __getitem__(self, kind: object) -> dict[int, float]:
+        return self.given
+
+
+def at_costs(generator: dflash.Generator, costs: dict[int, float]) -> dflash.Generator:
+    """Let a generator choose rows by these costs instead of measured ones."""
+    generator.engine.costs = GivenCosts(costs)
+    return generator
 
 
 def hinted(target, draft, texts: list[torch.Tensor], spoil: int = 5, **options) -> dflash.Generator:

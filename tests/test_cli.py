@@ -305,7 +305,7 @@ def test_the_same_seed_writes_the_same_text(run, folders):
         (["--block-size", "most"], 'dflash: block_size must be an integer of at least 1, "auto" or None, got'),
         (["--block-size", "0"], "dflash: block_size must be an integer of at least 1, got 0"),
         (["--block-size", "auto", "--tree", "16"], "dflash: block_size='auto' cannot be combined with tree=16"),
-        (["--tree", "16", "--draft-sharpness", "1"], "dflash: tree=16 cannot be combined with draft_sharpness=1.0"),
+        (["--tree", "16", "--draft-sharpness", "2"], "dflash: tree=16 cannot be combined with draft_sharpness=2.0"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(run, folders, change, message):
@@ -333,7 +333,7 @@ def test_trees_that_cannot_be_are_refused_before_models_are_loaded(run, chat_fol
         (model, ["--block-size", "1"], "tree=16 needs a drafter to grow from"),
     ]
     if command == "generate":  # a benchmark has chains too, whose sharpness it is
-        mistakes.append((model, ["--draft-sharpness", "1"], "cannot be combined with draft_sharpness=1.0"))
+        mistakes.append((model, ["--draft-sharpness", "2"], "cannot be combined with draft_sharpness=2.0"))
     for target, options, message in mistakes:
         done = run(command, "--model", target, "--draft", draft, "--tree", "16", *options, *rest)
         assert done.code == 2

@@ -12,7 +12,6 @@ import dflash
 from dflash import ops
 from dflash.drafter import PairWeights
 from dflash.ops import reference
-from dflash.proposers import LEVELS
 from dflash.proposers.predictions import LinkedPredictions, Predictions
 from dflash.sampling import RejectionAcceptance, Sampling
 
@@ -62,38 +61,29 @@ def test_paths_equal_the_oracle(temperature, sharpness):
     """Candidates are those with the best noisy logits."""
     logits, weights, s = some_logits(), pairs(), sampling(temperature, draft_sharpness=sharpness)
     predictions = LinkedPredictions(logits, weights, ANCHOR, TOP_K)
-    path = predictions.draw(POSITIONS, s, s.sharpness[None])
-    assert path.shape == (BATCH, 1, DRAFTS)
+    path = predictions.draw(POSITIONS, s)
+    assert path.shape == (BATCH, DRAFTS)
     noise, factor = torch.zeros_like(logits[0]), 1.0
     if temperature > 0 and sharpness < math.inf:
         noise = reference.gumbel_noise(s.seeds, POSITIONS, VOCAB)[0]
         factor = sharpness / temperature
     candidates = [set(row.topk(TOP_K).indices.tolist()) for row in factor * logits[0] + noise]
-    assert path[0, 0].tolist() == walked(logits[0], weights, candidates, noise, factor)
-    assert path[0, 0].tolist() != predictions.logits[0].argmax(-1).tolist(), "the pairs should matter"
+    assert path[0].tolist() == walked(logits[0], weights, candidates, noise, factor)
+    assert path[0].tolist() != predictions.logits[0].argmax(-1).tolist(), "the pairs should matter"
 
 
-def test_each_level_walks_its_own_path():
-    s, levels = sampling(1.0), torch.tensor([math.inf, 2.0, 1.0])[:, None].repeat(1, BATCH)
-    predictions = LinkedPredictions(some_logits(), pairs(), ANCHOR, TOP_K)
-    together = predictions.draw(POSITIONS, s, levels)
-    for i, level in enumerate(levels):
-        assert torch.equal(together[:, i], predictions.draw(POSITIONS, s, level[None])[:, 0])
-    assert len({tuple(path.flatten().tolist()) for path in together.unbind(1)}) == 3
-
-
-def test_a_selector_without_pair_scores_draws_what_rows_on_their_own_draw():
-    s, levels = sampling(0.8), torch.tensor([math.inf, 2.0, 1.0])[:, None].repeat(1, BATCH)
-    logits = some_logits()
+@pytest.mark.parametrize("sharpness", [math.inf, 2.0, 1.0])
+def test_a_selector_without_pair_scores_draws_what_rows_on_their_own_draw(sharpness):
+    s, logits = sampling(0.8, draft_sharpness=sharpness), some_logits()
     linked = LinkedPredictions(logits, pairs(scale=0.0), ANCHOR, TOP_K)
-    assert torch.equal(linked.draw(POSITIONS, s, levels), Predictions(logits).draw(POSITIONS, s, levels))
+    assert torch.equal(linked.draw(POSITIONS, s), Predictions(logits).draw(POSITIONS, s))
 
 
 def test_a_row_of_nan_ends_its_path_only():
     logits = some_logits()
     logits[1, 2, 5] = math.nan
     s = sampling(1.0)
-    path = LinkedPredictions(logits, pairs(), ANCHOR, TOP_K).draw(POSITIONS, s, s.sharpness[None])[:, 0]
+    path = LinkedPredictions(logits, pairs(), ANCHOR, TOP_K).draw(POSITIONS, s)
     assert path[1, 2:].eq(-1).all()
     assert path[1, :2].ge(0).all()
     assert path[[0, 2]].ge(0).all()
@@ -104,17 +94,17 @@ def test_known_tokens_stay_and_precede_the_next():
     predictions = LinkedPredictions(logits, weights, ANCHOR, TOP_K)
     known, drafts = torch.zeros(BATCH, DRAFTS, dtype=torch.bool), torch.zeros(BATCH, DRAFTS, dtype=torch.int64)
     known[0, 2], drafts[0, 2] = True, 17
-    path = predictions.fix(known, drafts).draw(POSITIONS, s, s.sharpness[None])[:, 0]
+    path = predictions.fix(known, drafts).draw(POSITIONS, s)
     candidates = [set(row.topk(TOP_K).indices.tolist()) for row in logits[0]]
     candidates[2] = {17}
     assert path[0].tolist() == walked(logits[0], weights, candidates, torch.zeros_like(logits[0]), 1.0)
-    assert torch.equal(path[1:], predictions.draw(POSITIONS, s, s.sharpness[None])[1:, 0])
+    assert torch.equal(path[1:], predictions.draw(POSITIONS, s)[1:])
 
 
 def test_rejection_remembers_the_distribution_given_the_draft_before():
     logits, weights, s = some_logits(), pairs(), sampling(0.7)
     acceptance = RejectionAcceptance(BATCH, DRAFTS, VOCAB)
-    drafts = LinkedPredictions(logits, weights, ANCHOR, TOP_K).draw_for(acceptance, POSITIONS, s)[:, 0]
+    drafts = LinkedPredictions(logits, weights, ANCHOR, TOP_K).draw_for(acceptance, POSITIONS, s)
     q, previous = acceptance.draft_probabilities, torch.cat([ANCHOR[:, None], drafts[:, :-1]], 1)
     pair = torch.einsum("bjr,vr->bjv", weights.predecessors[previous] * weights.queries, weights.successors)
     plain = torch.zeros_like(logits, dtype=torch.bool).scatter_(-1, logits.topk(TOP_K, -1).indices, True)
@@ -170,7 +160,7 @@ def test_an_identity_drafter_drafts_as_one_of_the_first_generation(target, call)
 BANS = [
     {"denoise_steps": 3},
     {"temperature": 1.0, "seed": 5, "draft_sharpness": 1.0},
-    {"temperature": 1.0, "seed": 5, "draft_sharpness": "auto"},
+    {"temperature": 1.0, "seed": 5, "draft_sharpness": math.inf},
     {"temperature": 1.0, "seed": 5, "acceptance": "rejection"},
 ]
 
@@ -193,21 +183,15 @@ def test_banned_tokens_leave_their_places_to_other_candidates(target, more, monk
 
 
 @pytest.mark.parametrize("variant", ["DFlash2", "DFlash2-wide-kernel"])
-def test_automatic_sharpness_draws_every_level_in_one_walk(target, variant, monkeypatch):
+def test_sharpness_changes_what_is_drafted(target, variant):
     generator, p = dflash.Generator(target, make_draft(target, variant), max_length=60), prompt(21)
-    drafted, call = watched(generator), {"max_new_tokens": 8, "temperature": 1.0, "seed": 3}
-    first = []
-    for level in LEVELS:
-        generator.generate(p[None], draft_sharpness=level, **call)
-        first.append(drafted[0])
+    drafted, first = watched(generator), set()
+    for sharpness in (math.inf, 2.0, 1.0):
+        generator.generate(p[None], max_new_tokens=8, temperature=1.0, seed=3, draft_sharpness=sharpness)
+        first.add(tuple(drafted[0].flatten().tolist()))
         drafted.clear()
         generator.reset()
-    walks, walk = [], ops.walk_candidates
-    monkeypatch.setattr(ops, "walk_candidates", lambda *a: walks.append(walk(*a)) or walks[-1])
-    generator.generate(p[None], draft_sharpness="auto", **call)
-    assert torch.equal(walks[0][0], torch.stack(first, 1)), "each level drafts what it would have drafted alone"
-    assert len({tuple(drafts.flatten().tolist()) for drafts in first}) == len(LEVELS)
-    assert len(walks) == len(drafted)
+    assert len(first) == 3
 
 
 def test_several_passes_and_rejection_run_and_keep_the_text(target):

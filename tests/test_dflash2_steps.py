@@ -16,7 +16,7 @@ KNOWN = torch.arange(2, VOCAB)[torch.arange(VOCAB - 2) % 4 != 1]  # what the red
 CALLS = {
     "greedy": {},
     "one sharpness": {"temperature": 1.0, "seed": 3, "draft_sharpness": 1.0},
-    "automatic sharpness": {"temperature": 0.8, "top_k": 20, "seed": 4, "draft_sharpness": "auto"},
+    "the drafter's best": {"temperature": 0.8, "top_k": 20, "seed": 4, "draft_sharpness": float("inf")},
     "rejection": {"temperature": 1.0, "seed": 5, "acceptance": "rejection"},
     "rules": {"temperature": 1.0, "seed": 6, "repetition_penalty": 1.3, "suppress_tokens": [11]},
 }
@@ -93,7 +93,7 @@ def test_steps_compile_into_one_graph_of_each_kind(target, draft, batch, monkeyp
     expected = hinted(target, draft, texts)
     monkeypatch.setattr(torch, "compile", traced)
     compiled = hinted(target, draft, texts, compile=True)
-    for name in ("automatic sharpness", "rejection"):
+    for name in ("the drafter's best", "rejection"):
         call = {"attention_mask": mask, "max_new_tokens": 8, "return_dict_in_generate": True, **CALLS[name]}
         same(compiled.generate(ids, **call), expected.generate(ids, **call))
     assert len(graphs) == 2

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import json
+import math
 
 import pytest
 import torch
@@ -137,7 +138,7 @@ def test_drafts_follow_the_head_over_the_whole_vocabulary(target, tmp_path, watc
     "options",
     [
         {},
-        {"temperature": 0.7, "seed": 3, "draft_sharpness": "auto"},
+        {"temperature": 0.7, "seed": 3, "draft_sharpness": math.inf},
         {"temperature": 1.0, "seed": 3, "suppress_tokens": [5, 8]},
         {"denoise_steps": 2},
         {"block_size": 4},

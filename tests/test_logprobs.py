@@ -43,7 +43,7 @@ CALLS = {
     "sampled": {"temperature": 1.0, "top_k": 9, "seed": 3, "logit_bias": {5: 4.0}, "suppress_tokens": [7, 8]},
     "rejection": {"temperature": 1.0, "acceptance": "rejection", "seed": 4},
     "one token per step": {"block_size": 1},
-    "narrow": {"block_size": {4: 1.0, 16: 1.01}},
+    "narrow": {"block_size": 4},
     "its own modules": {"fused": False, "temperature": 1.0, "seed": 5},
     "processors": {"logits_processor": [lambda ids, scores: scores * 0.5], "temperature": 1.0, "seed": 6},
     "recurrent": {"family": "qwen3_5"},

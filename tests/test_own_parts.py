@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import functools
+import math
 import os
 
 import pytest
@@ -143,7 +144,7 @@ def test_a_mask_embedding_is_exported_as_the_file_that_engines_read(save, tmp_pa
     [
         {},
         {"temperature": 1.0, "seed": 3},
-        {"temperature": 0.7, "seed": 3, "draft_sharpness": "auto"},
+        {"temperature": 0.7, "seed": 3, "draft_sharpness": math.inf},
         {"temperature": 1.0, "seed": 3, "repetition_penalty": 1.3, "suppress_tokens": [5, 8]},
         {"denoise_steps": 2},
         {"tree": 32},

@@ -777,26 +777,6 @@ def test_costs_are_measured_again_when_the_target_has_changed(target, draft, pro
     assert len(replayed) == 2
 
 
-def test_costs_can_be_given(target, draft, prompts, plain):
-    p, call = prompts[1][None], {"max_new_tokens": NEW, "return_dict_in_generate": True}
-    generator = dflash.Generator(target, draft, max_length=80, tree={64: 1.0, 16: 100})
-    one_shot = {"custom_generate": dflash.custom_generate, "draft": draft, "do_sample": False}
-    for generate, tree, rows in (
-        (generator.generate, {}, 64),
-        (generator.generate, {"tree": {32: 1.0, 16: 100.0}}, 32),
-        (functools.partial(dflash.generate, target, draft), {"tree": {128: 1000, 16: 0.1}}, 16),
-        (functools.partial(target.generate, **one_shot), {"tree": {128: 0.001, 16: 100}}, 128),
-    ):
-        output = generate(p, **call, **tree)
-        check_answers(output.sequences, 16, plain[1:2])
-        assert set(output.statistics.rows) == {rows}
-    assert not generator.engine.costs, "nothing is measured"
-    *_, last = generator.stream(p, max_new_tokens=NEW, tree={32: 1.0})
-    assert set(last.statistics.rows) == {32}
-    with pytest.raises(ValueError, match=r"tree=\{16: 1.0, 128: 2.0\} takes up to 128 rows, .* tree=\{16: 100.0, 64"):
-        generator.generate(p, tree={128: 2.0, 16: 1.0})
-
-
 # ---------------------------------------------------------------------------------------------- errors
 
 
@@ -810,22 +790,9 @@ def test_costs_can_be_given(target, draft, prompts, plain):
         ({"tree": "most"}, ValueError, "got 'most'$"),
         ({"tree": True}, TypeError, "got True$"),
         ({"tree": 16.0}, TypeError, r"got 16\.0$"),
-        ({"tree": {}}, ValueError, r"tree as costs must map one or more of 16, 32, 64, 128 rows .* got \{\}$"),
-        ({"tree": {16: 1.0, 20: 1.1}}, ValueError, r"to positive numbers, got \{16: 1.0, 20: 1.1\}$"),
-        ({"tree": {16: 1.0, 32: 0.0}}, ValueError, r"got \{16: 1.0, 32: 0.0\}$"),
-        ({"tree": {16: 10**400}}, ValueError, r"to positive numbers, got \{16: 10+\}$"),
-        ({"tree": {16: NAN}}, ValueError, r"got \{16: nan\}$"),
-        ({"tree": {16: math.inf}}, ValueError, r"got \{16: inf\}$"),
-        ({"tree": {"16": 1.0}}, TypeError, r"got \{'16': 1.0\}$"),
-        ({"tree": {16: True}}, TypeError, r"got \{16: True\}$"),
-        (
-            {"tree": {16: 1.0}, "denoise_steps": 2},
-            ValueError,
-            r"tree=\{16: 1.0\} cannot be combined with denoise_steps",
-        ),
         ({"tree": 16, "block_size": 1}, ValueError, "tree=16 needs a drafter to grow from"),
         ({"tree": 16, "denoise_steps": 2}, ValueError, "tree=16 cannot be combined with denoise_steps=2"),
-        ({"tree": 16, "draft_sharpness": 1.0}, ValueError, r"cannot be combined with draft_sharpness=1\.0"),
+        ({"tree": 16, "draft_sharpness": 2.0}, ValueError, r"cannot be combined with draft_sharpness=2\.0"),
         ({"tree": "auto", "acceptance": "rejection"}, ValueError, "tree='auto' cannot be combined with acceptance="),
     ],
     ids=str,

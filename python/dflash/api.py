@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Literal, NamedTuple, overload
 
@@ -34,7 +34,7 @@ def generate(
     draft: nn.Module | None,
     ids: Tensor,
     *,
-    block_size: int | Literal["auto"] | Mapping[int, float] | None = None,
+    block_size: int | Literal["auto"] | None = None,
     weights: WeightStorage = None,
     draft_weights: WeightStorage = None,
     return_dict_in_generate: Literal[False] = False,
@@ -48,7 +48,7 @@ def generate(
     draft: nn.Module | None,
     ids: Tensor,
     *,
-    block_size: int | Literal["auto"] | Mapping[int, float] | None = None,
+    block_size: int | Literal["auto"] | None = None,
     weights: WeightStorage = None,
     draft_weights: WeightStorage = None,
     return_dict_in_generate: Literal[True],
@@ -62,7 +62,7 @@ def generate(
     draft: nn.Module | None,
     ids: Tensor,
     *,
-    block_size: int | Literal["auto"] | Mapping[int, float] | None = None,
+    block_size: int | Literal["auto"] | None = None,
     weights: WeightStorage = None,
     draft_weights: WeightStorage = None,
     return_dict_in_generate: bool,
@@ -75,7 +75,7 @@ def generate(
     draft: nn.Module | None,
     ids: Tensor,
     *,
-    block_size: int | Literal["auto"] | Mapping[int, float] | None = None,
+    block_size: int | Literal["auto"] | None = None,
     weights: WeightStorage = None,
     draft_weights: WeightStorage = None,
     return_dict_in_generate: bool = False,
@@ -100,8 +100,7 @@ def generate(
         ids: ``[batch, length]`` int64 or int32 prompts, on the target's device.
         block_size: rows that a step verifies, 1 to the drafter's own (the default). ``"auto"`` chooses a quarter, half,
             three quarters or all of these before each step: the width that wrote most tokens per second so far at this
-            context length. A step's time at each width is measured when a call begins at a new length. A mapping gives
-            the widths to choose from and the cost of a step at each, in any unit: ``{4: 1.0, 16: 1.3}``. Cannot be
+            context length. A step's time at each width is measured when a call begins at a new length. Cannot be
             combined with ``tree`` or ``acceptance="rejection"``. Changes the speed, never the text; in bf16 as far as
             the texts of two fixed widths are equal, and the widths then follow the clock.
         weights: ``"int8"`` for the text of the target with its weights in 8 bits, see `Generator`. The copies are added
@@ -130,7 +129,7 @@ def stream(
     draft: nn.Module | None,
     ids: Tensor,
     *,
-    block_size: int | Literal["auto"] | Mapping[int, float] | None = None,
+    block_size: int | Literal["auto"] | None = None,
     weights: WeightStorage = None,
     draft_weights: WeightStorage = None,
     skip_special_tokens: bool = False,

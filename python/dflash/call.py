@@ -53,8 +53,8 @@ class GenerateArguments(RuleArguments, total=False):
         seed: an integer, or one per row; row r of a batch with one seed uses ``sampling.fold(seed, r)``. None draws one
             from torch's default generator.
         draft_sharpness: the drafter proposes ``argmax(draft_sharpness * logits / temperature + gumbel)``; 0 or more,
-            ``inf`` is its plain argmax. ``"auto"``, the default, chooses between inf, 2 and 1 per row as the call
-            proceeds (`dflash.proposers.AutoSharpness`). Changes the speed, never the text.
+            ``inf`` is its plain argmax, 1, the default, draws with the target's own noise. Changes the speed, never
+            the text.
         acceptance: ``"keyed"``, the default, or ``"rejection"``: classic speculative sampling
             (`dflash.sampling.rejection`). The text is then distributed as the target's, but it is not a function
             of the seed alone: it depends on the drafter, the block size and where blocks begin, and differs from
@@ -84,8 +84,7 @@ class GenerateArguments(RuleArguments, total=False):
             (`dflash.proposers.denoise`). Changes the speed, never the text.
         tree: rows that a step verifies, the anchor included, 2 to 128: the most probable prefixes instead of one chain
             (`dflash.proposers.TreeProposer`). ``"auto"`` chooses 16, 32, 64 or 128 before each step, by what the
-            drafter expects of them and what they cost on this device, which the first such call measures. A mapping
-            gives the sizes to choose from and the cost of a step at each, in any unit: ``{16: 1.0, 32: 1.05}``. None is
+            drafter expects of them and what they cost on this device, which the first such call measures. None is
             a chain; by default the Generator's own (None in one-shot calls). A tree needs a drafter, a target without
             recurrent layers, ``denoise_steps=1`` and ``acceptance="keyed"``, and has no draft_sharpness. Changes the
             speed, never the text.
@@ -98,7 +97,7 @@ class GenerateArguments(RuleArguments, total=False):
     top_p: float | None
     min_p: float | None
     seed: int | Sequence[int] | None
-    draft_sharpness: float | Literal["auto"]
+    draft_sharpness: float
     acceptance: Literal["keyed", "rejection"]
     stop_token_ids: Sequence[int] | int | None
     stop_strings: Sequence[str] | str | None
@@ -109,7 +108,7 @@ class GenerateArguments(RuleArguments, total=False):
     streamer: Streamer | None
     num_return_sequences: int | None
     denoise_steps: int
-    tree: int | Literal["auto"] | Mapping[int, float] | None
+    tree: int | Literal["auto"] | None
 
 
 @dataclass(frozen=True)
@@ -151,7 +150,7 @@ class Call:
         streamer: one of transformers, or None.
         acceptance: ``"keyed"`` or ``"rejection"``.
         denoise_steps: passes of the drafter over each block.
-        tree: rows of a tree, ``"auto"``, costs by size, or None for chains.
+        tree: rows of a tree, ``"auto"``, or None for chains.
         grammars: per row, the start of its grammar or None; empty if no row has one.
         logprobs: probable tokens per position; None for no log probabilities.
         prompt_logprobs: log probabilities of the prompts' tokens too.
@@ -318,7 +317,7 @@ def _sampling(arguments: GenerateArguments, settings: Mapping[str, Any]) -> Samp
         top_p=pick("top_p", 1.0),
         min_p=pick("min_p", 0.0),
         seed=arguments.get("seed"),
-        draft_sharpness=arguments.get("draft_sharpness", "auto"),
+        draft_sharpness=arguments.get("draft_sharpness", 1.0),
     )
 
 
@@ -366,10 +365,10 @@ def _acceptance(
         raise ValueError(
             f'acceptance="rejection" needs denoise_steps=1, got {denoise_steps}: the tokens would be biased'
         )
-    if sharpness not in ("auto", 1):
+    if sharpness != 1:
         raise ValueError(
-            'acceptance="rejection" draws drafts from the drafter\'s own distribution: draft_sharpness must be 1 or '
-            f'"auto" there, got {sharpness!r}'
+            'acceptance="rejection" draws drafts from the drafter\'s own distribution: draft_sharpness must be 1 '
+            f"there, got {sharpness!r}"
         )
     if rules.run_on_host:
         raise ValueError('acceptance="rejection" cannot be combined with logits_processor or stopping_criteria')

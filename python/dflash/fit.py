@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from torch import nn
 
 from .call import Call
 from .drafter import DraftConfig, Drafter
-from .options import BlockSize, TreeSize, checked_block_size, has_auto_width, tree_rows
+from .options import BlockSize, TreeSize, checked_block_size, tree_rows
 from .targets import Target, embedding_table, has_recurrent_layers, refusal_of_weights, text_config
 
 __all__ = ["check_block_size", "check_config", "check_fit", "check_room", "check_tree", "check_tree_trial"]
@@ -56,17 +54,16 @@ def check_block_size(target: nn.Module, draft: Drafter | None, block_size: Block
     if draft is not None:
         check_fit(target, draft)
     trained, size = None if draft is None else draft.config.block_size, checked_block_size(block_size)
-    if has_auto_width(size) and (trained is None or trained < 2):
+    if size == "auto" and (trained is None or trained < 2):
         raise ValueError(
             f"block_size={size!r} needs a drafter of blocks of at least 2 tokens, got "
             f"{'draft=None' if trained is None else f'one of {trained}'}: pass a number, or leave it out"
         )
     if size is None or size == "auto":
         return trained or 1
-    rows = max(size) if isinstance(size, Mapping) else size
-    if trained is not None and rows > trained:
-        raise ValueError(f"block_size must be at most the drafter's own, {trained}, got {rows}")
-    return rows
+    if trained is not None and size > trained:
+        raise ValueError(f"block_size must be at most the drafter's own, {trained}, got {size}")
+    return size
 
 
 def check_room(call: Call, batch_size: int, max_length: int) -> None:

@@ -6,7 +6,7 @@ import collections.abc
 import functools
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Literal, NoReturn, SupportsIndex, TypeVar, overload
 
 import torch
@@ -65,11 +65,11 @@ class Generator:
         max_length: prompt and new tokens of a row together may not exceed this.
         batch_size: the most rows of a call.
         block_size: rows that a step verifies, 1 to the drafter's own block size (the default); 1 without a drafter.
-            ``"auto"``, or costs by width, chooses before each step (see `dflash.generate`, also for what follows in
+            ``"auto"`` chooses before each step (see `dflash.generate`, also for what follows in
             bf16); the attribute is the largest.
         denoise_steps: passes of the drafter over each block, where a call does not say
             (`dflash.call.GenerateArguments`).
-        tree: rows of a tree of drafts, ``"auto"``, or costs by size, where a call does not say
+        tree: rows of a tree of drafts, or ``"auto"``, where a call does not say
             (`dflash.call.GenerateArguments`). A call may also take fewer rows, or a chain; with None only chains. The
             caches are larger by these rows.
         compile: run the step through ``torch.compile(fullgraph=True)``, one graph per combination of rules, ways to
@@ -113,9 +113,9 @@ class Generator:
         *,
         max_length: int,
         batch_size: int = 1,
-        block_size: int | Literal["auto"] | Mapping[int, float] | None = None,
+        block_size: int | Literal["auto"] | None = None,
         denoise_steps: int = 1,
-        tree: int | Literal["auto"] | Mapping[int, float] | None = None,
+        tree: int | Literal["auto"] | None = None,
         compile: bool = False,
         graph: bool | Literal["auto"] = "auto",
         fused: bool | Literal["auto"] = "auto",

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from torch import nn
 
 from .ops import MAX_TREE_ROWS, WeightStorage
-from .proposers import TREE_SIZES
-from .sampling import integer, integer_from, real
+from .sampling import integer, integer_from
 from .targets import embedding_table, ranks_in, text_config
 
 __all__ = [
@@ -25,18 +22,17 @@ __all__ = [
     "checked_block_size",
     "checked_logprobs",
     "checked_tree",
-    "has_auto_width",
     "tree_rows",
 ]
 
 MAX_LOGPROBS = 20
 """The most probable tokens per position that a call may ask for; OpenAI's limit."""
 
-TreeSize = int | Literal["auto"] | Mapping[int, float] | None
-"""Rows of a draft tree; "auto" to choose them as a call proceeds, or what each size costs; None for chains."""
+TreeSize = int | Literal["auto"] | None
+"""Rows of a draft tree; "auto" to choose them as a call proceeds; None for chains."""
 
-BlockSize = int | Literal["auto"] | Mapping[int, float] | None
-"""Rows of a chain; "auto" to choose them as a call proceeds, or what each width costs; None for the drafter's own."""
+BlockSize = int | Literal["auto"] | None
+"""Rows of a chain; "auto" to choose them as a call proceeds; None for the drafter's own."""
 
 
 @dataclass(frozen=True)
@@ -90,8 +86,6 @@ def checked_tree(tree: object) -> TreeSize:
     wanted = f'tree must be a number of rows in 2 .. {MAX_TREE_ROWS}, "auto" or None, got {tree!r}'
     if tree is None:
         return None
-    if isinstance(tree, Mapping):
-        return _checked_costs(tree)
     if isinstance(tree, str):
         if tree != "auto":
             raise ValueError(wanted)
@@ -105,29 +99,6 @@ def checked_tree(tree: object) -> TreeSize:
     return rows
 
 
-def _checked_costs(costs: Mapping[object, object]) -> dict[int, float]:
-    """Return the costs by size of a tree in ascending order; raise ValueError or TypeError if one is wrong."""
-    sizes = ", ".join(map(str, TREE_SIZES))
-    wanted = f"tree as costs must map one or more of {sizes} rows to positive numbers, got {costs!r}"
-    found = _positive_costs(costs, wanted)
-    if not all(size in TREE_SIZES for size in found):
-        raise ValueError(wanted)
-    return found
-
-
-def _positive_costs(costs: Mapping[object, object], wanted: str) -> dict[int, float]:
-    """Return costs by size in ascending order; raise ``wanted`` unless there are some and all are positive."""
-    try:
-        found = {integer("size", size): real("cost", cost, "positive") for size, cost in costs.items()}
-    except TypeError:
-        raise TypeError(wanted) from None
-    except OverflowError:
-        raise ValueError(wanted) from None
-    if not found or not all(0 < cost < math.inf for cost in found.values()):
-        raise ValueError(wanted)
-    return dict(sorted(found.items()))
-
-
 def checked_block_size(block_size: object) -> BlockSize:
     """Return the argument ``block_size``; raise ValueError or TypeError if it is wrong for every drafter."""
     if block_size is None:
@@ -136,18 +107,7 @@ def checked_block_size(block_size: object) -> BlockSize:
         if block_size != "auto":
             raise ValueError(f'block_size must be an integer of at least 1, "auto" or None, got {block_size!r}')
         return "auto"
-    if isinstance(block_size, Mapping):
-        wanted = f"block_size as costs must map one or more widths from 2 to positive numbers, got {block_size!r}"
-        costs = _positive_costs(block_size, wanted)
-        if min(costs) < 2:
-            raise ValueError(wanted)
-        return costs
     return integer_from(1, "block_size", block_size)
-
-
-def has_auto_width(block_size: BlockSize) -> bool:
-    """Return True if the rows of chains are chosen as a call proceeds."""
-    return block_size == "auto" or isinstance(block_size, Mapping)
 
 
 def check_width_call(block_size: BlockSize, tree: TreeSize = None, acceptance: str = "keyed") -> None:
@@ -157,7 +117,7 @@ def check_width_call(block_size: BlockSize, tree: TreeSize = None, acceptance: s
         reason = f"tree={tree!r}, which verifies rows of its own number"
     elif acceptance == "rejection":
         reason = 'acceptance="rejection": its text depends on where blocks begin, and so would on the time of steps'
-    if has_auto_width(block_size) and reason:
+    if block_size == "auto" and reason:
         raise ValueError(f"block_size={block_size!r} cannot be combined with {reason}. Pass a number, or leave it out")
 
 
@@ -165,13 +125,11 @@ def tree_rows(tree: TreeSize) -> int:
     """Return the most rows of a tree of this size; 0 for chains."""
     if tree is None:
         return 0
-    if isinstance(tree, Mapping):
-        return max(tree)
     return MAX_TREE_ROWS if tree == "auto" else tree
 
 
 def check_tree_call(
-    tree: TreeSize, denoise_steps: int, acceptance: str = "keyed", draft_sharpness: float | str = "auto"
+    tree: TreeSize, denoise_steps: int, acceptance: str = "keyed", draft_sharpness: float = 1.0
 ) -> None:
     """Raise ValueError if a call asks for trees and for what only chains can do."""
     reason = ""
@@ -179,7 +137,7 @@ def check_tree_call(
         reason = 'acceptance="rejection": a tree\'s drafts are not drawn from the drafter, and tokens would be biased'
     elif denoise_steps > 1:
         reason = f"denoise_steps={denoise_steps}: a tree grows from one pass of the drafter"
-    elif draft_sharpness != "auto":
+    elif draft_sharpness != 1:
         reason = f"draft_sharpness={draft_sharpness!r}: a tree holds the drafter's best tokens, and none is drawn"
     if tree is not None and reason:
         raise ValueError(f"tree={tree!r} cannot be combined with {reason}. Pass tree=None, or leave that out")

@@ -11,7 +11,6 @@ from torch import Tensor
 from .call import Call, GenerateArguments, check_stream_arguments
 from .engine import Answer, Measurement, Run, event_of
 from .generator import Generator
-from .options import has_auto_width
 from .outputs import StreamEvent
 from .streaming import BatchDecoder
 
@@ -75,7 +74,7 @@ class Session:
     """
 
     def __init__(self, generator: Generator) -> None:
-        if has_auto_width(generator.engine.widths):
+        if generator.engine.widths == "auto":
             raise ValueError(
                 f"a session needs a generator with a fixed block size, this one has {generator.engine.widths!r}: "
                 "make one with block_size=None or a number"

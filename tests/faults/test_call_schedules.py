@@ -2,13 +2,14 @@
 
 import contextlib
 import functools
+import math
 from typing import NamedTuple
 
 import pytest
 import torch
 from baseline import left_padded, prompt, sampled
 from examples import examples
-from families import Cheat, make_draft, make_target
+from families import Cheat, at_costs, make_draft, make_target
 from hypothesis import given
 from hypothesis import strategies as st
 from recorded import record
@@ -64,7 +65,7 @@ def calls(draw):
     if draw(st.booleans()):
         arguments |= {"temperature": draw(st.sampled_from([0.7, 1.2])), "seed": draw(st.integers(0, 3))}
         arguments |= {"top_k": draw(st.sampled_from([0, 20])), "top_p": draw(st.sampled_from([1.0, 0.9]))}
-        arguments["draft_sharpness"] = draw(st.sampled_from(["auto", 1.0]))
+        arguments["draft_sharpness"] = draw(st.sampled_from([math.inf, 1.0]))
     if draw(st.booleans()):
         arguments |= {"stop_strings": draw(st.sampled_from([["ab"], ["c", "j "]])), "tokenizer": tokenizer()}
     if draw(st.booleans()):
@@ -84,7 +85,7 @@ actions = st.one_of(
 )
 generators = st.fixed_dictionaries(
     {
-        "block_size": st.sampled_from([None, 1, 4, COSTS]),
+        "block_size": st.sampled_from([None, 1, 4, "auto"]),
         "reuse_prefix": st.booleans(),
         "prefill_chunk": st.sampled_from([5, 512]),
     }
@@ -132,7 +133,7 @@ class Player:
 
     def __init__(self, options: dict, *, replays: bool) -> None:
         target, draft, _ = pair()
-        self.generator = Cheat(target, draft, max_length=CAPACITY, batch_size=ROWS, **options)
+        self.generator = at_costs(Cheat(target, draft, max_length=CAPACITY, batch_size=ROWS, **options), COSTS)
         self.generator.spoil = 5
         if replays:
             record(self.generator)

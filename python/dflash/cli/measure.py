@@ -30,7 +30,6 @@ from .options import (
     WeightOptions,
     check_sampling,
     parse_block_size,
-    parse_sharpness,
     parse_tree,
     takes_dataclasses,
 )
@@ -91,7 +90,7 @@ def benchmark(
     data: Annotated[Path | None, typer.Option(help="Folder of the datasets' files; default: from the hub.")] = None,
     limit: Annotated[int | None, typer.Option(help="Prompts of each dataset at most.")] = None,
     block_size: BlockSize = None,
-    draft_sharpness: Sharpness = "auto",
+    draft_sharpness: Sharpness = 1.0,
     tree: TreeRows = None,
     no_thinking: NoThinking = False,
     dtype: Dtype = "auto",
@@ -116,7 +115,7 @@ def benchmark(
     settings = dataclasses.replace(
         settings,
         block_size=parse_block_size(block_size, rows),
-        draft_sharpness=parse_sharpness(draft_sharpness),
+        draft_sharpness=draft_sharpness,
         tree=rows,
         thinking=False if no_thinking else None,
         **dataclasses.asdict(storage),

@@ -51,7 +51,6 @@ __all__ = [
     "WeightOptions",
     "check_sampling",
     "parse_block_size",
-    "parse_sharpness",
     "parse_tree",
     "takes_dataclasses",
 ]
@@ -68,7 +67,7 @@ BlockSize = Annotated[
     str | None,
     typer.Option(help="Rows that a step verifies, or auto: chosen before each step; default: the drafter's."),
 ]
-Sharpness = Annotated[str, typer.Option(help="How sharply the drafter follows its logits: a number, inf, or auto.")]
+Sharpness = Annotated[float, typer.Option(help="How sharply the drafter follows its logits: a number or inf.")]
 TreeRows = Annotated[
     str | None, typer.Option("--tree", help="Draft trees of so many rows, 2 to 128, or auto; default: chains.")
 ]
@@ -219,14 +218,6 @@ def check_sampling(max_new_tokens: int, **numbers: Any) -> None:
     Sampling.create(1).set_(1, **{name: number for name, number in numbers.items() if number is not None})
 
 
-def parse_sharpness(value: str) -> str | float:
-    """Return the value of ``--draft-sharpness``: a number or ``"auto"``."""
-    try:
-        return value if value == "auto" else float(value)
-    except ValueError as error:
-        raise ValueError(f"--draft-sharpness must be a number, inf or auto, got {value!r}") from error
-
-
 def parse_block_size(value: str | None, tree: int | Literal["auto"] | None = None) -> int | Literal["auto"] | None:
     """Return the value of ``--block-size``: a number, ``"auto"``, or None for the drafter's.
 
@@ -241,7 +232,7 @@ def parse_block_size(value: str | None, tree: int | Literal["auto"] | None = Non
     return block_size
 
 
-def parse_tree(value: str | None, draft_sharpness: str | float = "auto") -> int | Literal["auto"] | None:
+def parse_tree(value: str | None, draft_sharpness: float = 1.0) -> int | Literal["auto"] | None:
     """Return the value of ``--tree``: rows of a tree, ``"auto"``, or None for chains.
 
     Raises:

@@ -36,7 +36,6 @@ from .options import (
     WeightOptions,
     check_sampling,
     parse_block_size,
-    parse_sharpness,
     parse_tree,
     takes_dataclasses,
 )
@@ -58,7 +57,7 @@ def generate(
     bos: Bos = False,
     max_new_tokens: MaxNewTokens = 256,
     stop: Stop = None,
-    draft_sharpness: Sharpness = "auto",
+    draft_sharpness: Sharpness = 1.0,
     block_size: BlockSize = None,
     tree: TreeRows = None,
     receipt: Annotated[
@@ -76,8 +75,7 @@ def generate(
     text = _read_prompt(prompt, file)
     for number, string in enumerate(stop or (), 1):
         check_text(string, f"--stop {number}")
-    sharpness = parse_sharpness(draft_sharpness)
-    rows = parse_tree(tree, sharpness)
+    rows = parse_tree(tree, draft_sharpness)
     models = models.resolve(rows)
     source = Source(models.model, models.trust_remote_code, quiet=as_json)
     tokenizer = load_tokenizer(source)
@@ -85,7 +83,7 @@ def generate(
     grammar = constraint.resolve(tokenizer)
     width = parse_block_size(block_size, rows)
     storage.check(models.dtype, models.device, width)
-    check_sampling(max_new_tokens, draft_sharpness=sharpness, **dataclasses.asdict(sampling))
+    check_sampling(max_new_tokens, draft_sharpness=draft_sharpness, **dataclasses.asdict(sampling))
     if receipt is not None:
         check_new_file(receipt, "--receipt")
     # 2. Load the models.
@@ -96,7 +94,7 @@ def generate(
         "max_new_tokens": max_new_tokens,
         "stop_strings": stop or None,
         "grammar": grammar,
-        "draft_sharpness": sharpness,
+        "draft_sharpness": draft_sharpness,
         "tree": rows,
         **dataclasses.asdict(sampling),
     }

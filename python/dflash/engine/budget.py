@@ -7,11 +7,10 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..options import TreeSize
 from ..proposers import TREE_SIZES
 from .state import RUNNING, RowReport
 
-__all__ = ["TreeBudget", "WidthBudget", "context_bucket", "measured_costs", "tree_budget"]
+__all__ = ["TreeBudget", "WidthBudget", "context_bucket", "measured_costs"]
 
 # Tokens that are taken as accepted, and as predicted, before the first step.
 _PRIOR = 6.0
@@ -46,7 +45,7 @@ class TreeBudget:
     for this.
 
     Args:
-        costs: by size, what a step costs, in any unit; empty if they are still to be measured.
+        costs: by size, what a step costs, in any unit; empty while they are still to be measured.
     """
 
     def __init__(self, costs: Mapping[int, float]) -> None:
@@ -83,13 +82,6 @@ class TreeBudget:
         self._predicted += sum(report.expected[place] - 1 for _, report in running)
         means = [sum(column) / len(running) for column in zip(*(report.expected for _, report in running), strict=True)]
         self._expected = [old + _NEW * (new - old) for old, new in zip(self._expected, means, strict=True)]
-
-
-def tree_budget(tree: TreeSize) -> TreeBudget | None:
-    """Return what chooses the rows of a call's trees; None for a fixed size."""
-    if isinstance(tree, Mapping):
-        return TreeBudget(tree)
-    return TreeBudget({}) if tree == "auto" else None
 
 
 def context_bucket(length: int) -> int:
@@ -138,7 +130,7 @@ class WidthBudget:
     steps. A call begins with the widest, whose step counts as one that kept everything.
 
     Args:
-        costs: by width, what a step costs, in any unit; empty if they are still to be measured.
+        costs: by width, what a step costs, in any unit; empty while they are still to be measured.
         block_size: the widest.
     """
 

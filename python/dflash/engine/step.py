@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 from torch import Tensor
 
 from ..call import Call
 from ..drafter import Drafter
-from ..options import MAX_LOGPROBS, BlockSize, has_auto_width, tree_rows
+from ..options import MAX_LOGPROBS, BlockSize, tree_rows
 from ..proposers import (
     Block,
     ChainProposer,
@@ -25,7 +25,7 @@ from ..proposers import (
 )
 from ..sampling import HostRules, KeyedAcceptance, LogitRules, RejectionAcceptance, RuleSettings
 from ..targets import Target, first_hook
-from .budget import TreeBudget, WidthBudget, context_bucket, measured_costs, tree_budget
+from .budget import TreeBudget, WidthBudget, context_bucket, measured_costs
 from .commit import emit_, report_
 from .grammar_masks import GrammarMasks
 from .logprobs import Logprobs
@@ -54,14 +54,6 @@ def step(engine: Engine) -> None:
     engine.commit_(block, choices)
 
 
-def _sharpness(call: Call) -> float | None:
-    """Return the sharpness of a call's drafts; None if it adapts. At temperature 0 all are alike."""
-    sharpness = call.sampling.draft_sharpness
-    if sharpness == "auto":
-        return None if call.sampling.temperature > 0 else math.inf
-    return float(sharpness)
-
-
 class Engine:
     """What a step needs, for one target and drafter.
 
@@ -72,7 +64,7 @@ class Engine:
         max_length: tokens that a row may hold.
         block_size: rows of a chain; a tree is one less deep.
         tree_rows: the most rows of a tree; 0 for chains only.
-        widths: ``"auto"`` or costs by width, to choose the rows of chains as a call proceeds; others for all rows.
+        widths: ``"auto"`` to choose the rows of chains as a call proceeds; others for all rows.
 
     Attributes:
         state: see `State`.
@@ -110,7 +102,7 @@ class Engine:
         if draft is None:
             self.chain = PaddingProposer(batch_size, block_size, target.device)
         else:
-            self.chain = ChainProposer(draft, target, batch_size, block_size)
+            self.chain = ChainProposer(draft, target, block_size)
             self.tree = TreeProposer(draft, target, batch_size, block_size) if tree_rows else None
         self.proposer: Proposer = self.chain
         self.budget: TreeBudget | WidthBudget | None = None
@@ -171,12 +163,12 @@ class Engine:
         rejects = samples and call.acceptance == "rejection"
         self.acceptance = self._rejection_acceptance() if rejects else self.keyed
         if rows := tree_rows(call.tree):
-            self.budget = tree_budget(call.tree)
+            self.budget = TreeBudget({}) if call.tree == "auto" else None
             self.proposer = self.tree
             self.tree.configure(TreeSettings(self.rules, samples, rows, forecasts=self.budget is not None))
         else:
             self._draft_chains(call.denoise_steps, self._rejection if rejects else None)
-            self.budget = self._width_budget()
+            self.budget = WidthBudget({}, self.block_size) if self.widths == "auto" else None
 
     def join(self, row: int, call: Call) -> None:
         """Give ``row`` to a call of one prompt, next to those that other rows have.
@@ -207,7 +199,6 @@ class Engine:
         count = len(call.prompts)
         self.state.sampling.rows(rows).set_(count, call.sampling)
         self.target.ranks.share_(self.state.sampling.seeds)  # each rank has drawn its own if the call named none
-        self.chain.seat_(rows, _sharpness(call))
         for row in range(rows.start, rows.stop):
             self.state.set_stop_token_ids(row, call.stop_token_ids)
         self.seats[rows] = [call] * count
@@ -254,8 +245,7 @@ class Engine:
 
     def _draft_chains(self, passes: int, rejection: RejectionAcceptance | None = None) -> None:
         self.proposer = self.chain
-        adapts = rejection is None and any(call is not None and _sharpness(call) is None for call in self.seats)
-        self.chain.configure(ChainSettings(self.rules, rejection, adapts, passes, self.grammar_masks))
+        self.chain.configure(ChainSettings(self.rules, rejection, passes, self.grammar_masks))
 
     def graph_obstacle(self, call: Call | None, hook: str) -> str:
         """Return why steps must not be captured; empty if they may.
@@ -293,13 +283,6 @@ class Engine:
         else:
             self.chain.rows = rows
 
-    def _width_budget(self, costs: Mapping[int, float] | None = None) -> WidthBudget | None:
-        """Return what chooses the rows of a call's chains, by measured costs or those given; None for fixed rows."""
-        if not has_auto_width(self.widths):
-            return None
-        given = self.widths if isinstance(self.widths, Mapping) else {}
-        return WidthBudget(costs or given, self.block_size)
-
     def learn_costs(self, manner: Hashable, length: int, time_step: Callable[[], float], warm_ups: int) -> None:
         """Tell the budget what a step of each size costs, if the call has to know.
 
@@ -316,7 +299,8 @@ class Engine:
         kind = manner if is_tree else (manner, self.chain.way, context_bucket(length))
         if kind not in self.costs:
             self.costs[kind] = self._measure_costs(time_step, warm_ups)
-        self.budget = TreeBudget(self.costs[kind]) if is_tree else self._width_budget(self.costs[kind])
+        costs = self.costs[kind]
+        self.budget = TreeBudget(costs) if is_tree else WidthBudget(costs, self.block_size)
 
     def _measure_costs(self, time_step: Callable[[], float], warm_ups: int) -> dict[int, float]:
         """Time steps of each size. Changes nothing else."""

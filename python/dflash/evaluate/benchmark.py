@@ -58,7 +58,7 @@ class Settings:
     temperature: Annotated[float, "0 is greedy; top-k, top-p and min-p are off."] = 0.0
     seed: Annotated[int, "The same seed writes the same text."] = 0
     block_size: Annotated[int | Literal["auto"] | None, "Rows that a step of a chain verifies."] = None
-    draft_sharpness: Annotated[float | Literal["auto"], "See dflash.generate; of chains."] = "auto"
+    draft_sharpness: Annotated[float, "See dflash.generate; of chains."] = 1.0
     tree: Annotated[int | Literal["auto"] | None, "Rows of draft trees, measured next to chains."] = None
     padded: Annotated[bool, "One-token decoding at the block's shapes: equal bit for bit in bf16 too."] = False
     raw: Annotated[bool, "Continue the text itself, without a chat template."] = False

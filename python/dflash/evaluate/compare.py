@@ -48,7 +48,7 @@ class Decoding:
     max_new_tokens: int
     temperature: float = 0.0
     seed: int = 0
-    draft_sharpness: float | Literal["auto"] = "auto"
+    draft_sharpness: float = 1.0
     stop_token_ids: tuple[int, ...] | None = None
     tree: int | Literal["auto"] | None = None
 
@@ -122,7 +122,7 @@ class GeneratorRunner:
             "top_p": 1.0,
             "min_p": 0.0,
             "seed": decoding.seed,
-            "draft_sharpness": decoding.draft_sharpness if has_drafts and decoding.tree is None else "auto",
+            "draft_sharpness": decoding.draft_sharpness if has_drafts and decoding.tree is None else 1.0,
             "stop_token_ids": decoding.stop_token_ids,
             "tree": decoding.tree if has_drafts else None,
         }

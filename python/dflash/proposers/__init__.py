@@ -3,13 +3,10 @@
 from .block import Block, ChainSettings, PaddingProposer, Proposer, State, Tree, TreeSettings
 from .chain import ChainProposer, chain_widths
 from .samplers import MaskedDrafts
-from .sharpness import LEVELS, AutoSharpness
 from .tree import TREE_SIZES, TreeProposer
 
 __all__ = [
-    "LEVELS",
     "TREE_SIZES",
-    "AutoSharpness",
     "Block",
     "ChainProposer",
     "ChainSettings",

@@ -84,14 +84,12 @@ class ChainSettings(NamedTuple):
     Attributes:
         rules: the logit rules of the call.
         rejection: draw from the drafter's distribution, which this remembers; None for keyed noise.
-        adapts_sharpness: choose the sharpness of some rows as their answers proceed.
         passes: of the drafter over each block.
         masks: what the call's grammars allow; None for none.
     """
 
     rules: LogitRules
     rejection: RejectionAcceptance | None
-    adapts_sharpness: bool
     passes: int
     masks: DraftMasks | None = None
 
@@ -161,9 +159,6 @@ class PaddingProposer:
 
     def configure(self, settings: ChainSettings) -> None:
         """Do nothing: there is nothing to choose."""
-
-    def seat_(self, rows: slice, sharpness: float | None) -> None:
-        """Do nothing: nothing is drafted."""
 
     def propose(self, state: State) -> Block:
         """Return each row's anchor, and -1 for the rest."""

@@ -13,7 +13,6 @@ from . import denoise
 from .block import Block, ChainSettings, State
 from .drafting import DraftPass
 from .samplers import DraftSampler, FixedSharpness, MaskedDrafts, RejectionDrafts
-from .sharpness import LEVELS, AutoSharpness
 
 __all__ = ["ChainProposer", "chain_widths"]
 
@@ -29,21 +28,18 @@ class ChainProposer(DraftPass):
     Args:
         draft: the drafter.
         target: whose embeddings and head the drafter shares.
-        batch: rows of the batch.
         block_size: the most rows of a block, the anchor included.
 
     Attributes:
         rows: of the next block.
         passes: of the drafter over each block.
         sampler: how the drafter's logits become proposals.
-        auto: the sampler for ``draft_sharpness="auto"``.
     """
 
-    def __init__(self, draft: Drafter, target: Target, batch: int, block_size: int) -> None:
+    def __init__(self, draft: Drafter, target: Target, block_size: int) -> None:
         super().__init__(draft, target, block_size)
         self.rows = self.block_size = block_size
         self.passes = 1
-        self.auto = AutoSharpness(batch, self.num_drafts, draft.device)
         self._fixed = FixedSharpness()
         self.sampler: DraftSampler = self._fixed
 
@@ -52,14 +48,10 @@ class ChainProposer(DraftPass):
         if settings.rejection is not None:
             self.sampler = RejectionDrafts(settings.rejection)
         else:
-            self.sampler = self.auto if settings.adapts_sharpness else self._fixed
+            self.sampler = self._fixed
         if settings.masks is not None:
             self.sampler = MaskedDrafts(self.sampler, settings.masks)
         self.rows, self.passes, self.rules = self.block_size, settings.passes, settings.rules
-
-    def seat_(self, rows: slice, sharpness: float | None) -> None:
-        """Begin answers in ``rows`` with this sharpness of drafts; None to adapt it as they proceed."""
-        self.auto.reset_(rows, LEVELS if sharpness is None else (sharpness,) * len(LEVELS))
 
     @property
     def schedule(self) -> tuple[int, ...]:
@@ -78,26 +70,23 @@ class ChainProposer(DraftPass):
 
     def propose(self, state: State) -> Block:
         """Return a drafted block for every row."""
-        block, known, candidates, drafts = self.rows_for(state, self.rows - 1), None, None, None
+        block, known, drafts = self.rows_for(state, self.rows - 1), None, None
         features = self.draft.fuse(state.context, state.num_context)
         for keep in (*self.schedule, None):
             # 1. One pass over what is known so far and masks.
             predictions = self.predict(block, features, state)
             linked = predictions if known is None else predictions.fix(known, drafts)
             drawn = self.sampler.draw(linked, block.positions, state.sampling)
-            candidates = drawn if known is None else torch.where(known[:, None], candidates, drawn)
-            drafts = self.sampler.pick(candidates)
+            drafts = drawn if known is None else torch.where(known, drafts, drawn)
             # 2. Before another pass, keep what the drafter is most sure of; the context is in its cache by now.
             if keep is not None:
                 known = denoise.most_confident(predictions.logits, drafts, known, keep)
                 masked = torch.where(known, drafts.clamp(min=0), self.draft.config.mask_token_id)
                 block = self.rows_for(state, self.rows - 1, masked)
                 features = features[:, :0]
-        self.sampler.remember_(candidates)
         is_whole = self.rows == state.block.shape[1]
         ids = torch.cat([block.anchor[:, None], drafts], 1, out=state.block if is_whole else None)
-        return Block(ids, is_checked=candidates is self.sampler.checked)
+        return Block(ids, is_checked=drafts is self.sampler.checked)
 
     def observe_(self, choices: Tensor, state: State) -> None:
-        """Let the sampler learn from the target's ``choices [batch, rows]``."""
-        self.sampler.observe_(choices, state.num_context, state.done)
+        """Do nothing: there is nothing to learn."""

@@ -33,22 +33,20 @@ class Predictions:
         """
         return self
 
-    def draw(self, positions: Tensor, sampling: Sampling, levels: Tensor) -> Tensor:
-        """Draw tokens with keyed noise, once per level of sharpness.
+    def draw(self, positions: Tensor, sampling: Sampling) -> Tensor:
+        """Draw tokens with keyed noise at the rows' sharpness.
 
         Args:
             positions: ``[batch, drafts]`` int64, of the tokens.
             sampling: per-row parameters.
-            levels: ``[levels, batch]`` float32.
 
         Returns:
-            ``[batch, levels, drafts]`` int64; -1 where a logit is NaN.
+            ``[batch, drafts]`` int64; -1 where a logit is NaN.
         """
-        drawn = [sampling.select(self.logits, positions, level) for level in levels.unbind()]
-        return drawn[0][:, None] if len(drawn) == 1 else torch.stack(drawn, 1)
+        return sampling.select(self.logits, positions, sampling.sharpness)
 
     def draw_for(self, acceptance: RejectionAcceptance, positions: Tensor, sampling: Sampling) -> Tensor:
-        """Draw ``[batch, 1, drafts]`` from the drafter's own distribution, which ``acceptance`` remembers."""
+        """Draw ``[batch, drafts]`` from the drafter's own distribution, which ``acceptance`` remembers."""
         return acceptance.draft(self.logits, positions, sampling)
 
 
@@ -73,18 +71,18 @@ class LinkedPredictions(Predictions):
         logits = self.logits.masked_fill(others, -torch.inf)
         return LinkedPredictions(logits, self.pairs, self.anchor, self.top_k)
 
-    def draw(self, positions: Tensor, sampling: Sampling, levels: Tensor) -> Tensor:
-        """Draw a path per level, ``[batch, levels, drafts]``, -1 from a NaN on; see `Predictions`.
+    def draw(self, positions: Tensor, sampling: Sampling) -> Tensor:
+        """Draw a path ``[batch, drafts]``, -1 from a NaN on; see `Predictions`.
 
-        The candidates of a level are those with the best noisy logits, since the target's choice is made with the same
+        The candidates are those with the best noisy logits, since the target's choice is made with the same
         noise: on a trained pair more of them are accepted. A selector that adds nothing draws what `Predictions` draw.
         """
-        sharpness = levels.t().contiguous()
+        sharpness = sampling.sharpness[:, None]
         candidates = self._candidates(positions, sampling, sharpness)
-        return self._walk(candidates, positions, sampling, sharpness, stream=0)[0]
+        return self._walk(candidates, positions, sampling, sharpness, stream=0)[0][:, 0]
 
     def draw_for(self, acceptance: RejectionAcceptance, positions: Tensor, sampling: Sampling) -> Tensor:
-        """Draw ``[batch, 1, drafts]`` from the selector's distribution, which ``acceptance`` remembers.
+        """Draw ``[batch, drafts]`` from the selector's distribution, which ``acceptance`` remembers.
 
         The candidates are plain: the noise of the draw must not choose them too, which would bias the output.
         """
@@ -92,16 +90,16 @@ class LinkedPredictions(Predictions):
         ids, logits = self._candidates(positions, sampling, math.inf * ones)
         path, scores = self._walk((ids, logits), positions, sampling, ones, stream=acceptance.STREAM)
         acceptance.remember_(path[:, 0], ids[:, 0], scores[:, 0])
-        return path
+        return path[:, 0]
 
     def _candidates(self, positions: Tensor, sampling: Sampling, sharpness: Tensor) -> tuple[Tensor, Tensor]:
-        """Return ids and logits of the candidates, each ``[batch, levels, drafts, top_k]``."""
+        """Return ids and logits of the candidates, each ``[batch, 1, drafts, top_k]``."""
         return ops.top_candidates(self.logits, positions, sampling.seeds, sampling.temperature, sharpness, self.top_k)
 
     def _walk(
         self, candidates: tuple[Tensor, Tensor], positions: Tensor, s: Sampling, sharpness: Tensor, stream: int
     ) -> tuple[Tensor, Tensor]:
-        """Return the paths ``[batch, levels, drafts]`` and the scores of the candidates along them."""
+        """Return the paths ``[batch, 1, drafts]`` and the scores of the candidates along them."""
         return ops.walk_candidates(
             self.pairs.queries, self.pairs.predecessors, self.pairs.successors, self.anchor, *candidates, positions,
             s.seeds, s.temperature, s.top_k, s.top_p, s.min_p, sharpness, stream,

@@ -13,16 +13,16 @@ __all__ = ["DraftSampler", "FixedSharpness", "MaskedDrafts", "RejectionDrafts"]
 
 
 class DraftSampler:
-    """Draws proposals, one candidate block per row or several to pick from.
+    """Draws proposals.
 
     Attributes:
-        checked: the last candidates that were drawn, if what is picked of them was found to keep to the grammars.
+        checked: the last proposals that were drawn, if they were found to keep to the grammars.
     """
 
     checked: Tensor | None = None
 
     def draw(self, predictions: Predictions, positions: Tensor, sampling: Sampling) -> Tensor:
-        """Return candidates ``[batch, n, drafts]`` int64.
+        """Return proposals ``[batch, drafts]`` int64.
 
         Args:
             predictions: the drafter's.
@@ -31,23 +31,13 @@ class DraftSampler:
         """
         raise NotImplementedError
 
-    def pick(self, candidates: Tensor) -> Tensor:
-        """Return the proposals ``[batch, drafts]`` among ``candidates [batch, n, drafts]``."""
-        return candidates[:, 0]
-
-    def remember_(self, candidates: Tensor) -> None:
-        """Keep the candidates of this step for `observe_`."""
-
-    def observe_(self, choices: Tensor, num_context: Tensor, done: Tensor) -> None:
-        """Learn from a committed step: see `dflash.proposers.AutoSharpness.observe_`."""
-
 
 class FixedSharpness(DraftSampler):
     """``argmax(sharpness * logits / temperature + gumbel)`` with the sharpness that the caller asked for."""
 
     def draw(self, predictions: Predictions, positions: Tensor, sampling: Sampling) -> Tensor:
-        """Return one candidate ``[batch, 1, drafts]``."""
-        return predictions.draw(positions, sampling, sampling.sharpness[None])
+        """Return proposals ``[batch, drafts]``."""
+        return predictions.draw(positions, sampling)
 
 
 class RejectionDrafts(DraftSampler):
@@ -61,7 +51,7 @@ class RejectionDrafts(DraftSampler):
         self.acceptance = acceptance
 
     def draw(self, predictions: Predictions, positions: Tensor, sampling: Sampling) -> Tensor:
-        """Return one candidate ``[batch, 1, drafts]``."""
+        """Return proposals ``[batch, drafts]``."""
         return predictions.draw_for(self.acceptance, positions, sampling)
 
 
@@ -83,26 +73,14 @@ class MaskedDrafts(DraftSampler):
         self.sampler, self.masks = sampler, masks
 
     def draw(self, predictions: Predictions, positions: Tensor, sampling: Sampling) -> Tensor:
-        """Return the sampler's candidates; overwrites logits of ``predictions``, and waits for the device."""
-        candidates, self.checked = self.sampler.draw(predictions, positions, sampling), None
+        """Return the sampler's proposals; overwrites logits of ``predictions``, and waits for the device."""
+        drafts, self.checked = self.sampler.draw(predictions, positions, sampling), None
         for _ in range(self.ROUNDS):
-            found = self.masks.banned_drafts(self.sampler.pick(candidates), predictions.logits.shape[-1])
+            found = self.masks.banned_drafts(drafts, predictions.logits.shape[-1])
             if not found:
-                self.checked = candidates
+                self.checked = drafts
                 break
             for row, place, banned in found:
                 predictions.logits[row, place].masked_fill_(banned, -torch.inf)
-            candidates = self.sampler.draw(predictions, positions, sampling)
-        return candidates
-
-    def pick(self, candidates: Tensor) -> Tensor:
-        """Return the sampler's pick."""
-        return self.sampler.pick(candidates)
-
-    def remember_(self, candidates: Tensor) -> None:
-        """Let the sampler remember."""
-        self.sampler.remember_(candidates)
-
-    def observe_(self, choices: Tensor, num_context: Tensor, done: Tensor) -> None:
-        """Let the sampler learn."""
-        self.sampler.observe_(choices, num_context, done)
+            drafts = self.sampler.draw(predictions, positions, sampling)
+        return drafts

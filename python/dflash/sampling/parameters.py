@@ -14,7 +14,7 @@ import math
 import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -96,8 +96,7 @@ class SamplingArguments:
             default generator.
         draft_sharpness: at least 0, infinity included. The drafter proposes
             ``argmax(draft_sharpness * logits / temperature + gumbel)``. 1 couples it to the target's own noise (Daliri
-            et al.), infinity is its plain argmax. "auto" starts at infinity and adapts
-            (`dflash.proposers.sharpness`). It changes the speed, never the text.
+            et al.), infinity is its plain argmax. It changes the speed, never the text.
     """
 
     temperature: float = 0.0
@@ -105,10 +104,10 @@ class SamplingArguments:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int | Sequence[int] | None = None
-    draft_sharpness: float | Literal["auto"] = 1.0
+    draft_sharpness: float = 1.0
 
     def checked(self) -> SamplingArguments:
-        """Return checked arguments as plain Python numbers. A sharpness of "auto" becomes infinity.
+        """Return checked arguments as plain Python numbers.
 
         Raises:
             ValueError: a value is out of range.
@@ -126,8 +125,7 @@ class SamplingArguments:
         min_p = checks.real("min_p", self.min_p, "a number in [0, 1]")
         if not 0 <= min_p <= 1:
             raise ValueError(f"min_p must lie in [0, 1] (0 is off), got {min_p}")
-        sharpness = math.inf if self.draft_sharpness == "auto" else self.draft_sharpness
-        sharpness = checks.real("draft_sharpness", sharpness, 'a number of at least 0 or "auto"')
+        sharpness = checks.real("draft_sharpness", self.draft_sharpness, "a number of at least 0")
         if math.isnan(sharpness) or sharpness < 0:
             raise ValueError(f"draft_sharpness must be at least 0 (infinity is allowed), got {sharpness}")
         return SamplingArguments(temperature, top_k, top_p, min_p, self.seed, sharpness)

@@ -61,7 +61,7 @@ CONFIG = TrainConfig(
     eval_tokens=160,
     eval_temperatures=(0.0, 1.0),
 )
-_DECODINGS = (("T=0", 0.0, "auto"), ("T=1", 1.0, "auto"), ("T=1, sharpness 1", 1.0, 1.0))
+_DECODINGS = (("T=0", 0.0), ("T=1", 1.0))
 
 
 def watched_examples(count: int) -> list[Example]:
@@ -135,9 +135,8 @@ def main(
     report: dict[str, Any] = {"options": options, "seconds": seconds, "sums": evaluate_sums(folder / "pair")}
     for name in DRAFTERS:
         report[name] = {}
-        for label, temperature, sharpness in _DECODINGS:
-            arguments = {"temperature": temperature, "draft_sharpness": sharpness}
-            report[name][label] = evaluate(folder / "pair", name, prompts=evaluated, **arguments)
+        for label, temperature in _DECODINGS:
+            report[name][label] = evaluate(folder / "pair", name, prompts=evaluated, temperature=temperature)
     (folder / "report.json").write_text(json.dumps(report, indent=1) + "\n")
     typer.echo(json.dumps(report, indent=1))
 

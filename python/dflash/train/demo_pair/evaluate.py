@@ -6,7 +6,7 @@ import itertools
 import re
 import statistics
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
@@ -79,7 +79,7 @@ def evaluate(
     *,
     prompts: int = 192,
     temperature: float = 0.0,
-    draft_sharpness: float | Literal["auto"] = "auto",
+    draft_sharpness: float = 1.0,
     batch: int = 32,
     seed: int = 1,
 ) -> dict[str, Any]:
