@@ -625,7 +625,7 @@ class TestCosts:
 
 def test_auto_writes_the_same_text_at_changing_sizes(target, draft, prompts, plain):
     ids, mask = left_padded(prompts)
-    generator = grown(TreeProposer, target, draft, batch_size=3, tree=EQUAL)
+    generator = grown(TreeProposer, target, draft, batch_size=3, tree="auto")
     for temperature in (0.0, 1.0):
         call = {"attention_mask": mask, "max_new_tokens": NEW, "temperature": temperature, "seed": 3}
         expected = plain
@@ -633,7 +633,8 @@ def test_auto_writes_the_same_text_at_changing_sizes(target, draft, prompts, pla
             expected = [sampled(target, p, NEW, fold(3, row), temperature) for row, p in enumerate(prompts)]
         stream = generator.stream(ids, **call)
         events = [next(stream)]  # the prompt's: from here on the call has its budget
-        generator.engine.budget.choose = itertools.cycle(TREE_SIZES).__next__
+        budget = generator.engine.budget
+        budget.costs, budget.choose = EQUAL, itertools.cycle(TREE_SIZES).__next__
         events += stream
         for row, answer in enumerate(expected):
             assert [token for event in events for token in event.ids[row]] == answer.tolist()
@@ -660,12 +661,12 @@ def test_auto_measures_its_costs_once_and_leaves_the_state_as_it_was(target, dra
 
 def test_auto_is_captured_once_per_size(target, draft, prompts, plain):
     ids, mask = left_padded(prompts)
-    generator = record(grown(TreeProposer, target, draft, batch_size=3, tree=EQUAL))
+    generator = record(grown(TreeProposer, target, draft, batch_size=3, tree="auto"))
     sizes = iter([16, 64] * 100)
     for _ in range(3):
         stream = generator.stream(ids, attention_mask=mask, max_new_tokens=NEW)
         next(stream)
-        generator.engine.budget.choose = lambda: next(sizes)
+        generator.engine.budget.costs, generator.engine.budget.choose = EQUAL, lambda: next(sizes)
         *_, last = stream
     assert set(last.statistics.rows) == {16, 64}
     assert generator.runner.graphs == 2
