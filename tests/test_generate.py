@@ -322,7 +322,7 @@ class TestOneShot:
         assert weight() is None, "a cycle keeps the weights"
         assert api._cached is None
 
-    def test_changes_outside_the_weights_are_noticed(self):
+    def test_hooks_that_come_and_go_are_noticed(self):
         target = make_target("qwen3")
         draft = make_draft(target)
         before = dflash.generate(target, draft, ids(), max_new_tokens=12)
@@ -332,8 +332,13 @@ class TestOneShot:
         assert not torch.equal(hooked, before)
         handle.remove()
         assert torch.equal(dflash.generate(target, draft, ids(), max_new_tokens=12), before)
+
+    def test_a_changed_attribute_counts_after_release(self):
+        target = make_target("qwen3")
+        before = dflash.generate(target, None, ids(), max_new_tokens=12)
         target.model.layers[0].self_attn.scaling *= 3
-        scaled = dflash.generate(target, draft, ids(), max_new_tokens=12)
+        dflash.release()
+        scaled = dflash.generate(target, None, ids(), max_new_tokens=12)
         assert scaled[0, 5:].tolist() == greedy(target, ids()[0], 12).tolist()
         assert not torch.equal(scaled, before)
 
@@ -361,8 +366,8 @@ class TestOneShot:
 
     def test_a_release_in_another_thread_does_not_break_a_call(self, target, draft, monkeypatch):
         expected = dflash.generate(target, draft, ids(), max_new_tokens=6)
-        follow = dflash.Generator.follow
-        monkeypatch.setattr(dflash.Generator, "follow", lambda self, model: (dflash.release(), follow(self, model)))
+        run = dflash.Generator.run_call
+        monkeypatch.setattr(dflash.Generator, "run_call", lambda self, *rest: (dflash.release(), run(self, *rest))[1])
         assert torch.equal(dflash.generate(target, draft, ids(), max_new_tokens=6), expected)
 
     def test_changed_weights_are_noticed(self):

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from .call import Call, GenerateArguments, TargetDefaults, check_stream_arguments
 from .drafter import check_draft_weights, load_draft
-from .fit import check_block_size, check_tree, check_tree_trial
+from .fit import check_block_size, check_tree
 from .generator import Generator
 from .ops import WeightStorage
 from .options import BlockSize, GeneratorOptions, check_width_call, checked_block_size, tree_rows
 from .outputs import GenerateOutput, StreamEvent
-from .targets import WeightsFingerprint, check_int8, check_target, structural_twin, text_config
+from .targets import Fingerprint, check_int8, check_target, structural_twin, text_config, unwrap
 from .turns import Turns, turns_taken_here
 
 if TYPE_CHECKING:
@@ -88,11 +88,11 @@ def generate(
     the prefix only. The text is therefore the same for every drafter, block size and batch (drafter-invariant
     speculative decoding; Daliri et al., "Coupling without communication and drafter-invariant speculative decoding").
 
-    The caches of the last (target, draft) are kept for the next call, and `release` frees them. The target itself
-    is examined again each time, which takes about a millisecond per layer. Copies of weights in 8 bits are kept too:
-    after writes that torch does not count (``tensor.data``, NumPy) call `release`. Calls from several threads run one
-    after another. A call from inside a call (by a streamer, a processor, a criterion or a hook) makes caches of its
-    own.
+    The caches of the last (target, draft) are kept for the next call, and `release` frees them. A call notices tensors
+    that were replaced or moved since, hooks that came or went, and adapters that were switched. Call `release` after
+    other changes of a live model (its attributes, config, methods or functions) and, with weights in 8 bits, after
+    writes that torch does not count (``tensor.data``, NumPy). Calls from several threads run one after another. A call
+    from inside a call (by a streamer, a processor, a criterion or a hook) makes caches of its own.
 
     Args:
         target: a causal language model of transformers; never modified.
@@ -118,7 +118,7 @@ def generate(
             pass the target's ``max_position_embeddings``, or the target's logits are NaN.
         TypeError: an argument is unknown or has the wrong type.
     """
-    target = check_target(target)
+    target = _checked(target)
     options = PairOptions(block_size, weights, draft_weights)
     output = generate_call(target, draft, _resolve(target, ids, arguments), options)
     return output if return_dict_in_generate else output.sequences
@@ -160,7 +160,7 @@ def stream(
         RuntimeError: the kept generator has started another call.
     """
     check_stream_arguments(arguments)
-    target = check_target(target)
+    target = _checked(target)
     call = _resolve(target, ids, arguments)
     with _lock():
         generator = _generator_for(target, draft, call, PairOptions(block_size, weights, draft_weights))
@@ -208,8 +208,12 @@ class _CachedGenerator:
     def __init__(self, target: nn.Module, draft: nn.Module | None, options: PairOptions, generator: Generator) -> None:
         self.generator, self.options = generator, options
         modules = [module for module in (target, draft) if module is not None]
-        self.weights = [WeightsFingerprint(module) for module in modules]
+        self.fingerprints = [Fingerprint(module) for module in modules]
         self.finalizers = [weakref.finalize(module, release) for module in modules]
+
+    def knows(self, target: nn.Module) -> bool:
+        """Return True if the generator was made for this target, as far as a cheap look can tell."""
+        return self.fingerprints[0].matches(target)
 
     def serves(self, target: nn.Module, draft: nn.Module | None, options: PairOptions, call: Call) -> bool:
         """Return True if the generator was made for this pair and has room for the call."""
@@ -219,8 +223,8 @@ class _CachedGenerator:
             and self.generator.max_length >= call.longest + call.max_new_tokens
             and self.options == options
             and tree_rows(self.generator.tree) >= tree_rows(call.tree)
-            and len(self.weights) == len(modules)
-            and all(weights.matches(module) for weights, module in zip(self.weights, modules, strict=True))
+            and len(self.fingerprints) == len(modules)
+            and all(map(Fingerprint.matches, self.fingerprints, modules))
         )
 
 
@@ -241,6 +245,12 @@ def _lock() -> AbstractContextManager[object]:
     runs here, would never end.
     """
     return contextlib.nullcontext() if _is_inside_a_call() else _one_at_a_time.lock
+
+
+def _checked(target: nn.Module) -> nn.Module:
+    """Do what `check_target` does, but for a target that the kept generator knows: it was checked then."""
+    cached, unwrapped = _cached, unwrap(target)
+    return unwrapped if cached is not None and cached.knows(unwrapped) else check_target(unwrapped)
 
 
 def _resolve(target: nn.Module, ids: Tensor, arguments: GenerateArguments) -> Call:
@@ -269,8 +279,6 @@ def _generator_for(target: nn.Module, draft: nn.Module | None, call: Call, optio
     cached = _cached  # another thread may release it meanwhile
     is_inside = _is_inside_a_call()
     if cached is not None and not is_inside and cached.serves(target, draft, options, call):
-        cached.generator.follow(target)
-        check_tree_trial(cached.generator.engine.target, call.tree)  # hooks may have come since
         return cached.generator
     # 1. Check what the new one needs before the old one is freed.
     capacity = -(-(call.longest + call.max_new_tokens) // _CAPACITY_STEP) * _CAPACITY_STEP

@@ -36,7 +36,7 @@ from .ops import WeightStorage
 from .options import GeneratorOptions, check_width_call, checked_block_size, checked_tree, tree_rows
 from .outputs import GenerateOutput, StreamEvent
 from .streaming import BatchDecoder
-from .targets import KnownWeights, Target, WeightsFingerprint, check_target, first_hook, functions_of, snapshot
+from .targets import Fingerprint, KnownWeights, Target, check_target, first_hook
 from .turns import Turns, plain_settings
 
 if TYPE_CHECKING:
@@ -278,8 +278,6 @@ class Generator:
         check_room(call, self.batch_size, self.max_length)
         if self._weights.replaced():
             raise ValueError("the target's tensors were replaced since this generator was made: make a new one")
-        if changed := self._functions.changed():
-            raise ValueError(f"{changed} was replaced since this generator was made: make a new one")
         if self.graph is True and (reason := self._graph_obstacle(call)):
             raise ValueError(f"graph=True cannot be followed: {reason}")
         return call
@@ -374,22 +372,11 @@ class Generator:
 
     # ------------------------------------------------------------------------------------------ the target
 
-    def follow(self, target: nn.Module) -> None:
-        """Twin the target again if hooks, adapters or attributes of it have changed; caches and state stay."""
-
-        def follow() -> None:
-            if self._functions.changed() or self._snapshot != snapshot(target):
-                self.engine.retarget(self._twin(target))
-                self.runner.clear()
-
-        self.run_alone(follow)
-
     def _twin(self, target: nn.Module) -> Target:
         """Return a twin of the target as it is now, and remember what it was made of."""
         taps = self._loaded.config.target_layer_ids if self._loaded is not None else ()
         twin, self._defaults = Target(target, taps, self.fused, self.weights), TargetDefaults.of(target)
-        self._weights, self._functions = WeightsFingerprint(target), functions_of(target)
-        self.fused_reason, self._snapshot, self._hook = twin.fused_reason, snapshot(target), first_hook(target)
+        self._weights, self.fused_reason, self._hook = Fingerprint(target), twin.fused_reason, first_hook(target)
         self._modules = [module for module in (twin.model, self._loaded) if module is not None]
         return twin
 

@@ -24,7 +24,8 @@ from transformers.models.qwen2 import modeling_qwen2
 from transformers.models.qwen3 import modeling_qwen3
 
 import dflash
-from dflash.targets import Target, UnsupportedTargetError, functions_of
+from dflash.targets import Target, UnsupportedTargetError
+from dflash.targets.functions import functions_of
 
 NEW = 10
 IDS = prompt(9)
@@ -36,6 +37,7 @@ def expected(model: PreTrainedModel) -> list[int]:
 
 
 def one_shot(model: PreTrainedModel, draft: nn.Module | None = None) -> list[int]:
+    dflash.release()  # as after every change of a live model but its tensors, hooks and adapters
     return dflash.generate(model, draft, IDS[None], max_new_tokens=NEW)[0, len(IDS) :].tolist()
 
 
@@ -127,8 +129,6 @@ class TestFunctionsThatAreReplaced:
         monkeypatch.setattr(owner, function, changed(getattr(owner, function), wraps))
         after = expected(model)
         assert after != before, "the patch should change the text"
-        with pytest.raises(ValueError, match=rf"{function}.* was replaced since this generator was made: make a new"):
-            answered(generator)
         if name not in TOOLS:
             assert one_shot(model, draft) == after
             assert streamed(model) == after == through_transformers(model)
@@ -151,15 +151,13 @@ class TestFunctionsThatAreReplaced:
 
     def test_code_replaced_inside_a_function_is_noticed(self):
         model, function = make_target("llama"), modeling_llama.LlamaMLP.forward
-        generator, own = dflash.Generator(model, max_length=64), function.__code__
+        own = function.__code__
 
         def forward(self, x):
             return self.down_proj(self.act_fn(self.gate_proj(x)))
 
         try:
             function.__code__ = forward.__code__
-            with pytest.raises(ValueError, match=r"LlamaMLP\.forward was replaced"):
-                answered(generator)
             assert one_shot(model) == expected(model)
         finally:
             function.__code__ = own
@@ -168,7 +166,7 @@ class TestFunctionsThatAreReplaced:
         model, function = make_target("llama"), modeling_llama.LlamaRotaryEmbedding.forward
         while hasattr(function, "__wrapped__"):
             function = function.__wrapped__
-        generator, before, own = dflash.Generator(model, max_length=64), one_shot(model), function.__code__
+        before, own = one_shot(model), function.__code__
 
         def forward(self, x, position_ids):
             angles = position_ids[..., None].float() * self.inv_freq.repeat(2) * 0.3
@@ -177,8 +175,6 @@ class TestFunctionsThatAreReplaced:
         forward.__code__ = forward.__code__.replace(co_filename=__file__)
         try:
             function.__code__ = forward.__code__
-            with pytest.raises(ValueError, match=r"LlamaRotaryEmbedding\.forward was replaced"):
-                answered(generator)
             assert one_shot(model) == expected(model) != before
         finally:
             function.__code__ = own
@@ -286,12 +282,9 @@ class TestPartsThatWeReplace:
     )
     def test_a_replaced_part_is_refused_by_name(self, owner, name, said, monkeypatch):
         model = make_target("llama")
-        generator = dflash.Generator(model, max_length=64)
         monkeypatch.setattr(owner, name, changed(getattr(owner, name)))
         with pytest.raises(UnsupportedTargetError, match=rf"{said} is not transformers' own function.*instead: undo"):
             one_shot(model)
-        with pytest.raises(ValueError, match=rf"{name} was replaced since this generator was made"):
-            answered(generator)
 
     def test_a_method_of_the_loop_replaced_on_one_model_is_refused(self):
         model = make_target("llama")
@@ -338,8 +331,6 @@ class TestHooks:
         with contextlib.closing(_Handle(register(hook))):
             assert one_shot(model) == expected(model) != before
             assert answered(dflash.Generator(model, max_length=64)) == expected(model)
-            with pytest.raises(ValueError, match=r"a global forward hook was replaced since this generator was made"):
-                answered(generator)
         assert one_shot(model) == before == answered(generator)
 
     @pytest.mark.parametrize("is_global", [True, False])

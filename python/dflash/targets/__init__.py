@@ -1,9 +1,9 @@
 """The target: a structural twin of the user's model with our attention, our cache and taps."""
 
 from .fingerprint import (
+    Fingerprint,
     KnownWeights,
     ValuesFingerprint,
-    WeightsFingerprint,
     describe_config,
     sample_digest,
     version_of,
@@ -11,7 +11,6 @@ from .fingerprint import (
     weights_digest,
 )
 from .folder import check_target_config, check_target_size, check_target_weights
-from .functions import functions_of
 from .generation_config import generation_defaults, stop_string_criterion, transformers_version
 from .int8 import not_finite
 from .parallel import ranks_in
@@ -27,15 +26,15 @@ from .support import (
     unwrap,
 )
 from .target import Target, check_int8, int8_obstacle
-from .twin import first_hook, snapshot, structural_twin
+from .twin import first_hook, structural_twin
 from .weights import refusal_of_weights
 
 __all__ = [
+    "Fingerprint",
     "KnownWeights",
     "Target",
     "UnsupportedTargetError",
     "ValuesFingerprint",
-    "WeightsFingerprint",
     "check_int8",
     "check_target",
     "check_target_config",
@@ -45,7 +44,6 @@ __all__ = [
     "embedding_table",
     "find_layers",
     "first_hook",
-    "functions_of",
     "generation_defaults",
     "has_recurrent_layers",
     "int8_obstacle",
@@ -54,7 +52,6 @@ __all__ = [
     "refusal",
     "refusal_of_weights",
     "sample_digest",
-    "snapshot",
     "stop_string_criterion",
     "structural_twin",
     "tapped_modules",

@@ -16,14 +16,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from .functions import global_hooks
 from .parallel import ranks_in
 from .support import text_config
 from .weights import modules_of, plain_tensors, shard_of, tensors_of
 
 __all__ = [
+    "Fingerprint",
     "KnownWeights",
     "ValuesFingerprint",
-    "WeightsFingerprint",
     "describe_config",
     "sample_digest",
     "versions",
@@ -44,8 +45,11 @@ _SAMPLED = 32  # values compared of a larger one
 _DIGEST_BYTES = 2**26  # of a tensor that are hashed at a time
 
 
-class WeightsFingerprint:
-    """Notices when a module's parameters and buffers were replaced (``.to``, ``load_state_dict(assign=True)``).
+class Fingerprint:
+    """Notices in microseconds what a program does to a live module between calls.
+
+    That is: tensors replaced or moved (``.to``, ``load_state_dict(assign=True)``), forward hooks that came or went, and
+    adapters of peft that were switched, merged or turned off.
 
     Args:
         module: not kept alive.
@@ -53,16 +57,28 @@ class WeightsFingerprint:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
-        self._tensors = _identities(_tensors(module))
+        self._tensors, self._attached = _identities(_tensors(module)), _attached(module)
 
     def matches(self, module: nn.Module) -> bool:
-        """Return True if ``module`` is the same one, with the same tensors."""
-        return self._module() is module and self._tensors == _identities(_tensors(module))
+        """Return True if ``module`` is the same one, unchanged."""
+        return self._module() is module and not self.replaced() and self._attached == _attached(module)
 
     def replaced(self) -> bool:
         """Return True if the module is still alive and has other tensors now."""
         module = self._module()
-        return module is not None and not self.matches(module)
+        return module is not None and self._tensors != _identities(_tensors(module))
+
+
+def _attached(module: nn.Module) -> list[tuple]:
+    """Return the hooks and the state of the adapters of all modules."""
+    found: list[tuple] = [global_hooks()]
+    for part in modules_of(module):
+        if part._forward_hooks or part._forward_pre_hooks:
+            found.append((*part._forward_hooks, None, *part._forward_pre_hooks))
+        if "merged_adapters" in part.__dict__:  # a layer of peft
+            names = ("_active_adapter", "_disable_adapters", "merged_adapters")
+            found.append(tuple(str(part.__dict__.get(name)) for name in names))
+    return found
 
 
 class ValuesFingerprint:
@@ -108,7 +124,7 @@ class KnownWeights:
 
     def __init__(self) -> None:
         self._values = ValuesFingerprint()
-        self._addresses: list[WeightsFingerprint] = []
+        self._addresses: list[Fingerprint] = []
 
     def fill(self, modules: list[nn.Module]) -> None:
         """Take note that the caches are filled with these modules' weights from now on."""
@@ -120,9 +136,9 @@ class KnownWeights:
 
     def have_moved(self, modules: list[nn.Module]) -> bool:
         """Return True if these are not the tensors that were there when this was asked before, or it never was."""
-        if self._addresses and all(map(WeightsFingerprint.matches, self._addresses, modules)):
+        if self._addresses and all(map(Fingerprint.matches, self._addresses, modules)):
             return False
-        self._addresses = [WeightsFingerprint(module) for module in modules]
+        self._addresses = [Fingerprint(module) for module in modules]
         return True
 
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import copy
-import enum
 import types
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .functions import global_hooks
 from .parallel import forward_of_copy, meshes
@@ -17,10 +15,7 @@ from .recurrent import is_stateful
 from .support import UnsupportedTargetError
 from .weights import plain_tensors
 
-__all__ = ["first_hook", "snapshot", "structural_twin"]
-
-_COMPARED_BY_VALUE = {type(None), bool, int, float, str, bytes, torch.dtype, torch.device}
-_COMPARED_BY_IDENTITY = (type, Tensor, types.FunctionType, types.BuiltinFunctionType, enum.Enum)
+__all__ = ["first_hook", "structural_twin"]
 
 
 def structural_twin(module: nn.Module) -> nn.Module:
@@ -76,36 +71,6 @@ def _is_idle_hook(hook: Any) -> bool:
     if type(hook).__name__ == "SequentialHook":
         return all(map(_is_idle_hook, hook.hooks))
     return type(hook).__name__ == "AlignDevicesHook" and not hook.offload
-
-
-def snapshot(module: nn.Module) -> Any:
-    """Return everything that `structural_twin` would copy, in a form that compares equal until it changes.
-
-    Takes about a millisecond per layer. Tensors, functions and classes are compared by identity and not kept alive.
-    What cannot be looked into never compares equal, not even to itself.
-    """
-    seen: dict[int, Any] = {}  # keeps objects made on the way alive, so that no id is reused
-
-    def freeze(value: Any) -> Any:
-        kind = type(value)
-        if kind in _COMPARED_BY_VALUE:
-            return kind, value
-        if isinstance(value, _COMPARED_BY_IDENTITY) or id(value) in seen:
-            return id(value)
-        if isinstance(value, types.MethodType):
-            return id(value.__func__), id(value.__self__)
-        seen[id(value)] = value
-        if isinstance(value, dict):
-            return kind, [(freeze(key), freeze(entry)) for key, entry in value.items()]
-        if isinstance(value, (list, tuple)):
-            return kind, [freeze(entry) for entry in value]
-        try:
-            state = value.__reduce_ex__(4)
-        except Exception:
-            return object()
-        return freeze(state) if isinstance(state, tuple) else object()
-
-    return freeze(module)
 
 
 def first_hook(model: nn.Module) -> str:
