@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 import dflash
 from dflash.evaluate import demo_prompts, encode
-from dflash.receipts import Fingerprints, Settings, replay, verification
+from dflash.receipts import Fingerprints, RecordedSettings, replay, verification
 from dflash.targets import weights_digest
 
 NEW = 24
@@ -451,7 +451,7 @@ class TestRefusals:
         from dflash.sampling import RuleSettings
 
         rules = {field.name for field in dataclasses.fields(RuleSettings)}
-        stated = {field.name for field in dataclasses.fields(Settings)}
+        stated = {field.name for field in dataclasses.fields(RecordedSettings)}
         assert rules - stated == {"sequence_bias", "logits_processor", "stopping_criteria"}
 
 
@@ -546,7 +546,7 @@ class TestCommand:
     def test_a_receipt_that_cannot_be_written_is_said_before_the_models_are_loaded(
         self, shell, folder, tmp_path, monkeypatch, path, words
     ):
-        monkeypatch.setattr("dflash.cli.text.load", None)
+        monkeypatch.setattr("dflash.cli.options.load", None)
         models = ["--model", folder / "target", "--draft", folder / "draft"]
         done = shell("generate", *models, "--receipt", tmp_path / path, "w5")
         assert (done.code, done.out) == (2, "")

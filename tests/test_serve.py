@@ -10,7 +10,8 @@ import torch
 from served import SUM, TRIP, Gate, ask, chat, chunks, direct, pair, prompt_ids, serving
 
 from dflash import Generator
-from dflash.serve.service import _fingerprint
+from dflash.serve import Scheduler
+from dflash.serve.service import Service
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
@@ -466,16 +467,24 @@ def test_metrics_count_requests_and_tokens():
     assert found["dflash_answers_running"] == found["dflash_answers_waiting"] == 0
 
 
-def test_the_fingerprint_follows_the_weights_and_not_the_drafter(service):
+def fingerprint(generator: Generator, version: str = "0") -> str:
+    scheduler = Scheduler(generator)
+    scheduler.close()
+    return Service(scheduler, pair()[2], "pair", version).fingerprint
+
+
+def test_the_fingerprint_follows_weights_and_their_storage_and_not_the_drafter(service):
     target = pair()[0]
     options = {"max_length": 512, "batch_size": 2, "prefill_chunk": 8}
     alone = Generator(target, None, block_size=service.scheduler.generator.block_size, **options)
-    assert _fingerprint(alone, "0") == service.fingerprint
-    assert _fingerprint(alone, "1") != service.fingerprint
+    options["block_size"] = alone.block_size
+    assert fingerprint(alone) == service.fingerprint
+    assert fingerprint(alone, "1") != service.fingerprint
+    assert fingerprint(Generator(target, None, weights="int8", **options)) != service.fingerprint
     other = copy.deepcopy(target)
     with torch.no_grad():
         other.lm_head.weight[0, 0] += 1
-    assert _fingerprint(Generator(other, None, block_size=alone.block_size, **options), "0") != service.fingerprint
+    assert fingerprint(Generator(other, None, **options)) != service.fingerprint
 
 
 def test_the_document_of_the_interface_is_json(service):

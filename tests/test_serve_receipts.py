@@ -10,7 +10,6 @@ from served import SUM, TRIP, Gate, ask, chat, chunks, pair, prompt_ids, serving
 import dflash
 from dflash.ops import Int8Weight
 from dflash.sampling import fold
-from dflash.serve.service import _fingerprint
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 REQUESTS = [
@@ -97,14 +96,6 @@ def test_receipts_state_int8_weights_and_are_checked_with_the_servers_own(tmp_pa
     assert dflash.verify(dflash.Receipt.read(tmp_path / f"{name}-0.json"), target, tokenizer).is_exact
 
 
-def test_the_fingerprint_tells_how_weights_are_stored():
-    target, draft, _ = pair()
-    found = {
-        _fingerprint(dflash.Generator(target, draft, max_length=64, weights=weights), "0") for weights in ("int8", None)
-    }
-    assert len(found) == 2
-
-
 def test_a_changed_file_does_not_follow_or_is_refused(service, folder):
     name, _ = completion(ask(service, CHAT, chat(TRIP, temperature=1, seed=2)))
     path = folder / f"{name}-0.json"
@@ -184,16 +175,11 @@ def test_the_server_says_whether_it_has_receipts(service):
         assert (response.status_code, response.json()["error"]["code"]) == (404, "receipts_are_off")
 
 
-def test_the_fingerprint_covers_all_weights(service):
-    generator, weights = service.scheduler.generator, service.receipts.fingerprints.weights
-    assert service.fingerprint == _fingerprint(generator, "0", weights) != _fingerprint(generator, "0")
-
-
 @pytest.mark.parametrize(("path", "reason"), [("file", "it is a file"), ("file/below", "Not a directory")])
 def test_a_folder_that_cannot_be_written_to_is_said_before_the_models_are_loaded(
     shell, tmp_path, monkeypatch, path, reason
 ):
-    monkeypatch.setattr("dflash.cli.serving.load", None)
+    monkeypatch.setattr("dflash.cli.options.load", None)
     (tmp_path / "file").write_text("")
     done = shell("serve", "--port", 0, "--receipts", tmp_path / path)
     assert (done.code, done.out) == (2, "")

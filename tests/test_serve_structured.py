@@ -13,7 +13,7 @@ from llguidance.hf import from_tokenizer
 from served import SUM, ask, chat, direct, live, pair, prompt_ids, serving
 
 import dflash
-from dflash.serve.prompts import Prompt, ToolForm, find_form, read_tools
+from dflash.serve.prompts import EncodedPrompt, ToolForm, find_form, read_tools
 from dflash.serve.protocol import ChatRequest
 from dflash.serve.structured import answer_grammar
 from dflash.serve.text import CallText
@@ -216,7 +216,7 @@ GRAMMARS = {
 def test_answers_keep_to_what_was_asked(fields, reasoning, whole, begun, wrong):
     request, tokenizer = ChatRequest.model_validate(chat(**{"tools": TOOLS} | fields)), pair()[2]
     tools = read_tools(request, ToolForm("<tool_call>\n", "\n</tool_call>", "\n"))
-    grammar = answer_grammar(request, Prompt([], "", reasoning), tools)
+    grammar = answer_grammar(request, EncodedPrompt([], "", reasoning), tools)
     tokens = from_tokenizer(tokenizer, eos_token=[tokenizer.eos_token_id])
     for text in (*whole, *begun, *wrong):
         matcher = LLMatcher(tokens, grammar.source, log_level=0)

@@ -7,9 +7,6 @@ import sys
 
 import pytest
 import torch
-from examples import examples
-from hypothesis import given
-from hypothesis import strategies as st
 from tiny_pair import save_pair, word_tokenizer
 from transformers import AutoModelForCausalLM
 
@@ -179,43 +176,3 @@ def test_an_answer_cannot_steer_the_terminal(shell, pair, tmp_path, monkeypatch,
         monkeypatch.setattr(sys, "stdout", shown := Terminal())
         assert shell(command, *call, *sent).code == 0
         assert shown.getvalue() == piped.replace("\x1b", r"\x1b").replace("\x07", r"\x07")
-
-
-LINES = st.one_of(
-    st.sampled_from(["/drop", "/reset", "w13", "w5 w13"]),
-    st.lists(st.integers(1, 12), min_size=1, max_size=14).map(lambda ids: " ".join(f"w{index}" for index in ids)),
-)
-
-
-@pytest.mark.long
-@examples(6)
-@given(lines=st.lists(LINES, min_size=1, max_size=8))
-def test_any_conversation_equals_the_targets_own_answers(lines, shell_once, target):
-    expected = Expected(target)
-    answers = [(line, expected.send(line)) for line in lines]
-    found = [report.get("text") for report in reports(shell_once(lines))]
-    assert found == [answer for line, answer in answers if not line.startswith("/")]
-
-
-@pytest.fixture(scope="module")
-def shell_once(pair):
-    """Return a function that sends lines to ``dflash chat --json``; for many examples in one test."""
-    import contextlib
-
-    from conftest import Done
-
-    from dflash import cli
-
-    models = ["--model", pair / "target", "--draft", pair / "draft", "--max-new-tokens", NEW, "--max-length", LIMIT]
-
-    def call(lines: list[str]) -> Done:
-        out, err = io.StringIO(), io.StringIO()
-        with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            patch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
-            patch.setattr(sys, "argv", ["dflash", "chat", "--json", *map(str, models)])
-            patch.setenv("HF_HUB_OFFLINE", "1")
-            with pytest.raises(SystemExit) as exit:
-                cli.main()
-        return Done(exit.value.code or 0, out.getvalue(), err.getvalue())
-
-    return call

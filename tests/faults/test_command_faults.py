@@ -12,16 +12,8 @@ from pathlib import Path
 import process
 import pytest
 import torch
-from examples import examples
-from hypothesis import given
-from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from tiny_pair import CHAT_TEMPLATE, save_pair
-
-import dflash
-import dflash.cli
-
-PACKAGE_PAIR = Path(dflash.__file__).parent / "pair"
 
 
 @pytest.fixture(scope="module")
@@ -47,8 +39,6 @@ def models(folder: Path) -> list:
     ("data", "where"),
     [
         (b"w5\nw6 \xff w7", "line 2: not UTF-8 text: the byte 0xff"),
-        (b"w5\n\nw6\n\xed\xa0\xbd\xed\xb8\x80", "line 4: not UTF-8 text: the byte 0xed"),  # a surrogate pair
-        ("w5".encode("utf-16"), "line 1: not UTF-8 text: the byte 0xff"),
         (b"\n" * 100_000 + b"\xc3", "line 100001: not UTF-8 text: the byte 0xc3"),
     ],
 )
@@ -73,8 +63,9 @@ def test_options_that_are_not_text_are_named(shell, pair):
         assert "line 1: not UTF-8 text: the byte 0xff" in message
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
-@pytest.mark.parametrize("command", ["benchmark", "regenerate", "train"])
+@pytest.mark.parametrize(
+    ("command", "suffix"), [("benchmark", ".jsonl"), ("regenerate", ".jsonl.gz"), ("train", ".jsonl")]
+)
 def test_a_file_of_prompts_that_is_not_text_is_named_with_its_line(shell, pair, tmp_path, command, suffix):
     path = tmp_path / f"prompts{suffix}"
     good, call = b'{"prompt": "w5", "response": "w6"}\n', {
@@ -83,7 +74,7 @@ def test_a_file_of_prompts_that_is_not_text_is_named_with_its_line(shell, pair, 
         "train": ["--data", path, *models(pair)[:2], "--output", tmp_path / "out", "--device", "cpu",
                   "--mask-token-id", 96],
     }  # fmt: skip
-    for bad in (b'{"prompt": "\xed\xa0\xbd"}\n', b'{"prompt": "\xff"}\n', rb'{"prompt": "\ud83d"}' + b"\n"):
+    for bad in (b'{"prompt": "\xff"}\n', rb'{"prompt": "\ud83d"}' + b"\n"):
         data = good * 2 + bad + good
         path.write_bytes(gzip.compress(data) if suffix.endswith("gz") else data)
         done = shell(command, *call[command])
@@ -101,7 +92,7 @@ os.environ["TERM"] = "dumb"
 from dflash import cli
 
 folder, *pair = sys.argv[1:]
-rows, prompts = os.path.join(folder, "rows.jsonl"), os.path.join(folder, "prompts.jsonl")
+rows, prompts = (os.path.join(folder, name) for name in ("rows.jsonl", "prompts.jsonl"))
 
 def run(*arguments):
     sys.argv = ["dflash", *arguments]
@@ -134,17 +125,14 @@ def attempt(name, *arguments, closed=(), stdout=None):
         print(name, code, *text.splitlines()[-1:], *["escapes"] * ("\\x1b" in text), sep="|")
 
 run("generate", *pair, "--json", "w5")  # once, for what is imported late
-for closed in ((1,), (0, 1)):
-    attempt(f"generate {closed}", "generate", *pair, "w5", closed=closed)
-    attempt(f"chat {closed}", "chat", *pair, closed=closed)
-attempt("generate json", "generate", *pair, "w5", "--json", closed=(1,))
+attempt("generate (1,)", "generate", *pair, "w5", closed=(1,))
+attempt("chat (0, 1)", "chat", *pair, "--json", closed=(0, 1))
 attempt("chat (0,)", "chat", *pair, "--json", closed=(0,))
 attempt("doctor", "doctor", closed=(0, 1, 2))
-attempt("benchmark", "benchmark", *pair, "--dataset", prompts, closed=(0, 1, 2))
 attempt("regenerate", "regenerate", *pair, "--out", rows, "--json", prompts, closed=(0, 1, 2))
 with open(rows) as file:
     print("rows", len(file.read().splitlines()))
-for command in (["generate", *pair, "w5"], ["chat", *pair], ["doctor"]):
+for command in (["generate", *pair, "w5"], ["doctor"]):
     reading, writing = os.pipe()
     os.close(reading)
     attempt(f"pipe {command[0]}", *command, stdout=writing)
@@ -164,13 +152,13 @@ def test_closed_streams_and_pipes_end_a_command_in_one_line(copied):
     lost = "dflash: standard output is closed, so the text would be lost; > /dev/null discards it"
     assert child.returncode == 0, child.stderr
     found = dict(line.split("|", 1) for line in child.stdout.splitlines() if "|" in line)
-    for name in ("generate (1,)", "chat (1,)", "generate (0, 1)", "chat (0, 1)", "generate json"):
+    for name in ("generate (1,)", "chat (0, 1)"):
         assert found.pop(name) == f"2|{lost}"
     assert found.pop("full") == "2|dflash: [Errno 28] No space left on device"
     assert found.pop("chat (0,)") == "0"
-    pipes = {name: found.pop(f"pipe {name}") for name in ("generate", "chat", "doctor")}
+    pipes = {name: found.pop(f"pipe {name}") for name in ("generate", "doctor")}
     assert pipes == dict.fromkeys(pipes, "1")
-    assert found == {"doctor": "0", "benchmark": "0", "regenerate": "0", "strange names": "0"}
+    assert found == {"doctor": "0", "regenerate": "0", "strange names": "0"}
     assert "rows 1" in child.stdout.splitlines()
 
 
@@ -186,13 +174,13 @@ def test_the_shells_own_closed_output_is_refused(pair):
 
 DEEP = "[" * 100_000 + "]" * 100_000
 BROKEN = {
-    "tokenizer.json": ["", "{}", "[]", "null", DEEP, '{"model": {"type": "Strange"}}', "1" * 5000],
-    "tokenizer_config.json": ["", "[]", DEEP, '{"tokenizer_class": 5}', '{"auto_map": {"AutoTokenizer": 5}}'],
-    "special_tokens_map.json": ["[]", DEEP],
-    "config.json": ["", "[]", "null", DEEP, "{}", '{"model_type": 5}', '{"model_type": "qwen3", "hidden_size": "a"}'],
-    "generation_config.json": ["[]", DEEP, '{"eos_token_id": "abc"}', '{"temperature": 1e999, "do_sample": true}'],
-    "chat_template.jinja": ["{% for", "{{ 1/0 }}", "{{ messages.__class__.__mro__ }}", ""],
-    "model.safetensors": ["", "\0" * 8, "c" + "\0" * 7 + "{"],
+    "tokenizer.json": ["", "[]", DEEP, '{"model": {"type": "Strange"}}'],
+    "tokenizer_config.json": ["", "[]", DEEP, '{"tokenizer_class": 5}'],
+    "special_tokens_map.json": ["[]"],
+    "config.json": ["", "null", DEEP, "{}", '{"model_type": "qwen3", "hidden_size": "a"}'],
+    "generation_config.json": ["[]", '{"eos_token_id": "abc"}'],
+    "chat_template.jinja": ["{% for", "{{ messages.__class__.__mro__ }}"],
+    "model.safetensors": ["", "c" + "\0" * 7 + "{"],
 }
 
 
@@ -207,36 +195,13 @@ def test_a_broken_file_of_a_target_is_one_line(shell, copied, name):
         assert len(done.err) < 2000
 
 
-def test_json_that_is_no_object_is_named_with_its_file(shell, copied):
-    for name in ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json"):
-        path = copied / "target" / name
-        before = path.read_text() if path.exists() else None
-        for content, reason in (("[1]", "must be a JSON object, got list"), (DEEP, "not JSON that can be read")):
-            path.write_text(content)
-            assert f"dflash: {path}: {reason}" in shell("generate", *models(copied), "w5").err
-        path.write_text(before) if before is not None else path.unlink()
-
-
-@pytest.mark.parametrize("command", ["generate", "regenerate", "train"])
-def test_sizes_of_a_target_are_refused_by_name_before_they_cost_anything(shell, copied, command, tmp_path):
-    path, out, prompts = copied / "target" / "config.json", tmp_path / "out", copied / "prompts.jsonl"
+def test_sizes_of_a_target_are_refused_by_name_before_they_cost_anything(shell, copied):
+    path = copied / "target" / "config.json"
     config = json.loads(path.read_text())
-    call = {
-        "generate": [*models(copied), "w5"],
-        "regenerate": [prompts, "--out", out, *models(copied)],
-        "train": ["--data", prompts, *models(copied)[:2], "--output", out, "--device", "cpu"],
-    }[command]
-    for key, value in (
-        ("num_hidden_layers", 10**6),
-        ("num_hidden_layers", 10**12),
-        ("hidden_size", 2**40),
-        ("intermediate_size", 2**63),
-        ("vocab_size", 2**40),
-        ("head_dim", 2**31),
-    ):
+    for key, value in (("num_hidden_layers", 10**6), ("hidden_size", 2**40), ("vocab_size", 2**40)):
         path.write_text(json.dumps({**config, key: value}))
         began = time.process_time()
-        done = shell(command, *call)
+        done = shell("generate", *models(copied), "w5")
         assert time.process_time() - began < 10
         assert (done.code, done.out) == (2, "")
         assert done.err.startswith(f"dflash: {path}: {key} must be at most ")
@@ -276,37 +241,3 @@ def test_a_temperature_that_transformers_cannot_divide_by_is_refused(shell):
         done = shell("demo", "--prompts", 1, "--max-new-tokens", 2, "--temperature", temperature, "--json")
         assert done.code == code
         assert (done.err == "dflash: temperature must be 0 or at least 1e-30 here, got 1e-320\n") == (code == 2)
-
-
-PIECES = st.one_of(
-    st.sampled_from(["", "{}", "[]", "null", "5", '"x"', "[null]", "{1}", '{"model_type": null}', "1e999", "\0", "é"]),
-    st.binary(max_size=30).map(lambda data: data.decode("latin-1")),
-)
-
-
-@pytest.mark.long
-@examples(10)
-@given(name=st.sampled_from(sorted(BROKEN)), content=PIECES)
-def test_any_content_of_a_file_answers_or_is_one_line(name, content, pair, tmp_path_factory):
-    from conftest import Done
-
-    folder = shutil.copytree(pair, tmp_path_factory.mktemp("any") / "pair")
-    (folder / "target" / name).write_text(content)
-    out, err = io.StringIO(), io.StringIO()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HF_HUB_OFFLINE", "1")
-        patch.setattr(sys, "argv", ["dflash", "generate", "--json", *map(str, models(folder)), "w5"])
-        patch.setattr(sys, "stdout", out)
-        patch.setattr(sys, "stderr", err)
-        try:
-            dflash.cli.main()
-            code = 0
-        except SystemExit as exit:
-            code = exit.code or 0
-    done = Done(code, out.getvalue(), err.getvalue())
-    shutil.rmtree(folder)
-    assert done.code in (0, 2)
-    if done.code == 2:
-        assert (done.out, done.err.count("\n")) == ("", 1)
-    else:
-        assert json.loads(done.out)["num_new_tokens"] == 3

@@ -14,8 +14,6 @@ from rich.markup import escape
 from ..evaluate import Pretrained
 from ..terminal import printable
 
-__all__ = ["Source", "check_device", "load", "load_target", "load_tokenizer"]
-
 
 @dataclass(frozen=True)
 class Source(Pretrained):
@@ -99,15 +97,8 @@ def load(
 ) -> tuple[Any, Any, str]:
     """Load the target, its drafter (if one is named), and return both with the device.
 
-    With the dtype "auto", the target keeps that of its files, and the drafter gets the target's.
-
-    Args:
-        source: where the target is.
-        draft: the drafter's folder or hub id, or None.
-        dtype: of both.
-        device: as `check_device` takes it.
-        tree: rows of the trees that will be asked for. If the target cannot verify trees, nothing is loaded.
-        block_size: rows of the blocks that will be asked for, or ``"auto"``; None for the drafter's own.
+    With the dtype "auto", the target keeps that of its files, and the drafter gets the target's. If the target cannot
+    verify trees of ``tree`` rows, nothing is loaded.
 
     Raises:
         ValueError: a file is broken, or the target takes no trees.
@@ -127,3 +118,9 @@ def load(
     if drafter is not None and dtype == "auto":
         drafter = load_draft(drafter, dtype=target.dtype)
     return target, drafter, device
+
+
+def room_of(target: Any, max_length: int) -> int:
+    """Return ``max_length``, or the target's positions if these are fewer."""
+    positions = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return min(max_length, positions or max_length)

@@ -14,27 +14,20 @@ from rich.console import Console
 
 from ..evaluate import check_text
 from ..evaluate.benchmark import Settings
-from .loading import Source, load, load_tokenizer
+from .loading import load_tokenizer
 from .options import (
-    BlockSize,
-    Device,
     Draft,
-    Dtype,
     Json,
     MaxNewTokens,
     Model,
+    ModelOptions,
     NoThinking,
     Sharpness,
     TreeRows,
-    TrustRemoteCode,
-    WeightOptions,
+    as_number,
     check_sampling,
-    parse_block_size,
-    parse_tree,
     takes_dataclasses,
 )
-
-__all__ = ["benchmark", "demo"]
 
 
 def demo(
@@ -60,12 +53,13 @@ def demo(
     """
     from ..evaluate import PAIR, Decoding
     from ..evaluate.demo import run_demo
+    from ..options import checked_tree
 
     check_sampling(max_new_tokens, temperature=temperature, seed=seed)
     if prompt is not None:
         check_text(prompt, "--prompt")
     report = run_demo(
-        Decoding(max_new_tokens, temperature, seed, tree=parse_tree(tree)),
+        Decoding(max_new_tokens, temperature, seed, tree=checked_tree(as_number(tree))),
         folder=PAIR if pair is None else pair,
         prompt=prompt,
         prompts=prompts,
@@ -78,7 +72,10 @@ def demo(
         raise typer.Exit(1)
 
 
-@takes_dataclasses(settings=("block_size", "draft_sharpness", "tree", "thinking", "weights", "draft_weights"))
+@takes_dataclasses(
+    settings=("block_size", "draft_sharpness", "tree", "thinking", "weights", "draft_weights"),
+    models=("model", "draft"),
+)
 def benchmark(
     model: Model,
     draft: Draft,
@@ -86,16 +83,11 @@ def benchmark(
         list[str], typer.Option(help="humaneval, gsm8k, mt-bench, spec-bench or FILE.jsonl; may be repeated.")
     ],
     settings: Settings,
-    storage: WeightOptions,
+    models: ModelOptions,
     data: Annotated[Path | None, typer.Option(help="Folder of the datasets' files; default: from the hub.")] = None,
     limit: Annotated[int | None, typer.Option(help="Prompts of each dataset at most.")] = None,
-    block_size: BlockSize = None,
     draft_sharpness: Sharpness = 1.0,
-    tree: TreeRows = None,
     no_thinking: NoThinking = False,
-    dtype: Dtype = "auto",
-    device: Device = None,
-    trust_remote_code: TrustRemoteCode = False,
     out: Annotated[
         Path | None, typer.Option(help="Folder for results; the same command continues an interrupted run.")
     ] = None,
@@ -111,16 +103,14 @@ def benchmark(
     from ..evaluate.benchmark import check_settings, progress_bars, run_benchmark
 
     # 1. Check the options and load the prompts: this is quick, loading the models is not.
-    rows = parse_tree(tree)  # next to chains, whose sharpness that is
+    models = dataclasses.replace(models, model=model, draft=draft).resolve()
     settings = dataclasses.replace(
         settings,
-        block_size=parse_block_size(block_size, rows),
-        draft_sharpness=draft_sharpness,
-        tree=rows,
+        draft_sharpness=draft_sharpness,  # with --tree, that of the chains next to them
+        tree=models.tree,
         thinking=False if no_thinking else None,
-        **dataclasses.asdict(storage),
+        **models.generator,
     )
-    storage.check(dtype, device, settings.block_size)
     numbers = ("max_new_tokens", "temperature", "seed", "draft_sharpness")
     check_sampling(**{name: getattr(settings, name) for name in numbers})
     if limit is not None and limit < 1:
@@ -130,11 +120,11 @@ def benchmark(
     if out is not None and out.exists() and not out.is_dir():
         raise ValueError(f"--out must be a folder, {str(out)!r} is a file")
     datasets = _load_datasets(dataset, data, limit)
-    source = Source(model, trust_remote_code, quiet=as_json)
+    source = models.source(quiet=as_json)
     tokenizer = load_tokenizer(source)
     check_settings(settings, tokenizer)
     # 2. Load the models and run.
-    target, drafter, _ = load(source, draft, dtype, device, tree=settings.tree, block_size=settings.block_size)
+    target, drafter, _ = models.load(source)
     about = {"model": model, "draft": draft, "command": shlex.join(["dflash", *sys.argv[1:]])}
     with progress_bars({name: len(prompts) for name, prompts in datasets.items()}) as advance:
         report = run_benchmark(target, drafter, tokenizer, datasets, settings, about=about, out=out, advance=advance)

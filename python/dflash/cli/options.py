@@ -10,7 +10,7 @@ import typing
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -18,65 +18,22 @@ from ..evaluate import check_text
 from ..files import read_json
 from ..limits import MAX_JSON_BYTES
 from ..ops import WeightStorage
-from .loading import check_device
+from .loading import Source, check_device, load
 
 if TYPE_CHECKING:
     from ..sampling import Grammar
 
-__all__ = [
-    "BlockSize",
-    "Bos",
-    "Device",
-    "Draft",
-    "Dtype",
-    "GrammarOptions",
-    "Json",
-    "Limit",
-    "MaxNewTokens",
-    "MinP",
-    "Model",
-    "ModelOptions",
-    "NoThinking",
-    "Raw",
-    "SamplingOptions",
-    "Seed",
-    "Sharpness",
-    "Stop",
-    "System",
-    "Temperature",
-    "TopK",
-    "TopP",
-    "TreeRows",
-    "TrustRemoteCode",
-    "WeightOptions",
-    "check_sampling",
-    "parse_block_size",
-    "parse_tree",
-    "takes_dataclasses",
-]
-
 Model = Annotated[str, typer.Option(help="The target: a folder or a hub id.")]
 Draft = Annotated[str, typer.Option(help="Its DFlash drafter: a folder or a hub id.")]
+PairModel = Annotated[str | None, typer.Option(help="The target: a folder or a hub id; default: the package's pair.")]
 MaxNewTokens = Annotated[int, typer.Option(help="New tokens at most.")]
-Temperature = Annotated[float | None, typer.Option(help="0 is greedy; default: the model's own.")]
-TopK = Annotated[int | None, typer.Option(help="Keep the k best tokens; 0 is off.")]
-TopP = Annotated[float | None, typer.Option(help="Keep the most probable tokens up to this mass.")]
-MinP = Annotated[float | None, typer.Option(help="Drop tokens this much less probable than the best.")]
-Seed = Annotated[int | None, typer.Option(help="The same seed writes the same text.")]
-BlockSize = Annotated[
-    str | None,
-    typer.Option(help="Rows that a step verifies, or auto: chosen before each step; default: the drafter's."),
-]
 Sharpness = Annotated[float, typer.Option(help="How sharply the drafter follows its logits: a number or inf.")]
-TreeRows = Annotated[
-    str | None, typer.Option("--tree", help="Draft trees of so many rows, 2 to 128, or auto; default: chains.")
-]
 Stop = Annotated[list[str] | None, typer.Option(help="End where this text is written; may be repeated.")]
 System = Annotated[str | None, typer.Option(help="System message, for a tokenizer with a chat template.")]
 Raw = Annotated[bool, typer.Option("--raw", help="Continue the text itself, without a chat template.")]
 Bos = Annotated[bool, typer.Option("--bos", help="Put the tokenizer's BOS token before a raw prompt.")]
 NoThinking = Annotated[bool, typer.Option("--no-thinking", help="Tell the chat template enable_thinking=False.")]
-Limit = Annotated[int | None, typer.Option(help="Take only the first prompts.")]
+Limit = Annotated[int | None, typer.Option(min=1, help="Take only the first prompts.")]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16 or auto (the target's own).")]
 Device = Annotated[str | None, typer.Option(help="Default: cuda if there is a GPU, else cpu.")]
 TrustRemoteCode = Annotated[
@@ -87,45 +44,24 @@ TrustRemoteCode = Annotated[
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard output, and nothing else there.")]
+BlockSize = Annotated[
+    str | None,
+    typer.Option(help="Rows that a step verifies, or auto: chosen before each step; default: the drafter's."),
+]
+TreeRows = Annotated[
+    str | None, typer.Option("--tree", help="Draft trees of so many rows, 2 to 128, or auto; default: chains.")
+]
 
 
 @dataclass(frozen=True)
 class ModelOptions:
-    """Target and drafter; the packaged pair if neither is named."""
+    """Target and drafter, how their weights are stored and how many rows a step has."""
 
-    model: Annotated[
-        str | None, typer.Option(help="The target: a folder or a hub id; default: the package's pair.")
-    ] = None
-    draft: Annotated[str | None, typer.Option(help="Its DFlash drafter: a folder or a hub id.")] = None
+    model: PairModel = None
+    draft: Annotated[str | None, "Its DFlash drafter: a folder or a hub id."] = None
     dtype: Dtype = "auto"
     device: Device = None
     trust_remote_code: TrustRemoteCode = False
-
-    def resolve(self, tree: int | Literal["auto"] | None = None) -> ModelOptions:
-        """Fill in the packaged pair if none is named, and say so on standard error.
-
-        Args:
-            tree: the rows of draft trees, which need its drafter of the first generation; None for chains.
-        """
-        if self.model is not None and self.draft is not None:
-            return self
-        if self.model is not None or self.draft is not None:
-            given, missing = ("--draft", "--model") if self.model is None else ("--model", "--draft")
-            raise ValueError(f"{given} needs {missing} too; without both, the pair inside the package answers")
-        from ..evaluate import PAIR, draft_folder
-
-        typer.echo(
-            "no --model: the pair inside the package answers; it knows sums, letters and records (docs/demo-pair.md)",
-            err=True,
-        )
-        draft = draft_folder(PAIR, None if tree is None else 1)
-        return dataclasses.replace(self, model=str(PAIR / "target"), draft=str(draft))
-
-
-@dataclass(frozen=True)
-class WeightOptions:
-    """How weights are stored, on CPU."""
-
     weights: Annotated[
         WeightStorage,
         "Add copies of the target's in 8 bits and multiply by these (CPU): the text is the quantized target's.",
@@ -133,34 +69,81 @@ class WeightOptions:
     draft_weights: Annotated[
         WeightStorage, "Add copies of the drafter's in 8 bits (CPU): changes the speed, never the text."
     ] = None
+    block_size: BlockSize = None
+    tree: TreeRows = None
 
-    def check(self, dtype: str, device: str | None, block_size: int | str | None) -> None:
-        """Raise ``ValueError`` if weights cannot be stored so, before a large model is loaded.
+    def resolve(self, draft_sharpness: float = 1.0) -> ModelOptions:
+        """Check the options before anything is loaded, and parse ``block_size`` and ``tree``.
 
-        Args:
-            dtype: as `check_device` takes it.
-            device: likewise.
-            block_size: as `parse_block_size` returns it.
+        Fills in the packaged pair if none is named, and says so on standard error. ``draft_sharpness`` is that of the
+        call, if all of it drafts trees where these are asked for.
+
+        Raises:
+            ValueError: an option is wrong, or cannot be combined with another.
         """
         import torch
 
-        for name, weights in dataclasses.asdict(self).items():
-            option = f"--{name.replace('_', '-')} {weights}"
-            if weights is not None and torch.device(found := check_device(dtype, device)).type != "cpu":
+        from ..evaluate import PAIR, draft_folder
+        from ..options import check_tree_call, check_width_call, checked_block_size, checked_tree
+
+        # 1. The rows of a step.
+        tree, block_size = checked_tree(as_number(self.tree)), checked_block_size(as_number(self.block_size))
+        check_width_call(block_size, tree)
+        check_tree_call(tree, denoise_steps=1, draft_sharpness=draft_sharpness)
+        # 2. The weights.
+        for name in ("weights", "draft_weights"):
+            option = f"--{name.replace('_', '-')} {getattr(self, name)}"
+            if getattr(self, name) is None:
+                continue
+            if torch.device(found := check_device(self.dtype, self.device)).type != "cpu":
                 raise ValueError(f"{option} needs the models on the CPU, got {found}: pass --device cpu")
-        if self.draft_weights is not None and block_size == 1:
-            raise ValueError(f"{option} needs a drafter, and --block-size 1 runs without one: leave one of them out")
+            if name == "draft_weights" and block_size == 1:
+                raise ValueError(
+                    f"{option} needs a drafter, and --block-size 1 runs without one: leave one of them out"
+                )
+        # 3. The models.
+        resolved = dataclasses.replace(self, tree=tree, block_size=block_size)
+        if self.model is not None and self.draft is not None:
+            return resolved
+        if self.model is not None or self.draft is not None:
+            given, missing = ("--draft", "--model") if self.model is None else ("--model", "--draft")
+            raise ValueError(f"{given} needs {missing} too; without both, the pair inside the package answers")
+        typer.echo(
+            "no --model: the pair inside the package answers; it knows sums, letters and records (docs/demo-pair.md)",
+            err=True,
+        )
+        draft = draft_folder(PAIR, None if tree is None else 1)  # trees need its drafter of the first generation
+        return dataclasses.replace(resolved, model=str(PAIR / "target"), draft=str(draft))
+
+    def source(self, quiet: bool = False) -> Source:
+        """Return where the target is."""
+        return Source(cast(str, self.model), self.trust_remote_code, quiet=quiet)
+
+    def load(self, source: Source) -> tuple[Any, Any, str]:
+        """Load target and drafter; return both with the device."""
+        rows = {"tree": self.tree, "block_size": self.block_size}
+        return load(source, self.draft, self.dtype, self.device, **cast(Any, rows))
+
+    @property
+    def generator(self) -> dict[str, Any]:
+        """Arguments of a `dflash.Generator`, but for trees."""
+        return {"block_size": self.block_size, "weights": self.weights, "draft_weights": self.draft_weights}
+
+
+def as_number(value: str | None) -> Any:
+    """Return an option's value as an integer if it is one."""
+    return int(value) if value is not None and re.fullmatch(r"[+-]?\d{1,9}", value) else value
 
 
 @dataclass(frozen=True)
 class SamplingOptions:
     """Sampling options; None is the model's own setting."""
 
-    temperature: Temperature = None
-    top_k: TopK = None
-    top_p: TopP = None
-    min_p: MinP = None
-    seed: Seed = None
+    temperature: Annotated[float | None, "0 is greedy; default: the model's own."] = None
+    top_k: Annotated[int | None, "Keep the k best tokens; 0 is off."] = None
+    top_p: Annotated[float | None, "Keep the most probable tokens up to this mass."] = None
+    min_p: Annotated[float | None, "Drop tokens this much less probable than the best."] = None
+    seed: Annotated[int | None, "The same seed writes the same text."] = None
 
 
 @dataclass(frozen=True)
@@ -187,7 +170,7 @@ class GrammarOptions:
         if self.regex is not None:
             grammar = Grammar.regex(self.regex)
         elif self.grammar is not None:
-            grammar = Grammar.lark(_read_lark(self.grammar))
+            grammar = Grammar.lark(read_text(self.grammar, "--grammar"))
         else:
             grammar = Grammar.json_schema(read_json(cast(Path, self.json_schema), MAX_JSON_BYTES))
         if tokenizer.eos_token_id is not None:  # before a large model is loaded
@@ -195,10 +178,11 @@ class GrammarOptions:
         return grammar
 
 
-def _read_lark(path: Path) -> str:
+def read_text(path: Path, option: str) -> str:
+    """Read the text file that an option names; raises ValueError if there is none or it is not Unicode."""
     if not path.is_file():
-        raise ValueError(f"--grammar: there is no file {str(path)!r}")
-    return check_text(path.read_text(encoding="utf-8", errors="surrogateescape"), f"--grammar {path}")
+        raise ValueError(f"{option}: there is no file {str(path)!r}")
+    return check_text(path.read_text(encoding="utf-8", errors="surrogateescape"), f"{option} {path}")
 
 
 def check_sampling(max_new_tokens: int, **numbers: Any) -> None:
@@ -207,9 +191,6 @@ def check_sampling(max_new_tokens: int, **numbers: Any) -> None:
     Args:
         max_new_tokens: per answer.
         numbers: any of temperature, top_k, top_p, min_p, seed and draft_sharpness; None is not checked.
-
-    Raises:
-        ValueError: a number is out of range.
     """
     from ..sampling import Sampling
 
@@ -218,49 +199,14 @@ def check_sampling(max_new_tokens: int, **numbers: Any) -> None:
     Sampling.create(1).set_(1, **{name: number for name, number in numbers.items() if number is not None})
 
 
-def parse_block_size(value: str | None, tree: int | Literal["auto"] | None = None) -> int | Literal["auto"] | None:
-    """Return the value of ``--block-size``: a number, ``"auto"``, or None for the drafter's.
-
-    Raises:
-        ValueError: it is wrong, or cannot be combined with ``tree``.
-    """
-    from ..options import check_width_call, checked_block_size
-
-    is_number = value is not None and re.fullmatch(r"[+-]?\d{1,9}", value)
-    block_size = checked_block_size(int(value) if is_number else value)
-    check_width_call(block_size, tree)
-    return block_size
-
-
-def parse_tree(value: str | None, draft_sharpness: float = 1.0) -> int | Literal["auto"] | None:
-    """Return the value of ``--tree``: rows of a tree, ``"auto"``, or None for chains.
-
-    Raises:
-        ValueError: it is wrong, or cannot be combined with ``draft_sharpness``.
-    """
-    from ..options import check_tree_call, checked_tree
-
-    is_number = value is not None and re.fullmatch(r"[+-]?\d{1,9}", value)
-    tree = checked_tree(int(value) if is_number else value)
-    check_tree_call(tree, denoise_steps=1, draft_sharpness=draft_sharpness)
-    return tree
-
-
 def takes_dataclasses(**without: tuple[str, ...]) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Decorate a command that has dataclasses as parameters: each of their fields becomes an option.
 
     A field is ``Annotated`` with a ``typer.Option``, or with the option's help text. A bool becomes a flag without a
     ``--no-`` form.
 
-    >>> @app.command()
-    ... @takes_dataclasses(settings=("thinking",))
-    ... def benchmark(model: Model, settings: Settings, no_thinking: NoThinking = False) -> None: ...
-
     Args:
         without: per parameter, the fields that get no option and keep their default.
-
-    Returns:
-        The decorator.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import os
 import re
@@ -12,19 +11,16 @@ from typing import Annotated
 import typer
 
 from ..terminal import printable
-from .loading import Source, load, load_tokenizer
-from .options import BlockSize, ModelOptions, WeightOptions, parse_block_size, takes_dataclasses
-
-__all__ = ["serve"]
+from .loading import load_tokenizer, room_of
+from .options import ModelOptions, takes_dataclasses
 
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _PACKAGED_NAME = "dflash-pair"
 
 
-@takes_dataclasses()
+@takes_dataclasses(models=("tree",))
 def serve(
     models: ModelOptions,
-    storage: WeightOptions,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 takes a free one.")] = 8000,
     name: Annotated[str | None, typer.Option(help="The model's name for clients; default: the target's.")] = None,
@@ -37,7 +33,6 @@ def serve(
     prefill_chunk: Annotated[
         int, typer.Option(min=1, help="Prompt tokens per pass; conversations share whole chunks of their beginning.")
     ] = 128,
-    block_size: BlockSize = None,
     receipts: Annotated[
         Path | None, typer.Option(help="Folder for a receipt of each answer, see dflash verify; default: none.")
     ] = None,
@@ -58,29 +53,25 @@ def serve(
 
     if api_key is not None and not re.fullmatch("[!-~]+", api_key):
         raise ValueError("--api-key must be visible ASCII characters without spaces: a header can hold no other key")
-    width = parse_block_size(block_size)
-    storage.check(models.dtype, models.device, width)
+    if name is None:
+        name = _PACKAGED_NAME if models.model is None else _model_name(models.model)
+    models = models.resolve()
     if receipts is not None:
         _prepare_folder(receipts)
     bound = bind(host, port)
-    is_packaged = models.model is None
-    models = models.resolve()
     # 2. Load the models.
-    source = Source(models.model, models.trust_remote_code)
+    source = models.source()
     tokenizer = load_tokenizer(source)
-    target, drafter, _ = load(source, models.draft, models.dtype, models.device, block_size=width)
+    target, drafter, _ = models.load(source)
     from ..generator import Generator
     from ..serve import Scheduler
     from ..serve.receipts import ReceiptFolder
     from ..serve.service import Service
     from ..targets import versions
 
-    positions = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None) or max_length
-    length = min(max_length, positions)
-    sizes = {"max_length": length, "batch_size": rows, "prefill_chunk": prefill_chunk}
-    generator = Generator(target, drafter, block_size=width, **sizes, **dataclasses.asdict(storage))
+    sizes = {"max_length": room_of(target, max_length), "batch_size": rows, "prefill_chunk": prefill_chunk}
+    generator = Generator(target, drafter, **sizes, **models.generator)
     # 3. Serve.
-    name = name or (_PACKAGED_NAME if is_packaged else _model_name(models.model))
     scheduler = Scheduler(generator, max_waiting=queue)
     folder = None if receipts is None else ReceiptFolder(receipts, target, tokenizer, scheduler)
     service = Service(scheduler, tokenizer, name, versions()["dflash"], timeout, folder)

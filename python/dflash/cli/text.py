@@ -17,26 +17,23 @@ from rich.console import Console
 
 from ..evaluate import PAIR, check_text, prompt_ids
 from ..terminal import printable, shortened
-from .loading import Source, check_device, load, load_target, load_tokenizer
+from .loading import Source, check_device, load_target, load_tokenizer, room_of
 from .options import (
-    BlockSize,
     Bos,
     Device,
     GrammarOptions,
     Json,
     MaxNewTokens,
     ModelOptions,
+    PairModel,
     Raw,
     SamplingOptions,
     Sharpness,
     Stop,
     System,
-    TreeRows,
     TrustRemoteCode,
-    WeightOptions,
     check_sampling,
-    parse_block_size,
-    parse_tree,
+    read_text,
     takes_dataclasses,
 )
 from .shell import check_new_file, print_error, require_output
@@ -47,7 +44,6 @@ from .shell import check_new_file, print_error, require_output
 @takes_dataclasses()
 def generate(
     models: ModelOptions,
-    storage: WeightOptions,
     sampling: SamplingOptions,
     constraint: GrammarOptions,
     prompt: Annotated[str | None, typer.Argument(help="Text to continue; none or - reads standard input.")] = None,
@@ -58,8 +54,6 @@ def generate(
     max_new_tokens: MaxNewTokens = 256,
     stop: Stop = None,
     draft_sharpness: Sharpness = 1.0,
-    block_size: BlockSize = None,
-    tree: TreeRows = None,
     receipt: Annotated[
         Path | None, typer.Option(help="Write what dflash verify needs to derive the answer again to this file.")
     ] = None,
@@ -75,19 +69,16 @@ def generate(
     text = _read_prompt(prompt, file)
     for number, string in enumerate(stop or (), 1):
         check_text(string, f"--stop {number}")
-    rows = parse_tree(tree, draft_sharpness)
-    models = models.resolve(rows)
-    source = Source(models.model, models.trust_remote_code, quiet=as_json)
+    models = models.resolve(draft_sharpness)
+    check_sampling(max_new_tokens, draft_sharpness=draft_sharpness, **dataclasses.asdict(sampling))
+    source = models.source(quiet=as_json)
     tokenizer = load_tokenizer(source)
     ids = _encode(tokenizer, text, system, raw, bos)
     grammar = constraint.resolve(tokenizer)
-    width = parse_block_size(block_size, rows)
-    storage.check(models.dtype, models.device, width)
-    check_sampling(max_new_tokens, draft_sharpness=draft_sharpness, **dataclasses.asdict(sampling))
     if receipt is not None:
         check_new_file(receipt, "--receipt")
     # 2. Load the models.
-    target, drafter, device = load(source, models.draft, models.dtype, models.device, tree=rows, block_size=width)
+    target, drafter, device = models.load(source)
     # 3. Stream the answer.
     arguments = {
         "tokenizer": tokenizer,
@@ -95,12 +86,11 @@ def generate(
         "stop_strings": stop or None,
         "grammar": grammar,
         "draft_sharpness": draft_sharpness,
-        "tree": rows,
+        "tree": models.tree,
         **dataclasses.asdict(sampling),
     }
-    answer = _Answer(rows, quiet=as_json)
-    options = {"block_size": width, **dataclasses.asdict(storage)}
-    for event in _stream(target, drafter, ids, device, options, arguments, receipt):
+    answer = _Answer(models.tree, quiet=as_json)
+    for event in _stream(target, drafter, ids, device, models.generator, arguments, receipt):
         answer.add(event)
     typer.echo(json.dumps(answer.report()) if as_json else "")
     if not as_json:
@@ -131,9 +121,7 @@ def _read_prompt(prompt: str | None, file: Path | None) -> str:
     if file is not None:
         if prompt is not None:
             raise ValueError("give the prompt as an argument or with --file, not both")
-        if not file.is_file():
-            raise ValueError(f"--file: there is no file {str(file)!r}")
-        return check_text(file.read_text(encoding="utf-8", errors="surrogateescape"), f"--file {file}")
+        return read_text(file, "--file")
     if prompt is None or prompt == "-":
         if sys.stdin.isatty() and prompt is None:
             raise ValueError("no prompt: give one as an argument, with --file, or on standard input")
@@ -231,13 +219,10 @@ class _Answer:
 @takes_dataclasses()
 def chat(
     models: ModelOptions,
-    storage: WeightOptions,
     sampling: SamplingOptions,
     system: System = None,
     max_length: Annotated[int, typer.Option(help="Tokens of the whole conversation at most.")] = 4096,
     max_new_tokens: MaxNewTokens = 1024,
-    block_size: BlockSize = None,
-    tree: TreeRows = None,
     as_json: Json = False,
 ) -> None:
     """Chat with the target: one message per line on standard input, with streamed answers.
@@ -249,23 +234,18 @@ def chat(
     """
     # 1. Load the models.
     require_output()
-    rows = parse_tree(tree)
-    models = models.resolve(rows)
-    source = Source(models.model, models.trust_remote_code, quiet=as_json)
+    models = models.resolve()
+    check_sampling(max_new_tokens, **dataclasses.asdict(sampling))
+    source = models.source(quiet=as_json)
     tokenizer = load_tokenizer(source)
     if tokenizer.chat_template is None:
         raise ValueError("this tokenizer has no chat template: use dflash generate")
-    check_sampling(max_new_tokens, **dataclasses.asdict(sampling))
-    width = parse_block_size(block_size, rows)
-    storage.check(models.dtype, models.device, width)
     _check_system(tokenizer, system)
-    target, drafter, device = load(source, models.draft, models.dtype, models.device, tree=rows, block_size=width)
+    target, drafter, device = models.load(source)
     from ..generator import Generator
 
-    positions = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None) or max_length
-    length = min(max_length, positions)
-    sizes = {"max_length": length, "block_size": width, "tree": rows}
-    generator = Generator(target, drafter, **sizes, **dataclasses.asdict(storage))
+    length = room_of(target, max_length)
+    generator = Generator(target, drafter, max_length=length, tree=models.tree, **models.generator)
     conversation = _Conversation(generator, tokenizer, device, system, max_new_tokens, sampling)
     # 2. Answer line by line.
     console, all_answered = Console(stderr=True), True
@@ -379,9 +359,7 @@ def _read_lines(console: Console) -> Iterator[tuple[int, str]]:
 
 def verify(
     file: Annotated[Path, typer.Argument(help="The receipt, from dflash generate --receipt FILE.")],
-    model: Annotated[
-        str | None, typer.Option(help="The target: a folder or a hub id; default: the package's pair.")
-    ] = None,
+    model: PairModel = None,
     device: Device = None,
     trust_remote_code: TrustRemoteCode = False,
     exact: Annotated[

@@ -21,7 +21,7 @@ from ..progress import bars
 from ..terminal import printable
 from ..train import TrainConfig
 from ..train.regenerate import LocalWriter, ServerWriter, Settings, Summary, Writer
-from .loading import Source, check_device, load, load_target, load_tokenizer
+from .loading import Source, check_device, load, load_target, load_tokenizer, room_of
 from .options import Bos, Device, Draft, Dtype, Json, Limit, Model, NoThinking, Raw, TrustRemoteCode, takes_dataclasses
 from .shell import set_debug
 
@@ -238,11 +238,10 @@ def _rows(data: str | None, source: Source, target: Any, tokenizer: Any, reading
     if data is None:
         return None
     config = target.config.get_text_config(decoder=True)
-    positions = getattr(config, "max_position_embeddings", None) or reading.max_length
     return load_rows(
         data,
         tokenizer,
-        min(reading.max_length, positions),
+        room_of(target, reading.max_length),
         raw=reading.raw,
         bos=reading.bos,
         template={"enable_thinking": False} if reading.no_thinking else None,
@@ -395,8 +394,6 @@ def regenerate(
     # 1. Check the output, and read the prompts
     Journal.check(files.out)
     settings = replace(settings, temperatures=tuple(temperature or [0.0]))
-    if asking.limit is not None and asking.limit < 1:
-        raise ValueError(f"--limit must be at least 1, got {asking.limit}")
     rows = load_prompts(prompts, split=asking.split)[: asking.limit]
     # 2. Answer them
     writer = _local_writer(files, asking) if files.server is None else _server_writer(files, asking)
@@ -417,9 +414,9 @@ def regenerate(
 
 
 def _server_writer(files: _Files, asking: _Asking) -> Writer:
-    local = {"draft": files.draft is not None, "bos": asking.bos, "trust-remote-code": asking.trust_remote_code}
-    for option in (name for name, is_given in local.items() if is_given):
-        raise ValueError(f"--{option} does not go with --server: the server decides")
+    local = {"draft": files.draft, "bos": asking.bos, "trust-remote-code": asking.trust_remote_code}
+    if given := [name for name, value in local.items() if value]:
+        raise ValueError(f"--{given[0]} does not go with --server: the server decides")
     return ServerWriter(
         files.server,
         files.model,

@@ -1,18 +1,18 @@
 """Receipts: what was asked and answered, from which every token of an answer can be derived again."""
 
-from .receipt import Answer, Fingerprints, Receipt, Settings
+from .receipt import Fingerprints, Receipt, RecordedAnswer, RecordedSettings
 from .recorder import Recorder, seeds_of
 from .replay import Mismatch
 from .verification import CheckedAnswer, Verification, Verifier, lines_of, verify
 
 __all__ = [
-    "Answer",
     "CheckedAnswer",
     "Fingerprints",
     "Mismatch",
     "Receipt",
+    "RecordedAnswer",
+    "RecordedSettings",
     "Recorder",
-    "Settings",
     "Verification",
     "Verifier",
     "lines_of",

@@ -8,7 +8,7 @@ import json
 import math
 import os
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -55,12 +55,10 @@ def unset(vocab_size: int, device: torch.device | str = "cpu") -> TargetDefaults
 
 
 @dataclass(frozen=True)
-class Settings:
-    """The settings of a call that decide its text, the target's generation_config filled in.
+class RecordedSettings:
+    """The settings of a call that decide its text, as in `dflash.call.GenerateArguments`, defaults filled in.
 
-    Each is named and means as in `dflash.call.GenerateArguments`; ``logit_bias`` is a tuple of sequences of token ids
-    with the bias of the last of them, and ``grammar`` is one for all answers. What changes only the speed is not among
-    them.
+    ``logit_bias`` has sequences of token ids with the bias of the last of them; ``grammar`` is one for all answers.
     """
 
     max_new_tokens: int
@@ -88,7 +86,7 @@ class Settings:
         _check_cost(self)
 
     @classmethod
-    def of(cls, call: Call) -> Settings:
+    def of(cls, call: Call) -> RecordedSettings:
         """Return the settings of a call.
 
         Raises:
@@ -112,29 +110,24 @@ class Settings:
         )
 
     @classmethod
-    def parse(cls, content: object, vocab_size: int) -> Settings:
-        """Check settings of unknown origin: the values that JSON has for them.
-
-        Args:
-            content: maps the name of every field to its value.
-            vocab_size: of the target.
-
-        Raises:
-            ValueError: a name is missing or unknown, or a value is out of range.
-            TypeError: a value has the wrong type.
-        """
+    def parse(cls, content: object, vocab_size: int) -> RecordedSettings:
+        """Check settings of unknown origin, as JSON has them; raises ValueError or TypeError."""
         # 1. What costs nothing: the names, sizes of numbers, what a call would take to mean "unset".
         given = check_names(content, [field.name for field in dataclasses.fields(cls)], "settings")
         _check_numbers(given)
         if missing := [name for name, value in given.items() if value is None]:
             raise ValueError(f"settings must not be null, got {listed(missing)}")
         # 2. The values, as a call checks them.
-        strings, biases = _parse_strings(given.pop("stop_strings")), _parse_biases(given.pop("logit_bias"))
-        grammar = _parse_grammar(given.pop("grammar"))
-        _check_words(given["bad_words_ids"])
+        strings, grammar = given.pop("stop_strings"), _parse_grammar(given.pop("grammar"))
+        if not isinstance(strings, list) or not all(isinstance(text, str) and text for text in strings):
+            raise TypeError(f"stop_strings must be a list of texts that are not empty, got {shortened(strings)}")
+        words, biases = given["bad_words_ids"], _parse_biases(given.pop("logit_bias"))
+        if not isinstance(words, list) or not all(isinstance(word, list) for word in words):
+            raise TypeError(f"bad_words_ids must be a list of lists of token ids, got {shortened(words)}")
+        _check_cells("bad_words_ids", words)
         arguments = _as_arguments({**given, "logit_bias": dict(biases), "seed": 0})
         call = Call.resolve(unset(vocab_size), torch.zeros(1, 1, dtype=torch.int64, device="cpu"), arguments)
-        return dataclasses.replace(cls.of(call), stop_strings=strings, grammar=grammar)
+        return dataclasses.replace(cls.of(call), stop_strings=tuple(strings), grammar=grammar)
 
     def arguments(self) -> GenerateArguments:
         """Return them as arguments of a call, without the stop strings and the grammar, which need a tokenizer."""
@@ -177,12 +170,6 @@ def _check_numbers(value: object) -> None:
             _check_numbers(item)
 
 
-def _parse_strings(value: object) -> tuple[str, ...]:
-    if not isinstance(value, list) or not all(isinstance(text, str) and text for text in value):
-        raise TypeError(f"stop_strings must be a list of texts that are not empty, got {shortened(value)}")
-    return tuple(value)
-
-
 def _parse_grammar(value: object) -> Grammar | None:
     """Return a grammar from its kind and text, None from an empty object."""
     if value == {}:
@@ -192,7 +179,11 @@ def _parse_grammar(value: object) -> Grammar | None:
         raise TypeError(f"grammar must have a kind and a text, got {shortened(value)}")
     kind, text = str(given["kind"]), str(given["text"])
     _check_grammar(text)
-    makers = {"json_schema": _schema_grammar, "regex": Grammar.regex, "lark": Grammar.lark}
+    makers: dict[str, Callable[[str], Grammar]] = {
+        "json_schema": lambda text: Grammar.json_schema(json.loads(text)),
+        "regex": Grammar.regex,
+        "lark": Grammar.lark,
+    }
     if kind not in makers:
         raise ValueError(f"grammar must be of the kind json_schema, regex or lark, got {shortened(kind)}")
     try:
@@ -201,17 +192,13 @@ def _parse_grammar(value: object) -> Grammar | None:
         raise ValueError(f"grammar: {printable(str(error)[:MAX_SHOWN])}") from error
 
 
-def _schema_grammar(text: str) -> Grammar:
-    return Grammar.json_schema(json.loads(text))
-
-
 def _check_grammar(text: str) -> None:
     if len(text) > MAX_GRAMMAR_CHARACTERS:
         raise ValueError(f"grammar must have at most {MAX_GRAMMAR_CHARACTERS} characters in a receipt, got {len(text)}")
 
 
 def _parse_biases(value: object) -> list[tuple[int | tuple[int, ...], object]]:
-    """Return the pairs of `Settings.logit_bias` as items of the argument ``logit_bias``."""
+    """Return ``logit_bias`` as the items of the argument of that name."""
     pairs: list[tuple[int | tuple[int, ...], object]] = []
     for pair in value if isinstance(value, list) else [value]:
         if not isinstance(pair, list) or len(pair) != 2 or not isinstance(pair[0], list) or not pair[0]:
@@ -228,12 +215,6 @@ def _parse_biases(value: object) -> list[tuple[int | tuple[int, ...], object]]:
     return pairs
 
 
-def _check_words(value: object) -> None:
-    if not isinstance(value, list) or not all(isinstance(word, list) for word in value):
-        raise TypeError(f"bad_words_ids must be a list of lists of token ids, got {shortened(value)}")
-    _check_cells("bad_words_ids", value)
-
-
 def _check_cells(name: str, words: Sequence[Sequence[int]]) -> None:
     words = [word for word in words if len(word) > 1]
     cells = len(words) * max(map(len, words), default=0)
@@ -243,23 +224,21 @@ def _check_cells(name: str, words: Sequence[Sequence[int]]) -> None:
         )
 
 
-def _check_cost(settings: Settings) -> None:
+def _check_cost(settings: RecordedSettings) -> None:
     """Raise if checking a text by these settings could cost memory or time out of proportion to it."""
     _check_cells("bad_words_ids", settings.bad_words_ids)
     _check_cells("logit_bias", [ids for ids, _ in settings.logit_bias])
-    if settings.no_repeat_ngram_size > MAX_NGRAM:
-        raise ValueError(
-            f"no_repeat_ngram_size must be at most {MAX_NGRAM} in a receipt, got {settings.no_repeat_ngram_size}"
-        )
-    if settings.max_new_tokens > MAX_POSITIONS:
-        raise ValueError(f"max_new_tokens must be at most {MAX_POSITIONS}, got {settings.max_new_tokens}")
+    limits = {"no_repeat_ngram_size": (MAX_NGRAM, " in a receipt"), "max_new_tokens": (MAX_POSITIONS, "")}
+    for name, (most, where) in limits.items():
+        if (value := getattr(settings, name)) > most:
+            raise ValueError(f"{name} must be at most {most}{where}, got {value}")
     if settings.grammar is not None:
         _check_grammar(settings.grammar.text)
-    strings = settings.stop_strings
-    if len(strings) > MAX_STOP_STRINGS or sum(map(len, strings)) > MAX_STOP_CHARACTERS:
+    count, characters = len(settings.stop_strings), sum(map(len, settings.stop_strings))
+    if count > MAX_STOP_STRINGS or characters > MAX_STOP_CHARACTERS:
         raise ValueError(
             f"stop_strings must be at most {MAX_STOP_STRINGS}, of {MAX_STOP_CHARACTERS} characters together, in a "
-            f"receipt, got {len(strings)} of {sum(map(len, strings))}"
+            f"receipt, got {count} of {characters}"
         )
 
 
@@ -300,14 +279,9 @@ class Fingerprints:
 
     @classmethod
     def of(cls, target: nn.Module, tokenizer: object = None) -> Fingerprints:
-        """Compute them for a target. Reads all weights, which takes a second per GB and core, or less.
+        """Compute them for a target. Reads all weights, which takes up to a second per GB and core.
 
-        Args:
-            target: a causal language model of transformers. Every process of one that is spread over several must call.
-            tokenizer: the target's, or None.
-
-        Raises:
-            ValueError: the target is not supported.
+        Every process of a target that is spread over several must call. Raises ValueError for an unsupported target.
         """
         target = check_target(target)
         table = embedding_table(target)
@@ -326,12 +300,7 @@ class Fingerprints:
 
     @classmethod
     def parse(cls, content: object) -> Fingerprints:
-        """Check fingerprints of unknown origin.
-
-        Raises:
-            ValueError: a name is missing or unknown, or a value is wrong.
-            TypeError: a value has the wrong type.
-        """
+        """Check fingerprints of unknown origin; raises ValueError or TypeError."""
         given: Any = check_names(content, [field.name for field in dataclasses.fields(cls)], "fingerprints")
         for name, value in given.items():
             is_text = isinstance(value, str) and len(value) <= MAX_SHOWN
@@ -368,7 +337,7 @@ _REASONS = ("stop", "length")
 
 
 @dataclass(frozen=True)
-class Answer:
+class RecordedAnswer:
     """One row of a call.
 
     Attributes:
@@ -384,7 +353,7 @@ class Answer:
     finish_reason: str
 
     @classmethod
-    def parse(cls, content: object, vocab_size: int) -> Answer:
+    def parse(cls, content: object, vocab_size: int) -> RecordedAnswer:
         """Check an answer of unknown origin; raises TypeError or ValueError."""
         given = check_names(content, [field.name for field in dataclasses.fields(cls)], "an answer")
         seed, reason = integer("seed", given["seed"]), given["finish_reason"]
@@ -392,17 +361,14 @@ class Answer:
             raise ValueError(f"seed must fit in int64, got {shortened(seed)}")
         if reason not in _REASONS:
             raise ValueError(f"finish_reason must be {' or '.join(_REASONS)}, got {shortened(reason)}")
-        prompt, ids = (_parse_ids(name, given[name], vocab_size) for name in ("prompt", "ids"))
-        return cls(prompt, ids, seed, str(reason))
-
-
-def _parse_ids(name: str, value: object, vocab_size: int) -> tuple[int, ...]:
-    if not isinstance(value, list) or not value:
-        raise TypeError(f"{name} must be a list of at least one token id, got {shortened(value)}")
-    for token in value:
-        if type(token) is not int or not 0 <= token < vocab_size:
-            raise ValueError(f"{name} must hold token ids in 0 .. {vocab_size - 1}, got {shortened(token)}")
-    return tuple(value)
+        for name in ("prompt", "ids"):
+            ids = given[name]
+            if not isinstance(ids, list) or not ids:
+                raise TypeError(f"{name} must be a list of at least one token id, got {shortened(ids)}")
+            for token in ids:
+                if type(token) is not int or not 0 <= token < vocab_size:
+                    raise ValueError(f"{name} must hold token ids in 0 .. {vocab_size - 1}, got {shortened(token)}")
+        return cls(tuple(given["prompt"]), tuple(given["ids"]), seed, str(reason))
 
 
 @dataclass(frozen=True)
@@ -421,8 +387,8 @@ class Receipt:
         weights: how the target's were stored: "int8", or None for the weights themselves.
     """
 
-    answers: tuple[Answer, ...]
-    settings: Settings
+    answers: tuple[RecordedAnswer, ...]
+    settings: RecordedSettings
     fingerprints: Fingerprints
     block_size: int
     batch_size: int
@@ -445,23 +411,15 @@ class Receipt:
 
     @classmethod
     def parse(cls, content: object) -> Receipt:
-        """Check the content of a receipt's JSON.
-
-        Args:
-            content: as ``json.loads`` returns it.
-
-        Raises:
-            ValueError: a name is missing or unknown, or a value is out of range.
-            TypeError: a value has the wrong type.
-        """
+        """Check the content of a receipt's JSON, as ``json.loads`` returns it; raises ValueError or TypeError."""
         if not isinstance(content, dict) or content.get("format") != _FORMAT:
             raise ValueError(f'its "format" must be {_FORMAT!r}')
         given = check_names(content, ["format", *(field.name for field in dataclasses.fields(cls))], "a receipt")
         fingerprints, rows = Fingerprints.parse(given["fingerprints"]), given["answers"]
         if not isinstance(rows, list) or not 1 <= len(rows) <= MAX_ANSWERS:
             raise ValueError(f"answers must be a list of 1 to {MAX_ANSWERS}, got {shortened(rows)}")
-        settings = Settings.parse(given["settings"], fingerprints.vocab_size)
-        answers = tuple(Answer.parse(row, fingerprints.vocab_size) for row in rows)
+        settings = RecordedSettings.parse(given["settings"], fingerprints.vocab_size)
+        answers = tuple(RecordedAnswer.parse(row, fingerprints.vocab_size) for row in rows)
         ranges = {"block_size": (1, MAX_BLOCK_SIZE), "batch_size": (len(rows), MAX_ANSWERS)}
         ranges["prefill_chunk"] = 1, MAX_POSITIONS
         for name, (low, high) in ranges.items():
@@ -491,18 +449,12 @@ class Receipt:
         write_atomically(Path(path), lambda unfinished: unfinished.write_text(self.to_json() + "\n", encoding="utf-8"))
 
 
-def call_of(answers: Sequence[Answer], receipt: Receipt, device: torch.device, tokenizer: object = None) -> Call:
+def call_of(
+    answers: Sequence[RecordedAnswer], receipt: Receipt, device: torch.device, tokenizer: object = None
+) -> Call:
     """Return the call that asks for some answers of a receipt, without its stop strings.
 
-    Args:
-        answers: of the receipt.
-        receipt: says how they were asked for.
-        device: of the target.
-        tokenizer: the receipt's own, for a grammar.
-
-    Raises:
-        ValueError: a value is out of range, or two contradict each other.
-        TypeError: a value has the wrong type.
+    ``tokenizer`` is the receipt's own, for a grammar. Raises ValueError or TypeError for settings that no call takes.
     """
     width = max(len(answer.prompt) for answer in answers)
     ids = torch.zeros(len(answers), width, dtype=torch.int64, device="cpu")

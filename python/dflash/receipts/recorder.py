@@ -12,12 +12,10 @@ from ..outputs import GenerateOutput, StreamEvent
 from ..sampling import RuleArguments, Sampling
 from ..targets import check_target
 from ..terminal import listed
-from .receipt import Answer, Fingerprints, Receipt, Settings
+from .receipt import Fingerprints, Receipt, RecordedAnswer, RecordedSettings
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-__all__ = ["Recorder", "seeds_of"]
 
 # Arguments of a call that a receipt states, has no need to state, or refuses by their value.
 _KNOWN = frozenset(
@@ -67,7 +65,7 @@ class Recorder:
         target = check_target(target)
         call = Call.resolve(TargetDefaults.of(target), ids, arguments)
         _check_verifiable(call, arguments)
-        self._settings = Settings.of(call)
+        self._settings = RecordedSettings.of(call)
         self._seeds, rows = seeds_of(call), len(call.prompts)
         self.arguments = cast("GenerateArguments", {**arguments, "seed": self._seeds})
         self._target, self._fingerprints, self._tokenizer = target, fingerprints, arguments.get("tokenizer")
@@ -101,7 +99,7 @@ class Recorder:
         if None in self._reasons or len(self._answers) != len(self._prompts):
             raise ValueError(f"a receipt needs all {len(self._prompts)} answers of the call, and these to their end")
         parts = zip(self._prompts, self._answers, self._seeds, self._reasons, strict=True)
-        answers = (Answer(tuple(prompt), tuple(ids), seed, str(reason)) for prompt, ids, seed, reason in parts)
+        answers = (RecordedAnswer(tuple(prompt), tuple(ids), seed, str(reason)) for prompt, ids, seed, reason in parts)
         fingerprints = self._fingerprints or Fingerprints.of(self._target, self._tokenizer)
         shapes = self._block_size, len(self._prompts), GeneratorOptions.prefill_chunk
         return Receipt(tuple(answers), self._settings, fingerprints, *shapes, self._weights)

@@ -6,7 +6,6 @@ import dataclasses
 import math
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,12 +16,14 @@ from ..engine import RUNNING, Engine, Prefill, State
 from ..proposers import Block
 from ..sampling import Sampling
 from ..streaming import StopCriterion, first_stop
-from .receipt import Answer, Settings
+from .receipt import RecordedAnswer, RecordedSettings
 
 # Two ways to sum the same numbers differ by about this share of the logits: two units in the last place of the 16-bit
 # types, and in float32, where only sums are rounded, what a few layers make of them.
 _ROUNDING = {torch.bfloat16: 2**-6, torch.float16: 2**-9, torch.float32: 2**-16}
 _LARGEST_MARGIN, _HALVINGS = 1024.0, 40
+_AT_ONCE = 512  # tokens that a stop-string criterion is asked about
+_NOTHING = -1  # pads answers; no token has this id
 
 
 @dataclass(frozen=True)
@@ -50,39 +51,40 @@ class Mismatch:
         return self.margin <= self.rounding
 
 
-class Place(NamedTuple):
-    """What a token was chosen from.
+def find_mismatch(
+    raw: Tensor,
+    logits: Tensor,
+    position: Tensor,
+    sampling: Sampling,
+    rounding: float,
+    index: int,
+    pair: tuple[int, int],
+) -> Mismatch:
+    """Measure by how much a recorded token lost against the chosen one.
 
-    Attributes:
+    Args:
         raw: ``[vocab]``, the target's own logits.
         logits: ``[vocab]``, rules applied.
         position: ``[]`` int64, of the token.
         sampling: of this row only.
-        dtype: of the target.
+        rounding: share of the logits that rounding may change.
+        index: of the token in the answer.
+        pair: the recorded id and the chosen one.
     """
-
-    raw: Tensor
-    logits: Tensor
-    position: Tensor
-    sampling: Sampling
-    dtype: torch.dtype
-
-
-def find_mismatch(place: Place, index: int, token: int, chosen: int) -> Mismatch:
-    """Measure by how much ``token`` lost against ``chosen``; see `Mismatch`."""
-    logits, one = place.logits.float(), torch.ones(1, dtype=torch.float32, device=place.logits.device)
+    token, chosen = pair
     if token >= len(logits):  # ids that the embedding table has and the head has not
         return Mismatch(index, token, chosen, math.inf, 0.0)
+    logits, one = logits.float(), torch.ones(1, dtype=torch.float32, device=logits.device)
 
     def wins(changed_token: int, change: float) -> bool:
         changed = logits.clone()
         changed[changed_token] += change
-        return int(place.sampling.select(changed[None, None], place.position.reshape(1, 1), one)) == token
+        return int(sampling.select(changed[None, None], position.reshape(1, 1), one)) == token
 
     margin = min(_least(lambda change: wins(token, change)), _least(lambda change: wins(chosen, -change)))
     # A bias is added to what was rounded, however large it is.
-    largest = float(torch.minimum(place.raw.float().abs(), logits.abs())[[token, chosen]].nan_to_num(posinf=0.0).max())
-    return Mismatch(index, token, chosen, margin, _ROUNDING.get(place.dtype, 0.0) * max(1.0, largest))
+    largest = float(torch.minimum(raw.float().abs(), logits.abs())[[token, chosen]].nan_to_num(posinf=0.0).max())
+    return Mismatch(index, token, chosen, margin, rounding * max(1.0, largest))
 
 
 def _least(is_enough: Callable[[float], bool]) -> float:
@@ -96,10 +98,7 @@ def _least(is_enough: Callable[[float], bool]) -> float:
     return high
 
 
-_AT_ONCE = 512  # tokens that a stop-string criterion is asked about
-
-
-def wrong_end(answer: Answer, settings: Settings, criteria: Sequence[StopCriterion]) -> str:
+def wrong_end(answer: RecordedAnswer, settings: RecordedSettings, criteria: Sequence[StopCriterion]) -> str:
     """Return why an answer cannot end where it does; empty if it can.
 
     Args:
@@ -110,9 +109,8 @@ def wrong_end(answer: Answer, settings: Settings, criteria: Sequence[StopCriteri
     count = len(answer.ids)
     if count > settings.max_new_tokens:
         return f"it has {count} tokens, and max_new_tokens is {settings.max_new_tokens}"
-    stop = set(settings.stop_token_ids)
-    ends = [next((index for index, token in enumerate(answer.ids, 1) if token in stop), None)]
-    ends.append(_string_end(answer, criteria))
+    stop, ends = {*settings.stop_token_ids}, [_stop_string_end(answer, criteria)] if criteria else []
+    ends += [index for index, token in enumerate(answer.ids, 1) if token in stop][:1]
     end = min((end for end in ends if end is not None), default=None)
     if end is not None and end < count:
         return f"it has {count} tokens, and token {end} ends it"
@@ -124,10 +122,8 @@ def wrong_end(answer: Answer, settings: Settings, criteria: Sequence[StopCriteri
     return ""
 
 
-def _string_end(answer: Answer, criteria: Sequence[StopCriterion]) -> int | None:
+def _stop_string_end(answer: RecordedAnswer, criteria: Sequence[StopCriterion]) -> int | None:
     """Return after how many tokens a stop string is complete; None if never."""
-    if not criteria:
-        return None
     width = max(criterion.maximum_token_len for criterion in criteria)
     history = [*answer.prompt, *answer.ids]
     for start in range(0, len(answer.ids), _AT_ONCE):
@@ -139,30 +135,18 @@ def _string_end(answer: Answer, criteria: Sequence[StopCriterion]) -> int | None
     return None
 
 
-_NOTHING = -1  # pads answers; no token has this id
-
-
 def mismatches_of(
-    engine: Engine, call: Call, answers: Sequence[Answer], chunk: int
+    engine: Engine, call: Call, answers: Sequence[RecordedAnswer], chunk: int
 ) -> Generator[None, None, list[list[Mismatch]]]:
-    """Find each answer's tokens that are not the target's choice, up to the first that is no near-tie.
+    """Find each answer's tokens that are not the target's choice, up to the first that is not a near-tie.
 
-    Every choice is made after the recorded tokens before it.
+    Every choice is made after the recorded tokens before it. Yields after each pass of the target.
 
     Args:
         engine: without a drafter; with at least a row per answer, and room for prompt and answer.
         call: that the answers belong to.
         answers: the recorded ones.
         chunk: prompt tokens per pass.
-
-    Yields:
-        After each pass of the target.
-
-    Returns:
-        The mismatches, per answer.
-
-    Raises:
-        ValueError: the target's logits are NaN.
     """
     # 1. The prompts, whose last row chooses the first token.
     engine.agree(call, chunk, False)
@@ -204,41 +188,41 @@ def mismatches_of(
 
 
 class _Search:
-    """What was found so far, per answer; an answer is done with its first mismatch that is no near-tie.
+    """The mismatches found so far, per answer; an answer is done with its first that is not a near-tie.
 
-    Nothing is chosen after a stop token: a grammar allows none there. That an answer goes on is its wrong end.
+    Nothing is compared after a stop token, since a grammar allows nothing there; `wrong_end` reports such an answer.
     """
 
-    def __init__(self, engine: Engine, answers: Sequence[Answer], stop: Sequence[int]) -> None:
-        self._engine = engine
+    def __init__(self, engine: Engine, answers: Sequence[RecordedAnswer], stop: Sequence[int]) -> None:
+        self._engine, self._rounding = engine, _ROUNDING.get(engine.target.dtype, 0.0)
         ends = [next((end for end, token in enumerate(a.ids, 1) if token in stop), None) for a in answers]
-        self._chosen = [answer.ids[:end] for answer, end in zip(answers, ends, strict=True)]
+        self._recorded = [answer.ids[:end] for answer, end in zip(answers, ends, strict=True)]
         self.found: list[list[Mismatch]] = [[] for _ in answers]
 
     @property
     def is_over(self) -> bool:
         """True once every answer is done."""
-        return all(self._is_done(row) for row in range(len(self.found)))
+        return all(map(self._is_done, range(len(self.found))))
 
     def _is_done(self, row: int) -> bool:
         return bool(self.found[row]) and not self.found[row][-1].is_near_tie
 
-    def compare(self, block: Block, logits: Tensor, state: State, first: int) -> None:
+    def compare(self, block: Block, raw: Tensor, state: State, first: int) -> None:
         """Compare the target's choices after each row of a block with the tokens ``first ..`` of the answers."""
         engine = self._engine
-        raw, logits = logits, engine.rules.apply(logits, block, state)
+        logits = engine.rules.apply(raw, block, state)
         if engine.grammar_masks is not None:
             logits = engine.grammar_masks.apply(logits)
-        choices = engine.target.ranks.share_(engine.keyed.choose(logits, block, state))
-        positions, chosen = state.chosen_positions(block), choices.tolist()
-        for row, ids in enumerate(self._chosen):
-            for index, token in enumerate(ids[first : first + len(chosen[row])]):
-                if chosen[row][index] == token or self._is_done(row):
+        choices = engine.target.ranks.share_(engine.keyed.choose(logits, block, state)).tolist()
+        positions = state.chosen_positions(block)
+        for row, ids in enumerate(self._recorded):
+            for index, (token, chosen) in enumerate(zip(ids[first:], choices[row], strict=False)):
+                if chosen == token or self._is_done(row):
                     continue
-                if chosen[row][index] < 0:
+                if chosen < 0:
                     raise ValueError(f"the target's logits are NaN in answer {row + 1} for token {first + index + 1}")
-                place = Place(
+                mismatch = find_mismatch(
                     raw[row, index], logits[row, index], positions[row, index], state.sampling.row(row),
-                    engine.target.dtype,
+                    self._rounding, first + index, (token, chosen),
                 )  # fmt: skip
-                self.found[row].append(find_mismatch(place, first + index, token, chosen[row][index]))
+                self.found[row].append(mismatch)

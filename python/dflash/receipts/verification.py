@@ -14,23 +14,15 @@ from torch import nn
 
 from ..engine import Engine
 from ..ops import WeightStorage
-from ..targets import (
-    Target,
-    check_target,
-    embedding_table,
-    int8_obstacle,
-    stop_string_criterion,
-    text_config,
-)
+from ..targets import Target, check_target, embedding_table, int8_obstacle, stop_string_criterion, text_config
 from ..terminal import printable
 from ..turns import plain_settings
-from .receipt import Answer, Fingerprints, Receipt, call_of
+from .receipt import Fingerprints, Receipt, RecordedAnswer, call_of
 from .replay import Mismatch, mismatches_of, wrong_end
 
 _ROWS = 128  # of a pass, over all answers: on a GPU they cost little more than a block
 _TOKENS_AT_ONCE = 2**16  # prompts and answers, padding included, above which answers are checked one by one
 _END = object()
-_DECISIVE = ("vocab_size", "dtype", "weights")  # no text could be derived again with others
 
 
 @dataclass(frozen=True)
@@ -161,40 +153,16 @@ class Verifier:
             self._fingerprints = Fingerprints.of(self._model, self._tokenizer)
         return self._fingerprints
 
-    def _twin(self, weights: WeightStorage) -> Target:
-        """Return the target with its weights stored as a receipt says."""
-        if weights not in self._twins:
-            self._twins[weights] = Target(self._model, weights=weights)
-        return self._twins[weights]
-
-    def _check_weights(self, weights: WeightStorage) -> None:
-        """Raise ValueError if the target's weights cannot be stored as a receipt says."""
-        if weights is not None and weights not in self._twins and (obstacle := int8_obstacle(self._model)):
-            raise ValueError(
-                f"the receipt states {weights} weights, and this target's cannot be stored so: {obstacle}. Load the "
-                "target that it was made with, on the CPU"
-            )
-
     def passes(self, receipt: Receipt) -> Generator[None, None, Verification]:
-        """Do what `verify` does, a pass of the target at a time.
-
-        Yields:
-            After each pass.
-
-        Returns:
-            What was found.
-
-        Raises:
-            ValueError: as in `verify`.
-        """
+        """Do what `verify` does, a pass of the target at a time; yields after each."""
         # 1. Is this the target of the receipt?
-        _check_positions(receipt, self._model)
-        self._check_weights(receipt.weights)
         differences = self._compare(receipt)
         # 2. Derive the tokens again.
         device, found, seconds = embedding_table(self._model).device, [], 0.0
         with plain_settings(device), torch.no_grad():
-            work = _check_all(self._twin(receipt.weights), receipt, self._tokenizer, found)
+            if receipt.weights not in self._twins:
+                self._twins[receipt.weights] = Target(self._model, weights=receipt.weights)
+            work = _check_all(self._twins[receipt.weights], receipt, self._tokenizer, found)
         while True:
             began = time.perf_counter()
             with plain_settings(device), torch.no_grad():  # left before the caller goes on
@@ -215,74 +183,66 @@ class Verifier:
         return Verification(tuple(answers), differences, seconds)
 
     def _compare(self, receipt: Receipt) -> dict[str, tuple[object, object]]:
-        """Return which fingerprints differ; raise if the receipt cannot be checked for it."""
+        """Return which fingerprints differ; raise ValueError if the receipt cannot be checked for it."""
+        # 1. What needs no weights.
+        longest = max(len(answer.prompt) + len(answer.ids) for answer in receipt.answers)
+        positions = getattr(text_config(self._model), "max_position_embeddings", None)
+        if positions is not None and longest > positions:
+            raise ValueError(
+                f"the receipt has an answer that ends at position {longest}, past the target's "
+                f"max_position_embeddings, {positions}: it was made with another target"
+            )
+        weights = receipt.weights
+        if weights is not None and weights not in self._twins and (obstacle := int8_obstacle(self._model)):
+            raise ValueError(
+                f"the receipt states {weights} weights, and this target's cannot be stored so: {obstacle}. Load the "
+                "target that it was made with, on the CPU"
+            )
         table, theirs = embedding_table(self._model), receipt.fingerprints
         here = {"dtype": str(table.dtype).removeprefix("torch."), "vocab_size": table.shape[0]}
-        for name, value in here.items():  # before the weights are read
-            if value != getattr(theirs, name):
-                raise ValueError(_other_target(name, getattr(theirs, name), value))
+        _check_decisive({name: (getattr(theirs, name), value) for name, value in here.items()})
+        # 2. The fingerprints.
         differences = theirs.differences(self.fingerprints)
-        for name in _DECISIVE:
-            if name in differences:
-                raise ValueError(_other_target(name, *differences[name]))
+        _check_decisive({name: differences[name] for name in ("weights",) if name in differences})
         if (receipt.settings.stop_strings or receipt.settings.grammar) and "tokenizer" in differences:
             raise ValueError(
                 "the receipt has stop strings or a grammar, so its own tokenizer is needed to check its answers: "
                 + ("pass tokenizer=" if self._tokenizer is None else "this is another")
             )
+        # 3. What cannot matter here.
+        ignored = {"llguidance"} if receipt.settings.grammar is None else set()
         if self._tokenizer is None or theirs.tokenizer is None:
-            differences = {
-                name: pair for name, pair in differences.items() if name not in ("tokenizer", "chat_template")
-            }
-        if receipt.settings.grammar is None:
-            differences.pop("llguidance", None)
-        return differences
+            ignored |= {"tokenizer", "chat_template"}
+        return {name: pair for name, pair in differences.items() if name not in ignored}
 
 
-def _check_positions(receipt: Receipt, target: nn.Module) -> None:
-    longest = max(len(answer.prompt) + len(answer.ids) for answer in receipt.answers)
-    positions = getattr(text_config(target), "max_position_embeddings", None)
-    if positions is not None and longest > positions:
-        raise ValueError(
-            f"the receipt has an answer that ends at position {longest}, past the target's max_position_embeddings, "
-            f"{positions}: it was made with another target"
-        )
-
-
-def _other_target(name: str, theirs: object, here: object) -> str:
-    return (
-        f"the receipt cannot be checked with this target: {name} is {theirs} in the receipt and {here} here; load the "
-        "target that it was made with"
-    )
-
-
-def _groups(answers: Sequence[Answer]) -> list[Sequence[Answer]]:
-    """Return the answers in the batches in which they are checked: all together, unless that would cost memory."""
-    return [answers] if len(answers) * _capacity(answers) <= _TOKENS_AT_ONCE else [[answer] for answer in answers]
+def _check_decisive(values: dict[str, tuple[object, object]]) -> None:
+    """Raise ValueError if one that decides every text differs."""
+    for name, (theirs, here) in values.items():
+        if theirs != here:
+            raise ValueError(
+                f"the receipt cannot be checked with this target: {name} is {theirs} in the receipt and {here} here; "
+                "load the target that it was made with"
+            )
 
 
 def _check_all(
     target: Target, receipt: Receipt, tokenizer: object, found: list[list[Mismatch]]
 ) -> Generator[None, None, None]:
-    """Add each answer's mismatches to ``found``."""
-    for answers in _groups(receipt.answers):
-        found += yield from _check_tokens(target, receipt, tokenizer, answers)
+    """Add each answer's mismatches to ``found``: all answers in one batch, unless that would cost memory."""
+    answers = receipt.answers
+    fits = len(answers) * _capacity(answers) <= _TOKENS_AT_ONCE
+    for batch in [answers] if fits else [[answer] for answer in answers]:
+        call, mismatches = call_of(batch, receipt, target.device, tokenizer), []
+        for size, rows in _shapes(receipt, batch):
+            engine = Engine(target, None, batch_size=size, max_length=_capacity(batch), block_size=rows)
+            mismatches = yield from mismatches_of(engine, call, batch, receipt.prefill_chunk)
+            if not any(mismatches):
+                break
+        found += mismatches
 
 
-def _check_tokens(
-    target: Target, receipt: Receipt, tokenizer: object, answers: Sequence[Answer]
-) -> Generator[None, None, list[list[Mismatch]]]:
-    """Find each answer's tokens that seed and weights do not choose, up to the first that is no near-tie."""
-    call, found = call_of(answers, receipt, target.device, tokenizer), []
-    for batch, rows in _shapes(receipt, answers):
-        engine = Engine(target, None, batch_size=batch, max_length=_capacity(answers), block_size=rows)
-        found = yield from mismatches_of(engine, call, answers, receipt.prefill_chunk)
-        if not any(found):
-            break
-    return found
-
-
-def _shapes(receipt: Receipt, answers: Sequence[Answer]) -> list[tuple[int, int]]:
+def _shapes(receipt: Receipt, answers: Sequence[RecordedAnswer]) -> list[tuple[int, int]]:
     """Return batch and rows of the passes to try: many rows, then the shapes of the call if there is room for them."""
     own = min(receipt.block_size, _ROWS)
     has_room = receipt.batch_size * _capacity(answers) <= _TOKENS_AT_ONCE
@@ -290,7 +250,7 @@ def _shapes(receipt: Receipt, answers: Sequence[Answer]) -> list[tuple[int, int]
     return list(dict.fromkeys([*shapes, (receipt.batch_size if has_room else len(answers), own)]))
 
 
-def _capacity(answers: Sequence[Answer]) -> int:
+def _capacity(answers: Sequence[RecordedAnswer]) -> int:
     """Return room for the longest answer and its prompt: a power of two, since a target keeps a table for each."""
     longest = max(len(answer.prompt) for answer in answers) + max(len(answer.ids) for answer in answers)
     return 1 << (longest - 1).bit_length()

@@ -17,21 +17,19 @@ from .protocol import ApiError
 from .scheduler import QueueFullError, Scheduler, Ticket
 from .text import AnswerText, CallText, Delta
 
-__all__ = ["Answer", "Run", "refusal_of"]
-
 _ENDS = "the server is about to end: try again later"
 
 
 def refusal_of(error: RuntimeError) -> ApiError:
-    """Return what a client is told if the scheduler takes nothing more, for now or for good."""
+    """Return the refusal of a request that the scheduler does not take, for now or for good."""
     if isinstance(error, QueueFullError):
         return ApiError(429, str(error), code="queue_full", headers={"Retry-After": "1"})
     return ApiError(503, _ENDS, code="shutting_down")
 
 
 @dataclass
-class Answer:
-    """One answer to a request.
+class Choice:
+    """One answer to a request, as OpenAI's API calls it.
 
     Attributes:
         call: what is run for it.
@@ -40,9 +38,6 @@ class Answer:
         calls: splits the tool calls off its content; None if it has none.
         pieces: of the vocabulary if log probabilities are asked for, otherwise None.
         is_empty: nothing is asked for but the prompt. The engine's one token is not shown.
-        content: so far.
-        reasoning: so far.
-        ids: so far.
         tokens: shown so far, the prompt's first; only with ``pieces``.
         finish_reason: ``"stop"``, ``"length"`` or ``"tool_calls"`` once it has ended.
         statistics: of its last event.
@@ -81,17 +76,18 @@ class Answer:
         return 0 if self.statistics is None or self.is_empty else self.statistics.num_new_tokens[0]
 
     def add_prompt(self, values: Sequence[TokenLogprobs | None]) -> None:
-        """Add the log probabilities of the prompt. It takes long for long ones: call it outside of the event loop."""
+        """Add the log probabilities of the prompt. Slow for long ones: call it outside of the event loop."""
         self.tokens += self.pieces.of_prompt(self.call.prompts[0].tolist(), values, self.prompt_text)
 
     def add(self, event: StreamEvent) -> Delta:
         """Add what a step wrote; return what is new of its text."""
         reason = event.finish_reasons[0]
+        self.ids += event.ids[0]
+        self.statistics = event.statistics
         if self.is_empty:
-            self.ids, self.finish_reason, self.statistics = event.ids[0], "length", event.statistics
+            self.finish_reason = "length"
             return Delta()
         delta = self.text.push(event.text[0] if event.text else "", is_last=reason is not None)
-        self.ids += event.ids[0]
         reason = "stop" if self.text.is_stopped else reason
         if self.calls is not None:
             content, calls = self.calls.push(delta.content, is_last=reason is not None)
@@ -105,23 +101,21 @@ class Answer:
         self.content.append(delta.content)
         self.reasoning.append(delta.reasoning)
         self.finish_reason = reason
-        self.statistics = event.statistics
         return delta
 
 
-class Run:
-    """Queues a request's answers and hands on their events in the event loop.
+class Completion:
+    """Queues the choices of a request, and passes on their events in the event loop.
 
     Events wait in memory until they are read, so a client that reads slowly holds up nobody.
 
     Args:
         scheduler: of the server.
-        answers: at least one.
-        seconds: until all must have ended, from now.
-        keep: called in a thread with an answer that the engine has ended, its index, and why; before the last delta.
+        choices: at least one.
+        timeout: seconds until all must have ended, from now.
+        keep: called in a thread with a choice that the engine has ended, its index, and why; before the last delta.
 
     Attributes:
-        has_failed: an error ended it.
         first_token_seconds: from the request to its first token; None before.
 
     Raises:
@@ -131,76 +125,83 @@ class Run:
     def __init__(
         self,
         scheduler: Scheduler,
-        answers: Sequence[Answer],
-        seconds: float,
-        keep: Callable[[Answer, int, str], None] | None = None,
+        choices: Sequence[Choice],
+        timeout: float,
+        keep: Callable[[Choice, int, str], None] | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
-        self.answers, self._seconds, self._began = answers, seconds, self._loop.time()
+        self.choices, self._timeout, self._keep, self._began = choices, timeout, keep, self._loop.time()
         self._items: asyncio.Queue[tuple[int, StreamEvent | Exception | None]] = asyncio.Queue()
         self._tickets: list[Ticket] = []
-        self.has_failed, self._keep = False, keep
+        self._has_failed = False
         self.first_token_seconds: float | None = None
         try:
-            for index, answer in enumerate(answers):
+            for index, choice in enumerate(choices):
                 emit = functools.partial(self._emit, index)
-                self._tickets.append(scheduler.submit(answer.call, skip_special_tokens=True, emit=emit))
+                self._tickets.append(scheduler.submit(choice.call, skip_special_tokens=True, emit=emit))
         except RuntimeError as error:
             self.cancel()
             raise refusal_of(error) from error
 
     def _emit(self, index: int, item: StreamEvent | Exception | None) -> None:
-        """Hand an item to the event loop; called by the scheduler's thread."""
+        """Pass an item to the event loop; called by the scheduler's thread."""
         with contextlib.suppress(RuntimeError):  # the loop is closed, and nobody reads any more
             self._loop.call_soon_threadsafe(self._items.put_nowait, (index, item))
 
     @property
-    def is_done(self) -> bool:
-        """True if all answers have ended as they should."""
-        return all(answer.finish_reason for answer in self.answers)
+    def outcome(self) -> str:
+        """How it ended: completed, failed or cancelled."""
+        if all(choice.finish_reason for choice in self.choices):
+            return "completed"
+        return "failed" if self._has_failed else "cancelled"
 
     def cancel(self) -> None:
-        """Free the rows of answers that have not ended."""
+        """Free the rows of choices that have not ended."""
         for ticket in self._tickets:
             ticket.cancel()
 
+    async def finish(self) -> None:
+        """Read to the end. Raises ApiError as `deltas` does."""
+        async for _ in self.deltas():
+            pass
+
     async def deltas(self) -> AsyncIterator[tuple[int, Delta, StreamEvent]]:
-        """Yield what each step adds: the answer's index, its text, the event.
+        """Yield what each step adds: the choice's index, its text, the event.
 
         Raises:
-            ApiError: an answer failed, took too long, or the server ends.
+            ApiError: a choice failed, took too long, or the server ends.
         """
-        while not self.is_done:
+        while self.outcome != "completed":
             index, event = await self._next()
             if self.first_token_seconds is None:
                 self.first_token_seconds = self.seconds()
-            answer = self.answers[index]
+            choice = self.choices[index]
             if event.prompt_logprobs is not None:
-                await to_thread.run_sync(answer.add_prompt, event.prompt_logprobs[0])
-            delta = answer.add(event)
-            if answer.finish_reason is not None:
+                await to_thread.run_sync(choice.add_prompt, event.prompt_logprobs[0])
+            delta = choice.add(event)
+            if choice.finish_reason is not None:
                 if self._keep is not None and (reason := event.finish_reasons[0]) is not None:
-                    await to_thread.run_sync(self._keep, answer, index, reason)
+                    await to_thread.run_sync(self._keep, choice, index, reason)
                 self._tickets[index].cancel()  # the text may show a stop string that the tokens do not
             yield index, delta, event
 
     async def _next(self) -> tuple[int, StreamEvent]:
-        """Return the next event of an answer that has not ended."""
+        """Return the next event of a choice that has not ended."""
         while True:
             try:
-                index, item = await asyncio.wait_for(self._items.get(), max(self._seconds - self.seconds(), 0.001))
+                index, item = await asyncio.wait_for(self._items.get(), max(self._timeout - self.seconds(), 0.001))
             except asyncio.TimeoutError:
-                raise self._fail(503, f"the answer was not ready after {self._seconds:g} s", "timeout") from None
-            if self.answers[index].finish_reason is not None:
+                raise self._failure(503, f"the answer was not ready after {self._timeout:g} s", "timeout") from None
+            if self.choices[index].finish_reason is not None:
                 continue
             if isinstance(item, StreamEvent):
                 return index, item
             if item is None:
-                raise self._fail(503, _ENDS, "shutting_down")
-            raise self._fail(500, f"the answer failed: {item}", "engine_error") from item
+                raise self._failure(503, _ENDS, "shutting_down")
+            raise self._failure(500, f"the answer failed: {item}", "engine_error") from item
 
-    def _fail(self, status: int, message: str, code: str) -> ApiError:
-        self.has_failed = True
+    def _failure(self, status: int, message: str, code: str) -> ApiError:
+        self._has_failed = True
         return ApiError(status, message, code=code)
 
     def seconds(self) -> float:

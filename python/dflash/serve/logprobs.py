@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 from ..outputs import TokenLogprobs
 from ..streaming import TextDecoder, Tokenizer
 
-__all__ = ["AnswerTokens", "Piece", "Pieces", "ShownToken", "chat_logprobs", "completion_logprobs"]
-
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _LEAST = -9999.0  # OpenAI's for a probability of 0: JSON has no infinity
 

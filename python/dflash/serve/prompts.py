@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from ..evaluate import check_text, render_chat, text_ids
 from ..sampling import Grammar
-from .protocol import ChatRequest, CompletionRequest, Function, Message, NamedChoice, ToolCall, bad_request
+from .protocol import ChatRequest, CompletionRequest, Function, Message, NamedChoice, ToolCall, bad_request, refusing
 from .text import CLOSE, OPEN, CallText
 
 
@@ -31,7 +31,7 @@ class ToolForm(NamedTuple):
 
     @property
     def mark(self) -> str:
-        """What tells a call from text."""
+        """The beginning of a call, without its trailing spaces."""
         return self.begin.rstrip()
 
 
@@ -107,11 +107,7 @@ class Tools:
 
 
 def read_tools(request: ChatRequest, form: ToolForm | None) -> Tools | None:
-    """Return the tools of a request; None if none may be called.
-
-    Args:
-        request: a chat.
-        form: that the chat template has for calls, if one is known.
+    """Return the tools of a request; None if none may be called. ``form`` is the chat template's for calls, if known.
 
     Raises:
         ApiError: they contradict each other, a schema cannot be followed, or the template has no form for free calls.
@@ -135,7 +131,10 @@ def read_tools(request: ChatRequest, form: ToolForm | None) -> Tools | None:
             "tool_choice" if choice else "tools",
         )
     for number, function in enumerate(functions):
-        _check_schema(number, function)
+        with refusing("tools", f"tools.{number}.function.parameters: "):
+            if (function.parameters or {}).get("type", "object") != "object":
+                raise ValueError('"type" must be "object"')
+            _schema(function)
     shown = [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in request.tools or ()]
     single = named is not None or request.parallel_tool_calls is False
     callable_ = [function for function in functions if named in (None, function.name)]
@@ -148,21 +147,11 @@ def _schema(function: Function) -> Grammar:
     return Grammar.json_schema({"type": "object"} | (nothing if function.parameters is None else function.parameters))
 
 
-def _check_schema(number: int, function: Function) -> None:
-    try:
-        if (function.parameters or {}).get("type", "object") != "object":
-            raise ValueError('"type" must be "object"')
-        _schema(function)
-    except (ValueError, TypeError) as error:
-        raise bad_request(f"tools.{number}.function.parameters: {error}", "tools") from error
-
-
-class Prompt(NamedTuple):
-    """A prompt.
+class EncodedPrompt(NamedTuple):
+    """A prompt as token ids.
 
     Attributes:
-        ids: its tokens.
-        text: itself, for ``echo``.
+        text: the prompt, for ``echo``.
         reasoning: ``"begun"`` if it ends with the mark that begins the model's reasoning, ``"optional"`` if the answer
             may begin with that; otherwise empty.
         hides_reasoning: the mark that ends the reasoning is no part of an answer's text.
@@ -173,19 +162,10 @@ class Prompt(NamedTuple):
     reasoning: Literal["", "begun", "optional"] = ""
     hides_reasoning: bool = False
 
-    @property
-    def is_thinking(self) -> bool:
-        """True if it ends with the mark that begins the model's reasoning."""
-        return self.reasoning == "begun"
-
 
 @dataclass(frozen=True)
 class PromptReader:
-    """Reads prompts for a target. Its methods take long for long prompts, so call them outside of the event loop.
-
-    Attributes:
-        tokenizer: the target's.
-    """
+    """Encodes prompts by a target's tokenizer. Slow for long ones: call it outside of the event loop."""
 
     tokenizer: Any
 
@@ -203,7 +183,7 @@ class PromptReader:
         """How the chat template writes tool calls, if that form is known."""
         return find_form(self.tokenizer) if self._template else None
 
-    def read_chat(self, request: ChatRequest, tools: Tools | None = None) -> Prompt:
+    def read_chat(self, request: ChatRequest, tools: Tools | None = None) -> EncodedPrompt:
         """Write a conversation by the chat template, up to the beginning of the answer.
 
         The template is shown ``tools`` if it reads them.
@@ -220,15 +200,13 @@ class PromptReader:
         if any(message.tool_calls for message in request.messages) and not self._reads("tool_calls"):
             raise bad_request("the chat template does not write tool_calls", "messages")
         messages = [_message(number, message) for number, message in enumerate(request.messages, 1)]
-        try:
+        with refusing("messages"):
             text = render_chat(self.tokenizer, messages, True, arguments)
-        except ValueError as error:
-            raise bad_request(str(error), "messages") from error
         ids = list(self.tokenizer(_unicode(text, "messages"), add_special_tokens=False).input_ids)
         if not self.thinks or text.rstrip().endswith(CLOSE):
-            return Prompt(ids, text)
+            return EncodedPrompt(ids, text)
         reasoning = "begun" if text.rstrip().endswith(OPEN) else "optional"
-        return Prompt(ids, text, reasoning, is_special(self.tokenizer, CLOSE))
+        return EncodedPrompt(ids, text, reasoning, is_special(self.tokenizer, CLOSE))
 
     def _reads(self, name: str) -> bool:
         """Return True if the chat template mentions a name."""
@@ -241,7 +219,7 @@ class PromptReader:
             if name in own or name == "messages" or not self._reads(name):
                 raise bad_request(f"the chat template has no argument {name!r}", "chat_template_kwargs")
 
-    def read_completion(self, request: CompletionRequest) -> list[Prompt]:
+    def read_completion(self, request: CompletionRequest) -> list[EncodedPrompt]:
         """Return the prompts, one or several.
 
         Raises:
@@ -254,12 +232,12 @@ class PromptReader:
             raise bad_request("prompt must hold at least one token", "prompt")
         return prompts
 
-    def _read(self, prompt: str | list[int], needs_text: bool) -> Prompt:
+    def _read(self, prompt: str | list[int], needs_text: bool) -> EncodedPrompt:
         if isinstance(prompt, str):
-            return Prompt(text_ids(self.tokenizer, _unicode(prompt, "prompt")), prompt)
+            return EncodedPrompt(text_ids(self.tokenizer, _unicode(prompt, "prompt")), prompt)
         if needs_text and prompt and max(prompt) >= len(self.tokenizer):
             raise bad_request(f"token ids must lie in 0 .. {len(self.tokenizer) - 1}, got {max(prompt)}", "prompt")
-        return Prompt(prompt, self.tokenizer.decode(prompt) if needs_text else "")
+        return EncodedPrompt(prompt, self.tokenizer.decode(prompt) if needs_text else "")
 
 
 def _message(number: int, message: Message) -> dict[str, Any]:
@@ -284,7 +262,5 @@ def _call(number: int, call: ToolCall) -> dict[str, Any]:
 
 
 def _unicode(text: str, where: str) -> str:
-    try:
+    with refusing("prompt" if where == "prompt" else "messages"):
         return check_text(text, where)
-    except ValueError as error:
-        raise bad_request(str(error), "prompt" if where == "prompt" else "messages") from error

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+import contextlib
+from collections.abc import Iterator
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
@@ -20,15 +22,7 @@ _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_
 
 
 class ApiError(Exception):
-    """What a request is answered with if it cannot be served.
-
-    Args:
-        status: of HTTP.
-        message: what must hold, what came, what to do.
-        param: the field of the request that is wrong.
-        code: a name for programs.
-        headers: of the response.
-    """
+    """The answer to a request that cannot be served: its HTTP status, and why; ``param`` is the field that is wrong."""
 
     def __init__(
         self,
@@ -52,6 +46,15 @@ class ApiError(Exception):
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     """Return the error for a request that can never be served."""
     return ApiError(400, message, param=param, code=code)
+
+
+@contextlib.contextmanager
+def refusing(param: str | None, where: str = "") -> Iterator[None]:
+    """Raise a ValueError or a TypeError of the block as a bad request."""
+    try:
+        yield
+    except (ValueError, TypeError) as error:
+        raise bad_request(f"{where}{error}", param) from error
 
 
 # Fields of OpenAI's API that are not applied, with the values that ask for nothing. null always does.
@@ -108,13 +111,7 @@ class _Strict(BaseModel):
 
 
 class StreamOptions(_Strict):
-    """What a stream holds besides text.
-
-    Attributes:
-        include_usage: a last chunk with the numbers of tokens.
-        continuous_usage_stats: the numbers so far in every chunk too, as in vLLM (an extension).
-        include_drafts: in each chunk, how many of its tokens were drafted (an extension).
-    """
+    """Options of a stream. Extensions: ``continuous_usage_stats``, as in vLLM, and ``include_drafts``."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -145,12 +142,7 @@ class ResponseFormat(_Strict):
 
 
 class GenerationRequest(_Strict):
-    """What chat and text completions have in common.
-
-    The fields from ``top_k`` on are extensions, named as in `dflash.call.GenerateArguments`; ``min_tokens``,
-    ``ignore_eos``, ``structured_outputs`` and the older ``guided_*`` are named as in vLLM. ``user`` and the like are
-    labels, which change no answer.
-    """
+    """The fields of both chat and text completions; those from ``top_k`` on are extensions, some named as in vLLM."""
 
     model: str | None = None
     stream: bool | None = None
@@ -278,10 +270,7 @@ class Message(_Strict):
 
 
 class ChatRequest(GenerationRequest):
-    """A request of ``/v1/chat/completions``.
-
-    ``chat_template_kwargs`` is an extension: arguments of the chat template, such as ``enable_thinking``.
-    """
+    """A request of ``/v1/chat/completions``. ``chat_template_kwargs`` is an extension."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -294,9 +283,9 @@ class ChatRequest(GenerationRequest):
     parallel_tool_calls: bool | None = None
     logprobs: bool | None = None
     top_logprobs: Top | None = None
+    echo: ClassVar[None] = None  # completions have it
     functions: NotApplied = None
     function_call: NotApplied = None
-
     audio: NotApplied = None
     modalities: NotApplied = None
     prediction: NotApplied = None

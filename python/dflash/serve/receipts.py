@@ -11,26 +11,18 @@ from typing import Any
 from torch import nn
 
 from ..call import Call
-from ..receipts import Answer, Fingerprints, Receipt, Settings, Verifier, lines_of, seeds_of
-from . import completion
-from .protocol import ApiError, bad_request
+from ..receipts import Fingerprints, Receipt, RecordedAnswer, RecordedSettings, Verifier, lines_of, seeds_of
+from .completion import Choice
+from .protocol import ApiError, refusing
 from .scheduler import Scheduler
-
-__all__ = ["ReceiptFolder"]
 
 _NAME = re.compile(r"(chatcmpl|cmpl)-[0-9a-f]{24}")  # of a completion: no other path is opened
 
 
 class ReceiptFolder:
-    """Writes ``COMPLETION-INDEX.json`` for each answer, and checks them. Nothing is ever deleted.
+    """Writes ``COMPLETION-INDEX.json`` for each answer to a folder that exists, and checks them. Deletes nothing.
 
     Reads all weights when it is made.
-
-    Args:
-        folder: one that exists.
-        target: the target.
-        tokenizer: its own.
-        scheduler: runs it.
     """
 
     def __init__(self, folder: Path, target: nn.Module, tokenizer: Any, scheduler: Scheduler) -> None:
@@ -40,14 +32,14 @@ class ReceiptFolder:
 
     def check_call(self, call: Call) -> None:
         """Raise ValueError if a receipt cannot state what is asked."""
-        Settings.of(call)
+        RecordedSettings.of(call)
 
-    def write(self, completion: str, answer: completion.Answer, index: int, reason: str) -> None:
+    def write(self, completion: str, choice: Choice, index: int, reason: str) -> None:
         """Write the receipt of an answer that has ended. If that fails, the log says so and the answer goes on."""
-        call, generator = answer.call, self._scheduler.generator
-        recorded = Answer(tuple(call.prompts[0].tolist()), tuple(answer.ids), *seeds_of(call), reason)
+        call, generator = choice.call, self._scheduler.generator
+        recorded = RecordedAnswer(tuple(call.prompts[0].tolist()), tuple(choice.ids), *seeds_of(call), reason)
         shapes = generator.block_size, generator.batch_size, generator.prefill_chunk
-        receipt = Receipt((recorded,), Settings.of(call), self.fingerprints, *shapes, generator.weights)
+        receipt = Receipt((recorded,), RecordedSettings.of(call), self.fingerprints, *shapes, generator.weights)
         try:
             receipt.write(self._path(completion, index))
         except OSError as error:
@@ -65,10 +57,8 @@ class ReceiptFolder:
                 404, f"there is no receipt of answer {index} of {completion!r}: only answers that have ended have one",
                 code="no_receipt",
             )  # fmt: skip
-        try:
+        with refusing(None):
             return Receipt.read(path)
-        except ValueError as error:
-            raise bad_request(str(error)) from error
 
     def passes(self, receipt: Receipt) -> Generator[None, None, dict[str, Any]]:
         """Check a receipt, a pass of the target at a time.

@@ -19,8 +19,6 @@ from ..session import RowEvent, Session
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["QueueFullError", "Scheduler", "Ticket"]
-
 _Result = TypeVar("_Result")
 Item = StreamEvent | Exception | None
 """An event, what went wrong, or None for the end."""
@@ -55,18 +53,14 @@ class Ticket:
         item = self._items.get()
         if isinstance(item, StreamEvent):
             return item
-        self._items.put(None)  # whoever asks again is told again
+        self._items.put(None)  # for whoever asks again
         if item is None:
             raise StopIteration
         raise item
 
 
 class _Work(Generic[_Result]):
-    """Something that is done in parts, between steps.
-
-    Attributes:
-        future: its result; cancelling it ends the work.
-    """
+    """Something that is done in parts, between steps. Cancelling its future ends it."""
 
     def __init__(self, parts: Generator[None, None, _Result]) -> None:
         self._parts, self.future = parts, Future[_Result]()
@@ -206,15 +200,15 @@ class Scheduler:
     def _serve(self) -> None:
         while True:
             try:
-                if not self._seat():
+                if not self._fill_rows():
                     return
                 if self._works and self._works[0].advance():
                     self._works.popleft()
                 self._step()
-            except Exception as error:  # whatever it was, requests get it, and the next ones new rows
+            except Exception as error:  # requests get it, and the next ones new rows
                 self._fail(error)
 
-    def _seat(self) -> bool:
+    def _fill_rows(self) -> bool:
         """Drop cancelled requests, and give idle rows to waiting ones. False if all is done for good."""
         with self._changed:
             while not (self._waiting or self._running or self._works or self._is_closing):
@@ -235,22 +229,22 @@ class Scheduler:
             return bool(self._waiting or self._running or self._works or not self._is_closing)
 
     def _step(self) -> None:
-        """Step the session, and tell its requests what was added."""
+        """Step the session, and pass on what was added."""
         events = self._session.step()
         # The step's answers all have its time; one that only began has none yet.
         times = (event.event.statistics.step_seconds for event in events)
         if seconds := next(filter(None, times), None):
             self.on_step(seconds[-1])
         for event in events:
-            self._tell(event)
+            self._emit(event)
 
-    def _tell(self, event: RowEvent) -> None:
+    def _emit(self, event: RowEvent) -> None:
         self._running[event.row].emit(event.event)
         if event.is_last:
             self._end(event.row, ValueError(event.error) if event.error else None)
 
     def _end(self, row: int, last: Item) -> None:
-        """Free a row and tell its request the last."""
+        """Free a row, and pass on the last item of its request."""
         self._session.retire(row)
         self._running.pop(row).emit(last)
 

@@ -11,8 +11,6 @@ import uvicorn
 from .app import build_app
 from .service import Service
 
-__all__ = ["Server", "bind", "run_server"]
-
 _AFTER_GRACE = 5.0  # seconds for streams to send their last event
 _UNREAD_SECONDS = 60.0  # a client may read nothing, then its connection is closed
 

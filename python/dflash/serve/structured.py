@@ -7,28 +7,22 @@ from collections.abc import Callable
 from typing import Any
 
 from ..sampling import Grammar
-from .prompts import Prompt, Tools
-from .protocol import GenerationRequest, bad_request
+from .prompts import EncodedPrompt, Tools
+from .protocol import GenerationRequest, bad_request, refusing
 from .text import CLOSE, OPEN
-
-__all__ = ["answer_grammar"]
 
 # They may ban all that a grammar allows.
 _CONTRADICTING = ("ignore_eos", "min_tokens", "no_repeat_ngram_size")
 
 
-def _json_schema(value: dict[str, Any] | str) -> Grammar:
-    return Grammar.json_schema(json.loads(value) if isinstance(value, str) else value)
-
-
 _KINDS: dict[str, Callable[[Any], Grammar]] = {
-    "json": _json_schema,
+    "json": lambda value: Grammar.json_schema(json.loads(value) if isinstance(value, str) else value),
     "regex": Grammar.regex,
     "grammar": Grammar.lark,
 }
 
 
-def answer_grammar(request: GenerationRequest, prompt: Prompt, tools: Tools | None) -> Grammar | None:
+def answer_grammar(request: GenerationRequest, prompt: EncodedPrompt, tools: Tools | None) -> Grammar | None:
     """Return what an answer must match, its reasoning included; None if its text is free.
 
     Raises:
@@ -51,7 +45,7 @@ def answer_grammar(request: GenerationRequest, prompt: Prompt, tools: Tools | No
     return _lark(prompt, rules, field or "tools")
 
 
-def _lark(prompt: Prompt, rules: list[str], field: str) -> Grammar:
+def _lark(prompt: EncodedPrompt, rules: list[str], field: str) -> Grammar:
     """Return the grammar with these rules, the reasoning before."""
     if prompt.reasoning and prompt.hides_reasoning:
         raise bad_request(f"the tokenizer's {CLOSE} is a special token: {field} cannot follow reasoning", field)
@@ -61,10 +55,8 @@ def _lark(prompt: Prompt, rules: list[str], field: str) -> Grammar:
         head += [f"thought[lazy]: /(?s:.*)/ {json.dumps(CLOSE)}", "SPACE: /[ \\n]{0,4}/"]
     if prompt.reasoning == "optional":
         head += [f"OPEN: /[ \\n]{{0,2}}{OPEN}/"]
-    try:
+    with refusing(field):
         return Grammar.lark("\n".join([*head, *rules]))
-    except ValueError as error:
-        raise bad_request(str(error), field) from error
 
 
 def _asked(request: GenerationRequest) -> tuple[str, Grammar | None]:
@@ -78,8 +70,6 @@ def _asked(request: GenerationRequest) -> tuple[str, Grammar | None]:
     if len(given) > 1:
         raise bad_request(f"give one of {' and '.join(field for field, _, _ in given)}", given[1][0])
     for field, kind, value in given:
-        try:
+        with refusing(field, f"{field}: "):
             return field, _KINDS[kind](value)
-        except (ValueError, TypeError) as error:
-            raise bad_request(f"{field}: {error}", field) from error
     return "", None
