@@ -34,8 +34,7 @@ def demo(
     prompt: Annotated[str | None, typer.Option(help="Answer this instead of held-out prompts.")] = None,
     prompts: Annotated[int | None, typer.Option(help="Answer exactly this many held-out prompts.")] = None,
     seconds: Annotated[
-        float | None,
-        typer.Option(help="Start no more prompts after this time; default: 20, without --prompts."),
+        float | None, typer.Option(help="Start no more prompts after this time; default: 20, without --prompts.")
     ] = None,
     max_new_tokens: MaxNewTokens = 256,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
