@@ -85,15 +85,6 @@ def test_a_reader_that_reads_nothing_holds_up_nobody(scheduler):
     assert list(unread) == []
 
 
-def test_requests_beyond_the_queue_are_refused(scheduler):
-    gate = Gate(scheduler)
-    tickets = [submit(scheduler, prompt(4)) for _ in range(5)]
-    with pytest.raises(QueueFullError, match="3 requests wait already: try again later"):
-        submit(scheduler, prompt(4))
-    gate.open()
-    assert len({tuple(written(ticket)) for ticket in tickets}) == 1
-
-
 def test_a_cancelled_request_gives_up_its_place_before_the_next_step(scheduler):
     gate = Gate(scheduler)
     tickets = [submit(scheduler, prompt(4)) for _ in range(5)]
@@ -116,19 +107,6 @@ def test_each_step_is_timed_once(scheduler):
     assert {seconds for row in steps for seconds in row} == set(times)
 
 
-def test_cancelled_requests_free_their_rows_and_places(scheduler):
-    gate = Gate(scheduler)
-    tickets = [submit(scheduler, prompt(4), max_new_tokens=80, stop_token_ids=[]) for _ in range(5)]
-    gate.reached.wait()
-    for ticket in (tickets[0], tickets[3]):
-        ticket.cancel()
-    gate.open()
-    counts = [len(written(ticket)) for ticket in tickets]
-    assert counts[0] <= 17
-    assert counts[3] == 0
-    assert [counts[index] for index in (1, 2, 4)] == [80, 80, 80]
-
-
 def test_a_cancelled_request_waits_for_no_row(scheduler):
     gate, ended = Gate(scheduler), []
     for index in range(3):
@@ -140,19 +118,6 @@ def test_a_cancelled_request_waits_for_no_row(scheduler):
     scheduler.close()
     assert ended[0] == 2
     assert sorted(ended) == [0, 1, 2]
-
-
-def test_an_event_can_be_handed_on_as_it_comes(scheduler):
-    items, ended = [], threading.Event()
-
-    def emit(item) -> None:
-        items.append(item)
-        if item is None:
-            ended.set()
-
-    scheduler.submit(scheduler.resolve(prompt(4)[None], max_new_tokens=NEW), emit=emit)
-    assert ended.wait(60)
-    assert [token for event in items[:-1] for token in event.ids[0]] == greedy(pair()[0], prompt(4), NEW).tolist()
 
 
 def test_nan_logits_are_raised_where_the_request_is_read(scheduler):

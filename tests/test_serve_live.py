@@ -3,15 +3,13 @@
 import asyncio
 import json
 import re
-import signal
 
 import httpx
 import openai
 import pytest
-from served import SUM, TRIP, Gate, chat, command, direct, live, prompt_ids, serving, slow_down, wait_until
+from served import SUM, TRIP, Gate, chat, direct, live, prompt_ids, serving, slow_down, wait_until
 
 from dflash.serve.app import build_app
-from dflash.serve.server import bind
 
 QUESTION = [{"role": "user", "content": TRIP}]
 
@@ -192,29 +190,6 @@ def test_an_answer_that_takes_longer_than_the_grace_ends_with_an_error():
     assert rest[-1] == "[DONE]"
 
 
-def test_an_address_that_is_taken_is_named():
-    taken = bind("127.0.0.1", 0)
-    port = taken.getsockname()[1]
-    taken.listen()
-    with pytest.raises(OSError, match=f"--host 127.0.0.1 --port {port}: "):
-        bind("127.0.0.1", port)
-    taken.close()
-
-
-def test_the_command_serves_the_package_pair_until_it_is_told_to_end():
-    with command("--rows", "1") as server:
-        body = chat(TRIP, model="dflash-pair", stream=True)
-        with httpx.stream("POST", f"{server.url}/chat/completions", json=body, timeout=60) as response:
-            lines = response.iter_lines()
-            next(lines)
-            server.process.send_signal(signal.SIGTERM)
-            rest = [line for line in lines if line]
-        assert rest[-1] == "data: [DONE]"
-        server.process.wait(60)
-        assert server.process.returncode in (0, -signal.SIGTERM)
-        assert "Traceback" not in server.process.stderr.read()
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -222,9 +197,7 @@ def test_the_command_serves_the_package_pair_until_it_is_told_to_end():
         (["--host", "192.0.2.1"], "--host 192.0.2.1 --port 8000: "),
         (["--model", "somewhere"], "--model needs --draft too"),
         (["--block-size", "0"], "block_size must be an integer of at least 1"),
-        (["--rows", "0"], "--rows"),
         (["--grace", "inf"], "--grace"),
-        (["--api-key", ""], "--api-key must be visible ASCII"),
         (["--api-key", "a key"], "--api-key must be visible ASCII"),
     ],
 )

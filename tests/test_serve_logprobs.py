@@ -97,13 +97,6 @@ def test_a_stream_has_them_next_to_their_text_and_a_stop_string_takes_both(clien
     assert longest > 1
 
 
-def test_without_top_logprobs_only_the_token_has_one(client):
-    call = {"model": "pair", "messages": QUESTION, "max_tokens": 2}
-    content = client.chat.completions.create(**call, logprobs=True).choices[0].logprobs.content
-    assert [entry.top_logprobs for entry in content] == [[], []]
-    assert client.chat.completions.create(**call, top_logprobs=0).choices[0].logprobs is None
-
-
 # ---------------------------------------------------------------------------------------------- texts
 
 
@@ -185,19 +178,11 @@ def test_nothing_is_written_for_max_tokens_0(client, stream):
     ("path", "fields", "param", "message"),
     [
         ("chat/completions", {"messages": QUESTION, "top_logprobs": 2}, "top_logprobs", "needs logprobs=true"),
-        ("chat/completions", {"messages": QUESTION, "logprobs": 2}, "logprobs", "valid boolean"),
-        (
-            "chat/completions",
-            {"messages": QUESTION, "logprobs": True, "top_logprobs": 21},
-            "top_logprobs",
-            "less than or equal to 20",
-        ),
         ("completions", {"prompt": SUM, "logprobs": 21}, "logprobs", "less than or equal to 20"),
         ("completions", {"prompt": SUM, "logprobs": True}, "logprobs", "valid integer"),
         ("completions", {"prompt": SUM, "max_tokens": 0}, "max_tokens", "at least 1, or echo true"),
-        ("completions", {"prompt": SUM, "top_logprobs": 1}, "top_logprobs", "not permitted"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_given_is_refused_by_name(server, path, fields, param, message):
     response = ask(server.service, f"/v1/{path}", fields)
     assert response.status_code == 400

@@ -117,8 +117,7 @@ def test_a_changed_file_does_not_follow_or_is_refused(service, folder):
 @pytest.mark.parametrize(
     "path",
     [
-        *("chatcmpl-" + "0" * 24, "..%2F..%2Fetc%2Fpasswd", "..", "chatcmpl-", "chatcmpl-" + "0" * 24 + "-0"),
-        *("%00", "x" * 5000),
+        *("chatcmpl-" + "0" * 24, "..%2F..%2Fetc%2Fpasswd", "chatcmpl-" + "0" * 24 + "-0", "%00"),
     ],
 )
 def test_what_has_no_receipt_is_not_found(service, path):
@@ -149,12 +148,6 @@ def test_a_receipt_that_cannot_be_written_costs_no_answer(tmp_path, caplog):
     assert f"the receipt of {name} was not written" in caplog.text
 
 
-def test_what_a_receipt_cannot_state_is_refused(service):
-    response = ask(service, CHAT, chat(no_repeat_ngram_size=300))
-    assert response.status_code == 400
-    assert response.json()["error"]["param"] == "no_repeat_ngram_size"
-
-
 def test_a_check_can_be_waited_for_only_so_long(tmp_path):
     with serving(rows=1, timeout=0.5, receipts=tmp_path) as service:
         name, _ = completion(ask(service, CHAT, chat(max_tokens=3)))
@@ -175,12 +168,10 @@ def test_the_server_says_whether_it_has_receipts(service):
         assert (response.status_code, response.json()["error"]["code"]) == (404, "receipts_are_off")
 
 
-@pytest.mark.parametrize(("path", "reason"), [("file", "it is a file"), ("file/below", "Not a directory")])
-def test_a_folder_that_cannot_be_written_to_is_said_before_the_models_are_loaded(
-    shell, tmp_path, monkeypatch, path, reason
-):
+def test_a_folder_that_cannot_be_written_to_is_said_before_the_models_are_loaded(shell, tmp_path, monkeypatch):
     monkeypatch.setattr("dflash.cli.options.load", None)
     (tmp_path / "file").write_text("")
-    done = shell("serve", "--port", 0, "--receipts", tmp_path / path)
-    assert (done.code, done.out) == (2, "")
-    assert reason in done.err
+    for path, reason in (("file", "it is a file"), ("file/below", "Not a directory")):
+        done = shell("serve", "--port", 0, "--receipts", tmp_path / path)
+        assert (done.code, done.out) == (2, "")
+        assert reason in done.err
