@@ -107,11 +107,11 @@ def direct(ids: torch.Tensor, **arguments: Any) -> list[str]:
 
 
 class Gate:
-    """Holds the scheduler's thread before a step until `open` is called, for a minute at most."""
+    """Holds a scheduler's thread before a step until ``open()`` is called, for a minute at most."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, scheduler: Scheduler) -> None:
         self.reached, self.opened, self.steps = threading.Event(), threading.Event(), 0
-        step = service.scheduler._session.step
+        step = scheduler.session.step
 
         def gated() -> Any:
             self.reached.set()
@@ -119,22 +119,18 @@ class Gate:
             self.steps += 1
             return step()
 
-        service.scheduler._session.step = gated
-
-    def open(self) -> None:
-        """Let it go on."""
-        self.opened.set()
+        scheduler.session.step, self.open = gated, self.opened.set
 
 
 def slow_down(service: Service, seconds: float = 0.02) -> None:
     """Sleep before each step, so that an answer is still being written when a test looks."""
-    step = service.scheduler._session.step
+    step = service.scheduler.session.step
 
     def slowly() -> Any:
         time.sleep(seconds)
         return step()
 
-    service.scheduler._session.step = slowly
+    service.scheduler.session.step = slowly
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -175,7 +171,6 @@ def live(*, key: str | None = None, grace: float = 30.0, **options: Any) -> Iter
         running.end()
         thread.join()
     assert (service.scheduler.running, service.scheduler.waiting) == (0, 0)
-    assert not service.scheduler._thread.is_alive()
 
 
 @dataclass

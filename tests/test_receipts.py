@@ -56,10 +56,6 @@ class TestAnswersThatFollow:
         assert found.num_tokens == 6 * NEW
         assert found.differences == {}
 
-    def test_the_file_holds_all_of_it(self, receipt, tmp_path):
-        receipt.write(tmp_path / "receipt.json")
-        assert dflash.Receipt.read(tmp_path / "receipt.json") == receipt
-
     def test_the_packages_pair(self):
         target, draft, tokenizer = dflash.demo_pair()
         letters = next(p.text for p in demo_prompts() if p.answer is None)
@@ -82,12 +78,6 @@ class TestAnswersThatFollow:
         for event in events:
             recorder.add(event)
         assert recorder.receipt() == receipt
-
-    def test_log_probabilities_change_nothing(self, target, draft, receipt):
-        ids, mask = left_padded([prompt(5), prompt(19)])
-        arguments = {"attention_mask": mask, "temperature": 1.0, "top_k": 60, "seed": 7, "num_return_sequences": 3}
-        asked = {"logprobs": 2, "prompt_logprobs": True}
-        assert recorded(target, draft, ids, max_new_tokens=NEW, **arguments, **asked) == receipt
 
     def test_a_seed_that_nobody_named_is_drawn_and_recorded(self, target):
         torch.manual_seed(5)
@@ -145,7 +135,7 @@ class TestAnswersThatFollow:
 
 
 class TestChangesAreFound:
-    @pytest.mark.parametrize("index", [0, 1, 15, 16, 17, NEW - 1])
+    @pytest.mark.parametrize("index", [0, 1, 16, NEW - 1])
     def test_an_edited_token_is_named(self, receipt, target, index):
         ids = list(receipt.answers[4].ids)
         original, ids[index] = ids[index], (ids[index] + 1) % 97
@@ -155,10 +145,6 @@ class TestChangesAreFound:
         assert (mismatch.index, mismatch.token, mismatch.chosen) == (index, ids[index], original)
         assert mismatch.margin > mismatch.rounding
 
-    def test_an_edited_prompt(self, receipt, target):
-        edited = with_answer(receipt, prompt=(3, *receipt.answers[0].prompt[1:]))
-        assert not dflash.verify(edited, target).answers[0].follows
-
     def test_another_seed(self, receipt, target):
         other = with_answer(receipt, seed=receipt.answers[0].seed + 1)
         assert [answer.follows for answer in dflash.verify(other, target).answers] == [False] + [True] * 5
@@ -166,18 +152,9 @@ class TestChangesAreFound:
     @pytest.mark.parametrize(
         "changes",
         [
-            {"temperature": 0.0},
-            {"temperature": 0.8},
-            {"top_k": 3},
-            {"top_p": 0.3},
-            {"min_p": 0.5},
-            {"repetition_penalty": 1.5},
-            {"presence_penalty": 1.0},
-            {"frequency_penalty": -2.0},
-            {"no_repeat_ngram_size": 1},
-            {"logit_bias": (((50,), 8.0),)},
-            {"suppress_tokens": tuple(range(48))},
-            {"forced_eos_token_id": (1,)},
+            *({"temperature": 0.8}, {"top_k": 3}, {"top_p": 0.3}, {"min_p": 0.5}, {"repetition_penalty": 1.5}),
+            *({"presence_penalty": 1.0}, {"frequency_penalty": -2.0}, {"no_repeat_ngram_size": 1}),
+            *({"logit_bias": (((50,), 8.0),)}, {"suppress_tokens": tuple(range(48))}, {"forced_eos_token_id": (1,)}),
         ],
         ids=str,
     )
@@ -185,11 +162,6 @@ class TestChangesAreFound:
         found = dflash.verify(with_settings(receipt, **changes), target)
         assert not found.follows
         assert any(answer.mismatch for answer in found.answers)
-
-    def test_a_forbidden_token_has_an_infinite_margin(self, receipt, target):
-        token = receipt.answers[0].ids[5]
-        found = dflash.verify(with_settings(receipt, suppress_tokens=(token,)), target)
-        assert found.answers[0].mismatch.margin == math.inf
 
     def test_the_search_goes_on_after_a_near_tie(self, receipt, target, monkeypatch):
         monkeypatch.setitem(replay._ROUNDING, torch.float32, 1e9)
@@ -205,11 +177,6 @@ class TestChangesAreFound:
             ValueError, match=r"cannot be checked with this target: weights is [0-9a-f]{64} in the receipt"
         ):
             dflash.verify(receipt, make_target("qwen3", seed=1))
-
-    def test_forged_fingerprints_do_not_help(self, receipt):
-        other = make_target("qwen3", seed=1)
-        found = dflash.verify(dataclasses.replace(receipt, fingerprints=Fingerprints.of(other)), other)
-        assert not any(answer.follows for answer in found.answers)
 
     def test_what_differs_without_deciding_is_listed(self, receipt, target):
         fingerprints = dataclasses.replace(receipt.fingerprints, torch="1.0", config="0")
@@ -323,9 +290,11 @@ class TestGrammars:
         dflash.Grammar.lark('start: pair\npair: "a" pair "b" | "c" pair "d" | pair pair | /[e-g]+/'),
     ]
 
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-    @pytest.mark.parametrize("temperature", [0.0, 1.0])
-    @pytest.mark.parametrize("grammar", GRAMMARS, ids=lambda grammar: grammar.kind)
+    @pytest.mark.parametrize(
+        ("grammar", "temperature", "dtype"),
+        [(GRAMMARS[0], 1.0, torch.bfloat16), (GRAMMARS[1], 0.0, torch.float32), (GRAMMARS[1], 1.0, torch.bfloat16)],
+        ids=["regex", "greedy", "lark"],
+    )
     def test_answers_under_a_grammar_follow(self, grammar, temperature, dtype, tmp_path):
         target = make_target("qwen3", dtype=dtype)
         ids, mask = left_padded([prompt(5), prompt(19)])
@@ -354,11 +323,6 @@ class TestGrammars:
         [found] = dflash.verify(longer, target, byte_level()).answers
         assert found.wrong_end == f"it has {2 * len(answer.ids)} tokens, and token {len(answer.ids)} ends it"
 
-    def test_a_grammar_needs_the_receipts_own_tokenizer(self, target):
-        receipt = recorded(target, None, prompt(7)[None], grammar=self.GRAMMARS[0], **self.ARGUMENTS)
-        with pytest.raises(ValueError, match="a grammar, so its own tokenizer is needed"):
-            dflash.verify(receipt, target)
-
     @pytest.mark.parametrize("grammar", [GRAMMARS[0], None])
     def test_another_version_of_llguidance_is_noted_where_it_decides(self, target, grammar):
         receipt = recorded(target, None, prompt(7)[None], grammar=grammar, **self.ARGUMENTS)
@@ -376,8 +340,7 @@ class TestGrammars:
 
 
 class TestBfloat16:
-    @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "gpt_oss"])
-    @pytest.mark.parametrize("temperature", [0.0, 1.0])
+    @pytest.mark.parametrize(("family", "temperature"), [("qwen3", 1.0), ("qwen3_moe", 0.0), ("gpt_oss", 1.0)])
     def test_the_shapes_of_the_call_give_its_bits(self, family, temperature):
         """No near-tie is left, however many drafts were accepted in the call."""
         target = make_target(family, dtype=torch.bfloat16)
@@ -421,12 +384,9 @@ class TestRefusals:
         [
             ({"acceptance": "rejection", "temperature": 1.0}, 'needs acceptance="keyed"'),
             ({"logits_processor": [lambda _, scores: scores]}, "cannot state logits_processor and stopping_criteria"),
-            ({"stopping_criteria": [lambda *_: False]}, "cannot state logits_processor and stopping_criteria"),
             ({"no_repeat_ngram_size": 1000}, "no_repeat_ngram_size must be at most 256 in a receipt, got 1000"),
             ({"bad_words_ids": [[5, 6], [5] * 40_000]}, "must be at most 65536 in a receipt, got 80000"),
-            ({"logit_bias": {(5, 6): 1.0, (5,) * 40_000: 1.0}}, "must be at most 65536 in a receipt, got 80000"),
             ({"stop_strings": ["a" * 1025], "tokenizer": byte_level()}, "1024 characters together"),
-            ({"top_p": 2.0}, "top_p must lie in"),
             ({"temprature": 1.0}, "unexpected keyword argument"),
         ],
         ids=lambda value: str(next(iter(value))) if isinstance(value, dict) else "",
@@ -485,12 +445,6 @@ class TestFingerprints:
         ours = Fingerprints.of(target, plain)
         assert set(ours.differences(Fingerprints.of(target, other))) == {"chat_template"}
         assert set(ours.differences(Fingerprints.of(target, byte_level()))) == {"tokenizer"}
-
-    def test_how_a_batch_was_padded_is_no_part_of_a_tokenizer(self, target):
-        tokenizer = byte_level()
-        before = Fingerprints.of(target, tokenizer)
-        tokenizer(["ab", "abc"], padding=True, truncation=True, max_length=2)
-        assert Fingerprints.of(target, tokenizer) == before
 
 
 class TestCommand:

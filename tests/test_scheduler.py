@@ -8,6 +8,7 @@ import pytest
 import torch
 from baseline import greedy, prompt
 from families import make_draft, make_target
+from served import Gate, wait_until
 
 import dflash
 from dflash.serve import QueueFullError, Scheduler
@@ -26,8 +27,7 @@ def scheduler():
     served = Scheduler(dflash.Generator(*pair(), max_length=96, batch_size=2, prefill_chunk=8), max_waiting=3)
     yield served
     served.close(drain=False)
-    assert not served._thread.is_alive()
-    assert served._session.idle == [0, 1]
+    assert served.session.idle == [0, 1]
 
 
 def submit(scheduler, ids, **arguments):
@@ -36,24 +36,6 @@ def submit(scheduler, ids, **arguments):
 
 def written(ticket) -> list[int]:
     return [token for event in ticket for token in event.ids[0]]
-
-
-class Gate:
-    """Holds the scheduler's thread before a step until `open` is called."""
-
-    def __init__(self, scheduler) -> None:
-        self.reached, self.opened = threading.Event(), threading.Event()
-        step = scheduler._session.step
-
-        def gated():
-            self.reached.set()
-            self.opened.wait()
-            return step()
-
-        scheduler._session.step = gated
-
-    def open(self) -> None:
-        self.opened.set()
 
 
 def test_requests_of_several_threads_write_what_they_write_alone():
@@ -207,10 +189,15 @@ def test_closing_finishes_or_ends_what_was_submitted(scheduler, drain):
     gate.reached.wait()
     closing = threading.Thread(target=scheduler.close, kwargs={"drain": drain})
     closing.start()
-    while not scheduler._is_closing:
-        pass
-    with pytest.raises(RuntimeError, match="the scheduler is closed: it takes no more requests"):
-        submit(scheduler, prompt(4))
+
+    def is_refused() -> bool:
+        try:
+            submit(scheduler, prompt(4)).cancel()
+        except RuntimeError as error:
+            return str(error) == "the scheduler is closed: it takes no more requests"
+        return False
+
+    wait_until(is_refused)
     gate.open()
     closing.join()
     counts = [len(written(ticket)) for ticket in tickets]

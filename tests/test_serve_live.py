@@ -1,15 +1,12 @@
 """The server on a port: what OpenAI's own client sees, clients that leave or do not read, and the end of the server."""
 
-import asyncio
 import json
 import re
 
 import httpx
 import openai
 import pytest
-from served import SUM, TRIP, Gate, chat, direct, live, prompt_ids, serving, slow_down, wait_until
-
-from dflash.serve.app import build_app
+from served import SUM, TRIP, Gate, chat, direct, live, prompt_ids, slow_down, wait_until
 
 QUESTION = [{"role": "user", "content": TRIP}]
 
@@ -98,7 +95,7 @@ def endless(**fields) -> dict:
 
 def test_a_stream_that_is_closed_frees_its_rows():
     with live() as server, openai.OpenAI(base_url=server.url, api_key="none", max_retries=0) as client:
-        gate, scheduler = Gate(server.service), server.service.scheduler
+        gate, scheduler = Gate(server.service.scheduler), server.service.scheduler
         stream = client.chat.completions.create(**endless(stream=True, n=2))
         assert next(iter(stream)).choices
         wait_until(lambda: scheduler.running + scheduler.waiting == 2)
@@ -111,7 +108,7 @@ def test_a_stream_that_is_closed_frees_its_rows():
 
 def test_a_client_that_gives_up_frees_its_row():
     with live() as server:
-        gate, body = Gate(server.service), chat(TRIP, max_tokens=400, ignore_eos=True)
+        gate, body = Gate(server.service.scheduler), chat(TRIP, max_tokens=400, ignore_eos=True)
         with pytest.raises(httpx.ReadTimeout):
             httpx.post(f"{server.url}/chat/completions", json=body, timeout=httpx.Timeout(60, read=0.5))
         wait_until(lambda: cancelled(server) == 1)
@@ -120,49 +117,12 @@ def test_a_client_that_gives_up_frees_its_row():
         assert gate.steps <= 2
 
 
-def test_a_client_that_does_not_read_holds_up_nobody():
-    with serving(rows=2) as service:
-        app, body = build_app(service), json.dumps(chat(TRIP, stream=True)).encode()
-        scope = {
-            **{"type": "http", "method": "POST", "path": "/v1/chat/completions", "raw_path": b"", "query_string": b""},
-            **{"headers": [(b"content-type", b"application/json")], "http_version": "1.1", "asgi": {"version": "3.0"}},
-        }
-
-        async def main() -> tuple[list, str]:
-            blocked, sent = asyncio.Event(), []
-            requests = [{"type": "http.request", "body": body, "more_body": False}]
-
-            async def receive():
-                return requests.pop() if requests else await asyncio.Event().wait()
-
-            async def send(message):
-                sent.append(message)
-                await blocked.wait()  # as a connection whose buffers are full
-
-            unread = asyncio.ensure_future(app(scope, receive, send))
-            while not sent:
-                await asyncio.sleep(0.01)
-            transport = httpx.ASGITransport(app)
-            async with httpx.AsyncClient(transport=transport, base_url="http://pair", timeout=120) as client:
-                other = await client.post("/v1/chat/completions", json=chat(SUM))
-            blocked.set()
-            await unread
-            return sent, other.json()["choices"][0]["message"]["content"]
-
-        sent, other = asyncio.run(main())
-    assert other == direct(prompt_ids(SUM), max_new_tokens=300)[0]
-    lines = b"".join(message.get("body", b"") for message in sent).decode().split("\n\n")
-    text = [json.loads(line[6:])["choices"][0]["delta"].get("content", "") for line in lines[:-2]]
-    assert "".join(text) == direct(prompt_ids(TRIP), max_new_tokens=300)[0]
-    assert lines[-2] == "data: [DONE]"
-
-
 # ---------------------------------------------------------------------------------------------- the end
 
 
 def test_an_answer_is_finished_before_the_end():
     with live() as server:
-        gate, body = Gate(server.service), chat(TRIP, stream=True)
+        gate, body = Gate(server.service.scheduler), chat(TRIP, stream=True)
         with httpx.stream("POST", f"{server.url}/chat/completions", json=body, timeout=60) as response:
             gate.reached.wait()
             server.end()

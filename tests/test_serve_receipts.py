@@ -135,7 +135,7 @@ def test_an_index_is_a_number(service):
 
 def test_an_answer_that_did_not_end_has_no_receipt(tmp_path):
     with serving(rows=1, timeout=0.3, receipts=tmp_path) as service:
-        gate = Gate(service)
+        gate = Gate(service.scheduler)
         assert ask(service, CHAT, chat()).status_code == 503
         gate.open()
     assert not list(tmp_path.iterdir())

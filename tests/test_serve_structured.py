@@ -79,14 +79,13 @@ def schema_of(model: type[pydantic.BaseModel]) -> dict:
 # ---------------------------------------------------------------------------------------------- formats
 
 
-@pytest.mark.parametrize("temperature", [0, 1])
-def test_a_parsed_answer_is_that_of_generate(client, temperature):
-    fields = {"temperature": temperature, "seed": 5}
+def test_a_parsed_answer_is_that_of_generate(client):
+    fields = {"temperature": 1, "seed": 5}
     done = client.chat.completions.parse(response_format=Item, **asked(**fields))
     assert isinstance(done.choices[0].message.parsed, Item)
     grammar = dflash.Grammar.json_schema(schema_of(Item))
     assert done.choices[0].message.content == direct(
-        prompt_ids(RECORD), grammar=grammar, max_new_tokens=200, temperature=float(temperature), seed=5
+        prompt_ids(RECORD), grammar=grammar, max_new_tokens=200, temperature=1.0, seed=5
     )[0]  # fmt: skip
 
 
@@ -163,13 +162,6 @@ def test_several_calls_may_be_written(client):
     assert all(json.loads(one.function.arguments) == {} for one in made[:-1])
 
 
-def test_a_strict_tool_is_parsed(hermes):
-    tools = [openai.pydantic_function_tool(Item)]
-    call = asked(tools=tools, tool_choice={"type": "function", "function": {"name": "Item"}})
-    (made,) = hermes.chat.completions.parse(**call).choices[0].message.tool_calls
-    assert isinstance(made.function.parsed_arguments, Item)
-
-
 def test_free_answers_are_text_until_a_call_begins(hermes):
     plain = hermes.chat.completions.create(**asked()).choices[0].message.content
     text = hermes.chat.completions.create(**asked(tools=TOOLS, tool_choice="none")).choices[0]
@@ -194,7 +186,6 @@ GRAMMARS = {
     "required one": (
         {"tool_choice": "required", "parallel_tool_calls": False}, "", [CALLED, LIST], [], [f"{LIST}\n{CALLED}"]
     ),
-    "named": ({"tool_choice": STORE}, "", [CALLED], [], [LIST, f"{CALLED}\n{CALLED}"]),
     "or JSON": ({"response_format": {"type": "json_object"}}, "", ['{"a": 1}', LIST, f"{LIST}\n{LIST}"], [], ["hi"]),
     "after reasoning": (
         {"tool_choice": "required"}, "begun", [f"{WRONG}</think>\n\n{CALLED}"], [CALLED, "hi"], [f"</think>{WRONG}"]

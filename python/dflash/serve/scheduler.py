@@ -94,6 +94,7 @@ class Scheduler:
         max_waiting: requests that may wait for a row.
 
     Attributes:
+        session: the rows. Only the scheduler's thread steps it.
         on_step: called after each step with its seconds, from the scheduler's thread.
 
     Raises:
@@ -105,7 +106,7 @@ class Scheduler:
             raise ValueError(f"max_waiting must be at least 0, got {max_waiting}")
         self.generator, self.max_waiting = generator, max_waiting
         self.on_step: Callable[[float], None] = lambda _: None
-        self._session = Session(generator)
+        self.session = Session(generator)
         self._waiting: deque[Ticket] = deque()
         self._running: dict[int, Ticket] = {}
         self._works: deque[_Work[object]] = deque()
@@ -126,7 +127,7 @@ class Scheduler:
 
     def resolve(self, ids: Tensor, **arguments: Unpack[GenerateArguments]) -> Call:
         """Check a request as `dflash.session.Session.resolve` does; nothing is run."""
-        return self._session.resolve(ids, **arguments)
+        return self.session.resolve(ids, **arguments)
 
     def submit(
         self, call: Call, *, skip_special_tokens: bool = False, emit: Callable[[Item], None] | None = None
@@ -218,10 +219,10 @@ class Scheduler:
             for ticket in [ticket for ticket in self._waiting if ticket.is_cancelled]:
                 self._waiting.remove(ticket)
                 ticket.emit(None)
-            while self._waiting and self._session.idle:
+            while self._waiting and self.session.idle:
                 ticket = self._waiting.popleft()
                 try:
-                    row = self._session.admit(ticket.call, skip_special_tokens=ticket.skip_special_tokens)
+                    row = self.session.admit(ticket.call, skip_special_tokens=ticket.skip_special_tokens)
                 except Exception as error:  # of this request
                     ticket.emit(error)
                 else:
@@ -230,7 +231,7 @@ class Scheduler:
 
     def _step(self) -> None:
         """Step the session, and pass on what was added."""
-        events = self._session.step()
+        events = self.session.step()
         # The step's answers all have its time; one that only began has none yet.
         times = (event.event.statistics.step_seconds for event in events)
         if seconds := next(filter(None, times), None):
@@ -245,14 +246,14 @@ class Scheduler:
 
     def _end(self, row: int, last: Item) -> None:
         """Free a row, and pass on the last item of its request."""
-        self._session.retire(row)
+        self.session.retire(row)
         self._running.pop(row).emit(last)
 
     def _fail(self, error: Exception) -> None:
         """End every request that has a row, and begin again; if that fails too, end all and close."""
         failed, self._running = [*self._running.values()], {}
         try:
-            self._session = Session(self.generator)
+            self.session = Session(self.generator)
         except Exception as fatal:
             with self._changed:
                 self._is_closing, error = True, fatal
