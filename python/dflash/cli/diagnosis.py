@@ -236,8 +236,6 @@ def _refuse_alone(given: dict[str, bool]) -> None:
 
 
 def _examine_installation(as_json: bool) -> None:
-    from .doctor import examine
-
     checks = examine()
     if as_json:
         typer.echo(json.dumps([dataclasses.asdict(check) for check in checks]))
