@@ -1,47 +1,40 @@
-"""Read JSON of unknown origin, and JSONL with line numbers; write files atomically."""
+"""Read JSON, JSONL, safetensors and torch files that others wrote; write files atomically."""
 
 from __future__ import annotations
 
 import contextlib
-import glob
 import gzip
 import json
 import os
+import pickle
 import re
 import shutil
 import socket
 import tempfile
+import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from .limits import MAX_JSON_DEPTH
-from .terminal import printable, shortened
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
-__all__ = [
-    "atomic_folder",
-    "check_writable",
-    "fsync",
-    "parse_json",
-    "read_architectures",
-    "read_json",
-    "read_jsonl",
-    "read_lines",
-    "remove_unfinished",
-    "save_tensors",
-    "write_atomically",
-    "write_json",
-]
+from .terminal import named, printable, shortened
 
+MAX_JSON_BYTES = 2**26  # of one file. Python objects take up to thirty times the bytes of the JSON they are read from.
+# What safetensors calls the floating types that torch computes in.
+FLOATING = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _UNFINISHED = ".unfinished-"
-_STRUCTURE = re.compile(r'\\.|["\[{\]}]', re.DOTALL)
 _ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
-_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+# ---------------------------------------------------------------------------------------------- JSON
 
 
 def parse_json(text: str | bytes, where: str, *, unique_keys: bool = False) -> Any:
-    """Parse JSON of unknown origin.
+    """Parse JSON that someone else wrote.
 
     Args:
         text: the JSON; bytes must be UTF-8.
@@ -49,25 +42,29 @@ def parse_json(text: str | bytes, where: str, *, unique_keys: bool = False) -> A
         unique_keys: refuse an object that has a key twice, instead of using its last value.
 
     Raises:
-        ValueError: it is not JSON, is nested too deep, has integers of thousands of digits, or a string that is not
-            Unicode text (half of a surrogate pair).
+        ValueError: it is not JSON, or a string in it is not Unicode text.
     """
     try:
-        if isinstance(text, bytes):
-            text = text.decode("utf-8")
-        # Before parsing, because the parser's stack may overflow. Counting brackets first spares most texts the scan.
-        if text.count("[") + text.count("{") > MAX_JSON_DEPTH and _depth(text) > MAX_JSON_DEPTH:
-            raise ValueError(f"more than {MAX_JSON_DEPTH} levels of brackets")
+        text = text.decode("utf-8") if isinstance(text, bytes) else text
         content = json.loads(text, object_pairs_hook=_unique if unique_keys else None)
-        if _ESCAPED_SURROGATE.search(text) and (half := _SURROGATE.search(json.dumps(content, ensure_ascii=False))):
-            raise ValueError(f"\\u{ord(half[0]):04x} is half of a surrogate pair, not a character")
+        if _ESCAPED_SURROGATE.search(text):
+            json.dumps(content, ensure_ascii=False).encode("utf-8")  # fails for half of a surrogate pair
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}: not JSON that can be read: {printable(error)}") from error
     return content
 
 
-def read_json(path: Path, max_bytes: int, *, unique_keys: bool = False) -> dict[str, Any]:
-    """Read a JSON object of unknown origin.
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in content:
+            raise ValueError(f"the key {key[:60]!r} is there twice")
+        content[key] = value
+    return content
+
+
+def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES, *, unique_keys: bool = False) -> dict[str, Any]:
+    """Read a JSON object that someone else wrote.
 
     Raises:
         ValueError: as `parse_json`; or the file has more than ``max_bytes`` or no object, or it cannot be read.
@@ -75,8 +72,7 @@ def read_json(path: Path, max_bytes: int, *, unique_keys: bool = False) -> dict[
     where = printable(path)
     try:
         with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            text = file.read(min(size, max_bytes) + 1)  # Python allocates what it is asked for
+            text = file.read(min(os.fstat(file.fileno()).st_size, max_bytes) + 1)  # allocates what it is asked for
     except OSError as error:
         raise ValueError(f"{where}: cannot be read: {error.strerror or error}") from error
     if len(text) > max_bytes:
@@ -88,43 +84,13 @@ def read_json(path: Path, max_bytes: int, *, unique_keys: bool = False) -> dict[
 
 
 def read_architectures(config: Mapping[str, Any], where: object) -> list[str]:
-    """Return the ``architectures`` of a parsed ``config.json``; none if the key is missing.
-
-    Raises:
-        ValueError: they are not a list of names.
-    """
+    """Return the ``architectures`` of a parsed ``config.json``. Raises ValueError unless they are a list of names."""
     names = config.get("architectures")
     if names is None:
         return []
     if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"{printable(where)}: architectures must be a list of names, got {shortened(names)}")
     return list(names)
-
-
-def _depth(text: str) -> int:
-    """Return how deep the brackets outside of strings are nested, or the first depth above the limit."""
-    depth = deepest = 0
-    in_string = False
-    for match in _STRUCTURE.finditer(text):
-        token = match[0]
-        if token == '"':
-            in_string = not in_string
-        elif not in_string and token[0] != "\\":
-            depth += 1 if token in "[{" else -1
-            deepest = max(deepest, depth)
-            if deepest > MAX_JSON_DEPTH:
-                break
-    return deepest
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object's pairs as a dict. Raise if a key is there twice."""
-    content: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in content:
-            raise ValueError(f"the key {key[:60]!r} is there twice")
-        content[key] = value
-    return content
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -165,39 +131,92 @@ def read_jsonl(path: Path) -> Iterator[tuple[str, int, dict[str, Any]]]:
         yield where, number, row
 
 
-def _unfinished(path: Path) -> Path:
-    """Return a name next to ``path`` that no other process uses, on this host or one that shares the disk."""
-    return path.with_name(f"{_UNFINISHED}{socket.gethostname()}-{os.getpid()}-{path.name}")
+# ---------------------------------------------------------------------------------------------- weights
 
 
-def remove_unfinished(folder: Path) -> None:
-    """Remove what killed runs left in ``folder``. Nothing may be writing there."""
-    for left in folder.glob(f"{_UNFINISHED}*"):
-        _remove(left)
+class StoredTensor(NamedTuple):
+    """A tensor in a safetensors file; ``kind`` is its dtype as the file calls it."""
+
+    path: Path
+    name: str
+    shape: tuple[int, ...]
+    kind: str
 
 
-def _remove(path: Path) -> None:
-    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
+def find_shards(folder: Path, single_name: str = "model.safetensors") -> list[Path]:
+    """Return the files that hold a model's weights: ``single_name``, or those that its index names.
+
+    Raises:
+        FileNotFoundError: there is neither, or a file that the index names is missing.
+        ValueError: the index is broken, or names a file outside of the folder.
+    """
+    single, index = folder / single_name, folder / f"{single_name}.index.json"
+    if single.is_file():
+        return [single]
+    if not index.is_file():
+        raise FileNotFoundError(f"{printable(folder)} has neither {single.name} nor {index.name}")
+    mapping = read_json(index, unique_keys=True).get("weight_map")
+    if not isinstance(mapping, dict) or not mapping or not all(isinstance(name, str) for name in mapping.values()):
+        raise ValueError(f"{printable(index)}: weight_map must map tensor names to files")
+    names = sorted(set(mapping.values()))
+    for name in names:
+        if Path(name).name != name or name == "..":
+            raise ValueError(
+                f"{printable(index)}: weight_map names {shortened(name)}, which is not a file in the same folder"
+            )
+        if not (folder / name).is_file():
+            raise FileNotFoundError(f"{printable(folder)}: shard {named(name)} is missing, but {index.name} names it")
+    return [folder / name for name in names]
 
 
-def _remove_abandoned(path: Path) -> None:
-    """Remove what processes of this host that were killed left next to ``path`` while they wrote it."""
-    start, end = f"{_UNFINISHED}{socket.gethostname()}-", f"-{path.name}"
-    for left in path.parent.glob(f"{glob.escape(start)}*{glob.escape(end)}"):
-        process = left.name[len(start) : -len(end)]
-        if process.isdecimal() and not _is_another_process(int(process)):
-            _remove(left)
-
-
-def _is_another_process(number: int) -> bool:
-    """True if ``number`` is the id of a process that runs, other than this one."""
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Any]:
     try:
-        os.kill(number, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:  # another user's
-        return True
-    return number != os.getpid()
+        with safe_open(path, "pt") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        what = "not a complete safetensors file (truncated or corrupt?)"
+        raise ValueError(f"{printable(path)}: {what}: {named(error)}") from error
+
+
+def read_header(path: Path) -> dict[str, StoredTensor]:
+    """Return which tensors a safetensors file holds. Raises ValueError if the file is broken or cut."""
+    with _opened(path) as file:
+        parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118, it is not a mapping
+        return {
+            name: StoredTensor(path, name, tuple(part.get_shape()), part.get_dtype()) for name, part in parts.items()
+        }
+
+
+def read_tensor(stored: StoredTensor) -> Tensor:
+    """Return a stored tensor, whose memory is the file until it is copied."""
+    with _opened(stored.path) as file:
+        return file.get_tensor(stored.name)
+
+
+def read_torch_file(path: Path) -> Any:
+    """Read tensors and numbers of ``torch.save``. Never runs code of the file, and never expands it."""
+    with zipfile.ZipFile(path) as file:
+        if any(entry.compress_type != zipfile.ZIP_STORED for entry in file.infolist()):
+            raise ValueError(f"{path.name} is compressed, which torch.save never does")
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:  # torch's message recommends to load it nevertheless
+        raise ValueError(f"{path.name} holds other things than tensors and numbers") from error
+
+
+def save_tensors(tensors: Mapping[str, Any], path: Path, metadata: dict[str, str] | None = None) -> None:
+    """Write a safetensors file with the usual file mode; safetensors makes it readable only by its owner."""
+    from safetensors.torch import save_file
+
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(dict(tensors), path, metadata=metadata)
+    path.chmod(mode)
+    fsync(path)
+
+
+# ---------------------------------------------------------------------------------------------- writing
 
 
 def check_writable(path: Path) -> None:
@@ -218,9 +237,25 @@ def fsync(path: Path) -> None:
         os.close(handle)
 
 
+def _unfinished(path: Path) -> Path:
+    """Return the name under which ``path`` is written, without what a killed run of this host left there."""
+    unfinished = path.with_name(f"{_UNFINISHED}{socket.gethostname()}-{path.name}")
+    _remove(unfinished)
+    return unfinished
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Remove what killed runs left in ``folder``. Nothing may be writing there."""
+    for left in folder.glob(f"{_UNFINISHED}*"):
+        _remove(left)
+
+
+def _remove(path: Path) -> None:
+    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
+
+
 def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
     """Have ``write`` make a file under another name, then rename it: ``path`` is never half a file."""
-    _remove_abandoned(path)
     unfinished = _unfinished(path)
     try:
         write(unfinished)
@@ -234,7 +269,6 @@ def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
 @contextlib.contextmanager
 def atomic_folder(path: Path) -> Iterator[Path]:
     """Yield a folder to fill. When the block ends without an error, it replaces ``path``."""
-    _remove_abandoned(path)
     unfinished = _unfinished(path)
     unfinished.mkdir(parents=True)
     try:
@@ -250,15 +284,4 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 def write_json(content: Any, path: Path) -> None:
     """Write indented JSON with sorted keys."""
     path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    fsync(path)
-
-
-def save_tensors(tensors: Mapping[str, Any], path: Path, metadata: dict[str, str] | None = None) -> None:
-    """Write a safetensors file with the usual file mode; safetensors makes it readable only by its owner."""
-    from safetensors.torch import save_file
-
-    path.touch()
-    mode = path.stat().st_mode
-    save_file(dict(tensors), path, metadata=metadata)
-    path.chmod(mode)
     fsync(path)

@@ -1,56 +1,41 @@
-"""Make text of unknown origin safe and short enough to show on a terminal."""
+"""Make text of unknown origin safe and short enough to show on a terminal; progress bars."""
 
 from __future__ import annotations
 
+import contextlib
 import re
 import reprlib
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import islice
 from typing import Any
 
-from .limits import MAX_SHOWN
-
-__all__ = ["listed", "named", "printable", "shortened"]
-
+MAX_SHOWN = 120  # characters of one name in a message
 # Control characters (ANSI escapes start with one), line separators, overrides of the reading direction, and
 # surrogates, which no encoding of a terminal has.
 _UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _LISTED = 8
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother, _SHORT.maxlong = 3, 60, 60, 60
+_SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxdict = _SHORT.maxset = 8
 
 
 def printable(text: object, keep: str = "") -> str:
     r"""Return ``str(text)`` with the characters that could steer a terminal written as escapes, such as ``\x1b``.
 
-    Applying it twice changes nothing. It does not escape the markup of rich.
-
-    Args:
-        text: a name, a message or generated text.
-        keep: characters that stay as they are, such as ``"\n\t"`` in a text of several lines.
+    Applying it twice changes nothing. It does not escape the markup of rich. ``keep`` names characters that stay as
+    they are, such as ``"\n\t"`` in a text of several lines.
     """
-    return _UNSAFE.sub(lambda match: match[0] if match[0] in keep else _escape(match[0]), str(text))
-
-
-def _escape(character: str) -> str:
-    return character.encode("unicode_escape").decode("ascii")
+    escape = lambda found: found[0] if found[0] in keep else found[0].encode("unicode_escape").decode("ascii")  # noqa: E731
+    return _UNSAFE.sub(escape, str(text))
 
 
 def shortened(value: Any) -> str:
-    """Return ``repr(value)``, printable and cut to 60 characters, whatever the value is."""
+    """Return ``repr(value)``, printable and cut to 60 characters, for a value of any size and depth."""
     try:
-        text = _Repr().repr(value)
+        text = printable(_SHORT.repr(value))
     except Exception:  # a repr of someone else's, or an integer that Python refuses to print
         text = f"<{type(value).__name__}>"
-    text = printable(text)
     return text if len(text) <= 60 else text[:57] + "..."
-
-
-class _Repr(reprlib.Repr):
-    """The repr of a value of any size and depth in little time: what is left out shows as three dots."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.maxlevel, self.maxstring, self.maxother, self.maxlong = 3, 60, 60, 60
-        self.maxlist = self.maxtuple = self.maxdict = self.maxset = 8
 
 
 def named(name: object) -> str:
@@ -63,3 +48,33 @@ def listed(names: Collection[object]) -> str:
     """Return the first few of ``names``, as by `named`, and how many more there are."""
     more = f" and {len(names) - _LISTED} more" if len(names) > _LISTED else ""
     return ", ".join(map(named, islice(names, _LISTED))) + more
+
+
+@contextlib.contextmanager
+def bars(names: Iterable[str], *, shown: bool = True) -> Iterator[Callable[..., None]]:
+    """Show a progress bar per name on standard error, if that is a terminal.
+
+    Yields:
+        ``show(name, done, total, text)``, which writes ``text`` next to the bar.
+    """
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    console = Console(stderr=True)
+    # Names and texts may come from files, so neither rich's markup nor control characters in them do anything.
+    name, text = (TextColumn(part, markup=False) for part in ("{task.description}", "{task.fields[text]}"))
+    columns = (name, BarColumn(), MofNCompleteColumn(), text, TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not (shown and console.is_terminal)) as progress:
+        tasks = {name: progress.add_task(printable(name), total=None, text="") for name in names}
+
+        def show(name: str, done: int, total: int, text: str = "") -> None:
+            progress.update(tasks[name], completed=done, total=total, text=printable(text))
+
+        yield show

@@ -9,7 +9,6 @@ import unicodedata
 import warnings
 
 import pytest
-import torch
 from checkpoints import MEGABYTES, SECONDS, load_in_child, published, save_drafter, speculators
 from draft_variants import YARN, sliding
 from examples import examples
@@ -23,18 +22,12 @@ YARN_SCALING = {**YARN, "original_max_position_embeddings": 512}
 
 # The key that the error names, and the config.
 NAMED = [
-    ("num_hidden_layers", published(num_hidden_layers=10**6, layer_types=None)),
     ("num_hidden_layers", published(num_hidden_layers=10**12, layer_types=None)),
     ("num_hidden_layers", speculators(**{"transformer_layer_config.num_hidden_layers": 10**12})),
     ("hidden_size", published(hidden_size=2**20)),
-    ("hidden_size", published(hidden_size=2**40)),
     ("hidden_size", published(hidden_size=2**62)),
-    ("hidden_size", speculators(**{"transformer_layer_config.hidden_size": 2**62})),
-    ("head_dim", published(head_dim=2**12)),
-    ("head_dim", published(head_dim=2**31)),
     ("head_dim", published(head_dim=2**40)),
     ("head_dim", published(head_dim=None, hidden_size=2**20, num_attention_heads=1, num_key_value_heads=1)),
-    ("intermediate_size", published(intermediate_size=2**20)),
     ("intermediate_size", published(intermediate_size=2**63)),
     ("num_attention_heads", published(num_attention_heads=2**62)),
     ("num_key_value_heads", published(num_key_value_heads=2**62)),
@@ -43,64 +36,34 @@ NAMED = [
     ("max_position_embeddings", published(max_position_embeddings=2**70)),
     ("num_target_layers", published(num_target_layers=10**12)),
     ("target_layer_ids", published(**{"dflash_config.target_layer_ids": [1] * 10**5})),
-    ("target_layer_ids", published(num_target_layers=None, **{"dflash_config.target_layer_ids": [2**70]})),
     ("aux_hidden_state_layer_ids", speculators(aux_hidden_state_layer_ids=[2**70] * 5)),
     ("layer_types", published(layer_types=["full_attention"] * 10**4)),
     ("layer_types", published(layer_types={"a": 1})),
     ("rms_norm_eps", published(rms_norm_eps=HUGE)),
-    ("rms_norm_eps", published(rms_norm_eps=-HUGE)),
-    ("rms_norm_eps", published(rms_norm_eps=1e300)),
-    ("rms_norm_eps", published(rms_norm_eps=math.inf)),
     ("rms_norm_eps", published(rms_norm_eps=math.nan)),
-    ("rms_norm_eps", speculators(**{"transformer_layer_config.rms_norm_eps": HUGE})),
-    ("rope_theta", published(rope_theta=HUGE)),
     ("rope_theta", published(rope_scaling={"rope_type": "default", "rope_theta": HUGE})),
-    ("rope_theta", published(rope_theta=1e-300)),
-    ("output_multiplier", published(output_multiplier=HUGE)),
-    ("final_logit_softcapping", published(final_logit_softcapping=HUGE)),
-    ("factor", published(rope_scaling={"rope_type": "linear", "factor": 1e-300})),
-    ("factor", published(rope_scaling=YARN_SCALING | {"factor": 1e308})),
     ("factor", published(rope_scaling=YARN_SCALING | {"factor": HUGE})),
-    ("beta_fast", published(rope_scaling=YARN_SCALING | {"beta_fast": 1e308})),
     ("beta_slow", published(rope_scaling=YARN_SCALING | {"beta_slow": -1})),
-    ("mscale", published(rope_scaling=YARN_SCALING | {"mscale": 1e308, "mscale_all_dim": 1e-308})),
-    ("mscale", published(rope_scaling=YARN_SCALING | {"mscale": -5.0, "mscale_all_dim": -2.885390081777927})),
-    ("attention_factor", published(rope_scaling=YARN_SCALING | {"attention_factor": HUGE})),
     ("original_max_position", published(rope_scaling=YARN_SCALING | {"original_max_position_embeddings": HUGE})),
     ("rope_scaling", published(rope_scaling=YARN_SCALING | {"factor": {}})),
     ("rope_scaling", published(rope_scaling=[["rope_type", "yarn"]])),
     ("RoPE type", published(rope_scaling={"rope_type": ["yarn"]})),
-    ("architectures", published(architectures=7)),
     ("architectures", published(architectures="DFlashDraftModel")),
-    ("architectures", published(architectures={"DFlashDraftModel": 1})),
-    ("architectures", published(architectures=[[]])),
     ("architectures", speculators(architectures=7)),
     ("model_type", published(model_type=["qwen3"])),
-    ("hidden_act", published(hidden_act={})),
-    ("mask_token_id", published(**{"dflash_config.mask_token_id": -1})),
-    ("mask_token_id", published(mask_token_id=-1)),
     ("mask_token_id", published(**{"dflash_config.mask_token_id": HUGE})),
     ("mask_token_id", speculators(mask_token_id=-1)),
-    ("sliding_window", published(sliding_window={})),
     ("sliding_window", published(**sliding("sfs", {}))),
-    ("swa_window_size", published(**{"dflash_config.use_swa": True, "dflash_config.swa_window_size": {}})),
     ("use_swa", published(**{"dflash_config.use_swa": {}})),
     ("sliding_window_non_causal", speculators(sliding_window_non_causal={})),
-    ("dflash_config", published(dflash_config=[])),
     ("transformer_layer_config", speculators(transformer_layer_config=[])),
-    ("speculators_model_type", speculators(speculators_model_type={})),
     ("config.json", []),
-    ("config.json", "DFlashDraftModel"),
 ]
 TEXTS = {
     "nested brackets": "[" * 100_000,
-    "nested objects": '{"a":' * 100_000,
-    "nested metadata": '{"auto_map": ' + "[" * 100_000 + "]" * 100_000 + "}",
     "an integer of many digits": f'{{"hidden_size": {"9" * 100_000}}}',
     "a key twice": '{"hidden_size": 64, "hidden_size": 65}',
-    "two megabytes of spaces": json.dumps(published()) + " " * 2**21,
     "UTF-16": json.dumps(published()).encode("utf-16"),
-    "half of a surrogate pair": '{"\\ud800": 1}',
     "nothing": "",
 }
 
@@ -122,23 +85,6 @@ def test_hostile_configs_are_refused_by_key_within_a_second_and_50_mb(tmp_path):
 @pytest.mark.parametrize("layout", [published, speculators])
 def test_the_configs_that_the_tests_change_load(tmp_path, layout):
     assert load_draft(save_drafter(tmp_path, layout())).config == DraftConfig.from_config(published())
-
-
-@pytest.mark.parametrize("keys", [{1: 2}, {"dflash_config": {1: 2}}, {"rope_scaling": {1: 2}}, {("a",): 1}])
-def test_keys_that_are_no_strings_are_refused(keys):
-    with pytest.raises(ValueError, match="keys must be strings, got"):
-        DraftConfig.from_config(published() | keys)
-
-
-def test_python_values_of_any_size_are_refused_by_key():
-    nested = []
-    for _ in range(10**5):
-        nested = [nested]
-    for value in (nested, 10**5000, -(10**5000), "x" * 10**6, {"a": nested}, object()):
-        for key in ("hidden_size", "rms_norm_eps", "architectures", "layer_types", "attention_bias", "model_type"):
-            with pytest.raises(ValueError, match=key) as caught:
-                DraftConfig.from_config(published() | {key: value})
-            assert len(str(caught.value)) < 400
 
 
 # ---------------------------------------------------------------------------------------------- random changes
@@ -231,9 +177,6 @@ def test_a_changed_config_loads_or_is_refused_by_the_name_of_a_changed_key(draft
     assert seconds < SECONDS
     assert peak < MEGABYTES * 2**20
     if message is None:
-        rope, head_dim = drafter.config.rope, drafter.config.head_dim
-        assert torch.isfinite(rope.inverse_frequencies(head_dim) * (2**31 - 1)).all()
-        assert math.isfinite(rope.attention_scaling)
         assert isinstance(hash(drafter.config), int)
         return
     message = message.replace(str(drafter_folder), "")

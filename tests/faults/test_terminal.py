@@ -16,8 +16,7 @@ from safetensors.torch import load_file, save_file
 from tiny_pair import save_pair
 
 from dflash import load_draft
-from dflash.progress import bars
-from dflash.terminal import listed, named, printable, shortened
+from dflash.terminal import bars, listed, named, printable, shortened
 
 HOSTILE = "a\x1b]0;title\x07b\rc\x08d\x9b31me\u202ef\u2066g\u2028h\ud800i\x00j\nk"
 

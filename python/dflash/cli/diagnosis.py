@@ -266,8 +266,7 @@ def _examine_pair(
     from ..doctor import Effort, Pair, Prompts, diagnose, find_prompts
     from ..drafter import draft_folder
     from ..files import read_json
-    from ..limits import MAX_JSON_BYTES
-    from ..progress import bars
+    from ..terminal import bars
 
     # 1. Read the small files first, so that what does not fit is refused before weights are loaded
     rows, origin = find_prompts(prompts, str(source.name))
@@ -277,7 +276,7 @@ def _examine_pair(
     folder = draft_folder(draft)
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(f"{printable(folder)} is not a drafter's folder: config.json is missing")
-    keys: Any = read_json(folder / "config.json", MAX_JSON_BYTES, unique_keys=True)
+    keys: Any = read_json(folder / "config.json", unique_keys=True)
     asked = Prompts(rows, tokenizer, **encoding, origin=origin)
     asked.check_room(_check_fit(source, keys, str(folder / "config.json")))
     # 2. Load the weights, and run

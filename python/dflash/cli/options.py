@@ -16,7 +16,6 @@ import typer
 
 from ..evaluate import check_text
 from ..files import read_json
-from ..limits import MAX_JSON_BYTES
 from ..ops import WeightStorage
 from .loading import Source, check_device, load
 
@@ -172,7 +171,7 @@ class GrammarOptions:
         elif self.grammar is not None:
             grammar = Grammar.lark(read_text(self.grammar, "--grammar"))
         else:
-            grammar = Grammar.json_schema(read_json(cast(Path, self.json_schema), MAX_JSON_BYTES))
+            grammar = Grammar.json_schema(read_json(cast(Path, self.json_schema)))
         if tokenizer.eos_token_id is not None:  # before a large model is loaded
             resolve_grammars(grammar, 1, 1, tokenizer, [tokenizer.eos_token_id])
         return grammar

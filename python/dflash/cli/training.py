@@ -17,8 +17,7 @@ import typer
 
 from ..evaluate import Journal
 from ..files import check_writable
-from ..progress import bars
-from ..terminal import printable
+from ..terminal import bars, printable
 from ..train import TrainConfig
 from ..train.regenerate import LocalWriter, ServerWriter, Settings, Summary, Writer
 from .loading import Source, check_device, load, load_target, load_tokenizer, room_of

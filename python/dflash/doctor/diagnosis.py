@@ -89,7 +89,7 @@ def diagnose(pair: Pair, prompts: Prompts, effort: Effort | None = None, show: S
         pair: the pair.
         prompts: what it answers.
         effort: how much is measured.
-        show: told of progress, as `dflash.progress.bars` yields it.
+        show: told of progress, as `dflash.terminal.bars` yields it.
 
     Raises:
         ValueError: the two do not fit, or a prompt does not fit the target.

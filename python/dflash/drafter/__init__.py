@@ -1,14 +1,12 @@
 """The DFlash drafter: its config, its forward pass and its checkpoints."""
 
-from .checkpoint import draft_folder, load_draft
-from .config import DraftConfig
-from .dflash2 import CandidateSelector, DFlash2Config, GroupedConv, PairWeights, check_dflash2
+from .checkpoint import MASK_EMBEDDING_FILE, draft_folder, load_draft
+from .config import ROPE_TYPES, DFlash2Config, DraftConfig, Rope, build_target_layer_ids, check_dflash2
 from .drafter import Drafter, scale_logits
 from .int8 import check_draft_weights, quantized_draft
+from .keys import FULL, SLIDING
 from .layouts import from_speculators, is_speculators, to_speculators, vllm_causality
-from .own_parts import MASK_EMBEDDING_FILE
-from .reader import FULL, SLIDING, build_target_layer_ids
-from .rope import ROPE_TYPES, Rope
+from .parts import CandidateSelector, GroupedConv, PairWeights
 
 __all__ = [
     "FULL",

@@ -5,23 +5,22 @@ from __future__ import annotations
 import copy
 import dataclasses
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..files import read_json
-from ..limits import MAX_JSON_BYTES, MAX_SHARDS
+from ..files import FLOATING, StoredTensor, find_shards, read_header, read_json, read_tensor, read_torch_file
 from ..terminal import listed, named, printable, shortened
-from ..weight_files import FLOATING, StoredTensor, find_shards, read_header, read_tensor_
 from .config import DraftConfig
 from .drafter import Drafter
-from .keys import DFLASH2_KEYS
-from .own_parts import MASK_EMBEDDING_FILE, check_token_map, config_of_stored_parts, read_mask_embedding
+from .layouts import DFLASH2_KEYS
+from .parts import target_ids
 
-__all__ = ["draft_folder", "load_draft"]
-
+MASK_EMBEDDING_FILE = "mask_embedding.pt"
+_MASK_EMBEDDING_BYTES = 2**24  # at most: 2**20 values of 8 bytes, and room for what torch adds
 # Serving engines use other names for the same tensors.
 _PREFIXES = (
     ("model.", ""),
@@ -33,7 +32,7 @@ _PREFIXES = (
 # The reference package saves them under these names, files on the hub have them without the suffix.
 _CODEBOOKS = ("predecessor_codebook.weight", "successor_codebook.weight")
 _DFLASH2_PARTS = ("attention_conv", "mlp_conv", "candidate_selector")
-_REFUSED_PARTS = {"mask_hidden": "mask states that are not an embedding are not implemented"}
+_OWN_PARTS = {"embed_tokens": "embed_tokens.weight", "lm_head": "lm_head.weight", "mask_embedding": "mask_embedding"}
 # What trainers also store: the inverse of d2t, parts of the target, and a head that predicts acceptance.
 _IGNORED = (
     *("rotary_emb.inv_freq", "t2d", "verifier_lm_head.weight", "verifier_norm.weight"),
@@ -74,10 +73,10 @@ def load_draft(
     if dtype is not None and (not isinstance(dtype, torch.dtype) or not dtype.is_floating_point):
         raise TypeError(f"dtype must be a floating torch.dtype or None, got {dtype!r}")
     if isinstance(draft, nn.Module):
-        return _load_module(getattr(draft, "_orig_mod", draft), dtype, device)
+        return _from_module(getattr(draft, "_orig_mod", draft), dtype, device)
     if not isinstance(draft, (str, os.PathLike)):
         raise TypeError(f"draft must be a folder, a hub repository or a module, got {type(draft).__name__}")
-    return _load_folder(draft_folder(draft, revision), dtype, device)
+    return _from_folder(draft_folder(draft, revision), dtype, device)
 
 
 def draft_folder(draft: str | os.PathLike, revision: str | None = None) -> Path:
@@ -106,10 +105,7 @@ def draft_folder(draft: str | os.PathLike, revision: str | None = None) -> Path:
     ) from reason
 
 
-# ---------------------------------------------------------------------------------------------- modules
-
-
-def _load_module(module: nn.Module, dtype: torch.dtype | None, device: torch.device | str | None) -> Drafter:
+def _from_module(module: nn.Module, dtype: torch.dtype | None, device: torch.device | str | None) -> Drafter:
     if isinstance(module, Drafter):
         same_device = device is None or torch.empty(0, dtype=torch.uint8, device=device).device == module.device
         if dtype in (None, module.dtype) and same_device:
@@ -119,73 +115,71 @@ def _load_module(module: nn.Module, dtype: torch.dtype | None, device: torch.dev
     if config is None:
         raise TypeError(f"draft must be a drafter with a .config, got {source} without one")
     config = config if isinstance(config, DraftConfig) else DraftConfig.from_config(config, f"{source}.config")
-    tensors = module.state_dict()
-    config, names = _match(config, {name: tuple(tensor.shape) for name, tensor in tensors.items()}, source)
-    stored = {given: tensors[given] for given in names}
-    _expect_kinds(source, names, {given: _kind(tensor.dtype) for given, tensor in stored.items()})
-    if any(tensor.is_meta for tensor in stored.values()):
-        raise ValueError(f"{source} holds no weights: its parameters are on the meta device")
-    if config.draft_vocab_size is not None:
-        check_token_map(config, stored[_given_name(names, "d2t")], source)
-    first = stored[_given_name(names, "fc.weight")]
-    drafter = Drafter(config, dtype=dtype or first.dtype, device=first.device if device is None else device)
-    _copy_weights(drafter, ((names[given], tensor) for given, tensor in stored.items()))
-    drafter.refresh()
-    return drafter.eval()
+    return _load(config, source, dict(module.state_dict()), dtype, device)
 
 
-# ---------------------------------------------------------------------------------------------- folders
-
-
-def _load_folder(folder: Path, dtype: torch.dtype | None, device: torch.device | str | None) -> Drafter:
-    # 1. Check everything, and read what is small, before anything large is allocated
-    config, source, small = _read_config(folder), printable(folder), {}
-    if (folder / MASK_EMBEDDING_FILE).exists():
-        small[MASK_EMBEDDING_FILE] = read_mask_embedding(folder / MASK_EMBEDDING_FILE, config)
-    stored = _read_headers(folder)
-    shapes = {name: tuple(tensor.shape) for name, tensor in (stored | small).items()}
-    config, names = _match(config, shapes, source)
-    _expect_kinds(source, names, {given: stored[given].kind for given in names if given in stored})
-    if config.draft_vocab_size is not None:
-        given = _given_name(names, "d2t")
-        small[given] = torch.empty(stored[given].shape, dtype=torch.int64, device="cpu")
-        read_tensor_(stored[given], small[given])
-        check_token_map(config, small[given], source)
-    # 2. Read
-    dtype = dtype or FLOATING[stored[_given_name(names, "fc.weight")].kind]
-    drafter = Drafter(config, dtype=dtype, device="cpu" if device is None else device)
-    destinations = _destinations(drafter)
-    for given in names.keys() - small.keys():
-        read_tensor_(stored[given], destinations[names[given]])
-    _copy_weights(drafter, ((names[given], tensor) for given, tensor in small.items()))
-    drafter.refresh()
-    return drafter.eval()
-
-
-def _read_config(folder: Path) -> DraftConfig:
+def _from_folder(folder: Path, dtype: torch.dtype | None, device: torch.device | str | None) -> Drafter:
     path = folder / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{printable(folder)} is not a drafter's folder: {path.name} is missing")
-    return DraftConfig.from_config(read_json(path, MAX_JSON_BYTES, unique_keys=True), str(path))
-
-
-def _read_headers(folder: Path) -> dict[str, StoredTensor]:
-    """Return every tensor of a folder by its name."""
-    stored: dict[str, StoredTensor] = {}
-    room = MAX_JSON_BYTES
-    for path in find_shards(folder, MAX_JSON_BYTES, MAX_SHARDS):
-        tensors, length = read_header(path, room)
-        room -= length
+    config = DraftConfig.from_config(read_json(path, unique_keys=True), str(path))
+    stored: dict[str, Any] = {}
+    for shard in find_shards(folder):
+        tensors = read_header(shard)
         if twice := stored.keys() & tensors.keys():
             name = min(twice)
-            raise ValueError(
-                f"{printable(folder)}: tensor {named(name)} is in {stored[name].path.name} and in {path.name}"
-            )
+            both = f"{stored[name].path.name} and in {shard.name}"
+            raise ValueError(f"{printable(folder)}: tensor {named(name)} is in {both}")
         stored |= tensors
-    return stored
+    if (folder / MASK_EMBEDDING_FILE).exists():
+        stored[MASK_EMBEDDING_FILE] = _read_mask_embedding(folder / MASK_EMBEDDING_FILE, config)
+    return _load(config, printable(folder), stored, dtype, "cpu" if device is None else device)
 
 
-# ---------------------------------------------------------------------------------------------- matching tensors
+def _load(
+    config: DraftConfig,
+    source: str,
+    stored: Mapping[str, StoredTensor | Tensor],
+    dtype: torch.dtype | None,
+    device: torch.device | str | None,
+) -> Drafter:
+    """Make a drafter of stored tensors, which are checked before anything is allocated or read."""
+    # 1. Match names and shapes, and check the types
+    config, names = _match(config, {given: tuple(tensor.shape) for given, tensor in stored.items()}, source)
+    given = {name: given for given, name in names.items()}
+    kinds = {name: _kind(stored[given[name]]) for name in given}
+    for name, kind in kinds.items():
+        what = f"{source}: tensor {named(given[name])}"
+        if name == "d2t" and kind != "I64":
+            raise ValueError(f"{what} must be stored as I64, got {named(kind)}")
+        if name != "d2t" and kind not in FLOATING:
+            raise ValueError(f"{what} is stored as {named(kind)}: quantized drafters cannot be loaded")
+    first = stored[given["fc.weight"]]
+    if isinstance(first, Tensor) and first.is_meta:
+        raise ValueError(f"{source} holds no weights: its parameters are on the meta device")
+    if config.draft_vocab_size is not None:
+        _check_token_map(config, _read(stored[given["d2t"]]), source)
+    # 2. Allocate, and read each tensor
+    device = first.device if device is None and isinstance(first, Tensor) else device
+    drafter = Drafter(config, dtype=dtype or FLOATING[kinds["fc.weight"]], device=device or "cpu")
+    destinations = {packed.name: packed.tensor for packed in drafter.packed_tensors()} | drafter.state_dict()
+    with torch.no_grad():
+        for name in names.values():
+            destinations[name].copy_(_read(stored[given[name]]))
+    drafter.refresh()
+    return drafter.eval()
+
+
+def _read(tensor: StoredTensor | Tensor) -> Tensor:
+    return tensor if isinstance(tensor, Tensor) else read_tensor(tensor)
+
+
+def _kind(tensor: StoredTensor | Tensor) -> str:
+    """Return what safetensors calls a tensor's dtype, or torch's name for one that no drafter is stored in."""
+    if not isinstance(tensor, Tensor):
+        return tensor.kind
+    kinds = {known: kind for kind, known in FLOATING.items()} | {torch.int64: "I64"}
+    return kinds.get(tensor.dtype, str(tensor.dtype))
 
 
 def _match(
@@ -198,8 +192,17 @@ def _match(
     """
     # 1. Translate the names, refuse other kinds of drafters, and note which parts the drafter brings
     names = {given: name for given in shapes if not (name := _translate(given)).endswith(_IGNORED)}
-    _refuse_parts(config, names, source)
-    config = config_of_stored_parts(config, {name: shapes[given] for given, name in names.items()}, source)
+    words = {given: set(name.split(".")) for given, name in names.items()}
+    found = [part for part in _DFLASH2_PARTS if any(part in parts for parts in words.values())]
+    if found and config.dflash2 is None:
+        raise ValueError(
+            f"{source}: tensors {', '.join(found)} belong to a DFlash 2 drafter, whose config.json states "
+            f"{', '.join(DFLASH2_KEYS)}: add them"
+        )
+    if hidden := [given for given, parts in words.items() if "mask_hidden" in parts]:
+        what = "mask states that are not an embedding are not implemented"
+        raise ValueError(f"{source}: tensor {named(hidden[0])} is not supported: {what}")
+    config = _with_own_parts(config, set(names.values()), source)
     # 2. List what the drafter takes: every parameter, and every packed tensor with the parameters inside it
     skeleton = Drafter(config, device="meta")
     parameters = {parameter: name for name, parameter in skeleton.named_parameters()}
@@ -220,27 +223,11 @@ def _match(
         raise ValueError(f"{source}: missing tensors: {listed(missing)} ({_sizes(config)})")
     # 4. Shapes must be those of the config
     for given, name in names.items():
-        shape = expected[name][0]
-        if shapes[given] != shape:
-            stored = shortened(list(shapes[given]))
-            raise ValueError(
-                f"{source}: the config makes tensor {named(given)} {list(shape)}, got {stored} ({_sizes(config)})"
-            )
+        shape, stored = expected[name][0], shapes[given]
+        if shape != stored:
+            what = f"the config makes tensor {named(given)} {list(shape)}, got {shortened(list(stored))}"
+            raise ValueError(f"{source}: {what} ({_sizes(config)})")
     return config, names
-
-
-def _sizes(config: DraftConfig) -> str:
-    """Return the keys of the config that decide which tensors there are, and their shapes."""
-    added = {} if config.dflash2 is None else dataclasses.asdict(config.dflash2)
-    return (
-        f"num_hidden_layers {config.num_hidden_layers}, hidden_size {config.hidden_size}, intermediate_size "
-        f"{config.intermediate_size}, num_attention_heads {config.num_attention_heads}, num_key_value_heads "
-        f"{config.num_kv_heads}, head_dim {config.head_dim}, {len(config.target_layer_ids)} target_layer_ids, "
-        f"attention_bias {config.attention_bias}, attention_sink_bias {config.attention_sinks}, "
-        f"vocab_size {config.vocab_size}, draft_vocab_size {config.draft_vocab_size or config.vocab_size}"
-        + (f", markov_rank {config.markov_rank}" if config.markov_rank else "")
-        + "".join(f", {key} {value}" for key, value in added.items())
-    )
 
 
 def _translate(name: str) -> str:
@@ -250,51 +237,79 @@ def _translate(name: str) -> str:
     return name.removesuffix(".weight") if name.endswith(_CODEBOOKS) else name
 
 
-def _refuse_parts(config: DraftConfig, names: Mapping[str, str], source: str) -> None:
-    """Raise if a tensor belongs to a kind of drafter that is not supported."""
-    parts = {given: set(name.split(".")) for given, name in names.items()}
-    found = [part for part in _DFLASH2_PARTS if any(part in words for words in parts.values())]
-    if found and config.dflash2 is None:
+def _sizes(config: DraftConfig) -> str:
+    """Return the keys of the config that decide which tensors there are, and their shapes."""
+    sizes = {
+        "num_hidden_layers": config.num_hidden_layers,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "target_layer_ids": list(config.target_layer_ids),
+        "attention_bias": config.attention_bias,
+        "attention_sink_bias": config.attention_sinks,
+        "vocab_size": config.vocab_size,
+        "draft_vocab_size": config.draft_vocab_size or config.vocab_size,
+        **({"markov_rank": config.markov_rank} if config.markov_rank else {}),
+        **({} if config.dflash2 is None else dataclasses.asdict(config.dflash2)),
+    }
+    return ", ".join(f"{key} {value}" for key, value in sizes.items())
+
+
+# ---------------------------------------------------------------------------------------------- parts of its own
+
+
+def _with_own_parts(config: DraftConfig, names: set[str], source: str) -> DraftConfig:
+    """Return ``config`` with the parts that a checkpoint stores, by the drafter's names for its tensors."""
+    parts = tuple(part for part, name in _OWN_PARTS.items() if part in config.own_parts or name in names)
+    if config.draft_vocab_size is None and "d2t" in names:
         raise ValueError(
-            f"{source}: tensors {', '.join(found)} belong to a DFlash 2 drafter, whose config.json states "
-            f"{', '.join(DFLASH2_KEYS)}: add them"
+            f"{source}: tensor d2t maps a reduced vocabulary to the target's, and the config states none: "
+            "draft_vocab_size must be below vocab_size"
         )
-    for part, reason in _REFUSED_PARTS.items():
-        for given, words in parts.items():
-            if part in words:
-                raise ValueError(f"{source}: tensor {named(given)} is not supported: {reason}")
+    if config.draft_vocab_size is not None and "lm_head" not in parts:
+        raise ValueError(
+            f"{source}: a drafter with a reduced vocabulary (draft_vocab_size {config.draft_vocab_size}) must have its "
+            "own head, and tensor lm_head.weight is missing"
+        )
+    if config.vocab_size is None and {"embed_tokens", "lm_head"} & set(parts):
+        own = listed([_OWN_PARTS[part] for part in parts if part != "mask_embedding"])
+        raise ValueError(f"{source}: the config must state vocab_size, since the drafter has its own {own}")
+    return dataclasses.replace(config, own_parts=parts)
 
 
-def _expect_kinds(source: str, names: Mapping[str, str], kinds: Mapping[str, str]) -> None:
-    """Raise unless ``d2t`` is stored as int64 and every other tensor in a type that torch computes in."""
-    for given, kind in kinds.items():
-        if names[given] == "d2t":
-            if kind != "I64":
-                raise ValueError(f"{source}: tensor {named(given)} must be stored as I64, got {named(kind)}")
-        elif kind not in FLOATING:
-            raise ValueError(
-                f"{source}: tensor {named(given)} is stored as {named(kind)}: quantized drafters cannot be loaded"
-            )
+def _read_mask_embedding(path: Path, config: DraftConfig) -> Tensor:
+    """Read ``mask_embedding.pt``: a tensor, or a dict with ``embedding`` and perhaps ``mask_token_id``."""
+    where = printable(path)
+    if (size := path.stat().st_size) > _MASK_EMBEDDING_BYTES:
+        raise ValueError(f"{where}: must have at most {_MASK_EMBEDDING_BYTES} bytes, got {size}")
+    try:
+        content = read_torch_file(path)
+    except Exception as error:  # torch raises many types for empty, truncated or foreign files
+        raise ValueError(f"{where}: cannot be read: {shortened(str(error))}") from error
+    mask, tensor = None, content
+    if isinstance(content, dict):
+        mask, tensor = content.get("mask_token_id"), content.get("embedding")
+    if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+        raise ValueError(f"{where}: must hold a floating tensor, or a dict with one under 'embedding'")
+    if mask is not None and mask != config.mask_token_id:
+        raise ValueError(f"{where}: its mask_token_id is {shortened(mask)}, and the config's is {config.mask_token_id}")
+    if tensor.numel() != config.hidden_size:
+        what = f"hidden_size = {config.hidden_size} values, got {shortened(list(tensor.shape))}"
+        raise ValueError(f"{where}: the mask embedding must have {what}")
+    return tensor.flatten()
 
 
-def _kind(dtype: torch.dtype) -> str:
-    """Return what safetensors calls a dtype, or torch's name for one that no drafter is stored in."""
-    kinds = {known: kind for kind, known in FLOATING.items()} | {torch.int64: "I64"}
-    return kinds.get(dtype, str(dtype))
-
-
-def _given_name(names: Mapping[str, str], name: str) -> str:
-    return next(given for given, translated in names.items() if translated == name)
-
-
-@torch.no_grad()
-def _copy_weights(drafter: Drafter, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    destinations = _destinations(drafter)
-    for name, tensor in tensors:
-        destinations[name].copy_(tensor)
-
-
-def _destinations(drafter: Drafter) -> dict[str, Tensor]:
-    """Return every tensor that a checkpoint may hold, by the drafter's name for it."""
-    destinations: dict[str, Tensor] = {packed.name: packed.tensor for packed in drafter.packed_tensors()}
-    return destinations | drafter.state_dict()
+def _check_token_map(config: DraftConfig, d2t: Tensor, source: str) -> None:
+    """Raise ValueError unless each draft token has a token of the target's, and no two have the same."""
+    ids = target_ids(d2t)
+    outside = (ids < 0) | (ids >= config.vocab_size)
+    if outside.any():
+        index = int(outside.nonzero()[0])
+        raise ValueError(
+            f"{source}: d2t must map each of the {config.draft_vocab_size} draft tokens to a token below vocab_size "
+            f"{config.vocab_size}, and it maps {index} to {int(ids[index])}"
+        )
+    if len(ids.unique()) < len(ids):
+        raise ValueError(f"{source}: d2t must map each draft token to another token, and it maps some to the same")

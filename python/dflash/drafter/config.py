@@ -6,19 +6,38 @@ implemented is refused by name. Unknown metadata is at most warned about.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import asdict, dataclass, field
+from types import SimpleNamespace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
 
 from ..files import read_architectures
-from ..terminal import printable
-from .dflash2 import DFlash2Config
-from .keys import expect_names
-from .layouts import from_muse_assistant, from_speculators, is_muse_assistant, is_speculators
-from .reader import read_fields
-from .rope import Rope
+from ..ops import MAX_CANDIDATES
+from ..terminal import listed, printable, shortened
+from .keys import BOTH, FULL, KEYS, METADATA, REQUIRED, ROPE_KEYS, SECTION, SLIDING, TOP, integer
+from .layouts import (
+    DFLASH2_KEYS,
+    DSPARK_ARCHITECTURE,
+    from_muse_assistant,
+    from_speculators,
+    is_muse_assistant,
+    is_speculators,
+)
 
-__all__ = ["DraftConfig"]
+_ORIGINAL = "original_max_position_embeddings"
+ROPE_TYPES: dict[str, tuple[str, ...]] = {  # and the settings that each uses
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL),
+    "yarn": ("factor", "beta_fast", "beta_slow", "truncate", _ORIGINAL),
+}
+_DFLASH2_ARCHITECTURES = {"DFlash2DraftModel", "Qwen3DFlash2DraftModel"}
+# Names of the model class in a config: the reference package's, NeMo AutoModel's, and DeepSpec's.
+_ARCHITECTURES = {"DFlashDraftModel", "Qwen3DFlashDraftModel", DSPARK_ARCHITECTURE, *_DFLASH2_ARCHITECTURES}
 
 
 class SupportsToDict(Protocol):
@@ -26,6 +45,62 @@ class SupportsToDict(Protocol):
 
     def to_dict(self) -> dict[str, object]:
         """Return the content of ``config.json``."""
+
+
+@dataclass(frozen=True)
+class DFlash2Config:
+    """The shape of what DFlash 2 adds to a drafter. The defaults are those of published drafters.
+
+    Attributes:
+        conv_kernel_size: rows that a convolution reads, its own included.
+        conv_group_size: channels that share the part of a kernel that depends on the row.
+        selector_rank: columns of the codebooks.
+        selector_top_k: candidates per position.
+    """
+
+    conv_kernel_size: int = 2
+    conv_group_size: int = 16
+    selector_rank: int = 256
+    selector_top_k: int = 16
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Half-split rotary position embedding over the whole head. ``type`` decides which of the numbers apply."""
+
+    type: str = "default"
+    theta: float = 10000.0
+    factor: float = 1.0
+    original_max_position_embeddings: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    attention_scaling: float = 1.0
+
+    def inverse_frequencies(self, head_dim: int) -> Tensor:
+        """Return ``[head_dim / 2]`` float32 on the CPU, as transformers computes them for this type."""
+        parameters = asdict(self) | {"rope_theta": self.theta, "attention_factor": self.attention_scaling}
+        return _run_rope_rule(self.type, parameters, head_dim)[0]
+
+
+def _run_rope_rule(kind: str, parameters: dict[str, Any], head_dim: int) -> tuple[Tensor, float]:
+    """Return the inverse frequencies and the scaling of attention by transformers' rule."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    with torch.device("cpu"):
+        if kind == "default":  # transformers has it in its models only
+            powers = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+            return 1.0 / parameters["rope_theta"] ** powers, 1.0
+        config: Any = SimpleNamespace(
+            rope_parameters=parameters,
+            head_dim=head_dim,
+            hidden_size=head_dim,
+            num_attention_heads=1,
+            standardize_rope_params=lambda: None,
+        )
+        return ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
 
 
 @dataclass(frozen=True)
@@ -81,6 +156,12 @@ class DraftConfig:
         """Rows of the drafter's pass over a whole block, which is the block size that checkpoints state."""
         return self.block_size - self.predicts_from_anchor
 
+    def expect_defaults(self, layout: str, *names: str) -> None:
+        """Raise ValueError unless these fields have their defaults, for a layout that has no keys for them."""
+        for name in names:
+            if (value := getattr(self, name)) != getattr(DraftConfig, name):
+                raise ValueError(f"{layout} has no {name}, and this drafter has {value}")
+
     @classmethod
     def from_config(cls, config: Mapping[str, object] | SupportsToDict, source: str = "draft config") -> DraftConfig:
         """Read a parsed ``config.json``, in any of the layouts that `dflash.drafter.layouts` lists.
@@ -98,12 +179,246 @@ class DraftConfig:
             if not callable(getattr(config, "to_dict", None)):
                 raise ValueError(f"{source}: must be a mapping or have to_dict(), got {type(config).__name__}")
             config = config.to_dict()
-        expect_names(config, source)
         read_architectures(config, source)
-        if is_speculators(config):
-            try:
-                config = from_speculators(config)
-            except ValueError as error:
-                raise ValueError(printable(f"{source}: {error}")) from None
         muse = is_muse_assistant(config)
-        return cls(**read_fields(from_muse_assistant(config) if muse else config, source), scales_like_target=muse)
+        try:
+            if is_speculators(config):
+                config = from_speculators(config)
+            read = cls(**_read_fields(from_muse_assistant(config) if muse else config), scales_like_target=muse)
+        except ValueError as error:
+            raise ValueError(printable(f"{source}: {error}")) from None
+        known = METADATA.union(name for name, key in KEYS.items() if key.place != SECTION)
+        if unknown := sorted(key for key in config if key not in known and not key.startswith("_")):
+            warnings.warn(
+                f"{printable(source)}: unknown keys are ignored: {listed(unknown)}", UserWarning, stacklevel=2
+            )
+        return read
+
+
+# ---------------------------------------------------------------------------------------------- the published layout
+
+
+def _read_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a `DraftConfig` from a parsed config in the published layout."""
+    # 1. Check every key by itself
+    given = _read_keys(config)
+    layers, hidden, vocab = (given.get(key) for key in ("num_hidden_layers", "hidden_size", "vocab_size"))
+    # 2. Check what must fit together
+    heads = given["num_attention_heads"]
+    kv_heads, head_dim = given.get("num_key_value_heads", heads), given.get("head_dim")
+    if heads % kv_heads:
+        raise ValueError(f"num_attention_heads must be a multiple of num_key_value_heads, got {heads} and {kv_heads}")
+    if head_dim is None and hidden % heads:
+        raise ValueError(
+            f"head_dim is missing, and hidden_size {hidden} is not a multiple of num_attention_heads {heads}"
+        )
+    head_dim = head_dim or hidden // heads
+    KEYS["head_dim"].check("head_dim", head_dim)
+    if head_dim % 2:
+        raise ValueError(f"head_dim must be even for RoPE, got {head_dim}")
+    if (wide := given.get("target_hidden_size", hidden)) != hidden:
+        raise ValueError(
+            f"target_hidden_size = {wide} differs from hidden_size = {hidden}: both models must be equally wide"
+        )
+    drafts, mask = given.get("draft_vocab_size"), given["mask_token_id"]
+    if drafts is not None and (vocab is None or drafts > vocab):
+        raise ValueError(f"draft_vocab_size must be at most vocab_size = {vocab}, got {drafts}")
+    if vocab is not None and mask >= vocab:
+        raise ValueError(f"mask_token_id must be below vocab_size {vocab}, got {mask}")
+    # 3. Read what several keys decide
+    dflash2 = _read_dflash2(given, hidden, vocab)
+    from_anchor = _read_from_anchor(given, vocab, dflash2)
+    causal, window = _read_attention(given, layers)
+    own = {"embed_tokens": "has_embed_tokens", "lm_head": "has_lm_head", "mask_embedding": "mask_embedding"}
+    same = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "mask_token_id")
+    same += ("attention_bias", "vocab_size", "num_target_layers", "max_position_embeddings", "markov_rank")
+    scales = ("rms_norm_eps", "attention_value_scale", "input_embedding_scale", "output_multiplier")
+    return {
+        **{key: given.get(key) for key in same},
+        **{key: float(given[key]) for key in scales},
+        "num_kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "block_size": given["block_size"] + from_anchor,
+        "target_layer_ids": _read_taps(given, config, layers),
+        "causal": causal,
+        "window": window,
+        "rope": _read_rope(given, config, head_dim),
+        "attention_sinks": given.get("attention_sink_bias", given["add_swa_attention_sink_bias"]),
+        "final_logit_softcapping": max(float(given["final_logit_softcapping"]), 0.0),
+        "dflash2": dflash2,
+        "predicts_from_anchor": from_anchor,
+        "own_parts": tuple(part for part, key in own.items() if given[key]),
+        "draft_vocab_size": None if drafts == vocab else drafts,
+    }
+
+
+def _read_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Check each key, and return the values that count, defaults included. Null counts as missing."""
+    section = config.get("dflash_config")
+    section = {} if section is None else section
+    if not isinstance(section, Mapping):
+        raise ValueError(f"dflash_config must be an object, got {shortened(section)}")
+    if unknown := sorted(name for name in section if name not in KEYS or KEYS[name].place == TOP):
+        raise ValueError(f"unknown keys in dflash_config: {listed(unknown)}")
+    given = {name: key.default for name, key in KEYS.items() if key.default not in (None, REQUIRED)}
+    for place, level in ((TOP, config), (SECTION, section)):  # the section counts, so it is read last
+        for name, value in level.items():
+            if value is not None and name in KEYS and KEYS[name].place in (place, BOTH):
+                KEYS[name].check(name, value)
+                given[name] = value
+    architectures = given.get("architectures")
+    if architectures and _ARCHITECTURES.isdisjoint(architectures):
+        names = f"DFlashDraftModel, DFlash2DraftModel or {DSPARK_ARCHITECTURE}"
+        raise ValueError(f"architectures must name {names}, got {listed(architectures)}")
+    if missing := [name for name, key in KEYS.items() if key.default is REQUIRED and name not in given]:
+        raise ValueError(f"{missing[0]} is missing")
+    return given
+
+
+def _read_dflash2(given: Mapping[str, Any], hidden: int, vocab: int | None) -> DFlash2Config | None:
+    """Return what a config states of DFlash 2; None for a drafter of the first generation."""
+    values = {key: given.get(key) for key in DFLASH2_KEYS}
+    if _DFLASH2_ARCHITECTURES.isdisjoint(given.get("architectures", ())) and not any(values.values()):
+        return None
+    if missing := [key for key, value in values.items() if value is None]:
+        raise ValueError(f"a DFlash 2 drafter states {', '.join(DFLASH2_KEYS)}, and {', '.join(missing)} is missing")
+    config = DFlash2Config(**values)
+    check_dflash2(config, hidden, vocab)
+    return config
+
+
+def check_dflash2(config: DFlash2Config, hidden: int, vocab: int | None) -> None:
+    """Raise ``ValueError`` if a drafter ``hidden`` wide for ``vocab`` tokens cannot have these parts."""
+    for key, value in asdict(config).items():
+        integer(1)(key, value)
+    if vocab is None:
+        raise ValueError("vocab_size is missing: a DFlash 2 drafter's codebooks have that many rows")
+    if hidden % config.conv_group_size:
+        raise ValueError(f"conv_group_size must divide hidden_size {hidden}, got {config.conv_group_size}")
+    if config.selector_top_k > MAX_CANDIDATES:
+        raise ValueError(f"selector_top_k must be at most {MAX_CANDIDATES}, got {config.selector_top_k}")
+    if config.selector_top_k > vocab:
+        raise ValueError(f"selector_top_k must be at most vocab_size {vocab}, got {config.selector_top_k}")
+
+
+def _read_from_anchor(given: Mapping[str, Any], vocab: int | None, dflash2: DFlash2Config | None) -> bool:
+    """Return True if the anchor's row predicts too, as in DSpark drafters. Check their Markov head."""
+    is_dspark = DSPARK_ARCHITECTURE in given.get("architectures", ())
+    if given["markov_rank"]:
+        if (kind := given["markov_head_type"]) != "vanilla":
+            raise ValueError(
+                f"markov_head_type must be vanilla, got {shortened(kind)}: other heads are not implemented"
+            )
+        if vocab is None:
+            raise ValueError("vocab_size is missing: a Markov head has that many rows")
+        if dflash2 is not None:
+            raise ValueError("markov_rank must be 0 in a DFlash 2 drafter, whose tokens a selector links already")
+        if "sample_from_anchor" not in given and not is_dspark:
+            raise ValueError(
+                "sample_from_anchor must say whether the anchor's row predicts too: drafters with a Markov head are "
+                f"trained either way. {DSPARK_ARCHITECTURE} in architectures would mean true"
+            )
+    return given.get("sample_from_anchor", is_dspark)
+
+
+def build_target_layer_ids(num_target_layers: int, num_draft_layers: int) -> tuple[int, ...]:
+    """Return the tapped target layers of a drafter that does not name them.
+
+    They are evenly spaced from layer 1 to the fourth from last. A drafter of one layer taps the middle one. Halves are
+    rounded to even, as Python does.
+
+    Raises:
+        ValueError: the target has too few layers for the rule.
+    """
+    if num_draft_layers == 1:
+        return (num_target_layers // 2,)
+    if num_target_layers < 4:
+        raise ValueError(
+            f"target_layer_ids is missing and can be derived only for 4 target layers or more, got {num_target_layers}"
+        )
+    step = (num_target_layers - 4) / (num_draft_layers - 1)
+    return tuple(round(1 + i * step) for i in range(num_draft_layers))
+
+
+def _read_taps(given: Mapping[str, Any], config: Mapping[str, Any], layers: int) -> tuple[int, ...]:
+    taps, target_layers = given.get("target_layer_ids"), given.get("num_target_layers")
+    if taps is not None:
+        if target_layers is not None and max(taps) >= target_layers:
+            raise ValueError(f"target_layer_ids must be below num_target_layers {target_layers}, got {max(taps)}")
+        return tuple(taps)
+    for key in ("eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids"):
+        if config.get(key) is not None:
+            raise ValueError(
+                f"{key} without target_layer_ids is not supported: the two count layers differently, "
+                "so state target_layer_ids"
+            )
+    if target_layers is None:
+        raise ValueError("target_layer_ids is missing, and without num_target_layers it cannot be derived")
+    return build_target_layer_ids(target_layers, layers)
+
+
+def _read_attention(given: Mapping[str, Any], layers: int) -> tuple[tuple[bool, ...], tuple[int, ...]]:
+    """Return the causality and the window of every layer."""
+    # 1. The kinds of layers; where they are missing, what Qwen3's own config derives
+    use_sliding, kinds = given.get("use_sliding_window"), given.get("layer_types")
+    if kinds is None:
+        num_full = given["max_window_layers"] if use_sliding and "sliding_window" in given else layers
+        kinds = [FULL if i < num_full else SLIDING for i in range(layers)]
+    if not isinstance(kinds, (list, tuple)) or len(kinds) != layers:
+        raise ValueError(
+            f"layer_types must name each of the {layers} layers, got {shortened(kinds)} with num_hidden_layers {layers}"
+        )
+    for kind in kinds:
+        if kind not in (FULL, SLIDING):
+            raise ValueError(f"layer_types must be {FULL} or {SLIDING}, got {shortened(kind)}")
+    # 2. The window; use_swa gives one to layers that are full by name
+    causal = given.get("is_causal", given.get("causal"))
+    everywhere, window = SLIDING not in kinds and given.get("use_swa", False), 0
+    if everywhere or SLIDING in kinds:
+        if "swa_window_size" not in given and use_sliding is False:
+            raise ValueError("layer_types has sliding_attention, but use_sliding_window is false")
+        window = given.get("swa_window_size", given.get("sliding_window"))
+        cause = "use_swa" if everywhere else f"{SLIDING} in layer_types"
+        integer(1)(f"{cause} needs a window: sliding_window", window)
+    return (
+        tuple(kind == SLIDING if causal is None else causal for kind in kinds),
+        tuple(window if everywhere or kind == SLIDING else 0 for kind in kinds),
+    )
+
+
+def _read_rope(given: Mapping[str, Any], config: Mapping[str, Any], head_dim: int) -> Rope:
+    """Read ``rope_scaling``, else ``rope_parameters``. ``rope_theta`` may be inside or at the top level."""
+    # 1. Check every key by itself
+    name = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
+    settings = given.get(name) or {}
+    if not isinstance(settings, Mapping):
+        raise ValueError(f"{name} must be an object, got {shortened(settings)}")
+    if any(isinstance(value, Mapping) for value in settings.values()):
+        raise ValueError(f"{name} per layer type is not supported: {listed(settings)}")
+    settings = {key: value for key, value in settings.items() if value is not None}
+    for key in ROPE_KEYS.keys() & settings.keys():
+        ROPE_KEYS[key](key if key == "partial_rotary_factor" else f"{name}.{key}", settings[key])
+    kind = settings.get("rope_type") or settings.get("type") or "default"
+    if kind not in tuple(ROPE_TYPES):
+        raise ValueError(f"{name}: RoPE type {shortened(kind)} is not supported: {', '.join(ROPE_TYPES)} are")
+    # 2. Add what may stand elsewhere, and check what the type needs
+    theta, longest = float(settings.get("rope_theta", given["rope_theta"])), given.get("max_position_embeddings")
+    settings[_ORIGINAL] = given.get(_ORIGINAL, settings.get(_ORIGINAL, longest))
+    if kind == "yarn":
+        factor = longest / settings[_ORIGINAL] if longest and settings[_ORIGINAL] else None
+        settings = {"factor": factor, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": True} | settings
+    for key in ROPE_TYPES[kind]:
+        if settings.get(key) is None:
+            raise ValueError(f"{name} of type {kind} needs {key}")
+    low, high = settings.get("low_freq_factor"), settings.get("high_freq_factor")
+    if kind == "llama3" and high <= low:
+        raise ValueError(f"{name}: high_freq_factor must be above low_freq_factor, got {high} and {low}")
+    if kind == "yarn" and theta <= 1:
+        raise ValueError(f"rope_theta must be > 1 for yarn, got {theta}")
+    # 3. Keep what the type uses
+    rope = {key: float(value) if type(value := settings[key]) is int else value for key in ROPE_TYPES[kind]}
+    if _ORIGINAL in rope:
+        rope[_ORIGINAL] = settings[_ORIGINAL]
+    if kind == "yarn":
+        rope["attention_scaling"] = float(_run_rope_rule(kind, settings | {"rope_theta": theta}, head_dim)[1])
+    return Rope(kind, theta, **rope)

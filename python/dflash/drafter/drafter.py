@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -15,12 +16,17 @@ from ..cache import KVCache
 from ..decoder import DecoderLayer, DecoderStack, rotary_table
 from ..ops import reference
 from .config import DraftConfig
-from .derived import DerivedWeight, forget_derived, scale_outputs_
-from .dflash2 import CandidateSelector, GroupedConv
-from .dspark import MarkovHead
-from .own_parts import add_own_parts, keep_own_parts, own_embeddings, own_head, scatter_to_vocabulary, share_equal_parts
-
-__all__ = ["Drafter", "PackedTensor", "scale_logits"]
+from .parts import (
+    CandidateSelector,
+    DerivedWeight,
+    GroupedConv,
+    Holder,
+    MarkovHead,
+    empty_parameter,
+    linear_of,
+    share_equal_parts,
+    target_ids,
+)
 
 
 class PackedTensor(NamedTuple):
@@ -58,7 +64,7 @@ class Drafter(nn.Module):
         heads = config.num_attention_heads + 2 * config.num_kv_heads
         like = torch.empty(0, dtype=dtype, device=device)
         # 1. What fuses the target's features.
-        self.fc = _linear(like.new_empty(hidden, len(config.target_layer_ids) * hidden))
+        self.fc = linear_of(like.new_empty(hidden, len(config.target_layer_ids) * hidden))
         self.hidden_norm = self._norm(like, hidden)
         # 2. The layers, on packed projections.
         qkv_weight = like.new_empty(layers, heads * config.head_dim, hidden)
@@ -77,7 +83,14 @@ class Drafter(nn.Module):
         if config.markov_rank:
             self.markov_head = MarkovHead(config.markov_rank, config.vocab_size, config.draft_vocab_size, like)
         # 4. What it does not share with the target.
-        add_own_parts(self, config, like)
+        if "embed_tokens" in config.own_parts:
+            self.embed_tokens = Holder(like, config.vocab_size, hidden)
+        if "lm_head" in config.own_parts:
+            self.lm_head = Holder(like, config.draft_vocab_size or config.vocab_size, hidden)
+        if "mask_embedding" in config.own_parts:
+            self.mask_embedding = empty_parameter(like, hidden)
+        if config.draft_vocab_size is not None:
+            self.register_buffer("d2t", like.new_empty(config.draft_vocab_size, dtype=torch.int64))
         self.shared_parts: set[str] = set()  # those that are the target's tensors, see `share_`
         self._stack: DecoderStack | None = None
         self._restack()
@@ -94,7 +107,7 @@ class Drafter(nn.Module):
 
     @property
     def selector(self) -> CandidateSelector | MarkovHead | None:
-        """What links the tokens of a block; None if they are predicted apart."""
+        """What links the tokens of a block; None if each is predicted without the others."""
         return self.candidate_selector if self.markov_head is None else self.markov_head
 
     def new_cache(self, batch_size: int, capacity: int) -> KVCache:
@@ -118,15 +131,15 @@ class Drafter(nn.Module):
                 f"attention_value_scale must stay {self.config.attention_value_scale} where weights are shared, got "
                 f"{scale}: make a Drafter with that config and load the weights into it"
             )
-        twin = copy.copy(self)
-        twin.config, twin._stack = dataclasses.replace(config, own_parts=self.config.own_parts), None
-        twin._buffers = {**self._buffers, "inv_freq": twin._frequencies(self.device)}
-        twin._restack()
-        return twin
+        other = copy.copy(self)
+        other.config, other._stack = dataclasses.replace(config, own_parts=self.config.own_parts), None
+        other._buffers = {**self._buffers, "inv_freq": other._frequencies(self.device)}
+        other._restack()
+        return other
 
     def refresh(self) -> None:
         """Notice parameters whose storage was replaced. Called once per call of ``generate``, outside of the step."""
-        scale_outputs_(self)
+        self._scale_outputs()
         if self.markov_head is not None and self.config.draft_vocab_size is not None:
             self.markov_head.refresh(self.d2t)
         layers, norm = self._stack_layers(), self.norm.weight
@@ -137,7 +150,9 @@ class Drafter(nn.Module):
 
     def forget_values(self) -> None:
         """Compute what follows from the weights again at the next `refresh`, whether they have changed or not."""
-        forget_derived(self)
+        for part in self.modules():
+            if isinstance(part, DerivedWeight):
+                part.forget()
 
     # ------------------------------------------------------------------------------------------ the forward pass
 
@@ -214,9 +229,12 @@ class Drafter(nn.Module):
             ``[..., vocab]``, -inf for tokens that a head over part of the vocabulary does not know.
         """
         config = self.config
-        logits = own_head(self, hidden) if "lm_head" in config.own_parts else head(hidden)
+        logits = ops.linear(hidden, self.lm_head.weight) if "lm_head" in config.own_parts else head(hidden)
         logits = scale_logits(logits, config.output_multiplier, config.final_logit_softcapping)
-        return logits if config.draft_vocab_size is None else scatter_to_vocabulary(self, logits)
+        if config.draft_vocab_size is None:
+            return logits
+        full = logits.new_full((*logits.shape[:-1], config.vocab_size), -torch.inf)
+        return full.index_copy_(-1, target_ids(self.d2t), logits)
 
     def embed_block(
         self, tokens: Tensor, length: Tensor, num_drafts: int, table: Tensor, drafts: Tensor | None = None
@@ -230,7 +248,9 @@ class Drafter(nn.Module):
             table: ``[vocab, hidden]``, the target's raw embeddings; a drafter with its own table uses that.
             drafts: ``[batch, num_drafts]`` int64; None for masks.
         """
-        config, (table, mask_embedding) = self.config, own_embeddings(self, table)
+        config = self.config
+        table = self.embed_tokens.weight if "embed_tokens" in config.own_parts else table
+        mask_embedding = self.mask_embedding if "mask_embedding" in config.own_parts else None
         rows = num_drafts if config.predicts_from_anchor else num_drafts + 1
         mask = (config.mask_token_id, num_drafts, rows, mask_embedding, config.input_embedding_scale)
         return ops.draft_rows(tokens, length, drafts, table, *mask)
@@ -256,19 +276,19 @@ class Drafter(nn.Module):
         weights = self._split_qkv(self.qkv_weight[index])
         biases = (None,) * 3 if self.qkv_bias is None else self._split_qkv(self.qkv_bias[index])
         for name, weight, bias in zip(("q_proj", "k_proj", "v_proj"), weights, biases, strict=True):
-            attention.add_module(name, _linear(weight, bias))
+            attention.add_module(name, linear_of(weight, bias))
         o_bias = like.new_empty(hidden) if config.attention_bias else None
-        attention.o_proj = _linear(like.new_empty(hidden, heads * head_dim), o_bias)
+        attention.o_proj = linear_of(like.new_empty(hidden, heads * head_dim), o_bias)
         if config.attention_value_scale != 1.0:
             attention.scaled_o = DerivedWeight(torch.empty_like(attention.o_proj.weight))
         attention.q_norm = self._norm(like, head_dim)
         attention.k_norm = self._norm(like, head_dim)
         if config.attention_sinks:
-            attention.attention_sink_bias = nn.Parameter(like.new_empty(heads), requires_grad=False)
+            attention.attention_sink_bias = empty_parameter(like, heads)
         layer.post_attention_layernorm = self._norm(like, hidden)
         layer.mlp = mlp
-        mlp.gate_proj, mlp.up_proj = map(_linear, self.gate_up_weight[index].chunk(2))
-        mlp.down_proj = _linear(like.new_empty(hidden, config.intermediate_size))
+        mlp.gate_proj, mlp.up_proj = map(linear_of, self.gate_up_weight[index].chunk(2))
+        mlp.down_proj = linear_of(like.new_empty(hidden, config.intermediate_size))
         if config.dflash2 is not None:
             layer.attention_conv = GroupedConv(config.dflash2, hidden, like)
             layer.mlp_conv = GroupedConv(config.dflash2, hidden, like)
@@ -276,7 +296,7 @@ class Drafter(nn.Module):
 
     def _norm(self, like: Tensor, size: int) -> nn.RMSNorm:
         module = nn.RMSNorm(size, self.config.rms_norm_eps, device="meta", dtype=like.dtype)
-        module.weight = nn.Parameter(like.new_empty(size), requires_grad=False)
+        module.weight = empty_parameter(like, size)
         return module
 
     def _frequencies(self, device: torch.device | str) -> Tensor:
@@ -353,8 +373,15 @@ class Drafter(nn.Module):
                 if parameter.data_ptr() != view.data_ptr() or parameter.is_meta:
                     view.copy_(parameter)
                     parameter.data = view
-        scale_outputs_(self)
+        self._scale_outputs()
         self._restack()
+
+    def _scale_outputs(self) -> None:
+        """Scale the output projections that have changed, in copies: as good as scaling all values."""
+        scale = self.config.attention_value_scale
+        for attention in (layer.self_attn for layer in self.layers if scale != 1.0):
+            weight = attention.o_proj.weight
+            attention.scaled_o.follow_([weight], functools.partial(torch.mul, weight, scale))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Drafter:
         frequencies = self.inv_freq
@@ -369,7 +396,11 @@ class Drafter(nn.Module):
         self, state_dict: Mapping[str, Tensor], strict: bool = True, assign: bool = False
     ) -> tuple[list[str], list[str]]:
         """Load parameters as `torch.nn.Module.load_state_dict` does, and keep them packed."""
-        keep_own_parts(self)
+        with torch.no_grad():  # parts that are the target's tensors get memory of their own again
+            for part in self.shared_parts:
+                weight = getattr(self, part).weight
+                weight.data = weight.data.clone()
+        self.shared_parts.clear()
         result = super().load_state_dict(state_dict, strict=strict, assign=assign)
         self._pack()
         return result
@@ -387,13 +418,3 @@ def scale_logits(logits: Tensor, multiplier: float, cap: float) -> Tensor:
     if multiplier != 1.0:
         logits = logits * multiplier
     return torch.tanh(logits / cap) * cap if cap else logits
-
-
-def _linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
-    """Return a linear module whose parameters are these tensors, or views of the same storage."""
-    out, size = weight.shape
-    linear = nn.Linear(size, out, bias=bias is not None, device="meta", dtype=weight.dtype)
-    linear.weight = nn.Parameter(weight, requires_grad=False)
-    if bias is not None:
-        linear.bias = nn.Parameter(bias, requires_grad=False)
-    return linear

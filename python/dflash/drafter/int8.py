@@ -10,8 +10,6 @@ from ..ops import DecoderLayer, Int8Weight, NotFiniteError, WeightStorage, int8_
 from ..targets import ValuesFingerprint, not_finite
 from .drafter import Drafter
 
-__all__ = ["Int8Drafter", "check_draft_weights", "quantized_draft"]
-
 
 def check_draft_weights(weights: WeightStorage, draft: Drafter | None) -> None:
     """Raise ValueError unless a drafter's weights can be stored so, if they are finite; None for no drafter."""

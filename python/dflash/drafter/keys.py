@@ -1,262 +1,203 @@
-"""The keys of a drafter's ``config.json``: which are read, refused or ignored, and checked access to their values."""
+"""The keys of a drafter's ``config.json``: one row per key, with its place and default in each layout."""
 
 from __future__ import annotations
 
-import math
-import warnings
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
-from .. import limits
-from ..terminal import listed, printable, shortened
+from ..terminal import shortened
 
-__all__ = [
-    "DFLASH2_KEYS",
-    "DSPARK_ARCHITECTURE",
-    "REFUSED",
-    "Keys",
-    "expect_names",
-    "is_dflash2",
-    "refuse_unsupported",
-    "warn_about_unknown",
-]
+FULL, SLIDING = "full_attention", "sliding_attention"
+TOP, SECTION, BOTH = "top", "dflash_config", "both"
+LAYER = "transformer_layer_config"
+REQUIRED = object()  # the default of a key that must be there
+MAX_LAYERS, MAX_TARGET_LAYERS, MAX_WIDTH = 2**8, 2**10, 2**20  # what a config asks for is allocated
+_LARGEST = 1e300
 
-# fmt: off
-# Keys of dflash_config that are read. Any other is an error, since it may change the math.
-DFLASH_KEYS = frozenset((
-    "attention_sink_bias", "attention_value_scale", "block_size", "causal", "final_logit_softcapping",
-    "input_embedding_scale", "markov_head_type", "markov_rank", "mask_token", "mask_token_id", "num_target_layers",
-    "output_multiplier", "projector_type", "sample_from_anchor", "swa_window_size", "target_layer_ids",
-    "use_aux_hidden_state", "use_swa",
-))
-# Names of the model class in a plain drafter's config: the reference package's, and NeMo AutoModel's.
-ARCHITECTURES = ("DFlashDraftModel", "Qwen3DFlashDraftModel")
-# Keys that only DFlash 2 drafters have.
-DFLASH2_KEYS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
-DFLASH2_ARCHITECTURES = frozenset(("DFlash2DraftModel", "Qwen3DFlash2DraftModel"))
-DSPARK_ARCHITECTURE = "Qwen3DSparkModel"
-
-# Top-level keys that are read.
-READ_KEYS = frozenset((
-    "add_swa_attention_sink_bias", "architectures", "attention_bias", "attention_sink_bias", "attention_value_scale",
-    "block_size",
-    "dflash_config", "draft_vocab_size", "final_logit_softcapping", "has_embed_tokens", "has_lm_head", "head_dim",
-    "hidden_act", "hidden_size",
-    "input_embedding_scale", "intermediate_size", "is_causal", "layer_types", "markov_head_type", "markov_rank",
-    "mask_embedding", "mask_token_id",
-    "max_position_embeddings", "max_window_layers", "model_type", "num_attention_heads", "num_hidden_layers",
-    "num_key_value_heads", "num_target_layers", "original_max_position_embeddings", "output_multiplier",
-    "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta", "sample_from_anchor", "sliding_window",
-    "target_hidden_size",
-    "target_layer_ids", "use_sliding_window", "vocab_size",
-))
-# Top-level keys that do not affect the forward pass: transformers' own settings and notes on training.
-METADATA_KEYS = frozenset((
-    "add_cross_attention", "attention_dropout", "auto_map", "aux_hidden_state_layer_ids", "bad_words_ids",
-    "begin_suppress_tokens", "bos_token_id", "chunk_size_feed_forward", "confidence_head_with_markov",
-    "cross_attention_hidden_size",
-    "decoder_start_token_id", "diversity_penalty", "do_sample", "dtype", "eagle_aux_hidden_state_layer_ids",
-    "early_stopping", "enable_confidence_head",
-    "encoder_no_repeat_ngram_size", "eos_token_id", "exponential_decay_length_penalty",
-    "finetuning_task", "forced_bos_token_id", "forced_eos_token_id", "id2label", "initializer_range", "is_decoder",
-    "is_encoder_decoder", "label2id", "length_penalty", "mask_token", "max_length", "min_length",
-    "no_repeat_ngram_size", "num_anchors", "num_beam_groups", "num_beams", "num_return_sequences", "output_attentions",
-    "output_hidden_states", "output_scores", "pad_token_id", "prefix", "pretraining_tp", "problem_type",
-    "pruned_heads", "remove_invalid_values", "repetition_penalty", "return_dict", "return_dict_in_generate",
-    "sep_token_id", "suppress_tokens", "task_specific_params", "temperature", "tf_legacy_loss",
-    "tie_encoder_decoder", "tie_word_embeddings", "tokenizer_class", "top_k", "top_p", "torch_dtype",
-    "torchscript", "transformers_version", "typical_p", "use_bfloat16", "use_cache",
-))
-# fmt: on
+Check = Callable[[str, Any], None]  # of a key's value; raises ValueError
 
 
-class Refusal(NamedTuple):
-    """Why a key is refused, and the values that change nothing and pass."""
+def integer(least: int, most: int = 2**31 - 1) -> Check:
+    """Return a check for an integer from ``least`` to ``most``."""
 
-    neutral: tuple
-    reason: str
+    def check(key: str, value: Any) -> None:
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ValueError(f"{key} must be an integer >= {least}, got {shortened(value)}")
+        if value > most:
+            raise ValueError(f"{key} must be at most {most}, got {shortened(value)}")
 
-
-_QUANTIZED = "quantized drafters cannot be loaded"
-_HALF_SPLIT = "only half-split RoPE is implemented"
-
-# Keys that change the math, at either level.
-REFUSED: dict[str, Refusal] = {
-    "quantization_config": Refusal((None,), _QUANTIZED),
-    "compression_config": Refusal((None,), _QUANTIZED),
-    "speculators_config": Refusal((None,), "this is half of the speculators layout: speculators_model_type is missing"),
-    "partial_rotary_factor": Refusal((None, 1.0), "RoPE over part of the head is not implemented"),
-    "is_neox_style": Refusal((None, True), _HALF_SPLIT),
-    "rope_is_neox_style": Refusal((None, True), _HALF_SPLIT),
-    "add_full_attention_sink_bias": Refusal((None, False), "sinks in full-attention layers only are not implemented"),
-    "logit_scale": Refusal((None, 1.0), "use output_multiplier"),
-    "mlp_bias": Refusal((None, False), "MLP biases are not implemented"),
-    "use_aux_hidden_state": Refusal((None, True), "a DFlash drafter reads the target's hidden states"),
-    "projector_type": Refusal((None, "dflash"), "only the plain DFlash head is implemented"),
-}
+    return check
 
 
-# What the keys that are read must be, at either level and whether or not the rest of the config uses them.
-INTEGERS: dict[str, tuple[int, int]] = {  # the smallest and the largest value
-    "block_size": (1, limits.MAX_BLOCK_SIZE),
-    "conv_group_size": (0, limits.MAX_WIDTH),  # 0 only in drafters of the first generation
-    "conv_kernel_size": (0, limits.MAX_BLOCK_SIZE),
-    "draft_vocab_size": (1, limits.MAX_VOCABULARY),
-    "head_dim": (1, limits.MAX_HEAD_DIM),
-    "hidden_size": (1, limits.MAX_WIDTH),
-    "intermediate_size": (1, limits.MAX_WIDTH),
-    "markov_rank": (0, limits.MAX_WIDTH),
-    "mask_token_id": (0, limits.MAX_VOCABULARY),
-    "max_position_embeddings": (1, limits.MAX_POSITIONS),
-    "max_window_layers": (0, limits.MAX_TARGET_LAYERS),
-    "num_attention_heads": (1, limits.MAX_HEADS),
-    "num_hidden_layers": (1, limits.MAX_DRAFT_LAYERS),
-    "num_key_value_heads": (1, limits.MAX_HEADS),
-    "num_target_layers": (1, limits.MAX_TARGET_LAYERS),
-    "original_max_position_embeddings": (1, limits.MAX_POSITIONS),
-    "selector_rank": (0, limits.MAX_WIDTH),
-    "selector_top_k": (0, limits.MAX_VOCABULARY),
-    "sliding_window": (0, limits.MAX_POSITIONS),  # 0 only where no layer has a window
-    "swa_window_size": (0, limits.MAX_POSITIONS),
-    "target_hidden_size": (1, limits.MAX_WIDTH),
-    "vocab_size": (1, limits.MAX_VOCABULARY),
-}
-NUMBERS: dict[str, bool] = {  # True if it must be above 0
-    "attention_value_scale": True,
-    "final_logit_softcapping": False,
-    "input_embedding_scale": True,
-    "output_multiplier": True,
-    "rms_norm_eps": True,
-    "rope_theta": True,
-}
-BOOLEANS = (
-    *("add_swa_attention_sink_bias", "attention_bias", "attention_sink_bias", "causal", "is_causal"),
-    *("has_embed_tokens", "has_lm_head", "mask_embedding", "sample_from_anchor", "use_sliding_window", "use_swa"),
-)
+def number(*, positive: bool = True) -> Check:
+    """Return a check for a finite number, above 0 unless ``positive`` is False."""
+
+    def check(key: str, value: Any) -> None:
+        # Compared, because math.isfinite cannot take an integer beyond the floats.
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not -_LARGEST < value < _LARGEST:
+            raise ValueError(f"{key} must be a finite number, got {shortened(value)}")
+        if positive and value <= 0:
+            raise ValueError(f"{key} must be > 0, got {shortened(value)}")
+
+    return check
 
 
-class Keys:
-    """Checked access to a config's keys, at the top level and inside ``dflash_config``. Every error names its source.
+def anything(key: str, value: Any) -> None:
+    """Accept a value that is checked together with others."""
 
-    Args:
-        config: the parsed ``config.json``.
-        source: what error messages call it.
 
-    Raises:
-        ValueError: a key of `INTEGERS`, `NUMBERS` or `BOOLEANS` has a value of another type or out of its range.
+def boolean(key: str, value: Any) -> None:
+    """Raise ValueError unless the value is true or false."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{key} must be true or false, got {shortened(value)}")
+
+
+def layers(least: int) -> Check:
+    """Return a check for a list of the target's layers, which are counted from ``least``."""
+
+    def check(key: str, value: Any) -> None:
+        if not isinstance(value, (list, tuple)) or not 0 < len(value) <= MAX_TARGET_LAYERS:
+            raise ValueError(f"{key} must be a list of one or more layers, got {shortened(value)}")
+        for layer in value:
+            integer(least, MAX_TARGET_LAYERS)(key, layer)
+
+    return check
+
+
+def one_of(*words: str, why: str = "") -> Check:
+    """Return a check for one of some words."""
+
+    def check(key: str, value: Any) -> None:
+        if value not in words:
+            raise ValueError(f"{key} must be {words[0]}{why}, got {shortened(value)}")
+
+    return check
+
+
+def unsupported(reason: str, *neutral: Any) -> Check:
+    """Return a check that refuses every value that would change the math."""
+
+    def check(key: str, value: Any) -> None:
+        if value not in neutral:
+            raise ValueError(f"{key} = {shortened(value)} is not supported: {reason}")
+
+    return check
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key.
+
+    Attributes:
+        place: where the published layout has it: at the top, in ``dflash_config`` (where unknown keys are an error,
+            since they may change the math), or in both, where ``dflash_config`` counts.
+        check: what a value must be, and why others are refused.
+        default: in the published layout; None if there is none, or if it follows from other keys.
+        speculators: where the speculators layout has it: at the top, in ``transformer_layer_config``, or None.
+        qwen3: its default in a ``transformer_layer_config``, which is that of a Qwen3 config.
+        muse: its default in transformers' MuseGlimmerAssistantConfig.
     """
 
-    def __init__(self, config: Mapping[str, Any], source: str) -> None:
-        self.top, self.source = config, source
-        dflash = config.get("dflash_config")
-        if dflash is not None and not isinstance(dflash, Mapping):
-            raise self.error(f"dflash_config must be an object, got {shortened(dflash)}")
-        self.dflash: Mapping[str, Any] = dflash or {}
-        for level in (self.top, self.dflash):
-            expect_names(level, source)
-            for key, value in level.items():
-                self._check(key, value)
-
-    def _check(self, key: str, value: Any) -> None:
-        if value is None:
-            return
-        if key in INTEGERS:
-            self.integer(key, value, *INTEGERS[key])
-        elif key in NUMBERS:
-            self.number(key, value, positive=NUMBERS[key])
-        elif key in BOOLEANS:
-            self.boolean(key, value)
-        elif key == "target_layer_ids":
-            self._layer_ids(key, value)
-
-    def _layer_ids(self, key: str, value: Any) -> None:
-        if not isinstance(value, (list, tuple)) or not value:
-            raise self.error(f"{key} must be a list of one or more layers, got {shortened(value)}")
-        if len(value) > limits.MAX_TAPS:
-            raise self.error(f"{key} must name at most {limits.MAX_TAPS} layers, got {len(value)}")
-        for layer in value:
-            self.integer(key, layer, 0, limits.MAX_TARGET_LAYERS)
-
-    def error(self, message: str) -> ValueError:
-        """Return an error that starts with the source."""
-        return ValueError(printable(f"{self.source}: {message}"))
-
-    def value(self, key: str, default: Any = None) -> Any:
-        """Return ``dflash_config[key]``, else the top-level value. Null counts as missing."""
-        for level in (self.dflash, self.top):
-            if level.get(key) is not None:
-                return level[key]
-        return default
-
-    def integer(self, key: str, value: Any, minimum: int, maximum: int | None = None) -> int:
-        """Return ``value`` if it is an integer from ``minimum`` to ``maximum``."""
-        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-            raise self.error(f"{key} must be an integer >= {minimum}, got {shortened(value)}")
-        if maximum is not None and value > maximum:
-            raise self.error(f"{key} must be at most {maximum}, got {shortened(value)}")
-        return value
-
-    def required_integer(self, key: str) -> int:
-        """Return a top-level integer that must be there."""
-        if self.top.get(key) is None:
-            raise self.error(f"{key} is missing")
-        return self.top[key]
-
-    def number(self, key: str, value: Any, *, positive: bool = True) -> float:
-        """Return ``value`` as a float if it is a finite number, above 0 unless ``positive`` is False."""
-        # Compared, because math.isfinite cannot take an integer beyond the floats.
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not -math.inf < value < math.inf:
-            raise self.error(f"{key} must be a finite number, got {shortened(value)}")
-        if positive and value <= 0:
-            raise self.error(f"{key} must be > 0, got {shortened(value)}")
-        if abs(value) > limits.MAX_NUMBER or (positive and value < 1 / limits.MAX_NUMBER):
-            low = 1 / limits.MAX_NUMBER if positive else -limits.MAX_NUMBER
-            raise self.error(f"{key} must be from {low:g} to {limits.MAX_NUMBER:g}, got {shortened(value)}")
-        return float(value)
-
-    def boolean(self, key: str, value: Any) -> bool:
-        """Return ``value`` if it is true or false."""
-        if not isinstance(value, bool):
-            raise self.error(f"{key} must be true or false, got {shortened(value)}")
-        return value
+    place: str
+    check: Check = anything
+    default: Any = None
+    speculators: str | None = None
+    qwen3: Any = None
+    muse: Any = None
 
 
-def expect_names(config: Mapping[Any, Any], source: str) -> None:
-    """Raise unless every key of an object is a string."""
-    if others := [key for key in config if not isinstance(key, str)]:
-        raise ValueError(f"{printable(source)}: keys must be strings, got {shortened(others[0])}")
-
-
-def is_dflash2(keys: Keys) -> bool:
-    """Return True if this is the config of a DFlash 2 drafter, by its architecture or by keys that only those have."""
-    architectures = keys.top.get("architectures") or []
-    return not DFLASH2_ARCHITECTURES.isdisjoint(architectures) or any(keys.value(key) for key in DFLASH2_KEYS)
-
-
-def refuse_unsupported(keys: Keys) -> None:
-    """Raise unless this is a DFlash drafter that asks only for math implemented here."""
-    architectures = keys.top.get("architectures") or []
-    if unknown := sorted(set(keys.dflash) - DFLASH_KEYS - set(DFLASH2_KEYS)):
-        raise keys.error(f"unknown keys in dflash_config: {listed(unknown)}")
-    for key, (neutral, reason) in REFUSED.items():
-        for level in (keys.dflash, keys.top):
-            if level.get(key) not in neutral:
-                raise keys.error(f"{key} = {shortened(level[key])} is not supported: {reason}")
-    known = DFLASH2_ARCHITECTURES.union(ARCHITECTURES, (DSPARK_ARCHITECTURE,))
-    if architectures and known.isdisjoint(architectures):
-        names = f"DFlashDraftModel, DFlash2DraftModel or {DSPARK_ARCHITECTURE}"
-        raise keys.error(f"architectures must name {names}, got {listed(architectures)}")
-    model_type, activation = keys.top.get("model_type"), keys.top.get("hidden_act")
-    if model_type not in (None, "", "qwen3"):
-        raise keys.error(f"model_type must be qwen3, the shape of every DFlash drafter, got {shortened(model_type)}")
-    if activation not in (None, "silu"):
-        raise keys.error(f"hidden_act must be silu, got {shortened(activation)}")
-
-
-def warn_about_unknown(keys: Keys) -> None:
-    """List unknown top-level keys in one warning, on behalf of the caller of ``DraftConfig.from_config``."""
-    known = READ_KEYS | METADATA_KEYS | set(REFUSED) | set(DFLASH2_KEYS)
-    unknown = sorted(key for key in keys.top if key not in known and not key.startswith("_"))
-    if unknown:
-        message = f"{printable(keys.source)}: unknown keys are ignored: {listed(unknown)}"
-        warnings.warn(message, UserWarning, stacklevel=4)
+_QUANTIZED, _HALF_SPLIT = "quantized drafters cannot be loaded", "only half-split RoPE is implemented"
+_HALF_A_LAYOUT = "this is half of the speculators layout: speculators_model_type is missing"
+_MUSE_ROPE = {"rope_type": "default", "rope_theta": 500000.0}
+# fmt: off
+KEYS: dict[str, Key] = {
+    # the class
+    "architectures": Key(TOP),
+    "model_type": Key(TOP, one_of("qwen3", "", why=", the shape of every DFlash drafter"), speculators=LAYER),
+    "hidden_act": Key(TOP, one_of("silu"), speculators=LAYER),
+    # shapes
+    "hidden_size": Key(TOP, integer(1, MAX_WIDTH), REQUIRED, LAYER, 4096, 6656),
+    "intermediate_size": Key(TOP, integer(1, MAX_WIDTH), REQUIRED, LAYER, 22016, 19968),
+    "num_hidden_layers": Key(TOP, integer(1, MAX_LAYERS), REQUIRED, LAYER, 32, 5),
+    "num_attention_heads": Key(TOP, integer(1, 2**12), REQUIRED, LAYER, 32, 32),
+    "num_key_value_heads": Key(TOP, integer(1, 2**12), None, LAYER, 32, 8),
+    "head_dim": Key(TOP, integer(1, 2**12), None, LAYER, 128, 128),
+    "max_position_embeddings": Key(TOP, integer(1), None, LAYER, 32768, 131072),
+    "target_hidden_size": Key(TOP, integer(1), speculators=TOP),
+    "num_target_layers": Key(BOTH, integer(1, MAX_TARGET_LAYERS), None, LAYER),
+    "target_layer_ids": Key(BOTH, layers(0), muse=[1, 13, 25, 37, 49]),  # speculators: aux_hidden_state_layer_ids
+    "block_size": Key(BOTH, integer(1, 2**12), 16, TOP, muse=16),
+    "vocab_size": Key(TOP, integer(1, 2**24), None, LAYER, 151936),
+    "draft_vocab_size": Key(TOP, integer(1, 2**24), speculators=TOP),
+    "mask_token": Key(SECTION),
+    "mask_token_id": Key(BOTH, integer(0), REQUIRED, TOP, muse=201818),
+    # attention
+    "layer_types": Key(TOP, speculators=LAYER),
+    "is_causal": Key(TOP, boolean, speculators=LAYER),
+    "causal": Key(SECTION, boolean),
+    "sliding_window": Key(TOP, integer(0), None, LAYER, muse=2048),
+    "use_sliding_window": Key(TOP, boolean, speculators=LAYER),
+    "max_window_layers": Key(TOP, integer(0), 28),
+    "use_swa": Key(SECTION, boolean),
+    "swa_window_size": Key(SECTION, integer(0)),
+    "attention_bias": Key(TOP, boolean, False, LAYER),
+    "attention_sink_bias": Key(BOTH, boolean),
+    "add_swa_attention_sink_bias": Key(TOP, boolean, False),
+    "rope_parameters": Key(TOP, anything, None, LAYER, muse=_MUSE_ROPE),
+    "rope_scaling": Key(TOP, anything, None, LAYER),
+    "rope_theta": Key(TOP, number(), 10000.0, LAYER),
+    "original_max_position_embeddings": Key(TOP, integer(1), None, LAYER),
+    # norms and scales
+    "rms_norm_eps": Key(TOP, number(), 1e-6, LAYER, muse=1e-5),
+    "attention_value_scale": Key(BOTH, number(), 1.0),
+    "input_embedding_scale": Key(BOTH, number(), 1.0),
+    "output_multiplier": Key(BOTH, number(), 1.0),
+    "final_logit_softcapping": Key(BOTH, number(positive=False), 0.0),
+    # parts of its own
+    "has_embed_tokens": Key(TOP, boolean, False),
+    "has_lm_head": Key(TOP, boolean, False),
+    "mask_embedding": Key(TOP, boolean, False),
+    # DFlash 2, DSpark
+    "conv_kernel_size": Key(BOTH, integer(0, 2**12), None, TOP),
+    "conv_group_size": Key(BOTH, integer(0, MAX_WIDTH), None, TOP),
+    "selector_rank": Key(BOTH, integer(0, MAX_WIDTH), None, TOP),
+    "selector_top_k": Key(BOTH, integer(0), None, TOP),
+    "sample_from_anchor": Key(BOTH, boolean, None, TOP),
+    "markov_rank": Key(BOTH, integer(0, MAX_WIDTH), 0, TOP),
+    "markov_head_type": Key(BOTH, anything, "vanilla", TOP),
+    # what is not implemented
+    "quantization_config": Key(TOP, unsupported(_QUANTIZED)),
+    "compression_config": Key(TOP, unsupported(_QUANTIZED)),
+    "speculators_config": Key(TOP, unsupported(_HALF_A_LAYOUT)),
+    "partial_rotary_factor": Key(TOP, unsupported("RoPE over part of the head is not implemented", 1.0)),
+    "is_neox_style": Key(TOP, unsupported(_HALF_SPLIT, True)),
+    "rope_is_neox_style": Key(TOP, unsupported(_HALF_SPLIT, True)),
+    "add_full_attention_sink_bias": Key(TOP, unsupported("sinks in full layers only are not implemented", False)),
+    "logit_scale": Key(TOP, unsupported("use output_multiplier", 1.0)),
+    "mlp_bias": Key(TOP, unsupported("MLP biases are not implemented", False)),
+    "use_aux_hidden_state": Key(BOTH, unsupported("a DFlash drafter reads the target's hidden states", True)),
+    "projector_type": Key(BOTH, unsupported("only the plain DFlash head is implemented", "dflash"), speculators=TOP),
+}
+# Keys of rope_scaling and rope_parameters.
+ROPE_KEYS: dict[str, Check] = {
+    "rope_theta": number(), "factor": number(), "attention_factor": number(positive=False),
+    "low_freq_factor": number(), "high_freq_factor": number(),
+    "beta_fast": number(), "beta_slow": number(),
+    "mscale": number(positive=False), "mscale_all_dim": number(positive=False),
+    "truncate": boolean, "original_max_position_embeddings": integer(1),
+    "partial_rotary_factor": KEYS["partial_rotary_factor"].check,
+}
+# Top-level keys that change nothing: transformers' own settings, and notes on training. Others are warned about.
+METADATA = frozenset("""
+    add_cross_attention attention_dropout auto_map aux_hidden_state_layer_ids bad_words_ids begin_suppress_tokens
+    bos_token_id chunk_size_feed_forward confidence_head_with_markov cross_attention_hidden_size decoder_start_token_id
+    dflash_config diversity_penalty do_sample dtype eagle_aux_hidden_state_layer_ids early_stopping
+    enable_confidence_head encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty finetuning_task
+    forced_bos_token_id forced_eos_token_id id2label initializer_range is_decoder is_encoder_decoder label2id
+    length_penalty mask_token max_length min_length no_repeat_ngram_size num_anchors num_beam_groups num_beams
+    num_return_sequences output_attentions output_hidden_states output_scores pad_token_id prefix pretraining_tp
+    problem_type pruned_heads remove_invalid_values repetition_penalty return_dict return_dict_in_generate sep_token_id
+    suppress_tokens task_specific_params temperature tf_legacy_loss tie_encoder_decoder tie_word_embeddings
+    tokenizer_class top_k top_p torch_dtype torchscript transformers_version typical_p use_bfloat16 use_cache
+""".split())  # noqa: SIM905

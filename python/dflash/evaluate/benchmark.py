@@ -23,7 +23,7 @@ from ..drafter import Drafter
 from ..files import write_atomically
 from ..fit import check_block_size
 from ..ops import WeightStorage
-from ..progress import bars
+from ..terminal import bars
 from .by_context import StepCounts, count_steps, summarize_steps
 from .compare import Answer, Comparison, Decoding, Total, pair_runners
 from .datasets import Prompt

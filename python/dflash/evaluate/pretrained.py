@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from ..files import read_json
-from ..limits import MAX_TARGET_CONFIG_BYTES
 from ..targets import check_target_config, check_target_size, check_target_weights
 from ..terminal import listed, named, printable, shortened
 
@@ -120,7 +119,7 @@ class Pretrained:
         check_target_config(folder)
         for path in (folder / name for name in names):
             if path.is_file():
-                read_json(path, MAX_TARGET_CONFIG_BYTES)
+                read_json(path)
 
     def _folder(self) -> Path | None:
         """Return the local folder, of a hub id its snapshot so far. None if there is none: the loader says why."""
@@ -138,7 +137,7 @@ class Pretrained:
         folder = self._folder()
         if folder is None or (folder / "config.json").is_file() or not (folder / _ADAPTER).is_file():
             return None
-        name = read_json(folder / _ADAPTER, MAX_TARGET_CONFIG_BYTES).get("base_model_name_or_path")
+        name = read_json(folder / _ADAPTER).get("base_model_name_or_path")
         if not isinstance(name, str):
             raise ValueError(
                 f"{printable(folder / _ADAPTER)}: base_model_name_or_path must be a name, got {shortened(name)}"

@@ -25,7 +25,6 @@ from ..limits import (
     MAX_NGRAM,
     MAX_POSITIONS,
     MAX_RECEIPT_BYTES,
-    MAX_SHOWN,
     MAX_STOP_CHARACTERS,
     MAX_STOP_STRINGS,
     MAX_VOCABULARY,
@@ -35,7 +34,7 @@ from ..ops import WeightStorage
 from ..sampling import Grammar, RuleSettings, integer
 from ..streaming import Tokenizer
 from ..targets import check_target, describe_config, embedding_table, version_of, versions, weights_digest
-from ..terminal import listed, printable, shortened
+from ..terminal import MAX_SHOWN, listed, printable, shortened
 
 if TYPE_CHECKING:
     from ..call import GenerateArguments

@@ -10,17 +10,13 @@ from typing import Any
 
 from torch import nn
 
-from ..files import read_architectures, read_json
+from ..files import find_shards, read_architectures, read_header, read_json
 from ..limits import (
     MAX_EXPERTS,
     MAX_POSITIONS,
-    MAX_TARGET_CONFIG_BYTES,
-    MAX_TARGET_JSON_BYTES,
     MAX_TARGET_LAYERS,
-    MAX_TARGET_SHARDS,
 )
 from ..terminal import listed, named, printable, shortened
-from ..weight_files import find_shards, read_header
 
 __all__ = ["check_target_config", "check_target_size", "check_target_weights"]
 
@@ -47,7 +43,7 @@ def check_target_config(folder: Path) -> None:
     path = folder / "config.json"
     if not path.is_file():
         return
-    config, source = read_json(path, MAX_TARGET_CONFIG_BYTES), printable(path)
+    config, source = read_json(path), printable(path)
     read_architectures(config, source)
     for key, value in _integers(config):
         limit = next((limit for pattern, limit in _SIZES if pattern.search(key)), _MAX_INTEGER)
@@ -67,12 +63,10 @@ def check_target_weights(folder: Path) -> list[Path]:
     """
     for name in ("model.safetensors", "pytorch_model.bin"):
         with contextlib.suppress(FileNotFoundError):
-            files = find_shards(folder, MAX_TARGET_JSON_BYTES, MAX_TARGET_SHARDS, name)
-            room = MAX_TARGET_JSON_BYTES
+            files = find_shards(folder, name)
             for file in files:
                 if file.suffix == ".safetensors":
-                    _, length = read_header(file, room)
-                    room -= length
+                    read_header(file)
             return files
     return []
 

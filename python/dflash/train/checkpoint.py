@@ -18,10 +18,20 @@ import torch
 from torch import Tensor
 
 from ..drafter import FULL, SLIDING, DraftConfig, Drafter, Rope
-from ..files import atomic_folder, fsync, read_json, remove_unfinished, save_tensors, write_atomically, write_json
-from ..limits import MAX_JSON_BYTES
+from ..files import (
+    FLOATING,
+    atomic_folder,
+    fsync,
+    read_header,
+    read_json,
+    read_tensor,
+    read_torch_file,
+    remove_unfinished,
+    save_tensors,
+    write_atomically,
+    write_json,
+)
 from ..terminal import listed, printable
-from ..weight_files import FLOATING, read_header, read_tensor_, read_torch_file
 
 __all__ = [
     "CheckpointError",
@@ -225,7 +235,7 @@ def read_progress(path: str | os.PathLike) -> dict[str, Any]:
     """
     path = Path(path)
     try:
-        return read_json(path / _PROGRESS, MAX_JSON_BYTES)
+        return read_json(path / _PROGRESS)
     except (OSError, ValueError) as error:
         raise _unreadable(path, error) from error
 
@@ -263,15 +273,12 @@ def _unreadable(path: Path, error: Exception) -> CheckpointError:
 
 def _read_weights(path: Path, drafter: Drafter) -> dict[str, Tensor]:
     """Read the tensors of ``drafter``. The header is compared with them before anything is allocated."""
-    stored, _ = read_header(path, MAX_JSON_BYTES)
+    stored = read_header(path)
     theirs = {name: (tensor.shape, FLOATING.get(tensor.kind)) for name, tensor in stored.items()}
     own = drafter.state_dict()
     if theirs != {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in own.items()}:
         raise ValueError(f"{path.name} holds another drafter's weights")
-    weights = {name: torch.empty_like(tensor, device="cpu") for name, tensor in own.items()}
-    for name, tensor in weights.items():
-        read_tensor_(stored[name], tensor)
-    return weights
+    return {name: read_tensor(stored[name]) for name in own}
 
 
 def _read_state(path: Path) -> dict[str, Any]:

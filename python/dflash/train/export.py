@@ -21,7 +21,6 @@ from ..drafter import (
     to_speculators,
 )
 from ..files import atomic_folder, check_writable, read_architectures, read_json, save_tensors, write_json
-from ..limits import MAX_JSON_BYTES, MAX_TARGET_CONFIG_BYTES
 from .checkpoint import dflash_section, section_values
 from .engines import engine_warnings, speculators_warnings, vllm_command
 from .transformers_layout import TENSOR_NAMES, to_transformers
@@ -75,7 +74,7 @@ def export(
     # 2. Read the drafter, and describe it in the layout
     folder = draft_folder(draft, revision)
     drafter = load_draft(folder, dtype=dtype)
-    raw = read_json(folder / "config.json", MAX_JSON_BYTES)
+    raw = read_json(folder / "config.json")
     verifier, architectures = _verifier(target) if layout == "speculators" else ("", [])
     config = _config(raw, drafter, layout, verifier, architectures)
     # 3. Write it
@@ -162,4 +161,4 @@ def _verifier(target: str) -> tuple[str, list[str]]:
     path = folder / "config.json"
     if not path.is_file():
         return target, []
-    return str(folder.resolve()), read_architectures(read_json(path, MAX_TARGET_CONFIG_BYTES), path)
+    return str(folder.resolve()), read_architectures(read_json(path), path)

@@ -25,7 +25,7 @@ import typer
 from ...drafter import DFlash2Config, load_draft
 from ...evaluate import FIRST_GENERATION, load_target
 from ...files import write_atomically, write_json
-from ...progress import bars
+from ...terminal import bars
 from ..checkpoint import save_draft
 from ..config import TrainConfig
 from ..data import load_prompts, load_rows

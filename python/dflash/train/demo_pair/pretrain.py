@@ -22,9 +22,8 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from ...evaluate import CHAT_TEMPLATE, text_ids
-from ...files import atomic_folder, write_atomically
-from ...progress import bars
-from ...weight_files import read_torch_file
+from ...files import atomic_folder, read_torch_file, write_atomically
+from ...terminal import bars
 from ..loop.metrics import MetricsFile
 from ..optimizers import make_muon
 from .tasks import KINDS, examples

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ...progress import bars
+from ...terminal import bars
 
 __all__ = ["progress"]
 
