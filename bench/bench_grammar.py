@@ -14,7 +14,7 @@ from unittest import mock
 
 import dflash
 from dflash.evaluate import demo_prompts
-from dflash.proposers import MaskedDrafts
+from dflash.proposers import ChainProposer
 
 Grammar = dflash.Grammar
 SUM = Grammar.regex(r"The (sum|difference|product) of [0-9]+ and [0-9]+ is [0-9]+\.")
@@ -74,7 +74,7 @@ def main() -> None:
             steps, text = [], []
             for prompt, grammar in prompts:
                 ids = tokenizer(prompt, return_tensors="pt").input_ids
-                with mock.patch.object(MaskedDrafts, "ROUNDS", rounds):
+                with mock.patch.object(ChainProposer, "ROUNDS", rounds):
                     out = dflash.generate(target, draft, ids, grammar=grammar, return_dict_in_generate=True, **call)
                 steps += out.statistics.acceptance_lengths[0]
                 text.append(out.sequences.tolist())

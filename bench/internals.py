@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import dflash
 from dflash import ops
 from dflash.engine import Direct, Replay
-from dflash.proposers import Block, TreeSettings
+from dflash.state import Block
 from dflash.targets import find_layers, structural_twin
 
 __all__ = [
@@ -71,7 +71,7 @@ class ForcedStep:
         self._generator = dflash.Generator(target, drafter, reuse_prefix=False, **options)
         engine = self._generator.engine
         if rows := options.get("tree"):
-            engine.tree.configure(TreeSettings(engine.rules, samples=False, rows=rows))
+            engine.tree.configure(engine.rules, samples=False, rows=rows)
             engine.proposer = _ForcedProposer(engine.tree, force.replace)
         engine.acceptance = _ForcedAcceptance(engine.acceptance, force)
         self.drafter, self.force = drafter, force
@@ -179,7 +179,7 @@ class Parts:
         engine, state = self._engine, self._state
         # 1. A tree of real logits, half of whose depths are accepted
         proposer = engine.tree
-        proposer.configure(TreeSettings(engine.rules, samples=not greedy, rows=rows))
+        proposer.configure(engine.rules, samples=not greedy, rows=rows)
         logits = self._draft_logits()
         positions = state.positions(proposer.num_drafts)
         candidates = proposer.candidates(logits, positions, state.sampling)

@@ -11,7 +11,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import dflash
 from dflash.engine import State
-from dflash.proposers import Block, ChainProposer
+from dflash.proposers import ChainProposer
+from dflash.state import Block
 from dflash.targets import transformers_version
 
 VOCAB = 97

@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import dflash
 from dflash.engine import context_bucket
 from dflash.engine.budget import WidthBudget, measured_costs
-from dflash.engine.state import RowReport
 from dflash.proposers import chain_widths
 from dflash.sampling import fold
+from dflash.state import RowReport
 
 NEW = 40
 NAN = float("nan")

@@ -16,7 +16,7 @@ from dflash import decoder, ops
 from dflash.cache import RecurrentCache, RecurrentLayer
 from dflash.decoder import BlockConv, DecoderLayer, DecoderStack, DeltaNetLayer
 from dflash.ops import Int8Weight, PackedLayers, reference
-from dflash.proposers import Tree
+from dflash.state import Tree
 
 pytestmark = pytest.mark.op
 HIDDEN, WIDTH, HEADS, KV_HEADS, HEAD_DIM, LAYERS, CAPACITY = 40, 52, 4, 2, 24, 3, 90

@@ -9,20 +9,20 @@ from baseline import greedy, left_padded, prompt, sampled
 from families import make_draft, make_target
 
 import dflash
-from dflash.proposers import denoise
+from dflash.proposers.chain import keep_schedule, most_confident
 from dflash.sampling import fold
 
 NEW = 20
 
 
 def test_the_schedule_grows_and_leaves_something_for_the_last_pass():
-    assert denoise.schedule(15, 1) == ()
-    assert denoise.schedule(15, 2) == (7,)
-    assert denoise.schedule(15, 4) == (3, 7, 11)
-    assert denoise.schedule(3, 9) == (1, 2)
+    assert keep_schedule(15, 1) == ()
+    assert keep_schedule(15, 2) == (7,)
+    assert keep_schedule(15, 4) == (3, 7, 11)
+    assert keep_schedule(3, 9) == (1, 2)
     for drafts in range(1, 20):
         for steps in range(1, 25):
-            kept = (0, *denoise.schedule(drafts, steps), drafts)
+            kept = (0, *keep_schedule(drafts, steps), drafts)
             assert all(later > earlier for earlier, later in itertools.pairwise(kept))
             assert len(kept) == min(steps, drafts) + 1
 
@@ -33,17 +33,17 @@ def test_the_most_confident_tokens_are_fixed():
     logits[1, :, 1] = torch.tensor([1.0, 4.0, torch.nan, 3.0])
     drafts = torch.tensor([[1, 1, 1, 1], [1, 0, -1, 1]])  # row 1 chose an improbable token in its second place
     known = torch.zeros(2, 4, dtype=torch.bool)
-    once = denoise.most_confident(logits, drafts, None, 1)
-    assert torch.equal(denoise.most_confident(logits, drafts, known, 1), once)
+    once = most_confident(logits, drafts, None, 1)
+    assert torch.equal(most_confident(logits, drafts, known, 1), once)
     assert once.tolist() == [[False, True, False, False], [False, False, False, True]]
-    assert denoise.most_confident(logits, drafts, once, 2).tolist() == [
+    assert most_confident(logits, drafts, once, 2).tolist() == [
         [False, True, False, True],
         [True, False, False, True],
     ]
-    assert denoise.most_confident(logits, drafts, once, 3).sum(1).tolist() == [3, 3]
-    assert not denoise.most_confident(logits, drafts, known, 3)[1, 2], "NaN is fixed last"
+    assert most_confident(logits, drafts, once, 3).sum(1).tolist() == [3, 3]
+    assert not most_confident(logits, drafts, known, 3)[1, 2], "NaN is fixed last"
     low = torch.tensor([[True, False, False, False]] * 2)
-    assert denoise.most_confident(logits, drafts, low, 2).tolist() == [
+    assert most_confident(logits, drafts, low, 2).tolist() == [
         [True, True, False, False],
         [True, False, False, True],
     ]

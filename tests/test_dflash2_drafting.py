@@ -12,7 +12,7 @@ import dflash
 from dflash import ops
 from dflash.drafter import PairWeights
 from dflash.ops import reference
-from dflash.proposers.predictions import LinkedPredictions, Predictions
+from dflash.proposers import LinkedPredictions, Predictions
 from dflash.sampling import RejectionAcceptance, Sampling
 
 VOCAB, DRAFTS, RANK, TOP_K, BATCH = 23, 6, 4, 5, 3

@@ -25,7 +25,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from dflash import DraftConfig, Drafter, load_draft
 from dflash.drafter import build_target_layer_ids
-from dflash.proposers.predictions import LinkedPredictions
+from dflash.proposers import LinkedPredictions
 from dflash.sampling import Sampling
 
 PROMPTS = (5, 19)

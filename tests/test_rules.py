@@ -30,8 +30,8 @@ from trees import path_to, random_shapes
 import dflash
 from dflash import api
 from dflash.ops import reference
-from dflash.proposers import Block, Tree
 from dflash.sampling import LogitRules, RuleSettings, fold
+from dflash.state import Block, Tree
 from dflash.targets import transformers_version
 
 NEW = 24

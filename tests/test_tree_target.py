@@ -9,7 +9,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from trees import longest_paths, random_shapes
 
 from dflash import decoder, ops
-from dflash.proposers import Tree
+from dflash.state import Tree
 from dflash.targets import Target, UnsupportedTargetError
 
 TAPS = (0, 2, 3)

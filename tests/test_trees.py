@@ -19,9 +19,9 @@ from torch import Tensor
 import dflash
 from dflash.cache import KVCache
 from dflash.engine.budget import TreeBudget, measured_costs
-from dflash.engine.state import RowReport
-from dflash.proposers import TREE_SIZES, TreeProposer
+from dflash.proposers import TreeProposer
 from dflash.sampling import fold
+from dflash.state import TREE_SIZES, RowReport
 
 NEW = 24
 SIZES = [16, 32, 64, 128]

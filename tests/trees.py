@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dflash.proposers import Tree
+from dflash.state import Tree
 
 
 class SlowTree(NamedTuple):

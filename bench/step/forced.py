@@ -6,7 +6,7 @@ import torch
 from random_pair import BLOCK, MASK
 from torch import Tensor
 
-import dflash.tree
+import dflash.state
 
 
 class Forced:
@@ -64,7 +64,7 @@ class ForcedTree:
             ancestors.append(ancestors[parents[row]] | 1 << row)
         words = [[_signed(bits >> 64 * word) for word in range(-(-rows // 64))] for bits in ancestors]
         # 2. Tensors; every row has a token of its own
-        self.shape = dflash.tree.Tree(*(torch.tensor([x], device=off.device) for x in (parents, depth, words)))
+        self.shape = dflash.state.Tree(*(torch.tensor([x], device=off.device) for x in (parents, depth, words)))
         self.ids = torch.arange(MASK + 1, MASK + 1 + rows, device=off.device)[None]
         self.choices = torch.full_like(self.ids, MASK)
 
@@ -74,11 +74,11 @@ class ForcedTree:
         for row, following in zip(self.path, self.path[1:accepted], strict=False):
             self.choices[0, row] = self.ids[0, following]
 
-    def replace(self, ids: Tensor, tree: dflash.tree.Tree) -> tuple[Tensor, dflash.tree.Tree]:
+    def replace(self, ids: Tensor, tree: dflash.state.Tree) -> tuple[Tensor, dflash.state.Tree]:
         """Return the ids and the tree to verify instead of the drafted ones."""
         forced = torch.cat([ids[:, :1], self.ids[:, 1:].expand(len(ids), -1)], 1)
         shape = (torch.where(self.off, drafted, wanted) for drafted, wanted in zip(tree, self.shape, strict=True))
-        return torch.where(self.off, ids, forced), dflash.tree.Tree(*shape)
+        return torch.where(self.off, ids, forced), dflash.state.Tree(*shape)
 
     def __call__(self, block: Tensor, posterior: Tensor) -> Tensor:
         """Return the choices to use, ``[batch, rows]``; see `Forced`."""

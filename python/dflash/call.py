@@ -81,7 +81,7 @@ class GenerateArguments(RuleArguments, total=False):
             seed of its own; 1 at temperature 0, where all would be equal.
         denoise_steps: passes of the drafter over a block, at least 1, by default the Generator's own (1 in one-shot
             calls). Each further pass keeps the tokens that the one before was most sure of and drafts the others again
-            (`dflash.proposers.denoise`). Changes the speed, never the text.
+            (`dflash.proposers.ChainProposer`). Changes the speed, never the text.
         tree: rows that a step verifies, the anchor included, 2 to 128: the most probable prefixes instead of one chain
             (`dflash.proposers.TreeProposer`). ``"auto"`` chooses 16, 32, 64 or 128 before each step, by what the
             drafter expects of them and what they cost on this device, which the first such call measures. None is

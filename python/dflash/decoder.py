@@ -12,7 +12,7 @@ from torch import Tensor
 from . import ops
 from .cache import RecurrentCache
 from .ops import BlockConv, DecoderLayer, DeltaNetLayer, PackedLayers, Weight, reference, split_weights
-from .tree import Tree
+from .state import Tree
 
 __all__ = ["BlockConv", "DecoderLayer", "DecoderStack", "DeltaNetLayer", "rotary_table"]
 

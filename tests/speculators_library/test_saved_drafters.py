@@ -13,7 +13,7 @@ from transformers import Qwen3Config
 
 import dflash
 from dflash import DraftConfig
-from dflash.proposers.predictions import LinkedPredictions
+from dflash.proposers import LinkedPredictions
 from dflash.sampling import Sampling
 from dflash.train.export import export
 

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from ..cache import KVCache
 from ..drafter import Drafter
-from ..proposers import ChainProposer, State
+from ..proposers import ChainProposer
 from ..sampling import Sampling
+from ..state import State
 from ..targets import Target
 from .recording import RAW_LAST, Recording
 from .wiring import Wiring
@@ -139,13 +140,13 @@ class _Blocks:
             draft_cache=cache,
             block=anchors.new_empty(count, block_size),
         )
-        proposer = ChainProposer(self.drafter, self.target, count, block_size)
+        proposer = ChainProposer(self.drafter, self.target, block_size)
         return proposer.propose(cast("State", places)).ids[:, 1:]
 
 
 @dataclass
 class _Places:
-    """What a proposer reads of `dflash.proposers.State`, for anchors anywhere in recorded answers."""
+    """What a proposer reads of `dflash.state.State`, for anchors anywhere in recorded answers."""
 
     tokens: Tensor
     anchor: Tensor

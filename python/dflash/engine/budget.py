@@ -7,8 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..proposers import TREE_SIZES
-from .state import RUNNING, RowReport
+from ..state import RUNNING, TREE_SIZES, RowReport
 
 __all__ = ["TreeBudget", "WidthBudget", "context_bucket", "measured_costs"]
 

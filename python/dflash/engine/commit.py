@@ -5,8 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from .. import ops
-from ..proposers import Block
-from .state import State
+from ..state import Block, State
 
 __all__ = ["emit_", "report_"]
 

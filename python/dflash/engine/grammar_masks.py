@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..proposers import Block
 from ..sampling import Matcher, first_banned
-from .state import RUNNING, State
+from ..state import RUNNING, Block, State
 
 __all__ = ["GrammarMasks"]
 

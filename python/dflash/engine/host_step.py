@@ -7,8 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..proposers import Block
-from .state import RUNNING, State
+from ..state import RUNNING, Block, State
 from .step import Engine
 
 __all__ = ["Walk", "host_step", "walk"]

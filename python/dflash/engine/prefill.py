@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ..cache import KVCache
-from ..proposers import Block
+from ..state import FULL, INVALID, RUNNING, STOPPED, Block
 from .host_step import walk
-from .state import FULL, INVALID, RUNNING, STOPPED
 from .step import Engine
 
 __all__ = ["Prefill", "cached_prefix"]

@@ -12,9 +12,8 @@ from torch import Tensor
 from ..call import Call
 from ..ops import WeightStorage
 from ..outputs import GenerateOutput, Statistics, StreamEvent, TokenLogprobs
+from ..state import FULL, INVALID, RUNNING, STOPPED, Logprobs, RowReport, State
 from ..streaming import BatchDecoder, StopCriterion, first_stop
-from .logprobs import Logprobs
-from .state import FULL, INVALID, RUNNING, STOPPED, RowReport, State
 
 if TYPE_CHECKING:
     from .step import Engine

@@ -9,10 +9,10 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 from ..call import Call
+from ..state import RUNNING, STOPPED
 from .prefill import Prefill
 from .progress import Answer
 from .runner import Direct, Replay, compiled_per_kind
-from .state import RUNNING, STOPPED
 from .step import Engine, step
 
 __all__ = ["Launch", "Run", "step_of"]

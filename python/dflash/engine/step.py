@@ -14,23 +14,18 @@ from ..call import Call
 from ..drafter import Drafter
 from ..options import MAX_LOGPROBS, BlockSize, tree_rows
 from ..proposers import (
-    Block,
     ChainProposer,
-    ChainSettings,
     PaddingProposer,
-    Proposer,
     TreeProposer,
-    TreeSettings,
     chain_widths,
 )
 from ..sampling import HostRules, KeyedAcceptance, LogitRules, RejectionAcceptance, RuleSettings
+from ..state import FULL, STOPPED, Block, Logprobs, State
 from ..targets import Target, first_hook
 from .budget import TreeBudget, WidthBudget, context_bucket, measured_costs
 from .commit import emit_, report_
 from .grammar_masks import GrammarMasks
-from .logprobs import Logprobs
 from .runner import compiled_per_shape
-from .state import FULL, STOPPED, State
 
 __all__ = ["Engine", "step"]
 
@@ -104,7 +99,7 @@ class Engine:
         else:
             self.chain = ChainProposer(draft, target, block_size)
             self.tree = TreeProposer(draft, target, batch_size, block_size) if tree_rows else None
-        self.proposer: Proposer = self.chain
+        self.proposer: ChainProposer | PaddingProposer | TreeProposer = self.chain
         self.budget: TreeBudget | WidthBudget | None = None
         self.costs: dict[Hashable, dict[int, float]] = {}
         self.vocab_size = target.embedding_weight.shape[0]
@@ -125,9 +120,9 @@ class Engine:
         self.costs.clear()
         if self.compile_target:
             target.compiled_forward = compiled_per_shape(target.forward)
-        self.chain.retarget(target)
-        if self.tree is not None:
-            self.tree.retarget(target)
+        for proposer in (self.chain, self.tree):
+            if proposer is not None:
+                proposer.target = target
 
     def refresh(self) -> None:
         """Notice weights whose storage was replaced; called once per call, outside of the step."""
@@ -165,7 +160,7 @@ class Engine:
         if rows := tree_rows(call.tree):
             self.budget = TreeBudget({}) if call.tree == "auto" else None
             self.proposer = self.tree
-            self.tree.configure(TreeSettings(self.rules, samples, rows, forecasts=self.budget is not None))
+            self.tree.configure(self.rules, samples, rows, forecasts=self.budget is not None)
         else:
             self._draft_chains(call.denoise_steps, self._rejection if rejects else None)
             self.budget = WidthBudget({}, self.block_size) if self.widths == "auto" else None
@@ -245,7 +240,7 @@ class Engine:
 
     def _draft_chains(self, passes: int, rejection: RejectionAcceptance | None = None) -> None:
         self.proposer = self.chain
-        self.chain.configure(ChainSettings(self.rules, rejection, passes, self.grammar_masks))
+        self.chain.configure(self.rules, passes, rejection, self.grammar_masks)
 
     def graph_obstacle(self, call: Call | None, hook: str) -> str:
         """Return why steps must not be captured; empty if they may.
@@ -296,7 +291,7 @@ class Engine:
         if self.budget is None or self.budget.costs:
             return
         is_tree = isinstance(self.budget, TreeBudget)
-        kind = manner if is_tree else (manner, self.chain.way, context_bucket(length))
+        kind = manner if is_tree else (manner, self.chain.kind[:-1], context_bucket(length))
         if kind not in self.costs:
             self.costs[kind] = self._measure_costs(time_step, warm_ups)
         costs = self.costs[kind]
@@ -361,7 +356,6 @@ class Engine:
         state.target_cache.commit_(state.length, state.num_context, path)
         if state.draft_cache is not None:
             state.draft_cache.commit_(state.length, state.num_context)  # its slots are positions whatever was verified
-        self.proposer.observe_(choices, state)
         report_(block, choices, state, self.tree.expected if isinstance(self.budget, TreeBudget) else None)
 
     def _rules_for(self, settings: Sequence[RuleSettings]) -> LogitRules:

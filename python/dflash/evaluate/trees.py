@@ -10,7 +10,7 @@ from rich.cells import cell_len
 
 from ..generator import Generator
 from ..outputs import StreamEvent
-from ..proposers import Block, Proposer
+from ..state import Block
 from ..terminal import printable
 
 __all__ = ["ACCEPTED", "BONUS", "DRAFT", "EDGE", "Piece", "TreeStep", "TreeWatch", "draw", "show_token"]
@@ -89,7 +89,7 @@ class TreeWatch:
 class _Recorder:
     """A proposer that remembers its last block."""
 
-    def __init__(self, proposer: Proposer) -> None:
+    def __init__(self, proposer: Any) -> None:
         self.proposer, self.block = proposer, None
 
     def propose(self, state: Any) -> Block:

@@ -1,21 +1,7 @@
-"""What drafts a block of tokens."""
+"""What drafts a block of tokens: a `PaddingProposer`, a `ChainProposer` or a `TreeProposer`."""
 
-from .block import Block, ChainSettings, PaddingProposer, Proposer, State, Tree, TreeSettings
-from .chain import ChainProposer, chain_widths
-from .samplers import MaskedDrafts
-from .tree import TREE_SIZES, TreeProposer
+from .chain import ChainProposer, PaddingProposer, chain_widths
+from .drafting import LinkedPredictions, Predictions
+from .tree import TreeProposer
 
-__all__ = [
-    "TREE_SIZES",
-    "Block",
-    "ChainProposer",
-    "ChainSettings",
-    "MaskedDrafts",
-    "PaddingProposer",
-    "Proposer",
-    "State",
-    "Tree",
-    "TreeProposer",
-    "TreeSettings",
-    "chain_widths",
-]
+__all__ = ["ChainProposer", "LinkedPredictions", "PaddingProposer", "Predictions", "TreeProposer", "chain_widths"]

@@ -9,16 +9,10 @@ from torch import Tensor
 
 from .. import ops
 from ..drafter import Drafter
-from ..sampling import Sampling
+from ..sampling import LogitRules, Sampling
+from ..state import TREE_SIZES, Block, State, Tree
 from ..targets import Target
-from ..tree import Tree
-from .block import Block, State, TreeSettings
 from .drafting import DraftPass
-
-__all__ = ["TREE_SIZES", "TreeProposer"]
-
-TREE_SIZES = (16, 32, 64, 128)
-"""Rows of a tree among which ``tree="auto"`` chooses."""
 
 # The most siblings. At T = 0 more than 16 of them accept at most 1 % more tokens (N = 128); at T > 0 the noise part of
 # the score spreads over more: the highest rank in a tree is 13 to 41 in 1 % of the trees (N = 64).
@@ -53,11 +47,17 @@ class TreeProposer(DraftPass):
         self.expected = torch.zeros(batch, len(TREE_SIZES), dtype=torch.float32, device=draft.device)
         self._sizes = torch.tensor(TREE_SIZES, dtype=torch.int64, device=draft.device)
 
-    def configure(self, settings: TreeSettings) -> None:
-        """Choose how to draft in the next call."""
-        self.rules, self.forecasts = settings.rules, settings.forecasts
-        self.rows = self.built_rows = settings.rows
-        self.siblings = min(_SAMPLED_SIBLINGS if settings.samples else _GREEDY_SIBLINGS, self.built_rows - 1)
+    def configure(self, rules: LogitRules, samples: bool, rows: int, forecasts: bool = False) -> None:
+        """Choose how to draft from now on.
+
+        Args:
+            rules: the logit rules of the call.
+            samples: the temperature is positive.
+            rows: of the tree that is built.
+            forecasts: fill ``expected``, by which a step's rows are chosen.
+        """
+        self.rules, self.rows, self.built_rows, self.forecasts = rules, rows, rows, forecasts
+        self.siblings = min(_SAMPLED_SIBLINGS if samples else _GREEDY_SIBLINGS, rows - 1)
 
     @property
     def kind(self) -> Hashable:
@@ -87,9 +87,6 @@ class TreeProposer(DraftPass):
             sampling: per-row parameters.
         """
         return ops.tree_candidates(logits, positions, sampling.seeds, sampling.temperature, self.siblings)
-
-    def observe_(self, choices: Tensor, state: State) -> None:
-        """Do nothing: what is learned of a tree's size is learned on the host."""
 
 
 def _leading_rows(block: Block, rows: int) -> Block:

@@ -13,8 +13,8 @@ from torch.nn import functional
 
 from ..call import Call
 from ..engine import RUNNING, Engine, Prefill, State
-from ..proposers import Block
 from ..sampling import Sampling
+from ..state import Block
 from ..streaming import StopCriterion, first_stop
 from .receipt import RecordedAnswer, RecordedSettings
 

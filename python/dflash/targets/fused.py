@@ -14,7 +14,7 @@ from .. import ops
 from ..cache import KVCache
 from ..decoder import DecoderStack, rotary_table
 from ..ops import Int8Weight, NotFiniteError, int8_layer, split_weights
-from ..tree import Tree
+from ..state import Tree
 from .fingerprint import ValuesFingerprint
 from .int8 import not_finite
 from .recognizer import layers_of, recognizer_of

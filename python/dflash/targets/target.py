@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..cache import KVCache, RecurrentCache
 from ..ops import WeightStorage
-from ..tree import Tree
+from ..state import Tree
 from .attention import CacheView, use_block_attention
 from .experts import use_experts_op
 from .fingerprint import describe_config, sample_digest

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..cache import KVCache
-from ..tree import Tree
+from ..state import Tree
 from .functions import Functions, functions_of, global_hooks, shadowed_method
 from .quantized import rounds_activations
 from .support import TESTED_FAMILIES, UnsupportedTargetError

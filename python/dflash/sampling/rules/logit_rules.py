@@ -14,11 +14,11 @@ To add a rule, write a class with `Rule.values`, ``neutral`` and `Rule.apply`, a
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from ...tree import Tree
 from .bias import LogitBias, SequenceBias
 from .penalties import CountPenalties, RepetitionPenalty
 from .rule import Drafts, Rows, Rule, Text
@@ -26,6 +26,9 @@ from .sequence import ChainTokens, SeenTokens, TreeTokens
 from .settings import RuleSettings
 from .tokens import BannedTokens, BeginSuppressTokens, ForcedBos, ForcedEos, MinLength, SuppressTokens
 from .words import BadWords, NoRepeatNgram
+
+if TYPE_CHECKING:
+    from ...state import Tree
 
 __all__ = ["RULES", "LogitRules"]
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from ...tree import Tree
 from .sequence import SeenTokens
 from .settings import RuleSettings
+
+if TYPE_CHECKING:
+    from ...state import Tree
 
 __all__ = ["IDS", "NUMBERS", "Drafts", "Rows", "Rule", "Text", "filled", "slots", "upper_bound"]
 

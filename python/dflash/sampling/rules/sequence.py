@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
-from ...tree import Tree
+if TYPE_CHECKING:
+    from ...state import Tree
+
 
 __all__ = ["ChainTokens", "SeenTokens", "TreeTokens"]
 

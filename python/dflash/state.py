@@ -1,4 +1,4 @@
-"""The state of a running batch: tensors whose addresses never change, and what a step reports of them to the host.
+"""Records that the parts of a step share: the state of a running batch, the block it verifies, what the host reads.
 
 The invariant between steps, per row, with ``s = length``:
 
@@ -10,32 +10,80 @@ The invariant between steps, per row, with ``s = length``:
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .. import ops
-from ..cache import KVCache
-from ..drafter import Drafter
-from ..proposers import TREE_SIZES, Block
-from ..sampling import Sampling
-from ..targets import Target
+from . import ops
+from .cache import KVCache
+from .outputs import TokenLogprobs
+from .sampling import Sampling
 
-__all__ = ["FULL", "INVALID", "RUNNING", "STOPPED", "Report", "RowReport", "State"]
+if TYPE_CHECKING:
+    from .drafter import Drafter
+    from .targets import Target
 
 RUNNING, STOPPED, FULL, INVALID = ops.ROW_STATES
 """Values of ``done``: running; a stop token, string or criterion; the limit is reached; the target's logits are NaN."""
 
+TREE_SIZES = (16, 32, 64, 128)
+"""Rows of a tree among which ``tree="auto"`` chooses."""
+
 _NO_TOKEN = -2  # pads the stop list: no token and no placeholder has this id
 _STOP_SLOTS = 8
 _SCALE = 2**20  # of the real numbers in a report
+_PROMPT_ROWS = 64  # rows of a prompt whose logits are held in float32 at once
+
+
+class Tree(NamedTuple):
+    """Which rows of a block each row continues. Row 0 is the anchor, and parents come before their children.
+
+    Row ``i`` takes slot ``length + i`` of the cache and stands at position ``length + depth[i]``. A row that is missing
+    has parent -1, depth 0 and only its own bit.
+
+    Attributes:
+        parents: ``[batch, rows]`` int64, -1 for the anchor.
+        depth: ``[batch, rows]`` int64, each row's distance from the anchor.
+        ancestors: ``[batch, rows, ceil(rows / 64)]`` int64: bit ``j % 64`` of word ``j // 64`` is set for the row
+            itself and for all rows on its path from the anchor, which is one of them.
+    """
+
+    parents: Tensor
+    depth: Tensor
+    ancestors: Tensor
+
+    @property
+    def visible(self) -> Tensor:
+        """``[batch, rows, rows]`` bool: the rows on each row's path, the row itself and the anchor included."""
+        rows = torch.arange(self.depth.shape[1], device=self.depth.device)
+        return (self.ancestors[..., rows // 64] >> rows % 64) & 1 == 1
+
+
+class Block(NamedTuple):
+    """The rows that one step verifies: the anchor, then proposals for the positions after it.
+
+    Attributes:
+        ids: ``[batch, rows]`` int64; -1 where nothing is proposed.
+        tree: which row continues which; None for a chain: each row continues the one before it.
+        is_checked: the drafts keep to the rows' grammars, whose masks are made already.
+    """
+
+    ids: Tensor
+    tree: Tree | None = None
+    is_checked: bool = False
+
+    @property
+    def input_ids(self) -> Tensor:
+        """``[batch, rows]`` int64: ids that can be embedded, 0 where nothing is proposed."""
+        return self.ids.clamp(min=0)
 
 
 class RowReport(NamedTuple):
-    """What a step says of one row.
+    """What a step reports of one row.
 
     Attributes:
         length: index of the last emitted token.
@@ -60,7 +108,7 @@ class Report:
     Args:
         batch: rows of the batch.
         rows: rows of a chain.
-        sizes: sizes that a tree is told about; 0 where only chains are proposed.
+        sizes: numbers that a tree's expectation has; 0 where only chains are proposed.
         device: of the tensor.
     """
 
@@ -72,13 +120,13 @@ class Report:
     def write_(
         self, length: Tensor, done: Tensor, choices: Tensor, block: Tensor, expected: Tensor | None = None
     ) -> None:
-        """Pack ``length``, ``done`` (``[batch]``), ``choices`` and ``block`` (``[batch, at most rows]``).
+        """Pack a step's results.
 
         Args:
-            length: as in `State`, as is ``done``.
-            done: see there.
-            choices: as in `RowReport`.
-            block: the anchor, then the proposals for the first ``rows - 1`` choices.
+            length: ``[batch]`` int64, as in `State`.
+            done: ``[batch]`` int64, as in `State`.
+            choices: ``[batch, at most rows]`` int64, as in `RowReport`.
+            block: like ``choices``: the anchor, then the proposals for all choices but the last.
             expected: ``[batch, sizes]`` float32; None for a chain.
         """
         tail = self._nothing if expected is None else (expected * _SCALE).long()
@@ -87,11 +135,11 @@ class Report:
 
     def read(self, values: list[list[int]]) -> list[RowReport]:
         """Unpack the tensor's values, a list per row."""
-        reports, rows = [], self._rows
-        for length, done, *rest in values:
-            expected = [value / _SCALE for value in rest[2 * rows :]]
-            reports.append(RowReport(length, done, rest[:rows], rest[rows + 1 : 2 * rows], expected))
-        return reports
+        rows = self._rows
+        return [
+            RowReport(length, done, rest[:rows], rest[rows + 1 : 2 * rows], [x / _SCALE for x in rest[2 * rows :]])
+            for length, done, *rest in values
+        ]
 
 
 @dataclass
@@ -214,3 +262,71 @@ class State:
             self.stop_token_ids = torch.cat([self.stop_token_ids, filler], 1)
         padded = [*ids, *[_NO_TOKEN] * (self.stop_token_ids.shape[1] - len(ids))]
         self.stop_token_ids[row] = torch.tensor(padded, dtype=torch.int64, device="cpu")
+
+
+class Logprobs:
+    """The log probability of each token, and of the most probable ones at its position.
+
+    They are those of the target's own logits, in float32, before rules, temperature and filters. A step writes them for
+    every row of its block. Those after the tokens that it emits mean nothing, and the next step writes them again. The
+    host may read a step's values while the next one runs, since that one writes only after them.
+
+    Args:
+        batch: rows of the batch.
+        capacity: positions of each; at the last one there is never a token.
+        most: probable tokens per position.
+        device: of the target.
+    """
+
+    def __init__(self, batch: int, capacity: int, most: int, device: torch.device) -> None:
+        self._most, self._last = most, capacity - 1
+        # The token's value, then those of the most probable ones, then the ids of these, which float32 holds exactly.
+        self._values = torch.zeros(batch, capacity, 1 + 2 * most, dtype=torch.float32, device=device)
+        self._seeds = torch.zeros(batch, dtype=torch.int64, device=device)
+        self._temperature = torch.zeros(batch, dtype=torch.float32, device=device)
+        self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def write_(self, rows: slice, logits: Tensor, tokens: Tensor, positions: Tensor) -> None:
+        """Write the values of tokens in ``rows``, of which there are n.
+
+        Args:
+            rows: of the batch.
+            logits: ``[n, count, vocab]``, the target's own.
+            tokens: ``[n, count]`` int64, negative where the logits are NaN.
+            positions: ``[n, count]`` int64, the tokens' own.
+        """
+        logits, zeros = logits.float(), self._temperature[rows]
+        total = logits.logsumexp(-1, keepdim=True)
+        chosen = logits.gather(-1, tokens.clamp(min=0)[..., None])
+        ids, top = ops.top_candidates(logits, positions, self._seeds[rows], zeros, zeros[:, None], self._most)
+        values = torch.cat([chosen - total, top[:, 0] - total, ids[:, 0].float()], -1)
+        places = positions.clamp(max=self._last)[..., None].expand_as(values)
+        self._values[rows].scatter_(1, places, values)
+
+    def write_prompt_(self, rows: slice, logits: Tensor, tokens: Tensor, past: Tensor) -> None:
+        """Write the values of the tokens after those of a prompt's chunk.
+
+        Args:
+            rows: of the batch.
+            logits: ``[n, count, vocab]`` of the chunk.
+            tokens: ``[n, capacity]`` int64, the prompts.
+            past: ``[n]`` int64, positions before the chunk.
+        """
+        after = past[:, None] + torch.arange(1, logits.shape[1] + 1, device=past.device)
+        chosen = tokens.gather(1, after.clamp(max=self._last))
+        for part in torch.arange(logits.shape[1], device="cpu").split(_PROMPT_ROWS):
+            now = slice(int(part[0]), int(part[-1]) + 1)
+            self.write_(rows, logits[:, now], chosen[:, now], after[:, now])
+
+    def read(self, row: int, start: int, stop: int, count: int) -> list[TokenLogprobs]:
+        """Return the values of the tokens ``start .. stop - 1`` with ``count`` probable ones each.
+
+        On a GPU the steps that wrote them must have ended; what is running is not waited for.
+        """
+        with contextlib.nullcontext() if self._side is None else torch.cuda.stream(self._side):
+            values = self._values[row, start:stop].tolist()
+        found = []
+        for chosen, *top in values:
+            ids = [int(token) for token in top[self._most :][:count] if token >= 0]
+            found.append(TokenLogprobs(chosen, ids, top[: len(ids)]))
+        return found
