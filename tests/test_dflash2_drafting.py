@@ -13,7 +13,7 @@ from dflash import ops
 from dflash.drafter import PairWeights
 from dflash.ops import reference
 from dflash.proposers import LinkedPredictions, Predictions
-from dflash.sampling import RejectionAcceptance, Sampling
+from dflash.sampling import RejectionAcceptance, Sampling, SamplingArguments
 
 VOCAB, DRAFTS, RANK, TOP_K, BATCH = 23, 6, 4, 5, 3
 
@@ -30,7 +30,7 @@ def some_logits(batch: int = BATCH) -> torch.Tensor:
 
 def sampling(temperature: float, batch: int = BATCH, **more) -> Sampling:
     out = Sampling.create(batch)
-    out.set_(batch, temperature=temperature, seed=7, **more)
+    out.set_(batch, SamplingArguments(temperature, seed=7, **more))
     return out
 
 

@@ -16,7 +16,7 @@ from dflash import ops
 from dflash.drafter import PairWeights
 from dflash.ops import reference
 from dflash.proposers import LinkedPredictions, Predictions
-from dflash.sampling import RejectionAcceptance, Sampling, fold
+from dflash.sampling import RejectionAcceptance, Sampling, SamplingArguments, fold
 
 # ---------------------------------------------------------------------------------------------- the selector's law
 
@@ -60,7 +60,7 @@ def drawn(way: str, temperature: float) -> torch.Tensor:
     """
     logits, pairs = one_block()
     s = Sampling.create(DRAWS)
-    s.set_(DRAWS, temperature=temperature, seed=0, draft_sharpness=1.0)
+    s.set_(DRAWS, SamplingArguments(temperature, seed=0))
     positions = torch.arange(9, 9 + SLOTS).expand(DRAWS, -1)
     many = pairs._replace(queries=pairs.queries.expand(DRAWS, -1, -1))
     predictions = LinkedPredictions(logits.expand(DRAWS, -1, -1), many, torch.full((DRAWS,), ANCHOR), CANDIDATES)

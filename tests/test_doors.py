@@ -192,7 +192,7 @@ REFUSED = [
     ({"remove_invalid_values": True}, "generation_config.remove_invalid_values=True"),
     ({"position_ids": torch.arange(3, 8)[None]}, "position_ids other than 0, 1, 2"),
     ({"output_attentions": True}, "generation_config.output_attentions=True"),
-    ({"draft_sharpness": -1.0}, "draft_sharpness must be at least 0"),
+    ({"draft_sharpness": -1.0}, "draft_sharpness must be a number of at least 0"),
     ({"block_size": 99}, "block_size must be at most the drafter's own, 16, got 99"),
 ]
 

@@ -19,7 +19,7 @@ import dflash
 from dflash.call import Call, TargetDefaults
 from dflash.engine.grammar_masks import GrammarMasks
 from dflash.proposers import ChainProposer
-from dflash.sampling import Matcher, first_banned, fold, resolve_grammars
+from dflash.sampling import Matcher, first_banned, fold
 from dflash.session import Session
 
 NEW, EOS = 24, 0
@@ -332,7 +332,7 @@ def bits(mask: torch.Tensor, vocab: int) -> list[bool]:
 def test_masks_of_a_block_are_those_of_each_prefix(make, shape):
     tokenizer, grammar = make(), Grammar.regex("( ?[a-c]{1,3}é?)*[.h]")
     vocab, allowed = len(tokenizer), Allowed(grammar, tokenizer, (tokenizer.eos_token_id,))
-    (matcher,) = resolve_grammars(grammar, 1, 1, tokenizer, [tokenizer.eos_token_id])
+    matcher = grammar.begin(tokenizer, [tokenizer.eos_token_id])
     generator = torch.Generator().manual_seed(0)
     good = [token for token in range(vocab) if re.fullmatch("[ a-ché.]+", tokenizer.decode([token]))]
     reached = 0
@@ -357,7 +357,7 @@ def test_masks_of_a_block_are_those_of_each_prefix(make, shape):
 
 
 def test_the_first_banned_draft_is_found():
-    (matcher,) = resolve_grammars(Grammar.regex("ab{2}|cé"), 1, 1, TOKENIZER, [EOS])
+    matcher = Grammar.regex("ab{2}|cé").begin(TOKENIZER, [EOS])
     a, b, c = (TOKENIZER.encode(letter)[0] for letter in "abc")
     places = {(a, b, b, EOS, c): None, (a, b, b, b): 3, (a, b, c): 2, (a, EOS): 1, (a, b, -1, c): None, (b,): 0}
     for drafts, place in (places | {(a, 5000): 1, (a, b, b, c, EOS): 3}).items():
@@ -411,7 +411,7 @@ def test_json_of_a_trained_pair_is_valid_with_and_without_a_drafter(pair, temper
 
 def test_whitespace_between_json_tokens_is_bounded(pair):
     tokenizer = pair[2]
-    (start,) = resolve_grammars(Grammar.json_schema({"type": "object"}), 1, 1, tokenizer, [0])
+    start = Grammar.json_schema({"type": "object"}).begin(tokenizer, [0])
 
     def allows(text):
         matcher = start.copy()

@@ -14,7 +14,6 @@ from typing_extensions import assert_type
 
 import dflash
 from dflash.call import GenerateArguments
-from dflash.sampling import RuleArguments
 
 
 def signatures() -> Iterator[tuple[str, FunctionType | MethodType]]:
@@ -42,7 +41,7 @@ def test_signatures_are_annotated_without_any(name: str, function: FunctionType 
 
 
 def test_the_arguments_of_generate_are_annotated_without_any() -> None:
-    annotations = inspect.get_annotations(GenerateArguments) | inspect.get_annotations(RuleArguments)
+    annotations = inspect.get_annotations(GenerateArguments)
     assert not {name: kind for name, kind in annotations.items() if re.search(r"\bAny\b", str(kind))}
 
 

@@ -400,19 +400,19 @@ class TestRefusals:
         assert not passes
 
     def test_an_argument_that_receipts_do_not_know_is_refused(self, target, monkeypatch):
-        from dflash.call import GenerateArguments
+        from dflash.settings import SETTINGS, Setting
 
-        monkeypatch.setitem(GenerateArguments.__annotations__, "newer", int)
+        monkeypatch.setitem(SETTINGS, "newer", Setting())
         with pytest.raises(ValueError, match="a receipt cannot state newer yet"):
             dflash.Recorder(target, prompt(4)[None], newer=3)
 
     def test_settings_and_arguments_are_the_same_names(self):
         """A logit rule that is added must be added to receipts too."""
-        from dflash.sampling import RuleSettings
+        from dflash.settings import SETTINGS
 
-        rules = {field.name for field in dataclasses.fields(RuleSettings)}
-        stated = {field.name for field in dataclasses.fields(RecordedSettings)}
-        assert rules - stated == {"sequence_bias", "logits_processor", "stopping_criteria"}
+        assert [field.name for field in dataclasses.fields(RecordedSettings)] == [
+            name for name, row in SETTINGS.items() if row.receipt == "stated"
+        ]
 
 
 class TestFingerprints:

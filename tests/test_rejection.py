@@ -13,7 +13,7 @@ from transformers import SuppressTokensLogitsProcessor
 import dflash
 from dflash import ops
 from dflash.ops import reference
-from dflash.sampling import Sampling, fold, rejection
+from dflash.sampling import Sampling, SamplingArguments, fold, rejection
 
 DRAWS = 1_000_000 if is_long() else 300_000
 CHUNK = 25_000
@@ -23,7 +23,7 @@ SETTINGS = [{}, {"temperature": 0.6, "top_k": 3}, {"temperature": 1.4, "top_p": 
 
 def parameters(batch: int, temperature: float = 1.0, **filters) -> Sampling:
     sampling = Sampling.create(batch)
-    sampling.set_(batch, temperature=temperature, seed=0, **filters)
+    sampling.set_(batch, SamplingArguments(temperature=temperature, seed=0, **filters))
     sampling.seeds.copy_(torch.arange(batch) * 7919 - 12345)
     return sampling
 

@@ -351,11 +351,11 @@ class Generator:
     def launch(self, call: Call | None = None) -> Launch:
         """Return how steps reach the device: those of a call, or of many without grammars and Python rules."""
         obstacle, must_capture, engine = self._graph_obstacle(call), self.graph is True, self.engine
-        if call is None or not (call.grammars or call.rules.run_on_host):
+        if call is None or not (call.grammars or call.host_rules is not None):
             return Launch(self.runner, self.step, self.step, obstacle, must_capture=must_capture)
         # Python rules wait for the step anyway, and must not be asked about one that will not count.
         steps = functools.partial(host_step, engine), functools.partial(step, engine)
-        return Launch(self.runner, *steps, obstacle, waits=call.rules.run_on_host, must_capture=must_capture)
+        return Launch(self.runner, *steps, obstacle, waits=call.host_rules is not None, must_capture=must_capture)
 
     def _end_run(self) -> None:
         if self._run is not None:

@@ -8,7 +8,7 @@ from typing import Literal
 from torch import nn
 
 from .ops import MAX_TREE_ROWS, WeightStorage
-from .sampling import integer, integer_from
+from .settings import MAX_LOGPROBS, TreeSize, checked, integer_from
 from .targets import embedding_table, ranks_in, text_config
 
 __all__ = [
@@ -20,16 +20,9 @@ __all__ = [
     "check_weights",
     "check_width_call",
     "checked_block_size",
-    "checked_logprobs",
     "checked_tree",
     "tree_rows",
 ]
-
-MAX_LOGPROBS = 20
-"""The most probable tokens per position that a call may ask for; OpenAI's limit."""
-
-TreeSize = int | Literal["auto"] | None
-"""Rows of a draft tree; "auto" to choose them as a call proceeds; None for chains."""
 
 BlockSize = int | Literal["auto"] | None
 """Rows of a chain; "auto" to choose them as a call proceeds; None for the drafter's own."""
@@ -83,20 +76,7 @@ def check_weights(name: str, weights: object) -> None:
 
 def checked_tree(tree: object) -> TreeSize:
     """Return the argument ``tree``; raise ValueError or TypeError if it is wrong."""
-    wanted = f'tree must be a number of rows in 2 .. {MAX_TREE_ROWS}, "auto" or None, got {tree!r}'
-    if tree is None:
-        return None
-    if isinstance(tree, str):
-        if tree != "auto":
-            raise ValueError(wanted)
-        return "auto"
-    try:
-        rows = integer("tree", tree)
-    except TypeError:
-        raise TypeError(wanted) from None
-    if not 2 <= rows <= MAX_TREE_ROWS:
-        raise ValueError(wanted)
-    return rows
+    return checked("tree", tree)
 
 
 def checked_block_size(block_size: object) -> BlockSize:
@@ -141,23 +121,3 @@ def check_tree_call(
         reason = f"draft_sharpness={draft_sharpness!r}: a tree holds the drafter's best tokens, and none is drawn"
     if tree is not None and reason:
         raise ValueError(f"tree={tree!r} cannot be combined with {reason}. Pass tree=None, or leave that out")
-
-
-def checked_logprobs(count: int | None, of_prompt: bool, tree: TreeSize) -> int | None:
-    """Return the probable tokens per position that a call asks for; None for no log probabilities.
-
-    Raises:
-        ValueError: the number is out of range, or missing, or the call has a tree.
-        TypeError: a type is wrong.
-    """
-    if not isinstance(of_prompt, bool):
-        raise TypeError(f"prompt_logprobs must be True or False, got {of_prompt!r}")
-    if count is None:
-        if of_prompt:
-            raise ValueError(f"prompt_logprobs=True needs logprobs too, a number from 0 to {MAX_LOGPROBS}")
-        return None
-    if (count := integer_from(0, "logprobs", count)) > MAX_LOGPROBS:
-        raise ValueError(f"logprobs must be at most {MAX_LOGPROBS}, got {count}")
-    if tree is not None:
-        raise ValueError(f"logprobs cannot be combined with tree={tree!r}: pass tree=None")
-    return count

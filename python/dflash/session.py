@@ -127,7 +127,7 @@ class Session:
             reason = f'has acceptance={call.acceptance!r}: all rows accept by "keyed" noise, leave it out'
         elif call.grammars and self.generator.compiles_step:
             reason = "has a grammar, and this generator's step is compiled for calls without: make one without compile"
-        elif call.rules.run_on_host:
+        elif call.host_rules is not None:
             reason = "has logits_processor or stopping_criteria: these would hold up every row, leave them out"
         elif call.denoise_steps != passes:
             reason = f"has denoise_steps={call.denoise_steps}: every row is drafted in {passes}, leave it out"

@@ -105,7 +105,7 @@ HOSTILE = [
     ("settings.top_p", 0, "top_p must lie in"),
     ("settings.max_new_tokens", 2**62, "max_new_tokens must be at most"),
     ("settings.no_repeat_ngram_size", 10**9, "no_repeat_ngram_size must be at most 256"),
-    ("settings.stop_token_ids", [[1]], "stop_token_ids must be an integer"),
+    ("settings.stop_token_ids", [[1]], "stop_token_ids must hold token ids"),
     ("settings.stop_strings", ["a" * 1025], "of 1024 characters together"),
     ("settings.stop_strings", [""], "stop_strings must be a list of texts that are not empty"),
     ("settings.grammar", None, "settings must not be null, got grammar"),

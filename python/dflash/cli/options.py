@@ -159,7 +159,7 @@ class GrammarOptions:
         Raises:
             ValueError: there are several, a file cannot be read, or the grammar or the tokenizer cannot be used.
         """
-        from ..sampling import Grammar, resolve_grammars
+        from ..sampling import Grammar
 
         given = [name for name, value in dataclasses.asdict(self).items() if value is not None]
         if not given:
@@ -173,7 +173,7 @@ class GrammarOptions:
         else:
             grammar = Grammar.json_schema(read_json(cast(Path, self.json_schema)))
         if tokenizer.eos_token_id is not None:  # before a large model is loaded
-            resolve_grammars(grammar, 1, 1, tokenizer, [tokenizer.eos_token_id])
+            grammar.begin(tokenizer, [tokenizer.eos_token_id])
         return grammar
 
 
@@ -191,11 +191,10 @@ def check_sampling(max_new_tokens: int, **numbers: Any) -> None:
         max_new_tokens: per answer.
         numbers: any of temperature, top_k, top_p, min_p, seed and draft_sharpness; None is not checked.
     """
-    from ..sampling import Sampling
+    from ..settings import checked
 
-    if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens must be an integer of at least 1, got {max_new_tokens}")
-    Sampling.create(1).set_(1, **{name: number for name, number in numbers.items() if number is not None})
+    for name, number in {"max_new_tokens": max_new_tokens, **numbers}.items():
+        checked(name, number)
 
 
 def takes_dataclasses(**without: tuple[str, ...]) -> Callable[[Callable[..., None]], Callable[..., None]]:

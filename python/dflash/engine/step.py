@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from ..proposers import (
     TreeProposer,
     chain_widths,
 )
-from ..sampling import HostRules, KeyedAcceptance, LogitRules, RejectionAcceptance, RuleSettings
+from ..sampling import HostRules, KeyedAcceptance, LogitRules, RejectionAcceptance
 from ..state import FULL, STOPPED, Block, Logprobs, State
 from ..targets import Target, first_hook
 from .budget import TreeBudget, WidthBudget, context_bucket, measured_costs
@@ -152,7 +152,7 @@ class Engine:
         """Give the first rows to ``call``, none to others, and set the ways to draft and to accept."""
         self._free(slice(0, self.batch_size))
         self._seat(slice(0, len(call.prompts)), call)
-        self.host_rules = HostRules.create(call.rules, len(call.prompts))
+        self.host_rules = call.host_rules
         # At temperature 0 every way to accept is the greedy one.
         samples = self.draft is not None and call.sampling.temperature > 0
         rejects = samples and call.acceptance == "rejection"
@@ -227,7 +227,7 @@ class Engine:
 
     def _fit_rules(self) -> None:
         """Apply the rules of all rows from now on."""
-        rules = [RuleSettings() if call is None else call.rules for call in self.seats]
+        rules = [{} if call is None else call.rules for call in self.seats]
         self.rules = self._rules_for(rules)
         self.rules.set_(rules)
 
@@ -251,7 +251,7 @@ class Engine:
         """
         if self.target.ranks.count > 1:
             return "the target is spread over several processes"
-        if call is not None and call.rules.run_on_host:
+        if call is not None and call.host_rules is not None:
             return "logits_processor and stopping_criteria run on the host"
         if call is not None and call.grammars:
             return "a grammar's masks are made on the host"
@@ -358,7 +358,7 @@ class Engine:
             state.draft_cache.commit_(state.length, state.num_context)  # its slots are positions whatever was verified
         report_(block, choices, state, self.tree.expected if isinstance(self.budget, TreeBudget) else None)
 
-    def _rules_for(self, settings: Sequence[RuleSettings]) -> LogitRules:
+    def _rules_for(self, settings: Sequence[Mapping[str, object]]) -> LogitRules:
         """Return the rules with the layout of ``settings``. Their tensors never move; the least recently used go."""
         layout = LogitRules.layout(settings)
         if layout not in self._rules:

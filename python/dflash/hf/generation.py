@@ -15,7 +15,7 @@ from ..api import PairOptions, generate_call
 from ..call import Call, GenerateArguments, TargetDefaults
 from ..ops import WeightStorage
 from ..outputs import GenerateOutput
-from ..sampling import LogitsProcessor, StoppingCriterion
+from ..settings import SETTINGS, LogitsProcessor, StoppingCriterion
 from ..streaming import Streamer, check_streamer
 from ..targets import check_target
 
@@ -24,27 +24,18 @@ if TYPE_CHECKING:
 
 __all__ = ["custom_generate"]
 
-# transformers' processors for the sampling settings of generation_config, in the order in which token choice applies
-# them: class -> (setting, attribute of the processor).
-_SETTINGS = {
-    "TemperatureLogitsWarper": ("temperature", "temperature"),
-    "TopKLogitsWarper": ("top_k", "top_k"),
-    "TopPLogitsWarper": ("top_p", "top_p"),
-    "MinPLogitsWarper": ("min_p", "min_p"),
+# transformers' processors for settings of a call: class -> (setting, attribute). The warpers are in the
+# order in which token choice applies them.
+_PROCESSORS = {
+    kind: {
+        row.processor[0]: (name, row.processor[1])
+        for name, row in SETTINGS.items()
+        if row.kind == kind and row.processor is not None
+    }
+    for kind in ("sampling", "rule")
 }
-# Those for the settings of generation_config that are logit rules here.
-_RULES = {
-    "SequenceBiasLogitsProcessor": ("sequence_bias", "sequence_bias"),
-    "RepetitionPenaltyLogitsProcessor": ("repetition_penalty", "penalty"),
-    "NoRepeatNGramLogitsProcessor": ("no_repeat_ngram_size", "ngram_size"),
-    "NoBadWordsLogitsProcessor": ("bad_words_ids", "bad_word_ids"),
-    "MinLengthLogitsProcessor": ("min_length", "min_length"),
-    "MinNewTokensLengthLogitsProcessor": ("min_new_tokens", "min_new_tokens"),
-    "ForcedBOSTokenLogitsProcessor": ("forced_bos_token_id", "bos_token_id"),
-    "ForcedEOSTokenLogitsProcessor": ("forced_eos_token_id", "eos_token_id"),
-    "SuppressTokensLogitsProcessor": ("suppress_tokens", "suppress_tokens"),
-    "SuppressTokensAtBeginLogitsProcessor": ("begin_suppress_tokens", "begin_suppress_tokens"),
-}
+_WARPERS, _RULES = _PROCESSORS["sampling"], _PROCESSORS["rule"]
+_RULES_BY_NAME = {name for name, _ in _RULES.values()}
 _NO_EFFECT = ("LogitNormalization",)  # a constant added to all logits changes no choice
 # Not functions of a row's ids and scores.
 _STATEFUL = ("UnbatchedClassifierFreeGuidanceLogitsProcessor", "ConfidenceCriteria")
@@ -84,13 +75,13 @@ def _same(given: object, wanted: object) -> bool:
     return given == ([wanted] if isinstance(given, list) and isinstance(wanted, int) else wanted)
 
 
-def _processors(processors: Sequence[Any], config: Any) -> tuple[dict[str, Any], list[Any]]:
+def _processors(processors: Sequence[Any], config: Any, defaults: TargetDefaults) -> tuple[dict[str, Any], list[Any]]:
     """Return the rules that the processors stand for, and the processors that have to be called.
 
     Raises:
         ValueError: one cannot be called, or a warper differs from the settings of ``config`` or from their order.
     """
-    order, last = list(_SETTINGS), -1
+    order, last = list(_WARPERS), -1
     rules: dict[str, Any] = {}
     called: list[Any] = []
     plain: list[Any] = []
@@ -99,7 +90,7 @@ def _processors(processors: Sequence[Any], config: Any) -> tuple[dict[str, Any],
         name = type(processor).__name__ if _is_theirs(processor) else None
         if name in _NO_EFFECT:
             continue
-        if name in _SETTINGS:
+        if name in _WARPERS:
             last = _check_warper(processor, name, config, last)
             continue
         if name in _STATEFUL:
@@ -108,17 +99,17 @@ def _processors(processors: Sequence[Any], config: Any) -> tuple[dict[str, Any],
             raise _refuse(f"the logits processor {type(processor).__name__} after {order[last]}")
         plain.append(processor)
         setting, attribute = _RULES.get(name or "", ("", ""))
-        if not setting or not _same(getattr(processor, attribute), getattr(config, setting)):
+        if not setting or not _same(getattr(processor, attribute), getattr(config, SETTINGS[setting].config)):
             called.append(processor)
         else:
-            rules[setting] = getattr(config, setting)
+            rules[setting] = defaults.settings[setting]
             mixed = mixed or bool(called)
     return ({}, plain) if mixed else (rules, called)  # rules come before what is called
 
 
 def _check_warper(warper: Any, name: str, config: Any, last: int) -> int:
     """Return the warper's place in the order; raise if it is not what the settings say, or before ``last``."""
-    order, (setting, attribute) = list(_SETTINGS), _SETTINGS[name]
+    order, (setting, attribute) = list(_WARPERS), _WARPERS[name]
     given, wanted = getattr(warper, attribute), getattr(config, setting)
     if given != wanted:
         raise _refuse(f"{name} with {attribute}={given!r} where generation_config.{setting} is {wanted!r}")
@@ -319,7 +310,7 @@ def _arguments(
     """Return processors and criteria as our arguments."""
     mask = model_kwargs.get("attention_mask")
     new, stop, strings, called_criteria = _criteria(criteria, ids)
-    rules, called_processors = _processors(processors, config)
+    rules, called_processors = _processors(processors, config, defaults)
     _check_called([*called_processors, *called_criteria], mask, ids.shape[0])
     given: GenerateArguments = {
         "attention_mask": mask,
@@ -330,5 +321,5 @@ def _arguments(
         "logits_processor": called_processors or None,
         "stopping_criteria": called_criteria or None,
     }
-    settings = {**defaults.settings, "rules": rules}
+    settings = {name: value for name, value in defaults.settings.items() if name not in _RULES_BY_NAME} | rules
     return _Arguments(given, dataclasses.replace(defaults, settings=settings), strings)

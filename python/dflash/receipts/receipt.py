@@ -7,7 +7,6 @@ import hashlib
 import json
 import math
 import os
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +30,8 @@ from ..limits import (
     MAX_WORD_CELLS,
 )
 from ..ops import WeightStorage
-from ..sampling import Grammar, RuleSettings, integer
+from ..sampling import Grammar
+from ..settings import integer
 from ..streaming import Tokenizer
 from ..targets import check_target, describe_config, embedding_table, version_of, versions, weights_digest
 from ..terminal import MAX_SHOWN, listed, printable, shortened
@@ -40,17 +40,11 @@ if TYPE_CHECKING:
     from ..call import GenerateArguments
 
 _Words = tuple[tuple[int, ...], ...]
-_RULES = tuple(
-    field.name
-    for field in dataclasses.fields(RuleSettings)
-    if field.name not in ("logit_bias", "sequence_bias", "stop_token_ids", "logits_processor", "stopping_criteria")
-)
 
 
 def unset(vocab_size: int, device: torch.device | str = "cpu") -> TargetDefaults:
     """Return the defaults of a target whose generation_config asks for nothing."""
-    nothing: dict[str, object] = defaultdict(lambda: None, eos_token_id=[], rules={}, unsupported={})
-    return TargetDefaults(nothing, vocab_size, torch.device(device))
+    return TargetDefaults({}, vocab_size, torch.device(device))
 
 
 @dataclass(frozen=True)
@@ -91,22 +85,10 @@ class RecordedSettings:
         Raises:
             ValueError: a rule is larger than a receipt may state (`dflash.limits`), or answers have different grammars.
         """
-        if len(grammars := {matcher and matcher.grammar for matcher in call.grammars}) > 1:
+        stated = call.stated()
+        if len(grammars := set(stated.pop("grammar"))) > 1:
             raise ValueError(f"a receipt states one grammar for all answers, got {len(grammars)}: make several calls")
-        rules, sampling = call.rules, call.sampling.checked()
-        single = (((token,), bias) for token, bias in dict(rules.logit_bias).items())
-        return cls(
-            max_new_tokens=call.max_new_tokens,
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            min_p=sampling.min_p,
-            stop_token_ids=tuple(call.stop_token_ids),
-            stop_strings=call.stop_strings,
-            logit_bias=(*single, *rules.sequence_bias),
-            grammar=next(iter(grammars), None),
-            **{name: getattr(rules, name) for name in _RULES},
-        )
+        return cls(**stated, grammar=next(iter(grammars), None))
 
     @classmethod
     def parse(cls, content: object, vocab_size: int) -> RecordedSettings:

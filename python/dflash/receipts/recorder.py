@@ -9,23 +9,13 @@ from torch import Tensor, nn
 from ..call import Call, GenerateArguments, TargetDefaults
 from ..options import GeneratorOptions
 from ..outputs import GenerateOutput, StreamEvent
-from ..sampling import RuleArguments, Sampling
+from ..settings import SETTINGS
 from ..targets import check_target
 from ..terminal import listed
 from .receipt import Fingerprints, Receipt, RecordedAnswer, RecordedSettings
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-# Arguments of a call that a receipt states, has no need to state, or refuses by their value.
-_KNOWN = frozenset(
-    [
-        *RuleArguments.__annotations__,
-        *("attention_mask", "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "num_return_sequences"),
-        *("stop_token_ids", "stop_strings", "grammar", "tokenizer", "acceptance"),
-        *("draft_sharpness", "denoise_steps", "tree", "streamer", "logprobs", "prompt_logprobs"),
-    ]
-)
 
 
 class Recorder:
@@ -107,9 +97,7 @@ class Recorder:
 
 def seeds_of(call: Call) -> list[int]:
     """Return the seeds of a call's rows, drawn now if it names none."""
-    sampling = Sampling.create(rows := len(call.prompts))
-    sampling.set_(rows, call.sampling)
-    return sampling.seeds.tolist()
+    return call.sampling.seeds(len(call.prompts))
 
 
 def _check_verifiable(call: Call, arguments: GenerateArguments) -> None:
@@ -119,10 +107,11 @@ def _check_verifiable(call: Call, arguments: GenerateArguments) -> None:
             'a receipt needs acceptance="keyed", got "rejection", whose text depends on the drafter and could not be '
             "derived again"
         )
-    if call.rules.run_on_host:
+    if call.host_rules is not None:
         raise ValueError(
             "a receipt cannot state logits_processor and stopping_criteria, which are Python code: use the rules of "
             "dflash.call.GenerateArguments"
         )
-    if unknown := [name for name, value in arguments.items() if name not in _KNOWN and value is not None]:
+    unknown = [name for name, value in arguments.items() if not SETTINGS[name].receipt and value is not None]
+    if unknown:
         raise ValueError(f"a receipt cannot state {listed(unknown)} yet")

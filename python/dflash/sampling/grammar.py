@@ -9,13 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from . import checks
+from ..settings import string
+from ..streaming import Tokenizer
 from .matcher import Matcher
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-__all__ = ["Grammar", "resolve_grammars"]
+__all__ = ["Grammar"]
 
 _NAMES = {"json_schema": "JSON schema", "regex": "regex", "lark": "Lark grammar"}
 _WHITESPACE = r" ?(\r?\n[ \t]{0,32})?"
@@ -77,7 +78,7 @@ class Grammar:
             ValueError: the pattern is invalid, or llguidance is not installed.
             TypeError: it is not a string.
         """
-        return cls("regex", checks.string("a regex", pattern))._checked()
+        return cls("regex", string("a regex", pattern))._checked()
 
     @classmethod
     def lark(cls, grammar: str) -> Grammar:
@@ -90,7 +91,7 @@ class Grammar:
             ValueError: the grammar is invalid, or llguidance is not installed.
             TypeError: it is not a string.
         """
-        return cls("lark", checks.string("a Lark grammar", grammar))._checked()
+        return cls("lark", string("a Lark grammar", grammar))._checked()
 
     @property
     def source(self) -> str:
@@ -116,49 +117,23 @@ class Grammar:
     def _schema(self) -> dict[str, object]:
         return {"x-guidance": {"whitespace_pattern": _WHITESPACE}} | json.loads(self.text)
 
+    def begin(self, tokenizer: Tokenizer, stop_token_ids: Sequence[int]) -> Matcher:
+        """Return the place of a row that has not begun.
+
+        Args:
+            tokenizer: the target's.
+            stop_token_ids: the ids that end a row.
+
+        Raises:
+            ValueError: the grammar allows no token of this tokenizer, or the tokenizer cannot be used.
+        """
+        return _vocabulary(tokenizer, tuple(stop_token_ids)).start(self)
+
     def _checked(self) -> Grammar:
         """Return the grammar; raise ValueError if llguidance does not take it."""
         if reason := _llguidance().LLMatcher.validate_grammar(self.source):
             raise ValueError(f"this {_NAMES[self.kind]} cannot be used: {reason.strip()[:_MAX_REASON]}")
         return self
-
-
-def resolve_grammars(
-    given: object, prompts: int, repeats: int, tokenizer: Any, stop_token_ids: Sequence[int]
-) -> tuple[Matcher | None, ...]:
-    """Compile the grammars of a call.
-
-    Args:
-        given: a `Grammar` for every row, a list with one or None per prompt, or None.
-        prompts: rows of the call's ids.
-        repeats: answers per prompt.
-        tokenizer: the target's.
-        stop_token_ids: the ids that end a row.
-
-    Returns:
-        Per row, where it starts in its grammar, or None without one; empty if no row has a grammar.
-
-    Raises:
-        ValueError: something is missing, or a grammar allows no token of this tokenizer.
-        TypeError: ``given`` has the wrong type.
-    """
-    grammars = [given] * prompts if given is None or isinstance(given, Grammar) else given
-    if not checks.is_list(grammars) or not all(item is None or isinstance(item, Grammar) for item in grammars):
-        raise TypeError(
-            f"grammar must be a dflash.Grammar, or a list with one or None per prompt, got {given!r}: "
-            "make one with dflash.Grammar.json_schema(...), .regex(...) or .lark(...)"
-        )
-    if len(grammars) != prompts:
-        raise ValueError(f"grammar must be one dflash.Grammar or one per prompt, {prompts} in all, got {len(grammars)}")
-    if not any(grammars):
-        return ()
-    if tokenizer is None:
-        raise ValueError("a grammar needs the target's tokenizer: pass tokenizer=")
-    if not stop_token_ids:
-        raise ValueError("a grammar ends with a stop token, and stop_token_ids is empty: name the tokenizer's EOS")
-    vocabulary = _vocabulary(tokenizer, tuple(stop_token_ids))
-    starts = [None if grammar is None else vocabulary.start(grammar) for grammar in grammars]
-    return tuple(start for start in starts for _ in range(repeats))
 
 
 class _Vocabulary:

@@ -9,6 +9,8 @@ import transformers
 from torch import nn
 from transformers import StopStringCriteria
 
+from ..settings import SETTINGS
+
 __all__ = ["generation_defaults", "stop_string_criterion", "transformers_version"]
 
 # Settings that would change the text and are not applied here, and the values that turn them off.
@@ -32,32 +34,27 @@ _UNSUPPORTED: dict[str, tuple] = {
     "remove_invalid_values": (None, False),
     "renormalize_logits": (None, False, True),  # a constant added to all logits changes no choice
 }
-_ARGUMENTS = (
-    *("do_sample", "temperature", "top_k", "top_p", "min_p", "max_new_tokens", "max_length", "pad_token_id"),
-    *("stop_strings", "num_return_sequences"),
-)
-_RULES = (
-    *("repetition_penalty", "no_repeat_ngram_size", "sequence_bias", "bad_words_ids", "min_length", "min_new_tokens"),
-    *("forced_bos_token_id", "forced_eos_token_id", "suppress_tokens", "begin_suppress_tokens"),
-)
 
 
 def generation_defaults(model: nn.Module) -> dict[str, Any]:
-    """Return the defaults that ``model.generation_config`` gives for the arguments of ``generate``, None if unset.
+    """Return what ``model.generation_config`` gives for the settings of a call, by our names; None if unset.
 
-    ``eos_token_id`` is a list of ids within the vocabulary. ``rules`` maps the names of the logit rules, and
-    ``sequence_bias``, to their values. ``unsupported`` maps every setting that would change the text but is not applied
-    here to its value.
+    ``do_sample``, ``max_length`` and ``pad_token_id`` are added. ``unsupported`` maps every setting that would change
+    the text but is not applied here to its value.
     """
     config = model.generation_config
     vocab = model.get_input_embeddings().weight.shape[0]
     eos = config.eos_token_id
     eos = [] if eos is None else [eos] if isinstance(eos, int) else eos
     unsupported = {name: getattr(config, name) for name, off in _UNSUPPORTED.items() if _is_set(config, name, off)}
+    found = {name: getattr(config, row.config, None) for name, row in SETTINGS.items() if row.config}
+    if (pairs := found["logit_bias"]) is not None:  # a dict of tuples, or a list of pairs
+        pairs = pairs.items() if isinstance(pairs, dict) else pairs
+        found["logit_bias"] = {tuple(sequence): bias for sequence, bias in pairs}
     return {
-        **{name: getattr(config, name, None) for name in _ARGUMENTS},
-        "eos_token_id": [token for token in eos if 0 <= token < vocab],  # ids past the vocabulary are never emitted
-        "rules": {name: getattr(config, name, None) for name in _RULES},
+        **{name: getattr(config, name, None) for name in ("do_sample", "max_length", "pad_token_id")},
+        **found,
+        "stop_token_ids": [token for token in eos if 0 <= token < vocab],  # ids past the vocabulary are never emitted
         "unsupported": unsupported,
     }
 

@@ -2,16 +2,6 @@
 
 from .host import HostRules
 from .logit_rules import RULES, LogitRules
-from .rule import Rule
-from .settings import LogitsProcessor, RuleArguments, RuleSettings, StoppingCriterion
+from .rule import Rule, Settings
 
-__all__ = [
-    "RULES",
-    "HostRules",
-    "LogitRules",
-    "LogitsProcessor",
-    "Rule",
-    "RuleArguments",
-    "RuleSettings",
-    "StoppingCriterion",
-]
+__all__ = ["RULES", "HostRules", "LogitRules", "Rule", "Settings"]

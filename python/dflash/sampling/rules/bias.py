@@ -8,12 +8,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .rule import IDS, NUMBERS, Rows, Rule, slots
-from .settings import RuleSettings
+from .rule import IDS, NUMBERS, Rows, Rule, Settings, slots
 from .words import ANY, aligned, ends_with
 
 __all__ = ["LogitBias", "SequenceBias"]
 
+Biases = Sequence[tuple[tuple[int, ...], float]]
 _DECISIVE_BIAS = 10.0  # smaller biases are not told to the drafter: acceptance was lower with them
 
 
@@ -24,8 +24,9 @@ class LogitBias(Rule):
     neutral: ClassVar = {"bias": 0.0, "draft_bias": 0.0}
 
     @staticmethod
-    def values(settings: RuleSettings, vocab_size: int) -> dict[str, Tensor]:
-        return {} if settings.sequence_bias or not settings.logit_bias else _token_biases(settings, vocab_size)
+    def values(settings: Settings, vocab_size: int) -> dict[str, Tensor]:
+        biases = settings.get("logit_bias", ())
+        return _token_biases(biases, vocab_size) if biases and not _sequences(biases) else {}
 
     def apply(self, logits: Tensor, rows: Rows) -> Tensor:
         return logits + self.bias[:, None, : logits.shape[-1]]
@@ -45,10 +46,10 @@ class SequenceBias(LogitBias):
     neutral: ClassVar = LogitBias.neutral | {"biased_ends": -1, "biased_prefixes": ANY, "prefix_biases": 0.0}
 
     @staticmethod
-    def values(settings: RuleSettings, vocab_size: int) -> dict[str, Tensor]:
-        if not settings.sequence_bias:
-            return {}
-        return _token_biases(settings, vocab_size) | _sequence_tables(settings.sequence_bias)
+    def values(settings: Settings, vocab_size: int) -> dict[str, Tensor]:
+        biases = settings.get("logit_bias", ())
+        sequences = _sequences(biases)
+        return _token_biases(biases, vocab_size) | _sequence_tables(sequences) if sequences else {}
 
     def apply(self, logits: Tensor, rows: Rows) -> Tensor:
         matches = ends_with(rows.sequence, rows.positions, self.biased_prefixes)
@@ -61,14 +62,19 @@ class SequenceBias(LogitBias):
         return logits + bias[..., : logits.shape[-1]]
 
 
-def _token_biases(settings: RuleSettings, vocab_size: int) -> dict[str, Tensor]:
+def _sequences(biases: Biases) -> Biases:
+    return [pair for pair in biases if len(pair[0]) > 1]
+
+
+def _token_biases(biases: Biases, vocab_size: int) -> dict[str, Tensor]:
+    single = {ids[0]: bias for ids, bias in biases if len(ids) == 1}
     bias = torch.zeros(vocab_size, **NUMBERS)
-    if vocab_size and settings.logit_bias:
-        bias[list(settings.logit_bias)] = torch.tensor(list(settings.logit_bias.values()), **NUMBERS)
+    if vocab_size and single:
+        bias[list(single)] = torch.tensor(list(single.values()), **NUMBERS)
     return {"bias": bias, "draft_bias": torch.where(bias.abs() >= _DECISIVE_BIAS, bias, 0.0)}
 
 
-def _sequence_tables(biases: Sequence[tuple[tuple[int, ...], float]]) -> dict[str, Tensor]:
+def _sequence_tables(biases: Biases) -> dict[str, Tensor]:
     """Return the tables of `SequenceBias`; those of one last token in the order in which they are added."""
     groups = list(dict.fromkeys(len(ids) for ids, _ in biases))  # transformers adds those of one length together
     ends: dict[int, list[tuple[tuple[int, ...], float]]] = {}

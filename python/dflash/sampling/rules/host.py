@@ -6,23 +6,18 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from .settings import LogitsProcessor, RuleSettings, StoppingCriterion
+from ...settings import LogitsProcessor, StoppingCriterion
 
 __all__ = ["HostRules"]
 
 
 @dataclass(frozen=True)
 class HostRules:
-    """Python processors and criteria for the first ``rows`` rows of a batch; see `RuleArguments`."""
+    """Python processors and criteria for the first ``rows`` rows of a batch; see `dflash.call.GenerateArguments`."""
 
     processors: tuple[LogitsProcessor, ...]
     criteria: tuple[StoppingCriterion, ...]
     rows: int
-
-    @classmethod
-    def create(cls, settings: RuleSettings, rows: int) -> HostRules | None:
-        """Return the host rules of ``settings``, or None if it has none."""
-        return cls(settings.logits_processor, settings.stopping_criteria, rows) if settings.run_on_host else None
 
     def process(self, ids: Tensor, scores: Tensor) -> Tensor:
         """Call every processor in order.

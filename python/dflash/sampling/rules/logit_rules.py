@@ -7,8 +7,8 @@ were wrong is dropped, whatever its rules made of it. Meaning and order are thos
 (``_get_logits_processor``), before temperature and filters, in float32. Each row of a batch has its own rules, sees
 only its own tokens and writes what it writes as a single prompt; padding is never counted.
 
-To add a rule, write a class with `Rule.values`, ``neutral`` and `Rule.apply`, add it to ``RULES``, and its argument to
-`RuleArguments` and `RuleSettings`.
+To add a rule, add a row to `dflash.settings.GenerateArguments`, and write a class with `Rule.values`, ``neutral`` and
+`Rule.apply` that is named in ``RULES``.
 """
 
 from __future__ import annotations
@@ -21,9 +21,8 @@ from torch import Tensor
 
 from .bias import LogitBias, SequenceBias
 from .penalties import CountPenalties, RepetitionPenalty
-from .rule import Drafts, Rows, Rule, Text
+from .rule import Drafts, Rows, Rule, Settings, Text
 from .sequence import ChainTokens, SeenTokens, TreeTokens
-from .settings import RuleSettings
 from .tokens import BannedTokens, BeginSuppressTokens, ForcedBos, ForcedEos, MinLength, SuppressTokens
 from .words import BadWords, NoRepeatNgram
 
@@ -48,17 +47,17 @@ class LogitRules:
         device: of the tensors.
     """
 
-    def __init__(self, settings: Sequence[RuleSettings], vocab_size: int, device: torch.device | str = "cpu") -> None:
+    def __init__(self, settings: Sequence[Settings], vocab_size: int, device: torch.device | str = "cpu") -> None:
         self.vocab_size = vocab_size
         self.rules = [rule(rows, vocab_size, torch.device(device)) for rule, rows in _rows_with_rules(settings)]
         self._reads_sequence = any(rule.reads_sequence for rule in self.rules)
 
     @staticmethod
-    def layout(settings: Sequence[RuleSettings]) -> tuple:
+    def layout(settings: Sequence[Settings]) -> tuple:
         """Return what a captured step depends on; equal layouts may share a LogitRules. Empty without a rule."""
         return tuple(rule.layout(rows) for rule, rows in _rows_with_rules(settings))
 
-    def set_(self, settings: Sequence[RuleSettings]) -> None:
+    def set_(self, settings: Sequence[Settings]) -> None:
         """Write the values of settings with the same layout in place."""
         for rule, (_, rows) in zip(self.rules, _rows_with_rules(settings), strict=True):
             rule.set_(rows, self.vocab_size)
@@ -115,9 +114,9 @@ class LogitRules:
         return Rows(text.length[:, None] + ahead, text.prompt_length[:, None], text.limits[:, None], text)
 
 
-def _rows_with_rules(settings: Sequence[RuleSettings]) -> Iterator[tuple[type[Rule], list[RuleSettings | None]]]:
+def _rows_with_rules(settings: Sequence[Settings]) -> Iterator[tuple[type[Rule], list[Settings | None]]]:
     """Yield each rule that a row has, once per value of its constants, and each row's settings; None without it."""
-    unique = {id(row): row for row in settings}
+    unique = {id(row): row for row in settings if row}
     for rule in RULES:
         kinds = {key: tuple(rule.constants(row).items()) for key, row in unique.items() if rule.is_on(row)}
         for kind in sorted(set(kinds.values())):

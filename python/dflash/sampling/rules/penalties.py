@@ -7,8 +7,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .rule import NUMBERS, Rows, Rule
-from .settings import RuleSettings
+from .rule import NUMBERS, Rows, Rule, Settings
 
 __all__ = ["CountPenalties", "RepetitionPenalty"]
 
@@ -19,9 +18,9 @@ class RepetitionPenalty(Rule):
     neutral: ClassVar = {"repetition_penalty": 1.0}
 
     @staticmethod
-    def values(settings: RuleSettings, vocab_size: int) -> dict[str, Tensor]:
-        on = settings.repetition_penalty != 1
-        return {"repetition_penalty": torch.tensor(settings.repetition_penalty, **NUMBERS)} if on else {}
+    def values(settings: Settings, vocab_size: int) -> dict[str, Tensor]:
+        penalty = settings.get("repetition_penalty")
+        return {} if penalty is None else {"repetition_penalty": torch.tensor(penalty, **NUMBERS)}
 
     def apply(self, logits: Tensor, rows: Rows) -> Tensor:
         ids, counts = _counts(rows, torch.zeros_like(rows.prompt), logits.shape[-1])
@@ -37,11 +36,11 @@ class CountPenalties(Rule):
     neutral: ClassVar = {"presence_penalty": 0.0, "frequency_penalty": 0.0}
 
     @staticmethod
-    def values(settings: RuleSettings, vocab_size: int) -> dict[str, Tensor]:
+    def values(settings: Settings, vocab_size: int) -> dict[str, Tensor]:
         names = ("presence_penalty", "frequency_penalty")
-        if not any(getattr(settings, name) for name in names):
+        if not any(name in settings for name in names):
             return {}
-        return {name: torch.tensor(getattr(settings, name), **NUMBERS) for name in names}
+        return {name: torch.tensor(settings.get(name, 0.0), **NUMBERS) for name in names}
 
     def apply(self, logits: Tensor, rows: Rows) -> Tensor:
         ids, counts = _counts(rows, rows.prompt, logits.shape[-1])

@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 from .sequence import SeenTokens
-from .settings import RuleSettings
 
 if TYPE_CHECKING:
     from ...state import Tree
 
-__all__ = ["IDS", "NUMBERS", "Drafts", "Rows", "Rule", "Text", "filled", "slots", "upper_bound"]
+__all__ = ["IDS", "NUMBERS", "Drafts", "Rows", "Rule", "Settings", "Text", "filled", "slots", "upper_bound"]
+
+Settings = Mapping[str, Any]
+"""The rules of one row that are on, from `dflash.settings.resolve_rules`."""
 
 # Values of rules on the host, whatever dtype and device the user has made the default.
 IDS: dict[str, Any] = {"dtype": torch.int64, "device": "cpu"}
@@ -92,7 +94,7 @@ class Rule:
     neutral: ClassVar[Mapping[str, float]] = {}
 
     @staticmethod
-    def values(settings: RuleSettings, vocab_size: int) -> dict[str, Tensor]:
+    def values(settings: Settings, vocab_size: int) -> dict[str, Tensor]:
         """Return one row's tensors on the host, by attribute; empty if the rule is off.
 
         With ``vocab_size`` 0 only their shapes mean anything.
@@ -100,11 +102,11 @@ class Rule:
         raise NotImplementedError
 
     @staticmethod
-    def constants(settings: RuleSettings) -> dict[str, Hashable]:
+    def constants(settings: Settings) -> dict[str, Hashable]:
         """Return values of Python that the step branches on, by attribute."""
         return {}
 
-    def __init__(self, rows: Sequence[RuleSettings | None], vocab_size: int, device: torch.device) -> None:
+    def __init__(self, rows: Sequence[Settings | None], vocab_size: int, device: torch.device) -> None:
         """``rows`` holds the settings of each row with this rule, all with the same constants; None for the others."""
         settings = next(row for row in rows if row is not None)
         for name, value in self.constants(settings).items():
@@ -113,12 +115,12 @@ class Rule:
             setattr(self, name, tensor.to(device))
 
     @classmethod
-    def is_on(cls, settings: RuleSettings) -> bool:
+    def is_on(cls, settings: Settings) -> bool:
         """Return True if the settings ask for this rule."""
         return bool(cls.values(settings, 0))
 
     @classmethod
-    def stacked(cls, rows: Sequence[RuleSettings | None], vocab_size: int) -> dict[str, Tensor]:
+    def stacked(cls, rows: Sequence[Settings | None], vocab_size: int) -> dict[str, Tensor]:
         """Return the values of all rows on the host, ``[batch, ...]`` each."""
         found = {id(row): cls.values(row, vocab_size) for row in rows if row is not None}
         stacks = {}
@@ -134,13 +136,13 @@ class Rule:
         return stacks
 
     @classmethod
-    def layout(cls, rows: Sequence[RuleSettings | None]) -> tuple:
+    def layout(cls, rows: Sequence[Settings | None]) -> tuple:
         """Return what a captured step depends on: the constants and the shapes."""
         constants = next(cls.constants(row) for row in rows if row is not None)
         shapes = ((name, *tensor.shape) for name, tensor in cls.stacked(rows, 0).items())
         return cls.__name__, *constants.items(), *shapes
 
-    def set_(self, rows: Sequence[RuleSettings | None], vocab_size: int) -> None:
+    def set_(self, rows: Sequence[Settings | None], vocab_size: int) -> None:
         """Write the values of settings with the same layout in place."""
         for name, tensor in self.stacked(rows, vocab_size).items():
             getattr(self, name).copy_(tensor)

@@ -9,8 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .rule import IDS, Rows, Rule, filled, upper_bound
-from .settings import RuleSettings
+from .rule import IDS, Rows, Rule, Settings, filled, upper_bound
 
 __all__ = ["BannedTokens", "BeginSuppressTokens", "ForcedBos", "ForcedEos", "MinLength", "SuppressTokens"]
 
@@ -24,8 +23,8 @@ class BannedTokens(Rule):
     neutral: ClassVar = {"banned": math.inf}
 
     @staticmethod
-    def values(settings: RuleSettings, vocab_size: int) -> dict[str, Tensor]:
-        single = [word[0] for word in settings.bad_words_ids if len(word) == 1]
+    def values(settings: Settings, vocab_size: int) -> dict[str, Tensor]:
+        single = [word[0] for word in settings.get("bad_words_ids", ()) if len(word) == 1]
         return {"banned": upper_bound(single, vocab_size)} if single else {}
 
     def apply(self, logits: Tensor, rows: Rows) -> Tensor:
@@ -39,13 +38,13 @@ class MinLength(Rule):
     neutral: ClassVar = {"stop": math.inf, "min_length": 0, "min_new_tokens": 0}
 
     @staticmethod
-    def values(settings: RuleSettings, vocab_size: int) -> dict[str, Tensor]:
-        if not settings.stop_token_ids or not (settings.min_length or settings.min_new_tokens):
+    def values(settings: Settings, vocab_size: int) -> dict[str, Tensor]:
+        if "stop_token_ids" not in settings:
             return {}
         return {
-            "stop": upper_bound(settings.stop_token_ids, vocab_size),
-            "min_length": torch.tensor(settings.min_length, **IDS),
-            "min_new_tokens": torch.tensor(settings.min_new_tokens, **IDS),
+            "stop": upper_bound(settings["stop_token_ids"], vocab_size),
+            "min_length": torch.tensor(settings.get("min_length", 0), **IDS),
+            "min_new_tokens": torch.tensor(settings.get("min_new_tokens", 0), **IDS),
         }
 
     def apply(self, logits: Tensor, rows: Rows) -> Tensor:
@@ -61,8 +60,8 @@ class ForcedBos(Rule):
     neutral: ClassVar = {"forced_bos": 0.0, "forces": False}
 
     @staticmethod
-    def values(settings: RuleSettings, vocab_size: int) -> dict[str, Tensor]:
-        forced = settings.forced_bos_token_id
+    def values(settings: Settings, vocab_size: int) -> dict[str, Tensor]:
+        forced = settings.get("forced_bos_token_id")
         return {"forced_bos": filled(forced, 0.0, -math.inf, vocab_size), "forces": _YES} if forced else {}
 
     def apply(self, logits: Tensor, rows: Rows) -> Tensor:
@@ -77,8 +76,8 @@ class ForcedEos(Rule):
     neutral: ClassVar = {"forced_eos": 0.0, "forces": False}
 
     @staticmethod
-    def values(settings: RuleSettings, vocab_size: int) -> dict[str, Tensor]:
-        forced = settings.forced_eos_token_id
+    def values(settings: Settings, vocab_size: int) -> dict[str, Tensor]:
+        forced = settings.get("forced_eos_token_id")
         return {"forced_eos": filled(forced, 0.0, -math.inf, vocab_size), "forces": _YES} if forced else {}
 
     def apply(self, logits: Tensor, rows: Rows) -> Tensor:
@@ -93,8 +92,8 @@ class SuppressTokens(Rule):
     neutral: ClassVar = {"suppressed": math.inf}
 
     @staticmethod
-    def values(settings: RuleSettings, vocab_size: int) -> dict[str, Tensor]:
-        ids = settings.suppress_tokens
+    def values(settings: Settings, vocab_size: int) -> dict[str, Tensor]:
+        ids = settings.get("suppress_tokens")
         return {"suppressed": upper_bound(ids, vocab_size)} if ids else {}
 
     def apply(self, logits: Tensor, rows: Rows) -> Tensor:
@@ -108,13 +107,13 @@ class BeginSuppressTokens(Rule):
     neutral: ClassVar = {"begin_suppressed": math.inf}
 
     @staticmethod
-    def values(settings: RuleSettings, vocab_size: int) -> dict[str, Tensor]:
-        ids = settings.begin_suppress_tokens
+    def values(settings: Settings, vocab_size: int) -> dict[str, Tensor]:
+        ids = settings.get("begin_suppress_tokens")
         return {"begin_suppressed": upper_bound(ids, vocab_size)} if ids else {}
 
     @staticmethod
-    def constants(settings: RuleSettings) -> dict[str, Hashable]:
-        return {"bos_is_forced": bool(settings.forced_bos_token_id)}
+    def constants(settings: Settings) -> dict[str, Hashable]:
+        return {"bos_is_forced": bool(settings.get("forced_bos_token_id"))}
 
     def apply(self, logits: Tensor, rows: Rows) -> Tensor:
         first = rows.prompt + (rows.prompt <= 1) if self.bos_is_forced else rows.prompt

@@ -9,9 +9,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .rule import IDS, Rows, Rule, slots
+from .rule import IDS, Rows, Rule, Settings, slots
 from .sequence import SeenTokens
-from .settings import RuleSettings
 
 __all__ = ["ANY", "BadWords", "NoRepeatNgram", "aligned", "ends_with"]
 
@@ -27,13 +26,13 @@ class NoRepeatNgram(Rule):
     neutral: ClassVar = {"applies": False}
 
     @staticmethod
-    def values(settings: RuleSettings, vocab_size: int) -> dict[str, Tensor]:
-        applies = settings.no_repeat_ngram_size > 0
-        return {"applies": torch.tensor(True, dtype=torch.bool, device="cpu")} if applies else {}
+    def values(settings: Settings, vocab_size: int) -> dict[str, Tensor]:
+        applies = torch.tensor(True, dtype=torch.bool, device="cpu")
+        return {"applies": applies} if "no_repeat_ngram_size" in settings else {}
 
     @staticmethod
-    def constants(settings: RuleSettings) -> dict[str, Hashable]:
-        return {"size": settings.no_repeat_ngram_size}
+    def constants(settings: Settings) -> dict[str, Hashable]:
+        return {"size": settings["no_repeat_ngram_size"]}
 
     def apply(self, logits: Tensor, rows: Rows) -> Tensor:
         """Ban whatever would complete an n-gram that a row has seen.
@@ -59,8 +58,8 @@ class BadWords(Rule):
     neutral: ClassVar = {"word_prefixes": ANY, "word_ends": _NO_TOKEN}
 
     @staticmethod
-    def values(settings: RuleSettings, vocab_size: int) -> dict[str, Tensor]:
-        words = [word for word in settings.bad_words_ids if len(word) > 1]
+    def values(settings: Settings, vocab_size: int) -> dict[str, Tensor]:
+        words = [word for word in settings.get("bad_words_ids", ()) if len(word) > 1]
         if not words:
             return {}
         width = max(map(len, words)) - 1

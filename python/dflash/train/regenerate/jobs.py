@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Protocol
 
 from ...evaluate import as_messages, check_text
-from ...sampling import Sampling, fold
+from ...sampling import fold
+from ...settings import checked
 
 __all__ = ["Answer", "Job", "Settings", "Summary", "Writer", "check_prompt", "jobs"]
 
@@ -42,9 +43,9 @@ class Settings:
         if not self.temperatures or len(set(self.temperatures)) < len(self.temperatures):
             raise ValueError(f"temperatures must be one or more distinct values, got {list(self.temperatures)}")
         for temperature in self.temperatures:
-            Sampling.create(1).set_(
-                1, temperature=temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p, seed=self.seed
-            )
+            checked("temperature", temperature)
+        for name in ("top_k", "top_p", "min_p", "seed"):
+            checked(name, getattr(self, name))
 
     @property
     def sample_temperatures(self) -> list[float]:

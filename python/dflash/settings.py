@@ -1,0 +1,512 @@
+"""The table of settings: every argument of a call in one row.
+
+`GenerateArguments` gives each argument its type, and in the same row its `Setting`: how it is checked, what holds if
+nobody sets it, and its names elsewhere. Calls, options of the command, fields of requests, receipts and the entry
+points for transformers read this table. A new logit rule is a row here and a class in `dflash.sampling.rules`.
+"""
+
+import math
+import numbers
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Protocol, TypedDict, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from .ops import MAX_TREE_ROWS
+from .streaming import Streamer, Tokenizer
+
+MAX_LOGPROBS = 20
+"""The most probable tokens per position that a call may ask for; OpenAI's limit."""
+
+TreeSize = int | Literal["auto"] | None
+"""Rows of a draft tree; "auto" to choose them as a call proceeds; None for chains."""
+
+LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
+"""``(input_ids [1, length] int64, scores [1, vocab] float32) -> scores``."""
+StoppingCriterion = Callable[[Tensor, None], bool | Tensor]
+"""``(input_ids [1, length] int64, None) -> bool``, or a tensor with one element."""
+
+Check = Callable[[str, object, int], object]
+"""``(name, value, vocab_size) -> checked value``; raises TypeError or ValueError."""
+
+
+@runtime_checkable
+class AnswerGrammar(Protocol):
+    """What the core asks of a `dflash.Grammar`, whose package it does not import."""
+
+    def begin(self, tokenizer: Tokenizer, stop_token_ids: Sequence[int]) -> Any:
+        """Return the place of a row that has not begun, a `dflash.grammar.Matcher`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is known of one argument of a call.
+
+    Attributes:
+        check: returns the checked value; None if it is checked where it is used.
+        off: the value if neither the call nor the generation_config has one.
+        kind: ``"sampling"`` for a field of `dflash.sampling.SamplingArguments`, ``"rule"`` for a logit rule.
+        receipt: ``"stated"`` in receipts, or ``"needless"`` there; calls with any other have no receipt.
+        help: of the command's option; empty if the command has none.
+        flag: the option, if it is not the name with dashes.
+        request: the field of a request to the server; empty if there is none.
+        config: the name in transformers' generation_config.
+        processor: class of transformers' processor that does the same, and the attribute that holds the value.
+    """
+
+    check: Check | None = None
+    off: object = None
+    kind: Literal["", "sampling", "rule"] = ""
+    receipt: Literal["", "stated", "needless"] = ""
+    help: str = ""
+    flag: str = ""
+    request: str = ""
+    config: str = ""
+    processor: tuple[str, str] | None = None
+
+
+# ------------------------------------------------------------------------------------------------------------- checks
+
+
+def integer(name: str, value: object) -> int:
+    """Return ``value`` as an int; raise TypeError unless it is an integer of Python or numpy and not a bool."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{name} must be an integer, got {value!r}")
+    return int(value)
+
+
+def integer_from(low: int, name: str, value: object) -> int:
+    """Return ``value`` as an int of at least ``low``."""
+    wanted = f"{name} must be an integer of at least {low}, got {value!r}"
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(wanted)
+    if value < low:
+        raise ValueError(wanted)
+    return int(value)
+
+
+def is_list(value: object) -> bool:
+    """Return True for an iterable that is not a string and not a mapping."""
+    return isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping))
+
+
+def string(name: str, value: object) -> str:
+    """Return ``value``; raise unless it is a string of Unicode text."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be a string, got {type(value).__name__}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name} must be Unicode text: {error.reason} at character {error.start}") from None
+    return value
+
+
+def _at_least(low: int) -> Check:
+    return lambda name, value, _: integer_from(low, name, value)
+
+
+def _number(wanted: str, holds: Callable[[float], bool]) -> Check:
+    """Check a real number; ``wanted`` completes "``name`` must ..." in the error."""
+
+    def check(name: str, value: object, _: int) -> float:
+        message = f"{name} must {wanted}, got {value!r}"
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+            raise TypeError(message)
+        if not holds(float(value)):
+            raise ValueError(message)
+        return float(value)
+
+    return check
+
+
+def _one_of(*choices: object) -> Check:
+    def check(name: str, value: object, _: int) -> object:
+        if not any(type(value) is type(choice) and value == choice for choice in choices):
+            raise ValueError(f"{name} must be {' or '.join(map(_quoted, choices))}, got {value!r}")
+        return value
+
+    return check
+
+
+def _quoted(value: object) -> str:
+    return f'"{value}"' if isinstance(value, str) else repr(value)
+
+
+def _listed(value: object) -> object:
+    """Return tensors, arrays and their scalars as Python values; anything else unchanged."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _token(name: str, value: object, vocab_size: int) -> int:
+    wanted = f"{name} must hold token ids in 0 .. {vocab_size - 1}, got {value!r}"
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(wanted)
+    if not 0 <= value < vocab_size:
+        raise ValueError(wanted)
+    return int(value)
+
+
+def _tokens(name: str, value: object, vocab_size: int) -> tuple[int, ...]:
+    value = _listed(value)
+    if not isinstance(value, Iterable) or not is_list(value):
+        raise TypeError(f"{name} must be a list of token ids, got {value!r}")
+    return tuple(_token(name, item, vocab_size) for item in value)
+
+
+def _token_or_tokens(name: str, value: object, vocab_size: int) -> tuple[int, ...]:
+    value = _listed(value)
+    return _tokens(name, value if is_list(value) else [value], vocab_size)
+
+
+def _at_most_one_token(name: str, value: object, vocab_size: int) -> tuple[int, ...]:
+    ids = _token_or_tokens(name, value, vocab_size)
+    if len(ids) > 1:
+        raise ValueError(f"{name} must be one token id, got {list(ids)}")
+    return ids
+
+
+def _words(name: str, value: object, vocab_size: int) -> tuple[tuple[int, ...], ...]:
+    words = _listed(value)
+    if not isinstance(words, Iterable) or not is_list(words) or not all(is_list(_listed(word)) for word in words):
+        raise TypeError(f"{name} must be a list of lists of token ids, got {words!r}")
+    found = dict.fromkeys(_tokens(name, word, vocab_size) for word in words)
+    if () in found:
+        raise ValueError(f"{name} must not hold an empty list")
+    return tuple(found)
+
+
+def _biases(name: str, value: object, vocab_size: int) -> tuple[tuple[tuple[int, ...], float], ...]:
+    """Return pairs of token ids and bias, those of single tokens first."""
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{name} must map token ids to numbers, got {value!r}")
+    single: dict[tuple[int, ...], float] = {}
+    longer: dict[tuple[int, ...], float] = {}
+    for key, bias in value.items():
+        ids = _tokens(name, key, vocab_size) if isinstance(key, tuple) else (_token(name, key, vocab_size),)
+        if not ids:
+            raise ValueError(f"{name} must not hold an empty tuple")
+        whose = f"{name} of token {ids[0]}" if len(ids) == 1 else f"{name} of tokens {list(ids)}"
+        number = _number("be a finite number or -inf", lambda x: x < math.inf)(whose, bias, vocab_size)
+        (single if len(ids) == 1 else longer)[ids] = number
+    return (*single.items(), *longer.items())
+
+
+def _seed(name: str, value: object, _: int) -> int | tuple[int, ...]:
+    value = _listed(value)
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        return tuple(_seed_of_row(f"{name}[{row}]", item) for row, item in enumerate(value))
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{name} must be an integer, a sequence with one per row, or None, got {value!r}")
+    return _seed_of_row(name, value)
+
+
+def _seed_of_row(name: str, value: object) -> int:
+    seed = integer(name, value)
+    if not -(2**63) <= seed < 2**63:
+        raise ValueError(f"{name} must fit in int64, got {seed}")
+    return seed
+
+
+def _strings(name: str, value: object, _: int) -> tuple[str, ...]:
+    strings = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, Iterable) else (value,)
+    for text in strings:
+        if not isinstance(text, str) or not text:
+            raise ValueError(f"{name} must be strings that are not empty, got {text!r}")
+    return strings
+
+
+def _callables(name: str, value: object, _: int) -> tuple[object, ...]:
+    if not isinstance(value, Iterable) or not is_list(value):
+        raise TypeError(f"{name} must be a list of callables, got {type(value).__name__}")
+    for item in (found := tuple(value)):
+        if not callable(item):
+            raise TypeError(f"{name} must be a list of callables, got {item!r} in it")
+    return found
+
+
+def _logprobs(name: str, value: object, _: int) -> int:
+    count = integer_from(0, name, value)
+    if count > MAX_LOGPROBS:
+        raise ValueError(f"{name} must be at most {MAX_LOGPROBS}, got {count}")
+    return count
+
+
+def _true_or_false(name: str, value: object, _: int) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
+    return value
+
+
+def _tree(name: str, value: object, _: int) -> int | str:
+    wanted = f'{name} must be a number of rows in 2 .. {MAX_TREE_ROWS}, "auto" or None, got {value!r}'
+    if isinstance(value, str) and value == "auto":
+        return value
+    if isinstance(value, bool) or not isinstance(value, (numbers.Integral, str)):
+        raise TypeError(wanted)
+    if isinstance(value, str) or not 2 <= int(value) <= MAX_TREE_ROWS:
+        raise ValueError(wanted)
+    return int(value)
+
+
+# -------------------------------------------------------------------------------------------------------------- table
+
+_FLOAT32 = torch.finfo(torch.float32).max
+_temperature = _number("be a finite number of at least 0", lambda x: 0 <= x <= _FLOAT32)
+_top_p = _number("lie in (0, 1] (1 is off)", lambda x: 0 < x <= 1)
+_min_p = _number("lie in [0, 1] (0 is off)", lambda x: 0 <= x <= 1)
+_sharpness = _number("be a number of at least 0 (infinity is allowed)", lambda x: x >= 0)
+_repetition = _number("be a finite number of more than 0 (1 is off)", lambda x: 0 < x < math.inf)
+_penalty = _number("lie in -1e30 .. 1e30", lambda x: abs(x) <= 1e30)  # a count times it stays finite in float32
+
+
+class GenerateArguments(TypedDict, total=False):
+    """The keyword arguments of ``generate`` and ``stream``, for one-shot calls and for a Generator.
+
+    An argument that is left out or None follows the target's ``generation_config``; what is unset there too is off
+    (transformers' own ``generate`` would then sample with top_k = 50). Token ids lie in the target's vocabulary. The
+    logit rules, repetition_penalty to min_new_tokens, are applied as transformers applies them to the row alone: its
+    padding is never seen. The value in parentheses turns a rule off that the generation_config asks for.
+
+    Attributes:
+        attention_mask: ``[batch, length]`` of zeros and ones; a row's ones are contiguous (padding left or right).
+        max_new_tokens: at least 1; 20 if the generation_config sets neither this nor max_length.
+        temperature: 0 is greedy, and so is anything below 1e-30.
+        top_k: keep the ``top_k`` best tokens, and ties with the last of them; 0 is off.
+        top_p: in (0, 1]; keep a token if all strictly more probable ones together have less than this; 1 is off.
+        min_p: in [0, 1]; drop tokens less probable than ``min_p`` times the best; 0 is off.
+        seed: an integer, or one per row; row r of a batch with one seed uses ``sampling.fold(seed, r)``. None draws one
+            from torch's default generator.
+        draft_sharpness: the drafter proposes ``argmax(draft_sharpness * logits / temperature + gumbel)``; 0 or more,
+            ``inf`` is its plain argmax, 1, the default, draws with the target's own noise. Changes the speed, never
+            the text.
+        acceptance: ``"keyed"``, the default, or ``"rejection"``: classic speculative sampling
+            (`dflash.sampling.acceptance`). The text is then distributed as the target's, but it is not a function
+            of the seed alone: it depends on the drafter, the block size and where blocks begin, and differs from
+            ``"keyed"``'s. Rejection needs a drafter and ``denoise_steps=1``, and cannot be combined with Python
+            processors or criteria. At temperature 0 both are greedy.
+        stop_token_ids: ids that end a row, emitted as its last token; an empty list for none.
+        stop_strings: strings that end a row with the token that completes one of them, wherever in a block it stands,
+            exactly as transformers does it in one-token decoding (its ``StopStringCriteria``). They need ``tokenizer``.
+        repetition_penalty: positive. Divides the positive logits, and multiplies the negative ones, of tokens in the
+            prompt or the answer so far (1).
+        presence_penalty, frequency_penalty: -1e30 .. 1e30. A token drawn ``c`` times in the answer so far loses
+            ``c * frequency_penalty + (c > 0) * presence_penalty`` from its logit, as in OpenAI's API: the prompt does
+            not count. Applied right after repetition_penalty (0).
+        no_repeat_ngram_size: no n-gram of this size occurs twice in prompt and answer together (0).
+        logit_bias: maps a token id to a number that is added to its logit, finite or -inf. A tuple of ids as the key,
+            as in transformers' ``sequence_bias``, biases the last of them where the others came before ({}).
+        bad_words_ids: sequences of ids that are never completed; a stop token on its own cannot be one ([]).
+            transformers before 5.18 overlooks a sequence, here and in sequence_bias, whose other tokens are the whole
+            text so far.
+        suppress_tokens: ids that are never chosen ([]).
+        begin_suppress_tokens: ids that are not chosen as the first new token ([]).
+        forced_bos_token_id: the second token of a row whose prompt is a single token ([]).
+        forced_eos_token_id: the last token that ``max_new_tokens`` allows: an id, or several of equal logit ([]).
+        min_length: no stop token before prompt and answer together have this length (0).
+        min_new_tokens: no stop token among the first new tokens; min_length is then ignored (None).
+        grammar: a `dflash.Grammar` that the answers match, or a list with one or None per prompt. A token is the keyed
+            choice among those that the grammar allows, so the text is still a function of the seed whatever is drafted.
+            Stop tokens are allowed exactly where a match may end; ``max_new_tokens`` and stop strings may end a row
+            earlier. Applied after the logit rules and before ``logits_processor``, which must not undo it. Needs
+            ``tokenizer``, ``acceptance="keyed"`` and the extra ``grammar``. See the page on structured output.
+        logits_processor: callables ``(input_ids [1, length] int64, scores [1, vocab] float32) -> scores``, such as
+            transformers' ``LogitsProcessor``. They are called in order after every rule above, for each row of the
+            batch with that row's own ids. They must be functions of their inputs: one that counts its calls sees other
+            calls than in one-token decoding. They run on the host, token by token, which is slower.
+        stopping_criteria: callables ``(input_ids [1, length] int64, None) -> bool`` or one-element tensor, such as
+            transformers' ``StoppingCriteria``. The row ends with the first token for which one is true. They too must
+            be functions of their inputs; stop tokens and max_new_tokens still hold.
+        logprobs: return the log probability of each new token and of the 0 to 20 most probable ones at its position
+            (`dflash.outputs.TokenLogprobs`): in the `GenerateOutput`, and in the events of ``stream``. They need
+            ``tree=None`` and a target in one process.
+        prompt_logprobs: return those of the prompt's own tokens too; needs ``logprobs``. The whole prompt is run,
+            whatever the caches hold. In 16-bit types the logits of all its positions may be rounded otherwise than the
+            last one's alone, so that a near-tie may choose another first token.
+        tokenizer: the target's. With it, the events of ``stream`` carry text.
+        streamer: a streamer of transformers, for a batch of one: gets the prompt, then the new ids of every step, and
+            ``end()`` whatever happens. Only for ``generate``.
+        num_return_sequences: answers per prompt, in consecutive rows of a batch that repeats it, so that each row has a
+            seed of its own; 1 at temperature 0, where all would be equal.
+        denoise_steps: passes of the drafter over a block, at least 1, by default the Generator's own (1 in one-shot
+            calls). Each further pass keeps the tokens that the one before was most sure of and drafts the others again.
+            Changes the speed, never the text.
+        tree: rows that a step verifies, the anchor included, 2 to 128: the most probable prefixes instead of one chain.
+            ``"auto"`` chooses 16, 32, 64 or 128 before each step, by what the drafter expects of them and what they
+            cost on this device, which the first such call measures. None is a chain; by default the Generator's own
+            (None in one-shot calls). A tree needs a drafter, a target without recurrent layers, ``denoise_steps=1`` and
+            ``acceptance="keyed"``, and has no draft_sharpness. Changes the speed, never the text.
+    """
+
+    # fmt: off
+    attention_mask: Annotated[Tensor | None, Setting(receipt="needless")]
+    max_new_tokens: Annotated[int | None, Setting(
+        _at_least(1), None, "", "stated", help="New tokens at most.", request="max_tokens", config="max_new_tokens",
+    )]
+    temperature: Annotated[float | None, Setting(
+        _temperature, 0.0, "sampling", "stated", help="0 is greedy; default: the model's own.",
+        request="temperature", config="temperature", processor=("TemperatureLogitsWarper", "temperature"),
+    )]
+    top_k: Annotated[int | None, Setting(
+        _at_least(0), 0, "sampling", "stated", help="Keep the k best tokens; 0 is off.",
+        request="top_k", config="top_k", processor=("TopKLogitsWarper", "top_k"),
+    )]
+    top_p: Annotated[float | None, Setting(
+        _top_p, 1.0, "sampling", "stated", help="Keep the most probable tokens up to this mass.",
+        request="top_p", config="top_p", processor=("TopPLogitsWarper", "top_p"),
+    )]
+    min_p: Annotated[float | None, Setting(
+        _min_p, 0.0, "sampling", "stated", help="Drop tokens this much less probable than the best.",
+        request="min_p", config="min_p", processor=("MinPLogitsWarper", "min_p"),
+    )]
+    seed: Annotated[int | Sequence[int] | None, Setting(
+        _seed, None, "sampling", "needless", help="The same seed writes the same text.", request="seed",
+    )]
+    draft_sharpness: Annotated[float | None, Setting(
+        _sharpness, 1.0, "sampling", "needless", help="How sharply the drafter follows its logits: a number, or inf.",
+    )]
+    acceptance: Annotated[Literal["keyed", "rejection"] | None, Setting(
+        _one_of("keyed", "rejection"), "keyed", "", "needless",
+    )]
+    stop_token_ids: Annotated[Sequence[int] | int | None, Setting(
+        _token_or_tokens, (), "", "stated", request="stop_token_ids", config="eos_token_id",
+    )]
+    stop_strings: Annotated[Sequence[str] | str | None, Setting(
+        _strings, (), "", "stated", help="End where this text is written; may be repeated.", flag="--stop",
+        request="stop", config="stop_strings",
+    )]
+    repetition_penalty: Annotated[float | None, Setting(
+        _repetition, 1.0, "rule", "stated", request="repetition_penalty", config="repetition_penalty",
+        processor=("RepetitionPenaltyLogitsProcessor", "penalty"),
+    )]
+    presence_penalty: Annotated[float | None, Setting(_penalty, 0.0, "rule", "stated", request="presence_penalty")]
+    frequency_penalty: Annotated[float | None, Setting(_penalty, 0.0, "rule", "stated", request="frequency_penalty")]
+    no_repeat_ngram_size: Annotated[int | None, Setting(
+        _at_least(0), 0, "rule", "stated", request="no_repeat_ngram_size", config="no_repeat_ngram_size",
+        processor=("NoRepeatNGramLogitsProcessor", "ngram_size"),
+    )]
+    logit_bias: Annotated[Mapping[int | tuple[int, ...], float] | None, Setting(
+        _biases, (), "rule", "stated", request="logit_bias", config="sequence_bias",
+        processor=("SequenceBiasLogitsProcessor", "sequence_bias"),
+    )]
+    bad_words_ids: Annotated[Sequence[Sequence[int]] | None, Setting(
+        _words, (), "rule", "stated", config="bad_words_ids", processor=("NoBadWordsLogitsProcessor", "bad_word_ids"),
+    )]
+    suppress_tokens: Annotated[Sequence[int] | None, Setting(
+        _tokens, (), "rule", "stated", config="suppress_tokens",
+        processor=("SuppressTokensLogitsProcessor", "suppress_tokens"),
+    )]
+    begin_suppress_tokens: Annotated[Sequence[int] | None, Setting(
+        _tokens, (), "rule", "stated", config="begin_suppress_tokens",
+        processor=("SuppressTokensAtBeginLogitsProcessor", "begin_suppress_tokens"),
+    )]
+    forced_bos_token_id: Annotated[int | Sequence[int] | None, Setting(
+        _at_most_one_token, (), "rule", "stated", config="forced_bos_token_id",
+        processor=("ForcedBOSTokenLogitsProcessor", "bos_token_id"),
+    )]
+    forced_eos_token_id: Annotated[int | Sequence[int] | None, Setting(
+        _token_or_tokens, (), "rule", "stated", config="forced_eos_token_id",
+        processor=("ForcedEOSTokenLogitsProcessor", "eos_token_id"),
+    )]
+    min_length: Annotated[int | None, Setting(
+        _at_least(0), 0, "rule", "stated", config="min_length", processor=("MinLengthLogitsProcessor", "min_length"),
+    )]
+    min_new_tokens: Annotated[int | None, Setting(  # even 0 turns min_length off
+        _at_least(0), None, "rule", "stated", request="min_tokens", config="min_new_tokens",
+        processor=("MinNewTokensLengthLogitsProcessor", "min_new_tokens"),
+    )]
+    grammar: Annotated[AnswerGrammar | Sequence[AnswerGrammar | None] | None, Setting(receipt="stated")]
+    logits_processor: Annotated[Sequence[LogitsProcessor] | None, Setting(_callables, ())]
+    stopping_criteria: Annotated[Sequence[StoppingCriterion] | None, Setting(_callables, ())]
+    logprobs: Annotated[int | None, Setting(_logprobs, receipt="needless")]
+    prompt_logprobs: Annotated[bool | None, Setting(_true_or_false, False, receipt="needless")]
+    tokenizer: Annotated[Tokenizer | None, Setting(receipt="needless")]
+    streamer: Annotated[Streamer | None, Setting(receipt="needless")]
+    num_return_sequences: Annotated[int | None, Setting(
+        _at_least(1), 1, "", "needless", config="num_return_sequences",
+    )]
+    denoise_steps: Annotated[int | None, Setting(_at_least(1), 1, "", "needless")]
+    tree: Annotated[TreeSize, Setting(
+        _tree, None, "", "needless", help="Draft trees of so many rows, 2 to 128, or auto; default: chains.",
+    )]
+    # fmt: on
+
+
+SETTINGS: dict[str, Setting] = {
+    name: annotation.__metadata__[0] for name, annotation in GenerateArguments.__annotations__.items()
+}
+"""Every setting by its name, in the order of the table."""
+
+
+def checked(name: str, value: object, vocab_size: int = 0) -> Any:
+    """Return one setting's checked value; None is unset, and stays so.
+
+    Raises:
+        ValueError: it is out of range.
+        TypeError: it has the wrong type.
+    """
+    check = SETTINGS[name].check
+    return value if value is None or check is None else check(name, value, vocab_size)
+
+
+def resolve(given: Mapping[str, object], configured: Mapping[str, object], vocab_size: int) -> dict[str, Any]:
+    """Return every setting's checked value: the caller's, else the generation_config's, else that of the row.
+
+    Args:
+        given: the arguments of a call.
+        configured: values of the target's generation_config, by our names.
+        vocab_size: of the target.
+
+    Raises:
+        ValueError: a value is out of range.
+        TypeError: a name is unknown, or a value has the wrong type.
+    """
+    if unknown := given.keys() - SETTINGS.keys():
+        raise TypeError(f"generate got an unexpected keyword argument {min(unknown)!r}")
+    values = {}
+    for name, setting in SETTINGS.items():
+        value = configured.get(name) if given.get(name) is None else given[name]
+        values[name] = setting.off if value is None else checked(name, value, vocab_size)
+    return values
+
+
+def resolve_rules(values: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
+    """Return the logit rules that are on, by name of their setting; ``stop_token_ids`` too if one reads them.
+
+    Args:
+        values: of every setting, from `resolve`.
+        vocab_size: of the target.
+
+    Raises:
+        ValueError: two of them contradict each other.
+    """
+    rules = {name: values[name] for name, row in SETTINGS.items() if row.kind == "rule" and values[name] != row.off}
+    stop = values["stop_token_ids"]
+    # 1. What other settings make void.
+    if "min_new_tokens" in rules:
+        rules.pop("min_length", None)
+    if "bad_words_ids" in rules:
+        rules["bad_words_ids"] = tuple(w for w in rules["bad_words_ids"] if len(w) > 1 or w[0] not in stop)
+    rules = {name: value for name, value in rules.items() if value}
+    if stop and ("min_length" in rules or "min_new_tokens" in rules):
+        rules["stop_token_ids"] = stop
+    # 2. What would leave no token.
+    suppressed = set(rules.get("suppress_tokens", ()))
+    for name in ("forced_bos_token_id", "forced_eos_token_id"):
+        if name in rules and suppressed.issuperset(rules[name]):
+            raise ValueError(f"{name} {list(rules[name])} is also in suppress_tokens: no token is left")
+    never = suppressed | {ids[0] for ids, bias in rules.get("logit_bias", ()) if len(ids) == 1 and bias == -math.inf}
+    never |= {word[0] for word in rules.get("bad_words_ids", ()) if len(word) == 1}
+    if len(never) == vocab_size:
+        raise ValueError("logit_bias, bad_words_ids and suppress_tokens together leave no token to choose")
+    # 3. transformers would replace its own processor by one of the caller's with the same class.
+    kinds = {type(processor).__name__ for processor in values["logits_processor"]}
+    for name, value in rules.items():
+        if (theirs := SETTINGS[name].processor) is not None and theirs[0] in kinds:
+            raise ValueError(
+                f"{name} is {value!r} (an argument or the target's generation_config) and "
+                f"logits_processor holds a {theirs[0]}: choose one of them"
+            )
+    return rules
