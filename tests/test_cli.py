@@ -241,7 +241,7 @@ def test_weights_that_cannot_be_stored_are_refused_before_models_are_loaded(
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "w5 w6"}\n')
     monkeypatch.setattr("dflash.cli.options.check_device", lambda _dtype, device: device or "cuda")
     monkeypatch.setattr(loading, "load_target", lambda *_: pytest.fail("the target was loaded"))
-    monkeypatch.setattr("dflash.drafter.load_draft", lambda *_, **__: pytest.fail("the drafter was loaded"))
+    monkeypatch.setattr("dflash.cli.loading.load_draft", lambda *_, **__: pytest.fail("the drafter was loaded"))
     more = {"generate": ["w5"], "benchmark": ["--dataset", str(tmp_path / "prompts.jsonl")]}.get(command, [])
     done = run(command, "--model", model, "--draft", draft, *options.split(), *more)
     assert done.code == 2
@@ -310,7 +310,7 @@ def test_trees_that_cannot_be_are_refused_before_models_are_loaded(run, chat_fol
     make_target("qwen3_5").config.save_pretrained(recurrent)
     prompts.write_text('{"prompt": "w5 w6"}\n')
     monkeypatch.setattr(loading, "load_target", lambda *_: pytest.fail("the target was loaded"))
-    monkeypatch.setattr("dflash.drafter.load_draft", lambda *_, **__: pytest.fail("the drafter was loaded"))
+    monkeypatch.setattr("dflash.cli.loading.load_draft", lambda *_, **__: pytest.fail("the drafter was loaded"))
     rest = {"generate": ["w5"], "benchmark": ["--dataset", prompts]}[command]
     mistakes = [
         (recurrent, [], "Qwen3_5ForCausalLM has recurrent layers: these take chains only"),

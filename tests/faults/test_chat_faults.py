@@ -133,7 +133,7 @@ def test_bytes_in_the_system_message_that_are_no_text_are_named(chat):
 
 @pytest.mark.parametrize("tokens", [0, 2])
 def test_a_stopped_answer_keeps_what_was_written(tokens, chat, target, monkeypatch):
-    add, events = text._Answer.add, []
+    add, events = text._StreamedAnswer.add, []
 
     def stopping(answer, event):
         events.append(event)
@@ -141,7 +141,7 @@ def test_a_stopped_answer_keeps_what_was_written(tokens, chat, target, monkeypat
             raise KeyboardInterrupt
         add(answer, event)
 
-    monkeypatch.setattr(text._Answer, "add", stopping)
+    monkeypatch.setattr(text._StreamedAnswer, "add", stopping)
     *first, last = reports(chat("w5", "w6"))
     assert len(first) == (tokens > 0)
     expected = Expected(target)

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -21,13 +21,15 @@ from rich.markup import escape
 from rich.table import Table
 
 from .. import ops
+from ..doctor import Diagnosis, Effort, Pair, Prompts, diagnose, find_prompts
+from ..drafter import DraftConfig, draft_folder
 from ..engine import runner as replay
-from ..terminal import printable
+from ..files import read_json
+from ..fit import check_config
+from ..targets import check_target
+from ..terminal import bars, printable
 from .loading import Source, load, load_tokenizer
 from .options import Bos, Device, Dtype, Json, NoThinking, TrustRemoteCode
-
-if TYPE_CHECKING:
-    from ..doctor import Diagnosis
 
 
 @dataclass(frozen=True)
@@ -263,10 +265,6 @@ def _examine_pair(
     encoding: dict[str, Any],
 ) -> Diagnosis:
     """Load a pair on ``place``, a dtype and a device, and diagnose it."""
-    from ..doctor import Effort, Pair, Prompts, diagnose, find_prompts
-    from ..drafter import draft_folder
-    from ..files import read_json
-    from ..terminal import bars
 
     # 1. Read the small files first, so that what does not fit is refused before weights are loaded
     rows, origin = find_prompts(prompts, str(source.name))
@@ -287,9 +285,6 @@ def _examine_pair(
 
 def _check_fit(source: Source, keys: Any, name: str) -> Any:
     """Return the target without weights. Raise if it cannot be run, or the drafter of this config does not fit it."""
-    from ..drafter import DraftConfig
-    from ..fit import check_config
-    from ..targets import check_target
 
     with warnings.catch_warnings(action="ignore"):  # loading the drafter warns of unknown keys
         config = DraftConfig.from_config(keys, name)

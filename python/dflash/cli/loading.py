@@ -8,10 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from rich.console import Console
 from rich.markup import escape
 
+from ..drafter import load_draft
 from ..evaluate import Pretrained
+from ..fit import check_tree
 from ..terminal import printable
 
 
@@ -67,7 +70,6 @@ def check_device(dtype: str, device: str | None) -> str:
     Raises:
         ValueError: the device or the ``dtype`` does not exist.
     """
-    import torch
 
     if dtype not in ("auto", "float32", "bfloat16", "float16"):
         raise ValueError(f"--dtype must be auto, float32, bfloat16 or float16, got {dtype!r}")
@@ -103,10 +105,6 @@ def load(
     Raises:
         ValueError: a file is broken, or the target takes no trees.
     """
-    import torch
-
-    from ..drafter import load_draft
-    from ..fit import check_tree
 
     device, drafter = check_device(dtype, device), None
     if tree is not None:

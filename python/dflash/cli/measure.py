@@ -12,8 +12,12 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from ..evaluate import check_text
-from ..evaluate.benchmark import Settings
+from ..evaluate import PAIR, Decoding, check_text
+from ..evaluate import report as reports
+from ..evaluate.benchmark import Settings, check_settings, progress_bars, run_benchmark
+from ..evaluate.datasets import SOURCES, load_prompts
+from ..evaluate.demo import run_demo
+from ..options import checked_tree
 from .loading import load_tokenizer
 from .options import (
     Draft,
@@ -50,9 +54,6 @@ def demo(
 
     With --tree, draft trees are compared too, and one step's tree is drawn.
     """
-    from ..evaluate import PAIR, Decoding
-    from ..evaluate.demo import run_demo
-    from ..options import checked_tree
 
     check_sampling(max_new_tokens, temperature=temperature, seed=seed)
     if prompt is not None:
@@ -98,8 +99,6 @@ def benchmark(
     With --tree, draft trees are measured next to chains. If the tokenizer has a chat template, a dataset's text becomes
     a user's message, with no instruction added. Speeds include the forward passes over the prompts.
     """
-    from ..evaluate import report as reports
-    from ..evaluate.benchmark import check_settings, progress_bars, run_benchmark
 
     # 1. Check the options and load the prompts: this is quick, loading the models is not.
     models = dataclasses.replace(models, model=model, draft=draft).resolve()
@@ -138,7 +137,6 @@ def benchmark(
 
 def _load_datasets(given: list[str], data: Path | None, limit: int | None) -> dict[str, list]:
     """Return the prompts of each ``--dataset`` by its name."""
-    from ..evaluate.datasets import SOURCES, load_prompts
 
     datasets = {}
     for dataset in given:

@@ -10,17 +10,18 @@ import typing
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import Annotated, Any, cast
 
+import torch
 import typer
 
-from ..evaluate import check_text
+from ..evaluate import PAIR, check_text, draft_folder
 from ..files import read_json
 from ..ops import WeightStorage
+from ..options import check_tree_call, check_width_call, checked_block_size, checked_tree
+from ..sampling import Grammar
+from ..settings import checked
 from .loading import Source, check_device, load
-
-if TYPE_CHECKING:
-    from ..sampling import Grammar
 
 Model = Annotated[str, typer.Option(help="The target: a folder or a hub id.")]
 Draft = Annotated[str, typer.Option(help="Its DFlash drafter: a folder or a hub id.")]
@@ -80,10 +81,6 @@ class ModelOptions:
         Raises:
             ValueError: an option is wrong, or cannot be combined with another.
         """
-        import torch
-
-        from ..evaluate import PAIR, draft_folder
-        from ..options import check_tree_call, check_width_call, checked_block_size, checked_tree
 
         # 1. The rows of a step.
         tree, block_size = checked_tree(as_number(self.tree)), checked_block_size(as_number(self.block_size))
@@ -159,7 +156,6 @@ class GrammarOptions:
         Raises:
             ValueError: there are several, a file cannot be read, or the grammar or the tokenizer cannot be used.
         """
-        from ..sampling import Grammar
 
         given = [name for name, value in dataclasses.asdict(self).items() if value is not None]
         if not given:
@@ -191,7 +187,6 @@ def check_sampling(max_new_tokens: int, **numbers: Any) -> None:
         max_new_tokens: per answer.
         numbers: any of temperature, top_k, top_p, min_p, seed and draft_sharpness; None is not checked.
     """
-    from ..settings import checked
 
     for name, number in {"max_new_tokens": max_new_tokens, **numbers}.items():
         checked(name, number)

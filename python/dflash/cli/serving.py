@@ -10,6 +10,8 @@ from typing import Annotated
 
 import typer
 
+from ..generator import Generator
+from ..targets import versions
 from ..terminal import printable
 from .loading import load_tokenizer, room_of
 from .options import ModelOptions, takes_dataclasses
@@ -63,11 +65,9 @@ def serve(
     source = models.source()
     tokenizer = load_tokenizer(source)
     target, drafter, _ = models.load(source)
-    from ..generator import Generator
     from ..serve import Scheduler
     from ..serve.receipts import ReceiptFolder
     from ..serve.service import Service
-    from ..targets import versions
 
     sizes = {"max_length": room_of(target, max_length), "batch_size": rows, "prefill_chunk": prefill_chunk}
     generator = Generator(target, drafter, **sizes, **models.generator)

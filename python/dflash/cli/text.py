@@ -12,10 +12,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 from rich.console import Console
 
+from ..api import stream
 from ..evaluate import PAIR, check_text, prompt_ids
+from ..generator import Generator
+from ..receipts import Receipt, Recorder, lines_of
+from ..receipts import verify as verify_receipt
 from ..terminal import printable, shortened
 from .loading import Source, check_device, load_target, load_tokenizer, room_of
 from .options import (
@@ -80,41 +85,24 @@ def generate(
     # 2. Load the models.
     target, drafter, device = models.load(source)
     # 3. Stream the answer.
-    arguments = {
-        "tokenizer": tokenizer,
-        "max_new_tokens": max_new_tokens,
-        "stop_strings": stop or None,
-        "grammar": grammar,
-        "draft_sharpness": draft_sharpness,
-        "tree": models.tree,
-        **dataclasses.asdict(sampling),
+    prompts = torch.tensor([ids], dtype=torch.int64, device=device).reshape(1, -1)
+    arguments: Any = {
+        **{"tokenizer": tokenizer, "max_new_tokens": max_new_tokens, "stop_strings": stop or None, "grammar": grammar},
+        **{"draft_sharpness": draft_sharpness, "tree": models.tree, **dataclasses.asdict(sampling)},
     }
-    answer = _Answer(models.tree, quiet=as_json)
-    for event in _stream(target, drafter, ids, device, models.generator, arguments, receipt):
+    recorder = None if receipt is None else Recorder(target, prompts, **arguments)
+    if recorder is not None:
+        arguments = recorder.arguments
+    answer = _StreamedAnswer(models.tree, quiet=as_json)
+    for event in stream(target, drafter, prompts, skip_special_tokens=True, **models.generator, **arguments):
         answer.add(event)
+        if recorder is not None:
+            recorder.add(event)
+    if recorder is not None and receipt is not None:
+        recorder.receipt().write(receipt)
     typer.echo(json.dumps(answer.report()) if as_json else "")
     if not as_json:
         typer.echo(answer.summary(), err=True)
-
-
-def _stream(
-    target: Any, drafter: Any, ids: list[int], device: str, options: Any, arguments: Any, receipt: Path | None
-) -> Iterator[Any]:
-    """Yield the events of an answer, then write its receipt if there is a file for it."""
-    import torch
-
-    from ..api import stream
-    from ..receipts import Recorder
-
-    prompts = torch.tensor([ids], dtype=torch.int64, device=device).reshape(1, -1)
-    recorder = None if receipt is None else Recorder(target, prompts, **arguments)
-    arguments = arguments if recorder is None else recorder.arguments
-    for event in stream(target, drafter, prompts, skip_special_tokens=True, **options, **arguments):
-        if recorder is not None:
-            recorder.add(event)
-        yield event
-    if recorder is not None and receipt is not None:
-        recorder.receipt().write(receipt)
 
 
 def _read_prompt(prompt: str | None, file: Path | None) -> str:
@@ -164,7 +152,7 @@ def _system_message(system: str | None) -> list[dict[str, str]]:
     return [] if system is None else [{"role": "system", "content": system}]
 
 
-class _Answer:
+class _StreamedAnswer:
     """The answer of a one-row stream with draft trees or chains, printed as it arrives unless ``quiet``."""
 
     def __init__(self, tree: int | str | None, quiet: bool) -> None:
@@ -242,7 +230,6 @@ def chat(
         raise ValueError("this tokenizer has no chat template: use dflash generate")
     _check_system(tokenizer, system)
     target, drafter, device = models.load(source)
-    from ..generator import Generator
 
     length = room_of(target, max_length)
     generator = Generator(target, drafter, max_length=length, tree=models.tree, **models.generator)
@@ -263,7 +250,7 @@ def _answer(conversation: _Conversation, number: int, message: str, as_json: boo
 
     Returns False, and leaves the conversation as it was, if that cannot be done.
     """
-    answer = _Answer(conversation.generator.tree, quiet=as_json)
+    answer = _StreamedAnswer(conversation.generator.tree, quiet=as_json)
     try:
         check_text(message, "standard input", number)
         with contextlib.closing(conversation.ask(message)) as events:
@@ -315,7 +302,6 @@ class _Conversation:
 
     def ask(self, message: str) -> Iterator[Any]:
         """Stream the answer to a message, which is not added yet."""
-        import torch
 
         question = {"role": "user", "content": message}
         ids = prompt_ids(self.tokenizer, {"messages": [*self.system, *self.messages, question]})
@@ -374,8 +360,6 @@ def verify(
     weights. Near-ties, which rounding decides, are counted and shown.
     """
     # 1. Read the receipt: what is wrong with it is said before a model is loaded.
-    from ..receipts import Receipt, lines_of
-    from ..receipts import verify as verify_receipt
 
     receipt = Receipt.read(file)
     source = Source(str(PAIR / "target") if model is None else model, trust_remote_code, quiet=as_json)

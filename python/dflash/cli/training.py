@@ -13,13 +13,22 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 
+from ..drafter import DFlash2Config, load_draft
 from ..evaluate import Journal
 from ..files import check_writable
+from ..fit import check_config
+from ..targets import check_target, text_config
 from ..terminal import bars, printable
-from ..train import TrainConfig
+from ..train import TrainConfig, add_dflash2, check_trainable, choose_mask_id, draft_config, new_drafter
+from ..train.data import load_prompts, load_rows
+from ..train.data.features import FeatureCache, FeatureProgress, cache_features, cache_size
+from ..train.export import export as export_draft
+from ..train.loop import Trainer, make_accelerator
 from ..train.regenerate import LocalWriter, ServerWriter, Settings, Summary, Writer
+from ..train.regenerate import regenerate as write_responses
 from .loading import Source, check_device, load, load_target, load_tokenizer, room_of
 from .options import Bos, Device, Draft, Dtype, Json, Limit, Model, NoThinking, Raw, TrustRemoteCode, takes_dataclasses
 from .shell import set_debug
@@ -115,9 +124,6 @@ def train(
     config = replace(config, eval_temperatures=_numbers("--eval-temperatures", eval_temperatures, float))
     device = _check(paths, shape, config, run)
 
-    from ..targets import check_target
-    from ..train.loop import Trainer, make_accelerator
-
     # 2. Create the drafter and read the rows, checked against the target without its weights
     quiet = run.as_json or not _is_first_process()
     source = Source(paths.model, run.trust_remote_code, quiet=quiet)
@@ -154,7 +160,6 @@ def _is_first_process() -> bool:
 
 def _check(paths: _Paths, shape: _DraftShape, config: TrainConfig, run: _Run) -> str:
     """Check the options, set the number of threads, and return the device."""
-    import torch
 
     if shape.type not in (None, "dflash", "dflash2"):
         raise ValueError(f"--type must be dflash or dflash2, got {shape.type!r}")
@@ -179,8 +184,6 @@ def _check(paths: _Paths, shape: _DraftShape, config: TrainConfig, run: _Run) ->
 
 def _initial_drafter(target: Any, tokenizer: Any, init: str | None, shape: _DraftShape, seed: int) -> Any:
     """Return the drafter to start from, checked against the target."""
-    from ..drafter import DFlash2Config
-    from ..train import add_dflash2
 
     given = {name: value for name, value in asdict(shape).items() if value is not None}
     kind, sizes = given.pop("type", None), {name: given.pop(name) for name in shape.dflash2()}
@@ -194,7 +197,6 @@ def _initial_drafter(target: Any, tokenizer: Any, init: str | None, shape: _Draf
 
 
 def _new_drafter(target: Any, tokenizer: Any, given: dict[str, Any], seed: int) -> Any:
-    from ..train import choose_mask_id, draft_config, new_drafter
 
     mask = choose_mask_id(target, tokenizer, given.pop("mask_token_id", None))
     if "taps" in given:
@@ -205,11 +207,6 @@ def _new_drafter(target: Any, tokenizer: Any, given: dict[str, Any], seed: int) 
 
 
 def _loaded_drafter(target: Any, init: str, given: dict[str, Any]) -> Any:
-    import torch
-
-    from ..drafter import load_draft
-    from ..fit import check_config
-    from ..train import check_trainable
 
     _expect_not_given(given)
     drafter = load_draft(init, dtype=torch.float32)
@@ -232,7 +229,6 @@ def _option(name: str) -> str:
 
 def _rows(data: str | None, source: Source, target: Any, tokenizer: Any, reading: _RowReading) -> Any:
     """Return the training rows of ``data``; None without data."""
-    from ..train.data import load_rows
 
     if data is None:
         return None
@@ -251,14 +247,12 @@ def _rows(data: str | None, source: Source, target: Any, tokenizer: Any, reading
 
 
 def _features_dtype(config: Any, target: Any) -> Any:
-    import torch
 
     return torch.bfloat16 if config.mixed_precision == "bf16" else next(target.parameters()).dtype
 
 
 def _cached_features(trainer: Any, folder: Path) -> Any:
     """Open the feature cache of the trainer's rows. All processes compute its missing shards together."""
-    from ..train.data.features import FeatureCache, FeatureProgress, cache_features
 
     accelerator, taps = trainer.accelerator, trainer.drafter.config.target_layer_ids
 
@@ -282,8 +276,6 @@ def _cached_features(trainer: Any, folder: Path) -> Any:
 
 def _print_plan(trainer: Any, run: _Run) -> None:
     """Print what the run would do. Every process measures, the first prints."""
-    from ..targets import text_config
-    from ..train.data.features import cache_size
 
     plan = trainer.plan()
     if run.cache_features is not None:
@@ -387,8 +379,6 @@ def regenerate(
     An interrupted run continues if it is started again with the same arguments. The server's API key is read from
     OPENAI_API_KEY.
     """
-    from ..train.data import load_prompts
-    from ..train.regenerate import regenerate
 
     # 1. Check the output, and read the prompts
     Journal.check(files.out)
@@ -404,7 +394,7 @@ def regenerate(
                 rate += f", acceptance length {so_far.acceptance_length:.2f}"
             show("responses", so_far.written, total, rate)
 
-        summary = regenerate(rows, writer, files.out, settings, progress=shown)
+        summary = write_responses(rows, writer, files.out, settings, progress=shown)
     # 3. Report
     if asking.as_json:
         typer.echo(json.dumps({**asdict(summary), "tokens_per_second": summary.tokens_per_second}))
@@ -462,14 +452,11 @@ def export(
     as_json: Json = False,
 ) -> None:
     """Convert a drafter from the published or the speculators layout to the one given by --format."""
-    import torch
-
-    from ..train.export import export
 
     if dtype not in ("auto", "float32", "bfloat16", "float16"):
         raise ValueError(f"--dtype must be auto, float32, bfloat16 or float16, got {dtype!r}")
     with _printed_warnings():
-        export(draft, out, layout, target=target, dtype=None if dtype == "auto" else getattr(torch, dtype))
+        export_draft(draft, out, layout, target=target, dtype=None if dtype == "auto" else getattr(torch, dtype))
     if as_json:
         typer.echo(json.dumps({"out": str(out), "format": layout}))
     else:
