@@ -265,7 +265,6 @@ def _examine_pair(
     encoding: dict[str, Any],
 ) -> Diagnosis:
     """Load a pair on ``place``, a dtype and a device, and diagnose it."""
-
     # 1. Read the small files first, so that what does not fit is refused before weights are loaded
     rows, origin = find_prompts(prompts, str(source.name))
     tokenizer = load_tokenizer(source)
@@ -285,7 +284,6 @@ def _examine_pair(
 
 def _check_fit(source: Source, keys: Any, name: str) -> Any:
     """Return the target without weights. Raise if it cannot be run, or the drafter of this config does not fit it."""
-
     with warnings.catch_warnings(action="ignore"):  # loading the drafter warns of unknown keys
         config = DraftConfig.from_config(keys, name)
     empty = check_target(source.load_empty_target(), loaded=False)

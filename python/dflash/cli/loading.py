@@ -70,7 +70,6 @@ def check_device(dtype: str, device: str | None) -> str:
     Raises:
         ValueError: the device or the ``dtype`` does not exist.
     """
-
     if dtype not in ("auto", "float32", "bfloat16", "float16"):
         raise ValueError(f"--dtype must be auto, float32, bfloat16 or float16, got {dtype!r}")
     if device is None:
@@ -105,7 +104,6 @@ def load(
     Raises:
         ValueError: a file is broken, or the target takes no trees.
     """
-
     device, drafter = check_device(dtype, device), None
     if tree is not None:
         check_tree(source.load_empty_target(), tree, None if block_size == 1 else draft, room=tree)

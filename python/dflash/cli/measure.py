@@ -54,7 +54,6 @@ def demo(
 
     With --tree, draft trees are compared too, and one step's tree is drawn.
     """
-
     check_sampling(max_new_tokens, temperature=temperature, seed=seed)
     if prompt is not None:
         check_text(prompt, "--prompt")
@@ -99,7 +98,6 @@ def benchmark(
     With --tree, draft trees are measured next to chains. If the tokenizer has a chat template, a dataset's text becomes
     a user's message, with no instruction added. Speeds include the forward passes over the prompts.
     """
-
     # 1. Check the options and load the prompts: this is quick, loading the models is not.
     models = dataclasses.replace(models, model=model, draft=draft).resolve()
     settings = dataclasses.replace(
@@ -137,7 +135,6 @@ def benchmark(
 
 def _load_datasets(given: list[str], data: Path | None, limit: int | None) -> dict[str, list]:
     """Return the prompts of each ``--dataset`` by its name."""
-
     datasets = {}
     for dataset in given:
         name = dataset if dataset in SOURCES else Path(dataset).name.split(".")[0]

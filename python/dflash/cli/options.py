@@ -187,7 +187,6 @@ def check_sampling(max_new_tokens: int, **numbers: Any) -> None:
         max_new_tokens: per answer.
         numbers: any of temperature, top_k, top_p, min_p, seed and draft_sharpness; None is not checked.
     """
-
     for name, number in {"max_new_tokens": max_new_tokens, **numbers}.items():
         checked(name, number)
 

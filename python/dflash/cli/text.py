@@ -7,8 +7,10 @@ import dataclasses
 import io
 import itertools
 import json
+import math
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -133,23 +135,22 @@ def _encode(tokenizer: Any, text: str, system: str | None, raw: bool, bos: bool)
     _check_system(tokenizer, system)
     if not has_template:
         return prompt_ids(tokenizer, {"prompt": text}, raw=True, bos=bos)
-    return prompt_ids(tokenizer, {"messages": [*_system_message(system), {"role": "user", "content": text}]})
+    return _chat_ids(tokenizer, system, [{"role": "user", "content": text}])
 
 
 def _check_system(tokenizer: Any, system: str | None) -> None:
     """Raise ``ValueError`` if the chat template has no place for a system message, before a large model is loaded."""
-    if system is None:
-        return
-    check_text(system, "--system")
-    question = {"role": "user", "content": "?"}
-    try:
-        prompt_ids(tokenizer, {"messages": [*_system_message(system), question]})
-    except ValueError as error:
-        raise ValueError(f"--system: {error}") from error
+    if system is not None:
+        check_text(system, "--system")
+        try:
+            _chat_ids(tokenizer, system, [{"role": "user", "content": "?"}])
+        except ValueError as error:
+            raise ValueError(f"--system: {error}") from error
 
 
-def _system_message(system: str | None) -> list[dict[str, str]]:
-    return [] if system is None else [{"role": "system", "content": system}]
+def _chat_ids(tokenizer: Any, system: str | None, messages: list[dict[str, str]]) -> list[int]:
+    first = [] if system is None else [{"role": "system", "content": system}]
+    return prompt_ids(tokenizer, {"messages": first + messages})
 
 
 class _StreamedAnswer:
@@ -184,20 +185,17 @@ class _StreamedAnswer:
     def report(self) -> dict[str, Any]:
         """Describe the finished answer for ``--json``."""
         statistics = self.last.statistics
-        acceptance = statistics.acceptance_length
+        length = statistics.acceptance_length
+        times = ("seconds", "time_to_first_token", "tokens_per_second")
         return {
             "text": self.text,
             "finish_reason": self.last.finish_reasons[0],
             "num_prefilled_tokens": statistics.num_prefilled_tokens[0],
             "num_new_tokens": statistics.num_new_tokens[0],
-            "seconds": statistics.seconds,
-            "time_to_first_token": statistics.time_to_first_token,
-            "tokens_per_second": statistics.tokens_per_second,
-            "acceptance_length": acceptance if acceptance == acceptance else None,  # NaN if no step ran
-            "histogram": statistics.histogram,
-            "block_size": statistics.block_size,
-            "tree": self._tree,
-            "weights": statistics.weights,
+            **{name: getattr(statistics, name) for name in times},
+            "acceptance_length": None if math.isnan(length) else length,  # NaN if no step ran
+            **{"histogram": statistics.histogram, "block_size": statistics.block_size},
+            **{"tree": self._tree, "weights": statistics.weights},
         }
 
 
@@ -230,15 +228,16 @@ def chat(
         raise ValueError("this tokenizer has no chat template: use dflash generate")
     _check_system(tokenizer, system)
     target, drafter, device = models.load(source)
-
     length = room_of(target, max_length)
     generator = Generator(target, drafter, max_length=length, tree=models.tree, **models.generator)
     conversation = _Conversation(generator, tokenizer, device, system, max_new_tokens, sampling)
     # 2. Answer line by line.
     console, all_answered = Console(stderr=True), True
     for number, line in _read_lines(console):
-        if command := conversation.commands.get(line.strip()):
-            command()
+        if line.strip() == "/reset":
+            conversation.messages.clear()
+        elif line.strip() == "/drop":
+            del conversation.messages[:2]
         else:
             all_answered &= _answer(conversation, number, line, as_json, console)
     if not (all_answered or sys.stdin.isatty()):
@@ -265,7 +264,7 @@ def _answer(conversation: _Conversation, number: int, message: str, as_json: boo
         return False
     if answer.last is None:
         return True  # stopped before it began
-    conversation.add(message, answer.text)
+    conversation.messages += [{"role": "user", "content": message}, {"role": "assistant", "content": answer.text}]
     if as_json:
         typer.echo(json.dumps(answer.report()))
     else:
@@ -274,60 +273,36 @@ def _answer(conversation: _Conversation, number: int, message: str, as_json: boo
     return True
 
 
+@dataclass
 class _Conversation:
     """A conversation: its messages, and the generator that answers them."""
 
-    def __init__(
-        self,
-        generator: Any,
-        tokenizer: Any,
-        device: str,
-        system: str | None,
-        max_new_tokens: int,
-        sampling: SamplingOptions,
-    ) -> None:
-        self.generator, self.tokenizer, self.device = generator, tokenizer, device
-        self.max_new_tokens, self.sampling = max_new_tokens, sampling
-        self.messages: list[dict[str, str]] = []
-        self.system = _system_message(system)
-        self.commands = {"/reset": self.reset, "/drop": self.drop}
-
-    def reset(self) -> None:
-        """Forget all messages but the system's."""
-        self.messages = []
-
-    def drop(self) -> None:
-        """Forget the oldest message and its answer."""
-        self.messages = self.messages[2:]
+    generator: Generator
+    tokenizer: Any
+    device: str
+    system: str | None
+    max_new_tokens: int
+    sampling: SamplingOptions
+    messages: list[dict[str, str]] = field(default_factory=list)
 
     def ask(self, message: str) -> Iterator[Any]:
-        """Stream the answer to a message, which is not added yet."""
-
-        question = {"role": "user", "content": message}
-        ids = prompt_ids(self.tokenizer, {"messages": [*self.system, *self.messages, question]})
-        room = self.generator.max_length - len(ids)
-        if room < 1:
-            raise ValueError(self._overflow(len(ids)))
+        """Stream the answer to a message, which is not added yet. Raises ValueError if there is no room for it."""
+        ids = _chat_ids(self.tokenizer, self.system, [*self.messages, {"role": "user", "content": message}])
+        limit = self.generator.max_length
+        if len(ids) >= limit and not self.messages:
+            raise ValueError(f"this message has {len(ids)} tokens, the limit is {limit}: send a shorter one")
+        if len(ids) >= limit:
+            raise ValueError(
+                f"the conversation would have {len(ids)} tokens, the limit is {limit}: this message was left out; "
+                "/drop forgets the oldest message and its answer, /reset all of them"
+            )
         return self.generator.stream(
             torch.tensor([ids], dtype=torch.int64, device=self.device),
             tokenizer=self.tokenizer,
             skip_special_tokens=True,
-            max_new_tokens=min(self.max_new_tokens, room),
+            max_new_tokens=min(self.max_new_tokens, limit - len(ids)),
             **dataclasses.asdict(self.sampling),
         )
-
-    def _overflow(self, length: int) -> str:
-        """Say why a message was left out, and what to do."""
-        if not self.messages:
-            return f"this message has {length} tokens, the limit is {self.generator.max_length}: send a shorter one"
-        return (
-            f"the conversation would have {length} tokens, the limit is {self.generator.max_length}: this message was "
-            "left out; /drop forgets the oldest message and its answer, /reset all of them"
-        )
-
-    def add(self, message: str, answer: str) -> None:
-        """Remember a message and its answer."""
-        self.messages += [{"role": "user", "content": message}, {"role": "assistant", "content": answer}]
 
 
 def _read_lines(console: Console) -> Iterator[tuple[int, str]]:

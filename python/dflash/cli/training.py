@@ -160,7 +160,6 @@ def _is_first_process() -> bool:
 
 def _check(paths: _Paths, shape: _DraftShape, config: TrainConfig, run: _Run) -> str:
     """Check the options, set the number of threads, and return the device."""
-
     if shape.type not in (None, "dflash", "dflash2"):
         raise ValueError(f"--type must be dflash or dflash2, got {shape.type!r}")
     if shape.dflash2() and shape.type != "dflash2":
@@ -184,37 +183,30 @@ def _check(paths: _Paths, shape: _DraftShape, config: TrainConfig, run: _Run) ->
 
 def _initial_drafter(target: Any, tokenizer: Any, init: str | None, shape: _DraftShape, seed: int) -> Any:
     """Return the drafter to start from, checked against the target."""
-
     given = {name: value for name, value in asdict(shape).items() if value is not None}
     kind, sizes = given.pop("type", None), {name: given.pop(name) for name in shape.dflash2()}
-    drafter = _new_drafter(target, tokenizer, given, seed) if init is None else _loaded_drafter(target, init, given)
+    # 1. A new one, or that of --init, whose shape is fixed.
+    if init is None:
+        mask = choose_mask_id(target, tokenizer, given.pop("mask_token_id", None))
+        if "taps" in given:
+            given["target_layer_ids"] = _numbers("--taps", given.pop("taps"), int)
+        if "layers" in given:
+            given["num_layers"] = given.pop("layers")
+        drafter = new_drafter(draft_config(target, mask_token_id=mask, **given), seed=seed)
+    else:
+        _expect_not_given(given)
+        drafter = load_draft(init, dtype=torch.float32)
+        check_config(target, drafter.config)
+        try:
+            check_trainable(drafter.config)
+        except ValueError as error:
+            raise ValueError(f"--init {init!r}: {error}") from None
+    # 2. Its generation.
     if drafter.config.dflash2 is None:
         return add_dflash2(drafter, DFlash2Config(**sizes), seed=seed) if kind == "dflash2" else drafter
     if kind == "dflash":
         raise ValueError("--type dflash cannot start from a DFlash 2 drafter: leave it out, or choose another --init")
     _expect_not_given(sizes)
-    return drafter
-
-
-def _new_drafter(target: Any, tokenizer: Any, given: dict[str, Any], seed: int) -> Any:
-
-    mask = choose_mask_id(target, tokenizer, given.pop("mask_token_id", None))
-    if "taps" in given:
-        given["target_layer_ids"] = _numbers("--taps", given.pop("taps"), int)
-    if "layers" in given:
-        given["num_layers"] = given.pop("layers")
-    return new_drafter(draft_config(target, mask_token_id=mask, **given), seed=seed)
-
-
-def _loaded_drafter(target: Any, init: str, given: dict[str, Any]) -> Any:
-
-    _expect_not_given(given)
-    drafter = load_draft(init, dtype=torch.float32)
-    check_config(target, drafter.config)
-    try:
-        check_trainable(drafter.config)
-    except ValueError as error:
-        raise ValueError(f"--init {init!r}: {error}") from None
     return drafter
 
 
@@ -229,7 +221,6 @@ def _option(name: str) -> str:
 
 def _rows(data: str | None, source: Source, target: Any, tokenizer: Any, reading: _RowReading) -> Any:
     """Return the training rows of ``data``; None without data."""
-
     if data is None:
         return None
     config = target.config.get_text_config(decoder=True)
@@ -247,13 +238,11 @@ def _rows(data: str | None, source: Source, target: Any, tokenizer: Any, reading
 
 
 def _features_dtype(config: Any, target: Any) -> Any:
-
     return torch.bfloat16 if config.mixed_precision == "bf16" else next(target.parameters()).dtype
 
 
 def _cached_features(trainer: Any, folder: Path) -> Any:
     """Open the feature cache of the trainer's rows. All processes compute its missing shards together."""
-
     accelerator, taps = trainer.accelerator, trainer.drafter.config.target_layer_ids
 
     def compute(ids: Any) -> Any:
@@ -276,7 +265,6 @@ def _cached_features(trainer: Any, folder: Path) -> Any:
 
 def _print_plan(trainer: Any, run: _Run) -> None:
     """Print what the run would do. Every process measures, the first prints."""
-
     plan = trainer.plan()
     if run.cache_features is not None:
         width = len(trainer.drafter.config.target_layer_ids) * text_config(trainer.target).hidden_size
@@ -379,7 +367,6 @@ def regenerate(
     An interrupted run continues if it is started again with the same arguments. The server's API key is read from
     OPENAI_API_KEY.
     """
-
     # 1. Check the output, and read the prompts
     Journal.check(files.out)
     settings = replace(settings, temperatures=tuple(temperature or [0.0]))
@@ -452,7 +439,6 @@ def export(
     as_json: Json = False,
 ) -> None:
     """Convert a drafter from the published or the speculators layout to the one given by --format."""
-
     if dtype not in ("auto", "float32", "bfloat16", "float16"):
         raise ValueError(f"--dtype must be auto, float32, bfloat16 or float16, got {dtype!r}")
     with _printed_warnings():
