@@ -7,6 +7,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import shutil
 import warnings
 from collections.abc import Mapping
@@ -34,14 +35,7 @@ from .options import Bos, Device, Dtype, Json, NoThinking, TrustRemoteCode
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the report.
-
-    Attributes:
-        name: the item that was checked.
-        found: state of the item.
-        status: ``"ok"``, ``"warning"`` (works, but slower than it could) or ``"error"`` (does not work).
-        advice: what to do, in one line; empty if there is nothing to do.
-    """
+    """One line of the report. Its status is ``"ok"``, ``"warning"`` (works, but slower) or ``"error"``."""
 
     name: str
     found: str
@@ -56,16 +50,11 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-def _at_least(version: str, wanted: tuple[int, int]) -> bool:
-    parts = version.split("+")[0].split(".")
-    return tuple(int("".join(filter(str.isdigit, part)) or 0) for part in parts[:2]) >= wanted
-
-
 def _package(name: str, wanted: tuple[int, int]) -> Check:
     version, least = _version(name), ".".join(map(str, wanted))
     if version is None:
         return Check(name, "not installed", "error", f"pip install '{name}>={least}'")
-    if not _at_least(version, wanted):
+    if tuple(map(int, re.findall(r"\d+", version)[:2])) < wanted:
         return Check(name, version, "error", f"pip install -U '{name}>={least}': older ones are not supported")
     return Check(name, version)
 
@@ -197,15 +186,15 @@ def doctor(
     cannot be examined at all.
     """
     if model is None and draft is None:
-        _refuse_alone({
-            "--prompts": prompts is not None,
-            "--max-new-tokens": max_new_tokens != _MAX_NEW_TOKENS,
-            "--no-thinking": no_thinking,
-            "--bos": bos,
-            "--dtype": dtype != "auto",
-            "--device": device is not None,
-            "--trust-remote-code": trust_remote_code,
-        })  # fmt: skip
+        given = {
+            **{"--prompts": prompts is not None, "--max-new-tokens": max_new_tokens != _MAX_NEW_TOKENS},
+            **{"--no-thinking": no_thinking, "--bos": bos, "--dtype": dtype != "auto", "--device": device is not None},
+            **{"--trust-remote-code": trust_remote_code},
+        }
+        if options := [option for option, is_given in given.items() if is_given]:
+            need = "needs" if len(options) == 1 else "need"
+            options = f"{', '.join(options)} {need} --model and --draft"
+            raise ValueError(f"{options}: without a pair, the installation is checked")
         _examine_installation(as_json)
         return
     if model is None or draft is None:
@@ -213,28 +202,33 @@ def doctor(
         raise ValueError(f"{given} needs {missing} too: a pair is examined; without both, the installation is")
     if max_new_tokens < 4:
         raise ValueError(f"--max-new-tokens must be at least 4, got {max_new_tokens}")
+    # 1. Read the small files first, so that what does not fit is refused before weights are loaded.
     source = Source(model, trust_remote_code, quiet=as_json)
-    encoding = {"template": {"enable_thinking": False} if no_thinking else {}, "bos": bos}
-    found = _examine_pair(source, draft, prompts, max_new_tokens, (dtype, device), encoding)
+    rows, origin = find_prompts(prompts, str(source.name))
+    tokenizer = load_tokenizer(source)
+    if bos and tokenizer.chat_template is not None:
+        raise ValueError("--bos is for tokenizers without a chat template, and this one has one")
+    folder = draft_folder(draft)
+    path = folder / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{printable(folder)} is not a drafter's folder: config.json is missing")
+    keys: Any = read_json(path, unique_keys=True)
+    with warnings.catch_warnings(action="ignore"):  # loading the drafter warns of unknown keys
+        config = DraftConfig.from_config(keys, str(path))
+    empty = check_target(source.load_empty_target(), loaded=False)
+    check_config(empty, config)
+    asked = Prompts(rows, tokenizer, {"enable_thinking": False} if no_thinking else {}, bos=bos, origin=origin)
+    asked.check_room(empty)
+    # 2. Load the weights, and run.
+    target, drafter, _ = load(source, str(folder), dtype, device)
+    with bars(["answers", "wirings"], shown=not as_json) as show:
+        found = diagnose(Pair(target, drafter, keys), asked, Effort(max_new_tokens), show)
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(found)))
     else:
         _print_diagnosis(found, Console())
     if found.findings:
         raise typer.Exit(1)
-
-
-def _refuse_alone(given: dict[str, bool]) -> None:
-    """Raise if an option is given that says how a pair is examined, without a pair."""
-    options = [option for option, is_given in given.items() if is_given]
-    if options:
-        need = "needs" if len(options) == 1 else "need"
-        raise ValueError(
-            f"{', '.join(options)} {need} --model and --draft: without a pair, the installation is checked"
-        )
-
-
-# ---------------------------------------------------------------------------------------------- the installation
 
 
 def _examine_installation(as_json: bool) -> None:
@@ -253,93 +247,44 @@ def _examine_installation(as_json: bool) -> None:
         raise typer.Exit(1)
 
 
-# ---------------------------------------------------------------------------------------------- a pair
-
-
-def _examine_pair(
-    source: Source,
-    draft: str,
-    prompts: str | None,
-    max_new_tokens: int,
-    place: tuple[str, str | None],
-    encoding: dict[str, Any],
-) -> Diagnosis:
-    """Load a pair on ``place``, a dtype and a device, and diagnose it."""
-    # 1. Read the small files first, so that what does not fit is refused before weights are loaded
-    rows, origin = find_prompts(prompts, str(source.name))
-    tokenizer = load_tokenizer(source)
-    if encoding["bos"] and tokenizer.chat_template is not None:
-        raise ValueError("--bos is for tokenizers without a chat template, and this one has one")
-    folder = draft_folder(draft)
-    if not (folder / "config.json").is_file():
-        raise FileNotFoundError(f"{printable(folder)} is not a drafter's folder: config.json is missing")
-    keys: Any = read_json(folder / "config.json", unique_keys=True)
-    asked = Prompts(rows, tokenizer, **encoding, origin=origin)
-    asked.check_room(_check_fit(source, keys, str(folder / "config.json")))
-    # 2. Load the weights, and run
-    target, drafter, _ = load(source, str(folder), *place)
-    with bars(["answers", "wirings"], shown=not source.quiet) as show:
-        return diagnose(Pair(target, drafter, keys), asked, Effort(max_new_tokens), show)
-
-
-def _check_fit(source: Source, keys: Any, name: str) -> Any:
-    """Return the target without weights. Raise if it cannot be run, or the drafter of this config does not fit it."""
-    with warnings.catch_warnings(action="ignore"):  # loading the drafter warns of unknown keys
-        config = DraftConfig.from_config(keys, name)
-    empty = check_target(source.load_empty_target(), loaded=False)
-    check_config(empty, config)
-    return empty
-
-
 def _print_diagnosis(found: Diagnosis, console: Console) -> None:
-    console.print(
-        f"acceptance [bold]{found.acceptance_length:.2f}[/] tokens per step as configured: {found.prompts} prompts, "
-        f"{found.new_tokens} new tokens, greedy, blocks of {found.block_size}"
-    )
-    console.print(f"[dim]prompts: {escape(printable(found.prompts_from))}[/]", highlight=False, soft_wrap=True)
-    _print_positions(found, console)
-    for finding in found.findings:
-        gain = ""
-        if finding.before is not None and finding.after is not None:
-            gain = f", {finding.before:.2f} -> {finding.after:.2f} tokens per step"
-        console.print(
-            f"[red]{finding.fault}[/]  {escape(printable(finding.found))}{gain}", highlight=False, soft_wrap=True
-        )
-        console.print(f"  [bold]-> {escape(printable(finding.advice))}[/]", highlight=False, soft_wrap=True)
-    if not found.findings:
-        _print_trials(found, console)
-    for note in found.notes:
-        console.print(f"[dim]{escape(printable(note))}[/]", soft_wrap=True)
-    console.print(f"[dim]{found.seconds:.0f} s[/]")
+    def say(text: str, style: str = "") -> None:
+        console.print(printable(text), style=style, markup=False, highlight=False, soft_wrap=True)
 
+    def show(lengths: Mapping[str, float]) -> None:
+        table = Table(box=None, show_header=False, padding=(0, 2, 0, 2))
+        for change, length in lengths.items():
+            table.add_row(escape(printable(change)), f"{length:.2f}")
+        console.print(table)
 
-def _print_positions(found: Diagnosis, console: Console) -> None:
-    """Print in how many steps each draft was kept, and what healthy pairs have."""
+    # 1. The pair as it is.
+    mean, size = f"{found.acceptance_length:.2f} tokens per step as configured", found.block_size
+    say(f"acceptance {mean}: {found.prompts} prompts, {found.new_tokens} new tokens, greedy, blocks of {size}")
+    say(f"prompts: {found.prompts_from}", "dim")
     shares = found.acceptance_per_position
     numbers = [number for number in _POSITIONS if number < len(shares)] + [len(shares)]
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_row("draft", *map(str, numbers))
     table.add_row("kept in", *(f"{shares[number - 1]:.0%}" for number in numbers))
     console.print(table)
-    console.print(f"[dim]{_HEALTHY}[/]", soft_wrap=True)
-
-
-def _print_trials(found: Diagnosis, console: Console) -> None:
-    if found.trials:
-        console.print(
-            f"[green]no fault found[/]: {found.replayed:.2f} tokens per step at the {found.places} places where it "
-            f"drafted again, and the best of {found.tried} other wirings:"
+    say(_HEALTHY, "dim")
+    # 2. Its faults, or what was tried.
+    for finding in found.findings:
+        gain = ""
+        if finding.before is not None and finding.after is not None:
+            gain = f", {finding.before:.2f} -> {finding.after:.2f} tokens per step"
+        say(f"{finding.fault}  {finding.found}{gain}", "red")
+        say(f"  -> {finding.advice}", "bold")
+    if found.trials and not found.findings:
+        say(
+            f"no fault found: {found.replayed:.2f} tokens per step at the {found.places} places where it drafted "
+            f"again, and the best of {found.tried} other wirings:",
+            "green",
         )
-        _print_lengths(found.trials, console)
-    if found.encodings:
-        console.print(
-            f"{found.acceptance_length:.2f} tokens per step as configured, and with other ways to encode prompts:"
-        )
-        _print_lengths(found.encodings, console)
-
-
-def _print_lengths(lengths: Mapping[str, float], console: Console) -> None:
-    table = Table(box=None, show_header=False, padding=(0, 2, 0, 2))
-    for change, length in lengths.items():
-        table.add_row(escape(printable(change)), f"{length:.2f}")
-    console.print(table)
+        show(found.trials)
+    if found.encodings and not found.findings:
+        say(f"{mean}, and with other ways to encode prompts:")
+        show(found.encodings)
+    for note in found.notes:
+        say(note, "dim")
+    say(f"{found.seconds:.0f} s", "dim")
