@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tiny_tokenizers import byte_level
 
 import dflash
-from dflash.limits import MAX_RECEIPT_BYTES
+from dflash.receipts.receipt import MAX_BYTES
 
 DEEP = "[" * 100_000 + "]" * 100_000
 
@@ -71,7 +71,7 @@ def refused(shell, path: Path, text: str | bytes) -> str:
         (DEEP, "levels of brackets"),
         ('{"format": 1, "format": 2}', "is there twice"),
         ("[]", "must be a JSON object, got list"),
-        (" " * (MAX_RECEIPT_BYTES + 1), f"must have at most {MAX_RECEIPT_BYTES} bytes"),
+        (" " * (MAX_BYTES + 1), f"must have at most {MAX_BYTES} bytes"),
         (json.dumps({"format": "dflash-receipt-1"}), "a receipt must have answers"),
     ],
     ids=lambda value: value[:20] if isinstance(value, str) else "bytes",

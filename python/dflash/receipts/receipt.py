@@ -17,18 +17,6 @@ from torch import nn
 
 from ..call import Call, TargetDefaults
 from ..files import read_json, write_atomically
-from ..limits import (
-    MAX_ANSWERS,
-    MAX_BLOCK_SIZE,
-    MAX_GRAMMAR_CHARACTERS,
-    MAX_NGRAM,
-    MAX_POSITIONS,
-    MAX_RECEIPT_BYTES,
-    MAX_STOP_CHARACTERS,
-    MAX_STOP_STRINGS,
-    MAX_VOCABULARY,
-    MAX_WORD_CELLS,
-)
 from ..ops import WeightStorage
 from ..sampling import Grammar
 from ..settings import integer
@@ -38,6 +26,15 @@ from ..terminal import MAX_SHOWN, listed, printable, shortened
 
 if TYPE_CHECKING:
     from ..call import GenerateArguments
+
+# Bytes of a receipt: ids of a million tokens; its answers, and what else is read of it.
+MAX_BYTES, MAX_ANSWERS = 2**23, 2**10
+MAX_VOCABULARY, MAX_BLOCK_SIZE, MAX_POSITIONS = 2**24, 2**12, 2**31 - 1
+# What rules may cost in memory and time: the words of bad_words_ids or logit_bias times the longest of them;
+# no_repeat_ngram_size; stop strings, for which transformers looks at every token of the vocabulary; a grammar.
+MAX_WORD_CELLS, MAX_NGRAM = 2**16, 2**8
+MAX_STOP_STRINGS, MAX_STOP_CHARACTERS = 2**6, 2**10  # of all together
+MAX_GRAMMAR_CHARACTERS = 2**18
 
 _Words = tuple[tuple[int, ...], ...]
 
@@ -83,7 +80,7 @@ class RecordedSettings:
         """Return the settings of a call.
 
         Raises:
-            ValueError: a rule is larger than a receipt may state (`dflash.limits`), or answers have different grammars.
+            ValueError: a rule is larger than a receipt may state, or answers have different grammars.
         """
         stated = call.stated()
         if len(grammars := set(stated.pop("grammar"))) > 1:
@@ -384,7 +381,7 @@ class Receipt:
             ValueError: it is not a receipt that this version can check; the message begins with the path.
         """
         where = printable(path)
-        content = read_json(Path(path), MAX_RECEIPT_BYTES, unique_keys=True)
+        content = read_json(Path(path), MAX_BYTES, unique_keys=True)
         try:
             return cls.parse(content)
         except (ValueError, TypeError) as error:

@@ -40,7 +40,7 @@ class Recorder:
 
     Raises:
         ValueError: the answer could not be checked: ``acceptance="rejection"``, Python processors or criteria, several
-            grammars, or rules beyond `dflash.limits`; or the call itself is wrong.
+            grammars, or rules larger than a receipt may state; or the call itself is wrong.
         TypeError: an argument is unknown or has the wrong type.
     """
 

@@ -19,7 +19,6 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ..limits import MAX_REQUEST_BYTES
 from ..outputs import StreamEvent
 from .completion import Choice, Completion, refusal_of
 from .formats import ChatFormat, Format, TextFormat, event_line
@@ -28,6 +27,8 @@ from .service import Service
 from .text import Delta
 
 _CLIENT_GONE = 499  # as nginx logs it; nobody reads it
+# Of a request: 128 bytes per token of a context of 32,768, and ids of one of 500,000.
+_MAX_BODY_BYTES = 4 * 2**20
 _BODY_SECONDS = 30.0  # to send a body
 _OPEN = ("/health", "/")  # paths without a key
 _LOOPBACK = re.compile(r"127(\.\d{1,3}){3}|\[?::1\]?|localhost", re.IGNORECASE)
@@ -180,14 +181,14 @@ async def _read_body(headers: dict[bytes, bytes], receive: Receive) -> bytes | N
     """Return the body of a request; None if the client leaves."""
     length = headers.get(b"content-length", b"0")
     announced, body = int(length) if length.isdigit() else 0, bytearray()
-    while max(announced, len(body)) <= MAX_REQUEST_BYTES:
+    while max(announced, len(body)) <= _MAX_BODY_BYTES:
         message = await receive()
         if message["type"] == "http.disconnect":
             return None
         body += message.get("body", b"")
         if not message.get("more_body", False):
             return bytes(body)
-    raise ApiError(413, f"a request's body may have {MAX_REQUEST_BYTES} bytes, this one has more", code="too_large")
+    raise ApiError(413, f"a request's body may have {_MAX_BODY_BYTES} bytes, this one has more", code="too_large")
 
 
 # ---------------------------------------------------------------------------------------------- completions
