@@ -99,13 +99,7 @@ def _least(is_enough: Callable[[float], bool]) -> float:
 
 
 def wrong_end(answer: RecordedAnswer, settings: RecordedSettings, criteria: Sequence[StopCriterion]) -> str:
-    """Return why an answer cannot end where it does; empty if it can.
-
-    Args:
-        answer: the recorded one.
-        settings: of its call.
-        criteria: transformers' criterion for the stop strings, if there are any.
-    """
+    """Return why an answer cannot end where it does; empty if it can. ``criteria`` look for stop strings."""
     count = len(answer.ids)
     if count > settings.max_new_tokens:
         return f"it has {count} tokens, and max_new_tokens is {settings.max_new_tokens}"

@@ -257,13 +257,7 @@ def _capacity(answers: Sequence[RecordedAnswer]) -> int:
 
 
 def lines_of(found: Verification, dtype: str, tokenizer: Any) -> list[str]:
-    """Say what was found: a line per near-tie and one per answer.
-
-    Args:
-        found: by `dflash.verify`.
-        dtype: of the target.
-        tokenizer: of the target.
-    """
+    """Say what was found with a target of this dtype and tokenizer: a line per near-tie and one per answer."""
     lines = []
     for number, answer in enumerate(found.answers, 1):
         where = f"answer {number}: " if len(found.answers) > 1 else ""

@@ -114,12 +114,6 @@ class Completion:
         choices: at least one.
         timeout: seconds until all must have ended, from now.
         keep: called in a thread with a choice that the engine has ended, its index, and why; before the last delta.
-
-    Attributes:
-        first_token_seconds: from the request to its first token; None before.
-
-    Raises:
-        ApiError: too many requests wait already, or the server is about to end.
     """
 
     def __init__(

@@ -20,16 +20,7 @@ def event_line(content: dict[str, Any] | str) -> str:
 
 
 class Format:
-    """Writes one response. A subclass has the parts in which chats and texts differ.
-
-    Args:
-        model: its name.
-        fingerprint: of weights and versions.
-        prompts: of the request.
-
-    Attributes:
-        id: of the response.
-    """
+    """Writes one response to a request of so many ``prompts``. A subclass has what chats and texts do not share."""
 
     prefix: ClassVar[str]
     whole_object: ClassVar[str]

@@ -15,26 +15,14 @@ _LEAST = -9999.0  # OpenAI's for a probability of 0: JSON has no infinity
 
 
 class Piece(NamedTuple):
-    """A token as a client sees it.
-
-    Attributes:
-        text: its text; bytes that are not UTF-8 as ``bytes:\\xNN``, as OpenAI writes them.
-        bytes: its bytes.
-    """
+    """A token as a client sees it; in its text, bytes that are not UTF-8 are escaped, as OpenAI writes them."""
 
     text: str
     bytes: bytes
 
 
 class ShownToken(NamedTuple):
-    """A token of a text.
-
-    Attributes:
-        piece: itself.
-        start: characters of the text before it.
-        logprob: its own; None for a prompt's first token.
-        top: the most probable tokens and their log probabilities, best first; None for a prompt's first token.
-    """
+    """A token of a text, ``start`` characters after its beginning; a prompt's first token has no log probabilities."""
 
     piece: Piece
     start: int
@@ -54,11 +42,7 @@ _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 
 
 class Pieces:
-    """The tokens of a vocabulary, each read when it is first needed.
-
-    Args:
-        tokenizer: the target's.
-    """
+    """The tokens of a vocabulary, each read when it is first needed."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -125,10 +109,7 @@ class _Starts:
 class AnswerTokens:
     """Holds the tokens of an answer until text after their beginning is shown.
 
-    Args:
-        pieces: of the vocabulary.
-        tokenizer: the target's.
-        before: characters of the text before the answer, for ``echo``.
+    ``before`` counts the characters of the text before the answer, for ``echo``.
     """
 
     def __init__(self, pieces: Pieces, tokenizer: Tokenizer, before: int = 0) -> None:
@@ -141,11 +122,8 @@ class AnswerTokens:
     ) -> list[ShownToken]:
         """Add what a step wrote; return the tokens that are shown now.
 
-        Args:
-            ids: new.
-            values: theirs.
-            length: characters of the answer so far that are final and come before a stop string.
-            is_whole: the answer has ended, and no stop string has cut it.
+        ``length`` counts the characters that are final and come before a stop string; ``is_whole`` says that the answer
+        has ended, and no stop string has cut it.
         """
         for token, value in zip(ids, values, strict=True):
             self._held.append(self._pieces.shown(token, self._before + self._starts.push(token), value))

@@ -17,13 +17,7 @@ from .text import CLOSE, OPEN, CallText
 
 
 class ToolForm(NamedTuple):
-    """How a model writes a call: ``begin{"name": ..., "arguments": ...}end``.
-
-    Attributes:
-        begin: before the JSON object.
-        end: after it.
-        between: two calls.
-    """
+    """How a model writes a call: ``begin{"name": ..., "arguments": ...}end``, and what stands between two calls."""
 
     begin: str = ""
     end: str = ""
@@ -58,15 +52,7 @@ def is_special(tokenizer: Any, mark: str) -> bool:
 
 @dataclass(frozen=True)
 class Tools:
-    """The tools of a request.
-
-    Attributes:
-        shown: to the chat template.
-        callable: the functions that may be called.
-        form: of a call.
-        is_forced: the answer must be calls.
-        is_single: it has one call at most.
-    """
+    """The tools of a request: those shown to the chat template, and the functions that may be called."""
 
     shown: Sequence[dict[str, Any]]
     callable: Sequence[Function]
@@ -81,9 +67,7 @@ class Tools:
     def rules(self, answer: Grammar | None, unlike: str) -> list[str]:
         """Return the Lark rules of an answer, of which ``body`` is the first.
 
-        Args:
-            answer: what text must match instead of calls; None if it is free.
-            unlike: a regular expression that no free text may match.
+        ``answer`` is what text must match instead of calls; if that is None, free text may not match ``unlike``.
         """
         begin, marked = self.form.begin, self.form.begin.removeprefix(self.form.mark)
         calls = "call" if self.is_single else f"call ({json.dumps(self.form.between)} call)*"
@@ -148,13 +132,10 @@ def _schema(function: Function) -> Grammar:
 
 
 class EncodedPrompt(NamedTuple):
-    """A prompt as token ids.
+    """A prompt as token ids, and as text for ``echo``.
 
-    Attributes:
-        text: the prompt, for ``echo``.
-        reasoning: ``"begun"`` if it ends with the mark that begins the model's reasoning, ``"optional"`` if the answer
-            may begin with that; otherwise empty.
-        hides_reasoning: the mark that ends the reasoning is no part of an answer's text.
+    ``reasoning`` is ``"begun"`` if the prompt ends with the mark of the model's reasoning, ``"optional"`` if the answer
+    may begin with that. ``hides_reasoning``: the mark that ends the reasoning is not part of an answer's text.
     """
 
     ids: list[int]
@@ -184,9 +165,7 @@ class PromptReader:
         return find_form(self.tokenizer) if self._template else None
 
     def read_chat(self, request: ChatRequest, tools: Tools | None = None) -> EncodedPrompt:
-        """Write a conversation by the chat template, up to the beginning of the answer.
-
-        The template is shown ``tools`` if it reads them.
+        """Write a conversation by the chat template, which is shown ``tools`` if it reads them.
 
         Raises:
             ApiError: there is no template, or it does not take these messages or arguments.
@@ -220,11 +199,7 @@ class PromptReader:
                 raise bad_request(f"the chat template has no argument {name!r}", "chat_template_kwargs")
 
     def read_completion(self, request: CompletionRequest) -> list[EncodedPrompt]:
-        """Return the prompts, one or several.
-
-        Raises:
-            ApiError: one is empty or not Unicode.
-        """
+        """Return the prompts; raises ApiError if one is empty or not Unicode."""
         given = request.prompt
         is_one = isinstance(given, str) or (bool(given) and isinstance(given[0], int))
         prompts = [self._read(prompt, bool(request.echo)) for prompt in ([given] if is_one else given)]

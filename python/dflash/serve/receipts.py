@@ -46,11 +46,7 @@ class ReceiptFolder:
             logging.getLogger(__name__).error("the receipt of %s was not written: %s", completion, error)
 
     def read(self, completion: str, index: int) -> Receipt:
-        """Return the receipt of an answer.
-
-        Raises:
-            ApiError: there is none, or its file was changed.
-        """
+        """Return the receipt of an answer; raises ApiError if there is none, or its file was changed."""
         path = self._path(completion, index)
         if not _NAME.fullmatch(completion) or not path.is_file():
             raise ApiError(
@@ -61,14 +57,7 @@ class ReceiptFolder:
             return Receipt.read(path)
 
     def passes(self, receipt: Receipt) -> Generator[None, None, dict[str, Any]]:
-        """Check a receipt, a pass of the target at a time.
-
-        Returns:
-            `dflash.receipts.Verification` as JSON, and ``lines``: the same in words.
-
-        Raises:
-            ValueError: it cannot be checked with this target.
-        """
+        """Check a receipt, a pass of the target at a time; return what was found as JSON, with ``lines`` in words."""
         found = yield from self._verifier.passes(receipt)
         return {**found.to_json(), "lines": lines_of(found, receipt.fingerprints.dtype, self._tokenizer)}
 

@@ -16,11 +16,7 @@ _UNREAD_SECONDS = 60.0  # a client may read nothing, then its connection is clos
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a socket that is bound and does not listen yet. Port 0 takes a free one.
-
-    Raises:
-        OSError: the address is taken, or not this machine's.
-    """
+    """Return a socket that is bound and does not listen yet; port 0 takes a free one. Raises OSError."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     bound = socket.socket(family, kind, protocol)
     try:
@@ -35,13 +31,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class Server(uvicorn.Server):
-    """A server that lets its answers finish when it is told to end, for a while.
-
-    Args:
-        service: what it serves.
-        api_key: asked of clients; None for none.
-        grace: seconds that answers may still take. Then their streams end with an error event.
-    """
+    """A server whose answers may still take ``grace`` seconds at its end; then their streams end in an error."""
 
     def __init__(self, service: Service, *, api_key: str | None = None, grace: float = 30.0) -> None:
         app = build_app(service, api_key)

@@ -84,13 +84,9 @@ class Metrics:
 
 @dataclass
 class Service:
-    """A target that is served.
+    """A target that is served, under the ``name`` that clients see.
 
     Attributes:
-        scheduler: runs its answers.
-        tokenizer: the target's.
-        name: of the model, for clients.
-        version: of this package.
         timeout: seconds that a request may take, waiting included.
         receipts: where receipts are written; None for none.
         fingerprint: digest of what a text depends on besides its request: weights, versions, device and shapes. The
@@ -177,11 +173,7 @@ class Service:
         return choices
 
     def start(self, choices: Sequence[Choice], id: str) -> Completion:
-        """Queue the choices of a completion.
-
-        Raises:
-            ApiError: too many requests wait already, or the server ends.
-        """
+        """Queue the choices of a completion; raises ApiError if too many wait already, or the server ends."""
         keep = None if self.receipts is None else functools.partial(self.receipts.write, id)
         return Completion(self.scheduler, choices, self.timeout, keep)
 
@@ -206,9 +198,6 @@ def generate_arguments(request: GenerationRequest, prompt_length: int, default: 
         prompt_length: its prompt's tokens.
         default: new tokens if the request does not say.
         room: the most tokens of prompt and answer together.
-
-    Raises:
-        ApiError: prompt and answer are too long, or nothing is asked for.
     """
     asked = request.new_tokens
     if asked == 0 and not request.echo:

@@ -14,14 +14,7 @@ _HEAD = re.compile(r'\s*\{"name": "([^"]*)", "arguments":\s*')
 
 
 class CallPiece(NamedTuple):
-    """What is new of a tool call.
-
-    Attributes:
-        index: of the call in the answer.
-        arguments: JSON text that is added.
-        name: of the function, in the call's first piece; None in the others.
-        id: likewise.
-    """
+    """What is new of a tool call: JSON text of its arguments; in its first piece, the function's name and an id."""
 
     index: int
     arguments: str
@@ -30,15 +23,10 @@ class CallPiece(NamedTuple):
 
 
 class CallText:
-    """Splits calls off a text whose grammar lets nothing else follow the mark that begins one.
+    """Splits calls off a text whose grammar lets nothing else follow ``begin``, the mark that begins one.
 
-    Args:
-        begin: the mark; empty if the whole text is calls.
-        end: what follows the JSON object of a call.
-
-    Attributes:
-        calls: so far, as messages have them.
-        is_whole: there is a call, and the last is complete.
+    ``begin`` is empty if the whole text is calls; ``end`` follows a call's JSON object. ``is_whole``: there is a call,
+    and the last is complete.
     """
 
     def __init__(self, begin: str, end: str) -> None:
@@ -133,16 +121,12 @@ class Delta(NamedTuple):
 
 
 class AnswerText:
-    """Splits an answer while it grows.
+    """Splits an answer into reasoning and content while it grows, and drops what follows a stop string.
 
     Args:
         stop: strings that end the answer and are no part of it.
         thinks: the model writes its reasoning between ``<think>`` and ``</think>``, at the answer's beginning.
         is_thinking: the prompt ends with ``<think>``.
-
-    Attributes:
-        is_stopped: a stop string was met. What follows is dropped.
-        length: characters before a stop string so far, reasoning and its marks included.
     """
 
     def __init__(self, stop: Sequence[str] = (), *, thinks: bool = False, is_thinking: bool = False) -> None:
