@@ -25,6 +25,7 @@ from dflash.ops import reference
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests" / folder) for folder in ("cuda_emulation", "faults")]
+sys.path.append(str(ROOT))  # recipes
 
 
 # Prefixes of the ids of slow tests, one per line.

@@ -8,12 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoTokenizer
-
-from dflash.evaluate import ARROW, PAIR
-from dflash.train.demo_pair import pretrain
-from dflash.train.demo_pair.__main__ import check_options, watched_examples, writer_name
-from dflash.train.demo_pair.evaluate import (
+from recipes.demo_pair import pretrain
+from recipes.demo_pair.__main__ import check_options, watched_examples, writer_name
+from recipes.demo_pair.evaluate import (
     distinct_share,
     evaluate_sums,
     held_out_examples,
@@ -22,8 +19,11 @@ from dflash.train.demo_pair.evaluate import (
     sum_kind,
     sums_report,
 )
-from dflash.train.demo_pair.pretrain import _batches, build_tokenizer
-from dflash.train.demo_pair.tasks import _FIELDS, KINDS, NOTATIONS, Example, examples, held_out, is_right
+from recipes.demo_pair.pretrain import _batches, build_tokenizer
+from recipes.demo_pair.tasks import _FIELDS, KINDS, NOTATIONS, Example, examples, held_out, is_right
+from transformers import AutoTokenizer
+
+from dflash.evaluate import ARROW, PAIR
 
 
 def drawn(seed: int, held: bool, count: int, kinds: Sequence[str] = tuple(KINDS)) -> list[Example]:

@@ -6,11 +6,11 @@ import sys
 
 import pytest
 import torch
+from recipes.demo_pair.tasks import Example, is_right
 from transformers import AutoTokenizer
 
 import dflash
 from dflash.evaluate import ARROW, CHAT_TEMPLATE, PAIR, demo_prompts, encode, prompt_ids
-from dflash.train.demo_pair.tasks import Example, is_right
 
 NAMED = ["--model", PAIR / "target", "--draft", PAIR / "draft"]
 SAID = "no --model: the pair inside the package answers"

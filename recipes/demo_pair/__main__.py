@@ -1,4 +1,4 @@
-"""Train the package's demo pair from scratch: ``python -m dflash.train.demo_pair FOLDER``.
+"""Train the package's demo pair from scratch: ``python -m recipes.demo_pair FOLDER``.
 
 The stages are the target; its greedy and sampled answers to prompts; a DFlash 2 drafter and one of the first
 generation; and the packaged pair in ``FOLDER/pair``, with its evaluation on held-out prompts and the training curves.
@@ -22,16 +22,17 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from ...drafter import DFlash2Config, load_draft
-from ...evaluate import FIRST_GENERATION, load_target
-from ...files import write_atomically, write_json
-from ...terminal import bars
-from ..checkpoint import save_draft
-from ..config import TrainConfig
-from ..data import load_prompts, load_rows
-from ..loop import Trainer
-from ..model import draft_config, new_drafter
-from ..regenerate import LocalWriter, Settings, regenerate
+from dflash.drafter import DFlash2Config, load_draft
+from dflash.evaluate import FIRST_GENERATION, load_target
+from dflash.files import write_atomically, write_json
+from dflash.terminal import bars
+from dflash.train.checkpoint import save_draft
+from dflash.train.config import TrainConfig
+from dflash.train.data import load_prompts, load_rows
+from dflash.train.initial_drafter import draft_config, new_drafter
+from dflash.train.regenerate import LocalWriter, RegenerateConfig, regenerate
+from dflash.train.trainer import Trainer
+
 from .evaluate import evaluate, evaluate_sums, held_out_examples
 from .plot import plot
 from .pretrain import MASK, pretrain
@@ -151,7 +152,7 @@ def _write_answers(folder: Path, target: Any, tokenizer: Any, prompts: int) -> N
             load_prompts(asked),
             LocalWriter(target, tokenizer, name=writer_name(folder / "target"), batch_size=128, bos=True),
             folder / "responses.jsonl",
-            Settings(temperatures=(0.0, 1.0), max_new_tokens=256),
+            RegenerateConfig(temperatures=(0.0, 1.0), max_new_tokens=256),
             progress=lambda summary, total: show("answers", summary.written, total),
         )
 

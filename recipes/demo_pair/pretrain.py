@@ -21,11 +21,12 @@ import torch.nn.functional as F
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from ...evaluate import CHAT_TEMPLATE, text_ids
-from ...files import atomic_folder, read_torch_file, write_atomically
-from ...terminal import bars
-from ..loop.metrics import MetricsFile
-from ..optimizers import make_muon
+from dflash.evaluate import CHAT_TEMPLATE, text_ids
+from dflash.files import atomic_folder, read_torch_file, write_atomically
+from dflash.terminal import bars
+from dflash.train.metrics import MetricsFile
+from dflash.train.optimizers import make_muon
+
 from .tasks import KINDS, examples
 
 END, MASK = 0, 1  # END is BOS, EOS and padding; MASK is the drafter's mask, which no text contains

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
 
-from ...drafter import load_draft
-from ...evaluate import encode, load_target
-from ...evaluate.benchmark import distinct_ngrams
-from ...generator import Generator
+from dflash.drafter import load_draft
+from dflash.evaluate import encode, load_target
+from dflash.evaluate.benchmark import distinct_ngrams
+from dflash.generator import Generator
+
 from .pretrain import END
 from .tasks import Example, examples, is_right
 

@@ -1,1 +1,0 @@
-"""Train the demo pair that ships with the package: ``python -m dflash.train.demo_pair FOLDER``."""
