@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dflash
 from dflash.train.data import load_prompts
-from dflash.train.regenerate import LocalWriter, Settings, regenerate
+from dflash.train.regenerate import LocalWriter, RegenerateConfig, regenerate
 
 
 def parse() -> argparse.Namespace:
@@ -39,7 +39,7 @@ def main() -> None:
     torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(arguments.pair / "target")
     prompts = load_prompts(arguments.pair / "prompts.jsonl")[: arguments.prompts]
-    settings = Settings((1.0,), samples=arguments.samples, max_new_tokens=arguments.new)
+    settings = RegenerateConfig((1.0,), samples=arguments.samples, max_new_tokens=arguments.new)
     print("dtype     drafter  batch   tokens  /CPU s  /second")
     for name in arguments.dtype:
         dtype = getattr(torch, name)

@@ -23,7 +23,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 
 import dflash
 from dflash.targets import structural_twin, transformers_version
-from dflash.train.model import TargetFeatures
+from dflash.train.features import TargetFeatures
 
 RANK = int(os.environ.get("RANK", "0"))
 VOCAB = 98

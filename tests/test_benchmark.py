@@ -1,4 +1,4 @@
-"""Test ``dflash benchmark``: its input, its report, and the state of an interrupted run."""
+"""Test ``dflash benchmark``: its input and its report."""
 
 import gzip
 import json
@@ -10,9 +10,15 @@ import torch
 from tiny_pair import CHAT_TEMPLATE, save_pair, word_tokenizer
 
 import dflash
-from dflash.evaluate import benchmark as module
-from dflash.evaluate import compare, datasets, report
-from dflash.evaluate.by_context import count_steps, summarize_steps
+from dflash.evaluate import compare, report
+from dflash.evaluate.benchmark import (
+    BenchmarkConfig,
+    answer_conversation,
+    count_steps,
+    summarize,
+    summarize_steps,
+)
+from dflash.evaluate.prompts import Conversation, load_conversations
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +70,7 @@ def data(tmp_path):
 
 
 def turns(*arguments) -> list[tuple[str, ...]]:
-    return [prompt.turns for prompt in datasets.load_prompts(*arguments)]
+    return [prompt.turns for prompt in load_conversations(*arguments)]
 
 
 def test_published_files_are_read(data):
@@ -94,10 +100,10 @@ def test_an_unreachable_hub_is_one_line(monkeypatch):
 
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
     with pytest.raises(ValueError, match=r"openai/gsm8k could not be loaded \(no route\); --data DIR reads gsm8k_test"):
-        datasets.load_prompts("gsm8k")
+        load_conversations("gsm8k")
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ValueError, match=r"pip install '\.\[bench\]'; --data DIR reads HumanEval"):
-        datasets.load_prompts("humaneval")
+        load_conversations("humaneval")
 
 
 @pytest.mark.parametrize(
@@ -118,26 +124,26 @@ def test_a_wrong_file_is_named_with_its_line(tmp_path, text, message):
     path = tmp_path / "x.jsonl"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ValueError, match=message):
-        datasets.load_prompts(str(path))
+        load_conversations(str(path))
 
 
 def test_conversations_continue_after_their_earlier_turns(tmp_path):
     said = [{"role": "system", "content": "w7"}, {"role": "user", "content": "w8"}]
     path = write(tmp_path / "x.jsonl", {"messages": [*said, {"role": "assistant", "content": "w9"}]}, {"prompt": said})
-    for prompt in datasets.load_prompts(path):
+    for prompt in load_conversations(path):
         assert (prompt.turns, prompt.history) == (("w8",), (said[0],))
     said[0]["role"] = "assistant"
     tokenizer = word_tokenizer(chat_template=CHAT_TEMPLATE)
-    assert module.encode(tokenizer, ["w8"], module.Settings(), said[:1]) == [92, 7, 91, 8, 92]
+    assert BenchmarkConfig().encode(tokenizer, ["w8"], said[:1]) == [92, 7, 91, 8, 92]
     with pytest.raises(ValueError, match="--raw continues a text, and a prompt is a conversation"):
-        module.encode(tokenizer, ["w8"], module.Settings(raw=True), said[:1])
+        BenchmarkConfig(raw=True).encode(tokenizer, ["w8"], said[:1])
 
 
 def test_a_file_that_is_not_really_gzipped_is_refused(tmp_path):
     path = tmp_path / "x.jsonl.gz"
     path.write_text('{"prompt": "a"}\n')
     with pytest.raises(ValueError, match=r"x\.jsonl\.gz: not a whole gzip file after line 0"):
-        datasets.load_prompts(str(path))
+        load_conversations(str(path))
 
 
 # ---------------------------------------------------------------------------------------------- the report
@@ -146,7 +152,7 @@ def test_a_file_that_is_not_really_gzipped_is_refused(tmp_path):
 def test_the_report_follows_from_the_records(run, tiny, three, tmp_path):
     report = run(tiny, "--dataset", three, "--max-new-tokens", 20, "--temperature", 1, "--out", tmp_path / "out")
     found = report["datasets"]["three"]
-    records = [json.loads(line) for line in (tmp_path / "out" / "three.jsonl").read_text().splitlines()[1:]]
+    records = [json.loads(line) for line in (tmp_path / "out" / "three.jsonl").read_text().splitlines()]
     answers = [record["turns"][0] for record in records]
     assert len(answers) == found["prompts"] == found["turns"] == found["identical"] == 3
     assert found["skipped"] == 0
@@ -182,7 +188,7 @@ def test_the_summary_equals_a_slow_count():
             **times,
         }
 
-    found = module.summarize([[record([4, 1], 6, True, [3, 4])], [record([2, 4, 2], 9, False, [6, 8])]], 4, 3)
+    found = summarize([[record([4, 1], 6, True, [3, 4])], [record([2, 4, 2], 9, False, [6, 8])]], 4, 3)
     lengths = [4, 1, 2, 4, 2]
     assert found["histogram"] == [lengths.count(n) for n in range(5)]
     assert found["acceptance_length"] == 13 / 5
@@ -194,7 +200,7 @@ def test_the_summary_equals_a_slow_count():
     assert found["tokens_per_second"] == 15 / 4
     assert (found["identical"], found["turns"], found["skipped"]) == (1, 2, 1)
     assert found["distinct_ngrams"] == 9 / 12
-    nothing_kept = module.summarize([[record([1, 1], 3, True, [0, 0])]], 4, 1)
+    nothing_kept = summarize([[record([1, 1], 3, True, [0, 0])]], 4, 1)
     assert nothing_kept["conditional_acceptance"] == [0.0, None, None]
     assert nothing_kept["distinct_ngrams"] is None
 
@@ -274,13 +280,12 @@ def test_trees_are_measured_next_to_chains(run, tiny, three, tmp_path):
     assert header["tree"] == 5
     assert found["histogram"] == chain["histogram"]  # what is not of trees is of chains
     assert found["tree"]["identical"] == found["identical"] == 3
-    records = [json.loads(line)["turns"][0] for line in (tmp_path / "three.jsonl").read_text().splitlines()[1:]]
+    records = [json.loads(line)["turns"][0] for line in (tmp_path / "three.jsonl").read_text().splitlines()]
     trees = [record["tree"] for record in records]
     assert found["tree"]["new_tokens"] == sum(tree["new_tokens"] for tree in trees) == found["new_tokens"]
     assert sum(found["tree"]["histogram"]) == sum(len(tree["acceptance_lengths"]) for tree in trees)
     speed = found["new_tokens"] / sum(tree["seconds"] for tree in trees)
     assert found["tree"]["tokens_per_second"] == pytest.approx(speed)
-    assert run(tiny, *call, "--tree", 5, "--out", tmp_path)["datasets"]["three"] == found
 
 
 def test_a_wrong_answer_of_trees_is_counted(run, tiny, three, monkeypatch):
@@ -342,21 +347,19 @@ def test_a_conversation_reads_its_own_answers(run, chatty, three):
 
 def test_turns_are_encoded_as_the_template_says():
     tokenizer = word_tokenizer(chat_template=CHAT_TEMPLATE)
-    settings = module.Settings()
-    assert module.encode(tokenizer, ["w5", "w6", "w7"], settings) == [91, 5, 92, 6, 91, 7, 92]
-    assert module.encode(tokenizer, ["w5"], module.Settings(thinking=False)) == [91, 5, 93]
-    assert module.encode(tokenizer, ["w5"], module.Settings(raw=True, bos=True)) == [0, 5]
+    assert BenchmarkConfig().encode(tokenizer, ["w5", "w6", "w7"]) == [91, 5, 92, 6, 91, 7, 92]
+    assert BenchmarkConfig(thinking=False).encode(tokenizer, ["w5"]) == [91, 5, 93]
+    assert BenchmarkConfig(raw=True, bos=True).encode(tokenizer, ["w5"]) == [0, 5]
 
 
 def test_the_second_turn_follows_the_first_answer(chatty):
     target, draft = load(chatty)
     tokenizer = word_tokenizer(chat_template=CHAT_TEMPLATE)
-    runner = module.PairRunner(target, draft, tokenizer, module.Settings(max_new_tokens=5, turns="all"), 64)
-    seen = []
-    for name, answer in runner.comparison.runners.items():
-        seeing = lambda ids, limit=None, answer=answer: seen.append(ids) or answer(ids, limit)  # noqa: E731
-        runner.comparison.runners[name] = seeing
-    runner.run(datasets.Prompt("0", ("w20", "w21 w22")))
+    config, seen = BenchmarkConfig(max_new_tokens=5, turns="all"), []
+    runners = compare.pair_runners(target, draft, compare.Decoding(5), max_length=64)
+    for name, answer in runners.items():
+        runners[name] = lambda ids, limit=None, answer=answer: seen.append(ids) or answer(ids, limit)
+    answer_conversation(compare.Comparison(runners), tokenizer, config, Conversation(("w20", "w21 w22")), 64)
     first = dflash.generate(target, None, torch.tensor([[91, 20, 92]]), max_new_tokens=5)[0, 3:].tolist()
     assert seen[-1] == seen[-2] == [91, 20, 92, *(token for token in first if token), 91, 21, 22, 92]
 
@@ -365,95 +368,6 @@ def test_prompts_that_are_too_long_are_left_out_and_counted(run, tiny, tmp_path)
     path = write(tmp_path / "long.jsonl", {"prompt": "w5 " * 600}, {"prompt": "w5"})
     found = run(tiny, "--dataset", path, "--max-new-tokens", 4)["datasets"]["long"]
     assert (found["turns"], found["skipped"]) == (1, 1)
-
-
-# ---------------------------------------------------------------------------------------------- resuming
-
-
-@pytest.fixture
-def count(monkeypatch) -> list[tuple[str, ...]]:
-    """Count the prompts that were run, not read from an earlier run."""
-    ran, real = [], module.PairRunner.run
-    monkeypatch.setattr(module.PairRunner, "run", lambda self, prompt: ran.append(prompt.turns) or real(self, prompt))
-    return ran
-
-
-@pytest.mark.parametrize("torn", [b'{"fingerprint": "', b"\xc3"])
-def test_a_run_continues_where_it_was_stopped(run, tiny, three, tmp_path, count, torn):
-    out = tmp_path / "out"
-    call = ["--dataset", three, "--max-new-tokens", 6, "--out", out]
-    run(tiny, *call, "--limit", 2)
-    assert len(count) == 2
-    path = out / "three.jsonl"
-    before = path.read_bytes()
-    path.write_bytes(before + torn)
-    found = run(tiny, *call)["datasets"]["three"]
-    assert count[2:] == [("w20", "w21 w22")]
-    assert found["prompts"] == 3
-    after = path.read_bytes()
-    assert after.startswith(before)
-    assert after.count(b"\n") == 4
-    assert run(tiny, *call)["datasets"]["three"] == found
-    assert len(count) == 3
-    assert path.read_bytes() == after
-
-
-def test_an_interrupt_keeps_what_is_done(run, tiny, three, tmp_path, count, monkeypatch):
-    call = ["--dataset", three, "--max-new-tokens", 6, "--out", tmp_path]
-    real = module.Journal.append
-
-    def append(self, records):
-        real(self, records)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(module.Journal, "append", append)
-        with pytest.raises(AssertionError):  # exit code 130
-            run(tiny, *call)
-    assert run(tiny, *call)["datasets"]["three"]["prompts"] == 3
-    assert count == [("w5 w6 w7",), ("w8 w9",), ("w20", "w21 w22")]
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (["--temperature", "1"], "was written with temperature 0.0, now 1.0: write to another place, or delete it"),
-        (["--seed", "3", "--padded"], "was written with seed 0, now 3, padded False, now True"),
-        (["--max-new-tokens", "7"], "max_new_tokens 6, now 7"),
-        (["--tree", "16"], "tree None, now 16"),
-    ],
-)
-def test_another_setting_is_refused_by_name(shell, tiny, three, tmp_path, change, message):
-    call = ["benchmark", "--model", tiny / "target", "--draft", tiny / "draft", "--dataset", three, "--out", tmp_path]
-    assert shell(*call, "--max-new-tokens", 6, "--limit", 1).code == 0
-    before = (tmp_path / "three.jsonl").read_bytes()
-    done = shell(*call, "--max-new-tokens", 6, *change)
-    assert done.code == 2
-    assert message in done.err
-    assert done.err.count("\n") == 1
-    assert (tmp_path / "three.jsonl").read_bytes() == before
-
-
-def test_other_weights_and_other_prompts_are_noticed(run, tiny, tmp_path, count):
-    first = write(tmp_path / "a.jsonl", {"prompt": "w5"})
-    call = ["--dataset", first, "--max-new-tokens", 3, "--out", tmp_path / "out"]
-    run(tiny, *call)
-    write(tmp_path / "a.jsonl", {"prompt": "w6"})
-    run(tiny, *call)
-    assert count == [("w5",), ("w6",)]
-    target, draft = load(tiny)
-    before = module.describe(target, draft)["weights"]
-    with torch.no_grad():
-        draft.fc.weight.mul_(1.01)
-    assert module.describe(target, draft)["weights"] != before
-
-
-def test_a_broken_line_in_the_middle_is_named(shell, tiny, three, tmp_path):
-    (tmp_path / "three.jsonl").write_text('{"settings": \n{}\n')
-    call = ["benchmark", "--model", tiny / "target", "--draft", tiny / "draft", "--dataset", three, "--out", tmp_path]
-    done = shell(*call, "--max-new-tokens", 6)
-    assert done.code == 2
-    assert "three.jsonl, line 1: not JSON" in done.err
 
 
 # ---------------------------------------------------------------------------------------------- the plot

@@ -6,6 +6,9 @@ import re
 
 import pytest
 import torch
+from recipes.demo_pair.evaluate import held_out_examples
+from recipes.demo_pair.pretrain import build_tokenizer
+from recipes.demo_pair.tasks import held_out
 from rich.console import Console
 from tiny_pair import save_pair
 from transformers import AutoTokenizer
@@ -16,9 +19,6 @@ from dflash import cli
 from dflash.evaluate import compare, demo, trees
 from dflash.evaluate.compare import Decoding
 from dflash.evaluate.report import print_tree
-from dflash.train.demo_pair.evaluate import held_out_examples
-from dflash.train.demo_pair.pretrain import build_tokenizer
-from dflash.train.demo_pair.tasks import held_out
 
 PROMPTS = [
     {"prompt": "w5 w6 w7", "answer": None, "kind": "free"},

@@ -20,8 +20,7 @@ from draft_variants import (
 import dflash
 from dflash import DraftConfig, cli
 from dflash.drafter import vllm_causality
-from dflash.train.engines import engine_warnings, vllm_command
-from dflash.train.export import export
+from dflash.train.export import engine_warnings, export, vllm_command
 
 EXPRESSIBLE = ["Qwen3-4B", "Kimi-K2.5", "Llama-3.1-8B", "gpt-oss-20b", "one-layer", "dflash_config.causal-false"]
 

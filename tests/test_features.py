@@ -11,7 +11,7 @@ import torch
 from families import make_target
 
 from dflash.files import write_atomically
-from dflash.train.data.features import FeatureCache, cache_features, cache_size, fingerprint
+from dflash.train.features import FeatureCache, cache_features, cache_size, fingerprint
 
 TAPS = (0, 2)
 

@@ -348,7 +348,7 @@ def test_cached_features_are_the_hidden_states_of_each_row_alone(train, target, 
     """Rows are padded in batches. The run's mixed precision may round what is stored, not the recurrence."""
     train(tmp_path / "draft", "--cache-features", tmp_path / "features", "--taps", "0,3", "--batch-tokens", 400)
     rows = [json.loads(line) for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
-    cache = dflash.train.data.features.FeatureCache(tmp_path / "features")
+    cache = dflash.train.features.FeatureCache(tmp_path / "features")
     assert len({len(row["prompt_ids"]) for row in rows}) > 1
     for index, row in enumerate(rows):
         ids = torch.tensor([row["prompt_ids"] + row["response_ids"]])

@@ -15,7 +15,8 @@ from tiny_tokenizers import spoken
 import dflash
 from dflash import cli
 from dflash.train.data import load_prompts, load_rows, prompt_ids
-from dflash.train.regenerate import LocalWriter, ServerWriter, Settings, jobs, regenerate
+from dflash.train.regenerate import LocalWriter, RegenerateConfig, jobs, regenerate
+from dflash.train.server import ServerWriter
 
 PROMPTS = ["w7 w8", "w9 w10 w11 w12 w13 w14", "w15", "w16 w17 w18", "w19 w20 w21 w22"]
 
@@ -44,7 +45,7 @@ def rows_of(path) -> dict[tuple[int, int], dict]:
     return keyed
 
 
-MIXED = Settings(temperatures=(0.0, 1.0), samples=2, seed=3, max_new_tokens=12, top_k=20)
+MIXED = RegenerateConfig(temperatures=(0.0, 1.0), samples=2, seed=3, max_new_tokens=12, top_k=20)
 
 
 @pytest.mark.parametrize("drafted", [False, True])
@@ -109,15 +110,20 @@ def test_an_interrupted_run_continues(target, prompts, tmp_path):
 def test_a_file_of_another_run_is_refused_and_not_changed(target, prompts, tmp_path):
     out, writer = tmp_path / "out.jsonl", LocalWriter(target, spoken(), name="tiny")
     few = load_prompts(prompts)[:2]
-    made = Settings(max_new_tokens=4, seed=3)
+    made = RegenerateConfig(max_new_tokens=4, seed=3)
     regenerate(few, writer, out, made)
     before = out.read_bytes()
     other_prompt = [{"line": 1, "prompt": "w30"}, few[1]]
     refused = [
-        (few, writer, Settings(max_new_tokens=4, seed=4), "was written with seed"),
-        (few, writer, Settings((1.0,), max_new_tokens=4, seed=3), r"was written with temperature 0\.0, now it is 1\.0"),
-        (few, writer, Settings(max_new_tokens=4, seed=3, top_k=5), "was written with top_k None, now it is 5"),
-        (few, writer, Settings(max_new_tokens=5, seed=3), "was written with max_new_tokens 4, now it is 5"),
+        (few, writer, RegenerateConfig(max_new_tokens=4, seed=4), "was written with seed"),
+        (
+            few,
+            writer,
+            RegenerateConfig((1.0,), max_new_tokens=4, seed=3),
+            r"was written with temperature 0\.0, now it is 1\.0",
+        ),
+        (few, writer, RegenerateConfig(max_new_tokens=4, seed=3, top_k=5), "was written with top_k None, now it is 5"),
+        (few, writer, RegenerateConfig(max_new_tokens=5, seed=3), "was written with max_new_tokens 4, now it is 5"),
         (few, LocalWriter(target, spoken(), name="big"), made, "was written with model 'tiny', now it is 'big'"),
         (
             few,
@@ -145,7 +151,7 @@ def test_a_file_of_another_run_is_refused_and_not_changed(target, prompts, tmp_p
             regenerate(prompts_, writer_, out, settings)
         assert out.read_bytes() == before
     out.write_bytes(b"oops\n" + before)
-    with pytest.raises(ValueError, match=r"out\.jsonl, line 1: not JSON"):
+    with pytest.raises(ValueError, match=r"out\.jsonl, line 1: not a row of dflash regenerate"):
         regenerate(few, writer, out, made)
     assert out.read_bytes() == b"oops\n" + before
 
@@ -154,20 +160,20 @@ def test_nothing_is_written_for_prompts_that_do_not_fit(target, prompts, tmp_pat
     out = tmp_path / "out.jsonl"
     writer = LocalWriter(target, spoken(), name="tiny", raw=True)
     with pytest.raises(ValueError, match=r"line 2 has 6 tokens: with 507 new ones it passes the target's 512"):
-        regenerate(load_prompts(prompts), writer, out, Settings(max_new_tokens=507))
+        regenerate(load_prompts(prompts), writer, out, RegenerateConfig(max_new_tokens=507))
     assert not out.exists()
     chat = [{"line": 4, "messages": [{"role": "user", "content": "w7"}]}]
     with pytest.raises(ValueError, match="line 4: messages need a chat template"):
         regenerate(chat, LocalWriter(target, spoken(None)), out)
     with pytest.raises(ValueError, match="there is no folder"):
-        regenerate(load_prompts(prompts), writer, tmp_path / "no" / "out.jsonl", Settings(max_new_tokens=4))
+        regenerate(load_prompts(prompts), writer, tmp_path / "no" / "out.jsonl", RegenerateConfig(max_new_tokens=4))
     assert not out.exists()
 
 
 def test_long_prompts_are_left_out_and_counted(target, tmp_path, server):
     some = [{"line": 1, "prompt": "w7"}, {"line": 2, "prompt": " ".join(["w8"] * 506)}, {"line": 3, "prompt": "w9"}]
     writer = LocalWriter(target, spoken(), raw=True, skip_long=True)
-    summary = regenerate(some, writer, tmp_path / "ours.jsonl", Settings((0.0, 1.0), max_new_tokens=8))
+    summary = regenerate(some, writer, tmp_path / "ours.jsonl", RegenerateConfig((0.0, 1.0), max_new_tokens=8))
     assert (summary.written, summary.skipped) == (4, 1)
     assert {line for line, _ in rows_of(tmp_path / "ours.jsonl")} == {1, 3}
     long = "This model's maximum context length is 512 tokens, however you requested 514"
@@ -197,7 +203,7 @@ def test_long_prompts_are_left_out_and_counted(target, tmp_path, server):
 )
 def test_impossible_settings_are_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
-        Settings(**arguments)
+        RegenerateConfig(**arguments)
 
 
 # ---------------------------------------------------------------------------------------------- servers
@@ -265,7 +271,7 @@ def test_a_server_answers(server, prompts, tmp_path):
     template = {"enable_thinking": False}
     writer = ServerWriter(server.url + "/", "served", api_key="secret", template=template)
     server.failures = [(503, "busy"), (429, "slow down")]
-    settings = Settings((0.0, 0.7), samples=2, seed=5, max_new_tokens=12, min_p=0.1)
+    settings = RegenerateConfig((0.0, 0.7), samples=2, seed=5, max_new_tokens=12, min_p=0.1)
     summary = regenerate(load_prompts(prompts), writer, tmp_path / "chat.jsonl", settings)
     rows = rows_of(tmp_path / "chat.jsonl")
     assert len(rows) == 15
@@ -336,8 +342,11 @@ def test_a_servers_refusal_ends_the_run_and_earlier_answers_stay(server, prompts
 @pytest.mark.parametrize(
     ("reply", "message"),
     [
-        (b"<html>", r"the answer of http.*/chat/completions to line 1: not JSON that can be read"),
-        (b'{"object": "error"}', "not an answer of OpenAI's protocol"),
+        (b"<html>", r"the answer of http.*/chat/completions to line 1: not an answer of OpenAI's protocol: <html>"),
+        (b'{"object": "\x1b[2J"}', r"not an answer of OpenAI's protocol: .*\\x1b"),
+        (b"[" * 100_000, "not an answer of OpenAI's protocol"),
+        (b'{"choices": [{"message": {"content": "\\ud83d"}, "finish_reason": "stop"}]}', "half of a character"),
+        (b" " * (17 * 2**20), "line 1 is larger than 16 MiB"),
         (
             b'{"choices": [{"message": {"content": "w7", "reasoning_content": "hm"}, "finish_reason": "stop"}]}',
             "start the server without a reasoning parser",
@@ -355,9 +364,27 @@ def test_malformed_answers_are_refused(server, prompts, tmp_path, reply, message
     assert not (tmp_path / "out.jsonl").exists()
 
 
+def test_an_answer_that_does_not_come_runs_out_of_time(server, prompts, tmp_path):
+    server.hangs = {PROMPTS[0]}
+    writer = ServerWriter(server.url, "served", raw=True, timeout=0.2, retries=1)
+    with pytest.raises(ValueError, match=r"did not answer the prompt on line 1 in 2 tries: .*timed out"):
+        regenerate(load_prompts(prompts)[:1], writer, tmp_path / "out.jsonl")
+    server.released.set()
+
+
+def test_two_processes_do_not_write_one_file(server, prompts, tmp_path):
+    writer, out = ServerWriter(server.url, "served"), tmp_path / "out.jsonl"
+
+    def again(summary, total):
+        regenerate(load_prompts(prompts), writer, out)
+
+    with pytest.raises(ValueError, match=r"out\.jsonl is being written by another process"):
+        regenerate(load_prompts(prompts), writer, out, progress=again)
+
+
 def test_a_run_that_is_stopped_does_not_wait_for_the_server(server, prompts):
     server.hangs = {PROMPTS[1]}
-    writer, settings = ServerWriter(server.url, "served", raw=True), Settings()
+    writer, settings = ServerWriter(server.url, "served", raw=True), RegenerateConfig()
     before = set(threading.enumerate())
     groups = writer.answers(jobs(load_prompts(prompts), settings), settings)
     answered = list(next(groups))
@@ -427,7 +454,9 @@ def test_the_command_writes_responses(run, target, prompts, tmp_path, server):
     assert "9 responses in" in error
     assert "6 were there before" in error
     writer = LocalWriter(target, spoken(), name=str(tmp_path / "target"))
-    regenerate(load_prompts(prompts), writer, tmp_path / "same.jsonl", Settings((0.0, 0.8), 2, max_new_tokens=6))
+    regenerate(
+        load_prompts(prompts), writer, tmp_path / "same.jsonl", RegenerateConfig((0.0, 0.8), 2, max_new_tokens=6)
+    )
     assert rows_of(out) == rows_of(tmp_path / "same.jsonl")
 
     served = ("regenerate", prompts, "--model", "served", "--out", tmp_path / "served.jsonl", "--server", server.url)

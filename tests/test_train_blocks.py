@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from dflash.train.data.blocks import default_gamma, make_blocks, sample_anchors
+from dflash.train.batches import default_gamma, make_blocks, sample_anchors
 
 MASK, GAMMA = 90, 3.0
 

@@ -18,10 +18,9 @@ import dflash
 from dflash import Drafter
 from dflash.drafter import DFlash2Config
 from dflash.train import TrainConfig, Trainer, draft_config, new_drafter
+from dflash.train.batches import Batches
 from dflash.train.checkpoint import checkpoints
-from dflash.train.data.batches import Batches
-from dflash.train.data.features import cache_features
-from dflash.train.model import TargetFeatures
+from dflash.train.features import TargetFeatures, cache_features
 from dflash.train.optimizers import learning_rate
 
 MASK, BLOCK, TAPS = 1, 8, (0, 2)

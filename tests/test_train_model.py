@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import create_mask
 from dflash import UnsupportedTargetError
 from dflash.targets import refusal
 from dflash.train import TargetFeatures, TrainableDrafter, draft_config, new_drafter
-from dflash.train.model.attention import _flex_mask, visible_keys
+from dflash.train.model import _flex_mask, visible_keys
 
 LENGTH = 30
 ANCHORS = torch.tensor([[1, 7, 20], [3, 16, 29]])
@@ -64,26 +64,12 @@ def test_hidden_states_equal_the_inference_ops(name):
 
 
 @pytest.mark.parametrize("name", ["Qwen3-4B", "window-causal-both", "is_causal-false-with-window", "gpt-oss-20b"])
-def test_every_attention_gives_the_same_numbers(name):
+@torch.no_grad()  # the backward pass of FlexAttention needs CUDA
+def test_both_attentions_give_the_same_numbers(name):
     drafter = random_drafter(RULES[name])
     context, embeds = inputs(drafter.config)
-    direction = torch.randn_like(embeds, dtype=torch.float32)
-    outputs, gradients = {}, {}
-    for attention in ("matmul", "sdpa", "flex"):
-        model = TrainableDrafter(drafter, attention=attention)
-        if attention == "flex":  # its backward pass needs CUDA
-            with torch.no_grad():
-                outputs[attention] = model(context, embeds, ANCHORS)
-            continue
-        outputs[attention] = model(context, embeds, ANCHORS)
-        (outputs[attention] * direction).sum().backward()
-        gradients[attention] = [p.grad for p in drafter.parameters()]
-        drafter.zero_grad(set_to_none=True)
-    for attention in ("sdpa", "flex"):
-        torch.testing.assert_close(outputs[attention], outputs["matmul"], rtol=1e-4, atol=1e-4)
-    for ours, theirs in zip(gradients["matmul"], gradients["sdpa"], strict=True):
-        assert ours.abs().max() > 0
-        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3 * float(theirs.abs().max()))
+    ours, flex = (TrainableDrafter(drafter, attention=way)(context, embeds, ANCHORS) for way in ("matmul", "flex"))
+    torch.testing.assert_close(flex, ours, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize(("causal", "window"), [(False, 0), (True, 0), (True, 150), (False, 40)])
@@ -138,7 +124,7 @@ def test_flex_attention_on_cuda_gives_the_same_numbers_and_gradients(name):
         torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2 * float(theirs.abs().max()))
 
 
-@pytest.mark.parametrize("attention", ["matmul", "sdpa", "flex"])
+@pytest.mark.parametrize("attention", ["matmul", "flex"])
 @torch.no_grad()
 def test_a_block_sees_only_the_context_before_its_anchor_and_itself(attention):
     drafter = random_drafter()
@@ -176,7 +162,7 @@ def test_training_keeps_the_packed_weights_that_inference_reads():
 
 
 def test_a_drafter_that_cannot_be_trained_is_refused():
-    with pytest.raises(ValueError, match="attention must be one of flex, sdpa, matmul or None, got 'eager'"):
+    with pytest.raises(ValueError, match="attention must be one of flex, matmul or None, got 'eager'"):
         TrainableDrafter(random_drafter(), attention="eager")
     drafter = random_drafter()
     drafter.config = dataclasses.replace(drafter.config, attention_sinks=True)

@@ -25,7 +25,7 @@ from dflash import cli
 from dflash.train import TrainConfig, Trainer, draft_config, new_drafter
 from dflash.train.checkpoint import save_draft
 from dflash.train.export import export
-from dflash.train.regenerate import LocalWriter, Settings, regenerate
+from dflash.train.regenerate import LocalWriter, RegenerateConfig, regenerate
 
 TARGET = make_target("qwen3")
 TARGET.generation_config.eos_token_id = 1
@@ -35,7 +35,7 @@ COUNTER = mmap.mmap(-1, 1)  # of file operations, at most 255; shared with the p
 def _regenerate(folder: Path) -> None:
     prompts = [{"line": line, "prompt": " ".join(f"w{word}" for word in range(7, 8 + line))} for line in range(1, 8)]
     writer = LocalWriter(TARGET, spoken(), name="tiny", batch_size=2, raw=True)
-    regenerate(prompts, writer, folder / "out.jsonl", Settings((0.0, 1.0), max_new_tokens=6))
+    regenerate(prompts, writer, folder / "out.jsonl", RegenerateConfig((0.0, 1.0), max_new_tokens=6))
 
 
 def _train(folder: Path) -> None:

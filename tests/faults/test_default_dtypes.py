@@ -179,8 +179,8 @@ def test_no_default_changes_a_text_or_a_tensor(tmp_path):
 DRAWS = """
 import torch
 
-from dflash.train.data.batches import add_noise
-from dflash.train.data.blocks import sample_anchors
+from dflash.train.batches import add_noise
+from dflash.train.batches import sample_anchors
 
 for default in (torch.float32, torch.float64, torch.bfloat16, torch.float16, "meta"):
     seed = torch.Generator().manual_seed(3)

@@ -14,9 +14,9 @@ from rich.console import Console
 
 from ..evaluate import PAIR, Decoding, check_text
 from ..evaluate import report as reports
-from ..evaluate.benchmark import Settings, check_settings, progress_bars, run_benchmark
-from ..evaluate.datasets import SOURCES, load_prompts
+from ..evaluate.benchmark import BenchmarkConfig, progress_bars, run_benchmark
 from ..evaluate.demo import run_demo
+from ..evaluate.prompts import DATASETS, load_conversations
 from ..options import checked_tree
 from .loading import load_tokenizer
 from .options import (
@@ -72,7 +72,7 @@ def demo(
 
 
 @takes_dataclasses(
-    settings=("block_size", "draft_sharpness", "tree", "thinking", "weights", "draft_weights"),
+    config=("block_size", "draft_sharpness", "tree", "thinking", "weights", "draft_weights"),
     models=("model", "draft"),
 )
 def benchmark(
@@ -81,14 +81,14 @@ def benchmark(
     dataset: Annotated[
         list[str], typer.Option(help="humaneval, gsm8k, mt-bench, spec-bench or FILE.jsonl; may be repeated.")
     ],
-    settings: Settings,
+    config: BenchmarkConfig,
     models: ModelOptions,
     data: Annotated[Path | None, typer.Option(help="Folder of the datasets' files; default: from the hub.")] = None,
     limit: Annotated[int | None, typer.Option(help="Prompts of each dataset at most.")] = None,
     draft_sharpness: Sharpness = 1.0,
     no_thinking: NoThinking = False,
     out: Annotated[
-        Path | None, typer.Option(help="Folder for results; the same command continues an interrupted run.")
+        Path | None, typer.Option(help="Folder for results: summary.json, and the records of every prompt.")
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw a .png.")] = None,
     as_json: Json = False,
@@ -100,15 +100,15 @@ def benchmark(
     """
     # 1. Check the options and load the prompts: this is quick, loading the models is not.
     models = dataclasses.replace(models, model=model, draft=draft).resolve()
-    settings = dataclasses.replace(
-        settings,
+    config = dataclasses.replace(
+        config,
         draft_sharpness=draft_sharpness,  # with --tree, that of the chains next to them
         tree=models.tree,
         thinking=False if no_thinking else None,
         **models.generator,
     )
     numbers = ("max_new_tokens", "temperature", "seed", "draft_sharpness")
-    check_sampling(**{name: getattr(settings, name) for name in numbers})
+    check_sampling(**{name: getattr(config, name) for name in numbers})
     if limit is not None and limit < 1:
         raise ValueError(f"--limit must be at least 1, got {limit}")
     if plot is not None:
@@ -118,12 +118,12 @@ def benchmark(
     datasets = _load_datasets(dataset, data, limit)
     source = models.source(quiet=as_json)
     tokenizer = load_tokenizer(source)
-    check_settings(settings, tokenizer)
+    config.check(tokenizer)
     # 2. Load the models and run.
     target, drafter, _ = models.load(source)
     about = {"model": model, "draft": draft, "command": shlex.join(["dflash", *sys.argv[1:]])}
     with progress_bars({name: len(prompts) for name, prompts in datasets.items()}) as advance:
-        report = run_benchmark(target, drafter, tokenizer, datasets, settings, about=about, out=out, advance=advance)
+        report = run_benchmark(target, drafter, tokenizer, datasets, config, about=about, out=out, advance=advance)
     # 3. Report.
     if as_json:
         typer.echo(json.dumps(report))
@@ -137,8 +137,8 @@ def _load_datasets(given: list[str], data: Path | None, limit: int | None) -> di
     """Return the prompts of each ``--dataset`` by its name."""
     datasets = {}
     for dataset in given:
-        name = dataset if dataset in SOURCES else Path(dataset).name.split(".")[0]
+        name = dataset if dataset in DATASETS else Path(dataset).name.split(".")[0]
         if name in datasets:
             raise ValueError(f"--dataset {dataset!r}: two datasets have the name {name}")
-        datasets[name] = load_prompts(dataset, data, limit)
+        datasets[name] = load_conversations(dataset, data, limit)
     return datasets

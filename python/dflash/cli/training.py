@@ -17,18 +17,18 @@ import torch
 import typer
 
 from ..drafter import DFlash2Config, load_draft
-from ..evaluate import Journal
 from ..files import check_writable
 from ..fit import check_config
 from ..targets import check_target, text_config
 from ..terminal import bars, printable
 from ..train import TrainConfig, add_dflash2, check_trainable, choose_mask_id, draft_config, new_drafter
 from ..train.data import load_prompts, load_rows
-from ..train.data.features import FeatureCache, FeatureProgress, cache_features, cache_size
 from ..train.export import export as export_draft
-from ..train.loop import Trainer, make_accelerator
-from ..train.regenerate import LocalWriter, ServerWriter, Settings, Summary, Writer
+from ..train.features import FeatureCache, FeatureProgress, cache_features, cache_size
+from ..train.regenerate import LocalWriter, RegenerateConfig, Summary, Writer, check_out
 from ..train.regenerate import regenerate as write_responses
+from ..train.server import ServerWriter
+from ..train.trainer import Trainer, make_accelerator
 from .loading import Source, check_device, load, load_target, load_tokenizer, room_of
 from .options import Bos, Device, Draft, Dtype, Json, Limit, Model, NoThinking, Raw, TrustRemoteCode, takes_dataclasses
 from .shell import set_debug
@@ -353,13 +353,13 @@ class _Asking:
         return {"enable_thinking": False} if self.no_thinking else {}
 
 
-@takes_dataclasses(settings=("temperatures",))
+@takes_dataclasses(config=("temperatures",))
 def regenerate(
     prompts: Annotated[str, typer.Argument(help="JSONL with prompt, messages, question or turns; or a hub name.")],
     *,
     files: _Files,
     temperature: Annotated[list[float] | None, typer.Option(help="0 is greedy; may be repeated; default: 0.")] = None,
-    settings: Settings,
+    config: RegenerateConfig,
     asking: _Asking,
 ) -> None:
     """Let the target answer PROMPTS, as training data for its drafter.
@@ -368,8 +368,8 @@ def regenerate(
     OPENAI_API_KEY.
     """
     # 1. Check the output, and read the prompts
-    Journal.check(files.out)
-    settings = replace(settings, temperatures=tuple(temperature or [0.0]))
+    check_out(files.out)
+    config = replace(config, temperatures=tuple(temperature or [0.0]))
     rows = load_prompts(prompts, split=asking.split)[: asking.limit]
     # 2. Answer them
     writer = _local_writer(files, asking) if files.server is None else _server_writer(files, asking)
@@ -381,7 +381,7 @@ def regenerate(
                 rate += f", acceptance length {so_far.acceptance_length:.2f}"
             show("responses", so_far.written, total, rate)
 
-        summary = write_responses(rows, writer, files.out, settings, progress=shown)
+        summary = write_responses(rows, writer, files.out, config, progress=shown)
     # 3. Report
     if asking.as_json:
         typer.echo(json.dumps({**asdict(summary), "tokens_per_second": summary.tokens_per_second}))

@@ -1,8 +1,7 @@
 """``dflash benchmark``: speed and acceptance on datasets of prompts, compared with one-token decoding in the same run.
 
-Every prompt is answered by one-token decoding and by DFlash, with chains and, if asked for, draft trees; each goes
-first in turn. Speeds count the prompts' forward passes. With an output folder each finished prompt is one line of
-``DATASET.jsonl``, and the same command continues a run that was stopped.
+Every prompt is answered by one-token decoding and by DFlash, with chains and, if asked for, draft trees. Speeds count
+the prompts' forward passes.
 """
 
 from __future__ import annotations
@@ -20,38 +19,22 @@ from typing import Annotated, Any, Literal
 from torch import nn
 
 from ..drafter import Drafter
+from ..engine import context_bucket
 from ..files import write_atomically
 from ..fit import check_block_size
 from ..ops import WeightStorage
 from ..terminal import bars
-from .by_context import StepCounts, count_steps, summarize_steps
-from .compare import Answer, Comparison, Decoding, Total, pair_runners
-from .datasets import Prompt
-from .description import describe
-from .journal import Journal
-from .prompts import prompt_ids
-
-__all__ = [
-    "PairRunner",
-    "Settings",
-    "check_settings",
-    "describe",
-    "distinct_ngrams",
-    "encode",
-    "progress_bars",
-    "run_benchmark",
-    "summarize",
-]
+from .compare import Answer, Comparison, Decoding, Total, describe, pair_runners
+from .prompts import Conversation, prompt_ids
 
 _NGRAM = 8
-Record = dict[str, Any]  # one turn of a conversation, as PairRunner.run makes it
+Record = dict[str, Any]  # one turn of a conversation, as answered in each way
+StepCounts = dict[str, list[float]]  # steps, tokens, rows and seconds, by the first context length of a bucket
 Advance = Callable[[str, list[Record]], None]
-
-# ---------------------------------------------------------------------------------------------- settings
 
 
 @dataclass(frozen=True)
-class Settings:
+class BenchmarkConfig:
     """How prompts are asked and answered. The texts are the help of the command's options."""
 
     max_new_tokens: Annotated[int, "New tokens at most."] = 512
@@ -69,45 +52,38 @@ class Settings:
     turns: Annotated[str, "first, or all: the whole conversation of a prompt."] = "first"
     compile: Annotated[bool, "Compile the steps; the start takes long."] = False
 
+    def check(self, tokenizer: Any) -> None:
+        """Raise ``ValueError`` for settings that do not fit the tokenizer. The engine checks the others."""
+        if self.turns not in ("first", "all"):
+            raise ValueError(f"--turns must be first or all, got {self.turns!r}")
+        has_template = tokenizer.chat_template is not None and not self.raw
+        if self.turns == "all" and not has_template:
+            raise ValueError("--turns all needs a tokenizer with a chat template, and no --raw")
+        if self.thinking is not None and not has_template:
+            raise ValueError("--no-thinking needs a tokenizer with a chat template, and no --raw")
+        if self.bos and has_template:
+            raise ValueError("--bos goes with --raw: the chat template has its own")
+        if self.bos and tokenizer.bos_token_id is None:
+            raise ValueError("--bos: this tokenizer has no BOS token")
 
-def check_settings(settings: Settings, tokenizer: Any) -> None:
-    """Raise ``ValueError`` for settings that do not fit the tokenizer. The engine checks the others."""
-    if settings.turns not in ("first", "all"):
-        raise ValueError(f"--turns must be first or all, got {settings.turns!r}")
-    has_template = tokenizer.chat_template is not None and not settings.raw
-    if settings.turns == "all" and not has_template:
-        raise ValueError("--turns all needs a tokenizer with a chat template, and no --raw")
-    if settings.thinking is not None and not has_template:
-        raise ValueError("--no-thinking needs a tokenizer with a chat template, and no --raw")
-    if settings.bos and has_template:
-        raise ValueError("--bos goes with --raw: the chat template has its own")
-    if settings.bos and tokenizer.bos_token_id is None:
-        raise ValueError("--bos: this tokenizer has no BOS token")
+    def asked(self, conversation: Conversation) -> Sequence[str]:
+        """Return the turns of a conversation that are asked."""
+        return conversation.turns if self.turns == "all" else conversation.turns[:1]
 
-
-def encode(
-    tokenizer: Any, messages: Sequence[str], settings: Settings, history: Sequence[dict[str, str]] = ()
-) -> list[int]:
-    """Encode a conversation as token ids.
-
-    Args:
-        tokenizer: the target's.
-        messages: what the user and the model said in turn, the user last.
-        settings: how they are asked.
-        history: messages before these.
-    """
-    if history and settings.raw:
-        raise ValueError("--raw continues a text, and a prompt is a conversation")
-    if history or not (settings.raw or tokenizer.chat_template is None):
-        said = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(messages)]
-        prompt: dict[str, Any] = {"messages": [*history, *said]}
-    else:
-        prompt = {"prompt": messages[-1]}
-    template = {} if settings.thinking is None else {"enable_thinking": settings.thinking}
-    return prompt_ids(tokenizer, prompt, raw=settings.raw, bos=settings.bos, template=template)
+    def encode(self, tokenizer: Any, messages: Sequence[str], history: Sequence[dict[str, str]] = ()) -> list[int]:
+        """Encode ``messages``, by the user and the model in turn, as token ids; ``history`` comes before them."""
+        if history and self.raw:
+            raise ValueError("--raw continues a text, and a prompt is a conversation")
+        if history or not (self.raw or tokenizer.chat_template is None):
+            said = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(messages)]
+            prompt: dict[str, Any] = {"messages": [*history, *said]}
+        else:
+            prompt = {"prompt": messages[-1]}
+        template = {} if self.thinking is None else {"enable_thinking": self.thinking}
+        return prompt_ids(tokenizer, prompt, raw=self.raw, bos=self.bos, template=template)
 
 
-# ---------------------------------------------------------------------------------------------- answering
+# ---------------------------------------------------------------------------------------------- records of answers
 
 
 def distinct_ngrams(answer: Sequence[int], size: int = _NGRAM) -> tuple[int, int]:
@@ -116,70 +92,41 @@ def distinct_ngrams(answer: Sequence[int], size: int = _NGRAM) -> tuple[int, int
     return len(set(grams)), len(grams)
 
 
-class PairRunner:
-    """Answers conversations with one-token decoding and with DFlash: chains, and trees if the settings ask for them.
+def count_steps(prompt_tokens: int, answer: Answer) -> StepCounts:
+    """Count the steps of an answer, each in the bucket of the position that it starts from."""
+    counts: StepCounts = {}
+    length = prompt_tokens  # the anchor's position: the first token comes from the prompt
+    for tokens, rows, seconds in zip(answer.steps, answer.rows, answer.step_seconds, strict=True):
+        bucket = str(context_bucket(length))
+        counts[bucket] = _added(counts.get(bucket), (1, tokens, rows, seconds))
+        length += tokens
+    return counts
 
-    Args:
-        target, draft, tokenizer: the pair.
-        settings: how prompts are asked and answered.
-        longest: tokens of a conversation and its last answer together.
-    """
 
-    def __init__(self, target: nn.Module, draft: Drafter, tokenizer: Any, settings: Settings, longest: int) -> None:
-        self.tokenizer, self.settings, self.longest = tokenizer, settings, longest
-        shared = ("max_new_tokens", "temperature", "seed", "draft_sharpness", "tree")
-        runners = pair_runners(
-            target,
-            draft,
-            Decoding(**{name: getattr(settings, name) for name in shared}),
-            block_size=settings.block_size,
-            padded=settings.padded,
-            max_length=longest,
-            compile=settings.compile,
-            weights=settings.weights,
-            draft_weights=settings.draft_weights,
-        )
-        self.comparison = Comparison(runners)
-        self._is_warm = False
-
-    def run(self, prompt: Prompt) -> list[Record]:
-        """Answer a prompt in each way: one record per turn, up to the first turn that is too long for the model."""
-        messages, records = [], []
-        for turn in prompt.turns if self.settings.turns == "all" else prompt.turns[:1]:
-            messages.append(turn)
-            ids = encode(self.tokenizer, messages, self.settings, prompt.history)
-            if len(ids) + self.settings.max_new_tokens > self.longest:
-                break
-            if not self._is_warm:
-                self.comparison.warm_up(ids)
-                self._is_warm = True
-            answers = self.comparison.answer(ids)
-            records.append(_record(ids, answers))
-            messages.append(self.tokenizer.decode(answers["one-token"].ids, skip_special_tokens=True))
-        return records
+def _added(total: Sequence[float] | None, numbers: Sequence[float]) -> list[float]:
+    return [a + b for a, b in zip(total or (0, 0, 0, 0.0), numbers, strict=True)]
 
 
 def _record(prompt: Sequence[int], answers: Mapping[str, Answer]) -> Record:
     expected = answers["one-token"]
-    trees = {"tree": _drafted(prompt, answers["tree"], expected)} if "tree" in answers else {}
+
+    def drafted(answer: Answer) -> Record:
+        return {
+            "new_tokens": len(answer.ids),
+            "seconds": answer.seconds,
+            "acceptance_lengths": answer.steps,
+            "identical": answer.ids == expected.ids,
+            "by_context": count_steps(len(prompt), answer),
+        }
+
     return {
         "prompt_tokens": len(prompt),
-        **_drafted(prompt, answers["dflash"], expected),
+        **drafted(answers["dflash"]),
         "one_token_new_tokens": len(expected.ids),
         "one_token_seconds": expected.seconds,
         "one_token_by_context": count_steps(len(prompt), expected),
         "ngrams": list(distinct_ngrams(answers["dflash"].ids)),
-        **trees,
-    }
-
-
-def _drafted(prompt: Sequence[int], answer: Answer, expected: Answer) -> Record:
-    return {
-        "new_tokens": len(answer.ids),
-        "seconds": answer.seconds,
-        "acceptance_lengths": answer.steps,
-        "identical": answer.ids == expected.ids,
-        "by_context": count_steps(len(prompt), answer),
+        **({"tree": drafted(answers["tree"])} if "tree" in answers else {}),
     }
 
 
@@ -242,21 +189,75 @@ def _summarize_drafted(
     }
 
 
+def summarize_steps(drafted: Iterable[StepCounts], one_token: Iterable[StepCounts]) -> list[dict[str, Any]]:
+    """Add up the steps of answers, by DFlash and by one-token decoding.
+
+    Returns:
+        Per bucket in ascending order: ``from``, its first context length; steps; acceptance_length, tokens per step;
+        rows, those that a step verified; step_seconds and one_token_step_seconds, means; and speedup, of steps only.
+        The last two are None where one-token decoding took no step.
+    """
+    ours, theirs = _total(drafted), _total(one_token)
+    buckets = []
+    for start in sorted(ours, key=int):
+        steps, tokens, rows, seconds = ours[start]
+        one_token_seconds = theirs[start][3] / theirs[start][0] if start in theirs else None
+        buckets.append(
+            {
+                "from": int(start),
+                "steps": steps,
+                "acceptance_length": tokens / steps,
+                "rows": rows / steps,
+                "step_seconds": seconds / steps,
+                "one_token_step_seconds": one_token_seconds,
+                "speedup": None if one_token_seconds is None else one_token_seconds * tokens / seconds,
+            }
+        )
+    return buckets
+
+
+def _total(answers: Iterable[StepCounts]) -> StepCounts:
+    total: StepCounts = {}
+    for counts in answers:
+        for bucket, numbers in counts.items():
+            total[bucket] = _added(total.get(bucket), numbers)
+    return total
+
+
 # ---------------------------------------------------------------------------------------------- a whole run
 
 
-def _longest(prompts: Iterable[Prompt], tokenizer: Any, settings: Settings, positions: int | None) -> int:
+def answer_conversation(
+    comparison: Comparison, tokenizer: Any, config: BenchmarkConfig, conversation: Conversation, longest: int
+) -> list[Record]:
+    """Answer a conversation in each way: one record per turn, up to the first that passes ``longest`` tokens."""
+    messages: list[str] = []
+    records = []
+    for turn in config.asked(conversation):
+        messages.append(turn)
+        ids = config.encode(tokenizer, messages, conversation.history)
+        if len(ids) + config.max_new_tokens > longest:
+            break
+        if not comparison.is_warm:
+            comparison.warm_up(ids)
+        answers = comparison.answer(ids)
+        records.append(_record(ids, answers))
+        messages.append(tokenizer.decode(answers["one-token"].ids, skip_special_tokens=True))
+    return records
+
+
+def _longest(prompts: Iterable[Conversation], tokenizer: Any, config: BenchmarkConfig, positions: int | None) -> int:
     """Return the tokens of the longest conversation that fits the model, with its answers; 0 if none fits."""
-    longest, new = 0, settings.max_new_tokens
+    longest, new = 0, config.max_new_tokens
     for prompt in prompts:
-        needed = len(encode(tokenizer, prompt.turns[:1], settings, prompt.history)) + new
+        needed = len(config.encode(tokenizer, prompt.turns[:1], prompt.history)) + new
         if positions is not None and needed > positions:
             continue
-        if settings.turns == "all":
+        if config.turns == "all":
             messages = [text for turn in prompt.turns for text in (turn, "")][:-1]
             answers = len(prompt.turns) * new
             # An answer that is read again may have a few more tokens than were written.
-            needed = max(needed, len(encode(tokenizer, messages, settings, prompt.history)) + answers + answers // 4)
+            needed = max(needed, len(config.encode(tokenizer, messages, prompt.history)) + answers + answers // 4)
         longest = max(longest, needed)
     return longest if positions is None else min(longest, positions)
 
@@ -265,109 +266,84 @@ def run_benchmark(
     target: nn.Module,
     draft: Drafter,
     tokenizer: Any,
-    datasets: Mapping[str, list[Prompt]],
-    settings: Settings,
+    datasets: Mapping[str, list[Conversation]],
+    config: BenchmarkConfig,
     *,
     about: Mapping[str, str] | None = None,
     out: str | Path | None = None,
     advance: Advance | None = None,
 ) -> dict[str, Any]:
-    """Run every dataset. With ``out``, continue an earlier run that was stopped.
+    """Run every dataset.
 
     Args:
         target: the causal language model.
         draft: its drafter.
         tokenizer: the target's.
-        datasets: prompts by name, from `dflash.evaluate.datasets.load_prompts`.
-        settings: how they are asked and answered.
+        datasets: prompts by name, from `dflash.evaluate.prompts.load_conversations`.
+        config: how they are asked and answered.
         about: further entries of the header: names of the models, the command.
-        out: a folder; gets ``NAME.jsonl`` for each dataset and ``summary.json``.
-        advance: called with the name and the records of each finished prompt, those of an earlier run first.
+        out: a folder; gets ``NAME.jsonl`` of each finished dataset, a line per prompt, and ``summary.json``.
+        advance: called with the name and the records of each finished prompt.
 
     Returns:
         ``{"header": ..., "datasets": {name: summarize(...)}}``.
 
     Raises:
-        ValueError: the settings do not fit the tokenizer or the models, ``out`` holds a run with other settings, or no
-            prompt of a dataset fits the model.
+        ValueError: the settings do not fit the tokenizer or the models, or no prompt of a dataset fits the model.
     """
-    check_settings(settings, tokenizer)
-    # 1. Find what fits the model, and build the generators.
-    block_size = check_block_size(target, draft, settings.block_size)
-    header = {**describe(target, draft), **dataclasses.asdict(settings), "block_size": block_size}
-    header["auto_width"] = settings.block_size == "auto"
-    header["draft_sharpness"] = str(settings.draft_sharpness)  # JSON has no infinity
+    config.check(tokenizer)
+    # 1. Find what fits the model, and build the generators
+    block_size = check_block_size(target, draft, config.block_size)
     positions = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    longest = {name: _longest(prompts, tokenizer, settings, positions) for name, prompts in datasets.items()}
+    longest = {name: _longest(prompts, tokenizer, config, positions) for name, prompts in datasets.items()}
     for name, tokens in longest.items():
         if not tokens:
             raise ValueError(
-                f"no prompt of {name} and {settings.max_new_tokens} new tokens fit the model's {positions} positions"
+                f"no prompt of {name} and {config.max_new_tokens} new tokens fit the model's {positions} positions"
             )
-    runner = PairRunner(target, draft, tokenizer, settings, max(longest.values()))
-    # 2. Open all journals before the first prompt: one of another run is refused at once.
+    most = max(longest.values())
+    shared = ("max_new_tokens", "temperature", "seed", "draft_sharpness", "tree")
+    decoding = Decoding(**{name: getattr(config, name) for name in shared})
+    generators = {"block_size": config.block_size, "max_length": most, "compile": config.compile}
+    storage = {"weights": config.weights, "draft_weights": config.draft_weights}
+    comparison = Comparison(pair_runners(target, draft, decoding, padded=config.padded, **generators, **storage))
+    # 2. Answer every prompt, dataset by dataset
     folder, summaries = None if out is None else Path(out), {}
-    with contextlib.ExitStack() as stack:
-        journals = {}
+    if folder is not None:
+        folder.mkdir(parents=True, exist_ok=True)
+    for name, prompts in datasets.items():
+        records = []
+        for prompt in prompts:
+            records.append(answer_conversation(comparison, tokenizer, config, prompt, most))
+            if advance is not None:
+                advance(name, records[-1])
+        summaries[name] = summarize(records, block_size, sum(len(config.asked(prompt)) for prompt in prompts))
         if folder is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-            journals = {name: stack.enter_context(Journal(folder / f"{name}.jsonl", header)) for name in datasets}
-        # 3. Answer what no journal has, dataset by dataset.
-        for name, prompts in datasets.items():
-            show = functools.partial(advance or _show_nothing, name)
-            records = _run_dataset(runner, prompts, journals.get(name), show)
-            wanted = sum(len(prompt.turns) if settings.turns == "all" else 1 for prompt in prompts)
-            summaries[name] = summarize(records, block_size, wanted)
-    # 4. Report.
+            _write(folder / f"{name}.jsonl", "".join(json.dumps({"turns": turns}) + "\n" for turns in records))
+    # 3. Report
+    header = {**describe(target, draft), **dataclasses.asdict(config), "block_size": block_size}
+    header["auto_width"] = config.block_size == "auto"
+    header["draft_sharpness"] = str(config.draft_sharpness)  # JSON has no infinity
     finished = datetime.now(timezone.utc).isoformat(timespec="seconds")
     report = {"header": {**(about or {}), "finished": finished, **header}, "datasets": summaries}
     if folder is not None:
-        write_atomically(folder / "summary.json", lambda path: path.write_text(json.dumps(report, indent=1) + "\n"))
+        _write(folder / "summary.json", json.dumps(report, indent=1) + "\n")
     return report
 
 
-def _show_nothing(_dataset: str, _records: list[Record]) -> None:
-    """Stand in for a progress bar."""
-
-
-def _run_dataset(
-    runner: PairRunner, prompts: Sequence[Prompt], journal: Journal | None, advance: Callable[[list[Record]], None]
-) -> list[list[Record]]:
-    """Return the records of every prompt, those from the journal first."""
-    finished = {} if journal is None else _read_journal(journal)
-    records = [finished[prompt.key] for prompt in prompts if prompt.key in finished]
-    for earlier in records:
-        advance(earlier)
-    for prompt in prompts:
-        if prompt.key in finished:
-            continue
-        records.append(runner.run(prompt))
-        if journal is not None:
-            journal.append([{"prompt": prompt.key, "turns": records[-1]}])
-        advance(records[-1])
-    return records
-
-
-def _read_journal(journal: Journal) -> dict[str, list[Record]]:
-    """Return the records of the finished prompts by their keys."""
-    finished = {}
-    for number, record in journal.read():
-        try:
-            finished[record["prompt"]] = record["turns"]
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"{journal.path}, line {number}: not a prompt of a benchmark; delete the file") from error
-    return finished
+def _write(path: Path, text: str) -> None:
+    write_atomically(path, functools.partial(Path.write_text, data=text))
 
 
 @contextlib.contextmanager
 def progress_bars(totals: Mapping[str, int]) -> Iterator[Advance]:
     """Show a bar per dataset on a terminal's standard error; yields what to call with each prompt's records."""
-    seen: dict[str, list[list[Record]]] = {name: [] for name in totals}
+    seen: dict[str, list[list[int]]] = {name: [] for name in totals}
     with bars(totals) as show:
 
         def advance(name: str, records: list[Record]) -> None:
-            seen[name].append(records)
-            steps = [length for part in seen[name] for record in part for length in record["acceptance_lengths"]]
+            seen[name].append([length for record in records for length in record["acceptance_lengths"]])
+            steps = [length for lengths in seen[name] for length in lengths]
             text = f"{sum(steps) / len(steps):.2f} tokens per step" if steps else ""
             show(name, len(seen[name]), totals[name], text)
 

@@ -1,35 +1,26 @@
-"""Answer prompts in several ways and add up what each way took: for demo, benchmark and the trainer."""
+"""The measuring harness: answer prompts in several ways, and add up what each took."""
 
 from __future__ import annotations
 
 import dataclasses
+import platform
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from .. import ops
 from ..drafter import Drafter
 from ..generator import Generator
 from ..ops import WeightStorage
 from ..outputs import Statistics, StreamEvent
-
-__all__ = [
-    "Answer",
-    "Comparison",
-    "Decoding",
-    "GeneratorRunner",
-    "Runner",
-    "Total",
-    "TransformersRunner",
-    "answer_all",
-    "pair_runners",
-]
+from ..targets import versions
 
 WARM_UP_TOKENS = 32
-Clock = Callable[[], float]
 
 
 @dataclass(frozen=True)
@@ -54,14 +45,8 @@ class Decoding:
 
 
 class Answer(NamedTuple):
-    """One answer.
-
-    Attributes:
-        ids: its tokens.
-        steps: the tokens that each step wrote.
-        seconds: of the whole answer, prompt included.
-        rows: that each step verified.
-        step_seconds: of each step.
+    """One answer: its tokens, the tokens that each step wrote, the seconds of all of it (prompt included), and the rows
+    and seconds of each step.
     """
 
     ids: list[int]
@@ -75,33 +60,18 @@ Runner = Callable[..., Answer]  # runner(prompt ids, max_new_tokens=None)
 
 
 class GeneratorRunner:
-    """Answers through this package's `Generator`.
+    """Answers through this package's `Generator`, made for a batch of one. Answers end at its ``max_length``."""
 
-    Answers are cut where the generator's ``max_length`` is reached.
-
-    Args:
-        generator: of a batch of one.
-        decoding: how it answers.
-        device: the target's.
-        clock: seconds from any start.
-    """
-
-    def __init__(
-        self,
-        generator: Generator,
-        decoding: Decoding,
-        device: torch.device | str = "cpu",
-        clock: Clock = time.perf_counter,
-    ) -> None:
-        self.generator, self.decoding, self.device, self.clock = generator, decoding, device, clock
+    def __init__(self, generator: Generator, decoding: Decoding, device: torch.device | str = "cpu") -> None:
+        self.generator, self.decoding, self.device = generator, decoding, device
 
     def __call__(self, ids: Sequence[int], max_new_tokens: int | None = None) -> Answer:
         """Answer one prompt."""
-        began = self.clock()
+        began = time.perf_counter()
         arguments = self._arguments(ids, max_new_tokens)
         out = self.generator.generate(self._prompt(ids), return_dict_in_generate=True, **arguments)
         new = out.sequences[0, len(ids) :].tolist()  # also waits for the device
-        seconds, found = self.clock() - began, out.statistics
+        seconds, found = time.perf_counter() - began, out.statistics
         return Answer(new, found.acceptance_lengths[0], seconds, found.rows, found.step_seconds)
 
     def stream(self, ids: Sequence[int]) -> Iterator[StreamEvent]:
@@ -129,30 +99,25 @@ class GeneratorRunner:
 
 
 class TransformersRunner:
-    """Answers through the target's own ``generate``.
+    """Answers through the target's own ``generate``. Sampling draws other random numbers than this package does."""
 
-    Its random numbers are not this package's: the same seed writes another text unless decoding is greedy.
-    """
-
-    def __init__(self, target: nn.Module, decoding: Decoding, eos: int, clock: Clock = time.perf_counter) -> None:
-        self.target, self.clock, self.seed = target, clock, decoding.seed
-        self.max_new_tokens = decoding.max_new_tokens
+    def __init__(self, target: nn.Module, decoding: Decoding, eos: int) -> None:
+        self.target, self.seed, self.max_new_tokens = target, decoding.seed, decoding.max_new_tokens
         self._arguments: dict[str, Any] = {"eos_token_id": eos, "pad_token_id": eos, "use_cache": True}
         self._arguments["do_sample"] = decoding.temperature > 0
         if decoding.temperature > 0:  # without top_k=0, transformers would keep the 50 best
             self._arguments |= {"temperature": decoding.temperature, "top_k": 0}
-        self._device = target.get_input_embeddings().weight.device
 
     def __call__(self, ids: Sequence[int], max_new_tokens: int | None = None) -> Answer:
         """Answer one prompt."""
         new = min(max_new_tokens or self.max_new_tokens, self.max_new_tokens)
-        began = self.clock()
-        prompt = torch.tensor([ids], dtype=torch.int64, device=self._device)
+        began = time.perf_counter()
+        prompt = torch.tensor([ids], dtype=torch.int64, device=self.target.get_input_embeddings().weight.device)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed)
             mask = torch.ones_like(prompt)
             out = self.target.generate(prompt, attention_mask=mask, max_new_tokens=new, **self._arguments)
-        return Answer(out[0, len(ids) :].tolist(), [], self.clock() - began)
+        return Answer(out[0, len(ids) :].tolist(), [], time.perf_counter() - began)
 
 
 def pair_runners(
@@ -163,12 +128,11 @@ def pair_runners(
     block_size: int | Literal["auto"] | None = None,
     padded: bool = False,
     draft_weights: WeightStorage = None,
-    clock: Clock = time.perf_counter,
     **arguments: Any,
 ) -> dict[str, GeneratorRunner]:
-    """One-token decoding and DFlash for one pair, as ``"one-token"`` and ``"dflash"``.
+    """Return one-token decoding and DFlash for one pair, as ``"one-token"`` and ``"dflash"``.
 
-    The latter drafts chains. If ``decoding`` asks for trees, ``"tree"`` drafts them, with the same generator.
+    The latter drafts chains. If ``decoding`` asks for trees, ``"tree"`` drafts them with the same generator.
 
     Args:
         target: the causal language model.
@@ -177,40 +141,33 @@ def pair_runners(
         block_size: of DFlash; None is the drafter's.
         padded: run one-token decoding at the shapes of a whole block.
         draft_weights: how DFlash stores the drafter's weights.
-        clock: seconds from any start.
         arguments: ``max_length`` and others of `Generator`.
     """
-    tree, chain = decoding.tree, dataclasses.replace(decoding, tree=None)
-    drafts = {"block_size": block_size, "tree": tree, "draft_weights": draft_weights}
+    chain, device = dataclasses.replace(decoding, tree=None), target.get_input_embeddings().weight.device
+    drafts = {"block_size": block_size, "tree": decoding.tree, "draft_weights": draft_weights}
     drafting = Generator(target, draft, reuse_prefix=False, **drafts, **arguments)
-    rows, device = drafting.block_size if padded else 1, target.get_input_embeddings().weight.device
-    plain = Generator(target, None, block_size=rows, reuse_prefix=False, **arguments)
-    runners = {
-        "one-token": GeneratorRunner(plain, chain, device, clock),
-        "dflash": GeneratorRunner(drafting, chain, device, clock),
-    }
-    trees = {} if tree is None else {"tree": GeneratorRunner(drafting, decoding, device, clock)}
-    return runners | trees
+    plain = Generator(target, None, block_size=drafting.block_size if padded else 1, reuse_prefix=False, **arguments)
+    runners = {"one-token": GeneratorRunner(plain, chain, device), "dflash": GeneratorRunner(drafting, chain, device)}
+    if decoding.tree is not None:
+        runners["tree"] = GeneratorRunner(drafting, decoding, device)
+    return runners
 
 
 class Comparison:
-    """Has every prompt answered by all runners, one after the other; each goes first in turn.
-
-    Args:
-        runners: by name.
-    """
+    """Has every prompt answered by all runners; they take turns in going first."""
 
     def __init__(self, runners: Mapping[str, Runner]) -> None:
-        self.runners = dict(runners)
+        self.runners, self.is_warm = dict(runners), False
         self._answered = 0
 
     def warm_up(self, ids: Sequence[int]) -> None:
         """Have every runner write the beginning of an answer, which counts nowhere."""
         for runner in self.runners.values():
             runner(ids, WARM_UP_TOKENS)
+        self.is_warm = True
 
     def answer(self, ids: Sequence[int]) -> dict[str, Answer]:
-        """The answers to one prompt, by runner."""
+        """Return the answers to one prompt, by runner."""
         names = list(self.runners)
         first = self._answered % len(names)
         self._answered += 1
@@ -242,7 +199,7 @@ class Total:
         return sum(self.steps) / len(self.steps) if self.steps else None
 
     def statistics(self, block_size: int) -> Statistics:
-        """The same as if one call had written all answers."""
+        """Return the statistics of one call that wrote all answers."""
         return Statistics([self.steps], block_size, [self.tokens], 0.0, self.seconds)
 
 
@@ -253,3 +210,30 @@ def answer_all(runner: Runner, prompts: Iterable[Sequence[int]]) -> Total:
         answer = runner(ids)
         total.add(len(answer.ids), answer.seconds, answer.steps)
     return total
+
+
+def describe(target: nn.Module, draft: Drafter) -> dict[str, Any]:
+    """Describe the machine, the versions and the models: what a speed depends on besides the settings."""
+    device = target.get_input_embeddings().weight.device
+    return {
+        "machine": machine_name(device),
+        "device": device.type,
+        "threads": torch.get_num_threads(),
+        "isa": ops.isa(),
+        **versions(),
+        "python": platform.python_version(),
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "target_parameters": sum(parameter.numel() for parameter in target.parameters()),
+        "draft_parameters": sum(parameter.numel() for parameter in draft.parameters()),
+    }
+
+
+def machine_name(device: torch.device) -> str:
+    """Return the name of the GPU, or that of the processor."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()

@@ -10,15 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..drafter import Drafter
-from .compare import Answer, Clock, Comparison, Decoding, GeneratorRunner, Total, TransformersRunner, pair_runners
+from .compare import Answer, Comparison, Decoding, GeneratorRunner, Total, TransformersRunner, pair_runners
 from .pair import ARROW, PAIR, Prompt, demo_pair, demo_prompts, encode
 from .report import print_answer, print_demo, print_legend, print_tree
 from .trees import TreeWatch
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-__all__ = ["ARROW", "PAIR", "SECONDS", "Budget", "Report", "demo_pair", "demo_prompts", "encode", "measure", "run_demo"]
 
 SECONDS = 20.0  # on two busy cores, imports and the last answers included, the demo then ends within a minute
 _STREAMED = 3  # answers that are shown; the others are only measured
@@ -27,24 +25,18 @@ Show = Callable[[Prompt, GeneratorRunner, Sequence[int]], None]  # the runner an
 
 
 class Budget:
-    """A time to spend, which starts when the budget is made.
+    """Seconds to spend, from now on; None is no limit. ``clock`` gives seconds from any start."""
 
-    Args:
-        seconds: None for no limit.
-        clock: seconds from any start.
-    """
-
-    def __init__(self, seconds: float | None = None, clock: Clock = time.perf_counter) -> None:
-        self.seconds, self._clock = seconds, clock
-        self._began = clock()
+    def __init__(self, seconds: float | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
+        self.seconds, self.clock, self.began = seconds, clock, clock()
 
     def is_spent(self, share: float = 1.0) -> bool:
-        """True if this share of the time has passed."""
-        return self.seconds is not None and self._clock() - self._began >= share * self.seconds
+        """Return True if this share of the time has passed."""
+        return self.seconds is not None and self.clock() - self.began >= share * self.seconds
 
 
 @dataclass(frozen=True)
-class Report:
+class DemoReport:
     """What `measure` found. Speeds count the prompts' forward passes too.
 
     Attributes:
@@ -96,7 +88,7 @@ def measure(
     *,
     budget: Budget | None = None,
     show: Show | None = None,
-) -> Report:
+) -> DemoReport:
     """Answer prompts with transformers' ``generate``, one token per step, DFlash and, if asked for, DFlash with trees.
 
     Args:
@@ -142,7 +134,7 @@ def measure(
 
 def _report(
     prompts: Sequence[Prompt], answers: list[dict[str, Answer]], decoding: Decoding, block_size: int, tokenizer: Any
-) -> Report:
+) -> DemoReport:
     totals = {name: Total() for name in answers[0]}
     identical, right = True, 0
     for prompt, answer in zip(prompts, answers, strict=False):
@@ -156,7 +148,7 @@ def _report(
     dflash = totals["dflash"]
     speeds = {name: total.tokens_per_second for name, total in totals.items()}
     baseline = max(speeds["transformers"], speeds["one-token"])
-    return Report(
+    return DemoReport(
         identical=identical,
         speedup=speeds["dflash"] / baseline,
         acceptance_length=dflash.acceptance_length,
@@ -186,7 +178,7 @@ def run_demo(
     prompts: int | None = None,
     seconds: float | None = None,
     console: Console | None = None,
-) -> Report:
+) -> DemoReport:
     """Load a pair, answer its held-out prompts, or ``prompt``, and measure.
 
     Args:
@@ -201,7 +193,14 @@ def run_demo(
         ValueError: options contradict each other, and what `measure` raises.
         FileNotFoundError: ``folder`` holds no pair.
     """
-    _check_options(prompt, prompts, seconds)
+    if prompt is not None and prompts is not None:
+        raise ValueError("--prompts counts held-out prompts: it does not go with --prompt")
+    if prompts is not None and prompts < 1:
+        raise ValueError(f"--prompts must be at least 1, got {prompts}")
+    if prompts is not None and seconds is not None:
+        raise ValueError("--prompts answers exactly that many prompts: it does not go with --seconds")
+    if seconds is not None and not seconds > 0:
+        raise ValueError(f"--seconds must be above 0, got {seconds}")
     if 0 < decoding.temperature < _LEAST_TEMPERATURE:
         raise ValueError(f"temperature must be 0 or at least {_LEAST_TEMPERATURE} here, got {decoding.temperature}")
     budget = Budget(None if prompts is not None else SECONDS if seconds is None else seconds)
@@ -229,14 +228,3 @@ def run_demo(
         sizes = [sum(parameter.numel() for parameter in model.parameters()) / 1e6 for model in (target, draft)]
         print_demo(console, report, f"target of {sizes[0]:.1f} M parameters, drafter of {sizes[1]:.1f} M, float32")
     return report
-
-
-def _check_options(prompt: str | None, prompts: int | None, seconds: float | None) -> None:
-    if prompt is not None and prompts is not None:
-        raise ValueError("--prompts counts held-out prompts: it does not go with --prompt")
-    if prompts is not None and prompts < 1:
-        raise ValueError(f"--prompts must be at least 1, got {prompts}")
-    if prompts is not None and seconds is not None:
-        raise ValueError("--prompts answers exactly that many prompts: it does not go with --seconds")
-    if seconds is not None and not seconds > 0:
-        raise ValueError(f"--seconds must be above 0, got {seconds}")

@@ -22,11 +22,6 @@ from .prompts import text_ids
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = [
-    *("ARROW", "CHAT_TEMPLATE", "FIRST_GENERATION", "PAIR", "Prompt", "demo_pair", "demo_prompts", "draft_folder"),
-    *("encode", "load_target"),
-]
-
 PAIR = Path(__file__).parents[1] / "pair"
 FIRST_GENERATION = "draft-dflash"
 ARROW = "\n=>\n"  # the end of every prompt that the pair was trained on
@@ -136,7 +131,7 @@ def _check_folder(folder: str | Path) -> Path:
     for name in ("target", "draft", "prompts.jsonl"):
         if not (folder / name).exists():
             raise FileNotFoundError(
-                f"no pair in {folder}: there is no {name}; python -m dflash.train.demo_pair makes a pair"
+                f"no pair in {folder}: there is no {name}; recipes/demo_pair of the repository makes one"
             )
     return folder
 

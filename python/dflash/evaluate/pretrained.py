@@ -18,8 +18,6 @@ from ..files import read_json
 from ..targets import check_target_config, check_target_size, check_target_weights
 from ..terminal import listed, named, printable, shortened
 
-__all__ = ["Pretrained"]
-
 _ADAPTER = "adapter_config.json"
 
 

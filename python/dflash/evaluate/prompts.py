@@ -1,33 +1,114 @@
-"""Read prompts from files and data sets, and encode them as a target's input."""
+"""Read prompts from files, data sets and known benchmarks, and encode them as a target's input."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..files import read_jsonl, read_lines
 from ..terminal import shortened
-
-__all__ = [
-    "as_messages",
-    "check_text",
-    "import_datasets",
-    "parse_messages",
-    "parse_prompt",
-    "prompt_ids",
-    "read_records",
-    "render_chat",
-    "text_ids",
-]
 
 _TURNS = ("turns", "prompt", "question")
 PROMPT_FIELDS = "prompt, messages, question or turns"
 _TEXT_SUFFIXES = (".txt", ".txt.gz")
 _JSON_SUFFIXES = (".json", ".jsonl", ".json.gz", ".jsonl.gz")
 _SURROGATE = re.compile("[\ud800-\udfff]")
+_MT_BENCH = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
+_SPEC_BENCH = "https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl"
+
+
+class Dataset(NamedTuple):
+    """A known dataset: names of its file, arguments of ``datasets.load_dataset``, and the categories that count."""
+
+    files: tuple[str, ...]
+    hub: dict[str, Any]
+    categories: tuple[str, ...] | None = None
+
+
+DATASETS = {
+    "humaneval": Dataset(
+        ("HumanEval.jsonl.gz", "HumanEval.jsonl"), {"path": "openai/openai_humaneval", "split": "test"}
+    ),
+    "gsm8k": Dataset(("gsm8k_test.jsonl", "gsm8k.jsonl"), {"path": "openai/gsm8k", "name": "main", "split": "test"}),
+    "mt-bench": Dataset(
+        ("mt_bench.jsonl", "spec_bench.jsonl"), {"path": "HuggingFaceH4/mt_bench_prompts", "split": "train"}, _MT_BENCH
+    ),
+    "spec-bench": Dataset(("spec_bench.jsonl",), {"path": "json", "data_files": _SPEC_BENCH, "split": "train"}),
+}
+
+
+class Conversation(NamedTuple):
+    """What a user says, turn by turn, after the messages of ``history``."""
+
+    turns: tuple[str, ...]
+    history: tuple[dict[str, str], ...] = ()
+
+
+def load_conversations(dataset: str, data: str | Path | None = None, limit: int | None = None) -> list[Conversation]:
+    """Load the prompts of a dataset as published, with no instruction added.
+
+    Args:
+        dataset: a key of `DATASETS`, or a file of JSON lines, gzipped or not. A line has ``turns``, ``prompt`` or
+            ``question``, a text or a list of them; or ``messages``, of which the user's last is answered.
+        data: the folder of the known datasets' files; None loads them from the hub, through ``datasets``.
+        limit: take only so many prompts.
+
+    Raises:
+        ValueError: the file is missing or one of its lines is wrong, ``datasets`` is missing or cannot reach the hub,
+            or there is no prompt.
+    """
+    source = DATASETS.get(dataset)
+    categories = None if source is None else source.categories
+    prompts: list[Conversation] = []
+    for where, row in _rows(dataset, source, data):
+        if limit is not None and len(prompts) == limit:
+            break
+        messages, turns = parse_prompt(row, where)
+        if categories and row.get("category", categories[0]) not in categories:
+            continue
+        history = messages or []
+        if messages is not None:
+            if messages[-1]["role"] != "user":
+                raise ValueError(f"{where}: the last message to answer must be the user's")
+            turns = [history.pop()["content"]]
+        prompts.append(Conversation(tuple(turns), tuple(history)))
+    if not prompts:
+        raise ValueError(f"--dataset {dataset!r} has no prompts")
+    return prompts
+
+
+def _rows(dataset: str, source: Dataset | None, data: str | Path | None) -> Iterable[tuple[str, Any]]:
+    """Yield the rows of a dataset, each with its place for error messages."""
+    if source is None:
+        path = Path(dataset)
+        if not path.is_file():
+            raise ValueError(f"--dataset {dataset!r} is neither one of {', '.join(DATASETS)} nor a file of JSON lines")
+    elif data is None:
+        return _rows_from_hub(dataset, source)
+    else:
+        found = [Path(data) / name for name in source.files if (Path(data) / name).is_file()]
+        if not found:
+            raise ValueError(f"--data {str(data)!r} holds no {' or '.join(source.files)} for {dataset}")
+        path = found[0]
+    return ((where, row) for where, _, row in read_jsonl(path))
+
+
+def _rows_from_hub(dataset: str, source: Dataset) -> Iterable[tuple[str, Any]]:
+    local = f"--data DIR reads {source.files[0]} from a folder instead"
+    try:
+        datasets = import_datasets("bench")
+    except ValueError as error:
+        raise ValueError(f"--dataset {dataset}: {error}; {local}") from error
+    try:
+        rows = datasets.load_dataset(**source.hub)
+    except Exception as error:  # several libraries raise their own: offline, moved, disk full
+        where = source.hub.get("data_files", source.hub["path"])
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ValueError(f"--dataset {dataset}: {where} could not be loaded ({reason}); {local}") from error
+    return ((f"{dataset}, row {index}", row) for index, row in enumerate(rows))
 
 
 def import_datasets(extra: str = "train") -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,14 +16,32 @@ from . import trees
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from .demo import Report
-
-__all__ = ["check_plot", "plot", "print_answer", "print_benchmark", "print_demo", "print_legend", "print_tree"]
+    from .demo import DemoReport
 
 ACCEPTED, BONUS = "green", "bold underline yellow"  # bonus tokens stand out without colors too
 _TREE_STYLES = {trees.ACCEPTED: f"bold {ACCEPTED}", trees.BONUS: BONUS, trees.DRAFT: "default", trees.EDGE: "dim"}
 _ASCII = str.maketrans("─┬├└│━┯┝┕·", "-+|`|=+|`_")
 _BAR = 40
+_STORED = {"weights": "target", "draft_weights": "drafter"}
+
+
+def _print_table(console: Console, columns: Sequence[str], rows: Iterable[Sequence[str]], bold: str = "") -> None:
+    """Print a table whose first column is on the left; rows that begin with ``bold`` stand out."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(*(escape(printable(column)) for column in columns), box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for row in rows:
+        style = "bold" if bold and row[0].startswith(bold) else None
+        table.add_row(*(escape(printable(cell)) for cell in row), style=style)
+    console.print(table)
+
+
+def _fixed(number: float | None, digits: int = 2, unit: str = "") -> str:
+    return "-" if number is None else f"{number:.{digits}f}{unit}"
+
 
 # ---------------------------------------------------------------------------------------------- demo
 
@@ -74,7 +92,7 @@ def print_tree(console: Console, tokenizer: Any, step: trees.TreeStep) -> None:
         console.print(Text.assemble(*pieces), no_wrap=True, overflow="ellipsis", crop=not wide, soft_wrap=wide)
 
 
-def print_demo(console: Console, report: Report, models: str) -> None:
+def print_demo(console: Console, report: DemoReport, models: str) -> None:
     """Print a report of `dflash.evaluate.demo.measure`; ``models`` describes the pair."""
     console.out()
     _print_speeds(console, report)
@@ -95,28 +113,17 @@ def print_demo(console: Console, report: Report, models: str) -> None:
         console.out(f"right answers: {report.right} of {report.answerable}", highlight=False)
 
 
-def _print_speeds(console: Console, report: Report) -> None:
-    from rich.table import Table
-
-    def shown(acceptance: float | None) -> str:
-        return "-" if acceptance is None else f"{acceptance:.2f}"
-
-    drafted = [("DFlash", report.tokens_per_second, shown(report.acceptance_length))]
+def _print_speeds(console: Console, report: DemoReport) -> None:
+    rows = [
+        ("transformers generate", report.transformers_tokens_per_second, 1.0),
+        ("one-token decoding", report.one_token_tokens_per_second, 1.0),
+        ("DFlash", report.tokens_per_second, report.acceptance_length),
+    ]
     if report.tree is not None:
-        name = f"DFlash, tree={report.tree}"
-        drafted.append((name, report.tree_tokens_per_second, shown(report.tree_acceptance_length)))
-    table = Table(box=None, padding=(0, 2, 0, 0))
-    table.add_column("")
-    for name in ("tokens/s", "speedup", "acceptance length"):
-        table.add_column(name, justify="right")
-    for name, speed, length in (
-        ("transformers generate", report.transformers_tokens_per_second, "1.00"),
-        ("one-token decoding", report.one_token_tokens_per_second, "1.00"),
-        *drafted,
-    ):
-        style = "bold" if name.startswith("DFlash") else None
-        table.add_row(name, f"{speed:.0f}", f"{speed / report.baseline_tokens_per_second:.2f}x", length, style=style)
-    console.print(table)
+        rows.append((f"DFlash, tree={report.tree}", report.tree_tokens_per_second, report.tree_acceptance_length))
+    baseline = report.baseline_tokens_per_second
+    cells = [(name, f"{speed:.0f}", f"{speed / baseline:.2f}x", _fixed(length)) for name, speed, length in rows]
+    _print_table(console, ("", "tokens/s", "speedup", "acceptance length"), cells, bold="DFlash")
 
 
 def _print_histogram(console: Console, histogram: list[int]) -> None:
@@ -143,7 +150,7 @@ def print_benchmark(report: dict[str, Any], console: Console) -> None:
         f"{header['machine']}, {header['threads']} threads, {header['isa']}, {header['dtype']}, "
         f"target of {header['target_parameters'] / 1e6:.1f} M parameters, torch {header['torch']}, "
         f"T = {header['temperature']:g}, block {header['block_size']}{', auto' if header['auto_width'] else ''}"
-        f"{_storage(header)}"
+        + "".join(f", {header[key]} {name}" for key, name in _STORED.items() if header[key] is not None)
     )
     _print_datasets(console, datasets)
     if header["tree"] is not None:
@@ -163,95 +170,75 @@ def print_benchmark(report: dict[str, Any], console: Console) -> None:
             say(f"{name}: {found['skipped']} turns left out, longer than the model's positions")
 
 
-def _storage(header: dict[str, Any]) -> str:
-    """Say which weights were stored in another way than in their files."""
-    stored = {"target": header["weights"], "drafter": header["draft_weights"]}
-    return "".join(f", {weights} {name}" for name, weights in stored.items() if weights is not None)
-
-
 def _print_datasets(console: Console, datasets: Mapping[str, dict[str, Any]]) -> None:
-    from rich.markup import escape
-    from rich.table import Table
-
-    columns = ("tokens", "tokens/s", "one-token", "speedup", "accepted", "identical", "distinct")
-    table = Table("", *columns, box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    for column in table.columns[1:]:
-        column.justify = "right"
+    columns = ("", "tokens", "tokens/s", "one-token", "speedup", "accepted", "identical", "distinct")
+    rows = []
     for name, found in datasets.items():
-        length, distinct = found["acceptance_length"], found["distinct_ngrams"]
-        table.add_row(
-            escape(printable(name)),
-            str(found["new_tokens"]),
-            f"{found['tokens_per_second']:.1f}",
-            f"{found['one_token_tokens_per_second']:.1f}",
-            f"{found['speedup']:.2f}x",
-            "-" if length is None else f"{length:.2f}",
-            f"{found['identical']}/{found['turns']}",
-            "-" if distinct is None else f"{distinct:.0%}",
+        distinct = found["distinct_ngrams"]
+        rows.append(
+            (
+                name,
+                str(found["new_tokens"]),
+                _fixed(found["tokens_per_second"], 1),
+                _fixed(found["one_token_tokens_per_second"], 1),
+                _fixed(found["speedup"], unit="x"),
+                _fixed(found["acceptance_length"]),
+                f"{found['identical']}/{found['turns']}",
+                "-" if distinct is None else f"{distinct:.0%}",
+            )
         )
-    console.print(table)
+    _print_table(console, columns, rows)
 
 
 def _print_trees(console: Console, datasets: Mapping[str, dict[str, Any]], tree: int | str) -> None:
-    from rich.markup import escape
-    from rich.table import Table
-
-    columns = ("tokens/s", "speedup", "over chains", "accepted", "over chains", "identical")
-    table = Table(f"tree={tree}", *columns, box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    for column in table.columns[1:]:
-        column.justify = "right"
+    columns = (f"tree={tree}", "tokens/s", "speedup", "over chains", "accepted", "over chains", "identical")
+    rows = []
     for name, chain in datasets.items():
         found = chain["tree"]
         length, before = found["acceptance_length"], chain["acceptance_length"]
-        table.add_row(
-            escape(printable(name)),
-            f"{found['tokens_per_second']:.1f}",
-            f"{found['speedup']:.2f}x",
-            f"{found['tokens_per_second'] / chain['tokens_per_second']:.2f}x",
-            "-" if length is None else f"{length:.2f}",
-            "-" if length is None or before is None else f"{length / before:.2f}x",
-            f"{found['identical']}/{chain['turns']}",
+        rows.append(
+            (
+                name,
+                _fixed(found["tokens_per_second"], 1),
+                _fixed(found["speedup"], unit="x"),
+                _fixed(found["tokens_per_second"] / chain["tokens_per_second"], unit="x"),
+                _fixed(length),
+                _fixed(None if length is None or before is None else length / before, unit="x"),
+                f"{found['identical']}/{chain['turns']}",
+            )
         )
-    console.print(table)
+    _print_table(console, columns, rows)
 
 
 def _print_by_context(console: Console, name: str, buckets: Sequence[dict[str, Any]]) -> None:
-    from rich.markup import escape
-    from rich.table import Table
-
-    columns = ("steps", "accepted", "rows", "ms/step", "one-token", "speedup")
-    table = Table(f"{escape(printable(name))}, context from", *columns, box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    for column in table.columns:
-        column.justify = "right"
+    columns = (f"{name}, context from", "steps", "accepted", "rows", "ms/step", "one-token", "speedup")
+    rows = []
     for found in buckets:
         theirs = found["one_token_step_seconds"]
-        table.add_row(
-            str(found["from"]),
-            str(found["steps"]),
-            f"{found['acceptance_length']:.2f}",
-            f"{found['rows']:.1f}",
-            f"{1000 * found['step_seconds']:.2f}",
-            *(("-", "-") if theirs is None else (f"{1000 * theirs:.2f}", f"{found['speedup']:.2f}x")),
+        numbers = (found["acceptance_length"], found["rows"], 1000 * found["step_seconds"])
+        rows.append(
+            (
+                str(found["from"]),
+                str(found["steps"]),
+                *(_fixed(number, digits) for number, digits in zip(numbers, (2, 1, 2), strict=True)),
+                _fixed(None if theirs is None else 1000 * theirs),
+                _fixed(found["speedup"], unit="x"),
+            )
         )
     if buckets:
-        console.print(table)
+        _print_table(console, columns, rows)
         console.out()
 
 
 def _print_positions(console: Console, datasets: Mapping[str, dict[str, Any]], block_size: int) -> None:
-    from rich.markup import escape
-    from rich.table import Table
-
-    table = Table("", *(escape(printable(name)) for name in datasets), box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    for column in table.columns:
-        column.justify = "right"
+    rows = []
     for position in range(block_size - 1):
-        row = []
+        row = [str(position + 1)]
         for found in datasets.values():
             share, given = found["acceptance_per_position"][position], found["conditional_acceptance"][position]
             row.append(f"{share:4.0%} {'' if given is None else f'({given:.0%})':>6}")
-        table.add_row(str(position + 1), *row)
-    console.print(table)
+        rows.append(row)
+    _print_table(console, ("", *datasets), rows)
 
 
 # ---------------------------------------------------------------------------------------------- picture

@@ -13,8 +13,6 @@ from ..outputs import StreamEvent
 from ..state import Block
 from ..terminal import printable
 
-__all__ = ["ACCEPTED", "BONUS", "DRAFT", "EDGE", "Piece", "TreeStep", "TreeWatch", "draw", "show_token"]
-
 ACCEPTED, BONUS, DRAFT, EDGE = "accepted", "bonus", "draft", "edge"
 Piece = tuple[str, str]  # a text, and which of the four it is
 _PATH_EDGES = str.maketrans("─┬├└", "━┯┝┕")

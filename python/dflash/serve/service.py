@@ -14,7 +14,7 @@ import torch
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from ..call import GenerateArguments
-from ..evaluate.description import machine_name
+from ..evaluate.compare import machine_name
 from ..sampling import fold
 from ..targets import describe_config, sample_digest, version_of
 from .completion import Choice, Completion

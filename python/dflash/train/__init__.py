@@ -1,19 +1,14 @@
 """Training a drafter for any target: ``dflash train``, or `Trainer` from Python."""
 
-from .checkpoint import CheckpointError, published_config, save_draft
+from .batches import Blocks, default_gamma, make_blocks, sample_anchors
+from .checkpoint import CheckpointError, save_draft
 from .config import TrainConfig
-from .data.blocks import Blocks, default_gamma, make_blocks, sample_anchors
-from .loop import Trainer
+from .export import published_config
+from .features import TargetFeatures
+from .initial_drafter import choose_mask_id, draft_config, new_drafter
 from .loss import BlockLoss, block_loss
-from .model import (
-    TargetFeatures,
-    TrainableDrafter,
-    add_dflash2,
-    check_trainable,
-    choose_mask_id,
-    draft_config,
-    new_drafter,
-)
+from .model import TrainableDrafter, add_dflash2, check_trainable
+from .trainer import Trainer
 
 __all__ = [
     "BlockLoss",

@@ -7,141 +7,45 @@ draft that `dflash.load_draft` reads, and the trainer's state.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+import sys
+from array import array
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..drafter import FULL, SLIDING, DraftConfig, Drafter, Rope
-from ..files import (
-    FLOATING,
-    atomic_folder,
-    fsync,
-    read_header,
-    read_json,
-    read_tensor,
-    read_torch_file,
-    remove_unfinished,
-    save_tensors,
-    write_atomically,
-    write_json,
-)
-from ..terminal import listed, printable
+from ..drafter import Drafter
+from ..files import atomic_folder, fsync, remove_unfinished, save_tensors, write_atomically, write_json
+from ..targets import describe_config, sample_digest
+from ..terminal import named, printable
+from .export import published_config
 
-__all__ = [
-    "CheckpointError",
-    "checkpoints",
-    "dflash_section",
-    "load_checkpoint",
-    "published_config",
-    "read_progress",
-    "rope_section",
-    "save_checkpoint",
-    "save_draft",
-    "section_values",
-]
+if TYPE_CHECKING:
+    from .trainer import Trainer
 
 _STATE, _PROGRESS, _NAME = "trainer.pt", "trainer.json", re.compile(r"step-\d{8}")
-# Values of a dflash_config that say nothing.
-_NEUTRAL = {
-    "attention_value_scale": 1.0,
-    "input_embedding_scale": 1.0,
-    "output_multiplier": 1.0,
-    "final_logit_softcapping": 0.0,
-    "attention_sink_bias": False,
-}
-_DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+_COUNTERS = ("step", "epoch", "place", "tokens", "seconds")  # trainer attributes that checkpoints store
+_MAY_CHANGE = ("keep", "log_every", "save_every", "eval_every")  # settings that a resumed run may change
 
 
 class CheckpointError(OSError):
     """A checkpoint or a draft cannot be read or written. A failed write leaves the previous files intact."""
 
 
-def published_config(config: DraftConfig, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
-    """Return the ``config.json`` that reads back as ``config``, in the published layout; see ``from_config``."""
-    by_window = tuple(window > 0 for window in config.window)
-    _expect_expressible(config, by_window)
-    out: dict[str, Any] = {
-        "architectures": ["DFlashDraftModel" if config.dflash2 is None else "DFlash2DraftModel"],
-        "attention_bias": config.attention_bias,
-        "attention_dropout": 0.0,
-        "block_size": config.block_size,
-        "bos_token_id": None,
-        "dflash_config": dflash_section(config),
-        "dtype": _DTYPES[dtype],
-        "eos_token_id": None,
-        "head_dim": config.head_dim,
-        "hidden_act": "silu",
-        "hidden_size": config.hidden_size,
-        "initializer_range": 0.02,
-        "intermediate_size": config.intermediate_size,
-        "layer_types": [SLIDING if window else FULL for window in config.window],
-        "max_position_embeddings": config.max_position_embeddings,
-        "max_window_layers": config.num_hidden_layers,
-        "model_type": "qwen3",
-        "num_attention_heads": config.num_attention_heads,
-        "num_hidden_layers": config.num_hidden_layers,
-        "num_key_value_heads": config.num_kv_heads,
-        "num_target_layers": config.num_target_layers,
-        "pad_token_id": None,
-        "rms_norm_eps": config.rms_norm_eps,
-        "rope_parameters": rope_section(config.rope),
-        "rope_theta": config.rope.theta,
-        "sliding_window": max(config.window) or None,
-        "tie_word_embeddings": False,
-        "use_cache": True,
-        "use_sliding_window": any(by_window),
-        "vocab_size": config.vocab_size,
-    }
-    return out if config.causal == by_window else out | {"is_causal": config.causal[0]}
-
-
-def _expect_expressible(config: DraftConfig, by_window: tuple[bool, ...]) -> None:
-    """Raise unless `published_config` can express everything that changes the math."""
-    if config.scales_like_target:
-        raise ValueError("a Muse Glimmer assistant cannot be saved: its logits are scaled as the target's")
-    if config.own_parts:
-        raise ValueError(f"a drafter with its own {listed(config.own_parts)} cannot be saved here: use dflash export")
-    if config.markov_rank or config.predicts_from_anchor:
-        raise ValueError("a DSpark drafter cannot be saved here: use dflash export")
-    windows = {window for window in config.window if window}
-    if len(windows) > 1 or (len(set(config.causal)) > 1 and config.causal != by_window):
-        raise ValueError(f"the published layout has one window and one rule of causality, got {config}")
-
-
-def rope_section(rope: Rope) -> dict[str, Any]:
-    """Return the ``rope_parameters`` that read back as ``rope``."""
-    out: dict[str, Any] = {"rope_type": rope.type, "rope_theta": rope.theta}
-    if rope.type != "default":
-        out["factor"] = rope.factor
-    if rope.type in ("llama3", "yarn"):
-        out["original_max_position_embeddings"] = rope.original_max_position_embeddings
-    if rope.type == "llama3":
-        out |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
-    if rope.type == "yarn":
-        out |= {key: getattr(rope, key) for key in ("beta_fast", "beta_slow", "truncate")}
-        out["attention_factor"] = rope.attention_scaling
-    return out
-
-
-def dflash_section(config: DraftConfig) -> dict[str, Any]:
-    """Return the ``dflash_config`` that reads back as ``config``. vLLM looks for most of these keys only there."""
-    values = section_values(config)
-    return {key: value for key, value in values.items() if key not in _NEUTRAL or value != _NEUTRAL[key]}
-
-
-def section_values(config: DraftConfig) -> dict[str, Any]:
-    """Return every key that a ``dflash_config`` may state of a drafter, neutral values included."""
-    out: dict[str, Any] = {"mask_token_id": config.mask_token_id, "target_layer_ids": list(config.target_layer_ids)}
-    out |= {key: getattr(config, key) for key in _NEUTRAL if key != "attention_sink_bias"}
-    if config.dflash2 is not None:
-        out |= dataclasses.asdict(config.dflash2)
-    return out | {"attention_sink_bias": config.attention_sinks}
+def _failure(what: str, error: Exception) -> CheckpointError:
+    errors = [error]
+    while errors[-1].__context__ is not None:
+        errors.append(errors[-1].__context__)
+    cause = next((one for one in errors if isinstance(one, OSError)), error)  # "disk full", not what torch makes of it
+    reason = printable(" ".join(str(cause).split()))[:400] or type(error).__name__
+    return CheckpointError(f"{printable(what)}: {reason}")
 
 
 def save_draft(drafter: Drafter, folder: str | os.PathLike, *, dtype: torch.dtype | None = torch.bfloat16) -> Path:
@@ -169,15 +73,6 @@ def save_draft(drafter: Drafter, folder: str | os.PathLike, *, dtype: torch.dtyp
     except Exception as error:
         raise _failure(f"the draft was not written to {folder}", error) from error
     return folder
-
-
-def _failure(what: str, error: Exception) -> CheckpointError:
-    errors = [error]
-    while errors[-1].__context__ is not None:
-        errors.append(errors[-1].__context__)
-    cause = next((one for one in errors if isinstance(one, OSError)), error)  # "disk full", not what torch makes of it
-    reason = printable(" ".join(str(cause).split()))[:400] or type(error).__name__
-    return CheckpointError(f"{printable(what)}: {reason}")
 
 
 # ---------------------------------------------------------------------------------------------- checkpoints
@@ -227,43 +122,18 @@ def save_checkpoint(
     return final
 
 
-def read_progress(path: str | os.PathLike) -> dict[str, Any]:
-    """Return a checkpoint's ``progress``.
-
-    Raises:
-        CheckpointError: the checkpoint is damaged, or another program wrote it.
-    """
-    path = Path(path)
-    try:
-        return read_json(path / _PROGRESS)
-    except (OSError, ValueError) as error:
-        raise _unreadable(path, error) from error
-
-
-def load_checkpoint(
-    path: str | os.PathLike, drafter: Drafter, check: Callable[[dict[str, Any]], None] | None = None
-) -> tuple[dict[str, Any], dict[str, Any]]:
+def load_checkpoint(path: str | os.PathLike, drafter: Drafter) -> tuple[dict[str, Any], dict[str, Any]]:
     """Load a checkpoint's weights into ``drafter`` in place, and return its ``state`` and ``progress``.
-
-    Args:
-        path: the checkpoint's folder.
-        drafter: the drafter that was saved.
-        check: raises if the ``state`` is not what was saved.
 
     Raises:
         CheckpointError: the checkpoint is damaged; ``drafter`` is unchanged.
     """
     path = Path(path)
-    progress = read_progress(path)
     try:
-        weights = _read_weights(path / "model.safetensors", drafter)
-        state = _read_state(path / _STATE)
-        if check is not None:
-            check(state)
+        progress, weights, state = _read_progress(path), _read_weights(path, drafter), _read_state(path)
     except Exception as error:  # torch raises many types for empty, truncated or foreign files
         raise _unreadable(path, error) from error
-    with torch.no_grad():
-        drafter.load_state_dict(weights)
+    drafter.load_state_dict(weights)
     return state, progress
 
 
@@ -271,19 +141,103 @@ def _unreadable(path: Path, error: Exception) -> CheckpointError:
     return _failure(f"checkpoint {path} cannot be read; remove that folder to do without it", error)
 
 
+def _read_progress(path: Path) -> dict[str, Any]:
+    progress = json.loads((path / _PROGRESS).read_bytes())
+    if not isinstance(progress, dict):
+        raise ValueError(f"{_PROGRESS} must hold an object")
+    return progress
+
+
 def _read_weights(path: Path, drafter: Drafter) -> dict[str, Tensor]:
-    """Read the tensors of ``drafter``. The header is compared with them before anything is allocated."""
-    stored = read_header(path)
-    theirs = {name: (tensor.shape, FLOATING.get(tensor.kind)) for name, tensor in stored.items()}
-    own = drafter.state_dict()
-    if theirs != {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in own.items()}:
-        raise ValueError(f"{path.name} holds another drafter's weights")
-    return {name: read_tensor(stored[name]) for name in own}
+    from safetensors.torch import load_file
+
+    weights, own = load_file(path / "model.safetensors"), drafter.state_dict()
+    shapes, own_shapes = ({name: (x.shape, x.dtype) for name, x in tensors.items()} for tensors in (weights, own))
+    if shapes != own_shapes:
+        raise ValueError("model.safetensors holds another drafter's weights")
+    return weights
 
 
 def _read_state(path: Path) -> dict[str, Any]:
-    """Read the trainer's state."""
-    state = read_torch_file(path)
-    if not isinstance(state, dict):
-        raise ValueError(f"{path.name} must hold a dict, got {type(state).__name__}")
-    return state
+    return torch.load(path / _STATE, map_location="cpu", weights_only=True)  # runs no code
+
+
+# ---------------------------------------------------------------------------------------------- runs
+
+
+def data_digest(rows: str, index: Sequence[int]) -> str:
+    """Return a digest of the training rows, from the digest of all rows and the numbers of those in use."""
+    return hashlib.sha256(rows.encode() + array("q", index).tobytes()).hexdigest()[:16]
+
+
+def target_digest(target: nn.Module) -> str:
+    """Return a digest of the target's config and a sample of its weights."""
+    return hashlib.sha256(f"{describe_config(target)} {sample_digest(target)}".encode()).hexdigest()[:16]
+
+
+def fingerprint(trainer: Trainer) -> dict[str, Any]:
+    """Return the settings that must match for a checkpoint to be resumed."""
+    config = dataclasses.asdict(trainer.config)
+    config = {k: v for k, v in config.items() if k not in _MAY_CHANGE and not k.startswith("eval_")}
+    config |= {"rows": len(trainer.index), "row_tokens": int(trainer.batches.lengths.sum())}
+    config |= {"data": trainer.data_digest, "micro_batches": trainer.batches.group, "steps": trainer.steps}
+    config.pop("accumulate")  # only processes times accumulation matters
+    dtype = str(next(trainer.target.parameters()).dtype)
+    config |= {"target": trainer.target_digest, "target's dtype": dtype}
+    online = trainer.features is None
+    config["features"] = "of the running target" if online else f"cached in {trainer.features.dtype}"
+    draft = json.loads(json.dumps(dataclasses.asdict(trainer.drafter.config)))
+    return {**config, "drafter": draft}
+
+
+def save_run(trainer: Trainer) -> None:
+    """Write a checkpoint of the trainer's step. All processes must call this."""
+    if trainer.accelerator.is_main_process:
+        states = [optimizer.state_dict() for optimizer in trainer.optimizers]
+        state = {"optimizers": states, "random": torch.get_rng_state()}
+        progress = {name: getattr(trainer, name) for name in (*_COUNTERS, "steps")}
+        progress |= {"fingerprint": fingerprint(trainer), "last": trainer.last}
+        folder, keep = trainer.output / "checkpoints", trainer.config.keep
+        save_checkpoint(folder, trainer.step, trainer.drafter, state, progress, keep)
+    trainer.accelerator.wait_for_everyone()
+
+
+def resume_run(trainer: Trainer) -> bool:
+    """Continue from the last readable checkpoint. Return False if there is none. See `Trainer.resume`."""
+    found, damaged = checkpoints(trainer.output / "checkpoints"), []
+    is_main = trainer.accelerator.is_main_process
+    for path in reversed(found):
+        try:
+            _resume_from(trainer, path)
+            break
+        except CheckpointError as error:
+            damaged.append(error)
+            if is_main and path != found[0]:
+                print(f"dflash: {printable(error)}; trying the one before it", file=sys.stderr)
+    else:
+        if damaged:
+            raise damaged[0]
+    if is_main:
+        trainer.metrics.drop_after(trainer.step)
+    return bool(found)
+
+
+def _resume_from(trainer: Trainer, path: Path) -> None:
+    """Load a checkpoint into the trainer. Raise ``ValueError`` for one of another run, naming the difference."""
+    try:
+        theirs = dict(_read_progress(path)["fingerprint"])
+    except Exception as error:
+        raise _unreadable(path, error) from error
+    for name, ours in fingerprint(trainer).items():
+        if name in theirs and theirs[name] != ours:
+            other = named(theirs[name])
+            raise ValueError(f"{path} belongs to another run: its {name} is {other}, this run's is {named(ours)}")
+    state, progress = load_checkpoint(path, trainer.drafter)
+    try:
+        for optimizer, saved in zip(trainer.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        torch.set_rng_state(state["random"])
+        counters = {name: progress[name] for name in (*_COUNTERS, "last")}
+    except Exception as error:
+        raise _unreadable(path, error) from error
+    vars(trainer).update(counters)

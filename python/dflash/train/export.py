@@ -1,8 +1,11 @@
-"""Write a drafter in another checkpoint layout: `export`."""
+"""Drafters in each checkpoint layout, what serving engines read differently, and `export`."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
+import shlex
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,23 +14,234 @@ from typing import Any
 import torch
 
 from ..drafter import (
+    FULL,
     MASK_EMBEDDING_FILE,
+    SLIDING,
     DraftConfig,
     Drafter,
+    Rope,
     draft_folder,
     from_speculators,
     is_speculators,
     load_draft,
     to_speculators,
+    vllm_causality,
 )
 from ..files import atomic_folder, check_writable, read_architectures, read_json, save_tensors, write_json
-from .checkpoint import dflash_section, section_values
-from .engines import engine_warnings, speculators_warnings, vllm_command
-from .transformers_layout import TENSOR_NAMES, to_transformers
-
-__all__ = ["FORMATS", "export"]
+from ..terminal import listed
 
 FORMATS = ("published", "speculators", "transformers")
+# Values of a dflash_config that say nothing.
+_NEUTRAL = {
+    "attention_value_scale": 1.0,
+    "input_embedding_scale": 1.0,
+    "output_multiplier": 1.0,
+    "final_logit_softcapping": 0.0,
+    "attention_sink_bias": False,
+}
+
+_SHAPE = (
+    *("block_size", "head_dim", "hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers"),
+    "rms_norm_eps",
+)
+
+
+def _shape(config: DraftConfig) -> dict[str, Any]:
+    """Return the keys that transformers' configs share."""
+    return {
+        **{key: getattr(config, key) for key in _SHAPE},
+        **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
+        "attention_dropout": 0.0,
+        "hidden_act": "silu",
+        "layer_types": [SLIDING if window else FULL for window in config.window],
+        "num_key_value_heads": config.num_kv_heads,
+        "rope_parameters": rope_section(config.rope),
+    }
+
+
+# ---------------------------------------------------------------------------------------------- published
+
+
+def published_config(config: DraftConfig, dtype: torch.dtype = torch.bfloat16) -> dict[str, Any]:
+    """Return the ``config.json`` that reads back as ``config``, in the published layout; see ``from_config``."""
+    by_window = tuple(window > 0 for window in config.window)
+    _expect_expressible(config, by_window)
+    out: dict[str, Any] = {
+        **_shape(config),
+        "architectures": ["DFlashDraftModel" if config.dflash2 is None else "DFlash2DraftModel"],
+        "attention_bias": config.attention_bias,
+        "dflash_config": dflash_section(config),
+        "dtype": str(dtype).removeprefix("torch."),
+        "initializer_range": 0.02,
+        "max_position_embeddings": config.max_position_embeddings,
+        "max_window_layers": config.num_hidden_layers,
+        "model_type": "qwen3",
+        "num_target_layers": config.num_target_layers,
+        "rope_theta": config.rope.theta,
+        "sliding_window": max(config.window) or None,
+        "tie_word_embeddings": False,
+        "use_cache": True,
+        "use_sliding_window": any(by_window),
+        "vocab_size": config.vocab_size,
+    }
+    return out if config.causal == by_window else out | {"is_causal": config.causal[0]}
+
+
+def _expect_expressible(config: DraftConfig, by_window: tuple[bool, ...]) -> None:
+    """Raise unless `published_config` can express everything that changes the math."""
+    if config.scales_like_target:
+        raise ValueError("a Muse Glimmer assistant cannot be saved: its logits are scaled as the target's")
+    if config.own_parts:
+        raise ValueError(f"a drafter with its own {listed(config.own_parts)} cannot be saved here: use dflash export")
+    if config.markov_rank or config.predicts_from_anchor:
+        raise ValueError("a DSpark drafter cannot be saved here: use dflash export")
+    windows = {window for window in config.window if window}
+    if len(windows) > 1 or (len(set(config.causal)) > 1 and config.causal != by_window):
+        raise ValueError(f"the published layout has one window and one rule of causality, got {config}")
+
+
+def rope_section(rope: Rope) -> dict[str, Any]:
+    """Return the ``rope_parameters`` that read back as ``rope``."""
+    out: dict[str, Any] = {"rope_type": rope.type, "rope_theta": rope.theta}
+    if rope.type != "default":
+        out["factor"] = rope.factor
+    if rope.type in ("llama3", "yarn"):
+        out["original_max_position_embeddings"] = rope.original_max_position_embeddings
+    if rope.type == "llama3":
+        out |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
+    if rope.type == "yarn":
+        out |= {key: getattr(rope, key) for key in ("beta_fast", "beta_slow", "truncate")}
+        out["attention_factor"] = rope.attention_scaling
+    return out
+
+
+def dflash_section(config: DraftConfig) -> dict[str, Any]:
+    """Return the ``dflash_config`` that reads back as ``config``. vLLM looks for most of these keys only there."""
+    values = section_values(config)
+    return {key: value for key, value in values.items() if key not in _NEUTRAL or value != _NEUTRAL[key]}
+
+
+def section_values(config: DraftConfig) -> dict[str, Any]:
+    """Return every key that a ``dflash_config`` may state of a drafter, neutral values included."""
+    out: dict[str, Any] = {"mask_token_id": config.mask_token_id, "target_layer_ids": list(config.target_layer_ids)}
+    out |= {key: getattr(config, key) for key in _NEUTRAL if key != "attention_sink_bias"}
+    if config.dflash2 is not None:
+        out |= dataclasses.asdict(config.dflash2)
+    return out | {"attention_sink_bias": config.attention_sinks}
+
+
+# ---------------------------------------------------------------------------------------------- transformers
+
+TENSOR_NAMES = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
+# Written where no layer has a window: transformers wants an integer, and does not use it then.
+_UNUSED_WINDOW = 2048
+# Its cache keeps sliding_window - 1 positions, which must not be negative.
+_SMALLEST_WINDOW = 2
+
+
+def to_transformers(config: DraftConfig) -> dict[str, Any]:
+    """Return the ``config.json`` of the DFlash drafter in transformers, `MuseGlimmerAssistantModel`.
+
+    Raises:
+        ValueError: that class cannot express something that changes the math.
+    """
+    _expect_transformers(config)
+    # Its windows do not count the query's own position.
+    window = max(config.window) - 1 if any(config.window) else _UNUSED_WINDOW
+    out = {
+        **_shape(config),
+        "architectures": ["MuseGlimmerAssistantModel"],
+        "mask_token_id": config.mask_token_id,
+        "model_type": "muse_glimmer_assistant",
+        "sliding_window": window,
+        "target_layer_ids": list(config.target_layer_ids),
+    }
+    if config.max_position_embeddings is not None:
+        out["max_position_embeddings"] = config.max_position_embeddings
+    return out
+
+
+def _expect_transformers(config: DraftConfig) -> None:
+    """Raise unless transformers' class can express everything that changes the math."""
+    what = "transformers' drafter class"
+    if config.scales_like_target:
+        raise ValueError("a Muse Glimmer assistant is in transformers' layout already: use its folder as it is")
+    if config.dflash2 is not None:
+        raise ValueError(f"{what} is of the first generation, and this is a DFlash 2 drafter: use the published layout")
+    if config.markov_rank or config.predicts_from_anchor:
+        raise ValueError(f"{what} is of the first generation, and this is a DSpark drafter: use the published layout")
+    if config.own_parts:
+        raise ValueError(f"{what} uses the target's head and embedding, not this drafter's {listed(config.own_parts)}")
+    neutral = {**_NEUTRAL, "attention_bias": False, "attention_sinks": False}
+    neutral.pop("attention_sink_bias")
+    for key, value in neutral.items():
+        if getattr(config, key) != value:
+            raise ValueError(f"{what} has no {key}, and this drafter has {getattr(config, key)}")
+    if any(config.causal):
+        raise ValueError(f"{what} is not causal inside a block, and this drafter's layers are {list(config.causal)}")
+    if len(windows := set(config.window) - {0}) > 1:
+        raise ValueError(f"{what} has one window, and this drafter has {list(config.window)}")
+    if windows and min(windows) < _SMALLEST_WINDOW:
+        raise ValueError(f"{what} needs a window of at least {_SMALLEST_WINDOW}, and this drafter has {min(windows)}")
+
+
+# ---------------------------------------------------------------------------------------------- serving engines
+
+# Read from vLLM 0.33: model_executor/models/qwen3_dflash.py has none of these keys, qwen3_dflash2.py has all.
+_IGNORED_BY_VLLM = {
+    "input_embedding_scale": (1.0, "it accepts fewer drafts there"),
+    "output_multiplier": (1.0, "drafts are sampled from another distribution there; greedy drafts are the same"),
+    "final_logit_softcapping": (0.0, "drafts are sampled from another distribution there; greedy drafts are the same"),
+}
+
+
+def engine_warnings(config: DraftConfig) -> list[str]:
+    """Return what serving engines would read differently in this drafter, a sentence per difference."""
+    if config.dflash2 is not None:
+        if not config.predicts_from_anchor:
+            return []
+        return ["vLLM refuses DFlash 2 drafters whose anchor's row predicts (sample_from_anchor), as this one's does"]
+    return [
+        f"vLLM ignores {key} of drafters of the first generation, and this one has {getattr(config, key)}: {effect}"
+        for key, (neutral, effect) in _IGNORED_BY_VLLM.items()
+        if getattr(config, key) != neutral
+    ]
+
+
+def speculators_warnings(raw: Mapping[str, Any], config: DraftConfig) -> list[str]:
+    """Return how vLLM reads the causality of a checkpoint in the speculators layout, where that differs.
+
+    Args:
+        raw: the parsed ``config.json`` of the checkpoint.
+        config: what this package reads from it, as the speculators library does.
+    """
+    if not is_speculators(raw):
+        return []
+    theirs = vllm_causality(raw, config.num_hidden_layers)
+    if theirs == config.causal:
+        return []
+    key = "sliding_window_non_causal"
+    if raw["speculators_model_type"] == "dspark":
+        reason = f"it does not read {key} of DSpark drafters"
+    else:
+        given = json.dumps(raw[key]) if key in raw else "missing"
+        reason = f"it reads one rule for all layers, and {key} is {given} there"
+    return [
+        f"vLLM takes the layers of the original checkpoint for causal {list(theirs)}, because {reason}. The "
+        f"speculators library and this package read {list(config.causal)}, which the exported folder says"
+    ]
+
+
+def vllm_command(target: str, draft: str | os.PathLike, config: DraftConfig) -> str:
+    """Return the command that serves a pair with vLLM. Both are named, so they may be folders or repositories."""
+    # A method that is named keeps vLLM from looking at the checkpoint's type.
+    is_dspark = config.dflash2 is None and (config.predicts_from_anchor or config.markov_rank)
+    method = "dspark" if is_dspark else "dflash"
+    drafts = {"method": method, "model": os.fspath(draft), "num_speculative_tokens": max(config.block_size - 1, 1)}
+    return f"vllm serve {shlex.quote(target)} --speculative-config {shlex.quote(json.dumps(drafts))}"
+
+
+# ---------------------------------------------------------------------------------------------- export
 
 
 def export(

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from ..drafter import CandidateSelector
-from .data.blocks import Blocks
+from .batches import Blocks
 from .model import candidate_scores
 
 __all__ = ["BlockLoss", "block_loss"]

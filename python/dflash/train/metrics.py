@@ -1,4 +1,4 @@
-"""The metrics of a run, and the file that holds them."""
+"""The metrics of a run, the file that holds them, and its progress on standard error."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import json
 import resource
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ...files import parse_json, write_atomically
-from ..checkpoint import CheckpointError
-from ..loss import BlockLoss
-
-__all__ = ["MetricsFile", "StepTotals", "peak_memory"]
+from ..files import write_atomically
+from ..terminal import bars
+from .checkpoint import CheckpointError
+from .loss import BlockLoss
 
 
 class StepTotals:
@@ -84,10 +84,10 @@ class MetricsFile:
 
 def _is_step(line: bytes, last: int) -> bool:
     """True if ``line`` is complete and has the metrics of a step up to ``last``."""
-    with contextlib.suppress(ValueError):
-        metrics = parse_json(line, "metrics")
-        return isinstance(metrics, dict) and isinstance(metrics.get("step"), int) and metrics["step"] <= last
-    return False
+    try:
+        return json.loads(line)["step"] <= last
+    except (ValueError, LookupError, TypeError):  # cut short by a kill
+        return False
 
 
 def peak_memory(device: torch.device) -> int:
@@ -96,3 +96,52 @@ def peak_memory(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak
+
+
+_SECONDS = 10  # between lines
+
+Show = Callable[[Any, dict[str, Any] | None], None]
+
+
+def progress(steps: int) -> contextlib.AbstractContextManager[Show]:
+    """Return a context manager that gives ``show(trainer, metrics or None)``, to be called after every step."""
+    return _bar(steps) if sys.stderr.isatty() else contextlib.nullcontext(_lines(steps))
+
+
+@contextlib.contextmanager
+def _bar(steps: int) -> Iterator[Show]:
+    text = ""
+    with bars(["steps"]) as show:
+
+        def step(trainer: Any, metrics: dict[str, Any] | None) -> None:
+            nonlocal text
+            text = text if metrics is None else _text(trainer)
+            show("steps", trainer.step, steps, text)
+
+        yield step
+
+
+def _lines(steps: int) -> Show:
+    printed = 0.0
+
+    def line(trainer: Any, metrics: dict[str, Any] | None) -> None:
+        nonlocal printed
+        now = time.monotonic()
+        if metrics is None or (now - printed < _SECONDS and trainer.step < steps):
+            return
+        printed = now
+        left = (steps - trainer.step) * trainer.seconds / max(1, trainer.step)
+        text = f"step {trainer.step} of {steps}  {_text(trainer)}  {left / 60:.1f} min left"
+        print(text, file=sys.stderr, flush=True)
+
+    return line
+
+
+def _text(trainer: Any) -> str:
+    last = trainer.last
+    parts = [f"loss {last['loss']:.3f}"]
+    if last.get("train_acceptance") is not None:
+        parts.append(f"train acceptance {last['train_acceptance']:.2f}")
+    if last.get("acceptance_length") is not None:
+        parts.append(f"held-out acceptance {last['acceptance_length']:.2f}")
+    return "  ".join([*parts, f"{last['tokens_per_second']:,.0f} tokens/s"])

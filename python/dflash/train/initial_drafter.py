@@ -9,11 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...drafter import ROPE_TYPES, DraftConfig, Drafter, Rope, build_target_layer_ids
-from ...targets import text_config, unwrap
-from .dflash2 import add_dflash2
-
-__all__ = ["choose_mask_id", "draft_config", "new_drafter"]
+from ..drafter import ROPE_TYPES, DraftConfig, Drafter, Rope, build_target_layer_ids
+from ..targets import text_config, unwrap
+from .model import add_dflash2
 
 
 def choose_mask_id(target: nn.Module, tokenizer: Any = None, mask_token_id: int | None = None) -> int:
@@ -59,7 +57,7 @@ def _rope(config: Any) -> Rope:
         given = given.get("full_attention") or next(value for value in given.values() if isinstance(value, dict))
     theta = given.get("rope_theta") or getattr(config, "rope_theta", None) or 10000.0
     partial = given.get("partial_rotary_factor") not in (None, 1.0)
-    if given.get("rope_type", "default") in ROPE_TYPES[1:] and not partial:
+    if given.get("rope_type", "default") in ROPE_TYPES.keys() - {"default"} and not partial:
         probe = {
             "architectures": ["DFlashDraftModel"], "hidden_size": 2, "intermediate_size": 1, "num_hidden_layers": 1,
             "num_attention_heads": 1, "mask_token_id": 0, "target_layer_ids": [0],

@@ -1,21 +1,20 @@
-"""Cache the target's features on disk, so that training need not run the target: `cache_features`.
+"""The target's features: of the running model (`TargetFeatures`), or cached on disk (`cache_features`).
 
-A cache is a folder of safetensors shards and ``features.json``. A shard holds the features of consecutive rows;
-``features.json`` names the target, the rows and the taps.
-
-A cache is large: ``taps * hidden`` numbers per token (`cache_size`). Five taps of a target of width 2560 take 25.6 kB
-per token in bf16. Without a cache, training computes the features itself.
+A cache is a folder of safetensors shards and ``features.json``, which names the target, the rows and the taps. A shard
+holds the features of consecutive rows. A cache is large: ``taps * hidden`` numbers per token. Five taps of a target of
+width 2560 take 25.6 kB per token in bf16.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -24,45 +23,102 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...files import parse_json, save_tensors, write_atomically
-from ...targets import describe_config, text_config, unwrap
-from ...terminal import printable
-from ..model import TargetFeatures
-
-__all__ = ["FeatureCache", "FeatureProgress", "cache_features", "cache_size", "fingerprint"]
+from ..files import save_tensors, write_atomically
+from ..targets import (
+    check_target,
+    describe_config,
+    find_layers,
+    has_recurrent_layers,
+    structural_twin,
+    tapped_modules,
+    text_config,
+    unwrap,
+)
+from .batches import group_by_length
 
 _INDEX = "features.json"
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-_STORED = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}  # names in safetensors
 _OPEN_SHARDS = 32
 _READ_ROWS = 1024
 
 
+class TargetFeatures:
+    """Features of full sequences from the frozen target, with its embeddings and head.
+
+    Runs a structural twin of the model without gradients; the model itself is not changed. Layers after the last tap
+    are skipped unless ``final`` is set.
+
+    Args:
+        target: a causal language model of transformers that the engine supports.
+        layer_ids: tapped layers. The last layer's output is read after the final norm.
+        final: return the final hidden states too, for distillation.
+
+    Raises:
+        UnsupportedTargetError: the engine does not support the target.
+    """
+
+    def __init__(self, target: nn.Module, layer_ids: tuple[int, ...], *, final: bool = False) -> None:
+        self.model, self.final = structural_twin(check_target(target, spread=False)), final
+        self.layer_ids = tuple(layer_ids)
+        layers, modules = find_layers(self.model), tapped_modules(self.model, self.layer_ids)
+        if not final and len(layers) - 1 not in self.layer_ids:
+            del layers[max(self.layer_ids) + 1 :]
+        self._is_recurrent = has_recurrent_layers(self.model)
+        self._taps: dict[int, Tensor] = {}
+        for layer_id, module in zip(self.layer_ids, modules, strict=True):
+
+            def keep(_module, _args, output, taps=self._taps, layer_id=layer_id):
+                taps[layer_id] = output[0] if isinstance(output, tuple) else output
+
+            module.register_forward_hook(keep)
+
+    @property
+    def embedding_weight(self) -> Tensor:
+        """The embedding matrix, ``[vocab, hidden]``."""
+        return self.model.get_input_embeddings().weight
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Map ``[..., hidden]`` to ``[..., vocab]``, without the model family's logit scaling."""
+        return self.model.get_output_embeddings()(hidden)
+
+    @torch.no_grad()
+    def __call__(self, input_ids: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return features and final states of right-padded sequences.
+
+        Padding needs no mask: attention is causal, and recurrent layers run from left to right, from an empty state.
+
+        Args:
+            input_ids: ``[batch, length]`` int64.
+
+        Returns:
+            ``[batch, length, taps * hidden]``, and ``[batch, length, hidden]`` after the final norm, or None.
+        """
+        with contextlib.ExitStack() as stack:
+            if self._is_recurrent:
+                # Autocast would round the products inside a recurrence, which the target computes in float32.
+                stack.enter_context(torch.autocast(input_ids.device.type, enabled=False))
+            out = self.model.get_decoder()(input_ids=input_ids, use_cache=False)
+        taps = torch.cat([self._taps[layer_id] for layer_id in self.layer_ids], -1)
+        self._taps.clear()
+        return taps, out.last_hidden_state if self.final else None
+
+
+# ---------------------------------------------------------------------------------------------- the cache
+
+
 @dataclass
 class FeatureProgress:
-    """Progress of `cache_features`: rows done, rows in total, and tokens and seconds of this call."""
+    """Progress of `cache_features`: rows done, rows in total, and tokens per second of this call."""
 
     rows: int
     total_rows: int
-    tokens: int
-    seconds: float
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Tokens computed per second by this call."""
-        return self.tokens / self.seconds if self.seconds else 0.0
+    tokens_per_second: float = 0.0
 
 
 def fingerprint(target: nn.Module, rows: Any, layer_ids: Sequence[int], dtype: torch.dtype) -> dict[str, Any]:
     """Return what the features depend on: digests of the target and of the rows' tokens, the taps and the dtype.
 
     Reads every weight once, which takes about a second per gigabyte.
-
-    Args:
-        target: a causal language model of transformers.
-        rows: a ``datasets.Dataset`` with ``input_ids``.
-        layer_ids: tapped layers, in the drafter's order.
-        dtype: dtype of the stored features.
     """
     target, weights, tokens = unwrap(target), hashlib.sha256(), hashlib.sha256()
     weights.update(describe_config(target).encode())
@@ -70,15 +126,13 @@ def fingerprint(target: nn.Module, rows: Any, layer_ids: Sequence[int], dtype: t
         weights.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
         weights.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
     for ids in _ids(rows):
-        tokens.update(
-            len(ids).to_bytes(8, "little") + torch.tensor(ids, dtype=torch.int64, device="cpu").numpy().tobytes()
-        )
-    return {
-        "target": weights.hexdigest(),
-        "rows": tokens.hexdigest(),
-        "target_layer_ids": list(layer_ids),
-        "dtype": _name(dtype),
-    }
+        tokens.update(len(ids).to_bytes(8, "little"))
+        tokens.update(torch.tensor(ids, dtype=torch.int64, device="cpu").numpy().tobytes())
+    name = next((name for name, known in _DTYPES.items() if known == dtype), None)
+    if name is None:
+        raise ValueError(f"features are stored as {', '.join(_DTYPES)}, got {dtype}")
+    digests = {"target": weights.hexdigest(), "rows": tokens.hexdigest()}
+    return {**digests, "target_layer_ids": list(layer_ids), "dtype": name}
 
 
 def cache_size(rows: Any, width: int, dtype: torch.dtype) -> int:
@@ -107,7 +161,7 @@ def cache_features(  # noqa: PLR0913 - public, each documented
     Args:
         target: the model.
         compute: right-padded ids ``[batch, length]`` on the target's device to features ``[batch, length, taps *
-            hidden]``; None runs the target (`dflash.train.model.TargetFeatures`).
+            hidden]``; None runs the target (`TargetFeatures`).
         rows: a ``datasets.Dataset`` with ``input_ids``.
         layer_ids: tapped layers, in the drafter's order.
         folder: created if it is missing.
@@ -126,64 +180,46 @@ def cache_features(  # noqa: PLR0913 - public, each documented
             too small. Nothing is computed in either case.
         OSError: a shard could not be written; the others are complete.
     """
-    # 1. Describe the cache
+    # 1. Describe the cache, or continue an earlier one of the same features
     folder, target = Path(folder), unwrap(target)
-    compute = _target_features(target, layer_ids) if compute is None else compute
+    if compute is None:
+        tapped = TargetFeatures(target, tuple(layer_ids))
+        compute = lambda ids: tapped(ids)[0]  # noqa: E731
     width = len(layer_ids) * text_config(target).hidden_size
     lengths = [len(ids) for ids in _ids(rows)]
     if not lengths or not min(lengths):
         raise ValueError("features need rows of at least one token each")
-    index = {
-        "fingerprint": fingerprint(target, rows, layer_ids, dtype),
-        "width": width,
-        "shards": _shard_rows(lengths, max(1, shard_bytes // (width * dtype.itemsize))),
-        "lengths": lengths,
-    }
-    # 2. Continue an earlier cache of the same features
-    missing = _missing_shards(folder, index)
-    left = [sum(lengths[slice(*index["shards"][number])]) for number in missing]
-    _check_room(folder, sum(left) * width * dtype.itemsize, len(lengths))
+    wanted = fingerprint(target, rows, layer_ids, dtype)
+    if (folder / _INDEX).is_file():
+        index = _read_index(folder, wanted)
+        shards = index["shards"]
+    else:
+        shards = _shard_rows(lengths, max(1, shard_bytes // (width * dtype.itemsize)))
+        index = {"fingerprint": wanted, "width": width, "shards": shards, "lengths": lengths}
+    # 2. See what is missing, and whether there is room for it
+    missing = [number for number in range(len(shards)) if not _shard(folder, number).is_file()]
+    _check_room(folder, sum(sum(lengths[slice(*shards[n])]) for n in missing) * width * dtype.itemsize, len(lengths))
     if missing and not (folder / _INDEX).is_file():
         folder.mkdir(parents=True, exist_ok=True)
         _write(folder / _INDEX, lambda path: path.write_text(json.dumps(index)))
     # 3. Compute this process's share of the missing shards
     device = target.get_input_embeddings().weight.device
-    rows_left = sum(end - start for start, end in (index["shards"][number] for number in missing))
-    state = FeatureProgress(len(lengths) - rows_left, len(lengths), 0, 0.0)
-    began = time.perf_counter()
+    done = len(lengths) - sum(end - start for start, end in (shards[number] for number in missing))
+    tokens, began = 0, time.perf_counter()
 
-    def count(rows: int, tokens: int) -> None:
-        state.rows, state.tokens, state.seconds = state.rows + rows, state.tokens + tokens, time.perf_counter() - began
+    def count(rows: int, more: int) -> None:
+        nonlocal done, tokens
+        done, tokens = done + rows, tokens + more
         if progress is not None:
-            progress(state)
+            progress(FeatureProgress(done, len(lengths), tokens / (time.perf_counter() - began)))
 
     for number in missing:
         if number % world == rank:
-            ids = rows[slice(*index["shards"][number])]["input_ids"]
+            ids = rows[slice(*shards[number])]["input_ids"]
             features = _compute_shard(compute, ids, width, dtype, batch_tokens, device, count)
             _write(_shard(folder, number), functools.partial(save_tensors, {"features": features}))
-    return None if _missing_shards(folder, index) else FeatureCache(folder)
-
-
-def _target_features(target: nn.Module, layer_ids: Sequence[int]) -> Callable[[Tensor], Tensor]:
-    """Return a function that runs the target on token ids and gives its features."""
-    tapped = TargetFeatures(target, tuple(layer_ids))
-    return lambda ids: tapped(ids)[0]
-
-
-def _missing_shards(folder: Path, index: dict[str, Any]) -> list[int]:
-    """Return the shards to compute. ``index`` takes the shard layout of an earlier run, if there is one.
-
-    Raises:
-        ValueError: the folder is a cache of something else.
-    """
-    if (folder / _INDEX).is_file():
-        have = _read(folder)
-        _compare(folder, have["fingerprint"], index["fingerprint"])
-        if have["lengths"] != index["lengths"] or have["width"] != index["width"]:
-            raise ValueError(f"{folder} holds features of other rows: name another folder, or remove it")
-        index["shards"] = have["shards"]
-    return [number for number in range(len(index["shards"])) if not _shard(folder, number).is_file()]
+    complete = all(_shard(folder, number).is_file() for number in range(len(shards)))
+    return FeatureCache(folder) if complete else None
 
 
 def _compute_shard(
@@ -199,7 +235,7 @@ def _compute_shard(
     lengths = list(map(len, ids))
     offsets = [0, *accumulate(lengths)]
     features = torch.zeros(offsets[-1], width, dtype=dtype, device="cpu")
-    for batch in _batches(lengths, batch_tokens):
+    for batch in group_by_length(range(len(ids)), lengths, batch_tokens):
         # 1. Run the target over rows of similar length
         padded = nn.utils.rnn.pad_sequence(
             [torch.tensor(ids[row], dtype=torch.int64, device="cpu") for row in batch], batch_first=True
@@ -229,10 +265,8 @@ class FeatureCache:
 
     def __init__(self, folder: str | os.PathLike, expected: dict[str, Any] | None = None) -> None:
         self.folder = Path(folder)
-        index = _read(self.folder)
-        if expected is not None:
-            _compare(self.folder, index["fingerprint"], expected)
-        shards = self._shards = index["shards"]
+        index = _read_index(self.folder, expected or {})
+        shards = index["shards"]
         missing = sum(not _shard(self.folder, number).is_file() for number in range(len(shards)))
         if missing:
             raise ValueError(
@@ -256,7 +290,7 @@ class FeatureCache:
         """Raise ``ValueError`` unless the cache has these row lengths and these taps."""
         if list(self.lengths) != list(lengths):
             raise ValueError(f"{self.folder} holds features of other rows")
-        if tuple(self.target_layer_ids) != tuple(target_layer_ids):
+        if self.target_layer_ids != tuple(target_layer_ids):
             raise ValueError(
                 f"{self.folder} holds features of layers {list(self.target_layer_ids)}, the drafter taps "
                 f"{list(target_layer_ids)}"
@@ -266,15 +300,10 @@ class FeatureCache:
         from safetensors import SafetensorError, safe_open
 
         path = _shard(self.folder, number)
-        wanted = [sum(self.lengths[slice(*self._shards[number])]), self.width]
         try:
-            features = safe_open(path, framework="pt").get_slice("features")
-            found = features.get_shape()
+            return safe_open(path, framework="pt").get_slice("features")
         except SafetensorError as error:
             raise ValueError(f"{path} is damaged ({error}): remove it, and it is computed again") from error
-        if found != wanted or features.get_dtype() != _STORED[self.dtype]:
-            raise ValueError(f"{path} must hold features {wanted}, got {found}: remove it, and it is computed again")
-        return features
 
     def features(self, indices: Sequence[int]) -> Tensor:
         """Return ``[batch, length, taps * hidden]`` of some rows, on the CPU, padded with 0 on the right."""
@@ -285,16 +314,9 @@ class FeatureCache:
         return nn.utils.rnn.pad_sequence(found, batch_first=True)
 
 
-def _ids(rows: Any) -> Any:
+def _ids(rows: Any) -> Iterator[list[int]]:
     for start in range(0, len(rows), _READ_ROWS):
         yield from rows[start : start + _READ_ROWS]["input_ids"]
-
-
-def _name(dtype: torch.dtype) -> str:
-    for name, known in _DTYPES.items():
-        if dtype == known:
-            return name
-    raise ValueError(f"features are stored as {', '.join(_DTYPES)}, got {dtype}")
 
 
 def _shard_rows(lengths: Sequence[int], most: int) -> list[list[int]]:
@@ -308,59 +330,25 @@ def _shard_rows(lengths: Sequence[int], most: int) -> list[list[int]]:
     return shards
 
 
-def _batches(lengths: Sequence[int], most: int) -> list[list[int]]:
-    """Group rows of similar length, longest first, into batches of up to ``most`` tokens with padding."""
-    batches: list[list[int]] = []
-    for row in sorted(range(len(lengths)), key=lambda row: lengths[row], reverse=True):
-        if batches and (len(batches[-1]) + 1) * lengths[batches[-1][0]] <= most:
-            batches[-1].append(row)
-        else:
-            batches.append([row])
-    return batches
-
-
 def _shard(folder: Path, number: int) -> Path:
     return folder / f"features-{number:06d}.safetensors"
 
 
-def _read(folder: Path) -> dict[str, Any]:
-    path = folder / _INDEX
-    if not path.is_file():
+def _read_index(folder: Path, expected: dict[str, Any]) -> dict[str, Any]:
+    """Return a cache's index; raise ``ValueError`` if it is of something else than ``expected``."""
+    if not (folder / _INDEX).is_file():
         raise FileNotFoundError(f"{folder} is not a feature cache: {_INDEX} is missing")
-    index = parse_json(path.read_bytes(), printable(path))
-    if not _is_index(index):
-        raise ValueError(f"{printable(path)}: not what cache_features writes: remove the folder")
-    return index
-
-
-def _is_index(index: Any) -> bool:
-    """True if ``index`` has the types and sizes of what `cache_features` writes."""
-    if not isinstance(index, dict) or not isinstance(index.get("fingerprint"), dict):
-        return False
-    lengths, shards, width = (index.get(name) for name in ("lengths", "shards", "width"))
-    taps, dtype = (index["fingerprint"].get(name) for name in ("target_layer_ids", "dtype"))
-    if not isinstance(lengths, list) or not all(type(length) is int and length > 0 for length in lengths):
-        return False
-    if not isinstance(shards, list) or not all(isinstance(rows, list) and len(rows) == 2 for rows in shards):
-        return False
-    edges = [0, *(end for _, end in shards)]
-    return (
-        all(type(end) is int for end in edges)
-        and [start for start, _ in shards] == edges[:-1]
-        and edges == sorted(edges)
-        and edges[-1] == len(lengths)
-        and type(width) is int
-        and isinstance(taps, list)
-        and dtype in list(_DTYPES)
-    )
-
-
-def _compare(folder: Path, have: dict[str, Any], wanted: dict[str, Any]) -> None:
+    try:
+        index = json.loads((folder / _INDEX).read_bytes())
+        have = {key: index["fingerprint"].get(key) for key in expected}
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"{folder / _INDEX}: not what cache_features writes: remove the folder") from error
     what = {"target": "another target's", "rows": "of other rows"}
-    for key, value in wanted.items():
-        if have.get(key) != value:
-            why = what.get(key, f"{key} {have.get(key)}, not {value}")
+    for key, value in expected.items():
+        if have[key] != value:
+            why = what.get(key, f"{key} {have[key]}, not {value}")
             raise ValueError(f"{folder} holds features that are {why}: name another folder, or remove it")
+    return index
 
 
 def _check_room(folder: Path, needed: int, rows: int) -> None:

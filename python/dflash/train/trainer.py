@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.util
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -18,27 +19,106 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ...drafter import Drafter
-from ...files import check_writable, remove_unfinished
-from ...fit import check_config
-from ...targets import Target, check_target, text_config
-from ..checkpoint import save_draft
-from ..config import TrainConfig
-from ..data.batches import Batches, add_noise, mix_seed, pad_rows
-from ..data.blocks import Blocks, default_gamma, make_blocks, sample_anchors
-from ..data.heldout import MeasuredRows, hold_out
-from ..engines import engine_warnings
-from ..loss import BlockLoss, block_loss
-from ..model import TargetFeatures, TrainableDrafter
-from ..optimizers import drafter_optimizers, learning_rate
-from . import resume
-from .accelerator import make_accelerator, prepare_model
-from .estimate import estimate
-from .evaluation import HeldOutEvaluation
-from .metrics import MetricsFile, StepTotals
-from .progress import progress
+from ..drafter import Drafter
+from ..evaluate.compare import Decoding, GeneratorRunner, answer_all
+from ..files import check_writable, remove_unfinished
+from ..fit import check_config
+from ..generator import Generator
+from ..targets import Target, check_target, text_config
+from .batches import Batches, Blocks, add_noise, default_gamma, make_blocks, mix_seed, pad_rows, sample_anchors
+from .checkpoint import data_digest, fingerprint, resume_run, save_draft, save_run, target_digest
+from .config import TrainConfig
+from .data import MeasuredRows, hold_out
+from .export import engine_warnings
+from .features import TargetFeatures
+from .loss import BlockLoss, block_loss
+from .metrics import MetricsFile, StepTotals, peak_memory, progress
+from .model import TrainableDrafter
+from .optimizers import drafter_optimizers, learning_rate
 
-__all__ = ["Trainer"]
+_TRACKERS = ("tensorboard", "trackio")
+
+
+def make_accelerator(config: TrainConfig, output: str | Path, *, cpu: bool = False, tracker: str | None = None) -> Any:
+    """Return the accelerator that a `dflash.train.Trainer` runs on.
+
+    Args:
+        config: settings of the run.
+        output: folder that a tracker writes to.
+        cpu: use no GPU even if there is one.
+        tracker: "tensorboard", "trackio" or None.
+
+    Raises:
+        ValueError: the tracker is unknown, or a package is not installed. The message names it.
+    """
+    if tracker not in (None, *_TRACKERS):
+        raise ValueError(f"tracker must be {' or '.join(_TRACKERS)}, got {tracker!r}")
+    for name, extra in (("accelerate", "'.[train]'"), (tracker, tracker)):
+        if name is not None and importlib.util.find_spec(name) is None:
+            raise ValueError(f"this needs the {name} package: pip install {extra}")
+    from accelerate import Accelerator
+
+    return Accelerator(cpu=cpu, mixed_precision=config.mixed_precision, log_with=tracker, project_dir=str(output))
+
+
+def estimate(trainer: Trainer, measured: int) -> dict[str, Any]:
+    """Time ``measured`` steps (at least 2), restore the trainer, and return the plan. See `Trainer.plan`.
+
+    The first step warms up and is not counted.
+    """
+    # 1. Time steps on the first batches
+    steps = trainer.batches.epoch(0)
+    step_tokens = sum(trainer.batches.tokens(group) for group in steps) / len(steps)
+    seconds_per_step, tokens_per_second = _time_steps(trainer, max(2, measured))
+    # 2. Extrapolate to the full run
+    count = sum(p.numel() for p in trainer.drafter.parameters())
+    tokens = step_tokens * trainer.steps
+    return {
+        "target_parameters": sum(p.numel() for p in trainer.target.parameters()),
+        "draft_parameters": count,
+        "device": str(trainer.device),
+        "processes": trainer.accelerator.num_processes,
+        "rows": len(trainer.index),
+        "row_tokens": int(trainer.batches.lengths.sum()),
+        "heldout_prompts": len(trainer.prompts),
+        "heldout_rows": trainer.dropped,
+        "steps": trainer.steps,
+        "epochs": trainer.steps / len(steps),
+        "tokens_per_step": round(step_tokens),
+        "tokens": round(tokens),
+        "measured_steps": max(2, measured) - 1,
+        "seconds_per_step": seconds_per_step,
+        "tokens_per_second": tokens_per_second,
+        "hours": tokens / tokens_per_second / 3600,
+        "memory_bytes": peak_memory(trainer.device),
+        "draft_bytes": 2 * count,
+        # Weights and moments in float32; Muon has one moment, AdamW two.
+        "checkpoint_bytes": (8 if trainer.config.optimizer == "muon" else 12) * count,
+        "checkpoints": trainer.config.keep,
+    }
+
+
+def _time_steps(trainer: Trainer, count: int) -> tuple[float, float]:
+    """Return seconds per step and tokens per second. The trainer is restored afterwards."""
+    # 1. Run the steps
+    steps = trainer.batches.epoch(0)
+    weights = [p.detach().to("cpu", copy=True) for p in trainer.drafter.parameters()]
+    totals, stamps = StepTotals(trainer.drafter.config.block_size), []
+    for number in range(count):
+        trainer.place = number % len(steps)
+        trainer.run_step(steps[trainer.place], totals, False)
+        if trainer.device.type == "cuda":
+            torch.cuda.synchronize(trainer.device)
+        stamps.append((time.monotonic(), trainer.tokens))
+    # 2. Put counters, optimizers and weights back
+    trainer.step = trainer.place = trainer.tokens = 0
+    for optimizer in trainer.optimizers:
+        optimizer.state.clear()
+    with torch.no_grad():
+        for parameter, weight in zip(trainer.drafter.parameters(), weights, strict=True):
+            parameter.copy_(weight)
+    (began, before), (ended, after) = stamps[0], stamps[-1]
+    return (ended - began) / (count - 1), (after - before) / (ended - began)
 
 
 class Trainer:
@@ -52,7 +132,7 @@ class Trainer:
         output: folder for the draft, checkpoints and ``metrics.jsonl``.
         heldout: rows whose prompts are answered to measure acceptance. Rows that share a prompt with them are not
             trained on. None holds out ``eval_rows`` prompts of ``rows``, at most a tenth, with all their answers.
-        features: a `dflash.train.data.features.FeatureCache` of ``rows``; None runs the target instead.
+        features: a `dflash.train.features.FeatureCache` of ``rows``; None runs the target instead.
         accelerator: from `make_accelerator`; None creates one.
         tracker: "tensorboard" or "trackio".
         quiet: print no progress to standard error.
@@ -97,13 +177,17 @@ class Trainer:
         # 5. Create the model and its optimizers
         self.gamma = config.gamma or default_gamma(drafter.config.block_size)
         self.drafter = drafter.to(self.device)
-        self.model = prepare_model(accelerator, TrainableDrafter(self.drafter))
+        model = TrainableDrafter(self.drafter)
+        # The buffers are the packed parameters: no need to broadcast them before every forward pass.
+        buffers = [name for name, _ in model.named_buffers()]
+        nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, buffers)
+        self.model = accelerator.prepare_model(model)
         self.optimizers = drafter_optimizers(drafter, config)
         self.features = features
         self.online = TargetFeatures(self.target, drafter.config.target_layer_ids, final=config.distill > 0)
         # 6. Start at the beginning
         self.metrics = MetricsFile(self.output)
-        self._evaluation: HeldOutEvaluation | None = None
+        self._generator: Generator | None = None
         self.step = self.epoch = self.place = self.tokens = 0
         self.seconds = 0.0
         self.last: dict[str, Any] = {}
@@ -115,8 +199,8 @@ class Trainer:
         if not data.usable:
             raise ValueError("no row has two neighboring tokens that the target wrote (loss_mask): nothing to learn")
         measured = None if heldout is None else MeasuredRows(heldout, text, mask_token_id, "held-out row")
-        split = hold_out(self.rows, data, config.eval_rows, mix_seed(config.seed, 1 << 20), heldout, measured)
-        self.index, self.prompts, self.dropped = split.index, split.prompts, split.dropped
+        seed = mix_seed(config.seed, 1 << 20)
+        self.index, self.prompts, self.dropped = hold_out(self.rows, data, config.eval_rows, seed, heldout, measured)
         return data
 
     def _set_batches(self, data: MeasuredRows) -> None:
@@ -125,8 +209,8 @@ class Trainer:
         group = self.accelerator.num_processes * config.accumulate
         self.batches = Batches(lengths, config.batch_tokens, group, config.seed)
         self.steps = config.steps or self.batches.count(config.epochs)
-        self.data_digest = resume.data_digest(data.digest, self.index)
-        self.target_digest = resume.target_digest(self.target)
+        self.data_digest = data_digest(data.digest, self.index)
+        self.target_digest = target_digest(self.target)
 
     # ------------------------------------------------------------------------------------------ the run
 
@@ -294,13 +378,26 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self) -> dict[str, Any]:
         """Answer the held-out prompts; return the acceptance length per temperature. All processes must call this."""
-        config = self.config
-        if self._evaluation is None:
+        config, accelerator = self.config, self.accelerator
+        # 1. Give the drafter's weights to a generator, as dflash benchmark uses it
+        if self._generator is None:
             longest = max(map(len, self.prompts)) + config.eval_tokens
-            self._evaluation = HeldOutEvaluation(self.target, self.drafter, longest, self.device)
-        return self._evaluation.run(
-            self.drafter, self.prompts, config.eval_tokens, config.eval_temperatures, self.accelerator
-        )
+            positions = getattr(text_config(self.target), "max_position_embeddings", None) or longest
+            dtype = next(self.target.parameters()).dtype
+            copy = Drafter(self.drafter.config, dtype=dtype, device=self.device).eval()
+            self._generator = Generator(self.target, copy, max_length=min(longest, positions))
+        self._generator.draft.load_state_dict(self.drafter.state_dict())
+        # 2. Answer this process's share of the prompts
+        mine = self.prompts[accelerator.process_index :: accelerator.num_processes]
+        out: dict[str, float | None] = {}
+        for temperature in config.eval_temperatures:
+            decoding = Decoding(config.eval_tokens, temperature)
+            total = answer_all(GeneratorRunner(self._generator, decoding, self.device), mine)
+            sums = torch.tensor([sum(total.steps), len(total.steps)], dtype=torch.float32, device=self.device)
+            tokens, steps = accelerator.reduce(sums, reduction="sum").tolist()
+            name = "acceptance_length" if temperature == 0 else f"acceptance_length_t{temperature:g}"
+            out[name] = tokens / steps if steps else None
+        return out
 
     def _log(self, metrics: dict[str, Any]) -> None:
         """Write metrics to ``metrics.jsonl`` and to the tracker."""
@@ -323,7 +420,7 @@ class Trainer:
 
     def save(self) -> None:
         """Write a checkpoint of this step. All processes must call this."""
-        resume.save(self)
+        save_run(self)
 
     def resume(self) -> bool:
         """Continue from the last readable checkpoint in ``output``. Return False if there is none.
@@ -332,11 +429,11 @@ class Trainer:
             ValueError: the checkpoint's run has another target, other data, another schedule or another drafter.
             CheckpointError: there are checkpoints, but none can be read.
         """
-        return resume.resume(self)
+        return resume_run(self)
 
     def fingerprint(self) -> dict[str, Any]:
         """Return the settings that must match for a checkpoint to be resumed."""
-        return resume.fingerprint(self)
+        return fingerprint(self)
 
 
 def _check_models(target: nn.Module, drafter: Drafter) -> None:

@@ -1,0 +1,428 @@
+"""Prompts and training rows from JSONL, chats, plain text or the hub; their measures; what is held out."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import os
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..evaluate.prompts import (
+    as_messages,
+    import_datasets,
+    parse_messages,
+    parse_prompt,
+    prompt_ids,
+    read_records,
+    render_chat,
+    text_ids,
+)
+from ..terminal import listed, shortened
+
+if TYPE_CHECKING:
+    import datasets
+
+
+_TABLE_ROWS = 1024  # rows held as Python lists before they become Arrow, and read at once
+
+
+def load_prompts(source: str | os.PathLike, *, split: str = "train") -> list[dict[str, Any]]:
+    """Load the prompts of a source, in order.
+
+    A row has ``prompt`` (a string or a list of messages), ``messages``, ``question`` or ``turns``. Of ``turns``, the
+    first is used; of ``messages``, all up to the last one that is not the assistant's.
+
+    Args:
+        source: a JSONL file (``.gz`` too), or a data set on the hub: ``owner/name`` or ``owner/name:config``.
+        split: split of a data set on the hub.
+
+    Returns:
+        Dicts with ``line`` (int, from 1) and either ``prompt`` (str) or ``messages`` (list of role and content).
+
+    Raises:
+        FileNotFoundError: the file is missing.
+        ValueError: the file is empty, a line is not JSON, or a row has no prompt. The message names the line.
+    """
+    prompts = [{"line": line, **_prompt(row, where)} for where, line, row in read_records(source, split)]
+    if not prompts:
+        raise ValueError(f"{source} is empty: it must hold at least one prompt")
+    return prompts
+
+
+def load_rows(  # noqa: PLR0913
+    source: str | os.PathLike | Sequence[str | os.PathLike],
+    tokenizer: Any,
+    max_length: int,
+    *,
+    raw: bool = False,
+    bos: bool = False,
+    template: Mapping[str, Any] | None = None,
+    vocab_size: int | None = None,
+    stop_token_ids: Sequence[int] = (),
+    skip_long: bool = False,
+    split: str = "train",
+) -> datasets.Dataset:
+    """Load training rows: token ids, with a mask of those that the target wrote.
+
+    A source row takes one of these forms:
+
+    - ``{"prompt", "response"}``, as ``dflash regenerate`` writes it. ``messages``, ``question`` or ``turns`` can
+      replace ``prompt``. Any ``prompt_ids`` and ``response_ids`` are used unchanged. Otherwise the prompt is encoded as
+      the row says, and ``raw`` and ``template`` must not contradict it. With ``"finish_reason": "length"``, the
+      response has no stop token.
+    - ``{"messages": [...]}``: each assistant turn is supervised, up to and including its stop token. Some chat
+      templates render a turn differently once others follow it (thoughts left out); such a turn is context only.
+    - ``{"text"}``, or a complete ``.txt`` file: supervised everywhere, in pieces of ``max_length``.
+    - ``{"input_ids", "loss_mask"}``.
+
+    Args:
+        source: a JSONL or text file (``.gz`` too), a hub name (``owner/name`` or ``owner/name:config``), or several.
+        tokenizer: the target's tokenizer.
+        max_length: maximum tokens per row. Longer responses are truncated.
+        raw: encode prompts without the chat template. Always true for a tokenizer that has none.
+        bos: put the tokenizer's BOS token before a raw prompt.
+        template: arguments of the chat template, as in ``{"enable_thinking": False}``.
+        vocab_size: upper bound of the ids, exclusive; None for the tokenizer's size.
+        stop_token_ids: stop tokens of the target's generation_config, in addition to the tokenizer's EOS token.
+        skip_long: leave out rows whose prompt leaves no room for a response, instead of raising.
+        split: split of a data set on the hub.
+
+    Returns:
+        A `datasets.Dataset` in memory with ``input_ids`` (lists of int32) and ``loss_mask`` (lists of int8 of the same
+        lengths, 1 on response tokens, stop token included). It takes 5 bytes per token.
+
+    Raises:
+        FileNotFoundError: a file is missing.
+        ValueError: a file is empty, or a row has none of the forms above, no response, a prompt of ``max_length``
+            tokens or more, ids of another tokenizer, or messages although there is no chat template. The message names
+            the line.
+    """
+    datasets = import_datasets()
+    import pyarrow as pa
+
+    if isinstance(max_length, bool) or not isinstance(max_length, int) or max_length < 2:
+        raise ValueError(f"max_length must be an integer of at least 2, got {max_length!r}")
+    encode = _Encoder(
+        tokenizer, max_length, raw, bos, template or {}, vocab_size or len(tokenizer), stop_token_ids, skip_long
+    )
+    features = datasets.Features(
+        input_ids=datasets.List(datasets.Value("int32")), loss_mask=datasets.List(datasets.Value("int8"))
+    )
+    tables, pending = [], []
+
+    def flush() -> None:
+        columns = {name: [row[index] for row in pending] for index, name in enumerate(features)}
+        tables.append(pa.table(columns, schema=features.arrow_schema))
+        pending.clear()
+
+    for place in [source] if isinstance(source, (str, os.PathLike)) else source:
+        found = 0
+        for where, _, row in read_records(place, split):
+            found += 1
+            pending += encode(row, where)
+            if len(pending) >= _TABLE_ROWS:
+                flush()
+        if not found:
+            raise ValueError(f"{place} is empty: it must hold at least one row")
+    if pending:
+        flush()
+    if not tables:
+        raise ValueError(f"no rows: every prompt of {source} has {max_length} tokens (max_length) or more")
+    return datasets.Dataset(pa.concat_tables(tables), info=datasets.DatasetInfo(features=features))
+
+
+_WRITTEN = {"line", "sample", "seed", "model", "max_new_tokens"}  # fields that mark a row of dflash regenerate
+_Row = tuple[list[int], list[int]]  # ids and loss mask
+
+
+class _Encoder:
+    """Converts source rows to training rows."""
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        max_length: int,
+        raw: bool,
+        bos: bool,
+        template: Mapping[str, Any],
+        vocab_size: int,
+        stop_token_ids: Sequence[int],
+        skip_long: bool,
+    ) -> None:
+        self.tokenizer, self.max_length, self.vocab_size = tokenizer, max_length, vocab_size
+        self.raw, self.bos, self.template, self.skip_long = raw, bos, template, skip_long
+        eos = tokenizer.eos_token_id
+        self.stops = list(dict.fromkeys([*([] if eos is None else [eos]), *stop_token_ids]))
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        self.special = {*tokenizer.all_special_ids, *(token for token, about in added.items() if about.special)}
+
+    def __call__(self, row: Mapping[str, Any], where: str) -> list[_Row]:
+        try:
+            if "text" in row:
+                return self.text(row["text"], where)
+            ids, mask = self.supervised(row, where)
+        except ValueError as error:
+            raise error if str(error).startswith(where) else ValueError(f"{where}: {error}") from None
+        if 1 not in mask:
+            raise ValueError(f"{where}: no response token to learn from")
+        prompt = mask.index(1)
+        if prompt < self.max_length:
+            return [(ids[: self.max_length], mask[: self.max_length])]
+        if self.skip_long:
+            return []
+        raise ValueError(
+            f"{where}: the prompt has {prompt} tokens; a row holds at most {self.max_length}, response included"
+        )
+
+    def supervised(self, row: Mapping[str, Any], where: str) -> _Row:
+        if "input_ids" in row:
+            ids, mask = self.ids(row, "input_ids"), row.get("loss_mask")
+            if not isinstance(mask, list) or len(mask) != len(ids) or not all(mark in (0, 1) for mark in mask):
+                raise ValueError(f"loss_mask must hold a 0 or 1 for each of the {len(ids)} input_ids")
+            return ids, [int(value) for value in mask]
+        if "prompt_ids" in row and "response_ids" in row:
+            prompt, response = self.ids(row, "prompt_ids"), self.ids(row, "response_ids")
+            if row.get("response") not in (None, self.tokenizer.decode(response, skip_special_tokens=True)):
+                raise ValueError("response_ids do not decode to response: the row is of a model with another tokenizer")
+            return _joined((prompt, 0), (response, 1))
+        if "response" in row:
+            return self.answered(_prompt(row, where), row)
+        if "messages" in row:
+            return self.conversation(parse_messages(row, where))
+        if any(field in row for field in ("prompt", "question", "turns")):
+            raise ValueError("the prompt has no response: let the target write one with dflash regenerate")
+        raise ValueError(
+            f"a row needs a prompt and response, messages, text, or input_ids and loss_mask, got {listed(row)}"
+        )
+
+    def ids(self, row: Mapping[str, Any], field: str) -> list[int]:
+        ids = row[field]
+        if not isinstance(ids, list) or not ids or not all(type(token) is int for token in ids):
+            raise ValueError(f"{field} must be a list of token ids, got {shortened(ids)}")
+        if min(ids) < 0 or max(ids) >= self.vocab_size:
+            bad = min(ids) if min(ids) < 0 else max(ids)
+            raise ValueError(f"{field} must lie in 0 .. {self.vocab_size - 1}, got {shortened(bad)}")
+        return ids
+
+    def plain(self, text: str) -> list[int]:
+        return self.tokenizer(text, add_special_tokens=False).input_ids
+
+    def answered(self, prompt: dict[str, Any], row: Mapping[str, Any]) -> _Row:
+        response = row["response"]
+        if not isinstance(response, str):
+            raise ValueError(f"response must be text, got {shortened(response)}")
+        asked = self.asked(row)
+        given, template = prompt_ids(self.tokenizer, prompt, **asked), asked["template"]
+        if row.get("finish_reason") == "length":
+            return _joined((given, 0), (self.plain(response), 1))
+        stop = self.stops[:1]
+        if "messages" in prompt or not (asked["raw"] or self.tokenizer.chat_template is None):
+            messages = as_messages(prompt)
+            before = render_chat(self.tokenizer, messages, True, template)
+            said = render_chat(self.tokenizer, [*messages, {"role": "assistant", "content": response}], False, template)
+            if said.startswith(before):
+                return _joined((given, 0), *self.until_stop(self.plain(said[len(before) :])))
+            # The template's generation prompt has text that the finished turn drops, such as an empty thought.
+            _, found, behind = said.rpartition(response.strip())
+            closing = self.until_stop(self.plain(behind))[0][0] if found and response.strip() else []
+            if closing and (closing[-1] in self.stops or closing[-1] in self.special):
+                stop = closing
+        return _joined((given, 0), (self.plain(response) + stop, 1))
+
+    def asked(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Return how the row's prompt was encoded: its own fields if ``dflash regenerate`` wrote it, else ours."""
+        ours = {"raw": self.raw, "bos": self.bos, "template": self.template}
+        if not row.keys() >= _WRITTEN:
+            return ours
+        theirs = {
+            "raw": bool(row.get("raw")),
+            "bos": self.bos or bool(row.get("bos")),
+            "template": row.get("template") or {},
+        }
+        if self.tokenizer.chat_template is not None:
+            for name in ("raw", "template"):
+                if ours[name] and theirs[name] != ours[name]:
+                    raise ValueError(f"the row was written with {name} {theirs[name]}, it cannot use {ours[name]}")
+        return theirs
+
+    def conversation(self, messages: list[dict[str, Any]]) -> _Row:
+        """Encode a conversation up to the assistant's last turn, as the chat template renders it."""
+        turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        if not turns:
+            raise ValueError("messages has no assistant turn to learn from")
+
+        def render(part: list[dict[str, Any]], asks: bool) -> str:
+            return render_chat(self.tokenizer, part, asks, self.template)
+
+        whole = render(messages[: turns[-1] + 1], False)
+        pieces, done = [], 0
+        for turn in turns:
+            asked = render(messages[:turn], True) if turn else ""
+            said = render(messages[: turn + 1], False)
+            if whole.startswith(asked) and whole.startswith(said) and done <= len(asked) < len(said):
+                pieces.append((self.plain(whole[done : len(asked)]), 0))
+                pieces += self.until_stop(self.plain(whole[len(asked) : len(said)]))
+                done = len(said)
+        if done < len(whole):
+            raise ValueError("the chat template does not render the last answer after its generation prompt")
+        return _joined(*pieces)
+
+    def until_stop(self, ids: list[int]) -> list[tuple[list[int], int]]:
+        """Split a turn after its stop token: the first part is supervised, the rest is context.
+
+        If the turn has no known stop token, it ends at its last special token, provided that only blanks follow.
+        Templates with their own end-of-turn token need this.
+        """
+        end = next((index + 1 for index, token in enumerate(ids) if token in self.stops), None)
+        if end is None:
+            last = next((i for i in reversed(range(len(ids))) if ids[i] in self.special), None)
+            closes = last is not None and not self.tokenizer.decode(ids[last + 1 :]).strip()
+            end = last + 1 if closes else len(ids)
+        return [(ids[:end], 1), (ids[end:], 0)]
+
+    def text(self, text: object, where: str) -> list[_Row]:
+        if not isinstance(text, str) or not text:
+            raise ValueError(f"{where}: text must be a non-empty string, got {shortened(text)}")
+        ids = text_ids(self.tokenizer, text, bos=self.bos)
+        if ids[-1:] != self.stops[:1]:
+            ids += self.stops[:1]
+        pieces = [ids[start : start + self.max_length] for start in range(0, len(ids), self.max_length)]
+        return [(piece, [1] * len(piece)) for piece in pieces if len(piece) > 1]
+
+
+def _joined(*pieces: tuple[list[int], int]) -> _Row:
+    return [token for ids, _ in pieces for token in ids], [mark for ids, mark in pieces for _ in ids]
+
+
+def _prompt(row: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return a row's prompt as ``{"prompt"}`` or ``{"messages"}``. Of several turns, the first is used."""
+    messages, turns = parse_prompt(row, where)
+    return {"prompt": turns[0]} if messages is None else {"messages": messages}
+
+
+class MeasuredRows:
+    """Lengths, prompts and a digest of rows. Each row is checked against the target.
+
+    A row's prompt is everything before the first token that the target wrote. If the target wrote the entire row, apart
+    from a BOS token, the prompt is the first half.
+
+    Args:
+        rows: ``datasets.Dataset`` with ``input_ids`` and ``loss_mask``.
+        config: the target's text config.
+        mask_token_id: the drafter's mask token, which must not be among the tokens that the target wrote.
+        what: name for a row in error messages.
+
+    Attributes:
+        lengths: length of each row in tokens.
+        usable: numbers of the rows that have an anchor.
+        prompt_lengths: length of the prompt of each usable row.
+        keys: digest of the prompt of each usable row, the same for all answers to one prompt.
+        digest: digest of all tokens and loss masks.
+
+    Raises:
+        ValueError: a row does not fit. The message names it.
+    """
+
+    def __init__(self, rows: Any, config: Any, mask_token_id: int, what: str = "row") -> None:
+        self.lengths: list[int] = []
+        self.usable: list[int] = []
+        self.prompt_lengths: dict[int, int] = {}
+        self.keys: dict[int, bytes] = {}
+        self._bos = getattr(config, "bos_token_id", None)
+        digest = hashlib.sha256()
+        for start in range(0, len(rows), _TABLE_ROWS):
+            part = rows[start : start + _TABLE_ROWS]
+            for ids, mask in zip(part["input_ids"], part["loss_mask"], strict=True):
+                _check_row(f"{what} {len(self.lengths)}", ids, mask, config, mask_token_id)
+                self._add(ids, mask)
+                digest.update(len(ids).to_bytes(8, "little") + array("i", ids).tobytes() + bytes(m != 0 for m in mask))
+        self.digest = digest.hexdigest()[:16]
+
+    def _add(self, ids: Sequence[int], mask: Sequence[int]) -> None:
+        """Record the measurements of the next row."""
+        if any(a and b for a, b in itertools.pairwise(mask)):
+            number, length = len(self.lengths), mask.index(1)
+            if length == 0 or ids[:length] == [self._bos]:
+                length = len(ids) // 2
+            self.usable.append(number)
+            self.prompt_lengths[number] = length
+            self.keys[number] = hashlib.sha256(array("i", ids[:length]).tobytes()).digest()[:16]
+        self.lengths.append(len(ids))
+
+    def first_row_of_each_prompt(self) -> list[int]:
+        """Return the first usable row of each prompt."""
+        first: dict[bytes, int] = {}
+        for row in self.usable:
+            first.setdefault(self.keys[row], row)
+        return list(first.values())
+
+
+def _check_row(name: str, ids: Sequence[int], mask: Sequence[int], config: Any, mask_token_id: int) -> None:
+    """Raise ``ValueError`` for a row that the target cannot have written or the drafter cannot learn from."""
+    positions = getattr(config, "max_position_embeddings", None)
+    if len(ids) != len(mask):
+        raise ValueError(f"{name} has {len(ids)} input_ids and a loss_mask of {len(mask)}")
+    if positions is not None and len(ids) > positions:
+        raise ValueError(f"{name} has {len(ids)} tokens, the target has {positions} positions: cut it shorter")
+    if ids and not 0 <= min(ids) <= max(ids) < config.vocab_size:
+        raise ValueError(f"{name} has token ids outside 0 .. {config.vocab_size - 1}, the vocabulary")
+    if mask_token_id in ids and any(t == mask_token_id and m for t, m in zip(ids, mask, strict=True)):
+        raise ValueError(
+            f"{name} has the mask token {mask_token_id} among the tokens that the target wrote: choose a mask token "
+            "that it never writes (--mask-token-id)"
+        )
+
+
+def hold_out(
+    rows: Any,
+    data: MeasuredRows,
+    count: int,
+    seed: int,
+    heldout: Any = None,
+    measured: MeasuredRows | None = None,
+) -> tuple[list[int], list[list[int]], int]:
+    """Hold out prompts, each with all rows that answer it.
+
+    Args:
+        rows: training rows.
+        data: measurements of ``rows``.
+        count: maximum number of held-out prompts; 0 for none.
+        seed: seed of the random choice.
+        heldout: separate rows to take the prompts from. Training rows that share a prompt with any of them are dropped.
+            None draws prompts from ``rows``, at most a tenth of them.
+        measured: measurements of ``heldout``.
+
+    Returns:
+        Numbers of the rows to train on; token ids of the held-out prompts; and the number of usable rows that are left
+        out because their prompt is held out.
+
+    Raises:
+        ValueError: ``count`` is positive and no prompt can be held out, or no row is left to train on.
+    """
+    # 1. Choose the prompts to answer
+    source, known = (rows, data) if measured is None else (heldout, measured)
+    candidates = known.first_row_of_each_prompt()
+    chosen = candidates[:count] if measured is not None else _draw(candidates, count, seed)
+    if count and not chosen:
+        raise ValueError(
+            f"none of {len(candidates)} different prompts can be held out (--eval-rows {count}): give more prompts, "
+            "held-out rows (--heldout), or --eval-rows 0"
+        )
+    # 2. Train on the rows of all other prompts
+    held = {known.keys[row] for row in (chosen if measured is None else measured.usable)}
+    index = [row for row in data.usable if data.keys[row] not in held]
+    if not index:
+        raise ValueError("every row answers a held-out prompt: there is nothing left to train on")
+    prompts = [source[row]["input_ids"][: known.prompt_lengths[row]] for row in chosen]
+    return index, prompts, len(data.usable) - len(index)
+
+
+def _draw(candidates: Sequence[int], count: int, seed: int) -> list[int]:
+    """Draw up to ``count`` candidates, at most a tenth of them, in their order."""
+    most = max(1, len(candidates) // 10) if len(candidates) > 1 else 0
+    order = torch.randperm(len(candidates), generator=torch.Generator().manual_seed(seed), device="cpu").tolist()
+    return sorted(candidates[i] for i in order[: min(count, most)])

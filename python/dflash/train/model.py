@@ -1,0 +1,363 @@
+"""The drafter's forward pass in differentiable torch functions, for all blocks of all sequences at once."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..drafter import CandidateSelector, DFlash2Config, DraftConfig, Drafter, GroupedConv, check_dflash2
+
+
+def visible_keys(anchors: Tensor, length: int, block_size: int, causal: bool, window: int) -> Tensor:
+    """Return the keys that each slot of each block sees.
+
+    Args:
+        anchors: ``[batch, anchors]`` int64.
+        length: number of context positions. A block does not see those at or past its anchor.
+        block_size: slots per block, at ``anchor + k``.
+        causal: True if a slot does not see later slots.
+        window: keys that a slot sees on each side, itself included; 0 for all.
+
+    Returns:
+        ``[batch, anchors, block, length + block]`` bool, the block's own keys last.
+    """
+    slot = torch.arange(block_size, device=anchors.device)
+    context = torch.arange(length, device=anchors.device)
+    start = anchors[..., None, None]
+    query = anchors[..., None] + slot
+    before = (context < start).expand(-1, -1, block_size, -1)
+    inside = torch.ones(block_size, block_size, dtype=torch.bool, device=anchors.device)
+    if causal:
+        inside = inside.tril()
+    if window:
+        before = before & (query[..., None] - context < window)
+        inside = inside & ((slot[:, None] - slot).abs() < window)
+    return torch.cat([before, inside.expand(*anchors.shape, -1, -1)], -1)
+
+
+def _matmul_mask(anchors: Tensor, length: int, block: int, causal: bool, window: int, group: int) -> Tensor:
+    """Return ``[batch, anchors * group * block, length + block]`` bool, True where a key is hidden."""
+    visible = visible_keys(anchors, length, block, causal, window)
+    return ~visible[:, :, None].expand(-1, -1, group, -1, -1).flatten(1, 3)
+
+
+def _matmul_attention(
+    q: Tensor, k: Tensor, v: Tensor, context_k: Tensor, context_v: Tensor, mask: Tensor, count: int
+) -> Tensor:
+    """Attend to the context with one product for all blocks, and to each block's own keys with a small product.
+
+    It copies no context keys, and its forward and backward pass on CPU is faster than that of SDPA. On CUDA its scores
+    would fill the memory: 2 GB per layer for 4,096 tokens, 512 blocks and 32 heads.
+    """
+    batch, rows, heads, dim = q.shape
+    kv_heads, length = k.shape[2], context_k.shape[1]
+    group, block = heads // kv_heads, rows // count
+    with torch.autocast(q.device.type, enabled=False):  # softmax is float32 inside for every dtype
+        packed = q.view(batch, count, block, kv_heads, group, dim).permute(0, 3, 1, 4, 2, 5) * dim**-0.5
+        packed = packed.reshape(batch * kv_heads, count * group * block, dim)
+        context_k, context_v = (x.transpose(1, 2).flatten(0, 1) for x in (context_k, context_v))
+        k, v = (x.unflatten(1, (count, block)).permute(0, 3, 1, 2, 4).flatten(0, 2) for x in (k, v))
+        behind = packed @ context_k.transpose(1, 2)
+        own = packed.view(batch * kv_heads * count, group * block, dim) @ k.transpose(1, 2)
+        scores = torch.cat([behind, own.view(batch * kv_heads, -1, block)], -1)
+        if kv_heads > 1:
+            mask = mask.repeat_interleave(kv_heads, 0)
+        weights = scores.masked_fill_(mask, float("-inf")).softmax(-1)
+        behind, own = weights.split([length, block], -1)
+        out = behind @ context_v
+        out = out + (own.reshape(batch * kv_heads * count, group * block, block) @ v).view_as(out)
+    out = out.view(batch, kv_heads, count, group, block, dim).permute(0, 2, 4, 1, 3, 5)
+    return out.reshape(batch, rows, heads, dim)
+
+
+_TILE = 128  # rows and keys of FlexAttention's sparse blocks
+
+
+def _flex_mask(anchors: Tensor, length: int, block: int, causal: bool, window: int, group: int):  # noqa: ARG001
+    """Return the block mask over ``[context ; all blocks]`` of a sequence.
+
+    The tiles follow from the anchors. ``create_block_mask`` would build a dense mask of rows times keys first.
+    """
+    from torch.nn.attention.flex_attention import BlockMask
+
+    def visible(b, h, row, key):  # noqa: ARG001
+        own, other = row // block, key - length
+        start = anchors[b, own]
+        behind = key < length
+        seen = (behind & (key < start)) | (~behind & (other // block == own))
+        if causal or window:
+            ahead = torch.where(behind, key, start + other % block) - start - row % block
+            if causal:
+                seen = seen & (ahead <= 0)
+            if window:
+                seen = seen & (ahead.abs() < window)
+        return seen
+
+    # 1. Find the first and last anchor of every tile of rows
+    count, device = anchors.shape[1], anchors.device
+    rows, keys = count * block, length + count * block
+    spare = -rows % _TILE
+    starts = anchors.repeat_interleave(block, 1)
+    last = F.pad(starts, (0, spare), value=-1).unflatten(1, (-1, _TILE)).amax(-1)[..., None]
+    first = F.pad(starts, (0, spare), value=keys).unflatten(1, (-1, _TILE)).amin(-1)[..., None]
+    # 2. Find the key tiles that it sees: in the context, and in its own blocks
+    row = torch.arange(0, rows, _TILE, device=device)[:, None]  # a tile's first row, and key
+    key = torch.arange(0, keys, _TILE, device=device)
+    behind = key < last.clamp(max=length)
+    if window:
+        behind = behind & (first - (key + _TILE - 1) < window)
+    begin = length + row // block * block
+    end = length + ((row + _TILE - 1).clamp(max=rows - 1) // block + 1) * block
+    own = (key < end) & (key + _TILE > begin)
+    # 3. Separate the tiles that it sees completely; they need no mask
+    full = (key + _TILE <= first.clamp(max=length)) & (window == 0)
+    tiles = [_tile_list(mask) for mask in ((behind | own) & ~full, full)]
+    return BlockMask.from_kv_blocks(*tiles[0], *tiles[1], _TILE, visible, (rows, keys))
+
+
+def _tile_list(seen: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the number of key tiles that each row tile sees, and all key tiles with the seen ones first.
+
+    ``seen`` is ``[batch, row tiles, key tiles]``.
+    """
+    order = (~seen).byte().argsort(dim=-1, stable=True)
+    return seen.sum(-1, dtype=torch.int32)[:, None], order.to(torch.int32)[:, None]
+
+
+_compiled_flex = None
+
+
+def _flex_attention(q: Tensor, k: Tensor, v: Tensor, context_k: Tensor, context_v: Tensor, mask, count: int) -> Tensor:  # noqa: ARG001
+    global _compiled_flex
+    from torch.nn.attention.flex_attention import flex_attention
+
+    if q.is_cuda and _compiled_flex is None:
+        _compiled_flex = torch.compile(flex_attention, dynamic=True)
+    run = _compiled_flex if q.is_cuda else flex_attention
+    keys, values = torch.cat([context_k, k], 1).transpose(1, 2), torch.cat([context_v, v], 1).transpose(1, 2)
+    return run(q.transpose(1, 2), keys, values, block_mask=mask, enable_gqa=True).transpose(1, 2)
+
+
+ATTENTIONS = {
+    "flex": (_flex_mask, _flex_attention),
+    "matmul": (_matmul_mask, _matmul_attention),
+}
+
+
+@torch.no_grad()
+def add_dflash2(drafter: Drafter, parts: DFlash2Config, *, seed: int = 0) -> Drafter:
+    """Return a DFlash 2 drafter with the weights of a first-generation one and parts that change nothing yet.
+
+    Its convolutions are the identity. Its successor codebook is zero, so every pair of tokens scores 0. The other two
+    factors of a score are random, since the product of two zeros would have no gradient.
+
+    Args:
+        drafter: of the first generation; its weights are copied.
+        parts: the shape of what is added.
+        seed: the same seed gives the same codebook.
+
+    Returns:
+        The drafter, in the dtype and on the device of the old one.
+
+    Raises:
+        ValueError: ``parts`` do not fit the drafter, or it is a DFlash 2 drafter already.
+    """
+    config = drafter.config
+    if config.dflash2 is not None:
+        raise ValueError("the drafter is a DFlash 2 drafter already")
+    check_dflash2(parts, config.hidden_size, config.vocab_size)
+    if (taps := parts.conv_kernel_size) > config.block_size:  # the reference package could not run it
+        raise ValueError(f"the drafter: conv_kernel_size must be at most block_size {config.block_size}, got {taps}")
+    out = Drafter(dataclasses.replace(config, dflash2=parts), dtype=drafter.dtype, device=drafter.device)
+    out.load_state_dict(drafter.state_dict(), strict=False)
+    for layer in out.layers:
+        for conv in (layer.attention_conv, layer.mlp_conv):
+            conv.base_kernel.zero_()[:, 0] = 1
+            conv.kernel_projection.weight.zero_()
+    selector, generator = out.candidate_selector, torch.Generator().manual_seed(seed)
+    selector.successor_codebook.zero_()
+    for factor in (selector.predecessor_codebook, selector.hidden_projection.weight):
+        values = torch.randn(factor.shape, generator=generator, dtype=torch.float32, device="cpu")
+        factor.copy_(values * factor.shape[1] ** -0.5)
+    return out
+
+
+def convolve(x: Tensor, base: Tensor, dynamic: Tensor) -> Tensor:
+    """Add up each block's rows up to ``taps - 1`` rows back. A weight is a fixed part plus one that depends on the row.
+
+    Args:
+        x: ``[..., block, hidden]``.
+        base: ``[taps, hidden]``, the fixed part; tap i weighs the row i rows before.
+        dynamic: ``[..., block, taps, groups]``, the other part; a group of channels shares it.
+
+    Returns:
+        ``[..., block, hidden]``.
+    """
+    rows, groups = x.shape[-2], dynamic.shape[-1]
+    grouped = x.unflatten(-1, (groups, -1))
+    terms = []
+    for tap in range(min(len(base), rows)):
+        weight = base[tap].unflatten(-1, (groups, -1)) + dynamic[..., tap:, tap, :, None]
+        terms.append(F.pad(weight * grouped[..., : rows - tap, :, :], (0, 0, 0, 0, tap, 0)))
+    return sum(terms[1:], terms[0]).flatten(-2)
+
+
+def prepare(conv: GroupedConv | None, hidden: Tensor, block: int) -> tuple[Tensor, Tensor | None]:
+    """Convolve a sublayer's input.
+
+    Args:
+        conv: the sublayer's convolution; None for none.
+        hidden: ``[batch, anchors * block, hidden]``.
+        block: rows per block.
+
+    Returns:
+        The input, and the dynamic kernels of both sides, ``[batch, anchors, block, 2, taps, groups]``.
+    """
+    if conv is None:
+        return hidden, None
+    blocks = hidden.unflatten(1, (-1, block))
+    kernels = conv.kernel_projection(blocks).unflatten(-1, (2, conv.base_kernel.shape[1], -1))
+    return convolve(blocks, conv.base_kernel[0], kernels[..., 0, :, :]).flatten(1, 2), kernels
+
+
+def finish(conv: GroupedConv | None, hidden: Tensor, kernels: Tensor | None) -> Tensor:
+    """Convolve a sublayer's output with the kernels that `prepare` made of its input."""
+    if conv is None or kernels is None:
+        return hidden
+    blocks = hidden.unflatten(1, kernels.shape[1:3])
+    return convolve(blocks, conv.base_kernel[1], kernels[..., 1, :, :]).flatten(1, 2)
+
+
+def candidate_scores(
+    selector: CandidateSelector, hidden: Tensor, logits: Tensor, previous: Tensor, candidates: Tensor
+) -> Tensor:
+    """Return the selector's scores: a candidate's logit, plus its score after the token before.
+
+    Args:
+        selector: the drafter's selector.
+        hidden: ``[rows, hidden]``, from the drafter.
+        logits: ``[rows, vocab]``.
+        previous: ``[rows]`` int64, the tokens before.
+        candidates: ``[rows, top_k]`` int64.
+
+    Returns:
+        ``[rows, top_k]`` float32.
+    """
+    query = selector.hidden_projection(hidden)
+    with torch.autocast(hidden.device.type, enabled=False):  # as the engine does, which sums in float32
+        given = F.embedding(previous, selector.predecessor_codebook).float() * query.float()
+        successors = F.embedding(candidates, selector.successor_codebook).float()
+        pairs = torch.bmm(successors, given[..., None]).squeeze(-1)
+    return logits.gather(-1, candidates).float() + pairs
+
+
+def check_trainable(config: DraftConfig) -> None:
+    """Raise ``ValueError`` if a drafter has something that cannot be trained here. The message names it."""
+    if config.attention_sinks:
+        raise ValueError("a drafter with attention sinks cannot be trained: the differentiable attention has none")
+    if config.markov_rank or config.predicts_from_anchor:
+        raise ValueError(
+            "a DSpark drafter cannot be trained: neither its Markov head nor an anchor's row that predicts "
+            "(sample_from_anchor) has training here"
+        )
+    if own := config.own_parts:
+        raise ValueError(f"a drafter with its own {', '.join(own)} cannot be trained: training uses the target's")
+    if config.scales_like_target:
+        raise ValueError("a Muse Glimmer assistant cannot be trained: training takes no multiplier from the target")
+    if config.attention_value_scale != 1.0:
+        raise ValueError("a drafter with attention_value_scale cannot be trained: the attention here has none")
+
+
+class TrainableDrafter(nn.Module):
+    """A drafter with gradients. Its parameters stay views of its packed tensors.
+
+    Optimizers work in place, so the drafter's own forward pass uses each step's weights without a copy.
+
+    Args:
+        drafter: the drafter, in float32 for training. This module holds its parameters under ``drafter.``.
+        attention: ``"flex"`` (FlexAttention) or ``"matmul"``; None chooses the former on CUDA, the latter elsewhere.
+
+    Raises:
+        ValueError: see `check_trainable`, or ``attention`` is another word.
+    """
+
+    def __init__(self, drafter: Drafter, *, attention: str | None = None) -> None:
+        super().__init__()
+        check_trainable(drafter.config)
+        if attention is not None and attention not in ATTENTIONS:
+            raise ValueError(f"attention must be one of {', '.join(ATTENTIONS)} or None, got {attention!r}")
+        self.drafter = drafter.requires_grad_(True)
+        self.attention = attention
+
+    @property
+    def config(self) -> DraftConfig:
+        """The drafter's config."""
+        return self.drafter.config
+
+    def forward(self, context: Tensor, block_embeds: Tensor, anchors: Tensor) -> Tensor:
+        """Return the hidden states of every slot of every block.
+
+        Args:
+            context: ``[batch, length, taps * hidden]``, the target's states at positions 0 .. length - 1.
+            block_embeds: ``[batch, anchors, block, hidden]``, the target's raw embeddings of the blocks' tokens.
+            anchors: ``[batch, anchors]`` int64, each block's first position.
+
+        Returns:
+            ``[batch, anchors, block, hidden]`` after the final norm. Slot k > 0 predicts the token at ``anchor + k``.
+        """
+        # 1. Fuse the target's states, and compute rotations
+        drafter, config = self.drafter, self.drafter.config
+        (count, block), length = block_embeds.shape[1:3], context.shape[1]
+        make_mask, attend = ATTENTIONS[self.attention or ("flex" if context.is_cuda else "matmul")]
+        features = _norm(drafter.hidden_norm, drafter.fc(context))
+        slots = anchors[..., None] + torch.arange(block, device=anchors.device)
+        block_rotation = _rotation(drafter, slots.flatten(1))
+        context_rotation = _rotation(drafter, torch.arange(length, device=anchors.device)[None])
+        # 2. Make one mask for each kind of layer
+        masks = {}
+        group = config.num_attention_heads // config.num_kv_heads
+        for kind in set(zip(config.causal, config.window, strict=True)):
+            masks[kind] = make_mask(anchors, length, block, *kind, group)
+        # 3. Run the layers
+        residual = drafter.scale_embeddings(block_embeds).flatten(1, 2)
+        for layer, *kind in zip(drafter.layers, config.causal, config.window, strict=True):
+            attention, mlp = layer.self_attn, layer.mlp
+            attention_conv, mlp_conv = (getattr(layer, name, None) for name in ("attention_conv", "mlp_conv"))
+            hidden, kernels = prepare(attention_conv, _norm(layer.input_layernorm, residual), block)
+            q = _project(attention.q_proj, attention.q_norm, hidden, config.head_dim, block_rotation)
+            k = _project(attention.k_proj, attention.k_norm, hidden, config.head_dim, block_rotation)
+            context_k = _project(attention.k_proj, attention.k_norm, features, config.head_dim, context_rotation)
+            v, context_v = (attention.v_proj(x).unflatten(-1, (-1, config.head_dim)) for x in (hidden, features))
+            out = attend(q, k, v, context_k, context_v, masks[tuple(kind)], count)
+            residual = residual + finish(attention_conv, attention.o_proj(out.flatten(2)), kernels)
+            hidden, kernels = prepare(mlp_conv, _norm(layer.post_attention_layernorm, residual), block)
+            out = mlp.down_proj(F.silu(mlp.gate_proj(hidden)) * mlp.up_proj(hidden))
+            residual = residual + finish(mlp_conv, out, kernels)
+        return _norm(drafter.norm, residual).unflatten(1, (count, block))
+
+
+def _project(linear: nn.Linear, norm: nn.RMSNorm, x: Tensor, head_dim: int, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    """Return queries or keys, ``[batch, rows, heads, head_dim]``, normalized and rotated."""
+    return _rotate(_norm(norm, linear(x).unflatten(-1, (-1, head_dim))), rotation)
+
+
+def _norm(module: nn.RMSNorm, x: Tensor) -> Tensor:
+    """Return RMSNorm, computed in float32, in the dtype of ``x``."""
+    wide = x.float()
+    return (wide * (wide.square().mean(-1, keepdim=True) + module.eps).rsqrt() * module.weight).to(x.dtype)
+
+
+def _rotation(drafter: Drafter, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ``(cos, sin)`` of ``positions [batch, rows]``, each ``[batch, rows, 1, head_dim / 2]`` float32."""
+    cos, sin = drafter.rotary(positions)
+    return cos[:, :, None], sin[:, :, None]
+
+
+def _rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    """Apply half-split RoPE to ``x [batch, rows, heads, head_dim]``."""
+    cos, sin = rotation
+    first, second = x.chunk(2, -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)

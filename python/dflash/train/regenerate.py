@@ -1,0 +1,448 @@
+"""Let the target write the responses that its drafter learns from: `regenerate`.
+
+The package's own generator (`LocalWriter`) or a server (`dflash.train.server.ServerWriter`) writes them. They are
+appended to a JSONL file as they arrive, so an interrupted run can continue.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+from torch import nn
+
+from ..drafter import Drafter
+from ..evaluate.prompts import as_messages, check_text, prompt_ids
+from ..files import check_writable
+from ..generator import Generator
+from ..sampling import fold
+from ..settings import checked
+from ..targets import text_config
+
+_PREFILL_ROWS = 16384  # tokens per forward pass, over all rows of a batch
+
+
+@dataclass(frozen=True)
+class RegenerateConfig:
+    """Sampling settings of a run. Most fields are options of ``dflash regenerate``.
+
+    Attributes:
+        temperatures: each prompt is answered once at 0, greedily, and ``samples`` times at every other temperature.
+        seed: seed of the run. A response's seed is a hash of it, the prompt's line and the sample's number, so a
+            response does not depend on the rest of its batch.
+        max_new_tokens: per response, the stop token included.
+        top_k, top_p, min_p: see `dflash.generate`. Off by default, whatever the target's generation_config says.
+
+    Raises:
+        ValueError: a setting is out of range. The message names it.
+    """
+
+    temperatures: tuple[float, ...] = (0.0,)
+    samples: Annotated[int, "Responses per prompt at each positive temperature."] = 1
+    seed: Annotated[int, "The same seed writes the same responses."] = 0
+    max_new_tokens: Annotated[int, "New tokens at most."] = 1024
+    top_k: Annotated[int, "Keep the k best tokens; 0 is off."] = 0
+    top_p: Annotated[float, "Keep the most probable tokens up to this mass."] = 1.0
+    min_p: Annotated[float, "Drop tokens this much less probable than the best."] = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("samples", "max_new_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if not self.temperatures or len(set(self.temperatures)) < len(self.temperatures):
+            raise ValueError(f"temperatures must be one or more distinct values, got {list(self.temperatures)}")
+        for temperature in self.temperatures:
+            checked("temperature", temperature)
+        for name in ("top_k", "top_p", "min_p", "seed"):
+            checked(name, getattr(self, name))
+
+
+@dataclass(frozen=True)
+class Job:
+    """One response to write: number ``sample`` (from 0) to the prompt on ``line`` (from 1) of its source."""
+
+    line: int
+    sample: int
+    prompt: dict[str, Any]
+    temperature: float
+    seed: int
+
+    def check_text(self) -> None:
+        """Raise ``ValueError`` for a prompt that is not Unicode text, which neither a tokenizer nor a server takes."""
+        for text in (value for turn in as_messages(self.prompt) for value in turn.values() if isinstance(value, str)):
+            check_text(text, f"the text of the prompt on line {self.line}")
+
+
+def jobs(prompts: Sequence[dict[str, Any]], config: RegenerateConfig) -> list[Job]:
+    """Return every response that ``config`` asks for, to prompts of `dflash.train.data.load_prompts`."""
+    temperatures = [t for t in config.temperatures for _ in range(config.samples if t else 1)]
+    return [
+        Job(prompt["line"], sample, prompt, temperature, fold(fold(config.seed, prompt["line"]), sample))
+        for prompt in prompts
+        for sample, temperature in enumerate(temperatures)
+    ]
+
+
+@dataclass(frozen=True)
+class Response:
+    """One response.
+
+    Attributes:
+        text: what was written.
+        finish_reason: ``"stop"``, or ``"length"`` if it was cut off and has no stop token.
+        prompt_ids, response_ids: None if the writer does not know them. ``response_ids`` ends with the stop token.
+        num_tokens: new tokens.
+    """
+
+    text: str
+    finish_reason: str
+    prompt_ids: list[int] | None = None
+    response_ids: list[int] | None = None
+    num_tokens: int = 0
+
+
+@dataclass
+class Summary:
+    """Summary of a run: responses written by it and found in the file, tokens and cut-off responses among the written,
+    seconds spent writing, mean tokens per step (None without a drafter), prompts left out as too long, and the file.
+    """
+
+    written: int = 0
+    found: int = 0
+    tokens: int = 0
+    truncated: int = 0
+    seconds: float = 0.0
+    acceptance_length: float | None = None
+    skipped: int = 0
+    out: str = ""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens written per second."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+
+class Writer(ABC):
+    """Answers jobs, in any order.
+
+    Attributes:
+        name: the writer's name in rows.
+        encoding: ``raw``, ``bos`` and ``template``, as for `dflash.train.data.prompt_ids`.
+        ids: ids of each prompt by its line, as far as the writer knows them.
+        skipped: lines of prompts left out because they are too long.
+        acceptance_length: mean tokens per step so far; None if the writer does not know it.
+    """
+
+    acceptance_length: float | None = None
+
+    def __init__(
+        self, name: str, *, raw: bool, bos: bool, template: Mapping[str, Any] | None, skip_long: bool = False
+    ) -> None:
+        self.name, self.skip_long = name, skip_long
+        self.encoding: dict[str, Any] = {"raw": raw, "bos": bos, "template": dict(template or {})}
+        self.ids: dict[int, list[int]] = {}
+        self.skipped: set[int] = set()
+
+    @abstractmethod
+    def check(self, jobs: Sequence[Job], config: RegenerateConfig) -> None:
+        """Fill ``ids`` and ``skipped``; raise ``ValueError`` if a prompt cannot be answered. Runs before any answer."""
+
+    @abstractmethod
+    def answers(self, jobs: Sequence[Job], config: RegenerateConfig) -> Iterator[list[tuple[Job, Response]]]:
+        """Yield groups of answers as they arrive. Closing the iterator stops the work."""
+
+
+# ---------------------------------------------------------------------------------------------- the file
+
+
+def check_out(path: Path) -> None:
+    """Raise ``ValueError`` or ``OSError`` if ``path`` cannot be written. Writes nothing."""
+    if not path.parent.is_dir():
+        raise ValueError(f"there is no folder {str(path.parent)!r} to write {path.name} into")
+    if not path.exists():
+        check_writable(path.parent)
+    elif not path.is_file():
+        raise ValueError(f"{path} is not a regular file: name another")
+    elif not os.access(path, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+
+class _ResponseFile:
+    """JSONL to which a run appends. A last line that a kill cut short does not count, and `append` overwrites it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __enter__(self) -> _ResponseFile:
+        check_out(self.path)
+        self._file = open(self.path, "a+b", buffering=0)
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self._file.close()
+            raise ValueError(f"{self.path} is being written by another process") from error
+        self._file.seek(0)
+        content = self._file.read()
+        self._end = content.rfind(b"\n") + 1
+        self.lines = content[: self._end].splitlines()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if not os.fstat(self._file.fileno()).st_size:  # nothing was written: leave no trace
+            self.path.unlink(missing_ok=True)
+        self._file.close()
+
+    def append(self, rows: Iterable[Any]) -> None:
+        """Write rows; they are on the disk when this returns."""
+        data = "".join(json.dumps(row) + "\n" for row in rows).encode()
+        try:
+            self._file.truncate(self._end)
+            rest = memoryview(data)
+            while rest:  # the file has no buffer, which would be written again when the file is closed
+                rest = rest[self._file.write(rest) :]
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                self._file.truncate(self._end)
+            raise OSError(
+                f"{self.path} could not be written ({error.strerror or error}); its lines so far are whole: make room, "
+                "and start again with the same arguments"
+            ) from error
+        self._end += len(data)
+
+
+def regenerate(
+    prompts: Sequence[dict[str, Any]],
+    writer: Writer,
+    out: str | os.PathLike,
+    config: RegenerateConfig | None = None,
+    *,
+    progress: Callable[[Summary, int], None] | None = None,
+) -> Summary:
+    """Write the responses that ``out`` does not have yet.
+
+    A row of ``out`` holds ``line``, ``sample``, ``prompt`` or ``messages``, ``response``, ``finish_reason``,
+    ``temperature``, ``seed``, ``model`` and ``max_new_tokens``. If known, it holds ``prompt_ids`` and ``response_ids``
+    too. ``top_k``, ``top_p``, ``min_p``, ``raw``, ``bos`` and ``template`` are present only if they were on.
+    `dflash.train.data.load_rows` reads such rows, and encodes each prompt as its row says.
+
+    Args:
+        prompts: prompts from `dflash.train.data.load_prompts`.
+        writer: the writer that answers them.
+        out: a JSONL file. Rows that it holds are not written again; a truncated last line is dropped.
+        config: sampling settings; None is greedy.
+        progress: called after every group of answers, with the summary so far and the number of responses to write.
+
+    Returns:
+        A summary of the run.
+
+    Raises:
+        ValueError: a prompt cannot be answered, or ``out`` holds rows of other prompts, other settings or another
+            model. ``out`` is not changed.
+        OSError: ``out`` cannot be written. Rows already written remain.
+    """
+    # 1. Check every prompt
+    config = RegenerateConfig() if config is None else config
+    wanted = jobs(prompts, config)
+    writer.check(wanted, config)
+    by_key = {(job.line, job.sample): job for job in wanted if job.line not in writer.skipped}
+    with _ResponseFile(Path(out)) as file:
+        # 2. Read what an earlier run wrote
+        found = _read_found(file, by_key, config, writer)
+        missing = [job for key, job in by_key.items() if key not in found]
+        summary = Summary(found=len(found), out=str(out))
+        file.append([])
+        # 3. Write the rest
+        began = time.perf_counter()
+        with contextlib.closing(writer.answers(missing, config)) as groups:
+            for group in groups:
+                file.append(_row(job, response, config, writer) for job, response in group)
+                summary.written += len(group)
+                summary.tokens += sum(response.num_tokens for _, response in group)
+                summary.truncated += sum(response.finish_reason == "length" for _, response in group)
+                summary.seconds = time.perf_counter() - began
+                summary.acceptance_length = writer.acceptance_length
+                if progress is not None:
+                    progress(summary, len(missing))
+    summary.skipped = len(writer.skipped)
+    return summary
+
+
+def _provenance(job: Job, config: RegenerateConfig, writer: Writer) -> dict[str, Any]:
+    """Return the fields of a row that say how and by whom it is written; None for settings that are off."""
+    off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    on = {key: None if getattr(config, key) == value else getattr(config, key) for key, value in off.items()}
+    on |= {key: writer.encoding.get(key) or None for key in ("raw", "bos", "template")}
+    common = {"temperature": job.temperature, "seed": job.seed, "model": writer.name}
+    return {**common, "max_new_tokens": config.max_new_tokens, **on}
+
+
+def _row(job: Job, response: Response, config: RegenerateConfig, writer: Writer) -> dict[str, Any]:
+    """Return a row of the file."""
+    row = {"line": job.line, "sample": job.sample}
+    row |= {key: job.prompt[key] for key in ("prompt", "messages") if key in job.prompt}
+    row |= {"response": response.text, "finish_reason": response.finish_reason}
+    row |= {"prompt_ids": response.prompt_ids, "response_ids": response.response_ids}
+    row |= _provenance(job, config, writer)
+    return {key: value for key, value in row.items() if value is not None}
+
+
+def _read_found(
+    file: _ResponseFile, wanted: Mapping[tuple[int, int], Job], config: RegenerateConfig, writer: Writer
+) -> set[tuple[int, int]]:
+    """Return line and sample of the rows in the file; raise ``ValueError`` for a row of another run."""
+    found = set()
+    for number, line in enumerate(file.lines, 1):
+        try:
+            row = json.loads(line)
+            key = (row.get("line"), row.get("sample"))
+        except (ValueError, AttributeError) as error:
+            raise ValueError(
+                f"{file.path}, line {number}: not a row of dflash regenerate: choose another file"
+            ) from error
+        difference = "no response to any of these prompts"
+        if all(type(part) is int for part in key) and key in wanted:
+            difference = _difference(row, wanted[key], config, writer)
+        if difference:
+            raise ValueError(f"{file.path}, line {number}: {difference}: choose another file")
+        found.add(key)
+    return found
+
+
+def _difference(row: Mapping[str, Any], job: Job, config: RegenerateConfig, writer: Writer) -> str | None:
+    """Return why ``row`` is not a response to ``job``; None if it is."""
+    for what, ours in _provenance(job, config, writer).items():
+        if row.get(what) != ours:
+            return f"was written with {what} {row.get(what)!r}, now it is {ours!r}"
+    if any(row.get(kind) != job.prompt.get(kind) for kind in ("prompt", "messages")):
+        return f"answers another prompt than line {job.line}'s"
+    if job.line in writer.ids and row.get("prompt_ids") != writer.ids[job.line]:
+        return (
+            f"was asked with other tokens than line {job.line}'s are now "
+            "(tokenizer, chat template, --raw, --bos, --no-thinking)"
+        )
+    return None
+
+
+# ---------------------------------------------------------------------------------------------- our own generator
+
+
+class LocalWriter(Writer):
+    """Answers with `dflash.Generator`, in batches of prompts of similar length, longest first.
+
+    Args:
+        target: a causal language model of transformers.
+        tokenizer: the target's tokenizer.
+        draft: a drafter, which is faster in small batches. None writes one token per step, which is faster in large
+            batches.
+        name: the target's name in rows.
+        batch_size: sequences per batch.
+        raw, bos, template: see `dflash.train.data.prompt_ids`.
+        skip_long: leave out prompts that do not fit the target together with their response, instead of raising.
+    """
+
+    def __init__(  # noqa: PLR0913
+        self,
+        target: nn.Module,
+        tokenizer: Any,
+        draft: Drafter | None = None,
+        *,
+        name: str = "",
+        batch_size: int = 64,
+        raw: bool = False,
+        bos: bool = False,
+        template: Mapping[str, Any] | None = None,
+        skip_long: bool = False,
+    ) -> None:
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+        super().__init__(name, raw=raw, bos=bos, template=template, skip_long=skip_long)
+        self.target, self.tokenizer, self.draft, self.batch_size = target, tokenizer, draft, batch_size
+        self._steps = self._step_tokens = 0
+
+    def check(self, jobs: Sequence[Job], config: RegenerateConfig) -> None:
+        """Tokenize every prompt. One that does not fit the target with its response raises, or is skipped."""
+        positions = getattr(text_config(self.target), "max_position_embeddings", None)
+        self.ids, self.skipped = {}, set()
+        for job in jobs:
+            if job.line in self.ids:
+                continue
+            job.check_text()
+            try:
+                ids = self.ids[job.line] = prompt_ids(self.tokenizer, job.prompt, **self.encoding)
+            except ValueError as error:
+                raise ValueError(f"the prompt on line {job.line}: {error}") from error
+            if not ids:
+                raise ValueError(f"the prompt on line {job.line} has no token")
+            if positions is None or len(ids) + config.max_new_tokens <= positions:
+                continue
+            if not self.skip_long:
+                raise ValueError(
+                    f"the prompt on line {job.line} has {len(ids)} tokens: with {config.max_new_tokens} new ones "
+                    f"it passes the target's {positions} positions (--skip-long leaves such prompts out)"
+                )
+            self.skipped.add(job.line)
+
+    def answers(self, jobs: Sequence[Job], config: RegenerateConfig) -> Iterator[list[tuple[Job, Response]]]:
+        """Yield one group per batch; see `Writer`. Call `check` first."""
+        if not jobs:
+            return
+        longest = max(len(self.ids[job.line]) for job in jobs)
+        rows = min(self.batch_size, len(jobs))
+        generator = Generator(
+            self.target,
+            self.draft,
+            max_length=longest + config.max_new_tokens,
+            batch_size=rows,
+            prefill_chunk=max(1, min(512, _PREFILL_ROWS // rows)),
+            reuse_prefix=False,
+        )
+        for temperature in config.temperatures:
+            same = [job for job in jobs if job.temperature == temperature]
+            same.sort(key=lambda job: len(self.ids[job.line]), reverse=True)
+            for start in range(0, len(same), rows):
+                yield self._answer_batch(generator, same[start : start + rows], config)
+
+    def _answer_batch(
+        self, generator: Generator, jobs: list[Job], config: RegenerateConfig
+    ) -> list[tuple[Job, Response]]:
+        # 1. Pad the prompts to the right
+        prompts = [torch.tensor(self.ids[job.line], dtype=torch.int64, device="cpu") for job in jobs]
+        ids = nn.utils.rnn.pad_sequence(prompts, batch_first=True)
+        mask = nn.utils.rnn.pad_sequence([torch.ones_like(prompt) for prompt in prompts], batch_first=True)
+        device = self.target.get_input_embeddings().weight.device
+        # 2. Generate, each row with its own seed
+        out = generator.generate(
+            ids.to(device),
+            attention_mask=mask.to(device),
+            max_new_tokens=config.max_new_tokens,
+            temperature=jobs[0].temperature,
+            top_k=config.top_k,
+            top_p=config.top_p,
+            min_p=config.min_p,
+            seed=[job.seed for job in jobs],
+            return_dict_in_generate=True,
+        )
+        steps = [length for row in out.statistics.acceptance_lengths for length in row]
+        self._steps += len(steps)
+        self._step_tokens += sum(steps)
+        if self.draft is not None and self._steps:
+            self.acceptance_length = self._step_tokens / self._steps
+        # 3. Decode each row up to its own end
+        group = []
+        rows = out.sequences[:, ids.shape[1] :].tolist()
+        for job, row, length, reason in zip(jobs, rows, out.statistics.num_new_tokens, out.finish_reasons, strict=True):
+            written = row[:length]
+            text = self.tokenizer.decode(written, skip_special_tokens=True)
+            group.append((job, Response(text, reason, self.ids[job.line], written, length)))
+        return group
