@@ -107,7 +107,7 @@ HOSTILE = [
     ("settings.no_repeat_ngram_size", 10**9, "no_repeat_ngram_size must be at most 256"),
     ("settings.stop_token_ids", [[1]], "stop_token_ids must hold token ids"),
     ("settings.stop_strings", ["a" * 1025], "of 1024 characters together"),
-    ("settings.stop_strings", [""], "stop_strings must be a list of texts that are not empty"),
+    ("settings.stop_strings", [""], "stop_strings must be strings that are not empty"),
     ("settings.grammar", None, "settings must not be null, got grammar"),
     ("settings.grammar", {"kind": "regex"}, "grammar must have text"),
     ("settings.grammar", {"kind": "gbnf", "text": "a"}, "must be of the kind json_schema, regex or lark, got"),

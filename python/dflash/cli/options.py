@@ -20,15 +20,15 @@ from ..files import read_json
 from ..ops import WeightStorage
 from ..options import check_tree_call, check_width_call, checked_block_size, checked_tree
 from ..sampling import Grammar
-from ..settings import checked
+from ..settings import SETTINGS, GenerateArguments, checked
 from .loading import Source, check_device, load
 
 Model = Annotated[str, typer.Option(help="The target: a folder or a hub id.")]
 Draft = Annotated[str, typer.Option(help="Its DFlash drafter: a folder or a hub id.")]
 PairModel = Annotated[str | None, typer.Option(help="The target: a folder or a hub id; default: the package's pair.")]
-MaxNewTokens = Annotated[int, typer.Option(help="New tokens at most.")]
-Sharpness = Annotated[float, typer.Option(help="How sharply the drafter follows its logits: a number or inf.")]
-Stop = Annotated[list[str] | None, typer.Option(help="End where this text is written; may be repeated.")]
+MaxNewTokens = Annotated[int, typer.Option(help=SETTINGS["max_new_tokens"].help)]
+Sharpness = Annotated[float, typer.Option(help=SETTINGS["draft_sharpness"].help)]
+Stop = Annotated[list[str] | None, typer.Option(help=SETTINGS["stop_strings"].help)]
 System = Annotated[str | None, typer.Option(help="System message, for a tokenizer with a chat template.")]
 Raw = Annotated[bool, typer.Option("--raw", help="Continue the text itself, without a chat template.")]
 Bos = Annotated[bool, typer.Option("--bos", help="Put the tokenizer's BOS token before a raw prompt.")]
@@ -48,9 +48,7 @@ BlockSize = Annotated[
     str | None,
     typer.Option(help="Rows that a step verifies, or auto: chosen before each step; default: the drafter's."),
 ]
-TreeRows = Annotated[
-    str | None, typer.Option("--tree", help="Draft trees of so many rows, 2 to 128, or auto; default: chains.")
-]
+TreeRows = Annotated[str | None, typer.Option("--tree", help=SETTINGS["tree"].help)]
 
 
 @dataclass(frozen=True)
@@ -131,15 +129,15 @@ def as_number(value: str | None) -> Any:
     return int(value) if value is not None and re.fullmatch(r"[+-]?\d{1,9}", value) else value
 
 
-@dataclass(frozen=True)
-class SamplingOptions:
-    """Sampling options; None is the model's own setting."""
-
-    temperature: Annotated[float | None, "0 is greedy; default: the model's own."] = None
-    top_k: Annotated[int | None, "Keep the k best tokens; 0 is off."] = None
-    top_p: Annotated[float | None, "Keep the most probable tokens up to this mass."] = None
-    min_p: Annotated[float | None, "Drop tokens this much less probable than the best."] = None
-    seed: Annotated[int | None, "The same seed writes the same text."] = None
+_SAMPLING = [
+    (name, Annotated[typing.get_args(typing.get_args(GenerateArguments.__annotations__[name])[0])[0] | None, row.help])
+    for name, row in SETTINGS.items()
+    if row.kind and row.help and name != "draft_sharpness"
+]
+SamplingOptions = dataclasses.make_dataclass(
+    "SamplingOptions", [(name, kind, None) for name, kind in _SAMPLING], frozen=True
+)
+"""Options of the sampling and of the logit rules: every row of the table that has a help text."""
 
 
 @dataclass(frozen=True)

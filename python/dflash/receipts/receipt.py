@@ -19,7 +19,7 @@ from ..call import Call, TargetDefaults
 from ..files import read_json, write_atomically
 from ..ops import WeightStorage
 from ..sampling import Grammar
-from ..settings import integer
+from ..settings import SETTINGS, integer, resolve, resolve_rules
 from ..streaming import Tokenizer
 from ..targets import check_target, describe_config, embedding_table, version_of, versions, weights_digest
 from ..terminal import MAX_SHOWN, listed, printable, shortened
@@ -36,7 +36,7 @@ MAX_WORD_CELLS, MAX_NGRAM = 2**16, 2**8
 MAX_STOP_STRINGS, MAX_STOP_CHARACTERS = 2**6, 2**10  # of all together
 MAX_GRAMMAR_CHARACTERS = 2**18
 
-_Words = tuple[tuple[int, ...], ...]
+STATED = tuple(name for name, row in SETTINGS.items() if row.receipt == "stated")
 
 
 def unset(vocab_size: int, device: torch.device | str = "cpu") -> TargetDefaults:
@@ -44,33 +44,11 @@ def unset(vocab_size: int, device: torch.device | str = "cpu") -> TargetDefaults
     return TargetDefaults({}, vocab_size, torch.device(device))
 
 
-@dataclass(frozen=True)
-class RecordedSettings:
-    """The settings of a call that decide its text, as in `dflash.call.GenerateArguments`, defaults filled in.
+class RecordedSettings(dataclasses.make_dataclass("_Stated", [(name, Any) for name in STATED], frozen=True)):
+    """The settings of a call that decide its text, as in `dflash.settings.GenerateArguments`, defaults filled in.
 
     ``logit_bias`` has sequences of token ids with the bias of the last of them; ``grammar`` is one for all answers.
     """
-
-    max_new_tokens: int
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    stop_token_ids: tuple[int, ...]
-    stop_strings: tuple[str, ...]
-    repetition_penalty: float
-    presence_penalty: float
-    frequency_penalty: float
-    no_repeat_ngram_size: int
-    logit_bias: tuple[tuple[tuple[int, ...], float], ...]
-    bad_words_ids: _Words
-    suppress_tokens: tuple[int, ...]
-    begin_suppress_tokens: tuple[int, ...]
-    forced_bos_token_id: tuple[int, ...]
-    forced_eos_token_id: tuple[int, ...]
-    min_length: int
-    min_new_tokens: int
-    grammar: Grammar | None
 
     def __post_init__(self) -> None:
         _check_cost(self)
@@ -90,42 +68,35 @@ class RecordedSettings:
     @classmethod
     def parse(cls, content: object, vocab_size: int) -> RecordedSettings:
         """Check settings of unknown origin, as JSON has them; raises ValueError or TypeError."""
-        # 1. What costs nothing: the names, sizes of numbers, what a call would take to mean "unset".
-        given = check_names(content, [field.name for field in dataclasses.fields(cls)], "settings")
+        # 1. What costs nothing: names, sizes of numbers, lists that are lists, null, which would mean "unset".
+        given = check_names(content, STATED, "settings")
         _check_numbers(given)
         if missing := [name for name, value in given.items() if value is None]:
             raise ValueError(f"settings must not be null, got {listed(missing)}")
+        for name, value in given.items():
+            if isinstance(SETTINGS[name].off, tuple) and not isinstance(value, list):
+                raise TypeError(f"{name} must be a list, got {shortened(value)}")
+        words, biases = given["bad_words_ids"], _parse_biases(given["logit_bias"])
+        _check_cells("bad_words_ids", [word for word in words if isinstance(word, list)])
         # 2. The values, as a call checks them.
-        strings, grammar = given.pop("stop_strings"), _parse_grammar(given.pop("grammar"))
-        if not isinstance(strings, list) or not all(isinstance(text, str) and text for text in strings):
-            raise TypeError(f"stop_strings must be a list of texts that are not empty, got {shortened(strings)}")
-        words, biases = given["bad_words_ids"], _parse_biases(given.pop("logit_bias"))
-        if not isinstance(words, list) or not all(isinstance(word, list) for word in words):
-            raise TypeError(f"bad_words_ids must be a list of lists of token ids, got {shortened(words)}")
-        _check_cells("bad_words_ids", words)
-        arguments = _as_arguments({**given, "logit_bias": dict(biases), "seed": 0})
-        call = Call.resolve(unset(vocab_size), torch.zeros(1, 1, dtype=torch.int64, device="cpu"), arguments)
-        return dataclasses.replace(cls.of(call), stop_strings=tuple(strings), grammar=grammar)
+        grammar = _parse_grammar(given.pop("grammar"))
+        values = resolve({**given, "logit_bias": dict(biases)}, {}, vocab_size)
+        resolve_rules(values, vocab_size)
+        return cls(**{**{name: values[name] for name in STATED}, "grammar": grammar})
 
     def arguments(self) -> GenerateArguments:
         """Return them as arguments of a call, without the stop strings and the grammar, which need a tokenizer."""
-        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        del given["stop_strings"], given["grammar"]
-        biases = {ids[0] if len(ids) == 1 else ids: bias for ids, bias in self.logit_bias}
-        return _as_arguments({**given, "logit_bias": biases})
+        given = {name: getattr(self, name) for name in STATED if name not in ("stop_strings", "grammar")}
+        if self.min_length:
+            del given["min_new_tokens"]  # even 0 would turn min_length off
+        given["logit_bias"] = {ids[0] if len(ids) == 1 else ids: bias for ids, bias in self.logit_bias}
+        return cast("GenerateArguments", given)
 
     def to_json(self) -> dict[str, object]:
         """Return what `parse` takes; a bias of -inf, which JSON has no number for, is "-inf"."""
         content = dataclasses.asdict(self) | {"grammar": dataclasses.asdict(self.grammar) if self.grammar else {}}
         content["logit_bias"] = [[ids, "-inf" if bias == -math.inf else bias] for ids, bias in self.logit_bias]
         return content
-
-
-def _as_arguments(given: dict[str, object]) -> GenerateArguments:
-    """Return arguments of a call. min_new_tokens, even if it is 0, would turn min_length off."""
-    if given["min_length"]:
-        given = {name: value for name, value in given.items() if name != "min_new_tokens"}
-    return cast("GenerateArguments", given)
 
 
 def check_names(content: object, names: Sequence[str], what: str) -> dict[str, object]:
@@ -175,10 +146,10 @@ def _check_grammar(text: str) -> None:
         raise ValueError(f"grammar must have at most {MAX_GRAMMAR_CHARACTERS} characters in a receipt, got {len(text)}")
 
 
-def _parse_biases(value: object) -> list[tuple[int | tuple[int, ...], object]]:
+def _parse_biases(value: Any) -> list[tuple[int | tuple[int, ...], object]]:
     """Return ``logit_bias`` as the items of the argument of that name."""
     pairs: list[tuple[int | tuple[int, ...], object]] = []
-    for pair in value if isinstance(value, list) else [value]:
+    for pair in value:
         if not isinstance(pair, list) or len(pair) != 2 or not isinstance(pair[0], list) or not pair[0]:
             raise TypeError(
                 f"logit_bias must be a list of pairs of a list of token ids and a bias, got {shortened(pair)}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import (
     AfterValidator,
@@ -13,10 +13,13 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationInfo,
+    create_model,
     field_validator,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
+
+from ..settings import SETTINGS, GenerateArguments
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
@@ -141,16 +144,23 @@ class ResponseFormat(_Strict):
         return self
 
 
-class GenerationRequest(_Strict):
-    """The fields of both chat and text completions; those from ``top_k`` on are extensions, some named as in vLLM."""
+# Settings that are plain numbers, as the engine takes them; those with ranges of OpenAI's are below.
+_KINDS = {name: get_args(annotation)[0] for name, annotation in GenerateArguments.__annotations__.items()}
+_PLAIN: Any = {
+    row.request: (_KINDS[name], None)
+    for name, row in SETTINGS.items()
+    if row.request and _KINDS[name] in (int | None, float | None)
+}
+
+
+class GenerationRequest(create_model("_Numbers", __base__=_Strict, **_PLAIN)):
+    """The fields of both chat and text completions. Extensions of OpenAI's API are named as in vLLM."""
 
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     n: Annotated[int, Field(ge=1, le=128)] | None = None
-    temperature: float | None = None
-    top_p: float | None = None
     stop: Annotated[list[Text], Field(max_length=4), BeforeValidator(_stops, Text | list[Text])] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     logit_bias: dict[Annotated[str, Field(pattern=r"^\d{1,10}$")], Bias] | None = None
@@ -159,10 +169,7 @@ class GenerationRequest(_Strict):
     user: str | None = None
     response_format: ResponseFormat | None = None
 
-    top_k: int | None = None
-    min_p: float | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=100)] | None = None
-    no_repeat_ngram_size: int | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     stop_token_ids: TokenIds | None = None
     ignore_eos: bool | None = None

@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from ..call import GenerateArguments
 from ..evaluate.compare import machine_name
 from ..sampling import fold
+from ..settings import SETTINGS
 from ..targets import describe_config, sample_digest, version_of
 from .completion import Choice, Completion
 from .logprobs import Pieces
@@ -27,10 +28,7 @@ from .structured import answer_grammar
 from .text import AnswerText
 
 _COMPLETION_TOKENS = 16  # OpenAI's default for text completions
-_SAME_NAME = (
-    *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
-    *("no_repeat_ngram_size", "stop_token_ids"),
-)
+_NAMES = {row.request: name for name, row in SETTINGS.items() if row.request}  # of arguments, by field
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _STEP_SECONDS = (0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0)
 
@@ -209,17 +207,14 @@ def generate_arguments(request: GenerationRequest, prompt_length: int, default: 
         raise bad_request(message, field, "context_length_exceeded")
     if asked is not None and (request.min_tokens or 0) > asked:
         raise bad_request(f"min_tokens must be at most max_tokens, {asked}, got {request.min_tokens}", "min_tokens")
-    arguments = {name: value for name in _SAME_NAME if (value := getattr(request, name)) is not None}
+    given = {name: getattr(request, field) for field, name in _NAMES.items() if field != "seed"}
+    arguments: Any = {name: value for name, value in given.items() if value is not None}
     arguments["max_new_tokens"] = min(default, room - prompt_length) if asked is None else max(1, asked)
     arguments["num_return_sequences"] = 1  # several answers are several calls, each with its seed
-    if request.stop:
-        arguments["stop_strings"] = request.stop
     if request.ignore_eos:
         arguments["stop_token_ids"] = []
     if request.most_logprobs is not None:
         arguments["logprobs"], arguments["prompt_logprobs"] = request.most_logprobs, bool(request.echo)
-    if request.min_tokens is not None:
-        arguments["min_new_tokens"] = request.min_tokens
     if request.logit_bias is not None:
         arguments["logit_bias"] = {int(token): bias for token, bias in request.logit_bias.items()}
     return arguments
@@ -228,5 +223,5 @@ def generate_arguments(request: GenerationRequest, prompt_length: int, default: 
 def _field_named(request: GenerationRequest, message: str) -> str | None:
     """Return the field of a request that an engine's message begins with, if any."""
     name = message.split(maxsplit=1)[0] if message else ""
-    name = {"ids": "prompt", "stop_strings": "stop"}.get(name, name)
+    name = next((field for field, argument in {**_NAMES, "prompt": "ids"}.items() if argument == name), name)
     return name if name in type(request).model_fields else None
