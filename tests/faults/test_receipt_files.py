@@ -68,7 +68,7 @@ def refused(shell, path: Path, text: str | bytes) -> str:
     ("text", "words"),
     [
         ("", "not JSON that can be read"),
-        (DEEP, "levels of brackets"),
+        (DEEP, "not JSON that can be read"),
         ('{"format": 1, "format": 2}', "is there twice"),
         ("[]", "must be a JSON object, got list"),
         (" " * (MAX_BYTES + 1), f"must have at most {MAX_BYTES} bytes"),

@@ -26,20 +26,13 @@ class Format:
     whole_object: ClassVar[str]
     chunk_object: ClassVar[str]
     logprobs: ClassVar[Callable[[Sequence[ShownToken]], dict[str, Any]]]
+    opening: ClassVar[Callable[..., dict[str, Any] | None]]  # the chunk before a choice's text, if there is one
+    _whole: ClassVar[Callable[..., dict[str, Any]]]
+    _part: ClassVar[Callable[..., dict[str, Any]]]
 
     def __init__(self, model: str, fingerprint: str, prompts: int = 1) -> None:
         self._prompts, self.id = prompts, f"{self.prefix}-{secrets.token_hex(12)}"
         self._head = {"id": self.id, "created": int(time.time()), "model": model, "system_fingerprint": fingerprint}
-
-    def opening(self, index: int, choice: Choice) -> dict[str, Any] | None:
-        """Return the chunk that comes before a choice's text, if there is one."""
-        raise NotImplementedError
-
-    def _whole(self, choice: Choice) -> dict[str, Any]:
-        raise NotImplementedError
-
-    def _part(self, delta: Delta) -> dict[str, Any]:
-        raise NotImplementedError
 
     def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
         """Return the response to a request without ``stream``."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import (
@@ -24,20 +25,15 @@ from ..settings import SETTINGS, GenerateArguments
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
+@dataclass(eq=False)
 class ApiError(Exception):
     """The answer to a request that cannot be served: its HTTP status, and why; ``param`` is the field that is wrong."""
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        param: str | None = None,
-        code: str | None = None,
-        headers: dict[str, str] | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status, self.message, self.param, self.code, self.headers = status, message, param, code, headers
+    status: int
+    message: str
+    param: str | None = None
+    code: str | None = None
+    headers: dict[str, str] | None = None
 
     @property
     def body(self) -> dict[str, Any]:
@@ -190,11 +186,6 @@ class GenerationRequest(create_model("_Numbers", __base__=_Strict, **_PLAIN)):
     def new_tokens(self) -> int | None:
         """The most tokens of an answer, if the request says."""
         return self.max_tokens
-
-    @property
-    def most_logprobs(self) -> int | None:
-        """The probable tokens that are asked for at each position; None if no log probabilities are."""
-        raise NotImplementedError
 
 
 class TextPart(_Strict):
