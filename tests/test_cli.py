@@ -160,26 +160,20 @@ def test_chat_answers_line_by_line(run, chat_folders, monkeypatch):
     assert done.out.splitlines() == [first, answer(model, ids, 4), answer(model, [91, 7, 92], 4)]
 
 
-def test_trees_write_the_text_of_chains_and_are_named(run, folders):
+def test_trees_and_blocks_of_any_width_write_the_same_text_and_are_named(run, folders):
     model, draft = folders
     call = ["generate", "--model", model, "--draft", draft, "--max-new-tokens", "9", "w5 w6 w7"]
     chain = run(*call)
-    for tree, named in (("5", "of 16 in trees of 5 rows"), ("auto", "of 16 in trees of 16 to 128 rows")):
-        done = run(*call, "--tree", tree)
-        assert done.code == 0, done.err
-        assert done.out == chain.out
+    for options, named in (
+        (["--tree", "5"], "of 16 in trees of 5 rows"),
+        (["--tree", "auto"], "of 16 in trees of 16 to 128 rows"),
+        (["--block-size", "auto"], ""),
+        (["--block-size", "4"], "of 4"),
+    ):
+        done = run(*call, *options)
+        assert (done.code, done.out) == (0, chain.out), done.err
         assert named in done.err
     assert json.loads(run(*call, "--tree", "5", "--json").out)["tree"] == 5
-
-
-def test_blocks_of_any_width_write_the_same_text(run, folders):
-    model, draft = folders
-    call = ["generate", "--model", model, "--draft", draft, "--max-new-tokens", "12", "w5 w6"]
-    expected = run(*call)
-    for width in ("auto", "4"):
-        done = run(*call, "--block-size", width)
-        assert done.code == 0, done.err
-        assert done.out == expected.out
 
 
 @pytest.fixture

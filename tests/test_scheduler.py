@@ -5,7 +5,6 @@ import itertools
 import threading
 
 import pytest
-import torch
 from baseline import greedy, prompt
 from families import make_draft, make_target
 from served import Gate, wait_until
@@ -87,30 +86,6 @@ def test_each_step_is_timed_once(scheduler):
     steps = [[*ticket][-1].statistics.step_seconds for ticket in tickets]
     assert max(map(len, steps)) <= len(times) < sum(map(len, steps))
     assert {seconds for row in steps for seconds in row} == set(times)
-
-
-def test_a_cancelled_request_waits_for_no_row(scheduler):
-    gate, ended = Gate(scheduler), []
-    for index in range(3):
-        call = scheduler.resolve(prompt(4)[None], max_new_tokens=80, stop_token_ids=[])
-        ticket = scheduler.submit(call, emit=lambda item, index=index: ended.append(index) if item is None else None)
-    gate.reached.wait()
-    ticket.cancel()
-    gate.open()
-    scheduler.close()
-    assert ended[0] == 2
-    assert sorted(ended) == [0, 1, 2]
-
-
-def test_nan_logits_are_raised_where_the_request_is_read(scheduler):
-    verify, state = scheduler.generator.engine.target.verify, scheduler.generator.state
-    scheduler.generator.engine.target.verify = lambda block, of: verify(block, of).masked_fill(
-        state.tokens[:, :1, None] == 96, float("nan")
-    )
-    bad, good = submit(scheduler, torch.tensor([96, 5])), submit(scheduler, prompt(7))
-    assert written(good) == greedy(pair()[0], prompt(7), NEW).tolist()
-    with pytest.raises(ValueError, match="the target's logits are NaN in row 0 for position 3"):
-        list(bad)
 
 
 def test_a_step_that_fails_ends_its_requests_and_later_ones_are_served(scheduler):

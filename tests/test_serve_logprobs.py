@@ -57,19 +57,6 @@ def check_chat(content, rows: torch.Tensor, answer: list[int], count: int) -> No
 # ---------------------------------------------------------------------------------------------- chats
 
 
-def test_a_chat_has_those_of_each_answer(client):
-    ids = prompt_ids(SUM)
-    done = client.chat.completions.create(
-        model="pair", messages=QUESTION, seed=3, temperature=1, n=2, max_tokens=300, logprobs=True, top_logprobs=3
-    )
-    for number, choice in enumerate(done.choices):
-        answer = written(ids, seed=dflash.sampling.fold(3, number), temperature=1.0, max_new_tokens=300)
-        rows = expected([*ids[0].tolist(), *answer], ids.shape[1])
-        check_chat(choice.logprobs.content, rows, answer, 3)
-        text = b"".join(bytes(entry.bytes) for entry in choice.logprobs.content).decode()
-        assert text.removesuffix(END) == choice.message.content
-
-
 def test_a_stream_has_them_next_to_their_text_and_a_stop_string_takes_both(client):
     ids, whole = prompt_ids(SUM), direct(prompt_ids(SUM), max_new_tokens=300)[0]
     stop = ", write 0\ntens: "

@@ -44,6 +44,7 @@ def unset(vocab_size: int, device: torch.device | str = "cpu") -> TargetDefaults
     return TargetDefaults({}, vocab_size, torch.device(device))
 
 
+@dataclass(frozen=True)
 class RecordedSettings(dataclasses.make_dataclass("_Stated", [(name, Any) for name in STATED], frozen=True)):
     """The settings of a call that decide its text, as in `dflash.settings.GenerateArguments`, defaults filled in.
 
