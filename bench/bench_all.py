@@ -11,7 +11,6 @@ import torch
 from dflash import ops
 
 OPS = sorted({name.rstrip("_") for name in ops.__all__ if hasattr(torch.ops.dflash, name)})
-CUDA_OPS = {"linear_add_scale"}  # have no lines on CPU
 
 
 def main() -> None:

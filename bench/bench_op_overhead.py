@@ -24,7 +24,7 @@ from pathlib import Path
 import harness
 import releases
 import torch
-from bench_all import CUDA_OPS, OPS
+from bench_all import OPS
 from random_pair import make_pair
 
 import dflash
@@ -32,7 +32,6 @@ from dflash import ops
 
 YARDSTICK = "torch.add"
 STEPS = {"step": True, "one-token step": False}  # has a drafter
-CPU_OPS = [op for op in OPS if op not in CUDA_OPS]
 SIZE = harness.TINY["tiny"]
 CPU = torch.device("cpu")
 
@@ -42,7 +41,7 @@ def works(arguments: argparse.Namespace) -> dict[str, Callable[[], list[releases
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
     makers = {YARDSTICK: _yardstick}
-    makers |= {op: lambda op=op: _op(op) for op in CPU_OPS}
+    makers |= {op: lambda op=op: _op(op) for op in OPS}
     makers |= {name: lambda drafts=drafts: _step(drafts) for name, drafts in STEPS.items()}
     return {name: makers[name] for name in arguments.only}
 
@@ -91,7 +90,7 @@ def measure(arguments: argparse.Namespace) -> list[dict]:
 def parse() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    lines = [*CPU_OPS, *STEPS]
+    lines = [*OPS, *STEPS]
     parser.add_argument("--only", nargs="+", choices=lines, default=lines, metavar="LINE", help=", ".join(lines))
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the header and the rows to FILE")

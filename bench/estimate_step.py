@@ -36,7 +36,6 @@ class Gpu:
     small: float = 2.3  # a norm, a rotation
     torch: float = 1.8  # a small kernel of torch
     ends: float = 40.0  # first and last norms, acceptance, from one graph to the next
-    folded: float = 1.06  # a norm inside the products around it
     attention: float = 3.2  # until the first keys have arrived
     early: float = 1.6  # of that, if older keys are read before the wait
     stage: float = 0.46  # 32 slots in a block that waits for each of them
@@ -94,16 +93,16 @@ def attention(gpu: Gpu, rows: int, context: int, tree: bool) -> float:
     return gpu.attention - (0 if tree else gpu.early) + body + tail + gpu.fold * count + gpu.fold_all
 
 
-def layer(gpu: Gpu, rows: int, context: int, tree: bool, norms: int = 0) -> float:
-    """Four products, attention, the rotation and two norms, of which `norms` are kernels; they write 0.5 to 2 MB."""
-    small = (1 + norms) * gpu.small + (2 - norms) * gpu.folded + mb(rows, 6144 + 2 * HIDDEN + WIDTH) / gpu.l2
+def layer(gpu: Gpu, rows: int, context: int, tree: bool) -> float:
+    """Four products, attention, the rotation and two norms, which write 0.5 to 2 MB."""
+    small = 3 * gpu.small + mb(rows, 6144 + 2 * HIDDEN + WIDTH) / gpu.l2
     return sum(product(gpu, rows, *shape) for shape in PRODUCTS) + attention(gpu, rows, context, tree) + small
 
 
 def step(gpu: Gpu, rows: int, context: int, tree: bool) -> float:
     """Verify `rows` rows, draft 16, choose tokens; with a tree also build it, walk it and move its path."""
     target = LAYERS * layer(gpu, rows, context, tree)
-    drafter = DRAFT_LAYERS * layer(gpu, DRAFT_ROWS, context, tree=False, norms=1) + mb(HIDDEN, 5 * HIDDEN) / gpu.memory
+    drafter = DRAFT_LAYERS * layer(gpu, DRAFT_ROWS, context, tree=False) + mb(HIDDEN, 5 * HIDDEN) / gpu.memory
     heads = sum(product(gpu, r, HIDDEN, VOCAB, 1) for r in (rows, DRAFT_ROWS))
     select = 2 * 7 + mb(rows, VOCAB) / gpu.memory  # the logits come back from memory, about
     tree_ops = 12 + 0.25 * rows + 3 + 3 if tree else 0.0  # candidates, a pop of the frontier per row, walk, moves

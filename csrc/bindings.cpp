@@ -95,8 +95,8 @@ PYBIND11_MODULE(_C, m) {
       {"sound", fast(&sound), METH_FASTCALL, nullptr},
       {"fits", fast(&fits), METH_FASTCALL, nullptr},
       {"direct_linear", fast(&as_method<direct_linear, 5>), METH_FASTCALL, nullptr},
-      {"direct_linears", fast(&as_method<direct_linears, 7>), METH_FASTCALL, nullptr},
-      {"direct_swiglu", fast(&as_method<direct_swiglu, 7>), METH_FASTCALL, nullptr},
+      {"direct_linears", fast(&as_method<direct_linears, 5>), METH_FASTCALL, nullptr},
+      {"direct_swiglu", fast(&as_method<direct_swiglu, 5>), METH_FASTCALL, nullptr},
       {"direct_silu_mul", fast(&as_method<direct_silu_mul, 1>), METH_FASTCALL, nullptr},
       {"direct_sigmoid_mul", fast(&as_method<direct_sigmoid_mul, 2>), METH_FASTCALL, nullptr},
       {"direct_append_kv_", fast(&as_method<direct_append_kv, 5>), METH_FASTCALL, nullptr},
@@ -119,7 +119,6 @@ PYBIND11_MODULE(_C, m) {
   m.attr("SKINNY_ROWS") = py::dict("float32"_a = max_skinny_rows(DType::kFloat32),
                                    "bfloat16"_a = max_skinny_rows(DType::kBFloat16));
   m.attr("QUANT_GROUP") = kQuantGroup;
-  m.attr("SQUARES_COLUMNS") = kSquaresColumns;
   m.attr("MAX_TREE_ROWS") = kMaxTreeRows;
   m.attr("MAX_CANDIDATES") = kMaxCandidates;
   m.attr("ROW_STATES") = py::make_tuple(int(kRunning), int(kStop), int(kLimit), int(kInvalid));

@@ -149,8 +149,6 @@ inline PyObject* run_products(const Operand& x, LinearParams& p) {
   });
 }
 
-inline bool is_number(PyObject* object) { return PyFloat_Check(object) || PyLong_Check(object); }
-
 // linear(x, weight, bias, prefetch, scales)
 inline PyObject* direct_linear(PyObject* const* arguments) {
   if (!PyBool_Check(arguments[3])) Py_RETURN_NOTIMPLEMENTED;
@@ -161,11 +159,10 @@ inline PyObject* direct_linear(PyObject* const* arguments) {
   return run_products(x, p);
 }
 
-// linears(x, weights, biases, prefetch, squares, eps, scales)
+// linears(x, weights, biases, prefetch, scales)
 inline PyObject* direct_linears(PyObject* const* arguments) {
   const auto is_list = [](PyObject* object) { return PyList_Check(object) || PyTuple_Check(object); };
-  if (!is_list(arguments[1]) || !is_list(arguments[2]) || !PyBool_Check(arguments[3]) ||
-      arguments[4] != Py_None || !is_number(arguments[5]))
+  if (!is_list(arguments[1]) || !is_list(arguments[2]) || !PyBool_Check(arguments[3]))
     Py_RETURN_NOTIMPLEMENTED;
   // Other threads may empty a list while the kernel runs.
   const auto weights = pybind11::reinterpret_steal<pybind11::tuple>(PySequence_Tuple(arguments[1]));
@@ -177,19 +174,18 @@ inline PyObject* direct_linears(PyObject* const* arguments) {
   const Operand x(arguments[0]);
   LinearParams p{};
   if (!read_products(x, PySequence_Fast_ITEMS(weights.ptr()),
-                     given ? PySequence_Fast_ITEMS(biases.ptr()) : nullptr, count, arguments[6], p))
+                     given ? PySequence_Fast_ITEMS(biases.ptr()) : nullptr, count, arguments[4], p))
     Py_RETURN_NOTIMPLEMENTED;
   return run_products(x, p);
 }
 
-// swiglu(x, gate, up, prefetch, squares, eps, scales)
+// swiglu(x, gate, up, prefetch, scales)
 inline PyObject* direct_swiglu(PyObject* const* arguments) {
-  if (!PyBool_Check(arguments[3]) || arguments[4] != Py_None || !is_number(arguments[5]))
-    Py_RETURN_NOTIMPLEMENTED;
+  if (!PyBool_Check(arguments[3])) Py_RETURN_NOTIMPLEMENTED;
   const Torch::ModesOff guard(torch);
   const Operand x(arguments[0]);
   LinearParams p{};
-  if (!read_products(x, arguments + 1, nullptr, 2, arguments[6], p) || p.features[0] != p.features[1])
+  if (!read_products(x, arguments + 1, nullptr, 2, arguments[4], p) || p.features[0] != p.features[1])
     Py_RETURN_NOTIMPLEMENTED;
   return filled(x.resized(p.features[0]), [&](void* out) {
     const std::unique_ptr<char[]> gate_up(new char[p.rows * p.out_features * x.element_size()]);

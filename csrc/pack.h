@@ -116,8 +116,6 @@ template <>
 struct Wire<DeltaNetWeights> : InnerWire<DeltaNetWeights> {};
 template <>
 struct Wire<BlockConvWeights> : InnerWire<BlockConvWeights> {};
-template <>
-struct Wire<LinearAdd> : InnerWire<LinearAdd> {};
 
 // module.name(the wire's arguments, threads) calls run(params).
 template <typename Params, typename... Fields, typename Run>

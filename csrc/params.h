@@ -733,25 +733,6 @@ constexpr int64_t kMaxLinearRows = 256;  // of the CUDA kernel
 // Rows up to which a pass through the CPU kernels is faster than torch's (measured by bench_first_token.py).
 constexpr int64_t max_skinny_rows(DType dtype) { return dtype == DType::kFloat32 ? 512 : 64; }
 constexpr int64_t kQuantGroup = 256;      // elements of a row that share a step where weights are int8
-constexpr int64_t kSquaresColumns = 128;  // sums of squares are kept of so many columns each
-
-// What becomes of products with one weight that end a sublayer, in bfloat16: total = products + residual,
-// both rounded, and out = total * norm_weight, the norm without its factor per row. CUDA only.
-struct LinearAdd {
-  const void* residual;     // [rows, out_features]; null: nothing is added
-  const void* norm_weight;  // [out_features]
-  void* total;              // [rows, out_features]
-  void* tap;                // [rows, out_features], strided, or null: total once more
-  int64_t tap_stride;
-  float* squares;  // [rows, ceil(out_features / kSquaresColumns)]: sums of total^2
-  bool zero_centered;
-
-  static constexpr auto wire() {
-    using P = LinearAdd;
-    return std::tuple(&P::residual, &P::norm_weight, &P::total, &P::tap, &P::tap_stride, &P::squares,
-                      &P::zero_centered);
-  }
-};
 
 // A weight of a product as the CPU reads it. One with scales is int8: values[n][k] * scales[n].
 struct LinearWeight {
@@ -765,8 +746,7 @@ struct LinearWeight {
 };
 
 // out = x weight^T + bias for a few rows, of several weights side by side. If gated, the weights are gate and
-// up, without biases, and out = silu(x gate^T) * (x up^T), both products rounded first. With `squares`, x is
-// the `out` of a LinearAdd, and its products are multiplied by the norm's factor of their row.
+// up, without biases, and out = silu(x gate^T) * (x up^T), both products rounded first.
 struct LinearParams {
   const void* x;  // [rows, in]
   int num_weights;
@@ -787,15 +767,12 @@ struct LinearParams {
   int64_t splits;      // slices of `in`, none empty
   bool prefetch;       // no kernel ahead writes a weight: they may be read before those have ended
   bool gated;
-  const float* squares;  // [rows, ceil(in / kSquaresColumns)] or null
-  float eps;             // of that norm
-  LinearAdd add{};
 
   static constexpr auto wire() {
     using P = LinearParams;
     return std::tuple(&P::x, &P::num_weights, &P::weights, &P::scales, &P::biases, &P::features, &P::out,
                       &P::rows, &P::in, &P::out_features, &P::workspace, &P::counters, &P::splits,
-                      &P::prefetch, &P::gated, &P::squares, &P::eps, &P::add, &P::dtype);
+                      &P::prefetch, &P::gated, &P::dtype);
   }
 };
 

@@ -102,10 +102,6 @@ class OpByOp:
     def skinny(self, rows: int, dtype: torch.dtype) -> bool:
         return False
 
-    def folds_norms(self, x: torch.Tensor) -> bool:
-        """Return what `ops.folds_norms` does where these ops run; ``x`` is on the CPU."""
-        return isinstance(self._ops, Emulated | Cuda) and x.dtype == torch.bfloat16
-
 
 class Cuda:
     """The functions of ``dflash.ops`` on a GPU, for CPU tensors: they and what is written travel there and back."""

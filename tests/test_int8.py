@@ -182,7 +182,5 @@ def test_operands_that_do_not_fit_are_named():
         ops.swiglu(x, weight.values, weight.values, scales=weight.scales)
     with pytest.raises(TypeError, match=r"scales must be torch.float32, got torch.float64"):
         ops.linears(x, [weight.values], scales=weight.scales.double())
-    with pytest.raises(ValueError, match="squares must be None where the weights are in 8 bits"):
-        ops.linears(x, [weight.values], squares=torch.ones(3, 1), scales=weight.scales)
     with pytest.raises(TypeError, match="must all be in 8 bits or none"):
         ops.split_weights(weight, weight.wide())

@@ -32,12 +32,7 @@ CALLS = {
     )[0],
     "silu_mul": lambda: reference.silu_mul(floats(ROWS, 2 * DIM)),
     "swiglu": lambda: reference.swiglu(floats(ROWS, DIM), floats(8, DIM), floats(8, DIM)),
-    "linears, squares": lambda: reference.linears(
-        floats(ROWS, DIM), [floats(8, DIM)], (), False, torch.zeros(ROWS, 1), 1e-6
-    ),
-    "linear_add_scale": lambda: reference.linear_add_scale(
-        floats(ROWS, DIM), floats(8, DIM), floats(ROWS, 8), floats(8), None, floats(ROWS, 8)
-    )[0],
+    "linears": lambda: reference.linears(floats(ROWS, DIM), [floats(8, DIM)]),
     "sigmoid_mul": lambda: reference.sigmoid_mul(floats(ROWS, HEADS, DIM), floats(ROWS, HEADS, DIM)),
     "delta_net_inputs": lambda: reference.delta_net_inputs(
         floats(BATCH, ROWS, (2 * KV_HEADS + HEADS) * DIM), floats(BATCH, ROWS, HEADS), floats(BATCH, ROWS, HEADS),

@@ -176,7 +176,7 @@ kernels() {
   local run=(python3 bench/fused_step.py --context 1024)
   [ "$on_cpu" ] && sizes=(--quick --dtypes bfloat16) tool=(env) run+=(--device cpu)
   attempt ops $(($(left) / 2)) python3 bench/bench_all.py "${sizes[@]}" --json "$(named ops json)" \
-    --only linear linears linear_add_scale swiglu block_attention add_rms_norm silu_mul qkv_norm_rope_append select_tokens
+    --only linear linears swiglu block_attention add_rms_norm silu_mul qkv_norm_rope_append select_tokens
   attempt "${tool[0]}" "$(left)" "${tool[@]}" "${run[@]}"
 }
 

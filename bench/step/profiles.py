@@ -67,7 +67,6 @@ _ELEMENTS: dict[str, Callable[[list[list[int]], Sizes], float]] = {
     "aten::addmm": lambda s, _: _count(s[1]) + _count(s[2]) + s[1][0] * s[2][1],
     "dflash::linear": lambda s, _: _count(s[0]) + _count(s[1]) + _rows(s[0]) * s[1][0],
     "dflash::linears": lambda s, z: _count(s[0]) + z.features * s[0][-1] + _rows(s[0]) * z.features,
-    "dflash::linear_add_scale": lambda s, _: _count(s[0]) + _count(s[1]) + 3 * _count(s[2]),
     "dflash::block_attention": lambda s, z: 2 * _count(s[0]) + 2 * s[1][0] * s[1][1] * z.length * s[1][3],
     "dflash::rms_norm": lambda s, _: 2 * _count(s[0]),
     "dflash::add_rms_norm": lambda s, _: 4 * _count(s[0]),

@@ -35,11 +35,11 @@ inline void bind_cuda_kernels(pybind11::module_& m) {
                                                   num_heads, num_kv_heads, head_dim, v_head_dim, capacity));
         });
   m.def("linear_workspace", [answer](int dtype, int64_t rows, int64_t in, const std::vector<Const>& weights,
-                                     const std::vector<int64_t>& features, bool gated, bool adds) {
+                                     const std::vector<int64_t>& features, bool gated) {
     const void* const* addresses = nullptr;
     Wire<const void* const*>::put(addresses, weights);
     return answer(linear_workspace(DType(dtype), rows, in, int(weights.size()), addresses, features.data(),
-                                   gated, adds));
+                                   gated));
   });
   m.def("experts_workspace", [answer](int dtype, Const gate_up, Const down, int64_t rows, int64_t top_k,
                                       int64_t hidden, int64_t width) {

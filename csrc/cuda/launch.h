@@ -41,7 +41,7 @@ Workspace block_attention_workspace(DType dtype, const void* k_cache, const void
 
 // splits 0: the kernel does not take this product; the weights are contiguous.
 Workspace linear_workspace(DType dtype, int64_t rows, int64_t in, int num_weights, const void* const* weights,
-                           const int64_t* features, bool gated, bool adds);
+                           const int64_t* features, bool gated);
 
 // splits 0: the kernel does not take these rows or weights; the weights are contiguous.
 Workspace experts_workspace(DType dtype, const void* gate_up, const void* down, int64_t rows, int64_t top_k,

@@ -19,10 +19,6 @@
 // If gated, the weights are gate and up: of 16 features in a row, eight are of one and the same eight of the
 // other. A thread then holds both products of an output, and stores silu(gate) * up.
 //
-// A norm between two products takes no kernel of its own: the first adds the residual, multiplies by the
-// norm's weight and leaves sums of squares, the second multiplies its results by the norm's factor of their
-// row.
-//
 // With `prefetch`, from sm_90, the first weights are requested before the previous kernel has ended.
 #include "cuda/linear_store.cuh"
 
@@ -60,7 +56,6 @@ template <typename T, int kRows, bool kGated>
 static __global__ void __launch_bounds__(kThreads, 1) linear_kernel(const LinearParams p) {
   using S = Shape<kRows>;
   __shared__ bool arrived_last;
-  __shared__ float scales[kRows];
   const int lane = threadIdx.x % 32, splits = int(p.splits);
   const int steps = int(ceil_div(p.in, kSteps)), per_split = (steps + splits - 1) / splits;
   const int64_t inner = int64_t(blockIdx.y) * per_split * kSteps;
@@ -80,7 +75,6 @@ static __global__ void __launch_bounds__(kThreads, 1) linear_kernel(const Linear
     }
     cp_async_commit();
   }
-  if (p.squares) find_scales<kRows>(p, part.first_row, scales);
 
   Sums<kRows> sum = {};
   // The address of the piece 2 k further on is the address of the first, xor 16 k.
@@ -136,19 +130,9 @@ static __global__ void __launch_bounds__(kThreads, 1) linear_kernel(const Linear
     add_slices<S::kVectors>(sum, stored, splits);
   }
   if constexpr (kGated) {
-    store_gated<T, kRows>(p, part, sum, scales);
+    store_gated<T, kRows>(p, part, sum);
   } else {
-    constexpr int kStride = S::kFeatures + 8;  // eight rows use different banks
-    static_assert(kRows * kStride * 2 <= S::kBytes, "the products fit where the stages were");
-    const bool adds = std::is_same_v<T, __nv_bfloat16> && p.add.residual;
-    if (adds) __syncthreads();  // every warp has read its last stage
-    T* to = adds ? stages.memory
-                 : static_cast<T*>(p.out) + part.first_row * p.out_features + part.column + part.feature;
-    store_products<T, kRows>(p, part, sum, scales, to, adds ? kStride : p.out_features);
-    if (adds) {
-      __syncthreads();
-      store_added<T, kRows>(p, part, stages.memory, kStride);
-    }
+    store_products<T, kRows>(p, part, sum);
   }
 }
 
@@ -183,10 +167,9 @@ static int64_t num_blocks(S, int64_t rows, const int64_t* features, int num_weig
 }
 
 Workspace linear_workspace(DType dtype, int64_t rows, int64_t in, int num_weights, const void* const* weights,
-                           const int64_t* features, bool gated, bool adds) {
+                           const int64_t* features, bool gated) {
   bool takes = dtype != DType::kFloat32 && 0 < rows && rows <= kMaxLinearRows && in > 0 && in % 8 == 0;
   for (int i = 0; i < num_weights; ++i) takes &= aligned16(weights[i]);
-  if (adds) takes &= dtype == DType::kBFloat16 && features[0] % 8 == 0;
   const int64_t tiles = num_tiles(features, num_weights, gated, kTile);
   if (!takes || tiles == 0) return {0, 0};
   const int64_t slices = num_slices(tiles, in);
@@ -211,8 +194,7 @@ static cudaError_t launch_rows(const LinearParams& p, cudaStream_t stream) {
 
 cudaError_t launch_linear(const LinearParams& p, cudaStream_t stream) {
   if (p.rows * p.out_features == 0) return cudaSuccess;
-  if (p.rows > kMaxLinearRows || (p.add.residual && p.dtype != DType::kBFloat16))
-    return cudaErrorInvalidValue;
+  if (p.rows > kMaxLinearRows) return cudaErrorInvalidValue;
   const DeviceScope scope(p.device);
   if (scope.error() != cudaSuccess) return scope.error();
   return dispatch(p.dtype, [&](auto type) {

@@ -46,9 +46,8 @@ class DecoderStack:
     """Decoder layers and the final norm: one op on the CPU for few rows, else op by op.
 
     A layer with attention is 9 launches then (13 with convolutions over the block), one with a Gated DeltaNet 10. With
-    experts it always goes op by op. Where kernels can fold norms into products (`ops.folds_norms`) and every layer has
-    plain attention and a dense MLP, a layer is 7 launches, or 8 with context rows. These rows are put in front of the
-    block's by whatever makes the input of q, k and v.
+    experts it always goes op by op. Context rows are put in front of the block's by whatever makes the input of q, k
+    and v.
 
     Args:
         layers: the weights, used where they are.
@@ -68,9 +67,6 @@ class DecoderStack:
         self._options = {"eps": eps, "scale": scale, "taps": self.taps, "zero_centered": zero_centered}
         one_op = all(layer.experts is None for layer in self.layers)
         self._packed = PackedLayers(self.layers, norm, **self._options) if one_op else None
-        self._ends_in_products = one_op and not any(
-            layer.is_recurrent or layer.attention_conv or layer.mlp_conv for layer in self.layers
-        )
 
     def __reduce__(self) -> tuple:  # a copy packs its own tensors
         return functools.partial(DecoderStack, **self._options), (self.layers, self.norm)
@@ -139,14 +135,13 @@ class DecoderStack:
     def _op_by_op(self, hidden: Tensor, inputs: AttentionInputs, tapped: Tensor) -> Tensor:
         size = hidden.shape[2]
         columns = {tap: tapped[..., i * size : (i + 1) * size] for i, tap in enumerate(self.taps)}
-        folds = self._ends_in_products and ops.folds_norms(hidden)
-        hidden = (self._folded if folds else self._apart)(hidden, inputs, columns)
+        hidden = self._run_layers(hidden, inputs, columns)
         if len(self.layers) - 1 in columns:
             columns[len(self.layers) - 1].copy_(hidden)
         return hidden
 
-    def _apart(self, hidden: Tensor, inputs: AttentionInputs, taps: dict[int, Tensor]) -> Tensor:
-        """Run all layers, each norm in a kernel of its own. Returns ``hidden`` after the final norm."""
+    def _run_layers(self, hidden: Tensor, inputs: AttentionInputs, taps: dict[int, Tensor]) -> Tensor:
+        """Run all layers. Returns ``hidden`` after the final norm."""
         norm = (self.layers[0].input_norm, self.eps, None, self.zero_centered, self._front(0, inputs))
         residual, hidden = hidden, ops.rms_norm(hidden, *norm)
         for i, layer in enumerate(self.layers):
@@ -163,32 +158,6 @@ class DecoderStack:
             following, tap = self._following(i, taps)
             norm = (following, tap, self._front(i + 1, inputs))
             hidden, residual = self._add_norm(layer.mlp_conv, delta, kernels, residual, *norm)
-        return hidden
-
-    def _folded(self, hidden: Tensor, inputs: AttentionInputs, taps: dict[int, Tensor]) -> Tensor:
-        """Run all layers as `_apart` does, each norm between two products in these products.
-
-        The last norm stays, and so do those in front of q, k and v that the context's rows go into without a norm.
-        """
-        eps, zero_centered = self.eps, self.zero_centered
-        squares: Tensor | None = None  # of the rows that the next product still has to scale
-        norm = (self.layers[0].input_norm, eps, None, zero_centered, self._front(0, inputs))
-        residual, hidden = hidden, ops.rms_norm(hidden, *norm)
-        for i, layer in enumerate(self.layers):
-            attended = self._attention(i, hidden, inputs, squares)
-            hidden, residual, squares = ops.linear_add_scale(
-                attended, layer.o, residual, layer.post_norm, layer.o_bias, None, zero_centered, prefetch=True
-            )
-            gated = ops.swiglu(hidden, layer.gate, layer.up, prefetch=True, squares=squares, eps=eps)
-            norm, tap = self._following(i, taps)
-            if inputs.context is None and i + 1 < len(self.layers):
-                hidden, residual, squares = ops.linear_add_scale(
-                    gated, layer.down, residual, norm, None, tap, zero_centered, prefetch=True
-                )
-            else:
-                squares, delta = None, ops.linear(gated, layer.down, prefetch=True)
-                front = self._front(i + 1, inputs)
-                hidden, residual = ops.add_rms_norm(delta, residual, norm, eps, tap, zero_centered, front)
         return hidden
 
     def _front(self, index: int, inputs: AttentionInputs) -> Tensor | None:
@@ -212,7 +181,7 @@ class DecoderStack:
         last = index + 1 == len(self.layers)  # its tap is read after the norm
         return (self.norm, None) if last else (self.layers[index + 1].input_norm, taps.get(index))
 
-    def _attention(self, index: int, rows_in: Tensor, inputs: AttentionInputs, squares: Tensor | None = None) -> Tensor:
+    def _attention(self, index: int, rows_in: Tensor, inputs: AttentionInputs) -> Tensor:
         """Return ``[batch, rows, num_heads * head_dim]``, what the layer's o projection reads.
 
         ``rows_in`` is ``[batch, context_rows + rows, hidden]``.
@@ -221,7 +190,7 @@ class DecoderStack:
         context_rows, head_dim = 0 if inputs.context is None else inputs.context.shape[1], keys.shape[3]
         rows = rows_in.shape[1] - context_rows
         weights, scales = split_weights(layer.q, layer.k, layer.v)
-        qkv = ops.linears(rows_in, weights, _qkv_biases(layer), True, squares, self.eps, scales)
+        qkv = ops.linears(rows_in, weights, _qkv_biases(layer), True, scales)
         query = qkv.new_empty(qkv.shape[0], rows, layer.o.shape[1] // head_dim, head_dim)
         norms = (layer.q_norm, layer.k_norm, self.eps)
         ops.qkv_norm_rope_append_(

@@ -139,7 +139,7 @@ CALLS: dict[str, Callable[[], dict[str, object]]] = {
     "silu_mul": lambda: {"gate_up": torch.randn(BATCH, ROWS, 2 * HIDDEN)},
     "swiglu": lambda: {
         "x": torch.randn(ROWS, HIDDEN), "gate": torch.randn(WIDTH, HIDDEN), "up": torch.randn(WIDTH, HIDDEN),
-        "prefetch": False, "squares": None, "eps": 0.0},
+        "prefetch": False},
     "sigmoid_mul": lambda: {"x": torch.randn(ROWS, HEADS, DIM), "gate": torch.randn(ROWS, HEADS, DIM)},
     "delta_net_inputs": lambda: {
         "qkv": torch.randn(BATCH, ROWS, (2 * KV_HEADS + HEADS) * DIM), "b": torch.randn(BATCH, ROWS, HEADS),
@@ -156,11 +156,7 @@ CALLS: dict[str, Callable[[], dict[str, object]]] = {
         "prefetch": False},
     "linears": lambda: {
         "x": torch.randn(ROWS, HIDDEN), "weights": [torch.randn(WIDTH, HIDDEN), torch.randn(5, HIDDEN)],
-        "biases": [torch.randn(WIDTH), torch.randn(5)], "prefetch": False, "squares": None, "eps": 0.0},
-    "linear_add_scale": lambda: {
-        "x": torch.randn(ROWS, WIDTH), "weight": torch.randn(HIDDEN, WIDTH), "residual": torch.randn(ROWS, HIDDEN),
-        "norm": torch.randn(HIDDEN), "bias": torch.randn(HIDDEN), "tap": torch.zeros(ROWS, HIDDEN),
-        "zero_centered": False, "prefetch": False},
+        "biases": [torch.randn(WIDTH), torch.randn(5)], "prefetch": False},
     "experts": lambda: {
         "x": torch.randn(ROWS, HIDDEN), "ids": torch.arange(2 * ROWS).view(ROWS, 2) % 3, "scores": torch.rand(ROWS, 2),
         "gate_up": torch.randn(3, 2 * WIDTH, HIDDEN), "down": torch.randn(3, HIDDEN, WIDTH),

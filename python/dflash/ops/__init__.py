@@ -27,8 +27,7 @@ from .int8 import split_weights as split_weights
 from .kv_cache import append_context_kv_, append_kv_, qkv_norm_rope_append_
 from .layers import PackedLayers as PackedLayers
 from .layers import decoder_layers
-from .linear import folds_norms as folds_norms
-from .linear import linear, linear_add_scale, linears
+from .linear import linear, linears
 from .linear import skinny as skinny
 from .norm import add_rms_norm, fuse_features, rms_norm
 from .recurrent import causal_conv_, gated_recurrence_
@@ -69,7 +68,6 @@ __all__ = [
     "has_cuda_kernels",
     "isa",
     "linear",
-    "linear_add_scale",
     "linears",
     "overlaps",
     "qkv_norm_rope_append_",

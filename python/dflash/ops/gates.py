@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .checks import expect, unit_stride
-from .linear import check_product, check_scales, check_squares, linears, run_kernel
+from .linear import check_product, check_scales, linears, run_kernel
 from .registry import Launcher, op
 
 
@@ -35,8 +35,8 @@ def silu_mul(launch: Launcher, gate_up: Tensor) -> Tensor:
 
 @op()
 def swiglu(
-    launch: Launcher, x: Tensor, gate: Tensor, up: Tensor, prefetch: bool = False, squares: Tensor | None = None,
-    eps: float = 0.0, scales: Tensor | None = None,
+    launch: Launcher, x: Tensor, gate: Tensor, up: Tensor, prefetch: bool = False,
+    scales: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Compute ``silu(x @ gate.T) * (x @ up.T)``: `silu_mul` of `linears`, on CUDA in one kernel for up to 256 rows.
 
@@ -47,8 +47,6 @@ def swiglu(
         gate: ``[out, in]``, the dtype of ``x``.
         up: like ``gate``.
         prefetch: as for `linear`.
-        squares: as for `linears`.
-        eps: as for `linears`.
         scales: ``[2 * out]``, as for `linears`.
 
     Returns:
@@ -61,13 +59,12 @@ def swiglu(
         check_product("swiglu", x, name, weight, is_int8=scales is not None)
     expect("swiglu", "up", up, tuple(gate.shape), gate.dtype, "as gate")
     check_scales("swiglu", [gate, up], scales)
-    check_squares("swiglu", x, squares)
     launch.dtype("swiglu", "x", x)
     if launch.is_fake:
         return x.new_empty(*x.shape[:-1], gate.shape[0])
-    out = run_kernel(launch, "swiglu", x, [gate, up], [None, None], prefetch, True, squares, eps, scales=scales)
+    out = run_kernel(launch, "swiglu", x, [gate, up], [None, None], prefetch, True, scales)
     if out is None:
-        return silu_mul.body(launch, linears.body(launch, x, [gate, up], (), prefetch, squares, eps, scales))
+        return silu_mul.body(launch, linears.body(launch, x, [gate, up], (), prefetch, scales))
     return out
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import _C
 from . import reference, switches
-from .checks import dense, expect, row_stride
+from .checks import dense, expect
 from .registry import Launcher, op
 
 _SKINNY = {getattr(torch, dtype): rows for dtype, rows in _C.SKINNY_ROWS.items()}
@@ -57,7 +57,7 @@ def linear(
 @op()
 def linears(
     launch: Launcher, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] = (), prefetch: bool = False,
-    squares: Tensor | None = None, eps: float = 0.0, scales: Tensor | None = None,
+    scales: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Compute `linear` of the same rows with several weights, the results side by side, in one kernel.
 
@@ -66,9 +66,6 @@ def linears(
         weights: one to four of ``[out, in]``, each with an ``out`` of its own, the dtype of ``x``.
         biases: ``[out]`` for each weight, or none at all.
         prefetch: as for `linear`.
-        squares: what `linear_add_scale` returned along with ``x``, or None. Each row's products are then divided by
-            ``sqrt(sum(squares) / in + eps)``, before the bias is added.
-        eps: of the norm that ``squares`` belongs to.
         scales: ``[sum of out]`` float32, those of all weights, which are int8 then: see `linear`.
 
     Returns:
@@ -84,77 +81,8 @@ def linears(
     for i, weight in enumerate(weights):
         bias = biases[i] if biases else None
         check_product("linears", x, f"weights[{i}]", weight, f"biases[{i}]", bias, is_int8=scales is not None)
-    check_squares("linears", x, squares)
     check_scales("linears", weights, scales)
-    return _products(launch, "linears", x, weights, biases or [None] * len(weights), prefetch, squares, eps, scales)
-
-
-@op(mutates=("tap",))
-def linear_add_scale(
-    launch: Launcher, x: Tensor, weight: Tensor, residual: Tensor, norm: Tensor, bias: Tensor | None = None,
-    tap: Tensor | None = None, zero_centered: bool = False, prefetch: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Compute ``h = linear(x, weight, bias) + residual`` and the part of its RMSNorm that the next product cannot do.
-
-    That product takes the rest: `linears` or `swiglu` of ``h * norm``, with ``squares``, is that of ``rms_norm(h)``. On
-    CUDA, up to 256 rows in bfloat16 where ``in`` and ``hidden`` are multiples of 8, no kernel then is the norm's own.
-    A row's bits depend neither on its place nor on how many rows there are. Anything else goes through torch.
-
-    Args:
-        x: ``[..., rows, in]``, float32 or bfloat16. In float16 ``h * norm`` could overflow.
-        weight: ``[hidden, in]``, the dtype of ``x``.
-        residual: ``[..., rows, hidden]``, the dtype of ``x``.
-        norm: ``[hidden]``, the norm's weight, the dtype of ``x``.
-        bias: ``[hidden]``, the dtype of ``x``, or None.
-        tap: as in `add_rms_norm`.
-        zero_centered: as in `rms_norm`.
-        prefetch: as for `linear`.
-
-    Returns:
-        ``(h * norm, h, squares)``: the first two like ``residual``, each rounded, and ``squares``
-        ``[..., rows, tiles]`` float32, the sums of the squares of h over 128 columns each.
-
-    Raises:
-        ValueError: a shape does not fit, or the tap's rows are unevenly spaced. TypeError: a dtype does not fit.
-    """
-    name = "linear_add_scale"
-    check_product(name, x, "weight", weight, "bias", bias)
-    shape = (*x.shape[:-1], weight.shape[0])
-    expect(name, "residual", residual, shape, x.dtype, "..., rows, hidden")
-    expect(name, "norm", norm, shape[-1:], x.dtype, "hidden")
-    if tap is not None:
-        expect(name, "tap", tap, shape, x.dtype, "..., rows, hidden")
-        row_stride(name, "tap", tap)
-    if x.dtype == torch.float16:
-        raise TypeError(f"{name}: x must be float32 or bfloat16, got {x.dtype}. Use linear and add_rms_norm")
-    launch.dtype(name, "x", x)
-    total = x.new_empty(shape)
-    squares = x.new_empty(*shape[:-1], -(-shape[-1] // _C.SQUARES_COLUMNS), dtype=torch.float32)
-    if launch.is_fake:
-        return x.new_empty(shape), total, squares
-    norm, residual = launch.aligned(norm.contiguous()), launch.aligned(residual.contiguous())
-    direct = tap is not None and launch.aligned(tap, tap.dim() - 1) is tap  # the kernel writes 16 bytes at once
-    taps = (tap, row_stride(name, "tap", tap)) if direct else (None, 0)
-    added = (residual, norm, total, *taps, squares, zero_centered)
-    out = run_kernel(launch, name, x, [weight], [bias], prefetch, added=added)
-    if out is None:
-        return reference.linear_add_scale(x, weight, residual, norm, bias, tap, zero_centered)
-    if tap is not None and not direct:
-        tap.copy_(total)
-    return out, total, squares
-
-
-def folds_norms(x: Tensor) -> bool:
-    """Return True if `linear_add_scale` and the products after it are kernels for rows like ``x``."""
-    few = x.numel() <= _C.MAX_LINEAR_ROWS * x.shape[-1]
-    return few and x.dtype == torch.bfloat16 and x.device.type == "cuda"
-
-
-def check_squares(op: str, x: Tensor, squares: Tensor | None) -> None:
-    """Raise unless ``squares`` is None or what `linear_add_scale` returns along with ``x``."""
-    if squares is not None:
-        tiles = -(-x.shape[-1] // _C.SQUARES_COLUMNS)
-        expect(op, "squares", squares, (*x.shape[:-1], tiles), torch.float32, "..., rows, tiles")
+    return _products(launch, "linears", x, weights, biases or [None] * len(weights), prefetch, scales)
 
 
 def check_scales(op: str, weights: Sequence[Tensor], scales: Tensor | None) -> None:
@@ -202,28 +130,26 @@ def _follows(first: Tensor, second: Tensor) -> bool:
 
 def _products(
     launch: Launcher, op: str, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], prefetch: bool,
-    squares: Tensor | None = None, eps: float = 0.0, scales: Tensor | None = None,
+    scales: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Compute ``x @ weight.T + bias`` for each, side by side, ``[..., rows, sum of out]``; the operands fit."""
     launch.dtype(op, "x", x)
     if launch.is_fake:
         return x.new_empty(*x.shape[:-1], sum(weight.shape[0] for weight in weights))
-    out = run_kernel(launch, op, x, weights, biases, prefetch, squares=squares, eps=eps, scales=scales)
+    out = run_kernel(launch, op, x, weights, biases, prefetch, scales=scales)
     if out is not None:
         return out
     operands = _merged(weights, biases) if scales is None else (weights, biases)
-    return reference.linears(x, *operands, squares=squares, eps=eps, scales=scales)
+    return reference.linears(x, *operands, scales=scales)
 
 
 def run_kernel(
     launch: Launcher, op: str, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], prefetch: bool,
-    gated: bool = False, squares: Tensor | None = None, eps: float = 0.0, added: tuple | None = None,
-    scales: Tensor | None = None,
+    gated: bool = False, scales: Tensor | None = None,
 ) -> Tensor | None:  # fmt: skip
     """Run the kernel of `linear` on operands that fit; None if it does not take them.
 
-    Only CUDA's can be gated, take ``squares``, or have ``added``: the fields of ``LinearAdd`` in params.h. Only the
-    CPU's takes ``scales``.
+    Only CUDA's can be gated, and only the CPU's takes ``scales``.
     """
     # 1. See whether the kernel takes this product
     dtype, features = launch.dtype(op, "x", x), [weight.shape[0] for weight in weights]
@@ -231,10 +157,9 @@ def run_kernel(
     splits, workspace = 0, None
     if launch.is_cpu:
         takes = scales is not None or skinny(rows, x.dtype)
-        splits = int(takes and width > 0 and not gated and squares is None and added is None)
+        splits = int(takes and width > 0 and not gated)
     elif scales is None and all(weight.is_contiguous() for weight in weights):
-        shapes = (dtype, rows, width, weights, features, gated, added is not None)
-        splits, workspace = launch.workspace("linear", x.device, *shapes)
+        splits, workspace = launch.workspace("linear", x.device, dtype, rows, width, weights, features, gated)
     if splits == 0:
         return None
     # 2. Make what it reads contiguous, and run it
@@ -246,6 +171,6 @@ def run_kernel(
     counters = None if workspace is None else launch.counters(x.device)
     launch(
         "linear", x, len(weights), weights, weight_scales, biases, features, out, rows, width, out_features, workspace,
-        counters, splits, prefetch and switches.PREFETCH, gated, dense(squares), eps, added, dtype,
+        counters, splits, prefetch and switches.PREFETCH, gated, dtype,
     )  # fmt: skip
     return out

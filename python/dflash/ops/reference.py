@@ -868,49 +868,13 @@ def linears(
     weights: list[Tensor],
     biases: list[Tensor | None] | tuple = (),
     prefetch: bool = False,
-    squares: Tensor | None = None,
-    eps: float = 0.0,
     scales: Tensor | None = None,
 ) -> Tensor:
-    """``x @ weight.T + bias`` of each, side by side; with ``squares``, of the norm of a `linear_add_scale`.
-
-    Products that are scaled are rounded once, after scale and bias, as in the kernel. This copies the weights.
-
-    Raises:
-        ValueError: both ``squares`` and ``scales`` are given: no kernel has both.
-    """
-    if squares is not None and scales is not None:
-        raise ValueError("squares must be None where the weights are in 8 bits, got both squares and scales")
+    """``x @ weight.T + bias`` of each, side by side."""
     split = [None] * len(weights) if scales is None else scales.split([weight.shape[0] for weight in weights])
-    if squares is None:
-        biases = biases or [None] * len(weights)
-        out = [linear(x, weight, bias, False, s) for weight, bias, s in zip(weights, biases, split, strict=True)]
-        return out[0] if len(out) == 1 else torch.cat(out, -1)
-    wide = x.to(_compute_dtype(x))
-    scale = torch.rsqrt(squares.sum(-1, keepdim=True) / x.shape[-1] + eps)
-    out = torch.cat([linear(wide, weight.to(wide.dtype)) for weight in weights], -1) * scale
-    biases = [bias for bias in biases if bias is not None]
-    return (out + torch.cat(biases) if biases else out).to(x.dtype)
-
-
-def linear_add_scale(
-    x: Tensor,
-    weight: Tensor,
-    residual: Tensor,
-    norm: Tensor,
-    bias: Tensor | None = None,
-    tap: Tensor | None = None,
-    zero_centered: bool = False,
-    prefetch: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """``h = x @ weight.T + bias + residual``; returns ``(h * norm, h, squares)`` and puts h in the tap."""
-    total = linear(x, weight, bias) + residual
-    if tap is not None:
-        tap.copy_(total)
-    wide = total.to(_compute_dtype(x))
-    norm, columns = norm.to(wide.dtype), _C.SQUARES_COLUMNS
-    tiles = torch.nn.functional.pad(wide.square(), (0, -wide.shape[-1] % columns)).unflatten(-1, (-1, columns))
-    return (wide * (1 + norm if zero_centered else norm)).to(x.dtype), total, tiles.sum(-1)
+    biases = biases or [None] * len(weights)
+    out = [linear(x, weight, bias, False, s) for weight, bias, s in zip(weights, biases, split, strict=True)]
+    return out[0] if len(out) == 1 else torch.cat(out, -1)
 
 
 def swiglu(
@@ -918,12 +882,10 @@ def swiglu(
     gate: Tensor,
     up: Tensor,
     prefetch: bool = False,
-    squares: Tensor | None = None,
-    eps: float = 0.0,
     scales: Tensor | None = None,
 ) -> Tensor:
     """``silu(x @ gate.T) * (x @ up.T)``, both products rounded first."""
-    return silu_mul(linears(x, [gate, up], (), False, squares, eps, scales))
+    return silu_mul(linears(x, [gate, up], (), False, scales))
 
 
 def experts(
