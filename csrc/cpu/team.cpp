@@ -30,73 +30,24 @@ void put(T& to, T value) {
   __atomic_store_n(&to, value, __ATOMIC_RELAXED);
 }
 
-int64_t nanoseconds(clockid_t clock) {
+int64_t nanoseconds() {
   timespec now{};
-  clock_gettime(clock, &now);
+  clock_gettime(CLOCK_MONOTONIC, &now);
   return now.tv_sec * int64_t(1000000000) + now.tv_nsec;
 }
-
-// Limits the number of threads while other programs compete for processors. A helper preempted in the middle
-// of an iteration holds up the team for a time slice, which is longer than most steps of a small model, so
-// one thread fewer is faster if it happens again and again. Time lost in that way is forgiven at an eighth of
-// the time that passes: a machine at rest has a few such slices per second. One alone is never a reason, and
-// a trial starts afresh.
-// Another thread is tried after a wait, which grows after every failure and shrinks after every success.
-class Throttle {
- public:
-  int threads(int wanted) {
-    const int64_t now = nanoseconds(CLOCK_MONOTONIC);
-    const std::lock_guard<std::mutex> lock(mutex_);
-    if (most_ < kAll && now >= next_trial_) {
-      ++most_;
-      again_after(now, wait_ / 2);
-    }
-    return wanted < most_ ? wanted : most_;
-  }
-
-  // Records that a team of `threads` threads was held up for `lost` nanoseconds.
-  void held_up(int threads, int64_t lost) {
-    const int64_t now = nanoseconds(CLOCK_MONOTONIC);
-    const std::lock_guard<std::mutex> lock(mutex_);
-    const int64_t forgiven = (now - last_) / kShare;
-    lost_ = (lost_ > forgiven ? lost_ - forgiven : 0) + (lost < kMost / 2 ? lost : kMost / 2);
-    last_ = now;
-    if (lost_ < kMost) return;
-    lost_ = 0;
-    if (threads - 1 < most_) most_ = threads - 1;
-    again_after(now, wait_ * 4);
-  }
-
- private:
-  static constexpr int kAll = 1 << 16;
-  static constexpr int64_t kShortest = 50000000, kLongest = 1000000000;
-  static constexpr int64_t kMost = 10000000, kShare = 8;
-
-  void again_after(int64_t now, int64_t wait) {
-    wait_ = wait < kShortest ? kShortest : wait > kLongest ? kLongest : wait;
-    next_trial_ = now + wait_;
-  }
-
-  std::mutex mutex_;
-  int most_ = kAll;
-  int64_t wait_ = kShortest, next_trial_ = 0;
-  int64_t lost_ = 0, last_ = 0;
-};
-
-Throttle throttle;
 
 // Where threads wait for another thread's write. They spin for a while, then sleep to free the processor for
 // the other thread.
 class Gate {
  public:
-  // Waits until there() is true; returns the nanoseconds asleep.
+  // Waits until there() is true.
   template <typename F>
-  int64_t wait(const F& there) {
+  void wait(const F& there) {
     int64_t since = 0;
     for (int looks = 0;; ++looks) {
-      if (there()) return 0;
+      if (there()) return;
       if (looks % 64 == 0) {
-        const int64_t now = nanoseconds(CLOCK_MONOTONIC);
+        const int64_t now = nanoseconds();
         if (since == 0) since = now;
         if (now - since > kPatience) break;
       }
@@ -106,12 +57,10 @@ class Gate {
       asm volatile("yield");
 #endif
     }
-    since = nanoseconds(CLOCK_MONOTONIC);
     std::unique_lock<std::mutex> lock(mutex_);
     __atomic_fetch_add(&asleep_, 1, __ATOMIC_SEQ_CST);
     changed_.wait(lock, there);
     __atomic_fetch_sub(&asleep_, 1, __ATOMIC_SEQ_CST);
-    return nanoseconds(CLOCK_MONOTONIC) - since;
   }
 
   // Must be called after each write that makes there() true.
@@ -139,10 +88,7 @@ struct Loop {
 
 class Team {
  public:
-  explicit Team(int threads)
-      : threads_(threads),
-        ranges_(threads < kMaxRanges ? threads : kMaxRanges),
-        since_(nanoseconds(CLOCK_MONOTONIC)) {
+  explicit Team(int threads) : ranges_(threads < kMaxRanges ? threads : kMaxRanges) {
     for (int i = 0; i < ranges_; ++i) ranges_taken_[i].value = 0;
   }
 
@@ -161,19 +107,13 @@ class Team {
 
   // Called on every other thread; returns after close().
   void help(int thread) {
-    const int64_t busy_before = nanoseconds(CLOCK_THREAD_CPUTIME_ID);
-    int64_t asleep = 0;
     for (uint64_t seen = 0, round = 0;; seen = round) {
-      asleep += start_.wait([&] { return (round = get(round_)) != seen; });
+      start_.wait([&] { return (round = get(round_)) != seen; });
       if (round == kClosed) break;
       const Loop& slot = loops_[round % 2].loop;
       const Loop loop{get(slot.body), get(slot.context), get(slot.n)};
       if (get(round_) == round) work(thread, loop, round);  // else a later round may be half written here
     }
-    const int64_t busy = nanoseconds(CLOCK_THREAD_CPUTIME_ID) - busy_before;
-    const int64_t life = nanoseconds(CLOCK_MONOTONIC) - since_, away = life - busy - asleep;
-    if (away >= kSlice && away >= life / 8 && __atomic_fetch_add(&held_up_, 1, __ATOMIC_SEQ_CST) == 0)
-      throttle.held_up(threads_, away);
     __atomic_fetch_add(&gone_, 1, __ATOMIC_SEQ_CST);
     end_.open();
   }
@@ -188,8 +128,6 @@ class Team {
 
  private:
   static constexpr uint64_t kClosed = ~uint64_t(0);
-  // A helper counts as preempted after this many nanoseconds off its processor, and an eighth of its life.
-  static constexpr int64_t kSlice = 1000000;
 
   // Progress in a range: round << 32 | iterations taken. An older round means none. One cache line each.
   struct alignas(64) Taken {
@@ -241,12 +179,11 @@ class Team {
   alignas(64) uint64_t round_ = 0;  // number of the current loop, from 1
   Gate start_;
   alignas(64) int64_t ended_ = 0;  // iterations finished in all rounds
-  int gone_ = 0, held_up_ = 0;     // helpers
+  int gone_ = 0;                   // helpers
   Gate end_;
   alignas(64) uint64_t last_round_ = 0;
   int64_t all_ = 0;  // iterations in all rounds started
-  const int threads_, ranges_;
-  const int64_t since_;
+  const int ranges_;
   Taken ranges_taken_[kMaxRanges];
 };
 
@@ -255,10 +192,9 @@ thread_local Team* team = nullptr;  // the team that this thread opened
 }  // namespace
 
 void with_team(int threads, void (*body)(const void*), const void* context) noexcept {
-  const int used = threads > 1 ? throttle.threads(threads) : 1;
-  if (used <= 1 || team || in_loop) return body(context);
-  Team own(used);
-#pragma omp parallel num_threads(used)
+  if (threads <= 1 || team || in_loop) return body(context);
+  Team own(threads);
+#pragma omp parallel num_threads(threads)
   {
     const int thread = omp_get_thread_num();
     if (thread == 0) {
