@@ -135,11 +135,5 @@ PYBIND11_MODULE(_C, m) {
       .def("unchanged", &DecoderLayers::unchanged);
 #if DFLASH_WITH_CUDA
   bind_cuda_kernels(m);
-#if DFLASH_TRACE
-  m.def("set_trace", [](uintptr_t buffer, int64_t records) {
-    const cudaError_t error = set_trace(reinterpret_cast<void*>(buffer), records);
-    if (error != cudaSuccess) throw std::runtime_error(cudaGetErrorString(error));
-  });
-#endif
 #endif
 }

@@ -1,4 +1,4 @@
-"""What ``bench/gpu`` makes of the results of a GPU machine: the page and the timeline."""
+"""What ``bench/gpu`` makes of the results of a GPU machine: the page."""
 
 import json
 import os
@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 ROOT = Path(__file__).parents[1]
 BENCH = ROOT / "bench" / "gpu"
@@ -27,14 +26,12 @@ ROW = {
 
 
 @pytest.fixture
-def modules(monkeypatch):
+def page_module(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCH))
     import page
-    import timeline
 
-    yield page, timeline
-    for name in ("page", "timeline"):
-        sys.modules.pop(name)
+    yield page
+    sys.modules.pop("page")
 
 
 def write(path, rows, **facts):
@@ -42,13 +39,13 @@ def write(path, rows, **facts):
     path.write_text(json.dumps(facts | {"rows": rows}))
 
 
-def test_the_page_has_the_newest_row_and_what_was_left_out(modules, tmp_path):
+def test_the_page_has_the_newest_row_and_what_was_left_out(page_module, tmp_path):
     left_out = [{"runner": "compiled", "context": 1024, "batch": 1, "why": "it took too long"}]
     write(
         tmp_path / "step-1k-20261101-120000.json", [ROW | {"step_ms": 9.0}, ROW | {"runner": "graph", "step_ms": 8.0}]
     )
     write(tmp_path / "step-1k-20261102-110000.json", [ROW], left_out=left_out)
-    modules[0].main(tmp_path)
+    page_module.main(tmp_path)
     page = (tmp_path / "README.md").read_text()
     assert "| 1024 | 1 | 6 | fused | 5.000 | 87 % | 90 % | - | - | 3 | abc |" in page
     assert "9.000" not in page
@@ -57,29 +54,29 @@ def test_the_page_has_the_newest_row_and_what_was_left_out(modules, tmp_path):
     assert "| a GPU | 580.1 | 13.0 | 2.11.0 | 5.17.0 | abc | 2 |" in page
 
 
-def test_the_page_compares_overlap_and_says_where_it_was_not_active(modules, tmp_path):
+def test_the_page_compares_overlap_and_says_where_it_was_not_active(page_module, tmp_path):
     write(tmp_path / "overlap1-prefetch1-20261101-120000.json", [ROW])
     write(tmp_path / "overlap1-prefetch0-20261101-120100.json", [ROW | {"step_ms": 5.5}], prefetch=False, overlap=False)
     write(tmp_path / "overlap0-prefetch0-20261101-120200.json", [ROW | {"step_ms": 6.0}], prefetch=False, overlap=False)
-    modules[0].main(tmp_path)
+    page_module.main(tmp_path)
     page = (tmp_path / "README.md").read_text()
     for line in ("| on | on | 5.000 |", "| asked for, not active | off | 5.500 |", "| off | off | 6.000 |"):
         assert line in page
 
 
-def test_the_page_says_what_became_of_each_stage(modules, tmp_path):
+def test_the_page_says_what_became_of_each_stage(page_module, tmp_path):
     first = ["build\t10:00\tabc\tok", "tests\t10:03\tabc\tbegun, did not end", "tests\t10:05\tabc\t2 min; ok"]
     (tmp_path / "stages-20261101-100000.tsv").write_text("\n".join(first))
     second = ["build\t11:00\tabc\tnot begun", "step\t11:00\tabc\tnot begun", "tests\t11:00\tabc\tbegun, did not end"]
     (tmp_path / "stages-20261101-110000.tsv").write_text("\n".join(second))
-    modules[0].main(tmp_path)
+    page_module.main(tmp_path)
     page = (tmp_path / "README.md").read_text()
     assert "| build | 10:00 | abc | ok |" in page
     assert "| tests | 11:00 | abc | begun, did not end |" in page
     assert "| step | 11:00 | abc | not begun |" in page
 
 
-def test_the_page_names_the_tests_that_failed_and_counts_those_that_did_not_run(modules, tmp_path):
+def test_the_page_names_the_tests_that_failed_and_counts_those_that_did_not_run(page_module, tmp_path):
     def line(test, outcome, why=""):
         return {"test": f"tests/{test}", "outcome": outcome, "why": why}
 
@@ -96,7 +93,7 @@ def test_the_page_names_the_tests_that_failed_and_counts_those_that_did_not_run(
     ]
     half = '\n{"test": "tests/b.py::one", "out'  # written when the machine went
     (tmp_path / "tests-20261101-120000.jsonl").write_text("\n".join(map(json.dumps, lines)) + half)
-    modules[0].main(tmp_path)
+    page_module.main(tmp_path)
     page = (tmp_path / "README.md").read_text()
     assert "1 passed, 1 failed, 1 skipped, 2 did not run" in page
     assert "- `tests/a.py::wrong`: CUDA error: misaligned address" in page
@@ -198,18 +195,17 @@ def machine(tmp_path):
     return GpuMachine(tmp_path)
 
 
-def test_every_stage_runs_and_two_builds_serve_all(machine):
+def test_every_stage_runs_and_one_build_serves_all(machine):
     code, calls = machine.run()
     assert code == 0
-    assert len([call for call in calls if "cmake" in call and " --build " in call]) == 2  # one with a trace
+    assert len([call for call in calls if "cmake" in call and " --build " in call]) == 1
     outcomes = machine.outcomes()
-    assert len(outcomes) == 9
+    assert len(outcomes) == 8
     assert all(outcome.endswith("; ok") for outcome in outcomes.values())
     assert len([call for call in calls if call.startswith("compute-sanitizer uncached")]) == 3
     (profiled,) = [call for call in calls if call.startswith("ncu")]
     assert "-k regex:dflash:: --filter-mode per-launch-config" in profiled
     assert all("build/gpu/plain/python" in call for call in calls if "-m pytest" in call or "bench/step" in call)
-    assert all("build/gpu/traced/python" in call for call in calls if "timeline.py" in call)
 
 
 def test_a_stage_alone_builds_if_there_is_no_build_or_the_sources_are_others(machine):
@@ -218,7 +214,6 @@ def test_a_stage_alone_builds_if_there_is_no_build_or_the_sources_are_others(mac
 
     assert builds("memory") == 1
     assert builds("overlap") == 0
-    assert builds("trace") == 1
     (machine.root / "csrc" / "kernel.cu").write_text("changed")
     assert builds("memory") == 1
 
@@ -233,23 +228,3 @@ def test_what_fails_is_named_and_what_follows_runs(machine):
 def test_without_time_a_stage_is_not_begun(machine):
     assert machine.run("--seconds", "5", "probe") == (1, [])
     assert machine.outcomes() == {"probe": "not begun"}
-
-
-def test_records_are_put_together_by_launch(modules):
-    timeline = modules[1]
-    records = list(timeline.made_up())
-    shuffled = [records[i] for i in torch.randperm(len(records), generator=torch.Generator().manual_seed(0)).tolist()]
-    assert timeline.unpack(timeline.pack(shuffled)) == shuffled
-    found = timeline.launches(shuffled)
-    assert [launch.kernel for launch in found] == ["linear_kernel", "block_attention_kernel"] * 3
-    assert [len(launch.blocks) for launch in found] == [240, 40] * 3
-    layer = timeline.one_layer(found, 1)
-    assert [launch.kernel for launch in layer] == ["block_attention_kernel", "linear_kernel", "block_attention_kernel"]
-
-
-def test_a_buffer_that_was_too_small_gives_the_records_it_holds(modules):
-    timeline = modules[1]
-    records = list(timeline.made_up())[:3]
-    buffer = timeline.pack(records)
-    buffer[0] = 70
-    assert timeline.unpack(buffer) == records

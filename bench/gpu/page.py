@@ -194,15 +194,14 @@ def _op_line(row: Row) -> str:
 
 
 def texts(folder: Path) -> list[str]:
-    """Show what the doctor, the probe and the memory checker said, what Nsight Compute left, and the newest picture."""
+    """Show what the doctor, the probe and the memory checker said, and what Nsight Compute left."""
     lines = []
     for name in ("doctor", "probe", "memory", "registers"):
         for path in by_time(folder, f"{name}-*.txt")[-1:]:
             text = path.read_text().strip().splitlines()
             lines += [f"The end of {path.name}:", "", "```", *text[-_TAIL:], "```", ""]
-    for shown, pattern in (("[What bounds each kernel]", "ncu-*.csv"), ("![One layer]", "timeline-*.png")):
-        for path in by_time(folder, pattern)[-1:]:
-            lines += [f"{shown}({path.name})", ""]
+    for path in by_time(folder, "ncu-*.csv")[-1:]:
+        lines += [f"[What bounds each kernel]({path.name})", ""]
     return lines
 
 

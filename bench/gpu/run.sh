@@ -8,7 +8,6 @@
 #   step     the step at several contexts and batches; where its time goes           8
 #   overlap  the step with overlap and prefetch on and off                           5
 #   kernels  every kernel next to plain torch; what bounds it (Nsight Compute)       7
-#   trace    when the blocks of one layer start, wait and end, as a picture          5
 #   peers    the reference loop, torch.compile, StaticCache                          9
 #
 # The minutes are estimates. A stage stops after nine minutes with what it has, and can run alone: it compiles what it
@@ -25,7 +24,7 @@
 #     bench/gpu/run.sh --seconds 570 --archive OUT/gpu-1.tar.gz --commit NAME build tests
 # Afterwards unpack the archives into one folder, and `python bench/gpu/page.py FOLDER`.
 #
-# Needs torch, transformers, pybind11, cmake, ninja, nvcc, pytest, pytest-xdist, matplotlib and, for the reference loop,
+# Needs torch, transformers, pybind11, cmake, ninja, nvcc, pytest, pytest-xdist and, for the reference loop,
 # `.peers` (bench/README.md). When something fails:
 #   a test      its file with DFLASH_OVERLAP=0, then with CUDA_LAUNCH_BLOCKING=1. Wrong only with overlap: a wait is
 #               missing, or a kernel of torch's own reads early. Always wrong: compute-sanitizer on that test.
@@ -35,7 +34,7 @@
 set -uo pipefail
 cd "$(dirname "$0")/../.." || exit
 
-all=(build tests memory probe step overlap kernels trace peers)
+all=(build tests memory probe step overlap kernels peers)
 device=cuda out=bench/results/gpu archive='' total=1000000 commit='' stages=()
 while [ $# -gt 0 ]; do
   case $1 in
@@ -76,21 +75,20 @@ attempt() { # attempt NAME SECONDS COMMAND...: run it for so long at most; what 
   return $code
 }
 
-use() { # use NAME [OPTION...]: a build with these options of CMake is what Python imports from here on
+use_build() { # a build for this GPU is what Python imports from here on
   if [ "$on_cpu" ]; then # what is installed
     attempt dflash "$(left)" python3 -c 'from dflash import _C'
     return
   fi
-  local name=$1 place=build/gpu/$1 arch made_of
-  shift
+  local place=build/gpu/plain arch made_of
   arch=$(nvidia-smi --query-gpu=compute_cap --format=csv,noheader | head -n 1 | tr -d .)
   made_of="$arch $(python3 -V) $(find csrc CMakeLists.txt -type f -print0 | sort -z | xargs -0 cat | sha256sum)"
   if [ "$(cat "$place/made-of" 2>/dev/null)" != "$made_of" ]; then
     mkdir -p "$place"
-    { cmake -S . -B "$place/cmake" -G Ninja -DDFLASH_CUDA=ON "-DCMAKE_CUDA_ARCHITECTURES=$arch" "$@" \
+    { cmake -S . -B "$place/cmake" -G Ninja -DDFLASH_CUDA=ON "-DCMAKE_CUDA_ARCHITECTURES=$arch" \
         "-DPython_EXECUTABLE=$(command -v python3)" "-Dpybind11_DIR=$(python3 -m pybind11 --cmakedir)" &&
-      attempt "$name build" "$(left)" cmake --build "$place/cmake"; } >"$place/log" 2>&1 ||
-      { cp "$place/log" "$(named "$name-build" log)"; tail -n 40 "$place/log"; return 1; }
+      attempt "plain build" "$(left)" cmake --build "$place/cmake"; } >"$place/log" 2>&1 ||
+      { cp "$place/log" "$(named plain-build log)"; tail -n 40 "$place/log"; return 1; }
     echo "$made_of" >"$place/made-of"
   fi
   rm -rf "$place/python"
@@ -101,14 +99,14 @@ use() { # use NAME [OPTION...]: a build with these options of CMake is what Pyth
 build() {
   python3 -c "import sys, torch, transformers as t; print('python', sys.version.split()[0], 'torch', torch.__version__, 'transformers', t.__version__)"
   [ "$on_cpu" ] || nvidia-smi --query-gpu=name,driver_version,clocks.sm,clocks.mem,clocks_throttle_reasons.active --format=csv
-  use plain || return
+  use_build || return
   [ "$on_cpu" ] || attempt registers "$(left)" python3 tests/cuda_emulation/ptxas_table.py <build/gpu/plain/log >"$(named registers txt)"
   attempt doctor "$(left)" python3 -c 'from dflash.cli import main; main()' doctor >"$work/doctor"
   tee "$(named doctor txt)" <"$work/doctor"
 }
 
 tests() {
-  use plain || return
+  use_build || return
   local which=(-n 8 -m cuda --continue-on-collection-errors tests) log
   [ "$on_cpu" ] && which=(-n 2 -m "not cuda and not slow" tests/test_silu_mul.py)
   log=$(named tests log)
@@ -118,7 +116,7 @@ tests() {
 }
 
 memory() { # torch would cut tensors out of large allocations, in which the tool sees no end
-  use plain || return
+  use_build || return
   local tool=(compute-sanitizer --tool memcheck --error-exitcode 9) place=cuda op file
   file=$(named memory txt)
   [ "$on_cpu" ] && tool=(env) place=cpu
@@ -149,7 +147,7 @@ steps() { # steps RUNS NAME OPTION...: bench/step into a file of its own, in its
 }
 
 step() {
-  use plain || return
+  use_build || return
   steps 4 step-1k --contexts "$near" --runners eager graph fused
   steps 3 step-long --contexts "${far[@]}" --runners fused --accepted 6
   steps 2 step-batch --contexts "$near" --batches 2 4 8 --runners fused graph --accepted 6
@@ -158,7 +156,7 @@ step() {
 }
 
 overlap() {
-  use plain || return
+  use_build || return
   local runs=3 overlap prefetch
   while read -r overlap prefetch; do
     DFLASH_OVERLAP=$overlap DFLASH_PREFETCH=$prefetch \
@@ -167,7 +165,7 @@ overlap() {
 }
 
 kernels() {
-  use plain || return
+  use_build || return
   local sizes=(--device cuda --models qwen3-8b --rows 16 --contexts 1024 8192 32768 --dtypes bfloat16 --seconds 0.05)
   # Of our kernels, the third and fourth launch of each grid: the second layer's, mostly.
   local tool=(ncu --target-processes all --clock-control none --log-file "$(named ncu csv)" --csv --page raw
@@ -180,19 +178,8 @@ kernels() {
   attempt "${tool[0]}" "$(left)" "${tool[@]}" "${run[@]}"
 }
 
-trace() {
-  if [ "$on_cpu" ]; then # does it compile? Without optimization that takes seconds per file
-    attempt "traced build" "$(left)" xargs -0 -n 1 -P "$(nproc)" "$nvcc" -std=c++17 -I csrc -DDFLASH_TRACE=1 \
-      --Werror all-warnings -arch=compute_90 -ptx -Xcicc -O0 -odir "$work" < <(printf '%s\0' csrc/cuda/*.cu)
-    attempt timeline "$(left)" python3 bench/gpu/timeline.py --try "$(named timeline png)"
-    return
-  fi
-  use traced -DDFLASH_TRACE=ON || return
-  attempt timeline "$(left)" python3 bench/gpu/timeline.py "$(named timeline png)"
-}
-
 peers() { # each in a run of its own, so that a slow compilation takes no other's rows with it
-  use plain || return
+  use_build || return
   local runs=3 runner
   for runner in reference static compiled; do
     steps $((runs--)) "peer-$runner" --contexts "$near" --accepted 6 --runners fused "$runner"

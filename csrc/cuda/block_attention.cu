@@ -50,7 +50,7 @@ static __global__ void __launch_bounds__(kThreads<kDim>, 1)
   const TileRows<T, kDim> rows(p, index);
   const bool reads_early = !kTree && p.fresh >= 0;
   grid_launch_dependents();
-  grid_dependency_wait_unless(reads_early);
+  if (!reads_early) grid_dependency_wait();
   const std::conditional_t<kTree, TreeTile<T, kDim>, ChainTile<T, kDim>> t(rows, bad);
   const int first = chunk_of(t.begin), last = t.begin < t.end ? chunk_of(t.end - 1) : first;
   float* stored = p.workspace + index * p.splits * kStateFloats<kDim>;
@@ -58,7 +58,7 @@ static __global__ void __launch_bounds__(kThreads<kDim>, 1)
   // The last chunks of a split tile start first, because they are the longest.
   const int start = is_split ? last - int(blockIdx.y) : first, step = is_split ? -int(gridDim.y) : 1;
   const int copied = reads_early && start >= first ? t.copy_old_keys(start) : 0;
-  grid_dependency_wait_later();
+  grid_dependency_wait();
   if (is_split && blockIdx.y == 0 && threadIdx.x == 0) *chunks_of<kDim>(p, index) = make_int2(first, last);
   State<kDim> s;
   for (int chunk = start; chunk >= first && chunk <= last; chunk += step) {

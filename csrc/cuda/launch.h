@@ -18,12 +18,6 @@ bool overlaps(int device);
 // Later launches overlap, where the device can, or none does.
 void set_overlap(bool on);
 
-#if DFLASH_TRACE
-// Where blocks of later launches leave their records: a count, then the records (trace.cuh). Waits for the
-// device.
-cudaError_t set_trace(void* buffer, int64_t records);
-#endif
-
 // ---- what callers provide besides tensors; answered from shapes, without a GPU
 
 constexpr int64_t kNumCounters = 144;  // in the array that blocks sharing a result count themselves in

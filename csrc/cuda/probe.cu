@@ -22,14 +22,4 @@ bool overlaps(int device) {
 
 void set_overlap(bool on) { overlap_is_on = on; }
 
-#if DFLASH_TRACE
-cudaError_t set_trace(void* buffer, int64_t records) {
-  auto* count = static_cast<unsigned long long*>(buffer);
-  const TraceBuffer trace{count, reinterpret_cast<TraceRecord*>(count + 1), uint64_t(records)};
-  for (const auto set : trace_setters())
-    if (const cudaError_t error = set(trace); error != cudaSuccess) return error;
-  return cudaSuccess;
-}
-#endif
-
 }  // namespace dflash

@@ -84,23 +84,12 @@ cudaError_t launch_overlapping(void (*kernel)(Parameters...), dim3 grid, dim3 bl
   return launch_with(overlapping, kernel, grid, block, shared, stream, arguments...);
 }
 
-// Waits until the kernel ahead has ended and its writes are visible; nothing in an ordinary launch. A kernel
-// whose parameters decide if it reads early calls the second of these, and then the third in any case.
-#if DFLASH_TRACE
-}  // namespace dflash
-#include "cuda/trace.cuh"  // has its own
-namespace dflash {
-#else
+// Waits until the kernel ahead has ended and its writes are visible; nothing in an ordinary launch.
 __device__ __forceinline__ void grid_dependency_wait() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
-__device__ __forceinline__ void grid_dependency_wait_unless(bool later) {
-  if (!later) grid_dependency_wait();
-}
-__device__ __forceinline__ void grid_dependency_wait_later() { grid_dependency_wait(); }
-#endif
 
 // Lets an overlapping launch after this kernel start, once every block has called it or ended.
 __device__ __forceinline__ void grid_launch_dependents() {

@@ -119,7 +119,7 @@ static __global__ void __launch_bounds__(32 * kWarps, 1)
   const int64_t slot_in_row = is_query && p.gated ? 2 * head : head + gates;
   const T* x = static_cast<const T*>(p.qkv) + (index * (heads + gates) + slot_in_row) * d;
   float* normed = shared<float>() + threadIdx.x / 32 * d;
-  grid_dependency_wait_unless(p.prefetch);
+  if (!p.prefetch) grid_dependency_wait();
   const bool exists = index < p.batch * p.rows;
   const RowPlace place = exists ? place_of(p, b, row) : RowPlace{-1, 0};
   const Turn<T> turn{static_cast<const T*>(is_query ? p.q_norm_weight : p.k_norm_weight),
@@ -131,7 +131,7 @@ static __global__ void __launch_bounds__(32 * kWarps, 1)
                      norm_offset(p.zero_centered)};
   Piece<T, kWidth> first{};  // requested before the slot is used
   if (!is_value) first.read_turn(turn, threadIdx.x % 32 * kWidth);
-  grid_dependency_wait_later();
+  grid_dependency_wait();
   grid_launch_dependents();  // not before: attention relies on it, see block_attention.cu
   if (!exists) return;
   first.read_x(x, d, threadIdx.x % 32 * kWidth);

@@ -23,10 +23,6 @@ cudaError_t launch_overlapping(void (*kernel)(Parameters...), dim3 grid, dim3 bl
 }
 
 inline void grid_dependency_wait() { emulation::dependency_wait(); }
-inline void grid_dependency_wait_unless(bool later) {
-  if (!later) grid_dependency_wait();
-}
-inline void grid_dependency_wait_later() { grid_dependency_wait(); }
 inline void grid_launch_dependents() { emulation::launch_dependents(); }
 
 template <typename T>
