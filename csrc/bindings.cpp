@@ -119,6 +119,7 @@ PYBIND11_MODULE(_C, m) {
   m.attr("SKINNY_ROWS") = py::dict("float32"_a = max_skinny_rows(DType::kFloat32),
                                    "bfloat16"_a = max_skinny_rows(DType::kBFloat16));
   m.attr("QUANT_GROUP") = kQuantGroup;
+  m.attr("MAX_RECURRENT_KEYS") = kMaxRecurrentKeys;
   m.attr("MAX_TREE_ROWS") = kMaxTreeRows;
   m.attr("MAX_CANDIDATES") = kMaxCandidates;
   m.attr("ROW_STATES") = py::make_tuple(int(kRunning), int(kStop), int(kLimit), int(kInvalid));

@@ -608,6 +608,8 @@ struct GatherRowsParams {
   }
 };
 
+constexpr int64_t kMaxRecurrentKeys = 256;  // per head, of the CUDA kernel
+
 // One layer of a linear recurrence (gated delta rule, Mamba-2) over a block of rows, whose state stands at a
 // position in front of the block. First the accepted rows of the last pass are applied from what it saved of
 // them, then the rows run. Per head: S' = a S; d = beta (v - S'^T k), or v without beta; S = S' + k d^T;

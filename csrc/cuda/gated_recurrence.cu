@@ -51,11 +51,10 @@ static __device__ void save_rows(const GatedRecurrenceParams& p, int64_t b, int6
 // One warp of every block, once the whole block has read the saved rows: the last of the blocks that count on
 // the same counter overwrites them. A counter serves one key head, or more when there are too many; it wraps
 // to zero.
-static __device__ __forceinline__ void save(const GatedRecurrenceParams& p, const Place& at, int columns,
-                                            bool wide) {
+static __device__ __forceinline__ void save(const GatedRecurrenceParams& p, const Place& at, bool wide) {
   const int64_t units = p.batch * p.key_heads, counter = (at.b * p.key_heads + at.key_head) % kNumCounters;
   const int64_t members = ceil_div(units - counter, kNumCounters);
-  const unsigned last = unsigned(members * (p.heads / p.key_heads) * ceil_div(p.value_dim, columns) - 1);
+  const unsigned last = unsigned(members * (p.heads / p.key_heads) * ceil_div(p.value_dim, kColumns) - 1);
   unsigned ticket = 0;
   if (threadIdx.x % 32 == 0) {
     __threadfence();
@@ -80,7 +79,7 @@ static __global__ void __launch_bounds__(kThreads, 1)
     gated_recurrence_kernel(const GatedRecurrenceParams p, const bool wide) {
   using C = Chunk<kGroups, kPerKey>;
   C* chunks = shared<C>();
-  const Place at(p, kColumns);
+  const Place at(p);
   const int part = threadIdx.x % kParts, lane_column = threadIdx.x / kParts * 2;
   const bool computes = threadIdx.x < 32 * kWarps;
   const int64_t left = computes ? p.value_dim - at.column - lane_column : 0;
@@ -130,7 +129,7 @@ static __global__ void __launch_bounds__(kThreads, 1)
     chunk.prepare(rows);
     __syncthreads();
     if (!computes) {
-      if (first == 0 && p.block > 0) save(p, at, kColumns, wide);
+      if (first == 0 && p.block > 0) save(p, at, wide);
       continue;
     }
     row.read_all(chunk, 0, kDelta);
@@ -160,59 +159,6 @@ static __global__ void __launch_bounds__(kThreads, 1)
   if (computes && store_at == p.rows) state.store(p, kept, left, wide);
 }
 
-// Keys that do not fit in registers: a warp has one column, in shared memory, a lane every 32nd key of it.
-static __global__ void __launch_bounds__(32 * kWarps, 1) long_keys_kernel(const GatedRecurrenceParams p) {
-  const int columns = int(blockDim.x / 32), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const Place at(p, columns);
-  const int64_t column = at.column + warp, n = p.key_dim;
-  const bool computes = column < p.value_dim;
-  float *s = shared<float>() + warp * n, *kept = p.state + at.of_head(p, at.b, n * p.value_dim) + column;
-  grid_launch_dependents();
-  grid_dependency_wait();
-  const int64_t pending = clamped(p.pending[at.b], p.block), keep = clamped(p.keep[at.b], p.rows);
-  const int64_t store_at = pending > 0 || keep > 0 ? keep : -1;
-  const auto store = [&] {
-    for (int64_t i = lane; i < n; i += 32) kept[i * p.value_dim] = s[i];
-  };
-  for (int64_t i = lane; computes && i < n; i += 32) s[i] = kept[i * p.value_dim];
-  for (int64_t t = 0; computes && t < pending; ++t) {
-    const int64_t row = at.b * p.block + t;
-    const float *a = p.saved_a + at.of_head(p, row, p.decay_dim), *k = p.saved_k + at.of_key(p, row);
-    const float d = p.saved_d[at.of_head(p, row, p.value_dim) + column];
-    for (int64_t i = lane; i < n; i += 32)
-      s[i] = advanced(decayed(a[p.decay_dim == 1 ? 0 : i], s[i]), k[i], d);
-  }
-  __syncthreads();
-  if (warp == 0 && min(p.rows, p.block) > 0) save(p, at, columns, false);
-  for (int64_t t = 0; computes && t < p.rows; ++t) {
-    const int64_t row = at.b * p.rows + t, value = at.of_head(p, row, p.value_dim) + column;
-    const float *log_decay = p.log_decay + at.of_head(p, row, p.decay_dim), *k = p.k + at.of_key(p, row);
-    const float* q = p.q + at.of_key(p, row);
-    if (t == store_at) store();
-    float held = 0.0f, read = 0.0f, qk = 0.0f, d = p.v[value];
-    for (int64_t i = lane; i < n; i += 32) {
-      s[i] = decayed(decay_of(log_decay[p.decay_dim == 1 ? 0 : i]), s[i]);
-      held = __fmaf_rn(s[i], k[i], held);
-      read = __fmaf_rn(s[i], q[i], read);
-      qk = __fmaf_rn(q[i], k[i], qk);
-    }
-    held = warp_sum(held), read = warp_sum(read), qk = warp_sum(qk);
-    if (p.beta) d = corrected(d, held, p.beta[at.of_head(p, row, 1)]);
-    for (int64_t i = lane; i < n; i += 32) s[i] = advanced(s[i], k[i], d);
-    if (lane == 0) p.out[value] = __fmaf_rn(qk, d, read);
-    if (lane == 0 && t < p.block) p.saved_d[at.of_head(p, at.b * p.block + t, p.value_dim) + column] = d;
-  }
-  if (computes && store_at == p.rows) store();
-}
-
-static cudaError_t launch_long_keys(const GatedRecurrenceParams& p, cudaStream_t stream) {
-  const int64_t bytes = p.key_dim * int64_t(sizeof(float)), warps = min(int64_t(kWarps), 96 * 1024 / bytes);
-  if (warps == 0) return cudaErrorInvalidValue;
-  return launch_overlapping(long_keys_kernel,
-                            dim3(unsigned(p.batch * p.heads * ceil_div(p.value_dim, warps))),
-                            dim3(unsigned(32 * warps)), size_t(warps * bytes), stream, p);
-}
-
 template <int kGroups, bool kPerKey>
 static cudaError_t launch_groups(const GatedRecurrenceParams& p, bool wide, cudaStream_t stream) {
   constexpr size_t kBytes = 2 * sizeof(Chunk<kGroups, kPerKey>);
@@ -227,7 +173,7 @@ cudaError_t launch_gated_recurrence(const GatedRecurrenceParams& p, cudaStream_t
   if (p.batch == 0) return cudaSuccess;
   const DeviceScope scope(p.device);
   if (scope.error() != cudaSuccess) return scope.error();
-  if (p.key_dim > kLongestKey) return launch_long_keys(p, stream);
+  if (p.key_dim > kMaxRecurrentKeys) return cudaErrorInvalidValue;
   const bool per_key = p.decay_dim > 1;
   const bool wide = p.key_dim % 4 == 0 && p.value_dim % 4 == 0 &&
                     aligned16(p.q, p.k, p.v, p.state, p.saved_k, p.saved_d, p.out) &&

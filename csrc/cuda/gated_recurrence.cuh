@@ -8,8 +8,8 @@ constexpr int kWarps = 4;                    // that have columns
 constexpr int kThreads = 32 * (kWarps + 1);  // and one that saves
 constexpr int kParts = 8;                    // lanes that share the keys of two columns
 constexpr int kColumns = 2 * 32 / kParts * kWarps;
-constexpr int kPerGroup = 4 * kParts;           // keys; a lane has four neighbours of each group
-constexpr int64_t kLongestKey = 8 * kPerGroup;  // that fits in registers
+constexpr int kPerGroup = 4 * kParts;  // keys; a lane has four neighbours of each group
+static_assert(kMaxRecurrentKeys == 8 * kPerGroup, "what fits in registers");
 
 // ---- arithmetic: no contraction is left to the compiler
 
@@ -35,10 +35,10 @@ static __device__ __forceinline__ int64_t clamped(int64_t x, int64_t most) {
 struct Place {
   int64_t b, head, key_head, column;
 
-  __device__ __forceinline__ Place(const GatedRecurrenceParams& p, int columns) {
-    const int64_t blocks = ceil_div(p.value_dim, columns), index = blockIdx.x / blocks;
+  __device__ __forceinline__ explicit Place(const GatedRecurrenceParams& p) {
+    const int64_t blocks = ceil_div(p.value_dim, kColumns), index = blockIdx.x / blocks;
     b = index / p.heads, head = index % p.heads, key_head = head / (p.heads / p.key_heads);
-    column = blockIdx.x % blocks * columns;
+    column = blockIdx.x % blocks * kColumns;
   }
   // Of a row of [.., heads, size], or of [.., key_heads, size].
   __device__ __forceinline__ int64_t of_head(const GatedRecurrenceParams& p, int64_t row,

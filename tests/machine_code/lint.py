@@ -22,7 +22,7 @@ EARLY = {
 }
 # Those behind may read early, as they start after its wait.
 LATE = ("qkv_norm_rope_append_kernel", "draft_rows_kernel", "gather_rows_kernel")
-NARROW = ("gated_recurrence_kernel", "long_keys_kernel")  # copies of 4 bytes, of rows at any address
+NARROW = ("gated_recurrence_kernel",)  # copies of 4 bytes, of rows at any address
 
 
 def findings(kernel: Kernel) -> list[str]:

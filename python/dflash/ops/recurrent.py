@@ -53,12 +53,16 @@ def gated_recurrence_(
         ``[batch, rows, heads, value_dim]`` float32.
 
     Raises:
-        ValueError: a shape or device does not fit, or a written tensor is not contiguous.
+        ValueError: a shape or device does not fit, a written tensor is not contiguous, or key_dim is over 256 on a GPU.
         TypeError: a dtype does not fit.
     """
     if not _recurrence_fits(q, k, v, log_decay, beta, state, saved_k, saved_d, saved_a, pending, keep):
         _check_recurrence(q, k, v, log_decay, beta, state, saved_k, saved_d, saved_a, pending, keep)
     (batch, rows, key_heads, key_dim), (heads, value_dim) = q.shape, v.shape[2:]
+    if key_dim > _C.MAX_RECURRENT_KEYS and not (launch.is_cpu or launch.is_fake):
+        raise ValueError(
+            f"gated_recurrence_: key_dim must be at most {_C.MAX_RECURRENT_KEYS} on a GPU, got {key_dim}. Use the CPU"
+        )
     out = torch.empty_like(v, memory_format=torch.contiguous_format)  # half the time of new_empty
     inputs = [dense(x) for x in (q, k, v, log_decay, beta)]
     launch(
