@@ -30,10 +30,9 @@ from tokenizers import processors
 
 from dflash import Generator, cli, load_draft
 from dflash.doctor import Effort, Pair, Prompts, Wiring, diagnose, find_prompts
-from dflash.doctor.answers import answer
 from dflash.doctor.faults import Facts, variants
-from dflash.doctor.recording import Answered, record
-from dflash.doctor.replay import Replay
+from dflash.doctor.prompts import Answered, answer
+from dflash.doctor.replay import Replay, record
 from dflash.evaluate import PAIR
 
 # These take more places to tell from chance.

@@ -9,7 +9,7 @@ from families import VOCAB
 from tiny_tokenizers import byte_level
 
 from dflash.doctor import Wiring
-from dflash.doctor.checks import check_positions
+from dflash.doctor.diagnosis import check_positions
 from dflash.doctor.faults import Facts, variants
 from dflash.drafter import DraftConfig, Drafter, Rope
 

@@ -1,10 +1,8 @@
 """What is wrong with a pair: faults of its wiring, found by what other wirings accept."""
 
-from .answers import Pair
-from .checks import Finding
-from .diagnosis import Diagnosis, Effort, diagnose
+from .diagnosis import Diagnosis, Effort, Finding, diagnose
 from .faults import FAMILIES
-from .prompts import Prompts, find_prompts
+from .prompts import Pair, Prompts, find_prompts
 from .wiring import Wiring
 
 __all__ = ["FAMILIES", "Diagnosis", "Effort", "Finding", "Pair", "Prompts", "Wiring", "diagnose", "find_prompts"]

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from ..drafter import is_speculators
+from ..drafter import Drafter, is_speculators
 from ..targets import embedding_table, text_config
-from .answers import Answers, Pair, Show, answer
-from .checks import Finding, check_features, check_positions, check_weights
+from ..terminal import listed
 from .faults import Facts, Variant, variants
-from .prompts import Prompts
-from .recording import record
-from .replay import Replay, Score
+from .prompts import Pair, Prompts, Show, answer
+from .replay import Replay, Score, record
 from .wiring import Wiring
 
-__all__ = ["Diagnosis", "Effort", "diagnose"]
+_TARGET_DTYPE = "run the pair in bfloat16 or float32 (--dtype)"
+_TARGET_WEIGHTS = "these are not the weights of the model that the drafter was trained on"
+_NEAR_ZERO = 1e-10  # mean square of a tap or of fused features; those of trained pairs are from 1e-4 on
 
 _LEAST_GAIN = 0.05  # of the tokens per step as configured
 _LEAST_Z = 3.0  # standard errors of the paired difference: among fifty variants chance makes one of 2.5
@@ -44,6 +45,26 @@ class Effort:
 
     max_new_tokens: int = 128
     places: int = 32
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A fault.
+
+    Attributes:
+        fault: its name, one of a fixed set (docs/doctor.md).
+        found: what was seen.
+        advice: what to do, such as the line for ``config.json``.
+        before, after: tokens per step as configured and without the fault; None if there is nothing to compare.
+        config: the keys of the drafter's ``config.json`` to write; None if none repair it.
+    """
+
+    fault: str
+    found: str
+    advice: str
+    before: float | None = None
+    after: float | None = None
+    config: dict[str, Any] | None = None
 
 
 @dataclass
@@ -98,10 +119,14 @@ def diagnose(pair: Pair, prompts: Prompts, effort: Effort | None = None, show: S
     effort, show = effort or Effort(), show or (lambda *_: None)
     # 1. Answer the prompts with the pair as it is
     answers = answer(pair, prompts, effort.max_new_tokens, show)
-    out = _begin(answers, prompts)
+    block_size, total = answers.generator.block_size, answers.total
+    shares = total.statistics(block_size).acceptance_per_position
+    counts = len(answers.sequences), total.tokens
+    out = Diagnosis(answers.acceptance_length, shares, block_size, *counts, prompts.origin)
     wiring = Wiring.read(pair.keys)
+    longest = max(len(one.ids) for one in answers.sequences)
     out.findings += check_weights(pair.drafter)
-    out.findings += check_positions(pair.keys, answers.longest_prompt, answers.longest)
+    out.findings += check_positions(pair.keys, max(one.prompt_length for one in answers.sequences), longest)
     # 2. Record the target's states over the answers, and look at them
     recordings = record(pair.target, answers.sequences, _layers(wiring, pair.target))
     replay = Replay(recordings, answers.generator.engine.target, pair.drafter, effort.places)
@@ -116,19 +141,11 @@ def diagnose(pair: Pair, prompts: Prompts, effort: Effort | None = None, show: S
             "needed to tell a fault from chance; give more prompts, or prompts with longer answers"
         )
     else:
-        _search(out, replay, wiring, _facts(pair, prompts.tokenizer, answers.longest), show)
+        _search(out, replay, wiring, _facts(pair, prompts.tokenizer, longest), show)
         _compare_encodings(out, pair, prompts, effort, show)
         _explain_low_acceptance(out)
     out.seconds = time.perf_counter() - began
     return out
-
-
-def _begin(answers: Answers, prompts: Prompts) -> Diagnosis:
-    """Return what real decoding tells."""
-    block_size, total = answers.generator.block_size, answers.total
-    shares = total.statistics(block_size).acceptance_per_position
-    counts = len(answers.sequences), total.tokens
-    return Diagnosis(answers.acceptance_length, shares, block_size, *counts, prompts.origin)
 
 
 def _layers(wiring: Wiring, target: Any) -> list[int]:
@@ -157,38 +174,23 @@ def _search(out: Diagnosis, replay: Replay, wiring: Wiring, facts: Facts, show: 
     """Replace the wiring by the variant that accepts most, until none accepts more."""
     score = replay.score(wiring)
     out.replayed = score.mean
-    for number in range(_MOST_FAULTS):
-        best = _best(out if number == 0 else None, replay, wiring, facts, show)
-        out.tried += best.tried
-        if not _is_more(score, best.score, replay.rows):
+    for _ in range(_MOST_FAULTS):
+        variant, other = _best(out, replay, wiring, facts, show)
+        if not _is_more(score, other, replay.rows):
             break
-        variant = best.variant
-        found = f"{variant.change}: more drafts are accepted"
-        gain = score.mean, best.score.mean
+        found, gain = f"{variant.change}: more drafts are accepted", (score.mean, other.mean)
         out.findings.append(Finding(variant.fault, found, variant.advice, *gain, variant.config or None))
-        wiring, score = variant.wiring, best.score
-    if score.valid < 1:
-        out.findings.append(_overflow(replay, score))
+        wiring, score = variant.wiring, other
+    if score.valid < 1:  # logits are NaN in any wiring
+        largest = max(weight.abs().max().item() for weight in replay.drafter.parameters())
+        found = f"{1 - score.valid:.0%} of the drafter's rows of logits are NaN, its weights are not"
+        dtype = str(replay.drafter.dtype).removeprefix("torch.")
+        advice = f"its products overflow {dtype}: look for weights that are too large (the largest is {largest:.2g})"
+        out.findings.append(Finding("overflow", found, advice, score.mean))
 
 
-def _overflow(replay: Replay, score: Score) -> Finding:
-    """Return the finding for logits that are NaN in any wiring."""
-    largest = max(weight.abs().max().item() for weight in replay.drafter.parameters())
-    found = f"{1 - score.valid:.0%} of the drafter's rows of logits are NaN, its weights are not"
-    dtype = str(replay.drafter.dtype).removeprefix("torch.")
-    advice = f"its products overflow {dtype}: look for weights that are too large (the largest is {largest:.2g})"
-    return Finding("overflow", found, advice, score.mean)
-
-
-@dataclass(frozen=True)
-class _Best:
-    variant: Variant
-    score: Score
-    tried: int
-
-
-def _best(out: Diagnosis | None, replay: Replay, wiring: Wiring, facts: Facts, show: Show) -> _Best:
-    """Return the variant that accepts most; `out` gets the trials."""
+def _best(out: Diagnosis, replay: Replay, wiring: Wiring, facts: Facts, show: Show) -> tuple[Variant, Score]:
+    """Return the variant that accepts most; ``out`` gets the trials of the first round."""
     every = [variant for variant in variants(wiring, facts) if replay.can_read(variant.wiring)]
     # 1. A short look at all of them
     first = []
@@ -200,11 +202,11 @@ def _best(out: Diagnosis | None, replay: Replay, wiring: Wiring, facts: Facts, s
     finalists = [every[index] for index in sorted(ranked[:_FINALISTS])]
     scored = [(replay.score(variant.wiring), variant) for variant in finalists]
     show("wirings", len(every), len(every), "")
-    if out is not None:
+    if not out.tried:
         out.trials = {variant.change: score.mean for score, variant in scored}
     enough = (1 - _SAME) * max(score.mean for score, _ in scored)
-    score, variant = next((score, variant) for score, variant in scored if score.mean >= enough)
-    return _Best(variant, score, len(every))
+    out.tried += len(every)
+    return next((variant, score) for score, variant in scored if score.mean >= enough)
 
 
 def _is_more(configured: Score, other: Score, answers: Tensor) -> bool:
@@ -261,3 +263,54 @@ def _explain_low_acceptance(out: Diagnosis) -> None:
             "drafter may know nothing of prompts like these, belong to another version of the target (fine-tuned or "
             "quantized), or be trained too little"
         )
+
+
+# ---------------------------------------------------------------------------------------------- checks
+
+
+def check_weights(drafter: Drafter) -> Iterator[Finding]:
+    """Find weights that are NaN or infinite."""
+    broken = [name for name, weight in drafter.named_parameters() if not weight.isfinite().all()]
+    if broken:
+        advice = "download or convert the checkpoint again; a conversion to float16 makes infinities of large values"
+        yield Finding("not finite", f"weights that are NaN or infinite: {listed(broken)}", advice)
+
+
+@torch.no_grad()
+def check_features(replay: Replay, wiring: Wiring) -> Iterator[Finding]:
+    """Find taps and fused features that are not finite or near zero."""
+    layers, every = replay.layers(wiring), [recording.states for recording in replay.recordings]
+    # 1. The target's states
+    for tap, layer in zip(wiring.config.target_layer_ids, layers, strict=True):
+        if not all(states[layer].isfinite().all() for states in every):
+            yield Finding("not finite", f"the target's layer {tap} has states that are NaN or infinite", _TARGET_DTYPE)
+        elif _mean_square(states[layer].float() for states in every) < _NEAR_ZERO:
+            yield Finding("near zero", f"the target's layer {tap} has states near zero", _TARGET_WEIGHTS)
+    # 2. What the drafter makes of them; NaN is not below anything
+    weight, scale = replay.drafter.fc.weight.float(), replay.drafter.hidden_norm.weight.float()
+    contexts = (torch.cat([states[layer] for layer in layers], 1).float() for states in every)
+    if _mean_square(nn.functional.linear(context, weight) * scale for context in contexts) < _NEAR_ZERO:
+        advice = "fc.weight or hidden_norm.weight was not trained or not converted: look at them in the checkpoint"
+        yield Finding("near zero", "the features that the drafter makes of the target's states are near zero", advice)
+
+
+def _mean_square(tensors: Iterable[Tensor]) -> float:
+    """Return the mean square of all elements."""
+    sums = [(tensor.square().sum().item(), tensor.numel()) for tensor in tensors]
+    return sum(square for square, _ in sums) / sum(count for _, count in sums)
+
+
+def check_positions(keys: Mapping[str, Any], longest_prompt: int, longest: int) -> Iterator[Finding]:
+    """Find prompts and answers that pass the positions that the drafter's ``config.json`` states."""
+    section = keys.get("transformer_layer_config", keys) if is_speculators(keys) else keys
+    positions = section.get("max_position_embeddings")  # a layout's default says nothing of this drafter
+    if positions is None or longest <= positions:
+        return
+    what = "a prompt" if longest_prompt > positions else "a prompt with its answer"
+    length = longest_prompt if longest_prompt > positions else longest
+    yield Finding(
+        "positions",
+        f"{what} has {length} tokens, the drafter's max_position_embeddings is {positions}",
+        "if the drafter was trained on texts this long, max_position_embeddings in its config.json is wrong; if not, "
+        "expect low acceptance there",
+    )

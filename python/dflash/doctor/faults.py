@@ -14,8 +14,6 @@ import torch
 from ..drafter import FULL, SLIDING
 from .wiring import Wiring
 
-__all__ = ["FAMILIES", "Facts", "Variant", "variants"]
-
 _THETAS = (1e4, 1e5, 5e5, 1e6, 5e6, 1e7)
 _ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta")
 _SCALE_KEYS = ("embedding_multiplier", "scale_emb")  # what targets call their own scale

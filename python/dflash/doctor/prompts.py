@@ -1,18 +1,21 @@
-"""The prompts that a pair is examined on, from a file or a few of our own, and how they are encoded."""
+"""A pair, the prompts that it is examined on, and its answers to them by the real decoding loop."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from ..drafter import Drafter
+from ..evaluate import Decoding, GeneratorRunner, Total
 from ..evaluate.prompts import parse_prompt, prompt_ids
 from ..files import read_jsonl
+from ..generator import Generator
 from ..targets import text_config
 
-__all__ = ["Prompts", "find_prompts"]
+Show = Callable[..., None]  # show(name, done, total, text)
 
 _COUNT = 8  # of the prompts next to a target
 _MOST = 32  # of --prompts: the target's states over all answers are kept in memory
@@ -26,6 +29,34 @@ _OWN = (
     "Explain to a child why the sky is blue.",
     "Solve 3x + 7 = 25 and check the result.",
 )
+
+
+class Pair(NamedTuple):
+    """A causal language model, its drafter, and the drafter's parsed ``config.json``."""
+
+    target: Any
+    drafter: Drafter
+    keys: Mapping[str, Any]
+
+
+class Answered(NamedTuple):
+    """The token ids of a prompt with the target's answer to it, and the length of the prompt."""
+
+    ids: list[int]
+    prompt_length: int
+
+
+class Answers(NamedTuple):
+    """Prompts with their answers, what they took, and the generator that wrote them."""
+
+    sequences: list[Answered]
+    total: Total
+    generator: Generator
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens per step; 0 if there was none."""
+        return self.total.acceptance_length or 0.0
 
 
 @dataclass(frozen=True)
@@ -82,6 +113,23 @@ def find_prompts(file: str | None, model: str) -> tuple[list[dict[str, Any]], st
         except ValueError as error:
             raise ValueError(f"{error} (the file stands next to the target; --prompts names another)") from error
     return [{"prompt": text} for text in _OWN], f"{len(_OWN)} of the doctor's own"
+
+
+def answer(pair: Pair, prompts: Prompts, max_new_tokens: int, show: Show) -> Answers:
+    """Answer every prompt greedily. Raises ``ValueError`` as `Prompts.check_room`."""
+    prompts.check_room(pair.target)
+    room = max(map(len, prompts.ids)) + max_new_tokens
+    positions = getattr(text_config(pair.target), "max_position_embeddings", None)
+    generator = Generator(pair.target, pair.drafter, max_length=min(room, positions or room))
+    runner = GeneratorRunner(generator, Decoding(max_new_tokens), pair.drafter.device)
+    total, sequences = Total(), []
+    for number, row in enumerate(prompts.ids):
+        show("answers", number, len(prompts.ids), "")
+        one = runner(row)
+        total.add(len(one.ids), one.seconds, one.steps)
+        sequences.append(Answered([*row, *one.ids], len(row)))
+    show("answers", len(prompts.ids), len(prompts.ids), "")
+    return Answers(sequences, total, generator)
 
 
 def _some(rows: list[dict[str, Any]], most: int, name: str) -> tuple[list[dict[str, Any]], str]:

@@ -1,26 +1,70 @@
-"""Draft again from recorded states, wired in any way, and count what the target's own answer accepts."""
+"""Record a target's states over its answers, and draft again from them, wired in any way."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+import functools
+from collections.abc import Collection, Sequence
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..cache import KVCache
 from ..drafter import Drafter
 from ..proposers import ChainProposer
 from ..sampling import Sampling
-from ..state import State
-from ..targets import Target
-from .recording import RAW_LAST, Recording
+from ..targets import Target, check_target, find_layers, structural_twin, tapped_modules
+from .prompts import Answered
 from .wiring import Wiring
 
-__all__ = ["Replay", "Score"]
-
+RAW_LAST = -1  # the last layer, before the final norm
 _CACHE_BYTES = 2**28  # of the drafter's caches and logits in one pass
+
+
+class Recording(NamedTuple):
+    """A sequence, and the outputs of the target's layers over it.
+
+    Attributes:
+        ids: ``[length]`` int64.
+        prompt_length: tokens of the prompt.
+        states: layer -> ``[length, hidden]``; `RAW_LAST` is the last before the final norm.
+    """
+
+    ids: Tensor
+    prompt_length: int
+    states: dict[int, Tensor]
+
+
+@torch.no_grad()
+def record(target: nn.Module, sequences: Sequence[Answered], layers: Collection[int]) -> list[Recording]:
+    """Run the target once over each sequence. The model itself is not changed.
+
+    Args:
+        target: a causal language model of transformers that the engine supports.
+        sequences: prompts with the target's answers.
+        layers: whose outputs are kept; the last layer's twice, after the final norm and before it.
+    """
+    # 1. Hook a twin
+    model: Any = structural_twin(check_target(target, spread=False))
+    every = find_layers(model)
+    modules: dict[int, Any] = dict(zip(layers, tapped_modules(model, tuple(layers)), strict=True))
+    if len(every) - 1 in modules:
+        modules[RAW_LAST] = every[-1]
+    kept: dict[int, Tensor] = {}
+    for layer, module in modules.items():
+        module.register_forward_hook(functools.partial(_keep, kept, layer))
+    # 2. Run it, sequence by sequence: padding would cost memory, and on a CPU more time than it saves
+    device, recordings = model.get_input_embeddings().weight.device, []
+    for one in sequences:
+        ids = torch.tensor(one.ids, dtype=torch.int64, device=device)
+        model.get_decoder()(input_ids=ids[None], use_cache=False)
+        recordings.append(Recording(ids, one.prompt_length, dict(kept)))
+    return recordings
+
+
+def _keep(kept: dict[int, Tensor], layer: int, _module: nn.Module, _arguments: tuple[Any, ...], output: Any) -> None:
+    states = output[0] if isinstance(output, tuple) else output  # [1, length, hidden]
+    kept[layer] = states[0]
 
 
 class Score(NamedTuple):
@@ -79,7 +123,7 @@ class Replay:
     def score(self, wiring: Wiring, every: int = 1) -> Score:
         """Draft at the places, or at one of ``every`` so many, and compare with the target's answer."""
         drafter, layers = wiring.apply(self.drafter), self.layers(wiring)
-        target = self.target if drafter.dtype == self.target.dtype else _Cast(self.target, drafter.dtype)
+        target: Any = self.target if drafter.dtype == self.target.dtype else _cast(self.target, drafter.dtype)
         rows, anchors = self.rows[::every], self.anchors[::every]
         accepted, drafts = [], []
         for row, recording in enumerate(self.recordings):
@@ -87,94 +131,69 @@ class Replay:
             if not len(places):
                 continue
             context = torch.cat([recording.states[layer] for layer in layers], -1)[None].to(drafter.dtype)
-            blocks = _Blocks(drafter, cast("Target", target), recording.ids, context)
-            drafts.append(blocks.draft(places))
+            drafts.append(_draft(drafter, target, recording.ids, context, places))
             accepted.append(_accepted(drafts[-1], recording.ids, places))
         return Score(1.0 + torch.cat(accepted).float(), (torch.cat(drafts) >= 0).float().mean().item())
 
 
 def _accepted(drafts: Tensor, ids: Tensor, anchors: Tensor) -> Tensor:
     """Return the length of the longest prefix of ``drafts [places, count]`` that the sequence continues with."""
-    ahead = anchors[:, None] + torch.arange(1, drafts.shape[1] + 1, device=anchors.device)
+    ahead = _positions(anchors, drafts.shape[1])
     inside = ahead < len(ids)
     return ((drafts == ids[ahead.clamp(max=len(ids) - 1)]) & inside).long().cumprod(1).sum(1)
 
 
-class _Blocks:
-    """Blocks drafted anywhere in one sequence, whose context has its keys and values computed once.
+def _draft(drafter: Drafter, target: Target, ids: Tensor, context: Tensor, anchors: Tensor) -> Tensor:
+    """Draft after each anchor, as a step does.
 
     Args:
         drafter: wired in any way.
         target: whose embeddings and head it shares.
         ids: ``[length]`` of the sequence.
         context: ``[1, length, taps * hidden]``, its tapped states.
+        anchors: ``[places]``, positions of the last tokens before the drafts.
+
+    Returns:
+        ``[places, block - 1]``; -1 where a logit is NaN.
     """
-
-    def __init__(self, drafter: Drafter, target: Target, ids: Tensor, context: Tensor) -> None:
-        self.drafter, self.target, self.ids, self.context = drafter, target, ids, context
-        length = torch.tensor([len(ids)], dtype=torch.int64, device=ids.device)
-        self.whole = drafter.new_cache(1, len(ids) + drafter.config.block_size)
-        positions = torch.arange(len(ids), device=ids.device)[None]
-        drafter.inject_(drafter.fuse(context, length), positions, self.whole)
-
-    def draft(self, anchors: Tensor) -> Tensor:
-        """Return the greedy drafts after each anchor, ``[places, block - 1]``; -1 where a logit is NaN."""
-        block_size = self.drafter.config.block_size
-        per_place = sum(buffer.numel() * buffer.element_size() for buffer in self.whole.buffers)
-        per_place += block_size * self.target.embedding_weight.shape[0] * 8
-        parts = anchors.split(max(1, _CACHE_BYTES // per_place))
-        return torch.cat([self._draft(part, block_size) for part in parts])
-
-    def _draft(self, anchors: Tensor, block_size: int) -> Tensor:
-        count = len(anchors)
-        cache = self.drafter.new_cache(count, self.whole.capacity)
-        for copies, buffer in zip(cache.buffers, self.whole.buffers, strict=True):
+    # 1. Compute the keys and values of the whole context once
+    block_size, length = drafter.config.block_size, torch.tensor([len(ids)], dtype=torch.int64, device=ids.device)
+    whole = drafter.new_cache(1, len(ids) + block_size)
+    drafter.inject_(drafter.fuse(context, length), torch.arange(len(ids), device=ids.device)[None], whole)
+    # 2. Draft at as many places at a time as memory allows
+    per_place = sum(buffer.numel() * buffer.element_size() for buffer in whole.buffers)
+    per_place += block_size * target.embedding_weight.shape[0] * 8
+    drafts = []
+    for part in anchors.split(max(1, _CACHE_BYTES // per_place)):
+        count = len(part)
+        cache = drafter.new_cache(count, whole.capacity)
+        for copies, buffer in zip(cache.buffers, whole.buffers, strict=True):
             copies.copy_(buffer.expand_as(copies))
-        places = _Places(
-            tokens=self.ids.expand(count, -1),
-            anchor=self.ids[anchors][:, None],
-            length=anchors,
-            context=self.context[0, anchors - 1][:, None],
-            num_context=torch.ones_like(anchors),
-            sampling=Sampling.create(count, anchors.device),
+        state: Any = SimpleNamespace(  # what a proposer reads of the engine's state
+            tokens=ids.expand(count, -1),
+            anchor=ids[part][:, None],
+            length=part,
+            context=context[0, part - 1][:, None],
+            num_context=torch.ones_like(part),
+            sampling=Sampling.create(count, part.device),
             draft_cache=cache,
-            block=anchors.new_empty(count, block_size),
+            block=part.new_empty(count, block_size),
+            positions=functools.partial(_positions, part),
         )
-        proposer = ChainProposer(self.drafter, self.target, block_size)
-        return proposer.propose(cast("State", places)).ids[:, 1:]
+        drafts.append(ChainProposer(drafter, target, block_size).propose(state).ids[:, 1:])
+    return torch.cat(drafts)
 
 
-@dataclass
-class _Places:
-    """What a proposer reads of `dflash.state.State`, for anchors anywhere in recorded answers."""
-
-    tokens: Tensor
-    anchor: Tensor
-    length: Tensor
-    context: Tensor
-    num_context: Tensor
-    sampling: Sampling
-    draft_cache: KVCache
-    block: Tensor
-
-    def positions(self, rows: int) -> Tensor:
-        """Return ``[places, rows]`` int64, the positions after the anchor's."""
-        return self.length[:, None] + torch.arange(1, rows + 1, device=self.length.device)
+def _positions(anchors: Tensor, rows: int) -> Tensor:
+    """Return ``[places, rows]`` int64, the positions after each anchor's."""
+    return anchors[:, None] + torch.arange(1, rows + 1, device=anchors.device)
 
 
-class _Cast:
-    """What a proposer reads of a target, for a drafter of another dtype."""
-
-    def __init__(self, target: Target, dtype: torch.dtype) -> None:
-        self.config, self.head = target.config, target.head
-        self.embedding_weight = target.embedding_weight.to(dtype)
-        self._head, self._theirs, self._dtype = target.draft_head, target.dtype, dtype
-
-    @property
-    def draft_head(self) -> Callable[[Tensor], Tensor]:
-        """The target's head, in its own dtype."""
-        return self._run_head
-
-    def _run_head(self, hidden: Tensor) -> Tensor:
-        logits: Any = self._head(hidden.to(self._theirs))
-        return logits.to(self._dtype)
+def _cast(target: Target, dtype: torch.dtype) -> Any:
+    """Return what a proposer reads of a target, for a drafter of another dtype."""
+    return SimpleNamespace(
+        config=target.config,
+        head=target.head,
+        embedding_weight=target.embedding_weight.to(dtype),
+        draft_head=lambda hidden: target.draft_head(hidden.to(target.dtype)).to(dtype),
+    )

@@ -12,8 +12,6 @@ import torch
 
 from ..drafter import DraftConfig, Drafter, from_speculators, is_speculators
 
-__all__ = ["Wiring"]
-
 # These are read in dflash_config only; at the top level other keys say the same.
 _INNER_ONLY = ("causal", "swa_window_size", "use_swa")
 
