@@ -87,11 +87,7 @@ def test_missing_keys_have_defaults():
     ("target", "draft", "taps"),
     [
         (36, 5, (1, 9, 17, 25, 33)),
-        (32, 5, (1, 8, 15, 22, 29)),
-        (40, 5, (1, 10, 19, 28, 37)),
-        (64, 5, (1, 16, 31, 46, 61)),
         (24, 5, (1, 6, 11, 16, 21)),
-        (61, 6, (1, 12, 24, 35, 47, 58)),
         (36, 1, (18,)),
         (2, 1, (1,)),
     ],
@@ -109,16 +105,12 @@ def test_missing_taps_are_interpolated(target, draft, taps):
     [
         ({}, (False, False, False), (0, 0, 0)),
         (sliding("sfs", 5), (True, False, True), (5, 0, 5)),
-        (sliding("sfs", 5) | {"use_sliding_window": None}, (True, False, True), (5, 0, 5)),
         (sliding("sfs", 5) | {"is_causal": False}, (False, False, False), (5, 0, 5)),
-        (sliding("sfs", 5) | {"is_causal": True}, (True, True, True), (5, 0, 5)),
         (sliding("sfs", 5) | {"dflash_config": with_dflash(causal=False)}, (False, False, False), (5, 0, 5)),
         (sliding("sfs", 5) | {"dflash_config": with_dflash(causal=True)}, (True, True, True), (5, 0, 5)),
         (sliding("sfs", 5) | {"is_causal": False, "dflash_config": with_dflash(causal=True)}, (False,) * 3, (5, 0, 5)),
         ({"is_causal": True}, (True, True, True), (0, 0, 0)),
-        ({"sliding_window": 5, "use_sliding_window": False}, (False, False, False), (0, 0, 0)),
         # without layer_types, as Qwen3's own config derives them
-        ({"layer_types": None, "sliding_window": 5, "use_sliding_window": True}, (False,) * 3, (0, 0, 0)),
         (
             {"layer_types": None, "sliding_window": 5, "use_sliding_window": True, "max_window_layers": 2},
             (False, False, True),
@@ -137,16 +129,6 @@ def test_causality_and_window_of_each_layer(changes, causal, window):
     assert (config.causal, config.window) == (causal, window)
 
 
-def test_sinks_are_read_at_either_level():
-    assert not parse().attention_sinks
-    assert parse(attention_sink_bias=True).attention_sinks
-    assert parse(add_swa_attention_sink_bias=True).attention_sinks
-    assert parse(dflash_config=with_dflash(attention_sink_bias=True)).attention_sinks
-    assert not parse(
-        dflash_config=with_dflash(attention_sink_bias=False), add_swa_attention_sink_bias=True
-    ).attention_sinks
-
-
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_transformers_config_reads_the_same(name):
     parsed = DraftConfig.from_config(VARIANTS[name])
@@ -160,26 +142,20 @@ def test_a_transformers_config_reads_the_same(name):
 OLD = {"original_max_position_embeddings": 512}
 ROPES = [
     {"rope_type": "default", "rope_theta": 1e7},
-    {"rope_type": "default"},
     {"rope_type": "linear", "factor": 2.5, "rope_theta": 5e5},
-    {"type": "linear", "factor": 8},
     LLAMA3 | OLD | {"rope_theta": 5e5},
     LLAMA3 | {"rope_theta": 5e5, "high_freq_factor": 3, "factor": 32, "original_max_position_embeddings": 8192},
-    LLAMA3 | {"rope_theta": 1e4},
     YARN | OLD,
     YARN | OLD | {"truncate": True, "rope_theta": 150000.0},
-    YARN | {"truncate": True, "factor": 1.0},
     YARN | OLD | {"attention_factor": 0.7},
     YARN | OLD | {"mscale": 1.0, "mscale_all_dim": 0.8},
-    YARN | OLD | {"mscale": 0.7},
     YARN | OLD | {"beta_fast": None, "beta_slow": None},
     YARN | {"factor": None, "original_max_position_embeddings": 100},
     YARN | {"beta_fast": 1.0, "beta_slow": 1.0, "truncate": False, "original_max_position_embeddings": 64},
-    YARN | {"original_max_position_embeddings": 8, "rope_theta": 1e6},
 ]
 
 
-@pytest.mark.parametrize("head_dim", [16, 64, 128])
+@pytest.mark.parametrize("head_dim", [16, 128])
 @pytest.mark.parametrize("rope", ROPES)
 @pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
 def test_rope_frequencies_equal_those_of_transformers_bit_for_bit(key, rope, head_dim):
@@ -206,18 +182,13 @@ def test_the_original_length_is_read_at_the_top_level():
             {"rope_type": "dynamic", "factor": 2.0},
             "RoPE type 'dynamic' is not supported: default, linear, llama3, yarn",
         ),
-        ({"type": "longrope", "short_factor": [1], "long_factor": [1]}, "RoPE type 'longrope' is not supported"),
-        ({"rope_type": "proportional"}, "RoPE type 'proportional' is not supported"),
         ({"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported"),
         ({FULL: {"rope_type": "default"}, SLIDING: {"rope_type": "default"}}, "per layer type is not supported"),
         ({"rope_type": "linear"}, "rope_parameters of type linear needs factor"),
         ({"rope_type": "linear", "factor": "2"}, r"rope_parameters.factor must be a finite number, got '2'"),
-        ({"rope_type": "linear", "factor": 0}, r"rope_parameters.factor must be > 0, got 0"),
         (LLAMA3 | {"low_freq_factor": 4.0}, "high_freq_factor must be above low_freq_factor, got 4.0 and 4.0"),
         (LLAMA3 | {"original_max_position_embeddings": 0}, "original_max_position_embeddings must be an integer >= 1"),
         (YARN | {"rope_theta": 1.0}, "rope_theta must be > 1 for yarn, got 1.0"),
-        (YARN | {"truncate": "no"}, "truncate must be true or false, got 'no'"),
-        ({"rope_theta": -1}, "rope_theta must be > 0, got -1"),
         (3, "rope_parameters must be an object, got 3"),
     ],
 )
@@ -241,8 +212,8 @@ def test_rope_without_an_original_length_is_refused():
             {"architectures": ["LlamaForCausalLM"]},
             "must name DFlashDraftModel, DFlash2DraftModel or Qwen3DSparkModel, got Llama",
         ),
-        ({"model_type": "llama"}, "model_type must be qwen3, the shape of every DFlash drafter, got 'llama'"),
-        ({"hidden_act": "gelu"}, "hidden_act must be silu, got 'gelu'"),
+        ({"model_type": "llama"}, "model_type = 'llama' is not supported: a DFlash drafter has the shape of qwen3"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported: only silu"),
         ({"dflash_config": with_dflash(shift_label=True, foo=1)}, "unknown keys in dflash_config: foo, shift_label"),
         ({"dflash_config": [1]}, r"dflash_config must be an object, got \[1\]"),
         ({"draft_vocab_size": 102}, "draft_vocab_size must be at most vocab_size = 101, got 102"),
@@ -252,14 +223,9 @@ def test_rope_without_an_original_length_is_refused():
             {"speculators_config": {}},
             "speculators_config = {} is not supported: this is half of the speculators layout",
         ),
-        ({"transformer_layer_config": {}}, "draft config: speculators_model_type must be dflash, .* got None"),
         ({"is_neox_style": False}, "is_neox_style = False is not supported: only half-split RoPE"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported"),
-        ({"logit_scale": 0.5}, "logit_scale = 0.5 is not supported"),
         ({"dflash_config": with_dflash(use_aux_hidden_state=False)}, "use_aux_hidden_state = False is not supported"),
         ({"dflash_config": with_dflash(projector_type="domino")}, "projector_type = 'domino' is not supported"),
-        ({"sample_from_anchor": "yes"}, "sample_from_anchor must be true or false, got 'yes'"),
-        ({"add_full_attention_sink_bias": True}, "add_full_attention_sink_bias = True is not supported"),
         ({"layer_types": [FULL, "chunked_attention", FULL]}, "or sliding_attention, got 'chunked_attention'"),
     ],
 )
@@ -272,27 +238,19 @@ def test_what_is_not_implemented_is_refused_by_name(changes, message):
     ("changes", "message"),
     [
         ({"hidden_size": None}, "hidden_size is missing"),
-        ({"intermediate_size": None}, "intermediate_size is missing"),
         ({"hidden_size": "64"}, "hidden_size must be an integer >= 1, got '64'"),
         ({"num_hidden_layers": 0}, "num_hidden_layers must be an integer >= 1, got 0"),
-        ({"num_hidden_layers": True}, "num_hidden_layers must be an integer >= 1, got True"),
-        ({"num_attention_heads": -4}, "num_attention_heads must be an integer >= 1, got -4"),
         ({"num_key_value_heads": 3}, "num_attention_heads must be a multiple of num_key_value_heads, got 4 and 3"),
-        ({"head_dim": 0}, "head_dim must be an integer >= 1, got 0"),
         ({"head_dim": 15}, "head_dim must be even for RoPE, got 15"),
         ({"head_dim": None, "hidden_size": 62}, "head_dim is missing, and hidden_size 62 is not a multiple"),
-        ({"block_size": 0}, "block_size must be an integer >= 1, got 0"),
         ({"block_size": 8.0}, "block_size must be an integer >= 1, got 8.0"),
         ({"dflash_config": {"target_layer_ids": [1]}}, "mask_token_id is missing"),
-        ({"dflash_config": with_dflash(mask_token_id=-1)}, "mask_token_id must be an integer >= 0, got -1"),
         ({"dflash_config": with_dflash(mask_token_id=101)}, "mask_token_id must be below vocab_size 101, got 101"),
         ({"dflash_config": with_dflash(target_layer_ids=[])}, r"must be a list of one or more layers, got \[\]"),
-        ({"dflash_config": with_dflash(target_layer_ids=3)}, "must be a list of one or more layers, got 3"),
         (
             {"dflash_config": with_dflash(target_layer_ids=[1, "2"])},
             "target_layer_ids must be an integer >= 0, got '2'",
         ),
-        ({"dflash_config": with_dflash(target_layer_ids=[-1])}, "target_layer_ids must be an integer >= 0, got -1"),
         ({"dflash_config": with_dflash(target_layer_ids=[36])}, "must be below num_target_layers 36, got 36"),
         (
             {"dflash_config": {"mask_token_id": 1}, "num_target_layers": None},
@@ -308,13 +266,8 @@ def test_what_is_not_implemented_is_refused_by_name(changes, message):
         (sliding("sfs", 5) | {"sliding_window": None}, "sliding_window must be an integer >= 1, got None"),
         (sliding("sfs", 5) | {"use_sliding_window": False}, "but use_sliding_window is false"),
         ({"dflash_config": with_dflash(use_swa=True)}, "sliding_window must be an integer >= 1, got None"),
-        ({"is_causal": "no"}, "is_causal must be true or false, got 'no'"),
-        ({"attention_bias": 1}, "attention_bias must be true or false, got 1"),
         ({"rms_norm_eps": 0.0}, "rms_norm_eps must be > 0, got 0.0"),
         ({"output_multiplier": float("nan")}, "output_multiplier must be a finite number, got nan"),
-        ({"attention_value_scale": -0.7}, "attention_value_scale must be > 0, got -0.7"),
-        ({"input_embedding_scale": 0}, "input_embedding_scale must be > 0, got 0"),
-        ({"final_logit_softcapping": "30"}, "final_logit_softcapping must be a finite number, got '30'"),
     ],
 )
 def test_impossible_values_are_named(changes, message):

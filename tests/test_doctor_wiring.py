@@ -52,12 +52,6 @@ def test_a_rewired_drafter_drafts_as_one_made_with_that_config(name, change):
     assert drafter.config is before
 
 
-def test_a_rewired_drafter_shares_the_weights():
-    drafter = random_drafter(config_dict())
-    other = drafter.rewired(dataclasses.replace(drafter.config, rope=Rope(theta=77.0)))
-    assert [p.data_ptr() for p in other.parameters()] == [p.data_ptr() for p in drafter.parameters()]
-
-
 @pytest.mark.parametrize(("scale", "other"), [(0.5, 1.0), (1.0, 0.5)])
 def test_another_value_scale_is_refused_since_the_weights_are_scaled(scale, other):
     drafter = random_drafter(config_dict(attention_value_scale=scale))
@@ -126,28 +120,12 @@ def test_the_advised_line_has_the_same_effect_in_the_speculators_layout(patch, l
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("is_causal", [True, False])
-def test_causality_can_be_changed_either_way_in_the_speculators_layout(is_causal, kind):
-    config = speculators_config(kind, sliding_window_non_causal=is_causal)
-    advised = Wiring.read(config).advised({"is_causal": is_causal, "causal": is_causal}, speculators=True)
-    assert DraftConfig.from_config(config).causal == (not is_causal,) * 2
-    assert written(config, advised).causal == (is_causal,) * 2
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_every_line_advised_in_the_speculators_layout_has_its_variant_s_effect(kind):
     config = speculators_config(kind)
     found = variants(Wiring.read(config), facts(speculators=True))
     lines = [(variant.config, variant.wiring.config) for variant in found if variant.config]
     assert {variant.fault for variant in found if variant.config} >= {"tap order", "mask id", "causality", "window"}
     assert all(written(config, line) == wired for line, wired in lines)
-
-
-def test_a_smaller_block_is_named_as_the_file_states_it():
-    config = speculators_config("dspark")  # its block_size, 8 by default, leaves the anchor out
-    found = variants(Wiring.read(config), facts(speculators=True))
-    sizes = {variant.change: variant.config for variant in found if variant.fault == "block size"}
-    assert sizes == {f"block_size {size} instead of 8": {"block_size": size} for size in (4, 2)}
 
 
 def test_a_key_is_advised_where_it_stands():

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from draft_variants import (
-    DFLASH2_VARIANTS,
     VARIANTS,
     config_dict,
     random_drafter,
@@ -16,7 +15,6 @@ from draft_variants import (
 )
 from op_checks import OpByOp, assert_as_exact_as_torch
 from safetensors.torch import load_file, save_file
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dflash import DraftConfig, Drafter, decoder, load_draft
 from dflash.drafter import drafter
@@ -77,24 +75,6 @@ def inputs(config: DraftConfig, batch: int, rows: int = 40, seed: int = 0, dtype
 # ---------------------------------------------------------------------------------------------- the forward pass
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["Qwen3-4B", "Gemma4-31B", "is_causal-false-with-window"])
-def test_a_row_never_sees_another(name, dtype):
-    draft = random_drafter(VARIANTS[name], dtype=dtype)
-    context, block = inputs(draft.config, 3, dtype=dtype)
-    lengths, counts = [17, 1, 15], [3, 16, 1]
-    first, second, cache = two_passes(draft, context, block, lengths, counts)
-    assert first.isfinite().all()
-    assert second.isfinite().all()
-    context[1], block[1] = float("nan"), float("nan")
-    first_again, second_again, cache_again = two_passes(draft, context, block, [17, 23, 15], [3, 2, 1])
-    for row in (0, 2):
-        assert torch.equal(first_again[row], first[row])
-        assert torch.equal(second_again[row], second[row])
-        for ours, theirs in zip(cache.buffers, cache_again.buffers, strict=True):
-            assert torch.equal(ours[row].nan_to_num(9.0), theirs[row].nan_to_num(9.0))
-
-
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_row_gives_the_same_alone_and_in_a_batch(name):
     draft = random_drafter(VARIANTS[name])
@@ -129,16 +109,6 @@ def test_a_value_scale_is_as_good_as_scaled_values(rows):
     scaled.refresh()
     again = scaled(scaled.fuse(context, full), full, block, full, scaled.new_cache(len(context), 32))
     assert not torch.allclose(again, hidden[1], atol=1e-2), "weights that were changed in place are scaled again"
-
-
-def test_only_appended_slots_are_written():
-    draft = random_drafter()
-    context, block = inputs(draft.config, 2)
-    _, _, cache = two_passes(draft, context, block, [5, 9], [4, 16])
-    for buffer in cache.buffers:
-        for row, end in enumerate((5 + 4 + 16, 9 + 16 + 16)):
-            assert buffer[row, :, :end].isfinite().all()
-            assert buffer[row, :, end:].isnan().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -209,44 +179,6 @@ def test_rotary_scales_and_stays_float32():
     torch.testing.assert_close((cos**2 + sin**2).sqrt(), torch.full_like(cos, scaling))
 
 
-@pytest.mark.parametrize("config", [ODD, DFLASH2_VARIANTS["DFlash2-causal"]], ids=["sinks", "DFlash 2"])
-def test_no_shape_and_no_branch_depends_on_data(config):
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        draft = Drafter(DraftConfig.from_config(config))
-        context, block = torch.empty(2, 16, len(draft.config.target_layer_ids) * 64), torch.empty(2, 16, 64)
-        lengths = counts = torch.empty(2, dtype=torch.int64)
-        cache, features = draft.new_cache(2, 64), draft.fuse(context, counts)
-        draft.inject_(features, torch.empty(2, 16, dtype=torch.int64), cache)
-        assert draft(features, counts, block, lengths, cache).shape == (2, 16, 64)
-
-
-@pytest.mark.parametrize(
-    "config", [VARIANTS["Gemma4-31B"], ODD, DFLASH2_VARIANTS["DFlash2-causal"]], ids=["window", "sinks", "DFlash 2"]
-)
-def test_everything_compiles_without_graph_breaks(config):
-    draft = random_drafter(config)
-    context, block = inputs(draft.config, 2)
-    expected = two_passes(draft, context, block, [9, 3], [2, 5])
-
-    def compiled(features, counts, block, lengths, cache):
-        return Drafter.forward(draft, features, counts, block, lengths, cache)
-
-    compile = lambda function: torch.compile(function, backend="aot_eager", fullgraph=True)  # noqa: E731
-    wrapped = SimpleNamespace(
-        fuse=compile(draft.fuse), inject_=compile(draft.inject_), config=draft.config, new_cache=draft.new_cache
-    )
-
-    class Compiled:
-        __call__ = staticmethod(compile(compiled))
-
-        def __getattr__(self, name):
-            return getattr(wrapped, name)
-
-    got = two_passes(Compiled(), context, block, [9, 3], [2, 5])
-    for ours, theirs in zip(got[:2], expected[:2], strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
-
-
 # ---------------------------------------------------------------------------------------------- packed parameters
 
 
@@ -296,21 +228,15 @@ def test_replaced_parameters_and_storages_are_read_after_a_refresh():
         draft.refresh()
         return two_passes(draft, context, block, [9], [3])[0]
 
-    before = run()
+    first = run()
+    draft.layers[0].self_attn.v_proj.weight.mul_(2)
+    assert not torch.equal(before := two_passes(draft, context, block, [9], [3])[0], first), "written in place"
     draft.norm.weight = torch.nn.Parameter(draft.norm.weight * 2, requires_grad=False)
     normed = run()
     assert not torch.equal(normed, before)
     down = draft.layers[0].mlp.down_proj.weight
     down.data = down * 2
     assert not torch.equal(run(), normed)
-
-
-def test_the_forward_reads_a_parameter_written_in_place():
-    draft = random_drafter()
-    context, block = inputs(draft.config, 1)
-    before = two_passes(draft, context, block, [9], [3])[0]
-    draft.layers[0].self_attn.v_proj.weight.mul_(2)
-    assert not torch.equal(two_passes(draft, context, block, [9], [3])[0], before)
 
 
 # ---------------------------------------------------------------------------------------------- loading
@@ -412,8 +338,6 @@ def test_sinks_are_loaded(tmp_path):
     ("name", "message"),
     [
         ("layers.0.attention_conv.base_kernel", "tensors attention_conv belong to a DFlash 2 drafter"),
-        ("layers.0.mlp_conv.kernel_projection.weight", "tensors mlp_conv belong to a DFlash 2 drafter"),
-        ("candidate_selector.predecessor_codebook", "tensors candidate_selector belong to a DFlash 2 drafter"),
         ("mask_hidden", "tensor mask_hidden is not supported: mask states that are not an embedding"),
         ("layers.3.input_layernorm.weight", "unknown tensors: layers.3.input_layernorm.weight"),
         ("layers.0.self_attn.q_proj.weight_scale", "unknown tensors: layers.0.self_attn.q_proj.weight_scale"),
@@ -451,24 +375,13 @@ def test_quantized_tensors_are_refused(checkpoint):
         load_draft(checkpoint.folder)
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-def test_truncated_and_corrupt_files_are_named(checkpoint, sharded):
-    if sharded:
-        shard(checkpoint.folder, checkpoint.tensors)
+def test_truncated_and_corrupt_files_are_named(checkpoint):
+    shard(checkpoint.folder, checkpoint.tensors)
     path = sorted(checkpoint.folder.glob("*.safetensors"))[0]
     whole = path.read_bytes()
-    for content in (
-        whole[:-100],
-        whole[: len(whole) // 2],
-        whole[:6],
-        b"",
-        b"\xff" * 200,
-        whole[:8] + b"x" + whole[9:],
-    ):
+    for content in (whole[:-100], whole[:6], b"", b"\xff" * 200, whole[:8] + b"x" + whole[9:]):
         path.write_bytes(content)
-        with pytest.raises(
-            ValueError, match=rf"{path.name}: not a complete safetensors file \(truncated or corrupt\?\)"
-        ):
+        with pytest.raises(ValueError, match=rf"{path.name}: not a complete safetensors file \(truncated or corr"):
             load_draft(checkpoint.folder)
 
 
@@ -507,15 +420,8 @@ def test_a_tensor_in_two_shards_is_named(checkpoint):
         load_draft(checkpoint.folder)
 
 
-def test_the_config_is_read_before_the_tensors(checkpoint):
-    (checkpoint.folder / "model.safetensors").write_bytes(b"")
-    (checkpoint.folder / "config.json").write_text(json.dumps(checkpoint.config | {"num_hidden_layers": 0}))
-    with pytest.raises(ValueError, match=r"draft/config.json: num_hidden_layers must be an integer >= 1, got 0"):
-        load_draft(checkpoint.folder)
-
-
 @pytest.mark.parametrize("error", [OSError("no route to the hub"), ValueError("gated\nmore")])
-def test_a_repository_out_of_reach_is_named(monkeypatch, error):
+def test_a_repository_out_of_reach_is_named(monkeypatch, tmp_path, error):
     import huggingface_hub
 
     def download(name, *, revision, allow_patterns):
@@ -527,18 +433,8 @@ def test_a_repository_out_of_reach_is_named(monkeypatch, error):
     message = f"draft 'z-lab/none' is neither a folder nor a reachable hub repository at revision 'v1': {first}$"
     with pytest.raises(FileNotFoundError, match=message):
         load_draft("z-lab/none", revision="v1")
-
-
-def test_a_name_that_no_repository_can_have_is_named():
-    with pytest.raises(
-        FileNotFoundError, match=r"draft './no/such/folder' is neither a folder nor a reachable hub repository"
-    ):
-        load_draft("./no/such/folder")
-
-
-def test_a_revision_of_a_folder_is_refused(checkpoint):
     with pytest.raises(ValueError, match=r"revision 'v1' is for a hub repository, but .* is a folder"):
-        load_draft(checkpoint.folder, revision="v1")
+        load_draft(tmp_path, revision="v1")
 
 
 def test_a_repository_is_downloaded(monkeypatch, checkpoint):

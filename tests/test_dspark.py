@@ -61,10 +61,7 @@ def test_a_dspark_config_is_read_with_a_draft_per_row(recwarn):
     ("written", "message"),
     [
         (dspark_dict(markov_head_type="gated"), "markov_head_type must be vanilla, got 'gated': other heads are not"),
-        (dspark_dict(markov_head_type="rnn"), "markov_head_type must be vanilla, got 'rnn': other heads are not"),
-        (dspark_dict(markov_rank=-1), "markov_rank must be an integer >= 0, got -1"),
         (dspark_dict(vocab_size=None), "vocab_size is missing: a Markov head has that many rows"),
-        (dspark_dict(target_layer_ids=[-1, 9]), "target_layer_ids must be an integer >= 0, got -1"),
         (dflash2_dict(markov_rank=8), "markov_rank must be 0 in a DFlash 2 drafter, whose tokens a selector links"),
         (config_dict(markov_rank=8), "sample_from_anchor must say whether the anchor's row predicts too"),
     ],
@@ -81,13 +78,6 @@ def test_missing_and_misshapen_tables_of_the_head_are_named(name, tmp_path):
         dflash.load_draft(save(tmp_path / "missing", tensors={name: None}))
     with pytest.raises(ValueError, match=rf"the config makes tensor {name} \[97, 8\], got \[90, 8\]"):
         dflash.load_draft(save(tmp_path / "short", tensors={name: random(90, 8)}))
-
-
-def test_the_tables_of_a_head_that_the_config_leaves_out_are_refused(tmp_path):
-    folder = save(tmp_path)
-    (folder / "config.json").write_text(json.dumps(config(markov_rank=0)))
-    with pytest.raises(ValueError, match=r"unknown tensors: markov_head.markov_w1.weight, markov_head.markov_w2.weig"):
-        dflash.load_draft(folder)
 
 
 # ---------------------------------------------------------------------------------------------- drafting

@@ -157,7 +157,7 @@ def compare_paths(model: DFlashDraftModel, draft: dflash.Drafter, target) -> Non
     else:
         linked = LinkedPredictions(drafts, draft.selector.pair_weights(theirs[:, first:]), anchor, draft.selector.top_k)
         positions = torch.arange(drafts.shape[1])[None]
-        path = linked.draw(positions, Sampling.create(1), torch.full((1, 1), torch.inf))[:, 0]
+        path = linked.draw(positions, Sampling.create(1))
     assert path.tolist() == torch.stack(expected, 1).tolist()
 
 
@@ -188,12 +188,6 @@ def test_a_window_ends_at_the_row_here_and_at_the_anchor_there(target, tmp_path,
             assert torch.allclose(hidden[:, row], theirs[:, row], rtol=1e-4, atol=1e-4) == (less == row + 1)
 
 
-def test_a_saved_drafter_whose_anchor_predicts_takes_the_same_path(target, tmp_path):
-    model = make(target, sample_from_anchor=True)
-    model.save_pretrained(tmp_path)
-    compare_paths(model, dflash.load_draft(tmp_path), target)
-
-
 @pytest.mark.parametrize("kind", ["dflash", "dflash2", "dspark"])
 def test_a_saved_drafter_with_embedding_and_head_shares_the_targets(target, tmp_path, kind):
     model = make(target, kind)
@@ -216,20 +210,6 @@ def test_a_saved_drafter_with_a_reduced_vocabulary_gives_the_same_logits(target,
     ids = torch.arange(9)[None] + 3
     answers = [dflash.generate(target, each, ids, max_new_tokens=20) for each in (draft, None)]
     assert torch.equal(*answers)
-
-
-def test_a_drafter_in_memory_is_read_without_a_file(target):
-    model = make(target, reduced=True)
-    compare_logits(model, dflash.load_draft(model), target)
-
-
-def test_an_export_is_read_back_by_the_library(target, tmp_path):
-    model = make(target, reduced=True)
-    model.save_pretrained(tmp_path / "saved")
-    export(tmp_path / "saved", tmp_path / "out", "speculators", target="owner/target")
-    config = DFlashSpeculatorConfig.from_pretrained(tmp_path / "out")
-    assert config.draft_vocab_size == len(KNOWN)
-    assert DraftConfig.from_config(config) == DraftConfig.from_config(model.config)
 
 
 # ---------------------------------------------------------------------------------------------- DFlash 2 and DSpark
@@ -292,13 +272,6 @@ def test_a_saved_dspark_drafter_takes_the_same_path(target, tmp_path, changes):
     ids = torch.arange(9)[None] + 3
     answers = [dflash.generate(target, each, ids, max_new_tokens=20) for each in (draft, None)]
     assert torch.equal(*answers)
-
-
-@pytest.mark.parametrize("head", ["gated", "rnn"])
-def test_other_heads_of_dspark_are_refused(target, tmp_path, head):
-    make(target, "dspark", markov_head_type=head).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=f"markov_head_type must be vanilla, got '{head}'"):
-        dflash.load_draft(tmp_path)
 
 
 @pytest.mark.parametrize(("kind", "second"), [*((kind, "sliding") for kind in TYPES), ("dspark", "full")])

@@ -33,6 +33,10 @@ _PREFIXES = (
 _CODEBOOKS = ("predecessor_codebook.weight", "successor_codebook.weight")
 _DFLASH2_PARTS = ("attention_conv", "mlp_conv", "candidate_selector")
 _OWN_PARTS = {"embed_tokens": "embed_tokens.weight", "lm_head": "lm_head.weight", "mask_embedding": "mask_embedding"}
+_SIZES = dict.fromkeys((  # fields of the config that decide which tensors there are, and their keys if they differ
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim", "target_layer_ids",
+    "attention_bias", "vocab_size", "draft_vocab_size", "markov_rank", "dflash2",
+)) | {"num_kv_heads": "num_key_value_heads", "attention_sinks": "attention_sink_bias"}  # fmt: skip
 # What trainers also store: the inverse of d2t, parts of the target, and a head that predicts acceptance.
 _IGNORED = (
     *("rotary_emb.inv_freq", "t2d", "verifier_lm_head.weight", "verifier_norm.weight"),
@@ -238,23 +242,10 @@ def _translate(name: str) -> str:
 
 
 def _sizes(config: DraftConfig) -> str:
-    """Return the keys of the config that decide which tensors there are, and their shapes."""
-    sizes = {
-        "num_hidden_layers": config.num_hidden_layers,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "target_layer_ids": list(config.target_layer_ids),
-        "attention_bias": config.attention_bias,
-        "attention_sink_bias": config.attention_sinks,
-        "vocab_size": config.vocab_size,
-        "draft_vocab_size": config.draft_vocab_size or config.vocab_size,
-        **({"markov_rank": config.markov_rank} if config.markov_rank else {}),
-        **({} if config.dflash2 is None else dataclasses.asdict(config.dflash2)),
-    }
-    return ", ".join(f"{key} {value}" for key, value in sizes.items())
+    """Return the fields of the config that decide which tensors there are, and their shapes."""
+    sizes = {_SIZES[name] or name: value for name, value in dataclasses.asdict(config).items() if name in _SIZES}
+    sizes |= sizes.pop("dflash2") or {}
+    return ", ".join(f"{name} {value}" for name, value in sizes.items())
 
 
 # ---------------------------------------------------------------------------------------------- parts of its own
@@ -262,17 +253,8 @@ def _sizes(config: DraftConfig) -> str:
 
 def _with_own_parts(config: DraftConfig, names: set[str], source: str) -> DraftConfig:
     """Return ``config`` with the parts that a checkpoint stores, by the drafter's names for its tensors."""
-    parts = tuple(part for part, name in _OWN_PARTS.items() if part in config.own_parts or name in names)
-    if config.draft_vocab_size is None and "d2t" in names:
-        raise ValueError(
-            f"{source}: tensor d2t maps a reduced vocabulary to the target's, and the config states none: "
-            "draft_vocab_size must be below vocab_size"
-        )
-    if config.draft_vocab_size is not None and "lm_head" not in parts:
-        raise ValueError(
-            f"{source}: a drafter with a reduced vocabulary (draft_vocab_size {config.draft_vocab_size}) must have its "
-            "own head, and tensor lm_head.weight is missing"
-        )
+    needed = {*config.own_parts, *(["lm_head"] if config.draft_vocab_size else [])}
+    parts = tuple(part for part, name in _OWN_PARTS.items() if part in needed or name in names)
     if config.vocab_size is None and {"embed_tokens", "lm_head"} & set(parts):
         own = listed([_OWN_PARTS[part] for part in parts if part != "mask_embedding"])
         raise ValueError(f"{source}: the config must state vocab_size, since the drafter has its own {own}")

@@ -65,16 +65,6 @@ def layers(least: int) -> Check:
     return check
 
 
-def one_of(*words: str, why: str = "") -> Check:
-    """Return a check for one of some words."""
-
-    def check(key: str, value: Any) -> None:
-        if value not in words:
-            raise ValueError(f"{key} must be {words[0]}{why}, got {shortened(value)}")
-
-    return check
-
-
 def unsupported(reason: str, *neutral: Any) -> Check:
     """Return a check that refuses every value that would change the math."""
 
@@ -114,8 +104,8 @@ _MUSE_ROPE = {"rope_type": "default", "rope_theta": 500000.0}
 KEYS: dict[str, Key] = {
     # the class
     "architectures": Key(TOP),
-    "model_type": Key(TOP, one_of("qwen3", "", why=", the shape of every DFlash drafter"), speculators=LAYER),
-    "hidden_act": Key(TOP, one_of("silu"), speculators=LAYER),
+    "model_type": Key(TOP, unsupported("a DFlash drafter has the shape of qwen3", "qwen3", ""), speculators=LAYER),
+    "hidden_act": Key(TOP, unsupported("only silu is implemented", "silu"), speculators=LAYER),
     # shapes
     "hidden_size": Key(TOP, integer(1, MAX_WIDTH), REQUIRED, LAYER, 4096, 6656),
     "intermediate_size": Key(TOP, integer(1, MAX_WIDTH), REQUIRED, LAYER, 22016, 19968),
