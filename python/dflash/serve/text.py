@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from ..streaming import open_suffix
@@ -32,80 +32,70 @@ class CallText:
     def __init__(self, begin: str, end: str) -> None:
         self._begin, self._end = begin, "}" + end
         self.calls: list[dict[str, Any]] = []
-        self.is_whole = False
-        self._held, self._is_blank = "", False
-        self._advance = self._find_call
-        self._depth, self._is_string, self._is_escaped = 0, False, False  # inside the arguments
+        self.is_whole = self._is_open = False
+        self._held, self._parser = "", self._parse()
 
     def push(self, text: str, *, is_last: bool) -> tuple[str, list[CallPiece]]:
         """Add text; return what of it is content, and pieces of calls."""
         self._held += text
-        content: list[str] = []
-        pieces: list[CallPiece] = []
-        while self._advance(content, pieces):
-            pass
-        if is_last and self._advance == self._find_call:
-            content.append(self._held)
+        self._content: list[str] = []
+        self._pieces: list[CallPiece] = []
+        next(self._parser)
+        if is_last and not self._is_open:
+            self._content.append(self._held)
             self._held = ""
-        return "".join(content), pieces
+        return "".join(self._content), self._pieces
 
-    def _find_call(self, content: list[str], _: list[CallPiece]) -> bool:
-        """Pass on text until a call begins."""
-        if self._is_blank:  # between calls
-            self._held = self._held.lstrip()
-            self._is_blank = not self._held
-        before, mark, after = self._held.partition(self._begin) if self._begin else ("", self._held, self._held)
-        if not mark:
-            shown = len(before) - open_suffix(before, [self._begin]) if self._begin else 0
-            content.append(before[:shown])
-            self._held = before[shown:]
-            return False
-        content.append(before)
-        self._held, self._advance = after, self._read_name
-        return True
-
-    def _read_name(self, _: list[str], pieces: list[CallPiece]) -> bool:
-        found = _HEAD.match(self._held)
-        if found is None or found.end() == len(self._held):  # spaces may follow
-            return False
-        self._held, self._advance, self.is_whole = self._held[found.end() :], self._read_arguments, False
-        call = {"name": found[1], "arguments": ""}
-        self.calls.append({"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": call})
-        pieces.append(CallPiece(len(self.calls) - 1, "", found[1], self.calls[-1]["id"]))
-        return True
-
-    def _read_arguments(self, _: list[str], pieces: list[CallPiece]) -> bool:
-        """Pass on the arguments, an object, up to the bracket that closes it."""
-        end = next((place for place, sign in enumerate(self._held, 1) if self._closes(sign)), None)
-        text, self._held = self._held[:end], "" if end is None else self._held[end:]
-        if text:
-            self.calls[-1]["function"]["arguments"] += text
-            pieces.append(CallPiece(len(self.calls) - 1, text))
-        if end is None:
-            return False
-        self._advance, self.is_whole = self._skip_end, True
-        return True
-
-    def _closes(self, sign: str) -> bool:
-        """Take a character of the arguments; return True if it is their last."""
-        if self._is_string:
-            self._is_string = self._is_escaped or sign != '"'
-            self._is_escaped = not self._is_escaped and sign == "\\"
-        elif sign == '"':
-            self._is_string = True
-        elif sign in "{[":
-            self._depth += 1
-        elif sign in "}]":
-            self._depth -= 1
-            return self._depth == 0
-        return False
-
-    def _skip_end(self, _content: list[str], _pieces: list[CallPiece]) -> bool:
-        _, mark, after = self._held.partition(self._end)
-        if not mark:
-            return False
-        self._held, self._advance, self._is_blank = after, self._find_call, True
-        return True
+    def _parse(self) -> Iterator[None]:
+        """Take what is held, and yield where more text is needed."""
+        begin, is_after_call = self._begin, False
+        while True:
+            # 1. Text, until a call begins.
+            self._is_open = False
+            while True:
+                if is_after_call:  # spaces between calls
+                    self._held = self._held.lstrip()
+                    is_after_call = not self._held
+                before, mark, after = self._held.partition(begin) if begin else ("", self._held, self._held)
+                shown = len(before) - (0 if mark else open_suffix(before, [begin]))
+                self._content.append(before[:shown])
+                if mark:
+                    break
+                self._held = before[shown:]
+                yield
+            self._held, self._is_open = after, True
+            # 2. The name of the function.
+            while (found := _HEAD.match(self._held)) is None or found.end() == len(self._held):  # spaces may follow
+                yield
+            self._held, self.is_whole = self._held[found.end() :], False
+            function = {"name": found[1], "arguments": ""}
+            self.calls.append({"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function})
+            self._pieces.append(CallPiece(len(self.calls) - 1, "", found[1], self.calls[-1]["id"]))
+            # 3. The arguments, an object, up to the bracket that closes it.
+            end, depth, is_quoted, is_escaped = None, 0, False, False
+            while True:
+                for place, sign in enumerate(self._held, 1):
+                    if is_quoted:
+                        is_quoted, is_escaped = is_escaped or sign != '"', not is_escaped and sign == "\\"
+                    elif sign == '"':
+                        is_quoted = True
+                    elif sign in "{[}]":
+                        depth += 1 if sign in "{[" else -1
+                        if depth == 0:
+                            end = place
+                            break
+                text, self._held = self._held[:end], "" if end is None else self._held[end:]
+                if text:
+                    function["arguments"] += text
+                    self._pieces.append(CallPiece(len(self.calls) - 1, text))
+                if end is not None:
+                    break
+                yield
+            self.is_whole = True
+            # 4. What ends the call.
+            while self._end not in self._held:
+                yield
+            self._held, is_after_call = self._held.partition(self._end)[2], True
 
 
 OPEN, CLOSE = "<think>", "</think>"
