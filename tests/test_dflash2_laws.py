@@ -65,10 +65,7 @@ def drawn(way: str, temperature: float) -> torch.Tensor:
     acceptance = RejectionAcceptance(DRAWS, SLOTS, SMALL)
     if way == "plain":
         acceptance.STREAM = 0
-    if way == "keyed":
-        paths = predictions.draw(positions, s)
-    else:
-        paths = predictions.draw_for(acceptance, positions, s)
+    paths = predictions.draw(positions, s) if way == "keyed" else predictions.draw_for(acceptance, positions, s)
     return torch.bincount(paths @ SMALL ** torch.arange(SLOTS - 1, -1, -1), minlength=len(EVERY)).double()
 
 
