@@ -10,9 +10,8 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import dflash
-from dflash.engine import State
 from dflash.proposers import ChainProposer
-from dflash.state import Block
+from dflash.state import Block, State
 from dflash.targets import transformers_version
 
 VOCAB = 97

@@ -399,10 +399,10 @@ def test_measuring_slow_steps_ends_with_a_warm_one_of_each_width(seconds, turns)
 )
 def test_bad_arguments_are_named_before_any_work(target, draft, prompts, arguments, error, message):
     dflash.generate(target, draft, prompts[0][None], max_new_tokens=1)
-    kept = dflash.api._cached
+    kept = dflash.api.kept_generator()
     with pytest.raises(error, match=message):
         dflash.generate(target, draft, prompts[0][None], max_new_tokens=4, **arguments)
-    assert dflash.api._cached is kept
+    assert dflash.api.kept_generator() is kept
 
 
 def test_a_generator_names_what_it_cannot_do(target, draft, prompts):

@@ -9,6 +9,7 @@ from families import make_draft, make_target
 from torch._inductor.utils import run_and_get_code
 
 import dflash
+from dflash.engine.runner import compiled_per_shape
 from dflash.sampling import fold
 
 MAX_LENGTH = 211  # plus the block: a capacity unlike any other size in the model
@@ -84,8 +85,7 @@ def test_compiling_the_target_compiles_its_blocks_and_not_its_prompts(monkeypatc
         return lambda ids, *rest: shapes.append(tuple(ids.shape)) or function(ids, *rest)
 
     monkeypatch.setattr(torch, "compile", compiled)
-    generator.engine.compile_target = True
-    generator.engine.retarget(generator.engine.target)
+    generator.engine.target.compiled_forward = compiled_per_shape(generator.engine.target.forward)
     for length in (5, 9):
         p = prompt(length)
         assert generator.generate(p[None], max_new_tokens=4)[0, length:].tolist() == greedy(target, p, 4).tolist()
@@ -103,8 +103,7 @@ def test_a_target_is_compiled_for_each_number_of_rows_by_itself(monkeypatch):
         return lambda ids, *rest: shapes.add((tuple(ids.shape), len(rest))) or function(ids, *rest)
 
     monkeypatch.setattr(torch, "compile", compile)
-    generator.engine.compile_target = True
-    generator.engine.retarget(generator.engine.target)
+    generator.engine.target.compiled_forward = compiled_per_shape(generator.engine.target.forward)
     for tree in (None, *range(16, 4, -1), None, 16):
         assert generator.generate(p[None], max_new_tokens=4, tree=tree)[0, 5:].tolist() == greedy(target, p, 4).tolist()
     assert len(compiled) == len({id(code) for code, _ in compiled}) == 13, "a chain, and trees of 5 to 16 rows"

@@ -62,9 +62,9 @@ class TestCustomGenerate:
         assert torch.equal(output.sequences, expected)
         assert output.statistics.weights == "int8"
         assert not torch.equal(ours(target, draft, ids), expected)
-        assert isinstance(dflash.api._cached.generator.draft._stack.layers[0].q, torch.Tensor)
+        assert isinstance(dflash.api.kept_generator().draft._stack.layers[0].q, torch.Tensor)
         ours(target, draft, ids, draft_weights="int8")
-        assert isinstance(dflash.api._cached.generator.draft._stack.layers[0].q, Int8Weight)
+        assert isinstance(dflash.api.kept_generator().draft._stack.layers[0].q, Int8Weight)
 
     def test_acceptance_and_denoise_steps_are_those_of_generate(self, target, draft):
         p = prompt(8)[None]

@@ -63,13 +63,13 @@ BAD_CALLS = [
 @pytest.mark.parametrize(("arguments", "error", "message"), BAD_CALLS, ids=lambda value: str(value)[:40])
 def test_bad_arguments_are_named_before_any_work(target, draft, arguments, error, message, monkeypatch):
     dflash.generate(target, draft, ids(), max_new_tokens=1)
-    kept = api._cached
+    kept = api.kept_generator()
     monkeypatch.setattr(api, "structural_twin", None)
     monkeypatch.setattr(generator_module, "Target", None)
     call = {"ids": ids(), "max_new_tokens": 4, **arguments}
     with pytest.raises(error, match=message):
         dflash.generate(target, draft, **call)
-    assert api._cached is kept
+    assert api.kept_generator() is kept
     target.generation_config.max_new_tokens = 4
     del call["max_new_tokens"]
     if "max_new_tokens" not in arguments:
@@ -289,13 +289,13 @@ class TestOneShot:
         target = make_target("qwen3")
         draft = make_draft(target)
         dflash.generate(target, draft, ids(), max_new_tokens=4)
-        kept = api._cached.generator
+        kept = api.kept_generator()
         dflash.generate(target, draft, ids(1, 9), max_new_tokens=30)
-        assert api._cached.generator is kept
+        assert api.kept_generator() is kept
         dflash.generate(target, draft, ids(1, 9), max_new_tokens=400)
-        assert api._cached.generator is not kept, "it had to grow"
+        assert api.kept_generator() is not kept, "it had to grow"
         dflash.release()
-        assert api._cached is None
+        assert api.kept_generator() is None
 
     def test_a_call_never_reuses_the_caches_of_an_earlier_one(self, target, draft):
         first = dflash.generate(target, draft, ids(), max_new_tokens=9)
@@ -320,7 +320,7 @@ class TestOneShot:
         gc.collect()
         assert reference() is None
         assert weight() is None, "a cycle keeps the weights"
-        assert api._cached is None
+        assert api.kept_generator() is None
 
     def test_hooks_that_come_and_go_are_noticed(self):
         target = make_target("qwen3")

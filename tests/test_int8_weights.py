@@ -190,10 +190,10 @@ def test_reset_reads_the_drafters_weights_too():
 
 def test_reset_forgets_values_in_its_turn(monkeypatch):
     made = generator(target := make_target("qwen3", num_hidden_layers=2), make_draft(target))
-    turns = []
-    monkeypatch.setattr(made.engine, "forget_values", lambda: turns.append(made.turns.is_taken_here))
+    held = []
+    monkeypatch.setattr(made.engine, "forget_values", lambda: held.append(made.lock.is_held_here))
     made.reset()
-    assert turns == [True]
+    assert held == [True]
 
 
 def test_a_rewired_drafter_has_its_own_wiring_and_copies():
@@ -396,7 +396,7 @@ def test_one_shot_calls_keep_the_weights_apart():
 
 
 def kept():
-    return dflash.api._cached.generator
+    return dflash.api.kept_generator()
 
 
 def test_a_kept_generator_is_one_for_its_weights():

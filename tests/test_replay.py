@@ -209,7 +209,7 @@ class TestGraphContents:
         monkeypatch.setattr(replay, "_MAX_GRAPHS", 2)
         ids, mask, *_ = batch
         late = record(cheat(target, draft, batch))
-        for name in ("greedy", "sampled", "rules", "greedy", "greedy"):
+        for name in ("greedy", "rejection", "rules", "greedy", "greedy"):
             call = {"attention_mask": mask, "max_new_tokens": NEW, **CALLS[name]}
             expected = cheat(target, draft, batch).generate(ids, **call)
             assert torch.equal(late.generate(ids, **call), expected)
@@ -235,7 +235,7 @@ class TestGraphContents:
             assert dflash.generate(target, draft, p[None], max_new_tokens=new)[0, length:].tolist() == (
                 greedy(target, p, new).tolist()
             )
-            return api._cached.generator.runner
+            return api.kept_generator().runner
 
         runner = check(5)
         assert check(9) is runner
@@ -478,7 +478,7 @@ class TestOnAGPU:
             p = prompt(length).cuda()
             output = dflash.generate(target, draft, p[None], max_new_tokens=new)
             assert output[0, length:].tolist() == greedy(target, p, new).tolist()
-            runner = api._cached.generator.runner
+            runner = api.kept_generator().runner
             assert (runner.graphs, runner.reason) == (1, "")
         dflash.release()
 

@@ -640,11 +640,11 @@ class TestLeaving:
         target = make_target("qwen3")
         draft = make_draft(target)
         dflash.generate(target, draft, prompt(5)[None], max_new_tokens=4)
-        references = [weakref.ref(api._cached.generator), weakref.ref(api._cached.generator.state.target_cache.keys[0])]
+        references = [weakref.ref(api.kept_generator()), weakref.ref(api.kept_generator().state.target_cache.keys[0])]
         gc.disable()
         try:
             leave(target, draft)
-            assert api._cached is None
+            assert api.kept_generator() is None
             assert [reference() for reference in references] == [None, None]
         finally:
             gc.enable()
@@ -685,7 +685,7 @@ class TestLeaving:
         rest = list(events)  # the stream holds what it needs until it ends
         assert joined([first, *rest], 1)[0] == greedy(target, p, 8).tolist()
         list(dflash.stream(target, draft, p[None], max_new_tokens=8))
-        assert api._cached is not None
+        assert api.kept_generator() is not None
 
 
 class NoEven(LogitsProcessor):

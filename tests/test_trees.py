@@ -766,7 +766,7 @@ def test_costs_are_measured_again_when_the_target_has_changed(target, draft, pro
     dflash.release()
     call = {"ids": prompts[1][None], "max_new_tokens": 2}
     dflash.generate(target, draft, **call, tree=128)
-    replayed = measures(dflash.api._cached.generator, [16], {False: {16: 1.0}})
+    replayed = measures(dflash.api.kept_generator(), [16], {False: {16: 1.0}})
     for _ in range(2):
         dflash.generate(target, draft, **call, tree="auto")
     assert len(replayed) == 1
@@ -800,10 +800,10 @@ def test_costs_are_measured_again_when_the_target_has_changed(target, draft, pro
 )
 def test_bad_arguments_are_named_before_any_work(target, draft, prompts, arguments, error, message, monkeypatch):
     dflash.generate(target, draft, prompts[0][None], max_new_tokens=1)
-    kept = dflash.api._cached
+    kept = dflash.api.kept_generator()
     with pytest.raises(error, match=message):
         dflash.generate(target, draft, prompts[0][None], max_new_tokens=4, **arguments)
-    assert dflash.api._cached is kept
+    assert dflash.api.kept_generator() is kept
 
 
 def test_a_generator_names_what_its_trees_lack(target, draft, prompts):
@@ -841,7 +841,7 @@ def test_one_shot_calls_grow_their_generator_for_larger_trees(target, draft, pro
     dflash.release()
     for tree in (None, 16, 64, 9, None):
         check_answers(dflash.generate(target, draft, p, max_new_tokens=NEW, tree=tree), 16, plain[1:2])
-    assert dflash.api._cached.generator.tree == 64
+    assert dflash.api.kept_generator().tree == 64
 
 
 def test_custom_generate_takes_a_tree(target, draft, prompts, plain):

@@ -8,17 +8,17 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Literal, NamedTuple, overload
 
+import torch
 from torch import Tensor, nn
 
 from .call import Call, GenerateArguments, TargetDefaults, check_stream_arguments
 from .drafter import check_draft_weights, load_draft
 from .fit import check_block_size, check_tree
-from .generator import Generator
+from .generator import CallLock, Generator, locks_held_here
 from .ops import WeightStorage
 from .options import BlockSize, GeneratorOptions, check_width_call, checked_block_size, tree_rows
 from .outputs import GenerateOutput, StreamEvent
 from .targets import Fingerprint, check_int8, check_target, structural_twin, text_config, unwrap
-from .turns import Turns, turns_taken_here
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -167,6 +167,12 @@ def stream(
     return _released_unless_finished(generator, generator.stream_call(call, skip_special_tokens))
 
 
+def kept_generator() -> Generator | None:
+    """Return the generator that one-shot calls keep for the next; None if there is none."""
+    cached = _cached
+    return None if cached is None else cached.generator
+
+
 def release() -> None:
     """Free what one-shot calls keep for the next: both caches and the step's state."""
     global _cached
@@ -229,13 +235,13 @@ class _CachedGenerator:
 
 
 _cached: _CachedGenerator | None = None
-_one_at_a_time = Turns()
-_our_turns: weakref.WeakSet[Turns] = weakref.WeakSet()  # of every generator that one-shot calls have made
+_one_at_a_time = CallLock(torch.device("cpu"))
+_our_locks: weakref.WeakSet[CallLock] = weakref.WeakSet()  # of every generator that one-shot calls have made
 
 
 def _is_inside_a_call() -> bool:
     """Return True if a one-shot call on this thread has called back: from a streamer, a processor or a hook."""
-    return any(turns in _our_turns for turns in turns_taken_here())
+    return any(lock in _our_locks for lock in locks_held_here())
 
 
 def _lock() -> AbstractContextManager[object]:
@@ -297,7 +303,7 @@ def _generator_for(target: nn.Module, draft: nn.Module | None, call: Call, optio
         release()
     own = structural_twin(loaded) if loaded is not None and loaded is draft else loaded
     generator = Generator.of_checked(target, own, sizes)
-    _our_turns.add(generator.turns)
+    _our_locks.add(generator.lock)
     if not is_inside:
         _cached = _CachedGenerator(target, draft, options, generator)
     return generator

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import collections.abc
+import contextlib
 import functools
+import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
@@ -14,37 +17,101 @@ from torch import Tensor, nn
 
 from .call import Call, GenerateArguments, TargetDefaults, check_stream_arguments
 from .drafter import Drafter, check_draft_weights, load_draft, quantized_draft
-from .engine import (
-    Answer,
-    Direct,
-    Engine,
-    Launch,
-    Measurement,
-    Replay,
-    Run,
-    State,
-    cached_prefix,
-    event_of,
-    host_step,
-    output_of,
-    raise_errors,
-    step,
-    step_of,
-)
+from .engine import Direct, Engine, Replay, step
+from .engine.prefill import cached_prefix
+from .engine.run import Answer, Run, event_of, output_of
+from .engine.runner import compiled_per_kind, compiled_per_shape
 from .fit import check_block_size, check_room, check_tree, check_tree_trial
 from .ops import WeightStorage
 from .options import GeneratorOptions, check_width_call, checked_block_size, checked_tree, tree_rows
 from .outputs import GenerateOutput, StreamEvent
+from .state import State
 from .streaming import BatchDecoder
 from .targets import Fingerprint, KnownWeights, Target, check_target, first_hook
-from .turns import Turns, plain_settings
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["Generator"]
-
 _Result = TypeVar("_Result")
+
+
+class _Here(threading.local):
+    """The locks of the calls that this thread is in the middle of, the outermost first."""
+
+    locks: tuple[CallLock, ...] = ()
+
+
+class CallLock:
+    """Lets calls that share caches run one after another, whatever thread they come from, and never inside each other.
+
+    Args:
+        device: that the calls compute on.
+
+    Attributes:
+        lock: a re-entrant lock, for what a call may do before and after it runs.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.lock, self._device = threading.RLock(), device
+        _all_locks.add(self)
+
+    @property
+    def is_held_here(self) -> bool:
+        """True inside a call on this thread: a streamer, a processor or a hook was called from there."""
+        return self in _here.locks
+
+    def run(self, work: Callable[[], _Result]) -> _Result:
+        """Return ``work()``, run alone and without the caller's inference mode and autocast.
+
+        Raises:
+            RuntimeError: called from inside a call.
+        """
+        self.refuse_inside()
+        before = _here.locks
+        # An interrupt must not leave the lock taken: no Python code stands between taking and releasing it.
+        with self.lock:
+            try:
+                _here.locks = (*before, self)
+                with plain_settings(self._device):
+                    return work()
+            finally:
+                _here.locks = before
+
+    def refuse_inside(self) -> None:
+        """Raise RuntimeError inside a call on this thread."""
+        if self.is_held_here:
+            raise RuntimeError(
+                "this generator is in the middle of a call, which has called back (a streamer, a processor, a "
+                "criterion or a hook): make a second Generator for calls from there"
+            )
+
+
+def locks_held_here() -> tuple[CallLock, ...]:
+    """Return the locks of the calls that this thread is in the middle of, the outermost first."""
+    return _here.locks
+
+
+@contextlib.contextmanager
+def plain_settings(device: torch.device) -> Iterator[None]:
+    """Compute on ``device`` without the caller's inference mode and autocast."""
+    current = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    with current, torch.inference_mode(False), torch.autocast(device.type, enabled=False):
+        yield
+
+
+_here = _Here()
+_all_locks: weakref.WeakSet[CallLock] = weakref.WeakSet()
+
+
+def _free_locks() -> None:
+    """In a forked child, free the locks of other threads: those are gone."""
+    for lock in _all_locks:
+        if not lock.is_held_here:
+            lock.lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_free_locks)
 
 
 class Generator:
@@ -100,7 +167,8 @@ class Generator:
     Attributes:
         engine: what runs the steps.
         fused_reason: why the target's layers run as its own modules; empty if they run on this package's ops.
-        turns: lets one call at a time use it.
+        step: runs one step on the device, see `dflash.engine.step`, between calls; ``state.report`` tells of it.
+        lock: lets one call at a time use it.
 
     Raises:
         ValueError: target and drafter do not fit, the target is not supported, or a number is out of range.
@@ -164,9 +232,14 @@ class Generator:
         on_gpu = self.engine.target.device.type == "cuda"
         self.runner: Direct | Replay = (Replay if on_gpu else Direct)(self.state.report.tensor)
         weakref.finalize(self, self.runner.drain).atexit = False
-        self._step, self.compiles_step = step_of(self.engine, compiles=options.compile), options.compile and not on_gpu
+        self.step: Callable[[], None] = functools.partial(step, self.engine)
+        self.compiles_step = options.compile and not on_gpu
+        if self.compiles_step:
+            self.step = compiled_per_kind(self.step, functools.partial(getattr, self.engine, "kind"))
+        elif options.compile:  # only the target's part of the step, inside the CUDA graph
+            twin.compiled_forward = compiled_per_shape(twin.forward)
         # 4. Between calls: the run that the state belongs to, and the weights that caches and graphs were made with.
-        self.turns = Turns()
+        self.lock = CallLock(self.engine.target.device)
         self._run: Run | None = None
         self._known = KnownWeights()
 
@@ -185,10 +258,6 @@ class Generator:
         """Why the last step ran kernel by kernel; empty if it was replayed as a CUDA graph, or soon will be."""
         return self.runner.reason
 
-    def step(self) -> None:
-        """Run one step on the device, see `dflash.engine.step`, between calls. ``state.report`` tells of it."""
-        self._step()
-
     def reset(self) -> None:
         """Forget what the caches hold and read all weights again. An unfinished stream is ended.
 
@@ -200,7 +269,7 @@ class Generator:
             self._end_run()
             self.engine.forget_values()
 
-        self.run_alone(forget)
+        self.lock.run(forget)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise TypeError(
@@ -286,9 +355,9 @@ class Generator:
 
     def run_call(self, call: Call, prompt_was_put: bool = False) -> GenerateOutput:
         """Run a resolved call to its end; ``prompt_was_put`` if its streamer has had the prompt already."""
-        self.turns.refuse_inside()
+        self.lock.refuse_inside()
         try:
-            return self.run_alone(lambda: self._run_to_end(call, prompt_was_put))
+            return self.lock.run(lambda: self._run_to_end(call, prompt_was_put))
         finally:
             if call.streamer is not None:
                 call.streamer.end()
@@ -300,7 +369,7 @@ class Generator:
         for answers in self._answers(call, reads_ids=streamer is not None):
             if streamer is not None and answers[0].new_ids:
                 streamer.put(torch.tensor(answers[0].new_ids, dtype=torch.int64, device="cpu"))
-        return output_of(answers, call, self.state.tokens, self.engine.logprobs, Measurement.of(self.engine, began))
+        return output_of(self.engine, answers, call, began)
 
     def stream_call(self, call: Call, skip_special_tokens: bool = False) -> Iterator[StreamEvent]:
         """Yield the events of a resolved call, which runs as they are asked for."""
@@ -309,8 +378,8 @@ class Generator:
             text = BatchDecoder(len(call.prompts), call.tokenizer, call.stop_strings, skip_special_tokens)
         steps = self._answers(call, reads_ids=True)
         try:
-            while (answers := self.run_alone(lambda: next(steps, None))) is not None:
-                yield event_of(answers, text, Measurement.of(self.engine, began))
+            while (answers := self.lock.run(lambda: next(steps, None))) is not None:
+                yield event_of(self.engine, answers, text, began)
         finally:
             steps.close()
 
@@ -319,8 +388,8 @@ class Generator:
         began, batch, last = time.perf_counter(), len(call.prompts), self._run
         # 1. The caches may be reused if the same weights filled them.
         reuse = self.reuse_prefix and last is not None and last.consistent and self._known.filled(self._modules)
-        reuse = self.engine.agree(call, self.prefill_chunk, reuse)
-        run, launch = self.begin_run(reads_ids=reads_ids), self.launch(call)
+        reuse = self.engine.agrees_to_reuse(call, self.prefill_chunk, reuse)
+        run = self.begin_run(call, reads_ids=reads_ids)
         # 2. Set up the engine, with the prompts in its first rows.
         self.engine.configure(call)
         cached = cached_prefix(self.engine, call.prompts) if reuse else [0] * batch
@@ -330,14 +399,15 @@ class Generator:
         while run.is_filling:
             run.run_chunk()
         while True:
-            raise_errors(answers)
+            for error in filter(None, (answer.error for answer in answers)):
+                raise ValueError(error)
             yield answers
             if not run.is_running:
                 return
-            run.step(launch)
+            run.step()
 
-    def begin_run(self, *, reads_ids: bool) -> Run:
-        """End the run that the state belongs to and return a new one."""
+    def begin_run(self, call: Call | None = None, *, reads_ids: bool) -> Run:
+        """End the run that the state belongs to and return a new one, of a call or of many without Python rules."""
         self._end_run()
         if self.reuse_prefix:
             self._known.fill(self._modules)
@@ -345,30 +415,15 @@ class Generator:
         self.engine.refresh()
         if self.runner.ahead and self._known.have_moved(self._modules):
             self.runner.clear()  # captured graphs hold the addresses of the weights
-        self._run = Run(self.engine, reads_ids=reads_ids)
+        self._run = Run(
+            self.engine, self.runner, self.step, reads_ids=reads_ids, obstacle=self._graph_obstacle(call),
+            must_capture=self.graph is True,
+        )  # fmt: skip
         return self._run
-
-    def launch(self, call: Call | None = None) -> Launch:
-        """Return how steps reach the device: those of a call, or of many without grammars and Python rules."""
-        obstacle, must_capture, engine = self._graph_obstacle(call), self.graph is True, self.engine
-        if call is None or not (call.grammars or call.host_rules is not None):
-            return Launch(self.runner, self.step, self.step, obstacle, must_capture=must_capture)
-        # Python rules wait for the step anyway, and must not be asked about one that will not count.
-        steps = functools.partial(host_step, engine), functools.partial(step, engine)
-        return Launch(self.runner, *steps, obstacle, waits=call.host_rules is not None, must_capture=must_capture)
 
     def _end_run(self) -> None:
         if self._run is not None:
             self._run.ended, self._run = True, None
-
-    def run_alone(self, work: Callable[[], _Result]) -> _Result:
-        """Return ``work()``, run in a turn of its own and without the caller's inference mode and autocast."""
-
-        def run() -> _Result:
-            with plain_settings(self.state.tokens.device):
-                return work()
-
-        return self.turns.take(run)
 
     # ------------------------------------------------------------------------------------------ the target
 

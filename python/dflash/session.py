@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor
 
 from .call import Call, GenerateArguments, check_stream_arguments
-from .engine import Answer, Measurement, Run, event_of
+from .engine.run import Answer, Run, event_of
 from .generator import Generator
 from .outputs import StreamEvent
 from .streaming import BatchDecoder
@@ -40,7 +40,7 @@ class RowEvent(NamedTuple):
 
 
 @dataclass
-class _Seat:
+class _Request:
     """A request in its row."""
 
     answer: Answer
@@ -82,13 +82,12 @@ class Session:
         if (count := generator.engine.target.ranks.count) > 1:
             raise ValueError(f"a session needs a target in one process, this one is spread over {count}")
         self.generator = generator
-        self._seats: dict[int, _Seat] = {}
+        self._requests: dict[int, _Request] = {}
         self._held: list[list[int]] = [[]] * generator.batch_size  # ids of the whole chunks that a row's caches hold
         self._retired = [0] * generator.batch_size  # when: a count
         self._clock = 0
         self._owes_step = False  # a chunk has been run since the last step
-        self._launch = self._masked_launch = generator.launch()  # the second while a row has a grammar
-        self._run: Run = generator.run_alone(self._begin)
+        self._run: Run = generator.lock.run(self._begin)
 
     def _begin(self) -> Run:
         run = self.generator.begin_run(reads_ids=True)
@@ -98,7 +97,7 @@ class Session:
     @property
     def idle(self) -> list[int]:
         """The rows that no request has."""
-        return [row for row in range(self.generator.batch_size) if row not in self._seats]
+        return [row for row in range(self.generator.batch_size) if row not in self._requests]
 
     @property
     def is_busy(self) -> bool:
@@ -150,10 +149,10 @@ class Session:
         """
         if not self.idle:
             raise RuntimeError(f"all {self.generator.batch_size} rows are taken: retire one first")
-        return self.generator.run_alone(lambda: self._admit(call, skip_special_tokens))
+        return self.generator.lock.run(lambda: self._admit(call, skip_special_tokens))
 
     def _admit(self, call: Call, skip_special_tokens: bool) -> int:
-        self._run.check_turn()
+        self._run.require_open()
         # 1. The row with the longest prefix of the prompt, or the one that has been idle longest.
         ids, began = call.prompts[0].tolist(), time.perf_counter()
         cached = {row: 0 if call.prompt_logprobs else self._cached(row, ids) for row in self.idle}
@@ -165,14 +164,12 @@ class Session:
         self._held[row] = []
         chunk, snapshot = self.generator.prefill_chunk, self.generator.reuse_prefix
         try:
-            self.generator.engine.join(row, call)
-            if call.grammars:
-                self._masked_launch = self.generator.launch(call)
+            self.generator.engine.admit(row, call)
             (answer,) = self._run.admit(call, [cached[row]], first=row, chunk=chunk, snapshot=snapshot, began=began)
         except BaseException:  # out of memory, or an interrupt
             self._run.retire(row, 0)
             raise
-        self._seats[row] = _Seat(answer, text, ids, began)
+        self._requests[row] = _Request(answer, text, ids, began)
         return row
 
     def _cached(self, row: int, ids: list[int]) -> int:
@@ -199,10 +196,10 @@ class Session:
         Raises:
             RuntimeError: the session has ended.
         """
-        return self.generator.run_alone(self._step)
+        return self.generator.lock.run(self._step)
 
     def _step(self) -> list[RowEvent]:
-        self._run.check_turn()
+        self._run.require_open()
         try:
             if self._run.is_filling and not (self._owes_step and self._run.is_running):
                 self._owes_step = True
@@ -211,16 +208,15 @@ class Session:
             self._owes_step = False
             if not self._run.is_running:
                 return []
-            launch = self._launch if self.generator.engine.grammar_masks is None else self._masked_launch
-            return [self._event(answer) for answer in self._run.step(launch)]
+            return [self._event(answer) for answer in self._run.step()]
         except BaseException:  # out of memory, or an interrupt
             self._run.ended = True
             raise
 
     def _event(self, answer: Answer) -> RowEvent:
-        seat = self._seats[answer.row]
-        measured = Measurement.of(self.generator.engine, seat.began)
-        return RowEvent(answer.row, event_of([answer], seat.text, measured), answer.error)
+        request = self._requests[answer.row]
+        event = event_of(self.generator.engine, [answer], request.text, request.began)
+        return RowEvent(answer.row, event, answer.error)
 
     def retire(self, row: int) -> None:
         """Free a row, whether its answer has ended or not. Its caches stay for a request that shares its prompt.
@@ -229,15 +225,15 @@ class Session:
             ValueError: no request has the row.
             RuntimeError: the session has ended.
         """
-        if row not in self._seats:
+        if row not in self._requests:
             raise ValueError(f"row must be one that a request has, got {row}")
-        self.generator.run_alone(lambda: self._retire(row))
+        self.generator.lock.run(lambda: self._retire(row))
 
     def _retire(self, row: int) -> None:
-        self._run.check_turn()
-        seat = self._seats.pop(row)
-        filled = seat.answer.filled
-        self._held[row] = seat.ids[: filled - filled % self.generator.prefill_chunk]
+        self._run.require_open()
+        request = self._requests.pop(row)
+        filled = request.answer.filled
+        self._held[row] = request.ids[: filled - filled % self.generator.prefill_chunk]
         self._clock += 1
         self._retired[row] = self._clock
         self._run.retire(row, len(self._held[row]))

@@ -12,7 +12,7 @@ from families import make_draft, make_target, needs_assistant
 
 import dflash
 from dflash import api
-from dflash.turns import turns_taken_here
+from dflash.generator import locks_held_here
 
 NEW = 16
 OUTER, INNER = prompt(9, seed=3), prompt(5, seed=4)
@@ -122,7 +122,7 @@ class TestOneGenerator:
     @pytest.mark.parametrize("place", PLACES)
     def test_a_call_on_a_generator_that_is_running_is_refused(self, target, draft, expected, place):
         inside = Inside(lambda: answer(generator.generate(INNER[None], max_new_tokens=NEW), INNER))
-        with from_inside(place, inside, target, draft, turns_taken_here) as arguments:
+        with from_inside(place, inside, target, draft, locks_held_here) as arguments:
             generator = dflash.Generator(target, draft, max_length=64)
             output = generator.generate(OUTER[None], max_new_tokens=NEW, **arguments)
         assert answer(output, OUTER) == expected[0]
@@ -137,7 +137,7 @@ class TestOneGenerator:
         def call(*_) -> None:
             generator.generate(INNER[None], max_new_tokens=3)
 
-        with from_inside(place, call, target, draft, turns_taken_here) as arguments:
+        with from_inside(place, call, target, draft, locks_held_here) as arguments:
             generator = dflash.Generator(target, draft, max_length=64)
             with pytest.raises(RuntimeError, match=REFUSED):
                 generator.generate(OUTER[None], max_new_tokens=NEW, **arguments)
@@ -147,7 +147,7 @@ class TestOneGenerator:
     @pytest.mark.parametrize("place", ["processor", "criterion", "hook of the target"])
     def test_a_stream_is_protected_like_a_call(self, target, draft, expected, place):
         inside = Inside(lambda: answer(generator.generate(INNER[None], max_new_tokens=NEW), INNER))
-        with from_inside(place, inside, target, draft, turns_taken_here) as arguments:
+        with from_inside(place, inside, target, draft, locks_held_here) as arguments:
             generator = dflash.Generator(target, draft, max_length=64)
             events = list(generator.stream(OUTER[None], max_new_tokens=NEW, **arguments))
         assert [token for event in events for token in event.ids[0]] == expected[0]
@@ -173,7 +173,7 @@ class TestOneGenerator:
     @pytest.mark.parametrize("place", PLACES)
     def test_a_reset_inside_a_call_is_refused(self, target, draft, expected, place):
         inside = Inside(lambda: generator.reset())
-        with from_inside(place, inside, target, draft, turns_taken_here) as arguments:
+        with from_inside(place, inside, target, draft, locks_held_here) as arguments:
             generator = dflash.Generator(target, draft, max_length=64)
             output = generator.generate(OUTER[None], max_new_tokens=NEW, **arguments)
         assert answer(output, OUTER) == expected[0]
@@ -186,7 +186,7 @@ class TestOneGenerator:
         second = dflash.Generator(target, draft, max_length=64)
         inside = Inside(lambda: answer(second.generate(INNER[None], max_new_tokens=NEW), INNER))
         for place in PLACES:
-            with from_inside(place, inside, target, draft, turns_taken_here) as arguments:
+            with from_inside(place, inside, target, draft, locks_held_here) as arguments:
                 generator = dflash.Generator(target, draft, max_length=64)
                 output = generator.generate(OUTER[None], max_new_tokens=NEW, **arguments)
             assert answer(output, OUTER) == expected[0]
@@ -218,13 +218,13 @@ class TestOneShot:
 
     def test_the_generator_of_the_outer_call_is_the_one_that_is_kept(self, target, draft):
         dflash.generate(target, draft, OUTER[None], max_new_tokens=3)
-        kept = api._cached
+        kept = api.kept_generator()
         other = make_draft(target, seed=1)
         for drafter in (draft, other, None):
             inside = Inside(lambda d=drafter: dflash.generate(target, d, INNER[None], max_new_tokens=NEW))
             dflash.generate(target, draft, OUTER[None], max_new_tokens=3, streamer=Streamer(on_put=inside))
             assert inside.got
-            assert api._cached is kept
+            assert api.kept_generator() is kept
 
     @pytest.mark.parametrize("place", PLACES)
     def test_a_release_inside_a_call_leaves_its_text_alone(self, target, draft, expected, place):

@@ -10,7 +10,8 @@ from baseline import prompt
 from recorded import record
 
 import dflash
-from dflash.engine import compiled_per_kind, runner
+from dflash.engine import runner
+from dflash.engine.runner import compiled_per_kind
 
 KEPT = 16  # fewer than by default, which would need more calls to be reached
 LIVE = KEPT + 1  # and those of the call that runs

@@ -187,7 +187,7 @@ def test_a_second_one_shot_call_keeps_the_first_ones_generator(prompts):
             model, generators = methods.load(name), []
             for _ in range(2):
                 dflash.generate(model, None, prompts[0][None], max_new_tokens=2)
-                generators.append(dflash.api._cached.generator)
+                generators.append(dflash.api.kept_generator())
             assert generators[0] is generators[1], name
 
 

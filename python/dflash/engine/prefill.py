@@ -12,8 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ..cache import KVCache
 from ..state import FULL, INVALID, RUNNING, STOPPED, Block
-from .host_step import walk
-from .step import Engine
+from .step import Engine, walk
 
 __all__ = ["Prefill", "cached_prefix"]
 

@@ -1,70 +1,137 @@
-"""Rows that answers join and leave between steps: run their prompts, launch steps and read the reports."""
+"""Rows that answers join and leave between steps: their prompts, the steps that are launched, what is read of them."""
 
 from __future__ import annotations
 
 import functools
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from ..call import Call
-from ..state import RUNNING, STOPPED
+from ..outputs import GenerateOutput, Statistics, StreamEvent, TokenLogprobs
+from ..state import FULL, INVALID, RUNNING, STOPPED, Logprobs, RowReport, State
+from ..streaming import BatchDecoder, StopCriterion, first_stop
 from .prefill import Prefill
-from .progress import Answer
-from .runner import Direct, Replay, compiled_per_kind
-from .step import Engine, step
+from .runner import Direct, Replay
+from .step import Engine, host_step, step
 
-__all__ = ["Launch", "Run", "step_of"]
-
-
-def step_of(engine: Engine, *, compiles: bool) -> Callable[[], None]:
-    """Return what runs a step on the device; if it ``compiles``, whole, or on a GPU the target's part of it."""
-    run = functools.partial(step, engine)
-    if compiles and engine.target.device.type == "cuda":
-        engine.compile_target = True
-        engine.retarget(engine.target)
-    elif compiles:
-        return compiled_per_kind(run, functools.partial(getattr, engine, "kind"))
-    return run
+_FINISH_REASONS = {STOPPED: "stop", FULL: "length"}
 
 
-@dataclass(frozen=True)
-class Launch:
-    """How the steps of a run reach the device.
+@dataclass
+class Answer:
+    """The host's view of one row's answer. On a GPU it is one step late, so that the host never waits for the step.
 
     Attributes:
-        runner: launches them.
-        step: one step.
-        device_step: one step that decides on the device, to measure what a step costs.
-        obstacle: why they must not be captured; empty if they may.
-        waits: True if the host waits for each step before it launches the next.
-        must_capture: raise if a step is not captured.
+        row: of the state.
+        prompt_length: tokens of its prompt.
+        num_prefilled_tokens: how many of them are run.
+        filled: how many of them the caches hold.
+        criteria: transformers' stop-string criteria.
+        history: prompt and answer so far, for these criteria.
+        length: the index of its last emitted token.
+        done: RUNNING, STOPPED, FULL or INVALID; None until the prompt has been run.
+        new_ids: the ids that the last report added; empty where the run does not read ids.
+        accepted: how many of them were drafts.
+        acceptance_lengths: the tokens that each step emitted.
+        rows: per step, the rows that it verified.
+        step_seconds: per step, what passed until it was read.
+        time_to_first_token: seconds.
+        has_grammar: a grammar says which of its tokens are allowed.
+        asked_logprobs: how many probable tokens are asked for; None for no log probabilities.
+        asks_prompt_logprobs: those of the prompt's tokens too.
+        logprobs: of ``new_ids``.
+        prompt_logprobs: of the prompt, in the answer's first event.
+        error: what went wrong with this row; empty if nothing did.
     """
 
-    runner: Direct | Replay
-    step: Callable[[], None]
-    device_step: Callable[[], None]
-    obstacle: str = ""
-    waits: bool = False
-    must_capture: bool = False
+    row: int
+    prompt_length: int
+    num_prefilled_tokens: int
+    filled: int
+    criteria: tuple[StopCriterion, ...] = ()
+    history: list[int] = field(default_factory=list)
+    length: int = 0
+    done: int | None = None
+    new_ids: list[int] = field(default_factory=list)
+    accepted: int = 0
+    acceptance_lengths: list[int] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    step_seconds: list[float] = field(default_factory=list)
+    time_to_first_token: float = 0.0
+    has_grammar: bool = False
+    asked_logprobs: int | None = None
+    asks_prompt_logprobs: bool = False
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    error: str = ""
 
-    @property
-    def ahead(self) -> int:
-        """How many steps may be launched before the oldest is read."""
-        return 0 if self.waits else self.runner.ahead
+    def begin(self, length: int, done: int, first: int | None, state: State) -> None:
+        """Take note that the prompt has been run; ``first`` is the first token, None if the run reads no ids."""
+        self.length = length
+        self._note(done, 0)
+        if first is not None:
+            self.new_ids = [first]
+            self._end_at_stop_string(state)
 
-    @property
-    def manner(self) -> Hashable:
-        """What the time of a step depends on, besides its kind: is it captured, does the host wait for each?"""
-        return isinstance(self.runner, Replay) and not self.obstacle, self.waits
+    def record(self, report: RowReport, reads_ids: bool, state: State) -> int:
+        """Add what a step reported; return how many tokens it emitted.
 
-    def time_one(self, kind: Hashable) -> float:
-        """Take a step on the device, whoever decides on the host; return its seconds."""
-        began = self.runner.clock()
-        self.runner.launch(self.device_step, kind, self.obstacle)
-        self.runner.read()
-        return self.runner.clock() - began
+        Raises:
+            RuntimeError: the row, which was running, neither moved nor ended, so that the loop would not either.
+        """
+        emitted = report.length - self.length
+        if emitted:
+            self.acceptance_lengths.append(emitted)
+        elif report.done == RUNNING:
+            raise RuntimeError(f"a step did nothing for row {self.row}, which is running: was it launched at all?")
+        self.length = report.length
+        self._note(report.done, 1)
+        if reads_ids:
+            self.new_ids = report.choices[:emitted]
+            matches = [token == draft for token, draft in zip(self.new_ids, report.drafts, strict=False)]
+            self.accepted = (*matches, False).index(False)
+            self._end_at_stop_string(state)
+        return emitted
+
+    def read_logprobs(self, start: int, kept: Logprobs) -> list[TokenLogprobs]:
+        """Return the log probabilities of the tokens from ``start`` to the last."""
+        return kept.read(self.row, start, self.length + 1, self.asked_logprobs or 0)
+
+    def read_prompt_logprobs(self, kept: Logprobs) -> list[TokenLogprobs | None] | None:
+        """Return the log probabilities of the prompt's tokens, None for the first; None if they are not asked for."""
+        if not self.asks_prompt_logprobs:
+            return None
+        return [None, *kept.read(self.row, 1, self.prompt_length, self.asked_logprobs or 0)]
+
+    def _note(self, done: int, ahead: int) -> None:
+        self.done = done
+        if done == INVALID:
+            grammar = ", or the grammar and the other rules together leave no token," if self.has_grammar else ""
+            self.error = f"the target's logits are NaN{grammar} in row {self.row} for position {self.length + ahead}"
+
+    def _end_at_stop_string(self, state: State) -> None:
+        """End the row if its new ids complete a stop string, after the token that did."""
+        if not (self.criteria and self.new_ids):
+            return
+        self.history += self.new_ids
+        count = first_stop(self.criteria, self.history, len(self.new_ids))
+        if count is None:
+            return
+        # 1. The host's view
+        dropped = len(self.new_ids) - count
+        self.new_ids, self.accepted = self.new_ids[:count], min(self.accepted, count)
+        if dropped:
+            self.length -= dropped
+            self.acceptance_lengths[-1] -= dropped
+        self.done = STOPPED
+        # 2. The device's. The features of dropped tokens go; those that the draft cache has not taken over yet stay.
+        row = self.row
+        drafted = state.length[row] - state.num_context[row]
+        state.length[row] = self.length
+        state.num_context[row] = (self.length - drafted).clamp(min=0)
+        state.done[row] = STOPPED
 
 
 class Run:
@@ -74,7 +141,11 @@ class Run:
 
     Args:
         engine: whose rows they are; configured for the calls that are admitted.
+        runner: launches the steps.
+        device_step: one step that decides on the device.
         reads_ids: True if the caller wants the ids of every step.
+        obstacle: why steps must not be captured; empty if they may.
+        must_capture: raise if a step is not captured.
 
     Attributes:
         answers: per row, the one that has it, or None.
@@ -82,18 +153,31 @@ class Run:
         ended: set by whoever starts another run on the same engine, or cannot go on.
     """
 
-    def __init__(self, engine: Engine, *, reads_ids: bool) -> None:
-        self.engine, self.reads_ids = engine, reads_ids
+    def __init__(
+        self, engine: Engine, runner: Direct | Replay, device_step: Callable[[], None], *, reads_ids: bool,
+        obstacle: str = "", must_capture: bool = False,
+    ) -> None:  # fmt: skip
+        self.engine, self.runner, self.reads_ids = engine, runner, reads_ids
         self.answers: list[Answer | None] = [None] * engine.batch_size
         self.consistent = self.ended = False
+        self._device_step, self._obstacle, self._must_capture = device_step, obstacle, must_capture
         self._prompts: deque[tuple[Prefill, float]] = deque()
         # Per step that was launched and not read: the rows that it verifies, and the answers that it continues.
         self._launched: deque[tuple[int, list[Answer]]] = deque()
 
+    def require_open(self) -> None:
+        """Raise RuntimeError if the run has ended."""
+        if self.ended:
+            raise RuntimeError(
+                "this stream has ended: its generator was reset, has started another call, or a step has failed"
+            )
+
+    # ------------------------------------------------------------------------------------------ prompts
+
     def admit(
         self, call: Call, cached: Sequence[int], *, first: int = 0, chunk: int, snapshot: bool, began: float
     ) -> list[Answer]:
-        """Seat the prompts of ``call`` in the rows from ``first`` on; `run_chunk` runs them.
+        """Put the prompts of ``call`` into the rows from ``first`` on; `run_chunk` runs them.
 
         Args:
             call: the engine has been told of it.
@@ -109,15 +193,16 @@ class Run:
             self.engine, call.prompts, limits, cached, first=first, chunk=chunk, snapshot=snapshot,
             logprobs=call.prompt_logprobs,
         )  # fmt: skip
-        answers, criteria, grammars = [], call.stop_criteria, call.grammars or [None] * len(call.prompts)
+        criteria, grammars = call.stop_criteria, call.grammars or [None] * len(call.prompts)
         parts = zip(call.prompts, prefill.counts, cached, grammars, strict=True)
-        for row, (prompt, count, held, grammar) in enumerate(parts, first):
-            history = prompt.tolist() if criteria else []
-            answer = Answer(
-                row, len(prompt), count, held, criteria, history, has_grammar=grammar is not None,
-                asked_logprobs=call.logprobs, asks_prompt_logprobs=call.prompt_logprobs,
-            )  # fmt: skip
-            answers.append(answer)
+        answers = [
+            Answer(
+                row, len(prompt), count, held, criteria, prompt.tolist() if criteria else [],
+                has_grammar=grammar is not None, asked_logprobs=call.logprobs,
+                asks_prompt_logprobs=call.prompt_logprobs,
+            )
+            for row, (prompt, count, held, grammar) in enumerate(parts, first)
+        ]  # fmt: skip
         self.answers[prefill.rows] = answers
         self._prompts.append((prefill, began))
         return answers
@@ -134,7 +219,7 @@ class Run:
 
     def run_chunk(self) -> list[Answer]:
         """Run one chunk of the prompt that waited longest for one; return the answers that begin with it."""
-        self.check_turn()
+        self.require_open()
         self.consistent = False
         prefill, began = self._prompts.popleft()
         prefill.run_chunk()
@@ -149,34 +234,52 @@ class Run:
         columns = state.length[rows].tolist(), state.done[rows].tolist(), state.anchor[rows, 0].tolist()
         for answer, length, done, token in zip(answers, *columns, strict=True):
             answer.begin(length, done, token if self._reads(answer) else None, state)
-            self._explain(answer)
-            self._read_logprobs(answer, is_first=True)
+            self._read_details(answer, is_first=True)
         seconds = time.perf_counter() - began
         for answer in answers:
             answer.time_to_first_token = seconds
         self._settle()
         return answers
 
-    def step(self, launch: Launch) -> list[Answer]:
+    # ------------------------------------------------------------------------------------------ steps
+
+    def step(self) -> list[Answer]:
         """Launch steps until the oldest can be read, and read it; return the answers that it continued.
 
         Where the host reads late, a step is launched after an answer's last. It finds its row done and leaves it.
         """
-        self.check_turn()
-        engine, began = self.engine, time.perf_counter()
+        self.require_open()
+        # 1. Python rules wait for the step anyway, and must not be asked about one that will not count.
+        engine, runner, began = self.engine, self.runner, time.perf_counter()
+        waits, masked = engine.host_rules is not None, engine.grammar_masks is not None
+        obstacle = self._obstacle or ("a grammar's masks are made on the host" if masked else "")
+        launched = functools.partial(host_step, engine) if waits or masked else self._device_step
         for answer in filter(None, self.answers):
             answer.new_ids, answer.accepted, answer.logprobs, answer.prompt_logprobs = [], 0, [], None
         running = [answer for answer in self.answers if answer is not None and answer.done == RUNNING]
-        longest = max((answer.length for answer in running), default=0)
-        engine.learn_costs(launch.manner, longest, lambda: launch.time_one(engine.kind), launch.runner.warm_ups)
+        # 2. Measure what sizes cost, where the call chooses them.
+        if engine.budget is not None:
+            timed = functools.partial(step, engine) if waits or masked else self._device_step
+
+            def time_step() -> float:
+                start = runner.clock()
+                runner.launch(timed, engine.kind, obstacle)
+                runner.read()
+                return runner.clock() - start
+
+            launching = isinstance(runner, Replay) and not obstacle, waits
+            longest = max((answer.length for answer in running), default=0)
+            engine.learn_costs(launching, longest, time_step, runner.warm_ups)
+        # 3. Launch.
         self.consistent = False
-        while len(self._launched) <= launch.ahead:
+        while len(self._launched) <= (0 if waits else runner.ahead):
             engine.choose_rows()
-            launch.runner.launch(launch.step, engine.kind, launch.obstacle)
-            if launch.must_capture and launch.runner.reason:
-                raise RuntimeError(f"graph=True cannot be followed: {launch.runner.reason}")
+            runner.launch(launched, engine.kind, obstacle)
+            if self._must_capture and runner.reason:
+                raise RuntimeError(f"graph=True cannot be followed: {runner.reason}")
             self._launched.append((engine.rows, running))
-        continued = self._read(launch.runner, began)
+        # 4. Read the oldest.
+        continued = self._read(began)
         self._settle()
         return continued
 
@@ -184,10 +287,10 @@ class Run:
         """Note that the caches hold what the state says, unless something went wrong with an answer."""
         self.consistent = not any(answer is not None and answer.error for answer in self.answers)
 
-    def _read(self, runner: Direct | Replay, began: float) -> list[Answer]:
+    def _read(self, began: float) -> list[Answer]:
         """Read the oldest step into the answers that it continued, and return them."""
         engine = self.engine
-        reports = engine.state.report.read(runner.read())
+        reports = engine.state.report.read(self.runner.read())
         rows, launched = self._launched.popleft()
         emitted, continued = [0] * len(reports), []
         for answer in launched:
@@ -197,10 +300,9 @@ class Run:
                 report = reports[answer.row]
                 emitted[answer.row] = answer.record(report, self._reads(answer), engine.state)
             except RuntimeError:
-                runner.clear()  # a graph that does nothing would do so again
+                self.runner.clear()  # a graph that does nothing would do so again
                 raise
-            self._explain(answer)
-            self._read_logprobs(answer)
+            self._read_details(answer)
             answer.rows.append(rows)
             continued.append(answer)
         seconds = time.perf_counter() - began
@@ -210,34 +312,79 @@ class Run:
             engine.budget.observe(rows, emitted, reports)
         return continued
 
-    def _explain(self, answer: Answer) -> None:
-        """Say of an answer that failed what its grammar says, if that is why."""
-        if answer.error and (masks := self.engine.grammar_masks) is not None:
-            answer.error = masks.errors[answer.row] or answer.error
+    def _reads(self, answer: Answer) -> bool:
+        return self.reads_ids or bool(answer.criteria)
 
-    def _read_logprobs(self, answer: Answer, is_first: bool = False) -> None:
-        """Read what an event tells of its new tokens, and the first one of the prompt."""
-        kept = self.engine.logprobs
-        if kept is None or answer.asked_logprobs is None or not self.reads_ids:
+    def _read_details(self, answer: Answer, is_first: bool = False) -> None:
+        """Read why a grammar ended an answer, and the log probabilities of its event."""
+        engine = self.engine
+        if answer.error and engine.grammar_masks is not None:
+            answer.error = engine.grammar_masks.errors[answer.row] or answer.error
+        if engine.logprobs is None or answer.asked_logprobs is None or not self.reads_ids:
             return
-        answer.logprobs = answer.read_logprobs(answer.length + 1 - len(answer.new_ids), kept)
+        answer.logprobs = answer.read_logprobs(answer.length + 1 - len(answer.new_ids), engine.logprobs)
         if is_first:
-            answer.prompt_logprobs = answer.read_prompt_logprobs(kept)
+            answer.prompt_logprobs = answer.read_prompt_logprobs(engine.logprobs)
 
     def retire(self, row: int, kept: int) -> None:
         """Free a row, whether its answer has ended or not; the first ``kept`` positions of its caches stay."""
         answer, self.answers[row] = self.answers[row], None
         if answer is not None and answer.done in (None, RUNNING):
             answer.done = STOPPED
-        self.engine.leave(row, kept)
+        self.engine.retire(row, kept)
         self._prompts = deque(item for item in self._prompts if not item[0].rows.start <= row < item[0].rows.stop)
 
-    def _reads(self, answer: Answer) -> bool:
-        return self.reads_ids or bool(answer.criteria)
 
-    def check_turn(self) -> None:
-        """Raise RuntimeError if the run has ended."""
-        if self.ended:
-            raise RuntimeError(
-                "this stream has ended: its generator was reset, has started another call, or a step has failed"
-            )
+# ---------------------------------------------------------------------------------------------- what the caller gets
+
+
+def event_of(engine: Engine, answers: Sequence[Answer], text: BatchDecoder | None, began: float) -> StreamEvent:
+    """Return what a step has added to the answers of a call.
+
+    Args:
+        engine: that ran it.
+        answers: of one call.
+        text: decodes them; None without a tokenizer.
+        began: when the call began, by ``time.perf_counter``.
+    """
+    reasons = [_FINISH_REASONS.get(answer.done) for answer in answers]
+    ids, accepted = [answer.new_ids for answer in answers], [answer.accepted for answer in answers]
+    pieces = None if text is None else text.push(ids, reasons)
+    logprobs = [answer.logprobs for answer in answers] if answers[0].asked_logprobs is not None else None
+    prompts = [answer.prompt_logprobs for answer in answers if answer.prompt_logprobs is not None] or None
+    return StreamEvent(ids, accepted, pieces, reasons, _statistics(engine, answers, began), logprobs, prompts)
+
+
+def output_of(engine: Engine, answers: Sequence[Answer], call: Call, began: float) -> GenerateOutput:
+    """Return what a call returns, whose answers have all ended; see `event_of`."""
+    # 1. The prompts as given, then the answers, right-padded.
+    tokens, (batch, width), ids = engine.state.tokens, call.ids.shape, call.ids
+    counts = [answer.length + 1 - answer.prompt_length for answer in answers]
+    joined = ids.new_full((batch, width + max(counts)), call.pad_token_id, dtype=tokens.dtype)
+    joined[:, :width] = ids
+    for row, (answer, count) in enumerate(zip(answers, counts, strict=True)):
+        start = answer.prompt_length
+        joined[row, width : width + count] = tokens[answer.row, start : start + count]
+    # 2. Log probabilities of all tokens, where asked for.
+    logprobs = prompts = None
+    if (kept := engine.logprobs) is not None:
+        logprobs = [answer.read_logprobs(answer.prompt_length, kept) for answer in answers]
+        prompts = [found for answer in answers if (found := answer.read_prompt_logprobs(kept)) is not None] or None
+    reasons = [_FINISH_REASONS[answer.done] for answer in answers]
+    return GenerateOutput(joined, reasons, _statistics(engine, answers, began), logprobs, prompts)
+
+
+def _statistics(engine: Engine, answers: Sequence[Answer], began: float) -> Statistics:
+    """Return what was measured of answers up to now."""
+    longest = max(answers, key=lambda answer: len(answer.rows))  # it was running in every step of the others
+    return Statistics(
+        [list(answer.acceptance_lengths) for answer in answers],
+        engine.block_size,
+        [answer.length + 1 - answer.prompt_length for answer in answers],
+        max(answer.time_to_first_token for answer in answers),
+        time.perf_counter() - began,
+        [answer.num_prefilled_tokens for answer in answers],
+        list(longest.rows),
+        list(longest.step_seconds),
+        engine.target.weights,
+    )

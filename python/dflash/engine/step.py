@@ -1,33 +1,25 @@
-"""One step: propose a block, verify it, keep the longest matching path plus one token."""
+"""One step: propose a block, verify it, keep the longest matching path plus one token; and what it needs."""
 
 from __future__ import annotations
 
 import math
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 from torch import Tensor
 
+from .. import ops
 from ..call import Call
 from ..drafter import Drafter
 from ..options import MAX_LOGPROBS, BlockSize, tree_rows
-from ..proposers import (
-    ChainProposer,
-    PaddingProposer,
-    TreeProposer,
-    chain_widths,
-)
+from ..proposers import ChainProposer, PaddingProposer, TreeProposer, chain_widths
 from ..sampling import HostRules, KeyedAcceptance, LogitRules, RejectionAcceptance
-from ..state import FULL, STOPPED, Block, Logprobs, State
+from ..state import FULL, RUNNING, STOPPED, Block, Logprobs, State
 from ..targets import Target, first_hook
 from .budget import TreeBudget, WidthBudget, context_bucket, measured_costs
-from .commit import emit_, report_
 from .grammar_masks import GrammarMasks
-from .runner import compiled_per_shape
-
-__all__ = ["Engine", "step"]
 
 _MAX_RULES = 16  # of different layouts; each holds up to six tensors over the vocabulary
 
@@ -45,8 +37,97 @@ def step(engine: Engine) -> None:
     raw = engine.target.verify(block, state)  # also writes state.context, the drafter's next input
     logits = engine.rules.apply(raw, block, state)
     choices = engine.acceptance.choose(logits, block, state)
-    engine.note_logprobs_(raw, choices)
+    engine.keep_logprobs_(raw, choices)
     engine.commit_(block, choices)
+
+
+@torch.no_grad()
+def host_step(engine: Engine) -> None:
+    """Run a step with grammars, or with Python rules that choose one token at a time; waits for the device.
+
+    A grammar's masks are made while the device runs the target.
+    """
+    state, masks = engine.state, engine.grammar_masks
+    block = engine.proposer.propose(state)
+    if masks is not None:
+        masks.ask(block)
+    raw = engine.target.verify(block, state)
+    logits = engine.rules.apply(raw, block, state)
+    if masks is not None:
+        logits = masks.apply(logits)
+    if engine.host_rules is None:
+        chosen = (engine.acceptance.choose(logits, block, state),)
+    else:
+        chosen = walk(engine, block, logits, state, state.done.tolist())
+    engine.keep_logprobs_(raw, chosen[0])
+    engine.commit_(block, *chosen)
+
+
+def walk(
+    engine: Engine, block: Block, logits: Tensor, state: State, done: list[int]
+) -> tuple[Tensor, Tensor, list[int]]:
+    """Choose a block's tokens in order, calling processors and criteria as one-token decoding would.
+
+    Args:
+        engine: whose host rules are called, and whose keyed noise chooses.
+        block: the last emitted token and drafts.
+        logits: ``[batch, rows, vocab]``.
+        state: whose ``length [batch]`` is the index of the last emitted token.
+        done: per row, nonzero to leave it out.
+
+    Returns:
+        Choices ``[batch, rows]`` int64 up to each row's first token that is not a draft; limits ``[batch]`` int64,
+        lower where a criterion ended the row; and the rows that a criterion ended.
+    """
+    rules, (batch, rows) = engine.host_rules, block.ids.shape
+    positions, tokens = state.positions(rows), state.tokens.clone()
+    drafts, stop = _drafts(block), list(map(set, state.stop_token_ids.tolist()))
+    first, ends = positions[:, 0].tolist(), state.limits.tolist()
+    choices, limits, stopped = [[0] * rows for _ in range(batch)], list(ends), []
+    walking = [row for row in range(rules.rows) if done[row] == RUNNING]
+    at = [0] * batch  # the block's row that each row of the batch has come to
+    for j in range(rows):
+        # 1. Processors, row by row, then one choice for all. Of a chain a slice of logits, where lists of indices are
+        # tensors that are sent to the device.
+        if block.tree is None:
+            scores = logits[:, j : j + 1].to(torch.float32, copy=True)
+        else:
+            scores = logits[range(batch), at][:, None].float()
+        for row in walking:
+            scores[row] = rules.process(tokens[row : row + 1, : first[row] + j], scores[row].clone())
+        chosen = engine.keyed.choose_at(scores, positions[:, j : j + 1], state)
+        tokens.scatter_(1, positions[:, j : j + 1], chosen.clamp(min=0))
+        # 2. Rows with a draft that equals the choice, and that nothing ends, walk on to it.
+        ids, matching = chosen[:, 0].tolist(), []
+        for row in walking:
+            token, emitted = ids[row], first[row] + j + 1
+            choices[row][at[row]] = token
+            if token >= 0 and rules.stops(tokens[row : row + 1, :emitted]):
+                limits[row] = emitted
+                stopped.append(row)
+            elif token not in stop[row] and emitted < ends[row] and (at[row], token) in drafts[row]:
+                at[row] = drafts[row][at[row], token]
+                matching.append(row)
+        walking = matching
+        if not walking:
+            break
+    # 3. Processors and criteria may know more than the ids (a clock): rank 0's count. Its choices are shared later.
+    ranks, tensor = engine.target.ranks, block.ids.new_tensor
+    lowered = ranks.share_(tensor(limits))
+    return tensor(choices), lowered, ranks.share_rows(stopped, lowered)
+
+
+def _drafts(block: Block) -> list[dict[tuple[int, int], int]]:
+    """Return, per row of the batch, which row of the block continues a row with a token: ``(row, token) -> row``.
+
+    As in `dflash.ops.accept_path_`, the first of several siblings with one id counts.
+    """
+    ids, rows = block.ids.tolist(), block.ids.shape[1]
+    parents = [range(-1, rows - 1)] * len(ids) if block.tree is None else block.tree.parents.tolist()
+    return [
+        {(parent[row], token[row]): row for row in reversed(range(rows)) if parent[row] >= 0}
+        for parent, token in zip(parents, ids, strict=True)
+    ]
 
 
 class Engine:
@@ -67,29 +148,21 @@ class Engine:
         tree: drafts trees; None without room for them.
         proposer: the one of the call, or of all calls that share the rows.
         budget: chooses the rows of a tree or of a chain as the call proceeds; None where they are fixed.
-        costs: what a step of each size was measured to take, by all that it depends on: how steps are launched; with
-            chains also how they are drafted and the context length.
-        seats: per row, the call that it belongs to, or None.
+        costs: the measured seconds of a step by size, per way of launching; with chains also per way of drafting and
+            context length.
+        calls: per row, the call that it belongs to, or None.
         rules: the logit rules of all rows.
         host_rules: Python processors and criteria of the call; None for none.
         logprobs: where log probabilities go; None while no row asks for them.
         acceptance: chooses the target's tokens.
-        compile_target: run the target's pass over a block through ``torch.compile``.
         keyed: the acceptance by keyed noise, which also chooses the first token of every call.
     """
 
     def __init__(
-        self,
-        target: Target,
-        draft: Drafter | None,
-        *,
-        batch_size: int,
-        max_length: int,
-        block_size: int,
-        tree_rows: int = 0,
-        widths: BlockSize = None,
-    ) -> None:
-        self.target, self.draft, self.compile_target = target, draft, False
+        self, target: Target, draft: Drafter | None, *, batch_size: int, max_length: int, block_size: int,
+        tree_rows: int = 0, widths: BlockSize = None,
+    ) -> None:  # fmt: skip
+        self.target, self.draft = target, draft
         self.batch_size, self.block_size, self.widths = batch_size, block_size, widths
         self.state = State.create(target, draft, batch_size, max_length, block_size, tree_rows)
         self.chain: ChainProposer | PaddingProposer
@@ -105,24 +178,15 @@ class Engine:
         self.vocab_size = target.embedding_weight.shape[0]
         self.keyed = KeyedAcceptance(batch_size, target.device)
         self.acceptance: KeyedAcceptance | RejectionAcceptance = self.keyed
-        self._rejection: RejectionAcceptance | None = None  # made at first use: it holds the drafts' probabilities
-        self._rules: OrderedDict[tuple, LogitRules] = OrderedDict()
-        self.seats: list[Call | None] = [None] * batch_size
-        self._fit_rules()
+        self.calls: list[Call | None] = [None] * batch_size
         self.host_rules: HostRules | None = None
-        self._masks: GrammarMasks | None = None  # made for the first call that needs them
         self.logprobs: Logprobs | None = None
-        self._logprobs: Logprobs | None = None  # made at first use, and kept: graphs hold its address
-
-    def retarget(self, target: Target) -> None:
-        """Replace the target by another twin of the same model; caches and state stay."""
-        self.target = target
-        self.costs.clear()
-        if self.compile_target:
-            target.compiled_forward = compiled_per_shape(target.forward)
-        for proposer in (self.chain, self.tree):
-            if proposer is not None:
-                proposer.target = target
+        # Made at first use, and kept: graphs hold their addresses.
+        self._rejection: RejectionAcceptance | None = None
+        self._logprobs: Logprobs | None = None
+        self._masks: GrammarMasks | None = None
+        self._rules: OrderedDict[tuple, LogitRules] = OrderedDict()
+        self._apply_settings()
 
     def refresh(self) -> None:
         """Notice weights whose storage was replaced; called once per call, outside of the step."""
@@ -136,7 +200,9 @@ class Engine:
         if self.draft is not None:
             self.draft.forget_values()
 
-    def agree(self, call: Call, chunk: int, reuse: bool) -> bool:
+    # ------------------------------------------------------------------------------------------ rows and calls
+
+    def agrees_to_reuse(self, call: Call, chunk: int, reuse: bool) -> bool:
         """Return True if every process of the target wants ``reuse``, and the call can.
 
         Raises:
@@ -151,27 +217,31 @@ class Engine:
     def configure(self, call: Call) -> None:
         """Give the first rows to ``call``, none to others, and set the ways to draft and to accept."""
         self._free(slice(0, self.batch_size))
-        self._seat(slice(0, len(call.prompts)), call)
+        self._assign(slice(0, len(call.prompts)), call)
         self.host_rules = call.host_rules
         # At temperature 0 every way to accept is the greedy one.
         samples = self.draft is not None and call.sampling.temperature > 0
-        rejects = samples and call.acceptance == "rejection"
-        self.acceptance = self._rejection_acceptance() if rejects else self.keyed
+        self.acceptance = self.keyed
+        if samples and call.acceptance == "rejection":
+            if self._rejection is None:  # it holds the drafts' probabilities
+                sizes = self.batch_size, self.block_size - 1, self.vocab_size
+                self._rejection = RejectionAcceptance(*sizes, self.target.device)
+            self.acceptance = self._rejection
         if rows := tree_rows(call.tree):
             self.budget = TreeBudget({}) if call.tree == "auto" else None
             self.proposer = self.tree
             self.tree.configure(self.rules, samples, rows, forecasts=self.budget is not None)
         else:
-            self._draft_chains(call.denoise_steps, self._rejection if rejects else None)
+            self._draft_chains(call.denoise_steps, self._rejection if self.acceptance is self._rejection else None)
             self.budget = WidthBudget({}, self.block_size) if self.widths == "auto" else None
 
-    def join(self, row: int, call: Call) -> None:
-        """Give ``row`` to a call of one prompt, next to those that other rows have.
+    def admit(self, row: int, call: Call) -> None:
+        """Assign a free row to a call of one prompt; the other rows keep theirs.
 
         Raises:
             ValueError: its grammar is for another tokenizer than those of other rows.
         """
-        self._seat(slice(row, row + 1), call)
+        self._assign(slice(row, row + 1), call)
         self.host_rules, self.budget, self.acceptance = None, None, self.keyed
         self._draft_chains(call.denoise_steps)
 
@@ -180,32 +250,30 @@ class Engine:
         self._free(slice(0, self.batch_size))
         self.state.vacate_(slice(0, self.batch_size))
 
-    def leave(self, row: int, kept: int) -> None:
+    def retire(self, row: int, kept: int) -> None:
         """Take ``row`` from its call; the first ``kept`` positions of its caches stay, and steps do least for it."""
         self._free(slice(row, row + 1))
         self.state.vacate_(slice(row, row + 1))
         self.state.length[row] = kept
-        self._fit_rules()
-        self._fit_logprobs()
+        self._apply_settings()
         self._draft_chains(self.chain.passes)
 
-    def _seat(self, rows: slice, call: Call) -> None:
+    def _assign(self, rows: slice, call: Call) -> None:
         """Write into ``rows`` how the prompts of ``call`` sample, where they end and what rules they have."""
         count = len(call.prompts)
         self.state.sampling.rows(rows).set_(count, call.sampling)
         self.target.ranks.share_(self.state.sampling.seeds)  # each rank has drawn its own if the call named none
         for row in range(rows.start, rows.stop):
             self.state.set_stop_token_ids(row, call.stop_token_ids)
-        self.seats[rows] = [call] * count
+        self.calls[rows] = [call] * count
         if call.grammars:
             self._begin_grammars(rows.start, call)
-        self._fit_rules()
-        self._fit_logprobs()
+        self._apply_settings()
 
     def _free(self, rows: slice) -> None:
         """Take ``rows`` and their grammars from their calls."""
         for row in range(rows.start, rows.stop):
-            self.seats[row] = None
+            self.calls[row] = None
             if self._masks is not None:
                 self._masks.set_(row, None)
 
@@ -225,15 +293,20 @@ class Engine:
         """What the grammars of calls allow; None if no row has one."""
         return self._masks if self._masks is not None and self._masks.are_used else None
 
-    def _fit_rules(self) -> None:
-        """Apply the rules of all rows from now on."""
-        rules = [{} if call is None else call.rules for call in self.seats]
-        self.rules = self._rules_for(rules)
-        self.rules.set_(rules)
-
-    def _fit_logprobs(self) -> None:
-        """Keep log probabilities from now on if a row asks for them."""
-        asks = any(call is not None and call.logprobs is not None for call in self.seats)
+    def _apply_settings(self) -> None:
+        """Use the logit rules of all rows from now on, and keep log probabilities if a row asks for them."""
+        # 1. Rules of one layout share tensors that never move; the least recently used layouts go.
+        settings = [{} if call is None else call.rules for call in self.calls]
+        layout = LogitRules.layout(settings)
+        if layout not in self._rules:
+            while len(self._rules) >= _MAX_RULES:
+                self._rules.popitem(last=False)
+            self._rules[layout] = LogitRules(settings, self.vocab_size, self.target.device)
+        self._rules.move_to_end(layout)
+        self.rules = self._rules[layout]
+        self.rules.set_(settings)
+        # 2. Log probabilities
+        asks = any(call is not None and call.logprobs is not None for call in self.calls)
         if asks and self._logprobs is None:
             self._logprobs = Logprobs(*self.state.tokens.shape, MAX_LOGPROBS, self.target.device)
         self.logprobs = self._logprobs if asks else None
@@ -261,6 +334,8 @@ class Engine:
             return f"a graph would not call the drafter's hook on {hook}"
         return ""
 
+    # ------------------------------------------------------------------------------------------ rows of a block
+
     @property
     def rows(self) -> int:
         """Rows that the next step verifies."""
@@ -272,29 +347,25 @@ class Engine:
             self._set_rows(int(self._shared(self.budget.choose())))
 
     def _set_rows(self, rows: int) -> None:
-        """Set the rows of the next step."""
-        if isinstance(self.budget, TreeBudget):
-            self.tree.rows = rows
-        else:
-            self.chain.rows = rows
+        chosen = self.tree if isinstance(self.budget, TreeBudget) else self.chain
+        chosen.rows = rows
 
-    def learn_costs(self, manner: Hashable, length: int, time_step: Callable[[], float], warm_ups: int) -> None:
-        """Tell the budget what a step of each size costs, if the call has to know.
+    def learn_costs(self, launching: Hashable, length: int, time_step: Callable[[], float], warm_ups: int) -> None:
+        """Measure what a step of each size costs, if the call has to know and it was not measured before.
 
         Args:
-            manner: how steps are launched. Costs are measured once for each: kernel by kernel, launches may take as
-                long as 128 rows.
+            launching: how steps are launched: kernel by kernel, launches may take as long as 128 rows.
             length: of the longest context.
-            time_step: takes a step in this manner, and returns its seconds.
+            time_step: takes a step, launched so, and returns its seconds.
             warm_ups: how many steps of a kind take longer than the others.
         """
         if self.budget is None or self.budget.costs:
             return
         is_tree = isinstance(self.budget, TreeBudget)
-        kind = manner if is_tree else (manner, self.chain.kind[:-1], context_bucket(length))
-        if kind not in self.costs:
-            self.costs[kind] = self._measure_costs(time_step, warm_ups)
-        costs = self.costs[kind]
+        key = launching if is_tree else (launching, self.chain.kind[:-1], context_bucket(length))
+        if key not in self.costs:
+            self.costs[key] = self._measure_costs(time_step, warm_ups)
+        costs = self.costs[key]
         self.budget = TreeBudget(costs) if is_tree else WidthBudget(costs, self.block_size)
 
     def _measure_costs(self, time_step: Callable[[], float], warm_ups: int) -> dict[int, float]:
@@ -329,7 +400,9 @@ class Engine:
         rules, stop = weakref.ref(self.rules), self.state.stop_token_ids.shape
         return self.proposer.kind, self.acceptance, rules, stop, self.logprobs is not None
 
-    def note_logprobs_(self, logits: Tensor, choices: Tensor) -> None:
+    # ------------------------------------------------------------------------------------------ the end of a step
+
+    def keep_logprobs_(self, logits: Tensor, choices: Tensor) -> None:
         """Keep the log probabilities of a chain's choices, if a row asks for them. Call it before `commit_`.
 
         Args:
@@ -340,7 +413,7 @@ class Engine:
             self.logprobs.write_(slice(None), logits, choices, self.state.positions(choices.shape[1]))
 
     def commit_(self, block: Block, choices: Tensor, limits: Tensor | None = None, stopped: Sequence[int] = ()) -> None:
-        """Emit what was accepted, advance every row, its caches and the proposer, and report to the host.
+        """Emit what was accepted, advance every row and its caches, and report to the host.
 
         Args:
             block: what was proposed.
@@ -348,29 +421,25 @@ class Engine:
             limits: ``[batch]`` int64, lower limits for this step; None for the state's.
             stopped: rows that end with this step whatever they emit.
         """
-        state, limits = self.state, self.state.limits if limits is None else limits
+        state, limits, path, expected = self.state, self.state.limits if limits is None else limits, None, None
+        counters = state.tokens, state.length, state.num_context, state.done
         choices = self.target.ranks.share_(choices)
-        path = emit_(block, choices, limits, state)
+        # 1. Keep the accepted chain, whose features are in `state.context` already, or the accepted path of a tree.
+        if block.tree is None:
+            ops.accept_prefix_(block.ids, choices, state.stop_token_ids, limits, *counters)
+            report = choices, block.ids
+        else:
+            path, report = state.tree_path, (state.tree_choices, state.block)
+            ops.accept_path_(
+                block.ids, block.tree.parents, choices, state.stop_token_ids, limits, *counters, path, *report
+            )
+            ops.gather_rows_(state.features(block), path, state.context)
+            expected = self.tree.expected if isinstance(self.budget, TreeBudget) else None
         for row in stopped:
             state.done[row] = STOPPED
+        # 2. The caches follow. Slots of the drafter's are positions whatever was verified.
         state.target_cache.commit_(state.length, state.num_context, path)
         if state.draft_cache is not None:
-            state.draft_cache.commit_(state.length, state.num_context)  # its slots are positions whatever was verified
-        report_(block, choices, state, self.tree.expected if isinstance(self.budget, TreeBudget) else None)
-
-    def _rules_for(self, settings: Sequence[Mapping[str, object]]) -> LogitRules:
-        """Return the rules with the layout of ``settings``. Their tensors never move; the least recently used go."""
-        layout = LogitRules.layout(settings)
-        if layout not in self._rules:
-            while len(self._rules) >= _MAX_RULES:
-                self._rules.popitem(last=False)
-            self._rules[layout] = LogitRules(settings, self.vocab_size, self.target.device)
-        self._rules.move_to_end(layout)
-        return self._rules[layout]
-
-    def _rejection_acceptance(self) -> RejectionAcceptance:
-        if self._rejection is None:
-            self._rejection = RejectionAcceptance(
-                self.batch_size, self.block_size - 1, self.vocab_size, self.target.device
-            )
-        return self._rejection
+            state.draft_cache.commit_(state.length, state.num_context)
+        # 3. Tell the host.
+        state.report.write_(state.length, state.done, *report, expected)

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..call import Call
-from ..engine import RUNNING, Engine, Prefill, State
+from ..engine import Engine, Prefill
 from ..sampling import Sampling
-from ..state import Block
+from ..state import RUNNING, Block, State
 from ..streaming import StopCriterion, first_stop
 from .receipt import RecordedAnswer, RecordedSettings
 
@@ -143,7 +143,7 @@ def mismatches_of(
         chunk: prompt tokens per pass.
     """
     # 1. The prompts, whose last row chooses the first token.
-    engine.agree(call, chunk, False)
+    engine.agrees_to_reuse(call, chunk, False)
     engine.refresh()
     engine.configure(call)
     limits = [len(prompt) + call.max_new_tokens for prompt in call.prompts]

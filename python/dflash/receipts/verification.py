@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from ..engine import Engine
+from ..generator import plain_settings
 from ..ops import WeightStorage
 from ..targets import Target, check_target, embedding_table, int8_obstacle, stop_string_criterion, text_config
 from ..terminal import printable
-from ..turns import plain_settings
 from .receipt import Fingerprints, Receipt, RecordedAnswer, call_of
 from .replay import Mismatch, mismatches_of, wrong_end
 
