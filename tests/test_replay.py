@@ -240,17 +240,13 @@ class TestGraphContents:
         runner = check(5)
         assert check(9) is runner
         assert (runner.captures, runner.reason) == (1, "")
-        target.model.layers[0].self_attn.scaling *= 2
-        assert check(9) is runner
-        assert runner.captures == 2
         handle = target.model.layers[1].register_forward_hook(lambda module, args, out: out * 1.5)
-        assert check(9) is runner
-        assert runner.reason == "a graph would not call the target's hook on model.layers.1"
+        assert check(9).reason == "a graph would not call the target's hook on model.layers.1"
         handle.remove()
-        check(9)
-        assert (runner.captures, runner.reason) == (3, "")
+        again = check(9)
+        assert (again.captures, again.reason) == (1, "")
         longer = check(300, 8)
-        assert longer is not runner
+        assert longer is not again
         assert check(310, 20) is longer
         assert longer.captures == 1
         dflash.release()
