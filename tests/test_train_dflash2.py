@@ -173,11 +173,11 @@ def test_new_drafters_of_both_types_share_their_weights():
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        ({"conv_kernel_size": 0}, "the drafter: conv_kernel_size must be an integer >= 1, got 0"),
+        ({"conv_kernel_size": 0}, "conv_kernel_size must be an integer >= 1, got 0"),
         ({"conv_kernel_size": 17}, "the drafter: conv_kernel_size must be at most block_size 16, got 17"),
-        ({"conv_group_size": 48}, "the drafter: conv_group_size must divide hidden_size 64, got 48"),
-        ({"selector_rank": 0}, "the drafter: selector_rank must be an integer >= 1, got 0"),
-        ({"selector_top_k": 102}, "the drafter: selector_top_k must be at most vocab_size 101, got 102"),
+        ({"conv_group_size": 48}, "conv_group_size must divide hidden_size 64, got 48"),
+        ({"selector_rank": 0}, "selector_rank must be an integer >= 1, got 0"),
+        ({"selector_top_k": 102}, "selector_top_k must be at most vocab_size 101, got 102"),
     ],
 )
 def test_parts_that_do_not_fit_are_named(parts, message):

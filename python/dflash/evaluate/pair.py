@@ -94,10 +94,6 @@ def load_target(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a pair's target and tokenizer: from the folder only, and without running any code in it.
 
-    Args:
-        folder: the pair; its drafter may be missing.
-        dtype: of the target.
-
     Raises:
         ValueError: a file in it is broken, or it needs Python code of its own.
     """

@@ -55,10 +55,6 @@ def load_conversations(dataset: str, data: str | Path | None = None, limit: int 
             ``question``, a text or a list of them; or ``messages``, of which the user's last is answered.
         data: the folder of the known datasets' files; None loads them from the hub, through ``datasets``.
         limit: take only so many prompts.
-
-    Raises:
-        ValueError: the file is missing or one of its lines is wrong, ``datasets`` is missing or cannot reach the hub,
-            or there is no prompt.
     """
     source = DATASETS.get(dataset)
     categories = None if source is None else source.categories
@@ -121,19 +117,10 @@ def import_datasets(extra: str = "train") -> Any:
 
 
 def read_records(source: str | os.PathLike, split: str) -> Iterator[tuple[str, int, dict[str, Any]]]:
-    """Read the rows of a source.
+    """Yield place (for error messages), line and content of each row of a source.
 
-    Args:
-        source: a JSONL file, a text file (one row, ``{"text"}``), either gzipped or not; or the hub name of a data set,
-            ``owner/name`` or ``owner/name:config``.
-        split: of a data set of the hub.
-
-    Yields:
-        The row's place for error messages, its line, the row.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it cannot be read; the line is named.
+    A source is a JSONL file or a text file (one row, ``{"text"}``), gzipped or not, or the hub name of a data set,
+    ``owner/name`` or ``owner/name:config``.
     """
     name = os.fspath(source)
     path = Path(name).expanduser()
@@ -160,18 +147,10 @@ def read_records(source: str | os.PathLike, split: str) -> Iterator[tuple[str, i
 
 
 def parse_prompt(row: Mapping[str, Any], where: str) -> tuple[list[dict[str, Any]] | None, list[str]]:
-    """Return what a row asks: messages up to the last that is not the assistant's, or a user's turns.
+    """Return what a row asks: messages up to the last that is not the assistant's, or None and the user's turns.
 
-    Args:
-        row: with ``messages`` (or a ``prompt`` that is a list of them); or ``turns``, ``prompt`` or ``question``, a
-            text or a list of texts. None counts as missing.
-        where: the row's place, for error messages.
-
-    Returns:
-        Messages and no turns, or None and at least one turn.
-
-    Raises:
-        ValueError: the row has none of these, or one of the wrong type.
+    A row has ``messages`` (or a ``prompt`` that is a list of them); or ``turns``, ``prompt`` or ``question``, a text or
+    a list of texts. Anything else raises ``ValueError``, beginning with ``where``.
     """
     row = {key: value for key, value in row.items() if value is not None}
     prompt = row.get("prompt")
@@ -215,16 +194,10 @@ def as_messages(prompt: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def check_text(text: str, where: str, first_line: int = 1) -> str:
-    """Return ``text`` if it is Unicode, which tokenizers need.
+    """Return ``text`` if it is Unicode, which tokenizers need; else raise ``ValueError`` that names the line.
 
-    Args:
-        text: with every byte that is not UTF-8 as a lone surrogate: how Python reads the arguments of a command, and
-            files opened with ``errors="surrogateescape"``.
-        where: where it comes from, the first words of the error.
-        first_line: the number of its first line there.
-
-    Raises:
-        ValueError: it is not; the line is named.
+    A byte that is not UTF-8 is expected as a lone surrogate, as Python reads the arguments of a command, and files
+    opened with ``errors="surrogateescape"``. ``first_line`` is the number of the text's first line in ``where``.
     """
     if found := _SURROGATE.search(text):
         code = ord(found[0])
@@ -244,15 +217,8 @@ def prompt_ids(
 ) -> list[int]:
     """Encode a prompt, ``{"prompt": text}`` or ``{"messages": [...]}``, as the target's input ids.
 
-    Args:
-        tokenizer: the target's.
-        prompt: a text becomes a user's message if the tokenizer has a chat template.
-        raw: continue a text itself, without the chat template.
-        bos: put one BOS token before it then.
-        template: arguments of the chat template.
-
-    Raises:
-        ValueError: messages without a chat template, or ``bos`` without a BOS token.
+    A text becomes a user's message if the tokenizer has a chat template, unless ``raw``. ``bos`` puts one BOS token
+    before a raw text. ``template`` has arguments of the chat template.
     """
     if "messages" in prompt or not (raw or tokenizer.chat_template is None):
         text = render_chat(tokenizer, as_messages(prompt), True, template)

@@ -15,11 +15,8 @@ _Step = list[list[int]]  # the rows of each micro-batch
 class Batches:
     """The micro-batches of every step. Each holds rows of similar length; lengths vary from one to the next.
 
-    Args:
-        lengths: length of each row in tokens.
-        batch_tokens: tokens per micro-batch, padding included. A longer row gets its own micro-batch.
-        group: micro-batches per step, over all processes.
-        seed: seed of the shuffling.
+    ``batch_tokens`` counts padding; a longer row gets its own micro-batch. ``group`` is the number of micro-batches per
+    step, over all processes.
     """
 
     _POOL = 24  # micro-batches whose rows are sorted by length together
@@ -154,19 +151,19 @@ def sample_anchors(loss_mask: Tensor, count: int, generator: torch.Generator | N
 def make_blocks(
     input_ids: Tensor, loss_mask: Tensor, anchors: Tensor, valid: Tensor, block_size: int, mask_id: int, gamma: float
 ) -> Blocks:
-    """Build the blocks at ``anchors``. Slots past the end of a sequence get weight 0.
+    """Build the blocks ``[batch, anchors, block]`` at ``anchors`` from `sample_anchors`.
 
     Args:
         input_ids: ``[batch, length]``, padded on the right.
         loss_mask: ``[batch, length]``, 0 on padding.
-        anchors: ``[batch, anchors]``, from `sample_anchors`.
-        valid: ``[batch, anchors]``, from `sample_anchors`.
+        anchors: ``[batch, anchors]``; ``valid``, of the same shape, marks those that are not padding.
+        valid: see ``anchors``.
         block_size: slots per block, the anchor's included.
         mask_id: input token of all slots but the anchor's.
         gamma: decay of the weights, in slots.
 
     Returns:
-        The blocks, ``[batch, anchors, block]``.
+        The blocks. Slots past the end of a sequence get weight 0.
     """
     length, slot = input_ids.shape[1], torch.arange(block_size, device=input_ids.device)
     positions = anchors[..., None] + slot

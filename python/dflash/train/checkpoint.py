@@ -89,16 +89,7 @@ def save_checkpoint(
 ) -> Path:
     """Write checkpoint ``step`` and drop all but the last ``keep``.
 
-    Args:
-        folder: folder that holds all checkpoints of the run.
-        step: optimizer steps done.
-        drafter: the drafter, in float32; stored in its own dtype.
-        state: tensors and numbers for ``torch.save``: optimizers and random generators.
-        progress: content of ``trainer.json``: counters, the last metrics and the position in the data.
-        keep: number of checkpoints to keep, at least 1.
-
-    Returns:
-        The new checkpoint's folder.
+    ``state`` goes through ``torch.save``: optimizers and random generators. ``progress`` becomes ``trainer.json``.
 
     Raises:
         CheckpointError: the disk is full or cannot be written; the existing checkpoints are intact.

@@ -33,11 +33,9 @@ _TABLE_ROWS = 1024  # rows held as Python lists before they become Arrow, and re
 def load_prompts(source: str | os.PathLike, *, split: str = "train") -> list[dict[str, Any]]:
     """Load the prompts of a source, in order.
 
-    A row has ``prompt`` (a string or a list of messages), ``messages``, ``question`` or ``turns``. Of ``turns``, the
-    first is used; of ``messages``, all up to the last one that is not the assistant's.
-
     Args:
-        source: a JSONL file (``.gz`` too), or a data set on the hub: ``owner/name`` or ``owner/name:config``.
+        source: a JSONL file (``.gz`` too), or a data set on the hub: ``owner/name`` or ``owner/name:config``. A row has
+            ``prompt`` (a string or messages), ``messages``, ``question`` or ``turns``, of which the first is used.
         split: split of a data set on the hub.
 
     Returns:
@@ -305,16 +303,10 @@ def _prompt(row: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 class MeasuredRows:
-    """Lengths, prompts and a digest of rows. Each row is checked against the target.
+    """Lengths, prompts and a digest of rows (``input_ids`` and ``loss_mask``), checked against the target's config.
 
     A row's prompt is everything before the first token that the target wrote. If the target wrote the entire row, apart
     from a BOS token, the prompt is the first half.
-
-    Args:
-        rows: ``datasets.Dataset`` with ``input_ids`` and ``loss_mask``.
-        config: the target's text config.
-        mask_token_id: the drafter's mask token, which must not be among the tokens that the target wrote.
-        what: name for a row in error messages.
 
     Attributes:
         lengths: length of each row in tokens.
@@ -322,9 +314,6 @@ class MeasuredRows:
         prompt_lengths: length of the prompt of each usable row.
         keys: digest of the prompt of each usable row, the same for all answers to one prompt.
         digest: digest of all tokens and loss masks.
-
-    Raises:
-        ValueError: a row does not fit. The message names it.
     """
 
     def __init__(self, rows: Any, config: Any, mask_token_id: int, what: str = "row") -> None:
@@ -385,23 +374,13 @@ def hold_out(
     heldout: Any = None,
     measured: MeasuredRows | None = None,
 ) -> tuple[list[int], list[list[int]], int]:
-    """Hold out prompts, each with all rows that answer it.
+    """Hold out up to ``count`` prompts, each with all rows that answer it.
 
-    Args:
-        rows: training rows.
-        data: measurements of ``rows``.
-        count: maximum number of held-out prompts; 0 for none.
-        seed: seed of the random choice.
-        heldout: separate rows to take the prompts from. Training rows that share a prompt with any of them are dropped.
-            None draws prompts from ``rows``, at most a tenth of them.
-        measured: measurements of ``heldout``.
+    The prompts come from the rows ``heldout`` if there are any, else from ``rows``, at most a tenth of them.
 
     Returns:
         Numbers of the rows to train on; token ids of the held-out prompts; and the number of usable rows that are left
         out because their prompt is held out.
-
-    Raises:
-        ValueError: ``count`` is positive and no prompt can be held out, or no row is left to train on.
     """
     # 1. Choose the prompts to answer
     source, known = (rows, data) if measured is None else (heldout, measured)

@@ -83,12 +83,9 @@ class TargetFeatures:
 
     @torch.no_grad()
     def __call__(self, input_ids: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return features and final states of right-padded sequences.
+        """Return features and final states of right-padded sequences ``[batch, length]``.
 
         Padding needs no mask: attention is causal, and recurrent layers run from left to right, from an empty state.
-
-        Args:
-            input_ids: ``[batch, length]`` int64.
 
         Returns:
             ``[batch, length, taps * hidden]``, and ``[batch, length, hidden]`` after the final norm, or None.
@@ -254,13 +251,9 @@ def _compute_shard(
 class FeatureCache:
     """A complete cache, open for reading.
 
-    Args:
-        folder: the folder that `cache_features` wrote.
-        expected: a `fingerprint` to compare with; None skips the comparison.
-
     Raises:
         FileNotFoundError: the folder is not a feature cache.
-        ValueError: shards are missing, or the cache is of something else. The message names the difference.
+        ValueError: shards are missing, or the cache is not of what the `fingerprint` ``expected`` says.
     """
 
     def __init__(self, folder: str | os.PathLike, expected: dict[str, Any] | None = None) -> None:

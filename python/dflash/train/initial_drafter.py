@@ -15,17 +15,9 @@ from .model import add_dflash2
 
 
 def choose_mask_id(target: nn.Module, tokenizer: Any = None, mask_token_id: int | None = None) -> int:
-    """Return the mask token: the one given, else the tokenizer's, else an unused embedding row.
+    """Return the mask token: ``mask_token_id``, else the tokenizer's, else an embedding row past the tokenizer's ids.
 
-    The target must never emit the mask token. An unused row is one past the tokenizer's ids.
-
-    Args:
-        target: a causal language model of transformers.
-        tokenizer: the target's tokenizer; None if there is none to ask.
-        mask_token_id: the token to use; None chooses one.
-
-    Returns:
-        A token id.
+    The target must never emit the mask token.
 
     Raises:
         ValueError: no mask token can be found, or ``mask_token_id`` has no embedding.
@@ -159,18 +151,10 @@ def _logit_multiplier(config: Any) -> float:
 
 @torch.no_grad()
 def new_drafter(config: DraftConfig, *, seed: int = 0, device: torch.device | str = "cpu") -> Drafter:
-    """Return a float32 drafter with random weights.
+    """Return a float32 drafter with random weights; the same seed gives the same ones.
 
     Norms are 1 and biases 0. Matrices are normal with deviation ``1 / sqrt(inputs)``; those that write to the residual
     stream are smaller by ``sqrt(2 * layers)``. What DFlash 2 adds starts as in `add_dflash2`.
-
-    Args:
-        config: the drafter's shape.
-        seed: the same seed gives the same weights.
-        device: device of the parameters.
-
-    Returns:
-        The drafter.
     """
     if config.dflash2 is not None:
         first = new_drafter(dataclasses.replace(config, dflash2=None), seed=seed, device=device)

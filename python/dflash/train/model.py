@@ -12,17 +12,9 @@ from ..drafter import CandidateSelector, DFlash2Config, DraftConfig, Drafter, Gr
 
 
 def visible_keys(anchors: Tensor, length: int, block_size: int, causal: bool, window: int) -> Tensor:
-    """Return the keys that each slot of each block sees.
+    """Return the keys that each slot of each block sees, ``[batch, anchors, block, length + block]`` bool.
 
-    Args:
-        anchors: ``[batch, anchors]`` int64.
-        length: number of context positions. A block does not see those at or past its anchor.
-        block_size: slots per block, at ``anchor + k``.
-        causal: True if a slot does not see later slots.
-        window: keys that a slot sees on each side, itself included; 0 for all.
-
-    Returns:
-        ``[batch, anchors, block, length + block]`` bool, the block's own keys last.
+    ``anchors`` is ``[batch, anchors]``. The block's own keys come last; ``window`` is 0 for all keys.
     """
     slot = torch.arange(block_size, device=anchors.device)
     context = torch.arange(length, device=anchors.device)
@@ -188,13 +180,8 @@ def add_dflash2(drafter: Drafter, parts: DFlash2Config, *, seed: int = 0) -> Dra
 def convolve(x: Tensor, base: Tensor, dynamic: Tensor) -> Tensor:
     """Add up each block's rows up to ``taps - 1`` rows back. A weight is a fixed part plus one that depends on the row.
 
-    Args:
-        x: ``[..., block, hidden]``.
-        base: ``[taps, hidden]``, the fixed part; tap i weighs the row i rows before.
-        dynamic: ``[..., block, taps, groups]``, the other part; a group of channels shares it.
-
-    Returns:
-        ``[..., block, hidden]``.
+    ``x`` is ``[..., block, hidden]``, ``base [taps, hidden]`` the fixed part, and ``dynamic [..., block, taps, groups]``
+    the other one, which a group of channels shares.
     """
     rows, groups = x.shape[-2], dynamic.shape[-1]
     grouped = x.unflatten(-1, (groups, -1))
@@ -206,16 +193,7 @@ def convolve(x: Tensor, base: Tensor, dynamic: Tensor) -> Tensor:
 
 
 def prepare(conv: GroupedConv | None, hidden: Tensor, block: int) -> tuple[Tensor, Tensor | None]:
-    """Convolve a sublayer's input.
-
-    Args:
-        conv: the sublayer's convolution; None for none.
-        hidden: ``[batch, anchors * block, hidden]``.
-        block: rows per block.
-
-    Returns:
-        The input, and the dynamic kernels of both sides, ``[batch, anchors, block, 2, taps, groups]``.
-    """
+    """Convolve a sublayer's input ``[batch, anchors * block, hidden]``; return it and both sides' dynamic kernels."""
     if conv is None:
         return hidden, None
     blocks = hidden.unflatten(1, (-1, block))
@@ -234,18 +212,7 @@ def finish(conv: GroupedConv | None, hidden: Tensor, kernels: Tensor | None) -> 
 def candidate_scores(
     selector: CandidateSelector, hidden: Tensor, logits: Tensor, previous: Tensor, candidates: Tensor
 ) -> Tensor:
-    """Return the selector's scores: a candidate's logit, plus its score after the token before.
-
-    Args:
-        selector: the drafter's selector.
-        hidden: ``[rows, hidden]``, from the drafter.
-        logits: ``[rows, vocab]``.
-        previous: ``[rows]`` int64, the tokens before.
-        candidates: ``[rows, top_k]`` int64.
-
-    Returns:
-        ``[rows, top_k]`` float32.
-    """
+    """Return the selector's scores ``[rows, top_k]``: a candidate's logit plus its score after the token before."""
     query = selector.hidden_projection(hidden)
     with torch.autocast(hidden.device.type, enabled=False):  # as the engine does, which sums in float32
         given = F.embedding(previous, selector.predecessor_codebook).float() * query.float()

@@ -31,10 +31,7 @@ def make_muon(
     *,
     fused: bool | None = True,
 ) -> list[torch.optim.Optimizer]:
-    """Return Muon (Jordan et al., 2024) for the matrices and AdamW without decay for the others.
-
-    ``fused`` is AdamW's argument; it changes only the last bits.
-    """
+    """Return Muon (Jordan et al., 2024) for the matrices and AdamW without decay for the others."""
     muon = torch.optim.Muon(matrices, lr=rate, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
     return [muon, torch.optim.AdamW(others, lr=rate, betas=_BETAS, weight_decay=0.0, fused=fused)]
 
@@ -51,11 +48,7 @@ def drafter_optimizers(drafter: Drafter, config: TrainConfig) -> list[torch.opti
 def learning_rate(step: int, steps: int, warmup: float, constant: float) -> float:
     """Return the learning rate of a step as a fraction of the peak: linear warmup, plateau, cosine decay to 0.
 
-    Args:
-        step: number of the step, from 0.
-        steps: steps of the run.
-        warmup: fraction of ``steps`` after which the warmup ends.
-        constant: fraction of ``steps`` after which the plateau ends.
+    ``warmup`` and ``constant`` are the fractions of ``steps`` after which warmup and plateau end.
     """
     rise = max(1, round(warmup * steps))
     if step < rise:

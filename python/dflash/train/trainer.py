@@ -62,10 +62,7 @@ def make_accelerator(config: TrainConfig, output: str | Path, *, cpu: bool = Fal
 
 
 def estimate(trainer: Trainer, measured: int) -> dict[str, Any]:
-    """Time ``measured`` steps (at least 2), restore the trainer, and return the plan. See `Trainer.plan`.
-
-    The first step warms up and is not counted.
-    """
+    """Time ``measured`` steps, of which the first warms up, restore the trainer, and return `Trainer.plan`."""
     # 1. Time steps on the first batches
     steps = trainer.batches.epoch(0)
     step_tokens = sum(trainer.batches.tokens(group) for group in steps) / len(steps)
@@ -271,16 +268,7 @@ class Trainer:
                 self.epoch, self.place = self.epoch + 1, 0
 
     def run_step(self, group: list[list[int]], totals: StepTotals, statistics: bool) -> tuple[Tensor, float]:
-        """Take one optimizer step over a group of micro-batches.
-
-        Args:
-            group: the rows of each micro-batch, of all processes.
-            totals: receives the sums of this process's micro-batches.
-            statistics: count correct tokens too.
-
-        Returns:
-            The gradient's norm and the learning rate.
-        """
+        """Take one optimizer step over all processes' micro-batches. Return the gradient's norm and the rate."""
         # 1. Add up gradients of this process's micro-batches
         config, accelerator = self.config, self.accelerator
         world, rank = accelerator.num_processes, accelerator.process_index
