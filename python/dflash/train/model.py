@@ -180,7 +180,7 @@ def add_dflash2(drafter: Drafter, parts: DFlash2Config, *, seed: int = 0) -> Dra
 def convolve(x: Tensor, base: Tensor, dynamic: Tensor) -> Tensor:
     """Add up each block's rows up to ``taps - 1`` rows back. A weight is a fixed part plus one that depends on the row.
 
-    ``x`` is ``[..., block, hidden]``, ``base [taps, hidden]`` the fixed part, and ``dynamic [..., block, taps, groups]``
+    ``x`` is ``[..., block, hidden]``, ``base [taps, hidden]`` the fixed part, ``dynamic [..., block, taps, groups]``
     the other one, which a group of channels shares.
     """
     rows, groups = x.shape[-2], dynamic.shape[-1]

@@ -1,1 +1,0 @@
-"""Whole generations: the runners, the table of their results, and its plot."""
