@@ -19,8 +19,8 @@ from draft_variants import (
 
 import dflash
 from dflash import DraftConfig, cli
-from dflash.drafter import vllm_causality
 from dflash.train.export import engine_warnings, export, vllm_command
+from dflash.train.speculators_layout import to_speculators, vllm_causality
 
 EXPRESSIBLE = ["Qwen3-4B", "Kimi-K2.5", "Llama-3.1-8B", "gpt-oss-20b", "one-layer", "dflash_config.causal-false"]
 
@@ -304,7 +304,7 @@ def test_what_the_layouts_cannot_say_of_dflash_2_is_refused(tmp_path):
         export(tmp_path / "draft", tmp_path / "out", "published")
     config = DraftConfig.from_config(DFLASH2_VARIANTS["DFlash2"] | {"draft_vocab_size": 50})
     with pytest.raises(ValueError, match="a DFlash 2 drafter of the speculators layout has the whole vocabulary"):
-        dflash.drafter.to_speculators(DFLASH2_VARIANTS["DFlash2"], config, "target")
+        to_speculators(DFLASH2_VARIANTS["DFlash2"], config, "target")
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from .config import ROPE_TYPES, DFlash2Config, DraftConfig, Rope, build_target_l
 from .drafter import Drafter, scale_logits
 from .int8 import check_draft_weights, quantized_draft
 from .keys import FULL, SLIDING
-from .layouts import from_speculators, is_speculators, to_speculators, vllm_causality
+from .layouts import from_speculators, is_speculators
 from .parts import CandidateSelector, GroupedConv, PairWeights
 
 __all__ = [
@@ -29,6 +29,4 @@ __all__ = [
     "load_draft",
     "quantized_draft",
     "scale_logits",
-    "to_speculators",
-    "vllm_causality",
 ]

@@ -24,11 +24,10 @@ from ..drafter import (
     from_speculators,
     is_speculators,
     load_draft,
-    to_speculators,
-    vllm_causality,
 )
 from ..files import atomic_folder, check_writable, read_architectures, read_json, save_tensors, write_json
 from ..terminal import listed
+from .speculators_layout import SCALES, to_speculators, vllm_causality
 
 FORMATS = ("published", "speculators", "transformers")
 # Values of a dflash_config that say nothing.
@@ -172,11 +171,7 @@ def _expect_transformers(config: DraftConfig) -> None:
         raise ValueError(f"{what} is of the first generation, and this is a DSpark drafter: use the published layout")
     if config.own_parts:
         raise ValueError(f"{what} uses the target's head and embedding, not this drafter's {listed(config.own_parts)}")
-    neutral = {**_NEUTRAL, "attention_bias": False, "attention_sinks": False}
-    neutral.pop("attention_sink_bias")
-    for key, value in neutral.items():
-        if getattr(config, key) != value:
-            raise ValueError(f"{what} has no {key}, and this drafter has {getattr(config, key)}")
+    config.expect_defaults(what, *SCALES, "attention_bias", "attention_sinks")
     if any(config.causal):
         raise ValueError(f"{what} is not causal inside a block, and this drafter's layers are {list(config.causal)}")
     if len(windows := set(config.window) - {0}) > 1:
