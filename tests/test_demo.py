@@ -290,37 +290,6 @@ def test_no_prompt_is_started_when_the_time_is_spent(tiny, monkeypatch, seconds,
     assert found.new_tokens <= 4 * answered
 
 
-def test_a_slow_machine_streams_and_warms_up_less(tiny, monkeypatch):
-    target, draft, tokenizer = dflash.demo_pair(tiny)
-    clock, streamed, warm, real = Clock(), [], [], compare.Comparison.warm_up
-
-    def show(prompt, _runner, _ids):
-        streamed.append(prompt.text)
-        clock.now += 3
-
-    def warm_up(self, ids):
-        warm.append(len(ids))
-        real(self, ids)
-        clock.now += 3
-
-    monkeypatch.setattr(compare.Comparison, "warm_up", warm_up)
-    asked = demo.demo_prompts(tiny)
-    for seconds, shown, lengths in ((100, 3, [4, 3]), (14, 2, [4]), (10, 1, [4])):
-        streamed.clear(), warm.clear()
-        budget = demo.Budget(seconds, clock)
-        demo.measure(target, draft, tokenizer, asked, Decoding(4), budget=budget, show=show)
-        assert streamed == [prompt.text for prompt in asked[:shown]]
-        assert warm == lengths
-
-
-def test_the_seconds_bound_the_command_and_the_number_of_prompts_does_not(tiny, shell):
-    assert run_json(tiny, "--seconds", 1e-9, "--max-new-tokens", 4)["prompts"] == 1
-    two = run_json(tiny, "--prompts", 2, "--max-new-tokens", 4)
-    assert (two["prompts"], two["available"]) == (2, 3)
-    done = shell("demo", "--pair", tiny, "--max-new-tokens", 4, "--seconds", 1e-9)
-    assert "\n1 of 3 prompts, " in done.out
-
-
 def test_transformers_generate_leaves_the_random_state_unchanged(tiny):
     target, draft, tokenizer = dflash.demo_pair(tiny)
     before = torch.random.get_rng_state()

@@ -1,7 +1,6 @@
 """Test that cached features are the target's, complete or absent, and never of another target."""
 
 import shutil
-import socket
 from types import SimpleNamespace
 
 import datasets
@@ -10,7 +9,6 @@ import safetensors.torch
 import torch
 from families import make_target
 
-from dflash.files import write_atomically
 from dflash.train.features import FeatureCache, cache_features, cache_size, fingerprint
 
 TAPS = (0, 2)
@@ -133,15 +131,6 @@ def test_a_full_disk_is_reported_before_any_work(target, rows, compute, tmp_path
         cache_features(target, compute, rows, TAPS, tmp_path / "cache", **SMALL)
     assert compute.rows == 0
     assert not (tmp_path / "cache").exists()
-
-
-def test_hosts_that_share_a_disk_do_not_write_the_same_file(tmp_path, monkeypatch):
-    """Processes on two hosts can have the same id."""
-    names = []
-    for host in ("one", "two"):
-        monkeypatch.setattr(socket, "gethostname", lambda host=host: host)
-        write_atomically(tmp_path / "x", lambda path: (names.append(path), path.write_text("x")))
-    assert len(set(names)) == 2
 
 
 def test_a_shard_that_cannot_be_written_leaves_the_others_intact(target, rows, compute, tmp_path, monkeypatch):

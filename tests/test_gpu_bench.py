@@ -54,16 +54,6 @@ def test_the_page_has_the_newest_row_and_what_was_left_out(page_module, tmp_path
     assert "| a GPU | 580.1 | 13.0 | 2.11.0 | 5.17.0 | abc | 2 |" in page
 
 
-def test_the_page_compares_overlap_and_says_where_it_was_not_active(page_module, tmp_path):
-    write(tmp_path / "overlap1-prefetch1-20261101-120000.json", [ROW])
-    write(tmp_path / "overlap1-prefetch0-20261101-120100.json", [ROW | {"step_ms": 5.5}], prefetch=False, overlap=False)
-    write(tmp_path / "overlap0-prefetch0-20261101-120200.json", [ROW | {"step_ms": 6.0}], prefetch=False, overlap=False)
-    page_module.main(tmp_path)
-    page = (tmp_path / "README.md").read_text()
-    for line in ("| on | on | 5.000 |", "| asked for, not active | off | 5.500 |", "| off | off | 6.000 |"):
-        assert line in page
-
-
 def test_the_page_says_what_became_of_each_stage(page_module, tmp_path):
     first = ["build\t10:00\tabc\tok", "tests\t10:03\tabc\tbegun, did not end", "tests\t10:05\tabc\t2 min; ok"]
     (tmp_path / "stages-20261101-100000.tsv").write_text("\n".join(first))
@@ -208,23 +198,8 @@ def test_every_stage_runs_and_one_build_serves_all(machine):
     assert all("build/gpu/plain/python" in call for call in calls if "-m pytest" in call or "bench/step" in call)
 
 
-def test_a_stage_alone_builds_if_there_is_no_build_or_the_sources_are_others(machine):
-    def builds(stage):
-        return len([call for call in machine.run(stage)[1] if " --build " in call])
-
-    assert builds("memory") == 1
-    assert builds("overlap") == 0
-    (machine.root / "csrc" / "kernel.cu").write_text("changed")
-    assert builds("memory") == 1
-
-
 def test_what_fails_is_named_and_what_follows_runs(machine):
     code, _ = machine.run("overlap", "probe", fails="python3")
     assert code == 1
     assert machine.outcomes()["overlap"].endswith("overlap0-prefetch0: exit code 3")
     assert machine.outcomes()["probe"].endswith("; ok")
-
-
-def test_without_time_a_stage_is_not_begun(machine):
-    assert machine.run("--seconds", "5", "probe") == (1, [])
-    assert machine.outcomes() == {"probe": "not begun"}

@@ -10,7 +10,7 @@ from recipes.demo_pair.tasks import Example, is_right
 from transformers import AutoTokenizer
 
 import dflash
-from dflash.evaluate import ARROW, CHAT_TEMPLATE, PAIR, demo_prompts, encode, prompt_ids
+from dflash.evaluate import ARROW, PAIR, demo_prompts, encode, prompt_ids
 
 NAMED = ["--model", PAIR / "target", "--draft", PAIR / "draft"]
 SAID = "no --model: the pair inside the package answers"
@@ -36,10 +36,6 @@ def user(text: str) -> dict[str, str]:
 
 
 # ---------------------------------------------------------------------------------------------- the tokenizer
-
-
-def test_the_template_in_the_package_is_the_one_in_the_source(tokenizer):
-    assert tokenizer.chat_template == CHAT_TEMPLATE
 
 
 def test_a_message_becomes_the_prompt_that_was_trained(tokenizer):
@@ -108,15 +104,6 @@ def test_the_generate_command(shell, tmp_path, named):
             assert (SAID in done.err) == (not named)
 
 
-def test_the_generate_command_with_a_raw_prompt_and_json(shell):
-    example = held_out(1, "sums")[0]
-    for bos in ([], ["--bos"]):
-        done = shell("generate", "--raw", *bos, "--json", example.prompt)
-        assert is_right(example, json.loads(done.out)["text"])
-        assert done.err.startswith(SAID)
-        assert done.err.count("\n") == 1
-
-
 @pytest.mark.parametrize("named", [[], NAMED])
 def test_the_chat_command(shell, monkeypatch, named):
     asked = held_out(4, "sums")
@@ -138,18 +125,6 @@ def test_the_benchmark_command(shell, tmp_path):
     found = json.loads(done.out)["datasets"]["asked"]
     assert (found["turns"], found["identical"]) == (6, 6)
     assert found["acceptance_length"] > 10
-
-
-def test_trees_of_the_packages_pair(shell, monkeypatch):
-    """Trees take no DFlash 2 drafter, so the pair's other one drafts."""
-    example = held_out(1, "sums")[0]
-    done = shell("generate", "--tree", 16, question(example))
-    assert is_right(example, done.out.removesuffix("\n"))
-    monkeypatch.setattr(sys, "stdin", io.StringIO(question(example) + "\n"))
-    assert is_right(example, json.loads(shell("chat", "--tree", 16, "--json").out)["text"])
-    found = json.loads(shell("demo", "--tree", 16, "--prompts", 1, "--json").out)
-    assert found["identical"]
-    assert found["tree_acceptance_length"] > 8
 
 
 @pytest.mark.parametrize("option", ["--model", "--draft"])

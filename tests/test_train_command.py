@@ -298,15 +298,12 @@ def assert_refused(done: Done, message: str, folder: Path) -> None:
     [
         (None, "there is no data file"),
         ("", "bad.jsonl is empty: it must hold at least one row"),
-        (GOOD + "{'input_ids'\n", "bad.jsonl, line 2: not JSON"),
         (GOOD + '{"prompt": "w7"}\n', "line 2: the prompt has no response: let the target write one"),
         (
             GOOD + json.dumps({"prompt": " ".join(["w8"] * 520), "response": "w7"}),
             "line 2: the prompt has 524 tokens; a row holds at most 512, response included",
         ),
-        ('{"input_ids": [7, 200], "loss_mask": [0, 1]}\n', "line 1: input_ids must lie in 0 .. 96, got 200"),
         ('{"input_ids": [7, 8, 2], "loss_mask": [0, 1, 1]}\n', "row 0 has the mask token 2 among the tokens"),
-        ('{"input_ids": [7, 8, 9], "loss_mask": [0, 0, 1]}\n', "nothing to learn"),
     ],
 )
 def test_bad_data_is_one_line_and_exit_code_2(run, arguments, file, content, message, tmp_path):
@@ -319,24 +316,18 @@ def test_bad_data_is_one_line_and_exit_code_2(run, arguments, file, content, mes
     [
         ({"model": "./nowhere"}, "no folder './nowhere', and it is not a hub id"),
         ({"layers": 0}, "the drafter's layers must be at least 1, got 0"),
-        ({"intermediate_size": 0}, "the drafter's intermediate size must be at least 1, got 0"),
         ({"taps": "0,9"}, "target_layer_ids must be layers of the target, 0 .. 3, got [0, 9]"),
         ({"taps": "0;1"}, "--taps must be numbers with commas between them, got '0;1'"),
         ({"mask_token_id": 97}, "mask_token_id must be one of the target's embedding rows, 0 .. 96, got 97"),
         ({"mask_token_id": None}, "no mask token: the tokenizer has none"),
         ({"learning_rate": 0}, "learning_rate must be above 0, got 0.0"),
-        ({"optimizer": "sgd"}, """optimizer must be "adamw" or "muon", got 'sgd'"""),
         ({"dtype": "int8"}, "--dtype must be auto, float32, bfloat16 or float16, got 'int8'"),
-        ({"tracker": "wandb"}, "tracker must be tensorboard or trackio, got 'wandb'"),
         ({"threads": 0}, "--threads must be at least 1, got 0"),
         ({"dry_run": True, "resume": True}, "--dry-run plans a run from its start: leave out --resume"),
         ({"distill": 0.5, "cache_features": "x"}, "--distill needs the target's own distribution"),
         ({"type": "eagle"}, "--type must be dflash or dflash2, got 'eagle'"),
         ({"selector_rank": 8}, "--selector-rank is for DFlash 2 drafters: add --type dflash2"),
         ({**DFLASH2, "conv_group_size": 7}, "the drafter: conv_group_size must divide hidden_size 64, got 7"),
-        ({**DFLASH2, "conv_kernel_size": 5}, "conv_kernel_size must be at most block_size 4, got 5"),
-        ({**DFLASH2, "selector_top_k": 98}, "selector_top_k must be at most vocab_size 97, got 98"),
-        ({"selector_weight": -1}, "selector_weight must be at least 0, got -1.0"),
         ({"selector_weight": 2}, "--selector-weight is for DFlash 2 drafters, and this one has no selector"),
         ({"init": "./nowhere"}, "--layers is fixed by --init: leave it out"),
         ({"init": "./nowhere", **dict.fromkeys(NEW)}, "draft './nowhere' is neither a folder nor"),
@@ -391,8 +382,6 @@ def test_a_drafter_of_another_target_is_named_before_weights_are_loaded(run, arg
     [
         ({"attention_sink_bias": True}, {}, "a drafter with attention sinks cannot be trained"),
         ({"markov_rank": 4, "sample_from_anchor": True}, {}, "a DSpark drafter cannot be trained"),
-        ({"lm_head": True}, {}, "a drafter with its own lm_head cannot be trained"),
-        ({"attention_value_scale": 0.5}, {}, "a drafter with attention_value_scale cannot be trained"),
         ({}, {"selector_weight": 2}, "--selector-weight is for DFlash 2 drafters"),
     ],
     ids=str,
@@ -404,9 +393,7 @@ def test_what_cannot_be_trained_is_named_before_weights_are_loaded(
     shutil.copytree(model, folder)
     (folder / "model.safetensors").unlink()
     config = draft_config(make_target("qwen3")) | changes
-    head = {"lm_head.weight": torch.ones(VOCAB, 64)} if config.pop("lm_head", False) else {}
-    tensors = random_tensors(DraftConfig.from_config(config)) | head
-    save_checkpoint(tmp_path / "draft", config, tensors)
+    save_checkpoint(tmp_path / "draft", config, random_tensors(DraftConfig.from_config(config)))
     done = run(*arguments(model=folder, init=tmp_path / "draft", **dict.fromkeys(NEW), **option))
     assert_refused(done, message, tmp_path)
     assert ("--init" in done.err) == (not option)
@@ -423,19 +410,3 @@ def test_a_folder_in_use_is_not_touched(run, arguments, tmp_path):
     done = run(*arguments(output=kept))
     assert done.code == 2
     assert "thesis.txt' is a file" in done.err
-
-
-def test_a_full_disk_is_one_line_and_exit_code_2(run, arguments, tmp_path, monkeypatch):
-    save = torch.save
-
-    def full(state, path):
-        if "00000004" in str(path):
-            raise OSError(28, "No space left on device")
-        save(state, path)
-
-    monkeypatch.setattr(torch, "save", full)
-    done = run(*arguments())
-    assert done.code == 2
-    assert "checkpoints/step-00000004 was not written (the last good one is" in done.err.splitlines()[-1]
-    assert "No space left on device" in done.err.splitlines()[-1]
-    assert [path.name for path in (tmp_path / "out" / "checkpoints").iterdir()] == ["step-00000002"]

@@ -5,7 +5,6 @@ import itertools
 import json
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import datasets
 import pytest
@@ -164,12 +163,6 @@ def test_any_family_and_dtype_takes_a_step(family, tmp_path):
         assert math.isfinite(last["loss"])
         assert last["acceptance_length"] >= 1
         assert last["acceptance_length_t1"] >= 1
-
-
-def test_a_run_says_what_engines_will_ignore(target, rows, tmp_path, capsys):
-    scaled = new_drafter(replace(draft(target).config, input_embedding_scale=8.0))
-    Trainer(target, scaled, rows, changed(steps=1), tmp_path).train()
-    assert "dflash: vLLM ignores input_embedding_scale" in capsys.readouterr().err
 
 
 def test_distillation_pulls_the_drafter_towards_the_targets_distribution(target, rows, tmp_path):
@@ -393,24 +386,6 @@ def test_a_damaged_checkpoint_is_reported_and_the_previous_one_used(target, rows
     assert metrics(tmp_path) == lines
 
 
-def test_metrics_are_truncated_atomically(target, rows, tmp_path, monkeypatch):
-    trainer(target, rows, tmp_path, changed(steps=4)).train()
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 5, "loss": 3.0}\n')
-    before = (tmp_path / "metrics.jsonl").read_bytes()
-
-    def full(path, *_, **__):
-        path.write_bytes(b'{"st')
-        raise OSError(28, "No space left on device")
-
-    run = trainer(target, rows, tmp_path, changed(steps=4))
-    monkeypatch.setattr(Path, "write_text", full)
-    with pytest.raises(OSError, match="No space left"):
-        run.resume()
-    monkeypatch.undo()
-    assert (tmp_path / "metrics.jsonl").read_bytes() == before
-
-
 def test_a_full_disk_ends_the_run_with_its_last_checkpoint_intact(target, rows, tmp_path, monkeypatch):
     save, saved = torch.save, []
 
@@ -435,13 +410,6 @@ def test_a_full_disk_ends_the_run_with_its_last_checkpoint_intact(target, rows, 
 
 
 # ---------------------------------------------------------------------------------------------- what it tells
-
-
-def test_an_epochs_batches_are_drawn_once_however_often_metrics_are_logged(target, rows, tmp_path, monkeypatch):
-    run, draw, drawn = trainer(target, rows, tmp_path), Batches._draw, []
-    monkeypatch.setattr(Batches, "_draw", lambda self, epoch: drawn.append(epoch) or draw(self, epoch))
-    run.train()
-    assert drawn == [0, 1], "three steps each"
 
 
 def test_a_plan_measures_and_restores_everything(target, rows, tmp_path):

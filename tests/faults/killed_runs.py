@@ -124,8 +124,6 @@ def _say(folder: Path, whole: dict[str, object], what: str) -> None:
     ours = _contents(folder)
     different = sorted({*ours} ^ {*whole}) + sorted(name for name in {*ours} & {*whole} if ours[name] != whole[name])
     print("the same" if not different else f"{what}: {different}", flush=True)
-    if folder.is_mount():
-        assert ctypes.CDLL(None).umount2(bytes(folder), 0) == 0
     shutil.rmtree(folder)
 
 
@@ -133,16 +131,6 @@ def _drop_rights() -> None:
     """Give up root's right to write where the mode of a folder forbids it; others never had it."""
     header = struct.pack("II", 0x20080522, 0)  # version 3 of Linux's capabilities, this process
     assert ctypes.CDLL(None).capset(header, bytes(24)) == 0
-
-
-def _own_mounts() -> bool:
-    """Let this process mount file systems that no other sees. False if it must not."""
-    libc, new_namespace, private = ctypes.CDLL(None), 0x20000, 0x4000 | 0x40000
-    return libc.unshare(new_namespace) == 0 and libc.mount(b"none", b"/", None, private, None) == 0
-
-
-def _mount(folder: Path, size: int, again: int = 0) -> None:
-    assert ctypes.CDLL(None).mount(b"tmpfs", bytes(folder), b"tmpfs", again, b"size=%d" % size) == 0
 
 
 def _is_refusal(said: str | None, folder: Path) -> bool:
@@ -163,14 +151,10 @@ def _kill(name: str, folder: Path, operations: int, seconds: float, share: float
     return ", ".join(what)
 
 
-def _fill(name: str, folder: Path, size: int, is_mounted: bool) -> str:
-    """Run on a disk with room for ``size`` bytes, then make room."""
-    if is_mounted:
-        _mount(folder, 4096 + size)  # a page for the folder itself
-    said = _fork(WORKS[name], folder, (lambda: None) if is_mounted else _limit(size))
+def _fill(name: str, folder: Path, size: int) -> str:
+    """Run on a disk that takes no file above ``size`` bytes."""
+    said = _fork(WORKS[name], folder, _limit(size))
     assert said == "" or _is_refusal(said, folder), (name, size, said)
-    if is_mounted:
-        _mount(folder, 2**24, again=0x20)
     return f"{size} bytes"
 
 
@@ -178,13 +162,10 @@ def attempts(kind: str, root: Path, count: int) -> None:
     """Print a line per attempt: ``the same`` if the files after continuing are those of a whole run.
 
     Args:
-        kind: killed; limited or mounted, a full disk: no file above a size, or a file system of that size.
+        kind: killed; or limited, a full disk: no file above a size.
         root: an empty folder.
         count: attempts per work.
     """
-    if kind == "mounted" and not _own_mounts():
-        print("no mounts")
-        return
     for name, work in WORKS.items():
         # 1. A run without a fault
         (root / name).mkdir()
@@ -200,8 +181,7 @@ def attempts(kind: str, root: Path, count: int) -> None:
             if kind == "killed":
                 what = _kill(name, folder, operations, seconds, share)
             else:
-                most = sum(sizes) if kind == "mounted" else max(sizes)
-                what = _fill(name, folder, int(share * most), kind == "mounted")
+                what = _fill(name, folder, int(share * max(sizes)))
             assert _fork(work, folder) == "", (name, what)
             _say(folder, whole, f"{name}, {what}")
 

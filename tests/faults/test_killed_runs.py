@@ -15,14 +15,12 @@ WORKS = 3  # regenerate, train, export
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("fault", ["killed", "limited", "mounted"])
+@pytest.mark.parametrize("fault", ["killed", "limited"])
 def test_a_run_that_continues_after_a_fault_writes_the_same_files(fault, tmp_path):
     """Kills come before any operation on files, and at any time. The disk is full after any number of bytes."""
     count = min(examples(3).max_examples, 40)  # an attempt is several runs
     done = process.python(PROGRAM, fault, tmp_path, count, seconds=240 * count)
     assert done.returncode == 0, done.stderr
-    if done.stdout == "no mounts\n":
-        pytest.skip("mounting a file system takes root")
     assert done.stdout.splitlines() == ["the same"] * (WORKS * count)
 
 
