@@ -20,11 +20,7 @@ from ..terminal import printable
 
 @dataclass(frozen=True)
 class Source(Pretrained):
-    """A target and its tokenizer, as named on the command line.
-
-    Attributes:
-        quiet: show no spinner and no bars.
-    """
+    """A target and its tokenizer, as named on the command line; ``quiet`` shows no spinner and no bars."""
 
     quiet: bool = False
 
@@ -65,11 +61,7 @@ def load_tokenizer(source: Source) -> Any:
 
 
 def check_device(dtype: str, device: str | None) -> str:
-    """Return the device to load on. None becomes cuda if there is a GPU, else cpu.
-
-    Raises:
-        ValueError: the device or the ``dtype`` does not exist.
-    """
+    """Return the device, by default cuda if there is a GPU; raises ValueError if it or the dtype does not exist."""
     if dtype not in ("auto", "float32", "bfloat16", "float16"):
         raise ValueError(f"--dtype must be auto, float32, bfloat16 or float16, got {dtype!r}")
     if device is None:

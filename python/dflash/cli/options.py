@@ -75,11 +75,7 @@ class ModelOptions:
 
         Fills in the packaged pair if none is named, and says so on standard error. ``draft_sharpness`` is that of the
         call, if all of it drafts trees where these are asked for.
-
-        Raises:
-            ValueError: an option is wrong, or cannot be combined with another.
         """
-
         # 1. The rows of a step.
         tree, block_size = checked_tree(as_number(self.tree)), checked_block_size(as_number(self.block_size))
         check_width_call(block_size, tree)
@@ -149,12 +145,7 @@ class GrammarOptions:
     grammar: Annotated[Path | None, "Answer with text that the Lark grammar in this file describes."] = None
 
     def resolve(self, tokenizer: Any) -> Grammar | None:
-        """Return the grammar, None without one.
-
-        Raises:
-            ValueError: there are several, a file cannot be read, or the grammar or the tokenizer cannot be used.
-        """
-
+        """Return the grammar, None without one; raises ValueError for several, or one that cannot be used."""
         given = [name for name, value in dataclasses.asdict(self).items() if value is not None]
         if not given:
             return None
@@ -179,12 +170,7 @@ def read_text(path: Path, option: str) -> str:
 
 
 def check_sampling(max_new_tokens: int, **numbers: Any) -> None:
-    """Raise ``ValueError`` for a number that is out of range, before a large model is loaded.
-
-    Args:
-        max_new_tokens: per answer.
-        numbers: any of temperature, top_k, top_p, min_p, seed and draft_sharpness; None is not checked.
-    """
+    """Raise ``ValueError`` for a setting that is out of range, before a large model is loaded; None is not checked."""
     for name, number in {"max_new_tokens": max_new_tokens, **numbers}.items():
         checked(name, number)
 

@@ -200,10 +200,8 @@ class Fingerprints:
     """What a text was computed with.
 
     Attributes:
-        weights: SHA-256 of every value in the target's ``state_dict()``, with names, dtypes and shapes. For quantized
-            weights those of the tensors that they are made of.
-        config: SHA-256 of the target's text config, without keys that change no number. Another version of
-            transformers may write another config for the same model.
+        weights: SHA-256 of the target's ``state_dict()``: names, dtypes, shapes and values.
+        config: SHA-256 of the target's text config, without keys that change no number.
         dtype: of the target's embeddings: float32, bfloat16 or float16.
         vocab_size: rows of the target's embedding table.
         tokenizer: SHA-256 of the tokenizer's vocabulary and rules; None without a tokenizer.

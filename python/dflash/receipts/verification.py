@@ -104,14 +104,10 @@ def verify(
         tokenizer: its own; needed if the receipt has stop strings or a grammar.
         fingerprints: of the target and the tokenizer, if they are known already.
 
-    Returns:
-        What was found.
-
     Raises:
-        ValueError: the receipt cannot be checked with this target: it was made with other weights or another dtype, it
-            has stop strings or a grammar and the tokenizer is missing or another, it states int8 weights and those of
-            the target cannot be stored so, a row would pass the target's ``max_position_embeddings``, or the target's
-            logits are NaN.
+        ValueError: the receipt cannot be checked with this target: other weights or dtype, another tokenizer where stop
+            strings or a grammar need the receipt's own, int8 weights where the target's cannot be stored so, too few
+            positions, or logits that are NaN.
     """
     passes = Verifier(target, tokenizer, fingerprints=fingerprints).passes(receipt)
     while True:
@@ -122,17 +118,13 @@ def verify(
 
 
 class Verifier:
-    """Checks many receipts with one target, which must not change.
+    """Checks many receipts with one target, which must not change; takes what `verify` takes.
 
     Args:
         target: a causal language model of transformers; never modified.
         tokenizer: its own; needed for receipts with stop strings or a grammar.
         fingerprints: of the target and the tokenizer, if they are known already.
-        twin: the target as a `Generator` runs it, if there is one: it checks the receipts that state its weights, and
-            no second copy of these is made.
-
-    Raises:
-        ValueError: the target is not supported.
+        twin: the target as a `Generator` runs it, so that no second copy of its weights is made.
     """
 
     def __init__(

@@ -140,9 +140,6 @@ class Scheduler:
             emit: called from the scheduler's thread, must return at once: with each event, then with None or with an
                 exception. By default the ticket itself collects them.
 
-        Returns:
-            What gives the events.
-
         Raises:
             QueueFullError: ``max_waiting`` requests wait already.
             RuntimeError: the scheduler is closed.
@@ -161,11 +158,8 @@ class Scheduler:
     def run_between_steps(self, parts: Generator[None, None, _Result]) -> Future[_Result]:
         """Do some other work in the scheduler's thread: a part of it between any two steps, one work after another.
 
-        Args:
-            parts: yields after each part, which holds up the answers that are being written.
-
-        Returns:
-            What will have its result. Cancelling it ends the work.
+        ``parts`` yields after each part, which holds up the answers that are being written. Returns the future result;
+        cancelling it ends the work.
 
         Raises:
             QueueFullError: one work is being done and ``max_waiting`` others wait.
