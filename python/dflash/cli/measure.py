@@ -18,20 +18,8 @@ from ..evaluate.benchmark import BenchmarkConfig, progress_bars, run_benchmark
 from ..evaluate.demo import run_demo
 from ..evaluate.prompts import DATASETS, load_conversations
 from ..options import checked_tree
+from . import options
 from .loading import load_tokenizer
-from .options import (
-    Draft,
-    Json,
-    MaxNewTokens,
-    Model,
-    ModelOptions,
-    NoThinking,
-    Sharpness,
-    TreeRows,
-    as_number,
-    check_sampling,
-    takes_dataclasses,
-)
 
 
 def demo(
@@ -40,12 +28,12 @@ def demo(
     seconds: Annotated[
         float | None, typer.Option(help="Start no more prompts after this time; default: 20, without --prompts.")
     ] = None,
-    max_new_tokens: MaxNewTokens = 256,
+    max_new_tokens: options.MaxNewTokens = 256,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(help="The same seed writes the same text.")] = 0,
-    tree: TreeRows = None,
+    tree: options.TreeRows = None,
     pair: Annotated[Path | None, typer.Option(hidden=True, help="Folder with target, draft, prompts.jsonl.")] = None,
-    as_json: Json = False,
+    as_json: options.Json = False,
 ) -> None:
     """Answer held-out prompts with the packaged pair, and measure the speed. Nothing is downloaded.
 
@@ -54,11 +42,11 @@ def demo(
 
     With --tree, draft trees are compared too, and one step's tree is drawn.
     """
-    check_sampling(max_new_tokens, temperature=temperature, seed=seed)
+    options.check_sampling(max_new_tokens, temperature=temperature, seed=seed)
     if prompt is not None:
         check_text(prompt, "--prompt")
     report = run_demo(
-        Decoding(max_new_tokens, temperature, seed, tree=checked_tree(as_number(tree))),
+        Decoding(max_new_tokens, temperature, seed, tree=checked_tree(options.as_number(tree))),
         folder=PAIR if pair is None else pair,
         prompt=prompt,
         prompts=prompts,
@@ -71,27 +59,27 @@ def demo(
         raise typer.Exit(1)
 
 
-@takes_dataclasses(
+@options.takes_dataclasses(
     config=("block_size", "draft_sharpness", "tree", "thinking", "weights", "draft_weights"),
     models=("model", "draft"),
 )
 def benchmark(
-    model: Model,
-    draft: Draft,
+    model: options.Model,
+    draft: options.Draft,
     dataset: Annotated[
         list[str], typer.Option(help="humaneval, gsm8k, mt-bench, spec-bench or FILE.jsonl; may be repeated.")
     ],
     config: BenchmarkConfig,
-    models: ModelOptions,
+    models: options.ModelOptions,
     data: Annotated[Path | None, typer.Option(help="Folder of the datasets' files; default: from the hub.")] = None,
     limit: Annotated[int | None, typer.Option(help="Prompts of each dataset at most.")] = None,
-    draft_sharpness: Sharpness = 1.0,
-    no_thinking: NoThinking = False,
+    draft_sharpness: options.Sharpness = 1.0,
+    no_thinking: options.NoThinking = False,
     out: Annotated[
         Path | None, typer.Option(help="Folder for results: summary.json, and the records of every prompt.")
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw a .png.")] = None,
-    as_json: Json = False,
+    as_json: options.Json = False,
 ) -> None:
     """Measure speed and acceptance on datasets of prompts, compared with one-token decoding in the same run.
 
@@ -108,7 +96,7 @@ def benchmark(
         **models.generator,
     )
     numbers = ("max_new_tokens", "temperature", "seed", "draft_sharpness")
-    check_sampling(**{name: getattr(config, name) for name in numbers})
+    options.check_sampling(**{name: getattr(config, name) for name in numbers})
     if limit is not None and limit < 1:
         raise ValueError(f"--limit must be at least 1, got {limit}")
     if plot is not None:

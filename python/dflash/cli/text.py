@@ -24,47 +24,30 @@ from ..generator import Generator
 from ..receipts import Receipt, Recorder, lines_of
 from ..receipts import verify as verify_receipt
 from ..terminal import printable, shortened
+from . import options
 from .loading import Source, check_device, load_target, load_tokenizer, room_of
-from .options import (
-    Bos,
-    Device,
-    GrammarOptions,
-    Json,
-    MaxNewTokens,
-    ModelOptions,
-    PairModel,
-    Raw,
-    SamplingOptions,
-    Sharpness,
-    Stop,
-    System,
-    TrustRemoteCode,
-    check_sampling,
-    read_text,
-    takes_dataclasses,
-)
 from .shell import check_new_file, print_error, require_output
 
 # ---------------------------------------------------------------------------------------------- generate
 
 
-@takes_dataclasses()
+@options.takes_dataclasses()
 def generate(
-    models: ModelOptions,
-    sampling: SamplingOptions,
-    constraint: GrammarOptions,
+    models: options.ModelOptions,
+    sampling: options.SamplingOptions,
+    constraint: options.GrammarOptions,
     prompt: Annotated[str | None, typer.Argument(help="Text to continue; none or - reads standard input.")] = None,
     file: Annotated[Path | None, typer.Option(help="Read the prompt from this file.")] = None,
-    system: System = None,
-    raw: Raw = False,
-    bos: Bos = False,
-    max_new_tokens: MaxNewTokens = 256,
-    stop: Stop = None,
-    draft_sharpness: Sharpness = 1.0,
+    system: options.System = None,
+    raw: options.Raw = False,
+    bos: options.Bos = False,
+    max_new_tokens: options.MaxNewTokens = 256,
+    stop: options.Stop = None,
+    draft_sharpness: options.Sharpness = 1.0,
     receipt: Annotated[
         Path | None, typer.Option(help="Write what dflash verify needs to derive the answer again to this file.")
     ] = None,
-    as_json: Json = False,
+    as_json: options.Json = False,
 ) -> None:
     """Answer or continue PROMPT with the target's own text, several tokens per step, and stream it.
 
@@ -77,7 +60,7 @@ def generate(
     for number, string in enumerate(stop or (), 1):
         check_text(string, f"--stop {number}")
     models = models.resolve(draft_sharpness)
-    check_sampling(max_new_tokens, draft_sharpness=draft_sharpness, **dataclasses.asdict(sampling))
+    options.check_sampling(max_new_tokens, draft_sharpness=draft_sharpness, **dataclasses.asdict(sampling))
     source = models.source(quiet=as_json)
     tokenizer = load_tokenizer(source)
     ids = _encode(tokenizer, text, system, raw, bos)
@@ -111,7 +94,7 @@ def _read_prompt(prompt: str | None, file: Path | None) -> str:
     if file is not None:
         if prompt is not None:
             raise ValueError("give the prompt as an argument or with --file, not both")
-        return read_text(file, "--file")
+        return options.read_text(file, "--file")
     if prompt is None or prompt == "-":
         if sys.stdin.isatty() and prompt is None:
             raise ValueError("no prompt: give one as an argument, with --file, or on standard input")
@@ -202,14 +185,14 @@ class _StreamedAnswer:
 # ---------------------------------------------------------------------------------------------- chat
 
 
-@takes_dataclasses()
+@options.takes_dataclasses()
 def chat(
-    models: ModelOptions,
-    sampling: SamplingOptions,
-    system: System = None,
+    models: options.ModelOptions,
+    sampling: options.SamplingOptions,
+    system: options.System = None,
     max_length: Annotated[int, typer.Option(help="Tokens of the whole conversation at most.")] = 4096,
-    max_new_tokens: MaxNewTokens = 1024,
-    as_json: Json = False,
+    max_new_tokens: options.MaxNewTokens = 1024,
+    as_json: options.Json = False,
 ) -> None:
     """Chat with the target: one message per line on standard input, with streamed answers.
 
@@ -221,7 +204,7 @@ def chat(
     # 1. Load the models.
     require_output()
     models = models.resolve()
-    check_sampling(max_new_tokens, **dataclasses.asdict(sampling))
+    options.check_sampling(max_new_tokens, **dataclasses.asdict(sampling))
     source = models.source(quiet=as_json)
     tokenizer = load_tokenizer(source)
     if tokenizer.chat_template is None:
@@ -282,7 +265,7 @@ class _Conversation:
     device: str
     system: str | None
     max_new_tokens: int
-    sampling: SamplingOptions
+    sampling: options.SamplingOptions
     messages: list[dict[str, str]] = field(default_factory=list)
 
     def ask(self, message: str) -> Iterator[Any]:
@@ -320,13 +303,13 @@ def _read_lines(console: Console) -> Iterator[tuple[int, str]]:
 
 def verify(
     file: Annotated[Path, typer.Argument(help="The receipt, from dflash generate --receipt FILE.")],
-    model: PairModel = None,
-    device: Device = None,
-    trust_remote_code: TrustRemoteCode = False,
+    model: options.PairModel = None,
+    device: options.Device = None,
+    trust_remote_code: options.TrustRemoteCode = False,
     exact: Annotated[
         bool, typer.Option("--exact", help="Let a near-tie count as a token that does not follow.")
     ] = False,
-    as_json: Json = False,
+    as_json: options.Json = False,
 ) -> None:
     """Check that every token of a receipt's answers follows from its seed and the target's weights.
 

@@ -7,14 +7,14 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from torch import Tensor
 
 from ..call import Call, GenerateArguments
 from ..generator import Generator as TokenGenerator
 from ..outputs import StreamEvent
-from ..session import RowEvent, Session
+from ..session import Session
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -59,29 +59,6 @@ class Ticket:
         raise item
 
 
-class _Work(Generic[_Result]):
-    """Something that is done in parts, between steps. Cancelling its future ends it."""
-
-    def __init__(self, parts: Generator[None, None, _Result]) -> None:
-        self._parts, self.future = parts, Future[_Result]()
-
-    def advance(self) -> bool:
-        """Do the next part; return True if nothing is left."""
-        if self.future.cancelled():
-            self._parts.close()
-            return True
-        try:
-            next(self._parts)
-            return False
-        except StopIteration as end:
-            if self.future.set_running_or_notify_cancel():
-                self.future.set_result(end.value)
-        except Exception as error:
-            if self.future.set_running_or_notify_cancel():
-                self.future.set_exception(error)
-        return True
-
-
 class Scheduler:
     """Runs requests on the rows of a generator, first come first served, in a thread of its own.
 
@@ -109,7 +86,7 @@ class Scheduler:
         self.session = Session(generator)
         self._waiting: deque[Ticket] = deque()
         self._running: dict[int, Ticket] = {}
-        self._works: deque[_Work[object]] = deque()
+        self._works: deque[tuple[Generator[None, None, object], Future[object]]] = deque()
         self._is_closing = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._serve, name="dflash scheduler", daemon=True)
@@ -165,15 +142,15 @@ class Scheduler:
             QueueFullError: one work is being done and ``max_waiting`` others wait.
             RuntimeError: the scheduler is closed.
         """
-        work = _Work(parts)
+        future: Future[_Result] = Future()
         with self._changed:
             if self._is_closing:
                 raise RuntimeError("the scheduler is closed: it takes no more requests")
             if len(self._works) > self.max_waiting:
                 raise QueueFullError(f"{len(self._works)} checks wait already: try again later")
-            self._works.append(cast("_Work[object]", work))
+            self._works.append((parts, cast("Future[object]", future)))
             self._changed.notify()
-        return work.future
+        return future
 
     def close(self, *, drain: bool = True) -> None:
         """Take no more requests and wait for the thread's end.
@@ -185,8 +162,8 @@ class Scheduler:
             self._is_closing = True
             for ticket in () if drain else (*self._waiting, *self._running.values()):
                 ticket.cancel()
-            for work in () if drain else (*self._works,):
-                work.future.cancel()
+            for _, future in () if drain else (*self._works,):
+                future.cancel()
             self._changed.notify()
         self._thread.join()
 
@@ -197,7 +174,7 @@ class Scheduler:
             try:
                 if not self._fill_rows():
                     return
-                if self._works and self._works[0].advance():
+                if self._works and self._is_done(*self._works[0]):
                     self._works.popleft()
                 self._step()
             except Exception as error:  # requests get it, and the next ones new rows
@@ -223,6 +200,22 @@ class Scheduler:
                     self._running[row] = ticket
             return bool(self._waiting or self._running or self._works or not self._is_closing)
 
+    def _is_done(self, parts: Generator[None, None, object], future: Future[object]) -> bool:
+        """Do the next part of a work; return True if nothing is left."""
+        if future.cancelled():
+            parts.close()
+            return True
+        try:
+            next(parts)
+            return False
+        except StopIteration as end:
+            if future.set_running_or_notify_cancel():
+                future.set_result(end.value)
+        except Exception as error:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(error)
+        return True
+
     def _step(self) -> None:
         """Step the session, and pass on what was added."""
         events = self.session.step()
@@ -231,12 +224,9 @@ class Scheduler:
         if seconds := next(filter(None, times), None):
             self.on_step(seconds[-1])
         for event in events:
-            self._emit(event)
-
-    def _emit(self, event: RowEvent) -> None:
-        self._running[event.row].emit(event.event)
-        if event.is_last:
-            self._end(event.row, ValueError(event.error) if event.error else None)
+            self._running[event.row].emit(event.event)
+            if event.is_last:
+                self._end(event.row, ValueError(event.error) if event.error else None)
 
     def _end(self, row: int, last: Item) -> None:
         """Free a row, and pass on the last item of its request."""
