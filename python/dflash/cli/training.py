@@ -320,19 +320,13 @@ def _check_packages(*packages: str) -> None:
 
 
 @dataclass(frozen=True)
-class _Files:
-    """Models and files of a run."""
+class _Asking:
+    """Models and files of a run, and options for reading and answering the prompts."""
 
     model: Annotated[str, "The target: a folder or a hub id; with --server, its name there."]
     out: Annotated[Path, "JSONL of responses; an interrupted run continues."]
     draft: Annotated[str | None, "A drafter for the target; faster in small batches."] = None
     server: Annotated[str | None, "Ask an OpenAI-compatible server: http://HOST:PORT/v1."] = None
-
-
-@dataclass(frozen=True)
-class _Asking:
-    """Options for reading and answering the prompts."""
-
     raw: Raw = False
     bos: Bos = False
     no_thinking: NoThinking = False
@@ -347,20 +341,30 @@ class _Asking:
     trust_remote_code: TrustRemoteCode = False
     as_json: Json = False
 
-    @property
-    def template(self) -> dict[str, Any]:
-        """Arguments of the chat template."""
-        return {"enable_thinking": False} if self.no_thinking else {}
+    def writer(self) -> Writer:
+        """Return what answers the prompts: a server, or the target loaded here."""
+        template = {"enable_thinking": False} if self.no_thinking else {}
+        common: Any = {"raw": self.raw, "template": template, "skip_long": self.skip_long}
+        if self.server is not None:
+            local = {"draft": self.draft, "bos": self.bos, "trust-remote-code": self.trust_remote_code}
+            if given := [name for name, value in local.items() if value]:
+                raise ValueError(f"--{given[0]} does not go with --server: the server decides")
+            common |= {"concurrency": self.concurrency, "token_ids": self.token_ids}
+            return ServerWriter(self.server, self.model, api_key=os.environ.get("OPENAI_API_KEY"), **common)
+        source = Source(self.model, self.trust_remote_code, quiet=self.as_json)
+        tokenizer = load_tokenizer(source)
+        target, drafter, _ = load(source, self.draft, self.dtype, self.device)
+        common |= {"name": self.model, "batch_size": self.batch_size, "bos": self.bos}
+        return LocalWriter(target, tokenizer, drafter, **common)
 
 
 @takes_dataclasses(config=("temperatures",))
 def regenerate(
     prompts: Annotated[str, typer.Argument(help="JSONL with prompt, messages, question or turns; or a hub name.")],
     *,
-    files: _Files,
+    asking: _Asking,
     temperature: Annotated[list[float] | None, typer.Option(help="0 is greedy; may be repeated; default: 0.")] = None,
     config: RegenerateConfig,
-    asking: _Asking,
 ) -> None:
     """Let the target answer PROMPTS, as training data for its drafter.
 
@@ -368,11 +372,11 @@ def regenerate(
     OPENAI_API_KEY.
     """
     # 1. Check the output, and read the prompts
-    check_out(files.out)
+    check_out(asking.out)
     config = replace(config, temperatures=tuple(temperature or [0.0]))
     rows = load_prompts(prompts, split=asking.split)[: asking.limit]
     # 2. Answer them
-    writer = _local_writer(files, asking) if files.server is None else _server_writer(files, asking)
+    writer = asking.writer()
     with bars(["responses"]) as show:
 
         def shown(so_far: Summary, total: int) -> None:
@@ -381,45 +385,12 @@ def regenerate(
                 rate += f", acceptance length {so_far.acceptance_length:.2f}"
             show("responses", so_far.written, total, rate)
 
-        summary = write_responses(rows, writer, files.out, config, progress=shown)
+        summary = write_responses(rows, writer, asking.out, config, progress=shown)
     # 3. Report
     if asking.as_json:
         typer.echo(json.dumps({**asdict(summary), "tokens_per_second": summary.tokens_per_second}))
     else:
         typer.echo(_summary_text(summary), err=True)
-
-
-def _server_writer(files: _Files, asking: _Asking) -> Writer:
-    local = {"draft": files.draft, "bos": asking.bos, "trust-remote-code": asking.trust_remote_code}
-    if given := [name for name, value in local.items() if value]:
-        raise ValueError(f"--{given[0]} does not go with --server: the server decides")
-    return ServerWriter(
-        files.server,
-        files.model,
-        raw=asking.raw,
-        template=asking.template,
-        concurrency=asking.concurrency,
-        api_key=os.environ.get("OPENAI_API_KEY"),
-        token_ids=asking.token_ids,
-        skip_long=asking.skip_long,
-    )
-
-
-def _local_writer(files: _Files, asking: _Asking) -> Writer:
-    source = Source(files.model, asking.trust_remote_code, quiet=asking.as_json)
-    tokenizer = load_tokenizer(source)
-    target, drafter, _ = load(source, files.draft, asking.dtype, asking.device)
-    return LocalWriter(
-        target,
-        tokenizer,
-        drafter,
-        name=files.model,
-        batch_size=asking.batch_size,
-        raw=asking.raw,
-        bos=asking.bos,
-        template=asking.template,
-        skip_long=asking.skip_long,
-    )
 
 
 def _summary_text(summary: Summary) -> str:

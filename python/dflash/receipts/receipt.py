@@ -276,7 +276,7 @@ def _describe_tokenizer(tokenizer: Any) -> str:
     if backend is None:
         return json.dumps(sorted(tokenizer.get_vocab().items()))
     definition: Mapping[str, Any] = json.loads(backend.to_str())
-    # How the last batch was padded or cut is no part of it.
+    # How the last batch was padded or cut is not part of it.
     return json.dumps({key: value for key, value in definition.items() if key not in ("padding", "truncation")})
 
 

@@ -365,7 +365,7 @@ def _describe(service: Service) -> dict[str, Any]:
 
 @router.get("/health", response_model=None, responses={503: {"description": "The server is about to end."}})
 async def health(request: Request) -> Response:
-    """Tell whether requests are taken."""
+    """Return 200 while requests are taken."""
     is_open = not _service(request).is_ending
     return JSONResponse({"status": "ok" if is_open else "ending"}, 200 if is_open else 503)
 

@@ -46,7 +46,7 @@ def find_form(tokenizer: Any) -> ToolForm | None:
 
 
 def is_special(tokenizer: Any, mark: str) -> bool:
-    """Return True if a mark is a special token, which is no part of an answer's text."""
+    """Return True if a mark is a special token, which is not part of an answer's text."""
     return any(token.special and token.content == mark for token in tokenizer.added_tokens_decoder.values())
 
 

@@ -114,7 +114,7 @@ class AnswerText:
     """Splits an answer into reasoning and content while it grows, and drops what follows a stop string.
 
     Args:
-        stop: strings that end the answer and are no part of it.
+        stop: strings that end the answer and are not part of it.
         thinks: the model writes its reasoning between ``<think>`` and ``</think>``, at the answer's beginning.
         is_thinking: the prompt ends with ``<think>``.
     """
