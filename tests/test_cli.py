@@ -2,6 +2,7 @@
 
 import io
 import json
+import pkgutil
 import shutil
 import subprocess
 import sys
@@ -178,14 +179,16 @@ def test_trees_and_blocks_of_any_width_write_the_same_text_and_are_named(run, fo
 
 @pytest.fixture
 def stored(monkeypatch):
-    """How every generator that a command makes stores the weights of its target and of its drafter."""
-    found, build = [], dflash.Generator._build
+    """How a command asks for the weights of its target and of its drafter, call by call."""
+    found = []
+    for name in ("text:stream", "text:Generator", "serving:Generator"):
+        make = pkgutil.resolve_name(f"dflash.cli.{name}")
 
-    def spy(self, target, draft, options):
-        found.append((options.weights, options.draft_weights))
-        build(self, target, draft, options)
+        def spy(*models, make=make, **options):
+            found.append((options["weights"], options["draft_weights"]))
+            return make(*models, **options)
 
-    monkeypatch.setattr(dflash.Generator, "_build", spy)
+        monkeypatch.setattr("dflash.cli." + name.replace(":", "."), spy)
     return found
 
 
