@@ -13,7 +13,8 @@ from transformers import SuppressTokensLogitsProcessor
 import dflash
 from dflash import ops
 from dflash.ops import reference
-from dflash.sampling import Sampling, SamplingArguments, fold, rejection
+from dflash.sampling import Sampling, SamplingArguments, fold
+from dflash.sampling import acceptance as rejection
 
 DRAWS = 1_000_000 if is_long() else 300_000
 CHUNK = 25_000

@@ -8,7 +8,8 @@ from test_rejection import DRAWS, VOCAB, case, distance, emit, exact
 
 from dflash import ops
 from dflash.ops import reference
-from dflash.sampling import Sampling, rejection
+from dflash.sampling import Sampling
+from dflash.sampling import acceptance as rejection
 
 COUNT, FEWER = 2, DRAWS // 4
 SETTINGS = [{}, {"temperature": 0.6, "top_k": 3}, {"temperature": 1.4, "top_p": 0.85, "min_p": 0.02}]

@@ -216,7 +216,7 @@ class _Search:
                 if chosen < 0:
                     raise ValueError(f"the target's logits are NaN in answer {row + 1} for token {first + index + 1}")
                 mismatch = find_mismatch(
-                    raw[row, index], logits[row, index], positions[row, index], state.sampling.row(row),
+                    raw[row, index], logits[row, index], positions[row, index], state.sampling.rows(slice(row, row + 1)),
                     self._rounding, first + index, (token, chosen),
                 )  # fmt: skip
                 self.found[row].append(mismatch)

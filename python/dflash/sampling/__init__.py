@@ -3,8 +3,8 @@
 from .acceptance import KeyedAcceptance, RejectionAcceptance
 from .grammar import Grammar
 from .matcher import Matcher, first_banned
-from .parameters import Sampling, SamplingArguments, fold
 from .rules import HostRules, LogitRules
+from .sampling import Sampling, SamplingArguments, fold
 
 __all__ = [
     "Grammar",

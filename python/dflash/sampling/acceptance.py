@@ -2,53 +2,36 @@
 
 A proposal is accepted if it equals the choice. ``ops.accept_prefix_`` and, in a tree, ``ops.accept_path_`` keep the
 longest accepted path and one choice more, whatever the way.
+
+``acceptance="rejection"`` is classic speculative sampling at fixed shapes. A draft x from q is accepted with
+probability min(1, p(x) / q(x)). The first rejected draft is replaced by a draw from max(p - q, 0); a fully accepted
+block is followed by a draw from p. Each token then has the target's distribution p given the tokens before it:
+Leviathan et al., "Fast inference from transformers via speculative decoding" (2023); Chen et al., "Accelerating large
+language model decoding with speculative sampling" (2023).
+
+The draft, the coin and the residual take their noise from three streams of one Philox generator. Sharing a stream
+between two of them is wrong. So are drafts from several denoising passes: they are not draws from q, because which of
+them a pass keeps depends on what it drew. tests/test_rejection.py plants each mistake and sees it fail, with total
+variations of 0.031 (draft and residual, draft and coin), 0.025 (coin and residual) and 0.045 (two passes) in 10^6
+draws.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from . import rejection
-from .parameters import Sampling
+from ..ops import reference
+from .sampling import Sampling
 
-__all__ = ["Acceptance", "KeyedAcceptance", "RejectionAcceptance"]
+if TYPE_CHECKING:
+    from ..state import Block, State
 
+__all__ = ["KeyedAcceptance", "RejectionAcceptance"]
 
-class Rows(Protocol):
-    """What is read of a block: ``ids [batch, rows]`` int64, the anchor, then proposals; ``tree``, None for a chain."""
-
-    @property
-    def ids(self) -> Tensor: ...
-
-    @property
-    def tree(self) -> Any: ...
-
-
-class Place(Protocol):
-    """What is read of the engine's state: how each row samples, and where it is.
-
-    Attributes:
-        sampling: see there.
-        length: ``[batch]`` int64, the positions of the blocks' anchors.
-    """
-
-    sampling: Sampling
-    length: Tensor
-
-    def chosen_positions(self, block: Any) -> Tensor:
-        """Return ``[batch, rows]`` int64, the positions of the tokens that a block's rows choose."""
-        ...
-
-
-class Acceptance(Protocol):
-    """One way to accept a block."""
-
-    def choose(self, logits: Tensor, block: Rows, state: Place) -> Tensor:
-        """Return the target's choices ``[batch, rows]`` int64 from ``logits [batch, rows, vocab]``; -1 for NaN."""
-        ...
+DRAFT, COIN, RESIDUAL = 1, 2, 3  # streams of noise; 0 is the noise of `ops.select_tokens`
 
 
 class KeyedAcceptance:
@@ -62,18 +45,18 @@ class KeyedAcceptance:
     def __init__(self, batch: int, device: torch.device | str = "cpu") -> None:
         self._sharpness = torch.ones(batch, dtype=torch.float32, device=device)  # the target's
 
-    def choose(self, logits: Tensor, block: Rows, state: Place) -> Tensor:
-        """Return the choices ``[batch, rows]``; see `Acceptance`."""
+    def choose(self, logits: Tensor, block: Block, state: State) -> Tensor:
+        """Return the choices ``[batch, rows]``."""
         positions = state.length if block.tree is None else state.chosen_positions(block)
         return self.choose_at(logits, positions, state)
 
-    def choose_at(self, logits: Tensor, positions: Tensor, state: Place) -> Tensor:
+    def choose_at(self, logits: Tensor, positions: Tensor, state: State) -> Tensor:
         """Return the choices ``[batch, rows]`` for ``positions``, as `dflash.sampling.Sampling.select` takes them."""
         return state.sampling.select(logits, positions, self._sharpness)
 
 
 class RejectionAcceptance:
-    """Classic speculative sampling (`dflash.sampling.rejection`): draws the drafts, and accepts or replaces them.
+    """Classic speculative sampling: draws the drafts, and accepts or replaces them.
 
     Args:
         batch: rows of the batch.
@@ -86,15 +69,15 @@ class RejectionAcceptance:
         draft_probabilities: ``[batch, drafts, vocab]`` float32, what the drafts were drawn from.
     """
 
-    STREAM = rejection.DRAFT
+    STREAM = DRAFT
 
     def __init__(self, batch: int, drafts: int, vocab_size: int, device: torch.device | str = "cpu") -> None:
         self.draft_probabilities = torch.zeros(batch, drafts, vocab_size, dtype=torch.float32, device=device)
 
     def draft(self, logits: Tensor, positions: Tensor, sampling: Sampling) -> Tensor:
         """Draw proposals ``[batch, 1, drafts]`` from the drafter's ``logits [batch, drafts, vocab]``."""
-        self.draft_probabilities.copy_(rejection.probabilities(logits, sampling))
-        return rejection.propose(self.draft_probabilities, positions, sampling.seeds)[:, None]
+        self.draft_probabilities.copy_(probabilities(logits, sampling))
+        return propose(self.draft_probabilities, positions, sampling.seeds)[:, None]
 
     def remember_(self, drafts: Tensor, ids: Tensor, scores: Tensor) -> None:
         """Keep what proposals were drawn from that `dflash.ops.walk_candidates` drew with the noise of `STREAM`.
@@ -105,10 +88,106 @@ class RejectionAcceptance:
             scores: ``[batch, drafts, count]`` float32, the walk's.
         """
         vocab = self.draft_probabilities.shape[-1]
-        self.draft_probabilities.copy_(rejection.walk_probabilities(drafts, ids, scores, vocab))
+        self.draft_probabilities.copy_(walk_probabilities(drafts, ids, scores, vocab))
 
-    def choose(self, logits: Tensor, block: Rows, state: Place) -> Tensor:
-        """Return the choices ``[batch, rows]``; see `Acceptance`."""
-        p = rejection.probabilities(logits, state.sampling)
+    def choose(self, logits: Tensor, block: Block, state: State) -> Tensor:
+        """Return the choices ``[batch, rows]``."""
+        p = probabilities(logits, state.sampling)
         positions = state.chosen_positions(block)
-        return rejection.verify(block.ids[:, 1:], self.draft_probabilities, p, positions, state.sampling.seeds)
+        return verify(block.ids[:, 1:], self.draft_probabilities, p, positions, state.sampling.seeds)
+
+
+def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
+    """Return the distribution that `dflash.ops.select_tokens` draws from, filters included.
+
+    Args:
+        logits: ``[batch, rows, vocab]``, any floating dtype.
+        sampling: per-row parameters. Temperatures must be positive; sharpness and seeds are not read.
+
+    Returns:
+        ``[batch, rows, vocab]`` float32. A row with a NaN logit is all NaN.
+    """
+    s = sampling
+    logits = logits.to(torch.float32)
+    z, keep = reference.filtered_logits(logits, s.temperature, s.top_k, s.top_p, s.min_p)
+    best = z.amax(-1, keepdim=True)
+    # An infinite logit, or no finite one: put all mass on one token, as `select_tokens` does.
+    one = torch.arange(z.shape[-1], device=z.device) == reference.lowest_argmax(z)[..., None]
+    spread = torch.softmax(torch.where(keep, z, -torch.inf), -1)
+    p = torch.where(torch.isinf(best), one.to(spread.dtype), spread)
+    return torch.where(torch.isnan(logits).any(-1, keepdim=True), torch.nan, p)
+
+
+def _draw(weights: Tensor, positions: Tensor, seeds: Tensor, stream: int) -> Tensor:
+    """Draw a token per row of ``weights [batch, rows, vocab]`` (up to a factor), with keyed noise from ``stream``."""
+    noise = reference.gumbel_noise(seeds, positions, weights.shape[-1], stream)
+    ids = reference.lowest_argmax(torch.log(weights) + noise)
+    return torch.where(torch.isnan(weights).any(-1), -1, ids)
+
+
+def propose(q: Tensor, positions: Tensor, seeds: Tensor) -> Tensor:
+    """Draw the drafts from ``q``.
+
+    Args:
+        q: ``[batch, rows, vocab]`` float32, `probabilities` of the drafter's logits.
+        positions: ``[batch, rows]`` int64, positions of the tokens that are drawn.
+        seeds: ``[batch]`` int64.
+
+    Returns:
+        ``[batch, rows]`` int64; -1 where q is NaN.
+    """
+    return _draw(q, positions, seeds, DRAFT)
+
+
+def walk_probabilities(path: Tensor, ids: Tensor, scores: Tensor, vocab_size: int) -> Tensor:
+    """Return what the tokens of a path were drawn from by `dflash.ops.walk_candidates`, with noise of stream `DRAFT`.
+
+    The candidates must not depend on the noise by which the path was drawn, and each slot's distribution is that after
+    the token drafted before it: tests/test_rejection_walk.py plants both mistakes, and a search for the best path.
+
+    Args:
+        path: ``[batch, slots]`` int64, the drafts.
+        ids: ``[batch, slots, count]`` int64, the candidates, chosen without noise.
+        scores: ``[batch, slots, count]`` float32, from the walk at positive temperatures and a sharpness of 1.
+        vocab_size: of the result.
+
+    Returns:
+        ``[batch, slots, vocab_size]`` float32; all 0 where there is no draft.
+    """
+    best = scores.amax(-1, keepdim=True)
+    # An infinite score, or no finite one, leaves no choice.
+    spread = torch.where(torch.isinf(best), (ids == path[..., None]).to(scores.dtype), torch.softmax(scores, -1))
+    spread = torch.where((scores > -torch.inf) | torch.isinf(best), spread, 0.0)
+    spread = torch.where((ids >= 0) & (path >= 0)[..., None], spread, 0.0)
+    # A slot holds no token twice: all that is added to one place but one is 0.
+    q = scores.new_zeros(*path.shape, vocab_size)
+    return q.scatter_add_(-1, ids.clamp(0, vocab_size - 1), spread)
+
+
+def verify(drafts: Tensor, q: Tensor, p: Tensor, positions: Tensor, seeds: Tensor) -> Tensor:
+    """Return the posterior for `dflash.ops.accept_prefix_`: the drafts up to the first rejection, then a new draw.
+
+    Args:
+        drafts: ``[batch, rows]`` int64, from `propose`.
+        q: ``[batch, rows, vocab]`` float32, the distributions that the drafts were drawn from.
+        p: ``[batch, rows + 1, vocab]`` float32, `probabilities` of the target's logits. Row j is for the position of
+            draft j, the last for the position after the block.
+        positions: ``[batch, rows + 1]`` int64, positions of the tokens that are chosen.
+        seeds: ``[batch]`` int64.
+
+    Returns:
+        ``[batch, rows + 1]`` int64: draft j if its coin accepts it, else a draw from max(p - q, 0); after the block a
+        draw from p; -1 where p is NaN. Choices after the first that differs from its draft have no meaning.
+    """
+    known = drafts >= 0  # a drafter that gave NaN proposes nothing
+    q = torch.where(known[..., None], q, 0.0)
+    index = drafts.clamp(min=0)[..., None]
+    drafted, wanted = q.gather(-1, index)[..., 0], p[:, :-1].gather(-1, index)[..., 0]
+    coin = reference.uniform_noise(seeds, positions[:, :-1], COIN)
+    # In float64 the product is exact, and a coin is below 1: a draft with p >= q always passes.
+    passed = known & (coin * drafted.double() < wanted.double())
+    residual = (p[:, :-1] - q).clamp(min=0)
+    # If p = q bit for bit, the residual is empty, and only rounding can reject.
+    residual = torch.where(residual.sum(-1, keepdim=True) == 0, p[:, :-1], residual)
+    drawn = _draw(torch.cat([residual, p[:, -1:]], 1), positions, seeds, RESIDUAL)
+    return torch.cat([torch.where(passed, drafts, drawn[:, :-1]), drawn[:, -1:]], 1)

@@ -1,4 +1,4 @@
-"""Sampling parameters: user arguments, checked, as per-row tensors for `dflash.ops.select_tokens`.
+"""Sampling parameters of a call, and as per-row tensors for `dflash.ops.select_tokens`.
 
 Tokens are chosen by keyed noise, ``argmax(filter(logits / temperature) + gumbel(seed, position, token id))``. A choice
 depends only on seed, position and prefix, so the text is the same whatever the drafter proposes. This is
@@ -130,10 +130,6 @@ class Sampling:
         self.top_p[:rows] = arguments.top_p
         self.min_p[:rows] = arguments.min_p
         self.sharpness[:rows] = math.inf if sharpness > _LARGEST_FLOAT32 else sharpness
-
-    def row(self, row: int) -> Sampling:
-        """Return the parameters of one row, as views."""
-        return Sampling(*(getattr(self, field.name)[row : row + 1] for field in dataclasses.fields(self)))
 
     def select(self, logits: Tensor, positions: Tensor, sharpness: Tensor) -> Tensor:
         """Choose a token per row with keyed noise. See `dflash.ops.select_tokens`.
