@@ -17,9 +17,9 @@ from trees import random_shapes
 
 import dflash
 from dflash.call import Call, TargetDefaults
-from dflash.engine.grammar_masks import GrammarMasks
+from dflash.grammar import GrammarMasks, Matcher, first_banned
 from dflash.proposers import ChainProposer
-from dflash.sampling import Matcher, first_banned, fold
+from dflash.sampling import fold
 from dflash.session import Session
 
 NEW, EOS = 24, 0

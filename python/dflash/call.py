@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from .options import check_tree_call
 from .prompts import check_ids
-from .sampling import HostRules, Matcher, SamplingArguments
+from .sampling import HostRules, SamplingArguments
 from .settings import (
     MAX_LOGPROBS,
     SETTINGS,
@@ -64,7 +64,7 @@ class Call:
         rules: the logit rules that are on, by name of their setting.
         host_rules: Python processors and criteria; None without any.
         stop_criteria: transformers' stop-string criteria.
-        grammars: per row, the start of its grammar or None; empty if no row has one.
+        grammars: per row, a `dflash.grammar.Matcher` at the start, or None; empty if no row has a grammar.
     """
 
     ids: Tensor
@@ -82,7 +82,7 @@ class Call:
     acceptance: str
     denoise_steps: int
     tree: TreeSize
-    grammars: tuple[Matcher | None, ...]
+    grammars: tuple[Any, ...]
     logprobs: int | None
     prompt_logprobs: bool
 
@@ -237,7 +237,7 @@ def _stop_criteria(strings: tuple[str, ...], tokenizer: Tokenizer | None) -> tup
 
 def _grammars(
     given: Any, prompts: int, repeats: int, tokenizer: Tokenizer | None, stop_token_ids: Sequence[int]
-) -> tuple[Matcher | None, ...]:
+) -> tuple[Any, ...]:
     """Return, per row, where it starts in its grammar, or None without one; empty if no row has a grammar."""
     grammars = [given] * prompts if given is None or isinstance(given, AnswerGrammar) else given
     if not is_list(grammars) or not all(item is None or isinstance(item, AnswerGrammar) for item in grammars):

@@ -17,9 +17,9 @@ import typer
 
 from ..evaluate import PAIR, check_text, draft_folder
 from ..files import read_json
+from ..grammar import Grammar
 from ..ops import WeightStorage
 from ..options import check_tree_call, check_width_call, checked_block_size, checked_tree
-from ..sampling import Grammar
 from ..settings import SETTINGS, GenerateArguments, checked
 from .loading import Source, check_device, load
 

@@ -6,6 +6,7 @@ import math
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +20,6 @@ from ..sampling import HostRules, KeyedAcceptance, LogitRules, RejectionAcceptan
 from ..state import FULL, RUNNING, STOPPED, Block, Logprobs, State
 from ..targets import Target, first_hook
 from .budget import TreeBudget, WidthBudget, context_bucket, measured_costs
-from .grammar_masks import GrammarMasks
 
 _MAX_RULES = 16  # of different layouts; each holds up to six tensors over the vocabulary
 
@@ -184,7 +184,7 @@ class Engine:
         # Made at first use, and kept: graphs hold their addresses.
         self._rejection: RejectionAcceptance | None = None
         self._logprobs: Logprobs | None = None
-        self._masks: GrammarMasks | None = None
+        self._masks: Any = None
         self._rules: OrderedDict[tuple, LogitRules] = OrderedDict()
         self._apply_settings()
 
@@ -280,17 +280,17 @@ class Engine:
     def _begin_grammars(self, first: int, call: Call) -> None:
         """Let the rows from ``first`` on begin the grammars of a call."""
         rows, masks = max(self.block_size, tree_rows(call.tree)), self._masks
-        words = next(matcher.words for matcher in call.grammars if matcher is not None)
-        if masks is None or masks.words != words or masks.rows < rows:
+        one = next(matcher for matcher in call.grammars if matcher is not None)
+        if masks is None or masks.words != one.words or masks.rows < rows:
             if masks is not None and masks.are_used:
                 raise ValueError("grammars of rows that run at the same time must be for one tokenizer, got two")
-            masks = self._masks = GrammarMasks(self.state, rows, words)
+            masks = self._masks = one.masks(self.state, rows)
         for row, (matcher, prompt) in enumerate(zip(call.grammars, call.prompts, strict=True), first):
             masks.set_(row, matcher, len(prompt))
 
     @property
-    def grammar_masks(self) -> GrammarMasks | None:
-        """What the grammars of calls allow; None if no row has one."""
+    def grammar_masks(self) -> Any:
+        """What the grammars of calls allow, `dflash.grammar.GrammarMasks`; None if no row has one."""
         return self._masks if self._masks is not None and self._masks.are_used else None
 
     def _apply_settings(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,9 +13,6 @@ from ..sampling import LogitRules, RejectionAcceptance, Sampling
 from ..state import Block, State
 from ..targets import Target
 from .drafting import DraftPass, Predictions
-
-if TYPE_CHECKING:
-    from ..engine.grammar_masks import GrammarMasks
 
 
 def chain_widths(block_size: int) -> tuple[int, ...]:
@@ -76,7 +73,7 @@ class ChainProposer(DraftPass):
 
     def configure(
         self, rules: LogitRules, passes: int, rejection: RejectionAcceptance | None = None,
-        masks: GrammarMasks | None = None,
+        masks: Any = None,
     ) -> None:  # fmt: skip
         """Choose how to draft from now on.
 
@@ -84,7 +81,7 @@ class ChainProposer(DraftPass):
             rules: the logit rules of all rows.
             passes: of the drafter over each block.
             rejection: remembers the drafter's distribution, from which drafts are drawn; None for keyed noise.
-            masks: what the rows' grammars allow; None for none.
+            masks: what the rows' grammars allow, a `dflash.grammar.GrammarMasks`; None for none.
         """
         self.rows, self.passes, self.rules = self.block_size, passes, rules
         self._rejection, self._masks = rejection, masks

@@ -17,8 +17,8 @@ from torch import nn
 
 from ..call import Call, TargetDefaults
 from ..files import read_json, write_atomically
+from ..grammar import Grammar
 from ..ops import WeightStorage
-from ..sampling import Grammar
 from ..settings import SETTINGS, integer, resolve, resolve_rules
 from ..streaming import Tokenizer
 from ..targets import check_target, describe_config, embedding_table, version_of, versions, weights_digest

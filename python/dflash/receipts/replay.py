@@ -215,8 +215,9 @@ class _Search:
                     continue
                 if chosen < 0:
                     raise ValueError(f"the target's logits are NaN in answer {row + 1} for token {first + index + 1}")
+                sampling = state.sampling.rows(slice(row, row + 1))
                 mismatch = find_mismatch(
-                    raw[row, index], logits[row, index], positions[row, index], state.sampling.rows(slice(row, row + 1)),
+                    raw[row, index], logits[row, index], positions[row, index], sampling,
                     self._rounding, first + index, (token, chosen),
                 )  # fmt: skip
                 self.found[row].append(mismatch)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from ..evaluate import check_text, render_chat, text_ids
-from ..sampling import Grammar
+from ..grammar import Grammar
 from .protocol import ChatRequest, CompletionRequest, Function, Message, NamedChoice, ToolCall, bad_request, refusing
 from .text import CLOSE, OPEN, CallText
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from ..sampling import Grammar
+from ..grammar import Grammar
 from .prompts import EncodedPrompt, Tools
 from .protocol import GenerationRequest, bad_request, refusing
 from .text import CLOSE, OPEN

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ..settings import string
 from ..streaming import Tokenizer
-from .matcher import Matcher
+from .masks import Matcher
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
