@@ -2,7 +2,6 @@
 
 import threading
 import types
-import weakref
 
 import pytest
 import torch
@@ -12,8 +11,9 @@ from test_losslessness import SUPPORTED
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaForCausalLM, T5Config
 
 import dflash
-from dflash.targets import Target, UnsupportedTargetError, refusal, structural_twin, trial
-from dflash.targets import target as target_module
+from dflash.targets import Target, UnsupportedTargetError, refusal, structural_twin, support
+
+FUSED = {"llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", "qwen3_next"}
 
 
 def ids(length: int = 60) -> torch.Tensor:
@@ -175,10 +175,10 @@ class TakesAnything(torch.nn.Module):
 
 @pytest.mark.parametrize(("version", "name"), [((5, 23), "past_key_values"), ((5, 24), "cache"), ((6, 0), "cache")])
 def test_a_forward_that_names_no_cache_gets_it_under_the_versions_name(version, name, monkeypatch):
-    monkeypatch.setattr(target_module, "transformers_version", lambda: version)
-    assert target_module._cache_argument(TakesAnything()) == name
-    assert target_module._cache_argument(TakesCache()) == "cache"
-    assert target_module._cache_argument(TakesPastKeyValues()) == "past_key_values"
+    monkeypatch.setattr(support, "transformers_version", lambda: version)
+    assert support.cache_argument(TakesAnything()) == name
+    assert support.cache_argument(TakesCache()) == "cache"
+    assert support.cache_argument(TakesPastKeyValues()) == "past_key_values"
 
 
 def test_a_model_that_ignores_logits_to_keep_still_chooses_from_the_right_row():
@@ -266,17 +266,47 @@ class TestTrialOfTrees:
         assert answer(16) == expected
 
 
-class TestProbe:
-    """A family that no test covers is tried on a few tokens before it is run."""
+class CountsPasses(LlamaForCausalLM):
+    passes = 0
 
-    @pytest.fixture(autouse=True)
-    def _nothing_is_tested(self, monkeypatch):
-        monkeypatch.setattr(trial, "TESTED_FAMILIES", frozenset())
-        monkeypatch.setattr(trial, "_PASSED", weakref.WeakKeyDictionary())
+    def forward(self, *arguments, **options):
+        CountsPasses.passes += 1
+        return super().forward(*arguments, **options)
 
-    def test_a_family_with_the_same_logits_runs(self):
+
+class TestTrial:
+    """Every target is tried on a few tokens before it is run, once per model."""
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("family", SUPPORTED)
+    def test_every_supported_family_passes(self, family, dtype):
+        target = Target(make_target(family, dtype=dtype))
+        assert target.tree_obstacle == ""
+        assert target.is_fused == (family.partition(" ")[0] in FUSED)
+
+    def test_a_model_is_tried_once_until_its_weights_change(self):
+        model = llama_of(CountsPasses)
+
+        def passes() -> int:
+            before = CountsPasses.passes
+            dflash.Generator(model, max_length=40)
+            return CountsPasses.passes - before
+
+        assert 0 < passes() <= 10
+        assert passes() == 0
+        with torch.no_grad():
+            model.lm_head.weight.mul_(0.5)
+        assert passes() > 0
+        dflash.release()
+        assert passes() > 0
+
+    def test_logits_that_are_not_finite_say_nothing(self):
         model = make_target("llama")
-        assert Target(model).config.model_type == "llama"
+        with torch.no_grad():
+            model.lm_head.weight[3] = float("nan")
+        Target(model)
+        with pytest.raises(ValueError, match="NaN"):
+            dflash.generate(model, None, ids(4), max_new_tokens=2)
 
     def test_a_family_whose_logits_differ_is_refused(self):
         model = make_target("llama")

@@ -18,7 +18,7 @@ from .generator import CallLock, Generator, locks_held_here
 from .ops import WeightStorage
 from .options import BlockSize, GeneratorOptions, check_width_call, checked_block_size, tree_rows
 from .outputs import GenerateOutput, StreamEvent
-from .targets import Fingerprint, check_int8, check_target, structural_twin, text_config, unwrap
+from .targets import Fingerprint, check_int8, check_target, forget_trials, structural_twin, text_config, unwrap
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -174,7 +174,17 @@ def kept_generator() -> Generator | None:
 
 
 def release() -> None:
-    """Free what one-shot calls keep for the next: both caches and the step's state."""
+    """Free what one-shot calls keep for the next, and forget which targets were tried.
+
+    Call it after a change of a live model that is not one of tensors, hooks or adapters: of its attributes, its config,
+    its methods or the functions that they call.
+    """
+    _free()
+    forget_trials()
+
+
+def _free() -> None:
+    """Free the kept generator."""
     global _cached
     cached, _cached = _cached, None
     if cached is not None:
@@ -215,7 +225,7 @@ class _CachedGenerator:
         self.generator, self.options = generator, options
         modules = [module for module in (target, draft) if module is not None]
         self.fingerprints = [Fingerprint(module) for module in modules]
-        self.finalizers = [weakref.finalize(module, release) for module in modules]
+        self.finalizers = [weakref.finalize(module, _free) for module in modules]
 
     def knows(self, target: nn.Module) -> bool:
         """Return True if the generator was made for this target, as far as a cheap look can tell."""
@@ -300,7 +310,7 @@ def _generator_for(target: nn.Module, draft: nn.Module | None, call: Call, optio
         check_int8(target)
     # 2. Make it.
     if not is_inside:
-        release()
+        _free()
     own = structural_twin(loaded) if loaded is not None and loaded is draft else loaded
     generator = Generator.of_checked(target, own, sizes)
     _our_locks.add(generator.lock)
@@ -323,4 +333,4 @@ def _release_if(generator: Generator) -> None:
     """Free the kept generator if it is this one."""
     cached = _cached
     if cached is not None and cached.generator is generator:
-        release()
+        _free()

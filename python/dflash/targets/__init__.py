@@ -20,13 +20,15 @@ from .support import (
     check_target,
     embedding_table,
     find_layers,
+    first_hook,
     refusal,
     tapped_modules,
     text_config,
     unwrap,
 )
 from .target import Target, check_int8, int8_obstacle
-from .twin import first_hook, structural_twin
+from .trial import forget_trials
+from .twin import structural_twin
 from .weights import refusal_of_weights
 
 __all__ = [
@@ -44,6 +46,7 @@ __all__ = [
     "embedding_table",
     "find_layers",
     "first_hook",
+    "forget_trials",
     "generation_defaults",
     "has_recurrent_layers",
     "int8_obstacle",

@@ -11,18 +11,18 @@ from .. import ops
 from ..cache import KVCache
 from .support import UnsupportedTargetError, text_config
 
-__all__ = ["CacheView", "use_block_attention"]
+__all__ = ["CacheView", "use_attention", "window_of"]
 
 # transformers tests names for "flash", so the name must not contain it. It has no mask interface: no mask is built.
 _NAME = "block_verify"
 
 
-def use_block_attention(model: nn.Module) -> None:
-    """Make every module of a twin call our attention function."""
+def use_attention(model: nn.Module, name: str = _NAME) -> None:
+    """Make every module of a twin call a registered attention function, by default ours."""
     for module in model.modules():  # attention modules may have been given a config of their own
         if isinstance(getattr(module, "config", None), PreTrainedConfig):
-            module.config._attn_implementation = _NAME
-    text_config(model)._attn_implementation = _NAME
+            module.config._attn_implementation = name
+    text_config(model)._attn_implementation = name
 
 
 def _block_attention(  # noqa: PLR0913 - transformers' signature
@@ -70,7 +70,7 @@ def _block_attention(  # noqa: PLR0913 - transformers' signature
         block_lengths,
         scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         causal=True,
-        window=_window(module, kwargs) or 0,
+        window=window_of(module, kwargs) or 0,
         softcap=softcap or 0.0,
         sinks=s_aux,
         ancestors=block_ancestors,
@@ -78,7 +78,8 @@ def _block_attention(  # noqa: PLR0913 - transformers' signature
     return out, None
 
 
-def _window(module: nn.Module, kwargs: dict[str, Any]) -> int | None:
+def window_of(module: nn.Module, kwargs: dict[str, Any]) -> int | None:
+    """Return the window of an attention module that was called with these keyword arguments, or None."""
     if "sliding_window" in kwargs:
         return kwargs["sliding_window"]
     if hasattr(module, "sliding_window"):

@@ -37,14 +37,17 @@ class _Form(NamedTuple):
     transposed: bool = False
 
 
-def use_experts_op(twin: nn.Module) -> None:
-    """Give the modules of a twin whose experts our op can run a forward that does."""
+def use_experts_op(twin: nn.Module) -> bool:
+    """Give the modules of a twin whose experts our op can run a forward that does. Returns True if there are any."""
+    found = False
     for module in twin.modules():
         if (form := _form(module)) is not None:
+            found = True
             kind = type(module)
             # A class of the module's own, as in `recurrent.take_over`.
             space = {"forward": _forward(kind.forward, form), "__module__": kind.__module__}
             module.__class__ = type(kind.__name__, (kind,), space)
+    return found
 
 
 def _forward(own: Callable, form: _Form) -> Callable:

@@ -5,21 +5,18 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
-import operator
 import os
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .functions import global_hooks
 from .parallel import ranks_in
-from .support import text_config
-from .weights import modules_of, plain_tensors, shard_of, tensors_of
+from .support import global_hooks, text_config
+from .weights import modules_of, shard_of, tensors_of
 
 __all__ = [
     "Fingerprint",
@@ -40,8 +37,6 @@ _METADATA = frozenset(
         *("transformers_version", "use_cache"),
     ]
 )
-_READ_WHOLE = 256  # values of a tensor up to which all of them are compared
-_SAMPLED = 32  # values compared of a larger one
 _DIGEST_BYTES = 2**26  # of a tensor that are hashed at a time
 
 
@@ -57,16 +52,25 @@ class Fingerprint:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
-        self._tensors, self._attached = _identities(_tensors(module)), _attached(module)
+        tensors = _tensors(module)
+        self._tensors, self._versions, self._attached = _identities(tensors), _versions(tensors), _attached(module)
 
     def matches(self, module: nn.Module) -> bool:
-        """Return True if ``module`` is the same one, unchanged."""
+        """Return True if ``module`` is the same one, unchanged but for values."""
         return self._module() is module and not self.replaced() and self._attached == _attached(module)
 
     def replaced(self) -> bool:
         """Return True if the module is still alive and has other tensors now."""
         module = self._module()
         return module is not None and self._tensors != _identities(_tensors(module))
+
+    def has_same_values(self, module: nn.Module) -> bool:
+        """Return True if the module matches, and its values are the same as far as torch counts writes in place.
+
+        torch does not count writes through ``tensor.data``, NumPy or DLPack, nor those of fused optimizers. It counts
+        none of inference tensors: a module that has one never has the same values.
+        """
+        return self.matches(module) and None not in self._versions and self._versions == _versions(_tensors(module))
 
 
 def _attached(module: nn.Module) -> list[tuple]:
@@ -81,42 +85,34 @@ def _attached(module: nn.Module) -> list[tuple]:
     return found
 
 
-class ValuesFingerprint:
-    """Notices changes of tensors in place too, plain tensors in the attributes of modules included.
+def _tensors(module: nn.Module) -> list[Tensor]:
+    """Return parameters and buffers, and this process's part of those that are spread over several."""
+    tensors = tensors_of(modules_of(module))
+    return tensors + [shard for tensor in tensors if (shard := shard_of(tensor)) is not None]
 
-    Changes that torch counts are noticed: ``copy_``, most optimizers. torch does not count writes through
-    ``tensor.data``, NumPy or DLPack, nor those of fused optimizers; so the values of small tensors and a sample of the
-    others are compared too. A write that torch does not count and that misses the sample is not noticed. torch counts
-    nothing for inference tensors: with large ones in the target, nothing ever matches.
-    """
+
+def _identities(tensors: list[Tensor]) -> list[tuple[int, int, torch.dtype]]:
+    return [(id(tensor), tensor.data_ptr(), tensor.dtype) for tensor in tensors]
+
+
+def _versions(tensors: list[Tensor]) -> list[int | None]:
+    return [None if tensor.is_inference() else tensor._version for tensor in tensors]
+
+
+class ValuesFingerprint:
+    """Notices changed values of several modules, as `Fingerprint` does. Matches nothing until `take` is called."""
 
     def __init__(self) -> None:
-        self._modules: list[nn.Module] = []
-        self._plain: list[Tensor] = []
-        self._tensors: list[tuple] = []
-        self._views: list[list[Tensor]] = []
+        self._taken: list[Fingerprint] = []
 
     def take(self, modules: list[nn.Module]) -> None:
-        """Remember the tensors of the target and the drafter as they are now."""
-        if len(modules) != len(self._modules) or any(map(operator.is_not, modules, self._modules)):
-            self._modules, self._plain = modules, [t for module in modules for t in plain_tensors(module)]
-        tensors = self._all(modules)
-        if self._tensors != (identities := _identities(tensors)):
-            self._tensors, self._views = identities, _sampled_views(tensors)
-            self._is_counted = not any(map(_is_uncounted, self._all(modules[:1])))
-        self._versions, self._sample = _versions(tensors), _read(self._views)
+        """Remember the modules' tensors as they are now."""
+        self._taken = [Fingerprint(module) for module in modules]
 
     def matches(self, modules: list[nn.Module]) -> bool:
-        """Return True if these are the modules of the last `take`, and nothing shows that their tensors changed."""
-        if len(modules) != len(self._modules) or any(map(operator.is_not, modules, self._modules)):
-            return False
-        tensors = self._all(modules)
-        if not self._is_counted or self._tensors != _identities(tensors) or self._versions != _versions(tensors):
-            return False
-        return all(map(torch.equal, self._sample, _read(self._views)))
-
-    def _all(self, modules: list[nn.Module]) -> list[Tensor]:
-        return [*(tensor for module in modules for tensor in _tensors(module)), *self._plain]
+        """Return True if these are the modules of the last `take`, with the same values."""
+        same = len(self._taken) == len(modules) > 0
+        return same and all(map(Fingerprint.has_same_values, self._taken, modules))
 
 
 class KnownWeights:
@@ -140,60 +136,6 @@ class KnownWeights:
             return False
         self._addresses = [Fingerprint(module) for module in modules]
         return True
-
-
-def _tensors(module: nn.Module) -> list[Tensor]:
-    """Return parameters and buffers, and this process's part of those that are spread over several."""
-    tensors = tensors_of(modules_of(module))
-    return tensors + [shard for tensor in tensors if (shard := shard_of(tensor)) is not None]
-
-
-def _is_uncounted(tensor: Tensor) -> bool:
-    return tensor.is_inference() and tensor.numel() > _READ_WHOLE
-
-
-def _identities(tensors: list[Tensor]) -> list[tuple[int, int, torch.dtype]]:
-    return [(id(tensor), tensor.data_ptr(), tensor.dtype) for tensor in tensors]
-
-
-def _versions(tensors: list[Tensor]) -> list[int]:
-    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
-
-
-def _sampled_views(tensors: list[Tensor]) -> list[list[Tensor]]:
-    """Return views of a few values of each tensor, as lists of one device and dtype."""
-    groups: dict[Any, list[Tensor]] = {}
-    for tensor in {id(tensor): tensor for tensor in tensors}.values():
-        if type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided and tensor.numel():
-            few = _bits(_few(tensor.detach()))
-            groups.setdefault((few.device, few.dtype), []).append(few)
-    return list(groups.values())
-
-
-def _few(tensor: Tensor) -> Tensor:
-    """Return a view of a few values, of all of a small tensor."""
-    if tensor.is_contiguous():
-        step = 1 if tensor.numel() <= _READ_WHOLE else tensor.numel() // _SAMPLED | 1  # odd: not always the same column
-        return tensor.view(-1)[::step]
-    if tensor.numel() <= _READ_WHOLE:
-        return tensor
-    while tensor.dim() > 2:
-        tensor = tensor[tensor.shape[0] // 2]
-    return tensor[:: max(1, tensor.shape[0] // 8)][..., :: max(1, tensor.shape[-1] // 4)]
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    """Return the values as integers, which compare equal if they are NaN too. torch compares no 4-bit floats."""
-    dtype = _INTEGERS.get(tensor.itemsize)
-    return tensor if dtype is None or tensor.is_complex() or tensor.is_neg() else tensor.view(dtype)
-
-
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def _read(groups: list[list[Tensor]]) -> list[Tensor]:
-    with torch.no_grad():
-        return [torch.cat([view if view.dim() == 1 else view.reshape(-1) for view in views]) for views in groups]
 
 
 def describe_config(target: nn.Module) -> str:

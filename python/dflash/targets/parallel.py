@@ -19,7 +19,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .functions import codes_of
 from .weights import modules_of, shard_of
 
 __all__ = ["OneProcess", "Ranks", "forward_of_copy", "meshes", "ranks_in", "ranks_of", "refusal_of_ranks", "shards"]
@@ -33,11 +32,8 @@ _PROJECTIONS = {"q_proj": "attention heads", "k_proj": "key/value heads", "v_pro
 
 
 def _is_installed(forward: Any) -> bool:
-    """Return True for a forward that transformers' tensor parallelism has made, by its code and its module."""
-    module = sys.modules.get(_MODULE)
-    if module is None or type(forward) is not types.FunctionType or forward.__globals__ is not vars(module):
-        return False
-    return forward.__code__.co_name == "tp_forward" and forward.__code__ in codes_of(_MODULE)
+    """Return True for a forward that transformers' tensor parallelism has made."""
+    return isinstance(forward, types.FunctionType) and (forward.__module__, forward.__name__) == (_MODULE, "tp_forward")
 
 
 def _cells(forward: types.FunctionType) -> dict[str, Any]:

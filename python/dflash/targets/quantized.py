@@ -16,10 +16,8 @@ from torch import nn
 from .weights import modules_of
 
 __all__ = [
-    "added_by_gptqmodel",
     "finish_loading",
     "forward_before_dispatch",
-    "inside_gptqmodel",
     "is_quantized",
     "refusal_of_quantization",
     "rounds_activations",
@@ -147,26 +145,3 @@ def forward_before_dispatch(module: nn.Module) -> types.MethodType | None:
     inside = module.__dict__.get("_original_forward_func")
     is_own = inside is not None and inside is getattr(type(module), "forward", None)
     return types.MethodType(inside, module) if is_own else None
-
-
-# ---------------------------------------------------------------------------------------------- what GPTQModel changes
-
-_GPTQMODEL = "gptqmodel.utils.hf"  # changes transformers on import, for models with code of their own
-_ADDED = {"get_max_length", "get_usable_length", "to_legacy_cache", "from_legacy_cache"}  # where caches have none
-
-
-def added_by_gptqmodel(function: types.FunctionType) -> bool:
-    """Return True for a method that GPTQModel adds to transformers' caches. Nothing in transformers calls it."""
-    return function.__module__ == _GPTQMODEL and function.__name__ in _ADDED
-
-
-def inside_gptqmodel(function: Any) -> Any:
-    """Return transformers' own function inside the one that GPTQModel puts in its place, or None.
-
-    Theirs makes caches that such models have registered, and calls the original for all others.
-    """
-    if not isinstance(function, types.FunctionType) or function.__module__ != _GPTQMODEL:
-        return None
-    inside = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
-    original = inside.get(f"original{function.__name__.removesuffix('_compat')}")
-    return None if original is None else original.cell_contents

@@ -2,30 +2,43 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import functools
+import importlib.util
+import inspect
+import os
+import sys
+import types
+import typing
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch.nn.modules import module as torch_module
+from transformers import GenerationMixin, PreTrainedModel
 
-from .functions import functions_of, own_loop_method
+from .generation_config import transformers_version
 from .parallel import ranks_in, refusal_of_ranks, shards
 from .quantized import refusal_of_quantization
 from .recurrent import has_recurrent_layers, refusal_of_recurrence
-from .weights import modules_of, refusal_of_weights, repeated_modules, tensors_of
+from .weights import modules_of, refusal_of_weights, tensors_of
 
 __all__ = [
-    "TESTED_FAMILIES",
     "UnsupportedTargetError",
     "check_target",
     "find_layers",
+    "first_hook",
+    "global_hooks",
     "refusal",
+    "replaced_function",
     "tapped_modules",
     "text_config",
     "unwrap",
 ]
 
-# Families tested token for token against `generate`. Any other is tried once, see `dflash.targets.trial`.
+# Families that are recurrent by their class, and may be configured with attention only.
 TESTED_FAMILIES = frozenset(
     [
         *("deepseek_v3", "gemma3_text", "gemma4_text", "glm4_moe", "gpt_oss", "kimi_k25", "llama"),
@@ -70,6 +83,18 @@ def text_config(model: nn.Module) -> Any:
     return model.config.get_text_config(decoder=True)
 
 
+def max_positions(model: nn.Module) -> int | None:
+    """Return the model's ``max_position_embeddings``, if it has such a limit."""
+    return getattr(text_config(model), "max_position_embeddings", None)
+
+
+def cache_argument(model: nn.Module) -> str:
+    """Return what the forward pass calls its cache: ``cache`` from transformers 5.24 on, ``past_key_values`` before."""
+    theirs, before = ("cache", "past_key_values") if transformers_version() >= (5, 24) else ("past_key_values", "cache")
+    names = inspect.signature(model.forward).parameters
+    return before if before in names and theirs not in names else theirs
+
+
 # ---------------------------------------------------------------------------------------------- judging by structure
 
 
@@ -106,7 +131,7 @@ def refusal(model: nn.Module, *, loaded: bool = True) -> str | None:
     if model.get_output_embeddings() is None or not model.can_generate():
         return f"{type(model).__name__} has no language-model head"
     reason = refusal_of_ranks(model) or _refusal_of_weights(model, loaded)
-    return reason or _refusal_of_family(model) or _refusal_of_parts(model)
+    return reason or _refusal_of_family(model) or _refusal_of_loop(model)
 
 
 def _refusal_of_weights(model: PreTrainedModel, loaded: bool) -> str | None:
@@ -152,55 +177,82 @@ def _refusal_of_family(model: PreTrainedModel) -> str | None:
     return None
 
 
-def _refusal_of_parts(model: PreTrainedModel) -> str | None:
-    """Judge what this package replaces with its own: attention, masks, the cache and the loop around them."""
-    if replaced := functions_of(model).bypassed or own_loop_method(model):
-        return (
-            f"{replaced} is not transformers' own function, and dflash runs its own attention, masks, cache and loop "
-            'instead: undo the replacement, or choose a function of transformers (set_attn_implementation("sdpa"))'
-        )
-    decoder, indices = model.get_decoder(), set()
-    layers = getattr(decoder, "layers", ())
-    if len(set(map(id, layers))) < len(layers):
-        return "one of its layers is in the list of layers twice: both would share their keys and values"
-    repeated = repeated_modules(decoder)
-    for module in modules_of(decoder):
-        attributes = module.__dict__
-        index = attributes.get("layer_idx")
-        if index is None or "is_causal" not in attributes:  # not attention
-            continue
-        reason = _refusal_of_attention(module, decoder.config, index, is_repeated=id(module) in repeated)
-        if (type(module), index) in indices:
-            reason = f"has the layer_idx of another layer, {index}: they would share their keys and values"
-        if reason:
-            return f"{next(name for name, part in decoder.named_modules() if part is module)} {reason}"
-        indices.add((type(module), index))
-    return None
-
-
-def _refusal_of_attention(module: nn.Module, config: Any, index: int, *, is_repeated: bool) -> str | None:
-    if module.is_causal is False:
-        return "does not attend causally (is_causal is False)"
-    if config.model_type not in TESTED_FAMILIES or index >= config.num_hidden_layers or not hasattr(module, "config"):
-        return None  # the trial run judges it
-    if is_repeated:
-        return "is in several layers: they would share their keys and values"
-    # transformers masks by the model's config; our attention takes the window that a module was made with.
-    types, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
-    masked = window if not types or types[index] == "sliding_attention" else None
-    own = module.__dict__.get("sliding_window", getattr(module.config, "sliding_window", None))
-    if masked != own:
-        return (
-            f"attends over a window of {own}, its model's config masks by a window of {masked}: "
-            "make a new model from the config"
-        )
-    return None
-
-
 def _rope_types(config: Any) -> set[str]:
     parameters = getattr(config, "rope_parameters", None) or {}
     nested = [value for value in parameters.values() if isinstance(value, dict)]
     return {entry.get("rope_type", "default") for entry in (nested or [parameters])}
+
+
+# ---------------------------------------------------------------------------------------------- patches and hooks
+
+_ACCELERATE = importlib.util.find_spec("accelerate")  # modeling files import functions of it
+_TRUSTED = (
+    *(os.path.dirname(path) + os.sep for path in (torch.__file__, transformers.__file__)),
+    *(os.path.dirname(spec.origin) + os.sep for spec in (_ACCELERATE,) if spec is not None),
+    *(module.__file__ for module in (contextlib, dataclasses, functools, typing)),
+)
+_LOOP = ("prepare_inputs_for_generation", "_sample")
+
+
+def _is_foreign(value: Any) -> bool:
+    """Return True for a function that was not compiled from a file of torch or transformers, or a wrapper of one."""
+    while value is not None:
+        value = value.__func__ if isinstance(value, types.MethodType | staticmethod | classmethod) else value
+        if not isinstance(value, types.FunctionType):
+            return False
+        if not value.__code__.co_filename.startswith(_TRUSTED):
+            return True
+        value = getattr(value, "__wrapped__", None)
+    return False
+
+
+def replaced_function(model: nn.Module) -> str:
+    """Name a method or a function of a model's family that a library has replaced; an empty string if there is none.
+
+    The trial run compares a few short rows. It would not see a patch that matters at long positions only, or that
+    differs by less than 16-bit roundings; the layers run by the model's own modules then.
+    """
+    for kind in dict.fromkeys(map(type, modules_of(model))):
+        for base in kind.__mro__:
+            if base.__module__.startswith(("torch.nn.", "transformers.")) and base is not GenerationMixin:
+                for name, value in vars(base).items():
+                    if _is_foreign(value):
+                        return f"{base.__name__}.{name}"
+        if kind.__module__.startswith("transformers.models."):
+            for name, value in vars(sys.modules[kind.__module__]).items():
+                if _is_foreign(value):
+                    return f"{kind.__module__}.{name}"
+    return ""
+
+
+def _refusal_of_loop(model: PreTrainedModel) -> str | None:
+    """Judge the methods of transformers' generation loop, whose work dflash does itself and no trial run sees."""
+    for name in _LOOP:
+        own = model.__dict__.get(name)
+        bases = [base for base in type(model).__mro__ if base.__module__.startswith("transformers.")]
+        is_replaced = any(_is_foreign(vars(base).get(name)) for base in bases)
+        # peft leaves the class's own method in the instance; that is no replacement.
+        if is_replaced or (own is not None and getattr(own, "__func__", own) is not getattr(type(model), name)):
+            return f"{type(model).__name__}.{name} was replaced, which dflash would not run: undo the replacement"
+    return None
+
+
+def global_hooks() -> tuple:
+    """Return torch's hooks on the forward pass of every module."""
+    hooks = torch_module._global_forward_hooks, torch_module._global_forward_pre_hooks
+    return tuple(hook for registered in hooks for hook in registered.values())
+
+
+def first_hook(model: nn.Module) -> str:
+    """Return the name of the first module with a forward hook of the user's, or an empty string."""
+    if global_hooks():
+        return "all modules (torch.nn.modules.module.register_module_forward_hook)"
+    for name, module in model.named_modules():
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+            # transformers' own hooks collect hidden states and attentions; they are idle here.
+            if not (getattr(hook, "__module__", None) or "").startswith("transformers."):
+                return name or type(model).__name__
+    return ""
 
 
 # ---------------------------------------------------------------------------------------------- finding modules

@@ -6,7 +6,6 @@ hooks, attention implementation.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -16,17 +15,23 @@ from torch import Tensor, nn
 from ..cache import KVCache, RecurrentCache
 from ..ops import WeightStorage
 from ..state import Tree
-from .attention import CacheView, use_block_attention
+from .attention import CacheView, use_attention
 from .experts import use_experts_op
 from .fingerprint import describe_config, sample_digest
-from .functions import functions_of, global_hooks
 from .fused import FusedTarget, recognize
-from .generation_config import transformers_version
 from .int8 import obstacle_of, refuse_int8
 from .parallel import ranks_of
 from .recurrent import clamps_prompts, has_recurrent_layers, take_over
-from .support import UnsupportedTargetError, tapped_modules, text_config
-from .trial import needs_probe, probe, replaced_function, tree_obstacle
+from .support import (
+    UnsupportedTargetError,
+    cache_argument,
+    global_hooks,
+    max_positions,
+    replaced_function,
+    tapped_modules,
+    text_config,
+)
+from .trial import Trial
 from .twin import structural_twin
 
 __all__ = ["Target", "check_int8", "int8_obstacle"]
@@ -49,7 +54,8 @@ class Target:
         ranks: the processes that the model is spread over.
         fused_reason: why the layers run in the model's own forward; empty if they run on the ops.
         is_recurrent: True if layers keep a state that no counter trims; its caches are then a `RecurrentCache`.
-        tree_obstacle: what went wrong in a trial run of a tree, if there was one; empty if it went well.
+        runs_ops: True if layers, or experts in them, run on `dflash.ops`.
+        tree_obstacle: what went wrong in the trial run of a tree; empty if nothing did.
         compiled_forward: what :meth:`verify` runs instead of :meth:`forward`, if it is set; prompts are never compiled.
 
     Raises:
@@ -61,35 +67,47 @@ class Target:
         weights: WeightStorage = None,
     ) -> None:  # fmt: skip
         self.config, self.weights = text_config(model), weights
-        self.model = structural_twin(model)
-        self.ranks = ranks_of(self.model)
-        self.ranks.compare("its weights or config", lambda: (describe_config(model), sample_digest(model)))
-        use_block_attention(self.model)
-        replaced = replaced_function(self.model, functions_of(model))
-        foreign = _foreign(replaced)
-        self._fused, self.fused_reason = _fuse(self.model, target_layer_ids, fused, foreign)
-        if fused is True and self._fused is None:
-            raise UnsupportedTargetError(
-                "fused=True needs exactly a Llama, Mistral, Qwen2, Qwen3 (with experts or without), Qwen3-Next or "
-                "Qwen3.5 of transformers, with no function replaced and no hooks, with dense weights of one dtype that "
-                "the kernels take and each layer tapped at most once, got "
-                f'{type(model).__name__}: pass fused=False or "auto"'
-            )
+        self.compiled_forward: Callable[..., tuple[Tensor, list[Tensor]]] | None = None
+        # 1. Build it and try it; what goes wrong on our ops may go well in the model's own modules.
+        replaced = replaced_function(model)
+        trial = Trial(model, replaced)
+        self._build(model, target_layer_ids, fused, replaced, trial)
+        verdict = trial.verdict(self)
+        if verdict.fault and self.runs_ops:
+            if fused is True:
+                raise UnsupportedTargetError(_NOT_FUSED.format(model=f"{type(model).__name__}, which {verdict.fault}"))
+            self._build(model, target_layer_ids, False, replaced, trial)
+            self.fused_reason, verdict = f"it {verdict.fault}", trial.verdict(self)
+        if verdict.fault:
+            raise UnsupportedTargetError(f"this target is not supported: {self.config.model_type} {verdict.fault}")
+        self.tree_obstacle = verdict.tree_fault
+        # 2. Store it as int8. Its logits are then others than the model's.
         if weights is not None:
             refuse_int8(model, obstacle_of(model, self._fused, self.fused_reason))
             self._fused.store_as_int8()
-        self._cache_argument = _cache_argument(self.model)
+
+    def _build(
+        self, model: nn.Module, target_layer_ids: tuple[int, ...], fused: bool | Literal["auto"], replaced: str,
+        trial: Trial,
+    ) -> None:  # fmt: skip
+        """Copy the model and give the copy our attention, ops, recurrences and taps."""
+        self.model = structural_twin(model)
+        self.ranks = ranks_of(self.model)
+        self.ranks.compare("its weights or config", lambda: (describe_config(model), sample_digest(model)))
+        trial.observe(self.model)
+        use_attention(self.model)
+        foreign = replaced or ("a hook on every module" if global_hooks() else "")
+        self._fused, self.fused_reason = _fuse(self.model, target_layer_ids, fused, foreign)
+        if fused is True and self._fused is None:
+            raise UnsupportedTargetError(_NOT_FUSED.format(model=type(model).__name__))
+        self._cache_argument = cache_argument(self.model)
         self.is_recurrent = has_recurrent_layers(self.model)
         self._pass = take_over(self.model)
-        if fused is not False and not foreign:
-            use_experts_op(self.model)
+        has_op = fused is not False and not foreign and use_experts_op(self.model)
+        self.runs_ops = self._fused is not None or has_op
         self._taps: list[Tensor | None] = [None] * len(target_layer_ids)
         for index, module in enumerate(tapped_modules(self.model, target_layer_ids)):
             module.register_forward_hook(_tap_hook(self._taps, index))
-        self.compiled_forward: Callable[..., tuple[Tensor, list[Tensor]]] | None = None
-        if needs_probe(model, replaced):
-            probe(self, model, replaced, structural_twin(model))
-        self.tree_obstacle = tree_obstacle(model, replaced)
 
     @property
     def embedding_weight(self) -> Tensor:
@@ -122,9 +140,15 @@ class Target:
         return self._fused is not None
 
     @property
+    def fused_windows(self) -> dict[int, int]:
+        """The window of each layer of attention that runs on `dflash.ops`; 0 for none."""
+        layers = self._fused.stack.layers if self._fused is not None else ()
+        return {index: layer.window for index, layer in enumerate(layers) if not layer.is_recurrent}
+
+    @property
     def max_positions(self) -> int | None:
         """The model's ``max_position_embeddings``, if it has such a limit."""
-        return getattr(self.config, "max_position_embeddings", None)
+        return max_positions(self.model)
 
     def forget_values(self) -> None:
         """Read all weights again at the next `refresh` if there are copies of them."""
@@ -273,20 +297,15 @@ def int8_obstacle(model: nn.Module) -> str:
     Takes about as long as a twin, milliseconds: no value is read.
     """
     twin = structural_twin(model)
-    use_block_attention(twin)
-    return obstacle_of(model, *_fuse(twin, (), "auto", _foreign(replaced_function(twin, functions_of(model)))))
+    use_attention(twin)
+    return obstacle_of(model, *_fuse(twin, (), "auto", replaced_function(model)))
 
 
-def _foreign(replaced: str) -> str:
-    """Return what in a twin is not transformers' own, if something is; ``replaced`` is a function of it."""
-    return replaced or ("a hook on every module" if global_hooks() else "")
-
-
-def _cache_argument(model: nn.Module) -> str:
-    """Return what the forward pass calls its cache: ``cache`` from transformers 5.24 on, ``past_key_values`` before."""
-    theirs, before = ("cache", "past_key_values") if transformers_version() >= (5, 24) else ("past_key_values", "cache")
-    names = inspect.signature(model.forward).parameters
-    return before if before in names and theirs not in names else theirs
+_NOT_FUSED = (
+    "fused=True needs exactly a Llama, Mistral, Qwen2, Qwen3 (with experts or without), Qwen3-Next or Qwen3.5 of "
+    "transformers, with no function replaced and no hooks, with dense weights of one dtype that the kernels take and "
+    'each layer tapped at most once, got {model}: pass fused=False or "auto"'
+)
 
 
 def _fuse(

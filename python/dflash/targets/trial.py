@@ -1,4 +1,4 @@
-"""A trial run of targets that no test covers: a few tokens, compared with the model's own logits."""
+"""Try a target on a few tokens: what its passes compute is compared with the user's own model, once per model."""
 
 from __future__ import annotations
 
@@ -7,165 +7,250 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
 from ..cache import KVCache
 from ..state import Tree
-from .functions import Functions, functions_of, global_hooks, shadowed_method
+from ..turns import plain_settings
+from .attention import use_attention, window_of
+from .fingerprint import Fingerprint
 from .quantized import rounds_activations
-from .support import TESTED_FAMILIES, UnsupportedTargetError
-from .weights import is_plain_tensor, modules_of, tensors_of
+from .support import UnsupportedTargetError, cache_argument, embedding_table, first_hook, max_positions, text_config
+from .twin import structural_twin
 
 if TYPE_CHECKING:
     from .target import Target
 
-__all__ = ["needs_probe", "probe", "replaced_function", "tree_obstacle"]
+__all__ = ["Trial", "Verdict", "forget_trials"]
+
+_TOKENS, _PROMPT, _ACCEPTED = 24, 8, 11  # tokens in all, those of the prompt, and where the first block is cut
+_MASKED_ROWS = 4  # rows whose masks are compared
 
 
-class _Passed(NamedTuple):
-    """What is remembered of a model that has passed.
+class Verdict(NamedTuple):
+    """Result of a trial.
 
     Attributes:
-        basis: what its passing depended on.
-        tree_obstacle: what went wrong with a tree; empty if nothing did.
+        fault: what went wrong; empty if the target writes what the user's model writes.
+        tree_fault: what went wrong with a tree; empty if nothing did.
     """
 
-    basis: tuple
-    tree_obstacle: str
+    fault: str = ""
+    tree_fault: str = ""
 
 
-_PASSED: weakref.WeakKeyDictionary[nn.Module, _Passed] = weakref.WeakKeyDictionary()
-_PROBE_TOKENS, _PROBE_PROMPT, _PROBE_ACCEPTED = 24, 8, 11  # the prompt, and where the first block is cut
+class _Remembered(NamedTuple):
+    """Verdicts on a model, by whether it ran on the package's ops. They hold while the first two fields do."""
+
+    fingerprint: Fingerprint
+    replaced: str
+    verdicts: dict[bool, Verdict]
 
 
-def replaced_function(twin: nn.Module, functions: Functions) -> str:
-    """Return the name of a function of the forward pass that is not transformers' or torch's, or an empty string."""
-    return functions.replaced or shadowed_method(twin, functions.names)
+_remembered: weakref.WeakKeyDictionary[nn.Module, _Remembered] = weakref.WeakKeyDictionary()
 
 
-def _hooks(model: nn.Module) -> list[Any]:
-    """Return the user's hooks on the forward pass; transformers' own only collect outputs."""
-    found = [hook for module in model.modules() for hooks in (module._forward_hooks, module._forward_pre_hooks)
-             for hook in hooks.values()]  # fmt: skip
-    return [hook for hook in (*global_hooks(), *found) if not _is_of_transformers(hook)]
+def forget_trials() -> None:
+    """Try every target again, even one that has been tried."""
+    _remembered.clear()
 
 
-def _is_of_transformers(hook: Any) -> bool:
-    return (getattr(hook, "__module__", None) or "").startswith("transformers.")
-
-
-def needs_probe(model: PreTrainedModel, replaced: str) -> bool:
-    """Return True unless the model is of a tested family and transformers' own throughout, or has passed `probe`.
+class Trial:
+    """A trial of targets made of one model. Takes about six passes, and none if the model has been tried.
 
     Args:
         model: the user's.
-        replaced: what `replaced_function` has found.
+        replaced: a replaced function that the model runs, or empty.
     """
-    is_tested = model.config.model_type in TESTED_FAMILIES and _differences(model, replaced) == _UNCHANGED
-    return not is_tested and _passed(model, replaced) is None
+
+    def __init__(self, model: PreTrainedModel, replaced: str) -> None:
+        known = _remembered.get(model)
+        if known is None or known.replaced != replaced or not known.fingerprint.has_same_values(model):
+            known = _remembered[model] = _Remembered(Fingerprint(model), replaced, {})
+        self._model, self._verdicts = model, known.verdicts
+        self._logits: Tensor | None = None
+        self._masks = _Masks()
+
+    @torch.no_grad()
+    def observe(self, copied: nn.Module) -> None:
+        """Run the model's own forward, on a copy that nothing has changed yet: the model may be in training mode.
+
+        Hooks may look for the model's own modules, so a model with hooks is asked itself.
+        """
+        if self._verdicts or self._logits is not None:
+            return
+        table = embedding_table(copied)
+        with plain_settings(table.device):
+            reference = self._model if first_hook(self._model) and not self._model.training else copied
+            try:
+                self._logits = reference(input_ids=_ids(table), use_cache=False).logits.float()
+            except Exception as error:
+                raise UnsupportedTargetError(
+                    f"this target is not supported: {text_config(self._model).model_type} fails on its own in a trial "
+                    f"run, without dflash: {type(error).__name__}: {error}"
+                ) from error
+            self._masks = _Masks.of(copied)
+
+    def verdict(self, target: Target) -> Verdict:
+        """Return what is wrong with a target that is not stored as int8 yet."""
+        if target.runs_ops not in self._verdicts:
+            with plain_settings(target.device), torch.no_grad():
+                self._verdicts[target.runs_ops] = self._try(target)
+        return self._verdicts[target.runs_ops]
+
+    def _try(self, target: Target) -> Verdict:
+        if self._logits is None:
+            self.observe(structural_twin(self._model))
+        logits = self._logits
+        if not logits.isfinite().all():
+            return Verdict()  # says nothing; calls refuse logits that are not finite
+        # 1. A chain, with a part that is rejected.
+        ids, cache = _ids(target.embedding_weight), target.new_cache(1, 2 * _TOKENS, _TOKENS)
+        expected = torch.cat([logits[:, :_ACCEPTED], logits[:, _ACCEPTED + 1 :: 2]], 1)
+        try:
+            difference = _difference(_chain_logits(target, ids, cache), expected)
+        except (UnsupportedTargetError, MemoryError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # of a stranger's modules
+            return Verdict(f"failed in a trial run with dflash's cache and attention: {type(error).__name__}: {error}")
+        allowed = _allowed(target, self._model)
+        if not target.ranks.all(difference < allowed):
+            return Verdict(
+                "gives other logits with dflash's cache and attention (relative difference "
+                f"{difference:.1e} in a trial run)"
+            )
+        # 2. Masks at positions past every window, where logits would take long.
+        if fault := self._masks.fault(target.fused_windows):
+            return Verdict(fault)
+        # 3. A tree. Recurrent layers take none.
+        closer = allowed if rounds_activations(self._model) else allowed / 5
+        return Verdict(tree_fault="" if target.is_recurrent else _try_tree(target, ids, cache, closer))
 
 
-def tree_obstacle(model: PreTrainedModel, replaced: str) -> str:
-    """Return what went wrong in the trial run of a tree; empty if it went well, or if a model needs no trial.
-
-    Args:
-        model: the user's, of which a `Target` was made.
-        replaced: what `replaced_function` has found.
-    """
-    passed = _passed(model, replaced)
-    return "" if passed is None else passed.tree_obstacle
-
-
-def _passed(model: PreTrainedModel, replaced: str) -> _Passed | None:
-    """Return what is remembered of a model's trial if it still holds."""
-    passed = _PASSED.get(model)
-    return passed if passed is not None and passed.basis == _basis(model, replaced) else None
-
-
-def _basis(model: PreTrainedModel, replaced: str) -> tuple:
-    """Return what the result of a trial depends on."""
-    return functions_of(model).token, *_differences(model, replaced)
-
-
-_UNCHANGED: tuple[str, tuple[int, ...], tuple[int, ...]] = ("", (), ())
-
-
-def _differences(model: PreTrainedModel, replaced: str) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
-    """Return what about a model differs from transformers': its functions, its hooks, its kinds of tensors."""
-    hooks = tuple(map(id, _hooks(model)))
-    return replaced, hooks, tuple(id(tensor) for tensor in tensors_of(modules_of(model)) if not is_plain_tensor(tensor))
-
-
-@torch.no_grad()
-def probe(target: Target, model: PreTrainedModel, replaced: str, twin: nn.Module) -> None:
-    """Compare the logits of a few tokens with the model's own, and remember a model that passes.
-
-    Args:
-        target: runs on our attention and cache.
-        model: the user's.
-        replaced: what `replaced_function` has found.
-        twin: a twin of it that keeps the model's own attention. A model with hooks is asked itself: hooks may look for
-            its own modules.
-
-    Raises:
-        UnsupportedTargetError: the target fails, or its logits differ.
-    """
-    family = target.config.model_type
-    ids = torch.arange(_PROBE_TOKENS, device=target.device)[None] * 7919 % target.embedding_weight.shape[0]
-    reference = model if _hooks(model) and not model.training else twin
-    logits = reference(input_ids=ids, use_cache=False).logits.float()
-    expected = torch.cat([logits[:, :_PROBE_ACCEPTED], logits[:, _PROBE_ACCEPTED + 1 :: 2]], 1)
-    cache = target.new_cache(1, 2 * _PROBE_TOKENS, _PROBE_TOKENS)
-    try:
-        got = _chain_logits(target, ids, cache)
-    except UnsupportedTargetError:
-        raise
-    except Exception as error:
-        raise UnsupportedTargetError(
-            f"this target is not supported: {family} failed in a trial run with dflash's cache "
-            f"and attention: {type(error).__name__}: {error}"
-        ) from error
-    difference, allowed = _difference(got, expected), _allowed(target, model)
-    if not difference < allowed:
-        raise UnsupportedTargetError(
-            f"this target is not supported: {family} gives other logits with dflash's cache and "
-            f"attention (relative difference {difference:.1e} in a trial run)"
-        )
-    # Targets with recurrent layers take no tree at all.
-    closer = allowed if rounds_activations(model) else allowed / 5
-    obstacle = "" if target.is_recurrent else _try_tree(target, ids, cache, closer)
-    _PASSED[model] = _Passed(_basis(model, replaced), obstacle)
+def _ids(table: Tensor) -> Tensor:
+    """Return ``[1, rows]`` ids of a vocabulary."""
+    return torch.arange(_TOKENS, device=table.device)[None] * 7919 % table.shape[0]
 
 
 def _allowed(target: Target, model: PreTrainedModel) -> float:
     """Return the relative difference that rounding may make.
 
     8-bit activations move by a whole step where a last bit differs: 7e-2 was seen. In 16 bits a recurrence carries
-    roundings from row to row: 0.18 was seen in random models. Wrong wiring gives 0.7 and more.
+    roundings from row to row, and a near-tie may choose another expert: 0.18 was seen in random models. Wrong wiring
+    gives 0.7 and more.
     """
     is_float32 = target.dtype == torch.float32
-    is_rough = rounds_activations(model) or (target.is_recurrent and not is_float32)
+    has_experts = any(key.endswith("experts") and value for key, value in target.config.to_dict().items())
+    is_rough = rounds_activations(model) or (not is_float32 and (target.is_recurrent or has_experts))
     return 0.25 if is_rough else 1e-3 if is_float32 else 5e-2
 
 
 def _difference(got: Tensor, expected: Tensor) -> float:
-    return float((got - expected).norm() / expected.norm())
+    return float((got - expected).norm() / expected.norm().clamp(min=1e-20))
 
 
 def _chain_logits(target: Target, ids: Tensor, cache: KVCache) -> Tensor:
-    """Run ``ids`` as a prompt, a block of which only the first rows are right, and a block of which every other row
-    is asked for."""
-    lengths = torch.full((1,), _PROBE_PROMPT, dtype=torch.int64, device=ids.device)
-    first, _ = target.forward(ids[:, :_PROBE_PROMPT], torch.zeros_like(lengths), cache, keep=lengths)
-    block = ids[:, _PROBE_PROMPT : 2 * _PROBE_PROMPT].clone()
-    accepted = _PROBE_ACCEPTED - _PROBE_PROMPT
+    """Run a prompt, a block of which only the first rows are right, and a block whose every other row is asked for."""
+    lengths = torch.full((1,), _PROMPT, dtype=torch.int64, device=ids.device)
+    first, _ = target.forward(ids[:, :_PROMPT], torch.zeros_like(lengths), cache, keep=lengths)
+    block = ids[:, _PROMPT : 2 * _PROMPT].clone()
+    accepted = _ACCEPTED - _PROMPT
     block[:, accepted:] = (block[:, accepted:] + 1) % target.embedding_weight.shape[0]
     none = torch.zeros_like(lengths)  # of a block's rows are kept; the arithmetic is a prompt's, as in the model's pass
     second, _ = target.forward(block, lengths, cache, keep=none)
-    rest = ids[:, _PROBE_ACCEPTED:]
+    rest = ids[:, _ACCEPTED:]
     asked = torch.arange(1, rest.shape[1], 2, dtype=torch.int64, device=ids.device)
     third, _ = target.forward(rest, lengths + accepted, cache, asked, keep=none)
     return torch.cat([first, second[:, :accepted], third], 1).float()
+
+
+# ---------------------------------------------------------------------------------------------- masks
+
+
+class _LongCache:
+    """A cache that says it holds ``length`` positions, for passes in which nothing attends."""
+
+    is_compileable = False
+
+    def __init__(self, length: int) -> None:
+        self.length, self.is_sliding = length, [False]
+
+    def get_seq_length(self, *_: Any) -> int:
+        return self.length
+
+    get_query_offset = get_seq_length
+
+    def get_mask_sizes(self, *_: Any) -> tuple[int, int]:
+        return self.length + _MASKED_ROWS, 0
+
+    def update(self, key: Tensor, value: Tensor, *_: Any, **_options: Any) -> tuple[Tensor, Tensor]:
+        return key, value
+
+
+class _Masks:
+    """The masks that a model's own layers apply to the last rows of a sequence, by layer.
+
+    Attributes:
+        found: layer index -> ``[rows, positions]`` bool, and the window that our attention would apply; None for none.
+    """
+
+    def __init__(self) -> None:
+        self.found: dict[int | None, tuple[Tensor, int | None]] = {}
+
+    @classmethod
+    def of(cls, copied: nn.Module) -> _Masks:
+        """Read them off a pass in which nothing attends, at positions past all windows and chunks of the config."""
+        masks, config = cls(), text_config(copied)
+        limits = [getattr(config, name, None) or 0 for name in ("sliding_window", "attention_chunk_size")]
+        length, positions = max(limits) + _MASKED_ROWS, max_positions(copied)
+        if not any(limits) or (positions is not None and positions < length + _MASKED_ROWS):
+            return masks
+        rows = torch.arange(length, length + _MASKED_ROWS, device=embedding_table(copied).device)[None]
+        cache: dict[str, Any] = {cache_argument(copied): _LongCache(length)}
+        use_attention(copied, _NOTE_MASK)
+        attentions = [module for module in copied.modules() if "is_causal" in module.__dict__]
+        for module in attentions:
+            module.masks = masks.found
+        try:
+            copied(input_ids=rows * 0, position_ids=rows, use_cache=True, **cache)
+        except UnsupportedTargetError:
+            raise
+        except Exception:
+            masks.found.clear()  # made in a way of the family's own
+        for module in attentions:
+            del module.masks
+        return masks
+
+    def fault(self, fused_windows: dict[int, int]) -> str:
+        """Return which layer masks otherwise than our attention, or an empty string."""
+        for layer, (mask, window) in self.found.items():
+            window = fused_windows.get(layer, window) or 0
+            rows, positions = mask.shape
+            distance = torch.arange(positions - rows, positions)[:, None] - torch.arange(positions)
+            if not torch.equal(mask, (distance >= 0) & (distance < (window or positions))):
+                return (
+                    f"attends over a window of {window or None} in layer {layer}, its model's config masks otherwise: "
+                    "make a new model from the config"
+                )
+        return ""
+
+
+def _note_mask(
+    module: nn.Module, query: Tensor, _key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
+) -> tuple[Tensor, None]:
+    """Note a layer's mask, behind the signature that transformers calls. Returns zeros."""
+    if mask is not None:
+        module.masks[getattr(module, "layer_idx", None)] = (mask[0, 0] >= 0).cpu(), window_of(module, options)
+    return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
+
+
+_NOTE_MASK = "note_mask"
+AttentionInterface.register(_NOTE_MASK, _note_mask)
+AttentionMaskInterface.register(_NOTE_MASK, eager_mask)
+
+
+# ---------------------------------------------------------------------------------------------- trees
 
 
 def _try_tree(target: Target, ids: Tensor, cache: KVCache, allowed: float) -> str:
@@ -173,10 +258,10 @@ def _try_tree(target: Target, ids: Tensor, cache: KVCache, allowed: float) -> st
 
     Both blocks have one shape. What depends on rounding has been seen to be equal then, but for a last bit of fp32.
     """
-    path, last = ids[:, _PROBE_ACCEPTED:], ids.shape[1] - _PROBE_ACCEPTED
+    path, last = ids[:, _ACCEPTED:], ids.shape[1] - _ACCEPTED
     others = (path[:, 1:] + 1) % target.embedding_weight.shape[0]
     between = torch.stack([others, path[:, 1:]], -1).flatten(1)
-    lengths = torch.full((1,), _PROBE_ACCEPTED, dtype=torch.int64, device=ids.device)
+    lengths = torch.full((1,), _ACCEPTED, dtype=torch.int64, device=ids.device)
     block = torch.cat([path[:, :1], between], 1)
     try:
         chain, _ = target.forward(torch.cat([path, others], 1), lengths, cache)

@@ -8,14 +8,13 @@ from typing import Any
 
 from torch import nn
 
-from .functions import global_hooks
 from .parallel import forward_of_copy, meshes
 from .quantized import finish_loading, forward_before_dispatch, shared_states
 from .recurrent import is_stateful
 from .support import UnsupportedTargetError
 from .weights import plain_tensors
 
-__all__ = ["first_hook", "structural_twin"]
+__all__ = ["structural_twin"]
 
 
 def structural_twin(module: nn.Module) -> nn.Module:
@@ -71,15 +70,3 @@ def _is_idle_hook(hook: Any) -> bool:
     if type(hook).__name__ == "SequentialHook":
         return all(map(_is_idle_hook, hook.hooks))
     return type(hook).__name__ == "AlignDevicesHook" and not hook.offload
-
-
-def first_hook(model: nn.Module) -> str:
-    """Return the name of the first module with a forward hook of the user's, or an empty string."""
-    if global_hooks():
-        return "all modules (torch.nn.modules.module.register_module_forward_hook)"
-    for name, module in model.named_modules():
-        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
-            # transformers' own hooks collect hidden states and attentions; they are idle here.
-            if not (getattr(hook, "__module__", None) or "").startswith("transformers."):
-                return name or type(model).__name__
-    return ""
