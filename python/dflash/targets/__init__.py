@@ -11,8 +11,8 @@ from .fingerprint import (
     weights_digest,
 )
 from .folder import check_target_config, check_target_size, check_target_weights
+from .fused import not_finite
 from .generation_config import generation_defaults, stop_string_criterion, transformers_version
-from .int8 import not_finite
 from .parallel import ranks_in
 from .recurrent import has_recurrent_layers
 from .support import (

@@ -8,7 +8,6 @@ and all around them stay the family's own. So do experts that a loop of the fami
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -23,7 +22,7 @@ from .weights import KERNEL_DTYPES, is_plain_module, is_plain_tensor, kernel_obs
 __all__ = ["use_experts_op"]
 
 _MAX_ROWS = 256  # of one pass: a block for each row of a batch, but not a chunk of a long prompt
-_IMPLEMENTATIONS = {"grouped_mm": moe.grouped_mm_experts_forward, "batched_mm": moe.batched_mm_experts_forward}
+_IMPLEMENTATIONS = ("grouped_mm", "batched_mm")
 _GPT_OSS = ("transformers.models.gpt_oss.modeling_gpt_oss", "GptOssExperts")
 _ACTIVATIONS = {nn.SiLU: "silu", SiLUActivation: "silu", GELUTanh: "gelu_tanh"}
 
@@ -73,35 +72,12 @@ def _is_taken(x: Tensor, ids: Tensor, scores: Tensor, weight: Tensor) -> bool:
 
 
 def _form(module: nn.Module) -> _Form | None:
-    """Return how our op runs a module; None unless it computes exactly what transformers' functions would."""
-    kind = type(module)
-    if not _is_wrapper(kind.forward) or not is_plain_module(module):
+    """Return how our op runs a module; None for other modules. Numbers are compared in `dflash.targets.trial`."""
+    chosen = getattr(getattr(module, "config", None), "_experts_implementation", None)
+    if not hasattr(module, "gate_up_proj") or chosen not in _IMPLEMENTATIONS or not is_plain_module(module):
         return None
-    chosen = getattr(module.config, "_experts_implementation", None)
-    if chosen not in _IMPLEMENTATIONS or moe.ALL_EXPERTS_FUNCTIONS.get(chosen) is not _IMPLEMENTATIONS[chosen]:
-        return None
-    form = _gate(module, kind)
+    form = _gate(module, type(module))
     return form if form is not None and _has_weights(module, form) else None
-
-
-def _is_wrapper(forward: Callable) -> bool:
-    """Return True if ``use_experts_implementation`` made a forward that looks up transformers' own functions."""
-    if getattr(forward, "__code__", None) is not _wrapper().__code__:
-        return False
-    names = forward.__code__.co_freevars
-    held = dict(zip(names, (cell.cell_contents for cell in forward.__closure__), strict=True))
-    return held.get("experts_interface") is moe.ALL_EXPERTS_FUNCTIONS
-
-
-@functools.cache
-def _wrapper() -> Callable:
-    """Return a forward as ``use_experts_implementation`` makes it; all have one code object."""
-
-    class Experts(nn.Module):
-        def forward(self) -> None:
-            pass
-
-    return moe.use_experts_implementation(Experts).forward
 
 
 def _gate(module: nn.Module, kind: type) -> _Form | None:
@@ -110,8 +86,7 @@ def _gate(module: nn.Module, kind: type) -> _Form | None:
     if (kind.__module__, kind.__name__) == _GPT_OSS:
         is_its_own = flags == (True, False, True, False, False)
         return _Form("clamped_silu", module.alpha, module.limit, True) if is_its_own else None
-    is_default = kind._apply_gate is moe._default_apply_gate and "_apply_gate" not in vars(module)
-    if flags != (True, True, False, False, False) or not is_default:
+    if flags != (True, True, False, False, False) or kind._apply_gate is not moe._default_apply_gate:
         return None
     activation: Any = getattr(module, "act_fn", None)
     gate = "silu" if activation is nn.functional.silu else _ACTIVATIONS.get(type(activation))
@@ -119,22 +94,12 @@ def _gate(module: nn.Module, kind: type) -> _Form | None:
 
 
 def _has_weights(module: nn.Module, form: _Form) -> bool:
-    """Return True if the weights are all that the module has, and are as the op takes them."""
+    """Return True if the weights are all that the module has, and the kernels take them: the twin copies weights."""
     names = {"gate_up_proj", "down_proj"} | ({"gate_up_proj_bias", "down_proj_bias"} if module.has_bias else set())
     weights = dict(module.named_parameters())
     if weights.keys() != names or not all(is_plain_tensor(w) and w.is_contiguous() for w in weights.values()):
         return False
-    first, second = ((w.mT if form.transposed else w).shape for w in (module.gate_up_proj, module.down_proj))
-    experts, both, hidden = first
-    shapes = {"gate_up_proj_bias": (experts, both), "down_proj_bias": (experts, hidden)}
+    first, second = module.gate_up_proj, module.down_proj
+    widths = [(weight.mT if form.transposed else weight).shape[2] for weight in (first, second)]
     storage = {(weight.device, weight.dtype) for weight in weights.values()}
-    return (
-        experts == getattr(module, "num_experts", None)
-        and second == (experts, hidden, both // 2)
-        and all(weights[name].shape == shape for name, shape in shapes.items() if name in names)
-        and len(storage) == 1
-        # The op's twin copies weights for each row.
-        and not kernel_obstacle(
-            module.gate_up_proj.device, (module.gate_up_proj, module.down_proj), (hidden, both // 2)
-        )
-    )
+    return len(storage) == 1 and not kernel_obstacle(first.device, (first, second), widths)

@@ -18,8 +18,7 @@ from ..state import Tree
 from .attention import CacheView, use_attention
 from .experts import use_experts_op
 from .fingerprint import describe_config, sample_digest
-from .fused import FusedTarget, recognize
-from .int8 import obstacle_of, refuse_int8
+from .fused import FusedTarget, obstacle_to_int8, recognize, refuse_int8
 from .parallel import ranks_of
 from .recurrent import clamps_prompts, has_recurrent_layers, take_over
 from .support import (
@@ -83,7 +82,7 @@ class Target:
         self.tree_obstacle = verdict.tree_fault
         # 2. Store it as int8. Its logits are then others than the model's.
         if weights is not None:
-            refuse_int8(model, obstacle_of(model, self._fused, self.fused_reason))
+            refuse_int8(model, obstacle_to_int8(model, self._fused, self.fused_reason))
             self._fused.store_as_int8()
 
     def _build(
@@ -298,7 +297,7 @@ def int8_obstacle(model: nn.Module) -> str:
     """
     twin = structural_twin(model)
     use_attention(twin)
-    return obstacle_of(model, *_fuse(twin, (), "auto", replaced_function(model)))
+    return obstacle_to_int8(model, *_fuse(twin, (), "auto", replaced_function(model)))
 
 
 _NOT_FUSED = (
