@@ -72,16 +72,15 @@ class Trial:
         self._logits: Tensor | None = None
         self._masks = _Masks()
 
-    @torch.no_grad()
     def observe(self, copied: nn.Module) -> None:
-        """Run the model's own forward, on a copy that nothing has changed yet: the model may be in training mode.
+        """Run the model's own forward if it has not been tried, on a copy that nothing has changed yet."""
+        if not self._verdicts and self._logits is None:
+            self._observe(copied)
 
-        Hooks may look for the model's own modules, so a model with hooks is asked itself.
-        """
-        if self._verdicts or self._logits is not None:
-            return
+    def _observe(self, copied: nn.Module) -> None:
+        # The model may be in training mode; but hooks may look for its own modules.
         table = embedding_table(copied)
-        with plain_settings(table.device):
+        with plain_settings(table.device), torch.no_grad():
             reference = self._model if first_hook(self._model) and not self._model.training else copied
             try:
                 self._logits = reference(input_ids=_ids(table), use_cache=False).logits.float()
@@ -101,7 +100,7 @@ class Trial:
 
     def _try(self, target: Target) -> Verdict:
         if self._logits is None:
-            self.observe(structural_twin(self._model))
+            self._observe(structural_twin(self._model))
         logits = self._logits
         if not logits.isfinite().all():
             return Verdict()  # says nothing; calls refuse logits that are not finite
