@@ -110,5 +110,6 @@ def load(
 
 def room_of(target: Any, max_length: int) -> int:
     """Return ``max_length``, or the target's positions if these are fewer."""
-    positions = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    return min(max_length, positions or max_length)
+    from ..targets import max_positions
+
+    return min(max_length, max_positions(target) or max_length)

@@ -15,7 +15,7 @@ from torch import nn
 from ..engine import Engine
 from ..generator import plain_settings
 from ..ops import WeightStorage
-from ..targets import Target, check_target, embedding_table, int8_obstacle, stop_string_criterion, text_config
+from ..targets import Target, check_target, embedding_table, int8_obstacle, max_positions, stop_string_criterion
 from ..terminal import printable
 from .receipt import Fingerprints, Receipt, RecordedAnswer, call_of
 from .replay import Mismatch, mismatches_of, wrong_end
@@ -178,7 +178,7 @@ class Verifier:
         """Return which fingerprints differ; raise ValueError if the receipt cannot be checked for it."""
         # 1. What needs no weights.
         longest = max(len(answer.prompt) + len(answer.ids) for answer in receipt.answers)
-        positions = getattr(text_config(self._model), "max_position_embeddings", None)
+        positions = max_positions(self._model)
         if positions is not None and longest > positions:
             raise ValueError(
                 f"the receipt has an answer that ends at position {longest}, past the target's "
