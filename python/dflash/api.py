@@ -18,7 +18,15 @@ from .generator import CallLock, Generator, locks_held_here
 from .ops import WeightStorage
 from .options import BlockSize, GeneratorOptions, check_width_call, checked_block_size, tree_rows
 from .outputs import GenerateOutput, StreamEvent
-from .targets import Fingerprint, check_int8, check_target, forget_trials, structural_twin, text_config, unwrap
+from .targets import (
+    Fingerprint,
+    check_int8,
+    check_target,
+    forget_trials,
+    max_positions,
+    structural_twin,
+    unwrap,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -272,7 +280,7 @@ def _checked(target: nn.Module) -> nn.Module:
 def _resolve(target: nn.Module, ids: Tensor, arguments: GenerateArguments) -> Call:
     """Check a one-shot call against its target, which is known to be supported."""
     call = Call.resolve(TargetDefaults.of(target), ids, arguments)
-    positions = getattr(text_config(target), "max_position_embeddings", None)
+    positions = max_positions(target)
     if positions is not None and call.longest + call.max_new_tokens > positions:
         raise ValueError(
             f"a prompt of {call.longest} tokens and {call.max_new_tokens} new tokens pass the target's "
@@ -298,7 +306,7 @@ def _generator_for(target: nn.Module, draft: nn.Module | None, call: Call, optio
         return cached.generator
     # 1. Check what the new one needs before the old one is freed.
     capacity = -(-(call.longest + call.max_new_tokens) // _CAPACITY_STEP) * _CAPACITY_STEP
-    positions = getattr(text_config(target), "max_position_embeddings", None)
+    positions = max_positions(target)
     if positions is not None:
         capacity = min(capacity, positions)
     sizes = GeneratorOptions(capacity, len(call.prompts), reuse_prefix=False, tree=call.tree, **options._asdict())

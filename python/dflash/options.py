@@ -9,7 +9,7 @@ from torch import nn
 
 from .ops import MAX_TREE_ROWS, WeightStorage
 from .settings import MAX_LOGPROBS, TreeSize, checked, integer_from
-from .targets import embedding_table, ranks_in, text_config
+from .targets import embedding_table, max_positions, ranks_in
 
 __all__ = [
     "MAX_LOGPROBS",
@@ -52,7 +52,7 @@ class GeneratorOptions:
             integer_from(low, name, getattr(self, name))
         check_tree_call(checked_tree(self.tree), self.denoise_steps)
         check_width_call(checked_block_size(self.block_size), checked_tree(self.tree))
-        positions = getattr(text_config(target), "max_position_embeddings", None)
+        positions = max_positions(target)
         if positions is not None and self.max_length > positions:
             raise ValueError(f"max_length {self.max_length} is past the target's max_position_embeddings, {positions}")
         for name, value in (("graph", self.graph), ("fused", self.fused)):

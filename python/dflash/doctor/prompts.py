@@ -13,7 +13,7 @@ from ..evaluate import Decoding, GeneratorRunner, Total
 from ..evaluate.prompts import parse_prompt, prompt_ids
 from ..files import read_jsonl
 from ..generator import Generator
-from ..targets import text_config
+from ..targets import max_positions
 
 Show = Callable[..., None]  # show(name, done, total, text)
 
@@ -85,7 +85,7 @@ class Prompts:
     def check_room(self, target: Any) -> None:
         """Raise ``ValueError`` if a prompt cannot be encoded, or is too long for the target, which may be empty."""
         longest = max(map(len, self.ids))
-        positions = getattr(text_config(target), "max_position_embeddings", None)
+        positions = max_positions(target)
         if positions is not None and longest + 2 > positions:
             raise ValueError(
                 f"a prompt of {longest} tokens does not fit the target's {positions} positions: shorten it"
@@ -119,7 +119,7 @@ def answer(pair: Pair, prompts: Prompts, max_new_tokens: int, show: Show) -> Ans
     """Answer every prompt greedily. Raises ``ValueError`` as `Prompts.check_room`."""
     prompts.check_room(pair.target)
     room = max(map(len, prompts.ids)) + max_new_tokens
-    positions = getattr(text_config(pair.target), "max_position_embeddings", None)
+    positions = max_positions(pair.target)
     generator = Generator(pair.target, pair.drafter, max_length=min(room, positions or room))
     runner = GeneratorRunner(generator, Decoding(max_new_tokens), pair.drafter.device)
     total, sequences = Total(), []

@@ -23,6 +23,7 @@ from ..engine import context_bucket
 from ..files import write_atomically
 from ..fit import check_block_size
 from ..ops import WeightStorage
+from ..targets import max_positions
 from ..terminal import bars
 from .compare import Answer, Comparison, Decoding, Total, describe, pair_runners
 from .prompts import Conversation, prompt_ids
@@ -294,7 +295,7 @@ def run_benchmark(
     config.check(tokenizer)
     # 1. Find what fits the model, and build the generators
     block_size = check_block_size(target, draft, config.block_size)
-    positions = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    positions = max_positions(target)
     longest = {name: _longest(prompts, tokenizer, config, positions) for name, prompts in datasets.items()}
     for name, tokens in longest.items():
         if not tokens:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -12,7 +14,6 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
 from ..cache import KVCache
 from ..state import Tree
-from ..turns import plain_settings
 from .attention import use_attention, window_of
 from .fingerprint import Fingerprint
 from .quantized import rounds_activations
@@ -80,7 +81,7 @@ class Trial:
     def _observe(self, copied: nn.Module) -> None:
         # The model may be in training mode; but hooks may look for its own modules.
         table = embedding_table(copied)
-        with plain_settings(table.device), torch.no_grad():
+        with _plain_settings(table.device):
             reference = self._model if first_hook(self._model) and not self._model.training else copied
             try:
                 self._logits = reference(input_ids=_ids(table), use_cache=False).logits.float()
@@ -94,7 +95,7 @@ class Trial:
     def verdict(self, target: Target) -> Verdict:
         """Return what is wrong with a target that is not stored as int8 yet."""
         if target.runs_ops not in self._verdicts:
-            with plain_settings(target.device), torch.no_grad():
+            with _plain_settings(target.device):
                 self._verdicts[target.runs_ops] = self._try(target)
         return self._verdicts[target.runs_ops]
 
@@ -125,6 +126,13 @@ class Trial:
         # 3. A tree. Recurrent layers take none.
         closer = allowed if rounds_activations(self._model) else allowed / 5
         return Verdict(tree_fault="" if target.is_recurrent else _try_tree(target, ids, cache, closer))
+
+
+@contextlib.contextmanager
+def _plain_settings(device: torch.device) -> Iterator[None]:
+    """Compute without gradients and the caller's inference mode and autocast."""
+    with torch.inference_mode(False), torch.autocast(device.type, enabled=False), torch.no_grad():
+        yield
 
 
 def _ids(table: Tensor) -> Tensor:

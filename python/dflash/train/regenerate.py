@@ -27,7 +27,7 @@ from ..files import check_writable
 from ..generator import Generator
 from ..sampling import fold
 from ..settings import checked
-from ..targets import text_config
+from ..targets import max_positions
 
 _PREFILL_ROWS = 16384  # tokens per forward pass, over all rows of a batch
 
@@ -372,7 +372,7 @@ class LocalWriter(Writer):
 
     def check(self, jobs: Sequence[Job], config: RegenerateConfig) -> None:
         """Tokenize every prompt. One that does not fit the target with its response raises, or is skipped."""
-        positions = getattr(text_config(self.target), "max_position_embeddings", None)
+        positions = max_positions(self.target)
         self.ids, self.skipped = {}, set()
         for job in jobs:
             if job.line in self.ids:

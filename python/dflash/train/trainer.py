@@ -24,7 +24,7 @@ from ..evaluate.compare import Decoding, GeneratorRunner, answer_all
 from ..files import check_writable, remove_unfinished
 from ..fit import check_config
 from ..generator import Generator
-from ..targets import Target, check_target, text_config
+from ..targets import Target, check_target, max_positions, text_config
 from .batches import Batches, Blocks, add_noise, default_gamma, make_blocks, mix_seed, pad_rows, sample_anchors
 from .checkpoint import data_digest, fingerprint, resume_run, save_draft, save_run, target_digest
 from .config import TrainConfig
@@ -370,7 +370,7 @@ class Trainer:
         # 1. Give the drafter's weights to a generator, as dflash benchmark uses it
         if self._generator is None:
             longest = max(map(len, self.prompts)) + config.eval_tokens
-            positions = getattr(text_config(self.target), "max_position_embeddings", None) or longest
+            positions = max_positions(self.target) or longest
             dtype = next(self.target.parameters()).dtype
             copy = Drafter(self.drafter.config, dtype=dtype, device=self.device).eval()
             self._generator = Generator(self.target, copy, max_length=min(longest, positions))
