@@ -24,44 +24,26 @@ _SECTIONS = ("dflash_config", "transformer_layer_config")
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of a pair besides its wiring, from which variants take their values.
+    """What is known of a pair besides its wiring, from which variants take their values."""
 
-    Attributes:
-        target_keys: the target's text config, as a dictionary.
-        target_layers: how many the target has; not every config has them among its keys.
-        tokenizer: the target's.
-        speculators: the drafter's config is in the speculators layout.
-        longest: tokens of the longest recorded answer with its prompt.
-        embedding_rows: of the target's table.
-        dtype: of the drafter's weights.
-    """
-
-    target_keys: Mapping[str, Any]
-    target_layers: int
+    target_keys: Mapping[str, Any]  # the target's text config
+    target_layers: int  # which not every config has among its keys
     tokenizer: Any
-    speculators: bool
-    longest: int
-    embedding_rows: int
-    dtype: torch.dtype
+    speculators: bool  # the drafter's config is in the speculators layout
+    longest: int  # tokens of the longest recorded answer with its prompt
+    embedding_rows: int  # of the target's table
+    dtype: torch.dtype  # of the drafter's weights
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One wiring to try.
+    """One wiring to try."""
 
-    Attributes:
-        fault: the fault that it would undo, one of `FAMILIES`.
-        change: what differs, in words.
-        wiring: what is tried.
-        advice: what to do if it accepts more.
-        config: the keys of the drafter's ``config.json`` that do it; empty if none do.
-    """
-
-    fault: str
-    change: str
+    fault: str  # that it would undo, one of `FAMILIES`
+    change: str  # in words
     wiring: Wiring
-    advice: str
-    config: dict[str, Any] = field(default_factory=dict)
+    advice: str  # what to do if it accepts more
+    config: dict[str, Any] = field(default_factory=dict)  # the keys of the drafter's config.json that do it
 
 
 def variants(wiring: Wiring, facts: Facts) -> list[Variant]:

@@ -22,17 +22,11 @@ _CACHE_BYTES = 2**28  # of the drafter's caches and logits in one pass
 
 
 class Recording(NamedTuple):
-    """A sequence, and the outputs of the target's layers over it.
+    """A sequence, and the outputs of the target's layers over it."""
 
-    Attributes:
-        ids: ``[length]`` int64.
-        prompt_length: tokens of the prompt.
-        states: layer -> ``[length, hidden]``; `RAW_LAST` is the last before the final norm.
-    """
-
-    ids: Tensor
+    ids: Tensor  # [length]
     prompt_length: int
-    states: dict[int, Tensor]
+    states: dict[int, Tensor]  # layer -> [length, hidden]; `RAW_LAST` is the last before the final norm
 
 
 @torch.no_grad()
@@ -44,7 +38,7 @@ def record(target: nn.Module, sequences: Sequence[Answered], layers: Collection[
         sequences: prompts with the target's answers.
         layers: whose outputs are kept; the last layer's twice, after the final norm and before it.
     """
-    # 1. Hook a twin
+    # 1. Hook a copy that shares the weights
     model: Any = structural_twin(check_target(target, spread=False))
     every = find_layers(model)
     modules: dict[int, Any] = dict(zip(layers, tapped_modules(model, tuple(layers)), strict=True))
@@ -68,15 +62,10 @@ def _keep(kept: dict[int, Tensor], layer: int, _module: nn.Module, _arguments: t
 
 
 class Score(NamedTuple):
-    """What one wiring accepts.
+    """What one wiring accepts."""
 
-    Attributes:
-        tokens: ``[places]`` float32, tokens per step: the accepted drafts and the target's own.
-        valid: share of the rows that draft a token; a NaN drafts none.
-    """
-
-    tokens: Tensor
-    valid: float
+    tokens: Tensor  # [places], tokens per step: the accepted drafts and the target's own
+    valid: float  # share of the rows that draft a token; a NaN drafts none
 
     @property
     def mean(self) -> float:
@@ -89,7 +78,7 @@ class Replay:
 
     Args:
         recordings: of the target's greedy answers.
-        target: the twin whose embeddings and head the drafter shares.
+        target: the copy whose embeddings and head the drafter shares.
         drafter: its weights.
         per_prompt: places of each answer at most, spread evenly.
 
@@ -144,17 +133,9 @@ def _accepted(drafts: Tensor, ids: Tensor, anchors: Tensor) -> Tensor:
 
 
 def _draft(drafter: Drafter, target: Target, ids: Tensor, context: Tensor, anchors: Tensor) -> Tensor:
-    """Draft after each anchor, as a step does.
+    """Draft ``[places, block - 1]`` after each anchor of a sequence, as a step does; -1 where a logit is NaN.
 
-    Args:
-        drafter: wired in any way.
-        target: whose embeddings and head it shares.
-        ids: ``[length]`` of the sequence.
-        context: ``[1, length, taps * hidden]``, its tapped states.
-        anchors: ``[places]``, positions of the last tokens before the drafts.
-
-    Returns:
-        ``[places, block - 1]``; -1 where a logit is NaN.
+    ``ids`` are ``[length]``, ``context`` has its tapped states ``[1, length, taps * hidden]``.
     """
     # 1. Compute the keys and values of the whole context once
     block_size, length = drafter.config.block_size, torch.tensor([len(ids)], dtype=torch.int64, device=ids.device)

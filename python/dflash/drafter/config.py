@@ -18,7 +18,7 @@ from torch import Tensor
 from ..files import read_architectures
 from ..ops import MAX_CANDIDATES
 from ..terminal import listed, printable, shortened
-from .keys import BOTH, FULL, KEYS, METADATA, REQUIRED, ROPE_KEYS, SECTION, SLIDING, TOP, integer
+from .keys import BOTH, FULL, KEYS, METADATA, REQUIRED, ROPE_KEYS, SECTION, SLIDING, TOP, DFlash2Config, integer
 from .layouts import (
     DFLASH2_KEYS,
     DSPARK_ARCHITECTURE,
@@ -45,23 +45,6 @@ class SupportsToDict(Protocol):
 
     def to_dict(self) -> dict[str, object]:
         """Return the content of ``config.json``."""
-
-
-@dataclass(frozen=True)
-class DFlash2Config:
-    """The shape of what DFlash 2 adds to a drafter. The defaults are those of published drafters.
-
-    Attributes:
-        conv_kernel_size: rows that a convolution reads, its own included.
-        conv_group_size: channels that share the part of a kernel that depends on the row.
-        selector_rank: columns of the codebooks.
-        selector_top_k: candidates per position.
-    """
-
-    conv_kernel_size: int = 2
-    conv_group_size: int = 16
-    selector_rank: int = 256
-    selector_top_k: int = 16
 
 
 @dataclass(frozen=True)

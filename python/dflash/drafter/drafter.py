@@ -24,7 +24,6 @@ from .parts import (
     MarkovHead,
     empty_parameter,
     linear_of,
-    share_equal_parts,
     target_ids,
 )
 
@@ -255,9 +254,18 @@ class Drafter(nn.Module):
         mask = (config.mask_token_id, num_drafts, rows, mask_embedding, config.input_embedding_scale)
         return ops.draft_rows(tokens, length, drafts, table, *mask)
 
+    @torch.no_grad()
     def share_(self, embedding: Tensor, head: nn.Module) -> None:
         """Let own parts that equal the target's be its tensors until `load_state_dict`; write to neither in place."""
-        share_equal_parts(self, embedding, head)
+        for part, theirs in (("embed_tokens", embedding), ("lm_head", getattr(head, "weight", None))):
+            # Tensors that are spread, quantized, without values, or made in inference mode stay the target's own.
+            plain = type(theirs) in (Tensor, nn.Parameter) and not theirs.is_meta and not theirs.is_inference()
+            if part in self.config.own_parts and plain:
+                ours = getattr(self, part).weight
+                alike = (ours.shape, ours.dtype, ours.device) == (theirs.shape, theirs.dtype, theirs.device)
+                if alike and ours.data_ptr() != theirs.data_ptr() and torch.equal(ours, theirs):
+                    ours.data = theirs.data
+                    self.shared_parts.add(part)
 
     def scale_embeddings(self, embeds: Tensor) -> Tensor:
         """Scale the target's raw embeddings ``[..., hidden]`` by ``input_embedding_scale``."""

@@ -25,15 +25,7 @@ def check_draft_weights(weights: WeightStorage, draft: Drafter | None) -> None:
 
 
 def quantized_draft(weights: WeightStorage, draft: Drafter) -> Drafter:
-    """Return the drafter itself, or with ``weights="int8"`` one in its place that leaves it as it is.
-
-    Args:
-        weights: how they are stored.
-        draft: one that `check_draft_weights` has let pass.
-
-    Raises:
-        ValueError: a value of a weight is infinite or NaN.
-    """
+    """Return the drafter itself, or with ``weights="int8"`` an `Int8Drafter` of it."""
     return draft if weights is None else Int8Drafter.of(draft)
 
 
@@ -48,11 +40,7 @@ class Int8Drafter(Drafter):
 
     @classmethod
     def of(cls, draft: Drafter) -> Int8Drafter:
-        """Return a drafter with the parameters of this one, in the same memory.
-
-        Raises:
-            ValueError: a value of a weight is infinite or NaN.
-        """
+        """Return a drafter with the parameters of ``draft``, in the same memory. Raises ValueError if one is NaN."""
         stored = cls.__new__(cls)
         stored.__dict__.update(draft.__dict__, _stack=None, _copies=[], _quantized_values=ValuesFingerprint())
         stored._restack()

@@ -76,6 +76,23 @@ def unsupported(reason: str, *neutral: Any) -> Check:
 
 
 @dataclass(frozen=True)
+class DFlash2Config:
+    """The shape of what DFlash 2 adds to a drafter. The defaults are those of published drafters.
+
+    Attributes:
+        conv_kernel_size: rows that a convolution reads, its own included.
+        conv_group_size: channels that share the part of a kernel that depends on the row.
+        selector_rank: columns of the codebooks.
+        selector_top_k: candidates per position.
+    """
+
+    conv_kernel_size: int = 2
+    conv_group_size: int = 16
+    selector_rank: int = 256
+    selector_top_k: int = 16
+
+
+@dataclass(frozen=True)
 class Key:
     """One key.
 

@@ -9,15 +9,16 @@ It has three types of drafters: dflash, dflash2 and dspark.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from ..terminal import shortened
-from .keys import KEYS, LAYER, MAX_LAYERS, SLIDING, TOP, boolean, layers
+from .keys import KEYS, LAYER, MAX_LAYERS, SLIDING, TOP, DFlash2Config, boolean, layers
 
-DFLASH2_KEYS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+_DFLASH2_DEFAULTS = asdict(DFlash2Config())
+DFLASH2_KEYS = tuple(_DFLASH2_DEFAULTS)
 DSPARK_ARCHITECTURE = "Qwen3DSparkModel"
 _DFLASH_DEFAULTS = {"block_size": 8, "sample_from_anchor": False, "sliding_window_non_causal": False}
-_DFLASH2_DEFAULTS = dict(zip(DFLASH2_KEYS, (2, 16, 256, 16), strict=True))
 # What the speculators library takes where a key is missing, by ``speculators_model_type``.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "dflash": _DFLASH_DEFAULTS,

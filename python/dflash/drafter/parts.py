@@ -1,4 +1,4 @@
-"""The parts that only some drafters have: DFlash 2's, DSpark's, and those that others share with the target."""
+"""The parts that only some drafters have: DFlash 2's, DSpark's, and weights that follow from others."""
 
 from __future__ import annotations
 
@@ -41,13 +41,7 @@ class Holder(nn.Module):
 
 
 class GroupedConv(nn.Module):
-    """The parameters of a convolution over a block's rows, one side in front of a sublayer and one after it.
-
-    Args:
-        config: its shape.
-        hidden: channels.
-        like: a tensor whose dtype and device the parameters get.
-    """
+    """The parameters of a convolution over a block's rows, one side in front of a sublayer and one after it."""
 
     def __init__(self, config: DFlash2Config, hidden: int, like: Tensor) -> None:
         super().__init__()
@@ -80,14 +74,7 @@ class PairWeights(NamedTuple):
 
 
 class CandidateSelector(nn.Module):
-    """Scores each candidate of a position by the token that was drafted before it.
-
-    Args:
-        config: its shape, ``top_k`` candidates per position included.
-        hidden: width of the drafter.
-        vocab: rows of the codebooks.
-        like: a tensor whose dtype and device the parameters get.
-    """
+    """Scores each of the ``top_k`` candidates of a position by the token that was drafted before it."""
 
     def __init__(self, config: DFlash2Config, hidden: int, vocab: int, like: Tensor) -> None:
         super().__init__()
@@ -108,13 +95,8 @@ class CandidateSelector(nn.Module):
 class MarkovHead(nn.Module):
     """Adds ``W2 W1[a]`` to the logits that follow the token ``a``: a candidate selector whose queries are all ones.
 
-    The head was trained over the whole vocabulary, so its candidates are as many as the ops take.
-
-    Args:
-        rank: columns of both tables.
-        vocab: rows of ``W1``.
-        draft_vocab: rows of ``W2``, if that knows a part of the vocabulary only.
-        like: a tensor whose dtype and device the parameters get.
+    The head was trained over the whole vocabulary, so its candidates are as many as the ops take. ``draft_vocab`` is
+    the number of rows of ``W2``, if that knows a part of the vocabulary only.
     """
 
     def __init__(self, rank: int, vocab: int, draft_vocab: int | None, like: Tensor) -> None:
@@ -140,21 +122,7 @@ def target_ids(d2t: Tensor) -> Tensor:
     return d2t + torch.arange(len(d2t), device=d2t.device)
 
 
-# ---------------------------------------------------------------------------------------------- shared, derived
-
-
-@torch.no_grad()
-def share_equal_parts(drafter: nn.Module, embedding: Tensor, head: nn.Module) -> None:
-    """Let own parts that equal the target's be the target's tensors, so that they are in memory once."""
-    for part, theirs in (("embed_tokens", embedding), ("lm_head", getattr(head, "weight", None))):
-        # Tensors that are spread, quantized, without values, or made in inference mode stay the target's own.
-        plain = type(theirs) in (Tensor, nn.Parameter) and not theirs.is_meta and not theirs.is_inference()
-        if part in drafter.config.own_parts and plain:
-            ours = getattr(drafter, part).weight
-            alike = (ours.shape, ours.dtype, ours.device) == (theirs.shape, theirs.dtype, theirs.device)
-            if alike and ours.data_ptr() != theirs.data_ptr() and torch.equal(ours, theirs):
-                ours.data = theirs.data
-                drafter.shared_parts.add(part)
+# ---------------------------------------------------------------------------------------------- derived weights
 
 
 class DerivedWeight(nn.Module):
@@ -163,9 +131,6 @@ class DerivedWeight(nn.Module):
     Tensors that were replaced, or written to where torch counts it, have changed. torch counts neither writes through
     ``tensor.data`` or raw memory, nor any to a tensor that was made in inference mode. What follows from the latter is
     computed at every look.
-
-    Args:
-        weight: memory of the right shape.
     """
 
     def __init__(self, weight: Tensor) -> None:
