@@ -1,7 +1,7 @@
 """Receipts: what was asked and answered, from which every token of an answer can be derived again."""
 
 from .receipt import Fingerprints, Receipt, RecordedAnswer, RecordedSettings
-from .recorder import Recorder, seeds_of
+from .recorder import Recorder
 from .replay import Mismatch
 from .verification import CheckedAnswer, Verification, Verifier, lines_of, verify
 
@@ -16,6 +16,5 @@ __all__ = [
     "Verification",
     "Verifier",
     "lines_of",
-    "seeds_of",
     "verify",
 ]

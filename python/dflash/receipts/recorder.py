@@ -56,7 +56,8 @@ class Recorder:
         call = Call.resolve(TargetDefaults.of(target), ids, arguments)
         _check_verifiable(call, arguments)
         self._settings = RecordedSettings.of(call)
-        self._seeds, rows = seeds_of(call), len(call.prompts)
+        rows = len(call.prompts)
+        self._seeds = call.sampling.seeds(rows)  # drawn now if the call names none
         self.arguments = cast("GenerateArguments", {**arguments, "seed": self._seeds})
         self._target, self._fingerprints, self._tokenizer = target, fingerprints, arguments.get("tokenizer")
         self._prompts: list[list[int]] = [prompt.tolist() for prompt in call.prompts]
@@ -93,11 +94,6 @@ class Recorder:
         fingerprints = self._fingerprints or Fingerprints.of(self._target, self._tokenizer)
         shapes = self._block_size, len(self._prompts), GeneratorOptions.prefill_chunk
         return Receipt(tuple(answers), self._settings, fingerprints, *shapes, self._weights)
-
-
-def seeds_of(call: Call) -> list[int]:
-    """Return the seeds of a call's rows, drawn now if it names none."""
-    return call.sampling.seeds(len(call.prompts))
 
 
 def _check_verifiable(call: Call, arguments: GenerateArguments) -> None:

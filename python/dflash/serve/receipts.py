@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from ..call import Call
-from ..receipts import Fingerprints, Receipt, RecordedAnswer, RecordedSettings, Verifier, lines_of, seeds_of
+from ..receipts import Fingerprints, Receipt, RecordedAnswer, RecordedSettings, Verifier, lines_of
 from .completion import Choice
 from .protocol import ApiError, refusing
 from .scheduler import Scheduler
@@ -37,7 +37,7 @@ class ReceiptFolder:
     def write(self, completion: str, choice: Choice, index: int, reason: str) -> None:
         """Write the receipt of an answer that has ended. If that fails, the log says so and the answer goes on."""
         call, generator = choice.call, self._scheduler.generator
-        recorded = RecordedAnswer(tuple(call.prompts[0].tolist()), tuple(choice.ids), *seeds_of(call), reason)
+        recorded = RecordedAnswer(tuple(call.prompts[0].tolist()), tuple(choice.ids), *call.sampling.seeds(1), reason)
         shapes = generator.block_size, generator.batch_size, generator.prefill_chunk
         receipt = Receipt((recorded,), RecordedSettings.of(call), self.fingerprints, *shapes, generator.weights)
         try:
