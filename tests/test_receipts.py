@@ -17,7 +17,6 @@ from torch.testing._internal.two_tensor import TwoTensor
 from transformers import AutoModelForCausalLM
 
 import dflash
-from dflash.evaluate import demo_prompts, encode
 from dflash.receipts import Fingerprints, replay, verification
 from dflash.targets import weights_digest
 
@@ -55,17 +54,6 @@ class TestAnswersThatFollow:
         assert found.is_exact
         assert found.num_tokens == 6 * NEW
         assert found.differences == {}
-
-    def test_the_packages_pair(self):
-        target, draft, tokenizer = dflash.demo_pair()
-        letters = next(p.text for p in demo_prompts() if p.answer is None)
-        ids = encode(tokenizer, letters)
-        sampling = {"temperature": 1.0, "seed": 3, "num_return_sequences": 2, "max_new_tokens": 80}
-        receipt = recorded(target, draft, ids, tokenizer=tokenizer, **sampling)
-        assert receipt.answers[0].ids != receipt.answers[1].ids
-        assert dflash.verify(receipt, target, tokenizer).is_exact
-        other = with_answer(receipt, 1, seed=receipt.answers[1].seed + 1)
-        assert [answer.follows for answer in dflash.verify(other, target, tokenizer).answers] == [True, False]
 
     def test_the_events_of_a_stream_are_enough(self, target, draft, receipt):
         ids, mask = left_padded([prompt(5), prompt(19)])

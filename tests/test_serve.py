@@ -55,16 +55,6 @@ def test_an_answer_is_that_of_generate(service, fields, arguments):
     assert answer(ask(service, CHAT, body)) == direct(prompt_ids(TRIP), **{"max_new_tokens": 300} | same)
 
 
-def test_several_answers_are_those_of_num_return_sequences(service):
-    call = {"temperature": 1.0, "seed": 11}
-    got = answer(ask(service, CHAT, chat(TRIP, n=3, **call)))
-    assert got == direct(prompt_ids(TRIP), max_new_tokens=300, num_return_sequences=3, **call)
-    assert len(set(got)) == 3
-    assert (
-        answer(ask(service, CHAT, chat(TRIP, n=2, temperature=0))) == direct(prompt_ids(TRIP), max_new_tokens=300) * 2
-    )
-
-
 def test_a_request_without_a_seed_draws_one():
     with serving() as service:
         assert len({answer(ask(service, CHAT, chat(TRIP, temperature=1)))[0] for _ in range(3)}) > 1
@@ -341,14 +331,6 @@ def test_an_answer_that_takes_too_long_is_ended(stream):
     assert response.status_code == (200 if stream else 503)
     assert found["code"] == "timeout"
     assert found["message"] == "the answer was not ready after 0.3 s"
-
-
-def test_a_closed_scheduler_takes_no_requests():
-    with serving() as service:
-        service.scheduler.close()
-        response = ask(service, CHAT, chat())
-    assert response.status_code == 503
-    assert error(response)["code"] == "shutting_down"
 
 
 # ---------------------------------------------------------------------------------------------- the others
