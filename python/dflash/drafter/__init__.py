@@ -2,8 +2,7 @@
 
 from .checkpoint import MASK_EMBEDDING_FILE, draft_folder, load_draft
 from .config import ROPE_TYPES, DFlash2Config, DraftConfig, Rope, build_target_layer_ids, check_dflash2
-from .drafter import Drafter, scale_logits
-from .int8 import check_draft_weights, quantized_draft
+from .drafter import Drafter, check_draft_weights, quantized_draft, scale_logits
 from .keys import FULL, SLIDING
 from .layouts import from_speculators, is_speculators
 from .parts import CandidateSelector, GroupedConv, PairWeights
