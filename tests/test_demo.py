@@ -285,9 +285,9 @@ def test_no_prompt_is_started_when_the_time_is_spent(tiny, monkeypatch, seconds,
     monkeypatch.setattr(compare.Comparison, "answer", answer)
     budget = demo.Budget(seconds, clock)
     found = demo.measure(target, draft, tokenizer, demo.demo_prompts(tiny), Decoding(4), budget=budget)
-    assert (found.prompts, found.available) == (answered, 3)
-    assert found.answerable == (answered > 1)  # the second prompt is the one with a single right answer
-    assert found.new_tokens <= 4 * answered
+    assert (found["prompts"], found["available"]) == (answered, 3)
+    assert found["answerable"] == (answered > 1)  # the second prompt is the one with a single right answer
+    assert found["new_tokens"] <= 4 * answered
 
 
 def test_transformers_generate_leaves_the_random_state_unchanged(tiny):
@@ -295,7 +295,7 @@ def test_transformers_generate_leaves_the_random_state_unchanged(tiny):
     before = torch.random.get_rng_state()
     report = demo.measure(target, draft, tokenizer, demo.demo_prompts(tiny)[:1], Decoding(4, temperature=1.0))
     assert torch.random.get_rng_state().equal(before)
-    assert report.new_tokens <= 4
+    assert report["new_tokens"] <= 4
 
 
 @pytest.mark.parametrize(

@@ -54,8 +54,8 @@ def demo(
         console=None if as_json else Console(),
     )
     if as_json:
-        typer.echo(json.dumps(dataclasses.asdict(report)))
-    if not report.identical:
+        typer.echo(json.dumps(report))
+    if not report["identical"]:
         raise typer.Exit(1)
 
 

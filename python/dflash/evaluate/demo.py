@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from ..drafter import Drafter
 from .compare import Answer, Comparison, Decoding, GeneratorRunner, Total, TransformersRunner, pair_runners
@@ -35,50 +34,6 @@ class Budget:
         return self.seconds is not None and self.clock() - self.began >= share * self.seconds
 
 
-@dataclass(frozen=True)
-class DemoReport:
-    """What `measure` found. Speeds count the prompts' forward passes too.
-
-    Attributes:
-        identical: True if every answer was, token for token, that of one-token decoding with the same seed and, at
-            temperature 0, that of transformers' greedy ``generate``; with trees and without.
-        speedup: ``tokens_per_second / baseline_tokens_per_second``.
-        acceptance_length: mean tokens per step, bonus token counted; None when no step ran.
-        tokens_per_second: of DFlash: the tokens of all answers over the seconds of all answers.
-        baseline_tokens_per_second: the faster of the next two.
-        one_token_tokens_per_second: this package without a drafter.
-        transformers_tokens_per_second: the target's own ``generate``.
-        histogram: ``histogram[m]`` steps wrote ``m`` tokens.
-        temperature, seed: how answers were decoded.
-        prompts: how many were answered, of the ``available`` ones.
-        new_tokens: how many DFlash wrote.
-        right: how many answers were right, of the ``answerable`` prompts that have only one right answer.
-        tree: rows of the draft trees, or ``"auto"``; None if only chains were drafted, and of the next two. What is
-            not of trees is of chains.
-        tree_tokens_per_second: of DFlash with trees.
-        tree_acceptance_length: its mean tokens per step.
-    """
-
-    identical: bool
-    speedup: float
-    acceptance_length: float | None
-    tokens_per_second: float
-    baseline_tokens_per_second: float
-    one_token_tokens_per_second: float
-    transformers_tokens_per_second: float
-    histogram: list[int]
-    temperature: float
-    seed: int
-    prompts: int
-    available: int
-    new_tokens: int
-    right: int
-    answerable: int
-    tree: int | Literal["auto"] | None = None
-    tree_tokens_per_second: float | None = None
-    tree_acceptance_length: float | None = None
-
-
 def measure(
     target: Any,
     draft: Drafter,
@@ -88,7 +43,7 @@ def measure(
     *,
     budget: Budget | None = None,
     show: Show | None = None,
-) -> DemoReport:
+) -> dict[str, Any]:
     """Answer prompts with transformers' ``generate``, one token per step, DFlash and, if asked for, DFlash with trees.
 
     Args:
@@ -99,6 +54,13 @@ def measure(
         decoding: how they are answered.
         budget: None for no limit.
         show: called for each of the first few prompts, before anything is timed, to stream its answer.
+
+    Returns:
+        What ``dflash demo --json`` prints. ``identical`` is True if every answer was, token for token, that of
+        one-token decoding with the same seed and, at temperature 0, that of transformers' greedy ``generate``, with
+        trees and without. Speeds are all answers' tokens over their seconds, prompts included; the baseline is the
+        faster of one-token decoding and transformers. ``acceptance_length`` is None when no step ran; ``histogram[m]``
+        steps wrote ``m`` tokens; ``right`` counts among the ``answerable`` prompts, which have one right answer.
 
     Raises:
         ValueError: an argument is out of range, or a prompt and its answer may pass the model's positions.
@@ -134,7 +96,7 @@ def measure(
 
 def _report(
     prompts: Sequence[Prompt], answers: list[dict[str, Answer]], decoding: Decoding, block_size: int, tokenizer: Any
-) -> DemoReport:
+) -> dict[str, Any]:
     totals = {name: Total() for name in answers[0]}
     identical, right = True, 0
     for prompt, answer in zip(prompts, answers, strict=False):
@@ -148,26 +110,26 @@ def _report(
     dflash = totals["dflash"]
     speeds = {name: total.tokens_per_second for name, total in totals.items()}
     baseline = max(speeds["transformers"], speeds["one-token"])
-    return DemoReport(
-        identical=identical,
-        speedup=speeds["dflash"] / baseline,
-        acceptance_length=dflash.acceptance_length,
-        tokens_per_second=speeds["dflash"],
-        baseline_tokens_per_second=baseline,
-        one_token_tokens_per_second=speeds["one-token"],
-        transformers_tokens_per_second=speeds["transformers"],
-        histogram=dflash.statistics(block_size).histogram,
-        temperature=decoding.temperature,
-        seed=decoding.seed,
-        prompts=len(answers),
-        available=len(prompts),
-        new_tokens=dflash.tokens,
-        right=right,
-        answerable=sum(prompt.answer is not None for prompt in prompts[: len(answers)]),
-        tree=decoding.tree,
-        tree_tokens_per_second=speeds.get("tree"),
-        tree_acceptance_length=totals["tree"].acceptance_length if "tree" in totals else None,
-    )
+    return {
+        "identical": identical,
+        "speedup": speeds["dflash"] / baseline,
+        "acceptance_length": dflash.acceptance_length,
+        "tokens_per_second": speeds["dflash"],
+        "baseline_tokens_per_second": baseline,
+        "one_token_tokens_per_second": speeds["one-token"],
+        "transformers_tokens_per_second": speeds["transformers"],
+        "histogram": dflash.statistics(block_size).histogram,
+        "temperature": decoding.temperature,
+        "seed": decoding.seed,
+        "prompts": len(answers),
+        "available": len(prompts),
+        "new_tokens": dflash.tokens,
+        "right": right,
+        "answerable": sum(prompt.answer is not None for prompt in prompts[: len(answers)]),
+        "tree": decoding.tree,
+        "tree_tokens_per_second": speeds.get("tree"),
+        "tree_acceptance_length": totals["tree"].acceptance_length if "tree" in totals else None,
+    }
 
 
 def run_demo(
@@ -178,7 +140,7 @@ def run_demo(
     prompts: int | None = None,
     seconds: float | None = None,
     console: Console | None = None,
-) -> DemoReport:
+) -> dict[str, Any]:
     """Load a pair, answer its held-out prompts, or ``prompt``, and measure.
 
     Args:
@@ -221,7 +183,7 @@ def run_demo(
     if console is not None:
         print_legend(console)
     report = measure(target, draft, tokenizer, asked, decoding, budget=budget, show=show if console else None)
-    report = dataclasses.replace(report, available=len(known) if prompt is None else 1)
+    report["available"] = len(known) if prompt is None else 1
     if console is not None:
         if trees.best is not None:
             print_tree(console, tokenizer, trees.best)

@@ -16,8 +16,6 @@ from . import trees
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from .demo import DemoReport
-
 ACCEPTED, BONUS = "green", "bold underline yellow"  # bonus tokens stand out without colors too
 _TREE_STYLES = {trees.ACCEPTED: f"bold {ACCEPTED}", trees.BONUS: BONUS, trees.DRAFT: "default", trees.EDGE: "dim"}
 _ASCII = str.maketrans("─┬├└│━┯┝┕·", "-+|`|=+|`_")
@@ -92,36 +90,38 @@ def print_tree(console: Console, tokenizer: Any, step: trees.TreeStep) -> None:
         console.print(Text.assemble(*pieces), no_wrap=True, overflow="ellipsis", crop=not wide, soft_wrap=wide)
 
 
-def print_demo(console: Console, report: DemoReport, models: str) -> None:
+def print_demo(console: Console, report: dict[str, Any], models: str) -> None:
     """Print a report of `dflash.evaluate.demo.measure`; ``models`` describes the pair."""
     console.out()
     _print_speeds(console, report)
-    count = "1 prompt" if report.available == 1 else f"{report.prompts} of {report.available} prompts"
+    count = "1 prompt" if report["available"] == 1 else f"{report['prompts']} of {report['available']} prompts"
     lines = (
-        f"{models}, {torch.get_num_threads()} threads, T = {report.temperature:g}",
-        f"{count}, {report.new_tokens} tokens; the prompts' own forward passes are counted too",
+        f"{models}, {torch.get_num_threads()} threads, T = {report['temperature']:g}",
+        f"{count}, {report['new_tokens']} tokens; the prompts' own forward passes are counted too",
     )
     for line in lines:
         console.out(line, style="dim", highlight=False)
-    _print_histogram(console, report.histogram)
+    _print_histogram(console, report["histogram"])
     compared = "one-token decoding, same seed"
-    if report.temperature == 0:
+    if report["temperature"] == 0:
         compared += ", and transformers generate"
-    verdict = "yes" if report.identical else "NO"
+    verdict = "yes" if report["identical"] else "NO"
     console.out(f"\nidentical output: {verdict} ({compared})", style="bold", highlight=False)
-    if report.answerable:
-        console.out(f"right answers: {report.right} of {report.answerable}", highlight=False)
+    if report["answerable"]:
+        console.out(f"right answers: {report['right']} of {report['answerable']}", highlight=False)
 
 
-def _print_speeds(console: Console, report: DemoReport) -> None:
+def _print_speeds(console: Console, report: dict[str, Any]) -> None:
     rows = [
-        ("transformers generate", report.transformers_tokens_per_second, 1.0),
-        ("one-token decoding", report.one_token_tokens_per_second, 1.0),
-        ("DFlash", report.tokens_per_second, report.acceptance_length),
+        ("transformers generate", report["transformers_tokens_per_second"], 1.0),
+        ("one-token decoding", report["one_token_tokens_per_second"], 1.0),
+        ("DFlash", report["tokens_per_second"], report["acceptance_length"]),
     ]
-    if report.tree is not None:
-        rows.append((f"DFlash, tree={report.tree}", report.tree_tokens_per_second, report.tree_acceptance_length))
-    baseline = report.baseline_tokens_per_second
+    if report["tree"] is not None:
+        rows.append(
+            (f"DFlash, tree={report['tree']}", report["tree_tokens_per_second"], report["tree_acceptance_length"])
+        )
+    baseline = report["baseline_tokens_per_second"]
     cells = [(name, f"{speed:.0f}", f"{speed / baseline:.2f}x", _fixed(length)) for name, speed, length in rows]
     _print_table(console, ("", "tokens/s", "speedup", "acceptance length"), cells, bold="DFlash")
 
