@@ -235,10 +235,6 @@ class _CachedGenerator:
         self.fingerprints = [Fingerprint(module) for module in modules]
         self.finalizers = [weakref.finalize(module, _free) for module in modules]
 
-    def knows(self, target: nn.Module) -> bool:
-        """Return True if the generator was made for this target, as far as a cheap look can tell."""
-        return self.fingerprints[0].matches(target)
-
     def serves(self, target: nn.Module, draft: nn.Module | None, options: PairOptions, call: Call) -> bool:
         """Return True if the generator was made for this pair and has room for the call."""
         modules = [module for module in (target, draft) if module is not None]
@@ -272,9 +268,9 @@ def _lock() -> AbstractContextManager[object]:
 
 
 def _checked(target: nn.Module) -> nn.Module:
-    """Do what `check_target` does, but for a target that the kept generator knows: it was checked then."""
+    """Do what `check_target` does, but for the kept target: `_generator_for` checks it again if it has changed."""
     cached, unwrapped = _cached, unwrap(target)
-    return unwrapped if cached is not None and cached.knows(unwrapped) else check_target(unwrapped)
+    return unwrapped if cached is not None and cached.fingerprints[0].is_of(unwrapped) else check_target(unwrapped)
 
 
 def _resolve(target: nn.Module, ids: Tensor, arguments: GenerateArguments) -> Call:
@@ -305,6 +301,7 @@ def _generator_for(target: nn.Module, draft: nn.Module | None, call: Call, optio
     if cached is not None and not is_inside and cached.serves(target, draft, options, call):
         return cached.generator
     # 1. Check what the new one needs before the old one is freed.
+    check_target(target)
     capacity = -(-(call.longest + call.max_new_tokens) // _CAPACITY_STEP) * _CAPACITY_STEP
     positions = max_positions(target)
     if positions is not None:

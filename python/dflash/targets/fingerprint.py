@@ -51,18 +51,25 @@ class Fingerprint:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = weakref.ref(module)
-        tensors = _tensors(module)
-        self._tensors, self._versions, self._attached = _identities(tensors), _versions(tensors), _attached(module)
+        self._module, modules = weakref.ref(module), modules_of(module)
+        tensors = _tensors(modules)
+        self._tensors, self._versions, self._attached = _identities(tensors), _versions(tensors), _attached(modules)
+
+    def is_of(self, module: nn.Module) -> bool:
+        """Return True if ``module`` is the same object, whatever has changed in it."""
+        return self._module() is module
 
     def matches(self, module: nn.Module) -> bool:
         """Return True if ``module`` is the same one, unchanged but for values."""
-        return self._module() is module and not self.replaced() and self._attached == _attached(module)
+        if not self.is_of(module):
+            return False
+        modules = modules_of(module)
+        return self._tensors == _identities(_tensors(modules)) and self._attached == _attached(modules)
 
     def replaced(self) -> bool:
         """Return True if the module is still alive and has other tensors now."""
         module = self._module()
-        return module is not None and self._tensors != _identities(_tensors(module))
+        return module is not None and self._tensors != _identities(_tensors(modules_of(module)))
 
     def has_same_values(self, module: nn.Module) -> bool:
         """Return True if the module matches, and its values are the same as far as torch counts writes in place.
@@ -70,13 +77,14 @@ class Fingerprint:
         torch does not count writes through ``tensor.data``, NumPy or DLPack, nor those of fused optimizers. It counts
         none of inference tensors: a module that has one never has the same values.
         """
-        return self.matches(module) and None not in self._versions and self._versions == _versions(_tensors(module))
+        same = self.matches(module) and None not in self._versions
+        return same and self._versions == _versions(_tensors(modules_of(module)))
 
 
-def _attached(module: nn.Module) -> list[tuple]:
+def _attached(modules: list[nn.Module]) -> list[tuple]:
     """Return the hooks and the state of the adapters of all modules."""
     found: list[tuple] = [global_hooks()]
-    for part in modules_of(module):
+    for part in modules:
         if part._forward_hooks or part._forward_pre_hooks:
             found.append((*part._forward_hooks, None, *part._forward_pre_hooks))
         if "merged_adapters" in part.__dict__:  # a layer of peft
@@ -85,9 +93,9 @@ def _attached(module: nn.Module) -> list[tuple]:
     return found
 
 
-def _tensors(module: nn.Module) -> list[Tensor]:
+def _tensors(modules: list[nn.Module]) -> list[Tensor]:
     """Return parameters and buffers, and this process's part of those that are spread over several."""
-    tensors = tensors_of(modules_of(module))
+    tensors = tensors_of(modules)
     return tensors + [shard for tensor in tensors if (shard := shard_of(tensor)) is not None]
 
 
