@@ -13,10 +13,17 @@ from torch import Tensor, nn
 
 from .call import Call, GenerateArguments, TargetDefaults, check_stream_arguments
 from .drafter import check_draft_weights, load_draft
-from .fit import check_block_size, check_tree
 from .generator import CallLock, Generator, locks_held_here
 from .ops import WeightStorage
-from .options import BlockSize, GeneratorOptions, check_width_call, checked_block_size, tree_rows
+from .options import (
+    BlockSize,
+    GeneratorOptions,
+    check_block_size,
+    check_tree,
+    check_width_call,
+    checked_block_size,
+    tree_rows,
+)
 from .outputs import GenerateOutput, StreamEvent
 from .targets import (
     Fingerprint,

@@ -21,10 +21,19 @@ from .engine import Direct, Engine, Replay, step
 from .engine.prefill import cached_prefix
 from .engine.run import Answer, Run, event_of, output_of
 from .engine.runner import compiled_per_kind, compiled_per_shape
-from .fit import check_block_size, check_room, check_tree, check_tree_trial
 from .ops import WeightStorage
-from .options import GeneratorOptions, check_width_call, checked_block_size, checked_tree, tree_rows
+from .options import (
+    GeneratorOptions,
+    check_block_size,
+    check_room,
+    check_tree,
+    check_tree_trial,
+    check_width_call,
+    checked_block_size,
+    tree_rows,
+)
 from .outputs import GenerateOutput, StreamEvent
+from .settings import checked
 from .state import State
 from .streaming import BatchDecoder
 from .targets import Fingerprint, KnownWeights, Target, check_target, first_hook
@@ -217,7 +226,7 @@ class Generator:
         self.denoise_steps, self.prefill_chunk = int(options.denoise_steps), int(options.prefill_chunk)
         self.graph, self.fused, self.reuse_prefix = options.graph, options.fused, options.reuse_prefix
         self.weights = options.weights
-        self.tree = checked_tree(options.tree)
+        self.tree = checked("tree", options.tree)
         check_tree(target, self.tree, self._loaded, room=self.tree)
         # 2. The pair: the target's twin, the drafter, and the engine with its state.
         check_tree_trial(twin := self._twin(target), self.tree)

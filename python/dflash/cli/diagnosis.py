@@ -26,7 +26,7 @@ from ..doctor import Diagnosis, Effort, Pair, Prompts, diagnose, find_prompts
 from ..drafter import DraftConfig, draft_folder
 from ..engine import runner as replay
 from ..files import read_json
-from ..fit import check_config
+from ..options import check_config
 from ..targets import check_target
 from ..terminal import bars, printable
 from .loading import Source, load, load_tokenizer

@@ -14,7 +14,7 @@ from rich.markup import escape
 
 from ..drafter import load_draft
 from ..evaluate import Pretrained
-from ..fit import check_tree
+from ..options import check_tree
 from ..terminal import printable
 
 

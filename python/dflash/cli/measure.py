@@ -17,7 +17,7 @@ from ..evaluate import report as reports
 from ..evaluate.benchmark import BenchmarkConfig, progress_bars, run_benchmark
 from ..evaluate.demo import run_demo
 from ..evaluate.prompts import DATASETS, load_conversations
-from ..options import checked_tree
+from ..settings import checked
 from . import options
 from .loading import load_tokenizer
 
@@ -46,7 +46,7 @@ def demo(
     if prompt is not None:
         check_text(prompt, "--prompt")
     report = run_demo(
-        Decoding(max_new_tokens, temperature, seed, tree=checked_tree(options.as_number(tree))),
+        Decoding(max_new_tokens, temperature, seed, tree=checked("tree", options.as_number(tree))),
         folder=PAIR if pair is None else pair,
         prompt=prompt,
         prompts=prompts,

@@ -19,7 +19,7 @@ from ..evaluate import PAIR, check_text, draft_folder
 from ..files import read_json
 from ..grammar import Grammar
 from ..ops import WeightStorage
-from ..options import check_tree_call, check_width_call, checked_block_size, checked_tree
+from ..options import check_tree_call, check_width_call, checked_block_size
 from ..settings import SETTINGS, GenerateArguments, checked
 from .loading import Source, check_device, load
 
@@ -77,7 +77,7 @@ class ModelOptions:
         call, if all of it drafts trees where these are asked for.
         """
         # 1. The rows of a step.
-        tree, block_size = checked_tree(as_number(self.tree)), checked_block_size(as_number(self.block_size))
+        tree, block_size = checked("tree", as_number(self.tree)), checked_block_size(as_number(self.block_size))
         check_width_call(block_size, tree)
         check_tree_call(tree, denoise_steps=1, draft_sharpness=draft_sharpness)
         # 2. The weights.

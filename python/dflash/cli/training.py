@@ -18,7 +18,7 @@ import typer
 
 from ..drafter import DFlash2Config, load_draft
 from ..files import check_writable
-from ..fit import check_config
+from ..options import check_config
 from ..targets import check_target, text_config
 from ..terminal import bars, printable
 from ..train import TrainConfig, add_dflash2, check_trainable, choose_mask_id, draft_config, new_drafter

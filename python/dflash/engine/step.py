@@ -14,9 +14,10 @@ from torch import Tensor
 from .. import ops
 from ..call import Call
 from ..drafter import Drafter
-from ..options import MAX_LOGPROBS, BlockSize, tree_rows
+from ..options import BlockSize, tree_rows
 from ..proposers import ChainProposer, PaddingProposer, TreeProposer, chain_widths
 from ..sampling import HostRules, KeyedAcceptance, LogitRules, RejectionAcceptance
+from ..settings import MAX_LOGPROBS
 from ..state import FULL, RUNNING, STOPPED, Block, Logprobs, State
 from ..targets import Target, first_hook
 from .budget import TreeBudget, WidthBudget, context_bucket, measured_costs

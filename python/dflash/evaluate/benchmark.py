@@ -21,8 +21,8 @@ from torch import nn
 from ..drafter import Drafter
 from ..engine import context_bucket
 from ..files import write_atomically
-from ..fit import check_block_size
 from ..ops import WeightStorage
+from ..options import check_block_size
 from ..targets import max_positions
 from ..terminal import bars
 from .compare import Answer, Comparison, Decoding, Total, describe, pair_runners

@@ -22,8 +22,8 @@ from torch.nn import functional as F
 from ..drafter import Drafter
 from ..evaluate.compare import Decoding, GeneratorRunner, answer_all
 from ..files import check_writable, remove_unfinished
-from ..fit import check_config
 from ..generator import Generator
+from ..options import check_config
 from ..targets import Target, check_target, max_positions, text_config
 from .batches import Batches, Blocks, add_noise, default_gamma, make_blocks, mix_seed, pad_rows, sample_anchors
 from .checkpoint import data_digest, fingerprint, resume_run, save_draft, save_run, target_digest
