@@ -6,13 +6,13 @@ import dataclasses
 import sys
 import types
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from ..api import PairOptions, generate_call
-from ..call import Call, GenerateArguments, TargetDefaults
+from ..call import Call, TargetDefaults
 from ..ops import WeightStorage
 from ..outputs import GenerateOutput
 from ..settings import SETTINGS, LogitsProcessor, StoppingCriterion
@@ -26,16 +26,11 @@ __all__ = ["custom_generate"]
 
 # transformers' processors for settings of a call: class -> (setting, attribute). The warpers are in the
 # order in which token choice applies them.
-_PROCESSORS = {
-    kind: {
-        row.processor[0]: (name, row.processor[1])
-        for name, row in SETTINGS.items()
-        if row.kind == kind and row.processor is not None
-    }
+_WARPERS, _RULES = (
+    {row.processor[0]: (name, row.processor[1]) for name, row in SETTINGS.items() if row.kind == kind and row.processor}
     for kind in ("sampling", "rule")
-}
-_WARPERS, _RULES = _PROCESSORS["sampling"], _PROCESSORS["rule"]
-_RULES_BY_NAME = {name for name, _ in _RULES.values()}
+)
+_RULE_NAMES = {name for name, _ in _RULES.values()}
 _NO_EFFECT = ("LogitNormalization",)  # a constant added to all logits changes no choice
 # Not functions of a row's ids and scores.
 _STATEFUL = ("UnbatchedClassifierFreeGuidanceLogitsProcessor", "ConfidenceCriteria")
@@ -244,30 +239,28 @@ def custom_generate(  # noqa: PLR0913 - transformers reads the names from this s
     if streamer is not None:
         check_streamer(streamer, input_ids.shape[0])
     # 2. What transformers made of the settings, as our arguments.
-    arguments = _arguments(logits_processor or (), stopping_criteria or (), config, model_kwargs, input_ids, defaults)
-    given: GenerateArguments = {
-        **arguments.given,
-        "seed": seed,
-        "draft_sharpness": draft_sharpness,
-        "acceptance": acceptance,
-        "denoise_steps": denoise_steps,
-        "tree": tree,
-        "streamer": streamer,
+    mask = model_kwargs.get("attention_mask")
+    new, stop, strings, criteria = _criteria(stopping_criteria or (), input_ids)
+    rules, processors = _processors(logits_processor or (), config, defaults)
+    _check_called([*processors, *criteria], mask, input_ids.shape[0])
+    settings = {name: value for name, value in defaults.settings.items() if name not in _RULE_NAMES} | rules
+    given: Any = {
+        "attention_mask": mask,
+        "max_new_tokens": new,
+        "stop_token_ids": [token for token in stop if 0 <= token < defaults.vocab_size],  # others are never emitted
+        "stop_strings": (),  # they come as a criterion
+        "num_return_sequences": 1,  # the rows have been repeated
+        "logits_processor": processors or None,
+        "stopping_criteria": criteria or None,
+        **{"seed": seed, "draft_sharpness": draft_sharpness, "acceptance": acceptance, "denoise_steps": denoise_steps},
+        **{"tree": tree, "streamer": streamer},
     }
-    call = Call.resolve(arguments.defaults, input_ids, given)
-    call = dataclasses.replace(call, stop_criteria=tuple(arguments.stop_criteria))
+    call = Call.resolve(dataclasses.replace(defaults, settings=settings), input_ids, given)
+    call = dataclasses.replace(call, stop_criteria=tuple(strings))
     # 3. Run it.
     options = PairOptions(block_size, weights, draft_weights)
     output = generate_call(target, draft, call, options, prompt_was_put=prompt_was_put)
     return output if config.return_dict_in_generate else output.sequences
-
-
-class _Arguments(NamedTuple):
-    """What transformers' processors and criteria ask for."""
-
-    given: GenerateArguments
-    defaults: TargetDefaults
-    stop_criteria: list[Any]
 
 
 def _defaults(target: nn.Module, config: Any) -> TargetDefaults:
@@ -297,29 +290,3 @@ def _check_model_arguments(given: Mapping[str, Any], ids: Tensor) -> None:
             raise _refuse(f"{name} that holds tokens, {past.get_seq_length()} here")
     if given.get("position_ids") is not None:
         _check_positions(given["position_ids"], given.get("attention_mask"), ids)
-
-
-def _arguments(
-    processors: Sequence[Any],
-    criteria: Sequence[Any],
-    config: Any,
-    model_kwargs: Mapping[str, Any],
-    ids: Tensor,
-    defaults: TargetDefaults,
-) -> _Arguments:
-    """Return processors and criteria as our arguments."""
-    mask = model_kwargs.get("attention_mask")
-    new, stop, strings, called_criteria = _criteria(criteria, ids)
-    rules, called_processors = _processors(processors, config, defaults)
-    _check_called([*called_processors, *called_criteria], mask, ids.shape[0])
-    given: GenerateArguments = {
-        "attention_mask": mask,
-        "max_new_tokens": new,
-        "stop_token_ids": [token for token in stop if 0 <= token < defaults.vocab_size],  # others are never emitted
-        "stop_strings": (),  # they come as a criterion
-        "num_return_sequences": 1,  # the rows have been repeated
-        "logits_processor": called_processors or None,
-        "stopping_criteria": called_criteria or None,
-    }
-    settings = {name: value for name, value in defaults.settings.items() if name not in _RULES_BY_NAME} | rules
-    return _Arguments(given, dataclasses.replace(defaults, settings=settings), strings)
