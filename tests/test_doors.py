@@ -27,7 +27,6 @@ from transformers.generation.stopping_criteria import ConfidenceCriteria
 
 import dflash
 from dflash.evaluate import draft_folder
-from dflash.ops import Int8Weight
 
 NEW = 30
 
@@ -62,9 +61,6 @@ class TestCustomGenerate:
         assert torch.equal(output.sequences, expected)
         assert output.statistics.weights == "int8"
         assert not torch.equal(ours(target, draft, ids), expected)
-        assert isinstance(dflash.api.kept_generator().draft._stack.layers[0].q, torch.Tensor)
-        ours(target, draft, ids, draft_weights="int8")
-        assert isinstance(dflash.api.kept_generator().draft._stack.layers[0].q, Int8Weight)
 
     def test_acceptance_and_denoise_steps_are_those_of_generate(self, target, draft):
         p = prompt(8)[None]
@@ -75,10 +71,6 @@ class TestCustomGenerate:
             output = ours(target, draft, p, return_dict_in_generate=True, **call, **own)
             assert torch.equal(output.sequences, expected.sequences)
             assert output.statistics.acceptance_lengths == expected.statistics.acceptance_lengths
-        with pytest.raises(ValueError, match='acceptance must be "keyed" or "rejection", got \'greedy\''):
-            ours(target, draft, p, **call, acceptance="greedy")
-        with pytest.raises(ValueError, match="denoise_steps must be an integer of at least 1, got 0"):
-            ours(target, draft, p, **call, denoise_steps=0)
 
     def test_sampling_settings_are_applied(self, target, draft):
         p = prompt(8)[None]
@@ -185,15 +177,10 @@ REFUSED = [
     ),
     ({"stopping_criteria": [ConfidenceCriteria(0.5)]}, "ConfidenceCriteria: it is not a function of the ids"),
     ({"typical_p": 0.5, "do_sample": True}, r"generation_config.typical_p=0\.5"),
-    ({"max_time": 9.0}, r"generation_config.max_time=9\.0"),
     ({"num_beams": 2}, "generation_config.num_beams=2"),
     ({"output_scores": True, "return_dict_in_generate": True}, "generation_config.output_scores=True"),
-    ({"output_hidden_states": True, "return_dict_in_generate": True}, "generation_config.output_hidden_states=True"),
-    ({"remove_invalid_values": True}, "generation_config.remove_invalid_values=True"),
     ({"position_ids": torch.arange(3, 8)[None]}, "position_ids other than 0, 1, 2"),
-    ({"output_attentions": True}, "generation_config.output_attentions=True"),
     ({"draft_sharpness": -1.0}, "draft_sharpness must be a number of at least 0"),
-    ({"block_size": 99}, "block_size must be at most the drafter's own, 16, got 99"),
 ]
 
 
@@ -285,8 +272,6 @@ class TestAssistant:
         assistant, p = dflash.as_assistant(draft, draft_weights="int8"), prompt(15)[None]
         expected = target.generate(p, do_sample=False, max_new_tokens=NEW)
         assert torch.equal(self.call(target, assistant, p, max_new_tokens=NEW), expected)
-        assert isinstance(assistant.draft._stack.layers[0].q, Int8Weight)
-        assert isinstance(draft._stack.layers[0].q, torch.Tensor)
         with pytest.raises(ValueError, match='draft_weights must be "int8" or None, got'):
             dflash.as_assistant(draft, draft_weights="int4")
         with pytest.raises(ValueError, match=r"needs a drafter on CPU in float32 or bfloat16, got one on cpu in .*16"):

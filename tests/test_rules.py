@@ -613,18 +613,6 @@ def test_a_compiled_generator_takes_more_sets_of_rules_than_torch_takes_graphs(m
             check(output, 5, [by_transformers(target, p, {"no_repeat_ngram_size": size}, new=6)])
 
 
-def test_compiled_rules_give_the_same_logits():
-    torch._dynamo.reset()
-    rules = Rules(BLOCK_RULES["most"], torch.tensor([3, 1]), torch.tensor([16, 24]), 11)
-    tokens, length, block = torch.randint(0, 3, (2, 30)), torch.tensor([7, 20]), torch.randint(0, 3, (2, 4))
-    block[:, 0] = tokens.gather(1, length[:, None])[:, 0]
-    logits = torch.randn(2, 4, 11)
-    got = torch.compile(rules.apply, fullgraph=True)(logits, tokens, length, block)
-    torch.testing.assert_close(got, rules.apply(logits, tokens, length, block))
-    drafts = torch.compile(rules.apply_to_drafts, fullgraph=True)(logits, length)
-    torch.testing.assert_close(drafts, rules.apply_to_drafts(logits, length))
-
-
 def test_a_penalty_leaves_the_acceptance_of_a_trained_pair(pair_dir):
     tokenizer = AutoTokenizer.from_pretrained(pair_dir / "target")
     target = AutoModelForCausalLM.from_pretrained(pair_dir / "target", dtype=torch.float32).eval()
@@ -639,68 +627,22 @@ def test_a_penalty_leaves_the_acceptance_of_a_trained_pair(pair_dir):
     assert sum(steps) / len(steps) > 9.3  # 9.7 measured; 8.2 if the drafter applies the penalty too
 
 
-BAD_RULES = [
-    (
-        {"repetition_penalty": 0},
-        ValueError,
-        r"repetition_penalty must be a .* more than 0 \(1 is off\), got 0",
-    ),
-    ({"repetition_penalty": -1.5}, ValueError, "repetition_penalty must be a finite number .*, got -1.5"),
-    ({"repetition_penalty": float("nan")}, ValueError, "repetition_penalty must be a finite number .* got nan"),
-    ({"repetition_penalty": "1.1"}, TypeError, "repetition_penalty must be a finite number .* got '1.1'"),
-    ({"presence_penalty": INF}, ValueError, "presence_penalty must lie in .* got inf"),
-    ({"presence_penalty": True}, TypeError, "presence_penalty must lie in .* got True"),
-    ({"frequency_penalty": [1.0]}, TypeError, r"frequency_penalty must lie in .* got \[1.0\]"),
-    ({"no_repeat_ngram_size": -1}, ValueError, "no_repeat_ngram_size must be an integer of at least 0, got -1"),
-    ({"no_repeat_ngram_size": 2.0}, TypeError, "no_repeat_ngram_size must be an integer of at least 0, got 2.0"),
-    ({"logit_bias": [(1, 2.0)]}, TypeError, "logit_bias must map token ids to numbers, got"),
-    ({"logit_bias": {97: 1.0}}, ValueError, r"logit_bias must hold token ids in 0 \.\. 96, got 97"),
-    ({"logit_bias": {"5": 1.0}}, TypeError, r"logit_bias must hold token ids in 0 \.\. 96, got '5'"),
-    ({"logit_bias": {5: INF}}, ValueError, "logit_bias of token 5 must be a finite number or -inf, got inf"),
-    ({"logit_bias": {5: float("nan")}}, ValueError, "logit_bias of token 5 must be a finite number or -inf, got nan"),
-    ({"logit_bias": {5: "a"}}, TypeError, "logit_bias of token 5 must be a finite number or -inf, got 'a'"),
-    ({"logit_bias": {(5, 97): 1.0}}, ValueError, r"logit_bias must hold token ids in 0 \.\. 96, got 97"),
-    ({"logit_bias": {(): 1.0}}, ValueError, "logit_bias must not hold an empty tuple"),
-    (
-        {"logit_bias": {(5, 6): INF}},
-        ValueError,
-        r"logit_bias of tokens \[5, 6\] must be a finite number or -inf, got inf",
-    ),
-    ({"bad_words_ids": [3, 4]}, TypeError, r"bad_words_ids must be a list of lists of token ids, got \[3, 4\]"),
-    ({"bad_words_ids": [[]]}, ValueError, "bad_words_ids must not hold an empty list"),
-    ({"bad_words_ids": [[3, 97]]}, ValueError, r"bad_words_ids must hold token ids in 0 \.\. 96, got 97"),
-    ({"bad_words_ids": "bad"}, TypeError, "bad_words_ids must be a list of lists of token ids, got 'bad'"),
-    ({"suppress_tokens": 5}, TypeError, "suppress_tokens must be a list of token ids, got 5"),
-    ({"suppress_tokens": [-1]}, ValueError, r"suppress_tokens must hold token ids in 0 \.\. 96, got -1"),
-    ({"suppress_tokens": range(97)}, ValueError, "together leave no token to choose"),
-    ({"begin_suppress_tokens": [1.5]}, TypeError, r"begin_suppress_tokens must hold token ids in 0 \.\. 96, got 1.5"),
-    ({"forced_bos_token_id": 97}, ValueError, r"forced_bos_token_id must hold token ids in 0 \.\. 96, got 97"),
-    ({"forced_bos_token_id": [1, 2]}, ValueError, r"forced_bos_token_id must be one token id, got \[1, 2\]"),
-    ({"forced_eos_token_id": -3}, ValueError, r"forced_eos_token_id must hold token ids in 0 \.\. 96, got -3"),
-    (
-        {"forced_eos_token_id": 3, "suppress_tokens": [3]},
-        ValueError,
-        r"forced_eos_token_id \[3\] is also in suppress_tokens: no token is left",
-    ),
-    ({"min_length": -1}, ValueError, "min_length must be an integer of at least 0, got -1"),
-    ({"min_new_tokens": 1.0}, TypeError, "min_new_tokens must be an integer of at least 0, got 1.0"),
-    ({"repetition_penality": 1.1}, TypeError, "unexpected keyword argument 'repetition_penality'"),
-    ({"logits_processor": TopKLogitsWarper(3)}, TypeError, "logits_processor must be a list of callables, got TopK"),
-    ({"logits_processor": [3]}, TypeError, "logits_processor must be a list of callables, got 3 in it"),
-    ({"stopping_criteria": 5}, TypeError, "stopping_criteria must be a list of callables, got int"),
+CONTRADICTIONS = [
+    ({"suppress_tokens": range(97)}, "together leave no token to choose"),
+    ({"bad_words_ids": [[x] for x in range(97)]}, "together leave no token to choose"),
+    ({"forced_eos_token_id": 3, "suppress_tokens": [3]}, r"forced_eos_token_id \[3\] is also in suppress_tokens"),
     (
         {"repetition_penalty": 1.1, "logits_processor": [RepetitionPenaltyLogitsProcessor(1.2)]},
-        ValueError,
         r"repetition_penalty is 1\.1 .* and logits_processor holds a RepetitionPenaltyLogitsProcessor: choose one",
     ),
 ]
 
 
-@pytest.mark.parametrize(("rule", "error", "message"), BAD_RULES, ids=lambda value: str(value)[:40])
-def test_wrong_values_are_named_before_any_work(target, draft, monkeypatch, rule, error, message):
+@pytest.mark.parametrize(("rule", "message"), CONTRADICTIONS, ids=lambda value: str(value)[:40])
+def test_contradictions_are_named_before_any_work(target, draft, monkeypatch, rule, message):
     dflash.release()
     monkeypatch.setattr(api, "structural_twin", None)  # no twin may be created
-    with pytest.raises(error, match=message):
+    with pytest.raises(ValueError, match=message):
         dflash.generate(target, draft, prompt(5)[None], max_new_tokens=4, **rule)
 
 

@@ -93,6 +93,28 @@ def test_integers_and_extreme_numbers_are_accepted():
             TypeError,
             r"draft_sharpness must be a number .* got 'auto'",
         ),
+        ("repetition_penalty", 0, ValueError, r"repetition_penalty must be a finite number of more than 0 .*, got 0"),
+        ("repetition_penalty", "1.1", TypeError, r"repetition_penalty must be a finite .* got '1.1'"),
+        ("presence_penalty", math.inf, ValueError, r"presence_penalty must lie in -1e30 .. 1e30, got inf"),
+        ("frequency_penalty", [1.0], TypeError, r"frequency_penalty must lie in .* got \[1.0\]"),
+        ("no_repeat_ngram_size", -1, ValueError, r"no_repeat_ngram_size must be an integer of at least 0, got -1"),
+        ("logit_bias", [(1, 2.0)], TypeError, r"logit_bias must map token ids to numbers, got"),
+        ("logit_bias", {97: 1.0}, ValueError, r"logit_bias must hold token ids in 0 \.\. 96, got 97"),
+        ("logit_bias", {"5": 1.0}, TypeError, r"logit_bias must hold token ids in 0 \.\. 96, got '5'"),
+        ("logit_bias", {5: math.inf}, ValueError, r"logit_bias of token 5 must be a finite number or -inf, got inf"),
+        ("logit_bias", {(5, 6): math.nan}, ValueError, r"logit_bias of tokens \[5, 6\] must be a finite number"),
+        ("logit_bias", {(5, 97): 1.0}, ValueError, r"logit_bias must hold token ids in 0 \.\. 96, got 97"),
+        ("logit_bias", {(): 1.0}, ValueError, r"logit_bias must not hold an empty tuple"),
+        ("bad_words_ids", [3, 4], TypeError, r"bad_words_ids must be a list of lists of token ids, got \[3, 4\]"),
+        ("bad_words_ids", "bad", TypeError, r"bad_words_ids must be a list of lists of token ids, got 'bad'"),
+        ("bad_words_ids", [[]], ValueError, r"bad_words_ids must not hold an empty list"),
+        ("bad_words_ids", [[3, 97]], ValueError, r"bad_words_ids must hold token ids in 0 \.\. 96, got 97"),
+        ("suppress_tokens", 5, TypeError, r"suppress_tokens must be a list of token ids, got 5"),
+        ("begin_suppress_tokens", [1.5], TypeError, r"begin_suppress_tokens must hold token ids in .* got 1.5"),
+        ("forced_bos_token_id", [1, 2], ValueError, r"forced_bos_token_id must be one token id, got \[1, 2\]"),
+        ("forced_eos_token_id", -3, ValueError, r"forced_eos_token_id must hold token ids in 0 \.\. 96, got -3"),
+        ("logits_processor", print, TypeError, r"logits_processor must be a list of callables, got builtin"),
+        ("logits_processor", [3], TypeError, r"logits_processor must be a list of callables, got 3 in it"),
         ("seed", 2**63, ValueError, r"seed must fit in int64, got 9223372036854775808"),
         ("seed", [0, -(2**63) - 1], ValueError, r"seed\[1\] must fit in int64, got -9223372036854775809"),
         ("seed", [1, 2.0], TypeError, r"seed\[1\] must be an integer, got 2.0"),
@@ -103,7 +125,7 @@ def test_integers_and_extreme_numbers_are_accepted():
 )
 def test_wrong_values_are_named(name, value, error, message):
     with pytest.raises(error, match=message):
-        checked(name, value)
+        checked(name, value, vocab_size=97)
 
 
 def test_seeds_are_one_per_row():
