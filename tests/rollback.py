@@ -87,7 +87,7 @@ def run_prompts(target: Target, cache: RecurrentCache, prompts: list[Tensor], ch
 
 def standing(cache: RecurrentCache) -> list[Tensor]:
     """Return copies of the states and of the inputs in front of them, of all layers."""
-    return [tensor.clone() for _, layer in sorted(cache.recurrent.items()) for tensor in layer.standing]
+    return [tensor.clone() for _, layer in sorted(cache.recurrent.items()) for tensor in layer.held_values]
 
 
 def keep_rejected_rows(monkeypatch) -> None:

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from . import ops
 
-__all__ = ["KVCache", "RecurrentCache", "RecurrentLayer"]
-
 
 class KVCache:
     """Keys and values of every layer, ``[batch_size, num_kv_heads, capacity, head_dim]`` each, at fixed addresses.
@@ -68,12 +66,10 @@ class KVCache:
         return _KVRows(self, rows)
 
     def commit_(self, length: Tensor, num_context: Tensor, path: Tensor | None = None) -> None:
-        """Follow a step that committed rows of its block.
+        """Follow a step that committed rows of its block, after the counters have advanced.
 
-        Called within every step, after the counters have advanced. A chain's committed rows already are in the slots
-        of their positions, and the length trims the rest. Those of a tree are moved to these slots. A recurrent cache
-        takes them up at the start of the next pass. Implementations launch work of fixed shape: they never wait for
-        the device and branch on no value.
+        A chain's rows are in the slots of their positions already; those of a tree are moved there. A recurrent cache
+        takes them up at the start of the next pass. Launches work of fixed shape, and never waits for the device.
 
         Args:
             length: ``[batch]`` int64, positions committed so far.
@@ -92,14 +88,14 @@ class KVCache:
         """Note what the pass has done."""
 
     def resumable(self, shared: Sequence[int], first: int = 0) -> list[int]:  # noqa: ARG002
-        """Return from which position at or before ``shared`` the rows from ``first`` on can go on: here from any."""
+        """Return from which position at or before ``shared`` the rows from ``first`` on can continue: here any."""
         return list(shared)
 
     def resume_(self, positions: Sequence[int], first: int = 0) -> None:
-        """Go on from these positions, which `resumable` has returned. Keys and values need nothing for it."""
+        """Continue from these positions, which `resumable` has returned. Keys and values need nothing for it."""
 
     def keep_snapshot_(self, rows: Sequence[int]) -> None:
-        """Remember where these rows stand now, as a place to resume from later. Keys and values need no such place."""
+        """Remember the position of these rows, to resume from it later. Keys and values need nothing for it."""
 
 
 class _KVRows(KVCache):
@@ -117,22 +113,15 @@ class _KVRows(KVCache):
 
 
 class RecurrentLayer:
-    """The buffers of one recurrent layer; each is allocated at its first use, at an address that never changes.
+    """The buffers of one recurrent layer; each is allocated at its first use, at an address that never changes."""
 
-    Attributes:
-        window: ``[batch, width - 1 + block, channels]`` of the convolution: the inputs in front of ``held``, then those
-            of the last pass.
-        state: ``[batch, heads, key_dim, value_dim]`` float32, at ``held``.
-        saved_k: ``[batch, block, key_heads, key_dim]`` float32; with the next two, of the last pass' rows.
-        saved_d: ``[batch, block, heads, value_dim]`` float32.
-        saved_a: ``[batch, block, heads]`` or ``[batch, block, heads, key_dim]`` float32.
-    """
-
+    # [batch, width - 1 + block, channels], the convolution's inputs in front of `held`, then those of the last pass.
     window: Tensor | None = None
-    state: Tensor | None = None
-    saved_k: Tensor | None = None
-    saved_d: Tensor | None = None
-    saved_a: Tensor | None = None
+    state: Tensor | None = None  # [batch, heads, key_dim, value_dim] float32, at `held`
+    # Of the last pass' rows, float32:
+    saved_k: Tensor | None = None  # [batch, block, key_heads, key_dim]
+    saved_d: Tensor | None = None  # [batch, block, heads, value_dim]
+    saved_a: Tensor | None = None  # [batch, block, heads] or [batch, block, heads, key_dim]
 
     def __init__(self, batch_size: int, block_size: int) -> None:
         self.batch_size, self.block_size = batch_size, block_size
@@ -144,8 +133,8 @@ class RecurrentLayer:
         return [buffer for buffer in every if buffer is not None]
 
     @property
-    def standing(self) -> list[Tensor]:
-        """What stands at ``held``, as views: the context of the convolution and the state."""
+    def held_values(self) -> list[Tensor]:
+        """Views of what is at ``held``: the context of the convolution and the state."""
         context = [] if self.window is None else [self.window[:, : self.window.shape[1] - self.block_size]]
         return context + ([] if self.state is None else [self.state])
 
@@ -263,7 +252,7 @@ class RecurrentCache(KVCache):
             torch.where(num_context > 0, length - num_context, self.held, out=self.held)
 
     def resumable(self, shared: Sequence[int], first: int = 0) -> list[int]:
-        """Return ``shared`` itself where the states stand at or before it, else the snapshot's position, else 0."""
+        """Return ``shared`` where the states are at or before it, else the snapshot's position, else 0."""
         held, snapshots = torch.stack([self.held, self._snapshot_at])[:, first : first + len(shared)].tolist()
         return [
             at if self.goes_on and stands <= at else snapshot if snapshot <= at else 0
@@ -287,9 +276,9 @@ class RecurrentCache(KVCache):
             self.held[rows][chosen] = at[chosen]
         # 3. Their states.
         for index, layer in self.recurrent.items():
-            for standing, copy in zip(layer.standing, self._snapshot.get(index, ()), strict=False):
+            for standing, copy in zip(layer.held_values, self._snapshot.get(index, ()), strict=False):
                 standing[rows][restored] = copy[rows][restored]
-            for standing in layer.standing:
+            for standing in layer.held_values:
                 standing[rows].index_fill_(0, cleared, 0)
 
     def keep_snapshot_(self, rows: Sequence[int]) -> None:
@@ -299,11 +288,11 @@ class RecurrentCache(KVCache):
         for index, layer in self.recurrent.items():
             copies = self._snapshot.setdefault(index, [])
             # A pass that was interrupted may have left a layer with a convolution only.
-            copies += [torch.zeros_like(standing) for standing in layer.standing[len(copies) :]]
+            copies += [torch.zeros_like(standing) for standing in layer.held_values[len(copies) :]]
         for row in rows:
             self._snapshot_at[row].copy_(self.held[row])
             for index, layer in self.recurrent.items():
-                for standing, copy in zip(layer.standing, self._snapshot[index], strict=True):
+                for standing, copy in zip(layer.held_values, self._snapshot[index], strict=True):
                     copy[row] = standing[row]
 
 

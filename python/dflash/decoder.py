@@ -4,26 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import ops
-from .cache import RecurrentCache
+from .cache import KVCache, RecurrentCache
 from .ops import BlockConv, DecoderLayer, DeltaNetLayer, PackedLayers, Weight, reference, split_weights
 from .state import Tree
-
-__all__ = ["BlockConv", "DecoderLayer", "DecoderStack", "DeltaNetLayer", "rotary_table"]
-
-
-class Cache(Protocol):
-    """What a stack without recurrent layers reads of a K/V cache; with them it takes a `RecurrentCache`."""
-
-    keys: Sequence[Tensor]  # per layer [batch, num_kv_heads, capacity, head_dim]
-    values: Sequence[Tensor]
-    rotary: tuple[Tensor, Tensor]  # cos and sin, each [positions, rotary / 2]
-    capacity: int
 
 
 class AttentionInputs(NamedTuple):
@@ -32,7 +21,7 @@ class AttentionInputs(NamedTuple):
     lengths: Tensor  # [batch]
     context: Tensor | None  # [batch, context_rows, hidden]
     num_context: Tensor | None  # [batch]
-    cache: Cache
+    cache: KVCache
     tree: Tree | None
 
 
@@ -88,7 +77,7 @@ class DecoderStack:
             self._packed.refresh()
 
     def __call__(
-        self, hidden: Tensor, lengths: Tensor, cache: Cache, context: Tensor | None = None,
+        self, hidden: Tensor, lengths: Tensor, cache: KVCache, context: Tensor | None = None,
         num_context: Tensor | None = None, tree: Tree | None = None, tapped: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Run the layers over a block of rows and append its K/V.
@@ -123,7 +112,7 @@ class DecoderStack:
             tapped = hidden.new_empty(*hidden.shape[:2], len(self.taps) * hidden.shape[2])
         return self._op_by_op(hidden, AttentionInputs(lengths, context, num_context, cache, tree), tapped), tapped
 
-    def _recurrent(self, cache: Cache) -> tuple:
+    def _recurrent(self, cache: KVCache) -> tuple:
         """Return what `ops.decoder_layers` takes for recurrent layers."""
         if not isinstance(cache, RecurrentCache):
             return ()

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from .ops import WeightStorage
 
-__all__ = ["GenerateOutput", "Statistics", "StreamEvent", "TokenLogprobs"]
-
 
 class TokenLogprobs(NamedTuple):
     """Natural logarithms of probabilities at one position, by the target's own logits in float32.

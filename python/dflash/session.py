@@ -17,8 +17,6 @@ from .streaming import BatchDecoder
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["RowEvent", "Session"]
-
 
 class RowEvent(NamedTuple):
     """What a step added to the answer in one row.

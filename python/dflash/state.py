@@ -103,13 +103,8 @@ class RowReport(NamedTuple):
 class Report:
     """One int64 tensor that a step writes and the host reads, both in this class.
 
-    Its columns: ``length``, ``done``, ``rows`` choices, ``rows`` ids of the block, then what a tree expects.
-
-    Args:
-        batch: rows of the batch.
-        rows: rows of a chain.
-        sizes: numbers that a tree's expectation has; 0 where only chains are proposed.
-        device: of the tensor.
+    Its columns: ``length``, ``done``, ``rows`` choices, ``rows`` ids of the block, then ``sizes`` numbers that a tree
+    expects (0 where only chains are proposed).
     """
 
     def __init__(self, batch: int, rows: int, sizes: int, device: torch.device) -> None:
@@ -144,43 +139,25 @@ class Report:
 
 @dataclass
 class State:
-    """Everything that a step reads and writes; see the invariant above.
+    """Everything that a step reads and writes; see the invariant above."""
 
-    Attributes:
-        tokens: ``[batch, capacity]`` int64.
-        length: ``[batch]`` int64.
-        num_context: ``[batch]`` int64, how many tokens the last step emitted.
-        done: ``[batch]`` int64: RUNNING, STOPPED, FULL or INVALID.
-        limits: ``[batch]`` int64, the tokens that a row may hold in all.
-        prompt_length: ``[batch]`` int64.
-        stop_token_ids: ``[batch, slots]`` int64, padded with an id that no token has.
-        block: ``[batch, rows]`` int64, the anchor and the proposals of the last chain, or those of the last tree that
-            equal the choices along its accepted path; -1 for none.
-        offsets: ``[rows]`` int64: 1, 2, ...
-        context: ``[batch, rows, taps * hidden]``, the target's features of the last chain, or of the path that was
-            accepted of the last tree; 0 columns without a drafter.
-        tree_features: ``[batch * tree_rows * taps * hidden]``, the target's features of the last tree.
-        tree_path: ``[batch, rows]`` int64, the path that was accepted of the last tree.
-        tree_choices: ``[batch, rows]`` int64, the target's choices along that path.
-        sampling: how each row samples.
-        target_cache: of the target.
-        draft_cache: of the drafter; None without one.
-        report: what the host reads of a step.
-    """
-
-    tokens: Tensor
-    length: Tensor
-    num_context: Tensor
-    done: Tensor
-    limits: Tensor
-    prompt_length: Tensor
-    stop_token_ids: Tensor
+    tokens: Tensor  # [batch, capacity] int64
+    length: Tensor  # [batch] int64
+    num_context: Tensor  # [batch] int64, the tokens that the last step emitted
+    done: Tensor  # [batch] int64: RUNNING, STOPPED, FULL or INVALID
+    limits: Tensor  # [batch] int64, the tokens that a row may hold in all
+    prompt_length: Tensor  # [batch] int64
+    stop_token_ids: Tensor  # [batch, slots] int64, padded with an id that no token has
+    # [batch, rows] int64, the anchor and the proposals of the last chain, or those of the last tree that equal the
+    # choices along its accepted path; -1 for none.
     block: Tensor
-    offsets: Tensor
+    offsets: Tensor  # [rows] int64: 1, 2, ...
+    # [batch, rows, taps * hidden], the target's features of the last chain, or of the path that was accepted of the
+    # last tree; 0 columns without a drafter.
     context: Tensor
-    tree_features: Tensor
-    tree_path: Tensor
-    tree_choices: Tensor
+    tree_features: Tensor  # [batch * tree_rows * taps * hidden], the target's features of the last tree
+    tree_path: Tensor  # [batch, rows] int64, the path that was accepted of the last tree
+    tree_choices: Tensor  # [batch, rows] int64, the target's choices along that path
     sampling: Sampling
     target_cache: KVCache
     draft_cache: KVCache | None
@@ -192,13 +169,7 @@ class State:
     ) -> State:
         """Return the state of ``batch`` rows of ``max_length`` tokens; every row is done.
 
-        Args:
-            target: the target.
-            draft: the drafter, or None.
-            batch: rows of the batch.
-            max_length: tokens that a row may hold.
-            block_size: rows of a chain.
-            tree_rows: the most rows of a tree; 0 for chains only.
+        ``block_size`` is the rows of a chain, ``tree_rows`` the most of a tree; 0 for chains only.
         """
         device, capacity = target.device, max_length + max(block_size, tree_rows)  # a block may look past the end
 

@@ -11,11 +11,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-__all__ = [
-    *("BatchDecoder", "StopCriterion", "Streamer", "TextDecoder", "Tokenizer", "check_streamer", "first_stop"),
-    "open_suffix",
-]
-
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"  # what a decoder shows for bytes that are not a character (yet)
 _WINDOW = 64  # tokens that every push decodes again; at most twice as many
 # What tokenizers replace when they clean up spaces: text that may become one of these is not final.

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 
 from ..state import RUNNING, TREE_SIZES, RowReport
 
-__all__ = ["TreeBudget", "WidthBudget", "context_bucket", "measured_costs"]
-
 # Tokens that are taken as accepted, and as predicted, before the first step.
 _PRIOR = 6.0
 # Tokens per step at each size, until there are reports: Qwen3-8B on MATH-500 (DDTree, arXiv 2604.12989).
@@ -64,13 +62,7 @@ class TreeBudget:
         return min(size for size, tokens in promised.items() if tokens >= _EQUAL * max(promised.values()))
 
     def observe(self, rows: int, emitted: Sequence[int], reports: Sequence[RowReport]) -> None:
-        """Learn from a step.
-
-        Args:
-            rows: that it verified.
-            emitted: per row, its tokens.
-            reports: per row; those that have ended tell nothing, since the end may have cut a path off.
-        """
+        """Learn from a step that verified ``rows``. Rows that have ended are left out: the end may cut a path off."""
         running = [
             (count, report) for count, report in zip(emitted, reports, strict=True) if report.done == RUNNING and count
         ]
@@ -90,20 +82,13 @@ def context_bucket(length: int) -> int:
 
 @dataclass
 class _Counts:
-    """How many steps each width would have needed to write the same tokens.
-
-    Attributes:
-        tokens: that were written.
-        steps: by width.
-        taken: steps that were really taken.
-    """
+    """How many steps each width would have needed to write the same tokens."""
 
     tokens: float
-    steps: dict[int, float]
-    taken: float = 1.0
+    steps: dict[int, float]  # by width
+    taken: float = 1.0  # steps that were really taken
 
     def scaled(self, factor: float) -> _Counts:
-        """Return counts that weigh so much of these."""
         steps = {width: factor * steps for width, steps in self.steps.items()}
         return _Counts(factor * self.tokens, steps, factor * self.taken)
 
@@ -118,12 +103,9 @@ class _Counts:
 class WidthBudget:
     """Chooses the width of chains that writes most tokens per cost at this context length.
 
-    The tokens of a step are the target's own whatever was drafted, so every width is judged by the same ones. Up to the
-    first wrong draft they are a *run*, and a block of w rows writes w tokens of it at most: it needs ``ceil(run / w)``
-    steps. For the width in use these are the steps that were taken. Shares of drafts that were kept by position would
-    not do: a wide block always ends at a token that is hard to draft, and a narrow one also before.
-
-    `bench/bench_width.py` prints what the widest's steps promise of other widths next to what these then write.
+    Up to the first wrong draft the tokens of steps are a *run*, of which blocks of w rows need ``ceil(run / w)`` steps.
+    So every width is judged by the same tokens. Shares of drafts kept per position would not do: a wide block always
+    ends at a token that is hard to draft, and a narrow one also before.
 
     Lengths of one `context_bucket` share their counts, which begin as those of the nearest bucket, weighed as a few
     steps. A call begins with the widest, whose step counts as one that kept everything.
@@ -163,7 +145,6 @@ class WidthBudget:
             self._running = [self._counts[bucket] for bucket in running.values()]
 
     def _at(self, bucket: int) -> _Counts:
-        """Return the counts of a bucket, new ones by those of its nearest."""
         if bucket in self._counts:
             return self._counts[bucket]
         if not self._counts:
@@ -172,7 +153,6 @@ class WidthBudget:
         return nearest.scaled(min(1.0, _FROM_NEIGHBOUR / nearest.taken))
 
     def _first(self) -> _Counts:
-        """Return the counts of a step of the widest that kept everything."""
         steps = {width: math.ceil(self._block_size / width) for width in self.costs}
         return _Counts(self._block_size, steps)
 
@@ -185,9 +165,8 @@ def measured_costs(
 ) -> dict[int, float]:
     """Return the seconds of a step by size, up to the first that costs too much ever to be worth it.
 
-    The sizes take turns, and the shortest time of each counts: other work on the machine comes and goes, and only ever
-    makes a step longer. Each size takes its first steps and one more, however long these are. What is taken beyond that
-    ends with the step by which all but the first steps have had their time.
+    The sizes take turns, and the shortest time of each counts, since other work on the machine only makes steps longer.
+    Each size takes its warm-ups and one step more, however long these are.
 
     Args:
         time_step: takes a step of so many rows, and returns its seconds.

@@ -14,8 +14,6 @@ from ..cache import KVCache
 from ..state import FULL, INVALID, RUNNING, STOPPED, Block
 from .step import Engine, walk
 
-__all__ = ["Prefill", "cached_prefix"]
-
 
 class Prefill:
     """The prompts of consecutive rows on their way through target and drafter, in lockstep.
@@ -106,10 +104,34 @@ class Prefill:
     @torch.no_grad()
     def choose_first(self) -> None:
         """Choose each row's first new token and set its ``done``, once all prompts are run."""
-        _choose_first(self.engine, self.rows, self.ends)
+        engine, rows, ends = self.engine, self.rows, self.ends
+        state, ended = engine.state, []
+        # 1. Rules and noise are those of all rows: the others' choices are dropped.
+        logits = ends.new_zeros(engine.batch_size, *ends.shape[1:])
+        logits[rows] = ends
+        prompt = dataclasses.replace(state, length=(state.length - 1).clamp(min=0))  # a block of the last token
+        block = Block(prompt.anchor)
+        logits = engine.rules.apply(logits, block, prompt)
+        if engine.grammar_masks is not None:
+            logits = engine.grammar_masks.apply(logits)
+        if engine.host_rules is None:
+            first = engine.keyed.choose_at(logits, state.length[:, None], state)
+        else:
+            first, _, ended = walk(engine, block, logits, prompt, [RUNNING] * engine.batch_size)
+        first = engine.target.ranks.share_(first)[rows]
+        # 2. Emit it.
+        length = state.length[rows]
+        if engine.logprobs is not None:
+            engine.logprobs.write_(rows, ends, first, length[:, None])
+        state.tokens[rows].scatter_(1, length[:, None], first.clamp(min=0))
+        stopped = (first == state.stop_token_ids[rows]).any(1)
+        done = torch.where(stopped, STOPPED, torch.where(length + 1 >= state.limits[rows], FULL, RUNNING))
+        state.done[rows] = done.masked_fill(first[:, 0] < 0, INVALID)
+        if ended:
+            state.done[ended] = STOPPED
 
     def _keep_snapshot(self, start: int) -> None:
-        """Keep the states before each row's last chunk, unless that is the beginning, where states are zero."""
+        # Before each row's last chunk, unless that is the beginning, where states are zero.
         ending = [row for row, n in enumerate(self.counts) if start < n <= start + self.chunk]
         rows = [self.rows.start + row for row in ending if start + self._cached[row] > 0]
         self.engine.state.target_cache.keep_snapshot_(rows)
@@ -148,30 +170,3 @@ def _fitting(cache: KVCache, cached: list[int], lengths: list[int], capacity: in
         if lower == cached:
             return cached
         cached = lower
-
-
-def _choose_first(engine: Engine, rows: slice, ends: Tensor) -> None:
-    """Choose the first new token of ``rows`` from ``ends [rows, 1, vocab]``, and set their ``done``."""
-    state, ended = engine.state, []
-    # Rules and noise are those of all rows: the others' choices are dropped.
-    logits = ends.new_zeros(engine.batch_size, *ends.shape[1:])
-    logits[rows] = ends
-    prompt = dataclasses.replace(state, length=(state.length - 1).clamp(min=0))  # a block of the prompt's last token
-    block = Block(prompt.anchor)
-    logits = engine.rules.apply(logits, block, prompt)
-    if engine.grammar_masks is not None:
-        logits = engine.grammar_masks.apply(logits)
-    if engine.host_rules is None:
-        first = engine.keyed.choose_at(logits, state.length[:, None], state)
-    else:
-        first, _, ended = walk(engine, block, logits, prompt, [RUNNING] * engine.batch_size)
-    first = engine.target.ranks.share_(first)[rows]
-    length = state.length[rows]
-    if engine.logprobs is not None:
-        engine.logprobs.write_(rows, ends, first, length[:, None])
-    state.tokens[rows].scatter_(1, length[:, None], first.clamp(min=0))
-    stopped = (first == state.stop_token_ids[rows]).any(1)
-    done = torch.where(stopped, STOPPED, torch.where(length + 1 >= state.limits[rows], FULL, RUNNING))
-    state.done[rows] = done.masked_fill(first[:, 0] < 0, INVALID)
-    if ended:
-        state.done[ended] = STOPPED

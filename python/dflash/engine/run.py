@@ -21,51 +21,28 @@ _FINISH_REASONS = {STOPPED: "stop", FULL: "length"}
 
 @dataclass
 class Answer:
-    """The host's view of one row's answer. On a GPU it is one step late, so that the host never waits for the step.
+    """The host's view of one row's answer. On a GPU it is one step late, so that the host never waits for the step."""
 
-    Attributes:
-        row: of the state.
-        prompt_length: tokens of its prompt.
-        num_prefilled_tokens: how many of them are run.
-        filled: how many of them the caches hold.
-        criteria: transformers' stop-string criteria.
-        history: prompt and answer so far, for these criteria.
-        length: the index of its last emitted token.
-        done: RUNNING, STOPPED, FULL or INVALID; None until the prompt has been run.
-        new_ids: the ids that the last report added; empty where the run does not read ids.
-        accepted: how many of them were drafts.
-        acceptance_lengths: the tokens that each step emitted.
-        rows: per step, the rows that it verified.
-        step_seconds: per step, what passed until it was read.
-        time_to_first_token: seconds.
-        has_grammar: a grammar says which of its tokens are allowed.
-        asked_logprobs: how many probable tokens are asked for; None for no log probabilities.
-        asks_prompt_logprobs: those of the prompt's tokens too.
-        logprobs: of ``new_ids``.
-        prompt_logprobs: of the prompt, in the answer's first event.
-        error: what went wrong with this row; empty if nothing did.
-    """
-
-    row: int
+    row: int  # of the state
     prompt_length: int
-    num_prefilled_tokens: int
-    filled: int
-    criteria: tuple[StopCriterion, ...] = ()
-    history: list[int] = field(default_factory=list)
-    length: int = 0
-    done: int | None = None
-    new_ids: list[int] = field(default_factory=list)
-    accepted: int = 0
-    acceptance_lengths: list[int] = field(default_factory=list)
-    rows: list[int] = field(default_factory=list)
-    step_seconds: list[float] = field(default_factory=list)
+    num_prefilled_tokens: int  # tokens of the prompt that are run
+    filled: int  # tokens of the prompt that the caches hold
+    criteria: tuple[StopCriterion, ...] = ()  # transformers' stop-string criteria
+    history: list[int] = field(default_factory=list)  # prompt and answer so far, for the criteria
+    length: int = 0  # the index of the last emitted token
+    done: int | None = None  # RUNNING, STOPPED, FULL or INVALID; None until the prompt has been run
+    new_ids: list[int] = field(default_factory=list)  # of the last report; empty where the run does not read ids
+    accepted: int = 0  # how many of them were drafts
+    acceptance_lengths: list[int] = field(default_factory=list)  # the tokens that each step emitted
+    rows: list[int] = field(default_factory=list)  # per step, the rows that it verified
+    step_seconds: list[float] = field(default_factory=list)  # per step, what passed until it was read
     time_to_first_token: float = 0.0
     has_grammar: bool = False
-    asked_logprobs: int | None = None
+    asked_logprobs: int | None = None  # probable tokens per position; None for no log probabilities
     asks_prompt_logprobs: bool = False
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprobs | None] | None = None
-    error: str = ""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # of `new_ids`
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # in the answer's first event
+    error: str = ""  # what went wrong with this row
 
     def begin(self, length: int, done: int, first: int | None, state: State) -> None:
         """Take note that the prompt has been run; ``first`` is the first token, None if the run reads no ids."""

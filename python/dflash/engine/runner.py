@@ -21,8 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Direct", "Replay", "compiled_per_kind", "compiled_per_shape", "graph_status"]
-
 _CAPTURING = threading.Lock()  # captures and watches change settings of the whole process
 _WARM_UPS = 2  # real steps before a capture: one makes what is made at first use, one is watched
 # The least recently used goes first. Four widths (`block_size="auto"`) of eight kinds of calls.
