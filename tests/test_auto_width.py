@@ -12,7 +12,6 @@ from draft_variants import HIDDEN, config_dict, random_drafter, sliding
 from families import Cheat, at_costs, hinted, make_draft, make_target
 from recorded import no_host_reads, record
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import dflash
 from dflash.engine import context_bucket
@@ -72,10 +71,6 @@ def fed(costs, *steps: tuple[int, int], length: int = 0, block_size: int = 16) -
 
 
 class TestBudget:
-    def test_a_call_begins_with_the_drafters_own_block(self):
-        for costs in (STEEP, FLAT):
-            assert WidthBudget(costs, 16).choose() == 16
-
     def test_the_width_follows_what_drafts_are_worth(self):
         assert fed(STEEP, *[(16, 16)] * 20).choose() == 16
         assert fed(STEEP, *[(16, 9)] * 20).choose() == 12
@@ -85,17 +80,6 @@ class TestBudget:
     def test_where_rows_cost_nothing_the_smallest_of_equal_widths_is_taken(self):
         assert fed(FLAT, *[(16, 16)] * 20).choose() == 16
         assert fed(FLAT, *[(16, 2)] * 100).choose() == 4
-
-    def test_the_width_in_use_is_judged_by_what_it_wrote(self):
-        budget = fed(FLAT, *[(8, 8), (8, 8), (8, 3), (8, 1), (8, 8), (8, 7)] * 50)
-        [counts] = budget._running
-        assert counts.tokens / counts.steps[8] == pytest.approx(35 / 6, rel=0.06)
-
-    def test_other_widths_are_judged_by_the_steps_that_they_would_have_needed(self):
-        budget = fed(dict.fromkeys((4, 8, 16), 1.0), *[(8, 8), (8, 5)] * 60)  # runs of 13 tokens
-        [counts] = budget._running
-        rates = {width: counts.tokens / steps for width, steps in counts.steps.items()}
-        assert rates == pytest.approx({4: 13 / 4, 8: 13 / 2, 16: 13}, rel=0.06)
 
     def test_a_width_grows_again_when_drafts_get_better(self):
         budget = fed(STEEP, *[(16, 2)] * 50)
@@ -258,16 +242,6 @@ def test_a_second_generation_drafter_changes_width(target, plain, drawn, prompts
     check_cycling(target, make_draft(target, "DFlash2"), prompts, answers, temperature=temperature, seed=3)
 
 
-def test_a_conversation_continues_after_changing_widths(target, draft, prompts, plain):
-    generator = cheat(target, draft, prompts[1:2], plain[1:2], max_length=200)
-    events = cycling(generator, prompts[1][None])
-    ids = torch.cat([prompts[1], torch.tensor(written(events, 0)), prompt(5)])
-    expected = greedy(target, ids, NEW)
-    output = generator.generate(ids[None], max_new_tokens=NEW, return_dict_in_generate=True)
-    check_answers(output.sequences, len(ids), [expected])
-    assert output.statistics.num_prefilled_tokens[0] <= 6
-
-
 # ---------------------------------------------------------------------------------------------- the device
 
 
@@ -279,23 +253,6 @@ def test_a_step_of_every_width_neither_waits_nor_reads(target, draft, prompts):
         generator.engine.chain.rows = width
         with no_host_reads():
             generator.step()
-
-
-def test_a_narrow_block_is_written_once(target, draft, prompts):
-    generator = made(target, draft)
-    next(generator.stream(prompts[1][None], max_new_tokens=NEW))
-    copies = []
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            copies.extend([func] * (func is torch.ops.aten.copy_.default))
-            return func(*args, **(kwargs or {}))
-
-    generator.engine.chain.rows = 4
-    with torch.no_grad(), Watch():
-        block = generator.engine.chain.propose(generator.state)
-    assert block.ids.shape == (1, 4)
-    assert not copies
 
 
 def test_steps_are_captured_once_per_width(target, draft, prompts, plain):

@@ -120,16 +120,6 @@ def test_a_long_prompt_is_run_in_chunks_between_the_steps_of_others():
     assert finish(of)[second][0] == greedy(target, long, NEW).tolist()
 
 
-def test_a_first_token_does_not_wait_for_a_step():
-    of = session()
-    first, second = admit(of, prompt(5), stop_token_ids=[]), admit(of, prompt(6), stop_token_ids=[])
-    rows = [[(row, len(event.ids[0]) > 1) for row, event, _ in of.step()] for _ in range(4)]
-    assert rows[0] == [(first, False)]
-    assert [row for row, _ in rows[1]] == [first]
-    assert rows[2] == [(second, False)], "a step comes between two prompts"
-    assert [row for row, _ in rows[3]] == [first, second]
-
-
 def test_whole_chunks_of_a_prompt_are_not_run_again():
     target, _ = pair()
     of, text = session(), prompt(40, seed=1)
@@ -138,16 +128,6 @@ def test_whole_chunks_of_a_prompt_are_not_run_again():
     for length, cached in ((29, 24), (40, 24), (33, 32), (32, 24)):  # a prompt's last token is always run
         assert admit(of, text[:length]) == row
         assert finish(of) == {row: (greedy(target, text[:length], NEW).tolist(), length - cached)}
-
-
-def test_a_prompt_that_was_left_half_run_is_continued():
-    of, text = session(), prompt(40, seed=1)
-    row = admit(of, text)
-    of.step()
-    of.step()
-    of.retire(row)
-    assert admit(of, text) == row
-    assert finish(of)[row][1] == 24
 
 
 def test_the_row_with_the_longest_prefix_is_taken_else_the_one_that_is_idle_longest():
@@ -161,13 +141,6 @@ def test_the_row_with_the_longest_prefix_is_taken_else_the_one_that_is_idle_long
     finish(of)
     before = of._retired.copy()
     assert admit(of, prompt(9, seed=9)) == before.index(min(before))
-
-
-def test_nothing_is_reused_without_reuse_prefix():
-    of, text = session(reuse_prefix=False), prompt(40, seed=1)
-    for _ in range(2):
-        row = admit(of, text)
-        assert finish(of)[row][1] == 40
 
 
 def test_a_call_of_the_generator_ends_the_session_and_a_new_one_begins_afresh():

@@ -1,9 +1,7 @@
 """Test streaming, stop strings, streamers, several answers and reused prefixes against one-token decoding."""
 
-import asyncio
 import contextlib
 import gc
-import json
 import random
 import threading
 import weakref
@@ -13,23 +11,18 @@ import torch
 from baseline import greedy, left_padded, prompt, sampled
 from families import Cheat, make_draft, make_target
 from recorded import record
-from tiny_tokenizers import byte_fallback, byte_level, word_pieces, words
+from tiny_tokenizers import byte_fallback, byte_level
 from transformers import (
-    AsyncTextIteratorStreamer,
-    AutoModelForCausalLM,
-    AutoTokenizer,
     LogitsProcessor,
     LogitsProcessorList,
-    StopStringCriteria,
     TextIteratorStreamer,
-    TextStreamer,
 )
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 import dflash
 from dflash import api
 from dflash.sampling import fold
-from dflash.streaming import TextDecoder, first_stop
+from dflash.streaming import TextDecoder
 
 NEW = 40
 NAN = float("nan")
@@ -133,16 +126,6 @@ class TestText:
             rest = rest[count:]
         return given, decoder.finish()
 
-    @pytest.mark.parametrize("make", [byte_level, byte_fallback, word_pieces, words])
-    @pytest.mark.parametrize("skip", [False, True])
-    def test_pieces_of_random_ids_join_to_the_decoded_text(self, make, skip):
-        tokenizer, chance = make(), random.Random(1)
-        for _ in range(60):
-            ids = [chance.randrange(len(tokenizer)) for _ in range(chance.randint(1, 300))]
-            given, rest = self.pieces(TextDecoder(tokenizer, (), skip), ids, chance)
-            whole = tokenizer.decode(ids, skip_special_tokens=skip)
-            assert "".join(given) + rest == whole
-
     @pytest.mark.parametrize("make", [byte_level, byte_fallback])
     def test_no_partial_character_is_emitted(self, make):
         tokenizer, chance = make(), random.Random(2)
@@ -236,17 +219,6 @@ class TestStopStrings:
                     assert not any(at < end < at + len(string) for at in starts for end in shown)
         assert cut > 4
 
-    def test_sampled_text_stops_there_too(self, target, draft, tokenizer):
-        p = prompt(8, seed=3)
-        full = sampled(target, p, NEW, 5, 1.2)
-        string = tokenizer.decode(full[:25])[-3:].strip("\ufffd")
-        assert string
-        criterion = StopStringCriteria(tokenizer, [string])
-        count = next(n for n in range(1, NEW) if criterion(torch.cat([p, full[:n]])[None], None))
-        call = {"temperature": 1.2, "seed": 5, "max_new_tokens": NEW, "stop_strings": string, "tokenizer": tokenizer}
-        output = dflash.generate(target, draft, p[None], **call)
-        assert output[0, len(p) :].tolist() == full[:count].tolist()
-
     def test_a_stop_string_may_begin_in_the_prompt(self, target, draft, tokenizer):
         p = prompt(8, seed=3)
         first = greedy(target, p, 1)
@@ -258,20 +230,6 @@ class TestStopStrings:
             pytest.skip("this model's first token is half a character")
         output = dflash.generate(target, draft, p[None], max_new_tokens=9, stop_strings=string, tokenizer=tokenizer)
         assert output.shape[1] == len(p) + 1
-
-    def test_first_stop_agrees_with_a_loop(self, tokenizer):
-        chance = random.Random(4)
-        criterion = StopStringCriteria(tokenizer, ["ab", "bcd", " h"])
-        found = 0
-        for _ in range(200):
-            history = [chance.randrange(2, 60) for _ in range(chance.randint(1, 30))]
-            new = chance.randint(1, len(history))
-            ends = range(len(history) - new + 1, len(history) + 1)
-            loop = (n for n, end in enumerate(ends, 1) if criterion(torch.tensor([history[:end]]), None))
-            expected = next(loop, None)
-            found += expected is not None
-            assert first_stop((criterion,), history, new) == expected
-        assert 20 < found < 180
 
     def test_a_conversation_continues_after_a_stop_string(self, target, draft, tokenizer):
         p = prompt(10, seed=2)
@@ -337,14 +295,6 @@ class TestStreamers:
         assert max(map(len, recorder.puts[1:])) > 2
         assert recorder.ends == 1
 
-    def test_text_streamer_prints_what_generate_prints(self, target, draft, tokenizer, capsys):
-        p = prompt(7)
-        target.generate(p[None], do_sample=False, max_new_tokens=NEW, streamer=TextStreamer(tokenizer))
-        expected = capsys.readouterr().out
-        generator = cheat(target, draft, [p], [greedy(target, p, NEW)])
-        generator.generate(p[None], max_new_tokens=NEW, streamer=TextStreamer(tokenizer))
-        assert capsys.readouterr().out == expected
-
     def test_text_iterator_streamer_gives_the_text(self, target, draft, tokenizer):
         p = prompt(7)
         streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
@@ -354,20 +304,6 @@ class TestStreamers:
         text = "".join(streamer)
         thread.join()
         assert text == tokenizer.decode(greedy(target, p, NEW))
-
-    def test_async_text_iterator_streamer_gives_the_text(self, target, draft, tokenizer):
-        p = prompt(7)
-
-        async def collect() -> str:
-            streamer = AsyncTextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
-            call = {"max_new_tokens": NEW, "streamer": streamer}
-            thread = threading.Thread(target=dflash.generate, args=(target, draft, p[None]), kwargs=call)
-            thread.start()
-            pieces = [piece async for piece in streamer]
-            thread.join()
-            return "".join(pieces)
-
-        assert asyncio.run(collect()) == tokenizer.decode(greedy(target, p, NEW))
 
     def test_the_consumer_is_told_of_an_error(self, draft):
         broken = make_target("qwen3")
@@ -411,12 +347,6 @@ class TestSeveralAnswers:
         generator = dflash.Generator(target, draft, max_length=32, batch_size=2)
         with pytest.raises(ValueError, match="ids has 3 rows, this generator was made for 2"):
             generator.generate(**call, num_return_sequences=3, temperature=1.0)
-
-    def test_the_generation_config_may_set_them(self):
-        target = make_target("qwen3")
-        target.generation_config.update(num_return_sequences=2, do_sample=True)
-        output = dflash.generate(target, make_draft(target), prompt(4)[None], max_new_tokens=4, seed=1)
-        assert output.shape == (2, 8)
 
 
 def compare_caches(generator, fresh, ids, prefilled=None, **call):
@@ -533,25 +463,6 @@ class TestConversation:
         assert output.statistics.num_prefilled_tokens == [12]
         assert output.sequences[0, 12:].tolist() == answer.tolist()
 
-    def test_reused_prefixes_leave_the_acceptance_of_a_trained_pair(self, pair_dir):
-        target = AutoModelForCausalLM.from_pretrained(pair_dir / "target", dtype=torch.float32).eval()
-        draft = dflash.load_draft(pair_dir / "draft", dtype=torch.float32)
-        tokenizer = AutoTokenizer.from_pretrained(pair_dir / "target")
-        lines = [json.loads(line) for line in (pair_dir / "prompts.jsonl").read_text().splitlines()[:6]]
-        kept, fresh = (dflash.Generator(target, draft, max_length=1024, reuse_prefix=reuse) for reuse in (True, False))
-        ids = torch.tensor([[0]])
-        prefilled, reached = 0, []
-        for line in lines:
-            ids = torch.cat([ids, torch.tensor([tokenizer.encode(line["prompt"], add_special_tokens=False)])], 1)
-            outputs = [each.generate(ids, max_new_tokens=100, return_dict_in_generate=True) for each in (kept, fresh)]
-            assert torch.equal(outputs[0].sequences, outputs[1].sequences)
-            assert outputs[0].statistics.acceptance_lengths == outputs[1].statistics.acceptance_lengths
-            prefilled += outputs[0].statistics.num_prefilled_tokens[0]
-            reached.append(outputs[0].statistics.acceptance_length)
-            ids = outputs[0].sequences
-        assert prefilled < ids.shape[1]
-        assert max(reached) > 8, "the drafter was not followed"
-
 
 class Interrupted(dflash.Generator):
     """Raises Ctrl-C in the middle of the ``at``-th step, with its state half written."""
@@ -620,21 +531,6 @@ class TestLeaving:
         assert torch.is_grad_enabled()
         assert joined([first, second, *events], 1)[0] == greedy(target, p, 8).tolist()
 
-    def test_calls_from_two_threads_wait_for_each_other(self, target, draft):
-        generator = dflash.Generator(target, draft, max_length=80)
-        prompts, results = [prompt(5), prompt(9)], {}
-
-        def run(index):
-            results[index] = generator.generate(prompts[index][None], max_new_tokens=NEW)
-
-        threads = [threading.Thread(target=run, args=(index,)) for index in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        for index, p in enumerate(prompts):
-            assert results[index][0, len(p) :].tolist() == greedy(target, p, NEW).tolist()
-
     def freed(self, leave):
         """Check that the cached generator and its caches are freed as soon as ``leave`` has run."""
         target = make_target("qwen3")
@@ -671,9 +567,6 @@ class TestLeaving:
                 dflash.generate(target, draft, prompt(5)[None], max_new_tokens=30, streamer=Interrupting())
 
         self.freed(leave)
-
-    def test_release_frees_the_one_shot_caches(self):
-        self.freed(lambda target, draft: dflash.release())
 
     def test_a_finished_stream_keeps_them_and_release_ends_a_running_one_safely(self):
         target = make_target("qwen3")

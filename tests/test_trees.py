@@ -4,7 +4,6 @@ import functools
 import importlib
 import itertools
 import math
-import time
 
 import pytest
 import torch
@@ -124,21 +123,6 @@ def test_sampled_text_equals_the_baseline_whatever_the_tree_holds(target, draft,
         assert kind is not ScriptedTree or means[-1] > 6
 
 
-def test_the_number_of_siblings_changes_only_the_speed(target, draft, prompts, plain, monkeypatch):
-    ids, mask = left_padded(prompts)
-    generator = dflash.Generator(target, draft, max_length=80, batch_size=3, tree=64)
-    configure = generator.engine.tree.configure
-    for siblings in (1, 3, 40):
-
-        def configured(settings, siblings=siblings):
-            configure(settings)
-            generator.engine.tree.siblings = siblings
-
-        monkeypatch.setattr(generator.engine.tree, "configure", configured)
-        check_answers(generator.generate(ids, attention_mask=mask, max_new_tokens=NEW), ids.shape[1], plain)
-        assert generator.engine.tree.siblings == siblings
-
-
 def test_more_rows_accept_more(target, draft, prompts, plain):
     ids, mask = left_padded(prompts)
     generator = grown(ScriptedTree, target, draft, plain, prompts, batch_size=3)
@@ -151,18 +135,6 @@ def test_more_rows_accept_more(target, draft, prompts, plain):
         assert all(count <= min(size, 16) for row in statistics.acceptance_lengths for count in row)
     assert lengths == sorted(lengths)
     assert lengths[-1] > lengths[0] + 4
-
-
-def test_rows_that_a_call_does_not_use_change_nothing(target, draft, prompts, plain):
-    generator = grown(ScriptedTree, target, draft, plain, prompts, batch_size=3)
-    for used, tree in ((3, 64), (1, 64), (2, 5), (1, None), (2, 64), (3, 16)):
-        ids, mask = left_padded(prompts[:used])
-        output = generator.generate(
-            ids, attention_mask=mask, max_new_tokens=NEW, tree=tree, return_dict_in_generate=True
-        )
-        check_answers(output.sequences, ids.shape[1], plain[:used])
-        assert len(output.statistics.acceptance_lengths) == used
-        assert tree is None or output.statistics.acceptance_length > 2
 
 
 def test_small_blocks_grow_shallow_trees(target, draft, prompts, plain):
@@ -331,14 +303,6 @@ def test_the_last_position_of_the_target_can_be_reached(draft):
     check_answers(generator.generate(p[None], max_new_tokens=24), 40, [expected])
 
 
-def test_the_last_slot_of_a_generator_can_be_reached(target, draft, prompts, plain):
-    """With 128 rows a step looks far past a ragged batch whose longest row ends at max_length."""
-    ids, mask = left_padded(prompts)
-    generator = grown(ScriptedTree, target, draft, plain, prompts, batch_size=3, max_length=40 + NEW)
-    for tree in (128, None, "auto"):
-        check_answers(generator.generate(ids, attention_mask=mask, max_new_tokens=NEW, tree=tree), 40, plain)
-
-
 @pytest.mark.parametrize("family", ["gpt_bigcode", "opt"])
 def test_the_last_learned_position_can_be_reached(family):
     target = model_of(family, torch.float32)
@@ -431,17 +395,6 @@ def test_a_stream_tells_of_drafts_as_with_chains(target, draft, prompts, plain):
     # A step that is not a row's last adds a token of the target's own; at a limit the last token may be a draft.
     assert {new - accepted for new, accepted in shares[3:]} <= {0, 1}
     assert max(accepted for _, accepted in shares) > 5
-
-
-def test_the_last_token_counts_as_a_draft_if_it_was_one(target, draft, prompts, plain):
-    stop = int(plain[1][7])
-    assert stop not in plain[1][:7]
-    generator = grown(ScriptedTree, target, draft, plain[1:2], prompts[1:2])
-    for drafted in (True, False):
-        generator.engine.tree.spoil = 0 if drafted else 16 + 7
-        *_, last = generator.stream(prompts[1][None], max_new_tokens=NEW, stop_token_ids=[stop])
-        assert last.ids[0][-1] == stop
-        assert last.accepted[0] == len(last.ids[0]) - (not drafted)
 
 
 def test_stop_strings_and_reused_prefixes(target, draft, prompts):
@@ -539,18 +492,6 @@ class TestBudget:
                 budget.observe(64, [5], [report(expected)])
             assert budget.choose() == best
 
-    def test_of_sizes_that_promise_nearly_the_same_it_takes_the_smallest(self):
-        budget = TreeBudget(GPU)
-        for _ in range(20):
-            budget.observe(64, [5], [report((12.0, 12.8, 14.5, 14.6))])
-        assert budget.choose() == 16
-
-    def test_it_takes_16_rows_where_cost_grows_with_rows(self):
-        budget = TreeBudget(CPU)
-        assert budget.choose() == 16
-        budget.observe(16, [4], [report((4.0, 5.0, 6.0, 7.0))])
-        assert budget.choose() == 16
-
     def test_one_step_does_not_decide_for_the_next(self):
         budget, flat, steep = TreeBudget(GPU), report((12.0,) * 4), report((3.0, 4.0, 6.0, 6.5))
         for _ in range(20):
@@ -599,10 +540,6 @@ class Machine:
 
 
 class TestCosts:
-    def test_they_end_with_a_size_that_is_never_worth_it(self):
-        machine = Machine({16: 0.010, 32: 0.013, 64: 0.025})
-        assert measured_costs(machine.time_step, 1) == pytest.approx({16: 0.010, 32: 0.013})
-
     def test_they_are_those_of_an_idle_machine(self):
         seconds = {16: 0.010, 32: 0.014, 64: 0.016, 128: 0.025}
         is_busy = {
@@ -714,52 +651,6 @@ def test_costs_of_steps_that_are_not_captured_decide_for_such_steps_only(target,
         check_answers(output.sequences, 16, plain[1:2])
         assert set(output.statistics.rows) == {rows}
     assert replayed == [False, True]
-
-
-def test_steps_that_were_captured_to_be_timed_are_used(target, draft, prompts, plain, measures):
-    generator = record(grown(TreeProposer, target, draft, tree="auto"))
-    measures(generator, [16, 32], {True: {16: 1.0, 32: 1.0}})
-    stream = generator.stream(prompts[1][None], max_new_tokens=NEW)
-    events = [next(stream), next(stream)]
-    assert generator.runner.captures == 2
-    eager = generator.runner.steps["eager"]
-    generator.engine.budget.choose = itertools.cycle([16, 32]).__next__
-    events += stream
-    assert set(events[-1].statistics.rows[1:]) == {16, 32}
-    assert generator.runner.captures == 2
-    assert generator.runner.steps["eager"] == eager
-
-
-def test_nothing_is_compiled_to_time_steps_that_the_host_decides(target, draft, prompts, plain, measures, monkeypatch):
-    generator = grown(TreeProposer, target, draft, tree="auto", compile=True)
-    measures(generator, [16, 32], {False: {16: 1.0}})
-    compiled = []
-    monkeypatch.setattr(torch, "compile", lambda function, **options: compiled.append(function) or function)
-    call = {"max_new_tokens": NEW, "logits_processor": [lambda ids, scores: scores]}
-    check_answers(generator.generate(prompts[1][None], **call), 16, plain[1:2])
-    assert not compiled
-    check_answers(generator.generate(prompts[1][None], max_new_tokens=NEW), 16, plain[1:2])
-    assert len(compiled) == 2, "one step of each size"
-
-
-def test_waiting_for_the_processor_is_not_part_of_a_cost(target, draft, prompts, monkeypatch):
-    generator = dflash.Generator(target, draft, max_length=160, tree="auto")
-    launch, wait = generator.runner.launch, 0.05
-
-    def launch_late(*arguments):
-        time.sleep(wait)
-        launch(*arguments)
-
-    monkeypatch.setattr(generator.runner, "launch", launch_late)
-    monkeypatch.setattr("dflash.engine.budget._ROUNDS", 1)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # several threads would wait for one another
-    try:
-        generator.generate(prompts[0][None], max_new_tokens=2)
-    finally:
-        torch.set_num_threads(threads)
-    [costs] = generator.engine.costs.values()
-    assert 0 < costs[16] < wait
 
 
 def test_costs_are_measured_again_when_the_target_has_changed(target, draft, prompts, measures):

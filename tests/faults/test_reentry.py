@@ -1,14 +1,13 @@
 """Calls from inside a call, by a streamer, a processor or a hook: both texts are right, or it is refused."""
 
 import contextlib
-import itertools
 import re
 import signal
 import threading
 
 import pytest
 from baseline import greedy, prompt
-from families import make_draft, make_target, needs_assistant
+from families import make_draft, make_target
 
 import dflash
 from dflash import api
@@ -108,12 +107,6 @@ def refused(errors) -> None:
         assert re.search(REFUSED, str(error))
 
 
-def once(act):
-    """Return a function that calls ``act`` the third time only: not for the prompt, but in a step."""
-    calls = itertools.count()
-    return lambda *_: act() if next(calls) == 2 else None
-
-
 def answer(sequences, p) -> list[int]:
     return sequences[0, len(p) :].tolist()
 
@@ -132,27 +125,6 @@ class TestOneGenerator:
             refused(inside.got)
         assert answer(generator.generate(INNER[None], max_new_tokens=NEW), INNER) == expected[1]
 
-    @pytest.mark.parametrize("place", ["put", "processor", "hook of the target"])
-    def test_a_refusal_that_nobody_catches_ends_the_call_that_runs(self, target, draft, expected, place):
-        def call(*_) -> None:
-            generator.generate(INNER[None], max_new_tokens=3)
-
-        with from_inside(place, call, target, draft, locks_held_here) as arguments:
-            generator = dflash.Generator(target, draft, max_length=64)
-            with pytest.raises(RuntimeError, match=REFUSED):
-                generator.generate(OUTER[None], max_new_tokens=NEW, **arguments)
-        generator = dflash.Generator(target, draft, max_length=64)
-        assert answer(generator.generate(OUTER[None], max_new_tokens=NEW), OUTER) == expected[0]
-
-    @pytest.mark.parametrize("place", ["processor", "criterion", "hook of the target"])
-    def test_a_stream_is_protected_like_a_call(self, target, draft, expected, place):
-        inside = Inside(lambda: answer(generator.generate(INNER[None], max_new_tokens=NEW), INNER))
-        with from_inside(place, inside, target, draft, locks_held_here) as arguments:
-            generator = dflash.Generator(target, draft, max_length=64)
-            events = list(generator.stream(OUTER[None], max_new_tokens=NEW, **arguments))
-        assert [token for event in events for token in event.ids[0]] == expected[0]
-        refused(inside.got)
-
     def test_a_stream_that_starts_or_continues_inside_a_call_is_refused(self, target, draft, expected):
         generator = dflash.Generator(target, draft, max_length=64)
         earlier, later = (generator.stream(INNER[None], max_new_tokens=NEW) for _ in range(2))
@@ -162,13 +134,6 @@ class TestOneGenerator:
             output = generator.generate(OUTER[None], max_new_tokens=NEW, streamer=Streamer(on_put=inside))
             assert answer(output, OUTER) == expected[0]
             refused(inside.got[:1])
-
-    def test_closing_a_stream_inside_a_call_changes_nothing(self, target, draft, expected):
-        generator = dflash.Generator(target, draft, max_length=64)
-        events = generator.stream(INNER[None], max_new_tokens=NEW)
-        next(events)
-        output = generator.generate(OUTER[None], max_new_tokens=NEW, streamer=Streamer(on_put=events.close))
-        assert answer(output, OUTER) == expected[0]
 
     @pytest.mark.parametrize("place", PLACES)
     def test_a_reset_inside_a_call_is_refused(self, target, draft, expected, place):
@@ -239,14 +204,6 @@ class TestOneShot:
         assert inside.got
         assert all(got == expected[1] for got in inside.got)
 
-    def test_a_call_inside_a_step_of_a_stream_gives_the_right_text(self, target, draft, expected):
-        inside = Inside(lambda: answer(dflash.generate(target, draft, INNER[None], max_new_tokens=NEW), INNER))
-        with from_inside("processor", inside, target, draft) as arguments:
-            events = list(dflash.stream(target, draft, OUTER[None], max_new_tokens=NEW, **arguments))
-        assert [token for event in events for token in event.ids[0]] == expected[0]
-        assert inside.got
-        assert all(got == expected[1] for got in inside.got)
-
     def test_a_whole_stream_inside_a_call_gives_the_right_text(self, target, draft, expected):
         def act() -> list[int]:
             events = dflash.stream(target, draft, INNER[None], max_new_tokens=NEW)
@@ -260,42 +217,3 @@ class TestOneShot:
             assert answer(output, OUTER) == expected[0]
             assert inside.got
             assert all(got == expected[1] for got in inside.got)
-
-    def test_calls_may_be_nested_more_than_once(self, target, draft, expected):
-        def deeper(depth: int) -> list[int]:
-            streamer = Streamer(once(lambda: got.append(deeper(depth - 1))) if depth else None)
-            output = dflash.generate(target, draft, INNER[None], max_new_tokens=NEW, streamer=streamer)
-            return answer(output, INNER)
-
-        got = []
-        assert deeper(3) == expected[1]
-        assert got == [expected[1]] * 3
-
-
-class TestDoors:
-    @pytest.mark.parametrize("place", ["put", "end", "processor", "criterion", "hook of the target"])
-    def test_custom_generate_may_be_nested(self, target, draft, expected, place):
-        def run(p, **arguments) -> list[int]:
-            door = {"custom_generate": dflash.custom_generate, "draft": draft, "do_sample": False, "pad_token_id": 0}
-            return answer(target.generate(p[None], max_new_tokens=NEW, **door, **arguments), p)
-
-        inside = Inside(lambda: run(INNER))
-        with from_inside(place, inside, target, draft) as arguments:
-            assert run(OUTER, **arguments) == expected[0]
-        assert inside.got
-        assert all(got == expected[1] for got in inside.got)
-
-    @needs_assistant
-    @pytest.mark.parametrize("place", ["put", "processor", "hook of the target", "hook of the drafter"])
-    def test_an_assistant_may_be_shared_by_nested_calls(self, target, draft, expected, place):
-        assistant = dflash.as_assistant(draft)
-
-        def run(p, **arguments) -> list[int]:
-            door = {"assistant_model": assistant, "speculation_type": "dflash", "do_sample": False, "pad_token_id": 0}
-            return answer(target.generate(p[None], max_new_tokens=NEW, **door, **arguments), p)
-
-        inside = Inside(lambda: [run(INNER), dflash.generate(target, draft, INNER[None], max_new_tokens=NEW)])
-        with from_inside(place, once(inside), target, draft) as arguments:
-            assert run(OUTER, **arguments) == expected[0]
-        assert inside.got
-        assert all(got == expected[1] and answer(ours, INNER) == expected[1] for got, ours in inside.got)

@@ -35,20 +35,6 @@ def ids_of(events) -> list[int]:
     return [token for event in events for token in event.ids[0]]
 
 
-def test_threads_on_one_generator_get_their_own_texts(target, draft, expected):
-    generator = dflash.Generator(target, draft, max_length=48)
-
-    def work(index: int) -> bool:
-        right = True
-        for turn in range(6):
-            which = (index + turn) % len(PROMPTS)
-            output = generator.generate(PROMPTS[which][None], max_new_tokens=NEW)
-            right &= output[0, len(PROMPTS[which]) :].tolist() == expected[which]
-        return right
-
-    assert all(in_threads(6, work))
-
-
 def test_threads_that_stream_from_one_generator_get_their_texts_or_an_error(target, draft, expected):
     generator = dflash.Generator(target, draft, max_length=48)
 
@@ -68,16 +54,6 @@ def test_threads_that_stream_from_one_generator_get_their_texts_or_an_error(targ
     said = [word for words in in_threads(4, work) for word in words]
     assert set(said) <= {"right", "ended"}
     assert "right" in said
-
-
-def test_threads_with_generators_of_their_own_share_a_pair(target, draft, expected):
-    def work(index: int) -> bool:
-        generator = dflash.Generator(target, draft, max_length=48)
-        which = index % len(PROMPTS)
-        streams = (generator.stream(PROMPTS[which][None], max_new_tokens=NEW) for _ in range(4))
-        return all(ids_of(stream) == expected[which] for stream in streams)
-
-    assert all(in_threads(6, work))
 
 
 def test_one_shot_calls_resets_and_releases_of_many_threads_do_not_mix(target, draft, expected):
