@@ -55,11 +55,9 @@ static __global__ void __launch_bounds__(32 * kWarpsPerBlock, 1)
 }
 
 cudaError_t launch_accept_path(const AcceptPathParams& p, cudaStream_t stream) {
-  if (p.batch == 0) return cudaSuccess;
-  const DeviceScope scope(p.device);
-  if (scope.error() != cudaSuccess) return scope.error();
-  return launch_overlapping(accept_path_kernel, dim3(unsigned(ceil_div(p.batch, kWarpsPerBlock))),
-                            dim3(32 * kWarpsPerBlock), 0, stream, p);
+  return run_on_device(p, p.batch, [&] {
+    return launch_flat(accept_path_kernel, ceil_div(p.batch, kWarpsPerBlock), 32 * kWarpsPerBlock, stream, p);
+  });
 }
 
 }  // namespace dflash

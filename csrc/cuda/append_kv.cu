@@ -34,18 +34,15 @@ static __global__ void __launch_bounds__(32 * kWarps, 1) append_kv_kernel(const 
 
 cudaError_t launch_append_kv(const AppendKvParams& p, cudaStream_t stream) {
   const int64_t units = p.batch * p.rows * 2 * p.num_kv_heads;
-  if (units == 0) return cudaSuccess;
-  const DeviceScope scope(p.device);
-  if (scope.error() != cudaSuccess) return scope.error();
-  return dispatch(p.dtype, [&](auto type) {
+  return run_on_device(p, units, [&](auto type) {
     using T = decltype(type);
     constexpr int kWidth = kPer16<T>;
     constexpr int64_t size = sizeof(T);
     const bool wide = aligned16(p.key, p.value, p.k_cache, p.v_cache, p.head_dim * size, p.v_head_dim * size,
                                 p.k_stride_batch * size, p.k_stride_head * size, p.k_stride_row * size,
                                 p.v_stride_batch * size, p.v_stride_head * size, p.v_stride_row * size);
-    return launch_overlapping(wide ? append_kv_kernel<T, kWidth> : append_kv_kernel<T, 1>,
-                              dim3(unsigned(ceil_div(units, kWarps))), dim3(32 * kWarps), 0, stream, p);
+    return launch_flat(wide ? append_kv_kernel<T, kWidth> : append_kv_kernel<T, 1>, ceil_div(units, kWarps),
+                       32 * kWarps, stream, p);
   });
 }
 

@@ -157,11 +157,8 @@ static cudaError_t launch_tiles(const BlockAttentionParams& p, cudaStream_t stre
 }
 
 cudaError_t launch_block_attention(const BlockAttentionParams& p, cudaStream_t stream) {
-  if (p.batch * p.rows * p.num_heads * p.v_head_dim == 0) return cudaSuccess;
   if (p.ancestors && (p.rows > kMaxTreeRows || !p.causal)) return cudaErrorInvalidValue;
-  const DeviceScope scope(p.device);
-  if (scope.error() != cudaSuccess) return scope.error();
-  return dispatch(p.dtype, [&](auto type) {
+  return run_on_device(p, p.batch * p.rows * p.num_heads * p.v_head_dim, [&](auto type) {
     using T = decltype(type);
     if constexpr (!std::is_same_v<T, float>) {
       const int64_t dim = p.head_dim > p.v_head_dim ? p.head_dim : p.v_head_dim;

@@ -97,14 +97,13 @@ static __global__ void __launch_bounds__(32, 1) build_tree_kernel(const BuildTre
 }
 
 cudaError_t launch_build_tree(const BuildTreeParams& p, cudaStream_t stream) {
-  if (p.batch == 0) return cudaSuccess;
-  const DeviceScope scope(p.device);
-  if (scope.error() != cudaSuccess) return scope.error();
   const int64_t candidates = p.depths * p.count;
   const bool in_shared = candidates <= kSharedCandidates;
   const size_t bytes = in_shared ? candidates * (sizeof(int64_t) + sizeof(float)) : 0;
-  return launch_overlapping(build_tree_kernel, dim3(unsigned(p.batch)), dim3(32), bytes, stream, p,
-                            in_shared);
+  return run_on_device(p, p.batch, [&] {
+    return launch_overlapping(build_tree_kernel, dim3(unsigned(p.batch)), dim3(32), bytes, stream, p,
+                              in_shared);
+  });
 }
 
 }  // namespace dflash

@@ -173,14 +173,10 @@ static cudaError_t launch_channels(const CausalConvParams& p, cudaStream_t strea
 }
 
 cudaError_t launch_causal_conv(const CausalConvParams& p, cudaStream_t stream) {
-  if (p.batch * p.channels == 0) return cudaSuccess;
-  const DeviceScope scope(p.device);
-  if (scope.error() != cudaSuccess) return scope.error();
-  return dispatch(p.dtype, [&](auto type) {
+  return run_on_device(p, p.batch * p.channels, [&](auto type) {
     using T = decltype(type);
     if (p.width > kMostTaps)
-      return launch_overlapping(wide_conv_kernel<T>, dim3(unsigned(ceil_div(p.batch * p.channels, kThreads))),
-                                dim3(kThreads), 0, stream, p);
+      return launch_flat(wide_conv_kernel<T>, ceil_div(p.batch * p.channels, kThreads), kThreads, stream, p);
     if constexpr (sizeof(T) == 2) {
       const bool even = (p.channels | p.x_stride_batch | p.x_stride_row) % 2 == 0;
       const uint64_t addresses = uint64_t(p.x) | uint64_t(p.window) | uint64_t(p.out);

@@ -54,26 +54,25 @@ static __global__ void __launch_bounds__(32 * kWarps, 1)
 }
 
 cudaError_t launch_compact_kv(const CompactKvParams& p, cudaStream_t stream) {
-  if (p.batch == 0 || p.path_rows == 0) return cudaSuccess;
-  const DeviceScope scope(p.device);
-  if (scope.error() != cudaSuccess) return scope.error();
-  for (int64_t begin = 0; begin < p.num_caches; begin += kCachesPerLaunch) {
-    const int64_t number = min(p.num_caches - begin, int64_t(kCachesPerLaunch));
-    Caches caches{};
-    int64_t heads = 0;
-    bool wide = true;
-    for (int64_t i = 0; i < number; ++i) {
-      caches.of[i] = {p.caches[begin + i], int32_t(p.heads[begin + i]), int32_t(p.row_bytes[begin + i])};
-      heads = max(heads, p.heads[begin + i]);
-      wide &= aligned16(p.caches[begin + i], p.row_bytes[begin + i]);
+  return run_on_device(p, p.batch * p.path_rows, [&] {
+    for (int64_t begin = 0; begin < p.num_caches; begin += kCachesPerLaunch) {
+      const int64_t number = min(p.num_caches - begin, int64_t(kCachesPerLaunch));
+      Caches caches{};
+      int64_t heads = 0;
+      bool wide = true;
+      for (int64_t i = 0; i < number; ++i) {
+        caches.of[i] = {p.caches[begin + i], int32_t(p.heads[begin + i]), int32_t(p.row_bytes[begin + i])};
+        heads = max(heads, p.heads[begin + i]);
+        wide &= aligned16(p.caches[begin + i], p.row_bytes[begin + i]);
+      }
+      if (heads == 0) continue;
+      const dim3 grid(unsigned(ceil_div(p.batch * heads, kWarps)), unsigned(number));
+      const cudaError_t error = launch_overlapping(wide ? compact_kv_kernel<16> : compact_kv_kernel<1>, grid,
+                                                   dim3(32 * kWarps), 0, stream, p, caches);
+      if (error != cudaSuccess) return error;
     }
-    if (heads == 0) continue;
-    const dim3 grid(unsigned(ceil_div(p.batch * heads, kWarps)), unsigned(number));
-    const cudaError_t error = launch_overlapping(wide ? compact_kv_kernel<16> : compact_kv_kernel<1>, grid,
-                                                 dim3(32 * kWarps), 0, stream, p, caches);
-    if (error != cudaSuccess) return error;
-  }
-  return cudaSuccess;
+    return cudaSuccess;
+  });
 }
 
 }  // namespace dflash

@@ -65,23 +65,17 @@ static __global__ void __launch_bounds__(32 * kWarps, 1) gated_rms_norm_kernel(c
 
 cudaError_t launch_delta_net_inputs(const DeltaNetInputsParams& p, cudaStream_t stream) {
   const int64_t units = p.rows * (2 * p.key_heads + p.heads);
-  if (units == 0) return cudaSuccess;
-  const DeviceScope scope(p.device);
-  if (scope.error() != cudaSuccess) return scope.error();
-  return dispatch(p.dtype, [&](auto type) {
-    return launch_overlapping(delta_net_inputs_kernel<decltype(type)>,
-                              dim3(unsigned(ceil_div(units, kWarps))), dim3(32 * kWarps), 0, stream, p);
+  return run_on_device(p, units, [&](auto type) {
+    return launch_flat(delta_net_inputs_kernel<decltype(type)>, ceil_div(units, kWarps), 32 * kWarps, stream,
+                       p);
   });
 }
 
 cudaError_t launch_gated_rms_norm(const GatedRmsNormParams& p, cudaStream_t stream) {
   const int64_t units = p.rows * p.heads;
-  if (units == 0) return cudaSuccess;
-  const DeviceScope scope(p.device);
-  if (scope.error() != cudaSuccess) return scope.error();
-  return dispatch(p.dtype, [&](auto type) {
-    return launch_overlapping(gated_rms_norm_kernel<decltype(type)>, dim3(unsigned(ceil_div(units, kWarps))),
-                              dim3(32 * kWarps), 0, stream, p);
+  return run_on_device(p, units, [&](auto type) {
+    return launch_flat(gated_rms_norm_kernel<decltype(type)>, ceil_div(units, kWarps), 32 * kWarps, stream,
+                       p);
   });
 }
 

@@ -39,6 +39,25 @@ cudaError_t dispatch(DType dtype, F&& f) {
   return cudaErrorInvalidValue;
 }
 
+// Calls f(), or f(T()) with the storage type, where the device of `p` is current; not at all without work.
+template <typename Params, typename F>
+cudaError_t run_on_device(const Params& p, int64_t work, F&& f) {
+  if (work == 0) return cudaSuccess;
+  const DeviceScope scope(p.device);
+  if (scope.error() != cudaSuccess) return scope.error();
+  if constexpr (std::is_invocable_v<F>)
+    return f();
+  else
+    return dispatch(p.dtype, f);
+}
+
+// launch_overlapping with a grid of one dimension and no dynamic shared memory.
+template <typename... Parameters>
+cudaError_t launch_flat(void (*kernel)(Parameters...), int64_t blocks, int64_t threads, cudaStream_t stream,
+                        std::common_type_t<Parameters>... arguments) {
+  return launch_overlapping(kernel, dim3(unsigned(blocks)), dim3(unsigned(threads)), 0, stream, arguments...);
+}
+
 // True if 16-byte accesses may go to all of these: addresses, and sizes or strides in bytes; null is fine.
 template <typename... Values>
 bool aligned16(Values... values) {

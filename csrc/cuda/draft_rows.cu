@@ -32,10 +32,7 @@ static __global__ void __launch_bounds__(kThreads, 1) draft_rows_kernel(const Dr
 }
 
 cudaError_t launch_draft_rows(const DraftRowsParams& p, cudaStream_t stream) {
-  if (p.batch == 0) return cudaSuccess;
-  const DeviceScope scope(p.device);
-  if (scope.error() != cudaSuccess) return scope.error();
-  return dispatch(p.dtype, [&](auto type) {
+  return run_on_device(p, p.batch, [&](auto type) {
     using T = decltype(type);
     constexpr int kWidth = kPer16<T>;
     const bool wide =

@@ -27,16 +27,13 @@ static __global__ void __launch_bounds__(kThreads, 1) dynamic_conv_kernel(const 
 
 cudaError_t launch_dynamic_conv(const DynamicConvParams& p, cudaStream_t stream) {
   const int64_t rows = p.rows + p.sequences * p.front_rows;
-  if (rows == 0) return cudaSuccess;
-  const DeviceScope scope(p.device);
-  if (scope.error() != cudaSuccess) return scope.error();
-  return dispatch(p.dtype, [&](auto type) {
+  return run_on_device(p, rows, [&](auto type) {
     using T = decltype(type);
     constexpr int kWidth = kPer16<T>;
     const bool wide = aligned16(p.x, p.base, p.front, p.out, p.hidden * sizeof(T));
     const int64_t blocks = ceil_div(rows * p.hidden, kThreads * (wide ? kWidth : 1));
-    return launch_overlapping(wide ? dynamic_conv_kernel<T, kWidth> : dynamic_conv_kernel<T, 1>,
-                              dim3(unsigned(blocks)), dim3(kThreads), 0, stream, p);
+    return launch_flat(wide ? dynamic_conv_kernel<T, kWidth> : dynamic_conv_kernel<T, 1>, blocks, kThreads,
+                       stream, p);
   });
 }
 

@@ -354,10 +354,7 @@ static cudaError_t launch_products(const ExpertsParams& p, cudaStream_t stream) 
 }
 
 cudaError_t launch_experts(const ExpertsParams& p, cudaStream_t stream) {
-  if (p.rows == 0) return cudaSuccess;
-  const DeviceScope scope(p.device);
-  if (scope.error() != cudaSuccess) return scope.error();
-  return dispatch(p.dtype, [&](auto type) {
+  return run_on_device(p, p.rows, [&](auto type) {
     using T = decltype(type);
     if constexpr (!std::is_same_v<T, float>) {
       if (p.top_k > 0) {
@@ -367,9 +364,8 @@ cudaError_t launch_experts(const ExpertsParams& p, cudaStream_t stream) {
         const cudaError_t error = products(p, stream);
         if (error != cudaSuccess) return error;
       }
-      return launch_overlapping(combine_kernel<T>,
-                                dim3(unsigned(ceil_div(p.rows * p.hidden / kPer16<T>, kThreads))),
-                                dim3(kThreads), 0, stream, p);
+      return launch_flat(combine_kernel<T>, ceil_div(p.rows * p.hidden / kPer16<T>, kThreads), kThreads,
+                         stream, p);
     }
     return cudaErrorInvalidValue;
   });

@@ -170,9 +170,6 @@ static cudaError_t launch_groups(const GatedRecurrenceParams& p, bool wide, cuda
 }
 
 cudaError_t launch_gated_recurrence(const GatedRecurrenceParams& p, cudaStream_t stream) {
-  if (p.batch == 0) return cudaSuccess;
-  const DeviceScope scope(p.device);
-  if (scope.error() != cudaSuccess) return scope.error();
   if (p.key_dim > kMaxRecurrentKeys) return cudaErrorInvalidValue;
   const bool per_key = p.decay_dim > 1;
   const bool wide = p.key_dim % 4 == 0 && p.value_dim % 4 == 0 &&
@@ -183,10 +180,12 @@ cudaError_t launch_gated_recurrence(const GatedRecurrenceParams& p, cudaStream_t
     return per_key ? launch_groups<kGroups, true>(p, wide, stream)
                    : launch_groups<kGroups, false>(p, wide, stream);
   };
-  if (p.key_dim <= kPerGroup) return launch(std::integral_constant<int, 1>());
-  if (p.key_dim <= 2 * kPerGroup) return launch(std::integral_constant<int, 2>());
-  if (p.key_dim <= 4 * kPerGroup) return launch(std::integral_constant<int, 4>());
-  return launch(std::integral_constant<int, 8>());
+  return run_on_device(p, p.batch, [&] {
+    return p.key_dim <= kPerGroup       ? launch(std::integral_constant<int, 1>())
+           : p.key_dim <= 2 * kPerGroup ? launch(std::integral_constant<int, 2>())
+           : p.key_dim <= 4 * kPerGroup ? launch(std::integral_constant<int, 4>())
+                                        : launch(std::integral_constant<int, 8>());
+  });
 }
 
 }  // namespace dflash

@@ -22,14 +22,12 @@ static __global__ void __launch_bounds__(kThreads, 1)
 }
 
 cudaError_t launch_gather_rows(const GatherRowsParams& p, cudaStream_t stream) {
-  if (p.batch * p.path_rows * p.row_bytes == 0) return cudaSuccess;
-  const DeviceScope scope(p.device);
-  if (scope.error() != cudaSuccess) return scope.error();
   const bool wide = aligned16(p.x, p.out, p.row_bytes);
   const int64_t slices = ceil_div(p.row_bytes, kThreads * (wide ? 16 : 1));
-  return launch_overlapping(wide ? gather_rows_kernel<16> : gather_rows_kernel<1>,
-                            dim3(unsigned(p.batch * p.path_rows * slices)), dim3(kThreads), 0, stream, p,
-                            slices);
+  return run_on_device(p, p.batch * p.path_rows * p.row_bytes, [&] {
+    return launch_flat(wide ? gather_rows_kernel<16> : gather_rows_kernel<1>, p.batch * p.path_rows * slices,
+                       kThreads, stream, p, slices);
+  });
 }
 
 }  // namespace dflash

@@ -193,11 +193,8 @@ static cudaError_t launch_rows(const LinearParams& p, cudaStream_t stream) {
 }
 
 cudaError_t launch_linear(const LinearParams& p, cudaStream_t stream) {
-  if (p.rows * p.out_features == 0) return cudaSuccess;
   if (p.rows > kMaxLinearRows) return cudaErrorInvalidValue;
-  const DeviceScope scope(p.device);
-  if (scope.error() != cudaSuccess) return scope.error();
-  return dispatch(p.dtype, [&](auto type) {
+  return run_on_device(p, p.rows * p.out_features, [&](auto type) {
     using T = decltype(type);
     if constexpr (std::is_same_v<T, float>)
       return cudaErrorInvalidValue;

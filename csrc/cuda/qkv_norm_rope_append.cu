@@ -191,10 +191,7 @@ static __global__ void __launch_bounds__(32 * kWarps, 1)
 
 cudaError_t launch_qkv_norm_rope_append(const QkvNormRopeAppendParams& p, cudaStream_t stream) {
   const int64_t units = p.batch * p.rows * (p.num_heads + 2 * p.num_kv_heads);
-  if (units * p.head_dim == 0) return cudaSuccess;
-  const DeviceScope scope(p.device);
-  if (scope.error() != cudaSuccess) return scope.error();
-  return dispatch(p.dtype, [&](auto type) {
+  return run_on_device(p, units * p.head_dim, [&](auto type) {
     using T = decltype(type);
     constexpr int kWidth = kPer16<T>;
     const bool wide = aligned16(p.qkv, p.q_norm_weight, p.k_norm_weight, p.q_out, p.k_cache, p.v_cache,
@@ -208,10 +205,7 @@ cudaError_t launch_qkv_norm_rope_append(const QkvNormRopeAppendParams& p, cudaSt
 
 cudaError_t launch_append_context_kv(const AppendContextKvParams& all, cudaStream_t stream) {
   const int64_t units = all.batch * all.rows * 2 * all.num_kv_heads;  // per layer
-  if (units * all.head_dim == 0) return cudaSuccess;
-  const DeviceScope scope(all.device);
-  if (scope.error() != cudaSuccess) return scope.error();
-  return dispatch(all.dtype, [&](auto type) {
+  return run_on_device(all, units * all.head_dim, [&](auto type) {
     using T = decltype(type);
     constexpr int kWidth = kPer16<T>;
     bool wide = aligned16(all.kv, all.k_norm_weight, all.head_dim * sizeof(T), all.cos, all.sin,

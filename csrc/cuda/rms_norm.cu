@@ -116,10 +116,7 @@ static __global__ void __launch_bounds__(kMaxThreads, 1) rms_norm_kernel(const P
 // `also` is one more tensor that is read, and `rows` are those of the result.
 template <typename Params>
 static cudaError_t launch_norm(const Params& p, cudaStream_t stream, const void* also, int64_t rows) {
-  if (rows == 0) return cudaSuccess;
-  const DeviceScope scope(p.device);
-  if (scope.error() != cudaSuccess) return scope.error();
-  return dispatch(p.dtype, [&](auto type) {
+  return run_on_device(p, rows, [&](auto type) {
     using T = decltype(type);
     constexpr int kWidth = kPer16<T>;
     const bool wide = aligned16(p.x, p.residual, p.weight, p.out, p.residual_out, p.tap, also,
@@ -130,7 +127,7 @@ static cudaError_t launch_norm(const Params& p, cudaStream_t stream, const void*
                         : vectors <= threads     ? rms_norm_kernel<T, kWidth, 1, Params>
                         : vectors <= 2 * threads ? rms_norm_kernel<T, kWidth, 2, Params>
                                                  : rms_norm_kernel<T, kWidth, kMaxHeld, Params>;
-    return launch_overlapping(kernel, dim3(unsigned(rows)), dim3(unsigned(threads)), 0, stream, p);
+    return launch_flat(kernel, rows, threads, stream, p);
   });
 }
 

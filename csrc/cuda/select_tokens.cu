@@ -342,22 +342,18 @@ int64_t select_tokens_workspace(int64_t rows, int64_t vocab) {
 
 cudaError_t launch_select_tokens(const SelectTokensParams& p, cudaStream_t stream) {
   const int64_t rows = p.batch * p.rows, slices = ceil_div(p.vocab, kSelectSlice);
-  if (rows == 0) return cudaSuccess;
-  const DeviceScope scope(p.device);
-  if (scope.error() != cudaSuccess) return scope.error();
-  return dispatch(p.dtype, [&](auto type) {
+  return run_on_device(p, rows, [&](auto type) {
     using T = decltype(type);
     constexpr int kWidth = kPer16<T>;
     const bool wide = aligned16(p.logits, p.vocab * sizeof(T));
     const auto threads = [&](int most) {
-      return dim3(unsigned(min(int64_t(most), ceil_div(p.vocab, 32 * (wide ? kWidth : 1)) * 32)));
+      return min(int64_t(most), ceil_div(p.vocab, 32 * (wide ? kWidth : 1)) * 32);
     };
-    const cudaError_t error =
-        launch_overlapping(wide ? scan_slices<T, kWidth> : scan_slices<T, 1>, dim3(unsigned(rows * slices)),
-                           threads(kScanThreads), 0, stream, p);
+    const cudaError_t error = launch_flat(wide ? scan_slices<T, kWidth> : scan_slices<T, 1>, rows * slices,
+                                          threads(kScanThreads), stream, p);
     if (error != cudaSuccess) return error;
-    return launch_overlapping(wide ? choose_rows<T, kWidth> : choose_rows<T, 1>, dim3(unsigned(rows)),
-                              threads(kRowThreads), 0, stream, p);
+    return launch_flat(wide ? choose_rows<T, kWidth> : choose_rows<T, 1>, rows, threads(kRowThreads), stream,
+                       p);
   });
 }
 

@@ -22,16 +22,13 @@ static __global__ void __launch_bounds__(kThreads, 1) silu_mul_kernel(const Silu
 }
 
 cudaError_t launch_silu_mul(const SiluMulParams& p, cudaStream_t stream) {
-  if (p.rows * p.width == 0) return cudaSuccess;
-  const DeviceScope scope(p.device);
-  if (scope.error() != cudaSuccess) return scope.error();
-  return dispatch(p.dtype, [&](auto type) {
+  return run_on_device(p, p.rows * p.width, [&](auto type) {
     using T = decltype(type);
     constexpr int kWidth = kPer16<T>;
     const bool wide = aligned16(p.gate_up, p.out, p.width * sizeof(T));
     const int64_t blocks = ceil_div(p.rows * p.width, kThreads * (wide ? kWidth : 1));
-    return launch_overlapping(wide ? silu_mul_kernel<T, kWidth> : silu_mul_kernel<T, 1>,
-                              dim3(unsigned(blocks)), dim3(kThreads), 0, stream, p);
+    return launch_flat(wide ? silu_mul_kernel<T, kWidth> : silu_mul_kernel<T, 1>, blocks, kThreads, stream,
+                       p);
   });
 }
 
@@ -54,17 +51,14 @@ static __global__ void __launch_bounds__(kThreads, 1) sigmoid_mul_kernel(const S
 
 cudaError_t launch_sigmoid_mul(const SigmoidMulParams& p, cudaStream_t stream) {
   const int64_t elements = p.rows * p.heads * p.width;
-  if (elements == 0) return cudaSuccess;
-  const DeviceScope scope(p.device);
-  if (scope.error() != cudaSuccess) return scope.error();
-  return dispatch(p.dtype, [&](auto type) {
+  return run_on_device(p, elements, [&](auto type) {
     using T = decltype(type);
     constexpr int kWidth = kPer16<T>;
     const bool wide = aligned16(p.x, p.gate, p.out, p.width * sizeof(T), p.gate_stride_row * sizeof(T),
                                 p.gate_stride_head * sizeof(T));
     const int64_t blocks = ceil_div(elements, kThreads * (wide ? kWidth : 1));
-    return launch_overlapping(wide ? sigmoid_mul_kernel<T, kWidth> : sigmoid_mul_kernel<T, 1>,
-                              dim3(unsigned(blocks)), dim3(kThreads), 0, stream, p);
+    return launch_flat(wide ? sigmoid_mul_kernel<T, kWidth> : sigmoid_mul_kernel<T, 1>, blocks, kThreads,
+                       stream, p);
   });
 }
 

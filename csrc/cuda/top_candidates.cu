@@ -118,10 +118,7 @@ int64_t top_candidates_workspace(int64_t rows, int64_t vocab) {
 
 cudaError_t launch_top_candidates(const TopCandidatesParams& p, cudaStream_t stream) {
   const int64_t rows = p.batch * p.levels * p.rows;
-  if (rows == 0) return cudaSuccess;
-  const DeviceScope scope(p.device);
-  if (scope.error() != cudaSuccess) return scope.error();
-  return dispatch(p.dtype, [&](auto type) {
+  return run_on_device(p, rows, [&](auto type) {
     using T = decltype(type);
     constexpr int kWidth = kPer16<T>;
     const bool wide = aligned16(p.logits, p.vocab * sizeof(T));
@@ -129,7 +126,7 @@ cudaError_t launch_top_candidates(const TopCandidatesParams& p, cudaStream_t str
     const cudaError_t error = launch_overlapping(wide ? score_spans<T, kWidth> : score_spans<T, 1>, grid,
                                                  dim3(32 * kSpanWarps), 0, stream, p);
     if (error != cudaSuccess) return error;
-    return launch_overlapping(choose_tokens<T>, dim3(unsigned(rows)), dim3(kRowThreads), 0, stream, p);
+    return launch_flat(choose_tokens<T>, rows, kRowThreads, stream, p);
   });
 }
 

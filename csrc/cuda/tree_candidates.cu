@@ -169,10 +169,7 @@ int64_t tree_candidates_workspace(int64_t rows, int64_t vocab) {
 
 cudaError_t launch_tree_candidates(const TreeCandidatesParams& p, cudaStream_t stream) {
   const int64_t rows = p.batch * p.depths;
-  if (rows == 0) return cudaSuccess;
-  const DeviceScope scope(p.device);
-  if (scope.error() != cudaSuccess) return scope.error();
-  return dispatch(p.dtype, [&](auto type) {
+  return run_on_device(p, rows, [&](auto type) {
     using T = decltype(type);
     constexpr int kWidth = kPer16<T>;
     const bool wide = aligned16(p.logits, p.vocab * sizeof(T));
@@ -180,7 +177,7 @@ cudaError_t launch_tree_candidates(const TreeCandidatesParams& p, cudaStream_t s
     const cudaError_t error = launch_overlapping(wide ? measure_spans<T, kWidth> : measure_spans<T, 1>, grid,
                                                  dim3(32 * kSpanWarps), 0, stream, p);
     if (error != cudaSuccess) return error;
-    return launch_overlapping(choose_candidates<T>, dim3(unsigned(rows)), dim3(kRowThreads), 0, stream, p);
+    return launch_flat(choose_candidates<T>, rows, kRowThreads, stream, p);
   });
 }
 

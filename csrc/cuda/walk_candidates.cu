@@ -173,16 +173,12 @@ static __global__ void __launch_bounds__(32 * kMaxWarps, 1) walk(const WalkCandi
 
 cudaError_t launch_walk_candidates(const WalkCandidatesParams& p, cudaStream_t stream) {
   const int64_t walks = p.batch * p.levels;
-  if (walks * p.slots == 0) return cudaSuccess;
-  const DeviceScope scope(p.device);
-  if (scope.error() != cudaSuccess) return scope.error();
-  return dispatch(p.dtype, [&](auto type) {
+  return run_on_device(p, walks * p.slots, [&](auto type) {
     using T = decltype(type);
     constexpr int kWidth = kPer16<T>;
     const bool wide = aligned16(p.hidden, p.predecessors, p.successors, p.rank * sizeof(T));
     const unsigned threads = 32 * unsigned(min(p.count, int64_t(kMaxWarps)));
-    return launch_overlapping(wide ? walk<T, kWidth> : walk<T, 1>, dim3(unsigned(walks)), dim3(threads), 0,
-                              stream, p);
+    return launch_flat(wide ? walk<T, kWidth> : walk<T, 1>, walks, threads, stream, p);
   });
 }
 
