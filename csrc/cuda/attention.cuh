@@ -20,9 +20,6 @@ static __device__ __forceinline__ int chunk_of(int slot) {
   return kPerOctave * (octave + 1) + (first >> octave) % kPerOctave;
 }
 
-static __device__ __forceinline__ float minus_infinity() { return __int_as_float(0xff800000); }
-static __device__ __forceinline__ float not_a_number() { return __int_as_float(0x7fc00000); }
-
 // A row of a tree sees the rows of its path. These stand in the sums where a chain would have them: at the
 // positions from `length` on, in ascending order.
 static_assert(kMaxTreeRows == 128, "bits of a path");

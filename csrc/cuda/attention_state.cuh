@@ -46,7 +46,7 @@ struct State {
     for (int n = 0; n < kColumns<kDim> / 8; ++n)
 #pragma unroll
       for (int e = 0; e < 4; ++e) out[n][e] = 0.0f;
-    top[0] = top[1] = minus_infinity(), sum[0] = sum[1] = 0.0f;
+    top[0] = top[1] = -infinity(), sum[0] = sum[1] = 0.0f;
   }
 };
 
@@ -84,7 +84,7 @@ struct Fold {
   float top, first, second;
 
   __device__ __forceinline__ Fold(float first_top, float second_top) : top(fmaxf(first_top, second_top)) {
-    const float base = top == minus_infinity() ? 0.0f : top;
+    const float base = top == -infinity() ? 0.0f : top;
     first = exp2_approx(first_top - base), second = exp2_approx(second_top - base);
   }
   // Explicit intrinsics: every copy of this code must round alike.
@@ -136,7 +136,7 @@ struct TileRows {
     float keep = 1.0f;
     if (p.sinks) {
       const float sink = __fmul_rn(p.sinks[head(i)], kLog2E), top = fmaxf(row_top, sink),
-                  base = top == minus_infinity() ? 0.0f : top;
+                  base = top == -infinity() ? 0.0f : top;
       keep = exp2_approx(row_top - base);
       sum = __fmaf_rn(sum, keep, exp2_approx(sink - base));
     }

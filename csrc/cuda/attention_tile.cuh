@@ -137,7 +137,7 @@ struct Tile : TileRows<T, kDim> {
     for (int i = 0; i < 2; ++i) {
       top[i] = fmaxf(top[i], __shfl_xor_sync(kAllLanes, top[i], 1));
       top[i] = fmaxf(top[i], __shfl_xor_sync(kAllLanes, top[i], 2));
-      base[i] = top[i] == minus_infinity() ? 0.0f : top[i];
+      base[i] = top[i] == -infinity() ? 0.0f : top[i];
       alpha[i] = exp2_approx(s.top[i] - base[i]);
       s.top[i] = top[i];
     }
@@ -196,7 +196,7 @@ struct Tile : TileRows<T, kDim> {
         for (int n = 0; n < kKeys / 8; ++n)
 #pragma unroll
           for (int e = 0; e < 2; ++e)
-            if (!sight.sees(slot + n * 8 + lane() % 4 * 2 + e)) score[n][2 * i + e] = minus_infinity();
+            if (!sight.sees(slot + n * 8 + lane() % 4 * 2 + e)) score[n][2 * i + e] = -infinity();
       }
     }
     uint32_t weight[kKeys / 8][2];

@@ -239,7 +239,7 @@ struct TreeTile : Tile<T, kDim, true> {
       for (int n = 0; n < kKeys / 8; ++n)
 #pragma unroll
         for (int e = 0; e < 4; ++e)
-          if (key_of(e / 2, n * 8 + lane() % 4 * 2 + e % 2) == kNoKey) score[n][e] = minus_infinity();
+          if (key_of(e / 2, n * 8 + lane() % 4 * 2 + e % 2) == kNoKey) score[n][e] = -infinity();
       Base::weigh(s, score, weight);
     }
     add_all_values<0>(s, weight, from, works);

@@ -22,6 +22,28 @@ static __host__ __device__ Spans spans_of(int64_t vocab) {
   return {tokens, ceil_div(vocab, tokens)};
 }
 
+// What a warp of stage 1 looks at: one span of row `row`.
+struct Span {
+  int64_t place, row, begin, end;
+
+  __device__ __forceinline__ explicit Span(int64_t vocab) {
+    const Spans spans = spans_of(vocab);
+    place = int64_t(blockIdx.x) * kSpanWarps + threadIdx.x / 32, row = place / spans.count;
+    begin = place % spans.count * spans.tokens, end = min(vocab, begin + spans.tokens);
+  }
+
+  // f(id, logit) for the lane's tokens.
+  template <int kWidth, typename T, typename F>
+  __device__ __forceinline__ void for_tokens(const T* logits, F&& f) const {
+    for (int64_t id = begin + threadIdx.x % 32 * kWidth; id < end; id += 32 * kWidth) {
+      float z[kWidth];
+      load<T, kWidth>(logits + id, z);
+#pragma unroll
+      for (int e = 0; e < kWidth; ++e) f(uint32_t(id + e), z[e]);
+    }
+  }
+};
+
 struct Candidate {
   float score;
   uint32_t id;
@@ -36,15 +58,6 @@ struct BestScratch {
   Candidate values[kRoom];
   Candidate best[kMaxTreeRows];
 };
-
-// A key that grows with x, and back.
-static __device__ __forceinline__ uint32_t to_key(float x) {
-  const uint32_t bits = __float_as_uint(x);
-  return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-}
-static __device__ __forceinline__ float from_key(uint32_t key) {
-  return __uint_as_float(key & 0x80000000u ? key & 0x7fffffffu : ~key);
-}
 
 // Orders s.values and keeps the best in s.best, and in s.values if there are more. Called by the block after
 // a barrier; ends with one. Returns how many are left.
@@ -108,7 +121,7 @@ static __device__ int best_of_spans(BestScratch& s, Spans spans, int64_t vocab, 
     if (size > kRoom - kRound) {
       size = cut(s, size, count);
       if (size == count)
-        floor = from_key(to_key(s.best[size - 1].score) + 1);  // equal ones that come later lose
+        floor = from_key(key_of(s.best[size - 1].score) + 1);  // equal ones that come later lose
     }
     for (int64_t i = done + threadIdx.x; i < min(total, done + kRound); i += kRowThreads) {
       const int64_t id = s.list[i / spans.tokens] * spans.tokens + i % spans.tokens;
@@ -121,6 +134,16 @@ static __device__ int best_of_spans(BestScratch& s, Spans spans, int64_t vocab, 
 
   // 3. Their order
   return cut(s, s.size, count);
+}
+
+// Both stages; the first is compiled for accesses of 16 bytes and for narrow ones.
+template <typename T, typename Params>
+static cudaError_t launch_stages(const Params& p, int64_t rows, cudaStream_t stream, void (*wide)(Params),
+                                 void (*narrow)(Params), void (*choose)(Params)) {
+  const int64_t blocks = ceil_div(rows * spans_of(p.vocab).count, kSpanWarps);
+  const cudaError_t error = launch_flat(aligned16(p.logits, p.vocab * sizeof(T)) ? wide : narrow, blocks,
+                                        32 * kSpanWarps, stream, p);
+  return error != cudaSuccess ? error : launch_flat(choose, rows, kRowThreads, stream, p);
 }
 
 }  // namespace dflash

@@ -68,6 +68,9 @@ constexpr __host__ __device__ int64_t ceil_div(int64_t a, int64_t b) { return (a
 
 constexpr unsigned kAllLanes = 0xffffffffu;
 
+__device__ __forceinline__ float infinity() { return __uint_as_float(0x7f800000u); }
+__device__ __forceinline__ float not_a_number() { return __uint_as_float(0x7fffffffu); }
+
 // ---- storage: fp32 in registers, T in memory, rounded to nearest even
 
 __device__ __forceinline__ float to_float(float x) { return x; }
@@ -219,7 +222,7 @@ __device__ __forceinline__ float block_max(float x, float* scratch) {
   const unsigned warps = blockDim.x / 32;
   if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = x;
   __syncthreads();
-  return warp_max(threadIdx.x % 32 < warps ? scratch[threadIdx.x % 32] : __uint_as_float(0xff800000u));
+  return warp_max(threadIdx.x % 32 < warps ? scratch[threadIdx.x % 32] : -infinity());
 }
 
 }  // namespace dflash

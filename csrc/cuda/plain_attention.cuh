@@ -38,14 +38,14 @@ static __global__ void __launch_bounds__(kPlainThreads, 1)
   for (int64_t i = threadIdx.x; i < p.head_dim; i += kPlainThreads) q[i] = to_float(from[i]) * scale;
   for (int64_t i = threadIdx.x; i < p.v_head_dim; i += kPlainThreads) out[i] = 0.0f;
   __syncthreads();
-  float top = minus_infinity(), sum = 0.0f;
+  float top = -infinity(), sum = 0.0f;
   for (int first = sight.lo / kPlainThreads * kPlainThreads; first < sight.hi; first += kPlainThreads) {
     int slot = sight.sees(first + own) ? first + own : -1;
     if (p.ancestors && slot >= max(length, 0)) {
       const int place = slot - length;  // a path may be empty
       slot = place < seen && length + path[place] < p.capacity ? length + path[place] : -1;
     }
-    float x = minus_infinity();
+    float x = -infinity();
     if (slot >= 0) {
       const T* key = k + slot * p.head_dim;
       float part[8] = {};
@@ -59,8 +59,7 @@ static __global__ void __launch_bounds__(kPlainThreads, 1)
       x = ((part[0] + part[1]) + (part[2] + part[3])) + ((part[4] + part[5]) + (part[6] + part[7]));
       if (p.softcap != 0.0f) x = tanhf(x) * p.softcap;
     }
-    const float larger = fmaxf(top, block_max(x, scratch[0])),
-                base = larger == minus_infinity() ? 0.0f : larger;
+    const float larger = fmaxf(top, block_max(x, scratch[0])), base = larger == -infinity() ? 0.0f : larger;
     const float weight = expf(x - base), alpha = expf(top - base);
     weights[threadIdx.x] = weight, slots[threadIdx.x] = slot;
     sum = sum * alpha + block_sum(weight, scratch[1]);  // also the barrier for the weights
@@ -79,7 +78,7 @@ static __global__ void __launch_bounds__(kPlainThreads, 1)
   }
   float keep = 1.0f;
   if (p.sinks) {
-    const float larger = fmaxf(top, p.sinks[head]), base = larger == minus_infinity() ? 0.0f : larger;
+    const float larger = fmaxf(top, p.sinks[head]), base = larger == -infinity() ? 0.0f : larger;
     keep = expf(top - base);
     sum = sum * keep + expf(p.sinks[head] - base);
   }

@@ -9,10 +9,6 @@
 // limit (in tokens, or in fixed-point probability). Weights are summed in 1024 buckets of z below the
 // largest. The bucket where the sum reaches the limit is then refined by 8 bits of the logit at a time.
 // Integer sums do not depend on their order, so neither does the result.
-//
-// As on the CPU, a token needs its Philox word only if its score plus the largest possible noise reaches the
-// best so far, and a logarithm only if the bound gumbel(word) <= -ln(word / 2^32) does too. fp32 addition is
-// monotone, so a skipped token could not have won.
 #include "cuda/launch.h"
 #include "cuda/logits.cuh"
 
@@ -52,32 +48,22 @@ static __device__ Best block_best(Best x, Best* scratch) {
 }
 
 struct Row {
-  float temperature, sharpness, top_p, min_p;
-  int64_t top_k;
+  Draw draw;
+  Filters filters;
   uint64_t position, seed;
-  bool greedy, filtered;
+  bool filtered;
 };
 
 static __device__ Row row_of(const SelectTokensParams& p, int64_t index) {
   const int64_t b = index / p.rows;
-  const float temperature = p.temperature[b], sharpness = p.sharpness[b];
-  Row row{temperature > kLargestFloat ? kLargestFloat : temperature,
-          sharpness >= 0.0f ? sharpness : 0.0f,
-          p.top_p[b],
-          p.min_p[b],
-          p.top_k[b],
-          p.position(index),
-          uint64_t(p.seeds[b]),
-          false,
-          false};
-  row.greedy = !(row.temperature > 0.0f) || row.sharpness == infinity();
-  row.filtered = (row.top_k > 0 && row.top_k < p.vocab) || row.top_p < 1.0f || row.min_p > 0.0f;
-  return row;
+  const Filters filters{p.top_k[b], p.top_p[b], p.min_p[b]};
+  return {draw_of(p.temperature[b], p.sharpness[b]), filters, p.position(index), uint64_t(p.seeds[b]),
+          (filters.top_k > 0 && filters.top_k < p.vocab) || filters.top_p < 1.0f || filters.min_p > 0.0f};
 }
 
 static __device__ float score_of(const Row& row, float z, uint32_t id) {
-  return DFLASH_ADD32(scaled(row.sharpness, z),
-                      gumbel(word_of(noise_words(id >> 2, row.position, 0, row.seed), id)));
+  RowNoise noise(row.position, row.seed);
+  return DFLASH_ADD32(sharpened(row.draw, z), gumbel(noise.word(id)));
 }
 
 static __device__ __forceinline__ int bucket_of(float d) {
@@ -135,15 +121,11 @@ static __device__ __forceinline__ void for_slices(const SelectTokensParams& p, c
 template <typename T, int kWidth, typename Keep>
 static __device__ Best best_of_slice(const SelectTokensParams& p, const T* logits, int64_t slice,
                                      const Row& row, float floor, Best best, Keep&& keep) {
-  uint32_t group = 0xffffffffu;
-  Words4 words{};
+  RowNoise noise(row.position, row.seed);
   for_slice<T, kWidth, 1>(p, logits, slice, [&](uint32_t id, float logit) {
-    const float z = logit / row.temperature, score = scaled(row.sharpness, z);
-    if (!(z >= floor) || DFLASH_ADD32(score, kLargestNoise) < best.value) return;
-    if (id >> 2 != group) group = id >> 2, words = noise_words(group, row.position, 0, row.seed);
-    const uint32_t word = word_of(words, id);
-    if (DFLASH_ADD32(score, noise_bound(word)) < best.value || !keep(z)) return;
-    best = better(best, {DFLASH_ADD32(score, gumbel(word)), id});
+    const float z = logit / row.draw.temperature;
+    if (!(z >= floor)) return;
+    best = better(best, {noisy_score(row.draw, noise, z, id, best.value, [&] { return keep(z); }), id});
   });
   return best;
 }
@@ -166,15 +148,15 @@ static __global__ void __launch_bounds__(kScanThreads, 1) scan_slices(const Sele
   nan = __syncthreads_or(nan);
   largest = block_best(largest, scratch);
   Best best = none();
-  if (!nan && !row.greedy && !row.filtered) {
-    const float top = largest.value / row.temperature;
+  if (!nan && !row.draw.greedy && !row.filtered) {
+    const float top = largest.value / row.draw.temperature;
     best = {score_of(row, top, largest.id), largest.id};
     best = block_best(
         best_of_slice<T, kWidth>(p, logits, slice, row, -infinity(), best, [](float) { return true; }),
         scratch);
   }
   if (threadIdx.x == 0) {
-    const float value = nan ? __uint_as_float(0x7fffffffu) : largest.value;
+    const float value = nan ? not_a_number() : largest.value;
     store16(static_cast<uint4*>(p.workspace) + index * slices + slice,
             make_uint4(__float_as_uint(value), largest.id, __float_as_uint(best.value), best.id));
   }
@@ -233,7 +215,7 @@ static __device__ float threshold(const SelectTokensParams& p, const T* logits, 
                                   const Row& row, float top, float floor, Scratch& s, double share,
                                   bool of_total, Weight&& weight) {
   const auto largest = [&](int64_t slice) {
-    return __uint_as_float(__ldcg(&partial[slice].x)) / row.temperature;
+    return __uint_as_float(__ldcg(&partial[slice].x)) / row.draw.temperature;
   };
   const auto clear = [&](int bins) {
     __syncthreads();
@@ -246,7 +228,7 @@ static __device__ float threshold(const SelectTokensParams& p, const T* logits, 
   for_slices<T, kWidth>(
       p, logits, [&](int64_t slice) { return floor == -infinity() || largest(slice) >= floor; },
       [&](uint32_t, float logit) {
-        const float z = logit / row.temperature;
+        const float z = logit / row.draw.temperature;
         const Sum w = weight(z);
         const int bucket = bucket_of(below_top(z, top));
         if (bucket == kBuckets - 1)
@@ -271,7 +253,7 @@ static __device__ float threshold(const SelectTokensParams& p, const T* logits, 
     for_slices<T, kWidth>(
         p, logits, [&](int64_t slice) { return bucket_of(below_top(largest(slice), top)) <= bucket; },
         [&](uint32_t, float logit) {
-          const float z = logit / row.temperature;
+          const float z = logit / row.draw.temperature;
           const uint32_t key = key_of(logit);
           if ((key & known) != prefix || bucket_of(below_top(z, top)) != bucket) return;
           const Sum w = weight(z);
@@ -281,10 +263,11 @@ static __device__ float threshold(const SelectTokensParams& p, const T* logits, 
     prefix |= uint32_t(255 - bin) << shift;
     known |= 255u << shift;
   }
-  const uint32_t bits = prefix & 0x80000000u ? prefix & 0x7fffffffu : ~prefix;
-  // The low half of a negative bf16's key is all ones; prefix has zeros there, which ~ turned into ones.
+  // The low half of a negative bf16's key is all ones; prefix has zeros there, which from_key turns into
+  // ones.
+  const uint32_t bits = __float_as_uint(from_key(prefix));
   const float logit = __uint_as_float(std::is_same_v<T, __nv_bfloat16> ? bits & 0xffff0000u : bits);
-  return logit / row.temperature;
+  return logit / row.draw.temperature;
 }
 
 template <typename T, int kWidth>
@@ -306,28 +289,29 @@ static __global__ void __launch_bounds__(kRowThreads, 1) choose_rows(const Selec
   }
   nan = __syncthreads_or(nan);
   largest = block_best(largest, s.best);
-  const float top = largest.value / row.temperature;
-  if (nan || row.greedy || top == -infinity()) {
-    if (threadIdx.x == 0) p.ids[index] = nan ? -1 : row.greedy ? int64_t(largest.id) : 0;
+  const float top = largest.value / row.draw.temperature;
+  if (nan || row.draw.greedy || top == -infinity()) {
+    if (threadIdx.x == 0) p.ids[index] = nan ? -1 : row.draw.greedy ? int64_t(largest.id) : 0;
     return;
   }
   if (row.filtered) {
     float floor = -infinity();
-    if (row.top_k > 0 && row.top_k < p.vocab)
-      floor = threshold<T, kWidth>(p, logits, partial, row, top, floor, s, double(row.top_k), false,
+    if (row.filters.top_k > 0 && row.filters.top_k < p.vocab)
+      floor = threshold<T, kWidth>(p, logits, partial, row, top, floor, s, double(row.filters.top_k), false,
                                    [](float) { return Sum(1); });
-    if (row.top_p < 1.0f)
-      floor = max(floor, threshold<T, kWidth>(
-                             p, logits, partial, row, top, floor, s, double(row.top_p), true, [&](float z) {
-                               return z >= floor ? Sum(fixed_point(shared_exp(below_top(z, top)))) : Sum(0);
-                             }));
+    if (row.filters.top_p < 1.0f)
+      floor = max(floor,
+                  threshold<T, kWidth>(
+                      p, logits, partial, row, top, floor, s, double(row.filters.top_p), true, [&](float z) {
+                        return z >= floor ? Sum(fixed_point(shared_exp(below_top(z, top)))) : Sum(0);
+                      }));
     best = {score_of(row, top, largest.id), largest.id};
     const auto keep = [&](float z) {
-      return !(row.min_p > 0.0f) || z == top || shared_exp(z - top) >= row.min_p;
+      return !(row.filters.min_p > 0.0f) || z == top || shared_exp(z - top) >= row.filters.min_p;
     };
     for (int64_t slice = 0; slice < slices; ++slice) {
-      const float most = __uint_as_float(__ldcg(&partial[slice].x)) / row.temperature;
-      if (most < floor || DFLASH_ADD32(scaled(row.sharpness, most), kLargestNoise) < best.value) continue;
+      const float most = __uint_as_float(__ldcg(&partial[slice].x)) / row.draw.temperature;
+      if (most < floor || DFLASH_ADD32(sharpened(row.draw, most), kLargestNoise) < best.value) continue;
       best = best_of_slice<T, kWidth>(p, logits, slice, row, floor, best, keep);
     }
   }

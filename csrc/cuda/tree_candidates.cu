@@ -20,8 +20,8 @@ struct Row {
 static __device__ Row row_of(const TreeCandidatesParams& p, int64_t index) {
   const int64_t b = index / p.depths;
   const float temperature = p.temperature[b];
-  return {temperature < kLargestFloat ? temperature : kLargestFloat,
-          temperature > 0.0f ? p.noise_weight : 0.0f, uint64_t(p.positions[index]), uint64_t(p.seeds[b])};
+  return {draw_of(temperature, 1.0f).temperature, temperature > 0.0f ? p.noise_weight : 0.0f,
+          uint64_t(p.positions[index]), uint64_t(p.seeds[b])};
 }
 
 // gumbel(word) in fp32: the logarithm is of what is far from 1.
@@ -35,46 +35,32 @@ static __device__ __forceinline__ float noise_of(uint32_t word) {
 // the first is NaN if the span holds one.
 template <typename T, int kWidth>
 static __global__ void __launch_bounds__(32 * kSpanWarps, 1) measure_spans(const TreeCandidatesParams p) {
-  const Spans spans = spans_of(p.vocab);
-  const int lane = threadIdx.x % 32;
-  const int64_t place = int64_t(blockIdx.x) * kSpanWarps + threadIdx.x / 32, index = place / spans.count;
+  const Span span(p.vocab);
   grid_launch_dependents();
   grid_dependency_wait();
-  if (index >= p.batch * p.depths) return;
-  const int64_t begin = place % spans.count * spans.tokens, end = min(p.vocab, begin + spans.tokens);
-  const T* logits = static_cast<const T*>(p.logits) + index * p.vocab;
-  const Row row = row_of(p, index);
-  const auto for_tokens = [&](auto&& f) {
-    for (int64_t id = begin + lane * kWidth; id < end; id += 32 * kWidth) {
-      float z[kWidth];
-      load<T, kWidth>(logits + id, z);
-#pragma unroll
-      for (int e = 0; e < kWidth; ++e) f(uint32_t(id + e), z[e]);
-    }
-  };
-
+  if (span.row >= p.batch * p.depths) return;
+  const T* logits = static_cast<const T*>(p.logits) + span.row * p.vocab;
+  const Row row = row_of(p, span.row);
   float top = -infinity(), plain = 0.0f, noisy_top = -infinity(), noisy = 0.0f;
   bool nan = false;
-  for_tokens([&](uint32_t, float z) { nan |= z != z, top = fmaxf(top, z); });
+  span.for_tokens<kWidth>(logits, [&](uint32_t, float z) { nan |= z != z, top = fmaxf(top, z); });
   top = warp_max(top);
   nan = __ballot_sync(kAllLanes, nan) != 0;
   if (!nan && top > -infinity()) {
-    uint32_t group = kAllLanes;
-    Words4 words{};
-    for_tokens([&](uint32_t id, float z) {
+    RowNoise words(row.position, row.seed);
+    span.for_tokens<kWidth>(logits, [&](uint32_t id, float z) {
       const float d = below_top(z, top);
       plain += expf(d);
       if (row.noise_weight == 0.0f) return;
-      if (id >> 2 != group) group = id >> 2, words = noise_words(group, row.position, 0, row.seed);
-      const float a = d / row.temperature + noise_of(word_of(words, id));
+      const float a = d / row.temperature + noise_of(words.word(id));
       noisy_top = fmaxf(noisy_top, a);
       noisy += expf(a);
     });
     plain = warp_sum(plain), noisy_top = warp_max(noisy_top), noisy = warp_sum(noisy);
   }
-  if (lane == 0) {
-    const float largest = nan ? __uint_as_float(0x7fffffffu) : top;
-    store16(static_cast<uint4*>(p.workspace) + place,
+  if (threadIdx.x % 32 == 0) {
+    const float largest = nan ? not_a_number() : top;
+    store16(static_cast<uint4*>(p.workspace) + span.place,
             make_uint4(__float_as_uint(largest), __float_as_uint(plain), __float_as_uint(noisy_top),
                        __float_as_uint(noisy)));
   }
@@ -140,7 +126,7 @@ static __global__ void __launch_bounds__(kRowThreads, 1) choose_candidates(const
     const float a = below_top(largest[i], top) + plain_shift, b = noisy_top[i] + noisy_shift;
     // Stage 1 rounded other differences.
     const float margin = b > -infinity() ? 1e-3f + 1e-6f * fabsf(noisy_top[i]) : 0.0f;
-    least[i] = span < spans.count ? to_key(fminf(fmaxf(a, b - margin), 0.0f)) : 0;
+    least[i] = span < spans.count ? key_of(fminf(fmaxf(a, b - margin), 0.0f)) : 0;
     if (span < spans.count) s.most[span] = is_noisy ? fmaxf(a, b + margin) + kAboveLn2 : a;
   }
   const float floor = floor_of(least, p.count, spans.count);
@@ -151,8 +137,8 @@ static __global__ void __launch_bounds__(kRowThreads, 1) choose_candidates(const
     float b = -infinity();
     if (is_noisy) {
       if (!(d > -infinity())) return -infinity();
-      const Words4 noise = noise_words(uint32_t(id >> 2), row.position, 0, row.seed);
-      b = d / row.temperature + noise_of(word_of(noise, uint32_t(id))) + noisy_shift;
+      RowNoise words(row.position, row.seed);
+      b = d / row.temperature + noise_of(words.word(uint32_t(id))) + noisy_shift;
     }
     return fminf(add_exp(a, b), 0.0f);
   });
@@ -171,13 +157,8 @@ cudaError_t launch_tree_candidates(const TreeCandidatesParams& p, cudaStream_t s
   const int64_t rows = p.batch * p.depths;
   return run_on_device(p, rows, [&](auto type) {
     using T = decltype(type);
-    constexpr int kWidth = kPer16<T>;
-    const bool wide = aligned16(p.logits, p.vocab * sizeof(T));
-    const dim3 grid(unsigned(ceil_div(rows * spans_of(p.vocab).count, kSpanWarps)));
-    const cudaError_t error = launch_overlapping(wide ? measure_spans<T, kWidth> : measure_spans<T, 1>, grid,
-                                                 dim3(32 * kSpanWarps), 0, stream, p);
-    if (error != cudaSuccess) return error;
-    return launch_flat(choose_candidates<T>, rows, kRowThreads, stream, p);
+    return launch_stages<T>(p, rows, stream, measure_spans<T, kPer16<T>>, measure_spans<T, 1>,
+                            choose_candidates<T>);
   });
 }
 

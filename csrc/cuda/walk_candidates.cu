@@ -15,8 +15,7 @@ constexpr int kOwn = int(kMaxCandidates / 32);
 static_assert(kNoises >= kMaxCandidates, "the noise of a slot is drawn at once");
 
 struct Choice {
-  float temperature, sharpness;
-  bool greedy;
+  Draw draw;
   Filters filters;
 };
 
@@ -25,14 +24,6 @@ struct Scratch {
   int64_t weight[kMaxCandidates];
   int64_t chosen;
 };
-
-static __device__ Choice choice_of(const WalkCandidatesParams& p, int64_t b, int64_t level) {
-  const float temperature = p.temperature[b], sharpness = p.sharpness[b * p.levels + level];
-  return {temperature > kLargestFloat ? kLargestFloat : temperature,
-          sharpness >= 0.0f ? sharpness : 0.0f,
-          !(temperature > 0.0f) || sharpness == infinity(),
-          {p.top_k[b], p.top_p[b], p.min_p[b]}};
-}
 
 // The best of a slot's candidates, -1 if there is none; to all lanes of the warp that calls it. s.score holds
 // S, -inf where there is no candidate. Writes S / temperature, -inf where filtered, to `out`.
@@ -48,7 +39,7 @@ static __device__ int64_t choose(Scratch& s, const Choice& c, const int64_t* ids
     score[i] = k < count ? s.score[k] : -infinity();
     nan |= score[i] != score[i];
     any |= live[i] = score[i] > -infinity();
-    if (live[i] && !c.greedy) score[i] = score[i] / c.temperature;
+    if (live[i] && !c.draw.greedy) score[i] = score[i] / c.draw.temperature;
     if (live[i]) top = fmaxf(top, score[i]);
   }
   nan = __ballot_sync(kAllLanes, nan) != 0;
@@ -56,7 +47,7 @@ static __device__ int64_t choose(Scratch& s, const Choice& c, const int64_t* ids
   if (nan || !any) return -1;
 
   // 2. What the filters keep
-  if (!c.greedy && any_filter(c.filters)) {
+  if (!c.draw.greedy && any_filter(c.filters)) {
     top = warp_max(top);
 #pragma unroll
     for (int i = 0; i < kOwn; ++i)
@@ -82,7 +73,7 @@ static __device__ int64_t choose(Scratch& s, const Choice& c, const int64_t* ids
     const int k = lane + 32 * i;
     if (k < count) out[k] = score[i];
     if (!live[i]) continue;
-    const float value = c.greedy ? score[i] : DFLASH_ADD32(scaled(c.sharpness, score[i]), noise[k]);
+    const float value = c.draw.greedy ? score[i] : DFLASH_ADD32(sharpened(c.draw, score[i]), noise[k]);
     const int64_t id = ids[k];
     if (value > best || (value == best && id < best_id)) best = value, best_id = id;
   }
@@ -121,16 +112,15 @@ static __global__ void __launch_bounds__(32 * kMaxWarps, 1) walk(const WalkCandi
     prefetch_l2(predecessors + id * p.rank + i % lines * kLine);
   }
 
-  const Choice choice = choice_of(p, b, level);
+  const Choice choice{draw_of(p.temperature[b], p.sharpness[b * p.levels + level]),
+                      {p.top_k[b], p.top_p[b], p.min_p[b]}};
   int64_t previous = p.anchor[b], slot = 0;
   for (; slot < p.slots; ++slot) {
     // 2. Draw noise
-    if (slot % ahead == 0 && !choice.greedy) {
+    if (slot % ahead == 0 && !choice.draw.greedy) {
       for (int64_t i = threadIdx.x; i < min(ahead * p.count, total - slot * p.count); i += blockDim.x) {
-        const int64_t id = ids[slot * p.count + i];
-        const uint64_t position = p.positions[b * p.slots + slot + i / p.count];
-        const Words4 words = noise_words(uint32_t(id >> 2), position, uint32_t(p.stream), p.seeds[b]);
-        s.noise[i] = gumbel(word_of(words, uint32_t(id)));
+        RowNoise noise(p.positions[b * p.slots + slot + i / p.count], p.seeds[b], uint32_t(p.stream));
+        s.noise[i] = gumbel(noise.word(uint32_t(ids[slot * p.count + i])));
       }
     }
 
