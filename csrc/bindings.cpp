@@ -1,7 +1,7 @@
 // The module _C: addresses, sizes and (for CUDA) a stream in; a kernel call out.
 #include <string>
 
-#include "cpu/table.h"
+#include "cpu/base/table.h"
 #include "direct.h"
 #include "pack.h"
 #include "tensors.h"

@@ -8,7 +8,7 @@
 #include <memory>
 #include <string>
 
-#include "cpu/table.h"
+#include "cpu/base/table.h"
 #include "tensors.h"
 
 namespace dflash {

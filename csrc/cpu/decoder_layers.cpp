@@ -12,12 +12,12 @@
 // slot length + i and rotates by position length + its depth.
 #include <algorithm>
 
-#include "cpu/buffer.h"
-#include "cpu/kernels.h"
-#include "cpu/linear.h"
-#include "cpu/norm_rope.h"
-#include "cpu/parallel.h"
-#include "cpu/tree.h"
+#include "cpu/attention/norm_rope.h"
+#include "cpu/base/buffer.h"
+#include "cpu/base/kernels.h"
+#include "cpu/base/parallel.h"
+#include "cpu/linear/linear.h"
+#include "cpu/tree/tree.h"
 
 DFLASH_NAMESPACE_BEGIN
 

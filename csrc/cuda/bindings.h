@@ -4,7 +4,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "cuda/launch.h"
+#include "cuda/base/launch.h"
 #include "pack.h"
 
 namespace dflash {
@@ -38,8 +38,8 @@ inline void bind_cuda_kernels(pybind11::module_& m) {
                                      const std::vector<int64_t>& features, bool gated) {
     const void* const* addresses = nullptr;
     Wire<const void* const*>::put(addresses, weights);
-    return answer(linear_workspace(DType(dtype), rows, in, int(weights.size()), addresses, features.data(),
-                                   gated));
+    return answer(
+        linear_workspace(DType(dtype), rows, in, int(weights.size()), addresses, features.data(), gated));
   });
   m.def("experts_workspace", [answer](int dtype, Const gate_up, Const down, int64_t rows, int64_t top_k,
                                       int64_t hidden, int64_t width) {

@@ -65,7 +65,7 @@ def build(sanitize: bool = False) -> Path:
     FOLDER.mkdir(parents=True, exist_ok=True)
     includes = [HERE, csrc, cuda_include(), pybind11.get_include(), sysconfig.get_paths()["include"]]
     flags = [*FLAGS, *(word for path in includes for word in (["-I", str(path)]))]
-    kernels = sorted(path for path in (csrc / "cuda").glob("*.cu") if path.name not in SKIPPED)
+    kernels = sorted(path for path in (csrc / "cuda").rglob("*.cu") if path.name not in SKIPPED)
     headers = [p for top in (csrc, HERE) for p in top.rglob("*") if p.suffix in {".h", ".cuh"}]
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
     common = hashlib.sha256(version.encode())

@@ -1,6 +1,6 @@
 // Runs CUDA kernels on the CPU. g++ compiles a .cu file as C++ after this header (-include), with
-// cuda/ptx.cuh of this folder in place of the one in csrc. README.md says what is emulated, what is caught
-// and how.
+// cuda/base/ptx.cuh of this folder in place of the one in csrc. README.md says what is emulated, what is
+// caught and how.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>

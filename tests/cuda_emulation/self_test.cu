@@ -1,6 +1,6 @@
 // Small kernels, each right with kFault = false and wrong with true in a way that a GPU need not show: the
 // emulation must show it. Each is launched as one block or a few of kThreads threads.
-#include "cuda/ptx.cuh"
+#include "cuda/base/ptx.cuh"
 #include "self_test.h"
 
 namespace dflash {

@@ -1,5 +1,5 @@
 // Kernels that lint.py must pass (sound_*), and one for each rule that it must find broken.
-#include "cuda/ptx.cuh"
+#include "cuda/base/ptx.cuh"
 
 namespace dflash {
 

@@ -314,7 +314,7 @@ def block_attention(
     return torch.where(spoilt[..., None], float("nan"), out).flatten(2, 3).to(q.dtype)
 
 
-# ---- token choice by keyed noise. Every step is one IEEE operation, in the order of csrc/noise.h: equal bits.
+# ---- token choice by keyed noise. Every step is one IEEE operation, in the order of csrc/common/noise.h: equal bits.
 
 _LOW32 = 0xFFFFFFFF
 

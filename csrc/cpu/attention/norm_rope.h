@@ -1,0 +1,67 @@
+// RMSNorm over a head, half-split RoPE, and the append of one row: shared by every op that fills a cache.
+#pragma once
+#include <cmath>
+
+#include "cpu/base/vec.h"
+
+DFLASH_NAMESPACE_BEGIN
+
+template <typename T>
+struct NormRope {
+  const T* weight;   // [head_dim] or null: no norm
+  const float* cos;  // [half]
+  const float* sin;  // [half]
+  int64_t half;
+  int64_t head_dim;
+  float eps;
+  float offset;  // norm_offset()
+
+  // x [head_dim] -> out [head_dim]
+  void operator()(const T* x, T* out) const {
+    const int64_t n = head_dim;
+    float scale = 1.0f;
+    int64_t i = 0;
+    if (weight) {
+      Sum16 squares;
+      float tail = 0.0f;
+      for (; i + kWidth <= n; i += kWidth) {
+        Vec v = load(x + i);
+        squares.lanes[i / kWidth % Sum16::kVecs] += v * v;
+      }
+      for (; i < n; ++i) tail += to_float(x[i]) * to_float(x[i]);
+      scale = 1.0f / std::sqrt((squares.total() + tail) / float(n) + eps);
+    }
+    const auto normed = [&](int64_t j) {
+      return weight ? load(x + j) * scale * (load(weight + j) + offset) : load(x + j);
+    };
+    const auto normed_one = [&](int64_t j) {
+      return weight ? to_float(x[j]) * scale * (to_float(weight[j]) + offset) : to_float(x[j]);
+    };
+    for (i = 0; i + kWidth <= half; i += kWidth) {
+      const Vec a = normed(i), b = normed(half + i), c = load(cos + i), s = load(sin + i);
+      store(out + i, a * c - b * s);
+      store(out + half + i, b * c + a * s);
+    }
+    for (; i < half; ++i) {
+      const float a = normed_one(i), b = normed_one(half + i);
+      store_one(out + i, a * cos[i] - b * sin[i]);
+      store_one(out + half + i, b * cos[i] + a * sin[i]);
+    }
+    for (i = 2 * half; i + kWidth <= n; i += kWidth) store(out + i, normed(i));
+    for (; i < n; ++i) store_one(out + i, normed_one(i));
+  }
+};
+
+// k, v [num_kv_heads, head_dim]. The caches point at this sequence: [num_kv_heads, capacity, head_dim].
+template <typename T>
+static inline void append_row(const T* k, const T* v, const NormRope<T>& norm_rope, T* k_cache, T* v_cache,
+                              int64_t num_kv_heads, int64_t capacity, int64_t position) {
+  const int64_t d = norm_rope.head_dim;
+  for (int64_t h = 0; h < num_kv_heads; ++h) {
+    const int64_t slot = (h * capacity + position) * d;
+    norm_rope(k + h * d, k_cache + slot);
+    std::memcpy(v_cache + slot, v + h * d, d * sizeof(T));
+  }
+}
+
+DFLASH_NAMESPACE_END

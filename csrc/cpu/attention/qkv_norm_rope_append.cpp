@@ -1,0 +1,73 @@
+// n = x / sqrt(mean(x^2) + eps) * weight per head;  (a, b) = halves of n's first `rotary` dimensions
+// out = (a cos - b sin, b cos + a sin, rest of n), rounded once; k and v go to the row's slot of the cache.
+// Rows over threads. A gated q head is followed by its gate, which stays where it is.
+// append_context_kv is the same for k and v only, for all layers.
+#include "common/row_place.h"
+#include "cpu/attention/norm_rope.h"
+#include "cpu/base/parallel.h"
+
+DFLASH_NAMESPACE_BEGIN
+
+template <typename T>
+static void qkv_row(const QkvNormRopeAppendParams& p, int64_t index) {
+  const int64_t b = index / p.rows, row = index % p.rows, d = p.head_dim, q_row = row - (p.rows - p.q_rows);
+  const RowPlace place = place_of(p, b, row);
+  const int64_t q_stride = p.gated ? 2 * d : d;
+  const T* x = static_cast<const T*>(p.qkv) + index * (p.num_heads * q_stride + 2 * p.num_kv_heads * d);
+  NormRope<T> norm_rope{static_cast<const T*>(p.q_norm_weight),
+                        p.cos + place.angle * p.half,
+                        p.sin + place.angle * p.half,
+                        p.half,
+                        d,
+                        p.eps,
+                        norm_offset(p.zero_centered)};
+  if (q_row >= 0) {
+    T* out = static_cast<T*>(p.q_out) + (b * p.q_rows + q_row) * p.num_heads * d;
+    for (int64_t h = 0; h < p.num_heads; ++h) norm_rope(x + h * q_stride, out + h * d);
+  }
+  if (place.slot < 0 || place.slot >= p.capacity) return;
+  norm_rope.weight = static_cast<const T*>(p.k_norm_weight);
+  const int64_t sequence = b * p.num_kv_heads * p.capacity * d;
+  const T* k = x + p.num_heads * q_stride;
+  append_row(k, k + p.num_kv_heads * d, norm_rope, static_cast<T*>(p.k_cache) + sequence,
+             static_cast<T*>(p.v_cache) + sequence, p.num_kv_heads, p.capacity, place.slot);
+}
+
+template <typename T>
+static void context_row(const AppendContextKvParams& p, int64_t index) {
+  const int64_t layer = index / (p.batch * p.rows), row = index % (p.batch * p.rows), d = p.head_dim;
+  const int64_t position = p.positions[row];
+  if (position < 0 || position >= p.capacity) return;
+  const T* weight = static_cast<const T*>(p.k_norm_weight);
+  const NormRope<T> norm_rope{weight ? weight + layer * d : nullptr,
+                              p.cos + row * p.half,
+                              p.sin + row * p.half,
+                              p.half,
+                              d,
+                              p.eps,
+                              norm_offset(false)};
+  const int64_t sequence = row / p.rows * p.num_kv_heads * p.capacity * d;
+  const T* k = static_cast<const T*>(p.kv) + index * 2 * p.num_kv_heads * d;
+  append_row(k, k + p.num_kv_heads * d, norm_rope, static_cast<T*>(p.k_caches[layer]) + sequence,
+             static_cast<T*>(p.v_caches[layer]) + sequence, p.num_kv_heads, p.capacity, position);
+}
+
+DFLASH_NAMESPACE_END
+
+namespace dflash::DFLASH_ISA {
+
+void qkv_norm_rope_append(const QkvNormRopeAppendParams& p) {
+  const int64_t n = p.batch * p.rows, heads = p.num_heads + 2 * p.num_kv_heads;
+  parallel_for(n, n * heads * p.head_dim, p.threads, [&](int64_t row) {
+    p.dtype == DType::kFloat32 ? qkv_row<float>(p, row) : qkv_row<bf16>(p, row);
+  });
+}
+
+void append_context_kv(const AppendContextKvParams& p) {
+  const int64_t n = p.num_layers * p.batch * p.rows;
+  parallel_for(n, n * 2 * p.num_kv_heads * p.head_dim, p.threads, [&](int64_t row) {
+    p.dtype == DType::kFloat32 ? context_row<float>(p, row) : context_row<bf16>(p, row);
+  });
+}
+
+}  // namespace dflash::DFLASH_ISA

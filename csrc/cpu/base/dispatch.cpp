@@ -1,0 +1,127 @@
+#include <cerrno>
+#include <cstdlib>
+#include <cstring>
+#include <stdexcept>
+#if DFLASH_WITH_AMX && !DFLASH_EMULATE_TILES
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+#include "cpu/base/table.h"
+
+namespace dflash {
+
+#define TABLE(isa)                 \
+  namespace isa {                  \
+  extern const CpuKernels kernels; \
+  }
+
+namespace {
+
+struct InstructionSet {
+  const CpuKernels* kernels;
+  bool (*runs_here)();
+  bool only_by_name = false;
+};
+
+}  // namespace
+
+TABLE(scalar)
+#if DFLASH_WITH_AVX2
+TABLE(avx2)
+TABLE(avx512)
+
+static bool has_avx2() {
+  __builtin_cpu_init();
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+}
+static bool has_avx512() {
+  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
+#endif
+#if DFLASH_WITH_AVX512_BF16
+TABLE(avx512_bf16)
+
+static bool has_avx512_bf16() {
+  return has_avx512() && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+}
+#endif
+
+#if DFLASH_WITH_AMX
+TABLE(amx)
+
+#if DFLASH_EMULATE_TILES
+constexpr bool kEmulateTiles = true;
+static bool has_tiles() { return true; }
+static int tile_refusal() { return 0; }
+#else
+constexpr bool kEmulateTiles = false;
+static bool has_tiles() {
+  unsigned a, b, c, d;
+  const unsigned all = 1u << 22 | 1u << 24 | 1u << 25;  // AMX-BF16, AMX-TILE, AMX-INT8
+  return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & all) == all;
+}
+
+// Linux lends tile registers to processes that ask. Returns 0 if this one has them, errno otherwise. Asking
+// only permits: a thread's memory for the registers is taken when it first uses them. But it cannot be
+// undone, and new alternate signal stacks must have room for the registers from then on. cpu_isas() asks too,
+// whatever is chosen.
+static int tile_refusal() {
+  constexpr int kRequestPermission = 0x1023, kTileData = 18;
+  static const int refusal = syscall(SYS_arch_prctl, kRequestPermission, kTileData) ? errno : 0;
+  return refusal;
+}
+#endif
+
+static bool has_amx() { return has_avx512() && has_tiles() && tile_refusal() == 0; }
+#endif
+
+// From the plainest to the best.
+static const InstructionSet kSets[] = {
+    {&scalar::kernels, [] { return true; }},
+#if DFLASH_WITH_AVX2
+    {&avx2::kernels, has_avx2},
+    {&avx512::kernels, has_avx512},
+#endif
+#if DFLASH_WITH_AVX512_BF16
+    {&avx512_bf16::kernels, has_avx512_bf16},
+#endif
+#if DFLASH_WITH_AMX
+    {&amx::kernels, has_amx, kEmulateTiles},
+#endif
+};
+
+std::vector<std::string> cpu_isas() {
+  std::vector<std::string> names;
+  for (const InstructionSet& set : kSets)
+    if (set.runs_here()) names.push_back(set.kernels->isa);
+  return names;
+}
+
+static const CpuKernels& choose() {
+  const char* variable = std::getenv("DFLASH_ISA");
+  const std::string wanted = variable ? variable : "";
+  const CpuKernels* best = nullptr;
+  for (const InstructionSet& set : kSets)
+    if ((wanted.empty() ? !set.only_by_name : wanted == set.kernels->isa) && set.runs_here())
+      best = set.kernels;
+  if (best) return *best;
+  std::string names;
+  for (const std::string& name : cpu_isas()) names += (names.empty() ? "" : ", ") + name;
+  std::string reason;
+#if DFLASH_WITH_AMX
+  if (wanted == "amx" && has_tiles() && tile_refusal())
+    reason = std::string("the system gives no tile registers (") + std::strerror(tile_refusal()) + "); ";
+#endif
+  throw std::runtime_error("DFLASH_ISA=" + wanted + " cannot run here: " + reason +
+                           "this build and processor have " + names);
+}
+
+const CpuKernels& cpu_kernels() {
+  static const CpuKernels& chosen = choose();
+  return chosen;
+}
+
+}  // namespace dflash

@@ -1,0 +1,33 @@
+// Spreads iterations over threads if there is enough work for them.
+#pragma once
+#include <cstdint>
+
+#include "cpu/base/team.h"
+#include "cpu/base/vec.h"
+
+DFLASH_NAMESPACE_BEGIN
+
+constexpr int64_t kParallelElements = 32768;  // below this threads cost more than they save
+
+// fn(first, last) for ranges that make up [0, n); `elements` is the total work, in array elements.
+template <typename Fn>
+static inline void parallel_ranges(int64_t n, int64_t elements, int threads, const Fn& fn) {
+  if (threads > 1 && n > 1 && elements >= kParallelElements) {
+    const auto range = [](const void* context, int64_t first, int64_t last) {
+      (*static_cast<const Fn*>(context))(first, last);
+    };
+    team_for(n, threads, range, &fn);
+  } else {
+    fn(0, n);
+  }
+}
+
+// fn(i) for i in [0, n)
+template <typename Fn>
+static inline void parallel_for(int64_t n, int64_t elements, int threads, const Fn& fn) {
+  parallel_ranges(n, elements, threads, [&](int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; ++i) fn(i);
+  });
+}
+
+DFLASH_NAMESPACE_END

@@ -1,0 +1,333 @@
+// out[r][n] = sum_k x[r][k] weight[n][k] + bias[n]
+//
+// The bits of a row depend neither on its place nor on the number of rows: two kernels sum in the same order.
+// In one (linear_tile.h) a vector lane holds a row, up to 64 of them in AVX-512, and every weight is
+// broadcast to all lanes, so that the weights are never copied as a matrix. In the other (linear_few.h,
+// AVX-512) the lanes hold weights as they lie in memory; it takes the few rows that would leave lanes idle.
+// With AMX, bf16 goes through tiles instead (linear_amx.h), however many rows there are.
+//
+// Rows are in 8 bits too where weights are (linear_int8.h).
+//
+// A task is a tile of weight rows, which comes from memory once for all rows. Tiles are spread over threads.
+// Few rows are packed by every thread for itself, in its own cache; many by the calling thread for all.
+#include "cpu/linear/linear.h"
+
+#include "cpu/base/buffer.h"
+#include "cpu/base/parallel.h"
+#include "cpu/linear/linear_few.h"
+#include "cpu/linear/linear_int8.h"
+#if DFLASH_TILES
+#include "cpu/linear/linear_int8_amx.h"
+#endif
+
+DFLASH_NAMESPACE_BEGIN
+
+constexpr int64_t kParallelProducts = int64_t(3) << 18;  // fewer multiply-adds than this stay on one thread
+constexpr int kMaxVecs = kWidth == 16 ? 4 : 2;
+constexpr int64_t kMostFew = 12;  // up to this many leftover rows skip the lanes
+constexpr int64_t kOwnRows =
+    256 << 10;  // bytes of packed rows that every thread has for itself, in its L2 cache
+
+// How rows are multiplied: those of whole vectors in lanes, and the leftover ones, if they are few and a
+// kernel takes them, as they lie in memory.
+struct Split {
+  int64_t count, in_lanes, few, lanes;
+
+  Split(int64_t rows, bool takes_few) : count(rows) {
+    few = takes_few && rows % kWidth <= kMostFew ? rows % kWidth : 0;
+    in_lanes = rows - few;
+    lanes = (in_lanes + kWidth - 1) / kWidth * kWidth;
+  }
+};
+
+// Where a thread keeps packed rows, and the number of the product that they are of. They are still there when
+// the thread reserves as much again.
+struct PackedRows {
+  Buffer<uint32_t> buffer;
+  uint64_t product = 0;
+
+  // Returns true if the thread has not packed the rows of this product yet.
+  bool begins(uint64_t number) {
+    const bool is_new = product != number;
+    product = number;
+    return is_new;
+  }
+};
+
+static uint64_t next_product() {
+  static uint64_t last = 0;
+  return __atomic_add_fetch(&last, 1, __ATOMIC_RELAXED);
+}
+
+struct NoTiles {
+  NoTiles() {}
+};
+#if DFLASH_TILES
+constexpr bool kHasTiles = true;
+using TileState = TileRegisters;
+template <int NV>
+constexpr int kFeaturesOnTiles = kBlockFeatures<NV>;
+#else
+constexpr bool kHasTiles = false;
+using TileState = NoTiles;
+template <int NV>
+constexpr int kFeaturesOnTiles = kTile;
+#endif
+
+// Rows of x as the kernels of weights of their dtype read them.
+template <typename T>
+class Rows : public Split {
+ public:
+  using Weight = T;
+  static constexpr bool kIsInt8 = false;
+  static constexpr bool kOnTiles = kHasTiles && sizeof(T) == 2;
+  static constexpr bool kTakesFew = kWidth == 16 && !kOnTiles;
+  using ThreadState = std::conditional_t<kOnTiles, TileState, NoTiles>;
+  template <int NV>
+  static constexpr int kFeaturesPerTask = kOnTiles ? kFeaturesOnTiles<NV> : kTile;
+
+  static int64_t packed_bytes(int64_t rows, int64_t in) {
+    return Rows(rows, in).size() * int64_t(sizeof(Word<T>));
+  }
+
+  Rows(const T* x, int64_t rows, int64_t in, uint64_t product) : Rows(rows, in) {
+    static thread_local PackedRows mine;
+    packed_ = reinterpret_cast<Word<T>*>(mine.buffer.reserve(size()));
+    few_rows_ = packed_ + words_ * lanes;
+    if (!mine.begins(product)) return;
+    if (in_lanes > 0) pack_rows(x, in_lanes, in, lanes, packed_);
+    // Rows lie two lines past a power of two apart, so that they do not share cache sets.
+    if (few > 0) copy_rows(x + in_lanes * in, few, padded(few), in, stride_, few_rows_);
+  }
+
+  // sums [kFeaturesPerTask<NV>, lanes] of `live` features
+  template <int NV>
+  void multiply_lanes(const T* weight, int64_t live, float* sums) const {
+#if DFLASH_TILES
+    if constexpr (kOnTiles)
+      multiply_on_tiles<NV>(packed_, in_, weight, live, sums);
+    else
+#endif
+      multiply_in_lanes<T, NV>(packed_, in_, weight, live, sums);
+  }
+
+#if defined(__AVX512F__)
+  // sums [n, kTile] of the few rows from `row`
+  template <int ROWS>
+  void multiply_few_rows(int64_t row, int64_t, const T* weight, int64_t live, float* sums) const {
+    multiply_few<T, ROWS>(few_rows_ + row * stride_, stride_, in_, weight, live, sums);
+  }
+#endif
+
+ private:
+  Rows(int64_t rows, int64_t in)
+      : Split(rows, kTakesFew), in_(in), words_(words_of<T>(in)), stride_(words_ + 32) {}
+
+  // Few rows are multiplied 8 at once, and what is left as 1, 2, 4, 6 or 8.
+  static int64_t padded(int64_t few) { return few % kFewRows == 1 ? few : (few + 1) / 2 * 2; }
+  int64_t size() const { return words_ * lanes + stride_ * padded(few); }
+
+  int64_t in_, words_, stride_;
+  Word<T>*packed_, *few_rows_;  // [words, lanes], [few, stride]
+};
+
+// Rows of x as the kernels of int8 weights read them.
+template <typename T>
+class Int8Rows : public Split {
+ public:
+  using Weight = int8_t;
+  static constexpr bool kIsInt8 = true;
+  static constexpr bool kTakesFew = kWidth == 16 && !kHasTiles;
+  using ThreadState = TileState;
+  template <int NV>
+  static constexpr int kFeaturesPerTask = kFeaturesOnTiles<NV>;
+
+  static int64_t packed_bytes(int64_t rows, int64_t in) {
+    return QuantizedRows(rows, Split(rows, kTakesFew).lanes, in).size() * int64_t(sizeof(uint32_t));
+  }
+
+  Int8Rows(const T* x, int64_t rows, int64_t in, uint64_t product)
+      : Split(rows, kTakesFew), in_(in), rows_(rows, lanes, in) {
+    static thread_local PackedRows mine;
+    rows_.place(mine.buffer.reserve(rows_.size()));
+    if (mine.begins(product)) rows_.pack(x, in_lanes);
+  }
+
+  template <int NV>
+  void multiply_lanes(const int8_t* weight, int64_t live, float* sums) const {
+#if DFLASH_TILES
+    multiply_int8_on_tiles<NV>(rows_, in_, weight, live, sums);
+#else
+    multiply_int8_in_lanes<NV>(rows_, in_, weight, live, sums);
+#endif
+  }
+
+#if defined(__AVX512F__) && !DFLASH_TILES
+  template <int ROWS>
+  void multiply_few_rows(int64_t row, int64_t n, const int8_t* weight, int64_t live, float* sums) const {
+    multiply_few_int8<ROWS>(rows_, in_lanes + row, n, in_, weight, live, sums);
+  }
+#endif
+
+ private:
+  int64_t in_;
+  QuantizedRows rows_;
+};
+
+// The cost of one output feature for `rows` rows, in multiply-adds.
+static inline int64_t products_of(int64_t rows, int64_t in) {
+  return in * least(rows < 4 ? 4 : rows, int64_t(kMaxVecs * kWidth));
+}
+
+// Features of a part; none where its weight is not of the kind that R is for.
+template <typename R>
+static inline int64_t features_of(const LinearPart& part) {
+  return bool(part.weight.scales) == R::kIsInt8 ? part.out_features : 0;
+}
+
+// Calls fn(state, part, first, live) for every tile of `size` features of the parts that R is for; each
+// feature costs `products` multiply-adds. make() is called for every range of tiles and returns `state`,
+// which is the thread's own or one for all.
+template <typename R, typename Make, typename Fn>
+static inline void over_tiles(const LinearPart* parts, int num_parts, int64_t size, int64_t products,
+                              int threads, const Make& make, const Fn& fn) {
+  int64_t tiles = 0, features = 0;
+  for (int i = 0; i < num_parts; ++i) {
+    tiles += (features_of<R>(parts[i]) + size - 1) / size;
+    features += features_of<R>(parts[i]);
+  }
+  const auto task = [&](const auto& state, int64_t tile) {
+    const LinearPart* part = parts;
+    for (;; ++part) {
+      const int64_t own = (features_of<R>(*part) + size - 1) / size;
+      if (tile < own) break;
+      tile -= own;
+    }
+    fn(state, *part, tile * size, least(size, part->out_features - tile * size));
+  };
+  const int64_t work = features * products >= kParallelProducts ? kParallelElements : 0;
+  parallel_ranges(tiles, work, threads, [&](int64_t begin, int64_t end) {
+    const typename R::ThreadState registers;
+    const auto& state = make();
+    for (int64_t tile = begin; tile < end; ++tile) task(state, tile);
+  });
+}
+
+// One tile of a part: `live` features from `first`, for all rows.
+template <typename T, int NV, typename R>
+static void one_tile(const R& rows, int64_t first_row, const LinearPart& part, int64_t in, int64_t first,
+                     int64_t live) {
+  // 1. Skip the rows that the part does not compute
+  const int64_t skip = part.first_row > first_row ? part.first_row - first_row : 0;
+  if (skip >= rows.count) return;
+  const auto* weight = static_cast<const typename R::Weight*>(part.weight.values) + first * in;
+  const auto finish_at = [&](int64_t at) {
+    return Finish(part.weight.scales ? part.weight.scales + first + at : nullptr,
+                  part.bias ? static_cast<const T*>(part.bias) + first + at : nullptr,
+                  least(kTile, live - at));
+  };
+  // row `row` of the result, at feature `at` of the tile
+  const auto store = [&](int64_t row, int64_t at, const auto& store_to) {
+    at += (first_row + row - part.first_row) * part.out_stride + first;
+    part.wide ? store_to(static_cast<float*>(part.out) + at) : store_to(static_cast<T*>(part.out) + at);
+  };
+  // 2. Rows in lanes
+  if constexpr (NV > 0)
+    if (skip < rows.in_lanes) {
+      alignas(64) float sums[R::template kFeaturesPerTask<NV> * NV * kWidth];
+      rows.template multiply_lanes<NV>(weight, live, sums);
+      for (int64_t at = 0; at < live; at += kTile) {
+        const Finish finish = finish_at(at);
+        store(skip, at, [&](auto* out) {
+          store_tile(sums + at * NV * kWidth, NV * kWidth, skip, rows.in_lanes, least(kTile, live - at),
+                     finish, out, part.out_stride);
+        });
+      }
+    }
+  // 3. Rows as they lie in memory
+  if constexpr (R::kTakesFew)
+    for (int64_t row = 0; row < rows.few; row += kFewRows) {
+      const int64_t n = least(kFewRows, rows.few - row);
+      alignas(64) float sums[kFewRows * kTile];
+      const auto multiply = n == 1   ? &R::template multiply_few_rows<1>
+                            : n == 2 ? &R::template multiply_few_rows<2>
+                            : n <= 4 ? &R::template multiply_few_rows<4>
+                            : n <= 6 ? &R::template multiply_few_rows<6>
+                                     : &R::template multiply_few_rows<8>;
+      (rows.*multiply)(row, n, weight, live, sums);
+      const Finish finish = finish_at(0);
+      for (int64_t r = 0; r < n; ++r)
+        if (rows.in_lanes + row + r >= skip)
+          store(rows.in_lanes + row + r, 0,
+                [&](auto* out) { store_features(out, sums + r * kTile, finish, live); });
+    }
+}
+
+template <typename T, int NV, typename R>
+static void run_tiles(const T* x, int64_t rows, int64_t first_row, const LinearPart* parts, int num_parts,
+                      int64_t in, int threads) {
+  const uint64_t product = next_product();
+  const auto run = [&](const auto& make) {
+    over_tiles<R>(parts, num_parts, R::template kFeaturesPerTask<NV>, products_of(rows, in), threads, make,
+                  [&](const R& packed, const LinearPart& part, int64_t first, int64_t live) {
+                    one_tile<T, NV>(packed, first_row, part, in, first, live);
+                  });
+  };
+  const auto pack = [&] { return R(x, rows, in, product); };
+  if (R::packed_bytes(rows, in) <= kOwnRows) return run(pack);
+  const R packed = pack();
+  run([&]() -> const R& { return packed; });
+}
+
+// The products of the parts that R is for.
+template <typename T, typename R>
+static void linear_all(const T* x, int64_t count, int64_t in, const LinearPart* parts, int num_parts,
+                       int threads) {
+  int64_t features = 0;
+  for (int i = 0; i < num_parts; ++i) features += features_of<R>(parts[i]);
+  if (features == 0) return;
+  for (int64_t first = 0, n; first < count; first += n) {
+    n = least(kMaxVecs * kWidth, count - first);
+    const int64_t vecs = Split(n, R::kTakesFew).lanes / kWidth;
+    const auto run = vecs == 0   ? run_tiles<T, 0, R>
+                     : vecs == 1 ? run_tiles<T, 1, R>
+                     : vecs == 2 ? run_tiles<T, 2, R>
+                     : vecs == 3 ? run_tiles<T, least(3, kMaxVecs), R>
+                                 : run_tiles<T, least(4, kMaxVecs), R>;
+    run(x + first * in, n, first, parts, num_parts, in, threads);
+  }
+}
+
+template <typename T>
+static void linear_of(const T* x, int64_t rows, int64_t in, const LinearPart* parts, int num_parts,
+                      int threads) {
+  linear_all<T, Rows<T>>(x, rows, in, parts, num_parts, threads);
+  linear_all<T, Int8Rows<T>>(x, rows, in, parts, num_parts, threads);
+}
+
+DFLASH_NAMESPACE_END
+
+namespace dflash::DFLASH_ISA {
+
+void linear_parts(const void* x, int64_t rows, int64_t in, const LinearPart* parts, int num_parts,
+                  DType dtype, int threads) {
+  if (dtype == DType::kFloat32)
+    linear_of(static_cast<const float*>(x), rows, in, parts, num_parts, threads);
+  else
+    linear_of(static_cast<const bf16*>(x), rows, in, parts, num_parts, threads);
+}
+
+bool linear_is_shared(int64_t rows, int64_t in, int64_t out_features) {
+  return out_features * products_of(rows, in) >= kParallelProducts;
+}
+
+void linear(const LinearParams& p) {
+  const int64_t size = p.dtype == DType::kFloat32 ? sizeof(float) : sizeof(bf16);
+  LinearPart parts[kMaxLinearWeights];
+  char* out = static_cast<char*>(p.out);
+  for (int i = 0; i < p.num_weights; out += p.features[i++] * size)
+    parts[i] = {{p.weights[i], p.scales[i]}, p.biases[i], out, p.features[i], p.out_features, 0};
+  linear_parts(p.x, p.rows, p.in, parts, p.num_weights, p.dtype, p.threads);
+}
+
+}  // namespace dflash::DFLASH_ISA

@@ -1,0 +1,351 @@
+// The products of linear.cpp: a tile of weight rows with rows of x.
+//
+// What is multiplied at once is a word: a float, or a pair of bf16 where vdpbf16ps multiplies one (elsewhere
+// bf16 is widened). Sums have the same order in all kernels. Of a segment of kSegment words, word k belongs
+// to chain k / 4 % 4; a chain is summed from zero, one word after another, and then added to the total, so
+// that long sums stay precise. A vector of 16 words of a weight row has four words of each chain in its four
+// quarters, which is how few rows are multiplied; many rows take one chain after another. Groups of 16 are
+// padded with zero words.
+#pragma once
+#include <type_traits>
+
+#include "cpu/base/fma.h"
+#include "cpu/base/vec.h"
+
+// GCC 12 warns about uninitialised vectors in its own intrinsics, and about the sums of rows without columns,
+// which nobody asks for.
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+DFLASH_NAMESPACE_BEGIN
+
+constexpr int64_t kSegment = 128, kGroup = 16;         // words
+constexpr int kChains = 4;                             // of a segment; a group has four words of each
+constexpr int64_t kSegmentStride = kSegment + kGroup;  // rows of a copied tile do not share cache sets
+constexpr int kTile = 8;  // features; lines that are requested for more get lost where rows share cache sets
+constexpr int kAccumulators = kWidth == 16 ? 16 : 8;  // vectors
+// Features that NV vectors of rows are multiplied with at once.
+template <int NV>
+constexpr int kAtOnce = NV * kTile <= kAccumulators ? kTile : kAccumulators / NV / 4 * 4;
+constexpr int kFewRows = 8;  // at once, of those that are not in lanes
+
+// The word that T is multiplied as: a float, or a pair of bf16 where vdpbf16ps or AMX multiplies one.
+#if defined(__AVX512BF16__) || DFLASH_TILES
+template <typename T>
+using Word = std::conditional_t<sizeof(T) == 2, uint32_t, float>;
+#else
+template <typename T>
+using Word = float;
+#endif
+
+template <typename T>
+constexpr int64_t kEach = std::is_same_v<Word<T>, float> ? 1 : 2;  // elements in a word
+
+// Words of a row that has `in` elements, in whole groups.
+template <typename T>
+static inline int64_t words_of(int64_t in) {
+  return ((in + kEach<T> - 1) / kEach<T> + kGroup - 1) / kGroup * kGroup;
+}
+
+// kWidth words
+static inline Vec load_words(const float* from, float) { return load(from); }
+static inline Vec load_words(const bf16* from, float) { return load(from); }
+static inline Vec spread(float word) { return splat(word); }
+static inline Vec add_products(Vec w, Vec x, Vec sums, float) { return fma_vec(w, x, sums); }
+#if defined(__AVX512BF16__) || DFLASH_TILES
+static inline Vec load_words(const bf16* from, uint32_t) { return (Vec)_mm512_loadu_si512(from); }
+#endif
+#if defined(__AVX512BF16__)
+static inline Vec spread(uint32_t word) { return (Vec)_mm512_set1_epi32(int(word)); }
+static inline Vec add_products(Vec w, Vec x, Vec sums, uint32_t) {
+  return (Vec)_mm512_dpbf16_ps((__m512)sums, (__m512bh)w, (__m512bh)x);
+}
+#endif
+
+// kWidth words, made of `live` elements and zeros
+template <typename T>
+static inline Vec load_some(const T* from, int64_t live) {
+  constexpr int64_t count = kWidth * kEach<T>;
+  if (live >= count) return load_words(from, Word<T>{});
+  T some[count] = {};
+  for (int64_t i = 0; i < live; ++i) some[i] = from[i];
+  return load_words(some, Word<T>{});
+}
+
+#if defined(__AVX512F__)
+// 16 x 16 words: out[j * out_step + i] = in[i] word j
+static inline void transpose16(const Vec (&in)[16], uint32_t* out, int64_t out_step) {
+  __m512i a[16], b[16];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) {
+    a[2 * i] = _mm512_unpacklo_epi32((__m512i)in[2 * i], (__m512i)in[2 * i + 1]);
+    a[2 * i + 1] = _mm512_unpackhi_epi32((__m512i)in[2 * i], (__m512i)in[2 * i + 1]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    b[4 * i] = _mm512_unpacklo_epi64(a[4 * i], a[4 * i + 2]);
+    b[4 * i + 1] = _mm512_unpackhi_epi64(a[4 * i], a[4 * i + 2]);
+    b[4 * i + 2] = _mm512_unpacklo_epi64(a[4 * i + 1], a[4 * i + 3]);
+    b[4 * i + 3] = _mm512_unpackhi_epi64(a[4 * i + 1], a[4 * i + 3]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    const __m512i p = _mm512_shuffle_i32x4(b[i], b[4 + i], 0x88),
+                  q = _mm512_shuffle_i32x4(b[i], b[4 + i], 0xdd);
+    const __m512i r = _mm512_shuffle_i32x4(b[8 + i], b[12 + i], 0x88),
+                  s = _mm512_shuffle_i32x4(b[8 + i], b[12 + i], 0xdd);
+    _mm512_storeu_si512(out + i * out_step, _mm512_shuffle_i32x4(p, r, 0x88));
+    _mm512_storeu_si512(out + (4 + i) * out_step, _mm512_shuffle_i32x4(q, s, 0x88));
+    _mm512_storeu_si512(out + (8 + i) * out_step, _mm512_shuffle_i32x4(p, r, 0xdd));
+    _mm512_storeu_si512(out + (12 + i) * out_step, _mm512_shuffle_i32x4(q, s, 0xdd));
+  }
+}
+#endif
+
+// out[j * out_step + i] = in[i] word j
+static inline void transpose(const Vec (&in)[kWidth], float* out, int64_t out_step) {
+#if defined(__AVX512F__)
+  transpose16(in, reinterpret_cast<uint32_t*>(out), out_step);
+#else
+  for (int i = 0; i < kWidth; ++i)
+    for (int j = 0; j < kWidth; ++j) out[j * out_step + i] = in[i][j];
+#endif
+}
+
+// packed [words, lanes] = [rows, words]^T, lanes past the last row zero; load(row, word) gives kWidth words
+template <typename Load>
+static inline void transpose_rows(int64_t rows, int64_t words, int64_t lanes, float* packed,
+                                  const Load& load) {
+  for (int64_t k = 0; k < words; k += kWidth)
+    for (int64_t first = 0; first < lanes; first += kWidth) {
+      Vec tile[kWidth];
+#pragma GCC unroll 16
+      for (int i = 0; i < kWidth; ++i) tile[i] = first + i < rows ? load(first + i, k) : Vec{};
+      transpose(tile, packed + k * lanes + first, lanes);
+    }
+}
+
+// copied [all, stride] = the words of rows that are `in` apart, padded with zeros, as are rows after the last
+template <typename T>
+static void copy_rows(const T* x, int64_t rows, int64_t all, int64_t in, int64_t stride, Word<T>* copied) {
+  for (int64_t r = 0; r < all; ++r)
+    for (int64_t k = 0; k < stride; k += kWidth) {
+      const int64_t left = in - k * kEach<T>;
+      store(reinterpret_cast<float*>(copied) + r * stride + k,
+            r < rows && left > 0 ? load_some<T>(x + r * in + k * kEach<T>, left) : Vec{});
+    }
+}
+
+// packed [words_of(in), lanes] = x^T of rows that are `in` apart
+template <typename T>
+static void pack_rows(const T* x, int64_t rows, int64_t in, int64_t lanes, Word<T>* packed) {
+  transpose_rows(rows, words_of<T>(in), lanes, reinterpret_cast<float*>(packed), [&](int64_t r, int64_t k) {
+    const int64_t element = k * kEach<T>;
+    return load_some<T>(x + r * in + element, in - element);
+  });
+}
+
+// What to request early, as an offset from the start of a tile's row: element k, or past the row's end the
+// next tile's.
+static inline int64_t element_ahead(int64_t in, int64_t k, int64_t features) {
+  return k < in ? k : features * in + k - in;
+}
+
+// The words of a tile's rows from `first`; past the end of the matrix its last row again, whose sums are
+// dropped.
+template <typename T>
+static inline void copy_segment(const T* weight, int64_t in, int64_t live, int64_t first, int64_t words,
+                                Word<T>* copied) {
+  const int64_t left = in - first * kEach<T>;
+  const bool is_whole = left >= kSegment * kEach<T>;
+  for (int i = 0; i < kTile; ++i) {
+    const T* from = weight + least(i, live - 1) * in + first * kEach<T>;
+    float* to = reinterpret_cast<float*>(copied + i * kSegmentStride);
+    if (is_whole) {
+#pragma GCC unroll 8
+      for (int64_t k = 0; k < kSegment; k += kWidth)
+        store(to + k, load_words(from + k * kEach<T>, Word<T>{}));
+    } else {
+      for (int64_t k = 0; k < words; k += kWidth)
+        store(to + k, load_some<T>(from + k * kEach<T>, left - k * kEach<T>));
+    }
+  }
+}
+
+// sums [TILE, NV vectors] (+)= copied [TILE, words] packed [words, NV vectors], of one segment. Meanwhile a
+// segment of weights at `next` comes from memory to the L2 cache: rows lie powers of two apart, and the L1
+// cache does not hold that many lines of them. A non-temporal hint instead, here and in load_quarters, was
+// measured on Zen 4: 0.93x to 1.0x with 1 and 16 rows of 4096 -> 12288, 1.02x with 40. Inlined, GCC runs out
+// of registers.
+template <typename T, int NV, int TILE>
+__attribute__((noinline)) static void multiply_segment(const Word<T>* copied, const Word<T>* packed,
+                                                       int64_t words, bool first, float* sums, const T* next,
+                                                       int64_t in) {
+  constexpr int kRows = (TILE + kChains - 1) / kChains;  // requested during one chain
+  for (int chain = 0; chain < kChains; ++chain, next += kRows * in) {
+    // 1. Sum the chain from zero
+    Vec acc[TILE][NV];
+#pragma GCC unroll 32
+    for (int i = 0; i < TILE; ++i)
+#pragma GCC unroll 4
+      for (int v = 0; v < NV; ++v) acc[i][v] = Vec{};
+    const Word<T>* weights = copied + 4 * chain;
+    const float* rows = reinterpret_cast<const float*>(packed) + 4 * chain * NV * kWidth;
+    const T* line = next;
+    for (int64_t k = 0; k < words; k += kGroup) {
+#pragma GCC unroll 8
+      for (int i = 0; i < kRows; ++i) __builtin_prefetch(line + i * in, 0, 2);
+#pragma GCC unroll 4
+      for (int j = 0; j < 4; ++j) {
+        Vec x[NV];
+#pragma GCC unroll 4
+        for (int v = 0; v < NV; ++v) x[v] = load(rows + (j * NV + v) * kWidth);
+#pragma GCC unroll 32
+        for (int i = 0; i < TILE; ++i) {
+          const Vec w = spread(weights[i * kSegmentStride + j]);
+#pragma GCC unroll 4
+          for (int v = 0; v < NV; ++v) acc[i][v] = add_products(w, x[v], acc[i][v], Word<T>{});
+        }
+      }
+      weights += kGroup, rows += kGroup * NV * kWidth, line += kGroup * kEach<T>;
+    }
+    // 2. Add it to the total
+    const bool add = !first || chain > 0;
+#pragma GCC unroll 32
+    for (int i = 0; i < TILE; ++i)
+#pragma GCC unroll 4
+      for (int v = 0; v < NV; ++v) {
+        float* at = sums + (i * NV + v) * kWidth;
+        store(at, add ? load(at) + acc[i][v] : acc[i][v]);
+      }
+  }
+}
+
+// sums [kTile, NV vectors of rows] of `live` features
+template <typename T, int NV>
+static void multiply_in_lanes(const Word<T>* packed, int64_t in, const T* weight, int64_t live, float* sums) {
+  alignas(64) Word<T> copied[kTile * kSegmentStride];
+  const int64_t words = words_of<T>(in);
+  for (int64_t k = 0; k < words; k += kSegment) {
+    const int64_t n = least(kSegment, words - k);
+    copy_segment<T>(weight, in, live, k, n, copied);
+    const T* next = weight + element_ahead(in, (k + 2 * kSegment) * kEach<T>, kTile);
+    for (int i = 0; i < kTile; i += kAtOnce<NV>)
+      multiply_segment<T, NV, kAtOnce<NV>>(copied + i * kSegmentStride, packed + k * NV * kWidth, n, k == 0,
+                                           sums + i * NV * kWidth, next + i * in, in);
+  }
+}
+
+// What becomes of the sums of a tile's features.
+struct Finish {
+  alignas(64) float scales[2 * kTile], bias[2 * kTile];  // as many as store_features loads
+  bool scaled, biased;
+
+  template <typename T>
+  Finish(const float* scale, const T* add, int64_t live) : scaled(scale), biased(add) {
+    if (scaled)
+      for (int64_t i = 0; i < live; ++i) scales[i] = scale[i];
+    if (biased)
+      for (int64_t i = 0; i < live; ++i) bias[i] = to_float(add[i]);
+  }
+
+  // The finished sums of feature i.
+  Vec operator()(Vec sum, int i) const {
+    if (scaled) sum *= scales[i];
+    if (biased) sum += bias[i];
+    return sum;
+  }
+};
+
+#if defined(__AVX512F__)
+// Four words of four rows into the order that a chain takes them: out[c] quarter q = in[.] word 4q + c.
+static inline void transpose_quarters(const Vec (&in)[4], Vec (&out)[4]) {
+  const __m512 a = _mm512_unpacklo_ps((__m512)in[0], (__m512)in[1]),
+               b = _mm512_unpackhi_ps((__m512)in[0], (__m512)in[1]),
+               c = _mm512_unpacklo_ps((__m512)in[2], (__m512)in[3]),
+               d = _mm512_unpackhi_ps((__m512)in[2], (__m512)in[3]);
+  out[0] = (Vec)_mm512_unpacklo_pd((__m512d)a, (__m512d)c);
+  out[1] = (Vec)_mm512_unpackhi_pd((__m512d)a, (__m512d)c);
+  out[2] = (Vec)_mm512_unpacklo_pd((__m512d)b, (__m512d)d);
+  out[3] = (Vec)_mm512_unpackhi_pd((__m512d)b, (__m512d)d);
+}
+
+static_assert(kTile == 8, "rows of a tile are 32 bytes in float and 16 in bf16");
+
+// rows [16, 8] = tile [8] of 16 lanes, transposed
+static inline void transpose_tile(const Vec (&tile)[kTile], float* rows) {
+  Vec first[4], last[4];  // row 4q + c is quarter q of first[c] and of last[c]
+  transpose_quarters({tile[0], tile[1], tile[2], tile[3]}, first);
+  transpose_quarters({tile[4], tile[5], tile[6], tile[7]}, last);
+  const __m512i low = _mm512_set_epi64(11, 10, 3, 2, 9, 8, 1, 0),
+                high = _mm512_set_epi64(15, 14, 7, 6, 13, 12, 5, 4);
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) {
+    const int c = i % 4;
+    const __m512 two =
+        (__m512)_mm512_permutex2var_pd((__m512d)first[c], i < 4 ? low : high, (__m512d)last[c]);
+    float* to = rows + (i < 4 ? c : c + 8) * kTile;
+    _mm256_store_ps(to, _mm512_castps512_ps256(two));
+    _mm256_store_ps(to + 4 * kTile, _mm512_extractf32x8_ps(two, 1));
+  }
+}
+
+// The same, rounded.
+static inline void transpose_tile(const Vec (&tile)[kTile], bf16* rows) {
+  Vec pairs[4], quarters[4];  // row 4q + c is quarter q of quarters[c]
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i)
+    pairs[i] = (Vec)((rounded_bits(tile[2 * i]) >> 16) | (rounded_bits(tile[2 * i + 1]) & 0xffff0000u));
+  transpose_quarters(pairs, quarters);
+#pragma GCC unroll 4
+  for (int c = 0; c < 4; ++c) {
+    const __m512i of = (__m512i)quarters[c];
+    const auto to = [&](int q) { return reinterpret_cast<__m128i*>(rows + (4 * q + c) * kTile); };
+    _mm_store_si128(to(0), _mm512_castsi512_si128(of));
+    _mm_store_si128(to(1), _mm512_extracti32x4_epi32(of, 1));
+    _mm_store_si128(to(2), _mm512_extracti32x4_epi32(of, 2));
+    _mm_store_si128(to(3), _mm512_extracti32x4_epi32(of, 3));
+  }
+}
+#else
+// rows [kWidth, kTile] = tile [kTile] of kWidth lanes, transposed and rounded
+template <typename Out>
+static inline void transpose_tile(const Vec (&tile)[kTile], Out* rows) {
+  for (int i = 0; i < kTile; ++i) {
+    Out rounded[kWidth];
+    store(rounded, tile[i]);
+    for (int r = 0; r < kWidth; ++r) rows[r * kTile + i] = rounded[r];
+  }
+}
+#endif
+
+// to [live] = from [kTile]; the usual count is a constant for the compiler
+template <typename Out>
+static inline void copy_features(const Out* from, int64_t live, Out* to) {
+  if (live == kTile)
+    std::memcpy(to, from, kTile * sizeof(Out));
+  else
+    std::memcpy(to, from, live * sizeof(Out));
+}
+
+// out [rows - first, live] = sums [kTile, lanes]^T, finished
+template <typename Out>
+static inline void store_tile(const float* sums, int64_t lanes, int64_t first, int64_t rows, int64_t live,
+                              const Finish& finish, Out* out, int64_t out_stride) {
+  for (int64_t lane = first / kWidth * kWidth; lane < rows; lane += kWidth) {
+    Vec tile[kTile];
+#pragma GCC unroll 8
+    for (int i = 0; i < kTile; ++i) tile[i] = finish(load(sums + i * lanes + lane), i);
+    alignas(64) Out rounded[kWidth * kTile];
+    transpose_tile(tile, rounded);
+    // One row after another: they are often a power of two apart, and out of order they would push each other
+    // out of the cache.
+    for (int64_t r = lane < first ? first : lane; r < least(rows, lane + kWidth); ++r)
+      copy_features(rounded + (r - lane) * kTile, live, out + (r - first) * out_stride);
+  }
+}
+
+DFLASH_NAMESPACE_END

@@ -1,0 +1,87 @@
+// h = x + residual;  out = h / sqrt(mean(h^2) + eps) * weight;  tap = h. Zero-centered: (1 + weight).
+// One row at a time, rows over threads; sums in fp32. Used for the layer norms (with residual), the final
+// norm and, with counts, for the norm after the feature projection. In conv_add_rms_norm x is convolved
+// first.
+#include <cmath>
+
+#include "common/row_place.h"
+#include "cpu/base/parallel.h"
+#include "cpu/linear/dynamic_conv.h"
+
+DFLASH_NAMESPACE_BEGIN
+
+// x [hidden] -> out [hidden]
+template <typename T, typename Params>
+static inline void norm_row(const Params& p, int64_t row, const T* x, T* out) {
+  const int64_t n = p.hidden;
+  const T* weight = static_cast<const T*>(p.weight);
+  Sum16 squares;
+  float tail = 0.0f;
+  int64_t i = 0;
+  if (p.residual) {
+    // The sum is rounded to the storage type first: the norm must see what the next layer will add to.
+    const T* residual = static_cast<const T*>(p.residual) + row * n;
+    T* h = static_cast<T*>(p.residual_out) + row * n;
+    for (; i + kWidth <= n; i += kWidth) {
+      store(h + i, load(x + i) + load(residual + i));
+      Vec v = load(h + i);
+      squares.lanes[i / kWidth % Sum16::kVecs] += v * v;
+    }
+    for (; i < n; ++i) {
+      store_one(h + i, to_float(x[i]) + to_float(residual[i]));
+      tail += to_float(h[i]) * to_float(h[i]);
+    }
+    if (p.tap) std::memcpy(static_cast<T*>(p.tap) + row * p.tap_stride, h, n * sizeof(T));
+    x = h;
+  } else {
+    for (; i + kWidth <= n; i += kWidth) {
+      Vec v = load(x + i);
+      squares.lanes[i / kWidth % Sum16::kVecs] += v * v;
+    }
+    for (; i < n; ++i) tail += to_float(x[i]) * to_float(x[i]);
+  }
+  const float scale = 1.0f / std::sqrt((squares.total() + tail) / float(n) + p.eps);
+  const float offset = norm_offset(p.zero_centered);
+  for (i = 0; i + kWidth <= n; i += kWidth) store(out + i, load(x + i) * scale * (load(weight + i) + offset));
+  for (; i < n; ++i) store_one(out + i, to_float(x[i]) * scale * (to_float(weight[i]) + offset));
+}
+
+template <typename T>
+static void norm_row(const RmsNormParams& p, int64_t index) {
+  const auto [is_front, row] = source_of(index, p.front_rows, p.rows_per_sequence);
+  T* out = static_cast<T*>(p.out) + index * p.hidden;
+  if (is_front) {
+    std::memcpy(out, static_cast<const T*>(p.front) + row * p.hidden, p.hidden * sizeof(T));
+  } else if (p.counts && row % p.rows_per_sequence >= p.counts[row / p.rows_per_sequence]) {
+    for (int64_t i = 0; i < p.hidden; ++i) store_one(out + i, 0.0f);
+  } else {
+    norm_row(p, row, static_cast<const T*>(p.x) + row * p.hidden, out);
+  }
+}
+
+template <typename T>
+static void convolve_and_norm_row(const ConvAddRmsNormParams& p, int64_t row) {
+  static thread_local Buffer<T> buffer;
+  T* x = buffer.reserve(p.hidden);
+  convolve_row(p, row, x);
+  norm_row<T>(p, row, x, static_cast<T*>(p.out) + row * p.hidden);
+}
+
+DFLASH_NAMESPACE_END
+
+namespace dflash::DFLASH_ISA {
+
+void rms_norm(const RmsNormParams& p) {
+  const int64_t rows = p.rows + p.sequences * p.front_rows;
+  parallel_for(rows, rows * p.hidden, p.threads, [&](int64_t index) {
+    p.dtype == DType::kFloat32 ? norm_row<float>(p, index) : norm_row<bf16>(p, index);
+  });
+}
+
+void conv_add_rms_norm(const ConvAddRmsNormParams& p) {
+  parallel_for(p.rows, p.rows * p.hidden * p.width, p.threads, [&](int64_t row) {
+    p.dtype == DType::kFloat32 ? convolve_and_norm_row<float>(p, row) : convolve_and_norm_row<bf16>(p, row);
+  });
+}
+
+}  // namespace dflash::DFLASH_ISA

@@ -1,0 +1,32 @@
+// Slot first[b] + path[b, j] moves to slot first[b] + j, in ascending order of j, in every cache. (Cache,
+// sequence) pairs over threads.
+#include <cstring>
+
+#include "cpu/base/parallel.h"
+#include "params.h"
+
+namespace dflash::DFLASH_ISA {
+
+void compact_kv(const CompactKvParams& p) {
+  int64_t moves = 0, bytes = 0;
+  for (int64_t b = 0; b < p.batch; ++b)
+    for (int64_t j = 1; j < p.path_rows; ++j) moves += p.source(b, j) >= 0;
+  if (moves == 0) return;
+  for (int64_t i = 0; i < p.num_caches; ++i) bytes += p.heads[i] * p.row_bytes[i];
+  const auto compact = [&](int64_t index) {
+    const int64_t i = index / p.batch, b = index % p.batch, heads = p.heads[i], size = p.row_bytes[i];
+    char* cache = static_cast<char*>(p.caches[i]) + b * heads * p.capacity * size;
+    for (int64_t j = 1; j < p.path_rows; ++j) {
+      const int64_t from = p.source(b, j);
+      if (from < 0) continue;
+      const int64_t to = p.target(b, j);
+      for (int64_t h = 0; h < heads; ++h) {
+        char* head = cache + h * p.capacity * size;
+        std::memcpy(head + to * size, head + from * size, size);
+      }
+    }
+  };
+  parallel_for(p.num_caches * p.batch, moves * bytes / 4, p.threads, compact);
+}
+
+}  // namespace dflash::DFLASH_ISA

@@ -1,0 +1,22 @@
+// Rows of a block that is a tree: bits of each row's ancestors and of the row itself, see
+// BlockAttentionParams.
+#pragma once
+#include "cpu/base/vec.h"
+
+DFLASH_NAMESPACE_BEGIN
+
+// ancestors [sequences * rows, ceil(rows / 64)]; bits at or past `rows` are off.
+static inline uint64_t ancestor_word(const int64_t* ancestors, int64_t rows, int64_t row, int64_t word) {
+  const uint64_t bits = uint64_t(ancestors[row * ((rows + 63) / 64) + word]);
+  const int64_t left = rows - 64 * word;
+  return left < 64 ? bits & ((uint64_t(1) << left) - 1) : bits;
+}
+
+static inline int64_t depth_of(const int64_t* ancestors, int64_t rows, int64_t row) {
+  int64_t count = 0;
+  for (int64_t word = 0; 64 * word < rows; ++word)
+    count += __builtin_popcountll(ancestor_word(ancestors, rows, row, word));
+  return count > 0 ? count - 1 : 0;
+}
+
+DFLASH_NAMESPACE_END

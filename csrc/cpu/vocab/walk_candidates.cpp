@@ -1,0 +1,147 @@
+// A path through the candidates of each slot (params.h has the formula). Each thread takes one level of one
+// sequence. Slot by slot the predecessor's row is multiplied with the hidden state once, and every
+// candidate's row with that; the rows of the next slot are on their way meanwhile. Choices have the bits of
+// select_tokens given equal scores. Needs -ffp-contract=off.
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "common/filters.h"
+#include "common/noise.h"
+#include "cpu/base/buffer.h"
+#include "cpu/base/fma.h"
+#include "cpu/base/parallel.h"
+#include "params.h"
+
+DFLASH_NAMESPACE_BEGIN
+
+constexpr float kInf = std::numeric_limits<float>::infinity();
+
+// The sum of a[i] * b[i].
+template <typename T>
+static float dot(const float* a, const T* b, int64_t size) {
+  Sum16 lanes;
+  int64_t i = 0;
+  for (; i + 16 <= size; i += 16)
+    for (int k = 0; k < Sum16::kVecs; ++k)
+      lanes.lanes[k] = fma_vec(load(a + i + k * kWidth), load(b + i + k * kWidth), lanes.lanes[k]);
+  float total = lanes.total();
+  for (; i < size; ++i) total += a[i] * to_float(b[i]);
+  return total;
+}
+
+struct Choice {
+  float temperature, sharpness;
+  bool greedy;
+  Filters filters;
+  uint64_t seed;
+  uint32_t stream;
+};
+
+// The best of a slot's candidates; -1 if there is none. `score` holds S, -inf where there is no candidate,
+// and gets S / temperature, -inf where filtered.
+static int64_t choose(const Choice& c, const int64_t* ids, int64_t count, uint64_t position, float* score) {
+  // 1. S / temperature, and what is a candidate
+  bool live[kMaxCandidates];
+  bool any = false, nan = false;
+  float top = -kInf;
+  for (int64_t k = 0; k < count; ++k) {
+    nan |= score[k] != score[k];
+    any |= live[k] = score[k] > -kInf;
+    if (live[k] && !c.greedy) score[k] = score[k] / c.temperature;
+    if (live[k]) top = std::max(top, score[k]);
+  }
+  if (nan || !any) return -1;
+
+  // 2. What the filters keep
+  if (!c.greedy && any_filter(c.filters)) {
+    int64_t weight[kMaxCandidates];
+    for (int64_t k = 0; k < count; ++k)
+      weight[k] = weight_in_top_k(score, int(count), int(k), top, c.filters);
+    for (int64_t k = 0; k < count; ++k)
+      live[k] = live[k] && is_kept(score, weight, int(count), int(k), top, c.filters);
+    for (int64_t k = 0; k < count; ++k) score[k] = live[k] ? score[k] : -kInf;
+  }
+
+  // 3. The best, with noise
+  float best = -kInf;
+  int64_t best_id = -1;
+  for (int64_t k = 0; k < count; ++k) {
+    if (!live[k]) continue;
+    float value = score[k];
+    if (!c.greedy) {
+      const Words4 words = noise_words(uint32_t(ids[k] >> 2), position, c.stream, c.seed);
+      value = (std::isinf(value) ? value : c.sharpness * value) + gumbel(words.word[ids[k] & 3]);
+    }
+    if (best_id < 0 || value > best || (value == best && ids[k] < best_id)) best = value, best_id = ids[k];
+  }
+  return best_id;
+}
+
+template <typename T>
+static void walk(const WalkCandidatesParams& p, int64_t b, int64_t level) {
+  // 1. How this level chooses
+  const float temperature = p.temperature[b], sharpness = p.sharpness[b * p.levels + level];
+  const Choice c{std::min(temperature, std::numeric_limits<float>::max()),
+                 sharpness >= 0.0f ? sharpness : 0.0f,
+                 !(temperature > 0.0f) || sharpness == kInf,
+                 {p.top_k[b], p.top_p[b], p.min_p[b]},
+                 uint64_t(p.seeds[b]),
+                 uint32_t(p.stream)};
+  const int64_t set = (b * p.sets + (p.sets == 1 ? 0 : level)) * p.slots * p.count;
+  int64_t* path = p.path + (b * p.levels + level) * p.slots;
+  float* scores = p.scores + (b * p.levels + level) * p.slots * p.count;
+  const T *predecessors = static_cast<const T*>(p.predecessors),
+          *successors = static_cast<const T*>(p.successors);
+  const auto known = [&](int64_t id) { return id >= 0 && id < p.codes; };
+  const auto fetch = [&](const T* row) __attribute__((always_inline)) {
+    for (int64_t i = 0; i < p.rank; i += 64 / int64_t(sizeof(T))) __builtin_prefetch(row + i);
+  };
+  static thread_local Buffer<float> memory;
+  float* product = memory.reserve(p.rank);
+
+  // 2. Slot by slot
+  int64_t previous = p.anchor[b];
+  bool alive = true;
+  for (int64_t slot = 0; slot < p.slots; ++slot) {
+    const int64_t* ids = p.ids + set + slot * p.count;
+    const float* logits = p.logits + set + slot * p.count;
+    float* score = scores + slot * p.count;
+    if (alive) {
+      for (int64_t k = 0; k < p.count && slot + 1 < p.slots; ++k) {
+        if (known(ids[k])) fetch(predecessors + ids[k] * p.rank);
+        if (known(ids[p.count + k])) fetch(successors + ids[p.count + k] * p.rank);
+      }
+      const bool paired = known(previous);
+      const T* hidden = static_cast<const T*>(p.hidden) + (b * p.slots + slot) * p.rank;
+      for (int64_t i = 0; i < p.rank && paired; ++i)
+        product[i] = to_float(predecessors[previous * p.rank + i]) * to_float(hidden[i]);
+      for (int64_t k = 0; k < p.count; ++k) {
+        score[k] = known(ids[k]) ? logits[k] : -kInf;
+        if (paired && known(ids[k])) score[k] += dot(product, successors + ids[k] * p.rank, p.rank);
+      }
+      previous = choose(c, ids, p.count, uint64_t(p.positions[b * p.slots + slot]), score);
+      alive = previous >= 0;
+    }
+    if (!alive)
+      for (int64_t k = 0; k < p.count; ++k) score[k] = -kInf;
+    path[slot] = alive ? previous : -1;
+  }
+}
+
+template <typename T>
+static void walks(const WalkCandidatesParams& p) {
+  const int64_t each = p.slots * p.count * p.rank;
+  parallel_for(p.batch * p.levels, p.batch * p.levels * each, p.threads,
+               [&](int64_t i) { walk<T>(p, i / p.levels, i % p.levels); });
+}
+
+DFLASH_NAMESPACE_END
+
+namespace dflash::DFLASH_ISA {
+
+void walk_candidates(const WalkCandidatesParams& p) {
+  p.dtype == DType::kFloat32 ? walks<float>(p) : walks<bf16>(p);
+}
+
+}  // namespace dflash::DFLASH_ISA

@@ -1,0 +1,175 @@
+// A path through the candidates of each slot (params.h has the formula). One block per level of a sequence; a
+// warp per candidate multiplies three rows of the rank, then the first warp chooses. The walk needs count
+// products per slot where all pairs would be count^2, and only the predecessor's row is known late: every row
+// that may be needed is fetched into L2 first, and the noise is drawn ahead. Choices have the bits of
+// select_tokens given equal scores.
+#include "common/filters.h"
+#include "cuda/base/launch.h"
+#include "cuda/vocab/logits.cuh"
+
+namespace dflash {
+
+constexpr int kMaxWarps = 16;
+constexpr int kNoises = 4096;  // drawn ahead
+constexpr int kOwn = int(kMaxCandidates / 32);
+static_assert(kNoises >= kMaxCandidates, "the noise of a slot is drawn at once");
+
+struct Choice {
+  Draw draw;
+  Filters filters;
+};
+
+struct Scratch {
+  float score[kMaxCandidates], noise[kNoises];
+  int64_t weight[kMaxCandidates];
+  int64_t chosen;
+};
+
+// The best of a slot's candidates, -1 if there is none; to all lanes of the warp that calls it. s.score holds
+// S, -inf where there is no candidate. Writes S / temperature, -inf where filtered, to `out`.
+static __device__ int64_t choose(Scratch& s, const Choice& c, const int64_t* ids, int count,
+                                 const float* noise, float* out) {
+  // 1. S / temperature, and what is a candidate
+  const int lane = threadIdx.x % 32;
+  float score[kOwn], top = -infinity();
+  bool live[kOwn], any = false, nan = false;
+#pragma unroll
+  for (int i = 0; i < kOwn; ++i) {
+    const int k = lane + 32 * i;
+    score[i] = k < count ? s.score[k] : -infinity();
+    nan |= score[i] != score[i];
+    any |= live[i] = score[i] > -infinity();
+    if (live[i] && !c.draw.greedy) score[i] = score[i] / c.draw.temperature;
+    if (live[i]) top = fmaxf(top, score[i]);
+  }
+  nan = __ballot_sync(kAllLanes, nan) != 0;
+  any = __ballot_sync(kAllLanes, any) != 0;
+  if (nan || !any) return -1;
+
+  // 2. What the filters keep
+  if (!c.draw.greedy && any_filter(c.filters)) {
+    top = warp_max(top);
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i)
+      if (lane + 32 * i < count) s.score[lane + 32 * i] = score[i];
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i)
+      if (lane + 32 * i < count)
+        s.weight[lane + 32 * i] = weight_in_top_k(s.score, count, lane + 32 * i, top, c.filters);
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i) {
+      live[i] = live[i] && is_kept(s.score, s.weight, count, lane + 32 * i, top, c.filters);
+      score[i] = live[i] ? score[i] : -infinity();
+    }
+  }
+
+  // 3. The best, with noise
+  float best = -infinity();
+  int64_t best_id = INT64_MAX;
+#pragma unroll
+  for (int i = 0; i < kOwn; ++i) {
+    const int k = lane + 32 * i;
+    if (k < count) out[k] = score[i];
+    if (!live[i]) continue;
+    const float value = c.draw.greedy ? score[i] : DFLASH_ADD32(sharpened(c.draw, score[i]), noise[k]);
+    const int64_t id = ids[k];
+    if (value > best || (value == best && id < best_id)) best = value, best_id = id;
+  }
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) {
+    const float value = __shfl_xor_sync(kAllLanes, best, step);
+    const int64_t id = __shfl_xor_sync(kAllLanes, best_id, step);
+    if (value > best || (value == best && id < best_id)) best = value, best_id = id;
+  }
+  return best_id;
+}
+
+template <typename T, int kWidth>
+static __global__ void __launch_bounds__(32 * kMaxWarps, 1) walk(const WalkCandidatesParams p) {
+  __shared__ Scratch s;
+  const int64_t b = blockIdx.x / p.levels, level = blockIdx.x % p.levels;
+  const int64_t set = (b * p.sets + (p.sets == 1 ? 0 : level)) * p.slots * p.count;
+  const int64_t* ids = p.ids + set;
+  int64_t* path = p.path + blockIdx.x * p.slots;
+  float* scores = p.scores + blockIdx.x * p.slots * p.count;
+  const T *predecessors = static_cast<const T*>(p.predecessors),
+          *successors = static_cast<const T*>(p.successors);
+  const auto known = [&](int64_t id) { return id >= 0 && id < p.codes; };
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+  const int64_t total = p.slots * p.count, ahead = kNoises / p.count;  // slots whose noise is drawn at once
+  grid_launch_dependents();
+  grid_dependency_wait();
+
+  // 1. Fetch the rows of the codebooks
+  constexpr int64_t kLine = 128 / int64_t(sizeof(T));
+  const int64_t lines = ceil_div(p.rank, kLine);
+  for (int64_t i = threadIdx.x; i < total * lines; i += blockDim.x) {
+    const int64_t id = ids[i / lines];
+    if (!known(id)) continue;
+    prefetch_l2(successors + id * p.rank + i % lines * kLine);
+    prefetch_l2(predecessors + id * p.rank + i % lines * kLine);
+  }
+
+  const Choice choice{draw_of(p.temperature[b], p.sharpness[b * p.levels + level]),
+                      {p.top_k[b], p.top_p[b], p.min_p[b]}};
+  int64_t previous = p.anchor[b], slot = 0;
+  for (; slot < p.slots; ++slot) {
+    // 2. Draw noise
+    if (slot % ahead == 0 && !choice.draw.greedy) {
+      for (int64_t i = threadIdx.x; i < min(ahead * p.count, total - slot * p.count); i += blockDim.x) {
+        RowNoise noise(p.positions[b * p.slots + slot + i / p.count], p.seeds[b], uint32_t(p.stream));
+        s.noise[i] = gumbel(noise.word(uint32_t(ids[slot * p.count + i])));
+      }
+    }
+
+    // 3. Score the candidates
+    const T* hidden = static_cast<const T*>(p.hidden) + (b * p.slots + slot) * p.rank;
+    for (int64_t k = warp; k < p.count; k += warps) {
+      const int64_t id = ids[slot * p.count + k];
+      float sum = 0.0f;
+      if (known(id) && known(previous)) {
+        for (int64_t i = lane * kWidth; i < p.rank; i += 32 * kWidth) {
+          float a[kWidth], h[kWidth], c[kWidth];
+          load<T, kWidth>(predecessors + previous * p.rank + i, a);
+          load<T, kWidth>(hidden + i, h);
+          load<T, kWidth>(successors + id * p.rank + i, c);
+#pragma unroll
+          for (int e = 0; e < kWidth; ++e) sum = fmaf(a[e] * h[e], c[e], sum);
+        }
+      }
+      sum = warp_sum(sum);
+      if (lane == 0) s.score[k] = known(id) ? p.logits[set + slot * p.count + k] + sum : -infinity();
+    }
+    __syncthreads();
+
+    // 4. Choose
+    if (warp == 0) {
+      const int64_t chosen = choose(s, choice, ids + slot * p.count, int(p.count),
+                                    s.noise + slot % ahead * p.count, scores + slot * p.count);
+      if (lane == 0) s.chosen = chosen;
+    }
+    __syncthreads();
+    previous = s.chosen;
+    if (previous < 0) break;
+    if (threadIdx.x == 0) path[slot] = previous;
+  }
+
+  // 5. Nothing from the first slot on without a choice
+  for (int64_t i = slot + threadIdx.x; i < p.slots; i += blockDim.x) path[i] = -1;
+  for (int64_t i = slot * p.count + threadIdx.x; i < total; i += blockDim.x) scores[i] = -infinity();
+}
+
+cudaError_t launch_walk_candidates(const WalkCandidatesParams& p, cudaStream_t stream) {
+  const int64_t walks = p.batch * p.levels;
+  return run_on_device(p, walks * p.slots, [&](auto type) {
+    using T = decltype(type);
+    constexpr int kWidth = kPer16<T>;
+    const bool wide = aligned16(p.hidden, p.predecessors, p.successors, p.rank * sizeof(T));
+    const unsigned threads = 32 * unsigned(min(p.count, int64_t(kMaxWarps)));
+    return launch_flat(wide ? walk<T, kWidth> : walk<T, 1>, walks, threads, stream, p);
+  });
+}
+
+}  // namespace dflash
