@@ -13,7 +13,7 @@ from cubins import Instruction, Kernel, kernels_of, readable
 
 _GLOBAL = ("LDG", "STG", "LDGSTS", "ATOMG", "ATOM", "RED", "REDG", "LD", "ST", "UBLKCP", "UTMALDG", "UTMASTG")
 # Parts of kernels' names, and the opcodes that these may have where others may not. Before the wait: weights, see
-# `prefetch` in linear.cu; past the L1, lengths and all that they lead to in qkv_norm_rope_append.cu, lengths and old
+# `prefetch` in linear.cu; past the L1, lengths and all that they lead to in append.cu, lengths and old
 # keys and values in block_attention.cu.
 EARLY = {
     "linear_kernel": ("LDGSTS",),

@@ -5,11 +5,106 @@
 // next to the blocks of a product, and starts while that one runs. Rows past their sequence's count are not
 // read; their output is zero. Rows that are put in front are copied. In conv_add_rms_norm x is convolved
 // first.
+//
+// out[t] = sum of (base[i] + dynamic[t, i]) * x[t - i]. One thread per 16 bytes of the result.
 #include "common/row_place.h"
+#include "cuda/base/device.cuh"
 #include "cuda/base/launch.h"
-#include "cuda/linear/dynamic_conv.cuh"
 
 namespace dflash {
+
+// ---- convolutions over a block
+
+// Row `row` of DynamicConvParams or ConvAddRmsNormParams, kWidth channels at a time, rounded once.
+template <typename T, int kWidth>
+struct ConvolvedRow {
+  static constexpr int kAtOnce = 2;  // weights whose operands are requested before the first is used
+
+  const T *x, *base, *dynamic;
+  int hidden, groups, group_size, reach;
+
+  template <typename Params>
+  __device__ __forceinline__ ConvolvedRow(const Params& p, int64_t row) {
+    const int64_t block = row / p.block_rows, t = row % p.block_rows;
+    x = static_cast<const T*>(p.x) + row * p.hidden;
+    base = static_cast<const T*>(p.base);
+    dynamic = static_cast<const T*>(p.dynamic) + block * p.dynamic_stride_block + t * p.dynamic_stride_row;
+    hidden = int(p.hidden), groups = int(p.groups), group_size = hidden / groups;
+    reach = int(min(p.width, t + 1));  // the rows in front of the block are zeros
+  }
+
+  __device__ __forceinline__ Packed<T, kWidth> operator()(int channel) const {
+    const int group = channel / group_size;
+    const bool shared_group = group_size % kWidth == 0;  // by all kWidth channels
+    float total[kWidth];
+#pragma unroll
+    for (int e = 0; e < kWidth; ++e) total[e] = -0.0f;  // adding zero of either sign gives that zero
+    for (int first = 0; first < reach; first += kAtOnce) {
+      Packed<T, kWidth> inputs[kAtOnce] = {}, bases[kAtOnce] = {};
+      float shared_weight[kAtOnce] = {};
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) {
+        const int i = first + j;
+        if (i >= reach) continue;
+        inputs[j] = load_packed<T, kWidth>(x + channel - int64_t(i) * hidden);
+        bases[j] = load_packed<T, kWidth>(base + channel + int64_t(i) * hidden);
+        if (shared_group) shared_weight[j] = to_float(dynamic[i * groups + group]);
+      }
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) {
+        const int i = first + j;
+        if (i >= reach) continue;
+        float v[kWidth], weight[kWidth];
+        unpack_to<T, kWidth>(inputs[j], v);
+        unpack_to<T, kWidth>(bases[j], weight);
+#pragma unroll
+        for (int e = 0; e < kWidth; ++e) {
+          weight[e] +=
+              shared_group ? shared_weight[j] : to_float(dynamic[i * groups + (channel + e) / group_size]);
+          if (weight[e] != 0.0f) total[e] = __fmaf_rn(weight[e], v[e], total[e]);
+        }
+      }
+    }
+    if constexpr (kWidth == 1)
+      return from_float<T>(total[0]);
+    else
+      return pack<T>(total);
+  }
+};
+
+constexpr int kThreads = 128;
+
+template <typename T, int kWidth>
+static __global__ void __launch_bounds__(kThreads, 1) dynamic_conv_kernel(const DynamicConvParams p) {
+  const int64_t i = (int64_t(blockIdx.x) * kThreads + threadIdx.x) * kWidth;
+  const int64_t index = i / p.hidden;
+  const int channel = int(i % p.hidden);
+  const auto [is_front, row] = source_of(index, p.front_rows, p.block_rows);
+  T* out = static_cast<T*>(p.out) + i;
+  grid_launch_dependents();
+  grid_dependency_wait();
+  if (index >= p.rows + p.sequences * p.front_rows) return;
+  if (is_front) {
+    copy<T, kWidth>(static_cast<const T*>(p.front) + row * p.hidden + channel, out);
+    return;
+  }
+  const ConvolvedRow<T, kWidth> convolved(p, row);
+  store_packed<T, kWidth>(out, convolved(channel));
+}
+
+cudaError_t launch_dynamic_conv(const DynamicConvParams& p, cudaStream_t stream) {
+  const int64_t rows = p.rows + p.sequences * p.front_rows;
+  return run_on_device(p, rows, [&](auto type) {
+    using T = decltype(type);
+    constexpr int kWidth = kPer16<T>;
+    const bool wide = aligned16(p.x, p.base, p.front, p.out, p.hidden * sizeof(T));
+    const int64_t blocks = ceil_div(rows * p.hidden, kThreads * (wide ? kWidth : 1));
+    return launch_flat(wide ? dynamic_conv_kernel<T, kWidth> : dynamic_conv_kernel<T, 1>, blocks, kThreads,
+                       stream, p);
+  });
+}
+
+// ---- norms
 
 constexpr int kMaxHeld = 4;
 constexpr int kMaxThreads = 512;
