@@ -19,18 +19,8 @@ struct NormRope {
   // x [head_dim] -> out [head_dim]
   void operator()(const T* x, T* out) const {
     const int64_t n = head_dim;
-    float scale = 1.0f;
+    const float scale = weight ? 1.0f / std::sqrt(sum_of_squares(x, n) / float(n) + eps) : 1.0f;
     int64_t i = 0;
-    if (weight) {
-      Sum16 squares;
-      float tail = 0.0f;
-      for (; i + kWidth <= n; i += kWidth) {
-        Vec v = load(x + i);
-        squares.lanes[i / kWidth % Sum16::kVecs] += v * v;
-      }
-      for (; i < n; ++i) tail += to_float(x[i]) * to_float(x[i]);
-      scale = 1.0f / std::sqrt((squares.total() + tail) / float(n) + eps);
-    }
     const auto normed = [&](int64_t j) {
       return weight ? load(x + j) * scale * (load(weight + j) + offset) : load(x + j);
     };

@@ -97,6 +97,20 @@ struct Sum16 {
   }
 };
 
+// The sum of x[i]^2.
+template <typename T>
+static inline float sum_of_squares(const T* x, int64_t n) {
+  Sum16 squares;
+  float tail = 0.0f;
+  int64_t i = 0;
+  for (; i + kWidth <= n; i += kWidth) {
+    const Vec v = load(x + i);
+    squares.lanes[i / kWidth % Sum16::kVecs] += v * v;
+  }
+  for (; i < n; ++i) tail += to_float(x[i]) * to_float(x[i]);
+  return squares.total() + tail;
+}
+
 // exp(x) for any x (0 below -87.3, saturating above 88): 2^n * p(r), |r| <= ln2 / 2, relative error < 2e-7.
 static inline Vec exp_vec(Vec x) {
   const Vec low = splat(-87.33f), high = splat(88.37f);

@@ -9,19 +9,6 @@
 DFLASH_NAMESPACE_BEGIN
 
 template <typename T>
-static float sum_of_squares(const T* x, int64_t n) {
-  Sum16 squares;
-  float tail = 0.0f;
-  int64_t i = 0;
-  for (; i + kWidth <= n; i += kWidth) {
-    const Vec v = load(x + i);
-    squares.lanes[i / kWidth % Sum16::kVecs] += v * v;
-  }
-  for (; i < n; ++i) tail += to_float(x[i]) * to_float(x[i]);
-  return squares.total() + tail;
-}
-
-template <typename T>
 static void scaled(const T* x, int64_t n, float scale, float* out) {
   int64_t i = 0;
   for (; i + kWidth <= n; i += kWidth) store(out + i, load(x + i) * scale);

@@ -9,7 +9,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "common/noise.h"
+#include "common/filters.h"
 #include "cpu/base/buffer.h"
 #include "cpu/base/parallel.h"
 #include "cpu/vocab/block_scan.h"
@@ -31,8 +31,9 @@ struct Scratch {
 };
 
 struct Row {
-  float temperature, sharpness, top_p, min_p;
-  int64_t top_k, vocab, blocks;
+  Draw draw;
+  Filters filters;
+  int64_t vocab, blocks;
   uint64_t position, seed;
 };
 
@@ -45,7 +46,7 @@ static float kth(Value* values, int64_t k, int64_t count) {
 // The k-th largest logit.
 template <typename T>
 static float kth_largest(const T* logits, const Row& row, const float* block_max, Scratch& s) {
-  const int64_t k = row.top_k;
+  const int64_t k = row.filters.top_k;
   Value* values = s.values.reserve(row.vocab);
   float at_least = -kInf;  // k blocks reach it, so at least k logits do
   if (k <= row.blocks) {
@@ -62,8 +63,6 @@ static float kth_largest(const T* logits, const Row& row, const float* block_max
   return kth(values, k, count);
 }
 
-static inline float below_top(float z, float top) { return z == top ? 0.0f : z - top; }
-
 static inline int bucket_of(float d) {
   const float bucket = d * -32.0f;
   return int(bucket < float(kBuckets - 1) ? bucket : float(kBuckets - 1));
@@ -79,7 +78,7 @@ static float top_p_threshold(const T* logits, const Row& row, const float* block
   int64_t q[kBlock];
   int bucket[kBlock];
   const auto weigh = [&](int64_t b) {
-    load_block(logits, row.vocab, row.temperature, b, z);
+    load_block(logits, row.vocab, row.draw.temperature, b, z);
     for (int i = 0; i < kBlock; ++i) {
       const float d = below_top(z[i], top);
       e[i] = z[i] >= floor ? shared_exp(d) : 0.0f;
@@ -94,7 +93,7 @@ static float top_p_threshold(const T* logits, const Row& row, const float* block
   }
   int64_t total = 0, above = 0;
   for (int64_t w : weight) total += w;
-  const double limit = double(row.top_p) * double(total);
+  const double limit = double(row.filters.top_p) * double(total);
   int crossing = 0;
   while (crossing < kBuckets - 1 && double(above + weight[crossing]) < limit) above += weight[crossing++];
   Value* values = s.values.reserve(row.vocab);
@@ -124,36 +123,36 @@ static int64_t select_row(const T* logits, const Row& row, Scratch& s) {
   const float largest = block_max[first];
   int64_t best_id = first * kBlock;
   while (to_float(logits[best_id]) != largest) ++best_id;
-  if (!(row.temperature > 0.0f) || row.sharpness == kInf) return best_id;
+  if (row.draw.greedy) return best_id;
 
-  const float top = largest / row.temperature;
+  const float top = largest / row.draw.temperature;
   if (top == -kInf) return 0;
   float floor = -kInf;
-  if (row.top_k > 0 && row.top_k < row.vocab)
-    floor = kth_largest(logits, row, block_max, s) / row.temperature;
-  for (int64_t b = 0; b < row.blocks; ++b) block_max[b] = block_max[b] / row.temperature;
-  if (row.top_p < 1.0f) floor = std::max(floor, top_p_threshold(logits, row, block_max, top, floor, s));
-  if (row.min_p > 0.0f) {  // a lower bound for skipping; the test itself uses the exponential
-    const double bound = double(top) + std::log(double(row.min_p));
+  if (row.filters.top_k > 0 && row.filters.top_k < row.vocab)
+    floor = kth_largest(logits, row, block_max, s) / row.draw.temperature;
+  for (int64_t b = 0; b < row.blocks; ++b) block_max[b] = block_max[b] / row.draw.temperature;
+  if (row.filters.top_p < 1.0f)
+    floor = std::max(floor, top_p_threshold(logits, row, block_max, top, floor, s));
+  if (row.filters.min_p > 0.0f) {  // a lower bound for skipping; the test itself uses the exponential
+    const double bound = double(top) + std::log(double(row.filters.min_p));
     floor = std::max(floor, std::min(top, float(bound - 1e-3 - 1e-6 * std::fabs(bound))));
   }
 
-  const auto scaled = [&](float z) { return std::isinf(z) ? z : row.sharpness * z; };
   const auto words_of = [&](int64_t id) { return noise_words(uint32_t(id >> 2), row.position, 0, row.seed); };
-  float best = scaled(top) + gumbel(words_of(best_id).word[best_id & 3]);
+  float best = sharpened(row.draw, top) + gumbel(words_of(best_id).word[best_id & 3]);
 
   float z[kBlock], a[kBlock];
   uint32_t word[kBlock];
   int32_t hit[kBlock];
   for (int64_t b = 0; b < row.blocks; ++b) {
-    if (block_max[b] < floor || scaled(block_max[b]) + kLargestNoise < best) continue;
-    load_block(logits, row.vocab, row.temperature, b, z);
+    if (block_max[b] < floor || sharpened(row.draw, block_max[b]) + kLargestNoise < best) continue;
+    load_block(logits, row.vocab, row.draw.temperature, b, z);
     block_words(uint32_t(b * (kBlock / 4)), row.position, row.seed, word);
-    if (!may_reach(z, word, row.sharpness, best, floor, a, hit)) continue;
+    if (!may_reach(z, word, row.draw.sharpness, best, floor, a, hit)) continue;
     for (int i = 0; i < kBlock; ++i) {
       const int64_t id = b * kBlock + i;
       if (!hit[i] || id >= row.vocab) continue;
-      if (row.min_p > 0.0f && z[i] != top && !(shared_exp(z[i] - top) >= row.min_p)) continue;
+      if (row.filters.min_p > 0.0f && z[i] != top && !(shared_exp(z[i] - top) >= row.filters.min_p)) continue;
       const float score = a[i] + gumbel(word[i]);
       if (score > best || (score == best && id < best_id)) best = score, best_id = id;
     }
@@ -166,11 +165,8 @@ static void select_rows(const SelectTokensParams& p) {
   parallel_for(p.batch * p.rows, p.batch * p.rows * p.vocab, p.threads, [&](int64_t i) {
     static thread_local Scratch scratch;
     const int64_t b = i / p.rows;
-    const Row row{std::min(p.temperature[b], std::numeric_limits<float>::max()),
-                  p.sharpness[b] >= 0.0f ? p.sharpness[b] : 0.0f,
-                  p.top_p[b],
-                  p.min_p[b],
-                  p.top_k[b],
+    const Row row{draw_of(p.temperature[b], p.sharpness[b]),
+                  {p.top_k[b], p.top_p[b], p.min_p[b]},
                   p.vocab,
                   (p.vocab + kBlock - 1) / kBlock,
                   p.position(i),

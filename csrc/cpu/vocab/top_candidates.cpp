@@ -9,7 +9,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "common/noise.h"
+#include "common/filters.h"
 #include "cpu/base/buffer.h"
 #include "cpu/base/parallel.h"
 #include "cpu/vocab/block_scan.h"
@@ -20,8 +20,7 @@ DFLASH_NAMESPACE_BEGIN
 constexpr float kLargestFloat = std::numeric_limits<float>::max();
 
 struct Row {
-  float temperature, sharpness;
-  bool greedy;
+  Draw draw;
   int64_t vocab, blocks;
   uint64_t position, seed;
 };
@@ -91,15 +90,14 @@ static void look_at_logits(const T* logits, const Row& row, const float* block_m
 
 template <typename T>
 static void look_at_scores(const T* logits, const Row& row, const float* block_max, Best& best) {
-  const auto scaled = [&](float z) { return std::isinf(z) ? z : row.sharpness * z; };
   float z[kBlock], a[kBlock];
   uint32_t word[kBlock];
   int32_t hit[kBlock];
   for (int64_t b = 0; b < row.blocks; ++b) {
-    if (!(scaled(block_max[b] / row.temperature) + kLargestNoise >= best.floor)) continue;
-    load_block(logits, row.vocab, row.temperature, b, z);
+    if (!(sharpened(row.draw, block_max[b] / row.draw.temperature) + kLargestNoise >= best.floor)) continue;
+    load_block(logits, row.vocab, row.draw.temperature, b, z);
     block_words(uint32_t(b * (kBlock / 4)), row.position, row.seed, word);
-    if (!may_reach(z, word, row.sharpness, best.floor, -kInf, a, hit)) continue;
+    if (!may_reach(z, word, row.draw.sharpness, best.floor, -kInf, a, hit)) continue;
     for (int i = 0; i < kBlock; ++i)
       if (hit[i]) best.add(a[i] + gumbel(word[i]), b * kBlock + i);
   }
@@ -112,7 +110,8 @@ static int64_t best_of_row(const T* logits, const Row& row, int64_t count, int64
   if (!scan(logits, row.vocab, block_max)) return 0;
   Best best;
   best.count = count;
-  row.greedy ? look_at_logits(logits, row, block_max, best) : look_at_scores(logits, row, block_max, best);
+  row.draw.greedy ? look_at_logits(logits, row, block_max, best)
+                  : look_at_scores(logits, row, block_max, best);
   best.cut();
   for (int64_t k = 0; k < best.size; ++k) ids[k] = best.kept[k].id, out[k] = to_float(logits[ids[k]]);
   return best.size;
@@ -123,14 +122,8 @@ static void top_rows(const TopCandidatesParams& p) {
   const int64_t total = p.batch * p.levels * p.rows;
   parallel_for(total, total * p.vocab, p.threads, [&](int64_t i) {
     const int64_t b = i / (p.levels * p.rows), line = b * p.rows + i % p.rows;
-    const float temperature = p.temperature[b], sharpness = p.sharpness[i / p.rows];
-    const Row row{std::min(temperature, kLargestFloat),
-                  sharpness >= 0.0f ? sharpness : 0.0f,
-                  !(temperature > 0.0f) || sharpness == kInf,
-                  p.vocab,
-                  (p.vocab + kBlock - 1) / kBlock,
-                  uint64_t(p.positions[line]),
-                  uint64_t(p.seeds[b])};
+    const Row row{draw_of(p.temperature[b], p.sharpness[i / p.rows]), p.vocab,
+                  (p.vocab + kBlock - 1) / kBlock, uint64_t(p.positions[line]), uint64_t(p.seeds[b])};
     int64_t* ids = p.ids + i * p.count;
     float* out = p.candidate_logits + i * p.count;
     const int64_t found =

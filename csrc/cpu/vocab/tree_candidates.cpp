@@ -10,6 +10,7 @@
 #include <cmath>
 #include <limits>
 
+#include "common/filters.h"
 #include "cpu/base/buffer.h"
 #include "cpu/base/parallel.h"
 #include "cpu/vocab/block_noise.h"
@@ -305,7 +306,7 @@ static void candidates(const TreeCandidatesParams& p) {
     static thread_local Buffer<float> scratch;
     const int64_t b = i / p.depths;
     const float temperature = p.temperature[b];
-    const Row row{temperature < kLargestFloat ? temperature : kLargestFloat,
+    const Row row{draw_of(temperature, 1.0f).temperature,
                   temperature > 0.0f ? p.noise_weight : 0.0f,
                   p.vocab,
                   (p.vocab + kBlock - 1) / kBlock,

@@ -4,10 +4,8 @@
 // select_tokens given equal scores. Needs -ffp-contract=off.
 #include <algorithm>
 #include <cmath>
-#include <limits>
 
 #include "common/filters.h"
-#include "common/noise.h"
 #include "cpu/base/buffer.h"
 #include "cpu/base/fma.h"
 #include "cpu/base/parallel.h"
@@ -15,7 +13,7 @@
 
 DFLASH_NAMESPACE_BEGIN
 
-constexpr float kInf = std::numeric_limits<float>::infinity();
+constexpr float kInf = __builtin_inff();
 
 // The sum of a[i] * b[i].
 template <typename T>
@@ -31,8 +29,7 @@ static float dot(const float* a, const T* b, int64_t size) {
 }
 
 struct Choice {
-  float temperature, sharpness;
-  bool greedy;
+  Draw draw;
   Filters filters;
   uint64_t seed;
   uint32_t stream;
@@ -48,13 +45,13 @@ static int64_t choose(const Choice& c, const int64_t* ids, int64_t count, uint64
   for (int64_t k = 0; k < count; ++k) {
     nan |= score[k] != score[k];
     any |= live[k] = score[k] > -kInf;
-    if (live[k] && !c.greedy) score[k] = score[k] / c.temperature;
+    if (live[k] && !c.draw.greedy) score[k] = score[k] / c.draw.temperature;
     if (live[k]) top = std::max(top, score[k]);
   }
   if (nan || !any) return -1;
 
   // 2. What the filters keep
-  if (!c.greedy && any_filter(c.filters)) {
+  if (!c.draw.greedy && any_filter(c.filters)) {
     int64_t weight[kMaxCandidates];
     for (int64_t k = 0; k < count; ++k)
       weight[k] = weight_in_top_k(score, int(count), int(k), top, c.filters);
@@ -69,9 +66,9 @@ static int64_t choose(const Choice& c, const int64_t* ids, int64_t count, uint64
   for (int64_t k = 0; k < count; ++k) {
     if (!live[k]) continue;
     float value = score[k];
-    if (!c.greedy) {
+    if (!c.draw.greedy) {
       const Words4 words = noise_words(uint32_t(ids[k] >> 2), position, c.stream, c.seed);
-      value = (std::isinf(value) ? value : c.sharpness * value) + gumbel(words.word[ids[k] & 3]);
+      value = sharpened(c.draw, value) + gumbel(words.word[ids[k] & 3]);
     }
     if (best_id < 0 || value > best || (value == best && ids[k] < best_id)) best = value, best_id = ids[k];
   }
@@ -81,10 +78,7 @@ static int64_t choose(const Choice& c, const int64_t* ids, int64_t count, uint64
 template <typename T>
 static void walk(const WalkCandidatesParams& p, int64_t b, int64_t level) {
   // 1. How this level chooses
-  const float temperature = p.temperature[b], sharpness = p.sharpness[b * p.levels + level];
-  const Choice c{std::min(temperature, std::numeric_limits<float>::max()),
-                 sharpness >= 0.0f ? sharpness : 0.0f,
-                 !(temperature > 0.0f) || sharpness == kInf,
+  const Choice c{draw_of(p.temperature[b], p.sharpness[b * p.levels + level]),
                  {p.top_k[b], p.top_p[b], p.min_p[b]},
                  uint64_t(p.seeds[b]),
                  uint32_t(p.stream)};

@@ -2,45 +2,90 @@
 // One row at a time, rows over threads; sums in fp32. Used for the layer norms (with residual), the final
 // norm and, with counts, for the norm after the feature projection. In conv_add_rms_norm x is convolved
 // first.
+//
+// out[t] = sum of (base[i] + dynamic[t, i]) * x[t - i]. One row at a time, rows over threads; sums in fp32.
 #include <cmath>
 
 #include "common/row_place.h"
+#include "cpu/base/buffer.h"
+#include "cpu/base/fma.h"
 #include "cpu/base/parallel.h"
-#include "cpu/linear/dynamic_conv.h"
 
 DFLASH_NAMESPACE_BEGIN
+
+// Row `row` of DynamicConvParams or ConvAddRmsNormParams -> out [hidden], rounded once.
+template <typename T, typename Params>
+static inline void convolve_row(const Params& p, int64_t row, T* out) {
+  static thread_local Buffer<float> buffer;
+  const int64_t n = p.hidden, size = n / p.groups, block = row / p.block_rows, t = row % p.block_rows;
+  const int64_t reach = p.width < t + 1 ? p.width : t + 1;  // the rows in front of the block are zeros
+  const T* x = static_cast<const T*>(p.x) + row * n;
+  const T* base = static_cast<const T*>(p.base);
+  const T* dynamic =
+      static_cast<const T*>(p.dynamic) + block * p.dynamic_stride_block + t * p.dynamic_stride_row;
+  // A group may be narrower than a vector, so each of its channels gets a copy.
+  float* spread = buffer.reserve(reach * n);
+  for (int64_t g = 0; g < reach * p.groups; ++g) {
+    const float value = to_float(dynamic[g]);
+    for (int64_t c = 0; c < size; ++c) spread[g * size + c] = value;
+  }
+  int64_t c = 0;
+  for (; c + kWidth <= n; c += kWidth) {
+    Vec total = splat(-0.0f);  // to which adding zero of either sign gives that zero
+    for (int64_t i = 0; i < reach; ++i) {
+      const Vec weight = load(base + i * n + c) + load(spread + i * n + c);
+      total = weight == Vec{} ? total : fma_vec(weight, load(x - i * n + c), total);
+    }
+    store(out + c, total);
+  }
+  for (; c < n; ++c) {
+    float total = -0.0f;
+    for (int64_t i = 0; i < reach; ++i) {
+      const float weight = to_float(base[i * n + c]) + spread[i * n + c];
+      if (weight != 0.0f) total = fma_one(weight, to_float(x[c - i * n]), total);
+    }
+    store_one(out + c, total);
+  }
+}
+
+template <typename T>
+static void write_row(const DynamicConvParams& p, int64_t index) {
+  const auto [is_front, row] = source_of(index, p.front_rows, p.block_rows);
+  T* out = static_cast<T*>(p.out) + index * p.hidden;
+  if (is_front)
+    std::memcpy(out, static_cast<const T*>(p.front) + row * p.hidden, p.hidden * sizeof(T));
+  else
+    convolve_row(p, row, out);
+}
 
 // x [hidden] -> out [hidden]
 template <typename T, typename Params>
 static inline void norm_row(const Params& p, int64_t row, const T* x, T* out) {
   const int64_t n = p.hidden;
   const T* weight = static_cast<const T*>(p.weight);
-  Sum16 squares;
-  float tail = 0.0f;
+  float squares;
   int64_t i = 0;
   if (p.residual) {
+    Sum16 lanes;
+    float tail = 0.0f;
     // The sum is rounded to the storage type first: the norm must see what the next layer will add to.
     const T* residual = static_cast<const T*>(p.residual) + row * n;
     T* h = static_cast<T*>(p.residual_out) + row * n;
     for (; i + kWidth <= n; i += kWidth) {
       store(h + i, load(x + i) + load(residual + i));
       Vec v = load(h + i);
-      squares.lanes[i / kWidth % Sum16::kVecs] += v * v;
+      lanes.lanes[i / kWidth % Sum16::kVecs] += v * v;
     }
     for (; i < n; ++i) {
       store_one(h + i, to_float(x[i]) + to_float(residual[i]));
       tail += to_float(h[i]) * to_float(h[i]);
     }
     if (p.tap) std::memcpy(static_cast<T*>(p.tap) + row * p.tap_stride, h, n * sizeof(T));
-    x = h;
+    x = h, squares = lanes.total() + tail;
   } else {
-    for (; i + kWidth <= n; i += kWidth) {
-      Vec v = load(x + i);
-      squares.lanes[i / kWidth % Sum16::kVecs] += v * v;
-    }
-    for (; i < n; ++i) tail += to_float(x[i]) * to_float(x[i]);
+    squares = sum_of_squares(x, n);
   }
-  const float scale = 1.0f / std::sqrt((squares.total() + tail) / float(n) + p.eps);
+  const float scale = 1.0f / std::sqrt(squares / float(n) + p.eps);
   const float offset = norm_offset(p.zero_centered);
   for (i = 0; i + kWidth <= n; i += kWidth) store(out + i, load(x + i) * scale * (load(weight + i) + offset));
   for (; i < n; ++i) store_one(out + i, to_float(x[i]) * scale * (to_float(weight[i]) + offset));
@@ -70,6 +115,13 @@ static void convolve_and_norm_row(const ConvAddRmsNormParams& p, int64_t row) {
 DFLASH_NAMESPACE_END
 
 namespace dflash::DFLASH_ISA {
+
+void dynamic_conv(const DynamicConvParams& p) {
+  const int64_t rows = p.rows + p.sequences * p.front_rows;
+  parallel_for(rows, rows * p.hidden * p.width, p.threads, [&](int64_t index) {
+    p.dtype == DType::kFloat32 ? write_row<float>(p, index) : write_row<bf16>(p, index);
+  });
+}
 
 void rms_norm(const RmsNormParams& p) {
   const int64_t rows = p.rows + p.sequences * p.front_rows;
