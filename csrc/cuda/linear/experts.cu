@@ -12,16 +12,13 @@
 // takes 16 or 32 of the expert's rows as its first factor; with more rows, the block goes through its weights
 // again, which are then in the L2 at best. Each of the eight warps has 16 features. No sum is cut, so a row's
 // bits do not depend on the other rows.
-#include "cuda/base/device.cuh"
-#include "cuda/base/launch.h"
+#include "cuda/linear/main_loop.cuh"
 
 namespace dflash {
 
-constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 constexpr int kFeatures = 128;
 constexpr int kInner = 64;
-constexpr int kStages = 4;
 constexpr int kWeights = kFeatures * kInner;
 constexpr int kCopies = kWeights / 8 / kThreads;  // of 16 bytes per thread and stage
 
@@ -147,7 +144,7 @@ template <typename T, int kRows, bool kTransposed, typename Row>
 static __device__ __forceinline__ void multiply(float (&sums)[kRows / 16][2][4],
                                                 const WeightTile<T, kTransposed>& tile, const T* x,
                                                 int64_t in, int count, Row row) {
-  constexpr int kPieces = kInner / 8, kAhead = kStages - 1;
+  constexpr int kPieces = kInner / 8;
   static_assert(kRows * kPieces <= kThreads, "a thread copies one piece of the rows");
   T* memory = shared<T>();
   const uint64_t policy = evict_first_policy();
@@ -170,32 +167,17 @@ static __device__ __forceinline__ void multiply(float (&sums)[kRows / 16][2][4],
   }
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int rows_at = place<kInner>(lane % 16, lane / 16);
-  int slot = 0, free_slot = kAhead;
-  for (int index = 0; index < stages; ++index) {
-    cp_async_wait<kAhead - 1>();
-    __syncthreads();
-    if (index + kAhead < stages) copy(free_slot, index + kAhead);
-    cp_async_commit();
-    const T *weights = memory + slot * kStageElements<kRows>, *rows = weights + kWeights;
-#pragma unroll
-    for (int k = 0; k < kInner / 16; ++k) {
-      uint32_t b[4];
-      if constexpr (kTransposed)
-        ldmatrix_transposed(b, weights + place<kFeatures>(k * 16 + lane % 16, warp * 2 + lane / 16));
-      else
-        ldmatrix(b, weights + (place<kInner>(warp * 16 + lane / 16 * 8 + lane % 8, lane / 8 % 2) ^ 16 * k));
-      const uint32_t left[2] = {b[0], b[1]}, right[2] = {b[2], b[3]};
-#pragma unroll
-      for (int m = 0; m < kRows / 16; ++m) {
-        uint32_t a[4];
-        ldmatrix(a, rows + m * 16 * kInner + (rows_at ^ 16 * k));
-        mma_m16n8k16(sums[m][0], a, left, T());
-        mma_m16n8k16(sums[m][1], a, right, T());
-      }
-    }
-    free_slot = slot;
-    slot = slot + 1 == kStages ? 0 : slot + 1;
-  }
+  const auto weights = [&](uint32_t (&to)[4], int slot, int, int k) {
+    const T* from = memory + slot * kStageElements<kRows>;
+    if constexpr (kTransposed)
+      ldmatrix_transposed(to, from + place<kFeatures>(k * 16 + lane % 16, warp * 2 + lane / 16));
+    else
+      ldmatrix(to, from + (place<kInner>(warp * 16 + lane / 16 * 8 + lane % 8, lane / 8 % 2) ^ 16 * k));
+  };
+  const auto rows = [&](uint32_t (&to)[4], int slot, int m, int k) {
+    ldmatrix(to, memory + slot * kStageElements<kRows> + kWeights + m * 16 * kInner + (rows_at ^ 16 * k));
+  };
+  multiply_tiles<T, kInner>(sums, stages, copy, rows, weights);
   cp_async_wait<0>();
   __syncthreads();  // the stages are used again
 }
@@ -218,45 +200,56 @@ static __device__ __forceinline__ float bias_at(const void* biases, int64_t inde
   return biases ? to_float(static_cast<const T*>(biases)[index]) : 0.0f;
 }
 
-// inner [pairs, width] = gate(gate_up(x)). Grid: (tiles of 64 columns, pairs or experts).
-template <typename T, int kRows, bool kTransposed>
-static __global__ void __launch_bounds__(kThreads, 1) gate_up_kernel(const ExpertsParams p) {
+// A block's rows of x [.., in] times its tile of the expert's weight, one of `all` [num_experts, out, in].
+// row(pair) is a pair's row of x; store(expert, pair, sums, half) takes the thread's sums of one.
+template <typename T, int kRows, bool kTransposed, typename Row, typename Store>
+static __device__ __forceinline__ void multiply_share(const ExpertsParams& p, const void* x, const void* all,
+                                                      int64_t in, int64_t out, int64_t half, Row row,
+                                                      Store store) {
   __shared__ int pairs[kRows];
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, tile = int(blockIdx.x);
   grid_launch_dependents();
   grid_dependency_wait();
   Share<kRows> share(p, pairs);
   const int64_t expert = share.expert;
   if (expert < 0) return;
-  const T* weight = static_cast<const T*>(p.gate_up) + expert * 2 * p.width * p.hidden;
-  const WeightTile<T, kTransposed> weights(weight, p.hidden, 2 * p.width, p.width, tile);
+  const T* weight = static_cast<const T*>(all) + expert * out * in;
+  const WeightTile<T, kTransposed> weights(weight, in, out, half, int(blockIdx.x));
   do {
     const int n = share.rows();
     float sums[kRows / 16][2][4] = {};
-    multiply<T, kRows, kTransposed>(sums, weights, static_cast<const T*>(p.x), p.hidden, n,
-                                    [&](int i) { return pairs[i] / p.top_k; });
+    multiply<T, kRows, kTransposed>(sums, weights, static_cast<const T*>(x), in, n,
+                                    [&](int i) { return row(pairs[i]); });
 #pragma unroll
     for (int m = 0; m < kRows / 16; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int row = m * 16 + lane / 4 + 8 * half;
-        if (row >= n) continue;
-        T* out = static_cast<T*>(p.workspace) + pairs[row] * p.width;
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          // transposed: a thread's neighbouring columns, of two groups of eight; else one column of both
-          // groups
-          const int64_t column = tile * 64 + warp * 8 + (kTransposed ? e * 4 + lane % 4 : lane % 4 * 2 + e);
-          if (column >= p.width) continue;
-          const int64_t at = expert * 2 * p.width + (kTransposed ? 2 * column : column);
-          const float gate = kTransposed ? sums[m][e][2 * half] : sums[m][0][2 * half + e];
-          const float up = kTransposed ? sums[m][e][2 * half + 1] : sums[m][1][2 * half + e];
-          out[column] =
-              from_float<T>(gated(p, gate + bias_at<T>(p.gate_up_bias, at),
-                                  up + bias_at<T>(p.gate_up_bias, at + (kTransposed ? 1 : p.width))));
-        }
+        const int own = m * 16 + threadIdx.x % 32 / 4 + 8 * half;
+        if (own < n) store(expert, pairs[own], sums[m], half);
       }
   } while (share.advance(p));
+}
+
+// inner [pairs, width] = gate(gate_up(x)). Grid: (tiles of 64 columns, pairs or experts).
+template <typename T, int kRows, bool kTransposed>
+static __global__ void __launch_bounds__(kThreads, 1) gate_up_kernel(const ExpertsParams p) {
+  const auto store = [&](int64_t expert, int pair, const float (&sums)[2][4], int half) {
+    T* out = static_cast<T*>(p.workspace) + pair * p.width;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      // transposed: a thread's neighbouring columns, of two groups of eight; else one column of both groups
+      const int64_t column =
+          int(blockIdx.x) * 64 + warp * 8 + (kTransposed ? e * 4 + lane % 4 : lane % 4 * 2 + e);
+      if (column >= p.width) continue;
+      const int64_t at = expert * 2 * p.width + (kTransposed ? 2 * column : column);
+      const float gate = kTransposed ? sums[e][2 * half] : sums[0][2 * half + e];
+      const float up = kTransposed ? sums[e][2 * half + 1] : sums[1][2 * half + e];
+      out[column] = from_float<T>(gated(p, gate + bias_at<T>(p.gate_up_bias, at),
+                                        up + bias_at<T>(p.gate_up_bias, at + (kTransposed ? 1 : p.width))));
+    }
+  };
+  multiply_share<T, kRows, kTransposed>(
+      p, p.x, p.gate_up, p.hidden, 2 * p.width, p.width, [&](int pair) { return pair / p.top_k; }, store);
 }
 
 static __host__ __device__ __forceinline__ int64_t inner_bytes(int64_t pairs, int64_t width) {
@@ -270,38 +263,20 @@ static __device__ __forceinline__ float* results_of(const ExpertsParams& p) {
 // results [pairs, hidden] = down(inner). Grid: (tiles of 128 columns, pairs or experts).
 template <typename T, int kRows, bool kTransposed>
 static __global__ void __launch_bounds__(kThreads, 1) down_kernel(const ExpertsParams p) {
-  __shared__ int pairs[kRows];
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, tile = int(blockIdx.x);
-  grid_launch_dependents();
-  grid_dependency_wait();
-  Share<kRows> share(p, pairs);
-  const int64_t expert = share.expert;
-  if (expert < 0) return;
-  const T* weight = static_cast<const T*>(p.down) + expert * p.width * p.hidden;
-  const WeightTile<T, kTransposed> weights(weight, p.width, p.hidden, 0, tile);
-  do {
-    const int n = share.rows();
-    float sums[kRows / 16][2][4] = {};
-    multiply<T, kRows, kTransposed>(sums, weights, static_cast<const T*>(p.workspace), p.width, n,
-                                    [&](int i) { return int64_t(pairs[i]); });
+  const auto store = [&](int64_t expert, int pair, const float (&sums)[2][4], int half) {
+    float* out = results_of(p) + pair * p.hidden;
 #pragma unroll
-    for (int m = 0; m < kRows / 16; ++m)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int row = m * 16 + lane / 4 + 8 * half;
-        if (row >= n) continue;
-        float* out = results_of(p) + pairs[row] * p.hidden;
-#pragma unroll
-        for (int group = 0; group < 2; ++group) {
-          const int64_t column = tile * 128 + warp * 16 + group * 8 + lane % 4 * 2;
-          if (column >= p.hidden) continue;  // a multiple of 8: both columns are there, or none
-          const int64_t at = expert * p.hidden + column;
-          float2 v = make_float2(sums[m][group][2 * half], sums[m][group][2 * half + 1]);
-          v.x += bias_at<T>(p.down_bias, at), v.y += bias_at<T>(p.down_bias, at + 1);
-          *reinterpret_cast<float2*>(out + column) = v;
-        }
-      }
-  } while (share.advance(p));
+    for (int group = 0; group < 2; ++group) {
+      const int64_t column = int(blockIdx.x) * 128 + threadIdx.x / 32 * 16 + group * 8 + threadIdx.x % 4 * 2;
+      if (column >= p.hidden) continue;  // a multiple of 8: both columns are there, or none
+      const int64_t at = expert * p.hidden + column;
+      float2 v = make_float2(sums[group][2 * half], sums[group][2 * half + 1]);
+      v.x += bias_at<T>(p.down_bias, at), v.y += bias_at<T>(p.down_bias, at + 1);
+      *reinterpret_cast<float2*>(out + column) = v;
+    }
+  };
+  multiply_share<T, kRows, kTransposed>(
+      p, p.workspace, p.down, p.width, p.hidden, 0, [](int pair) { return int64_t(pair); }, store);
 }
 
 // One thread per 16 bytes of the result.

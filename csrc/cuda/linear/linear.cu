@@ -126,7 +126,6 @@ static __global__ void __launch_bounds__(kThreads, 1) linear_kernel(const Linear
   const int tiles = int(max(int64_t(0), ceil_div(min(per_split * kSteps, p.in - inner), S::kInner)));
   const Part<T, kRows, kGated> part(p, int(blockIdx.x));
   const Stages<T, kRows, kGated> stages(p, part, inner);
-  constexpr int kAhead = kStages - 1;
   if (p.prefetch)
     for (int i = 0; i < kAhead && i < tiles; ++i) stages.copy_weights(i, i);
   grid_launch_dependents();
@@ -144,37 +143,18 @@ static __global__ void __launch_bounds__(kThreads, 1) linear_kernel(const Linear
   // The address of the piece 2 k further on is the address of the first, xor 16 k.
   const int weights_at = S::place(S::warp_feature() + lane / 16 * 8 + lane % 8, lane / 8 % 2);
   const int rows_at = S::place(S::warp_row() + lane % 16, lane / 16);
-  int stage = 0, free_stage = kAhead;
-  for (int tile = 0; tile < tiles; ++tile) {
-    cp_async_wait<kAhead - 1>();
-    __syncthreads();
-    if (tile + kAhead < tiles) {
-      stages.copy_weights(free_stage, tile + kAhead);
-      stages.copy_rows(free_stage, tile + kAhead);
-    }
-    cp_async_commit();
-    const T *weights = stages.weights(stage), *rows = stages.rows(stage);
-#pragma unroll
-    for (int k = 0; k < S::kInner / 16; ++k) {
-      uint32_t a[S::kWarpRows / 16][4];
-#pragma unroll
-      for (int m = 0; m < S::kWarpRows / 16; ++m)
-        ldmatrix(a[m], rows + m * 16 * S::kInner + (rows_at ^ 16 * k));
-#pragma unroll
-      for (int n = 0; n < S::kWarpFeatures / 16; ++n) {
-        uint32_t b[4];
-        ldmatrix(b, weights + n * 16 * S::kInner + (weights_at ^ 16 * k));
-        const uint32_t left[2] = {b[0], b[1]}, right[2] = {b[2], b[3]};
-#pragma unroll
-        for (int m = 0; m < S::kWarpRows / 16; ++m) {
-          mma_m16n8k16(sum[m][2 * n], a[m], left, T());
-          mma_m16n8k16(sum[m][2 * n + 1], a[m], right, T());
-        }
-      }
-    }
-    free_stage = stage;
-    stage = stage + 1 == kStages ? 0 : stage + 1;
-  }
+  const auto copy = [&](int stage, int tile) {
+    stages.copy_weights(stage, tile);
+    stages.copy_rows(stage, tile);
+  };
+  multiply_tiles<T, S::kInner>(
+      sum, tiles, copy,
+      [&](uint32_t (&to)[4], int stage, int m, int k) {
+        ldmatrix(to, stages.rows(stage) + m * 16 * S::kInner + (rows_at ^ 16 * k));
+      },
+      [&](uint32_t (&to)[4], int stage, int n, int k) {
+        ldmatrix(to, stages.weights(stage) + n * 16 * S::kInner + (weights_at ^ 16 * k));
+      });
 
   if (splits > 1) {  // [blocks, splits, kVectors, kThreads] vectors of four
     float4* stored =

@@ -1,13 +1,9 @@
 // What a block of linear.cu multiplies: its shape, its rows and weights, and the ring of stages that they
 // pass through.
 #pragma once
-#include "cuda/base/device.cuh"
-#include "cuda/base/launch.h"
+#include "cuda/linear/main_loop.cuh"
 
 namespace dflash {
-
-constexpr int kThreads = 256;
-constexpr int kStages = 4;  // with 16 rows, three blocks fit on an SM: one of the next product next to two
 
 // The work of a block with up to kRows rows.
 template <int kMostRows>
