@@ -44,18 +44,18 @@ SHOWN = [
 
 
 def run(emulation, name, fault, seed):
-    """Whether the case gives the right answer; RuntimeError where the emulation refuses to go on."""
+    """Return whether the case's answer is right, and the answer; RuntimeError where the emulation refuses to go on."""
     wanted = WANTED.get(name, torch.arange(1.0, 65))
     x, out = torch.arange(1.0, len(wanted) + 1), torch.full((len(wanted),), -7.0)
     emulation.seed(seed)
     emulation.self_test(name, fault, x.data_ptr(), out.data_ptr())
     emulation.synchronize()
-    return torch.equal(out, wanted)
+    return torch.equal(out, wanted), out
 
 
 @pytest.mark.parametrize("name", [*SHOWN, "past_static_shared", "past_global", "collectives"])
 def test_right_kernels_give_the_right_answer(emulation, name):
-    assert all(run(emulation, name, False, seed) for seed in SEEDS)
+    assert all(run(emulation, name, False, seed)[0] for seed in SEEDS)
 
 
 @pytest.mark.parametrize("name", SHOWN)
@@ -67,7 +67,7 @@ def test_a_planted_fault_shows(emulation, name):
     shown = 0
     for seed in SEEDS:
         try:
-            shown += not run(emulation, name, True, seed)
+            shown += not run(emulation, name, True, seed)[0]
         except RuntimeError as error:
             assert "emulation: " in str(error)  # noqa: PT017
             shown += 1
@@ -134,11 +134,7 @@ def test_blocks_that_share_a_sum_need_their_fences(emulation):
 
 def test_a_seed_gives_the_same_order_again(emulation):
     def outcome(seed):
-        x, out = torch.arange(1.0, 65), torch.full((64,), -7.0)
-        emulation.seed(seed)
-        emulation.self_test("missing_barrier", True, x.data_ptr(), out.data_ptr())
-        emulation.synchronize()
-        return out.view(torch.int32).tolist()
+        return run(emulation, "missing_barrier", True, seed)[1].view(torch.int32).tolist()
 
     assert outcome(1) == outcome(1)
     assert outcome(1) != outcome(2)
@@ -166,21 +162,33 @@ def test_tensor_core_layouts(emulation, dtype, transposed):
     torch.testing.assert_close(out, a.float() @ b.float(), rtol=1e-5, atol=1e-5)
 
 
+def check_overlapping(emulated, run):
+    """Return what ``run()`` gives, which must be the same where kernels start before the one ahead has ended."""
+    want = run()
+    with emulated.overlapping():
+        have = run()
+    assert all(torch.equal(a, b) for a, b in zip(have, want, strict=True))
+    return want
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_kernels_may_start_before_the_one_ahead_has_run(emulation, seed):
     """A chain through every kind of small kernel: none reads what the one ahead writes before its wait."""
-    emulated, g = Emulated(emulation), torch.Generator().manual_seed(0)
+    on, g = Emulated(emulation), torch.Generator().manual_seed(0)
     emulation.seed(seed)
     x, residual = torch.randn(2, 2, 3, 64, generator=g)
-    weight, sums = torch.ones(64), torch.zeros(2, 3, 64)
-    positions = torch.tensor([[3, 4, 5], [0, 7, 2]])
+    weight, positions = torch.ones(64), torch.tensor([[3, 4, 5], [0, 7, 2]])
     lengths, cos, sin = torch.tensor([3, 0]), torch.ones(9, 4), torch.zeros(9, 4)
-    q_out = torch.zeros(2, 3, 4, 8)
-    caches = [torch.zeros(2, 2, 9, 8) for _ in range(4)]
     settings = (torch.tensor([1, 2]), torch.ones(2), torch.tensor([0, 3]), torch.ones(2), torch.zeros(2), torch.ones(2))
     block, stops, limits = torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.tensor([[99], [98]]), torch.tensor([20, 20])
 
-    def chain(on, x, q_out, caches, sums, state):
+    def chain():
+        q_out, sums, caches = (
+            torch.zeros(2, 3, 4, 8),
+            torch.zeros(2, 3, 64),
+            [torch.zeros(2, 2, 9, 8) for _ in range(4)],
+        )
+        state = [torch.zeros(2, 30, dtype=torch.int64), torch.tensor([3, 4]), *torch.zeros(2, 2, dtype=torch.int64)]
         a = on.rms_norm(x, weight, 1e-6)
         b, total = on.add_rms_norm(a, residual, weight, 1e-6, sums)
         on.qkv_norm_rope_append_(b, lengths, None, None, cos, sin, None, None, 1e-6, q_out, *caches[:2])
@@ -190,57 +198,32 @@ def test_kernels_may_start_before_the_one_ahead_has_run(emulation, seed):
         on.accept_prefix_(block, ids, stops, limits, *state)
         return a, b, total, c, ids, q_out, *caches, sums, *state
 
-    def run(on):
-        state = [torch.zeros(2, 30, dtype=torch.int64), torch.tensor([3, 4]), *torch.zeros(2, 2, dtype=torch.int64)]
-        return chain(on, x, q_out.clone(), [cache.clone() for cache in caches], sums.clone(), state)
-
-    want = run(emulated)
-    with emulated.overlapping():
-        have = run(emulated)
-    assert all(torch.equal(a, b) for a, b in zip(have, want, strict=True))
-    assert want[4].unique().numel() > 1
+    assert check_overlapping(on, chain)[4].unique().numel() > 1
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_the_kernels_that_build_a_tree_may_start_early(emulation, seed):
-    emulated, g = Emulated(emulation), torch.Generator().manual_seed(0)
-    emulation.seed(seed)
-    x, positions = torch.randn(2, 3, 600, generator=g), torch.tensor([[3, 4, 5], [0, 7, 2]])
-    seeds, temperature, anchor = torch.tensor([1, 2]), torch.tensor([0.0, 1.0]), torch.tensor([8, 9])
-
-    def run():
-        logits = emulated.silu_mul(x)
-        ids, scores = emulated.tree_candidates(logits, positions, seeds, temperature, 8)
-        return logits, ids, scores, *emulated.build_tree(anchor, ids, scores, 20)
-
-    want = run()
-    with emulated.overlapping():
-        have = run()
-    assert all(torch.equal(a, b) for a, b in zip(have, want, strict=True))
-    assert want[3].unique().numel() > 10
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_the_kernels_that_walk_through_candidates_may_start_early(emulation, seed):
-    emulated, g = Emulated(emulation), torch.Generator().manual_seed(0)
+def test_the_kernels_of_a_trees_candidates_may_start_early(emulation, seed):
+    on, g = Emulated(emulation), torch.Generator().manual_seed(0)
     emulation.seed(seed)
     x, y = torch.randn(2, 3, 600, generator=g), torch.randn(2, 3, 80, generator=g)
-    positions = torch.tensor([[3, 4, 5], [0, 7, 2]])
+    codebooks, positions = torch.randn(2, 300, 40, generator=g), torch.tensor([[3, 4, 5], [0, 7, 2]])
     row, anchor, sharpness = torch.tensor([1, 2]), torch.tensor([8, 9]), torch.tensor([[math.inf, 1.0]] * 2)
-    codebooks, one = torch.randn(2, 300, 40, generator=g), torch.ones(2)
+    one, temperature = torch.ones(2), torch.tensor([0.0, 1.0])  # all outlive the launches, which run late
     settings = positions, row, one, row * 0, one, one * 0, sharpness
 
-    def run():
-        logits, hidden = emulated.silu_mul(x), emulated.silu_mul(y)
-        ids, values = emulated.top_candidates(logits, *settings[:3], sharpness, 8)
-        walk = emulated.walk_candidates(hidden, *codebooks, anchor, ids, values, *settings)
-        return logits, ids, values, *walk, hidden
+    def build():
+        logits = on.silu_mul(x)
+        ids, scores = on.tree_candidates(logits, positions, row, temperature, 8)
+        return logits, ids, scores, *on.build_tree(anchor, ids, scores, 20)
 
-    want = run()
-    with emulated.overlapping():
-        have = run()
-    assert all(torch.equal(a, b) for a, b in zip(have, want, strict=True))
-    assert want[3].unique().numel() > 4
+    def walk():
+        logits, hidden = on.silu_mul(x), on.silu_mul(y)
+        ids, values = on.top_candidates(logits, positions, row, one, sharpness, 8)
+        walked = on.walk_candidates(hidden, *codebooks, anchor, ids, values, *settings)
+        return logits, ids, values, *walked, hidden
+
+    assert check_overlapping(on, build)[3].unique().numel() > 10
+    assert check_overlapping(on, walk)[3].unique().numel() > 4
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -251,30 +234,25 @@ def test_the_kernels_that_commit_a_tree_may_start_early(emulation, seed):
     batch, rows, path_rows = 3, 40, 8
     tree = random_tree(g, batch, rows, path_rows)
     choices, paths = choices_along(g, tree)
-    logits = torch.nn.functional.one_hot(choices, 64).float()
-    settings = (torch.zeros(batch, dtype=torch.int64), torch.zeros(batch), torch.zeros(batch, dtype=torch.int64))
-    settings += (torch.ones(batch), torch.zeros(batch), torch.ones(batch))
+    logits, zero = torch.nn.functional.one_hot(choices, 64).float(), torch.zeros(batch, dtype=torch.int64)
+    settings = zero, zero.float(), zero, torch.ones(batch), torch.zeros(batch), torch.ones(batch)
     first, features = torch.tensor([3, 0, 7]), torch.randn(batch, rows, 24, generator=g)
     stops, limits = torch.full((batch, 1), 999), torch.full((batch,), 99)
     positions = torch.arange(rows).repeat(batch, 1)
     caches = [torch.randn(batch, 2, 60, 8, generator=g) for _ in range(4)]
 
-    def run(on):
+    def run(on=emulated):
         state = [torch.zeros(batch, 99, dtype=torch.int64), first.clone(), *torch.zeros(2, batch, dtype=torch.int64)]
-        told, moved = [torch.full((batch, path_rows), -7) for _ in range(3)], [cache.clone() for cache in caches]
-        path = told[0]
+        chain, moved = [torch.full((batch, path_rows), -7) for _ in range(3)], [cache.clone() for cache in caches]
         gathered = torch.zeros(batch, path_rows, 24)
         chosen = on.select_tokens(logits, positions, *settings)
-        on.accept_path_(tree.ids, tree.parents, chosen, stops, limits, *state, *told)
-        on.compact_kv_(path, state[2], first, moved[:2], moved[2:])
-        on.gather_rows_(features, path, gathered)
-        return chosen, *state, *told, *moved, gathered
+        on.accept_path_(tree.ids, tree.parents, chosen, stops, limits, *state, *chain)
+        on.compact_kv_(chain[0], state[2], first, moved[:2], moved[2:])
+        on.gather_rows_(features, chain[0], gathered)
+        return chosen, *state, *chain, *moved, gathered
 
-    want = run(ops)
-    with emulated.overlapping():
-        have = run(emulated)
-    assert all(torch.equal(a, b) for a, b in zip(have, want, strict=True))
-    assert [row[:count] for row, count in zip(want[5].tolist(), want[3].tolist(), strict=True)] == [
-        path[:path_rows] for path in paths
-    ]
+    want = check_overlapping(emulated, run)
+    assert all(torch.equal(a, b) for a, b in zip(want, run(ops), strict=True))
+    kept = [row[:count] for row, count in zip(want[5].tolist(), want[3].tolist(), strict=True)]
+    assert kept == [path[:path_rows] for path in paths]
     assert not torch.equal(want[8], caches[0])
