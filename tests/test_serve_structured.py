@@ -13,9 +13,8 @@ from llguidance.hf import from_tokenizer
 from served import SUM, ask, chat, direct, live, pair, prompt_ids, serving
 
 import dflash
-from dflash.serve.prompts import EncodedPrompt, ToolForm, find_form, read_tools
+from dflash.serve.prompts import EncodedPrompt, ToolForm, answer_grammar, find_form, read_tools
 from dflash.serve.protocol import ChatRequest
-from dflash.serve.structured import answer_grammar
 from dflash.serve.text import CallText
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"

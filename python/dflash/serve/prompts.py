@@ -1,4 +1,4 @@
-"""Prompts of requests as token ids, and the tools that they offer."""
+"""What a request asks of the model: its prompts, the tools that it offers, and the grammar of its answers."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import functools
 import inspect
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from ..evaluate import check_text, render_chat, text_ids
 from ..grammar import Grammar
-from .protocol import ChatRequest, CompletionRequest, Function, Message, NamedChoice, ToolCall, bad_request, refusing
+from . import protocol
+from .protocol import bad_request, refusing
 from .text import CLOSE, OPEN, CallText
 
 
@@ -55,7 +56,7 @@ class Tools:
     """The tools of a request: those shown to the chat template, and the functions that may be called."""
 
     shown: Sequence[dict[str, Any]]
-    callable: Sequence[Function]
+    callable: Sequence[protocol.Function]
     form: ToolForm
     is_forced: bool
     is_single: bool
@@ -90,14 +91,14 @@ class Tools:
         return [*rules, "call: " + " | ".join(ways), *schemas]
 
 
-def read_tools(request: ChatRequest, form: ToolForm | None) -> Tools | None:
+def read_tools(request: protocol.ChatRequest, form: ToolForm | None) -> Tools | None:
     """Return the tools of a request; None if none may be called. ``form`` is the chat template's for calls, if known.
 
     Raises:
         ApiError: they contradict each other, a schema cannot be followed, or the template has no form for free calls.
     """
     functions, choice = [tool.function for tool in request.tools or ()], request.tool_choice
-    named = choice.function.name if isinstance(choice, NamedChoice) else None
+    named = choice.function.name if isinstance(choice, protocol.NamedChoice) else None
     names = [function.name for function in functions]
     if not names and (named or choice == "required"):
         raise bad_request(f"tool_choice {named or choice!r} needs tools, and there are none", "tool_choice")
@@ -125,7 +126,7 @@ def read_tools(request: ChatRequest, form: ToolForm | None) -> Tools | None:
     return Tools(shown, callable_, form or ToolForm(), is_forced, single)
 
 
-def _schema(function: Function) -> Grammar:
+def _schema(function: protocol.Function) -> Grammar:
     """Return the grammar of a function's arguments, an object."""
     nothing = {"properties": {}, "additionalProperties": False}
     return Grammar.json_schema({"type": "object"} | (nothing if function.parameters is None else function.parameters))
@@ -164,7 +165,7 @@ class PromptReader:
         """How the chat template writes tool calls, if that form is known."""
         return find_form(self.tokenizer) if self._template else None
 
-    def read_chat(self, request: ChatRequest, tools: Tools | None = None) -> EncodedPrompt:
+    def read_chat(self, request: protocol.ChatRequest, tools: Tools | None = None) -> EncodedPrompt:
         """Write a conversation by the chat template, which is shown ``tools`` if it reads them.
 
         Raises:
@@ -198,7 +199,7 @@ class PromptReader:
             if name in own or name == "messages" or not self._reads(name):
                 raise bad_request(f"the chat template has no argument {name!r}", "chat_template_kwargs")
 
-    def read_completion(self, request: CompletionRequest) -> list[EncodedPrompt]:
+    def read_completion(self, request: protocol.CompletionRequest) -> list[EncodedPrompt]:
         """Return the prompts; raises ApiError if one is empty or not Unicode."""
         given = request.prompt
         is_one = isinstance(given, str) or (bool(given) and isinstance(given[0], int))
@@ -215,7 +216,7 @@ class PromptReader:
         return EncodedPrompt(prompt, self.tokenizer.decode(prompt) if needs_text else "")
 
 
-def _message(number: int, message: Message) -> dict[str, Any]:
+def _message(number: int, message: protocol.Message) -> dict[str, Any]:
     """Return a message as chat templates read it."""
     fields = {"role": "system" if message.role == "developer" else message.role, "content": message.text}
     for name in ("reasoning_content", "name", "tool_call_id"):
@@ -225,7 +226,7 @@ def _message(number: int, message: Message) -> dict[str, Any]:
     return texts | ({"tool_calls": [_call(number, call) for call in message.tool_calls]} if message.tool_calls else {})
 
 
-def _call(number: int, call: ToolCall) -> dict[str, Any]:
+def _call(number: int, call: protocol.ToolCall) -> dict[str, Any]:
     """Return a tool call as chat templates read it: with its arguments as an object."""
     try:
         arguments = json.loads(call.function.arguments)
@@ -239,3 +240,67 @@ def _call(number: int, call: ToolCall) -> dict[str, Any]:
 def _unicode(text: str, where: str) -> str:
     with refusing("prompt" if where == "prompt" else "messages"):
         return check_text(text, where)
+
+
+# They may ban all that a grammar allows.
+_CONTRADICTING = ("ignore_eos", "min_tokens", "no_repeat_ngram_size")
+
+
+_KINDS: dict[str, Callable[[Any], Grammar]] = {
+    "json": lambda value: Grammar.json_schema(json.loads(value) if isinstance(value, str) else value),
+    "regex": Grammar.regex,
+    "grammar": Grammar.lark,
+}
+
+
+def answer_grammar(request: protocol.GenerationRequest, prompt: EncodedPrompt, tools: Tools | None) -> Grammar | None:
+    """Return what an answer must match, its reasoning included; None if its text is free.
+
+    Raises:
+        ApiError: a grammar is invalid, or fields contradict each other.
+    """
+    field, answer = _asked(request)
+    if tools is not None and answer is not None and field != "response_format":
+        raise bad_request(f"{field} cannot be combined with tools: set tool_choice to none", field)
+    if answer is None and tools is None:
+        return None
+    for name in _CONTRADICTING:
+        if getattr(request, name):
+            raise bad_request(f"{name} cannot be combined with {field or 'tools'}: leave one of them out", name)
+    if tools is None and answer is not None:
+        if not prompt.reasoning:
+            return answer
+        rules = [f"body: {answer.rule}"]
+    elif tools is not None:
+        rules = tools.rules(answer, f"[ \\n]{{0,2}}{OPEN}(?s:.*)" if prompt.reasoning == "optional" else "")
+    return _lark(prompt, rules, field or "tools")
+
+
+def _lark(prompt: EncodedPrompt, rules: list[str], field: str) -> Grammar:
+    """Return the grammar with these rules, the reasoning before."""
+    if prompt.reasoning and prompt.hides_reasoning:
+        raise bad_request(f"the tokenizer's {CLOSE} is a special token: {field} cannot follow reasoning", field)
+    start = {"": "body", "begun": "thought SPACE body", "optional": "(OPEN thought SPACE)? body"}[prompt.reasoning]
+    head = [f"start: {start}"]
+    if prompt.reasoning:
+        head += [f"thought[lazy]: /(?s:.*)/ {json.dumps(CLOSE)}", "SPACE: /[ \\n]{0,4}/"]
+    if prompt.reasoning == "optional":
+        head += [f"OPEN: /[ \\n]{{0,2}}{OPEN}/"]
+    with refusing(field):
+        return Grammar.lark("\n".join([*head, *rules]))
+
+
+def _asked(request: protocol.GenerationRequest) -> tuple[str, Grammar | None]:
+    """Return the field that asks for a form, and its grammar."""
+    given = [(f"guided_{kind}", kind, getattr(request, f"guided_{kind}")) for kind in _KINDS]
+    given += [("structured_outputs", kind, value) for kind, value in (request.structured_outputs or {}).items()]
+    if (form := request.response_format) is not None and form.type != "text":
+        schema = form.json_schema.schema_ if form.json_schema is not None else None
+        given.append(("response_format", "json", {"type": "object"} if schema is None else schema))
+    given = [item for item in given if item[2] is not None]
+    if len(given) > 1:
+        raise bad_request(f"give one of {' and '.join(field for field, _, _ in given)}", given[1][0])
+    for field, kind, value in given:
+        with refusing(field, f"{field}: "):
+            return field, _KINDS[kind](value)
+    return "", None

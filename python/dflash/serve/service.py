@@ -20,11 +20,10 @@ from ..settings import SETTINGS
 from ..targets import describe_config, sample_digest, version_of
 from .completion import Choice, Completion
 from .logprobs import Pieces
-from .prompts import EncodedPrompt, PromptReader, Tools, read_tools
+from .prompts import EncodedPrompt, PromptReader, Tools, answer_grammar, read_tools
 from .protocol import ApiError, ChatRequest, CompletionRequest, GenerationRequest, bad_request
 from .receipts import ReceiptFolder
 from .scheduler import Scheduler
-from .structured import answer_grammar
 from .text import AnswerText
 
 _COMPLETION_TOKENS = 16  # OpenAI's default for text completions
