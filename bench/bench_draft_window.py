@@ -1,4 +1,4 @@
-"""What a pass of the drafter costs by context length, with full layers and with sliding windows.
+"""Cost of a drafter's pass by context length, with full layers and with sliding windows.
 
     python bench/bench_draft_window.py [--contexts 1024 4096 16384 65536] [--windows 0 2048] [--repeats 20]
 

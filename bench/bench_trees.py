@@ -1,4 +1,4 @@
-"""What draft trees accept and what they cost: the chain and trees of several sizes, prompt by prompt in turns.
+"""Acceptance and cost of draft trees: the chain and trees of several sizes, prompt by prompt in turns.
 
     python bench/bench_trees.py [--pair FOLDER] [--noise 0.4] [--temperature 0] [--rows 16 32 64 128 auto]
 

@@ -1,4 +1,4 @@
-"""What the benches use of the package beyond its public names.
+"""The parts of the package beyond its public names that benches use.
 
 Only this file follows when the engine changes; every other bench goes through it.
 """

@@ -24,7 +24,7 @@ _WORKER = Path(__file__).with_name("release_worker.py")
 
 
 class Result(NamedTuple):
-    """What a piece of work took: seconds for so many units (calls, tokens, steps), and its answer if it has one."""
+    """Result of a piece of work: seconds for so many units (calls, tokens, steps), and its answer if it has one."""
 
     seconds: float
     units: int = 1

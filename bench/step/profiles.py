@@ -1,4 +1,4 @@
-"""What torch.profiler says of a step: launches, kernels by name, ops by shape with the bytes each must move."""
+"""A step under torch.profiler: launches, kernels by name, ops by shape with the bytes each must move."""
 
 import math
 from collections import defaultdict

@@ -1,4 +1,4 @@
-"""What a run leaves: the header, a row per runner, what was left out, and the JSON file with all of it."""
+"""Results of a run: the header, a row per runner, what was left out, and the JSON file with all of it."""
 
 import argparse
 import json

@@ -225,8 +225,8 @@ class _Encoder:
             if said.startswith(before):
                 return _joined((given, 0), *self.until_stop(self.plain(said[len(before) :])))
             # The template's generation prompt has text that the finished turn drops, such as an empty thought.
-            _, found, behind = said.rpartition(response.strip())
-            closing = self.until_stop(self.plain(behind))[0][0] if found and response.strip() else []
+            _, found, rest = said.rpartition(response.strip())
+            closing = self.until_stop(self.plain(rest))[0][0] if found and response.strip() else []
             if closing and (closing[-1] in self.stops or closing[-1] in self.special):
                 stop = closing
         return _joined((given, 0), (self.plain(response) + stop, 1))

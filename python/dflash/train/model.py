@@ -52,14 +52,14 @@ def _matmul_attention(
         packed = packed.reshape(batch * kv_heads, count * group * block, dim)
         context_k, context_v = (x.transpose(1, 2).flatten(0, 1) for x in (context_k, context_v))
         k, v = (x.unflatten(1, (count, block)).permute(0, 3, 1, 2, 4).flatten(0, 2) for x in (k, v))
-        behind = packed @ context_k.transpose(1, 2)
+        before = packed @ context_k.transpose(1, 2)
         own = packed.view(batch * kv_heads * count, group * block, dim) @ k.transpose(1, 2)
-        scores = torch.cat([behind, own.view(batch * kv_heads, -1, block)], -1)
+        scores = torch.cat([before, own.view(batch * kv_heads, -1, block)], -1)
         if kv_heads > 1:
             mask = mask.repeat_interleave(kv_heads, 0)
         weights = scores.masked_fill_(mask, float("-inf")).softmax(-1)
-        behind, own = weights.split([length, block], -1)
-        out = behind @ context_v
+        before, own = weights.split([length, block], -1)
+        out = before @ context_v
         out = out + (own.reshape(batch * kv_heads * count, group * block, block) @ v).view_as(out)
     out = out.view(batch, kv_heads, count, group, block, dim).permute(0, 2, 4, 1, 3, 5)
     return out.reshape(batch, rows, heads, dim)
@@ -78,10 +78,10 @@ def _flex_mask(anchors: Tensor, length: int, block: int, causal: bool, window: i
     def visible(b, h, row, key):  # noqa: ARG001
         own, other = row // block, key - length
         start = anchors[b, own]
-        behind = key < length
-        seen = (behind & (key < start)) | (~behind & (other // block == own))
+        in_context = key < length
+        seen = (in_context & (key < start)) | (~in_context & (other // block == own))
         if causal or window:
-            ahead = torch.where(behind, key, start + other % block) - start - row % block
+            ahead = torch.where(in_context, key, start + other % block) - start - row % block
             if causal:
                 seen = seen & (ahead <= 0)
             if window:
@@ -98,15 +98,15 @@ def _flex_mask(anchors: Tensor, length: int, block: int, causal: bool, window: i
     # 2. Find the key tiles that it sees: in the context, and in its own blocks
     row = torch.arange(0, rows, _TILE, device=device)[:, None]  # a tile's first row, and key
     key = torch.arange(0, keys, _TILE, device=device)
-    behind = key < last.clamp(max=length)
+    in_context = key < last.clamp(max=length)
     if window:
-        behind = behind & (first - (key + _TILE - 1) < window)
+        in_context = in_context & (first - (key + _TILE - 1) < window)
     begin = length + row // block * block
     end = length + ((row + _TILE - 1).clamp(max=rows - 1) // block + 1) * block
     own = (key < end) & (key + _TILE > begin)
     # 3. Separate the tiles that it sees completely; they need no mask
     full = (key + _TILE <= first.clamp(max=length)) & (window == 0)
-    tiles = [_tile_list(mask) for mask in ((behind | own) & ~full, full)]
+    tiles = [_tile_list(mask) for mask in ((in_context | own) & ~full, full)]
     return BlockMask.from_kv_blocks(*tiles[0], *tiles[1], _TILE, visible, (rows, keys))
 
 
