@@ -126,12 +126,10 @@ def test_later_passes_leave_the_draft_cache_as_one_pass_would():
 def test_the_number_of_passes_must_be_a_positive_integer():
     target = make_target("qwen3")
     draft = make_draft(target)
-    cases = [(0, ValueError, "at least 1, got 0"), (-1, ValueError, "at least 1"), (1.5, TypeError, "got 1.5")]
-    for value, error, message in [*cases, (True, TypeError, "got True"), ("2", TypeError, "got '2'")]:
-        message = f"denoise_steps must be an integer.*{message}"
-        with pytest.raises(error, match=message):
+    for value, error in ((0, ValueError), (1.5, TypeError)):
+        with pytest.raises(error, match=f"denoise_steps must be an integer of at least 1, got {value}"):
             dflash.generate(target, draft, prompt(4)[None], max_new_tokens=4, denoise_steps=value)
-        with pytest.raises(error, match=message):
+        with pytest.raises(error, match=f"denoise_steps must be an integer of at least 1, got {value}"):
             dflash.Generator(target, draft, max_length=32, denoise_steps=value)
 
 

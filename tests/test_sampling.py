@@ -115,6 +115,8 @@ def test_integers_and_extreme_numbers_are_accepted():
         ("forced_eos_token_id", -3, ValueError, r"forced_eos_token_id must hold token ids in 0 \.\. 96, got -3"),
         ("logits_processor", print, TypeError, r"logits_processor must be a list of callables, got builtin"),
         ("logits_processor", [3], TypeError, r"logits_processor must be a list of callables, got 3 in it"),
+        ("acceptance", "greedy", ValueError, r'acceptance must be "keyed" or "rejection", got \'greedy\''),
+        ("tree", True, TypeError, r'tree must be a number of rows in 2 \.\. 128, "auto" or None, got True'),
         ("seed", 2**63, ValueError, r"seed must fit in int64, got 9223372036854775808"),
         ("seed", [0, -(2**63) - 1], ValueError, r"seed\[1\] must fit in int64, got -9223372036854775809"),
         ("seed", [1, 2.0], TypeError, r"seed\[1\] must be an integer, got 2.0"),

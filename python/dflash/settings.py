@@ -83,7 +83,7 @@ def integer_from(low: int, name: str, value: object) -> int:
     wanted = f"{name} must be an integer of at least {low}, got {value!r}"
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(wanted)
-    if value < low:
+    if int(value) < low:
         raise ValueError(wanted)
     return int(value)
 
@@ -108,7 +108,7 @@ def _at_least(low: int) -> Check:
     return lambda name, value, _: integer_from(low, name, value)
 
 
-def _number(wanted: str, holds: Callable[[float], bool]) -> Check:
+def _number(wanted: str, holds: Callable[[float], bool]) -> Callable[[str, object, int], float]:
     """Check a real number; ``wanted`` completes "``name`` must ..." in the error."""
 
     def check(name: str, value: object, _: int) -> float:
@@ -144,7 +144,7 @@ def _token(name: str, value: object, vocab_size: int) -> int:
     wanted = f"{name} must hold token ids in 0 .. {vocab_size - 1}, got {value!r}"
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(wanted)
-    if not 0 <= value < vocab_size:
+    if not 0 <= int(value) < vocab_size:
         raise ValueError(wanted)
     return int(value)
 

@@ -239,7 +239,7 @@ def custom_generate(  # noqa: PLR0913 - transformers reads the names from this s
     if streamer is not None:
         check_streamer(streamer, input_ids.shape[0])
     # 2. What transformers made of the settings, as our arguments.
-    mask = model_kwargs.get("attention_mask")
+    mask: Any = model_kwargs.get("attention_mask")
     new, stop, strings, criteria = _criteria(stopping_criteria or (), input_ids)
     rules, processors = _processors(logits_processor or (), config, defaults)
     _check_called([*processors, *criteria], mask, input_ids.shape[0])
