@@ -82,9 +82,7 @@ def from_speculators(config: Mapping[str, Any]) -> dict[str, Any]:
     section |= {key: settings.pop(key) for key in DFLASH2_KEYS if key in settings}
     section |= {key: given[key] for key in ("mask_token_id", "projector_type") if key in given}
     if settings.pop("sliding_window_non_causal"):
-        section["causal"] = (
-            False  # otherwise the rule of the published layout: sliding layers are causal, full ones not
-        )
+        section["causal"] = False  # else as in the published layout: sliding layers are causal, full ones are not
     # 3. Name the class that drafts so
     architecture = "DFlash2DraftModel" if kind == "dflash2" else "DFlashDraftModel"
     if kind != "dflash2" and settings["sample_from_anchor"]:
