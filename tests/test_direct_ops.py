@@ -30,11 +30,11 @@ def operands(name: str, dtype: torch.dtype) -> list:
     return {
         "linear": [x, weight, bias, False, None],
         "linear, int8": [x, first.values, bias, False, first.scales],
-        "linears": [x, [weight, weight[:7]], [bias, None], False, None, 0.0, None],
-        "linears, no biases": [x, (weight,), (), False, None, 0.0, None],
-        "linears, int8": [x, values, [], False, None, 0.0, scales],
-        "swiglu": [x, weight, weight.flip(0), False, None, 0.0, None],
-        "swiglu, int8": [x, *values, False, None, 0.0, scales],
+        "linears": [x, [weight, weight[:7]], [bias, None], False, None],
+        "linears, no biases": [x, (weight,), (), False, None],
+        "linears, int8": [x, values, [], False, scales],
+        "swiglu": [x, weight, weight.flip(0), False, None],
+        "swiglu, int8": [x, *values, False, scales],
         "silu_mul": [x],
         "sigmoid_mul": [x, random(2, ROWS, 2 * WIDTH, dtype=dtype)[..., WIDTH:]],
         "append_kv_": [key, value, torch.tensor([[0, 8, -1, 9], [3, 2, 1, 0]]), k_cache, v_cache],
@@ -148,7 +148,7 @@ def test_shapes_that_do_not_fit_are_left_to_the_function_of_the_op(name, place, 
 
 
 def test_scales_of_another_length_are_left_to_the_function_of_the_op():
-    for name, place in (("linear, int8", 4), ("linears, int8", 6), ("swiglu, int8", 6)):
+    for name, place in (("linear, int8", 4), ("linears, int8", 4), ("swiglu, int8", 4)):
         arguments = operands(name, torch.float32)
         arguments[place] = arguments[place][1:].clone()
         assert directly(name, arguments) is NotImplemented
@@ -178,8 +178,6 @@ def test_more_dimensions_than_are_kept_are_left_to_the_function_of_the_op():
 @pytest.mark.parametrize(
     ("name", "place", "value"),
     [
-        ("linears", 5, "1e-6"),
-        ("swiglu", 5, None),
         ("linear", 3, torch.ones(2)),
         ("linears", 3, None),
         ("swiglu", 3, ""),
@@ -211,7 +209,7 @@ def test_weights_live_as_long_as_the_call():
             return function(*args, **(kwargs or {}))
 
     with Emptying():
-        assert torch.equal(directly("linears", [x, weights, [], False, None, 0.0, None]), expected)
+        assert torch.equal(directly("linears", [x, weights, [], False, None]), expected)
     assert not weights
 
 
