@@ -50,11 +50,10 @@ class _Request:
 class Session:
     """The rows of a generator, which requests of one prompt each join and leave between steps.
 
-    A request writes the text that it writes alone, bit for bit in every dtype: whatever the other rows do, whichever
-    row it gets, and whatever ran before it. The step has one shape, and prompts are run row by row, in chunks whose
-    shapes follow from the prompt alone. (A target that runs its own modules relies on torch's products for this, which
-    must give a row the same bits at every place.) Rows keep their caches: a new request takes the idle row that holds
-    the most whole chunks of its prompt, else the one that has been idle longest.
+    A request writes the text that it writes alone, bit for bit in every dtype, whatever the other rows do, whichever
+    row it gets, and whatever ran before it. (A target that runs its own modules relies on torch's products for this,
+    which must give a row the same bits at every place.) A new request takes the idle row that holds the most whole
+    chunks of its prompt, else the one that has been idle longest.
 
     Settings, logit rules, stop tokens and strings, seed, grammar and sharpness are the request's own. Trees, rejection,
     Python processors and another number of denoising passes are refused: these are properties of the whole step. While

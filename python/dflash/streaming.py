@@ -132,14 +132,7 @@ class TextDecoder:
 
 
 class BatchDecoder:
-    """Decodes the answers of a batch; see `TextDecoder`.
-
-    Args:
-        rows: rows of the batch.
-        tokenizer: as for `TextDecoder`.
-        stop_strings: as for `TextDecoder`.
-        skip_special_tokens: as for `TextDecoder`.
-    """
+    """Decodes the answers of ``rows`` rows; see `TextDecoder`."""
 
     def __init__(
         self, rows: int, tokenizer: Tokenizer, stop_strings: Sequence[str] = (), skip_special_tokens: bool = False

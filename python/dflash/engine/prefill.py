@@ -28,11 +28,10 @@ class Prefill:
         cached: per row, how many leading tokens of its prompt both caches hold; fewer than all.
         first: the row of the first prompt.
         chunk: prompt tokens per forward pass.
-        snapshot: keep a place in each prompt from which a later one can resume if it diverges from this one.
+        snapshot: keep a position of each prompt from which a later prompt can resume if it differs from there on.
         logprobs: keep those of the prompts' own tokens; nothing may be cached then.
 
     Attributes:
-        rows: of the state.
         counts: per row, how many tokens of its prompt are run in all.
     """
 

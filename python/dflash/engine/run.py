@@ -154,15 +154,9 @@ class Run:
     def admit(
         self, call: Call, cached: Sequence[int], *, first: int = 0, chunk: int, snapshot: bool, began: float
     ) -> list[Answer]:
-        """Put the prompts of ``call`` into the rows from ``first`` on; `run_chunk` runs them.
+        """Put the prompts of ``call`` into the rows from ``first`` on; `run_chunk` runs them. See `Prefill`.
 
-        Args:
-            call: the engine has been told of it.
-            cached: per prompt, how many of its tokens both caches hold.
-            first: the first row.
-            chunk: prompt tokens per forward pass.
-            snapshot: see `Prefill`.
-            began: when the call began, by ``time.perf_counter``.
+        The engine is configured for the call, which began when ``time.perf_counter`` was ``began``.
         """
         limits = [len(prompt) + call.max_new_tokens for prompt in call.prompts]
         self.consistent = False
@@ -316,14 +310,7 @@ class Run:
 
 
 def event_of(engine: Engine, answers: Sequence[Answer], text: BatchDecoder | None, began: float) -> StreamEvent:
-    """Return what a step has added to the answers of a call.
-
-    Args:
-        engine: that ran it.
-        answers: of one call.
-        text: decodes them; None without a tokenizer.
-        began: when the call began, by ``time.perf_counter``.
-    """
+    """Return what a step has added to the answers of a call, which began at ``began``; ``text`` decodes them."""
     reasons = [_FINISH_REASONS.get(answer.done) for answer in answers]
     ids, accepted = [answer.new_ids for answer in answers], [answer.accepted for answer in answers]
     pieces = None if text is None else text.push(ids, reasons)

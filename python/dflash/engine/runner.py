@@ -57,14 +57,9 @@ def _first_line(error: BaseException) -> str:
 
 
 def _captured(step: Callable[[], object], pool: object, stream: torch.cuda.Stream) -> Callable[[], None]:
-    """Capture ``step`` without running it; return a function that launches it.
-
-    Args:
-        step: what to capture, on the device of ``stream``.
-        pool: the memory pool of its temporaries; None for a new one.
-        stream: to capture on. By default ``torch.cuda.graph`` uses one stream for the whole process, on the device of
-            its first capture: a step on another device would run instead of being captured.
-    """
+    """Capture ``step`` on ``stream`` without running it; return a function that launches it."""
+    # By default `torch.cuda.graph` uses one stream for the whole process, on the device of its first capture: a step on
+    # another device would run instead of being captured.
     graph = torch.cuda.CUDAGraph()
     # The first of the two puts the current stream back where a capture that fails leaves another.
     current = torch.cuda.stream(torch.cuda.current_stream())
@@ -98,16 +93,10 @@ def _with_own_code(function: Callable) -> Callable:
 
 
 def compiled_per_kind(step: Callable[[], None], kind: Callable[[], Hashable]) -> Callable[[], None]:
-    """Return ``step``, compiled to one graph per value of ``kind()``.
-
-    torch would guard a graph by some 400 tests of modules and tensors, a tenth of the time of a small step, and would
-    check the shape of every input again. None of them can change while the generator holds what it was made with.
-
-    Args:
-        step: what to compile with ``fullgraph=True``.
-        kind: returns everything that its branches depend on, as for `Replay.launch`.
-    """
-    # Without guards torch would take another generator's graph, if the two had one code object.
+    """Return ``step``, compiled whole to one graph per value of ``kind()``; see `Replay.launch`."""
+    # torch would guard a graph by some 400 tests of modules and tensors, a tenth of the time of a small step. None of
+    # them can change while the generator holds what it was made with. Without guards torch would take another
+    # generator's graph, if the two had one code object.
     options = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe, "size_asserts": False}
     return _compiled(step, kind, fullgraph=True, options=options)
 
@@ -145,10 +134,8 @@ class Direct:
         report: ``[batch, n]`` int64, which every step writes for the host.
     """
 
-    ahead = 0
-    """How many steps may be launched before the oldest is read."""
-    warm_ups = 1
-    """How many steps of a kind take longer than the others."""
+    ahead = 0  # steps that may be launched before the oldest is read
+    warm_ups = 1  # steps of a kind that take longer than the others
 
     def __init__(self, report: Tensor) -> None:
         self.report = report
@@ -158,11 +145,7 @@ class Direct:
         """Begin a call."""
 
     def clock(self) -> float:
-        """Return the seconds by which steps are compared.
-
-        They are those of this thread, without other work's turns; with several threads the clock's, because this one
-        waits for the others.
-        """
+        """Return the seconds by which steps are compared: this thread's own, or the clock's if it waits for others."""
         return time.thread_time() if torch.get_num_threads() == 1 else time.perf_counter()
 
     def launch(self, step: Callable[[], None], kind: Hashable, obstacle: str = "") -> None:

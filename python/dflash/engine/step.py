@@ -404,12 +404,7 @@ class Engine:
     # ------------------------------------------------------------------------------------------ the end of a step
 
     def keep_logprobs_(self, logits: Tensor, choices: Tensor) -> None:
-        """Keep the log probabilities of a chain's choices, if a row asks for them. Call it before `commit_`.
-
-        Args:
-            logits: ``[batch, rows, vocab]``, the target's own.
-            choices: ``[batch, rows]`` int64.
-        """
+        """Keep the log probabilities of a chain's choices, if a row asks for them. Call it before `commit_`."""
         if self.logprobs is not None:
             self.logprobs.write_(slice(None), logits, choices, self.state.positions(choices.shape[1]))
 
