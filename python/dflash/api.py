@@ -298,16 +298,18 @@ def _generator_for(target: nn.Module, draft: nn.Module | None, call: Call, optio
     A call from inside a one-shot call gets a generator of its own, which is not kept.
     """
     global _cached
+    # 1. Check the call against the pair.
     block_size = checked_block_size(options.block_size)
     options = options._replace(block_size=block_size)
     check_width_call(block_size, call.tree, call.acceptance)
     call.check_drafts(has_drafts := draft is not None and block_size != 1)
     check_tree(target, call.tree, draft if has_drafts else None, room=call.tree)
+    # 2. Take the kept generator.
     cached = _cached  # another thread may release it meanwhile
     is_inside = _is_inside_a_call()
     if cached is not None and not is_inside and cached.serves(target, draft, options, call):
         return cached.generator
-    # 1. Check what the new one needs before the old one is freed.
+    # 3. Check what a new one needs before the old one is freed.
     check_target(target)
     capacity = -(-(call.longest + call.max_new_tokens) // _CAPACITY_STEP) * _CAPACITY_STEP
     positions = max_positions(target)
@@ -320,7 +322,7 @@ def _generator_for(target: nn.Module, draft: nn.Module | None, call: Call, optio
     check_draft_weights(options.draft_weights, loaded if has_drafts else None)
     if options.weights is not None:
         check_int8(target)
-    # 2. Make it.
+    # 4. Make it.
     if not is_inside:
         _free()
     own = structural_twin(loaded) if loaded is not None and loaded is draft else loaded

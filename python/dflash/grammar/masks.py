@@ -101,12 +101,7 @@ class Matcher:
 
 
 def first_banned(masks: Tensor, drafts: Sequence[int]) -> int | None:
-    """Return the index of the first draft that is not allowed where another is; None if there is none.
-
-    Args:
-        masks: ``[at least drafts, words]``, as `Matcher.fill_` wrote them for the drafts.
-        drafts: token ids; the first -1 ends them.
-    """
+    """Return the index of the first draft that its mask bans where another token is allowed; -1 ends the drafts."""
     for place, token in enumerate(itertools.takewhile(lambda token: token >= 0, drafts)):
         if not _has(masks[place], token):
             return place if masks[place].any() else None
@@ -180,11 +175,7 @@ class GrammarMasks:
             self._fill(row, [-1])
 
     def banned_drafts(self, drafts: Tensor, vocab_size: int) -> list[tuple[int, int, Tensor]]:
-        """Find the first of each row's drafts that its grammar does not allow; waits for the device.
-
-        Args:
-            drafts: ``[batch, drafts]`` int64.
-            vocab_size: of the drafter's logits.
+        """Find the first of each row's ``drafts [batch, drafts]`` that its grammar bans; waits for the device.
 
         Returns:
             Row, index of the draft, and ``[vocab]`` bool, what is not allowed there.

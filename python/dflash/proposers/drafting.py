@@ -35,7 +35,7 @@ class Predictions:
 
     def draw_for(self, acceptance: RejectionAcceptance, positions: Tensor, sampling: Sampling) -> Tensor:
         """Draw from the drafter's own distribution, which ``acceptance`` remembers."""
-        return acceptance.draft(self.logits, positions, sampling)[:, 0]
+        return acceptance.draft(self.logits, positions, sampling)
 
 
 class LinkedPredictions(Predictions):

@@ -35,12 +35,7 @@ DRAFT, COIN, RESIDUAL = 1, 2, 3  # streams of noise; 0 is the noise of `ops.sele
 
 
 class KeyedAcceptance:
-    """Choose by keyed noise: a function of seed, position and prefix, never of the proposals (Daliri et al.).
-
-    Args:
-        batch: rows of the batch.
-        device: of the tensors.
-    """
+    """Choose by keyed noise: a function of seed, position and prefix, never of the proposals (Daliri et al.)."""
 
     def __init__(self, batch: int, device: torch.device | str = "cpu") -> None:
         self._sharpness = torch.ones(batch, dtype=torch.float32, device=device)  # the target's
@@ -51,7 +46,7 @@ class KeyedAcceptance:
         return self.choose_at(logits, positions, state)
 
     def choose_at(self, logits: Tensor, positions: Tensor, state: State) -> Tensor:
-        """Return the choices ``[batch, rows]`` for ``positions``, as `dflash.sampling.Sampling.select` takes them."""
+        """Return the choices ``[batch, rows]`` for ``positions``, see `Sampling.select`."""
         return state.sampling.select(logits, positions, self._sharpness)
 
 
@@ -75,18 +70,12 @@ class RejectionAcceptance:
         self.draft_probabilities = torch.zeros(batch, drafts, vocab_size, dtype=torch.float32, device=device)
 
     def draft(self, logits: Tensor, positions: Tensor, sampling: Sampling) -> Tensor:
-        """Draw proposals ``[batch, 1, drafts]`` from the drafter's ``logits [batch, drafts, vocab]``."""
+        """Draw proposals ``[batch, drafts]`` from the drafter's ``logits [batch, drafts, vocab]``."""
         self.draft_probabilities.copy_(probabilities(logits, sampling))
-        return propose(self.draft_probabilities, positions, sampling.seeds)[:, None]
+        return propose(self.draft_probabilities, positions, sampling.seeds)
 
     def remember_(self, drafts: Tensor, ids: Tensor, scores: Tensor) -> None:
-        """Keep what proposals were drawn from that `dflash.ops.walk_candidates` drew with the noise of `STREAM`.
-
-        Args:
-            drafts: ``[batch, drafts]`` int64, the proposals.
-            ids: ``[batch, drafts, count]`` int64, the candidates.
-            scores: ``[batch, drafts, count]`` float32, the walk's.
-        """
+        """Keep what `ops.walk_candidates` drew proposals from with the noise of `STREAM`; see `walk_probabilities`."""
         vocab = self.draft_probabilities.shape[-1]
         self.draft_probabilities.copy_(walk_probabilities(drafts, ids, scores, vocab))
 
@@ -98,14 +87,10 @@ class RejectionAcceptance:
 
 
 def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Return the distribution that `dflash.ops.select_tokens` draws from, filters included.
+    """Return the distribution that `dflash.ops.select_tokens` draws from, filters included; all NaN with a NaN logit.
 
-    Args:
-        logits: ``[batch, rows, vocab]``, any floating dtype.
-        sampling: per-row parameters. Temperatures must be positive; sharpness and seeds are not read.
-
-    Returns:
-        ``[batch, rows, vocab]`` float32. A row with a NaN logit is all NaN.
+    ``logits`` are ``[batch, rows, vocab]`` of any floating dtype, and so is the result in float32. Temperatures must be
+    positive.
     """
     s = sampling
     logits = logits.to(torch.float32)
@@ -126,16 +111,7 @@ def _draw(weights: Tensor, positions: Tensor, seeds: Tensor, stream: int) -> Ten
 
 
 def propose(q: Tensor, positions: Tensor, seeds: Tensor) -> Tensor:
-    """Draw the drafts from ``q``.
-
-    Args:
-        q: ``[batch, rows, vocab]`` float32, `probabilities` of the drafter's logits.
-        positions: ``[batch, rows]`` int64, positions of the tokens that are drawn.
-        seeds: ``[batch]`` int64.
-
-    Returns:
-        ``[batch, rows]`` int64; -1 where q is NaN.
-    """
+    """Draw the drafts ``[batch, rows]`` from ``q [batch, rows, vocab]``; -1 where q is NaN."""
     return _draw(q, positions, seeds, DRAFT)
 
 
@@ -145,14 +121,8 @@ def walk_probabilities(path: Tensor, ids: Tensor, scores: Tensor, vocab_size: in
     The candidates must not depend on the noise by which the path was drawn, and each slot's distribution is that after
     the token drafted before it: tests/test_rejection_walk.py plants both mistakes, and a search for the best path.
 
-    Args:
-        path: ``[batch, slots]`` int64, the drafts.
-        ids: ``[batch, slots, count]`` int64, the candidates, chosen without noise.
-        scores: ``[batch, slots, count]`` float32, from the walk at positive temperatures and a sharpness of 1.
-        vocab_size: of the result.
-
-    Returns:
-        ``[batch, slots, vocab_size]`` float32; all 0 where there is no draft.
+    ``path`` is ``[batch, slots]``, ``ids`` of the candidates and the walk's ``scores`` are ``[batch, slots, count]``;
+    the result ``[batch, slots, vocab_size]`` is all 0 where there is no draft.
     """
     best = scores.amax(-1, keepdim=True)
     # An infinite score, or no finite one, leaves no choice.

@@ -42,9 +42,6 @@ def fold(seed: int, row: int) -> int:
     Args:
         seed: an int64 value.
         row: at least 0.
-
-    Returns:
-        An int64 value.
     """
     if row == 0:
         return seed
