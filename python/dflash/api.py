@@ -156,12 +156,12 @@ def stream(
     its end, or an interrupt, frees what `generate` would keep for the next call.
 
     Args:
-        target: as for `generate`.
-        draft: as for `generate`.
-        ids: as for `generate`.
-        block_size: as for `generate`.
-        weights: as for `generate`.
-        draft_weights: as for `generate`.
+        target: see `generate`.
+        draft: see `generate`.
+        ids: see `generate`.
+        block_size: see `generate`.
+        weights: see `generate`.
+        draft_weights: see `generate`.
         skip_special_tokens: as in ``tokenizer.decode``.
         arguments: see `dflash.call.GenerateArguments`, except ``streamer``. With ``tokenizer`` the events carry
             text.

@@ -199,7 +199,7 @@ def check_tree(target: nn.Module, tree: TreeSize, draft: object, room: TreeSize)
     if getattr(draft, "selector", None) is not None:
         raise ValueError(
             f"tree={tree!r} needs a drafter of the first generation, got a DFlash 2 or DSpark drafter: a tree joins "
-            "tokens that are predicted apart, and this one scores each token by the one before. Pass tree=None"
+            "tokens that are predicted independently, and this one scores each token by the one before. Pass tree=None"
         )
     if has_recurrent_layers(target):
         raise ValueError(

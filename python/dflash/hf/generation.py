@@ -204,15 +204,15 @@ def custom_generate(  # noqa: PLR0913 - transformers reads the names from this s
         generation_config: its settings.
         synced_gpus: refused.
         streamer: a streamer, for a batch of one.
-        draft: as for `dflash.generate`, in the call of ``model.generate``; so are the next eight.
+        draft: see `dflash.generate`; passed in the call of ``model.generate``; so are the next eight.
         seed: see `dflash.call.GenerateArguments`.
         draft_sharpness: see there.
         acceptance: see there.
         denoise_steps: see there.
-        block_size: as for `dflash.generate`.
+        block_size: see `dflash.generate`.
         tree: see `dflash.call.GenerateArguments`.
-        weights: as for `dflash.generate`; the text is then that of the quantized target.
-        draft_weights: as for `dflash.generate`.
+        weights: see `dflash.generate`; the text is then that of the quantized target.
+        draft_weights: see `dflash.generate`.
         model_kwargs: what transformers prepares for the model's forward.
 
     Returns:
