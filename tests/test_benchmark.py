@@ -112,12 +112,9 @@ def test_an_unreachable_hub_is_one_line(monkeypatch):
         ('{"prompt": "a"}\n\n{"prompt": \n', r"x\.jsonl, line 3: not JSON"),
         ('{"prompt": "a"}\n["b"]\n', r"x\.jsonl, line 2: must be a JSON object, got list"),
         ('{"text": "a"}\n', r"x\.jsonl, line 1: a prompt needs prompt, messages, question or turns, got text"),
-        ('{"turns": []}\n', r"x\.jsonl, line 1: turns must be text that is not empty, or a list of such, got \[\]"),
-        ('{"prompt": ""}\n', r"x\.jsonl, line 1: prompt must be text that is not empty"),
         ('{"turns": ["a", 1]}\n', r"x\.jsonl, line 1: turns must be text that is not empty"),
         ('{"messages": [{"role": "user"}]}\n', r"x\.jsonl, line 1: message 1 must have role and content"),
         ("\n", r"x\.jsonl' has no prompts"),
-        (b"\xff\xfe\n", r"x\.jsonl, line 1: not UTF-8 text: the byte 0xff"),
     ],
 )
 def test_a_wrong_file_is_named_with_its_line(tmp_path, text, message):
@@ -378,7 +375,6 @@ def test_a_plot_that_cannot_be_drawn_is_refused_before_any_work(tmp_path, monkey
     [
         (["--dataset", "nonsense"], "is neither one of humaneval, gsm8k, mt-bench, spec-bench nor a file"),
         (["--dataset", "gsm8k", "--data", "."], "--data '.' holds no gsm8k_test.jsonl or gsm8k.jsonl for gsm8k"),
-        (["--limit", "0"], "--limit must be at least 1, got 0"),
         (["--turns", "last"], "--turns must be first or all, got 'last'"),
         (["--turns", "all"], "--turns all needs a tokenizer with a chat template"),
         (["--no-thinking"], "--no-thinking needs a tokenizer with a chat template"),

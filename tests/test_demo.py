@@ -290,14 +290,6 @@ def test_no_prompt_is_started_when_the_time_is_spent(tiny, monkeypatch, seconds,
     assert found["new_tokens"] <= 4 * answered
 
 
-def test_transformers_generate_leaves_the_random_state_unchanged(tiny):
-    target, draft, tokenizer = dflash.demo_pair(tiny)
-    before = torch.random.get_rng_state()
-    report = demo.measure(target, draft, tokenizer, demo.demo_prompts(tiny)[:1], Decoding(4, temperature=1.0))
-    assert torch.random.get_rng_state().equal(before)
-    assert report["new_tokens"] <= 4
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -12,13 +12,10 @@ import torch
 from accelerate.state import AcceleratorState
 from families import VOCAB
 from safetensors.torch import load_file, save_file
-from tiny_tokenizers import spoken
 
 from dflash.train import CheckpointError, TrainConfig, Trainer, draft_config, new_drafter
-from dflash.train.data import load_rows
 from dflash.train.export import export
 from dflash.train.features import FeatureCache, cache_features
-from dflash.train.regenerate import LocalWriter, RegenerateConfig, regenerate
 
 CONFIG = TrainConfig(
     steps=4, batch_tokens=60, anchors=4, eval_rows=0, mixed_precision="no", log_every=1, save_every=2, keep=1
@@ -134,39 +131,6 @@ def test_metrics_that_are_not_ours_are_dropped(trained, target, rows, tmp_path):
     path.write_bytes(b"\n".join(more[:2]) + b"\n" + ours + b"\n".join(more[2:]))
     assert trainer(target, rows, tmp_path / "run").resume()
     assert path.read_bytes() == ours
-
-
-# ---------------------------------------------------------------------------------------------- rows
-
-BAD_ROWS = {
-    NESTED: "not JSON",
-    r'{"prompt": "w7 \ud83d", "response": "w8"}': "half of a",
-    '{"input_ids": [7, 8], "loss_mask": [[1], {}]}': "loss_mask must hold a 0 or 1",
-    '{"input_ids": [7, -1], "loss_mask": [1, 1]}': "input_ids must lie in 0 .. 96",
-    '{"prompt_ids": ["7"], "response_ids": [8]}': "prompt_ids must be a list of token ids",
-    json.dumps(dict.fromkeys(("\x1b[2J", *map(str, range(5000))), 1)): "a row needs a prompt and response",
-}
-
-
-@pytest.mark.parametrize("row", BAD_ROWS, ids=lambda row: row[:40])
-def test_a_row_that_cannot_be_read_is_named_by_its_line(row, tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps({"prompt": "w7", "response": "w8"}) + "\n" + row + "\n")
-    with pytest.raises(ValueError, match="line 2") as refused:
-        load_rows(path, spoken(), 32)
-    assert BAD_ROWS[row] in str(refused.value)
-    assert str(refused.value).isprintable()
-    assert len(str(refused.value)) < 600
-
-
-@pytest.mark.parametrize("line", ["[]", '{"line": [1], "sample": {}}'])
-def test_an_output_of_something_else_is_refused_and_stays(line, target, tmp_path):
-    path = tmp_path / "out.jsonl"
-    path.write_text(line + "\n")
-    writer = LocalWriter(target, spoken(), raw=True)
-    with pytest.raises(ValueError, match=r"out\.jsonl, line 1"):
-        regenerate([{"line": 1, "prompt": "w7"}], writer, path, RegenerateConfig(max_new_tokens=4))
-    assert path.read_text() == line + "\n"
 
 
 # ---------------------------------------------------------------------------------------------- features, exports
