@@ -1,6 +1,7 @@
 // The module _C: addresses, sizes and (for CUDA) a stream in; a kernel call out.
 #include <string>
 
+#include "contract.h"
 #include "cpu/base/table.h"
 #include "direct.h"
 #include "pack.h"
@@ -103,6 +104,14 @@ PYBIND11_MODULE(_C, m) {
       {"direct_gather_rows_", fast(&as_method<direct_gather_rows, 3>), METH_FASTCALL, nullptr},
   };
   for (PyMethodDef& method : methods) m.add_object(method.ml_name, PyCFunction_New(&method, nullptr));
+  m.def("contract", &contract);
+  py::dict fields;
+  for (const auto& [name, kernel] : kernels()) {
+    py::list named;
+    for (const Field& field : kernel.fields) named.append(py::make_tuple(field.name, field.initial));
+    fields[name.c_str()] = named;
+  }
+  m.attr("FIELDS") = fields;
   m.def("isa", [] { return cpu_kernels().isa; });
   m.def("isas", &cpu_isas);
   m.def("with_cuda", &with_cuda);

@@ -75,7 +75,6 @@ class Operand {
   }
 
  private:
-  static constexpr uint8_t kDLInt = 0, kDLFloat = 2, kDLBfloat = 4;
   bool is(uint8_t code, uint8_t bits) const { return t_.code == code && t_.bits == bits && t_.lanes == 1; }
 
   PyObject* object_;

@@ -26,6 +26,8 @@ struct DLTensor {
   int64_t element_size() const { return bits * lanes / 8; }
 };
 constexpr int32_t kDLCPU = 1;
+constexpr uint8_t kDLInt = 0, kDLFloat = 2, kDLBfloat = 4;
+constexpr int kMaxDimensions = 8;  // of a tensor that a kernel is given past Python
 
 struct DLPackExchange {
   uint32_t major, minor;
@@ -75,6 +77,7 @@ class Torch {
     storage_offset_ = Method(tensor, "storage_offset");
     is_neg_ = Method(tensor, "is_neg");
     new_empty_ = pybind11::getattr(tensor, "new_empty").release().ptr();
+    empty_like_ = pybind11::getattr(pybind11::module_::import("torch"), "empty_like").release().ptr();
     const auto c = pybind11::module_::import("torch._C");
     num_threads_ = pybind11::getattr(c, "get_num_threads").release().ptr();
     num_modes_ = pybind11::getattr(c, "_len_torch_function_stack").release().ptr();
@@ -160,17 +163,24 @@ class Torch {
            span_of(object, t, span);
   }
 
-  // tensor.new_empty(*shape)
-  pybind11::object new_empty(PyObject* tensor, const int64_t* shape, int ndim) const {
-    pybind11::object sizes[8];
-    PyObject* arguments[1 + 8] = {tensor};
-    for (int i = 0; i < ndim; ++i) {
-      sizes[i] = pybind11::int_(shape[i]);
-      arguments[1 + i] = sizes[i].ptr();
-    }
-    PyObject* made = PyObject_Vectorcall(new_empty_, arguments, 1 + ndim, nullptr);
-    if (!made) throw pybind11::error_already_set();
-    return pybind11::reinterpret_steal<pybind11::object>(made);
+  // torch.empty_like(tensor)
+  pybind11::object empty_like(PyObject* tensor) const {
+    return checked(PyObject_CallOneArg(empty_like_, tensor));
+  }
+
+  // tensor.new_empty(shape, dtype=dtype); null for the tensor's own dtype.
+  pybind11::object new_empty(PyObject* tensor, const int64_t* shape, int ndim, PyObject* dtype = nullptr) const {
+    static PyObject* const names = pybind11::make_tuple("dtype").release().ptr();
+    const auto sizes = checked(PyTuple_New(ndim));
+    for (int i = 0; i < ndim; ++i) PyTuple_SET_ITEM(sizes.ptr(), i, PyLong_FromLongLong(shape[i]));
+    PyObject* arguments[] = {tensor, sizes.ptr(), dtype};
+    return checked(PyObject_Vectorcall(new_empty_, arguments, 2, dtype ? names : nullptr));
+  }
+
+  PyObject* dtype_of(uint8_t code, uint8_t bits) const {
+    for (const DType& known : dtypes_)
+      if (known.code == code && known.bits == bits) return known.object;
+    return nullptr;
   }
 
   // torch.get_num_threads()
@@ -190,9 +200,14 @@ class Torch {
     return value;
   }
 
+  static pybind11::object checked(PyObject* made) {
+    if (!made) throw pybind11::error_already_set();
+    return pybind11::reinterpret_steal<pybind11::object>(made);
+  }
+
   PyObject* types_[2] = {};
   Method untyped_storage_, storage_offset_, is_neg_;
-  PyObject *new_empty_ = nullptr, *num_threads_ = nullptr, *num_modes_ = nullptr, *disable_ = nullptr;
+  PyObject *new_empty_ = nullptr, *empty_like_ = nullptr, *num_threads_ = nullptr, *num_modes_ = nullptr, *disable_ = nullptr;
   const DLPackExchange* exchange_ = nullptr;
   struct DType {
     PyObject* object;

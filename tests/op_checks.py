@@ -68,7 +68,7 @@ class Emulated(CudaLauncher):
         def call(*args, **kwargs):
             bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
-            return public.body(self, *bound.args)
+            return public.op.run(self, *bound.args)
 
         return call
 
@@ -76,8 +76,8 @@ class Emulated(CudaLauncher):
         self._scratch.append(super().allocate(size, device))  # kept until the kernels have run
         return self._scratch[-1]
 
-    def __call__(self, kernel: str, *arguments: object) -> None:
-        getattr(self.kernels, f"{kernel}_cuda")(*arguments, 0, 0)
+    def launch(self, kernel: str, fields: list[object]) -> None:
+        getattr(self.kernels, f"{kernel}_cuda")(*fields, 0, 0)
         if not self._queues:
             self.kernels.synchronize()
             self._scratch.clear()

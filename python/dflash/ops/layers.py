@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from .. import _C
-from . import reference
-from .checks import dense, expect, expect_contiguous, expect_rope_table
-from .kv_cache import expect_caches
+from .contract import Scope
 from .registry import Launcher, op
 from .weights import DecoderLayer, DeltaNetLayer, check_layers, check_memory, linear_weight, named_tensors
+
+_OP = "decoder_layers"
 
 
 class PackedLayers:
@@ -109,6 +109,51 @@ class PackedLayers:
             records.append((layer.input_norm, layer.post_norm, *mlp, *mixers, *convs, tap))
         self._records = _C.DecoderLayers(records, [*self.tensors()])
 
+    def check_call(self, s: Scope) -> None:
+        """Raise unless the sizes of a call are those of the layers."""
+        if self.norm.device != s.hidden.device:
+            raise ValueError(
+                f"{_OP}: the layers must be on {s.hidden.device} as hidden is, got weights on {self.norm.device}"
+            )
+        if self.norm.dtype != s.hidden.dtype:
+            raise TypeError(f"{_OP}: hidden must be {self.norm.dtype} as the layers are, got {s.hidden.dtype}")
+        wanted = {
+            "hidden_size": self.norm.shape[0], "attention_layers": len(self.attention),
+            "recurrent_layers": len(self.recurrent),
+        }  # fmt: skip
+        if self.recurrent:
+            key_heads, heads, key_dim, value_dim, width = self.sizes
+            wanted |= {"key_heads": key_heads, "delta_heads": heads, "key_dim": key_dim, "value_dim": value_dim}
+            wanted |= {"channels": 2 * key_heads * key_dim + heads * value_dim, "slots": width - 1 + s.block}
+        for name, want in wanted.items():
+            if getattr(s, name) != want:
+                raise ValueError(f"{_OP}: {name} must be {want} as the layers say, got {getattr(s, name)}")
+        if s.ancestors is not None and not all(layer.causal for layer in self.attention):
+            raise ValueError(f"{_OP}: ancestors must be None unless every layer has causal attention")
+        if s.ancestors is not None and any(layer.attention_conv or layer.mlp_conv for layer in self.attention):
+            raise ValueError(f"{_OP}: ancestors must be None where layers have convolutions")
+        self._check_heads(s.num_kv_heads, s.head_dim)
+
+    def _check_heads(self, kv_heads: int, head_dim: int) -> None:
+        """Raise unless the heads of the cache are those of the layers."""
+        if self.checked_heads == (kv_heads, head_dim):
+            return
+        first = self.attention[0]
+        at = f"layers[{next(i for i, layer in enumerate(self.layers) if layer is first)}]"
+        q_size, kv_size = first.o.shape[1], first.k.shape[0]
+        heads = q_size // max(head_dim, 1)
+        fits = kv_size > 0 and kv_heads * head_dim == kv_size and heads * head_dim == q_size and heads % kv_heads == 0
+        if not fits or (first.q_norm is not None and first.q_norm.shape[0] != head_dim):
+            raise ValueError(
+                f"{_OP}: k_caches[0] must have heads that fit {at}.o ({q_size} columns), .k ({kv_size} rows) and its "
+                f"head norms, got {kv_heads} heads of {head_dim}"
+            )
+        for i, layer in enumerate(self.layers):
+            if not layer.is_recurrent and layer.sinks is not None and layer.sinks.shape[0] != heads:
+                found = list(layer.sinks.shape)
+                raise ValueError(f"{_OP}: layers[{i}].sinks must be [num_heads] = [{heads}], got {found}")
+        self.checked_heads = kv_heads, head_dim
+
 
 _live: weakref.WeakValueDictionary[str, PackedLayers] = weakref.WeakValueDictionary()
 
@@ -120,38 +165,50 @@ def _packed(handle: str) -> PackedLayers:
     return packed
 
 
-def _twin(*arguments: object) -> tuple[Tensor, Tensor]:
-    """Run `decoder_layers` in plain torch."""
-    *varying, handle = arguments[:9]
-    packed = _packed(handle)
-    fixed = (packed.layers, packed.norm, packed.eps, packed.scale, packed.taps)
-    return reference.decoder_layers(*varying, *fixed, *arguments[9:], zero_centered=packed.zero_centered)
+def _run(launch: Launcher, s: Scope) -> tuple[Tensor, Tensor]:
+    # 1. Check the call against the layers
+    packed = _packed(s.layers)
+    if launch.is_cpu:
+        packed.refresh(signs=False)
+    packed.check_call(s)
+    out, tapped = torch.empty_like(s.hidden), s.hidden.new_empty(s.batch, s.rows, len(packed.taps) * s.hidden_size)
+    if launch.is_fake:
+        return out, tapped
+    if not launch.is_cpu:
+        raise ValueError(f"decoder_layers: hidden must be on the CPU, got {s.hidden.device}. DecoderStack goes op by op")
+    # 2. Run
+    s.layers, s.norm, s.out, s.taps = packed.records(), packed.norm, out, tapped
+    s.num_layers, s.num_taps, s.width = len(packed.layers), len(packed.taps), packed.layers[0].gate.shape[0]
+    s.num_heads = packed.attention[0].o.shape[1] // s.head_dim
+    s.key_heads, s.delta_heads, s.key_dim, s.value_dim, s.conv_width = packed.sizes
+    s.scale, s.eps, s.zero_centered = packed.scale, packed.eps, packed.zero_centered
+    launch("decoder_layers", s)
+    return out, tapped
 
 
-_WRITTEN = ("k_caches", "v_caches", "windows", "states", "saved_k", "saved_d", "saved_a")
-
-
-@op(mutates=_WRITTEN, twin=_twin, cuda_kernel=False)
+@op(
+    "hidden[batch, rows, hidden_size] context[batch, context_rows, hidden_size] num_context[batch]:i64 "
+    "lengths[batch]:i64 cos[positions, half]:f32 sin[positions, half]:f32 "
+    "k_caches{attention_layers}[batch, num_kv_heads, capacity, head_dim]! "
+    "v_caches{attention_layers}[batch, num_kv_heads, capacity, head_dim]! "
+    "windows{recurrent_layers}[batch, slots, channels]! "
+    "states{recurrent_layers}[batch, delta_heads, key_dim, value_dim]:f32! "
+    "saved_k{recurrent_layers}[batch, block, key_heads, key_dim]:f32! "
+    "saved_d{recurrent_layers}[batch, block, delta_heads, value_dim]:f32! "
+    "saved_a{recurrent_layers}[batch, block, delta_heads]:f32! pending[batch]:i64 keep[batch]:i64 "
+    "ancestors[batch, rows, (rows + 63) // 64]:i64",
+    where="capacity >= 1; positions >= 1; 2 * half <= head_dim; has(context) == has(num_context); "
+    "has(pending) == has(keep) == (recurrent_layers > 0); recurrent_layers == 0 or not has(context); "
+    f"not has(ancestors) or rows <= {_C.MAX_TREE_ROWS}; recurrent_layers == 0 or not has(ancestors)",
+    body=_run,
+    twin=_run,
+)
 def decoder_layers(
-    launch: Launcher,
-    hidden: Tensor,
-    context: Tensor | None,
-    num_context: Tensor | None,
-    lengths: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    k_caches: list[Tensor],
-    v_caches: list[Tensor],
-    layers: str,
-    windows: list[Tensor] = (),
-    states: list[Tensor] = (),
-    saved_k: list[Tensor] = (),
-    saved_d: list[Tensor] = (),
-    saved_a: list[Tensor] = (),
-    pending: Tensor | None = None,
-    keep: Tensor | None = None,
-    ancestors: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+    hidden: Tensor, context: Tensor | None, num_context: Tensor | None, lengths: Tensor, cos: Tensor, sin: Tensor,
+    k_caches: list[Tensor], v_caches: list[Tensor], layers: str, windows: list[Tensor] = (),
+    states: list[Tensor] = (), saved_k: list[Tensor] = (), saved_d: list[Tensor] = (), saved_a: list[Tensor] = (),
+    pending: Tensor | None = None, keep: Tensor | None = None, ancestors: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Run the pre-norm decoder layers of a model (Qwen3.5, Qwen3, Llama, ...) and its final norm, in one call.
 
     Per layer: RMSNorm, q, k, v, head norms, RoPE, append, attention over the cache, output gate, output projection,
@@ -162,13 +219,13 @@ def decoder_layers(
     after it. Without them a row's bits depend neither on its place nor on the others.
 
     Args:
-        hidden: ``[batch, rows, hidden]``, float32 or bfloat16; row i of sequence b is at ``lengths[b] + i``.
+        hidden: ``[batch, rows, hidden]``; row i of sequence b is at ``lengths[b] + i``.
         context: ``[batch, context_rows, hidden]`` or None: row i is at ``lengths[b] - num_context[b] + i``.
-        num_context: ``[batch]`` int64, clamped to 0 .. ``context_rows``; rows at or past it are never read.
-        lengths: ``[batch]`` int64, as in `block_attention`.
-        cos: ``[positions, rotary / 2]`` float32, one row per position; positions past the end take the last.
+        num_context: ``[batch]``, clamped to 0 .. ``context_rows``; rows at or past it are never read.
+        lengths: ``[batch]``, as in `block_attention`.
+        cos: ``[positions, rotary / 2]``, one row per position; positions past the end take the last.
         sin: like ``cos``.
-        k_caches: per layer of attention ``[batch, num_kv_heads, capacity, head_dim]``, contiguous; written.
+        k_caches: per layer of attention ``[batch, num_kv_heads, capacity, head_dim]``; written.
         v_caches: like ``k_caches``.
         layers: the handle of the layers, see `dflash.ops.layers.PackedLayers`.
         windows: per recurrent layer, as in `causal_conv_`; written.
@@ -176,9 +233,9 @@ def decoder_layers(
         saved_k: like ``states``.
         saved_d: like ``states``.
         saved_a: like ``states``.
-        pending: ``[batch]`` int64, as in `gated_recurrence_`; None without recurrent layers.
+        pending: ``[batch]``, as in `gated_recurrence_`; None without recurrent layers.
         keep: like ``pending``.
-        ancestors: ``[batch, rows, ceil(rows / 64)]`` int64, or None for a chain, as in `block_attention`: row i is
+        ancestors: ``[batch, rows, ceil(rows / 64)]``, or None for a chain, as in `block_attention`: row i is
             appended to slot ``lengths[b] + i`` and rotates by position ``lengths[b]`` plus its depth. Every layer must
             have causal attention and no convolutions.
 
@@ -186,164 +243,5 @@ def decoder_layers(
         ``(out [batch, rows, hidden], tapped [batch, rows, taps * hidden])``, ``out`` after the final norm.
 
     Raises:
-        ValueError: a shape does not fit, a tensor is not contiguous, or no layers have this handle.
-        TypeError: a dtype does not fit.
+        ValueError: no layers have this handle, or the tensors do not fit the layers.
     """
-    # 1. Check what varies between calls, and allocate
-    packed = _packed(layers)
-    if launch.is_cpu:
-        packed.refresh(signs=False)
-    if packed.norm.device != hidden.device:
-        raise ValueError(
-            f"decoder_layers: the layers must be on {hidden.device} as hidden is, got weights on {packed.norm.device}"
-        )
-    if not _call_fits(packed, hidden, lengths, k_caches, v_caches):
-        _check_call(packed, hidden, lengths, k_caches, v_caches)
-    _check_context(packed, hidden, context, num_context)
-    recurrent = (windows, states, saved_k, saved_d, saved_a)
-    if packed.recurrent or any(recurrent) or pending is not None or keep is not None:
-        _check_recurrent(packed, hidden.shape[0], recurrent, pending, keep)
-    _check_tree(packed, hidden, ancestors)
-    _check_heads(packed, k_caches[0])
-    expect_rope_table("decoder_layers", cos, sin, k_caches[0].shape[3])
-    if not (cos.is_contiguous() and sin.is_contiguous()):
-        raise ValueError("decoder_layers: cos and sin must be contiguous")
-    dtype = launch.dtype("decoder_layers", "hidden", hidden)
-    hidden, lengths, context, num_context, ancestors = map(dense, (hidden, lengths, context, num_context, ancestors))
-    batch, rows, size = hidden.shape
-    num_taps = len(packed.taps)
-    out, tapped = torch.empty_like(hidden), hidden.new_empty(batch, rows, num_taps * size)
-    if launch.is_fake:
-        return out, tapped
-    # 2. Run
-    _, num_kv_heads, capacity, head_dim = k_caches[0].shape
-    key_heads, delta_heads, key_dim, value_dim, conv_width = packed.sizes
-    positions, half = cos.shape
-    launch(
-        "decoder_layers", packed.records(), k_caches, v_caches, windows, states, saved_k, saved_d, saved_a,
-        dense(pending), dense(keep), hidden, context, num_context, lengths, ancestors, cos, sin, packed.norm,
-        out, tapped, len(packed.layers), batch, rows, 0 if context is None else context.shape[1], size,
-        packed.layers[0].gate.shape[0], packed.attention[0].o.shape[1] // head_dim, num_kv_heads, head_dim, half,
-        positions, capacity, num_taps, key_heads, delta_heads, key_dim, value_dim, conv_width,
-        saved_k[0].shape[1] if saved_k else 0, packed.scale, packed.eps, packed.zero_centered, dtype,
-    )  # fmt: skip
-    return out, tapped
-
-
-def _call_fits(
-    packed: PackedLayers, hidden: Tensor, lengths: Tensor, k_caches: list[Tensor], v_caches: list[Tensor]
-) -> bool:
-    """Return True if a call without context is right: the short way past `_check_call`."""
-    if len(k_caches) != len(packed.attention) or len(v_caches) != len(packed.attention) or hidden.dim() != 3:
-        return False
-    (batch, rows, _), shape, dtype = hidden.shape, k_caches[0].shape, packed.norm.dtype
-    return (
-        len(shape) == 4
-        and shape[0] == batch
-        and shape[2] > 0
-        and _C.fits(False, hidden, (batch, rows, packed.norm.shape[0]), dtype, lengths, (batch,), torch.int64)
-        and _C.fits(True, k_caches, shape, dtype, v_caches, shape, dtype)
-    )
-
-
-def _check_call(
-    packed: PackedLayers, hidden: Tensor, lengths: Tensor, k_caches: list[Tensor], v_caches: list[Tensor]
-) -> None:
-    op, num_layers, dtype = "decoder_layers", len(packed.attention), packed.norm.dtype
-    size = packed.norm.shape[0]
-    expect(op, "hidden", hidden, (None, None, size), dtype, "batch, rows, hidden")
-    batch = hidden.shape[0]
-    expect(op, "lengths", lengths, (batch,), torch.int64, "batch")
-    for name, caches in (("k_caches", k_caches), ("v_caches", v_caches)):
-        if len(caches) != num_layers:
-            raise ValueError(f"{op}: {name} must have one tensor for each of {num_layers} layers, got {len(caches)}")
-    expect_caches(op, k_caches, v_caches, batch, dtype)
-
-
-def _check_context(packed: PackedLayers, hidden: Tensor, context: Tensor | None, num_context: Tensor | None) -> None:
-    op, batch, size = "decoder_layers", hidden.shape[0], hidden.shape[2]
-    if (context is None) != (num_context is None):
-        raise ValueError(f"{op}: context and num_context come together, got one of them")
-    if context is not None and packed.recurrent:
-        raise ValueError(f"{op}: context must be None where layers are recurrent, got {list(context.shape)}")
-    rows = context.shape[1] if context is not None and context.dim() == 3 else 0
-    dtype = packed.norm.dtype
-    if context is not None and not _C.fits(
-        False, context, (batch, rows, size), dtype, num_context, (batch,), torch.int64
-    ):  # fmt: skip
-        expect(op, "context", context, (batch, None, size), packed.norm.dtype, "batch, context_rows, hidden")
-        expect(op, "num_context", num_context, (batch,), torch.int64, "batch")
-
-
-def _check_recurrent(
-    packed: PackedLayers, batch: int, recurrent: tuple, pending: Tensor | None, keep: Tensor | None
-) -> None:
-    op, num_layers, names = "decoder_layers", len(packed.recurrent), _WRITTEN[2:]
-    for name, tensors in zip(names, recurrent, strict=True):
-        if len(tensors) != num_layers:
-            raise ValueError(
-                f"{op}: {name} must have one tensor for each of {num_layers} recurrent layers, got {len(tensors)}"
-            )
-    for name, counts in (("pending", pending), ("keep", keep)):
-        if (counts is None) != (num_layers == 0):
-            raise ValueError(f"{op}: {name} must be [batch] where layers are recurrent, and None elsewhere")
-    if num_layers == 0:
-        return
-    key_heads, heads, key_dim, value_dim, width = packed.sizes
-    channels = 2 * key_heads * key_dim + heads * value_dim
-    block = recurrent[2][0].shape[1] if recurrent[2][0].dim() == 4 else 0
-    wide, narrow = torch.float32, packed.norm.dtype
-    shapes = [
-        ((batch, width - 1 + block, channels), narrow, "batch, conv_width - 1 + block, channels"),
-        ((batch, heads, key_dim, value_dim), wide, "batch, heads, key_dim, value_dim"),
-        ((batch, block, key_heads, key_dim), wide, "batch, block, key_heads, key_dim"),
-        ((batch, block, heads, value_dim), wide, "batch, block, heads, value_dim"),
-        ((batch, block, heads), wide, "batch, block, heads"),
-    ]
-    counted = (pending, (batch,), torch.int64, keep, (batch,), torch.int64)
-    flat = [
-        part for tensors, (shape, dtype, _) in zip(recurrent, shapes, strict=True) for part in (tensors, shape, dtype)
-    ]
-    if _C.fits(True, *flat) and _C.fits(False, *counted):
-        return
-    for name, tensors, (shape, dtype, words) in zip(names, recurrent, shapes, strict=True):
-        for i, tensor in enumerate(tensors):
-            expect(op, f"{name}[{i}]", tensor, shape, dtype, words)
-            expect_contiguous(op, f"{name}[{i}]", tensor)
-    expect(op, "pending", pending, (batch,), torch.int64, "batch")
-    expect(op, "keep", keep, (batch,), torch.int64, "batch")
-
-
-def _check_tree(packed: PackedLayers, hidden: Tensor, ancestors: Tensor | None) -> None:
-    op, (batch, rows, _) = "decoder_layers", hidden.shape
-    if ancestors is None:
-        return
-    if packed.recurrent or not all(layer.causal for layer in packed.attention):
-        raise ValueError(f"{op}: ancestors must be None unless every layer has causal attention")
-    if any(layer.attention_conv or layer.mlp_conv for layer in packed.attention):
-        raise ValueError(f"{op}: ancestors must be None where layers have convolutions")
-    if rows > _C.MAX_TREE_ROWS:
-        raise ValueError(f"{op}: a tree has at most {_C.MAX_TREE_ROWS} rows, got {rows}")
-    shape = (batch, rows, -(-rows // 64))
-    if not _C.fits(False, ancestors, shape, torch.int64):
-        expect(op, "ancestors", ancestors, shape, torch.int64, "batch, rows, ceil(rows / 64)")
-
-
-def _check_heads(packed: PackedLayers, k_cache: Tensor) -> None:
-    """Check that the heads of the cache are those of the layers."""
-    op, first, (_, kv_heads, _, head_dim) = "decoder_layers", packed.attention[0], k_cache.shape
-    if packed.checked_heads == (kv_heads, head_dim):
-        return
-    at = f"layers[{next(i for i, layer in enumerate(packed.layers) if layer is first)}]"
-    q_size, kv_size = first.o.shape[1], first.k.shape[0]
-    heads = q_size // max(head_dim, 1)
-    fits = kv_size > 0 and kv_heads * head_dim == kv_size and heads * head_dim == q_size and heads % kv_heads == 0
-    if not fits or (first.q_norm is not None and first.q_norm.shape[0] != head_dim):
-        raise ValueError(
-            f"{op}: k_caches[0] must have heads that fit {at}.o ({q_size} columns), .k ({kv_size} rows) and its "
-            f"head norms, got {kv_heads} heads of {head_dim}"
-        )
-    for i, layer in enumerate(packed.layers):
-        if not layer.is_recurrent and layer.sinks is not None and layer.sinks.shape[0] != heads:
-            raise ValueError(f"{op}: layers[{i}].sinks must be [num_heads] = [{heads}], got {list(layer.sinks.shape)}")
-    packed.checked_heads = kv_heads, head_dim

@@ -1,4 +1,4 @@
-"""Products of a few rows with one or several weights."""
+"""Products of a few rows with one or several weights, and the gates around them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import _C
 from . import reference, switches
-from .checks import dense, expect
+from .contract import Scope
 from .registry import Launcher, op
 
 _SKINNY = {getattr(torch, dtype): rows for dtype, rows in _C.SKINNY_ROWS.items()}
@@ -20,94 +20,71 @@ def skinny(rows: int, dtype: torch.dtype) -> bool:
     return rows <= _SKINNY.get(dtype, 0)
 
 
-@op()
-def linear(
-    launch: Launcher, x: Tensor, weight: Tensor, bias: Tensor | None = None, prefetch: bool = False,
-    scales: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """Compute ``x @ weight.T + bias`` for a few rows, sums in fp32, rounded once.
+def _linear(launch: Launcher, s: Scope) -> Tensor:
+    return _products(launch, s, [s.weight], [s.bias])
 
-    A row's bits depend neither on its place nor on how many rows there are: on CPU up to 512 rows in float32 and 64 in
-    bfloat16, on CUDA up to 256 rows in bfloat16 and float16 where ``in`` is a multiple of 8. Anything else goes through
-    torch.
 
-    Args:
-        x: ``[..., rows, in]``, float32 or bfloat16 (on CUDA float16 too).
-        weight: ``[out, in]``, the dtype of ``x``, or int8 with ``scales``.
-        bias: ``[out]``, the dtype of ``x``, or None.
-        prefetch: start to read ``weight`` before what is queued ahead on the stream has ended, on CUDA from compute
-            capability 9.0. Only for weights at rest: one that an operation under way still writes may be read too
-            early, and nothing would say so. ``DFLASH_PREFETCH=0`` in the environment turns it off.
-        scales: ``[out]`` float32: the weight is int8, see `Int8Weight`, the rows are rounded to 8 bits, where 256
-            adjacent elements share a scale (`round_rows`), and each channel's sum is multiplied by its scale before the
-            bias is added. On CPU the kernel takes any number of rows, and the bits are those of every instruction set.
-            None for other weights.
+def _linears(launch: Launcher, s: Scope) -> Tensor:
+    features = [weight.shape[0] for weight in s.weights]
+    for i, (weight, size) in enumerate(zip(s.weights, features, strict=True)):
+        if (weight.dtype == torch.int8) != (s.scales is not None):
+            raise TypeError(f"linears: weights[{i}] must be torch.int8 exactly where scales are given")
+        if s.biases and s.biases[i].shape[0] != size:
+            raise ValueError(f"linears: biases[{i}] must be [out] = [{size}], got {list(s.biases[i].shape)}")
+    if s.scales is not None and s.scales.shape[0] != sum(features):
+        raise ValueError(f"linears: scales must be [rows of the weights] = [{sum(features)}], got {len(s.scales)}")
+    return _products(launch, s, s.weights, s.biases or [None] * len(s.weights))
 
-    Returns:
-        ``[..., rows, out]``, the dtype of ``x``.
 
-    Raises:
-        ValueError: a shape does not fit. TypeError: a dtype does not fit.
+def _swiglu(launch: Launcher, s: Scope) -> Tensor:
+    if launch.is_fake:
+        return s.x.new_empty(*s.x.shape[:-1], s.gate.shape[0])
+    out = _run_kernel(launch, s, [s.gate, s.up], [None, None], gated=True)
+    if out is None:
+        both = linears.op.call(launch, s.x, [s.gate, s.up], (), s.prefetch, s.scales)
+        return silu_mul.op.call(launch, both)
+    return out
+
+
+def _products(launch: Launcher, s: Scope, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
+    """Compute ``x @ weight.T + bias`` for each, side by side, ``[..., rows, sum of out]``; the operands fit."""
+    if launch.is_fake:
+        return s.x.new_empty(*s.x.shape[:-1], sum(weight.shape[0] for weight in weights))
+    out = _run_kernel(launch, s, weights, biases)
+    if out is not None:
+        return out
+    operands = _merged(weights, biases) if s.scales is None else (weights, biases)
+    return reference.linears(s.x, *operands, scales=s.scales)
+
+
+def _run_kernel(
+    launch: Launcher, s: Scope, weights: Sequence[Tensor], biases: Sequence[Tensor | None], gated: bool = False
+) -> Tensor | None:
+    """Run the kernel of `linear` on operands that fit; None if it does not take them.
+
+    Only CUDA's can be gated, and only the CPU's takes ``scales``.
     """
-    check_product("linear", x, "weight", weight, "bias", bias, is_int8=scales is not None)
-    check_scales("linear", [weight], scales)
-    return _products(launch, "linear", x, [weight], [bias], prefetch, scales=scales)
-
-
-@op()
-def linears(
-    launch: Launcher, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] = (), prefetch: bool = False,
-    scales: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """Compute `linear` of the same rows with several weights, the results side by side, in one kernel.
-
-    Args:
-        x: ``[..., rows, in]``, as for `linear`.
-        weights: one to four of ``[out, in]``, each with an ``out`` of its own, the dtype of ``x``.
-        biases: ``[out]`` for each weight, or none at all.
-        prefetch: as for `linear`.
-        scales: ``[sum of out]`` float32, those of all weights, which are int8 then: see `linear`.
-
-    Returns:
-        ``[..., rows, sum of out]``, the dtype of ``x``.
-
-    Raises:
-        ValueError: a shape or a number of tensors does not fit. TypeError: a dtype does not fit.
-    """
-    if not 1 <= len(weights) <= _C.MAX_LINEAR_WEIGHTS:
-        raise ValueError(f"linears: weights must be 1 to {_C.MAX_LINEAR_WEIGHTS} tensors, got {len(weights)}")
-    if len(biases) not in (0, len(weights)):
-        raise ValueError(f"linears: biases must be none or one for each of {len(weights)} weights, got {len(biases)}")
-    for i, weight in enumerate(weights):
-        bias = biases[i] if biases else None
-        check_product("linears", x, f"weights[{i}]", weight, f"biases[{i}]", bias, is_int8=scales is not None)
-    check_scales("linears", weights, scales)
-    return _products(launch, "linears", x, weights, biases or [None] * len(weights), prefetch, scales)
-
-
-def check_scales(op: str, weights: Sequence[Tensor], scales: Tensor | None) -> None:
-    """Raise unless ``scales`` is None or has one for each row of these weights."""
-    if scales is not None:
-        expect(
-            op, "scales", scales, (sum(weight.shape[0] for weight in weights),), torch.float32, "rows of the weights"
-        )
-
-
-def check_product(
-    op: str, x: Tensor, name: str, weight: Tensor, bias_name: str = "", bias: Tensor | None = None,
-    is_int8: bool = False,
-) -> None:  # fmt: skip
-    """Raise unless ``x @ weight.T + bias`` is possible."""
-    if weight.dim() != 2:
-        raise ValueError(f"{op}: {name} must be [out, in], got {weight.dim()} dimensions")
-    if x.dim() < 2 or x.shape[-1] != weight.shape[1]:
-        raise ValueError(f"{op}: x must be [..., rows, {weight.shape[1]}] as {name} says, got {list(x.shape)}")
-    if is_int8 and weight.dtype != torch.int8:
-        raise TypeError(f"{op}: {name} must be torch.int8 where scales are given, got {weight.dtype}")
-    if not is_int8 and weight.dtype != x.dtype:
-        raise TypeError(f"{op}: {name} must be {x.dtype} as x is, got {weight.dtype}")
-    if bias is not None:
-        expect(op, bias_name, bias, (weight.shape[0],), x.dtype, "out")
+    features, x = [weight.shape[0] for weight in weights], s.x
+    width, rows = x.shape[-1], x.shape[:-1].numel()
+    splits, workspace = 0, None
+    if launch.is_cpu:
+        takes = s.scales is not None or skinny(rows, x.dtype)
+        splits = int(takes and width > 0 and not gated)
+    elif s.scales is None:
+        splits, workspace = launch.workspace("linear", x.device, s.dtype, rows, width, weights, features, gated)
+    if splits == 0:
+        return None
+    out_features = features[0] if gated else sum(features)
+    out = x.new_empty(*x.shape[:-1], out_features)
+    given = {
+        "x": launch.aligned(x), "num_weights": len(weights), "weights": weights, "biases": biases,
+        "scales": [None] * len(weights) if s.scales is None else s.scales.split(features), "features": features,
+        "out": out, "rows": rows, "in": width, "out_features": out_features, "workspace": workspace,
+        "counters": None if workspace is None else launch.counters(x.device), "splits": splits,
+        "prefetch": s.prefetch and switches.PREFETCH, "gated": gated, "dtype": s.dtype,
+    }  # fmt: skip
+    launch("linear", Scope(**given))
+    return out
 
 
 def _merged(
@@ -128,49 +105,158 @@ def _follows(first: Tensor, second: Tensor) -> bool:
     return same and first.is_contiguous() and second.is_contiguous() and second.storage_offset() == end
 
 
-def _products(
-    launch: Launcher, op: str, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], prefetch: bool,
+@op(
+    "x[batch.., rows, width] weight[out, width]:T|i8 bias[out] scales[out]:f32",
+    where="is_int8(weight) == has(scales): weight must be torch.int8 exactly where scales are given",
+    body=_linear,
+)
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, prefetch: bool = False, scales: Tensor | None = None
+) -> Tensor:
+    """Compute ``x @ weight.T + bias`` for a few rows, sums in fp32, rounded once.
+
+    A row's bits depend neither on its place nor on how many rows there are: on CPU up to 512 rows in float32 and 64 in
+    bfloat16, on CUDA up to 256 rows in bfloat16 and float16 where ``in`` is a multiple of 8. Anything else goes through
+    torch.
+
+    Args:
+        x: ``[..., rows, in]``.
+        weight: ``[out, in]``, the dtype of ``x``, or int8 with ``scales``.
+        bias: ``[out]``.
+        prefetch: start to read ``weight`` before what is queued ahead on the stream has ended, on CUDA from compute
+            capability 9.0. Only for weights at rest: one that an operation under way still writes may be read too
+            early, and nothing would say so. ``DFLASH_PREFETCH=0`` in the environment turns it off.
+        scales: ``[out]`` float32: the weight is int8, see `Int8Weight`, the rows are rounded to 8 bits, where 256
+            adjacent elements share a scale (`round_rows`), and each channel's sum is multiplied by its scale before the
+            bias is added. On CPU the kernel takes any number of rows, and the bits are those of every instruction set.
+
+    Returns:
+        ``[..., rows, out]``, the dtype of ``x``.
+    """
+
+
+@op(
+    "x[batch.., rows, width] weights{count}[*, width]:T|i8 biases{biases_given}[*] scales[*]:f32",
+    where=f"1 <= count <= {_C.MAX_LINEAR_WEIGHTS}; biases_given == 0 or biases_given == count",
+    body=_linears,
+)
+def linears(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor] = (), prefetch: bool = False,
     scales: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Compute ``x @ weight.T + bias`` for each, side by side, ``[..., rows, sum of out]``; the operands fit."""
-    launch.dtype(op, "x", x)
-    if launch.is_fake:
-        return x.new_empty(*x.shape[:-1], sum(weight.shape[0] for weight in weights))
-    out = run_kernel(launch, op, x, weights, biases, prefetch, scales=scales)
-    if out is not None:
-        return out
-    operands = _merged(weights, biases) if scales is None else (weights, biases)
-    return reference.linears(x, *operands, scales=scales)
+    """Compute `linear` of the same rows with several weights, the results side by side, in one kernel.
 
+    Args:
+        x: ``[..., rows, in]``.
+        weights: one to four of ``[out, in]``, each with an ``out`` of its own.
+        biases: ``[out]`` for each weight, or none at all.
+        prefetch: as for `linear`.
+        scales: ``[sum of out]`` float32, those of all weights, which are int8 then: see `linear`.
 
-def run_kernel(
-    launch: Launcher, op: str, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], prefetch: bool,
-    gated: bool = False, scales: Tensor | None = None,
-) -> Tensor | None:  # fmt: skip
-    """Run the kernel of `linear` on operands that fit; None if it does not take them.
-
-    Only CUDA's can be gated, and only the CPU's takes ``scales``.
+    Returns:
+        ``[..., rows, sum of out]``, the dtype of ``x``.
     """
-    # 1. See whether the kernel takes this product
-    dtype, features = launch.dtype(op, "x", x), [weight.shape[0] for weight in weights]
-    width, rows = x.shape[-1], x.shape[:-1].numel()
-    splits, workspace = 0, None
-    if launch.is_cpu:
-        takes = scales is not None or skinny(rows, x.dtype)
-        splits = int(takes and width > 0 and not gated)
-    elif scales is None and all(weight.is_contiguous() for weight in weights):
-        splits, workspace = launch.workspace("linear", x.device, dtype, rows, width, weights, features, gated)
-    if splits == 0:
-        return None
-    # 2. Make what it reads contiguous, and run it
-    x = launch.aligned(x.contiguous())
-    weights, biases = [weight.contiguous() for weight in weights], [dense(bias) for bias in biases]
-    weight_scales = [None] * len(weights) if scales is None else scales.contiguous().split(features)
-    out_features = features[0] if gated else sum(features)
-    out = x.new_empty(*x.shape[:-1], out_features)
-    counters = None if workspace is None else launch.counters(x.device)
-    launch(
-        "linear", x, len(weights), weights, weight_scales, biases, features, out, rows, width, out_features, workspace,
-        counters, splits, prefetch and switches.PREFETCH, gated, dtype,
-    )  # fmt: skip
-    return out
+
+
+@op(
+    "x[batch.., rows, width] gate[out, width]:T|i8 up[out, width]:T|i8 scales[2 * out]:f32",
+    where="is_int8(gate) == is_int8(up) == has(scales): gate and up must be torch.int8 exactly where scales are given",
+    body=_swiglu,
+)
+def swiglu(x: Tensor, gate: Tensor, up: Tensor, prefetch: bool = False, scales: Tensor | None = None) -> Tensor:
+    """Compute ``silu(x @ gate.T) * (x @ up.T)``: `silu_mul` of `linears`, on CUDA in one kernel for up to 256 rows.
+
+    Both products are rounded before they are multiplied. What is said of a row's bits in `linear` holds here too.
+
+    Args:
+        x: ``[..., rows, in]``.
+        gate: ``[out, in]``.
+        up: like ``gate``.
+        prefetch: as for `linear`.
+        scales: ``[2 * out]``, as for `linears`.
+
+    Returns:
+        ``[..., rows, out]``, the dtype of ``x``.
+    """
+
+
+@op(
+    "gate_up[batch.., columns]",
+    "out[batch.., columns // 2]",
+    where="ndim(gate_up) >= 2; columns % 2 == 0",
+    derived="width = columns // 2; rows = batch * min(width, 1)",
+)
+def silu_mul(gate_up: Tensor) -> Tensor:
+    """Compute ``silu(gate) * up`` for ``gate_up [..., 2 * width]``, side by side, in fp32, rounded once.
+
+    Returns:
+        ``[..., width]``.
+    """
+
+
+@op(
+    "x[rows, heads, width] gate[rows, heads, width]~",
+    "out[rows, heads, width]",
+    derived="gate_stride_row = stride(gate, 0); gate_stride_head = stride(gate, 1)",
+)
+def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
+    """Compute ``x * sigmoid(gate)`` per head, in fp32, rounded once: attention with an output gate.
+
+    Args:
+        x: ``[rows, heads, width]``.
+        gate: like ``x``, any strides.
+
+    Returns:
+        A tensor like ``x``.
+    """
+
+
+def _has_expert_kernel(launch: Launcher, s: Scope) -> bool:
+    shapes = (s.dtype, s.gate_up, s.down, s.rows, s.top_k, s.hidden, s.width)
+    takes, s.workspace = launch.workspace("experts", s.x.device, *shapes)
+    s.x = launch.aligned(s.x) if takes else s.x
+    return bool(takes)
+
+
+@op(
+    "x[rows, hidden] ids[rows, top_k]:i64 scores[rows, top_k]:T|f32 "
+    "gate_up[num_experts, hidden if transposed else 2 * width, 2 * width if transposed else hidden] "
+    "down[num_experts, width if transposed else hidden, hidden if transposed else width] "
+    "gate_up_bias[num_experts, 2 * width] down_bias[num_experts, hidden]",
+    "out[rows, hidden]",
+    where="num_experts >= 1 and hidden >= 1 and width >= 1",
+    derived="width = size(down, 1 if transposed else 2); float_scores = is_float32(scores)",
+    choices=_C.GATES,
+    prepare=_has_expert_kernel,
+)
+def experts(
+    x: Tensor, ids: Tensor, scores: Tensor, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None, gate: str = "silu", alpha: float = 1.702, limit: float = 7.0,
+    transposed: bool = False,
+) -> Tensor:  # fmt: skip
+    """Compute the sum over slots of ``scores[row, slot] * down(gate(gate_up(x[row])))`` of expert ``ids[row, slot]``.
+
+    The weights of an expert that some row has chosen are read once, the others never. Sums are in fp32, over slots in
+    ascending order. Only what goes into ``down`` and the result are rounded. A row's bits depend on its own ``x``,
+    ``ids`` and ``scores`` only. An id that is not in 0 .. num_experts - 1 adds nothing. On CUDA float32, and a
+    ``hidden`` or ``width`` that is not a multiple of 8, go through torch.
+
+    Args:
+        x: ``[rows, hidden]``.
+        ids: ``[rows, top_k]``.
+        scores: ``[rows, top_k]``, the dtype of ``x`` or float32.
+        gate_up: ``[num_experts, 2 * width, hidden]``: of each expert the gate, then what it gates.
+        down: ``[num_experts, hidden, width]``.
+        gate_up_bias: ``[num_experts, 2 * width]``.
+        down_bias: ``[num_experts, hidden]``.
+        gate: ``silu``: ``silu(gate) * up``; ``gelu_tanh``: ``gelu(gate) * up``, by the approximation with tanh;
+            ``clamped_silu``, as in gpt-oss: ``gate * sigmoid(alpha * gate) * (up + 1)``, with the gate clamped to at
+            most ``limit`` and up to ``-limit .. limit``.
+        alpha: of ``clamped_silu``.
+        limit: of ``clamped_silu``.
+        transposed: as in gpt-oss: ``gate_up [num_experts, hidden, 2 * width]``, whose columns (and biases) are gate and
+            up by turns, and ``down [num_experts, width, hidden]``.
+
+    Returns:
+        ``[rows, hidden]``.
+    """

@@ -1,166 +1,186 @@
-"""RMSNorm with and without a residual, and the fusion of target features."""
+"""RMSNorm, the convolutions over the rows of a block, and what a drafter's pass over a block begins with."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from .. import _C
 from . import reference
-from .checks import dense, expect, row_stride
+from .contract import Scope
 from .linear import linear, skinny
 from .registry import Launcher, op
 
 
-def check_norm(op: str, x: Tensor, weight: Tensor) -> None:
-    """Raise unless ``weight`` scales the last dimension of ``x``."""
-    if x.dim() < 2 or weight.shape != x.shape[-1:] or x.shape[-1] == 0:
-        raise ValueError(
-            f"{op}: weight must be [hidden] for x [..., hidden], got {list(weight.shape)} for {list(x.shape)}"
-        )
-    if weight.dtype != x.dtype:
-        raise TypeError(f"{op}: weight must be {x.dtype} as x is, got {weight.dtype}")
-
-
-@op()
+@op(
+    "x[batch.., rows_per_sequence, hidden] weight[hidden] counts[batch]:i64 front[batch, front_rows, hidden]",
+    "out[batch.., front_rows + rows_per_sequence, hidden]",
+    where="hidden >= 1; ndim(x) == 3 or not (has(counts) or has(front))",
+    derived="rows = batch * rows_per_sequence; sequences = batch",
+)
 def rms_norm(
-    launch: Launcher,
-    x: Tensor,
-    weight: Tensor,
-    eps: float,
-    counts: Tensor | None = None,
-    zero_centered: bool = False,
+    x: Tensor, weight: Tensor, eps: float, counts: Tensor | None = None, zero_centered: bool = False,
     front: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Compute ``x / sqrt(mean(x^2) + eps) * weight`` over the last dimension, in fp32, rounded once.
 
     Args:
-        x: ``[..., hidden]``, float32 or bfloat16; ``[batch, rows, hidden]`` with ``counts``.
-        weight: ``[hidden]``, the dtype of ``x``.
+        x: ``[..., hidden]``; ``[batch, rows, hidden]`` with ``counts`` or ``front``.
+        weight: ``[hidden]``.
         eps: added to the mean square.
-        counts: ``[batch]`` int64. Rows at or past the count are never read and come back as zeros.
+        counts: ``[batch]``. Rows at or past the count are never read and come back as zeros.
         zero_centered: multiply by ``1 + weight`` instead, as Qwen3-Next and Qwen3.5 store it.
-        front: ``[batch, front_rows, hidden]``, the dtype of ``x [batch, rows, hidden]``, or None: rows that come in
-            front of the normed ones, as they are.
+        front: ``[batch, front_rows, hidden]``: rows that come before the normed ones, as they are.
 
     Returns:
         A tensor like ``x``; with ``front`` ``[batch, front_rows + rows, hidden]``.
-
-    Raises:
-        ValueError: a shape does not fit. TypeError: a dtype does not fit.
     """
-    check_norm("rms_norm", x, weight)
-    if counts is not None:
-        if x.dim() != 3:
-            raise ValueError(f"rms_norm: with counts x must be [batch, rows, hidden], got {x.dim()} dimensions")
-        expect("rms_norm", "counts", counts, (x.shape[0],), torch.int64, "batch")
-    sizes = front_sizes("rms_norm", x, front)
-    dtype = launch.dtype("rms_norm", "x", x)
-    x, weight, counts = x.contiguous(), weight.contiguous(), dense(counts)
-    out, hidden = new_behind(x, front), x.shape[-1]
-    rows = x.numel() // hidden
-    launch(
-        "rms_norm", x, None, weight, counts, dense(front), out, None, None, 0, rows, hidden, x.shape[-2], *sizes, eps,
-        zero_centered, dtype,
-    )  # fmt: skip
-    return out
 
 
-@op(mutates=("tap",))
+@op(
+    "x[batch.., rows_per_sequence, hidden] residual[batch.., rows_per_sequence, hidden] weight[hidden] "
+    "tap[batch.., rows_per_sequence, hidden]!= front[batch, front_rows, hidden]",
+    "out[batch.., front_rows + rows_per_sequence, hidden] residual_out[batch.., rows_per_sequence, hidden]",
+    where="hidden >= 1; ndim(x) == 3 or not has(front)",
+    derived="rows = batch * rows_per_sequence; sequences = batch; tap_stride = row_stride(tap)",
+    kernel="rms_norm",
+)
 def add_rms_norm(
-    launch: Launcher,
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor,
-    eps: float,
-    tap: Tensor | None = None,
-    zero_centered: bool = False,
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, tap: Tensor | None = None, zero_centered: bool = False,
     front: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute ``h = x + residual`` and its RMSNorm.
 
     Args:
-        x: ``[..., hidden]``, float32 or bfloat16.
+        x: ``[..., hidden]``.
         residual: like ``x``.
-        weight: ``[hidden]``, the dtype of ``x``.
+        weight: ``[hidden]``.
         eps: added to the mean square.
-        tap: like ``x``, or None; written with ``h``. Its rows may be any one stride apart, as the columns of one tap
-            among several are.
+        tap: like ``x``; written with ``h``. Its rows may be any one stride apart, as the columns of one tap are.
         zero_centered: as in `rms_norm`.
         front: as in `rms_norm`.
 
     Returns:
         ``(rms_norm(h), h)``, both like ``x`` but for ``front``; ``h`` is rounded to the dtype before it is normed.
-
-    Raises:
-        ValueError: a shape does not fit, or the tap's rows are unevenly spaced. TypeError: a dtype does not fit.
     """
-    check_norm("add_rms_norm", x, weight)
-    if not _C.fits(False, residual, x.shape, x.dtype):
-        expect("add_rms_norm", "residual", residual, tuple(x.shape), x.dtype, "as x")
-    tap_stride = 0
-    if tap is not None:
-        expect("add_rms_norm", "tap", tap, tuple(x.shape), x.dtype, "as x")
-        tap_stride = row_stride("add_rms_norm", "tap", tap)
-    sizes = front_sizes("add_rms_norm", x, front)
-    dtype = launch.dtype("add_rms_norm", "x", x)
-    x, residual, weight = x.contiguous(), residual.contiguous(), weight.contiguous()
-    out, total, hidden = new_behind(x, front), torch.empty_like(x), x.shape[-1]
-    rows = x.numel() // hidden
-    launch(
-        "rms_norm", x, residual, weight, None, dense(front), out, total, tap, tap_stride, rows, hidden, x.shape[-2],
-        *sizes, eps, zero_centered, dtype,
-    )  # fmt: skip
-    return out, total
 
 
-def front_sizes(op: str, x: Tensor, front: Tensor | None) -> tuple[int, int]:
-    """Check rows that come in front of those of ``x``; return sequences and rows of each, 0 for None."""
-    if front is None:
-        return 0, 0
-    if x.dim() != 3:
-        raise ValueError(f"{op}: with front x must be [batch, rows, hidden], got {x.dim()} dimensions")
-    batch, _, hidden = x.shape
-    expect(op, "front", front, (batch, None, hidden), x.dtype, "batch, front_rows, hidden")
-    return batch, front.shape[1]
+_CONVOLUTION = "x[batch, block_rows, hidden] base[width, hidden] dynamic[batch, block_rows, width, groups]~2 "
+_CONVOLVES = "width >= 1 and groups >= 1 and hidden >= 1; hidden % groups == 0"
+_STRIDES = "rows = batch * block_rows; dynamic_stride_block = stride(dynamic, 0); dynamic_stride_row = stride(dynamic, 1);"
 
 
-def new_behind(x: Tensor, front: Tensor | None) -> Tensor:
-    """Return an uninitialized tensor like ``x`` with room for the rows in front."""
-    if front is None:
-        return torch.empty_like(x)
-    batch, rows, hidden = x.shape
-    return x.new_empty(batch, front.shape[1] + rows, hidden)
+def _align_base(launch: Launcher, s: Scope) -> None:
+    s.base = launch.aligned(s.base)
 
 
-@op()
+@op(
+    _CONVOLUTION + "front[batch, front_rows, hidden]",
+    "out[batch, front_rows + block_rows, hidden]",
+    where=_CONVOLVES,
+    derived=_STRIDES + "sequences = batch",
+    prepare=_align_base,
+)
+def dynamic_conv(x: Tensor, base: Tensor, dynamic: Tensor, front: Tensor | None = None) -> Tensor:
+    """Convolve the rows of each block with weights that depend on the row (DFlash 2), in fp32, rounded once.
+
+    ``out[t, c] = sum over i <= t of (base[i, c] + dynamic[t, i, c // size]) * x[t - i, c]`` with groups of
+    ``size = hidden / groups`` channels. The rows of a sequence are one block, with zeros in front of it. A weight of
+    zero adds nothing, not even a NaN or the sign of a zero: with weights of 1, 0, 0, ... the result is ``x``, bit for
+    bit. A row's bits depend on the rows up to it in its block only.
+
+    Args:
+        x: ``[batch, rows, hidden]``.
+        base: ``[width, hidden]``.
+        dynamic: ``[batch, rows, width, groups]``; batch and rows may have any strides.
+        front: as in `rms_norm`; no part of the convolution.
+
+    Returns:
+        A tensor like ``x``; with ``front`` ``[batch, front_rows + rows, hidden]``.
+    """
+
+
+@op(
+    _CONVOLUTION + "residual[batch, block_rows, hidden] weight[hidden] tap[batch, block_rows, hidden]!=",
+    "out[batch, block_rows, hidden] residual_out[batch, block_rows, hidden]",
+    where=_CONVOLVES,
+    derived=_STRIDES + "tap_stride = row_stride(tap)",
+    prepare=_align_base,
+)
+def conv_add_rms_norm(
+    x: Tensor, base: Tensor, dynamic: Tensor, residual: Tensor, weight: Tensor, eps: float, tap: Tensor | None = None,
+    zero_centered: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Compute ``h = dynamic_conv(x) + residual`` and its RMSNorm: the bits of `dynamic_conv`, then `add_rms_norm`.
+
+    Args:
+        x: ``[batch, rows, hidden]``.
+        base: ``[width, hidden]``.
+        dynamic: ``[batch, rows, width, groups]``, as `dynamic_conv` takes it.
+        residual: like ``x``.
+        weight: ``[hidden]``: the norm's.
+        eps: added to the mean square.
+        tap: as in `add_rms_norm`.
+        zero_centered: as in `rms_norm`.
+
+    Returns:
+        ``(rms_norm(h), h)``, both like ``x``.
+    """
+
+
+def _fuse(launch: Launcher, s: Scope) -> Tensor:
+    context = s.context
+    if launch.is_cpu and not skinny(context.shape[:-1].numel(), context.dtype):
+        context = reference.live_rows(context, s.num_context)  # torch's product may let rows meet: see reference.linear
+    fused = linear.op.call(launch, context, s.fc_weight, None, False, None)
+    return rms_norm.op.call(launch, fused, s.norm_weight, s.eps, s.num_context, False, None)
+
+
+@op("context[batch, rows, width] num_context[batch]:i64 fc_weight[hidden, width] norm_weight[hidden]", body=_fuse)
 def fuse_features(
-    launch: Launcher, context: Tensor, num_context: Tensor, fc_weight: Tensor, norm_weight: Tensor, eps: float
+    context: Tensor, num_context: Tensor, fc_weight: Tensor, norm_weight: Tensor, eps: float
 ) -> Tensor:
     """Fuse target features for the drafter: ``rms_norm(context @ fc_weight.T)``, rounded once in between.
 
     Args:
-        context: ``[batch, rows, taps * hidden]``, float32 or bfloat16: the tapped states side by side.
-        num_context: ``[batch]`` int64. Rows at or past it may hold anything and come back as zeros.
-        fc_weight: ``[hidden, taps * hidden]``, the dtype of ``context``.
-        norm_weight: ``[hidden]``, the dtype of ``context``.
+        context: ``[batch, rows, taps * hidden]``: the tapped states side by side.
+        num_context: ``[batch]``. Rows at or past it may hold anything and come back as zeros.
+        fc_weight: ``[hidden, taps * hidden]``.
+        norm_weight: ``[hidden]``.
         eps: added to the mean square.
 
     Returns:
-        ``[batch, rows, hidden]``, the dtype of ``context``.
-
-    Raises:
-        ValueError: a shape does not fit. TypeError: a dtype does not fit.
+        ``[batch, rows, hidden]``.
     """
-    name = "fuse_features"
-    if fc_weight.dim() != 2:
-        raise ValueError(f"{name}: fc_weight must be [hidden, taps * hidden], got {fc_weight.dim()} dimensions")
-    hidden, width = fc_weight.shape
-    expect(name, "context", context, (None, None, width), fc_weight.dtype, "batch, rows, taps * hidden")
-    expect(name, "num_context", num_context, (context.shape[0],), torch.int64, "batch")
-    expect(name, "norm_weight", norm_weight, (hidden,), fc_weight.dtype, "hidden")
-    launch.dtype(name, "context", context)
-    if launch.is_cpu and not skinny(context.shape[:-1].numel(), context.dtype):
-        context = reference.live_rows(context, num_context)  # torch's product may let rows meet: see reference.linear
-    fused = linear.body(launch, context, fc_weight)
-    return rms_norm.body(launch, fused, norm_weight, eps, num_context)
+
+
+@op(
+    "tokens[batch, capacity]:i64 length[batch]:i64 drafts[batch, num_drafts]:i64 table[vocab, hidden]~ "
+    "mask_embedding[hidden]",
+    "embeds[batch, rows, hidden] anchor[batch]:i64 positions[batch, num_drafts]:i64",
+    where="capacity >= 1 and vocab >= 1 and hidden >= 1; num_drafts >= 0; 0 <= rows <= num_drafts + 1; "
+    "has(mask_embedding) or 0 <= mask_id < vocab",
+    derived="table_stride = stride(table, 0)",
+)
+def draft_rows(
+    tokens: Tensor, length: Tensor, drafts: Tensor | None, table: Tensor, mask_id: int, num_drafts: int, rows: int,
+    mask_embedding: Tensor | None = None, scale: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Embed a block of masks after each sequence's last token.
+
+    Row 0 is that token, the anchor, and row i is draft i - 1, or the mask where there are no drafts yet.
+
+    Args:
+        tokens: ``[batch, capacity]``.
+        length: ``[batch]``, the place of each anchor among the tokens, clamped to 0 .. ``capacity - 1``.
+        drafts: ``[batch, num_drafts]``, or None for masks.
+        table: ``[vocab, hidden]``. An id outside of it counts as the nearest.
+        mask_id: the mask's id.
+        num_drafts: positions that are drafted.
+        rows: rows of the result, at most ``num_drafts + 1``.
+        mask_embedding: ``[hidden]``, what ``mask_id`` means; None for the table's.
+        scale: every embedding is multiplied by it, in fp32, and rounded.
+
+    Returns:
+        ``(embeds [batch, rows, hidden], anchor [batch], positions [batch, num_drafts])``: the positions of the drafts
+        are ``length + 1``, ``length + 2``, ...
+    """

@@ -1,30 +1,41 @@
-"""Recurrent layers over a block of rows, of which only some will be kept."""
+"""Recurrent layers over a block of rows, of which only some will be kept, and what goes around a Gated DeltaNet."""
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from .. import _C
-from .checks import dense, expect, expect_contiguous, unit_stride
+from .contract import Scope
 from .registry import Launcher, op
 
+L2_EPS = 1e-6
+"""Added in the root of the L2 norm of q and k, as in flash-linear-attention and transformers."""
 
-@op(mutates=("state", "saved_k", "saved_d", "saved_a"))
+
+def _refuse_long_keys(launch: Launcher, s: Scope) -> None:
+    if s.key_dim > _C.MAX_RECURRENT_KEYS and not launch.is_cpu:
+        raise ValueError(
+            f"gated_recurrence_: key_dim must be at most {_C.MAX_RECURRENT_KEYS} on a GPU, got {s.key_dim}. Use the CPU"
+        )
+    s.counters = launch.counters(s.v.device)
+
+
+@op(
+    "q[batch, rows, key_heads, key_dim]:f32 k[batch, rows, key_heads, key_dim]:f32 "
+    "v[batch, rows, heads, value_dim]:f32 log_decay[batch, rows, heads, key_dim?]:f32 beta[batch, rows, heads]:f32 "
+    "state[batch, heads, key_dim, value_dim]:f32! saved_k[batch, block, key_heads, key_dim]:f32! "
+    "saved_d[batch, block, heads, value_dim]:f32! saved_a[batch, block, heads, key_dim?]:f32! "
+    "pending[batch]:i64 keep[batch]:i64",
+    "out[batch, rows, heads, value_dim]:f32",
+    where="key_heads >= 1 and key_dim >= 1 and heads >= 1 and value_dim >= 1; heads % key_heads == 0; "
+    "ndim(log_decay) == ndim(saved_a)",
+    derived="decay_dim = 1 if ndim(log_decay) == 3 else key_dim",
+    prepare=_refuse_long_keys,
+)
 def gated_recurrence_(
-    launch: Launcher,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    log_decay: Tensor,
-    beta: Tensor | None,
-    state: Tensor,
-    saved_k: Tensor,
-    saved_d: Tensor,
-    saved_a: Tensor,
-    pending: Tensor,
-    keep: Tensor,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None, state: Tensor, saved_k: Tensor,
+    saved_d: Tensor, saved_a: Tensor, pending: Tensor, keep: Tensor,
+) -> Tensor:  # fmt: skip
     """Run a linear recurrence over rows and keep its state from before the rows that are still to be accepted.
 
     Per head and row, with ``a = exp(log_decay)``: ``S' = a S``, ``d = beta (v - S'^T k)`` (``d = v`` without beta),
@@ -37,110 +48,32 @@ def gated_recurrence_(
     the rows in front of it, never on how they were divided into passes. Rows that are not kept may hold NaN.
 
     Args:
-        q: ``[batch, rows, key_heads, key_dim]`` float32, scaled.
+        q: ``[batch, rows, key_heads, key_dim]``, scaled.
         k: like ``q``; head h uses key head ``h // (heads / key_heads)``.
-        v: ``[batch, rows, heads, value_dim]`` float32.
-        log_decay: ``[batch, rows, heads]`` or ``[batch, rows, heads, key_dim]`` float32.
-        beta: ``[batch, rows, heads]`` float32, or None.
-        state: ``[batch, heads, key_dim, value_dim]`` float32, contiguous; written.
-        saved_k: ``[batch, block, key_heads, key_dim]`` float32, contiguous; written.
-        saved_d: ``[batch, block, heads, value_dim]`` float32, contiguous; written.
-        saved_a: ``[batch, block, heads]`` or ``[batch, block, heads, key_dim]`` float32, contiguous; written.
-        pending: ``[batch]`` int64, clamped to ``0 .. block``.
-        keep: ``[batch]`` int64, clamped to ``0 .. rows``.
+        v: ``[batch, rows, heads, value_dim]``.
+        log_decay: ``[batch, rows, heads]`` or ``[batch, rows, heads, key_dim]``.
+        beta: ``[batch, rows, heads]``, or None.
+        state: ``[batch, heads, key_dim, value_dim]``; written.
+        saved_k: ``[batch, block, key_heads, key_dim]``; written.
+        saved_d: ``[batch, block, heads, value_dim]``; written.
+        saved_a: ``[batch, block, heads]`` or ``[batch, block, heads, key_dim]``; written.
+        pending: ``[batch]``, clamped to ``0 .. block``.
+        keep: ``[batch]``, clamped to ``0 .. rows``.
 
     Returns:
-        ``[batch, rows, heads, value_dim]`` float32.
-
-    Raises:
-        ValueError: a shape or device does not fit, a written tensor is not contiguous, or key_dim is over 256 on a GPU.
-        TypeError: a dtype does not fit.
+        ``[batch, rows, heads, value_dim]``.
     """
-    if not _recurrence_fits(q, k, v, log_decay, beta, state, saved_k, saved_d, saved_a, pending, keep):
-        _check_recurrence(q, k, v, log_decay, beta, state, saved_k, saved_d, saved_a, pending, keep)
-    (batch, rows, key_heads, key_dim), (heads, value_dim) = q.shape, v.shape[2:]
-    if key_dim > _C.MAX_RECURRENT_KEYS and not (launch.is_cpu or launch.is_fake):
-        raise ValueError(
-            f"gated_recurrence_: key_dim must be at most {_C.MAX_RECURRENT_KEYS} on a GPU, got {key_dim}. Use the CPU"
-        )
-    out = torch.empty_like(v, memory_format=torch.contiguous_format)  # half the time of new_empty
-    inputs = [dense(x) for x in (q, k, v, log_decay, beta)]
-    launch(
-        "gated_recurrence", *inputs, state, saved_k, saved_d, saved_a, pending.contiguous(), keep.contiguous(), out,
-        batch, rows, key_heads, heads, key_dim, value_dim, 1 if log_decay.dim() == 3 else key_dim, saved_k.shape[1],
-        launch.counters(v.device),
-    )  # fmt: skip
-    return out
 
 
-def _recurrence_fits(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None, state: Tensor, saved_k: Tensor,
-    saved_d: Tensor, saved_a: Tensor, pending: Tensor, keep: Tensor,
-) -> bool:  # fmt: skip
-    """Return True if a call is right: the short way past `_check_recurrence`."""
-    if not q.dim() == v.dim() == saved_k.dim() == 4:
-        return False
-    (batch, rows, key_heads, key_dim), (heads, value_dim), block = q.shape, v.shape[2:], saved_k.shape[1]
-    decays, betas = (heads,) if log_decay.dim() == 3 else (heads, key_dim), () if beta is None else (beta,)
-    return (
-        min(key_heads, key_dim, heads, value_dim) > 0
-        and heads % key_heads == 0
-        and _C.fits(
-            False, (q, k), (batch, rows, key_heads, key_dim), torch.float32, v, (batch, rows, heads, value_dim),
-            torch.float32, log_decay, (batch, rows, *decays), torch.float32, betas, (batch, rows, heads),
-            torch.float32, (pending, keep), (batch,), torch.int64,
-        )
-        and _C.fits(
-            True, state, (batch, heads, key_dim, value_dim), torch.float32, saved_k,
-            (batch, block, key_heads, key_dim), torch.float32, saved_d, (batch, block, heads, value_dim),
-            torch.float32, saved_a, (batch, block, *decays), torch.float32,
-        )
-    )  # fmt: skip
-
-
-def _check_recurrence(
-    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None, state: Tensor, saved_k: Tensor,
-    saved_d: Tensor, saved_a: Tensor, pending: Tensor, keep: Tensor,
-) -> None:  # fmt: skip
-    op = "gated_recurrence_"
-    expect(op, "q", q, (None, None, None, None), torch.float32, "batch, rows, key_heads, key_dim")
-    batch, rows, key_heads, key_dim = q.shape
-    expect(op, "v", v, (batch, rows, None, None), torch.float32, "batch, rows, heads, value_dim")
-    heads, value_dim = v.shape[2:]
-    if min(key_heads, key_dim, value_dim) == 0 or heads == 0 or heads % key_heads:
-        raise ValueError(
-            f"{op}: v must have a multiple of the heads of q, none of them empty, "
-            f"got q {list(q.shape)} and v {list(v.shape)}"
-        )
-    expect(op, "saved_k", saved_k, (batch, None, key_heads, key_dim), torch.float32, "batch, block, key_heads, key_dim")
-    block = saved_k.shape[1]
-    channels, names = ((), "") if log_decay.dim() == 3 else ((key_dim,), ", key_dim")
-    for name, tensor, shape, words in (
-        ("k", k, q.shape, "batch, rows, key_heads, key_dim"),
-        ("log_decay", log_decay, (batch, rows, heads, *channels), f"batch, rows, heads{names}"),
-        ("beta", beta, (batch, rows, heads), "batch, rows, heads"),
-        ("state", state, (batch, heads, key_dim, value_dim), "batch, heads, key_dim, value_dim"),
-        ("saved_d", saved_d, (batch, block, heads, value_dim), "batch, block, heads, value_dim"),
-        ("saved_a", saved_a, (batch, block, heads, *channels), f"batch, block, heads{names}"),
-    ):
-        if tensor is not None:
-            expect(op, name, tensor, tuple(shape), torch.float32, words)
-    for name, tensor in (("state", state), ("saved_k", saved_k), ("saved_d", saved_d), ("saved_a", saved_a)):
-        expect_contiguous(op, name, tensor)
-    expect(op, "pending", pending, (batch,), torch.int64, "batch")
-    expect(op, "keep", keep, (batch,), torch.int64, "batch")
-
-
-@op(mutates=("window",))
+@op(
+    "x[batch, rows, channels]~ weight[channels, width] bias[channels] window[batch, slots, channels]! "
+    "pending[batch]:i64 keep[batch]:i64",
+    "out[batch, rows, channels]",
+    where="width >= 1; slots >= width - 1",
+    derived="block = slots - width + 1; x_stride_batch = stride(x, 0); x_stride_row = stride(x, 1)",
+)
 def causal_conv_(
-    launch: Launcher,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    silu: bool,
-    window: Tensor,
-    pending: Tensor,
-    keep: Tensor,
+    x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, window: Tensor, pending: Tensor, keep: Tensor
 ) -> Tensor:
     """Convolve rows with the inputs in front of them, channel by channel, and keep those inputs.
 
@@ -150,67 +83,69 @@ def causal_conv_(
     row ``keep``, and the first ``min(rows, block)`` rows are stored after it. Rows that are not kept may hold NaN.
 
     Args:
-        x: ``[batch, rows, channels]``, float32 or bfloat16 (float16 on CUDA), any strides.
+        x: ``[batch, rows, channels]`` (float16 on CUDA), any strides.
         weight: ``[channels, width]``, the dtype of ``x``; the last column meets the row itself.
         bias: ``[channels]``, the dtype of ``x``, or None.
         silu: apply ``y / (1 + exp(-y))``.
-        window: ``[batch, width - 1 + block, channels]``, the dtype of ``x``, contiguous; written.
-        pending: ``[batch]`` int64, clamped to ``0 .. block``: rows of the last pass that were accepted since.
-        keep: ``[batch]`` int64, clamped to ``0 .. rows``.
+        window: ``[batch, width - 1 + block, channels]``, the dtype of ``x``; written.
+        pending: ``[batch]``, clamped to ``0 .. block``: rows of the last pass that were accepted since.
+        keep: ``[batch]``, clamped to ``0 .. rows``.
 
     Returns:
         ``[batch, rows, channels]``, the dtype of ``x``.
-
-    Raises:
-        ValueError: a shape or device does not fit, or the window is not contiguous. TypeError: a dtype does not fit.
     """
-    if not _convolution_fits(x, weight, bias, window, pending, keep):
-        _check_convolution(x, weight, bias, window, pending, keep)
-    (batch, rows, channels), width = x.shape, weight.shape[1]
-    dtype = launch.dtype("causal_conv_", "x", x)
-    x = unit_stride(x)
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    launch(
-        "causal_conv", x, weight.contiguous(), dense(bias), window, pending.contiguous(), keep.contiguous(), out,
-        *x.stride()[:2], batch, rows, channels, width, window.shape[1] - width + 1, silu, dtype,
-    )  # fmt: skip
-    return out
 
 
-def _convolution_fits(
-    x: Tensor, weight: Tensor, bias: Tensor | None, window: Tensor, pending: Tensor, keep: Tensor
-) -> bool:
-    """Return True if a call is right: the short way past `_check_convolution`."""
-    if not (x.dim() == window.dim() == 3 and weight.dim() == 2):
-        return False
-    (batch, _, channels), (_, slots, _), width, dtype = x.shape, window.shape, weight.shape[1], x.dtype
-    return (
-        0 < width <= slots + 1
-        and _C.fits(
-            False, weight, (channels, width), dtype, () if bias is None else (bias,), (channels,), dtype,
-            (pending, keep), (batch,), torch.int64,
-        )
-        and _C.fits(True, window, (batch, slots, channels), dtype)
-    )  # fmt: skip
+@op(
+    "qkv[batch, length, columns] b[batch, length, heads]= a[batch, length, heads]= a_log[heads] dt_bias[heads]",
+    "q[batch, length, key_heads, key_dim]:f32 k[batch, length, key_heads, key_dim]:f32 "
+    "v[batch, length, heads, value_dim]:f32 log_decay[batch, length, heads]:f32 beta[batch, length, heads]:f32",
+    where="key_heads >= 1 and key_dim >= 1 and heads >= 1 and value_dim >= 1; "
+    "columns == 2 * key_heads * key_dim + heads * value_dim",
+    derived="value_dim = (columns - 2 * key_heads * key_dim) // max(heads, 1); rows = batch * length; "
+    "b_stride = row_stride(b); a_stride = row_stride(a)",
+    constants={"eps": L2_EPS},
+)
+def delta_net_inputs(
+    qkv: Tensor, b: Tensor, a: Tensor, a_log: Tensor, dt_bias: Tensor, key_heads: int, key_dim: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Make the arguments of `gated_recurrence_`, in fp32, from what a Gated DeltaNet layer projects.
+
+    q and k are divided by ``sqrt(sum of squares + 1e-6)`` per head, and q by ``sqrt(key_dim)``.
+    ``log_decay = -exp(a_log) * softplus(a + dt_bias)``, and ``beta = sigmoid(b)`` is rounded to the dtype of ``b``.
+
+    Args:
+        qkv: ``[batch, rows, 2 * key_heads * key_dim + heads * value_dim]``,
+            after the convolution: the q heads, the k heads, the v heads.
+        b: ``[batch, rows, heads]``, the dtype of ``qkv``; its rows may be any one stride apart.
+        a: like ``b``.
+        a_log: ``[heads]``, the dtype of ``qkv``.
+        dt_bias: like ``a_log``.
+        key_heads: how many heads q and k have.
+        key_dim: their width.
+
+    Returns:
+        ``(q, k, v, log_decay, beta)``, all float32: ``[batch, rows, key_heads, key_dim]`` twice,
+        ``[batch, rows, heads, value_dim]``, ``[batch, rows, heads]`` twice.
+    """
 
 
-def _check_convolution(
-    x: Tensor, weight: Tensor, bias: Tensor | None, window: Tensor, pending: Tensor, keep: Tensor
-) -> None:
-    op = "causal_conv_"
-    expect(op, "x", x, (None, None, None), x.dtype, "batch, rows, channels")
-    batch, _, channels = x.shape
-    expect(op, "weight", weight, (channels, None), x.dtype, "channels, width")
-    width = weight.shape[1]
-    if bias is not None:
-        expect(op, "bias", bias, (channels,), x.dtype, "channels")
-    expect(op, "window", window, (batch, None, channels), x.dtype, "batch, width - 1 + block, channels")
-    expect_contiguous(op, "window", window)
-    if width == 0:
-        raise ValueError(f"{op}: weight must have a width of at least 1, got {list(weight.shape)}")
-    if window.shape[1] < width - 1:
-        raise ValueError(
-            f"{op}: window must have at least the {width} - 1 inputs in front of a row, got {list(window.shape)}"
-        )
-    expect(op, "pending", pending, (batch,), torch.int64, "batch")
-    expect(op, "keep", keep, (batch,), torch.int64, "batch")
+@op(
+    "x[batch, length, heads, width]:f32 z[batch, length, heads * width]= weight[width]",
+    "out[batch, length, heads * width]",
+    where="width >= 1",
+    derived="rows = batch * length; z_stride = row_stride(z)",
+)
+def gated_rms_norm(x: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Compute ``rms_norm(x) * weight * silu(z)`` per head, in fp32, rounded once.
+
+    Args:
+        x: ``[batch, rows, heads, width]``, from `gated_recurrence_`.
+        z: ``[batch, rows, heads * width]``; its rows may be any one stride
+            apart.
+        weight: ``[width]``, the dtype of ``z``.
+        eps: added to the mean square.
+
+    Returns:
+        ``[batch, rows, heads * width]``, the dtype of ``z``.
+    """

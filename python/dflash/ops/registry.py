@@ -1,8 +1,7 @@
-"""How ops are registered and run: one function per op, which a launcher for each kind of device carries out.
+"""How ops are registered in the ``dflash`` library of torch, and which launcher runs their kernels.
 
-`op` registers a function in the ``dflash`` library of torch, so that ``torch.compile`` sees the op whole. The
-function checks, allocates and calls ``launch(kernel, ...)``. The schema is inferred from its signature; the fake
-kernel is the same function with a launcher that launches nothing.
+An op is its signature and its contract (`dflash.ops.contract`). Plain CPU tensors go from the contract in C++ straight
+to the kernel; all others through torch's dispatcher, a check in Python and a launcher.
 """
 
 from __future__ import annotations
@@ -10,17 +9,20 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from .. import _C
 from . import reference
-from .checks import expect_apart, expect_memory, expect_one_device, expect_strided, explain_failure, tensors_of
+from .contract import Contract, Scope, expect_strided
 
 _LIBRARY = torch.library.Library("dflash", "DEF")
-_DLPACK = {torch.float32: (2, 32), torch.bfloat16: (4, 16), torch.float16: (2, 16), torch.int64: (0, 64)}  # code, bits
+_DLPACK = {torch.float32: (2, 32), torch.bfloat16: (4, 16), torch.float16: (2, 16), torch.int64: (0, 64),
+           torch.int8: (0, 8)}  # code, bits
 _C.use_torch(Tensor, torch.nn.Parameter, [(dtype, *kind) for dtype, kind in _DLPACK.items()])
 _CUDA_DTYPES = {getattr(torch, name): code for name, code in _C.DTYPES.items()}  # the code of each in params.h
 _CPU_DTYPES = {dtype: code for dtype, code in _CUDA_DTYPES.items() if dtype != torch.float16}
@@ -57,8 +59,13 @@ class Launcher:
 
     is_cpu = is_fake = False
 
-    def __call__(self, kernel: str, *arguments: object) -> None:
-        """Run a kernel with the fields of its params struct, in the order of ``wire()`` in params.h."""
+    def __call__(self, kernel: str, scope: Scope) -> None:
+        """Run a kernel; the fields of its params struct are the names of the scope, or as they are initialized."""
+        given = vars(scope)
+        self.launch(kernel, [given.get(name, initial) for name, initial in _C.FIELDS[kernel]])
+
+    def launch(self, kernel: str, fields: list[object]) -> None:
+        """Run a kernel with its fields, in their order."""
         raise NotImplementedError
 
     def dtype(self, op: str, name: str, tensor: Tensor) -> int:
@@ -87,8 +94,8 @@ class CpuLauncher(Launcher):
 
     is_cpu = True
 
-    def __call__(self, kernel: str, *arguments: object) -> None:
-        getattr(_C, kernel)(*arguments, torch.get_num_threads())
+    def launch(self, kernel: str, fields: list[object]) -> None:
+        getattr(_C, kernel)(*fields, torch.get_num_threads())
 
     def dtype(self, op: str, name: str, tensor: Tensor) -> int:
         code = _CPU_DTYPES.get(tensor.dtype)
@@ -108,10 +115,10 @@ class CudaLauncher(Launcher):
         self.kernels = kernels
         self._counters: dict[tuple, tuple[int, Tensor]] = {}
 
-    def __call__(self, kernel: str, *arguments: object) -> None:
-        device = arguments[0].device
+    def launch(self, kernel: str, fields: list[object]) -> None:
+        device = next(x.device for x in fields if isinstance(x, Tensor))
         stream = torch.cuda.current_stream(device).cuda_stream
-        getattr(self.kernels, f"{kernel}_cuda")(*arguments, device.index, stream)
+        getattr(self.kernels, f"{kernel}_cuda")(*fields, device.index, stream)
 
     def dtype(self, op: str, name: str, tensor: Tensor) -> int:
         return _CUDA_DTYPES[tensor.dtype]
@@ -158,11 +165,11 @@ def _stream_and_capture(device: torch.device) -> tuple[int, int]:
 
 
 class FakeLauncher(Launcher):
-    """Launches nothing: an op's function then only checks its arguments and allocates its results."""
+    """Launches nothing: an op then only checks its arguments and allocates its results."""
 
     is_fake = True
 
-    def __call__(self, kernel: str, *arguments: object) -> None:
+    def launch(self, kernel: str, fields: list[object]) -> None:
         pass
 
     def dtype(self, op: str, name: str, tensor: Tensor) -> int:
@@ -173,113 +180,165 @@ _CPU, _CUDA, _FAKE = CpuLauncher(), CudaLauncher(), FakeLauncher()
 
 # ---------------------------------------------------------------------------------------------- registration
 
-# CPU tensors of these types go to the kernels directly: torch's dispatcher costs more than a small kernel.
-_direct_types = {Tensor, torch.nn.Parameter}
+_TAGS = (torch.Tag.pt2_compliant_tag,)
+_UNSUPPORTED = [
+    f"{kind}{device}" for kind in ("Sparse", "SparseCsr", "Quantized", "NestedTensor") for device in ("CPU", "CUDA")
+] + ["MkldnnCPU", "AutogradNestedTensor"]
+_dispatches_all = False
 
 
 @contextlib.contextmanager
 def dispatched() -> Iterator[None]:
     """Let CPU ops go through torch's dispatcher too, where its modes see them."""
-    before = set(_direct_types)
-    _direct_types.clear()
+    global _dispatches_all
+    _dispatches_all = True
     try:
         yield
     finally:
-        _direct_types.update(before)
+        _dispatches_all = False
 
 
-def op(*, mutates: tuple[str, ...] = (), twin: Callable | None = None, cuda_kernel: bool = True) -> Callable:
-    """Register a function ``name(launch, first tensor, ...)`` as the op ``dflash::name``.
+@dataclass
+class Op:
+    """An op: its contract, and what runs it.
 
-    Args:
-        mutates: the arguments that the op writes.
-        twin: the op in plain torch, for CUDA tensors that the kernel cannot take; None for the one in
-            `dflash.ops.reference`.
-        cuda_kernel: False if there is no CUDA kernel.
-
-    Returns:
-        A decorator. What it returns is called without ``launch``; ``.body`` is the function with it.
+    Attributes:
+        body: ``body(launch, scope)`` runs a call that fits; None for the contract's kernel on the contract's tensors.
+        prepare: ``prepare(launch, scope)`` sets further fields of that kernel, such as its workspace; False leaves the
+            call to the twin.
+        direct: a function of ``_C`` that runs a plain call on the CPU, or returns NotImplemented.
+        twin: the op in plain torch, for CUDA tensors that the kernel cannot take.
     """
 
-    def register(body: Callable) -> Callable:
-        # 1. The ways to run it: on the CPU, on CUDA, and as the fake kernel
-        name, signature = body.__name__, inspect.signature(body, eval_str=True)
-        parameters = [*signature.parameters.values()][1:]
-        in_torch = twin or getattr(reference, name)
-        expect_sound = _sound_check(body, parameters, mutates)
+    contract: Contract
+    body: Callable | None
+    prepare: Callable | None
+    direct: Callable
+    twin: Callable
+    has_cuda_kernel: bool
 
-        def on_cpu(*arguments):
-            expect_sound(arguments)
-            return body(_CPU, *arguments)
+    def run(self, launch: Launcher, *arguments: object) -> object:
+        """Check a call and run it."""
+        return self.launch(launch, self.contract.check(arguments))
 
-        def on_cuda(*arguments):
-            expect_sound(arguments)
-            known = arguments[0].dtype in _CUDA_DTYPES or not arguments[0].is_floating_point()
-            if cuda_kernel and known and not cuda_status(arguments[0].device.index):
-                return body(_CUDA, *arguments)
-            body(_FAKE, *arguments)
-            return in_torch(*arguments)
+    def call(self, launch: Launcher, *arguments: object) -> object:
+        """Run a call that is part of another op."""
+        result = self.direct(*arguments) if launch is _CPU else NotImplemented
+        return self.run(launch, *arguments) if result is NotImplemented else result
 
-        def on_fake(*arguments):
-            expect_one_device(name, arguments)
-            return body(_FAKE, *arguments)
+    def launch(self, launch: Launcher, scope: Scope) -> object:
+        """Run a call that fits."""
+        contract = self.contract
+        storage = next((spec for spec in contract.tensors if spec.dtype is None), None)
+        if storage and (self.body or "dtype" in dict(_C.FIELDS[contract.kernel])):
+            scope.dtype = launch.dtype(contract.op, storage.name, getattr(scope, storage.name))
+        if self.body:
+            return self.body(launch, scope)
+        made = contract.allocate(scope)
+        if launch.is_fake:
+            return _returned(made)
+        if self.prepare and self.prepare(launch, scope) is False:
+            return self.twin(*scope.arguments)
+        launch(contract.kernel, scope)
+        return _returned(made)
 
-        def refuse(*arguments):
-            expect_strided(name, [p.name for p in parameters], arguments)
-            raise TypeError(f"{name}: tensors must be dense (torch.strided)")
+    def matched(self, *arguments: object) -> object:
+        """Run a plain call on the CPU; NotImplemented if it has to be looked at more closely."""
+        names = self.contract.match_on_cpu(*arguments)
+        return names if names is NotImplemented else self.launch(_CPU, self.contract.scope(arguments, names))
 
-        # 2. Register them under the schema of the signature
-        _LIBRARY.define(name + _schema(parameters, signature.return_annotation, mutates), tags=_TAGS)
-        for key, kernel in {"CPU": on_cpu, "CUDA": on_cuda, **dict.fromkeys(_UNSUPPORTED, refuse)}.items():
-            _LIBRARY.impl(name, kernel, key)
-        torch.library.register_fake(f"dflash::{name}", on_fake, lib=_LIBRARY)
-        return _callable(body, parameters, signature.return_annotation, mutates)
+    def on_cpu(self, *arguments: object) -> object:
+        """Run a call on the CPU, whatever its tensors look like."""
+        arguments = self._completed(arguments)
+        if (result := self.direct(*arguments)) is not NotImplemented:
+            return result
+        scope = self.contract.check(arguments)  # errors of shape come first: a misfit may share memory because it is one
+        self.contract.check_memory(arguments)
+        return self.launch(_CPU, scope)
+
+    def on_cuda(self, *arguments: object) -> object:
+        """Run a call on a GPU: its kernel, or the twin in torch."""
+        arguments = self._completed(arguments)
+        names = self.contract.match(*arguments)
+        if names is NotImplemented:
+            scope = self.contract.check(arguments)
+            self.contract.check_memory(arguments)
+        else:
+            scope = self.contract.scope(arguments, names)
+        first = next(x for x in arguments if isinstance(x, Tensor))
+        is_known = first.dtype in _CUDA_DTYPES or not first.is_floating_point()
+        if self.has_cuda_kernel and is_known and not cuda_status(first.device.index):
+            return self.launch(_CUDA, scope)
+        return self.twin(*arguments)
+
+    def on_fake(self, *arguments: object) -> object:
+        """Check a call of tensors without memory and allocate its results."""
+        return self.run(_FAKE, *self._completed(arguments))
+
+    def refuse(self, *arguments: object) -> object:
+        """Raise for tensors that are not plain dense memory."""
+        for x in arguments:
+            for tensor in x if isinstance(x, (list, tuple)) else [x]:
+                if isinstance(tensor, Tensor):
+                    name = next(name for name, y in zip(self.contract.parameters, arguments, strict=False) if y is x)
+                    expect_strided(self.contract.op, name, tensor)
+        raise TypeError(f"{self.contract.op}: tensors must be dense (torch.strided)")
+
+    def _completed(self, arguments: tuple) -> tuple:
+        """Return all arguments: torch leaves out those at the end that are as their defaults."""
+        missing = [*self.contract.parameters.values()][len(arguments) :]
+        return (*arguments, *(p.default for p in missing))
+
+
+def _returned(made: list[Tensor]) -> object:
+    return None if not made else made[0] if len(made) == 1 else tuple(made)
+
+
+def op(
+    tensors: str, returns: str = "", *, where: str = "", derived: str = "", kernel: str = "", body: Callable | None = None,
+    prepare: Callable | None = None, twin: Callable | None = None, cuda_kernel: bool = True,
+    choices: dict[str, int] | None = None, constants: dict[str, float] | None = None,
+) -> Callable:  # fmt: skip
+    """Register a function as the op ``dflash::name`` of torch, so that ``torch.compile`` sees it whole.
+
+    The function is its signature and its docstring. What it takes, makes and does is its contract (see `Contract`) and
+    a kernel of the same names, or ``body``.
+
+    Args:
+        tensors: the contract.
+        returns: new tensors, which an op without body returns.
+        where: conditions.
+        derived: further fields.
+        kernel: the op's name without a trailing underscore, if it is not another.
+        body: see `Op`.
+        prepare: see `Op`.
+        twin: see `Op`; None for the one in `dflash.ops.reference`.
+        cuda_kernel: False if there is no CUDA kernel.
+        choices: the integer that a string argument stands for.
+        constants: fields of the kernel that are always the same.
+
+    Returns:
+        A decorator. What it returns has the `Op` as ``.op``.
+    """
+
+    def register(function: Callable) -> Callable:
+        name, signature = function.__name__, inspect.signature(function, eval_str=True)
+        parameters = [*signature.parameters.values()]
+        run_kernel = "" if body else kernel or name.rstrip("_")
+        contract = Contract(name, parameters, tensors, returns, where, derived, run_kernel, choices, constants)
+        made = Op(contract, body, prepare, contract.run, twin or getattr(reference, name), cuda_kernel)
+        if body:
+            made.direct = getattr(_C, f"direct_{name}", made.matched)
+        _LIBRARY.define(name + _schema(parameters, signature.return_annotation, contract.writes), tags=_TAGS)
+        for key, kernel_of in {"CPU": made.on_cpu, "CUDA": made.on_cuda, **dict.fromkeys(_UNSUPPORTED, made.refuse)}.items():
+            _LIBRARY.impl(name, kernel_of, key)
+        torch.library.register_fake(f"dflash::{name}", made.on_fake, lib=_LIBRARY)
+        return _callable(function, made, signature)
 
     return register
 
 
-_TAGS = (torch.Tag.pt2_compliant_tag,)
-_UNSUPPORTED = [
-    f"{kind}{device}" for kind in ("Sparse", "SparseCsr", "Quantized", "NestedTensor") for device in ("CPU", "CUDA")
-] + ["MkldnnCPU", "AutogradNestedTensor"]
-
-
-def _sound_check(body: Callable, parameters: list[inspect.Parameter], mutates: tuple[str, ...]) -> Callable:
-    """Return a check that all tensors are in memory, on one device, and that what the op writes lies apart."""
-    op, names = body.__name__, [p.name for p in parameters]
-    written, read = _tensor_names(parameters, mutates)
-    order = [names.index(name) for name in (*written, *read)]
-
-    def expect_sound(arguments: tuple) -> None:
-        expect_one_device(op, arguments)
-        # torch leaves out arguments at the end that are as their defaults; what the op writes has none, or None.
-        given = [arguments[i] if i < len(arguments) else None for i in order]
-        if _C.sound(False, len(written), *given):
-            return
-        tensors = [*tensors_of(names, arguments)]
-        for name, tensor in tensors:
-            expect_memory(op, name, tensor)
-        body(_FAKE, *arguments)  # errors of shape come first: a misfit may share memory because it is one
-        for i, (name, tensor) in enumerate(tensors):
-            if name.split("[")[0] not in mutates:
-                continue
-            for j, other in enumerate(tensors):
-                if i != j:
-                    expect_apart(op, name, tensor, *other)
-
-    return expect_sound
-
-
-def _tensor_names(parameters: list[inspect.Parameter], mutates: tuple[str, ...]) -> tuple[list[str], list[str]]:
-    """Return the names of the parameters that hold tensors: those that the op writes, and the others."""
-    tensors = [p.name for p in parameters if p.annotation in _TENSORS]
-    return [name for name in tensors if name in mutates], [name for name in tensors if name not in mutates]
-
-
-_TENSORS = (Tensor, Tensor | None, list[Tensor], Sequence[Tensor])
-
-
-def _schema(parameters: list[inspect.Parameter], returns: object, mutates: tuple[str, ...]) -> str:
+def _schema(parameters: list[inspect.Parameter], returns: object, mutates: list[str]) -> str:
     """Infer the schema of a signature."""
 
     def prototype() -> None:
@@ -291,49 +350,42 @@ def _schema(parameters: list[inspect.Parameter], returns: object, mutates: tuple
     return torch.library.infer_schema(prototype, mutates_args=mutates)
 
 
-def _callable(
-    body: Callable, parameters: list[inspect.Parameter], returns: object, mutates: tuple[str, ...]
-) -> Callable:
-    """Make the function that users call: on to the CPU kernel if all is there, else through torch's dispatcher.
+def _callable(function: Callable, made: Op, signature: inspect.Signature) -> Callable:
+    """Make the function that users call: the CPU kernel if the call is plain and fits, else torch's dispatcher.
 
-    It is compiled from source so that a call pays for its own arguments only, by their names: looping over arguments
-    takes as long as a small kernel does. Ops that ``_C`` has a ``direct_`` function for (direct.h) go there first.
-    Compilers and torch.export see the op; torch.jit.trace and make_fx, on plain tensors, do not.
+    It is compiled from source because ``*arguments`` takes a third of a small kernel's time, and names and defaults take
+    as long again. Compilers and torch.export see the op; torch.jit.trace and make_fx, on plain tensors, do not.
     """
-    name, names = body.__name__, ", ".join(p.name for p in parameters)
-    written, read = _tensor_names(parameters, mutates)
-    direct = getattr(_C, f"direct_{name}", None)
-    first = f"            if (result := direct({names})) is not NotImplemented:\n                return result\n"
+    name, names = function.__name__, ", ".join(signature.parameters)
     source = (
         f"def {name}({names}):\n"
-        f"    if is_compiling():\n"
+        f"    if is_compiling() or registry._dispatches_all:\n"
         f"        return dispatch({names})\n"
-        f"    try:\n"
-        f"        if type({parameters[0].name}) in direct_types:\n"
-        f"{first if direct else ''}"
-        f"            if sound(True, {len(written)}, {', '.join(written + read)}):\n"
-        f"                return body(cpu, {names})\n"
-        f"        return dispatch({names})\n"
-        f"    except (AttributeError, RuntimeError, TypeError):\n"
-        f"        explain_failure('{name}', parameters, written, ({names},))\n"
-        f"        raise\n"
+        f"    if (result := direct({names})) is not NotImplemented:\n"
+        f"        return result\n"
+        f"    return explained({names})\n"
     )
+    dispatch = getattr(torch.ops.dflash, name).default
+
+    def explained(*arguments: object) -> object:
+        try:
+            return dispatch(*arguments)
+        except (AttributeError, RuntimeError, TypeError):
+            made.contract.explain_failure(arguments)
+            raise
+
     scope = {
         "is_compiling": torch.compiler.is_compiling,
-        "direct_types": _direct_types,
-        "direct": direct,
-        "sound": _C.sound,
-        "parameters": parameters,
-        "written": written,
-        "explain_failure": explain_failure,
-        "body": body,
-        "cpu": _CPU,
-        "dispatch": getattr(torch.ops.dflash, name).default,
+        "registry": sys.modules[__name__],
+        "direct": made.direct,
+        "dispatch": dispatch,
+        "explained": explained,
     }
     exec(compile(source, f"<dflash.ops.{name}>", "exec"), scope)
-    call = scope[name]
-    call.__doc__, call.__module__, call.__qualname__ = body.__doc__, body.__module__, body.__qualname__
-    call.__defaults__ = tuple(p.default for p in parameters if p.default is not p.empty) or None
-    call.__annotations__ = {p.name: p.annotation for p in parameters} | {"return": returns}
-    call.body = body
+    call = functools.update_wrapper(scope[name], function)
+    call.__defaults__ = function.__defaults__
+    call.__annotations__ = {p.name: p.annotation for p in signature.parameters.values()}
+    call.__annotations__ |= {"return": signature.return_annotation}
+    del call.__wrapped__
+    call.op = made
     return call

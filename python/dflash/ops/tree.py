@@ -1,27 +1,38 @@
-"""Draft trees: the best tokens per depth, and the tree of the best prefixes."""
+"""Draft trees: the best tokens per depth, the tree of the best prefixes, and what a step accepts of a block."""
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from .. import _C
-from .checks import expect
+from .contract import Scope
 from .registry import Launcher, op
 
 MAX_TREE_ROWS: int = _C.MAX_TREE_ROWS
 """The most rows of a tree, its root included."""
 
+ROW_STATES: tuple[int, int, int, int] = _C.ROW_STATES
+"""The values of ``done`` in `accept_prefix_`: running, a stop token, the limit, logits that held NaN."""
 
-@op()
+_STATE = (
+    "stop_token_ids[batch, num_stop_tokens]:i64 limits[batch]:i64 tokens[batch, capacity]:i64! length[batch]:i64! "
+    "num_context[batch]:i64! done[batch]:i64! "
+)
+
+
+def _tree_scratch(launch: Launcher, s: Scope) -> None:
+    s.workspace = launch.scratch("tree_candidates", s.logits.device, s.batch * s.depths, s.vocab)
+
+
+@op(
+    "logits[batch, depths, vocab] positions[batch, depths]:i64 seeds[batch]:i64 temperature[batch]:f32",
+    "ids[batch, depths, count]:i64 scores[batch, depths, count]:f32",
+    where=f"vocab >= 1; 1 <= count <= {MAX_TREE_ROWS}; "
+    "at_least(noise_weight, 0) and at_most(noise_weight, 1): noise_weight must be from 0 to 1",
+    prepare=_tree_scratch,
+)
 def tree_candidates(
-    launch: Launcher,
-    logits: Tensor,
-    positions: Tensor,
-    seeds: Tensor,
-    temperature: Tensor,
-    count: int,
-    noise_weight: float = 0.1,
+    logits: Tensor, positions: Tensor, seeds: Tensor, temperature: Tensor, count: int, noise_weight: float = 0.1
 ) -> tuple[Tensor, Tensor]:
     """Return the ``count`` best tokens at each depth of a draft, best first, ties to the lower id.
 
@@ -32,56 +43,28 @@ def tree_candidates(
     Scores come from float32 sums: tokens whose scores differ in their last bits may change places between devices.
 
     Args:
-        logits: ``[batch, depths, vocab]``, float32 or bfloat16. Of several that are +inf, each has an equal share.
-        positions: ``[batch, depths]`` int64: the position of the token at each depth.
-        seeds: ``[batch]`` int64.
-        temperature: ``[batch]`` float32; 0, a negative one or NaN leaves out the noise, and infinity counts as the
+        logits: ``[batch, depths, vocab]``. Of several that are +inf, each has an equal share.
+        positions: ``[batch, depths]``: the position of the token at each depth.
+        seeds: ``[batch]``.
+        temperature: ``[batch]``; 0, a negative one or NaN leaves out the noise, and infinity counts as the
             largest float.
         count: from 1 to `MAX_TREE_ROWS`.
         noise_weight: w, from 0 to 1.
 
     Returns:
-        ``ids [batch, depths, count]`` int64 and ``scores [batch, depths, count]`` float32, at most 0. Where there are
+        ``ids [batch, depths, count]`` int64 and ``scores [batch, depths, count]``, at most 0. Where there are
         fewer tokens with a score above -inf, and everywhere in a row that holds NaN: id -1 and score -inf.
-
-    Raises:
-        ValueError: a shape or a number does not fit. TypeError: a dtype does not fit.
     """
-    _check_candidates(logits, positions, seeds, temperature, count, noise_weight)
-    dtype = launch.dtype("tree_candidates", "logits", logits)
-    inputs = (logits, positions, seeds, temperature)
-    if not all(map(Tensor.is_contiguous, inputs)):
-        inputs = [x.contiguous() for x in inputs]
-    batch, depths, vocab = logits.shape
-    ids = logits.new_empty(batch, depths, count, dtype=torch.int64)
-    scores = logits.new_empty(batch, depths, count, dtype=torch.float32)
-    workspace = launch.scratch("tree_candidates", logits.device, batch * depths, vocab)
-    launch("tree_candidates", *inputs, ids, scores, workspace, batch, depths, vocab, count, noise_weight, dtype)
-    return ids, scores
 
 
-def _check_candidates(
-    logits: Tensor, positions: Tensor, seeds: Tensor, temperature: Tensor, count: int, noise_weight: float
-) -> None:
-    op = "tree_candidates"
-    if logits.dim() != 3 or logits.shape[-1] == 0:
-        raise ValueError(f"{op}: logits must be [batch, depths, vocab] with vocab >= 1, got {list(logits.shape)}")
-    if not 1 <= count <= MAX_TREE_ROWS:
-        raise ValueError(f"{op}: count must be from 1 to {MAX_TREE_ROWS}, got {count}")
-    if not 0 <= noise_weight <= 1:
-        raise ValueError(f"{op}: noise_weight must be from 0 to 1, got {noise_weight}")
-    batch, depths, _ = logits.shape
-    one, integer, real = (batch,), torch.int64, torch.float32
-    if _C.fits(False, positions, (batch, depths), integer, seeds, one, integer, temperature, one, real):
-        return
-    expect(op, "positions", positions, (batch, depths), integer, "batch, depths")
-    expect(op, "seeds", seeds, one, integer, "batch")
-    expect(op, "temperature", temperature, one, real, "batch")
-
-
-@op()
+@op(
+    "anchor[batch]:i64 ids[batch, depths, count]:i64 scores[batch, depths, count]:f32",
+    "tree_ids[batch, rows]:i64 parents[batch, rows]:i64 depth[batch, rows]:i64 "
+    "ancestors[batch, rows, (rows + 63) // 64]:i64 tree_scores[batch, rows]:f32",
+    where=f"depths >= 1 and count >= 1; 1 <= rows <= {MAX_TREE_ROWS}",
+)
 def build_tree(
-    launch: Launcher, anchor: Tensor, ids: Tensor, scores: Tensor, rows: int
+    anchor: Tensor, ids: Tensor, scores: Tensor, rows: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Build the tree of the best prefixes of a draft, best first.
 
@@ -91,41 +74,80 @@ def build_tree(
     are pads, which no row sees but themselves.
 
     Args:
-        anchor: ``[batch]`` int64.
-        ids: ``[batch, depths, count]`` int64: the candidates at depth 1, 2, ..., no token twice at one depth. A depth
+        anchor: ``[batch]``.
+        ids: ``[batch, depths, count]``: the candidates at depth 1, 2, ..., no token twice at one depth. A depth
             ends at the first negative id, and at the first score of -inf or NaN.
-        scores: ``[batch, depths, count]`` float32, descending and at most 0, as `tree_candidates` returns them.
+        scores: ``[batch, depths, count]``, descending and at most 0, as `tree_candidates` returns them.
         rows: rows of the tree, from 1 to `MAX_TREE_ROWS`.
 
     Returns:
         ``ids [batch, rows]`` (pads: -1), ``parents [batch, rows]`` (root and pads: -1), ``depth [batch, rows]`` (pads:
         0) and ``ancestors [batch, rows, ceil(rows / 64)]``, int64: bit ``j % 64`` of word ``j // 64`` of row i is set
         if j is i or an ancestor of i. Then ``scores [batch, rows]`` float32 (pads: -inf).
-
-    Raises:
-        ValueError: a shape or ``rows`` does not fit. TypeError: a dtype does not fit.
     """
-    _check_build(anchor, ids, scores, rows)
-    batch, depths, count = ids.shape
-    tree = [anchor.new_empty(batch, rows) for _ in range(3)]
-    ancestors = anchor.new_empty(batch, rows, -(-rows // 64))
-    tree_scores = scores.new_empty(batch, rows)
-    inputs = (anchor, ids, scores)
-    if not all(map(Tensor.is_contiguous, inputs)):
-        inputs = [x.contiguous() for x in inputs]
-    launch("build_tree", *inputs, *tree, ancestors, tree_scores, batch, depths, count, rows)
-    return (*tree, ancestors, tree_scores)
 
 
-def _check_build(anchor: Tensor, ids: Tensor, scores: Tensor, rows: int) -> None:
-    op = "build_tree"
-    if ids.dim() != 3 or 0 in ids.shape[1:]:
-        raise ValueError(f"{op}: ids must be [batch, depths, count] with depths and count >= 1, got {list(ids.shape)}")
-    if not 1 <= rows <= MAX_TREE_ROWS:
-        raise ValueError(f"{op}: rows must be from 1 to {MAX_TREE_ROWS}, got {rows}")
-    shape, one, integer = tuple(ids.shape), (ids.shape[0],), torch.int64
-    if _C.fits(False, anchor, one, integer, ids, shape, integer, scores, shape, torch.float32):
-        return
-    expect(op, "anchor", anchor, one, integer, "batch")
-    expect(op, "ids", ids, shape, integer, "batch, depths, count")
-    expect(op, "scores", scores, shape, torch.float32, "batch, depths, count")
+@op("block_ids[batch, rows]:i64 posterior[batch, rows]:i64 " + _STATE, where="rows >= 1")
+def accept_prefix_(
+    block_ids: Tensor, posterior: Tensor, stop_token_ids: Tensor, limits: Tensor, tokens: Tensor, length: Tensor,
+    num_context: Tensor, done: Tensor,
+) -> None:  # fmt: skip
+    """Emit the longest matching prefix and one more token of every running row, and advance its state.
+
+    Before, ``tokens[b, : length + 1]`` are emitted and ``tokens[b, length]`` is the anchor ``block_ids[b, 0]``. With n
+    the number of leading proposals ``block_ids[b, j + 1]`` that equal ``posterior[b, j]``, m = n + 1 tokens of the
+    posterior are emitted, but none past the first stop token and none past the room that ``limits`` and the capacity of
+    ``tokens`` leave. Then ``length += m`` and ``num_context = m``. A row that is done stays as it is, with
+    ``num_context`` 0, whatever its ids hold.
+
+    Args:
+        block_ids: ``[batch, rows]``: the anchor, then proposals for the positions after it; -1 never matches.
+        posterior: ``[batch, rows]``: the target's choice for the position after each row; -1: its logits held
+            NaN. Such a choice is never emitted; the row is done where it would have been.
+        stop_token_ids: ``[batch, n]``, the ids that end each row; n may be 0, and negative ids pad.
+        limits: ``[batch]``: how many tokens the row may hold in all.
+        tokens: ``[batch, capacity]``, written.
+        length: ``[batch]``, advanced in place. A row whose length is negative or not below its limit
+            and the capacity has no room: it emits nothing and is done.
+        num_context: ``[batch]``, written: how many tokens were emitted.
+        done: ``[batch]``, written: 0 running, 1 a stop token was emitted, 2 the limit is reached,
+            3 the target's logits were NaN.
+    """
+
+
+@op(
+    "ids[batch, rows]:i64 parents[batch, rows]:i64 choices[batch, rows]:i64 " + _STATE
+    + "path[batch, path_rows]:i64! chain_choices[batch, path_rows]:i64! chain_ids[batch, path_rows]:i64!",
+    where=f"1 <= rows <= {MAX_TREE_ROWS}; path_rows >= 1",
+)  # fmt: skip
+def accept_path_(
+    ids: Tensor, parents: Tensor, choices: Tensor, stop_token_ids: Tensor, limits: Tensor, tokens: Tensor,
+    length: Tensor, num_context: Tensor, done: Tensor, path: Tensor, chain_choices: Tensor, chain_ids: Tensor,
+) -> None:  # fmt: skip
+    """Emit the path of a tree that the target's choices follow, and advance every running row.
+
+    The walk starts at row 0. It emits the choice of the row where it stands and continues at that row's child of this
+    id; without one it ends, and so it does after ``path_rows`` tokens. As in `accept_prefix_`, nothing is emitted past
+    the first stop token or past the room that ``limits`` and the capacity of ``tokens`` leave. A chain is a tree with
+    ``parents[b, j] = j - 1``; here it gives what `accept_prefix_` gives. What was kept is also told as a chain.
+
+    Args:
+        ids: ``[batch, rows]``, at most `MAX_TREE_ROWS`: the anchor, then the nodes; a negative one is never a
+            child.
+        parents: ``[batch, rows]``: the row of each node's parent, which comes before it. A row with any other
+            value is nobody's child, as row 0 is. Of several siblings with one id the first counts.
+        choices: ``[batch, rows]``: the target's choice for the position after each row; -1: its logits held NaN.
+            Such a choice is never emitted; the walk is done where it would have been.
+        stop_token_ids: ``[batch, n]``, as in `accept_prefix_`.
+        limits: ``[batch]``, as in `accept_prefix_`.
+        tokens: ``[batch, capacity]``, written.
+        length: ``[batch]``, advanced in place.
+        num_context: ``[batch]``, written: how many tokens were emitted.
+        done: ``[batch]``, written, as in `accept_prefix_`.
+        path: ``[batch, path_rows]``, written, with at least one column: the rows whose choices were
+            emitted, in ascending order; from ``num_context`` on ``path[b, j] = j``.
+        chain_choices: like ``path``: the choices of these rows, which were emitted; -1 from ``num_context`` on.
+        chain_ids: like ``path``: the anchor, then the drafts among the emitted tokens, each one column after the choice
+            that it equals; -1 elsewhere. All but the last emitted token were drafted; the last may have been, where a
+            stop token or the limit ended the walk.
+    """

@@ -2,16 +2,97 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .checks import expect, expect_memory, expect_strided
-from .int8 import Int8Weight, Weight, expect_weight
+from .contract import Contract, expect_memory, expect_strided
 
 _OP = "decoder_layers"
+WeightStorage = Literal["int8"] | None
+"""How the weights of products are stored: "int8" for copies in 8 bits, None for the weights as they are."""
+
+_PIECE = 2**22  # values that are widened at a time
+
+
+class NotFiniteError(ValueError):
+    """A weight that is to be stored as int8 has an infinite or NaN value.
+
+    Attributes:
+        weight: the weight.
+        value: what it has, "NaN" or "infinity".
+    """
+
+    def __init__(self, weight: Tensor, value: str) -> None:
+        super().__init__(f"a weight that is stored as int8 must be finite, got {value}: use the weight as it is")
+        self.weight, self.value = weight, value
+
+
+class Int8Weight(NamedTuple):
+    """A weight in 8 bits with a scale per output channel: it stands for ``values * scales[:, None]``.
+
+    Products round the activations too (see `dflash.ops.reference.round_rows`): sums of integers are exact, and so a
+    product's bits are the same with every instruction set and any number of rows.
+    """
+
+    values: Tensor  # [out, in] int8, -127 .. 127
+    scales: Tensor  # [out] float32
+
+    @classmethod
+    @torch.inference_mode(False)  # the tensors outlive a call
+    @torch.no_grad()
+    def of(cls, weight: Tensor) -> Int8Weight:
+        """Return the nearest weight in 8 bits: each channel's largest magnitude becomes 127.
+
+        Args:
+            weight: ``[out, in]``, of a floating-point dtype.
+
+        Raises:
+            NotFiniteError: a value is infinite or NaN.
+        """
+        values = torch.empty_like(weight, dtype=torch.int8, memory_format=torch.contiguous_format)
+        scales = weight.new_empty(weight.shape[0], dtype=torch.float32)
+        for piece, to, scale in zip(*(x.split(_rows(weight)) for x in (weight, values, scales)), strict=True):
+            wide = piece.float()
+            torch.div(wide.abs().amax(1) if weight.shape[1] else torch.zeros_like(scale), 127, out=scale)
+            if not scale.isfinite().all():
+                raise NotFiniteError(weight, "NaN" if scale.isnan().any() else "infinity")
+            to.copy_((wide / torch.where(scale > 0, scale, 1)[:, None]).round_().clamp_(-127, 127))
+        return cls(values, scales)
+
+    @property
+    def shape(self) -> torch.Size:
+        """``[out, in]``."""
+        return self.values.shape
+
+    def wide(self) -> Tensor:
+        """Return the values that this stands for, ``[out, in]`` float32, each rounded."""
+        return self.values.float() * self.scales[:, None]
+
+
+Weight = Tensor | Int8Weight
+"""A weight ``[out, in]`` of a product."""
+
+
+def split_weights(*weights: Weight) -> tuple[list[Tensor], Tensor | None]:
+    """Return what `linears` takes as ``weights`` and ``scales``. All must be in 8 bits, or none."""
+    quantized = [weight for weight in weights if isinstance(weight, Int8Weight)]
+    if not quantized:
+        return list(weights), None
+    if len(quantized) < len(weights):
+        raise TypeError("weights of one product must all be in 8 bits or none, got some that are")
+    values, scales = zip(*quantized, strict=True)
+    return list(values), scales[0] if len(scales) == 1 else torch.cat(scales)
+
+
+def _rows(weight: Tensor) -> int:
+    """Return how many rows of a weight are widened at a time."""
+    return max(1, _PIECE // max(1, weight.shape[1]))
+
+
 # In place of gate, up and down, which are None then: takes and returns [batch, rows, hidden].
 Experts = Callable[[Tensor], Tensor]
 
@@ -131,126 +212,86 @@ class DeltaNetLayer(NamedTuple):
         return torch.cat([q, k, v], -1), z, b, a
 
 
+def _contract(kind: type[NamedTuple], tensors: str, where: str, derived: str = "") -> Contract:
+    numbers = {"causal": bool, "window": int, "gated": bool, "key_heads": int}
+    place = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    parameters = [inspect.Parameter(name, place, annotation=numbers.get(name, Tensor | None)) for name in kind._fields]
+    return Contract(_OP, parameters, tensors, where=where, derived=derived)
+
+
+_MLP = (
+    "input_norm[hidden] post_norm[hidden] gate[width, hidden]:T|i8 up[width, hidden]:T|i8 down[hidden, width]:T|i8 "
+)
+_CONTRACTS = {
+    DecoderLayer: _contract(
+        DecoderLayer,
+        _MLP + "o[hidden, q_size]:T|i8 q[q_size * (2 if gated else 1), hidden]:T|i8 k[kv_size, hidden]:T|i8 "
+        "v[kv_size, hidden]:T|i8 q_norm[head_dim] k_norm[head_dim] q_bias[q_size * (2 if gated else 1)] k_bias[kv_size] "
+        "v_bias[kv_size] o_bias[hidden] sinks[sinks_given]:any",
+        "hidden >= 1; width >= 1; q_size >= 1; has(q_norm) == has(k_norm): q_norm and k_norm come together; "
+        "has(q_bias) == has(k_bias) == has(v_bias): q_bias, k_bias and v_bias come together; window >= 0",
+    ),
+    DeltaNetLayer: _contract(
+        DeltaNetLayer,
+        _MLP + "conv[channels, 1, conv_width] a_log[heads] norm[value_dim] dt_bias[heads] out[hidden, values]:T|i8 "
+        "qkv[channels + (0 if has(z) else values), hidden]:T|i8 z[values, hidden]:T|i8 "
+        "b[heads * (1 if has(z) else 2), hidden]:T|i8 a[heads, hidden]:T|i8",
+        "hidden >= 1; width >= 1; heads >= 1 and value_dim >= 1 and conv_width >= 1; "
+        "key_heads >= 1 and heads % key_heads == 0; keys >= 1 and keys % (2 * key_heads) == 0; "
+        "has(z) == has(a): z and a come together",
+        "values = heads * value_dim; keys = channels - heads * value_dim",
+    ),
+    BlockConv: _contract(
+        BlockConv,
+        "base[2, taps, hidden] projection[columns, hidden]",
+        "taps >= 1; columns >= 1 and columns % (2 * taps) == 0; hidden % (columns // (2 * taps)) == 0",
+    ),
+}
+_SHARED = ("hidden", "width", "q_size", "kv_size", "head_dim", "gated", "channels", "heads", "value_dim", "key_heads")
+
+
 def check_layers(layers: Sequence[DecoderLayer | DeltaNetLayer], norm: Tensor, taps: Sequence[int]) -> None:
-    """Check every weight against the shapes of the first layer's of its kind."""
-    _check_stack(layers, norm, taps)
-    size, dtype, width = norm.shape[0], norm.dtype, layers[0].gate.shape[0]
-    shared = {"input_norm": (size,), "post_norm": (size,), "gate": (width, size), "up": (width, size)}
-    shared["down"] = (size, width)
-    shapes: dict[bool, dict[str, tuple[int, ...]]] = {}
-    for i, layer in enumerate(layers):
-        if layer.is_recurrent not in shapes:
-            own = _delta_net_shapes if layer.is_recurrent else _attention_shapes
-            shapes[layer.is_recurrent] = shared | own(f"layers[{i}]", layer, size, dtype)
-        _check_shapes(f"layers[{i}]", layer, shapes[layer.is_recurrent], dtype)
-        if not layer.is_recurrent:
-            _check_attention(f"layers[{i}]", layer, "q_norm" in shapes[False])
-        for name in ("attention_conv", "mlp_conv"):
-            if getattr(layer, name) is not None:
-                _check_conv(f"layers[{i}].{name}", getattr(layer, name), size, dtype)
-    if len({layer.sizes for layer in layers if layer.is_recurrent}) > 1:
-        raise ValueError(f"{_OP}: all recurrent layers must have heads of one shape, got several")
-    if len({layer.gated for layer in layers if not layer.is_recurrent}) > 1:
-        raise ValueError(f"{_OP}: gated must be the same in all layers of attention")
-
-
-def _check_stack(layers: Sequence[DecoderLayer | DeltaNetLayer], norm: Tensor, taps: Sequence[int]) -> None:
+    """Raise unless every weight is as the contracts say, and the sizes are those of the first layer of its kind."""
+    # 1. The stack
     if all(layer.is_recurrent for layer in layers):
         raise ValueError(f"{_OP}: layers must have at least one layer with attention, got none")
-    if [tap for tap in taps if not 0 <= tap < len(layers)] or len(set(taps)) != len(taps):
-        raise ValueError(f"{_OP}: taps must be different layers in 0 .. {len(layers) - 1}, got {list(taps)}")
-    first, dtype = layers[0], norm.dtype
-    expect(_OP, "layers[0].input_norm", first.input_norm, (None,), dtype, "hidden")
-    size = first.input_norm.shape[0]
-    if size == 0:
-        raise ValueError(f"{_OP}: layers[0].input_norm must be [hidden] with hidden >= 1, got [0]")
-    expect(_OP, "norm", norm, (size,), dtype, "hidden")
-    if not norm.is_contiguous():
-        raise ValueError(f"{_OP}: norm must be contiguous, got strides {norm.stride()}")
-    for _, tensor in named_tensors(layers, norm):
-        if tensor.device != norm.device:
-            raise ValueError(f"{_OP}: all weights must be on {norm.device} as norm is, got {tensor.device}")
     if any(layer.experts is not None for layer in layers):
         raise ValueError(f"{_OP}: layers must have gate, up and down, got experts")
-    expect_weight(_OP, "layers[0].gate", first.gate, (None, size), dtype, "out, hidden")
-    if first.gate.shape[0] == 0:
-        raise ValueError(f"{_OP}: layers[0].gate must have at least one row, got none")
+    if [tap for tap in taps if not 0 <= tap < len(layers)] or len(set(taps)) != len(taps):
+        raise ValueError(f"{_OP}: taps must be different layers in 0 .. {len(layers) - 1}, got {list(taps)}")
+    for name, tensor in named_tensors(layers, norm):
+        if tensor.device != norm.device:
+            raise ValueError(f"{_OP}: all weights must be on {norm.device} as norm is, got {tensor.device}")
+        if not tensor.is_contiguous():
+            raise ValueError(f"{_OP}: {name} must be contiguous, got strides {tensor.stride()}")
+    # 2. Each layer
+    sizes: dict[bool, dict[str, int]] = {}
+    for i, layer in enumerate(layers):
+        own = _check_weights(f"layers[{i}].", layer, norm.dtype)
+        for name, size in sizes.setdefault(layer.is_recurrent, own).items():
+            if own[name] != size:
+                raise ValueError(f"{_OP}: layers[{i}] must have {name} = {size} as the layers before, got {own[name]}")
+        if norm.shape != (own["hidden"],):
+            raise ValueError(f"{_OP}: norm must be [hidden] = [{own['hidden']}], got {list(norm.shape)}")
+        for name in ("attention_conv", "mlp_conv"):
+            if (conv := getattr(layer, name)) is not None:
+                _check_weights(f"layers[{i}].{name}.", conv, norm.dtype)
 
 
-def _attention_shapes(at: str, layer: DecoderLayer, size: int, dtype: torch.dtype) -> dict[str, tuple[int, ...]]:
-    for name in ("q", "k"):
-        expect_weight(_OP, f"{at}.{name}", getattr(layer, name), (None, size), dtype, "out, hidden")
-    rows, kv_size = layer.q.shape[0], layer.k.shape[0]
-    q_size = rows // 2 if layer.gated else rows
-    if q_size == 0:
-        raise ValueError(f"{_OP}: {at}.q must have at least one row, got {rows}")
-    shapes = {
-        "q": (rows, size), "k": (kv_size, size), "v": (kv_size, size), "o": (size, q_size), "q_bias": (rows,),
-        "k_bias": (kv_size,), "v_bias": (kv_size,), "o_bias": (size,),
-    }  # fmt: skip
-    if layer.q_norm is not None:
-        shapes |= dict.fromkeys(("q_norm", "k_norm"), tuple(layer.q_norm.shape))
-    return shapes
-
-
-def _delta_net_shapes(at: str, layer: DeltaNetLayer, size: int, dtype: torch.dtype) -> dict[str, tuple[int, ...]]:
-    expect(_OP, f"{at}.a_log", layer.a_log, (None,), dtype, "heads")
-    expect(_OP, f"{at}.norm", layer.norm, (None,), dtype, "value_dim")
-    expect(_OP, f"{at}.conv", layer.conv, (None, 1, None), dtype, "channels, 1, conv_width")
-    heads, value_dim, (channels, _, width) = layer.a_log.shape[0], layer.norm.shape[0], layer.conv.shape
-    values, key_heads = heads * value_dim, layer.key_heads
-    keys = channels - values
-    if min(heads, value_dim, width, key_heads, keys) < 1 or heads % key_heads or keys % (2 * key_heads):
-        raise ValueError(
-            f"{_OP}: {at}.conv must be [2 * key_heads * key_dim + heads * value_dim, 1, conv_width] with key_heads = "
-            f"{key_heads} a divisor of heads = {heads} and value_dim = {value_dim}, got {list(layer.conv.shape)}"
-        )
-    if (layer.z is None) != (layer.a is None):
-        raise ValueError(f"{_OP}: {at}.z and .a come together, got one of them")
-    apart = layer.z is not None
-    return {
-        "qkv": (channels + (0 if apart else values), size), "z": (values, size), "a": (heads, size),
-        "b": (heads if apart else 2 * heads, size), "conv": (channels, 1, width), "a_log": (heads,),
-        "dt_bias": (heads,), "norm": (value_dim,), "out": (size, values),
-    }  # fmt: skip
-
-
-def _check_shapes(
-    at: str, layer: DecoderLayer | DeltaNetLayer, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype
-) -> None:
-    for name, shape in shapes.items():
-        weight = getattr(layer, name)
-        if weight is not None:
-            expect_weight(_OP, f"{at}.{name}", weight, shape, dtype, ", ".join(map(str, shape)))
-            for tensor in weight if isinstance(weight, Int8Weight) else (weight,):
-                if not tensor.is_contiguous():
-                    raise ValueError(f"{_OP}: {at}.{name} must be contiguous, got strides {tensor.stride()}")
-
-
-def _check_attention(at: str, layer: DecoderLayer, has_norms: bool) -> None:
-    if (layer.q_norm is not None) != has_norms or (layer.k_norm is not None) != has_norms:
-        raise ValueError(f"{_OP}: q_norm and k_norm must be in all layers or in none, see {at}")
-    if len({layer.q_bias is None, layer.k_bias is None, layer.v_bias is None}) == 2:
-        raise ValueError(f"{_OP}: q_bias, k_bias and v_bias come together, got some of them in {at}")
-    if layer.window < 0:
-        raise ValueError(f"{_OP}: {at}.window must be positive, or 0 for none, got {layer.window}")
-    if layer.sinks is not None and (layer.sinks.dim() != 1 or not layer.sinks.is_contiguous()):
-        raise ValueError(f"{_OP}: {at}.sinks must be [num_heads], contiguous, got {list(layer.sinks.shape)}")
-
-
-def _check_conv(at: str, conv: BlockConv, size: int, dtype: torch.dtype) -> None:
-    expect(_OP, f"{at}.base", conv.base, (2, None, size), dtype, "2, taps, hidden")
-    expect(_OP, f"{at}.projection", conv.projection, (None, size), dtype, "2 * taps * groups, hidden")
-    rows, taps = conv.projection.shape[0], conv.base.shape[1]
-    groups = rows // (2 * taps) if taps else 0
-    if groups == 0 or rows != 2 * taps * groups or size % groups:
-        raise ValueError(
-            f"{_OP}: {at}.projection must be [2 * taps * groups, hidden] with taps = {taps} >= 1 and groups a divisor "
-            f"of hidden = {size}, got {list(conv.projection.shape)}"
-        )
-    for name, weight in conv._asdict().items():
-        if not weight.is_contiguous():
-            raise ValueError(f"{_OP}: {at}.{name} must be contiguous, got strides {weight.stride()}")
+def _check_weights(at: str, weights: DecoderLayer | DeltaNetLayer | BlockConv, dtype: torch.dtype) -> dict[str, int]:
+    """Check one record of weights; return the sizes that all of its kind have in common."""
+    for name, weight in weights._asdict().items():
+        is_int8 = isinstance(weight, Int8Weight)
+        values = weight.values if is_int8 else weight
+        if not isinstance(values, Tensor) or name == "sinks":
+            continue
+        if values.dtype != (torch.int8 if is_int8 else dtype):
+            raise TypeError(f"{_OP}: {at}{name} must be {torch.int8 if is_int8 else dtype}, got {values.dtype}")
+        if is_int8 and (weight.scales.shape != values.shape[:1] or weight.scales.dtype != torch.float32):
+            raise ValueError(f"{_OP}: {at}{name}.scales must be [out] float32, got {list(weight.scales.shape)}")
+    plain = [x.values if isinstance(x, Int8Weight) else x for x in weights]
+    scope = vars(_CONTRACTS[type(weights)].check(plain, at))
+    return {name: scope[name] for name in _SHARED if name in scope}
 
 
 _PROJECTIONS = ("q", "k", "v", "o", "qkv", "z", "b", "a", "out", "gate", "up", "down")
@@ -294,7 +335,7 @@ def check_memory(layers: Sequence[DecoderLayer | DeltaNetLayer], norm: Tensor) -
     for name, tensor in named_tensors(layers, norm):
         if type(tensor) not in (Tensor, torch.nn.Parameter):
             raise TypeError(f"{_OP}: {name} must be a torch.Tensor or Parameter itself, got {type(tensor).__name__}")
-        expect_strided(_OP, [name], [tensor])
+        expect_strided(_OP, name, tensor)
         expect_memory(_OP, name, tensor)
         if tensor.is_neg():
             raise ValueError(

@@ -1,0 +1,504 @@
+"""The contract of an op: the shapes, dtypes, layouts and numbers that its arguments must have, in one line per op.
+
+    "x[batch.., rows, hidden] weight[hidden] counts[batch]:i64 tap[batch.., rows, hidden]!="
+
+Each tensor has its sizes in brackets. A name is bound where it first stands and must be the same everywhere else; an
+expression of names and integer arguments must come out; ``*`` is any size. ``batch..`` stands for any number of leading
+dimensions and is their product, ``key_dim?`` for a last dimension that may be missing, ``caches{layers}`` for a list.
+After the brackets:
+
+    :i64, :f32, :i8   the dtype. Without one it is the op's storage type, which the first such tensor decides.
+    :T|f32, :T|i8     the storage type or another; :any stands for any dtype, and :float for a floating one that becomes
+                      float32.
+    !                 the op writes it: it must be contiguous and share no memory with another argument.
+    ~ or ~2           only the last dimension or two must be dense; without it, what is read is made contiguous.
+    =                 only its rows must be dense and evenly spaced.
+
+Whether a tensor may be None stands in the op's signature. Matching in C++ (csrc/contract.h) takes about two
+microseconds and answers yes or no; `Contract.check` says what is wrong, and makes contiguous what has to be.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import NoneType, SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from .. import _C
+
+_TENSOR = re.compile(r"(\w+)(?:\{(\w+)\})?\[([^\]]*)\](?::([\w|]+))?([!~=\d]*)")
+_KINDS = {None: 0, "T|f32": 1, "T|i8": 2, "any": 3, "i64": 4, "f32": 5, "float": 5, "i8": 6}  # as in csrc/contract.h
+_DTYPES = {"i64": torch.int64, "f32": torch.float32, "float": torch.float32, "i8": torch.int8}
+_OPERATIONS = (
+    "constant slot Add Sub Mult FloorDiv Mod min max Eq NotEq Lt LtE And Or Not has ndim size stride row_stride itemsize "
+    "is_float32 is_int8 at_least at_most"
+).split()
+_TENSORS = (Tensor, Tensor | None, list[Tensor], Sequence[Tensor])
+_ARGUMENTS = {  # annotation -> its letter in csrc/contract.h, what an argument may be, in words
+    Tensor: ("t", Tensor, "a tensor"),
+    Tensor | None: ("t", (Tensor, NoneType), "a tensor or None"),
+    float: ("f", (float, int), "a number"),
+    int: ("i", int, "an integer in 64 bits"),
+    bool: ("b", int, "True or False"),
+    str: ("o", str, "a string"),
+}
+
+
+class Scope(SimpleNamespace):
+    """A call's arguments by name, what was read made contiguous, and the names that the contract gives."""
+
+
+@dataclass
+class Spec:
+    """One tensor, or list of tensors, of a contract."""
+
+    name: str
+    count: str | None
+    dims: list[str]
+    dtype: str | None
+    layout: int  # 0: dense; -1: evenly spaced rows; else so many last dimensions are dense
+    is_written: bool = False
+    is_optional: bool = False
+
+    @property
+    def leading(self) -> str | None:
+        """The name of the leading dimensions, if there may be any number."""
+        return self.dims[0][:-2] if self.dims and self.dims[0].endswith("..") else None
+
+    @property
+    def sizes(self) -> list[str]:
+        """The sizes after the leading ones."""
+        return self.dims[1:] if self.leading else self.dims
+
+    @property
+    def words(self) -> str:
+        """The shape as errors spell it."""
+        names = ["..." if dim.endswith("..") else dim for dim in self.dims]
+        return ", ".join(names[:-1] + [f"{names[-1][:-1]} or none" if names[-1].endswith("?") else names[-1]])
+
+
+def _specs(text: str) -> Iterator[Spec]:
+    for name, count, dims, dtype, flags in _TENSOR.findall(text):
+        digits = re.sub(r"\D", "", flags)
+        layout = -1 if "=" in flags else int(digits or "1") if "~" in flags else 0
+        shape = [dim.strip() for dim in dims.split(",")] if dims.strip() else []
+        yield Spec(name, count or None, shape, dtype or None, layout, "!" in flags)
+
+
+class Contract:
+    """A parsed contract.
+
+    Args:
+        op: the op's name.
+        parameters: of its signature.
+        tensors: the tensors among the arguments.
+        returns: new tensors, written in the same way.
+        where: conditions, ``;`` between them, each with the words of its error after ``:``, or its own.
+        derived: ``name = expression``, ``;`` between them: fields of the kernel's params.
+        kernel: the kernel to run, whose fields have the names of the contract.
+        choices: the integer that a string argument stands for.
+        constants: fields of the kernel that are always the same.
+    """
+
+    def __init__(
+        self, op: str, parameters: Sequence[inspect.Parameter], tensors: str, returns: str = "", where: str = "",
+        derived: str = "", kernel: str = "", choices: dict[str, int] | None = None,
+        constants: dict[str, float] | None = None,
+    ) -> None:  # fmt: skip
+        # 1. Parse
+        self.op, self.kernel, self.choices, self.constants = op, kernel, choices or {}, constants or {}
+        self.parameters = {p.name: p for p in parameters}
+        self.tensors, self.outputs = [*_specs(tensors)], [*_specs(returns)]
+        for spec in self.tensors:
+            spec.is_optional = self.parameters[spec.name].annotation == Tensor | None
+        rules = [rule.partition(":") for rule in where.split(";") if rule.strip()]
+        self.rules = [(rule.strip(), words.strip() or f"{rule.strip()} must hold", _code(rule)) for rule, _, words in rules]
+        pairs = [pair.split("=", 1) for pair in derived.split(";") if pair.strip()]
+        self.derived = {name.strip(): (text.strip(), _code(text)) for name, text in pairs}
+        self.expressions = {dim: _code(dim) for s in (*self.tensors, *self.outputs) for dim in s.sizes if not _plain(dim)}
+        self.writes = [spec.name for spec in self.tensors if spec.is_written]
+        # 2. Hand it to C++
+        self.slots = {name: i for i, name in enumerate(self._names())}
+        self.run, self.match_on_cpu, self.match = _C.contract(self._compiled())
+
+    def _names(self) -> list[str]:
+        """Return every name with a number, each once."""
+        numbers = (int, bool, str) if self.choices else (int, bool)
+        names = [name for name, p in self.parameters.items() if p.annotation in numbers]
+        for spec in self.tensors:
+            names += [name for name in (spec.leading, spec.count) if name]
+            names += [dim.rstrip("?") for dim in spec.sizes if _plain(dim) and dim != "*"]
+        return [*dict.fromkeys([*names, *self.derived])]
+
+    def _compiled(self) -> dict[str, object]:
+        """Return the contract as csrc/contract.h reads it."""
+        names = [*self.parameters]
+        letters = []
+        for p in self.parameters.values():
+            letter = _ARGUMENTS.get(p.annotation, ("t",))[0]
+            letters.append("c" if p.annotation is str and self.choices else letter)
+        sources = {spec.name: ("t", i) for i, spec in enumerate(self.tensors)}
+        sources |= {name: ("f", i) for i, name in enumerate(names) if letters[i] == "f"}
+        sources |= {name: ("s", slot) for name, slot in self.slots.items()}
+        sources |= {spec.name: ("o", i) for i, spec in enumerate(self.outputs)} | {"dtype": ("d", 0)}
+        sources |= {name: ("k", i) for i, name in enumerate(self.constants)}
+        fields = [name for name, _ in _C.FIELDS.get(self.kernel, ())]
+        return {
+            "arguments": letters,
+            "argument_slots": [self.slots.get(name, -1) if letters[i] in "ibc" else -1 for i, name in enumerate(names)],
+            "tensors": [
+                {
+                    "argument": names.index(spec.name), "kind": _KINDS[spec.dtype], "layout": spec.layout,
+                    "leading": self.slots.get(spec.leading, -1), "count": self.slots.get(spec.count, -1),
+                    "optional": spec.is_optional, "written": spec.is_written, "shape": self._shape(spec),
+                }
+                for spec in self.tensors
+            ],
+            "rules": [self._program(text) for text, _, _ in self.rules],
+            "derived": [(self.slots[name], self._program(text)) for name, (text, _) in self.derived.items()],
+            "outputs": [
+                {"kind": _KINDS[spec.dtype], "leading": spec.leading is not None, "shape": self._shape(spec)}
+                for spec in self.outputs
+            ],
+            "names": [*self.slots], "choices": self.choices, "constants": [*self.constants.values()],
+            "kernel": self.kernel,
+            "fields": [(name, *sources[name]) for name in fields if name in sources],
+        }  # fmt: skip
+
+    def _shape(self, spec: Spec) -> list[tuple]:
+        """Return the sizes as (kind of Dimension, slot or program)."""
+        shape = []
+        for dim in spec.sizes:
+            if dim == "*":
+                shape.append((2, 0))
+            elif _plain(dim):
+                shape.append((3 if dim.endswith("?") else 0, self.slots[dim.rstrip("?")]))
+            else:
+                shape.append((1, self._program(dim)))
+        return shape
+
+    def _program(self, text: str) -> list[int]:
+        """Compile an expression for the stack machine of csrc/contract.h."""
+        places = {spec.name: i for i, spec in enumerate(self.tensors)}
+
+        def emit(node: ast.expr) -> list[int]:
+            match node:
+                case ast.Constant():
+                    return [0, int(node.value)]
+                case ast.Name():
+                    return [1, self.slots[node.id]]
+                case ast.BinOp():
+                    return [*emit(node.left), *emit(node.right), _OPERATIONS.index(type(node.op).__name__), 0]
+                case ast.UnaryOp():
+                    return [*emit(node.operand), _OPERATIONS.index(type(node.op).__name__), 0]
+                case ast.BoolOp():
+                    return _joined([emit(value) for value in node.values], type(node.op).__name__)
+                case ast.IfExp():
+                    test = emit(node.test)
+                    chosen = [*test, *emit(node.body), _OPERATIONS.index("Mult"), 0]
+                    other = [*test, _OPERATIONS.index("Not"), 0, *emit(node.orelse), _OPERATIONS.index("Mult"), 0]
+                    return [*chosen, *other, _OPERATIONS.index("Add"), 0]
+                case ast.Compare():
+                    sides = [emit(side) for side in (node.left, *node.comparators)]
+                    compared = []
+                    for a, b, operation in zip(sides, sides[1:], node.ops, strict=False):
+                        name = type(operation).__name__
+                        if name.startswith("Gt"):
+                            a, b, name = b, a, name.replace("Gt", "Lt")
+                        compared.append([*a, *b, _OPERATIONS.index(name), 0])
+                    return _joined(compared, "And")
+                case ast.Call(func=ast.Name(id=("min" | "max") as name)):
+                    return _joined([emit(value) for value in node.args], name)
+                case ast.Call(func=ast.Name(id=name), args=[ast.Name(id=argument), *rest]):
+                    place = places[argument] if argument in places else [*self.parameters].index(argument)
+                    return [*(x for value in rest for x in emit(value)), _OPERATIONS.index(name), place]
+            raise ValueError(f"{self.op}: a contract cannot say {ast.unparse(node)!r}")
+
+        return emit(ast.parse(text.strip(), mode="eval").body)
+
+    # ------------------------------------------------------------------------------------------ a call
+
+    def scope(self, arguments: Sequence[object], names: dict[str, int]) -> Scope:
+        """Return the scope of a call that matched."""
+        given = dict(zip(self.parameters, arguments, strict=True))
+        scope = Scope(arguments=arguments, **(given | names | self.constants))
+        for name, p in self.parameters.items():
+            if p.annotation is str and self.choices and given[name] in self.choices:
+                setattr(scope, name, self.choices[given[name]])
+        return scope
+
+    def check(self, arguments: Sequence[object], at: str = "") -> Scope:
+        """Raise for the first thing that is wrong; return the scope of the call. ``at`` stands before the names.
+
+        Raises:
+            ValueError: a shape, a number, a layout or memory does not fit. TypeError: a dtype does not fit.
+        """
+        scope = self.scope(arguments, {})
+        env = _FUNCTIONS | dict.fromkeys(self.slots, 0) | vars(scope)
+        found = [(spec, at + name, tensor) for spec, name, tensor in self._tensors(scope)]
+        expect_one_device(self.op, [tensor for _, _, tensor in found])
+        for name, p in self.parameters.items():
+            if p.annotation is str and self.choices and env[name] not in self.choices.values():
+                raise ValueError(f"{self.op}: {name} must be one of {', '.join(self.choices)}, got {env[name]!r}")
+        # 1. Dimensions, and the sizes that names stand for
+        bound = {name for name, p in self.parameters.items() if p.annotation in (int, bool)}
+        for spec in self.tensors:
+            if spec.count:
+                self._bind(spec, spec.count, len(getattr(scope, spec.name)), env, bound)
+        leading = None
+        for spec, name, tensor in found:
+            shape, missing = tensor.shape, len(spec.sizes) - tensor.dim()
+            if missing > 0 if spec.leading else missing and not (missing == 1 and spec.dims[-1].endswith("?")):
+                raise ValueError(f"{self.op}: {name} must be [{spec.words}], got {len(shape)} dimensions")
+            if spec.leading:
+                first, shape = shape[:-missing] if missing else (), shape[-missing:] if missing else shape
+                leading = first if leading is None else leading
+                env[spec.leading] = math.prod(leading)
+                bound.add(spec.leading)
+            for dim, size in zip(spec.sizes, shape, strict=False):
+                if _plain(dim) and dim != "*" and (dim := dim.rstrip("?")) not in bound:
+                    env[dim] = size
+                    bound.add(dim)
+        self._derive(env)  # sizes may be among the derived
+        # 2. All sizes, and dtypes
+        storage = next((tensor.dtype for spec, _, tensor in found if spec.dtype is None), None)
+        for spec, name, tensor in found:
+            wanted = [*(leading if spec.leading else ()), *(self._size(dim, env) for dim in spec.sizes)]
+            wanted = wanted[: len(wanted) - spec.dims[-1].endswith("?") * (len(wanted) - tensor.dim())]
+            differ = (want is not None and have != want for have, want in zip(tensor.shape, wanted, strict=False))
+            if tensor.dim() != len(wanted) or any(differ):
+                sizes = ", ".join("*" if size is None else str(size) for size in wanted)
+                raise ValueError(f"{self.op}: {name} must be [{spec.words}] = [{sizes}], got {list(tensor.shape)}")
+            self._check_dtype(spec, name, tensor, storage)
+        # 3. Conditions
+        for text, words, code in self.rules:
+            if not eval(code, env):
+                terms = dict.fromkeys(re.findall(r"\w+\(\w+\)|\w+", text))
+                came = {term: eval(term, env) for term in terms if term in self.slots or "(" in term}
+                came |= {term: env[term] for term in terms if isinstance(env.get(term), float)}
+                kind = TypeError if "is_int8" in text else ValueError
+                raise kind(f"{self.op}: {at}{words}, got {', '.join(f'{term} = {value}' for term, value in came.items())}")
+        for spec, name, tensor in found:
+            if spec.is_written and spec.layout == 0 and not tensor.is_contiguous():
+                raise ValueError(
+                    f"{self.op}: {name} is written in place and must be contiguous, got strides {tensor.stride()}"
+                )
+            if spec.is_written and spec.layout == -1 and row_stride(tensor) < 0:
+                raise ValueError(
+                    f"{self.op}: the rows of {name} must be dense and evenly spaced, got strides {tensor.stride()}"
+                )
+        # 4. Make dense what is read, and derive the fields from that
+        for spec in self.tensors:
+            if not spec.is_written and (value := env[spec.name]) is not None:
+                env[spec.name] = [_dense(x, spec) for x in value] if spec.count else _dense(value, spec)
+        self._derive(env)
+        vars(scope).update({name: env[name] for name in (*self.slots, *(spec.name for spec in self.tensors))})
+        return scope
+
+    def _bind(self, spec: Spec, name: str, size: int, env: dict[str, object], bound: set[str]) -> None:
+        """Let a name stand for the length of a list; raise if it stands for another."""
+        if name in bound and env[name] != size:
+            raise ValueError(f"{self.op}: {spec.name} must have {name} = {env[name]} tensors, got {size}")
+        env[name] = size
+        bound.add(name)
+
+    def _derive(self, env: dict[str, object]) -> None:
+        for name, (_, code) in self.derived.items():
+            env[name] = eval(code, env)
+
+    def _check_dtype(self, spec: Spec, name: str, tensor: Tensor, storage: torch.dtype | None) -> None:
+        if spec.dtype == "any" or (spec.dtype == "float" and tensor.is_floating_point()):
+            return
+        want, _, other = (spec.dtype or "T").partition("|")
+        want = _DTYPES.get(want, storage)
+        if tensor.dtype not in (want, _DTYPES.get(other)):
+            also = f" or {_DTYPES[other]}" if other else ""
+            raise TypeError(f"{self.op}: {name} must be {want}{also}, got {tensor.dtype}")
+
+    def _tensors(self, scope: Scope) -> list[tuple[Spec, str, Tensor]]:
+        found = []
+        for spec in self.tensors:
+            value = getattr(scope, spec.name)
+            if spec.count:
+                found += [(spec, f"{spec.name}[{i}]", tensor) for i, tensor in enumerate(value)]
+            elif value is not None:
+                found.append((spec, spec.name, value))
+        return found
+
+    def _size(self, dim: str, env: dict[str, object]) -> int | None:
+        if dim == "*":
+            return None
+        return env[dim.rstrip("?")] if _plain(dim) else eval(self.expressions[dim], env)
+
+    def allocate(self, scope: Scope) -> list[Tensor]:
+        """Make the results, uninitialized, and put them into the scope."""
+        env, made = _FUNCTIONS | vars(scope), []
+        leading = ()
+        for spec in self.tensors:
+            if spec.leading and (first := getattr(scope, spec.name)) is not None:
+                leading = first.shape[: first.dim() - len(spec.sizes)]
+                break
+        like = next(getattr(scope, s.name) for s in self.tensors if getattr(scope, s.name) is not None and not s.count)
+        like = next((getattr(scope, s.name) for s in self.tensors if s.dtype is None and not s.count), like)
+        for spec in self.outputs:
+            shape = [*(leading if spec.leading else ()), *(self._size(dim, env) for dim in spec.sizes)]
+            out = like.new_empty(shape, dtype=_DTYPES.get(spec.dtype, like.dtype))
+            setattr(scope, spec.name, out)
+            made.append(out)
+        return made
+
+    # ------------------------------------------------------------------------------------------ memory
+
+    def check_memory(self, arguments: Sequence[object]) -> None:
+        """Raise for a tensor that is not in memory, and for one that is written and shares memory with another."""
+        found = self._tensors(self.scope(arguments, {}))
+        for _, name, tensor in found:
+            expect_memory(self.op, name, tensor)
+        for i, (spec, name, tensor) in enumerate(found):
+            for j, (_, other_name, other) in enumerate(found if spec.is_written else ()):
+                if i != j and _share_memory(tensor, other):
+                    raise ValueError(
+                        f"{self.op}: {name} is written in place and must not share memory with {other_name}. Pass a "
+                        "copy of one of them"
+                    )
+
+    def explain_failure(self, arguments: Sequence[object]) -> None:
+        """Raise for an argument of a wrong type, or a negative view that cannot be written through.
+
+        Called where a call has failed; the reason may be another.
+        """
+        for p, argument in zip(self.parameters.values(), arguments, strict=True):
+            _, kinds, words = _ARGUMENTS.get(p.annotation, ("t", (list, tuple), "a list of tensors"))
+            fits = isinstance(argument, kinds)
+            if fits and words == "a list of tensors":
+                fits = all(isinstance(x, Tensor) for x in argument)
+            if fits and p.annotation is int:
+                fits = -(2**63) <= argument < 2**63
+            if not fits:
+                found = argument if isinstance(argument, (int, str, NoneType)) else type(argument).__name__
+                raise TypeError(f"{self.op}: {p.name} must be {words}, got {found!r}") from None
+        for spec, name, tensor in self._tensors(self.scope(arguments, {})):
+            if spec.is_written and tensor.is_neg():
+                raise ValueError(
+                    f"{self.op}: {name} is written in place and must not be a negative view. Pass {name}.resolve_neg()"
+                ) from None
+
+
+def _plain(dim: str) -> bool:
+    return dim == "*" or dim.rstrip("?").isidentifier()
+
+
+def _code(text: str) -> object:
+    return compile(text.strip(), "<contract>", "eval")
+
+
+def _joined(programs: list[list[int]], name: str) -> list[int]:
+    first, *rest = programs
+    return [*first, *(x for program in rest for x in (*program, _OPERATIONS.index(name), 0))]
+
+
+# ---------------------------------------------------------------------------------------------- tensors
+
+
+def expect_one_device(op: str, tensors: Sequence[Tensor]) -> None:
+    """Raise unless all tensors are where the first is: a kernel would read another device's addresses."""
+    for tensor in tensors:
+        if tensor.device != tensors[0].device:
+            found = f"{list(tensor.shape)} on {tensor.device}"
+            raise ValueError(f"{op}: all tensors must be on {tensors[0].device} as the first is, got {found}")
+
+
+def expect_memory(op: str, name: str, tensor: Tensor) -> None:
+    """Raise unless the tensor's storage holds all its elements. Storages are freed by FSDP and by offloading."""
+    held = tensor.untyped_storage().nbytes() if tensor.data_ptr() else 0
+    if (needed := bytes_reached(tensor)) > held:
+        raise ValueError(
+            f"{op}: {name} must be in memory, but its storage holds {held} of the "
+            f"{needed} bytes that {list(tensor.shape)} of {tensor.dtype} reaches: it was freed or cut (by FSDP "
+            f"or offloading?). Gather or load it before the call"
+        )
+
+
+def expect_strided(op: str, name: str, tensor: Tensor) -> None:
+    """Raise for a tensor that is not plain dense memory with strides."""
+    found = "a nested tensor" if tensor.is_nested else "a quantized one" if tensor.is_quantized else tensor.layout
+    if found != torch.strided:
+        raise TypeError(f"{op}: {name} must be a dense tensor (torch.strided), got {found}. Convert it first")
+
+
+def bytes_reached(tensor: Tensor) -> int:
+    """Return how many bytes of its storage a tensor needs."""
+    count = tensor.numel()
+    if count and not tensor.is_contiguous():
+        count = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (tensor.storage_offset() + count) * tensor.element_size() if count else 0
+
+
+def row_stride(tensor: Tensor | None) -> int:
+    """Return the stride between the rows of ``[..., hidden]`` if it is the same for all and they are dense; else -1."""
+    if tensor is None:
+        return 0
+    sizes, strides = tensor.shape[:-1], tensor.stride()
+    stride = next((strides[i] for i in reversed(range(len(sizes))) if sizes[i] > 1), tensor.shape[-1])
+    expected, is_even = stride, strides[-1] == 1 or tensor.shape[-1] == 1
+    for size, have in zip(reversed(sizes), reversed(strides[:-1]), strict=True):
+        is_even &= size <= 1 or have == expected
+        expected *= size
+    overlap = stride < tensor.shape[-1] and sizes.numel() > 1
+    return -1 if tensor.numel() and (not is_even or overlap) else stride
+
+
+def _dense(tensor: Tensor, spec: Spec) -> Tensor:
+    """Return the tensor itself if its layout is as the contract wants it, else a contiguous copy."""
+    if spec.dtype == "float":
+        tensor = tensor.float()
+    if spec.layout == 0 or tensor.is_contiguous():
+        return tensor.contiguous()
+    if spec.layout == -1:
+        return tensor if row_stride(tensor) >= 0 else tensor.contiguous()
+    step = 1
+    for size, stride in zip(tensor.shape[: -spec.layout - 1 : -1], tensor.stride()[: -spec.layout - 1 : -1], strict=True):
+        if size != 1 and stride != step:
+            return tensor.contiguous()
+        step *= size
+    return tensor
+
+
+def _share_memory(first: Tensor, second: Tensor) -> bool:
+    """Return True if the two have memory in common, unless they are columns side by side of the same rows."""
+    begin, other_begin = first.data_ptr(), second.data_ptr()
+    end = begin + bytes_reached(first) - first.storage_offset() * first.element_size()
+    other_end = other_begin + bytes_reached(second) - second.storage_offset() * second.element_size()
+    if not (first.numel() and second.numel() and begin < other_end and other_begin < end):
+        return False
+    step = first.stride(-2) if first.dim() >= 2 else 0
+    if first.dtype != second.dtype or not step or second.stride() != first.stride() or row_stride(first) != step:
+        return True
+    if second.shape[:-1] != first.shape[:-1]:
+        return True
+    apart = (other_begin - begin) // first.element_size() % step
+    return not (apart >= first.shape[-1] and apart + second.shape[-1] <= step)
+
+
+_FUNCTIONS = {
+    "__builtins__": {},
+    "min": min,
+    "max": max,
+    "has": lambda tensor: tensor is not None,
+    "ndim": lambda tensor: 0 if tensor is None else tensor.dim(),
+    "size": lambda tensor, dim: tensor.shape[dim],
+    "stride": lambda tensor, dim: 0 if tensor is None else tensor.stride(dim),
+    "row_stride": row_stride,
+    "itemsize": lambda tensor: 0 if tensor is None else tensor.element_size(),
+    "is_float32": lambda tensor: tensor is not None and tensor.dtype == torch.float32,
+    "is_int8": lambda tensor: tensor is not None and tensor.dtype == torch.int8,
+    "at_least": lambda number, bound: number >= bound,
+    "at_most": lambda number, bound: number <= bound,
+}
