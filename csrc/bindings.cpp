@@ -93,15 +93,9 @@ PYBIND11_MODULE(_C, m) {
     return reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(function));
   };
   static PyMethodDef methods[] = {
-      {"sound", fast(&sound), METH_FASTCALL, nullptr},
-      {"fits", fast(&fits), METH_FASTCALL, nullptr},
       {"direct_linear", fast(&as_method<direct_linear, 5>), METH_FASTCALL, nullptr},
       {"direct_linears", fast(&as_method<direct_linears, 5>), METH_FASTCALL, nullptr},
       {"direct_swiglu", fast(&as_method<direct_swiglu, 5>), METH_FASTCALL, nullptr},
-      {"direct_silu_mul", fast(&as_method<direct_silu_mul, 1>), METH_FASTCALL, nullptr},
-      {"direct_sigmoid_mul", fast(&as_method<direct_sigmoid_mul, 2>), METH_FASTCALL, nullptr},
-      {"direct_append_kv_", fast(&as_method<direct_append_kv, 5>), METH_FASTCALL, nullptr},
-      {"direct_gather_rows_", fast(&as_method<direct_gather_rows, 3>), METH_FASTCALL, nullptr},
   };
   for (PyMethodDef& method : methods) m.add_object(method.ml_name, PyCFunction_New(&method, nullptr));
   m.def("contract", &contract);

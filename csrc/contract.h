@@ -214,6 +214,8 @@ class Contract {
     const auto found = kernels().find(get("kernel").cast<std::string>());
     if (found == kernels().end()) return;
     kernel_ = &found->second;
+    has_dtype_ = std::any_of(kernel_->fields.begin(), kernel_->fields.end(),
+                             [](const Field& field) { return field.name == "dtype"; });
     for (const auto& [name, source, index] :
          get("fields").cast<std::vector<std::tuple<std::string, char, int>>>())
       for (const Field& field : kernel_->fields)
@@ -455,8 +457,6 @@ class Contract {
   }
 
   bool has_kind(Call& call, Kind kind, const Seen& seen, bool on_cpu) const {
-    const bool has_dtype = kernel_ == nullptr || std::any_of(kernel_->fields.begin(), kernel_->fields.end(),
-                                                              [](const Field& f) { return f.name == "dtype"; });
     switch (kind) {
       case Kind::kInt64:
         return seen.is(kDLInt, 64);
@@ -471,7 +471,7 @@ class Contract {
     }
     if (call.storage < 0) {
       call.storage = int(call.seen.size()) - 1;
-      if (!has_dtype) return true;
+      if (!has_dtype_) return true;
       return seen.is(kDLFloat, 32) || seen.is(kDLBfloat, 16) || (!on_cpu && seen.is(kDLFloat, 16));
     }
     const DLTensor& storage = call.seen[call.storage].t;
@@ -638,6 +638,7 @@ class Contract {
   std::vector<float> constants_;
   pybind11::dict choices_;
   const CpuKernel* kernel_ = nullptr;
+  bool has_dtype_ = true;  // false for kernels that only move bytes, of any dtype
   std::vector<Fill> fills_;
 };
 

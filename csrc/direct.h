@@ -1,7 +1,6 @@
-// Ops on plain tensors, past their Python functions, whose checks and allocations take longer than a small
-// kernel. direct_<op> takes the op's arguments in the order of its Python signature. It returns
-// NotImplemented for operands that need a closer look, and Python then does what they need or says what is
-// wrong with them.
+// Products of plain tensors with lists of weights, which a contract (contract.h) cannot say. direct_<op> takes
+// the op's arguments in the order of its Python signature. It returns NotImplemented for operands that need a
+// closer look, and Python then does what they need or says what is wrong with them.
 #pragma once
 #include <algorithm>
 #include <exception>
@@ -13,16 +12,13 @@
 
 namespace dflash {
 
-// An argument, which may be a plain tensor on the CPU (Torch::read_plain) of up to kMaxDims dimensions.
+// An argument, which may be a plain tensor on the CPU (Torch::read_plain) of up to kMaxDimensions dimensions.
 class Operand {
  public:
-  static constexpr int kMaxDims = 8;
-
   explicit Operand(PyObject* object)
-      : object_(object), is_plain_(torch.read_plain(object, t_, span_) && t_.ndim <= kMaxDims) {}
+      : object_(object), is_plain_(torch.read_plain(object, t_, span_) && t_.ndim <= kMaxDimensions) {}
 
   explicit operator bool() const { return is_plain_; }
-  const Span& span() const { return span_; }
   template <typename T>
   T* data() const {
     return static_cast<T*>(t_.data);
@@ -31,7 +27,6 @@ class Operand {
   int dims() const { return t_.ndim; }
   // Of dimension i, the last one first if it is negative.
   int64_t size(int i) const { return t_.shape[i < 0 ? t_.ndim + i : i]; }
-  int64_t stride(int i) const { return t_.strides[i < 0 ? t_.ndim + i : i]; }
   // Of all dimensions but the last.
   int64_t rows() const {
     int64_t count = 1;
@@ -51,12 +46,10 @@ class Operand {
       dense = dense && (t_.shape[i] == 1 || t_.strides[i] == step);
     return dense || step == 0;
   }
-  bool has_dense_rows() const { return stride(-1) == 1 || size(-1) == 1; }
 
   bool is_like(const Operand& other) const {
     return t_.code == other.t_.code && t_.bits == other.t_.bits && t_.lanes == other.t_.lanes;
   }
-  bool is_int64() const { return is(kDLInt, 64); }
   bool is_int8() const { return is(kDLInt, 8); }
   bool is_float32() const { return is(kDLFloat, 32); }
   // The kernels' dtype; false if they have none for it on the CPU.
@@ -68,7 +61,7 @@ class Operand {
 
   // A new tensor like this one, the size of its last dimension another.
   pybind11::object resized(int64_t last) const {
-    int64_t shape[kMaxDims];
+    int64_t shape[kMaxDimensions];
     std::copy(t_.shape, t_.shape + t_.ndim, shape);
     shape[t_.ndim - 1] = last;
     return torch.new_empty(object_, shape, t_.ndim);
@@ -195,95 +188,6 @@ inline PyObject* direct_swiglu(PyObject* const* arguments) {
     gated.rows = p.rows, gated.width = p.features[0], gated.dtype = p.dtype;
     run_kernel(&CpuKernels::silu_mul, gated);
   });
-}
-
-// ---- gates
-
-// silu_mul(gate_up)
-inline PyObject* direct_silu_mul(PyObject* const* arguments) {
-  const Torch::ModesOff guard(torch);
-  const Operand gate_up(arguments[0]);
-  SiluMulParams p{};
-  if (!gate_up || gate_up.dims() < 2 || gate_up.size(-1) % 2 != 0 || !gate_up.is_dense() ||
-      !gate_up.read_dtype(p.dtype))
-    Py_RETURN_NOTIMPLEMENTED;
-  p.gate_up = gate_up.data<void>(), p.width = gate_up.size(-1) / 2;
-  p.rows = p.width > 0 ? gate_up.rows() : 0;
-  return filled(gate_up.resized(p.width), [&](void* out) {
-    p.out = out;
-    run_kernel(&CpuKernels::silu_mul, p);
-  });
-}
-
-// sigmoid_mul(x, gate)
-inline PyObject* direct_sigmoid_mul(PyObject* const* arguments) {
-  const Torch::ModesOff guard(torch);
-  const Operand x(arguments[0]), gate(arguments[1]);
-  SigmoidMulParams p{};
-  if (!x || !gate || x.dims() != 3 || !x.is_dense() || !x.read_dtype(p.dtype) || !gate.is_like(x) ||
-      !gate.has_shape({x.size(0), x.size(1), x.size(2)}) || !gate.has_dense_rows())
-    Py_RETURN_NOTIMPLEMENTED;
-  p.x = x.data<void>(), p.gate = gate.data<void>();
-  p.gate_stride_row = gate.stride(0), p.gate_stride_head = gate.stride(1);
-  p.rows = x.size(0), p.heads = x.size(1), p.width = x.size(2);
-  return filled(x.resized(p.width), [&](void* out) {
-    p.out = out;
-    run_kernel(&CpuKernels::sigmoid_mul, p);
-  });
-}
-
-// ---- rows of caches
-
-// append_kv_(key, value, positions, k_cache, v_cache)
-inline PyObject* direct_append_kv(PyObject* const* arguments) {
-  // 1. See whether all are plain, and the caches lie apart
-  const Torch::ModesOff guard(torch);
-  const Operand key(arguments[0]), value(arguments[1]), positions(arguments[2]);
-  const Operand k_cache(arguments[3]), v_cache(arguments[4]);
-  AppendKvParams p{};
-  if (!key || !value || !positions || !k_cache || !v_cache || key.dims() != 4 || v_cache.dims() != 4)
-    Py_RETURN_NOTIMPLEMENTED;
-  for (const Operand* read : {&key, &value, &positions})
-    if (k_cache.span().meets(read->span()) || v_cache.span().meets(read->span())) Py_RETURN_NOTIMPLEMENTED;
-  if (k_cache.span().meets(v_cache.span())) Py_RETURN_NOTIMPLEMENTED;
-  // 2. See whether they fit
-  p.batch = key.size(0), p.num_kv_heads = key.size(1), p.rows = key.size(2), p.head_dim = key.size(3);
-  p.capacity = v_cache.size(2), p.v_head_dim = v_cache.size(3);
-  const bool fits = key.read_dtype(p.dtype) && value.is_like(key) && k_cache.is_like(key) &&
-                    v_cache.is_like(key) && positions.is_int64() &&
-                    value.has_shape({p.batch, p.num_kv_heads, p.rows, p.v_head_dim}) &&
-                    positions.has_shape({p.batch, p.rows}) && p.capacity > 0 &&
-                    k_cache.has_shape({p.batch, p.num_kv_heads, p.capacity, p.head_dim}) &&
-                    v_cache.has_shape({p.batch, p.num_kv_heads, p.capacity, p.v_head_dim});
-  if (!fits || !key.has_dense_rows() || !value.has_dense_rows() || !positions.is_dense() ||
-      !k_cache.is_dense() || !v_cache.is_dense())
-    Py_RETURN_NOTIMPLEMENTED;
-  // 3. Append
-  p.key = key.data<void>(), p.value = value.data<void>(), p.positions = positions.data<int64_t>();
-  p.k_cache = k_cache.data<void>(), p.v_cache = v_cache.data<void>();
-  p.k_stride_batch = key.stride(0), p.k_stride_head = key.stride(1), p.k_stride_row = key.stride(2);
-  p.v_stride_batch = value.stride(0), p.v_stride_head = value.stride(1), p.v_stride_row = value.stride(2);
-  run_kernel(&CpuKernels::append_kv, p);
-  Py_RETURN_NONE;
-}
-
-// gather_rows_(x, path, out)
-inline PyObject* direct_gather_rows(PyObject* const* arguments) {
-  const Torch::ModesOff guard(torch);
-  const Operand x(arguments[0]), path(arguments[1]), out(arguments[2]);
-  if (!x || !path || !out || x.dims() != 3 || path.dims() != 2 || out.dims() != 3 ||
-      out.span().meets(x.span()) || out.span().meets(path.span()))
-    Py_RETURN_NOTIMPLEMENTED;
-  const int64_t batch = x.size(0), columns = path.size(1), width = x.size(2);
-  const bool fits = x.size(1) > 0 && path.is_int64() && path.size(0) == batch && out.is_like(x) &&
-                    out.size(1) >= columns && out.has_shape({batch, out.size(1), width});
-  if (!fits || !x.is_dense() || !path.is_dense() || !out.is_dense()) Py_RETURN_NOTIMPLEMENTED;
-  GatherRowsParams p{};
-  p.x = x.data<void>(), p.path = path.data<int64_t>(), p.out = out.data<void>();
-  p.batch = batch, p.rows = x.size(1), p.path_rows = columns, p.out_rows = out.size(1);
-  p.row_bytes = width * x.element_size();
-  run_kernel(&CpuKernels::gather_rows, p);
-  Py_RETURN_NONE;
 }
 
 // A direct_<op> of COUNT arguments as Python's C functions are: exceptions become Python's.

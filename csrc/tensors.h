@@ -141,13 +141,6 @@ class Torch {
     return type == types_[0] || type == types_[1];
   }
 
-  // True if t is of this dtype, which is one of those that init was given.
-  bool is_of(const DLTensor& t, PyObject* dtype) const {
-    for (const DType& known : dtypes_)
-      if (known.object == dtype) return t.code == known.code && t.bits == known.bits;
-    return false;
-  }
-
   // True if the values are minus the bytes, see torch.Tensor.is_neg.
   bool is_negative(PyObject* object) const {
     PyObject* negative = is_neg_(object);
@@ -217,88 +210,6 @@ class Torch {
 };
 
 inline Torch torch;
-
-// ---- the check
-
-// Collects the spans of an argument's tensors: None, a tensor, or a list of them.
-inline bool add_spans(PyObject* argument, bool direct, std::vector<Span>& spans) {
-  if (argument == Py_None) return true;
-  if (PyList_Check(argument) || PyTuple_Check(argument)) {
-    for (Py_ssize_t i = 0; i < PySequence_Fast_GET_SIZE(argument); ++i)
-      if (!add_spans(PySequence_Fast_GET_ITEM(argument, i), direct, spans)) return false;
-    return true;
-  }
-  DLTensor t;
-  Span span;
-  const bool holds = direct ? torch.read_plain(argument, t, span)
-                            : torch.read(argument, t) && torch.span_of(argument, t, span);
-  if (holds) spans.push_back(span);
-  return holds;
-}
-
-// Checks what sound() says below; `spans` is scratch.
-inline bool lie_apart(PyObject* const* arguments, Py_ssize_t count, std::vector<Span>& spans) {
-  const Torch::ModesOff guard(torch);
-  const bool direct = arguments[0] == Py_True;
-  const Py_ssize_t num_written = PyLong_AsSsize_t(arguments[1]);
-  size_t written = 0;
-  for (Py_ssize_t i = 2; i < count; ++i) {
-    if (i == 2 + num_written) written = spans.size();
-    if (!add_spans(arguments[i], direct, spans)) return false;
-  }
-  if (count == 2 + num_written) written = spans.size();
-  for (size_t i = 0; i < written; ++i)
-    for (size_t j = i + 1; j < spans.size(); ++j)
-      if (spans[i].meets(spans[j])) return false;
-  return true;
-}
-
-// sound(direct, num_written, arguments...): true if every tensor among the arguments lies in memory that is
-// there, and those among the first num_written arguments meet no other. With `direct`, also if each is a
-// plain tensor on the CPU, so that a kernel may be called past torch's dispatcher. False says only that one
-// has to look more closely: tensors that meet in their spans may still have no element in common.
-inline PyObject* sound(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  // A finalizer or a mode may call an op in the middle of this one, so a call takes the buffer with it.
-  static thread_local std::vector<Span> buffer;
-  std::vector<Span> spans = std::move(buffer);
-  spans.clear();
-  const bool apart = lie_apart(arguments, count, spans);
-  buffer = std::move(spans);
-  return PyBool_FromLong(apart);
-}
-
-// ---- shapes
-
-inline bool fits_one(PyObject* tensor, bool contiguous, PyObject* shape, PyObject* dtype) {
-  DLTensor t;
-  if (!torch.is_exact(tensor) || !torch.read(tensor, t)) return false;
-  if (t.ndim != PyTuple_GET_SIZE(shape) || !torch.is_of(t, dtype)) return false;
-  bool dense = true;
-  int64_t step = 1;
-  for (int i = t.ndim - 1; i >= 0; --i) {
-    if (t.shape[i] != PyLong_AsLongLong(PyTuple_GET_ITEM(shape, i))) return false;
-    dense = dense && (t.shape[i] == 1 || t.strides[i] == step);
-    step *= t.shape[i];
-  }
-  return dense || step == 0 || !contiguous;
-}
-
-// fits(contiguous, tensor or list, shape, dtype, tensor or list, shape, dtype, ...): true if all have their
-// shape, a tuple, and dtype, and are contiguous if asked. False says only that one has to look more closely.
-inline PyObject* fits(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  const bool contiguous = arguments[0] == Py_True;
-  for (Py_ssize_t i = 1; i < count; i += 3) {
-    PyObject *tensors = arguments[i], *shape = arguments[i + 1], *dtype = arguments[i + 2];
-    const bool list = PyList_Check(tensors) || PyTuple_Check(tensors);
-    const Py_ssize_t number = list ? PySequence_Fast_GET_SIZE(tensors) : 1;
-    for (Py_ssize_t j = 0; j < number; ++j)
-      if (!fits_one(list ? PySequence_Fast_GET_ITEM(tensors, j) : tensors, contiguous, shape, dtype)) {
-        PyErr_Clear();
-        Py_RETURN_FALSE;
-      }
-  }
-  Py_RETURN_TRUE;
-}
 
 // ---- tensors whose addresses are kept
 
