@@ -225,33 +225,3 @@ def test_runs_without_data():
     with FakeTensorMode() as mode:
         for accept in (ops.accept_path_, reference.accept_path_):
             accept(*(mode.from_tensor(x) for x in case))
-
-
-def test_bad_input_is_named():
-    case = draw(4, 5, 16, 7)
-
-    def call(name, value):
-        ops.accept_path_(*(value(x) if name == other else x for other, x in zip(NAMES, case, strict=True)))
-
-    with pytest.raises(ValueError, match=r"accept_path_: ids must be \[batch, rows\] with rows >= 1, got \[5, 0\]"):
-        call("ids", lambda x: x[:, :0])
-    for name in ("parents", "choices"):
-        with pytest.raises(ValueError, match=rf"{name} must be \[batch, rows\] = \[5, 16\], got \[5, 15\]"):
-            call(name, lambda x: x[:, :15])
-    with pytest.raises(ValueError, match=r"path must be \[batch, path_rows\] with path_rows >= 1, got \[5, 0\]"):
-        call("path", lambda x: x[:, :0])
-    with pytest.raises(ValueError, match=r"accept_path_: a tree has at most 128 rows, got 129"):
-        call("ids", lambda x: x.new_zeros(5, 129))
-    with pytest.raises(ValueError, match=r"chain_ids must be \[batch, path_rows\] = \[5, 7\], got \[5, 6\]"):
-        call("chain_ids", lambda x: x[:, :6].contiguous())
-    with pytest.raises(ValueError, match=r"path must be \[batch, path_rows\] = \[5, 7\], got \[4, 7\]"):
-        call("path", lambda x: x[:4])
-    for name in ("tokens", "path", "chain_choices"):
-        with pytest.raises(ValueError, match=rf"{name} is written in place and must be contiguous, got strides"):
-            call(name, lambda x: x.t().contiguous().t())
-    for name in ("limits", "length", "num_context", "done"):
-        with pytest.raises(ValueError, match=rf"{name} must be \[batch\] = \[5\], got \[4\]"):
-            call(name, lambda x: x[:4])
-    for name in NAMES:
-        with pytest.raises(TypeError, match=rf"{name} must be torch.int64, got torch.int32"):
-            call(name, torch.Tensor.int)

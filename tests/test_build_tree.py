@@ -171,20 +171,3 @@ def test_runs_without_data():
         fake = [mode.from_tensor(x) for x in case]
         for build in (ops.build_tree, reference.build_tree):
             assert [(x.shape, x.dtype, x.stride()) for x in build(*fake, 8)] == real
-
-
-def test_bad_input_is_named():
-    anchor, ids, scores = draw_case(0)
-    with pytest.raises(ValueError, match=r"ids must be \[batch, depths, count\] with depths and count >= 1, got"):
-        ops.build_tree(anchor, ids[:, :0], scores, 4)
-    for rows in (0, 129):
-        with pytest.raises(ValueError, match=rf"build_tree: rows must be from 1 to 128, got {rows}"):
-            ops.build_tree(anchor, ids, scores, rows)
-    with pytest.raises(ValueError, match=r"anchor must be \[batch\] = \[4\], got \[3\]"):
-        ops.build_tree(anchor[:3], ids, scores, 4)
-    with pytest.raises(ValueError, match=r"scores must be \[batch, depths, count\] = \[4, 6, 9\], got \[4, 6, 8\]"):
-        ops.build_tree(anchor, ids, scores[..., :8], 4)
-    with pytest.raises(TypeError, match=r"scores must be torch.float32, got torch.float64"):
-        ops.build_tree(anchor, ids, scores.double(), 4)
-    with pytest.raises(TypeError, match=r"ids must be torch.int64, got torch.int32"):
-        ops.build_tree(anchor, ids.int(), scores, 4)

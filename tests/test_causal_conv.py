@@ -244,10 +244,3 @@ BAD = [
     ({"bias": lambda x: x.double()}, TypeError, r"bias must be torch.float32, got torch.float64"),
     (dict.fromkeys(("x", "weight", "bias", "window"), torch.Tensor.half), TypeError, "float32 or bfloat16 on CPU"),
 ]  # fmt: skip
-
-
-@pytest.mark.parametrize(("change", "error", "message"), BAD)
-def test_bad_input_is_named(change, error, message):
-    call = draw((7, 4))
-    with pytest.raises(error, match=f"^causal_conv_: .*{message}"):
-        ops.causal_conv_(**{name: change[name](x) if name in change else x for name, x in call.items()})

@@ -153,37 +153,3 @@ def test_runs_without_data():
         path, counts, *caches = (mode.from_tensor(x) for x in (path, counts, *k_caches, *v_caches))
         for compact in (ops.compact_kv_, reference.compact_kv_):
             compact(path, counts, counts.clone(), caches[:3], caches[3:])
-
-
-def test_bad_input_is_named():
-    path, counts = draw_paths(1, 2, 9, 4)
-    first = counts.clone()
-    k_caches, v_caches = make_caches(LAYERS["unlike"], 2, 30, torch.float32)
-
-    def call(path=path, counts=counts, first=first, k=k_caches, v=v_caches):
-        ops.compact_kv_(path, counts, first, k, v)
-
-    with pytest.raises(ValueError, match=r"compact_kv_: path must be \[batch, path_rows\], got 1 dimensions"):
-        call(path=path[0])
-    with pytest.raises(ValueError, match=r"counts must be \[batch\] = \[2\], got \[1\]"):
-        call(counts=counts[:1])
-    with pytest.raises(TypeError, match=r"first must be torch.int64, got torch.int32"):
-        call(first=first.int())
-    with pytest.raises(ValueError, match=r"every layer must have both caches, got 3 k_caches, 2 v_caches"):
-        call(v=v_caches[:2])
-    with pytest.raises(
-        ValueError, match=r"k_caches\[0\] must be \[batch, .*\] = \[3, \*, \*, \*\], got \[2, 3, 30, 128\]"
-    ):
-        call(path=path[:1].repeat(3, 1), counts=counts[:1].repeat(3), first=first[:1].repeat(3))
-    with pytest.raises(ValueError, match=r"v_caches\[1\] must be .* = \[2, 1, 30, \*\], got \[2, 2, 30, 8\]"):
-        call(v=[v_caches[0], v_caches[1].repeat(1, 2, 1, 1), v_caches[2]])
-    with pytest.raises(ValueError, match=r"k_caches\[2\] must have the capacity of the first, 30, got 29"):
-        call(k=[*k_caches[:2], k_caches[2][:, :, :29].clone()], v=[*v_caches[:2], v_caches[2][:, :, :29].clone()])
-    with pytest.raises(TypeError, match=r"v_caches\[1\] must be torch.float32, got torch.bfloat16"):
-        call(v=[v_caches[0], v_caches[1].bfloat16(), v_caches[2]])
-    with pytest.raises(ValueError, match=r"k_caches\[0\] is written in place and must be contiguous"):
-        call(k=[k_caches[0].transpose(1, 2).contiguous().transpose(1, 2), *k_caches[1:]])
-    with pytest.raises(
-        ValueError, match=r"k_caches\[1\] is written in place and must not share memory with v_caches\[1\]"
-    ):
-        call(k=[k_caches[0], v_caches[1], k_caches[2]])

@@ -3,8 +3,6 @@ import torch
 from op_checks import DTYPES, Emulated
 from torch import nn
 
-from dflash import ops
-
 pytestmark = pytest.mark.op
 
 BATCH, CAPACITY, VOCAB, MASK = 3, 20, 50, 7
@@ -114,30 +112,3 @@ def test_opcheck(dtype):
     op = torch.ops.dflash.draft_rows.default
     torch.library.opcheck(op, (tokens, LENGTH, None, table, MASK, 5, 6))
     torch.library.opcheck(op, (tokens, LENGTH, tokens[:, :5], table, MASK, 5, 5, mask, 2.0))
-
-
-def test_bad_input_is_named():
-    tokens, table, mask = draw()
-
-    def call(tokens=tokens, length=LENGTH, drafts=None, table=table, mask_id=MASK, num_drafts=3, rows=4, mask=None):
-        ops.draft_rows(tokens, length, drafts, table, mask_id, num_drafts, rows, mask)
-
-    call()
-    with pytest.raises(ValueError, match=r"tokens must hold a token and table an embedding, got \[3, 0\] and"):
-        call(tokens=tokens[:, :0])
-    with pytest.raises(TypeError, match=r"tokens must be torch.int64, got torch.int32"):
-        call(tokens=tokens.int())
-    with pytest.raises(ValueError, match=r"length must be \[batch\] = \[3\], got \[2\]"):
-        call(length=LENGTH[:2])
-    with pytest.raises(ValueError, match=r"drafts must be \[batch, num_drafts\] = \[3, 3\], got \[3, 4\]"):
-        call(drafts=tokens[:, :4])
-    with pytest.raises(ValueError, match=r"rows must be 0 .. num_drafts \+ 1 = 4, got 5"):
-        call(rows=5)
-    with pytest.raises(ValueError, match=r"mask_id must be below the 50 rows of table, got 50"):
-        call(mask_id=VOCAB)
-    with pytest.raises(ValueError, match=r"mask_embedding must be \[hidden\] = \[48\], got \[47\]"):
-        call(mask=mask[:47])
-    with pytest.raises(TypeError, match=r"mask_embedding must be torch.float32, got torch.bfloat16"):
-        call(mask=mask.bfloat16())
-    with pytest.raises(TypeError, match=r"draft_rows: table must be float32 or bfloat16 on CPU, got torch.float16"):
-        ops.draft_rows(tokens, LENGTH, None, table.half(), MASK, 3, 4)

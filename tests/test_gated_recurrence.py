@@ -292,10 +292,3 @@ BAD = [
     ({"beta": lambda x: x.bfloat16()}, TypeError, r"beta must be torch.float32, got torch.bfloat16"),
     ({"state": lambda x: x.bfloat16()}, TypeError, r"state must be torch.float32, got torch.bfloat16"),
 ]  # fmt: skip
-
-
-@pytest.mark.parametrize(("change", "error", "message"), BAD)
-def test_bad_input_is_named(change, error, message):
-    call = draw("kda", (2, 4, 8, 6))
-    with pytest.raises(error, match=f"^gated_recurrence_: .*{message}"):
-        ops.gated_recurrence_(**{name: change[name](x) if name in change else x for name, x in call.items()})

@@ -168,19 +168,3 @@ def test_the_op_is_traced_whole():
         values = torch.zeros(4, 6, dtype=torch.int8)
         out = ops.swiglu(torch.zeros(3, 6), values, values, scales=torch.zeros(8))
     assert out.shape == (3, 4)
-
-
-def test_operands_that_do_not_fit_are_named():
-    x, weight, _ = operands(3, 8, 6, torch.float32)
-    with pytest.raises(TypeError, match=r"weight must be torch.int8 where scales are given, got torch.float32"):
-        ops.linear(x, weight.wide(), scales=weight.scales)
-    with pytest.raises(TypeError, match=r"weight must be torch.float32 as x is, got torch.int8"):
-        ops.linear(x, weight.values)
-    with pytest.raises(ValueError, match=r"scales must be \[rows of the weights\] = \[8\], got \[7\]"):
-        ops.linear(x, weight.values, scales=weight.scales[:7])
-    with pytest.raises(ValueError, match=r"scales must be \[rows of the weights\] = \[16\], got \[8\]"):
-        ops.swiglu(x, weight.values, weight.values, scales=weight.scales)
-    with pytest.raises(TypeError, match=r"scales must be torch.float32, got torch.float64"):
-        ops.linears(x, [weight.values], scales=weight.scales.double())
-    with pytest.raises(TypeError, match="must all be in 8 bits or none"):
-        ops.split_weights(weight, weight.wide())

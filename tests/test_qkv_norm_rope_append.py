@@ -4,7 +4,7 @@ from op_checks import DTYPES, Emulated, assert_as_exact_as_torch
 
 from dflash import ops
 from dflash.ops import reference, switches
-from dflash.ops.registry import FakeLauncher
+from dflash.ops.registry import CpuLauncher
 
 pytestmark = pytest.mark.op
 
@@ -197,15 +197,15 @@ def test_nothing_is_read_early_of_what_is_copied_first(copied, switch, monkeypat
     """The copy is what the kernel ahead writes."""
     passed = []
 
-    class Recorder(FakeLauncher):
-        def __call__(self, kernel, *arguments):
-            passed.append(arguments[-2])
+    class Recorder(CpuLauncher):
+        def __call__(self, kernel, scope):
+            passed.append(scope.prefetch)
 
     monkeypatch.setattr(switches, "PREFETCH", switch)
     arguments = draw(SHAPES[0], 2, 20, 16, torch.float32, tree=True)
     if copied is not None:
         arguments[copied] = torch.stack([arguments[copied]] * 2, -1)[..., 0]
-    ops.qkv_norm_rope_append_.body(Recorder(), *arguments, prefetch=True)
+    ops.qkv_norm_rope_append_.op.run(Recorder(), *arguments[:12], False, False, True)
     assert passed == [copied is None and switch]
 
 
@@ -216,61 +216,3 @@ def test_opcheck(dtype):
         args = draw(SHAPES[2], 2, 5, 3, dtype, norm, tree=norm)
         args[4:6] = [x.nan_to_num(1.0) for x in args[4:6]]
         torch.library.opcheck(op, (*args[:9], *(x.zero_() for x in args[9:])))
-
-
-def test_bad_input_is_named():
-    args = draw(SHAPES[0], 2, 5, 3, torch.float32)
-
-    def call(**other):
-        names = [
-            "qkv",
-            "lengths",
-            "num_context",
-            "depth",
-            "cos",
-            "sin",
-            "q_norm_weight",
-            "k_norm_weight",
-            "eps",
-            "q_out",
-            "k_cache",
-            "v_cache",
-        ]
-        ops.qkv_norm_rope_append_(*(other.get(name, value) for name, value in zip(names, args, strict=True)))
-
-    qkv, lengths, _, _, cos, _, weight, _, _, q_out, k_cache, _ = args
-    with pytest.raises(ValueError, match=r"qkv must be \[batch, rows, \(4 \+ 2 \* 2\) \* 16\].*got \[2, 5, 127\]"):
-        call(qkv=qkv[..., :127])
-    with pytest.raises(ValueError, match=r"lengths must be \[batch\] = \[2\], got \[1\]"):
-        call(lengths=lengths[:1])
-    with pytest.raises(TypeError, match=r"lengths must be torch.int64, got torch.int32"):
-        call(lengths=lengths.int())
-    with pytest.raises(ValueError, match=r"num_context must be given for the 2 rows in front of q_out's, got None"):
-        call(num_context=None)
-    with pytest.raises(ValueError, match=r"num_context must be \[batch\] = \[2\], got \[1\]"):
-        call(num_context=lengths[:1])
-    with pytest.raises(ValueError, match=r"depth must be \[batch, q_rows\] = \[2, 3\], got \[2, 5\]"):
-        call(depth=torch.zeros(2, 5, dtype=torch.int64))
-    with pytest.raises(TypeError, match=r"cos must be torch.float32, got torch.bfloat16"):
-        call(cos=cos.bfloat16())
-    with pytest.raises(ValueError, match=r"sin must be .* = \[50, 8\], got \[50, 7\]"):
-        call(sin=cos[..., :7])
-    for shape in ((50, 9), (0, 8)):
-        with pytest.raises(ValueError, match=r"cos must be \[positions, at most head_dim / 2 = 8\], got"):
-            call(cos=torch.zeros(shape), sin=torch.zeros(shape))
-    with pytest.raises(ValueError, match=r"k_norm_weight must be \[head_dim\] = \[16\], got \[15\]"):
-        call(k_norm_weight=weight[:15])
-    with pytest.raises(ValueError, match=r"q_out may have at most the 5 rows of qkv, got 6"):
-        call(q_out=torch.zeros(2, 6, 4, 16))
-    with pytest.raises(ValueError, match=r"q_out is written in place and must be contiguous, got strides"):
-        call(q_out=q_out.transpose(1, 2).contiguous().transpose(1, 2))
-    with pytest.raises(ValueError, match=r"k_cache is written in place and must be contiguous, got strides"):
-        call(k_cache=k_cache.transpose(1, 2).contiguous().transpose(1, 2))
-    with pytest.raises(ValueError, match=r"v_cache must be .* = \[2, 2, 50, 16\], got \[2, 2, 49, 16\]"):
-        call(v_cache=k_cache[:, :, :49])
-    with pytest.raises(TypeError, match=r"q_out must be torch.bfloat16, got torch.float32"):
-        call(qkv=qkv.bfloat16())
-    with pytest.raises(TypeError, match=r"qkv must be float32 or bfloat16 on CPU, got torch.float16"):
-        ops.qkv_norm_rope_append_(
-            *(x.half() if isinstance(x, torch.Tensor) and i not in (1, 2, 3, 4, 5) else x for i, x in enumerate(args))
-        )

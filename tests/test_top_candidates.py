@@ -149,21 +149,3 @@ def test_runs_without_data():
         fake = [mode.from_tensor(x) for x in case]
         for candidates in (ops.top_candidates, reference.top_candidates):
             assert [(x.shape, x.dtype, x.stride()) for x in candidates(*fake, 60)] == real
-
-
-def test_bad_input_is_named():
-    logits, positions, seeds, temperature, levels = draw_case(0, 50)
-    candidates = ops.top_candidates
-    with pytest.raises(ValueError, match=r"logits must be \[batch, rows, vocab\] with vocab >= 1, got \[12, 2, 0\]"):
-        candidates(logits[..., :0], positions, seeds, temperature, levels, 4)
-    for count in (0, 129):
-        with pytest.raises(ValueError, match=rf"top_candidates: count must be from 1 to 128, got {count}"):
-            candidates(logits, positions, seeds, temperature, levels, count)
-    with pytest.raises(ValueError, match=r"positions must be \[batch, rows\] = \[12, 2\], got \[12, 1\]"):
-        candidates(logits, positions[:, :1], seeds, temperature, levels, 4)
-    with pytest.raises(ValueError, match=r"sharpness must be \[batch, levels\] = \[12, \*\], got \[11, 3\]"):
-        candidates(logits, positions, seeds, temperature, levels[:11], 4)
-    with pytest.raises(TypeError, match=r"temperature must be torch.float32, got torch.float64"):
-        candidates(logits, positions, seeds, temperature.double(), levels, 4)
-    with pytest.raises(TypeError, match=r"logits must be float32 or bfloat16 on CPU, got torch.float64"):
-        candidates(logits.double(), positions, seeds, temperature, levels, 4)

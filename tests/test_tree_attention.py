@@ -187,29 +187,3 @@ def test_opcheck(dtype):
     q, k_cache, v_cache, lengths = draw((4, 2, 16, 24), [0, 33], 5, dtype)
     arguments = (q, k_cache, v_cache, lengths, 0.25, True, 7, 9.0, torch.zeros(4), random_shapes(5, 2).ancestors)
     torch.library.opcheck(torch.ops.dflash.block_attention.default, arguments, test_utils=("test_schema",))
-
-
-def test_bad_ancestors_are_named():
-    q, k_cache, v_cache, lengths = draw((4, 2, 16, 16), [0, 33], 5, torch.float32)
-
-    def attend(ancestors, causal=True):
-        return ops.block_attention(q, k_cache, v_cache, lengths, 0.25, causal, ancestors=ancestors)
-
-    with pytest.raises(ValueError, match=r"ancestors must be .*ceil\(rows / 64\)\] = \[2, 5, 1\], got \[2, 5, 2\]"):
-        attend(torch.zeros(2, 5, 2, dtype=torch.int64))
-    with pytest.raises(ValueError, match=r"ancestors must be \[batch, rows, .*\], got 2 dimensions"):
-        attend(torch.zeros(5, 1, dtype=torch.int64))
-    with pytest.raises(TypeError, match=r"ancestors must be torch.int64, got torch.int32"):
-        attend(torch.zeros(2, 5, 1, dtype=torch.int32))
-    with pytest.raises(ValueError, match=r"a tree has at most 128 rows, got 129"):
-        ops.block_attention(
-            q[:, :1].expand(2, 129, 4, 16),
-            k_cache,
-            v_cache,
-            lengths,
-            0.25,
-            True,
-            ancestors=torch.zeros(2, 129, 3, dtype=torch.int64),
-        )
-    with pytest.raises(ValueError, match=r"causal must be True with ancestors, got False"):
-        attend(torch.zeros(2, 5, 1, dtype=torch.int64), causal=False)

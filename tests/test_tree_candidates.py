@@ -208,24 +208,3 @@ def test_runs_without_data():
         fake = [mode.from_tensor(x) for x in case]
         for candidates in (ops.tree_candidates, reference.tree_candidates):
             assert [(x.shape, x.dtype, x.stride()) for x in candidates(*fake, 60)] == real
-
-
-def test_bad_input_is_named():
-    logits, positions, seeds, temperature = draw_case(0, 50)
-    candidates = ops.tree_candidates
-    with pytest.raises(ValueError, match=r"logits must be \[batch, depths, vocab\] with vocab >= 1, got \[6, 3, 0\]"):
-        candidates(logits[..., :0], positions, seeds, temperature, 4)
-    for count in (0, 129):
-        with pytest.raises(ValueError, match=rf"tree_candidates: count must be from 1 to 128, got {count}"):
-            candidates(logits, positions, seeds, temperature, count)
-    for weight in (-0.1, 1.5, math.nan):
-        with pytest.raises(ValueError, match=rf"tree_candidates: noise_weight must be from 0 to 1, got {weight}"):
-            candidates(logits, positions, seeds, temperature, 4, weight)
-    with pytest.raises(ValueError, match=r"positions must be \[batch, depths\] = \[6, 3\], got \[6, 2\]"):
-        candidates(logits, positions[:, :2], seeds, temperature, 4)
-    with pytest.raises(ValueError, match=r"seeds must be \[batch\] = \[6\], got \[5\]"):
-        candidates(logits, positions, seeds[:5], temperature, 4)
-    with pytest.raises(TypeError, match=r"temperature must be torch.float32, got torch.float64"):
-        candidates(logits, positions, seeds, temperature.double(), 4)
-    with pytest.raises(TypeError, match=r"logits must be float32 or bfloat16 on CPU, got torch.float64"):
-        candidates(logits.double(), positions, seeds, temperature, 4)

@@ -286,30 +286,3 @@ def test_runs_without_data():
         fake = [mode.from_tensor(x) for x in case]
         for walk in (ops.walk_candidates, reference.walk_candidates):
             assert [(x.shape, x.dtype, x.stride()) for x in walk(*fake)] == real
-
-
-BAD = {
-    "hidden": (0, lambda x: x[0], r"hidden must be \[batch, slots, rank\] with rank >= 1, got \[4, 8\]"),
-    "rank": (1, lambda x: x[:, :5], r"predecessors must be \[codes, rank\] = \[\*, 8\], got \[40, 5\]"),
-    "codes": (2, lambda x: x[:30], r"successors must be \[codes, rank\] = \[40, 8\], got \[30, 8\]"),
-    "dtype": (2, lambda x: x.bfloat16(), r"successors must be torch.float32, got torch.bfloat16"),
-    "anchor": (3, lambda x: x[:2], r"anchor must be \[batch\] = \[6\], got \[2\]"),
-    "sets": (4, lambda x: x.repeat(1, 2, 1, 1), r"ids must have 1 or 3 sets, one per level of sharpness, got 2"),
-    "count": (4, lambda x: x.repeat(1, 1, 1, 30), r"ids must have from 1 to 128 candidates per slot, got 150"),
-    "logits": (5, lambda x: x[..., :4], r"logits must be \[batch, sets, slots, count\] = \[6, 1, 4, 5\], got"),
-    "sharpness": (12, lambda x: x[:, 0], r"sharpness must be \[batch, levels\], got 1 dimensions"),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_bad_input_is_named(name):
-    place, spoil, message = BAD[name]
-    case = draw_case(0)
-    case[place] = spoil(case[place])
-    with pytest.raises((ValueError, TypeError), match=f"walk_candidates: {message}"):
-        ops.walk_candidates(*case)
-
-
-def test_a_stream_that_does_not_exist_is_named():
-    with pytest.raises(ValueError, match="walk_candidates: stream must be from 0 to 3, got 4"):
-        ops.walk_candidates(*draw_case(0), 4)

@@ -30,7 +30,8 @@ def _plan_attention(launch: Launcher, s: Scope) -> None:
     "out[batch, rows, num_heads, v_head_dim]",
     where="num_kv_heads >= 1 and num_heads % num_kv_heads == 0; capacity >= 1; head_dim >= 1; window >= 0; "
     "at_least(softcap, 0): softcap must be positive, or 0 for none; "
-    f"not has(ancestors) or rows <= {_C.MAX_TREE_ROWS}; causal or not has(ancestors)",
+    f"not has(ancestors) or rows <= {_C.MAX_TREE_ROWS}: a tree has at most {_C.MAX_TREE_ROWS} rows; "
+    "causal or not has(ancestors): causal must be True with ancestors",
     derived="window = min(window, capacity + rows); q_stride_batch = stride(q, 0); q_stride_row = stride(q, 1); "
     "q_stride_head = stride(q, 2)",
     prepare=_plan_attention,
@@ -130,6 +131,10 @@ def qkv_norm_rope_append_(
     """
 
 
+def _has_layers(_: Launcher, s: Scope) -> bool:
+    return s.num_layers > 0
+
+
 @op(
     "kv[num_layers, batch, rows, columns] positions[batch, rows]:i64 cos[batch, rows, half]:f32 "
     "sin[batch, rows, half]:f32 k_norm_weight[num_layers, head_dim] "
@@ -137,7 +142,7 @@ def qkv_norm_rope_append_(
     "v_caches{num_layers}[batch, num_kv_heads, capacity, head_dim]!",
     where="num_layers == 0 or columns == 2 * num_kv_heads * head_dim; num_layers == 0 or capacity >= 1; "
     "num_layers == 0 or 2 * half <= head_dim",
-    prepare=lambda launch, s: s.num_layers > 0,
+    prepare=_has_layers,
 )
 def append_context_kv_(
     kv: Tensor, positions: Tensor, cos: Tensor, sin: Tensor, k_norm_weight: Tensor | None, eps: float,
@@ -159,8 +164,9 @@ def append_context_kv_(
 
 
 @op(
-    "key[batch, num_kv_heads, rows, head_dim]~ value[batch, num_kv_heads, rows, v_head_dim]~ positions[batch, rows]:i64 "
-    "k_cache[batch, num_kv_heads, capacity, head_dim]! v_cache[batch, num_kv_heads, capacity, v_head_dim]!",
+    "key[batch, num_kv_heads, rows, head_dim]~ value[batch, num_kv_heads, rows, v_head_dim]~ "
+    "positions[batch, rows]:i64 k_cache[batch, num_kv_heads, capacity, head_dim]! "
+    "v_cache[batch, num_kv_heads, capacity, v_head_dim]!",
     where="capacity >= 1",
     derived="k_stride_batch = stride(key, 0); k_stride_head = stride(key, 1); k_stride_row = stride(key, 2); "
     "v_stride_batch = stride(value, 0); v_stride_head = stride(value, 1); v_stride_row = stride(value, 2)",

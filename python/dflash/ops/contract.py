@@ -36,10 +36,34 @@ from .. import _C
 _TENSOR = re.compile(r"(\w+)(?:\{(\w+)\})?\[([^\]]*)\](?::([\w|]+))?([!~=\d]*)")
 _KINDS = {None: 0, "T|f32": 1, "T|i8": 2, "any": 3, "i64": 4, "f32": 5, "float": 5, "i8": 6}  # as in csrc/contract.h
 _DTYPES = {"i64": torch.int64, "f32": torch.float32, "float": torch.float32, "i8": torch.int8}
-_OPERATIONS = (
-    "constant slot Add Sub Mult FloorDiv Mod min max Eq NotEq Lt LtE And Or Not has ndim size stride row_stride itemsize "
-    "is_float32 is_int8 at_least at_most"
-).split()
+_OPERATIONS = [
+    "constant",
+    "slot",
+    "Add",
+    "Sub",
+    "Mult",
+    "FloorDiv",
+    "Mod",
+    "min",
+    "max",
+    "Eq",
+    "NotEq",
+    "Lt",
+    "LtE",
+    "And",
+    "Or",
+    "Not",
+    "has",
+    "ndim",
+    "size",
+    "stride",
+    "row_stride",
+    "itemsize",
+    "is_float32",
+    "is_int8",
+    "at_least",
+    "at_most",
+]
 _TENSORS = (Tensor, Tensor | None, list[Tensor], Sequence[Tensor])
 _ARGUMENTS = {  # annotation -> its letter in csrc/contract.h, what an argument may be, in words
     Tensor: ("t", Tensor, "a tensor"),
@@ -119,10 +143,14 @@ class Contract:
         for spec in self.tensors:
             spec.is_optional = self.parameters[spec.name].annotation == Tensor | None
         rules = [rule.partition(":") for rule in where.split(";") if rule.strip()]
-        self.rules = [(rule.strip(), words.strip() or f"{rule.strip()} must hold", _code(rule)) for rule, _, words in rules]
+        self.rules = [
+            (rule.strip(), words.strip() or f"{rule.strip()} must hold", _code(rule)) for rule, _, words in rules
+        ]
         pairs = [pair.split("=", 1) for pair in derived.split(";") if pair.strip()]
         self.derived = {name.strip(): (text.strip(), _code(text)) for name, text in pairs}
-        self.expressions = {dim: _code(dim) for s in (*self.tensors, *self.outputs) for dim in s.sizes if not _plain(dim)}
+        self.expressions = {
+            dim: _code(dim) for s in (*self.tensors, *self.outputs) for dim in s.sizes if not _plain(dim)
+        }
         self.writes = [spec.name for spec in self.tensors if spec.is_written]
         # 2. Hand it to C++
         self.slots = {name: i for i, name in enumerate(self._names())}
@@ -284,7 +312,9 @@ class Contract:
                 came = {term: eval(term, env) for term in terms if term in self.slots or "(" in term}
                 came |= {term: env[term] for term in terms if isinstance(env.get(term), float)}
                 kind = TypeError if "is_int8" in text else ValueError
-                raise kind(f"{self.op}: {at}{words}, got {', '.join(f'{term} = {value}' for term, value in came.items())}")
+                raise kind(
+                    f"{self.op}: {at[:-1] + ': ' if at else ''}{words}, got {', '.join(f'{term} = {value}' for term, value in came.items())}"
+                )
         for spec, name, tensor in found:
             if spec.is_written and spec.layout == 0 and not tensor.is_contiguous():
                 raise ValueError(
@@ -464,7 +494,9 @@ def _dense(tensor: Tensor, spec: Spec) -> Tensor:
     if spec.layout == -1:
         return tensor if row_stride(tensor) >= 0 else tensor.contiguous()
     step = 1
-    for size, stride in zip(tensor.shape[: -spec.layout - 1 : -1], tensor.stride()[: -spec.layout - 1 : -1], strict=True):
+    for size, stride in zip(
+        tensor.shape[: -spec.layout - 1 : -1], tensor.stride()[: -spec.layout - 1 : -1], strict=True
+    ):
         if size != 1 and stride != step:
             return tensor.contiguous()
         step *= size

@@ -175,7 +175,9 @@ def _run(launch: Launcher, s: Scope) -> tuple[Tensor, Tensor]:
     if launch.is_fake:
         return out, tapped
     if not launch.is_cpu:
-        raise ValueError(f"decoder_layers: hidden must be on the CPU, got {s.hidden.device}. DecoderStack goes op by op")
+        raise ValueError(
+            f"decoder_layers: hidden must be on the CPU, got {s.hidden.device}. DecoderStack goes op by op"
+        )
     # 2. Run
     s.layers, s.norm, s.out, s.taps = packed.records(), packed.norm, out, tapped
     s.num_layers, s.num_taps, s.width = len(packed.layers), len(packed.taps), packed.layers[0].gate.shape[0]
@@ -197,9 +199,12 @@ def _run(launch: Launcher, s: Scope) -> tuple[Tensor, Tensor]:
     "saved_d{recurrent_layers}[batch, block, delta_heads, value_dim]:f32! "
     "saved_a{recurrent_layers}[batch, block, delta_heads]:f32! pending[batch]:i64 keep[batch]:i64 "
     "ancestors[batch, rows, (rows + 63) // 64]:i64",
-    where="capacity >= 1; positions >= 1; 2 * half <= head_dim; has(context) == has(num_context); "
-    "has(pending) == has(keep) == (recurrent_layers > 0); recurrent_layers == 0 or not has(context); "
-    f"not has(ancestors) or rows <= {_C.MAX_TREE_ROWS}; recurrent_layers == 0 or not has(ancestors)",
+    where="capacity >= 1; positions >= 1; 2 * half <= head_dim; "
+    "has(context) == has(num_context): context and num_context come together; "
+    "has(pending) == has(keep) == (recurrent_layers > 0): pending and keep must be given exactly where layers are "
+    "recurrent; recurrent_layers == 0 or not has(context): context must be None where layers are recurrent; "
+    f"not has(ancestors) or rows <= {_C.MAX_TREE_ROWS}: a tree has at most {_C.MAX_TREE_ROWS} rows; "
+    "recurrent_layers == 0 or not has(ancestors): ancestors must be None unless every layer has causal attention",
     body=_run,
     twin=_run,
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from . import reference
@@ -66,7 +65,9 @@ def add_rms_norm(
 
 _CONVOLUTION = "x[batch, block_rows, hidden] base[width, hidden] dynamic[batch, block_rows, width, groups]~2 "
 _CONVOLVES = "width >= 1 and groups >= 1 and hidden >= 1; hidden % groups == 0"
-_STRIDES = "rows = batch * block_rows; dynamic_stride_block = stride(dynamic, 0); dynamic_stride_row = stride(dynamic, 1);"
+_STRIDES = (
+    "rows = batch * block_rows; dynamic_stride_block = stride(dynamic, 0); dynamic_stride_row = stride(dynamic, 1);"
+)
 
 
 def _align_base(launch: Launcher, s: Scope) -> None:
@@ -136,9 +137,7 @@ def _fuse(launch: Launcher, s: Scope) -> Tensor:
 
 
 @op("context[batch, rows, width] num_context[batch]:i64 fc_weight[hidden, width] norm_weight[hidden]", body=_fuse)
-def fuse_features(
-    context: Tensor, num_context: Tensor, fc_weight: Tensor, norm_weight: Tensor, eps: float
-) -> Tensor:
+def fuse_features(context: Tensor, num_context: Tensor, fc_weight: Tensor, norm_weight: Tensor, eps: float) -> Tensor:
     """Fuse target features for the drafter: ``rms_norm(context @ fc_weight.T)``, rounded once in between.
 
     Args:

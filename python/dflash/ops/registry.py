@@ -21,8 +21,13 @@ from . import reference
 from .contract import Contract, Scope, expect_strided
 
 _LIBRARY = torch.library.Library("dflash", "DEF")
-_DLPACK = {torch.float32: (2, 32), torch.bfloat16: (4, 16), torch.float16: (2, 16), torch.int64: (0, 64),
-           torch.int8: (0, 8)}  # code, bits
+_DLPACK = {
+    torch.float32: (2, 32),
+    torch.bfloat16: (4, 16),
+    torch.float16: (2, 16),
+    torch.int64: (0, 64),
+    torch.int8: (0, 8),
+}  # code, bits
 _C.use_torch(Tensor, torch.nn.Parameter, [(dtype, *kind) for dtype, kind in _DLPACK.items()])
 _CUDA_DTYPES = {getattr(torch, name): code for name, code in _C.DTYPES.items()}  # the code of each in params.h
 _CPU_DTYPES = {dtype: code for dtype, code in _CUDA_DTYPES.items() if dtype != torch.float16}
@@ -252,7 +257,9 @@ class Op:
         arguments = self._completed(arguments)
         if (result := self.direct(*arguments)) is not NotImplemented:
             return result
-        scope = self.contract.check(arguments)  # errors of shape come first: a misfit may share memory because it is one
+        scope = self.contract.check(
+            arguments
+        )  # errors of shape come first: a misfit may share memory because it is one
         self.contract.check_memory(arguments)
         return self.launch(_CPU, scope)
 
@@ -330,7 +337,11 @@ def op(
         if body:
             made.direct = getattr(_C, f"direct_{name}", made.matched)
         _LIBRARY.define(name + _schema(parameters, signature.return_annotation, contract.writes), tags=_TAGS)
-        for key, kernel_of in {"CPU": made.on_cpu, "CUDA": made.on_cuda, **dict.fromkeys(_UNSUPPORTED, made.refuse)}.items():
+        for key, kernel_of in {
+            "CPU": made.on_cpu,
+            "CUDA": made.on_cuda,
+            **dict.fromkeys(_UNSUPPORTED, made.refuse),
+        }.items():
             _LIBRARY.impl(name, kernel_of, key)
         torch.library.register_fake(f"dflash::{name}", made.on_fake, lib=_LIBRARY)
         return _callable(function, made, signature)

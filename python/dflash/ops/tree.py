@@ -63,9 +63,7 @@ def tree_candidates(
     "ancestors[batch, rows, (rows + 63) // 64]:i64 tree_scores[batch, rows]:f32",
     where=f"depths >= 1 and count >= 1; 1 <= rows <= {MAX_TREE_ROWS}",
 )
-def build_tree(
-    anchor: Tensor, ids: Tensor, scores: Tensor, rows: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def build_tree(anchor: Tensor, ids: Tensor, scores: Tensor, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Build the tree of the best prefixes of a draft, best first.
 
     Row 0 is the anchor, with score 0. A node's score is its parent's plus its candidate's, in float32. Rows 1, 2, ...

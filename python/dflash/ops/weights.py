@@ -219,9 +219,7 @@ def _contract(kind: type[NamedTuple], tensors: str, where: str, derived: str = "
     return Contract(_OP, parameters, tensors, where=where, derived=derived)
 
 
-_MLP = (
-    "input_norm[hidden] post_norm[hidden] gate[width, hidden]:T|i8 up[width, hidden]:T|i8 down[hidden, width]:T|i8 "
-)
+_MLP = "input_norm[hidden] post_norm[hidden] gate[width, hidden]:T|i8 up[width, hidden]:T|i8 down[hidden, width]:T|i8 "
 _CONTRACTS = {
     DecoderLayer: _contract(
         DecoderLayer,

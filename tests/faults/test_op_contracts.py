@@ -1,0 +1,134 @@
+"""An op takes what its contract says: plain calls go straight to the kernel, others are refused by name."""
+
+import pytest
+import torch
+from op_calls import BATCH, CALLS, CAPACITY, DIM, HEADS, HIDDEN, ROWS, copied, op_of, packed_for, run
+
+from dflash import ops
+from dflash.ops.registry import CpuLauncher
+
+pytestmark = pytest.mark.op
+OPS = [name for name in CALLS if "decoder_layers" not in name]
+
+
+def contract_of(name):
+    return getattr(ops, op_of(name)).op.contract
+
+
+def arguments_of(name, call):
+    """Return every argument of a call in order."""
+    return [call.get(p.name, p.default) for p in contract_of(name).parameters.values()]
+
+
+def tensors_of(call):
+    values = [y for x in call.values() for y in (x if isinstance(x, list) else [x])]
+    return [x for x in values if isinstance(x, torch.Tensor)]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_plain_tensors_reach_the_kernel_directly_with_the_bits_of_a_checked_call(name):
+    layers = packed_for(name)
+    call = CALLS[name]() | ({"layers": layers.handle} if layers else {})
+    other, op = copied(call), getattr(ops, op_of(name)).op
+    direct = op.direct(*arguments_of(name, call))
+    assert direct is not NotImplemented
+    checked = op.run(CpuLauncher(), *arguments_of(name, other))
+    returned = [x if isinstance(x, tuple) else () if x is None else (x,) for x in (direct, checked)]
+    for a, b in zip((*returned[0], *tensors_of(call)), (*returned[1], *tensors_of(other)), strict=True):
+        assert torch.equal(a, b)
+        assert a.stride() == b.stride()
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_a_tensor_of_another_shape_or_dtype_is_named(name):
+    contract = contract_of(name)
+    for spec in contract.tensors:
+        call = CALLS[name]()
+        good = call.get(spec.name)
+        if good is None or (isinstance(good, list) and not good):
+            continue
+
+        def refused(change, kind, message, good=good, spec=spec):
+            value = [change(good[0]), *good[1:]] if spec.count else change(good)
+            with pytest.raises(kind, match=f"{contract.op}: (the rows of )?{spec.name}{message}"):
+                run(name, CALLS[name]() | {spec.name: value})
+
+        if not spec.leading:
+            refused(lambda x: x[..., None, None], ValueError, r".* must be \[.*\], got \d dimensions")
+        is_first = spec is next((s for s in contract.tensors if s.dtype is None), None)
+        if spec.dtype not in ("any", "float") and not is_first:
+            wrong = torch.int32 if spec.dtype == "i64" else torch.float64
+            refused(lambda x, wrong=wrong: x.to(wrong), TypeError, r".* must be torch\.")
+        if spec.is_written:
+            refused(lambda x: torch.stack([x, x], -1)[..., 0], ValueError, ".* must be .*(contiguous|evenly spaced)")
+
+
+i64 = torch.int64
+RULES = [
+    ("rms_norm", {"weight": torch.ones(HIDDEN - 1)}, r"weight must be \[hidden\] = \[16\], got \[15\]"),
+    ("rms_norm", {"x": torch.ones(BATCH * ROWS, HIDDEN)}, "counts must be .batch. = .1., got .2."),
+    ("rms_norm", {"x": torch.ones(1, 2, ROWS, HIDDEN)}, r"ndim\(x\) == 3 or not .* must hold, got ndim\(x\) = 4"),
+    ("add_rms_norm", {"residual": torch.ones(1, ROWS, HIDDEN)}, "residual must be"),
+    ("dynamic_conv", {"base": torch.ones(0, HIDDEN), "dynamic": torch.ones(BATCH, ROWS, 0, 4)}, "width >= 1"),
+    ("dynamic_conv", {"dynamic": torch.ones(BATCH, ROWS, 2, 3)}, "hidden % groups == 0 must hold, got hidden = 16"),
+    ("draft_rows", {"rows": ROWS + 2}, "0 <= rows <= num_drafts . 1 must hold, got rows = 5, num_drafts = 3"),
+    ("draft_rows", {"mask_embedding": None, "mask_id": 70}, "mask_id < vocab must hold"),
+    ("silu_mul", {"gate_up": torch.ones(2, 7)}, "columns % 2 == 0 must hold, got columns = 7"),
+    ("silu_mul", {"gate_up": torch.ones(8)}, r"ndim\(gate_up\) >= 2"),
+    ("linear", {"x": torch.ones(ROWS, HIDDEN + 1)}, r"weight must be \[out, width\] = \[24, 17\]"),
+    ("linears", {"weights": [], "biases": []}, "1 <= count <= 4 must hold, got count = 0"),
+    ("linears", {"biases": [torch.ones(24)]}, "biases_given == count must hold"),
+    ("linears", {"biases": [torch.ones(24), torch.ones(6)]}, r"biases\[1\] must be \[out\] = \[5\], got \[6\]"),
+    ("swiglu", {"up": torch.ones(23, HIDDEN)}, r"up must be \[out, width\] = \[24, 16\]"),
+    ("experts", {"gate": "relu"}, "gate must be one of silu, gelu_tanh, clamped_silu, got 'relu'"),
+    ("experts", {"down": torch.ones(3, HIDDEN, 23)}, "gate_up must be"),
+    ("block_attention", {"q": torch.ones(BATCH, ROWS, 3, DIM), "sinks": None}, "num_heads % num_kv_heads == 0"),
+    ("block_attention", {"window": -1}, "window >= 0 must hold, got window = -1"),
+    ("block_attention", {"softcap": -1.0}, "softcap must be positive, or 0 for none, got softcap = -1.0"),
+    ("block_attention", {"ancestors": torch.zeros(BATCH, ROWS, 1, dtype=i64), "causal": False}, "causal must be True"),
+    ("append_kv_", {"k_cache": torch.ones(BATCH, 2, 0, DIM), "v_cache": torch.ones(BATCH, 2, 0, DIM)}, "capacity >= 1"),
+    ("qkv_norm_rope_append_", {"num_context": None}, r"q_rows == rows or has\(num_context\) must hold"),
+    ("qkv_norm_rope_append_", {"gated": True}, "qkv must be"),
+    ("qkv_norm_rope_append_", {n: torch.ones(CAPACITY, 5) for n in ("cos", "sin")}, "2 . half <= head_dim"),
+    ("append_context_kv_", {"k_caches": []}, "k_caches must have num_layers = 2 tensors, got 0|v_caches must have"),
+    ("append_context_kv_", {"kv": torch.ones(2, BATCH, ROWS, 31)}, "columns == 2 . num_kv_heads . head_dim"),
+    ("select_tokens", {"logits": torch.ones(BATCH, ROWS, 0)}, "vocab >= 1"),
+    ("top_candidates", {"count": 0}, "1 <= count <= 128 must hold, got count = 0"),
+    ("tree_candidates", {"noise_weight": 1.5}, "noise_weight must be from 0 to 1, got noise_weight = 1.5"),
+    ("walk_candidates", {"stream": 4}, "0 <= stream <= 3 must hold, got stream = 4"),
+    ("walk_candidates", {"ids": torch.zeros(BATCH, 3, ROWS, 5, dtype=i64), "logits": torch.ones(BATCH, 3, ROWS, 5)},
+     "sets == 1 or sets == levels must hold, got sets = 3, levels = 2"),
+    ("build_tree", {"rows": 129}, "1 <= rows <= 128 must hold, got rows = 129"),
+    ("accept_prefix_", {n: torch.zeros(BATCH, 0, dtype=i64) for n in ("block_ids", "posterior")}, "rows >= 1"),
+    ("accept_path_", {n: torch.zeros(BATCH, 129, dtype=i64) for n in ("ids", "parents", "choices")}, "rows <= 128"),
+    ("compact_kv_", {"v_caches": []}, "v_caches must have layers = 2 tensors, got 0"),
+    ("gather_rows_", {"out": torch.zeros(BATCH, 1, HIDDEN)}, "path_rows <= out_rows must hold, got path_rows = 2"),
+    ("gated_recurrence_", {"log_decay": torch.zeros(BATCH, ROWS, HEADS, DIM)}, r"ndim\(log_decay\) == ndim\(saved_a\)"),
+    ("gated_recurrence_", {"keep": torch.zeros(3, dtype=i64)}, r"keep must be \[batch\] = \[2\], got \[3\]"),
+    ("causal_conv_", {"window": torch.ones(BATCH, 2, HIDDEN)}, "slots >= width - 1 must hold, got slots = 2"),
+    ("delta_net_inputs", {"key_heads": 0}, "key_heads >= 1"),
+    ("delta_net_inputs", {"key_dim": 9 * DIM}, "columns == 2 . key_heads . key_dim"),
+    ("gated_rms_norm", {"z": torch.ones(BATCH, ROWS, 33)}, r"z must be .* = \[2, 3, 32\]"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "change", "message"), RULES, ids=range(len(RULES)))
+def test_a_call_that_breaks_a_rule_is_told_what_must_hold(name, change, message):
+    with pytest.raises(ValueError, match=message):
+        run(name, CALLS[name]() | change)
+
+
+def test_weights_in_8_bits_need_scales_and_others_must_have_none():
+    x, values, scales = torch.ones(2, 8), torch.ones(4, 8, dtype=torch.int8), torch.ones(4)
+    for weight, given in ((values, None), (torch.ones(4, 8), scales)):
+        with pytest.raises(TypeError, match=r"weight must be torch\.int8 exactly where scales are given"):
+            ops.linear(x, weight, scales=given)
+        with pytest.raises(TypeError, match=r"weights\[0\] must be torch\.int8 exactly where scales are given"):
+            ops.linears(x, [weight], scales=given)
+    with pytest.raises(ValueError, match=r"scales must be \[rows of the weights\] = \[8\], got 4"):
+        ops.linears(x, [values, values], scales=scales)
+
+
+def test_a_storage_type_without_kernels_is_named():
+    with pytest.raises(TypeError, match=r"rms_norm: x must be float32 or bfloat16 on CPU, got torch\.float64"):
+        ops.rms_norm(torch.ones(2, 8).double(), torch.ones(8).double(), 1e-6)
