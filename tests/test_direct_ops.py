@@ -1,4 +1,4 @@
-"""Ops that plain tensors reach past Python's checks (direct.h): the same results, and nothing else gets through."""
+"""Ops that plain tensors reach past Python's checks: the same results, and nothing else gets through."""
 
 import os
 import subprocess
@@ -30,7 +30,7 @@ def operands(name: str, dtype: torch.dtype) -> list:
     return {
         "linear": [x, weight, bias, False, None],
         "linear, int8": [x, first.values, bias, False, first.scales],
-        "linears": [x, [weight, weight[:7]], [bias, None], False, None],
+        "linears": [x, [weight, weight[:7]], [bias, bias[:7]], False, None],
         "linears, no biases": [x, (weight,), (), False, None],
         "linears, int8": [x, values, [], False, scales],
         "swiglu": [x, weight, weight.flip(0), False, None],
@@ -49,7 +49,7 @@ CALLS = [
 
 
 def directly(name: str, arguments: list) -> object:
-    return getattr(_C, "direct_" + name.split(",")[0])(*arguments)
+    return getattr(ops, name.split(",")[0]).op.direct(*arguments)
 
 
 def tensors(arguments: list) -> list[torch.Tensor]:
@@ -69,7 +69,7 @@ def replaced(arguments: list, old: torch.Tensor, new: torch.Tensor) -> list:
 def test_plain_tensors_give_what_the_function_of_the_op_gives(name, dtype):
     arguments, expected = operands(name, dtype), operands(name, dtype)
     out = directly(name, arguments)
-    reference = getattr(ops, name.split(",")[0]).body(CpuLauncher(), *expected)
+    reference = getattr(ops, name.split(",")[0]).op.run(CpuLauncher(), *expected)
     assert out is not NotImplemented
     assert (out is None) == (reference is None)
     if out is not None:
@@ -190,7 +190,7 @@ def test_settings_of_another_kind_are_left_to_the_function_of_the_op(name, place
 
 
 def test_no_scales_at_all_are_still_scales():
-    with pytest.raises(TypeError, match=r"weight must be torch\.int8 where scales are given"):
+    with pytest.raises(TypeError, match=r"weight must be torch\.int8 exactly where scales are given"):
         ops.linear(torch.ones(2, WIDTH), torch.empty(0, WIDTH), scales=torch.empty(0))
 
 

@@ -107,7 +107,7 @@ RULES = [
     ("gated_recurrence_", {"keep": torch.zeros(3, dtype=i64)}, r"keep must be \[batch\] = \[2\], got \[3\]"),
     ("causal_conv_", {"window": torch.ones(BATCH, 2, HIDDEN)}, "slots >= width - 1 must hold, got slots = 2"),
     ("delta_net_inputs", {"key_heads": 0}, "key_heads >= 1"),
-    ("delta_net_inputs", {"key_dim": 9 * DIM}, "columns == 2 . key_heads . key_dim"),
+    ("delta_net_inputs", {"key_dim": 9 * DIM}, "value_dim >= 1 must hold, got .*value_dim = -56"),
     ("gated_rms_norm", {"z": torch.ones(BATCH, ROWS, 33)}, r"z must be .* = \[2, 3, 32\]"),
 ]  # fmt: skip
 

@@ -36,35 +36,10 @@ from .. import _C
 _TENSOR = re.compile(r"(\w+)(?:\{(\w+)\})?\[([^\]]*)\](?::([\w|]+))?([!~=\d]*)")
 _KINDS = {None: 0, "T|f32": 1, "T|i8": 2, "any": 3, "i64": 4, "f32": 5, "float": 5, "i8": 6}  # as in csrc/contract.h
 _DTYPES = {"i64": torch.int64, "f32": torch.float32, "float": torch.float32, "i8": torch.int8}
-_OPERATIONS = [
-    "constant",
-    "slot",
-    "Add",
-    "Sub",
-    "Mult",
-    "FloorDiv",
-    "Mod",
-    "min",
-    "max",
-    "Eq",
-    "NotEq",
-    "Lt",
-    "LtE",
-    "And",
-    "Or",
-    "Not",
-    "has",
-    "ndim",
-    "size",
-    "stride",
-    "row_stride",
-    "itemsize",
-    "is_float32",
-    "is_int8",
-    "at_least",
-    "at_most",
-]
-_TENSORS = (Tensor, Tensor | None, list[Tensor], Sequence[Tensor])
+_OPERATIONS = (  # as in csrc/contract.h
+    "constant", "slot", "Add", "Sub", "Mult", "FloorDiv", "Mod", "min", "max", "Eq", "NotEq", "Lt", "LtE", "And", "Or",
+    "Not", "has", "ndim", "size", "stride", "row_stride", "itemsize", "is_float32", "is_int8", "at_least", "at_most",
+)  # fmt: skip
 _ARGUMENTS = {  # annotation -> its letter in csrc/contract.h, what an argument may be, in words
     Tensor: ("t", Tensor, "a tensor"),
     Tensor | None: ("t", (Tensor, NoneType), "a tensor or None"),
@@ -105,7 +80,7 @@ class Spec:
     def words(self) -> str:
         """The shape as errors spell it."""
         names = ["..." if dim.endswith("..") else dim for dim in self.dims]
-        return ", ".join(names[:-1] + [f"{names[-1][:-1]} or none" if names[-1].endswith("?") else names[-1]])
+        return ", ".join([*names[:-1], f"{names[-1][:-1]} or none" if names[-1].endswith("?") else names[-1]])
 
 
 def _specs(text: str) -> Iterator[Spec]:
@@ -312,9 +287,9 @@ class Contract:
                 came = {term: eval(term, env) for term in terms if term in self.slots or "(" in term}
                 came |= {term: env[term] for term in terms if isinstance(env.get(term), float)}
                 kind = TypeError if "is_int8" in text else ValueError
-                raise kind(
-                    f"{self.op}: {at[:-1] + ': ' if at else ''}{words}, got {', '.join(f'{term} = {value}' for term, value in came.items())}"
-                )
+                at_layer = f"{at[:-1]}: " if at else ""
+                found = ", ".join(f"{term} = {value}" for term, value in came.items())
+                raise kind(f"{self.op}: {at_layer}{words}, got {found}")
         for spec, name, tensor in found:
             if spec.is_written and spec.layout == 0 and not tensor.is_contiguous():
                 raise ValueError(

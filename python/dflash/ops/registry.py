@@ -302,9 +302,9 @@ def _returned(made: list[Tensor]) -> object:
 
 
 def op(
-    tensors: str, returns: str = "", *, where: str = "", derived: str = "", kernel: str = "", body: Callable | None = None,
-    prepare: Callable | None = None, twin: Callable | None = None, cuda_kernel: bool = True,
-    choices: dict[str, int] | None = None, constants: dict[str, float] | None = None,
+    tensors: str, returns: str = "", *, where: str = "", derived: str = "", kernel: str = "",
+    body: Callable | None = None, prepare: Callable | None = None, twin: Callable | None = None,
+    cuda_kernel: bool = True, choices: dict[str, int] | None = None, constants: dict[str, float] | None = None,
 ) -> Callable:  # fmt: skip
     """Register a function as the op ``dflash::name`` of torch, so that ``torch.compile`` sees it whole.
 
@@ -337,11 +337,8 @@ def op(
         if body:
             made.direct = getattr(_C, f"direct_{name}", made.matched)
         _LIBRARY.define(name + _schema(parameters, signature.return_annotation, contract.writes), tags=_TAGS)
-        for key, kernel_of in {
-            "CPU": made.on_cpu,
-            "CUDA": made.on_cuda,
-            **dict.fromkeys(_UNSUPPORTED, made.refuse),
-        }.items():
+        ways = {"CPU": made.on_cpu, "CUDA": made.on_cuda, **dict.fromkeys(_UNSUPPORTED, made.refuse)}
+        for key, kernel_of in ways.items():
             _LIBRARY.impl(name, kernel_of, key)
         torch.library.register_fake(f"dflash::{name}", made.on_fake, lib=_LIBRARY)
         return _callable(function, made, signature)
@@ -364,8 +361,8 @@ def _schema(parameters: list[inspect.Parameter], returns: object, mutates: list[
 def _callable(function: Callable, made: Op, signature: inspect.Signature) -> Callable:
     """Make the function that users call: the CPU kernel if the call is plain and fits, else torch's dispatcher.
 
-    It is compiled from source because ``*arguments`` takes a third of a small kernel's time, and names and defaults take
-    as long again. Compilers and torch.export see the op; torch.jit.trace and make_fx, on plain tensors, do not.
+    It is compiled from source because ``*arguments`` takes a third of a small kernel's time, and names and defaults
+    take as long again. Compilers and torch.export see the op; torch.jit.trace and make_fx, on plain tensors, do not.
     """
     name, names = function.__name__, ", ".join(signature.parameters)
     source = (

@@ -224,8 +224,8 @@ _CONTRACTS = {
     DecoderLayer: _contract(
         DecoderLayer,
         _MLP + "o[hidden, q_size]:T|i8 q[q_size * (2 if gated else 1), hidden]:T|i8 k[kv_size, hidden]:T|i8 "
-        "v[kv_size, hidden]:T|i8 q_norm[head_dim] k_norm[head_dim] q_bias[q_size * (2 if gated else 1)] k_bias[kv_size] "
-        "v_bias[kv_size] o_bias[hidden] sinks[sinks_given]:any",
+        "v[kv_size, hidden]:T|i8 q_norm[head_dim] k_norm[head_dim] q_bias[q_size * (2 if gated else 1)] "
+        "k_bias[kv_size] v_bias[kv_size] o_bias[hidden] sinks[sinks_given]:any",
         "hidden >= 1; width >= 1; q_size >= 1; has(q_norm) == has(k_norm): q_norm and k_norm come together; "
         "has(q_bias) == has(k_bias) == has(v_bias): q_bias, k_bias and v_bias come together; window >= 0",
     ),
