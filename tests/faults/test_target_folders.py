@@ -138,20 +138,10 @@ def test_the_folders_of_tested_families_pass(tmp_path, name):
     check_target_size(target, check_target_weights(tmp_path))
 
 
-def snapshot_of(target, cache):
-    """The target as a repository in the cache of the hub."""
-    repository = cache / "models--some--one"
-    (repository / "refs").mkdir(parents=True)
-    (repository / "refs" / "main").write_text("0" * 40)
-    folder = repository / "snapshots" / ("0" * 40)
-    target.save_pretrained(folder, max_shard_size="100KB")
-    return folder
-
-
 @pytest.mark.parametrize("kind", ["safetensors", "bin"])
-def test_the_size_of_a_download_that_was_interrupted_is_not_judged(tmp_path, monkeypatch, kind):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    folder = snapshot_of(make_target("qwen3"), tmp_path)
+def test_the_size_of_a_download_that_was_interrupted_is_not_judged(tmp_path, kind):
+    folder = tmp_path / "snapshot"
+    make_target("qwen3").save_pretrained(folder, max_shard_size="100KB")
     shards = sorted(folder.glob("*.safetensors"))
     assert len(shards) > 2
     for shard in shards[1:]:
@@ -160,9 +150,7 @@ def test_the_size_of_a_download_that_was_interrupted_is_not_judged(tmp_path, mon
         shards[0].rename(folder / "pytorch_model-00001-of-00006.bin")
         index = folder / "model.safetensors.index.json"
         index.rename(folder / "pytorch_model.bin.index.json")
-    assert check_target_weights(folder) == []
-    with pytest.raises(OSError, match="some/one does not appear to have"):  # transformers would download them
-        Pretrained("some/one").load_target("auto")
+    assert check_target_weights(folder) == []  # transformers would download them
 
 
 def test_a_parameter_of_a_quantized_model_may_take_less_than_a_byte(tmp_path):

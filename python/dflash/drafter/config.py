@@ -74,7 +74,7 @@ def _run_rope_rule(kind: str, parameters: dict[str, Any], head_dim: int) -> tupl
 
     with torch.device("cpu"):
         if kind == "default":  # transformers has it in its models only
-            powers = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
+            powers = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
             return 1.0 / parameters["rope_theta"] ** powers, 1.0
         config: Any = SimpleNamespace(
             rope_parameters=parameters,

@@ -234,7 +234,8 @@ class _Masks:
         for layer, (mask, window) in self.found.items():
             window = fused_windows.get(layer, window) or 0
             rows, positions = mask.shape
-            distance = torch.arange(positions - rows, positions)[:, None] - torch.arange(positions)
+            slots = torch.arange(positions, device=mask.device)
+            distance = slots[-rows:, None] - slots
             if not torch.equal(mask, (distance >= 0) & (distance < (window or positions))):
                 return (
                     f"attends over a window of {window or None} in layer {layer}, its model's config masks otherwise: "
