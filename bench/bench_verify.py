@@ -3,7 +3,7 @@
     python bench/bench_verify.py [--pair FOLDER] [--dtype float32] [--temperature 1] [--new 120] [--prompts 32]
 
 Per prompt: the answer with the drafter, the same without one, and the check of its receipt. `passes` is the part of the
-check that runs the target; the rest, a SHA-256 of the weights and a twin of the target, does not grow with the answer.
+check that runs the target; the rest, a SHA-256 of the weights and a copy of the target, does not grow with the answer.
 Medians over prompts, milliseconds. Prints; asserts nothing.
 """
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import dflash
 from dflash.engine import Direct, Replay
 from dflash.state import Block
-from dflash.targets import find_layers, structural_twin
+from dflash.targets import find_layers, structural_copy
 
 __all__ = [
     "Direct",
@@ -19,7 +19,7 @@ __all__ = [
     "cache_layers",
     "find_layers",
     "make_runner",
-    "structural_twin",
+    "structural_copy",
 ]
 
 Force = Callable[[Tensor, Tensor], Tensor]

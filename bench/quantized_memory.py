@@ -56,7 +56,7 @@ def main() -> None:
     added, own = resident() - before, storages(model)
     extra = sum(size for at, size in storages(generator.engine.target.model).items() if at not in own)
     print(
-        f"{arguments.method}: model {sum(own.values()) / MIB:.0f} MiB, held by the twin only {extra / MIB:.1f} MiB, "
+        f"{arguments.method}: model {sum(own.values()) / MIB:.0f} MiB, held by the copy only {extra / MIB:.1f} MiB, "
         f"resident memory +{added:.0f} MiB"
     )
 

@@ -2,7 +2,7 @@
 
 HEAD = """# Quantized targets
 
-A target that another library has quantized runs as it is: the twin uses the library's own layers on the same memory,
+A target that another library has quantized runs as it is: the copy uses the library's own layers on the same memory,
 and the text is the one that the quantized model writes. What is compared:
 
 - **Greedy, fp32** (the table): token for token equal to `generate(do_sample=False)` of the same quantized model. The
@@ -60,14 +60,14 @@ BELOW = """## Refused by name
 
 ## Memory
 
-The twin shares parameters and buffers, tensors in attributes of modules, and the state objects of bitsandbytes
+The copy shares parameters and buffers, tensors in attributes of modules, and the state objects of bitsandbytes
 (`quant_state`, `CB`). Their layers move tensors between parameter and state at the first pass. With two states, an int8
 target would lose its scales. Weights that a library makes at the first pass (compressed-tensors, GPTQModel) are made in
-your model before the twin is made, and then shared.
+your model before the copy is made, and then shared.
 
 On random weights of Qwen3-0.6B's shape with 8 layers in bf16, one thread of an AMD EPYC, torch 2.13.0:
 
-| method | model | held by the twin only | resident memory | before states were shared |
+| method | model | held by the copy only | resident memory | before states were shared |
 | --- | --- | --- | --- | --- |
 | bitsandbytes nf4, double | 96 MiB | 0.0 MiB | +44 MiB | 2.0 MiB held twice, +56 MiB |
 | bitsandbytes int8, threshold 0 | 152 MiB | 0.0 MiB | +49 MiB | the scales were lost |

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
 
 import dflash
-from dflash.targets import structural_twin, transformers_version
+from dflash.targets import structural_copy, transformers_version
 from dflash.train.features import TargetFeatures
 
 RANK = int(os.environ.get("RANK", "0"))
@@ -137,15 +137,15 @@ def state_of(model: PreTrainedModel) -> list[Any]:
 
 
 @torch.no_grad()
-def twin_runs_itself(model: PreTrainedModel) -> bool:
-    """Return whether a weight that only a twin has counts in the twin, and only there."""
-    twin, before = structural_twin(model), model(TURN[None]).logits
-    norm, linear = twin.model.layers[0].self_attn.q_norm, twin.model.layers[1].mlp.up_proj
-    same = torch.equal(twin(TURN[None]).logits, before)
+def copy_runs_itself(model: PreTrainedModel) -> bool:
+    """Return whether a weight that only a copy has counts in the copy, and only there."""
+    copied, before = structural_copy(model), model(TURN[None]).logits
+    norm, linear = copied.model.layers[0].self_attn.q_norm, copied.model.layers[1].mlp.up_proj
+    same = torch.equal(copied(TURN[None]).logits, before)
     for module in (norm, linear):
-        logits = twin(TURN[None]).logits
+        logits = copied(TURN[None]).logits
         module.weight = torch.nn.Parameter(module.weight * 2, requires_grad=False)
-        same &= not torch.equal(twin(TURN[None]).logits, logits)
+        same &= not torch.equal(copied(TURN[None]).logits, logits)
     return same and torch.equal(model(TURN[None]).logits, before)
 
 
@@ -205,7 +205,7 @@ def main(models: Path, out: Path) -> None:
     draft = make_draft(whole)
     before = state_of(model)
     done = {"texts": texts(model, draft), "decided": rank_0_decides(model, draft)}
-    done["own twin"] = twin_runs_itself(model)
+    done["own copy"] = copy_runs_itself(model)
     done["unchanged"] = before == state_of(model)
     call = {"do_sample": False, "max_new_tokens": NEW, "pad_token_id": 0}
     door = {"custom_generate": dflash.custom_generate, "draft": draft}

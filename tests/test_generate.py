@@ -62,7 +62,7 @@ BAD_CALLS = [
 def test_bad_arguments_are_named_before_any_work(target, draft, arguments, error, message, monkeypatch):
     dflash.generate(target, draft, ids(), max_new_tokens=1)
     kept = api.kept_generator()
-    monkeypatch.setattr(api, "structural_twin", None)
+    monkeypatch.setattr(api, "structural_copy", None)
     monkeypatch.setattr(generator_module, "Target", None)
     call = {"ids": ids(), "max_new_tokens": 4, **arguments}
     with pytest.raises(error, match=message):

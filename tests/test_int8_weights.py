@@ -18,7 +18,7 @@ from dflash.drafter import check_draft_weights, quantized_draft
 from dflash.ops import Int8Weight, reference
 from dflash.receipts import Verifier
 from dflash.session import Session
-from dflash.targets import Target, UnsupportedTargetError, check_int8, structural_twin
+from dflash.targets import Target, UnsupportedTargetError, check_int8, structural_copy
 from dflash.targets.fused import recognize
 
 FAMILIES = {
@@ -60,11 +60,11 @@ def round_input(_module, inputs):
 
 
 @torch.no_grad()
-def logits_of(twin, text, length):
+def logits_of(target, text, length):
     """The logits of a text whose prompt, of ``length`` tokens, is run in one pass, and its answer in blocks."""
-    cache, at, found = twin.new_cache(1, 400, BLOCK), torch.zeros(1, dtype=torch.int64), []
+    cache, at, found = target.new_cache(1, 400, BLOCK), torch.zeros(1, dtype=torch.int64), []
     for start, stop in itertools.pairwise([0, *range(length, len(text) + 1, BLOCK)]):
-        found.append(twin.forward(text[None, start:stop], at + start, cache, keep=at + stop - start)[0][0])
+        found.append(target.forward(text[None, start:stop], at + start, cache, keep=at + stop - start)[0][0])
     return torch.cat(found)
 
 
@@ -333,7 +333,7 @@ def test_a_target_that_was_not_finite_for_a_while_writes_its_text_again():
 
 def test_a_head_that_is_not_finite_leaves_the_layers_as_they_are():
     target = make_target("qwen3", num_hidden_layers=2)
-    fused = recognize(structural_twin(target), ())
+    fused = recognize(structural_copy(target), ())
     spoil(target.lm_head)
     with pytest.raises(UnsupportedTargetError, match="got NaN in lm_head: leave it out"):
         fused.store_as_int8()
@@ -342,7 +342,7 @@ def test_a_head_that_is_not_finite_leaves_the_layers_as_they_are():
 
 
 def test_earlier_copies_are_freed_before_new_ones_are_made(monkeypatch):
-    fused = recognize(structural_twin(make_target("qwen3", num_hidden_layers=2)), ())
+    fused = recognize(structural_copy(make_target("qwen3", num_hidden_layers=2)), ())
     fused.store_as_int8()
     old = [weakref.ref(layer.gate.values) for layer in fused.stack.layers]
     alive = []
@@ -485,13 +485,13 @@ def verified(passes):
             return end.value
 
 
-def test_a_verifier_takes_the_twin_of_a_generator(monkeypatch):
+def test_a_verifier_takes_the_target_of_a_generator(monkeypatch):
     target, ids = make_target("qwen2", num_hidden_layers=2), prompt(20)[None]
     made = generator(target, make_draft(target))
     recorder = dflash.Recorder(target, ids, max_new_tokens=8)
     receipt = recorder.receipt(made.generate(ids, return_dict_in_generate=True, **recorder.arguments))
     monkeypatch.setattr(Int8Weight, "of", lambda _weight: pytest.fail("a weight was quantized again"))
-    assert verified(Verifier(target, twin=made.engine.target).passes(receipt)).is_exact
+    assert verified(Verifier(target, prepared=made.engine.target).passes(receipt)).is_exact
     monkeypatch.undo()
     assert torch.equal(answer(made, ids[0], 8), answer(generator(target), ids[0], 8))
 

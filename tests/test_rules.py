@@ -641,7 +641,7 @@ CONTRADICTIONS = [
 @pytest.mark.parametrize(("rule", "message"), CONTRADICTIONS, ids=lambda value: str(value)[:40])
 def test_contradictions_are_named_before_any_work(target, draft, monkeypatch, rule, message):
     dflash.release()
-    monkeypatch.setattr(api, "structural_twin", None)  # no twin may be created
+    monkeypatch.setattr(api, "structural_copy", None)  # no twin may be created
     with pytest.raises(ValueError, match=message):
         dflash.generate(target, draft, prompt(5)[None], max_new_tokens=4, **rule)
 

@@ -11,7 +11,7 @@ from test_losslessness import SUPPORTED
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaForCausalLM, T5Config
 
 import dflash
-from dflash.targets import Target, UnsupportedTargetError, refusal, structural_twin, support
+from dflash.targets import Target, UnsupportedTargetError, refusal, structural_copy, support
 
 FUSED = {"llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", "qwen3_next"}
 
@@ -60,13 +60,13 @@ def test_the_users_model_is_not_changed():
         assert torch.equal(tensor, draft_before[name])
 
 
-def test_the_twin_shares_every_weight():
+def test_the_copy_shares_every_weight():
     model = make_target("llama")
-    twin = structural_twin(model)
-    ours, theirs = dict(twin.named_parameters()), dict(model.named_parameters())
+    copied = structural_copy(model)
+    ours, theirs = dict(copied.named_parameters()), dict(model.named_parameters())
     assert ours.keys() == theirs.keys()
     assert all(ours[name] is theirs[name] for name in ours)
-    assert all(a is not b for a, b in zip(twin.modules(), model.modules(), strict=True))
+    assert all(a is not b for a, b in zip(copied.modules(), model.modules(), strict=True))
 
 
 def test_a_compiled_model_and_a_compiled_forward_are_unwrapped():

@@ -98,8 +98,8 @@ def test_16_bit_ranks_write_one_text(ranks):
 
 
 @needs_ranks
-def test_a_twin_of_a_spread_model_runs_its_own_modules(ranks):
-    assert all(rank["own twin"] for rank in ranks)
+def test_a_copy_of_a_spread_model_runs_its_own_modules(ranks):
+    assert all(rank["own copy"] for rank in ranks)
 
 
 @needs_ranks

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from internals import ForcedStep, structural_twin
+from internals import ForcedStep, structural_copy
 from random_pair import BLOCK, Pair
 from torch import Tensor, nn
 
@@ -46,7 +46,7 @@ class Setting:
     @functools.cached_property
     def peers_target(self) -> nn.Module:
         """The target for loops that are not ours: their hooks on its modules would keep ours from being fused."""
-        return structural_twin(self.pair.target)
+        return structural_copy(self.pair.target)
 
     def make_step(self, **options) -> ForcedStep:
         """Return a step of a generator with these options and room for a round."""

@@ -2,7 +2,7 @@
 
 import harness
 import torch
-from internals import ForcedStep, cache_layers, find_layers, make_runner, structural_twin
+from internals import ForcedStep, cache_layers, find_layers, make_runner, structural_copy
 from random_pair import BLOCK, MASK
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -26,7 +26,7 @@ class StaticStep:
     """
 
     def __init__(self, ours: ForcedStep, target: nn.Module, compile: bool) -> None:
-        self.drafter, self.force, self.model = ours.drafter, ours.force, structural_twin(target)
+        self.drafter, self.force, self.model = ours.drafter, ours.force, structural_copy(target)
         batch, capacity = ours.state.tokens.shape
         device = ours.state.tokens.device
         # 1. Copies of the caches

@@ -31,7 +31,7 @@ from .targets import (
     check_target,
     forget_trials,
     max_positions,
-    structural_twin,
+    structural_copy,
     unwrap,
 )
 
@@ -325,7 +325,7 @@ def _generator_for(target: nn.Module, draft: nn.Module | None, call: Call, optio
     # 4. Make it.
     if not is_inside:
         _free()
-    own = structural_twin(loaded) if loaded is not None and loaded is draft else loaded
+    own = structural_copy(loaded) if loaded is not None and loaded is draft else loaded
     generator = Generator.of_checked(target, own, sizes)
     _our_locks.add(generator.lock)
     if not is_inside:

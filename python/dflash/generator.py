@@ -228,12 +228,12 @@ class Generator:
         self.weights = options.weights
         self.tree = checked("tree", options.tree)
         check_tree(target, self.tree, self._loaded, room=self.tree)
-        # 2. The pair: the target's twin, the drafter, and the engine with its state.
-        check_tree_trial(twin := self._twin(target), self.tree)
+        # 2. The pair: the target's copy, the drafter, and the engine with its state.
+        check_tree_trial(prepared := self._prepare(target), self.tree)
         self.draft = None if self._loaded is None else quantized_draft(options.draft_weights, self._loaded)
         widths = checked_block_size(options.block_size)
         self.engine = Engine(
-            twin, self.draft, batch_size=self.batch_size, max_length=self.max_length, block_size=self.block_size,
+            prepared, self.draft, batch_size=self.batch_size, max_length=self.max_length, block_size=self.block_size,
             tree_rows=tree_rows(self.tree), widths=widths,
         )  # fmt: skip
         # 3. What launches the steps. The step after the last may still be running when the generator is freed; the
@@ -246,7 +246,7 @@ class Generator:
         if self.compiles_step:
             self.step = compiled_per_kind(self.step, functools.partial(getattr, self.engine, "kind"))
         elif options.compile:  # only the target's part of the step, inside the CUDA graph
-            twin.compiled_forward = compiled_per_shape(twin.forward)
+            prepared.compiled_forward = compiled_per_shape(prepared.forward)
         # 4. Between calls: the run that the state belongs to, and the weights that caches and graphs were made with.
         self.lock = CallLock(self.engine.target.device)
         self._run: Run | None = None
@@ -436,13 +436,13 @@ class Generator:
 
     # ------------------------------------------------------------------------------------------ the target
 
-    def _twin(self, target: nn.Module) -> Target:
-        """Return a twin of the target as it is now, and remember what it was made of."""
+    def _prepare(self, target: nn.Module) -> Target:
+        """Return a copy of the target as it is now, on our cache and attention, and remember what it was made of."""
         taps = self._loaded.config.target_layer_ids if self._loaded is not None else ()
-        twin, self._defaults = Target(target, taps, self.fused, self.weights), TargetDefaults.of(target)
-        self._weights, self.fused_reason, self._hook = Fingerprint(target), twin.fused_reason, first_hook(target)
-        self._modules = [module for module in (twin.model, self._loaded) if module is not None]
-        return twin
+        prepared, self._defaults = Target(target, taps, self.fused, self.weights), TargetDefaults.of(target)
+        self._weights, self.fused_reason, self._hook = Fingerprint(target), prepared.fused_reason, first_hook(target)
+        self._modules = [module for module in (prepared.model, self._loaded) if module is not None]
+        return prepared
 
     def _graph_obstacle(self, call: Call | None) -> str:
         """Return why steps must not be captured; empty if they may."""

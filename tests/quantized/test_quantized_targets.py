@@ -1,4 +1,4 @@
-"""A quantized target writes its own text and shares all of its memory with its twin, or is refused by name.
+"""A quantized target writes its own text and shares all of its memory with its copy, or is refused by name.
 
 Run by `.ci/run quantized` in an environment of its own, because plain `pytest` must not need these packages.
 """
@@ -112,8 +112,8 @@ def test_a_recurrent_target_writes_its_own_text_whatever_is_accepted(name, tmp_p
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", ACCEPTED)
-def test_the_users_model_keeps_its_numbers_and_the_twin_holds_no_memory_of_its_own(name, prompts):
-    """Even if the twin runs first, which is when layers of some libraries move or make what they hold."""
+def test_the_users_model_keeps_its_numbers_and_the_copy_holds_no_memory_of_its_own(name, prompts):
+    """Even if the copy runs first, which is when layers of some libraries move or make what they hold."""
     ids = prompts[0][None]
     expected = methods.load(name)(ids).logits
     model = methods.load(name)
@@ -175,10 +175,10 @@ def test_a_weight_that_is_a_tensor_subclass_is_not_taken_for_a_dense_one(name):
         dflash.Generator(model, max_length=64, weights="int8")
 
 
-def test_an_int8_layer_that_the_twin_runs_first_keeps_its_scales_for_the_user():
+def test_an_int8_layer_that_the_copy_runs_first_keeps_its_scales_for_the_user():
     model = methods.load("bitsandbytes int8, threshold 0")
-    twin = dflash.Generator(model, None, max_length=64).engine.target.model
-    assert layer(twin).state is layer(model).state
+    copied = dflash.Generator(model, None, max_length=64).engine.target.model
+    assert layer(copied).state is layer(model).state
 
 
 def test_a_second_one_shot_call_keeps_the_first_ones_generator(prompts):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..drafter import Drafter
 from ..proposers import ChainProposer
 from ..sampling import Sampling
-from ..targets import Target, check_target, find_layers, structural_twin, tapped_modules
+from ..targets import Target, check_target, find_layers, structural_copy, tapped_modules
 from .prompts import Answered
 from .wiring import Wiring
 
@@ -39,7 +39,7 @@ def record(target: nn.Module, sequences: Sequence[Answered], layers: Collection[
         layers: whose outputs are kept; the last layer's twice, after the final norm and before it.
     """
     # 1. Hook a copy that shares the weights
-    model: Any = structural_twin(check_target(target, spread=False))
+    model: Any = structural_copy(check_target(target, spread=False))
     every = find_layers(model)
     modules: dict[int, Any] = dict(zip(layers, tapped_modules(model, tuple(layers)), strict=True))
     if len(every) - 1 in modules:

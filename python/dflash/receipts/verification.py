@@ -124,7 +124,7 @@ class Verifier:
         target: a causal language model of transformers; never modified.
         tokenizer: its own; needed for receipts with stop strings or a grammar.
         fingerprints: of the target and the tokenizer, if they are known already.
-        twin: the target as a `Generator` runs it, so that no second copy of its weights is made.
+        prepared: the target as a `Generator` runs it, so that no second copy of its weights is made.
     """
 
     def __init__(
@@ -133,10 +133,10 @@ class Verifier:
         tokenizer: object = None,
         *,
         fingerprints: Fingerprints | None = None,
-        twin: Target | None = None,
+        prepared: Target | None = None,
     ) -> None:
         self._model, self._tokenizer, self._fingerprints = check_target(target), tokenizer, fingerprints
-        self._twins: dict[WeightStorage, Target] = {} if twin is None else {twin.weights: twin}
+        self._targets: dict[WeightStorage, Target] = {} if prepared is None else {prepared.weights: prepared}
 
     @property
     def fingerprints(self) -> Fingerprints:
@@ -152,9 +152,9 @@ class Verifier:
         # 2. Derive the tokens again.
         device, found, seconds = embedding_table(self._model).device, [], 0.0
         with plain_settings(device), torch.no_grad():
-            if receipt.weights not in self._twins:
-                self._twins[receipt.weights] = Target(self._model, weights=receipt.weights)
-            work = _check_all(self._twins[receipt.weights], receipt, self._tokenizer, found)
+            if receipt.weights not in self._targets:
+                self._targets[receipt.weights] = Target(self._model, weights=receipt.weights)
+            work = _check_all(self._targets[receipt.weights], receipt, self._tokenizer, found)
         while True:
             began = time.perf_counter()
             with plain_settings(device), torch.no_grad():  # left before the caller goes on
@@ -185,7 +185,7 @@ class Verifier:
                 f"max_position_embeddings, {positions}: it was made with another target"
             )
         weights = receipt.weights
-        if weights is not None and weights not in self._twins and (obstacle := int8_obstacle(self._model)):
+        if weights is not None and weights not in self._targets and (obstacle := int8_obstacle(self._model)):
             raise ValueError(
                 f"the receipt states {weights} weights, and this target's cannot be stored so: {obstacle}. Load the "
                 "target that it was made with, on the CPU"

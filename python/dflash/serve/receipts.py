@@ -27,7 +27,7 @@ class ReceiptFolder:
 
     def __init__(self, folder: Path, target: nn.Module, tokenizer: Any, scheduler: Scheduler) -> None:
         self._folder, self._tokenizer, self._scheduler = folder, tokenizer, scheduler
-        self._verifier = Verifier(target, tokenizer, twin=scheduler.generator.engine.target)
+        self._verifier = Verifier(target, tokenizer, prepared=scheduler.generator.engine.target)
         self.fingerprints: Fingerprints = self._verifier.fingerprints
 
     def check_call(self, call: Call) -> None:

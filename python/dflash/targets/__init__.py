@@ -1,5 +1,6 @@
-"""The target: a structural twin of the user's model with our attention, our cache and taps."""
+"""The target: a structural copy of the user's model with our attention, our cache and taps."""
 
+from .copies import structural_copy
 from .fingerprint import (
     Fingerprint,
     KnownWeights,
@@ -29,7 +30,6 @@ from .support import (
 )
 from .target import Target, check_int8, int8_obstacle
 from .trial import forget_trials
-from .twin import structural_twin
 from .weights import refusal_of_weights
 
 __all__ = [
@@ -58,7 +58,7 @@ __all__ = [
     "refusal_of_weights",
     "sample_digest",
     "stop_string_criterion",
-    "structural_twin",
+    "structural_copy",
     "tapped_modules",
     "text_config",
     "transformers_version",

@@ -18,7 +18,7 @@ _NAME = "block_verify"
 
 
 def use_attention(model: nn.Module, name: str = _NAME) -> None:
-    """Make every module of a twin call a registered attention function, by default ours."""
+    """Make every module of a copy call a registered attention function, by default ours."""
     for module in model.modules():  # attention modules may have been given a config of their own
         if isinstance(getattr(module, "config", None), PreTrainedConfig):
             module.config._attn_implementation = name

@@ -1,4 +1,4 @@
-"""Mixture-of-experts modules of the twin on our op.
+"""Mixture-of-experts modules of the copy on our op.
 
 transformers runs the experts of every family by one contract: a decorated class (``use_experts_implementation``) says
 how its weights lie, and one of two functions for all families computes the sum (``grouped_mm``, ``batched_mm``). A
@@ -36,10 +36,10 @@ class _Form(NamedTuple):
     transposed: bool = False
 
 
-def use_experts_op(twin: nn.Module) -> bool:
-    """Give the modules of a twin whose experts our op can run a forward that does. Returns True if there are any."""
+def use_experts_op(copied: nn.Module) -> bool:
+    """Give the modules of a copy whose experts our op can run a forward that does. Returns True if there are any."""
     found = False
-    for module in twin.modules():
+    for module in copied.modules():
         if (form := _form(module)) is not None:
             found = True
             kind = type(module)
@@ -94,7 +94,7 @@ def _gate(module: nn.Module, kind: type) -> _Form | None:
 
 
 def _has_weights(module: nn.Module, form: _Form) -> bool:
-    """Return True if the weights are all that the module has, and the kernels take them: the twin copies weights."""
+    """Return True if the kernels take the weights, and the module has no others. The op's twin would copy them."""
     names = {"gate_up_proj", "down_proj"} | ({"gate_up_proj_bias", "down_proj_bias"} if module.has_bias else set())
     weights = dict(module.named_parameters())
     if weights.keys() != names or not all(is_plain_tensor(w) and w.is_contiguous() for w in weights.values()):

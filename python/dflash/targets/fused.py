@@ -207,7 +207,7 @@ class FusedTarget:
     """Embedding, decoder stack and head of a recognized model.
 
     Args:
-        model: a twin of the user's model. Its parameters are used where they are.
+        model: a copy of the user's model. Its parameters are used where they are.
         target_layer_ids: the tapped layers.
 
     Attributes:

@@ -266,7 +266,7 @@ class Ranks(OneProcess):
 
 
 def ranks_of(model: nn.Module) -> OneProcess:
-    """Return the ranks that a model, or a twin of it, is spread over."""
+    """Return the ranks that a model, or a copy of it, is spread over."""
     spread = list(_spread_modules(model))
     if not spread:
         return OneProcess()

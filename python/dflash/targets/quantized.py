@@ -1,4 +1,4 @@
-"""Quantized layers of other libraries: which ones let rows meet, what they make late, and what a twin shares with them.
+"""Quantized layers of other libraries: which ones let rows meet, what they make late, and what a copy shares with them.
 
 bitsandbytes, torchao, compressed-tensors and GPTQModel are recognized by names and attributes and never imported.
 docs/quantized.md lists what runs.
@@ -108,7 +108,7 @@ def rounds_activations(model: nn.Module) -> bool:
 
 
 def shared_states(model: nn.Module) -> Iterator[Any]:
-    """Yield the objects of bitsandbytes that a twin must share with the model, because it shares the parameters.
+    """Yield the objects of bitsandbytes that a copy must share with the model, because it shares the parameters.
 
     A layer's first pass moves tensors from the parameter into the state of the layer (``CB``), or replaces both the
     parameter's values and tensors of its ``quant_state``. With states of their own, the layer that runs second would
@@ -121,7 +121,7 @@ def shared_states(model: nn.Module) -> Iterator[Any]:
 
 @torch.no_grad()
 def finish_loading(model: nn.Module) -> None:
-    """Have layers make now what they would make at their first pass, so that a twin shares it instead of repeating it.
+    """Have layers make now what they would make at their first pass, so that a copy shares it instead of repeating it.
 
     compressed-tensors decompresses weights then, and GPTQModel packs them for the processor.
     """

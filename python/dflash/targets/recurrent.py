@@ -1,7 +1,7 @@
-"""Recurrent layers of the twin: convolutions and recurrences on our ops, with their states in our cache.
+"""Recurrent layers of the copy: convolutions and recurrences on our ops, with their states in our cache.
 
 transformers' recurrent modules call functions of their own file (``causal_conv1d_fn``, ``mamba2_chunk_scan``, ...) and
-hand a state in and out through the cache. No attribute can be exchanged. So each such module of the twin gets its
+hand a state in and out through the cache. No attribute can be exchanged. So each such module of the copy gets its
 class's ``forward`` once more, bound to globals in which these functions are ours. The cache view answers "no state
 yet", so that every pass takes the branch for several rows. The user's modules, classes and globals stay as they are.
 """
@@ -43,16 +43,16 @@ _RECURRENCES = frozenset(
         "mamba2_chunk_scan",
     ]
 )
-_FOR_ONE_ROW = frozenset(["causal_conv1d_update", "mamba2_selective_state_update"])  # never called in the twin
+_FOR_ONE_ROW = frozenset(["causal_conv1d_update", "mamba2_selective_state_update"])  # never called in the copy
 FUNCTIONS = _CONVOLUTIONS | _RECURRENCES | _FOR_ONE_ROW
-"""Names of transformers' functions whose work is ours in the twin."""
+"""Names of transformers' functions whose work is ours in the copy."""
 
 # Parts of names that only code with a state looks up.
 _CONVOLUTION_STATES, _RECURRENT_STATES = ("conv_state",), ("recurrent_state", "ssm_state", "linear_cache")
 
 
 class Pass:
-    """The pass that runs, as the twin's recurrent modules find it: not every family hands keyword arguments on.
+    """The pass that runs, as the copy's recurrent modules find it: not every family hands keyword arguments on.
 
     Attributes:
         cache: where the states are.
@@ -162,21 +162,21 @@ def only_function_in(wrapper: Any) -> types.FunctionType | None:
 # ---------------------------------------------------------------------------------------------- taking over
 
 
-def take_over(twin: nn.Module) -> Pass:
-    """Give every stateful module of a twin a forward that keeps its states in the cache of the pass.
+def take_over(copied: nn.Module) -> Pass:
+    """Give every stateful module of a copy a forward that keeps its states in the cache of the pass.
 
     Args:
-        twin: a structural twin; `refusal_of_recurrence` has found nothing.
+        copied: a structural copy; `refusal_of_recurrence` has found nothing.
 
     Returns:
         What says which pass runs; to be set before each.
     """
     running = Pass()
-    if has_recurrent_layers(twin):
-        for module in twin.modules():
+    if has_recurrent_layers(copied):
+        for module in copied.modules():
             if "is_causal" in module.__dict__:  # attention, to which falcon_h1 of 5.15 hands no lengths
                 module.running_pass = running
-    for module in filter(is_stateful, twin.modules()):
+    for module in filter(is_stateful, copied.modules()):
         forward = _inner_forward(type(module))
         functions = _LayerFunctions(running, module.layer_idx, getattr(module, "num_k_heads", None))
         space = {**forward.__globals__, **functions.by_name()}

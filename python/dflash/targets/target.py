@@ -1,6 +1,6 @@
-"""The target: a structural twin of the user's Hugging Face model, with our attention, our cache and taps.
+"""The target: a structural copy of the user's Hugging Face model, with our attention, our cache and taps.
 
-The user's model is never touched. Its twin shares every parameter and buffer and owns everything else: config,
+The user's model is never touched. Its copy shares every parameter and buffer and owns everything else: config,
 hooks, attention implementation.
 """
 
@@ -16,6 +16,7 @@ from ..cache import KVCache, RecurrentCache
 from ..ops import WeightStorage
 from ..state import Tree
 from .attention import CacheView, use_attention
+from .copies import structural_copy
 from .experts import use_experts_op
 from .fingerprint import describe_config, sample_digest
 from .fused import FusedTarget, obstacle_to_int8, recognize, refuse_int8
@@ -31,7 +32,6 @@ from .support import (
     text_config,
 )
 from .trial import Trial
-from .twin import structural_twin
 
 __all__ = ["Target", "check_int8", "int8_obstacle"]
 
@@ -90,7 +90,7 @@ class Target:
         trial: Trial,
     ) -> None:  # fmt: skip
         """Copy the model and give the copy our attention, ops, recurrences and taps."""
-        self.model = structural_twin(model)
+        self.model = structural_copy(model)
         self.ranks = ranks_of(self.model)
         self.ranks.compare("its weights or config", lambda: (describe_config(model), sample_digest(model)))
         trial.observe(self.model)
@@ -228,7 +228,7 @@ class Target:
         self, ids: Tensor, lengths: Tensor, cache: KVCache, logits_to_keep: int | Tensor, is_prompt: bool,
         tree: Tree | None,
     ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
-        """Run the twin's own modules as `forward` does."""
+        """Run the copy's own modules as `forward` does."""
         slots = lengths[:, None] + torch.arange(ids.shape[1], device=ids.device)
         positions = slots if tree is None else lengths[:, None] + tree.depth
         # Rows past the end of a request are computed and dropped. They must not index past a learned table.
@@ -293,11 +293,11 @@ def check_int8(model: nn.Module) -> None:
 def int8_obstacle(model: nn.Module) -> str:
     """Return why the weights of a target cannot be stored as int8; empty if they can, if they are finite.
 
-    Takes about as long as a twin, milliseconds: no value is read.
+    Takes about as long as a copy, milliseconds: no value is read.
     """
-    twin = structural_twin(model)
-    use_attention(twin)
-    return obstacle_to_int8(model, *_fuse(twin, (), "auto", replaced_function(model)))
+    copied = structural_copy(model)
+    use_attention(copied)
+    return obstacle_to_int8(model, *_fuse(copied, (), "auto", replaced_function(model)))
 
 
 _NOT_FUSED = (

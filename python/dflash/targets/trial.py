@@ -15,10 +15,10 @@ from transformers.masking_utils import AttentionMaskInterface, eager_mask
 from ..cache import KVCache
 from ..state import Tree
 from .attention import use_attention, window_of
+from .copies import structural_copy
 from .fingerprint import Fingerprint
 from .quantized import rounds_activations
 from .support import UnsupportedTargetError, cache_argument, embedding_table, first_hook, max_positions, text_config
-from .twin import structural_twin
 
 if TYPE_CHECKING:
     from .target import Target
@@ -101,7 +101,7 @@ class Trial:
 
     def _try(self, target: Target) -> Verdict:
         if self._logits is None:
-            self._observe(structural_twin(self._model))
+            self._observe(structural_copy(self._model))
         logits = self._logits
         if not logits.isfinite().all():
             return Verdict()  # says nothing; calls refuse logits that are not finite

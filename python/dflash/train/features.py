@@ -29,7 +29,7 @@ from ..targets import (
     describe_config,
     find_layers,
     has_recurrent_layers,
-    structural_twin,
+    structural_copy,
     tapped_modules,
     text_config,
     unwrap,
@@ -45,7 +45,7 @@ _READ_ROWS = 1024
 class TargetFeatures:
     """Features of full sequences from the frozen target, with its embeddings and head.
 
-    Runs a structural twin of the model without gradients; the model itself is not changed. Layers after the last tap
+    Runs a structural copy of the model without gradients; the model itself is not changed. Layers after the last tap
     are skipped unless ``final`` is set.
 
     Args:
@@ -58,7 +58,7 @@ class TargetFeatures:
     """
 
     def __init__(self, target: nn.Module, layer_ids: tuple[int, ...], *, final: bool = False) -> None:
-        self.model, self.final = structural_twin(check_target(target, spread=False)), final
+        self.model, self.final = structural_copy(check_target(target, spread=False)), final
         self.layer_ids = tuple(layer_ids)
         layers, modules = find_layers(self.model), tapped_modules(self.model, self.layer_ids)
         if not final and len(layers) - 1 not in self.layer_ids:

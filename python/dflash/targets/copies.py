@@ -1,4 +1,4 @@
-"""Structural twins: copies of a model that share its parameters and buffers and own everything else."""
+"""Structural copies of a model: they share its parameters and buffers and own everything else."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from .recurrent import is_stateful
 from .support import UnsupportedTargetError
 from .weights import plain_tensors
 
-__all__ = ["structural_twin"]
+__all__ = ["structural_copy"]
 
 
-def structural_twin(module: nn.Module) -> nn.Module:
+def structural_copy(module: nn.Module) -> nn.Module:
     """Return a copy of ``module``, in eval mode, that shares its tensors. Takes milliseconds.
 
     Raises:
@@ -28,14 +28,14 @@ def structural_twin(module: nn.Module) -> nn.Module:
     shared = (*tensors, *shared_states(module), *meshes(module))
     memo: dict[int, Any] = {id(value): value for value in shared}
     try:
-        twin = copy.deepcopy(module, memo).eval()
+        result = copy.deepcopy(module, memo).eval()
     except (TypeError, RuntimeError) as error:
         raise UnsupportedTargetError(
             f"{type(module).__name__} holds something that cannot be copied: {error}"
         ) from error
-    for original, copied in zip(module.modules(), twin.modules(), strict=True):
+    for original, copied in zip(module.modules(), result.modules(), strict=True):
         _restore_forward(original, copied)
-    return twin
+    return result
 
 
 def _restore_forward(original: nn.Module, copied: nn.Module) -> None:
