@@ -83,10 +83,13 @@ class _Family(NamedTuple):
             return False
         if type(head) is not nn.Linear or type(decoder.embed_tokens) is not nn.Embedding:
             return False
+        if decoder.embed_tokens.max_norm is not None:  # changes few embeddings, perhaps none of a trial run's
+            return False
         layers = _layers_of(decoder)
         if not 0 < len(layers) == decoder.config.num_hidden_layers:
             return False
         attentions = [layer.self_attn for layer in layers if hasattr(layer, "self_attn")]
+        mixers = [layer.self_attn if hasattr(layer, "self_attn") else layer.linear_attn for layer in layers]
         rotary = 2 * decoder.rotary_emb.inv_freq.numel()
         parameters = [*decoder.parameters(), *head.parameters()]
         storage = {(parameter.device.type, parameter.dtype) for parameter in parameters}
@@ -95,6 +98,7 @@ class _Family(NamedTuple):
             and self.is_a(decoder.rotary_emb, f"{self.text}RotaryEmbedding")
             and all(self.fits(layer, "DecoderLayer") for layer in layers)
             and bool(attentions)
+            and [mixer.layer_idx for mixer in mixers] == list(range(len(layers)))  # else they share keys and values
             and all(rotary == part.head_dim or (self.gated and rotary < part.head_dim) for part in attentions)
             and all(len({part.bias is None for part in _projections(a)[:3]}) == 1 for a in attentions)
             and all(is_plain_tensor(p) and p.is_contiguous() for p in parameters)
