@@ -64,7 +64,7 @@ A causal language model of transformers >= 5.15 runs if its layers attend to the
 it, through transformers' attention interface, or if they keep a recurrent state by functions that dflash can roll
 back (second table). Each family below was tried with a tiny random model in fp32: 4 layers, prompts of 1, 17 and 60
 tokens in one padded batch, 32 new tokens, a random drafter. "Equal" means token for token equal to
-`generate(do_sample=False)`. A family that is not in these tables is tried on 24 tokens when a generator is made for
+`generate(do_sample=False)`. Every target is tried on 24 tokens, once, when a generator is made for
 it, and refused if its logits differ with dflash's cache and attention. That trial rejects part of a block. It also
 runs a [tree](trees.md): a target that gets only this wrong is refused trees and runs chains.
 

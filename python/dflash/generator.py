@@ -134,8 +134,8 @@ class Generator:
     A generator cannot be pickled or copied. A child process made by ``fork`` may use it, as far as torch works there.
 
     Args:
-        target: the Hugging Face causal language model; it is never modified (see `dflash.targets`). One with hooks, or
-            of a family or with functions that were not tested, runs 24 tokens of a trial when the generator is made.
+        target: the Hugging Face causal language model; it is never modified (see `dflash.targets`). It runs
+            a trial of 24 tokens, once per model, when the first generator is made: what differs is refused by name.
         draft: a `Drafter`, or any module that `load_draft` takes. None decodes one token per step through
             the same code; with ``block_size`` in the same padded shapes, which bf16 output equals bit for bit.
         max_length: prompt and new tokens of a row together may not exceed this.
