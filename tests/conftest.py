@@ -28,8 +28,12 @@ sys.path[:0] = [str(ROOT / "tests" / folder) for folder in ("cuda_emulation", "f
 sys.path.append(str(ROOT))  # recipes
 
 
-# Prefixes of the ids of slow tests, one per line.
-SLOW = tuple(line for line in (ROOT / "tests" / "slow.txt").read_text().splitlines() if line and line[0] != "#")
+def _prefixes(name: str) -> tuple[str, ...]:
+    """Return the prefixes of tests' ids that a file lists, one per line."""
+    return tuple(line for line in (ROOT / "tests" / name).read_text().splitlines() if line and line[0] != "#")
+
+
+SLOW, FULL = _prefixes("slow.txt"), _prefixes("full.txt")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -44,8 +48,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         emulated = "cuda-emulated" in item.nodeid or {"emulation", "emulated_kernels"} & set(item.fixturenames)
         if emulated:
             item.add_marker(pytest.mark.emulated)
-        if emulated or item.nodeid.startswith(SLOW):
+        if emulated or item.nodeid.startswith(SLOW + FULL):
             item.add_marker(pytest.mark.slow)
+        if item.nodeid.startswith(FULL):
+            item.add_marker(pytest.mark.full)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

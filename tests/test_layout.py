@@ -78,8 +78,10 @@ def test_cmake_lists_stay_short():
     assert len((ROOT / "CMakeLists.txt").read_text().splitlines()) < 125
 
 
-def test_slow_names_tests_that_exist():
-    for line in (ROOT / "tests" / "slow.txt").read_text().splitlines():
+def test_lists_of_tests_name_tests_that_exist():
+    for line in [
+        line for name in ("slow", "full") for line in (ROOT / "tests" / f"{name}.txt").read_text().splitlines()
+    ]:
         if line and not line.startswith("#"):
             path, *names = line.split("[")[0].split("::")
             source = (ROOT / path).read_text()

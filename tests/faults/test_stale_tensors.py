@@ -83,7 +83,7 @@ class TestFrequencies:
     @pytest.mark.parametrize(
         ("family", "change"),
         [*(("llama", way) for way in WAYS), *((name, in_place) for name in ("mistral (windowed)", "qwen2", "qwen3"))],
-        ids=str,
+        ids=lambda part: getattr(part, "__name__", part),
     )
     def test_changed_frequencies_count_at_once(self, family, change):
         model = make_target(family, num_hidden_layers=2)
