@@ -327,7 +327,7 @@ def test_bad_data_is_one_line_and_exit_code_2(run, arguments, file, content, mes
         ({"distill": 0.5, "cache_features": "x"}, "--distill needs the target's own distribution"),
         ({"type": "eagle"}, "--type must be dflash or dflash2, got 'eagle'"),
         ({"selector_rank": 8}, "--selector-rank is for DFlash 2 drafters: add --type dflash2"),
-        ({**DFLASH2, "conv_group_size": 7}, "the drafter: conv_group_size must divide hidden_size 64, got 7"),
+        ({**DFLASH2, "conv_group_size": 7}, "conv_group_size must divide hidden_size 64, got 7"),
         ({"selector_weight": 2}, "--selector-weight is for DFlash 2 drafters, and this one has no selector"),
         ({"init": "./nowhere"}, "--layers is fixed by --init: leave it out"),
         ({"init": "./nowhere", **dict.fromkeys(NEW)}, "draft './nowhere' is neither a folder nor"),
